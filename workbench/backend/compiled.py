@@ -1,14 +1,18 @@
-"""How long this process has compiled kernels: what the first use of a device costs.
+"""Where compiled kernels are kept, and how long this process has compiled: what the first use of a
+device costs.
 
-Every compiler of kernels reports here. Kernels out of a cache do not count.
+Every compiler of kernels reports here. Kernels out of the cache do not count.
 """
 
 from __future__ import annotations
 
+import os
+import stat
+import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 WORTH_SAYING_NS = 100_000_000
 
@@ -31,11 +35,6 @@ class Compiled(NamedTuple):
         return f"compiling kernels for this device: {self.ns / 1e9:.1f} s, kept in {folder}"
 
 
-def kept_by(kernel: Any) -> Path:
-    """The folder of numba's cache for `kernel`."""
-    return Path(kernel._cache.cache_path)
-
-
 _lock = threading.Lock()
 _found, _until_ns = Compiled(), 0
 
@@ -53,3 +52,25 @@ def took(begun_ns: int, folder: Path) -> None:
 def so_far() -> Compiled:
     """All that this process has compiled."""
     return _found
+
+
+def cache_dir() -> Path:
+    """~/.cache/workbench/kernels. Where that cannot be written: a folder of this user's own in the
+    temporary directory. Where that one is not safe to trust: a new one for this process."""
+    for folder in (
+        Path.home() / ".cache" / "workbench" / "kernels",
+        Path(tempfile.gettempdir()) / f"workbench-kernels-{_user()}",
+    ):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            info = folder.lstat()
+        except OSError:
+            continue
+        mine = not hasattr(os, "getuid") or info.st_uid == os.getuid()
+        if mine and stat.S_ISDIR(info.st_mode) and os.access(folder, os.W_OK):
+            return folder
+    return Path(tempfile.mkdtemp(prefix="workbench-kernels-"))
+
+
+def _user() -> str:
+    return str(os.getuid()) if hasattr(os, "getuid") else "user"

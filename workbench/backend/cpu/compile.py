@@ -1,26 +1,57 @@
 """Compiles a Python function that writes vector code into a kernel with an address.
 
-Every kernel has one signature, `void kernel(int64 args, int64 part, int64 n_parts)`. Its body is
-one call of the intrinsic that writes its code. numba compiles, links and caches it.
+Every kernel has one signature, `void kernel(int64 args, int64 part, int64 n_parts)`. Its body
+writes LLVM's text, and LLVM makes machine code of the text for this machine's CPU.
+
+Compiling takes seconds, so machine code is kept in the user's cache (`compiled.cache_dir`), which
+all checkouts and processes share. It is kept under two names:
+
+    NAME-SOURCES.o    the kernel's name, a digest of the sources of this folder
+    text-DIGEST.o     a digest of the text that the body writes
+
+Both have the compiler and the CPU in their digests. A process that starts finds the first name, and
+no body runs. Where a source was edited, the body runs and the second name is looked for. So an edit
+that changes no instruction compiles nothing: a docstring, or another kernel.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
+import llvmlite
 import llvmlite.binding as llvm
-from numba import cfunc, types
-from numba.extending import intrinsic
+from llvmlite import ir
 
 from workbench.backend import compiled
 from workbench.backend.cpu.isa import Isa, available
 from workbench.backend.cpu.vector import Body, Emit, Value
+from workbench.errors import UsageError
 from workbench.model import draw_weights
+from workbench.output import writing
+
+ENTRY = "kernel"  # the function's name in its text
+DIGEST_BYTES = 32  # of the code, in front of it in a kept file
+
+_I64 = ir.IntType(64)
+_SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+_compiling = threading.Lock()
+_loaded: list[Any] = []  # engines that own the code; kernels stay to the end of the process
+
+
+class CompiledKernel(NamedTuple):
+    """A kernel in memory. address: of its code. ctypes: calls it from Python, without the GIL."""
+
+    address: int
+    ctypes: Callable[[int, int, int], None]
 
 
 @cache
@@ -31,52 +62,108 @@ def host_isas() -> list[Isa]:
 
 @cache
 def source_digest() -> str:
-    """A digest of this folder's source, of the words of gates and of stamps, and of the weights of
-    draws; everything that is cached has it in its name.
-
-    numba looks only at the file of the function it caches, and the code here comes from other
-    files, too.
-    """
-    digest, here = hashlib.sha256(), Path(__file__).parent
+    """A digest of the sources that a body's text can follow from, and of what compiles it."""
+    digest, here = hashlib.sha256(_compiler()), Path(__file__).parent
     others = (here.parent / "gate.py", here.parent / "stamps.py", Path(draw_weights.__file__))
     for path in (*sorted(here.glob("*.py")), *others):
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    return digest.hexdigest()[:16]
 
 
-def dated(function: Any) -> Any:
-    """Names a function after the folder's source. numba then finds only code made of this source,
-    also of the functions that are called."""
-    function.__qualname__ += f"_{source_digest()}"
-    return function
+def compile_kernel(name: str, body: Body, keep: bool = True) -> CompiledKernel:
+    """The kernel whose code `body` writes.
 
-
-def _kernel(args, part, n_parts):
-    BODY(args, part, n_parts)  # type: ignore[name-defined]  # noqa: F821
-
-
-def compile_kernel(name: str, body: Body, keep: bool = True):
-    """The numba CFunc whose code `body` writes, cached on disk under `name` where it is kept.
-
-    Each kernel has its own function object, with the body among the globals. numba keys its cache
-    by a function's closure, and would never find an intrinsic there again. The name holds
-    everything that a kernel depends on, so no two kernels share an index file.
+    name: holds all that the body depends on, but for the sources. keep: whether the machine code is
+    taken from the cache, and kept there.
     """
+    with _compiling:
+        if not keep:
+            return _load(_machine_code(text_of(body)))
+        folder = compiled.cache_dir()
+        known = folder / f"{name}-{source_digest()}.o"
+        code = _read(known)
+        if code is None:
+            code = _of_text(text_of(body), folder, known)
+        return _load(code)
 
-    @intrinsic
-    def write(typing_context, args, part, n_parts):
-        def generate(context, builder, signature, values):
-            emit = Emit(builder)
-            body(emit, *(Value(emit, "i64", 1, v) for v in values))
-            return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64, types.int64), generate
+def text_of(body: Body) -> str:
+    """What a body writes: the text of an LLVM module with the function ENTRY."""
+    module = ir.Module(ENTRY)
+    module.triple = llvm.get_default_triple()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * 3), ENTRY)
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    emit = Emit(builder)
+    args, part, n_parts = (Value(emit, "i64", 1, argument) for argument in function.args)
+    body(emit, args, part, n_parts)
+    builder.ret_void()
+    return str(module)
 
-    function = FunctionType(_kernel.__code__, {**globals(), "BODY": write}, name)
-    function.__qualname__ = f"{name}_{source_digest()}"
-    function.__module__ = __name__
-    begun_ns = time.perf_counter_ns()
-    made = cfunc("void(int64,int64,int64)", cache=keep)(function)
-    if keep and not made.cache_hits:
-        compiled.took(begun_ns, compiled.kept_by(made))
-    return made
+
+def _of_text(text: str, folder: Path, known: Path) -> bytes:
+    """The machine code of a text, out of the cache or compiled. known: its other name."""
+    key = hashlib.sha256(_compiler() + text.encode()).hexdigest()[:32]
+    by_text = folder / f"text-{key}.o"
+    code = _read(by_text)
+    if code is None:
+        begun_ns = time.perf_counter_ns()
+        code = _machine_code(text)
+        compiled.took(begun_ns, folder)
+        with suppress(UsageError), writing(by_text) as file:  # where there is room
+            file.write(hashlib.sha256(code).digest() + code)
+    with suppress(OSError):  # another process may have linked it
+        os.link(by_text, known)
+    return code
+
+
+def _read(path: Path) -> bytes | None:
+    """A kept object file; None where there is none, or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+    return code if digest == hashlib.sha256(code).digest() else None
+
+
+def _compiler() -> bytes:
+    """What makes machine code of a text, and for which CPU."""
+    version = ".".join(map(str, llvm.llvm_version_info))
+    features = llvm.get_host_cpu_features().flatten()
+    cpu = (llvm.get_default_triple(), llvm.get_host_cpu_name(), features)
+    return repr((llvmlite.__version__, version, *cpu)).encode()
+
+
+@cache
+def _target() -> Any:
+    """This machine's CPU, for code that is loaded where it is compiled."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3,
+        reloc="static" if target.name.startswith("x86") else "default", codemodel="jitdefault",
+        jit=True,
+    )  # fmt: skip
+
+
+def _machine_code(text: str) -> bytes:
+    """An object file of the text, optimized. No float operation is contracted or reassociated."""
+    module = llvm.parse_assembly(text)
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization = options.slp_vectorization = True
+    passes = llvm.create_pass_builder(_target(), options).getModulePassManager()
+    passes.run(module, llvm.create_pass_builder(_target(), options))
+    code: bytes = _target().emit_object(module)
+    return code
+
+
+def _load(code: bytes) -> CompiledKernel:
+    """The kernel of an object file, in executable memory."""
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _loaded.append(engine)
+    address = engine.get_function_address(ENTRY)
+    return CompiledKernel(address, _SIGNATURE(address))

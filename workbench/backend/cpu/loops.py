@@ -35,6 +35,7 @@ from __future__ import annotations
 from numba import cfunc, njit
 
 from workbench.backend import compiled, gate, stamps
+from workbench.backend.cpu import kept  # noqa: F401 - where the loops are kept
 from workbench.backend.cpu.atomics import (
     call_kernel,
     copy_bytes,
@@ -45,7 +46,6 @@ from workbench.backend.cpu.atomics import (
     store,
     swap_if,
 )
-from workbench.backend.cpu.compile import dated
 from workbench.backend.cpu.signals import (
     BEGUN_NS,
     FOREVER,
@@ -81,7 +81,6 @@ KERNEL = "void(int64, int64, int64)"  # args, part, n_parts
 
 
 @njit("void(int64, int64)", cache=True)
-@dated
 def fill(at, command):
     """Makes the entry at `at` what the command block says: function, parts, number of arguments,
     arguments."""
@@ -92,7 +91,6 @@ def fill(at, command):
 
 
 @njit("int64(int64, int64)", cache=True)
-@dated
 def push(control, command):
     """Queues the command block at `command`. Returns PUSHED, FULL or CLOSED. Holds the GIL: Python
     threads push one after the other."""
@@ -115,7 +113,6 @@ LIST_BYTES = LIST_FIRSTS + 8 * N_FIRSTS
 
 
 @njit("int64(int64)", cache=True)
-@dated
 def push_walks(plan):
     """Queues a walk of each list of a plan on the list's stream, or none. Returns as `push` does.
 
@@ -148,7 +145,6 @@ def push_walks(plan):
 
 
 @njit("void(int64, int64)", cache=True)
-@dated
 def record(control, block):
     """Makes an event the point behind every entry queued so far. The event's address stands at
     `block`; an event is two words: address of a stream's signal (0: never recorded), and value."""
@@ -158,7 +154,6 @@ def record(control, block):
 
 
 @njit("int64(int64, int64)", cache=True)
-@dated
 def push_wait(control, block):
     """Queues a wait for an event's latest Record. At `block`: the event's address, then a command
     of `await_kernel`, whose signal and value are filled in here. Returns as `push` does.
@@ -175,7 +170,6 @@ def push_wait(control, block):
 
 
 @njit(cache=True, nogil=True)
-@dated
 def next_entry(control):
     """The address of the ring's next entry, which is there; of a walk, its first node."""
     over = load(control + OVER)
@@ -189,7 +183,6 @@ def next_entry(control):
 
 
 @njit("void(int64, int64, int64)", cache=True, nogil=True)
-@dated
 def run_worker(control, until, yield_ns):
     """Runs parts of kernels until number `until - 1` is complete, or the stream is stopped.
 
@@ -264,7 +257,6 @@ def run_worker(control, until, yield_ns):
 
 
 @njit("void(int64)", cache=True, nogil=True)
-@dated
 def stop(control):
     """Makes the workers leave after the parts they hold. No entry that still waits is run."""
     store(control + STATE, STOPPED)
@@ -272,14 +264,12 @@ def stop(control):
 
 
 @njit("void(int64)", cache=True, nogil=True)
-@dated
 def run_inline(command):
     """Runs the kernel of a command block in the calling thread, as one part."""
     call_kernel(load(command), command + 24, 0, 1)
 
 
 @cfunc(KERNEL, cache=True)
-@dated
 def copy_kernel(args, part, n_parts):
     """args: dst, src, nbytes. Parts are multiples of 64 bytes."""
     dst, src, nbytes = load(args), load(args + 8), load(args + 16)
@@ -289,7 +279,6 @@ def copy_kernel(args, part, n_parts):
 
 
 @cfunc(KERNEL, cache=True)
-@dated
 def gate_copy_kernel(args, part, n_parts):
     """args: dst, src, nbytes, control block of the gate, ns of its limit, control block of this
     kernel's own stream."""
@@ -311,7 +300,6 @@ def gate_copy_kernel(args, part, n_parts):
 
 
 @cfunc(KERNEL, cache=True)
-@dated
 def gate_end_kernel(args, part, n_parts):
     """args: what counts ends, and the word that the host looks at."""
     number = load(load(args)) + 1
@@ -320,7 +308,6 @@ def gate_end_kernel(args, part, n_parts):
 
 
 @cfunc(KERNEL, cache=True)
-@dated
 def stamp_kernel(args, part, n_parts):
     """args: what counts pairs, memory of the ring, its pairs, 0 for a begin and 1 for an end."""
     now, ring, is_end = now_ns(), load(args + 8), load(args + 24)
@@ -333,7 +320,6 @@ def stamp_kernel(args, part, n_parts):
 
 
 @njit(cache=True, nogil=True)
-@dated
 def await_or_stop(signal, value, control):
     """Waits for `signal` to reach `value`; no longer where the stream of `control` is stopped."""
     while not await_value(signal, value, WORKER_YIELD_NS, SLICE_NS):
@@ -342,7 +328,6 @@ def await_or_stop(signal, value, control):
 
 
 @cfunc(KERNEL, cache=True)
-@dated
 def await_kernel(args, part, n_parts):
     """args: signal, value, control block of this kernel's own stream."""
     await_or_stop(load(args), load(args + 8), load(args + 16))
@@ -352,14 +337,12 @@ def await_kernel(args, part, n_parts):
 
 
 @cfunc(KERNEL, cache=True)
-@dated
 def await_list_kernel(args, part, n_parts):
     """args: signal, number of walks of this kernel's own list, control block of its own stream."""
     await_or_stop(load(args), load(load(args + 8)), load(args + 16))
 
 
 @cfunc(KERNEL, cache=True)
-@dated
 def raise_kernel(args, part, n_parts):
     """args: signal, number of walks of this kernel's own list."""
     publish(load(args), load(load(args + 8)))
@@ -375,4 +358,4 @@ COPY, AWAIT, AWAIT_LIST, RAISE, GATE_COPY, GATE_END, STAMP = (
 )  # fmt: skip
 
 if not await_kernel.cache_hits:  # then all of this file was compiled
-    compiled.took(BEGUN_NS, compiled.kept_by(await_kernel))
+    compiled.took(BEGUN_NS, compiled.cache_dir())

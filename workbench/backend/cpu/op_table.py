@@ -87,7 +87,7 @@ def _bodies() -> dict[str, Callable[..., Body]]:
 
 @cache
 def kernel(variant: tuple[str, ...], layout: str = "file", isa: str | None = None):
-    """The numba CFunc of a variant (`kernel_of`), compiled or from the cache.
+    """The kernel of a variant (`kernel_of`), compiled or from the cache.
 
     isa: the name of an instruction set other than this CPU's best (tests). Raises KeyError for a
     variant or layout without a kernel.

@@ -14,8 +14,8 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
+from workbench.backend.cpu import kept  # noqa: F401 - where the loops are kept
 from workbench.backend.cpu.atomics import load
-from workbench.backend.cpu.compile import dated
 from workbench.backend.cpu.loops import KERNEL
 from workbench.backend.cpu.signals import now_ns
 from workbench.backend.cpu.vector import Emit, Value
@@ -65,7 +65,6 @@ _weights: Any = njit(weights)
 
 
 @njit
-@dated
 def _reached(each, target):
     """How many elements it takes until their sum reaches the target."""
     total = np.int64(0)
@@ -77,7 +76,6 @@ def _reached(each, target):
 
 
 @njit
-@dated
 def _drawn(own, how):
     """The token of a row of logits; -1 where one is no number. how: its settings."""
     temperature, top_k, top_p, log_min_p, uniform = how
@@ -106,7 +104,6 @@ def _drawn(own, how):
 
 
 @cfunc(KERNEL, cache=True)
-@dated
 def draw(args, part, n_parts):
     """dst, logits, settings, n_rows, n_vocab. Parts are ranges of rows."""
     n_rows, n_vocab = load(args + 24), load(args + 32)

@@ -21,6 +21,7 @@ import time
 
 from numba import njit
 
+from workbench.backend.cpu import kept  # noqa: F401 - where the loops are kept
 from workbench.backend.cpu.atomics import (
     clock_gettime,
     cond_broadcast,
@@ -37,7 +38,6 @@ from workbench.backend.cpu.atomics import (
     store,
     two_words,
 )
-from workbench.backend.cpu.compile import dated
 
 NOBODY = (1 << 63) - 1
 FOREVER = -1
@@ -61,7 +61,6 @@ WALL_CLOCK = time.CLOCK_REALTIME
 
 
 @njit(cache=True, nogil=True)
-@dated
 def now_ns():
     """Nanoseconds of `time.perf_counter_ns`'s clock."""
     time_ = two_words()
@@ -70,7 +69,6 @@ def now_ns():
 
 
 @njit(cache=True)
-@dated
 def init_signal(signal):
     """Turns the zeroed SIGNAL_BYTES at `signal` into a Signal of value 0."""
     mutex_init(signal + MUTEX, 0)
@@ -79,7 +77,6 @@ def init_signal(signal):
 
 
 @njit(cache=True, nogil=True)
-@dated
 def wake(signal):
     """Wakes every sleeper on `signal`; a sleeper that wants a larger value sleeps again."""
     mutex_lock(signal + MUTEX)
@@ -89,7 +86,6 @@ def wake(signal):
 
 
 @njit(cache=True, nogil=True)
-@dated
 def publish(signal, value):
     """Raises `signal` to `value`, and wakes the sleepers that wait for it."""
     store(signal, value)
@@ -98,14 +94,12 @@ def publish(signal, value):
 
 
 @njit(cache=True, nogil=True)
-@dated
 def set_word(address, value):
     """Sets the word at `address`, behind all that the caller has stored before."""
     store(address, value)
 
 
 @njit("boolean(int64, int64, int64)", cache=True, nogil=True)
-@dated
 def await_word(address, value, timeout_ns):
     """Looks at the word at `address`, which nobody wakes anyone for, until it is at least `value`.
     False where timeout_ns passed. In between the core goes to any thread with work."""
@@ -121,7 +115,6 @@ def await_word(address, value, timeout_ns):
 
 
 @njit(cache=True, nogil=True)
-@dated
 def await_value(signal, value, yield_ns, timeout_ns):
     """Waits until `signal` reaches `value`; False where `timeout_ns` passed asleep without it.
 
@@ -159,7 +152,6 @@ def await_value(signal, value, yield_ns, timeout_ns):
 
 
 @njit("boolean(int64, int64, int64, int64)", cache=True, nogil=True)
-@dated
 def wait_slice(signal, value, yield_ns, timeout_ns):
     """`await_value` as the host calls it: without the GIL."""
     return await_value(signal, value, yield_ns, timeout_ns)

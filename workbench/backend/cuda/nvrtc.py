@@ -11,8 +11,6 @@ compiled.
 import hashlib
 import os
 import re
-import stat
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.backend import compiled
+from workbench.backend.compiled import cache_dir
 from workbench.backend.cuda.noting import NOTING, noting
 from workbench.errors import DeviceError, UsageError
 from workbench.output import writing
@@ -154,25 +153,3 @@ def _keep(path: Path, content: bytes) -> None:
     """Writes where there is room; without, the next process compiles again."""
     with suppress(UsageError), writing(path) as file:
         file.write(content)
-
-
-def cache_dir() -> Path:
-    """~/.cache/workbench/kernels. Where that cannot be written: a folder of this user's own in the
-    temporary directory. Where that one is not safe to trust: a new one for this process."""
-    for folder in (
-        Path.home() / ".cache" / "workbench" / "kernels",
-        Path(tempfile.gettempdir()) / f"workbench-kernels-{_user()}",
-    ):
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            info = folder.lstat()
-        except OSError:
-            continue
-        mine = not hasattr(os, "getuid") or info.st_uid == os.getuid()
-        if mine and stat.S_ISDIR(info.st_mode) and os.access(folder, os.W_OK):
-            return folder
-    return Path(tempfile.mkdtemp(prefix="workbench-kernels-"))
-
-
-def _user() -> str:
-    return str(os.getuid()) if hasattr(os, "getuid") else "user"

@@ -1,0 +1,106 @@
+"""Where numba keeps the loops of this folder, and how it finds them again.
+
+numba keeps what it compiles beside the source, under the source's digest and the line of the
+function. So an edited comment would compile all loops again, and each checkout its own. Loops of
+this folder are kept in the user's cache instead (`compiled.cache_dir`), under a digest of what they
+do: their bytecode, and that of all that they call, down to the functions that write LLVM's text.
+numba itself adds the signature, the CPU and its own version.
+
+A function of this folder with `cache=True` is kept so, once this module is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from numba.core import caching, types
+
+from workbench.backend import compiled
+
+FOLDER = __name__.rpartition(".")[0]
+
+
+def digest_of(function: FunctionType) -> str:
+    """A digest of what a function does: bytecode, constants, defaults, and whatever it names, of
+    functions the same. Lines, docstrings and the names of files are not in it."""
+    found = hashlib.sha256()
+    for said in _said(function, set()):
+        found.update(said.encode() + b"\0")
+    return found.hexdigest()[:32]
+
+
+def _said(thing: Any, seen: set[int]) -> Iterator[str]:
+    """What a thing adds to a digest."""
+    while (inner := getattr(thing, "py_func", None) or getattr(thing, "_defn", None)) is not None:
+        thing = inner  # what numba made of a function
+    if isinstance(thing, FunctionType):
+        if id(thing) in seen:
+            yield thing.__qualname__
+            return
+        seen.add(id(thing))
+        yield from _said_of_code(thing.__code__, thing.__doc__)
+        yield repr(thing.__defaults__)
+        for name in _names(thing.__code__):
+            if name in thing.__globals__:
+                yield name
+                yield from _said(thing.__globals__[name], seen)
+        for cell in thing.__closure__ or ():
+            yield from _said(cell.cell_contents, seen)
+    elif isinstance(thing, ModuleType | type | BuiltinFunctionType):
+        yield f"{getattr(thing, '__module__', '')}.{thing.__name__}"
+    elif isinstance(thing, tuple | list):
+        for one in thing:
+            yield from _said(one, seen)
+    elif isinstance(thing, dict):
+        for key, value in thing.items():
+            yield repr(key)
+            yield from _said(value, seen)
+    elif isinstance(thing, bool | int | float | str | bytes | None | types.Type):
+        yield repr(thing)
+    else:  # an object: its text may hold an address
+        yield f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _said_of_code(code: CodeType, doc: str | None) -> Iterator[str]:
+    yield repr((code.co_code, code.co_varnames, code.co_names, code.co_freevars, code.co_argcount))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            first = constant.co_consts[:1]
+            yield from _said_of_code(constant, first[0] if first else None)
+        elif not (isinstance(constant, str) and constant == doc):
+            yield repr(constant)
+
+
+def _names(code: CodeType) -> list[str]:
+    """The names that a function and those inside it look up."""
+    inside = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return list(dict.fromkeys([*code.co_names, *(name for names in inside for name in names)]))
+
+
+class Locator(caching._CacheLocator):
+    """Tells numba where a function of this folder is kept."""
+
+    def __init__(self, function: FunctionType):
+        self._digest = digest_of(function)
+
+    def get_cache_path(self) -> str:
+        return str(compiled.cache_dir())
+
+    def get_source_stamp(self) -> str:
+        return self._digest
+
+    def get_disambiguator(self) -> str:
+        return self._digest
+
+    @classmethod
+    def from_function(cls, function: FunctionType, path: str) -> Locator | None:
+        """None for functions of other folders: numba looks on."""
+        return cls(function) if function.__module__.rpartition(".")[0] == FOLDER else None
+
+
+if Locator not in caching.CacheImpl._locator_classes:
+    locators: list[Any] = caching.CacheImpl._locator_classes
+    locators.insert(0, Locator)
