@@ -157,7 +157,7 @@ def apart() -> Iterator[None]:
 
 def prepared_of(engine: wb.Engine, n_tokens: int) -> Prepared:
     """The program that steps of n_tokens into an empty cache run, kept by `engine`."""
-    return engine._programs.get(Key(engine.program(n_tokens).shape, 0))
+    return engine.steps.programs.get(Key(engine.program(n_tokens).shape, 0))
 
 
 def content(prepared: Prepared) -> list[np.ndarray]:

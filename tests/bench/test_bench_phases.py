@@ -44,7 +44,7 @@ def base(tmp_path_factory) -> Iterator[Engine]:
 def test_phase(benchmark, base, phase):
     with base.variant(KEPT) as engine:
         phases = Phases(engine._spent)
-        prepared = engine._bound.build(Key(engine.program().shape, 0), phases, 0)
+        prepared = engine.bound.build(Key(engine.program().shape, 0), phases, 0)
         assert sum(c.kind == "launch" for c in prepared.program.commands) > 7 * N_LAYER
         benchmark(phases.again[phase])
 

@@ -50,15 +50,15 @@ def test_graph_work_of_a_token(benchmark, deep, way, workers):
     toggles = Toggles(graph_reuse=way, sync="implicit")
     with deep.variant(toggles) as engine:
         engine.step([7])
-        plain = engine._watch_of
-        (prepared,) = (kept.prepared for kept in engine._programs._kept.values())
+        plain = engine.issuer._watch_of
+        (prepared,) = (kept.prepared for kept in engine.steps.programs._kept.values())
 
         def setup() -> None:
-            engine._watch_of = plain
+            engine.issuer._watch_of = plain
             if engine.n_past >= 250:
                 engine.reset()
             engine.step([7])  # the inputs of the next are made while it is waited for
-            engine._watch_of = lambda step: NothingIssued()
+            engine.issuer._watch_of = lambda step: NothingIssued()
             for _ in range(STEPS_QUEUED if workers == "busy" else 0):
                 for call in prepared.head:
                     call()
@@ -68,7 +68,7 @@ def test_graph_work_of_a_token(benchmark, deep, way, workers):
             benchmark.group = f"graph work of a token, workers {workers}"
             benchmark.pedantic(engine.submit, (work,), setup=setup, rounds=200)
         finally:
-            engine._watch_of = plain
+            engine.issuer._watch_of = plain
             engine.synchronize()
         assert engine.counters["programs_built"] == 1
         assert engine.counters["programs_reused"] >= 2

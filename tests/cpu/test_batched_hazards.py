@@ -90,7 +90,7 @@ def issued(engine: Engine) -> list[Part]:
     """What the host does, in its order, for sequences that begin, go on, share and end."""
     found: list[Part] = []
     keys: dict[Prepared, Key] = {}
-    get, run, finish = engine._programs.get, Prepared.run, Prepared.finish
+    get, run, finish = engine.steps.programs.get, Prepared.run, Prepared.finish
 
     def noted(key: Key, cell: int = 0) -> Prepared:
         keys[made := get(key, cell)] = key
@@ -105,7 +105,7 @@ def issued(engine: Engine) -> list[Part]:
         return finish(prepared, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._programs, "get", noted)
+        patch.setattr(engine.steps.programs, "get", noted)
         patch.setattr(Prepared, "run", began)
         patch.setattr(Prepared, "finish", ended)
         serve(engine)

@@ -108,7 +108,7 @@ def test_nothing_is_left_behind(path):
         slots, plain = Slots(engine, SLOTS), Slots(other, SLOTS)
         first_steps(engine, SLOTS)
         assert engine.cache.n_used == 0 and slots.totals() == plain.totals()
-        assert not engine.under_way and engine.cache.moved is None and not engine.cache.copied
+        assert not engine.issuer and engine.cache.moved is None and not engine.cache.copied
         assert load(slots, 12, 2) == load(plain, 12, 2)
 
 
@@ -117,9 +117,9 @@ def test_a_prompt_that_begins_like_another_and_logits_find_all_made(path, monkey
     with served(path, "embedded") as engine:
         slots, dropped = Slots(engine, SLOTS), list[str]()
         first_steps(engine, SLOTS)
-        n_kept, forget = len(engine._programs._kept), engine._bound.workspace._on_grow
+        n_kept, forget = len(engine.steps.programs._kept), engine.bound.workspace._on_grow
         monkeypatch.setattr(
-            engine._bound.workspace, "_on_grow", lambda: (dropped.append("all"), forget())
+            engine.bound.workspace, "_on_grow", lambda: (dropped.append("all"), forget())
         )
         tokens = np.arange(3, 60, dtype=np.int32)
         for number in range(SLOTS):
@@ -130,7 +130,7 @@ def test_a_prompt_that_begins_like_another_and_logits_find_all_made(path, monkey
         while not slots.idle:
             slots.step()
         assert slots.totals().n_cached_tokens > 50 and not dropped
-        assert len(engine._programs._kept) >= n_kept
+        assert len(engine.steps.programs._kept) >= n_kept
 
 
 @pytest.mark.parametrize("growth", KVGrowth)
@@ -138,7 +138,7 @@ def test_a_prompt_that_begins_like_another_and_logits_find_all_made(path, monkey
 def test_tokens_alone_are_made_at_every_extent(path, growth, kind):
     with served(path, "embedded", kv_growth=growth, kv_cache=kind) as engine:
         first_steps(engine, SLOTS)
-        cache, kept = engine.cache, {key.shape for key in engine._programs._kept}
+        cache, kept = engine.cache, {key.shape for key in engine.steps.programs._kept}
         extents = {cache.growth.extent(n) for n in range(1, cache.n_ctx_seq + 1)}
         alone = {(s.n_tokens, s.n_kv) for s in kept if s.n_tokens == s.n_seqs}
         assert alone == {(n, extent) for n in (1, 2, 4) for extent in extents}

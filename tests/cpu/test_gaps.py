@@ -109,7 +109,7 @@ def test_marks_are_made_around_the_same_launches_every_time(engine):
     with engine.variant(ARMS["per_copy"]) as variant:
         with variant.stamped():
             variant.step([1])
-            prepared = variant._programs.get(Key(variant.program(1).shape, variant.turn))
+            prepared = variant.steps.programs.get(Key(variant.program(1).shape, variant.turn))
             stamps = variant.untraced
             assert isinstance(stamps, Stamps)
             first, last, calls = stamps._programs[prepared]

@@ -147,7 +147,7 @@ def test_with_an_input_that_does_not_answer_nothing_is_reused_and_it_is_named(en
     with engine.variant(KEPT) as variant:
         found = [variant.step([token]) for token in TOKENS[:6]]
         counters = variant.counters
-        assert variant._programs.refused == {POSITIONS: 5}
+        assert variant.steps.programs.refused == {POSITIONS: 5}
     assert np.array_equal(found, wanted)
     assert (counters["programs_built"], counters["programs_reused"]) == (6, 0)
     assert counters["programs_refused"] == 5
@@ -189,8 +189,8 @@ def test_the_same_program_is_issued_though_everything_is_done_again(base):
     with base.variant(KEPT.switched("redo", "on")) as engine:
         engine.step([1])
         key = Key(engine.program().shape, engine.turn)
-        first = engine._programs.get(key)
-        assert engine._programs.get(key) is first
+        first = engine.steps.programs.get(key)
+        assert engine.steps.programs.get(key) is first
 
 
 def test_layers_cannot_be_done_again_where_nothing_is_kept(base):
@@ -279,7 +279,7 @@ def test_every_program_looks_at_the_whole_cache(base):
         for token in TOKENS[48:56]:
             engine.step([token])
         assert list(dict.fromkeys(p.shape for p in made)) == [
-            k.shape for k in engine._programs._kept
+            k.shape for k in engine.steps.programs._kept
         ]
 
 
@@ -407,8 +407,8 @@ def test_inputs_of_another_shape_are_refused_before_anything_is_issued(base, nam
         engine.reset()
         found = [engine.step([token]) for token in TOKENS[:3]]
         counts = engine.counters
-        batch = engine._batches.take([(0, [1], "last")])
-        prepared = engine._programs.get(Key(batch.shape, engine.turn))
+        batch = engine.steps.batches.take([(0, [1], "last")])
+        prepared = engine.steps.programs.get(Key(batch.shape, engine.turn))
         value = batch.values[name]
         for other in (value.reshape(-1, 1)[:1], np.repeat(value, 2, axis=0)):
             with pytest.raises(
@@ -437,7 +437,7 @@ def test_a_phase_done_again_does_all_of_its_work(base):
     toggles = Toggles(graph_reuse="set_rows", fuse="on", defer_norm="on", plans="ours")
     with base.variant(toggles) as engine:
         phases = Phases(engine._spent)
-        prepared = engine._bound.build(Key(engine.program().shape, 0), phases, 0)
+        prepared = engine.bound.build(Key(engine.program().shape, 0), phases, 0)
         again = {name: work() for name, work in phases.again.items()}
         assert set(again) == set(MADE)
     program, (fused, _) = prepared.program, again["fuse"]

@@ -182,7 +182,7 @@ def test_a_failing_cell_keeps_its_trace_and_its_exception(shell, tmp_path):
 def test_an_interrupted_cell_keeps_its_trace_and_the_engine_goes_on(shell, engine, monkeypatch):
     right = engine.step([1]).copy()
     engine.reset()
-    look_ahead = engine._batches.look_ahead
+    look_ahead = engine.steps.batches.look_ahead
     calls = iter(range(100))
 
     def pressed(work, draws):  # Ctrl-C while the third step is under way on the device
@@ -190,7 +190,7 @@ def test_an_interrupted_cell_keeps_its_trace_and_the_engine_goes_on(shell, engin
             signal.raise_signal(signal.SIGINT)
         return look_ahead(work, draws)
 
-    monkeypatch.setattr(engine._batches, "look_ahead", pressed)
+    monkeypatch.setattr(engine.steps.batches, "look_ahead", pressed)
     shown = run(shell, "%%wb_profile --as t\nfor i in range(1, 50):\n    logits = eng.step([i])")
     assert isinstance(shown.error, KeyboardInterrupt)
     assert len(shell.user_ns["t"].engines["eng"]) == 3 and shown.pictures

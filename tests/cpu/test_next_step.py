@@ -141,7 +141,7 @@ def test_logits_and_counts_are_those_of_the_slow_twin(engine, does):
         with twin():
             engine.synchronize()
             engine.reset()
-            engine._programs.clear()
+            engine.steps.programs.clear()
             before = counted(engine)
             found.append([part for what, n in does for part in do(engine, what, n)])
             counts.append({name: n - before[name] for name, n in counted(engine).items()})
@@ -157,7 +157,7 @@ def test_decoded_tokens_are_ready_where_their_programs_are_kept_as_they_are(engi
         engine.step([i + 1])
     for i in range(12):
         engine.step([i + 1])
-        ready.append(engine._expected is not None)
+        ready.append(engine.steps._coming is not None)
     assert ready == [engine.is_ready] * 12
 
 
@@ -201,7 +201,7 @@ def test_inputs_are_not_written_before_the_device_has_read_others(engine, monkey
     monkeypatch.setattr(GatedCall, "has_read", False)
     for i in range(12):
         engine.step([i + 1])
-        assert engine._expected is None or not engine._expected.is_written
+        assert engine.steps._coming is None or not engine.steps._coming.is_written
 
 
 def test_a_token_that_is_refused_changes_nothing(engine):

@@ -166,7 +166,7 @@ def test_what_fails_leaves_no_range_open(told):
 def test_without_a_tool_nothing_is_in_the_way(engine):
     """The watch of a step and the clock of its phases are those of an engine without ranges."""
     assert engine.config.nvtx == "auto" and engine.ranges is OFF
-    assert engine._watch_of(0) is PLAIN and type(engine._spent) is PhaseClock
+    assert engine.issuer._watch_of(0) is PLAIN and type(engine._spent) is PhaseClock
 
 
 # commands -----------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class Step:
 
         with monkeypatch.context() as patch:
             patch.setattr(made, "of", lower)
-            return self.engine._bound.build(Key(self.batch.shape, 0), Phases(self.engine._spent))
+            return self.engine.bound.build(Key(self.batch.shape, 0), Phases(self.engine._spent))
 
     def logits(self, issued: Prepared) -> np.ndarray:
         (raw,) = issued.finish(PLAIN).values()

@@ -190,7 +190,7 @@ def test_a_patched_program_is_the_one_that_would_be_built(engine):
         kept = None
         for n_past in range(6):
             variant.step([7])
-            ((prepared, *_),) = variant._programs._kept.values()
+            ((prepared, *_),) = variant.steps.programs._kept.values()
             assert kept in (None, prepared)
             kept = prepared
             built = variant.program(n_past=n_past)
@@ -312,7 +312,7 @@ def test_a_plan_is_updated_where_stores_move_and_nowhere_else(engine, way, updat
         uids = set()
         for _ in range(n):
             variant.step([7])
-            ((prepared, *_),) = variant._programs._kept.values()
+            ((prepared, *_),) = variant.steps.programs._kept.values()
             uids |= {i.uid for i in prepared.issued.values() if isinstance(i, Plannable)}
         counters = variant.counters
     moved = n - 1 if updates else 0

@@ -247,7 +247,7 @@ def test_cells_in_the_middle_leave_holes_that_are_filled(engine):
     engine.step(PROMPTS[2], "none")
     engine.step(PROMPTS[3], "none", 1)
     engine.cache.remove(0, 4, 9)
-    batch = engine._batches.take([(0, NEXT[0], "all"), (1, NEXT[1][:2], "all")])
+    batch = engine.steps.batches.take([(0, NEXT[0], "all"), (1, NEXT[1][:2], "all")])
     assert batch.cells.tolist() == [4, 5, 6, 7, 8, 26, 27]
     assert batch.positions.tolist() == [17, 18, 19, 20, 21, 9, 10]
     without, beside = engine.submit([(0, NEXT[0], "all"), (1, NEXT[1][:2], "all")]).each()

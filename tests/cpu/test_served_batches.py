@@ -136,7 +136,7 @@ def check_served_tokens_are_those_of_each_alone(path: Path, device: str, allowed
     rounding may decide, one is as good that is off by as much. allowed: NMSE of logits.
     """
     with load(path, device) as engine:
-        assert device == "host" or (engine.can_draw and engine.under_way.is_ahead)
+        assert device == "host" or (engine.can_draw and engine.issuer.is_ahead)
         slots, rng = Slots(engine, N_SEQS - 1), np.random.default_rng(7)
         sizes = rng.integers((1, 4), (90, 16), (12, 2)).tolist()
         asks = [Ask(i, ids(n, i), most, Sampling(), i) for i, (n, most) in enumerate(sizes)]

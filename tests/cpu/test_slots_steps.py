@@ -172,7 +172,7 @@ def order_of(engine: Engine, monkeypatch) -> tuple[list[str], list[int]]:
     while not slots.idle:
         slots.step()
         under_way.append(len(slots._under_way))
-        assert len(engine.under_way) == len(slots._under_way)
+        assert len(engine.issuer) == len(slots._under_way)
     return order, under_way
 
 
@@ -294,7 +294,7 @@ def test_a_step_that_fails_ends_all_and_its_error_is_raised(engine, monkeypatch,
 
         def fails(self, *_: object):
             if where == "look":
-                engine.under_way.fail()
+                engine.issuer.fail()
             raise DeviceError("the device is gone")
 
         with monkeypatch.context() as patch:
@@ -322,7 +322,7 @@ def test_what_comes_behind_a_failure_is_served_as_ever(engine, monkeypatch):
     slots.step()
     assert len(slots.slots[0].kept) == 10 and slots.slots[1].request is not None
     with monkeypatch.context() as patch:
-        patch.setattr(engine._batches, "take", lambda *_: 1 / 0)
+        patch.setattr(engine.steps.batches, "take", lambda *_: 1 / 0)
         patch.setattr(engine, "_expected", None)
         with pytest.raises(ZeroDivisionError):
             slots.step()

@@ -146,7 +146,7 @@ WAYS = [
 
 def stamped_plans(engine: wb.Engine) -> list[tuple[StampedPlan, Any, Replay]]:
     """Plans of a token, each with its ring and its command."""
-    prepared = engine._programs.peek(Key(engine.program().shape, 0))
+    prepared = engine.steps.programs.peek(Key(engine.program().shape, 0))
     assert prepared is not None and prepared.stamped is not None
     found = []
     for number, work in prepared.stamped.issued.items():
@@ -181,7 +181,7 @@ def test_stamps_stand_between_copies_and_kernels(loaded, more):
 def test_a_step_that_is_not_stamped_has_no_stamps(loaded):
     with loaded.variant(wb.Toggles(**AHEAD)) as engine:
         decode(engine)
-        prepared = engine._programs.peek(Key(engine.program().shape, 0))
+        prepared = engine.steps.programs.peek(Key(engine.program().shape, 0))
         assert prepared is not None and prepared.stamped is None
         (plain,) = [i for i in prepared.issued.values() if i.parts]
         decode_stamped(engine)
@@ -196,7 +196,7 @@ def test_a_step_that_is_not_stamped_has_no_stamps(loaded):
 
 
 def small_rings(engine: wb.Engine, n_pairs: int) -> None:
-    engine._plans._rings._n_pairs = n_pairs  # type: ignore[attr-defined]
+    engine.issuer.plans._rings._n_pairs = n_pairs  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("values", [AHEAD, AHEAD | {"plan_scope": "split", "launch_ahead": "off"}])

@@ -110,7 +110,7 @@ def test_a_twin_that_fails_costs_a_capture_and_nothing_else(base, wanted, monkey
         monkeypatch.setattr(EmbeddedPlan, "twin", fails)
         assert np.array_equal(decoded(engine), wanted) and made(engine) == {"captured": 3}
         monkeypatch.undo()
-        engine._plans.clear()
+        engine.issuer.plans.clear()
         assert np.array_equal(decoded(engine), wanted)
         assert made(engine) == {"captured": 4, "twinned": 2}
 
@@ -123,7 +123,7 @@ def test_a_twin_is_made_behind_the_launch_and_once_for_each_block(base, monkeypa
 
     with base.variant(toggles("step")) as engine:
         monkeypatch.setattr(EmbeddedPlan, "twin", noted("twin", EmbeddedPlan.twin))
-        plans: Any = engine._plans
+        plans: Any = engine.issuer.plans
         monkeypatch.setattr(plans, "_settle", noted("behind", plans._settle))
         last = []
         for token in TOKENS:

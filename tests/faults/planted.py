@@ -121,6 +121,8 @@ def problems(only: Sequence[str] = (), root: Path = ROOT) -> list[str]:
     for fault in every(only):
         try:
             fault.planted((root / fault.path).read_text())
-        except (FaultError, OSError) as error:
+        except OSError as error:
+            found.append(f"{fault.name}: {error}; anchor the fault again")
+        except FaultError as error:
             found.append(str(error))
     return found

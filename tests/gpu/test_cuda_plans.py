@@ -38,7 +38,7 @@ FUSED = {"fuse": "on", "activations": "q8"}
 
 
 def captured_of(used: wb.Engine) -> list[CudaGraph]:
-    plans: Any = used._plans
+    plans: Any = used.issuer.plans
     return [plan.captured for plan in plans._kept.values() if plan.captured is not None]
 
 
@@ -225,7 +225,7 @@ def test_programmatic_edges_survive_the_capture(engine, backend, scope):  # noqa
 def behind_kernels(used: wb.Engine) -> int:
     """Programmatic launches of a step's plan that have a kernel in front on their stream, and no
     wait between."""
-    plans: Any = used._plans
+    plans: Any = used.issuer.plans
     (work,) = {plan.work() for plan in plans._kept.values()} - {None}
     n, kernel_in_front = 0, False
     for stream, part in zip(work.streams, work.parts, strict=True):
@@ -250,7 +250,7 @@ def test_every_cycle_gives_everything_back(engine, backend):  # noqa: F811
             planned.step([1])
             planned.step([2], outputs="last")
             if i % 2:
-                planned._plans.clear()
+                planned.issuer.plans.clear()
                 planned.step([3])
         if i % 10 == 9:
             gc.collect()
@@ -532,7 +532,7 @@ def test_products_of_cublas_are_captured_at_their_first_call(tiny_model):
                 rows.append(used.prefill(tokens))
             found.append(np.concatenate(rows))
             if more:
-                plans: Any = used._plans
+                plans: Any = used.issuer.plans
                 works = [plan.work() for plan in plans._kept.values()]
                 products = [
                     i for w in works for part in w.parts for i in commands_of(part)

@@ -102,9 +102,9 @@ def test_a_patched_store_goes_where_the_program_says(engine):
     with engine.variant(Toggles(graph_reuse="patch_pointers")) as variant:
         for n_past in range(5):
             variant.step([7])
-            ((prepared, *_),) = variant._programs._kept.values()
-            built = variant._bound.build(
-                next(iter(variant._programs._kept)), phases(variant), n_past
+            ((prepared, *_),) = variant.steps.programs._kept.values()
+            built = variant.bound.build(
+                next(iter(variant.steps.programs._kept)), phases(variant), n_past
             )
             assert view_addresses(prepared) == view_addresses(built)
 

@@ -77,7 +77,7 @@ def test_a_step_s_stamps_lie_in_it_and_change_nothing(engine, backend, values): 
             print(f"{n} launched ahead, {missed} missed")
             assert n > 15 and missed >= len(late) - 1
         if values.get("pdl") == "on":
-            plans: Any = used._plans
+            plans: Any = used.issuer.plans
             graphs = [plan.captured for plan in plans._kept.values()]
             stamped = [g._captured.edges() for g in graphs if isinstance(g, StampedPlan)]
             plain = [g.edges() for g in graphs if not isinstance(g, StampedPlan)]

@@ -44,7 +44,7 @@ def engine(request, tiny_model) -> Iterator[wb.Engine]:
 
 
 def captured_of(used: wb.Engine) -> list[CudaGraph]:
-    plans: Any = used._plans
+    plans: Any = used.issuer.plans
     return [plan.captured for plan in plans._kept.values() if plan.captured is not None]
 
 

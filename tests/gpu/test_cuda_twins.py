@@ -235,7 +235,7 @@ def test_fresh_engines_with_twins_give_everything_back(engine):  # noqa: F811
             decoded(used, [1, 2, 3, 4])
             assert used.counters["plans_twinned"] == 2
             if i % 2:
-                used._plans.clear()
+                used.issuer.plans.clear()
                 used.step([5])
         if i % 10 == 9:
             gc.collect()

@@ -88,7 +88,7 @@ def test_a_step_with_plans_is_taken_apart_into_the_same_launches(engine, toggles
 
 def test_weights_of_kinds_are_those_of_the_step(engine):
     engine.step([1])
-    prepared = engine._programs.get(Key(engine.program(1).shape, 0))
+    prepared = engine.steps.programs.get(Key(engine.program(1).shape, 0))
     found = ablation.weight_bytes(prepared)
     inputs = [t for c in prepared.program.commands if isinstance(c, Launch) for t in c.node.inputs]
     matrices = {t for t in inputs if t.kind == Kind.WEIGHT and t.rows > 1}

@@ -376,7 +376,7 @@ def test_what_cannot_begin_says_why_in_a_line(model, capfd, change, line):
 def test_slots_are_the_engines_own_not_the_settings(model):
     """What a worker opens has its slots' sequences, and the toggles of a server."""
     with worker.open_engine(settings(model)) as engine:
-        assert engine.toggles.kv_cache == "per_sequence" and engine.under_way.is_ahead
+        assert engine.toggles.kv_cache == "per_sequence" and engine.issuer.is_ahead
         assert Slots(engine, N_SLOTS).room == ROOM
 
 

@@ -40,13 +40,13 @@ def load(path: Path, device: str, toggles: Toggles, test: str) -> wb.Engine:
 def shapes_taken(monkeypatch: pytest.MonkeyPatch, engine: wb.Engine) -> list[Any]:
     """The shapes of the programs that an engine asks for from now on."""
     found: list[Any] = []
-    get = engine._programs.get
+    get = engine.steps.programs.get
 
     def noted(key: Any, cell: int = 0) -> Any:
         found.append(key.shape)
         return get(key, cell)
 
-    monkeypatch.setattr(engine._programs, "get", noted)
+    monkeypatch.setattr(engine.steps.programs, "get", noted)
     return found
 
 

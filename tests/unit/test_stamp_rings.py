@@ -220,7 +220,7 @@ def test_a_stamped_plan_is_the_plain_one_with_two_nodes_more(engine, name, fused
         for what in ("captured", "reinstantiated"):
             assert used.counters[f"plans_{what}"] == counts[f"plans_{what}"]
         kinds: dict[type, Any] = {}
-        for plan in used._plans._kept.values():  # type: ignore[attr-defined]
+        for plan in used.issuer.plans._kept.values():  # type: ignore[attr-defined]
             kinds[type(plan.captured)] = plan.captured
         assert len(kinds) == 2
         stamped, plain = sorted(kinds.values(), key=lambda made: -len(made.nodes))

@@ -17,11 +17,11 @@ nothing, and `went` is -n. The graph computes the step before once more, from th
 still on the device: the same K and V into the same cells, and logits into a block that nobody has.
 Nothing changes by that. So whatever else waits for the device (memory that is freed, a collector,
 another engine on the same backend) waits for the limit and a token at most. It is right only behind
-a step of the very same shape, whose inputs lie where this one's do (`engine/ahead.py`).
+a step of the very same shape, whose inputs lie where this one's do (`engine/step.py`).
 
 After its wait for a step that was launched ahead, the host reads `went`. Where that is not n, the
 host launches the step again, and waits again. A gate that was open writes `went` when the inputs
-have been read. So from then on the host may write the next ones (`engine/ahead.py`).
+have been read. So from then on the host may write the next ones (`engine/step.py`).
 
 A host that is late for every step, because it samples or prints, would have each step computed
 twice. So behind a second miss in a row 4 steps are not launched ahead, behind a third 8, and so on,

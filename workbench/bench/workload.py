@@ -34,7 +34,7 @@ from workbench.trace.spans import now_ns
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
     from workbench.engine.loaded import Loaded
-    from workbench.engine.pending import Pending
+    from workbench.engine.step import Pending
 
 _NAME = re.compile(
     r"(?:pp(?P<pp>\d+))?(?P<plus>\+)?(?:tg(?P<tg>\d+))?"
@@ -279,7 +279,7 @@ def _of_each(engine: Engine, gen: list[list[Work]]) -> Iterator[np.ndarray]:
     """The last logits of each token of all sequences, as they come. Its ids are known before, so a
     step is submitted while the one before is under way, where the engine can have two."""
     under_way: deque[tuple[Pending, bool]] = deque()  # and whether a token of all ends there
-    most = 2 if engine.under_way.is_ahead else 1
+    most = 2 if engine.issuer.is_ahead else 1
     for works in gen:
         for work in works:
             under_way.append((engine.submit(work), work is works[-1]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from workbench.backend.bind import Launcher
 from workbench.backend.issue import Prepared
 from workbench.backend.no_plans import NoPlans
 from workbench.engine.kv_cache import KVCache
@@ -46,6 +47,11 @@ class BoundPrograms:
     def _prepared(self, program: Program) -> Prepared:
         memory = self._residents.memory | self.workspace.bind(program)
         return self._plans.prepare(program, self._loaded.backends, memory, self.events)
+
+    def again(self, prepared: Prepared, launch: Launcher) -> Prepared:
+        """The same program on the same memory, with other launches. launch: makes them."""
+        memory, backends = prepared.binding.memory, self._loaded.backends
+        return self._plans.prepare(prepared.program, backends, memory, self.events, launch)
 
     def reserve(self, cache: KVCache, n_ubatch: int, period: int) -> None:
         """Allocates the cache, and memory for the largest step in each of its turns: so memory

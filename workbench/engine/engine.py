@@ -14,10 +14,8 @@ from workbench.backend.base import Backend
 from workbench.backend.plan import plans_of
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import draws, exclusive, opened, shown
-from workbench.engine.ahead import NextStep
 from workbench.engine.batch import Outputs, Work, check_prompt, step_shape
 from workbench.engine.bound import BoundPrograms
-from workbench.engine.cell_steps import change_cells
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, asked_for, continued, prefilled
 from workbench.engine.kv_cache import n_regions
@@ -26,13 +24,12 @@ from workbench.engine.loaded import Fit, Loaded, config_of
 from workbench.engine.memory import Residents
 from workbench.engine.nvtx_ranges import ranges_of
 from workbench.engine.padding import sizes_of
-from workbench.engine.pending import Pending
 from workbench.engine.phases import PhaseCounts, PhaseTimes, counters_of, per_step
 from workbench.engine.ranged import ranged
-from workbench.engine.reuse import Key, programs_of, reuse_of
+from workbench.engine.reuse import programs_of, reuse_of
 from workbench.engine.stamps import Stamp, Stamps, stamped
+from workbench.engine.step import Issuer, Pending, Steps
 from workbench.engine.step_programs import StepPrograms
-from workbench.engine.under_way import UnderWay
 from workbench.engine.wanted import Variants, Wanted, as_preset, choose, resolve
 from workbench.engine.watch import PLAIN, Watch, chosen
 from workbench.errors import UsageError
@@ -62,16 +59,13 @@ class Engine:
         have = choose(wanted, loaded)
         self.config, self.toggles, self._ordering = config, have.toggles, have.ordering
         self.wanted, self.preset, self.chosen = as_preset(wanted), have.preset, have.words
-        self.n_steps = self.n_untraced = 0
         self.ranges = ranges_of(config.nvtx)
         self._spent = self.ranges.clock(self._count, lambda: self.n_steps)
+        self._counts = PhaseCounts()
         self.period = self._ordering.period
-        self.under_way = UnderWay(self._ordering)
-        self._expected: NextStep | None = None
-        self.look(None, PLAIN)
         self._loaded: Loaded | None = loaded.share()
         regions = n_regions(have.toggles, config)
-        self.cache, self._batches = reuse_of(have.toggles).cache(
+        self.cache, batches = reuse_of(have.toggles).cache(
             loaded.model,
             config,
             growth_of(have.toggles, config, regions),
@@ -79,22 +73,21 @@ class Engine:
             sizes_of(have.toggles),
             self._spent,
         )
-        self.draws = self._batches.draws
+        self.draws = batches.draws
         last_tokens = draws.last_tokens(have.toggles, loaded, config.n_seqs)
         self._residents = Residents(loaded, self.cache.n_cells, last_tokens)
         self._step_programs = StepPrograms(loaded, have, self._residents, self._spent, config)
-        self._counts = PhaseCounts()
-        self._plans = plans_of(have.toggles, loaded.backend)
-        self._bound = BoundPrograms(
-            loaded, self._residents, self._plans, lambda: self._made, self._forget
-        )
-        self._programs = programs_of(have.toggles, self._bound.build, self._spent)
+        plans = plans_of(have.toggles, loaded.backend)
+        self.bound = BoundPrograms(loaded, self._residents, plans, lambda: self._made, self._forget)
+        programs = programs_of(have.toggles, self.bound.build, self._spent)
+        self.issuer = Issuer(plans, self._ordering, self._counts, loaded.model.n_vocab)
+        self.steps = Steps(self.cache, batches, programs, self.issuer)
+        self.look(None, PLAIN)
         try:
-            self._bound.reserve(self.cache, config.n_ubatch, self.period)
+            self.bound.reserve(self.cache, config.n_ubatch, self.period)
         except BaseException:
             self.close()
             raise
-        self._counts = PhaseCounts()
         opened.add(self)
 
     @classmethod
@@ -164,21 +157,13 @@ class Engine:
         the vocabulary, a sequence that does not exist, a full context, and while another thread
         measures; nothing has changed then.
         """
+        if STATE.measurement is not None:
+            exclusive.check(self._loaded)
         if draws and not self.can_draw:
             raise UsageError("this engine's device draws no tokens; use sampling=device")
-        expected, self._expected = self._expected, None
-        if expected is not None and expected.comes(self, work, draws):
-            with expected.watch:
-                pending = self.under_way.add(Pending(self, expected, work))
-            expected.count(self)
-            return pending
-        with self._begin(work, draws) as watch:
-            batch = self._batches.take(work, draws)
-            key = Key(batch.shape, self.turn)
-            program = self._programs.get(key, batch.first_cell)  # built or kept
-            pending = self.under_way.add(Pending(self, NextStep(batch, program, watch), work))
-        if self.under_way.is_ahead:  # while the device computes
-            self._batches.look_ahead(work, draws)
+        step = self.steps.next(work, draws)  # made ahead, or its batch and its program
+        pending = self.issuer.run(step, self.steps.look_ahead)  # eager, replayed or gated
+        self.steps.store(step, self._counts)  # the cells are the sequences' now
         return pending
 
     @exclusive.door
@@ -191,30 +176,12 @@ class Engine:
         """
         return self.submit([(sequence, tokens, outputs)]).wait()
 
-    def _begin(self, work: Work, draws: bool = False) -> Watch:
-        """The watch of the step that begins, once the step before has ended."""
-        if STATE.measurement is not None:
-            exclusive.check(self._loaded)
-        self.under_way.end_all_but(self.under_way.most - 1)
-        if work and (self.cache.copied or self.cache.moved is not None):
-            self._batches.check(work, draws)  # what refuses the work does so before cells change
-            change_cells(self)
-        watch = self._watch_of(self.n_steps)
-        if self._recorder is not None:  # its marks would be behind a plan that is launched ahead
-            self._plans.release()
-        watch.begin(self.n_steps, work, self.cache.n_used)
-        return watch
-
-    def count(self, phase: str, ns: int) -> None:
-        """Adds to the time of a phase."""
-        self._counts.add(phase, ns)
-
     # who looks on -------------------------------------------------------------------------------
 
     @property
     def recorder(self) -> Recorder | None:
         """What collects the spans of steps, None for nothing."""
-        return self._recorder
+        return self.issuer.recorder
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
@@ -222,14 +189,14 @@ class Engine:
 
     def look(self, recorder: Recorder | None, untraced: Watch) -> None:
         """Chooses who looks on from the next step on. untraced: at steps that are not traced."""
-        self._recorder, self.untraced, self._expected = recorder, untraced, None
-        self.under_way.one_by_one = recorder is not None  # a trace looks at one at a time
-        self._watch_of = chosen(recorder, untraced, ranged(self, recorder))
+        self.untraced = untraced
+        self.steps.forget_coming()
+        self.issuer.look(recorder, chosen(recorder, untraced, ranged(self, recorder)))
 
     def stamped(self) -> AbstractContextManager[list[Stamp]]:
         """Stamps the body's untraced steps. At its end the list has for each, in ns, when its first
         kernel began and its last one ended: the device's clock, set to the host's (`Stamps`)."""
-        return stamped(self, Stamps(self._plans.stamped))
+        return stamped(self, Stamps(self.issuer.plans.stamped))
 
     @exclusive.door
     def prefill(
@@ -274,7 +241,7 @@ class Engine:
     def synchronize(self) -> None:
         """Waits for everything queued on every backend."""
         exclusive.check_others(self._loaded)
-        self._plans.release()
+        self.issuer.plans.release()
         for backend in self._open.backends:
             backend.synchronize()
 
@@ -312,15 +279,15 @@ class Engine:
 
     def _forget(self) -> None:
         """Drops what names the workspace's addresses, which are about to change."""
-        self._expected = None
-        self._programs.clear()
-        self._plans.clear()
+        self.steps.forget_coming()
+        self.steps.programs.clear()
+        self.issuer.plans.clear()
 
     def _count(self, phase: str, start_ns: int, end_ns: int) -> None:
         """Counts host time of a phase, and shows it in a trace (step under way, or to come)."""
         self._counts.add(phase, end_ns - start_ns)
-        if self._recorder is not None:
-            self._recorder.add(phase, "build", HOST_LANE, start_ns, end_ns, step=self.n_steps)
+        if self.recorder is not None:
+            self.recorder.add(phase, "build", HOST_LANE, start_ns, end_ns, step=self.n_steps)
 
     @property
     def _open(self) -> Loaded:
@@ -357,7 +324,12 @@ class Engine:
     @property
     def turn(self) -> int:
         """Of the rings: of the step that comes."""
-        return self.under_way.turn
+        return self.issuer.turn
+
+    @property
+    def n_steps(self) -> int:
+        """Steps that have ended."""
+        return self.issuer.n_steps
 
     @property
     def n_past(self) -> int:
@@ -384,13 +356,13 @@ class Engine:
             return
         exclusive.check_others(self._loaded)
         loaded, self._loaded = self._loaded, None
-        self.under_way.give_up()
-        self._plans.release()
+        self.issuer.give_up()
+        self.issuer.plans.release()
         for backend in loaded.backends:
             backend.synchronize()
         self._forget()
-        self._plans.free()
-        self._bound.free()
+        self.issuer.plans.free()
+        self.bound.free()
         loaded.release()
 
     __repr__, _repr_html_ = shown.text, shown.page

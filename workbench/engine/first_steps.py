@@ -59,11 +59,11 @@ def first_steps(engine: Engine, n_seqs: int) -> int:
     most = max(every, key=_memory)
     # logits, too, which a request may ask for; of a prompt that is scored for many tokens
     scored = Sizes(most.n_tokens, most.n_seqs, min(most.n_tokens, SCORED + n_seqs))
-    n_outputs = engine._batches.sizes(scored, engine.config.n_ubatch).n_outputs
+    n_outputs = engine.steps.batches.sizes(scored, engine.config.n_ubatch).n_outputs
     for shape in {most, most._replace(draws=False, n_outputs=n_outputs)}:
-        engine._bound.grow(shape, engine.period)
+        engine.bound.grow(shape, engine.period)
     kept = [*every.items()][: MOST_KEPT // engine.period]
-    until = time.monotonic() + (AT_MOST_S if engine._plans.replays else BUILDING_S)
+    until = time.monotonic() + (AT_MOST_S if engine.issuer.plans.replays else BUILDING_S)
     n_ready = 0
     with bar("first steps", len(kept), "shapes") as left:
         for shape, first in kept:
@@ -90,9 +90,9 @@ def _copy(engine: Engine, draws: bool) -> None:
 
 def _take(engine: Engine, shape: StepShape, first: First, draws: bool) -> None:
     """Takes a step in each turn of the rings, or builds its programs where no plan is captured."""
-    if shape.n_tokens > shape.n_seqs and not engine._plans.replays:
+    if shape.n_tokens > shape.n_seqs and not engine.issuer.plans.replays:
         for turn in range(engine.period):
-            engine._programs.get(Key(shape, turn))
+            engine.steps.programs.get(Key(shape, turn))
         return
     under_way = []
     for _ in range(engine.period):

@@ -42,7 +42,7 @@ def kernel_spans(engine: Engine) -> Iterator[KernelSpans]:
     step would write over what this one noted. And where no device computes.
     """
     backends = engine._open.backends
-    if engine._plans.launches_ahead:
+    if engine.issuer.plans.launches_ahead:
         raise UsageError(
             "kernels note when they ran in one step at a time, and launch_ahead=on queues the "
             "next; use launch_ahead=off plan_end=event"
@@ -59,7 +59,7 @@ def kernel_spans(engine: Engine) -> Iterator[KernelSpans]:
         engine.look(recorder, PLAIN)
     try:
         yield found
-        engine.under_way.end_all_but(0)
+        engine.issuer.end_all_but(0)
     finally:
         engine.look(before, PLAIN)
         engine.synchronize()
@@ -113,9 +113,8 @@ class _Noting(Watch):
 
     def _made(self, prepared: Prepared) -> _Twin:
         engine, program = self._engine, prepared.program
-        backends, memory = engine._open.backends, prepared.binding.memory
-        notes = LaunchNotes(program, backends)
-        twin = engine._plans.prepare(program, backends, memory, engine._bound.events, notes.launch)
+        notes = LaunchNotes(program, prepared.backends)
+        twin = engine.bound.again(prepared, notes.launch)
         notes.reset()
         return _Twin(twin, notes)
 

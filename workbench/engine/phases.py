@@ -91,23 +91,23 @@ class PhaseCounts:
 
 def counters_of(engine: Engine) -> dict[str, int]:
     """See `Engine.counters`."""
-    programs, counts = engine._programs, engine._counts
+    programs, counts = engine.steps.programs, engine._counts
     return {
         "steps": engine.n_steps,
-        "untraced_steps": engine.n_untraced,
+        "untraced_steps": engine.issuer.n_untraced,
         "programs_built": programs.built,
         "programs_reused": programs.reused,
         "programs_refused": programs.n_refused,
         "programs_unforked": engine._step_programs.n_unforked,
         **{f"{phase}_ns": ns for phase, ns in counts.ns.items()},
         **{f"{phase}_n": n for phase, n in counts.n.items()},
-        **engine._plans.counts,
+        **engine.issuer.plans.counts,
     }
 
 
 def refusals_of(engine: Engine) -> str:
     """`; inp_pos kept 5 from being reused`; empty where every input agreed."""
-    refused = engine._programs.refused
+    refused = engine.steps.programs.refused
     return "".join(f"; {name} kept {n} from being reused" for name, n in refused.items())
 
 

@@ -69,7 +69,7 @@ class RangedWatch(Watch):
 
     def _begin(self, n_tokens: int) -> None:
         engine, ranges = self._engine, self._ranges
-        number = engine.n_steps + len(engine.under_way)
+        number = engine.n_steps + len(engine.issuer)
         self._depth, self._has_begun = ranges.depth, True
         self._steps.append(ranges.start_step(number, n_tokens, engine.cache.n_used))
 

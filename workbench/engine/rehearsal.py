@@ -52,7 +52,7 @@ def shape_of(engine: Engine, work: Work, cache: KVCache, draws: bool = False) ->
     """The shape of a step of an engine, were this its cache."""
     cells = cache.find([(sequence, len(tokens)) for sequence, tokens, _ in work])
     exact = Sizes(n_tokens(work), len(work), n_outputs(work))
-    size = engine._batches.sizes(exact, engine.config.n_ubatch)
+    size = engine.steps.batches.sizes(exact, engine.config.n_ubatch)
     return StepShape(size.n_tokens, size.n_outputs, cache.extent(cells), size.n_seqs, draws)
 
 
@@ -76,7 +76,7 @@ def alone(engine: Engine, sequence: int, parts: Sequence[tuple[int, int]]) -> li
     for tokens, outputs in parts:
         used += tokens
         end = max(end, used)  # holes are filled first
-        size = engine._batches.sizes(Sizes(tokens, 1, outputs), n_ubatch)
+        size = engine.steps.batches.sizes(Sizes(tokens, 1, outputs), n_ubatch)
         extent = cache.growth.extent(end)
         found.append(StepShape(size.n_tokens, size.n_outputs, extent, size.n_seqs))
     return found

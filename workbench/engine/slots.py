@@ -56,7 +56,7 @@ from workbench.trace.spans import now_ns
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
-    from workbench.engine.pending import Pending
+    from workbench.engine.step import Pending
 
 RECENT = 1 / 16  # the share of the last step in what a step takes
 SCORED = 32  # rows of logits of a step that score prompts: 16 MB at 128,000 tokens
@@ -201,7 +201,7 @@ class Slots:
                 pending = self.engine.submit(work, draws)
             self._under_way.append(_Step(pending, rows, draws, begun, over))
             self.n_steps += 1
-        ahead = bool(work) and draws and self.engine.under_way.is_ahead
+        ahead = bool(work) and draws and self.engine.issuer.is_ahead
         self._complete(1 if ahead else 0, found)
         ended, self._ended = self._ended, []
         return found._replace(ended=ended)

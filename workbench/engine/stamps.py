@@ -162,7 +162,7 @@ def stamped(engine: Engine, stamps: Stamps) -> Iterator[list[Stamp]]:
     engine.look(engine.recorder, stamps)
     try:
         yield stamps.found
-        engine.under_way.end_all_but(0)
+        engine.issuer.end_all_but(0)
     finally:
         engine.look(engine.recorder, PLAIN)
         engine.synchronize()

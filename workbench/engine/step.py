@@ -1,0 +1,360 @@
+"""A step on its way: what `Engine.submit` does, in three parts.
+
+    Steps.next     work -> Step: its inputs and its program, made ahead or made now
+    Issuer.run     Step -> Pending: the program is issued, and somebody may look on
+    Steps.store    the cells of the step are its sequences' from now on
+
+While a device computes a step, the host has nothing to do. After the step, the device has nothing
+to do until the host has issued the next one. Where each sequence goes on by one token, all of the
+next step but its tokens is known before. So it is made while the device computes:
+
+    inputs     `Batches.look_ahead` makes them
+    program    is looked up, where it is kept as it is
+    launch     with launch_ahead=on the plan is launched, and waits at its gate (`backend/gate.py`)
+    writes     the inputs are written to staging memory, once the device has read the inputs of the
+               step under way. Only a gate says so. Other programs write when they are submitted
+
+A step that is launched ahead has the same shape as the step under way, so its inputs lie where that
+step's inputs lie. If nobody opens the gate, the device computes the step under way once more.
+
+With results=behind two steps may be under way: the next step is issued before the results of the
+step before are there. Steps end in the order in which they were issued.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from workbench.backend.issue import Prepared
+from workbench.backend.no_plans import NoPlans
+from workbench.engine.batch import Batch, Work, copy_batch, shift_batch
+from workbench.engine.batches import Batches
+from workbench.engine.kv_cache import KVCache
+from workbench.engine.phases import PhaseCounts
+from workbench.engine.reuse import Key, Rebuild
+from workbench.engine.watch import Watch
+from workbench.errors import UsageError
+from workbench.model.inputs import TOKENS
+from workbench.program.sync_modes import Ordering
+from workbench.trace.spans import Recorder, now_ns
+
+LATE = frozenset((TOKENS,))  # inputs that are known only when a step is submitted
+
+Meanwhile = Callable[["Step"], int]  # what the host does while a step is computed; the ns it took
+
+
+class Step:
+    """A step that is ready to be issued.
+
+    work: its sequences and their tokens.
+    batch: its inputs.
+    program: what is issued; with stamps, where the watch wants them.
+    watch: looks on.
+    is_written: whether its inputs, but for the tokens, are in staging memory.
+    spent: (phase, ns) of what was done ahead. It is counted once the step is issued: until then the
+        device stands still.
+    undo: frees the cells of the step again.
+    """
+
+    __slots__ = ("batch", "is_written", "program", "spent", "undo", "watch", "work")
+
+    def __init__(self, work: Work, batch: Batch, program: Prepared, watch: Watch):
+        self.work, self.batch, self.watch = work, batch, watch
+        self.program = watch.of(program)
+        self.is_written = False
+        self.spent: list[tuple[str, int]] = []
+        self.undo: Callable[[], None] = _nothing
+
+
+def _nothing() -> None:
+    """Undoes a step whose cells nobody has stored."""
+
+
+class Pending:
+    """Logits on their way to the host. They may be read when `wait` returns.
+
+    A later `submit` of the engine ends this step first (the next one, or with results=behind the
+    one after that). The results are kept here until they are waited for.
+    """
+
+    __slots__ = ("_end", "failed", "logits", "meanwhile", "step")
+
+    def __init__(self, step: Step, end: Callable[[Pending], None], meanwhile: Meanwhile | None):
+        """end: waits for the results of a step, and fills `logits`. meanwhile: what the host does
+        before it waits."""
+        self.step, self._end, self.meanwhile = step, end, meanwhile
+        self.logits: np.ndarray | None = None
+        self.failed = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the step has ended: the results are here."""
+        return self.logits is not None
+
+    def wait(self) -> np.ndarray:
+        """The step's logits, float32 (n_outputs, n_vocab), in the order of the work. Where the
+        device draws: int32 (n_outputs, 2), its tokens, -1 from logits that are not finite, and the
+        nanoseconds that each draw took.
+
+        Where the wait fails or is interrupted, the step's cells are free again, and to wait once
+        more raises UsageError.
+        """
+        if self.logits is None and not self.failed:
+            self._end(self)
+        if self.logits is None:
+            raise UsageError(
+                "this step has no results, for its wait failed or its engine was closed; submit "
+                "its tokens again"
+            )
+        return self.logits
+
+    def each(self) -> list[np.ndarray]:
+        """The logits of each entry of the work: float32 (outputs of it, n_vocab)."""
+        return np.split(self.wait(), np.cumsum(self.step.batch.counts)[:-1])
+
+    def fail(self) -> None:
+        """The step has no results. Its cells are free again."""
+        self.step.undo()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """The engine is closed, and what the results would be read from is freed."""
+        self.failed = True
+        self.step.watch.fail()
+
+
+class Issuer:
+    """Issues the steps of an engine, and ends them in their order.
+
+    plans: what replays programs.
+    n_steps: steps that have ended. n_untraced: those that no recorder saw.
+    turn: which copy of the rings the next step takes (`program/layout.py`). Without results behind,
+        it is the turn of the step under way until that ends.
+    recorder: collects the spans of steps; None for nothing.
+    """
+
+    def __init__(self, plans: NoPlans, ordering: Ordering, counts: PhaseCounts, n_vocab: int):
+        self.plans, self._ordering, self._counts = plans, ordering, counts
+        self._n_vocab = n_vocab
+        self._under_way: deque[Pending] = deque()  # oldest first
+        self.n_steps = self.n_untraced = self.turn = 0
+        self.recorder: Recorder | None = None
+        self._watch_of: Callable[[int], Watch]
+
+    def look(self, recorder: Recorder | None, watch_of: Callable[[int], Watch]) -> None:
+        """Chooses who looks on from the next step on. watch_of: the watch of step number n."""
+        self.recorder, self._watch_of = recorder, watch_of
+
+    def __len__(self) -> int:
+        """Steps under way."""
+        return len(self._under_way)
+
+    @property
+    def _most(self) -> int:
+        """Steps that may be under way. A trace looks at one at a time."""
+        return 1 if self.recorder is not None else self._ordering.result_ring
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next step is made ready when a step is submitted, not when it is waited
+        for."""
+        return self._most > 1
+
+    def make_room(self) -> None:
+        """Waits until another step may be issued."""
+        self.end_all_but(self._most - 1)
+
+    def end_all_but(self, n: int) -> None:
+        """Waits until no more than n steps are under way."""
+        while len(self._under_way) > n:
+            self._under_way[0].wait()
+
+    def begin(self, work: Work, n_past: int) -> Watch:
+        """The watch of the step that begins. n_past: cells in use."""
+        watch = self._watch_of(self.n_steps)
+        if self.recorder is not None:  # its marks would come after a plan that is launched ahead
+            self.plans.release()
+        watch.begin(self.n_steps, work, n_past)
+        return watch
+
+    def run(self, step: Step, meanwhile: Meanwhile | None = None) -> Pending:
+        """Issues a step: its commands one by one, the replay of its plan, or what opens the gate
+        that its plan waits at. meanwhile: what the host does before it waits for the results."""
+        program, watch = step.program, step.watch
+        with watch:
+            if watch.looks_at_batches:
+                watch.batch(step.batch, program.program)
+            start = now_ns()
+            if step.is_written:
+                program.run_late(watch)
+            else:
+                program.run(step.batch.values, watch)
+            if watch.counts:
+                self._counts.add("issue", now_ns() - start)
+            pending = Pending(step, self._end, meanwhile)
+            self._under_way.append(pending)
+        if self._ordering.result_ring > 1:
+            self.turn = self._ordering.turn_after(self.turn, False)
+        return pending
+
+    def arm(self, now: Step, coming: Step) -> None:
+        """Launches the plan of the step to come, where it can wait at a gate, and writes its
+        inputs, where the device has read those of the step under way."""
+        if coming.program.ahead is None or coming.batch.shape != now.batch.shape:
+            return
+        now.watch.arm(coming.program)
+        before = now.program.ahead
+        if before is not None and before.has_read:
+            coming.program.write_ahead(coming.batch.values, LATE)
+            coming.is_written = True
+
+    def _end(self, pending: Pending) -> None:
+        """Ends the steps before this one, and waits for its results."""
+        step, under_way = pending.step, self._under_way
+        program, watch = step.program, step.watch
+        waits = bool(program.tail)
+        while under_way and under_way[0] is not pending:
+            under_way[0].wait()
+        if under_way:
+            under_way.popleft()
+        if self._ordering.result_ring == 1:
+            self.turn = self._ordering.turn_after(self.turn, waits)
+        if pending.failed:  # with a step before it
+            return
+        start, ahead_ns = now_ns(), 0
+        try:
+            if waits and pending.meanwhile is not None and not self.is_ahead:
+                ahead_ns = pending.meanwhile(step)
+            early = program.early()
+            logits = None if early is None else self._logits(step, early)
+            results = program.finish(watch)
+            pending.logits = self._logits(step, results) if logits is None else logits
+        except BaseException:
+            while under_way:  # the steps after it have no results either
+                under_way.pop().fail()
+            pending.fail()
+            raise
+        if watch.counts:
+            self._counts.add("wait", now_ns() - start - ahead_ns)
+            self.n_untraced += 1
+        self.n_steps += 1
+        watch.end(waits)
+
+    def _logits(self, step: Step, results: dict[str, np.ndarray]) -> np.ndarray:
+        """The results as `Pending.wait` returns them. They may be on their way yet."""
+        shape, n = step.batch.shape, sum(step.batch.counts)
+        row = 2 if shape.draws else self._n_vocab
+        kind = np.dtype(np.int32 if shape.draws else np.float32)
+        if not n:
+            return np.empty((0, row), kind)
+        (raw,) = results.values()
+        found: np.ndarray = raw.view(kind).reshape(shape.n_outputs, row)
+        return found[:n]
+
+    def give_up(self) -> None:
+        """The engine is closed: nobody waits any more."""
+        while self._under_way:
+            self._under_way.pop().give_up()
+
+
+class Steps:
+    """What the next step of an engine is: its batch, its program, its turn; and looking ahead.
+
+    programs: of step shapes, built or kept (`reuse.py`).
+    """
+
+    def __init__(self, cache: KVCache, batches: Batches, programs: Rebuild, issuer: Issuer):
+        self._cache, self.batches, self.programs = cache, batches, programs
+        self._issuer = issuer
+        self._coming: Step | None = None  # made ahead
+
+    def next(self, work: Work, draws: bool = False) -> Step:
+        """The step of some work, once there is room for it. draws: as `Engine.submit` has it.
+
+        Raises UsageError for work that the model or the cache cannot take. Nothing has changed
+        then."""
+        coming, self._coming = self._coming, None
+        if coming is not None and self._is(coming, work, draws):
+            return coming
+        self._issuer.make_room()
+        if self._cache.copied or self._cache.moved is not None:
+            self.batches.check(work, draws)  # what refuses the work does so before cells change
+            self._change_cells()
+        with self._issuer.begin(work, self._cache.n_used) as watch:
+            return self._made(work, self.batches.take(work, draws), watch)
+
+    def _made(self, work: Work, batch: Batch, watch: Watch) -> Step:
+        key = Key(batch.shape, self._issuer.turn)
+        return Step(work, batch, self.programs.get(key, batch.first_cell), watch)
+
+    def _is(self, coming: Step, work: Work, draws: bool) -> bool:
+        """Whether `work` begins the step that was made ahead. Its tokens are put in then."""
+        start = now_ns()
+        if len(self._issuer) or self.batches.made_ahead(work, draws) is not coming.batch:
+            return False
+        coming.work = work
+        coming.spent.append(("batch", now_ns() - start))
+        return True
+
+    def store(self, step: Step, counts: PhaseCounts) -> None:
+        """Gives the cells of a step that is issued to its sequences; undone where the step fails.
+        With results behind, the next step is made ready now."""
+        batch = step.batch
+        step.undo = self._cache.store(batch.sequences, batch.positions, batch.cells)
+        for phase, ns in step.spent:
+            counts.add(phase, ns)
+        if step.spent:
+            self.programs.reused += 1
+        elif self._issuer.is_ahead:
+            self.batches.look_ahead(step.work, batch.shape.draws)
+
+    # ahead --------------------------------------------------------------------------------------
+
+    def look_ahead(self, now: Step) -> int:
+        """Makes ready what can be known of a step like the one under way; the ns it took. Only its
+        inputs are made where a recorder looks on: its marks would come after a launch."""
+        start = now_ns()
+        self.batches.look_ahead(now.work, now.batch.shape.draws)
+        self._coming = None if self._issuer.recorder is not None else self._following(now)
+        return now_ns() - start
+
+    def _following(self, now: Step) -> Step | None:
+        start, batch = now_ns(), self.batches.next
+        kept = batch and self.programs.peek(Key(batch.shape, self._issuer.turn))
+        if batch is None or kept is None or batch.shape.draws:  # draws are late, too
+            return None
+        coming = Step(now.work, batch, kept, now.watch)
+        coming.spent.append(("reuse", now_ns() - start))
+        self._issuer.arm(now, coming)
+        return coming
+
+    def forget_coming(self) -> None:
+        """Drops what was made ahead."""
+        self._coming = None
+
+    # steps without tokens -------------------------------------------------------------------------
+
+    def _change_cells(self) -> None:
+        """Copies cells, and turns the stored K to the positions that cells have been shifted to, by
+        steps without tokens. Cells that an interrupted step has changed are lost."""
+        cache = self._cache
+        while cache.copied:
+            self._change(copy_batch(cache.copied[0]), cache.are_copied)
+        if cache.moved is not None:
+            self._change(shift_batch(cache), cache.rotated)
+
+    def _change(self, batch: Batch, done: Callable[[], None]) -> None:
+        """Issues a step without tokens. done: tells the cache of it, once it is issued."""
+        self._issuer.make_room()
+        with self._issuer.begin((), self._cache.n_used) as watch:
+            step = self._made((), batch, watch)
+        try:
+            pending = self._issuer.run(step)
+        except BaseException:
+            self._cache.lost()  # cells, where it was interrupted midway
+            raise
+        done()
+        pending.wait()
