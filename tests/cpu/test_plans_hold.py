@@ -184,7 +184,9 @@ def test_a_destroyed_plan_is_told_once_and_the_engine_goes_on(base, rule, scope)
         engine.prefill(PROMPT)
         found = [engine.step([token]) for token in DECODED]
         engine.synchronize()
-        destroyed = [p.captured for p in engine.issuer.plans._kept.values() if p.captured is not None]  # type: ignore[attr-defined]
+        destroyed = [
+            p.captured for p in engine.issuer.plans._kept.values() if p.captured is not None
+        ]  # type: ignore[attr-defined]
         for captured in destroyed:
             captured.destroy()
         told = 0
