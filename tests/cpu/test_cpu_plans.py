@@ -272,7 +272,8 @@ def test_engine_backend_and_plans_end_in_any_order(tiny_model, order):
         )  # fmt: skip
         engine.step([3])
         ends = {
-            "engine": engine.close, "backend": engine.backend.close, "plans": engine.issuer.plans.clear
+            "engine": engine.close, "backend": engine.backend.close,
+            "plans": engine.issuer.plans.clear,
         }  # fmt: skip
         ends.pop(order)()
         for end in ends.values():
