@@ -102,7 +102,7 @@ def failing(base: wb.Engine) -> Facts:
     with contextlib.suppress(UsageError), base.ranges.scope("prompt", "prompt", 1):
         base.step([base.model.n_vocab])
     pending = base.submit([(0, [1], "last")])
-    broken = mock.patch.object(pending._step.program, "finish", side_effect=OSError)
+    broken = mock.patch.object(pending.step.program, "finish", side_effect=OSError)
     with broken, contextlib.suppress(OSError):
         pending.wait()
     return {"n_past": base.n_past}

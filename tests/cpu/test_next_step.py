@@ -19,7 +19,7 @@ from tests import profiles
 from tests.late_host import never_passed  # noqa: F401 - of every test
 from workbench.backend.ahead import GatedCall
 from workbench.backend.issue import Prepared
-from workbench.engine import ahead
+from workbench.engine.step import Steps
 from workbench.errors import UsageError
 from workbench.program.commands import Sync
 from workbench.trace.spans import Recorder
@@ -61,7 +61,7 @@ def engine(request, loaded) -> Iterator[wb.Engine]:
 
 def nothing_made_ready() -> Any:
     """The slow twin: each step is made when it is submitted."""
-    return patch.object(ahead, "_next", lambda engine, now, batch: None)
+    return patch.object(Steps, "_following", lambda steps, now: None)
 
 
 def counted(engine: wb.Engine) -> dict[str, int]:
@@ -166,16 +166,16 @@ def test_inputs_are_written_before_the_step_where_a_gate_says_that_they_may(engi
     for i in range(6):  # plans of every block
         engine.step([i + 1])
     written, late = [], []
-    write, run_late, made_next = Prepared.write_ahead, Prepared.run_late, ahead._next
+    write, run_late, made_next = Prepared.write_ahead, Prepared.run_late, Steps._following
 
-    def behind_the_read(engine: Any, now: Any, batch: Any) -> Any:
+    def behind_the_read(steps: Steps, now: Any) -> Any:
         """However late a busy machine makes the device."""
         until = time.monotonic() + 0.5
         while now.program.ahead is not None and not now.program.ahead.has_read:
             assert time.monotonic() < until
-        return made_next(engine, now, batch)
+        return made_next(steps, now)
 
-    monkeypatch.setattr(ahead, "_next", behind_the_read)
+    monkeypatch.setattr(Steps, "_following", behind_the_read)
     monkeypatch.setattr(
         Prepared, "write_ahead", lambda self, *of: written.append(self) or write(self, *of)
     )

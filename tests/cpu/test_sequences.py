@@ -200,7 +200,7 @@ def test_the_number_of_sequences_is_part_of_the_shape(engine, reuse):
             [(0, [1, 2, 3], "last")], [(1, [1, 2], "last"), (2, [3], "none")],
             [(0, [4], "last"), (1, [5], "none"), (2, [6], "none")],
         )]  # fmt: skip
-        assert [p._step.batch.shape.n_seqs for p in made] == [1, 2, 3]
+        assert [p.step.batch.shape.n_seqs for p in made] == [1, 2, 3]
         assert variant.counters["programs_built"] == 3
         made[-1].wait()
 

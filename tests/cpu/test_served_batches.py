@@ -87,7 +87,7 @@ def together(engine: Engine, company: Company) -> tuple[list[StepShape], dict[in
     shapes, found = [], dict[int, list[np.ndarray]]()
     for work in steps(company):
         pending = engine.submit(work)
-        shapes.append(pending._step.batch.shape)
+        shapes.append(pending.step.batch.shape)
         for (s, _, _), rows in zip(work, pending.each(), strict=True):
             found.setdefault(s, []).append(rows.copy())
     return shapes, {s: np.concatenate(rows) for s, rows in found.items()}

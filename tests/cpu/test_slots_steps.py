@@ -14,7 +14,7 @@ import workbench as wb
 from tests.profiles import examples
 from tests.served import APART, BEHIND, Told, check_cells, go_on, ids, serve
 from workbench.config import Toggles
-from workbench.engine import pending
+from workbench.engine import step as step_room
 from workbench.engine.asks import CANCELLED, FAILED, LENGTH, TIMEOUT, Ask
 from workbench.engine.engine import Engine
 from workbench.engine.slots import Slots
@@ -150,7 +150,7 @@ def test_with_as_many_slots_as_tokens_a_prompt_still_goes_on(tiny_model):
 def order_of(engine: Engine, monkeypatch) -> tuple[list[str], list[int]]:
     """When steps are issued and waited for, and how many are under way behind each call."""
     order, under_way = list[str](), list[int]()
-    wait, submit = pending.Pending.wait, engine.submit
+    wait, submit = step_room.Pending.wait, engine.submit
 
     def waits(self):
         done = self.done
@@ -164,7 +164,7 @@ def order_of(engine: Engine, monkeypatch) -> tuple[list[str], list[int]]:
         order.append("issue")
         return made
 
-    monkeypatch.setattr(pending.Pending, "wait", waits)
+    monkeypatch.setattr(step_room.Pending, "wait", waits)
     monkeypatch.setattr(engine, "submit", issues, raising=False)
     slots = Slots(engine, N_SLOTS)
     for number in range(2):
@@ -257,7 +257,7 @@ def test_who_is_cancelled_ends_once_and_the_others_go_on(engine):
 
 def spoiled(engine: Engine, monkeypatch, row: int) -> None:
     """From now on a row of every step's results is what broken logits give."""
-    wait = pending.Pending.wait
+    wait = step_room.Pending.wait
 
     def broken(self):
         found = wait(self)
@@ -266,7 +266,7 @@ def spoiled(engine: Engine, monkeypatch, row: int) -> None:
             found[row] = [-1, 0] if found.dtype == np.int32 else np.nan
         return found
 
-    monkeypatch.setattr(pending.Pending, "wait", broken)
+    monkeypatch.setattr(step_room.Pending, "wait", broken)
 
 
 def test_logits_that_are_not_finite_end_their_request_alone(engine, monkeypatch):
@@ -301,7 +301,7 @@ def test_a_step_that_fails_ends_all_and_its_error_is_raised(engine, monkeypatch,
             if where == "issue":
                 patch.setattr(engine, "submit", lambda *_: fails(None), raising=False)
             else:
-                patch.setattr(pending.Pending, "wait", fails)
+                patch.setattr(step_room.Pending, "wait", fails)
             with pytest.raises(DeviceError, match="gone"):
                 made.slots.step()
         assert engine.cache.n_used == 0 and not made.slots.idle
@@ -323,7 +323,7 @@ def test_what_comes_behind_a_failure_is_served_as_ever(engine, monkeypatch):
     assert len(slots.slots[0].kept) == 10 and slots.slots[1].request is not None
     with monkeypatch.context() as patch:
         patch.setattr(engine.steps.batches, "take", lambda *_: 1 / 0)
-        patch.setattr(engine, "_expected", None)
+        patch.setattr(engine.steps, "_coming", None)
         with pytest.raises(ZeroDivisionError):
             slots.step()
     assert engine.cache.n_used == 0  # nobody knows what an idle slot's cells are now

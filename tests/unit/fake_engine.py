@@ -73,7 +73,7 @@ class FakeEngine:
         self.chosen = "as given"
         self.config = EngineConfig(n_ctx=n_ctx, n_ubatch=16)
         self.cache = KVCache(n_ctx, 16)
-        self._batches = SimpleNamespace(sizes=as_they_are)
+        self.steps = SimpleNamespace(batches=SimpleNamespace(sizes=as_they_are))
         self._made = SimpleNamespace(nodes_of=lambda shape: [])
         self.ns_of = ns_of or (lambda toggles, n_tokens, nth: 1_000_000 * n_tokens)
         self.wrong = wrong or {}

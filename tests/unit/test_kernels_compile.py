@@ -35,6 +35,7 @@ from tests.unit.launch_cases import (
     some_works,
     works,
 )
+from workbench.backend import compiled as kept
 from workbench.backend.args import variant
 from workbench.backend.cuda import attention, elementwise, matvec, nvrtc, op_table, weights
 from workbench.backend.cuda import backend as cuda
@@ -378,7 +379,7 @@ def test_the_cache_needs_no_home(tmp_path: Path, monkeypatch):
     nowhere = tmp_path / "file"
     nowhere.write_text("")  # a home that is no folder: cannot be made into one
     monkeypatch.setattr(Path, "home", lambda: nowhere)
-    monkeypatch.setattr(nvrtc.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(kept.tempfile, "tempdir", str(tmp_path))
     folder = nvrtc.cache_dir()
     assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert nvrtc.cache_dir() == folder

@@ -1,7 +1,7 @@
 """A step on its way: what `Engine.submit` does, in three parts.
 
-    Steps.next     work -> Step: its inputs and its program, made ahead or made now
-    Issuer.run     Step -> Pending: the program is issued, and somebody may look on
+    Steps.next     work -> NextStep: its inputs and its program, made ahead or made now
+    Issuer.run     NextStep -> Pending: the program is issued, and somebody may look on
     Steps.store    the cells of the step are its sequences' from now on
 
 While a device computes a step, the host has nothing to do. After the step, the device has nothing
@@ -43,10 +43,12 @@ from workbench.trace.spans import Recorder, now_ns
 
 LATE = frozenset((TOKENS,))  # inputs that are known only when a step is submitted
 
-Meanwhile = Callable[["Step"], int]  # what the host does while a step is computed; the ns it took
+Meanwhile = Callable[
+    ["NextStep"], int
+]  # what the host does while a step is computed; the ns it took
 
 
-class Step:
+class NextStep:
     """A step that is ready to be issued.
 
     work: its sequences and their tokens.
@@ -82,7 +84,7 @@ class Pending:
 
     __slots__ = ("_end", "failed", "logits", "meanwhile", "step")
 
-    def __init__(self, step: Step, end: Callable[[Pending], None], meanwhile: Meanwhile | None):
+    def __init__(self, step: NextStep, end: Callable[[Pending], None], meanwhile: Meanwhile | None):
         """end: waits for the results of a step, and fills `logits`. meanwhile: what the host does
         before it waits."""
         self.step, self._end, self.meanwhile = step, end, meanwhile
@@ -180,7 +182,7 @@ class Issuer:
         watch.begin(self.n_steps, work, n_past)
         return watch
 
-    def run(self, step: Step, meanwhile: Meanwhile | None = None) -> Pending:
+    def run(self, step: NextStep, meanwhile: Meanwhile | None = None) -> Pending:
         """Issues a step: its commands one by one, the replay of its plan, or what opens the gate
         that its plan waits at. meanwhile: what the host does before it waits for the results."""
         program, watch = step.program, step.watch
@@ -200,9 +202,9 @@ class Issuer:
             self.turn = self._ordering.turn_after(self.turn, False)
         return pending
 
-    def arm(self, now: Step, coming: Step) -> None:
+    def arm(self, now: NextStep, coming: NextStep) -> None:
         """Launches the plan of the step to come, where it can wait at a gate, and writes its
-        inputs, where the device has read those of the step under way."""
+        inputs, where the device has read the inputs of the step under way."""
         if coming.program.ahead is None or coming.batch.shape != now.batch.shape:
             return
         now.watch.arm(coming.program)
@@ -233,8 +235,7 @@ class Issuer:
             results = program.finish(watch)
             pending.logits = self._logits(step, results) if logits is None else logits
         except BaseException:
-            while under_way:  # the steps after it have no results either
-                under_way.pop().fail()
+            self.fail()
             pending.fail()
             raise
         if watch.counts:
@@ -243,7 +244,7 @@ class Issuer:
         self.n_steps += 1
         watch.end(waits)
 
-    def _logits(self, step: Step, results: dict[str, np.ndarray]) -> np.ndarray:
+    def _logits(self, step: NextStep, results: dict[str, np.ndarray]) -> np.ndarray:
         """The results as `Pending.wait` returns them. They may be on their way yet."""
         shape, n = step.batch.shape, sum(step.batch.counts)
         row = 2 if shape.draws else self._n_vocab
@@ -253,6 +254,11 @@ class Issuer:
         (raw,) = results.values()
         found: np.ndarray = raw.view(kind).reshape(shape.n_outputs, row)
         return found[:n]
+
+    def fail(self) -> None:
+        """A step has failed: the steps after it have no results either."""
+        while self._under_way:
+            self._under_way.pop().fail()
 
     def give_up(self) -> None:
         """The engine is closed: nobody waits any more."""
@@ -269,9 +275,9 @@ class Steps:
     def __init__(self, cache: KVCache, batches: Batches, programs: Rebuild, issuer: Issuer):
         self._cache, self.batches, self.programs = cache, batches, programs
         self._issuer = issuer
-        self._coming: Step | None = None  # made ahead
+        self._coming: NextStep | None = None  # made ahead
 
-    def next(self, work: Work, draws: bool = False) -> Step:
+    def next(self, work: Work, draws: bool = False) -> NextStep:
         """The step of some work, once there is room for it. draws: as `Engine.submit` has it.
 
         Raises UsageError for work that the model or the cache cannot take. Nothing has changed
@@ -286,11 +292,11 @@ class Steps:
         with self._issuer.begin(work, self._cache.n_used) as watch:
             return self._made(work, self.batches.take(work, draws), watch)
 
-    def _made(self, work: Work, batch: Batch, watch: Watch) -> Step:
+    def _made(self, work: Work, batch: Batch, watch: Watch) -> NextStep:
         key = Key(batch.shape, self._issuer.turn)
-        return Step(work, batch, self.programs.get(key, batch.first_cell), watch)
+        return NextStep(work, batch, self.programs.get(key, batch.first_cell), watch)
 
-    def _is(self, coming: Step, work: Work, draws: bool) -> bool:
+    def _is(self, coming: NextStep, work: Work, draws: bool) -> bool:
         """Whether `work` begins the step that was made ahead. Its tokens are put in then."""
         start = now_ns()
         if len(self._issuer) or self.batches.made_ahead(work, draws) is not coming.batch:
@@ -299,7 +305,7 @@ class Steps:
         coming.spent.append(("batch", now_ns() - start))
         return True
 
-    def store(self, step: Step, counts: PhaseCounts) -> None:
+    def store(self, step: NextStep, counts: PhaseCounts) -> None:
         """Gives the cells of a step that is issued to its sequences; undone where the step fails.
         With results behind, the next step is made ready now."""
         batch = step.batch
@@ -313,7 +319,7 @@ class Steps:
 
     # ahead --------------------------------------------------------------------------------------
 
-    def look_ahead(self, now: Step) -> int:
+    def look_ahead(self, now: NextStep) -> int:
         """Makes ready what can be known of a step like the one under way; the ns it took. Only its
         inputs are made where a recorder looks on: its marks would come after a launch."""
         start = now_ns()
@@ -321,12 +327,12 @@ class Steps:
         self._coming = None if self._issuer.recorder is not None else self._following(now)
         return now_ns() - start
 
-    def _following(self, now: Step) -> Step | None:
+    def _following(self, now: NextStep) -> NextStep | None:
         start, batch = now_ns(), self.batches.next
         kept = batch and self.programs.peek(Key(batch.shape, self._issuer.turn))
         if batch is None or kept is None or batch.shape.draws:  # draws are late, too
             return None
-        coming = Step(now.work, batch, kept, now.watch)
+        coming = NextStep(now.work, batch, kept, now.watch)
         coming.spent.append(("reuse", now_ns() - start))
         self._issuer.arm(now, coming)
         return coming

@@ -6,8 +6,8 @@ writes LLVM's text, and LLVM makes machine code of the text for this machine's C
 Compiling takes seconds, so machine code is kept in the user's cache (`compiled.cache_dir`), which
 all checkouts and processes share. It is kept under two names:
 
-    NAME-SOURCES.o    the kernel's name, a digest of the sources of this folder
-    text-DIGEST.o     a digest of the text that the body writes
+    NAME-SOURCES.key  the kernel's name, a digest of the sources of this folder: says DIGEST
+    text-DIGEST.o     a digest of the text that the body writes: the machine code
 
 Both have the compiler and the CPU in their digests. A process that starts finds the first name, and
 no body runs. Where a source was edited, the body runs and the second name is looked for. So an edit
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -80,11 +79,12 @@ def compile_kernel(name: str, body: Body, keep: bool = True) -> CompiledKernel:
         if not keep:
             return _load(_machine_code(text_of(body)))
         folder = compiled.cache_dir()
-        known = folder / f"{name}-{source_digest()}.o"
-        code = _read(known)
-        if code is None:
-            code = _of_text(text_of(body), folder, known)
-        return _load(code)
+        by_name = folder / f"{name}-{source_digest()}.key"
+        with suppress(OSError):
+            code = _read(folder / by_name.read_text())
+            if code is not None:
+                return _load(code)
+        return _load(_of_text(text_of(body), folder, by_name))
 
 
 def text_of(body: Body) -> str:
@@ -100,8 +100,8 @@ def text_of(body: Body) -> str:
     return str(module)
 
 
-def _of_text(text: str, folder: Path, known: Path) -> bytes:
-    """The machine code of a text, out of the cache or compiled. known: its other name."""
+def _of_text(text: str, folder: Path, by_name: Path) -> bytes:
+    """The machine code of a text, out of the cache or compiled. by_name: is to say which it is."""
     key = hashlib.sha256(_compiler() + text.encode()).hexdigest()[:32]
     by_text = folder / f"text-{key}.o"
     code = _read(by_text)
@@ -109,11 +109,15 @@ def _of_text(text: str, folder: Path, known: Path) -> bytes:
         begun_ns = time.perf_counter_ns()
         code = _machine_code(text)
         compiled.took(begun_ns, folder)
-        with suppress(UsageError), writing(by_text) as file:  # where there is room
-            file.write(hashlib.sha256(code).digest() + code)
-    with suppress(OSError):  # another process may have linked it
-        os.link(by_text, known)
+        _keep(by_text, hashlib.sha256(code).digest() + code)
+    _keep(by_name, by_text.name.encode())
     return code
+
+
+def _keep(path: Path, content: bytes) -> None:
+    """Writes where there is room; without, the next process compiles again."""
+    with suppress(UsageError), writing(path) as file:
+        file.write(content)
 
 
 def _read(path: Path) -> bytes | None:

@@ -3,7 +3,7 @@
 numba keeps what it compiles beside the source, under the source's digest and the line of the
 function. So an edited comment would compile all loops again, and each checkout its own. Loops of
 this folder are kept in the user's cache instead (`compiled.cache_dir`), under a digest of what they
-do: their bytecode, and that of all that they call, down to the functions that write LLVM's text.
+do: their bytecode and the bytecode of all that they call, down to functions that write LLVM's text.
 numba itself adds the signature, the CPU and its own version.
 
 A function of this folder with `cache=True` is kept so, once this module is imported.
@@ -17,6 +17,8 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from numba.core import caching, types
+from numba.core.dispatcher import Dispatcher
+from numba.core.extending import _Intrinsic
 
 from workbench.backend import compiled
 
@@ -34,8 +36,10 @@ def digest_of(function: FunctionType) -> str:
 
 def _said(thing: Any, seen: set[int]) -> Iterator[str]:
     """What a thing adds to a digest."""
-    while (inner := getattr(thing, "py_func", None) or getattr(thing, "_defn", None)) is not None:
-        thing = inner  # what numba made of a function
+    if isinstance(thing, Dispatcher):
+        thing = thing.py_func
+    elif isinstance(thing, _Intrinsic):
+        thing = thing._defn
     if isinstance(thing, FunctionType):
         if id(thing) in seen:
             yield thing.__qualname__
@@ -50,7 +54,7 @@ def _said(thing: Any, seen: set[int]) -> Iterator[str]:
         for cell in thing.__closure__ or ():
             yield from _said(cell.cell_contents, seen)
     elif isinstance(thing, ModuleType | type | BuiltinFunctionType):
-        yield f"{getattr(thing, '__module__', '')}.{thing.__name__}"
+        yield f"{type(thing).__name__} {thing.__name__}"
     elif isinstance(thing, tuple | list):
         for one in thing:
             yield from _said(one, seen)
