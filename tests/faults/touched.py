@@ -46,13 +46,16 @@ class Touched(NamedTuple):
         """The tests to run for a fault, those that touch little first: they say most. After them
         come tests of the same files, which share what a file sets up once. All together take at
         most so many seconds."""
-        if fault.function:
-            wanted = self.functions.get(f"{fault.path}::{fault.function}", [])
-        else:  # of a module's tables: whoever touches anything of it
-            wanted = sorted(
-                {test for name, tests in self.functions.items()
-                 if name.startswith(f"{fault.path}::") for test in tests}
-            )  # fmt: skip
+        at = f"{fault.path}::{fault.function}" if fault.function else ""
+        wanted = self.functions.get(at, [])
+        folder = fault.path.rpartition("/")[0]
+        # of what no test is seen to touch, a module's tables say: who touches anything near it
+        for near in (f"{fault.path}::", f"{folder}/"):
+            if not wanted:
+                wanted = sorted(
+                    {test for name, tests in self.functions.items()
+                     if name.startswith(near) for test in tests}
+                )  # fmt: skip
         n_touched = self._n_touched()
         first = sorted(wanted, key=lambda test: (n_touched[test], self.seconds[test]))
         named = [test for test in self.seconds if test.startswith(fault.tests or ("?",))]
@@ -108,7 +111,7 @@ def write() -> None:
     found: dict[str, set[str]] = defaultdict(set)
     for name in data.measured_files():
         path = Path(name)
-        if not path.is_relative_to(ROOT) or not path.is_file():
+        if path.suffix != ".py" or not path.is_relative_to(ROOT) or not path.is_file():
             continue
         at = path.relative_to(ROOT).as_posix()
         by_line = {line: {*map(_test, contexts)} & seconds.keys()

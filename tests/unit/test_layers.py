@@ -303,6 +303,7 @@ INDIRECT = {
     "nvidia-cuda-nvrtc": "the library behind cuda.bindings.nvrtc, without a toolkit",
     "nvidia-cuda-runtime": "headers that kernels include",
     "nvidia-cuda-cccl": "headers that kernels include",
+    "pytest-cov": "pytest's --cov, which tests/faults/touched.py asks for",
 }
 
 
