@@ -18,18 +18,15 @@ Exits with 1 where a test that is asked for failed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from workbench.bench import provenance
-from workbench.output import write_text
+from tests.rows import Rows
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "data" / "results" / "exhaustive.json"
@@ -38,44 +35,21 @@ PYTEST = ["-m", MARKERS, "--hypothesis-profile=exhaustive", "-p", "no:cacheprovi
 MOST_SECONDS = 7200  # of one test, unless it is marked otherwise
 
 
-class Record:
-    """What FILE holds; as a pytest plugin it notes each test that is over, and writes FILE."""
+class Record(Rows):
+    """What FILE holds; as a pytest plugin it notes each test that is over."""
 
     def __init__(self, out: Path) -> None:
-        self.out = out
-        found = json.loads(out.read_text()) if out.is_file() else {}
-        self.commits: dict[str, Any] = found.get("commits", {})
-        self.tests: dict[str, Any] = found.get("tests", {})
-        commit = provenance.commit()
-        self.commit = commit["hash"] + ("+" if commit["dirty"] else "")
-        self.about = {"commit": commit, "machine": provenance.machine()}
+        super().__init__(out, "tests")
 
     def is_done(self, test: str) -> bool:
         """Whether it has been run at this commit, and has not failed."""
-        row = self.tests.get(test, {})
-        return row.get("commit") == self.commit and row["outcome"] != "failed"
+        return self.now(test).get("outcome", "failed") != "failed"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call" and report.passed:
-            return
-        counts = dict(report.user_properties).get("runs", {})
-        self.tests[report.nodeid] = {
-            "commit": self.commit, "outcome": report.outcome,
-            "seconds": round(report.duration, 1), **counts,
-        }  # fmt: skip
-        self.commits[self.commit] = self.about | {"date": provenance.utc_now()}
-        self.write()
-
-    def write(self) -> None:
-        """A line for a test: there are thousands."""
-        used = {row["commit"] for row in self.tests.values()}
-        commits = {name: about for name, about in self.commits.items() if name in used}
-        rows = [
-            f"{json.dumps(name)}: {json.dumps(self.tests[name])}" for name in sorted(self.tests)
-        ]
-        tests = ",\n  ".join(rows)
-        write_text(self.out, f'{{"commits": {json.dumps(commits, indent=1)},\n'
-                             f' "tests": {{\n  {tests}\n}}}}\n')  # fmt: skip
+        if report.when == "call" or not report.passed:
+            counts = dict(report.user_properties).get("runs", {})
+            seconds = round(report.duration, 1)
+            self.note(report.nodeid, {"outcome": report.outcome, "seconds": seconds, **counts})
 
 
 def collected(only: Sequence[str] = ()) -> list[str]:
@@ -106,7 +80,7 @@ def main() -> int:
     os.chdir(ROOT)
     record, chosen = Record(args.out), collected(args.only)
     if not args.only:
-        record.tests = {test: row for test, row in record.tests.items() if test in chosen}
+        record.rows = {test: row for test, row in record.rows.items() if test in chosen}
     if wanted := [test for test in chosen if not record.is_done(test)]:
         shared = ["-n", str(args.jobs), "--dist", "worksteal", f"--timeout={MOST_SECONDS}"]
         status = pytest.main([*wanted, *PYTEST, *shared, "-vv"], plugins=[record])

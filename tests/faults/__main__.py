@@ -14,7 +14,6 @@ that it has of this commit are not planted again, so a run that was cut off goes
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -31,12 +30,11 @@ from typing import Any
 
 from tests.faults import touched
 from tests.faults.planted import ROOT, Fault, FaultError, every, problems
-from workbench.bench import provenance
-from workbench.output import write_text
+from tests.rows import Rows
 
 OUT = ROOT / "data" / "results" / "faults.json"
 MOST_S = 60.0
-CHOSEN_S = 45.0  # of tests, as long as they took under coverage
+CHOSEN_S = 200.0  # of tests, as long as they took under coverage: about four times as long
 SEEN, MISSED, LATE = "seen", "missed", "late"
 LEFT_OUT = ("data/runs", "reports", ".venv", ".git", ".hypothesis", ".mypy_cache", ".ruff_cache",
             ".pytest_cache", ".whl", ".peer", ".scratch")  # fmt: skip
@@ -101,28 +99,7 @@ class Copy:
         return SEEN, found[1]
 
 
-class Record:
-    """What FILE holds: of each fault its commit, outcome, and the test that saw it."""
-
-    def __init__(self, out: Path):
-        self.out, self._lock = out, threading.Lock()
-        found = json.loads(out.read_text()) if out.is_file() else {}
-        self.faults: dict[str, Any] = found.get("faults", {})
-        commit = provenance.commit()
-        self.commit = commit["hash"] + ("+" if commit["dirty"] else "")
-
-    def is_done(self, fault: Fault) -> bool:
-        return self.faults.get(fault.name, {}).get("commit") == self.commit
-
-    def note(self, fault: Fault, row: dict[str, Any]) -> None:
-        with self._lock:
-            self.faults[fault.name] = {"commit": self.commit, **row}
-            rows = [f"{json.dumps(name)}: {json.dumps(row)}"
-                    for name, row in sorted(self.faults.items())]  # fmt: skip
-            write_text(self.out, '{"faults": {\n  ' + ",\n  ".join(rows) + "\n}}\n")
-
-
-def plant(wanted: Sequence[Fault], record: Record, jobs: int) -> None:
+def plant(wanted: Sequence[Fault], record: Rows, jobs: int) -> None:
     """Judges faults, some at a time, each in a copy of its own."""
     known = touched.load()
     with tempfile.TemporaryDirectory(prefix="workbench-faults-") as folder:
@@ -136,7 +113,7 @@ def plant(wanted: Sequence[Fault], record: Record, jobs: int) -> None:
                     row = copy.judge(fault, known.tests(fault, CHOSEN_S))
                 finally:
                     copies.append(copy)
-            record.note(fault, row)
+            record.note(fault.name, row)
             print(f"{row['outcome']:7}{fault.name}: {row['seconds']} s {row['by']}", flush=True)
 
         with ThreadPoolExecutor(jobs) as pool:
@@ -162,9 +139,9 @@ def main() -> int:
     if args.check or wrong:
         print("\n".join(wrong) or f"{len(chosen)} faults can be planted")
         return int(bool(wrong))
-    record = Record(args.out)
-    plant([fault for fault in chosen if not record.is_done(fault)], record, args.jobs)
-    counts = {outcome: sum(record.faults[f.name]["outcome"] == outcome for f in chosen)
+    record = Rows(args.out, "faults")
+    plant([fault for fault in chosen if not record.now(fault.name)], record, args.jobs)
+    counts = {outcome: sum(record.rows[f.name]["outcome"] == outcome for f in chosen)
               for outcome in (SEEN, MISSED, LATE)}  # fmt: skip
     print(", ".join(f"{n} {outcome}" for outcome, n in counts.items()))
     return 0

@@ -76,12 +76,10 @@ class Touched(NamedTuple):
         return counts
 
 
-class Names:
-    """As a pytest plugin, tells the processes that a test starts which test it is."""
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        os.environ[NAMED] = item.nodeid.replace("%", "%%")
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """As a pytest plugin, this module tells processes that a test starts which test it is."""
+    os.environ[NAMED] = item.nodeid.replace("%", "%%")
 
 
 def measure(jobs: int, *paths: str) -> None:
@@ -145,7 +143,3 @@ def _seconds() -> Iterator[tuple[str, float]]:
 def load() -> Touched:
     """Raises FileNotFoundError where nothing was measured."""
     return Touched(**json.loads(MAP.read_text()))
-
-
-# where pytest takes this module for a plugin
-pytest_runtest_setup = Names().pytest_runtest_setup

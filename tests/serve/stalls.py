@@ -9,6 +9,7 @@ table; loads of other models stay.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -224,7 +225,13 @@ def record(load: str, found: dict[str, Waits]) -> None:
 
 
 def main() -> None:
-    model = next((one for one in sys.argv[1:] if not one.startswith("-")), None)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL")
+    parser.add_argument("--record", action="store_true")
+    args = parser.parse_args()
+    model = args.model
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:N_CORES])
     if model is not None:
         load, most = Path(model).stem, 4000
@@ -244,7 +251,7 @@ def main() -> None:
             f"{name:12}{len(one.gaps):8}{np.median(one.gaps):9.2f}{one.p99:9.2f}{one.most:9.2f}"
             f"   {one.seconds:.2f} s {one.status}"
         )
-    if "--record" in sys.argv:
+    if args.record:
         record(load, found)
 
 

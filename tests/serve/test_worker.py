@@ -381,7 +381,7 @@ def test_slots_are_the_engines_own_not_the_settings(model):
 
 
 def test_the_collector_leaves_what_first_steps_made_alone(tiny_model: Any):
-    """It took 616 ms of all streams, once, on the programs of 96 shapes of a 1B."""
+    """Or a full collection looks through the programs of every shape while streams wait."""
     config = EngineConfig("embedded", n_ctx=N_SLOTS * ROOM, n_seqs=N_SLOTS)
     settings = WorkerSettings(str(tiny_model("tiny-llama", "F16")), config, N_SLOTS, FLOAT)
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.faults import planted, touched
-from tests.faults.__main__ import MISSED, SEEN, Copy, Record
+from tests.faults.__main__ import MISSED, SEEN, Copy
 from tests.faults.planted import Fault, FaultError
 from tests.faults.touched import Touched
+from tests.rows import Rows
 
 SOURCE = '''\
 """Numbers."""
@@ -126,11 +127,10 @@ def test_a_fault_is_planted_alone_seen_or_missed_and_taken_back(tmp_path):
 
 
 def test_what_was_judged_at_this_commit_is_not_judged_again(tmp_path):
-    record = Record(tmp_path / "faults.json")
-    one = fault("least", "min", "max")
-    assert not record.is_done(one)
-    record.note(one, {"outcome": MISSED, "by": "", "tests": 0, "seconds": 0.1})
-    again = Record(tmp_path / "faults.json")
-    assert again.is_done(one) and not again.is_done(one._replace(name="other"))
+    record = Rows(tmp_path / "faults.json", "faults")
+    assert not record.now("a-fault")
+    record.note("a-fault", {"outcome": MISSED, "by": "", "tests": 0, "seconds": 0.1})
+    again = Rows(tmp_path / "faults.json", "faults")
+    assert again.now("a-fault")["outcome"] == MISSED and not again.now("other")
     again.commit = "another"
-    assert not again.is_done(one)
+    assert not again.now("a-fault") and again.rows["a-fault"]

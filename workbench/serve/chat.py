@@ -14,7 +14,7 @@ from workbench.serve.faults import ApiError, bad
 
 KEY = "tokenizer.chat_template"
 MOST_LINE = 128 << 20  # bytes of an answer
-PART_BYTES = 1 << 16  # of them; a stream would notice the copy of a whole one
+PART_BYTES = 1 << 17  # of what is long; a stream would notice the copy of a whole one
 # llama.cpp's, of files without a template (common/chat.cpp: CHATML_TEMPLATE_SRC)
 CHATML = """\
 {%- for message in messages -%}

@@ -16,13 +16,12 @@ import numpy as np
 from workbench.model.tokenizer import Tokenizer
 from workbench.serve import api
 from workbench.serve.api import Defaults, Wanted
-from workbench.serve.chat import ChatTemplate, text_of
+from workbench.serve.chat import PART_BYTES, ChatTemplate, text_of
 from workbench.serve.faults import ApiError, bad
 from workbench.serve.fields import DETOKENIZE, TEMPLATE, TOKENIZE, honoured
 from workbench.serve.schema import parse
 
 AT_ONCE = 10_000  # entries of a list in a part of an answer
-PART_BYTES = 1 << 17  # of a long text
 
 
 class ReaderSpec(NamedTuple):
