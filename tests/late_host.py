@@ -25,7 +25,7 @@ def never_passed(monkeypatch):
 def late_looks(engine: Any, every: int) -> Iterator[list[int]]:
     """The host is late behind the first of so many looks at the engine's gate: its plan still stood
     there. Yields the numbers of the launches that were looked at."""
-    own, looked = engine.issuer.plans._gate, list[int]()
+    own, looked = engine.issuer.gate, list[int]()
     looks = own._went
 
     def look(number: int) -> int:

@@ -93,7 +93,7 @@ def of_engine(engine: Any, rounds: int) -> dict[str, Any]:
     for token in (1, 2):
         engine.step([token])
     engine.synchronize()
-    plans = [plan for plan in engine.issuer.plans._kept.values() if plan.captured is not None]
+    plans = [plan for plan in engine.issuer.plans if plan.captured is not None]
     work = plans[-1].work()
     costs = plan_costs(engine.backend, work, rounds)
     captured: CudaGraph = plans[-1].captured

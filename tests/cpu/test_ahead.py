@@ -88,7 +88,7 @@ def test_a_host_that_is_late_launches_again(pair):
     decode(ahead, TOKENS)
     before = ahead.counters["plans_ahead_missed"]
     late = [4, 9, 10, 11, 25]
-    own: Any = ahead.issuer.plans._gate  # type: ignore[attr-defined]
+    own: Any = ahead.issuer.gate  # type: ignore[attr-defined]
     own._misses = own._to_pass = 0  # what a busy machine missed before makes no launch pass now
     assert np.array_equal(decode(ahead, TOKENS, late), wanted)
     assert ahead.counters["plans_ahead_missed"] > before
@@ -98,7 +98,7 @@ def test_a_host_that_is_late_for_every_step_has_few_computed_twice(pair, monkeyp
     plain, ahead = pair
     wanted = decode(plain, TOKENS)
     decode(ahead, TOKENS)
-    own: Any = ahead.issuer.plans._gate  # type: ignore[attr-defined]
+    own: Any = ahead.issuer.gate  # type: ignore[attr-defined]
     own._misses = 0
     monkeypatch.setattr(gate, "MOST_PASSED", 64)
     monkeypatch.setattr(own, "_went", lambda number: -number)  # as if every limit had passed
@@ -300,7 +300,7 @@ def test_a_stamped_step_is_launched_ahead(pair):
 def test_an_engine_with_a_plan_at_its_gate_can_be_closed(loaded):
     with loaded.variant(wb.Toggles(**TOGGLES, launch_ahead="on")) as engine:
         decode(engine, TOKENS)
-        assert engine.issuer.plans._gate._armed is not None  # type: ignore[attr-defined]
+        assert engine.issuer.gate._armed is not None  # type: ignore[attr-defined]
     assert loaded.step([5]).shape[0] == 1
 
 

@@ -82,11 +82,11 @@ class Device:
         self.asked += 1
         if self.is_armed:
             self.late.append(what)
-            self.engine.issuer.plans.release()  # or the test would take a minute
+            self.engine.issuer.release()  # or the test would take a minute
 
     @property
     def is_armed(self) -> bool:
-        gate = None if self.engine is None else self.engine.issuer.plans._gate
+        gate = None if self.engine is None else self.engine.issuer.gate
         return gate is not None and gate._armed is not None
 
     def arm(self) -> None:
@@ -119,7 +119,7 @@ def device(request, loaded, monkeypatch) -> Iterator[Device]:
         made.arm()
         yield made
         assert not made.late
-        engine.issuer.plans.release()
+        engine.issuer.release()
     made.engine = None
 
 
@@ -193,7 +193,7 @@ def test_nothing_else_queues_behind_a_gate(device, loaded, other):
     got = other(device.engine)
     assert not device.late
     assert device.asked > before or not device.is_armed  # a step can be all of the host's
-    device.engine.issuer.plans.release()  # the other engine has the same device
+    device.engine.issuer.release()  # the other engine has the same device
     with loaded.variant(wb.Toggles(graph_reuse="set_rows")) as plain:
         plain.prefill(PROMPT)
         for token in range(12):
@@ -219,7 +219,7 @@ def test_the_armed_plan_itself_is_not_launched_again(device):
 
 
 def test_a_trace_begins_when_what_was_launched_ahead_is_over(device):
-    gate = device.engine.issuer.plans._gate
+    gate = device.engine.issuer.gate
     with wb.profile(device.engine) as traced:
         assert gate._words[RAN // 8] == gate._launched
         device.engine.step([3])

@@ -11,7 +11,6 @@ import pytest
 from device_kernels import address, mix
 from plannable import planned
 
-from workbench.backend.issue import SplitWork
 from workbench.backend.plan import Plans, Policy
 from workbench.config import Toggles
 from workbench.graph.ir import StepShape
@@ -44,8 +43,9 @@ class Steps:
         program: Any = SimpleNamespace(
             splits=[0, 1], shape=StepShape(1, 1, 256), commands=[None] * 3
         )
-        execute = self.plans.executor(program)
-        ((self.call,), _) = execute([SplitWork(1, range(1), (self.work,))])
+        call_of = self.plans.call_of(program)
+        assert call_of is not None
+        self.call = call_of(self.work).call
 
     def patch(self, field: int, value: int) -> None:
         self.work.parts[0].block[field] = value

@@ -14,7 +14,6 @@ from workbench.bench import provenance
 from workbench.bench.gaps import Gaps, fit_line, host_gaps, load
 from workbench.config import Toggles
 from workbench.engine.reuse import Key
-from workbench.engine.stamps import Stamps
 from workbench.errors import DeviceError, UsageError
 
 KEPT = {"graph_reuse": "set_rows", "copy_stream": "compute"}
@@ -103,19 +102,20 @@ def test_a_step_is_the_difference_within_a_round(found):
     assert step.us == pytest.approx(wanted) and step.low_us <= step.us <= step.high_us
 
 
-def test_marks_are_made_around_the_same_launches_every_time(engine):
-    """What to mark is found once: a search within a step would be in the gap."""
+def test_stamps_stand_at_the_same_launches_every_time(engine):
+    """A program with stamps is prepared once: to prepare it in a step would be in the gap."""
     engine.reset()
-    with engine.variant(ARMS["per_copy"]) as variant:
-        with variant.stamped():
-            variant.step([1])
+    with engine.variant(ARMS["per_copy"]) as variant, variant.stamped():
+        found = []
+        for token in (1, 2):
+            variant.step([token])
             prepared = variant.steps.programs.get(Key(variant.program(1).shape, variant.turn))
-            stamps = variant.untraced
-            assert isinstance(stamps, Stamps)
-            first, last, calls = stamps._programs[prepared]
-            variant.step([2])
-            assert stamps._programs[prepared].calls is calls
-        assert first.number < last.number and len(calls) == len(prepared.head) + 3
+            found.append(variant.bound.stamped(prepared))
+        first, again = found
+        assert first is again and len(first.head) == len(prepared.head)
+        parted = [n for n, issued in first.issued.items()
+                  if len(issued.parts) != len(prepared.issued[n].parts)]  # fmt: skip
+        assert len(parted) == 2, "the first launch and the last"
 
 
 def test_stamps_are_let_go_without_the_collector(engine):

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests import profiles
 from tests.late_host import never_passed  # noqa: F401 - of every test
-from workbench.backend.ahead import GatedCall
 from workbench.backend.issue import Prepared
+from workbench.backend.plan import Gated
 from workbench.engine.step import Steps
 from workbench.errors import UsageError
 from workbench.program.commands import Sync
@@ -188,8 +188,9 @@ def test_inputs_are_written_before_the_step_where_a_gate_says_that_they_may(engi
         assert len(written) == 12 and len(late) in (11, 12)
         assert all(len(program.late) < len(program.head) for program in written)
         for program in written:  # staging memory is free, and the host has seen it
-            waits = [call for call, n in zip(program.head, program.firsts, strict=False)
-                     if isinstance(program.program.commands[n], Sync)]  # fmt: skip
+            waits = [call for call, command in zip(
+                program.head, program.program.commands, strict=False
+            ) if isinstance(command, Sync)]  # fmt: skip
             assert len(waits) == (engine.toggles.step_wait == "outputs")
             assert not set(waits) & {*program.late}
     else:
@@ -198,7 +199,7 @@ def test_inputs_are_written_before_the_step_where_a_gate_says_that_they_may(engi
 
 def test_inputs_are_not_written_before_the_device_has_read_others(engine, monkeypatch):
     engine.reset()
-    monkeypatch.setattr(GatedCall, "has_read", False)
+    monkeypatch.setattr(Gated, "has_read", False)
     for i in range(12):
         engine.step([i + 1])
         assert engine.steps._coming is None or not engine.steps._coming.is_written
@@ -227,5 +228,5 @@ def test_a_step_that_was_made_ready_and_fails_leaves_the_engine_as_it_was(engine
         assert np.array_equal(engine.step([i + 1]), row)
 
 
-def interrupted(prepared: Prepared, watch: Any) -> Any:
+def interrupted(prepared: Prepared, calls: Any) -> Any:
     raise KeyboardInterrupt

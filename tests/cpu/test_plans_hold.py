@@ -184,9 +184,7 @@ def test_a_destroyed_plan_is_told_once_and_the_engine_goes_on(base, rule, scope)
         engine.prefill(PROMPT)
         found = [engine.step([token]) for token in DECODED]
         engine.synchronize()
-        destroyed = [
-            p.captured for p in engine.issuer.plans._kept.values() if p.captured is not None
-        ]  # type: ignore[attr-defined]
+        destroyed = [p.captured for p in engine.issuer.plans if p.captured is not None]  # type: ignore[attr-defined]
         for captured in destroyed:
             captured.destroy()
         told = 0
@@ -216,7 +214,7 @@ def test_an_update_that_cannot_be_is_told_and_the_engine_goes_on(base, rule):
     with base.variant(toggles) as engine:
         found = [engine.step([token]) for token in DECODED[:6]]
         assert engine.counters["plans_updated"] > 0
-        for made in engine.issuer.plans._kept.values():  # type: ignore[attr-defined]
+        for made in engine.issuer.plans:  # type: ignore[attr-defined]
             made.captured.destroy()
         with pytest.raises(DeviceError, match=r"^this plan is destroyed; capture .*$"):
             engine.step([DECODED[6]])
@@ -230,7 +228,7 @@ def test_work_of_another_topology_is_no_update_and_the_plan_is_as_it_was(base):
     with base.variant(planned("ours")) as engine:
         first = engine.step([3])
         engine.step([3], outputs="none")
-        one, other = engine.issuer.plans._kept.values()  # type: ignore[attr-defined]
+        one, other = engine.issuer.plans  # type: ignore[attr-defined]
         assert len(one.work().parts) > len(other.work().parts)
         assert not one.captured.update(other.work(), None)
         assert not other.captured.update(one.work(), None)

@@ -94,7 +94,7 @@ class Step:
             return self.engine.bound.build(Key(self.batch.shape, 0), Phases(self.engine._spent))
 
     def logits(self, issued: Prepared) -> np.ndarray:
-        (raw,) = issued.finish(PLAIN).values()
+        (raw,) = issued.finish(issued.tail).values()
         return raw.view(np.float32)
 
     def answer(self, issued: Prepared) -> np.ndarray:

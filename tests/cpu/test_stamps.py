@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,7 +19,9 @@ import workbench as wb
 from tests.late_host import LATE, late_looks, never_passed  # noqa: F401 - of every test
 from tests.orderings import PLACED
 from tests.profiles import share
-from workbench.backend.stamps import StampedPlan, StampedWork, StampRing
+from workbench.backend.base import Captured
+from workbench.backend.issue import Prepared
+from workbench.backend.stamps import StampRing
 from workbench.bench.gaps import host_gaps
 from workbench.bench.token_parts import PARTS, token_parts
 from workbench.engine.reuse import Key
@@ -144,59 +148,62 @@ WAYS = [
 ]  # fmt: skip
 
 
-def stamped_plans(engine: wb.Engine) -> list[tuple[StampedPlan, Any, Replay]]:
-    """Plans of a token, each with its ring and its command."""
-    prepared = engine.steps.programs.peek(Key(engine.program().shape, 0))
-    assert prepared is not None and prepared.stamped is not None
-    found = []
-    for number, work in prepared.stamped.issued.items():
-        if isinstance(work, StampedWork):
-            plan, command = prepared.stamped.replayed(number), prepared.program.commands[number]
-            assert isinstance(plan, StampedPlan) and isinstance(command, Replay)
-            found.append((plan, work.ring, command))
+def kept(engine: wb.Engine) -> Prepared:
+    """The program of a token, which is kept."""
+    found = engine.steps.programs.peek(Key(engine.program().shape, 0))
+    assert found is not None
     return found
+
+
+def stamped_plans(engine: wb.Engine) -> list[tuple[Captured, Replay]]:
+    """Plans of a token with stamps: what the device recorded, and the command."""
+    twin = engine.bound.stamped(kept(engine))
+    plans = [(twin.replayed(n), x) for n, x in enumerate(twin.program.commands)]
+    return [(plan, x) for plan, x in plans if plan is not None and isinstance(x, Replay)]
 
 
 @pytest.mark.parametrize("more", WAYS, ids=lambda v: "-".join(v.values()) or "split")
 def test_stamps_stand_between_copies_and_kernels(loaded, more):
     with loaded.variant(wb.Toggles(**BASE | {"plans": "ours"} | more)) as engine:
-        decode_stamped(engine)
-        plans = stamped_plans(engine)
-        assert plans
-        for plan, ring, command in plans:
-            begin, end = ring.pair(plan.number)
-            launches = [i for i, part in enumerate(command.parts) if isinstance(part, Launch)]
-            first, last = launches[0], launches[-1]
-            spans = list(zip(plan.nodes, plan.spans(), strict=True))
-            copies = [span for part, span in spans if part < first]
-            behind = [span for part, span in spans if part > last]
-            (_, of_begin), *kernels, (_, of_end) = [x for x in spans if first <= x[0] <= last]
-            assert of_begin[0] <= begin <= of_begin[1] and of_end[0] <= end <= of_end[1]
-            assert all(span[1] <= begin for span in copies)
-            assert all(begin <= a <= b <= end for _, (a, b) in kernels)
-            assert all(end <= span[0] for span in behind)
-            assert bool(copies) == bool(more) and [part for part, _ in kernels] == launches
+        with engine.stamped() as stamps:
+            for token in TOKENS:
+                engine.step([token])
+            engine.synchronize()
+            spans, firsts, lasts = [], [], []
+            for plan, command in stamped_plans(engine):
+                launches = [i for i, part in enumerate(command.parts) if isinstance(part, Launch)]
+                found = list(zip(plan.nodes, plan.spans(), strict=True))
+                firsts += [span for part, span in found if part == launches[0]]
+                lasts += [span for part, span in found if part == launches[-1]]
+                spans += [(part in launches, *span) for part, span in found]
+        begin, end = stamps[-1]
+        of_begin, of_end = firsts[0], lasts[-1]
+        assert of_begin[0] <= begin <= of_begin[1] and of_end[0] <= end <= of_end[1]
+        kernels = sorted(span[1:] for span in spans if span[0])[1:-1]
+        copies = [span[1:] for span in spans if not span[0]]
+        assert all(begin <= a <= b <= end for a, b in kernels)
+        assert all(b <= begin or end <= a for a, b in copies) and bool(copies) == bool(more)
 
 
 def test_a_step_that_is_not_stamped_has_no_stamps(loaded):
     with loaded.variant(wb.Toggles(**AHEAD)) as engine:
         decode(engine)
-        prepared = engine.steps.programs.peek(Key(engine.program().shape, 0))
-        assert prepared is not None and prepared.stamped is None
-        (plain,) = [i for i in prepared.issued.values() if i.parts]
+        (plain,) = [issued for issued in kept(engine).issued.values() if issued.parts]
         decode_stamped(engine)
         decode(engine)
-        twin = prepared.stamped
-        assert prepared.stamped is twin is not None
-        (stamped,) = [i for i in twin.issued.values() if isinstance(i, StampedWork)]
-        assert len(stamped.parts) == len(plain.parts)
-        more = len(stamped.replayed.nodes) - len(plain.replayed.nodes)  # type: ignore[attr-defined]
-        assert more == 2 and twin.binding is prepared.binding and twin.firsts == prepared.firsts
+        prepared, twin = kept(engine), engine.bound.stamped(kept(engine))
+        assert engine.bound.stamped(prepared) is twin is not prepared
+        (stamped,) = [issued for issued in twin.issued.values() if issued.parts]
+        assert len(stamped.parts) == len(plain.parts) and plain in prepared.issued.values()
+        (number,) = [n for n, issued in twin.issued.items() if issued.parts]
+        there, without = twin.replayed(number), prepared.replayed(number)
+        assert there is not None and without is not None
+        assert len(there.nodes) - len(without.nodes) == 2
         assert twin.ahead is not prepared.ahead and len(twin.head) == len(prepared.head)
 
 
 def small_rings(engine: wb.Engine, n_pairs: int) -> None:
-    engine.issuer.plans._rings._n_pairs = n_pairs  # type: ignore[attr-defined]
+    engine.issuer.rings.n_pairs = n_pairs
 
 
 @pytest.mark.parametrize("values", [AHEAD, AHEAD | {"plan_scope": "split", "launch_ahead": "off"}])
@@ -289,34 +296,39 @@ def test_whatever_comes_in_between_a_pair_is_its_own_step_s(engine_of_steps, loa
     steps.check(stamps)
 
 
+@contextmanager
+def interrupted_launches(engine: wb.Engine) -> Iterator[None]:
+    """Ctrl-C comes after a plan was queued, before the host has counted it."""
+    own = [(found, found.launch) for plan in engine.issuer.plans if (found := plan.captured)]
+
+    def and_then_interrupted(launch: Any) -> None:
+        launch()
+        raise KeyboardInterrupt
+
+    for captured, launch in own:
+        captured.launch = partial(and_then_interrupted, launch)
+    yield
+    for captured, launch in own:
+        captured.launch = launch
+
+
 def test_a_step_that_fails_has_no_stamps_and_the_next_has_its_own(loaded):
     with loaded.variant(wb.Toggles(**AHEAD)) as engine:
         decode_stamped(engine)
-        _, ring, _ = stamped_plans(engine)[0]
-        queue = ring.launch
         steps = Stamped(engine)
         with engine.stamped() as stamps:
             steps.step(3)
 
-            def fails(issue: Any) -> int:
-                def behind() -> None:
-                    issue()
-                    raise KeyboardInterrupt
-
-                return queue(behind)
-
             engine.synchronize()  # nothing stands at the gate
-            ring.launch = fails
-            with pytest.raises(KeyboardInterrupt):
+            with interrupted_launches(engine), pytest.raises(KeyboardInterrupt):
                 engine.step([4])
-            ring.launch = queue
             for token in TOKENS[:6]:
                 steps.step(token)
         steps.check(stamps)
 
 
 def ring_goes_round(backend: Any) -> None:
-    """Pairs in a ring of four; one that is cut off behind its begin is written over."""
+    """Pairs in a ring of four; a pair that is cut off after its begin is written over."""
     ring = StampRing(backend, COMPUTE_STREAM, 4)
     try:
         begin, end = ring.stamp(is_end=False), ring.stamp(is_end=True)
@@ -329,13 +341,16 @@ def ring_goes_round(backend: Any) -> None:
             begin()
             raise DeviceError("a part that could not be issued")
 
-        numbers = [ring.launch(pair) for _ in range(11)]
+        for _ in range(11):
+            ring.ends(pair)
         with pytest.raises(DeviceError):
-            ring.launch(cut_off)
-        numbers += [ring.launch(pair) for _ in range(2)]
+            ring.ends(cut_off)
+        ring.begins(begin)  # in two calls, as outside of a plan
+        ring.ends(end)
+        ring.ends(pair)
         backend.synchronize()
-        found = np.array([ring.pair(number) for number in numbers])
-        assert numbers == list(range(13)) and (found > 0).all()
+        found = np.array([ring.pair(number) for number in range(13)])
+        assert ring.launched == 13 and (found > 0).all()
         assert (np.diff(found.ravel()) >= 0).all()
     finally:
         ring.free()

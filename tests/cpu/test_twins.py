@@ -17,6 +17,7 @@ import workbench as wb
 from tests.gates import hold
 from workbench.backend.cpu.embedded import open_backend
 from workbench.backend.cpu.recorded import EmbeddedPlan
+from workbench.backend.plan import Planned
 from workbench.config import Toggles
 from workbench.errors import DeviceError
 from workbench.program.commands import COPY_STREAM
@@ -123,15 +124,14 @@ def test_a_twin_is_made_behind_the_launch_and_once_for_each_block(base, monkeypa
 
     with base.variant(toggles("step")) as engine:
         monkeypatch.setattr(EmbeddedPlan, "twin", noted("twin", EmbeddedPlan.twin))
-        plans: Any = engine.issuer.plans
-        monkeypatch.setattr(plans, "_settle", noted("behind", plans._settle))
+        monkeypatch.setattr(Planned, "next", noted("next", Planned.next))
         last = []
         for token in TOKENS:
             did.append("step")
             last = [engine.step([token])]
         assert last
-    assert did[:6] == ["step", "behind", "twin", "step", "behind", "twin"]
-    assert did[6:8] == ["step", "behind"] and set(did[8:]) == {"step"}
+    assert did[:6] == ["step", "next", "twin", "step", "next", "twin"]
+    assert did[6:8] == ["step", "next"] and set(did[8:]) == {"step"}
 
 
 # plans --------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ FUSED = {"fuse": "on", "activations": "q8"}
 
 def captured_of(used: wb.Engine) -> list[CudaGraph]:
     plans: Any = used.issuer.plans
-    return [plan.captured for plan in plans._kept.values() if plan.captured is not None]
+    return [plan.captured for plan in plans if plan.captured is not None]
 
 
 # engines ------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def behind_kernels(used: wb.Engine) -> int:
     """Programmatic launches of a step's plan that have a kernel in front on their stream, and no
     wait between."""
     plans: Any = used.issuer.plans
-    (work,) = {plan.work() for plan in plans._kept.values()} - {None}
+    (work,) = {plan.work() for plan in plans} - {None}
     n, kernel_in_front = 0, False
     for stream, part in zip(work.streams, work.parts, strict=True):
         for issued in commands_of(part):
@@ -533,7 +533,7 @@ def test_products_of_cublas_are_captured_at_their_first_call(tiny_model):
             found.append(np.concatenate(rows))
             if more:
                 plans: Any = used.issuer.plans
-                works = [plan.work() for plan in plans._kept.values()]
+                works = [plan.work() for plan in plans]
                 products = [
                     i for w in works for part in w.parts for i in commands_of(part)
                     if i.same[:1] == (PRODUCT,)

@@ -45,7 +45,7 @@ def engine(request, tiny_model) -> Iterator[wb.Engine]:
 
 def captured_of(used: wb.Engine) -> list[CudaGraph]:
     plans: Any = used.issuer.plans
-    return [plan.captured for plan in plans._kept.values() if plan.captured is not None]
+    return [plan.captured for plan in plans if plan.captured is not None]
 
 
 @pytest.mark.parametrize("fusion", [{}, FUSED], ids=["apart", "fused inside"])

@@ -405,8 +405,8 @@ class CudaEngine:
             self.program = with_plans(self.program, scope)
         host = NullBackend("host", Capabilities(False, False, True, False, 0))
         memory = {b: self.backend.allocate(b.nbytes, b.space) for b in self.program.buffers}
-        execute = plans_of(Toggles(plans=plans)).executor(self.program)
-        self.prepared = Prepared(self.program, [host, self.backend], memory, {}, execute)
+        kept = plans_of(Toggles(plans=plans))
+        self.prepared = Prepared(self.program, [host, self.backend], memory, {}, kept)
 
     def synchronize(self) -> None:
         self.backend.synchronize()
@@ -417,8 +417,8 @@ class CudaEngine:
         watch = chosen(recorder, PLAIN)(step)
         watch.begin(step, [(0, [1], "last")], step)
         try:
-            self.prepared.run(values, watch)
-            self.prepared.finish(watch)
+            self.prepared.run(values, watch.head(self.prepared))
+            self.prepared.finish(watch.tail(self.prepared))
         except BaseException:
             watch.fail()
             raise

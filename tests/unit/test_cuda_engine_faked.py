@@ -104,7 +104,7 @@ def test_a_patched_pointer_sets_a_node_and_nothing_else_does(engine, reuse, resu
                 kept |= {"the last": logits} if keeps else {}
                 del logits
             plans: Any = planned.issuer.plans
-            graphs = [plan.captured for plan in plans._kept.values()]
+            graphs = [plan.captured for plan in plans]
             counters = planned.counters
         n = (3 if keeps else 2) if in_plan else turns
         made = counters["plans_captured"], counters["plans_twinned"]
@@ -123,7 +123,7 @@ def test_a_destroyed_graph_is_told_once_and_captured_anew(engine, scope, reuse):
     with engine.variant(Toggles(graph_reuse=reuse, plans="ours", **scope)) as planned:
         wanted = [step(planned, 1) for _ in range(3)][-1]
         plans: Any = planned.issuer.plans
-        n = len([plan.captured.destroy() for plan in plans._kept.values()])
+        n = len([plan.captured.destroy() for plan in plans])
         told = 0
         for _ in range(n + 3):
             past = planned.n_past
@@ -165,7 +165,7 @@ def test_programmatic_launches_behind_kernels_are_programmatic_edges(engine):
         with engine.variant(toggles) as planned:
             planned.step([1])
             plans: Any = planned.issuer.plans
-            (plan,) = plans._kept.values()
+            (plan,) = plans
             edges, programmatic = plan.captured.edges()
             assert edges == len(plan.captured.nodes) - 1 and (programmatic > 10) == wanted
 

@@ -73,7 +73,7 @@ def landed(rig: Rig, landing: Landing, direct: bool = False, first: int = FAR) -
         (COMPUTE, result(rig, landing, direct)),
     ]
     work = work_of(rig.backend, parts)
-    work.landing, work.landings = (lambda: (landing.now,)), (landing,)
+    work.landings = (landing,)
     return work
 
 

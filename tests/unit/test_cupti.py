@@ -471,7 +471,6 @@ def test_a_failing_body_keeps_its_trace_and_lets_go(engine, cupti):
 
     with pytest.raises(KeyboardInterrupt), profile(engine, nvtx=False) as prof:
         engine.step()
-        assert prepared.firsts[7] == 7
         prepared.head = (*prepared.head[:7], interrupted, *prepared.head[8:])
         engine.step()
     assert engine.recorder is None

@@ -1,31 +1,25 @@
-"""Programs as segments: what goes to an executor together, and that every command is issued once,
-in its order, whoever executes and whoever looks on."""
+"""Programs on addresses: every command is issued once, in its order, whoever looks on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
 import workbench as wb
 from workbench.backend.base import Issue
-from workbench.backend.issue import Executed, HostCalls, Prepared, SplitWork, Unwatched, eager
+from workbench.backend.issue import Prepared
 from workbench.config import SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.program.commands import (
-    RESULT,
+    HOST,
     Copy,
     Launch,
     Program,
-    Read,
     Record,
     Replay,
-    Sync,
     Wait,
-    Write,
 )
 from workbench.program.plans import with_plans
 
@@ -40,16 +34,14 @@ def loaded(tiny_model):
         yield engine
 
 
-def prepared(
-    engine: wb.Engine, execute=eager, n_tokens: int = 1, program: Program | None = None
-) -> Prepared:
+def prepared(engine: wb.Engine, n_tokens: int = 1, program: Program | None = None) -> Prepared:
     program = program or engine.program(n_tokens)
     backends = engine._open.backends
     memory = {
         buffer: backends[buffer.backend].allocate(buffer.nbytes, buffer.space)
         for buffer in buffers_of(program)
     }
-    return Prepared(program, backends, memory, execute=execute)
+    return Prepared(program, backends, memory)
 
 
 def buffers_of(program: Program) -> set:
@@ -63,15 +55,6 @@ def values(engine: wb.Engine) -> dict[str, np.ndarray]:
     return make_batch([(0, [3], "last")], engine.cache, model.n_vocab, config.n_ubatch).values
 
 
-def commands_of(made: Prepared) -> list[int]:
-    found = []
-    for segment in made.segments:
-        made = segment.issued if isinstance(segment, SplitWork) else segment.calls
-        assert len(segment.commands) == len(made)
-        found += segment.commands
-    return found
-
-
 @pytest.fixture(params=MODES)
 def engine(request, loaded) -> Iterator[wb.Engine]:
     stream = "compute" if request.param in WITHOUT_WAITS else "own"
@@ -79,41 +62,21 @@ def engine(request, loaded) -> Iterator[wb.Engine]:
         yield made
 
 
-def test_segments_hold_every_command_once_in_its_order(engine):
+def test_every_command_has_a_call_in_its_order(engine):
     made = prepared(engine)
-    assert commands_of(made) == list(range(len(made.program.commands)))
-    kinds = [type(segment) for segment in made.segments]
-    assert all(a is not b for a, b in pairwise(kinds))  # one device: no two
+    commands = made.program.commands
+    assert len(made.calls) == len(commands) and made.head + made.tail == made.calls
+    assert len(made.head) == made.program.first_of_tail
+    assert all(made.calls[n] == issued.call for n, issued in made.issued.items())
 
 
-def test_work_is_what_a_device_is_asked_and_calls_are_the_host_s(engine):
+def test_devices_are_asked_for_their_work_and_the_host_does_the_rest(engine):
     made = prepared(engine)
-    for segment in made.segments:
-        if isinstance(segment, SplitWork):
-            found = [made.program.commands[n] for n in segment.commands]
-            assert all(isinstance(c, (*ON_DEVICE, Launch)) for c in found)
-            assert {c.split for c in found} <= {segment.split, RESULT}
-        else:
-            found = [made.program.commands[n] for n in segment.commands]
-            hosts = (Write, Read, Sync)
-            assert all(isinstance(c, hosts) or c.stream.backend == 0 for c in found)
-
-
-def test_a_split_s_launches_and_the_result_s_copy_are_one_work(engine):
-    works = [s for s in prepared(engine).segments if isinstance(s, SplitWork)]
-    program = engine.program()
-    launches = [n for n, c in enumerate(program.commands) if isinstance(c, Launch) and c.split == 1]
-    (work,) = [w for w in works if launches[0] in w.commands]
-    assert set(launches) <= set(work.commands) and work is works[-1]
-    assert isinstance(program.commands[work.commands[-1]], Record)  # behind the result's copy
-
-
-def test_without_waits_of_the_host_a_split_is_one_work_with_its_copies(loaded):
-    with loaded.variant(Toggles(sync="implicit", copy_stream="compute")) as engine:
-        made = prepared(engine)
-        (work,) = [s for s in made.segments if isinstance(s, SplitWork)]
-        assert isinstance(made.program.commands[work.commands[0]], Copy)
-        assert [type(s) for s in made.segments] == [HostCalls, SplitWork, HostCalls]
+    for number, command in enumerate(made.program.commands):
+        asked = isinstance(command, ON_DEVICE) or (
+            isinstance(command, Launch) and command.stream.backend != HOST
+        )
+        assert (number in made.issued) == asked, command
 
 
 def log_of(engine: wb.Engine, run) -> list[tuple]:
@@ -125,54 +88,26 @@ def log_of(engine: wb.Engine, run) -> list[tuple]:
     return [entry for entry in log[before:] if entry[0] == "issue"]
 
 
-def step(made: Prepared, inputs: dict[str, np.ndarray], watch: Unwatched | None = None) -> None:
-    made.run(inputs, watch or Unwatched())
-    made.finish(watch or Unwatched())
-
-
-def test_another_executor_does_the_same_work(engine):
-    """It is given whole works, makes one call of them, and nobody else has to know."""
-    given: list[list[SplitWork]] = []
-
-    def whole(works: Sequence[SplitWork]) -> Executed:
-        given.append(list(works))
-        issued = [i for work in works for i in work.issued]
-
-        def replay() -> None:
-            for command in issued:
-                command()
-
-        return [replay], [len(issued)]
-
-    one_by_one, at_once, inputs = prepared(engine), prepared(engine, whole), values(engine)
-    logs = []
-    for made in (one_by_one, at_once):
-        logs.append(
-            log_of(
-                engine, lambda made=made: (made.run(inputs, Unwatched()), made.finish(Unwatched()))
-            )
-        )
-    assert [entry[1] for entry in logs[0]] == [entry[1] for entry in logs[1]] != []
-    assert [work for works in given for work in works] == [
-        s for s in at_once.segments if isinstance(s, SplitWork)
-    ]
-    assert len(at_once.head) < len(one_by_one.head)
-
-
-def test_whoever_looks_on_is_given_every_call(engine):
+def test_a_run_issues_what_it_is_handed_and_nothing_else(engine):
+    """Whoever looks on hands out the calls."""
     seen: list[Issue] = []
 
-    class Counting(Unwatched):
-        def head(self, prepared: Prepared) -> Iterator[Issue]:
-            for call in prepared.head:
-                seen.append(call)
-                yield call
+    def looked_at(calls: Sequence[Issue]) -> Iterator[Issue]:
+        for call in calls:
+            seen.append(call)
+            yield call
+
+    def plainly() -> None:
+        made.run(inputs, made.head)
+        made.finish(made.tail)
+
+    def watched() -> None:
+        made.run(inputs, looked_at(made.head))
+        made.finish(looked_at(made.tail))
 
     made, inputs = prepared(engine), values(engine)
-    plain = log_of(engine, partial(step, made, inputs))
-    watched = log_of(engine, partial(step, made, inputs, Counting()))
-    assert watched == plain
-    assert tuple(seen) == made.head
+    assert log_of(engine, plainly) == log_of(engine, watched) != []
+    assert tuple(seen) == made.calls
 
 
 def test_what_devices_are_asked_is_found_by_number(engine):
@@ -186,21 +121,6 @@ def test_what_devices_are_asked_is_found_by_number(engine):
     assert first.key == prepared(engine).issued[min(launches)].key  # at other addresses
     other = prepared(engine, n_tokens=2)
     assert first.key != next(i.key for n, i in other.issued.items() if n in launches)
-
-
-def test_neighbours_of_several_devices_go_to_one_executor_together(tiny_model):
-    given: list[int] = []
-
-    def counting(works: Sequence[SplitWork]) -> Executed:
-        given.append(len(works))
-        return eager(works)
-
-    toggles = Toggles(sync="implicit", copy_stream="compute")
-    path = tiny_model("tiny-llama", "Q8_0")
-    with Engine.load(path, device="null", n_devices=2, toggles=toggles) as engine:
-        made = prepared(engine, counting)
-    works = [s for s in made.segments if isinstance(s, SplitWork)]
-    assert [w.split for w in works] == [1, 2] and given == [2]
 
 
 def test_a_plan_that_is_issued_part_by_part_begins_and_ends_as_a_whole(loaded):

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tests.gates import hold
 from tests.unit.fake_cuda import fake_backend
 from workbench.backend import gate as words
-from workbench.backend.ahead import GatedCall, inputs_of
-from workbench.backend.base import NO_PART
+from workbench.backend.ahead import inputs_of
+from workbench.backend.base import NO_PART, Captured
+from workbench.backend.bind import LandingBlock
 from workbench.backend.cpu import signals
 from workbench.backend.cpu.embedded import open_backend as open_device
 from workbench.backend.cpu.signals import await_word, set_word
@@ -35,8 +36,8 @@ from workbench.backend.gate import (
 from workbench.backend.issued import Issued, Plannable, Words
 from workbench.backend.landing import N_BLOCKS, Landing
 from workbench.backend.null import open_backend
-from workbench.backend.plan import Plan
-from workbench.backend.plan_words import in_words
+from workbench.backend.plan import Gated, Planned, Plans, Policy, in_words
+from workbench.config import Toggles
 from workbench.program.commands import (
     HOST,
     Buffer,
@@ -93,17 +94,17 @@ def rig() -> tuple[Device, Gate, Any]:
 def test_a_plain_launch_finds_its_gate_open():
     device, gate, plan = rig()
     for number in (1, 2, 3):
-        gate.launch(plan)
+        gate.launch(plan.launch)
         assert device.run(limit=False) == number
-    gate.launch(plan)
-    gate.launch(plan)  # a train of two
+    gate.launch(plan.launch)
+    gate.launch(plan.launch)  # a train of two
     assert device.run(limit=False) == 4 and device.run(limit=False) == 5
 
 
 def test_a_launch_ahead_waits_until_it_is_opened():
     device, gate, plan = rig()
-    gate.launch(plan)
-    gate.arm(plan)  # before the device has begun with the first
+    gate.launch(plan.launch)
+    gate.arm(plan, plan.launch)  # before the device has begun with the first
     assert device.run(limit=False) == 1
     assert device.run(limit=False) is None
     assert gate.open(plan) == 2
@@ -113,21 +114,21 @@ def test_a_launch_ahead_waits_until_it_is_opened():
 
 def test_one_that_is_cancelled_copies_nothing_and_the_next_is_open():
     device, gate, plan = rig()
-    gate.arm(plan)
+    gate.arm(plan, plan.launch)
     assert gate.open(SimpleNamespace(launch=device.launch)) == 0  # type: ignore[arg-type]
     assert gate.open(None) == 0
     gate.cancel()
     assert device.run(limit=False) == -1
-    gate.launch(plan)
+    gate.launch(plan.launch)
     assert device.run(limit=False) == 2
 
 
 def test_one_whose_limit_passes_is_missed_before_or_behind_its_wait():
     device, gate, plan = rig()
-    gate.arm(plan)
+    gate.arm(plan, plan.launch)
     device.run(limit=True)
     assert gate.open(plan) == 0  # the host sees it at once
-    gate.arm(plan)
+    gate.arm(plan, plan.launch)
     number = gate.open(plan)
     assert number == 2
     device.words[OPENED // 8] = 1  # as if it had been opened behind the device's last look
@@ -146,11 +147,11 @@ def test_a_gate_is_opened_behind_its_inputs_on_any_processor(monkeypatch, machin
     device.memory.address = device.memory.array.ctypes.data
     gate = Gate(device, dict.fromkeys(("plans_ahead", "plans_ahead_missed"), 0))
     plan: Any = SimpleNamespace(launch=device.launch)
-    gate.launch(plan)
-    gate.arm(plan)
+    gate.launch(plan.launch)
+    gate.arm(plan, plan.launch)
     assert device.run(limit=False) == 1 and device.run(limit=False) is None
     assert gate.open(plan) == device.run(limit=False) == 2
-    gate.arm(plan)
+    gate.arm(plan, plan.launch)
     gate.cancel()
     assert device.run(limit=False) == -3
     at = device.memory.address
@@ -163,14 +164,14 @@ def test_a_host_that_is_late_again_and_again_launches_ahead_ever_less():
 
     def armed() -> bool:
         before = device.queued
-        gate.arm(plan)
+        gate.arm(plan, plan.launch)
         return device.queued > before
 
     for passed in (0, 4, 8, 16, 32, 64, 64):
         assert armed()
         device.run(limit=True)
         assert gate.open(plan) == 0
-        gate.launch(plan)
+        gate.launch(plan.launch)
         device.run(limit=False)
         assert not any(armed() for _ in range(passed))
     assert armed()
@@ -186,7 +187,7 @@ def test_a_host_that_is_late_again_and_again_launches_ahead_ever_less():
 
 def test_a_launch_that_fails_is_looked_for_on_the_device():
     device, gate, plan = rig()
-    gate.launch(plan)
+    gate.launch(plan.launch)
 
     def fails() -> None:
         raise KeyboardInterrupt
@@ -197,10 +198,13 @@ def test_a_launch_that_fails_is_looked_for_on_the_device():
 
     for launch, ahead in ((fails, True), (fails_behind_it, True), (fails, False)):
         with pytest.raises(KeyboardInterrupt):
-            (gate.arm if ahead else gate.launch)(SimpleNamespace(launch=launch))  # type: ignore[arg-type]
-        gate.arm(plan)  # not while nobody knows
+            if ahead:
+                gate.arm(plan, launch)
+            else:
+                gate.launch(launch)
+        gate.arm(plan, plan.launch)  # not while nobody knows
         assert device.queued <= 2
-        gate.launch(plan)
+        gate.launch(plan.launch)
         found = device.run(limit=False)
         assert found is not None and found > 0
     assert device.synchronized == 3
@@ -214,10 +218,10 @@ def test_a_step_is_computed_from_its_own_inputs_or_known_to_be_missed(does):
     for what in does:
         if what == "launch":
             gate.cancel()
-            gate.launch(plan)
+            gate.launch(plan.launch)
             wanted[gate._launched] = True
         elif what == "arm":
-            gate.arm(plan)
+            gate.arm(plan, plan.launch)
         elif what == "open":
             wanted[gate.open(plan)] = True
         elif what == "cancel":
@@ -293,48 +297,59 @@ def test_one_copy_of_all_inputs_comes_first(parts, can):
     assert inputs_of(Replay(parts, HERE, 0)) is (parts[0] if can else None)
 
 
-def gated(landings: int = 1, **fields: Any) -> tuple[Device, GatedCall, Any]:
+class Recorded(Captured):
+    """What `Device` has recorded: a launch is one more that is queued."""
+
+    def __init__(self, device: Device):
+        self.launch, self.nodes = device.launch, ()
+
+    def update(self, work: Plannable, changed: Any) -> bool:
+        return False
+
+    def destroy(self) -> None:
+        """Nothing is recorded."""
+
+
+def gated(landings: int = 1, **fields: Any) -> tuple[Device, Gated, Any]:
     """A call whose plan has been captured for each block where results land."""
     device, gate, _ = rig()
     landing = Landing(open_backend(), 64)
+    backend = SimpleNamespace(capture=lambda work: Recorded(device))
+    last = Issued(lambda: None, ("results",), LandingBlock(landing, [
+        Issued(lambda: None, ("results",), Words([block.address], (0,))) for block in landing.blocks
+    ]))  # fmt: skip
     work = Plannable(
-        lambda: None, ("replay",), uid=7, gate=Issued(lambda: None, ("gate",)),
-        landing=lambda: (landing.now,), landings=(landing,) * landings, **fields,
+        lambda: None, ("replay",), parts=(last,), uid=7, gate=Issued(lambda: None, ("gate",)),
+        landings=(landing,) * landings, backend=backend, **fields,
     )  # fmt: skip
-
-    def arrive(had: Plan | None) -> Plan:
-        made = Plan()
-        made.fits, made.uid = True, work.uid
-        made.captured = SimpleNamespace(launch=device.launch)  # type: ignore[assignment]
-        return made
-
-    counts = dict.fromkeys(("plans_replayed", "plans_issued"), 0)
-    call = GatedCall(gate, work, arrive, lambda blocks: None, lambda plan: None, counts)
+    plans = Plans(Policy.of(Toggles(plans="ours")))
+    call = Gated(Planned(plans, work, (0, True)), gate)
     held = []
     for _ in range(N_BLOCKS):
-        call()
+        call.call()
         device.run(limit=False)
         held = [landing.take(64)]
-    return device, call, SimpleNamespace(work=work, landing=landing, held=held, counts=counts)
+    return device, call, SimpleNamespace(work=work, landing=landing, held=held, plans=plans)
 
 
 def test_a_plan_is_launched_ahead_into_the_block_that_comes_next():
     device, call, rest = gated()
-    call()
+    call.call()
     call.arm()
     assert device.queued == 2 and rest.landing._reserved != rest.landing.now
     device.run(limit=False)
     rest.landing.take(64)
-    call()  # opens; launches nothing
+    call.call()  # opens; launches nothing
     assert device.queued == 1 and device.run(limit=False) == N_BLOCKS + 2
     assert not call.missed() and not call.missed()
-    assert rest.counts == {"plans_replayed": N_BLOCKS + 2, "plans_issued": 0}
+    counts = rest.plans.counts
+    assert (counts["plans_replayed"], counts["plans_issued"]) == (N_BLOCKS + 2, 0)
 
 
 @pytest.mark.parametrize("why", ["held", "moves", "uid", "unfit", "no landing"])
 def test_nothing_is_launched_ahead_that_may_be_other_work(why):
     device, call, rest = gated(landings=0 if why == "no landing" else 1)
-    call()
+    call.call()
     match why:
         case "held":
             rest.held += [rest.landing.take(64) for _ in range(N_BLOCKS)]
@@ -343,7 +358,7 @@ def test_nothing_is_launched_ahead_that_may_be_other_work(why):
         case "uid":
             rest.work.uid = 8
         case "unfit":
-            for plan in call._plans.values():
+            for plan in rest.plans:
                 plan.fits = False
     queued = device.queued
     call.arm()
@@ -353,10 +368,10 @@ def test_nothing_is_launched_ahead_that_may_be_other_work(why):
 def test_another_landing_than_the_reserved_one_cancels():
     """As where the wait for a step was interrupted: nobody took its results."""
     device, call, _ = gated()
-    call()
+    call.call()
     call.arm()
     device.run(limit=False)
-    call()
+    call.call()
     assert device.run(limit=False) == -(N_BLOCKS + 2)  # of the launch ahead
     assert device.run(limit=False) == N_BLOCKS + 3
 

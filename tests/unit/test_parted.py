@@ -152,7 +152,7 @@ def test_a_prompt_s_replay_is_told_where_cupti_has_names_of_another_engine(
         engine.prefill([1] * 400)
         program, backend = engine.program(400), engine.backend
         (plan,) = [c for c in program.commands if isinstance(c, Replay)]
-        (captured,) = [kept.captured for kept in engine.issuer.plans._kept.values()]  # type: ignore
+        (captured,) = [kept.captured for kept in engine.issuer.plans]  # type: ignore
     wanted = [
         [k if k.function else None for k in backend.kernels_of(part.node)]
         for part in plan.parts

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from workbench.backend.base import Captured
 from workbench.backend.bind import LandingBlock
-from workbench.backend.issue import SplitWork
 from workbench.backend.issued import Issued, Plannable, Words
 from workbench.backend.landing import N_BLOCKS, Landing
 from workbench.backend.null import open_backend
@@ -23,12 +22,11 @@ from workbench.backend.plan import (
     IDLE_S,
     KEPT,
     SWEEP_S,
-    NoPlans,
     Plans,
     Policy,
+    in_words,
     plans_of,
 )
-from workbench.backend.plan_words import in_words
 from workbench.config import Toggles
 from workbench.errors import DeviceError
 from workbench.graph.ir import StepShape
@@ -107,7 +105,7 @@ class Device:
         ]
         last = Issued(lambda: None, ("result",), LandingBlock(landing, each))
         made.parts = (*made.parts, last)
-        made.landing, made.landings = (lambda: (landing.now,)), (landing,)
+        made.landings = (landing,)
         return made
 
     def verbs(self) -> list[str]:
@@ -132,11 +130,13 @@ def program(splits: Sequence[int] = (0, 1), n_tokens: int = 1, n_outputs: int = 
     )
 
 
-def bound(plans: NoPlans, *works: Plannable, of: Any = None) -> list[Any]:
+def bound(plans: Plans, *works: Plannable, of: Any = None) -> list[Any]:
     """The calls of a program with these works."""
-    calls, counts = plans.executor(of or program())([SplitWork(1, range(len(works)), works)])
-    assert list(counts) == [1] * len(works)
-    return list(calls)
+    call_of = plans.call_of(of or program())
+    made = [None if call_of is None else call_of(work) for work in works]
+    return [
+        work.call if call is None else call.call for call, work in zip(made, works, strict=True)
+    ]
 
 
 def test_without_plans_every_work_is_issued():
@@ -306,12 +306,12 @@ def test_a_refused_update_is_captured_again_and_counted():
 
 
 def test_each_block_that_results_land_in_has_a_plan():
-    device, now = Device(), [0]
+    device, landing = Device(), SimpleNamespace(now=0, reserve=lambda: None)
     work = device.work(1)
-    work.landing = lambda: now[0]
+    work.landings = (landing,)
     (call,) = bound(Plans(policy("ours")), work)
-    for now[0] in (0, 1, 0, 1, 2):
-        work.parts[2].block[POINTER] = 100 + now[0]
+    for landing.now in (0, 1, 0, 1, 2):
+        work.parts[2].block[POINTER] = 100 + landing.now
         call()
     assert device.verbs() == [
         "capture", "launch", "twin", "launch", "launch", "launch", "twin", "launch",
@@ -558,7 +558,7 @@ def test_what_is_replayed_is_what_would_have_been_issued(data):
 
 def test_what_became_of_plans_is_one_line():
     none = dict.fromkeys(COUNTS, 0)
-    assert in_words(none) == in_words({}) == in_words(NoPlans().counts) == ""
+    assert in_words(none) == in_words({}) == in_words(plans_of(Toggles()).counts) == ""
     few = {"plans_captured": 3, "plans_capture_ns": 1_300_000, "plans_instantiate_ns": 800_000}
     assert in_words(none | few | {"plans_replayed": 61}) == (
         "plans: 3 captured (2.1 ms), 0 updated, 61 replayed"

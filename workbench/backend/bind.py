@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from workbench.backend.ahead import inputs_of
 from workbench.backend.args import VIEW, AddressOf, view_address
 from workbench.backend.base import Backend, Issue, Memory
+from workbench.backend.gate import Gate
 from workbench.backend.issued import EMPTY, Block, Issued, Plannable, in_order
 from workbench.backend.landing import Landing
 from workbench.errors import UsageError
@@ -26,12 +28,24 @@ from workbench.program.first_cell import CELL, is_view
 _UIDS = count(1)  # 0 is nobody's
 
 
-Launcher = Callable[[Backend, cmd.Launch, AddressOf, int], Issued]
+class Launches:
+    """How the launches of a program are asked for: as they are. `LaunchNotes` asks for kernels that
+    note when they ran, and `StepStamps` adds stamps to the first launch and to the last."""
 
+    def launch(
+        self, backend: Backend, c: cmd.Launch, address_of: AddressOf, scratch: int
+    ) -> Issued:
+        """What asks a device for a launch. scratch: its address."""
+        return backend.launch(c.node, address_of, scratch, c.stream.id, c.programmatic)
 
-def launched(backend: Backend, c: cmd.Launch, address_of: AddressOf, scratch: int) -> Issued:
-    """What asks a device for a launch, with scratch at an address."""
-    return backend.launch(c.node, address_of, scratch, c.stream.id, c.programmatic)
+    def around(self, c: cmd.Launch, issued: Issued) -> Issued:
+        """The launch `issued`, with what is asked of the device just before and after it."""
+        return issued
+
+    def queue_of(self, plan: cmd.Replay) -> Callable[[Issue], Any] | None:
+        """What calls whatever queues the plan, to count that (`Plannable.queue`); None: nobody
+        counts."""
+        return None
 
 
 class LandingBlock:
@@ -72,7 +86,7 @@ def _landings(issued: Issued) -> Iterator[Landing]:
     """Where a command writes results, if any."""
     if isinstance(issued.block, LandingBlock):
         yield issued.block.landing
-    for part in issued.parts[-1:]:  # the last one makes the results
+    for part in issued.parts:
         yield from _landings(part)
 
 
@@ -92,9 +106,15 @@ def _where_it_lands(landing: Landing, each: Sequence[Issued]) -> Issued:
 
 
 def plannable(
-    backend: Backend, parts: Sequence[Issued], stream: int, streams: Sequence[int]
+    backend: Backend,
+    parts: Sequence[Issued],
+    stream: int,
+    streams: Sequence[int],
+    queue: Callable[[Issue], Any] | None = None,
+    **named: Any,
 ) -> Plannable:
     """The commands `parts` as a plan of `backend`, launched on `stream`; streams: of each part.
+    queue, and what is named: as `Plannable` has them.
 
     Called, it issues them one by one, in the order that a plan has outside: no part begins before
     what is in front on `stream` is over, and what is behind waits for the parts on every stream.
@@ -102,9 +122,12 @@ def plannable(
     calls = [part.call for part in parts]
     if others := [own for own in dict.fromkeys(streams) if own != stream]:
         calls = _around(backend, stream, others, calls)
+    call = in_order(calls)
+    if queue is not None:
+        call, named = partial(queue, call), named | {"queue": queue}
     return Plannable(
-        in_order(calls), ("replay", stream, *streams), parts=tuple(parts), backend=backend,
-        stream=stream, streams=tuple(streams),
+        call, ("replay", stream, *streams), parts=tuple(parts), backend=backend, stream=stream,
+        streams=tuple(streams), **named,
     )  # fmt: skip
 
 
@@ -115,7 +138,8 @@ class Binding:
     event; new ones are added. values: the inputs' arrays by name, read when a write is called.
     results: where a read leaves its array (uint8), by name. early: what makes that array before the
     read, by name, for results that are handed out where they land (`Landing.early`). cell: the
-    first that stores to views store, None where there are none. launch: makes every launch.
+    first that stores to views store, None where there are none. launches: how launches are asked
+    for. gate: plans whose inputs one copy brings begin with it (`ahead.py`).
     """
 
     def __init__(
@@ -124,13 +148,14 @@ class Binding:
         backends: Sequence[Backend],
         memory: Mapping[cmd.Buffer, Memory],
         events: dict[str, Any],
-        launch: Launcher = launched,
+        launches: Launches,
+        gate: Gate | None = None,
     ):
         self.values: dict[str, np.ndarray] = {}
         self.results: dict[str, np.ndarray] = {}
         self.early: dict[str, Callable[[], np.ndarray | None]] = {}
         self._program = program
-        self._backends, self._launcher = backends, launch
+        self._backends, self._launches, self._gate = backends, launches, gate
         self.memory = memory
         self._events = events
         self._several = len(backends) > 2  # a thread must be attached to one after another
@@ -275,6 +300,9 @@ class Binding:
         ])  # fmt: skip
 
     def _launch(self, c: cmd.Launch) -> Issued:
+        return self._launches.around(c, self._landed(c))
+
+    def _landed(self, c: cmd.Launch) -> Issued:
         for r in c.writes:
             landing = self.memory[r.buffer] if r.buffer.lands else None
             if isinstance(landing, Landing):
@@ -295,7 +323,7 @@ class Binding:
 
         scratch = 0 if c.scratch is None else address(c.scratch)
         backend = self._backends[c.stream.backend]
-        issued = self._launcher(backend, c, address_of, scratch)
+        issued = self._launches.launch(backend, c, address_of, scratch)
         if is_view(c.node):
             self._note_view(c.node, issued.block, address_of(c.node.output))
         return issued
@@ -307,15 +335,25 @@ class Binding:
     def _replay(self, c: cmd.Replay) -> Issued:
         parts = [_DEVICE[type(part)](self, part) for part in c.parts]
         streams = tuple([part.stream.id for part in c.parts if part.stream is not None])
-        landings = [landing for part in parts for landing in _landings(part)]
-        work = plannable(self._backends[c.stream.backend], parts, c.stream.id, streams)
-        work.moves = tuple(
-            [i for i, x in enumerate(c.parts) if isinstance(x, cmd.Launch) and is_view(x.node)]
+        views = [i for i, x in enumerate(c.parts) if isinstance(x, cmd.Launch) and is_view(x.node)]
+        gate, end = self._gated(c, parts[0])
+        landings = tuple(dict.fromkeys([found for part in parts for found in _landings(part)]))
+        return plannable(
+            self._backends[c.stream.backend], parts, c.stream.id, streams,
+            self._launches.queue_of(c), landings=landings, gate=gate, end=end, moves=tuple(views),
+        )  # fmt: skip
+
+    def _gated(self, c: cmd.Replay, first: Issued) -> tuple[Issued | None, Issued | None]:
+        """What begins and ends a plan that can be launched ahead. first: its first part."""
+        copy = None if self._gate is None else inputs_of(c)
+        if self._gate is None or copy is None:
+            return None, None
+        stream, last = c.stream.id, c.parts[-1]
+        early = isinstance(last, cmd.Launch) and last.programmatic
+        return (
+            self._gate.copy(first.addresses, copy.src.nbytes, stream),
+            self._gate.end(stream, early),
         )
-        if landings:
-            work.landing = lambda: tuple([landing.now for landing in landings])
-            work.landings = tuple(landings)
-        return work
 
     def _record(self, c: cmd.Record) -> Issued:
         return self._backends[c.stream.backend].record(self._events[c.event], c.stream.id)

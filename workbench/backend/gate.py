@@ -43,7 +43,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from workbench.backend.base import Backend, Captured
+from workbench.backend.base import Backend, Captured, Issue
 from workbench.backend.issued import Issued
 from workbench.program.commands import Space
 
@@ -57,6 +57,7 @@ ENDED = WENT + 8 * N_WENT
 N_CANCELLED = 32  # launches; fewer are ever queued, for each writes staging memory
 CONTROL_BYTES = ENDED + 64
 WORD_NS = 10_000_000  # that the host looks at `ended`; then it waits for the event
+COUNTS = ("plans_ahead", "plans_ahead_missed")
 MOST_PASSED = 64  # steps in a row that are not launched ahead, because the host was late
 MOST_BYTES = 1 << 17  # that a gate copies; one block of threads is slow with more
 
@@ -77,6 +78,7 @@ class Gate:
         limit_ns: int = LIMIT_NS,
         by_word: bool = False,
     ):
+        counts.update(dict.fromkeys(COUNTS, 0))
         self._backend, self._counts, self._limit_ns = backend, counts, limit_ns
         self._counter = backend.allocate(8, Space.DEVICE) if by_word else None
         self._await_word = _await_word() if by_word else None
@@ -109,30 +111,30 @@ class Gate:
             return False
         return self._await_word(self._memory.address + ENDED, number, WORD_NS)
 
-    def launch(self, captured: Captured) -> int:
-        """Launches a plan whose gate is open; the launch's number."""
+    def launch(self, queue: Issue) -> int:
+        """Opens the gate of a plan, then calls what queues the plan; the launch's number."""
         if self._unsure:
             self._backend.synchronize()
             self._launched, self._unsure = self._words[RAN // 8], False
         number = self._launched + 1
         self._store(OPENED, number)
-        self._queue(captured, number)
+        self._queue(queue, number)
         return number
 
-    def arm(self, captured: Captured) -> None:
+    def arm(self, captured: Captured, queue: Issue) -> None:
         """Launches a plan whose gate is opened later, or cancelled. A host that has been late again
-        and again is passed over."""
+        and again is passed over. queue: launches `captured`."""
         if self._to_pass:
             self._to_pass -= 1
         elif self._armed is None and not self._unsure:
-            self._queue(captured, self._launched + 1)
+            self._queue(queue, self._launched + 1)
             self._armed = captured
 
-    def _queue(self, captured: Captured, number: int) -> None:
+    def _queue(self, queue: Issue, number: int) -> None:
         self._unsure = True
         if self._cancelled:
             self._cancel(self._cancelled & ~_bit(number))  # of a launch that is long over
-        captured.launch()
+        queue()
         self._launched, self._unsure = number, False
 
     def open(self, captured: Captured | None) -> int:

@@ -1,97 +1,61 @@
-"""A program bound to addresses is a list of segments, and executors issue what is in them.
+"""A program bound to addresses: one call for each of its commands, first to last.
 
-A segment is one of two things. `HostCalls` are writes, reads, waits of the host, and what the host
-computes. A `SplitWork` is what one device is asked for one split, with the copies around it.
-Neighbours without a call of the host between them go to one executor together:
+Binding makes of a command what the host does at once (a write, a read, a wait of the host), or what
+a device is asked (`Issued`). What issues the latter is chosen here, once, when the program is
+bound. It is a `Call`:
 
-    segments    calls | work of split 1 | calls | work of split 2, work of split 3 | calls
-    executors           ---- one -----          ------------- one ----------------
+    eager      the command's own call; of a plan, its parts one by one
+    Planned    the replay of a plan, where one fits (`plan.py`)
+    Gated      the same, and the plan can be launched before its step is submitted (`plan.py`)
 
-An executor turns split works into calls once, when the program is bound. `eager` makes one call of
-each command, and issues a plan part by part. `backend/plan.py` captures plans and replays them.
+Plans are commands of the program (`program/plans.py`), so whatever reads a program sees them. A
+program that is bound never changes. Whoever wants it with stamps, with notes or at a gate says so
+when it is bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from copy import copy
-from itertools import accumulate, compress, groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 
+from workbench.backend.ahead import number_ahead
 from workbench.backend.base import Backend, Captured, Issue, Memory
-from workbench.backend.bind import Binding, Launcher, launched
+from workbench.backend.bind import Binding, Launches
+from workbench.backend.gate import Gate
 from workbench.backend.issued import Issued, Plannable, in_order
-from workbench.program.commands import RESULT, Buffer, Program, Read, Replay, Sync, Write
+from workbench.backend.plan import Gated, Plans
+from workbench.program.commands import Buffer, Program, Read, Sync, Write
 from workbench.program.first_cell import at_cell
 
-if TYPE_CHECKING:
-    from workbench.backend.ahead import GatedCall
 
+class Call(Protocol):
+    """What issues a command of a device, as often as wanted.
 
-class HostCalls(NamedTuple):
-    """What the host does between two split works. commands: their numbers in the program, one for
-    each of `calls`."""
-
-    commands: range
-    calls: tuple[Issue, ...]
-
-
-class SplitWork(NamedTuple):
-    """What a device is asked for one split: copies, launches, records and waits, in order.
-
-    commands: their numbers in the program, one for each of `issued`.
+    call: issues it.
+    replayed: what the latest call launched; None where it issued commands one by one.
     """
 
-    split: int
-    commands: range
-    issued: tuple[Issued, ...]
+    @property
+    def call(self) -> Issue: ...
 
-
-Segment = HostCalls | SplitWork
-# Calls that perform the works' commands in their order, and how many commands each performs. (No
-# object for each call: what a step makes anew is what Python's collector has to look through.)
-Executed = tuple[Sequence[Issue], Sequence[int]]
-Executor = Callable[[Sequence[SplitWork]], Executed]
-
-
-def eager(works: Sequence[SplitWork]) -> Executed:
-    """Every command is issued by a call of its own."""
-    calls = [issued.call for work in works for issued in work.issued]
-    return calls, [1] * len(calls)
-
-
-class Unwatched:
-    """Hands out the calls of a program, first to last; costs nothing. What looks on while a program
-    is issued (`engine/watch.py`) does something around each call."""
-
-    def head(self, prepared: Prepared) -> Iterable[Issue]:
-        """Everything up to the last wait of the host."""
-        return prepared.head
-
-    def late(self, prepared: Prepared) -> Iterable[Issue]:
-        """The same without what `Prepared.write_ahead` has done."""
-        return prepared.late
-
-    def tail(self, prepared: Prepared) -> Iterable[Issue]:
-        """The wait for the results, and their reads."""
-        return prepared.tail
+    @property
+    def replayed(self) -> Captured | None: ...
 
 
 class Prepared:
     """A program bound to addresses. Lives as long as the memory it was bound to.
 
-    head: the calls before the wait for the results. tail: that wait and the reads. firsts: of each
-    call, the number of the first command that it performs; the next call's first is behind its
-    last. ahead: the call that can be launched ahead, if there is one (`backend/ahead.py`). stamped:
-    the same program with stamps in its plans, once somebody has asked for it (`Plans.stamped`).
-    late, late_firsts: of the head, what is left to call behind `write_ahead`, and its part of
-    `firsts`.
+    calls: one for each command, in their order.
+    head: the calls before the wait for the results.
+    tail: that wait and the reads.
+    issued: what devices are asked, by number of the command.
+    ahead: the call of a plan that can be launched ahead, if there is one (`ahead.py`), and
+    number_ahead: its command's.
+    late: of the head, the calls that are left after `write_ahead`; `late_numbers`: their commands'.
+    launches: as `Binding` has them.
     """
-
-    ahead: GatedCall | None = None
-    stamped: Prepared | None = None
 
     def __init__(
         self,
@@ -99,46 +63,80 @@ class Prepared:
         backends: Sequence[Backend],
         memory: Mapping[Buffer, Memory],
         events: dict[str, Any] | None = None,
-        execute: Executor = eager,
-        launch: Launcher = launched,
+        plans: Plans | None = None,
+        gate: Gate | None = None,
+        launches: Launches | None = None,
+        late: Collection[str] = (),
     ):
-        """events, launch: as `Binding` has them. execute: makes the calls of split works."""
+        """events: as `Binding` has them. plans: of the engine; None issues every command by a call
+        of its own. gate: of the engine, where plans are launched ahead. late: inputs, by name, that
+        `write_ahead` does not write."""
         self._program = program
         self.backends = backends
         # another engine's device may be the thread's; where there are several, commands say which
         self._attach = backends[-1].attach
         self._attach()
         known = {} if events is None else events
-        self.binding = Binding(program, backends, memory, known, launch)
-        self.segments = _segments(program, self.binding)
-        self._n_reads = sum(isinstance(command, Read) for command in program.commands)
-        self._execute(execute)
-
-    def _execute(self, execute: Executor) -> None:
-        calls, counts = _executed(self.segments, execute)
-        self.firsts = tuple(accumulate(counts, initial=0))
-        n = self.firsts.index(self._program.first_of_tail)
-        self.head, self.tail = tuple(calls[:n]), tuple(calls[n:])
-        self.late, self.late_firsts = tuple[Issue, ...](), tuple[int, ...]()
+        self.launches = launches or Launches()
+        self.binding = Binding(program, backends, memory, known, self.launches, gate)
+        self.issued: dict[int, Issued] = {}
+        self._calls: dict[int, Call] = {}  # of plans
+        calls = self._bound(None if plans is None else plans.call_of(program, gate))
+        n = program.first_of_tail
+        at = None if gate is None else number_ahead(program)
+        self.ahead = None if at is None else self._gated(at)
+        self.number_ahead = None if self.ahead is None else at
+        if self.ahead is not None:
+            calls[n] = _again_where_missed(self.ahead, calls[n], calls[at:n])
+        elif gate is not None:  # so that none of its commands queues behind a gate
+            calls[0] = in_order([gate.cancel, calls[0]])
+        self.calls = tuple(calls)
+        self.head, self.tail = self.calls[:n], self.calls[n:]
         self._writes: tuple[Issue, ...] = ()
+        self.late: tuple[Issue, ...] = ()
+        self.late_numbers: tuple[int, ...] = ()
+        if self.number_ahead is not None:
+            self._part(self.number_ahead, late)
+        self._n_reads = sum(isinstance(command, Read) for command in program.commands)
 
-    def twin(self, other: Callable[[Replay, Plannable], Plannable], execute: Executor) -> Prepared:
-        """The same program on the same memory, with other work in place of each plan's."""
-        commands, twin = self._program.commands, copy(self)
+    def _bound(self, call_of: Callable[[Plannable], Call | None] | None) -> list[Issue]:
+        """The call of each command. call_of: of plans."""
+        made: list[Issue] = []
+        for number, command in enumerate(self._program.commands):
+            if self.binding.device_of(command) is None:
+                made.append(self.binding.call(command))
+                continue
+            issued = self.issued[number] = self.binding.issued(command)
+            call = None
+            if call_of is not None and isinstance(issued, Plannable):
+                call = call_of(issued)
+            if call is None:
+                made.append(issued.call)
+            else:
+                self._calls[number] = call
+                made.append(call.call)
+        return made
 
-        def changed(segment: Segment) -> Segment:
-            if isinstance(segment, HostCalls):
-                return segment
-            issued = [
-                other(plan, i) if isinstance(i, Plannable) and isinstance(plan, Replay) else i
-                for plan, i in zip(map(commands.__getitem__, segment.commands), segment.issued,
-                                   strict=True)
-            ]  # fmt: skip
-            return segment._replace(issued=tuple(issued))
+    def _gated(self, number: int) -> Gated | None:
+        """The call of a plan that begins with a gate."""
+        call = self._calls.get(number)
+        return call if isinstance(call, Gated) and call.has_gate else None
 
-        twin.segments, twin.ahead = [changed(segment) for segment in self.segments], None
-        twin._execute(execute)
-        return twin
+    def _part(self, at: int, late: Collection[str]) -> None:
+        """Parts the head: what `write_ahead` writes, what is left for later, and waits before the
+        plan, which nobody calls. Command number `at` is the plan."""
+        writes, left = list[Issue](), list[int]()
+        for number, call in enumerate(self.head):
+            command = self._program.commands[number]
+            if isinstance(command, Write) and command.value not in late:
+                writes.append(call)
+            elif not (isinstance(command, Sync) and number < at):
+                left.append(number)
+        # what comes after the gate wants its device; the gate is opened without it
+        self.late = tuple([
+            self.calls[i] if i <= at else in_order([self._attach, self.calls[i]]) for i in left
+        ])  # fmt: skip
+        self._writes, self.late_numbers = tuple(writes), tuple(left)
 
     @property
     def program(self) -> Program:
@@ -149,57 +147,38 @@ class Prepared:
         return self._program
 
     def store_at(self, cell: int) -> None:
-        """Patches the program for a step whose first cell is another. What is queued stays as it
+        """Patches the arguments for a step whose first cell is another. What is queued stays as it
         is. A program whose stores are no copies to views needs no patch."""
         if self.binding.cell not in (None, cell):
             self.binding.store_at(cell)
 
-    @property
-    def issued(self) -> dict[int, Issued]:
-        """What devices are asked, by number of the command."""
-        works = [segment for segment in self.segments if isinstance(segment, SplitWork)]
-        return {n: i for w in works for n, i in zip(w.commands, w.issued, strict=True)}
-
     def replayed(self, number: int) -> Captured | None:
         """What command number `number`, a plan, launched when it was last called; None where it
         issued its parts, or the host computed them."""
-        plan = self.issued.get(number)
-        return plan.replayed if isinstance(plan, Plannable) else None
+        call = self._calls.get(number)
+        return None if call is None else call.replayed
 
-    def run(self, values: Mapping[str, np.ndarray], watch: Unwatched) -> None:
-        """Issues everything up to the last wait. values: each input's array, of one dtype and
-        shape for all runs."""
+    def run(self, values: Mapping[str, np.ndarray], calls: Iterable[Issue]) -> None:
+        """Issues everything before the wait for the results. values: each input's array, of one
+        dtype and shape for all runs. calls: the head, with whatever a watch does between."""
         self.binding.values.update(values)
         self._attach()
-        for call in watch.head(self):
+        for call in calls:
             call()
 
-    def write_ahead(self, values: Mapping[str, np.ndarray], late: Collection[str]) -> None:
-        """Writes a next run's inputs now, but for those named in `late`. Then `run_late` issues
-        that run. The caller knows that the device has read what was in this staging memory."""
-        if not self.late:
-            commands = [self._program.commands[n] for n in self.firsts[: len(self.head)]]
-            early = [isinstance(c, Write) and c.value in values and c.value not in late
-                     for c in commands]  # fmt: skip
-            assert self.ahead is not None, "what can be launched ahead is written ahead"
-            at = self.head.index(self.ahead)
-            waits = [isinstance(c, Sync) and i < at for i, c in enumerate(commands)]
-            self._writes = tuple(compress(self.head, early))
-            left = [i for i, done in enumerate(zip(early, waits, strict=True)) if not any(done)]
-            # what comes after the gate wants its device; the gate is opened without it
-            self.late = tuple([
-                self.head[i] if i <= at else in_order([self._attach, self.head[i]]) for i in left
-            ])  # fmt: skip
-            self.late_firsts = tuple([self.firsts[i] for i in left])
+    def write_ahead(self, values: Mapping[str, np.ndarray]) -> None:
+        """Writes a next run's inputs now, but for the late ones. Then `run_late` issues that run.
+        The caller knows that the device has read what was in this staging memory."""
         self.binding.values.update(values)
         for write in self._writes:
             write()
 
-    def run_late(self, watch: Unwatched) -> None:
-        """As `run`, behind `write_ahead`: what is late is now in the arrays that it was given. The
-        host's waits in front of the plan are left out. They are for steps before, on the one stream
-        that there is, and the host has waited for the last of them."""
-        for call in watch.late(self):
+    def run_late(self, calls: Iterable[Issue]) -> None:
+        """As `run`, after `write_ahead`. The late inputs are now in the arrays that `write_ahead`
+        was given. calls: `late`, with whatever a watch does between. The host's waits before the
+        plan are left out. They are for steps before, on the one stream that there is, and the host
+        has waited for the last of them."""
+        for call in calls:
             call()
         self._attach()  # whoever waits; what is called late attaches by itself
 
@@ -210,51 +189,30 @@ class Prepared:
         made = {name: array for name, array in early.items() if array is not None}
         return made if len(made) == self._n_reads else None
 
-    def finish(self, watch: Unwatched) -> dict[str, np.ndarray]:
+    def finish(self, calls: Iterable[Issue]) -> dict[str, np.ndarray]:
         """Waits for the results of the latest `run`: arrays by name, uint8; the caller owns them. A
-        result in a `Landing` is handed out where it landed, any other is copied."""
-        for call in watch.tail(self):
+        result in a `Landing` is handed out where it landed, any other is copied. calls: the tail,
+        with whatever a watch does between."""
+        for call in calls:
             call()
         results = dict(self.binding.results)
         self.binding.results.clear()
         return results
 
 
-def _segments(program: Program, binding: Binding) -> list[Segment]:
-    """The commands in their order. The copies of the results belong to the last split's work."""
-    made: list[Any] = []  # of each command, its call or what its device is asked
-    splits: list[int | None] = []  # of each command; None for a call of the host
-    split = None
-    for command in program.commands:
-        if binding.device_of(command) is None:
-            split = None
-            made.append(binding.call(command))
-        else:
-            if split is None or command.split != RESULT:
-                split = command.split
-            made.append(binding.issued(command))
-        splits.append(split)
-    segments: list[Segment] = []
-    for split, numbers in groupby(range(len(made)), splits.__getitem__):
-        first, *others = numbers
-        commands = range(first, first + 1 + len(others))
-        parts = tuple(made[first : commands.stop])
-        segments.append(
-            HostCalls(commands, parts) if split is None else SplitWork(split, commands, parts)
-        )
-    return segments
+def _again_where_missed(ahead: Gated, wait_for_event: Issue, again: Sequence[Issue]) -> Issue:
+    """The wait for a step that may have been launched ahead. Where its gate was opened too late,
+    the step is issued again. again: the calls from its plan to the wait."""
 
+    def wait() -> None:
+        if not ahead.ended():
+            wait_for_event()
 
-def _executed(segments: Sequence[Segment], execute: Executor) -> tuple[list[Issue], list[int]]:
-    """The calls of all segments, and how many commands each performs."""
-    calls: list[Issue] = []
-    counts: list[int] = []
-    for kind, neighbours in groupby(segments, type):
-        if kind is HostCalls:
-            found = [call for part in neighbours for call in part.calls]  # type: ignore[union-attr]
-            made: Executed = found, [1] * len(found)
-        else:
-            made = execute(list(neighbours))  # type: ignore[arg-type]
-        calls += made[0]
-        counts += made[1]
-    return calls, counts
+    def wait_or_again() -> None:
+        wait()
+        if ahead.missed():
+            for call in again:
+                call()
+            wait()
+
+    return wait_or_again

@@ -81,11 +81,6 @@ class Words:
 EMPTY: Block = Words([], ())
 
 
-def _one_block() -> Hashable:
-    """Of commands without results, or with one block for them."""
-    return 0
-
-
 @dataclass(slots=True, eq=False)
 class Issued:
     """One command, ready to be issued as often as wanted.
@@ -122,35 +117,45 @@ class Issued:
         return tuple([self.block[i] for i in self.block.pointers])
 
 
+def _at_once(issue: Callable[[], Any]) -> None:
+    """Calls what queues commands, which nobody counts."""
+    issue()
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Plannable(Issued):
     """The commands of a plan, as parts. Called, it issues them one by one. (`bind.plannable`)
 
-    backend: captures it. stream: the plan is launched on it. streams: of each part. landing: where
-    results land in several blocks, the numbers of the next; each has a plan of its own. landings:
-    these. gate: what is recorded in place of the first part, and end: behind the last, if anything
-    (`backend/gate.py`). uid: of the commands with these arguments, another after every patch; 0
-    where nobody can tell. moves: the parts that patches give other addresses, where they change
-    nothing else. replayed: the `Captured` that the latest call launched; None where the parts were
-    issued.
+    backend: captures it.
+    stream: the plan is launched on it; streams: of each part.
+    landings: where results land, in one of several blocks. Each block has a plan of its own.
+    gate: what is recorded in place of the first part (`backend/gate.py`).
+    end: what is recorded after the last part, if anything.
+    queue: calls what launches the plan or issues its parts, and counts that where somebody does.
+    moves: the parts that patches give other addresses, where they change nothing else.
+    uid: of the commands with these arguments, another after every patch; 0 where nobody can tell.
     """
 
     backend: Any = None
     stream: int = 0
     streams: tuple[int, ...] = ()
-    landing: Callable[[], Hashable] = _one_block
-    uid: int = 0
-    moves: tuple[int, ...] = ()
-    replayed: Any = None
     landings: tuple[Any, ...] = ()
     gate: Issued | None = None
     end: Issued | None = None
+    queue: Callable[[Callable[[], Any]], Any] = _at_once
+    moves: tuple[int, ...] = ()
+    uid: int = 0
     looks: Looks = field(default_factory=Looks, init=False, repr=False)
+
+    @property
+    def landing(self) -> tuple[int, ...]:
+        """The numbers of the blocks where results land next."""
+        return tuple([landing.now for landing in self.landings])
 
     @property
     def identity(self) -> Identity:
         """What it asks of the device where its results land next; quick where its uid is known."""
-        return self.looks.of(self, self.uid, self.moves, self.landing())
+        return self.looks.of(self, self.uid, self.moves, self.landing)
 
     @property
     def recorded(self) -> tuple[Issued, ...]:

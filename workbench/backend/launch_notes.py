@@ -22,7 +22,7 @@ import numpy as np
 
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Backend, Memory
-from workbench.backend.bind import launched
+from workbench.backend.bind import Launches
 from workbench.backend.issued import Issued
 from workbench.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM, Launch, Program, Replay, Space
@@ -50,7 +50,7 @@ class NotedSpan(NamedTuple):
     end_ns: int
 
 
-class LaunchNotes:
+class LaunchNotes(Launches):
     """The notes of one program on its backends. Gone when nobody holds it, or with `free`.
 
     kernels: all that note, in the order of their launches. n_silent: kernels of libraries, which
@@ -97,16 +97,13 @@ class LaunchNotes:
         assert unwritten.array is not None, "pinned memory is the host's too"
         unwritten.array[:] = 0xFF
 
-    def launch(
-        self, backend: Backend, command: Launch, address_of: AddressOf, scratch: int
-    ) -> Issued:
-        """What binds a launch of the program (`bind.Launcher`)."""
-        memory = self._device.get(command.stream.backend)
+    def launch(self, backend: Backend, c: Launch, address_of: AddressOf, scratch: int) -> Issued:
+        """See `Launches`."""
+        memory = self._device.get(c.stream.backend)
         if memory is None or not backend.note_bytes:
-            return launched(backend, command, address_of, scratch)
-        notes = memory.address + self._first[command] * backend.note_bytes
-        stream, early = command.stream.id, command.programmatic
-        return backend.launch_noted(command.node, address_of, scratch, stream, early, notes)
+            return super().launch(backend, c, address_of, scratch)
+        notes = memory.address + self._first[c] * backend.note_bytes
+        return backend.launch_noted(c.node, address_of, scratch, c.stream.id, c.programmatic, notes)
 
     def reset(self) -> None:
         """Empties every note. Nothing of the program is queued."""

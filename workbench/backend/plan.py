@@ -1,8 +1,8 @@
-"""ROOM #16548: when a plan is captured, updated, replayed and given up.
+"""ROOM #16548: the life of a plan.
 
-A program has a `Plannable` where it has a plan (`program/plans.py`). Called as it is, it issues its
-parts one by one. A `Plan` is what the device recorded of one, and one call replays it. A rule says
-which plan is for which work, and when it is captured:
+A program has a `Plannable` where it has a plan (`program/plans.py`). A `Plan` is what the device
+recorded of one. An engine keeps its plans in `Plans`, whose policy says which plan is for which
+work, and when it is captured:
 
     pr       the plan with the same number in its step; all go where splits or backends change
     today    the plan with the same number in its step, of steps with outputs or without; captured
@@ -11,14 +11,27 @@ which plan is for which work, and when it is captured:
              one whose work is gone, if only addresses differ; else a new one. The least recently
              used of too many goes
 
+`Planned` calls a work that has a plan. Of each call:
+
+    it fits          the plan has recorded what the work is now          -> replay
+    it does not      `Plans.arrive` finds the plan that the policy has for the work
+      warm-up        the policy wants more equal calls before            -> parts, one by one
+      twin           a plan of the same work, for another landing        -> replay
+      update         the device takes other addresses, or other work     -> replay
+      capture        else                                                -> replay
+    after a replay   the plan for where the next results land is made, while the device computes
+    meanwhile        plans that nobody has used for long, or too many, are evicted
+
+`Gated` calls a work whose plan can be launched before its step is submitted (`gate.py`). Of each
+call:
+
+    armed            the plan waits at its gate, and fits                -> the gate opens
+    else             what waits at the gate is cancelled; then as above  -> the gate is open
+    arm              the next call's plan is launched, and waits
+
 Equal is strict (`identity.py`). Two calls of one `uid` are equal without a look; uid 0 is equal to
-nothing.
-
-Results land in several blocks by turns, and each has a plan. `ours` captures one of them. A twin is
-another executable form of the same recording, with other addresses. It is made while the device
-computes the step before, so nobody waits for it.
-
-With launch_ahead=on the next step's plan is launched while the device computes (`ahead.py`).
+nothing. Results land in several blocks by turns, and each has a plan. `ours` captures one of them.
+A twin is another executable form of the same recording, with other addresses.
 
 Sources: llama.cpp #16548 (pr), #19754 (today's warm-up), #21764 (uid), #18583 (what is compared).
 """
@@ -27,28 +40,30 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from workbench.backend import ahead
-from workbench.backend.ahead import GatedCall, inputs_of, prepare_ahead
-from workbench.backend.base import Backend, Issue
+from workbench.backend.base import Captured
 from workbench.backend.gate import Gate
 from workbench.backend.identity import Identity, changed
-from workbench.backend.issue import Executed, Executor, Prepared, SplitWork
 from workbench.backend.issued import Plannable
-from workbench.backend.kept import Plan
 from workbench.backend.landing import landing_in
-from workbench.backend.no_plans import NoPlans
-from workbench.backend.stamps import StampRings
 from workbench.choices import LaunchAhead, PlanBatch, PlanEnd, PlanEvict, PlanRule, PlanWarmup
 from workbench.errors import DeviceError, UsageError
-from workbench.program.commands import Launch, Program, Replay
+from workbench.program.commands import Program
 from workbench.program.sync_modes import Ordering
 from workbench.toggles import Toggles
 
+R = TypeVar("R")
+
 KEPT = 256  # plans of an engine, as many as programs; then the least recently used goes
 IDLE_S, SWEEP_S = 10.0, 5.0  # llama.cpp's
+COUNTS = (
+    "plans_captured", "plans_twinned", "plans_updated", "plans_reinstantiated", "plans_replayed",
+    "plans_issued", "plans_evicted", "plans_capture_ns", "plans_instantiate_ns", "plans_update_ns",
+)  # fmt: skip
 
 Seat = tuple[Hashable, ...]  # which plan of a step
 
@@ -79,168 +94,283 @@ _OWN: dict[str, tuple[str, str]] = {
 }
 
 
-class Plans(NoPlans):
+class Plan:
+    """What a device recorded, if anything yet, and the latest work that came.
+
+    identity: of that work. recorded: of what is recorded. fits: the two are equal.
+    alike: calls in a row, up to the latest, that a rule takes for the same.
+    work: nothing once the work is gone. queue: as the work has it.
+    settled: it was launched, and the plan for the next landing was looked for.
+    """
+
+    __slots__ = (
+        "alike", "captured", "fits", "identity", "queue", "recorded", "settled", "uid", "used",
+        "work",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.captured: Captured | None = None
+        self.fits = self.settled = False
+        self.identity: Identity | None = None
+        self.recorded: Identity | None = None
+        self.uid = self.alike = 0
+        self.used = 0.0
+        self.work: Callable[[], Plannable | None] = _nobody
+        self.queue: Callable[[Callable[[], Any]], Any] | None = None
+
+    def launch(self) -> None:
+        """Queues what is recorded."""
+        assert self.captured is not None and self.queue is not None, "what fits is captured"
+        self.queue(self.captured.launch)
+
+    def ask(self, act: Callable[..., R], *given: Any) -> R:
+        """What `act` of the captured plan returns. Where it fails, the next call captures anew."""
+        try:
+            return act(*given)
+        except DeviceError:
+            self.destroy()
+            raise
+
+    def destroy(self) -> None:
+        captured, self.captured, self.recorded, self.fits = self.captured, None, None, False
+        if captured is not None:
+            captured.destroy()
+
+
+def _nobody() -> None:
+    """In place of a weak reference: no work has come yet."""
+
+
+# calls ------------------------------------------------------------------------------------------
+
+
+class Planned:
+    """Issues a work: by a replay of its plan, where one fits, else part by part.
+
+    replayed: what the latest call launched; None where the parts were issued.
+    """
+
+    __slots__ = ("_by_landing", "_plans", "_seat", "replayed", "work")
+
+    def __init__(self, plans: Plans, work: Plannable, seat: Seat):
+        """plans: of the engine. seat: the work's number in its program, and what else a rule tells
+        plans apart by."""
+        self._plans, self.work, self._seat = plans, work, seat
+        self._by_landing: dict[Hashable, Plan] = {}
+        self.replayed: Captured | None = None
+
+    def call(self) -> None:
+        plan = self.fitting()
+        if self.issued(plan, plan.launch) and not plan.settled:
+            plan.settled = True
+            self.next()
+
+    def fitting(self) -> Plan:
+        """The plan of the work for where its results land now. It fits but for a warm-up."""
+        work = self.work
+        landing = work.landing
+        plan = self._by_landing.get(landing)
+        if plan is None or not self.fits(plan):
+            plan = self._plans.arrive(work, self._seat, plan or Plan())
+            self._by_landing[landing] = plan
+        self._plans.use(plan)
+        return plan
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether the plan has recorded what the work is now; told by its uid."""
+        return plan.fits and plan.uid == self.work.uid != 0
+
+    def issued(self, plan: Plan, launch: Callable[[], Any]) -> bool:
+        """Launches the plan by `launch` where it fits, else issues the parts; whether it fits."""
+        counts = self._plans.counts
+        self.replayed = plan.captured if plan.fits else None
+        if self.replayed is None:
+            counts["plans_issued"] += 1
+            self.work.call()
+            return False
+        plan.ask(launch)
+        counts["plans_replayed"] += 1
+        return True
+
+    def next(self) -> tuple[Plan, Hashable] | None:
+        """The plan for where the next call's results land, and that landing. The plan is made if it
+        is not there, where a twin does. The device is busy meanwhile."""
+        work = self.work
+        reserved = tuple([landing.reserve() for landing in work.landings])
+        if not reserved or None in reserved:
+            return None
+        plan = self._by_landing.get(reserved)
+        if plan is None or plan.captured is None:
+            plan = self._plans.twin_for(work, reserved)
+            if plan is None:
+                return None
+            self._by_landing[reserved] = plan
+        return plan, reserved
+
+    def replays(self, plan: Plan) -> None:
+        """The latest call let go on what was launched before."""
+        self.replayed = plan.captured
+        self._plans.counts["plans_replayed"] += 1
+
+    def use(self, plan: Plan) -> None:
+        """See `Plans.use`."""
+        self._plans.use(plan)
+
+
+class Gated:
+    """Issues a work whose plan may have been launched ahead. What waits at the engine's gate is
+    opened where it is this work's plan, and fits; else it is cancelled before anything is queued.
+
+    has_gate: whether the plan begins with a gate.
+    """
+
+    __slots__ = ("_armed", "_gate", "_number", "_opened", "_planned", "has_gate")
+
+    def __init__(self, planned: Planned, gate: Gate):
+        self._planned, self._gate = planned, gate
+        self.has_gate = planned.work.gate is not None
+        self._armed: tuple[Plan, Hashable] | None = None  # for the next call, and its landing
+        self._number = 0  # of the gate of the latest launch; 0: the plan has none
+        self._opened = 0  # the same, where it was launched ahead
+
+    @property
+    def replayed(self) -> Captured | None:
+        """As `Planned.replayed`."""
+        return self._planned.replayed
+
+    def call(self) -> None:
+        armed, self._armed = self._armed, None
+        if armed is None or not self._opens(*armed):
+            self._gate.cancel()
+            self._number = self._opened = 0
+            plan = self._planned.fitting()
+            launch = partial(self._launch_open, plan) if self.has_gate else plan.launch
+            self._planned.issued(plan, launch)
+
+    def _launch_open(self, plan: Plan) -> None:
+        self._number = self._gate.launch(plan.launch)
+
+    def _opens(self, plan: Plan, reserved: Hashable) -> bool:
+        """Lets the plan go on that was launched ahead for the landing `reserved`; False where it is
+        not what is wanted now, or has waited for too long."""
+        planned = self._planned
+        if not planned.fits(plan) or planned.work.landing != reserved:
+            return False
+        self._opened = self._number = self._gate.open(plan.captured)
+        if not self._opened:
+            return False
+        planned.replays(plan)
+        return True
+
+    def arm(self) -> None:
+        """Launches the plan of the next call now, where it is captured or a twin of it can be made,
+        and no address changes with the step. The block of its results is chosen with it."""
+        planned, coming = self._planned, None if self._planned.work.moves else self._planned.next()
+        if coming is None:
+            return
+        plan, _ = coming
+        if planned.fits(plan) and plan.captured is not None:
+            planned.use(plan)
+            plan.ask(self._gate.arm, plan.captured, plan.launch)
+            self._armed = coming
+
+    @property
+    def has_read(self) -> bool:
+        """Whether the device has read the inputs of the latest call: the host may write others."""
+        return self._gate.has_read(self._number)
+
+    def ended(self) -> bool:
+        """Waits for the end of the latest launch; False where only the device's events tell."""
+        return self._gate.ended(self._number)
+
+    def missed(self) -> bool:
+        """Whether the latest launch, which is over, found its gate closed."""
+        opened, self._opened = self._opened, 0
+        return bool(opened) and self._gate.missed(opened)
+
+
+# an engine's plans ----------------------------------------------------------------------------
+
+
+class Plans:
     """The plans of one engine. They name the engine's memory, so `clear` comes before it changes.
 
+    policy: None where no plan is ever captured.
     counts: plans captured, made as twins, updated where they are, made launchable again because the
     device refused an update, replayed, evicted; calls that issued their parts one by one; ns of
     each kind of work.
     """
 
-    replays = True
-
-    def __init__(
-        self,
-        policy: Policy,
-        clock: Callable[[], float] = time.monotonic,
-        device: Backend | None = None,
-        by_word: bool = False,
-    ):
-        """device: of plans that are launched ahead; None where none is. by_word: they tell the host
-        of their ends."""
-        self._policy, self._device, self._by_word = policy, device, by_word
-        self.launches_ahead = device is not None
-        self._gate: Gate | None = None
-        self._rings = StampRings()
+    def __init__(self, policy: Policy | None, clock: Callable[[], float] = time.monotonic):
+        self.policy = policy
+        self._rule = PlanRule.OFF if policy is None else policy.rule
+        self._sweeps = policy is not None and policy.evict == PlanEvict.IDLE
         self._clock = clock
         self._kept: dict[Hashable, Plan] = {}
         self._splits: tuple[int, ...] = ()
         self._next_sweep = clock() + SWEEP_S
-        self.counts = dict.fromkeys(COUNTS if device is None else (*COUNTS, *ahead.COUNTS), 0)
+        self.counts: dict[str, int] = {} if policy is None else dict.fromkeys(COUNTS, 0)
 
-    def executor(self, program: Program) -> Executor:
-        if self._policy.rule == PlanRule.PR and self._splits != tuple(program.splits):
+    def __iter__(self) -> Iterator[Plan]:
+        """Every plan that is kept."""
+        return iter(list(self._kept.values()))
+
+    def call_of(
+        self, program: Program, gate: Gate | None = None
+    ) -> Callable[[Plannable], Planned | Gated | None] | None:
+        """What chooses the calls of a program's plans, asked in their order; None where it replays
+        none. gate: of an engine that launches ahead."""
+        if self.policy is None:
+            return None
+        if self._rule == PlanRule.PR and self._splits != tuple(program.splits):
             self.clear()
             self._splits = tuple(program.splits)
-        call_of = self._call if self._device is None else self._gated_of(program)
-        shape, numbers = program.shape, iter(range(len(program.commands)))
-        planned = self._policy.batch == PlanBatch.ANY or shape.n_tokens == 1
+        shape = program.shape
+        if self.policy.batch != PlanBatch.ANY and shape.n_tokens != 1:
+            return None
+        numbers = iter(range(len(program.commands)))
 
-        def execute(works: Sequence[SplitWork]) -> Executed:
-            calls: list[Issue] = []
-            for issued in (i for work in works for i in work.issued):
-                if planned and isinstance(issued, Plannable):
-                    calls.append(call_of(issued, (next(numbers), shape.n_outputs > 0)))
-                else:
-                    calls.append(issued.call)
-            return calls, [1] * len(calls)
-
-        return execute
-
-    def _call(self, work: Plannable, seat: Seat) -> Issue:
-        """What issues `work`: a replay of its plan, where it has one that fits."""
-        plans: dict[Hashable, Plan] = {}  # by landing
-        none, landing, counts, clock = Plan(), work.landing, self.counts, self._clock
-        sweeps = self._policy.evict == PlanEvict.IDLE
-
-        def call() -> None:
-            plan = plans.get(landing(), none)
-            if not plan.fits or plan.uid != work.uid or not work.uid:
-                plan = plans[landing()] = self._arrive(work, seat, plan)
-            plan.used = now = clock()
-            if sweeps and now >= self._next_sweep:
-                self._sweep(now)
-            work.replayed = captured = plan.captured if plan.fits else None
-            if captured is not None:
-                plan.ask(captured.launch)
-                counts["plans_replayed"] += 1
-                if not plan.settled:
-                    self._settle(plan, work, plans)
-            else:
-                counts["plans_issued"] += 1
-                work.call()
-
-        return call
-
-    # launches ahead -----------------------------------------------------------------------------
-
-    def _gated_of(self, program: Program) -> Callable[[Plannable, Seat], Issue]:
-        """As `_call`, for the plans of a program in their order."""
-        assert self._device is not None
-        self._device.attach()
-        if self._gate is None:
-            self._gate = Gate(self._device, self.counts, by_word=self._by_word)
-        gate, counts = self._gate, self.counts
-        plans = iter([command for command in program.commands if isinstance(command, Replay)])
-
-        def call_of(work: Plannable, seat: Seat) -> Issue:
-            plan = next(plans)
-            copy, last = inputs_of(plan), plan.parts[-1]
-            if copy is not None:
-                addresses = work.parts[0].addresses
-                work.gate = gate.copy(addresses, copy.src.nbytes, work.stream)
-                early = isinstance(last, Launch) and last.programmatic
-                work.end = gate.end(work.stream, early)
-            none = Plan()
-
-            def arrive(had: Plan | None) -> Plan:
-                return self._arrive(work, seat, had or none)
-
-            def make_next(blocks: Sequence[int]) -> Plan | None:
-                return self._make_next(work, blocks)
-
-            return GatedCall(gate, work, arrive, make_next, self._use, counts)
+        def call_of(work: Plannable) -> Planned | Gated:
+            planned = Planned(self, work, (next(numbers), shape.n_outputs > 0))
+            return planned if gate is None else Gated(planned, gate)
 
         return call_of
 
-    def _use(self, plan: Plan) -> None:
-        plan.used = now = self._clock()
-        if self._policy.evict == PlanEvict.IDLE and now >= self._next_sweep:
-            self._sweep(now)
-
-    def _ready(self, prepared: Prepared) -> Prepared:
-        if self._gate is not None:
-            prepare_ahead(prepared, self._gate.cancel)
-        return prepared
-
-    def stamped(self, prepared: Prepared) -> Prepared:
-        if prepared.stamped is None:
-            self.release()  # rings are new memory
-            prepared.stamped = self._ready(self._rings.twin(prepared, self.executor))
-        return prepared.stamped
-
-    def release(self) -> None:
-        if self._gate is not None:
-            self._gate.cancel()
-
-    def free(self) -> None:
-        self.clear()
-        self._rings.free()
-        if self._gate is not None:
-            self._gate.free()
-            self._gate = None
-
     # rules --------------------------------------------------------------------------------------
 
-    def _arrive(self, work: Plannable, seat: Seat, had: Plan) -> Plan:
+    def arrive(self, work: Plannable, seat: Seat, had: Plan) -> Plan:
         """The plan for work that is not known to be what its plan has, captured where the rule
         wants it. had: of the work as it was before."""
+        assert self.policy is not None, "who plans has a policy"
         identity = work.identity
-        plan = self._find(work, (*seat, work.landing()), identity, had)
+        plan = self._find(work, seat, identity, had)
         before = plan.identity
         self._take_in(plan, work, identity)
         plan.alike = plan.alike + 1 if self._alike(before, identity) else 1
-        if not plan.fits and plan.alike >= self._policy.warmup:
+        if not plan.fits and plan.alike >= self.policy.warmup:
             self._record(plan, work)
             plan.recorded, plan.fits = identity, True
         return plan
 
     def _take_in(self, plan: Plan, work: Plannable, identity: Identity) -> None:
         plan.identity, plan.uid, plan.work = identity, work.uid, weakref.ref(work)
+        plan.queue = work.queue
         # as proposed, what is new is updated without a look
-        plan.fits = plan.recorded == identity and self._policy.rule != PlanRule.PR
+        plan.fits = plan.recorded == identity and self._rule != PlanRule.PR
 
     def _find(self, work: Plannable, seat: Seat, identity: Identity, had: Plan) -> Plan:
-        number, outputs, landing = seat
-        if self._policy.rule != PlanRule.OURS:
-            also = () if self._policy.rule == PlanRule.PR else (outputs,)  # and stamped or not
-            return self._kept.setdefault((number, landing, type(work), *also), Plan())
+        if self._rule != PlanRule.OURS:
+            number, outputs = seat
+            also = () if self._rule == PlanRule.PR else (outputs,)
+            # works of one program have one queue, whether it counts or not
+            return self._kept.setdefault((number, work.landing, work.queue, *also), Plan())
         found = self._for_the_same(identity)
         return self._keep(found or self._for_other_addresses(work, identity, had))
 
     def _keep(self, found: Plan) -> Plan:
+        assert self.policy is not None, "who plans has a policy"
         self._kept[id(found)] = found
-        while self._policy.evict == PlanEvict.LRU and len(self._kept) > KEPT:
+        while self.policy.evict == PlanEvict.LRU and len(self._kept) > KEPT:
             others = {key: plan.used for key, plan in self._kept.items() if plan is not found}
             self._give_up(min(others, key=others.__getitem__))
         return found
@@ -261,9 +391,9 @@ class Plans(NoPlans):
 
     def _alike(self, before: Identity | None, now: Identity) -> bool:
         """Whether a call counts as the one before, for the warm-up."""
-        if before is None or self._policy.rule == PlanRule.PR:
+        if before is None or self._rule == PlanRule.PR:
             return before is not None
-        if self._policy.rule == PlanRule.TODAY:
+        if self._rule == PlanRule.TODAY:
             return before == now
         return changed(before, now) is not None
 
@@ -291,10 +421,9 @@ class Plans(NoPlans):
                 return True
         return False
 
-    def _make_next(self, work: Plannable, blocks: Sequence[int]) -> Plan | None:
-        """The plan for results in these blocks of the landings, where a twin does. The device is
-        busy meanwhile, and the next step finds it."""
-        if self._policy.rule != PlanRule.OURS:
+    def twin_for(self, work: Plannable, blocks: Sequence[int]) -> Plan | None:
+        """The plan for results in these blocks of the landings, where a twin does."""
+        if self._rule != PlanRule.OURS:
             return None
         with landing_in(work.landings, blocks):
             identity = work.identity
@@ -304,26 +433,13 @@ class Plans(NoPlans):
             self._take_in(self._keep(found), work, identity)
             return found
 
-    def _settle(self, plan: Plan, work: Plannable, plans: dict[Hashable, Plan]) -> None:
-        """Behind the first launch of a plan: makes the plan for the landing that comes next. plans:
-        of the work, by landing."""
-        plan.settled = True
-        blocks = tuple([landing.reserve() for landing in work.landings])
-        if not blocks or None in blocks:
-            return
-        had = plans.get(blocks)
-        if had is None or had.captured is None:
-            made = self._make_next(work, blocks)
-            if made is not None:
-                plans[blocks] = made
-
-    # capture and update ----------------------------------------------------------------------
+    # capture, update, eviction ------------------------------------------------------------------
 
     def _record(self, plan: Plan, work: Plannable) -> None:
         counts, captured = self.counts, plan.captured
         if captured is not None:
             start = time.perf_counter_ns()
-            looked = self._policy.rule != PlanRule.PR
+            looked = self._rule != PlanRule.PR
             moved = changed(plan.recorded, plan.identity) if looked else None
             done = plan.ask(captured.update, work, moved)
             counts["plans_update_ns"] += time.perf_counter_ns() - start
@@ -331,7 +447,7 @@ class Plans(NoPlans):
                 counts["plans_updated"] += 1
                 return
             plan.destroy()
-        elif self._policy.rule == PlanRule.OURS:
+        elif self._rule == PlanRule.OURS:
             assert plan.identity is not None, "it has arrived"
             if self._twin(plan, work, plan.identity):
                 return
@@ -340,29 +456,29 @@ class Plans(NoPlans):
         counts["plans_capture_ns"] += made.capture_ns
         counts["plans_instantiate_ns"] += made.instantiate_ns
 
-    def _sweep(self, now: float) -> None:
-        self._next_sweep = now + SWEEP_S
-        for key in [key for key, plan in self._kept.items() if now - plan.used >= IDLE_S]:
-            self._give_up(key)
+    def use(self, plan: Plan) -> None:
+        """A plan is about to be launched. Others that nobody has used for long are evicted, where
+        the policy says so."""
+        plan.used = now = self._clock()
+        if self._sweeps and now >= self._next_sweep:
+            self._next_sweep = now + SWEEP_S
+            for key in [key for key, kept in self._kept.items() if now - kept.used >= IDLE_S]:
+                self._give_up(key)
 
     def _give_up(self, key: Hashable) -> None:
         self.counts["plans_evicted"] += 1
         self._kept.pop(key).destroy()
 
     def clear(self) -> None:
-        self.release()
+        """Gives every plan back. Works that are called later are captured anew."""
         kept, self._kept = list(self._kept.values()), {}
         for plan in kept:
             plan.destroy()
 
 
-def plans_of(toggles: Toggles, device: Backend | None = None) -> NoPlans:
-    """What an engine with these toggles has. device: where plans are launched ahead, if wanted."""
-    if toggles.plans == PlanRule.OFF:
-        return NoPlans()
-    is_ahead = toggles.launch_ahead == LaunchAhead.ON
-    by_word = toggles.plan_end == PlanEnd.WORD
-    return Plans(Policy.of(toggles), device=device if is_ahead else None, by_word=by_word)
+def plans_of(toggles: Toggles) -> Plans:
+    """What an engine with these toggles has."""
+    return Plans(None if toggles.plans == PlanRule.OFF else Policy.of(toggles))
 
 
 def check_ahead(toggles: Toggles, ordering: Ordering, n_devices: int = 1) -> None:
@@ -376,7 +492,28 @@ def check_ahead(toggles: Toggles, ordering: Ordering, n_devices: int = 1) -> Non
         )
 
 
-COUNTS = (
-    "plans_captured", "plans_twinned", "plans_updated", "plans_reinstantiated", "plans_replayed",
-    "plans_issued", "plans_evicted", "plans_capture_ns", "plans_instantiate_ns", "plans_update_ns",
-)  # fmt: skip
+def in_words(counts: Mapping[str, int]) -> str:
+    """A line on plans, as `plans: 3 captured (2.1 ms), 0 updated, 61 replayed`; empty where there
+    are none. counts: `Plans.counts`, or more."""
+    if not any(counts.get(name) for name in COUNTS):
+        return ""
+    made_ns = counts["plans_capture_ns"] + counts["plans_instantiate_ns"]
+    updated = f"{counts['plans_updated']} updated"
+    if counts["plans_updated"]:
+        updated += f" ({counts['plans_update_ns'] / 1e6:.1f} ms)"
+    twinned = counts.get("plans_twinned")  # an older run has none
+    made = f"{counts['plans_captured']} captured" + (f", {twinned} twinned" if twinned else "")
+    said = [
+        f"{made} ({made_ns / 1e6:.1f} ms)",
+        updated,
+        f"{counts['plans_replayed']} replayed",
+    ]
+    for name, words in (
+        ("reinstantiated", "instantiated again"),
+        ("evicted", "evicted"),
+        ("issued", "issued part by part"),
+        ("ahead", "launched ahead"),
+        ("ahead_missed", "launched ahead for nothing"),
+    ):
+        said += [f"{n} {words}" for n in [counts.get(f"plans_{name}")] if n]
+    return f"plans: {', '.join(said)}"

@@ -1,19 +1,21 @@
-"""When the kernels of a plan began and ended, by the device's own clock (`Engine.stamped`).
+"""When a step began and ended, by the device's own clock (`Engine.stamped`).
 
 A plan of a whole step has the copies of inputs and results in it, and with launch_ahead it is
-queued long before it runs. Marks around its launch say nothing of its kernels then. So the plan of
-a stamped step has two small kernels more, which write the clock into a ring in pinned memory:
+queued long before it runs. Marks around its launch say nothing of its kernels then. So a step that
+is timed has two small kernels more, in a plan or not. They write the clock into a ring in pinned
+memory, just before the first launch and just after the last:
 
-    plan    copy or gate . stamp . launch . launch . ... . launch . stamp . copy of results
-    ring    | begin end | begin end | begin end | ...       a pair for each launch of such a plan
+    step    copy or gate . stamp . launch . launch . ... . launch . stamp . copy of results
+    ring    | begin end | begin end | begin end | ...       a pair for each such step
 
-The device counts the pairs, and the host counts alike: plans on one stream run in the order of
+The device counts the pairs, and the host counts alike: steps on one stream run in the order of
 their launches. The host reads the pairs at the end. A step that found its gate closed is launched
 again: what counts is its latest pair. The end of a pair counts it. So a pair that an error cut off
-is written over by the next.
+is written over by the next. Where a step begins on one stream and ends on another (of another
+device), each of the two launches has a pair of its own around it.
 
-A stamped plan is another plan than the plain one of the same work. A program has both side by side:
-who begins or ends to stamp captures nothing twice, and a step that is not stamped pays nothing.
+A program with stamps is another than the plain one, with plans of its own: who begins or ends to
+stamp captures nothing twice, and a step that is not stamped pays nothing.
 
 What a stamp takes: a token with stamps is longer than one without by two small kernels
 (`bench/token_parts.py` measures both). A stamp stands between two nodes that were neighbours. The
@@ -24,16 +26,17 @@ compute. Programmatic edges (`pdl`) stay, but for those at the stamps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from workbench.backend.base import Backend, Captured, Issue
-from workbench.backend.bind import plannable
-from workbench.backend.issue import Executor, Prepared
-from workbench.backend.issued import Issued, Plannable, together
+from workbench.backend.base import Backend, Issue
+from workbench.backend.bind import Launches
+from workbench.backend.issued import Issued, together
+from workbench.errors import UsageError
 from workbench.program import commands as c
 from workbench.program.commands import Space
 
@@ -44,7 +47,7 @@ N_PAIRS = 4096  # of a ring, a power of two; the older half is set aside before 
 
 
 class StampRing:
-    """The stamps of one engine's plans on a stream of a device. Pairs are numbered from 0.
+    """The stamps of one engine on a stream of a device. Pairs are numbered from 0.
 
     launched: the number of the next pair. Where a launch was interrupted, nobody knows whether it
     was queued; the next one waits for the device and goes on with its number.
@@ -68,22 +71,25 @@ class StampRing:
         addresses = self._counter.address, self._memory.address
         return self.backend.stamp(*addresses, self.n_pairs, is_end, self.stream)
 
-    def capture(self, work: Plannable) -> StampedPlan:
-        """As a backend's `capture`, of stamped work."""
-        return StampedPlan(self, self.backend.capture(work))
-
-    def launch(self, queue: Issue) -> int:
-        """Calls what queues a pair of stamps; the pair's number."""
+    def make_room(self) -> None:
+        """Sets aside what the next pair writes over. Call it before that begins."""
         if self._unsure:
             self.backend.synchronize()
             self.launched, self._unsure = int(self._written[0]), False
-        number = self.launched
-        if number - self._here >= self.n_pairs:
+        if self.launched - self._here >= self.n_pairs:
             self._set_aside()
+
+    def begins(self, queue: Issue) -> None:
+        """Calls what queues the begin of a pair."""
+        self.make_room()
+        queue()
+
+    def ends(self, queue: Issue) -> None:
+        """Calls what queues the end of a pair, and perhaps its begin: the pair is launched."""
+        self.make_room()
         self._unsure = True
         queue()
-        self.launched, self._unsure = number + 1, False
-        return number
+        self.launched, self._unsure = self.launched + 1, False
 
     def _set_aside(self) -> None:
         """Copies the older half of the ring, which launches to come write over."""
@@ -115,109 +121,97 @@ class StampRing:
         self._memory.free()
 
 
-class StampedPlan(Captured):
-    """What a device recorded of stamped work. number: of the pair of its latest launch."""
+class StepPairs(NamedTuple):
+    """The pairs that tell of one step: its begin is that of `first`, its end that of `last`. Each a
+    ring, and the number of a pair in it."""
 
-    def __init__(self, ring: StampRing, captured: Captured):
-        self._ring, self._captured = ring, captured
-        self.number = -1
-        self._take_over()
+    first: tuple[StampRing, int]
+    last: tuple[StampRing, int]
 
-    def _take_over(self) -> None:
-        of = self._captured
-        self.nodes = of.nodes
-        self.capture_ns, self.instantiate_ns = of.capture_ns, of.instantiate_ns
-
-    @property
-    def launches(self) -> int:  # type: ignore[override]
-        return self._captured.launches
-
-    def launch(self) -> None:
-        self.number = self._ring.launch(self._captured.launch)
-
-    def update(self, work: Plannable, changed: Any) -> bool:
-        done = self._captured.update(work, changed)
-        self._take_over()
-        return done
-
-    def twin(self, work: Plannable, changed: Any) -> StampedPlan | None:
-        made = self._captured.twin(work, changed)
-        return None if made is None else StampedPlan(self._ring, made)
-
-    def spans(self, launch: int | None = None) -> Any:
-        return self._captured.spans(launch)
-
-    def destroy(self) -> None:
-        self._captured.destroy()
+    def times(self, ahead_ns: Callable[[StampRing], int]) -> tuple[int, int]:
+        """Begin and end, ns of the host's clock. ahead_ns: of a ring, by how much the host's clock
+        is ahead of its device's."""
+        (one, i), (other, j) = self.first, self.last
+        return one.pair(i)[0] + ahead_ns(one), other.pair(j)[1] + ahead_ns(other)
 
 
-@dataclass(slots=True, eq=False)
-class StampedWork(Plannable):
-    """A plan with stamps around its launches. ring: where they write. singly: the pair that the
-    parts wrote when they were last issued one by one."""
+class StepStamps(Launches):
+    """Stamps for a program: at its first launch on a device, and at its last.
 
-    ring: Any = None
-    singly: list[int] | None = None
+    A launch of a plan counts if it is on the stream that the plan is launched on: other streams
+    begin later and end before. Raises UsageError for a program without such launches.
+    """
 
-    @property
-    def number(self) -> int:
-        """Of the pair of its latest call."""
-        if self.replayed is not None:
-            return self.replayed.number
-        assert self.singly, "parts are issued before their stamps are asked for"
-        return self.singly[-1]
+    def __init__(self, program: c.Program, backends: Sequence[Backend], rings: StampRings):
+        found = list(_launches(program, backends))
+        if not found:
+            raise UsageError("a step without launches on a device has no stamps; stamp others")
+        self._plans = {launch: plan for plan, launch in (found[0], found[-1])}
+        first, last = found[0][1], found[-1][1]
+        self._first = rings.of(backends[first.stream.backend], first.stream.id)
+        self._last = rings.of(backends[last.stream.backend], last.stream.id)
+        self._begins, self._ends = {first: self._first}, {last: self._last}
+        if self._first is not self._last:
+            self._begins[last], self._ends[first] = self._last, self._first
+
+    def around(self, command: c.Launch, issued: Issued) -> Issued:
+        """See `Launches`. The stamps of a plan are counted where the plan is queued."""
+        begin, end = self._begins.get(command), self._ends.get(command)
+        before = [] if begin is None else [begin.stamp(is_end=False)]
+        after = [] if end is None else [end.stamp(is_end=True)]
+        if not before and not after:
+            return issued
+        made = together([*before, issued, *after])
+        if self._plans[command] is None:
+            queue = self._queue((command,))
+            made = replace(made, call=partial(queue, made.call))
+        return made
+
+    def queue_of(self, plan: c.Replay) -> Callable[[Issue], None] | None:
+        """See `Launches`."""
+        stamped = [launch for launch, of in self._plans.items() if of is plan]
+        return self._queue(stamped) if stamped else None
+
+    def _queue(self, launches: Sequence[c.Launch]) -> Callable[[Issue], None]:
+        """What calls whatever queues these launches, on one stream, with their stamps."""
+        ends = [self._ends[launch].ends for launch in launches if launch in self._ends]
+        return ends[0] if ends else self._begins[launches[0]].begins
+
+    def latest(self) -> StepPairs:
+        """The pairs of the step whose calls have just been made."""
+        first, last = self._first, self._last
+        return StepPairs((first, first.launched - 1), (last, last.launched - 1))
 
 
-def stamped_work(plan: c.Replay, work: Plannable, ring: StampRing) -> Plannable:
-    """Other work: the same, with a stamp in front of the first launch on the plan's own stream, and
-    one behind the last. Every part keeps its number. Work without such launches is what it was."""
-    launches = [
-        i for i, part in enumerate(plan.parts)
-        if isinstance(part, c.Launch) and part.stream == plan.stream
-    ]  # fmt: skip
-    if not launches:
-        return work
-    attach = work.backend.attach
-    attach()
-    parts, (first, last) = list(work.parts), (launches[0], launches[-1])
-    parts[first] = together((ring.stamp(is_end=False), parts[first]))
-    parts[last] = together((parts[last], ring.stamp(is_end=True)))
-    issue = plannable(work.backend, parts, work.stream, work.streams).call
-    singly = [-1]  # no cycle: a plan goes when its work does
-
-    def call() -> None:
-        attach()
-        singly[0] = ring.launch(issue)
-
-    return StampedWork(
-        call, work.same, parts=tuple(parts), backend=ring, stream=work.stream,
-        streams=work.streams, landing=work.landing, landings=work.landings, moves=work.moves,
-        ring=ring, singly=singly,
-    )  # fmt: skip
+def _launches(
+    program: c.Program, backends: Sequence[Backend]
+) -> Iterator[tuple[c.Replay | None, c.Launch]]:
+    """The launches on devices that can have stamps, each with its plan."""
+    for command in program.commands:
+        if not isinstance(command, c.Launch | c.Replay):
+            continue
+        if backends[command.stream.backend].capabilities.synchronous:
+            continue
+        if isinstance(command, c.Launch):
+            yield None, command
+        else:
+            for part in command.parts:
+                if isinstance(part, c.Launch) and part.stream == command.stream:
+                    yield command, part
 
 
 class StampRings:
     """The rings of one engine, made when they are first asked for. n_pairs: of each."""
 
     def __init__(self, n_pairs: int = N_PAIRS):
-        self._n_pairs = n_pairs
+        self.n_pairs = n_pairs
         self._rings: dict[tuple[Backend, int], StampRing] = {}
 
-    def _of(self, backend: Backend, stream: int) -> StampRing:
+    def of(self, backend: Backend, stream: int) -> StampRing:
+        """The ring of a stream."""
         if (backend, stream) not in self._rings:
-            self._rings[backend, stream] = StampRing(backend, stream, self._n_pairs)
+            self._rings[backend, stream] = StampRing(backend, stream, self.n_pairs)
         return self._rings[backend, stream]
-
-    def twin(self, prepared: Prepared, executor: Callable[[c.Program], Executor]) -> Prepared:
-        """The program with stamped work in place of each of its plans. executor: of a program."""
-
-        def stamped(plan: c.Replay, work: Plannable) -> Plannable:
-            made = stamped_work(plan, work, self._of(work.backend, work.stream))
-            if made is not work:
-                prepared.binding.note(made)
-            return made
-
-        return prepared.twin(stamped, executor(prepared.program))
 
     def free(self) -> None:
         """Gives every ring back, once nothing is queued any more."""

@@ -45,7 +45,7 @@ def say(line: str) -> None:
 
 def say_replays(counters: Mapping[str, int]) -> None:
     """Says what became of an engine's plans, where it has any."""
-    from workbench.backend.plan_words import in_words
+    from workbench.backend.plan import in_words
 
     if words := in_words(counters):
         say(words)

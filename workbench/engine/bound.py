@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from workbench.backend.bind import Launcher
+from workbench.backend.bind import Launches
 from workbench.backend.issue import Prepared
-from workbench.backend.no_plans import NoPlans
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Residents, Workspace
 from workbench.engine.phases import Phases
 from workbench.engine.reuse import Key
+from workbench.engine.step import Issuer
 from workbench.engine.step_programs import StepPrograms
 from workbench.graph.ir import StepShape
 from workbench.program.commands import Program
@@ -30,28 +31,39 @@ class BoundPrograms:
         self,
         loaded: Loaded,
         residents: Residents,
-        plans: NoPlans,
+        issuer: Issuer,
         made: Callable[[], StepPrograms],
         on_grow: Callable[[], None],
     ):
-        self._loaded, self._residents, self._plans, self._made = loaded, residents, plans, made
+        self._loaded, self._residents, self._issuer, self._made = loaded, residents, issuer, made
         self.workspace = Workspace(loaded.backends, on_grow)
         self.events: dict[str, Any] = {}
+        self._stamped = WeakKeyDictionary[Prepared, Prepared]()
 
     def build(self, key: Key, phases: Phases, cell: int = 0) -> Prepared:
         """The program of a step that is ready to be issued. New memory may wait for the device."""
-        self._plans.release()
+        self._issuer.release()
         program = self._made().of(key.shape, key.turn, phases=phases, cell=cell)
         return phases.do("prepare", self._prepared, program)
 
     def _prepared(self, program: Program) -> Prepared:
         memory = self._residents.memory | self.workspace.bind(program)
-        return self._plans.prepare(program, self._loaded.backends, memory, self.events)
+        return self._issuer.prepare(program, self._loaded.backends, memory, self.events)
 
-    def again(self, prepared: Prepared, launch: Launcher) -> Prepared:
-        """The same program on the same memory, with other launches. launch: makes them."""
+    def again(self, prepared: Prepared, launches: Launches) -> Prepared:
+        """The same program on the same memory, whose launches are asked for in another way."""
         memory, backends = prepared.binding.memory, self._loaded.backends
-        return self._plans.prepare(prepared.program, backends, memory, self.events, launch)
+        return self._issuer.prepare(prepared.program, backends, memory, self.events, launches)
+
+    def stamped(self, prepared: Prepared) -> Prepared:
+        """The same program with stamps, kept beside the one without."""
+        made = self._stamped.get(prepared)
+        if made is None:
+            stamps = self._issuer.stamps(prepared.program, self._loaded.backends)
+            made = self._stamped[prepared] = self.again(prepared, stamps)
+        if prepared.binding.cell is not None:
+            made.store_at(prepared.binding.cell)
+        return made
 
     def reserve(self, cache: KVCache, n_ubatch: int, period: int) -> None:
         """Allocates the cache, and memory for the largest step in each of its turns: so memory

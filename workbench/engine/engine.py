@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.backend.base import Backend
-from workbench.backend.plan import plans_of
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import draws, exclusive, opened, shown
 from workbench.engine.batch import Outputs, Work, check_prompt, step_shape
@@ -27,8 +26,8 @@ from workbench.engine.padding import sizes_of
 from workbench.engine.phases import PhaseCounts, PhaseTimes, counters_of, per_step
 from workbench.engine.ranged import ranged
 from workbench.engine.reuse import programs_of, reuse_of
-from workbench.engine.stamps import Stamp, Stamps, stamped
-from workbench.engine.step import Issuer, Pending, Steps
+from workbench.engine.stamps import Stamp, Stamps
+from workbench.engine.step import Pending, Steps, issuer_of
 from workbench.engine.step_programs import StepPrograms
 from workbench.engine.wanted import Variants, Wanted, as_preset, choose, resolve
 from workbench.engine.watch import PLAIN, Watch, chosen
@@ -77,10 +76,11 @@ class Engine:
         last_tokens = draws.last_tokens(have.toggles, loaded, config.n_seqs)
         self._residents = Residents(loaded, self.cache.n_cells, last_tokens)
         self._step_programs = StepPrograms(loaded, have, self._residents, self._spent, config)
-        plans = plans_of(have.toggles, loaded.backend)
-        self.bound = BoundPrograms(loaded, self._residents, plans, lambda: self._made, self._forget)
+        self.issuer = issuer_of(have, loaded, self._counts)
+        self.bound = BoundPrograms(
+            loaded, self._residents, self.issuer, lambda: self._made, self._forget
+        )
         programs = programs_of(have.toggles, self.bound.build, self._spent)
-        self.issuer = Issuer(plans, self._ordering, self._counts, loaded.model.n_vocab)
         self.steps = Steps(self.cache, batches, programs, self.issuer)
         self.look(None, PLAIN)
         try:
@@ -193,10 +193,19 @@ class Engine:
         self.steps.forget_coming()
         self.issuer.look(recorder, chosen(recorder, untraced, ranged(self, recorder)))
 
-    def stamped(self) -> AbstractContextManager[list[Stamp]]:
+    @contextmanager
+    def stamped(self) -> Iterator[list[Stamp]]:
         """Stamps the body's untraced steps. At its end the list has for each, in ns, when its first
         kernel began and its last one ended: the device's clock, set to the host's (`Stamps`)."""
-        return stamped(self, Stamps(self.issuer.plans.stamped))
+        stamps = Stamps(self.bound.stamped)
+        self.look(self.recorder, stamps)
+        try:
+            yield stamps.found
+            self.issuer.end_all_but(0)
+        finally:
+            self.look(self.recorder, PLAIN)
+            self.synchronize()
+            stamps.find()
 
     @exclusive.door
     def prefill(
@@ -241,7 +250,7 @@ class Engine:
     def synchronize(self) -> None:
         """Waits for everything queued on every backend."""
         exclusive.check_others(self._loaded)
-        self.issuer.plans.release()
+        self.issuer.release()
         for backend in self._open.backends:
             backend.synchronize()
 
@@ -281,7 +290,7 @@ class Engine:
         """Drops what names the workspace's addresses, which are about to change."""
         self.steps.forget_coming()
         self.steps.programs.clear()
-        self.issuer.plans.clear()
+        self.issuer.forget()
 
     def _count(self, phase: str, start_ns: int, end_ns: int) -> None:
         """Counts host time of a phase, and shows it in a trace (step under way, or to come)."""
@@ -357,11 +366,11 @@ class Engine:
         exclusive.check_others(self._loaded)
         loaded, self._loaded = self._loaded, None
         self.issuer.give_up()
-        self.issuer.plans.release()
+        self.issuer.release()
         for backend in loaded.backends:
             backend.synchronize()
         self._forget()
-        self.issuer.plans.free()
+        self.issuer.free()
         self.bound.free()
         loaded.release()
 

@@ -63,7 +63,7 @@ def first_steps(engine: Engine, n_seqs: int) -> int:
     for shape in {most, most._replace(draws=False, n_outputs=n_outputs)}:
         engine.bound.grow(shape, engine.period)
     kept = [*every.items()][: MOST_KEPT // engine.period]
-    until = time.monotonic() + (AT_MOST_S if engine.issuer.plans.replays else BUILDING_S)
+    until = time.monotonic() + (AT_MOST_S if engine.issuer.replays else BUILDING_S)
     n_ready = 0
     with bar("first steps", len(kept), "shapes") as left:
         for shape, first in kept:
@@ -90,7 +90,7 @@ def _copy(engine: Engine, draws: bool) -> None:
 
 def _take(engine: Engine, shape: StepShape, first: First, draws: bool) -> None:
     """Takes a step in each turn of the rings, or builds its programs where no plan is captured."""
-    if shape.n_tokens > shape.n_seqs and not engine.issuer.plans.replays:
+    if shape.n_tokens > shape.n_seqs and not engine.issuer.replays:
         for turn in range(engine.period):
             engine.steps.programs.get(Key(shape, turn))
         return

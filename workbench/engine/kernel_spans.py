@@ -42,7 +42,7 @@ def kernel_spans(engine: Engine) -> Iterator[KernelSpans]:
     step would write over what this one noted. And where no device computes.
     """
     backends = engine._open.backends
-    if engine.issuer.plans.launches_ahead:
+    if engine.issuer.launches_ahead:
         raise UsageError(
             "kernels note when they ran in one step at a time, and launch_ahead=on queues the "
             "next; use launch_ahead=off plan_end=event"
@@ -114,7 +114,7 @@ class _Noting(Watch):
     def _made(self, prepared: Prepared) -> _Twin:
         engine, program = self._engine, prepared.program
         notes = LaunchNotes(program, prepared.backends)
-        twin = engine.bound.again(prepared, notes.launch)
+        twin = engine.bound.again(prepared, notes)
         notes.reset()
         return _Twin(twin, notes)
 

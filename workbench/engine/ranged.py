@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.backend.base import Issue
@@ -90,11 +91,19 @@ class RangedWatch(Watch):
         self._inner.end(waited)
 
     def fail(self) -> None:
+        self._stop_newest()
+        self._inner.fail()
+
+    def lost(self) -> None:
+        self._stop_newest()
+        self._inner.lost()
+
+    def _stop_newest(self) -> None:
+        """Steps fail from the newest on."""
         self._ranges.unwind(self._depth)
         self._has_begun = False
-        if self._steps:  # the newest: steps fail in that order
+        if self._steps:
             self._ranges.stop(self._steps.pop())
-        self._inner.fail()
 
     # of calls ---------------------------------------------------------------------------------
 
@@ -104,7 +113,7 @@ class RangedWatch(Watch):
     def late(self, prepared: Prepared) -> Iterable[Issue]:
         marks = self._marks_of(prepared)
         if not marks.late:
-            marks.late.extend(_marked(prepared, prepared.late, prepared.late_firsts, self._ranges))
+            marks.late.extend(_marked(prepared, prepared.late, prepared.late_numbers, self._ranges))
         return self._calls(self._inner.late(prepared), marks.late)
 
     def tail(self, prepared: Prepared) -> Iterable[Issue]:
@@ -141,25 +150,24 @@ _NONE = _InRanges(_nothing, (), 0)
 
 
 def _marks_of(prepared: Prepared, ranges: NvtxRanges) -> _Marks:
-    head, firsts = prepared.head, prepared.firsts
     ahead = None
-    if prepared.ahead is not None:
-        name, _, payload = _range_of(prepared, firsts[head.index(prepared.ahead)])
+    if prepared.number_ahead is not None:
+        name, _, payload = _range_of(prepared, prepared.number_ahead)
         ahead = ranges.attributes(name, AHEAD, payload)
     return _Marks(
-        _marked(prepared, head, firsts, ranges),
-        _marked(prepared, prepared.tail, firsts[len(head) :], ranges), ahead, [],
+        _marked(prepared, prepared.head, count(), ranges),
+        _marked(prepared, prepared.tail, count(len(prepared.head)), ranges), ahead, [],
     )  # fmt: skip
 
 
 def _marked(
-    prepared: Prepared, calls: Iterable[Issue], firsts: Iterable[int], ranges: NvtxRanges
+    prepared: Prepared, calls: Iterable[Issue], numbers: Iterable[int], ranges: NvtxRanges
 ) -> list[_InRanges]:
-    """Each call in the range of the command that it begins with, inside the range of its split.
-    firsts: the number of that command."""
+    """Each call in the range of its command, inside the range of its split. numbers: of these
+    commands."""
     commands = prepared.program.commands
     made, before = list[_InRanges](), c.RESULT
-    for call, number in zip(calls, firsts, strict=False):
+    for call, number in zip(calls, numbers, strict=False):
         split, begin = commands[number].split, []
         if split != before != c.RESULT:
             made[-1] = made[-1]._replace(n_end=2)

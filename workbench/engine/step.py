@@ -24,20 +24,30 @@ step before are there. Steps end in the order in which they were issued.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
+from workbench.backend.base import Backend, Memory
+from workbench.backend.bind import Launches
+from workbench.backend.gate import Gate
 from workbench.backend.issue import Prepared
-from workbench.backend.no_plans import NoPlans
+from workbench.backend.plan import Plans, plans_of
+from workbench.backend.stamps import StampRings, StepStamps
+from workbench.choices import LaunchAhead, PlanEnd
 from workbench.engine.batch import Batch, Work, copy_batch, shift_batch
 from workbench.engine.batches import Batches
 from workbench.engine.kv_cache import KVCache
+from workbench.engine.loaded import Loaded
 from workbench.engine.phases import PhaseCounts
 from workbench.engine.reuse import Key, Rebuild
+from workbench.engine.wanted import Chosen
 from workbench.engine.watch import Watch
 from workbench.errors import UsageError
 from workbench.model.inputs import TOKENS
+from workbench.program.commands import Buffer, Program
 from workbench.program.sync_modes import Ordering
 from workbench.trace.spans import Recorder, now_ns
 
@@ -120,27 +130,42 @@ class Pending:
     def fail(self) -> None:
         """The step has no results. Its cells are free again."""
         self.step.undo()
-        self.give_up()
+        self.step.watch.lost()
+        self.failed = True
 
     def give_up(self) -> None:
         """The engine is closed, and what the results would be read from is freed."""
+        self.step.watch.lost()
         self.failed = True
-        self.step.watch.fail()
 
 
 class Issuer:
-    """Issues the steps of an engine, and ends them in their order.
+    """Binds the programs of an engine, issues its steps, and ends them in their order.
 
-    plans: what replays programs.
+    plans: the engine's. gate: of an engine that launches ahead, once a program was bound. rings: of
+    its stamps. launches_ahead: whether a next step's plan waits on the device before the
+    step is submitted.
     n_steps: steps that have ended. n_untraced: those that no recorder saw.
     turn: which copy of the rings the next step takes (`program/layout.py`). Without results behind,
         it is the turn of the step under way until that ends.
     recorder: collects the spans of steps; None for nothing.
     """
 
-    def __init__(self, plans: NoPlans, ordering: Ordering, counts: PhaseCounts, n_vocab: int):
+    def __init__(
+        self,
+        plans: Plans,
+        gate_of: Callable[[], Gate] | None,
+        ordering: Ordering,
+        counts: PhaseCounts,
+        n_vocab: int,
+    ):
+        """gate_of: makes the gate of an engine that launches ahead; None where none does."""
         self.plans, self._ordering, self._counts = plans, ordering, counts
         self._n_vocab = n_vocab
+        self.launches_ahead = gate_of is not None
+        self._gate_of = gate_of
+        self.gate: Gate | None = None
+        self.rings = StampRings()
         self._under_way: deque[Pending] = deque()  # oldest first
         self.n_steps = self.n_untraced = self.turn = 0
         self.recorder: Recorder | None = None
@@ -149,6 +174,55 @@ class Issuer:
     def look(self, recorder: Recorder | None, watch_of: Callable[[int], Watch]) -> None:
         """Chooses who looks on from the next step on. watch_of: the watch of step number n."""
         self.recorder, self._watch_of = recorder, watch_of
+
+    # programs ---------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        program: Program,
+        backends: Sequence[Backend],
+        memory: Mapping[Buffer, Memory],
+        events: dict[str, Any],
+        launches: Launches | None = None,
+    ) -> Prepared:
+        """The program bound to addresses, as `Prepared` has it. launches: how its launches are
+        asked for, if not as they are."""
+        if self.gate is None and self._gate_of is not None:
+            self.gate = self._gate_of()
+        return Prepared(
+            program, backends, memory, events, self.plans, self.gate, launches, late=LATE
+        )
+
+    def stamps(self, program: Program, backends: Sequence[Backend]) -> StepStamps:
+        """What a program is prepared with that is to have stamps."""
+        self.release()  # rings are new memory
+        return StepStamps(program, backends, self.rings)
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps are captured and replayed."""
+        return self.plans.policy is not None
+
+    def release(self) -> None:
+        """Lets go what was launched ahead. Before a wait for the device, which else takes the limit
+        of a gate."""
+        if self.gate is not None:
+            self.gate.cancel()
+
+    def forget(self) -> None:
+        """Gives plans back: they name memory that is about to change."""
+        self.release()
+        self.plans.clear()
+
+    def free(self) -> None:
+        """Gives everything back, once nothing is queued any more."""
+        self.plans.clear()
+        self.rings.free()
+        if self.gate is not None:
+            self.gate.free()
+            self.gate = None
+
+    # steps ------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Steps under way."""
@@ -178,7 +252,7 @@ class Issuer:
         """The watch of the step that begins. n_past: cells in use."""
         watch = self._watch_of(self.n_steps)
         if self.recorder is not None:  # its marks would come after a plan that is launched ahead
-            self.plans.release()
+            self.release()
         watch.begin(self.n_steps, work, n_past)
         return watch
 
@@ -191,9 +265,9 @@ class Issuer:
                 watch.batch(step.batch, program.program)
             start = now_ns()
             if step.is_written:
-                program.run_late(watch)
+                program.run_late(watch.late(program))
             else:
-                program.run(step.batch.values, watch)
+                program.run(step.batch.values, watch.head(program))
             if watch.counts:
                 self._counts.add("issue", now_ns() - start)
             pending = Pending(step, self._end, meanwhile)
@@ -210,7 +284,7 @@ class Issuer:
         now.watch.arm(coming.program)
         before = now.program.ahead
         if before is not None and before.has_read:
-            coming.program.write_ahead(coming.batch.values, LATE)
+            coming.program.write_ahead(coming.batch.values)
             coming.is_written = True
 
     def _end(self, pending: Pending) -> None:
@@ -232,7 +306,7 @@ class Issuer:
                 ahead_ns = pending.meanwhile(step)
             early = program.early()
             logits = None if early is None else self._logits(step, early)
-            results = program.finish(watch)
+            results = program.finish(watch.tail(program))
             pending.logits = self._logits(step, results) if logits is None else logits
         except BaseException:
             self.fail()
@@ -264,6 +338,15 @@ class Issuer:
         """The engine is closed: nobody waits any more."""
         while self._under_way:
             self._under_way.pop().give_up()
+
+
+def issuer_of(have: Chosen, loaded: Loaded, counts: PhaseCounts) -> Issuer:
+    """What issues the steps of an engine with these toggles."""
+    toggles, plans = have.toggles, plans_of(have.toggles)
+    by_word = toggles.plan_end == PlanEnd.WORD
+    gate_of = partial(Gate, loaded.backend, plans.counts, by_word=by_word)
+    is_ahead = toggles.launch_ahead == LaunchAhead.ON
+    return Issuer(plans, gate_of if is_ahead else None, have.ordering, counts, loaded.model.n_vocab)
 
 
 class Steps:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any, NamedTuple
 
 from workbench.backend.base import NO_PART, Backend, Captured, Issue
-from workbench.backend.issue import Prepared, Unwatched
+from workbench.backend.issue import Prepared
 from workbench.engine.batch import Batch, Work, n_tokens
 from workbench.program import commands as c
 from workbench.trace.spans import LOGITS_WAIT, Recorder, now_ns
 
 
-class Watch(Unwatched):
+class Watch:
     """Looks at nothing and costs nothing. Others say what they do at each point of a step."""
 
     counts = True  # the engine's counters include the step's phases
@@ -39,11 +40,28 @@ class Watch(Unwatched):
         assert prepared.ahead is not None, "the plan can be launched ahead"
         prepared.ahead.arm()
 
+    def head(self, prepared: Prepared) -> Iterable[Issue]:
+        """The calls of a program before the wait for its results, first to last, with what the
+        watch does around each."""
+        return prepared.head
+
+    def late(self, prepared: Prepared) -> Iterable[Issue]:
+        """The same without what `Prepared.write_ahead` has done."""
+        return prepared.late
+
+    def tail(self, prepared: Prepared) -> Iterable[Issue]:
+        """The wait for the results, and their reads."""
+        return prepared.tail
+
     def end(self, waited: bool) -> None:
         """The step has ended. waited: with a wait of the host for its results."""
 
     def fail(self) -> None:
-        """The step ends with an error."""
+        """The step that is made or issued now ends with an error."""
+
+    def lost(self) -> None:
+        """The newest of the steps under way has no results."""
+        self.fail()
 
     def __enter__(self) -> Watch:
         return self
@@ -110,19 +128,19 @@ class Trace(Watch):
 
     def head(self, prepared: Prepared) -> Iterator[Issue]:
         self._recorder.runs(prepared.program, self._step)
-        return self._spans(prepared, prepared.head, prepared.firsts)
+        return self._spans(prepared, prepared.head, count())
 
     def tail(self, prepared: Prepared) -> Iterator[Issue]:
-        return self._spans(prepared, prepared.tail, prepared.firsts[len(prepared.head) :])
+        return self._spans(prepared, prepared.tail, count(len(prepared.head)))
 
     def _spans(
-        self, prepared: Prepared, calls: Iterable[Issue], firsts: Iterable[int]
+        self, prepared: Prepared, calls: Iterable[Issue], numbers: Iterable[int]
     ) -> Iterator[Issue]:
-        """Hands out each call between the begin and the end of its span. firsts: the number of
-        the command that each call begins with."""
+        """Hands out each call between the begin and the end of its span. numbers: of the calls'
+        commands."""
         recorder, step, commands = self._recorder, self._step, prepared.program.commands
         split, split_handle, split_start = c.RESULT, None, 0
-        for call, number in zip(calls, firsts, strict=False):
+        for call, number in zip(calls, numbers, strict=False):
             command = commands[number]
             if command.split != split:
                 self._end_split(prepared, split, split_handle, split_start)
@@ -195,6 +213,9 @@ class Untraced(Watch):
     def fail(self) -> None:
         self._inner.fail()
 
+    def lost(self) -> None:
+        self._inner.lost()
+
     def end(self, waited: bool) -> None:
         self._inner.end(waited)
         self._recorder.untraced(self._n_tokens, now_ns() - self._start)
@@ -243,7 +264,7 @@ def described(
             return f"wait {name}", args | {"event": command.event, "blocks": number - 1}
         case c.Sync():
             name = "wait stream" if command.event is None else f"wait {command.event}"
-            ends = number >= prepared.firsts[len(prepared.head)]
+            ends = number >= len(prepared.head)
             return (LOGITS_WAIT if ends else name), args | {"event": command.event}
         case c.Replay():
             before = prepared.program.commands[:number]
