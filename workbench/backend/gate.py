@@ -78,7 +78,6 @@ class Gate:
         limit_ns: int = LIMIT_NS,
         by_word: bool = False,
     ):
-        counts.update(dict.fromkeys(COUNTS, 0))
         self._backend, self._counts, self._limit_ns = backend, counts, limit_ns
         self._counter = backend.allocate(8, Space.DEVICE) if by_word else None
         self._await_word = _await_word() if by_word else None

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from workbench.backend import gate
 from workbench.backend.base import Backend, Memory
 from workbench.backend.bind import Launches
 from workbench.backend.gate import Gate
@@ -346,6 +347,8 @@ def issuer_of(have: Chosen, loaded: Loaded, counts: PhaseCounts) -> Issuer:
     by_word = toggles.plan_end == PlanEnd.WORD
     gate_of = partial(Gate, loaded.backend, plans.counts, by_word=by_word)
     is_ahead = toggles.launch_ahead == LaunchAhead.ON
+    if is_ahead:
+        plans.counts.update(dict.fromkeys(gate.COUNTS, 0))
     return Issuer(plans, gate_of if is_ahead else None, have.ordering, counts, loaded.model.n_vocab)
 
 
