@@ -28,8 +28,7 @@ from tests.unit.test_cuda_graphs import (
 )
 from workbench.backend.bind import _where_it_lands
 from workbench.backend.cuda.graphs import CudaGraph
-from workbench.backend.identity import changed
-from workbench.backend.issued import Issued, Plannable
+from workbench.backend.issued import Issued, Plannable, changed
 from workbench.backend.landing import N_BLOCKS, Landing, landing_in
 from workbench.errors import DeviceError
 from workbench.graph.ir import F32, Tensor

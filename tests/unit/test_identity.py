@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from workbench.backend.cpu.ring import KernelBlock
 from workbench.backend.cuda.graph_nodes import GraphArguments
-from workbench.backend.identity import Looks, changed
-from workbench.backend.issued import Issued, Plannable, Words, together
+from workbench.backend.issued import Issued, Looks, Plannable, Words, changed, together
 
 POINTERS = (0, 2)
 MOST = (1 << 63) - 1

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from workbench import progress
+
 WORTH_SAYING_NS = 100_000_000
 
 
@@ -36,7 +38,7 @@ class Compiled(NamedTuple):
 
 
 _lock = threading.Lock()
-_found, _until_ns = Compiled(), 0
+_found, _until_ns, _said = Compiled(), 0, Compiled()
 
 
 def took(begun_ns: int, folder: Path) -> None:
@@ -47,6 +49,14 @@ def took(begun_ns: int, folder: Path) -> None:
         now = time.perf_counter_ns()
         spent = now - max(begun_ns, _until_ns)
         _found, _until_ns = Compiled(_found.n + 1, _found.ns + spent, folder), now
+
+
+def say() -> None:
+    """One line on what was compiled since the last one, where it took long enough to be noticed."""
+    global _said
+    if (new := _found.since(_said)).ns > WORTH_SAYING_NS:
+        progress.note(str(new))
+        _said = _found
 
 
 def so_far() -> Compiled:

@@ -29,7 +29,7 @@ call:
     else             what waits at the gate is cancelled; then as above  -> the gate is open
     arm              the next call's plan is launched, and waits
 
-Equal is strict (`identity.py`). Two calls of one `uid` are equal without a look; uid 0 is equal to
+Equal is strict (`issued.py`). Two calls of one `uid` are equal without a look; uid 0 is equal to
 nothing. Results land in several blocks by turns, and each has a plan. `ours` captures one of them.
 A twin is another executable form of the same recording, with other addresses.
 
@@ -47,8 +47,7 @@ from typing import Any, NamedTuple, TypeVar
 from workbench.backend import ahead
 from workbench.backend.base import Captured
 from workbench.backend.gate import Gate
-from workbench.backend.identity import Identity, changed
-from workbench.backend.issued import Plannable
+from workbench.backend.issued import Identity, Plannable, changed
 from workbench.backend.landing import landing_in
 from workbench.choices import LaunchAhead, PlanBatch, PlanEnd, PlanEvict, PlanRule, PlanWarmup
 from workbench.errors import DeviceError, UsageError

@@ -53,8 +53,6 @@ from workbench.bench.token_source import Source, TokenWindow
 from workbench.bench.workload import check_untraced
 from workbench.config import BASELINE, FAMILIES, TogglePreset, Toggles
 from workbench.engine.finite import first_bad_row, not_finite
-from workbench.engine.ready import make_ready
-from workbench.engine.rehearsal import alone
 from workbench.errors import UsageError
 from workbench.presets import fixed_presets
 from workbench.progress import Bar, bar
@@ -225,7 +223,7 @@ def _rows(engine: Engine, inputs: Sequence[int], size: int, times: Times, left: 
     tells `left`."""
     begins, parts = range(0, len(inputs), size), []
     counts = [min(size, len(inputs) - i) for i in begins]
-    make_ready(engine, alone(engine, 0, [(n, n) for n in counts]))
+    engine.make_ready(engine.rehearsal.alone(0, [(n, n) for n in counts]))
     for i, n in zip(begins, counts, strict=True):
         start = now_ns()
         parts.append(engine.step(inputs[i : i + n], "all"))

@@ -25,8 +25,6 @@ import numpy as np
 from workbench.bench.needs import check_fits
 from workbench.bench.together import acts, gen_steps, prompt_steps, share_prompt
 from workbench.engine.batch import Work, n_tokens
-from workbench.engine.ready import make_ready
-from workbench.engine.rehearsal import rehearsed
 from workbench.errors import UsageError
 from workbench.progress import HIDDEN, Bar, bar
 from workbench.trace.spans import now_ns
@@ -350,7 +348,7 @@ def warm_up(
     `once`: one round, whatever it takes.
     """
     for engine in engines:
-        make_ready(engine, rehearsed(engine, acts(workload, engine.config.n_ubatch)))
+        engine.make_ready(engine.rehearsal.from_empty(acts(workload, engine.config.n_ubatch)))
     start, best = now_ns(), [0] * len(engines)
     cells = workload.n_cells * len(engines)  # of a round
     with bar(f"{workload} warm-up", cells * (1 if once else WARM_MIN), "tokens") as left:

@@ -51,7 +51,6 @@ def run(
     """Continue a prompt, or token ids; text appears as it is made (with --tokens: ids)."""
     from workbench.engine.batch import check_prompt
     from workbench.engine.generation import CONTEXT_FULL
-    from workbench.engine.phases import refusals_of
     from workbench.model.sampler import Sampling
 
     ids = None if tokens is None else parse_ids(tokens)
@@ -77,7 +76,7 @@ def run(
         say(
             f"prompt {made.prefill_us / 1e3:.1f} ms; {len(made.tokens)} tokens, "
             f"{made.tokens_per_second:.1f} t/s; {engine.counters['programs_built']} programs "
-            f"built, {engine.counters['programs_reused']} reused{refusals_of(engine)}"
+            f"built, {engine.counters['programs_reused']} reused{engine.steps.programs.refusals}"
         )
         say(f"the host's us a step: {engine.phases().words}")
         say_replays(engine.counters)

@@ -6,21 +6,25 @@ there is, whatever names the old addresses is dropped before they change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from workbench import progress
 from workbench.backend.bind import Launches
 from workbench.backend.issue import Prepared
 from workbench.engine.kv_cache import KVCache
-from workbench.engine.loaded import Loaded
+from workbench.engine.loaded import Loaded, kind
 from workbench.engine.memory import Residents, Workspace
 from workbench.engine.phases import Phases
 from workbench.engine.reuse import Key
 from workbench.engine.step import Issuer
 from workbench.engine.step_programs import StepPrograms
-from workbench.graph.ir import StepShape
+from workbench.graph.ir import Node, StepShape
 from workbench.program.commands import Program
+from workbench.progress import HIDDEN
 
 
 class BoundPrograms:
@@ -39,6 +43,7 @@ class BoundPrograms:
         self.workspace = Workspace(loaded.backends, on_grow)
         self.events: dict[str, Any] = {}
         self._stamped = WeakKeyDictionary[Prepared, Prepared]()
+        self._ready = set[StepShape]()  # shapes whose kernels are compiled
 
     def build(self, key: Key, phases: Phases, cell: int = 0) -> Prepared:
         """The program of a step that is ready to be issued. New memory may wait for the device."""
@@ -64,6 +69,20 @@ class BoundPrograms:
         if prepared.binding.cell is not None:
             made.store_at(prepared.binding.cell)
         return made
+
+    def make_ready(self, shapes: Iterable[StepShape]) -> None:
+        """Has every backend compile what steps of these shapes launch, where no cache has it: so
+        no clock runs meanwhile. A shape is looked at once."""
+        new = [shape for shape in dict.fromkeys(shapes) if shape not in self._ready]
+        wanted: dict[int, dict[tuple, Node]] = defaultdict(dict)  # by backend, then by kind
+        for shape in new:
+            for node, backend in self._made().nodes_of(shape):
+                wanted[backend].setdefault(kind(node), node)
+        n = sum(map(len, wanted.values()))
+        with progress.bar("compiling kernels", n, "launches") if n else nullcontext(HIDDEN) as left:
+            for number, nodes in wanted.items():
+                self._loaded.backends[number].make_ready(list(nodes.values()), left)
+        self._ready |= {*new}
 
     def reserve(self, cache: KVCache, n_ubatch: int, period: int) -> None:
         """Allocates the cache, and memory for the largest step in each of its turns: so memory

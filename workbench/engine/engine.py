@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import html
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.backend import compiled
 from workbench.backend.base import Backend
 from workbench.config import EngineConfig, Toggles
-from workbench.engine import draws, exclusive, opened, shown
+from workbench.engine import draws, exclusive
 from workbench.engine.batch import Outputs, Work, check_prompt, step_shape
 from workbench.engine.bound import BoundPrograms
 from workbench.engine.exclusive import STATE
-from workbench.engine.generation import Generation, asked_for, continued, prefilled
+from workbench.engine.finite import require_finite
+from workbench.engine.generation import CONTEXT_FULL, END_OF_TEXT, INTERRUPTED, Generation
 from workbench.engine.kv_cache import n_regions
 from workbench.engine.kv_growth import growth_of
 from workbench.engine.loaded import Fit, Loaded, config_of
 from workbench.engine.memory import Residents
 from workbench.engine.nvtx_ranges import ranges_of
+from workbench.engine.opened import Opened
 from workbench.engine.padding import sizes_of
-from workbench.engine.phases import PhaseCounts, PhaseTimes, counters_of, per_step
+from workbench.engine.phases import PhaseCounts, PhaseTimes, per_step
 from workbench.engine.ranged import ranged
+from workbench.engine.rehearsal import Rehearsal
 from workbench.engine.reuse import programs_of, reuse_of
 from workbench.engine.stamps import Stamp, Stamps
 from workbench.engine.step import Pending, Steps, issuer_of
@@ -32,14 +37,19 @@ from workbench.engine.step_programs import StepPrograms
 from workbench.engine.wanted import Variants, Wanted, as_preset, choose, resolve
 from workbench.engine.watch import PLAIN, Watch, chosen
 from workbench.errors import UsageError
+from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
 from workbench.model.sampler import Sampler, Sampling
 from workbench.program.commands import Program
-from workbench.progress import HIDDEN, Bar
-from workbench.trace.spans import HOST_LANE, Recorder
+from workbench.progress import HIDDEN, Bar, bar
+from workbench.trace.spans import HOST_LANE, Recorder, now_ns
 
 if TYPE_CHECKING:
     from workbench.model.tokenizer import Tokenizer
+
+
+MADE_READY = 1024  # so many tokens have what they launch compiled before the first of them
+CLOSED = "a closed engine"
 
 
 class Engine:
@@ -73,6 +83,7 @@ class Engine:
             self._spent,
         )
         self.draws = batches.draws
+        self.rehearsal = Rehearsal(self.cache, batches.sizes, config.n_ubatch)
         last_tokens = draws.last_tokens(have.toggles, loaded, config.n_seqs)
         self._residents = Residents(loaded, self.cache.n_cells, last_tokens)
         self._step_programs = StepPrograms(loaded, have, self._residents, self._spent, config)
@@ -88,7 +99,7 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        opened.add(self)
+        OPENED.add(self)
 
     @classmethod
     @exclusive.door
@@ -191,7 +202,12 @@ class Engine:
         """Chooses who looks on from the next step on. untraced: at steps that are not traced."""
         self.untraced = untraced
         self.steps.forget_coming()
-        self.issuer.look(recorder, chosen(recorder, untraced, ranged(self, recorder)))
+        around = ranged(self.ranges, recorder, self._coming)
+        self.issuer.look(recorder, chosen(recorder, untraced, around))
+
+    def _coming(self) -> tuple[int, int]:
+        """The number of the step that comes, and the cells that are in use before it."""
+        return self.n_steps + len(self.issuer), self.cache.n_used
 
     @contextmanager
     def stamped(self) -> Iterator[list[Stamp]]:
@@ -207,6 +223,15 @@ class Engine:
             self.synchronize()
             stamps.find()
 
+    # prompts and tokens -------------------------------------------------------------------------
+
+    def make_ready(self, shapes: Iterable[StepShape]) -> None:
+        """Compiles what steps of these shapes launch, and says so where it took long. A trace shows
+        what a first step does, so where steps are traced nothing is compiled before."""
+        if self.recorder is None:
+            self.bound.make_ready(shapes)
+        compiled.say()
+
     @exclusive.door
     def prefill(
         self,
@@ -221,7 +246,23 @@ class Engine:
         Raises UsageError, before anything is computed, for a prompt that does not fit the context.
         """
         check_prompt(tokens, self.model.n_vocab, self.cache.room)
-        return prefilled(self, tokens, outputs, left, sequence)
+        self.cache.check_steps(sequence, len(tokens), self.config.n_ubatch)
+        parts = self._ubatches(tokens)
+        self.make_ready(self.rehearsal.alone(sequence, sizes_of_steps(parts, outputs)))
+        rows = []
+        with self.ranges.scope("prompt", "prompt", len(tokens)):
+            for part in parts:
+                last = part is parts[-1]
+                wanted: Outputs = "none" if outputs == "last" and not last else outputs
+                rows.append(self.step(part, wanted, sequence))
+                if not last and now_ns() >= left.due_ns:
+                    self.synchronize()  # a step without outputs may still be under way
+                left.update(len(part))
+        return rows[-1] if outputs == "last" else np.concatenate(rows)
+
+    def _ubatches(self, ids: Sequence[int]) -> list[Sequence[int]]:
+        n = self.config.n_ubatch
+        return [ids[i : i + n] for i in range(0, len(ids), n)]
 
     @exclusive.door
     def generate(
@@ -242,10 +283,62 @@ class Engine:
         Ctrl-C, which keeps the tokens made so far. Logits that are not finite raise ModelFileError
         or WorkbenchError, which names the weight to blame.
         """
-        ids = asked_for(self, prompt, tokens, max_tokens)
+        from workbench.model.tokenizer import StreamDecoder
+
+        if (prompt is None) == (tokens is None):
+            raise UsageError("give either a prompt or token ids")
+        if max_tokens is not None and max_tokens < 0:
+            raise UsageError(f"max_tokens={max_tokens} must be 0 or more")
+        ids = self.tokenizer.encode(prompt) if prompt is not None else list(tokens or ())
         as_text = prompt is not None or on_text is not None
+        stops = self.tokenizer.eog_ids if stop_at_eos and as_text else frozenset()
+        decoder = StreamDecoder(self.tokenizer) if as_text else None
         sampler = Sampler(sampling or Sampling(), seed)
-        return continued(self, ids, as_text, max_tokens, sampler, on_text, stop_at_eos)
+        room = self.cache.left() - len(ids) + 1  # the last token needs no cell
+        most = room + 1 if max_tokens is None else max_tokens
+        made, pieces = Generation(), []
+
+        def say(piece: str) -> None:
+            pieces.append(piece)
+            if on_text is not None and piece:
+                on_text(piece)
+
+        try:
+            if ids:
+                steps = sizes_of_steps(self._ubatches(ids), "last")
+                steps += [(1, 1)] * max(0, min(most, room, MADE_READY) - 1)
+                self.make_ready(self.rehearsal.alone(0, steps))
+            with bar("prompt", len(ids), "tokens") as left:
+                start = now_ns()
+                logits = self.prefill(ids, left=left)
+                made.prefill_us = (now_ns() - start) / 1e3
+            count = bar("generating", min(most, room), "tokens")  # or the text shows as it comes
+            with nullcontext(HIDDEN) if on_text else count as left:
+                while len(made.tokens) < most:
+                    require_finite(self.model, logits[-1], self.cache.length() - 1)
+                    token = sampler(logits[-1])
+                    if token in stops:
+                        made.stopped = END_OF_TEXT
+                        break
+                    made.tokens.append(token)
+                    if decoder is not None:
+                        say(decoder.feed(token))
+                    if len(made.tokens) == most:
+                        break
+                    if not self.cache.left():
+                        made.stopped = CONTEXT_FULL
+                        break
+                    start = now_ns()
+                    logits = self.step([token])
+                    made.token_us.append((now_ns() - start) / 1e3)
+                    left.update()
+        except KeyboardInterrupt:
+            made.stopped = INTERRUPTED
+            self.synchronize()  # the step cut short still reads staging memory
+        if decoder is not None:
+            say(decoder.flush())
+            made.text = "".join(pieces)
+        return made
 
     def synchronize(self) -> None:
         """Waits for everything queued on every backend."""
@@ -321,6 +414,11 @@ class Engine:
         return self._open.backend
 
     @property
+    def backends(self) -> list[Backend]:
+        """The host's, and those of its devices."""
+        return self._open.backends
+
+    @property
     def sync_mode(self) -> str:
         """The sync mode that programs are lowered with: never `auto`."""
         return self._ordering.sync
@@ -353,7 +451,18 @@ class Engine:
     def counters(self) -> dict[str, int]:
         """Steps; programs built, reused, refused by an input, and on one stream because branches
         failed their check; n and ns by phase; of plans."""
-        return counters_of(self)
+        programs, counts = self.steps.programs, self._counts
+        return {
+            "steps": self.n_steps,
+            "untraced_steps": self.issuer.n_untraced,
+            "programs_built": programs.built,
+            "programs_reused": programs.reused,
+            "programs_refused": programs.n_refused,
+            "programs_unforked": self._step_programs.n_unforked,
+            **{f"{phase}_ns": ns for phase, ns in counts.ns.items()},
+            **{f"{phase}_n": n for phase, n in counts.n.items()},
+            **self.issuer.plans.counts,
+        }
 
     def phases(self, since: dict[str, int] | None = None) -> PhaseTimes:
         """What the host spends on each phase, us per step: of all, or since `counters` said so."""
@@ -373,11 +482,44 @@ class Engine:
         self.issuer.free()
         self.bound.free()
         loaded.release()
+        OPENED.remove(self)
 
-    __repr__, _repr_html_ = shown.text, shown.page
+    def __repr__(self) -> str:
+        """Two lines: the model and the device; the toggles, the sync mode, the cells in use."""
+        if self._loaded is None:
+            return f"<Engine: {CLOSED}>"
+        model, device = self._about()
+        return f"<Engine: {model}; {device}\n {self.chosen}; {self._used()}>"
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, with the table of toggles."""
+        if self._loaded is None:
+            return f"<p>{CLOSED}</p>"
+        lines = [*self._about(), f"{self.preset}; {self._used()}"]
+        return f"<p>{'<br>'.join(map(html.escape, lines))}</p>{self.toggles._repr_html_()}"
+
+    def _about(self) -> tuple[str, str]:
+        m, per_token = self.model, self.model.weight_bytes_per_token / 1e6
+        return (
+            f"{m.name} {m.quant}, {m.n_layer} layers, {per_token:,.1f} MB of weights a token",
+            f"{self.backend.description} ({self.device_reason})",
+        )
+
+    def _used(self) -> str:
+        return f"sync mode {self.sync_mode}; {self.n_past} of {self.config.n_ctx} cells used"
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def sizes_of_steps(parts: list[Sequence[int]], outputs: Outputs) -> list[tuple[int, int]]:
+    """Tokens and outputs of the steps of a prompt's ubatches."""
+    if outputs == "last":
+        return [*[(len(part), 0) for part in parts[:-1]], (len(parts[-1]), 1)]
+    return [(len(part), len(part) if outputs == "all" else 0) for part in parts]
+
+
+OPENED: Opened[Engine] = Opened()

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from workbench.engine.batch import Entry, Work, n_tokens, size_of_copies
 from workbench.engine.padding import LEAST_TOKENS, Sizes, size
-from workbench.engine.ready import make_ready
-from workbench.engine.rehearsal import empty_like, shape_of, take
+from workbench.engine.rehearsal import empty_like, take
 from workbench.engine.reuse import KEPT, Key
 from workbench.engine.slots import SCORED
 from workbench.graph.ir import StepShape
@@ -52,10 +51,10 @@ def first_steps(engine: Engine, n_seqs: int) -> int:
         cache = empty_like(engine.cache)
         if first.n_past:
             take([(0, range(first.n_past), "none")], cache)
-        every.setdefault(shape_of(engine, first.work, cache, draws), first)
+        every.setdefault(engine.rehearsal.shape_of(first.work, cache, draws), first)
     copies = copy_shape(size_of_copies(1))
     # of every extent, because attention may be cut by it
-    make_ready(engine, [*every, *([copies] if engine.cache.n_regions > 1 else [])])
+    engine.make_ready([*every, *([copies] if engine.cache.n_regions > 1 else [])])
     most = max(every, key=_memory)
     # logits, too, which a request may ask for; of a prompt that is scored for many tokens
     scored = Sizes(most.n_tokens, most.n_seqs, min(most.n_tokens, SCORED + n_seqs))

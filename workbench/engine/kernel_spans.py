@@ -41,7 +41,7 @@ def kernel_spans(engine: Engine) -> Iterator[KernelSpans]:
     Differences are by the device's clock. Raises UsageError where steps are launched ahead: a next
     step would write over what this one noted. And where no device computes.
     """
-    backends = engine._open.backends
+    backends = engine.backends
     if engine.issuer.launches_ahead:
         raise UsageError(
             "kernels note when they ran in one step at a time, and launch_ahead=on queues the "
@@ -95,7 +95,7 @@ class _Noting(Watch):
 
     def __init__(self, engine: Engine, found: KernelSpans):
         self._engine, self._found = engine, found
-        clocks = [backend.clock() for backend in engine._open.backends]
+        clocks = [backend.clock() for backend in engine.backends]
         self._ahead_ns = [0 if clock is None else clock.ahead_ns for clock in clocks]
         self._twins = WeakKeyDictionary[Prepared, _Twin]()
         self._notes_of = WeakKeyDictionary[Prepared, LaunchNotes]()
@@ -138,7 +138,7 @@ class _Noting(Watch):
         self._found.n_silent.append(notes.n_silent)
 
     def _synchronize(self) -> None:
-        for backend in self._engine._open.backends:
+        for backend in self._engine.backends:
             backend.synchronize()
 
     def _span(self, prepared: Prepared, step: int, noted: NotedSpan) -> Span:

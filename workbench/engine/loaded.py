@@ -18,9 +18,8 @@ from workbench.backend.base import Backend, Memory, choose_device, open_backend
 from workbench.backend.cpu.base import n_workers
 from workbench.config import Activations, EngineConfig, Toggles
 from workbench.engine.placement import Placement
-from workbench.engine.ready import kind
 from workbench.errors import DeviceError, UsageError
-from workbench.graph.ir import Kind, StepShape, Tensor
+from workbench.graph.ir import Kind, Node, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
 from workbench.model.expand import described
 from workbench.program.commands import HOST, Buffer, Range, Space
@@ -210,3 +209,9 @@ def config_of(fields: dict[str, Any]) -> EngineConfig:
         if name not in known:
             raise UsageError(f"setting {name!r} does not exist; choose one of {', '.join(known)}")
     return EngineConfig(**fields)
+
+
+def kind(node: Node) -> tuple:
+    """What nodes have in common that want the same kernels."""
+    operands = ((t.dtype, t.shape, t.kind) for t in (*node.inputs, *node.outputs))
+    return (node.op, node.params.get("activations"), *operands, *map(kind, node.parts))

@@ -9,39 +9,43 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
-if TYPE_CHECKING:
-    from workbench.engine.engine import Engine
-
-_opened: WeakValueDictionary[int, Engine] = WeakValueDictionary()
-_numbers = count()
-_tells: list[Callable[[Engine], None]] = []
+E = TypeVar("E")
 
 
-def add(engine: Engine) -> None:
-    """Called by an engine that is whole."""
-    _opened[next(_numbers)] = engine
-    for tell in tuple(_tells):
-        tell(engine)
+class Opened(Generic[E]):
+    """The open engines, in the order in which they were made."""
 
+    def __init__(self) -> None:
+        self._engines: WeakValueDictionary[int, E] = WeakValueDictionary()
+        self._numbers = count()
+        self._tells: list[Callable[[E], None]] = []
 
-def every() -> list[Engine]:
-    """The engines that are open, in the order in which they were made."""
-    return [engine for _, engine in sorted(_opened.items()) if is_open(engine)]
+    def add(self, engine: E) -> None:
+        """Called by an engine that is whole."""
+        self._engines[next(self._numbers)] = engine
+        for tell in tuple(self._tells):
+            tell(engine)
 
+    def remove(self, engine: E) -> None:
+        """Called by an engine that is closed."""
+        for number, other in list(self._engines.items()):
+            if other is engine:
+                del self._engines[number]
 
-def is_open(engine: Engine) -> bool:
-    """Whether it was not closed."""
-    return engine._loaded is not None
+    def __iter__(self) -> Iterator[E]:
+        return iter([engine for _, engine in sorted(self._engines.items())])
 
+    def __contains__(self, engine: object) -> bool:
+        return any(engine is other for other in self._engines.values())
 
-@contextmanager
-def told(tell: Callable[[Engine], None]) -> Iterator[None]:
-    """In the body tell(engine) is called for each engine that is made, by whichever thread."""
-    _tells.append(tell)
-    try:
-        yield
-    finally:
-        _tells.remove(tell)
+    @contextmanager
+    def told(self, tell: Callable[[E], None]) -> Iterator[None]:
+        """In the body tell(engine) is called for each engine that is made, by any thread."""
+        self._tells.append(tell)
+        try:
+            yield
+        finally:
+            self._tells.remove(tell)

@@ -15,12 +15,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from workbench.trace.spans import now_ns
-
-if TYPE_CHECKING:
-    from workbench.engine.engine import Engine
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,28 +84,6 @@ class PhaseCounts:
     def add(self, phase: str, ns: int) -> None:
         self.n[phase] += 1
         self.ns[phase] += ns
-
-
-def counters_of(engine: Engine) -> dict[str, int]:
-    """See `Engine.counters`."""
-    programs, counts = engine.steps.programs, engine._counts
-    return {
-        "steps": engine.n_steps,
-        "untraced_steps": engine.issuer.n_untraced,
-        "programs_built": programs.built,
-        "programs_reused": programs.reused,
-        "programs_refused": programs.n_refused,
-        "programs_unforked": engine._step_programs.n_unforked,
-        **{f"{phase}_ns": ns for phase, ns in counts.ns.items()},
-        **{f"{phase}_n": n for phase, n in counts.n.items()},
-        **engine.issuer.plans.counts,
-    }
-
-
-def refusals_of(engine: Engine) -> str:
-    """`; inp_pos kept 5 from being reused`; empty where every input agreed."""
-    refused = engine.steps.programs.refused
-    return "".join(f"; {name} kept {n} from being reused" for name, n in refused.items())
 
 
 class PhaseTime(NamedTuple):

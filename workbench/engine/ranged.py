@@ -12,18 +12,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from workbench.backend.base import Issue
 from workbench.backend.issue import Prepared
 from workbench.engine.batch import Batch, Work, n_tokens
-from workbench.engine.nvtx_ranges import NvtxRanges, ranges_of
+from workbench.engine.nvtx_ranges import NoRanges, NvtxRanges, ranges_of
 from workbench.engine.watch import Watch, described, split_name
 from workbench.program import commands as c
 from workbench.trace.spans import Recorder
-
-if TYPE_CHECKING:
-    from workbench.engine.engine import Engine
 
 AHEAD = "launch ahead"  # category: of a plan that is launched before its step is submitted
 
@@ -47,13 +44,14 @@ class _Marks(NamedTuple):
 
 
 class RangedWatch(Watch):
-    """Tells NVTX of what `inner` hands out."""
+    """Tells NVTX of what `inner` hands out. coming: the number of the step that comes, and the
+    cells that are in use before it."""
 
     looks_at_batches = True
 
-    def __init__(self, inner: Watch, ranges: NvtxRanges, engine: Engine):
+    def __init__(self, inner: Watch, ranges: NvtxRanges, coming: Callable[[], tuple[int, int]]):
         self.counts = inner.counts
-        self._inner, self._ranges, self._engine = inner, ranges, engine
+        self._inner, self._ranges, self._coming = inner, ranges, coming
         self._marks = ranges.kept
         self._steps = deque[int]()  # ranges of steps under way, oldest first
         self._has_begun = False
@@ -69,10 +67,9 @@ class RangedWatch(Watch):
         self._inner.begin(step, work, n_past)
 
     def _begin(self, n_tokens: int) -> None:
-        engine, ranges = self._engine, self._ranges
-        number = engine.n_steps + len(engine.issuer)
+        ranges, (number, n_used) = self._ranges, self._coming()
         self._depth, self._has_begun = ranges.depth, True
-        self._steps.append(ranges.start_step(number, n_tokens, engine.cache.n_used))
+        self._steps.append(ranges.start_step(number, n_tokens, n_used))
 
     def batch(self, batch: Batch, program: c.Program) -> None:
         if not self._has_begun:  # it was made ahead
@@ -191,16 +188,18 @@ def _range_of(prepared: Prepared, number: int) -> tuple[str, str, int]:
     return name, kind, args.get("bytes", number)
 
 
-def ranged(engine: Engine, recorder: Recorder | None) -> Callable[[Watch, bool], Watch]:
-    """What puts ranges around a watch of `engine`, where there are any. Traced steps have them as
-    `recorder` says, else all do as the engine's setting says."""
+def ranged(
+    own: NoRanges, recorder: Recorder | None, coming: Callable[[], tuple[int, int]]
+) -> Callable[[Watch, bool], Watch]:
+    """What puts ranges around a watch, where there are any. Traced steps have them as `recorder`
+    says, else all do as the engine's own setting says. coming: as `RangedWatch` has it."""
 
     def around(watch: Watch, traced: bool) -> Watch:
-        ranges = engine.ranges
+        ranges = own
         if traced and recorder is not None:
             if not recorder.nvtx:
                 return watch
             ranges = ranges if ranges.on else ranges_of("auto")
-        return RangedWatch(watch, ranges, engine) if isinstance(ranges, NvtxRanges) else watch
+        return RangedWatch(watch, ranges, coming) if isinstance(ranges, NvtxRanges) else watch
 
     return around

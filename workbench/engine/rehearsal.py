@@ -2,24 +2,20 @@
 
 A shape follows from the step's sizes and from the cells that the cache has by then. So the steps
 are taken on the table of a cache alone: nothing is computed, and no memory is touched. What their
-programs launch can be compiled before a clock runs (`ready.py`).
+programs launch can be compiled before a clock runs (`Engine.make_ready`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from workbench.engine.batch import Work, n_outputs, n_tokens, size_of_copies
 from workbench.engine.kv_cache import KVCache
-from workbench.engine.padding import Sizes
+from workbench.engine.padding import Rule, Sizes
 from workbench.graph.ir import StepShape
 from workbench.model.copies import copy_shape
-
-if TYPE_CHECKING:
-    from workbench.engine.engine import Engine
 
 Act = Work | Callable[[KVCache], object]  # a step, or what is done to the cache between two
 
@@ -32,30 +28,6 @@ def empty_like(cache: KVCache) -> KVCache:
     )  # fmt: skip
 
 
-def rehearsed(engine: Engine, acts: Iterable[Act], draws: bool = False) -> list[StepShape]:
-    """The shapes of an engine's steps from an empty cache on, each once, in their order. draws: the
-    device draws tokens. Raises UsageError where a step finds no cells."""
-    cache, found = empty_like(engine.cache), dict[StepShape, None]()
-    for act in acts:
-        if callable(act):
-            act(cache)
-            continue
-        for copies in cache.copied:
-            found[copy_shape(size_of_copies(len(copies)))] = None
-        cache.copied.clear()
-        found[shape_of(engine, act, cache, draws)] = None
-        take(act, cache)
-    return [*found]
-
-
-def shape_of(engine: Engine, work: Work, cache: KVCache, draws: bool = False) -> StepShape:
-    """The shape of a step of an engine, were this its cache."""
-    cells = cache.find([(sequence, len(tokens)) for sequence, tokens, _ in work])
-    exact = Sizes(n_tokens(work), len(work), n_outputs(work))
-    size = engine.steps.batches.sizes(exact, engine.config.n_ubatch)
-    return StepShape(size.n_tokens, size.n_outputs, cache.extent(cells), size.n_seqs, draws)
-
-
 def take(work: Work, cache: KVCache) -> None:
     """Gives the tokens of a step their cells, as if they had been computed."""
     lengths = [(sequence, len(tokens)) for sequence, tokens, _ in work]
@@ -66,17 +38,46 @@ def take(work: Work, cache: KVCache) -> None:
     cache.store(np.repeat(sequences, counts), np.concatenate(each).astype(np.int32), cells)
 
 
-def alone(engine: Engine, sequence: int, parts: Sequence[tuple[int, int]]) -> list[StepShape]:
-    """The shapes of the next steps of one sequence, from the cache as it is. parts: tokens and
-    outputs of each step."""
-    cache, n_ubatch = engine.cache, engine.config.n_ubatch
-    region = cache.region(sequence)
-    used, end = int(cache.free.used[region]), int(cache.free.ends[region])
-    found = []
-    for tokens, outputs in parts:
-        used += tokens
-        end = max(end, used)  # holes are filled first
-        size = engine.steps.batches.sizes(Sizes(tokens, 1, outputs), n_ubatch)
-        extent = cache.growth.extent(end)
-        found.append(StepShape(size.n_tokens, size.n_outputs, extent, size.n_seqs))
-    return found
+class Rehearsal:
+    """The shapes of an engine's steps. cache: the engine's own; it stays as it is. sizes: of its
+    batches. n_ubatch: the most tokens of a step."""
+
+    def __init__(self, cache: KVCache, sizes: Rule, n_ubatch: int):
+        self._cache, self._sizes, self._n_ubatch = cache, sizes, n_ubatch
+
+    def from_empty(self, acts: Iterable[Act], draws: bool = False) -> list[StepShape]:
+        """The shapes of steps from an empty cache on, each once, in their order. draws: the device
+        draws tokens. Raises UsageError where a step finds no cells."""
+        cache, found = empty_like(self._cache), dict[StepShape, None]()
+        for act in acts:
+            if callable(act):
+                act(cache)
+                continue
+            for copies in cache.copied:
+                found[copy_shape(size_of_copies(len(copies)))] = None
+            cache.copied.clear()
+            found[self.shape_of(act, cache, draws)] = None
+            take(act, cache)
+        return [*found]
+
+    def shape_of(self, work: Work, cache: KVCache, draws: bool = False) -> StepShape:
+        """The shape of a step, were this the engine's cache."""
+        cells = cache.find([(sequence, len(tokens)) for sequence, tokens, _ in work])
+        exact = Sizes(n_tokens(work), len(work), n_outputs(work))
+        size = self._sizes(exact, self._n_ubatch)
+        return StepShape(size.n_tokens, size.n_outputs, cache.extent(cells), size.n_seqs, draws)
+
+    def alone(self, sequence: int, parts: Sequence[tuple[int, int]]) -> list[StepShape]:
+        """The shapes of the next steps of one sequence, from the cache as it is. parts: tokens and
+        outputs of each step."""
+        cache = self._cache
+        region = cache.region(sequence)
+        used, end = int(cache.free.used[region]), int(cache.free.ends[region])
+        found = []
+        for tokens, outputs in parts:
+            used += tokens
+            end = max(end, used)  # holes are filled first
+            size = self._sizes(Sizes(tokens, 1, outputs), self._n_ubatch)
+            extent = cache.growth.extent(end)
+            found.append(StepShape(size.n_tokens, size.n_outputs, extent, size.n_seqs))
+        return found

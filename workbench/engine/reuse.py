@@ -88,6 +88,11 @@ class Rebuild:
         Nothing is built or counted."""
         return None
 
+    @property
+    def refusals(self) -> str:
+        """`; inp_pos kept 5 from being reused`; empty where every input agreed."""
+        return "".join(f"; {name} kept {n} from being reused" for name, n in self.refused.items())
+
     def clear(self) -> None:
         """Nothing is kept."""
 

@@ -32,8 +32,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 from matplotlib.figure import Figure
 
-from workbench.engine import opened
-from workbench.engine.engine import Engine
+from workbench.engine.engine import OPENED, Engine
 from workbench.errors import UsageError
 from workbench.output import check_writable
 from workbench.report.timelines import timeline, timeline_pair
@@ -145,7 +144,7 @@ class WorkbenchMagics(Magics):
         """Trace what engines do in this cell, and draw it."""
         args = parse_argstring(self.wb_profile, line)
         name, window, out = _name(args.name), _window(args.window), _out(args.out)
-        engines = [self._engine(n) for n in args.engines] if args.engines else opened.every()
+        engines = [self._engine(n) for n in args.engines] if args.engines else [*OPENED]
         # CUPTI sees all that a process does: what several engines do it cannot tell apart
         collector = args.collector or ("auto" if len(engines) == 1 else EVENTS)
         shell, found = self._shell, list[tuple[Engine, Profile]]()
@@ -165,7 +164,7 @@ class WorkbenchMagics(Magics):
     def _engine(self, name: str) -> Engine:
         names = self._shell.user_ns
         found = names.get(name)
-        if not isinstance(found, Engine) or not opened.is_open(found):
+        if not isinstance(found, Engine) or found not in OPENED:
             wrong = "is closed" if isinstance(found, Engine) else "is no engine"
             raise OneLine(f"{name} {wrong}; there {_are(_open_in(names))}")
         return found
@@ -227,7 +226,7 @@ def _out(text: str | None) -> Path | None:
 def _open_in(namespace: Mapping[str, Any]) -> list[str]:
     """The names of open engines; IPython's own names (`_`, `_3`) are left out."""
     names = (name for name in namespace if not name.startswith("_"))
-    return [n for n in names if isinstance(namespace[n], Engine) and opened.is_open(namespace[n])]
+    return [n for n in names if isinstance(namespace[n], Engine) and namespace[n] in OPENED]
 
 
 def _are(engines: list[str]) -> str:
@@ -261,7 +260,7 @@ def _tracing(
         for engine in engines:
             trace(engine, collector)
         if also_new:
-            stack.enter_context(opened.told(trace))
+            stack.enter_context(OPENED.told(trace))
         yield
 
 

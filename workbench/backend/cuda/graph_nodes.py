@@ -13,8 +13,7 @@ from typing import Any
 
 from workbench.backend.bind import LandingBlock
 from workbench.backend.cuda.driver import Driver
-from workbench.backend.identity import Identity
-from workbench.backend.issued import Issued, Plannable, Words
+from workbench.backend.issued import Identity, Issued, Plannable, Words
 from workbench.errors import DeviceError
 
 COPIES = ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync")

@@ -26,8 +26,8 @@ from workbench.backend.cuda.graph_nodes import (
     commands_of,
     edges,
 )
-from workbench.backend.identity import changed as changed_parts
 from workbench.backend.issued import Plannable
+from workbench.backend.issued import changed as changed_parts
 from workbench.errors import DeviceError
 
 # the capture ------------------------------------------------------------------------------------
