@@ -13,8 +13,7 @@ import workbench as wb
 from workbench import lab
 from workbench.bench.stats import TOO_FEW, Band, Ratio
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles, _toggle
-from workbench.engine import opened
-from workbench.engine.engine import Engine
+from workbench.engine.engine import OPENED, Engine
 from workbench.errors import UsageError
 from workbench.lab import widgets
 
@@ -36,7 +35,7 @@ def test_the_package_loads_nothing_of_jupyter_until_it_is_asked_to(statement):
 def variants():
     """Every engine made while the test runs."""
     made: list[Engine] = []
-    with opened.told(made.append):
+    with OPENED.told(made.append):
         yield made
 
 

@@ -19,7 +19,7 @@ from workbench.backend.cpu import op_table
 from workbench.backend.cuda import nvrtc
 from workbench.bench import workload
 from workbench.cli import main
-from workbench.engine import generation, ready
+from workbench.engine import engine as engine_module
 from workbench.graph.ir import StepShape
 from workbench.progress import Bar, shown_on
 
@@ -30,7 +30,7 @@ S = 1_000_000_000
 def counted_from_nothing(monkeypatch):
     monkeypatch.setattr(compiled, "_found", Compiled())
     monkeypatch.setattr(compiled, "_until_ns", 0)
-    monkeypatch.setattr(ready, "_said", Compiled())
+    monkeypatch.setattr(compiled, "_said", Compiled())
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def clock_of(monkeypatch, module) -> list[int]:
 def test_kernels_are_compiled_before_the_prompt_is_timed(
     tiny_model, monkeypatch, slow_compiler, device
 ):
-    looked = clock_of(monkeypatch, generation)
+    looked = clock_of(monkeypatch, engine_module)
     path = tiny_model("tiny-llama", "Q4_0")
     with wb.Engine.load(path, device=device, n_ctx=64, n_ubatch=16, toggles="baseline") as engine:
         engine.generate(tokens=list(range(3, 23)), max_tokens=3)
@@ -101,10 +101,10 @@ def test_run_says_in_a_line_of_its_own_what_was_compiled(tiny_model, capsys, slo
 def test_the_line_is_said_once(monkeypatch):
     took(time.perf_counter_ns() - int(12.3 * S), Path.home() / ".cache" / "workbench")
     with shown_on(io.StringIO()) as out:
-        ready.say()
-        ready.say()
+        compiled.say()
+        compiled.say()
         took(time.perf_counter_ns() - 1000, Path("/x"))  # not worth a line
-        ready.say()
+        compiled.say()
     assert out.getvalue() == (
         "compiling kernels for this device: 12.3 s, kept in ~/.cache/workbench\n"
     )
@@ -150,7 +150,7 @@ def test_what_is_left_to_compile_is_said(tiny_model, monkeypatch, slow_compiler)
         shown_on(io.StringIO()) as out,
     ):
         for _ in range(2):
-            ready.make_ready(engine, [StepShape(1, 1, 256)])
+            engine.make_ready([StepShape(1, 1, 256)])
     lines = [line for line in out.getvalue().splitlines() if line.startswith("compiling kernels: ")]
     assert re.match(r"compiling kernels: 1 of (\d+) launches, about \d+ s left", lines[0])
     assert len(lines) < 40, "of launches that are alike one"

@@ -29,6 +29,7 @@ from workbench.backend.launch_notes import (
 from workbench.backend.null import open_backend
 from workbench.config import Toggles
 from workbench.engine.kernel_spans import kernel_spans
+from workbench.engine.reuse import Key
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import Launch, Replay
 
@@ -165,10 +166,10 @@ def test_what_a_failed_step_noted_is_no_step_s(engine, monkeypatch, no_reading):
     with engine.variant(Toggles(**KEPT)) as used, kernel_spans(used) as found:
         used.step([1])
         watch, done[:] = used.untraced, []
-        (prepared,) = watch._notes_of
-        watch.head(prepared)  # and then an error: nobody says that the step ends
+        prepared = watch.of(used.steps.programs.get(Key(used.program().shape, 0)))
+        next(iter(watch.head(prepared)))  # and then an error: nobody says that the step ends
         assert not done
-        watch.head(prepared)
+        next(iter(watch.head(prepared)))
         assert done == ["reset"]
 
         def failing(notes: LaunchNotes) -> list[NotedSpan]:

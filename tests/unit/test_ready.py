@@ -18,7 +18,6 @@ from workbench.bench import workload
 from workbench.bench.together import acts
 from workbench.bench.workload import draw_tokens, parse, take_sample, warm_up
 from workbench.config import Toggles
-from workbench.engine.rehearsal import rehearsed
 
 SERVED = {
     "kv_cache": "per_sequence", "graph_reuse": "set_rows", "batch_sizes": "padded",
@@ -54,7 +53,7 @@ def shapes_taken(monkeypatch: pytest.MonkeyPatch, engine: wb.Engine) -> list[Any
 def test_a_rehearsal_has_the_shapes_of_the_steps(tiny_model, monkeypatch, toggles, test):
     asked = parse(test)
     with load(tiny_model("tiny-llama", "Q8_0"), "null", TOGGLES[toggles], test) as engine:
-        wanted = rehearsed(engine, acts(asked, engine.config.n_ubatch))
+        wanted = engine.rehearsal.from_empty(acts(asked, engine.config.n_ubatch))
         taken = shapes_taken(monkeypatch, engine)
         take_sample(engine, asked, draw_tokens(asked, engine.model.n_vocab, 0))
         assert wanted == [*dict.fromkeys(taken)] and engine.n_past == asked.n_ctx(
@@ -120,9 +119,7 @@ def test_a_prompt_and_its_tokens_find_theirs(tiny_model, monkeypatch):
     with load(tiny_model("tiny-llama", "Q8_0"), "embedded", TOGGLES["served"], "tg1") as engine:
         engine.prefill([1] * 21)
         made: list[Any] = []
-        monkeypatch.setattr(
-            "workbench.engine.generation.make_ready", lambda _, shapes: made.extend(shapes)
-        )
+        monkeypatch.setattr(engine, "make_ready", made.extend)
         taken = shapes_taken(monkeypatch, engine)
         engine.generate(tokens=[5] * 18, max_tokens=10)
         assert {*taken} and {*taken} <= {*made}

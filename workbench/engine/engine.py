@@ -203,7 +203,8 @@ class Engine:
         self.untraced = untraced
         self.steps.forget_coming()
         around = ranged(self.ranges, recorder, self._coming)
-        self.issuer.look(recorder, chosen(recorder, untraced, around))
+        alone = recorder is not None or untraced.alone
+        self.issuer.look(recorder, chosen(recorder, untraced, around), alone)
 
     def _coming(self) -> tuple[int, int]:
         """The number of the step that comes, and the cells that are in use before it."""

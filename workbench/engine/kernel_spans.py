@@ -1,27 +1,23 @@
 """When each kernel of a step ran, without a trace (`kernel_spans`).
 
-On a device whose kernels can note that (`Backend.launch_noted`), a step's program is bound once
-more, with kernels that do. The host reads what they noted behind each step, when nothing runs. A
-device that marks every command anyway, as the embedded one does, is asked for its marks.
+On a device whose kernels can note that, they do; any other is asked for its marks
+(`command_times.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 from workbench.backend.base import Issue
 from workbench.backend.issue import Prepared
-from workbench.backend.launch_notes import LaunchNotes, NotedSpan
-from workbench.engine.watch import PLAIN, Watch, described
+from workbench.engine.batch import Work
+from workbench.engine.command_times import ByMarks, ByNotes, CommandTimes
+from workbench.engine.engine import Engine
+from workbench.engine.watch import PLAIN, Watch, span_of
 from workbench.errors import UsageError
 from workbench.program import commands as c
-from workbench.trace.spans import Recorder, Span
-
-if TYPE_CHECKING:
-    from workbench.engine.engine import Engine
+from workbench.trace.spans import Span
 
 
 class KernelSpans:
@@ -41,118 +37,57 @@ def kernel_spans(engine: Engine) -> Iterator[KernelSpans]:
     Differences are by the device's clock. Raises UsageError where steps are launched ahead: a next
     step would write over what this one noted. And where no device computes.
     """
-    backends = engine.backends
     if engine.issuer.launches_ahead:
         raise UsageError(
             "kernels note when they ran in one step at a time, and launch_ahead=on queues the "
             "next; use launch_ahead=off plan_end=event"
         )
-    if all(backend.capabilities.synchronous for backend in backends):
+    if all(backend.capabilities.synchronous for backend in engine.backends):
         raise UsageError(f"the {engine.device} device has no kernels of its own; use another")
     found, before = KernelSpans(), engine.recorder
-    looking: _Noting | _ByMarks
-    if engine.backend.note_bytes:
-        looking = watch = _Noting(engine, found)
-        engine.look(None, watch)
-    else:
-        looking = recorder = _ByMarks()
-        engine.look(recorder, PLAIN)
+    notes = engine.backend.note_bytes
+    times = ByNotes(engine.backends, engine.bound.again) if notes else ByMarks()
+    engine.look(None, _Launches(found, times))
     try:
         yield found
         engine.issuer.end_all_but(0)
     finally:
         engine.look(before, PLAIN)
         engine.synchronize()
-        looking.close(found)
+        times.close()
 
 
-class _ByMarks(Recorder):
-    """By marks around every command."""
+class _Launches(Watch):
+    """Fills `found` with the launches of each step."""
 
-    def __init__(self) -> None:
-        super().__init__(nvtx=False)
+    alone = True
 
-    def close(self, found: KernelSpans) -> None:
-        """Fills `found`."""
-        of_step: dict[int, list[Span]] = {}
-        for span in self.spans:
-            if span.category == "device" and span.args["kind"] == c.Launch.kind:
-                of_step.setdefault(span.args["step"], []).append(span)
-        for _, spans in sorted(of_step.items()):
-            found.steps.append(sorted(spans, key=number_of))
-            found.n_silent.append(0)
-
-
-class _Twin(NamedTuple):
-    """A program whose kernels note, and their notes."""
-
-    prepared: Prepared
-    notes: LaunchNotes
-
-
-class _Noting(Watch):
-    """By what kernels note. A step waits for the device, and is read, before the next begins."""
-
-    def __init__(self, engine: Engine, found: KernelSpans):
-        self._engine, self._found = engine, found
-        clocks = [backend.clock() for backend in engine.backends]
-        self._ahead_ns = [0 if clock is None else clock.ahead_ns for clock in clocks]
-        self._twins = WeakKeyDictionary[Prepared, _Twin]()
-        self._notes_of = WeakKeyDictionary[Prepared, LaunchNotes]()
-        self._now: Prepared | None = None
+    def __init__(self, found: KernelSpans, times: CommandTimes):
+        self._found, self._times = found, times
+        self._step = 0
 
     def of(self, prepared: Prepared) -> Prepared:
-        twin = self._twins.get(prepared)
-        if twin is None:
-            self._twins[prepared] = twin = self._made(prepared)
-            self._notes_of[twin.prepared] = twin.notes
-        cell = prepared.binding.cell
-        if cell is not None:
-            twin.prepared.store_at(cell)
-        return twin.prepared
+        return self._times.of(prepared)
 
-    def _made(self, prepared: Prepared) -> _Twin:
-        engine, program = self._engine, prepared.program
-        notes = LaunchNotes(program, prepared.backends)
-        twin = engine.bound.again(prepared, notes)
-        notes.reset()
-        return _Twin(twin, notes)
+    def begin(self, step: int, work: Work, n_past: int) -> None:
+        self._step = step
 
     def head(self, prepared: Prepared) -> Iterable[Issue]:
-        if self._now is not None:  # that step ended with an error: what it noted is no step's
-            self._synchronize()
-            self._notes_of[self._now].reset()
-        self._now = prepared  # not in `of`, which a coming step asks before this one ends
-        return prepared.head
+        self._times.begin_step(prepared)
+        for number, call in enumerate(prepared.head):
+            begun = self._times.before(prepared, number)
+            yield call
+            self._times.after(prepared, self._step, number, begun)
 
     def end(self, waited: bool) -> None:
-        prepared, self._now = self._now, None
-        assert prepared is not None, "a step that ends has begun"
-        self._synchronize()
-        notes, step = self._notes_of[prepared], len(self._found.steps)
-        try:
-            noted = notes.read()
-        finally:
-            notes.reset()
-        self._found.steps.append([self._span(prepared, step, one) for one in noted])
-        self._found.n_silent.append(notes.n_silent)
-
-    def _synchronize(self) -> None:
-        for backend in self._engine.backends:
-            backend.synchronize()
-
-    def _span(self, prepared: Prepared, step: int, noted: NotedSpan) -> Span:
-        kernel = noted.kernel
-        name, args = described(prepared, kernel.number, step, kernel.part)
-        ahead = self._ahead_ns[kernel.command.stream.backend]
-        args |= {"kind": kernel.command.kind, "kernel": kernel.function}
-        times = noted.begin_ns + ahead, noted.end_ns + ahead
-        return Span(name, "device", args.pop("on"), *times, args)
-
-    def close(self, found: KernelSpans) -> None:
-        """`found` is full; nothing is queued any more."""
-        for notes in self._notes_of.values():
-            notes.free()
+        spans = [span_of(time) for time in self._times.read(len(self._found.steps), waited)]
+        launches = [span for span in spans if span.args["kind"] == c.Launch.kind]
+        steps: dict[int, list[Span]] = {}
+        for span in launches:
+            steps.setdefault(span.args["step"], []).append(span)
+        for _, of_step in sorted(steps.items()):
+            self._found.steps.append(sorted(of_step, key=number_of))
+            self._found.n_silent.append(self._times.n_silent)
 
 
 def number_of(span: Span) -> tuple[int, int]:

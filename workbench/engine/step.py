@@ -150,6 +150,7 @@ class Issuer:
     turn: which copy of the rings the next step takes (`program/layout.py`). Without results behind,
         it is the turn of the step under way until that ends.
     recorder: collects the spans of steps; None for nothing.
+    alone: as `look` has it.
     """
 
     def __init__(
@@ -170,11 +171,15 @@ class Issuer:
         self._under_way: deque[Pending] = deque()  # oldest first
         self.n_steps = self.n_untraced = self.turn = 0
         self.recorder: Recorder | None = None
+        self.alone = False
         self._watch_of: Callable[[int], Watch]
 
-    def look(self, recorder: Recorder | None, watch_of: Callable[[int], Watch]) -> None:
-        """Chooses who looks on from the next step on. watch_of: the watch of step number n."""
-        self.recorder, self._watch_of = recorder, watch_of
+    def look(
+        self, recorder: Recorder | None, watch_of: Callable[[int], Watch], alone: bool = False
+    ) -> None:
+        """Chooses who looks on from the next step on. watch_of: the watch of step number n. alone:
+        no other step is made or launched while one is under way."""
+        self.recorder, self._watch_of, self.alone = recorder, watch_of, alone
 
     # programs ---------------------------------------------------------------------------------
 
@@ -231,8 +236,8 @@ class Issuer:
 
     @property
     def _most(self) -> int:
-        """Steps that may be under way. A trace looks at one at a time."""
-        return 1 if self.recorder is not None else self._ordering.result_ring
+        """Steps that may be under way."""
+        return 1 if self.alone else self._ordering.result_ring
 
     @property
     def is_ahead(self) -> bool:
@@ -252,7 +257,7 @@ class Issuer:
     def begin(self, work: Work, n_past: int) -> Watch:
         """The watch of the step that begins. n_past: cells in use."""
         watch = self._watch_of(self.n_steps)
-        if self.recorder is not None:  # its marks would come after a plan that is launched ahead
+        if self.alone:  # its marks would come after a plan that is launched ahead
             self.release()
         watch.begin(self.n_steps, work, n_past)
         return watch
@@ -407,10 +412,10 @@ class Steps:
 
     def look_ahead(self, now: NextStep) -> int:
         """Makes ready what can be known of a step like the one under way; the ns it took. Only its
-        inputs are made where a recorder looks on: its marks would come after a launch."""
+        inputs are made where a watch looks at a step alone: its marks would come after a launch."""
         start = now_ns()
         self.batches.look_ahead(now.work, now.batch.shape.draws)
-        self._coming = None if self._issuer.recorder is not None else self._following(now)
+        self._coming = None if self._issuer.alone else self._following(now)
         return now_ns() - start
 
     def _following(self, now: NextStep) -> NextStep | None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
-from workbench.backend.base import NO_PART, Backend, Captured, Issue
+from workbench.backend.base import Issue
 from workbench.backend.issue import Prepared
 from workbench.engine.batch import Batch, Work, n_tokens
+from workbench.engine.command_times import ByMarks, CommandTime
 from workbench.program import commands as c
-from workbench.trace.spans import LOGITS_WAIT, Recorder, now_ns
+from workbench.trace.spans import LOGITS_WAIT, Recorder, Span, now_ns
 
 
 class Watch:
@@ -23,6 +24,7 @@ class Watch:
 
     counts = True  # the engine's counters include the step's phases
     looks_at_batches = False  # whether it is told of the step's inputs
+    alone = False  # whether no other step is to be made or launched while one is under way
 
     def of(self, prepared: Prepared) -> Prepared:
         """What is issued for a program: itself, or the same with something to watch it by."""
@@ -74,18 +76,6 @@ class Watch:
 PLAIN = Watch()
 
 
-class _Ran(NamedTuple):
-    """What a device was asked in one call. plan: what it replayed, in launch number `launch`."""
-
-    prepared: Prepared
-    step: int
-    number: int
-    begin: Any
-    end: Any
-    plan: Captured | None
-    launch: int
-
-
 class Trace(Watch):
     """Spans of a recorder: of the step, its splits and commands on the host, and of the commands on
     devices."""
@@ -96,7 +86,7 @@ class Trace(Watch):
         self._recorder = recorder
         self._step = 0
         self._span: AbstractContextManager[None] = nullcontext()
-        self._marks: list[_Ran] = []  # of steps not waited for, too
+        self._times = ByMarks()
 
     def begin(self, step: int, work: Work, n_past: int) -> None:
         self._step = step
@@ -107,21 +97,11 @@ class Trace(Watch):
 
     def end(self, waited: bool) -> None:
         self.fail()
-        if waited:
-            # only now: reading the devices' clocks takes time that is not the step's
-            marks, self._marks = self._marks, []
-            self._await(marks)
-            for ran in marks:
-                self._device_spans(ran)
-
-    def _await(self, marks: Iterable[_Ran]) -> None:
-        """Until the marks are passed. Where a plan tells of its end, the host may have gone on
-        before that."""
-        told = (ran for ran in marks if ran.prepared.ahead is not None)
-        commands = ((ran.prepared, ran.prepared.program.commands[ran.number]) for ran in told)
-        for device in {device_of(prepared, command) for prepared, command in commands}:
-            assert device is not None
-            device.synchronize()
+        for time in self._times.read(self._step, waited):  # only now: it is no part of the step
+            span = span_of(time)
+            self._recorder.add(
+                span.name, span.category, span.lane, span.start_ns, span.end_ns, **span.args
+            )
 
     def fail(self) -> None:
         self._span.__exit__(None, None, None)
@@ -149,20 +129,17 @@ class Trace(Watch):
                     None if split == c.RESULT else recorder.begin(split_name(prepared, split))
                 )
             name, args = described(prepared, number, step)
-            device = device_of(prepared, command) if recorder.marks else None
-            stream = command.stream
-            begin = device.mark(stream.id) if device and stream else None
+            marks = recorder.marks
+            begun = self._times.before(prepared, number) if marks else None
             handle = recorder.begin(name)
             start = now_ns()
             yield call
             recorder.end(handle, name, command.kind, start, args)
-            plan = None
             if isinstance(command, c.Replay):
                 plan = prepared.replayed(number)
                 recorder.replayed(step, number, None if plan is None else plan.nodes)
-            if device and stream:
-                end, launch = device.mark(stream.id), 0 if plan is None else plan.launches - 1
-                self._marks.append(_Ran(prepared, step, number, begin, end, plan, launch))
+            if marks:
+                self._times.after(prepared, step, number, begun)
         self._end_split(prepared, split, split_handle, split_start)
 
     def _end_split(self, prepared: Prepared, split: int, handle: Any, start: int) -> None:
@@ -171,24 +148,6 @@ class Trace(Watch):
             backend = program.backends[program.splits[split]]
             args = {"step": self._step, "split": split, "backend": backend}
             self._recorder.end(handle, split_name(prepared, split), "split", start, args)
-
-    def _device_spans(self, ran: _Ran) -> None:
-        """A span of the command; of a plan one for each of its parts, where the device knows."""
-        prepared, number = ran.prepared, ran.number
-        command = prepared.program.commands[number]
-        found: list[tuple[int | None, tuple[int, int]]] = []
-        if ran.plan is not None:
-            found += zip(ran.plan.nodes, ran.plan.spans(ran.launch), strict=False)
-        if not found:
-            device = device_of(prepared, command)
-            assert device is not None
-            found = [(None, device.resolve(ran.begin, ran.end))]
-        for part, times in found:
-            if part == NO_PART:
-                continue
-            name, args = described(prepared, number, ran.step, part)
-            kind = _command_at(prepared, number, part).kind
-            self._recorder.add(name, "device", args.pop("on"), *times, kind=kind, **args)
 
 
 class Untraced(Watch):
@@ -292,9 +251,10 @@ def _lane(prepared: Prepared, stream: c.Stream) -> str:
     return f"{prepared.backends[stream.backend].name} stream {stream.id}"
 
 
-def device_of(prepared: Prepared, command: c.Command) -> Backend | None:
-    """The device that runs a copy or a launch later than the host issues it; None for others."""
-    if not isinstance(command, c.Copy | c.Launch | c.Replay):
-        return None
-    backend = prepared.backends[command.stream.backend]
-    return None if backend.capabilities.synchronous else backend
+def span_of(time: CommandTime) -> Span:
+    """The span of a command on its device."""
+    name, args = described(time.prepared, time.number, time.step, time.part)
+    args["kind"] = _command_at(time.prepared, time.number, time.part).kind
+    if time.kernel is not None:
+        args["kernel"] = time.kernel
+    return Span(name, "device", args.pop("on"), time.begin_ns, time.end_ns, args)
