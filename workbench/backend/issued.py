@@ -89,7 +89,7 @@ EMPTY: Block = Words([], ())
 class Issued:
     """One command, ready to be issued as often as wanted.
 
-    call: issues it, in an executor's loop. same: what makes two commands the same work, apart from
+    call: issues it. same: what makes two commands the same work, apart from
     arguments (function, grid, shapes, strides, parameters of the op). block: the arguments, which
     `call` reads when it runs. parts: each kernel of a launch of several.
     """
