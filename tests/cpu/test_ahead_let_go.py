@@ -15,11 +15,11 @@ import pytest
 
 import workbench as wb
 from tests.profiles import share
+from workbench.backend import plan
 from workbench.backend.bind import Binding
 from workbench.backend.gate import RAN, Gate
 from workbench.backend.issued import Issued
 from workbench.bench.workload import draw_tokens, parse, take_sample
-from workbench.engine import step
 from workbench.program import commands as c
 from workbench.trace.spans import Recorder
 
@@ -53,7 +53,7 @@ class Device:
         self.engine: Any = None
         self.late: list[str] = []
         self.asked = 0
-        monkeypatch.setattr(step, "Gate", partial(Gate, limit_ns=MINUTE_NS))
+        monkeypatch.setattr(plan, "Gate", partial(Gate, limit_ns=MINUTE_NS))
         issued, queue = Binding.issued, Gate._queue
 
         def looked_at(binding: Binding, command: c.Command) -> Issued:

@@ -16,7 +16,6 @@ from workbench.bench.answers import compare
 from workbench.config import Toggles
 from workbench.engine.phases import PHASES, Phases
 from workbench.engine.reuse import REDO, Key
-from workbench.engine.watch import PLAIN
 from workbench.errors import UsageError
 from workbench.graph.ir import I32, Input
 from workbench.model.inputs import INPUTS, MASK, POSITIONS
@@ -414,7 +413,7 @@ def test_inputs_of_another_shape_are_refused_before_anything_is_issued(base, nam
             with pytest.raises(
                 UsageError, match=rf"input {name} is \[.*\] where its program has \["
             ):
-                prepared.run(batch.values | {name: other}, PLAIN)
+                prepared.run(batch.values | {name: other}, prepared.head)
         assert engine.counters["plans_replayed"] == counts["plans_replayed"]
         found += [engine.step([token]) for token in TOKENS[3:6]]
         assert np.array_equal(found, wanted)

@@ -15,6 +15,7 @@ from workbench.config import EngineConfig, Toggles
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.nvtx_ranges import OFF
 from workbench.engine.padding import as_they_are
+from workbench.engine.rehearsal import Rehearsal
 from workbench.progress import HIDDEN
 
 N_VOCAB = 50
@@ -73,8 +74,7 @@ class FakeEngine:
         self.chosen = "as given"
         self.config = EngineConfig(n_ctx=n_ctx, n_ubatch=16)
         self.cache = KVCache(n_ctx, 16)
-        self.steps = SimpleNamespace(batches=SimpleNamespace(sizes=as_they_are))
-        self._made = SimpleNamespace(nodes_of=lambda shape: [])
+        self.rehearsal = Rehearsal(self.cache, as_they_are, self.config.n_ubatch)
         self.ns_of = ns_of or (lambda toggles, n_tokens, nth: 1_000_000 * n_tokens)
         self.wrong = wrong or {}
         self.shared = shared or SimpleNamespace(steps=0, variants=[], stop_at=None, error=None)
@@ -110,6 +110,9 @@ class FakeEngine:
 
     def reset(self):
         self.live = []
+
+    def make_ready(self, shapes):
+        """Nothing is compiled."""
 
     def step(self, tokens, outputs="last"):
         shared = self.shared

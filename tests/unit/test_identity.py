@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given
@@ -74,15 +75,15 @@ def test_a_look_is_what_the_work_is_now(data):
     """Whatever is patched between looks, if the uid says so: one of its own, or 0."""
     described = data.draw(parts())
     work = work_of(described, data.draw(st.sampled_from(KINDS)), uid=1)
-    landing, uid = 0, 1
-    work.landing = lambda: landing
+    landing, uid = SimpleNamespace(now=0), 1
+    work.landings = (landing,)
     n = len(described)
     work.moves = (
         tuple(data.draw(st.sets(st.integers(0, n - 1)))) if data.draw(st.booleans()) else ()
     )
     for _ in range(data.draw(st.integers(1, 12))):
         if data.draw(st.booleans()):
-            landing = data.draw(st.integers(0, 2))
+            landing.now = data.draw(st.integers(0, 2))
         if data.draw(st.booleans()):
             part = data.draw(st.sampled_from(work.moves or range(n)))
             leaves = work.parts[part].parts or (work.parts[part],)
@@ -106,11 +107,14 @@ def test_a_uid_that_stays_is_not_looked_at_again():
 
 
 def test_another_landing_is_looked_at_and_shares_what_cannot_differ():
-    work, now = work_of([[("a", [1, 2, 3])], [("b", [4, 5, 6])]], "words", uid=5), 0
-    work.landing = lambda: now
+    work, landing = (
+        work_of([[("a", [1, 2, 3])], [("b", [4, 5, 6])]], "words", uid=5),
+        SimpleNamespace(now=0),
+    )
+    work.landings = (landing,)
     first = work.identity
-    now, work.parts[1].block[2] = 1, 7
+    landing.now, work.parts[1].block[2] = 1, 7
     second = work.identity
     assert changed(first, second) == [1] and second.same is first.same
-    now = 0
+    landing.now = 0
     assert work.identity is first

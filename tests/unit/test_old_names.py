@@ -13,7 +13,7 @@ from data.measure import first_tables, http_tables, random_tables
 from data.measure.attention_tables import AttentionRun
 from data.measure.batched_tables import BatchedRun
 from tests.profiles import share
-from workbench.backend import ahead, plan
+from workbench.backend import gate, plan
 from workbench.bench import gaps, kernel_bench, results
 from workbench.bench.comparison import AB
 from workbench.bench.old_names import RENAMED, Renamed, in_todays_words
@@ -24,7 +24,7 @@ from workbench.serve.bench import load_served
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("**/run.json"))
-PLAN_COUNTERS = {*plan.COUNTS, *ahead.COUNTS}
+PLAN_COUNTERS = {*plan.COUNTS, *gate.COUNTS}
 PHASE_COUNTERS = {f"{phase}_n" for phase in PHASES}
 COUNTERS = {
     "steps", "programs_built", "programs_reused", "graph_ns", "split_ns", "layout_ns", "lower_ns",

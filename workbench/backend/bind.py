@@ -28,7 +28,7 @@ from workbench.program.first_cell import CELL, is_view
 _UIDS = count(1)  # 0 is nobody's
 
 
-class Launches:
+class Launching:
     """How the launches of a program are asked for: as they are. `LaunchNotes` asks for kernels that
     note when they ran, and `StepStamps` adds stamps to the first launch and to the last."""
 
@@ -148,7 +148,7 @@ class Binding:
         backends: Sequence[Backend],
         memory: Mapping[cmd.Buffer, Memory],
         events: dict[str, Any],
-        launches: Launches,
+        launches: Launching,
         gate: Gate | None = None,
     ):
         self.values: dict[str, np.ndarray] = {}

@@ -1,7 +1,7 @@
 """A program bound to addresses: one call for each of its commands, first to last.
 
 Binding makes of a command what the host does at once (a write, a read, a wait of the host), or what
-a device is asked (`Issued`). What issues the latter is chosen here, once, when the program is
+a device is asked (`Issued`). What issues an `Issued` is chosen here, once, when the program is
 bound. It is a `Call`:
 
     eager      the command's own call; of a plan, its parts one by one
@@ -22,7 +22,7 @@ import numpy as np
 
 from workbench.backend.ahead import number_ahead
 from workbench.backend.base import Backend, Captured, Issue, Memory
-from workbench.backend.bind import Binding, Launches
+from workbench.backend.bind import Binding, Launching
 from workbench.backend.gate import Gate
 from workbench.backend.issued import Issued, Plannable, in_order
 from workbench.backend.plan import Gated, Plans
@@ -65,7 +65,7 @@ class Prepared:
         events: dict[str, Any] | None = None,
         plans: Plans | None = None,
         gate: Gate | None = None,
-        launches: Launches | None = None,
+        launches: Launching | None = None,
         late: Collection[str] = (),
     ):
         """events: as `Binding` has them. plans: of the engine; None issues every command by a call
@@ -77,7 +77,7 @@ class Prepared:
         self._attach = backends[-1].attach
         self._attach()
         known = {} if events is None else events
-        self.launches = launches or Launches()
+        self.launches = launches or Launching()
         self.binding = Binding(program, backends, memory, known, self.launches, gate)
         self.issued: dict[int, Issued] = {}
         self._calls: dict[int, Call] = {}  # of plans

@@ -22,7 +22,7 @@ import numpy as np
 
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Backend, Memory
-from workbench.backend.bind import Launches
+from workbench.backend.bind import Launching
 from workbench.backend.issued import Issued
 from workbench.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM, Launch, Program, Replay, Space
@@ -50,7 +50,7 @@ class NotedSpan(NamedTuple):
     end_ns: int
 
 
-class LaunchNotes(Launches):
+class LaunchNotes(Launching):
     """The notes of one program on its backends. Gone when nobody holds it, or with `free`.
 
     kernels: all that note, in the order of their launches. n_silent: kernels of libraries, which
@@ -98,7 +98,7 @@ class LaunchNotes(Launches):
         unwritten.array[:] = 0xFF
 
     def launch(self, backend: Backend, c: Launch, address_of: AddressOf, scratch: int) -> Issued:
-        """See `Launches`."""
+        """See `Launching`."""
         memory = self._device.get(c.stream.backend)
         if memory is None or not backend.note_bytes:
             return super().launch(backend, c, address_of, scratch)

@@ -45,7 +45,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from workbench.backend import ahead
-from workbench.backend.base import Captured
+from workbench.backend.base import Backend, Captured
+from workbench.backend.gate import COUNTS as GATE_COUNTS
 from workbench.backend.gate import Gate
 from workbench.backend.issued import Identity, Plannable, changed
 from workbench.backend.landing import landing_in
@@ -478,6 +479,14 @@ class Plans:
 def plans_of(toggles: Toggles) -> Plans:
     """What an engine with these toggles has."""
     return Plans(None if toggles.plans == PlanRule.OFF else Policy.of(toggles))
+
+
+def gate_of(toggles: Toggles, device: Backend, plans: Plans) -> Callable[[], Gate] | None:
+    """What makes the gate of an engine that launches ahead, on its device; None where none does."""
+    if toggles.launch_ahead != LaunchAhead.ON:
+        return None
+    plans.counts.update(dict.fromkeys(GATE_COUNTS, 0))
+    return partial(Gate, device, plans.counts, by_word=toggles.plan_end == PlanEnd.WORD)
 
 
 def check_ahead(toggles: Toggles, ordering: Ordering, n_devices: int = 1) -> None:

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workbench.backend.base import Backend, Issue
-from workbench.backend.bind import Launches
+from workbench.backend.bind import Launching
 from workbench.backend.issued import Issued, together
 from workbench.errors import UsageError
 from workbench.program import commands as c
@@ -122,8 +122,8 @@ class StampRing:
 
 
 class StepPairs(NamedTuple):
-    """The pairs that tell of one step: its begin is that of `first`, its end that of `last`. Each a
-    ring, and the number of a pair in it."""
+    """The pairs that tell of one step: it begins with pair `first` and ends with pair `last`. Each
+    is a ring, and the number of a pair in it."""
 
     first: tuple[StampRing, int]
     last: tuple[StampRing, int]
@@ -135,7 +135,7 @@ class StepPairs(NamedTuple):
         return one.pair(i)[0] + ahead_ns(one), other.pair(j)[1] + ahead_ns(other)
 
 
-class StepStamps(Launches):
+class StepStamps(Launching):
     """Stamps for a program: at its first launch on a device, and at its last.
 
     A launch of a plan counts if it is on the stream that the plan is launched on: other streams
@@ -155,7 +155,7 @@ class StepStamps(Launches):
             self._begins[last], self._ends[first] = self._last, self._first
 
     def around(self, command: c.Launch, issued: Issued) -> Issued:
-        """See `Launches`. The stamps of a plan are counted where the plan is queued."""
+        """See `Launching`. The stamps of a plan are counted where the plan is queued."""
         begin, end = self._begins.get(command), self._ends.get(command)
         before = [] if begin is None else [begin.stamp(is_end=False)]
         after = [] if end is None else [end.stamp(is_end=True)]
@@ -168,7 +168,7 @@ class StepStamps(Launches):
         return made
 
     def queue_of(self, plan: c.Replay) -> Callable[[Issue], None] | None:
-        """See `Launches`."""
+        """See `Launching`."""
         stamped = [launch for launch, of in self._plans.items() if of is plan]
         return self._queue(stamped) if stamped else None
 

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from workbench import progress
-from workbench.backend.bind import Launches
+from workbench.backend.bind import Launching
 from workbench.backend.issue import Prepared
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.loaded import Loaded, kind
@@ -55,7 +55,7 @@ class BoundPrograms:
         memory = self._residents.memory | self.workspace.bind(program)
         return self._issuer.prepare(program, self._loaded.backends, memory, self.events)
 
-    def again(self, prepared: Prepared, launches: Launches) -> Prepared:
+    def again(self, prepared: Prepared, launches: Launching) -> Prepared:
         """The same program on the same memory, whose launches are asked for in another way."""
         memory, backends = prepared.binding.memory, self._loaded.backends
         return self._issuer.prepare(prepared.program, backends, memory, self.events, launches)

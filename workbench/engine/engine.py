@@ -416,7 +416,7 @@ class Engine:
 
     @property
     def backends(self) -> list[Backend]:
-        """The host's, and those of its devices."""
+        """The host's backend, and one for each device."""
         return self._open.backends
 
     @property

@@ -25,19 +25,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from workbench.backend import gate
 from workbench.backend.base import Backend, Memory
-from workbench.backend.bind import Launches
+from workbench.backend.bind import Launching
 from workbench.backend.gate import Gate
 from workbench.backend.issue import Prepared
-from workbench.backend.plan import Plans, plans_of
+from workbench.backend.plan import Plans, gate_of, plans_of
 from workbench.backend.stamps import StampRings, StepStamps
-from workbench.choices import LaunchAhead, PlanEnd
 from workbench.engine.batch import Batch, Work, copy_batch, shift_batch
 from workbench.engine.batches import Batches
 from workbench.engine.kv_cache import KVCache
@@ -189,7 +186,7 @@ class Issuer:
         backends: Sequence[Backend],
         memory: Mapping[Buffer, Memory],
         events: dict[str, Any],
-        launches: Launches | None = None,
+        launches: Launching | None = None,
     ) -> Prepared:
         """The program bound to addresses, as `Prepared` has it. launches: how its launches are
         asked for, if not as they are."""
@@ -348,13 +345,9 @@ class Issuer:
 
 def issuer_of(have: Chosen, loaded: Loaded, counts: PhaseCounts) -> Issuer:
     """What issues the steps of an engine with these toggles."""
-    toggles, plans = have.toggles, plans_of(have.toggles)
-    by_word = toggles.plan_end == PlanEnd.WORD
-    gate_of = partial(Gate, loaded.backend, plans.counts, by_word=by_word)
-    is_ahead = toggles.launch_ahead == LaunchAhead.ON
-    if is_ahead:
-        plans.counts.update(dict.fromkeys(gate.COUNTS, 0))
-    return Issuer(plans, gate_of if is_ahead else None, have.ordering, counts, loaded.model.n_vocab)
+    plans = plans_of(have.toggles)
+    gate = gate_of(have.toggles, loaded.backend, plans)
+    return Issuer(plans, gate, have.ordering, counts, loaded.model.n_vocab)
 
 
 class Steps:
