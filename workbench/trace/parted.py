@@ -30,10 +30,10 @@ from workbench.trace.activity import (
     MEMSET,
     Activity,
     Want,
+    describe,
     differs,
     fits,
     named,
-    words,
 )
 
 Wanted = Sequence[Sequence[Want]]  # of each part, what the device does for it
@@ -221,6 +221,6 @@ def _walk(
                     break
         if at == first:
             there = rows[at] if at < len(rows) else "nothing"
-            return f"part {part}: {there} instead of {words(want)}"
+            return f"part {part}: {there} instead of {describe(want)}"
         owner.update(dict.fromkeys(rows[first:at], part))
     return f"{len(rows) - at} records too many" if at < len(rows) else ""
