@@ -127,8 +127,8 @@ def circles(graph: Mapping[str, Collection[str]]) -> list[set[str]]:
     return [set(circle) for circle in sorted(tied, key=sorted)]
 
 
-# Circles that are being untied, without `workbench.`. The list only shrinks: a circle that is gone is
-# taken out here, and none is added. It is empty when launching and serving have one design each.
+# Circles that are being untied, without `workbench.`. The list only shrinks: a circle that is gone
+# is taken out here, and none is added. It is empty when launching and serving have one design each.
 KNOWN_CIRCLES = [
     {"backend.ahead", "backend.issue", "backend.no_plans", "backend.plan", "backend.stamps"},
     {"backend.identity", "backend.issued"},

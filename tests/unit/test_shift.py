@@ -16,9 +16,9 @@ from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, F32, I32, Q8_0, Kind, StepShape, Tensor
+from workbench.model.cache_graphs import shift_graph
 from workbench.model.decoder import Model, build_graph
 from workbench.model.inputs import DELTAS
-from workbench.model.shift import shift_graph
 from workbench.program.commands import DEVICE, HOST, Buffer, Launch, Range, Space
 from workbench.program.layout import Target, lay_out
 from workbench.program.lower import lower

@@ -196,8 +196,8 @@ _Stretch = tuple[Buffer, int, int]  # offset, bytes
 
 
 def _disputed(acts: StepActs, racing: _Racing) -> dict[_Stretch, tuple[str, bool]]:
-    """The bytes that two commands, in host order, dispute: kind and may of each stretch. Where both
-    write is told before where one reads, what is sure before what may be."""
+    """The bytes that two commands, in host order, dispute: kind and may of each stretch. Bytes that
+    both write come before bytes that one reads, and certain races before possible ones."""
     first = acts.at(racing.first_step, racing.first).command
     second = acts.at(racing.second_step, racing.second).command
     vague_first, vague_second = _vague(first), _vague(second)
