@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
-from workbench.program.check_cycle.hazards import check_cycle
 
 from workbench.bench.overlap import RESOLVED_TICKS, measure_overlap
 from workbench.config import Toggles
@@ -18,6 +17,7 @@ from workbench.graph.forks import Branches, chained, interleaved
 from workbench.graph.lifetimes import Lifetime, overwritten
 from workbench.graph.lifetimes import lifetimes as lifetimes_of
 from workbench.program.branches import forked
+from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import DEVICE, Launch, Wait, compute_stream
 from workbench.program.split import split
 

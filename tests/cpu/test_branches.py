@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from workbench.program.check_cycle.hazards import check_cycle
 
 import workbench as wb
 from tests.oracles.adversary import search
 from tests.profiles import share
 from workbench.errors import DeviceError, UsageError
+from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import Launch, Record, Wait
 
 MODELS = [("tiny-llama", "Q8_0"), ("tiny-llama-bias", "F32"), ("tiny-qwen3", "Q8_0")]

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from workbench.program.check_cycle.hazards import check_cycle
 
 import workbench as wb
 from tests.gates import hold
 from tests.orderings import PLACED
+from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import (
     COPY_STREAM,
     Copy,

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from workbench.program.check_cycle.hazards import check_cycle
 
 import workbench as wb
 from tests.gates import hold
 from tests.oracles.adversary import SEEDS, Adversary
 from workbench.graph import arena
+from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import Launch, Program
 
 SOURCE, WRITER, READER, OTHER = "attn_norm-0 (w)", "Kcur_rope-0", "Vcur-0", "Qcur-0"

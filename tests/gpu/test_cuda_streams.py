@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from workbench.program.check_cycle.hazards import check_cycle
 
 import workbench as wb
 from tests.cpu.test_branches import FUSED, KEPT, SETTINGS, STEP, serial
@@ -19,6 +18,7 @@ from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.graphs import CudaGraph
 from workbench.backend.cuda.kernel import Kernel
 from workbench.backend.issued import Issued
+from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import Space, compute_stream
 
 pytestmark = pytest.mark.gpu

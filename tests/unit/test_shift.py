@@ -6,7 +6,6 @@ from typing import cast
 
 import numpy as np
 import pytest
-from workbench.program.check_cycle.hazards import check_cycle
 
 from tests.graphs import Decoder, topology_key
 from tests.planned import SCOPES, only_adds_order
@@ -19,6 +18,7 @@ from workbench.graph.ir import F16, F32, I32, Q8_0, Kind, StepShape, Tensor
 from workbench.model.cache_graphs import shift_graph
 from workbench.model.decoder import Model, build_graph
 from workbench.model.inputs import DELTAS
+from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import DEVICE, HOST, Buffer, Launch, Range, Space
 from workbench.program.layout import Target, lay_out
 from workbench.program.lower import lower

@@ -145,8 +145,8 @@ class WaitTrials:
         return [w for w in waits if self._changed(self._whole, w, self._states) is not None]
 
     def together(self, waits: Sequence[Spot]) -> list[Spot]:
-        """Waits that exclude every race which all waits exclude, and of which none can be removed.
-        Found by removing waits one at a time, and keeping each that excludes such a race."""
+        """Waits that exclude every race which all waits exclude, and not a wait more. Found by
+        removing waits one at a time, and keeping each that excludes such a race."""
         left, states, kept = self._whole.copy(), self._states.copy(), []
         for wait in waits:
             changed = self._changed(left, wait, states)
