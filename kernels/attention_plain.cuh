@@ -172,8 +172,9 @@ DEVICE void store_column(const Call& c, const Group& own, const Segment& s, int 
     if (col == 0) entry.parts[row] = make_float2(most, weight);
 }
 
-// One group a block of COMBINE_THREADS threads: merges what its blocks have left.
 constexpr int COMBINE_THREADS = 128;
+
+// Merges what the blocks of a group have left in scratch.
 DEVICE void combine(const Call& c) {
     const int group = int(blockIdx.x), n = n_entries(c, group);
     const Group own = group_of(c, group);
@@ -191,4 +192,16 @@ DEVICE void combine(const Call& c) {
         }
         store_result(c, own, row, col, sum, top, weight);
     }
+}
+
+// The second launch, where several blocks share a group. Grid: a block for each group. Block:
+// COMBINE_THREADS threads.
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
+    attention_combine(float* dst, float* scratch, const int* regions, const float* sinks,
+                      i64 n_tokens, i64 n_head, i64 n_head_kv, i64 n_kv, i64 n_regions, i64 least,
+                      i64 most, i64 groups, i64 entries, i64 piece) {
+    pdl_trigger();
+    pdl_wait();
+    combine({dst, nullptr, nullptr, scratch, {regions, nullptr, sinks, n_regions, least, most},
+             n_tokens, n_head, n_head_kv, n_kv, groups, entries, piece, 0.f});
 }

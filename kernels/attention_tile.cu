@@ -217,14 +217,3 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     n_tokens, n_head, n_head_kv, n_kv, groups, entries, piece, scale};
     each_segment(c, [&](const Segment& s) { compute(c, s, k, v); });
 }
-
-// Behind it, where several blocks share a group: a block for each.
-extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-    attention_combine(float* dst, float* scratch, const int* regions, const float* sinks,
-                      i64 n_tokens, i64 n_head, i64 n_head_kv, i64 n_kv, i64 n_regions, i64 least,
-                      i64 most, i64 groups, i64 entries, i64 piece) {
-    pdl_trigger();
-    pdl_wait();
-    combine({dst, nullptr, nullptr, scratch, {regions, nullptr, sinks, n_regions, least, most},
-             n_tokens, n_head, n_head_kv, n_kv, groups, entries, piece, 0.f});
-}

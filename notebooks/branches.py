@@ -17,10 +17,9 @@ from workbench.graph.forks import Branches, chained, interleaved
 from workbench.graph.lifetimes import Lifetime, overwritten
 from workbench.graph.lifetimes import lifetimes as lifetimes_of
 from workbench.program.branches import forked
-from workbench.program.check.hazards import check
-from workbench.program.commands import DEVICE, Launch, Wait
+from workbench.program.check.hazards import check_cycle
+from workbench.program.commands import DEVICE, Launch, Wait, compute_stream
 from workbench.program.split import split
-from workbench.program.streams import compute_stream
 
 LIFETIMES = tuple(Toggles.values("lifetimes"))
 NONE = "none"
@@ -148,7 +147,7 @@ def lifetimes_table(unsafe: Any, toggles: Toggles) -> pd.DataFrame:
         found = step.layout(value)
         pairs = overwritten(found, step.branches)
         with unsafe.variant(toggles.switched("lifetimes", value)) as side:
-            races = check([side.program()]).n_races
+            races = check_cycle([side.program()]).n_races
         dropped = {}
         for how in ("writes", "all"):
             both = toggles.switched("lifetimes", value).switched("validate", how)

@@ -61,7 +61,7 @@ def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[
     missing between the first pair; where nothing races, which waits are enough.
     """
     for (ordering, run), cycle in cycles.items():
-        found = hazards.check(cycle)
+        found = hazards.check_cycle(cycle)
         kept = [_waited_for(found, wait) for wait in found.sufficient]
         yield {
             "ordering": ordering,

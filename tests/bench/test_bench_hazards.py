@@ -13,7 +13,7 @@ import pytest
 from tests.graphs import Decoder
 from workbench.graph.ir import F32, Q4_0, Kind, StepShape, Tensor
 from workbench.graph.ops import make
-from workbench.program.check.hazards import apart, check, races
+from workbench.program.check.hazards import apart, check_cycle, races
 from workbench.program.commands import (
     DEVICE,
     HOST,
@@ -124,7 +124,7 @@ def test_commands_all_different(benchmark, share):
 
 def test_all_of_a_decode(benchmark, decode):
     """Races, and of every wait whether it can go."""
-    found = benchmark(check, [decode])
+    found = benchmark(check_cycle, [decode])
     assert found.safe and len(found.superfluous) == 11
 
 
@@ -136,7 +136,7 @@ def test_all_of_a_thousand_decoded_tokens(benchmark, decoded, apart_from_another
     cycle = [decoded[i * len(decoded) // n] for i in range(n)]
     if apart_from_another:
         cycle = apart(cycle)
-    found = benchmark.pedantic(check, (cycle,), rounds=1)
+    found = benchmark.pedantic(check_cycle, (cycle,), rounds=1)
     assert found.safe and len(found.waits) == 13 * (n if apart_from_another else len(decoded))
 
 

@@ -9,7 +9,7 @@ import workbench as wb
 from tests.oracles.adversary import search
 from tests.profiles import share
 from workbench.errors import DeviceError, UsageError
-from workbench.program.check.hazards import check
+from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import Launch, Record, Wait
 
 MODELS = [("tiny-llama", "Q8_0"), ("tiny-llama-bias", "F32"), ("tiny-qwen3", "Q8_0")]
@@ -71,7 +71,7 @@ def test_logits_are_those_of_one_stream_to_the_bit(engine, name, fusion):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_programs_with_branches_race_in_nothing(engine, name):
     with engine.variant(wb.Toggles(**KEPT | SETTINGS[name])) as one:
-        found = check(one.cycle(9, 2), one_order=True)
+        found = check_cycle(one.cycle(9, 2), one_order=True)
     assert found.safe, found.races[:1]
 
 

@@ -69,4 +69,4 @@ def test_nothing_races_that_does_not_with_copies(tiny_model, step_wait):
     with wb.Engine.load(
         tiny_model("tiny-llama", "Q8_0"), device="null", n_ctx=256, n_ubatch=8, toggles=toggles
     ) as prover:
-        assert hazards.check(prover.cycle(20, 3)).safe
+        assert hazards.check_cycle(prover.cycle(20, 3)).safe

@@ -29,9 +29,9 @@ def test_keys_without_effect_leave_every_bit_of_the_logits(tiny_model, tmp_path,
     plain, keys = logits(source), {}
     for key in KEYS:
         if key.use == Use.WITHOUT_EFFECT:
-            keys[key.of(architecture)] = SAMPLES[key.name].after[key.name]
+            keys[key.name_in(architecture)] = SAMPLES[key.name].after[key.name]
         elif key.neutral:
-            keys[key.of(architecture)] = key.neutral[0]
+            keys[key.name_in(architecture)] = key.neutral[0]
     assert len(keys) > 30
     path = edited(source, tmp_path / "m.gguf", keys=keys)
     with open_gguf(path) as file:

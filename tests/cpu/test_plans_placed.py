@@ -13,7 +13,7 @@ import pytest
 import workbench as wb
 from tests.gates import hold
 from tests.orderings import PLACED
-from workbench.program.check.hazards import check
+from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import (
     COPY_STREAM,
     Copy,
@@ -57,7 +57,7 @@ def test_captured_programs_are_safe_and_right_on_every_placement(placed, plans):
         assert np.array_equal(logits(engine), wanted)
         counts = engine.counters
         assert counts["plans_replayed"] >= engine.n_steps and not counts["plans_issued"]
-        assert check(engine.cycle(len(PROMPT), len(DECODED))).safe
+        assert check_cycle(engine.cycle(len(PROMPT), len(DECODED))).safe
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_copy_recorded_on_the_wrong_stream_is_found_and_gives_wrong_logits(
         whole = made.of
         if planted:
             monkeypatch.setattr(made, "of", lambda *a, **k: first_copy_elsewhere(whole(*a, **k)))
-        found = check(engine.programs(1))
+        found = check_cycle(engine.programs(1))
         gate = hold(engine.backend, COPY_STREAM)
         timer = threading.Timer(0.05, gate.open)
         timer.start()

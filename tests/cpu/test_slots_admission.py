@@ -15,7 +15,7 @@ from tests.served import APART, Told, alone, check_cells, go_on, ids, same, serv
 from workbench.config import Toggles
 from workbench.engine.asks import CANCELLED, LENGTH, TIMEOUT, Ask
 from workbench.engine.engine import Engine
-from workbench.engine.prefixes import LEAST_GAIN
+from workbench.engine.seats import LEAST_GAIN
 from workbench.engine.slots import Slots
 from workbench.errors import UsageError
 

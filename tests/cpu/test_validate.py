@@ -20,7 +20,7 @@ import workbench as wb
 from tests.gates import hold
 from tests.oracles.adversary import SEEDS, Adversary
 from workbench.graph import arena
-from workbench.program.check.hazards import check
+from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import Launch, Program
 
 SOURCE, WRITER, READER, OTHER = "attn_norm-0 (w)", "Kcur_rope-0", "Vcur-0", "Qcur-0"
@@ -85,7 +85,7 @@ def n_streams(program: Program) -> int:
 
 def test_the_checker_names_both_and_the_adversary_reads_it(engine, forced):
     with engine.variant(wb.Toggles(**STREAMS)) as one:
-        findings = check([one.program()])
+        findings = check_cycle([one.program()])
         named = {(r.first.command.label, r.second.command.label) for r in findings.races}
         assert named == {(READER, WRITER), (OTHER, WRITER)}
         assert {race.kind for race in findings.races} == {"read-write"}
@@ -127,7 +127,7 @@ def test_what_a_check_drops_runs_on_one_stream_and_is_right(engine, wanted, life
         engine.model.path, device="embedded", n_ctx=256, unsafe=True, toggles=wb.Toggles()
     ) as unsafe:
         with unsafe.variant(wb.Toggles(**toggles)) as one:
-            safe = check([one.program()]).safe
+            safe = check_cycle([one.program()]).safe
             assert safe or validate == "writes"
         if safe:
             np.testing.assert_array_equal(decoded(unsafe, toggles), wanted)

@@ -18,7 +18,7 @@ from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.graphs import CudaGraph
 from workbench.backend.cuda.kernel import Kernel
 from workbench.backend.issued import Issued
-from workbench.program.check.hazards import check
+from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import Space, compute_stream
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_logits_are_those_of_one_stream_to_the_bit(engine, name, fusion):
 @pytest.mark.parametrize("name", [*SETTINGS, *MORE])
 def test_programs_with_branches_race_in_nothing(engine, name):
     with engine.variant(wb.Toggles(**KEPT | (SETTINGS | MORE)[name])) as one:
-        assert check(one.cycle(9, 2), declared=engine.backend.begins_early).safe
+        assert check_cycle(one.cycle(9, 2), declared=engine.backend.begins_early).safe
 
 
 def test_a_captured_step_has_the_edges_of_its_branches(engine):

@@ -32,6 +32,7 @@ INSTRUCTIONS = {
     "mov.u64": "t = 0;",
 }
 ASSEMBLER = re.compile(r"\basm\b(?:\s+volatile)?\s*\(")
+INCLUDE = re.compile(r'^#include "(\S+)"', re.M)
 KERNEL = re.compile(r'extern "C" __global__[^;{]*?(\w+)\((?=[\w ]*\*)', re.S)
 
 
@@ -68,7 +69,8 @@ def library(
         r"extern __shared__ [^;]*\bmemory\[\];", "static u8* const memory = shared_memory;",
         texts[name],
     )  # fmt: skip
-    kernels = KERNEL.findall(texts[name]) + KERNEL.findall(texts.get("attention_plain.cuh", ""))
+    sources = [name, *INCLUDE.findall(texts[name])]
+    kernels = [kernel for source in sources for kernel in KERNEL.findall(texts[source])]
     entries = "\n".join(
         f'extern "C" void launch_{k}(const uint64_t* a, unsigned x, unsigned y, unsigned n, '
         f"unsigned seed) {{ on_host::launch({k}, a, x, y, n, seed); }}"

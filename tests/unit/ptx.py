@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from workbench.backend.cuda import nvrtc
+from workbench.backend.cuda.noting import NOTING, noting
 
 ARCH = "sm_90"  # the first that has the instruction
 WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
@@ -239,9 +240,11 @@ def arch_of(file: str) -> str:
 def compile_ptx(name: str, source: bytes, defines: Sequence[str] = ()) -> str:
     """PTX of a CUDA source that may include the headers of kernels/, kept on disk by content.
 
-    name: of a file of kernels/, or any other.
+    name: of a file of kernels/, or any other. With macro NOTING its kernels note when they ran.
     """
     headers, arch = nvrtc._headers(), arch_of(name)
+    if NOTING in defines:
+        source, headers = noting(source, headers)
     decides = repr((headers, nvrtc.OPTIONS, arch, nvrtc._nvrtc().nvrtcVersion(), defines, source))
     key = hashlib.sha256(decides.encode()).hexdigest()[:24]
     kept = nvrtc.cache_dir() / f"{name}-{arch}-{key}.ptx"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from workbench.graph.dependencies import dependencies
-from workbench.graph.forks import START, Branches, ordered
+from workbench.graph.forks import START, Branches, dependencies, ordered
 from workbench.graph.ir import F16, F32, I64, Kind, Node, Tensor
 from workbench.graph.ops import make
 

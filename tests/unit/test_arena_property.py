@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from tests.unit.random_branches import random_branches
 from workbench.graph.arena import ALL, ArenaLayout, FreeList, layout, visibility
-from workbench.graph.dependencies import dependencies
-from workbench.graph.forks import START, Branches, fork, interleaved, ordered, serial
+from workbench.graph.forks import START, Branches, dependencies, fork, interleaved, ordered, serial
 from workbench.graph.ir import ALIGN, F32, Kind, Node, Tensor
 from workbench.graph.lifetimes import BEFORE, least_bytes, lifetimes
 from workbench.graph.lifetimes import overwritten as overwritten_by_clocks

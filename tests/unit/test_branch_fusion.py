@@ -16,11 +16,9 @@ from tests.profiles import examples
 from tests.unit.test_fuse import ALL, MODELS, TYPES, check_fused, check_memory
 from workbench.choices import BranchFusion, Fork
 from workbench.graph.branch_fusion import branch_numbers, fused
-from workbench.graph.dependencies import dependencies
-from workbench.graph.forks import MOST_STREAMS, fork
+from workbench.graph.forks import COSTS, MOST_STREAMS, Costs, dependencies, estimate_us, fork
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import BF16, F16, Q4_0, Q4_K, Q8_0, Graph, Node
-from workbench.graph.schedule import COSTS, Costs, estimate_us
 
 RULES = [str(rule) for rule in Fork]
 JOINED, INSIDE, AUTO = BranchFusion.JOINED, BranchFusion.INSIDE, BranchFusion.AUTO

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from tests.profiles import examples
 from tests.unit.random_branches import random_branches
-from workbench.graph.dependencies import dependencies
-from workbench.graph.forks import Branches, ordered, serial
+from workbench.graph.forks import Branches, Costs, dependencies, estimate_us, ordered, serial
 from workbench.graph.ir import F32, Kind, Node, Tensor
 from workbench.graph.ops import make
-from workbench.graph.schedule import Costs, estimate_us
 
 COSTS = Costs(bytes_per_us=100.0, flops_per_us=1e9, launch_us=3.0, event_us=2.0)
 WORK = 3 * 4 * 100 / 100  # of a node of `alone`, in us

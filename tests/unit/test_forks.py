@@ -9,10 +9,9 @@ from __future__ import annotations
 import pytest
 
 from workbench.choices import Fork
-from workbench.graph.forks import START, Branches, fork
+from workbench.graph.forks import START, Branches, Costs, fork
 from workbench.graph.ir import F32, Kind, Node, Tensor
 from workbench.graph.ops import make
-from workbench.graph.schedule import Costs
 
 N = 64
 COSTS = Costs(bytes_per_us=1e3, flops_per_us=1e9, launch_us=1.0, event_us=2.0)  # a product: 17 us

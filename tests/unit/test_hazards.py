@@ -31,7 +31,7 @@ from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, F32, I32, I64, Kind, Node, StepShape, Tensor
 from workbench.graph.ops import make
-from workbench.program.check.hazards import check, races
+from workbench.program.check.hazards import check_cycle, races
 from workbench.program.commands import (
     HOST,
     Copy,
@@ -199,7 +199,7 @@ def test_a_ring_of_two_entries_waits_for_the_entry_not_for_the_step():
         )  # fmt: skip
 
     ring = [step(0), step(1)]
-    found = check(ring)
+    found = check_cycle(ring)
     assert found.safe and len(found.sufficient) == len(found.waits) == 2
     assert len(races([ring[0], ring[1], ring[1]])) == 0
     other = [program(*(c for c in p.commands if not isinstance(c, Sync))) for p in ring]

@@ -14,7 +14,7 @@ from workbench.errors import UsageError
 from workbench.graph.ir import F32, Tensor
 from workbench.graph.ops import make
 from workbench.program.check.findings import MOST_RACES
-from workbench.program.check.hazards import apart, check, races, refused
+from workbench.program.check.hazards import apart, check_cycle, races, refused
 from workbench.program.commands import Launch, Program, Stream, Sync, Write
 
 
@@ -25,7 +25,7 @@ def named(name: str) -> Launch:
 
 def test_races_of_the_same_words_that_lack_the_same_order_are_one_group():
     cycle = apart([program(LAND, USE)] * 5)  # every step a program of its own
-    every, found = races(cycle * 3), check(cycle)
+    every, found = races(cycle * 3), check_cycle(cycle)
     assert found.n_races == len(every) > len(found.races)
     kinds = Counter((r.first.command, r.second.command) for r in every)
     assert {(r.first.command, r.second.command): r.count for r in found.races} == kinds
@@ -37,20 +37,20 @@ def test_races_of_the_same_words_that_lack_the_same_order_are_one_group():
 
 
 def test_commands_with_other_words_are_other_groups():
-    found = check([program(LAND, named("one"), named("two"), named("one"))])
+    found = check_cycle([program(LAND, named("one"), named("two"), named("one"))])
     told = [(r.first.index, r.second.index, r.count) for r in found.races if r.first.index == 0]
     assert told == [(0, 1, 2), (0, 2, 1)]
 
 
 def test_every_stretch_of_a_group_counts():
-    found = check([program(copy(X, S, B), launch(A, [part(X, 0, 8), part(X, 32, 8)], [Z]))])
+    found = check_cycle([program(copy(X, S, B), launch(A, [part(X, 0, 8), part(X, 32, 8)], [Z]))])
     assert [r.count for r in found.races] == [2, 2]  # with its reader, and the next copy
     assert (found.races[0].offset, found.n_races) == (0, 4)
 
 
 def test_most_groups_are_held_and_the_others_are_counted():
     n = MOST_RACES + 50
-    found = check([program(LAND, *(named(f"n{i}") for i in range(n)))])
+    found = check_cycle([program(LAND, *(named(f"n{i}") for i in range(n)))])
     assert len(found.races) == MOST_RACES
     assert found.more == found.n_races - MOST_RACES > 50
     told = json.loads(json.dumps(found.to_dict()))
@@ -63,16 +63,16 @@ def test_most_groups_are_held_and_the_others_are_counted():
 
 def test_a_group_says_how_many_it_stands_for():
     cycle = apart([program(LAND, USE)] * 2)
-    said = lines(cycle, check(cycle))
+    said = lines(cycle, check_cycle(cycle))
     assert any(line.endswith("between them (4 times)") for line in said)
 
 
 def test_steps_of_one_program_are_told_from_programs():
     once = program(copy(X, S, A), USE)
-    assert lines([once, once], check([once, once]))[1] == (
+    assert lines([once, once], check_cycle([once, once]))[1] == (
         "checked      2 steps of 1 program, 3 times: 12 commands"
     )
-    assert lines([once], check([once]))[1] == "checked      1 program, 3 times: 6 commands"
+    assert lines([once], check_cycle([once]))[1] == "checked      1 program, 3 times: 6 commands"
 
 
 # what it takes ------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_any_iterable_of_programs_will_do():
     assert races(p for p in run) == races(run) != []
     assert superfluous(p for p in run) == superfluous(run) != []
     assert sufficient(p for p in run) == sufficient(run) != []
-    assert check(p for p in run) == check(run)
+    assert check_cycle(p for p in run) == check_cycle(run)
     product = make("mul_mat", "p", Tensor("w", F32, (4, 8)), Tensor("x", F32, (1, 8)))
     early = program(launch(A, [X, Y], [Z], product, programmatic=True))
     assert len(refused(iter([early, early]), lambda node: False)) == 1
@@ -103,7 +103,7 @@ def test_of_no_programs_nothing_races():
     ],
 )
 def test_a_backend_that_is_not_there_is_refused_in_one_line(commands):
-    for finds in (races, superfluous, lambda steps: check(steps)):
+    for finds in (races, superfluous, lambda steps: check_cycle(steps)):
         with pytest.raises(UsageError, match=r"backend -?\d.*host, dev, two") as refusal:
             finds([program(*commands)])
         assert "\n" not in str(refusal.value)
@@ -129,9 +129,9 @@ def test_what_stores_into_cells_anew_comes_behind_in_stream_order():
 def test_a_step_that_turns_the_cache_in_place_is_a_step_of_the_train():
     shift = launch(A, [CACHE, IDS], [CACHE])
     train = [decode(), program(Write(S, "by"), copy(IDS, S, A), shift), decode(), decode()]
-    assert check(train).n_races == 1  # the next lap's write meets the copy that reads late
+    assert check_cycle(train).n_races == 1  # the next lap's write meets the copy that reads late
     train[1] = program(Sync(0, stream=A), Write(S, "by"), copy(IDS, S, A), shift)
-    found = check(train)
+    found = check_cycle(train)
     assert found.safe and len(found.sufficient) == 1
     beside = program(launch(B, [CACHE, IDS], [CACHE]))
     kinds = {r.kind for r in races([decode(), beside, decode()])}

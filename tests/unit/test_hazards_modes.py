@@ -11,7 +11,7 @@ from workbench.config import CopyStream, StepWait, SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import UsageError
 from workbench.program.capabilities import Capabilities
-from workbench.program.check.hazards import apart, check, races
+from workbench.program.check.hazards import apart, check_cycle, races
 from workbench.program.commands import CommandAt, Copy, Program, Sync
 from workbench.program.plans import choose_scope, with_plans
 from workbench.program.sync_modes import Ordering, race_of
@@ -83,7 +83,7 @@ def test_waits_that_could_go_are_those_found_by_walking_all_again(engine_of, way
     """Of prompts of three ubatches with tokens behind them; steps of one shape share a program."""
     with engine_of(*way) as engine:
         cycle = planned(engine.programs(20, 3), scope)
-    found, twin = check(cycle), WalkedAgain(cycle * 3)
+    found, twin = check_cycle(cycle), WalkedAgain(cycle * 3)
     assert len({id(p) for p in cycle}) == 3 < len(cycle)
     steady = range(len(cycle), 2 * len(cycle))
     assert [at.key for at in found.superfluous] == twin.superfluous(steady)
@@ -93,7 +93,7 @@ def test_waits_that_could_go_are_those_found_by_walking_all_again(engine_of, way
 
 def test_of_many_tokens_a_wait_is_one_of_its_program(engine_of):
     with engine_of("per_copy", CopyStream.OWN) as engine:
-        few, many = check(engine.cycle(1, 20)), check(engine.cycle(1, 200))
+        few, many = check_cycle(engine.cycle(1, 20)), check_cycle(engine.cycle(1, 200))
     assert [at.index for at in few.sufficient] == [at.index for at in many.sufficient]
     assert len(few.waits) == len(many.waits) == 13
 
@@ -103,7 +103,7 @@ def test_per_copy_waits_for_every_copy_but_one_in_vain(engine_of, stream):
     with engine_of("per_copy", stream) as engine:
         (cycle,) = engine.programs(1)
     n_copies = len([c for c in cycle.commands if isinstance(c, Copy) and c.split >= 0])
-    found = check([cycle])
+    found = check_cycle([cycle])
     assert found.safe and n_copies == 6
     assert len(found.superfluous) >= n_copies - 1
     needed = [CommandAt(1, i, cycle.commands[i]) for i in (p.index for p in found.sufficient)]
@@ -118,14 +118,14 @@ def test_copy_boundary_is_free_of_races_and_its_first_wait_superfluous_in_a_deco
     engine_of, stream
 ):
     with engine_of("copy_boundary", stream) as engine:
-        found = check(engine.programs(1))
+        found = check_cycle(engine.programs(1))
     assert found.safe and found.waits[0] in found.superfluous
     assert len(found.sufficient) == (1 if stream == CopyStream.COMPUTE else 2)
 
 
 def test_in_a_train_without_waits_the_first_wait_of_copy_boundary_is_needed(engine_of):
     with engine_of("copy_boundary", CopyStream.OWN, StepWait.OUTPUTS) as engine:
-        found = check(apart(engine.programs(20)))
+        found = check_cycle(apart(engine.programs(20)))
     assert found.safe
     kept = {at.step for at in found.sufficient}
     assert kept == {3, 4, 5}
@@ -141,5 +141,5 @@ def test_implicit_on_its_own_stream_races_within_a_step(engine_of):
 
 def test_a_program_of_the_host_alone_has_no_waits(tiny_model):
     with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host", toggles=Toggles()) as engine:
-        found = check(engine.programs(1))
+        found = check_cycle(engine.programs(1))
     assert found.safe and found.waits == []

@@ -23,7 +23,7 @@ from tests.planned import SCOPES, only_adds_order
 from tests.profiles import examples, tiers
 from workbench.errors import UsageError
 from workbench.program.capabilities import Capabilities
-from workbench.program.check.hazards import Race, apart, check, races
+from workbench.program.check.hazards import Race, apart, check_cycle, races
 from workbench.program.commands import (
     Buffer,
     Command,
@@ -106,7 +106,7 @@ def test_a_programmatic_launch_is_early_in_a_plan_and_neither_at_its_begin_nor_b
 
 
 def test_a_wait_in_a_plan_is_judged_as_one_outside():
-    found = check([program(plan(BRING, record(0, B), wait(0, A), wait(0, A), USE), sync(A))])
+    found = check_cycle([program(plan(BRING, record(0, B), wait(0, A), wait(0, A), USE), sync(A))])
     assert found.safe
     assert [at.key for at in found.waits] == [(1, 0, 2), (1, 0, 3), (1, 1, None)]
     assert [at.key for at in found.superfluous] == [(1, 0, 2), (1, 0, 3), (1, 1, None)]
@@ -118,7 +118,7 @@ def test_a_wait_in_a_plan_is_judged_as_one_outside():
 
 def test_a_launch_in_a_plan_whose_kernel_declares_no_wait_is_refused_by_name():
     step = program(plan(launch(A), launch(A, programmatic=True)))
-    (at,) = check([step], declared=lambda node: False).refused
+    (at,) = check_cycle([step], declared=lambda node: False).refused
     assert str(at) == "step 0 #0 part 1 launch sum"
 
 
@@ -288,9 +288,9 @@ def test_a_bug_planted_in_a_plan_is_found_and_told_in_a_line(tiny_model, bug):
     ) as engine:
         (step,) = engine.programs(1)
     sound = with_plans(step, "step")
-    assert check([sound]).safe and not Adversary([sound] * 3).search()
+    assert check_cycle([sound]).safe and not Adversary([sound] * 3).search()
     broken = replanned(sound, bug)
-    found = check([broken])
+    found = check_cycle([broken])
     assert not found.safe
     told = [race.missing for race in found.races]
     assert told[0].startswith(begins) and told[0].endswith(ends), told

@@ -31,7 +31,7 @@ from workbench.config import SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.graph.ir import F32, Kind, Tensor
 from workbench.graph.ops import make
-from workbench.program.check.hazards import check, races, refused
+from workbench.program.check.hazards import check_cycle, races, refused
 from workbench.program.commands import Launch, Range
 
 W = memory("weights")
@@ -50,7 +50,7 @@ def test_a_programmatic_launch_that_declares_its_wait_keeps_stream_order():
 
 def test_one_that_does_not_is_refused_and_its_races_are_named():
     run = [program(launch(A, [], [X]), early())] * 2
-    found = check(run[:1], declared=lambda node: False)
+    found = check_cycle(run[:1], declared=lambda node: False)
     assert indices(found.refused) == [1] and not found.safe
     race = found.races[0]
     assert (race.first.index, race.second.index) == (0, 1)
@@ -117,7 +117,7 @@ def test_bytes_read_early_and_late_are_told_once():
     assert (race.offset, race.nbytes, race.kind) == (0, 64, "write-read")
     (race,) = races([program(copy(W, S, B), early((W, X), (W,)))])
     assert race.kind == "write-write"  # though it reads them early, too
-    found = check([program(copy(W, S, B), again)])
+    found = check_cycle([program(copy(W, S, B), again)])
     assert [(r.first.step, r.count) for r in found.races] == [(0, 1), (0, 1)]  # and the next copy
     found = races([program(copy(W, S, B), early((part(W, 0, 32), W)))])
     assert [(r.offset, r.nbytes) for r in found] == [(0, 32), (32, 32)]

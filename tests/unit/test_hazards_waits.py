@@ -21,7 +21,7 @@ from tests.by_hand import (
 )
 from tests.removable import sufficient, superfluous
 from workbench.errors import UsageError
-from workbench.program.check.hazards import check, races
+from workbench.program.check.hazards import check_cycle, races
 from workbench.program.commands import Write
 
 
@@ -40,7 +40,7 @@ def test_a_wait_is_removed_in_every_step():
 
 
 def test_waits_of_streams_are_candidates_as_syncs_are_and_records_are_not():
-    found = check([program(LAND, record(0, B), wait(0, A), wait(0, A), USE, sync(A))])
+    found = check_cycle([program(LAND, record(0, B), wait(0, A), wait(0, A), USE, sync(A))])
     assert indices(found.waits) == [2, 3, 5]
     assert indices(found.superfluous) == [2, 3]
     assert indices(found.sufficient) == [3, 5]
@@ -56,13 +56,13 @@ def test_where_something_races_anyway_a_wait_is_superfluous_that_keeps_nothing_e
 
 def test_programs_of_a_cycle_have_their_waits_each():
     one, other = program(LAND, sync(B), USE), program(sync(A), sync(C))
-    found = check([one, one, other], laps=2)
+    found = check_cycle([one, one, other], laps=2)
     assert [at[:2] for at in found.waits] == [(3, 1), (5, 0), (5, 1)]
 
 
 def test_findings_are_json():
     made = json.loads(
-        json.dumps(check([program(Write(S, "inp"), LAND, wait(0, A), USE)]).to_dict())
+        json.dumps(check_cycle([program(Write(S, "inp"), LAND, wait(0, A), USE)]).to_dict())
     )
     assert not made["safe"]
     assert [r["kind"] for r in made["races"]] == ["write-read", "read-write", "read-write"]
@@ -92,4 +92,4 @@ def test_findings_are_json():
 @pytest.mark.parametrize(("cycle", "laps"), [([], 3), ([program()], 1)])
 def test_no_loop_is_refused_in_one_line(cycle, laps):
     with pytest.raises(UsageError, match="are no loop; give at least one program and 2 laps"):
-        check(cycle, laps=laps)
+        check_cycle(cycle, laps=laps)

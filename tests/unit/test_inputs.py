@@ -18,10 +18,9 @@ from workbench.graph.defer import defer
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, F32, I32, I64, Graph, Input, Kind, StepShape, Tensor
 from workbench.model.blocks import CacheStores
-from workbench.model.copies import copy_graph
+from workbench.model.cache_graphs import copy_graph, shift_graph
 from workbench.model.decoder import build_graph
 from workbench.model.inputs import INPUTS, POSITIONS, input_of
-from workbench.model.shift import shift_graph
 
 N_VOCAB, N_CTX, N_UBATCH, PAD = 64, 96, 16, 32
 NUMPY = {I32: np.int32, I64: np.int64, F16: np.float16, F32: np.float32}

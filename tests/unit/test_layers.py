@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import graphlib
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -101,24 +100,47 @@ def test_imports_point_down():
     assert not upward
 
 
-def is_for_types(node: ast.AST) -> bool:
-    """Whether it is `if TYPE_CHECKING:`, which nobody runs."""
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-
-
-def imported_when_run(tree: ast.AST, names: Collection[str]) -> set[str]:
-    """Which modules of `names` a file imports, in functions too, but not for its types."""
+def modules_imported(path: Path, names: Collection[str]) -> set[str]:
+    """Which modules of `names` a file imports: in functions, and under `if TYPE_CHECKING:`, too."""
     found = set[str]()
-    for node in ast.iter_child_nodes(tree):
-        if is_for_types(node):
-            continue
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             inside = {f"{node.module}.{a.name}" for a in node.names}
             found |= inside if inside <= set(names) else inside | {node.module}
-        found |= imported_when_run(node, names)
     return found & set(names)
+
+
+def circles(graph: Mapping[str, Collection[str]]) -> list[set[str]]:
+    """The modules that import one another, directly or by way of others: a set for each circle."""
+    reached = {name: set(imported) for name, imported in graph.items()}
+    for through in graph:  # Warshall 1962
+        for name in graph:
+            if through in reached[name]:
+                reached[name] |= reached[through]
+    tied = {
+        frozenset({n for n in reached[name] if name in reached[n]})
+        for name in graph
+        if name in reached[name]
+    }
+    return [set(circle) for circle in sorted(tied, key=sorted)]
+
+
+# Circles that are being untied, without `workbench.`. The list only shrinks: a circle that is gone
+# is taken out here, and none is added. It is empty when launching and serving have one design each.
+KNOWN_CIRCLES = [
+    {"backend.ahead", "backend.issue", "backend.no_plans", "backend.plan", "backend.stamps"},
+    {"backend.identity", "backend.issued"},
+    {"bench.needs", "bench.together", "bench.workload"},
+    {
+        "engine.batches", "engine.bound", "engine.engine", "engine.generation",
+        "engine.nvtx_ranges", "engine.opened", "engine.phases", "engine.ranged",
+        "engine.rehearsal", "engine.reuse", "engine.shown", "engine.stamps", "engine.step",
+        "engine.step_programs",
+    },
+    {"serve.front", "serve.metrics"},
+]  # fmt: skip
 
 
 def test_imports_go_in_no_circle():
@@ -126,11 +148,24 @@ def test_imports_go_in_no_circle():
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
         for p in modules()
     }
-    graph = {
-        name: imported_when_run(parsed(path), names) - {"workbench"} for name, path in names.items()
-    }
-    graphlib.TopologicalSorter(graph).prepare()  # CycleError names the circle
+    graph = {name: modules_imported(path, names) - {"workbench"} for name, path in names.items()}
+    found = [{n.removeprefix("workbench.") for n in circle} for circle in circles(graph)]
+    new = [circle for circle in found if not any(circle <= known for known in KNOWN_CIRCLES)]
+    gone = [known for known in KNOWN_CIRCLES if not any(circle <= known for circle in found)]
+    assert not new, "untie these: merge them, or move what both need below them"
+    assert not gone, "these are untied: take them out of KNOWN_CIRCLES"
     assert len(graph) > 150 and "workbench.graph.ir" in graph["workbench.program.lower"]
+
+
+def test_a_circle_is_found(tmp_path):
+    """The test above, tested: for types and inside of functions, too."""
+    (tmp_path / "a.py").write_text("if TYPE_CHECKING:\n    from p.b import B\n")
+    (tmp_path / "b.py").write_text("def f():\n    from p import c\n")
+    (tmp_path / "c.py").write_text("import p.a\nimport p.d\n")
+    (tmp_path / "d.py").write_text("import os\n")
+    names = [f"p.{name}" for name in "abcd"]
+    graph = {name: modules_imported(tmp_path / f"{name[-1]}.py", names) for name in names}
+    assert circles(graph) == [{"p.a", "p.b", "p.c"}]
 
 
 def test_only_two_files_name_modules_in_strings():

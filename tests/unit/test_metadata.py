@@ -186,7 +186,7 @@ def test_a_key_does_what_the_table_says(found, key: FileKey, architecture: str):
         assert changed == plain
     else:
         assert isinstance(changed, str) and changed.isprintable()
-        assert key.of(architecture) in changed
+        assert key.name_in(architecture) in changed
         for value in key.neutral or ():
             assert found(architecture, base, before | {key.name: value}) == plain
 
@@ -207,7 +207,7 @@ def test_whatever_is_read_stands_in_the_table(tmp_path):
         with open_gguf(write(tmp_path / "m.gguf", "llama", SIZES | base)) as file:
             file.metadata = Noting(file.metadata)
             facts(file)
-    assert len(asked) > 40 and asked <= {key.of("llama") for key in KEYS}
+    assert len(asked) > 40 and asked <= {key.name_in("llama") for key in KEYS}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

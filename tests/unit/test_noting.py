@@ -29,7 +29,8 @@ def entries(text: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_every_kernel_of_a_source_gets_a_note_and_keeps_its_lines(path: Path):
     source = path.read_bytes()
-    found = noting.noting(source).decode()
+    noted, _ = noting.noting(source, {})
+    found = noted.decode()
     kernels = COMMENT.sub("", source.decode()).count("__global__")
     assert (
         kernels and found.count(OBJECT) == found.count("unsigned long long* span_note)") == kernels
@@ -48,7 +49,7 @@ def test_every_kernel_of_a_source_gets_a_note_and_keeps_its_lines(path: Path):
 @pytest.mark.parametrize("path", share(SOURCES, every=2), ids=lambda p: p.stem)
 def test_every_kernel_notes_and_has_one_parameter_more(path: Path):
     plain = ptx.kernel_ptx(path.stem)
-    noted = ptx.compile_ptx(path.stem, noting.noting(path.read_bytes()))
+    noted = ptx.kernel_ptx(path.stem, (noting.NOTING,))
     assert entries(plain), "a source has kernels without macros, too"
     assert entries(noted) == {name: [*own, "u64"] for name, own in entries(plain).items()}
     for name, body in ptx.functions(noted).items():
@@ -77,7 +78,7 @@ ONE(first)
 ONE(second)
 extern "C" __global__ void nothing_inside(int unused) {}
 """
-    text = ptx.compile_ptx("made_up", noting.noting(source))
+    text = ptx.compile_ptx("made_up", source, (noting.NOTING,))
     assert set(entries(text)) == {"early", "first", "second", "nothing_inside"}
     opcodes = {name: [s.opcode for s in body] for name, body in ptx.functions(text).items()}
     assert opcodes["early"].count("bar.sync") + opcodes["early"].count("barrier.sync") == 1
@@ -87,10 +88,13 @@ extern "C" __global__ void nothing_inside(int unused) {}
         assert found.count("red.global.min.u64") >= 2, name
 
 
-def test_no_header_has_a_kernel():
-    """A header would not be rewritten."""
-    for path in nvrtc.source_dir().glob("*.cuh"):
-        assert "__global__" not in COMMENT.sub("", path.read_text()), path.name
+def test_the_kernels_of_a_header_note_too():
+    header = b'extern "C" __global__ void k(int* a) {\n    *a = 1;\n}\n'
+    _, headers = noting.noting(b'#include "k.cuh"\n', {"k.cuh": header, "none.cuh": b"int f();"})
+    changed = header.replace(
+        b"int* a) {", b"int* a, unsigned long long* span_note) { " + OBJECT.encode()
+    )
+    assert headers == {"k.cuh": changed, "none.cuh": b"int f();"}
 
 
 def test_cells_are_those_of_the_source():

@@ -15,10 +15,10 @@ from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, F32, I32, Q8_0, Kind, StepShape, Tensor
+from workbench.model.cache_graphs import shift_graph
 from workbench.model.decoder import Model, build_graph
 from workbench.model.inputs import DELTAS
-from workbench.model.shift import shift_graph
-from workbench.program.check.hazards import check
+from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import DEVICE, HOST, Buffer, Launch, Range, Space
 from workbench.program.layout import Target, lay_out
 from workbench.program.lower import lower
@@ -103,7 +103,7 @@ def test_a_shift_between_steps_is_as_safe_as_the_steps(sync: SyncMode, copy_stre
     assert [c.node.op for c in launched] == ["rope_shift"] * model.hparams.n_layer
     unordered = sync in (SyncMode.IMPLICIT, SyncMode.PACKED_IMPLICIT)
     safe = copy_stream == CopyStream.COMPUTE or not unordered
-    assert check(programs[:1]).safe == check(programs).safe == safe
+    assert check_cycle(programs[:1]).safe == check_cycle(programs).safe == safe
     for scope in SCOPES:
         only_adds_order(programs * 2, scope)
 

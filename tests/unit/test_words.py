@@ -49,7 +49,7 @@ WORDS = [
     Word("turn turns", "which of a ring's copies a step takes", "period, behind, each",
          (*RINGS, "program/sync_modes.py")),
     Word("slot slots", "a server's seat for a sequence", "entry",
-         ("choices.py", "engine/prefixes.py", "engine/seats.py", "engine/slots.py", "serve/",
+         ("choices.py", "engine/seats.py", "engine/slots.py", "serve/",
           "cli/serve", "toggles.py")),
     Word("lane lanes", "a row of a timeline", "worker, element", TIMELINES),
     Word("splitk", "nothing", "kv_parts, k_parts"),

@@ -46,7 +46,7 @@ def check(
     with load(model, unsafe, toggles, start=BASELINE, computes=False) as engine:
         cycle = engine.cycle(n_tokens, n_decoded)
         backend = engine.backend
-        found = hazards.check(
+        found = hazards.check_cycle(
             cycle, one_order=backend.capabilities.one_order, declared=_declared(backend)
         )
         period = engine.period
@@ -120,7 +120,7 @@ def lines(cycle: list[Program], found: Findings) -> list[str]:
 
 
 def _words(found: Findings, at: CommandAt) -> str:
-    return at.words(found.steps[at.step].backends)
+    return at.describe(found.steps[at.step].backends)
 
 
 def _n(n: int, what: str) -> str:

@@ -161,7 +161,7 @@ def _in_words(replay: Replay, program: Program) -> str:
     kinds = Counter(part.kind for part in replay.parts)
     said = [f"{n} {kind if n == 1 else _PLURALS[kind]}" for kind, n in kinds.items()]
     streams = dict.fromkeys(s for s in [replay.stream, *(p.stream for p in replay.parts)] if s)
-    on = ", ".join(stream.words(program.backends) for stream in streams)
+    on = ", ".join(stream.describe(program.backends) for stream in streams)
     return f"{', '.join(said)} on {on}"
 
 

@@ -19,7 +19,7 @@ from workbench.engine.padding import Rule, Sizes, as_they_are
 from workbench.engine.room import Room
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
-from workbench.model.copies import copy_shape
+from workbench.model.cache_graphs import copy_shape
 from workbench.model.inputs import (
     COPIES,
     DELTAS,
@@ -171,8 +171,8 @@ def with_more(values: np.ndarray, n: int, value: int) -> np.ndarray:
 
 
 def _regions(whose: dict[int, int], t: int, size: Sizes, cache: KVCache) -> np.ndarray:
-    """What `model/inputs.py` has as Regions. What has been added comes behind: a token each where
-    all have one, else all tokens of the first."""
+    """The values of input REGIONS (`model/inputs.py`). Sequences that were added come last: of a
+    token each where all have one token, else the first of them has all tokens."""
     firsts, more = [*whose.values()], size.n_seqs - len(whose)
     if size.n_seqs == size.n_tokens:
         firsts += range(t, size.n_tokens)

@@ -25,7 +25,7 @@ from workbench.engine.rehearsal import empty_like, take
 from workbench.engine.reuse import KEPT, Key
 from workbench.engine.slots import SCORED
 from workbench.graph.ir import StepShape
-from workbench.model.copies import copy_shape
+from workbench.model.cache_graphs import copy_shape
 from workbench.progress import bar
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from workbench.engine.batch import Work, n_outputs, n_tokens, size_of_copies
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.padding import Rule, Sizes
 from workbench.graph.ir import StepShape
-from workbench.model.copies import copy_shape
+from workbench.model.cache_graphs import copy_shape
 
 Act = Work | Callable[[KVCache], object]  # a step, or what is done to the cache between two
 

@@ -1,12 +1,13 @@
-"""Which slot and which cells a request gets, and what is left of both when it ends.
+"""Which slot and which cells a request gets, and what stays in both when it ends.
 
-A slot that is free keeps its cells, so that a prompt which begins alike need not compute them:
+A slot that is free keeps its cells. A prompt that begins like these cells is computed only from the
+token where the two differ.
 
-    a region each    the cells of a slot are its own. A request finds them free, or gets copies
-    one region       what all may need in all is reserved. Idle slots' cells are let go for it, the
-                     longest idle first
+    a region each    the cells of a slot are its own. A request finds them there, or gets copies
+    one region       a request reserves all cells that it may need. Idle slots give up their cells
+                     for it, the slot used longest ago first
 
-A step that has failed leaves cells that nobody has computed. They are forgotten.
+After a step that failed, the slots keep no cells: nobody has computed them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.engine.prefixes import Kept, slot_for
+from workbench.choices import SlotChoice
+from workbench.engine.draws import FED
 from workbench.engine.requests import Request
 from workbench.errors import UsageError
 from workbench.trace.spans import now_ns
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from workbench.engine.kv_cache import KVCache
 
 LEAST_CELLS = 2  # of a request: a token of its prompt, and one to make
+LEAST_GAIN = 32  # tokens that must be saved before cells of another slot are copied
 
 
 def check_cells(n_cells: int, n_slots: int) -> None:
@@ -36,6 +39,55 @@ def check_cells(n_cells: int, n_slots: int) -> None:
         )
 
 
+class Kept:
+    """The tokens of a sequence's cells, in order. The last tokens may be unknown for a while: a
+    device has drawn them in a step that is still under way."""
+
+    def __init__(self, n_cells: int):
+        self._tokens = np.empty(n_cells, np.int32)
+        self._n = self.n_known = 0
+
+    def __len__(self) -> int:
+        return self._n
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The tokens that are known, (n_known,) int32."""
+        return self._tokens[: self.n_known]
+
+    def cut(self, n: int) -> None:
+        """Keeps the first n."""
+        self._n, self.n_known = min(self._n, n), min(self.n_known, n)
+
+    def extend(self, tokens: np.ndarray) -> None:
+        """Adds known tokens. All tokens before them are known."""
+        self._tokens[self._n : self._n + len(tokens)] = tokens
+        self._n += len(tokens)
+        self.n_known = self._n
+
+    def add(self, token: int) -> None:
+        """Adds a token; FED where it is not known yet."""
+        if token != FED:
+            assert self.n_known == self._n
+            self._tokens[self._n] = token
+            self.n_known += 1
+        self._n += 1
+
+    def known(self, token: int, n_later: int) -> None:
+        """A token was drawn, and n_later tokens after it were drawn or will be. With the first of
+        these the token gets its cell."""
+        if n_later:
+            self._tokens[self.n_known] = token
+            self.n_known += 1
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens a and b begin with alike."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
 class Slot:
     """A sequence, with the request that it serves. kept: the tokens of its cells."""
 
@@ -44,6 +96,28 @@ class Slot:
         self.request: Request | None = None
         self.kept = Kept(n_cells)
         self.used_ns = 0
+
+
+def slot_for(
+    prompt: np.ndarray, free: Sequence[Slot], slots: Sequence[Slot], choice: str
+) -> tuple[Slot, Slot | None, int]:
+    """The slot of `free` for a prompt, the slot whose cells it copies, and how many cells it has.
+
+    The second is None where the slot uses its own cells. The last number counts tokens of the
+    prompt whose cells are there. The prompt's last token is always computed.
+
+    choice: longest_prefix takes the slot that has most of the prompt; of several, the slot used
+    longest ago (llama.cpp: `get_available_slot`). lowest_free takes the lowest number.
+    """
+    rest = prompt[:-1]
+    alike = {slot.sequence: _common(slot.kept.tokens, rest) for slot in slots}
+    if choice == SlotChoice.LOWEST_FREE:
+        chosen = min(free, key=lambda slot: slot.sequence)
+    else:
+        chosen = min(free, key=lambda slot: (-alike[slot.sequence], slot.used_ns, slot.sequence))
+    best = max(slots, key=lambda slot: alike[slot.sequence])
+    own, most = alike[chosen.sequence], alike[best.sequence]
+    return (chosen, best, most) if most >= own + LEAST_GAIN else (chosen, None, own)
 
 
 class Seats:
@@ -74,8 +148,8 @@ class Seats:
         return self._n_kept
 
     def seat(self, request: Request) -> Slot | None:
-        """A slot for a request, which has cells for the first `n_cached` tokens of its prompt then.
-        None where there is no slot, or not all cells that it may need."""
+        """A slot for a request. None where there is no slot, or not all cells that the request may
+        need. The request's `n_cached` says how many tokens of its prompt have cells already."""
         free, cache = self.free, self._cache
         if not free or (cache.n_regions == 1 and self._reserved + request.cells > cache.n_ctx_seq):
             return None
@@ -98,20 +172,21 @@ class Seats:
         return slot
 
     def leave(self, slot: Slot, request: Request, keeps: bool) -> None:
-        """A request has ended. keeps: its slot keeps the cells whose tokens are known."""
+        """Takes a request that has ended from its slot. keeps: the slot keeps the cells whose
+        tokens are known; else none."""
         slot.request = None
         self._reserved -= request.cells
         slot.used_ns = now_ns()
         self._keep(slot, slot.kept.n_known if keeps else 0)
 
     def forget(self) -> None:
-        """Lets all cells go."""
+        """No slot keeps any cells."""
         for slot in self.slots:
             self._keep(slot, 0)
 
     def _make_room(self, cells: int, but: Sequence[Slot]) -> None:
-        """Lets idle slots' cells go, the longest idle first, until those that run have all they
-        may need."""
+        """Takes cells from idle slots until those that run have all that they may need, from the
+        slot used longest ago first. cells: of one more request. but: slots to leave alone."""
         if self._cache.n_regions > 1:
             return
         idle = [slot for slot in self.free if slot not in but and len(slot.kept)]

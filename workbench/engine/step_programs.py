@@ -28,9 +28,8 @@ from workbench.graph.defer import defer
 from workbench.graph.fuse import chosen
 from workbench.graph.ir import Graph, Node, StepShape, Tensor
 from workbench.model.blocks import CacheStores
-from workbench.model.copies import copy_graph
+from workbench.model.cache_graphs import copy_graph, shift_graph
 from workbench.model.decoder import Model, build_graph
-from workbench.model.shift import shift_graph
 from workbench.program.branches import check_of, forked, on_one_stream, refuse_races
 from workbench.program.commands import Buffer, Program
 from workbench.program.first_cell import at_cell

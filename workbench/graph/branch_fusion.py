@@ -14,10 +14,9 @@ from collections.abc import Callable, Collection
 from itertools import groupby
 
 from workbench.choices import BranchFusion
-from workbench.graph.forks import MOST_STREAMS, branch_of, fork
+from workbench.graph.forks import COSTS, MOST_STREAMS, Costs, branch_of, estimate_us, fork
 from workbench.graph.fuse import fuse
 from workbench.graph.ir import Graph, Node
-from workbench.graph.schedule import COSTS, Costs, estimate_us
 
 BackendOf = Callable[[Node], int]
 

@@ -11,7 +11,6 @@ Pure: numbers go in, numbers come out.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from operator import lt
 from typing import NamedTuple
 
@@ -123,7 +122,7 @@ def _alive_together(
 ) -> Iterator[tuple[Lifetime, Lifetime]]:
     """Pairs, the one that begins first in the order of issue in front."""
     clocks = branches.clocks()
-    seen_by_all = list(accumulate(reversed(clocks), _sooner))[::-1]  # of those from a node on
+    seen_by_all = branches.known_from()
     after, never = list(_afters(branches)), (len(clocks) + 1,) * branches.n_streams
     alive: list[tuple[Lifetime, Clock]] = []
     sees = (0,) * branches.n_streams
@@ -148,7 +147,3 @@ def _afters(branches: Branches) -> Iterator[tuple[int, int]]:
 def _hides(over: Clock, sees: Clock) -> bool:
     """Whether not all that `over` counts is seen to be over."""
     return any(map(lt, sees, over))
-
-
-def _sooner(a: Clock, b: Clock) -> Clock:
-    return tuple(map(min, a, b))

@@ -19,11 +19,11 @@ from workbench.model.cache_types import DEFAULT, CacheTypes, cache_dtypes
 from workbench.model.expand import loaded_as, loaded_bytes
 from workbench.model.gguf import GGUFFile, StringArray, TensorInfo, model_hash, open_gguf
 from workbench.model.gguf_walk import shown
+from workbench.model.vocabulary import EMBEDDING, OUTPUT
 from workbench.sizes import size
 
 LINE = 79  # columns of a line of text
 LONGEST = 28  # name of a tensor beside its figures
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 _HYPERPARAMETERS = {
     "layers": "block_count",
@@ -168,7 +168,7 @@ def summary(
             hyperparameters=_hyperparameters(file, architecture),
             types=tuple(sorted(types, key=lambda t: -t.bytes)),
             tensors=tuple(tensors),
-            tied_output=EMBEDDING in file.tensors and HEAD not in file.tensors,
+            tied_output=EMBEDDING in file.tensors and OUTPUT not in file.tensors,
             files=tuple(part.path for part in file.files),
             weight_bytes_per_token=_bytes_per_token(file, lambda i: loaded_bytes(i, expand)),
             stored_bytes_per_token=_bytes_per_token(file, lambda i: i.nbytes),
@@ -207,7 +207,7 @@ def _bytes_per_token(file: GGUFFile, nbytes_of: Callable[[TensorInfo], int]) -> 
     total = 0
     for info in file.tensors.values():
         n = nbytes_of(info)
-        if info.name == EMBEDDING and HEAD in file.tensors:
+        if info.name == EMBEDDING and OUTPUT in file.tensors:
             n //= info.n_elements // info.shape[-1]  # one row
         elif "_exps." in info.name and type(used) is int and used > 0:
             n = n // info.shape[0] * min(used, info.shape[0])

@@ -43,7 +43,7 @@ class FileKey(NamedTuple):
     neutral: tuple[Any, ...] | None = None
     only_here: bool = False
 
-    def of(self, architecture: str) -> str:
+    def name_in(self, architecture: str) -> str:
         """The key's name in a file of `architecture`."""
         return self.name.replace("ARCH.", f"{architecture}.", 1)
 
@@ -197,7 +197,7 @@ KEYS = (*FILE_KEYS, *ARCHITECTURE_KEYS, *TOKENIZER_KEYS)
 def refuse(file: GGUFFile, architecture: str, keys: Iterable[FileKey]) -> None:
     """Raises ModelFileError for a refused key with a value that is not neutral."""
     for key in keys:
-        name = key.of(architecture)
+        name = key.name_in(architecture)
         if key.use == Use.REFUSED and name in file.metadata and _acts(key, file.metadata[name]):
             raise ModelFileError(
                 f"{shown(file.path)}: {name} = {shown(file.metadata[name])} is not supported: "
@@ -217,10 +217,10 @@ def _acts(key: FileKey, value: Any) -> bool:
 def notes(file: GGUFFile, architecture: str) -> list[str]:
     """A line for each key that changes answers here and that llama.cpp does not read."""
     return [
-        f"{key.of(architecture)} = {value} is honoured here; llama.cpp does not read it for "
+        f"{key.name_in(architecture)} = {value} is honoured here; llama.cpp does not read it for "
         f"architecture {architecture}, so its answers differ"
         for key in ARCHITECTURE_KEYS
         if key.only_here
         and key.use == Use.HONOURED
-        and (value := file.metadata.get(key.of(architecture)))
+        and (value := file.metadata.get(key.name_in(architecture)))
     ]

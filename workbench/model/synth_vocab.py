@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from workbench.errors import WorkbenchError
 from workbench.model.presets import Preset
 from workbench.model.pretokenizers import pre_tokenizer
+from workbench.model.special_tokens import CONTROL, NORMAL, UNUSED, USER_DEFINED
 
 _CORPUS = ("lighthouse.txt", "between_tokens.txt", "odds_and_ends.txt")
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # `tokenizer.ggml.token_type`
 _TRAINED = 1000  # tokens learnt from the corpus at most; large vocabularies are filled up
 
 _SYLLABLES = [c + v for c in "bcdfghjklmnpqrstvwxz" for v in "aeiou"]
@@ -68,9 +68,9 @@ def _bpe_vocab(pre: str, n_vocab: int) -> Vocab:
     n_text = n_vocab - len(control) - len(user_defined) - n_pad
     tokens, merges = _train_bpe(pre, min(n_text, _TRAINED))
     _fill_bpe(tokens, merges, n_text, every_split=llama)
-    types = [_NORMAL] * n_text
+    types = [NORMAL] * n_text
     tokens += control + user_defined + [f"[PAD{i}]" for i in range(n_vocab - n_pad, n_vocab)]
-    types += [_CONTROL] * len(control) + [_USER_DEFINED] * len(user_defined) + [_UNUSED] * n_pad
+    types += [CONTROL] * len(control) + [USER_DEFINED] * len(user_defined) + [UNUSED] * n_pad
     bos, eos = n_text, n_text + (1 if llama else 2)
     return Vocab("gpt2", pre, tokens, types, merges, [], bos, eos, llama)
 
@@ -145,6 +145,6 @@ def _spm_vocab(n_vocab: int) -> Vocab:
         word = "▁" + "".join(next(words))
         if word not in known:
             tokens.append(word)
-            types.append(_NORMAL)
+            types.append(NORMAL)
             scores.append(lowest - (len(tokens) - len(known)))
     return Vocab("llama", "default", tokens, types, [], scores, 1, 2, True)

@@ -37,7 +37,7 @@ def command_as_json(command: Command, backends: Sequence[str]) -> dict[str, Any]
     """
     found: dict[str, Any] = {"kind": command.kind, "split": command.split}
     if command.stream is not None:
-        found["stream"] = command.stream.words(backends)
+        found["stream"] = command.stream.describe(backends)
     return found | command.names()
 
 

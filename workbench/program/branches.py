@@ -94,7 +94,7 @@ def _everything(splits: Sequence[Split], layout: Layout, program: Program) -> st
 
 def told(race: Race, program: Program) -> str:
     """A race in words."""
-    words = [at.words(program.backends) for at in (race.first, race.second)]
+    words = [at.describe(program.backends) for at in (race.first, race.second)]
     return (
         f"{words[0]} and {words[1]} race ({race.kind}, {race.nbytes} bytes of {race.buffer.name})"
     )

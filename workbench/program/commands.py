@@ -19,24 +19,87 @@ Contracts (host order is list order):
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from enum import StrEnum
+from itertools import takewhile
 from typing import ClassVar, NamedTuple
 
+from workbench.errors import UsageError
 from workbench.graph.ir import Input, Node, StepShape, Tensor
-from workbench.program import letters
-from workbench.program.ranges import Buffer as Buffer
-from workbench.program.ranges import Range as Range
-from workbench.program.ranges import Space as Space
-from workbench.program.streams import COMPUTE_STREAM as COMPUTE_STREAM
-from workbench.program.streams import COPY_STREAM as COPY_STREAM
-from workbench.program.streams import DEVICE as DEVICE
-from workbench.program.streams import HOST as HOST
-from workbench.program.streams import Stream as Stream
-from workbench.program.streams import compute_stream as compute_stream
+from workbench.program.letters import folded
 
 RESULT = -1  # the split number of what stands outside every split: input writes, the logits wait
+HOST = 0  # index of the host backend in every program
+DEVICE = 1
+COMPUTE_STREAM, COPY_STREAM = 0, 1  # stream ids; from 2 on come the other compute streams
+
+
+# memory and streams -------------------------------------------------------------------------------
+
+
+class Space(StrEnum):
+    HOST = "host"  # pageable host memory
+    PINNED = "pinned"  # page-locked host memory
+    DEVICE = "device"
+
+
+class Buffer:
+    """A block of memory that a program refers to.
+
+    backend: the index of its owner. lands: it holds one result that a copy brings to the host, and
+    nothing else.
+    """
+
+    __slots__ = ("backend", "lands", "name", "nbytes", "space")
+
+    def __init__(self, name: str, space: Space, nbytes: int, backend: int):
+        self.name = name
+        self.space = space
+        self.nbytes = nbytes
+        self.backend = backend
+        self.lands = False
+
+    def __repr__(self) -> str:
+        return f"{self.name}[{self.nbytes}]"
+
+
+class Range(NamedTuple):
+    """Bytes offset..offset+nbytes-1 of a buffer."""
+
+    buffer: Buffer
+    offset: int
+    nbytes: int
+
+    def __repr__(self) -> str:
+        return f"{self.buffer.name}+{self.offset}:{self.nbytes}"
+
+
+class Stream(NamedTuple):
+    """Stream `id` of backend number `backend`. Id 0 is the first compute stream, 1 the copy stream;
+    from 2 on come the other compute streams."""
+
+    backend: int
+    id: int
+
+    def describe(self, backends: Sequence[str]) -> str:
+        """`cuda:1`. backends: the program's, by index. Raises UsageError for one not there."""
+        if not 0 <= self.backend < len(backends):
+            raise UsageError(
+                f"a command is on stream {self.id} of backend {self.backend}, and the program's "
+                f"backends are numbered 0 to {len(backends) - 1} ({', '.join(backends)}); name it"
+            )
+        return f"{backends[self.backend]}:{self.id}"
+
+
+def compute_stream(number: int) -> int:
+    """The id of a compute stream: of number 0, the first, and of those beside it."""
+    return COMPUTE_STREAM if number == 0 else COPY_STREAM + number
+
+
+# commands -----------------------------------------------------------------------------------------
 
 
 class Command:
@@ -80,7 +143,7 @@ class Command:
         """What it names of op, name, value, event and blocks."""
         return {}
 
-    def words(self, backends: Sequence[str]) -> str:
+    def describe(self, backends: Sequence[str]) -> str:
         """A few words, as `copy inp_pos on cuda:1`. backends: the program's, by index."""
         raise NotImplementedError
 
@@ -100,7 +163,7 @@ class _Staged(Command):
     def names(self) -> dict[str, str]:
         return {"value": self.value}
 
-    def words(self, backends: Sequence[str]) -> str:
+    def describe(self, backends: Sequence[str]) -> str:
         return f"{self.kind} {self.value}"
 
 
@@ -149,8 +212,8 @@ class Copy(Command):
     def names(self) -> dict[str, str]:
         return {"name": self.name}
 
-    def words(self, backends: Sequence[str]) -> str:
-        return f"copy {self.name} on {self.stream.words(backends)}"
+    def describe(self, backends: Sequence[str]) -> str:
+        return f"copy {self.name} on {self.stream.describe(backends)}"
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -181,8 +244,8 @@ class Launch(Command):
     def names(self) -> dict[str, str]:
         return {"op": self.node.op, "name": self.node.name}
 
-    def words(self, backends: Sequence[str]) -> str:
-        where = "the host" if self.by_host else self.stream.words(backends)
+    def describe(self, backends: Sequence[str]) -> str:
+        where = "the host" if self.by_host else self.stream.describe(backends)
         return f"launch {self.node.op} {self.node.name} on {where}"
 
 
@@ -210,8 +273,8 @@ class Record(_AtEvent):
     __slots__ = ()
     kind, _letter = "record", "r"
 
-    def words(self, backends: Sequence[str]) -> str:
-        return f'record of "{self.event}" on {self.stream.words(backends)}'
+    def describe(self, backends: Sequence[str]) -> str:
+        return f'record of "{self.event}" on {self.stream.describe(backends)}'
 
 
 class Wait(_AtEvent):
@@ -220,8 +283,8 @@ class Wait(_AtEvent):
     __slots__ = ()
     kind, _letter = "wait", "w"
 
-    def words(self, backends: Sequence[str]) -> str:
-        return f'wait of {self.stream.words(backends)} for "{self.event}"'
+    def describe(self, backends: Sequence[str]) -> str:
+        return f'wait of {self.stream.describe(backends)} for "{self.event}"'
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -246,8 +309,8 @@ class Sync(Command):
         event = {} if self.event is None else {"event": self.event}
         return event if self.blocks is None else {**event, "blocks": self.blocks.name}
 
-    def words(self, backends: Sequence[str]) -> str:
-        of = f'"{self.event}"' if self.stream is None else self.stream.words(backends)
+    def describe(self, backends: Sequence[str]) -> str:
+        of = f'"{self.event}"' if self.stream is None else self.stream.describe(backends)
         return f"sync of {of}{'' if self.blocks is None else f' behind copy {self.blocks.name}'}"
 
 
@@ -278,8 +341,8 @@ class Replay(Command):
     def writes(self) -> tuple[Range, ...]:
         return tuple([r for part in self.parts for r in part.writes])
 
-    def words(self, backends: Sequence[str]) -> str:
-        return f"replay of {len(self.parts)} commands on {self.stream.words(backends)}"
+    def describe(self, backends: Sequence[str]) -> str:
+        return f"replay of {len(self.parts)} commands on {self.stream.describe(backends)}"
 
 
 class CommandAt(NamedTuple):
@@ -300,9 +363,9 @@ class CommandAt(NamedTuple):
         """`step 1 #12`, or `step 1 #12 part 3`."""
         return f"step {self.step} #{self.index}{'' if self.part is None else f' part {self.part}'}"
 
-    def words(self, backends: Sequence[str]) -> str:
+    def describe(self, backends: Sequence[str]) -> str:
         """The command's, and whether it is in a plan."""
-        return f"{self.command.words(backends)}{'' if self.part is None else ' in a plan'}"
+        return f"{self.command.describe(backends)}{'' if self.part is None else ' in a plan'}"
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.where, self.command.kind, self.command.label)))
@@ -346,13 +409,32 @@ class Program:
         """The program's order in the letters of the threads (`letters.py`), one group per split.
 
         The work of a split is one letter, with a number where it is on several streams (`g3`).
-        Writes, Reads, the logits wait and what orders a split's streams have none. fold: two
-        copies or more are written as four, and sync-and-copy pairs as `scsc`, as the threads do.
+        Writes, Reads, the logits wait and what orders a split's streams have none.
+
+        fold: two copies or more are written as four, and sync-and-copy pairs as `scsc`, as the
+        threads do.
         result: the last group ends with `as`, the copy of the results to the host and the wait for
-        it, where the step has them.
-        `aaaag aaaag aaaagas` is a train of three ubatches.
+        it, where the step has them. `aaaag aaaag aaaagas` is a train of three ubatches.
         """
-        return letters.pattern(self.commands, len(self.splits), fold, result)
+        groups = [""] * len(self.splits)
+        blocked = {c.blocks for c in self.commands}
+        for c in self.commands:
+            letter = "c" if c in blocked else c.letter
+            if c.split >= 0 and not (letter in ("g", "h") and groups[c.split].endswith(letter)):
+                groups[c.split] += letter
+        streams: list[set[Stream | None]] = [set() for _ in groups]
+        for c in self.singly():
+            if c.letter == "g":
+                streams[c.split].add(c.stream)
+        for i, used in enumerate(streams):
+            if len(used) > 1:
+                groups[i] = re.sub("[gp]", rf"\g<0>{len(used)}", groups[i])
+        if fold:
+            groups = [folded(group) for group in groups]
+        if result:
+            last = {c.letter for c in takewhile(lambda c: c.split < 0, reversed(self.commands))}
+            groups[-1] += "".join(letter for letter in "as" if letter in last)
+        return " ".join(groups)
 
     def counts(self) -> dict[str, int]:
         """Per step: waits of the host, copies, launches, records, stream waits, bytes copied.

@@ -8,38 +8,9 @@ p  a plan is replayed, with all that is in it    h  a host split
 `g3` and `p3`: the work is on three streams side by side.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterable, Sequence
-from itertools import groupby, takewhile
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from workbench.program.commands import Command, Stream
-
-
-def pattern(commands: Sequence[Command], n_splits: int, fold: bool, result: bool) -> str:
-    """A group of letters for each split. fold, result: as `Program.pattern` has them."""
-    groups = [""] * n_splits
-    blocked = {c.blocks for c in commands}
-    streams: list[set[Stream | None]] = [set() for _ in range(n_splits)]
-    for c in commands:
-        letter = "c" if c in blocked else c.letter
-        if c.split >= 0 and not (letter in ("g", "h") and groups[c.split].endswith(letter)):
-            groups[c.split] += letter
-        for part in getattr(c, "parts", (c,)):
-            if part.letter == "g":
-                streams[part.split].add(part.stream)
-    for i, used in enumerate(streams):
-        if len(used) > 1:
-            groups[i] = re.sub("[gp]", rf"\g<0>{len(used)}", groups[i])
-    if fold:
-        groups = [folded(g) for g in groups]
-    if result:
-        last = {c.letter for c in takewhile(lambda c: c.split < 0, reversed(commands))}
-        groups[-1] += "".join(letter for letter in "as" if letter in last)
-    return " ".join(groups)
+from collections.abc import Iterable
+from itertools import groupby
 
 
 def once(texts: Iterable[str]) -> list[str]:

@@ -171,8 +171,8 @@ def _joined(
     if not others:
         return *front, replay, *behind
     for other in others:
-        reached = events.in_front(other.words(backends))
+        reached = events.in_front(other.describe(backends))
         front += [c.Record(reached, other, split), c.Wait(reached, here, split)]
-    over = events.replayed(here.words(backends))
+    over = events.replayed(here.describe(backends))
     joins = [c.Wait(over, other, split) for other in others]
     return *front, replay, c.Record(over, here, split), *joins, *behind

@@ -57,7 +57,7 @@ def differs(rows: Sequence[Activity], expected: Sequence[Want]) -> str:
             while at < len(found) and not fits(found[at], want):
                 at += 1
         if at >= len(found) or not fits(found[at], want):
-            return f"{found[at] if at < len(found) else 'nothing'} instead of {words(want)}"
+            return f"{found[at] if at < len(found) else 'nothing'} instead of {describe(want)}"
         at, any_more = at + 1, 0
     rest = len(found) - at
     if rest < any_more:
@@ -71,7 +71,7 @@ def fits(row: Activity, want: KernelName | int) -> bool:
     return row.kind == COPY and row.nbytes == want
 
 
-def words(want: Want) -> str:
+def describe(want: Want) -> str:
     """`tensor_product (grid 8x1x1, block 384x1x1)`"""
     if isinstance(want, KernelName):
         return f"{want.function}{_dims(want.dims)}"

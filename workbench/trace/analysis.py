@@ -115,7 +115,7 @@ def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None)
     table["traced_share"] = us / of_size
     gbps = table["bytes"].astype("Float64") / n / us.where(us > 0) / 1e3
     table["traced_gbps"] = gbps.astype("float64")
-    # read_gbps is of the device's memory, which where there is one is not the host's
+    # read_gbps is the bandwidth of the device's memory; only without a device is it the host's
     own = (table["on"] != HOST_LANE) | (table["on"] == HOST_LANE).all()
     table["traced_share_of_read"] = table["traced_gbps"].where(own) / (read_gbps or np.nan)
     order = ["step_tokens", "traced_us_per_step"]

@@ -20,7 +20,7 @@ branches in the order of the calls.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from workbench.backend.base import KernelName
 from workbench.trace.activity import (
@@ -30,10 +30,10 @@ from workbench.trace.activity import (
     MEMSET,
     Activity,
     Want,
+    describe,
     differs,
     fits,
     named,
-    words,
 )
 
 Wanted = Sequence[Sequence[Want]]  # of each part, what the device does for it
@@ -62,8 +62,7 @@ def parted(
     if len(rows) != len(nodes):
         return {}, f"{len(rows)} records for {len(nodes)} nodes"
     reasons = []
-    readings = _readings if behind is None else _readings_of_branches(behind)
-    for found in readings(rows, wanted, nodes):
+    for found in _readings(rows, wanted, nodes, behind):
         reason = _first_difference(found, wanted) or (behind and _too_early(found, behind)) or ""
         if not reason:
             return found, ""
@@ -72,26 +71,20 @@ def parted(
     return {}, reasons[0] + by_number
 
 
-def _readings(rows: Sequence[Activity], wanted: Wanted, nodes: Sequence[int]) -> Iterator[Parted]:
-    """The records of each part, in three ways."""
-    by_start = _of_parts(_by_start(rows, wanted, nodes))
-    yield by_start
-    yield _of_parts(_by_node(rows, nodes))
-    yield {part: named(of_part, wanted[part]) for part, of_part in by_start.items()}
-
-
-def _readings_of_branches(behind: Behind) -> Callable[..., Iterator[Parted]]:
-    """The records of each part of a plan with branches, in three ways."""
-
-    def readings(
-        rows: Sequence[Activity], wanted: Wanted, nodes: Sequence[int]
-    ) -> Iterator[Parted]:
-        by_node = _of_parts(_by_node(rows, nodes))
-        yield by_node
+def _readings(
+    rows: Sequence[Activity], wanted: Wanted, nodes: Sequence[int], behind: Behind | None
+) -> Iterator[Parted]:
+    """The records of each part, in three ways: in an order, in another, and in the first with the
+    names that kernels were launched by."""
+    if behind is None:
+        first = _of_parts(_by_start(rows, wanted, nodes))
+        yield first
+        yield _of_parts(_by_node(rows, nodes))
+    else:
+        first = _of_parts(_by_node(rows, nodes))
+        yield first
         yield _of_parts(_by_readiness(rows, wanted, nodes, behind))
-        yield {part: named(of_part, wanted[part]) for part, of_part in by_node.items()}
-
-    return readings
+    yield {part: named(of_part, wanted[part]) for part, of_part in first.items()}
 
 
 def _too_early(found: Parted, behind: Behind) -> str:
@@ -221,6 +214,6 @@ def _walk(
                     break
         if at == first:
             there = rows[at] if at < len(rows) else "nothing"
-            return f"part {part}: {there} instead of {words(want)}"
+            return f"part {part}: {there} instead of {describe(want)}"
         owner.update(dict.fromkeys(rows[first:at], part))
     return f"{len(rows) - at} records too many" if at < len(rows) else ""

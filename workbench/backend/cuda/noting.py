@@ -12,7 +12,7 @@ note is its own, so the wait protects nothing there; what the wait takes, the ho
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from workbench.backend.cuda.kernel import Kernel, Work
 from workbench.backend.issued import Address
@@ -25,10 +25,11 @@ _HEAD = re.compile(rb"(__global__[^{;]*)\)(\s*)\{")
 _ARGUMENT, _OBJECT = b"unsigned long long* span_note", b"LaunchSpan launch_span(span_note);"
 
 
-def noting(source: bytes) -> bytes:
-    """A source whose kernels note when they ran; its lines keep their numbers."""
+def noting(source: bytes, headers: Mapping[str, bytes]) -> tuple[bytes, dict[str, bytes]]:
+    """A source and its headers, whose kernels note when they ran. Lines keep their numbers."""
     added = rb"\1, " + _ARGUMENT + rb")\2{ " + _OBJECT
-    return f'#include "{HEADER}"\n#line 1\n'.encode() + _HEAD.sub(added, source)
+    noted = {name: _HEAD.sub(added, text) for name, text in headers.items()}
+    return f'#include "{HEADER}"\n#line 1\n'.encode() + _HEAD.sub(added, source), noted
 
 
 def noted(works: Iterable[Work], notes: int) -> list[Work]:

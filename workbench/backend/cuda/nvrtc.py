@@ -120,10 +120,10 @@ def cubin(
     """
     arch = SPECIFIC.get((file, arch), arch)
     folder = folder or cache_dir()
-    source = ((sources or source_dir()) / f"{file}.cu").read_bytes()
+    source, headers = ((sources or source_dir()) / f"{file}.cu").read_bytes(), _headers()
     if NOTING in defines:
-        source = noting(source)
-    headers = included(source, _headers())
+        source, headers = noting(source, headers)
+    headers = included(source, headers)
     version = _nvrtc().nvrtcVersion()[1:]
     decides = (headers, OPTIONS, arch, version, tuple(defines), source)
     key = hashlib.sha256(repr(decides).encode()).hexdigest()

@@ -25,7 +25,6 @@ from workbench.graph.ir import Kind, Node
 from workbench.program import commands as cmd
 from workbench.program.check.clocks import Clocks
 from workbench.program.check.intervals import Tags, cut, tags
-from workbench.program.check.singly import Singly
 from workbench.program.check.wording import Missing
 
 Declared = Callable[[Node], bool]
@@ -36,7 +35,7 @@ Act = tuple[int, Callable[..., None], tuple[Any, ...]]  # a command, a method, i
 class Accessor(NamedTuple):
     """A command's accesses, or only its early ones: what a walk knows by its number.
 
-    program: by number, as they first come. command: by number, too (`singly.py`). method: of
+    program: by number, as they first come. command: by number, too (`Singly`). method: of
     `Clocks`, with which it is issued. timeline: none on the host. missing: what these accesses lack
     where they race.
     """
@@ -48,6 +47,25 @@ class Accessor(NamedTuple):
     reads: Ranges
     writes: Ranges
     missing: Missing
+
+
+class Singly:
+    """A program's commands one by one, in host order; a plan is worked out once."""
+
+    __slots__ = ("_located", "commands")
+
+    def __init__(self, program: cmd.Program):
+        self.commands: Sequence[cmd.Command] = program.commands
+        self._located: list[cmd.CommandAt] | None = None  # None: no plans, numbers are indices
+        if cmd.Replay in set(map(type, program.commands)):
+            self._located = list(program.located())
+            self.commands = [at.command for at in self._located]
+
+    def at(self, step: int, number: int) -> cmd.CommandAt:
+        """Where command `number` is when step number `step` issues the program."""
+        if self._located is None:
+            return cmd.CommandAt(step, number, self.commands[number])
+        return self._located[number]._replace(step=step)
 
 
 _NO_TIMELINE = -1
@@ -176,7 +194,7 @@ class StepActs:
             stream, plan = plan, None
         found = self._timelines.get((stream, loose, plan))
         if found is None:
-            stream.words(self.programs[self._program].backends)  # refuses one that is not there
+            stream.describe(self.programs[self._program].backends)  # refuses one that is not there
             found = self._timelines[stream, loose, plan] = len(self._timelines)
         return found
 

@@ -96,7 +96,7 @@ class Findings(NamedTuple):
             "step": at.step,
             "index": at.index,
             **part,
-            "words": at.words(backends),
+            "words": at.describe(backends),
             **command_as_json(at.command, backends),
         }
 
@@ -124,11 +124,11 @@ def every_race(acts: StepActs, found: RacingPairs) -> list[Race]:
 def grouped(acts: StepActs, found: RacingPairs) -> tuple[list[Race], int]:
     """The first race of each group, MOST_RACES at most, in host order; and how many all are."""
 
-    def words(a: Accessor) -> Hashable:
+    def phrase(a: Accessor) -> Hashable:
         backends = acts.programs[a.program].backends
-        return acts.singly[a.program].at(0, a.command).words(backends), a.missing
+        return acts.singly[a.program].at(0, a.command).describe(backends), a.missing
 
-    label, ranges = _numbered(acts, words), _numbered(acts, lambda a: (a.reads, a.writes))
+    label, ranges = _numbered(acts, phrase), _numbered(acts, lambda a: (a.reads, a.writes))
     stretches: dict[tuple[tuple[int, int], ...], int] = {}  # by the ranges that are disputed
     groups: dict[tuple[int, ...], tuple[int, _Racing]] = {}
     total = 0
@@ -196,8 +196,8 @@ _Stretch = tuple[Buffer, int, int]  # offset, bytes
 
 
 def _disputed(acts: StepActs, racing: _Racing) -> dict[_Stretch, tuple[str, bool]]:
-    """The bytes that two commands, in host order, dispute: kind and may of each stretch. Where both
-    write is told before where one reads, what is sure before what may be."""
+    """The bytes that two commands, in host order, dispute: kind and may of each stretch. Bytes that
+    both write come before bytes that one reads, and certain races before possible ones."""
     first = acts.at(racing.first_step, racing.first).command
     second = acts.at(racing.second_step, racing.second).command
     vague_first, vague_second = _vague(first), _vague(second)

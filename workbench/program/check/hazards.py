@@ -47,7 +47,7 @@ from workbench.program.check.waits import Spot, WaitTrials
 from workbench.program.commands import CommandAt, Launch, Program, Sync, Wait
 
 __all__ = [
-    "MOST_RACES", "Findings", "Race", "apart", "check", "races", "refused", "trials_of",
+    "MOST_RACES", "Findings", "Race", "apart", "check_cycle", "races", "refused", "trials_of",
     "waits_of",
 ]  # fmt: skip
 
@@ -81,7 +81,7 @@ def refused(steps: Iterable[Program], declared: Declared) -> list[CommandAt]:
     ]
 
 
-def check(
+def check_cycle(
     cycle: Iterable[Program],
     *,
     laps: int = 3,

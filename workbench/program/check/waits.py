@@ -1,13 +1,13 @@
-"""Which waits could go: each is tried by walking on from the steps that lose it.
+"""Which waits could be removed: each is tried by walking through the steps without it.
 
-What a wait is for is known beforehand: of every access, the latest work that it must find over. A
+What an access needs is known beforehand: the latest work that must be over when it begins. A
 command's number does not depend on waits. So a trial walks clocks alone, and a race is a clock that
-holds less than is needed.
+holds less than an access needs.
 
-States of the clocks at the begin of a step are told relative to the numbers reached there, and each
-gets a number. From such a state, the same step without the same waits leads to the same next state,
-which is looked up when it comes again. A trial begins where the wait is first gone. It ends where
-its states equal the states with the wait, so one token of many costs little:
+The state of the clocks at the begin of a step is relative to the numbers reached there, and equal
+states have one number. A step without certain waits leads from a state always to the same next
+state, which is looked up when the state comes again. A trial begins at the first step that loses
+the wait. It ends once its states equal the states with the wait, so a long decode costs little:
 
     step            0     1     2     3     4     5
     with the wait   a     b     b     b     b     b
@@ -141,12 +141,12 @@ class WaitTrials:
             self._states.append(self._next(self._states[-1], step, self._whole[program]))
 
     def alone(self, waits: Sequence[Spot]) -> list[Spot]:
-        """The waits that can go, each with all others in place."""
+        """The waits that can be removed, each with all others in place."""
         return [w for w in waits if self._changed(self._whole, w, self._states) is not None]
 
     def together(self, waits: Sequence[Spot]) -> list[Spot]:
-        """Waits that together keep what all keep; none can go. They are left when one after the
-        other goes, where it can."""
+        """Waits that exclude every race which all waits exclude, and not a wait more. Found by
+        removing waits one at a time, and keeping each that excludes such a race."""
         left, states, kept = self._whole.copy(), self._states.copy(), []
         for wait in waits:
             changed = self._changed(left, wait, states)
@@ -159,7 +159,7 @@ class WaitTrials:
         return kept
 
     def _less(self, left: int, wait: Spot) -> int:
-        """What is left of a program when `wait` goes too."""
+        """What is left of a program once `wait` is removed as well."""
         program, *gone = self._left.made[left]
         return self._number_left(
             (program, *sorted([*gone, wait.command])),
@@ -177,8 +177,12 @@ class WaitTrials:
     def _changed(
         self, left: Sequence[int], wait: Spot, states: Sequence[int]
     ) -> list[tuple[int, int]] | None:
-        """The states, each with its step, that change where `wait` goes too; None where something
-        races then. left: of each program, what is left of it. states: with all of that."""
+        """The states that are others once `wait` is removed as well, each with its step. None where
+        something races then.
+
+        left: of each program, what earlier removals have left of it. states: before each step, with
+        what is left.
+        """
         order, steps = self._acts.order, self._of_program[wait.program]
         less = self._less(left[wait.program], wait)
         changed: list[tuple[int, int]] = []

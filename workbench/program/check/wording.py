@@ -38,20 +38,22 @@ def unordered(
     assert isinstance(one, (Copy, Launch))
     (own, plan), (own_too, plan_too) = _streams(first, steps), _streams(second, steps)
     assert plan is not None
-    stream, loose = plan.words(backends), "copies keep no order with their stream"
+    stream, loose = plan.describe(backends), "copies keep no order with their stream"
     early = f"; {_EARLY[lacks[1]]}" if lacks[1] in _EARLY and isinstance(one, Launch) else ""
     if first.part is not None and second.part is not None and first[:2] == second[:2]:
-        line = f"nothing orders {one.words(backends)} before {other.words(backends)} in a plan"
+        line = (
+            f"nothing orders {one.describe(backends)} before {other.describe(backends)} in a plan"
+        )
         if early and own == own_too:
             return line + early
         if Missing.ORDER_OF_COPIES in lacks:
             return f"{line}: {loose}, leave the copy out of the plan and sync {stream}"
         assert own_too is not None
-        waiting = f"let {own_too.words(backends)} wait for it"
+        waiting = f"let {own_too.describe(backends)} wait for it"
         return f"{line}: record an event behind the {one.kind} in the plan, and {waiting}"
     later = second.step - first.step
     when = {0: "", 1: " of the next step"}.get(later, f" issued {later} steps later")
-    line = f"nothing orders {first.words(backends)} before {second.words(backends)}{when}"
+    line = f"nothing orders {first.describe(backends)} before {second.describe(backends)}{when}"
     if early and (own, plan) == (own_too, plan_too):
         return line + early
     behind = f"an event recorded behind the {one.kind if first.part is None else 'plan'}"
@@ -59,7 +61,7 @@ def unordered(
         return f"{line}: {loose}, sync {stream} between them"
     if plan_too is None or Missing.ORDER_OF_COPIES in lacks:
         return f"{line}: sync {stream} (or {behind}) between them"
-    waiting = f"let {plan_too.words(backends)} wait for {behind}"
+    waiting = f"let {plan_too.describe(backends)} wait for {behind}"
     return f"{line}: sync {stream}, or {waiting}, between them"
 
 
