@@ -130,15 +130,7 @@ def circles(graph: Mapping[str, Collection[str]]) -> list[set[str]]:
 # Circles that are being untied, without `workbench.`. The list only shrinks: a circle that is gone
 # is taken out here, and none is added. It is empty when launching and serving have one design each.
 KNOWN_CIRCLES = [
-    {"backend.ahead", "backend.issue", "backend.no_plans", "backend.plan", "backend.stamps"},
-    {"backend.identity", "backend.issued"},
     {"bench.needs", "bench.together", "bench.workload"},
-    {
-        "engine.batches", "engine.bound", "engine.engine", "engine.generation",
-        "engine.nvtx_ranges", "engine.opened", "engine.phases", "engine.ranged",
-        "engine.rehearsal", "engine.reuse", "engine.shown", "engine.stamps", "engine.step",
-        "engine.step_programs",
-    },
     {"serve.front", "serve.metrics"},
 ]  # fmt: skip
 
