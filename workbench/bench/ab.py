@@ -19,14 +19,14 @@ from workbench.bench.until import AT_MOST_S
 from workbench.bench.until import make as make_until
 from workbench.bench.workload import Workload, check_untraced
 from workbench.config import Toggles
-from workbench.engine.exclusive import check_engine, door
+from workbench.engine import exclusive
 from workbench.errors import UsageError
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
 
-@door
+@exclusive.door
 def ab(
     engine: Engine,
     toggle: str,
@@ -62,7 +62,7 @@ def ab(
     is saved, too, when the device fails, before the error is raised. Raises UsageError for a
     request that cannot be measured, DeviceError where the device cannot honour a value.
     """
-    check_engine(engine)
+    exclusive.check(engine._loaded)
     made = comparison_spec(toggle, values, tests, rounds, background or engine.toggles, smoke)
     check_untraced(engine)
     made.check(engine.config)
