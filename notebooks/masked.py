@@ -13,8 +13,7 @@ import pandas as pd
 
 import workbench as wb
 from workbench.bench.arms import switched
-from workbench.bench.together import gen_steps, prompt_steps
-from workbench.bench.workload import Workload, draw_tokens, parse
+from workbench.bench.workload import Workload, draw_tokens, gen_steps, parse, prompt_steps
 from workbench.config import Toggles
 from workbench.engine.batch import Work
 from workbench.engine.kv_extent import WAYS

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from workbench.bench.needs import check_fits
 from workbench.bench.stats import MIN_REPETITIONS
-from workbench.bench.workload import Workload, parse_tests
+from workbench.bench.workload import Workload, check_fits, parse_tests
 from workbench.choices import BranchFusion, GraphReuse, Switch
 from workbench.config import EXACT, ROUNDING, EngineConfig, Toggles
 from workbench.errors import UsageError

@@ -18,14 +18,13 @@ from workbench.bench import provenance
 from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.bench.experiment import describe
 from workbench.bench.llama_format import FIELDS, FORMATS, BenchRow, format_rows
-from workbench.bench.needs import check_fits
 from workbench.bench.results import Run
 from workbench.bench.resumed import check_same, open_out, session_of, take_over
 from workbench.bench.rounds import Repetition, Trials
 from workbench.bench.sides import Sides
 from workbench.bench.until import AT_MOST_S
 from workbench.bench.until import make as make_until
-from workbench.bench.workload import Sample, Workload, check_untraced
+from workbench.bench.workload import Sample, Workload, check_fits, check_untraced
 from workbench.config import EngineConfig
 from workbench.devices import DEVICES, is_gpu
 from workbench.errors import UsageError

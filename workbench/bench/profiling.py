@@ -22,7 +22,7 @@ import pandas as pd
 
 from workbench.bench import workload as w
 from workbench.bench.kernel_rigs import rig_of
-from workbench.bench.needs import check_fits
+from workbench.bench.workload import check_fits
 from workbench.engine.phases import PHASES as OF_ENGINE
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import HOST, Launch

@@ -71,8 +71,8 @@ def bench(
     and the table are llama-batched-bench's.
     """
     from workbench.bench import batched, llama_bench
-    from workbench.bench.needs import long_enough, wide_enough
     from workbench.bench.resumed import open_outs
+    from workbench.bench.workload import long_enough, wide_enough
     from workbench.frames import known_columns
 
     if output not in llama_bench.FORMATS:
@@ -142,9 +142,8 @@ def ab(
     """Compare values of a toggle, or sets of toggles, in turn, with an A/A control."""
     from workbench.bench.ab import ab as interleaved
     from workbench.bench.arms import ComparisonSpec, comparison_spec
-    from workbench.bench.needs import wide_enough
     from workbench.bench.resumed import open_out
-    from workbench.bench.workload import parse_tests
+    from workbench.bench.workload import parse_tests, wide_enough
     from workbench.frames import show, show_prose
 
     until = repeat.arguments()

@@ -19,12 +19,12 @@ import numpy as np
 from workbench.bench import answers, resolution, stats
 from workbench.bench.answers import Answer
 from workbench.bench.arms import answer_between
-from workbench.bench.needs import check_fits
 from workbench.bench.profiling import n_steps_of, trace_steps
 from workbench.bench.rounds import interleave
 from workbench.bench.workload import (
     Workload,
     bos_token,
+    check_fits,
     check_untraced,
     draw_tokens,
     take_sample,
