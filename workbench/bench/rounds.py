@@ -105,7 +105,7 @@ class Trials:
     def measure(
         self,
         workload: w.Workload,
-        taken: Callable[[Repetition, w.Sample], None],
+        taken: Callable[[Repetition, w.Sample], None] = lambda one, sample: None,
         begins: Callable[[Repetition], None] = lambda one: None,
         whole: Callable[[int, dict[int, w.Sample]], None] = lambda round_, found: None,
     ) -> None:

@@ -103,7 +103,7 @@ class Panel(VBox):
         self._engine = engine
         self._workload = parse(workload)
         self._rounds, self._seed = rounds, seed
-        pair.check(engine, self._workload, rounds, seed)
+        pair.check_pair(engine, self._workload, rounds, seed)
         self.result: pair.Pair | None = None
         self._ended = threading.Event()  # of the last run; an interrupted join would lose it
         self._ended.set()
