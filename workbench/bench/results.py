@@ -54,14 +54,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from workbench.bench.one_save import read_files
 from workbench.bench.provenance import utc_now
 from workbench.bench.workload import parse
 from workbench.config import EngineConfig, Toggles
 from workbench.errors import UsageError
 from workbench.frames import Table, to_html
 from workbench.output import writing_folder
-from workbench.output_parts import TEMPORARY
+from workbench.output_swap import TEMPORARY, read_files
 
 SCHEMA = 1
 RUN_JSON, SAMPLES = "run.json", "samples.parquet"
