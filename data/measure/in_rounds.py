@@ -14,10 +14,10 @@ import workbench as wb
 from data.measure.matrix import Row
 from data.measure.session import Session, toggles_of
 from workbench.bench import answers, provenance
+from workbench.bench.ab import describe
 from workbench.bench.arms import Arm, arms_of
 from workbench.bench.comparison import AB
 from workbench.bench.draft import Draft, kept, new_arm, new_run
-from workbench.bench.experiment import describe
 from workbench.bench.rounds import interleave
 from workbench.bench.workload import Sample, Workload
 

@@ -46,9 +46,18 @@ import pandas as pd
 
 from workbench.bench import provenance, results
 from workbench.bench.divergence import Agreement, Estimate, compare_rows, score
-from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench.draft import (
+    Draft,
+    check_same,
+    kept,
+    new_arm,
+    new_run,
+    open_out,
+    open_outs,
+    session_of,
+    take_over,
+)
 from workbench.bench.results import TOKENS
-from workbench.bench.resumed import check_same, open_out, open_outs, session_of, take_over
 from workbench.bench.token_source import Source, TokenWindow
 from workbench.bench.workload import check_untraced
 from workbench.config import BASELINE, FAMILIES, TogglePreset, Toggles

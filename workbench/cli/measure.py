@@ -71,7 +71,7 @@ def bench(
     and the table are llama-batched-bench's.
     """
     from workbench.bench import batched, llama_bench
-    from workbench.bench.resumed import open_outs
+    from workbench.bench.draft import open_outs
     from workbench.bench.workload import long_enough, wide_enough
     from workbench.frames import known_columns
 
@@ -142,7 +142,7 @@ def ab(
     """Compare values of a toggle, or sets of toggles, in turn, with an A/A control."""
     from workbench.bench.ab import ab as interleaved
     from workbench.bench.arms import ComparisonSpec, comparison_spec
-    from workbench.bench.resumed import open_out
+    from workbench.bench.draft import open_out
     from workbench.bench.workload import parse_tests, wide_enough
     from workbench.frames import show, show_prose
 
@@ -198,7 +198,7 @@ def perplexity(
     """
     from workbench.bench import perplexity as ppl
     from workbench.bench import results
-    from workbench.bench.resumed import open_out
+    from workbench.bench.draft import open_out
     from workbench.bench.token_source import ask
 
     if check and against is None:
