@@ -58,9 +58,7 @@ def ways_table(engine: Any) -> pd.DataFrame:
                 "bytes": counts["copied_bytes"],
             }
         )
-    table = Table(rows)
-    table.attrs["code"] = ["graph_reuse"]
-    return table
+    return Table(rows).shown(code=["graph_reuse"])
 
 
 def phases_table(comparison: AB) -> pd.DataFrame:
@@ -73,9 +71,7 @@ def phases_table(comparison: AB) -> pd.DataFrame:
     }
     table = pd.DataFrame(arms).rename_axis("phase").reset_index()
     table.loc[len(table)] = [TOTAL, *table[list(arms)].sum()]
-    shown = Table(table)
-    shown.attrs["digits"] = dict.fromkeys(arms, 1)
-    return shown
+    return Table(table).shown(digits=dict.fromkeys(arms, 1))
 
 
 def inputs_table(program: Any) -> pd.DataFrame:
@@ -149,11 +145,9 @@ def layers_table(layers: Mapping[str, AB]) -> pd.DataFrame:
             }
         )
     summed = {name: sum(row[name] for row in rows) for name in ("us in them", "us more a token")}
-    table = Table([*rows, {"toggle": TOTAL, "phases": "", "95% CI": "", "verdict": ""} | summed])
-    table.attrs |= {
-        "keys": ["toggle"], "digits": {"us in them": 1, "us more a token": 1, "Speedup": 3},
-    }  # fmt: skip
-    return table
+    return Table(
+        [*rows, {"toggle": TOTAL, "phases": "", "95% CI": "", "verdict": ""} | summed]
+    ).shown(keys=["toggle"], digits={"us in them": 1, "us more a token": 1, "Speedup": 3})
 
 
 def speedup(token_us: float, build_us: float) -> float:
@@ -196,13 +190,11 @@ def worth_table(comparison: AB) -> pd.DataFrame:
         (OWN, own_us, speedup(token_us, own_us)),
         (MEASURED, build_us(token_us, found := float(summary["speedup"][KEPT])), found),
     ]
-    table = Table(rows, columns=["whose", "a build costs, us", "speedup of a kept graph"])
-    table.attrs |= {
-        "keys": ["whose", "a build costs, us"],
-        "digits": {"a build costs, us": 1, "speedup of a kept graph": 3},
-        "constant": {"a token with a kept graph": f"{token_us:.0f} us"},
-    }
-    return table
+    return Table(rows, columns=["whose", "a build costs, us", "speedup of a kept graph"]).shown(
+        keys=["whose", "a build costs, us"],
+        digits={"a build costs, us": 1, "speedup of a kept graph": 3},
+        constant={"a token with a kept graph": f"{token_us:.0f} us"},
+    )
 
 
 def recorded_verdict(page: str | Path) -> str:

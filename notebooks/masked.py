@@ -157,9 +157,7 @@ def visits_table(engine: wb.Engine, most: int) -> pd.DataFrame:
                 row["gate"] = "closed" if one.way == "off" else "open"
             row[name] = f"{counted.visited / n:.0%}"
         rows.append(row)
-    table = Table(rows)
-    table.attrs["keys"] = ["step", "cache"]
-    return table
+    return Table(rows).shown(keys=["step", "cache"])
 
 
 def prompt_traces(
@@ -199,9 +197,7 @@ def blocks_by_test(
                     row = rows.setdefault((test.name, phase), {"test": test.name, "phase": phase})
                     n = max(1, counted.visited + counted.skipped)
                     row[name] = f"{counted.visited / n:.0%}"
-    table = Table(list(rows.values()))
-    table.attrs["keys"] = ["test", "phase"]
-    return table
+    return Table(list(rows.values())).shown(keys=["test", "phase"])
 
 
 def _works(engine: wb.Engine, test: Workload) -> dict[str, list[Work]]:

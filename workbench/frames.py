@@ -44,6 +44,11 @@ class Table(pd.DataFrame):
     def _constructor(self) -> type[Table]:
         return Table
 
+    def shown(self, **how: Any) -> Table:
+        """The table itself, with these `attrs` (`keys`, `digits`, `code`, ...)."""
+        self.attrs |= how
+        return self
+
     def _repr_html_(self) -> str:
         return to_html(self)
 

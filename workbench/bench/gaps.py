@@ -110,9 +110,7 @@ class Gaps(NamedTuple):
                     **dict(zip(GAPS, (mid, low, high), strict=True)),
                 }
             )
-        table = Table(rows)
-        table.attrs |= {"keys": ["arm"], "code": ["pattern"], "digits": dict.fromkeys(GAPS, 1)}
-        return table
+        return Table(rows).shown(keys=["arm"], code=["pattern"], digits=dict.fromkeys(GAPS, 1))
 
     @property
     def fits(self) -> dict[str, Fit]:
