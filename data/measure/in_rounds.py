@@ -93,7 +93,7 @@ class Turns:
             )
             if i:
                 before, after = (s.last_logits[None] for s in (first[test], sample))
-                found = answers.compare(before, after, arm.answer)
+                found = answers.compare_logits(before, after, arm.answer)
                 self._answers.setdefault(arm.name, []).append(found)
 
     def _complete(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def frame(run: results.Run) -> pd.DataFrame:
             return pd.DataFrame(kernel_bench.KernelRun.load(run.folder).run["result"]["rows"])
         case "perplexity":
             tokens = pd.read_parquet(run.folder / TOKENS)
-            return pd.DataFrame([Agreement.of(tokens, 0)._asdict()])
+            return pd.DataFrame([Agreement.of_tokens(tokens, 0)._asdict()])
         case "serve":
             return pd.DataFrame([row.figures for row in load_served(run.folder).rows])
         case "attention":

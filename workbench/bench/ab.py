@@ -29,8 +29,7 @@ from workbench.bench.draft import (
     take_over,
 )
 from workbench.bench.rounds import Repetition, Trials, order_of
-from workbench.bench.until import AT_MOST_S, Until
-from workbench.bench.until import make as make_until
+from workbench.bench.until import AT_MOST_S, Until, make_until
 from workbench.bench.workload import Sample, Workload, check_untraced
 from workbench.config import Toggles
 from workbench.engine import exclusive
@@ -79,7 +78,7 @@ def ab(
     exclusive.check(engine._loaded)
     made = comparison_spec(toggle, values, tests, rounds, background or engine.toggles, smoke)
     check_untraced(engine)
-    made.check(engine.config)
+    made.check_arms(engine.config)
     asked = make_until(until, at_most_s)
     if asked is not None and smoke:
         raise UsageError("smoke=True measures next to nothing; leave out until, or smoke")
@@ -226,8 +225,8 @@ class _Comparison:
             row = taken[0].last_logits[None]
             for i, sample in taken.items():
                 if i:
-                    found = answers.compare(row, sample.last_logits[None], self.arms[i].answer)
-                    self.answers[i].append(found)
+                    own, kind = sample.last_logits[None], self.arms[i].answer
+                    self.answers[i].append(answers.compare_logits(row, own, kind))
         self.draft.checkpoint()
 
 

@@ -138,7 +138,7 @@ class ComparisonSpec(NamedTuple):
     arms: list[Arm]
     workloads: list[Workload]
 
-    def check(self, config: EngineConfig) -> None:
+    def check_arms(self, config: EngineConfig) -> None:
         """Raises UsageError for a test that does not fit an arm of such an engine."""
         for workload, arm in product(self.workloads, self.arms):
             check_fits(arm.toggles, config, workload)

@@ -34,8 +34,7 @@ from workbench.bench.draft import (
 from workbench.bench.llama_format import FIELDS, FORMATS, BenchRow, format_rows
 from workbench.bench.results import Run
 from workbench.bench.rounds import Repetition, Trials
-from workbench.bench.until import AT_MOST_S
-from workbench.bench.until import make as make_until
+from workbench.bench.until import AT_MOST_S, make_until
 from workbench.bench.workload import Sample, Workload, check_fits, check_untraced
 from workbench.config import EngineConfig, TogglePreset, Toggles
 from workbench.devices import DEVICES, is_gpu
@@ -174,7 +173,7 @@ def measured(
 
     with sides, kept(*drafts, raises=True):
         for test in tests:
-            side = sides.of(test)
+            side = sides.engine_of(test)
             trials.engines = [side]
             fields = describe_engine(side, test, commit, build)
             samples = before.samples.get(test.name, [])
@@ -210,7 +209,7 @@ class Sides:
         """The toggles that `test` runs with."""
         return self._engine.resolve(self._wanted(test))
 
-    def of(self, test: Workload) -> Engine:
+    def engine_of(self, test: Workload) -> Engine:
         """The engine that `test` runs on. The variant of an earlier test is closed, where this one
         needs another."""
         toggles = self.toggles_of(test)

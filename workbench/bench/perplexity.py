@@ -15,7 +15,7 @@ logits a is compared with the reference's row b:
 
     KL      sum softmax(b) * (log softmax(b) - log softmax(a)), in nats: what it costs to believe a
     NMSE    sum (a - b)^2 / sum b^2, over all rows together, and of the worst row
-    argmax  share of rows with the same one, and rows that break the rule of `answers.compare`
+    argmax  share of rows with the same one, and rows that break the rule of `compare_logits`
 
 How many tokens an engine computes at once decides which of its kernels are judged: at 1 the decode
 kernels, at hundreds the prefill kernels. So it can be asked for the same tokens at several `sizes`,
@@ -300,10 +300,10 @@ class _Record:
     def found(self) -> Perplexity:
         """What the finished windows say."""
         tokens = pd.concat(self._parts, ignore_index=True)
-        engine, reference, agreement = Estimate.of(tokens["nll"].to_numpy()), None, None
+        engine, reference, agreement = Estimate.of_nll(tokens["nll"].to_numpy()), None, None
         if len(self.arms) > 1:
-            reference = Estimate.of(tokens["nll_reference"].to_numpy())
-            agreement = Agreement.of(tokens, self.n_broken)
+            reference = Estimate.of_nll(tokens["nll_reference"].to_numpy())
+            agreement = Agreement.of_tokens(tokens, self.n_broken)
         return Perplexity(self.draft.run, tokens, self.folder, engine, reference, agreement)
 
     def _complete(self) -> dict[str, pd.DataFrame]:

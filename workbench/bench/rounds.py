@@ -183,8 +183,8 @@ class Trials:
             return
         before = self.ended.get(test, {}).get("seconds", 0.0)
         tests_left = len(self.workloads) - self.workloads.index(workload)
-        yield from stopping.rounds(
-            stopping.share(self.until, self._spent_s, tests_left),
+        yield from stopping.rounds_of(
+            stopping.share_of(self.until, self._spent_s, tests_left),
             lambda: self.finished(test),
             lambda ended: self.ended.update({test: ended._asdict()}),
             prepare=warm,

@@ -71,7 +71,7 @@ class AskedTokens:
     n: int = 0
     seed: int = 0
 
-    def check(self, opened: Engine | Loaded) -> None:
+    def check_tokens(self, opened: Engine | Loaded) -> None:
         """Raises UsageError for ids outside the vocabulary and for too few tokens, ModelFileError
         for a text where the model has no tokenizer. A text is tokenised here, once.
 
@@ -83,8 +83,8 @@ class AskedTokens:
             _scored(opened, self.label, self.ids)
 
     def open(self, engine: Engine) -> Source:
-        """The windows of `engine`, each as long as a sequence may be. Raises as `check` does."""
-        self.check(engine)
+        """The windows of `engine`, as long as a sequence may be. Raises as `check_tokens` does."""
+        self.check_tokens(engine)
         if self.ids is None:
             return sample(engine, self.n, self.seed)
         bos, (ids, n) = bos_token(engine), _scored(engine, self.label, self.ids)
@@ -115,7 +115,7 @@ def ask(file: Path | None, tokens_from: str | None) -> AskedTokens:
 
 
 def open_source(engine: Engine, file: Path | None, tokens_from: str | None) -> Source:
-    """What `ask` names, of `engine`. Raises as `ask` and `AskedTokens.check` do."""
+    """What `ask` names, of `engine`. Raises as `ask` and `AskedTokens.check_tokens` do."""
     return ask(file, tokens_from).open(engine)
 
 

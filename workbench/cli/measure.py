@@ -158,7 +158,7 @@ def ab(
     open_out(out, resume)
     with load(
         model, wide_enough(parse_tests(test), config), wanted, switched,
-        lambda opened, _: specs[-1].check(opened.config),
+        lambda opened, _: specs[-1].check_arms(opened.config),
     ) as engine:  # fmt: skip
         result = interleaved(
             engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume, **until
@@ -212,7 +212,9 @@ def perplexity(
     folders = ppl.folders_of(folder, at_once)
     ppl.check_folders(folders, config.n_ubatch, resume)
     variants = [] if other is None else [other]
-    with load(model, config, toggles, variants, lambda opened, _: source.check(opened)) as engine:
+    with load(
+        model, config, toggles, variants, lambda opened, _: source.check_tokens(opened)
+    ) as engine:
         runs = ppl.perplexity_by_size(
             engine, source.open(engine), folders, against=other, resume=resume
         )
