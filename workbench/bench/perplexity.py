@@ -346,7 +346,7 @@ def check_folders(
     folders: dict[int, Path], n_ubatch: int, resume: bool = False
 ) -> list[results.Run | None]:
     """The runs to continue, None for a new one. Raises UsageError for no size, one that is not in
-    1..n_ubatch, and as `resumed.open_outs`."""
+    1..n_ubatch, and as `draft.open_outs`."""
     for size in folders:
         if not 1 <= size <= n_ubatch:
             raise UsageError(

@@ -114,11 +114,6 @@ def ask(file: Path | None, tokens_from: str | None) -> AskedTokens:
     return AskedTokens(path.name, ids=read_ids(path))
 
 
-def open_source(engine: Engine, file: Path | None, tokens_from: str | None) -> Source:
-    """What `ask` names, of `engine`. Raises as `ask` and `AskedTokens.check_tokens` do."""
-    return ask(file, tokens_from).open(engine)
-
-
 def _scored(opened: Engine | Loaded, label: str, ids: list[int]) -> tuple[list[int], int]:
     """`ids` without a leading BOS (every window begins with it anyway), and how many of them will
     be scored."""
@@ -216,7 +211,7 @@ def draw(logits: np.ndarray, u: float) -> int:
 
 
 def read_ids(path: Path) -> list[int]:
-    """Token ids of a file, as `open_source` says. Raises UsageError in one line."""
+    """Token ids of a file, as `ask` says. Raises UsageError in one line."""
     return _READERS.get(path.suffix.lower(), _read_text)(path)
 
 
