@@ -44,9 +44,7 @@ def forks_table(engine: Any, arms: Mapping[str, Toggles]) -> pd.DataFrame:
                 "waits of streams": sum(isinstance(c, Wait) and c.forks for c in commands),
             }
         )
-    table = Table(rows)
-    table.attrs["code"] = ["pattern"]
-    return table
+    return Table(rows).shown(code=["pattern"])
 
 
 def overlap_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int = 16) -> pd.DataFrame:
@@ -74,14 +72,14 @@ def overlap_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int = 16) 
                 "times as long": round(traced.slowdown, 2),
             }
         )
-    table = Table(rows)
-    table.attrs["keys"] = ["arm"]
-    table.attrs["constant"] = {
-        "the device's clock goes on by": f"{found.tick_ns} ns",
-        "unresolved": f"shorter than {RESOLVED_TICKS} of these ticks",
-        "by libraries, which note nothing": f"{middle['n_silent']:.0f} kernels",
-    }
-    return table
+    return Table(rows).shown(
+        keys=["arm"],
+        constant={
+            "the device's clock goes on by": f"{found.tick_ns} ns",
+            "unresolved": f"shorter than {RESOLVED_TICKS} of these ticks",
+            "by libraries, which note nothing": f"{middle['n_silent']:.0f} kernels",
+        },
+    )
 
 
 class _Step:

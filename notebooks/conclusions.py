@@ -13,7 +13,6 @@ import pandas as pd
 
 from workbench.bench import results
 from workbench.bench.comparison import AB
-from workbench.bench.worth import CLAIMED
 from workbench.report.sentences import DECIDED, Conclusion, effects, listed, time
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Co
     alike, once = steps.iloc[:5], layers.iloc[:-1]
     tokens, reused = alike["steps"].sum(), alike["reused"].sum()
     costliest = once.loc[once["us more a token"].idxmax()]
-    claimed = worth[worth["whose"].str.contains("#8366")]["a build costs, us"]
+    claimed = worth[worth["whose"].str.contains("#8366")]
     shown = worth.set_index("a build costs, us")["speedup of a kept graph"]
     own = worth[worth["whose"].str.contains("Python")].iloc[-1]
     issued = {way: by_phase.loc["issue", way] for way in ("rebuild", "set_rows")}
@@ -104,8 +103,9 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Co
         f"The speedup of {own['speedup of a kept graph']:.2f} that was measured is the price of "
         "this engine's Python. "
         f"With a build of {shown.index[3]:.0f} us it would be {shown.iloc[3]:.3f} here.",
-        f"The {listed(f'{share:.0%}' for share in (c - 1 for c in CLAIMED))} of #8366 would be a "
-        f"build of {listed(map(time, claimed))} beside this device's token.",
+        f"The {listed(f'{s - 1:.0%}' for s in claimed['speedup of a kept graph'])} of #8366 would "
+        f"be a build of {listed(map(time, claimed['a build costs, us']))} beside this device's "
+        "token.",
         *filter(None, [theirs]),
     ]
     return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in effects(ab))]))

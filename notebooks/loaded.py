@@ -85,12 +85,10 @@ def together_table(
                     "T_TG s": found["t_tg"], "S_TG t/s": found["speed_tg"], "S t/s": found["speed"],
                 }
             )  # fmt: skip
-    table = Table(rows)
-    table.attrs |= {
-        "keys": ["setting", "B"],
-        "digits": {"T_PP s": 4, "T_TG s": 4, "S_PP t/s": 0, "S_TG t/s": 0, "S t/s": 0},
-    }
-    return table
+    return Table(rows).shown(
+        keys=["setting", "B"],
+        digits={"T_PP s": 4, "T_TG s": 4, "S_PP t/s": 0, "S_TG t/s": 0, "S t/s": 0},
+    )
 
 
 def slug(name: str) -> str:
@@ -198,9 +196,7 @@ def latency_table(served: Mapping[str, ServeBench]) -> pd.DataFrame:
         for name, made in served.items()
         for row in made.rows
     ]  # fmt: skip
-    table = Table(rows)
-    table.attrs |= {"keys": ["setting", "in flight"], "digits": {"req/s": 1, "out t/s": 0}}
-    return table
+    return Table(rows).shown(keys=["setting", "in flight"], digits={"req/s": 1, "out t/s": 0})
 
 
 def sampling_table(served: Mapping[str, ServeBench]) -> pd.DataFrame:
@@ -219,9 +215,7 @@ def sampling_table(served: Mapping[str, ServeBench]) -> pd.DataFrame:
                 "of all the time": f"{found['sampling_share']:.1%}",
             }
         )  # fmt: skip
-    table = Table(rows)
-    table.attrs |= {"keys": ["setting"], "digits": {"tokens a step": 1, "sampling us a step": 1}}
-    return table
+    return Table(rows).shown(keys=["setting"], digits={"tokens a step": 1, "sampling us a step": 1})
 
 
 def ways_in(
@@ -280,9 +274,7 @@ def ways_table(found: Mapping[str, ServeBench]) -> pd.DataFrame:
                     "client us a chunk": "" if client is None else f"{client:.0f}",
                 }
             )  # fmt: skip
-    table = Table(rows)
-    table.attrs |= {"keys": ["way", "in flight"], "digits": {"out t/s": 0, "E2EL ms": 1}}
-    return table
+    return Table(rows).shown(keys=["way", "in flight"], digits={"out t/s": 0, "E2EL ms": 1})
 
 
 def _rate(row: Any) -> float:

@@ -13,8 +13,7 @@ import pandas as pd
 
 import workbench as wb
 from workbench.bench.arms import switched
-from workbench.bench.together import gen_steps, prompt_steps
-from workbench.bench.workload import Workload, draw_tokens, parse
+from workbench.bench.workload import Workload, draw_tokens, gen_steps, parse, prompt_steps
 from workbench.config import Toggles
 from workbench.engine.batch import Work
 from workbench.engine.kv_extent import WAYS
@@ -158,9 +157,7 @@ def visits_table(engine: wb.Engine, most: int) -> pd.DataFrame:
                 row["gate"] = "closed" if one.way == "off" else "open"
             row[name] = f"{counted.visited / n:.0%}"
         rows.append(row)
-    table = Table(rows)
-    table.attrs["keys"] = ["step", "cache"]
-    return table
+    return Table(rows).shown(keys=["step", "cache"])
 
 
 def prompt_traces(
@@ -200,9 +197,7 @@ def blocks_by_test(
                     row = rows.setdefault((test.name, phase), {"test": test.name, "phase": phase})
                     n = max(1, counted.visited + counted.skipped)
                     row[name] = f"{counted.visited / n:.0%}"
-    table = Table(list(rows.values()))
-    table.attrs["keys"] = ["test", "phase"]
-    return table
+    return Table(list(rows.values())).shown(keys=["test", "phase"])
 
 
 def _works(engine: wb.Engine, test: Workload) -> dict[str, list[Work]]:

@@ -44,9 +44,7 @@ def calls_table(engine: Any, arms: Mapping[str, Toggles]) -> pd.DataFrame:
                 "waits": kinds.count("sync"),
             }
         )
-    table = Table(rows)
-    table.attrs["code"] = ["pattern"]
-    return table
+    return Table(rows).shown(code=["pattern"])
 
 
 def forcing(toggles: Toggles) -> dict[str, Toggles]:
@@ -78,9 +76,11 @@ def made_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int) -> pd.Da
                 "update us": _each(n["update_ns"], updates),
             }
         )
-    table = Table(rows).rename(columns={"reinstantiated": "made anew", "issued": "part by part"})
-    table.attrs["digits"] = dict.fromkeys(("capture us", "instantiate us", "update us"), 1)
-    return table
+    return (
+        Table(rows)
+        .rename(columns={"reinstantiated": "made anew", "issued": "part by part"})
+        .shown(digits=dict.fromkeys(("capture us", "instantiate us", "update us"), 1))
+    )
 
 
 def _each(ns: int, n: int) -> float:
@@ -106,10 +106,9 @@ def repaid_table(made: pd.DataFrame, *comparisons: AB) -> pd.DataFrame:
                 {"arm": row.arm, "us for captures": once, "us saved a token": saved}
                 | {"repaid after tokens": _after(once, saved, known), "verdict": row.verdict}
             )
-    table = Table(rows)
-    table.attrs |= {"digits": {"us for captures": 1, "us saved a token": 1},
-                    "right": ["repaid after tokens"]}  # fmt: skip
-    return table
+    return Table(rows).shown(
+        digits={"us for captures": 1, "us saved a token": 1}, right=["repaid after tokens"]
+    )
 
 
 def _after(once: float, saved: float, known: int) -> str:

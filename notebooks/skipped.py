@@ -83,9 +83,7 @@ def ubatch_table(prompts: Mapping[int, AB], arms: Mapping[str, str]) -> pd.DataF
             one = summary.loc[arm]
             row[name] = f"{one['speedup']:.3f} {mark(one['verdict'])}".strip()
         rows.append(row)
-    table = Table(rows)
-    table.attrs["keys"] = ["tokens at once"]
-    return table
+    return Table(rows).shown(keys=["tokens at once"])
 
 
 def mark(verdict: str) -> str:
@@ -189,9 +187,7 @@ def scaling_table(phases: pd.DataFrame) -> pd.DataFrame:
         for one in part.itertuples():
             row[one.label] = f"{one.speedup:.2f} {mark(one.verdict)}".strip()
         rows.append(row)
-    table = Table(rows)
-    table.attrs["keys"] = ["test", "phase"]
-    return table
+    return Table(rows).shown(keys=["test", "phase"])
 
 
 def side_by_side(
@@ -264,9 +260,7 @@ def ragged_table(served: Mapping[str, ServeBench]) -> pd.DataFrame:
                 "P99 ITL ms": row.figures["p99_itl_ms"],
             }
         )  # fmt: skip
-    table = Table(rows)
-    table.attrs |= {"keys": ["way"], "digits": {"s": 3, "speedup": 3, "out t/s": 1}}
-    return table
+    return Table(rows).shown(keys=["way"], digits={"s": 3, "speedup": 3, "out t/s": 1})
 
 
 def answers_table(comparisons: Mapping[str, AB], *named: Mapping[str, str]) -> pd.DataFrame:
@@ -286,6 +280,4 @@ def answers_table(comparisons: Mapping[str, AB], *named: Mapping[str, str]) -> p
                     "arms": "; ".join(names.get(arm, arm) for arm in alike),
                 }
             )  # fmt: skip
-    table = Table(rows)
-    table.attrs["keys"] = ["comparison", "answer"]
-    return table
+    return Table(rows).shown(keys=["comparison", "answer"])

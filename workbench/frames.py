@@ -44,6 +44,11 @@ class Table(pd.DataFrame):
     def _constructor(self) -> type[Table]:
         return Table
 
+    def shown(self, **how: Any) -> Table:
+        """The table itself, with these `attrs` (`keys`, `digits`, `code`, ...)."""
+        self.attrs |= how
+        return self
+
     def _repr_html_(self) -> str:
         return to_html(self)
 
@@ -80,7 +85,7 @@ def markdown(table: pd.DataFrame, width: int | None = None) -> str:
     width: no line is longer, but one with a single word that is. None: one table, however wide, in
     which only `attrs["constant"]` stands above: what a file holds. A `|` in a cell is escaped.
     """
-    cells = _Cells.of(table)
+    cells = _Cells.from_frame(table)
     if width is None:
         return _paragraphs([_common(cells.constant), cells.text()])
     return _paragraphs(list(_fitted(cells, width)))
@@ -89,7 +94,7 @@ def markdown(table: pd.DataFrame, width: int | None = None) -> str:
 def to_html(table: pd.DataFrame) -> str:
     """The frame as HTML: text to the left, numbers to the right, `code` in its own face; what all
     rows share stands above. The index is shown where it has a name."""
-    cells = _Cells.of(table).lifted()
+    cells = _Cells.from_frame(table).lifted()
     sides = ["right" if right else "left" for right in cells.right]
 
     code = [column in (table.attrs.get("code") or ()) for column in cells.columns]
@@ -127,7 +132,7 @@ class _Cells(NamedTuple):
     keys: list[str]
 
     @classmethod
-    def of(cls, table: pd.DataFrame) -> _Cells:
+    def from_frame(cls, table: pd.DataFrame) -> _Cells:
         attrs = {name: table.attrs.get(name) for name in _KEPT}
         if table.index.name is not None:
             table = table.reset_index()

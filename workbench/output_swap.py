@@ -1,30 +1,69 @@
 """A folder takes the place of another in one step: a reader finds all of the old or of the new.
 
-    beside    run.json' samples'      written first, in a folder of its own (`output_parts.py`)
+    beside    run.json' samples'      written first, in a folder of its own (`output.py`)
     target    run.json  samples       one call exchanges both names; then the old folder is removed
 
 Linux calls it renameat2 with RENAME_EXCHANGE, macOS renamex_np with RENAME_SWAP. A file system that
 has neither (NFS) takes two renames: the old folder steps aside under the name of `aside`, and the
 new one comes. Between the two nothing is at the target. Whoever is killed there leaves the old
 folder aside, where readers look next, and the next save puts it back (`settle`).
+
+Who opens files of a folder one after the other by their paths may meet a save between two of them.
+So `read_files` opens the folder once, and its files in there: all of them are of one save.
+
+Errors here are the operating system's; `output.py` has the words.
 """
 
 import ctypes
 import errno
 import os
+import re
 import shutil
 import stat
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from workbench.output_parts import TEMPORARY, is_temporary, remove, rename
-from workbench.output_path import Found, refusal, refusing
+TEMPORARY = ".workbench-"  # what is being written is called so, and 16 hexadecimal digits behind
 
+_NAME = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
 _AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
 # what a kernel or a file system answers that cannot exchange
 _CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
 _THERE = (errno.EEXIST, errno.ENOTEMPTY)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a folder of that name is one that was being written."""
+    return _NAME.fullmatch(name) is not None
+
+
+def surely(call: Callable[..., None], *paths: str) -> None:
+    """Renames or removes; a Ctrl-C meanwhile is heeded after."""
+    try:
+        call(*paths)
+    except KeyboardInterrupt:
+        with suppress(FileNotFoundError):  # it had been done
+            call(*paths)
+        raise
+
+
+def remove(path: str) -> None:
+    """Removes the file, or the folder and what is in it, where there is one."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+            return
+        for name in os.listdir(path):
+            remove(os.path.join(path, name))
+        remove_empty(path)
+
+
+def remove_empty(folder: str) -> None:
+    """Removes the folder, unless somebody else put a file there."""
+    with suppress(OSError):
+        os.rmdir(folder)
 
 
 def exchange(one: str, other: str) -> None:
@@ -46,19 +85,19 @@ def exchange(one: str, other: str) -> None:
 
 
 def replace_folder(
-    found: Found, beside: str, without: Collection[str] = (), new: bool = False
+    beside: str, target: str, absent: bool, without: Collection[str] = (), new: bool = False
 ) -> None:
     """The new folder `beside` gets the name of the target, and the old one, where there is one, is
-    called `beside` then. Raises UsageError where that cannot be: the target is as it was.
+    called `beside` then. Raises OSError where that cannot be: the target is as it was.
 
-    without: names in the old folder that do not stay. new: there must be no old one.
+    absent: whether there was no old one so far. without: names in the old folder that do not stay.
+    new: there must be no old one.
     """
-    target, absent = found.target, found.status is None
-    with _standing_where_we_stood(), refusing(found.shown):
+    with _standing_where_we_stood():
         while True:
             try:
                 if absent:
-                    rename(beside, target)
+                    surely(os.rename, beside, target)
                     return
                 exchange(beside, target)
                 break
@@ -80,26 +119,26 @@ def _replace_in_two(beside: str, target: str) -> None:
     old = aside(target)
     stopped: KeyboardInterrupt | None = None
     while True:
-        remove(old)  # the target is there, so nobody needs it
+        surely(remove, old)  # the target is there, so nobody needs it
         try:
-            rename(target, old)
+            surely(os.rename, target, old)
         except FileNotFoundError:
             pass
         except KeyboardInterrupt as error:
             stopped = error
         try:
-            rename(beside, target)
+            surely(os.rename, beside, target)
         except KeyboardInterrupt as error:
             stopped = error
         except OSError as error:
             if error.errno in _THERE:
                 continue
             with suppress(OSError):
-                rename(old, target)
+                os.rename(old, target)
             raise
         break
     with suppress(OSError):
-        rename(old, beside)  # to be removed
+        surely(os.rename, old, beside)  # to be removed
     if stopped is not None:
         raise stopped
 
@@ -117,21 +156,21 @@ def settle(target: str) -> bool:
         return False
     with suppress(OSError):  # somebody else was quicker, or it stays where readers find it
         if os.path.lexists(target):
-            remove(old)
+            surely(remove, old)
         else:
-            rename(old, target)
+            surely(os.rename, old, target)
     return True
 
 
-def carry(found: Found, beside: str, without: Collection[str]) -> None:
+def carry(target: str, beside: str, without: Collection[str]) -> None:
     """What else is in the old folder gets a name in the new one, too: a link, or a copy where the
     file system has none. without: names that are not carried."""
-    with refusing(found.shown), suppress(FileNotFoundError):  # it has just been removed
-        for name in os.listdir(found.target):
+    with suppress(FileNotFoundError):  # it has just been removed
+        for name in os.listdir(target):
             if name not in without and not is_temporary(name):
-                _carry(os.path.join(found.target, name), os.path.join(beside, name))
+                _carry(os.path.join(target, name), os.path.join(beside, name))
         with suppress(PermissionError):  # a file system without modes
-            os.chmod(beside, stat.S_IMODE(os.stat(found.target).st_mode))
+            os.chmod(beside, stat.S_IMODE(os.stat(target).st_mode))
 
 
 def _carry(source: str, target: str) -> None:
@@ -155,7 +194,7 @@ def _bring_latecomers(old: str, target: str, without: Collection[str]) -> None:
     with suppress(OSError):
         for name in set(os.listdir(old)).difference(os.listdir(target), without):
             if not is_temporary(name):
-                rename(os.path.join(old, name), os.path.join(target, name))
+                surely(os.rename, os.path.join(old, name), os.path.join(target, name))
 
 
 @contextmanager
@@ -173,7 +212,40 @@ def _standing_where_we_stood() -> Iterator[None]:
                 os.chdir(here)
 
 
-def refuse_mounted(found: Found) -> None:
-    """Raises UsageError where something is mounted at the target: it cannot be replaced."""
-    if os.path.ismount(found.target):
-        raise refusal(found.shown, OSError(errno.EBUSY, ""))
+# what readers do ---------------------------------------------------------------------------------
+
+
+def read_files(folder: Path, *names: str) -> list[bytes]:
+    """The content of these files, all of one save, also while the folder is replaced. Raises
+    FileNotFoundError, with the path, for one that is missing.
+
+    A save that takes the folder's place removes it; then the files of that save are read.
+    """
+    while True:
+        at = _opened(folder, names[0])
+        try:
+            return [_content(at, folder / name) for name in names]
+        except FileNotFoundError:
+            if os.path.samestat(os.fstat(at), os.stat(folder)):
+                raise
+        finally:
+            os.close(at)
+
+
+def _opened(folder: Path, first: str) -> int:
+    """A descriptor of the folder, or of the one that stepped aside for it."""
+    for path in (folder, aside(os.path.realpath(folder)), folder):
+        with suppress(FileNotFoundError):
+            return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder / first)
+
+
+def _content(at: int, path: Path) -> bytes:
+    """Of the file of that name in the folder opened as `at`."""
+    try:
+        descriptor = os.open(path.name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=at)
+    except OSError as error:
+        error.filename = path
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()

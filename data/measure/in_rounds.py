@@ -14,10 +14,10 @@ import workbench as wb
 from data.measure.matrix import Row
 from data.measure.session import Session, toggles_of
 from workbench.bench import answers, provenance
+from workbench.bench.ab import describe
 from workbench.bench.arms import Arm, arms_of
 from workbench.bench.comparison import AB
 from workbench.bench.draft import Draft, kept, new_arm, new_run
-from workbench.bench.experiment import describe
 from workbench.bench.rounds import interleave
 from workbench.bench.workload import Sample, Workload
 
@@ -93,7 +93,7 @@ class Turns:
             )
             if i:
                 before, after = (s.last_logits[None] for s in (first[test], sample))
-                found = answers.compare(before, after, arm.answer)
+                found = answers.compare_logits(before, after, arm.answer)
                 self._answers.setdefault(arm.name, []).append(found)
 
     def _complete(self) -> dict[str, Any]:

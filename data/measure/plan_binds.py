@@ -24,7 +24,7 @@ from data.measure.plan_tables import (
     planned,
 )
 from data.measure.recorded import Recorded, model_of, title_of
-from workbench.bench import worth
+from notebooks import kept
 from workbench.bench.stats import SLOWER
 from workbench.choices import Pdl, PlanScope
 
@@ -54,7 +54,7 @@ def parts(one: Planned) -> str:
 
 def phases(one: Planned) -> str:
     """What the host does for a token beside waiting, us, of the arm's timed repetitions."""
-    found = worth.phases_us(one.arm["counters"])
+    found = kept.phases_us(one.arm["counters"])
     return ", ".join(f"{name} {found[phase]:.0f}" for phase, name in PHASES.items())
 
 

@@ -11,7 +11,7 @@ from data.measure import peer
 from data.measure.matrix import LAYERS
 from data.measure.recorded import Recorded, between, model_of
 from data.measure.tables import Line, Part, Table
-from workbench.bench import worth
+from notebooks import kept
 from workbench.bench.comparison import AB
 from workbench.choices import Redo
 from workbench.config import GraphReuse, Toggles
@@ -26,7 +26,7 @@ REDO, WAYS, REBUILD, KEPT = (
 
 def phases_us(arm: dict[str, Any]) -> dict[str, float]:
     """us a token by phase, of what an arm counted."""
-    return worth.phases_us(arm["counters"])
+    return kept.phases_us(arm["counters"])
 
 
 def _cells(arm: dict[str, Any]) -> dict[str, str]:
@@ -90,7 +90,7 @@ class Worth(NamedTuple):
 
     def ratio(self, build_us: float) -> float:
         """The speedup for an engine whose build costs so much, with the device idle meanwhile."""
-        return worth.speedup(self.us, max(build_us, 0))
+        return kept.speedup(self.us, max(build_us, 0))
 
     def said(self, theirs: peer.Saving) -> str:
         """The speedup at what llama.cpp's reuse saves, with its interval."""
@@ -110,22 +110,22 @@ def worths(recorded: Recorded) -> list[Worth]:
     found = []
     for _, run in recorded.of("reuse", "ab", WAYS):
         ab = AB(run.run, run.samples)
-        kept = next((row for arm, row in _arms(ab) if arm["name"] == KEPT), None)
-        if kept is not None:
-            name, own_us = model_of(run.run), worth.own_build_us(ab.run["arms"][0])
-            us = 1e6 / kept["tps_toggled"]
-            found.append(Worth(name, us, own_us, _speedup(kept), theirs.get(name), ab))
+        with_kept = next((row for arm, row in _arms(ab) if arm["name"] == KEPT), None)
+        if with_kept is not None:
+            name, own_us = model_of(run.run), kept.own_build_us(ab.run["arms"][0])
+            us = 1e6 / with_kept["tps_toggled"]
+            found.append(Worth(name, us, own_us, _speedup(with_kept), theirs.get(name), ab))
     return found
 
 
 def verdicts(recorded: Recorded) -> Iterator[Line]:
     """A model: the speedup by what a build costs; at llama.cpp's cost; and this engine's own."""
     for one in worths(recorded):
-        low, high = (worth.build_us(one.us, claim) for claim in worth.CLAIMED)
+        low, high = (kept.build_us(one.us, claim) for claim in kept.CLAIMED)
         of = one.theirs
         yield Line(
             {"Model": one.model, "us a token": f"{one.us:.0f}"}
-            | {f"{us} us": f"{one.ratio(us):.3f}" for us in worth.BUILD_US}
+            | {f"{us} us": f"{one.ratio(us):.3f}" for us in kept.BUILD_US}
             | {
                 "llama.cpp's build, us": f"{of.us:.0f} ({of.low:.0f}..{of.high:.0f})" if of else "",
                 "at llama.cpp's": one.said(of) if of else "",
@@ -143,7 +143,7 @@ def verdict(recorded: Recorded) -> str:
     found = worths(recorded)
     measured = [one for one in found if one.theirs is not None]
     if not measured:
-        lows, highs = ([worth.build_us(one.us, c) for one in found] for c in worth.CLAIMED)
+        lows, highs = ([kept.build_us(one.us, c) for one in found] for c in kept.CLAIMED)
         return (
             "Verdict on #8366, at llama.cpp's build time: its own was not measured on this card. "
             f"Its thread has 3 to 7 %, which here would be a build of {min(lows):.0f} to "

@@ -37,7 +37,7 @@ from tests.peer.cuda import is_there, model_file
 from workbench.bench import workload as w
 from workbench.bench.arms import switched
 from workbench.bench.stats import MIN_REPETITIONS
-from workbench.bench.together import gen_steps, prompt_steps
+from workbench.bench.workload import gen_steps, prompt_steps
 from workbench.config import Toggles
 from workbench.engine.batch import Work
 from workbench.engine.kv_extent import WAYS

@@ -38,7 +38,7 @@ from workbench.bench.kernel_bench import KernelMatrix, bench_kernels
 from workbench.bench.kernel_cases import TYPES, parse_shapes
 from workbench.bench.llama_bench import bench as llama_bench
 from workbench.bench.perplexity import parse_against, perplexity_by_size
-from workbench.bench.token_source import open_source
+from workbench.bench.token_source import ask
 from workbench.config import CopyStream
 from workbench.report import roofline
 
@@ -141,7 +141,7 @@ def perplexities(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     begin, first = time.monotonic(), rows[0]
     source_name = f"sample:{QUICK_SCORED}" if session.quick else first.test
     with session.variant(engine, first) as fast:
-        source = open_source(fast, None, source_name)
+        source = ask(None, source_name).open(fast)
         folders = {row.sizes[0]: session.emptied(row) for row in rows}
         runs = perplexity_by_size(fast, source, folders, against=parse_against(first.compared))
     for made in runs:

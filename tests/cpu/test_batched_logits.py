@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.profiles import examples
-from workbench.bench.answers import compare
+from workbench.bench.answers import compare_logits
 from workbench.config import Toggles
 from workbench.engine.draws import FED
 from workbench.engine.engine import Engine
@@ -172,7 +172,7 @@ def test_each_sequence_is_answered_as_alone(room, values, steps):
         elif len(rows):
             rounded = max(map(nmse, cells[sequence], cells_of(engine, sequence)))
             allowed = SAME_CELLS + OF_CELLS * rounded if room.quant == "F32" else QUANTISED
-            answer = compare(wanted, rows, "rounding", allowed)
+            answer = compare_logits(wanted, rows, "rounding", allowed)
             assert answer.holds, (sequence, str(answer), rounded)
     if kv_parts == "off":
         for sequence, rows in one_by_one(engine, steps).items():

@@ -14,7 +14,7 @@ import workbench as wb
 from tests.cpu import test_batched_hazards as hazards_room
 from tests.profiles import examples
 from tests.served import APART, BEHIND, Told, alone, check_cells, go_on, ids, same, serve
-from workbench.bench.answers import compare
+from workbench.bench.answers import compare_logits
 from workbench.config import Toggles
 from workbench.engine.asks import LENGTH, Ask
 from workbench.engine.defrag import defragment, pays
@@ -172,7 +172,7 @@ def test_answers_are_what_they_were(tiny_model, types, device):
             found.append(rows)
             assert engine.n_steps == steps + 1 and not engine.cache.copied
         for ours, theirs in zip(*found, strict=True):
-            assert compare(theirs, ours, "rounding").holds
+            assert compare_logits(theirs, ours, "rounding").holds
 
 
 def test_cells_that_have_yet_to_turn_turn_where_they_went(engine):
@@ -182,7 +182,7 @@ def test_cells_that_have_yet_to_turn_turn_where_they_went(engine):
     filled(engine)
     engine.cache.shift(7, 5)
     assert defragment(engine.cache)
-    assert compare(wanted, engine.step(ids(4), "all", 7), "rounding").holds
+    assert compare_logits(wanted, engine.step(ids(4), "all", 7), "rounding").holds
 
 
 def test_holes_that_are_closed_again_and_again_before_a_step(engine):
@@ -194,7 +194,7 @@ def test_holes_that_are_closed_again_and_again_before_a_step(engine):
         engine.cache.remove(sequence)
         defragment(engine.cache)
     assert engine.cache.copied and engine.cache.n_used == engine.cache.free.ends[0] == 35
-    assert compare(wanted, engine.step(ids(4), "all", 7), "rounding").holds
+    assert compare_logits(wanted, engine.step(ids(4), "all", 7), "rounding").holds
 
 
 # what it saves ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.profiles import examples
-from workbench.bench.answers import compare
+from workbench.bench.answers import compare_logits
 from workbench.config import Toggles
 from workbench.engine.phases import PHASES, Phases
 from workbench.engine.reuse import REDO, Key
@@ -257,7 +257,7 @@ def test_the_whole_cache_masked_answers_the_same(tiny_model, preset, quant, devi
             assert steps() == ((3, 77) if engine is grows else (1, 79))
             answers.append(np.concatenate(rows))
         wanted, found = answers
-        answer = compare(wanted, found, Toggles.answer_class("kv_growth"))
+        answer = compare_logits(wanted, found, Toggles.answer_class("kv_growth"))
         assert answer.holds, str(answer)
         assert np.array_equal(wanted.argmax(axis=-1), found.argmax(axis=-1))
         assert len(np.unique(wanted.argmax(axis=-1))) > 10
@@ -306,7 +306,7 @@ def test_sequences_shifts_and_ubatches_answer_the_same_in_a_full_cache(base):
 
     with base.variant(KEPT) as grows, base.variant(KEPT.switched("kv_growth", "full")) as full:
         for wanted, found in zip(answers(grows), answers(full), strict=True):
-            assert compare(wanted, found, "rounding").holds
+            assert compare_logits(wanted, found, "rounding").holds
 
 
 # steps with outputs and without -------------------------------------------------------------------

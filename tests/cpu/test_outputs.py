@@ -17,7 +17,7 @@ from workbench.backend import base
 from workbench.cli import main
 from workbench.engine.engine import Engine
 from workbench.model import synth
-from workbench.output_path import WHY
+from workbench.output import WHY
 
 IDS, HOST = ["--tokens", "1,2,3"], ["--device", "host"]
 FILES = {

@@ -11,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import workbench as wb
+from workbench.bench import workload
 from workbench.bench.stats import TOO_FEW
 from workbench.bench.workload import take_sample
 from workbench.config import Toggles
@@ -31,13 +32,13 @@ class Gate:
         self.reached, self.go = threading.Event(), threading.Event()
         left = iter(range(nth - 1, -1, -1))
 
-        def held(*args):
-            if next(left, -1) == 0:
+        def held(engine, test, tokens, left_bar, warming=False):
+            if not warming and next(left, -1) == 0:
                 self.reached.set()
                 assert self.go.wait(60)
-            return take_sample(*args)
+            return take_sample(engine, test, tokens, left_bar, warming)
 
-        monkeypatch.setattr(pair, "take_sample", held)
+        monkeypatch.setattr(workload, "take_sample", held)
 
     def wait(self):
         assert self.reached.wait(60)
@@ -104,13 +105,13 @@ def test_a_run_stopped_before_its_first_round_leaves_the_last_result(held):
 
 def test_a_run_stopped_while_it_traces_has_its_speedup(engine, monkeypatch):
     panel = wb.lab.panel(engine, "tg4", rounds=5)
-    trace = pair._trace
+    trace = pair.trace_last
 
     def stopped(*args):
         panel.stop()
         return trace(*args)
 
-    monkeypatch.setattr(pair, "_trace", stopped)
+    monkeypatch.setattr(pair, "trace_last", stopped)
     panel.button.click()
     panel.wait()
     assert panel.result.speedup.n == 5 and panel.result.traces is None

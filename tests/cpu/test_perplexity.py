@@ -14,7 +14,7 @@ import pytest
 from workbench.bench import bounds
 from workbench.bench import perplexity as ppl
 from workbench.bench.results import load_run
-from workbench.bench.token_source import open_source
+from workbench.bench.token_source import ask
 from workbench.cli import main
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
@@ -48,7 +48,7 @@ def test_a_text_is_scored_as_its_prefill_says(tiny_model, tmp_path, preset, devi
     text = tmp_path / "text"
     text.write_text("It was getting late, and the lamp had not been lit. " * 8)
     with Engine.load(path, device=device, n_ctx=64, n_ubatch=24, toggles=Toggles()) as engine:
-        made = ppl.perplexity(engine, open_source(engine, text, None), out=tmp_path / "run")
+        made = ppl.perplexity(engine, ask(text, None).open(engine), out=tmp_path / "run")
         ids = engine.tokenizer.encode(text.read_text())
         found = made.tokens
         assert found["token"].tolist() == ids[1:]  # encode puts BOS in front where there is one
@@ -68,14 +68,14 @@ def test_a_sample_is_reproducible_and_foreseen(tiny_model, tmp_path):
         tiny_model("tiny-llama", "F16"), device="host", n_ctx=128, toggles=Toggles()
     ) as engine:
         runs = [
-            ppl.perplexity(engine, open_source(engine, None, spec), out=tmp_path / f"run{i}")
+            ppl.perplexity(engine, ask(None, spec).open(engine), out=tmp_path / f"run{i}")
             for i, spec in enumerate(["sample:300:4", "sample:300:4", "sample:300"])
         ]
         pd.testing.assert_series_equal(runs[0].tokens["token"], runs[1].tokens["token"])
         pd.testing.assert_series_equal(runs[0].tokens["nll"], runs[1].tokens["nll"])
         assert runs[0].tokens["token"].tolist() != runs[2].tokens["token"].tolist()
         entropies = []
-        for window in open_source(engine, None, "sample:300:4").windows:
+        for window in ask(None, "sample:300:4").open(engine).windows:
             engine.reset()
             p = softmax64(engine.prefill(window.inputs, outputs="all"))
             entropies.append(-np.sum(p * np.log(p), axis=1))
@@ -88,7 +88,7 @@ def test_an_exact_toggle_has_no_divergence(tiny_model, tmp_path):
     with Engine.load(
         tiny_model("tiny-llama", "Q4_0"), device="embedded", n_ctx=64, toggles=Toggles()
     ) as engine:
-        source = open_source(engine, None, "sample:80")
+        source = ask(None, "sample:80").open(engine)
         with engine.variant(Toggles(sync="copy_boundary", graph_reuse="set_rows")) as fast:
             made = ppl.perplexity(fast, source, against=Toggles(), out=tmp_path / "run")
     assert made.agreement.kl_max < 1e-12 and made.agreement.nmse == 0

@@ -20,7 +20,7 @@ from tests.clashes import clashing
 from tests.orderings import PLACED
 from tests.profiles import share
 from workbench.backend.issue import Prepared
-from workbench.bench.answers import compare
+from workbench.bench.answers import compare_logits
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError, UsageError
@@ -132,7 +132,7 @@ def test_each_sequence_is_answered_as_alone(tiny_model, preset, quant, device):
         for turn in range(4):
             engine.reset()
             for ours, theirs in zip(together(engine, turn), wanted, strict=True):
-                assert compare(theirs, ours, "rounding", allowed).holds
+                assert compare_logits(theirs, ours, "rounding", allowed).holds
 
 
 TOGGLES = [
@@ -184,7 +184,7 @@ def test_every_toggle_answers_the_same(engine, of_few, values):
     kind = max(map(Toggles.answer_class, values))  # rounding where one of them is
     with engine.variant(toggles) as variant:
         for ours, theirs in zip(together(variant), wanted, strict=True):
-            answer = compare(theirs, ours, kind)
+            answer = compare_logits(theirs, ours, kind)
             assert answer.holds, (toggles, str(answer))
 
 
@@ -209,7 +209,7 @@ def test_the_number_of_sequences_is_part_of_the_shape(engine, reuse):
 
 
 def close(ours: np.ndarray, theirs: np.ndarray) -> bool:
-    return compare(theirs, ours, "rounding", QUANTISED).holds
+    return compare_logits(theirs, ours, "rounding", QUANTISED).holds
 
 
 def test_a_copied_prefix_is_shared_and_then_each_goes_on(engine):
@@ -304,7 +304,7 @@ def test_a_shift_there_and_back_is_no_shift(engine):
         engine.cache.remove(1)
     after = stored_k(engine)[: len(PROMPTS[2])]
     assert np.abs(after - before[: len(after)]).max() < 4e-3 * np.abs(before).max()
-    assert compare(wanted, engine.step(NEXT[0], "all"), "rounding").holds
+    assert compare_logits(wanted, engine.step(NEXT[0], "all"), "rounding").holds
 
 
 def test_shifts_that_undo_each_other_before_a_step_are_none(engine):
@@ -336,7 +336,7 @@ def test_a_whole_sequence_that_moved_is_answered_as_before(tiny_model, preset, q
         engine.cache.shift(0, 40)
         assert engine.cache.length() == 57
         moved, stays = engine.submit([(0, NEXT[0], "all"), (1, NEXT[1], "all")]).each()
-        assert compare(wanted, moved, "rounding").holds
+        assert compare_logits(wanted, moved, "rounding").holds
         assert close(stays, before)
 
 

@@ -17,7 +17,7 @@ import pytest
 import workbench as wb
 from tests.cpu.test_sequences import QUANTISED, ROUNDING
 from tests.served import ids, serve
-from workbench.bench.answers import MARGIN_IN_RMS, compare
+from workbench.bench.answers import MARGIN_IN_RMS, compare_logits
 from workbench.config import BEST, TogglePreset
 from workbench.engine.asks import Ask
 from workbench.engine.batch import Entry
@@ -111,7 +111,7 @@ def check_each_is_answered_as_alone(path: Path, device: str, allowed: float) -> 
             assert [s.n_seqs for s in shapes] == [N_SEQS] * len(shapes)
             assert len(company.prompts) < N_SEQS
             for s, rows in found.items():
-                answer = compare(alone(engine, company, s), rows, "rounding", allowed)
+                answer = compare_logits(alone(engine, company, s), rows, "rounding", allowed)
                 assert answer.holds, (company, s, str(answer))
 
 

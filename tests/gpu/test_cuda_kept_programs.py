@@ -9,7 +9,7 @@ import pytest
 import workbench as wb
 from tests.cpu.test_kept_programs import MADE, MAKING, Steps, growth
 from tests.cpu.test_logits import engine, one_by_one, tokens_for  # noqa: F401 - a fixture
-from workbench.bench.answers import compare
+from workbench.bench.answers import compare_logits
 from workbench.config import Toggles
 from workbench.engine.reuse import REDO
 
@@ -64,7 +64,7 @@ def test_the_whole_cache_masked_answers_the_same(tiny_model, preset, quant, more
                 n = len(tokens) - 230
                 assert steps() == ((1, n - 1) if growth_of == "full" else (2, n - 2))
                 answers.append(np.concatenate(rows))
-    answer = compare(*answers, "rounding", ROUNDING[quant])
+    answer = compare_logits(*answers, "rounding", ROUNDING[quant])
     assert answer.holds, str(answer)
 
 

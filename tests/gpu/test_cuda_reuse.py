@@ -9,7 +9,7 @@ import pytest
 
 import workbench as wb
 from tests.reuse import N_CTX, N_UBATCH, PAD, WAYS, boundaries, long_run, mixed_run, view_addresses
-from workbench.bench.answers import compare
+from workbench.bench.answers import compare_logits
 from workbench.bench.arms import answer_between
 from workbench.config import EXACT, ROUNDING, Toggles
 from workbench.engine.phases import Phases
@@ -72,7 +72,7 @@ def test_one_side_alone_joins_rope_and_store(engine, way):
     assert kind == (EXACT if way == "set_rows" else ROUNDING)
     if kind == EXACT or engine.model.architecture == "llama":
         assert np.array_equal(ours, rows)
-    answer = compare(rows, ours, kind)
+    answer = compare_logits(rows, ours, kind)
     assert answer.holds, str(answer)
 
 

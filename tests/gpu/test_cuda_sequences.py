@@ -19,7 +19,7 @@ from tests.cpu.test_sequences import (
     submitted,
     together,
 )
-from workbench.bench.answers import compare
+from workbench.bench.answers import compare_logits
 from workbench.bench.workload import draw_tokens, parse, take_sample
 from workbench.config import Toggles
 
@@ -53,7 +53,7 @@ def test_each_sequence_is_answered_as_alone(tiny_model, preset, quant, toggles):
         for turn in range(4):
             engine.reset()
             for ours, theirs in zip(together(engine, turn), wanted, strict=True):
-                answer = compare(theirs, ours, "rounding", ROUNDING.get(quant, QUANTISED))
+                answer = compare_logits(theirs, ours, "rounding", ROUNDING.get(quant, QUANTISED))
                 assert answer.holds, str(answer)
 
 
@@ -97,7 +97,7 @@ def test_a_whole_sequence_that_moved_is_answered_as_before(tiny_model, preset, q
         for delta in (40, -25):
             engine.cache.shift(0, delta)
             moved = engine.step(NEXT[0], "all")
-            assert compare(wanted, moved, "rounding").holds
+            assert compare_logits(wanted, moved, "rounding").holds
             engine.cache.remove(0, engine.cache.length() - len(NEXT[0]))
 
 
@@ -111,5 +111,5 @@ def test_many_sequences_are_what_one_is(tiny_model):
         found = take_sample(engine, test, tokens).last_logits
         engine.reset()
         wanted = engine.prefill(tokens.prompt[-24:] + tokens.gen[127::128])
-        answer = compare(wanted, found[None], "rounding", QUANTISED)
+        answer = compare_logits(wanted, found[None], "rounding", QUANTISED)
         assert answer.holds, str(answer)

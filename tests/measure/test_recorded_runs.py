@@ -216,7 +216,7 @@ def test_perplexity_is_what_its_tokens_say():
             continue
         tokens, found = pd.read_parquet(folder / TOKENS), run["result"]["agreement"]
         assert len(tokens) == run["result"]["engine"]["n"] == 2048
-        again = Agreement.of(tokens, found["n_broken"])._asdict()
+        again = Agreement.of_tokens(tokens, found["n_broken"])._asdict()
         assert again == pytest.approx(found), folder.name
 
 

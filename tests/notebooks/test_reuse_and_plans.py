@@ -8,7 +8,6 @@ import pytest
 
 import workbench as wb
 from notebooks import kept, planned, proofs
-from workbench.bench import worth
 from workbench.bench.token_parts import PARTS, token_parts
 from workbench.engine.reuse import WAYS
 
@@ -127,9 +126,9 @@ def test_captured_programs_are_proved_as_eager_ones(engine):
 
 
 def test_what_a_build_is_worth():
-    assert worth.speedup(100, 50) == 1.5
-    for claim in worth.CLAIMED:
-        assert worth.speedup(200, worth.build_us(200, claim)) == pytest.approx(claim)
+    assert kept.speedup(100, 50) == 1.5
+    for claim in kept.CLAIMED:
+        assert kept.speedup(200, kept.build_us(200, claim)) == pytest.approx(claim)
 
 
 @pytest.mark.parametrize(

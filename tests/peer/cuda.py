@@ -45,9 +45,9 @@ from tests.peer.overlaps import overlaps
 from workbench.backend.base import open_backend
 from workbench.bench import answers, provenance, results
 from workbench.bench import workload as w
+from workbench.bench.ab import describe
 from workbench.bench.arms import answer_between
 from workbench.bench.draft import Draft, kept, new_arm, new_run
-from workbench.bench.experiment import describe
 from workbench.bench.rounds import interleave
 from workbench.bench.stats import MIN_REPETITIONS
 from workbench.config import Toggles

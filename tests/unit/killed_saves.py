@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench import output_swap
-from workbench.bench.one_save import read_files
 from workbench.output import writing_folder
+from workbench.output_swap import read_files
 
 CALLS = ("open", "dup", "write", "close", "mkdir", "chmod", "rename", "link", "unlink", "rmdir")
 OTHER = "timeline"

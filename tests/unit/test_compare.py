@@ -18,7 +18,7 @@ from workbench.bench.results import SampleTable, write_run
 from workbench.cli import main
 from workbench.config import Toggles
 from workbench.errors import UsageError
-from workbench.report.compare_page import page
+from workbench.report.pages import compared_page
 
 DEVICE = "embedded device, 2 workers, A CPU"
 
@@ -260,7 +260,7 @@ def test_the_page(tmp_path, call):
     assert all(line.replace("'", "&#39;") in text.replace("&lt;b&gt;&amp;", "<b>&")
                for line in found.lines)  # fmt: skip
     assert re.search(r'<img src="data:image/png;base64,[\w+/=]{1000,}" alt="speedup', text)
-    assert page(compare(a, write(tmp_path, "c", {"tg1": 1.0}))).count("<img") == 0
+    assert compared_page(compare(a, write(tmp_path, "c", {"tg1": 1.0}))).count("<img") == 0
 
 
 def test_from_python(tmp_path):

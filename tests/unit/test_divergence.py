@@ -70,7 +70,7 @@ def test_a_number_that_is_not_finite_is_never_within_bounds(value, side):
     columns = divergence.compare_rows(a, b, np.zeros(3, int))
     assert np.isnan(columns["kl"]).tolist() == [False, True, False]
     assert columns.pop("breaks_rule").sum() == 1
-    found = ppl.Agreement.of(pd.DataFrame(columns), 1)
+    found = ppl.Agreement.of_tokens(pd.DataFrame(columns), 1)
     assert "mean KL nan is above the bound for F32" in found.outside("F32", 512)
     assert np.isnan(divergence.score(a, np.zeros(3, int))[1]) == (side == 0)
 
@@ -87,11 +87,11 @@ def test_rows_that_break_the_rule_are_counted():
 
 def test_the_estimate_of_a_perplexity():
     nll = np.array([1.0, 2.0, 4.0])
-    found = ppl.Estimate.of(nll)
+    found = ppl.Estimate.of_nll(nll)
     assert found.nll == pytest.approx(7 / 3)
     assert found.error == pytest.approx(np.std(nll, ddof=1) / math.sqrt(3))
     assert found.perplexity == pytest.approx(math.exp(7 / 3))
-    assert math.isnan(ppl.Estimate.of(nll[:1]).error)
+    assert math.isnan(ppl.Estimate.of_nll(nll[:1]).error)
 
 
 def test_bounds_name_what_is_outside():

@@ -46,8 +46,6 @@ LAYERS = [
     ("choices",),
     ("output",),
     ("output_swap",),
-    ("output_parts",),
-    ("output_path",),
     ("checkout", "devices", "errors", "frames", "progress", "sizes", "trace.spans"),
 ]
 RANK = {name: len(LAYERS) - i for i, names in enumerate(LAYERS) for name in names}

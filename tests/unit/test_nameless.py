@@ -12,7 +12,7 @@ from test_compare import gpu, write
 from workbench.bench import provenance
 from workbench.bench.compare import compare
 from workbench.bench.draft import new_run
-from workbench.bench.nameless import card, command, portable, text
+from workbench.bench.nameless import card_number, nameless_command, nameless_text, portable
 
 WORDS = {
     "/home/me/bin/workbench": "workbench",
@@ -33,7 +33,7 @@ WORDS = {
 
 @pytest.mark.parametrize("word", WORDS)
 def test_a_word_of_a_command_loses_its_folders(word):
-    assert command([word]) == [WORDS[word]]
+    assert nameless_command([word]) == [WORDS[word]]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_word_of_a_command_loses_its_folders(word):
     ],
 )
 def test_other_text_loses_absolute_paths_and_hosts(said, left):
-    assert text(said) == left
+    assert nameless_text(said) == left
 
 
 def test_all_that_a_run_begins_with_is_portable():
@@ -91,15 +91,15 @@ def test_a_gpu_has_no_serial_number_and_is_told_from_another(monkeypatch):
 
     uuid = "GPU-3c0f7a14-1b1f-4a6e-9d53-5f2d3c0a9b11"
     (one,), (same,), (other,) = seen(uuid), seen(uuid), seen(uuid.replace("3c", "4c"))
-    assert one == same and one["card"] != other["card"] and one["card"] == card(uuid)
+    assert one == same and one["card"] != other["card"] and one["card"] == card_number(uuid)
     assert not any(part in json.dumps(one) for part in uuid.split("-")[1:])
 
 
 def test_an_older_run_with_the_number_is_of_the_same_card(tmp_path):
-    old, new = gpu(), gpu(card("GPU-1"))
+    old, new = gpu(), gpu(card_number("GPU-1"))
     old["machine"]["gpus"] = [{"uuid": "GPU-1", "driver": "580.1"}]
     a, b = write(tmp_path, "a", **old), write(tmp_path, "b", **new)
     assert not any("history" in line for line in compare(a, b).lines)
-    c = write(tmp_path, "c", **gpu(card("GPU-2")))
+    c = write(tmp_path, "c", **gpu(card_number("GPU-2")))
     assert any("another card" in line for line in compare(a, c).lines)
     assert not any("GPU-1" in line for line in compare(a, c).lines)

@@ -16,7 +16,6 @@ from tests.profiles import share
 from workbench.backend import gate, plan
 from workbench.bench import gaps, kernel_bench, results
 from workbench.bench.comparison import AB
-from workbench.bench.old_names import RENAMED, Renamed, in_todays_words
 from workbench.bench.perplexity import TOKENS, Agreement
 from workbench.config import EngineConfig, Toggles
 from workbench.engine.phases import PHASES
@@ -60,7 +59,7 @@ def frame(run: results.Run) -> pd.DataFrame:
             return pd.DataFrame(kernel_bench.KernelRun.load(run.folder).run["result"]["rows"])
         case "perplexity":
             tokens = pd.read_parquet(run.folder / TOKENS)
-            return pd.DataFrame([Agreement.of(tokens, 0)._asdict()])
+            return pd.DataFrame([Agreement.of_tokens(tokens, 0)._asdict()])
         case "serve":
             return pd.DataFrame([row.figures for row in load_served(run.folder).rows])
         case "attention":
@@ -110,29 +109,12 @@ def test_what_a_run_leaves_unsaid_is_what_engines_did():
     old = run_of(OLD)
     assert "step_wait" not in old["arms"][0]["toggles"] and "expand" not in old["engine"]["config"]
     del old["result"]["n_ubatch"]
-    new = in_todays_words(copy.deepcopy(old))
+    new = results.in_todays_words(copy.deepcopy(old))
     assert new["arms"][0]["toggles"]["step_wait"] == "every"
     assert new["arms"][0]["toggles"]["sync"] == old["arms"][0]["toggles"]["sync"] == "implicit"
     assert new["engine"]["config"]["expand"] == "f16"
     assert new["result"]["n_ubatch"] == old["engine"]["config"]["n_ubatch"] == 512
-    assert in_todays_words(copy.deepcopy(new)) == new
-
-
-def test_a_row_renames_a_name_and_its_values_wherever_it_stands():
-    rows = (
-        Renamed("toggles", "sync", "waiting", {"implicit": "none"}),
-        Renamed("toggles", "waiting", "waits"),
-        Renamed("counts", "waits", "host_waits"),
-        Renamed("counters", "steps", "n_steps"),
-        Renamed("config", "threads", "workers"),
-    )
-    new = in_todays_words(run_of(OLD), rows)
-    first, second = new["arms"]
-    assert first["toggles"]["waits"] == "none" and second["toggles"]["waits"] == "per_copy"
-    assert "waiting" not in first["toggles"]
-    program = first["program"]["pp2048"]
-    assert "host_waits" in program["counts"] and "waits" not in program["counts"]
-    assert second["counters"]["n_steps"] == 4 and new["engine"]["config"]["workers"] == 0
+    assert results.in_todays_words(copy.deepcopy(new)) == new
 
 
 def test_a_devices_threads_are_workers_in_every_run():
@@ -142,13 +124,3 @@ def test_a_devices_threads_are_workers_in_every_run():
     engine = results.load_run(folder).run["engine"]
     assert engine["device_description"].startswith("embedded device, 2 workers, ")
     assert "idle workers yield" in engine["waiting"]
-
-
-def test_new_names_are_names_of_today():
-    """The last row of a chain says what the name is now."""
-    ends = {(row.where, row.new) for row in RENAMED} - {(row.where, row.old) for row in RENAMED}
-    known = {"toggles": set(Toggles.names()), "counters": COUNTERS, "counts": COUNTS,
-             "run": set(results.RUN_KEYS), "arms": set(results.ARM_KEYS)}  # fmt: skip
-    assert all(new in known[where] for where, new in ends if where in known)
-    with pytest.raises(KeyError, match="nowhere"):
-        in_todays_words(run_of(OLD), (Renamed("nowhere", "a", "b"),))

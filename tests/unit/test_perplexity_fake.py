@@ -14,7 +14,7 @@ from tests.unit.fake_engine import BOS, N_VOCAB, Clock, FakeEngine
 from tests.unit.test_divergence import log_softmax
 from workbench.bench import perplexity as ppl
 from workbench.bench.results import load_run
-from workbench.bench.token_source import TokenWindow, draw, open_source, read_ids, sample, windows
+from workbench.bench.token_source import TokenWindow, ask, draw, read_ids, sample, windows
 from workbench.config import Toggles
 from workbench.errors import DeviceError, UsageError, WorkbenchError
 
@@ -117,14 +117,14 @@ def write(path: Path, content) -> Path:
 def test_ids_are_read_from_every_format(engine, tmp_path, name):
     path = write(tmp_path / name, FILES[name])
     assert read_ids(path) == [3, 1, 2]
-    source = open_source(engine, None, str(path))
+    source = ask(None, str(path)).open(engine)
     assert (source.label, source.n_tokens) == (name, 3)
     assert list(source.windows) == [TokenWindow([BOS, 3, 1], [3, 1, 2])]
 
 
 def test_a_leading_bos_is_not_doubled(engine, tmp_path):
     path = write(tmp_path / "ids", f"{BOS} 3 {BOS} 2")
-    assert next(open_source(engine, None, str(path)).windows).inputs == [BOS, 3, BOS]
+    assert next(ask(None, str(path)).open(engine).windows).inputs == [BOS, 3, BOS]
 
 
 BAD_FILES = {
@@ -155,7 +155,7 @@ def test_bad_files_are_refused_in_one_line(engine, tmp_path, name):
     else:
         write(tmp_path / name, content)
     with pytest.raises(UsageError) as caught:
-        open_source(engine, None, str(tmp_path / name))
+        ask(None, str(tmp_path / name)).open(engine)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -172,7 +172,7 @@ def test_bad_files_are_refused_in_one_line(engine, tmp_path, name):
 )
 def test_bad_requests_are_refused_in_one_line(engine, asked, says):
     with pytest.raises(UsageError) as caught:
-        open_source(engine, *asked)
+        ask(*asked).open(engine)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -196,7 +196,7 @@ def test_against_names_a_reference():
 
 def test_a_run_is_what_the_engine_s_rows_say(engine, tmp_path):
     ids = np.random.default_rng(0).integers(0, N_VOCAB, 90).tolist()
-    source = open_source(engine, None, str(write(tmp_path / "ids", " ".join(map(str, ids)))))
+    source = ask(None, str(write(tmp_path / "ids", " ".join(map(str, ids))))).open(engine)
     made = ppl.perplexity(engine, source, out=tmp_path / "run")
     nll, tokens = [], made.tokens
     for begin in range(0, 90, 40):  # one token at a time, the slow way
@@ -251,7 +251,7 @@ def test_sizes_share_one_reference(engine, tmp_path):
         return made
 
     fast.variant = variant.__get__(fast)
-    source = open_source(fast, None, str(write(tmp_path / "ids", "1 2 " * 29)))
+    source = ask(None, str(write(tmp_path / "ids", "1 2 " * 29))).open(fast)
     runs = ppl.perplexity_by_size(fast, source, folders, against=Toggles())
     assert [made.n_ubatch for made in runs] == [16, 5, 1]
     # windows of 40 and 18
@@ -284,7 +284,7 @@ def test_impossible_sizes_are_refused(engine, tmp_path, sizes, says):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), DeviceError("the device fell off")])
 def test_finished_windows_are_kept(engine, tmp_path, error):
     engine.shared.stop_at, engine.shared.error = 3 * 2 * 2 + 2, error  # in the third window
-    source = open_source(engine, None, str(write(tmp_path / "ids", "1 " * 110)))
+    source = ask(None, str(write(tmp_path / "ids", "1 " * 110))).open(engine)
     if isinstance(error, KeyboardInterrupt):
         made = ppl.perplexity(engine, source, against=Toggles(), out=tmp_path / "run")
         assert made.interrupted and made.engine.n == 80
@@ -311,7 +311,7 @@ def test_a_folder_is_not_overwritten(engine, tmp_path):
 
 
 def test_run_json_has_no_nan(engine, tmp_path):
-    source = open_source(engine, None, str(write(tmp_path / "ids", "3")))
+    source = ask(None, str(write(tmp_path / "ids", "3"))).open(engine)
     made = ppl.perplexity(engine, source, out=tmp_path / "run")
     assert math.isnan(made.engine.error)  # of a single token
     assert "NaN" not in (tmp_path / "run" / "run.json").read_text()
@@ -323,7 +323,7 @@ def test_run_json_has_no_nan(engine, tmp_path):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits_that_are_not_finite_end_it(engine, tmp_path, value):
     engine.wrong = {"per_copy": value}
-    source = open_source(engine, None, str(write(tmp_path / "ids", "1 2 3")))
+    source = ask(None, str(write(tmp_path / "ids", "1 2 3"))).open(engine)
     with pytest.raises(WorkbenchError, match=r"logits behind token 0 are not finite"):
         ppl.perplexity(engine, source, out=tmp_path / "run")
 
@@ -339,7 +339,7 @@ def ids_of(tmp_path: Path, n: int = 110, seed: int = 0) -> str:
 def cut(engine: RowEngine, asked: str, out: Path, stop_at: int, **how) -> None:
     """A run that a Ctrl-C ends at that step of all engines."""
     engine.shared.stop_at, engine.shared.error = stop_at, KeyboardInterrupt()
-    ppl.perplexity(engine, open_source(engine, None, asked), out=out, **how)
+    ppl.perplexity(engine, ask(None, asked).open(engine), out=out, **how)
     assert load_run(out).run["status"] == "interrupted"
     engine.shared.stop_at, engine.shared.steps = None, 0
 
@@ -348,13 +348,13 @@ def cut(engine: RowEngine, asked: str, out: Path, stop_at: int, **how) -> None:
 def test_finished_windows_are_kept_and_the_rest_is_scored(engine, tmp_path, against):
     """Windows of 40, 40 and 30 tokens, in steps of 16: three of them, and two at the end."""
     asked, sides = ids_of(tmp_path), 1 if against is None else 2
-    source = open_source(engine, None, asked)
+    source = ask(None, asked).open(engine)
     whole = ppl.perplexity(engine, source, against=against, out=tmp_path / "whole")
     engine.shared.steps = 0
     cut(engine, asked, tmp_path / "r", 3 * sides * 2 + 1, against=against)
     before, kept = load_run(tmp_path / "r"), pd.read_parquet(tmp_path / "r" / ppl.TOKENS)
     assert len(kept) == 80
-    source = open_source(engine, None, asked)
+    source = ask(None, asked).open(engine)
     made = ppl.perplexity(engine, source, against=against, out=tmp_path / "r", resume=True)
     assert engine.shared.steps == 2 * sides and not made.interrupted
     tokens = pd.read_parquet(tmp_path / "r" / ppl.TOKENS)
@@ -368,7 +368,7 @@ def test_finished_windows_are_kept_and_the_rest_is_scored(engine, tmp_path, agai
     assert samples["repetition"].nunique() == 3 and samples["n_tokens"].sum() == 110 * sides
     assert run["started"] == before.run["started"] and len(run["result"]["sessions"]) == 2
     engine.shared.steps = 0
-    source = open_source(engine, None, asked)
+    source = ask(None, asked).open(engine)
     again = ppl.perplexity(engine, source, against=against, out=tmp_path / "r", resume=True)
     assert engine.shared.steps == 0 and again.engine == whole.engine
 
@@ -391,7 +391,7 @@ def test_each_size_goes_on_with_what_it_lacks(engine, tmp_path):
 
     def score(sizes, **how):
         engine.shared.steps = 0
-        source, of = open_source(engine, None, asked), {n: folders[n] for n in sizes}
+        source, of = ask(None, asked).open(engine), {n: folders[n] for n in sizes}
         return ppl.perplexity_by_size(engine, source, of, **how)
 
     score([16])
@@ -420,7 +420,7 @@ def test_only_the_same_run_is_resumed(engine, tmp_path, change, says):
     cut(engine, "sample:110:0", tmp_path / "r", 2 * 43 + 5)
     before = {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()}
     other = RowEngine(Clock(), n_ctx=change.get("n_ctx", 40), wrong={"auto": 0.5})
-    source = open_source(other, None, change.get("asked", "sample:110:0"))
+    source = ask(None, change.get("asked", "sample:110:0")).open(other)
     folders = {change.get("size", 16): tmp_path / change.get("out", "r")}
     with pytest.raises(UsageError, match=says):
         ppl.perplexity_by_size(
@@ -434,8 +434,8 @@ def test_a_file_whose_tokens_are_others_by_now_is_refused(engine, tmp_path):
     before = {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()}
     for asked in (lambda: ids_of(tmp_path, seed=1), lambda: ids_of(tmp_path, n=70)):
         with pytest.raises(UsageError, match="ids has other tokens than the run to resume"):
-            source = open_source(engine, None, asked())
+            source = ask(None, asked()).open(engine)
             ppl.perplexity(engine, source, out=tmp_path / "r", resume=True)
     assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()} == before
     with pytest.raises(UsageError, match="give it as out"):
-        ppl.perplexity(engine, open_source(engine, None, ids_of(tmp_path)), resume=True)
+        ppl.perplexity(engine, ask(None, ids_of(tmp_path)).open(engine), resume=True)

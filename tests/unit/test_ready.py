@@ -15,8 +15,7 @@ from workbench.backend.cpu import compile as compiler
 from workbench.backend.cpu import op_table
 from workbench.backend.cuda import nvrtc
 from workbench.bench import workload
-from workbench.bench.together import acts
-from workbench.bench.workload import draw_tokens, parse, take_sample, warm_up
+from workbench.bench.workload import acts, draw_tokens, parse, take_sample, warm_up
 from workbench.config import Toggles
 
 SERVED = {

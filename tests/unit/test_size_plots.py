@@ -11,7 +11,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgba
 
 from workbench.report import plots
-from workbench.report.visits import LOOKS
+from workbench.report.plots import BLOCK_LOOKS
 
 
 def blocks(way: str, seen: list[str], visited: list[bool], width: int = 4) -> pd.DataFrame:
@@ -39,7 +39,7 @@ def test_each_block_is_drawn_by_what_is_seen_of_it_and_whether_it_is_visited():
             tuple(c.get_facecolor()[0]): len(c.get_paths())
             for c in ax.collections if isinstance(c, PolyCollection)
         }  # fmt: skip
-        of = {kind: to_rgba(LOOKS[kind].colour) for kind in LOOKS}
+        of = {kind: to_rgba(BLOCK_LOOKS[kind].colour) for kind in BLOCK_LOOKS}
         assert drawn[of["all", True]] == 3 and drawn[of["some", True]] == 2
         assert drawn[of["none", in_vain]] == 3 and sum(drawn.values()) == 8
         assert ax.get_xlim() == (0, 64) and ax.get_ylim() == (16, 0)
@@ -47,7 +47,7 @@ def test_each_block_is_drawn_by_what_is_seen_of_it_and_whether_it_is_visited():
     corners = {tuple(p) for p in first.get_paths()[0].vertices[:4]}
     assert corners == {(0, 0), (16, 0), (16, 8), (0, 8)}
     words = [text.get_text() for text in fig.legends[0].get_texts()]
-    assert words == [LOOKS[kind].word for kind in LOOKS if kind[1] or kind[0] == "none"]
+    assert words == [BLOCK_LOOKS[kind].word for kind in BLOCK_LOOKS if kind[1] or kind[0] == "none"]
     assert fig._repr_png_()[0].startswith(b"\x89PNG")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from workbench.bench import answers, stats
+from workbench.bench.answers import compare_logits
 from workbench.bench.stats import FASTER, SAME, SLOWER, TOO_FEW, Band, Ratio, aa_band, speedup
 
 
@@ -107,58 +108,58 @@ def test_a_real_difference_is_found():
 
 def test_exact_answers_are_bit_equal():
     a = np.random.default_rng(0).standard_normal((4, 9)).astype(np.float32)
-    assert answers.compare(a, a.copy(), "exact") == ("exact", True, 4, 0, 0.0, True)
+    assert compare_logits(a, a.copy(), "exact") == ("exact", True, 4, 0, 0.0, True)
     b = a.copy()
     b[2, 3] = np.nextafter(b[2, 3], np.float32(9))
-    found = answers.compare(a, b, "exact")
+    found = compare_logits(a, b, "exact")
     assert not found.holds and found.n_differ == 1 and "DIFFERENT in 1 of 4" in str(found)
     minus_zero = np.zeros((1, 9), np.float32)
-    assert not answers.compare(minus_zero, -minus_zero, "exact").holds  # equal, but not in bits
+    assert not compare_logits(minus_zero, -minus_zero, "exact").holds  # equal, but not in bits
 
 
 def test_rounding_answers_are_close_where_it_matters():
     rng = np.random.default_rng(0)
     a = rng.standard_normal((6, 500)).astype(np.float32)
     near = a + 1e-3 * rng.standard_normal(a.shape).astype(np.float32)
-    assert answers.compare(a, near, "rounding").holds
-    assert not answers.compare(a, near, "exact").holds
+    assert compare_logits(a, near, "rounding").holds
+    assert not compare_logits(a, near, "exact").holds
     far = a + 0.2 * rng.standard_normal(a.shape).astype(np.float32)
-    assert not answers.compare(a, far, "rounding").holds  # nmse 0.04
+    assert not compare_logits(a, far, "rounding").holds  # nmse 0.04
     flipped = a.copy()
     top = np.argmax(a[1])
     flipped[1, top] = np.sort(a[1])[-2] - 1e-3  # a clear decision, overturned by one logit
     a_clear = a.copy()
     a_clear[1, top] += 1
-    found = answers.compare(a_clear, flipped, "rounding", tolerance=1)
+    found = compare_logits(a_clear, flipped, "rounding", tolerance=1)
     assert not found.holds and found.n_differ == 1
     tie = a.copy()
     tie[0, :2] = a[0].max() + 5, a[0].max() + 5 + 1e-4
     swapped = tie + 1e-3 * rng.standard_normal(a.shape).astype(np.float32)
     swapped[0, :2] = tie[0, 1], tie[0, 0]
-    assert answers.compare(tie, swapped, "rounding").holds  # within the margin: no decision
+    assert compare_logits(tie, swapped, "rounding").holds  # within the margin: no decision
 
 
 @pytest.mark.parametrize("kind", ["exact", "rounding"])
 def test_a_logit_that_is_no_number_never_passes(kind):
     a = np.ones((2, 5), np.float32)
     a[1, 2] = np.nan
-    found = answers.compare(a, a.copy(), kind)
+    found = compare_logits(a, a.copy(), kind)
     assert not found.holds and found.n_differ == 1
-    nothing = answers.compare(a[1:], a[1:], kind)  # no finite row at all
+    nothing = compare_logits(a[1:], a[1:], kind)  # no finite row at all
     assert nothing.nmse == np.inf and nothing.to_dict()["nmse"] is None
     assert answers.Answer.from_dict(nothing.to_dict()) == nothing
 
 
 def test_no_difference_is_said_to_be_bit_equal_whatever_was_allowed():
     a = np.random.default_rng(0).standard_normal((4, 9)).astype(np.float32)
-    same = answers.compare(a, a.copy(), "rounding")
+    same = compare_logits(a, a.copy(), "rounding")
     assert str(same) == "rounding: bit-equal (4 rows)"
     assert str(answers.Answer.from_dict(same.to_dict())) == str(same)
     old = {"kind": "rounding", "holds": True, "n_rows": 4, "n_differ": 0, "nmse": 0.0}
     assert str(answers.Answer.from_dict(old)) == str(same), "a run recorded before `equal`"
-    assert "within tolerance (nmse" in str(answers.compare(a, a * np.float32(1.001), "rounding"))
+    assert "within tolerance (nmse" in str(compare_logits(a, a * np.float32(1.001), "rounding"))
     zeros = np.zeros((2, 3), np.float32)
-    assert "bit-equal" not in str(answers.compare(zeros, -zeros, "rounding")), "equal, not in bits"
+    assert "bit-equal" not in str(compare_logits(zeros, -zeros, "rounding")), "equal, not in bits"
 
 
 def test_answers_merge():
@@ -170,4 +171,4 @@ def test_answers_merge():
 
 def test_logits_of_other_shapes_cannot_be_compared():
     with pytest.raises(ValueError, match="shapes"):
-        answers.compare(np.zeros((2, 3)), np.zeros((3, 2)), "exact")
+        compare_logits(np.zeros((2, 3)), np.zeros((3, 2)), "exact")

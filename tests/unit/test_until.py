@@ -72,13 +72,13 @@ def test_what_is_no_duration(text):
 
 
 def test_what_python_is_given():
-    assert until.make(None) is None and until.make(0.01, 5) == Until(0.01, 5.0)
+    assert until.make_until(None) is None and until.make_until(0.01, 5) == Until(0.01, 5.0)
     for half_width, at_most_s in [(0.0, 5.0), (1.0, 5.0), (math.nan, 5.0)]:
         with pytest.raises(UsageError, match="no share"):
-            until.make(half_width, at_most_s)
+            until.make_until(half_width, at_most_s)
     for at_most_s in (0.0, math.inf, math.nan):
         with pytest.raises(UsageError, match="above 0 seconds"):
-            until.make(0.01, at_most_s)
+            until.make_until(0.01, at_most_s)
 
 
 # the rule -----------------------------------------------------------------------------------------

@@ -8,14 +8,15 @@ from fake_engine import BOS, N_VOCAB, Clock, FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.bench.together import gen_steps, prompt_steps
 from workbench.bench.workload import (
     WARM_MAX,
     Workload,
     bos_token,
     draw_tokens,
+    gen_steps,
     parse,
     parse_tests,
+    prompt_steps,
     take_sample,
     warm_up,
 )

@@ -86,12 +86,12 @@ def compare_engines(engines: Sequence[Engine], kinds: Sequence[str], seed: int) 
     with bar("comparing logits", fixed.n_tokens * len(engines), "tokens") as left:
         baseline = force(engines[0], tokens, left)
         return [
-            compare(baseline, force(engine, tokens, left), kind)
+            compare_logits(baseline, force(engine, tokens, left), kind)
             for engine, kind in zip(engines[1:], kinds, strict=True)
         ]
 
 
-def compare(
+def compare_logits(
     baseline: np.ndarray, toggled: np.ndarray, kind: str, tolerance: float = NMSE_TOLERANCE
 ) -> Answer:
     """Compares logits, both float32 (n_rows, n_vocab), row i of both after the same tokens.

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from workbench.bench.needs import check_fits
 from workbench.bench.stats import MIN_REPETITIONS
-from workbench.bench.workload import Workload, parse_tests
+from workbench.bench.workload import Workload, check_fits, parse_tests
 from workbench.choices import BranchFusion, GraphReuse, Switch
 from workbench.config import EXACT, ROUNDING, EngineConfig, Toggles
 from workbench.errors import UsageError
@@ -139,7 +138,7 @@ class ComparisonSpec(NamedTuple):
     arms: list[Arm]
     workloads: list[Workload]
 
-    def check(self, config: EngineConfig) -> None:
+    def check_arms(self, config: EngineConfig) -> None:
         """Raises UsageError for a test that does not fit an arm of such an engine."""
         for workload, arm in product(self.workloads, self.arms):
             check_fits(arm.toggles, config, workload)

@@ -25,7 +25,7 @@ from workbench.bench import results, stats
 from workbench.bench.comparison import AB
 from workbench.bench.llama_bench import ARM
 from workbench.bench.matching import Matched, Repeated, match, repeated
-from workbench.bench.nameless import card
+from workbench.bench.nameless import card_number
 from workbench.bench.stats import Band, Ratio
 from workbench.devices import is_gpu
 from workbench.errors import UsageError
@@ -259,7 +259,7 @@ def _circumstances(run: dict[str, Any]) -> dict[str, str]:
     drivers = {str(gpu.get("driver")) for gpu in gpus}
     return {
         "device": device,
-        "card": ", ".join(str(gpu.get("card") or card(gpu.get("uuid"))) for gpu in gpus),
+        "card": ", ".join(str(gpu.get("card") or card_number(gpu.get("uuid"))) for gpu in gpus),
         "processor": str((machine.get("cpu") or {}).get("name")),
         "driver": software or ", ".join(sorted(drivers)),
         "day": str(run["started"])[:10],

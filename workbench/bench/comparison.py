@@ -158,7 +158,7 @@ class AB:
         The last row of each test is the A/A control: what no change looks like on this machine.
         """
         s = self.summary()
-        table = Table(
+        return Table(
             {
                 "Model": self.model,
                 "Test": s["test"],
@@ -171,9 +171,7 @@ class AB:
                 "verdict": s["verdict"],
                 "answer": s["answer"],
             }
-        )
-        table.attrs |= {"groups": ["Test"], "keys": ["Test", "Toggled"], "digits": {"Speedup": 3}}
-        return table
+        ).shown(groups=["Test"], keys=["Test", "Toggled"], digits={"Speedup": 3})
 
     @property
     def caption(self) -> str:
@@ -239,9 +237,7 @@ class AB:
             for arm in self.run["arms"]
             if not arm["is_control"] and (program := arm["program"].get(test))
         ]
-        table = Table(rows).convert_dtypes()  # whole numbers, also where an arm has no replays
-        table.attrs["code"] = ["pattern"]
-        return table
+        return Table(rows).convert_dtypes().shown(code=["pattern"])
 
     def __repr__(self) -> str:
         shown = markdown(self.table(), terminal_columns())

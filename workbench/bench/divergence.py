@@ -37,7 +37,7 @@ def compare_rows(
     logits: np.ndarray, reference: np.ndarray, targets: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Both sides' rows, float32 (n, n_vocab), as the columns of `tokens.parquet` from nll on, each
-    (n,), and `breaks_rule` int64 (n_chunks,): rows that break the rule of `answers.compare`.
+    (n,), and `breaks_rule` int64 (n_chunks,): rows that break the rule of `answers.compare_logits`.
 
     A row in which either side has a logit that is no finite number gives NaN, and breaks the rule.
     """
@@ -94,7 +94,7 @@ def _compare(a: np.ndarray, b: np.ndarray, targets: np.ndarray) -> dict[str, np.
     }
     made = {key: np.where(finite, value, np.nan) for key, value in columns.items()}
     made["same_argmax"] = finite & (a.argmax(axis=1) == b.argmax(axis=1))
-    made["breaks_rule"] = np.array([answers.compare(b, a, ROUNDING).n_differ])
+    made["breaks_rule"] = np.array([answers.compare_logits(b, a, ROUNDING).n_differ])
     return made
 
 
@@ -109,7 +109,7 @@ class Estimate(NamedTuple):
     error: float
 
     @classmethod
-    def of(cls, nll: np.ndarray) -> Estimate:
+    def of_nll(cls, nll: np.ndarray) -> Estimate:
         spread = float(np.std(nll, ddof=1)) if len(nll) > 1 else math.nan
         return cls(len(nll), float(np.mean(nll)), spread / math.sqrt(len(nll)))
 
@@ -126,7 +126,7 @@ class Estimate(NamedTuple):
 
 class Agreement(NamedTuple):
     """How far an engine is from its reference. kl_*: nats a token; nmse_worst: of the worst row;
-    same_argmax: share of rows; n_broken: rows that break the rule of `answers.compare`."""
+    same_argmax: share of rows; n_broken: rows that break the rule of `answers.compare_logits`."""
 
     kl_mean: float
     kl_p99: float
@@ -137,7 +137,7 @@ class Agreement(NamedTuple):
     n_broken: int
 
     @classmethod
-    def of(cls, tokens: pd.DataFrame, n_broken: int) -> Agreement:
+    def of_tokens(cls, tokens: pd.DataFrame, n_broken: int) -> Agreement:
         kl, error, power = (tokens[key].to_numpy() for key in ("kl", "error", "power"))
         with np.errstate(divide="ignore", invalid="ignore"):
             worst, whole = np.max(error / power), np.sum(error) / np.sum(power)

@@ -25,8 +25,8 @@ import numpy as np
 import pandas as pd
 
 from workbench.bench import provenance, results
+from workbench.bench.ab import describe
 from workbench.bench.draft import Draft, kept, new_arm, new_run
-from workbench.bench.experiment import describe
 from workbench.bench.rounds import interleave
 from workbench.bench.stats import Band, Ratio, aa_band, median_interval, speedup
 from workbench.bench.workload import Tokens, Workload, draw_tokens
@@ -110,9 +110,7 @@ class Gaps(NamedTuple):
                     **dict(zip(GAPS, (mid, low, high), strict=True)),
                 }
             )
-        table = Table(rows)
-        table.attrs |= {"keys": ["arm"], "code": ["pattern"], "digits": dict.fromkeys(GAPS, 1)}
-        return table
+        return Table(rows).shown(keys=["arm"], code=["pattern"], digits=dict.fromkeys(GAPS, 1))
 
     @property
     def fits(self) -> dict[str, Fit]:

@@ -3,10 +3,15 @@
 What this engine has no counterpart for has the value that llama-bench prints when the option is
 off. To let compare-llama-bench.py compare two of our files, give each its own `build` (default: the
 commit), since it tells the sides apart by build_commit alone.
+
+Preset `best` has a set of toggles for one sequence and a set for several. An engine takes the set
+for the most sequences that its tests name. A test of another number runs on a variant of the
+engine, with the set for its own (`Sides`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,18 +20,23 @@ import numpy as np
 import pandas as pd
 
 from workbench.bench import provenance
-from workbench.bench.draft import Draft, kept, new_arm, new_run
-from workbench.bench.experiment import describe
+from workbench.bench.ab import describe
+from workbench.bench.draft import (
+    Draft,
+    check_same,
+    kept,
+    new_arm,
+    new_run,
+    open_out,
+    session_of,
+    take_over,
+)
 from workbench.bench.llama_format import FIELDS, FORMATS, BenchRow, format_rows
-from workbench.bench.needs import check_fits
 from workbench.bench.results import Run
-from workbench.bench.resumed import check_same, open_out, session_of, take_over
 from workbench.bench.rounds import Repetition, Trials
-from workbench.bench.sides import Sides
-from workbench.bench.until import AT_MOST_S
-from workbench.bench.until import make as make_until
-from workbench.bench.workload import Sample, Workload, check_untraced
-from workbench.config import EngineConfig
+from workbench.bench.until import AT_MOST_S, make_until
+from workbench.bench.workload import Sample, Workload, check_fits, check_untraced
+from workbench.config import EngineConfig, TogglePreset, Toggles
 from workbench.devices import DEVICES, is_gpu
 from workbench.errors import UsageError
 
@@ -121,7 +131,7 @@ def measured(
     on_end: Callable[[dict[str, int]], None] = lambda counters: None,
 ) -> list[BenchRow]:
     """`bench` of the tests given. Where the engine has preset `best`, a test of another number of
-    sequences runs on a variant with the set for its own (`sides.py`); on_side is told of it. on_end
+    sequences runs on a variant with the set for its own (`Sides`); on_side is told of it. on_end
     is told what all of them have counted."""
     if repetitions < 1:
         raise UsageError(f"repetitions={repetitions}: give 1 or more")
@@ -163,7 +173,7 @@ def measured(
 
     with sides, kept(*drafts, raises=True):
         for test in tests:
-            side = sides.of(test)
+            side = sides.engine_of(test)
             trials.engines = [side]
             fields = describe_engine(side, test, commit, build)
             samples = before.samples.get(test.name, [])
@@ -179,6 +189,59 @@ def measured(
                 on_row(rows[-1])
         on_end(sides.counters)
     return rows
+
+
+class Sides:
+    """The engine and, while its test runs, one variant of it. on_side: told of a new variant."""
+
+    def __init__(self, engine: Engine, on_side: Callable[[Engine], None] = lambda side: None):
+        self._engine, self._on_side = engine, on_side
+        self._variant: Engine | None = None
+        self._closed: Counter[str] = Counter()  # counters of variants that are closed
+
+    def _wanted(self, test: Workload) -> Toggles | TogglePreset:
+        wanted = self._engine.wanted
+        if wanted is None or not wanted.of_device:
+            return self._engine.toggles
+        return wanted.for_sequences(test.width)
+
+    def toggles_of(self, test: Workload) -> Toggles:
+        """The toggles that `test` runs with."""
+        return self._engine.resolve(self._wanted(test))
+
+    def engine_of(self, test: Workload) -> Engine:
+        """The engine that `test` runs on. The variant of an earlier test is closed, where this one
+        needs another."""
+        toggles = self.toggles_of(test)
+        if toggles == self._engine.toggles:
+            return self._engine
+        if self._variant is None or self._variant.toggles != toggles:
+            self.close()
+            self._variant = self._engine.variant(self._wanted(test))
+            self._on_side(self._variant)
+        return self._variant
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What the engine and its variants have counted, added up."""
+        found = Counter(self._engine.counters)
+        found.update(self._closed)
+        if self._variant is not None:
+            found.update(self._variant.counters)
+        return dict(found)
+
+    def close(self) -> None:
+        """Closes the variant; the engine is its owner's."""
+        if self._variant is not None:
+            self._closed.update(self._variant.counters)
+            self._variant.close()
+            self._variant = None
+
+    def __enter__(self) -> Sides:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _new_run(

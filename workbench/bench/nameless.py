@@ -24,7 +24,7 @@ _ABSOLUTE = re.compile(r"(?<![\w/:.~-])(?:~[\w-]*|\.\.?)?(?:/[\w.@+-]+){2,}/?")
 _SHORT_FLAG = re.compile(r"-[A-Za-z](?=.*/)")
 
 
-def command(words: Sequence[str]) -> list[str]:
+def nameless_command(words: Sequence[str]) -> list[str]:
     """The words of a command line, and of each path its last name."""
     return [_word(word) for word in words]
 
@@ -36,11 +36,11 @@ def portable(value: Any, key: str = "") -> Any:
         return {name: portable(one, name) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
         texts = key == "command" and all(isinstance(one, str) for one in value)
-        return command(value) if texts else [portable(one) for one in value]
-    return text(value) if isinstance(value, str) else value
+        return nameless_command(value) if texts else [portable(one) for one in value]
+    return nameless_text(value) if isinstance(value, str) else value
 
 
-def text(said: str) -> str:
+def nameless_text(said: str) -> str:
     """`said` without folders and hosts."""
     parts, end = [], 0
     for found in _ADDRESS.finditer(said):
@@ -49,7 +49,7 @@ def text(said: str) -> str:
     return "".join([*parts, _ABSOLUTE.sub(_last, said[end:])])
 
 
-def card(uuid: str | None) -> str | None:
+def card_number(uuid: str | None) -> str | None:
     """8 hexadecimal digits that tell one GPU from another, and from which its number does not
     follow: of BLAKE2s."""
     return None if uuid is None else hashlib.blake2s(uuid.encode(), digest_size=4).hexdigest()
@@ -57,7 +57,7 @@ def card(uuid: str | None) -> str | None:
 
 def _word(word: str) -> str:
     if "://" in word:
-        return text(word)
+        return nameless_text(word)
     return "".join(_part(part) for part in re.split("([=,])", word))
 
 

@@ -15,7 +15,7 @@ logits a is compared with the reference's row b:
 
     KL      sum softmax(b) * (log softmax(b) - log softmax(a)), in nats: what it costs to believe a
     NMSE    sum (a - b)^2 / sum b^2, over all rows together, and of the worst row
-    argmax  share of rows with the same one, and rows that break the rule of `answers.compare`
+    argmax  share of rows with the same one, and rows that break the rule of `compare_logits`
 
 How many tokens an engine computes at once decides which of its kernels are judged: at 1 the decode
 kernels, at hundreds the prefill kernels. So it can be asked for the same tokens at several `sizes`,
@@ -46,9 +46,18 @@ import pandas as pd
 
 from workbench.bench import provenance, results
 from workbench.bench.divergence import Agreement, Estimate, compare_rows, score
-from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench.draft import (
+    Draft,
+    check_same,
+    kept,
+    new_arm,
+    new_run,
+    open_out,
+    open_outs,
+    session_of,
+    take_over,
+)
 from workbench.bench.results import TOKENS
-from workbench.bench.resumed import check_same, open_out, open_outs, session_of, take_over
 from workbench.bench.token_source import Source, TokenWindow
 from workbench.bench.workload import check_untraced
 from workbench.config import BASELINE, FAMILIES, TogglePreset, Toggles
@@ -289,10 +298,10 @@ class _Record:
     def found(self) -> Perplexity:
         """What the finished windows say."""
         tokens = pd.concat(self._parts, ignore_index=True)
-        engine, reference, agreement = Estimate.of(tokens["nll"].to_numpy()), None, None
+        engine, reference, agreement = Estimate.of_nll(tokens["nll"].to_numpy()), None, None
         if len(self.arms) > 1:
-            reference = Estimate.of(tokens["nll_reference"].to_numpy())
-            agreement = Agreement.of(tokens, self.n_broken)
+            reference = Estimate.of_nll(tokens["nll_reference"].to_numpy())
+            agreement = Agreement.of_tokens(tokens, self.n_broken)
         return Perplexity(self.draft.run, tokens, self.folder, engine, reference, agreement)
 
     def _complete(self) -> dict[str, pd.DataFrame]:
@@ -335,7 +344,7 @@ def check_folders(
     folders: dict[int, Path], n_ubatch: int, resume: bool = False
 ) -> list[results.Run | None]:
     """The runs to continue, None for a new one. Raises UsageError for no size, one that is not in
-    1..n_ubatch, and as `resumed.open_outs`."""
+    1..n_ubatch, and as `draft.open_outs`."""
     for size in folders:
         if not 1 <= size <= n_ubatch:
             raise UsageError(

@@ -22,7 +22,7 @@ import pandas as pd
 
 from workbench.bench import workload as w
 from workbench.bench.kernel_rigs import rig_of
-from workbench.bench.needs import check_fits
+from workbench.bench.workload import check_fits
 from workbench.engine.phases import PHASES as OF_ENGINE
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import HOST, Launch
@@ -73,6 +73,11 @@ def n_steps_of(workload: w.Workload, n_ubatch: int) -> int:
     return math.ceil(workload.n_prompt / n_ubatch) + workload.n_gen
 
 
+def last_steps(n_steps: int) -> tuple[int, int]:
+    """The last MOST_TRACED of so many steps, (first, n): enough for a typical step."""
+    return max(0, n_steps - MOST_TRACED), min(n_steps, MOST_TRACED)
+
+
 def window_of(
     workload: w.Workload, n_ubatch: int, asked: tuple[int, int] | None = None
 ) -> tuple[int, int]:
@@ -87,7 +92,7 @@ def window_of(
             "tg32, or measure this one with `workbench bench -npl`"
         )
     n_steps = n_steps_of(workload, n_ubatch)
-    first, n = asked or (max(0, n_steps - MOST_TRACED), min(n_steps, MOST_TRACED))
+    first, n = asked or last_steps(n_steps)
     if first < 0 or n < 1 or first + n > n_steps:
         raise UsageError(
             f"window {first},{n} does not lie in {workload.name}, which has {n_steps} steps here; "
@@ -145,6 +150,12 @@ def trace_steps(
         for ids, outputs in _steps(engine, tokens):
             engine.step(ids, outputs)
     return trace
+
+
+def trace_last(engine: Engine, workload: w.Workload, seed: int) -> Profile:
+    """Traces the last steps of a test, with the same tokens for every engine of one model."""
+    tokens = w.draw_tokens(workload, engine.model.n_vocab, seed, bos=w.bos_token(engine))
+    return trace_steps(engine, tokens, last_steps(n_steps_of(workload, engine.config.n_ubatch)))
 
 
 def runs_on_device(engine: Engine) -> bool:

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.bench.nameless import card, portable
+from workbench.bench.nameless import card_number, portable
 from workbench.checkout import UNKNOWN, commit
 from workbench.errors import DeviceError
 
@@ -149,7 +149,7 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
     draw = _ask(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
     return {
         "name": _ask(nvml, nvml.nvmlDeviceGetName, handle),
-        "card": card(_ask(nvml, nvml.nvmlDeviceGetUUID, handle)),
+        "card": card_number(_ask(nvml, nvml.nvmlDeviceGetUUID, handle)),
         "memory_bytes": None if memory is None else int(memory.total),
         "clock_mhz": {
             k: _ask(nvml, nvml.nvmlDeviceGetClockInfo, handle, c) for k, c in clocks.items()

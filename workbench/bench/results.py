@@ -40,6 +40,7 @@ it. `load_run` reads all files of one save while others are written, too; by han
 folder that nobody writes. Folders can be copied between machines.
 """
 
+import dataclasses
 import html
 import json
 import math
@@ -53,14 +54,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from workbench.bench.old_names import in_todays_words
-from workbench.bench.one_save import read_files
 from workbench.bench.provenance import utc_now
 from workbench.bench.workload import parse
+from workbench.config import EngineConfig, Toggles
 from workbench.errors import UsageError
 from workbench.frames import Table, to_html
 from workbench.output import writing_folder
-from workbench.output_parts import TEMPORARY
+from workbench.output_swap import TEMPORARY, read_files
 
 SCHEMA = 1
 RUN_JSON, SAMPLES = "run.json", "samples.parquet"
@@ -297,9 +297,47 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} does not belong into run.json")
 
 
+# Words of a device that changed: its key of `engine`, the old words, and today's with their groups.
+REWORDED = (
+    ("device_description", r"^(embedded device, \d+) lanes\b", r"\1 workers"),
+    ("waiting", r"\bidle lanes\b", "idle workers"),
+)
+SETTINGS = {
+    field.name: list(field.default) if isinstance(field.default, tuple) else field.default
+    for field in dataclasses.fields(EngineConfig)
+    if field.name not in ("device", "n_ctx", "n_ubatch", "n_kv_pad", "threads")  # runs always say
+}
+
+
+def in_todays_words(run: dict[str, Any]) -> dict[str, Any]:
+    """A run.json of any commit, changed in place: with today's words, and with what it leaves
+    unsaid. A recorded run folder is never rewritten. Who renames a toggle, a value or a key of
+    run.json renames it here, too.
+
+    What a run leaves unsaid: before a toggle or a setting existed, engines did what its default
+    does now. A perplexity run computed as many tokens at once as its engine's n_ubatch. (One toggle
+    is otherwise: attention on a GPU shared out its cells, kv_parts=parallel_blocks, before anybody
+    could say so. Such a run is read as what its pages call it, with everything off.)
+    """
+    engine = run["engine"]
+    for key, old, new in REWORDED:
+        if isinstance(engine.get(key), str):
+            engine[key] = re.sub(old, new, engine[key])
+    config = engine.get("config")
+    if run["kind"] == "kernels" or not isinstance(config, dict):
+        return run
+    config.update(SETTINGS | config)
+    for arm in run["arms"]:
+        if isinstance(toggles := arm["toggles"], dict) and toggles:  # another engine has none
+            toggles.update(Toggles().to_dict() | toggles)
+    if run["kind"] == "perplexity":
+        run["result"].setdefault("n_ubatch", config.get("n_ubatch"))
+    return run
+
+
 def load_run(folder: str | Path) -> Run:
-    """Reads a run folder, in today's words (`old_names.py`); raises UsageError, in one line, where
-    it is none or is damaged."""
+    """Reads a run folder, in today's words (`in_todays_words`); raises UsageError, in one line,
+    where it is none or is damaged."""
     return load_tables(folder)[0]
 
 

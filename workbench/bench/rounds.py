@@ -105,7 +105,7 @@ class Trials:
     def measure(
         self,
         workload: w.Workload,
-        taken: Callable[[Repetition, w.Sample], None],
+        taken: Callable[[Repetition, w.Sample], None] = lambda one, sample: None,
         begins: Callable[[Repetition], None] = lambda one: None,
         whole: Callable[[int, dict[int, w.Sample]], None] = lambda round_, found: None,
     ) -> None:
@@ -183,8 +183,8 @@ class Trials:
             return
         before = self.ended.get(test, {}).get("seconds", 0.0)
         tests_left = len(self.workloads) - self.workloads.index(workload)
-        yield from stopping.rounds(
-            stopping.share(self.until, self._spent_s, tests_left),
+        yield from stopping.rounds_of(
+            stopping.share_of(self.until, self._spent_s, tests_left),
             lambda: self.finished(test),
             lambda ended: self.ended.update({test: ended._asdict()}),
             prepare=warm,

@@ -71,7 +71,7 @@ class AskedTokens:
     n: int = 0
     seed: int = 0
 
-    def check(self, opened: Engine | Loaded) -> None:
+    def check_tokens(self, opened: Engine | Loaded) -> None:
         """Raises UsageError for ids outside the vocabulary and for too few tokens, ModelFileError
         for a text where the model has no tokenizer. A text is tokenised here, once.
 
@@ -83,8 +83,8 @@ class AskedTokens:
             _scored(opened, self.label, self.ids)
 
     def open(self, engine: Engine) -> Source:
-        """The windows of `engine`, each as long as a sequence may be. Raises as `check` does."""
-        self.check(engine)
+        """The windows of `engine`, as long as a sequence may be. Raises as `check_tokens` does."""
+        self.check_tokens(engine)
         if self.ids is None:
             return sample(engine, self.n, self.seed)
         bos, (ids, n) = bos_token(engine), _scored(engine, self.label, self.ids)
@@ -112,11 +112,6 @@ def ask(file: Path | None, tokens_from: str | None) -> AskedTokens:
         raise UsageError(f"{tokens_from!r} names no sample; write sample:2048, or sample:2048:SEED")
     path = Path(str(tokens_from))
     return AskedTokens(path.name, ids=read_ids(path))
-
-
-def open_source(engine: Engine, file: Path | None, tokens_from: str | None) -> Source:
-    """What `ask` names, of `engine`. Raises as `ask` and `AskedTokens.check` do."""
-    return ask(file, tokens_from).open(engine)
 
 
 def _scored(opened: Engine | Loaded, label: str, ids: list[int]) -> tuple[list[int], int]:
@@ -216,7 +211,7 @@ def draw(logits: np.ndarray, u: float) -> int:
 
 
 def read_ids(path: Path) -> list[int]:
-    """Token ids of a file, as `open_source` says. Raises UsageError in one line."""
+    """Token ids of a file, as `ask` says. Raises UsageError in one line."""
     return _READERS.get(path.suffix.lower(), _read_text)(path)
 
 

@@ -43,7 +43,7 @@ class Until(NamedTuple):
     at_most_s: float = AT_MOST_S
 
 
-def make(half_width: float | None, at_most_s: float = AT_MOST_S) -> Until | None:
+def make_until(half_width: float | None, at_most_s: float = AT_MOST_S) -> Until | None:
     """None where no width is asked for. Raises UsageError for a width that is no share between 0
     and 1, and for a time that is not above 0."""
     if half_width is None:
@@ -164,7 +164,7 @@ class RepeatEnd(NamedTuple):
         )
 
 
-def rounds(
+def rounds_of(
     until: Until,
     whole: Callable[[], Rates],
     note: Callable[[RepeatEnd], None],
@@ -199,7 +199,7 @@ def rounds(
         round_s = time.monotonic() - before
 
 
-def share(until: Until, spent_s: float, tests_left: int) -> Until:
+def share_of(until: Until, spent_s: float, tests_left: int) -> Until:
     """The same for the next test: it has its share of the time that is left."""
     return until._replace(at_most_s=max(until.at_most_s - spent_s, 0.0) / tests_left)
 

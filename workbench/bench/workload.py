@@ -15,16 +15,19 @@ at `llama_synchronize`, after the copy of the logits.
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from workbench.bench.needs import check_fits
-from workbench.bench.together import acts, gen_steps, prompt_steps, share_prompt
-from workbench.engine.batch import Work, n_tokens
+from workbench.config import EngineConfig, Toggles
+from workbench.engine.batch import Entry, Work, n_tokens
+from workbench.engine.kv_cache import KVCache, n_regions
+from workbench.engine.rehearsal import Act
 from workbench.errors import UsageError
 from workbench.progress import HIDDEN, Bar, bar
 from workbench.trace.spans import now_ns
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine
     from workbench.engine.loaded import Loaded
     from workbench.engine.step import Pending
+
+Config = TypeVar("Config", bound=EngineConfig)
 
 _NAME = re.compile(
     r"(?:pp(?P<pp>\d+))?(?P<plus>\+)?(?:tg(?P<tg>\d+))?"
@@ -137,23 +142,46 @@ def parse_tests(tests: str | Workload | Sequence[str | Workload]) -> list[Worklo
     return workloads
 
 
-class Sample(NamedTuple):
-    """One repetition, with a time for every token it timed.
+# what tests need of an engine ---------------------------------------------------------------------
 
-    ns_total: from the first call to the last logits on the host. token_ns, token_n: int64 arrays
-    of one length; entry i took token_ns[i] and counted token_n[i] tokens. A prompt is one entry
-    (of n_prompt tokens), every generated token is one. token_ns sums up to ns_total.
-    last_logits: float32 (n_vocab,), the last token's, this repetition's own copy.
-    """
 
-    ns_total: int
-    token_ns: np.ndarray
-    token_n: np.ndarray
-    last_logits: np.ndarray
+def wide_enough(workloads: Sequence[Workload], config: Config) -> Config:
+    """The configuration with as many sequences as the widest of the tests names."""
+    return replace(config, n_seqs=max(config.n_seqs, *(w.width for w in workloads)))
 
-    @property
-    def tokens_per_second(self) -> float:
-        return float(self.token_n.sum()) * 1e9 / self.ns_total
+
+def long_enough(
+    workloads: Sequence[Workload], toggles: Toggles, config: EngineConfig
+) -> EngineConfig:
+    """The configuration with as long a context as the longest of the tests needs."""
+    regions = n_regions(toggles, config)
+    return replace(config, n_ctx=max(config.n_ctx, *(w.n_ctx(regions) for w in workloads)))
+
+
+def check_fits(toggles: Toggles, config: EngineConfig, workload: Workload) -> None:
+    """Raises UsageError where the test is longer than the context of an engine with these, and
+    where it has more sequences than the engine."""
+    regions = n_regions(toggles, config)
+    needed = workload.n_ctx(regions)
+    if needed > config.n_ctx and regions == 1:
+        raise UsageError(
+            f"test {workload.name} needs {needed} KV cells, but the engine has "
+            f"n_ctx={config.n_ctx}; load it with n_ctx={needed} or more"
+        )
+    if needed > regions * (config.n_ctx // regions):
+        raise UsageError(
+            f"test {workload.name} needs {workload.n_cells_seq} KV cells of a sequence, but each "
+            f"of {regions} (n_seqs) has {config.n_ctx // regions} of n_ctx={config.n_ctx}; load it "
+            f"with n_ctx={needed} or more, or with fewer sequences"
+        )
+    if workload.n_seqs > config.n_seqs:
+        raise UsageError(
+            f"test {workload.name} needs {workload.n_seqs} sequences, but the engine has "
+            f"n_seqs={config.n_seqs}; load it with n_seqs={workload.n_seqs} or more"
+        )
+
+
+# the tokens and the steps of a test ---------------------------------------------------------------
 
 
 class Tokens(NamedTuple):
@@ -191,6 +219,76 @@ def draw_tokens(
         for ids in (depth or prompt, gen):
             ids[:1] = [bos] * len(ids[:1])
     return Tokens(depth, prompt, gen)
+
+
+def prompt_steps(workload: Workload, prompt: Sequence[int], n_ubatch: int) -> list[Work]:
+    """The prompts of all sequences, one behind the other, in full ubatches. As in
+    llama-batched-bench the last token of all has logits."""
+    ends: list[int] = [*range(0, len(prompt), max(1, workload.n_prompt)), len(prompt)]
+    steps: list[Work] = []
+    for begin in range(0, len(prompt), n_ubatch):
+        end, work = min(begin + n_ubatch, len(prompt)), list[Entry]()
+        for sequence, (first, behind) in enumerate(itertools.pairwise(ends)):
+            part = prompt[max(first, begin) : min(behind, end)]
+            if part:
+                work.append((sequence, part, "last" if end == behind == len(prompt) else "none"))
+        steps.append(work)
+    return steps
+
+
+def gen_steps(workload: Workload, gen: Sequence[int], n_ubatch: int) -> list[list[Work]]:
+    """A token of each sequence, so often: one step, or as many as n_ubatch asks for."""
+    width, every = workload.width, list[list[Work]]()
+    for begin in range(0, len(gen), width):
+        row: Work = [(i, gen[begin + i : begin + i + 1], "last") for i in range(width)]
+        every.append([row[i : i + n_ubatch] for i in range(0, width, n_ubatch)])
+    return every
+
+
+def share_prompt(workload: Workload, cache: KVCache) -> None:
+    """Gives every sequence the cells of the first, where their prompt is one."""
+    for sequence in range(1, workload.n_seqs if workload.shared and workload.n_prompt else 1):
+        cache.copy(0, sequence)
+
+
+def acts(workload: Workload, n_ubatch: int) -> list[Act]:
+    """All that a repetition of a test does to an empty cache, whatever its tokens are."""
+    if workload.n_seqs:
+        return [
+            *prompt_steps(workload, range(workload.n_prompt_tokens), n_ubatch),
+            lambda cache: share_prompt(workload, cache),
+            *itertools.chain(
+                *gen_steps(workload, range(workload.width * workload.n_gen), n_ubatch)
+            ),
+        ]
+    found = list[Act]()
+    for n in (workload.n_depth, workload.n_prompt):
+        for begin in range(0, n, n_ubatch):
+            end = min(begin + n_ubatch, n)
+            found.append([(0, range(begin, end), "last" if end == n else "none")])
+    return found + [[(0, (0,), "last")]] * workload.n_gen
+
+
+# one repetition -----------------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    """One repetition, with a time for every token it timed.
+
+    ns_total: from the first call to the last logits on the host. token_ns, token_n: int64 arrays
+    of one length; entry i took token_ns[i] and counted token_n[i] tokens. A prompt is one entry
+    (of n_prompt tokens), every generated token is one. token_ns sums up to ns_total.
+    last_logits: float32 (n_vocab,), the last token's, this repetition's own copy.
+    """
+
+    ns_total: int
+    token_ns: np.ndarray
+    token_n: np.ndarray
+    last_logits: np.ndarray
+
+    @property
+    def tokens_per_second(self) -> float:
+        return float(self.token_n.sum()) * 1e9 / self.ns_total
 
 
 def bos_token(opened: Engine | Loaded) -> int | None:

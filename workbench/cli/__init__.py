@@ -27,7 +27,7 @@ from workbench.cli import (  # noqa: F401 - commands
 from workbench.cli.common import app, say
 from workbench.cli.interrupts import Stop, heeded
 from workbench.errors import WorkbenchError
-from workbench.output_path import NO_ROOM, refusal
+from workbench.output import NO_ROOM, refusal
 from workbench.progress import shown_on
 
 

@@ -35,11 +35,11 @@ def compare(
     """
     from workbench.bench import compare as folders
     from workbench.frames import show, show_prose
-    from workbench.report.compare_page import page
+    from workbench.report.pages import compared_page
 
     check_writable(out, parents=True)
     found = folders.compare(*runs, across=across)
-    write_text(out, page(found), parents=True)
+    write_text(out, compared_page(found), parents=True)
     for table in found.tables():
         show(table)
         print()

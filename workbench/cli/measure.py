@@ -71,8 +71,8 @@ def bench(
     and the table are llama-batched-bench's.
     """
     from workbench.bench import batched, llama_bench
-    from workbench.bench.needs import long_enough, wide_enough
-    from workbench.bench.resumed import open_outs
+    from workbench.bench.draft import open_outs
+    from workbench.bench.workload import long_enough, wide_enough
     from workbench.frames import known_columns
 
     if output not in llama_bench.FORMATS:
@@ -142,9 +142,8 @@ def ab(
     """Compare values of a toggle, or sets of toggles, in turn, with an A/A control."""
     from workbench.bench.ab import ab as interleaved
     from workbench.bench.arms import ComparisonSpec, comparison_spec
-    from workbench.bench.needs import wide_enough
-    from workbench.bench.resumed import open_out
-    from workbench.bench.workload import parse_tests
+    from workbench.bench.draft import open_out
+    from workbench.bench.workload import parse_tests, wide_enough
     from workbench.frames import show, show_prose
 
     until = repeat.arguments()
@@ -159,7 +158,7 @@ def ab(
     open_out(out, resume)
     with load(
         model, wide_enough(parse_tests(test), config), wanted, switched,
-        lambda opened, _: specs[-1].check(opened.config),
+        lambda opened, _: specs[-1].check_arms(opened.config),
     ) as engine:  # fmt: skip
         result = interleaved(
             engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume, **until
@@ -199,7 +198,7 @@ def perplexity(
     """
     from workbench.bench import perplexity as ppl
     from workbench.bench import results
-    from workbench.bench.resumed import open_out
+    from workbench.bench.draft import open_out
     from workbench.bench.token_source import ask
 
     if check and against is None:
@@ -213,7 +212,9 @@ def perplexity(
     folders = ppl.folders_of(folder, at_once)
     ppl.check_folders(folders, config.n_ubatch, resume)
     variants = [] if other is None else [other]
-    with load(model, config, toggles, variants, lambda opened, _: source.check(opened)) as engine:
+    with load(
+        model, config, toggles, variants, lambda opened, _: source.check_tokens(opened)
+    ) as engine:
         runs = ppl.perplexity_by_size(
             engine, source.open(engine), folders, against=other, resume=resume
         )

@@ -43,8 +43,7 @@ def profile(
     traced is labelled so: it attributes time, and does not measure it.
     """
     from workbench.bench import profiling
-    from workbench.bench.needs import long_enough
-    from workbench.bench.workload import parse
+    from workbench.bench.workload import long_enough, parse
     from workbench.frames import show, terminal_columns
     from workbench.report import profiles
     from workbench.trace.analysis import BY

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import UsageError
-from workbench.output_path import refusal
+from workbench.output import refusal
 
 UNKNOWN_LETTERS = "backslashreplace"  # as \\xe5, so that nothing is lost
 

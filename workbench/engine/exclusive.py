@@ -8,20 +8,18 @@ cores, Python's lock, and mostly a device. So a measurement takes all of them:
         ...                                              # this thread alone may use engines
     measurement.stop()                                   # from any thread: its next step ends it
 
-Nobody else pays for that. A step asks whether `STATE.measurement` is None, and that is all.
+A use and a measurement each enter themselves first and look for the other after. So at least one of
+them sees the other, without a lock: a measurement meets the uses that began before it, and a use
+that begins later meets the measurement.
 """
 
-import sys
+import functools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from workbench.errors import UsageError
-
-SETTLE_S = 0.05  # how long a thread may take to meet the measurement that begins beside it
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -36,49 +34,42 @@ class Measurement:
     def __init__(self, who: str, loaded: object):
         self.who, self.loaded = who, loaded
         self.thread = threading.get_ident()
-        self._stop = False
+        self.stops = False
 
     def stop(self) -> None:
         """Ends it: the next step or variant that its thread begins raises Stopped."""
-        self._stop = True
-
-    def check(self, loaded: object) -> None:
-        """Raises UsageError in other threads than its own, Stopped there once it is to stop."""
-        self.check_others(loaded)
-        if self._stop:
-            raise Stopped
-
-    def check_others(self, loaded: object) -> None:
-        """Raises UsageError in other threads than its own."""
-        if threading.get_ident() == self.thread:
-            return
-        if loaded is self.loaded:
-            raise UsageError(f"{self.who} is measuring on this engine; press Stop or wait")
-        raise UsageError(
-            f"{self.who} is measuring on another engine, and this one would spoil its times; "
-            "press Stop or wait"
-        )
+        self.stops = True
 
 
 class State:
     """What is being measured in this process, None for nothing."""
 
-    __slots__ = ("measurement",)
-
-    def __init__(self) -> None:
-        self.measurement: Measurement | None = None
+    measurement: Measurement | None = None
 
 
 STATE = State()
-_beginning = threading.Lock()
-_doors: dict[CodeType, str] = {}  # the functions that use engines, and their names
+_begins = threading.Lock()  # held while a measurement begins
+_users: dict[int, str] = {}  # thread -> the outermost function in which it uses an engine
 
 
 def door(function: _Function) -> _Function:
-    """Marks a function that uses an engine: while a thread is in it, no other can measure. Calls
-    cost nothing: what threads are in is looked at when a measurement begins."""
-    _doors[function.__code__] = function.__qualname__
-    return function
+    """Marks a function that uses an engine: while a thread is in it, no other can measure. The
+    function itself calls `check`, which refuses where another thread measures."""
+
+    name = function.__qualname__
+
+    @functools.wraps(function)
+    def entered(*args: Any, **named: Any) -> Any:
+        thread = threading.get_ident()
+        if thread in _users:
+            return function(*args, **named)
+        try:
+            _users[thread] = name
+            return function(*args, **named)
+        finally:
+            _users.pop(thread, None)
+
+    return cast(_Function, entered)
 
 
 def check(loaded: object = None) -> None:
@@ -86,19 +77,23 @@ def check(loaded: object = None) -> None:
 
     loaded: the model and backends of the engine in question; None where there is no engine yet.
     """
-    if (now := STATE.measurement) is not None:
-        now.check(loaded)
-
-
-def check_engine(engine: Any) -> None:
-    """`check` for what uses an engine, before it has done anything."""
-    check(engine._loaded)
+    now = STATE.measurement
+    if now is None:
+        return
+    if now.thread != threading.get_ident():
+        where = "this engine"
+        if loaded is not now.loaded:
+            where = "another engine, and this one would spoil its times"
+        raise UsageError(f"{now.who} is measuring on {where}; press Stop or wait")
+    if now.stops:
+        raise Stopped
 
 
 def check_others(loaded: object) -> None:
     """Raises UsageError where another thread measures on `loaded`."""
-    if (now := STATE.measurement) is not None and now.loaded is loaded:
-        now.check_others(loaded)
+    now = STATE.measurement
+    if now is not None and now.loaded is loaded and now.thread != threading.get_ident():
+        check(loaded)
 
 
 def stop() -> bool:
@@ -113,30 +108,22 @@ def measuring(who: str, engine: Any) -> Iterator[Measurement]:
     """In the body this thread alone may use engines, `engine` among them. Raises UsageError where
     another thread is measuring, or is using one."""
     loaded = engine._loaded
-    with _beginning:
+    with _begins:
         check(loaded)
         _refuse_users(who)
         STATE.measurement = made = Measurement(who, loaded)
     try:
-        # a thread that went through a door meanwhile either meets the measurement or is seen here
-        time.sleep(SETTLE_S)
-        _refuse_users(who)
+        _refuse_users(who)  # of a thread that began meanwhile
         yield made
     finally:
         STATE.measurement = None
 
 
 def _refuse_users(who: str) -> None:
-    """Raises UsageError that names the outermost function through which another thread is using an
-    engine, if one is."""
+    """Raises UsageError where another thread uses an engine, with the function that it is in."""
     own = threading.get_ident()
-    for thread, top in sys._current_frames().items():
-        frame, found = top, ""
-        while thread != own and frame is not None:
-            found = _doors.get(frame.f_code, found)
-            frame = frame.f_back  # type: ignore[assignment]
-        if found:
-            raise UsageError(
-                f"{who} cannot measure while a cell is in {found}: each would spoil the other's "
-                "times; wait for the cell or interrupt it"
-            )
+    for name in (name for thread, name in dict(_users).items() if thread != own):
+        raise UsageError(
+            f"{who} cannot measure while a cell is in {name}: each would spoil the other's "
+            "times; wait for the cell or interrupt it"
+        )

@@ -17,13 +17,12 @@ import html
 import keyword
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from IPython.core.async_helpers import _pseudo_sync_runner
 from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError as OneLine  # IPython shows it without a traceback
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
@@ -331,7 +330,8 @@ def _run(shell: InteractiveShell, nodes: list[ast.stmt], name: str, shown: str) 
     result = ExecutionResult(None) if whole is None else whole
     awaits, shell.autoawait = shell.autoawait, False  # there is a loop already, and it is busy
     try:
-        _pseudo_sync_runner(shell.run_ast_nodes(nodes, name, shown, shell.compile, result))
+        with suppress(StopIteration):  # nothing is awaited, so the first step is the whole run
+            shell.run_ast_nodes(nodes, name, shown, shell.compile, result).send(None)
     finally:
         shell.autoawait = awaits
     if whole is None:

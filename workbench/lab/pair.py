@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -19,17 +19,9 @@ import numpy as np
 from workbench.bench import answers, resolution, stats
 from workbench.bench.answers import Answer
 from workbench.bench.arms import answer_between
-from workbench.bench.needs import check_fits
-from workbench.bench.profiling import n_steps_of, trace_steps
-from workbench.bench.rounds import interleave
-from workbench.bench.workload import (
-    Workload,
-    bos_token,
-    check_untraced,
-    draw_tokens,
-    take_sample,
-    warm_up,
-)
+from workbench.bench.profiling import trace_last
+from workbench.bench.rounds import Repetition, Trials
+from workbench.bench.workload import Workload, bos_token, check_fits, check_untraced
 from workbench.config import SyncMode, Toggles
 from workbench.devices import is_gpu
 from workbench.engine.engine import Engine
@@ -38,15 +30,13 @@ from workbench.errors import UsageError
 from workbench.toggle_words import differing
 from workbench.trace.profile import Profile
 
-TRACED_STEPS = 8  # at most, the last of the test: enough for a typical one
-
 
 class Pair(NamedTuple):
     """What was found. labels: what the baseline's and the toggled side have where they differ.
     tps: their medians, tokens/s.
 
-    n_asked: rounds wanted; `speedup.n` were finished. traces: of the last TRACED_STEPS steps of the
-    test on either side, None where the run was stopped before. device_is_gpu: whether the times are
+    n_asked: rounds wanted; `speedup.n` were finished. traces: of the last steps of the test on
+    either side, None where the run was stopped before. device_is_gpu: whether the times are
     a GPU's. control: the A/A control's ratio, from which the band is.
     """
 
@@ -101,7 +91,7 @@ class Pair(NamedTuple):
         return f"<p>{'<br>'.join(lines)}</p>"
 
 
-def check(engine: Engine, workload: Workload, rounds: int, seed: int) -> None:
+def check_pair(engine: Engine, workload: Workload, rounds: int, seed: int) -> None:
     """Raises UsageError for what `compare` could not measure, whatever the toggles are."""
     check_fits(engine.toggles, engine.config, workload)
     bos_token(engine)  # refuses a closed engine
@@ -128,7 +118,7 @@ def compare(
     end KeyboardInterrupt or Stopped is raised. Raises UsageError and DeviceError for what cannot be
     measured or honoured. All variants are closed in any case.
     """
-    check(engine, workload, rounds, seed)
+    check_pair(engine, workload, rounds, seed)
     check_untraced(engine)
     import scipy.stats  # noqa: F401  # slow, and a run that is stopped is to end at once
 
@@ -140,17 +130,15 @@ def compare(
         progress("comparing logits")
         (answer,) = answers.compare_engines(sides[:2], [answer_between(baseline, toggled)], seed)
         progress("warming up")
-        warm_up(sides, workload, seed, bos_token(engine))
-        tps: list[list[float]] = []  # of each finished round: t/s of each side
-        traces = None
+        trials, traces = Trials(sides, [workload], rounds, seed), None
         try:
-            _time(sides, workload, rounds, seed, tps, progress)
+            trials.measure(workload, begins=_told(progress))
             progress("tracing")
-            traces = _trace(sides[0], workload, seed), _trace(sides[1], workload, seed)
+            traces = trace_last(sides[0], workload, seed), trace_last(sides[1], workload, seed)
         except (KeyboardInterrupt, Stopped):
-            if not tps:
+            if not trials.finished(workload.name):
                 raise
-        found = np.array(tps).T
+        found = np.array(trials.finished(workload.name)).T
         medians = np.median(found, axis=1)
         control = stats.speedup(found[0], found[2], seed)
         return Pair(
@@ -160,39 +148,17 @@ def compare(
         )  # fmt: skip
 
 
-def _time(
-    sides: list[Engine],
-    workload: Workload,
-    rounds: int,
-    seed: int,
-    tps: list[list[float]],
-    progress: Callable[[str], None],
-) -> None:
-    """Adds to `tps` a row for every round, once it is finished."""
-    begun, bos, n_vocab = time.monotonic(), bos_token(sides[0]), sides[0].model.n_vocab
+def _told(progress: Callable[[str], None]) -> Callable[[Repetition], None]:
+    """Tells `progress` of the round that a repetition begins in, and about how long is left."""
+    begun = list[float]()  # when each repetition began, in s
 
-    def each() -> Iterator[int]:
-        for round_ in range(rounds):
-            spent_s = (time.monotonic() - begun) / max(round_, 1) * (rounds - round_)
-            left = f", about {spent_s:,.0f} s left" if round_ and spent_s >= 1 else ""
-            progress(f"round {round_ + 1} of {rounds}{left}")
-            yield round_
+    def begins(one: Repetition) -> None:
+        begun.append(time.monotonic())
+        left_s = (begun[-1] - begun[0]) / max(one.round_, 1) * (one.n_rounds - one.round_)
+        left = f", about {left_s:,.0f} s left" if one.round_ and left_s >= 1 else ""
+        progress(f"round {one.round_ + 1} of {one.n_rounds}{left}")
 
-    def measure(round_: int, i: int) -> float:
-        tokens = draw_tokens(workload, n_vocab, seed, round_, bos)
-        return take_sample(sides[i], workload, tokens).tokens_per_second
-
-    def whole(round_: int, found: dict[int, float]) -> None:
-        tps.append([found[i] for i in range(len(sides))])
-
-    interleave(each(), len(sides), measure, whole)
-
-
-def _trace(engine: Engine, workload: Workload, seed: int) -> Profile:
-    """The last steps of the test, traced: the same tokens for every engine of one model."""
-    tokens = draw_tokens(workload, engine.model.n_vocab, seed, bos=bos_token(engine))
-    n_steps = n_steps_of(workload, engine.config.n_ubatch)
-    return trace_steps(engine, tokens, (max(0, n_steps - TRACED_STEPS), TRACED_STEPS))
+    return begins
 
 
 def _labels(before: Engine, after: Engine) -> tuple[str, str]:

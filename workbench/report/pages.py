@@ -1,9 +1,11 @@
-"""Executed notebooks as offline pages, and the page that lists them with their answers.
+"""Executed notebooks as offline pages, the page that lists them with their answers, and compared
+runs as a page.
 
 The head of a page has what the index says about it. So the index lists every page of its folder,
 an earlier `make report`'s, too.
 """
 
+import base64
 import logging
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -11,10 +13,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from workbench.bench.compare import Compared
 from workbench.bench.comparison import AB
 from workbench.errors import UsageError
 from workbench.frames import to_html
 from workbench.output import write_text
+from workbench.report import plots
 from workbench.report.tables import speedup_table
 
 TEMPLATES = Path(__file__).with_name("template")
@@ -30,6 +34,24 @@ NETWORK_SETTINGS = (
     "jupyter_widgets_base_url",
     "widget_renderer_url",
 )
+
+COMPARED_CSS = """
+body{font:15px/1.45 sans-serif;color:#222;max-width:1100px;margin:24px auto;padding:0 16px}
+table{border-collapse:collapse;margin:12px 0}
+th,td{padding:4px 10px;border-bottom:1px solid #ddd;font-variant-numeric:tabular-nums}
+img{max-width:100%}
+"""
+COMPARED = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<style>{{ css }}</style></head>
+<body><h1>{{ title }}</h1>
+{{ table | safe }}
+{% if picture %}<p><img src="data:image/png;base64,{{ picture }}" alt="{{ alt }}"></p>{% endif %}
+{% if unmatched %}<h2>What has no counterpart</h2>{{ unmatched | safe }}{% endif %}
+<h2>What to know before believing it</h2>
+<ul>{% for line in lines %}<li>{{ line }}</li>{% endfor %}</ul>
+</body></html>
+"""
 
 
 class About(NamedTuple):
@@ -143,3 +165,24 @@ class _Head(HTMLParser):
         name = given.get("name") or ""
         if tag == "meta" and name.startswith(PREFIX):
             self.found[name.removeprefix(PREFIX)] = given.get("content") or ""
+
+
+def compared_page(found: Compared) -> str:
+    """Compared runs as one offline page: the question, the table, a picture, and what differs.
+    Nothing of a run folder reaches it unescaped."""
+    from jinja2 import Environment, StrictUndefined
+
+    first, *others = (str(run.run["run_id"]) for run in found.runs)
+    title = f"Is it faster than {first}? {', '.join(others)}"
+    summary = found.summary()
+    picture, alt = "", ""
+    if len(summary):
+        png, words = plots.speedup(summary)._repr_png_()  # type: ignore[attr-defined]
+        picture, alt = base64.b64encode(png).decode(), words["alt"]
+    table, left = found.table(), found.unmatched()
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    return environment.from_string(COMPARED).render(
+        title=title, css=COMPARED_CSS, picture=picture, alt=alt, lines=found.lines,
+        table=to_html(table) if len(table) else "",
+        unmatched=to_html(left) if len(left) else "",
+    )  # fmt: skip

@@ -2,27 +2,49 @@
 through pyplot, so no global state is left behind and any thread may draw.
 
 Every arm has a line style and a marker besides its colour, and every verdict a shape: the pictures
-can be read in grey, on paper and by the colour-blind.
+can be read in grey, on paper and by the colour-blind. What a token did is drawn by `timelines`.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.patheffects import withStroke
+from matplotlib.text import Text
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
+from matplotlib.transforms import Bbox
 
 from workbench.report import style
-from workbench.report.memory import lifetimes
-from workbench.report.scaling import speedup_by
-from workbench.report.serving import throughput_against_latency
 from workbench.report.timelines import timeline, timeline_pair, timelines
-from workbench.report.visits import kv_blocks
 
 __all__ = [
     "kv_blocks", "lifetimes", "per_token", "speedup", "speedup_by", "throughput_against_latency",
     "timeline", "timeline_pair", "timelines",
 ]  # fmt: skip
+
+BAND_WORDS = "A/A band: what no change looks like"
+# verdict -> colour, marker, filled
+VERDICT_LOOKS = {
+    "faster": (style.BLUE, ">", True),
+    "slower": (style.VERMILION, "<", True),
+    "no difference": (style.INK, "o", False),
+}
+
+
+# speedups, and times of tokens -------------------------------------------------------------------
 
 
 def speedup(summary: Any) -> Figure:
@@ -60,22 +82,8 @@ def speedup(summary: Any) -> Figure:
     ax.ticklabel_format(axis="x", style="plain", useOffset=False)
     ax.set_xlabel("speedup: t/s toggled / t/s baseline (bar: 95 % interval)", fontsize=style.FONT)
     style.plain_axes(ax)
-    fig.legend(
-        handles=[Patch(color=style.BAND, label=BAND_WORDS)],
-        loc="outside lower center", fontsize=style.FONT, frameon=False,
-    )  # fmt: skip
+    style.legend(fig, [Patch(color=style.BAND, label=f"{BAND_WORDS} on this machine")], 1)
     return fig
-
-
-# verdict -> colour, marker, filled
-VERDICT_LOOKS = {
-    "faster": (style.BLUE, ">", True),
-    "slower": (style.VERMILION, "<", True),
-    "no difference": (style.INK, "o", False),
-}
-BAND_WORDS = "A/A band: what no change looks like on this machine"
-ARM_LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-ARM_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def per_token(samples: pd.DataFrame, test: str | None = None) -> Figure:
@@ -95,17 +103,10 @@ def per_token(samples: pd.DataFrame, test: str | None = None) -> Figure:
     tokens = tokens[tokens["test"] == test].assign(ms=lambda t: t["ns"] / 1e6)
     fig = style.picture(11, 3.4)
     left, right = fig.subplots(1, 2)
-    colours = style.SERIES
     for i, (arm, part) in enumerate(tokens.groupby("arm", sort=False)):
-        look = {
-            "color": style.GREY if part["is_control"].iloc[0] else colours[i % len(colours)],
-            "ls": ARM_LINES[i % len(ARM_LINES)],
-            "lw": 1.4,
-            "marker": ARM_MARKERS[i % len(ARM_MARKERS)],
-            "ms": 4,
-            "mfc": "white",
-            "label": str(arm),
-        }
+        look = style.curve(i) | {"lw": 1.4, "ms": 4, "label": str(arm)}
+        if part["is_control"].iloc[0]:
+            look["color"] = style.GREY
         ms = np.sort(part["ms"].to_numpy())
         share = np.arange(1, len(ms) + 1) / len(ms)
         left.step(ms, share, where="post", markevery=max(len(ms) // 6, 1), **look)
@@ -128,16 +129,10 @@ def per_token(samples: pd.DataFrame, test: str | None = None) -> Figure:
     right.set_ylabel("median time (ms)", fontsize=style.FONT)
     left.set_title(test, loc="left", fontsize=style.FONT + 2, fontweight="bold")
     for ax in (left, right):
-        ax.tick_params(labelsize=style.FONT)
         ax.ticklabel_format(style="plain", useOffset=False)
-        ax.grid(color="#DDDDDD", lw=0.6)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
-    handles, names = left.get_legend_handles_labels()
-    fig.legend(
-        handles, names, loc="outside lower center", ncols=min(len(names), 6), fontsize=style.FONT,
-        frameon=False, handlelength=4,
-    )  # fmt: skip
+        style.grid(ax)
+    handles = style.handles_of([left])
+    style.legend(fig, handles, min(len(handles), 6), handlelength=4)
     return fig
 
 
@@ -145,3 +140,263 @@ def _row_labels(rows: pd.DataFrame) -> list[str]:
     """What tells a row from the others: test and arm always, model and the like where they vary."""
     varying = [c for c in ("model", "device", "toggle") if c in rows and rows[c].nunique() > 1]
     return ["  ".join(map(str, row)) for row in rows[[*varying, "test", "label"]].to_numpy()]
+
+
+def speedup_by(frames: Mapping[str, pd.DataFrame]) -> Figure:
+    """A curve for each arm, with its 95 % intervals on the A/A bands; side by side what varies.
+
+    frames: by title, rows with x, label (of the arm), speedup, low, high, band_low and band_high;
+    `attrs["x"]` says what x counts. An arm has the same look in all. Raises ValueError where there
+    is nothing to draw.
+    """
+    labels = list(dict.fromkeys(label for frame in frames.values() for label in frame["label"]))
+    if not labels:
+        raise ValueError("there is no speedup to draw")
+    fig = style.picture(11, 3.6)
+    axes = fig.subplots(1, len(frames), sharey=True, squeeze=False)[0]
+    for ax, (title, frame) in zip(axes, frames.items(), strict=True):
+        _draw_speedups(ax, frame, labels)
+        ax.set_title(title, loc="left", fontsize=style.FONT + 1, fontweight="bold")
+    axes[0].set_ylabel("speedup: t/s toggled / t/s baseline", fontsize=style.FONT)
+    handles = [*style.handles_of(axes), Patch(color=style.BAND, label=BAND_WORDS)]
+    style.legend(fig, handles, 4, handlelength=4)
+    return fig
+
+
+def _draw_speedups(ax: Axes, frame: pd.DataFrame, labels: list[str]) -> None:
+    """One panel. Curves are moved apart a little, so that no interval hides another."""
+    band = frame.dropna(subset=["band_low"]).drop_duplicates("x").sort_values("x")
+    ax.fill_between(band["x"], band["band_low"], band["band_high"], color=style.BAND, lw=0)
+    if len(band) == 1:
+        ax.axhspan(band["band_low"].iloc[0], band["band_high"].iloc[0], color=style.BAND, lw=0)
+    ax.axhline(1, color=style.INK, lw=0.8, ls="--", zorder=1)
+    for i, label in enumerate(labels):
+        part = frame[frame["label"] == label].sort_values("x")
+        if part.empty:
+            continue
+        x = part["x"] * 1.02 ** (i - len(labels) / 2)
+        spread = (part["speedup"] - part["low"], part["high"] - part["speedup"])
+        ax.errorbar(
+            x, part["speedup"], [s.fillna(0).clip(lower=0) for s in spread], label=label, lw=1.3,
+            ms=5, elinewidth=1, capsize=2, **style.curve(i),
+        )  # fmt: skip
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator(sorted(frame["x"].unique())))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(style.plain_number))
+    ax.set_xlabel(str(frame.attrs.get("x", "")), fontsize=style.FONT)
+    style.grid(ax, "y")
+
+
+# throughput against latency -----------------------------------------------------------------------
+
+HALO = [withStroke(linewidth=2, foreground="white")]  # a number that lies on a line is read
+LETTERS, HANDLE_LETTERS = 110, 10  # of the legend's line, and what a curve's own look takes of it
+DECADES = 0.7  # an axis with less has more ticks than 1, 2, 5
+
+
+def throughput_against_latency(
+    frame: pd.DataFrame, title: str = "throughput against latency"
+) -> Figure:
+    """One curve per setting: tokens a second over the latency that its requests see. Where a curve
+    goes straight up more requests cost nothing, and where it lies flat they only wait.
+
+    frame: columns curve, label (of a point: requests in flight, or a rate), latency_ms and
+    tokens_per_s, in the order in which the points are joined (`bench_text.points` makes it).
+    `attrs["latency"]` says which latency. Points without a figure are left out. Raises ValueError
+    where none has one.
+    """
+    known = frame[(frame["latency_ms"] > 0) & (frame["tokens_per_s"] > 0)]
+    if known.empty:
+        raise ValueError("no point has a latency and a throughput")
+    fig = style.picture(8.5, 4.8)
+    ax = fig.add_subplot()
+    for i, (curve, part) in enumerate(known.groupby("curve", sort=False)):
+        look = style.curve(i)
+        ax.plot(part["latency_ms"], part["tokens_per_s"], label=str(curve), lw=1.4, ms=5, **look)
+        _name_points(ax, part, look["color"], above=i % 2 == 0)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.margins(0.08, 0.12)
+    for axis, values in ((ax.xaxis, known["latency_ms"]), (ax.yaxis, known["tokens_per_s"])):
+        _plain_ticks(axis, values.to_numpy(float))
+    ax.set_xlabel(str(frame.attrs.get("latency", "latency (ms)")), fontsize=style.FONT)
+    ax.set_ylabel("output tokens/s", fontsize=style.FONT)
+    ax.set_title(title, loc="left", fontsize=style.FONT + 2, fontweight="bold")
+    style.grid(ax)
+    names = known["curve"].astype(str).unique()
+    in_a_line = LETTERS // (max(map(len, names)) + HANDLE_LETTERS)
+    n_columns = min(len(names), max(1, in_a_line), 4)
+    style.legend(fig, style.handles_of([ax]), n_columns, handlelength=4)
+    return fig
+
+
+def _name_points(ax: Axes, part: pd.DataFrame, colour: str, above: bool) -> None:
+    """Labels above and to the left of a curve's points, or below and to the right: so that labels
+    of two curves that lie close do not meet."""
+    offset, ha, va = ((-5, 4), "right", "bottom") if above else ((5, -4), "left", "top")
+    for x, y, label in zip(part["latency_ms"], part["tokens_per_s"], part["label"], strict=True):
+        ax.annotate(
+            str(label), (x, y), xytext=offset, textcoords="offset points", ha=ha, va=va,
+            color=colour, fontsize=style.FONT, path_effects=HALO,
+        )  # fmt: skip
+
+
+def _plain_ticks(axis: Axis, values: np.ndarray) -> None:
+    """Numbers as people write them, at 1, 2 and 5 of each decade; at more where there is less."""
+    wide = np.log10(values.max() / values.min()) > DECADES
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if wide else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)))
+    axis.set_major_formatter(FuncFormatter(style.plain_number))
+    axis.set_minor_formatter(NullFormatter())
+
+
+# masks --------------------------------------------------------------------------------------------
+
+SEEN, MIXED, UNSEEN = "all", "some", "none"
+
+
+class BlockLook(NamedTuple):
+    """How a block is drawn: what it is, its colour, its hatch."""
+
+    word: str
+    colour: str
+    hatch: str
+
+
+# what the tokens of a block see of its cells, and whether it is visited -> its look
+BLOCK_LOOKS = {
+    (SEEN, True): BlockLook("visited, all of it seen", style.BLUE, ""),
+    (MIXED, True): BlockLook("visited, some of it seen", style.SKY, ""),
+    (UNSEEN, True): BlockLook("visited in vain: none of it seen", "#EBA27A", "//"),
+    (UNSEEN, False): BlockLook("left unread", "white", ""),
+    # what a wrong bound would do; a picture must show it
+    (MIXED, False): BlockLook("left unread, though some of it is seen", style.YELLOW, "////"),
+    (SEEN, False): BlockLook("left unread, though all of it is seen", style.YELLOW, "////"),
+}
+
+
+def kv_blocks(frames: Mapping[str, pd.DataFrame]) -> Figure:
+    """Masks one below the other, and beside each what every way visits of it: cells to the right,
+    tokens downwards.
+
+    frames: by the name of the mask, a row for each way and block: way, token and n_tokens, cell and
+    n_cells (of the block), seen (`all`, `some` or `none` of it), visited (bool). A line parts the
+    sequences where there is a column `sequence`. Raises ValueError for no mask.
+    """
+    if not frames:
+        raise ValueError("there is no mask to draw")
+    ways = list(dict.fromkeys(way for frame in frames.values() for way in frame["way"]))
+    fig = style.picture(11, 0.9 + 1.45 * len(frames))
+    axes = fig.subplots(len(frames), len(ways), squeeze=False)
+    shown: set[tuple[str, bool]] = set()
+    for (name, frame), row in zip(frames.items(), axes, strict=True):
+        for way, ax in zip(ways, row, strict=True):
+            part = frame[frame["way"] == way]
+            _draw_blocks(ax, part)
+            n = int(part["visited"].sum())
+            ax.set_title(f"{way}: {n} of {len(part)}", loc="left", fontsize=style.FONT)
+            shown |= set(zip(part["seen"], part["visited"].astype(bool), strict=True))
+        row[0].set_ylabel(f"{name}\n\ntoken", fontsize=style.FONT)
+    for ax in axes[-1]:
+        ax.set_xlabel("cell", fontsize=style.FONT)
+    handles = [
+        Patch(fc=look.colour, ec=style.GREY, lw=0.6, hatch=look.hatch, label=look.word)
+        for kind, look in BLOCK_LOOKS.items()
+        if kind in shown
+    ]
+    style.legend(fig, handles, 4)
+    return fig
+
+
+def _draw_blocks(ax: Axes, part: pd.DataFrame) -> None:
+    """One mask with the blocks that one way visits."""
+    for (seen, visited), look in BLOCK_LOOKS.items():
+        blocks = part[(part["seen"] == seen) & (part["visited"] == visited)]
+        if len(blocks):
+            ax.add_collection(
+                PolyCollection(
+                    _corners(blocks), facecolors=look.colour, edgecolors="#D4D4D4", linewidths=0.25,
+                    hatch=look.hatch or None,
+                )
+            )  # fmt: skip
+    n_tokens = int((part["token"] + part["n_tokens"]).max())
+    n_cells = int((part["cell"] + part["n_cells"]).max())
+    if "sequence" in part:
+        begins = part.groupby("sequence")["token"].min()
+        ax.hlines(begins[begins > 0], 0, n_cells, color=style.INK, lw=0.6)
+    ax.set_xlim(0, n_cells)
+    ax.set_ylim(n_tokens, 0)
+    ax.xaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 5, 10]))
+    ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    ax.tick_params(labelsize=style.FONT - 1)
+
+
+def _corners(blocks: pd.DataFrame) -> list[np.ndarray]:
+    """Of each block the corners of its rectangle, (4, 2): cell and token."""
+    left, top = blocks["cell"].to_numpy(float), blocks["token"].to_numpy(float)
+    right = left + blocks["n_cells"].to_numpy(float)
+    bottom = top + blocks["n_tokens"].to_numpy(float)
+    xs, ys = np.stack([left, right, right, left], 1), np.stack([top, top, bottom, bottom], 1)
+    return [*np.stack([xs, ys], axis=2)]
+
+
+# memory -------------------------------------------------------------------------------------------
+
+STREAMS = (style.SKY, style.ORANGE, style.GREEN, style.PURPLE, style.YELLOW)
+
+
+def lifetimes(frames: dict[str, pd.DataFrame]) -> Figure:
+    """What each layout has in its arena: bytes upwards, nodes as they are issued to the right.
+
+    frames: by name, a row for each range: name, offset and nbytes, first and last (numbers of
+    nodes), stream, and lost, the bytes that something else writes while they may still be in use:
+    a list of (offset, nbytes, number of the node that writes). A name stands where it has room.
+    """
+    fig = style.picture(11, 4.4)
+    axes = fig.subplots(1, len(frames), sharey=True, squeeze=False)[0]
+    names: list[tuple[Axes, Rectangle, Text]] = []
+    top = max((f["offset"] + f["nbytes"]).max() for f in frames.values())
+    for ax, (name, frame) in zip(axes, frames.items(), strict=True):
+        for row in frame.to_dict("records"):
+            width, colour = row["last"] - row["first"] + 1, STREAMS[row["stream"] % len(STREAMS)]
+            at = (row["first"], row["offset"])
+            made = Rectangle(at, width, row["nbytes"], fc=colour, ec=style.INK, lw=0.6, alpha=0.75)
+            ax.add_patch(made)
+            name_at = row["first"] + 0.15, row["offset"] + row["nbytes"] / 2
+            small = style.FONT - 2.5
+            name_of = ax.text(*name_at, row["name"], fontsize=small, va="center")
+            names.append((ax, made, name_of))
+        for row in frame.to_dict("records"):
+            for offset, nbytes, by in row["lost"]:
+                ax.add_patch(
+                    Rectangle(
+                        (by, offset), max(row["last"] - by, 0) + 1, nbytes, fc="none",
+                        ec=style.VERMILION, hatch="////", lw=1.4,
+                    )
+                )  # fmt: skip
+        lost = sum(n for row in frame["lost"] for _, n, _ in row)
+        ax.set_title(f"{name}: {lost:,} bytes lost", loc="left", fontsize=style.FONT + 1)
+        ax.set_xlim(frame["first"].min(), frame["last"].max() + 1)
+        ax.set_ylim(0, top)
+        ax.set_xlabel("node, as issued", fontsize=style.FONT)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.yaxis.set_major_formatter(style.plain_number)
+        ax.tick_params(labelsize=style.FONT)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("bytes of the arena", fontsize=style.FONT)
+    used = sorted({s for f in frames.values() for s in f["stream"]})
+    handles = [Patch(color=STREAMS[s % len(STREAMS)], label=f"made on stream {s}") for s in used]
+    handles.append(
+        Patch(fc="none", ec=style.VERMILION, hatch="////", label="written while it may be in use")
+    )
+    style.legend(fig, handles, len(handles))
+    fig.draw_without_rendering()  # sets the axes out; how wide a name is depends on them
+    for ax, made, name_of in names:
+        room = Bbox.intersection(made.get_window_extent(), ax.bbox)
+        if room is None or not _inside(name_of.get_window_extent(), room):
+            name_of.remove()
+    return fig
+
+
+def _inside(box: Bbox, room: Bbox) -> bool:
+    return bool(room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1)

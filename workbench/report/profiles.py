@@ -168,9 +168,7 @@ def lines(found: Any, by: str = "op") -> list[tuple[str, Table]]:
 
 
 def _table(rows: list[dict[str, Any]], keys: list[str]) -> Table:
-    made = Table(rows)
-    made.attrs |= {"groups": [k for k in keys[:-1] if k == "step"], "keys": keys}
-    return made
+    return Table(rows).shown(groups=[k for k in keys[:-1] if k == "step"], keys=keys)
 
 
 def _step(n_tokens: int) -> str:

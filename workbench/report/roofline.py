@@ -78,7 +78,15 @@ def roofline(run: Mapping[str, Any]) -> Any:
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    from workbench.report.style import FONT, INK, picture, plain_number
+    from workbench.report.style import (
+        FONT,
+        INK,
+        grid,
+        handles_of,
+        legend,
+        picture,
+        plain_number,
+    )  # fmt: skip
 
     rows, result = pd.DataFrame(run["result"]["rows"]), run["result"]
     if rows.empty:
@@ -113,15 +121,10 @@ def roofline(run: Mapping[str, Any]) -> Any:
     right.set_yticks(range(len(shapes)), shapes[::-1], fontsize=FONT)
     right.set_xlabel(f"% of the read bandwidth, batch {least['batch'].iloc[0]}", fontsize=FONT)
     for ax in (left, right):
-        ax.tick_params(labelsize=FONT)
-        ax.grid(color="#DDDDDD", lw=0.6)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
+        grid(ax)
     left.set_title(_title(run, kinds), loc="left", fontsize=FONT + 1)
-    handles, names = left.get_legend_handles_labels()
-    fig.legend(
-        handles, names, loc="outside lower center", ncols=len(names), fontsize=FONT, frameon=False
-    )
+    handles = handles_of([left])
+    legend(fig, handles, len(handles))
     return fig
 
 

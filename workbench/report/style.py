@@ -1,8 +1,11 @@
 """What all pictures share: colours, text sizes, and a figure that shows itself."""
 
 import io
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -13,6 +16,8 @@ YELLOW = "#F0E442"
 GREEN, PURPLE, GREY, PALE, INK = "#009E73", "#CC79A7", "#8C8C8C", "#E8E8E8", "#222222"
 BAND = "#DCDCDC"
 SERIES = (INK, BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)  # of lines that are told apart
+LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 FONT = 8
 
 
@@ -59,3 +64,38 @@ def plain_axes(ax: Axes) -> None:
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
     ax.tick_params(axis="x", labelsize=FONT)
+
+
+def curve(i: int) -> dict[str, Any]:
+    """The look of a picture's curve number i: line, marker and colour tell it from the others."""
+    return {
+        "color": SERIES[i % len(SERIES)],
+        "ls": LINES[i % len(LINES)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "mfc": "white",
+    }
+
+
+def grid(ax: Axes, axis: Literal["both", "x", "y"] = "both") -> None:
+    """Pale lines behind what is drawn, instead of a frame."""
+    ax.tick_params(which="both", labelsize=FONT)
+    ax.grid(axis=axis, color="#DDDDDD", lw=0.6)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def legend(fig: Figure, handles: Sequence[Artist], ncols: int, **how: Any) -> None:
+    """What the looks mean, in so many columns below the picture. how: as for matplotlib's."""
+    fig.legend(
+        handles=handles, loc="outside lower center", ncols=ncols, fontsize=FONT, frameon=False,
+        **how,
+    )  # fmt: skip
+
+
+def handles_of(axes: Sequence[Axes]) -> list[Artist]:
+    """What a legend says of these axes: each name once."""
+    found: dict[str, Artist] = {}
+    for ax in axes:
+        for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    return list(found.values())

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.bench.comparison import background
+from workbench.bench.stats import interval
 from workbench.frames import Table, markdown, show
 
 __all__ = [
@@ -112,7 +113,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
         "t/s baseline": f"{row['tps_baseline']:.2f}",
         "t/s toggled": f"{row['tps_toggled']:.2f}",
         "Speedup": f"{row['speedup']:.3f}",
-        "95% CI": "-" if math.isnan(row["low"]) else f"{row['low']:.3f}..{row['high']:.3f}",
+        "95% CI": interval(row["low"], row["high"]),
         "n": str(row["n"]),
         "verdict": row["verdict"],
         "answer": row["answer"],

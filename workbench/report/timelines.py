@@ -358,8 +358,6 @@ def _finish(fig: Figure, axes: list[Axes], part: pd.DataFrame) -> None:
     ]  # fmt: skip
     handles.append(Patch(facecolor=style.PALE, label="no span: a stream idle, the host in Python"))
     lines = math.ceil(len(handles) / IN_A_LINE)
-    fig.legend(
-        handles=handles, loc="outside lower center", ncols=math.ceil(len(handles) / lines),
-        fontsize=style.FONT, frameon=False, title=NOTE, title_fontsize=style.FONT - 1,
-    )  # fmt: skip
+    columns = math.ceil(len(handles) / lines)
+    style.legend(fig, handles, columns, title=NOTE, title_fontsize=style.FONT - 1)
     axes[-1].tick_params(axis="x", labelsize=style.FONT)

@@ -124,7 +124,7 @@ def summary(rows: Sequence[ServedRow]) -> Table:
 
 
 def points(rows: Sequence[ServedRow], curve: str, latency: str = "mean_tpot_ms") -> Table:
-    """The rows as `report.serving.throughput_against_latency` takes them: columns curve, label (of
+    """The rows as `report.plots.throughput_against_latency` takes them: columns curve, label (of
     the setting: its number), latency_ms (the figure of that name), tokens_per_s."""
     made = [
         {

@@ -29,7 +29,7 @@ import pandas as pd
 from workbench import __version__
 from workbench.checkout import commit
 from workbench.devices import is_gpu
-from workbench.engine.exclusive import check_engine
+from workbench.engine import exclusive
 from workbench.errors import UsageError
 from workbench.trace import analysis, cupti, perfetto
 from workbench.trace.correlate import CALL
@@ -302,7 +302,7 @@ def profile(
     Raises UsageError for a window that holds no step, for a collector that does not exist, and
     while another thread measures.
     """
-    check_engine(engine)
+    exclusive.check(engine._loaded)
     if collector not in COLLECTORS:
         raise UsageError(
             f"collector={collector!r} does not exist; choose one of {', '.join(COLLECTORS)}"
