@@ -128,7 +128,6 @@ def circles(graph: Mapping[str, Collection[str]]) -> list[set[str]]:
 # Circles that are being untied, without `workbench.`. The list only shrinks: a circle that is gone
 # is taken out here, and none is added. It is empty when launching and serving have one design each.
 KNOWN_CIRCLES = [
-    {"bench.needs", "bench.together", "bench.workload"},
     {"serve.front", "serve.metrics"},
 ]  # fmt: skip
 
