@@ -132,18 +132,18 @@ def beside(recorded: Recorded, bounds: Mapping[str, float], most_gap: float) -> 
     }
     for model, bound in bounds.items():
         run = peer.recorded_peer(recorded, model)
-        found = run.best(peer.SHOWN) if run is not None else None
-        if run is None or found is None or found.ratio.value >= bound:
+        if run is None or (best := run.best(peer.SHOWN)).beside.ratio.value >= bound:
             continue
-        us, wanted = 1e6 / found.ours, 1e6 / (found.theirs * bound)
+        found = best.beside
+        us, wanted = 1e6 / found.after, 1e6 / (found.before * bound)
         said = [f"a token takes {us:.0f} us, {us - wanted:.0f} more than {bound:g} times allow"]
-        if one := parted.get((model, kind_of(run.toggles_of(found.arm_ours)))):
+        if one := parted.get((model, kind_of(run.toggles(best.arm_ours)))):
             short = us - max(0.0, one.us["gap"] - most_gap)
             alone = 1e6 / one.row["tps_toggled"]
             said += [
-                f"with a gap of {most_gap:.0f} us it would be {1e6 / short / found.theirs:.2f}",
+                f"with a gap of {most_gap:.0f} us it would be {1e6 / short / found.before:.2f}",
                 f"in `{recorded.device}-plans-{model}`, without llama.cpp in turn, a token took "
-                f"{alone:.0f} us, which would be {1e6 / alone / found.theirs:.2f}",
+                f"{alone:.0f} us, which would be {1e6 / alone / found.before:.2f}",
                 f"there {parts(one)}",
             ]
         yield Bind(f"{run.model}, tg128 beside llama.cpp", f"{found.ratio.value:.2f}", tuple(said))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from data.measure.recorded import Recorded, between, model_of, title_of
+from data.measure.recorded import Arms, Recorded, model_of, spread, title_of
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
 from workbench.bench import results
@@ -137,22 +137,23 @@ def added(recorded: Recorded) -> Iterator[Line]:
     """A model: what direct results and launches ahead add to a plan of a step with ours, in the
     same run; us a token, the difference within a round."""
     for _, run in recorded.of("plans", "plans"):
-        ab = AB(run.run, run.samples)
-        pdl = ab.run["arms"][0]["toggles"]["pdl"]
-        ours = {kind_of(arm["toggles"]): arm["name"] for arm in ab.run["arms"]
+        arms = Arms(run)
+        pdl = run.run["arms"][0]["toggles"]["pdl"]
+        ours = {kind_of(arm["toggles"]): arm["name"] for arm in run.run["arms"]
                 if (arm["toggles"]["plans"], arm["toggles"]["pdl"]) == (OURS, pdl)}  # fmt: skip
         plain = ours.get(KINDS[1])
         for kind in KINDS[2:]:
             if plain is not None and kind in ours:
-                found = between(ab, ab.run["tests"][0], plain, ours[kind])
+                found = arms.between(run.run["tests"][0], plain, ours[kind])
                 yield Line(
                     {
-                        "Model": model_of(ab.run), "pdl": pdl,
+                        "Model": arms.model, "pdl": pdl,
                         "a plan is": kind, "us a step": f"{1e6 / found.before:.0f}",
-                        "us then": f"{1e6 / found.after:.0f}", "Speedup": found.said,
+                        "us then": f"{1e6 / found.after:.0f}",
+                        "Speedup": spread(found.ratio, 3),
                         "verdict": found.verdict,
                     },
-                    [ab],
+                    [arms],
                 )  # fmt: skip
 
 

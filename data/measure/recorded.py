@@ -19,12 +19,13 @@ import pandas as pd
 from data.measure.matrix import CPU_STEP, SIZES, Row, rows
 from workbench.bench import results
 from workbench.bench.bounds import Bound, bound_of
-from workbench.bench.comparison import AB
-from workbench.bench.stats import Band, Ratio, aa_band, speedup, verdict
+from workbench.bench.gaps import CONTROL
+from workbench.bench.stats import Band, Ratio, aa_band, median_interval, speedup, verdict
 from workbench.bench.workload import parse
 
 NOT_MEASURED = "not measured"
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+PHASES = ("prompts", "generated")  # of a test
 LARGE, SMALL = ("8b.glu", "8b.gate_up", "8b.head"), ("8b.qkv", "8b.o", "8b.down")
 
 
@@ -33,6 +34,20 @@ class Share(float):
 
     def __format__(self, spec: str) -> str:
         return format(100 * float(self), spec)
+
+
+def complete_run(folder: Path) -> results.Run | None:
+    """The run in a folder; None where there is none, or one that was cut off."""
+    if not (folder / results.RUN_JSON).is_file():
+        return None
+    found = results.load_run(folder)
+    return found if found.run["status"] == results.COMPLETE else None
+
+
+def complete_runs(folder: Path) -> list[results.Run]:
+    """The complete runs in the folders of a folder, small models first."""
+    every = (complete_run(path.parent) for path in sorted(folder.glob(f"*/{results.RUN_JSON}")))
+    return sorted(filter(None, every), key=lambda found: found.run["model"].get("n_params", 0))
 
 
 class Recorded:
@@ -91,7 +106,8 @@ def tps(run: results.Run, test: str) -> float | None:
 
 
 class Between(NamedTuple):
-    """An arm beside another of the same comparison: t/s of both, medians of the same rounds."""
+    """An arm beside another of the same run: t/s of both, medians of the same rounds. band: what
+    the run's A/A control spans."""
 
     before: float
     after: float
@@ -102,25 +118,65 @@ class Between(NamedTuple):
     def verdict(self) -> str:
         return verdict(self.ratio, self.band)
 
+
+class Arms:
+    """A run, read arm by arm. names: of its arms, the baseline's first, without the control."""
+
+    def __init__(self, found: results.Run):
+        self.run, self.samples = found.run, found.samples
+        self.names = [arm["name"] for arm in self.run["arms"] if not arm["is_control"]]
+
     @property
-    def said(self) -> str:
-        return f"{self.ratio.value:.3f} ({self.ratio.low:.3f}..{self.ratio.high:.3f})"
+    def model(self) -> str:
+        return model_of(self.run)
+
+    def side(self, name: str) -> list[str]:
+        """The arms whose names begin with a word."""
+        return [arm for arm in self.names if arm.split()[0] == name]
+
+    def toggles(self, arm: str) -> dict[str, str]:
+        found: dict[str, str] = next(a["toggles"] for a in self.run["arms"] if a["name"] == arm)
+        return found
+
+    def phases(self, test: str) -> list[str]:
+        """Which of PHASES a test has."""
+        one = parse(test)
+        return [name for name, n in zip(PHASES, (one.n_prompt, one.n_gen), strict=True) if n]
+
+    def rates(self, test: str, phase: str = "") -> pd.DataFrame:
+        """t/s of a test, or of one of its phases: a row for each round, a column for each arm, the
+        control among them. A round's speed is that of all its tokens together."""
+        rows = self.samples[self.samples["test"] == test]
+        if phase and len(self.phases(test)) > 1:
+            rows = rows[(rows["token"] == 0) == (phase == PHASES[0])]
+        sums = rows.groupby(["repetition", "arm"], observed=True)[["n_tokens", "ns"]].sum()
+        table = (sums["n_tokens"] * 1e9 / sums["ns"]).unstack()
+        return table[[arm["name"] for arm in self.run["arms"] if arm["name"] in table]]
+
+    def interval(self, test: str, arm: str, phase: str = "") -> tuple[float, float, float]:
+        """Median t/s and its 95 % interval."""
+        return median_interval(self.rates(test, phase)[arm].dropna(), self.run["seed"])
+
+    def ratio(self, test: str, before: str, after: str, phase: str = "") -> Ratio:
+        """How many times faster an arm is than another, paired by round."""
+        pairs = self.rates(test, phase).dropna(subset=[before, after])
+        return speedup(pairs[before].to_numpy(), pairs[after].to_numpy(), self.run["seed"])
+
+    def band(self, test: str, phase: str = "") -> Band:
+        """What an arm says beside itself."""
+        control = next(arm["name"] for arm in self.run["arms"] if arm["is_control"])
+        return aa_band(self.ratio(test, control.removesuffix(CONTROL), control, phase))
+
+    def between(self, test: str, before: str, after: str, phase: str = "") -> Between:
+        middle = self.rates(test, phase).dropna(subset=[before, after]).median()
+        ratio, band = self.ratio(test, before, after, phase), self.band(test, phase)
+        return Between(float(middle[before]), float(middle[after]), ratio, band)
 
 
-def between(ab: AB, test: str, before: str, after: str) -> Between:
-    """What `after` is beside `before`, with the A/A band of the comparison. Neither need be
-    the baseline."""
-    rates = results.rates(ab.samples)
-    tps = rates[rates["test"] == test].pivot(index="repetition", columns="arm", values="tps")
-    control = next(arm["name"] for arm in ab.run["arms"] if arm["is_control"])
-    first, seed = ab.run["arms"][0]["name"], ab.run["seed"]
-
-    def ratio(a: str, b: str) -> Ratio:
-        pairs = tps[[a, b]].dropna()
-        return speedup(pairs[a].to_numpy(), pairs[b].to_numpy(), seed)
-
-    middle, band = tps[[before, after]].dropna().median(), aa_band(ratio(first, control))
-    return Between(float(middle[before]), float(middle[after]), ratio(before, after), band)
+def spread(ratio: Ratio, digits: int = 2) -> str:
+    """A ratio with its interval, where it has one."""
+    low, high = (f"{bound:.{digits}f}" for bound in (ratio.low, ratio.high))
+    return f"{ratio.value:.{digits}f}" + (f" ({low}..{high})" if ratio.low == ratio.low else "")
 
 
 class Decode(NamedTuple):

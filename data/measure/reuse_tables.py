@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from data.measure import peer
 from data.measure.matrix import LAYERS
-from data.measure.recorded import Recorded, between, model_of
+from data.measure.recorded import Arms, Recorded, model_of, spread
 from data.measure.tables import Line, Part, Table
 from workbench.bench import worth
 from workbench.bench.comparison import AB
@@ -183,18 +183,17 @@ def graph_work(recorded: Recorded, way: str) -> dict[str, Any] | None:
 def growth(recorded: Recorded) -> Iterator[Line]:
     """A model, test and plans: n_kv that is full beside n_kv that grows, of one run."""
     for _, run in recorded.of("grown", "ab"):
-        ab = AB(run.run, run.samples)
-        arms = [arm for arm in ab.run["arms"] if not arm["is_control"]]
-        for test in ab.run["tests"]:
-            for step, full in zip(arms[::2], arms[1::2], strict=True):
-                found = between(ab, test, step["name"], full["name"])
+        arms = Arms(run)
+        for test in run.run["tests"]:
+            for step, full in zip(arms.names[::2], arms.names[1::2], strict=True):
+                found = arms.between(test, step, full)
                 yield Line(
                     {
-                        "Model": model_of(ab.run), "Test": test, "plans": step["toggles"]["plans"],
+                        "Model": arms.model, "Test": test, "plans": arms.toggles(step)["plans"],
                         "t/s step": f"{found.before:.1f}", "t/s full": f"{found.after:.1f}",
-                        "Speedup": found.said, "verdict": found.verdict,
+                        "Speedup": spread(found.ratio, 3), "verdict": found.verdict,
                     },
-                    [ab],
+                    [arms],
                 )  # fmt: skip
 
 

@@ -170,7 +170,7 @@ def on_a_cpu(recorded: Recorded, name: str) -> Values | None:
 def beside(recorded: Recorded, name: str) -> Values | None:
     """The fastest arms of both sides in one run, from `make peer-cuda`."""
     found = peer.recorded_peer(recorded, name)
-    return {"times": found.best(peer.SHOWN).ratio.value} if found else None
+    return {"times": found.best(peer.SHOWN).beside.ratio.value} if found else None
 
 
 # the targets --------------------------------------------------------------------------------------
