@@ -14,8 +14,13 @@ runs alone.
 * Ours are what `workbench bench -npl WIDTHS -p 1024 -n 128` runs: preset `best`, for one sequence
   or for several.
 
-`result`: `rates` of the device (`served_costs.py`), `launches` of a generating step by arm and
-test, `cell_bytes` of K and V in all layers, `answers` of our arms beside our first.
+`result`: `launches` of a generating step by arm and test, `cell_bytes` of K and V in all layers,
+`answers` of our arms beside our first, and `rates`, what the device can do at most:
+
+    read_gbps      the fastest of several reading kernels (`session.rates`)
+    to_host_gbps   a copy of COPIED bytes from the device to page-locked memory, the fastest of some
+    launch_us      a launch of an empty kernel in a graph, as the run's toggles launch; 0 where a
+                   device has no graphs
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -33,9 +39,9 @@ import numpy as np
 from cyclopts import App
 
 import workbench as wb
-from data.measure import served_costs
 from data.measure.command import PAD, USUAL, Call, Options, at_least_one, numbers, start
 from data.measure.in_rounds import CONTROL, Recording, same_answers
+from data.measure.launches import graph_us
 from data.measure.peer import LLAMA, OURS
 from data.measure.recorded import PHASES, Arms, Recorded, Share, spread
 from data.measure.session import cell_bytes, parsed, toggles_of
@@ -44,15 +50,17 @@ from tests.peer.llama_bench import LlamaBench, find, last_line
 from workbench.backend.base import open_backend
 from workbench.bench import provenance
 from workbench.bench import workload as w
+from workbench.bench.kernel_rigs import PDL, PLAIN, rig_of
 from workbench.config import BEST, Toggles
 from workbench.devices import is_gpu
-from workbench.engine.batch import Entry
 from workbench.errors import UsageError
+from workbench.program.commands import COMPUTE_STREAM, Launch, Program, Space
 from workbench.sizes import round_up
 
 PROGRAM = "llama-batched-bench"
 WIDTHS, N_PROMPT, N_GEN, N_UBATCH = "1,2,4,8,16,32,64,128", 1024, 128, 512
 SEED = 0
+COPIED, TIMES = 64 << 20, 9  # bytes that are copied to the host, and how often
 MODELS = ("llama-3.2-1b-q4_k_m", "llama-3-8b-q4_0")  # that are recorded
 
 app = App(help=__doc__, result_action="return_none")
@@ -113,9 +121,11 @@ class Own:
         for test in sorted(wanted.tests, key=lambda test: -test.width):
             engine = self.of(test)
             w.warm_up([engine], test, SEED, bos, once=True)
-            work: list[Entry] = [(i, [0], "last") for i in range(test.width)]
-            steps = [work[i : i + wanted.n_ubatch] for i in range(0, len(work), wanted.n_ubatch)]
-            found[test.name] = sum(served_costs.launches_of(engine, steps))
+            found[test.name] = sum(
+                isinstance(command, Launch)
+                for i in range(0, test.width, wanted.n_ubatch)
+                for command in _step(engine, test, min(wanted.n_ubatch, test.width - i)).singly()
+            )
         return found
 
     def take(self, test: w.Workload, round_: int) -> w.Sample:
@@ -127,6 +137,11 @@ class Own:
     def close(self) -> None:
         for engine in self.engines.values():
             engine.close()
+
+
+def _step(engine: wb.Engine, test: w.Workload, n: int) -> Program:
+    """A generating step behind a test, of n of its sequences."""
+    return engine.program(n, n, test.n_prompt + test.n_gen, n)
 
 
 def about_peer(bench: LlamaBench | None) -> dict[str, Any] | None:
@@ -162,6 +177,38 @@ def bench_of(peer: Path | None) -> LlamaBench | None:
     if not bench.program.with_name(PROGRAM).is_file():
         raise UsageError(f"{bench.program.parent}: no {PROGRAM} beside {bench.program.name}")
     return bench
+
+
+def device_rates(engine: wb.Engine, quick: bool = False) -> dict[str, float]:
+    """The figures of `rates`, of an engine's device and toggles."""
+    backend: Any = engine.backend
+    found = {
+        "read_gbps": max(rig_of(backend, quick).read_rates().values()),
+        "to_host_gbps": to_host_gbps(backend, COPIED // 64 if quick else COPIED),
+        "launch_us": 0.0,
+    }
+    if backend.name == "cuda":
+        found["launch_us"] = graph_us(backend, PDL if engine.toggles.pdl == "on" else PLAIN)
+    return found
+
+
+def to_host_gbps(backend: Any, nbytes: int) -> float:
+    """GB/s of the fastest of TIMES copies to page-locked memory, each to its end."""
+    source, target = backend.allocate(nbytes, Space.DEVICE), backend.allocate(nbytes, Space.PINNED)
+    try:
+        copy = backend.copy(target.address, source.address, nbytes, COMPUTE_STREAM, True)
+        took = []
+        for _ in range(TIMES):
+            backend.synchronize()
+            begin = time.perf_counter_ns()
+            copy()
+            backend.synchronize()
+            took.append(time.perf_counter_ns() - begin)
+    finally:
+        backend.synchronize()
+        source.free()
+        target.free()
+    return nbytes / min(took)
 
 
 @app.default
@@ -267,7 +314,7 @@ def _measured(
                 result["launches"][name] = own.warm_up(wanted)
                 recording.arm(name)["sync_mode"] = own.widest.sync_mode
                 result["sides"] = {test.name: own.of(test).chosen for test in wanted.tests}
-            result["rates"] = served_costs.device_rates(every[first].widest, quick)
+            result["rates"] = device_rates(every[first].widest, quick)
             widest = {name: own.widest for name, own in every.items()}
             result["answers"] = same_answers(widest, SEED)
             recording.take(take, call.rounds(rounds), whole)
@@ -364,7 +411,7 @@ RUNS = Folder("batched", "Sequences side by side on a GPU", BatchedRun, {
     "logits": "{logits:.3f}", "launches": "{launches:.3f}", "sum": "{total:.3f}",
     "sum % of step": "{share:.0f}", "With": "{arm}",
 })  # fmt: skip
-PLAIN = RUNS._replace(name="plain-batched")  # what `workbench bench -npl` itself recorded
+TYPED = RUNS._replace(name="plain-batched")  # what `workbench bench -npl` itself recorded
 
 
 def beside_llama(recorded: Recorded) -> BatchedRun | None:
@@ -396,7 +443,7 @@ def first(recorded: Recorded) -> str:
 
 def as_typed(recorded: Recorded) -> Iterator[Line]:
     """What `bench -npl` itself measured, with no flag but the tests: a line for each width."""
-    for found in PLAIN.runs(recorded):
+    for found in TYPED.runs(recorded):
         for test in found.tests:
             prompt, made = (
                 "{:.0f} ({:.0f}..{:.0f})".format(*found.interval(test.name, "engine", phase))
@@ -410,7 +457,7 @@ def typed(recorded: Recorded) -> str:
     """A caption for each run, with the command that made it."""
     return " ".join(
         f"{_typed(found)}, {found.run['repetitions']} repetitions. {caption([found])}"
-        for found in PLAIN.runs(recorded)
+        for found in TYPED.runs(recorded)
     )
 
 
@@ -420,7 +467,7 @@ def _typed(found: BatchedRun) -> str:
 
 
 BLOCKS: dict[str, list[Part]] = {
-    PLAIN.name: [Table("`bench -npl` as it is typed", as_typed, said=typed)],
+    TYPED.name: [Table("`bench -npl` as it is typed", as_typed, said=typed)],
     "batched-short": [Table("Many sequences beside llama.cpp", in_short, said=first)],
     RUNS.name: [
         RUNS.table,

@@ -1,5 +1,6 @@
 """The tables of graph plans: each rule and scope, what capture and update cost, the first tokens of
-an engine, and a sweep over depth."""
+an engine, and a sweep over depth. Then the sets of toggles that preset `best` could take as a
+whole, and which won."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from data.measure.matrix import SETS
 from data.measure.recorded import Arms, Recorded, model_of, spread, title_of
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
 from workbench.bench import results
 from workbench.bench.comparison import AB
-from workbench.bench.stats import SLOWER
+from workbench.bench.stats import FASTER, SLOWER
 from workbench.bench.token_parts import medians_us
 from workbench.bench.workload import parse
 from workbench.choices import LaunchAhead, PlanEnd, PlanRule, PlanScope, Results
@@ -350,4 +352,90 @@ BLOCKS: dict[str, list[Part]] = {
     ],
     "plans-fresh": [Table("First tokens", first_tokens, None, "{tests}, {n} interleaved engines")],
     "sweep-cuda": [Table("Depth", sweep, None, "{n} interleaved repetitions, medians")],
+}  # fmt: skip
+
+
+def compared_sets(recorded: Recorded) -> Iterator[tuple[AB, dict[str, Any], Fresh | None]]:
+    """Each set and test of each run: the comparison, its row of `AB.summary`, and what was counted
+    where engines were made anew."""
+    for row, run in recorded.of("best"):
+        made = (
+            {(one.arm["name"], one.row["test"]): one for one in fresh_of(run)}
+            if row.kind == "fresh"
+            else {}
+        )
+        ab = AB(run.run, run.samples)
+        for found in ab.summary().to_dict("records"):
+            if not found["is_control"]:
+                yield ab, found, made.get((found["arm"], found["test"]))
+
+
+def sets_of_best(recorded: Recorded) -> Iterator[Line]:
+    """A set of toggles that preset `best` could have: beside what won one by one, in engines that
+    are warm or made anew."""
+    for ab, found, fresh in compared_sets(recorded):
+        yield Line(
+            {
+                "Model": model_of(ab.run), "engines": _engines(fresh),
+                "Test": found["test"], "set": _set_name(found["arm"]),
+                "t/s one by one": f"{found['tps_baseline']:.1f}",
+                "t/s then": f"{found['tps_toggled']:.1f}",
+                "Speedup": f"{found['speedup']:.3f} ({found['low']:.3f}..{found['high']:.3f})",
+                "A/A band": f"{found['band_low']:.3f}..{found['band_high']:.3f}",
+                "verdict": found["verdict"],
+                "captured": captured(fresh.plans) if fresh else "",
+            },
+            [ab],
+        )  # fmt: skip
+
+
+def won(recorded: Recorded) -> str:
+    """Which sets won and which did not, and where they are slower, as `best_table` judges."""
+    verdicts: dict[str, list[tuple[str, str]]] = {}
+    for ab, found, fresh in compared_sets(recorded):
+        answer = ab.answer(found["arm"])
+        sound = answer is not None and answer.holds
+        where = f"{found['test']} of {model_of(ab.run)}, {_engines(fresh)} ({found['speedup']:.2f})"
+        verdicts.setdefault(_set_name(found["arm"]), []).append(
+            (found["verdict"] if sound else SLOWER, where if sound else f"{where}, other logits")
+        )
+    said, taken = list[str](), 0
+    for name, them in verdicts.items():
+        faster = sum(verdict == FASTER for verdict, _ in them)
+        slower = [where for verdict, where in them if verdict == SLOWER]
+        wins = faster > 0 and not slower
+        taken += wins
+        lost = f"slower in {'; '.join(slower)}" if slower else "slower in none"
+        said.append(f"- {name}: {'won' if wins else 'did not win'}; faster in "
+                    f"{faster} of {len(them)}, {lost}")  # fmt: skip
+    rule = "A set wins that is faster in some test and slower in none, warm and made anew"
+    mean = (
+        "Of these `best` has the fastest by the mean, where a speedup inside its band counts as 1."
+    )
+    left = mean if taken else "None did, so `best` keeps what won one by one."
+    return "\n".join([f"{rule}. {left}", "", *said])
+
+
+def _engines(fresh: Fresh | None) -> str:
+    return "made anew" if fresh else "warm"
+
+
+def _set_name(arm: str) -> str:
+    """What of a set tells it from the others on CUDA; the caption has what they share."""
+    shared = _shared()
+    return " ".join(f"`{word}`" for word in arm.split() if word not in shared)
+
+
+def _shared() -> list[str]:
+    first, *others = (arm.split() for arm in SETS["cuda"][1:])
+    return [word for word in first if all(word in other for other in others)]
+
+
+BLOCKS |= {
+    "sets-cuda": [
+        Table("Sets of toggles for best", sets_of_best, None,
+              "{n} interleaved repetitions or engines; each set has "
+              + ", ".join(f"`{word}`" for word in _shared())),
+        won,
+    ],
 }  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.measure.matrix import CPU_STEP, MODES, Row
-from data.measure.racing_tables import RACES
+from data.measure.racing import RACES
 from data.measure.recorded import Recorded, model_of
 from data.measure.tables import Line, Part, Table
 from workbench.bench.comparison import AB

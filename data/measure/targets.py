@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.measure import binds, peer, plan_binds, plan_tables, reuse_tables
+from data.measure import binds, peer, plan_tables, reuse_tables
 from data.measure import recorded as figures
 from data.measure.binds import Bind
 from data.measure.matrix import BATCHED, DECODED, PLANNED, SCORED
@@ -300,16 +300,16 @@ def batch_binds(recorded: Recorded) -> Iterator[Bind]:
 
 
 def plan_kinds(recorded: Recorded) -> Iterator[Bind]:
-    return plan_binds.gaps(recorded, MOST_GAP_US, MOST_HOST_US)
+    return binds.plan_gaps(recorded, MOST_GAP_US, MOST_HOST_US)
 
 
 def captured_kernels(recorded: Recorded) -> Iterator[Bind]:
-    yield from plan_binds.device(recorded, CAPTURED)
-    yield from plan_binds.replayed(recorded, CAPTURED[Pdl.ON])
+    yield from binds.plan_kernels(recorded, CAPTURED)
+    yield from binds.replayed_launches(recorded, CAPTURED[Pdl.ON])
 
 
 def tokens_beside(recorded: Recorded) -> Iterator[Bind]:
-    return plan_binds.beside(recorded, BESIDE, MOST_GAP_US)
+    return binds.beside(recorded, BESIDE, MOST_GAP_US)
 
 
 BINDS: dict[str, Callable[[Recorded], Iterator[Bind]]] = {
@@ -319,7 +319,7 @@ BINDS: dict[str, Callable[[Recorded], Iterator[Bind]]] = {
     "tg128 beside llama.cpp": tokens_beside,
     "the gap between tokens with plans, and the host": plan_kinds,
     "kernels in plans": captured_kernels,
-    "first tokens of a fresh engine": plan_binds.fresh,
+    "first tokens of a fresh engine": binds.first_tokens,
 }
 
 
