@@ -25,14 +25,13 @@ from data.measure.plan_tables import (
     KINDS,
     OFF,
     OURS,
-    Fresh,
     Planned,
     captured,
-    fresh_of,
     kind_of,
     planned,
+    plans_of,
 )
-from data.measure.recorded import NOT_MEASURED, Recorded, commit_of, model_of, title_of
+from data.measure.recorded import NOT_MEASURED, Recorded, Toggled, commit_of, model_of, title_of
 from workbench.bench import worth
 from workbench.bench.kernel_cases import MODELS
 from workbench.bench.results import Run
@@ -453,21 +452,21 @@ def first_tokens(recorded: Recorded) -> Iterator[Bind]:
     cost more, and what the others save."""
     warm = {row["model"]: row for row in plan_tables.timed_rows(recorded)
             if row["scope"] == PlanScope.STEP}  # fmt: skip
-    for row, run in recorded.of("plans", "fresh"):
-        for one in fresh_of(run):
-            if one.row["verdict"] == SLOWER:
-                yield _first_tokens(one, warm.get(row.model))
+    for one in recorded.toggled("plans", "fresh"):
+        if one.found["verdict"] == SLOWER:
+            yield _first_tokens(one, warm.get(one.row.model))
 
 
-def _first_tokens(one: Fresh, warm: Mapping[str, Any] | None) -> Bind:
+def _first_tokens(one: Toggled, warm: Mapping[str, Any] | None) -> Bind:
+    plans = plans_of(one)
     ms = one.ab.samples.groupby(["arm", "token"])["ns"].median() / 1e6
     more = ms[one.arm["name"]] - ms[one.ab.run["arms"][0]["name"]]
-    n = one.plans["plans_captured"] + one.plans.get("plans_twinned", 0)
-    making = (one.plans["plans_capture_ns"] + one.plans["plans_instantiate_ns"]) / 1e6
+    n = plans["plans_captured"] + plans.get("plans_twinned", 0)
+    making = (plans["plans_capture_ns"] + plans["plans_instantiate_ns"]) / 1e6
     dear = more.nlargest(n).sort_index()
     others = more.drop(dear.index)
     said = [
-        f"captured: {captured(one.plans)}; tokens {', '.join(map(str, dear.index))} take "
+        f"captured: {captured(plans)}; tokens {', '.join(map(str, dear.index))} take "
         f"{', '.join(f'{value:.1f}' for value in dear)} ms more than without plans, the "
         f"other {len(others)} together {-others.sum():.1f} ms less",
         f"capturing and making launchable take {making:.1f} ms of it; what else a first use costs, "
@@ -479,5 +478,5 @@ def _first_tokens(one: Fresh, warm: Mapping[str, Any] | None) -> Bind:
             f"in a warm engine {n} plans of a step, their uploads included, take "
             f"{n * each / 1e3:.1f} ms"
         )
-    name = f"{model_of(one.ab.run)}, first {len(more)} tokens, {kind_of(one.arm['toggles'])}"
-    return Bind(name, f"{one.row['speedup']:.3f} times as fast", tuple(said))
+    name = f"{one.model}, first {len(more)} tokens, {kind_of(one.arm['toggles'])}"
+    return Bind(name, f"{one.found['speedup']:.3f} times as fast", tuple(said))
