@@ -282,6 +282,40 @@ def peer_files_where(recorded: Recorded) -> str:
     )
 
 
+# gaps between tokens beside large bodies; `tests/serve/stalls.py` records them
+STALLS = "stalls"
+STALL_CELLS = {
+    "served": "{load}", "body": "{body}", "its request takes s": "{seconds:.2f}",
+    "gaps": "{n}", "median ms": "{median:.2f}", "P99 ms": "{p99:.2f}",
+    "P99 over alone": "{ratio:.2f}", "longest ms": "{most:.1f}",
+}  # fmt: skip
+
+
+def stalls(recorded: Recorded) -> Iterator[Line]:
+    for load, found in (recorded.alone(STALLS) or {}).items():
+        alone = found["rows"]["alone"]
+        for body, row in found["rows"].items():
+            beside = body != "alone"
+            yield Line({
+                **row, "load": load, "body": body if beside else "none",
+                "ratio": row["p99"] / alone["p99"] if beside else None,
+                "seconds": row["seconds"] if beside else None,
+            })  # fmt: skip
+
+
+def stalls_where(recorded: Recorded) -> str:
+    said = []
+    for load, found in (recorded.alone(STALLS) or {}).items():
+        mib = found["body_bytes"] / 2**20
+        gpus = [gpu["name"] for gpu in found["machine"]["gpus"]]
+        on = ", ".join([f"{found['cores']} cores of {found['machine']['cpu']['name']}", *gpus])
+        said.append(
+            f"{load}: {found['streams']} streams, bodies of {mib:.0f} MiB, {found['rounds']} "
+            f"rounds; {on}; commit {commit_of(found)}; {found['started'][:10]}."
+        )
+    return " ".join(said)
+
+
 BLOCKS: dict[str, list[Part]] = {
     "decode-cuda": [DECODE],
     "batches-cuda": [BATCHES],
@@ -293,4 +327,7 @@ BLOCKS: dict[str, list[Part]] = {
     "correctness-cuda": [Table("Correctness", checks, said=checked_where)],
     "peer-cpu": [PEER],
     "peer-files": [Table("Files of others", peer_files, said=peer_files_where)],
+    STALLS: [
+        Table("Gaps between tokens beside large bodies", stalls, STALL_CELLS, said=stalls_where)
+    ],
 }

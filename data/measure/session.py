@@ -72,11 +72,6 @@ class Session:
         shutil.rmtree(self.at(row), ignore_errors=True)
         return self.at(row)
 
-    def holds(self, row: Row, needs: str = "") -> bool:
-        """Whether a complete run of a row, of this commit, is there. needs: a key without which
-        the `result` of a run is not complete."""
-        return is_complete(self.at(row), needs)
-
     def holds_file(self, row: Row) -> bool:
         """Whether the file of a row is there, of this commit."""
         try:
@@ -161,31 +156,23 @@ def everything(engine: wb.Engine) -> wb.Toggles:
 
 
 SERVED = "serving"  # what `workbench serve` has
-
-
-def _served(engine: wb.Engine, changes: str) -> TogglePreset:
-    return serving(engine.device, TogglePreset(BEST, parse_changes(changes)))
-
-
+RESOLVED = (BEST, SERVED)  # for a device and a number of sequences, each with its changes
 BACKGROUNDS: dict[str, Callable[[wb.Engine], wb.Toggles]] = {
     "baseline": lambda engine: wb.Toggles(),
     "kept": lambda engine: wb.Toggles(graph_reuse="set_rows"),
     "all": everything,
-    BEST: lambda engine: engine.resolve(BEST),
-    SERVED: lambda engine: engine.resolve(_served(engine, "")),
 }
 
 
 def toggles_of(spec: str, engine: wb.Engine, n_seqs: int = 0) -> wb.Toggles:
     """What a row's `toggles` say: a background, then each `NAME=VALUE` on top of it. Preset `best`
-    is resolved with them, for n_seqs sequences (0: the engine's), and so is what a server adds to
-    it (`serving`)."""
+    is resolved with them, for n_seqs sequences (0: the engine's), and so is what `workbench serve`
+    adds to it (`serving`)."""
     background, _, changes = spec.partition(" ")
-    if background == BEST:
-        return engine.resolve(TogglePreset(BEST, parse_changes(changes), n_seqs))
-    if background == SERVED:
-        return engine.resolve(_served(engine, changes))
-    return switched(BACKGROUNDS[background](engine), changes)
+    if background not in RESOLVED:
+        return switched(BACKGROUNDS[background](engine), changes)
+    wanted = TogglePreset(BEST, parse_changes(changes), n_seqs)
+    return engine.resolve(serving(engine.device, wanted) if background == SERVED else wanted)
 
 
 def parsed(model: str) -> tuple[str, str]:

@@ -26,6 +26,7 @@ from data.measure.session import (
     Session,
     add_to_result,
     cell_bytes,
+    is_complete,
     product_flops,
     product_tflops,
     toggles_of,
@@ -219,7 +220,7 @@ def is_there(session: Session, row: Row) -> bool:
     if row.kind == "trace":
         return (session.at(row) / TRACE).is_file()
     on_gpu = row.kind == "kernels" and session.device == "cuda"
-    return session.holds(row, "product_tflops" if on_gpu else kind.needs)
+    return is_complete(session.at(row), "product_tflops" if on_gpu else kind.needs)
 
 
 def _loaded(row: Row) -> tuple[str, int, int, int, int, int]:
