@@ -27,10 +27,11 @@ import pandas as pd
 from cyclopts import App
 
 from data.measure.command import USUAL, Call, Options, numbers, start
-from data.measure.in_rounds import CONTROL, Recording
+from data.measure.in_rounds import Recording
 from data.measure.tables import Folder, Line, Part
 from workbench.backend.base import Backend, Issue, open_backend
 from workbench.bench import provenance, results
+from workbench.bench.gaps import CONTROL
 from workbench.bench.kernel_rigs import PDL, Repeats, rig_of
 from workbench.engine.kv_extent import WAYS, skip_masked
 from workbench.errors import UsageError

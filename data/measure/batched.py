@@ -40,7 +40,7 @@ from cyclopts import App
 
 import workbench as wb
 from data.measure.command import PAD, USUAL, Call, Options, at_least_one, numbers, start
-from data.measure.in_rounds import CONTROL, Recording, same_answers
+from data.measure.in_rounds import Recording, same_answers
 from data.measure.launches import graph_us
 from data.measure.peer import LLAMA, OURS
 from data.measure.recorded import PHASES, Arms, Recorded, Share, spread
@@ -50,6 +50,7 @@ from tests.peer.llama_bench import LlamaBench, find, last_line
 from workbench.backend.base import open_backend
 from workbench.bench import provenance
 from workbench.bench import workload as w
+from workbench.bench.gaps import CONTROL
 from workbench.bench.kernel_rigs import PDL, PLAIN, rig_of
 from workbench.config import BEST, Toggles
 from workbench.devices import is_gpu
@@ -140,7 +141,7 @@ class Own:
 
 
 def _step(engine: wb.Engine, test: w.Workload, n: int) -> Program:
-    """A generating step behind a test, of n of its sequences."""
+    """A generating step after a test, of n of its sequences."""
     return engine.program(n, n, test.n_prompt + test.n_gen, n)
 
 

@@ -23,12 +23,12 @@ from workbench.bench.arms import Arm, answer_between, arms_of
 from workbench.bench.comparison import AB
 from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.bench.experiment import describe
+from workbench.bench.gaps import CONTROL
 from workbench.bench.rounds import interleave
 from workbench.bench.workload import Sample, Workload
 
 Found = TypeVar("Found")
 Samples = Mapping[str, Sample]  # of one repetition, by test
-CONTROL = " (A/A)"  # what the name of a control ends with: the first arm once more
 
 
 class Recording:

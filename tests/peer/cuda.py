@@ -34,7 +34,7 @@ import workbench as wb
 from data.measure import peer as recorded
 from data.measure import streams
 from data.measure.command import USUAL, Call, Options, start
-from data.measure.in_rounds import CONTROL, Recording, same_answers
+from data.measure.in_rounds import Recording, same_answers
 from data.measure.matrix import ANY, WORD
 from data.measure.peer import LLAMA, MODELS, OURS, SWITCHES, TESTS, PeerRun
 from data.measure.recorded import spread
@@ -45,6 +45,7 @@ from workbench.backend.base import open_backend
 from workbench.bench import provenance, results
 from workbench.bench import workload as w
 from workbench.bench.experiment import describe
+from workbench.bench.gaps import CONTROL
 from workbench.bench.stats import MIN_REPETITIONS
 from workbench.config import Toggles
 from workbench.devices import is_gpu
