@@ -15,7 +15,8 @@ from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.bench.rounds import interleave
 from workbench.config import Toggles
 
-BEST, CONTROL = f"{OURS} best", f"{OURS} best (A/A)"
+BEST, AGAIN = f"{OURS} best", " (A/A)"
+CONTROL = f"{BEST}{AGAIN}"
 ARMS = (*map(theirs, list(SWITCHES)[:4]), BEST, f"{OURS} best plans=ours plan_scope=step", CONTROL)
 N_TOKENS = {"pp512": 512, "tg128": 128}
 
@@ -47,7 +48,7 @@ def write(
     **of: str,
 ) -> PeerRun:
     """A run folder. us: arm -> test -> us a token in each round."""
-    arms = [new_arm(arm, toggles(arm), arm == CONTROL) for arm in us]
+    arms = [new_arm(arm, toggles(arm), arm.endswith(AGAIN)) for arm in us]
     tests = list(next(iter(us.values())))
     made = new_run(
         "peer",
@@ -71,7 +72,7 @@ def write(
         for test in tests:
             ns = np.full(counted, round(us[name][test][round_] * 1e3 * N_TOKENS[test]), np.int64)
             n = np.full(counted, N_TOKENS[test], np.int64)
-            draft.samples.add(name, name == CONTROL, test, round_, ns, n)
+            draft.samples.add(name, name.endswith(AGAIN), test, round_, ns, n)
 
     with kept(draft):
         interleave(range(rounds), len(us), take)

@@ -17,13 +17,13 @@ where there is one. Step `cpu` is for `--device embedded` and `--device host`.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from fnmatch import fnmatch
 from pathlib import Path
 
 from cyclopts import App
 
+from data.measure.command import start
 from data.measure.matrix import CPU_STEP, STEPS, Row, rows
 from data.measure.session import Session
 from data.measure.steps import run
@@ -81,9 +81,4 @@ def _named(row: Row, like: str) -> bool:
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except WorkbenchError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    start(app)

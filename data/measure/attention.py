@@ -18,24 +18,23 @@ is the first once more. `result`: `read_gbps`, `bytes` that an attention launch 
 from __future__ import annotations
 
 import itertools
-import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from cyclopts import App
 
-from data.measure.attention_tables import FOLDER, shown
+from data.measure.command import USUAL, Call, Options, numbers, start
+from data.measure.in_rounds import Recording
+from data.measure.tables import Folder, Line, Part
 from workbench.backend.base import Backend, Issue, open_backend
-from workbench.bench import provenance
-from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench import provenance, results
+from workbench.bench.gaps import CONTROL
 from workbench.bench.kernel_rigs import PDL, Repeats, rig_of
-from workbench.bench.rounds import interleave
 from workbench.engine.kv_extent import WAYS, skip_masked
-from workbench.errors import UsageError, WorkbenchError
+from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.attend import attend_by
 from workbench.graph.ir import F16, F32, I32, Graph, Input, Kind, Node, StepShape, Tensor
@@ -44,10 +43,9 @@ from workbench.model.presets import PRESETS
 from workbench.program.commands import COMPUTE_STREAM, Space
 from workbench.progress import bar
 
-ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("llama-3.2-1b", "llama-3-8b")
 LAYERS, REPLAYS, RANDOM_BYTES = 4, 3, 16 << 20
-MASKS = ("full", "half")
+MASKS, KINDS = ("full", "half"), ("parallel_blocks", "off", "stream_k")
 
 app = App(help=__doc__, result_action="return_none")
 
@@ -176,43 +174,38 @@ def arms_of(kinds: Sequence[str], ways: Sequence[str]) -> dict[str, tuple[str, s
     return {f"{kind} {way}": (kind, way) for kind, way in found}
 
 
-def measured(backend: Backend, draft: Draft, shapes: Sequence[Shape], quick: bool) -> None:
-    """Every test and arm of the draft's run."""
-    rig, run = rig_of(backend, quick), draft.run
-    run["result"] |= {"read_gbps": max(rig.read_rates().values()), "bytes": {}, "per_replay": {}}
-    run["result"]["void"] = rig.void(run["result"]["read_gbps"])
+def measured(
+    backend: Backend, recording: Recording, arms: dict[str, tuple[str, str]],
+    shapes: Sequence[Shape], quick: bool,
+) -> None:  # fmt: skip
+    """Every test and arm of the recording's run."""
+    rig, result, seed = rig_of(backend, quick), recording.result, recording.run["seed"]
+    read_gbps = max(rig.read_rates().values())
+    result |= {"read_gbps": read_gbps, "bytes": {}, "per_replay": {}, "void": rig.void(read_gbps)}
     early = PDL in rig.kinds
-    arms = [tuple(arm["toggles"].values()) for arm in run["arms"]]
-    names = [(arm["name"], arm["is_control"]) for arm in run["arms"]]
     for shape in shapes:
         n_layers = LAYERS if quick else shape.n_layer
         with bar("compiling kernels", len(arms), "arms") as left:
-            backend.make_ready([n for arm in arms for n in step(shape, *arm)], left)
+            backend.make_ready([n for arm in arms.values() for n in step(shape, *arm)], left)
         for mask in MASKS:
-            test, bench = shape.test(mask), Bench(backend, shape, run["seed"])
-            lengths = shape.lengths(mask, run["seed"])
-            run["result"]["bytes"][test] = int(lengths.sum()) * shape.cell_bytes
-            run["result"]["per_replay"][test] = n_layers
+            test, bench = shape.test(mask), Bench(backend, shape, seed)
+            result["bytes"][test] = int(shape.lengths(mask, seed).sum()) * shape.cell_bytes
+            result["per_replay"][test] = n_layers
             with ExitStack() as stack:
                 stack.callback(bench.free)
                 bench.masked(mask)
-                repeats: list[Repeats] = []
-                for kind, way in arms:
-                    repeats.append(rig.repeats(bench.issues(kind, way, n_layers, early)))
-                    stack.callback(repeats[-1].close)
+                repeats: dict[str, Repeats] = {}
+                for name, (kind, way) in arms.items():
+                    repeats[name] = rig.repeats(bench.issues(kind, way, n_layers, early))
+                    stack.callback(repeats[name].close)
 
-                def one(round_: int, i: int, test: str = test, all_: list = repeats) -> None:
-                    ns = np.rint(np.array(all_[i].time_us(1 if quick else REPLAYS)) * 1e3)
-                    n = np.ones(len(ns), np.int64)
-                    draft.samples.add(*names[i], test, round_, ns.astype(np.int64), n)
+                def one(
+                    round_: int, name: str, test: str = test, all_: dict[str, Repeats] = repeats
+                ) -> None:
+                    us = all_[name].time_us(1 if quick else REPLAYS)
+                    recording.add(name, test, round_, np.array(us) * 1e3, np.ones(len(us)))
 
-                interleave(range(run["repetitions"]), len(arms), one)
-            draft.checkpoint()
-
-
-def shapes_of(models: Sequence[str], widths: Sequence[int], depth: int) -> Iterator[Shape]:
-    for model, width in itertools.product(models, widths):
-        yield Shape.of(model, width, depth)
+                recording.take(one)
 
 
 @app.default
@@ -221,9 +214,8 @@ def main(
     widths: str = "32",
     depth: int = 8192,
     rounds: int = 7,
-    device: str = "cuda",
-    out: Path | None = None,
     quick: bool = False,
+    options: Options = USUAL,
 ) -> None:
     """Measures every shape, and prints the table.
 
@@ -233,44 +225,87 @@ def main(
     widths: numbers of sequences.
     depth: cells of each.
     rounds: how often each arm has its turn.
-    out: the run folder, which is emptied first; default: data/results/attention/DEVICE.
     quick: few launches and little memory; no figures.
     """
-    sizes = [int(n) for n in widths.split(",")]
-    out = out or ROOT / "data" / "results" / FOLDER / device
-    names = models or MODELS
+    sizes, names = numbers("--widths", widths), models or MODELS
     unknown = [name for name in names if name not in PRESETS]
     if unknown or min(*sizes, depth, rounds) < 1:
         raise UsageError(f"models are {', '.join(PRESETS)}; widths, depth and rounds 1 or more")
-    shapes = list(shapes_of(names, sizes, depth))
-    kinds = ["parallel_blocks", "off", "stream_k"]
-    arms = arms_of(kinds, [str(way) for way in WAYS])
-    made = [
-        new_arm(name, {"kv_parts": kind, "skip_masked_kv": way})
-        for name, (kind, way) in arms.items()
-    ]
-    made.append(new_arm(f"{made[0]['name']} (A/A)", made[0]["toggles"], True))
-    backend = open_backend(device)
-    try:
-        about: dict[str, Any] = {"widths": sizes, "depth": depth}
-        found = provenance.collect() | {
-            "model": {"name": " ".join(names), "quant": "F16"},
-            "engine": provenance.device(about, backend.name, "as asked", backend),
-        }
-        tests = [shape.test(mask) for shape in shapes for mask in MASKS]
-        shutil.rmtree(out, ignore_errors=True)
-        draft = Draft(new_run("attention", out.name, FOLDER, found, made, tests, rounds, 0), out)
-        with kept(draft, raises=True):
-            measured(backend, draft, shapes, quick)
-    finally:
-        backend.close()
-    print(shown(out), flush=True)
+    shapes = [Shape.of(*pair, depth) for pair in itertools.product(names, sizes)]
+    arms = arms_of(KINDS, [str(way) for way in WAYS])
+    arms |= {next(iter(arms)) + CONTROL: next(iter(arms.values()))}
+    call = Call(RUNS.name, options)
+    folder = options.out or call.out / options.device
 
+    def measure() -> None:
+        backend = open_backend(options.device)
+        try:
+            about: dict[str, Any] = {"widths": sizes, "depth": depth}
+            found = provenance.collect() | {
+                "model": {"name": " ".join(names), "quant": "F16"},
+                "engine": provenance.device(about, backend.name, "as asked", backend),
+            }
+            toggles = {
+                name: {"kv_parts": kind, "skip_masked_kv": way}
+                for name, (kind, way) in arms.items()
+            }
+            tests = [shape.test(mask) for shape in shapes for mask in MASKS]
+            recording = Recording(RUNS.name, folder, found, toggles, tests, rounds)
+            with recording.kept():
+                measured(backend, recording, arms, shapes, quick)
+        finally:
+            backend.close()
+
+    call.make(options.device, folder, measure, RUNS.shown)
+
+
+class AttentionRun:
+    """A run of kind `attention`, read."""
+
+    def __init__(self, found: results.Run):
+        self.run, self._samples = found.run, found.samples
+
+    def about(self) -> str:
+        return (
+            f"read bandwidth {self.run['result']['read_gbps']:.0f} GB/s, "
+            f"{self.run['repetitions']} rounds; *GB/s* counts K and V of the cells that are seen"
+        )
+
+    @property
+    def arms(self) -> list[str]:
+        return [arm["name"] for arm in self.run["arms"]]
+
+    def us(self, test: str) -> pd.DataFrame:
+        """us of an attention launch, by round and arm: the median of a round's replays."""
+        rows = self._samples[self._samples["test"] == test]
+        table = rows.groupby(["repetition", "arm"])["ns"].median().unstack().dropna()
+        return table / 1e3 / self.run["result"]["per_replay"][test]
+
+    def lines(self) -> Iterator[Line]:
+        """A test and an arm: how long, how much of the bandwidth, and against the first arm."""
+        result = self.run["result"]
+        for test in self.run["tests"]:
+            table = self.us(test)
+            shape, _, mask = test.rpartition(" ")
+            for arm in self.arms:
+                took = float(table[arm].median())
+                kv_parts, way, *control = arm.split(" ", 2)
+                gbps = result["bytes"][test] / took / 1e3
+                values: dict[str, Any] = {
+                    "shape": shape, "mask": mask, "kv_parts": kv_parts,
+                    "way": " ".join([way, *control]), "us": took, "gbps": gbps,
+                    "share": 100 * gbps / result["read_gbps"],
+                    "times": took / float(table[self.arms[0]].median()),
+                }  # fmt: skip
+                yield Line(values, [self])
+
+
+RUNS = Folder("attention", "Attention of many sequences", AttentionRun, {
+    "shape": "{shape}", "mask": "{mask}", "kv_parts": "{kv_parts}", "skip_masked_kv": "{way}",
+    "us a layer": "{us:.1f}", "GB/s": "{gbps:.0f}", "% of read": "{share:.0f}",
+    "times the first": "{times:.3f}",
+})  # fmt: skip
+BLOCKS: dict[str, list[Part]] = {RUNS.name: [RUNS.table]}
 
 if __name__ == "__main__":
-    try:
-        app()
-    except WorkbenchError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    start(app)

@@ -14,20 +14,23 @@ runs alone.
 * Ours are what `workbench bench -npl WIDTHS -p 1024 -n 128` runs: preset `best`, for one sequence
   or for several.
 
-`result`: `rates` of the device (`served_costs.py`), `launches` of a generating step by arm and
-test, `cell_bytes` of K and V in all layers, `answers` of our arms beside our first.
+`result`: `launches` of a generating step by arm and test, `cell_bytes` of K and V in all layers,
+`answers` of our arms beside our first, and `rates`, what the device can do at most:
+
+    read_gbps      the fastest of several reading kernels (`session.rates`)
+    to_host_gbps   a copy of COPIED bytes from the device to page-locked memory, the fastest of some
+    launch_us      a launch of an empty kernel in a graph, as the run's toggles launch; 0 where a
+                   device has no graphs
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,44 +39,41 @@ import numpy as np
 from cyclopts import App
 
 import workbench as wb
-from data.measure import served_costs
-from data.measure.batched_tables import FOLDER, MODELS, shown
+from data.measure.command import PAD, USUAL, Call, Options, at_least_one, numbers, start
+from data.measure.in_rounds import Recording, same_answers
+from data.measure.launches import graph_us
 from data.measure.peer import LLAMA, OURS
-from data.measure.session import parsed, toggles_of
-from tests.peer.cuda import compared, is_there, model_file
+from data.measure.recorded import PHASES, Arms, Recorded, Share, spread
+from data.measure.session import cell_bytes, parsed, toggles_of
+from data.measure.tables import Folder, Line, Part, Table, caption, filled
 from tests.peer.llama_bench import LlamaBench, find, last_line
 from workbench.backend.base import open_backend
 from workbench.bench import provenance
 from workbench.bench import workload as w
-from workbench.bench.draft import Draft, kept, new_arm, new_run
-from workbench.bench.rounds import interleave
+from workbench.bench.gaps import CONTROL
+from workbench.bench.kernel_rigs import PDL, PLAIN, rig_of
 from workbench.config import BEST, Toggles
 from workbench.devices import is_gpu
-from workbench.engine.batch import Entry
-from workbench.errors import UsageError, WorkbenchError
+from workbench.errors import UsageError
+from workbench.program.commands import COMPUTE_STREAM, Launch, Program, Space
 from workbench.sizes import round_up
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "llama-batched-bench"
-WIDTHS, N_PROMPT, N_GEN, N_UBATCH, PAD = "1,2,4,8,16,32,64,128", 1024, 128, 512, 256
+WIDTHS, N_PROMPT, N_GEN, N_UBATCH = "1,2,4,8,16,32,64,128", 1024, 128, 512
+SEED = 0
+COPIED, TIMES = 64 << 20, 9  # bytes that are copied to the host, and how often
+MODELS = ("llama-3.2-1b-q4_k_m", "llama-3-8b-q4_0")  # that are recorded
 
 app = App(help=__doc__, result_action="return_none")
 
 
 class Wanted(NamedTuple):
-    """What is measured of a model. ours: settings of ours, as rows of the campaign say them.
-    at_most_s: no round begins later."""
+    """The tests of both sides. widths: numbers of sequences. n_ubatch: tokens computed at once."""
 
     widths: Sequence[int]
-    ours: Sequence[str] = (BEST,)
     n_prompt: int = N_PROMPT
     n_gen: int = N_GEN
     n_ubatch: int = N_UBATCH
-    rounds: int = 3
-    device: str = "cuda"
-    seed: int = 0
-    at_most_s: float = math.inf
-    quick: bool = False
 
     @property
     def tests(self) -> list[w.Workload]:
@@ -82,8 +82,7 @@ class Wanted(NamedTuple):
     @property
     def n_ctx(self) -> int:
         """Cells of all sequences; of each a step more than a test has, and a multiple of PAD."""
-        each = round_up(self.n_prompt + self.n_gen + 1, PAD)
-        return max(self.widths) * each
+        return max(self.widths) * round_up(self.n_prompt + self.n_gen + 1, PAD)
 
 
 class Own:
@@ -116,43 +115,34 @@ class Own:
             found.update(engine.counters)
         return dict(found)
 
+    def warm_up(self, wanted: Wanted) -> dict[str, int]:
+        """Every test once, untimed; then how many launches a generating step of it has. The widest
+        goes first: it takes the most memory, and where that grows programs are made anew."""
+        found, bos = dict[str, int](), w.bos_token(self.widest)
+        for test in sorted(wanted.tests, key=lambda test: -test.width):
+            engine = self.of(test)
+            w.warm_up([engine], test, SEED, bos, once=True)
+            found[test.name] = sum(
+                isinstance(command, Launch)
+                for i in range(0, test.width, wanted.n_ubatch)
+                for command in _step(engine, test, min(wanted.n_ubatch, test.width - i)).singly()
+            )
+        return found
+
+    def take(self, test: w.Workload, round_: int) -> w.Sample:
+        engine, bos = self.of(test), w.bos_token(self.widest)
+        return w.take_sample(
+            engine, test, w.draw_tokens(test, engine.model.n_vocab, SEED, round_, bos)
+        )
+
     def close(self) -> None:
         for engine in self.engines.values():
             engine.close()
 
 
-class Turns:
-    """The arms of a run, by name; each takes every test in its turn."""
-
-    def __init__(
-        self, bench: LlamaBench | None, path: Path, engines: Mapping[str, Own], draft: Draft,
-        wanted: Wanted,
-    ):  # fmt: skip
-        self._bench, self._path, self._engines = bench, path, engines
-        self._draft, self._wanted = draft, wanted
-
-    def take(self, round_: int, number: int) -> None:
-        arm = self._draft.run["arms"][number]
-        own = self._engines.get(arm["name"])
-        for test, ns, n in self._theirs() if own is None else self._ours(own, round_):
-            self._draft.samples.add(arm["name"], arm["is_control"], test.name, round_, ns, n)
-        self._draft.checkpoint()
-
-    def _ours(self, own: Own, round_: int) -> Iterator[tuple[w.Workload, np.ndarray, np.ndarray]]:
-        bos = w.bos_token(own.widest)
-        for test in self._wanted.tests:
-            engine = own.of(test)
-            tokens = w.draw_tokens(test, engine.model.n_vocab, self._wanted.seed, round_, bos)
-            sample = w.take_sample(engine, test, tokens)
-            yield test, sample.token_ns, sample.token_n
-
-    def _theirs(self) -> Iterator[tuple[w.Workload, np.ndarray, np.ndarray]]:
-        assert self._bench is not None
-        rows = batched_rows(self._bench, self._path, self._wanted)
-        for test, row in zip(self._wanted.tests, rows, strict=True):
-            ns = np.array([row["t_pp"], row["t_tg"]]) * 1e9
-            n = np.array([test.n_prompt_tokens, test.width * test.n_gen])
-            yield test, ns.round().astype(np.int64), n
+def _step(engine: wb.Engine, test: w.Workload, n: int) -> Program:
+    """A generating step after a test, of n of its sequences."""
+    return engine.program(n, n, test.n_prompt + test.n_gen, n)
 
 
 def about_peer(bench: LlamaBench | None) -> dict[str, Any] | None:
@@ -190,94 +180,36 @@ def bench_of(peer: Path | None) -> LlamaBench | None:
     return bench
 
 
-def measured(bench: LlamaBench | None, path: Path, out: Path, wanted: Wanted) -> None:
-    """Both sides on the file at `path`, into the run folder `out`, which is emptied first."""
-    shutil.rmtree(out, ignore_errors=True)
-    begun = time.monotonic()
-    with ExitStack() as stack:
-        # an engine that only has the weights: the arms' caches fill the memory
-        engine = stack.enter_context(
-            wb.Engine.load(
-                path, device=wanted.device, n_ctx=PAD, n_seqs=1, n_ubatch=1, n_kv_pad=PAD,
-                toggles=wb.Toggles(graph_reuse="set_rows"),
-            )
-        )  # fmt: skip
-        config = dataclasses.replace(
-            engine.config, n_ctx=wanted.n_ctx, n_seqs=max(wanted.widths), n_ubatch=wanted.n_ubatch
-        )
-        settings = {f"{OURS} {s}": s for s in wanted.ours}
-        first = next(iter(settings))
-        every = settings | {f"{first} (A/A)": settings[first]}
-        engines = {
-            name: stack.enter_context(closing(Own(engine, config, setting, wanted)))
-            for name, setting in every.items()
-        }
-        toggles = {name: own.toggles for name, own in engines.items()}
-        draft = Draft(_new_run(bench, engines[first].widest, toggles, out, wanted), out)
-        turns = Turns(bench, path, engines, draft, wanted)
-        result = draft.run["result"]
-
-        def rounds() -> Iterator[int]:
-            for round_ in range(wanted.rounds):
-                if round_ and time.monotonic() - begun > wanted.at_most_s:
-                    return
-                yield round_
-
-        def whole(round_: int, _: dict[int, None]) -> None:
-            draft.run["repetitions"] = round_ + 1
-            spent = time.monotonic() - begun
-            print(f"  {path.stem}: round {round_ + 1}/{wanted.rounds}, {spent:.0f} s", flush=True)
-
-        with kept(draft, raises=True):
-            for name, own in engines.items():
-                result["launches"][name] = _warm_up(own, wanted)
-                _arm(draft, name)["sync_mode"] = own.widest.sync_mode
-                result["sides"] = {test.name: own.of(test).chosen for test in wanted.tests}
-            last = engines[first].widest
-            result["rates"] = served_costs.device_rates(last, wanted.quick)
-            widest = [own.widest for own in engines.values()]
-            ours = {name: toggles[name] for name in settings}
-            result["answers"] = compared(ours, widest, wanted.seed)
-            interleave(rounds(), len(draft.run["arms"]), turns.take, whole)
-            for name, own in engines.items():
-                _arm(draft, name)["counters"] = own.counters
-
-
-def _arm(draft: Draft, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(arm for arm in draft.run["arms"] if arm["name"] == name)
+def device_rates(engine: wb.Engine, quick: bool = False) -> dict[str, float]:
+    """The figures of `rates`, of an engine's device and toggles."""
+    backend: Any = engine.backend
+    found = {
+        "read_gbps": max(rig_of(backend, quick).read_rates().values()),
+        "to_host_gbps": to_host_gbps(backend, COPIED // 64 if quick else COPIED),
+        "launch_us": 0.0,
+    }
+    if backend.name == "cuda":
+        found["launch_us"] = graph_us(backend, PDL if engine.toggles.pdl == "on" else PLAIN)
     return found
 
 
-def _warm_up(own: Own, wanted: Wanted) -> dict[str, int]:
-    """Every test once, untimed; then how many launches a generating step of it has. The widest goes
-    first: it takes the most memory, and where that grows programs are made anew."""
-    found, bos = dict[str, int](), w.bos_token(own.widest)
-    for test in sorted(wanted.tests, key=lambda test: -test.width):
-        engine = own.of(test)
-        w.warm_up([engine], test, wanted.seed, bos, once=True)
-        work: list[Entry] = [(i, [0], "last") for i in range(test.width)]
-        steps = [work[i : i + wanted.n_ubatch] for i in range(0, len(work), wanted.n_ubatch)]
-        found[test.name] = sum(served_costs.launches_of(engine, steps))
-    return found
-
-
-def _new_run(
-    bench: LlamaBench | None, engine: wb.Engine, ours: Mapping[str, Toggles], out: Path,
-    wanted: Wanted,
-) -> dict[str, Any]:  # fmt: skip
-    arms = [new_arm(LLAMA, {})] if bench is not None else []
-    arms += [new_arm(n, one.to_dict(), n.endswith("(A/A)")) for n, one in ours.items()]
-    made = new_run(
-        "batched", out.name, f"{LLAMA}'s batched bench beside {OURS}", provenance.collect(engine),
-        arms, [test.name for test in wanted.tests], wanted.rounds, wanted.seed,
-    )  # fmt: skip
-    cells = 256
-    cache = sum(t.nbytes for pair in engine.model.caches(cells) for t in pair) // cells
-    made["result"] |= {
-        "peer": about_peer(bench), "cell_bytes": cache, "n_vocab": engine.model.n_vocab,
-        "launches": {}, "rates": {}, "answers": {},
-    }  # fmt: skip
-    return made
+def to_host_gbps(backend: Any, nbytes: int) -> float:
+    """GB/s of the fastest of TIMES copies to page-locked memory, each to its end."""
+    source, target = backend.allocate(nbytes, Space.DEVICE), backend.allocate(nbytes, Space.PINNED)
+    try:
+        copy = backend.copy(target.address, source.address, nbytes, COMPUTE_STREAM, True)
+        took = []
+        for _ in range(TIMES):
+            backend.synchronize()
+            begin = time.perf_counter_ns()
+            copy()
+            backend.synchronize()
+            took.append(time.perf_counter_ns() - begin)
+    finally:
+        backend.synchronize()
+        source.free()
+        target.free()
+    return nbytes / min(took)
 
 
 @app.default
@@ -290,12 +222,8 @@ def main(
     n_prompt: int = N_PROMPT,
     n_gen: int = N_GEN,
     n_ubatch: int = N_UBATCH,
-    device: str = "cuda",
-    out: Path = ROOT / "data" / "results" / FOLDER,
-    files: Path = ROOT / "data" / "models",
-    again: bool = False,
     quick: bool = False,
-    at_most_s: float = math.inf,
+    options: Options = USUAL,
 ) -> None:
     """Measures each model, and prints its table.
 
@@ -308,39 +236,248 @@ def main(
     ours: settings of ours with commas between them: best, or best skip_masked_kv=off, or serving.
     n_prompt, n_gen: tokens of each sequence.
     n_ubatch: tokens computed at once, on both sides.
-    out: where the run folders go.
-    files: where model files are, and where missing ones are written.
-    again: measure what was measured, too.
     quick: little is read and copied to find the device's rates; no figures.
-    at_most_s: no round of a model begins after so many seconds.
     """
-    wanted = Wanted(
-        [int(n) for n in widths.split(",")], ours.split(","), n_prompt, n_gen, n_ubatch, rounds,
-        device, at_most_s=at_most_s, quick=quick,
-    )  # fmt: skip
-    if min(*wanted.widths, rounds, n_prompt, n_gen) < 1:
-        raise UsageError("widths, rounds, --n-prompt and --n-gen are 1 or more")
+    wanted = Wanted(numbers("--widths", widths), n_prompt, n_gen, n_ubatch)
+    at_least_one(*wanted.widths, rounds, n_prompt, n_gen,
+                 flags="widths, rounds, --n-prompt and --n-gen")  # fmt: skip
     names = models or MODELS[:1]
     for name in names:
         parsed(name)
-    open_backend(device).close()
-    bench = bench_of(peer)
-    if bench is None and is_gpu(device):
+    open_backend(options.device).close()
+    bench, call = bench_of(peer), Call(RUNS.name, options)
+    if bench is None and is_gpu(options.device):
         print("no --peer: ours alone", file=sys.stderr)
     for name in names:
-        if is_there(out / name) and not again:
-            print(f"{name}: there already, of this commit", flush=True)
-            continue
-        begin = time.monotonic()
-        measured(bench, model_file(name, files), out / name, wanted)
-        print(shown(out / name), flush=True)
-        print(f"== {name}: {time.monotonic() - begin:.1f} s", flush=True)
+        folder = call.out / name
 
+        def measured(name: str = name, folder: Path = folder) -> None:
+            path = call.model_file(name)
+            _measured(call, bench, path, folder, wanted, ours.split(","), rounds, quick)
+
+        call.make(name, folder, measured, RUNS.shown)
+
+
+def _measured(
+    call: Call, bench: LlamaBench | None, path: Path, out: Path, wanted: Wanted,
+    ours: Sequence[str], rounds: int, quick: bool,
+) -> None:  # fmt: skip
+    """Both sides on the file at `path`, into the run folder `out`."""
+    with ExitStack() as stack:
+        # an engine that only has the weights: the arms' caches fill the memory
+        engine = stack.enter_context(
+            wb.Engine.load(
+                path, device=call.options.device, n_ctx=PAD, n_seqs=1, n_ubatch=1, n_kv_pad=PAD,
+                toggles=wb.Toggles(graph_reuse="set_rows"),
+            )
+        )  # fmt: skip
+        config = dataclasses.replace(
+            engine.config, n_ctx=wanted.n_ctx, n_seqs=max(wanted.widths), n_ubatch=wanted.n_ubatch
+        )
+        settings = {f"{OURS} {setting}": setting for setting in ours}
+        first = next(iter(settings))
+        every = {
+            name: stack.enter_context(closing(Own(engine, config, setting, wanted)))
+            for name, setting in (settings | {first + CONTROL: settings[first]}).items()
+        }
+        toggles = {name: own.toggles.to_dict() for name, own in every.items()}
+        theirs: dict[str, dict[str, str]] = {LLAMA: {}} if bench is not None else {}
+        recording = Recording(
+            "batched", out, provenance.collect(every[first].widest),
+            theirs | toggles,
+            [test.name for test in wanted.tests], rounds, f"{LLAMA}'s batched bench beside {OURS}",
+        )  # fmt: skip
+        result = recording.result
+        result |= {
+            "peer": about_peer(bench), "cell_bytes": cell_bytes(engine),
+            "n_vocab": engine.model.n_vocab, "launches": {}, "rates": {}, "answers": {},
+        }  # fmt: skip
+
+        def take(round_: int, name: str) -> None:
+            if name in every:
+                for test in wanted.tests:
+                    sample = every[name].take(test, round_)
+                    recording.add(name, test.name, round_, sample.token_ns, sample.token_n)
+                return
+            assert bench is not None
+            rows = batched_rows(bench, path, wanted)
+            for test, row in zip(wanted.tests, rows, strict=True):
+                ns = np.array([row["t_pp"], row["t_tg"]]) * 1e9
+                n = [test.n_prompt_tokens, test.width * test.n_gen]
+                recording.add(name, test.name, round_, ns, n)
+
+        def whole(round_: int, _: dict[str, None]) -> None:
+            said = f"round {round_ + 1}/{rounds}, {call.seconds:.0f} s"
+            print(f"  {path.stem}: {said}", flush=True)
+
+        with recording.kept():
+            for name, own in every.items():
+                result["launches"][name] = own.warm_up(wanted)
+                recording.arm(name)["sync_mode"] = own.widest.sync_mode
+                result["sides"] = {test.name: own.of(test).chosen for test in wanted.tests}
+            result["rates"] = device_rates(every[first].widest, quick)
+            widest = {name: own.widest for name, own in every.items()}
+            result["answers"] = same_answers(widest, SEED)
+            recording.take(take, call.rounds(rounds), whole)
+            for name, own in every.items():
+                recording.arm(name)["counters"] = own.counters
+
+
+# what the runs say --------------------------------------------------------------------------------
+
+
+class Bounds(NamedTuple):
+    """What a generating step cannot take less than, us, each by itself. weights, cache: to read
+    them once. logits: to bring them to the host. launches: one behind the other."""
+
+    weights: float
+    cache: float
+    logits: float
+    launches: float
+
+    @property
+    def total(self) -> float:
+        """One behind the other. Logits that travel while the next step runs hide some of it."""
+        return sum(self)
+
+
+def bounds(
+    rates: dict[str, float], weight_bytes: float, cache_bytes: float, logit_bytes: float,
+    n_launches: int,
+) -> Bounds:  # fmt: skip
+    """Of a step that reads and writes so many bytes with so many launches."""
+    return Bounds(
+        weight_bytes / rates["read_gbps"] / 1e3,
+        cache_bytes / rates["read_gbps"] / 1e3,
+        logit_bytes / rates["to_host_gbps"] / 1e3,
+        n_launches * rates["launch_us"],
+    )
+
+
+class BatchedRun(Arms):
+    """A run of kind `batched`, read."""
+
+    def about(self) -> str:
+        run, first, peer = self.run, self.tests[0], self.run["result"]["peer"]
+        rates = run["result"]["rates"]
+        said = (
+            f"prompts of {first.n_prompt} tokens, {first.n_gen} generated; in turn in one run, "
+            f"{run['repetitions']} rounds; reads {rates['read_gbps']:.0f} GB/s, copies "
+            f"{rates['to_host_gbps']:.1f} GB/s to the host, {rates['launch_us']:.2f} us a launch"
+        )
+        return said + (f"; llama.cpp {peer['version']}" if peer else "")
+
+    @property
+    def tests(self) -> list[w.Workload]:
+        return [w.parse(name) for name in self.run["tests"]]
+
+    def best(self, test: str) -> str:
+        """Our arm that generates the fastest, by its median."""
+        return str(self.rates(test, PHASES[1])[self.side(OURS)].median().idxmax())
+
+    def bounds(self, test: w.Workload, arm: str) -> Bounds:
+        """Of a generating step, the mean over the test."""
+        result = self.run["result"]
+        weights = self.run["model"]["weight_bytes_per_token"]
+        cache = test.step_bytes(0, result["cell_bytes"])
+        logits = 4 * result["n_vocab"] * test.width
+        return bounds(result["rates"], weights, cache, logits, result["launches"][arm][test.name])
+
+    def lines(self) -> Iterator[Line]:
+        """A width: both sides' rates, the ratio, and what a step of ours is bound by."""
+        for test in self.tests:
+            name, arm = test.name, self.best(test.name)
+            fastest = self.bounds(test, arm)
+            prompt, made = (self.rates(name, phase).median() for phase in PHASES)
+            took = 1e6 * test.width / made[arm]  # the median over rounds of a step's mean
+            ratios: dict[str, Any] = dict.fromkeys(("pp_ratio", "ratio"))
+            if LLAMA in self.names:
+                of_prompts, of_made = (self.ratio(name, LLAMA, arm, phase) for phase in PHASES)
+                ratios = {"pp_ratio": of_prompts.value, "ratio": spread(of_made)}
+            values = {
+                "model": self.model, "n": test.width, "arm": arm.removeprefix(f"{OURS} "),
+                "pp_theirs": prompt.get(LLAMA), "pp": prompt[arm],
+                "tg_theirs": made.get(LLAMA), "tg": made[arm], **ratios,
+                "step": took / 1e3, **{k: us / 1e3 for k, us in fastest._asdict().items()},
+                "total": fastest.total / 1e3, "share": Share(fastest.total / took),
+            }  # fmt: skip
+            yield Line(values, [self])
+
+
+RUNS = Folder("batched", "Sequences side by side on a GPU", BatchedRun, {
+    "Model": "{model}", "sequences": "{n}",
+    "pp t/s llama.cpp": "{pp_theirs:.0f}", "pp t/s": "{pp:.0f}", "pp ratio": "{pp_ratio:.2f}",
+    "tg t/s llama.cpp": "{tg_theirs:.0f}", "tg t/s": "{tg:.0f}", "tg ratio": "{ratio}",
+    "ms a step": "{step:.3f}", "weights": "{weights:.3f}", "cache": "{cache:.3f}",
+    "logits": "{logits:.3f}", "launches": "{launches:.3f}", "sum": "{total:.3f}",
+    "sum % of step": "{share:.0f}", "With": "{arm}",
+})  # fmt: skip
+TYPED = RUNS._replace(name="plain-batched")  # what `workbench bench -npl` itself recorded
+
+
+def beside_llama(recorded: Recorded) -> BatchedRun | None:
+    """The first run that llama.cpp's batched bench is in."""
+    return next((found for found in RUNS.runs(recorded) if found.side(LLAMA)), None)
+
+
+def in_short(recorded: Recorded) -> Iterator[Line]:
+    """Generated t/s of the first model beside llama.cpp: a column for each width."""
+    found = beside_llama(recorded)
+    if found is None:
+        return
+    of = [line.values for line in found.lines()]
+    for name, cell in (
+        (f"{LLAMA}, t/s", "{tg_theirs:.0f}"), (f"{OURS}, t/s", "{tg:.0f}"), ("ratio", "{ratio}")
+    ):  # fmt: skip
+        values = {str(v["n"]): filled(cell, v) for v in of}
+        yield Line({f"{found.model}, sequences": name} | values, [found])
+
+
+def first(recorded: Recorded) -> str:
+    """The caption; before it the commands that print our figures, and both sides'."""
+    found = beside_llama(recorded)
+    if found is None:
+        return ""
+    both = "`python -m data.measure.batched --peer DIR` both"
+    return f"{_typed(found)} prints ours; {both}. " + caption([found], found.about())
+
+
+def as_typed(recorded: Recorded) -> Iterator[Line]:
+    """What `bench -npl` itself measured, with no flag but the tests: a line for each width."""
+    for found in TYPED.runs(recorded):
+        for test in found.tests:
+            prompt, made = (
+                "{:.0f} ({:.0f}..{:.0f})".format(*found.interval(test.name, "engine", phase))
+                for phase in PHASES
+            )
+            values = {"Model": found.model, "sequences": str(test.width)}
+            yield Line(values | {"pp t/s": prompt, "tg t/s": made}, [found])
+
+
+def typed(recorded: Recorded) -> str:
+    """A caption for each run, with the command that made it."""
+    return " ".join(
+        f"{_typed(found)}, {found.run['repetitions']} repetitions. {caption([found])}"
+        for found in TYPED.runs(recorded)
+    )
+
+
+def _typed(found: BatchedRun) -> str:
+    test, widths = found.tests[0], ",".join(str(test.width) for test in found.tests)
+    return f"`workbench bench -m 1b.gguf -npl {widths} -p {test.n_prompt} -n {test.n_gen}`"
+
+
+BLOCKS: dict[str, list[Part]] = {
+    TYPED.name: [Table("`bench -npl` as it is typed", as_typed, said=typed)],
+    "batched-short": [Table("Many sequences beside llama.cpp", in_short, said=first)],
+    RUNS.name: [
+        RUNS.table,
+        "Beside a generating step stand the ms that it cannot take less than, each by itself: to "
+        "read the weights once, to read every cell once, to bring the logits to the host, and its "
+        "launches one behind the other. Logits travel while the next step runs, so a step can be "
+        "shorter than the sum.",
+    ],
+}
 
 if __name__ == "__main__":
-    try:
-        app()
-    except (RuntimeError, WorkbenchError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    start(app)

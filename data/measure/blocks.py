@@ -16,6 +16,7 @@ from data.measure.recorded import (
     TYPES,
     Answer,
     Recorded,
+    Toggled,
     as_launched,
     batch_steps,
     commit_of,
@@ -28,7 +29,8 @@ from data.measure.recorded import (
 from data.measure.sources import TESTS, age
 from data.measure.tables import Line, Part, Table
 from workbench.bench.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
-from workbench.bench.comparison import AB
+
+SWITCHED_OFF = ("unfused", "plain")  # suffixes of folders
 
 
 def decodes(recorded: Recorded) -> Iterator[Line]:
@@ -36,10 +38,11 @@ def decodes(recorded: Recorded) -> Iterator[Line]:
     for name in DECODED:
         full = decode(recorded, name)
         if full is not None:
-            others = [decode(recorded, f"{name}-{suffix}") for suffix in ("unfused", "plain")]
-            unfused, plain = (found.tg if found else None for found in others)
-            runs = [full.run, *(found.run for found in others if found)]
-            yield Line(full._asdict() | {"unfused": unfused, "plain": plain}, runs)
+            others = {suffix: decode(recorded, f"{name}-{suffix}") for suffix in SWITCHED_OFF}
+            tps = {suffix: found and found["tg"] for suffix, found in others.items()}
+            folders = (name, *(f"{name}-{suffix}" for suffix, found in others.items() if found))
+            runs = [run for of in folders if (run := recorded.run(f"decode-{of}"))]
+            yield Line(full | tps, runs)
 
 
 DECODE = Table(
@@ -70,7 +73,7 @@ BATCHES = Table(
 def sequences(recorded: Recorded) -> Iterator[Line]:
     """A number of sequences that go on together: tokens of all of them, beside the bound."""
     for _, run in recorded.of("together"):
-        yield Line(together(run)._asdict(), [run])
+        yield Line(together(run), [run])
 
 
 TOGETHER = Table(
@@ -114,22 +117,20 @@ PRODUCTS = Table(
 
 def fusion(recorded: Recorded) -> Iterator[Line]:
     """A model and toggle: what it brings alone, and what it brings to all the others."""
-    found: dict[tuple[str, str], list[tuple[str, AB]]] = {}
-    for row, run in recorded.of("fusion"):
-        ab, beside = AB(run.run, run.samples), "alone" if row.toggles == "kept" else "with all"
-        key = model_of(run.run), run.run["result"]["toggle"]
-        found.setdefault(key, []).append((beside, ab))
+    found: dict[tuple[str, str], list[Toggled]] = {}
+    for one in recorded.toggled("fusion"):
+        found.setdefault((one.model, one.ab.run["result"]["toggle"]), []).append(one)
     for (model, toggle), comparisons in sorted(found.items(), key=lambda item: item[0]):
         cells = {"Model": model, "toggle": toggle}
-        for beside, ab in comparisons:
-            row = next(r for r in ab.summary().to_dict("records") if not r["is_control"])
-            counts = [next(iter(a["program"].values()))["counts"] for a in ab.run["arms"][:2]]
+        for one in comparisons:
+            beside = "alone" if one.row.toggles == "kept" else "with all"
+            counts = [next(iter(a["program"].values()))["counts"] for a in one.ab.run["arms"][:2]]
             cells |= {
                 f"launches {beside}": " -> ".join(str(count["launches"]) for count in counts),
-                f"speedup {beside}": f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})",
-                f"verdict {beside}": row["verdict"],
+                f"speedup {beside}": one.speedup(),
+                f"verdict {beside}": one.found["verdict"],
             }
-        yield Line(cells, [ab for _, ab in comparisons])
+        yield Line(cells, [one.ab for one in comparisons])
 
 
 FUSION = Table("Fusion", fusion, None, "off -> on, {tests}, {n} interleaved repetitions")
@@ -281,6 +282,40 @@ def peer_files_where(recorded: Recorded) -> str:
     )
 
 
+# gaps between tokens beside large bodies; `tests/serve/stalls.py` records them
+STALLS = "stalls"
+STALL_CELLS = {
+    "served": "{load}", "body": "{body}", "its request takes s": "{seconds:.2f}",
+    "gaps": "{n}", "median ms": "{median:.2f}", "P99 ms": "{p99:.2f}",
+    "P99 over alone": "{ratio:.2f}", "longest ms": "{most:.1f}",
+}  # fmt: skip
+
+
+def stalls(recorded: Recorded) -> Iterator[Line]:
+    for load, found in (recorded.alone(STALLS) or {}).items():
+        alone = found["rows"]["alone"]
+        for body, row in found["rows"].items():
+            beside = body != "alone"
+            yield Line({
+                **row, "load": load, "body": body if beside else "none",
+                "ratio": row["p99"] / alone["p99"] if beside else None,
+                "seconds": row["seconds"] if beside else None,
+            })  # fmt: skip
+
+
+def stalls_where(recorded: Recorded) -> str:
+    said = []
+    for load, found in (recorded.alone(STALLS) or {}).items():
+        mib = found["body_bytes"] / 2**20
+        gpus = [gpu["name"] for gpu in found["machine"]["gpus"]]
+        on = ", ".join([f"{found['cores']} cores of {found['machine']['cpu']['name']}", *gpus])
+        said.append(
+            f"{load}: {found['streams']} streams, bodies of {mib:.0f} MiB, {found['rounds']} "
+            f"rounds; {on}; commit {commit_of(found)}; {found['started'][:10]}."
+        )
+    return " ".join(said)
+
+
 BLOCKS: dict[str, list[Part]] = {
     "decode-cuda": [DECODE],
     "batches-cuda": [BATCHES],
@@ -292,4 +327,7 @@ BLOCKS: dict[str, list[Part]] = {
     "correctness-cuda": [Table("Correctness", checks, said=checked_where)],
     "peer-cpu": [PEER],
     "peer-files": [Table("Files of others", peer_files, said=peer_files_where)],
+    STALLS: [
+        Table("Gaps between tokens beside large bodies", stalls, STALL_CELLS, said=stalls_where)
+    ],
 }

@@ -11,36 +11,48 @@ that nobody counts comes first, so that kernels are kept. The run folder is
 
 from __future__ import annotations
 
-import shutil
-import sys
+import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 from cyclopts import App
 
-from data.measure.first_tables import CELLS, FOLDER, FirstRun, Start
-from data.measure.served_arms import Recording
-from data.measure.tables import filled
-from tests.peer.cuda import is_there, model_file
+from data.measure.command import PAD, USUAL, Call, Options, at_least_one, start
+from data.measure.in_rounds import Recording
+from data.measure.recorded import model_of
+from data.measure.served_arms import about_engine
+from data.measure.tables import Folder, Line, Part
 from workbench.bench import results
-from workbench.bench.draft import kept
 from workbench.config import BEST, TogglePreset
-from workbench.errors import UsageError, WorkbenchError
-from workbench.frames import markdown
+from workbench.errors import WorkbenchError
 from workbench.serve.bench import BenchSpec
 from workbench.serve.child import normal_ids, served
 from workbench.serve.load import CLOSED, Arrivals
 from workbench.serve.records import OK
 from workbench.serve.serving import serving
-from workbench.serve.targets import Asking, HttpTarget, model_of
+from workbench.serve.targets import Asking, HttpTarget
+from workbench.serve.targets import model_of as served_model
 from workbench.sizes import round_up
 
-ROOT = Path(__file__).resolve().parents[2]
-ARM, PAD = "served", 256
+ARM = "served"
 
 app = App(help=__doc__, result_action="return_none")
+
+
+class Start(NamedTuple):
+    """One start of a server. begin_s: from the command to a healthy server. first_ms, next_ms: the
+    slowest request of the first and of the next, from when it was due to its end."""
+
+    begin_s: float
+    first_ms: float
+    next_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return self.first_ms / self.next_ms
 
 
 def started(arguments: list[str], spec: BenchSpec, in_flight: int) -> tuple[Start, np.ndarray]:
@@ -49,7 +61,7 @@ def started(arguments: list[str], spec: BenchSpec, in_flight: int) -> tuple[Star
     begun = time.monotonic()
     with served(arguments) as url:
         begin_s = time.monotonic() - begun
-        target = HttpTarget(url, model_of(url)[0])
+        target = HttpTarget(url, served_model(url)[0])
         load = spec.load(Arrivals(CLOSED, in_flight), 0)
         records = [one for part in target.offer(load, spec.asking) for one in part]
     bad = next((one for one in records if one.status != OK), None)
@@ -69,10 +81,7 @@ def main(
     in_flight: int = 8,
     n_prompt: int = 512,
     n_gen: int = 128,
-    device: str = "cuda",
-    out: Path = ROOT / "data" / "results" / FOLDER,
-    files: Path = ROOT / "data" / "models",
-    again: bool = False,
+    options: Options = USUAL,
 ) -> None:
     """Measures the starts, and prints the table.
 
@@ -83,59 +92,80 @@ def main(
     requests: the first ones, and as many behind them.
     in_flight: requests in flight together, and slots.
     n_prompt, n_gen: tokens of each request.
-    out: where the run folder goes.
-    files: where model files are, and where missing ones are written.
-    again: measure what was measured, too.
     """
-    if min(starts, requests, in_flight, n_prompt, n_gen) < 1:
-        raise UsageError("--starts, --requests, --in-flight, --n-prompt and --n-gen are 1 or more")
-    folder = out / model
-    if is_there(folder) and not again:
-        print(f"{model}: there already, of this commit", flush=True)
-        return
-    path = model_file(model, files)
-    shutil.rmtree(folder, ignore_errors=True)
-    n_ctx = in_flight * round_up(n_prompt + n_gen, PAD)
-    arguments = [
-        "-m", str(path), "--slots", str(in_flight), "--device", device, "--n-ctx", str(n_ctx)
-    ]  # fmt: skip
-    test = f"pp{n_prompt}+tg{n_gen}@b{in_flight}"
-    toggles = serving(device, TogglePreset(BEST)).changes
-    recording = Recording(FOLDER, path, folder, {ARM: toggles}, [test], starts, device)
-    result = recording.run["result"]
-    del result["points"]
-    result |= {"starts": [], "requests": requests, "in_flight": in_flight}
-    with kept(recording.draft, raises=True):
-        for number in range(-1, starts):
-            spec = BenchSpec.of(
-                str(n_prompt), str(n_gen), normal_ids(path), n_requests=2 * requests,
-                n_warm_up=0, seed=max(number, 0), parallel=in_flight, asking=Asking(),
-            )  # fmt: skip
-            start, took = started(arguments, spec, in_flight)
-            said = f"{start.first_ms:.0f} ms, then {start.next_ms:.0f} ms"
-            print(f"  start {number + 1}: healthy after {start.begin_s:.1f} s; {said}", flush=True)
-            if number < 0:
-                result["uncounted"] = start._asdict()
-                continue
-            result["starts"].append(start._asdict())
-            n = np.full(len(took), n_gen, np.int64)
-            recording.draft.samples.add(ARM, False, test, number, took, n)
-            recording.draft.checkpoint()
-    print(shown(folder), flush=True)
+    at_least_one(starts, requests, in_flight, n_prompt, n_gen,
+                 flags="--starts, --requests, --in-flight, --n-prompt and --n-gen")  # fmt: skip
+    call = Call(RUNS.name, options)
+    folder = call.out / model
+
+    def measured() -> None:
+        path = call.model_file(model)
+        arguments = [
+            "-m", str(path), "--slots", str(in_flight), "--device", options.device,
+            "--n-ctx", str(in_flight * round_up(n_prompt + n_gen, PAD)),
+        ]  # fmt: skip
+        test = f"pp{n_prompt}+tg{n_gen}@b{in_flight}"
+        toggles = serving(options.device, TogglePreset(BEST)).changes
+        about = about_engine(path, options.device)
+        recording = Recording(RUNS.name, folder, about, {ARM: toggles}, [test], starts)
+        result = recording.result
+        result |= {"starts": [], "requests": requests, "in_flight": in_flight}
+        with recording.kept():
+            for number in itertools.chain([-1], call.rounds(starts)):
+                spec = BenchSpec.of(
+                    str(n_prompt), str(n_gen), normal_ids(path), n_requests=2 * requests,
+                    n_warm_up=0, seed=max(number, 0), parallel=in_flight, asking=Asking(),
+                )  # fmt: skip
+                one, took = started(arguments, spec, in_flight)
+                said = f"healthy after {one.begin_s:.1f} s; {one.first_ms:.0f} ms, then"
+                print(f"  start {number + 1}: {said} {one.next_ms:.0f} ms", flush=True)
+                if number < 0:
+                    result["uncounted"] = one._asdict()
+                    continue
+                result["starts"].append(one._asdict())
+                recording.add(ARM, test, number, took, np.full(len(took), n_gen))
+
+    call.make(model, folder, measured, shown)
+
+
+class FirstRun:
+    """A run, read."""
+
+    def __init__(self, found: results.Run):
+        self.run = found.run
+        self.starts = [Start(**one) for one in found.run["result"]["starts"]]
+
+    @property
+    def ratio(self) -> float:
+        """The median over the starts."""
+        return float(np.median([one.ratio for one in self.starts]))
+
+    def about(self) -> str:
+        return (
+            f"{self.run['tests'][0].partition('@')[0]} a request, "
+            f"{self.run['result']['in_flight']} in flight; {len(self.starts)} starts, kernels "
+            f"kept; median ratio {self.ratio:.2f}"
+        )
+
+    def lines(self) -> Iterator[Line]:
+        for number, one in enumerate(self.starts, 1):
+            values: dict[str, Any] = {"start": number, "ratio": one.ratio, **one._asdict()}
+            yield Line(values | {"model": model_of(self.run)}, [self])
 
 
 def shown(folder: Path) -> str:
     """The starts of a run folder as a table, and the median of their ratios."""
-    found = FirstRun(results.load_run(folder))
-    rows = [{k: filled(t, line.values) for k, t in CELLS.items()} for line in found.lines()]
+    found = RUNS.load(folder)
     median = f"median ratio of {len(found.starts)} starts: {found.ratio:.2f}"
-    return f"{markdown(pd.DataFrame(rows))}\n\n{median}"
+    return f"{RUNS.shown(folder)}\n\n{median}"
 
+
+RUNS = Folder("first-requests", "First requests of a server", FirstRun, {
+    "Model": "{model}", "start": "{start}", "healthy after s": "{begin_s:.1f}",
+    "slowest of the first 64, ms": "{first_ms:.0f}", "of the next 64, ms": "{next_ms:.0f}",
+    "ratio": "{ratio:.2f}",
+})  # fmt: skip
+BLOCKS: dict[str, list[Part]] = {RUNS.name: [RUNS.table]}
 
 if __name__ == "__main__":
-    try:
-        app()
-    except (RuntimeError, WorkbenchError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    start(app)

@@ -15,7 +15,7 @@ plans; `pdl` where the device has it), `best` (the preset).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.errors import UsageError
@@ -27,10 +27,7 @@ STEPS = {
     "ablation": 60, "counters": 80, "gaps": 60, "sync": 480, "pipeline": 420, "together": 150,
     "several": 300, "skip": 180,
 }  # fmt: skip
-SEVERAL, SKIP_STEP = (
-    "several",
-    "skip",
-)  # what `best` has for several sequences, and for long prompts
+SEVERAL, SKIP_STEP = "several", "skip"  # what `best` has for several sequences, for long prompts
 CPU_STEP = "cpu"  # of the devices of a CPU, hence only where it is named
 FIRST = ("llama-3-8b-q4_0", "llama-3.2-1b-bf16")  # models measured before others
 
@@ -315,44 +312,49 @@ COMPARED_TOGETHER = {
 }  # fmt: skip
 
 
-SMALL = ("defer-norm", "pdl")
+SMALL = ("defer-norm", "pdl")  # their effects on a GPU are some percent
 
 
 def _several() -> Iterator[Row]:
     """What preset `best` has for several sequences: toggles one by one, then sets of them."""
+    yield from _several_on("cuda", TOGETHER, "pp512+tg32@b8,pp512+tg32@b32", 32 * 768, 32)
     # on a CPU the weights of a real model hide what caches cost, and those of a tiny one do not
     many = "pp128+tg32@b8,pp128+tg32@b32"
-    of = (("cuda", TOGETHER, "pp512+tg32@b8,pp512+tg32@b32", 32 * 768, 32, 5),
-          *((device, *of) for device in ("embedded", "host") for of in (
-              ("llama-3.2-1b-q4_0", "pp32+tg16@b8", 8 * 256, 8, 5),
-              ("tiny-llama-q8_0", many, 32 * 256, 32, 20))))  # fmt: skip
-    for device, model, tests, n_ctx, n_seqs, n_rounds in of:
-        suffix = "" if model == "llama-3.2-1b-q4_0" else f"-{model}"
-        step = SEVERAL if device == "cuda" else CPU_STEP
+    for device in ("embedded", "host"):
+        yield from _several_on(device, "llama-3.2-1b-q4_0", "pp32+tg16@b8", 8 * 256, 8)
+        yield from _several_on(device, "tiny-llama-q8_0", many, 32 * 256, 32, 20)
 
-        def row(
-            name: str, toggles: str, compared: str, tests: str = tests, n_ctx: int = n_ctx,
-            n_seqs: int = n_seqs, n_ubatch: int = 512, rounds: int = n_rounds,
-            device: str = device, model: str = model, suffix: str = suffix, step: str = step,
-        ) -> Row:  # fmt: skip
-            return Row(step, f"several-{name}{suffix}", "ab", model, tests, toggles, compared,
-                       f"{device}, several sequences", rounds=rounds, n_ctx=n_ctx, n_seqs=n_seqs,
-                       n_ubatch=n_ubatch, device=device)  # fmt: skip
 
-        for compared in COMPARED_TOGETHER[device]:
-            name = compared.partition("=")[0].replace("_", "-")
-            some = tests.split(",")[-1] if compared.startswith(("graph_reuse", "skip")) else tests
-            small = name in SMALL and device == "cuda"  # effects of some percent
-            some = some.replace("tg32", "tg128") if small else some
-            yield row(name, OTHERS[device], compared, some, rounds=10 if small else n_rounds)
-        if device == "cuda":  # prompts that are longer than the gate wants of a region
-            yield row("skip-prompts", OTHERS[device], SKIPS, "pp4096+tg8@b4,pp8192+tg8@b4",
-                      4 * 8448, 4, 4096)  # fmt: skip
-            yield row("deep-parts", OTHERS[device], PARTS, "pp4096+tg64@b2,pp4096+tg64@b4",
-                      4 * 4352, 4)  # fmt: skip
-        if device in SETS_SEVERAL:
-            background = OTHERS[device].partition(f" {STEP}")[0]
-            yield row("sets", background, sets(*SETS_SEVERAL[device]))
+def _several_on(
+    device: str, model: str, tests: str, n_ctx: int, n_seqs: int, rounds: int = 5
+) -> Iterator[Row]:
+    """The same on one kind of device."""
+    on_gpu = device == "cuda"
+    suffix = "" if model == "llama-3.2-1b-q4_0" else f"-{model}"
+    common = Row(
+        SEVERAL if on_gpu else CPU_STEP, "", "ab", model, tests, OTHERS[device],
+        label=f"{device}, several sequences", rounds=rounds, n_ctx=n_ctx, n_seqs=n_seqs,
+        device=device,
+    )  # fmt: skip
+
+    def row(name: str, compared: str, **other: Any) -> Row:
+        return common._replace(folder=f"several-{name}{suffix}", compared=compared, **other)
+
+    for compared in COMPARED_TOGETHER[device]:
+        name = compared.partition("=")[0].replace("_", "-")
+        some = tests.split(",")[-1] if compared.startswith(("graph_reuse", "skip")) else tests
+        if on_gpu and name in SMALL:
+            yield row(name, compared, test=some.replace("tg32", "tg128"), rounds=10)
+        else:
+            yield row(name, compared, test=some)
+    if on_gpu:  # prompts that are longer than the gate wants of a region
+        yield row("skip-prompts", SKIPS, test="pp4096+tg8@b4,pp8192+tg8@b4", n_ctx=4 * 8448,
+                  n_seqs=4, n_ubatch=4096)  # fmt: skip
+        yield row("deep-parts", PARTS, test="pp4096+tg64@b2,pp4096+tg64@b4", n_ctx=4 * 4352,
+                  n_seqs=4)  # fmt: skip
+    if device in SETS_SEVERAL:
+        background = OTHERS[device].partition(f" {STEP}")[0]
+        yield row("sets", sets(*SETS_SEVERAL[device]), toggles=background)
 
 
 def _skipped() -> Iterator[Row]:

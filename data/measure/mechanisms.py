@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from data.measure import matrix, skipping_tables, streams
+from data.measure import matrix, skipping, streams
 from data.measure.peer import recorded_peer
-from data.measure.recorded import NOT_MEASURED, Recorded, model_of
-from data.measure.tables import Line, Part, Table
+from data.measure.recorded import NOT_MEASURED, PHASES, Arms, Between, Recorded, model_of, spread
+from data.measure.tables import Line, OfARun, Part, Table
 from workbench.bench.arms import SETS
-from workbench.bench.comparison import AB
 from workbench.bench.gaps import Gaps
 from workbench.bench.stats import FASTER, SLOWER, verdict
 from workbench.config import CopyStream, SyncMode
@@ -108,18 +107,19 @@ def mechanisms(recorded: Recorded) -> Iterator[Line]:
         off = off or f"sync={BEFORE}"
         toggle = off.partition("=")[0]
         cells = {"mechanism": name, "off": off, "on": on.removeprefix(f"{toggle}=")}
-        typed = {COMMAND: f"`data.measure {row.step} --like {row.folder}`"}
         run = recorded.run(folder)
         if run is None or (test != GAP and test not in run.run["tests"]):
             if not later:
                 yield Line(cells | {"verdict": NOT_MEASURED})
             continue
         beside = "all else off" if row.toggles == "baseline" else "all else on"
-        where = {"workload": f"{model_of(run.run)}, {test}", "with": beside}
-        found = Gaps if test == GAP else AB
-        made = found(run.run, run.samples)
-        numbers = _of_gaps(made) if isinstance(made, Gaps) else _of(made, test, on)
-        yield Line(cells | where | numbers | typed, [made])
+        cells |= {"workload": f"{model_of(run.run)}, {test}", "with": beside}
+        command = f"data.measure {row.step} --like {row.folder}"
+        if test == GAP:
+            yield _gap(cells, Gaps(run.run, run.samples), command)
+        else:
+            found = Arms(run)
+            yield _line(cells, found, found.between(test, found.names[0], on), command)
 
 
 def side_by_side(recorded: Recorded) -> Iterator[Line]:
@@ -129,76 +129,58 @@ def side_by_side(recorded: Recorded) -> Iterator[Line]:
         if found is None:
             continue
         beside = ", no fusion" if streams.UNFUSED in one.pair.setting else ""
-        off, on = (found.interval(streams.DECODED, arm)[0] for arm in one.pair.arms)
-        ratio = found.ratio(streams.DECODED, *one.pair.arms)
         cells = {
             "mechanism": one.name, "off": one.off, "on": one.on,
             "workload": f"{found.model}, {streams.DECODED}", "with": f"all else on{beside}",
-            "at off": f"{off:.1f} t/s", "at on": f"{on:.1f} t/s",
-            "speedup": f"{ratio.value:.2f} ({ratio.low:.2f}..{ratio.high:.2f})",
-            "verdict": verdict(ratio, found.band(streams.DECODED)),
-            COMMAND: f"`tests.peer.cuda --campaign streams {one.model}`",
         }  # fmt: skip
-        yield Line(cells, [found])
-
-
-def _of(found: AB, test: str, on: str) -> dict[str, str]:
-    """Tokens a second under both values."""
-    summary = found.summary()
-    (line,) = summary[(summary["test"] == test) & (summary["arm"] == on)].to_dict("records")
-    return {
-        "at off": f"{line['tps_baseline']:.1f} t/s",
-        "at on": f"{line['tps_toggled']:.1f} t/s",
-        "speedup": f"{line['speedup']:.2f} ({line['low']:.2f}..{line['high']:.2f})",
-        "verdict": line["verdict"],
-    }
-
-
-def _of_gaps(found: Gaps) -> dict[str, str]:
-    """The gap under both values; copies ride their own stream."""
-    us = found.table().set_index("arm")["gap_us"]
-    own = [arm for arm in found.run["arms"] if _own(arm) and not arm["is_control"]]
-    arms = {arm["sync_mode"]: arm["name"] for arm in own}
-    ratio, band = found.ratio(BEFORE, AFTER, CopyStream.OWN.value)
-    judged = verdict(ratio, band)
-    return {
-        "at off": f"{us[arms[BEFORE]]:.0f} us",
-        "at on": f"{us[arms[AFTER]]:.0f} us",
-        "speedup": f"{ratio.value:.2f} ({ratio.low:.2f}..{ratio.high:.2f})",
-        "verdict": {FASTER: "shorter", SLOWER: "longer"}.get(judged, judged),
-    }
-
-
-def _own(arm: dict[str, Any]) -> bool:
-    return arm["toggles"]["copy_stream"] == CopyStream.OWN.value
+        between = found.between(streams.DECODED, *one.pair.arms)
+        yield _line(cells, found, between, f"tests.peer.cuda --campaign streams {one.model}")
 
 
 def attention(recorded: Recorded) -> Iterator[Line]:
     """A row for each of ATTENTION that has a run."""
-    every = skipping_tables.runs(recorded, ATTENTION_MODEL)
+    every = skipping.runs(recorded, ATTENTION_MODEL)
     for one in ATTENTION:
         run = every.get(one.folder)
         if run is None:
             continue
-        test = run.run["tests"][-1]
-        what = (
-            f"{run.run['result']['n_ubatch']} at once"
-            if one.phase == skipping_tables.PHASES[0]
-            else one.phase
-        )
-        rates, ratio = run.rates(test, one.phase), run.ratio(test, one.phase, one.on, one.off)
+        test, n_ubatch = run.run["tests"][-1], run.run["result"]["n_ubatch"]
+        what = f"{n_ubatch} at once" if one.phase == PHASES[0] else one.phase
         cells = {
             "mechanism": one.name, "off": one.off.split()[0],
             "on": one.on.split()[0].partition("=")[2],
-            "workload": f"{model_of(run.run)}, {test}, {what}",
-            "with": one.beside,
-            "at off": f"{rates[one.off].median():.1f} t/s",
-            "at on": f"{rates[one.on].median():.1f} t/s",
-            "speedup": f"{ratio.value:.2f} ({ratio.low:.2f}..{ratio.high:.2f})",
-            "verdict": run.verdict(test, one.phase, one.on, one.off),
-            COMMAND: f"`data.measure.skipping {ATTENTION_MODEL} --only {one.folder.split('-')[0]}`",
+            "workload": f"{run.model}, {test}, {what}", "with": one.beside,
         }  # fmt: skip
-        yield Line(cells, [run])
+        command = f"data.measure.skipping {ATTENTION_MODEL} --only {one.folder.split('-')[0]}"
+        yield _line(cells, run, run.between(test, one.off, one.on, one.phase), command)
+
+
+def _line(cells: dict[str, str], of: OfARun, found: Between, command: str) -> Line:
+    """The cells that name a row, then tokens a second under both values, and what prints them."""
+    numbers = {
+        "at off": f"{found.before:.1f} t/s", "at on": f"{found.after:.1f} t/s",
+        "speedup": spread(found.ratio), "verdict": found.verdict, COMMAND: f"`{command}`",
+    }  # fmt: skip
+    return Line(cells | numbers, [of])
+
+
+def _gap(cells: dict[str, str], found: Gaps, command: str) -> Line:
+    """The same of the gap under both values; copies ride their own stream."""
+    own, us = CopyStream.OWN.value, found.table().set_index("arm")["gap_us"]
+    arms = {
+        arm["sync_mode"]: arm["name"]
+        for arm in found.run["arms"]
+        if arm["toggles"]["copy_stream"] == own and not arm["is_control"]
+    }
+    ratio, band = found.ratio(BEFORE, AFTER, own)
+    judged = verdict(ratio, band)
+    judged = {FASTER: "shorter", SLOWER: "longer"}.get(judged, judged)
+    numbers = {
+        "at off": f"{us[arms[BEFORE]]:.0f} us", "at on": f"{us[arms[AFTER]]:.0f} us",
+        "speedup": spread(ratio), "verdict": judged,
+        COMMAND: f"`{command}`",
+    }  # fmt: skip
+    return Line(cells | numbers, [found])
 
 
 def rows(recorded: Recorded) -> Iterator[Line]:

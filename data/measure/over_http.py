@@ -15,44 +15,45 @@ processes but the engine's, and `n_fronts`, how many these are.
 from __future__ import annotations
 
 import itertools
-import math
 import os
-import shutil
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pandas as pd
 from cyclopts import App
 
 from data.measure import batched
-from data.measure.http_tables import FOLDER, PIPE, STREAMED, WHOLE, shown
+from data.measure.command import PAD, USUAL, Call, Options, at_least_one, numbers, start
+from data.measure.in_rounds import Recording
 from data.measure.peer import LLAMA
+from data.measure.recorded import Arms, Share
 from data.measure.served_arms import (
     Point,
     ProcessTime,
-    Recording,
+    about_engine,
+    add_load,
     children_of,
     front_time,
+    measure,
     offer,
 )
-from tests.peer.cuda import is_there, model_file
-from workbench.bench.draft import kept
-from workbench.bench.rounds import interleave
+from data.measure.tables import Folder, Line, Part
+from workbench.bench import results
 from workbench.config import BEST, EngineConfig, TogglePreset
-from workbench.errors import UsageError, WorkbenchError
 from workbench.serve.bench import BenchSpec
 from workbench.serve.child import normal_ids, served
 from workbench.serve.served import engine_process
 from workbench.serve.serving import serving
-from workbench.serve.targets import Asking, HttpTarget, LoadTarget, model_of
+from workbench.serve.targets import Asking, HttpTarget, LoadTarget
+from workbench.serve.targets import model_of as served_model
 from workbench.serve.worker import WorkerSettings
 from workbench.sizes import round_up
 
-ROOT = Path(__file__).resolve().parents[2]
-PAD, LEAST_REQUESTS = 256, 16
+PIPE, WHOLE, STREAMED = "in process", "HTTP whole", "HTTP streamed"
+OURS = (PIPE, WHOLE, STREAMED)
+LEAST_REQUESTS = 16
 UNCOUNTED = 1 << 20  # from here on: seeds of what is sent before anything counts
 
 app = App(help=__doc__, result_action="return_none")
@@ -72,8 +73,8 @@ class Reached(NamedTuple):
 @contextmanager
 def reached(
     path: Path, config: EngineConfig, slots: int, processes: int
-) -> Iterator[list[Reached]]:
-    """The three arms: an engine process, and a server for the other two."""
+) -> Iterator[dict[str, Reached]]:
+    """Our arms: an engine process, and a server for the other two."""
     toggles = TogglePreset(BEST)
     arguments = [
         "-m", str(path), "--slots", str(slots), "--device", config.device,
@@ -87,9 +88,9 @@ def reached(
         before = children_of(os.getpid())
         url = stack.enter_context(served(arguments))
         pid = next(iter(children_of(os.getpid()) - before), None)
-        name, _ = model_of(url)
-        http = HttpTarget(url, name, processes=processes)
-        yield [Reached(pipe, None, True), Reached(http, pid, False), Reached(http, pid, True)]
+        http = HttpTarget(url, served_model(url)[0], processes=processes)
+        arms = Reached(pipe, None, True), Reached(http, pid, False), Reached(http, pid, True)
+        yield dict(zip(OURS, arms, strict=True))
 
 
 @app.default
@@ -104,11 +105,7 @@ def main(
     n_ubatch: int = batched.N_UBATCH,
     rounds: int = 3,
     client_processes: int = 2,
-    device: str = "cuda",
-    out: Path = ROOT / "data" / "results" / FOLDER,
-    files: Path = ROOT / "data" / "models",
-    again: bool = False,
-    at_most_s: float = math.inf,
+    options: Options = USUAL,
 ) -> None:
     """Measures the arms, and prints the table.
 
@@ -122,92 +119,146 @@ def main(
     n_ubatch: tokens computed at once.
     rounds: how often each point is measured.
     client_processes: that send what goes through HTTP.
-    out: where the run folder goes.
-    files: where model files are, and where missing ones are written.
-    again: measure what was measured, too.
-    at_most_s: no round begins after so many seconds.
     """
-    numbers = sorted({int(n) for n in in_flight.split(",")})
-    if min(numbers[0], n_prompt, n_gen, each, rounds) < 1:
-        raise UsageError("--in-flight, --n-prompt, --n-gen, --each and --rounds are 1 or more")
-    folder, begun, slots = out / model, time.monotonic(), numbers[-1]
-    if is_there(folder) and not again:
-        print(f"{model}: there already, of this commit", flush=True)
-        return
-    bench, path = batched.bench_of(peer), model_file(model, files)
-    shutil.rmtree(folder, ignore_errors=True)
-    config = EngineConfig(
-        device=device, n_ctx=slots * round_up(n_prompt + n_gen, PAD), n_seqs=slots,
-        n_ubatch=n_ubatch, n_kv_pad=PAD,
-    )  # fmt: skip
-    ids, toggles = normal_ids(path), serving(device, TogglePreset(BEST)).changes
-    points = [
-        Point(f"pp{n_prompt}+tg{n_gen}@b{n}", n, BenchSpec.of(
-            str(n_prompt), str(n_gen), ids, n_requests=max(LEAST_REQUESTS, each * n),
-            n_warm_up=n, parallel=slots,
-        ))
-        for n in numbers
-    ]  # fmt: skip
-    ours = (PIPE, WHOLE, STREAMED)
-    every = dict.fromkeys(ours, toggles) | ({LLAMA: {}} if bench is not None else {})
-    arms = list(every)
-    recording = Recording(FOLDER, path, folder, every, [p.test for p in points], rounds, device)
-    recording.run["result"] |= {"slots": slots, "peer": batched.about_peer(bench)}
-    side_by_side = batched.Wanted(numbers, (), n_prompt, n_gen, n_ubatch)
+    wanted = batched.Wanted(
+        sorted(set(numbers("--in-flight", in_flight))), n_prompt, n_gen, n_ubatch
+    )
+    at_least_one(wanted.widths[0], n_prompt, n_gen, each, rounds,
+                 flags="--in-flight, --n-prompt, --n-gen, --each and --rounds")  # fmt: skip
+    call = Call(RUNS.name, options)
+    folder, slots, bench = call.out / model, wanted.widths[-1], batched.bench_of(peer)
 
-    def rounds_left() -> Iterator[int]:
-        for round_ in range(rounds):
-            if round_ and time.monotonic() - begun > at_most_s:
-                return
-            yield round_
+    def measured() -> None:
+        path = call.model_file(model)
+        config = EngineConfig(
+            device=options.device, n_ctx=slots * round_up(n_prompt + n_gen, PAD), n_seqs=slots,
+            n_ubatch=n_ubatch, n_kv_pad=PAD,
+        )  # fmt: skip
+        ids, toggles = normal_ids(path), serving(options.device, TogglePreset(BEST)).changes
+        points = [
+            Point(f"pp{n_prompt}+tg{n_gen}@b{n}", n, BenchSpec.of(
+                str(n_prompt), str(n_gen), ids, n_requests=max(LEAST_REQUESTS, each * n),
+                n_warm_up=n, parallel=slots,
+            ))
+            for n in wanted.widths
+        ]  # fmt: skip
+        arms = dict.fromkeys(OURS, toggles) | ({LLAMA: {}} if bench is not None else {})
+        recording = Recording(
+            RUNS.name, folder, about_engine(path, options.device), arms, [p.test for p in points],
+            rounds,
+        )  # fmt: skip
+        recording.result |= {"points": [], "slots": slots, "peer": batched.about_peer(bench)}
 
-    with kept(recording.draft, raises=True), reached(path, config, slots, client_processes) as by:
-        # while requests come and go, steps have other shapes than in a warm-up before a point
-        for n, (own, point) in enumerate(itertools.product(by, points)):
-            spec = point.spec._replace(seed=UNCOUNTED + n, asking=Asking(own.streamed))
-            offer(own.target, point._replace(spec=spec))
-        print(f"  warmed up: {time.monotonic() - begun:.0f} s", flush=True)
+        def asked(point: Point, own: Reached, seed: int) -> Point:
+            return point._replace(spec=point.spec._replace(seed=seed, asking=Asking(own.streamed)))
 
-        def take(round_: int, arm: int) -> None:
-            if arms[arm] == LLAMA:
-                theirs(round_)
-                return
-            own = by[arm]
-            for number, point in enumerate(points):
-                # other prompts than any arm has sent: no server finds their beginnings in its cache
-                seed = (round_ * len(ours) + arm) * len(points) + number
-                spec = point.spec._replace(seed=seed, asking=Asking(own.streamed))
-                before = own.time()
-                row = recording.measure(arms[arm], round_, own.target, point._replace(spec=spec))
-                after = own.time()
-                entry = recording.run["result"]["points"][-1]
-                spent = None if before is None or after is None else after.cpu_s - before.cpu_s
-                entry["front_cpu_s"] = spent
-                entry["n_fronts"] = after.n_fronts if after else None
-                entry["n_warm_up"] = spec.n_warm_up
-                rate = row.figures["output_throughput"]
-                print(f"  {point.test} {arms[arm]}: {rate:.1f} t/s", flush=True)
+        with recording.kept(), reached(path, config, slots, client_processes) as by:
+            # while requests come and go, steps have other shapes than in a warm-up before a point
+            for n, (own, point) in enumerate(itertools.product(by.values(), points)):
+                offer(own.target, asked(point, own, UNCOUNTED + n))
+            print(f"  warmed up: {call.seconds:.0f} s", flush=True)
 
-        def theirs(round_: int) -> None:
-            assert bench is not None
-            rows = batched.batched_rows(bench, path, side_by_side)
-            for point, row in zip(points, rows, strict=True):
-                seconds, n = row["t_pp"] + row["t_tg"], point.n_in_flight * n_gen
-                recording.note(LLAMA, round_, point.test, seconds, n)
-                print(f"  {point.test} {LLAMA}: {n / seconds:.1f} t/s", flush=True)
+            def take(round_: int, arm: str) -> None:
+                if arm == LLAMA:
+                    theirs(round_)
+                    return
+                own = by[arm]
+                for number, point in enumerate(points):
+                    # other prompts than any arm has sent: no server finds their beginnings in its
+                    # cache
+                    seed = (round_ * len(OURS) + OURS.index(arm)) * len(points) + number
+                    before = own.time()
+                    row = measure(recording, arm, round_, own.target, asked(point, own, seed))
+                    after = own.time()
+                    spent = None if before is None or after is None else after.cpu_s - before.cpu_s
+                    recording.result["points"][-1] |= {
+                        "front_cpu_s": spent, "n_fronts": after.n_fronts if after else None,
+                        "n_warm_up": point.spec.n_warm_up,
+                    }  # fmt: skip
+                    said(arm, point, row.figures["output_throughput"])
 
-        def whole(round_: int, _: dict[int, None]) -> None:
-            recording.run["repetitions"] = round_ + 1
+            def theirs(round_: int) -> None:
+                assert bench is not None
+                rows = batched.batched_rows(bench, path, wanted)
+                for point, row in zip(points, rows, strict=True):
+                    seconds, n = row["t_pp"] + row["t_tg"], point.n_in_flight * n_gen
+                    add_load(recording, LLAMA, round_, point.test, seconds, n)
+                    said(LLAMA, point, n / seconds)
 
-        interleave(rounds_left(), len(arms), take, whole)
-    print(shown(folder), flush=True)
-    print(f"== {model}: {time.monotonic() - begun:.0f} s", flush=True)
+            recording.take(take, call.rounds(rounds))
 
+    call.make(model, folder, measured, RUNS.shown)
+
+
+def said(arm: str, point: Point, tps: float) -> None:
+    print(f"  {point.test} {arm}: {tps:.1f} t/s", flush=True)
+
+
+class HttpRun(Arms):
+    """A run, read. points: a row for each arm, number of requests in flight, and round."""
+
+    def __init__(self, found: results.Run):
+        super().__init__(found)
+        self.points = pd.DataFrame(found.run["result"]["points"])
+
+    def about(self) -> str:
+        shape, peer = self.run["tests"][0].partition("@")[0], self.run["result"].get("peer")
+        said = f"{shape} a request, rounds in turn: {self.run['repetitions']}"
+        return said + (f"; llama.cpp {peer['version']}" if peer else "")
+
+    def times(self, test: str, arm: str, of: str = PIPE) -> float | None:
+        """An arm's throughput over another's; None without the other."""
+        return self.ratio(test, of, arm).value if of in self.names else None
+
+    def event_us(self, test: str) -> dict[str, Any]:
+        """CPU time of an event, us: of the server's processes but the engine's, and the client's.
+        Requests that warm up count for neither."""
+        own = self.points[(self.points["test"] == test) & (self.points["arm"] == STREAMED)]
+        n = own["total_output_tokens"] / own["tokens_per_chunk"]
+        warm = 1 + own["n_warm_up"] / own["completed"]  # their share of what the front did
+        known = own["front_cpu_s"].notna().all()
+        client = pd.DataFrame(list(own["client"]))
+        return {
+            "front_us": float((own["front_cpu_s"] / warm / n).median() * 1e6) if known else None,
+            "client_us": float(client["us_per_chunk"].median()) if len(client.columns) else None,
+            "busy": Share(client["busy"].max()) if len(client.columns) else None,
+            "n_fronts": int(own["n_fronts"].max()) if known else None,
+            "per_event": float(own["tokens_per_chunk"].median()),
+        }
+
+    def lines(self) -> Iterator[Line]:
+        """Requests in flight: the three arms, their ratios, and what an event costs."""
+        for test in self.run["tests"]:
+            medians = self.rates(test).median()
+            first = self.points[self.points["test"] == test].iloc[0]
+            values: dict[str, Any] = {
+                "model": self.model, "n": int(first["in_flight"]), "n_requests": first["completed"],
+                "pipe": medians[PIPE], "whole": medians[WHOLE], "streamed": medians[STREAMED],
+                "whole_ratio": self.times(test, WHOLE), "theirs": medians.get(LLAMA),
+                "streamed_ratio": self.times(test, STREAMED),
+                "of_theirs": self.times(test, PIPE, LLAMA), **self.event_us(test),
+            }  # fmt: skip
+            yield Line(values, [self])
+
+
+RUNS = Folder("over-http", "Throughput through HTTP", HttpRun, {
+    "Model": "{model}", "in flight": "{n}", "requests": "{n_requests}",
+    "llama.cpp's batched bench": "{theirs:.0f}", "t/s in process": "{pipe:.0f}",
+    "times llama.cpp's": "{of_theirs:.2f}",
+    "HTTP whole": "{whole:.0f}", "of it": "{whole_ratio:.2f}",
+    "HTTP streamed": "{streamed:.0f}", "of that": "{streamed_ratio:.2f}",
+    "tokens an event": "{per_event:.2f}", "front us an event": "{front_us:.1f}",
+    "client us": "{client_us:.1f}", "client busy %": "{busy:.0f}", "processes": "{n_fronts}",
+})  # fmt: skip
+BLOCKS: dict[str, list[Part]] = {
+    RUNS.name: [
+        RUNS.table,
+        "Tokens that are generated in a second, their prompts' time included. A request that ends "
+        "makes room for the next; llama.cpp's batched bench has as many sequences, all at once. "
+        "*of it* and *of that*: of what the same load reaches in process. The CPU time of an event "
+        "is that of the server's processes but the engine's.",
+    ],
+}
 
 if __name__ == "__main__":
-    try:
-        app()
-    except (RuntimeError, WorkbenchError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    start(app)

@@ -10,13 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import pandas as pd
-
-from data.measure.recorded import NOT_MEASURED, Recorded, model_of, title_of
+from data.measure.recorded import (
+    NOT_MEASURED,
+    Arms,
+    Between,
+    Recorded,
+    complete_run,
+    spread,
+    title_of,
+)
 from data.measure.tables import Line, Part, Table, caption
 from workbench.bench import results
 from workbench.bench.rounds import order_of
-from workbench.bench.stats import Band, Ratio, aa_band, median_interval, speedup, verdict
+from workbench.bench.stats import Ratio, median_interval
 
 FOLDER = "peer-cuda"
 MODELS = (
@@ -43,19 +49,11 @@ def theirs(switch: str) -> str:
 
 
 class Best(NamedTuple):
-    """A test of one model: the fastest arm of each side, t/s, ratio ours over theirs."""
+    """A test of one model: the fastest arm of each side, ours beside theirs."""
 
-    test: str
     arm_theirs: str
-    theirs: float
     arm_ours: str
-    ours: float
-    ratio: Ratio
-    band: Band
-
-    @property
-    def verdict(self) -> str:
-        return verdict(self.ratio, self.band)
+    beside: Between
 
 
 class Saving(NamedTuple):
@@ -72,57 +70,18 @@ class Saving(NamedTuple):
     speedup: Ratio
 
 
-class PeerRun:
-    """A run of kind `peer`, read. Everything follows from its samples."""
-
-    def __init__(self, found: results.Run):
-        self.run, self.samples = found.run, found.samples
-        self._rates = results.rates(self.samples)
-
-    @property
-    def model(self) -> str:
-        return model_of(self.run)
-
-    def tps(self, test: str) -> pd.DataFrame:
-        """t/s of a test: a row for each round, a column for each arm, the control among them."""
-        rows = self._rates[self._rates["test"] == test]
-        table = rows.pivot(index="repetition", columns="arm", values="tps").dropna()
-        return table[[arm["name"] for arm in self.run["arms"] if arm["name"] in table]]
-
-    def side(self, name: str) -> list[str]:
-        """The arms of a side, without the A/A control."""
-        arms = (arm["name"] for arm in self.run["arms"] if not arm["is_control"])
-        return [arm for arm in arms if arm.split()[0] == name]
+class PeerRun(Arms):
+    """A run of kind `peer`, read. The control is our first arm once more."""
 
     def best(self, test: str) -> Best:
         """The fastest arms by their medians."""
-        tps = self.tps(test)
-        medians = tps.median()
+        medians = self.rates(test).median()
         a, b = (str(medians[self.side(side)].idxmax()) for side in (LLAMA, OURS))
-        found = self.ratio(test, a, b)
-        return Best(test, a, float(medians[a]), b, float(medians[b]), found, self.band(test))
-
-    def toggles_of(self, arm: str) -> dict[str, str]:
-        """Of an arm of ours."""
-        return next(one["toggles"] for one in self.run["arms"] if one["name"] == arm)
-
-    def ratio(self, test: str, baseline: str, other: str) -> Ratio:
-        """Median t/s of an arm over another's, paired by round."""
-        tps = self.tps(test)
-        return speedup(tps[baseline].to_numpy(), tps[other].to_numpy(), self.run["seed"])
-
-    def band(self, test: str) -> Band:
-        """What our first arm says beside itself."""
-        (control,) = (arm["name"] for arm in self.run["arms"] if arm["is_control"])
-        return aa_band(self.ratio(test, self.side(OURS)[0], control))
-
-    def interval(self, test: str, arm: str) -> tuple[float, float, float]:
-        """Median t/s and its 95 % interval."""
-        return median_interval(self.tps(test)[arm].to_numpy(), self.run["seed"])
+        return Best(a, b, self.between(test, a, b))
 
     def savings(self, test: str) -> Iterator[Saving]:
         """For each pair of arms that differ in reuse alone; differences within a round."""
-        us = 1e6 / self.tps(test)
+        us = 1e6 / self.rates(test)
         for kept, built in REUSE_PAIRS:
             a, b = theirs(kept), theirs(built)
             if a in us and b in us:
@@ -136,8 +95,9 @@ class PeerRun:
     def interleaved(self) -> bool:
         """Whether every round ran each arm once, one after the other, in turning order."""
         names = [arm["name"] for arm in self.run["arms"]]
-        rounds = self._rates.sort_values("order").groupby("repetition", sort=True)
-        return bool(len(self._rates)) and all(
+        rates = results.rates(self.samples)
+        rounds = rates.groupby("repetition", sort=True)
+        return bool(len(rates)) and all(
             rows["arm"].drop_duplicates().tolist()
             == [names[i] for i in order_of(int(round_), len(names))]
             and rows["arm"].ne(rows["arm"].shift()).sum() == len(names)
@@ -148,11 +108,8 @@ class PeerRun:
 
 def recorded_peer(recorded: Recorded, model: str, of: str = FOLDER) -> PeerRun | None:
     """The run of a model in folder `of`; None where there is none, or one that was cut off."""
-    folder = recorded.folder / of / model
-    if not (folder / results.RUN_JSON).is_file():
-        return None
-    found = results.load_run(folder)
-    return PeerRun(found) if found.run["status"] == results.COMPLETE else None
+    found = complete_run(recorded.folder / of / model)
+    return PeerRun(found) if found is not None else None
 
 
 def recorded_peers(
@@ -172,9 +129,9 @@ def bests(recorded: Recorded) -> Iterator[Line]:
         if peer is not None and SHOWN in peer.run["tests"]
     }
     rows: dict[str, Callable[[Best], str]] = {
-        f"{LLAMA}, t/s": lambda best: f"{best.theirs:.0f}",
-        f"{OURS}, t/s": lambda best: f"{best.ours:.0f}",
-        "ratio": lambda best: _interval(best.ratio),
+        f"{LLAMA}, t/s": lambda best: f"{best.beside.before:.0f}",
+        f"{OURS}, t/s": lambda best: f"{best.beside.after:.0f}",
+        "ratio": lambda best: spread(best.beside.ratio),
     }
     for row, cell in rows.items() if shown else ():
         cells = {
@@ -196,10 +153,6 @@ def fastest(recorded: Recorded) -> str:
     return f"{typed}The fastest: {' and '.join(said)}. {where(recorded)}"
 
 
-def _interval(ratio: Ratio) -> str:
-    return f"{ratio.value:.2f} ({ratio.low:.2f}..{ratio.high:.2f})"
-
-
 def arms(recorded: Recorded) -> Iterator[Line]:
     """A model and arm: its speed, and how much faster our fastest arm is."""
     for peer in recorded_peers(recorded):
@@ -211,7 +164,7 @@ def arms(recorded: Recorded) -> Iterator[Line]:
                 ours = peer.ratio(test, arm["name"], best)
                 cells |= {
                     f"{test} t/s": f"{middle:.1f} ({low:.1f}..{high:.1f})",
-                    f"{test} ratio": _interval(ours),
+                    f"{test} ratio": spread(ours),
                 }
             yield Line(cells, [peer])
 
@@ -221,7 +174,7 @@ def savings(recorded: Recorded) -> Iterator[Line]:
     for peer in recorded_peers(recorded):
         for test in peer.run["tests"]:
             for one in peer.savings(test) if test.startswith("tg") else ():
-                cells = one._asdict() | {"speedup": _interval(one.speedup)}
+                cells = one._asdict() | {"speedup": spread(one.speedup)}
                 yield Line({"model": peer.model, "test": test} | cells, [peer])
 
 

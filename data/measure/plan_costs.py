@@ -19,7 +19,6 @@ uploaded, updated by another capture and node by node, and launched; several tim
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from typing import Any
 from cyclopts import App
 
 import workbench as wb
+from data.measure.command import start
 from data.measure.launches import spread
 from data.measure.matrix import ONE_COPY, STEP
 from data.measure.session import Session, toggles_of
@@ -38,7 +38,7 @@ from workbench.backend.cuda.graph_nodes import COPIES, GraphArguments, commands_
 from workbench.backend.cuda.graphs import CudaGraph
 from workbench.backend.issued import Issued, Plannable, in_order
 from workbench.bench import provenance
-from workbench.errors import UsageError, WorkbenchError
+from workbench.errors import UsageError
 from workbench.output import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,9 +206,4 @@ def _longer(work: Plannable) -> Plannable:
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except WorkbenchError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    start(app)

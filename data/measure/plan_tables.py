@@ -1,5 +1,6 @@
 """The tables of graph plans: each rule and scope, what capture and update cost, the first tokens of
-an engine, and a sweep over depth."""
+an engine, and a sweep over depth. Then the sets of toggles that preset `best` could take as a
+whole, and which won."""
 
 from __future__ import annotations
 
@@ -7,12 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from data.measure.recorded import Recorded, between, model_of, title_of
+import pandas as pd
+
+from data.measure.matrix import SETS
+from data.measure.recorded import Arms, Recorded, Toggled, model_of, spread, title_of
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
 from workbench.bench import results
 from workbench.bench.comparison import AB
-from workbench.bench.stats import SLOWER
+from workbench.bench.stats import FASTER, SLOWER
 from workbench.bench.token_parts import medians_us
 from workbench.bench.workload import parse
 from workbench.choices import LaunchAhead, PlanEnd, PlanRule, PlanScope, Results
@@ -137,22 +141,23 @@ def added(recorded: Recorded) -> Iterator[Line]:
     """A model: what direct results and launches ahead add to a plan of a step with ours, in the
     same run; us a token, the difference within a round."""
     for _, run in recorded.of("plans", "plans"):
-        ab = AB(run.run, run.samples)
-        pdl = ab.run["arms"][0]["toggles"]["pdl"]
-        ours = {kind_of(arm["toggles"]): arm["name"] for arm in ab.run["arms"]
+        arms = Arms(run)
+        pdl = run.run["arms"][0]["toggles"]["pdl"]
+        ours = {kind_of(arm["toggles"]): arm["name"] for arm in run.run["arms"]
                 if (arm["toggles"]["plans"], arm["toggles"]["pdl"]) == (OURS, pdl)}  # fmt: skip
         plain = ours.get(KINDS[1])
         for kind in KINDS[2:]:
             if plain is not None and kind in ours:
-                found = between(ab, ab.run["tests"][0], plain, ours[kind])
+                found = arms.between(run.run["tests"][0], plain, ours[kind])
                 yield Line(
                     {
-                        "Model": model_of(ab.run), "pdl": pdl,
+                        "Model": arms.model, "pdl": pdl,
                         "a plan is": kind, "us a step": f"{1e6 / found.before:.0f}",
-                        "us then": f"{1e6 / found.after:.0f}", "Speedup": found.said,
+                        "us then": f"{1e6 / found.after:.0f}",
+                        "Speedup": spread(found.ratio, 3),
                         "verdict": found.verdict,
                     },
-                    [ab],
+                    [arms],
                 )  # fmt: skip
 
 
@@ -175,49 +180,33 @@ def costs(recorded: Recorded) -> Iterator[Line]:
         yield Line(cells, [one.ab])
 
 
-class Fresh(NamedTuple):
-    """A test of fresh engines, an arm behind the baseline. ms: medians of a repetition, the
-    baseline's and the arm's. row: of `AB.summary`. plans: counters of an engine's plans at its
-    end."""
-
-    arm: dict[str, Any]
-    ms: tuple[float, float]
-    row: dict[str, Any]
-    plans: Mapping[str, int]
-    ab: AB
+def plans_of(one: Toggled) -> Mapping[str, int]:
+    """What the plans of a fresh engine had counted at its end."""
+    found: Mapping[str, int] = one.ab.run["result"]["counters"][one.arm["name"]][one.found["test"]]
+    return found
 
 
-def fresh_of(run: results.Run) -> Iterator[Fresh]:
-    """What a run of fresh engines says."""
-    ab = AB(run.run, run.samples)
-    total = ab.samples.groupby(["arm", "test", "repetition"])["ns"].sum() / 1e6
-    ms, by_name = total.groupby(["arm", "test"]).median(), {a["name"]: a for a in ab.run["arms"]}
-    for row in ab.summary().to_dict("records"):
-        if not row["is_control"]:
-            before = ms[ab.run["arms"][0]["name"], row["test"]]
-            plans = ab.run["result"]["counters"][row["arm"]][row["test"]]
-            yield Fresh(by_name[row["arm"]], (before, ms[row["arm"], row["test"]]), row, plans, ab)
+def first_ms(one: Toggled) -> tuple[float, float]:
+    """ms of the first tokens of fresh engines, the baseline's and the arm's."""
+    seconds, test = _seconds(one.ab.samples), one.found["test"]
+    before, after = (arm["name"] for arm in (one.ab.run["arms"][0], one.arm))
+    return 1e3 * seconds[before, test], 1e3 * seconds[after, test]
 
 
 def first_tokens(recorded: Recorded) -> Iterator[Line]:
     """A model and arm: ms of the first tokens, all that is made for them included."""
-    for _, run in recorded.of("plans", "fresh"):
-        for one in fresh_of(run):
-            yield Line({"Model": model_of(one.ab.run), "plans": one.arm["toggles"]["plans"],
-                        "a plan is": kind_of(one.arm["toggles"])} | _made_anew(one),
-                       [one.ab])  # fmt: skip
-
-
-def _made_anew(one: Fresh) -> dict[str, str]:
-    row, plans = one.row, one.plans
-    making = plans["plans_capture_ns"] + plans["plans_instantiate_ns"]
-    return {
-        "ms before": f"{one.ms[0]:.1f}", "ms then": f"{one.ms[1]:.1f}",
-        "Speedup": f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})",
-        "A/A band": f"{row['band_low']:.3f}..{row['band_high']:.3f}",
-        "verdict": row["verdict"], "captured": captured(plans),
-        "ms to capture": f"{making / 1e6:.1f}", "replayed": str(plans["plans_replayed"]),
-    }  # fmt: skip
+    for one in recorded.toggled("plans", "fresh"):
+        plans, (before, after) = plans_of(one), first_ms(one)
+        making = plans["plans_capture_ns"] + plans["plans_instantiate_ns"]
+        cells = {
+            "Model": one.model, "plans": one.arm["toggles"]["plans"],
+            "a plan is": kind_of(one.arm["toggles"]),
+            "ms before": f"{before:.1f}", "ms then": f"{after:.1f}",
+            "Speedup": one.speedup(), "A/A band": one.band, "verdict": one.found["verdict"],
+            "captured": captured(plans), "ms to capture": f"{making / 1e6:.1f}",
+            "replayed": str(plans["plans_replayed"]),
+        }  # fmt: skip
+        yield Line(cells, [one.ab])
 
 
 def sweep(recorded: Recorded) -> Iterator[Line]:
@@ -225,7 +214,7 @@ def sweep(recorded: Recorded) -> Iterator[Line]:
     for _, run in recorded.of("grown", "sweep"):
         ab = AB(run.run, run.samples)
         tests = [parse(test) for test in ab.run["tests"]]
-        seconds, (first, *others) = _seconds(run), ab.run["arms"][:-1]
+        seconds, (first, *others) = _seconds(run.samples), ab.run["arms"][:-1]
         speedups = {(r["arm"], r["test"]): r for r in ab.summary().to_dict("records")}
         for arm in (first, *others):
             for pp, tg in zip(tests[::2], tests[1::2], strict=True):
@@ -245,9 +234,9 @@ def sweep(recorded: Recorded) -> Iterator[Line]:
                 )  # fmt: skip
 
 
-def _seconds(run: results.Run) -> dict[tuple[str, str], float]:
+def _seconds(samples: pd.DataFrame) -> dict[tuple[str, str], float]:
     """Of an arm and test: the median over the rounds of its repetition."""
-    total = run.samples.groupby(["arm", "test", "repetition"])["ns"].sum()
+    total = samples.groupby(["arm", "test", "repetition"])["ns"].sum()
     return (total.groupby(["arm", "test"]).median() / 1e9).to_dict()
 
 
@@ -325,12 +314,13 @@ def device_us(recorded: Recorded, model: str, pdl: str) -> Mapping[str, Any] | N
 def never_cost(recorded: Recorded, model: str) -> dict[str, Any] | None:
     """The first tokens of fresh engines, ours beside off. slower: of how many kinds of plans they
     took longer."""
-    run = recorded.run(f"fresh-{model}")
-    if run is None:
+    fresh = (one for one in recorded.toggled("plans", "fresh") if one.row.model == model)
+    rows = {kind_of(one.arm["toggles"]): one for one in fresh}
+    if not rows:
         return None
-    rows = {kind_of(one.arm["toggles"]): one.row for one in fresh_of(run)}
-    said = (f"{row['speedup']:.3f} ({kind}, {row['verdict']})" for kind, row in rows.items())
-    slower = sum(row["verdict"] == SLOWER for row in rows.values())
+    said = (f"{one.found['speedup']:.3f} ({kind}, {one.found['verdict']})"
+            for kind, one in rows.items())  # fmt: skip
+    slower = sum(one.found["verdict"] == SLOWER for one in rows.values())
     return {"slower": slower, "said": ", ".join(said)}
 
 
@@ -349,4 +339,72 @@ BLOCKS: dict[str, list[Part]] = {
     ],
     "plans-fresh": [Table("First tokens", first_tokens, None, "{tests}, {n} interleaved engines")],
     "sweep-cuda": [Table("Depth", sweep, None, "{n} interleaved repetitions, medians")],
+}  # fmt: skip
+
+
+def sets_of_best(recorded: Recorded) -> Iterator[Line]:
+    """A set of toggles that preset `best` could have: beside what won one by one, in engines that
+    are warm or made anew."""
+    for one in recorded.toggled("best"):
+        found = one.found
+        cells = {
+            "Model": one.model, "engines": _engines(one),
+            "Test": found["test"], "set": _set_name(found["arm"]),
+            "t/s one by one": f"{found['tps_baseline']:.1f}",
+            "t/s then": f"{found['tps_toggled']:.1f}", "Speedup": one.speedup(),
+            "A/A band": one.band, "verdict": found["verdict"],
+            "captured": captured(plans_of(one)) if one.row.kind == "fresh" else "",
+        }  # fmt: skip
+        yield Line(cells, [one.ab])
+
+
+def won(recorded: Recorded) -> str:
+    """Which sets won and which did not, and where they are slower, as `best_table` judges."""
+    verdicts: dict[str, list[tuple[str, str]]] = {}
+    for one in recorded.toggled("best"):
+        found, answer = one.found, one.ab.answer(one.arm["name"])
+        sound = answer is not None and answer.holds
+        where = f"{found['test']} of {one.model}, {_engines(one)} ({found['speedup']:.2f})"
+        verdicts.setdefault(_set_name(found["arm"]), []).append(
+            (found["verdict"] if sound else SLOWER, where if sound else f"{where}, other logits")
+        )
+    said, taken = list[str](), 0
+    for name, them in verdicts.items():
+        faster = sum(verdict == FASTER for verdict, _ in them)
+        slower = [where for verdict, where in them if verdict == SLOWER]
+        wins = faster > 0 and not slower
+        taken += wins
+        lost = f"slower in {'; '.join(slower)}" if slower else "slower in none"
+        said.append(f"- {name}: {'won' if wins else 'did not win'}; faster in "
+                    f"{faster} of {len(them)}, {lost}")  # fmt: skip
+    rule = "A set wins that is faster in some test and slower in none, warm and made anew"
+    mean = (
+        "Of these `best` has the fastest by the mean, where a speedup inside its band counts as 1."
+    )
+    left = mean if taken else "None did, so `best` keeps what won one by one."
+    return "\n".join([f"{rule}. {left}", "", *said])
+
+
+def _engines(one: Toggled) -> str:
+    return "made anew" if one.row.kind == "fresh" else "warm"
+
+
+def _set_name(arm: str) -> str:
+    """What of a set tells it from the others on CUDA; the caption has what they share."""
+    shared = _shared()
+    return " ".join(f"`{word}`" for word in arm.split() if word not in shared)
+
+
+def _shared() -> list[str]:
+    first, *others = (arm.split() for arm in SETS["cuda"][1:])
+    return [word for word in first if all(word in other for other in others)]
+
+
+BLOCKS |= {
+    "sets-cuda": [
+        Table("Sets of toggles for best", sets_of_best, None,
+              "{n} interleaved repetitions or engines; each set has "
+              + ", ".join(f"`{word}`" for word in _shared())),
+        won,
+    ],
 }  # fmt: skip

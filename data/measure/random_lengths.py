@@ -11,32 +11,33 @@ The run folder is `data/results/random-lengths/MODEL`.
 from __future__ import annotations
 
 import math
-import shutil
-import sys
-import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 from cyclopts import App
 
-from data.measure.random_tables import FOLDER, shown
-from data.measure.served_arms import Point, Recording
-from tests.peer.cuda import is_there, model_file
-from workbench.bench.draft import kept
-from workbench.bench.rounds import order_of
+from data.measure.command import PAD, USUAL, Call, Options, at_least_one, numbers, start
+from data.measure.in_rounds import Recording
+from data.measure.recorded import Recorded, model_of
+from data.measure.served_arms import Point, about_engine, measure
+from data.measure.tables import Folder, Line, Part
+from workbench.bench import results
+from workbench.bench.rounds import interleave
 from workbench.config import BEST, EngineConfig, TogglePreset
-from workbench.errors import UsageError, WorkbenchError
 from workbench.serve.bench import BenchSpec
 from workbench.serve.child import normal_ids
+from workbench.serve.fits import Quadratic, asymptotic_ratio, quadratic
 from workbench.serve.served import engine_process
 from workbench.serve.serving import serving
 from workbench.serve.worker import WorkerSettings
 from workbench.sizes import round_up
 
-ROOT = Path(__file__).resolve().parents[2]
-PAD = 256
+OFF, ON = "off", "tail"
 # both with llama.cpp's extents: with a server's own, reading all would read more than there
-ARMS = {way: {"skip_masked_kv": way, "kv_growth": "step"} for way in ("off", "tail")}
+ARMS = {way: TogglePreset(BEST, {"skip_masked_kv": way, "kv_growth": "step"}) for way in (OFF, ON)}
 
 app = App(help=__doc__, result_action="return_none")
 
@@ -51,11 +52,7 @@ def main(
     n_gen: int = 256,
     n_ubatch: int = 512,
     rounds: int = 1,
-    device: str = "cuda",
-    out: Path = ROOT / "data" / "results" / FOLDER,
-    files: Path = ROOT / "data" / "models",
-    again: bool = False,
-    at_most_s: float = math.inf,
+    options: Options = USUAL,
 ) -> None:
     """Measures both arms at every mean length, and prints the table.
 
@@ -68,48 +65,41 @@ def main(
     n_gen: tokens that each request generates.
     n_ubatch: tokens computed at once.
     rounds: how often each point is measured.
-    out: where the run folder goes.
-    files: where model files are, and where missing ones are written.
-    again: measure what was measured, too.
-    at_most_s: no point begins after so many seconds.
     """
-    lengths = sorted({int(n) for n in means.split(",")})
-    if min(lengths[0], prompts, slots, n_gen, rounds) < 1:
-        raise UsageError("--means, --prompts, --slots, --n-gen and --rounds are 1 or more")
-    folder, begun = out / model, time.monotonic()
-    if is_there(folder) and not again:
-        print(f"{model}: there already, of this commit", flush=True)
-        return
-    path = model_file(model, files)
-    shutil.rmtree(folder, ignore_errors=True)
-    each = round_up(2 * lengths[-1] + n_gen, PAD)
-    config = EngineConfig(
-        device=device, n_ctx=slots * each, n_seqs=slots, n_ubatch=n_ubatch, n_kv_pad=PAD
-    )
-    wanted = {name: TogglePreset(BEST, changes) for name, changes in ARMS.items()}
-    points = _points(lengths, prompts, slots, n_gen, path)
-    toggles = {name: serving(device, preset).changes for name, preset in wanted.items()}
-    recording = Recording(
-        FOLDER, path, folder, toggles, [point.test for point in points], rounds, device
-    )
-    recording.run["result"] |= {"slots": slots, "n_ubatch": n_ubatch}
-    with ExitStack() as stack, kept(recording.draft, raises=True):
-        targets = [
-            stack.enter_context(engine_process(WorkerSettings(str(path), config, slots, preset)))
-            for preset in wanted.values()
-        ]
-        names, number = list(wanted), 0
-        for round_ in range(rounds):
-            for point in points:
-                if number and time.monotonic() - begun > at_most_s:
-                    break
-                for i in order_of(number, len(names)):
-                    row = recording.measure(names[i], round_, targets[i], point)
-                    seconds = row.figures["duration"]
-                    print(f"  {point.test} {names[i]}: {seconds:.2f} s", flush=True)
-                number += 1
-    print(shown(folder), flush=True)
-    print(f"== {model}: {time.monotonic() - begun:.0f} s", flush=True)
+    lengths = sorted(set(numbers("--means", means)))
+    at_least_one(lengths[0], prompts, slots, n_gen, rounds,
+                 flags="--means, --prompts, --slots, --n-gen and --rounds")  # fmt: skip
+    call = Call(RUNS.name, options)
+    folder = call.out / model
+
+    def measured() -> None:
+        path = call.model_file(model)
+        config = EngineConfig(
+            device=options.device, n_ctx=slots * round_up(2 * lengths[-1] + n_gen, PAD),
+            n_seqs=slots, n_ubatch=n_ubatch, n_kv_pad=PAD,
+        )  # fmt: skip
+        points = _points(lengths, prompts, slots, n_gen, path)
+        toggles = {name: serving(options.device, arm).changes for name, arm in ARMS.items()}
+        recording = Recording(
+            RUNS.name, folder, about_engine(path, options.device), toggles,
+            [point.test for point in points], rounds,
+        )  # fmt: skip
+        recording.result |= {"points": [], "slots": slots, "n_ubatch": n_ubatch}
+        with ExitStack() as stack, recording.kept():
+            targets = [
+                stack.enter_context(engine_process(WorkerSettings(str(path), config, slots, arm)))
+                for arm in ARMS.values()
+            ]
+
+            def take(number: int, arm: int) -> None:
+                round_, i = divmod(number, len(points))
+                row = measure(recording, recording.arms[arm], round_, targets[arm], points[i])
+                seconds = row.figures["duration"]
+                print(f"  {points[i].test} {recording.arms[arm]}: {seconds:.2f} s", flush=True)
+
+            interleave(call.rounds(rounds * len(points)), len(ARMS), take)
+
+    call.make(model, folder, measured, shown)
 
 
 def _points(lengths: list[int], prompts: int, slots: int, n_gen: int, path: Path) -> list[Point]:
@@ -124,10 +114,82 @@ def _points(lengths: list[int], prompts: int, slots: int, n_gen: int, path: Path
     return found
 
 
+class RandomRun:
+    """A run, read. points: a row for each arm, length and round."""
+
+    def __init__(self, found: results.Run):
+        self.run = found.run
+        self.points = pd.DataFrame(found.run["result"]["points"])
+        self.points["mean"] = self.points["total_input_tokens"] / self.points["completed"]
+
+    def about(self) -> str:
+        return f"rounds: {self.run['repetitions']}"
+
+    def fit(self, arm: str) -> Quadratic | None:
+        """Runtime in s by the mean length of prompts; None for fewer than three lengths."""
+        own = self.points[self.points["arm"] == arm]
+        if own["test"].nunique() < 3:
+            return None
+        return quadratic(own["mean"].to_numpy(), own["duration"].to_numpy())
+
+    def lines(self) -> Iterator[Line]:
+        """A mean length: runtimes, medians over rounds, and what skipping gains."""
+        for test in dict.fromkeys(self.points["test"]):
+            of = self.points[self.points["test"] == test].groupby("arm").median(numeric_only=True)
+            if not {OFF, ON} <= set(of.index):
+                continue
+            off, on = of.loc[OFF], of.loc[ON]
+            values: dict[str, Any] = {
+                "model": model_of(self.run), "slots": self.run["result"]["slots"],
+                "mean": off["mean"], "n": int(off["completed"]), "off": off["duration"],
+                "on": on["duration"], "ratio": off["duration"] / on["duration"],
+                "tps_off": off["output_throughput"], "tps_on": on["output_throughput"],
+                "ttft_off": off["mean_ttft_ms"], "ttft_on": on["mean_ttft_ms"],
+            }  # fmt: skip
+            yield Line(values, [self])
+
+    def said(self) -> str:
+        """The fits, in words, and the ratio for prompts without end."""
+        fits = {arm: self.fit(arm) for arm in (OFF, ON)}
+        off, on = fits[OFF], fits[ON]
+        if off is None or on is None:
+            return ""
+        texts = [f"skip_masked_kv={arm}: {_words(fit)}" for arm, fit in fits.items() if fit]
+        ratio, error = asymptotic_ratio(off, on)
+        tends = (
+            "the points show no limit"
+            if math.isnan(ratio)
+            else f"for prompts without end {ratio:.2f}"
+            + ("" if math.isnan(error) else f" (standard error {error:.2f})")
+        )
+        name = model_of(self.run)
+        return f"{name}: seconds by the mean length x: {'; '.join(texts)}; {tends}."
+
+
+def _words(fit: Quadratic) -> str:
+    return f"{fit.a:.3g} {_signed(fit.b)} x {_signed(fit.c)} x²"
+
+
+def _signed(value: float) -> str:
+    return f"{'-' if value < 0 else '+'} {abs(value):.3g}"
+
+
+def fits(recorded: Recorded) -> str:
+    return "\n\n".join(filter(None, (found.said() for found in RUNS.runs(recorded))))
+
+
+def shown(folder: Path) -> str:
+    """The table and the fits of one run folder."""
+    return "\n\n".join(filter(None, (RUNS.shown(folder), RUNS.load(folder).said())))
+
+
+RUNS = Folder("random-lengths", "Prompts of random lengths", RandomRun, {
+    "Model": "{model}", "slots": "{slots}", "mean prompt": "{mean:.0f}", "requests": "{n}",
+    "s off": "{off:.2f}", "s tail": "{on:.2f}", "ratio": "{ratio:.3f}",
+    "t/s off": "{tps_off:.0f}", "t/s tail": "{tps_on:.0f}", "TTFT ms off": "{ttft_off:.0f}",
+    "TTFT ms tail": "{ttft_on:.0f}",
+})  # fmt: skip
+BLOCKS: dict[str, list[Part]] = {RUNS.name: [RUNS.table, fits]}
+
 if __name__ == "__main__":
-    try:
-        app()
-    except (RuntimeError, WorkbenchError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    start(app)

@@ -20,11 +20,13 @@ from data.measure.matrix import CPU_STEP, SIZES, Row, rows
 from workbench.bench import results
 from workbench.bench.bounds import Bound, bound_of
 from workbench.bench.comparison import AB
-from workbench.bench.stats import Band, Ratio, aa_band, speedup, verdict
+from workbench.bench.gaps import CONTROL
+from workbench.bench.stats import Band, Ratio, aa_band, median_interval, speedup, verdict
 from workbench.bench.workload import parse
 
 NOT_MEASURED = "not measured"
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+PHASES = ("prompts", "generated")  # of a test
 LARGE, SMALL = ("8b.glu", "8b.gate_up", "8b.head"), ("8b.qkv", "8b.o", "8b.down")
 
 
@@ -33,6 +35,20 @@ class Share(float):
 
     def __format__(self, spec: str) -> str:
         return format(100 * float(self), spec)
+
+
+def complete_run(folder: Path) -> results.Run | None:
+    """The run in a folder; None where there is none, or one that was cut off."""
+    if not (folder / results.RUN_JSON).is_file():
+        return None
+    found = results.load_run(folder)
+    return found if found.run["status"] == results.COMPLETE else None
+
+
+def complete_runs(folder: Path) -> list[results.Run]:
+    """The complete runs in the folders of a folder, small models first."""
+    every = (complete_run(path.parent) for path in sorted(folder.glob(f"*/{results.RUN_JSON}")))
+    return sorted(filter(None, every), key=lambda found: found.run["model"].get("n_params", 0))
 
 
 class Recorded:
@@ -57,6 +73,15 @@ class Recorded:
             run = self.run(row.folder)
             if run is not None and (step != CPU_STEP or row.device == self.device):
                 yield row, run
+
+    def toggled(self, step: str, kind: str = "", toggle: str = "") -> Iterator[Toggled]:
+        """The arms of the comparisons of a step but baseline and control, each in every test."""
+        for row, run in self.of(step, kind, toggle):
+            ab = AB(run.run, run.samples)
+            arms = {arm["name"]: arm for arm in ab.run["arms"]}
+            for found in ab.summary().to_dict("records"):
+                if not found["is_control"]:
+                    yield Toggled(row, ab, arms[found["arm"]], found)
 
     def left_out(self) -> list[str]:
         """A line for each run that counts for nothing."""
@@ -83,15 +108,31 @@ def _useless(run: dict[str, Any]) -> str:
     return f"is {run['result']['void']}" if run["result"].get("void") else ""
 
 
-def tps(run: results.Run, test: str) -> float | None:
-    """The median over repetitions of a test's tokens per second."""
-    rates = results.rates(run.samples)
-    found = rates.loc[rates["test"] == test, "tps"]
-    return float(found.median()) if len(found) else None
+class Toggled(NamedTuple):
+    """An arm of a comparison beside its baseline, in one test. row: of the matrix. arm: as run.json
+    has it. found: its row of `AB.summary`."""
+
+    row: Row
+    ab: AB
+    arm: dict[str, Any]
+    found: dict[str, Any]
+
+    @property
+    def model(self) -> str:
+        return model_of(self.ab.run)
+
+    def speedup(self, digits: int = 3) -> str:
+        of = self.found
+        return f"{of['speedup']:.{digits}f} ({of['low']:.{digits}f}..{of['high']:.{digits}f})"
+
+    @property
+    def band(self) -> str:
+        return f"{self.found['band_low']:.3f}..{self.found['band_high']:.3f}"
 
 
 class Between(NamedTuple):
-    """An arm beside another of the same comparison: t/s of both, medians of the same rounds."""
+    """An arm beside another of the same run: t/s of both, medians of the same rounds. band: what
+    the run's A/A control spans."""
 
     before: float
     after: float
@@ -102,59 +143,87 @@ class Between(NamedTuple):
     def verdict(self) -> str:
         return verdict(self.ratio, self.band)
 
+
+class Arms:
+    """A run, read arm by arm. names: of its arms, the baseline's first, without the control."""
+
+    def __init__(self, found: results.Run):
+        self.run, self.samples = found.run, found.samples
+        self.names = [arm["name"] for arm in self.run["arms"] if not arm["is_control"]]
+
     @property
-    def said(self) -> str:
-        return f"{self.ratio.value:.3f} ({self.ratio.low:.3f}..{self.ratio.high:.3f})"
+    def model(self) -> str:
+        return model_of(self.run)
+
+    def side(self, name: str) -> list[str]:
+        """The arms whose names begin with a word."""
+        return [arm for arm in self.names if arm.split()[0] == name]
+
+    def toggles(self, arm: str) -> dict[str, str]:
+        found: dict[str, str] = next(a["toggles"] for a in self.run["arms"] if a["name"] == arm)
+        return found
+
+    def phases(self, test: str) -> list[str]:
+        """Which of PHASES a test has."""
+        one = parse(test)
+        return [name for name, n in zip(PHASES, (one.n_prompt, one.n_gen), strict=True) if n]
+
+    def rates(self, test: str, phase: str = "") -> pd.DataFrame:
+        """t/s of a test, or of one of its phases: a row for each round, a column for each arm, the
+        control among them. A round's speed is that of all its tokens together."""
+        rows = self.samples[self.samples["test"] == test]
+        if phase and len(self.phases(test)) > 1:
+            rows = rows[(rows["token"] == 0) == (phase == PHASES[0])]
+        sums = rows.groupby(["repetition", "arm"], observed=True)[["n_tokens", "ns"]].sum()
+        table = (sums["n_tokens"] * 1e9 / sums["ns"]).unstack()
+        return table[[arm["name"] for arm in self.run["arms"] if arm["name"] in table]]
+
+    def interval(self, test: str, arm: str, phase: str = "") -> tuple[float, float, float]:
+        """Median t/s and its 95 % interval."""
+        return median_interval(self.rates(test, phase)[arm].dropna(), self.run["seed"])
+
+    def ratio(self, test: str, before: str, after: str, phase: str = "") -> Ratio:
+        """How many times faster an arm is than another, paired by round."""
+        pairs = self.rates(test, phase).dropna(subset=[before, after])
+        return speedup(pairs[before].to_numpy(), pairs[after].to_numpy(), self.run["seed"])
+
+    def band(self, test: str, phase: str = "") -> Band:
+        """What an arm says beside itself."""
+        control = next(arm["name"] for arm in self.run["arms"] if arm["is_control"])
+        return aa_band(self.ratio(test, control.removesuffix(CONTROL), control, phase))
+
+    def between(self, test: str, before: str, after: str, phase: str = "") -> Between:
+        middle = self.rates(test, phase).dropna(subset=[before, after]).median()
+        ratio, band = self.ratio(test, before, after, phase), self.band(test, phase)
+        return Between(float(middle[before]), float(middle[after]), ratio, band)
 
 
-def between(ab: AB, test: str, before: str, after: str) -> Between:
-    """What `after` is beside `before`, with the A/A band of the comparison. Neither need be
-    the baseline."""
-    rates = results.rates(ab.samples)
-    tps = rates[rates["test"] == test].pivot(index="repetition", columns="arm", values="tps")
-    control = next(arm["name"] for arm in ab.run["arms"] if arm["is_control"])
-    first, seed = ab.run["arms"][0]["name"], ab.run["seed"]
-
-    def ratio(a: str, b: str) -> Ratio:
-        pairs = tps[[a, b]].dropna()
-        return speedup(pairs[a].to_numpy(), pairs[b].to_numpy(), seed)
-
-    middle, band = tps[[before, after]].dropna().median(), aa_band(ratio(first, control))
-    return Between(float(middle[before]), float(middle[after]), ratio(before, after), band)
+def spread(ratio: Ratio, digits: int = 2) -> str:
+    """A ratio with its interval, where it has one."""
+    low, high = (f"{bound:.{digits}f}" for bound in (ratio.low, ratio.high))
+    return f"{ratio.value:.{digits}f}" + (f" ({low}..{high})" if ratio.low == ratio.low else "")
 
 
-class Decode(NamedTuple):
-    """A model's decode and prompt. share: of the read bandwidth that tg128 reads weights at;
-    product_share: of the large product's rate that pp512 computes at, None where not measured."""
-
-    model: str
-    gb: float
-    tg: float
-    share: Share
-    pp: float
-    product_share: Share | None
-    launches: int
-    n_layer: int
-    run: results.Run
-
-
-def decode(recorded: Recorded, name: str) -> Decode | None:
-    """What run `decode-NAME` says."""
+def decode(recorded: Recorded, name: str) -> dict[str, Any] | None:
+    """What run `decode-NAME` says of a model's decode and prompt, by name. share: of the read
+    bandwidth that tg128 reads weights at. product_share: of the large product's rate that pp512
+    computes at, None where not measured; of_product: the same in words. per_layer: launches; the
+    rest are the embedding, last norm and head."""
     run = recorded.run(f"decode-{name}")
-    if run is None:
+    if run is None or not {"tg128", "pp512"} <= set(run.samples["test"]):
         return None
-    tg, pp = tps(run, "tg128"), tps(run, "pp512")
-    if tg is None or pp is None:
-        return None
+    tg, pp = (float(Arms(run).rates(test).iloc[:, 0].median()) for test in ("tg128", "pp512"))
     model, result = run.run["model"], run.run["result"]
-    peak = result.get("product_tflops")
+    read, peak = model["weight_bytes_per_token"] / 1e9, result.get("product_tflops")
     done = result["product_flops"]["pp512"] * pp / 512 / 1e12
-    return Decode(
-        model_of(run.run), model["weight_bytes_per_token"] / 1e9, tg,
-        Share(model["weight_bytes_per_token"] * tg / 1e9 / result["read_gbps"]),
-        pp, Share(done / peak) if peak else None,
-        run.run["arms"][0]["program"]["tg128"]["counts"]["launches"], model["n_layer"], run,
-    )  # fmt: skip
+    launches = run.run["arms"][0]["program"]["tg128"]["counts"]["launches"]
+    product = Share(done / peak) if peak else None
+    return {
+        "model": model_of(run.run), "gb": read, "tg": tg, "pp": pp, "launches": launches,
+        "share": Share(read * tg / result["read_gbps"]), "product_share": product,
+        "of_product": f", {product:.1f} % of a large product's rate" if product else "",
+        "per_layer": launches // model["n_layer"],
+    }  # fmt: skip
 
 
 def model_of(run: dict[str, Any]) -> str:
@@ -168,9 +237,9 @@ def title_of(name: str) -> str:
     return f"{preset} {quant.upper().removesuffix('_M')}"
 
 
-def depth_ratio(recorded: Recorded) -> float | None:
-    """What the deepest test of `depth-llama-3-8b-q4_0` adds to a token over an empty cache, in
-    times of reading the cache at the run's read bandwidth."""
+def depth_ratio(recorded: Recorded, _: str = "") -> dict[str, float] | None:
+    """ratio: what the deepest test of `depth-llama-3-8b-q4_0` adds to a token over an empty cache,
+    in times of reading the cache at the run's read bandwidth."""
     run = recorded.run("depth-llama-3-8b-q4_0")
     if run is None:
         return None
@@ -181,7 +250,8 @@ def depth_ratio(recorded: Recorded) -> float | None:
         return None
     cache = cells * run.run["result"]["cache_bytes_per_token"]
     added = float(ns[depths[cells]] - ns[depths[0]])
-    return added / (cache / run.run["result"]["read_gbps"])  # bytes / (GB/s) is ns
+    reading = cache / run.run["result"]["read_gbps"]  # bytes / (GB/s) is ns
+    return {"ratio": added / reading}
 
 
 class Step(NamedTuple):
@@ -218,24 +288,11 @@ def batch_steps(recorded: Recorded, name: str) -> list[Step]:
     return sorted(found)
 
 
-class Together(NamedTuple):
-    """Sequences that go on together: tokens of all of them per second, of prompts (pp) and
-    generated (tg), and each sequence's. bound: what could be generated if a step took no longer
-    than to read the weights once and the cells in use once. share: of the bound."""
-
-    model: str
-    n_seqs: int
-    pp: float
-    tg: float
-    each: float
-    step_ms: float
-    step_gb: float
-    bound: float
-    share: Share
-
-
-def together(run: results.Run) -> Together:
-    """What a run of several sequences says; medians of steps and of repetitions."""
+def together(run: results.Run) -> dict[str, Any]:
+    """What a run of sequences that go on together says; medians of steps and of repetitions. Tokens
+    of all of them per second, of prompts (pp) and generated (tg), and each sequence's. bound: what
+    could be generated if a step took no longer than to read the weights once and the cells in use
+    once. share: of the bound."""
     (name,), result = run.run["tests"], run.run["result"]
     test, samples = parse(name), run.samples
     prompts, steps = samples[samples["token"] == 0], samples[samples["token"] > 0]
@@ -243,11 +300,11 @@ def together(run: results.Run) -> Together:
     weights = run.run["model"]["weight_bytes_per_token"]
     read = test.step_bytes(weights, result["cache_bytes_per_token"])
     tg, bound = test.n_seqs * 1e9 / step_ns, test.n_seqs * result["read_gbps"] * 1e9 / read
-    pp = test.n_prompt_tokens * 1e9 / float(prompts["ns"].median())
-    return Together(
-        model_of(run.run), test.n_seqs, pp, tg, tg / test.n_seqs, step_ns / 1e6, read / 1e9, bound,
-        Share(tg / bound),
-    )  # fmt: skip
+    return {
+        "model": model_of(run.run), "n_seqs": test.n_seqs, "tg": tg, "each": tg / test.n_seqs,
+        "pp": test.n_prompt_tokens * 1e9 / float(prompts["ns"].median()),
+        "step_ms": step_ns / 1e6, "step_gb": read / 1e9, "bound": bound, "share": Share(tg / bound),
+    }  # fmt: skip
 
 
 def kernel_rows(run: results.Run | None, dtype: str = "") -> pd.DataFrame:

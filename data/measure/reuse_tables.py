@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from data.measure import peer
 from data.measure.matrix import LAYERS
-from data.measure.recorded import Recorded, between, model_of
+from data.measure.recorded import Arms, Recorded, spread
 from data.measure.tables import Line, Part, Table
 from notebooks import kept
 from workbench.bench.comparison import AB
@@ -33,46 +33,34 @@ def _cells(arm: dict[str, Any]) -> dict[str, str]:
     return {phase: f"{us:.1f}" for phase, us in phases_us(arm).items()}
 
 
-def _arms(ab: AB) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The arms behind the baseline but the control, each with its row of the summary."""
-    summary = {row["arm"]: row for row in ab.summary().to_dict("records")}
-    yield from ((arm, summary[arm["name"]]) for arm in ab.run["arms"][1:] if not arm["is_control"])
-
-
-def _speedup(row: dict[str, Any]) -> str:
-    return f"{row['speedup']:.2f} ({row['low']:.2f}..{row['high']:.2f})"
-
-
 def ways(recorded: Recorded) -> Iterator[Line]:
     """A model and way: t/s beside rebuilding, and us a token in each phase."""
-    for _, run in recorded.of("reuse", "ab", WAYS):
-        ab = AB(run.run, run.samples)
-        first, found = ab.run["arms"][0], list(_arms(ab))
-        model = {"Model": model_of(ab.run), WAYS: first["name"]}
-        own = {"t/s rebuilt": "", "t/s": f"{found[0][1]['tps_baseline']:.1f}"}
-        yield Line(model | own | _cells(first), [ab])
-        for arm, row in found:
-            said = {WAYS: arm["name"], "t/s rebuilt": own["t/s"],
-                    "t/s": f"{row['tps_toggled']:.1f}", "Speedup": _speedup(row),
-                    "verdict": row["verdict"]}  # fmt: skip
-            yield Line(model | said | _cells(arm), [ab])
+    models = set[str]()
+    for one in recorded.toggled("reuse", "ab", WAYS):
+        before, first = f"{one.found['tps_baseline']:.1f}", one.ab.run["arms"][0]
+        if one.model not in models:
+            models.add(one.model)
+            rebuilt = {"Model": one.model, WAYS: first["name"], "t/s rebuilt": "", "t/s": before}
+            yield Line(rebuilt | _cells(first), [one.ab])
+        said = {"Model": one.model, WAYS: one.arm["name"], "t/s rebuilt": before,
+                "t/s": f"{one.found['tps_toggled']:.1f}", "Speedup": one.speedup(2),
+                "verdict": one.found["verdict"]}  # fmt: skip
+        yield Line(said | _cells(one.arm), [one.ab])
 
 
 def layers(recorded: Recorded) -> Iterator[Line]:
     """A model and layer of reuse: what a token costs more where the layer is disabled, and us in
     each phase then."""
-    for _, run in recorded.of("reuse", "ab", REDO):
-        ab = AB(run.run, run.samples)
-        for arm, row in _arms(ab):
-            done = [name for name in LAYERS if arm["toggles"][name] == Redo.ON]
-            more = 1e6 / row["tps_toggled"] - 1e6 / row["tps_baseline"]
-            cells = {
-                "Model": model_of(ab.run),
-                "done again": ", ".join(name.removeprefix(f"{REDO}_") for name in done),
-                "t/s": f"{row['tps_baseline']:.1f}", "t/s then": f"{row['tps_toggled']:.1f}",
-                "us more": f"{more:.0f}", "Speedup": _speedup(row), "verdict": row["verdict"],
-            }  # fmt: skip
-            yield Line(cells | _cells(arm), [ab])
+    for one in recorded.toggled("reuse", "ab", REDO):
+        done = [name for name in LAYERS if one.arm["toggles"][name] == Redo.ON]
+        before, after = (one.found[f"tps_{which}"] for which in ("baseline", "toggled"))
+        cells = {
+            "Model": one.model, "done again": ", ".join(n.removeprefix(f"{REDO}_") for n in done),
+            "t/s": f"{before:.1f}", "t/s then": f"{after:.1f}",
+            "us more": f"{1e6 / after - 1e6 / before:.0f}", "Speedup": one.speedup(2),
+            "verdict": one.found["verdict"],
+        }  # fmt: skip
+        yield Line(cells | _cells(one.arm), [one.ab])
 
 
 class Worth(NamedTuple):
@@ -107,15 +95,14 @@ def worths(recorded: Recorded) -> list[Worth]:
         for saving in (other.savings(test) if test.startswith("tg") else ())
         if saving.with_ == peer.REUSE_PAIRS[0][0]
     }
-    found = []
-    for _, run in recorded.of("reuse", "ab", WAYS):
-        ab = AB(run.run, run.samples)
-        with_kept = next((row for arm, row in _arms(ab) if arm["name"] == KEPT), None)
-        if with_kept is not None:
-            name, own_us = model_of(run.run), kept.own_build_us(ab.run["arms"][0])
-            us = 1e6 / with_kept["tps_toggled"]
-            found.append(Worth(name, us, own_us, _speedup(with_kept), theirs.get(name), ab))
-    return found
+    return [
+        Worth(
+            one.model, 1e6 / one.found["tps_toggled"], kept.own_build_us(one.ab.run["arms"][0]),
+            one.speedup(2), theirs.get(one.model), one.ab,
+        )
+        for one in recorded.toggled("reuse", "ab", WAYS)
+        if one.arm["name"] == KEPT
+    ]  # fmt: skip
 
 
 def verdicts(recorded: Recorded) -> Iterator[Line]:
@@ -183,18 +170,17 @@ def graph_work(recorded: Recorded, way: str) -> dict[str, Any] | None:
 def growth(recorded: Recorded) -> Iterator[Line]:
     """A model, test and plans: n_kv that is full beside n_kv that grows, of one run."""
     for _, run in recorded.of("grown", "ab"):
-        ab = AB(run.run, run.samples)
-        arms = [arm for arm in ab.run["arms"] if not arm["is_control"]]
-        for test in ab.run["tests"]:
-            for step, full in zip(arms[::2], arms[1::2], strict=True):
-                found = between(ab, test, step["name"], full["name"])
+        arms = Arms(run)
+        for test in run.run["tests"]:
+            for step, full in zip(arms.names[::2], arms.names[1::2], strict=True):
+                found = arms.between(test, step, full)
                 yield Line(
                     {
-                        "Model": model_of(ab.run), "Test": test, "plans": step["toggles"]["plans"],
+                        "Model": arms.model, "Test": test, "plans": arms.toggles(step)["plans"],
                         "t/s step": f"{found.before:.1f}", "t/s full": f"{found.after:.1f}",
-                        "Speedup": found.said, "verdict": found.verdict,
+                        "Speedup": spread(found.ratio, 3), "verdict": found.verdict,
                     },
-                    [ab],
+                    [arms],
                 )  # fmt: skip
 
 

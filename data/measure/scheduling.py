@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.measure.matrix import CPU_STEP, MODES, Row
-from data.measure.racing_tables import RACES
+from data.measure.racing import RACES
 from data.measure.recorded import Recorded, model_of
 from data.measure.tables import Line, Part, Table
 from workbench.bench.comparison import AB
@@ -176,13 +176,12 @@ def comparisons(
     recorded: Recorded, step: str, toggle: str = "", device: str = ""
 ) -> Iterator[Line]:
     """Each toggled arm of the comparisons of a step. device: the runs of another one."""
-    for row, ab in _of(Recorded(recorded.folder, device) if device else recorded, step, toggle):
-        name, before = ab.run["result"]["toggle"], ab.label(ab.run["arms"][0])
-        for found in ab.summary().to_dict("records"):
-            if not found["is_control"]:
-                named = {"what": row.label, "model": model_of(ab.run)}
-                arms = f"{before} -> {found['label']}"
-                yield Line(found | named | {"arms": f"{name}: {arms}" if name else arms}, [ab])
+    of_device = Recorded(recorded.folder, device) if device else recorded
+    for one in of_device.toggled(step, "ab", toggle):
+        name, before = one.ab.run["result"]["toggle"], one.ab.label(one.ab.run["arms"][0])
+        arms = f"{before} -> {one.found['label']}"
+        named = {"what": one.row.label, "model": one.model}
+        yield Line(one.found | named | {"arms": f"{name}: {arms}" if name else arms}, [one.ab])
 
 
 COMPARED = {

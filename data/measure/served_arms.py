@@ -11,11 +11,9 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from data.measure.in_rounds import Recording
 from workbench.backend.base import open_backend
 from workbench.bench import provenance
-from workbench.bench.draft import Draft, new_arm, new_run
 from workbench.serve.bench import BenchSpec, ServedRow, finite, serve_bench
 from workbench.serve.child import model_facts
 from workbench.serve.load import CLOSED, Arrivals
@@ -41,42 +39,35 @@ def offer(target: LoadTarget, point: Point) -> ServedRow:
     return serve_bench(target, [Arrivals(CLOSED, point.n_in_flight)], point.spec).rows[0]
 
 
-class Recording:
-    """A run that grows by points. kind: of the run; `result` has `points` beside what is given."""
+def about_engine(path: Path, device: str) -> dict[str, Any]:
+    """What a run says of the machine, the model, and an engine of another process."""
+    backend = open_backend(device)
+    try:
+        engine = {"device": device, "device_description": backend.description}
+    finally:
+        backend.close()
+    return provenance.collect() | {"model": model_facts(path), "engine": engine}
 
-    def __init__(
-        self, kind: str, path: Path, out: Path, arms: dict[str, dict[str, str]], tests: list[str],
-        rounds: int, device: str,
-    ):  # fmt: skip
-        """arms: toggles by name; the first is the baseline."""
-        backend = open_backend(device)
-        try:
-            engine = {"device": device, "device_description": backend.description}
-        finally:
-            backend.close()
-        found = provenance.collect() | {"model": model_facts(path), "engine": engine}
-        made = [new_arm(name, toggles) for name, toggles in arms.items()]
-        self.run = new_run(kind, out.name, kind, found, made, tests, rounds, 0)
-        self.run["result"] = {"points": []}
-        self.draft = Draft(self.run, out)
 
-    def measure(
-        self, arm: str, round_: int, target: LoadTarget, point: Point, **more: Any
-    ) -> ServedRow:
-        """Offers a point's load and notes what came of it. more: of the point's entry."""
-        row = offer(target, point)
-        entry = {"arm": arm, "test": point.test, "round": round_, "in_flight": point.n_in_flight}
-        figures = {name: row.figures[name] for name in KEPT}
-        self.run["result"]["points"].append(entry | finite(figures) | {"client": row.client} | more)
-        self.note(arm, round_, point.test, row.figures["duration"],
-                  row.figures["total_output_tokens"])  # fmt: skip
-        return row
+def measure(
+    recording: Recording, arm: str, round_: int, target: LoadTarget, point: Point, **more: Any
+) -> ServedRow:
+    """Offers a point's load and notes what came of it, in `points` of the run's result. more: of
+    the point's entry."""
+    row = offer(target, point)
+    entry = {"arm": arm, "test": point.test, "round": round_, "in_flight": point.n_in_flight}
+    figures = {name: row.figures[name] for name in KEPT}
+    recording.result["points"].append(entry | finite(figures) | {"client": row.client} | more)
+    n_generated = row.figures["total_output_tokens"]
+    add_load(recording, arm, round_, point.test, row.figures["duration"], n_generated)
+    return row
 
-    def note(self, arm: str, round_: int, test: str, seconds: float, n_generated: int) -> None:
-        """Adds a sample: so many generated tokens, and what they took with their prompts."""
-        ns, n = np.array([round(seconds * 1e9)], np.int64), np.array([n_generated], np.int64)
-        self.draft.samples.add(arm, False, test, round_, ns, n)
-        self.draft.checkpoint()
+
+def add_load(
+    recording: Recording, arm: str, round_: int, test: str, seconds: float, n_generated: float
+) -> None:
+    """Adds a sample: so many generated tokens, and what they took with their prompts."""
+    recording.add(arm, test, round_, [seconds * 1e9], [n_generated])
 
 
 class ProcessTime(NamedTuple):

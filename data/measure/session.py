@@ -72,16 +72,6 @@ class Session:
         shutil.rmtree(self.at(row), ignore_errors=True)
         return self.at(row)
 
-    def holds(self, row: Row, needs: str = "") -> bool:
-        """Whether a complete run of a row, of this commit, is there. needs: a key without which
-        the `result` of a run is not complete."""
-        try:
-            run = json.loads((self.at(row) / results.RUN_JSON).read_text())
-        except (OSError, ValueError):
-            return False
-        whole = not needs or needs in run["result"]
-        return bool(_is_ours(run) and whole and run["status"] == results.COMPLETE)
-
     def holds_file(self, row: Row) -> bool:
         """Whether the file of a row is there, of this commit."""
         try:
@@ -130,8 +120,7 @@ class Session:
         preset, quant = parsed(model)
         if self.quick:
             preset = "tiny-qwen3" if preset.startswith("qwen3") else "tiny-llama"
-        quant = quant_name(quant)
-        return write_model(preset, quant, self.models / f"{preset}-{quant}.gguf")
+        return model_file(preset, quant, self.models)
 
     @contextmanager
     def engine(self, row: Row) -> Iterator[wb.Engine]:
@@ -167,31 +156,23 @@ def everything(engine: wb.Engine) -> wb.Toggles:
 
 
 SERVED = "serving"  # what `workbench serve` has
-
-
-def _served(engine: wb.Engine, changes: str) -> TogglePreset:
-    return serving(engine.device, TogglePreset(BEST, parse_changes(changes)))
-
-
+RESOLVED = (BEST, SERVED)  # for a device and a number of sequences, each with its changes
 BACKGROUNDS: dict[str, Callable[[wb.Engine], wb.Toggles]] = {
     "baseline": lambda engine: wb.Toggles(),
     "kept": lambda engine: wb.Toggles(graph_reuse="set_rows"),
     "all": everything,
-    BEST: lambda engine: engine.resolve(BEST),
-    SERVED: lambda engine: engine.resolve(_served(engine, "")),
 }
 
 
 def toggles_of(spec: str, engine: wb.Engine, n_seqs: int = 0) -> wb.Toggles:
     """What a row's `toggles` say: a background, then each `NAME=VALUE` on top of it. Preset `best`
-    is resolved with them, for n_seqs sequences (0: the engine's), and so is what a server adds to
-    it (`serving`)."""
+    is resolved with them, for n_seqs sequences (0: the engine's), and so is what `workbench serve`
+    adds to it (`serving`)."""
     background, _, changes = spec.partition(" ")
-    if background == BEST:
-        return engine.resolve(TogglePreset(BEST, parse_changes(changes), n_seqs))
-    if background == SERVED:
-        return engine.resolve(_served(engine, changes))
-    return switched(BACKGROUNDS[background](engine), changes)
+    if background not in RESOLVED:
+        return switched(BACKGROUNDS[background](engine), changes)
+    wanted = TogglePreset(BEST, parse_changes(changes), n_seqs)
+    return engine.resolve(serving(engine.device, wanted) if background == SERVED else wanted)
 
 
 def parsed(model: str) -> tuple[str, str]:
@@ -212,10 +193,27 @@ def file_gb(model: str) -> float:
     return sum(math.prod(s[:-1]) * dtype.row_bytes(s[-1]) for s, dtype in typed) / 1e9
 
 
+def model_file(preset: str, quant: str, folder: Path) -> Path:
+    """The file of a model in a folder, written where it is missing."""
+    quant = quant_name(quant)
+    return write_model(preset, quant, folder / f"{preset}-{quant}.gguf")
+
+
 def _is_ours(found: dict[str, Any]) -> bool:
     """Whether a run or a file is of the commit that is checked out."""
     commit = provenance.commit()
     return bool(found["commit"] == commit and commit["hash"] != provenance.UNKNOWN)
+
+
+def is_complete(folder: Path, needs: str = "") -> bool:
+    """Whether a run folder has a complete run of the commit that is checked out. needs: a key
+    without which the `result` of a run is not complete."""
+    try:
+        run = json.loads((folder / results.RUN_JSON).read_text())
+    except (OSError, ValueError):
+        return False
+    whole = not needs or needs in run["result"]
+    return bool(_is_ours(run) and whole and run["status"] == results.COMPLETE)
 
 
 def add_to_result(folder: Path, **found: Any) -> None:
@@ -223,6 +221,11 @@ def add_to_result(folder: Path, **found: Any) -> None:
     run = results.load_run(folder)
     run.run["result"] |= found
     results.write_run(folder, run.run, run.samples)
+
+
+def cell_bytes(engine: wb.Engine, cells: int = 256) -> int:
+    """Bytes of K and V of a cell, in all layers."""
+    return sum(t.nbytes for pair in engine.model.caches(cells) for t in pair) // cells
 
 
 def product_flops(engine: wb.Engine, n_tokens: int) -> int:

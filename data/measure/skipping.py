@@ -20,20 +20,20 @@ device, which computes nothing.
 from __future__ import annotations
 
 import dataclasses
-import math
+import re
 import shutil
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cyclopts import App
 
 import workbench as wb
+from data.measure.command import PAD, USUAL, Call, Options, numbers, start
+from data.measure.recorded import PHASES, Arms, Recorded, Share, complete_runs, spread
 from data.measure.session import add_to_result, toggles_of
-from data.measure.skipping_tables import FOLDER, shown
-from tests.peer.cuda import is_there, model_file
+from data.measure.tables import Line, Part, Table, as_text
 from workbench.bench import workload as w
 from workbench.bench.arms import switched
 from workbench.bench.stats import MIN_REPETITIONS
@@ -41,14 +41,14 @@ from workbench.bench.workload import gen_steps, prompt_steps
 from workbench.config import Toggles
 from workbench.engine.batch import Work
 from workbench.engine.kv_extent import WAYS
-from workbench.errors import UsageError, WorkbenchError
+from workbench.errors import UsageError
 from workbench.graph.attend import PARTS
 from workbench.sizes import round_up
 
-ROOT = Path(__file__).resolve().parents[2]
+FOLDER = "skipping"
 UBATCHES = ",".join(str(1 << i) for i in range(14))
 # with llama.cpp's extents: with a server's own, reading all would read more than there
-BACKGROUND, PAD, LEAST_GATED = "serving kv_growth=step", 256, 1024
+BACKGROUND, LEAST_GATED = "serving kv_growth=step", 1024
 OFF, IN_LOOP, TAIL, CLASSES = (f"skip_masked_kv={way}" for way in WAYS)
 ALWAYS = "skip_gate=always"
 
@@ -107,6 +107,7 @@ def measured(engine: wb.Engine, null: wb.Engine, one: Compared, out: Path) -> No
         engine.config, n_ubatch=one.n_ubatch, n_seqs=one.n_seqs, n_ctx=one.n_ctx
     )
     toggles = toggles_of(BACKGROUND, engine)
+    shutil.rmtree(out, ignore_errors=True)
     with wb.Engine(engine._open, config, switched(toggles, one.arms[0])) as own:
         found = wb.ab(
             own, " | ".join(one.arms), tests=[*one.tests], rounds=one.rounds, background=toggles,
@@ -174,11 +175,7 @@ def main(
     n_gen: int = 32,
     rounds: int = MIN_REPETITIONS,
     only: str = "",
-    device: str = "cuda",
-    out: Path = ROOT / "data" / "results" / FOLDER,
-    files: Path = ROOT / "data" / "models",
-    again: bool = False,
-    at_most_s: float = math.inf,
+    options: Options = USUAL,
 ) -> None:
     """Measures every comparison, large ubatches first, and prints the tables.
 
@@ -190,50 +187,157 @@ def main(
     n_gen: tokens that are generated behind prompts.
     rounds: how often each arm is measured.
     only: how the names of the folders begin that are measured; without it, all are.
-    out: where the run folders go.
-    files: where model files are, and where missing ones are written.
-    again: measure what was measured, too.
-    at_most_s: no comparison begins after so many seconds.
     """
-    sizes = sorted({int(n) for n in ubatches.split(",")})
+    sizes = sorted(set(numbers("--ubatches", ubatches)))
     if sizes[0] < 1 or n_prompt < 8 or n_gen < 1 or rounds < 1:
         raise UsageError("ubatches, --n-gen and --rounds are 1 or more, --n-prompt 8 or more")
-    begun, path = time.monotonic(), model_file(model, files)
-    usable = [n for n in sizes if n <= n_prompt]
-    kept, config = (
-        wb.Toggles(graph_reuse="set_rows"),
-        wb.EngineConfig(device=device, n_ctx=PAD, n_ubatch=1, n_kv_pad=PAD, n_seqs=1),
-    )
+    call = Call(FOLDER, options)
+    path, kept = call.model_file(model), wb.Toggles(graph_reuse="set_rows")
+    config = wb.EngineConfig(device=options.device, n_ctx=PAD, n_ubatch=1, n_kv_pad=PAD, n_seqs=1)
     on_null = dataclasses.replace(config, device="null")
+    every = comparisons(n_prompt, [n for n in sizes if n <= n_prompt], n_gen, rounds)
     with (
         wb.Engine.load(path, config=config, toggles=kept) as engine,
         wb.Engine.load(path, config=on_null, toggles=kept) as null,
     ):
-        for one in _urgent(comparisons(n_prompt, usable, n_gen, rounds)):
-            if not one.folder.startswith(only):
-                continue
-            folder, begin = out / model / one.folder, time.monotonic()
-            if is_there(folder) and not again:
-                print(f"{one.folder}: there already, of this commit", flush=True)
-            elif begin - begun > at_most_s:
-                print(f"{one.folder}: left, {at_most_s:.0f} s are over; call again", flush=True)
-            else:
-                shutil.rmtree(folder, ignore_errors=True)
-                measured(engine, null, one, folder)
-                print(f"== {one.folder}: {time.monotonic() - begin:.1f} s", flush=True)
-    print(shown(out), flush=True)
-    print(f"== {time.monotonic() - begun:.0f} s in all", flush=True)
+        # what takes long comes last: prompts in small ubatches
+        for one in sorted(every, key=lambda one: one.n_ubatch < 64):
+            folder = call.out / model / one.folder
+            if one.folder.startswith(only):
+                call.make(one.folder, folder, partial(measured, engine, null, one, folder))
+    print(shown(call.out), flush=True)
+    print(f"== {call.seconds:.0f} s in all", flush=True)
 
 
-def _urgent(every: list[Compared]) -> list[Compared]:
-    """What takes long comes last: prompts in small ubatches."""
-    return sorted(every, key=lambda one: one.n_ubatch < 64)
+# what the runs say --------------------------------------------------------------------------------
 
+# a column for each way to skip
+COLUMNS = {
+    "in_loop": IN_LOOP, "tail": TAIL, "classes": CLASSES,
+    "tail, gate open": f"{TAIL} {ALWAYS}", "classes, gate open": f"{CLASSES} {ALWAYS}",
+}  # fmt: skip
+
+
+class SkipRun(Arms):
+    """A comparison, read: rates of prompts and of generated tokens apart."""
+
+    def skipped(self, test: str, phase: str, arm: str) -> Share | None:
+        """The share of blocks that an arm leaves unread; None where they were not counted."""
+        visited, skipped = self.run["result"]["visits"][arm][test][phase]
+        return Share(skipped / (visited + skipped)) if visited + skipped else None
+
+
+def runs(recorded: Recorded, model: str) -> dict[str, SkipRun]:
+    """The complete runs of a model by folder, large ubatches last."""
+    every = complete_runs(recorded.folder / FOLDER / model)
+    counted = [found for found in every if "visits" in found.run["result"]]
+    counted.sort(key=lambda found: found.run["result"]["n_ubatch"])
+    return {found.folder.name: SkipRun(found) for found in counted}
+
+
+def every(recorded: Recorded) -> Iterator[tuple[str, SkipRun]]:
+    """The runs of all models with their folders, small models first."""
+    models = (path.name for path in (recorded.folder / FOLDER).glob("*"))
+    by_model = [list(runs(recorded, model).items()) for model in models]
+    for of in sorted(filter(None, by_model), key=lambda of: of[0][1].run["model"]["n_params"]):
+        yield from of
+
+
+def by_ubatch(recorded: Recorded) -> Iterator[Line]:
+    """A ubatch size: t/s without skipping, and what each way gains; the blocks that are skipped."""
+    for folder, run in every(recorded):
+        if not re.fullmatch(r"ub\d+", folder):
+            continue
+        (test,), baseline, *_ = run.run["tests"], run.names[0]
+        values: dict[str, Any] = {
+            "model": run.model, "test": test, "n": run.run["result"]["n_ubatch"],
+            "off": float(run.rates(test)[baseline].median()),
+        }  # fmt: skip
+        for name, arm in COLUMNS.items():
+            there = arm in run.names
+            values[name] = spread(run.ratio(test, baseline, arm)) if there else None
+            values[f"{name} blocks"] = run.skipped(test, PHASES[0], arm) if there else None
+        most = max(filter(run.names.__contains__, COLUMNS.values()),
+                   key=lambda arm: run.skipped(test, PHASES[0], arm) or 0.0)  # fmt: skip
+        values["verdict"] = run.between(test, baseline, most).verdict
+        yield Line(values, [run])
+
+
+def side_by_side(recorded: Recorded) -> Iterator[Line]:
+    """Several sequences: an arm of `together-...`, beside the same cache without skipping."""
+    for folder, run in every(recorded):
+        if folder.startswith("together-"):
+            for arm in run.names:
+                cache, _, way = arm.partition(" ")
+                before, named = f"{cache} {OFF}", {"cache": cache, "way": way}
+                yield _line(run, arm, before, named, run.run["tests"][0])
+
+
+def parts(recorded: Recorded) -> Iterator[Line]:
+    """kv_parts, beside `off` with the same skipping; one sequence at depth behind them."""
+    for run in (run for name in ("parts", "depth") for of, run in every(recorded) if of == name):
+        for test in run.run["tests"]:
+            for arm in run.names:
+                kind, _, way = arm.partition(" ")
+                before = " ".join(filter(None, ("kv_parts=off", way)))
+                yield _line(run, arm, before, {"cache": kind, "way": way}, test)
+
+
+def _line(run: SkipRun, arm: str, before: str, named: dict[str, str], test: str) -> Line:
+    """An arm in a test, beside another; the phases that the test has not are left empty."""
+    n_ubatch = run.run["result"]["n_ubatch"]
+    values: dict[str, Any] = {"model": run.model, "test": test, "n": n_ubatch, **named}
+    for phase in PHASES:
+        cells = dict.fromkeys((phase, f"{phase} gain", f"{phase} blocks", f"{phase} verdict"))
+        if phase in run.phases(test):
+            found = run.between(test, before, arm, phase)
+            gain = spread(found.ratio) if arm != before else None
+            cells = dict(zip(cells, (found.after, gain, run.skipped(test, phase, arm),
+                                     found.verdict), strict=True))  # fmt: skip
+        values |= cells
+    return Line(values, [run])
+
+
+BY_UBATCH = {
+    "Model": "{model}", "Test": "{test}", "ubatch": "{n}", "t/s off": "{off:.0f}",
+    **{name: f"{{{name}}}" for name in COLUMNS},
+    **{f"{name} skips %": f"{{{name} blocks:.0f}}" for name in COLUMNS},
+    "verdict of most skipped": "{verdict}",
+}  # fmt: skip
+BESIDE = {
+    "Model": "{model}", "Test": "{test}", "ubatch": "{n}", "Cache": "{cache}", "Skipping": "{way}",
+    "pp t/s": "{prompts:.0f}", "gain": "{prompts gain}", "skips %": "{prompts blocks:.0f}",
+    "tg t/s": "{generated:.0f}", "tg gain": "{generated gain}",
+    "tg skips %": "{generated blocks:.0f}", "tg": "{generated verdict}",
+}  # fmt: skip
+BY_PARTS = {("Parts" if k == "Cache" else k): v for k, v in BESIDE.items()}
+TABLES = (
+    Table("Prompts by ubatch size, skipping masked cells", by_ubatch, BY_UBATCH, "rounds: {n}"),
+    Table("Sequences side by side, skipping masked cells", side_by_side, BESIDE, "rounds: {n}"),
+    Table("Parts of the cells, apart from skipping", parts, BY_PARTS, "rounds: {n}"),
+)
+
+
+def shown(folder: Path) -> str:
+    """The tables of a folder of runs, as text."""
+    recorded = Recorded(folder.parent)
+    every = [(list(table.lines(recorded)), table.cells) for table in TABLES]
+    return "\n\n".join(as_text(lines, cells) for lines, cells in every if lines)
+
+
+BLOCKS: dict[str, list[Part]] = {
+    "skipping": [
+        TABLES[0],
+        "A gain is the speed over that of the same ubatch size without skipping. The gate of the "
+        "proposal is open from 1024 tokens at once on, or where a step has several regions. Blocks "
+        "of 16 cells for 8 tokens, counted from the masks of all steps.",
+        TABLES[1],
+        "With one region for all sequences the gate stays closed to steps of fewer than 1024 "
+        "tokens. A gain is over the same cache without skipping.",
+        TABLES[2],
+        "A gain is over kv_parts=off with the same skipping.",
+    ],
+}
 
 if __name__ == "__main__":
-    try:
-        app()
-    except (RuntimeError, WorkbenchError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    start(app)

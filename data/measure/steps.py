@@ -25,6 +25,8 @@ from data.measure.session import (
     FILES,
     Session,
     add_to_result,
+    cell_bytes,
+    is_complete,
     product_flops,
     product_tflops,
     toggles_of,
@@ -60,7 +62,7 @@ class Kind(NamedTuple):
 def bench(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     """llama-bench's tests; the folder also says what a step computes and what the device can do."""
     rates = session.rates(engine.backend)
-    cache = _cell_bytes(engine)
+    cache = cell_bytes(engine)
     for row in rows:
         folder, tests = session.emptied(row), [workload.parse(t) for t in row.test.split(",")]
         prompts, gens, depths = (
@@ -90,15 +92,10 @@ def together(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
         with session.variant(engine, row) as side:
             sizes = [test.n_prompt], [test.n_gen], [test.n_seqs]
             (made,) = batched(side, *sizes, row.rounds, out=folder)
-        add_to_result(folder, **rates, cache_bytes_per_token=_cell_bytes(engine))
+        add_to_result(folder, **rates, cache_bytes_per_token=cell_bytes(engine))
         print(
             f"{folder.name}: {batched_line(made)}; {rates['read_gbps']:.0f} GB/s read", flush=True
         )
-
-
-def _cell_bytes(engine: wb.Engine, cells: int = 256) -> int:
-    """Bytes of K and V of a cell, in all layers."""
-    return sum(t.nbytes for pair in engine.model.caches(cells) for t in pair) // cells
 
 
 def compare(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
@@ -223,7 +220,7 @@ def is_there(session: Session, row: Row) -> bool:
     if row.kind == "trace":
         return (session.at(row) / TRACE).is_file()
     on_gpu = row.kind == "kernels" and session.device == "cuda"
-    return session.holds(row, "product_tflops" if on_gpu else kind.needs)
+    return is_complete(session.at(row), "product_tflops" if on_gpu else kind.needs)
 
 
 def _loaded(row: Row) -> tuple[str, int, int, int, int, int]:

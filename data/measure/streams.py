@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from data.measure.matrix import DIRECT, ONE_COPY
 from data.measure.peer import LLAMA, OURS, PeerRun, recorded_peer, recorded_peers, where
-from data.measure.recorded import NOT_MEASURED, Recorded
+from data.measure.recorded import NOT_MEASURED, Recorded, spread
 from data.measure.tables import Line, Part, Table
-from workbench.bench.stats import Ratio, verdict
+from workbench.bench.stats import Ratio
 
 FOLDER = "peer-streams"
 MODELS = (
@@ -98,13 +98,11 @@ def lines(recorded: Recorded) -> Iterator[Line]:
 def _line(
     peer: PeerRun, name: str, test: str, one: str, several: str, theirs: Ratio | None
 ) -> Line:
-    ratio, band = peer.ratio(test, one, several), peer.band(test)
-    found = verdict(ratio, band)
+    found = peer.between(test, one, several)
     values = {
-        "model": peer.model, "setting": name, "test": test,
-        "one": peer.interval(test, one)[0], "several": peer.interval(test, several)[0],
-        "ratio": ratio.value, "low": ratio.low, "high": ratio.high, "found": found,
-        "claim": "" if theirs is None else verdict_of(test, found, ratio, theirs),
+        "model": peer.model, "setting": name, "test": test, "one": found.before,
+        "several": found.after, "ratio": spread(found.ratio, 3), "found": found.verdict,
+        "claim": verdict_of(test, found.verdict, found.ratio, theirs) if theirs else "",
     }  # fmt: skip
     return Line(values, [peer])
 
@@ -117,9 +115,8 @@ def either(recorded: Recorded) -> str:
     """On which models streams win over fusion across branches: why a preset has one or several."""
     found: dict[str, list[str]] = {}
     for peer in recorded_peers(recorded, MODELS, FOLDER):
-        ratio = peer.ratio(DECODED, *EITHER.arms)
-        said = f"{peer.model} ({ratio.value:.3f})"
-        found.setdefault(verdict(ratio, peer.band(DECODED)), []).append(said)
+        beside = peer.between(DECODED, *EITHER.arms)
+        found.setdefault(beside.verdict, []).append(f"{peer.model} ({beside.ratio.value:.3f})")
     said = "; ".join(f"{name} on {', '.join(models)}" for name, models in found.items())
     return (
         f"Streams beside fusion across branches, {DECODED}: {said}. `streams=1` is what preset "
@@ -174,7 +171,7 @@ def ticks(recorded: Recorded) -> str:
 
 CELLS = {
     "Model": "{model}", "Setting": "{setting}", "Test": "{test}", "t/s one stream": "{one:.2f}",
-    "t/s streams": "{several:.2f}", "Speedup": "{ratio:.3f} ({low:.3f}..{high:.3f})",
+    "t/s streams": "{several:.2f}", "Speedup": "{ratio}",
     "Verdict": "{found}", "The thread's claim": "{claim}",
 }  # fmt: skip
 BLOCKS: dict[str, list[Part]] = {

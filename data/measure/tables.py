@@ -7,13 +7,15 @@ line; `more` says what its caption tells beside device, commits and date. Nothin
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import pandas as pd
 
-from data.measure.recorded import NOT_MEASURED, Recorded, commit_of
+from data.measure.recorded import NOT_MEASURED, Recorded, commit_of, complete_runs
 from data.measure.sources import mark
+from workbench.bench import results
 from workbench.report.tables import markdown
 
 
@@ -49,6 +51,55 @@ class Table(NamedTuple):
 Part = Table | str | Callable[[Recorded], str]
 
 
+class Reader(OfARun, Protocol):
+    """A run folder of a command, read."""
+
+    def lines(self) -> Iterator[Line]:
+        """Its lines of the command's table."""
+        ...
+
+    def about(self) -> str:
+        """What a caption tells of it beside device, commit and date."""
+        ...
+
+
+R = TypeVar("R", bound=Reader)
+
+
+class Folder(NamedTuple, Generic[R]):
+    """The folder of a command in data/results, with a run folder for each model, and the table of
+    them all. read: makes a reader of a run."""
+
+    name: str
+    title: str
+    read: Callable[[results.Run], R]
+    cells: Mapping[str, str]
+
+    def load(self, folder: Path) -> R:
+        """One run folder, read."""
+        return self.read(results.load_run(folder))
+
+    def runs(self, recorded: Recorded) -> list[R]:
+        """The complete runs, small models first."""
+        return [self.read(found) for found in complete_runs(recorded.folder / self.name)]
+
+    def lines(self, recorded: Recorded) -> Iterator[Line]:
+        for found in self.runs(recorded):
+            yield from found.lines()
+
+    def captions(self, recorded: Recorded) -> str:
+        """A caption for each run."""
+        return " ".join(caption([found], found.about()) for found in self.runs(recorded))
+
+    @property
+    def table(self) -> Table:
+        return Table(self.title, self.lines, self.cells, said=self.captions)
+
+    def shown(self, folder: Path) -> str:
+        """The table of one run folder."""
+        return as_text(self.load(folder).lines(), self.cells)
+
+
 def block(parts: Sequence[Part], recorded: Recorded) -> str:
     """Tables and the sentences between them, as Markdown. Sentences stand behind what was measured
     alone."""
@@ -68,8 +119,7 @@ def rendered(table: Table, lines: Sequence[Line], recorded: Recorded) -> str:
     runs = [run for line in lines for run in line.runs]
     if not lines or (table.more is not None and not runs):
         return f"{table.title}: {NOT_MEASURED}." if table.title else ""
-    rows = [shown(table.cells, line.values) for line in lines]
-    texts = [markdown(pd.DataFrame(rows).fillna(""))]
+    texts = [as_text(lines, table.cells)]
     if table.more is not None:
         groups = dict[str, list[OfARun]]()
         for run in runs:
@@ -80,6 +130,12 @@ def rendered(table: Table, lines: Sequence[Line], recorded: Recorded) -> str:
     if table.said is not None:
         texts.append(table.said(recorded))
     return "\n\n".join(texts)
+
+
+def as_text(lines: Iterable[Line], cells: Mapping[str, str] | None) -> str:
+    """Lines as Markdown."""
+    rows = [shown(cells, line.values) for line in lines]
+    return markdown(pd.DataFrame(rows).fillna(""))
 
 
 def shown(cells: Mapping[str, str] | None, values: Mapping[str, Any]) -> dict[str, str]:

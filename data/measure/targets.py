@@ -17,11 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.measure import binds, peer, plan_binds, plan_tables, reuse_tables
+from data.measure import binds, peer, plan_tables, reuse_tables
 from data.measure import recorded as figures
 from data.measure.binds import Bind
 from data.measure.matrix import BATCHED, DECODED, PLANNED, SCORED
-from data.measure.recorded import LARGE, NOT_MEASURED, SMALL, TYPES, Recorded, Share
+from data.measure.recorded import (
+    LARGE,
+    NOT_MEASURED,
+    SMALL,
+    TYPES,
+    Recorded,
+    Share,
+    decode,
+    depth_ratio,
+)
 from data.measure.tables import Line, Part, Table, block
 from workbench.bench.bounds import FEW
 from workbench.choices import Pdl
@@ -99,16 +108,6 @@ def kernel(recorded: Recorded, dtype: str, shapes: Sequence[str], launch: str) -
     return found and {"share": Share(found[0]), "where": found[1][3:]}
 
 
-def decode(recorded: Recorded, name: str) -> Values | None:
-    """per_layer: launches; the rest are the embedding, last norm and head."""
-    found = figures.decode(recorded, name)
-    if found is None:
-        return None
-    share, per_layer = found.product_share, found.launches // found.n_layer
-    more = "" if share is None else f", {share:.1f} % of a large product's rate"
-    return found._asdict() | {"per_layer": per_layer, "of_product": more}
-
-
 def worst_step(recorded: Recorded, name: str) -> Values | None:
     steps = figures.batch_steps(recorded, name)
     worst = min(steps, key=lambda step: step.share, default=None)
@@ -118,11 +117,6 @@ def worst_step(recorded: Recorded, name: str) -> Values | None:
 def worst_product(recorded: Recorded, dtype: str) -> Values | None:
     found = figures.worst_batch(recorded.run("kernels-batches"), dtype)
     return found and {"share": Share(found[0]), "where": f"{found[1][3:]}, {found[2]}"}
-
-
-def depth(recorded: Recorded, _: str) -> Values | None:
-    ratio = figures.depth_ratio(recorded)
-    return None if ratio is None else {"ratio": ratio}
 
 
 def load(recorded: Recorded, name: str) -> Values | None:
@@ -170,7 +164,7 @@ def on_a_cpu(recorded: Recorded, name: str) -> Values | None:
 def beside(recorded: Recorded, name: str) -> Values | None:
     """The fastest arms of both sides in one run, from `make peer-cuda`."""
     found = peer.recorded_peer(recorded, name)
-    return {"times": found.best(peer.SHOWN).ratio.value} if found else None
+    return {"times": found.best(peer.SHOWN).beside.ratio.value} if found else None
 
 
 # the targets --------------------------------------------------------------------------------------
@@ -237,7 +231,7 @@ TARGETS: tuple[Target, ...] = (
     Target(f"products of 9 to 128 tokens, each of 8B: {HALF}",
            dict.fromkeys(TYPES, LEAST_OF_BOUND), worst_product, WHERE),
     Target(f"depth 16384 of llama-3-8b: adds {MOST_DEPTH} times what reading its cache takes",
-           {"llama-3-8b-q4_0": MOST_DEPTH}, depth, "{ratio:.2f} times", "ratio", operator.le),
+           {"llama-3-8b-q4_0": MOST_DEPTH}, depth_ratio, "{ratio:.2f} times", "ratio", operator.le),
     Target(f"llama-3-8b Q4_0 ready from the page cache in {MOST_LOAD_S:.0f} s",
            {"llama-3-8b-q4_0": MOST_LOAD_S}, load, "{each} s", "most", operator.lt),
     *(Target(f"{way} against the float path, 2,048 tokens: mean KL / NMSE in bounds",
@@ -279,9 +273,9 @@ def kernel_binds(recorded: Recorded) -> Iterator[Bind]:
 
 def decode_binds(recorded: Recorded) -> Iterator[Bind]:
     for name, least in DECODE.items():
-        found = figures.decode(recorded, name)
-        if found is not None and found.share < least:
-            yield binds.of_step(recorded, f"decode-{name}", name, 1, f"{found.share:.1f} %")
+        found = decode(recorded, name)
+        if found is not None and found["share"] < least:
+            yield binds.of_step(recorded, f"decode-{name}", name, 1, f"{found['share']:.1f} %")
 
 
 def batch_binds(recorded: Recorded) -> Iterator[Bind]:
@@ -300,16 +294,16 @@ def batch_binds(recorded: Recorded) -> Iterator[Bind]:
 
 
 def plan_kinds(recorded: Recorded) -> Iterator[Bind]:
-    return plan_binds.gaps(recorded, MOST_GAP_US, MOST_HOST_US)
+    return binds.plan_gaps(recorded, MOST_GAP_US, MOST_HOST_US)
 
 
 def captured_kernels(recorded: Recorded) -> Iterator[Bind]:
-    yield from plan_binds.device(recorded, CAPTURED)
-    yield from plan_binds.replayed(recorded, CAPTURED[Pdl.ON])
+    yield from binds.plan_kernels(recorded, CAPTURED)
+    yield from binds.replayed_launches(recorded, CAPTURED[Pdl.ON])
 
 
 def tokens_beside(recorded: Recorded) -> Iterator[Bind]:
-    return plan_binds.beside(recorded, BESIDE, MOST_GAP_US)
+    return binds.beside(recorded, BESIDE, MOST_GAP_US)
 
 
 BINDS: dict[str, Callable[[Recorded], Iterator[Bind]]] = {
@@ -319,7 +313,7 @@ BINDS: dict[str, Callable[[Recorded], Iterator[Bind]]] = {
     "tg128 beside llama.cpp": tokens_beside,
     "the gap between tokens with plans, and the host": plan_kinds,
     "kernels in plans": captured_kernels,
-    "first tokens of a fresh engine": plan_binds.fresh,
+    "first tokens of a fresh engine": binds.first_tokens,
 }
 
 

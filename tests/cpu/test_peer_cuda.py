@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 
 from data.measure import matrix, streams
+from data.measure.command import Options
+from data.measure.in_rounds import Recording
 from data.measure.peer import FOLDER, SWITCHES, PeerRun, recorded_peers, theirs
 from data.measure.recorded import Recorded
+from data.measure.session import is_complete
 from tests.peer import cuda, fake_llama_bench, llama_bench
 from workbench.bench import results
-from workbench.bench.draft import Draft
 from workbench.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +41,9 @@ def calls(program: Path) -> list[dict]:
 
 def measure(program: Path, out: Path, tiny_models: Path, **options: object) -> None:
     given = {"tests": TESTS, "ours": "best,best fuse=on", "theirs": SWITCHED} | options
-    cuda.main(MODEL, peer=program, out=out, files=tiny_models, device="embedded", **given)
+    most_s = given.pop("at_most_s", math.inf)
+    where = Options("embedded", out, tiny_models, at_most_s=most_s)
+    cuda.main(MODEL, peer=program, options=where, **given)
 
 
 def test_both_sides_in_turn(program, tmp_path, tiny_models, monkeypatch, capsys):
@@ -67,14 +72,17 @@ def test_both_sides_in_turn(program, tmp_path, tiny_models, monkeypatch, capsys)
     assert all(call["given"].items() >= wanted.items() for call in made)
 
     # the first repetition of a turn does not count
-    assert peer.tps("tg4")["llama.cpp"].tolist() == [pytest.approx(1000.0)] * 5
+    assert peer.rates("tg4")["llama.cpp"].tolist() == [pytest.approx(1000.0)] * 5
     assert run["result"]["first_ns"]["llama.cpp"]["tg4"] == [10 * 4_000_000] * 5
     best = peer.best("tg4")
-    assert (best.arm_theirs, best.theirs) == ("llama.cpp graph_opt=1", pytest.approx(1e6 / 900))
+    assert (best.arm_theirs, best.beside.before) == (
+        "llama.cpp graph_opt=1",
+        pytest.approx(1e6 / 900),
+    )
     assert best.arm_ours in ("workbench best", "workbench best fuse=on")
     ns = samples[(samples["arm"] == best.arm_ours) & (samples["test"] == "tg4")]
     rates = 4e9 / ns.groupby("repetition")["ns"].mean()
-    assert best.ratio.value == pytest.approx(np.median(rates) / (1e6 / 900))
+    assert best.beside.ratio.value == pytest.approx(np.median(rates) / (1e6 / 900))
     pairs = [(one.with_, pytest.approx(one.us)) for one in peer.savings("tg4")]
     assert pairs == [("default", 50.0), ("graphs=off", 50.0)]
     assert "reuse saves llama.cpp 50.0 us, with default" in said
@@ -90,7 +98,7 @@ def test_both_sides_in_turn(program, tmp_path, tiny_models, monkeypatch, capsys)
     assert sum(path.stat().st_size for path in folder.iterdir()) < 100_000
 
     # a second call finds it, unless another commit made it
-    again = "there already" if cuda.is_there(folder) else "ours / theirs"
+    again = "there already" if is_complete(folder) else "ours / theirs"
     measure(program, out, tiny_models)
     assert again in capsys.readouterr().out
 
@@ -122,7 +130,7 @@ def test_a_call_that_fails_keeps_its_rounds_and_counts_for_nothing(program, tmp_
     with pytest.raises(RuntimeError, match=r"error: failed to load model$"):
         measure(program, out, tiny_models, ours="best", theirs="default,graphs=off")
     run = json.loads((out / MODEL / "run.json").read_text())
-    assert run["status"] == "interrupted" and not cuda.is_there(out / MODEL)
+    assert run["status"] == "interrupted" and not is_complete(out / MODEL)
     assert recorded_peers(Recorded(out.parent)) == []
 
 
@@ -142,12 +150,12 @@ def test_what_the_program_says_is_not_believed(program, how, said):
     assert "\n" not in str(refused.value)
 
 
-def test_a_program_that_computed_without_a_gpu_is_refused(program):
+def test_a_program_that_computed_without_a_gpu_is_refused(program, tmp_path):
     """llama.cpp falls back to the CPU and says nothing."""
 
     engine = {"device": "cuda", "device_description": "NVIDIA H200 (sm_90), driver 1"}
-    draft = Draft({"engine": engine, "result": {}, "run_id": "", "duration_s": 0.0}, None)
-    turns = cuda.Turns(llama_bench.find(program), Path("m"), {}, draft, cuda.Wanted())
+    recording = Recording("peer", tmp_path / "run", {"engine": engine}, {}, [], 1)
+    turns = cuda.Turns(llama_bench.find(program), Path("m"), {}, recording, cuda.Wanted())
     turns._check_card({"gpu_info": "NVIDIA H200"})
     for card, named in (("", "no GPU"), ("NVIDIA L4", "NVIDIA L4")):
         with pytest.raises(RuntimeError, match=f"computed on {named}, and the engine on NVIDIA"):
@@ -224,7 +232,7 @@ def test_without_a_toolkit_one_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(llama_bench, "BUILT", tmp_path / "built")
     monkeypatch.setattr(llama_bench, "__file__", str(tmp_path / "llama_bench.py"))
     with pytest.raises(RuntimeError, match=r"^missing: a CUDA toolkit \(nvcc\); looked in") as said:
-        cuda.main(MODEL, device="embedded", out=tmp_path / "out")
+        cuda.main(MODEL, options=Options("embedded", tmp_path / "out"))
     assert "install CUDA 13, or give PEER=path" in str(said.value)
     assert "\n" not in str(said.value)
 

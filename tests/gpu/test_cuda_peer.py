@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from data.measure.command import Options
 from data.measure.peer import OURS, PeerRun
 from tests.peer import cuda, fake_llama_bench
 from workbench.bench import results
@@ -16,8 +17,9 @@ def test_our_side_is_measured_where_llama_cpp_is(backend, tmp_path, tiny_models)
     program = fake_llama_bench.install(tmp_path / "built")
     card = backend.description.partition(" (sm_")[0]
     (program.parent / "card").write_text(card)
-    given = {"files": tiny_models, "tests": "pp32,tg16", "ours": f"{','.join(cuda.SETTINGS)},all"}
-    cuda.main(MODEL, peer=program, out=tmp_path / "out", **given)
+    given = {"tests": "pp32,tg16", "ours": f"{','.join(cuda.SETTINGS)},all"}
+    options = Options(out=tmp_path / "out", files=tiny_models)
+    cuda.main(MODEL, peer=program, options=options, **given)
     found = results.load_run(tmp_path / "out" / MODEL)
     peer, result = PeerRun(found), found.run["result"]
     assert peer.interleaved and result["peer"]["says"]["gpu_info"] == card
@@ -25,10 +27,12 @@ def test_our_side_is_measured_where_llama_cpp_is(backend, tmp_path, tiny_models)
     assert len(result["turns"]) == 5 * len(found.run["arms"])
     for test in found.run["tests"]:
         best = peer.best(test)
-        assert best.arm_ours.startswith(OURS) and best.ours > 0 and best.ratio.n == 5
+        assert best.arm_ours.startswith(OURS) and best.beside.after > 0
+        assert best.beside.ratio.n == 5
 
 
 def test_another_card_is_refused(tmp_path, tiny_models):
     program = fake_llama_bench.install(tmp_path / "built")
     with pytest.raises(RuntimeError, match="llama-bench computed on no GPU, and the engine on"):
-        cuda.main(MODEL, peer=program, out=tmp_path / "out", files=tiny_models, tests="tg4")
+        options = Options(out=tmp_path / "out", files=tiny_models)
+        cuda.main(MODEL, peer=program, tests="tg4", options=options)

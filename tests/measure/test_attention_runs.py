@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from data.measure import attention, readme
-from data.measure.attention import Shape, arms_of, step
-from data.measure.attention_tables import FOLDER, recorded_attention
+from data.measure.attention import RUNS, Shape, arms_of, step
+from data.measure.command import Options
 from data.measure.recorded import NOT_MEASURED, Recorded
 from workbench.bench import results
 from workbench.errors import UsageError
@@ -21,8 +21,8 @@ RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
     attention.main(
-        "tiny-llama", widths="2", depth=128, rounds=3, device="embedded", out=out / FOLDER / "made",
-        quick=True,
+        "tiny-llama", widths="2", depth=128, rounds=3, quick=True,
+        options=Options("embedded", out / RUNS.name / "made"),
     )  # fmt: skip
     return Recorded(out)
 
@@ -44,7 +44,7 @@ def test_each_way_is_held_against_reading_all():
 
 
 def test_the_run_says_how_long_and_how_much(measured):
-    (found,) = recorded_attention(measured)
+    (found,) = RUNS.runs(measured)
     lines = [line.values for line in found.lines()]
     assert len(lines) == 2 * len(found.arms) and found.arms[-1] == "parallel_blocks off (A/A)"
     run = found.run
@@ -64,10 +64,10 @@ def test_the_page_has_it(measured):
 
 def test_bad_input_is_one_line(tmp_path):
     with pytest.raises(UsageError, match="models are"):
-        attention.main("no-such-model", device="embedded", out=tmp_path / "x")
+        attention.main("no-such-model", options=Options("embedded", tmp_path / "x"))
 
 
-@pytest.mark.parametrize("path", sorted((RESULTS / FOLDER).glob("*/run.json")), ids=str)
+@pytest.mark.parametrize("path", sorted((RESULTS / RUNS.name).glob("*/run.json")), ids=str)
 def test_a_recorded_run_is_complete(path):
     run = results.load_run(path.parent)
     assert run.run["status"] == results.COMPLETE and not run.run["result"]["void"]

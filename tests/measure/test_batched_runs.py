@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from data.measure import batched, batched_tables, readme
-from data.measure.batched_tables import BatchedRun, Bounds, bounds
-from data.measure.recorded import NOT_MEASURED, Recorded
+from data.measure import batched, readme
+from data.measure.batched import RUNS, BatchedRun, Bounds, bounds
+from data.measure.command import Options
+from data.measure.recorded import NOT_MEASURED, PHASES, Recorded
 from tests.peer import fake_llama_bench
 from workbench.bench import results
 from workbench.bench.stats import MIN_REPETITIONS
 from workbench.errors import UsageError
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
-RUNS = sorted((RESULTS / batched_tables.FOLDER).glob("*/run.json"))
+RECORDED = sorted((RESULTS / RUNS.name).glob("*/run.json"))
 MODEL = "tiny-llama-q8_0"
 
 
@@ -27,14 +28,14 @@ def measured(tmp_path_factory, tiny_models):
     program = fake_llama_bench.install(tmp_path_factory.mktemp("built"))
     batched.main(
         MODEL, peer=program.parent, widths="1,3", rounds=2, ours="serving,best", n_prompt=6,
-        n_gen=4, device="embedded", out=out / batched_tables.FOLDER, files=tiny_models, quick=True,
+        n_gen=4, quick=True, options=Options("embedded", out / RUNS.name, tiny_models),
     )  # fmt: skip
     return out, program
 
 
 @pytest.fixture
 def found(measured) -> BatchedRun:
-    return BatchedRun(results.load_run(measured[0] / batched_tables.FOLDER / MODEL))
+    return BatchedRun(results.load_run(measured[0] / RUNS.name / MODEL))
 
 
 def test_both_sides_take_every_width_in_turn(found, measured):
@@ -57,11 +58,12 @@ def test_both_sides_take_every_width_in_turn(found, measured):
 def test_rates_are_of_all_sequences_and_apart_for_prompts(found):
     for n in (1, 3):
         test = f"pp6+tg4@b{n}"
-        made, prompts = (found.rates(test, p) for p in (False, True))
+        prompts, made = (found.rates(test, phase) for phase in PHASES)
         assert made["llama.cpp"].tolist() == [pytest.approx(n / (1e-3 + 1e-4 * n), rel=1e-3)] * 2
         assert prompts["llama.cpp"].tolist() == [pytest.approx(5e5, rel=1e-3)] * 2
     arm = found.best("pp6+tg4@b3")
-    ratio, rates = found.ratio("pp6+tg4@b3", arm), found.rates("pp6+tg4@b3", False)
+    ratio = found.ratio("pp6+tg4@b3", "llama.cpp", arm, PHASES[1])
+    rates = found.rates("pp6+tg4@b3", PHASES[1])
     pairs = rates[arm] / rates["llama.cpp"]
     assert pairs.min() <= ratio.value <= pairs.max()
 
@@ -82,8 +84,7 @@ def test_the_bounds_of_a_step_are_its_bytes_and_launches(found):
     assert bounds(result["rates"], 0, 0, 0, 0).total == 0
 
 
-def test_the_page_is_what_the_run_says(measured, found, monkeypatch):
-    monkeypatch.setattr(batched_tables, "MODELS", (MODEL,))
+def test_the_page_is_what_the_run_says(measured, found):
     text = readme.made("batched", Recorded(measured[0]))
     for line in found.lines():
         v = line.values
@@ -103,8 +104,8 @@ def test_the_page_is_what_the_run_says(measured, found, monkeypatch):
 
 def test_ours_alone_have_no_ratio(tmp_path, tiny_models, capsys):
     batched.main(
-        MODEL, widths="2", rounds=1, n_prompt=4, n_gen=2, device="embedded", out=tmp_path,
-        files=tiny_models, quick=True,
+        MODEL, widths="2", rounds=1, n_prompt=4, n_gen=2, quick=True,
+        options=Options("embedded", tmp_path, tiny_models),
     )  # fmt: skip
     alone = BatchedRun(results.load_run(tmp_path / MODEL))
     (line,) = alone.lines()
@@ -118,16 +119,16 @@ def test_a_bench_that_says_too_little_is_refused(tmp_path, tiny_models):
     with pytest.raises(RuntimeError, match="1 of 2 widths"):
         batched.main(
             MODEL, peer=program.parent, widths="1,2", rounds=1, n_prompt=4, n_gen=2,
-            device="embedded", out=tmp_path, files=tiny_models, quick=True,
+            quick=True, options=Options("embedded", tmp_path, tiny_models),
         )  # fmt: skip
     program.with_name("llama-batched-bench").unlink()
     with pytest.raises(UsageError, match="no llama-batched-bench beside llama-bench"):
-        batched.main(MODEL, peer=program.parent, device="embedded", out=tmp_path)
+        batched.main(MODEL, peer=program.parent, options=Options("embedded", tmp_path))
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.parent.name)
 def test_a_recorded_run_is_complete_and_its_answers_hold(path):
     one = BatchedRun(results.load_run(path.parent))
-    assert one.run["status"] == "complete" and path.parent.name in batched_tables.MODELS
+    assert one.run["status"] == "complete" and path.parent.name in batched.MODELS
     assert all(answer["holds"] for answer in one.run["result"]["answers"].values())
     assert one.run["repetitions"] >= MIN_REPETITIONS - 2 and one.side("llama.cpp")

@@ -8,7 +8,7 @@ import pytest
 
 from data.measure import matrix
 from data.measure.mechanisms import MECHANISMS
-from data.measure.session import BACKGROUNDS, FILES, parsed, toggles_of
+from data.measure.session import BACKGROUNDS, FILES, RESOLVED, parsed, toggles_of
 from data.measure.steps import KINDS
 from workbench.backend.null import open_backend
 from workbench.backend.plan import check_ahead
@@ -39,7 +39,7 @@ def test_a_row_can_be_measured(row):
     """Its kind, step, model, toggles, values compared and tests are known."""
     assert row.kind in KINDS and row.step in (*matrix.STEPS, matrix.CPU_STEP)
     background, *changes = row.toggles.split()
-    assert background in BACKGROUNDS
+    assert background in (*BACKGROUNDS, *RESOLVED)
     for name, _, value in (change.partition("=") for change in changes):
         Toggles().switched(name, value)
     if row.model:

@@ -22,8 +22,7 @@ from data.measure.mechanisms import (
 from data.measure.peer import recorded_peer
 from data.measure.readme import made
 from data.measure.recorded import Recorded
-from data.measure.skipping import comparisons
-from data.measure.skipping_tables import runs
+from data.measure.skipping import comparisons, runs
 from workbench.bench import gaps, results
 from workbench.bench.comparison import AB
 
@@ -99,13 +98,13 @@ def test_branches_side_by_side_have_the_numbers_of_their_campaign(tmp_path):
     assert not list(side_by_side(Recorded(tmp_path)))
     for one, line in zip(SIDE_BY_SIDE, side_by_side(recorded), strict=True):
         found = recorded_peer(recorded, one.model, "peer-streams")
-        tps = found.tps("tg128")
+        tps = found.rates("tg128")
         off, on = (statistics.median(tps[arm]) for arm in one.pair.arms)
         said = line.values
         assert (said["at off"], said["at on"]) == (f"{off:.1f} t/s", f"{on:.1f} t/s")
         assert float(said["speedup"].split()[0]) == pytest.approx(on / off, abs=0.02)
         assert one.name in page
-        a, b = (found.toggles_of(arm) for arm in one.pair.arms)
+        a, b = (found.toggles(arm) for arm in one.pair.arms)
         assert a["streams"] == "1" != b["streams"]
         assert (said["with"] == "all else on, no fusion") == (a["fuse_rope_store"] == "off")
 
@@ -124,7 +123,7 @@ def test_rows_of_attention_are_of_their_arms():
         if one.name in found:
             run, values = known[one.folder], found[one.name].values
             test = run.run["tests"][-1]
-            ratio = run.ratio(test, one.phase, one.on, one.off)
+            ratio = run.ratio(test, one.off, one.on, one.phase)
             assert values["speedup"].startswith(f"{ratio.value:.2f} (")
             at_once = every[one.folder].n_ubatch if one.phase == "prompts" else one.phase
             assert str(at_once) in values["workload"].split(", ")[-1]

@@ -172,16 +172,17 @@ def test_the_ratio_is_of_the_fastest_arms_whatever_they_are(
     folder = tmp_path_factory.mktemp("run") / FOLDER / MODELS[0]
     peer = peer_runs.write(folder, us, rounds, counted)
     best = peer.best("tg128")
+    beside, ratio = best.beside, best.beside.ratio
     medians = {arm: np.median(1e6 / np.array(of["tg128"])) for arm, of in us.items()}
     del medians[CONTROL]
     for side, arm, tps in (
-        ("llama.cpp", best.arm_theirs, best.theirs),
-        ("workbench", best.arm_ours, best.ours),
+        ("llama.cpp", best.arm_theirs, beside.before),
+        ("workbench", best.arm_ours, beside.after),
     ):
         most = max(t for a, t in medians.items() if a.startswith(side))
         assert arm.startswith(side) and tps == pytest.approx(most, rel=1e-4)
-    assert best.ratio.value == pytest.approx(best.ours / best.theirs, rel=1e-4) or rounds % 2 == 0
-    assert best.ratio.low <= best.ratio.value <= best.ratio.high and best.band.low <= 1
+    assert ratio.value == pytest.approx(beside.after / beside.before, rel=1e-4) or rounds % 2 == 0
+    assert ratio.low <= ratio.value <= ratio.high and beside.band.low <= 1
     a, b = (np.array(us[arm]["tg128"]) for arm in ("llama.cpp", "llama.cpp reuse=off"))
     (one,) = peer.savings("tg128")
     assert one.us == pytest.approx(np.median(b - a), abs=0.1) and one.low <= one.us <= one.high

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from data.measure import best_table, plan_binds, plan_tables, set_tables, targets
+from data.measure import best_table, binds, plan_tables, targets
 from data.measure.matrix import OFF, STEP, WHOLE
 from data.measure.recorded import Recorded
 from tests import peer_runs
@@ -19,7 +19,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 
 def test_a_gap_is_taken_apart(tmp_path):
     plans_run(tmp_path, gap=50.0)
-    split, step, whole = plan_binds.gaps(Recorded(tmp_path), 25, 40)
+    split, step, whole = binds.plan_gaps(Recorded(tmp_path), 25, 40)
     assert split.measured == "gap 50 to 50 us, 1 of 1 rows above 25; host 45 to 45 us, 1 above 40"
     assert step.measured == "gap 45 to 50 us, 2 of 2 rows above 25; host 30 to 30 us, 0 above 40"
     longest, shortest = step.binds
@@ -29,12 +29,12 @@ def test_a_gap_is_taken_apart(tmp_path):
     )
     assert shortest.startswith("the shortest, llama-3.2-1b BF16, pdl off: token 950 = device 905")
     assert whole.missed == "plans=ours, a step, direct, ahead"
-    assert list(plan_binds.gaps(Recorded(tmp_path), 60, 60)) == []
+    assert list(binds.plan_gaps(Recorded(tmp_path), 60, 60)) == []
 
 
 def test_kernels_stand_beside_the_other_rules_of_their_run(tmp_path):
     plans_run(tmp_path)
-    (found,) = plan_binds.device(Recorded(tmp_path), {"on": {MODEL: 800}, "off": {MODEL: 905}})
+    (found,) = binds.plan_kernels(Recorded(tmp_path), {"on": {MODEL: 800}, "off": {MODEL: 905}})
     assert found.measured == "820 us, 2.5 % above 800"
     assert "of any rule in the same run: 810 to 820 us; its rounds 820 to 820" in found.binds[0]
 
@@ -44,7 +44,7 @@ def test_a_token_beside_llama_cpp_says_how_much_is_too_much(tmp_path):
     are of the plan that the fastest arm has: of a step, with nothing added to it."""
     plans_run(tmp_path, gap=58.0)
     peer_runs.write(tmp_path / "peer-cuda" / MODEL, steady())
-    (found,) = plan_binds.beside(Recorded(tmp_path), {MODEL: 2.2}, 25)
+    (found,) = binds.beside(Recorded(tmp_path), {MODEL: 2.2}, 25)
     too_much, wanted, alone, parts = found.binds
     assert found.measured == "2.00" and too_much == (
         "a token takes 502 us, 47 more than 2.2 times allow"
@@ -52,7 +52,7 @@ def test_a_token_beside_llama_cpp_says_how_much_is_too_much(tmp_path):
     assert wanted == f"with a gap of 25 us it would be {1002 / (502 - 33):.2f}"
     assert alone.endswith(f"a token took 880 us, which would be {1002 / 880.2:.2f}")
     assert parts.startswith("there token 878 = device 820 + gap 58")
-    assert list(plan_binds.beside(Recorded(tmp_path), {MODEL: 1.9}, 25)) == []
+    assert list(binds.beside(Recorded(tmp_path), {MODEL: 1.9}, 25)) == []
 
 
 def fresh_run(folder: Path) -> None:
@@ -64,7 +64,7 @@ def fresh_run(folder: Path) -> None:
 
 def test_first_tokens_say_which_of_them_cost_more(tmp_path):
     fresh_run(tmp_path)
-    (found,) = plan_binds.fresh(Recorded(tmp_path))
+    (found,) = binds.first_tokens(Recorded(tmp_path))
     assert found.missed == "llama-3.2-1b BF16, first 1 tokens, a step"
     assert found.binds[0].startswith("captured: 2; tokens 0 take 16.0 ms more than without plans")
     assert found.binds[1].startswith("capturing and making launchable take 9.0 ms of it")
@@ -72,19 +72,18 @@ def test_first_tokens_say_which_of_them_cost_more(tmp_path):
             "upload_us": {"median": 50.0}}  # fmt: skip
     costs = {"rows": [{"model": MODEL, "scope": "step", **each}]}
     (tmp_path / "cuda-plan-costs.json").write_text(json.dumps(costs))
-    (found,) = plan_binds.fresh(Recorded(tmp_path))
+    (found,) = binds.first_tokens(Recorded(tmp_path))
     assert found.binds[2].endswith("their uploads included, take 0.7 ms")
 
 
 def test_recorded_first_tokens_add_up():
     """What the tokens that capture cost more, and the others save, is about the whole."""
     recorded = Recorded(RESULTS)
-    for row, run in recorded.of("plans", "fresh"):
-        for one in plan_tables.fresh_of(run):
-            samples = pd.read_parquet(RESULTS / f"cuda-{row.folder}" / "samples.parquet")
-            ms = samples.groupby(["arm", "token"])["ns"].median().groupby("arm").sum() / 1e6
-            for arm, whole in zip((OFF, one.arm["name"]), one.ms, strict=True):
-                assert abs(ms[arm] - whole) < 0.25 * whole
+    for one in recorded.toggled("plans", "fresh"):
+        samples = pd.read_parquet(RESULTS / f"cuda-{one.row.folder}" / "samples.parquet")
+        ms = samples.groupby(["arm", "token"])["ns"].median().groupby("arm").sum() / 1e6
+        for arm, whole in zip((OFF, one.arm["name"]), plan_tables.first_ms(one), strict=True):
+            assert abs(ms[arm] - whole) < 0.25 * whole
 
 
 def test_every_missed_target_of_plans_has_its_reason():
@@ -105,7 +104,7 @@ def test_every_missed_target_of_plans_has_its_reason():
 
 def test_why_no_set_of_best_won():
     """As the table of `best` was made: where none won, every set is slower somewhere."""
-    said = set_tables.won(Recorded(RESULTS))
+    said = plan_tables.won(Recorded(RESULTS))
     table = json.loads(best_table.TABLE.read_text())["cuda"]["one"]
     won = any(row["by"] == "faster together" for row in table.values())
     assert won == (": won; " in said) == ("None did" not in said)

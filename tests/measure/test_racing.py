@@ -10,7 +10,7 @@ import pytest
 import workbench as wb
 from data.measure import racing
 from data.measure.matrix import RACED
-from data.measure.racing_tables import lines, said
+from data.measure.racing import lines, said
 from data.measure.recorded import Recorded
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,17 +13,15 @@ import pytest
 
 from data.measure import (
     first_requests,
-    first_tables,
-    http_tables,
     over_http,
     random_lengths,
-    random_tables,
     readme,
     served_arms,
 )
-from data.measure.http_tables import PIPE, STREAMED, WHOLE, HttpRun
+from data.measure.command import Options
+from data.measure.over_http import PIPE, STREAMED, WHOLE, HttpRun
 from data.measure.peer import LLAMA
-from data.measure.random_tables import RandomRun
+from data.measure.random_lengths import RandomRun
 from data.measure.recorded import NOT_MEASURED, Recorded
 from tests.peer import fake_llama_bench
 from workbench.bench import results
@@ -31,33 +29,34 @@ from workbench.errors import UsageError
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 MODEL = "tiny-llama-q8_0"
-MADE = {"device": "embedded", "n_gen": 3}
-PAGES = {random_tables.FOLDER: "Prompts of random lengths", http_tables.FOLDER: "Throughput"}
+N_GEN = 3
+RANDOM, HTTP = random_lengths.RUNS, over_http.RUNS
+PAGES = {RANDOM.name: "Prompts of random lengths", HTTP.name: "Throughput"}
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, tiny_models):
     out = tmp_path_factory.mktemp("results")
     random_lengths.main(
-        MODEL, means="6,12,20", prompts=4, slots=2, out=out / random_tables.FOLDER,
-        files=tiny_models, **MADE,
+        MODEL, means="6,12,20", prompts=4, slots=2, n_gen=N_GEN,
+        options=Options("embedded", out / RANDOM.name, tiny_models),
     )  # fmt: skip
     peer = fake_llama_bench.install(tmp_path_factory.mktemp("built")).parent
     over_http.main(
-        MODEL, peer=peer, in_flight="1,2", n_prompt=5, each=1, rounds=2, client_processes=1,
-        out=out / http_tables.FOLDER, files=tiny_models, **MADE,
+        MODEL, peer=peer, in_flight="1,2", n_prompt=5, n_gen=N_GEN, each=1, rounds=2,
+        client_processes=1, options=Options("embedded", out / HTTP.name, tiny_models),
     )  # fmt: skip
     return out
 
 
 @pytest.fixture
 def by_length(measured) -> RandomRun:
-    return RandomRun(results.load_run(measured / random_tables.FOLDER / MODEL))
+    return RandomRun(results.load_run(measured / RANDOM.name / MODEL))
 
 
 @pytest.fixture
 def http(measured) -> HttpRun:
-    return HttpRun(results.load_run(measured / http_tables.FOLDER / MODEL))
+    return HttpRun(results.load_run(measured / HTTP.name / MODEL))
 
 
 @pytest.mark.slow
@@ -100,16 +99,16 @@ def test_three_ways_take_the_same_load_in_turn(http):
     np.testing.assert_allclose(
         table[WHOLE], own["total_output_tokens"] / own["duration"], rtol=1e-6
     )
-    assert http.ratio(test, PIPE).value == 1.0
+    assert http.times(test, PIPE) == 1.0
     # two sequences at once, as the program says it: 5 tokens at 2 us each, 3 steps of 1.2 ms
-    wanted = 2 * MADE["n_gen"] / (2 * 5 * 2e-6 + MADE["n_gen"] * 1.2e-3)
+    wanted = 2 * N_GEN / (2 * 5 * 2e-6 + N_GEN * 1.2e-3)
     assert table[LLAMA].tolist() == [pytest.approx(wanted, rel=1e-3)] * 2
     times = table[PIPE] / table[LLAMA]
-    assert times.min() <= http.ratio(test, PIPE, LLAMA).value <= times.max()
-    assert http.ratio(test, PIPE, "nobody") is None
+    assert times.min() <= http.times(test, PIPE, LLAMA) <= times.max()
+    assert http.times(test, PIPE, "nobody") is None
     # two rounds: the ratio lies between those of either
     each = table[STREAMED] / table[PIPE]
-    assert each.min() - 1e-9 <= http.ratio(test, STREAMED).value <= each.max() + 1e-9
+    assert each.min() - 1e-9 <= http.times(test, STREAMED) <= each.max() + 1e-9
 
 
 @pytest.mark.slow
@@ -126,11 +125,11 @@ def test_an_event_has_its_time_at_the_front_and_at_the_client(http):
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_what_the_run_says(measured, tmp_path, name):
     text = " ".join(readme.made(name, Recorded(measured)).split())
-    tables = {random_tables.FOLDER: random_tables, http_tables.FOLDER: http_tables}[name]
-    for line in tables.every(Recorded(measured)):
-        key, digits = ("ratio", 3) if name == random_tables.FOLDER else ("whole_ratio", 2)
+    runs = {RANDOM.name: RANDOM, HTTP.name: HTTP}[name]
+    for line in runs.lines(Recorded(measured)):
+        key, digits = ("ratio", 3) if name == RANDOM.name else ("whole_ratio", 2)
         assert f"| {line.values[key]:.{digits}f} |" in text
-        if name == http_tables.FOLDER:
+        if name == HTTP.name:
             v = line.values
             assert f"| {v['theirs']:.0f} | {v['pipe']:.0f} | {v['of_theirs']:.2f} |" in text
     assert "tiny-llama Q8_0" in text and "commit" in text
@@ -164,24 +163,25 @@ def test_the_time_of_a_front_leaves_the_engine_out():
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path):
+    given = Options(out=tmp_path)
     with pytest.raises(UsageError, match="--prompts"):
-        random_lengths.main(MODEL, prompts=0, out=tmp_path)
+        random_lengths.main(MODEL, prompts=0, options=given)
     with pytest.raises(UsageError, match="--in-flight"):
-        over_http.main(MODEL, in_flight="0,1", out=tmp_path)
+        over_http.main(MODEL, in_flight="0,1", options=given)
     with pytest.raises(UsageError, match="--starts"):
-        first_requests.main(MODEL, starts=0, out=tmp_path)
+        first_requests.main(MODEL, starts=0, options=given)
 
 
 @pytest.mark.slow
 def test_the_first_requests_of_each_start_stand_beside_the_next(tmp_path, tiny_models, capsys):
     first_requests.main(
-        MODEL, starts=2, requests=4, in_flight=2, n_prompt=5, out=tmp_path, files=tiny_models,
-        **MADE,
+        MODEL, starts=2, requests=4, in_flight=2, n_prompt=5, n_gen=N_GEN,
+        options=Options("embedded", tmp_path, tiny_models),
     )  # fmt: skip
     found = results.load_run(tmp_path / MODEL)
-    assert found.run["status"] == "complete" and found.run["kind"] == first_requests.FOLDER
+    assert found.run["status"] == "complete" and found.run["kind"] == first_requests.RUNS.name
     ns = found.samples.groupby("repetition", observed=True)["ns"]
-    for (_, took), start in zip(ns, first_tables.FirstRun(found).starts, strict=True):
+    for (_, took), start in zip(ns, first_requests.FirstRun(found).starts, strict=True):
         assert len(took) == 8 and start.begin_s > 0
         assert start.first_ms == took.to_numpy()[:4].max() / 1e6
         assert start.next_ms == took.to_numpy()[4:].max() / 1e6

@@ -8,10 +8,21 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from data.measure import readme, skipping, skipping_tables
-from data.measure.recorded import NOT_MEASURED, Recorded
-from data.measure.skipping import ALWAYS, CLASSES, IN_LOOP, OFF, TAIL, comparisons, ways
-from data.measure.skipping_tables import FOLDER, SkipRun, runs
+from data.measure import readme, skipping
+from data.measure.command import Options
+from data.measure.recorded import NOT_MEASURED, PHASES, Recorded
+from data.measure.skipping import (
+    ALWAYS,
+    CLASSES,
+    FOLDER,
+    IN_LOOP,
+    OFF,
+    TAIL,
+    SkipRun,
+    comparisons,
+    runs,
+    ways,
+)
 from workbench.bench import results
 from workbench.bench.arms import arms_of
 from workbench.config import Toggles
@@ -26,7 +37,7 @@ def measured(tmp_path_factory, tiny_models):
     out = tmp_path_factory.mktemp("results")
     skipping.main(
         MODEL, ubatches="1,64", n_prompt=N_PROMPT, n_gen=2, rounds=1,
-        device="embedded", out=out / FOLDER, files=tiny_models,
+        options=Options("embedded", out / FOLDER, tiny_models),
     )  # fmt: skip
     return Recorded(out)
 
@@ -53,7 +64,7 @@ def test_each_folder_is_a_comparison_with_its_blocks(measured):
     assert set(found) == {"ub1", "ub64", "together-64", "parts", "depth"}
     for run in found.values():
         assert all(answer["holds"] for answer in run.run["result"]["answers"].values())
-        assert set(run.run["result"]["visits"]) == set(run.arms)
+        assert set(run.run["result"]["visits"]) == set(run.names)
     n_layer = found["ub64"].run["model"]["n_layer"]
     visits = found["ub64"].run["result"]["visits"]
     n_kv = 256  # the pad
@@ -70,7 +81,7 @@ def test_each_folder_is_a_comparison_with_its_blocks(measured):
 def test_with_one_region_the_gate_stays_closed(measured):
     run = runs(measured, MODEL)["together-64"]
     (test,) = run.run["tests"]
-    for phase in skipping_tables.PHASES:
+    for phase in PHASES:
         assert run.skipped(test, phase, f"kv_cache=unified {TAIL}") == 0
         assert run.skipped(test, phase, f"kv_cache=per_sequence {CLASSES}") > 0.5
 
@@ -79,20 +90,20 @@ def test_a_phase_is_its_own_tokens(measured):
     run = runs(measured, MODEL)["together-64"]
     (test,) = run.run["tests"]
     samples = results.load_run(measured.folder / FOLDER / MODEL / "together-64").samples
-    arm = run.arms[0]
+    arm = run.names[0]
     own = samples[samples["arm"] == arm]
     first, rest = own[own["token"] == 0], own[own["token"] > 0]
     for phase, rows in (("prompts", first), ("generated", rest)):
         wanted = rows["n_tokens"].sum() * 1e9 / rows["ns"].sum()
         assert run.rates(test, phase)[arm].tolist() == [pytest.approx(wanted)]
-    assert run.ratio(test, "prompts", arm).value == 1.0
+    assert run.ratio(test, arm, arm, "prompts").value == 1.0
     assert rest["n_tokens"].tolist() == [8, 8]
 
 
 def test_the_page_is_what_the_runs_say(measured, tmp_path):
     text = " ".join(readme.made("skipping", measured).split())
     assert "| ubatch |" in text and "kv_cache=unified" in text and "kv_parts=stream_k" in text
-    for line in skipping_tables.by_ubatch(measured):
+    for line in skipping.by_ubatch(measured):
         assert f"| {line.values['n']} | {line.values['off']:.0f} |" in text
     nothing = readme.made("skipping", Recorded(tmp_path))
     assert nothing.count(NOT_MEASURED) == 3
@@ -113,8 +124,8 @@ def test_of_a_model_only_named_folders_are_measured(tmp_path, tiny_models, monke
     made = []
     monkeypatch.setattr(skipping, "measured", lambda *given: made.append(given[-1]))
     skipping.main(
-        MODEL, ubatches="1,64", n_prompt=N_PROMPT, only="ub", device="embedded", out=tmp_path,
-        files=tiny_models,
+        MODEL, ubatches="1,64", n_prompt=N_PROMPT, only="ub",
+        options=Options("embedded", tmp_path, tiny_models),
     )  # fmt: skip
     assert made == [tmp_path / MODEL / "ub64", tmp_path / MODEL / "ub1"], "what takes long is last"
 

@@ -68,9 +68,9 @@ def test_sequences_together_stand_beside_their_bound(tmp_path: Path):
     run = Recorded(tmp_path).run(name)
     assert run is not None
     found = recorded.together(run._replace(samples=table.frame()))
-    assert (found.n_seqs, found.pp, found.tg, found.each, found.step_ms) == (2, 3, 2, 1, 1000)
-    assert (found.step_gb, found.bound) == (9.0, 4.0)
-    assert f"{found.share:.1f}" == "50.0"
+    wanted = {"n_seqs": 2, "pp": 3, "tg": 2, "each": 1, "step_ms": 1000, "step_gb": 9, "bound": 4}
+    assert wanted.items() <= found.items()
+    assert f"{found['share']:.1f}" == "50.0"
     lines = list(blocks.TOGETHER.lines(Recorded(RESULTS)))
     assert [line.values["n_seqs"] for line in lines] == [1, 8, 32, 128]
 
@@ -214,7 +214,9 @@ def test_depth_is_held_to_reading_the_cache(tmp_path):
         tmp_path, "depth-llama-3-8b-q4_0", "bench", {"tg32": [2000.0], "tg32@d16384": [3000.0]},
         result={"read_gbps": READ, "cache_bytes_per_token": 131_072},
     )  # fmt: skip
-    assert recorded.depth_ratio(Recorded(tmp_path)) == pytest.approx(1000 / 715.828, rel=1e-4)
+    assert recorded.depth_ratio(Recorded(tmp_path)) == {
+        "ratio": pytest.approx(1000 / 715.828, rel=1e-4)
+    }
     assert the(tmp_path, "depth").measured == "1.40 times"
     assert the(tmp_path, "depth").met == "**missed**"
 
@@ -328,7 +330,7 @@ def test_the_steps_run_and_go_on_where_they_were(tmp_path, tiny_models, capsys):
     assert "there already" not in go()
     assert not list(tmp_path.glob("embedded-*")), "a quick run must not be taken for a real one"
     found = Recorded(tmp_path, "quick-embedded")
-    assert isinstance(recorded.depth_ratio(found), float)
+    assert isinstance(recorded.depth_ratio(found)["ratio"], float)
     assert len(found.file("load-llama-3-8b-q4_0")["seconds"]) == 3
     run = found.run("decode-llama-3-8b-q4_0")
     assert run is not None and run.run["result"]["read_gbps"] > 0

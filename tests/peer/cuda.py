@@ -21,9 +21,6 @@ on the host.
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,41 +28,37 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from cyclopts import App
 
 import workbench as wb
 from data.measure import peer as recorded
 from data.measure import streams
+from data.measure.command import USUAL, Call, Options, start
+from data.measure.in_rounds import Recording, same_answers
 from data.measure.matrix import ANY, WORD
 from data.measure.peer import LLAMA, MODELS, OURS, SWITCHES, TESTS, PeerRun
+from data.measure.recorded import spread
 from data.measure.session import parsed, toggles_of
 from tests.peer.llama_bench import LlamaBench, arguments, build, find, name_of
 from tests.peer.overlaps import overlaps
 from workbench.backend.base import open_backend
-from workbench.bench import answers, provenance, results
+from workbench.bench import provenance, results
 from workbench.bench import workload as w
 from workbench.bench.ab import describe
-from workbench.bench.arms import answer_between
-from workbench.bench.draft import Draft, kept, new_arm, new_run
-from workbench.bench.rounds import interleave
+from workbench.bench.gaps import CONTROL
 from workbench.bench.stats import MIN_REPETITIONS
 from workbench.config import Toggles
 from workbench.devices import is_gpu
-from workbench.errors import UsageError, WorkbenchError
-from workbench.model.presets import quant_name
-from workbench.model.synth import write_model
+from workbench.errors import UsageError
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS, FILES = ROOT / "data" / "results" / recorded.FOLDER, ROOT / "data" / "models"
 SETTINGS = ("best", f"best {ANY} {WORD}")
 SWITCHED = ("default", "graphs=off", "graph_opt=1", "reuse=off")
-# models, settings of ours, what is switched in llama.cpp, where the run folders go, settings of
+# models, settings of ours, what is switched in llama.cpp, the folder of data/results, settings of
 # which the overlap of kernels is measured
-CAMPAIGNS: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str], Path, Sequence[str]]] = {
-    "best": (MODELS, SETTINGS, SWITCHED, RESULTS, ()),
+CAMPAIGNS: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str], str, Sequence[str]]] = {
+    "best": (MODELS, SETTINGS, SWITCHED, recorded.FOLDER, ()),
     "streams": (
-        streams.MODELS, streams.SETTINGS, streams.SWITCHED, RESULTS.parent / streams.FOLDER,
+        streams.MODELS, streams.SETTINGS, streams.SWITCHED, streams.FOLDER,
         tuple(streams.OVERLAPS.values()),
     ),
 }  # fmt: skip
@@ -112,30 +105,27 @@ class Turns:
         bench: LlamaBench,
         path: Path,
         engines: Mapping[str, wb.Engine],
-        draft: Draft,
+        recording: Recording,
         wanted: Wanted,
     ):
-        """engines: of our arms, by name; the arms themselves stand in the draft's run."""
-        self.bench, self.path, self.engines, self.draft = bench, path, engines, draft
+        """engines: of our arms, by name; the arms themselves stand in the recording's run."""
+        self.bench, self.path, self.engines, self.recording = bench, path, engines, recording
         self.wanted, self.workloads = wanted, w.parse_tests(list(wanted.tests))
-        self.result = draft.run["result"]
+        self.result = recording.result
 
-    def take(self, round_: int, arm: int) -> None:
+    def take(self, round_: int, name: str) -> None:
         """A turn, with the clocks behind it."""
-        one = self.draft.run["arms"][arm]
-        name, begun = one["name"], time.monotonic()
+        begun = time.monotonic()
         taken = self._ours(name, round_) if name in self.engines else self._theirs(name)
         for test in self.workloads:
             first, *counted = taken[test.name]
-            n = np.full(len(counted), test.n_tokens, np.int64)
-            ns = np.array(counted, np.int64)
-            self.draft.samples.add(name, one["is_control"], test.name, round_, ns, n)
+            n = [test.n_tokens] * len(counted)
+            self.recording.add(name, test.name, round_, counted, n)
             self.result["first_ns"].setdefault(name, {}).setdefault(test.name, []).append(first)
         self.result["turns"].append(
             {"round": round_, "arm": name, "seconds": round(time.monotonic() - begun, 3)}
             | {"gpus": [_clocks(gpu) for gpu in provenance.gpus()]}
         )
-        self.draft.checkpoint()
 
     def _theirs(self, name: str) -> dict[str, list[int]]:
         env, tests = self.result["env"][name], [test.name for test in self.workloads]
@@ -148,7 +138,7 @@ class Turns:
 
     def _check_card(self, row: Mapping[str, Any]) -> None:
         """Raises RuntimeError where llama.cpp computed elsewhere: without a GPU it says nothing."""
-        card, ours = row.get("gpu_info") or "", self.draft.run["engine"]
+        card, ours = row.get("gpu_info") or "", self.recording.run["engine"]
         if is_gpu(ours["device"]) and not (card and card in ours["device_description"]):
             raise RuntimeError(
                 f"llama-bench computed on {card or 'no GPU'}, and the engine on "
@@ -190,18 +180,8 @@ def settings_of(engine: wb.Engine, wanted: Wanted) -> dict[str, Toggles]:
     return found
 
 
-def compared(settings: Mapping[str, Toggles], engines: Sequence[wb.Engine], seed: int) -> dict:
-    """The answers of our arms beside the first one's, by name; the control's is the last."""
-    (_, first), *others = [*settings.items(), ("", next(iter(settings.values())))]
-    kinds = [answer_between(first, toggles) for _, toggles in others]
-    names = [*list(settings)[1:], "A/A"]
-    found = answers.compare_engines(engines, kinds, seed)
-    return {name: answer.to_dict() for name, answer in zip(names, found, strict=True)}
-
-
-def compare(bench: LlamaBench, path: Path, out: Path, wanted: Wanted) -> PeerRun:
+def compare(bench: LlamaBench, path: Path, out: Path, wanted: Wanted) -> None:
     """Both sides on the file at `path`, into the run folder `out`, which is emptied first."""
-    shutil.rmtree(out, ignore_errors=True)
     with ExitStack() as stack:
         kept_programs = Toggles(graph_reuse="set_rows")
         engine = stack.enter_context(
@@ -211,53 +191,47 @@ def compare(bench: LlamaBench, path: Path, out: Path, wanted: Wanted) -> PeerRun
         )
         settings = settings_of(engine, wanted)
         first = next(iter(settings))
-        every = settings | {f"{first} (A/A)": settings[first]}
         engines = {
             name: stack.enter_context(closing(engine.variant(toggles)))
-            for name, toggles in every.items()
+            for name, toggles in (settings | {first + CONTROL: settings[first]}).items()
         }
-        draft = Draft(_new_run(bench, engine, engines, out, wanted), out)
-        turns = Turns(bench, path, engines, draft, wanted)
+        recording = _recording(bench, engine, engines, out, wanted)
+        turns = Turns(bench, path, engines, recording, wanted)
 
-        def whole(round_: int, _: dict[int, None]) -> None:
+        def whole(round_: int, _: dict[str, None]) -> None:
             print(f"  {path.stem}: round {round_ + 1}/{wanted.rounds}", file=sys.stderr, flush=True)
 
-        with kept(draft, raises=True):
+        with recording.kept():
             turns.warm_up()
-            draft.run["result"]["answers"] = compared(settings, list(engines.values()), wanted.seed)
-            interleave(range(wanted.rounds), len(draft.run["arms"]), turns.take, whole)
+            recording.result["answers"] = same_answers(engines, wanted.seed)
+            recording.take(turns.take, whole=whole)
             for name, one in engines.items():
-                arm = next(arm for arm in draft.run["arms"] if arm["name"] == name)
-                arm["counters"] = one.counters
-            draft.run["result"]["state_after"] = provenance.state()
+                recording.arm(name)["counters"] = one.counters
+            recording.result["state_after"] = provenance.state()
             if wanted.overlapped:
-                draft.run["result"]["overlap"] = overlaps(engine, wanted.overlapped)
-    return PeerRun(results.load_run(out))
+                recording.result["overlap"] = overlaps(engine, wanted.overlapped)
 
 
-def _new_run(
+def _recording(
     bench: LlamaBench,
     engine: wb.Engine,
     engines: Mapping[str, wb.Engine],
     out: Path,
     wanted: Wanted,
-) -> dict[str, Any]:
-    """run.json of a comparison that begins now. An arm of llama.cpp has variables, no toggles."""
+) -> Recording:
+    """A comparison that begins now. An arm of llama.cpp has variables, no toggles."""
     tests = w.parse_tests(list(wanted.tests))
-    env = {recorded.theirs(switch): SWITCHES[switch] for switch in wanted.switched}
-    arms = [new_arm(name, {}) for name in env] + [
-        new_arm(
-            name, one.toggles.to_dict(), name.endswith("(A/A)"), one.sync_mode,
-            {test.name: describe(one, test) for test in tests},
-        )
-        for name, one in engines.items()
-    ]  # fmt: skip
-    made = new_run(
-        "peer", out.name, f"{LLAMA} beside {OURS}", provenance.collect(engine), arms,
-        [test.name for test in tests], wanted.rounds, wanted.seed,
-    )  # fmt: skip
     names = [test.name for test in tests]
-    made["result"] |= {
+    env = {recorded.theirs(switch): SWITCHES[switch] for switch in wanted.switched}
+    toggles = {name: one.toggles.to_dict() for name, one in engines.items()}
+    made = Recording(
+        "peer", out, provenance.collect(engine), {arm: {} for arm in env} | toggles, names,
+        wanted.rounds, f"{LLAMA} beside {OURS}",
+    )  # fmt: skip
+    for name, one in engines.items():
+        program = {test.name: describe(one, test) for test in tests}
+        made.arm(name).update(sync_mode=one.sync_mode, program=program)
+    made.result |= {
         "peer": bench.about | {"arguments": arguments("FILE", names, wanted.repetitions)},
         "env": env,
         "processes": "llama.cpp: one for each arm and round; ours: one, the engine stays loaded",
@@ -269,34 +243,18 @@ def _new_run(
     return made
 
 
-def model_file(model: str, folder: Path) -> Path:
-    """The file of a model as folders name it, written where it is missing."""
-    preset, quant = parsed(model)
-    quant = quant_name(quant)
-    return write_model(preset, quant, folder / f"{preset}-{quant}.gguf")
-
-
-def is_there(out: Path) -> bool:
-    """Whether `out` has a complete run of the commit that is checked out."""
-    try:
-        run = json.loads((out / results.RUN_JSON).read_text())
-    except (OSError, ValueError):
-        return False
-    ours = run["commit"] == provenance.commit() and run["commit"]["hash"] != provenance.UNKNOWN
-    return bool(ours and run["status"] == results.COMPLETE)
-
-
-def shown(peer: PeerRun) -> str:
-    """A line for each arm and test, and the ratio of the fastest ones."""
+def shown(folder: Path) -> str:
+    """A line for each arm and test of a run folder, and the ratio of the fastest ones."""
+    peer = PeerRun(results.load_run(folder))
     lines = [f"{peer.model}: {peer.run['result']['peer']['version']}"]
     for test in peer.run["tests"]:
-        for arm in peer.tps(test):
+        for arm in peer.rates(test):
             middle, low, high = peer.interval(test, arm)
             lines.append(f"  {test:6} {arm:32} {middle:9.1f} t/s ({low:.1f}..{high:.1f})")
         best = peer.best(test)
         lines.append(
-            f"  {test:6} ours / theirs {best.ratio.value:.3f} ({best.ratio.low:.3f}.."
-            f"{best.ratio.high:.3f}), {best.verdict}: {best.arm_ours} / {best.arm_theirs}"
+            f"  {test:6} ours / theirs {spread(best.beside.ratio, 3)}, {best.beside.verdict}: "
+            f"{best.arm_ours} / {best.arm_theirs}"
         )
         for one in peer.savings(test) if test.startswith("tg") else ():
             lines.append(f"  {test:6} reuse saves llama.cpp {one.us:.1f} us, with {one.with_}")
@@ -308,16 +266,12 @@ def main(
     *models: str,
     campaign: Literal["best", "streams"] = "best",
     peer: Path | None = None,
-    out: Path | None = None,
-    files: Path = FILES,
-    device: str = "cuda",
     tests: str = ",".join(TESTS),
     ours: str = "",
     theirs: str = "",
     rounds: int = MIN_REPETITIONS,
     repetitions: int = 3,
-    again: bool = False,
-    at_most_s: float = float("inf"),
+    options: Options = USUAL,
 ) -> None:
     """Compares both sides on each model, prints a table, and writes a run folder.
 
@@ -330,45 +284,33 @@ def main(
     campaign: what models, settings and folder are where none are given: the README's, or one stream
         against several (`data/measure/streams.py`).
     peer: llama-bench, a folder or an archive that holds it; it is built where none is given.
-    out: where the run folders go.
-    files: where model files are, and where missing ones are written.
     tests: ppN and tgN.
     ours: settings of ours, a background and changes to it: best, or best plans=ours pdl=off.
     theirs: what is switched in llama.cpp: default, graphs=off, graph_opt=1, reuse=off, or both.
     rounds: how often each arm has its turn; at least 5.
     repetitions: of a test in a turn, the first of which does not count.
-    again: measure what was measured, too.
-    at_most_s: no model is begun after so many seconds.
     """
     its_models, settings, switched, folder, overlapped = CAMPAIGNS[campaign]
     wanted = Wanted(
-        device, tests.split(","), ours.split(",") if ours else settings,
+        options.device, tests.split(","), ours.split(",") if ours else settings,
         theirs.split(",") if theirs else switched, rounds, repetitions, overlapped=overlapped,
     )  # fmt: skip
     wanted.check()
-    out = out or folder
-    names, begun = models or its_models, time.monotonic()
+    names, call = models or its_models, Call(folder, options)
     for name in names:
         parsed(name)
     if peer is None:
         build(check=True)  # before anything takes long
-    open_backend(device).close()
+    open_backend(options.device).close()
     bench = find(peer)
     for name in names:
-        if is_there(out / name) and not again:
-            print(f"{name}: there already, of this commit", flush=True)
-        elif time.monotonic() - begun > at_most_s:
-            print(f"{name}: left, {at_most_s:.0f} s are over; call again", flush=True)
-        else:
-            start = time.monotonic()
-            print(shown(compare(bench, model_file(name, files), out / name, wanted)), flush=True)
-            print(f"== {name}: {time.monotonic() - start:.1f} s", flush=True)
+        out = call.out / name
+
+        def measured(name: str = name, out: Path = out) -> None:
+            compare(bench, call.model_file(name), out, wanted)
+
+        call.make(name, out, measured, shown)
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except (RuntimeError, WorkbenchError, subprocess.CalledProcessError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    start(app)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from data.measure import first_tables, http_tables, random_tables
-from data.measure.attention_tables import AttentionRun
-from data.measure.batched_tables import BatchedRun
+from data.measure import first_requests, over_http, random_lengths
+from data.measure.attention import AttentionRun
+from data.measure.batched import BatchedRun
 from tests.profiles import share
 from workbench.backend import gate, plan
 from workbench.bench import gaps, kernel_bench, results
@@ -39,13 +39,13 @@ LATER = {
 COUNTS = {"waits", "copies", "launches", "records", "stream_waits", "copied_bytes"}
 KINDS = (
     "ab", "attention", "batched", "bench", "fresh", "gaps", "kernels", "peer", "perplexity",
-    "serve", "sweep", random_tables.FOLDER, http_tables.FOLDER, first_tables.FOLDER,
+    "serve", "sweep", random_lengths.RUNS.name, over_http.RUNS.name, first_requests.RUNS.name,
 )  # fmt: skip
 
 
 # launches alone; or an engine of another process, of which a client knows what it asked for
-OF_NO_ENGINE = ("kernels", "attention", "serve", random_tables.FOLDER, http_tables.FOLDER,
-                first_tables.FOLDER)  # fmt: skip
+OF_NO_ENGINE = ("kernels", "attention", "serve", random_lengths.RUNS.name, over_http.RUNS.name,
+                first_requests.RUNS.name)  # fmt: skip
 
 
 def frame(run: results.Run) -> pd.DataFrame:
@@ -66,7 +66,7 @@ def frame(run: results.Run) -> pd.DataFrame:
             return pd.DataFrame([line.values for line in AttentionRun(run).lines()])
         case "batched":
             return pd.DataFrame([line.values for line in BatchedRun(run).lines()])
-        case random_tables.FOLDER | http_tables.FOLDER:
+        case random_lengths.RUNS.name | over_http.RUNS.name:
             return pd.DataFrame(run.run["result"]["points"])
         case _:
             return results.percentiles(run.samples)
