@@ -13,7 +13,7 @@ import pandas as pd
 from workbench.bench import worth
 from workbench.bench.comparison import AB
 from workbench.bench.stats import interval
-from workbench.choices import GraphReuse
+from workbench.config import GraphReuse
 from workbench.engine.reuse import REDO, WAYS
 from workbench.frames import Table
 from workbench.graph.ir import Kind

@@ -26,7 +26,7 @@ from data.measure.plan_tables import (
 from data.measure.recorded import Recorded, model_of, title_of
 from workbench.bench import worth
 from workbench.bench.stats import SLOWER
-from workbench.choices import Pdl, PlanScope
+from workbench.config import Pdl, PlanScope
 
 PHASES = {"batch": "inputs", "reuse": "looking the program up", "issue": "issuing"}
 

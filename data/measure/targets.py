@@ -24,7 +24,7 @@ from data.measure.matrix import BATCHED, DECODED, PLANNED, SCORED
 from data.measure.recorded import LARGE, NOT_MEASURED, SMALL, TYPES, Recorded, Share
 from data.measure.tables import Line, Part, Table, block
 from workbench.bench.bounds import FEW
-from workbench.choices import Pdl
+from workbench.config import Pdl
 
 Values = Mapping[str, Any]  # of a figure, by name
 

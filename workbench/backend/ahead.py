@@ -16,63 +16,19 @@ is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from workbench.backend.base import Issue
 from workbench.backend.gate import MOST_BYTES, Gate
 from workbench.backend.issue import Prepared, SplitWork
 from workbench.backend.issued import Plannable, in_order
-from workbench.choices import (
-    CopyStream,
-    GraphReuse,
-    HostSource,
-    NCopies,
-    PlanRule,
-    PlanScope,
-    Results,
-    SyncMode,
-)
-from workbench.errors import UsageError
 from workbench.program import commands as c
 
 if TYPE_CHECKING:
     from workbench.backend.plan import Plan
 
 COUNTS = ("plans_ahead", "plans_ahead_missed")
-
-
-# toggles, the values that can be, and the one to use
-_WANTED: dict[str, tuple[tuple[str, ...], str]] = {
-    "plans": ((PlanRule.PR, PlanRule.TODAY, PlanRule.OURS), PlanRule.OURS),
-    "plan_scope": ((PlanScope.STEP,), PlanScope.STEP),
-    "sync": ((SyncMode.PACKED_IMPLICIT,), SyncMode.PACKED_IMPLICIT),
-    "copy_stream": ((CopyStream.COMPUTE,), CopyStream.COMPUTE),
-    "host_source": (
-        (HostSource.PINNED, HostSource.PINNED_RING_2, HostSource.PINNED_RING_4), HostSource.PINNED
-    ),
-    "results": ((Results.COPY, Results.DIRECT), Results.DIRECT),
-    "n_copies": ((NCopies.ONE,), NCopies.ONE),
-    "graph_reuse": ((GraphReuse.SET_ROWS, GraphReuse.POINTER_TABLE), GraphReuse.SET_ROWS),
-}  # fmt: skip
-
-
-def check(values: Mapping[str, str], n_devices: int) -> None:
-    """Raises UsageError where no plan could be launched ahead. values: of toggles, by name; sync
-    and copy_stream are not `auto` any more."""
-    for name, (able, use) in _WANTED.items():
-        if values[name] not in able:
-            raise UsageError(
-                f"toggles launch_ahead=on and {name}={values[name]} clash: a launch ahead wants a "
-                "program that is kept as it is, and a plan of a whole step that begins with one "
-                "copy of all inputs; use "
-                f"{name}={use}, or launch_ahead=off"
-            )
-    if n_devices > 1:
-        raise UsageError(
-            f"launch_ahead=on is for one device, not {n_devices}: plans of several devices wait "
-            "for each other; use n_devices=1, or launch_ahead=off"
-        )
 
 
 def inputs_of(plan: c.Replay) -> c.Copy | None:

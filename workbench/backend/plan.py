@@ -41,11 +41,17 @@ from workbench.backend.kept import Plan
 from workbench.backend.landing import landing_in
 from workbench.backend.no_plans import NoPlans
 from workbench.backend.stamps import StampRings
-from workbench.choices import LaunchAhead, PlanBatch, PlanEnd, PlanEvict, PlanRule, PlanWarmup
-from workbench.errors import DeviceError, UsageError
+from workbench.config import (
+    LaunchAhead,
+    PlanBatch,
+    PlanEnd,
+    PlanEvict,
+    PlanRule,
+    PlanWarmup,
+    Toggles,
+)
+from workbench.errors import DeviceError
 from workbench.program.commands import Launch, Program, Replay
-from workbench.program.sync_modes import Ordering
-from workbench.toggles import Toggles
 
 KEPT = 256  # plans of an engine, as many as programs; then the least recently used goes
 IDLE_S, SWEEP_S = 10.0, 5.0  # llama.cpp's
@@ -363,17 +369,6 @@ def plans_of(toggles: Toggles, device: Backend | None = None) -> NoPlans:
     is_ahead = toggles.launch_ahead == LaunchAhead.ON
     by_word = toggles.plan_end == PlanEnd.WORD
     return Plans(Policy.of(toggles), device=device if is_ahead else None, by_word=by_word)
-
-
-def check_ahead(toggles: Toggles, ordering: Ordering, n_devices: int = 1) -> None:
-    """Raises UsageError where no plan could be launched ahead, though that is wanted."""
-    if toggles.launch_ahead == LaunchAhead.ON:
-        ahead.check(toggles.to_dict() | ordering._asdict(), n_devices)
-    elif toggles.plan_end == PlanEnd.WORD:
-        raise UsageError(
-            "toggles plan_end=word and launch_ahead=off clash: the word has the number of a launch "
-            "at a gate; use launch_ahead=on, or plan_end=event"
-        )
 
 
 COUNTS = (

@@ -52,11 +52,11 @@ from workbench.bench.resumed import check_same, open_out, open_outs, session_of,
 from workbench.bench.token_source import Source, TokenWindow
 from workbench.bench.workload import check_untraced
 from workbench.config import BASELINE, FAMILIES, TogglePreset, Toggles
+from workbench.config.presets import fixed_presets
 from workbench.engine.finite import first_bad_row, not_finite
 from workbench.engine.ready import make_ready
 from workbench.engine.rehearsal import alone
 from workbench.errors import UsageError
-from workbench.presets import fixed_presets
 from workbench.progress import Bar, bar
 from workbench.trace.spans import now_ns
 

@@ -16,6 +16,7 @@ from workbench.config import EngineConfig, Toggles
 from workbench.engine import draws, exclusive, opened, shown
 from workbench.engine.batch import Outputs, Work, check_prompt, step_shape
 from workbench.engine.bound import BoundPrograms
+from workbench.engine.choose import Variants, Wanted, as_preset, choose, resolve
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, asked_for, continued, prefilled
 from workbench.engine.kv_cache import n_regions
@@ -30,7 +31,6 @@ from workbench.engine.reuse import programs_of, reuse_of
 from workbench.engine.stamps import Stamp, Stamps, stamped
 from workbench.engine.step import Issuer, Pending, Steps
 from workbench.engine.step_programs import StepPrograms
-from workbench.engine.wanted import Variants, Wanted, as_preset, choose, resolve
 from workbench.engine.watch import PLAIN, Watch, chosen
 from workbench.errors import UsageError
 from workbench.model.decoder import Model

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.choices import SlotChoice
+from workbench.config import SlotChoice
 from workbench.engine.draws import FED
 
 if TYPE_CHECKING:

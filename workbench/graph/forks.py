@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from workbench.choices import Fork
+from workbench.config import Fork
 from workbench.graph import regions, schedule
 from workbench.graph.dependencies import dependencies
 from workbench.graph.ir import Node

@@ -6,10 +6,10 @@ from typing import Any
 
 from ipywidgets import HTML, Button, Dropdown, HBox, Layout
 
-from workbench.config import Toggles
+from workbench.config import BASELINE, Toggles
+from workbench.config.presets import preset_names
 from workbench.engine.engine import Engine
 from workbench.errors import UsageError
-from workbench.presets import BASELINE, preset_names
 
 GIVEN, PINNED = "as given", "pinned"
 

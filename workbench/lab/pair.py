@@ -30,12 +30,11 @@ from workbench.bench.workload import (
     take_sample,
     warm_up,
 )
-from workbench.config import SyncMode, Toggles
+from workbench.config import SyncMode, Toggles, differing
 from workbench.devices import is_gpu
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Stopped
 from workbench.errors import UsageError
-from workbench.toggle_words import differing
 from workbench.trace.profile import Profile
 
 TRACED_STEPS = 8  # at most, the last of the test: enough for a typical one
