@@ -9,7 +9,7 @@ from workbench.cli import flags as f
 from workbench.cli.common import app
 from workbench.config import FAMILIES
 from workbench.config.presets import preset_words, served_words
-from workbench.config.table import ROWS, Clash, F, Need, Row, Want
+from workbench.config.table import ROWS, Clash, F, Need, Row, Want, facts_of
 
 
 @app.command
@@ -54,10 +54,14 @@ def toggles(
 
 
 def described() -> list[dict[str, Any]]:
-    """A toggle each: its name, what it decides, its values with a word (the baseline's first), the
-    thread, the room in `workbench/`, whether its answer is exact or rounding, and the value that a
-    server has on the host and elsewhere. Of values that have any: what they need of a device, what
-    they clash with, and which values of other toggles they want."""
+    """A toggle each, as its row in `config/table.py` has it.
+
+    values: each with a word, the baseline's first.
+    answers: whether the answer is exact or rounding, by value.
+    served: the value that a server has, on the host and elsewhere; empty for none.
+    needs, clashes, wants: by value, where there are any: what it needs of a device, what cannot be
+        beside it, and which values of other toggles it wants.
+    """
     return [
         {
             "toggle": row.name,
@@ -66,6 +70,7 @@ def described() -> list[dict[str, Any]]:
             "thread": row.thread,
             "room": row.room,
             "answer": row.answer,
+            "answers": {v.value: row.answer_of(v) for v in row.values},
             "served": {"host": row.served(on_host=True), "others": row.served(on_host=False)},
             "needs": _by_value(row, Need, lambda need: (need.capability, need.least)),
             "clashes": _by_value(row, Clash, lambda clash: (clash.toggle, clash.value)),
@@ -77,5 +82,5 @@ def described() -> list[dict[str, Any]]:
 
 def _by_value(row: Row, kind: type[F], said: Callable[[F], tuple[str, Any]]) -> dict[str, Any]:
     """The facts of one kind: of each value that has any, names with what is said of each."""
-    found = {value.value: row.facts(value, kind) for value in row.values}
+    found = {value.value: facts_of(row.name, value, kind) for value in row.values}
     return {value: dict(map(said, facts)) for value, facts in found.items() if facts}

@@ -91,7 +91,7 @@ class Choice(StrEnum):
 
 
 C = TypeVar("C", bound=type[Choice])
-F = TypeVar("F", Need, Clash, Want, OfServer)
+F = TypeVar("F", Need, Clash, Want)
 EXACT, ROUNDING = "exact", "rounding"
 # llama.cpp's pull requests
 WAITS, REUSED, PLANS = "llama.cpp #17795", "llama.cpp #8366", "llama.cpp #16548"
@@ -129,15 +129,13 @@ class Row(NamedTuple):
         """`exact` or `rounding`: the class of one value."""
         return EXACT if value == self.off else self.answer
 
-    def facts(self, value: str, kind: type[F]) -> list[F]:
-        """The facts of one kind that go with a value."""
-        facts = [fact for choice in self.values if choice == value for fact in choice.facts]
-        return [fact for fact in facts if isinstance(fact, kind)]
-
     def served(self, on_host: bool) -> str:
         """The value that a server has on such a device; empty where it leaves the toggle alone."""
         found = [
-            v for v in self.values for f in self.facts(v, OfServer) if f.on_host or not on_host
+            value
+            for value in self.values
+            for fact in value.facts
+            if isinstance(fact, OfServer) and (fact.on_host or not on_host)
         ]
         return str(found[0]) if found else ""
 
@@ -731,9 +729,11 @@ class Validate(Choice):
 
 # names that stand for all toggles `<name>_...`
 FAMILIES = tuple(sorted({row.family for row in ROWS.values() if row.family}))
-CLASHES = [  # toggle, value, and what cannot be beside it
-    (row.name, str(value), clash)
-    for row in ROWS.values()
-    for value in row.values
-    for clash in row.facts(value, Clash)
-]
+# toggle and value -> the facts that go with it
+FACTS = {(row.name, str(v)): v.facts for row in ROWS.values() for v in row.values if v.facts}
+CLASHES = [(*of, fact) for of, facts in FACTS.items() for fact in facts if isinstance(fact, Clash)]
+
+
+def facts_of(name: str, value: str, kind: type[F]) -> list[F]:
+    """The facts of one kind that go with a value of a toggle."""
+    return [fact for fact in FACTS.get((name, value), ()) if isinstance(fact, kind)]

@@ -33,7 +33,7 @@ from workbench.config import (
     Toggles,
 )
 from workbench.config.presets import FOR, best_set, set_for
-from workbench.config.table import ROWS, Need, Want
+from workbench.config.table import ROWS, Need, Want, facts_of
 from workbench.engine.loaded import Loaded
 from workbench.errors import DeviceError, UsageError, WorkbenchError
 from workbench.graph.attend import attend_by
@@ -234,7 +234,7 @@ def _on_a_stream(o: Ordering, able: Capabilities) -> Ordering:
 
 def lacking(name: str, value: str, able: Capabilities) -> Need | None:
     """The first capability that a value of a toggle needs and a device lacks."""
-    needs = ROWS[name].facts(value, Need)
+    needs = facts_of(name, value, Need)
     return next((need for need in needs if getattr(able, need.capability) < need.least), None)
 
 
@@ -249,7 +249,7 @@ def _refuse_lacking(name: str, value: str, able: Capabilities, device: str) -> N
 
 
 def _refuse_unwanted(name: str, value: str, values: Mapping[str, str]) -> None:
-    for want in ROWS[name].facts(value, Want):
+    for want in facts_of(name, value, Want):
         other, has = want.toggle, values[want.toggle]
         counts = not want.beside or values[want.beside] != ROWS[want.beside].off
         if counts and has not in want.values:
