@@ -189,17 +189,17 @@ REUSE, EXTENT, ATTEND = "engine/reuse.py", "engine/kv_extent.py", "graph/attend.
 PLAN, FORKS = "backend/plan.py", "graph/forks.py"
 
 # facts of several values
-ASYNCHRONOUS = Need("asynchronous_copies", "its copies are not asynchronous")
+ASYNC = Need("asynchronous_copies", "its copies are not asynchronous")
 EVENTS = Need("events", "it has no events")
 ORDERED = Need("one_order", "an event does not stand behind its copies")
 CAPTURE = Need("capture", line="the {device} device cannot capture: {toggle}; use {use}")
-# A server's requests come and go, and have other lengths: each has cells of its own, which nobody
-# else can use up, and masked ones are left unread. Steps of few shapes let programs and plans be
-# kept, whoever stands beside whom.
+# What a server has on every device. Its requests come and go, and have other lengths: each has
+# cells of its own, which nobody else can use up, and masked ones are left unread. Steps of few
+# shapes let programs and plans be kept, whoever stands beside whom.
 SERVED = OfServer(on_host=True)
-# The device goes on with the tokens that it draws, so that the host looks at results while the next
-# step runs.
-SERVED_OFF_HOST = OfServer(on_host=False)
+# What a server has on any device but the host. The device goes on with the tokens that it draws, so
+# that the host looks at results while the next step runs.
+OFF_HOST = OfServer(on_host=False)
 
 
 @toggle(
@@ -219,28 +219,25 @@ class SyncMode(Choice):
     PER_COPY = "per_copy", "scscg: a wait before every copy, each copy blocks; before #17795"
     BLOCKING_COPIES = "blocking_copies", "sccccsg: one wait before all blocking copies, one after"
     COPY_BOUNDARY = (
-        "copy_boundary", "saaaasg: asynchronous copies between two waits; as merged", ASYNCHRONOUS
+        "copy_boundary", "saaaasg: asynchronous copies between two waits; as merged", ASYNC
     )
     WRITE_READ_BOUNDARY = (
-        "write_read_boundary", "aaaasg: only the wait between copies and graph", ASYNCHRONOUS
+        "write_read_boundary", "aaaasg: only the wait between copies and graph", ASYNC
     )
-    IMPLICIT = (
-        "implicit", "aaaag: no wait; stream order keeps copies before the graph", ASYNCHRONOUS
-    )
+    IMPLICIT = "implicit", "aaaag: no wait; stream order keeps copies before the graph", ASYNC
     PACKED_IMPLICIT = (
-        "packed_implicit", "ag: as implicit, but all inputs are one copy",
-        ASYNCHRONOUS, SERVED_OFF_HOST,
+        "packed_implicit", "ag: as implicit, but all inputs are one copy", ASYNC, OFF_HOST
     )
     EVENT_GUARDED = (
         "event_guarded", "saaaarwg: one wait; the graph waits for an event after copies",
-        ASYNCHRONOUS, EVENTS, Need("n_streams", "it has one stream, and the event orders two", 2),
+        ASYNC, EVENTS, Need("n_streams", "it has one stream, and the event orders two", 2),
         ORDERED,
         Clash(
             "copy_stream", "compute",
             "the event orders two streams; use copy_stream=own, or sync=write_read_boundary",
         ),
     )
-    PACKED = "packed", "sasg: as copy_boundary, but all inputs are one copy", ASYNCHRONOUS
+    PACKED = "packed", "sasg: as copy_boundary, but all inputs are one copy", ASYNC
     AUTO = "auto", "the safe mode with the fewest waits on the device; every result names it"
 
 
@@ -260,9 +257,7 @@ class CopyStream(Choice):
             line="{toggle} needs two streams and the {device} device has {has}; use {use}",
         ),
     )
-    COMPUTE = (
-        "compute", "the graph's stream: its order keeps copies before the graph", SERVED_OFF_HOST
-    )
+    COMPUTE = "compute", "the graph's stream: its order keeps copies before the graph", OFF_HOST
 
 
 @toggle("host_source", "memory that inputs are copied from", LAYOUT, EXACT, WAITS)
@@ -274,9 +269,7 @@ class HostSource(Choice):
 
     PINNED = "pinned", "page-locked memory, as in llama.cpp"
     PAGEABLE = "pageable", "ordinary memory, which the driver may stage first"
-    PINNED_RING_2 = (
-        "pinned_ring_2", "page-locked, two buffers in turn", EVENTS, ORDERED, SERVED_OFF_HOST
-    )
+    PINNED_RING_2 = "pinned_ring_2", "page-locked, two buffers in turn", EVENTS, ORDERED, OFF_HOST
     PINNED_RING_4 = "pinned_ring_4", "page-locked, four buffers in turn", EVENTS, ORDERED
 
 
@@ -310,8 +303,7 @@ class StepWait(Choice):
 
     EVERY = "every", "the host waits at the end of every step"
     OUTPUTS = (
-        "outputs", "only after steps that return logits, so ubatches of a prompt overlap",
-        SERVED_OFF_HOST,
+        "outputs", "only after steps that return logits, so ubatches of a prompt overlap", OFF_HOST
     )
 
 
@@ -327,11 +319,11 @@ class Results(Choice):
     DIRECT = "direct", "the last kernel writes up to 8 rows of them into page-locked host memory"
     BEHIND = (
         "behind", "a copy on the copy stream brings them while the next step runs",
-        EVENTS, Need("one_order", EVENTS.why), Need("n_streams", EVENTS.why, 2), SERVED_OFF_HOST,
+        EVENTS, Need("one_order", EVENTS.why), Need("n_streams", EVENTS.why, 2), OFF_HOST,
     )
 
 
-EVERYTHING_REDONE = [
+REDONE = [
     Clash(f"redo_{layer}", "on", "every step does all of it; use graph_reuse=set_rows")
     for layer in ("build", "split", "layout", "lower", "bind")
 ]
@@ -366,9 +358,7 @@ class GraphReuse(Choice):
     qwen3) for up to 8 tokens, and rounds. Where that launch is on, the logits of copies and of
     rows are held to a tolerance."""
 
-    REBUILD = (
-        "rebuild", "graph and program are built from nothing for every step", *EVERYTHING_REDONE
-    )
+    REBUILD = "rebuild", "graph and program are built from nothing for every step", *REDONE
     PATCH_POINTERS = (
         "patch_pointers", "kept by step shape; every store's address is patched", *IN_A_ROW
     )
@@ -476,9 +466,7 @@ class SampleOn(Choice):
     logits come to the host, and the next step may be issued before anybody knows its tokens."""
 
     HOST = "host", "on the host, from the logits of each step"
-    DEVICE = (
-        "device", "by a kernel behind the output; the host is given the tokens", SERVED_OFF_HOST
-    )
+    DEVICE = "device", "by a kernel behind the output; the host is given the tokens", OFF_HOST
 
 
 @toggle("attn_kernel", "which kernels compute attention", ATTEND, ROUNDING, SERVING)

@@ -88,11 +88,6 @@ def choose(wanted: Wanted, loaded: Loaded) -> Chosen:
     """What is meant, on a device that can honour it. Raises DeviceError where the device cannot,
     UsageError where the toggles are known to race."""
     able, device, n_devices = loaded.backend.capabilities, loaded.device, len(loaded.backends) - 1
-    if n_devices > 1 and not able.in_stream:
-        raise DeviceError(
-            f"the {device} device cannot share layers with another (n_devices={n_devices}): its "
-            "copies and events have no common order; use one"
-        )
     toggles, preset = resolve(wanted, loaded), as_preset(wanted)
     try:
         settled = settle(toggles, able, device, n_devices, loaded.config.unsafe)
