@@ -98,7 +98,8 @@ def preset_names() -> list[str]:
 
 def served_words() -> list[str]:
     """What a server adds to `best` for several sequences, a line for each kind of device."""
-    others = ", ".join(name for name in devices.names() if name != devices.HOST)
+    able = [name for name in devices.names() if devices.computes(name)]
+    others = ", ".join(name for name in able if name != devices.HOST)
     return [f"on {kind}: {_assigned(served(of))}" for kind, of in (
         (others, devices.AUTO), (devices.HOST, devices.HOST),
     )]  # fmt: skip
