@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from workbench import devices
 from workbench.cli import flags as f
 from workbench.cli.common import app
 from workbench.config import FAMILIES
@@ -71,7 +72,7 @@ def described() -> list[dict[str, Any]]:
             "room": row.room,
             "answer": row.answer,
             "answers": {v.value: row.answer_of(v) for v in row.values},
-            "served": {"host": row.served(on_host=True), "others": row.served(on_host=False)},
+            "served": {devices.HOST: row.served(on_host=True), "others": row.served(on_host=False)},
             "needs": _by_value(row, Need, lambda need: (need.capability, need.least)),
             "clashes": _by_value(row, Clash, lambda clash: (clash.toggle, clash.value)),
             "wants": _by_value(row, Want, lambda want: (want.toggle, want.values)),
