@@ -17,7 +17,7 @@ import pandas as pd
 
 from workbench.bench.comparison import AB
 from workbench.bench.stats import interval
-from workbench.choices import GraphReuse
+from workbench.config import GraphReuse
 from workbench.engine.phases import per_step
 from workbench.engine.reuse import REDO, WAYS
 from workbench.frames import Table

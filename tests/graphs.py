@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.choices import Fork
-from workbench.config import Activations
+from workbench.config import Activations, Fork
 from workbench.graph.branch_fusion import branch_numbers
 from workbench.graph.defer import defer
 from workbench.graph.fuse import fuse

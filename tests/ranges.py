@@ -16,7 +16,7 @@ import numpy as np
 from tests.attention import Case, attention_case, causal, parted, skipping, stored
 from tests.graphs import Decoder, fused_nodes, values_for, wiring
 from workbench.backend.base import Backend
-from workbench.choices import AttnKernel, KVParts, SkipMaskedKV
+from workbench.config import AttnKernel, KVParts, SkipMaskedKV
 from workbench.engine.kv_extent import WAYS
 from workbench.graph import ops
 from workbench.graph.attend import PARTS

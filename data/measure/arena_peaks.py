@@ -20,15 +20,7 @@ from data.measure.tables import Line, Part, Table
 from tests.graphs import Decoder
 from workbench.backend.cuda.op_table import scratch_bytes
 from workbench.bench import provenance
-from workbench.choices import (
-    AttnKernel,
-    BranchFusion,
-    Fork,
-    KVParts,
-    Lifetimes,
-    Results,
-    SyncMode,
-)
+from workbench.config import AttnKernel, BranchFusion, Fork, KVParts, Lifetimes, Results, SyncMode
 from workbench.graph.attend import attend_by
 from workbench.graph.branch_fusion import fused
 from workbench.graph.forks import Branches, chained

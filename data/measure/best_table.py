@@ -1,6 +1,6 @@
 """What won on each kind of device, from the run folders: the table that preset `best` is made of.
 
-    python -m data.measure.best_table            writes workbench/best.json from data/results
+    python -m data.measure.best_table            writes workbench/config/best.json from data/results
     python -m data.measure.best_table RUNS...    takes the run folders in these folders, too
 
 A kind of device has two sets of values: for one sequence, of runs whose tests have one, and for
@@ -37,13 +37,12 @@ from workbench.bench.arms import NEVER_JOINED
 from workbench.bench.comparison import AB
 from workbench.bench.stats import FASTER, SLOWER
 from workbench.bench.workload import parse
-from workbench.choices import KVParts, SkipMaskedKV, StepWait
-from workbench.config import FAMILIES, SyncMode, Toggles
+from workbench.config import FAMILIES, KVParts, SkipMaskedKV, StepWait, SyncMode, Toggles
+from workbench.config.presets import ONE, SEVERAL, set_for
 from workbench.output import write_text
-from workbench.presets import ONE, SEVERAL, set_for
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, TABLE = ROOT / "data/results", ROOT / "workbench/best.json"
+RESULTS, TABLE = ROOT / "data/results", ROOT / "workbench/config/best.json"
 KINDS = ("cuda", "embedded", "host")
 TOGETHER = (
     "sync", "copy_stream", "host_source", "n_copies", "step_wait", "results", "plans", "plan_scope",

@@ -36,7 +36,7 @@ from notebooks import kept
 from workbench.bench.kernel_cases import MODELS
 from workbench.bench.results import Run
 from workbench.bench.stats import SLOWER
-from workbench.choices import Pdl, PlanScope
+from workbench.config import Pdl, PlanScope
 
 READ = "read"  # the type that counters give to kernels that only read
 LEAST_SHARE = 0.03  # of a step, from which a kind of launch is named

@@ -17,9 +17,9 @@ from typing import Any
 import workbench
 from workbench.cli import main
 from workbench.cli.common import app
+from workbench.config import Toggles
+from workbench.config.presets import best_sets, fixed_presets
 from workbench.model.synth import write_tiny
-from workbench.presets import best_sets, fixed_presets
-from workbench.toggles import Toggles
 
 SMALL = ["--device", "embedded", "--n-ctx", "64", "--n-ubatch", "8", "--threads", "1"]
 # a name, and a command that prints JSON or writes a run folder; {} is the model, OUT the folder

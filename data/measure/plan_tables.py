@@ -19,7 +19,7 @@ from workbench.bench.comparison import AB
 from workbench.bench.stats import FASTER, SLOWER
 from workbench.bench.token_parts import medians_us
 from workbench.bench.workload import parse
-from workbench.choices import LaunchAhead, PlanEnd, PlanRule, PlanScope, Results
+from workbench.config import LaunchAhead, PlanEnd, PlanRule, PlanScope, Results
 
 OFF, OURS = PlanRule.OFF.value, PlanRule.OURS.value
 MADE = ("captured", "updated", "reinstantiated", "replayed", "ahead")  # of an engine's plans

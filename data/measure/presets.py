@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from data.measure.recorded import Recorded
 from data.measure.tables import Line, Part, Table
 from workbench.config import Toggles
-from workbench.presets import best_rows, fixed_presets
+from workbench.config.presets import best_rows, fixed_presets
 
 
 def presets(_: Recorded) -> Iterator[Line]:

@@ -7,7 +7,6 @@ disagree: no number is written by hand.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -36,7 +35,8 @@ from data.measure import (
 from data.measure.recorded import NOT_MEASURED, Recorded, commit_of, model_of
 from data.measure.same_logits import block as same_logits
 from data.measure.tables import Line, Part, Table, block
-from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles
+from workbench.config import EXACT, FAMILIES, ROUNDING
+from workbench.config.table import ROWS, Row
 from workbench.errors import WorkbenchError
 from workbench.model.metadata import KEYS, Use
 from workbench.output import write_text
@@ -65,32 +65,31 @@ THREADS = ("#17795", "#8366", "#16548", "#16991", "#14924")
 
 
 def rooms(_: Recorded) -> Iterator[Line]:
-    """A thread of llama.cpp: its rooms with the toggles that only they read, from the toggles' own
-    metadata; at the end all other rooms."""
-    found: dict[str, list[dataclasses.Field]] = {}
-    for field in dataclasses.fields(Toggles):
-        found.setdefault(field.metadata["room"], []).append(field)
+    """A thread of llama.cpp: its rooms with the toggles that only they read, from the table of
+    toggles; at the end all other rooms."""
+    found: dict[str, list[Row]] = {}
+    for row in ROWS.values():
+        found.setdefault(row.room, []).append(row)
     of: dict[str, list[str]] = {thread: [] for thread in (*THREADS, "others")}
-    for room, fields in found.items():
-        thread = next((t for t in _threads(fields) if t in THREADS), "others")
+    for room, rows in found.items():
+        thread = next((t for t in _threads(rows) if t in THREADS), "others")
         of[thread].append(room)
     for thread, own in of.items():
         texts = [
             f"`{room}`: "
-            + ", ".join(f"`{name}`" for name in _families(f.name for f in found[room]))
+            + ", ".join(f"`{name}`" for name in _families(row.name for row in found[room]))
             for room in own
         ]
-        answers = dict.fromkeys(ANSWERS[f.metadata["answer"]] for room in own for f in found[room])
+        answers = dict.fromkeys(ANSWERS[row.answer] for room in own for row in found[room])
         yield Line({
             "llama.cpp": thread, "rooms in `workbench/`, and the toggles that they read":
             "; ".join(texts), "answers stay": ", or ".join(answers),
         })  # fmt: skip
 
 
-def _threads(fields: Iterable[dataclasses.Field]) -> Iterable[str]:
+def _threads(rows: Iterable[Row]) -> Iterable[str]:
     """Numbers of llama.cpp's pull requests, each once."""
-    named = (field.metadata["thread"] for field in fields)
-    return dict.fromkeys(thread.removeprefix("llama.cpp ") for thread in named if thread)
+    return dict.fromkeys(row.thread.removeprefix("llama.cpp ") for row in rows if row.thread)
 
 
 def _families(names: Iterable[str]) -> Iterable[str]:

@@ -13,8 +13,7 @@ from data.measure.recorded import Arms, Recorded, spread
 from data.measure.tables import Line, Part, Table
 from notebooks import kept
 from workbench.bench.comparison import AB
-from workbench.choices import Redo
-from workbench.config import GraphReuse, Toggles
+from workbench.config import GraphReuse, Redo, Toggles
 
 REDO, WAYS, REBUILD, KEPT = (
     "redo",

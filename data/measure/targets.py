@@ -33,7 +33,7 @@ from data.measure.recorded import (
 )
 from data.measure.tables import Line, Part, Table, block
 from workbench.bench.bounds import FEW
-from workbench.choices import Pdl
+from workbench.config import Pdl
 
 Values = Mapping[str, Any]  # of a figure, by name
 

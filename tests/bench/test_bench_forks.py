@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.graphs import Decoder
-from workbench.choices import BranchFusion
+from workbench.config import BranchFusion
 from workbench.graph.arena import layout, visibility
 from workbench.graph.branch_fusion import fused
 from workbench.graph.forks import fork

@@ -7,9 +7,9 @@ import json
 import pytest
 
 import workbench as wb
-from workbench import presets
 from workbench.bench.batched import batched
 from workbench.bench.llama_bench import bench
+from workbench.config import presets
 
 
 def row(value: str) -> dict:

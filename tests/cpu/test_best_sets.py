@@ -15,8 +15,8 @@ from data.measure.presets import best
 from data.measure.recorded import Recorded
 from workbench.bench.arms import parse_changes
 from workbench.config import Toggles
+from workbench.config.presets import best_set
 from workbench.errors import UsageError
-from workbench.presets import best_set
 
 WHOLE = parse_changes(SETS["embedded"][1])
 ALONE = {"sync": "auto", "graph_reuse": "set_rows"}
@@ -36,7 +36,7 @@ def won(monkeypatch):
     }
     sets = {"one": rows, "several": {}}
     table = json.loads(json.dumps(dict.fromkeys(("cuda", "embedded", "host"), sets)))
-    for module in ("workbench.presets", "data.measure.presets"):
+    for module in ("workbench.config.presets", "data.measure.presets"):
         monkeypatch.setattr(f"{module}.best_rows", lambda: table)
     return table
 

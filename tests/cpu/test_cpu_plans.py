@@ -16,8 +16,7 @@ from tests.gates import hold
 from tests.profiles import share
 from workbench.backend.cpu.loops import FILLED
 from workbench.backend.cpu.recorded import EmbeddedPlan
-from workbench.choices import GraphReuse, NCopies
-from workbench.config import Toggles
+from workbench.config import GraphReuse, NCopies, Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Program, Replay, Wait

@@ -18,8 +18,7 @@ from tests.unit.fake_cuda import fake_backend
 from workbench.backend.cpu import compile as compiler
 from workbench.backend.cpu import op_table
 from workbench.backend.cuda import nvrtc
-from workbench.choices import KVGrowth
-from workbench.config import BEST, TogglePreset
+from workbench.config import BEST, KVGrowth, TogglePreset
 from workbench.engine import first_steps as room
 from workbench.engine.asks import Ask
 from workbench.engine.first_steps import first_steps

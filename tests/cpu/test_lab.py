@@ -12,7 +12,8 @@ import pytest
 import workbench as wb
 from workbench import lab
 from workbench.bench.stats import TOO_FEW, Band, Ratio
-from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles, _toggle
+from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles
+from workbench.config.table import ROWS
 from workbench.engine.engine import OPENED, Engine
 from workbench.errors import UsageError
 from workbench.lab import widgets
@@ -61,13 +62,16 @@ class Speed(StrEnum):
     FAST = "fast"
 
 
-@dataclasses.dataclass(frozen=True)
-class More(Toggles):
-    warp: str = _toggle(Speed.SLOW, "nowhere.py", EXACT)
-    fuse_all: str = _toggle(wb.config.Switch.OFF, "nowhere.py", ROUNDING)
+def test_a_new_toggle_appears_by_itself(monkeypatch):
+    """A row of the table, and a field."""
+    monkeypatch.setitem(ROWS, "warp", ROWS["plans"]._replace(values=Speed))
+    monkeypatch.setitem(ROWS, "fuse_all", ROWS["fuse_qkv"])
 
+    @dataclasses.dataclass(frozen=True)
+    class More(Toggles):
+        warp: str = "slow"
+        fuse_all: str = Toggles.fuse_qkv
 
-def test_a_new_toggle_appears_by_itself():
     changes = []
     form = widgets.ToggleForm(More(warp="fast"), lambda: changes.append(form.toggles()))
     assert list(form.choices["warp"].options) == ["slow", "fast"]

@@ -15,10 +15,10 @@ from workbench.bench import workload
 from workbench.bench.stats import TOO_FEW
 from workbench.bench.workload import take_sample
 from workbench.config import Toggles
+from workbench.config.presets import preset_names
 from workbench.engine import exclusive
 from workbench.errors import UsageError
 from workbench.lab import interrupts, pair, widgets
-from workbench.presets import preset_names
 from workbench.report import plots
 from workbench.report.timelines import LOOKS
 

@@ -10,8 +10,7 @@ import pytest
 
 import workbench as wb
 from workbench.bench import results
-from workbench.choices import KVCacheKind, KVGrowth
-from workbench.config import EngineConfig, Toggles
+from workbench.config import EngineConfig, KVCacheKind, KVGrowth, Toggles
 from workbench.engine.engine import Engine
 from workbench.engine.room import Room
 from workbench.errors import UsageError

@@ -12,7 +12,7 @@ from data.measure import readme
 from data.measure.arena_peaks import MODELS, NAME, OUT, lines, peaks
 from data.measure.recorded import Recorded
 from tests.profiles import share
-from workbench.choices import Fork, Lifetimes
+from workbench.config import Fork, Lifetimes
 
 ROOT = Path(__file__).resolve().parents[2]
 

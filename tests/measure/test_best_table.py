@@ -14,7 +14,7 @@ from workbench.bench.comparison import AB
 from workbench.bench.results import COMPLETE, Run, SampleTable
 from workbench.bench.stats import SAME
 from workbench.config import Toggles
-from workbench.presets import best_set
+from workbench.config.presets import best_set
 
 
 def test_the_committed_table_is_what_the_recorded_runs_say():

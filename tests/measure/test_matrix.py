@@ -11,13 +11,11 @@ from data.measure.mechanisms import MECHANISMS
 from data.measure.session import BACKGROUNDS, FILES, RESOLVED, parsed, toggles_of
 from data.measure.steps import KINDS
 from workbench.backend.null import open_backend
-from workbench.backend.plan import check_ahead
 from workbench.bench.arms import arms_of
 from workbench.bench.workload import parse_tests
 from workbench.config import Toggles
+from workbench.engine.choose import settle
 from workbench.program.capabilities import Capabilities
-from workbench.program.plans import choose_scope
-from workbench.program.sync_modes import Ordering, choose_ordering
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 
@@ -70,11 +68,7 @@ def test_a_gpu_can_have_every_arm_of_plans_and_reuse(row):
     assert background.pdl == ("off" if "plain" in row.folder else "on")
     _, arms = arms_of(row.compared, background)
     for arm in arms:
-        made = arm.toggles
-        ordering = choose_ordering(Ordering.of(made), GPU, "cuda")
-        scope = choose_scope(made.plans, made.plan_scope, ordering, GPU, "cuda")
-        assert bool(scope) == (made.plans != "off")
-        check_ahead(made, ordering)
+        settle(arm.toggles, GPU, "cuda")
     steps = [a for a in arms if a.toggles.plan_scope == "step" and a.toggles.plans != "off"]
     alike = {(a.toggles.sync, a.toggles.copy_stream) for a in (*steps, arms[0])}
     assert row.step == "best" or len(alike) == 1, "one ordering for all that is compared"

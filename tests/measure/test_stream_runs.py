@@ -11,7 +11,7 @@ from data.measure import streams
 from data.measure.recorded import NOT_MEASURED, Recorded
 from data.measure.tables import block
 from tests.peer_runs import AGAIN, write
-from workbench.presets import best_set
+from workbench.config.presets import best_set
 
 MODEL = "llama-3-8b-q8_0"
 

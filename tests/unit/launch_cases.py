@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tests.graphs import Decoder, fused_nodes, wiring
 from workbench.backend.cuda import op_table
 from workbench.backend.cuda.kernel import CLUSTERS, Kernel, Operands, Work
-from workbench.choices import KVParts, SkipMaskedKV
+from workbench.config import KVParts, SkipMaskedKV
 from workbench.graph.attend import with_inputs
 from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import (

@@ -22,8 +22,7 @@ from workbench.backend.cuda import attending, attention_plain, nvrtc, op_table, 
 from workbench.backend.cuda.attention import FEW_TOKENS, AttentionAt, AttentionShape
 from workbench.backend.cuda.attention_plain import TokenCounts, tile_grid, vec_grid
 from workbench.backend.cuda.kernel import Kernel, Operands, blocks
-from workbench.choices import KVParts, SkipMaskedKV
-from workbench.config import Toggles
+from workbench.config import KVParts, SkipMaskedKV, Toggles
 from workbench.errors import DeviceError
 from workbench.graph.attend import with_inputs
 from workbench.graph.fuse import join

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.graphs import PRODUCTS, Decoder, topology_key
 from tests.profiles import examples
 from tests.unit.test_fuse import ALL, MODELS, TYPES, check_fused, check_memory
-from workbench.choices import BranchFusion, Fork
+from workbench.config import BranchFusion, Fork
 from workbench.graph.branch_fusion import branch_numbers, fused
 from workbench.graph.forks import COSTS, MOST_STREAMS, Costs, dependencies, estimate_us, fork
 from workbench.graph.fuse import FUSIONS, fuse
@@ -272,5 +272,3 @@ def test_where_nothing_forks_nothing_is_chosen():
     graph = MODELS["llama"]().graph()
     for choice in BranchFusion:
         assert fused(graph, (), on_one, choice, 3, Fork.QKV) is graph
-    alone = fused(graph, {"fuse_qkv"}, on_one, AUTO, 1, Fork.QKV, SLOW_LAUNCHES)
-    assert topology_key(alone) == topology_key(fuse(graph, {"fuse_qkv"}))

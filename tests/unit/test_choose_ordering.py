@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.config import CopyStream, HostSource, InputOrder, NCopies, StepWait, SyncMode
+from workbench.engine.choose import choose_ordering
 from workbench.errors import DeviceError, UsageError
 from workbench.program.capabilities import Capabilities
-from workbench.program.sync_modes import Ordering, choose_ordering, race_of
+from workbench.program.sync_modes import Ordering, race_of
 
 ASYNC = Capabilities(True, True, True, False, 2)
 SYNCHRONOUS = Capabilities(False, False, True, False, 0)

@@ -13,8 +13,8 @@ from cyclopts.argument import ArgumentCollection
 from workbench.cli import main
 from workbench.cli.common import app
 from workbench.config import FAMILIES, Toggles
+from workbench.config.presets import fixed_presets, preset_names
 from workbench.model.presets import PRESETS, QUANTS
-from workbench.presets import fixed_presets, preset_names
 
 
 def commands(of: App = app, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:
@@ -77,10 +77,10 @@ def test_whole_numbers_are_read_strictly(words):
 def test_toggles_list_their_values_with_a_word_on_each(capsys, words):
     text = shown(capsys, *words)
     for name in Toggles.names():
-        meta = Toggles._field(name).metadata
-        assert f"--{name.replace('_', '-')} STR {meta['about']}" in text
+        row = Toggles.row(name)
+        assert f"--{name.replace('_', '-')} STR {row.about}" in text
         if not any(name in Toggles.members(family) for family in FAMILIES):
-            for value in meta["values"]:
+            for value in row.values:
                 baseline = " (baseline)" if value == getattr(Toggles(), name) else ""
                 assert f"{value.value}{baseline}: {value.word}" in text
     for name in preset_names():
@@ -116,13 +116,14 @@ def test_the_table_of_toggles(capsys, monkeypatch):
     main(["toggles"])
     out = capsys.readouterr().out
     for name in Toggles.names():
-        meta = Toggles._field(name).metadata
+        toggle = Toggles.row(name)
         (line,) = [row for row in out.splitlines() if row.startswith(f"| {name} ")]
         row = [cell.strip() for cell in line.strip("|").split("|")]
         assert row[0] == name and set(row[1].split(", ")) == set(Toggles.values(name))
         assert row[1].split(", ")[0] == getattr(Toggles(), name)
-        assert row[2:] == [meta["thread"].removeprefix("llama.cpp "), meta["room"], meta["answer"]]
+        assert row[2:] == [toggle.thread.removeprefix("llama.cpp "), toggle.room, toggle.answer]
     assert all(f"  {name}: " in out for name in preset_names())
+    assert "  on host: kv_growth=geometric kv_cache=per_sequence" in out
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
@@ -140,3 +141,7 @@ def test_the_table_as_json_has_a_word_on_each_value(capsys):
     assert list(found) == Toggles.names()
     assert all(word for row in found.values() for word in (row["about"], *row["values"].values()))
     assert set(found["sync"]["values"]) == set(Toggles.values("sync"))
+    assert found["results"]["served"] == {"host": "", "others": "behind"}
+    assert found["plans"]["needs"]["ours"] == {"capture": 1}
+    assert found["sync"]["clashes"] == {"event_guarded": {"copy_stream": "compute"}}
+    assert found["plan_end"]["wants"] == {"word": {"launch_ahead": ["on"]}}

@@ -11,7 +11,7 @@ PACKAGE = Path(devices.__file__).parent
 # strings that are equal to a device's name and say something else, or whose own name it is
 OTHERS = {
     "program/ranges.py": {"host"},  # a space of memory
-    "choices.py": {"host"},  # who draws tokens: the host, or any device
+    "config/table.py": {"host"},  # who draws tokens: the host, or any device
     "serve/api.py": {"null"},  # of JSON
     "serve/openapi.py": {"null"},
     "serve/schema.py": {"null"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.choices import Fork
+from workbench.config import Fork
 from workbench.graph.forks import START, Branches, Costs, fork
 from workbench.graph.ir import F32, Kind, Node, Tensor
 from workbench.graph.ops import make

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.profiles import examples
 from tests.unit.random_branches import closure, random_branches, random_nodes
-from workbench.choices import Fork
+from workbench.config import Fork
 from workbench.graph.forks import (
     START,
     Branches,

@@ -8,13 +8,14 @@ from tests.oracles.happens_before import racing_pairs
 from tests.oracles.walked_again import WalkedAgain
 from tests.profiles import share
 from workbench.config import CopyStream, StepWait, SyncMode, Toggles
+from workbench.engine.choose import settle
 from workbench.engine.engine import Engine
 from workbench.errors import UsageError
 from workbench.program.capabilities import Capabilities
 from workbench.program.check.hazards import apart, check_cycle, races
 from workbench.program.commands import CommandAt, Copy, Program, Sync
-from workbench.program.plans import choose_scope, with_plans
-from workbench.program.sync_modes import Ordering, race_of
+from workbench.program.plans import with_plans
+from workbench.program.sync_modes import race_of
 
 WAYS = [
     (sync_mode, stream, step_wait)
@@ -59,11 +60,12 @@ def test_a_mode_races_where_lowering_says_so(engine_of, way, n_tokens):
 
 def refused(way: tuple[str, ...]) -> bool:
     """Whether a whole step can be no plan."""
-    able, ordering = Capabilities(True, True, True, True, 2), Ordering(way[0])
+    able = Capabilities(True, True, True, True, 2)
     try:
-        return not choose_scope("ours", "step", ordering, able, "device")
+        settle(Toggles(sync=way[0], plans="ours", plan_scope="step"), able, "device", unsafe=True)
     except UsageError:
         return True
+    return False
 
 
 def planned(cycle: list[Program], scope: str) -> list[Program]:

@@ -21,6 +21,7 @@ from tests.oracles.random_runs import program as of_commands
 from tests.orderings import PLACED, every_ordering
 from tests.planned import SCOPES, only_adds_order
 from tests.profiles import examples, tiers
+from workbench.engine.choose import settle
 from workbench.errors import UsageError
 from workbench.program.capabilities import Capabilities
 from workbench.program.check.hazards import Race, apart, check_cycle, races
@@ -36,7 +37,7 @@ from workbench.program.commands import (
     Stream,
     Write,
 )
-from workbench.program.plans import choose_scope, with_plans
+from workbench.program.plans import with_plans
 
 ABLE = Capabilities(True, True, True, True, 2)
 WORK = (Copy, Launch)
@@ -207,10 +208,12 @@ def test_plans_only_add_order_to_the_programs_of_every_ordering(engine, n_tokens
     refused = planned = 0
     for toggles in [*every_ordering()][::share]:
         with engine.variant(toggles) as variant:
-            cycle, ordering = variant.cycle(n_tokens), variant._ordering
+            cycle = variant.cycle(n_tokens)
         for scope in SCOPES:
             try:
-                choose_scope("ours", scope, ordering, ABLE, "device")
+                settle(
+                    replace(toggles, plans="ours", plan_scope=scope), ABLE, "device", unsafe=True
+                )
             except UsageError:
                 refused += 1
                 continue

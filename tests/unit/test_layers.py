@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from workbench.config import FAMILIES, Toggles
+from workbench.config.table import ROWS
 from workbench.program.sync_modes import Ordering
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,10 +40,6 @@ LAYERS = [
     ("model",),
     ("graph",),
     ("config",),
-    ("toggle_words",),
-    ("toggles",),
-    ("clashes", "presets"),
-    ("choices",),
     ("output",),
     ("output_swap",),
     ("checkout", "devices", "errors", "frames", "progress", "sizes", "trace.spans"),
@@ -203,42 +199,53 @@ def test_public_names_resolve():
 
 
 def toggle_reads(path: Path) -> set[str]:
-    """Toggles a module reads: `toggles.name`; `getattr(toggles, ...)`, which may be any, is `*`."""
+    """Toggles a module reads: `toggles.name` and `settled.name`; `getattr(toggles, ...)`, which may
+    be any, is `*`."""
     found = set()
     for node in ast.walk(parsed(path)):
         match node:
             case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name):
-                found |= {name} if owner == "toggles" else set()
+                found |= {name} if owner in ("toggles", "settled") else set()
             case ast.Call(func=ast.Name(id="getattr"), args=[of, *_]):
                 named = ast.unparse(of).rpartition(".")[2]
                 found |= {"*"} if "toggles" in named else set()
     return found
 
 
-CHOOSING = ("engine/engine.py", "engine/wanted.py", "engine/step_programs.py")
+CHOOSES, PASSES_ON = "engine/choose.py", "engine/step_programs.py"
 
 
 def test_toggles_are_read_in_their_room_and_where_the_engine_chooses():
+    """What a room is given by another was chosen in one file, and is passed on by one."""
     reads = {
         str(p.relative_to(PACKAGE)): toggle_reads(p)
         for p in modules()
-        if p != PACKAGE / "toggles.py"
+        if p != PACKAGE / "config" / "toggles.py"
     }
-    for field in dataclasses.fields(Toggles):
-        room = field.metadata["room"]
-        assert (PACKAGE / room).exists(), f"{field.name}: no room {room}"
-        readers = {path for path, names in reads.items() if field.name in names}
-        if any(field.name.startswith(f"{family}_") for family in FAMILIES):
+    assert list(ROWS) == Toggles.names()
+    for name, row in ROWS.items():
+        assert (PACKAGE / row.room).exists(), f"{name}: no room {row.room}"
+        readers = {path for path, names in reads.items() if name in names}
+        if row.family:
             # read all together, by name, and by nobody else
-            assert not readers and "*" in reads[room], field.name
-            assert f'"{field.name}"' in (PACKAGE / room).read_text(), field.name
-        elif field.name in Ordering._fields:
+            assert not readers and "*" in reads[row.room], name
+            assert f'"{name}"' in (PACKAGE / row.room).read_text(), name
+        elif name in Ordering._fields:
             # read all together by `Ordering.of`; what reads them then is an Ordering's field
-            assert not readers and room.startswith("program/"), field.name
+            assert readers <= {CHOOSES} and row.room.startswith("program/"), name
+        elif row.room in readers:
+            assert readers <= {row.room, CHOOSES}, name
         else:
-            assert readers and readers <= {room, *CHOOSING}, field.name
-    rooms = {Toggles._field(family).metadata["room"] for family in FAMILIES}
+            assert readers and readers <= {CHOOSES, PASSES_ON}, name
+    rooms = {Toggles.row(family).room for family in FAMILIES}
     assert {path for path, names in reads.items() if "*" in names} == rooms
+
+
+def test_what_a_device_cannot_honour_is_said_in_one_table():
+    """A value's needs are asked once, by `engine/choose.py`, and no room refuses it again."""
+    refusal = "cannot honour {"
+    said = {str(p.relative_to(PACKAGE)) for p in modules() if refusal in p.read_text()}
+    assert said == {"config/table.py"}
 
 
 # what may be asked whether it has a member: the system, errors, and other people's libraries

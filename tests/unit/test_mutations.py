@@ -23,12 +23,14 @@ import pytest
 from tests.oracles.adversary import SEEDS, Adversary
 from tests.oracles.interleavings import ends_wrong
 from tests.profiles import tiers
-from workbench.choices import BranchFusion, Fork, Lifetimes
 from workbench.config import (
+    BranchFusion,
     CopyStream,
     EngineConfig,
+    Fork,
     HostSource,
     InputOrder,
+    Lifetimes,
     NCopies,
     PlanRule,
     PlanScope,
@@ -37,12 +39,13 @@ from workbench.config import (
     SyncMode,
     Toggles,
 )
+from workbench.engine.choose import choose_ordering
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError, UsageError
 from workbench.program.capabilities import Capabilities
 from workbench.program.check.hazards import apart, races
 from workbench.program.commands import Command, CommandAt, Program, Record, Replay, Sync, Wait
-from workbench.program.sync_modes import Ordering, choose_ordering
+from workbench.program.sync_modes import Ordering
 
 ORDERING = (Sync, Wait, Record)
 

@@ -12,9 +12,9 @@ from tests.unit.launch_cases import chosen_works, one_of_each, some_works
 from workbench.backend.cuda import nvrtc
 from workbench.backend.cuda.kernel import Kernel
 from workbench.config import Toggles
+from workbench.engine.choose import settle
 from workbench.errors import DeviceError
 from workbench.program.capabilities import Capabilities
-from workbench.program.sync_modes import choose_pdl
 
 # planted ------------------------------------------------------------------------------------------
 
@@ -197,9 +197,9 @@ def test_products_request_weights_before_they_wait(works):
 def test_the_toggle_is_refused_where_there_is_no_such_launch():
     able = Capabilities(True, True, True, False, 2, programmatic=True)
     unable = Capabilities(True, True, True, False, 2)
-    assert choose_pdl("on", able, "dev") and not choose_pdl("off", able, "dev")
-    assert not choose_pdl("off", unable, "dev")
+    assert settle(Toggles(pdl="on"), able, "dev").pdl == "on"
+    assert settle(Toggles(), unable, "dev").pdl == "off"
     with pytest.raises(DeviceError, match=r"cannot honour pdl=on.*use pdl=off") as refused:
-        choose_pdl("on", unable, "dev")
+        settle(Toggles(pdl="on"), unable, "dev")
     assert "\n" not in str(refused.value)
     assert Toggles().pdl == "off"

@@ -19,54 +19,10 @@ is called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from workbench.backend.gate import MOST_BYTES
-from workbench.choices import (
-    CopyStream,
-    GraphReuse,
-    HostSource,
-    NCopies,
-    PlanRule,
-    PlanScope,
-    Results,
-    SyncMode,
-)
-from workbench.errors import UsageError
 from workbench.program import commands as c
 
 _FREE = (c.Write, c.Read, c.Sync, c.Record)  # commands that a gate holds up nowhere
-# toggles, the values that can be, and the one to use
-_WANTED: dict[str, tuple[tuple[str, ...], str]] = {
-    "plans": ((PlanRule.PR, PlanRule.TODAY, PlanRule.OURS), PlanRule.OURS),
-    "plan_scope": ((PlanScope.STEP,), PlanScope.STEP),
-    "sync": ((SyncMode.PACKED_IMPLICIT,), SyncMode.PACKED_IMPLICIT),
-    "copy_stream": ((CopyStream.COMPUTE,), CopyStream.COMPUTE),
-    "host_source": (
-        (HostSource.PINNED, HostSource.PINNED_RING_2, HostSource.PINNED_RING_4), HostSource.PINNED
-    ),
-    "results": ((Results.COPY, Results.DIRECT), Results.DIRECT),
-    "n_copies": ((NCopies.ONE,), NCopies.ONE),
-    "graph_reuse": ((GraphReuse.SET_ROWS, GraphReuse.POINTER_TABLE), GraphReuse.SET_ROWS),
-}  # fmt: skip
-
-
-def check(values: Mapping[str, str], n_devices: int) -> None:
-    """Raises UsageError where no plan could be launched ahead. values: of toggles, by name; sync
-    and copy_stream are not `auto` any more."""
-    for name, (able, use) in _WANTED.items():
-        if values[name] not in able:
-            raise UsageError(
-                f"toggles launch_ahead=on and {name}={values[name]} clash: a launch ahead wants a "
-                "program that is kept as it is, and a plan of a whole step that begins with one "
-                "copy of all inputs; use "
-                f"{name}={use}, or launch_ahead=off"
-            )
-    if n_devices > 1:
-        raise UsageError(
-            f"launch_ahead=on is for one device, not {n_devices}: plans of several devices wait "
-            "for each other; use n_devices=1, or launch_ahead=off"
-        )
 
 
 def inputs_of(plan: c.Replay) -> c.Copy | None:

@@ -44,17 +44,22 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from workbench.backend import ahead
 from workbench.backend.base import Backend, Captured
 from workbench.backend.gate import COUNTS as GATE_COUNTS
 from workbench.backend.gate import Gate
 from workbench.backend.issued import Identity, Plannable, changed
 from workbench.backend.landing import landing_in
-from workbench.choices import LaunchAhead, PlanBatch, PlanEnd, PlanEvict, PlanRule, PlanWarmup
-from workbench.errors import DeviceError, UsageError
+from workbench.config import (
+    LaunchAhead,
+    PlanBatch,
+    PlanEnd,
+    PlanEvict,
+    PlanRule,
+    PlanWarmup,
+    Toggles,
+)
+from workbench.errors import DeviceError
 from workbench.program.commands import Program
-from workbench.program.sync_modes import Ordering
-from workbench.toggles import Toggles
 
 R = TypeVar("R")
 
@@ -487,17 +492,6 @@ def gate_of(toggles: Toggles, device: Backend, plans: Plans) -> Callable[[], Gat
         return None
     plans.counts.update(dict.fromkeys(GATE_COUNTS, 0))
     return partial(Gate, device, plans.counts, by_word=toggles.plan_end == PlanEnd.WORD)
-
-
-def check_ahead(toggles: Toggles, ordering: Ordering, n_devices: int = 1) -> None:
-    """Raises UsageError where no plan could be launched ahead, though that is wanted."""
-    if toggles.launch_ahead == LaunchAhead.ON:
-        ahead.check(toggles.to_dict() | ordering._asdict(), n_devices)
-    elif toggles.plan_end == PlanEnd.WORD:
-        raise UsageError(
-            "toggles plan_end=word and launch_ahead=off clash: the word has the number of a launch "
-            "at a gate; use launch_ahead=on, or plan_end=event"
-        )
 
 
 def in_words(counts: Mapping[str, int]) -> str:

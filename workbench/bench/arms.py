@@ -9,8 +9,15 @@ from typing import NamedTuple
 
 from workbench.bench.stats import MIN_REPETITIONS
 from workbench.bench.workload import Workload, check_fits, parse_tests
-from workbench.choices import BranchFusion, GraphReuse, Switch
-from workbench.config import EXACT, ROUNDING, EngineConfig, Toggles
+from workbench.config import (
+    EXACT,
+    ROUNDING,
+    BranchFusion,
+    EngineConfig,
+    GraphReuse,
+    Switch,
+    Toggles,
+)
 from workbench.errors import UsageError
 
 

@@ -19,10 +19,10 @@ from workbench.bench import resolution, results, stats
 from workbench.bench.answers import Answer
 from workbench.bench.rounds import order_of
 from workbench.bench.until import RepeatEnd
+from workbench.config import said_toggles
 from workbench.devices import is_gpu
 from workbench.errors import UsageError
 from workbench.frames import Table, markdown, terminal_columns, to_html
-from workbench.toggle_words import said_toggles
 
 CONTROL = "A/A control"
 

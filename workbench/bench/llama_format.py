@@ -25,10 +25,9 @@ import pandas as pd
 from workbench.bench import results
 from workbench.bench.until import RepeatEnd
 from workbench.bench.workload import Sample, Workload
+from workbench.config import Toggles, said_toggles
 from workbench.errors import UsageError
 from workbench.frames import markdown
-from workbench.toggle_words import said_toggles
-from workbench.toggles import Toggles
 
 FIELDS: dict[str, type] = {
     "build_commit": str, "build_number": int, "cpu_info": str, "gpu_info": str, "backends": str,

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from workbench.bench import results
-from workbench.toggle_words import said_toggles
-from workbench.toggles import Toggles, folded
+from workbench.config import Toggles, folded, said_toggles
 
 
 class Repeated(NamedTuple):

@@ -61,9 +61,9 @@ from workbench.bench.results import TOKENS
 from workbench.bench.token_source import Source, TokenWindow
 from workbench.bench.workload import check_untraced
 from workbench.config import BASELINE, FAMILIES, TogglePreset, Toggles
+from workbench.config.presets import fixed_presets
 from workbench.engine.finite import first_bad_row, not_finite
 from workbench.errors import UsageError
-from workbench.presets import fixed_presets
 from workbench.progress import Bar, bar
 from workbench.trace.spans import now_ns
 

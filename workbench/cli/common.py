@@ -18,11 +18,11 @@ from workbench.errors import UsageError
 from workbench.output import check_folder
 
 if TYPE_CHECKING:
+    from workbench.engine.choose import Variants
     from workbench.engine.engine import Engine
     from workbench.engine.loaded import Fit, Loaded
     from workbench.engine.nvtx_ranges import NoRanges
     from workbench.engine.room import Room
-    from workbench.engine.wanted import Variants
 
     Check = Callable[[Loaded, Room], None]
 
@@ -71,10 +71,10 @@ def load(
     """As `Engine.load`, and says on what device and with which toggles. start: the preset, unless
     one is named. check: refuses what only the opened model shows, before weights are read, and is
     told what room a sequence will have. computes: the device has to."""
+    from workbench.engine.choose import resolve
     from workbench.engine.engine import Engine
     from workbench.engine.kv_cache import n_regions
     from workbench.engine.room import Room
-    from workbench.engine.wanted import resolve
 
     if computes:
         check_computes(config.device)

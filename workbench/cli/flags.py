@@ -1,7 +1,7 @@
 """Flags that many commands take, with their help: settings of an engine, and toggles.
 
-llama.cpp's names are taken with llama.cpp's meaning. The flags of toggles are made of their
-metadata, so a new toggle needs no line here.
+llama.cpp's names are taken with llama.cpp's meaning. The flags of toggles are made of the
+table's rows, so a new toggle needs no line here.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from workbench.config import (
     TogglePreset,
     Toggles,
 )
+from workbench.config.presets import preset_words
 from workbench.errors import UsageError
-from workbench.presets import preset_words
 
 
 def flag(help: str, names: str | None = None, **settings: Any) -> Parameter:
@@ -191,7 +191,7 @@ class ServedSettings(EngineSettings):
 
 class GivenToggles:
     """A preset's name, and the toggles that are given beside it; None is not given. Its fields are
-    made of the metadata of `Toggles` (`_flags`)."""
+    made of the table of toggles (`_flags`)."""
 
     preset: str | None
 
@@ -211,14 +211,13 @@ class GivenToggles:
 
 def _help(name: str) -> str:
     """What a toggle decides, and a word on each of its values."""
-    field_ = Toggles._field(name)
+    row, values = Toggles.row(name), " or ".join(Toggles.values(name))
     if name in FAMILIES:
-        return f"every --{name}-... that is not given itself: {' or '.join(Toggles.values(name))}"
-    meta, off = field_.metadata, field_.default
-    words = [f"* {v.value}{' (baseline)' if v == off else ''}: {v.word}" for v in meta["values"]]
-    if name not in {m for f in FAMILIES for m in Toggles.members(f)}:
-        return f"{meta['about']}.\n\n" + "\n".join(words)
-    return f"{meta['about']}: {' or '.join(v.value for v in meta['values'])}"
+        return f"every --{name}-... that is not given itself: {values}"
+    if row.family:
+        return f"{row.about}: {values}"
+    words = [f"* {v.value}{' (baseline)' if v == row.off else ''}: {v.word}" for v in row.values]
+    return f"{row.about}.\n\n" + "\n".join(words)
 
 
 def _flags() -> type[GivenToggles]:

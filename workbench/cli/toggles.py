@@ -1,13 +1,16 @@
-"""The command that prints every toggle and preset, from the metadata of `Toggles`."""
+"""The command that prints every toggle and preset, from the table of toggles."""
 
 import json
 import textwrap
+from collections.abc import Callable
 from typing import Annotated, Any
 
+from workbench import devices
 from workbench.cli import flags as f
 from workbench.cli.common import app
-from workbench.config import FAMILIES, Toggles
-from workbench.presets import preset_words
+from workbench.config import FAMILIES
+from workbench.config.presets import preset_words, served_words
+from workbench.config.table import ROWS, Clash, F, Need, Row, Want, facts_of
 
 
 @app.command
@@ -41,25 +44,44 @@ def toggles(
     print(
         "\n".join(f"--{name} sets every --{name}-... that is not given itself" for name in FAMILIES)
     )
-    print("\nPresets (--preset NAME):")
-    for line in preset_words():
-        print(
-            textwrap.fill(line, terminal_columns(), initial_indent="  ", subsequent_indent="    ")
-        )
+    for heading, lines in (
+        ("Presets (--preset NAME):", preset_words()),
+        ("What a server adds to best for several sequences (workbench serve):", served_words()),
+    ):
+        print(f"\n{heading}")
+        for line in lines:
+            print(textwrap.fill(line, terminal_columns(), initial_indent="  ",
+                                subsequent_indent="    "))  # fmt: skip
 
 
 def described() -> list[dict[str, Any]]:
-    """A toggle each: its name, what it decides, its values with a word (the baseline's first), the
-    thread, the room in `workbench/`, and whether its answer is exact or rounding."""
+    """A toggle each, as its row in `config/table.py` has it.
+
+    values: each with a word, the baseline's first.
+    answers: whether the answer is exact or rounding, by value.
+    served: the value that a server has, on the host and elsewhere; empty for none.
+    needs, clashes, wants: by value, where there are any: what it needs of a device, what cannot be
+        beside it, and which values of other toggles it wants.
+    """
     return [
         {
-            "toggle": name,
-            "about": meta["about"],
-            "values": {v.value: v.word for v in (meta["values"](off), *meta["values"])},
-            "thread": meta["thread"],
-            "room": meta["room"],
-            "answer": meta["answer"],
+            "toggle": row.name,
+            "about": row.about,
+            "values": {v.value: v.word for v in (row.off, *row.values)},
+            "thread": row.thread,
+            "room": row.room,
+            "answer": row.answer,
+            "answers": {v.value: row.answer_of(v) for v in row.values},
+            "served": {devices.HOST: row.served(on_host=True), "others": row.served(on_host=False)},
+            "needs": _by_value(row, Need, lambda need: (need.capability, need.least)),
+            "clashes": _by_value(row, Clash, lambda clash: (clash.toggle, clash.value)),
+            "wants": _by_value(row, Want, lambda want: (want.toggle, want.values)),
         }
-        for name in Toggles.names()
-        for meta, off in [(Toggles._field(name).metadata, Toggles._field(name).default)]
+        for row in ROWS.values()
     ]
+
+
+def _by_value(row: Row, kind: type[F], said: Callable[[F], tuple[str, Any]]) -> dict[str, Any]:
+    """The facts of one kind: of each value that has any, names with what is said of each."""
+    found = {value.value: facts_of(row.name, value, kind) for value in row.values}
+    return {value: dict(map(said, facts)) for value, facts in found.items() if facts}

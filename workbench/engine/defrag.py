@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.choices import Defrag
+from workbench.config import Defrag
 
 if TYPE_CHECKING:
     from workbench.config import Toggles

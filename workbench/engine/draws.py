@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from workbench.choices import SampleOn
-from workbench.config import Toggles
+from workbench.config import SampleOn, Toggles
 from workbench.engine.loaded import Loaded
 from workbench.errors import UsageError
 from workbench.graph.ir import I32, Kind, Tensor

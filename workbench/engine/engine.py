@@ -17,6 +17,7 @@ from workbench.config import EngineConfig, Toggles
 from workbench.engine import draws, exclusive
 from workbench.engine.batch import Outputs, Work, check_prompt, step_shape
 from workbench.engine.bound import BoundPrograms
+from workbench.engine.choose import Variants, Wanted, as_preset, choose, resolve
 from workbench.engine.exclusive import STATE
 from workbench.engine.finite import require_finite
 from workbench.engine.generation import CONTEXT_FULL, END_OF_TEXT, INTERRUPTED, Generation
@@ -34,7 +35,6 @@ from workbench.engine.reuse import programs_of, reuse_of
 from workbench.engine.stamps import Stamp, Stamps
 from workbench.engine.step import Pending, Steps, issuer_of
 from workbench.engine.step_programs import StepPrograms
-from workbench.engine.wanted import Variants, Wanted, as_preset, choose, resolve
 from workbench.engine.watch import PLAIN, Watch, chosen
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape

@@ -26,7 +26,7 @@ query tokens, or several regions. in_loop has none.
 
 import numpy as np
 
-from workbench.choices import SkipGate, SkipMaskedKV
+from workbench.config import SkipGate, SkipMaskedKV
 from workbench.graph.attend import CLASSES, EXTENTS, with_inputs
 from workbench.graph.ir import Graph, Node, StepShape, Tensor
 from workbench.graph.ops import REGIONS, make

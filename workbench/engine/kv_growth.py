@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from workbench.choices import KVGrowth
-from workbench.config import EngineConfig, Toggles
+from workbench.config import EngineConfig, KVGrowth, Toggles
 from workbench.sizes import round_up
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from workbench.choices import AttnKernel, SkipMaskedKV
+from workbench.config import AttnKernel, SkipMaskedKV
 from workbench.engine.kv_extent import UNSEEN, classes, extents
 from workbench.engine.watch import Watch
 from workbench.frames import Table

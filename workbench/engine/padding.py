@@ -14,8 +14,7 @@ to one that is added, without a region of its own.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from workbench.choices import BatchSizes
-from workbench.config import Toggles
+from workbench.config import BatchSizes, Toggles
 
 LEAST_TOKENS = 16  # of a step in which sequences have several
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.choices import SlotChoice
+from workbench.config import SlotChoice
 from workbench.engine.draws import FED
 from workbench.engine.requests import Request
 from workbench.errors import UsageError

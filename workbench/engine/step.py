@@ -37,11 +37,11 @@ from workbench.backend.plan import Plans, gate_of, plans_of
 from workbench.backend.stamps import StampRings, StepStamps
 from workbench.engine.batch import Batch, Work, copy_batch, shift_batch
 from workbench.engine.batches import Batches
+from workbench.engine.choose import Chosen
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.loaded import Loaded
 from workbench.engine.phases import PhaseCounts
 from workbench.engine.reuse import Key, Rebuild
-from workbench.engine.wanted import Chosen
 from workbench.engine.watch import Watch
 from workbench.errors import UsageError
 from workbench.model.inputs import TOKENS

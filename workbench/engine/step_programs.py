@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import accumulate, product
 from math import lcm
 
-from workbench.choices import Lifetimes
-from workbench.config import EngineConfig, KVCacheKind, Toggles
+from workbench.config import EngineConfig, Lifetimes, Toggles
 from workbench.engine.batch import prompt_shapes
+from workbench.engine.choose import Chosen
 from workbench.engine.kv_cache import n_regions
 from workbench.engine.kv_extent import skip_masked
 from workbench.engine.kv_growth import growth_of
@@ -20,7 +20,6 @@ from workbench.engine.phases import PhaseClock, Phases
 from workbench.engine.placement import Placement
 from workbench.engine.reuse import reuse_of
 from workbench.engine.room import Room
-from workbench.engine.wanted import Chosen
 from workbench.errors import UsageError
 from workbench.graph.attend import attend_by
 from workbench.graph.branch_fusion import fused
@@ -49,14 +48,13 @@ def unfused_graph(
     toggles: Toggles,
     cell: int = 0,
     last_tokens: Tensor | None = None,
-    alone: bool = False,
+    regions: bool = False,
 ) -> Graph:
     """The graph of a step on `caches` (K and V of each layer), before anything is fused. cell: the
-    first that the step stores. last_tokens: as `build_graph` has it. alone: the engine has one
-    sequence, so its cells are all cells."""
+    first that the step stores. last_tokens: as `build_graph` has it. regions: several
+    sequences have cells of their own."""
     if shape.n_tokens:
         stores = CacheStores(reuse_of(toggles).store, cell)
-        regions = toggles.kv_cache == KVCacheKind.PER_SEQUENCE and not alone
         graph = build_graph(model, shape, caches, toggles.activations, stores, regions, last_tokens)
         graph = attend_by(graph, toggles.attn_kernel, toggles.kv_parts)
         return skip_masked(graph, toggles.skip_masked_kv, toggles.skip_gate)
@@ -66,9 +64,9 @@ def unfused_graph(
 
 
 def fused_graph(
-    graph: Graph, toggles: Toggles, placement: Placement, n_streams: int = 1
+    graph: Graph, toggles: Toggles, placement: Placement, n_streams: int
 ) -> tuple[Graph, BackendOf]:
-    """The graph as `toggles` want it, and the backend of each of its nodes."""
+    """The graph as settled toggles want it, and the backend of each of its nodes."""
     graph = defer(graph, toggles.defer_norm)
     backends = assign(graph.nodes, placement.fixed)
     fusions, choice = chosen(toggles), toggles.branch_fusion
@@ -91,10 +89,10 @@ class StepPrograms:
         clock: PhaseClock,
         config: EngineConfig,
     ):
-        self._loaded, self._config, self._alone = loaded, config, config.n_seqs == 1
-        self._toggles, self._ordering, self._n_streams = have.toggles, have.ordering, have.n_streams
-        toggles = have.toggles
-        self._check = check_of(toggles.validate)
+        self._loaded, self._config = loaded, config
+        self._n_regions = n_regions(have.settled, config)
+        self._toggles, self._ordering, self._n_streams = have.settled, have.ordering, have.n_streams
+        self._check = check_of(have.settled.validate)
         self.n_unforked = 0  # programs whose branches failed that check
         self._plan_scope = have.plan_scope
         self._residents = residents
@@ -124,7 +122,7 @@ class StepPrograms:
         do = (phases or Phases(self._clock)).do
         graph = do(
             "graph", unfused_graph, loaded.model, shape, residents.caches, toggles, cell,
-            residents.last_tokens, self._alone,
+            residents.last_tokens, self._n_regions > 1,
         )  # fmt: skip
         joined, backend_of = do(
             "fuse", fused_graph, graph, toggles, loaded.placement, self._n_streams
@@ -140,7 +138,13 @@ class StepPrograms:
         """What a step of `shape` launches, in order, and the backend of each."""
         residents, toggles, loaded = self._residents, self._toggles, self._loaded
         graph = unfused_graph(
-            loaded.model, shape, residents.caches, toggles, 0, residents.last_tokens, self._alone
+            loaded.model,
+            shape,
+            residents.caches,
+            toggles,
+            0,
+            residents.last_tokens,
+            self._n_regions > 1,
         )
         joined, backend_of = fused_graph(graph, toggles, loaded.placement, self._n_streams)
         return [(node, backend_of(node)) for node in joined.nodes]
@@ -173,7 +177,7 @@ class StepPrograms:
         """See `Engine.programs`: steps of one shape and turn share one program, but for their first
         cells."""
         config = self._config
-        room = Room(config.n_ctx, n_regions(self._toggles, config))
+        room = Room(config.n_ctx, self._n_regions)
         room.check(0, n_prompt + n_decoded)
         growth = growth_of(self._toggles, config, room.n_regions)
         shapes = prompt_shapes(n_prompt, n_decoded, config.n_ubatch, growth)

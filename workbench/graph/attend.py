@@ -20,7 +20,7 @@ Parts that belong together are combined in the order of their cells.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from workbench.choices import AttnKernel, KVParts
+from workbench.config import AttnKernel, KVParts
 from workbench.graph.ir import Graph, Node, Tensor
 from workbench.graph.ops import REGIONS
 

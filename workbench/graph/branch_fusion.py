@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from itertools import groupby
 
-from workbench.choices import BranchFusion
+from workbench.config import BranchFusion
 from workbench.graph.forks import COSTS, MOST_STREAMS, Costs, branch_of, estimate_us, fork
 from workbench.graph.fuse import fuse
 from workbench.graph.ir import Graph, Node
@@ -32,13 +32,14 @@ def fused(
 ) -> Graph:
     """`graph` with `fusions`, inside its branches or across them, as `choice` says.
 
+    choice: `auto` is for several streams; with one an engine has `joined` (`engine/choose.py`).
     n_streams, rule: as `forks.fork` has them. Fusion stays in the branches of as many streams as
     there can be. So `inside` means the same for every number of streams.
     """
     if not fusions:
         return graph
     inside = choice == BranchFusion.INSIDE
-    if choice == BranchFusion.AUTO and n_streams > 1:
+    if choice == BranchFusion.AUTO:
         inside = _gains(_a_layer(graph), fusions, backend_of, n_streams, rule, costs)
     if not inside:
         return fuse(graph, fusions, backend_of)

@@ -21,7 +21,7 @@ Pure, as fuse.py: nothing is changed in place.
 
 from collections.abc import Sequence
 
-from workbench.choices import Half
+from workbench.config import Half
 from workbench.graph.fuse import has_row
 from workbench.graph.ir import Graph, Kind, Node, Tensor
 from workbench.graph.ops import make

@@ -28,7 +28,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from workbench.choices import Fork
+from workbench.config import Fork
 from workbench.graph import ops
 from workbench.graph.ir import Kind, Node, Tensor
 

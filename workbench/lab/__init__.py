@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workbench.config import Toggles
+from workbench.config import differing as differing
 from workbench.errors import UsageError
-from workbench.toggle_words import differing as differing
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine

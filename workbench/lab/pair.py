@@ -22,12 +22,11 @@ from workbench.bench.arms import answer_between
 from workbench.bench.profiling import trace_last
 from workbench.bench.rounds import Repetition, Trials
 from workbench.bench.workload import Workload, bos_token, check_fits, check_untraced
-from workbench.config import SyncMode, Toggles
+from workbench.config import SyncMode, Toggles, differing
 from workbench.devices import is_gpu
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Stopped
 from workbench.errors import UsageError
-from workbench.toggle_words import differing
 from workbench.trace.profile import Profile
 
 

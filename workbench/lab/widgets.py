@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from workbench.bench.workload import parse
 from workbench.config import FAMILIES, Toggles
+from workbench.config.presets import BASELINE, preset_names
 from workbench.engine import exclusive
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Measurement, Stopped, measuring
@@ -24,7 +25,6 @@ from workbench.errors import UsageError, WorkbenchError
 from workbench.frames import prose_html
 from workbench.lab import pair
 from workbench.lab.interrupts import heeded
-from workbench.presets import BASELINE, preset_names
 from workbench.report import plots
 
 GIVEN, PINNED = "as given", "pinned"  # baselines that are no presets

@@ -1,5 +1,4 @@
-"""Branches in a program: on how many streams a device may compute, and whether what a step does
-there side by side is right.
+"""Branches in a program: which nodes of a step run side by side, and whether that is right.
 
 `graph/forks.py` says what runs on which stream, `graph/arena.py` what may share bytes there. Here a
 program is checked before it is issued (toggle `validate`), and refused where the arena is known to
@@ -10,32 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from workbench.choices import Lifetimes, Streams, Validate
-from workbench.errors import DeviceError, UsageError
+from workbench.config import Lifetimes, Validate
+from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.forks import fork, interleaved
 from workbench.graph.ir import Node, Tensor
-from workbench.program.capabilities import Capabilities
 from workbench.program.check.hazards import Race, races
 from workbench.program.commands import HOST, Program, Range
 from workbench.program.layout import Layout
 from workbench.program.split import Split
-
-
-def choose_streams(streams: str, capabilities: Capabilities, device: str) -> int:
-    """On how many streams a step may compute. Raises DeviceError where the device has fewer."""
-    wanted, most = int(streams), max(1, capabilities.n_streams - 1)  # one is for copies
-    if wanted > most:
-        raise DeviceError(
-            f"the {device} device cannot honour streams={wanted}: it offers {most}; use "
-            f"streams={most}"
-        )
-    if wanted > 1 and not capabilities.in_stream:
-        raise DeviceError(
-            f"the {device} device cannot honour streams={wanted}: an event does not stand behind "
-            f"its copies; use streams={Streams.ONE}"
-        )
-    return wanted
 
 
 def forked(splits: Sequence[Split], n_streams: int, rule: str) -> list[Split]:

@@ -29,3 +29,8 @@ class Capabilities:
     def in_stream(self) -> bool:
         """Whether a copy runs behind the launches in front of it, and an event stands for it."""
         return self.one_order and self.events
+
+    @property
+    def compute_streams(self) -> int:
+        """On how many streams a step may compute: one is for copies."""
+        return max(1, self.n_streams - 1)

@@ -7,7 +7,7 @@ backend. `program/lower.py` says when commands come, and finds every range in th
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from workbench.choices import HostSource, Lifetimes, Results
+from workbench.config import HostSource, Lifetimes, Results
 from workbench.graph import arena
 from workbench.graph.forks import chained, interleaved
 from workbench.graph.ir import ALIGN, Graph, Kind, Node, Tensor

@@ -18,7 +18,7 @@ the host each; what they protect, with copies on their own stream:
 
 from collections.abc import Sequence
 
-from workbench.choices import CopyStream, InputOrder, StepWait
+from workbench.config import CopyStream, InputOrder, StepWait
 from workbench.graph import forks, ops
 from workbench.graph.ir import ALIGN, Graph, Kind, Tensor
 from workbench.program import commands as c
@@ -293,7 +293,7 @@ def lower(
 ) -> c.Program:
     """The program of one step, whose tensors lie as `layout` says.
 
-    targets: as `lay_out` was given them. ordering: as `choose_ordering` returned it. The program
+    targets: as `lay_out` was given them. ordering: with nothing at `auto`. The program
     ends with the logits wait (Record, Sync on that event, Read), unless step_wait=outputs and it
     has no outputs. Where copies are not in stream order, two Syncs on the stream replace the event:
     one before the logits' copy, one behind it. When the wait is over, every device is done.

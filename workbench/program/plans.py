@@ -26,36 +26,15 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
-from workbench.choices import PlanRule, PlanScope
-from workbench.errors import DeviceError, UsageError
+from workbench.config import PlanScope
 from workbench.program import commands as c
 from workbench.program import events
-from workbench.program.capabilities import Capabilities
-from workbench.program.sync_modes import Ordering
 
 _WORK = (c.Copy, c.Launch)
 _IN: dict[str, tuple[type[c.Command], ...]] = {
     PlanScope.SPLIT: (c.Launch, c.Record, c.Wait),
     PlanScope.STEP: (c.Copy, c.Launch, c.Record, c.Wait),
 }
-
-
-def choose_scope(
-    plans: str, scope: str, ordering: Ordering, capabilities: Capabilities, device: str
-) -> str:
-    """What is in plans; empty for no plans. Raises DeviceError where the device cannot capture any,
-    UsageError where the host waits amid what `scope` wants in one plan."""
-    if plans == PlanRule.OFF:
-        return ""
-    if not capabilities.capture:
-        raise DeviceError(f"the {device} device cannot capture: plans={plans}; use plans=off")
-    if scope == PlanScope.STEP and (ordering.rule.blocking or ordering.rule.wait_after):
-        raise UsageError(
-            f"toggles plan_scope={scope} and sync={ordering.sync} clash: the host waits between "
-            "the first copy and the last launch; use sync=packed_implicit, or "
-            "plan_scope=split"
-        )
-    return scope
 
 
 class _Planned(NamedTuple):

@@ -29,7 +29,7 @@ from workbench.backend.cpu.cells import CELL_TYPES, CellType
 from workbench.backend.cpu.kv_shares import CELLS, SKIPS, TOKENS, found_bytes
 from workbench.backend.cpu.mathfn import exp
 from workbench.backend.cpu.vector import Body, Emit, Value
-from workbench.choices import SkipMaskedKV
+from workbench.config import SkipMaskedKV
 from workbench.graph.shapes import CLASS_CELLS
 from workbench.sizes import round_up
 

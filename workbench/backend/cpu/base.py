@@ -17,7 +17,7 @@ from workbench.backend.cpu import op_table
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.cpu.loops import MAX_PARTS
 from workbench.backend.issued import Address, Issued, pointers_of, together
-from workbench.choices import AttnKernel
+from workbench.config import AttnKernel
 from workbench.errors import DeviceError
 from workbench.graph import ops
 from workbench.graph.ir import Kind, Node, Tensor

@@ -7,7 +7,7 @@ of their shares (`attention.attention_combine`).
 
 from typing import NamedTuple
 
-from workbench.choices import AttnKernel, KVParts, SkipMaskedKV
+from workbench.config import AttnKernel, KVParts, SkipMaskedKV
 
 CELLS = 16  # of a tile
 TOKENS = 8  # most tokens of a sequence that a tile serves at once

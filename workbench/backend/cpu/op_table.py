@@ -18,7 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from workbench.backend.args import AddressOf, Args, pack, variant
-from workbench.choices import AttnKernel, KVParts, SkipMaskedKV
+from workbench.config import AttnKernel, KVParts, SkipMaskedKV
 from workbench.graph.ir import DTYPES, Q8_ACT, QUANTISED, DType, Node
 from workbench.sizes import round_up
 

@@ -8,7 +8,7 @@ auto       mma where it can, else vec for few tokens of a sequence and tile for 
 from workbench.backend.cuda import attention, attention_plain
 from workbench.backend.cuda.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernel import Kernel
-from workbench.choices import AttnKernel
+from workbench.config import AttnKernel
 from workbench.errors import DeviceError
 
 

@@ -7,7 +7,7 @@ result does not depend on where tokens lie in the cache. Constants repeat the so
 from typing import NamedTuple
 
 from workbench.backend.cuda.kernel import Kernel, blocks
-from workbench.choices import AttnKernel, KVParts, SkipMaskedKV
+from workbench.config import AttnKernel, KVParts, SkipMaskedKV
 from workbench.errors import DeviceError
 
 MAX_HEAD_DIM = 256

@@ -17,7 +17,7 @@ from workbench.backend.cuda.attention import (
     AttentionShape,
 )
 from workbench.backend.cuda.kernel import Kernel, blocks
-from workbench.choices import AttnKernel, KVParts, SkipMaskedKV
+from workbench.config import AttnKernel, KVParts, SkipMaskedKV
 from workbench.errors import DeviceError
 from workbench.graph.ir import DTYPES
 

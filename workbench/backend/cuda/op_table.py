@@ -11,7 +11,7 @@ from collections.abc import Callable
 from workbench.backend.cuda import attending, elementwise, matvec, products
 from workbench.backend.cuda.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernel import Kernel, Operands, Work
-from workbench.choices import AttnKernel, KVParts, SkipMaskedKV
+from workbench.config import AttnKernel, KVParts, SkipMaskedKV
 from workbench.graph.attend import attended
 from workbench.graph.ir import Node
 from workbench.graph.ops import interior_bytes

@@ -1,4 +1,7 @@
-"""The values of presets: sets of toggles with names (`presets.json`, `best.json`)."""
+"""The values of presets: sets of toggles with names (`presets.json`, `best.json`).
+
+Also what a server adds to `best`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from workbench import devices
+from workbench.config.table import ROWS
 
 BASELINE, BEST = "baseline", "best"  # everything off; what won on a kind of device
 ONE, SEVERAL = "one", "several"  # sequences that a set of `best` is for
@@ -76,12 +82,27 @@ def best_sets() -> Iterator[tuple[str, str, BestSet]]:
             yield kind, wanted, best_set(kind, wanted)
 
 
+def served(device: str) -> dict[str, str]:
+    """What a server has on a kind of device (as EngineConfig names it) beside `best`."""
+    on_host = device == devices.HOST
+    return {row.name: value for row in ROWS.values() if (value := row.served(on_host))}
+
+
 def _beside(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def preset_names() -> list[str]:
     return [BASELINE, BEST, *(name for name in fixed_presets() if name != BASELINE)]
+
+
+def served_words() -> list[str]:
+    """What a server adds to `best` for several sequences, a line for each kind of device."""
+    able = [name for name in devices.names() if devices.computes(name)]
+    others = ", ".join(name for name in able if name != devices.HOST)
+    return [f"on {kind}: {_assigned(served(of))}" for kind, of in (
+        (others, devices.AUTO), (devices.HOST, devices.HOST),
+    )]  # fmt: skip
 
 
 def preset_words() -> list[str]:

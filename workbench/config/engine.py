@@ -1,7 +1,5 @@
 """EngineConfig: what an engine is built with apart from its toggles, frozen, validated once.
 
-The names of `toggles.py` and `choices.py` can be had from here, too.
-
 No environment variable is read here or anywhere in the package: two engines with different toggles
 live side by side in one process.
 """
@@ -12,34 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import devices
-from workbench.choices import Activations as Activations
-from workbench.choices import CopyStream as CopyStream
-from workbench.choices import GraphReuse as GraphReuse
-from workbench.choices import HostSource as HostSource
-from workbench.choices import InputOrder as InputOrder
-from workbench.choices import KVCacheKind as KVCacheKind
-from workbench.choices import KVGrowth as KVGrowth
-from workbench.choices import NCopies as NCopies
-from workbench.choices import PlanBatch as PlanBatch
-from workbench.choices import PlanEvict as PlanEvict
-from workbench.choices import PlanRule as PlanRule
-from workbench.choices import PlanScope as PlanScope
-from workbench.choices import PlanWarmup as PlanWarmup
-from workbench.choices import Redo as Redo
-from workbench.choices import Results as Results
-from workbench.choices import StepWait as StepWait
-from workbench.choices import Switch as Switch
-from workbench.choices import SyncMode as SyncMode
 from workbench.errors import UsageError
-from workbench.toggles import BASELINE as BASELINE
-from workbench.toggles import BEST as BEST
-from workbench.toggles import EXACT as EXACT
-from workbench.toggles import FAMILIES as FAMILIES
-from workbench.toggles import ROUNDING as ROUNDING
-from workbench.toggles import TogglePreset as TogglePreset
-from workbench.toggles import Toggles as Toggles
-from workbench.toggles import _toggle as _toggle
-from workbench.toggles import folded as folded
 
 ON_HOST = {devices.HOST: True, "device": False, "CPU": True, "CUDA0": False}  # also llama.cpp's
 

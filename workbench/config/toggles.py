@@ -1,79 +1,18 @@
-"""Toggles: every scheduling decision of an engine, a field each. And presets, which name sets.
+"""`Toggles`: one position of every switch, frozen; and presets by name, with changes.
 
-`workbench toggles` and the help of every command are made of the fields' metadata, and of the word
-that each value has (`choices.py`).
+What a toggle is, and what its values are, stands in `table.py`, a row each.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import InitVar, dataclass, field
-from enum import StrEnum
 from typing import Any
 
-from workbench.choices import (
-    Activations,
-    AttnKernel,
-    BatchSizes,
-    BranchFusion,
-    CopyStream,
-    Defrag,
-    Fork,
-    GraphReuse,
-    Half,
-    HostSource,
-    InputOrder,
-    KVCacheKind,
-    KVGrowth,
-    KVParts,
-    LaunchAhead,
-    Lifetimes,
-    NCopies,
-    Pdl,
-    PlanBatch,
-    PlanEnd,
-    PlanEvict,
-    PlanRule,
-    PlanScope,
-    PlanWarmup,
-    Redo,
-    Results,
-    SampleOn,
-    SkipGate,
-    SkipMaskedKV,
-    SlotChoice,
-    StepWait,
-    Streams,
-    Switch,
-    SyncMode,
-    Validate,
-)
-from workbench.clashes import clash_of
+from workbench.config.presets import BEST, fixed_presets, preset_names
+from workbench.config.table import CLASHES, FAMILIES, ROWS, Row
 from workbench.errors import UsageError
-from workbench.presets import BASELINE as BASELINE
-from workbench.presets import BEST, fixed_presets, preset_names
-
-EXACT, ROUNDING = "exact", "rounding"
-FAMILIES = ("fuse", "redo")  # names that stand for all toggles `<name>_...`
-
-
-def _toggle(off: StrEnum, room: str, answer: str, thread: str = "", about: str = "") -> Any:
-    metadata = {"room": room, "answer": answer, "thread": thread, "about": about}
-    return field(default=off.value, metadata=metadata | {"values": type(off)})
-
-
-def _of_family(made: Any) -> Any:
-    made.default = _Held(made.default)
-    return made
-
-
-def _fusion(about: str, thread: str = "") -> Any:
-    return _of_family(_toggle(Switch.OFF, "graph/fuse.py", ROUNDING, thread, about))
-
-
-def _redo(about: str) -> Any:
-    return _of_family(_toggle(Redo.OFF, _REUSE, EXACT, _REUSED, about))
 
 
 class _Held(str):
@@ -83,14 +22,10 @@ class _Held(str):
     __slots__ = ()
 
 
-_SYNC, _LAYOUT, _LOWER = (f"program/{room}.py" for room in ("sync_modes", "layout", "lower"))
-_WAITS = "llama.cpp #17795"
-_REUSE, _REUSED = "engine/reuse.py", "llama.cpp #8366"
-_PLAN, _PLANS = "backend/plan.py", "llama.cpp #16548"
-_CACHE, _SERVED = "engine/kv_cache.py", "llama.cpp #14924"
-_EXTENT, _ATTEND = "engine/kv_extent.py", "graph/attend.py"
-_GROWTH = "engine/kv_growth.py"
-_FORKS, _STREAMS = "graph/forks.py", "llama.cpp #16991"
+def _toggle(name: str) -> Any:
+    """The field of a toggle of the table, off."""
+    row = ROWS[name]
+    return field(default=_Held(row.off) if row.family else row.off.value)
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,118 +34,59 @@ class Toggles:
 
     Values are plain strings (the enum members compare equal to them). `fuse` stands for every
     `fuse_...` that is not given itself, and `redo` for every `redo_...`. Variants are made with
-    `dataclasses.replace`. Each field's metadata names the room that reads it, the thread it comes
-    from and its correctness class: `exact` (logits bit-equal to the baseline's) or `rounding`.
+    `dataclasses.replace`. `ROWS` says of each toggle which room reads it, which thread it comes
+    from, and what it may do to the logits.
 
     Raises UsageError for a value that does not exist and for two toggles that clash.
     """
 
-    sync: str = _toggle(
-        SyncMode.PER_COPY, _SYNC, EXACT, _WAITS, "where the host waits around copies"
-    )
-    copy_stream: str = _toggle(
-        CopyStream.AUTO, _SYNC, EXACT, _WAITS, "which stream input copies ride"
-    )
-    host_source: str = _toggle(
-        HostSource.PINNED, _LAYOUT, EXACT, _WAITS, "memory that inputs are copied from"
-    )
-    n_copies: str = _toggle(
-        NCopies.ONE, _LAYOUT, EXACT, _WAITS, "buffers a device has for each input"
-    )
-    input_order: str = _toggle(
-        InputOrder.GRAPH, _LOWER, EXACT, "llama.cpp #28874", "which input goes first"
-    )
-    step_wait: str = _toggle(
-        StepWait.EVERY, _LOWER, EXACT, _WAITS, "which steps the host waits for"
-    )
-    results: str = _toggle(Results.COPY, _LAYOUT, EXACT, "", "how logits come to the host")
-    graph_reuse: str = _toggle(
-        GraphReuse.REBUILD, _REUSE, EXACT, _REUSED,
-        "how graph and program of a step are kept, and the cache is stored to",
-    )  # fmt: skip
-    # one for each layer of reuse: what it saves is what doing it again costs
-    redo_build: str = _redo("graph and fusions of a step")
-    redo_split: str = _redo("where the graph is cut")
-    redo_layout: str = _redo("where tensors lie")
-    redo_lower: str = _redo("commands of a step")
-    redo_bind: str = _redo("commands bound to addresses")
-    kv_growth: str = _toggle(
-        KVGrowth.STEP, _GROWTH, ROUNDING, _REUSED, "cells that attention looks at"
-    )
-    kv_cache: str = _toggle(
-        KVCacheKind.UNIFIED, _CACHE, ROUNDING, _SERVED, "whose cells the cache has"
-    )
-    skip_masked_kv: str = _toggle(
-        SkipMaskedKV.OFF, _EXTENT, EXACT, _SERVED, "masked cells that attention leaves unread"
-    )
-    skip_gate: str = _toggle(
-        SkipGate.REFERENCE, _EXTENT, EXACT, _SERVED, "steps in which they are left unread"
-    )
-    slot_choice: str = _toggle(
-        SlotChoice.LONGEST_PREFIX, "engine/slots.py", ROUNDING, _SERVED, "a request's slot"
-    )
-    defrag: str = _toggle(
-        Defrag.OFF, "engine/defrag.py", ROUNDING, _SERVED, "holes among a server's cells"
-    )
-    batch_sizes: str = _toggle(
-        BatchSizes.EXACT, "engine/padding.py", ROUNDING, _SERVED, "tokens and sequences of a step"
-    )
-    sampling: str = _toggle(
-        SampleOn.HOST, "engine/draws.py", EXACT, _SERVED, "where a server's tokens are drawn"
-    )
-    attn_kernel: str = _toggle(
-        AttnKernel.AUTO, _ATTEND, ROUNDING, _SERVED, "which kernels compute attention"
-    )
-    kv_parts: str = _toggle(
-        KVParts.OFF, _ATTEND, ROUNDING, _SERVED, "parts that attention splits the cells into"
-    )
-    activations: str = _toggle(
-        Activations.Q8, "model/decoder.py", ROUNDING, "", "what products are given"
-    )
-    defer_norm: str = _toggle(
-        Half.OFF, "graph/defer.py", ROUNDING, "", "norms in two halves, up to 8 tokens"
-    )
-    # one for each pattern of graph/fuse.py, which says what they join
-    fuse_norm_mul: str = _fusion("RMS norm and its weight", "llama.cpp #14800")
-    fuse_norm_quantize: str = _fusion("a norm and the quantisation of its result")
-    fuse_add_norm: str = _fusion("the residual add and the norm behind it")
-    fuse_bias: str = _fusion("a product and its bias", "llama.cpp #16715")
-    fuse_qkv: str = _fusion("the products Q, K and V")
-    fuse_rope_store: str = _fusion("RoPE and the cache store", "llama.cpp #16884")
-    fuse_glu: str = _fusion("gate, up and SwiGLU", "llama.cpp #16715")
-    fuse_epilogue_quantize: str = _fusion("attention or SwiGLU and the quantisation of its result")
-    fuse_product_norm: str = _fusion("a product, the residual add and half a norm")
-    pdl: str = _toggle(Pdl.OFF, _LOWER, EXACT, "llama.cpp #22522", "programmatic dependent launch")
-    plans: str = _toggle(
-        PlanRule.OFF, _PLAN, EXACT, _PLANS, "when a device's commands are captured and replayed"
-    )
-    plan_scope: str = _toggle(
-        PlanScope.SPLIT, "program/plans.py", EXACT, _PLANS, "what is in a plan"
-    )
-    plan_warmup: str = _toggle(
-        PlanWarmup.AUTO, _PLAN, EXACT, "llama.cpp #19754", "equal calls before a capture"
-    )
-    plan_evict: str = _toggle(PlanEvict.AUTO, _PLAN, EXACT, _PLANS, "which plans go")
-    plan_batch: str = _toggle(PlanBatch.ANY, _PLAN, EXACT, _PLANS, "which steps have plans")
-    launch_ahead: str = _toggle(
-        LaunchAhead.OFF, _PLAN, EXACT, "", "when the plan of a step like the one before is launched"
-    )
-    plan_end: str = _toggle(
-        PlanEnd.EVENT, _PLAN, EXACT, "", "how the host learns that a plan is over"
-    )
-    streams: str = _toggle(
-        Streams.ONE, _FORKS, EXACT, _STREAMS, "streams that compute side by side"
-    )
-    fork: str = _toggle(Fork.QKV, _FORKS, EXACT, _STREAMS, "where a step leaves its stream")
-    branch_fusion: str = _toggle(
-        BranchFusion.AUTO, "graph/branch_fusion.py", ROUNDING, _STREAMS, "fusion where forks are"
-    )
-    lifetimes: str = _toggle(
-        Lifetimes.VISIBILITY, "graph/arena.py", EXACT, _STREAMS, "when memory is used again"
-    )
-    validate: str = _toggle(
-        Validate.OFF, "program/branches.py", EXACT, _STREAMS, "what branches are checked for"
-    )
+    sync: str = _toggle("sync")
+    copy_stream: str = _toggle("copy_stream")
+    host_source: str = _toggle("host_source")
+    n_copies: str = _toggle("n_copies")
+    input_order: str = _toggle("input_order")
+    step_wait: str = _toggle("step_wait")
+    results: str = _toggle("results")
+    graph_reuse: str = _toggle("graph_reuse")
+    redo_build: str = _toggle("redo_build")
+    redo_split: str = _toggle("redo_split")
+    redo_layout: str = _toggle("redo_layout")
+    redo_lower: str = _toggle("redo_lower")
+    redo_bind: str = _toggle("redo_bind")
+    kv_growth: str = _toggle("kv_growth")
+    kv_cache: str = _toggle("kv_cache")
+    skip_masked_kv: str = _toggle("skip_masked_kv")
+    skip_gate: str = _toggle("skip_gate")
+    slot_choice: str = _toggle("slot_choice")
+    defrag: str = _toggle("defrag")
+    batch_sizes: str = _toggle("batch_sizes")
+    sampling: str = _toggle("sampling")
+    attn_kernel: str = _toggle("attn_kernel")
+    kv_parts: str = _toggle("kv_parts")
+    activations: str = _toggle("activations")
+    defer_norm: str = _toggle("defer_norm")
+    fuse_norm_mul: str = _toggle("fuse_norm_mul")
+    fuse_norm_quantize: str = _toggle("fuse_norm_quantize")
+    fuse_add_norm: str = _toggle("fuse_add_norm")
+    fuse_bias: str = _toggle("fuse_bias")
+    fuse_qkv: str = _toggle("fuse_qkv")
+    fuse_rope_store: str = _toggle("fuse_rope_store")
+    fuse_glu: str = _toggle("fuse_glu")
+    fuse_epilogue_quantize: str = _toggle("fuse_epilogue_quantize")
+    fuse_product_norm: str = _toggle("fuse_product_norm")
+    pdl: str = _toggle("pdl")
+    plans: str = _toggle("plans")
+    plan_scope: str = _toggle("plan_scope")
+    plan_warmup: str = _toggle("plan_warmup")
+    plan_evict: str = _toggle("plan_evict")
+    plan_batch: str = _toggle("plan_batch")
+    launch_ahead: str = _toggle("launch_ahead")
+    plan_end: str = _toggle("plan_end")
+    streams: str = _toggle("streams")
+    fork: str = _toggle("fork")
+    branch_fusion: str = _toggle("branch_fusion")
+    lifetimes: str = _toggle("lifetimes")
+    validate: str = _toggle("validate")
     fuse: InitVar[str | None] = None  # every fuse_... that is not given itself
     redo: InitVar[str | None] = None
 
@@ -219,7 +95,7 @@ class Toggles:
             if value is not None and not isinstance(value, _Held):
                 self._spread(family, value)
         for f in dataclasses.fields(self):
-            _check_value(f.name, getattr(self, f.name), [v.value for v in f.metadata["values"]])
+            _check_value(f.name, getattr(self, f.name), [v.value for v in ROWS[f.name].values])
         for family in FAMILIES:
             for name in self.members(family):
                 object.__setattr__(self, name, _Held(getattr(self, name)))
@@ -260,17 +136,17 @@ class Toggles:
     @classmethod
     def values(cls, name: str) -> list[str]:
         """The values toggle `name`, or each of a family, can take; UsageError if unknown."""
-        return [v.value for v in cls._field(name).metadata["values"]]
+        return [v.value for v in cls.row(name).values]
 
     @classmethod
     def answer_class(cls, name: str) -> str:
         """`exact` or `rounding`: what flipping toggle `name` may do to the logits."""
-        return cls._field(name).metadata["answer"]
+        return cls.row(name).answer
 
     @classmethod
-    def _field(cls, name: str) -> dataclasses.Field:
-        first = cls.members(name)[0]
-        return next(f for f in dataclasses.fields(cls) if f.name == first)
+    def row(cls, name: str) -> Row:
+        """The row of toggle `name`, or of the first of a family; UsageError if unknown."""
+        return ROWS[cls.members(name)[0]]
 
     def value_of(self, name: str) -> str:
         """The value of toggle `name`; of a family the common one, or `mixed`."""
@@ -329,6 +205,20 @@ def _check_value(name: str, value: str, known: list[str]) -> None:
         )
 
 
+def clash_of(values: Mapping[str, str], preset: str = "", own: Collection[str] = ()) -> str:
+    """The first clash among toggles, empty where there is none. Of a preset's values, those not in
+    `own`, it says so."""
+
+    def said(name: str) -> str:
+        whose = f" (of preset {preset})" if preset and name not in own else ""
+        return f"{name}={values[name]}{whose}"
+
+    for name, value, clash in CLASHES:
+        if values[name] == value and values[clash.toggle] == clash.value:
+            return f"toggles {said(name)} and {said(clash.toggle)} clash: {clash.why}"
+    return ""
+
+
 def folded(toggles: Mapping[str, str]) -> dict[str, str]:
     """Toggles for reading, names to values: a whole family under one name where it agrees."""
     agreed = {
@@ -340,12 +230,35 @@ def folded(toggles: Mapping[str, str]) -> dict[str, str]:
     return {agreed.get(name, name): value for name, value in toggles.items()}
 
 
+def differing(before: Toggles, after: Toggles) -> tuple[str, str]:
+    """What each has where the two differ: `sync=per_copy` and `sync=packed`. A family is named once
+    where all of it differs and each side has it at one value. Twice `the same toggles` for two that
+    are equal."""
+    names = [n for n in before.names() if before.value_of(n) != after.value_of(n)]
+    for family in FAMILIES:
+        members = before.members(family)
+        whole = all(len({side.value_of(n) for n in members}) == 1 for side in (before, after))
+        if whole and set(members) <= set(names):
+            names = [family if n == members[0] else n for n in names if n not in members[1:]]
+    sides = (", ".join(f"{n}={side.value_of(n)}" for n in names) for side in (before, after))
+    first, second = (side or "the same toggles" for side in sides)
+    return first, second
+
+
+def said_toggles(toggles: Mapping[str, str]) -> str:
+    """The toggles that are not off, in words: `copy_stream=own, fuse=on, all else off`."""
+    off = Toggles().to_dict()
+    off |= folded(off)
+    on = [f"{name}={value}" for name, value in folded(toggles).items() if off.get(name) != value]
+    return ", ".join([*on, "all else off"]) if on else "everything off"
+
+
 class TogglePreset:
     """A preset by name, with toggles of one's own, which win.
 
     changes: toggles (or a family) that are given beside it. n_seqs: the sequences that `best` is to
     be for; 0: those that the engine is opened for. Raises UsageError for an unknown name, toggle or
-    value. `engine.wanted.resolve` makes Toggles of `best`, for a device.
+    value. `engine.choose.resolve` makes Toggles of `best`, for a device.
     """
 
     def __init__(self, name: str, changes: Mapping[str, str] | None = None, n_seqs: int = 0):
