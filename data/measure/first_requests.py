@@ -30,11 +30,11 @@ from workbench.config import BEST, TogglePreset
 from workbench.errors import UsageError, WorkbenchError
 from workbench.frames import markdown
 from workbench.serve.bench import BenchSpec
-from workbench.serve.child import normal_ids, served
-from workbench.serve.load import CLOSED, Arrivals
+from workbench.serve.load import CLOSED, Arrivals, normal_ids
 from workbench.serve.records import OK
+from workbench.serve.served import ServeCommand, reached
 from workbench.serve.serving import serving
-from workbench.serve.targets import Asking, HttpTarget, model_of
+from workbench.serve.targets import Asking
 from workbench.sizes import round_up
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,13 +43,12 @@ ARM, PAD = "served", 256
 app = App(help=__doc__, result_action="return_none")
 
 
-def started(arguments: list[str], spec: BenchSpec, in_flight: int) -> tuple[Start, np.ndarray]:
+def started(command: ServeCommand, spec: BenchSpec, in_flight: int) -> tuple[Start, np.ndarray]:
     """Starts a server and asks it spec.n_requests; and what each request took, ns, in the order in
     which they were sent. Raises WorkbenchError where one fails."""
     begun = time.monotonic()
-    with served(arguments) as url:
+    with reached(command) as target:
         begin_s = time.monotonic() - begun
-        target = HttpTarget(url, model_of(url)[0])
         load = spec.load(Arrivals(CLOSED, in_flight), 0)
         records = [one for part in target.offer(load, spec.asking) for one in part]
     bad = next((one for one in records if one.status != OK), None)
@@ -96,9 +95,8 @@ def main(
     path = model_file(model, files)
     shutil.rmtree(folder, ignore_errors=True)
     n_ctx = in_flight * round_up(n_prompt + n_gen, PAD)
-    arguments = [
-        "-m", str(path), "--slots", str(in_flight), "--device", device, "--n-ctx", str(n_ctx)
-    ]  # fmt: skip
+    flags = ("--device", device, "--n-ctx", str(n_ctx))
+    command = ServeCommand(path, in_flight, device, flags)
     test = f"pp{n_prompt}+tg{n_gen}@b{in_flight}"
     toggles = serving(device, TogglePreset(BEST)).changes
     recording = Recording(FOLDER, path, folder, {ARM: toggles}, [test], starts, device)
@@ -111,7 +109,7 @@ def main(
                 str(n_prompt), str(n_gen), normal_ids(path), n_requests=2 * requests,
                 n_warm_up=0, seed=max(number, 0), parallel=in_flight, asking=Asking(),
             )  # fmt: skip
-            start, took = started(arguments, spec, in_flight)
+            start, took = started(command, spec, in_flight)
             said = f"{start.first_ms:.0f} ms, then {start.next_ms:.0f} ms"
             print(f"  start {number + 1}: healthy after {start.begin_s:.1f} s; {said}", flush=True)
             if number < 0:

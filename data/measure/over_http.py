@@ -43,11 +43,12 @@ from workbench.bench.draft import kept
 from workbench.bench.rounds import interleave
 from workbench.config import BEST, EngineConfig, TogglePreset
 from workbench.errors import UsageError, WorkbenchError
+from workbench.serve import served
 from workbench.serve.bench import BenchSpec
-from workbench.serve.child import normal_ids, served
-from workbench.serve.served import engine_process
+from workbench.serve.load import normal_ids
+from workbench.serve.served import ServeCommand
 from workbench.serve.serving import serving
-from workbench.serve.targets import Asking, HttpTarget, LoadTarget, model_of
+from workbench.serve.targets import Asking, LoadTarget
 from workbench.serve.worker import WorkerSettings
 from workbench.sizes import round_up
 
@@ -75,20 +76,18 @@ def reached(
 ) -> Iterator[list[Reached]]:
     """The three arms: an engine process, and a server for the other two."""
     toggles = TogglePreset(BEST)
-    arguments = [
-        "-m", str(path), "--slots", str(slots), "--device", config.device,
-        "--n-ctx", str(config.n_ctx), "--n-ubatch", str(config.n_ubatch),
+    flags = (
+        "--device", config.device, "--n-ctx", str(config.n_ctx), "--n-ubatch", str(config.n_ubatch),
         "--n-kv-pad", str(config.n_kv_pad),
-    ]  # fmt: skip
+    )  # fmt: skip
     with ExitStack() as stack:
         pipe = stack.enter_context(
-            engine_process(WorkerSettings(str(path), config, slots, toggles))
+            served.reached(WorkerSettings(str(path), config, slots, toggles))
         )
         before = children_of(os.getpid())
-        url = stack.enter_context(served(arguments))
+        command = ServeCommand(path, slots, config.device, flags)
+        http = stack.enter_context(served.reached(command, processes=processes))
         pid = next(iter(children_of(os.getpid()) - before), None)
-        name, _ = model_of(url)
-        http = HttpTarget(url, name, processes=processes)
         yield [Reached(pipe, None, True), Reached(http, pid, False), Reached(http, pid, True)]
 
 

@@ -4,7 +4,7 @@
 
 As llama.cpp's `server-bench.py` has it: as many requests in flight as there are slots, prompts of 0
 to twice a mean length, and 256 tokens each. Each arm is an engine process of its own, and both take
-every mean length in turn. Runtime is fitted by a quadratic in the mean length (`serve/fits.py`).
+every mean length in turn. Runtime is fitted by a quadratic in the mean length (`fits.py`).
 The run folder is `data/results/random-lengths/MODEL`.
 """
 
@@ -27,8 +27,8 @@ from workbench.bench.rounds import order_of
 from workbench.config import BEST, EngineConfig, TogglePreset
 from workbench.errors import UsageError, WorkbenchError
 from workbench.serve.bench import BenchSpec
-from workbench.serve.child import normal_ids
-from workbench.serve.served import engine_process
+from workbench.serve.load import normal_ids
+from workbench.serve.served import reached
 from workbench.serve.serving import serving
 from workbench.serve.worker import WorkerSettings
 from workbench.sizes import round_up
@@ -95,7 +95,7 @@ def main(
     recording.run["result"] |= {"slots": slots, "n_ubatch": n_ubatch}
     with ExitStack() as stack, kept(recording.draft, raises=True):
         targets = [
-            stack.enter_context(engine_process(WorkerSettings(str(path), config, slots, preset)))
+            stack.enter_context(reached(WorkerSettings(str(path), config, slots, preset)))
             for preset in wanted.values()
         ]
         names, number = list(wanted), 0

@@ -9,11 +9,11 @@ from typing import Any
 
 import pandas as pd
 
+from data.measure.fits import Quadratic, asymptotic_ratio, quadratic
 from data.measure.recorded import Recorded, model_of
 from data.measure.tables import Line, Part, Table, caption, filled
 from workbench.bench import results
 from workbench.frames import markdown
-from workbench.serve.fits import Quadratic, asymptotic_ratio, quadratic
 
 FOLDER = "random-lengths"
 OFF, ON = "off", "tail"

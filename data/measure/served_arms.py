@@ -17,8 +17,8 @@ from workbench.backend.base import open_backend
 from workbench.bench import provenance
 from workbench.bench.draft import Draft, new_arm, new_run
 from workbench.serve.bench import BenchSpec, ServedRow, finite, serve_bench
-from workbench.serve.child import model_facts
 from workbench.serve.load import CLOSED, Arrivals
+from workbench.serve.served import model_facts
 from workbench.serve.targets import LoadTarget
 
 KEPT = (

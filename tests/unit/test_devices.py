@@ -12,8 +12,7 @@ PACKAGE = Path(devices.__file__).parent
 OTHERS = {
     "program/ranges.py": {"host"},  # a space of memory
     "choices.py": {"host"},  # who draws tokens: the host, or any device
-    "serve/api.py": {"null"},  # of JSON
-    "serve/openapi.py": {"null"},
+    "serve/openapi.py": {"null"},  # of JSON
     "serve/schema.py": {"null"},
     "serve/fields.py": {"null"},
     "serve/shapes.py": {"null"},
