@@ -64,26 +64,10 @@ class Asking(NamedTuple):
     timeout_s: float = 3600.0
 
 
-class Sending(Protocol):
-    """A load on its way to who serves it. spent: of client processes that have ended. totals: what
-    the engine has counted, where it says so."""
-
-    spent: list[Spent]
-    totals: Totals | None
-
-    def records(self, most_s: float) -> Offered:
-        """Sends the requests. See `LoadTarget.offer`."""
-        ...
-
-    def close(self) -> None:
-        """Lets nothing of the load stay in flight."""
-        ...
-
-
 class LoadTarget:
     """Serves loads, one after another (`over_http`, `over_pipe`).
 
-    send: begins to send a load.
+    send: sends a load to it, as `offer` does.
     about: `model` and `engine` of run.json, as far as they are known.
     n_vocab: tokens of the model's vocabulary; None where nobody says.
     n_slots: requests served at once; None where nobody says.
@@ -93,7 +77,7 @@ class LoadTarget:
 
     def __init__(
         self,
-        send: Callable[[Load, Asking], Sending],
+        send: Callable[[LoadTarget, Load, Asking, float], Offered],
         about: dict[str, Any],
         n_vocab: int | None = None,
         n_slots: int | None = None,
@@ -108,13 +92,8 @@ class LoadTarget:
         What is in flight then, or when the iterator is closed, is UNFINISHED; of requests that did
         not start there is no record. Raises WorkbenchError where the target cannot be used at all.
         """
-        sending = self._send(load, asking)
-        try:
-            yield from sending.records(most_s)
-        finally:
-            sending.close()
-            self.spent = sending.spent
-            self.totals = sending.totals or self.totals
+        self.spent = []
+        return self._send(self, load, asking, most_s)
 
 
 # --- a server, over HTTP ---------------------------------------------------------------------
@@ -133,72 +112,62 @@ def over_http(
     n_vocab = None
     if model is None:
         model, n_vocab = model_of(url, key)
-    send = partial(_HttpSending, url, key, model, processes)
+    send = partial(_send_by_clients, url, key, model, processes)
     engine = {"device": "unknown", "url": url}
     return LoadTarget(send, {"model": {"name": model, "quant": None}, "engine": engine}, n_vocab)
 
 
-class _HttpSending:
-    """A load that client processes send, each its share."""
-
-    totals: Totals | None = None  # a server does not say it
-
-    def __init__(
-        self, url: str, key: str | None, model: str, processes: int, load: Load, asking: Asking
-    ):
-        most = load.arrivals.in_flight
-        parts = min(processes, load.n, processes if most is None else most)
-        self._jobs = [
-            Job(url, key, model, load, *asking, part=part, parts=parts) for part in range(parts)
-        ]
-        self._pipes: list[Connection] = []
-        self._children: list[subprocess.Popen[bytes]] = []
-        self.spent: list[Spent] = []
-
-    def records(self, most_s: float) -> Offered:
-        pipes = self._pipes
-        for job in self._jobs:
+def _send_by_clients(
+    url: str, key: str | None, model: str, processes: int, target: LoadTarget, load: Load,
+    asking: Asking, most_s: float,
+) -> Offered:  # fmt: skip
+    """Client processes send a load, each its share."""
+    most = load.arrivals.in_flight
+    parts = min(processes, load.n, processes if most is None else most)
+    pipes, children = [], []
+    try:
+        for part in range(parts):
             pipe, child = start_client()
             pipes.append(pipe)
-            self._children.append(child)
-            pipe.send(job)
+            children.append(child)
+            pipe.send(Job(url, key, model, load, *asking, part=part, parts=parts))
         for pipe in pipes:
             if not isinstance(_received(pipe), ClientReady):
                 raise WorkbenchError("a client process did not begin; see its error above")
         begin = time.perf_counter_ns() + HEAD_START_NS
         for pipe in pipes:
             pipe.send(Begin(begin))
-        yield from self._reported(begin / 1e9 + most_s)
-
-    def _reported(self, until_s: float) -> Offered:
-        """What the clients send, until each has said what it spent."""
-        going, stopped = list(self._pipes), False
-        while going:
-            left = until_s - time.perf_counter()
-            if left <= 0 and not stopped:
-                stopped = True
-                for pipe in going:
-                    pipe.send(StopSending())
-            ready = wait(going, None if stopped or math.isinf(left) else left)
-            for pipe in [p for p in going if p in ready]:
-                said = _received(pipe)
-                if isinstance(said, list):
-                    yield said
-                    continue
-                going.remove(pipe)
-                if not isinstance(said, Spent):
-                    raise WorkbenchError("a client process ended before its requests did")
-                self.spent.append(said)
-
-    def close(self) -> None:
-        for pipe in self._pipes:
+        yield from _reported(pipes, begin / 1e9 + most_s, target.spent)
+    finally:
+        for pipe in pipes:
             pipe.close()  # a client that still runs ends itself then
-        for child in self._children:
+        for child in children:
             try:
                 child.wait(GRACE_S)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
+
+
+def _reported(pipes: list[Connection], until_s: float, spent: list[Spent]) -> Offered:
+    """What the clients send, until each has said what it spent."""
+    going, stopped = list(pipes), False
+    while going:
+        left = until_s - time.perf_counter()
+        if left <= 0 and not stopped:
+            stopped = True
+            for pipe in going:
+                pipe.send(StopSending())
+        ready = wait(going, None if stopped or math.isinf(left) else left)
+        for pipe in [p for p in going if p in ready]:
+            said = _received(pipe)
+            if isinstance(said, list):
+                yield said
+                continue
+            going.remove(pipe)
+            if not isinstance(said, Spent):
+                raise WorkbenchError("a client process ended before its requests did")
+            spent.append(said)
 
 
 def start_client() -> tuple[Connection, subprocess.Popen[bytes]]:
@@ -261,7 +230,7 @@ def over_pipe(pipe: MessagePipe) -> LoadTarget:
         continue
     if not isinstance(said, messages.Ready):
         raise WorkbenchError("the engine process ended before it was ready; see its error")
-    send = partial(_PipeSending, pipe, itertools.count(1))
+    send = partial(_send_by_pipe, pipe, itertools.count(1))
     about = {"model": {"name": said.model, "quant": None}, "engine": {"device": said.device}}
     return LoadTarget(send, about, said.n_vocab, said.n_slots)
 
@@ -281,18 +250,29 @@ class _Asked(NamedTuple):
     times: list[int]
 
 
-class _PipeSending:
-    """A load that this thread sends. numbers: of its requests; none is used again."""
+def _send_by_pipe(
+    pipe: MessagePipe, numbers: Iterator[int], target: LoadTarget, load: Load, asking: Asking,
+    most_s: float,
+) -> Offered:  # fmt: skip
+    """This thread sends a load. numbers: of its requests; none is used again."""
+    if not asking.streamed:
+        raise UsageError("an engine process sends tokens as they come; leave --whole out")
+    work = _Work(pipe, numbers, load, asking)
+    try:
+        yield from work.records(most_s)
+    finally:
+        work.cancel()
+        target.totals = work.totals or target.totals
+
+
+class _Work:
+    """The requests of a load in an engine."""
 
     def __init__(self, pipe: MessagePipe, numbers: Iterator[int], load: Load, asking: Asking):
-        if not asking.streamed:
-            raise UsageError("an engine process sends tokens as they come; leave --whole out")
         self._pipe, self._load = pipe, load
-        self.spent: list[Spent] = []
         self.totals: Totals | None = None  # of the engine's last message
         self._starts = Starts(load.due_ns(), load)
-        self._asked: dict[int, _Asked] = {}
-        self._open = set[int]()  # numbers whose end the engine has not said
+        self._asked: dict[int, _Asked] = {}  # by number, until the engine has said the end
         sampling = Sampling(temperature=asking.temperature)
         self._asks = [
             messages.Ask(
@@ -307,12 +287,12 @@ class _PipeSending:
         return time.perf_counter_ns() - self._begin
 
     def records(self, most_s: float) -> Offered:
+        """Sends what is due, and gives what has ended."""
         until_ns = most_s * 1e9
         while (now := self._now()) < until_ns:
             for i, due in self._starts.due(now):
                 ask = self._asks[i]
                 self._asked[ask.number] = _Asked(i, due, self._now(), [])
-                self._open.add(ask.number)
                 self._pipe.send(ask)
             next_ns = self._starts.next_ns
             if next_ns is None and not self._asked:
@@ -324,47 +304,35 @@ class _PipeSending:
             )
             if self._pipe.poll(left) and (found := self._take()):
                 yield found
-        yield [self._record(n, self._now(), UNFINISHED) for n in list(self._asked)]
+        yield [self._record(asked, self._now(), UNFINISHED) for asked in self._asked.values()]
 
     def _take(self) -> list[RequestRecord]:
         """One message: the records of requests that are over with it."""
-        said = self._heard()
-        now = self._now()
+        said, now = _received(self._pipe), self._now()
         match said:
             case messages.Made():
+                self.totals = said.totals
                 for number in said.numbers.tolist():
                     if asked := self._asked.get(number):
                         asked.times.append(now)
                 return [
-                    self._record(end.number, now, _STATUS[end.reason], end.reason, end.why)
+                    self._record(asked, now, _STATUS[end.reason], end.reason, end.why)
                     for end in said.ended
-                    if end.number in self._asked
+                    if (asked := self._asked.pop(end.number, None))
                 ]
-            case messages.Refused() if said.number in self._asked:
+            case messages.Refused():
                 status = FAILED if said.retry_after_s is None else REFUSED
-                return [self._record(said.number, now, status, why=said.why)]
+                return [self._record(self._asked.pop(said.number), now, status, why=said.why)]
             case None:
                 raise WorkbenchError(
                     f"the engine process died with {len(self._asked)} requests in flight"
                 )
         return []
 
-    def _heard(self) -> Any:
-        """The next message, and which requests have their last one with it."""
-        said = _received(self._pipe)
-        match said:
-            case messages.Made():
-                self._open -= {end.number for end in said.ended}
-                self.totals = said.totals
-            case messages.Refused():
-                self._open.discard(said.number)
-        return said
-
     def _record(
-        self, number: int, now: int, status: str, finish: str = "", why: str = ""
+        self, asked: _Asked, now: int, status: str, finish: str = "", why: str = ""
     ) -> RequestRecord:
-        asked, load = self._asked.pop(number), self._load
-        i, times = asked.request, np.array(asked.times, np.int64)
+        i, times, load = asked.request, np.array(asked.times, np.int64), self._load
         if status == OK and not len(times):
             status = NO_TOKEN
         if status != UNFINISHED:
@@ -374,15 +342,15 @@ class _PipeSending:
             asked.sent_ns, now, times, status, finish, why,
         )  # fmt: skip
 
-    def close(self) -> None:
+    def cancel(self) -> None:
         """Lets the engine end what is in flight, so that the next load finds nothing of this."""
         until = time.monotonic() + GRACE_S
-        with contextlib.suppress(OSError):  # the engine process has died; then nothing is in flight
-            for number in self._open:
+        # an engine process that has died has nothing in flight
+        with contextlib.suppress(OSError, WorkbenchError):
+            for number in self._asked:
                 self._pipe.send(messages.Cancel(number))
-            while self._open and self._pipe.poll(max(0.0, until - time.monotonic())):
-                if self._heard() is None:
-                    return
+            while self._asked and self._pipe.poll(max(0.0, until - time.monotonic())):
+                self._take()
 
 
 def _received(pipe: MessagePipe) -> Any:

@@ -1,7 +1,7 @@
 """The engine process of a server: requests in, one message a step out.
 
-`EngineCore` serves the requests, `EngineProcess` has the pipes. A load in a notebook has the same
-core without a process (`OwnEngine`).
+`EngineCore` serves the requests of the process. A load in a notebook has the same core without a
+process (`OwnEngine`).
 
 The process has the engine to itself, so nothing that a front does holds a step up. Between two
 steps it reads what has come; while there is nothing to do it waits for the pipes. It ends when
@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,10 +74,10 @@ def main(fronts: list[Connection], settings: WorkerSettings) -> None:
     try:
         with open_engine(settings) as engine:
             slots = Slots(engine, settings.n_slots, settings.n_waiting)
-            process = EngineProcess(slots, fronts)
+            core = EngineCore(slots, fronts)
             with shown_on(sys.stderr):
-                process.prepare()
-            process.run()
+                core.prepare()
+            core.run()
     except WorkbenchError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
@@ -97,72 +97,114 @@ def open_engine(settings: WorkerSettings) -> Engine:
 
 
 class EngineCore:
-    """The requests of some fronts in the slots of an engine, and what each front is told of them.
+    """Serves the requests of some fronts with some slots.
 
-    It knows no pipe: an engine process has one to each front (`EngineProcess`), and an engine of
-    this process none (`OwnEngine`).
-
-    fronts: their numbers. Each front numbers its requests itself; the slots have other numbers.
-    say(front, message): takes what a front is told.
+    fronts: pipes to them. Where nobody calls `run`, anything that `send`s takes what they are told.
+    Each front numbers its requests itself; the slots have other numbers.
     """
 
-    def __init__(self, slots: Slots, fronts: Iterable[int], say: Callable[[int, Any], None]):
-        self.slots, self._fronts, self._say = slots, {*fronts}, say
+    def __init__(self, slots: Slots, fronts: Sequence[Any]):
+        self.slots = slots
+        self._fronts = dict(enumerate(fronts))
+        self._asking = set(self._fronts)  # fronts that may ask for more
         # of each request here: its front, and its number there
         self._of: dict[int, tuple[int, int]] = {}
         self._here: dict[tuple[int, int], int] = {}
         self._next = 0
         self._told_s = 0.0  # when all fronts were told last
 
-    def say_ready(self) -> None:
-        """Tells all fronts that requests are taken."""
-        slots, engine = self.slots, self.slots.engine
-        ready = Ready(
-            engine.model.name or str(engine.model.path), engine.device, engine.model.n_vocab,
-            slots.room, len(slots.slots), slots.n_waiting,
-        )  # fmt: skip
-        for front in sorted(self._fronts):
-            self._say(front, ready)
+    def prepare(self) -> None:
+        """Makes ready what the first requests need, before they may come."""
+        for front in [*self._fronts]:
+            self._send(front, Preparing())
+        first_steps(self.slots.engine, len(self.slots.slots))
+        # their programs are many objects, which stay: to look through them would hold up tokens
+        gc.collect()
+        gc.freeze()
 
-    def hear(self, front: int, message: Ask | Cancel) -> None:
-        """Takes a request of a front, or that nobody wants the rest of one."""
-        if isinstance(message, Cancel):
+    def run(self) -> None:
+        """Until there is nothing more to do."""
+        self.say_ready()
+        try:
+            while self._asking or not self.slots.idle:
+                self._read(IDLE_S if self.slots.idle else 0)
+                if not self.slots.idle:
+                    self.step()
+        except BaseException:
+            self._tell(Stepped([], self.slots.drop(), {}))
+            raise
+        finally:
+            for pipe in self._fronts.values():
+                pipe.close()
+
+    # from the fronts ---------------------------------------------------------------------------
+
+    def _read(self, timeout_s: float) -> None:
+        """Does what the fronts have said; waits up to timeout_s for the first."""
+        ready = wait([*self._fronts.values()], timeout_s)
+        for front, pipe in [*self._fronts.items()]:
+            if pipe not in ready:
+                continue
+            try:
+                while front in self._fronts and pipe.poll():
+                    self.hear(front, pipe.recv())
+            except (EOFError, OSError):
+                self._gone(front)
+
+    def hear(self, front: int, message: Any) -> None:
+        """Does what a front has said."""
+        if isinstance(message, Ask):
+            try:
+                self._ask(front, message)
+            except Exception as error:  # of this request alone: no step has seen it
+                traceback.print_exc()
+                self._send(front, _failed(message, str(error), self.slots.totals()))
+        elif isinstance(message, Cancel):
             here = self._here.get((front, message.number))
             if here is not None:
                 self.slots.cancel(here)
-            return
-        try:
-            self._ask(front, message)
-        except Exception as error:  # of this request alone: no step has seen it
-            traceback.print_exc()
-            self._say(front, _failed(message, str(error), self.slots.totals()))
+        elif isinstance(message, Finish):
+            self._asking.discard(front)
+        else:
+            raise TypeError(f"front {front} said {type(message).__name__}, which means nothing")
 
     def _ask(self, front: int, ask: Ask) -> None:
         why, after = self.slots.refusal(ask), None
         if not why and self.slots.is_full:
             why, after = "the server is busy; try again later", self.slots.retry_after_s()
         if why:
-            self._say(front, Refused(ask.number, why, after))
+            self._send(front, Refused(ask.number, why, after))
             return
         here, self._next = self._next, self._next + 1
         self.slots.ask(ask._replace(number=here))
         self._of[here], self._here[front, ask.number] = (front, ask.number), here
 
-    def gone(self, front: int) -> None:
-        """Nobody waits for the requests of a front any more."""
-        self._fronts.discard(front)
+    def _gone(self, front: int) -> None:
+        """A front has closed its pipe: nobody waits for its requests."""
+        self._asking.discard(front)
+        pipe = self._fronts.pop(front, None)
+        if pipe is not None:
+            pipe.close()
         for here, (whose, _) in list(self._of.items()):
             if whose == front:
                 self.slots.cancel(here)
 
-    def step(self) -> None:
-        """Takes a step, and tells what it has made. Where it fails its error is raised, and all
-        requests have ended with FAILED: `drop` tells of them, or the next step."""
-        self._tell(self.slots.step())
+    # to the fronts -----------------------------------------------------------------------------
 
-    def drop(self) -> None:
-        """Ends all requests with FAILED: the engine has broken."""
-        self._tell(Stepped([], self.slots.drop(), {}))
+    def say_ready(self) -> None:
+        """Requests are taken from now on."""
+        slots, engine = self.slots, self.slots.engine
+        ready = Ready(
+            engine.model.name or str(engine.model.path), engine.device, engine.model.n_vocab,
+            slots.room, len(slots.slots), slots.n_waiting,
+        )  # fmt: skip
+        for front in [*self._fronts]:
+            self._send(front, ready)
+
+    def step(self) -> None:
+        """Takes a step, and tells what it has made. Where it fails its error is raised; the next
+        step tells that all requests have ended with FAILED."""
+        self._tell(self.slots.step())
 
     def _tell(self, results: Stepped) -> None:
         """A message to each front that the results are for, and now and then to all."""
@@ -181,89 +223,26 @@ class EngineCore:
             ended.setdefault(front, []).append(end._replace(number=number))
         fronts = tokens.keys() | ended.keys() | scores.keys()
         if (now := time.monotonic()) - self._told_s > TELL_S:
-            self._told_s, fronts = now, self._fronts | fronts
+            self._told_s, fronts = now, self._fronts.keys() | fronts
         totals = self.slots.totals() if fronts else None
         for front in sorted(fronts):
             made = tokens.get(front, [])
             assert totals is not None
-            self._say(front, Made(
+            self._send(front, Made(
                 np.array([t.number for t in made], np.int64),
                 np.array([t.token for t in made], np.int32),
                 {t.number: t.logprobs for t in made if t.logprobs is not None},
                 tuple(ended.get(front, ())), totals, scores.get(front, {}),
             ))  # fmt: skip
 
-
-class EngineProcess:
-    """An engine and the pipes of its fronts, until none of them can ask for more."""
-
-    def __init__(self, slots: Slots, fronts: list[Connection]):
-        self._pipes = dict(enumerate(fronts))
-        self._asking = set(self._pipes)  # fronts that may ask for more
-        self._core = EngineCore(slots, self._pipes, self._send)
-
-    def prepare(self) -> None:
-        """Makes ready what the first requests need, before they may come."""
-        slots = self._core.slots
-        for front in [*self._pipes]:
-            self._send(front, Preparing())
-        first_steps(slots.engine, len(slots.slots))
-        # their programs are many objects, which stay: to look through them would hold up tokens
-        gc.collect()
-        gc.freeze()
-
-    def run(self) -> None:
-        """Until there is nothing more to do."""
-        core, slots = self._core, self._core.slots
-        core.say_ready()
-        try:
-            while self._asking or not slots.idle:
-                self._read(IDLE_S if slots.idle else 0)
-                if not slots.idle:
-                    core.step()
-        except BaseException:
-            core.drop()
-            raise
-        finally:
-            for pipe in self._pipes.values():
-                pipe.close()
-
-    def _read(self, timeout_s: float) -> None:
-        """Does what the fronts have said; waits up to timeout_s for the first."""
-        ready = wait([*self._pipes.values()], timeout_s)
-        for front, pipe in [*self._pipes.items()]:
-            if pipe not in ready:
-                continue
-            try:
-                while front in self._pipes and pipe.poll():
-                    self._hear(front, pipe.recv())
-            except (EOFError, OSError):
-                self._gone(front)
-
-    def _hear(self, front: int, message: Any) -> None:
-        if isinstance(message, Ask | Cancel):
-            self._core.hear(front, message)
-        elif isinstance(message, Finish):
-            self._asking.discard(front)
-        else:
-            raise TypeError(f"front {front} said {type(message).__name__}, which means nothing")
-
     def _send(self, front: int, message: Any) -> None:
-        pipe = self._pipes.get(front)
+        pipe = self._fronts.get(front)
         if pipe is None:
             return
         try:
             pipe.send(message)
         except (BrokenPipeError, OSError):
             self._gone(front)
-
-    def _gone(self, front: int) -> None:
-        """A front has closed its pipe."""
-        self._asking.discard(front)
-        pipe = self._pipes.pop(front, None)
-        if pipe is not None:
-            pipe.close()
-        self._core.gone(front)
 
 
 class OwnEngine:
@@ -277,9 +256,8 @@ class OwnEngine:
     """
 
     def __init__(self, engine: Engine, n_slots: int):
-        self._said = deque[Any]()
-        self.slots = Slots(engine, n_slots)
-        self._core = EngineCore(self.slots, [0], lambda _, message: self._said.append(message))
+        self.slots, self._said = Slots(engine, n_slots), _Said()
+        self._core = EngineCore(self.slots, [self._said])
         self._core.say_ready()
 
     def send(self, message: Ask | Cancel, /) -> None:
@@ -301,6 +279,12 @@ class OwnEngine:
                 raise EOFError
             self._core.step()
         return self._said.popleft()
+
+
+class _Said(deque[Any]):
+    """Messages to a front of this process."""
+
+    send = deque.append
 
 
 def _failed(ask: Ask, why: str, totals: Totals) -> Made:
