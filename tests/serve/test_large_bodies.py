@@ -56,38 +56,38 @@ def pid_of(process: Aside) -> int:
 MESSAGES = {"messages": [{"role": "user", "content": "the engine \ud83d\ude00 waits"}], "n": 2}
 LINE = json.dumps({"text": "<user>the engine waits\n" * 300}).encode()
 CHATTED = wanted_of({}, CHAT, Defaults())
-BODIES: list[tuple[str, bytes, tuple[Any, ...]]] = [
-    (
-        "request",
-        json.dumps({"prompt": ["a b", "c" * 4000], "seed": 3}).encode(),
-        (COMPLETIONS, N_CTX),
-    ),
-    ("request", json.dumps({"prompt": [[1, 2], [3] * 4000]}).encode(), (COMPLETIONS, N_CTX)),
-    (
-        "request",
-        json.dumps({"prompt": ["a", "c" * 9], "echo": True}).encode(),
-        (COMPLETIONS, N_CTX),
-    ),
-    ("request", json.dumps({"prompt": [[1], [2]], "echo": True}).encode(), (COMPLETIONS, N_CTX)),
-    ("request", json.dumps({"prompt": [5] * 4000, "n_predict": 2}).encode(), (NATIVE, N_CTX)),
-    ("request", json.dumps(MESSAGES).encode(), (CHAT, N_CTX)),
+Body = tuple[str, bytes, tuple[Any, ...]]  # a method of `Reader`, and what it is given
+
+
+def asked(route: str, body: Any) -> Body:
+    return "request", body if isinstance(body, bytes) else json.dumps(body).encode(), (route, N_CTX)
+
+
+BODIES: list[Body] = [
+    asked(COMPLETIONS, {"prompt": ["a b", "c" * 4000], "seed": 3}),
+    asked(COMPLETIONS, {"prompt": [[1, 2], [3] * 4000]}),
+    asked(COMPLETIONS, {"prompt": ["a", "c" * 9], "echo": True}),
+    asked(COMPLETIONS, {"prompt": [[1], [2]], "echo": True}),
+    asked(NATIVE, {"prompt": [5] * 4000, "n_predict": 2}),
+    asked(CHAT, MESSAGES),
     ("rendered", LINE, (CHATTED, N_CTX)),
     ("rendered", LINE, (CHATTED._replace(add_bos=False), N_CTX)),
     ("template_values", json.dumps(MESSAGES).encode(), ()),
-    ("request", json.dumps(MESSAGES | {"continue_final_message": True}).encode(), (CHAT, N_CTX)),
+    asked(CHAT, MESSAGES | {"continue_final_message": True}),
     ("prompt_answer", LINE, ()),
     ("tokenize", json.dumps({"content": "the engine " * 40_000, "with_pieces": True}).encode(), ()),
     ("detokenize", json.dumps({"tokens": [i % 1000 for i in range(50_000)]}).encode(), ()),
 ]
-WRONG: list[tuple[str, bytes, tuple[Any, ...]]] = [
-    ("request", b'{"prompt": "a', (COMPLETIONS, N_CTX)),
-    ("request", b"[]", (COMPLETIONS, N_CTX)),
-    ("request", json.dumps({"prompt": [1] * (N_CTX + 1)}).encode(), (COMPLETIONS, N_CTX)),
-    ("request", json.dumps({"prompt": "a b " * N_CTX}).encode(), (COMPLETIONS, N_CTX)),
-    ("request", json.dumps({"prompt": [1, -1]}).encode(), (COMPLETIONS, N_CTX)),
-    ("request", json.dumps({"prompt": "a", "model": "other"}).encode(), (COMPLETIONS, N_CTX)),
-    ("request", b"[" * 100_000, (NATIVE, N_CTX)),
-    ("request", json.dumps(MESSAGES | {"temperature": -1}).encode(), (CHAT, N_CTX)),
+WRONG: list[Body] = [
+    asked(COMPLETIONS, b'{"prompt": "a'),
+    asked(COMPLETIONS, b"[]"),
+    asked(COMPLETIONS, {"prompt": [1] * (N_CTX + 1)}),
+    asked(COMPLETIONS, {"prompt": "a b " * N_CTX}),
+    asked(COMPLETIONS, {"prompt": [1, -1]}),
+    asked(COMPLETIONS, {"prompt": [1, 1024]}),
+    asked(COMPLETIONS, {"prompt": "a", "model": "other"}),
+    asked(NATIVE, b"[" * 100_000),
+    asked(CHAT, MESSAGES | {"temperature": -1}),
     ("rendered", json.dumps({"error": "roles must alternate"}).encode(), (CHATTED, N_CTX)),
     ("rendered", json.dumps({"error": "", "unshown": True}).encode(), (CHATTED, N_CTX)),
     ("detokenize", json.dumps({"tokens": [1024]}).encode(), ()),

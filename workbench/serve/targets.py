@@ -257,7 +257,7 @@ def _send_by_pipe(
     """This thread sends a load. numbers: of its requests; none is used again."""
     if not asking.streamed:
         raise UsageError("an engine process sends tokens as they come; leave --whole out")
-    work = _Work(pipe, numbers, load, asking)
+    work = _PipeLoad(pipe, numbers, load, asking)
     try:
         yield from work.records(most_s)
     finally:
@@ -265,7 +265,7 @@ def _send_by_pipe(
         target.totals = work.totals or target.totals
 
 
-class _Work:
+class _PipeLoad:
     """The requests of a load in an engine."""
 
     def __init__(self, pipe: MessagePipe, numbers: Iterator[int], load: Load, asking: Asking):
