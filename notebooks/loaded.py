@@ -4,6 +4,7 @@ prompt beside tokens, and what a process and HTTP cost."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from workbench.engine.slots import Slots
 from workbench.frames import Table
 from workbench.serve.bench import ServeBench
 from workbench.serve.bench_text import points, step_figures
-from workbench.serve.child import served as http_server
+from workbench.serve.served import ServeCommand, reached
 from workbench.serve.serving import serving
 from workbench.serve.targets import Asking
 from workbench.serve.worker import WorkerSettings
@@ -244,15 +245,16 @@ def ways_in(
     found[PROCESS] = wb.serve_bench(
         process, seed=seed, out=wb.new_run_folder(runs, "ways-process"), **asked
     )
-    given = {
-        "-m": path, "--slots": slots, "--device": config.device, "--n-ctx": config.n_ctx,
-        "--n-ubatch": config.n_ubatch, "--n-kv-pad": config.n_kv_pad,
+    flags = {
+        "--device": config.device, "--n-ctx": config.n_ctx, "--n-ubatch": config.n_ubatch,
+        "--n-kv-pad": config.n_kv_pad,
     }  # fmt: skip
-    with http_server([str(word) for pair in given.items() for word in pair]) as url:
+    typed = tuple(str(word) for pair in flags.items() for word in pair)
+    with reached(ServeCommand(Path(path), slots, config.device, typed)) as server:
         for i, (name, streamed) in enumerate({WHOLE: False, STREAMED: True}.items()):
             # prompts that the server has not seen: it keeps the cells of those that it has
             found[name] = wb.serve_bench(
-                url, asking=Asking(streamed=streamed), seed=seed + 1 + i,
+                server, asking=Asking(streamed=streamed), seed=seed + 1 + i,
                 out=wb.new_run_folder(runs, f"ways-http-{'streamed' if streamed else 'whole'}"),
                 **asked,
             )  # fmt: skip

@@ -29,12 +29,11 @@ from workbench.bench import results
 from workbench.config import BEST, TogglePreset
 from workbench.errors import WorkbenchError
 from workbench.serve.bench import BenchSpec
-from workbench.serve.child import normal_ids, served
-from workbench.serve.load import CLOSED, Arrivals
+from workbench.serve.load import CLOSED, Arrivals, normal_ids
 from workbench.serve.records import OK
+from workbench.serve.served import ServeCommand, reached
 from workbench.serve.serving import serving
-from workbench.serve.targets import Asking, HttpTarget
-from workbench.serve.targets import model_of as served_model
+from workbench.serve.targets import Asking
 from workbench.sizes import round_up
 
 ARM = "served"
@@ -55,13 +54,12 @@ class Start(NamedTuple):
         return self.first_ms / self.next_ms
 
 
-def started(arguments: list[str], spec: BenchSpec, in_flight: int) -> tuple[Start, np.ndarray]:
+def started(command: ServeCommand, spec: BenchSpec, in_flight: int) -> tuple[Start, np.ndarray]:
     """Starts a server and asks it spec.n_requests; and what each request took, ns, in the order in
     which they were sent. Raises WorkbenchError where one fails."""
     begun = time.monotonic()
-    with served(arguments) as url:
+    with reached(command) as target:
         begin_s = time.monotonic() - begun
-        target = HttpTarget(url, served_model(url)[0])
         load = spec.load(Arrivals(CLOSED, in_flight), 0)
         records = [one for part in target.offer(load, spec.asking) for one in part]
     bad = next((one for one in records if one.status != OK), None)
@@ -100,10 +98,9 @@ def main(
 
     def measured() -> None:
         path = call.model_file(model)
-        arguments = [
-            "-m", str(path), "--slots", str(in_flight), "--device", options.device,
-            "--n-ctx", str(in_flight * round_up(n_prompt + n_gen, PAD)),
-        ]  # fmt: skip
+        n_ctx = in_flight * round_up(n_prompt + n_gen, PAD)
+        flags = ("--device", options.device, "--n-ctx", str(n_ctx))
+        command = ServeCommand(path, in_flight, options.device, flags)
         test = f"pp{n_prompt}+tg{n_gen}@b{in_flight}"
         toggles = serving(options.device, TogglePreset(BEST)).changes
         about = about_engine(path, options.device)
@@ -116,7 +113,7 @@ def main(
                     str(n_prompt), str(n_gen), normal_ids(path), n_requests=2 * requests,
                     n_warm_up=0, seed=max(number, 0), parallel=in_flight, asking=Asking(),
                 )  # fmt: skip
-                one, took = started(arguments, spec, in_flight)
+                one, took = started(command, spec, in_flight)
                 said = f"healthy after {one.begin_s:.1f} s; {one.first_ms:.0f} ms, then"
                 print(f"  start {number + 1}: {said} {one.next_ms:.0f} ms", flush=True)
                 if number < 0:

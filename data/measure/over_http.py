@@ -42,12 +42,12 @@ from data.measure.served_arms import (
 from data.measure.tables import Folder, Line, Part
 from workbench.bench import results
 from workbench.config import BEST, EngineConfig, TogglePreset
+from workbench.serve import served
 from workbench.serve.bench import BenchSpec
-from workbench.serve.child import normal_ids, served
-from workbench.serve.served import engine_process
+from workbench.serve.load import normal_ids
+from workbench.serve.served import ServeCommand
 from workbench.serve.serving import serving
-from workbench.serve.targets import Asking, HttpTarget, LoadTarget
-from workbench.serve.targets import model_of as served_model
+from workbench.serve.targets import Asking, LoadTarget
 from workbench.serve.worker import WorkerSettings
 from workbench.sizes import round_up
 
@@ -76,19 +76,18 @@ def reached(
 ) -> Iterator[dict[str, Reached]]:
     """Our arms: an engine process, and a server for the other two."""
     toggles = TogglePreset(BEST)
-    arguments = [
-        "-m", str(path), "--slots", str(slots), "--device", config.device,
-        "--n-ctx", str(config.n_ctx), "--n-ubatch", str(config.n_ubatch),
+    flags = (
+        "--device", config.device, "--n-ctx", str(config.n_ctx), "--n-ubatch", str(config.n_ubatch),
         "--n-kv-pad", str(config.n_kv_pad),
-    ]  # fmt: skip
+    )  # fmt: skip
     with ExitStack() as stack:
         pipe = stack.enter_context(
-            engine_process(WorkerSettings(str(path), config, slots, toggles))
+            served.reached(WorkerSettings(str(path), config, slots, toggles))
         )
         before = children_of(os.getpid())
-        url = stack.enter_context(served(arguments))
+        command = ServeCommand(path, slots, config.device, flags)
+        http = stack.enter_context(served.reached(command, processes=processes))
         pid = next(iter(children_of(os.getpid()) - before), None)
-        http = HttpTarget(url, served_model(url)[0], processes=processes)
         arms = Reached(pipe, None, True), Reached(http, pid, False), Reached(http, pid, True)
         yield dict(zip(OURS, arms, strict=True))
 

@@ -4,7 +4,7 @@
 
 As llama.cpp's `server-bench.py` has it: as many requests in flight as there are slots, prompts of 0
 to twice a mean length, and 256 tokens each. Each arm is an engine process of its own, and both take
-every mean length in turn. Runtime is fitted by a quadratic in the mean length (`serve/fits.py`).
+every mean length in turn. Runtime is fitted by a quadratic in the mean length (`fits.py`).
 The run folder is `data/results/random-lengths/MODEL`.
 """
 
@@ -20,6 +20,7 @@ import pandas as pd
 from cyclopts import App
 
 from data.measure.command import PAD, USUAL, Call, Options, at_least_one, numbers, start
+from data.measure.fits import Quadratic, asymptotic_ratio, quadratic
 from data.measure.in_rounds import Recording
 from data.measure.recorded import Recorded, model_of
 from data.measure.served_arms import Point, about_engine, measure
@@ -28,9 +29,8 @@ from workbench.bench import results
 from workbench.bench.rounds import interleave
 from workbench.config import BEST, EngineConfig, TogglePreset
 from workbench.serve.bench import BenchSpec
-from workbench.serve.child import normal_ids
-from workbench.serve.fits import Quadratic, asymptotic_ratio, quadratic
-from workbench.serve.served import engine_process
+from workbench.serve.load import normal_ids
+from workbench.serve.served import reached
 from workbench.serve.serving import serving
 from workbench.serve.worker import WorkerSettings
 from workbench.sizes import round_up
@@ -87,7 +87,7 @@ def main(
         recording.result |= {"points": [], "slots": slots, "n_ubatch": n_ubatch}
         with ExitStack() as stack, recording.kept():
             targets = [
-                stack.enter_context(engine_process(WorkerSettings(str(path), config, slots, arm)))
+                stack.enter_context(reached(WorkerSettings(str(path), config, slots, arm)))
                 for arm in ARMS.values()
             ]
 

@@ -15,8 +15,8 @@ from data.measure.in_rounds import Recording
 from workbench.backend.base import open_backend
 from workbench.bench import provenance
 from workbench.serve.bench import BenchSpec, ServedRow, finite, serve_bench
-from workbench.serve.child import model_facts
 from workbench.serve.load import CLOSED, Arrivals
+from workbench.serve.served import model_facts
 from workbench.serve.targets import LoadTarget
 
 KEPT = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.serve.live import Live, live
-from workbench.serve.beside import LONG
+from workbench.serve.aside import LONG
 from workbench.serve.echo import Echo
 from workbench.serve.front import FrontSettings
 
@@ -72,7 +72,7 @@ def test_offsets_count_the_characters_before_a_token(request, which, text):
         assert echo.text == echo._decoded[0] == text and len(echo.offsets) == len(ids)
         assert echo.offsets[0] == echo.offsets[texts.tokenizer.n_added(add_bos)[0]] == 0
         assert echo.offsets == sorted(echo.offsets) and echo.offsets[-1] < len(text)
-    of_ids = Echo(texts, ids, ids)
+    of_ids = Echo(texts, ids, None)
     assert of_ids.text == texts.tokenizer.decode(ids, special=True)
     assert len(of_ids.offsets) == len(ids)
 
@@ -82,7 +82,7 @@ def test_half_a_character_of_a_prompt_is_a_character_before_the_next_token(texts
         texts.tokenizer.encode("🙂", add_bos=False)[:2],
         texts.tokenizer.encode("ab", False),
     )
-    echo = Echo(texts, [*half, *rest], [*half, *rest])
+    echo = Echo(texts, [*half, *rest], None)
     assert echo.text == "\ufffdab" and echo.offsets[: len(half) + 1] == [0] * len(half) + [1]
 
 

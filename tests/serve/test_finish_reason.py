@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import live
 from workbench.engine.asks import REASONS, Ended, Timings, foremost
-from workbench.serve.api import Defaults, completion
+from workbench.serve.fields import COMPLETIONS
 from workbench.serve.forms import Completions
+from workbench.serve.reading import Defaults, Prompt, wanted_of
 from workbench.serve.reply import Reply
 
 TEXT = "the engine waits for the end"
@@ -41,9 +43,10 @@ def test_a_stop_text_in_the_last_tokens_of_the_budget_is_stop(texts, stream, n_b
 @pytest.mark.parametrize("reason", [r for r in REASONS if r != "stop_text"])
 @pytest.mark.parametrize("text", ["engine", "e"])
 def test_a_stop_text_wins_over_all_that_the_engine_says(texts, reason, text):
-    wanted = completion({"prompt": "a", "stop": text}, Defaults())
-    reply = Reply(wanted, Completions("tiny", texts, False), texts, lambda number: None, [])
-    part = reply.add(7, 1)
+    wanted = wanted_of({"stop": text}, COMPLETIONS, Defaults())
+    form, prompt = Completions("tiny", texts, False), Prompt(np.array([5], np.int32), 9)
+    reply = Reply(wanted, [prompt], form, texts, itertools.count(7), lambda number: None, [])
+    (part,) = reply.parts
     for token in texts.tokenizer.encode("the engine", add_bos=False):
         part.take(token)
     part.end(Ended(7, reason, Timings(0, 1, 0, 0, 9, 0, 0)))

@@ -16,11 +16,11 @@ import pytest
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import TEMPLATE, Live, live
-from workbench.serve import beside, protocol, reply, streams
-from workbench.serve.api import Defaults
+from workbench.serve import aside, protocol, reply, streams
 from workbench.serve.faults import ApiError
+from workbench.serve.fields import COMPLETIONS, NATIVE
 from workbench.serve.front import FrontSettings
-from workbench.serve.reading import Reader, ReaderSpec
+from workbench.serve.reading import Defaults, Reader, ReaderSpec
 
 JSON = {"content-type": "application/json"}
 ASK = {"prompt": [1], "max_tokens": 400}
@@ -158,9 +158,9 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(texts, monkeyp
 
     monkeypatch.setattr(type(texts.tokenizer), "encode", encode)
     for n in (512 * longest, 512 * longest + 1):
-        for read, prompt in ((reader.completions, ["ok", "a" * n]), (reader.native, "a" * n)):
+        for route, prompt in ((COMPLETIONS, ["ok", "a" * n]), (NATIVE, "a" * n)):
             with pytest.raises(ApiError) as refused:
-                read(json.dumps({"prompt": prompt}).encode(), 512)
+                reader.request(json.dumps({"prompt": prompt}).encode(), route, 512)
             assert (refused.value.status, refused.value.param) == (400, "prompt")
             assert refused.value.code == "context_length_exceeded"
     assert max(asked) == 512 * longest
@@ -286,7 +286,7 @@ def test_all_others_are_served_while_a_huge_text_is_tokenised(texts):
 
 
 def test_huge_texts_wait_for_each_other_and_not_without_end(texts, monkeypatch):
-    monkeypatch.setattr(beside, "MOST_HUGE", 2)
+    monkeypatch.setattr(aside, "MOST_HUGE", 2)
     text = json.dumps({"content": "the engine waits " * 60_000}).encode()
     with live(texts) as server, ThreadPoolExecutor(6) as pool:
 

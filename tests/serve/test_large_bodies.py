@@ -20,12 +20,11 @@ from tests.serve.live import TEMPLATE, live
 from tests.serve.stalls import Streams
 from tests.serve.test_hostile_clients import wait_for
 from workbench.serve import aside
-from workbench.serve.api import Defaults
-from workbench.serve.aside import Aside
-from workbench.serve.beside import HUGE, LONG, Beside
+from workbench.serve.aside import HUGE, LONG, Aside, Readers
 from workbench.serve.faults import ApiError
+from workbench.serve.fields import CHAT, COMPLETIONS, NATIVE
 from workbench.serve.front import FrontSettings
-from workbench.serve.reading import BodyRead, Reader, ReaderSpec
+from workbench.serve.reading import BodyRead, Defaults, Reader, ReaderSpec, wanted_of
 from workbench.serve.text import TokenTexts
 
 MOST_BODY, N_CTX = 1 << 24, 4096
@@ -54,34 +53,43 @@ def pid_of(process: Aside) -> int:
     return process._process.pid
 
 
-CHAT = {"messages": [{"role": "user", "content": "the engine \ud83d\ude00 waits"}], "n": 2}
+MESSAGES = {"messages": [{"role": "user", "content": "the engine \ud83d\ude00 waits"}], "n": 2}
 LINE = json.dumps({"text": "<user>the engine waits\n" * 300}).encode()
-BODIES: list[tuple[str, bytes, tuple[int, ...]]] = [
-    ("completions", json.dumps({"prompt": ["a b", "c" * 4000], "seed": 3}).encode(), (N_CTX,)),
-    ("completions", json.dumps({"prompt": [[1, 2], [3] * 4000]}).encode(), (N_CTX,)),
-    ("completions", json.dumps({"prompt": ["a", "c" * 9], "echo": True}).encode(), (N_CTX,)),
-    ("completions", json.dumps({"prompt": [[1], [2]], "echo": True}).encode(), (N_CTX,)),
-    ("native", json.dumps({"prompt": [5] * 4000, "n_predict": 2}).encode(), (N_CTX,)),
-    ("chat", json.dumps(CHAT).encode(), ()),
-    ("rendered", LINE, (N_CTX, True)),
-    ("rendered", LINE, (N_CTX, False)),
-    ("template_values", json.dumps(CHAT).encode(), ()),
-    ("chat", json.dumps(CHAT | {"continue_final_message": True}).encode(), ()),
+CHATTED = wanted_of({}, CHAT, Defaults())
+Body = tuple[str, bytes, tuple[Any, ...]]  # a method of `Reader`, and what it is given
+
+
+def asked(route: str, body: Any) -> Body:
+    return "request", body if isinstance(body, bytes) else json.dumps(body).encode(), (route, N_CTX)
+
+
+BODIES: list[Body] = [
+    asked(COMPLETIONS, {"prompt": ["a b", "c" * 4000], "seed": 3}),
+    asked(COMPLETIONS, {"prompt": [[1, 2], [3] * 4000]}),
+    asked(COMPLETIONS, {"prompt": ["a", "c" * 9], "echo": True}),
+    asked(COMPLETIONS, {"prompt": [[1], [2]], "echo": True}),
+    asked(NATIVE, {"prompt": [5] * 4000, "n_predict": 2}),
+    asked(CHAT, MESSAGES),
+    ("rendered", LINE, (CHATTED, N_CTX)),
+    ("rendered", LINE, (CHATTED._replace(add_bos=False), N_CTX)),
+    ("template_values", json.dumps(MESSAGES).encode(), ()),
+    asked(CHAT, MESSAGES | {"continue_final_message": True}),
     ("prompt_answer", LINE, ()),
     ("tokenize", json.dumps({"content": "the engine " * 40_000, "with_pieces": True}).encode(), ()),
     ("detokenize", json.dumps({"tokens": [i % 1000 for i in range(50_000)]}).encode(), ()),
 ]
-WRONG: list[tuple[str, bytes, tuple[int, ...]]] = [
-    ("completions", b'{"prompt": "a', (N_CTX,)),
-    ("completions", b"[]", (N_CTX,)),
-    ("completions", json.dumps({"prompt": [1] * (N_CTX + 1)}).encode(), (N_CTX,)),
-    ("completions", json.dumps({"prompt": "a b " * N_CTX}).encode(), (N_CTX,)),
-    ("completions", json.dumps({"prompt": [1, -1]}).encode(), (N_CTX,)),
-    ("completions", json.dumps({"prompt": "a", "model": "other"}).encode(), (N_CTX,)),
-    ("native", b"[" * 100_000, (N_CTX,)),
-    ("chat", json.dumps(CHAT | {"temperature": -1}).encode(), ()),
-    ("rendered", json.dumps({"error": "roles must alternate"}).encode(), (N_CTX, True)),
-    ("rendered", json.dumps({"error": "", "unshown": True}).encode(), (N_CTX, True)),
+WRONG: list[Body] = [
+    asked(COMPLETIONS, b'{"prompt": "a'),
+    asked(COMPLETIONS, b"[]"),
+    asked(COMPLETIONS, {"prompt": [1] * (N_CTX + 1)}),
+    asked(COMPLETIONS, {"prompt": "a b " * N_CTX}),
+    asked(COMPLETIONS, {"prompt": [1, -1]}),
+    asked(COMPLETIONS, {"prompt": [1, 1024]}),
+    asked(COMPLETIONS, {"prompt": "a", "model": "other"}),
+    asked(NATIVE, b"[" * 100_000),
+    asked(CHAT, MESSAGES | {"temperature": -1}),
+    ("rendered", json.dumps({"error": "roles must alternate"}).encode(), (CHATTED, N_CTX)),
+    ("rendered", json.dumps({"error": "", "unshown": True}).encode(), (CHATTED, N_CTX)),
     ("detokenize", json.dumps({"tokens": [1024]}).encode(), ()),
 ]
 
@@ -92,7 +100,9 @@ def same(a: BodyRead, b: BodyRead) -> bool:
         and b"".join(a.parts) == b"".join(b.parts)
         and len(a.prompts) == len(b.prompts)
         and all(
-            x.dtype == y.dtype == np.int32 and np.array_equal(x, y)
+            x.ids.dtype == y.ids.dtype == np.int32
+            and np.array_equal(x.ids, y.ids)
+            and x[1:] == y[1:]
             for x, y in zip(a.prompts, b.prompts, strict=True)
         )
     )
@@ -119,7 +129,7 @@ def test_a_body_is_read_elsewhere_as_it_is_here(spec):
 def test_small_bodies_are_read_here_long_and_huge_ones_in_two_processes(spec):
     async def run() -> list[list[int]]:
         found, own = [], psutil.Process()
-        both = Beside(spec, MOST_BODY)
+        both = Readers(spec, MOST_BODY)
         try:
             for n in (100, LONG, HUGE):
                 await both.run([json.dumps({"content": "a" * n}).encode()], "tokenize")
@@ -168,19 +178,19 @@ def test_a_body_that_takes_too_much_memory_is_refused(spec, monkeypatch):
 
     async def work(process: Aside) -> None:
         with pytest.raises(ApiError, match="too much memory") as refused:
-            await process.run([body], "completions", N_CTX)
+            await process.run([body], "request", COMPLETIONS, N_CTX)
         assert refused.value.status == 400
-        assert (await process.run([BODIES[1][1]], "completions", N_CTX)).prompts
+        assert (await process.run([BODIES[1][1]], "request", COMPLETIONS, N_CTX)).prompts
 
     reading(spec, work)
 
 
 def test_what_a_method_raises_stays_with_its_body(spec, capfd):
     class Broken:
-        def chat(self, body: bytes) -> BodyRead:
+        def request(self, body: bytes) -> BodyRead:
             raise ZeroDivisionError("a bug")
 
-    found = aside.made(Broken(), "chat", b"", ())  # type: ignore[arg-type]
+    found = aside.made(Broken(), "request", b"", ())  # type: ignore[arg-type]
     assert isinstance(found, ApiError) and found.status == 500
     assert "a bug" in capfd.readouterr().err
 

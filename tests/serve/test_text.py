@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from tests.serve.live import live
 from workbench.model.tokenizer import StreamDecoder
-from workbench.serve.api import Defaults, completion
+from workbench.serve.fields import COMPLETIONS
 from workbench.serve.forms import Completions
 from workbench.serve.messages import Ended, Logprobs, Timings
+from workbench.serve.reading import Defaults, Prompt, wanted_of
 from workbench.serve.reply import Reply
 from workbench.serve.text import StopSearch, TokenDecoder, TokenTexts
 
@@ -87,14 +89,14 @@ def test_a_token_begins_at_the_character_of_its_first_byte(texts, data):
 def test_a_stream_sends_the_logprobs_that_the_whole_answer_has(texts, data):
     tokens = data.draw(st.lists(some_tokens(texts), max_size=12))
     stops = data.draw(st.lists(st.sampled_from(["a", "ab", "\ufffd", "é", "b🙂"]), max_size=2))
-    body = {"prompt": "a", "logprobs": 1, "stop": stops}
+    body = {"logprobs": 1, "stop": stops}
     answers = []
     for stream in (False, True):
         cut: list[int] = []
-        wanted = completion(body | {"stream": stream}, Defaults())
-        form = Completions("tiny", texts, False)
-        reply = Reply(wanted, form, texts, cut.append, [])
-        part = reply.add(0, 1)
+        wanted = wanted_of(body | {"stream": stream}, COMPLETIONS, Defaults())
+        form, prompt = Completions("tiny", texts, False), Prompt(np.array([5], np.int32), 16)
+        reply = Reply(wanted, [prompt], form, texts, itertools.count(), cut.append, [])
+        (part,) = reply.parts
         for token in tokens:
             if not cut:
                 part.logprobs.append(Logprobs(-0.5, np.array([token]), np.array([-0.5])))

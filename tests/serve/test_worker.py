@@ -391,7 +391,7 @@ def test_the_collector_leaves_what_first_steps_made_alone(tiny_model: Any):
     with worker.open_engine(settings) as engine:
         try:
             before = programs()
-            worker.EngineProcess(Slots(engine, N_SLOTS), []).prepare()
+            worker.EngineCore(Slots(engine, N_SLOTS), []).prepare()
             assert programs() <= before and engine.counters["programs_built"] > 0
         finally:
             gc.unfreeze()

@@ -16,8 +16,10 @@ from tests.serve_bench.fake_server import Delays, serving
 from workbench.cli import flags
 from workbench.cli import serve_bench as command
 from workbench.errors import UsageError, WorkbenchError
-from workbench.serve import child
+from workbench.serve import served
 from workbench.serve.bench import load_served
+from workbench.serve.load import id_range, normal_ids
+from workbench.serve.served import ServeCommand, is_healthy, model_facts, reached
 
 WHOLE = ("--whole", "--warmup", 0)
 SHORT = ("-p", "uniform:2-9", "-n", "3", "--n-requests", 6)
@@ -137,30 +139,37 @@ def test_ctrl_c_prints_and_saves_what_has_ended(tmp_path):
 # a server of its own -----------------------------------------------------------------------------
 
 
-def test_a_server_that_does_not_begin_says_why():
-    with pytest.raises(WorkbenchError, match=r"the server did not begin: \w"):  # noqa: SIM117
-        with child.served(["--no-such-flag"]):
-            pass
+def test_a_server_that_does_not_begin_says_why(tiny_model):
+    command = ServeCommand(tiny_model("tiny-llama", "Q8_0"), 1, "host", ("--no-such-flag",))
+    with pytest.raises(WorkbenchError, match=r"the server did not begin: \w"), reached(command):
+        pass
 
 
-def test_a_server_is_begun_and_stopped(monkeypatch):
+def test_a_server_is_begun_and_stopped(monkeypatch, tiny_model):
     """The command itself is tested with the server; here a fake one stands for it."""
-    children = []
+    children, told = [], []
+    path = tiny_model("tiny-llama", "Q8_0")
 
-    def start(arguments, log):
-        assert arguments[0] == "-m" and arguments[-2] == "--port"
+    def begin(arguments, log):
+        assert arguments[:4] == ["-m", str(path), "--slots", "3"] and arguments[-2] == "--port"
         begun = [sys.executable, "-m", "tests.serve_bench.fake_server", arguments[-1]]
         children.append(subprocess.Popen(begun, stdout=log, stderr=log, start_new_session=True))
         return children[-1]
 
-    monkeypatch.setattr(child, "_start", start)
-    with child.served(["-m", "x.gguf"]) as url:
-        assert child._healthy(url) and children[0].poll() is None
-    assert children[0].poll() is not None and not child._healthy(url)
+    monkeypatch.setattr(served, "begin_server", begin)
+    with reached(ServeCommand(path, 3, "host"), say=told.append) as target:
+        url = f"http://127.0.0.1:{children[0].args[-1]}"
+        assert is_healthy(url) and children[0].poll() is None
+        assert target.n_slots == 3 and target.n_vocab == 800
+        assert target.about["model"] == model_facts(path)
+        command = ["serve", "-m", str(path), "--slots", "3"]
+        assert target.about["engine"] == {"device": "host", "command": command}
+    assert children[0].poll() is not None and not is_healthy(url)
+    assert told == [f"{path} is loaded by a server with 3 slots"]
 
 
 def test_a_server_ends_with_the_process_that_began_it():
-    code = f"{child.ENDS_WITH_US}; import time; print(flush=True); time.sleep(60)"
+    code = f"{served.ENDS_WITH_US}; import time; print(flush=True); time.sleep(60)"
     begun = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -183,19 +192,19 @@ def test_engine_flags_and_toggles_are_passed_on_as_typed():
 
 def test_prompts_are_of_normal_tokens(tiny_model):
     path = tiny_model("tiny-llama", "Q8_0")
-    ids = child.normal_ids(path)
+    ids = normal_ids(path)
     from workbench.model.gguf import open_gguf
 
     with open_gguf(path) as file:
         types = file.get("tokenizer.ggml.token_type", list)
     assert ids.tolist() == [i for i, kind in enumerate(types) if kind == 1] and len(ids) > 100
-    facts = child.model_facts(path)
+    facts = model_facts(path)
     assert facts["file"] == path.name and facts["quant"] == "Q8_0" and facts["n_params"] > 0
 
 
 def test_ranges_of_ids():
-    assert child.id_range(None, None)[[0, -1]].tolist() == [100, 10000]
-    assert child.id_range(None, 800)[[0, -1]].tolist() == [100, 799]
-    assert child.id_range("7-9", 800).tolist() == [7, 8, 9]
+    assert id_range(None, None)[[0, -1]].tolist() == [100, 10000]
+    assert id_range(None, 800)[[0, -1]].tolist() == [100, 799]
+    assert id_range("7-9", 800).tolist() == [7, 8, 9]
     with pytest.raises(UsageError, match="--ids 7-800 goes beyond the vocabulary of 800 tokens"):
-        child.id_range("7-800", 800)
+        id_range("7-800", 800)

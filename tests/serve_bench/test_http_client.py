@@ -14,7 +14,7 @@ from workbench.serve import records as rec
 from workbench.serve import targets
 from workbench.serve.http1 import HttpAnswer, HttpConnection
 from workbench.serve.load import CLOSED, POISSON, Arrivals, Load, draw, lengths
-from workbench.serve.targets import Asking, HttpTarget, model_of
+from workbench.serve.targets import Asking, model_of, over_http
 
 ALL_AT_ONCE = Arrivals(POISSON, float("inf"))
 IDS = np.arange(100, 800, dtype=np.int32)
@@ -26,7 +26,7 @@ def loaded(arriving, n, n_prompt="uniform:2-9", n_wanted="3", **more) -> Load:
 
 def offered(server, load, asking=None, most_s=float("inf"), **more):
     """The records of a load in the order of their numbers, and the target."""
-    target = HttpTarget(server.url, "fake", **more)
+    target = over_http(server.url, "fake", **more)
     found = [r for part in target.offer(load, asking or Asking(), most_s) for r in part]
     return sorted(found, key=lambda r: r.request), target
 
@@ -142,7 +142,7 @@ def test_every_failure_is_counted_by_its_kind():
 def test_nobody_there_is_a_failure_too():
     with serving() as server:
         url = server.url
-    target = HttpTarget(url, "fake")
+    target = over_http(url, "fake")
     found = [r for part in target.offer(loaded(ALL_AT_ONCE, 3), Asking()) for r in part]
     assert [r.status for r in found] == [rec.NO_CONNECTION] * 3
     with pytest.raises(WorkbenchError, match=r"names no models: .*refused"):
@@ -163,16 +163,16 @@ def test_the_end_of_the_time_ends_what_is_in_flight():
 def test_who_stops_iterating_leaves_no_process(monkeypatch):
 
     children = []
-    start = targets._start_client
+    start = targets.start_client
 
     def start_and_note():
         pair = start()
         children.append(pair[1])
         return pair
 
-    monkeypatch.setattr(targets, "_start_client", start_and_note)
+    monkeypatch.setattr(targets, "start_client", start_and_note)
     with serving(Delays(0.01)) as server:
-        offer = HttpTarget(server.url, "fake").offer(loaded(Arrivals(CLOSED, 1), 500), Asking())
+        offer = over_http(server.url, "fake").offer(loaded(Arrivals(CLOSED, 1), 500), Asking())
         assert next(offer)
         offer.close()
     assert [child.returncode for child in children] == [0]
@@ -324,7 +324,7 @@ def test_what_is_no_answer_ends_the_request_once(data, status):
 
 
 def test_a_client_process_that_dies_is_said(monkeypatch):
-    start = targets._start_client
+    start = targets.start_client
     children = []
 
     def noted():
@@ -332,9 +332,9 @@ def test_a_client_process_that_dies_is_said(monkeypatch):
         children.append(pair[1])
         return pair
 
-    monkeypatch.setattr(targets, "_start_client", noted)
+    monkeypatch.setattr(targets, "start_client", noted)
     with serving(Delays(0.01)) as server:
-        offer = HttpTarget(server.url, "fake").offer(loaded(Arrivals(CLOSED, 1), 500), Asking())
+        offer = over_http(server.url, "fake").offer(loaded(Arrivals(CLOSED, 1), 500), Asking())
         assert next(offer)
         children[0].kill()
         with pytest.raises(WorkbenchError, match="a client process ended before its requests did"):

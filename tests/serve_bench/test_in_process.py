@@ -12,8 +12,7 @@ from workbench.serve import records as rec
 from workbench.serve.bench import BenchSpec, load_served, serve_bench
 from workbench.serve.latency import Slo
 from workbench.serve.load import CLOSED, POISSON, Arrivals
-from workbench.serve.pipe_target import PipeTarget
-from workbench.serve.targets import Asking
+from workbench.serve.targets import Asking, LoadTarget, over_pipe
 
 IDS = np.arange(100, 800, dtype=np.int32)
 INF = float("inf")
@@ -29,7 +28,7 @@ def test_each_setting_has_a_row_and_each_request_is_asked_once():
     settings = [Arrivals(CLOSED, 3), Arrivals(POISSON, 500.0), Arrivals(POISSON, INF)]
     engine, told = FakeEngine(), []
     with running(engine) as pipe:
-        made = serve_bench(PipeTarget(pipe), settings, asked, on_row=told.append)
+        made = serve_bench(over_pipe(pipe), settings, asked, on_row=told.append)
     assert [row.setting for row in made.rows] == settings == [row.setting for row in told]
     assert not made.interrupted and made.run["kind"] == "serve"
     for row in made.rows:
@@ -48,11 +47,11 @@ def test_each_setting_has_a_row_and_each_request_is_asked_once():
 def test_a_closed_loop_is_never_above_its_number_and_all_at_once_fills_the_slots():
     engine = FakeEngine(n_slots=8)
     with running(engine) as pipe:
-        serve_bench(PipeTarget(pipe), [Arrivals(CLOSED, 3)], spec(n_gen="4", n_warm_up=0))
+        serve_bench(over_pipe(pipe), [Arrivals(CLOSED, 3)], spec(n_gen="4", n_warm_up=0))
         assert max(engine.steps) <= 3
     engine = FakeEngine(n_slots=8)
     with running(engine) as pipe:
-        serve_bench(PipeTarget(pipe), [Arrivals(POISSON, INF)], spec(n_gen="4", n_warm_up=0))
+        serve_bench(over_pipe(pipe), [Arrivals(POISSON, INF)], spec(n_gen="4", n_warm_up=0))
     assert max(engine.steps) == 8
 
 
@@ -67,7 +66,7 @@ FAULTS = [
 def test_what_the_engine_refuses_is_counted(fault, status, why):
     asked = spec(ids=[fault], n_requests=3)
     with running(FakeEngine()) as pipe:
-        target = PipeTarget(pipe)
+        target = over_pipe(pipe)
         with pytest.raises(WorkbenchError, match=f"no warm-up request ended well .{status}: {why}"):
             serve_bench(target, [Arrivals(CLOSED, 2)], asked)
         made = serve_bench(target, [Arrivals(CLOSED, 2)], asked._replace(n_warm_up=0))
@@ -79,7 +78,7 @@ def test_the_end_of_the_time_cancels_what_is_in_flight_and_the_next_setting_is_i
     asked = spec(ids=[fake.ENDLESS_ID], n_warm_up=0, most_s=0.1)
     engine = FakeEngine()
     with running(engine) as pipe:
-        target = PipeTarget(pipe)
+        target = over_pipe(pipe)
         made = serve_bench(target, [Arrivals(CLOSED, 2), Arrivals(CLOSED, 3)], asked)
         after = serve_bench(target, [Arrivals(CLOSED, 2)], spec())
     for row, n in zip(made.rows, (2, 3), strict=True):
@@ -90,7 +89,7 @@ def test_the_end_of_the_time_cancels_what_is_in_flight_and_the_next_setting_is_i
 
 def test_an_engine_that_dies_ends_the_measuring_and_what_had_ended_is_saved(tmp_path):
     with running(FakeEngine(dies_after=20)) as pipe:
-        target = PipeTarget(pipe)
+        target = over_pipe(pipe)
         with pytest.raises(WorkbenchError, match=r"engine process died with \d+ requests in fl"):
             serve_bench(target, [Arrivals(CLOSED, 2)], spec(n_requests=500), out=tmp_path / "run")
     found = load_served(tmp_path / "run")
@@ -99,7 +98,7 @@ def test_an_engine_that_dies_ends_the_measuring_and_what_had_ended_is_saved(tmp_
 
 def test_whole_answers_are_http_s():
     with running(FakeEngine()) as pipe:
-        target = PipeTarget(pipe)
+        target = over_pipe(pipe)
         asked = spec(asking=Asking(streamed=False), n_warm_up=0)
         with pytest.raises(UsageError, match="sends tokens as they come"):
             serve_bench(target, [Arrivals(CLOSED, 2)], asked)
@@ -118,7 +117,7 @@ def test_the_folder_has_every_request_and_gives_the_same_figures_again(tmp_path,
     asked = spec(ids=ids, n_warm_up=0, parallel=4)
     settings = [Arrivals(CLOSED, 3), Arrivals(POISSON, INF)]
     with running(FakeEngine()) as pipe:
-        made = serve_bench(PipeTarget(pipe), settings, asked, out=tmp_path / "run")
+        made = serve_bench(over_pipe(pipe), settings, asked, out=tmp_path / "run")
     found = load_served(tmp_path / "run")
     assert [row.setting for row in found.rows] == settings
     for one, again in zip(made.rows, found.rows, strict=True):
@@ -132,7 +131,7 @@ def test_the_folder_has_every_request_and_gives_the_same_figures_again(tmp_path,
 
 def test_another_objective_can_be_asked_of_a_folder(tmp_path):
     with running(FakeEngine()) as pipe:
-        serve_bench(PipeTarget(pipe), [Arrivals(CLOSED, 3)], spec(), out=tmp_path / "run")
+        serve_bench(over_pipe(pipe), [Arrivals(CLOSED, 3)], spec(), out=tmp_path / "run")
     (row,) = load_served(tmp_path / "run").rows
     assert row.figures["request_goodput"] is None
     (row,) = load_served(tmp_path / "run", Slo.of("e2e:100s")).rows
@@ -145,22 +144,28 @@ def test_ctrl_c_keeps_what_has_ended(tmp_path):
     """It strikes as the second setting's third request ends."""
     seen = []
 
-    class Struck(PipeTarget):
-        def offer(self, load, asking, most_s=INF):
-            for records in super().offer(load, asking, most_s):
+    def struck(pipe) -> LoadTarget:
+        target = over_pipe(pipe)
+        real = target.offer
+
+        def offer(load, asking, most_s=INF):
+            for records in real(load, asking, most_s):
                 yield records
                 seen.extend(records)
                 if len(seen) >= 12 + 3:
                     raise KeyboardInterrupt
 
+        target.offer = offer  # type: ignore[method-assign]
+        return target
+
     with running(FakeEngine()) as pipe:
         settings = [Arrivals(CLOSED, 2), Arrivals(CLOSED, 1)]
-        made = serve_bench(Struck(pipe), settings, spec(n_warm_up=0), out=tmp_path / "run")
+        made = serve_bench(struck(pipe), settings, spec(n_warm_up=0), out=tmp_path / "run")
     assert made.interrupted and [r.figures["completed"] for r in made.rows] == [12, len(seen) - 12]
     assert "requests were not measured to their end" in made.rows[1].warnings[0]
     found = load_served(tmp_path / "run")
     assert found.interrupted and found.run["status"] == "interrupted"
     with running(FakeEngine()) as pipe, pytest.raises(KeyboardInterrupt):
-        seen = [None] * 20
-        Struck.offer = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
-        serve_bench(Struck(pipe), [Arrivals(CLOSED, 2)], spec(n_warm_up=0))
+        target = over_pipe(pipe)
+        target.offer = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore
+        serve_bench(target, [Arrivals(CLOSED, 2)], spec(n_warm_up=0))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from data.measure.fits import Quadratic, asymptotic_ratio, quadratic
 from workbench.errors import UsageError
-from workbench.serve.fits import Quadratic, asymptotic_ratio, quadratic
 from workbench.serve.latency import Served, Slo, figures, good, latencies, peak, warnings
 from workbench.serve.records import OK, REFUSED, TIMEOUT, UNFINISHED, RequestRecord
 

@@ -18,10 +18,8 @@ from workbench.serve.bench import engine_figures, load_served
 from workbench.serve.bench_text import report, step_figures
 from workbench.serve.latency import Slo
 from workbench.serve.load import CLOSED, CONSTANT, Arrivals, draw, lengths
-from workbench.serve.own_engine import OwnEngine
-from workbench.serve.pipe_target import PipeTarget
-from workbench.serve.targets import Asking
-from workbench.serve.worker import WorkerSettings
+from workbench.serve.targets import Asking, over_pipe
+from workbench.serve.worker import OwnEngine, WorkerSettings
 
 CONFIG = EngineConfig("embedded", n_ctx=4 * 64, n_seqs=4, n_ubatch=16, n_kv_pad=16)
 ASKED = {"n_prompt": "uniform:2-9", "n_gen": "uniform:1-5", "n_requests": 9, "n_warm_up": 2}
@@ -103,7 +101,8 @@ def test_tokens_are_those_of_a_sequence_alone(engine, changes):
 
 
 def test_what_cannot_be_served_is_refused_and_a_late_one_cancelled(engine):
-    target = PipeTarget(OwnEngine(engine, 2))
+    own = OwnEngine(engine, 2)
+    target = over_pipe(own)
     load = draw(Arrivals(CLOSED, 2), 4, lengths("-p", "300"), lengths("-n", "3"), np.arange(1, 99))
     found = [one for part in target.offer(load, Asking()) for one in part]
     assert [one.status for one in found] == [rec.FAILED] * 4
@@ -113,7 +112,7 @@ def test_what_cannot_be_served_is_refused_and_a_late_one_cancelled(engine):
     assert found == []
     begun = target.offer(load, Asking(), most_s=1e-4)
     assert {one.status for part in begun for one in part} <= {rec.UNFINISHED, rec.OK}
-    assert not target._pipe.slots.totals().n_running
+    assert not own.slots.totals().n_running
     again = [one for part in target.offer(load, Asking()) for one in part]
     assert [one.status for one in again] == [rec.OK] * 4, "nothing of the load before is left"
 

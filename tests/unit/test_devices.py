@@ -10,10 +10,9 @@ from workbench import devices
 PACKAGE = Path(devices.__file__).parent
 # strings that are equal to a device's name and say something else, or whose own name it is
 OTHERS = {
-    "program/ranges.py": {"host"},  # a space of memory
+    "program/commands.py": {"host"},  # a space of memory
     "config/table.py": {"host"},  # who draws tokens: the host, or any device
-    "serve/api.py": {"null"},  # of JSON
-    "serve/openapi.py": {"null"},
+    "serve/openapi.py": {"null"},  # of JSON
     "serve/schema.py": {"null"},
     "serve/fields.py": {"null"},
     "serve/shapes.py": {"null"},

@@ -97,9 +97,9 @@ def serve(
     from workbench.model.hparams import read_hparams
     from workbench.model.sampler import Sampling
     from workbench.model.tokenizer import load_tokenizer
-    from workbench.serve.api import Defaults
     from workbench.serve.chat import KEY
     from workbench.serve.front import FrontSettings
+    from workbench.serve.reading import Defaults
     from workbench.serve.server import Listening
     from workbench.serve.server import serve as serve_http
     from workbench.serve.text import TokenTexts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +17,6 @@ from workbench.errors import UsageError
 
 if TYPE_CHECKING:
     from workbench.serve.bench import BenchSpec
-    from workbench.serve.targets import HttpTarget
 
 LOAD, CLIENT = Group("Load", sort_key=-2), Group("Client", sort_key=-1)
 
@@ -108,38 +106,35 @@ def serve_bench(
     -m; then flags of the engine and toggles are its own. The client is a process of its own.
     """
     from workbench.frames import known_columns
-    from workbench.serve import bench, bench_text, child
-    from workbench.serve.load import arrivals
+    from workbench.serve import bench, bench_text
+    from workbench.serve.load import arrivals, id_range, normal_ids
+    from workbench.serve.served import ServeCommand, Served, reached
 
     bench_text.check_format(output)
     settings = arrivals(load.arrivals, load.rate, load.concurrency)
     if (url is None) == (model is None):
         raise UsageError("name a server: --url http://127.0.0.1:8000, or -m and a GGUF file")
-    given = list(_server_flags(config, toggles))
+    given = tuple(_server_flags(config, toggles))
     if url is not None and given:
         raise UsageError(f"{given[0]} is the server's; give it where the server of --url begins")
     spec = _spec(load, client, slots)
     check_new(out)
-    with ExitStack() as opened:
-        about: dict[str, Any] = {"engine": {"device": "unknown", "url": url}}
-        if model is not None:
-            slots = slots or 8
-            about = {"model": child.model_facts(model), "engine": {"device": config.device}}
-            command = ["-m", str(model), "--slots", str(slots), *given]
-            about["engine"] |= {"command": ["serve", *command]}
-            say(f"{model} is loaded by a server with {slots} slots")
-            url = opened.enter_context(child.served(command))
+    if model is not None:
+        served: Served = ServeCommand(model, slots or 8, config.device, given)
+    else:
         assert url is not None
-        target, n_vocab = _target(url, client)
-        about.setdefault("model", {"name": target.model, "quant": None})
-        ids = (
-            child.normal_ids(model)
-            if model and load.ids is None
-            else child.id_range(load.ids, n_vocab)
-        )
-        spec = spec._replace(ids=ids, parallel=slots)
+        served = _address(url)
+    key = None if client.api_key_file is None else _key(client.api_key_file)
+    with reached(
+        served, model_id=client.model_id, key=key, processes=client.client_processes, say=say
+    ) as target:
+        if model is not None and load.ids is None:
+            ids = normal_ids(model)
+        else:
+            ids = id_range(load.ids, target.n_vocab)
+        spec = spec._replace(ids=ids, parallel=slots or target.n_slots)
         made = bench.serve_bench(
-            target, settings, spec, about=about, out=out, on_row=_say_row
+            target, settings, spec, about=target.about, out=out, on_row=_say_row
         )  # fmt: skip
     print(bench_text.format_rows(made.rows, output, known_columns()), end="")
     if made.interrupted:
@@ -156,17 +151,10 @@ def _say_row(row: Any) -> None:
         say(f"note: {row.setting.name}: {warning}")
 
 
-def _target(url: str, client: ClientSettings) -> tuple[HttpTarget, int | None]:
-    """The server, and its vocabulary where it says so."""
-    from workbench.serve.targets import HttpTarget, model_of
-
-    key = None if client.api_key_file is None else _key(client.api_key_file)
+def _address(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"--url {url!r} is no address; write it as http://127.0.0.1:8000")
-    name, n_vocab = client.model_id, None
-    if name is None:
-        name, n_vocab = model_of(url, key)
-    return HttpTarget(url, name, key, client.client_processes), n_vocab
+    return url
 
 
 def _key(file: Path) -> str:
@@ -184,9 +172,8 @@ def _spec(load: LoadSettings, client: ClientSettings, slots: int | None) -> Benc
     import numpy as np
 
     from workbench.serve.bench import BenchSpec
-    from workbench.serve.child import id_range
     from workbench.serve.latency import Slo
-    from workbench.serve.load import lengths
+    from workbench.serve.load import id_range, lengths
     from workbench.serve.targets import Asking
 
     for flag, value in (("--max-seconds", load.max_seconds), ("--timeout", client.timeout)):

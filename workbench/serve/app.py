@@ -8,10 +8,10 @@ import hmac
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -21,16 +21,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from workbench.serve import metrics
-from workbench.serve.api import Wanted
-from workbench.serve.beside import Beside
+from workbench.serve.aside import Readers
 from workbench.serve.chat import ChatTemplate
 from workbench.serve.faults import FAILED_HERE, ApiError, bad
-from workbench.serve.forms import Chat, Completions, Native
+from workbench.serve.fields import CHAT, COMPLETIONS, NATIVE
+from workbench.serve.forms import FORMS
 from workbench.serve.front import Front
 from workbench.serve.openapi import described
 from workbench.serve.reading import BodyRead, ReaderSpec, check_model
-from workbench.serve.reply import Form
-from workbench.serve.streams import EventStream, OpenStreams, watched
+from workbench.serve.streams import OpenStreams, answered
 
 AT_ONCE = 3  # parts of an answer; more are sent one by one
 PREFLIGHT_S = 600  # a browser remembers so long that it may ask
@@ -44,7 +43,7 @@ class Endpoints:
     def __init__(self, front: Front, template: ChatTemplate):
         self.front, self.template = front, template
         self.settings, self.streams, texts = front.settings, OpenStreams(), front.texts
-        self.beside = Beside(
+        self.readers = Readers(
             ReaderSpec(
                 texts.tokenizer, texts.longest, self.settings.model, self.settings.defaults,
                 template.source,
@@ -53,72 +52,30 @@ class Endpoints:
         )  # fmt: skip
         self._began = int(time.time())
 
-    # --- answers of the model ----------------------------------------------------------------
-
-    async def completions(self, request: Request) -> Response:
-        read = await self._read(request, "completions", self._n_ctx)
-        wanted = read.wanted
-        assert wanted is not None
-        form = Completions(self.settings.model, self.front.texts, wanted.include_usage)
-        return await self._answer(request, wanted, read.prompts, form)
-
-    async def chat(self, request: Request) -> Response:
-        read = await self._read(request, "chat")
-        wanted = read.wanted
-        assert wanted is not None
-        line = await self.template.rendered(read.parts)
-        adds = wanted.add_bos is not False
-        prompted = await self.beside.run(line, "rendered", self._n_ctx, adds)
-        form = Chat(self.settings.model, self.front.texts, wanted.include_usage)
-        return await self._answer(request, wanted, prompted.prompts, form)
-
-    async def native(self, request: Request) -> Response:
-        read = await self._read(request, "native", self._n_ctx)
+    async def answer(self, route: str, request: Request) -> Response:
+        """Parse, prompt, open, reply. route: the path that words the answer."""
+        n_ctx, settings = self.front.check_serving().n_ctx, self.settings
+        read = await self._read(request, "request", route, n_ctx)
+        if route == CHAT:
+            line = await self.template.rendered(read.parts)
+            read = await self.readers.run(line, "rendered", read.wanted, n_ctx)
         assert read.wanted is not None
-        form = Native(self.settings.model, self.front.texts)
-        return await self._answer(request, read.wanted, read.prompts, form)
-
-    @property
-    def _n_ctx(self) -> int:
-        return self.front.check_serving().n_ctx
-
-    async def _answer(
-        self, request: Request, wanted: Wanted, prompts: Sequence[np.ndarray], form: Form
-    ) -> Response:
-        reply = self.front.open(wanted, prompts, form)
-        reply.abort = request.scope.get("state", {}).get("abort")
-        watch = asyncio.ensure_future(watched(request.receive, reply))
-        streams = False
-        try:
-            await reply.news()
-            while not (wanted.stream or reply.over):
-                await reply.news()
-            if reply.error is not None:
-                raise reply.error
-            if wanted.stream:
-                streams = True
-                return EventStream(reply, watch, self.streams)
-            if reply.dropped:
-                raise ClientDisconnect
-            return Response(form.whole(reply), media_type="application/json")
-        finally:
-            if not streams:
-                watch.cancel()
-                if not reply.over:
-                    reply.drop()
+        form = FORMS[route](settings.model, self.front.texts, read.wanted.include_usage)
+        reply = self.front.open(read.wanted, read.prompts, form)
+        return await answered(request, reply, self.streams)
 
     # --- text --------------------------------------------------------------------------------
 
-    async def tokenize(self, request: Request) -> Response:
-        return _in_parts(await self._read(request, "tokenize"))
-
-    async def detokenize(self, request: Request) -> Response:
-        return _in_parts(await self._read(request, "detokenize"))
+    async def text(self, method: str, request: Request) -> Response:
+        """The answer of a method of `Reader`."""
+        self.front.check_serving()
+        return _in_parts(await self._read(request, method))
 
     async def apply_template(self, request: Request) -> Response:
+        self.front.check_serving()
         read = await self._read(request, "template_values")
         line = await self.template.rendered(read.parts)
-        return _in_parts(await self.beside.run(line, "prompt_answer"))
+        return _in_parts(await self.readers.run(line, "prompt_answer"))
 
     # --- what it is and how it does ------------------------------------------------------------
 
@@ -174,16 +131,14 @@ class Endpoints:
 
     # --- bodies ------------------------------------------------------------------------------
 
-    async def _read(self, request: Request, method: str, *args: int) -> BodyRead:
-        """What a method of `Reader` makes of the body. Raises ApiError, as for a server that takes
-        no requests now."""
-        self.front.check_serving()
+    async def _read(self, request: Request, method: str, *args: Any) -> BodyRead:
+        """What a method of `Reader` makes of the body. Raises ApiError."""
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
         if kind.lower() != "application/json":
             raise ApiError(415, f"content-type {kind!r} is not known; send application/json")
         if "content-encoding" in request.headers:
             raise ApiError(415, "a content-encoding is not known; send the JSON itself")
-        return await self.beside.run(await self._parts(request), method, *args)
+        return await self.readers.run(await self._parts(request), method, *args)
 
     async def _parts(self, request: Request) -> list[bytes]:
         """The bytes of the body. Of one that says it is too long, none is read."""
@@ -232,14 +187,14 @@ _HANDLED = (ApiError, HTTPException, ClientDisconnect, RecursionError, Exception
 def build(front: Front, template: ChatTemplate) -> ASGIApp:
     """The application of a front. Its lifespan begins the front."""
     ends = Endpoints(front, template)
-    posts = {
-        "/v1/completions": ends.completions,
-        "/v1/chat/completions": ends.chat,
-        "/chat/completions": ends.chat,
-        "/completion": ends.native,
-        "/completions": ends.native,
-        "/tokenize": ends.tokenize,
-        "/detokenize": ends.detokenize,
+    posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        "/v1/completions": partial(ends.answer, COMPLETIONS),
+        "/v1/chat/completions": partial(ends.answer, CHAT),
+        "/chat/completions": partial(ends.answer, CHAT),
+        "/completion": partial(ends.answer, NATIVE),
+        "/completions": partial(ends.answer, NATIVE),
+        "/tokenize": partial(ends.text, "tokenize"),
+        "/detokenize": partial(ends.text, "detokenize"),
         "/apply-template": ends.apply_template,
     }
     gets = {
@@ -258,11 +213,11 @@ def build(front: Front, template: ChatTemplate) -> ASGIApp:
         await front.begin()
         await template.begin()
         if front.settings.reads_at_once:
-            ends.beside.begin()
+            ends.readers.begin()
         sweeping = asyncio.ensure_future(ends.streams.sweep())
         yield
         sweeping.cancel()
-        await ends.beside.close()
+        await ends.readers.close()
         await template.close()
 
     def refused(request: Request, error: Exception) -> Response:

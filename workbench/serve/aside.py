@@ -1,4 +1,7 @@
-"""A process that reads bodies, and the front's end of its pipes: `python -m workbench.serve.aside`.
+"""Where a body is read: here, or in a process beside the event loop, which goes on meanwhile.
+
+`Readers` chooses by the size of the body. `Aside` is such a process and the front's end of its
+pipes. It is begun as `main` of this file:
 
     front                             process
     a `ReaderSpec`, limits    ->
@@ -24,7 +27,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import IO
+from typing import IO, Any
 
 from workbench.serve.faults import FAILED_HERE, ApiError, bad
 from workbench.serve.reading import BodyRead, Reader, ReaderSpec
@@ -34,6 +37,45 @@ MOST_BYTES = 2 << 30  # of memory, and of a body so many times its bytes:
 BYTES_OF_ONE = 100
 # a pool of threads for each core would be most of that memory
 ONE_THREAD = ("OPENBLAS_NUM_THREADS=1", "RAYON_NUM_THREADS=1")
+LONG = 4000  # bytes; less is read at once
+HUGE = 1 << 18  # of these, one at a time: neither time nor memory is taken for many together
+MOST_HUGE = 16
+HUGE_NICE = 10  # streams come first where cores are few
+RETRY_S = 10.0
+
+
+class Readers:
+    """Reads bodies. Long ones have a process, huge ones another: so a prompt of usual length never
+    waits for a huge one. max_body: bytes of the largest body."""
+
+    def __init__(self, spec: ReaderSpec, max_body: int):
+        self._reader = Reader(spec)
+        self._long, self._huge = Aside(spec, max_body), Aside(spec, max_body, HUGE_NICE)
+        self._beginning: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Starts the process that most long bodies want."""
+        self._beginning = asyncio.ensure_future(self._long.begin())
+
+    async def run(self, parts: Sequence[bytes], method: str, *args: Any) -> BodyRead:
+        """What a method of `Reader` makes of a body, given in parts. Raises ApiError, with status
+        503 where too many huge bodies wait."""
+        size = sum(map(len, parts))
+        if size < LONG:
+            found: BodyRead = getattr(self._reader, method)(b"".join(parts), *args)
+            return found
+        if size < HUGE:
+            return await self._long.run(parts, method, *args)
+        if self._huge.n_waiting >= MOST_HUGE:
+            raise ApiError(503, "too many huge texts wait; come again", retry_after_s=RETRY_S)
+        return await self._huge.run(parts, method, *args)
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        if self._beginning is not None:
+            self._beginning.cancel()
+        await self._long.close()
+        await self._huge.close()
 
 
 class Aside:
@@ -48,7 +90,7 @@ class Aside:
         self._alone = asyncio.Lock()
         self.n_waiting = 0  # with the one that is read
 
-    async def run(self, parts: Sequence[bytes], method: str, *args: int) -> BodyRead:
+    async def run(self, parts: Sequence[bytes], method: str, *args: Any) -> BodyRead:
         """What a method of `Reader` makes of a body. A caller that goes away leaves the process to
         the next one when the body has been read. Raises ApiError."""
         self.n_waiting += 1
@@ -78,7 +120,7 @@ class Aside:
             self._process.stdin.write(framed(pickle.dumps(begin)))
         return self._process
 
-    async def _run(self, parts: Sequence[bytes], method: str, args: tuple[int, ...]) -> BodyRead:
+    async def _run(self, parts: Sequence[bytes], method: str, args: tuple[Any, ...]) -> BodyRead:
         try:
             async with self._alone:
                 try:
@@ -94,7 +136,7 @@ class Aside:
         finally:
             self.n_waiting -= 1
 
-    async def _asked(self, parts: Sequence[bytes], method: str, args: tuple[int, ...]) -> BodyRead:
+    async def _asked(self, parts: Sequence[bytes], method: str, args: tuple[Any, ...]) -> BodyRead:
         process = await self._started()
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(framed(pickle.dumps((method, args))))
@@ -154,7 +196,7 @@ def _answer(reader: Reader, given: IO[bytes], out: IO[bytes]) -> None:
     out.flush()
 
 
-def made(reader: Reader, method: str, body: bytes, args: Sequence[int]) -> BodyRead | ApiError:
+def made(reader: Reader, method: str, body: bytes, args: Sequence[Any]) -> BodyRead | ApiError:
     """What a method makes of a body, or the error that it raises."""
     try:
         found: BodyRead = getattr(reader, method)(body, *args)

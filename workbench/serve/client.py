@@ -1,6 +1,6 @@
 """A process that sends requests to a server and writes down when what came back.
 
-`python -m workbench.serve.client FD` is started by `targets.HttpTarget`, with one end of a pipe:
+`python -m workbench.serve.client FD` is started by `targets.start_client`, with one end of a pipe:
 
     bench                       client process
     Job             ->

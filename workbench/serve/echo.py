@@ -9,9 +9,9 @@ from workbench.serve.text import TokenTexts
 
 
 class Echo:
-    """tokens: the prompt's ids. asked: the text that the request has; a list where it has
-    ids. add_bos: as the tokenizer was given it with a text.
-
+    """tokens: the prompt's ids.
+    asked: the text that the request has; None where it has ids.
+    add_bos: as the tokenizer was given it with a text.
     logprobs: of each token but the first, where the request wants them; they come with the steps.
     """
 
@@ -19,7 +19,7 @@ class Echo:
         self,
         texts: TokenTexts,
         tokens: list[int],
-        asked: str | list[int],
+        asked: str | None,
         add_bos: bool | None = None,
     ):
         self.tokens, self.logprobs = tokens, list[Logprobs]()
@@ -28,7 +28,7 @@ class Echo:
     @property
     def text(self) -> str:
         """What the request says. Of ids the text, with the names of control tokens."""
-        return self._asked if isinstance(self._asked, str) else self._decoded[0]
+        return self._decoded[0] if self._asked is None else self._asked
 
     @property
     def offsets(self) -> list[int]:
@@ -39,7 +39,7 @@ class Echo:
     def _decoded(self) -> tuple[str, list[int]]:
         """Text and offsets. What the tokenizer has added to a text is none of it."""
         before = after = 0
-        if isinstance(self._asked, str):
+        if self._asked is not None:
             before, after = self._texts.tokenizer.n_added(self._add_bos)
         decoder = self._texts.measuring(prompt=True)
         own = self.tokens[before : len(self.tokens) - after]

@@ -7,10 +7,10 @@ row has passes unseen: clients send extras. README.md lists the table for reader
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from workbench.serve import shapes as s
-from workbench.serve.schema import Schema, check
+from workbench.serve.schema import Schema
 
 COMPLETIONS, CHAT, NATIVE = "/v1/completions", "/v1/chat/completions", "/completion"
 TEMPLATE, TOKENIZE, DETOKENIZE = "/apply-template", "/tokenize", "/detokenize"
@@ -262,7 +262,8 @@ def _schema(route: str) -> Schema:
 
 
 SCHEMAS: dict[str, Schema] = {route: _schema(route) for route in _REQUIRED}
-_READ = {
+# of each route the fields that are honoured there
+READ: dict[str, set[str]] = {
     route: {
         name
         for field in FIELDS
@@ -271,10 +272,3 @@ _READ = {
     }
     for route in _REQUIRED
 }
-
-
-def honoured(body: Any, route: str) -> dict[str, Any]:
-    """The fields of a body that are honoured at `route`. Raises ApiError (400) for those that are
-    refused, and for values that the schema does not allow."""
-    check(body, SCHEMAS[route])
-    return {name: value for name, value in body.items() if name in _READ[route]}

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from workbench.serve.echo import Echo
+from workbench.serve.fields import CHAT, COMPLETIONS, NATIVE
 from workbench.serve.messages import Logprobs, Timings
-from workbench.serve.reply import Continuation, Reply
+from workbench.serve.reply import Continuation, Form, Reply
 from workbench.serve.text import TokenTexts
 
 DONE = b"data: [DONE]\n\n"
@@ -38,7 +39,6 @@ class _OpenAI:
     The parts of a token's event: `_head`, the choice's index, `_text_head`, the text, `_tail`.
     """
 
-    clips = False
     kind, kind_of_event, id_prefix = "", "", ""
     _text_head, _tail = b"", b""
 
@@ -232,11 +232,9 @@ def _logprob(texts: TokenTexts, token: int, value: float) -> Json:
 
 
 class Native:
-    """llama.cpp's /completion: one answer, no `[DONE]`."""
+    """llama.cpp's /completion: one answer, no `[DONE]`, and no usage."""
 
-    clips = True
-
-    def __init__(self, model: str, texts: TokenTexts):
+    def __init__(self, model: str, texts: TokenTexts, with_usage: bool = False):
         self._model, self._texts = model, texts
 
     def token(self, part: Continuation, text: str) -> bytes:
@@ -286,6 +284,11 @@ class Native:
             "tokens_evaluated": part.n_prompt,
             "timings": timings_of([part]),
         }
+
+
+FORMS: dict[str, Callable[[str, TokenTexts, bool], Form]] = {
+    COMPLETIONS: Completions, CHAT: Chat, NATIVE: Native,
+}  # fmt: skip
 
 
 def usage(reply: Reply) -> Json:

@@ -10,10 +10,6 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from workbench.serve.api import Defaults, Wanted, check_counts, fitted
-from workbench.serve.echo import Echo
 from workbench.serve.faults import FAILED_HERE, ApiError, bad
 from workbench.serve.link import Link, Message
 from workbench.serve.messages import (
@@ -28,7 +24,7 @@ from workbench.serve.messages import (
     Totals,
 )
 from workbench.serve.metrics import Counted
-from workbench.serve.reading import not_known
+from workbench.serve.reading import Defaults, Prompt, Wanted
 from workbench.serve.reply import Continuation, Form, Reply
 from workbench.serve.text import TokenTexts
 
@@ -105,46 +101,31 @@ class Front:
             raise ApiError(503, NOT_NOW[self.state], code=self.state, retry_after_s=retry)
         return self.ready
 
-    def open(self, wanted: Wanted, prompts: Sequence[np.ndarray], form: Form) -> Reply:
-        """Asks the engine for the answers that a request wants. prompts: token ids, int32 (n,).
-
-        Raises ApiError for what cannot be served, or not now.
-        """
+    def open(self, wanted: Wanted, prompts: Sequence[Prompt], form: Form) -> Reply:
+        """Asks the engine for the answers that a request wants. Raises ApiError where so many are
+        not served, or not now."""
         ready = self.check_serving()
-        check_counts(wanted)
         n, most = len(prompts) * wanted.n, self.settings.max_pending
         at_once = min(most, ready.n_slots + ready.n_waiting)
         if n > at_once:
             raise bad(f"the request wants {n} answers; ask for {at_once} at most")
         if len(self._parts) + n > most:
             raise ApiError(503, "too many requests wait; come again", retry_after_s=1)
-        lengths = []
-        for prompt in prompts:
-            lengths.append(fitted(len(prompt), wanted.max_tokens, ready.n_ctx, form.clips))
-            if (largest := int(prompt.max())) >= ready.n_vocab:
-                raise bad(not_known(largest, ready.n_vocab), "prompt")
-        reply = Reply(wanted, form, self.texts, self.cancel, self._touched)
-        ends = wanted.ends(self.texts.tokenizer.eog_ids)
+        reply = Reply(
+            wanted, prompts, form, self.texts, self._numbers, self.cancel, self._touched
+        )  # fmt: skip
         first_seed = secrets.randbits(48) if wanted.seed is None else wanted.seed
-        asks = []
-        for at, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-            for i in range(wanted.n):
-                part = reply.add(next(self._numbers), len(prompt))
-                if wanted.echo:
-                    part.echo = Echo(
-                        self.texts, prompt.tolist(), wanted.prompts[at], wanted.add_bos
-                    )
-                self._parts[part.number] = part
-                self._take[part.number] = _First(self, part)
-                asks.append(
-                    Ask(
-                        part.number, prompt, length, wanted.sampling, (first_seed + i) % 2**63,
-                        ends, wanted.n_logprobs, wanted.timeout_s, wanted.cache_prompt,
-                        wanted.echo and wanted.n_logprobs is not None,
-                    )
-                )  # fmt: skip
-        for ask in asks:
-            self._link.send(ask)
+        for at, part in enumerate(reply.parts):
+            which, i = divmod(at, wanted.n)
+            self._parts[part.number] = part
+            self._take[part.number] = _First(self, part)
+            self._link.send(
+                Ask(
+                    part.number, prompts[which].ids, prompts[which].most, wanted.sampling,
+                    (first_seed + i) % 2**63, wanted.ends, wanted.n_logprobs, wanted.timeout_s,
+                    wanted.cache_prompt, wanted.echo and wanted.n_logprobs is not None,
+                )
+            )  # fmt: skip
         return reply
 
     def cancel(self, number: int) -> None:

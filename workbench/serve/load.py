@@ -14,16 +14,20 @@ import math
 import random
 import re
 from collections import deque
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from workbench.errors import UsageError
+from workbench.model.gguf import open_gguf
 
 PROMPT, ANSWER, SAMPLING = 0, 1, 2  # what is drawn of a request
 FIXED, UNIFORM, RNG = "fixed", "uniform", "rng"
 POISSON, CONSTANT, CLOSED = "poisson", "constant", "concurrency"
 MOST_REQUESTS = 1_000_000
+NORMAL = 1  # of `tokenizer.ggml.token_type`
+DEFAULT_IDS = (100, 10_000)  # what llama.cpp's server-bench.py draws prompts from
 _LENGTHS = {
     FIXED: re.compile(r"(\d+)", re.ASCII),
     UNIFORM: re.compile(r"uniform:(\d+)-(\d+)", re.ASCII),
@@ -199,6 +203,32 @@ def draw(
         arriving, of_prompt.draw(n, seed, PROMPT), of_answer.draw(n, seed, ANSWER),
         np.asarray(ids, np.int32), n_shared, seed, row,
     )  # fmt: skip
+
+
+def normal_ids(path: str | Path) -> np.ndarray:
+    """The ids of a file's normal tokens, int32: no control tokens, no unknown ones, no bytes.
+
+    Raises ModelFileError for a file without a vocabulary.
+    """
+    with open_gguf(path) as file:
+        types = np.asarray(file.get("tokenizer.ggml.token_type", list))
+    return np.flatnonzero(types == NORMAL).astype(np.int32)
+
+
+def id_range(text: str | None, n_vocab: int | None) -> np.ndarray:
+    """Token ids from `100-10000`, int32, both ends included, and below n_vocab where that is known.
+
+    None: DEFAULT_IDS, as far as they are there. Raises UsageError for anything else.
+    """
+    if text is None:
+        high = DEFAULT_IDS[1] if n_vocab is None else min(DEFAULT_IDS[1], n_vocab - 1)
+        return np.arange(min(DEFAULT_IDS[0], high // 2), high + 1, dtype=np.int32)
+    first, dash, last = text.partition("-")
+    if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise UsageError(f"--ids {text!r} is no range of token ids; write it as 100-10000")
+    if n_vocab is not None and int(last) >= n_vocab:
+        raise UsageError(f"--ids {text} goes beyond the vocabulary of {n_vocab} tokens")
+    return np.arange(int(first), int(last) + 1, dtype=np.int32)
 
 
 class Starts:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from workbench.serve.api import Wanted
 from workbench.serve.echo import Echo
 from workbench.serve.faults import ApiError
 from workbench.serve.messages import FAILED, STOP, STOP_TEXT, Ended, Logprobs, Timings, foremost
+from workbench.serve.reading import Prompt, Wanted
 from workbench.serve.text import MeasuringDecoder, StopSearch, TokenTexts
 
 MOST_BUFFERED = 1 << 20  # bytes of a stream that its client has not taken
@@ -24,9 +24,7 @@ SLOW = "the client takes events more slowly than they are made; read faster, or 
 
 
 class Form(Protocol):
-    """How an endpoint words its answers. clips: more tokens than fit may be asked for."""
-
-    clips: bool
+    """How an endpoint words its answers."""
 
     def token(self, part: Continuation, text: str) -> bytes:
         """The event of a token. text: what it makes certain, which may be nothing."""
@@ -53,18 +51,19 @@ class Continuation:
         "logprobs", "n_prompt", "number", "reason", "reply", "take", "timings", "tokens",
     )  # fmt: skip
 
-    def __init__(self, reply: Reply, index: int, number: int, n_prompt: int):
-        self.reply, self.index, self.number, self.n_prompt = reply, index, number, n_prompt
+    def __init__(self, reply: Reply, index: int, number: int, prompt: Prompt):
+        wanted, texts = reply.wanted, reply.texts
+        self.reply, self.index, self.number, self.n_prompt = reply, index, number, len(prompt.ids)
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
         self.echo: Echo | None = None
+        if wanted.echo:
+            self.echo = Echo(texts, prompt.ids.tolist(), prompt.text, wanted.add_bos)
         self.reason: str | None = None
         self.timings: Timings | None = None
         self._parts: list[str] = []
         self._text: str | None = None
         self._n_logged = 0  # tokens whose logprobs were sent
-        wanted = reply.wanted
-        texts = reply.texts
         self._decoder = texts.decoder() if wanted.n_logprobs is None else texts.measuring()
         self._search = StopSearch(wanted.stop) if wanted.stop else None
         self.take: Callable[[int], None]
@@ -154,21 +153,26 @@ class Reply:
     engine where it streams, and once at its end where it does not. Where a connection can be
     written to `direct`ly, events need no coroutine at all.
 
-    touched: gathers replies that have events; their `flush` is called behind each message.
+    prompts: each has wanted.n answers, one after another in `parts`.
+    numbers: gives each answer the number that the engine knows it by.
+    touched: gathers replies that have events; their `flush` is called after each message.
     """
 
     def __init__(
         self,
         wanted: Wanted,
+        prompts: Sequence[Prompt],
         form: Form,
         texts: TokenTexts,
+        numbers: Iterator[int],
         cancel: Callable[[int], None],
         touched: list[Reply],
     ):
         self.wanted, self.form, self.texts, self._cancel = wanted, form, texts, cancel
         self._touched = touched
-        self.parts: list[Continuation] = []
-        self.left = 0  # continuations that have not ended
+        every = [prompt for prompt in prompts for _ in range(wanted.n)]
+        self.parts = [Continuation(self, i, next(numbers), each) for i, each in enumerate(every)]
+        self.left = len(self.parts)  # continuations that have not ended
         self.error: ApiError | None = None
         self.begun_at = time.perf_counter()
         self.dropped = False  # the client has gone, or takes nothing
@@ -179,12 +183,6 @@ class Reply:
         self._touches = False  # whether it is among `touched`
         self._waiter: asyncio.Future[None] | None = None
         self._awake = False
-
-    def add(self, number: int, n_prompt: int) -> Continuation:
-        part = Continuation(self, len(self.parts), number, n_prompt)
-        self.parts.append(part)
-        self.left += 1
-        return part
 
     @property
     def over(self) -> bool:

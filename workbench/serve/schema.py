@@ -3,6 +3,11 @@
 The part of JSON Schema 2020-12 that the interface needs: type, enum, anyOf, the bounds of numbers,
 strings, arrays and objects, items, properties, required and dependentSchemas. A schema may say in
 `x-refusal` what a client is told; else the words are made from the schema.
+
+The `jsonschema` package checks the same, and the tests hold this to it. It has no words for a
+client, and an object for every value: with its keywords for types, lists, objects and anyOf
+replaced, it takes 30 to 40 us more for a body of 1 kB, and 10 s, not 4, for the 16 MiB of a chat of
+10,000 messages in small parts. As it is, it takes 1.5 ms more for 200 token ids.
 """
 
 from __future__ import annotations
@@ -151,10 +156,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def parse(body: bytes) -> Any:
-    """The value of a JSON text. Raises ApiError (400) for what is no JSON, or nests too deeply."""
+def parse(body: bytes) -> dict[str, Any]:
+    """The object of a JSON text. Raises ApiError (400) for what is no JSON, nests too deeply, or is
+    no object."""
     try:
-        return json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        found = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise bad(f"the body is no UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -165,12 +171,10 @@ def parse(body: bytes) -> Any:
         raise bad("the body nests too deeply") from None
     except ValueError as error:  # a constant, or a number of thousands of digits
         raise bad(f"the body is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise bad("the body must be a JSON object")
+    return found
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
-
-
-def whole(value: Any) -> int | None:
-    """A checked whole number, which JSON may write as 2.0."""
-    return None if value is None else int(value)

@@ -1,35 +1,113 @@
-"""One call for a load: an engine of this process, an engine process, or a server somewhere."""
+"""One call for a load: on an engine of this process, an engine process, or a server.
+
+`reached` starts what a load is offered to and stops it afterwards; `serve_bench` measures there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from workbench.bench import provenance
 from workbench.engine.engine import Engine
+from workbench.errors import WorkbenchError
+from workbench.model.inspect import summary
 from workbench.serve import bench, load
 from workbench.serve.bench import BenchSpec, ServeBench, ServedRow
-from workbench.serve.child import id_range, model_facts
 from workbench.serve.latency import Slo
 from workbench.serve.messages import Finish
-from workbench.serve.own_engine import OwnEngine
-from workbench.serve.pipe_target import PipeTarget
 from workbench.serve.serving import serving
-from workbench.serve.targets import HttpTarget, LoadTarget, model_of
-from workbench.serve.worker import WorkerSettings, start
+from workbench.serve.targets import LoadTarget, over_http, over_pipe, without_proxy
+from workbench.serve.worker import OwnEngine, WorkerSettings, start
 
-END_S = 60.0
-Served = Engine | WorkerSettings | str
+# a thread of the server waits for the end of its standard input, which ends with this process,
+# even where that is killed
+ENDS_WITH_US = (
+    "import os, signal, threading; threading.Thread(daemon=True, target=lambda: "
+    "os.read(0, 1) or os.kill(os.getpid(), signal.SIGTERM)).start()"
+)
+POLL_S, STOP_S, END_S = 0.1, 30.0, 60.0
+BEGIN_S = 900.0  # a large model comes from a slow disk
+
+
+class ServeCommand(NamedTuple):
+    """`workbench serve` on a free port of this machine.
+
+    device: what run.json says; the server's own is among the flags.
+    flags: of its engine, as they are typed.
+    begin_s: how long it may take until it is healthy.
+    """
+
+    model: Path
+    n_slots: int
+    device: str
+    flags: tuple[str, ...] = ()
+    begin_s: float = BEGIN_S
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["-m", str(self.model), "--slots", str(self.n_slots), *self.flags]
+
+
+Served = Engine | WorkerSettings | ServeCommand | LoadTarget | str
 
 
 @contextmanager
-def engine_process(settings: WorkerSettings) -> Iterator[PipeTarget]:
+def reached(
+    served: Served, n_slots: int = 8, *, model_id: str | None = None, key: str | None = None,
+    processes: int = 1, say: Callable[[str], None] = lambda line: None,
+) -> Iterator[LoadTarget]:  # fmt: skip
+    """A target for loads. What is started for it is stopped at the end of the body.
+
+    served: an engine, which this process then serves with; or what an engine process or a server is
+    started with; or the address of a server that runs; or a target.
+    n_slots: of an engine, requests served together.
+    model_id, key, processes: of what goes over HTTP, as `over_http` has them.
+    say: takes a line for the eye where a server is started.
+    Raises WorkbenchError where what is started ends before it is ready, or the address is none.
+    """
+    if isinstance(served, LoadTarget):
+        yield served
+    elif isinstance(served, Engine):
+        target, found = over_pipe(OwnEngine(served, n_slots)), provenance.collect(served)
+        engine = {"toggles": served.toggles.to_dict(), "slots": n_slots}
+        target.about = {"model": found["model"], "engine": found["engine"] | engine}
+        yield target
+    elif isinstance(served, WorkerSettings):
+        with _engine_process(served) as target:
+            toggles = serving(served.config.device, served.toggles)
+            target.about["model"] = model_facts(served.model)
+            target.about["engine"] |= {
+                "toggles": {"preset": toggles.name} | toggles.changes, "slots": served.n_slots,
+            }  # fmt: skip
+            yield target
+    elif isinstance(served, ServeCommand):
+        facts = model_facts(served.model)
+        say(f"{served.model} is loaded by a server with {served.n_slots} slots")
+        with _server(served) as url:
+            target = over_http(url, model_id, key, processes)
+            engine = {"device": served.device, "command": ["serve", *served.arguments]}
+            target.about, target.n_slots = {"model": facts, "engine": engine}, served.n_slots
+            yield target
+    else:
+        yield over_http(served, model_id, key, processes)
+
+
+@contextmanager
+def _engine_process(settings: WorkerSettings) -> Iterator[LoadTarget]:
     """An engine process of its own, as a server has it, reached over its pipe."""
     (pipe,), process = start(settings)
     try:
-        yield PipeTarget(pipe)
+        yield over_pipe(pipe)
         pipe.send(Finish())
     finally:
         pipe.close()
@@ -37,6 +115,84 @@ def engine_process(settings: WorkerSettings) -> Iterator[PipeTarget]:
         if process.is_alive():
             process.terminate()
             process.join()
+
+
+@contextmanager
+def _server(command: ServeCommand) -> Iterator[str]:
+    """The address of a server, once it is healthy.
+
+    Raises WorkbenchError where the server ends before it is healthy, with its last line, or takes
+    longer than command.begin_s.
+    """
+    with socket.socket() as found:  # a port that nobody listens on now
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    with tempfile.TemporaryFile() as log:
+        child = begin_server([*command.arguments, "--port", str(port)], log)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait(url, child, log, time.monotonic() + command.begin_s)
+            yield url
+        finally:
+            _stop(child)
+
+
+def begin_server(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """`workbench serve`. A session of its own keeps Ctrl-C from it: it is stopped when the
+    measuring has ended."""
+    code = f"{ENDS_WITH_US}; from workbench.cli import main; main({['serve', *arguments]!r})"
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"],
+        stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+    )  # fmt: skip
+
+
+def _wait(url: str, child: subprocess.Popen[bytes], log: IO[bytes], until: float) -> None:
+    while not is_healthy(url):
+        if child.poll() is not None:
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            said = lines[-1].removeprefix("error: ") if lines else f"status {child.returncode}"
+            raise WorkbenchError(f"the server did not begin: {said}")
+        if time.monotonic() > until:
+            raise WorkbenchError(f"{url}/health does not answer; begin the server, and give --url")
+        time.sleep(POLL_S)
+
+
+def is_healthy(url: str) -> bool:
+    """Whether a server takes requests."""
+    try:
+        with without_proxy().open(f"{url}/health", timeout=10) as answer:
+            return bool(answer.status == 200)
+    except OSError:  # nobody listens yet, or 503 while the model is loaded
+        return False
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """Asks it to end, and ends it with all its processes where it does not."""
+    child.terminate()
+    try:
+        child.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)  # the session is its own
+        child.wait()
+    if child.stdin is not None:
+        child.stdin.close()
+
+
+def model_facts(path: str | Path) -> dict[str, Any]:
+    """`model` of run.json, as far as the file says it."""
+    found = summary(path)
+    return {
+        "file": Path(path).name,
+        "hash": found.hash,
+        "architecture": found.architecture,
+        "name": found.name,
+        "quant": found.types[0].dtype if found.types else None,
+        "n_params": found.parameters,
+        "file_bytes": found.file_bytes,
+        "weight_bytes_per_token": found.weight_bytes_per_token,
+    }
 
 
 def serve_bench(
@@ -57,44 +213,21 @@ def serve_bench(
 ) -> ServeBench:
     """Offers the load of each setting, one after another, and times every token.
 
-    served: an engine, which this process then serves with; or what an engine process is started
-    with, and ended behind it; or the address of a server that runs. slots: of an engine, requests
-    served together. concurrency: `"1,8,32"` requests in flight; rate: requests a second, as
-    `"2,inf"`; arrivals: how these come, `"poisson"` or `"constant"`. n_prompt, n_gen: tokens of a
-    request, as `"1024"`, `"uniform:16-512"` or `"rng-0-512"`. slo: what goodput counts, as
-    `"ttft:200ms,tpot:30ms"`. out: a run folder.
+    served, slots: where, as `reached` has them: an engine, an engine process, a server.
+    concurrency: `"1,8,32"` requests in flight.
+    rate: requests a second, as `"2,inf"`.
+    arrivals: how these come, `"poisson"` or `"constant"`.
+    n_prompt, n_gen: tokens of a request, as `"1024"`, `"uniform:16-512"` or `"rng-0-512"`.
+    slo: what goodput counts, as `"ttft:200ms,tpot:30ms"`.
+    out: a run folder.
     asked: more of `BenchSpec`. See `bench.serve_bench` for Ctrl-C, and what is raised.
     """
     settings = load.arrivals(arrivals, rate, concurrency)
-    with ExitStack() as stack:
-        target, about, n_vocab, parallel = _reached(served, slots, stack)
+    with reached(served, slots) as target:
         spec = BenchSpec.of(
-            n_prompt, n_gen, id_range(None, n_vocab), n_requests=n_requests, seed=seed,
-            slo=None if slo is None else Slo.of(slo), parallel=parallel, **asked,
+            n_prompt, n_gen, load.id_range(None, target.n_vocab), n_requests=n_requests, seed=seed,
+            slo=None if slo is None else Slo.of(slo), parallel=target.n_slots, **asked,
         )  # fmt: skip
-        return bench.serve_bench(target, settings, spec, about=about, out=out, on_row=on_row)
-
-
-def _reached(
-    served: Served, slots: int, stack: ExitStack
-) -> tuple[LoadTarget, dict[str, Any], int | None, int | None]:
-    """The target, `model` and `engine` of run.json, the vocabulary, and requests at once."""
-    if isinstance(served, Engine):
-        found = provenance.collect(served)
-        about = {name: found[name] for name in ("model", "engine")}
-        about["engine"] |= {"toggles": served.toggles.to_dict(), "slots": slots}
-        return PipeTarget(OwnEngine(served, slots)), about, served.model.n_vocab, slots
-    if isinstance(served, WorkerSettings):
-        target = stack.enter_context(engine_process(served))
-        toggles = serving(served.config.device, served.toggles)
-        engine = {
-            "device": target.ready.device, "toggles": {"preset": toggles.name} | toggles.changes,
-            "slots": served.n_slots,
-        }  # fmt: skip
-        about = {"model": model_facts(served.model), "engine": engine}
-        return target, about, target.ready.n_vocab, served.n_slots
-    name, n_vocab = model_of(served)
-    about = {
-        "model": {"name": name, "quant": None}, "engine": {"device": "unknown", "url": served},
-    }  # fmt: skip
-    return HttpTarget(served, name), about, n_vocab, None
+        return bench.serve_bench(
+            target, settings, spec, about=target.about, out=out, on_row=on_row
+        )  # fmt: skip

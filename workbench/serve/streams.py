@@ -1,4 +1,5 @@
-"""Server-sent events, and what becomes of clients that go or do not read."""
+"""Replies on their way to clients: whole, or as server-sent events; and clients that go or do not
+read."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -23,7 +25,35 @@ HEADERS = [
 ]
 
 
-async def watched(receive: Receive, reply: Reply) -> None:
+async def answered(request: Request, reply: Reply, streams: OpenStreams) -> Response:
+    """What a client gets of its reply: events once the first one is there, or all at the end.
+
+    Raises the reply's ApiError where nothing was sent before it, and ClientDisconnect where nobody
+    waits for a whole answer.
+    """
+    reply.abort = request.scope.get("state", {}).get("abort")
+    watch = asyncio.ensure_future(_watched(request.receive, reply))
+    handed_on = False
+    try:
+        await reply.news()
+        while not (reply.wanted.stream or reply.over):
+            await reply.news()
+        if reply.error is not None:
+            raise reply.error
+        if reply.wanted.stream:
+            handed_on = True
+            return EventStream(reply, watch, streams)
+        if reply.dropped:
+            raise ClientDisconnect
+        return Response(reply.form.whole(reply), media_type="application/json")
+    finally:
+        if not handed_on:
+            watch.cancel()
+            if not reply.over:
+                reply.drop()
+
+
+async def _watched(receive: Receive, reply: Reply) -> None:
     """Drops a reply when its client goes away."""
     while (await receive())["type"] != "http.disconnect":
         continue

@@ -1,9 +1,12 @@
 """The engine process of a server: requests in, one message a step out.
 
-It has the engine to itself, so nothing that a front does holds a step up. Between two steps it
-reads what has come; while there is nothing to do it waits for the pipes. It ends when every front
-has said Finish, or is gone, and all that runs has ended. A front that is gone has its requests
-cancelled. Where a step fails, all requests end with FAILED, and the process with an error.
+`EngineCore` serves the requests of the process. A load in a notebook has the same core without a
+process (`OwnEngine`).
+
+The process has the engine to itself, so nothing that a front does holds a step up. Between two
+steps it reads what has come; while there is nothing to do it waits for the pipes. It ends when
+every front has said Finish, or is gone, and all that runs has ended. A front that is gone has its
+requests cancelled. Where a step fails, all requests end with FAILED, and the process with an error.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,10 +74,10 @@ def main(fronts: list[Connection], settings: WorkerSettings) -> None:
     try:
         with open_engine(settings) as engine:
             slots = Slots(engine, settings.n_slots, settings.n_waiting)
-            process = EngineProcess(slots, fronts)
+            core = EngineCore(slots, fronts)
             with shown_on(sys.stderr):
-                process.prepare()
-            process.run(settings.model)
+                core.prepare()
+            core.run()
     except WorkbenchError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
@@ -92,11 +96,15 @@ def open_engine(settings: WorkerSettings) -> Engine:
     return Engine.load(settings.model, config=settings.config, toggles=wanted)
 
 
-class EngineProcess:
-    """Serves the requests of some fronts with some slots."""
+class EngineCore:
+    """Serves the requests of some fronts with some slots.
 
-    def __init__(self, slots: Slots, fronts: list[Connection]):
-        self._slots = slots
+    fronts: pipes to them. Where nobody calls `run`, anything that `send`s takes what they are told.
+    Each front numbers its requests itself; the slots have other numbers.
+    """
+
+    def __init__(self, slots: Slots, fronts: Sequence[Any]):
+        self.slots = slots
         self._fronts = dict(enumerate(fronts))
         self._asking = set(self._fronts)  # fronts that may ask for more
         # of each request here: its front, and its number there
@@ -107,29 +115,23 @@ class EngineProcess:
 
     def prepare(self) -> None:
         """Makes ready what the first requests need, before they may come."""
-        for number in [*self._fronts]:
-            self._send(number, Preparing())
-        first_steps(self._slots.engine, len(self._slots.slots))
+        for front in [*self._fronts]:
+            self._send(front, Preparing())
+        first_steps(self.slots.engine, len(self.slots.slots))
         # their programs are many objects, which stay: to look through them would hold up tokens
         gc.collect()
         gc.freeze()
 
-    def run(self, model: str) -> None:
+    def run(self) -> None:
         """Until there is nothing more to do."""
-        slots, engine = self._slots, self._slots.engine
-        ready = Ready(
-            engine.model.name or model, engine.device, engine.model.n_vocab, slots.room,
-            len(slots.slots), slots.n_waiting,
-        )  # fmt: skip
-        for number in [*self._fronts]:
-            self._send(number, ready)
+        self.say_ready()
         try:
-            while self._asking or not slots.idle:
-                self._read(IDLE_S if slots.idle else 0)
-                if not slots.idle:
-                    self._tell(slots.step())
+            while self._asking or not self.slots.idle:
+                self._read(IDLE_S if self.slots.idle else 0)
+                if not self.slots.idle:
+                    self.step()
         except BaseException:
-            self._tell(Stepped([], slots.drop(), {}))
+            self._tell(Stepped([], self.slots.drop(), {}))
             raise
         finally:
             for pipe in self._fronts.values():
@@ -140,40 +142,41 @@ class EngineProcess:
     def _read(self, timeout_s: float) -> None:
         """Does what the fronts have said; waits up to timeout_s for the first."""
         ready = wait([*self._fronts.values()], timeout_s)
-        for number, pipe in [*self._fronts.items()]:
+        for front, pipe in [*self._fronts.items()]:
             if pipe not in ready:
                 continue
             try:
-                while number in self._fronts and pipe.poll():
-                    self._hear(number, pipe.recv())
+                while front in self._fronts and pipe.poll():
+                    self.hear(front, pipe.recv())
             except (EOFError, OSError):
-                self._gone(number)
+                self._gone(front)
 
-    def _hear(self, front: int, message: Any) -> None:
+    def hear(self, front: int, message: Any) -> None:
+        """Does what a front has said."""
         if isinstance(message, Ask):
             try:
                 self._ask(front, message)
             except Exception as error:  # of this request alone: no step has seen it
                 traceback.print_exc()
-                self._send(front, _failed(message, str(error), self._slots.totals()))
+                self._send(front, _failed(message, str(error), self.slots.totals()))
         elif isinstance(message, Cancel):
             here = self._here.get((front, message.number))
             if here is not None:
-                self._slots.cancel(here)
+                self.slots.cancel(here)
         elif isinstance(message, Finish):
             self._asking.discard(front)
         else:
             raise TypeError(f"front {front} said {type(message).__name__}, which means nothing")
 
     def _ask(self, front: int, ask: Ask) -> None:
-        why, after = self._slots.refusal(ask), None
-        if not why and self._slots.is_full:
-            why, after = "the server is busy; try again later", self._slots.retry_after_s()
+        why, after = self.slots.refusal(ask), None
+        if not why and self.slots.is_full:
+            why, after = "the server is busy; try again later", self.slots.retry_after_s()
         if why:
             self._send(front, Refused(ask.number, why, after))
             return
         here, self._next = self._next, self._next + 1
-        self._slots.ask(ask._replace(number=here))
+        self.slots.ask(ask._replace(number=here))
         self._of[here], self._here[front, ask.number] = (front, ask.number), here
 
     def _gone(self, front: int) -> None:
@@ -184,9 +187,24 @@ class EngineProcess:
             pipe.close()
         for here, (whose, _) in list(self._of.items()):
             if whose == front:
-                self._slots.cancel(here)
+                self.slots.cancel(here)
 
     # to the fronts -----------------------------------------------------------------------------
+
+    def say_ready(self) -> None:
+        """Requests are taken from now on."""
+        slots, engine = self.slots, self.slots.engine
+        ready = Ready(
+            engine.model.name or str(engine.model.path), engine.device, engine.model.n_vocab,
+            slots.room, len(slots.slots), slots.n_waiting,
+        )  # fmt: skip
+        for front in [*self._fronts]:
+            self._send(front, ready)
+
+    def step(self) -> None:
+        """Takes a step, and tells what it has made. Where it fails its error is raised; the next
+        step tells that all requests have ended with FAILED."""
+        self._tell(self.slots.step())
 
     def _tell(self, results: Stepped) -> None:
         """A message to each front that the results are for, and now and then to all."""
@@ -206,7 +224,7 @@ class EngineProcess:
         fronts = tokens.keys() | ended.keys() | scores.keys()
         if (now := time.monotonic()) - self._told_s > TELL_S:
             self._told_s, fronts = now, self._fronts.keys() | fronts
-        totals = self._slots.totals() if fronts else None
+        totals = self.slots.totals() if fronts else None
         for front in sorted(fronts):
             made = tokens.get(front, [])
             assert totals is not None
@@ -225,6 +243,48 @@ class EngineProcess:
             pipe.send(message)
         except (BrokenPipeError, OSError):
             self._gone(front)
+
+
+class OwnEngine:
+    """An engine of this process behind the pipe that an engine process has, for a load without
+    HTTP: a second process would load the weights again. There is one thread: whoever waits for a
+    message takes the steps that bring it.
+
+    n_slots: requests served together, of the engine's sequences. Raises UsageError where the engine
+    has fewer. The cache of the engine is emptied. A front sends with `send`, and hears with `poll`
+    and `recv`, as with a `Connection`.
+    """
+
+    def __init__(self, engine: Engine, n_slots: int):
+        self.slots, self._said = Slots(engine, n_slots), _Said()
+        self._core = EngineCore(self.slots, [self._said])
+        self._core.say_ready()
+
+    def send(self, message: Ask | Cancel, /) -> None:
+        self._core.hear(0, message)
+
+    def poll(self, timeout: float | None = 0.0, /) -> bool:
+        """Whether there is a message. Takes a step for it; waits where nothing is to be done."""
+        if not self._said:
+            if not self.slots.idle:
+                self._core.step()
+            elif timeout:
+                time.sleep(timeout)
+        return bool(self._said)
+
+    def recv(self) -> Any:
+        """The next message; raises EOFError where nothing can bring one."""
+        while not self._said:
+            if self.slots.idle:
+                raise EOFError
+            self._core.step()
+        return self._said.popleft()
+
+
+class _Said(deque[Any]):
+    """Messages to a front of this process."""
+
+    send = deque.append
 
 
 def _failed(ask: Ask, why: str, totals: Totals) -> Made:
