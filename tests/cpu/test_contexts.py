@@ -13,8 +13,9 @@ import workbench as wb
 from tests import contexts
 from tests.nll import nll
 from tests.orderings import PLACED, every_ordering
-from workbench import config, devices
+from workbench import devices
 from workbench.config import Toggles
+from workbench.config import engine as config
 from workbench.engine.kernel_spans import kernel_spans
 from workbench.errors import DeviceError, UsageError
 from workbench.trace.profile import profile

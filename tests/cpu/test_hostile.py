@@ -18,9 +18,9 @@ from conformance import CHECKS, failures, run_check
 from hostile import LIES, DetachedCopies, OutOfOrderCopies
 
 from tests.profiles import share
-from workbench import config
 from workbench.backend.base import Backend, open_backend
 from workbench.config import CopyStream, StepWait, SyncMode, Toggles
+from workbench.config import engine as config
 from workbench.engine import loaded
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError, UsageError

@@ -121,24 +121,13 @@ def circles(graph: Mapping[str, Collection[str]]) -> list[set[str]]:
     return [set(circle) for circle in sorted(tied, key=sorted)]
 
 
-# Circles that are being untied, without `workbench.`. The list only shrinks: a circle that is gone
-# is taken out here, and none is added. It is empty when launching and serving have one design each.
-KNOWN_CIRCLES = [
-    {"serve.front", "serve.metrics"},
-]  # fmt: skip
-
-
 def test_imports_go_in_no_circle():
     names = {
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
         for p in modules()
     }
     graph = {name: modules_imported(path, names) - {"workbench"} for name, path in names.items()}
-    found = [{n.removeprefix("workbench.") for n in circle} for circle in circles(graph)]
-    new = [circle for circle in found if not any(circle <= known for known in KNOWN_CIRCLES)]
-    gone = [known for known in KNOWN_CIRCLES if not any(circle <= known for circle in found)]
-    assert not new, "untie these: merge them, or move what both need below them"
-    assert not gone, "these are untied: take them out of KNOWN_CIRCLES"
+    assert not circles(graph), "untie these: merge them, or move what both need below them"
     assert len(graph) > 150 and "workbench.graph.ir" in graph["workbench.program.lower"]
 
 

@@ -101,7 +101,9 @@ class Endpoints:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(metrics.text_of(self.front), headers={"content-type": metrics.CONTENT_TYPE})
+        front = self.front
+        found = metrics.text_of(front.counted, front.totals, front.n_pending)
+        return Response(found, headers={"content-type": metrics.CONTENT_TYPE})
 
     async def props(self, request: Request) -> Response:
         ready = self.front.check_serving()

@@ -21,10 +21,9 @@ from prometheus_client.core import (
     Metric,
 )
 
-from workbench.serve.messages import FAILED, Ended
+from workbench.serve.messages import FAILED, Ended, Totals
 
 if TYPE_CHECKING:
-    from workbench.serve.front import Front
     from workbench.serve.reply import Continuation
 
 SHORT_S = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1,
@@ -78,11 +77,11 @@ class Counted:
 class _Collector:
     """What `prometheus_client` asks, one metric after the other."""
 
-    def __init__(self, front: Front):
-        self._front = front
+    def __init__(self, counted: Counted, totals: Totals | None, n_pending: int):
+        self._counted, self._totals, self._n_pending = counted, totals, n_pending
 
     def collect(self) -> Iterator[Metric]:
-        counted, totals = self._front.counted, self._front.totals
+        counted, totals = self._counted, self._totals
         value: float
         n_prompt, n_cached = (
             (0, 0) if totals is None else (totals.n_prompt_tokens, totals.n_cached_tokens)
@@ -100,7 +99,7 @@ class _Collector:
             by_reason.add_metric([outcome], n)
         yield by_reason
         yield GaugeMetricFamily(
-            "workbench:requests_pending", "Answers under way, of this front", self._front.n_pending
+            "workbench:requests_pending", "Answers under way, of this front", self._n_pending
         )
         if totals is not None:
             for name, about, value in (
@@ -132,8 +131,9 @@ class _Collector:
             yield histogram.family(f"workbench:{name}", about)
 
 
-def text_of(front: Front) -> bytes:
-    """All metrics of a front, as Prometheus reads them."""
+def text_of(counted: Counted, totals: Totals | None, n_pending: int) -> bytes:
+    """All metrics of a front, as Prometheus reads them. totals: of its engine, as last told.
+    n_pending: answers under way."""
     registry = CollectorRegistry()
-    registry.register(_Collector(front))
+    registry.register(_Collector(counted, totals, n_pending))
     return generate_latest(registry)
