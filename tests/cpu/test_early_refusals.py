@@ -148,7 +148,7 @@ def test_a_text_is_tokenised_once(model, tmp_path, monkeypatch):
     text.write_text("The lamp had not been lit.")
     asked = token_source.ask(text, None)
     with Engine.load(
-        model, device="host", n_ctx=64, check=asked.check, toggles=Toggles()
+        model, device="host", n_ctx=64, check=asked.check_tokens, toggles=Toggles()
     ) as engine:
         ids = list(asked.ids or ())
         monkeypatch.setattr(engine.tokenizer, "encode", None)

@@ -28,7 +28,6 @@ from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.batch import Batch, make_batch
 from workbench.engine.phases import Phases
 from workbench.engine.reuse import Key
-from workbench.engine.watch import PLAIN
 from workbench.program.commands import (
     COMPUTE_STREAM,
     COPY_STREAM,
@@ -99,7 +98,7 @@ class Step:
 
     def answer(self, issued: Prepared) -> np.ndarray:
         """Runs it and waits."""
-        issued.run(self.batch.values, PLAIN)
+        issued.run(self.batch.values, issued.head)
         return self.logits(issued)
 
 
@@ -173,8 +172,8 @@ def overwritten(step: Step, monkeypatch, keep: Callable[[Command], bool]) -> np.
     issue = step.prepare(monkeypatch, keep)
     rewrite = step.prepare(monkeypatch, lambda command: isinstance(command, Write))
     with held(step.engine, GATE_S if keep is everything else NEVER_S) as open_gates:
-        issue.run(step.batch.values, PLAIN)
-        rewrite.run(after.values, PLAIN)
+        issue.run(step.batch.values, issue.head)
+        rewrite.run(after.values, rewrite.head)
         open_gates()
         return step.logits(issue)
 
@@ -209,7 +208,7 @@ def test_the_write_is_what_harms(step, right, monkeypatch):
     late = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
     issue = late.prepare(monkeypatch, no_input_waits)
     with held(late.engine, NEVER_S) as open_gates:
-        issue.run(late.batch.values, PLAIN)
+        issue.run(late.batch.values, issue.head)
         open_gates()
         assert np.array_equal(late.logits(issue), right)
 
@@ -233,7 +232,7 @@ def test_an_event_keeps_launches_behind_their_copies(step, right, monkeypatch):
     guarded = step(SyncMode.EVENT_GUARDED, CopyStream.OWN)
     issue = guarded.prepare(monkeypatch, no_input_waits)
     with held(guarded.engine, NEVER_S) as open_gates:
-        issue.run(guarded.batch.values, PLAIN)
+        issue.run(guarded.batch.values, issue.head)
         open_gates()
         assert np.array_equal(guarded.logits(issue), right)
     unguarded = step(SyncMode.EVENT_GUARDED, CopyStream.OWN)

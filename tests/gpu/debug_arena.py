@@ -251,7 +251,7 @@ class DebugSteps:
         work = [(0, tokens, "all")]
         batch = make_batch(work, self._cache, model.n_vocab, engine.config.n_ubatch)
         graph = unfused_graph(model, batch.shape, self._pairs, engine.toggles)
-        graph, backend_of = fused_graph(graph, engine.toggles, self._loaded.placement)
+        graph, backend_of = fused_graph(graph, engine.toggles, self._loaded.placement, 1)
         values: dict[Tensor, np.ndarray] = {t: batch.values[t.name] for t in graph.inputs}
         self._run(graph, backend_of, values)
         self._cache.store(batch.sequences, batch.positions, batch.cells)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.faults import planted, touched
-from tests.faults.__main__ import MISSED, SEEN, Copy
+from tests.faults.__main__ import LATE, MISSED, OUT, SEEN, Copy
 from tests.faults.planted import Fault, FaultError
 from tests.faults.touched import Touched
 from tests.rows import Rows
@@ -63,6 +64,16 @@ def test_there_are_hundreds_over_all_rooms_and_each_means_something():
         if path.is_dir() and any(path.glob("*.py"))
     }
     assert rooms - folders == set()
+
+
+def test_every_fault_has_a_row_in_the_record():
+    record = json.loads(OUT.read_text())
+    rows = record["faults"]
+    assert set(rows) == {fault.name for fault in planted.every()}
+    for name, row in rows.items():
+        assert row["outcome"] in (SEEN, MISSED, LATE), name
+        assert bool(row["by"]) == (row["outcome"] == SEEN), name
+        assert row["commit"] in record["commits"] and not row["commit"].endswith("+"), name
 
 
 def test_only_the_text_of_the_function_changes():
