@@ -7,7 +7,7 @@
 //   attention_prefill  many query rows. A block has 16 rows per warp and goes through all cells;
 //                      its warps share tiles of TILE_CELLS cells.
 //
-// Compiled for each use (workbench/backend/cuda/attention.py chooses): PREFILL picks the kernel;
+// Compiled for each use (workbench/backend/cuda/kernels/attention.py chooses): PREFILL picks the kernel;
 // HEAD_DIM; WARPS of a block; STAGES tiles in shared memory per warp (decode) or block (prefill);
 // decode: ROW_SETS, CLUSTER; prefill: TILE_CELLS. STREAM: how the cells are dealt out
 // (attention_stream.cuh).

@@ -13,7 +13,7 @@
 // shares or pieces. A second launch, attention_combine, merges the entries in this order. So nothing
 // depends on which block ends first.
 //
-// Compiled for each use (workbench/backend/cuda/attention_plain.py chooses): HEAD_DIM; K_CELL and
+// Compiled for each use (workbench/backend/cuda/kernels/attention_plain.py chooses): HEAD_DIM; K_CELL and
 // V_CELL, the types of cells.cuh; GROUP_ROWS, TILE_CELLS, WARPS; REGIONS, SKIP and SINKS as in
 // attention.cu.
 // ONE_TOKEN: whether the rows of a group are all of one token.

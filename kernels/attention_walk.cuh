@@ -1,7 +1,7 @@
 // Which tokens a block has, and which tiles of cells a warp, or a block, goes through.
 //
 // REGIONS: each sequence has cells of its own, and a table says which tokens and cells. SKIP: which
-// tiles are left out (workbench/engine/kv_extent.py): 0 none; 1 those whose mask is -inf for all
+// tiles are left out (workbench/engine/cache/extent.py): 0 none; 1 those whose mask is -inf for all
 // tokens of the block; 2 all behind the greatest extent of these tokens; 3 those in whose class no
 // token sees a cell. What is left out would have changed nothing, so all give the same bits.
 //

@@ -3,7 +3,7 @@
 // No header of the CUDA toolkit is included: NVRTC needs no include path and compiles each file in
 // a fraction of a second. The half-precision conversions are two lines of PTX.
 //
-// Conventions of all kernels (workbench/backend/args.py gives each one's argument order):
+// Conventions of all kernels (workbench/backend/issue/args.py gives each one's argument order):
 //   * integers arrive as long long, reals as float, addresses as 8 bytes;
 //   * every tensor begins on a multiple of 16 bytes (the backend gives 256), and its memory ends on
 //     one: bytes between its last byte and that end may be read, and count for nothing;

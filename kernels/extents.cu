@@ -1,5 +1,5 @@
 // What each token sees of the cache, so that attention leaves the rest unread
-// (workbench/engine/kv_extent.py has the rules, and the host's twin).
+// (workbench/engine/cache/extent.py has the rules, and the host's twin).
 //
 //   kv_extents   behind which 256 cells a token sees none; a block a token, from the mask's end
 //   kv_classes   whether it sees none (0), some (1) or all (2) of each 64 cells; a warp a class

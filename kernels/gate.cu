@@ -1,5 +1,5 @@
 // What a plan begins and ends with where it is launched ahead: the copy of a step's inputs behind a
-// gate, and the word that tells the host of the end (workbench/backend/gate.py says why, and who
+// gate, and the word that tells the host of the end (workbench/backend/plan/gate.py says why, and who
 // writes which word).
 //
 //   gate_copy   waits until the host opens the gate, then copies; one block
@@ -17,7 +17,7 @@
 #define THREADS 1024
 #define DEPTH 4  // loads of a thread that are under way together
 
-// words of `control`, as in workbench/backend/gate.py
+// words of `control`, as in workbench/backend/plan/gate.py
 #define OPENED 0
 #define RAN 8
 #define WENT 16

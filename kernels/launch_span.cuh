@@ -1,5 +1,5 @@
 // When a launch ran, by %globaltimer: what a compilation with macro NOTING adds to every kernel
-// (workbench/backend/cuda/noting.py). Other compilations never see this file.
+// (workbench/backend/cuda/kernels/noting.py). Other compilations never see this file.
 //
 // A note has SPAN_CELLS cells of two words, all bits set beforehand. Word 0 becomes the earliest
 // begin of a block, word 1 the complement of the latest end of a warp: both only ever sink. The
@@ -10,7 +10,7 @@
 #pragma once
 #include "common.cuh"
 
-#define SPAN_CELLS 64  // as in workbench/backend/launch_notes.py
+#define SPAN_CELLS 64  // as in workbench/backend/clock/launch_notes.py
 
 struct LaunchSpan {
     unsigned long long* const note;

@@ -2,7 +2,7 @@
 // (rows, cols) transposed. This is the product. What follows before a result is stored is the "end"
 // of the kernels that include this file: product.cu and product_qkv.cu.
 //
-// Compiled for each use (workbench/backend/cuda/matvec.py chooses):
+// Compiled for each use (workbench/backend/cuda/kernels/matvec.py chooses):
 //   TYPE_0 TYPE_1 TYPE_2   weight types of the segments, all for one kind of activations
 //   N                      tokens of the block: 1, 2, 4 or 8; those past n_tokens repeat the last
 //   ROWS                   weight rows ("lines") of a warp, ROWS * N at most 32

@@ -5,7 +5,7 @@
 // `words` is read in contiguous tiles of 256 threads times that many words. Block b of G takes
 // tiles b, b + G, b + 2 G, ..: the blocks that run together read one moving window of memory. The
 // best number of words and the best grid differ from card to card. bench-kernels tries all of them
-// and takes the best (workbench/backend/cuda/replay.py). ptxas puts four to seven loads of a round
+// and takes the best (workbench/backend/cuda/device/replay.py). ptxas puts four to seven loads of a round
 // before the first use (SASS for sm_90): 8 blocks on a multiprocessor have far more bytes in flight
 // than the 16 KB that memory needs.
 //

@@ -13,8 +13,8 @@
 #include "cells.cuh"
 #include "rope.cuh"
 
-#define HEADS 4       // as in workbench/backend/cuda/elementwise.py
-#define MOST_DIM 256  // of a head, as in workbench/backend/cuda/attention.py
+#define HEADS 4       // as in workbench/backend/cuda/kernels/elementwise.py
+#define MOST_DIM 256  // of a head, as in workbench/backend/cuda/kernels/attention.py
 
 // Arguments: dst, x, positions, freq_factors (or 0), n_tokens, n_heads, head_dim, n_rot, neox,
 // theta_base, freq_scale.

@@ -22,7 +22,7 @@
 //   all of it behind the product, product_qkv.cu    2035 (228 launches): kept for few tokens
 #include "rope.cuh"
 
-#define WARPS 4  // as in workbench/backend/cuda/elementwise.py
+#define WARPS 4  // as in workbench/backend/cuda/kernels/elementwise.py
 #define MOST_DIM 256
 
 // x / sqrt(mean(x^2) + eps) * weight over a head, as norm_row does it. A lane has a float4.

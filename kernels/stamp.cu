@@ -1,8 +1,8 @@
 // The device's clock, %globaltimer: stamps of a plan, and a comparison with the host's clock.
 //
-//   stamp    writes the clock to a ring (workbench/backend/stamps.py); one thread
+//   stamp    writes the clock to a ring (workbench/backend/clock/stamps.py); one thread
 //   answer   measures the clock's step, and tells the host the time when it asks
-//            (workbench/backend/cuda/timer.py); one thread
+//            (workbench/backend/cuda/device/timer.py); one thread
 //
 // Both write to pinned memory of the host, words of 8 bytes; volatile accesses bypass L1. The pairs
 // of a ring are counted in memory of the device: a read over the bus would take a microsecond of
@@ -11,11 +11,11 @@
 // One version.
 #include "common.cuh"
 
-// words of a ring, as in workbench/backend/stamps.py
+// words of a ring, as in workbench/backend/clock/stamps.py
 #define WRITTEN 0
 #define PAIRS 8
 
-// words of `answer`, as in workbench/backend/cuda/timer.py
+// words of `answer`, as in workbench/backend/cuda/device/timer.py
 #define ASKED 0
 #define TICK 8
 #define ANSWERS 16

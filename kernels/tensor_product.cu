@@ -31,7 +31,7 @@
 // Macros: TYPE, TOKENS (of a block: 8, 16, 32, 64 or 128), WM (warps that multiply, a multiple of
 // 4), LOADING (warps that load), STEPS, STAGES, BLOCKS (of an SM, which bounds registers), K_PARTS
 // (at most 8), CLUSTERED, EPILOGUE (0: products; silu(gate) * up: 1 as floats, 2 as Q8_ACT).
-// workbench/backend/cuda/gemm.py chooses them. nvrtc.py compiles this file for sm_90a where the
+// workbench/backend/cuda/kernels/gemm.py chooses them. nvrtc.py compiles this file for sm_90a where the
 // device is an sm_90.
 //
 // Arguments: dst (n_tokens, rows), w, bias (or 0), rows of three segments (rows 0: none); gate and

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.engine.kv_extent import classes, extents
+from workbench.engine.cache.extent import classes, extents
 from workbench.graph import ops
 from workbench.graph.attend import CLASSES, EXTENTS, with_inputs
 from workbench.graph.ir import BF16, F16, F32, I32, Q8_0, U8, DType, Node, Tensor

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from conformance_rig import ROW_BYTES, Rig, expect, must_be, numbers, said, trying
 
-from workbench.backend.issued import in_order
+from workbench.backend.issue.issued import in_order
 from workbench.program.capabilities import Capabilities
 from workbench.program.commands import Space
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from conformance_clauses import clause
 from conformance_rig import Rig, expect, must_be, numbers, said
 
-from workbench.backend.issued import in_order
+from workbench.backend.issue.issued import in_order
 
 
 @clause("an event never recorded holds nobody up", "events", each_stream=False)

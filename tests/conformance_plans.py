@@ -9,8 +9,8 @@ from conformance_clauses import clause
 from conformance_rig import ROW_BYTES, Rig, expect, must_be, numbers, trying
 
 from workbench.backend.base import Captured, Memory
-from workbench.backend.bind import plannable
-from workbench.errors import DeviceError
+from workbench.backend.issue.bind import plannable
+from workbench.common.errors import DeviceError
 from workbench.program.commands import Space
 
 Part = tuple[Any, int]  # what a backend prepared, and its stream

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from workbench.backend.base import Backend, Issue, Memory
-from workbench.backend.issued import in_order
+from workbench.backend.issue.issued import in_order
 from workbench.graph.ir import F32, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import Space

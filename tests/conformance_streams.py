@@ -7,7 +7,7 @@ from conformance_clauses import clause
 from conformance_plans import CHAIN, Part, captured, chain
 from conformance_rig import Rig, must_be
 
-from workbench.backend.issued import in_order
+from workbench.backend.issue.issued import in_order
 
 
 @clause("a stream that waits holds up no other", "several streams", each_stream=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import profiles
-from workbench.model.synth import write_tiny, write_tiny_models
+from workbench.model.synth.models import write_tiny, write_tiny_models
 
 profiles.register()
 # A shell that runs us behind a `&` ignores the one, and nohup the other. Children that tests

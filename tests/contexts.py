@@ -17,11 +17,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from workbench.backend.args import AddressOf
 from workbench.backend.base import Captured, DeviceClock, Issue
-from workbench.backend.cpu.embedded import DeviceMemory, EmbeddedDevice, Event, Point
-from workbench.backend.issued import Issued, Plannable
-from workbench.errors import DeviceError
+from workbench.backend.cpu.device.embedded import DeviceMemory, EmbeddedDevice, Event, Point
+from workbench.backend.issue.args import AddressOf
+from workbench.backend.issue.issued import Issued, Plannable
+from workbench.common.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.commands import Space
 

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from workbench.backend.cpu import loops, signals
-from workbench.backend.cpu.embedded import EmbeddedDevice
-from workbench.backend.cpu.ring import aligned_zeros
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.driver import CudaMemory
-from workbench.backend.cuda.kernel import Kernel
+from workbench.backend.cpu.device import loops, signals
+from workbench.backend.cpu.device.embedded import EmbeddedDevice
+from workbench.backend.cpu.device.ring import aligned_zeros
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.device.driver import CudaMemory
+from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.program.commands import COMPUTE_STREAM, Space
 
 GATE_SECONDS, N_GATES = 5.0, 256

@@ -26,9 +26,9 @@ from workbench.graph.ir import (
 )
 from workbench.model.blocks import BLOCKS, Caches, WeightSpec, blocks_of
 from workbench.model.decoder import build_graph
+from workbench.model.gguf.quants import quantize_activations, random_blocks
 from workbench.model.hparams import HParams
-from workbench.model.presets import Preset, find_preset, tensors
-from workbench.model.quants import quantize_activations, random_blocks
+from workbench.model.synth.shapes import Preset, find_preset, tensors
 
 SPECS = [spec for block in BLOCKS.values() for spec in block.specs]
 PRODUCTS = tuple(s.name.removesuffix(".bias") for s in SPECS if s.optional)  # that may have a bias

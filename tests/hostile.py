@@ -28,8 +28,8 @@ from functools import partial
 import numpy as np
 
 from workbench.backend.base import Issue
-from workbench.backend.cpu.embedded import EmbeddedDevice
-from workbench.backend.issued import Issued
+from workbench.backend.cpu.device.embedded import EmbeddedDevice
+from workbench.backend.issue.issued import Issued
 from workbench.program.capabilities import Capabilities
 
 # about copies; a copy that is made by a thread of its own is in no plan, and none claims that

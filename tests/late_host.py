@@ -1,4 +1,4 @@
-"""A host that is late at the gate of a plan launched ahead (`workbench/backend/gate.py`)."""
+"""A host that is late at the gate of a plan launched ahead (`workbench/backend/plan/gate.py`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from workbench.backend import gate
-from workbench.backend.gate import LIMIT_NS
+from workbench.backend.plan import gate
+from workbench.backend.plan.gate import LIMIT_NS
 
 LATE = 3 * LIMIT_NS / 1e9  # seconds, behind which the limit has passed
 

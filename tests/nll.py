@@ -10,8 +10,8 @@ import numpy as np
 
 import workbench as wb
 from tests.orderings import every_ordering
-from workbench.bench.divergence import score
-from workbench.errors import UsageError
+from workbench.benchmarks.scores.divergence import score
+from workbench.common.errors import UsageError
 
 N_UBATCH, N_WINDOW = 8, 80
 ORDERINGS = (188, 52)  # of every one: safe, racing

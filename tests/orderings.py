@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
-from workbench.errors import UsageError
 
 NAMES = ("sync", "copy_stream", "host_source", "n_copies", "step_wait")
 PLACED: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.oracles.dequantize import unpack_scales
 from workbench.graph.ir import MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, Q8_ACT, DType
-from workbench.model.quants import BLOCKS
+from workbench.model.gguf.quants import BLOCKS
 
 
 def planes(data: np.ndarray, dtype: DType) -> list[np.ndarray]:

@@ -16,8 +16,9 @@ import numpy as np
 from tests.attention import Case, attention_case, causal, parted, skipping, stored
 from tests.graphs import Decoder, fused_nodes, values_for, wiring
 from workbench.backend.base import Backend
+from workbench.common.sizes import round_up
 from workbench.config import AttnKernel, KVParts, SkipMaskedKV
-from workbench.engine.kv_extent import WAYS
+from workbench.engine.cache.extent import WAYS
 from workbench.graph import ops
 from workbench.graph.attend import PARTS
 from workbench.graph.fuse import FUSIONS
@@ -41,10 +42,9 @@ from workbench.graph.ir import (
     Node,
     Tensor,
 )
-from workbench.model.quants import quantize_activations, random_blocks
+from workbench.model.gguf.quants import quantize_activations, random_blocks
 from workbench.model.sampler import Sampling
 from workbench.program.commands import Space
-from workbench.sizes import round_up
 
 GAP = 512  # bytes of poison around each tensor
 # bytes whose repetition is a NaN as float32 and as float16

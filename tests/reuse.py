@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.args import VIEW
-from workbench.backend.issue import Prepared
+from workbench.backend.issue.args import VIEW
+from workbench.backend.issue.prepared import Prepared
 from workbench.config import GraphReuse
 from workbench.engine.engine import Engine
 from workbench.program.commands import Launch, Program, Replay

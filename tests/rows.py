@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from workbench.bench import provenance
-from workbench.output import write_text
+from workbench.benchmarks.runs import provenance
+from workbench.common.output import write_text
 
 
 class Rows:

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.engine.asks import LENGTH, STOP, Ask, Ended, Logprobs
 from workbench.engine.engine import Engine
-from workbench.engine.requests import Stepped
-from workbench.engine.slots import Slots
+from workbench.engine.slots.asks import LENGTH, STOP, Ask, Ended, Logprobs
+from workbench.engine.slots.requests import Stepped
+from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampler, Sampling, drawn
 
 # what a server has on a device that draws, and looks at results behind the step

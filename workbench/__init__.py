@@ -6,30 +6,30 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from workbench.bench.ab import ab as ab
-    from workbench.bench.compare import compare as compare
-    from workbench.bench.results import new_run_folder as new_run_folder
-    from workbench.bench.results import runs as runs
+    from workbench.benchmarks.compare.ab import ab as ab
+    from workbench.benchmarks.compare.compare import compare as compare
+    from workbench.benchmarks.runs.results import new_run_folder as new_run_folder
+    from workbench.benchmarks.runs.results import runs as runs
     from workbench.config import EngineConfig as EngineConfig
     from workbench.config import Toggles as Toggles
+    from workbench.engine.cache.visits import kv_visits as kv_visits
     from workbench.engine.engine import Engine as Engine
-    from workbench.engine.kv_visits import kv_visits as kv_visits
     from workbench.model.sampler import Sampling as Sampling
-    from workbench.serve.served import serve_bench as serve_bench
     from workbench.trace.profile import profile as profile
+    from workbench.traffic.served import serve_bench as serve_bench
 
 _LAZY = {
     "Engine": "workbench.engine.engine",
     "EngineConfig": "workbench.config",
     "Sampling": "workbench.model.sampler",
     "Toggles": "workbench.config",
-    "ab": "workbench.bench.ab",
-    "compare": "workbench.bench.compare",
-    "kv_visits": "workbench.engine.kv_visits",
-    "new_run_folder": "workbench.bench.results",
+    "ab": "workbench.benchmarks.compare.ab",
+    "compare": "workbench.benchmarks.compare.compare",
+    "kv_visits": "workbench.engine.cache.visits",
+    "new_run_folder": "workbench.benchmarks.runs.results",
     "profile": "workbench.trace.profile",
-    "runs": "workbench.bench.results",
-    "serve_bench": "workbench.serve.served",
+    "runs": "workbench.benchmarks.runs.results",
+    "serve_bench": "workbench.traffic.served",
 }
 
 __all__ = list(_LAZY)

@@ -27,8 +27,8 @@ from data.measure.command import start
 from data.measure.matrix import CPU_STEP, STEPS, Row, rows
 from data.measure.session import Session
 from data.measure.steps import run
-from workbench.errors import UsageError, WorkbenchError
-from workbench.model.presets import PRESETS
+from workbench.common.errors import UsageError, WorkbenchError
+from workbench.model.synth.shapes import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 

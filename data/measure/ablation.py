@@ -41,14 +41,14 @@ from data.measure.launches import spread
 from data.measure.matrix import Row
 from data.measure.session import Session, product_flops
 from workbench.backend.base import Issue
-from workbench.backend.cuda.kernel import Kernel, Work
-from workbench.backend.issue import Prepared
-from workbench.backend.issued import Issued
-from workbench.bench import provenance
-from workbench.bench.comparison import order_of
-from workbench.bench.kernel_rigs import Repeats, rig_of
-from workbench.devices import is_gpu
-from workbench.engine.reuse import Key
+from workbench.backend.cuda.kernels.kernel import Kernel, Work
+from workbench.backend.issue.issued import Issued
+from workbench.backend.issue.prepared import Prepared
+from workbench.benchmarks.compare.comparison import order_of
+from workbench.benchmarks.kernels.kernel_rigs import Repeats, rig_of
+from workbench.benchmarks.runs import provenance
+from workbench.common.devices import is_gpu
+from workbench.engine.programs import Key
 from workbench.graph import arena
 from workbench.graph.ir import Kind, Node
 from workbench.program.commands import (

@@ -18,8 +18,9 @@ from data.measure.recorded import Recorded, commit_of
 from data.measure.sources import ROOT
 from data.measure.tables import Line, Part, Table
 from tests.graphs import Decoder
-from workbench.backend.cuda.op_table import scratch_bytes
-from workbench.bench import provenance
+from workbench.backend.cuda.kernels.op_table import scratch_bytes
+from workbench.benchmarks.runs import provenance
+from workbench.common.output import write_text
 from workbench.config import AttnKernel, BranchFusion, Fork, KVParts, Lifetimes, Results, SyncMode
 from workbench.graph.attend import attend_by
 from workbench.graph.branch_fusion import fused
@@ -27,7 +28,6 @@ from workbench.graph.forks import Branches, chained
 from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import BF16, F16, Q4_0, Q4_K, DType, Graph, Node
 from workbench.graph.lifetimes import least_bytes, lifetimes, overwritten
-from workbench.output import write_text
 from workbench.program.branches import forked
 from workbench.program.commands import DEVICE, HOST
 from workbench.program.layout import Target, lay_out

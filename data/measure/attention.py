@@ -30,18 +30,18 @@ from data.measure.command import USUAL, Call, Options, numbers, start
 from data.measure.in_rounds import Recording
 from data.measure.tables import Folder, Line, Part
 from workbench.backend.base import Backend, Issue, open_backend
-from workbench.bench import provenance, results
-from workbench.bench.gaps import CONTROL
-from workbench.bench.kernel_rigs import PDL, Repeats, rig_of
-from workbench.engine.kv_extent import WAYS, skip_masked
-from workbench.errors import UsageError
+from workbench.benchmarks.kernels.kernel_rigs import PDL, Repeats, rig_of
+from workbench.benchmarks.runs import provenance, results
+from workbench.benchmarks.times.gaps import CONTROL
+from workbench.common.errors import UsageError
+from workbench.common.progress import bar
+from workbench.engine.cache.extent import WAYS, skip_masked
 from workbench.graph import ops
 from workbench.graph.attend import attend_by
 from workbench.graph.ir import F16, F32, I32, Graph, Input, Kind, Node, StepShape, Tensor
 from workbench.graph.ops import REGIONS
-from workbench.model.presets import PRESETS
+from workbench.model.synth.shapes import PRESETS
 from workbench.program.commands import COMPUTE_STREAM, Space
-from workbench.progress import bar
 
 MODELS = ("llama-3.2-1b", "llama-3-8b")
 LAYERS, REPLAYS, RANDOM_BYTES = 4, 3, 16 << 20

@@ -48,15 +48,15 @@ from data.measure.session import cell_bytes, parsed, toggles_of
 from data.measure.tables import Folder, Line, Part, Table, caption, filled
 from tests.peer.llama_bench import LlamaBench, find, last_line
 from workbench.backend.base import open_backend
-from workbench.bench import provenance
-from workbench.bench import workload as w
-from workbench.bench.gaps import CONTROL
-from workbench.bench.kernel_rigs import PDL, PLAIN, rig_of
+from workbench.benchmarks import workload as w
+from workbench.benchmarks.kernels.kernel_rigs import PDL, PLAIN, rig_of
+from workbench.benchmarks.runs import provenance
+from workbench.benchmarks.times.gaps import CONTROL
+from workbench.common.devices import is_gpu
+from workbench.common.errors import UsageError
+from workbench.common.sizes import round_up
 from workbench.config import BEST, Toggles
-from workbench.devices import is_gpu
-from workbench.errors import UsageError
 from workbench.program.commands import COMPUTE_STREAM, Launch, Program, Space
-from workbench.sizes import round_up
 
 PROGRAM = "llama-batched-bench"
 WIDTHS, N_PROMPT, N_GEN, N_UBATCH = "1,2,4,8,16,32,64,128", 1024, 128, 512

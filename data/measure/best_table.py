@@ -32,14 +32,15 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from workbench.bench import gaps, results
-from workbench.bench.arms import NEVER_JOINED
-from workbench.bench.comparison import AB
-from workbench.bench.stats import FASTER, SLOWER
-from workbench.bench.workload import parse
+from workbench.benchmarks.compare.arms import NEVER_JOINED
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.stats import FASTER, SLOWER
+from workbench.benchmarks.runs import results
+from workbench.benchmarks.times import gaps
+from workbench.benchmarks.workload import parse
+from workbench.common.output import write_text
 from workbench.config import FAMILIES, KVParts, SkipMaskedKV, StepWait, SyncMode, Toggles
 from workbench.config.presets import ONE, SEVERAL, set_for
-from workbench.output import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, TABLE = ROOT / "data/results", ROOT / "workbench/config/best.json"

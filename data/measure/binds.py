@@ -11,8 +11,9 @@ A time and the bandwidth that it is compared with are of one file. Only the cost
 compared across processes.
 
 A token of a plan is what the device takes and a gap. The gap is what passes until the host has the
-logits, and what the host takes from there to the next token's first kernel. `bench/token_parts.py`
-measures them by the device's clock. The phases of the host come from an arm's counters.
+logits, and what the host takes from there to the next token's first kernel.
+`benchmarks/times/token_parts.py` measures them by the device's clock. The phases of the host come
+from an arm's counters.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from data.measure.plan_tables import (
     plans_of,
 )
 from data.measure.recorded import NOT_MEASURED, Recorded, Toggled, commit_of, model_of, title_of
-from notebooks import kept
-from workbench.bench.kernel_cases import MODELS
-from workbench.bench.results import Run
-from workbench.bench.stats import SLOWER
+from workbench.answers import kept
+from workbench.benchmarks.compare.stats import SLOWER
+from workbench.benchmarks.kernels.kernel_cases import MODELS
+from workbench.benchmarks.runs.results import Run
 from workbench.config import Pdl, PlanScope
 
 READ = "read"  # the type that counters give to kernels that only read

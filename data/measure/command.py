@@ -17,7 +17,7 @@ from pathlib import Path
 from cyclopts import App, Parameter
 
 from data.measure.session import is_complete, model_file, parsed
-from workbench.errors import UsageError, WorkbenchError
+from workbench.common.errors import UsageError, WorkbenchError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, MODELS = ROOT / "data" / "results", ROOT / "data" / "models"

@@ -32,12 +32,12 @@ from data.measure.matrix import Row
 from data.measure.nsight import command, find_ncu, launches_counted, number, refusal, unknown
 from data.measure.session import Session
 from workbench.backend.base import open_backend
-from workbench.bench import provenance
-from workbench.bench.kernel_cases import SHAPES, TYPES, KernelCase, WeightShape
-from workbench.bench.kernel_memory import Copies, Launches
+from workbench.benchmarks.kernels.kernel_cases import SHAPES, TYPES, KernelCase, WeightShape
+from workbench.benchmarks.kernels.kernel_memory import Copies, Launches
+from workbench.benchmarks.runs import provenance
+from workbench.common.progress import bar
 from workbench.graph.ir import Node
 from workbench.program.commands import COMPUTE_STREAM, Space
-from workbench.progress import bar
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHES = 2  # of each case that are counted; one more goes before them
@@ -121,8 +121,8 @@ class Counted(NamedTuple):
 
 def products(quick: bool) -> list[Counted]:
     """The products of FEW and MANY that are counted, each one kernel among its launches."""
-    from workbench.backend.cuda import op_table
-    from workbench.backend.cuda.kernel import Kernel
+    from workbench.backend.cuda.kernels import op_table
+    from workbench.backend.cuda.kernels.kernel import Kernel
 
     nowhere, found = op_table.Operands(lambda tensor: 0, 0, 0), []
     for table in (QUICK,) if quick else (FEW, MANY):

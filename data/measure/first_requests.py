@@ -25,16 +25,16 @@ from data.measure.in_rounds import Recording
 from data.measure.recorded import model_of
 from data.measure.served_arms import about_engine
 from data.measure.tables import Folder, Line, Part
-from workbench.bench import results
+from workbench.benchmarks.runs import results
+from workbench.common.errors import WorkbenchError
+from workbench.common.sizes import round_up
 from workbench.config import BEST, TogglePreset
-from workbench.errors import WorkbenchError
-from workbench.serve.bench import BenchSpec
-from workbench.serve.load import CLOSED, Arrivals, normal_ids
-from workbench.serve.records import OK
-from workbench.serve.served import ServeCommand, reached
-from workbench.serve.serving import serving
-from workbench.serve.targets import Asking
-from workbench.sizes import round_up
+from workbench.server.serving import serving
+from workbench.traffic.bench import BenchSpec
+from workbench.traffic.load import CLOSED, Arrivals, normal_ids
+from workbench.traffic.records import OK
+from workbench.traffic.served import ServeCommand, reached
+from workbench.traffic.targets import Asking
 
 ARM = "served"
 

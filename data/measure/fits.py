@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 
 
 class Quadratic(NamedTuple):

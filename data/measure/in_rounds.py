@@ -18,14 +18,15 @@ import numpy as np
 import workbench as wb
 from data.measure.matrix import Row
 from data.measure.session import Session, toggles_of
-from workbench.bench import answers, provenance
-from workbench.bench.ab import describe
-from workbench.bench.arms import Arm, answer_between, arms_of
-from workbench.bench.comparison import AB
-from workbench.bench.draft import Draft, kept, new_arm, new_run
-from workbench.bench.gaps import CONTROL
-from workbench.bench.rounds import interleave
-from workbench.bench.workload import Sample, Workload
+from workbench.benchmarks.compare import answers
+from workbench.benchmarks.compare.ab import describe
+from workbench.benchmarks.compare.arms import Arm, answer_between, arms_of
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.rounds import interleave
+from workbench.benchmarks.runs import provenance
+from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
+from workbench.benchmarks.times.gaps import CONTROL
+from workbench.benchmarks.workload import Sample, Workload
 
 Found = TypeVar("Found")
 Samples = Mapping[str, Sample]  # of one repetition, by test

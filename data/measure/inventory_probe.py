@@ -19,7 +19,7 @@ from workbench.cli import main
 from workbench.cli.common import app
 from workbench.config import Toggles
 from workbench.config.presets import best_sets, fixed_presets
-from workbench.model.synth import write_tiny
+from workbench.model.synth.models import write_tiny
 
 SMALL = ["--device", "embedded", "--n-ctx", "64", "--n-ubatch", "8", "--threads", "1"]
 # a name, and a command that prints JSON or writes a run folder; {} is the model, OUT the folder

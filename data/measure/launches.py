@@ -17,10 +17,10 @@ from data.measure.matrix import Row
 from data.measure.session import Session
 from tests.gates import hold
 from workbench.backend.base import Issue, open_backend
-from workbench.backend.cuda.kernel import Kernel, blocks
-from workbench.bench import provenance
-from workbench.bench.kernel_cases import SHAPES, TYPES
-from workbench.bench.kernel_rigs import PDL, PLAIN, rotating_bytes
+from workbench.backend.cuda.kernels.kernel import Kernel, blocks
+from workbench.benchmarks.kernels.kernel_cases import SHAPES, TYPES
+from workbench.benchmarks.kernels.kernel_rigs import PDL, PLAIN, rotating_bytes
+from workbench.benchmarks.runs import provenance
 from workbench.program.commands import COMPUTE_STREAM, Space
 
 EMPTY_BLOCKS, EMPTY_THREADS = 264, 256
@@ -86,7 +86,7 @@ def _queued_us(backend: Any, issue: Issue) -> float:
 
 
 def _replayed_us(backend: Any, issue: Issue, n: int) -> list[float]:
-    from workbench.backend.cuda.replay import TimedReplay
+    from workbench.backend.cuda.device.replay import TimedReplay
 
     with TimedReplay(backend, [issue] * IN_GRAPH) as replay:
         return [us / IN_GRAPH for us in replay.time_us(n)]
@@ -108,7 +108,7 @@ def product_sizes() -> list[int]:
 def reading(label: str, at: int, nbytes: int, sink: int, n_sm: int) -> Kernel:
     """The reading kernel of a label of `fastest_reads` on `nbytes` bytes at address `at`; sink: the
     address of 4 bytes it may write. n_sm: multiprocessors."""
-    from workbench.backend.cuda.replay import READ_THREADS, WORD_BYTES
+    from workbench.backend.cuda.device.replay import READ_THREADS, WORD_BYTES
 
     name, grid = label.split()
     words = nbytes // WORD_BYTES
@@ -121,7 +121,7 @@ def fastest_reads(backend: Any, sizes: Sequence[int], quick: bool) -> list[dict[
     """For every size in bytes: the quickest reading kernel (`read_8 x16`: 16 blocks for each
     multiprocessor; `read_8 tiles`: one for each tile) and its us, launched plainly, memory never
     cached."""
-    from workbench.backend.cuda.replay import READ_WORDS, TimedReplay, l2_bytes
+    from workbench.backend.cuda.device.replay import READ_WORDS, TimedReplay, l2_bytes
 
     n_sm = backend._driver.properties["multiProcessorCount"]
     room = max(rotating_bytes(l2_bytes(backend), quick), *sizes)

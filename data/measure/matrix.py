@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from workbench.common.errors import UsageError
 from workbench.config import CopyStream, SyncMode, Toggles
-from workbench.errors import UsageError
 
 # step -> seconds it takes on one H100, models written included; the most important first
 STEPS = {

@@ -9,9 +9,9 @@ from data.measure import matrix, skipping, streams
 from data.measure.peer import recorded_peer
 from data.measure.recorded import NOT_MEASURED, PHASES, Arms, Between, Recorded, model_of, spread
 from data.measure.tables import Line, OfARun, Part, Table
-from workbench.bench.arms import SETS
-from workbench.bench.gaps import Gaps
-from workbench.bench.stats import FASTER, SLOWER, verdict
+from workbench.benchmarks.compare.arms import SETS
+from workbench.benchmarks.compare.stats import FASTER, SLOWER, verdict
+from workbench.benchmarks.times.gaps import Gaps
 from workbench.config import CopyStream, SyncMode
 
 BEFORE, AFTER = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value

@@ -40,16 +40,16 @@ from data.measure.served_arms import (
     offer,
 )
 from data.measure.tables import Folder, Line, Part
-from workbench.bench import results
+from workbench.benchmarks.runs import results
+from workbench.common.sizes import round_up
 from workbench.config import BEST, EngineConfig, TogglePreset
-from workbench.serve import served
-from workbench.serve.bench import BenchSpec
-from workbench.serve.load import normal_ids
-from workbench.serve.served import ServeCommand
-from workbench.serve.serving import serving
-from workbench.serve.targets import Asking, LoadTarget
-from workbench.serve.worker import WorkerSettings
-from workbench.sizes import round_up
+from workbench.server.serving import serving
+from workbench.server.wire.worker import WorkerSettings
+from workbench.traffic import served
+from workbench.traffic.bench import BenchSpec
+from workbench.traffic.load import normal_ids
+from workbench.traffic.served import ServeCommand
+from workbench.traffic.targets import Asking, LoadTarget
 
 PIPE, WHOLE, STREAMED = "in process", "HTTP whole", "HTTP streamed"
 OURS = (PIPE, WHOLE, STREAMED)

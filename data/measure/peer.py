@@ -20,9 +20,9 @@ from data.measure.recorded import (
     title_of,
 )
 from data.measure.tables import Line, Part, Table, caption
-from workbench.bench import results
-from workbench.bench.rounds import order_of
-from workbench.bench.stats import Ratio, median_interval
+from workbench.benchmarks.compare.rounds import order_of
+from workbench.benchmarks.compare.stats import Ratio, median_interval
+from workbench.benchmarks.runs import results
 
 FOLDER = "peer-cuda"
 MODELS = (

@@ -33,13 +33,13 @@ from data.measure.command import start
 from data.measure.launches import spread
 from data.measure.matrix import ONE_COPY, STEP
 from data.measure.session import Session, toggles_of
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.graph_nodes import COPIES, GraphArguments, commands_of
-from workbench.backend.cuda.graphs import CudaGraph
-from workbench.backend.issued import Issued, Plannable, in_order
-from workbench.bench import provenance
-from workbench.errors import UsageError
-from workbench.output import write_text
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.device.graph_nodes import COPIES, GraphArguments, commands_of
+from workbench.backend.cuda.device.graphs import CudaGraph
+from workbench.backend.issue.issued import Issued, Plannable, in_order
+from workbench.benchmarks.runs import provenance
+from workbench.common.errors import UsageError
+from workbench.common.output import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("llama-3.2-1b-bf16", "llama-3-8b-q4_0", "llama-3-8b-q8_0")

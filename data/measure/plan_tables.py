@@ -14,11 +14,11 @@ from data.measure.matrix import SETS
 from data.measure.recorded import Arms, Recorded, Toggled, model_of, spread, title_of
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
-from workbench.bench import results
-from workbench.bench.comparison import AB
-from workbench.bench.stats import FASTER, SLOWER
-from workbench.bench.token_parts import medians_us
-from workbench.bench.workload import parse
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.stats import FASTER, SLOWER
+from workbench.benchmarks.runs import results
+from workbench.benchmarks.times.token_parts import medians_us
+from workbench.benchmarks.workload import parse
 from workbench.config import LaunchAhead, PlanEnd, PlanRule, PlanScope, Results
 
 OFF, OURS = PlanRule.OFF.value, PlanRule.OURS.value

@@ -15,9 +15,9 @@ import workbench as wb
 from data.measure.in_rounds import Samples, Turns, compared, variants
 from data.measure.matrix import PARTS_ROUNDS, PARTS_TOKENS, SWEPT, Row
 from data.measure.session import Session, add_to_result
-from workbench.bench.arms import Arm
-from workbench.bench.token_parts import token_parts
-from workbench.bench.workload import Sample, Workload, draw_tokens, parse_tests, take_sample
+from workbench.benchmarks.compare.arms import Arm
+from workbench.benchmarks.times.token_parts import token_parts
+from workbench.benchmarks.workload import Sample, Workload, draw_tokens, parse_tests, take_sample
 from workbench.config import Toggles
 from workbench.trace.spans import now_ns
 

@@ -19,10 +19,10 @@ from data.measure.races_of_record import record_rows
 from data.measure.recorded import Recorded, commit_of
 from data.measure.sources import ROOT
 from data.measure.tables import Line, Part, Table
-from notebooks.proofs import cycles, proof_frame, proof_rows
+from workbench.answers.proofs import cycles, proof_frame, proof_rows
+from workbench.common.output import write_text
 from workbench.config import HostSource, NCopies
-from workbench.model.synth import write_model
-from workbench.output import write_text
+from workbench.model.synth.models import write_model
 from workbench.program.check import hazards
 from workbench.program.commands import Program
 

@@ -28,9 +28,9 @@ from data.measure.recorded import Recorded, model_of
 from data.measure.session import Session
 from data.measure.sources import ANSWERS, age
 from data.measure.tables import Line, Table, span
-from workbench.bench import provenance
+from workbench.benchmarks.runs import provenance
+from workbench.common.errors import UsageError
 from workbench.config import CopyStream, HostSource, StepWait, SyncMode, Toggles
-from workbench.errors import UsageError
 from workbench.program.check import hazards
 
 N_UBATCH, UBATCHES, RUNS = 128, 8, 3

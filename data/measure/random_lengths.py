@@ -25,15 +25,15 @@ from data.measure.in_rounds import Recording
 from data.measure.recorded import Recorded, model_of
 from data.measure.served_arms import Point, about_engine, measure
 from data.measure.tables import Folder, Line, Part
-from workbench.bench import results
-from workbench.bench.rounds import interleave
+from workbench.benchmarks.compare.rounds import interleave
+from workbench.benchmarks.runs import results
+from workbench.common.sizes import round_up
 from workbench.config import BEST, EngineConfig, TogglePreset
-from workbench.serve.bench import BenchSpec
-from workbench.serve.load import normal_ids
-from workbench.serve.served import reached
-from workbench.serve.serving import serving
-from workbench.serve.worker import WorkerSettings
-from workbench.sizes import round_up
+from workbench.server.serving import serving
+from workbench.server.wire.worker import WorkerSettings
+from workbench.traffic.bench import BenchSpec
+from workbench.traffic.load import normal_ids
+from workbench.traffic.served import reached
 
 OFF, ON = "off", "tail"
 # both with llama.cpp's extents: with a server's own, reading all would read more than there

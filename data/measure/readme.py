@@ -35,11 +35,11 @@ from data.measure import (
 from data.measure.recorded import NOT_MEASURED, Recorded, commit_of, model_of
 from data.measure.same_logits import block as same_logits
 from data.measure.tables import Line, Part, Table, block
+from workbench.common.errors import WorkbenchError
+from workbench.common.output import write_text
 from workbench.config import EXACT, FAMILIES, ROUNDING
 from workbench.config.table import ROWS, Row
-from workbench.errors import WorkbenchError
-from workbench.model.metadata import KEYS, Use
-from workbench.output import write_text
+from workbench.model.gguf.metadata import KEYS, Use
 
 RESULTS = Path("data/results")
 PAGES = (  # the first screen; everything; model files

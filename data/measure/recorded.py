@@ -17,12 +17,19 @@ import numpy as np
 import pandas as pd
 
 from data.measure.matrix import CPU_STEP, SIZES, Row, rows
-from workbench.bench import results
-from workbench.bench.bounds import Bound, bound_of
-from workbench.bench.comparison import AB
-from workbench.bench.gaps import CONTROL
-from workbench.bench.stats import Band, Ratio, aa_band, median_interval, speedup, verdict
-from workbench.bench.workload import parse
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.stats import (
+    Band,
+    Ratio,
+    aa_band,
+    median_interval,
+    speedup,
+    verdict,
+)
+from workbench.benchmarks.kernels.bounds import Bound, bound_of
+from workbench.benchmarks.runs import results
+from workbench.benchmarks.times.gaps import CONTROL
+from workbench.benchmarks.workload import parse
 
 NOT_MEASURED = "not measured"
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")

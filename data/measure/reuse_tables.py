@@ -11,8 +11,8 @@ from data.measure import peer
 from data.measure.matrix import LAYERS
 from data.measure.recorded import Arms, Recorded, spread
 from data.measure.tables import Line, Part, Table
-from notebooks import kept
-from workbench.bench.comparison import AB
+from workbench.answers import kept
+from workbench.benchmarks.compare.comparison import AB
 from workbench.config import GraphReuse, Redo, Toggles
 
 REDO, WAYS, REBUILD, KEPT = (

@@ -14,9 +14,9 @@ from data.measure.matrix import CPU_STEP, MODES, Row
 from data.measure.racing import RACES
 from data.measure.recorded import Recorded, model_of
 from data.measure.tables import Line, Part, Table
-from workbench.bench.comparison import AB
-from workbench.bench.gaps import CONTROL, DIFFERENCES, Difference, Fit, Gaps
-from workbench.bench.stats import FASTER, SLOWER, aa_band, speedup, verdict
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.stats import FASTER, SLOWER, aa_band, speedup, verdict
+from workbench.benchmarks.times.gaps import CONTROL, DIFFERENCES, Difference, Fit, Gaps
 from workbench.config import SyncMode
 
 BASE, MERGED = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.ir import DType, Kind, Node, StepShape, Tensor
 from workbench.program.commands import (

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from data.measure.in_rounds import Recording
 from workbench.backend.base import open_backend
-from workbench.bench import provenance
-from workbench.serve.bench import BenchSpec, ServedRow, finite, serve_bench
-from workbench.serve.load import CLOSED, Arrivals
-from workbench.serve.served import model_facts
-from workbench.serve.targets import LoadTarget
+from workbench.benchmarks.runs import provenance
+from workbench.traffic.bench import BenchSpec, ServedRow, finite, serve_bench
+from workbench.traffic.load import CLOSED, Arrivals
+from workbench.traffic.served import model_facts
+from workbench.traffic.targets import LoadTarget
 
 KEPT = (
     "completed", "failed", "duration", "total_input_tokens", "total_output_tokens",

@@ -24,19 +24,19 @@ import numpy as np
 import workbench as wb
 from data.measure.matrix import Row
 from workbench.backend.base import open_backend
-from workbench.backend.cuda.kernel import Gemm
-from workbench.bench import provenance, results
-from workbench.bench.arms import parse_changes, switched
-from workbench.bench.kernel_rigs import rig_of
+from workbench.backend.cuda.kernels.kernel import Gemm
+from workbench.benchmarks.compare.arms import parse_changes, switched
+from workbench.benchmarks.kernels.kernel_rigs import rig_of
+from workbench.benchmarks.runs import provenance, results
+from workbench.common.errors import DeviceError, UsageError
+from workbench.common.output import write_text
 from workbench.config import BEST, TogglePreset
-from workbench.errors import DeviceError, UsageError
 from workbench.graph import ops
 from workbench.graph.ir import Node
-from workbench.model.presets import PRESETS, find_preset, quant_name, tensor_type, tensors
-from workbench.model.synth import write_model
-from workbench.output import write_text
+from workbench.model.synth.models import write_model
+from workbench.model.synth.shapes import PRESETS, find_preset, quant_name, tensor_type, tensors
 from workbench.program.commands import COMPUTE_STREAM, Launch, Space
-from workbench.serve.serving import serving
+from workbench.server.serving import serving
 
 FILES = ("load", "ablation", "launches", "counters", "races")  # kinds that write one JSON file
 QUICK_CELLS = {"perplexity": 64}  # of the cache, where runs are quick; else 1,024
@@ -244,7 +244,7 @@ def _parts(node: Node) -> Iterator[Node]:
 def product_tflops(backend: Any) -> float:
     """TFLOP/s of the fastest replay of PRODUCTS large F16 products by cuBLAS. The numbers are
     random: on zeros a device draws less power, and is faster than it can be with data."""
-    from workbench.backend.cuda.replay import TimedReplay
+    from workbench.backend.cuda.device.replay import TimedReplay
 
     rng, nbytes = np.random.default_rng(0), SIZE * SIZE * 2
     some = rng.standard_normal((SIZE // 8, SIZE), np.float32).astype(np.float16)

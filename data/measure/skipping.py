@@ -13,7 +13,7 @@ Run folders of `wb.ab` in `data/results/skipping/MODEL/`, each with an A/A contr
 
 Background: what `workbench serve` has, but for `kv_growth=step`. `result` of a run has `n_ubatch`,
 and `visits`: by arm and test, the blocks that attention visits and skips
-(`workbench.engine.kv_visits`), of prompts and of generated tokens. They are counted on the null
+(`workbench.engine.cache.visits`), of prompts and of generated tokens. They are counted on the null
 device, which computes nothing.
 """
 
@@ -34,16 +34,16 @@ from data.measure.command import PAD, USUAL, Call, Options, numbers, start
 from data.measure.recorded import PHASES, Arms, Recorded, Share, complete_runs, spread
 from data.measure.session import add_to_result, toggles_of
 from data.measure.tables import Line, Part, Table, as_text
-from workbench.bench import workload as w
-from workbench.bench.arms import switched
-from workbench.bench.stats import MIN_REPETITIONS
-from workbench.bench.workload import gen_steps, prompt_steps
+from workbench.benchmarks import workload as w
+from workbench.benchmarks.compare.arms import switched
+from workbench.benchmarks.compare.stats import MIN_REPETITIONS
+from workbench.benchmarks.workload import gen_steps, prompt_steps
+from workbench.common.errors import UsageError
+from workbench.common.sizes import round_up
 from workbench.config import Toggles
 from workbench.engine.batch import Work
-from workbench.engine.kv_extent import WAYS
-from workbench.errors import UsageError
+from workbench.engine.cache.extent import WAYS
 from workbench.graph.attend import PARTS
-from workbench.sizes import round_up
 
 FOLDER = "skipping"
 UBATCHES = ",".join(str(1 << i) for i in range(14))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data.measure.recorded import Recorded
-from workbench.bench import results
+from workbench.benchmarks.runs import results
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("kernels", "workbench/backend")  # what a figure of a device depends on first

@@ -32,15 +32,16 @@ from data.measure.session import (
     toggles_of,
 )
 from workbench.backend.base import choose_device, open_backend
-from workbench.bench import provenance, workload
-from workbench.bench.batched import batched
-from workbench.bench.batched import line as batched_line
-from workbench.bench.gaps import host_gaps
-from workbench.bench.kernel_bench import KernelMatrix, bench_kernels
-from workbench.bench.kernel_cases import TYPES, parse_shapes
-from workbench.bench.llama_bench import bench as llama_bench
-from workbench.bench.perplexity import parse_against, perplexity_by_size
-from workbench.bench.token_source import ask
+from workbench.benchmarks import workload
+from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, bench_kernels
+from workbench.benchmarks.kernels.kernel_cases import TYPES, parse_shapes
+from workbench.benchmarks.llama.batched import batched
+from workbench.benchmarks.llama.batched import line as batched_line
+from workbench.benchmarks.llama.llama_bench import bench as llama_bench
+from workbench.benchmarks.runs import provenance
+from workbench.benchmarks.scores.perplexity import parse_against, perplexity_by_size
+from workbench.benchmarks.scores.token_source import ask
+from workbench.benchmarks.times.gaps import host_gaps
 from workbench.config import CopyStream
 from workbench.report import roofline
 

@@ -5,7 +5,7 @@
 with one stream and with several. It is there without plans and with one plan of each step, without
 fusion and with fusion that stays inside branches. Both arms of a pair have the same fused nodes.
 Another line has fusion across branches against streams. Behind all turns the overlap of kernels is
-measured (`workbench/bench/overlap.py`), with plans that are not launched ahead.
+measured (`workbench/benchmarks/times/overlap.py`), with plans that are not launched ahead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from data.measure.matrix import DIRECT, ONE_COPY
 from data.measure.peer import LLAMA, OURS, PeerRun, recorded_peer, recorded_peers, where
 from data.measure.recorded import NOT_MEASURED, Recorded, spread
 from data.measure.tables import Line, Part, Table
-from workbench.bench.stats import Ratio
+from workbench.benchmarks.compare.stats import Ratio
 
 FOLDER = "peer-streams"
 MODELS = (

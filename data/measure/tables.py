@@ -15,7 +15,7 @@ import pandas as pd
 
 from data.measure.recorded import NOT_MEASURED, Recorded, commit_of, complete_runs
 from data.measure.sources import mark
-from workbench.bench import results
+from workbench.benchmarks.runs import results
 from workbench.report.tables import markdown
 
 

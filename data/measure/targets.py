@@ -32,7 +32,7 @@ from data.measure.recorded import (
     depth_ratio,
 )
 from data.measure.tables import Line, Part, Table, block
-from workbench.bench.bounds import FEW
+from workbench.benchmarks.kernels.bounds import FEW
 from workbench.config import Pdl
 
 Values = Mapping[str, Any]  # of a figure, by name

@@ -27,7 +27,7 @@ import numpy as np
 
 from data.measure.recorded import Recorded
 from data.measure.tables import Line, Part, Table
-from workbench.bench.token_parts import logits_to_launch_ns, stamped_steps
+from workbench.benchmarks.times.token_parts import logits_to_launch_ns, stamped_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDES = ("old", "control", "new")  # the package of the old folder, the same again, and ours
@@ -157,7 +157,7 @@ BLOCKS: dict[str, list[Part]] = {NAME: [Table("Decode of an earlier commit", lin
 def judged(samples: dict[str, list[float]]) -> dict[str, Any]:
     """The new side against the old one: ratio of medians (above 1: the new one is faster), its
     interval, the A/A band of the control, and the verdict."""
-    from workbench.bench import stats
+    from workbench.benchmarks.compare import stats
 
     def ratio(name: str) -> Any:
         return stats.speedup(1 / np.array(samples["old"]), 1 / np.array(samples[name]))
@@ -174,8 +174,8 @@ def judged(samples: dict[str, list[float]]) -> dict[str, Any]:
 def main() -> None:
     """See the module."""
     from data.measure.same_logits import trees
-    from workbench.bench import provenance
-    from workbench.output import write_text
+    from workbench.benchmarks.runs import provenance
+    from workbench.common.output import write_text
 
     say = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     say.add_argument("--old", type=Path, required=True)

@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.backend.cpu import op_table
 from workbench.backend.cpu.compile import host_isas
-from workbench.bench import provenance
+from workbench.backend.cpu.kernels import op_table
+from workbench.benchmarks.runs import provenance
+from workbench.common.output import write_text
 from workbench.graph.ir import DTYPES, F32, Q8_ACT, QUANTISED, WEIGHT_DTYPES, DType, Kind, Tensor
 from workbench.graph.ops import make
-from workbench.model.quants import quantize_activations, random_blocks
-from workbench.output import write_text
+from workbench.model.gguf.quants import quantize_activations, random_blocks
 
 N_THREADS = 2
 COLD_BYTES = 256 << 20  # of one layout's copies of a weight: more than caches keep

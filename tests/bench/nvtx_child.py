@@ -26,7 +26,7 @@ class Quiet(nvtx_injection.Counter):
 def main(library: str, model: str) -> None:
     tool = Quiet(Path(library))  # before NVTX is called
     from workbench.engine.engine import Engine
-    from workbench.engine.nvtx_ranges import NvtxRanges, ranges_of
+    from workbench.engine.look.nvtx_ranges import NvtxRanges, ranges_of
 
     ranges = ranges_of("auto")
     assert tool.loaded and isinstance(ranges, NvtxRanges)

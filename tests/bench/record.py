@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from workbench.bench import provenance
-from workbench.output import write_text
+from workbench.benchmarks.runs import provenance
+from workbench.common.output import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "tests" / "bench"

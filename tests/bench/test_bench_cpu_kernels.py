@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from tests.bench.layouts import COLD_BYTES, N_THREADS, SHAPES, cold_copies, copies_of, product
-from workbench.backend.cpu import op_table
 from workbench.backend.cpu.compile import compile_kernel
-from workbench.backend.cpu.vector import Emit, Value
+from workbench.backend.cpu.kernels import op_table
+from workbench.backend.cpu.kernels.vector import Emit, Value
 from workbench.graph.ir import DTYPES, QUANTISED, WEIGHT_DTYPES
-from workbench.model.quants import random_blocks
+from workbench.model.gguf.quants import random_blocks
 
 WEIGHTS = [
     (d.name, layout)

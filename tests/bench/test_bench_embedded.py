@@ -9,9 +9,9 @@ import pytest
 from numba import cfunc
 
 from tests.gates import hold
-from workbench.backend.bind import plannable
-from workbench.backend.cpu.embedded import open_backend
-from workbench.backend.cpu.loops import KERNEL
+from workbench.backend.cpu.device.embedded import open_backend
+from workbench.backend.cpu.device.loops import KERNEL
+from workbench.backend.issue.bind import plannable
 from workbench.program.commands import Space
 
 CHAIN = 1000

@@ -8,8 +8,8 @@ import pytest
 
 from tests.oracles.dequantize import dequantize
 from workbench.graph.ir import Q4_0, Q4_K, Q6_K, Q8_0
-from workbench.model.gguf import model_hash, open_gguf
-from workbench.model.quants import random_blocks
+from workbench.model.gguf.file import model_hash, open_gguf
+from workbench.model.gguf.quants import random_blocks
 
 N_TOKENS, N_MERGES = 128_256, 280_147  # llama 3's
 

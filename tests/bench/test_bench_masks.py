@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.engine.masks import HIDDEN, fill
+from workbench.engine.cache.masks import HIDDEN, fill
 
 
 def by_comparing(out: np.ndarray, seen: np.ndarray, own: np.ndarray) -> None:

@@ -14,10 +14,10 @@ import pytest
 
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.engine.phases import Phases
-from workbench.engine.reuse import REDO, Key
-from workbench.model import presets
-from workbench.model.synth import write_model
+from workbench.engine.look.phases import Phases
+from workbench.engine.programs import REDO, Key
+from workbench.model.synth import shapes as presets
+from workbench.model.synth.models import write_model
 
 NAME, N_LAYER, N_KV = "tiny-llama-32-layers", 32, 256
 KEPT = Toggles(graph_reuse="set_rows", sync="implicit", copy_stream="compute", fuse="on")

@@ -14,15 +14,15 @@ import sys
 import gguf
 import pytest
 
-from workbench.backend.issue import Prepared
+from workbench.backend.issue.prepared import Prepared
 from workbench.backend.null import open_backend
 from workbench.config import Toggles
 from workbench.engine.batches import NOBODY
 from workbench.engine.engine import Engine
-from workbench.engine.reuse import KeepByShape, Key
+from workbench.engine.programs import KeepByShape, Key
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model, build_graph
-from workbench.model.presets import find_preset, tensor_type, tensors
+from workbench.model.synth.shapes import find_preset, tensor_type, tensors
 from workbench.program.commands import DEVICE, HOST, Buffer, Launch, Range, Space
 from workbench.program.layout import Target, lay_out
 from workbench.program.lower import lower

@@ -13,12 +13,12 @@ from dataclasses import replace
 import pytest
 
 from workbench.backend.base import Issue
-from workbench.backend.issue import Prepared
+from workbench.backend.issue.prepared import Prepared
 from workbench.config import GraphReuse, Toggles
 from workbench.engine.engine import Engine
-from workbench.engine.watch import Watch
-from workbench.model import presets
-from workbench.model.synth import write_model
+from workbench.engine.look.watch import Watch
+from workbench.model.synth import shapes as presets
+from workbench.model.synth.models import write_model
 
 REUSED = [way.value for way in GraphReuse if way != GraphReuse.REBUILD]
 N_LAYERS, STEPS_QUEUED = 32, 3

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from workbench.backend.cpu.embedded import open_backend
+from workbench.backend.cpu.device.embedded import open_backend
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 

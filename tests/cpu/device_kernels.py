@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numba import cfunc
 
-from workbench.backend.cpu import embedded
-from workbench.backend.cpu.atomics import fetch_add, load, put
-from workbench.backend.cpu.loops import KERNEL
-from workbench.backend.cpu.signals import now_ns
+from workbench.backend.cpu.device import embedded
+from workbench.backend.cpu.device.atomics import fetch_add, load, put
+from workbench.backend.cpu.device.loops import KERNEL
+from workbench.backend.cpu.device.signals import now_ns
 
 
 def open_backend(**options) -> Any:

@@ -6,8 +6,8 @@ import struct
 
 import numpy as np
 
-from workbench.backend import args
-from workbench.backend.cpu import op_table
+from workbench.backend.cpu.kernels import op_table
+from workbench.backend.issue import args
 from workbench.graph.ir import Node, Tensor
 
 GUARD = 256  # bytes before and after every output

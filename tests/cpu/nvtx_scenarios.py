@@ -16,8 +16,8 @@ from unittest import mock
 import sitecustomize  # the tool is there (`nvtx_injection.environment`)
 
 import workbench as wb
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
-from workbench.errors import UsageError
 
 PROMPT = [1, 2, 3, 4, 5]
 PLANS = Toggles(

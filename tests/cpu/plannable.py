@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from device_kernels import address, append, spin
 
-from workbench.backend.bind import plannable
-from workbench.backend.issued import Issued
+from workbench.backend.issue.bind import plannable
+from workbench.backend.issue.issued import Issued
 from workbench.program.commands import COMPUTE_STREAM
 
 Part = tuple[Issued, int]  # a command, and its stream

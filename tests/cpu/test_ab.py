@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.bench.ab import ab
-from workbench.bench.comparison import AB
-from workbench.bench.results import load_run, rates
+from workbench.benchmarks.compare.ab import ab
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.runs.results import load_run, rates
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.errors import UsageError
 
 MODES = ["per_copy", "blocking_copies", "copy_boundary", "write_read_boundary"]
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.late_host import LATE, late_looks, never_passed  # noqa: F401 - of every test
-from workbench.backend import gate
-from workbench.errors import UsageError
+from workbench.backend.plan import gate
+from workbench.common.errors import UsageError
 from workbench.program.commands import Record, Replay, Wait
 from workbench.trace.profile import profile
 

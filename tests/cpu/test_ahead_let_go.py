@@ -15,11 +15,11 @@ import pytest
 
 import workbench as wb
 from tests.profiles import share
-from workbench.backend import plan
-from workbench.backend.bind import Binding
-from workbench.backend.gate import RAN, Gate
-from workbench.backend.issued import Issued
-from workbench.bench.workload import draw_tokens, parse, take_sample
+from workbench.backend.issue.bind import Binding
+from workbench.backend.issue.issued import Issued
+from workbench.backend.plan import life as plan
+from workbench.backend.plan.gate import RAN, Gate
+from workbench.benchmarks.workload import draw_tokens, parse, take_sample
 from workbench.program import commands as c
 from workbench.trace.spans import Recorder
 

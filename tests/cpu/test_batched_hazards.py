@@ -19,13 +19,13 @@ import workbench as wb
 from tests.orderings import every_ordering
 from tests.profiles import share, tiers
 from workbench.backend.base import Backend, open_backend
-from workbench.backend.issue import Prepared
+from workbench.backend.issue.prepared import Prepared
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
-from workbench.engine import loaded
-from workbench.engine.draws import FED
+from workbench.engine import load as loaded
 from workbench.engine.engine import Engine
-from workbench.engine.reuse import Key
-from workbench.errors import UsageError
+from workbench.engine.programs import Key
+from workbench.engine.slots.draws import FED
 from workbench.program import events
 from workbench.program.check.hazards import races
 from workbench.program.commands import (

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.profiles import examples
-from workbench.bench.answers import compare_logits
+from workbench.benchmarks.compare.answers import compare_logits
+from workbench.common.errors import DeviceError, UsageError
 from workbench.config import Toggles
-from workbench.engine.draws import FED
 from workbench.engine.engine import Engine
-from workbench.errors import DeviceError, UsageError
+from workbench.engine.slots.draws import FED
 
 N_SEQS, N_UBATCH, MOST = 6, 24, 60  # MOST: tokens of a sequence
 TEXTS = np.random.default_rng(18).integers(3, 900, (N_SEQS, MOST)).tolist()

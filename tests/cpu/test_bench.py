@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from workbench.bench.llama_bench import bench
-from workbench.bench.llama_format import FORMATS, format_rows
-from workbench.bench.results import load_run
+from workbench.benchmarks.llama.llama_bench import bench
+from workbench.benchmarks.llama.llama_format import FORMATS, format_rows
+from workbench.benchmarks.runs.results import load_run
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 

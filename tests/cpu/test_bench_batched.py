@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from workbench.bench import batched, results
-from workbench.bench.workload import Workload, draw_tokens, parse, take_sample
+from workbench.benchmarks.llama import batched
+from workbench.benchmarks.runs import results
+from workbench.benchmarks.workload import Workload, draw_tokens, parse, take_sample
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
-from workbench.errors import UsageError
 
 HEAD = ["PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s"]
 # llama-batched-bench's names, in its order (tools/batched-bench/batched-bench.cpp)

@@ -7,8 +7,8 @@ import json
 import pytest
 
 import workbench as wb
-from workbench.bench.batched import batched
-from workbench.bench.llama_bench import bench
+from workbench.benchmarks.llama.batched import batched
+from workbench.benchmarks.llama.llama_bench import bench
 from workbench.config import presets
 
 

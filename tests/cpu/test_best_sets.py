@@ -13,10 +13,10 @@ import workbench as wb
 from data.measure.matrix import SETS
 from data.measure.presets import best
 from data.measure.recorded import Recorded
-from workbench.bench.arms import parse_changes
+from workbench.benchmarks.compare.arms import parse_changes
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.config.presets import best_set
-from workbench.errors import UsageError
 
 WHOLE = parse_changes(SETS["embedded"][1])
 ALONE = {"sync": "auto", "graph_reuse": "set_rows"}

@@ -8,7 +8,7 @@ import pytest
 import workbench as wb
 from tests.oracles.adversary import search
 from tests.profiles import share
-from workbench.errors import DeviceError, UsageError
+from workbench.common.errors import DeviceError, UsageError
 from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import Launch, Record, Wait
 

@@ -11,10 +11,10 @@ import pytest
 
 import workbench as wb
 from tests import reference
-from workbench.bench.llama_bench import bench
+from workbench.benchmarks.llama.llama_bench import bench
+from workbench.common.errors import UsageError
 from workbench.config import CACHE_TYPES, EngineConfig, Toggles
 from workbench.engine.engine import Engine
-from workbench.errors import UsageError
 
 RNG = np.random.default_rng(17)
 PROMPT, NEXT = RNG.integers(3, 900, 40).tolist(), RNG.integers(3, 900, 6).tolist()
@@ -87,7 +87,8 @@ def test_every_way_of_storing_copying_and_attending(model, halves, k, v, toggles
 
 
 def test_heads_that_blocks_do_not_fill_are_refused_before_weights_are_read(tmp_path, monkeypatch):
-    from workbench.model import presets, synth
+    from workbench.model.synth import models as synth
+    from workbench.model.synth import shapes as presets
 
     odd = presets.find_preset("tiny-llama")
     monkeypatch.setitem(presets.PRESETS, "odd", dataclasses.replace(odd, head_dim=48))

@@ -8,14 +8,14 @@ from contextlib import nullcontext
 import pytest
 
 from tests.unit import chrome_decode
-from workbench.bench import profiling
-from workbench.bench.profiling import Bandwidth, profile_test
-from workbench.bench.workload import draw_tokens, parse
+from workbench.benchmarks.times import profiling
+from workbench.benchmarks.times.profiling import Bandwidth, profile_test
+from workbench.benchmarks.workload import draw_tokens, parse
 from workbench.cli import main
+from workbench.common.errors import DeviceError, UsageError
+from workbench.common.progress import Bar
 from workbench.config import EngineConfig, Toggles
 from workbench.engine.engine import Engine
-from workbench.errors import DeviceError, UsageError
-from workbench.progress import Bar
 from workbench.report import profiles
 from workbench.trace.lanes import ABOUT
 

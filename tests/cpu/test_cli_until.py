@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from workbench.bench.results import load_run
+from workbench.benchmarks.runs.results import load_run
 
 
 @pytest.fixture(scope="module")

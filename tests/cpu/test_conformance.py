@@ -16,11 +16,11 @@ from hostile import LIES, OutOfOrderCopies
 
 from tests.profiles import share
 from workbench.backend.base import Backend, Captured, Issue
-from workbench.backend.cpu import embedded, host
-from workbench.backend.cpu.embedded import EmbeddedDevice, Event
-from workbench.backend.cpu.recorded import EmbeddedPlan
-from workbench.backend.issued import Plannable, in_order
-from workbench.errors import DeviceError
+from workbench.backend.cpu.device import embedded, host
+from workbench.backend.cpu.device.embedded import EmbeddedDevice, Event
+from workbench.backend.cpu.device.recorded import EmbeddedPlan
+from workbench.backend.issue.issued import Plannable, in_order
+from workbench.common.errors import DeviceError
 from workbench.program.commands import Space
 
 BACKENDS: dict[str, Callable[[], Backend]] = {

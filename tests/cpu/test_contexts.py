@@ -13,11 +13,11 @@ import workbench as wb
 from tests import contexts
 from tests.nll import nll
 from tests.orderings import PLACED, every_ordering
-from workbench import devices
+from workbench.common import devices
+from workbench.common.errors import DeviceError, UsageError
 from workbench.config import Toggles
 from workbench.config import engine as config
-from workbench.engine.kernel_spans import kernel_spans
-from workbench.errors import DeviceError, UsageError
+from workbench.engine.look.kernel_spans import kernel_spans
 from workbench.trace.profile import profile
 
 PROMPT = [5, 900, 17, 403, 77, 12, 99, 3] * 3

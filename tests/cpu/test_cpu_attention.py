@@ -14,8 +14,8 @@ import workbench as wb
 from tests.attention import Case, attention_case, broadcast, causal, parted, skipping, windowed
 from tests.cpu.kernel_runs import run, run_parts
 from tests.profiles import examples
-from workbench.engine import kv_extent
-from workbench.errors import DeviceError
+from workbench.common.errors import DeviceError
+from workbench.engine.cache import extent as kv_extent
 from workbench.graph import ops
 from workbench.graph.ir import BF16, CACHE_DTYPES, F16, F32, Q8_0, DType, Tensor
 
@@ -174,7 +174,7 @@ def test_what_the_host_finds_is_what_can_be_said_of_each_cell(data: st.DataObjec
 
 def test_each_share_has_its_tiles_and_all_have_all():
     """Of any shape, the shares of a row are a partition of its tiles."""
-    from workbench.backend.cpu.kv_shares import CELLS, shares_of
+    from workbench.backend.cpu.kernels.kv_shares import CELLS, shares_of
 
     for n_tokens, n_head_kv, n_kv in ((1, 1, 4096), (1, 8, 777), (5, 3, 2048), (64, 8, 256)):
         tiles = -(-n_kv // CELLS)

@@ -13,11 +13,11 @@ import pytest
 from tests import ranges
 from tests.gates import hold
 from tests.profiles import share
-from workbench.backend.args import view_address
 from workbench.backend.base import Backend, open_backend
-from workbench.backend.cpu import embedded
-from workbench.backend.cpu.ring import MemoryBlock
-from workbench.backend.issued import Issued
+from workbench.backend.cpu.device import embedded
+from workbench.backend.cpu.device.ring import MemoryBlock
+from workbench.backend.issue.args import view_address
+from workbench.backend.issue.issued import Issued
 from workbench.graph import ops
 from workbench.graph.ir import F16, F32, I32, Kind, Node, Tensor
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM

@@ -1,4 +1,5 @@
-"""Every CPU kernel but mul_mat against a slow twin in NumPy (argument order as backend/args.py)."""
+"""Every CPU kernel but mul_mat against a slow twin in NumPy (argument order as
+backend/issue/args.py)."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from kernel_runs import run, run_parts, written_by
 
 from tests.oracles.dequantize import dequantize
 from tests.profiles import examples
-from workbench.backend import args
-from workbench.backend.cpu import op_table
+from workbench.backend.cpu.kernels import op_table
+from workbench.backend.issue import args
 from workbench.graph import ops
 from workbench.graph.ir import F16, F32, I32, I64, QUANTISED, WEIGHT_DTYPES, Node, Tensor
-from workbench.model.quants import quantize_activations, random_blocks
+from workbench.model.gguf.quants import quantize_activations, random_blocks
 
 RNG = np.random.default_rng(7)
 SHAPES = [(1, 1), (1, 33), (2, 64), (5, 16), (7, 100), (3, 257)]

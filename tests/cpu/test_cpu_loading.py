@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workbench.backend.cpu import embedded, host, op_table
 from workbench.backend.cpu.compile import host_isas
-from workbench.backend.cpu.ring import Ring
+from workbench.backend.cpu.device import embedded, host
+from workbench.backend.cpu.device.ring import Ring
+from workbench.backend.cpu.kernels import op_table
+from workbench.common.errors import DeviceError
 from workbench.config import EngineConfig, Toggles
 from workbench.engine.engine import Engine
-from workbench.engine.loaded import Loaded
-from workbench.errors import DeviceError
+from workbench.engine.load import Loaded
 from workbench.graph.ir import F32, I32, QUANTISED, WEIGHT_DTYPES, DType, Kind, Tensor
 from workbench.graph.ops import make
 

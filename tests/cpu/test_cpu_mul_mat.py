@@ -8,12 +8,12 @@ from kernel_runs import run, run_parts, written_by
 
 from tests.oracles.dequantize import dequantize
 from tests.profiles import share
-from workbench.backend.cpu import op_table
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.cpu.isa import ISAS, available
+from workbench.backend.cpu.kernels import op_table
 from workbench.graph import ops
 from workbench.graph.ir import F32, Q8_ACT, QUANTISED, WEIGHT_DTYPES, DType, Node, Tensor
-from workbench.model.quants import quantize_activations, random_blocks, unpack_activations
+from workbench.model.gguf.quants import quantize_activations, random_blocks, unpack_activations
 
 NAMES = [d.name for d in WEIGHT_DTYPES]
 QUANTISED_NAMES = [d.name for d in WEIGHT_DTYPES if d in QUANTISED]

@@ -1,5 +1,5 @@
-"""The rules of `backend/plan.py` on the embedded device: whatever changes between two calls, the
-call computes what the work says now."""
+"""The rules of `backend/plan/life.py` on the embedded device: whatever changes between two calls,
+the call computes what the work says now."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from device_kernels import address, mix
 from plannable import planned
 
-from workbench.backend.plan import Plans, Policy
+from workbench.backend.plan.life import Plans, Policy
 from workbench.config import Toggles
 from workbench.graph.ir import StepShape
 

@@ -14,11 +14,11 @@ import pytest
 
 from tests.gates import hold
 from tests.profiles import share
-from workbench.backend.cpu.loops import FILLED
-from workbench.backend.cpu.recorded import EmbeddedPlan
+from workbench.backend.cpu.device.loops import FILLED
+from workbench.backend.cpu.device.recorded import EmbeddedPlan
+from workbench.common.errors import DeviceError
 from workbench.config import GraphReuse, NCopies, Toggles
 from workbench.engine.engine import Engine
-from workbench.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Program, Replay, Wait
 
 RNG = np.random.default_rng(16)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plannable import Part, planned, records, waits
 
-from workbench.backend.issued import changed as changed_parts
+from workbench.backend.issue.issued import changed as changed_parts
 
 N_BUFFERS, N_EVENTS, WORDS, LAUNCHES = 4, 3, 37, 3
 START = np.arange(N_BUFFERS * WORDS).reshape(N_BUFFERS, WORDS)

@@ -12,11 +12,11 @@ from device_kernels import address, append, count_parts, open_backend, rotate
 from plannable import Log, planned, records, spins, waits
 
 from tests.gates import hold
-from workbench.backend.cpu import loops, signals
-from workbench.backend.cpu.loops import RING_SIZE
-from workbench.backend.cpu.ring import aligned_zeros
-from workbench.backend.issued import together
-from workbench.errors import DeviceError
+from workbench.backend.cpu.device import loops, signals
+from workbench.backend.cpu.device.loops import RING_SIZE
+from workbench.backend.cpu.device.ring import aligned_zeros
+from workbench.backend.issue.issued import together
+from workbench.common.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space
 
 

@@ -15,8 +15,8 @@ from device_kernels import open_backend
 from plannable import Log, planned, spins
 
 from tests.gates import hold
-from workbench.backend.cpu import loops
-from workbench.errors import DeviceError
+from workbench.backend.cpu.device import loops
+from workbench.common.errors import DeviceError
 from workbench.program.commands import COPY_STREAM
 
 

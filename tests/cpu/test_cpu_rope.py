@@ -1,4 +1,5 @@
-"""RoPE of new heads, and of stored K, against the reference (argument order as backend/args.py)."""
+"""RoPE of new heads, and of stored K, against the reference (argument order as
+backend/issue/args.py)."""
 
 from __future__ import annotations
 

@@ -14,18 +14,18 @@ import workbench as wb
 from tests.cpu import test_batched_hazards as hazards_room
 from tests.profiles import examples
 from tests.served import APART, BEHIND, Told, alone, check_cells, go_on, ids, same, serve
-from workbench.bench.answers import compare_logits
+from workbench.benchmarks.compare.answers import compare_logits
+from workbench.common.sizes import round_up
 from workbench.config import Toggles
-from workbench.engine.asks import LENGTH, Ask
-from workbench.engine.defrag import defragment, pays
+from workbench.engine.cache.defrag import defragment, pays
+from workbench.engine.cache.growth import Growth
+from workbench.engine.cache.kv_cache import KVCache
+from workbench.engine.cache.visits import kv_visits
 from workbench.engine.engine import Engine
-from workbench.engine.kv_cache import KVCache
-from workbench.engine.kv_growth import Growth
-from workbench.engine.kv_visits import kv_visits
-from workbench.engine.slots import Slots
+from workbench.engine.slots.asks import LENGTH, Ask
+from workbench.engine.slots.slots import Slots
 from workbench.program.check.hazards import races
 from workbench.program.commands import Sync, Wait
-from workbench.sizes import round_up
 
 N_SEQS = 8
 CACHES = [("f16", "f16"), ("bf16", "f32"), ("q8_0", "q8_0")]

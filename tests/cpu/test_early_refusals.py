@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from workbench.bench import token_source
+from workbench.benchmarks.scores import token_source
 from workbench.cli import main
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.engine.loaded import Loaded
+from workbench.engine.load import Loaded
 
 SAMPLE = ["--tokens-from", "sample:9"]
 

@@ -16,9 +16,9 @@ import pytest
 from device_kernels import address, append, count_parts, open_backend, rotate, spin
 
 from tests.gates import hold
-from workbench.backend.cpu.embedded import Event
-from workbench.backend.cpu.loops import MAX_ARGS, RING_SIZE
-from workbench.errors import DeviceError
+from workbench.backend.cpu.device.embedded import Event
+from workbench.backend.cpu.device.loops import MAX_ARGS, RING_SIZE
+from workbench.common.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space
 
 
@@ -296,7 +296,7 @@ def test_a_device_nobody_closed_ends_with_its_last_reference():
 LEAK = """
 import numpy as np
 from tests.gates import hold
-from workbench.backend.cpu.embedded import open_backend
+from workbench.backend.cpu.device.embedded import open_backend
 from workbench.program.commands import Space
 device = open_backend(threads=2)
 m = device.allocate(1 << 20, Space.PINNED)

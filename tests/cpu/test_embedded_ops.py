@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.backend.cpu import embedded, host
-from workbench.errors import DeviceError
+from workbench.backend.cpu.device import embedded, host
+from workbench.common.errors import DeviceError
 from workbench.graph.ir import F16, F32, I32, Q8_0, Kind, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import Space

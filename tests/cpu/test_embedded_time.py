@@ -11,7 +11,7 @@ import pytest
 from device_kernels import open_backend, queue_work, spin
 
 from tests.gates import hold
-from workbench.errors import DeviceError
+from workbench.common.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM
 
 

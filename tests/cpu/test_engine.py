@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.backend.issue import Prepared
+from workbench.backend.issue.prepared import Prepared
+from workbench.common.errors import DeviceError, UsageError
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.errors import DeviceError, UsageError
 from workbench.model.sampler import Sampling
 
 PROMPT = [1, 17, 300, 4, 99, 512, 7]

@@ -15,13 +15,13 @@ import workbench as wb
 from tests import reference
 from tests.edited import edited, retyped
 from tests.stored_blocks import TYPES
-from workbench import progress
-from workbench.bench import provenance
+from workbench.benchmarks.runs import provenance
 from workbench.cli import main
-from workbench.errors import ModelFileError
+from workbench.common import progress
+from workbench.common.errors import ModelFileError
 from workbench.graph.ir import Tensor
 from workbench.model.decoder import Model
-from workbench.model.inspect import summary
+from workbench.model.gguf.inspect import summary
 
 TOKENS = [5, 300, 7, 41, 5, 900, 12, 77]
 # NMSE against float64 of the file's own values: three times what was measured. F16 keeps 11 bits of

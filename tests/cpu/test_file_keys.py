@@ -8,12 +8,12 @@ import pytest
 import workbench as wb
 from tests.edited import edited
 from tests.unit.test_metadata import SAMPLES
-from workbench.errors import ModelFileError
+from workbench.common.errors import ModelFileError
 from workbench.model.architectures import ARCHITECTURES
 from workbench.model.decoder import Model
-from workbench.model.gguf import open_gguf
-from workbench.model.metadata import KEYS, Use
-from workbench.model.tokenizer import load_tokenizer
+from workbench.model.gguf.file import open_gguf
+from workbench.model.gguf.metadata import KEYS, Use
+from workbench.model.tokenizer.tokenizer import load_tokenizer
 
 TOKENS = [5, 300, 7, 41, 5, 900, 12, 77]
 

@@ -16,15 +16,15 @@ import pytest
 import workbench as wb
 from tests.unit.fake_cuda import fake_backend
 from workbench.backend.cpu import compile as compiler
-from workbench.backend.cpu import op_table
-from workbench.backend.cuda import nvrtc
+from workbench.backend.cpu.kernels import op_table
+from workbench.backend.cuda.kernels import nvrtc
 from workbench.config import BEST, KVGrowth, TogglePreset
-from workbench.engine import first_steps as room
-from workbench.engine.asks import Ask
-from workbench.engine.first_steps import first_steps
-from workbench.engine.slots import Slots
+from workbench.engine.slots import first_steps as room
+from workbench.engine.slots.asks import Ask
+from workbench.engine.slots.first_steps import first_steps
+from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampling
-from workbench.serve.serving import serving
+from workbench.server.serving import serving
 
 SLOTS, ROOM = 4, 96
 PLANNED = {"plans": "ours", "plan_scope": "step"}

@@ -16,9 +16,9 @@ from tests import reference
 from tests.cpu.test_logits import SHARP_TOLERANCE, TOLERANCE
 from tests.profiles import share
 from workbench.backend.base import open_backend
+from workbench.common.errors import DeviceError
 from workbench.config import Toggles
-from workbench.engine import loaded
-from workbench.errors import DeviceError
+from workbench.engine import load as loaded
 from workbench.graph.fuse import FUSIONS
 from workbench.program.as_json import program_as_json
 from workbench.program.commands import Launch

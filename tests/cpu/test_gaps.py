@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 
 import workbench as wb
-from workbench.bench import provenance
-from workbench.bench.gaps import Gaps, fit_line, host_gaps, load
+from workbench.benchmarks.runs import provenance
+from workbench.benchmarks.times.gaps import Gaps, fit_line, host_gaps, load
+from workbench.common.errors import DeviceError, UsageError
 from workbench.config import Toggles
-from workbench.engine.reuse import Key
-from workbench.errors import DeviceError, UsageError
+from workbench.engine.programs import Key
 
 KEPT = {"graph_reuse": "set_rows", "copy_stream": "compute"}
 ARMS = {sync: Toggles(sync=sync, **KEPT) for sync in ("per_copy", "copy_boundary", "packed")}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from device_kernels import count_parts
 
-from workbench.backend.cpu.host import open_backend
-from workbench.errors import DeviceError
+from workbench.backend.cpu.device.host import open_backend
+from workbench.common.errors import DeviceError
 from workbench.graph.ir import F32, Kind, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import Space

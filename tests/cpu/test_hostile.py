@@ -19,11 +19,11 @@ from hostile import LIES, DetachedCopies, OutOfOrderCopies
 
 from tests.profiles import share
 from workbench.backend.base import Backend, open_backend
+from workbench.common.errors import DeviceError, UsageError
 from workbench.config import CopyStream, StepWait, SyncMode, Toggles
 from workbench.config import engine as config
-from workbench.engine import loaded
+from workbench.engine import load as loaded
 from workbench.engine.engine import Engine
-from workbench.errors import DeviceError, UsageError
 from workbench.program.check.hazards import races
 
 Device = type[OutOfOrderCopies] | type[DetachedCopies]

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from workbench.backend import compiled
-from workbench.backend.cpu import atomics, kept, loops
 from workbench.backend.cpu import compile as compiler
+from workbench.backend.cpu import kept
 from workbench.backend.cpu.compile import compile_kernel
-from workbench.backend.cpu.vector import Body
+from workbench.backend.cpu.device import atomics, loops
+from workbench.backend.cpu.kernels.vector import Body
 
 ROOT = Path(__file__).resolve().parents[2]
 

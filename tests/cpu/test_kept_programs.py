@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.profiles import examples
-from workbench.bench.answers import compare_logits
+from workbench.benchmarks.compare.answers import compare_logits
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
-from workbench.engine.phases import PHASES, Phases
-from workbench.engine.reuse import REDO, Key
-from workbench.errors import UsageError
+from workbench.engine.look.phases import PHASES, Phases
+from workbench.engine.programs import REDO, Key
 from workbench.graph.ir import I32, Input
 from workbench.model.inputs import INPUTS, MASK, POSITIONS
 from workbench.program.commands import Launch, Program, Range

@@ -12,12 +12,13 @@ import pytest
 from numba import cfunc
 
 import workbench as wb
-from workbench.backend.cpu import op_table, signals
-from workbench.backend.cpu.atomics import call_kernel, sched_yield
-from workbench.backend.cpu.loops import KERNEL
-from workbench.bench.overlap import WARM_UP, in_flight, measure_overlap
-from workbench.engine.kernel_spans import kernel_spans, number_of
-from workbench.errors import UsageError
+from workbench.backend.cpu.device import signals
+from workbench.backend.cpu.device.atomics import call_kernel, sched_yield
+from workbench.backend.cpu.device.loops import KERNEL
+from workbench.backend.cpu.kernels import op_table
+from workbench.benchmarks.times.overlap import WARM_UP, in_flight, measure_overlap
+from workbench.common.errors import UsageError
+from workbench.engine.look.kernel_spans import kernel_spans, number_of
 from workbench.program.commands import Launch, Replay
 from workbench.program.side_by_side import regions
 from workbench.trace.spans import now_ns

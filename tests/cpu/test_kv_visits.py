@@ -16,11 +16,11 @@ from tests.cpu.kernel_runs import words
 from tests.cpu.test_cpu_attention import CASES, PARTS, WAYS, drawn_mask
 from tests.profiles import examples
 from workbench.backend.cpu import compile as compiler
-from workbench.backend.cpu import op_table
-from workbench.backend.cpu.attention import attention_body
-from workbench.backend.cpu.kv_shares import CELLS, TOKENS
-from workbench.backend.cpu.vector import Emit
-from workbench.engine import kv_visits
+from workbench.backend.cpu.kernels import op_table
+from workbench.backend.cpu.kernels.attention import attention_body
+from workbench.backend.cpu.kernels.kv_shares import CELLS, TOKENS
+from workbench.backend.cpu.kernels.vector import Emit
+from workbench.engine.cache import visits as kv_visits
 from workbench.graph.ir import Node, Tensor
 
 REGIONED = {"graph_reuse": "set_rows", "kv_cache": "per_sequence", "skip_gate": "always"}

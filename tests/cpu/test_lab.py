@@ -11,11 +11,11 @@ import pytest
 
 import workbench as wb
 from workbench import lab
-from workbench.bench.stats import TOO_FEW, Band, Ratio
+from workbench.benchmarks.compare.stats import TOO_FEW, Band, Ratio
+from workbench.common.errors import UsageError
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles
 from workbench.config.table import ROWS
 from workbench.engine.engine import OPENED, Engine
-from workbench.errors import UsageError
 from workbench.lab import widgets
 
 

@@ -18,8 +18,8 @@ import pytest
 import workbench as wb
 from tests import reference
 from tests.profiles import tiers
+from workbench.common.errors import UsageError
 from workbench.config import EXACT, CopyStream, SyncMode, Toggles
-from workbench.errors import UsageError
 from workbench.program.capabilities import Capabilities
 from workbench.program.sync_modes import Ordering, race_of
 

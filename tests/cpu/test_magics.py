@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.lab.magics import MOST_DRAWN, CellTrace
 
 PNG = b"\x89PNG"

@@ -13,10 +13,10 @@ from tests import reference
 from tests.edited import edited
 from tests.oracles.dequantize import dequantize
 from workbench.cli import main
-from workbench.errors import ModelFileError, WorkbenchError
+from workbench.common.errors import ModelFileError, WorkbenchError
 from workbench.model.decoder import Model
-from workbench.model.finite import first_not_finite
-from workbench.model.gguf import open_gguf
+from workbench.model.gguf.file import open_gguf
+from workbench.model.gguf.finite import first_not_finite
 
 TOKENS = [5, 300, 7, 41, 5, 900, 12, 77]
 

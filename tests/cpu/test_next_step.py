@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests import profiles
 from tests.late_host import never_passed  # noqa: F401 - of every test
-from workbench.backend.issue import Prepared
-from workbench.backend.plan import Gated
+from workbench.backend.issue.prepared import Prepared
+from workbench.backend.plan.life import Gated
+from workbench.common.errors import UsageError
 from workbench.engine.step import Steps
-from workbench.errors import UsageError
 from workbench.program.commands import Sync
 from workbench.trace.spans import Recorder
 

@@ -20,13 +20,13 @@ import nvtx_injection  # noqa: E402
 from nvtx_injection import Event  # noqa: E402
 
 from workbench.config import EngineConfig  # noqa: E402
-from workbench.engine.asks import Ask  # noqa: E402
-from workbench.engine.nvtx_ranges import OFF  # noqa: E402
-from workbench.engine.phases import PhaseClock  # noqa: E402
-from workbench.engine.watch import PLAIN  # noqa: E402
+from workbench.engine.look.nvtx_ranges import OFF  # noqa: E402
+from workbench.engine.look.phases import PhaseClock  # noqa: E402
+from workbench.engine.look.watch import PLAIN  # noqa: E402
+from workbench.engine.slots.asks import Ask  # noqa: E402
 from workbench.model.sampler import Sampling  # noqa: E402
-from workbench.serve.messages import Finish  # noqa: E402
-from workbench.serve.worker import WorkerSettings, start  # noqa: E402
+from workbench.server.wire.messages import Finish  # noqa: E402
+from workbench.server.wire.worker import WorkerSettings, start  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not nvtx_injection.supported(), reason="the injection library is written for Linux only"

@@ -15,9 +15,9 @@ import pytest
 from tests.profiles import share
 from workbench.backend import base
 from workbench.cli import main
+from workbench.common.output import WHY
 from workbench.engine.engine import Engine
-from workbench.model import synth
-from workbench.output import WHY
+from workbench.model.synth import models as synth
 
 IDS, HOST = ["--tokens", "1,2,3"], ["--device", "host"]
 FILES = {

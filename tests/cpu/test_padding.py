@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.engine.padding import Sizes, padded
+from workbench.engine.slots.padding import Sizes, padded
 
 TOGGLES = wb.Toggles(graph_reuse="set_rows", kv_cache="per_sequence", batch_sizes="padded")
 

@@ -11,13 +11,13 @@ import pytest
 from matplotlib.figure import Figure
 
 import workbench as wb
-from workbench.bench import workload
-from workbench.bench.stats import TOO_FEW
-from workbench.bench.workload import take_sample
+from workbench.benchmarks import workload
+from workbench.benchmarks.compare.stats import TOO_FEW
+from workbench.benchmarks.workload import take_sample
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.config.presets import preset_names
 from workbench.engine import exclusive
-from workbench.errors import UsageError
 from workbench.lab import interrupts, pair, widgets
 from workbench.report import plots
 from workbench.report.timelines import LOOKS

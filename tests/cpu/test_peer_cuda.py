@@ -21,8 +21,8 @@ from data.measure.peer import FOLDER, SWITCHES, PeerRun, recorded_peers, theirs
 from data.measure.recorded import Recorded
 from data.measure.session import is_complete
 from tests.peer import cuda, fake_llama_bench, llama_bench
-from workbench.bench import results
-from workbench.errors import UsageError
+from workbench.benchmarks.runs import results
+from workbench.common.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "tiny-llama-q8_0"

@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench.bench import bounds
-from workbench.bench import perplexity as ppl
-from workbench.bench.results import load_run
-from workbench.bench.token_source import ask
+from workbench.benchmarks.kernels import bounds
+from workbench.benchmarks.runs.results import load_run
+from workbench.benchmarks.scores import perplexity as ppl
+from workbench.benchmarks.scores.token_source import ask
 from workbench.cli import main
 from workbench.config import Toggles
 from workbench.engine.engine import Engine

@@ -11,9 +11,9 @@ import pytest
 
 import workbench as wb
 from tests.gates import hold
-from workbench.backend.cpu.embedded import EmbeddedDevice
+from workbench.backend.cpu.device.embedded import EmbeddedDevice
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
-from workbench.errors import UsageError
 from workbench.program.commands import RESULT, Copy, Launch, Record, Space, Sync, Wait
 
 PROMPT = [5, 900, 17, 403, 77, 12, 99, 3] * 12  # twelve ubatches

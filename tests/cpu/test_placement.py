@@ -7,9 +7,9 @@ import pytest
 
 import workbench as wb
 from tests.profiles import share
+from workbench.common.errors import UsageError
 from workbench.config import EngineConfig, Toggles
 from workbench.engine.placement import layer_of
-from workbench.errors import UsageError
 from workbench.graph.ir import F32, Kind, Tensor
 from workbench.program.commands import DEVICE, HOST, Copy, Launch, Sync
 

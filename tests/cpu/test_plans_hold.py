@@ -12,9 +12,9 @@ import pytest
 
 import workbench as wb
 from tests.profiles import share
-from workbench.backend import plan as plan_module
+from workbench.backend.plan import life as plan_module
+from workbench.common.errors import DeviceError
 from workbench.config import EXACT, Toggles
-from workbench.errors import DeviceError
 from workbench.graph.ir import StepShape
 
 RULES = ("ours", "today", "pr")

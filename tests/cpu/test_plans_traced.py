@@ -9,9 +9,9 @@ import pytest
 
 import workbench as wb
 from tests.oracles.trace_pattern import LETTERS, trace_pattern
-from workbench.bench.gaps import host_gaps
-from workbench.bench.profiling import profile_test, runs_on_device
-from workbench.bench.workload import Workload
+from workbench.benchmarks.times.gaps import host_gaps
+from workbench.benchmarks.times.profiling import profile_test, runs_on_device
+from workbench.benchmarks.workload import Workload
 from workbench.program import commands
 from workbench.program.commands import Command, Copy, Launch, Program, Replay
 from workbench.report.timelines import LOOKS, timeline

@@ -23,11 +23,11 @@ import pytest
 
 import workbench as wb
 from tests.gates import hold
-from workbench.backend.issue import Prepared
+from workbench.backend.issue.prepared import Prepared
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.batch import Batch, make_batch
-from workbench.engine.phases import Phases
-from workbench.engine.reuse import Key
+from workbench.engine.look.phases import Phases
+from workbench.engine.programs import Key
 from workbench.program.commands import (
     COMPUTE_STREAM,
     COPY_STREAM,

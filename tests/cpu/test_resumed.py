@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from workbench.bench.results import load_run
+from workbench.benchmarks.runs.results import load_run
 
 # every finished repetition or window is saved at once
 RUN = (
-    "import sys, workbench.bench.results as r; r.CHECKPOINT_SECONDS = -1.0; "
+    "import sys, workbench.benchmarks.runs.results as r; r.CHECKPOINT_SECONDS = -1.0; "
     "from workbench.cli import main; main(sys.argv[1:])"
 )
 COMMANDS = {

@@ -20,10 +20,10 @@ from tests.reuse import (
     view_addresses,
     views_of,
 )
-from workbench.backend.issued import Plannable
+from workbench.backend.issue.issued import Plannable
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.program.check.hazards import races
 from workbench.program.commands import Launch
@@ -105,8 +105,9 @@ def test_fused_and_deferred(engine, way):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("preset", "quant"), MODELS)
 def test_rope_and_store_are_joined_to_the_bit(tiny_model, preset, quant, device):
-    """Also where heads are normed. What a CUDA device joins may round (`bench/arms.py`); here every
-    fused node is its parts, and so the ways are equal to the bit whatever is fused."""
+    """Also where heads are normed. What a CUDA device joins may round
+    (`benchmarks/compare/arms.py`); here every fused node is its parts, and so the ways are equal to
+    the bit whatever is fused."""
     on = {"fuse": "on", "defer_norm": "on"}
     with wb.Engine.load(
         tiny_model(preset, quant), device=device, n_ctx=N_CTX, n_seqs=8, n_ubatch=N_UBATCH,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
-from workbench.bench import results
+from workbench.benchmarks.runs import results
+from workbench.common.errors import UsageError
 from workbench.config import EngineConfig, KVCacheKind, KVGrowth, Toggles
+from workbench.engine.cache.room import Room
 from workbench.engine.engine import Engine
-from workbench.engine.room import Room
-from workbench.errors import UsageError
 
 
 @pytest.fixture(scope="module")

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from workbench.bench import gaps
-from workbench.bench.ab import ab
-from workbench.bench.draft import Draft, kept, new_arm, new_run
-from workbench.bench.gaps import host_gaps
-from workbench.bench.kernel_bench import KernelMatrix, bench_kernels
-from workbench.bench.kernel_cases import parse_shapes, parse_types
-from workbench.bench.llama_bench import bench
-from workbench.bench.perplexity import perplexity
-from workbench.bench.results import ARM_KEYS, RUN_KEYS, load_run
-from workbench.bench.rounds import interleave
-from workbench.bench.token_source import sample
+from workbench.benchmarks.compare.ab import ab
+from workbench.benchmarks.compare.rounds import interleave
+from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, bench_kernels
+from workbench.benchmarks.kernels.kernel_cases import parse_shapes, parse_types
+from workbench.benchmarks.llama.llama_bench import bench
+from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
+from workbench.benchmarks.runs.results import ARM_KEYS, RUN_KEYS, load_run
+from workbench.benchmarks.scores.perplexity import perplexity
+from workbench.benchmarks.scores.token_source import sample
+from workbench.benchmarks.times import gaps
+from workbench.benchmarks.times.gaps import host_gaps
 from workbench.config import Toggles
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
@@ -163,7 +163,7 @@ def test_samples_are_saved_on_the_way(tmp_path, monkeypatch):
     draft = measured(draft_of(tmp_path / "r"))
     draft.checkpoint()
     assert not (tmp_path / "r").exists(), "it is too soon"
-    monkeypatch.setattr("workbench.bench.results.CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("workbench.benchmarks.runs.results.CHECKPOINT_SECONDS", -1.0)
     draft.checkpoint()
     assert len(load_run(tmp_path / "r").samples) == 1
     measured(draft_of(None)).checkpoint()

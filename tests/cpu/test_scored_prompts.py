@@ -10,10 +10,10 @@ import pytest
 import workbench as wb
 from tests.served import APART, BEHIND, Told, check_cells, go_on, ids, serve
 from workbench.config import Toggles
-from workbench.engine import slots as slots_module
-from workbench.engine.asks import LENGTH, Ask
 from workbench.engine.engine import Engine
-from workbench.engine.slots import Slots
+from workbench.engine.slots import slots as slots_module
+from workbench.engine.slots.asks import LENGTH, Ask
+from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampling
 
 SETTINGS: dict[str, dict[str, str]] = {
@@ -123,7 +123,7 @@ def test_a_request_that_is_cancelled_is_scored_no_more(engine, monkeypatch):
 
 
 def test_tokens_that_cannot_come_have_a_number_that_json_knows():
-    from workbench.engine.requests import NEVER, logprobs
+    from workbench.engine.slots.requests import NEVER, logprobs
 
     known = logprobs(np.array([0, -np.inf, 0], np.float32), 1, 3)
     assert known.drawn == NEVER and known.values.tolist()[2] == NEVER

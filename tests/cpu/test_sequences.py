@@ -19,11 +19,11 @@ import workbench as wb
 from tests.clashes import clashing
 from tests.orderings import PLACED
 from tests.profiles import share
-from workbench.backend.issue import Prepared
-from workbench.bench.answers import compare_logits
+from workbench.backend.issue.prepared import Prepared
+from workbench.benchmarks.compare.answers import compare_logits
+from workbench.common.errors import DeviceError, UsageError
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.errors import DeviceError, UsageError
 from workbench.graph.ir import StepShape
 from workbench.model.inputs import DELTAS
 from workbench.program.check.hazards import races

@@ -23,8 +23,8 @@ from tests.serve.test_command import served
 from tests.served import Ask, alone, ids
 from tests.soak import FINAL, MOST, Memory, Prompt, Soak, figures
 from workbench.config import Toggles
-from workbench.model.gguf import open_gguf
-from workbench.model.tokenizer import load_tokenizer
+from workbench.model.gguf.file import open_gguf
+from workbench.model.tokenizer.tokenizer import load_tokenizer
 
 N_SLOTS, ROOM, N_WAITING, N_CLIENTS = 16, 128, 4, 32
 # How much a process may grow from the first to the last quarter of the requests that count. Others

@@ -17,15 +17,15 @@ import pytest
 import workbench as wb
 from tests.cpu.test_sequences import QUANTISED, ROUNDING
 from tests.served import ids, serve
-from workbench.bench.answers import MARGIN_IN_RMS, compare_logits
+from workbench.benchmarks.compare.answers import MARGIN_IN_RMS, compare_logits
 from workbench.config import BEST, TogglePreset
-from workbench.engine.asks import Ask
 from workbench.engine.batch import Entry
 from workbench.engine.engine import Engine
-from workbench.engine.slots import Slots
+from workbench.engine.slots.asks import Ask
+from workbench.engine.slots.slots import Slots
 from workbench.graph.ir import StepShape
 from workbench.model.sampler import Sampling
-from workbench.serve.serving import serving
+from workbench.server.serving import serving
 
 N_SEQS, ROOM, N_UBATCH = 8, 512, 64
 OWN = 2  # the sequence that is looked at

@@ -14,7 +14,7 @@ from IPython.utils.capture import capture_output
 
 import workbench as wb
 from workbench.config import Toggles
-from workbench.model.synth import TINY, tiny_name
+from workbench.model.synth.models import TINY, tiny_name
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -20,8 +20,8 @@ from device_kernels import address, open_backend, spin
 from plannable import Log, Part, planned, records, spins, waits
 
 from tests.gates import hold
-from workbench.backend.cpu.embedded import SHARE
-from workbench.errors import DeviceError
+from workbench.backend.cpu.device.embedded import SHARE
+from workbench.common.errors import DeviceError
 from workbench.program.commands import COPY_STREAM, Space, compute_stream
 
 SIDE = [compute_stream(k) for k in range(1, 8)]
@@ -113,8 +113,8 @@ FORKED = """
 import os, signal
 from tests.gates import hold
 from workbench.backend.cpu import loops
-from workbench.backend.cpu.embedded import open_backend
-from workbench.errors import DeviceError
+from workbench.backend.cpu.device.embedded import open_backend
+from workbench.common.errors import DeviceError
 device = open_backend(threads=1)
 device.synchronize()
 if os.fork():

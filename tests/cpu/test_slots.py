@@ -18,12 +18,12 @@ import workbench as wb
 from tests.profiles import examples
 from tests.served import APART, BEHIND, Alone, Told, alone, go_on, ids, same, serve
 from workbench.config import BEST, TogglePreset, Toggles
-from workbench.engine.asks import LENGTH, STOP, Ask
 from workbench.engine.engine import Engine
-from workbench.engine.requests import logprobs
-from workbench.engine.slots import Slots
+from workbench.engine.slots.asks import LENGTH, STOP, Ask
+from workbench.engine.slots.requests import logprobs
+from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampling
-from workbench.serve.serving import serving
+from workbench.server.serving import serving
 
 N_SLOTS, ROOM, N_UBATCH = 5, 96, 16
 # a shared region for less than two whole requests, so that some wait, and kept cells are let go

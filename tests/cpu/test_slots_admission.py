@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.profiles import examples
 from tests.served import APART, Told, alone, check_cells, go_on, ids, same, serve
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
-from workbench.engine.asks import CANCELLED, LENGTH, TIMEOUT, Ask
 from workbench.engine.engine import Engine
-from workbench.engine.seats import LEAST_GAIN
-from workbench.engine.slots import Slots
-from workbench.errors import UsageError
+from workbench.engine.slots.asks import CANCELLED, LENGTH, TIMEOUT, Ask
+from workbench.engine.slots.seats import LEAST_GAIN
+from workbench.engine.slots.slots import Slots
 
 N_SLOTS = 4
 

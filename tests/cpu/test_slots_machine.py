@@ -14,9 +14,9 @@ import workbench as wb
 from tests.profiles import examples
 from tests.served import APART, BEHIND, Alone, Told, alone, check_cells, go_on, ids, near
 from workbench.config import Toggles
-from workbench.engine.asks import CANCELLED, LENGTH, STOP, TIMEOUT, Ask
 from workbench.engine.engine import Engine
-from workbench.engine.slots import Slots
+from workbench.engine.slots.asks import CANCELLED, LENGTH, STOP, TIMEOUT, Ask
+from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampling
 
 N_SLOTS, ROOM = 3, 64

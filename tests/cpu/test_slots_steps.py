@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.profiles import examples
 from tests.served import APART, BEHIND, Told, check_cells, go_on, ids, serve
+from workbench.common.errors import DeviceError
 from workbench.config import Toggles
 from workbench.engine import step as step_room
-from workbench.engine.asks import CANCELLED, FAILED, LENGTH, TIMEOUT, Ask
 from workbench.engine.engine import Engine
-from workbench.engine.slots import Slots
-from workbench.errors import DeviceError
+from workbench.engine.slots.asks import CANCELLED, FAILED, LENGTH, TIMEOUT, Ask
+from workbench.engine.slots.slots import Slots
 
 N_SLOTS, N_UBATCH = 4, 12
 SETTINGS = {"host": APART, "behind": BEHIND | APART, "shared": BEHIND}

@@ -20,12 +20,12 @@ from tests.late_host import LATE, late_looks, never_passed  # noqa: F401 - of ev
 from tests.orderings import PLACED
 from tests.profiles import share
 from workbench.backend.base import Captured
-from workbench.backend.issue import Prepared
-from workbench.backend.stamps import StampRing
-from workbench.bench.gaps import host_gaps
-from workbench.bench.token_parts import PARTS, token_parts
-from workbench.engine.reuse import Key
-from workbench.errors import DeviceError, UsageError
+from workbench.backend.clock.stamps import StampRing
+from workbench.backend.issue.prepared import Prepared
+from workbench.benchmarks.times.gaps import host_gaps
+from workbench.benchmarks.times.token_parts import PARTS, token_parts
+from workbench.common.errors import DeviceError, UsageError
+from workbench.engine.programs import Key
 from workbench.program.commands import COMPUTE_STREAM, Launch, Replay
 from workbench.trace.profile import profile
 from workbench.trace.spans import now_ns

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.bench.results import SampleTable, load_run
+from workbench.benchmarks.runs.results import SampleTable, load_run
 from workbench.cli import main, streams
 from workbench.cli.interrupts import Stop, heeded
 

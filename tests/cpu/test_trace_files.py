@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from tests.unit import chrome_decode, perfetto_decode
-from workbench import checkout
+from workbench.common import checkout
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.graph.ops import touched_bytes

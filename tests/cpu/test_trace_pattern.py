@@ -10,8 +10,8 @@ import pytest
 from tests.oracles.trace_pattern import HIDDEN, trace_pattern
 from tests.orderings import PLACED
 from tests.profiles import share
-from workbench.backend.cpu.embedded import EmbeddedDevice
-from workbench.backend.issued import Issued
+from workbench.backend.cpu.device.embedded import EmbeddedDevice
+from workbench.backend.issue.issued import Issued
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.program.commands import Space

@@ -8,7 +8,7 @@ import pytest
 
 import workbench as wb
 from tests.profiles import share
-from workbench.backend.issue import Prepared
+from workbench.backend.issue.prepared import Prepared
 from workbench.config import Toggles
 from workbench.program.commands import RESULT, Copy, Program, Record, Sync, Write
 

@@ -15,11 +15,11 @@ from plannable import Log, planned, spins
 
 import workbench as wb
 from tests.gates import hold
-from workbench.backend.cpu.embedded import open_backend
-from workbench.backend.cpu.recorded import EmbeddedPlan
-from workbench.backend.plan import Planned
+from workbench.backend.cpu.device.embedded import open_backend
+from workbench.backend.cpu.device.recorded import EmbeddedPlan
+from workbench.backend.plan.life import Planned
+from workbench.common.errors import DeviceError
 from workbench.config import Toggles
-from workbench.errors import DeviceError
 from workbench.program.commands import COPY_STREAM
 
 SCOPES: dict[str, dict[str, str]] = {

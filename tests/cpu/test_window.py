@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests import reference
 from tests.profiles import examples
+from workbench.common.errors import ModelFileError
 from workbench.config import Toggles
+from workbench.engine.cache.kv_cache import KVCache
+from workbench.engine.cache.masks import HIDDEN
 from workbench.engine.engine import Engine
-from workbench.engine.kv_cache import KVCache
-from workbench.engine.masks import HIDDEN
-from workbench.errors import ModelFileError
-from workbench.model import presets, synth
+from workbench.model.synth import models as synth
+from workbench.model.synth import shapes as presets
 
 WINDOW = 21
 RNG = np.random.default_rng(23)

@@ -5,7 +5,7 @@ A room of the package has a file in `rooms/`, a list of tables:
     [[fault]]
     name = "reuse-keeps-a-refusing-program"
     means = "A kept program whose inputs refuse the step is used all the same."
-    at = "workbench/engine/reuse.py::KeepByShape.get"
+    at = "workbench/engine/programs.py::KeepByShape.get"
     old = "if kept is None or kept.refusing:"
     new = "if kept is None:"
 

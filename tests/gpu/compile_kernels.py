@@ -23,9 +23,9 @@ from typing import Any
 
 from tests.gpu.harness import Wanted
 from tests.gpu.twins.product import FOLDER
-from workbench.backend.cuda import nvrtc
-from workbench.backend.cuda.driver import device_properties, libraries
-from workbench.errors import WorkbenchError
+from workbench.backend.cuda.device.driver import device_properties, libraries
+from workbench.backend.cuda.kernels import nvrtc
+from workbench.common.errors import WorkbenchError
 
 MODULES = ("attention", "attention_types", "attention_ways", "debug_arena", "fused", "products",
            "ranges", "repetitions", "tiles", "tunings")  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.harness import POISON, Compute, Guarded
-from workbench.backend.cuda.backend import CudaBackend, open_backend
+from workbench.backend.cuda.device.backend import CudaBackend, open_backend
 from workbench.graph.ir import Kind, Node, Tensor
 
 

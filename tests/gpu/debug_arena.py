@@ -29,11 +29,11 @@ from typing import Any
 import numpy as np
 
 from workbench.backend.base import Backend, Memory
-from workbench.backend.cuda import driver
-from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.device import driver
+from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.engine.batch import make_batch
+from workbench.engine.cache.kv_cache import KVCache
 from workbench.engine.engine import Engine
-from workbench.engine.kv_cache import KVCache
 from workbench.engine.step_programs import fused_graph, unfused_graph
 from workbench.graph.ir import Graph, Kind, Node, Tensor
 from workbench.program.commands import Space

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from workbench.backend.cuda import nvrtc, op_table
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.kernel import Kernel
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.kernels import nvrtc, op_table
+from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.graph.ir import Node
 from workbench.program.commands import Space
 

@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from data.measure.sources import source_hash  # noqa: E402
-from workbench.backend.cuda.backend import probe  # noqa: E402
-from workbench.output import write_text  # noqa: E402
+from workbench.backend.cuda.device.backend import probe  # noqa: E402
+from workbench.common.output import write_text  # noqa: E402
 
 RESULTS = ROOT / "data" / "results"
 TESTS = ROOT / "tests" / "gpu"

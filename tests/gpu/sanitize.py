@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.measure.sources import ROOT, source_hash
-from workbench.backend.cuda.backend import probe
-from workbench.errors import WorkbenchError
-from workbench.output import write_text
+from workbench.backend.cuda.device.backend import probe
+from workbench.common.errors import WorkbenchError
+from workbench.common.output import write_text
 
 OUT = ROOT / "data" / "results" / "gpu-sanitizer.json"
 LIMIT_S = 480  # for everything

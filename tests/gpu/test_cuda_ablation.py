@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from data.measure import __main__ as measure
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.bench.kernel_rigs import PDL, PLAIN
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.benchmarks.kernels.kernel_rigs import PDL, PLAIN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

@@ -11,12 +11,12 @@ import pytest
 from tests.gpu.harness import Compute, Wanted, compile_side_by_side, distance
 from tests.gpu.twins import attention as twin
 from tests.planes import activation_planes
-from workbench.backend.cuda import attention as ca
-from workbench.backend.cuda.attention import AttentionAt
-from workbench.backend.cuda.attention import AttentionShape as Shape
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.kernel import Kernel, Work, blocks
-from workbench.errors import DeviceError
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.kernels import attention as ca
+from workbench.backend.cuda.kernels.attention import AttentionAt
+from workbench.backend.cuda.kernels.attention import AttentionShape as Shape
+from workbench.backend.cuda.kernels.kernel import Kernel, Work, blocks
+from workbench.common.errors import DeviceError
 from workbench.graph.ir import F16, F32, Kind, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import Space

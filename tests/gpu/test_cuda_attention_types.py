@@ -13,9 +13,9 @@ from tests.attention import Case, attention_case, causal, parted, skipping
 from tests.cpu.test_cache_types import PAIRS, TOLERANCE, answers, load
 from tests.gpu.harness import Compute, compile_side_by_side, distance, kernels_of
 from tests.gpu.test_cuda_attention_ways import masks
-from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.common.errors import DeviceError
 from workbench.config import KVParts
-from workbench.errors import DeviceError
 from workbench.graph.ir import BF16, CACHE_DTYPES, F16, F32, Q8_0, DType, Node
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ import pytest
 
 from tests.attention import Case, attention_case, broadcast, causal, parted, skipping, windowed
 from tests.gpu.harness import Compute, compile_side_by_side, distance, kernels_of
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.engine import kv_extent
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.engine.cache import extent as kv_extent
 from workbench.graph import ops
 from workbench.graph.ir import F16, Node, Tensor
 

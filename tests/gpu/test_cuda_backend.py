@@ -12,8 +12,8 @@ import pytest
 
 from tests import gates
 from tests.gates import hold
-from workbench.backend.cuda.backend import CudaBackend, open_backend, probe
-from workbench.errors import DeviceError
+from workbench.backend.cuda.device.backend import CudaBackend, open_backend, probe
+from workbench.common.errors import DeviceError
 from workbench.graph.ir import F16, F32, Kind, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space

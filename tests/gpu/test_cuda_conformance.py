@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conformance import CHECKS, reads_late, run_check
 
-from workbench.backend.cuda.backend import open_backend
+from workbench.backend.cuda.device.backend import open_backend
 from workbench.program.commands import Space
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]

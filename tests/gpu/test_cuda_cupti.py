@@ -12,8 +12,8 @@ import workbench as wb
 from tests.oracles.trace_pattern import HIDDEN, trace_pattern
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.program.commands import HOST, Copy, Launch, Replay
-from workbench.trace import cupti as collector
-from workbench.trace.activity import KERNEL
+from workbench.trace.cupti import collector
+from workbench.trace.cupti.activity import KERNEL
 from workbench.trace.profile import Profile, profile
 
 bindings = pytest.importorskip("cupti.cupti")

@@ -18,7 +18,7 @@ from tests import ranges
 from tests.gpu.debug_arena import DebugSteps, Mode, exact_sizes, run_alone
 from tests.gpu.harness import Wanted, compile_side_by_side, kernels_of
 from tests.graphs import Decoder, values_for
-from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.config import Toggles
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse

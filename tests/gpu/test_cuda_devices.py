@@ -12,9 +12,9 @@ import workbench as wb
 from tests.gates import hold
 from tests.nll import ORDERINGS, is_the_same_under_every_ordering, nll
 from tests.orderings import PLACED
-from workbench.backend.cuda.backend import open_backend
+from workbench.backend.cuda.device.backend import open_backend
+from workbench.common.errors import DeviceError
 from workbench.config import Toggles
-from workbench.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM, HOST, Copy, Launch, Space
 from workbench.trace.profile import profile
 

@@ -23,7 +23,7 @@ from tests.cpu.test_logits import (  # noqa: F401 - `engine` is a fixture
 from tests.edited import retyped
 from tests.stored_blocks import TYPES
 from workbench.config import EXPAND, Toggles
-from workbench.model.presets import QUANTS
+from workbench.model.synth.shapes import QUANTS
 from workbench.trace.profile import profile
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ import pytest
 
 from tests.cpu.test_first_steps import SLOTS, load, served
 from workbench.backend import compiled
-from workbench.engine.first_steps import first_steps
-from workbench.engine.slots import Slots
+from workbench.engine.slots.first_steps import first_steps
+from workbench.engine.slots.slots import Slots
 
 pytestmark = pytest.mark.gpu
 

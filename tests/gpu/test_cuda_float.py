@@ -19,12 +19,12 @@ from tests import reference
 from tests.cpu.test_logits import tokens_for
 from tests.gpu.harness import Compute, distance
 from tests.oracles.dequantize import dequantize
-from workbench.backend.cuda import op_table
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.kernel import Kernel
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.kernels import op_table
+from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.graph.ir import DTYPES, F32, WEIGHT_DTYPES, Kind, Node, Tensor
 from workbench.graph.ops import make
-from workbench.model.quants import random_blocks
+from workbench.model.gguf.quants import random_blocks
 
 pytestmark = pytest.mark.gpu
 

@@ -15,14 +15,14 @@ import pytest
 import workbench as wb
 from tests.gpu.harness import Wanted, compile_side_by_side, kernels_of
 from tests.graphs import Decoder, fused_nodes, values_for, wiring
-from workbench.backend.cuda import op_table
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.bench import answers
-from workbench.bench.workload import Tokens
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.kernels import op_table
+from workbench.benchmarks.compare import answers
+from workbench.benchmarks.workload import Tokens
 from workbench.config import ROUNDING, Toggles
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, F32, Q4_0, Q4_K, Q6_K, Q8_0, Q8_ACT, Kind, Node, Tensor
-from workbench.model.quants import unpack_activations
+from workbench.model.gguf.quants import unpack_activations
 from workbench.program.commands import Launch, Space
 
 pytestmark = pytest.mark.gpu

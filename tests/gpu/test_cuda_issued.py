@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tests.gates import hold
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.issued import Issued
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.issue.issued import Issued
 from workbench.graph.ir import F16, F32, I32, Q4_0, Q8_ACT, DType, Kind, Node, Tensor
 from workbench.graph.ops import make
-from workbench.model.quants import quantize_activations, random_blocks
+from workbench.model.gguf.quants import quantize_activations, random_blocks
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,9 @@ import pytest
 import workbench as wb
 from tests.cpu.test_kept_programs import MADE, MAKING, Steps, growth
 from tests.cpu.test_logits import engine, one_by_one, tokens_for  # noqa: F401 - a fixture
-from workbench.bench.answers import compare_logits
+from workbench.benchmarks.compare.answers import compare_logits
 from workbench.config import Toggles
-from workbench.engine.reuse import REDO
+from workbench.engine.programs import REDO
 
 pytestmark = pytest.mark.gpu
 

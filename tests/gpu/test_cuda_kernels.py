@@ -23,7 +23,7 @@ from workbench.graph.ir import (
     Tensor,
 )
 from workbench.graph.ops import make
-from workbench.model.quants import quantize_activations, random_blocks
+from workbench.model.gguf.quants import quantize_activations, random_blocks
 
 pytestmark = pytest.mark.gpu
 

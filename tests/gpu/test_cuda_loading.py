@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests.planes import repacked
-from workbench.backend.cuda import weights as cuda_weights
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.weights import ENTRY_BYTES, N_ENTRIES, Uploader
+from workbench.backend.cuda.device import weights as cuda_weights
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.device.weights import ENTRY_BYTES, N_ENTRIES, Uploader
+from workbench.common.errors import DeviceError
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.errors import DeviceError
 from workbench.graph.ir import DTYPES, F16, F32, WEIGHT_DTYPES, DType, Kind, Tensor
 from workbench.graph.ops import make
 

@@ -16,13 +16,13 @@ import pytest
 import workbench as wb
 from tests.cpu.test_branches import FUSED, KEPT, STEP
 from tests.cpu.test_logits import one_by_one, tokens_for
-from workbench.backend.bind import plannable
-from workbench.backend.cuda import noting
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.kernel import Kernel
-from workbench.backend.launch_notes import NOTE_BYTES, times_of
-from workbench.bench.overlap import RESOLVED_TICKS, in_flight, measure_overlap
-from workbench.engine.kernel_spans import kernel_spans
+from workbench.backend.clock.launch_notes import NOTE_BYTES, times_of
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.kernels import noting
+from workbench.backend.cuda.kernels.kernel import Kernel
+from workbench.backend.issue.bind import plannable
+from workbench.benchmarks.times.overlap import RESOLVED_TICKS, in_flight, measure_overlap
+from workbench.engine.look.kernel_spans import kernel_spans
 from workbench.program.commands import Launch, Space, compute_stream
 from workbench.trace.spans import now_ns
 

@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from workbench.bench.workload import parse
+from workbench.benchmarks.workload import parse
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import measuring
-from workbench.errors import UsageError
 from workbench.lab import pair
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 from data.measure.command import Options
 from data.measure.peer import OURS, PeerRun
 from tests.peer import cuda, fake_llama_bench
-from workbench.bench import results
+from workbench.benchmarks.runs import results
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 MODEL = "tiny-llama-q8_0"

@@ -14,13 +14,13 @@ import pytest
 import workbench as wb
 from tests.cpu.test_logits import engine, one_by_one, tokens_for  # noqa: F401 - a fixture
 from tests.gates import hold
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.cublas import PRODUCT
-from workbench.backend.cuda.graph_nodes import COPIES, GraphArguments, commands_of
-from workbench.backend.cuda.graphs import CudaGraph
-from workbench.backend.issued import Issued, Plannable, in_order
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.device.graph_nodes import COPIES, GraphArguments, commands_of
+from workbench.backend.cuda.device.graphs import CudaGraph
+from workbench.backend.cuda.kernels.cublas import PRODUCT
+from workbench.backend.issue.issued import Issued, Plannable, in_order
+from workbench.common.errors import DeviceError
 from workbench.config import Toggles
-from workbench.errors import DeviceError
 from workbench.graph.ir import F32, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space

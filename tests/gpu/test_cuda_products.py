@@ -33,10 +33,10 @@ from tests.gpu.harness import (
 )
 from tests.gpu.twins.product import simple_product
 from tests.oracles.dequantize import dequantize
-from workbench.backend.cuda import gemm
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.kernel import Kernel, Work
-from workbench.backend.cuda.matvec import Segment
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.kernels import gemm
+from workbench.backend.cuda.kernels.kernel import Kernel, Work
+from workbench.backend.cuda.kernels.matvec import Segment
 from workbench.graph.ir import (
     DTYPES,
     F32,
@@ -49,7 +49,7 @@ from workbench.graph.ir import (
     Tensor,
 )
 from workbench.graph.ops import make
-from workbench.model.quants import quantize_activations, random_blocks, unpack_activations
+from workbench.model.gguf.quants import quantize_activations, random_blocks, unpack_activations
 
 pytestmark = pytest.mark.gpu
 

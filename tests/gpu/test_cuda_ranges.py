@@ -6,7 +6,7 @@ import pytest
 
 from tests import ranges
 from tests.gpu.harness import Wanted, compile_side_by_side, kernels_of
-from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.device.backend import CudaBackend
 
 pytestmark = pytest.mark.gpu
 

@@ -25,8 +25,9 @@ from tests.gpu.harness import Wanted, compile_side_by_side, kernels_of
 from tests.graphs import Decoder, values_for
 from tests.ranges import meaningful
 from workbench.backend.base import Issue, Memory
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.issued import in_order
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.issue.issued import in_order
+from workbench.common.sizes import round_up
 from workbench.graph import arena
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import (
@@ -44,7 +45,6 @@ from workbench.graph.ir import (
 )
 from workbench.graph.ops import make
 from workbench.program.commands import Space
-from workbench.sizes import round_up
 
 pytestmark = pytest.mark.gpu
 

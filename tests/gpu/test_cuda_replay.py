@@ -8,13 +8,19 @@ import numpy as np
 import pytest
 
 from workbench.backend.base import Issue
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.kernel import Kernel
-from workbench.backend.cuda.replay import READ_GRIDS, READ_WORDS, TimedReplay, l2_bytes, read_rates
-from workbench.bench.kernel_bench import KernelMatrix, bench_kernels
-from workbench.bench.kernel_cases import parse_shapes, parse_types
-from workbench.bench.kernel_rigs import PDL, PLAIN
-from workbench.errors import UsageError
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.device.replay import (
+    READ_GRIDS,
+    READ_WORDS,
+    TimedReplay,
+    l2_bytes,
+    read_rates,
+)
+from workbench.backend.cuda.kernels.kernel import Kernel
+from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, bench_kernels
+from workbench.benchmarks.kernels.kernel_cases import parse_shapes, parse_types
+from workbench.benchmarks.kernels.kernel_rigs import PDL, PLAIN
+from workbench.common.errors import UsageError
 from workbench.graph.ir import F32, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import COMPUTE_STREAM, Space

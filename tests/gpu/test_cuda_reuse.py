@@ -9,10 +9,10 @@ import pytest
 
 import workbench as wb
 from tests.reuse import N_CTX, N_UBATCH, PAD, WAYS, boundaries, long_run, mixed_run, view_addresses
-from workbench.bench.answers import compare_logits
-from workbench.bench.arms import answer_between
+from workbench.benchmarks.compare.answers import compare_logits
+from workbench.benchmarks.compare.arms import answer_between
 from workbench.config import EXACT, ROUNDING, Toggles
-from workbench.engine.phases import Phases
+from workbench.engine.look.phases import Phases
 from workbench.program.commands import Launch
 
 pytestmark = pytest.mark.gpu

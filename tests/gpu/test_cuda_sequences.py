@@ -19,8 +19,8 @@ from tests.cpu.test_sequences import (
     submitted,
     together,
 )
-from workbench.bench.answers import compare_logits
-from workbench.bench.workload import draw_tokens, parse, take_sample
+from workbench.benchmarks.compare.answers import compare_logits
+from workbench.benchmarks.workload import draw_tokens, parse, take_sample
 from workbench.config import Toggles
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,7 @@ from tests.cpu.test_stamps import (  # noqa: F401 - `never_passed` is of every t
     ring_goes_round,
     small_rings,
 )
-from workbench.bench.token_parts import token_parts
+from workbench.benchmarks.times.token_parts import token_parts
 from workbench.config import Toggles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]

@@ -13,11 +13,11 @@ import pytest
 import workbench as wb
 from tests.cpu.test_branches import FUSED, KEPT, SETTINGS, STEP, serial
 from tests.cpu.test_logits import one_by_one, tokens_for
-from workbench.backend.bind import plannable
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.graphs import CudaGraph
-from workbench.backend.cuda.kernel import Kernel
-from workbench.backend.issued import Issued
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.device.graphs import CudaGraph
+from workbench.backend.cuda.kernels.kernel import Kernel
+from workbench.backend.issue.bind import plannable
+from workbench.backend.issue.issued import Issued
 from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import Space, compute_stream
 

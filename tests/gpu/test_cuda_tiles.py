@@ -22,10 +22,10 @@ from tests.gpu.test_cuda_products import (
     builds,
     quantised,
 )
-from workbench.backend.cuda import gemm
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.kernel import blocks
-from workbench.backend.cuda.tiling import (
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.kernels import gemm
+from workbench.backend.cuda.kernels.kernel import blocks
+from workbench.backend.cuda.kernels.tiling import (
     HOPPER_SHAPES,
     PLANES,
     SHAPES,

@@ -12,12 +12,12 @@ import pytest
 
 from tests.gpu.harness import Wanted, compile_side_by_side, distance
 from tests.gpu.test_cuda_products import EXACT, Several, quantised
-from workbench.backend.cuda import matvec
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.kernel import Kernel
-from workbench.backend.cuda.matvec import Segment, X
-from workbench.backend.cuda.tuning import Tuning, tuning
-from workbench.bench.kernel_cases import SHAPES
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.kernels import matvec
+from workbench.backend.cuda.kernels.kernel import Kernel
+from workbench.backend.cuda.kernels.matvec import Segment, X
+from workbench.backend.cuda.kernels.tuning import Tuning, tuning
+from workbench.benchmarks.kernels.kernel_cases import SHAPES
 from workbench.graph.ir import QUANTISED, WEIGHT_DTYPES
 
 pytestmark = pytest.mark.gpu

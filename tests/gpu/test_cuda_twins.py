@@ -16,10 +16,10 @@ import workbench as wb
 from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
 from tests.gates import hold
 from tests.gpu.test_cuda_plans import FUSED, SCOPES, Line, _free, captured_of, line, moved  # noqa: F401
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.graphs import CudaGraph
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.device.graphs import CudaGraph
+from workbench.common.errors import DeviceError
 from workbench.config import Toggles
-from workbench.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM
 
 pytestmark = pytest.mark.gpu

@@ -12,9 +12,9 @@ import pytest
 import workbench as wb
 from data.measure import __main__ as measure
 from data.measure import ablation, launches, matrix, session
-from workbench.backend.cuda.kernel import Gemm, Kernel, Work
-from workbench.bench.kernel_cases import SHAPES
-from workbench.engine.reuse import Key
+from workbench.backend.cuda.kernels.kernel import Gemm, Kernel, Work
+from workbench.benchmarks.kernels.kernel_cases import SHAPES
+from workbench.engine.programs import Key
 from workbench.graph import arena
 from workbench.graph.ir import F32, Q4_0, Kind
 from workbench.program.commands import DEVICE, Buffer, Launch

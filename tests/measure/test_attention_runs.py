@@ -11,8 +11,8 @@ from data.measure import attention, readme
 from data.measure.attention import RUNS, Shape, arms_of, step
 from data.measure.command import Options
 from data.measure.recorded import NOT_MEASURED, Recorded
-from workbench.bench import results
-from workbench.errors import UsageError
+from workbench.benchmarks.runs import results
+from workbench.common.errors import UsageError
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 

@@ -12,9 +12,9 @@ from data.measure.batched import RUNS, BatchedRun, Bounds, bounds
 from data.measure.command import Options
 from data.measure.recorded import NOT_MEASURED, PHASES, Recorded
 from tests.peer import fake_llama_bench
-from workbench.bench import results
-from workbench.bench.stats import MIN_REPETITIONS
-from workbench.errors import UsageError
+from workbench.benchmarks.compare.stats import MIN_REPETITIONS
+from workbench.benchmarks.runs import results
+from workbench.common.errors import UsageError
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 RECORDED = sorted((RESULTS / RUNS.name).glob("*/run.json"))

@@ -9,10 +9,10 @@ import pytest
 
 from data.measure import best_table
 from data.measure.matrix import SETS, SETS_SEVERAL
-from workbench.bench.arms import switched
-from workbench.bench.comparison import AB
-from workbench.bench.results import COMPLETE, Run, SampleTable
-from workbench.bench.stats import SAME
+from workbench.benchmarks.compare.arms import switched
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.stats import SAME
+from workbench.benchmarks.runs.results import COMPLETE, Run, SampleTable
 from workbench.config import Toggles
 from workbench.config.presets import best_set
 

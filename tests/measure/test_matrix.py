@@ -11,8 +11,8 @@ from data.measure.mechanisms import MECHANISMS
 from data.measure.session import BACKGROUNDS, FILES, RESOLVED, parsed, toggles_of
 from data.measure.steps import KINDS
 from workbench.backend.null import open_backend
-from workbench.bench.arms import arms_of
-from workbench.bench.workload import parse_tests
+from workbench.benchmarks.compare.arms import arms_of
+from workbench.benchmarks.workload import parse_tests
 from workbench.config import Toggles
 from workbench.engine.choose import settle
 from workbench.program.capabilities import Capabilities

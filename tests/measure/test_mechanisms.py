@@ -23,8 +23,9 @@ from data.measure.peer import recorded_peer
 from data.measure.readme import made
 from data.measure.recorded import Recorded
 from data.measure.skipping import comparisons, runs
-from workbench.bench import gaps, results
-from workbench.bench.comparison import AB
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.runs import results
+from workbench.benchmarks.times import gaps
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 

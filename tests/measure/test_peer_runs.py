@@ -19,7 +19,8 @@ from data.measure.peer import FOLDER, MODELS, SWITCHES, PeerRun, recorded_peers,
 from data.measure.recorded import Recorded
 from tests import peer_runs
 from tests.peer_runs import ARMS, BEST, CONTROL
-from workbench.bench import results, stats
+from workbench.benchmarks.compare import stats
+from workbench.benchmarks.runs import results
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"

@@ -8,7 +8,7 @@ import pytest
 
 from data.measure import plan_costs
 from tests.unit.fake_cuda import fake_backend
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 
 SET = {"set_kernel_first_us", "set_kernel_us", "set_copy_first_us", "set_copy_us"}
 TIMES = {

@@ -13,10 +13,10 @@ import pytest
 from data.measure import plan_tables, readme, targets
 from data.measure.matrix import OFF, SETS, STEP, WHOLE
 from data.measure.recorded import Recorded
-from workbench.bench import results
-from workbench.bench.arms import switched
+from workbench.benchmarks.compare.arms import switched
+from workbench.benchmarks.runs import results
 from workbench.config import Toggles
-from workbench.engine.phases import PHASES
+from workbench.engine.look.phases import PHASES
 
 MODEL = "llama-3.2-1b-bf16"
 COUNTED = [f"{phase}_{what}" for phase in PHASES for what in ("ns", "n")]

@@ -13,7 +13,7 @@ from data.measure import proofs, readme
 from data.measure.proofs import OUT, proved
 from data.measure.races_of_record import record_rows
 from data.measure.recorded import Recorded
-from notebooks.proofs import proof_frame
+from workbench.answers.proofs import proof_frame
 
 ROOT = Path(__file__).resolve().parents[2]
 

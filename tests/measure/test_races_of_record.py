@@ -9,7 +9,7 @@ import pytest
 from data.measure.races_of_record import CASES, N_COPIES, Named, named, two_devices
 from data.measure.script import Script
 from tests.oracles import adversary
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.ir import F32
 from workbench.graph.ops import make

@@ -17,14 +17,14 @@ from data.measure.sources import age, unmarked
 from tests.gpu import sanitize
 from tests.notebooks.record import MADE
 from tests.profiles import share
-from workbench.bench.arms import answer_between
-from workbench.bench.comparison import AB
-from workbench.bench.gaps import Gaps
-from workbench.bench.perplexity import TOKENS, Agreement
-from workbench.bench.results import load_run
+from workbench.benchmarks.compare.arms import answer_between
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.runs.results import load_run
+from workbench.benchmarks.scores.perplexity import TOKENS, Agreement
+from workbench.benchmarks.times.gaps import Gaps
+from workbench.common.devices import is_gpu
+from workbench.common.errors import WorkbenchError
 from workbench.config import EXACT, Toggles
-from workbench.devices import is_gpu
-from workbench.errors import WorkbenchError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"

@@ -14,7 +14,7 @@ from data.measure.recorded import Recorded
 from data.measure.same_logits import block, cases, compare, record, trees
 from data.measure.same_logits.cases import Engine, Key, cut, distinct, text
 from workbench.config import EngineConfig, Toggles
-from workbench.model.synth import TINY
+from workbench.model.synth.models import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 

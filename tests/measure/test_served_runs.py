@@ -24,8 +24,8 @@ from data.measure.peer import LLAMA
 from data.measure.random_lengths import RandomRun
 from data.measure.recorded import NOT_MEASURED, Recorded
 from tests.peer import fake_llama_bench
-from workbench.bench import results
-from workbench.errors import UsageError
+from workbench.benchmarks.runs import results
+from workbench.common.errors import UsageError
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 MODEL = "tiny-llama-q8_0"

@@ -11,9 +11,9 @@ from data.measure.__main__ import measure
 from data.measure.recorded import NOT_MEASURED, Recorded
 from data.measure.session import FILES, Session, toggles_of
 from tests.unit.fake_cuda import fake_backend
-from workbench.bench.results import load_run
+from workbench.benchmarks.runs.results import load_run
+from workbench.common.errors import UsageError, WorkbenchError
 from workbench.config import Toggles
-from workbench.errors import UsageError, WorkbenchError
 
 
 def session(tmp_path: Path, **given) -> Session:
@@ -156,7 +156,7 @@ def test_plans_and_reuse_of_a_model_run_on_a_faked_gpu(tmp_path, tiny_models, mo
         return ends, [(end + 100, end + 900) for end in ends]
 
     fake_backend(monkeypatch)
-    monkeypatch.setattr("workbench.bench.token_parts.stamped_steps", stamped)
+    monkeypatch.setattr("workbench.benchmarks.times.token_parts.stamped_steps", stamped)
     model, steps = matrix.PLANNED[0], ("plans", "best", "reuse", "grown")
     measure(*steps, out=tmp_path, models=tiny_models, device="cuda", quick=True, only=model)
     parts = load_run(tmp_path / f"quick-cuda-plans-{model}").run["result"]["parts"]

@@ -23,8 +23,8 @@ from data.measure.skipping import (
     runs,
     ways,
 )
-from workbench.bench import results
-from workbench.bench.arms import arms_of
+from workbench.benchmarks.compare.arms import arms_of
+from workbench.benchmarks.runs import results
 from workbench.config import Toggles
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"

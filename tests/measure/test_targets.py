@@ -12,9 +12,9 @@ import pytest
 from data.measure import __main__ as measure
 from data.measure import blocks, matrix, readme, recorded, session, targets
 from data.measure.recorded import LARGE, SMALL, TYPES, Recorded
-from workbench.bench import results
+from workbench.benchmarks.runs import results
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
-from workbench.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"

@@ -26,12 +26,12 @@ import nbformat
 
 import workbench as wb
 from workbench.backend.base import choose_device
-from workbench.bench import provenance
-from workbench.bench.stats import MIN_REPETITIONS
+from workbench.benchmarks.compare.stats import MIN_REPETITIONS
+from workbench.benchmarks.runs import provenance
+from workbench.common.errors import UsageError, WorkbenchError
 from workbench.config import SyncMode
-from workbench.engine.kv_extent import WAYS
-from workbench.errors import UsageError, WorkbenchError
-from workbench.model.synth import write_model
+from workbench.engine.cache.extent import WAYS
+from workbench.model.synth.models import write_model
 from workbench.report import plots
 from workbench.report.render import execute_notebook
 from workbench.trace.profile import profile_each

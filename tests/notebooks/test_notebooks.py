@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 from tests.network import network_loads
 from tests.notebooks import record
 from tests.profiles import share
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.report.render import render_notebook
 
 ROOT = Path(__file__).resolve().parents[2]

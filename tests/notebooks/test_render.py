@@ -12,8 +12,8 @@ import nbformat
 import pytest
 
 from tests.network import network_loads
-from workbench.errors import UsageError, WorkbenchError
-from workbench.progress import SHARE, Bar
+from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.progress import SHARE, Bar
 from workbench.report import render
 from workbench.trace import perfetto
 from workbench.trace.spans import HOST_LANE, Span

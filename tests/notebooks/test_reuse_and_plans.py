@@ -7,9 +7,9 @@ import math
 import pytest
 
 import workbench as wb
-from notebooks import kept, planned, proofs
-from workbench.bench.token_parts import PARTS, token_parts
-from workbench.engine.reuse import WAYS
+from workbench.answers import kept, planned, proofs
+from workbench.benchmarks.times.token_parts import PARTS, token_parts
+from workbench.engine.programs import WAYS
 
 KEPT = wb.Toggles(graph_reuse="set_rows", sync="packed_implicit")
 STEP = wb.Toggles(**KEPT.changed(), plans="ours", plan_scope="step")

@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 
 import workbench as wb
-from notebooks import conclusions, loaded, masked, skipped
-from workbench.bench import results
-from workbench.bench.comparison import AB
-from workbench.bench.stats import speedup
+from workbench.answers import conclusions, loaded, masked, skipped
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.stats import speedup
+from workbench.benchmarks.runs import results
 from workbench.config import EngineConfig
 from workbench.report import plots, sentences
-from workbench.serve.bench import load_served
+from workbench.traffic.bench import load_served
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "data" / "results"

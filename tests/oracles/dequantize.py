@@ -1,6 +1,7 @@
 """The weights in a file's blocks as numbers: the reference that kernels are tested by.
 
-`workbench/model/quants.py` has the layouts. `dequantize` is bit-equal to `gguf.quants.dequantize`.
+`workbench/model/gguf/quants.py` has the layouts. `dequantize` is bit-equal to
+`gguf.quants.dequantize`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.graph import ir
-from workbench.model.quants import BLOCKS, MXFP4_VALUES, e8m0_half
+from workbench.model.gguf.quants import BLOCKS, MXFP4_VALUES, e8m0_half
 
 _CHUNK = 4096  # blocks dequantised together: temporaries stay in the cache
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.program.commands import COPY_STREAM, RESULT
 from workbench.program.letters import folded as fold_group
 from workbench.trace.spans import HOST_LANE, Span

@@ -34,12 +34,12 @@ import numpy as np
 from cyclopts import App
 
 from tests import reference
-from workbench.bench import provenance
-from workbench.bench.stats import speedup
-from workbench.model.gguf import model_hash
-from workbench.model.presets import QUANTS
-from workbench.model.synth import tiny_name, write_model, write_tiny
-from workbench.output import write_text
+from workbench.benchmarks.compare.stats import speedup
+from workbench.benchmarks.runs import provenance
+from workbench.common.output import write_text
+from workbench.model.gguf.file import model_hash
+from workbench.model.synth.models import tiny_name, write_model, write_tiny
+from workbench.model.synth.shapes import QUANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "data" / "results" / "peer-cpu.json"

@@ -9,7 +9,7 @@ each model, `data/results/peer-cuda/MODEL/`:
   reuse of its graph (LLAMA_GRAPH_REUSE_DISABLE=1). Ours are toggles: `best`, and `best` with
   plans of whole steps, launched ahead, that tell the host of their ends. Our first arm is there
   twice: the A/A control.
-* Round i runs each arm once; the order turns from round to round (`bench/rounds.py`).
+* Round i runs each arm once; the order turns from round to round (`benchmarks/compare/rounds.py`).
 * llama.cpp's turn is a process of its own: it loads the file and repeats each test. Ours is in this
   process, where the engine stays loaded and idle while llama.cpp computes.
 * The first repetition of a test in a turn is kept apart and not counted, on both sides. In it
@@ -42,14 +42,14 @@ from data.measure.session import parsed, toggles_of
 from tests.peer.llama_bench import LlamaBench, arguments, build, find, name_of
 from tests.peer.overlaps import overlaps
 from workbench.backend.base import open_backend
-from workbench.bench import provenance, results
-from workbench.bench import workload as w
-from workbench.bench.ab import describe
-from workbench.bench.gaps import CONTROL
-from workbench.bench.stats import MIN_REPETITIONS
+from workbench.benchmarks import workload as w
+from workbench.benchmarks.compare.ab import describe
+from workbench.benchmarks.compare.stats import MIN_REPETITIONS
+from workbench.benchmarks.runs import provenance, results
+from workbench.benchmarks.times.gaps import CONTROL
+from workbench.common.devices import is_gpu
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
-from workbench.devices import is_gpu
-from workbench.errors import UsageError
 
 SETTINGS = ("best", f"best {ANY} {WORD}")
 SWITCHED = ("default", "graphs=off", "graph_opt=1", "reuse=off")

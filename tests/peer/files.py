@@ -44,9 +44,9 @@ from tests.peer.compare import (
     model_file,
     random_tokens,
 )  # fmt: skip
+from workbench.common.output import writing
 from workbench.config import EXPAND
-from workbench.model.inspect import summary
-from workbench.output import writing
+from workbench.model.gguf.inspect import summary
 
 RESULT = ROOT / "data" / "results" / "peer-files.json"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import workbench as wb
 from data.measure.session import toggles_of
-from workbench.bench.overlap import measure_overlap
-from workbench.errors import WorkbenchError
+from workbench.benchmarks.times.overlap import measure_overlap
+from workbench.common.errors import WorkbenchError
 
 N_TOKENS = 8
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.texts import texts_of
 from workbench.cli import main
-from workbench.serve import worker
-from workbench.serve.worker import WorkerSettings
+from workbench.server.wire import worker
+from workbench.server.wire.worker import WorkerSettings
 
 
 def start(settings: WorkerSettings, n_fronts: int) -> tuple[list[Connection], FakeWorker]:
-    """As `workbench.serve.worker.start`."""
+    """As `workbench.server.wire.worker.start`."""
     config, n_slots, n_waiting = settings.config, settings.n_slots, settings.n_waiting
     name = Path(settings.model).name
     said = (name, config.device, n_slots, config.n_seqs, n_waiting, settings.toggles.changes)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.serve.live import Live, live
 from tests.serve.texts import texts_of
-from workbench.serve.text import TokenTexts
+from workbench.server.text import TokenTexts
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from workbench.serve.messages import (
+from workbench.server.wire.messages import (
     CANCELLED,
     FAILED,
     LENGTH,

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.texts import texts_of
-from workbench.model.synth import write_tiny
-from workbench.serve.front import FrontSettings
-from workbench.serve.server import Listening, serve
+from workbench.model.synth.models import write_tiny
+from workbench.server.server import Listening, serve
+from workbench.server.wire.front import FrontSettings
 
 MODELS = Path(__file__).resolve().parents[2] / "data" / "models"
 N_PROMPT, N_TOKENS = 1000, 1000

@@ -12,12 +12,12 @@ import httpx
 import openai
 
 from tests.serve.fake_worker import FakeWorker
-from workbench.serve.app import build
-from workbench.serve.chat import ChatTemplate
-from workbench.serve.front import SERVING, Front, FrontSettings
-from workbench.serve.link import Link
-from workbench.serve.server import FrontServer, Listening, serve
-from workbench.serve.text import TokenTexts
+from workbench.server.app import build
+from workbench.server.chat import ChatTemplate
+from workbench.server.server import FrontServer, Listening, serve
+from workbench.server.text import TokenTexts
+from workbench.server.wire.front import SERVING, Front, FrontSettings
+from workbench.server.wire.link import Link
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n"

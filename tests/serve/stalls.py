@@ -28,8 +28,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from workbench.bench import provenance
-from workbench.output import write_text
+from workbench.benchmarks.runs import provenance
+from workbench.common.output import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "data" / "results" / "stalls.json"
@@ -237,7 +237,7 @@ def main() -> None:
         load, most = Path(model).stem, 4000
         flags = ["workbench", "serve", "-m", model, "--slots", 8, "-c", 8 << 12]
     else:
-        from workbench.model.synth import write_tiny
+        from workbench.model.synth.models import write_tiny
 
         load, most = "no engine", 1 << 17
         tiny = write_tiny(ROOT / "data" / "models", "tiny-llama", "F16")

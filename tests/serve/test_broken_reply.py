@@ -8,7 +8,7 @@ import pytest
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import live
-from workbench.serve.text import TokenTexts
+from workbench.server.text import TokenTexts
 
 GOOD = {"prompt": [1], "max_tokens": 30}
 
@@ -58,7 +58,7 @@ def test_a_token_without_a_text_is_an_error_of_its_reply_alone(texts, monkeypatc
 
 
 def test_an_end_that_cannot_be_worded_is_an_error_of_its_reply_alone(texts, monkeypatch, capfd):
-    from workbench.serve import forms
+    from workbench.server.api import forms
 
     real = forms.Completions.end
 

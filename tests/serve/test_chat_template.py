@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from workbench.serve.chat import ChatTemplate, text_of
-from workbench.serve.faults import ApiError
-from workbench.serve.render import answer, compiled
+from workbench.server.api.faults import ApiError
+from workbench.server.chat import ChatTemplate, text_of
+from workbench.server.render import answer, compiled
 
 USER = [{"role": "user", "content": "a < b"}]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}

@@ -172,6 +172,6 @@ def test_wrong_flags_are_refused_before_anything_is_loaded(
     broken = tmp_path / "t.jinja"
     broken.write_text("{{ bos_token }}\n{% for %}")
     flags = [str(broken) if flag == "BROKEN" else flag for flag in flags]
-    monkeypatch.setattr("workbench.serve.worker.start", None)  # never called
+    monkeypatch.setattr("workbench.server.wire.worker.start", None)  # never called
     status, out, err = call("serve", "-m", model, *flags)
     assert status == 2 and not out and words in err and err.startswith("error: ")

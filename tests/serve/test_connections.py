@@ -14,9 +14,9 @@ import pytest
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import Live, live
 from tests.serve.test_hostile_clients import raw, wait_for
-from workbench.serve import protocol
-from workbench.serve.front import FrontSettings
-from workbench.serve.protocol import MAX_HEADERS
+from workbench.server.wire import protocol
+from workbench.server.wire.front import FrontSettings
+from workbench.server.wire.protocol import MAX_HEADERS
 
 
 def posted(body: dict, version: str = "1.1", path: str = "/v1/completions") -> bytes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.serve.live import Live, live
-from workbench.serve.aside import LONG
-from workbench.serve.echo import Echo
-from workbench.serve.front import FrontSettings
+from workbench.server.api.aside import LONG
+from workbench.server.api.echo import Echo
+from workbench.server.wire.front import FrontSettings
 
 TEXT = "the engine 🙂 waits"
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

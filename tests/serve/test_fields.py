@@ -15,17 +15,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import workbench.serve
+import workbench.server
 from tests.profiles import examples
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.from_schema import from_schema
 from tests.serve.live import Live, live
-from workbench.serve.faults import ApiError
-from workbench.serve.fields import ANSWERS, CHAT, CHATS, FIELDS, REFUSED, SCHEMAS, WITHOUT_EFFECT
-from workbench.serve.openapi import described
-from workbench.serve.schema import check
+from workbench.server.api.faults import ApiError
+from workbench.server.api.fields import (
+    ANSWERS,
+    CHAT,
+    CHATS,
+    FIELDS,
+    REFUSED,
+    SCHEMAS,
+    WITHOUT_EFFECT,
+)
+from workbench.server.api.openapi import described
+from workbench.server.api.schema import check
 
-PAGE = Path(workbench.serve.__file__).with_name("README.md")
+PAGE = Path(workbench.server.__file__).with_name("README.md")
 BODIES = {
     "/v1/completions": {"prompt": [5], "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},

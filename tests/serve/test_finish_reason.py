@@ -9,11 +9,11 @@ import pytest
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import live
-from workbench.engine.asks import REASONS, Ended, Timings, foremost
-from workbench.serve.fields import COMPLETIONS
-from workbench.serve.forms import Completions
-from workbench.serve.reading import Defaults, Prompt, wanted_of
-from workbench.serve.reply import Reply
+from workbench.engine.slots.asks import REASONS, Ended, Timings, foremost
+from workbench.server.api.fields import COMPLETIONS
+from workbench.server.api.forms import Completions
+from workbench.server.api.reading import Defaults, Prompt, wanted_of
+from workbench.server.reply import Reply
 
 TEXT = "the engine waits for the end"
 

@@ -18,7 +18,7 @@ from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import Live, in_process
 from tests.serve.test_hostile_clients import wait_for
 from tests.serve.test_schema import VALUES, bodies
-from workbench.serve.fields import SCHEMAS
+from workbench.server.api.fields import SCHEMAS
 
 QUIET = settings(
     max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None

@@ -16,11 +16,13 @@ import pytest
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import TEMPLATE, Live, live
-from workbench.serve import aside, protocol, reply, streams
-from workbench.serve.faults import ApiError
-from workbench.serve.fields import COMPLETIONS, NATIVE
-from workbench.serve.front import FrontSettings
-from workbench.serve.reading import Defaults, Reader, ReaderSpec
+from workbench.server import reply, streams
+from workbench.server.api import aside
+from workbench.server.api.faults import ApiError
+from workbench.server.api.fields import COMPLETIONS, NATIVE
+from workbench.server.api.reading import Defaults, Reader, ReaderSpec
+from workbench.server.wire import protocol
+from workbench.server.wire.front import FrontSettings
 
 JSON = {"content-type": "application/json"}
 ASK = {"prompt": [1], "max_tokens": 400}

@@ -19,13 +19,13 @@ from tests.serve import stalls
 from tests.serve.live import TEMPLATE, live
 from tests.serve.stalls import Streams
 from tests.serve.test_hostile_clients import wait_for
-from workbench.serve import aside
-from workbench.serve.aside import HUGE, LONG, Aside, Readers
-from workbench.serve.faults import ApiError
-from workbench.serve.fields import CHAT, COMPLETIONS, NATIVE
-from workbench.serve.front import FrontSettings
-from workbench.serve.reading import BodyRead, Defaults, Reader, ReaderSpec, wanted_of
-from workbench.serve.text import TokenTexts
+from workbench.server.api import aside
+from workbench.server.api.aside import HUGE, LONG, Aside, Readers
+from workbench.server.api.faults import ApiError
+from workbench.server.api.fields import CHAT, COMPLETIONS, NATIVE
+from workbench.server.api.reading import BodyRead, Defaults, Reader, ReaderSpec, wanted_of
+from workbench.server.text import TokenTexts
+from workbench.server.wire.front import FrontSettings
 
 MOST_BODY, N_CTX = 1 << 24, 4096
 

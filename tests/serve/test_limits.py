@@ -17,9 +17,9 @@ from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import live
 from tests.serve.test_hostile_clients import wait_for
 from workbench.cli.serve import DEFAULT_SERVER
-from workbench.serve import protocol
-from workbench.serve.front import FrontSettings
-from workbench.serve.server import Listening, is_loopback, listen
+from workbench.server.server import Listening, is_loopback, listen
+from workbench.server.wire import protocol
+from workbench.server.wire.front import FrontSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 

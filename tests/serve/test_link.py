@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import live
-from workbench.serve import link
-from workbench.serve.link import Link, Messages, framed
+from workbench.server.wire import link
+from workbench.server.wire.link import Link, Messages, framed
 
 LARGE = 3_000_000  # bytes, many times what a pipe holds
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}

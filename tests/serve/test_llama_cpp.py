@@ -12,7 +12,7 @@ import requests
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import live
-from workbench.serve.app import AT_ONCE
+from workbench.server.app import AT_ONCE
 
 RNG = random.Random(0)
 

@@ -11,7 +11,7 @@ import pytest
 from tests.serve.test_whole_server import model as model
 from tests.serve.test_whole_server import real as real
 from workbench.engine.engine import Engine
-from workbench.serve.text import TokenTexts
+from workbench.server.text import TokenTexts
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.profiles import examples
 from tests.serve.from_schema import from_schema
-from workbench.serve.faults import ApiError
-from workbench.serve.fields import SCHEMAS
-from workbench.serve.openapi import described
-from workbench.serve.schema import check, parse
+from workbench.server.api.faults import ApiError
+from workbench.server.api.fields import SCHEMAS
+from workbench.server.api.openapi import described
+from workbench.server.api.schema import check, parse
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 200) | st.floats(-2, 3) | st.text(max_size=3),

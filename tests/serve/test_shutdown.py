@@ -10,9 +10,9 @@ import pytest
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import live
 from tests.serve.test_hostile_clients import wait_for
-from workbench.errors import DeviceError, UsageError
-from workbench.serve.front import FrontSettings
-from workbench.serve.server import Listening, listen, serve
+from workbench.common.errors import DeviceError, UsageError
+from workbench.server.server import Listening, listen, serve
+from workbench.server.wire.front import FrontSettings
 
 
 def test_what_runs_is_finished_and_what_is_new_is_503(texts):

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from tests.profiles import examples
 from tests.serve.live import live
-from workbench.model.tokenizer import StreamDecoder
-from workbench.serve.fields import COMPLETIONS
-from workbench.serve.forms import Completions
-from workbench.serve.messages import Ended, Logprobs, Timings
-from workbench.serve.reading import Defaults, Prompt, wanted_of
-from workbench.serve.reply import Reply
-from workbench.serve.text import StopSearch, TokenDecoder, TokenTexts
+from workbench.model.tokenizer.tokenizer import StreamDecoder
+from workbench.server.api.fields import COMPLETIONS
+from workbench.server.api.forms import Completions
+from workbench.server.api.reading import Defaults, Prompt, wanted_of
+from workbench.server.reply import Reply
+from workbench.server.text import StopSearch, TokenDecoder, TokenTexts
+from workbench.server.wire.messages import Ended, Logprobs, Timings
 
 
 @pytest.mark.parametrize("which", ["texts", "spm_texts"])

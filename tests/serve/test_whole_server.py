@@ -23,8 +23,8 @@ from tests.serve.test_echo import parsed, payload
 from tests.serve.test_hostile_clients import wait_for
 from workbench.config import BEST, TogglePreset
 from workbench.engine.engine import Engine
-from workbench.serve.chat import KEY
-from workbench.serve.serving import serving
+from workbench.server.chat import KEY
+from workbench.server.serving import serving
 
 MODULE = ("workbench", "serve")
 FLAGS = ("--device", "embedded", "--slots", 3, "-c", 3 * 512)

@@ -16,14 +16,14 @@ import pytest
 
 import workbench as wb
 from tests.served import Alone, alone, ids, same
+from workbench.common.errors import DeviceError
 from workbench.config import BEST, EngineConfig, TogglePreset, Toggles
 from workbench.engine import engine as engine_room
-from workbench.engine.slots import Slots
-from workbench.errors import DeviceError
+from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampling
 from workbench.program.commands import Program
-from workbench.serve import worker
-from workbench.serve.messages import (
+from workbench.server.wire import worker
+from workbench.server.wire.messages import (
     CANCELLED,
     FAILED,
     LENGTH,
@@ -37,7 +37,7 @@ from workbench.serve.messages import (
     Ready,
     Refused,
 )
-from workbench.serve.worker import TELL_S, WorkerSettings, start
+from workbench.server.wire.worker import TELL_S, WorkerSettings, start
 
 N_SLOTS, ROOM, LONG = 3, 512, 400
 PATIENCE_S = 60.0

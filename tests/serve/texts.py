@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from workbench.model.gguf import open_gguf
-from workbench.model.tokenizer import load_tokenizer
-from workbench.serve.text import TokenTexts
+from workbench.model.gguf.file import open_gguf
+from workbench.model.tokenizer.tokenizer import load_tokenizer
+from workbench.server.text import TokenTexts
 
 
 def texts_of(path: Path) -> TokenTexts:

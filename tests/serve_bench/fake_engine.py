@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from workbench.serve import messages as msg
+from workbench.server.wire import messages as msg
 
 READY = msg.Ready("fake", "null", 800, 4096, 4, 8)
 TOTALS = msg.Totals(0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0)

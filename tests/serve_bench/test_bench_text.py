@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from workbench.errors import UsageError
-from workbench.serve.bench import ServedRow
-from workbench.serve.bench_text import format_rows, report, summary
-from workbench.serve.latency import Served, Slo, figures
-from workbench.serve.load import CLOSED, POISSON, Arrivals
-from workbench.serve.records import OK, REFUSED, RequestRecord
+from workbench.common.errors import UsageError
+from workbench.traffic.bench import ServedRow
+from workbench.traffic.bench_text import format_rows, report, summary
+from workbench.traffic.latency import Served, Slo, figures
+from workbench.traffic.load import CLOSED, POISSON, Arrivals
+from workbench.traffic.records import OK, REFUSED, RequestRecord
 
 MS = 10**6
 CLIENT = {"us_per_chunk": 20.0, "us_per_request": 150.5, "busy": 0.25, "processes": 1}

@@ -15,11 +15,11 @@ from tests.serve_bench import fake_server as fake
 from tests.serve_bench.fake_server import Delays, serving
 from workbench.cli import flags
 from workbench.cli import serve_bench as command
-from workbench.errors import UsageError, WorkbenchError
-from workbench.serve import served
-from workbench.serve.bench import load_served
-from workbench.serve.load import id_range, normal_ids
-from workbench.serve.served import ServeCommand, is_healthy, model_facts, reached
+from workbench.common.errors import UsageError, WorkbenchError
+from workbench.traffic import served
+from workbench.traffic.bench import load_served
+from workbench.traffic.load import id_range, normal_ids
+from workbench.traffic.served import ServeCommand, is_healthy, model_facts, reached
 
 WHOLE = ("--whole", "--warmup", 0)
 SHORT = ("-p", "uniform:2-9", "-n", "3", "--n-requests", 6)
@@ -193,7 +193,7 @@ def test_engine_flags_and_toggles_are_passed_on_as_typed():
 def test_prompts_are_of_normal_tokens(tiny_model):
     path = tiny_model("tiny-llama", "Q8_0")
     ids = normal_ids(path)
-    from workbench.model.gguf import open_gguf
+    from workbench.model.gguf.file import open_gguf
 
     with open_gguf(path) as file:
         types = file.get("tokenizer.ggml.token_type", list)

@@ -9,12 +9,12 @@ import pytest
 
 from tests.serve_bench import fake_server as fake
 from tests.serve_bench.fake_server import Delays, serving
-from workbench.errors import WorkbenchError
-from workbench.serve import records as rec
-from workbench.serve import targets
-from workbench.serve.http1 import HttpAnswer, HttpConnection
-from workbench.serve.load import CLOSED, POISSON, Arrivals, Load, draw, lengths
-from workbench.serve.targets import Asking, model_of, over_http
+from workbench.common.errors import WorkbenchError
+from workbench.traffic import records as rec
+from workbench.traffic import targets
+from workbench.traffic.http1 import HttpAnswer, HttpConnection
+from workbench.traffic.load import CLOSED, POISSON, Arrivals, Load, draw, lengths
+from workbench.traffic.targets import Asking, model_of, over_http
 
 ALL_AT_ONCE = Arrivals(POISSON, float("inf"))
 IDS = np.arange(100, 800, dtype=np.int32)

@@ -7,12 +7,12 @@ import pytest
 
 from tests.serve_bench import fake_engine as fake
 from tests.serve_bench.fake_engine import FakeEngine, running
-from workbench.errors import UsageError, WorkbenchError
-from workbench.serve import records as rec
-from workbench.serve.bench import BenchSpec, load_served, serve_bench
-from workbench.serve.latency import Slo
-from workbench.serve.load import CLOSED, POISSON, Arrivals
-from workbench.serve.targets import Asking, LoadTarget, over_pipe
+from workbench.common.errors import UsageError, WorkbenchError
+from workbench.traffic import records as rec
+from workbench.traffic.bench import BenchSpec, load_served, serve_bench
+from workbench.traffic.latency import Slo
+from workbench.traffic.load import CLOSED, POISSON, Arrivals
+from workbench.traffic.targets import Asking, LoadTarget, over_pipe
 
 IDS = np.arange(100, 800, dtype=np.int32)
 INF = float("inf")

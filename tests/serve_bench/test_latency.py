@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from data.measure.fits import Quadratic, asymptotic_ratio, quadratic
-from workbench.errors import UsageError
-from workbench.serve.latency import Served, Slo, figures, good, latencies, peak, warnings
-from workbench.serve.records import OK, REFUSED, TIMEOUT, UNFINISHED, RequestRecord
+from workbench.common.errors import UsageError
+from workbench.traffic.latency import Served, Slo, figures, good, latencies, peak, warnings
+from workbench.traffic.records import OK, REFUSED, TIMEOUT, UNFINISHED, RequestRecord
 
 SLO = Slo.of("ttft:200ms,tpot:30ms,e2e:5s")
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.errors import UsageError
-from workbench.serve.load import (
+from workbench.common.errors import UsageError
+from workbench.traffic.load import (
     ANSWER,
     CLOSED,
     CONSTANT,

@@ -9,17 +9,17 @@ import pytest
 
 import workbench as wb
 from tests.serve_bench.fake_server import serving as fake_server
+from workbench.common.errors import UsageError
 from workbench.config import EngineConfig
-from workbench.engine.asks import Ask, Totals
-from workbench.errors import UsageError
-from workbench.serve import messages
-from workbench.serve import records as rec
-from workbench.serve.bench import engine_figures, load_served
-from workbench.serve.bench_text import report, step_figures
-from workbench.serve.latency import Slo
-from workbench.serve.load import CLOSED, CONSTANT, Arrivals, draw, lengths
-from workbench.serve.targets import Asking, over_pipe
-from workbench.serve.worker import OwnEngine, WorkerSettings
+from workbench.engine.slots.asks import Ask, Totals
+from workbench.server.wire import messages
+from workbench.server.wire.worker import OwnEngine, WorkerSettings
+from workbench.traffic import records as rec
+from workbench.traffic.bench import engine_figures, load_served
+from workbench.traffic.bench_text import report, step_figures
+from workbench.traffic.latency import Slo
+from workbench.traffic.load import CLOSED, CONSTANT, Arrivals, draw, lengths
+from workbench.traffic.targets import Asking, over_pipe
 
 CONFIG = EngineConfig("embedded", n_ctx=4 * 64, n_seqs=4, n_ubatch=16, n_kv_pad=16)
 ASKED = {"n_prompt": "uniform:2-9", "n_gen": "uniform:1-5", "n_requests": 9, "n_warm_up": 2}

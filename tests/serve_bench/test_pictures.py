@@ -10,8 +10,8 @@ import pytest
 
 from tests.serve_bench.test_bench_text import ROW
 from workbench.report import plots
-from workbench.serve.bench_text import points
-from workbench.serve.load import CLOSED, Arrivals
+from workbench.traffic.bench_text import points
+from workbench.traffic.load import CLOSED, Arrivals
 
 
 def several(name: str, factor: float) -> pd.DataFrame:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench.bench.comparison import AB
+from workbench.benchmarks.compare.comparison import AB
 
 # arm -> factor on the baseline's t/s
 FACTORS = {

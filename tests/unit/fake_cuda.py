@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from tests.unit.fake_graphs import Call, FakeCaptures, kernel_params
-from workbench.backend.cuda import backend as cuda
-from workbench.backend.cuda import cublas, nvrtc
-from workbench.backend.cuda.driver import ALIGN, Driver
+from workbench.backend.cuda.device import backend as cuda
+from workbench.backend.cuda.device.driver import ALIGN, Driver
+from workbench.backend.cuda.kernels import cublas, nvrtc
 from workbench.program.commands import Space
 
 bindings: Any = pytest.importorskip("cuda.bindings.driver")

@@ -1,7 +1,8 @@
 """A device and a CUPTI that exist only here: what is issued makes activity records, in real time.
 
-`FakeCupti` has of `cupti.cupti` what `workbench.trace.cupti` asks for, and can be told to refuse
-(`refuse`), to spoil what it delivers (`spoil`) and to drop records. `CuptiBackend` issues on it.
+`FakeCupti` has of `cupti.cupti` what `workbench.trace.cupti.collector` asks for, and can be told to
+refuse (`refuse`), to spoil what it delivers (`spoil`) and to drop records. `CuptiBackend` issues on
+it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend import gate
 from workbench.backend.base import NO_PART, Captured, Issue, KernelName
-from workbench.backend.issue import Prepared
-from workbench.backend.issued import Issued, Plannable
+from workbench.backend.issue.issued import Issued, Plannable
+from workbench.backend.issue.prepared import Prepared
 from workbench.backend.null import NullBackend
-from workbench.backend.plan import plans_of
+from workbench.backend.plan import gate
+from workbench.backend.plan.life import plans_of
 from workbench.config import EngineConfig, Toggles
-from workbench.engine.watch import PLAIN, chosen
+from workbench.engine.look.watch import PLAIN, chosen
 from workbench.graph.ir import F32, Node, StepShape, Tensor
 from workbench.graph.ops import make
 from workbench.program.capabilities import Capabilities

@@ -1,6 +1,6 @@
 """An engine whose clock is a counter: it computes nothing, and takes exactly as long as it is told.
 
-It has what workbench.bench asks of an engine, and nothing else.
+It has what workbench.benchmarks asks of an engine, and nothing else.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from workbench.common.progress import HIDDEN
 from workbench.config import EngineConfig, Toggles
-from workbench.engine.kv_cache import KVCache
-from workbench.engine.nvtx_ranges import OFF
-from workbench.engine.padding import as_they_are
+from workbench.engine.cache.kv_cache import KVCache
+from workbench.engine.look.nvtx_ranges import OFF
 from workbench.engine.rehearsal import Rehearsal
-from workbench.progress import HIDDEN
+from workbench.engine.slots.padding import as_they_are
 
 N_VOCAB = 50
 BOS = 7
@@ -32,7 +32,7 @@ class Clock:
         return self.now
 
     def install(self, monkeypatch) -> Clock:
-        monkeypatch.setattr("workbench.bench.workload.now_ns", self)
+        monkeypatch.setattr("workbench.benchmarks.workload.now_ns", self)
         return self
 
 

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 
 from workbench.graph.ir import F32
-from workbench.model.quants import random_blocks
+from workbench.model.gguf.quants import random_blocks
 
 # --- files, made with the gguf package --------------------------------------------------------
 

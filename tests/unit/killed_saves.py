@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from workbench import output_swap
-from workbench.output import writing_folder
-from workbench.output_swap import read_files
+from workbench.common import output_swap
+from workbench.common.output import writing_folder
+from workbench.common.output_swap import read_files
 
 CALLS = ("open", "dup", "write", "close", "mkdir", "chmod", "rename", "link", "unlink", "rmdir")
 OTHER = "timeline"
@@ -76,7 +76,7 @@ def write_windows(folder: Path, value: int) -> None:
     import pandas as pd
 
     from tests.unit.test_results import a_run
-    from workbench.bench.results import SampleTable, write_run
+    from workbench.benchmarks.runs.results import SampleTable, write_run
 
     samples, of = SampleTable("r1"), np.repeat(np.arange(value), 2)
     for window in range(value):
@@ -88,8 +88,8 @@ def write_windows(folder: Path, value: int) -> None:
 def seen_windows(folder: Path) -> list[list[int | None]]:
     import pandas as pd
 
-    from workbench.bench.results import load_run
-    from workbench.errors import UsageError
+    from workbench.benchmarks.runs.results import load_run
+    from workbench.common.errors import UsageError
 
     if not (folder / "run.json").exists():
         by_path: list[Any] = [None] * 3

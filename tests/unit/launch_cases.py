@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tests.graphs import Decoder, fused_nodes, wiring
-from workbench.backend.cuda import op_table
-from workbench.backend.cuda.kernel import CLUSTERS, Kernel, Operands, Work
+from workbench.backend.cuda.kernels import op_table
+from workbench.backend.cuda.kernels.kernel import CLUSTERS, Kernel, Operands, Work
 from workbench.config import KVParts, SkipMaskedKV
 from workbench.graph.attend import with_inputs
 from workbench.graph.fuse import FUSIONS

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from workbench.backend.cuda import nvrtc
-from workbench.backend.cuda.kernel import Kernel, packed
+from workbench.backend.cuda.kernels import nvrtc
+from workbench.backend.cuda.kernels.kernel import Kernel, packed
 
 HEADER = Path(__file__).with_name("on_host.hpp")
 COMPILER = shutil.which("g++")

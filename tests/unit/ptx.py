@@ -24,8 +24,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from workbench.backend.cuda import nvrtc
-from workbench.backend.cuda.noting import NOTING, noting
+from workbench.backend.cuda.kernels import nvrtc
+from workbench.backend.cuda.kernels.noting import NOTING, noting
 
 ARCH = "sm_90"  # the first that has the instruction
 WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from workbench.bench.rounds import order_of
+from workbench.benchmarks.compare.rounds import order_of
 
 N_ARMS = 3  # baseline, toggled, A/A control: all the same
 

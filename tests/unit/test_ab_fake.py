@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from fake_engine import Clock, FakeEngine
 
-from workbench.bench import stats
-from workbench.bench.ab import ab
-from workbench.bench.arms import answer_between, arms_of, make_arms, parse_toggle_spec
-from workbench.bench.comparison import AB
-from workbench.bench.results import load_run
-from workbench.bench.rounds import order_of
+from workbench.benchmarks.compare import stats
+from workbench.benchmarks.compare.ab import ab
+from workbench.benchmarks.compare.arms import answer_between, arms_of, make_arms, parse_toggle_spec
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.rounds import order_of
+from workbench.benchmarks.runs.results import load_run
+from workbench.common.errors import DeviceError, UsageError
 from workbench.config import Toggles
-from workbench.errors import DeviceError, UsageError
 
 SPEC = "sync=per_copy,copy_boundary"
 
@@ -337,7 +337,7 @@ class TestInterruption:
 
 
 def test_progress_and_checkpoints(monkeypatch, tmp_path):
-    monkeypatch.setattr("workbench.bench.results.CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("workbench.benchmarks.runs.results.CHECKPOINT_SECONDS", -1.0)
     seen = []
 
     def progress(done, total, what):

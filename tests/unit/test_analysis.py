@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.fake_cupti import CudaEngine, FakeCupti
-from workbench.bench import profiling
-from workbench.errors import UsageError
+from workbench.benchmarks.times import profiling
+from workbench.common.errors import UsageError
 from workbench.graph.ops import touched_bytes
 from workbench.report import profiles
 from workbench.trace import analysis

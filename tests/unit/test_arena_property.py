@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from tests.profiles import examples
 from tests.unit.random_branches import random_branches
+from workbench.common.sizes import round_up
 from workbench.graph.arena import ALL, ArenaLayout, FreeList, layout, visibility
 from workbench.graph.forks import START, Branches, dependencies, fork, interleaved, ordered, serial
 from workbench.graph.ir import ALIGN, F32, Kind, Node, Tensor
 from workbench.graph.lifetimes import BEFORE, least_bytes, lifetimes
 from workbench.graph.lifetimes import overwritten as overwritten_by_clocks
 from workbench.graph.ops import make
-from workbench.sizes import round_up
 
 seeds = st.integers(0, 2**32 - 1).map(Random)
 

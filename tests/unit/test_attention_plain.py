@@ -18,12 +18,13 @@ from tests.profiles import examples, rest, tiers
 from tests.unit import on_host, ptx
 from tests.unit.fake_cuda import fake_backend
 from tests.unit.test_cuda_engine_faked import feed
-from workbench.backend.cuda import attending, attention_plain, nvrtc, op_table, weights
-from workbench.backend.cuda.attention import FEW_TOKENS, AttentionAt, AttentionShape
-from workbench.backend.cuda.attention_plain import TokenCounts, tile_grid, vec_grid
-from workbench.backend.cuda.kernel import Kernel, Operands, blocks
+from workbench.backend.cuda.device import weights
+from workbench.backend.cuda.kernels import attending, attention_plain, nvrtc, op_table
+from workbench.backend.cuda.kernels.attention import FEW_TOKENS, AttentionAt, AttentionShape
+from workbench.backend.cuda.kernels.attention_plain import TokenCounts, tile_grid, vec_grid
+from workbench.backend.cuda.kernels.kernel import Kernel, Operands, blocks
+from workbench.common.errors import DeviceError
 from workbench.config import KVParts, SkipMaskedKV, Toggles
-from workbench.errors import DeviceError
 from workbench.graph.attend import with_inputs
 from workbench.graph.fuse import join
 from workbench.graph.ir import BF16, CACHE_DTYPES, F16, F32, Q8_0, Node, Tensor

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench.common.errors import DeviceError, UsageError
 from workbench.config import CopyStream, HostSource, InputOrder, NCopies, StepWait, SyncMode
 from workbench.engine.choose import choose_ordering
-from workbench.errors import DeviceError, UsageError
 from workbench.program.capabilities import Capabilities
 from workbench.program.sync_modes import Ordering, race_of
 

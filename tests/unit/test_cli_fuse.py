@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.clashes import clashing
 from workbench.cli import generate, main, measure
+from workbench.common.errors import UsageError
 from workbench.config import BASELINE, BEST, FAMILIES, TogglePreset, Toggles
 from workbench.config.presets import fixed_presets, preset_names
-from workbench.errors import UsageError
 
 EVERY = Toggles().switched("fuse", "on")
 COMMANDS = ("run", "logits", "program", "bench", "ab", "perplexity", "check")

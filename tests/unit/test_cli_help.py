@@ -14,7 +14,7 @@ from workbench.cli import main
 from workbench.cli.common import app
 from workbench.config import FAMILIES, Toggles
 from workbench.config.presets import fixed_presets, preset_names
-from workbench.model.presets import PRESETS, QUANTS
+from workbench.model.synth.shapes import PRESETS, QUANTS
 
 
 def commands(of: App = app, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from workbench.cli import generate, main, measure
 from workbench.cli.flags import EngineSettings
 from workbench.cli.lists import numbers
+from workbench.common.errors import UsageError
 from workbench.config import EngineConfig, Toggles, parse_override
-from workbench.errors import UsageError
 
 QUICK = settings(max_examples=60, deadline=None)
 
@@ -89,7 +89,7 @@ def settings_of(*flags: str) -> list[EngineConfig]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "load", load)
-        patch.setattr("workbench.bench.llama_bench.measured", lambda *_, **__: [])
+        patch.setattr("workbench.benchmarks.llama.llama_bench.measured", lambda *_, **__: [])
         main(["bench", *flags])
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.fake_cupti import OFFSET_NS, FakeCupti
-from workbench.trace.clock import Clock, Reading, read_clocks
+from workbench.trace.cupti.clock import Clock, Reading, read_clocks
 
 
 def test_the_narrowest_bracket_counts():

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.network import network_loads
-from workbench.bench import stats
-from workbench.bench.compare import HISTORY, METHOD, compare, why_history
-from workbench.bench.matching import Repeated, match
-from workbench.bench.results import SampleTable, write_run
+from workbench.benchmarks.compare import stats
+from workbench.benchmarks.compare.compare import HISTORY, METHOD, compare, why_history
+from workbench.benchmarks.compare.matching import Repeated, match
+from workbench.benchmarks.runs.results import SampleTable, write_run
 from workbench.cli import main
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
-from workbench.errors import UsageError
 from workbench.report.pages import compared_page
 
 DEVICE = "embedded device, 2 workers, A CPU"

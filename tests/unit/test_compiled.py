@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
-from workbench import progress
 from workbench.backend import compiled
 from workbench.backend.compiled import Compiled, so_far, took
 from workbench.backend.cpu import compile as compiler
-from workbench.backend.cpu import op_table
-from workbench.backend.cuda import nvrtc
-from workbench.bench import workload
+from workbench.backend.cpu.kernels import op_table
+from workbench.backend.cuda.kernels import nvrtc
+from workbench.benchmarks import workload
 from workbench.cli import main
+from workbench.common import progress
+from workbench.common.progress import Bar, shown_on
 from workbench.engine import engine as engine_module
 from workbench.graph.ir import StepShape
-from workbench.progress import Bar, shown_on
 
 S = 1_000_000_000
 

@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 
 import workbench as wb
-from notebooks import annotated, branches, conclusions, kept, launches, planned, proofs
-from workbench.bench.comparison import AB, background
-from workbench.bench.gaps import Gaps
-from workbench.bench.results import load_run
+from workbench.answers import annotated, branches, conclusions, kept, launches, planned, proofs
+from workbench.benchmarks.compare.comparison import AB, background
+from workbench.benchmarks.runs.results import load_run
+from workbench.benchmarks.times.gaps import Gaps
 from workbench.trace.profile import Timeline
 from workbench.trace.spans import HOST_LANE, Span
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from tests.clashes import clashing
+from workbench.common.errors import UsageError
 from workbench.config import EXACT, ROUNDING, EngineConfig, Toggles, folded
-from workbench.errors import UsageError
 
 
 def test_default_is_the_baseline():

@@ -12,8 +12,8 @@ from tests import draws
 from tests.draws import LEVELS, Draw
 from tests.profiles import examples
 from tests.unit import on_host
-from workbench.backend.cuda import op_table
-from workbench.backend.cuda.kernel import Kernel, Operands
+from workbench.backend.cuda.kernels import op_table
+from workbench.backend.cuda.kernels.kernel import Kernel, Operands
 from workbench.model.sampler import Sampling
 
 pytestmark = pytest.mark.skipif(on_host.COMPILER is None, reason="no g++")

@@ -14,8 +14,8 @@ import pytest
 import workbench as wb
 from tests.unit.fake_cuda import SPARE, fake_backend
 from tests.unit.fake_graphs import COPIES, Call
+from workbench.common.errors import DeviceError, UsageError
 from workbench.config import SyncMode, Toggles
-from workbench.errors import DeviceError, UsageError
 
 FORKED = {"plan_scope": "step", "sync": "event_guarded", "copy_stream": "own"}
 SCOPES = [{}, {"plan_scope": "step", "sync": "implicit"}, FORKED]

@@ -8,11 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.profiles import tiers
-from workbench.backend.cuda import gemm, nvrtc, tiling
-from workbench.backend.cuda.gemm import X, glu, product, scratch_bytes
-from workbench.backend.cuda.kernel import Gemm, Kernel, Work, blocks
-from workbench.backend.cuda.matvec import Segment
-from workbench.backend.cuda.tiling import Build, Epilogue, build_for, shapes_for, tile_tokens
+from workbench.backend.cuda.kernels import gemm, nvrtc, tiling
+from workbench.backend.cuda.kernels.gemm import X, glu, product, scratch_bytes
+from workbench.backend.cuda.kernels.kernel import Gemm, Kernel, Work, blocks
+from workbench.backend.cuda.kernels.matvec import Segment
+from workbench.backend.cuda.kernels.tiling import (
+    Build,
+    Epilogue,
+    build_for,
+    shapes_for,
+    tile_tokens,
+)
 
 TYPES = sorted(tiling.PLANES)
 TOKENS = (9, 16, 17, 33, 64, 65, 100, 128)

@@ -14,12 +14,12 @@ import pytest
 
 from tests.unit.fake_cuda import fake_backend
 from tests.unit.fake_graphs import Call, FakeCaptures, Result
-from workbench.backend.cuda import driver
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.graph_nodes import commands_of
-from workbench.backend.cuda.graphs import CudaGraph, record
-from workbench.backend.issued import Issued, Plannable, in_order
-from workbench.errors import DeviceError
+from workbench.backend.cuda.device import driver
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.device.graph_nodes import commands_of
+from workbench.backend.cuda.device.graphs import CudaGraph, record
+from workbench.backend.issue.issued import Issued, Plannable, in_order
+from workbench.common.errors import DeviceError
 from workbench.graph.ir import F16, F32, Kind, Node, Tensor
 from workbench.graph.ops import make
 

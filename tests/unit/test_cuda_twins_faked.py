@@ -26,11 +26,11 @@ from tests.unit.test_cuda_graphs import (
     step,
     work_of,
 )
-from workbench.backend.bind import _where_it_lands
-from workbench.backend.cuda.graphs import CudaGraph
-from workbench.backend.issued import Issued, Plannable, changed
-from workbench.backend.landing import N_BLOCKS, Landing, landing_in
-from workbench.errors import DeviceError
+from workbench.backend.cuda.device.graphs import CudaGraph
+from workbench.backend.issue.bind import _where_it_lands
+from workbench.backend.issue.issued import Issued, Plannable, changed
+from workbench.backend.issue.landing import N_BLOCKS, Landing, landing_in
+from workbench.common.errors import DeviceError
 from workbench.graph.ir import F32, Tensor
 from workbench.graph.ops import make
 

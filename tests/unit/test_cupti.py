@@ -21,14 +21,14 @@ from tests.unit.fake_cupti import (
     FakeCupti,
     Result,
 )
-from workbench.backend import gate
 from workbench.backend.base import NO_PART, KernelName
-from workbench.errors import DeviceError, UsageError
+from workbench.backend.plan import gate
+from workbench.common.errors import DeviceError, UsageError
 from workbench.program.commands import Copy, Launch, Replay, Space
-from workbench.trace import cupti as collector
-from workbench.trace.activity import Activity
-from workbench.trace.correlate import match
-from workbench.trace.parted import parted
+from workbench.trace.cupti import collector
+from workbench.trace.cupti.activity import Activity
+from workbench.trace.cupti.correlate import match
+from workbench.trace.cupti.parted import parted
 from workbench.trace.profile import profile
 from workbench.trace.spans import HOST_LANE
 

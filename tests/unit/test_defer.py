@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.graphs import PRODUCTS, Decoder, topology_key
 from tests.profiles import examples
-from workbench.backend.cuda import matvec
+from workbench.backend.cuda.kernels import matvec
 from workbench.graph.defer import MOST_TOKENS, defer
 from workbench.graph.ir import (
     BF16,

@@ -1,28 +1,28 @@
-"""One table knows the devices by name: `workbench/devices.py`. Everybody else asks it."""
+"""One table knows the devices by name: `workbench/common/devices.py`. Everybody else asks it."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
-from workbench import devices
+from workbench.common import devices
 
 PACKAGE = Path(devices.__file__).parent
 # strings that are equal to a device's name and say something else, or whose own name it is
 OTHERS = {
     "program/commands.py": {"host"},  # a space of memory
     "config/table.py": {"host"},  # who draws tokens: the host, or any device
-    "serve/openapi.py": {"null"},  # of JSON
-    "serve/schema.py": {"null"},
-    "serve/fields.py": {"null"},
-    "serve/shapes.py": {"null"},
-    "bench/nameless.py": {"host"},  # a part of an address
+    "server/api/openapi.py": {"null"},  # of JSON
+    "server/api/schema.py": {"null"},
+    "server/api/fields.py": {"null"},
+    "server/api/shapes.py": {"null"},
+    "benchmarks/runs/nameless.py": {"host"},  # a part of an address
     "trace/spans.py": {"host"},  # the lane of what the host does
     "trace/lanes.py": {"host"},  # the process of that lane
-    "bench/token_parts.py": {"host"},  # the part of a token that is the host's
-    "backend/cpu/host.py": {"host"},
-    "backend/cpu/embedded.py": {"embedded"},
-    "backend/cuda/backend.py": {"cuda"},
+    "benchmarks/times/token_parts.py": {"host"},  # the part of a token that is the host's
+    "backend/cpu/device/host.py": {"host"},
+    "backend/cpu/device/embedded.py": {"embedded"},
+    "backend/cuda/device/backend.py": {"cuda"},
     "backend/null.py": {"null"},
 }
 
@@ -36,7 +36,7 @@ def test_no_other_file_names_a_device():
         if isinstance(node, ast.Constant)
         and node.value in devices.DEVICES.keys() - OTHERS.get(path, set())
     ]
-    assert not lapses, "ask workbench/devices.py:\n" + "\n".join(lapses)
+    assert not lapses, "ask workbench/common/devices.py:\n" + "\n".join(lapses)
 
 
 def test_what_the_table_says_of_devices():

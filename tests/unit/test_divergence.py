@@ -8,9 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench.backend.cuda import matvec
-from workbench.bench import bounds, divergence
-from workbench.bench import perplexity as ppl
+from workbench.backend.cuda.kernels import matvec
+from workbench.benchmarks.kernels import bounds
+from workbench.benchmarks.scores import divergence
+from workbench.benchmarks.scores import perplexity as ppl
 from workbench.graph.ir import WEIGHT_DTYPES
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import exhaustive
-from workbench.bench import provenance
+from workbench.benchmarks.runs import provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 SOME = "tests/unit/test_until.py"

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stored_blocks import TYPES, Kind, stored_blocks
+from workbench.common.errors import DeviceError, ModelFileError, UsageError
 from workbench.config import EXPAND, EngineConfig
-from workbench.errors import DeviceError, ModelFileError, UsageError
 from workbench.graph.ir import F16, Q4_0, Q8_0, WEIGHT_DTYPES
-from workbench.model.expand import described, expanded, loaded_as, loaded_bytes
-from workbench.model.gguf_walk import EXPANDED_TYPES, TENSOR_TYPES, TensorInfo
+from workbench.model.gguf.expand import described, expanded, loaded_as, loaded_bytes
+from workbench.model.gguf.walk import EXPANDED_TYPES, TENSOR_TYPES, TensorInfo
 
 STORED = {dtype.name: dtype for dtype in EXPANDED_TYPES.values()}
 

@@ -17,10 +17,10 @@ import pytest
 from killed_saves import no_exchange
 from test_results import a_run
 
-from workbench import output_swap
-from workbench.bench.results import SampleTable, load_run, write_run
-from workbench.errors import UsageError
-from workbench.output import check_folder, writing, writing_folder
+from workbench.benchmarks.runs.results import SampleTable, load_run, write_run
+from workbench.common import output_swap
+from workbench.common.errors import UsageError
+from workbench.common.output import check_folder, writing, writing_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT = f".workbench-{'0' * 16}"

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 from comparisons import comparison
 
-from workbench import frames
-from workbench.bench.comparison import AB
-from workbench.bench.results import load_run
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.runs.results import load_run
+from workbench.common import tables as frames
+from workbench.common.sizes import size, sizes
+from workbench.common.tables import Table, markdown, to_html
 from workbench.config import Toggles
-from workbench.frames import Table, markdown, to_html
 from workbench.report import tables
-from workbench.sizes import size, sizes
 
 WIDE = Table(
     {

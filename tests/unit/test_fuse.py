@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.graphs import PRODUCTS, Decoder, topology_key
 from tests.profiles import examples, share, tiers
 from tests.unit.test_arena import check_layout
-from workbench.backend.args import parts_addresses, parts_scratch_bytes
+from workbench.backend.issue.args import parts_addresses, parts_scratch_bytes
 from workbench.config import Switch, Toggles
 from workbench.graph import ops
 from workbench.graph.arena import layout

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.unit.gguf_files import GOOD, build, items, pair, tensor, text, u32, write
-from workbench.errors import ModelFileError
+from workbench.common.errors import ModelFileError
 from workbench.graph.ir import F32, Q4_0, WEIGHT_DTYPES
-from workbench.model.gguf import StringArray, open_gguf
+from workbench.model.gguf.file import StringArray, open_gguf
 
 
 def test_reads_what_gguf_wrote(tmp_path):

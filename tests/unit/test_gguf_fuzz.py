@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 
 from tests.oracles.dequantize import dequantize
 from tests.profiles import examples
-from workbench.errors import ModelFileError
-from workbench.model.expand import expanded, loaded_as, loaded_bytes
-from workbench.model.gguf import GGUFFile, StringArray, model_hash, open_gguf
-from workbench.model.gguf_walk import shown
-from workbench.model.inspect import summary
+from workbench.common.errors import ModelFileError
+from workbench.model.gguf.expand import expanded, loaded_as, loaded_bytes
+from workbench.model.gguf.file import GGUFFile, StringArray, model_hash, open_gguf
+from workbench.model.gguf.inspect import summary
+from workbench.model.gguf.walk import shown
 
 HUGE = [0, 1, 7, 8, 9, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**60, 2**61, 2**62,
         2**63 - 1, 2**63, 2**64 - 32, 2**64 - 8, 2**64 - 1]  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import compile_kernels, record
-from workbench.backend.cuda import nvrtc
+from workbench.backend.cuda.kernels import nvrtc
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = """

@@ -20,7 +20,7 @@ from tests.profiles import share
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, Q8_0, Graph, Tensor
 from workbench.model.decoder import Model
-from workbench.model.presets import PRESETS
+from workbench.model.synth.shapes import PRESETS
 
 RECORD = json.loads(Path(__file__).with_name("graphs_of_record.json").read_text())
 SHAPES = ((1, 1, 256), (1, 0, 256), (5, 2, 512), (8, 8, 256), (64, 1, 512))

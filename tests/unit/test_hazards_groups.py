@@ -10,7 +10,7 @@ import pytest
 from tests.by_hand import LAND, USE, A, B, S, X, Y, Z, copy, launch, memory, part, program, wait
 from tests.removable import sufficient, superfluous
 from workbench.cli.check import lines
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.graph.ir import F32, Tensor
 from workbench.graph.ops import make
 from workbench.program.check.findings import MOST_RACES

@@ -7,10 +7,10 @@ import pytest
 from tests.oracles.happens_before import racing_pairs
 from tests.oracles.walked_again import WalkedAgain
 from tests.profiles import share
+from workbench.common.errors import UsageError
 from workbench.config import CopyStream, StepWait, SyncMode, Toggles
 from workbench.engine.choose import settle
 from workbench.engine.engine import Engine
-from workbench.errors import UsageError
 from workbench.program.capabilities import Capabilities
 from workbench.program.check.hazards import apart, check_cycle, races
 from workbench.program.commands import CommandAt, Copy, Program, Sync

@@ -21,8 +21,8 @@ from tests.oracles.random_runs import program as of_commands
 from tests.orderings import PLACED, every_ordering
 from tests.planned import SCOPES, only_adds_order
 from tests.profiles import examples, tiers
+from workbench.common.errors import UsageError
 from workbench.engine.choose import settle
-from workbench.errors import UsageError
 from workbench.program.capabilities import Capabilities
 from workbench.program.check.hazards import Race, apart, check_cycle, races
 from workbench.program.commands import (

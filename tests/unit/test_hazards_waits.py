@@ -20,7 +20,7 @@ from tests.by_hand import (
     wait,
 )
 from tests.removable import sufficient, superfluous
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.program.check.hazards import check_cycle, races
 from workbench.program.commands import Write
 

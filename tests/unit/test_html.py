@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 from comparisons import comparison
 
-from workbench.bench import results, stats
-from workbench.bench.answers import Answer
-from workbench.bench.comparison import AB
+from workbench.benchmarks.compare import stats
+from workbench.benchmarks.compare.answers import Answer
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.runs import results
 from workbench.config import Toggles
 from workbench.engine.generation import Generation
 from workbench.lab.pair import Pair

@@ -11,9 +11,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.backend.cpu.ring import KernelBlock
-from workbench.backend.cuda.graph_nodes import GraphArguments
-from workbench.backend.issued import Issued, Looks, Plannable, Words, changed, together
+from workbench.backend.cpu.device.ring import KernelBlock
+from workbench.backend.cuda.device.graph_nodes import GraphArguments
+from workbench.backend.issue.issued import Issued, Looks, Plannable, Words, changed, together
 
 POINTERS = (0, 2)
 MOST = (1 << 63) - 1

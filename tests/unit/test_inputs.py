@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from tests.graphs import Decoder
 from tests.profiles import examples
-from workbench.backend.issue import Prepared
+from workbench.backend.issue.prepared import Prepared
 from workbench.engine.batch import shift_batch
 from workbench.engine.batches import NOBODY, Batches
-from workbench.engine.kv_cache import KVCache
-from workbench.engine.reuse import KEPT, KeepByShape, Key, Rebuild
+from workbench.engine.cache.kv_cache import KVCache
+from workbench.engine.programs import KEPT, KeepByShape, Key, Rebuild
 from workbench.graph.defer import defer
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, F32, I32, I64, Graph, Input, Kind, StepShape, Tensor

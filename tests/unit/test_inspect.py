@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tests.unit.gguf_files import GOOD, build, pair, tensor, text, write
-from workbench.errors import ModelFileError
+from workbench.common.errors import ModelFileError
 from workbench.graph.ir import F32, Q4_0, Q6_K, Q8_0
-from workbench.model.gguf import model_hash, open_gguf
-from workbench.model.inspect import summary
+from workbench.model.gguf.file import model_hash, open_gguf
+from workbench.model.gguf.inspect import summary
 
 
 def test_hash_tells_files_apart(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 import workbench as wb
 from workbench.backend.base import Issue
-from workbench.backend.issue import Prepared
+from workbench.backend.issue.prepared import Prepared
 from workbench.config import SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.program.commands import (

@@ -11,11 +11,11 @@ import pytest
 
 from tests.unit.fake_cuda import Call, FakeDriver, fake_backend
 from tests.unit.launch_cases import every
-from workbench.backend.cuda import op_table
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.kernel import CLUSTERS, Gemm, Kernel
-from workbench.backend.issued import Address, Issued, pointers_of
-from workbench.errors import DeviceError
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.kernels import op_table
+from workbench.backend.cuda.kernels.kernel import CLUSTERS, Gemm, Kernel
+from workbench.backend.issue.issued import Address, Issued, pointers_of
+from workbench.common.errors import DeviceError
 from workbench.graph.ir import BF16, F16, F32, I32, I64, Q4_0, Q8_ACT, DType, Kind, Node, Tensor
 from workbench.graph.ops import make
 

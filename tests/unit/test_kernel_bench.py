@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 
 from tests.oracles.dequantize import dequantize
-from workbench.backend.cuda import nvrtc, op_table
-from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.kernels import nvrtc, op_table
 from workbench.backend.null import NullBackend, open_backend
-from workbench.bench import kernel_rigs
-from workbench.bench.kernel_bench import KernelMatrix, KernelRun, bench_kernels, make_row
-from workbench.bench.kernel_cases import (
+from workbench.benchmarks.kernels import kernel_rigs
+from workbench.benchmarks.kernels.kernel_bench import (
+    KernelMatrix,
+    KernelRun,
+    bench_kernels,
+    make_row,
+)
+from workbench.benchmarks.kernels.kernel_cases import (
     SHAPES,
     TYPES,
     KernelCase,
@@ -22,12 +27,19 @@ from workbench.bench.kernel_cases import (
     parse_shapes,
     parse_types,
 )
-from workbench.bench.kernel_memory import Copies, Launches
-from workbench.bench.kernel_rigs import PDL, PLAIN, Calls, CpuRig, CudaRig, rotating_bytes
+from workbench.benchmarks.kernels.kernel_memory import Copies, Launches
+from workbench.benchmarks.kernels.kernel_rigs import (
+    PDL,
+    PLAIN,
+    Calls,
+    CpuRig,
+    CudaRig,
+    rotating_bytes,
+)
 from workbench.cli import main
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
+from workbench.common.progress import Bar
 from workbench.graph.ir import BF16, F16, MXFP4, Q4_0, Q8_0, QUANTISED, Kind
-from workbench.progress import Bar
 
 
 class FakeRepeats:

@@ -36,12 +36,13 @@ from tests.unit.launch_cases import (
     works,
 )
 from workbench.backend import compiled as kept
-from workbench.backend.args import variant
-from workbench.backend.cuda import attention, elementwise, matvec, nvrtc, op_table, weights
-from workbench.backend.cuda import backend as cuda
-from workbench.backend.cuda.attention import AttentionAt, AttentionShape
-from workbench.backend.cuda.kernel import CLUSTERS, Gemm, Kernel
-from workbench.errors import DeviceError
+from workbench.backend.cuda.device import backend as cuda
+from workbench.backend.cuda.device import weights
+from workbench.backend.cuda.kernels import attention, elementwise, matvec, nvrtc, op_table
+from workbench.backend.cuda.kernels.attention import AttentionAt, AttentionShape
+from workbench.backend.cuda.kernels.kernel import CLUSTERS, Gemm, Kernel
+from workbench.backend.issue.args import variant
+from workbench.common.errors import DeviceError
 from workbench.graph.attend import attend_by, with_inputs
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import DTYPES, F16, F32, Q4_K, Q6_K, Q8_0, WEIGHT_DTYPES, Kind, Tensor

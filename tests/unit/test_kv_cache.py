@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
+from workbench.common.errors import UsageError
 from workbench.engine.batch import make_batch, shift_batch
 from workbench.engine.batches import Batches
-from workbench.engine.kv_cache import EMPTY, MOST_POSITION, KVCache
-from workbench.errors import UsageError
+from workbench.engine.cache.kv_cache import EMPTY, MOST_POSITION, KVCache
 from workbench.model.inputs import MASK
 
 N_CTX, PAD, N_SEQS, N_UBATCH = 21, 8, 4, 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.engine.kv_extent import way_of
+from workbench.engine.cache.extent import way_of
 from workbench.graph.ir import StepShape
 
 

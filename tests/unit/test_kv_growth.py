@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.config import EngineConfig, Toggles
-from workbench.engine.kv_growth import Growth, geometric, growth_of
+from workbench.engine.cache.growth import Growth, geometric, growth_of
 
 CONFIG = EngineConfig(n_ctx=16384, n_seqs=4, n_kv_pad=256)
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.backend.cuda.driver import CudaMemory
-from workbench.backend.landing import N_BLOCKS, Landing
+from workbench.backend.cuda.device.driver import CudaMemory
+from workbench.backend.issue.landing import N_BLOCKS, Landing
 from workbench.backend.null import open_backend
 from workbench.program.commands import Space
 

@@ -15,14 +15,17 @@ from hypothesis import strategies as st
 
 from tests.gates import hold
 from tests.unit.fake_cuda import fake_backend
-from workbench.backend import gate as words
-from workbench.backend.ahead import inputs_of
 from workbench.backend.base import NO_PART, Captured
-from workbench.backend.bind import LandingBlock
-from workbench.backend.cpu import signals
-from workbench.backend.cpu.embedded import open_backend as open_device
-from workbench.backend.cpu.signals import await_word, set_word
-from workbench.backend.gate import (
+from workbench.backend.cpu.device import signals
+from workbench.backend.cpu.device.embedded import open_backend as open_device
+from workbench.backend.cpu.device.signals import await_word, set_word
+from workbench.backend.issue.bind import LandingBlock
+from workbench.backend.issue.issued import Issued, Plannable, Words
+from workbench.backend.issue.landing import N_BLOCKS, Landing
+from workbench.backend.null import open_backend
+from workbench.backend.plan import gate as words
+from workbench.backend.plan.ahead import inputs_of
+from workbench.backend.plan.gate import (
     CANCELLED,
     CONTROL_BYTES,
     MOST_BYTES,
@@ -33,10 +36,7 @@ from workbench.backend.gate import (
     WENT,
     Gate,
 )
-from workbench.backend.issued import Issued, Plannable, Words
-from workbench.backend.landing import N_BLOCKS, Landing
-from workbench.backend.null import open_backend
-from workbench.backend.plan import Gated, Planned, Plans, Policy, in_words
+from workbench.backend.plan.life import Gated, Planned, Plans, Policy, in_words
 from workbench.config import Toggles
 from workbench.program.commands import (
     HOST,

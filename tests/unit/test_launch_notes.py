@@ -16,9 +16,7 @@ import workbench as wb
 from tests.unit.fake_cuda import fake_backend
 from tests.unit.fake_graphs import Call
 from workbench.backend.base import DeviceClock
-from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.noting import NOTING
-from workbench.backend.launch_notes import (
+from workbench.backend.clock.launch_notes import (
     CELL_WORDS,
     CELLS,
     NOTE_BYTES,
@@ -26,11 +24,13 @@ from workbench.backend.launch_notes import (
     NotedSpan,
     times_of,
 )
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.kernels.noting import NOTING
 from workbench.backend.null import open_backend
+from workbench.common.errors import DeviceError, UsageError
 from workbench.config import Toggles
-from workbench.engine.kernel_spans import kernel_spans
-from workbench.engine.reuse import Key
-from workbench.errors import DeviceError, UsageError
+from workbench.engine.look.kernel_spans import kernel_spans
+from workbench.engine.programs import Key
 from workbench.program.commands import Launch, Replay
 
 KEPT = {"graph_reuse": "set_rows", "sync": "packed_implicit"}

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from fake_engine import Clock, FakeEngine
 
-from workbench.bench.ab import ab
-from workbench.bench.llama_bench import bench, workloads
-from workbench.bench.llama_format import (
+from workbench.benchmarks.compare.ab import ab
+from workbench.benchmarks.llama.llama_bench import bench, workloads
+from workbench.benchmarks.llama.llama_format import (
     FIELDS,
     FORMATS,
     SQL_TYPES,
     TOKEN_FIELDS,
     format_rows,
 )
-from workbench.bench.results import load_run
+from workbench.benchmarks.runs.results import load_run
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
-from workbench.errors import UsageError
 
 # what scripts/compare-llama-bench.py joins two sides on: none may be missing or null
 KEY_PROPERTIES = [

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench import progress
 from workbench.backend.null import NullBackend
+from workbench.common import progress
+from workbench.common.errors import DeviceError, ModelFileError, UsageError
 from workbench.config import EngineConfig, Toggles
-from workbench.engine import loaded
+from workbench.engine import load as loaded
 from workbench.engine.engine import Engine
-from workbench.engine.loaded import Loaded
-from workbench.errors import DeviceError, ModelFileError, UsageError
+from workbench.engine.load import Loaded
 from workbench.graph.ir import (
     Node,
     Tensor,

@@ -9,14 +9,14 @@ import gguf
 import pytest
 import tokenizers
 
-from workbench.errors import ModelFileError
+from workbench.common.errors import ModelFileError
 from workbench.model.architectures import ARCHITECTURES
-from workbench.model.gguf import GGUFFile, open_gguf
+from workbench.model.gguf.file import GGUFFile, open_gguf
+from workbench.model.gguf.inspect import summary
+from workbench.model.gguf.metadata import KEYS, FileKey, Use, notes
 from workbench.model.hparams import read_hparams
-from workbench.model.inspect import summary
-from workbench.model.metadata import KEYS, FileKey, Use, notes
-from workbench.model.tokenizer import load_tokenizer
-from workbench.serve import chat
+from workbench.model.tokenizer.tokenizer import load_tokenizer
+from workbench.server import chat
 
 T = "tokenizer.ggml."
 BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

@@ -23,6 +23,7 @@ import pytest
 from tests.oracles.adversary import SEEDS, Adversary
 from tests.oracles.interleavings import ends_wrong
 from tests.profiles import tiers
+from workbench.common.errors import DeviceError, UsageError
 from workbench.config import (
     BranchFusion,
     CopyStream,
@@ -41,7 +42,6 @@ from workbench.config import (
 )
 from workbench.engine.choose import choose_ordering
 from workbench.engine.engine import Engine
-from workbench.errors import DeviceError, UsageError
 from workbench.program.capabilities import Capabilities
 from workbench.program.check.hazards import apart, races
 from workbench.program.commands import Command, CommandAt, Program, Record, Replay, Sync, Wait

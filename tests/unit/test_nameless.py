@@ -9,10 +9,15 @@ from types import SimpleNamespace
 import pytest
 from test_compare import gpu, write
 
-from workbench.bench import provenance
-from workbench.bench.compare import compare
-from workbench.bench.draft import new_run
-from workbench.bench.nameless import card_number, nameless_command, nameless_text, portable
+from workbench.benchmarks.compare.compare import compare
+from workbench.benchmarks.runs import provenance
+from workbench.benchmarks.runs.draft import new_run
+from workbench.benchmarks.runs.nameless import (
+    card_number,
+    nameless_command,
+    nameless_text,
+    portable,
+)
 
 WORDS = {
     "/home/me/bin/workbench": "workbench",

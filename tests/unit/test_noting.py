@@ -10,10 +10,10 @@ import pytest
 from tests.profiles import share, tiers
 from tests.unit import ptx
 from tests.unit.launch_cases import one_of_each
-from workbench.backend.cuda import noting, nvrtc
-from workbench.backend.cuda.kernel import Gemm, Kernel
-from workbench.backend.issued import Address
-from workbench.backend.launch_notes import CELLS, NOTE_BYTES
+from workbench.backend.clock.launch_notes import CELLS, NOTE_BYTES
+from workbench.backend.cuda.kernels import noting, nvrtc
+from workbench.backend.cuda.kernels.kernel import Gemm, Kernel
+from workbench.backend.issue.issued import Address
 
 SOURCES = sorted(nvrtc.source_dir().glob("*.cu"))
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from workbench.backend import null as null_backend
-from workbench.backend.bind import plannable
-from workbench.errors import DeviceError
+from workbench.backend.issue.bind import plannable
+from workbench.common.errors import DeviceError
 from workbench.graph.ir import F32, Kind, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import Space

@@ -14,9 +14,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import nvtx_injection
 
+from workbench.common.errors import UsageError
 from workbench.config import EngineConfig
-from workbench.engine import nvtx_ranges
-from workbench.errors import UsageError
+from workbench.engine.look import nvtx_ranges
 
 linux = pytest.mark.skipif(
     not nvtx_injection.supported(), reason="the injection library is written for Linux only"
@@ -25,7 +25,7 @@ linux = pytest.mark.skipif(
 # Runs in a process of its own: NVTX looks for its tool once, at its first call.
 PROGRAM = """
 import json, sys
-from workbench.engine.nvtx_ranges import ranges_of
+from workbench.engine.look.nvtx_ranges import ranges_of
 ranges = ranges_of(sys.argv[1])
 spent = []
 clock = ranges.clock(lambda *told: spent.append(told[0]), lambda: 7)

@@ -13,13 +13,16 @@ from data.measure import first_requests, over_http, random_lengths
 from data.measure.attention import AttentionRun
 from data.measure.batched import BatchedRun
 from tests.profiles import share
-from workbench.backend import gate, plan
-from workbench.bench import gaps, kernel_bench, results
-from workbench.bench.comparison import AB
-from workbench.bench.perplexity import TOKENS, Agreement
+from workbench.backend.plan import gate
+from workbench.backend.plan import life as plan
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.kernels import kernel_bench
+from workbench.benchmarks.runs import results
+from workbench.benchmarks.scores.perplexity import TOKENS, Agreement
+from workbench.benchmarks.times import gaps
 from workbench.config import EngineConfig, Toggles
-from workbench.engine.phases import PHASES
-from workbench.serve.bench import load_served
+from workbench.engine.look.phases import PHASES
+from workbench.traffic.bench import load_served
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("**/run.json"))

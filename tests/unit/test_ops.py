@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranges import cases
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.ir import F32, I32, Q8_ACT, Tensor
 

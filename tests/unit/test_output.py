@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import workbench
-from workbench.backend.cuda import nvrtc
-from workbench.errors import UsageError
-from workbench.output import check_folder, check_writable, writing, writing_folder
+from workbench.backend.cuda.kernels import nvrtc
+from workbench.common.errors import UsageError
+from workbench.common.output import check_folder, check_writable, writing, writing_folder
 
 
 def names(folder: Path) -> list[str]:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from workbench import output_swap
-from workbench.errors import UsageError
-from workbench.output import check_folder, check_writable, writing, writing_folder
+from workbench.common import output_swap
+from workbench.common.errors import UsageError
+from workbench.common.output import check_folder, check_writable, writing, writing_folder
 
 OLD = b"what stood there"
 CALLS = (

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.bench import overlap
-from workbench.bench.overlap import (
+from workbench.benchmarks.times import overlap
+from workbench.benchmarks.times.overlap import (
     BRANCHES,
     RESOLVED_TICKS,
     Overlap,
@@ -21,7 +21,7 @@ from workbench.bench.overlap import (
     in_stream_order,
     measure_overlap,
 )
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.program.commands import DEVICE, Launch, Record, Stream, Wait, compute_stream
 from workbench.program.side_by_side import regions
 from workbench.trace.spans import Span

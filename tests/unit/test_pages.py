@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from tests.network import network_loads
-from workbench.bench.comparison import AB
+from workbench.benchmarks.compare.comparison import AB
 from workbench.report import pages
 from workbench.report.pages import About
 

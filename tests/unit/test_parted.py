@@ -15,8 +15,8 @@ from tests.unit.fake_cuda import fake_backend
 from workbench.backend.base import KernelName
 from workbench.config import Toggles
 from workbench.program.commands import Launch, Replay
-from workbench.trace.activity import COPY, COUNTED, KERNEL, MEMSET, Activity, Want, named
-from workbench.trace.parted import parted
+from workbench.trace.cupti.activity import COPY, COUNTED, KERNEL, MEMSET, Activity, Want, named
+from workbench.trace.cupti.parted import parted
 
 KERNELS = [
     KernelName(name, False, (8 + i, 1, 1, 32, 1, 1))

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from tests.unit.gguf_files import build, items, pair, tensor, text, u32
 from tests.unit.test_gguf_fuzz import DAMAGE, damage, read_all
-from workbench.errors import ModelFileError
-from workbench.model.gguf import model_hash, open_gguf
-from workbench.model.inspect import summary
+from workbench.common.errors import ModelFileError
+from workbench.model.gguf.file import model_hash, open_gguf
+from workbench.model.gguf.inspect import summary
 
 N = 3
 
@@ -197,7 +197,7 @@ def test_more_parts_than_a_process_may_open_end_in_a_line(parts, monkeypatch):
         return mmap.mmap(*arguments, **named)
 
     fake = SimpleNamespace(mmap=full, ACCESS_READ=mmap.ACCESS_READ)
-    monkeypatch.setattr("workbench.model.gguf.mmap", fake)
+    monkeypatch.setattr("workbench.model.gguf.file.mmap", fake)
     assert f"{name(3)} cannot be mapped: Too many open files; " in refusal(parts / name(1))
 
 

@@ -9,11 +9,11 @@ import pytest
 from tests.profiles import tiers
 from tests.unit import ptx
 from tests.unit.launch_cases import chosen_works, one_of_each, some_works
-from workbench.backend.cuda import nvrtc
-from workbench.backend.cuda.kernel import Kernel
+from workbench.backend.cuda.kernels import nvrtc
+from workbench.backend.cuda.kernels.kernel import Kernel
+from workbench.common.errors import DeviceError
 from workbench.config import Toggles
 from workbench.engine.choose import settle
-from workbench.errors import DeviceError
 from workbench.program.capabilities import Capabilities
 
 # planted ------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ import pytest
 from tests.peer import files
 from tests.peer.compare import LLAMA, LLAMA_CPP_PYTHON, N_LOGITS_TOKENS, OURS, REFERENCE_TOLERANCE
 from workbench.config import EXPAND
-from workbench.model.gguf import model_hash
-from workbench.model.gguf_walk import EXPANDED_TYPES
+from workbench.model.gguf.file import model_hash
+from workbench.model.gguf.walk import EXPANDED_TYPES
 
 HINT = "run `make peer` and commit the file"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")

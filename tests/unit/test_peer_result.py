@@ -16,7 +16,7 @@ import pytest
 
 from tests.peer import compare
 from tests.peer.compare import LLAMA, OURS
-from workbench.model.gguf import model_hash
+from workbench.model.gguf.file import model_hash
 
 HINT = "run `make peer` on a quiet machine and commit the file"
 

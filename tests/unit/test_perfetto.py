@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from perfetto_decode import decode
 
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.trace import perfetto
 from workbench.trace.lanes import process_and_track
 from workbench.trace.spans import HOST_LANE, Recorder, Span

@@ -12,11 +12,18 @@ import pytest
 
 from tests.unit.fake_engine import BOS, N_VOCAB, Clock, FakeEngine
 from tests.unit.test_divergence import log_softmax
-from workbench.bench import perplexity as ppl
-from workbench.bench.results import load_run
-from workbench.bench.token_source import TokenWindow, ask, draw, read_ids, sample, windows
+from workbench.benchmarks.runs.results import load_run
+from workbench.benchmarks.scores import perplexity as ppl
+from workbench.benchmarks.scores.token_source import (
+    TokenWindow,
+    ask,
+    draw,
+    read_ids,
+    sample,
+    windows,
+)
+from workbench.common.errors import DeviceError, UsageError, WorkbenchError
 from workbench.config import Toggles
-from workbench.errors import DeviceError, UsageError, WorkbenchError
 
 
 class RowEngine(FakeEngine):

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.backend.base import Captured
-from workbench.backend.bind import LandingBlock
-from workbench.backend.issued import Issued, Plannable, Words
-from workbench.backend.landing import N_BLOCKS, Landing
+from workbench.backend.issue.bind import LandingBlock
+from workbench.backend.issue.issued import Issued, Plannable, Words
+from workbench.backend.issue.landing import N_BLOCKS, Landing
 from workbench.backend.null import open_backend
-from workbench.backend.plan import (
+from workbench.backend.plan.life import (
     COUNTS,
     IDLE_S,
     KEPT,
@@ -27,8 +27,8 @@ from workbench.backend.plan import (
     in_words,
     plans_of,
 )
+from workbench.common.errors import DeviceError
 from workbench.config import Toggles
-from workbench.errors import DeviceError
 from workbench.graph.ir import StepShape
 
 POINTER, VALUE = 0, 1  # the fields of each part's block

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from comparisons import comparison
 from test_perfetto import token
 
-from notebooks import launches
+from workbench.answers import launches
 from workbench.report import plots, tables
 from workbench.report.style import few_colours
 from workbench.trace.profile import Timeline
@@ -369,7 +369,7 @@ def test_a_range_has_its_name_where_it_has_room(n_letters: int) -> None:
 
 
 def test_tables_of_a_notebook_show_their_cells_whole_and_no_backticks() -> None:
-    from notebooks import proofs
+    from workbench.answers import proofs
 
     parts = "mul_mat + rms_scale + mul_mat + rms_scale + mul_mat + rms_scale + rope + set_rows"
     ops = [SimpleNamespace(op=op, parts=[]) for op in parts.split(" + ")]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.clashes import clashing, spread
 from workbench.backend.null import open_backend
+from workbench.common.errors import DeviceError, UsageError
 from workbench.config import FAMILIES, TogglePreset, Toggles
 from workbench.config.presets import best_set, best_sets, fixed_presets, preset_names, preset_words
 from workbench.engine.choose import resolve
-from workbench.errors import DeviceError, UsageError
 from workbench.program.capabilities import Capabilities
 
 FUSIONS = Toggles.members("fuse")

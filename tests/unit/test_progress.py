@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.fake_engine import FakeEngine
-from workbench import progress
-from workbench.bench import workload
-from workbench.bench.ab import ab
-from workbench.bench.llama_bench import bench
-from workbench.bench.workload import Workload, draw_tokens, take_sample
-from workbench.progress import BYTES, NEVER, SHARE, Bar, bar, duration, note, shown_on
+from workbench.benchmarks import workload
+from workbench.benchmarks.compare.ab import ab
+from workbench.benchmarks.llama.llama_bench import bench
+from workbench.benchmarks.workload import Workload, draw_tokens, take_sample
+from workbench.common import progress
+from workbench.common.progress import BYTES, NEVER, SHARE, Bar, bar, duration, note, shown_on
 
 S = 1_000_000_000
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.oracles.dequantize import dequantize
 from tests.planes import activation_planes
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.graph.ir import (
     BF16,
     F16,
@@ -24,7 +24,7 @@ from workbench.graph.ir import (
     QUANTISED,
     WEIGHT_DTYPES,
 )  # fmt: skip
-from workbench.model.quants import (
+from workbench.model.gguf.quants import (
     BLOCKS,
     quantize_activations,
     random_blocks,

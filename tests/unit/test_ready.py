@@ -12,10 +12,10 @@ import pytest
 import workbench as wb
 from tests.unit.fake_cuda import fake_backend
 from workbench.backend.cpu import compile as compiler
-from workbench.backend.cpu import op_table
-from workbench.backend.cuda import nvrtc
-from workbench.bench import workload
-from workbench.bench.workload import acts, draw_tokens, parse, take_sample, warm_up
+from workbench.backend.cpu.kernels import op_table
+from workbench.backend.cuda.kernels import nvrtc
+from workbench.benchmarks import workload
+from workbench.benchmarks.workload import acts, draw_tokens, parse, take_sample, warm_up
 from workbench.config import Toggles
 
 SERVED = {

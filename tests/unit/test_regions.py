@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
+from workbench.common.errors import UsageError
 from workbench.engine.batch import make_batch
 from workbench.engine.batches import Batches
-from workbench.engine.kv_cache import EMPTY, KVCache
-from workbench.errors import UsageError
+from workbench.engine.cache.kv_cache import EMPTY, KVCache
 from workbench.model.inputs import MASK, REGIONS
 
 N_SEQS, N_CTX, PAD, N_UBATCH = 3, 30, 4, 8  # 10 cells of a context for each, 12 with padding

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.backend.cuda.replay import READ_GRIDS, READ_WORDS, TimedReplay, read_rates
-from workbench.errors import DeviceError, UsageError
+from workbench.backend.cuda.device.replay import READ_GRIDS, READ_WORDS, TimedReplay, read_rates
+from workbench.common.errors import DeviceError, UsageError
 
 
 class FakeApi:

@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.bench import stats
-from workbench.bench.answers import Answer
-from workbench.bench.resolution import sentence
-from workbench.bench.stats import SAME, Band, Ratio, aa_band, effect, percent, resolution, verdict
+from workbench.benchmarks.compare import stats
+from workbench.benchmarks.compare.answers import Answer
+from workbench.benchmarks.compare.resolution import sentence
+from workbench.benchmarks.compare.stats import (
+    SAME,
+    Band,
+    Ratio,
+    aa_band,
+    effect,
+    percent,
+    resolution,
+    verdict,
+)
 from workbench.config import Toggles
 from workbench.lab.pair import Pair
 

@@ -10,9 +10,9 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from workbench.bench import provenance, results
-from workbench.bench.results import SampleTable, load_run, new_run_folder, runs, write_run
-from workbench.errors import UsageError
+from workbench.benchmarks.runs import provenance, results
+from workbench.benchmarks.runs.results import SampleTable, load_run, new_run_folder, runs, write_run
+from workbench.common.errors import UsageError
 
 
 def a_run(run_id="r1", **changes):
@@ -165,7 +165,7 @@ def git(folder, *args):
 
 
 def test_commit_and_dirty_flag(tmp_path, monkeypatch):
-    monkeypatch.setattr("workbench.checkout._SOURCE", tmp_path)
+    monkeypatch.setattr("workbench.common.checkout._SOURCE", tmp_path)
     unknown = {"hash": "unknown", "number": 0, "dirty": None}
     assert provenance.commit() == unknown  # no repository
     git(tmp_path, "init", "-q")
@@ -181,6 +181,6 @@ def test_commit_and_dirty_flag(tmp_path, monkeypatch):
     assert len(clean["hash"]) == 40 and clean["number"] == 1 and clean["dirty"] is False
     (tmp_path / "f").write_text("2")
     assert provenance.commit()["dirty"] is True
-    monkeypatch.setattr("workbench.checkout._SOURCE", tmp_path / "inside")
+    monkeypatch.setattr("workbench.common.checkout._SOURCE", tmp_path / "inside")
     (tmp_path / "inside").mkdir()
     assert provenance.commit() == unknown  # installed inside somebody else's checkout

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests import draws as cases
 from tests.profiles import examples
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.model.draw_weights import weights
 from workbench.model.sampler import NO_TOKEN, Sampler, Sampling, drawn
 

@@ -10,8 +10,8 @@ import pytest
 from tests.graphs import Decoder, topology_key
 from tests.planned import SCOPES, only_adds_order
 from tests.reference import rotated
+from workbench.common.errors import UsageError
 from workbench.config import CopyStream, SyncMode
-from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, F32, I32, Q8_0, Kind, StepShape, Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.test_tokenizer import bpe_keys, describe, spm_keys
-from workbench.model.tokenizer import Tokenizer, load_tokenizer
+from workbench.model.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 # llama.cpp's names (`llama_vocab::impl::load`): of ends, and of what fills gaps in code
 ENDS = [

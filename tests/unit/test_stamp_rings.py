@@ -17,11 +17,11 @@ import workbench as wb
 from tests.unit import fake_cuda
 from tests.unit.fake_cuda import FakeApi, fake_backend
 from tests.unit.fake_graphs import kernel_params
-from workbench.backend.cuda import timer
+from workbench.backend.clock.stamps import PAIR_BYTES, PAIRS, WRITTEN, StampRing
+from workbench.backend.cuda.device import timer
 from workbench.backend.null import open_backend
-from workbench.backend.stamps import PAIR_BYTES, PAIRS, WRITTEN, StampRing
+from workbench.common.errors import DeviceError
 from workbench.config import Toggles
-from workbench.errors import DeviceError
 from workbench.program.commands import Space
 
 N_PAIRS = 8

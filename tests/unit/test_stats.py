@@ -7,9 +7,18 @@ import math
 import numpy as np
 import pytest
 
-from workbench.bench import answers, stats
-from workbench.bench.answers import compare_logits
-from workbench.bench.stats import FASTER, SAME, SLOWER, TOO_FEW, Band, Ratio, aa_band, speedup
+from workbench.benchmarks.compare import answers, stats
+from workbench.benchmarks.compare.answers import compare_logits
+from workbench.benchmarks.compare.stats import (
+    FASTER,
+    SAME,
+    SLOWER,
+    TOO_FEW,
+    Band,
+    Ratio,
+    aa_band,
+    speedup,
+)
 
 
 def rounds(rng, n, noise=0.02, drift=0.0):

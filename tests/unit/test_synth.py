@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from tests.oracles.dequantize import dequantize
-from workbench.errors import UsageError, WorkbenchError
+from workbench.common.errors import UsageError, WorkbenchError
 from workbench.graph.ir import DTYPES, F32
-from workbench.model import synth
-from workbench.model.gguf import open_gguf
-from workbench.model.presets import (
+from workbench.model.gguf.file import open_gguf
+from workbench.model.synth import models as synth
+from workbench.model.synth.models import TINY, tiny_name, write_model, write_tiny, write_tiny_models
+from workbench.model.synth.shapes import (
     PRESETS,
     QUANTS,
     TensorSpec,
@@ -25,9 +26,8 @@ from workbench.model.presets import (
     tensor_type,
     tensors,
 )
-from workbench.model.synth import TINY, tiny_name, write_model, write_tiny, write_tiny_models
-from workbench.model.synth_vocab import build_vocab
-from workbench.model.tokenizer import load_tokenizer
+from workbench.model.synth.vocab import build_vocab
+from workbench.model.tokenizer.tokenizer import load_tokenizer
 
 
 def types_of(preset: str, quant: str, head: str | None = None) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from comparisons import FACTORS, comparison
 
-from notebooks import launches
+from workbench.answers import launches
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.report import tables

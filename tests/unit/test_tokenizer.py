@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from tokenizers import models, trainers
 
 from tests.profiles import examples
-from workbench.errors import ModelFileError, UsageError
-from workbench.model import tokenizer as tokenizer_module
-from workbench.model.gguf import open_gguf
-from workbench.model.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
-from workbench.model.synth_vocab import corpus
-from workbench.model.tokenizer import StreamDecoder, load_tokenizer
+from workbench.common.errors import ModelFileError, UsageError
+from workbench.model.gguf.file import open_gguf
+from workbench.model.synth.vocab import corpus
+from workbench.model.tokenizer import tokenizer as tokenizer_module
+from workbench.model.tokenizer.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
+from workbench.model.tokenizer.tokenizer import StreamDecoder, load_tokenizer
 
 TEXTS = [
     "",
@@ -354,7 +354,7 @@ def test_any_metadata_loads_or_is_refused(tmp_path_factory, keys, changes):
 
 def test_importing_the_module_loads_neither_package():
     code = (
-        "import sys, workbench.model.tokenizer, workbench.model.synth;"
+        "import sys, workbench.model.tokenizer.tokenizer, workbench.model.synth.models;"
         "print(sorted({'tokenizers', 'sentencepiece', 'gguf', 'tqdm'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

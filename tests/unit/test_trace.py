@@ -11,8 +11,8 @@ import pytest
 
 from tests.oracles.trace_pattern import fold_group, trace_pattern
 from tests.unit.fake_cupti import MODEL
+from workbench.common.errors import UsageError
 from workbench.config import EngineConfig, Toggles
-from workbench.errors import UsageError
 from workbench.trace.profile import COLUMNS, TRACED, Timeline, profile
 from workbench.trace.spans import CATEGORIES, HOST_LANE, Recorder, Span
 from workbench.trace.window import WindowRecorder

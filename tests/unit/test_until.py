@@ -12,13 +12,21 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 from synthetic import N_ARMS, NOISES, rates
 
-from workbench.bench import stats, until
-from workbench.bench.ab import ab
-from workbench.bench.comparison import AB
-from workbench.bench.llama_bench import bench
-from workbench.bench.results import load_run
-from workbench.bench.until import BLOCK, LEAST_ROUNDS, TIME, WIDTH, RepeatEnd, Stopping, Until
-from workbench.errors import UsageError
+from workbench.benchmarks.compare import stats, until
+from workbench.benchmarks.compare.ab import ab
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.until import (
+    BLOCK,
+    LEAST_ROUNDS,
+    TIME,
+    WIDTH,
+    RepeatEnd,
+    Stopping,
+    Until,
+)
+from workbench.benchmarks.llama.llama_bench import bench
+from workbench.benchmarks.runs.results import load_run
+from workbench.common.errors import UsageError
 
 SPEC = "sync=per_copy,copy_boundary"
 SPACES = st.sampled_from(["", " ", "  "])

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.planes import planes, repacked
-from workbench.backend.cuda import weights as cuda_weights
-from workbench.backend.cuda.kernel import Kernel
-from workbench.backend.cuda.weights import MOST_TOKENS, Uploader, refuses
-from workbench.errors import DeviceError
+from workbench.backend.cuda.device import weights as cuda_weights
+from workbench.backend.cuda.device.weights import MOST_TOKENS, Uploader, refuses
+from workbench.backend.cuda.kernels.kernel import Kernel
+from workbench.common.errors import DeviceError
 from workbench.graph.ir import (
     DTYPES,
     F16,

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.edited import edited
-from workbench.errors import ModelFileError
+from workbench.common.errors import ModelFileError
 from workbench.model.decoder import Model
-from workbench.model.gguf import open_gguf
-from workbench.model.tokenizer import load_tokenizer
+from workbench.model.gguf.file import open_gguf
+from workbench.model.tokenizer.tokenizer import load_tokenizer
 
 T = "tokenizer.ggml."
 N = 640  # tokens of tiny-llama-spm

@@ -38,7 +38,7 @@ class Word(NamedTuple):
     names: tuple[str, ...] = ()
 
 
-TIMELINES = ("trace/", "report/", "lab/", "engine/watch.py")
+TIMELINES = ("trace/", "report/", "lab/", "engine/look/watch.py")
 RINGS = ("engine/", "program/layout.py", "program/lower.py", "program/events.py")
 WORDS = [
     Word("place places placed", "no noun", "layout, range, address, backend, row",
@@ -49,23 +49,23 @@ WORDS = [
     Word("turn turns", "which of a ring's copies a step takes", "period, behind, each",
          (*RINGS, "program/sync_modes.py")),
     Word("slot slots", "a server's seat for a sequence", "entry",
-         ("config/", "engine/seats.py", "engine/slots.py", "serve/",
+         ("config/", "engine/slots/seats.py", "engine/slots/slots.py", "serve/",
           "cli/serve")),
     Word("lane lanes", "a row of a timeline", "worker, element", TIMELINES),
     Word("splitk", "nothing", "kv_parts, k_parts"),
     Word("split splits", "what one backend computes of the graph", "k_parts, warps_per_row",
-         ("backend/issue.py", "backend/bind.py", "backend/plan.py", "bench/", "config/",
-          "engine/", "program/", "report/", "trace/")),
+         ("backend/issue/prepared.py", "backend/issue/bind.py", "backend/plan/life.py",
+          "benchmarks/", "config/", "engine/", "program/", "report/", "trace/")),
     Word("segment segments", "host calls, or the work of a device split", "part",
-         ("backend/issue.py", "engine/watch.py",
+         ("backend/issue/prepared.py", "engine/look/watch.py",
           "backend/cuda/")),  # there a struct of the kernels: the rows of one of several products
 ]  # fmt: skip
 # names that have one of these words for the sake of something outside the package
 OF_OTHERS = {
-    "model/pretokenizers.py": {"splits": "the `Split` of a pre-tokenizer"},
-    "model/synth_vocab.py": {"every_split": "a word in two, for a merge of a tokenizer"},
-    "model/tokenizer.py": {"split": "a word in two, for a merge of a tokenizer"},
-    "model/presets.py": {"turns": "of a chat template"},
+    "model/tokenizer/pretokenizers.py": {"splits": "the `Split` of a pre-tokenizer"},
+    "model/synth/vocab.py": {"every_split": "a word in two, for a merge of a tokenizer"},
+    "model/tokenizer/tokenizer.py": {"split": "a word in two, for a merge of a tokenizer"},
+    "model/synth/shapes.py": {"turns": "of a chat template"},
 }
 
 

@@ -8,7 +8,7 @@ from fake_engine import BOS, N_VOCAB, Clock, FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.bench.workload import (
+from workbench.benchmarks.workload import (
     WARM_MAX,
     Workload,
     bos_token,
@@ -20,7 +20,7 @@ from workbench.bench.workload import (
     take_sample,
     warm_up,
 )
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ Every member that anyone calls is declared here. A backend overrides what its de
 
 A backend *prepares*: `launch`, `copy`, `record` and `wait` return `Issued` commands, and `sync_*`
 return plain callables. Addresses and packed arguments are bound once. Each call then performs its
-command, as often as wanted. `backend/issue.py` strings the calls together; nothing here knows
-programs.
+command, as often as wanted. `backend/issue/prepared.py` strings the calls together; nothing here
+knows programs.
 
 `program/commands.py` says who may overwrite what, and when. In particular a command of an
 asynchronous backend returns before its work is done, and a copy's source is read late.
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from workbench.backend.args import AddressOf
-from workbench.backend.issued import Issued, Plannable
-from workbench.devices import AUTO, DEVICES, WITHOUT_GPU
-from workbench.errors import DeviceError
+from workbench.backend.issue.args import AddressOf
+from workbench.backend.issue.issued import Issued, Plannable
+from workbench.common.devices import AUTO, DEVICES, WITHOUT_GPU
+from workbench.common.errors import DeviceError
+from workbench.common.progress import Bar
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
 from workbench.program.commands import Space
-from workbench.progress import Bar
 
 Issue = Callable[[], Any]  # a command, or what the host does at once: a wait, a write, a read
 
@@ -194,7 +194,7 @@ class Backend(ABC):
         notes: int = 0,
     ) -> Issued:
         """As `launch`, and every kernel notes when it ran in a note of its own. notes: address of
-        the first; the next kernel's is `note_bytes` behind it (`backend/launch_notes.py`)."""
+        the first; the next kernel's is `note_bytes` behind it (`backend/clock/launch_notes.py`)."""
         raise DeviceError(f"kernels of the {self.name} device note nothing; use marks")
 
     @abstractmethod
@@ -204,8 +204,9 @@ class Backend(ABC):
     def gate_copy(
         self, dst: int, src: int, nbytes: int, control: int, limit_ns: int, stream: int
     ) -> Issued:
-        """As `copy` from pinned memory, once the gate at `control` is open (`backend/gate.py`).
-        Where it is cancelled or stays closed for limit_ns, nothing is copied."""
+        """As `copy` from pinned memory, once the gate at `control` is open
+        (`backend/plan/gate.py`). Where it is cancelled or stays closed for limit_ns, nothing is
+        copied."""
         raise DeviceError(f"the {self.name} device has no gates; use launch_ahead=off")
 
     def gate_end(self, counter: int, word: int, stream: int, programmatic: bool) -> Issued:
@@ -257,8 +258,8 @@ class Backend(ABC):
 
     def stamp(self, counter: int, ring: int, n_pairs: int, is_end: bool, stream: int) -> Issued:
         """Writes the device's clock to the next pair of a ring in pinned memory, as its begin or as
-        its end, which counts the pair (`backend/stamps.py`). counter: an int64 of device memory.
-        The begin is read as late as can be, the end as early."""
+        its end, which counts the pair (`backend/clock/stamps.py`). counter: an int64 of device
+        memory. The begin is read as late as can be, the end as early."""
         raise DeviceError(f"the {self.name} device has no stamps; measure on another")
 
     def clock(self) -> DeviceClock | None:

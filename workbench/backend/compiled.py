@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from workbench import progress
+from workbench.common import progress
 
 WORTH_SAYING_NS = 100_000_000
 

@@ -25,15 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.args import VIEW, AddressOf, view_address
 from workbench.backend.base import Backend, Captured, Issue
-from workbench.backend.issued import Issued, Plannable, Words
-from workbench.errors import DeviceError
+from workbench.backend.issue.args import VIEW, AddressOf, view_address
+from workbench.backend.issue.issued import Issued, Plannable, Words
+from workbench.common.errors import DeviceError
+from workbench.common.progress import Bar
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
 from workbench.program.commands import Space
 from workbench.program.first_cell import CELL, is_view
-from workbench.progress import Bar
 
 
 class NullMemory:

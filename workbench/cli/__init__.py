@@ -26,9 +26,9 @@ from workbench.cli import (  # noqa: F401 - commands
 )  # fmt: skip
 from workbench.cli.common import app, say
 from workbench.cli.interrupts import Stop, heeded
-from workbench.errors import WorkbenchError
-from workbench.output import NO_ROOM, refusal
-from workbench.progress import shown_on
+from workbench.common.errors import WorkbenchError
+from workbench.common.output import NO_ROOM, refusal
+from workbench.common.progress import shown_on
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -37,7 +37,7 @@ def check(
     """Prove that a decode, or prompt after prompt with tokens behind it, is free of races, and list
     the waits that it could do without. Nothing is computed; what an engine refuses without --unsafe
     is checked, too. Exit status 3 where commands race."""
-    from workbench.engine.room import Room
+    from workbench.engine.cache.room import Room
     from workbench.program.check import hazards
 
     if config.n_ctx:  # else the model says how much there is

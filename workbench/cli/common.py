@@ -13,16 +13,16 @@ from cyclopts import App
 
 from workbench import __version__
 from workbench.cli.flags import EngineSettings, GivenToggles, check_computes
+from workbench.common.errors import UsageError
+from workbench.common.output import check_folder
 from workbench.config import BEST, EngineConfig
-from workbench.errors import UsageError
-from workbench.output import check_folder
 
 if TYPE_CHECKING:
+    from workbench.engine.cache.room import Room
     from workbench.engine.choose import Variants
     from workbench.engine.engine import Engine
-    from workbench.engine.loaded import Fit, Loaded
-    from workbench.engine.nvtx_ranges import NoRanges
-    from workbench.engine.room import Room
+    from workbench.engine.load import Fit, Loaded
+    from workbench.engine.look.nvtx_ranges import NoRanges
 
     Check = Callable[[Loaded, Room], None]
 
@@ -45,7 +45,7 @@ def say(line: str) -> None:
 
 def say_replays(counters: Mapping[str, int]) -> None:
     """Says what became of an engine's plans, where it has any."""
-    from workbench.backend.plan import in_words
+    from workbench.backend.plan.life import in_words
 
     if words := in_words(counters):
         say(words)
@@ -71,10 +71,10 @@ def load(
     """As `Engine.load`, and says on what device and with which toggles. start: the preset, unless
     one is named. check: refuses what only the opened model shows, before weights are read, and is
     told what room a sequence will have. computes: the device has to."""
+    from workbench.engine.cache.kv_cache import n_regions
+    from workbench.engine.cache.room import Room
     from workbench.engine.choose import resolve
     from workbench.engine.engine import Engine
-    from workbench.engine.kv_cache import n_regions
-    from workbench.engine.room import Room
 
     if computes:
         check_computes(config.device)

@@ -7,8 +7,8 @@ from cyclopts.validators import Number
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, say
-from workbench.errors import BelowLimit, WorkbenchError
-from workbench.output import check_writable, write_text
+from workbench.common.errors import BelowLimit, WorkbenchError
+from workbench.common.output import check_writable, write_text
 
 PAGE = Path("reports/compare.html")
 
@@ -33,8 +33,8 @@ def compare(
     Rows match by test, model and toggles; what does not match is listed. Runs on another card,
     processor or driver, or of another day, are history: shown without a verdict.
     """
-    from workbench.bench import compare as folders
-    from workbench.frames import show, show_prose
+    from workbench.benchmarks.compare import compare as folders
+    from workbench.common.tables import show, show_prose
     from workbench.report.pages import compared_page
 
     check_writable(out, parents=True)

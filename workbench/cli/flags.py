@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from workbench import devices
+from workbench.common import devices
+from workbench.common.errors import UsageError
 from workbench.config import (
     BASELINE,
     BEST,
@@ -26,7 +27,6 @@ from workbench.config import (
     Toggles,
 )
 from workbench.config.presets import preset_words
-from workbench.errors import UsageError
 
 
 def flag(help: str, names: str | None = None, **settings: Any) -> Parameter:

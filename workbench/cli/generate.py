@@ -11,14 +11,14 @@ from cyclopts.validators import Number
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, as_typed, load, parse_ids, say, say_replays
+from workbench.common.errors import UsageError
+from workbench.common.output import check_writable, writing
+from workbench.common.progress import bar
 from workbench.config import BASELINE
-from workbench.errors import UsageError
-from workbench.output import check_writable, writing
-from workbench.progress import bar
 
 if TYPE_CHECKING:
-    from workbench.engine.loaded import Loaded
-    from workbench.engine.room import Room
+    from workbench.engine.cache.room import Room
+    from workbench.engine.load import Loaded
     from workbench.program.commands import Program, Replay
 
 
@@ -133,8 +133,8 @@ def program(
 ) -> None:
     """Print the program of one step: its pattern, and per token its waits, copies and launches."""
     from workbench.engine.batch import step_shape
-    from workbench.engine.kv_growth import Growth
-    from workbench.engine.room import Room
+    from workbench.engine.cache.growth import Growth
+    from workbench.engine.cache.room import Room
     from workbench.program.as_json import program_as_json
     from workbench.program.commands import Replay
 

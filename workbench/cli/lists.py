@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 from cyclopts import Parameter
 
 from workbench.cli.flags import ENGINE, EngineSettings
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 
 MOST_NUMBERS = 1000  # that one list may stand for
 _RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?", re.ASCII)

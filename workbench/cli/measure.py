@@ -11,8 +11,8 @@ from workbench.cli import flags as f
 from workbench.cli.common import MODELS, RUNS, app, check_new, load, say, say_ranges, say_replays
 from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
 from workbench.cli.repeat import DEFAULT_REPEAT, RepeatFlags, Resume
+from workbench.common.errors import UsageError, WorkbenchError
 from workbench.config import BASELINE, EngineConfig, Toggles
-from workbench.errors import UsageError, WorkbenchError
 
 NOTEBOOKS = Path("notebooks")
 PROMPTS, GENS, DEPTHS = ["512"], ["128"], ["0"]  # llama-bench's
@@ -70,10 +70,10 @@ def bench(
     A row for each test, model, and combination of -ngl, -t, -ub, -b and -fa. With -npl the tests
     and the table are llama-batched-bench's.
     """
-    from workbench.bench import batched, llama_bench
-    from workbench.bench.draft import open_outs
-    from workbench.bench.workload import long_enough, wide_enough
-    from workbench.frames import known_columns
+    from workbench.benchmarks.llama import batched, llama_bench
+    from workbench.benchmarks.runs.draft import open_outs
+    from workbench.benchmarks.workload import long_enough, wide_enough
+    from workbench.common.tables import known_columns
 
     if output not in llama_bench.FORMATS:
         raise UsageError(f"-o {output!r}: choose one of {', '.join(llama_bench.FORMATS)}")
@@ -140,11 +140,11 @@ def ab(
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
     """Compare values of a toggle, or sets of toggles, in turn, with an A/A control."""
-    from workbench.bench.ab import ab as interleaved
-    from workbench.bench.arms import ComparisonSpec, comparison_spec
-    from workbench.bench.draft import open_out
-    from workbench.bench.workload import parse_tests, wide_enough
-    from workbench.frames import show, show_prose
+    from workbench.benchmarks.compare.ab import ab as interleaved
+    from workbench.benchmarks.compare.arms import ComparisonSpec, comparison_spec
+    from workbench.benchmarks.runs.draft import open_out
+    from workbench.benchmarks.workload import parse_tests, wide_enough
+    from workbench.common.tables import show, show_prose
 
     until = repeat.arguments()
     wanted, specs = toggles.wanted(BASELINE), list[ComparisonSpec]()
@@ -196,10 +196,10 @@ def perplexity(
 
     Kernels differ by how many tokens are computed at once (--sizes, default n_ubatch): 1 is decode.
     """
-    from workbench.bench import perplexity as ppl
-    from workbench.bench import results
-    from workbench.bench.draft import open_out
-    from workbench.bench.token_source import ask
+    from workbench.benchmarks.runs import results
+    from workbench.benchmarks.runs.draft import open_out
+    from workbench.benchmarks.scores import perplexity as ppl
+    from workbench.benchmarks.scores.token_source import ask
 
     if check and against is None:
         raise UsageError("--check needs a reference; add --against activations=float")
@@ -246,9 +246,10 @@ def bench_kernels(
 ) -> None:
     """Time the products of real shapes, cold, against the read bandwidth; writes a run folder."""
     from workbench.backend.base import choose_device, open_backend
-    from workbench.bench import kernel_bench, kernel_cases, results
-    from workbench.engine.nvtx_ranges import ranges_of
-    from workbench.frames import show, show_prose
+    from workbench.benchmarks.kernels import kernel_bench, kernel_cases
+    from workbench.benchmarks.runs import results
+    from workbench.common.tables import show, show_prose
+    from workbench.engine.look.nvtx_ranges import ranges_of
     from workbench.report import roofline
 
     f.check_computes(device)
@@ -293,9 +294,9 @@ def report(
 ) -> None:
     """Run notebooks into offline HTML reports, and print the speedup table."""
     from workbench.backend.base import choose_device
-    from workbench.bench import results
-    from workbench.bench.comparison import AB
-    from workbench.model.synth import write_tiny_models
+    from workbench.benchmarks.compare.comparison import AB
+    from workbench.benchmarks.runs import results
+    from workbench.model.synth.models import write_tiny_models
     from workbench.report.render import check_pages, render_all
     from workbench.report.tables import show, speedup_table
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from workbench.cli import flags as f
 from workbench.cli.common import MODELS, model_app, say
-from workbench.model.presets import PRESETS, QUANTS
+from workbench.model.synth.shapes import PRESETS, QUANTS
 
 
 @model_app.command
@@ -21,7 +21,7 @@ def synth(
     force: Annotated[bool, f.flag("write over a file that exists")] = False,
 ) -> None:
     """Write a model of a real shape with random weights (--head TYPE sets the head's type)."""
-    from workbench.model.synth import write_model
+    from workbench.model.synth.models import write_model
 
     say(f"wrote {write_model(preset, quant, out, head=head, seed=seed, force=force)}")
 
@@ -29,7 +29,7 @@ def synth(
 @model_app.command
 def tiny(out: Annotated[Path, f.flag("folder to write them in")] = MODELS, /) -> None:
     """Write the tiny models that tests and notebooks use."""
-    from workbench.model.synth import write_tiny_models
+    from workbench.model.synth.models import write_tiny_models
 
     say(f"{len(write_tiny_models(out))} tiny models in {out}")
 
@@ -52,7 +52,7 @@ def inspect(
 ) -> None:
     """Print shapes, types, sizes, what is expanded when it is loaded, and the bytes of weights and
     of KV cache per token."""
-    from workbench.model.inspect import summary
+    from workbench.model.gguf.inspect import summary
 
     found = summary(file, expand, (cache_type_k, cache_type_v))
     print(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))

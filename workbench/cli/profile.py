@@ -7,8 +7,8 @@ from typing import Annotated
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, load, say
-from workbench.errors import UsageError
-from workbench.output import check_writable
+from workbench.common.errors import UsageError
+from workbench.common.output import check_writable
 
 
 @app.command
@@ -42,9 +42,9 @@ def profile(
     How long a token and its gap are comes from untraced steps, by the device's own stamps. What is
     traced is labelled so: it attributes time, and does not measure it.
     """
-    from workbench.bench import profiling
-    from workbench.bench.workload import long_enough, parse
-    from workbench.frames import show, terminal_columns
+    from workbench.benchmarks.times import profiling
+    from workbench.benchmarks.workload import long_enough, parse
+    from workbench.common.tables import show, terminal_columns
     from workbench.report import profiles
     from workbench.trace.analysis import BY
     from workbench.trace.profile import COLLECTORS

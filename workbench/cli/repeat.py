@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from workbench.cli import flags as f
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Repeat:
     def arguments(self, n: int = 1) -> dict[str, Any]:
         """What `ab` and `bench` take, by keyword; n calls of them share the time. Raises UsageError
         for what is no share, no length of time, or a time without a share."""
-        from workbench.bench import until
+        from workbench.benchmarks.compare import until
 
         if self.until is None:
             if self.at_most is not None:

@@ -14,7 +14,7 @@ from cyclopts.validators import Number
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, say
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 
 SERVER = Group("Server", sort_key=0)
 MOST_PORT = 65535
@@ -92,18 +92,18 @@ def serve(
     Ends gracefully on Ctrl-C and SIGTERM: what runs is finished first. A second one ends it at
     once. /openapi.json describes the interface, /metrics is for Prometheus.
     """
-    from workbench.engine.seats import check_cells
-    from workbench.model.gguf import open_gguf
+    from workbench.engine.slots.seats import check_cells
+    from workbench.model.gguf.file import open_gguf
     from workbench.model.hparams import read_hparams
     from workbench.model.sampler import Sampling
-    from workbench.model.tokenizer import load_tokenizer
-    from workbench.serve.chat import KEY
-    from workbench.serve.front import FrontSettings
-    from workbench.serve.reading import Defaults
-    from workbench.serve.server import Listening
-    from workbench.serve.server import serve as serve_http
-    from workbench.serve.text import TokenTexts
-    from workbench.serve.worker import WorkerSettings, start
+    from workbench.model.tokenizer.tokenizer import load_tokenizer
+    from workbench.server.api.reading import Defaults
+    from workbench.server.chat import KEY
+    from workbench.server.server import Listening
+    from workbench.server.server import serve as serve_http
+    from workbench.server.text import TokenTexts
+    from workbench.server.wire.front import FrontSettings
+    from workbench.server.wire.worker import WorkerSettings, start
 
     f.check_computes(config.device)
     wanted = toggles.wanted()
@@ -165,7 +165,7 @@ def _template(path: Path | None) -> str | None:
     """The template in a file. Raises UsageError for what is none."""
     from jinja2 import TemplateError
 
-    from workbench.serve.render import compiled
+    from workbench.server.render import compiled
 
     text = _text(path)
     if text is not None:

@@ -13,10 +13,10 @@ from cyclopts import Group, Parameter
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, check_new, say
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 
 if TYPE_CHECKING:
-    from workbench.serve.bench import BenchSpec
+    from workbench.traffic.bench import BenchSpec
 
 LOAD, CLIENT = Group("Load", sort_key=-2), Group("Client", sort_key=-1)
 
@@ -105,10 +105,10 @@ def serve_bench(
     The server is any with OpenAI's /v1/completions that takes token ids (--url), or one of the file
     -m; then flags of the engine and toggles are its own. The client is a process of its own.
     """
-    from workbench.frames import known_columns
-    from workbench.serve import bench, bench_text
-    from workbench.serve.load import arrivals, id_range, normal_ids
-    from workbench.serve.served import ServeCommand, Served, reached
+    from workbench.common.tables import known_columns
+    from workbench.traffic import bench, bench_text
+    from workbench.traffic.load import arrivals, id_range, normal_ids
+    from workbench.traffic.served import ServeCommand, Served, reached
 
     bench_text.check_format(output)
     settings = arrivals(load.arrivals, load.rate, load.concurrency)
@@ -171,10 +171,10 @@ def _spec(load: LoadSettings, client: ClientSettings, slots: int | None) -> Benc
     """Everything but the ids of prompts, which the server's model has; checked before it begins."""
     import numpy as np
 
-    from workbench.serve.bench import BenchSpec
-    from workbench.serve.latency import Slo
-    from workbench.serve.load import id_range, lengths
-    from workbench.serve.targets import Asking
+    from workbench.traffic.bench import BenchSpec
+    from workbench.traffic.latency import Slo
+    from workbench.traffic.load import id_range, lengths
+    from workbench.traffic.targets import Asking
 
     for flag, value in (("--max-seconds", load.max_seconds), ("--timeout", client.timeout)):
         if value is not None and not 0 < value < math.inf:

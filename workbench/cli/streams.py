@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import UsageError
-from workbench.output import refusal
+from workbench.common.errors import UsageError
+from workbench.common.output import refusal
 
 UNKNOWN_LETTERS = "backslashreplace"  # as \\xe5, so that nothing is lost
 

@@ -5,9 +5,9 @@ import textwrap
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from workbench import devices
 from workbench.cli import flags as f
 from workbench.cli.common import app
+from workbench.common import devices
 from workbench.config import FAMILIES
 from workbench.config.presets import preset_words, served_words
 from workbench.config.table import ROWS, Clash, F, Need, Row, Want, facts_of
@@ -26,7 +26,7 @@ def toggles(
         return
     import pandas as pd
 
-    from workbench.frames import show, terminal_columns
+    from workbench.common.tables import show, terminal_columns
 
     rows = [
         {

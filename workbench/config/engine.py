@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from workbench import devices
-from workbench.errors import UsageError
+from workbench.common import devices
+from workbench.common.errors import UsageError
 
 ON_HOST = {devices.HOST: True, "device": False, "CPU": True, "CUDA0": False}  # also llama.cpp's
 

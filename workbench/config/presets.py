@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workbench import devices
+from workbench.common import devices
 from workbench.config.table import ROWS
 
 BASELINE, BEST = "baseline", "best"  # everything off; what won on a kind of device

@@ -185,8 +185,8 @@ def family(
 # fmt: off
 # rooms of several toggles
 SYNC_MODES, LAYOUT, LOWER = "program/sync_modes.py", "program/layout.py", "program/lower.py"
-REUSE, EXTENT, ATTEND = "engine/reuse.py", "engine/kv_extent.py", "graph/attend.py"
-PLAN, FORKS = "backend/plan.py", "graph/forks.py"
+REUSE, EXTENT, ATTEND = "engine/programs.py", "engine/cache/extent.py", "graph/attend.py"
+PLAN, FORKS = "backend/plan/life.py", "graph/forks.py"
 
 # facts of several values
 ASYNC = Need("asynchronous_copies", "its copies are not asynchronous")
@@ -387,7 +387,7 @@ class Redo(Choice):
     ON = "on", "done again for every step that reuses a program, and dropped"
 
 
-@toggle("kv_growth", "cells that attention looks at", "engine/kv_growth.py", ROUNDING, REUSED)
+@toggle("kv_growth", "cells that attention looks at", "engine/cache/growth.py", ROUNDING, REUSED)
 class KVGrowth(Choice):
     """How many cells attention looks at. With FULL the shape of a step never changes; cells that
     nobody owns are masked."""
@@ -399,7 +399,7 @@ class KVGrowth(Choice):
     FULL = "full", "the whole cache, masked: one shape for all depths"
 
 
-@toggle("kv_cache", "whose cells the cache has", "engine/kv_cache.py", ROUNDING, SERVING)
+@toggle("kv_cache", "whose cells the cache has", "engine/cache/kv_cache.py", ROUNDING, SERVING)
 class KVCacheKind(Choice):
     """Whose cells the cache has."""
 
@@ -433,7 +433,7 @@ class SkipGate(Choice):
     NEVER = "never", "in no step"
 
 
-@toggle("slot_choice", "a request's slot", "engine/slots.py", ROUNDING, SERVING)
+@toggle("slot_choice", "a request's slot", "engine/slots/slots.py", ROUNDING, SERVING)
 class SlotChoice(Choice):
     """Which free slot a request gets. A slot keeps the cells of its last request, and what a new
     one has in common with it is not computed again."""
@@ -442,7 +442,7 @@ class SlotChoice(Choice):
     LOWEST_FREE = "lowest_free", "the one with the lowest number"
 
 
-@toggle("defrag", "holes among a server's cells", "engine/defrag.py", ROUNDING, SERVING)
+@toggle("defrag", "holes among a server's cells", "engine/cache/defrag.py", ROUNDING, SERVING)
 class Defrag(Choice):
     """Whether cells of a cache that all share are moved together. A cache with a region for each
     sequence has no holes."""
@@ -451,7 +451,9 @@ class Defrag(Choice):
     CELLS = "cells", "holes are filled from behind where attention looks at fewer cells then"
 
 
-@toggle("batch_sizes", "tokens and sequences of a step", "engine/padding.py", ROUNDING, SERVING)
+@toggle(
+    "batch_sizes", "tokens and sequences of a step", "engine/slots/padding.py", ROUNDING, SERVING
+)
 class BatchSizes(Choice):
     """How many tokens, sequences and outputs a step has. With PADDED steps of nearly as many share
     a program and a plan; what is added sees nothing, and is stored nowhere."""
@@ -460,7 +462,7 @@ class BatchSizes(Choice):
     PADDED = "padded", "rounded up, so that there are few shapes", SERVED
 
 
-@toggle("sampling", "where a server's tokens are drawn", "engine/draws.py", EXACT, SERVING)
+@toggle("sampling", "where a server's tokens are drawn", "engine/slots/draws.py", EXACT, SERVING)
 class SampleOn(Choice):
     """Where tokens are drawn from logits. A device that draws them goes on with them itself: no
     logits come to the host, and the next step may be issued before anybody knows its tokens."""

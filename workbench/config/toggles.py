@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from workbench.common.errors import UsageError
 from workbench.config.presets import BEST, fixed_presets, preset_names
 from workbench.config.table import CLASHES, FAMILIES, ROWS, Row
-from workbench.errors import UsageError
 
 
 class _Held(str):

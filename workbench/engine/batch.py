@@ -11,13 +11,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from workbench.engine.draws import FED
-from workbench.engine.kv_cache import KVCache
-from workbench.engine.kv_growth import Growth
-from workbench.engine.masks import HIDDEN
-from workbench.engine.padding import Rule, Sizes, as_they_are
-from workbench.engine.room import Room
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
+from workbench.engine.cache.growth import Growth
+from workbench.engine.cache.kv_cache import KVCache
+from workbench.engine.cache.masks import HIDDEN
+from workbench.engine.cache.room import Room
+from workbench.engine.slots.draws import FED
+from workbench.engine.slots.padding import Rule, Sizes, as_they_are
 from workbench.graph.ir import StepShape
 from workbench.model.cache_graphs import copy_shape
 from workbench.model.inputs import (

@@ -22,10 +22,10 @@ from workbench.engine.batch import (
     row_values,
     with_more,
 )
-from workbench.engine.draws import UNKEPT, Draws
-from workbench.engine.kv_cache import KVCache
-from workbench.engine.padding import Rule, as_they_are
-from workbench.engine.phases import PhaseClock
+from workbench.engine.cache.kv_cache import KVCache
+from workbench.engine.look.phases import PhaseClock
+from workbench.engine.slots.draws import UNKEPT, Draws
+from workbench.engine.slots.padding import Rule, as_they_are
 from workbench.model.inputs import MASK, POSITIONS, TOKENS
 
 NOBODY = PhaseClock(lambda phase, start_ns, end_ns: None)

@@ -12,19 +12,19 @@ from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from workbench import progress
-from workbench.backend.bind import Launching
-from workbench.backend.issue import Prepared
-from workbench.engine.kv_cache import KVCache
-from workbench.engine.loaded import Loaded, kind
+from workbench.backend.issue.bind import Launching
+from workbench.backend.issue.prepared import Prepared
+from workbench.common import progress
+from workbench.common.progress import HIDDEN
+from workbench.engine.cache.kv_cache import KVCache
+from workbench.engine.load import Loaded, kind
+from workbench.engine.look.phases import Phases
 from workbench.engine.memory import Residents, Workspace
-from workbench.engine.phases import Phases
-from workbench.engine.reuse import Key
+from workbench.engine.programs import Key
 from workbench.engine.step import Issuer
 from workbench.engine.step_programs import StepPrograms
 from workbench.graph.ir import Node, StepShape
 from workbench.program.commands import Program
-from workbench.progress import HIDDEN
 
 
 class BoundPrograms:

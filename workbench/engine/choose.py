@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from workbench.common.errors import DeviceError, UsageError, WorkbenchError
 from workbench.config import (
     BEST,
     AttnKernel,
@@ -34,8 +35,7 @@ from workbench.config import (
 )
 from workbench.config.presets import FOR, best_set, set_for
 from workbench.config.table import ROWS, Need, Want, facts_of
-from workbench.engine.loaded import Loaded
-from workbench.errors import DeviceError, UsageError, WorkbenchError
+from workbench.engine.load import Loaded
 from workbench.graph.attend import attend_by
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import build_graph

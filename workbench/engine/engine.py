@@ -13,39 +13,40 @@ import numpy as np
 
 from workbench.backend import compiled
 from workbench.backend.base import Backend
+from workbench.common.errors import UsageError
+from workbench.common.progress import HIDDEN, Bar, bar
 from workbench.config import EngineConfig, Toggles
-from workbench.engine import draws, exclusive
+from workbench.engine import exclusive
 from workbench.engine.batch import Outputs, Work, check_prompt, step_shape
 from workbench.engine.bound import BoundPrograms
+from workbench.engine.cache.growth import growth_of
+from workbench.engine.cache.kv_cache import n_regions
 from workbench.engine.choose import Variants, Wanted, as_preset, choose, resolve
 from workbench.engine.exclusive import STATE
 from workbench.engine.finite import require_finite
 from workbench.engine.generation import CONTEXT_FULL, END_OF_TEXT, INTERRUPTED, Generation
-from workbench.engine.kv_cache import n_regions
-from workbench.engine.kv_growth import growth_of
-from workbench.engine.loaded import Fit, Loaded, config_of
+from workbench.engine.load import Fit, Loaded, config_of
+from workbench.engine.look.nvtx_ranges import ranges_of
+from workbench.engine.look.phases import PhaseCounts, PhaseTimes, per_step
+from workbench.engine.look.ranged import ranged
+from workbench.engine.look.stamps import Stamp, Stamps
+from workbench.engine.look.watch import PLAIN, Watch, chosen
 from workbench.engine.memory import Residents
-from workbench.engine.nvtx_ranges import ranges_of
 from workbench.engine.opened import Opened
-from workbench.engine.padding import sizes_of
-from workbench.engine.phases import PhaseCounts, PhaseTimes, per_step
-from workbench.engine.ranged import ranged
+from workbench.engine.programs import programs_of, reuse_of
 from workbench.engine.rehearsal import Rehearsal
-from workbench.engine.reuse import programs_of, reuse_of
-from workbench.engine.stamps import Stamp, Stamps
+from workbench.engine.slots import draws
+from workbench.engine.slots.padding import sizes_of
 from workbench.engine.step import Pending, Steps, issuer_of
 from workbench.engine.step_programs import StepPrograms
-from workbench.engine.watch import PLAIN, Watch, chosen
-from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
 from workbench.model.sampler import Sampler, Sampling
 from workbench.program.commands import Program
-from workbench.progress import HIDDEN, Bar, bar
 from workbench.trace.spans import HOST_LANE, Recorder, now_ns
 
 if TYPE_CHECKING:
-    from workbench.model.tokenizer import Tokenizer
+    from workbench.model.tokenizer.tokenizer import Tokenizer
 
 
 MADE_READY = 1024  # so many tokens have what they launch compiled before the first of them
@@ -159,7 +160,7 @@ class Engine:
 
     def submit(self, work: Work, draws: bool = False) -> Pending:
         """Issues a step: up to n_ubatch tokens of one or more sequences. draws: its results are
-        tokens that the device draws, where it does (`engine/draws.py`).
+        tokens that the device draws, where it does (`engine/slots/draws.py`).
 
         work: for each sequence its number, its next token ids, and which of their logits are wanted
         (`last`, `all` or `none`). A step that is still under way is waited for first, because the
@@ -283,7 +284,7 @@ class Engine:
         Ctrl-C, which keeps the tokens made so far. Logits that are not finite raise ModelFileError
         or WorkbenchError, which names the weight to blame.
         """
-        from workbench.model.tokenizer import StreamDecoder
+        from workbench.model.tokenizer.tokenizer import StreamDecoder
 
         if (prompt is None) == (tokens is None):
             raise UsageError("give either a prompt or token ids")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

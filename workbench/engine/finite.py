@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import ModelFileError, WorkbenchError
-from workbench.model.finite import first_not_finite
+from workbench.common.errors import ModelFileError, WorkbenchError
+from workbench.model.gguf.finite import first_not_finite
 
 if TYPE_CHECKING:
     from workbench.model.decoder import Model

@@ -7,8 +7,8 @@ before the workspace grows.
 from collections.abc import Callable
 
 from workbench.backend.base import Backend, Memory
-from workbench.backend.landing import Landing, hands_out
-from workbench.engine.loaded import Loaded
+from workbench.backend.issue.landing import Landing, hands_out
+from workbench.engine.load import Loaded
 from workbench.graph.ir import Tensor
 from workbench.program.commands import HOST, Buffer, Program, Range, Space
 

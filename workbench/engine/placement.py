@@ -5,9 +5,9 @@ placement makes host and device splits alternate. `n_gpu_layers` gives the devic
 and `override_tensor` single weights by name, as llama.cpp's -ngl and -ot do.
 """
 
-from workbench import devices
+from workbench.common import devices
+from workbench.common.errors import UsageError
 from workbench.config import EngineConfig, parse_override
-from workbench.errors import UsageError
 from workbench.graph.ir import Kind, Node, Tensor
 from workbench.model.decoder import Model
 from workbench.program.commands import DEVICE, HOST

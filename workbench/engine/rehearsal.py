@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from workbench.engine.batch import Work, n_outputs, n_tokens, size_of_copies
-from workbench.engine.kv_cache import KVCache
-from workbench.engine.padding import Rule, Sizes
+from workbench.engine.cache.kv_cache import KVCache
+from workbench.engine.slots.padding import Rule, Sizes
 from workbench.graph.ir import StepShape
 from workbench.model.cache_graphs import copy_shape
 

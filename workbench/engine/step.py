@@ -10,7 +10,8 @@ next step but its tokens is known before. So it is made while the device compute
 
     inputs     `Batches.look_ahead` makes them
     program    is looked up, where it is kept as it is
-    launch     with launch_ahead=on the plan is launched, and waits at its gate (`backend/gate.py`)
+    launch     with launch_ahead=on the plan is launched, and waits at its gate
+               (`backend/plan/gate.py`)
     writes     the inputs are written to staging memory, once the device has read the inputs of the
                step under way. Only a gate says so. Other programs write when they are submitted
 
@@ -30,20 +31,20 @@ from typing import Any
 import numpy as np
 
 from workbench.backend.base import Backend, Memory
-from workbench.backend.bind import Launching
-from workbench.backend.gate import Gate
-from workbench.backend.issue import Prepared
-from workbench.backend.plan import Plans, gate_of, plans_of
-from workbench.backend.stamps import StampRings, StepStamps
+from workbench.backend.clock.stamps import StampRings, StepStamps
+from workbench.backend.issue.bind import Launching
+from workbench.backend.issue.prepared import Prepared
+from workbench.backend.plan.gate import Gate
+from workbench.backend.plan.life import Plans, gate_of, plans_of
+from workbench.common.errors import UsageError
 from workbench.engine.batch import Batch, Work, copy_batch, shift_batch
 from workbench.engine.batches import Batches
+from workbench.engine.cache.kv_cache import KVCache
 from workbench.engine.choose import Chosen
-from workbench.engine.kv_cache import KVCache
-from workbench.engine.loaded import Loaded
-from workbench.engine.phases import PhaseCounts
-from workbench.engine.reuse import Key, Rebuild
-from workbench.engine.watch import Watch
-from workbench.errors import UsageError
+from workbench.engine.load import Loaded
+from workbench.engine.look.phases import PhaseCounts
+from workbench.engine.look.watch import Watch
+from workbench.engine.programs import Key, Rebuild
 from workbench.model.inputs import TOKENS
 from workbench.program.commands import Buffer, Program
 from workbench.program.sync_modes import Ordering

@@ -8,19 +8,19 @@ from dataclasses import replace
 from itertools import accumulate, product
 from math import lcm
 
+from workbench.common.errors import UsageError
 from workbench.config import EngineConfig, Lifetimes, Toggles
 from workbench.engine.batch import prompt_shapes
+from workbench.engine.cache.extent import skip_masked
+from workbench.engine.cache.growth import growth_of
+from workbench.engine.cache.kv_cache import n_regions
+from workbench.engine.cache.room import Room
 from workbench.engine.choose import Chosen
-from workbench.engine.kv_cache import n_regions
-from workbench.engine.kv_extent import skip_masked
-from workbench.engine.kv_growth import growth_of
-from workbench.engine.loaded import Loaded
+from workbench.engine.load import Loaded
+from workbench.engine.look.phases import PhaseClock, Phases
 from workbench.engine.memory import Residents
-from workbench.engine.phases import PhaseClock, Phases
 from workbench.engine.placement import Placement
-from workbench.engine.reuse import reuse_of
-from workbench.engine.room import Room
-from workbench.errors import UsageError
+from workbench.engine.programs import reuse_of
 from workbench.graph.attend import attend_by
 from workbench.graph.branch_fusion import fused
 from workbench.graph.defer import defer

@@ -22,9 +22,9 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from operator import lt
 from typing import NamedTuple
 
+from workbench.common.sizes import round_up
 from workbench.graph.forks import Branches, Clock
 from workbench.graph.ir import ALIGN, Kind, Node, Tensor
-from workbench.sizes import round_up
 
 
 class ArenaLayout(NamedTuple):

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from workbench.errors import UsageError
-from workbench.sizes import round_up
+from workbench.common.errors import UsageError
+from workbench.common.sizes import round_up
 
 ALIGN = 256  # bytes: what the widest device wants of a tensor's address
 

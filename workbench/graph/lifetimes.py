@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import lt
 from typing import NamedTuple
 
+from workbench.common.sizes import round_up
 from workbench.graph.arena import ArenaLayout
 from workbench.graph.forks import Branches, Clock
 from workbench.graph.ir import ALIGN, Node, Tensor
-from workbench.sizes import round_up
 
 BEFORE = -1  # in place of a node's number: written in front of the first node
 

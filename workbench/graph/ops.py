@@ -2,7 +2,7 @@
 
 An entry (`Op`) says what shape comes out, what a node reads and writes, and which of these accesses
 depend on values. It also counts the bytes that a node touches and its arithmetic. Backends
-implement exactly these ops (`backend/args.py` gives the argument order of their kernels).
+implement exactly these ops (`backend/issue/args.py` gives the argument order of their kernels).
 Activations are float32, row-major and contiguous; Q8_ACT is the one exception (see `DType`).
 
     op         inputs -> output; params
@@ -66,17 +66,17 @@ reads lies in the node's scratch, or nowhere.
 * set_rows: row t of x becomes cell indices[t]. copy_to_view: it becomes cell `cell` + t. That cell
   is a parameter, so the node is another for the next token. copy_by_table: it becomes cell
   table[store] + t. Cells outside 0..n_kv-1 are not stored. All three round alike: to the
-  nearest, ties to even, and blocks of Q8_0 as ggml does (`backend/cpu/stores.py`).
+  nearest, ties to even, and blocks of Q8_0 as ggml does (`backend/cpu/kernels/stores.py`).
 * get_rows: an id outside the table reads nothing; the engine refuses such ids before that.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from workbench.common.sizes import round_up
 from workbench.graph import shapes
 from workbench.graph.ir import ALIGN, Node, Tensor
 from workbench.graph.shapes import Rule
-from workbench.sizes import round_up
 
 REGIONS = "regions"  # the first of what `more` may name of an attention's inputs
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.graph.ir import (
     CACHE_DTYPES,
     F16,

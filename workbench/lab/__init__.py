@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.config import differing as differing
-from workbench.errors import UsageError
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine

@@ -31,11 +31,11 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 from matplotlib.figure import Figure
 
+from workbench.common.errors import UsageError
+from workbench.common.output import check_writable
+from workbench.common.sizes import size
 from workbench.engine.engine import OPENED, Engine
-from workbench.errors import UsageError
-from workbench.output import check_writable
 from workbench.report.timelines import timeline, timeline_pair
-from workbench.sizes import size
 from workbench.trace import perfetto
 from workbench.trace.profile import COLLECTORS, TRACED, Profile, Timeline, origin, profile
 from workbench.trace.spans import Span

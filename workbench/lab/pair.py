@@ -16,17 +16,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.bench import answers, resolution, stats
-from workbench.bench.answers import Answer
-from workbench.bench.arms import answer_between
-from workbench.bench.profiling import trace_last
-from workbench.bench.rounds import Repetition, Trials
-from workbench.bench.workload import Workload, bos_token, check_fits, check_untraced
+from workbench.benchmarks.compare import answers, resolution, stats
+from workbench.benchmarks.compare.answers import Answer
+from workbench.benchmarks.compare.arms import answer_between
+from workbench.benchmarks.compare.rounds import Repetition, Trials
+from workbench.benchmarks.times.profiling import trace_last
+from workbench.benchmarks.workload import Workload, bos_token, check_fits, check_untraced
+from workbench.common.devices import is_gpu
+from workbench.common.errors import UsageError
 from workbench.config import SyncMode, Toggles, differing
-from workbench.devices import is_gpu
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Stopped
-from workbench.errors import UsageError
 from workbench.trace.profile import Profile
 
 

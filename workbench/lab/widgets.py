@@ -15,14 +15,14 @@ from typing import Any
 from ipywidgets import HTML, Accordion, Box, Button, Dropdown, HBox, Image, Layout, VBox
 from matplotlib.figure import Figure
 
-from workbench.bench.workload import parse
+from workbench.benchmarks.workload import parse
+from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.tables import prose_html
 from workbench.config import FAMILIES, Toggles
 from workbench.config.presets import BASELINE, preset_names
 from workbench.engine import exclusive
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Measurement, Stopped, measuring
-from workbench.errors import UsageError, WorkbenchError
-from workbench.frames import prose_html
 from workbench.lab import pair
 from workbench.lab.interrupts import heeded
 from workbench.report import plots

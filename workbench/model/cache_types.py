@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from workbench.common.errors import UsageError
 from workbench.config import CACHE_TYPES
-from workbench.errors import UsageError
 from workbench.graph.ir import CACHE_DTYPES, DType
 
 CacheTypes = tuple[str, str]  # names, of K and of V

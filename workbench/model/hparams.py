@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from workbench.errors import ModelFileError
+from workbench.common.errors import ModelFileError
 from workbench.model.architectures import ARCHITECTURES, Architecture
-from workbench.model.gguf import GGUFFile
-from workbench.model.metadata import ARCHITECTURE_KEYS, refuse
+from workbench.model.gguf.file import GGUFFile
+from workbench.model.gguf.metadata import ARCHITECTURE_KEYS, refuse
 
 
 @dataclass(frozen=True)

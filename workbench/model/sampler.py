@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.model.draw_weights import weights
 
 NO_TOKEN = -1  # of a row that has NaN, or whose largest logit is infinite

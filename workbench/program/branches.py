@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from workbench.common.errors import UsageError
 from workbench.config import Lifetimes, Validate
-from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.forks import fork, interleaved
 from workbench.graph.ir import Node, Tensor

@@ -27,7 +27,7 @@ from enum import StrEnum
 from itertools import takewhile
 from typing import ClassVar, NamedTuple
 
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.graph.ir import Input, Node, StepShape, Tensor
 from workbench.program.letters import folded
 

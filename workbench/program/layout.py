@@ -7,6 +7,7 @@ backend. `program/lower.py` says when commands come, and finds every range in th
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from workbench.common.sizes import round_up
 from workbench.config import HostSource, Lifetimes, Results
 from workbench.graph import arena
 from workbench.graph.forks import chained, interleaved
@@ -14,7 +15,6 @@ from workbench.graph.ir import ALIGN, Graph, Kind, Node, Tensor
 from workbench.program.commands import HOST, Buffer, Range, Space
 from workbench.program.split import Split
 from workbench.program.sync_modes import Ordering
-from workbench.sizes import round_up
 
 DIRECT_ROWS = 8  # of results: more are computed by kernels that would wait for the host's memory
 

@@ -18,6 +18,7 @@ the host each; what they protect, with copies on their own stream:
 
 from collections.abc import Sequence
 
+from workbench.common.sizes import round_up
 from workbench.config import CopyStream, InputOrder, StepWait
 from workbench.graph import forks, ops
 from workbench.graph.ir import ALIGN, Graph, Kind, Tensor
@@ -26,7 +27,6 @@ from workbench.program import events
 from workbench.program.layout import Layout, Target, from_host
 from workbench.program.split import Split
 from workbench.program.sync_modes import Ordering
-from workbench.sizes import round_up
 
 
 class _Emitter:

@@ -1,6 +1,6 @@
 """ROOM #16548, what is in a plan: a rewrite of a program, before anything is captured.
 
-A plan is one command, `Replay`, in place of the commands that it stands for. `backend/plan.py`
+A plan is one command, `Replay`, in place of the commands that it stands for. `backend/plan/life.py`
 captures and replays it. Here it says which commands those are:
 
     split    h s a a s g g g g . a r S R       the launches of each split

@@ -13,11 +13,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workbench.bench.compare import Compared
-from workbench.bench.comparison import AB
-from workbench.errors import UsageError
-from workbench.frames import to_html
-from workbench.output import write_text
+from workbench.benchmarks.compare.compare import Compared
+from workbench.benchmarks.compare.comparison import AB
+from workbench.common.errors import UsageError
+from workbench.common.output import write_text
+from workbench.common.tables import to_html
 from workbench.report import plots
 from workbench.report.tables import speedup_table
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.engine.phases import OF_STEPS, PHASES
-from workbench.frames import Table
+from workbench.common.tables import Table
+from workbench.engine.look.phases import OF_STEPS, PHASES
 from workbench.trace.analysis import LAUNCHES, TOKENS
 from workbench.trace.spans import HOST_LANE
 

@@ -20,13 +20,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from workbench.bench import provenance, results
-from workbench.devices import DEVICES, is_gpu
-from workbench.errors import UsageError, WorkbenchError
-from workbench.output import check_writable, write_text
-from workbench.progress import HIDDEN, SHARE, Bar, bar
+from workbench.benchmarks.runs import provenance, results
+from workbench.common.devices import DEVICES, is_gpu
+from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.output import check_writable, write_text
+from workbench.common.progress import HIDDEN, SHARE, Bar, bar
+from workbench.common.sizes import size
 from workbench.report.pages import INDEX, About, answer, export_html, question, write_index
-from workbench.sizes import size
 
 MOST_REPORT_BYTES = 5_000_000
 MOST_TRACE_BYTES = 8_000_000  # of gzipped trace inside a page

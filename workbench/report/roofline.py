@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.output import writing
-from workbench.sizes import size
+from workbench.common.output import writing
+from workbench.common.sizes import size
 
 KEYS = ["type", "shape", "batch"]
 PNG = "roofline.png"  # in a run folder

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from workbench.bench.comparison import AB, background
-from workbench.frames import prose_html
+from workbench.benchmarks.compare.comparison import AB, background
+from workbench.common.tables import prose_html
 
 DECIDED = ("faster", "slower")
 

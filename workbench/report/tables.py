@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 import pandas as pd
 
-from workbench.bench.comparison import background
-from workbench.bench.stats import interval
-from workbench.frames import Table, markdown, show
+from workbench.benchmarks.compare.comparison import background
+from workbench.benchmarks.compare.stats import interval
+from workbench.common.tables import Table, markdown, show
 
 __all__ = [
     "GEOMETRIC_MEAN", "markdown", "provenance",

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.graph.ops import touched_bytes
 from workbench.program.commands import Program, Replay
 from workbench.trace.spans import HOST_LANE, LOGITS_WAIT, Span
@@ -205,7 +205,7 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
 
     phase and part:
 
-    * `build` and what was built (a phase of `engine/phases.py`);
+    * `build` and what was built (a phase of `engine/look/phases.py`);
     * `issue` and the kind of command;
     * `results` and the kind (the wait for the logits, the read);
     * `rest` and `python` (between the commands, recording them included) or `outside` (from this

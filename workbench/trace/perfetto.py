@@ -26,7 +26,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
 )
 from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
-from workbench.output import writing
+from workbench.common.output import writing
 from workbench.trace import chrome
 from workbench.trace import lanes as tracks
 from workbench.trace.flows import flows_of

@@ -27,13 +27,14 @@ import numpy as np
 import pandas as pd
 
 from workbench import __version__
-from workbench.checkout import commit
-from workbench.devices import is_gpu
+from workbench.common.checkout import commit
+from workbench.common.devices import is_gpu
+from workbench.common.errors import UsageError
 from workbench.engine import exclusive
-from workbench.errors import UsageError
-from workbench.trace import analysis, cupti, perfetto
-from workbench.trace.correlate import CALL
-from workbench.trace.cupti import CuptiRecorder, Unavailable
+from workbench.trace import analysis, perfetto
+from workbench.trace.cupti import collector as cupti
+from workbench.trace.cupti.collector import CuptiRecorder, Unavailable
+from workbench.trace.cupti.correlate import CALL
 from workbench.trace.lanes import nesting_order
 from workbench.trace.spans import CATEGORIES, HOST_LANE, Span
 from workbench.trace.window import Slowdown, Window, WindowRecorder

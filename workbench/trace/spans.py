@@ -1,7 +1,7 @@
 """Spans: what the host and the device did, and when. A leaf: every layer may import it.
 
 A recorder collects them, for timelines and tests. An engine without a recorder takes the untraced
-path and pays nothing. NVTX ranges of the same commands are in `engine/ranged.py`.
+path and pays nothing. NVTX ranges of the same commands are in `engine/look/ranged.py`.
 Times are nanoseconds of `time.perf_counter_ns`, which is the monotonic clock; device spans are
 brought to the same clock by the backend that measured them.
 """

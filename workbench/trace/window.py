@@ -10,7 +10,7 @@ import re
 from statistics import median
 from typing import Any, NamedTuple
 
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.graph.ir import StepShape
 from workbench.program.commands import Program
 from workbench.trace.spans import Recorder

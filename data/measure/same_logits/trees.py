@@ -13,9 +13,14 @@ ROOT = Path(__file__).resolve().parents[3]
 HOOK = Path(__file__).with_name("hook")
 OLD = "dcb7d40f56e4df97ca505dc284354dcd8fd67e2a"
 HOME = ROOT / "data" / "runs" / "same-logits"  # the old checkout, the models, what was replayed
-WRITE_MODELS = (
-    "import sys; from workbench.model.synth import write_tiny_models as write; write(sys.argv[1])"
-)
+WRITE_MODELS = """
+import sys
+try:
+    from workbench.model.synth.models import write_tiny_models
+except ImportError:  # the old commit has it elsewhere
+    from workbench.model.synth import write_tiny_models
+write_tiny_models(sys.argv[1])
+"""
 
 
 def checked_out(home: Path) -> Path:

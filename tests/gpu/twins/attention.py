@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.gpu.twins.product import FOLDER
-from workbench.backend.args import Args
-from workbench.backend.cuda.attention import AttentionAt, AttentionShape, check
-from workbench.backend.cuda.kernel import Kernel, blocks
+from workbench.backend.cuda.kernels.attention import AttentionAt, AttentionShape, check
+from workbench.backend.cuda.kernels.kernel import Kernel, blocks
+from workbench.backend.issue.args import Args
 
 SPLIT_THREADS = 512
 SHARE_CELLS, MOST_SHARES = 256, 32  # attention_split: least cells of a share, most shares

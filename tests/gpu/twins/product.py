@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from workbench.backend.args import AddressOf, pack, variant
-from workbench.backend.cuda.kernel import Kernel, blocks
+from workbench.backend.cuda.kernels.kernel import Kernel, blocks
+from workbench.backend.issue.args import AddressOf, pack, variant
 from workbench.graph.ir import Node
 
 FOLDER = Path(__file__).resolve().parent  # of the sources of both twins

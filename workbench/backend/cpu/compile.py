@@ -31,11 +31,13 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from workbench.backend import compiled
+from workbench.backend.clock import stamps
 from workbench.backend.cpu.isa import Isa, available
-from workbench.backend.cpu.vector import Body, Emit, Value
-from workbench.errors import UsageError
+from workbench.backend.cpu.kernels.vector import Body, Emit, Value
+from workbench.backend.plan import gate
+from workbench.common.errors import UsageError
+from workbench.common.output import writing
 from workbench.model import draw_weights
-from workbench.output import writing
 
 ENTRY = "kernel"  # the function's name in its text
 DIGEST_BYTES = 32  # of the code, in front of it in a kept file
@@ -63,8 +65,8 @@ def host_isas() -> list[Isa]:
 def source_digest() -> str:
     """A digest of the sources that a body's text can follow from, and of what compiles it."""
     digest, here = hashlib.sha256(_compiler()), Path(__file__).parent
-    others = (here.parent / "gate.py", here.parent / "stamps.py", Path(draw_weights.__file__))
-    for path in (*sorted(here.glob("*.py")), *others):
+    others = (Path(gate.__file__), Path(stamps.__file__), Path(draw_weights.__file__))
+    for path in (*sorted(here.rglob("*.py")), *others):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from workbench.backend.cpu.vector import Emit, Value
+from workbench.backend.cpu.kernels.vector import Emit, Value
 
 
 class Tile(NamedTuple):

@@ -39,7 +39,7 @@ A plan is checked part by part: accesses, waits and refusals name its parts (`ac
 import copy
 from collections.abc import Iterable, Sequence
 
-from workbench.errors import UsageError
+from workbench.common.errors import UsageError
 from workbench.program.check.acts import Act, Declared, StepActs
 from workbench.program.check.findings import MOST_RACES, Findings, Race, every_race, grouped
 from workbench.program.check.touched import RaceSearch, RacingPairs

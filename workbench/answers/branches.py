@@ -1,0 +1,171 @@
+"""What concurrent streams do to a token, as tables: where it forks, what lies in memory meanwhile,
+and which lifetimes let branches overwrite each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from workbench.benchmarks.times.overlap import RESOLVED_TICKS, measure_overlap
+from workbench.common.tables import Table
+from workbench.config import Toggles
+from workbench.engine.step_programs import fused_graph, unfused_graph
+from workbench.graph import arena
+from workbench.graph.forks import Branches, chained, interleaved
+from workbench.graph.lifetimes import Lifetime, overwritten
+from workbench.graph.lifetimes import lifetimes as lifetimes_of
+from workbench.program.branches import forked
+from workbench.program.check.hazards import check_cycle
+from workbench.program.commands import DEVICE, Launch, Wait, compute_stream
+from workbench.program.split import split
+
+LIFETIMES = tuple(Toggles.values("lifetimes"))
+NONE = "none"
+
+
+def forks_table(engine: Any, arms: Mapping[str, Toggles]) -> pd.DataFrame:
+    """The streams of a token in each arm: launches on the first and on others, and how often a
+    stream waits for another."""
+    rows = []
+    for name, toggles in arms.items():
+        with engine.variant(toggles) as side:
+            program = side.program()
+        commands = list(program.singly())
+        on = [c.stream.id for c in commands if isinstance(c, Launch) and not c.by_host]
+        rows.append(
+            {
+                "arm": name,
+                "pattern": program.pattern(fold=True),
+                "streams": len(set(on)),
+                "launches on stream 0": on.count(0),
+                "launches beside": len(on) - on.count(0),
+                "waits of streams": sum(isinstance(c, Wait) and c.forks for c in commands),
+            }
+        )
+    return Table(rows).shown(code=["pattern"])
+
+
+def overlap_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int = 16) -> pd.DataFrame:
+    """How much of a token has two kernels or more in flight in each arm, untraced, and beside it
+    what a trace shows and what it costs. Medians over n_tokens tokens; arms that are not launched
+    ahead."""
+    rows = []
+    for name, toggles in arms.items():
+        with engine.variant(toggles) as side:
+            found = measure_overlap(side, n_tokens)
+        middle, branches, traced = found.tokens.median(), found.by_branch, found.traced
+        assert traced is not None
+        known = branches["us"][branches["resolved"]]
+        rows.append(
+            {
+                "arm": name,
+                "overlap": f"{found.overlap:.1%}",
+                "us with two kernels or more": round(middle["beside_us"], 1),
+                "us with any": round(middle["total_us"], 1),
+                "us a branch": f"{known.min():.1f} to {known.max():.1f}" if len(known) else NONE,
+                "branches unresolved": f"{(~branches['resolved']).sum()} of {len(branches)}",
+                "us a token": round(found.plain_us, 1),
+                "with noting": round(middle["us"], 1),
+                "overlap traced": f"{traced.overlap:.1%}",
+                "times as long": round(traced.slowdown, 2),
+            }
+        )
+    return Table(rows).shown(
+        keys=["arm"],
+        constant={
+            "the device's clock goes on by": f"{found.tick_ns} ns",
+            "unresolved": f"shorter than {RESOLVED_TICKS} of these ticks",
+            "by libraries, which note nothing": f"{middle['n_silent']:.0f} kernels",
+        },
+    )
+
+
+class _Step:
+    """A token's nodes on the device, on their streams, and what the arena is told of them."""
+
+    def __init__(self, engine: Any, toggles: Toggles):
+        with engine.variant(toggles) as side:
+            shape = side.program().shape
+            graph = unfused_graph(side.model, shape, side._residents.caches, toggles)
+            n_streams = int(toggles.streams)
+            joined, backend_of = fused_graph(graph, toggles, side._loaded.placement, n_streams)
+            splits = forked(split(joined, backend_of), n_streams, toggles.fork)
+            mine = [part for part in splits if part.backend == DEVICE]
+            self.branches: Branches = chained([part.branches for part in mine])
+            self.given = [t for part in mine for t in part.inputs]
+            self.keep = [*joined.outputs]
+            self.scratch_bytes = side.backend.scratch_bytes
+
+    def layout(self, lifetimes: str) -> list[Lifetime]:
+        """What lies where, with these lifetimes."""
+        visible = arena.visibility(self.branches) if lifetimes == "visibility" else None
+        nodes = interleaved(self.branches) if lifetimes == "interleaved" else self.branches.nodes
+        made = arena.layout(nodes, self.given, self.keep, self.scratch_bytes, (), visible)
+        return lifetimes_of(made, self.branches, self.keep)
+
+
+def layer_frames(
+    engine: Any, toggles: Toggles, layer: int, lifetimes: tuple[str, ...] = LIFETIMES
+) -> dict[str, pd.DataFrame]:
+    """For `plots.lifetimes`: what a layer makes, with each of these lifetimes."""
+    step = _Step(engine, toggles)
+    nodes = step.branches.nodes
+    inside = {i for i, node in enumerate(nodes) if node.layer == layer}
+    frames = {}
+    for value in lifetimes:
+        found = step.layout(value)
+        lost: dict[Any, list[tuple[int, int, int]]] = {}
+        for one in overwritten(found, step.branches):
+            if one.by.first in inside:
+                lost.setdefault(one.lost.of, []).append((one.offset, one.nbytes, one.by.first))
+        frames[f"lifetimes={value}"] = pd.DataFrame(
+            {
+                "name": each.name.replace(f"-{layer}", ""),
+                "offset": each.offset,
+                "nbytes": each.nbytes,
+                "first": each.first,
+                "last": min(each.last, max(inside)),
+                "stream": compute_stream(step.branches.streams[each.first]),
+                "lost": lost.get(each.of, []),
+            }
+            for each in found
+            if each.first in inside
+        )
+    return frames
+
+
+def lifetimes_table(unsafe: Any, toggles: Toggles) -> pd.DataFrame:
+    """What each of the lifetimes needs, and what finds it wrong. unsafe: an engine that runs what
+    races."""
+    rows = []
+    step = _Step(unsafe, toggles)
+    for value in LIFETIMES:
+        found = step.layout(value)
+        pairs = overwritten(found, step.branches)
+        with unsafe.variant(toggles.switched("lifetimes", value)) as side:
+            races = check_cycle([side.program()]).n_races
+        dropped = {}
+        for how in ("writes", "all"):
+            both = toggles.switched("lifetimes", value).switched("validate", how)
+            with unsafe.variant(both) as side:
+                side.program()
+                dropped[how] = bool(side.counters["programs_unforked"])
+        rows.append(
+            {
+                "lifetimes": value,
+                "arena bytes": max(each.offset + each.nbytes for each in found),
+                "overwritten": len(pairs) or NONE,
+                "races": races or NONE,
+                "writes finds it": _said(dropped["writes"], bool(races)),
+                "all finds it": _said(dropped["all"], bool(races)),
+            }
+        )
+    return Table(rows)
+
+
+def _said(found: bool, wrong: bool) -> str:
+    if not wrong:
+        return "finds something" if found else "nothing to find"
+    return "yes" if found else "no"

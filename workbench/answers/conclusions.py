@@ -1,0 +1,355 @@
+"""What a notebook found, in sentences: the answer to the question in its title.
+
+Tables and comparisons go in, sentences come out; nothing is measured here. Every figure is one of
+the run's own, so that a notebook that runs elsewhere answers for that machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.runs import results
+from workbench.report.sentences import DECIDED, Conclusion, effects, listed, time
+
+if TYPE_CHECKING:
+    from workbench.benchmarks.times.gaps import Gaps
+
+
+def token(traced: Any, comparison: AB) -> Conclusion:
+    """What one token looks like. traced: a profile of the baseline, or its `summary()`; comparison:
+    the same baseline untraced, against the program that is kept."""
+    steps = traced if isinstance(traced, pd.DataFrame) else traced.summary()
+    s, run = steps.median(numeric_only=True), comparison.run
+    times = results.percentiles(comparison.samples).set_index(["test", "arm"])["p50_us"]
+    arms = [arm["name"] for arm in run["arms"] if not arm["is_control"]]
+    toggle, test = run["result"]["toggle"], run["tests"][0]
+    untraced = listed(f"{time(times[test, arm])} with {toggle}={arm}" for arm in arms)
+    lines = [
+        f"One token is {s['launches']:.0f} launches, {s['copies']:.0f} copies and "
+        f"{s['waits']:.0f} waits of the host; untraced it takes {untraced} ({test}).",
+        f"Traced, it takes the host {time(s['step_us'])}: {time(s['build_us'])} to build the "
+        f"program, {time(s['host_us'])} to issue it, {time(s['wait_us'])} in waits.",
+        f"The device works {time(s['device_us'])} of that. It stands still {time(s['idle_us'])} "
+        "between its first and its last work.",
+    ]
+    return Conclusion("\n".join([*lines, *effects(comparison)]))
+
+
+def launches(layers: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
+    """How many launches a layer needs, and what fewer of them bring.
+
+    layers: by name, a row for each launch of a layer (`launches.nodes_table`).
+    """
+    counts = [f"{len(nodes)} {name}" for name, nodes in layers.items()]
+    counts[0] = counts[0].replace(" ", " launches ", 1)
+    first = f"A layer takes {listed(counts)}."
+    return Conclusion("\n".join([first, *(line for ab in comparisons for line in effects(ab))]))
+
+
+def waits(decode: pd.DataFrame, train: pd.DataFrame, gaps: Gaps, *comparisons: AB) -> Conclusion:
+    """Which waits are superfluous and which are enough, what they cost, and what fewer bring.
+
+    decode, train: of `proofs.proof_table`. gaps, comparisons: measured.
+    """
+    rows, table = decode.set_index("ordering"), gaps.table().set_index("arm")
+    own, one = (rows.loc[f"per_copy, {stream}"] for stream in ("own", "compute"))
+    lines = [
+        f"Of llama.cpp's {own['waits']} waits between tokens, {own['superfluous']} are superfluous "
+        f"with copies on a stream of their own, and {one['superfluous']} with one stream."
+    ]
+    for stream, fit in gaps.fits.items():
+        most = table.loc[table.loc[table["copy_stream"] == stream, "waits"].idxmax()]
+        lines.append(
+            f"A wait adds {fit.wait_us:.2f} us to the gap between tokens (95% CI "
+            f"{fit.low_us:.2f} to {fit.high_us:.2f}): it is {most['gap_us']:.1f} us with "
+            f"{most['waits']} waits, {fit.base_us:.1f} us without any."
+        )
+    for when, proved in (("Between tokens", decode), ("Between ubatches of a prompt", train)):
+        lines += _proved(proved, when)
+    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in effects(ab))]))
+
+
+def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Conclusion:
+    """What building the graph anew costs, and what keeping it is worth.
+
+    kept: the tables of `kept.py`: `phases`, `steps`, `layers` and `worth`. theirs: what is recorded
+    of llama.cpp's own build; may be empty. comparisons: of `graph_reuse`, from `rebuild` on.
+    """
+    phases, steps, layers, worth = (kept[n] for n in ("phases", "steps", "layers", "worth"))
+    by_phase = phases.set_index("phase")
+    built = by_phase["rebuild"][lambda us: (by_phase["set_rows"] == 0) & (us > 0)]
+    ways = [way for way in by_phase if way != "rebuild"]
+    finding = listed(f"{time(by_phase.loc['reuse', way])} with {way}" for way in ways)
+    alike, once = steps.iloc[:5], layers.iloc[:-1]
+    tokens, reused = alike["steps"].sum(), alike["reused"].sum()
+    costliest = once.loc[once["us more a token"].idxmax()]
+    claimed = worth[worth["whose"].str.contains("#8366")]
+    shown = worth.set_index("a build costs, us")["speedup of a kept graph"]
+    own = worth[worth["whose"].str.contains("Python")].iloc[-1]
+    issued = {way: by_phase.loc["issue", way] for way in ("rebuild", "set_rows")}
+    lines = [
+        f"Building the graph anew costs a token {time(built.sum())} here: "
+        f"{listed(f'{phase} {time(us)}' for phase, us in built.items())}.",
+        f"Finding a kept program takes {finding}. Issuing it takes {time(issued['set_rows'])}, "
+        f"and {time(issued['rebuild'])} where it is new.",
+        f"Of {tokens} tokens one after the other {reused} reuse a program: all but the first and "
+        f"the {tokens - 1 - reused} with which n_kv grows.",
+        f"Of the layers of reuse, {costliest['toggle']} costs most when it is done again: "
+        f"{time(costliest['us more a token'])} a token.",
+        f"The speedup of {own['speedup of a kept graph']:.2f} that was measured is the price of "
+        "this engine's Python. "
+        f"With a build of {shown.index[3]:.0f} us it would be {shown.iloc[3]:.3f} here.",
+        f"The {listed(f'{s - 1:.0%}' for s in claimed['speedup of a kept graph'])} of #8366 would "
+        f"be a build of {listed(map(time, claimed['a build costs, us']))} beside this device's "
+        "token.",
+        *filter(None, [theirs]),
+    ]
+    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in effects(ab))]))
+
+
+def plans(planned: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
+    """When a captured graph repays itself, and what is left of the gap.
+
+    planned: the tables of `planned.py`: `calls`, `made`, `forced`, `repaid` and `gap`; and `proof`,
+    of `proofs.proof_table`, eager first. comparisons: of `plans`, from `off` on.
+    """
+    calls, gap = (planned[name].set_index("arm") for name in ("calls", "gap"))
+    lines = [
+        _by_the_clock(gap["repaid after tokens"]),
+        f"The device is given {calls['nodes'].iloc[0]} kernels and copies a token; calls of the "
+        f"host for them: {listed(f'{n} ({arm})' for arm, n in calls['calls'].items())}.",
+        *_repaid(planned["made"].set_index("arm"), planned["repaid"]),
+        *_updates(planned["forced"]),
+        *_left(gap),
+        *_as_eager(planned["proof"].set_index("ordering")),
+    ]  # fmt: skip
+    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in effects(ab))]))
+
+
+def _repaid(made: pd.DataFrame, repaid: pd.DataFrame) -> Iterable[str]:
+    for row in repaid.to_dict("records"):
+        own, after = made.loc[row["arm"]], row["repaid after tokens"]
+        yield (
+            f"plans={row['arm']} captures {own['captured']:.0f} in {own['tokens']:.0f} tokens, "
+            f"which takes {time(row['us for captures'])} in all. {_when(after)}"
+            + (f": a token is {time(row['us saved a token'])} shorter." if after.isdigit() else ".")
+        )
+
+
+def _when(after: str) -> str:
+    if after.isdigit():
+        return f"That is repaid after {after} tokens"
+    if after == "never":
+        return "That is never repaid, as a token is longer"
+    return "The comparison does not tell when that is repaid, as it shows no difference"
+
+
+def _by_the_clock(after: pd.Series) -> str:
+    """When plans are repaid: `repaid after tokens` of the gaps' table."""
+    repaid = [f"{tokens} ({arm})" for arm, tokens in after.items() if tokens.isdigit()]
+    if repaid:
+        return f"By the device's clock captures are repaid after so many tokens: {listed(repaid)}."
+    return "By the device's clock no plan is known to repay its captures: no token is shorter."
+
+
+def _left(gap: pd.DataFrame) -> Iterable[str]:
+    """What is between the kernels of two tokens, and what each plan saves of a token."""
+    between = listed(f"{time(us)} ({arm})" for arm, us in gap["gap us"].items())
+    yield f"Between the kernels of two tokens are {between}."
+    for arm, row in gap[gap["repaid after tokens"] != ""].iterrows():
+        after = row["repaid after tokens"]
+        if after.isdigit():
+            yield (
+                f"By the device's clock a token is {time(row['saved us'])} shorter with {arm} "
+                f"(95% CI {row['95% CI']}); its captures took {time(row['captures us'])}, repaid "
+                f"after {after} tokens."
+            )
+        else:
+            said = "longer" if after == "never" else "no shorter for sure"
+            yield f"By the device's clock a token is {said} with {arm} (95% CI {row['95% CI']})."
+
+
+def _updates(forced: pd.DataFrame) -> Iterable[str]:
+    """Which arms update plans all the time, and what a growing n_kv costs the others."""
+    often = forced["updated"] > forced["tokens"] / 2
+    for row in forced[often].to_dict("records"):
+        yield (
+            f"{row['arm']} updates its plan for {row['updated']} of {row['tokens']} tokens, "
+            f"{time(row['update us'])} each."
+        )
+    said = (
+        f"{row['captured']} captured and {row['updated']} updated ({row['arm']})"
+        for row in forced[~often].to_dict("records")
+    )
+    if not often.all():
+        yield f"Plans where n_kv grows: {listed(said)}."
+
+
+def streams(forks: pd.DataFrame, lifetimes: pd.DataFrame, *comparisons: AB) -> Conclusion:
+    """Whether Q, K and V side by side help, and what may share memory meanwhile.
+
+    forks: `branches.forks_table`; lifetimes: `branches.lifetimes_table`.
+    """
+    side = forks.set_index("arm")
+    most = side["streams"].idxmax()
+    lines = [
+        f"With {most} a token has {side.loc[most, 'launches beside']} of its launches beside the "
+        f"first stream, on {side.loc[most, 'streams']} streams, and "
+        f"{side.loc[most, 'waits of streams']} waits between them.",
+    ]
+    rows = lifetimes.set_index("lifetimes")
+    wrong = [str(name) for name, races in rows["races"].items() if str(races) != "none"]
+    missed = [name for name in wrong if rows.loc[name, "writes finds it"] == "no"]
+    if wrong:
+        lines.append(f"Side by side, memory races with lifetimes {listed(wrong)}.")
+    if missed:
+        lines.append(f"A check of writes against writes misses that of {listed(missed)}.")
+    more = rows.loc["visibility", "arena bytes"] - rows.loc["serial", "arena bytes"]
+    lines.append(f"An arena that is right takes {more:,} bytes more than the serial one.")
+    return Conclusion("\n".join([*lines, *(s for one in comparisons for s in effects(one))]))
+
+
+def skipping(
+    visits: pd.DataFrame,
+    prompts: pd.DataFrame,
+    phases: pd.DataFrame,
+    ragged: pd.DataFrame,
+    parts: AB,
+    answers: pd.DataFrame,
+) -> Conclusion:
+    """What it saves not to touch dead cells, by tokens at once, sequences and depth.
+
+    visits: `masked.visits_table`. prompts: of `skipped.ubatch_frames`. phases, ragged, answers:
+    `skipped.phase_summary`, `ragged_table`, `answers_table`. parts: of `kv_parts`.
+    """
+    lines = [
+        f"A token of each of {row['tokens']} sequences visits {row['in_loop']} of the blocks with "
+        f"in_loop, {row['classes, gate open']} with classes and {row['tail, gate open']} with tail "
+        f"(kv_cache={row['cache']})."
+        for row in visits.to_dict("records")
+        if row["step"].startswith("a token of")
+    ]
+    for gate, of in visits.groupby("gate", sort=False):
+        steps = (f"{row.step} ({row.cache}, {row.tokens} tokens)" for row in of.itertuples())
+        lines.append(f"The gate of #14924 is {gate} to {listed(steps)}.")
+    lines += [
+        f"{of['test'].iloc[0]}, {n:,} tokens at once, beside nothing skipped: {_by_verdict(of)}."
+        for n, of in prompts.groupby("x")
+    ]
+    lines += [
+        f"Generated by {n} sequences of {depth} cells, beside {phases.attrs['baseline']}: "
+        f"{_by_verdict(of)}."
+        for (n, depth), of in phases[
+            (phases["phase"] == "generated") & ~phases["is_control"]
+        ].groupby(["n_seqs", "depth"])
+    ]
+    faster = [f"{row.speedup:.2f} times as fast with {row.way}" for row in ragged.itertuples()]
+    lines.append(
+        f"Prompts of random lengths, {ragged['tokens a prompt'].iloc[0]} tokens in the mean, once "
+        f"each: {listed(faster[1:])}."
+    )
+    exact = answers["answer"].str.contains("bit-equal")
+    alike = "; ".join(f"{n} of {of}" for n, of in _counted(answers[exact]).items())
+    lines.append(f"Logits are bit-equal to the baseline's in so many arms: {alike or 'none'}.")
+    lines += [
+        f"Of {row.comparison}, {row.arms.replace('; ', ', ')} beside {row.baseline}: {row.answer}."
+        for row in answers[~exact].itertuples()
+    ]
+    return Conclusion("\n".join([*lines, *effects(parts)]))
+
+
+def _by_verdict(rows: pd.DataFrame) -> str:
+    """`faster 1.60 (in_loop) and 1.50 (tail); no difference: classes`."""
+    said = []
+    for verdict, of in rows.groupby("verdict", sort=False):
+        if verdict in DECIDED:
+            ordered = of.sort_values("speedup", ascending=False)
+            pairs = zip(ordered["label"], ordered["speedup"], strict=True)
+            said.append(f"{verdict} {listed(f'{ratio:.2f} ({arm})' for arm, ratio in pairs)}")
+        else:
+            names = "" if len(of) == len(rows) else f": {listed(of['label'])}"
+            said.append(f"{verdict}{names}")
+    return "; ".join(said)
+
+
+def _counted(answers: pd.DataFrame) -> dict[int, str]:
+    """Comparisons by how many of their arms are alike: `5: prompts, 64 at once`."""
+    n_arms = answers["arms"].str.count(";") + 1
+    return {
+        int(n): listed(answers["comparison"][n_arms == n])
+        for n in sorted(set(n_arms), reverse=True)
+    }
+
+
+def serving(figures: pd.DataFrame, sampling: pd.DataFrame, ways: pd.DataFrame) -> Conclusion:
+    """How throughput trades against latency, by setting and by the way to the engine.
+
+    figures: `loaded.figures_of` with output_throughput, mean_tpot_ms and mean_ttft_ms. sampling,
+    ways: `loaded.sampling_table`, `ways_table`.
+    """
+    lines = []
+    for name, of in figures.groupby("setting", sort=False):
+        of = of.set_index("in_flight").sort_index()
+        few, many = of.iloc[0], of.iloc[-1]
+        lines.append(
+            f"{name}: from {of.index[0]} to {of.index[-1]} in flight {_times(many, few, RATE)} the "
+            f"tokens a second ({few[RATE]:,.0f} to {many[RATE]:,.0f}), for "
+            f"{_times(many, few, TPOT)} the time of a token ({few[TPOT]:.2f} to "
+            f"{many[TPOT]:.2f} ms) and {_times(many, few, TTFT)} the time to the first "
+            f"({few[TTFT]:.1f} to {many[TTFT]:.1f} ms)."
+        )
+    for n, of in figures.groupby("in_flight"):
+        best = of.loc[of[RATE].idxmax()]
+        soon = of.loc[of[TPOT].idxmin()]
+        lines.append(
+            f"At {n} in flight the most tokens a second has {best['setting']} ({best[RATE]:,.0f}), "
+            f"the shortest time of a token {soon['setting']} ({soon[TPOT]:.2f} ms)."
+        )
+    shares = (
+        f"{row['of all the time']} ({row['setting']}, {row['sampling']})"
+        for row in sampling.to_dict("records")
+    )
+    lines.append(f"Choosing tokens takes of all the time: {listed(shares)}.")
+    for n, of in ways.groupby("in flight"):
+        said = (f"{row['of this process']} ({row['way']})" for row in of.to_dict("records")[1:])
+        lines.append(f"Of the tokens a second in this process, {n} in flight: {listed(said)}.")
+    lines.append(ONCE)
+    return Conclusion("\n".join(lines))
+
+
+RATE, TPOT, TTFT = "output_throughput", "mean_tpot_ms", "mean_ttft_ms"
+ONCE = "Each point is one run, so it has no interval: small differences may be none."
+
+
+def _times(many: pd.Series, few: pd.Series, name: str) -> str:
+    return f"{many[name] / few[name]:.1f} times"
+
+
+def _as_eager(proof: pd.DataFrame) -> Iterable[str]:
+    racing = [name for name, races in proof["races"].items() if races != "none"]
+    if racing:
+        yield f"These race: {listed(racing)}."
+    elif len(set(proof["because"])) == 1:
+        enough = proof["because"].iloc[0].removeprefix("enough: ")
+        yield f"Nothing races. With plans as without, this is enough: {enough}."
+    else:
+        said = (f"{why} ({name})" for name, why in proof["because"].items())
+        yield f"Nothing races; {listed(said)}."
+
+
+def _proved(table: pd.DataFrame, when: str) -> Iterable[str]:
+    """Which waits the checker calls enough under per_copy, and the orderings that race."""
+    rows = table.set_index("ordering")
+    for stream, where in (("own", "copies on a stream of their own"), ("compute", "one stream")):
+        enough = str(rows.loc[f"per_copy, {stream}", "because"]).removeprefix("enough: ")
+        yield f"{when}, with {where}, enough: {enough}."
+    racing = [
+        f"{str(ordering).replace(', ', ' (')})"
+        for ordering, races in rows["races"].items()
+        if races != "none"
+    ]
+    yield f"{when} these race: {listed(racing)}." if racing else f"{when} nothing races."

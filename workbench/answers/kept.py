@@ -1,0 +1,204 @@
+"""What each way of graph reuse keeps, as tables: its stores, its phases, what it refuses to reuse,
+what each layer of it saves, and what that is worth to other engines.
+
+The device is idle while the host builds. So a token without a kept graph takes the time of one with
+it, and the build. A ratio that was measured here is the price of this engine's Python; the same
+sum, with the build of another engine, says what it would be there (llama.cpp #8366).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.stats import interval
+from workbench.common.tables import Table
+from workbench.config import GraphReuse
+from workbench.engine.look.phases import per_step
+from workbench.engine.programs import REDO, WAYS
+from workbench.graph.ir import Kind
+
+REBUILD, KEPT = GraphReuse.REBUILD.value, GraphReuse.SET_ROWS.value
+TOTAL = "all"
+OWN, MEASURED = "this engine's, in Python", "measured here, in Python"
+BUILD_US = (0, 25, 50, 100, 200, 400)  # of a table
+# speedups of #8366 in its thread, Llama 7B and 13B Q4 on seven GPUs
+CLAIMED = (1.03, 1.07)
+BUILD = ("graph", "fuse", "split", "layout", "lower", "prepare")  # phases that a kept program saves
+VERDICT = re.compile(r"<!-- begin reuse-verdict -->.*?^(Verdict on #8366.*?)$", re.S | re.M)
+
+
+def ways_table(engine: Any) -> pd.DataFrame:
+    """A row for each way, of its program: the cache stores, which inputs tell them where to, how
+    many of them have another address for the next token, and what is copied."""
+    rows = []
+    for way, found in WAYS.items():
+        with engine.variant(engine.toggles.switched("graph_reuse", way)) as side:
+            program, after = side.program(n_past=3), side.program(n_past=4)
+        pairs = [
+            (now, then)
+            for now, then in zip(program.singly(), after.singly(), strict=True)
+            if now.kind == "launch" and now.node.op == found.store
+        ]
+        told = {t.name: 0 for now, _ in pairs for t in now.node.inputs if t.kind == Kind.INPUT}
+        counts = program.counts()
+        rows.append(
+            {
+                "graph_reuse": way,
+                "stores": f"{len(pairs)} {found.store}",
+                "told by": ", ".join(told) or "their address",
+                "patched": sum(now.writes != then.writes for now, then in pairs),
+                "inputs": len(program.inputs),
+                "copies": counts["copies"],
+                "bytes": counts["copied_bytes"],
+            }
+        )
+    return Table(rows).shown(code=["graph_reuse"])
+
+
+def phases_table(comparison: AB) -> pd.DataFrame:
+    """What the host spends on each phase, us a token, in each arm of a comparison but its control;
+    a last row with the sum."""
+    arms = {
+        arm["name"]: phases_us(arm["counters"])
+        for arm in comparison.run["arms"]
+        if not arm["is_control"]
+    }
+    table = pd.DataFrame(arms).rename_axis("phase").reset_index()
+    table.loc[len(table)] = [TOTAL, *table[list(arms)].sum()]
+    return Table(table).shown(digits=dict.fromkeys(arms, 1))
+
+
+def inputs_table(program: Any) -> pd.DataFrame:
+    """Of each input of a program, whether it could be reused for steps of four other kinds."""
+    shape = program.shape
+    steps = {
+        "the next token": shape,
+        "n_kv grows": shape._replace(n_kv=2 * shape.n_kv),
+        "two tokens": shape._replace(n_tokens=2),
+        "two outputs": shape._replace(n_outputs=2),
+    }
+    rows = [
+        {"input": t.name, "shape": " x ".join(map(str, t.shape))}
+        | {what: "yes" if t.can_reuse(step) else "no" for what, step in steps.items()}
+        for t in program.inputs
+    ]
+    return Table(rows)
+
+
+def reuse_table(engine: Any) -> pd.DataFrame:
+    """Steps in a row, and how many of them built a program and reused one.
+
+    engine: a fresh one of two sequences. What it computes does not matter (device `null` computes
+    nothing).
+    """
+    pad, one = engine.config.n_kv_pad, [(0, [1], "last")]
+    taken = [
+        ("the first token", one, 1),
+        ("tokens until n_kv is full", one, pad - 1),
+        ("a token with which n_kv grows", one, 1),
+        ("tokens until it is full again", one, pad - 1),
+        ("a token with which n_kv grows", one, 1),
+        ("two tokens in a step", [(0, [1, 2], "last")], 1),
+        ("a token without outputs", [(0, [1], "none")], 1),
+        ("a token of each of two sequences", [(0, [1], "last"), (1, [1], "none")], 1),
+        ("one token again", one, 1),
+    ]
+    rows = [_taken(engine, *step) for step in taken]
+    engine.reset()
+    return Table([*rows, _taken(engine, "the first token after a reset", one, 1)])
+
+
+def _taken(engine: Any, what: str, work: list, n: int) -> dict[str, Any]:
+    before = engine.counters
+    for _ in range(n):
+        engine.submit(work).wait()
+    after, pad = engine.counters, engine.config.n_kv_pad
+    made = {name: after[f"programs_{name}"] - before[f"programs_{name}"]
+            for name in ("built", "reused")}  # fmt: skip
+    return {"step": what, "steps": n, "n_kv": -(-engine.n_past // pad) * pad} | made
+
+
+def layers_table(layers: Mapping[str, AB]) -> pd.DataFrame:
+    """Each layer of reuse that is done again, by its toggle: us in its phases, t/s without and with
+    that, and by how much a token takes longer; a last row with the sums."""
+    rows: list[dict[str, Any]] = []
+    for name, comparison in layers.items():
+        row, arm = comparison.summary().iloc[0], comparison.run["arms"][1]
+        phases = phases_us(arm["counters"])
+        rows.append(
+            {
+                "toggle": name,
+                "phases": " + ".join(REDO[name]),
+                "us in them": sum(phases[phase] for phase in REDO[name]),
+                "t/s": row["tps_baseline"],
+                "t/s then": row["tps_toggled"],
+                "us more a token": 1e6 / row["tps_toggled"] - 1e6 / row["tps_baseline"],
+                "Speedup": row["speedup"],
+                "95% CI": interval(row["low"], row["high"]),
+                "verdict": row["verdict"],
+            }
+        )
+    summed = {name: sum(row[name] for row in rows) for name in ("us in them", "us more a token")}
+    return Table(
+        [*rows, {"toggle": TOTAL, "phases": "", "95% CI": "", "verdict": ""} | summed]
+    ).shown(keys=["toggle"], digits={"us in them": 1, "us more a token": 1, "Speedup": 3})
+
+
+def speedup(token_us: float, build_us: float) -> float:
+    """Of a kept graph. token_us: a token with it; build_us: what building it anew costs."""
+    return (token_us + build_us) / token_us
+
+
+def build_us(token_us: float, speedup: float) -> float:
+    """The build with which a kept graph has this speedup."""
+    return token_us * (speedup - 1)
+
+
+def phases_us(counters: Mapping[str, int]) -> dict[str, float]:
+    """us a step by phase, of the counters of an arm or an engine."""
+    return {row.phase: row.us for row in per_step(counters)}
+
+
+def own_build_us(arm: Mapping[str, Any]) -> float:
+    """us a token of all phases of this engine's build, of an arm that keeps nothing."""
+    phases = phases_us(arm["counters"])
+    return sum(phases[phase] for phase in BUILD)
+
+
+def worth_table(comparison: AB) -> pd.DataFrame:
+    """What a kept graph is worth to an engine whose build costs so much; what the speedups that
+    #8366 had would be for a build here; and what this engine's build costs.
+
+    comparison: of `graph_reuse`, from `rebuild` on, with `set_rows` among its arms.
+    """
+    summary = comparison.summary().set_index("arm")
+    token_us = 1e6 / float(summary["tps_toggled"][KEPT])
+    own_us = own_build_us(comparison.run["arms"][0])
+    rows: list[tuple[str, float, float]]
+    rows = [("", us, speedup(token_us, us)) for us in BUILD_US]
+    rows += [
+        (f"{share:.0%} in the thread of #8366", build_us(token_us, 1 + share), 1 + share)
+        for share in (claim - 1 for claim in CLAIMED)
+    ]
+    rows += [
+        (OWN, own_us, speedup(token_us, own_us)),
+        (MEASURED, build_us(token_us, found := float(summary["speedup"][KEPT])), found),
+    ]
+    return Table(rows, columns=["whose", "a build costs, us", "speedup of a kept graph"]).shown(
+        keys=["whose", "a build costs, us"],
+        digits={"a build costs, us": 1, "speedup of a kept graph": 3},
+        constant={"a token with a kept graph": f"{token_us:.0f} us"},
+    )
+
+
+def recorded_verdict(page: str | Path) -> str:
+    """What the page of recorded results says of #8366 at llama.cpp's own build time; empty where
+    that was not measured."""
+    found = VERDICT.search(Path(page).read_text())
+    return found[1] if found else ""

@@ -1,0 +1,77 @@
+"""What programs issue, as tables: counts, what each fusion removes, and a layer's launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import pandas as pd
+
+from workbench.common.tables import Table
+from workbench.config import Toggles
+
+
+class HasCounts(Protocol):
+    """What is asked of a program; `program.commands.Program` is one."""
+
+    def pattern(self, fold: bool = False) -> str: ...
+
+    def counts(self) -> dict[str, int]: ...
+
+
+def counts_table(programs: Mapping[str, HasCounts]) -> pd.DataFrame:
+    """What each program issues for one step, by its label: the pattern, then its counts."""
+    rows = [
+        {"program": label, "pattern": program.pattern(fold=True)} | program.counts()
+        for label, program in programs.items()
+    ]
+    return Table(rows)
+
+
+def launches_table(engine: Any) -> pd.DataFrame:
+    """Launches of one token under each fusion toggle of an engine (`engine.variant` is asked for
+    engines with other toggles; nothing is computed).
+
+    A row per toggle, last all of them (`fuse`): `alone`, with every other fusion off; `removes`,
+    how many fewer launches that is; `without it`, with every other fusion on.
+    """
+    off, on = (engine.toggles.switched("fuse", value) for value in ("off", "on"))
+
+    def launches(toggles: Toggles) -> int:
+        with engine.variant(toggles) as side:
+            return sum(c.kind == "launch" for c in side.program().singly())
+
+    none, rows = launches(off), []
+    for name in (*Toggles.members("fuse"), "fuse"):
+        alone, without = launches(off.switched(name, "on")), launches(on.switched(name, "off"))
+        rows.append(
+            {"toggle": name, "alone": alone, "removes": none - alone, "without it": without}
+        )
+    return Table(rows)
+
+
+def nodes_table(program: Any, layer: int | None = None) -> pd.DataFrame:
+    """What a layer of a program launches, in order: op, name, and the ops of a fused node's parts.
+
+    A launch with a product belongs to the product's layer; the norm fused behind it may belong to
+    the next. layer: by default one in the middle, or the first where there are fewer than three.
+    """
+    nodes = [c.node for c in program.singly() if c.kind == "launch"]
+    if layer is None:
+        layers = sorted({_layer(node) for node in nodes if _layer(node) >= 0})
+        layer = layers[len(layers) // 2] if len(layers) > 2 else 0
+    rows = [
+        {"op": node.op, "node": node.name, "parts": " + ".join(_ops(node)) if node.parts else ""}
+        for node in nodes
+        if _layer(node) == layer
+    ]
+    return Table(rows, columns=["op", "node", "parts"])
+
+
+def _layer(node: Any) -> int:
+    products = (part.layer for part in node.parts if part.op == "mul_mat")
+    return int(next(products, node.layer))
+
+
+def _ops(node: Any) -> list[str]:
+    return [op for part in node.parts for op in _ops(part)] if node.parts else [node.op]

@@ -1,0 +1,208 @@
+"""What attention visits of a cache: masks drawn, blocks counted, a prompt traced.
+
+Nothing is timed here (`skipped.py` does)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+import workbench as wb
+from workbench.benchmarks.compare.arms import switched
+from workbench.benchmarks.workload import Workload, draw_tokens, gen_steps, parse, prompt_steps
+from workbench.common.sizes import round_up
+from workbench.common.tables import Table
+from workbench.config import Toggles
+from workbench.engine.batch import Work
+from workbench.engine.cache.extent import WAYS
+from workbench.engine.cache.visits import CELLS, groups, visited
+from workbench.engine.look.watch import Watch
+from workbench.model.inputs import MASK, REGIONS
+from workbench.trace.profile import Profile, profile
+
+OFF, IN_LOOP, TAIL, CLASSES = (f"skip_masked_kv={way}" for way in WAYS)
+ALWAYS = "skip_gate=always"
+# arms of one sequence, by their names: the gate of #14924, and an open one where a way has a gate
+PROMPTS = {
+    "off": OFF, "in_loop": IN_LOOP, "tail": TAIL, "classes": CLASSES,
+    "tail, gate open": f"{TAIL} {ALWAYS}", "classes, gate open": f"{CLASSES} {ALWAYS}",
+}  # fmt: skip
+REGIONS_EACH, ONE_REGION = "kv_cache=per_sequence", "kv_cache=unified"
+# arms of several sequences
+TOGETHER = {
+    **{f"per_sequence {way}": f"{REGIONS_EACH} skip_masked_kv={way}" for way in WAYS},
+    **{
+        f"unified {way}": f"{ONE_REGION} skip_masked_kv={way}" for way in ("off", "in_loop", "tail")
+    },
+}
+PAD = 256
+DRAWN = ("off", "tail")
+DEPTHS = (30, 300, 80, 150, 60, 480, 120, 220)  # of 8 sequences, cells
+Begun = list[tuple[int, int]]  # sequences and their tokens
+
+
+class Scene(NamedTuple):
+    """A step: what is in the cache before, and what is computed."""
+
+    name: str
+    cache: str
+    before: Begun
+    work: Begun
+
+
+def scenes() -> list[Scene]:
+    """Steps whose masks differ in kind."""
+    each = [*enumerate(DEPTHS)]
+    token = [(i, 1) for i in range(len(DEPTHS))]
+    three, more = [(0, 100), (1, 180), (2, 60)], [(0, 40), (1, 40), (2, 40)]
+    return [
+        Scene("a prompt", ONE_REGION, [(0, 192)], [(0, 128)]),
+        Scene("3 prompts", ONE_REGION, three, more),
+        Scene("3 prompts", REGIONS_EACH, three, more),
+        Scene("a token of 8", ONE_REGION, each, token),
+        Scene("a token of 8", REGIONS_EACH, each, token),
+    ]
+
+
+def _take(engine: wb.Engine, tokens: Begun) -> None:
+    """Computes so many tokens of each sequence, in one step."""
+    engine.submit([(i, _ids(engine, n), "last") for i, n in tokens]).wait()
+
+
+def _ids(engine: wb.Engine, n: int) -> list[int]:
+    return (np.arange(n) % (engine.model.n_vocab - 1) + 1).tolist()
+
+
+def _fill(engine: wb.Engine, begun: Begun) -> None:
+    engine.reset()
+    for sequence, n in begun:
+        engine.prefill(_ids(engine, n), sequence=sequence)
+
+
+class _Masks(Watch):
+    """Keeps the mask, the regions and the sequences of the last step."""
+
+    looks_at_batches = True
+
+    def batch(self, batch: Any, program: Any) -> None:
+        regions = batch.values.get(REGIONS)
+        self.mask = batch.values[MASK].copy()
+        self.firsts = None if regions is None else regions[:, 0].copy()
+        self.sequences = batch.sequences.copy()
+
+
+def mask_frames(engine: wb.Engine, which: Sequence[Scene] = ()) -> dict[str, pd.DataFrame]:
+    """For `plots.kv_blocks`: what each way visits of the masks of some steps, as if its gate were
+    open."""
+    frames = {}
+    for scene in which or scenes():
+        with engine.variant(switched(engine.toggles, scene.cache)) as side:
+            _fill(side, scene.before)
+            masks, before = _Masks(), side.untraced
+            side.look(None, masks)
+            _take(side, scene.work)
+            side.look(None, before)
+        frames[f"{scene.name}\n{scene.cache.partition('=')[2]}"] = _blocks(masks)
+    return frames
+
+
+def _blocks(masks: _Masks) -> pd.DataFrame:
+    mask = masks.mask
+    firsts = groups(len(mask), masks.firsts)
+    ends = np.append(firsts[1:], len(mask))
+    begins = np.arange(0, mask.shape[1], CELLS)
+    seen = mask != -np.inf
+    some, every = (
+        kind.reduceat(kind.reduceat(seen, firsts, axis=0), begins, axis=1)
+        for kind in (np.logical_or, np.logical_and)
+    )
+    what = np.where(every, "all", np.where(some, "some", "none"))
+    group, block = (at.ravel() for at in np.indices(some.shape))
+    parts = [
+        pd.DataFrame(
+            {
+                "way": way, "token": firsts[group], "n_tokens": (ends - firsts)[group],
+                "cell": begins[block], "n_cells": CELLS, "seen": what.ravel(),
+                "visited": visited(mask, way, masks.firsts).ravel(),
+                "sequence": masks.sequences[firsts[group]],
+            }
+        )
+        for way in WAYS
+    ]  # fmt: skip
+    return pd.concat(parts, ignore_index=True)
+
+
+def visits_table(engine: wb.Engine, most: int) -> pd.DataFrame:
+    """The share of blocks that each way visits in some steps, as counted while they are taken, and
+    whether the gate of #14924 is open. most: tokens of a prompt that is computed at once."""
+    whole = Scene(f"a prompt of {most}", ONE_REGION, [], [(0, most)])
+    rows: list[dict[str, Any]] = []
+    for scene in [*scenes(), whole]:
+        cache = scene.cache.partition("=")[2]
+        row: dict[str, Any] = {"step": scene.name, "cache": cache}
+        for name, arm in PROMPTS.items():
+            with engine.variant(switched(engine.toggles, f"{scene.cache} {arm}")) as side:
+                _fill(side, scene.before)
+                with wb.kv_visits(side) as counted:
+                    _take(side, scene.work)
+            one, n = counted[0], counted.visited + counted.skipped
+            if arm == OFF:
+                regions = max(1, one.n_regions)
+                row |= {"tokens": one.n_tokens, "n_kv": one.n_kv, "regions": regions}
+            if arm == TAIL:
+                row["gate"] = "closed" if one.way == "off" else "open"
+            row[name] = f"{counted.visited / n:.0%}"
+        rows.append(row)
+    return Table(rows).shown(keys=["step", "cache"])
+
+
+def prompt_traces(
+    engine: wb.Engine, background: Toggles, n_tokens: int, ways: Sequence[str] = DRAWN
+) -> dict[str, Profile]:
+    """Traces of a prompt of n_tokens, computed at once, by way; the gate is open."""
+    found = {}
+    for way in ways:
+        toggles = switched(background, f"skip_masked_kv={way} {ALWAYS}")
+        with engine.variant(toggles) as side:
+            _fill(side, [(0, n_tokens)])
+            with profile(side, window=(3, 3)) as found[f"skip_masked_kv={way}"]:
+                for _ in range(6):
+                    side.reset()
+                    _take(side, [(0, n_tokens)])
+    return found
+
+
+def blocks_by_test(
+    engine: wb.Engine, tests: Sequence[str], arms: Mapping[str, str]
+) -> pd.DataFrame:
+    """The share of blocks that arms visit in whole tests, prompts and generated tokens apart."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    n_seqs = max(parse(test).width for test in tests)
+    each = max(-(-parse(test).n_cells // parse(test).width) for test in tests)
+    config = dataclasses.replace(
+        engine.config, n_seqs=n_seqs, n_ctx=n_seqs * round_up(each, PAD),
+        n_ubatch=min(512, engine.config.n_ubatch),
+    )  # fmt: skip
+    for name, arm in arms.items():
+        with wb.Engine(engine._open, config, switched(engine.toggles, arm)) as side:
+            for test in map(parse, tests):
+                for phase, works in _works(side, test).items():
+                    with wb.kv_visits(side) as counted:
+                        for work in works:
+                            side.submit(work).wait()
+                    row = rows.setdefault((test.name, phase), {"test": test.name, "phase": phase})
+                    n = max(1, counted.visited + counted.skipped)
+                    row[name] = f"{counted.visited / n:.0%}"
+    return Table(list(rows.values())).shown(keys=["test", "phase"])
+
+
+def _works(engine: wb.Engine, test: Workload) -> dict[str, list[Work]]:
+    """What a repetition submits to an empty cache, by phase."""
+    engine.reset()
+    tokens, n_ubatch = draw_tokens(test, engine.model.n_vocab, 0), engine.config.n_ubatch
+    made = [work for of in gen_steps(test, tokens.gen, n_ubatch) for work in of]
+    return {"prompts": prompt_steps(test, tokens.prompt, n_ubatch), "generated": made}

@@ -1,0 +1,283 @@
+"""What it is worth to leave masked cells unread, as tables: by tokens at once, by sequences and by
+depth, and for requests of random lengths. Arms are given by their names: sets of toggles."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pandas as pd
+
+import workbench as wb
+from workbench.benchmarks.compare import stats
+from workbench.benchmarks.compare.arms import switched
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.workload import parse
+from workbench.common.errors import DeviceError, UsageError
+from workbench.common.sizes import round_up
+from workbench.common.tables import Table
+from workbench.config import BEST, TogglePreset, Toggles
+from workbench.engine.cache.extent import WAYS
+from workbench.server.serving import serving
+from workbench.traffic.bench import ServeBench
+
+PHASES = ("prompts", "generated")
+PLAIN = {"skip_masked_kv": "off", "kv_cache": "unified", "kv_growth": "step"}
+PAD, LEAST = 256, stats.MIN_REPETITIONS
+MARKS = {"faster": "faster", "slower": "slower", "no difference": "="}  # of verdicts
+
+
+def served(engine: wb.Engine) -> Toggles:
+    """What a server of the engine's device has, with one region of the cache, nothing skipped, and
+    n_kv that grows by n_kv_pad: the background of all that is measured here."""
+    return engine.resolve(serving(engine.device, TogglePreset(BEST, PLAIN)))
+
+
+def sized(
+    engine: wb.Engine, toggles: Toggles, n_seqs: int, cells: int, n_ubatch: int = 0
+) -> wb.Engine:
+    """An engine on the same weights, whose n_seqs sequences have so many cells each. n_ubatch: 0
+    for the engine's own."""
+    config = dataclasses.replace(
+        engine.config, n_seqs=n_seqs, n_ctx=n_seqs * round_up(cells, PAD),
+        n_ubatch=n_ubatch or engine.config.n_ubatch,
+    )  # fmt: skip
+    return wb.Engine(engine._open, config, toggles)
+
+
+def by_ubatch(
+    engine: wb.Engine,
+    background: Toggles,
+    arms: Mapping[str, str],
+    n_prompt: int,
+    rounds: int,
+    seed: int,
+    runs: str,
+) -> dict[int, AB]:
+    """A prompt of n_prompt tokens, computed at once, by a fourth and by a sixteenth: each arm
+    beside the first."""
+    found, sets = dict[int, AB](), [*arms.values()]
+    for part in (16, 4, 1):
+        n = max(1, n_prompt // part)
+        with sized(engine, background, 1, n_prompt, n) as side:
+            found[n] = wb.ab(
+                side, " | ".join(sets), tests=[f"pp{n_prompt}"], rounds=rounds, seed=seed,
+                smoke=rounds < LEAST, out=wb.new_run_folder(runs, f"prompts-in-{part}"),
+            )  # fmt: skip
+    return found
+
+
+def ubatch_table(prompts: Mapping[int, AB], arms: Mapping[str, str]) -> pd.DataFrame:
+    """A row for each ubatch size: t/s of the first arm, and the others' speedups with their
+    verdicts, `=` for no difference."""
+    rows = []
+    for n, comparison in prompts.items():
+        summary = comparison.summary().set_index("arm")
+        row: dict[str, Any] = {
+            "tokens at once": n,
+            f"t/s {next(iter(arms))}": round(summary["tps_baseline"].iloc[0]),
+        }
+        for name, arm in [*arms.items()][1:]:
+            one = summary.loc[arm]
+            row[name] = f"{one['speedup']:.3f} {mark(one['verdict'])}".strip()
+        rows.append(row)
+    return Table(rows).shown(keys=["tokens at once"])
+
+
+def mark(verdict: str) -> str:
+    return MARKS.get(verdict, "")
+
+
+def ubatch_frames(prompts: Mapping[int, AB], arms: Mapping[str, str]) -> dict[str, pd.DataFrame]:
+    """For `plots.speedup_by`: one frame, x the tokens at once."""
+    parts, names = [], _names(arms)
+    for n, comparison in prompts.items():
+        summary = comparison.summary()
+        labels = summary["arm"].map(lambda arm: names.get(arm, arm))
+        parts.append(summary.assign(x=n, label=labels)[~summary["is_control"]])
+    frame = pd.concat(parts, ignore_index=True)
+    (test,) = frame["test"].unique()
+    frame.attrs["x"] = "tokens computed at once (n_ubatch)"
+    return {f"{test}, one sequence, over {next(iter(arms.values()))}": frame}
+
+
+def _names(arms: Mapping[str, str]) -> dict[str, str]:
+    """The name of each set of toggles."""
+    return {sets: name for name, sets in arms.items()}
+
+
+def possible(engine: wb.Engine, toggle: str) -> str:
+    """The values of a toggle that the engine's device can honour: `kv_parts=off,stream_k`."""
+    found = []
+    for value in Toggles.values(toggle):
+        with suppress(DeviceError, UsageError):
+            engine.resolve(engine.toggles.switched(toggle, value))
+            found.append(value)
+    return f"{toggle}={','.join(found)}"
+
+
+def tests_of(workload: str, slots: str, n_prompt: int) -> list[str]:
+    """Prompts and then tokens of several sequences: every number of sequences with prompts of an
+    eighth of n_prompt, and the most sequences with a fourth of that and with twice as many."""
+    widths = sorted({int(n) for n in slots.split(",")})
+    cells = [max(1, n_prompt // part) for part in (32, 8, 4)]
+    pairs = [(cells[1], n) for n in widths] + [(cell, widths[-1]) for cell in cells]
+    return list(dict.fromkeys(f"pp{cell}+{workload}@b{n}" for cell, n in pairs))
+
+
+def phase_summary(comparison: AB, arms: Mapping[str, str]) -> pd.DataFrame:
+    """As `AB.summary()`, of prompts and of generated tokens apart: columns phase, n_seqs, depth."""
+    labels, samples = _names(arms), comparison.samples
+    names = [arm["name"] for arm in comparison.run["arms"]]
+    seed = comparison.run["seed"]
+    rows = []
+    for test in comparison.run["tests"]:
+        shape = parse(test)
+        for phase in PHASES:
+            part = samples[samples["test"] == test]
+            part = part[(part["token"] == 0) == (phase == PHASES[0])]
+            sums = part.groupby(["repetition", "arm"])[["n_tokens", "ns"]].sum()
+            tps = (sums["n_tokens"] * 1e9 / sums["ns"]).unstack()[names].dropna()
+            own = {name: stats.speedup(tps[names[0]].to_numpy(), tps[name].to_numpy(), seed)
+                   for name in names[1:]}  # fmt: skip
+            band = stats.aa_band(own[names[-1]])
+            rows += [
+                {
+                    "test": test, "phase": phase, "n_seqs": shape.n_seqs, "depth": shape.n_prompt,
+                    "arm": name, "label": labels.get(name, name),
+                    "tps_baseline": float(tps[names[0]].median()),
+                    "tps_toggled": float(tps[name].median()), "speedup": ratio.value,
+                    "low": ratio.low, "high": ratio.high, "band_low": band.low,
+                    "band_high": band.high, "verdict": stats.verdict(ratio, band),
+                    "is_control": name == names[-1],
+                }
+                for name, ratio in own.items()
+            ]  # fmt: skip
+    found = pd.DataFrame(rows)
+    found.attrs["baseline"] = next(iter(arms))
+    return found
+
+
+def scaling_frames(phases: pd.DataFrame, phase: str = "generated") -> dict[str, pd.DataFrame]:
+    """For `plots.speedup_by`: by the number of sequences, and by their depth."""
+    rows = phases[(phases["phase"] == phase) & ~phases["is_control"]]
+    most, depth = rows["n_seqs"].max(), _fixed_depth(rows)
+    by_slots, by_depth = rows[rows["depth"] == depth], rows[rows["n_seqs"] == most]
+    by_slots, by_depth = by_slots.assign(x=by_slots["n_seqs"]), by_depth.assign(x=by_depth["depth"])
+    by_slots.attrs["x"], by_depth.attrs["x"] = "sequences", "cells of each, before a token"
+    return {
+        f"{phase}, {depth} cells each": by_slots, f"{phase}, {most} sequences": by_depth,
+    }  # fmt: skip
+
+
+def _fixed_depth(rows: pd.DataFrame) -> int:
+    """The depth that was measured with most numbers of sequences."""
+    return int(rows.groupby("depth")["n_seqs"].nunique().idxmax())
+
+
+def scaling_table(phases: pd.DataFrame) -> pd.DataFrame:
+    """The speedup of every arm with its verdict (`=`: no difference), by test and phase."""
+    rows = []
+    for (test, phase), part in phases[~phases["is_control"]].groupby(["test", "phase"], sort=False):
+        row: dict[str, Any] = {
+            "test": test, "phase": phase, "t/s baseline": round(part["tps_baseline"].iloc[0]),
+        }  # fmt: skip
+        for one in part.itertuples():
+            row[one.label] = f"{one.speedup:.2f} {mark(one.verdict)}".strip()
+        rows.append(row)
+    return Table(rows).shown(keys=["test", "phase"])
+
+
+def side_by_side(
+    engine: wb.Engine,
+    background: Toggles,
+    arms: Mapping[str, str],
+    tests: Sequence[str],
+    rounds: int,
+    seed: int,
+    runs: str,
+) -> AB:
+    """Tests of several sequences: each arm beside the first."""
+    each = max(-(-test.n_cells // test.width) for test in map(parse, tests))
+    n_seqs = max(test.width for test in map(parse, tests))
+    with sized(engine, background, n_seqs, each, min(512, engine.config.n_ubatch)) as side:
+        return wb.ab(
+            side, " | ".join(arms.values()), tests=tests, rounds=rounds, seed=seed,
+            smoke=rounds < LEAST, out=wb.new_run_folder(runs, "side-by-side"),
+        )  # fmt: skip
+
+
+def parts(
+    engine: wb.Engine, background: Toggles, tests: Sequence[str], rounds: int, seed: int, runs: str
+) -> AB:
+    """`kv_parts`, nothing skipped, one sequence."""
+    with sized(engine, background, 1, max(parse(test).n_cells for test in tests)) as side:
+        return wb.ab(
+            side, possible(side, "kv_parts"), tests=tests, rounds=rounds, seed=seed,
+            smoke=rounds < LEAST, out=wb.new_run_folder(runs, "kv-parts"),
+        )  # fmt: skip
+
+
+def ragged(
+    engine: wb.Engine,
+    background: Toggles,
+    most: int,
+    n_gen: int,
+    n_requests: int,
+    slots: int,
+    seed: int,
+    runs: str,
+) -> dict[str, ServeBench]:
+    """Requests with prompts of 1 to `most` tokens, as many in flight as there are slots: without
+    skipping and with each way, a region for each slot."""
+    found = {}
+    for way in WAYS:
+        toggles = switched(background, f"kv_cache=per_sequence skip_masked_kv={way}")
+        with sized(engine, toggles, slots, most + n_gen, min(512, engine.config.n_ubatch)) as side:
+            found[f"skip_masked_kv={way}"] = wb.serve_bench(
+                side, slots=slots, concurrency=str(slots), n_prompt=f"uniform:1-{most}",
+                n_gen=str(n_gen), n_requests=n_requests, n_warm_up=slots, seed=seed,
+                out=wb.new_run_folder(runs, f"ragged-{way.replace('_', '-')}"),
+            )  # fmt: skip
+    return found
+
+
+def ragged_table(served: Mapping[str, ServeBench]) -> pd.DataFrame:
+    """Runtimes of the same requests, by way."""
+    rows = []
+    for name, made in served.items():
+        (row,) = made.rows
+        first = next(iter(served.values())).rows[0].figures["duration"]
+        rows.append(
+            {
+                "way": name, "requests": row.figures["completed"],
+                "tokens a prompt": round(row.figures["total_input_tokens"] / row.n_requests),
+                "s": row.figures["duration"], "speedup": first / row.figures["duration"],
+                "out t/s": row.figures["output_throughput"],
+                "TTFT ms": row.figures["mean_ttft_ms"], "TPOT ms": row.figures["mean_tpot_ms"],
+                "P99 ITL ms": row.figures["p99_itl_ms"],
+            }
+        )  # fmt: skip
+    return Table(rows).shown(keys=["way"], digits={"s": 3, "speedup": 3, "out t/s": 1})
+
+
+def answers_table(comparisons: Mapping[str, AB], *named: Mapping[str, str]) -> pd.DataFrame:
+    """How the arms' logits differ from the baseline's, a row for each comparison and answer.
+    named: arms by their names."""
+    rows, names = [], {sets: name for arms in named for sets, name in _names(arms).items()}
+    for name, comparison in comparisons.items():
+        first, *others = comparison.run["arms"]
+        first, arms = first["name"], [arm["name"] for arm in others if not arm["is_control"]]
+        answers = {arm: comparison.answer(arm) for arm in arms}
+        said = {arm: "not compared" if a is None else str(a) for arm, a in answers.items()}
+        for text in dict.fromkeys(said.values()):
+            alike = [arm for arm in arms if said[arm] == text]
+            rows.append(
+                {
+                    "comparison": name, "baseline": names.get(first, first), "answer": text,
+                    "arms": "; ".join(names.get(arm, arm) for arm in alike),
+                }
+            )  # fmt: skip
+    return Table(rows).shown(keys=["comparison", "answer"])

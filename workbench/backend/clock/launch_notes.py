@@ -1,0 +1,166 @@
+"""Notes in which the kernels of a program note when they ran, by the device's own clock.
+
+A kernel of a launch that notes has a note in device memory, and writes nothing else to it:
+
+    note    cell 0      | cell 1      | .. | cell 63
+    cell    begin, ~end                       words of 8 bytes, ns; all bits set where nobody wrote
+
+A begin is the earliest of a cell's blocks, an end the latest of its threads (in its complement, so
+that both words only ever sink). The host reads the notes between two steps, when nothing runs, and
+sets them anew. So a step has no command more than without, and a captured plan keeps its notes.
+
+A launch that begins early (`pdl`) waits on the device for the launch in front of it. That wait does
+not count: no kernel begins, here, before the one in front of it on its stream has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.backend.base import Backend, Memory
+from workbench.backend.issue.args import AddressOf
+from workbench.backend.issue.bind import Launching
+from workbench.backend.issue.issued import Issued
+from workbench.common.errors import DeviceError
+from workbench.program.commands import COMPUTE_STREAM, Launch, Program, Replay, Space
+
+CELLS, CELL_WORDS = 64, 2  # as in kernels/launch_span.cuh
+NOTE_BYTES = 8 * CELL_WORDS * CELLS
+
+
+class NotedKernel(NamedTuple):
+    """A kernel of a launch. number, part: of the launch among the program's commands, and of its
+    plan, if any. function: its name. note: its number on its backend."""
+
+    number: int
+    part: int | None
+    command: Launch
+    function: str
+    note: int
+
+
+class NotedSpan(NamedTuple):
+    """When a kernel ran, ns of its device's clock."""
+
+    kernel: NotedKernel
+    begin_ns: int
+    end_ns: int
+
+
+class LaunchNotes(Launching):
+    """The notes of one program on its backends. Gone when nobody holds it, or with `free`.
+
+    kernels: all that note, in the order of their launches. n_silent: kernels of libraries, which
+    note nothing.
+    """
+
+    def __init__(self, program: Program, backends: Sequence[Backend]):
+        self._backends = backends
+        self.kernels: list[NotedKernel] = []
+        self.n_silent = 0
+        self._first: dict[Launch, int] = {}  # a launch's first note
+        self._n = [0] * len(backends)
+        for number, part, command in _launches(program):
+            if backends[command.stream.backend].note_bytes:
+                self._seat(number, part, command)
+        self._device: dict[int, Memory] = {}
+        self._host: dict[int, Memory] = {}
+        self._unwritten: dict[int, Memory] = {}
+        try:
+            for b, n in enumerate(self._n):
+                if n:
+                    self._allocate(b, n)
+        except BaseException:
+            self.free()
+            raise
+
+    def _seat(self, number: int, part: int | None, command: Launch) -> None:
+        b = command.stream.backend
+        self._first[command] = self._n[b]
+        for kernel in self._backends[b].kernels_of(command.node) or ():
+            if kernel.function is None:
+                self.n_silent += 1
+            else:
+                noted = NotedKernel(number, part, command, kernel.function, self._n[b])
+                self.kernels.append(noted)
+                self._n[b] += 1
+
+    def _allocate(self, b: int, n: int) -> None:
+        backend = self._backends[b]
+        nbytes = n * backend.note_bytes
+        self._device[b] = backend.allocate(nbytes, Space.DEVICE)
+        self._host[b] = backend.allocate(nbytes, Space.PINNED)
+        self._unwritten[b] = unwritten = backend.allocate(nbytes, Space.PINNED)
+        assert unwritten.array is not None, "pinned memory is the host's too"
+        unwritten.array[:] = 0xFF
+
+    def launch(self, backend: Backend, c: Launch, address_of: AddressOf, scratch: int) -> Issued:
+        """See `Launching`."""
+        memory = self._device.get(c.stream.backend)
+        if memory is None or not backend.note_bytes:
+            return super().launch(backend, c, address_of, scratch)
+        notes = memory.address + self._first[c] * backend.note_bytes
+        return backend.launch_noted(c.node, address_of, scratch, c.stream.id, c.programmatic, notes)
+
+    def reset(self) -> None:
+        """Empties every note. Nothing of the program is queued."""
+        for b, memory in self._device.items():
+            self._copied(b, memory, self._unwritten[b], to_host=False)
+
+    def read(self) -> list[NotedSpan]:
+        """When each kernel ran in the program's latest run, which is over. Raises DeviceError where
+        one did not run since `reset`."""
+        found: dict[int, np.ndarray] = {}
+        for b, memory in self._host.items():
+            self._copied(b, memory, self._device[b], to_host=True)
+            assert memory.array is not None, "pinned memory is the host's too"
+            found[b] = times_of(memory.array)
+        return list(self._spans(found))
+
+    def _spans(self, found: dict[int, np.ndarray]) -> Iterator[NotedSpan]:
+        """found: of each backend, its notes' times."""
+        before: dict[tuple[int, int], int] = {}  # end of the latest kernel of a stream
+        for kernel in self.kernels:
+            stream = kernel.command.stream
+            begin, end = (int(time) for time in found[stream.backend][kernel.note])
+            if begin > end:
+                raise DeviceError(
+                    f"kernel {kernel.function} of {kernel.command.node.name} noted no time in the "
+                    "latest step; run the step again behind a reset"
+                )
+            begin = max(begin, before.get(stream, 0))
+            before[stream] = end = max(begin, end)
+            yield NotedSpan(kernel, begin, end)
+
+    def _copied(self, b: int, dst: Memory, src: Memory, to_host: bool) -> None:
+        backend = self._backends[b]
+        backend.attach()
+        backend.copy(dst.address, src.address, dst.nbytes, COMPUTE_STREAM, to_host)()
+        backend.sync_stream(COMPUTE_STREAM)()
+
+    def free(self) -> None:
+        """Gives memory back, once nothing is queued any more."""
+        for memories in (self._device, self._host, self._unwritten):
+            for memory in memories.values():
+                memory.free()
+            memories.clear()
+
+
+def times_of(notes: np.ndarray) -> np.ndarray:
+    """Begin and end of each note, ns (n, 2): uint64; of one that nobody wrote, the begin is behind
+    the end. notes: the bytes of n."""
+    words = notes.view(np.uint64).reshape(-1, CELLS, CELL_WORDS).min(axis=1)
+    words[:, 1] = ~words[:, 1]
+    return words
+
+
+def _launches(program: Program) -> Iterator[tuple[int, int | None, Launch]]:
+    """The launches on devices, with their numbers: of the command, and among a plan's parts."""
+    for number, command in enumerate(program.commands):
+        plan = isinstance(command, Replay)
+        for part, one in enumerate(command.parts if isinstance(command, Replay) else (command,)):
+            if isinstance(one, Launch) and not one.by_host:
+                yield number, part if plan else None, one

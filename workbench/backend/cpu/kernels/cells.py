@@ -1,0 +1,109 @@
+"""The types that K and V have in the cache: how kernels read and write them.
+
+A row of the cache is a cell, (kv_heads * head_dim) elements of one type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from workbench.backend.cpu.kernels.vector import Emit, Value
+from workbench.graph.ir import CACHE_DTYPES, Q8_0, DType
+
+
+class CellType(NamedTuple):
+    """A type of cells. load: n float32 of a head's elements from number `at` on, n 16 or 1; the
+    head begins at address `src`, and `at` is a multiple of n. store: n float32 from one address to
+    another, n 16 or 1, or a block."""
+
+    dtype: DType
+    load: Callable[[Emit, Value, Value, int], Value]
+    store: Callable[[Emit, Value, Value, int], None]
+
+    def offset(self, cell: Value, cols: Value, head: Value, head_dim: Value) -> Value:
+        """Bytes from the first cell to a head of a cell."""
+        return self.nbytes(cell * cols + head * head_dim)
+
+    def nbytes(self, n: Value) -> Value:
+        """Bytes of n elements, whole blocks."""
+        return n // self.dtype.block * self.dtype.block_bytes
+
+    def read(self, e: Emit, src: Value, dst: Value, n: Value) -> None:
+        """The first n elements from address src on, as float32 to address dst."""
+
+        def step(i: Value, width: int) -> None:
+            e.store(self.load(e, src, i, width), dst + i * 4)
+
+        e.flat_loops(e.const("i64", 0), n, 16, step)
+
+    def write(self, e: Emit, x: Value, dst: Value, start: Value, stop: Value) -> None:
+        """The float32 x[start..stop-1] as elements of the same numbers behind address dst; both are
+        multiples of the type's block."""
+
+        def step(i: Value, n: int) -> None:
+            self.store(e, x + i * 4, dst + self.nbytes(i), n)
+
+        if self.dtype.block > 1:
+            with e.loop(start, stop, self.dtype.block) as i:
+                step(i, self.dtype.block)
+        else:
+            e.flat_loops(start, stop, 16, step)
+
+
+def _f32(e: Emit, src: Value, at: Value, n: int) -> Value:
+    return e.load("f32", src + at * 4, n)
+
+
+def _f16(e: Emit, src: Value, at: Value, n: int) -> Value:
+    return e.load("f16", src + at * 2, n).to("f32")
+
+
+def _bf16(e: Emit, src: Value, at: Value, n: int) -> Value:
+    return (e.load("u16", src + at * 2, n).to("u32") << 16).bits("f32")
+
+
+def _q8_0(e: Emit, src: Value, at: Value, n: int) -> Value:
+    block = src + at // Q8_0.block * Q8_0.block_bytes
+    scale = e.load("f16", block).to("f32")
+    return e.load("i8", block + 2 + at % Q8_0.block, n).to("f32") * e.splat(scale, n)
+
+
+def _to_f32(e: Emit, x: Value, dst: Value, n: int) -> None:
+    e.store(e.load("f32", x, n), dst)
+
+
+def _to_f16(e: Emit, x: Value, dst: Value, n: int) -> None:
+    e.store(e.load("f32", x, n).to("f16"), dst)
+
+
+def _to_bf16(e: Emit, x: Value, dst: Value, n: int) -> None:
+    bits = e.load("u32", x, n)
+    rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+    nan = (bits & 0x7FFFFFFF).compare(">", 0x7F800000)
+    e.store(e.select(nan, (bits >> 16) | 0x40, rounded).to("u16"), dst)
+
+
+def _to_q8_0(e: Emit, x: Value, dst: Value, n: int) -> None:
+    values = e.load("f32", x, n)
+    scale = e.reduce(e.abs(values), e.max) / 127.0
+    inverse = e.select(scale.compare("==", 0.0), e.const("f32", 0.0), e.const("f32", 1.0) / scale)
+    scaled = values * e.splat(inverse, n)
+    away = e.select(scaled.compare("<", 0.0), e.const("f32", -0.5, n), 0.5)
+    # truncated behind a half: ties go away from zero. A sum that rounds up to a whole number
+    # would take 0.49999997 with it, so what is below a half stays
+    small = e.abs(scaled).compare("<", 0.5)
+    quants = e.select(small, e.const("f32", 0.0, n), scaled + away).to("i32")
+    e.store(scale.to("f16"), dst)
+    e.store(quants.to("i8"), dst + 2)
+
+
+CELL_TYPES = {
+    d.name: CellType(d, load, store)
+    for d, load, store in zip(
+        CACHE_DTYPES,
+        (_f16, _bf16, _f32, _q8_0),
+        (_to_f16, _to_bf16, _to_f32, _to_q8_0),
+        strict=True,
+    )
+}

@@ -1,0 +1,116 @@
+"""feed, draw and keep_tokens: the tokens that a device draws, and goes on with itself.
+
+`draw` sorts, as `model/sampler.py` does, and adds up the same weights: it compiles their function.
+It is compiled by numba as it stands: sorting is no vector code.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.extending import intrinsic
+
+from workbench.backend.cpu import kept  # noqa: F401 - where the loops are kept
+from workbench.backend.cpu.device.atomics import load
+from workbench.backend.cpu.device.loops import KERNEL
+from workbench.backend.cpu.device.signals import now_ns
+from workbench.backend.cpu.kernels.vector import Emit, Value
+from workbench.graph.shapes import DRAW_SETTINGS
+from workbench.model.draw_weights import weights
+from workbench.model.sampler import STEEPEST
+
+MOST_NS = 2**31 - 1
+
+
+def feed(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """Parts are ranges of tokens. A sequence that does not exist gives token 0."""
+    dst, ids, last, n_tokens, n_seqs = e.arguments(args, "iiiii")
+    start, stop = e.share(n_tokens, part, n_parts)
+    with e.loop(start, stop) as t:
+        token = e.var(e.load("i32", ids + t * 4))
+        sequence = -1 - token.get().to("i64")
+        with e.when(sequence.compare(">=", 0)):
+            token.set(e.const("i32", 0))
+            with e.when(sequence.compare("<", n_seqs)):
+                token.set(e.load("i32", last + sequence * 4))
+        e.store(token.get(), dst + t * 4)
+
+
+def keep_tokens(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """The first part stores all: of two tokens for one sequence the last wins."""
+    last, ids, rows, n_ids, n_seqs = e.arguments(args, "iiiii")
+    with e.when(part.compare("==", 0)), e.loop(e.const("i64", 0), n_ids) as i:
+        row = e.load("i32", rows + i * 4).to("i64")
+        with e.when(row.compare(">=", 0)), e.when(row.compare("<", n_seqs)):
+            e.store(e.load("i32", ids + i * 8), last + row * 4)
+
+
+def _as_pointer(typing_context, address):
+    """An address as what `carray` takes."""
+
+    def generate(context, builder, signature, values):
+        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+_pointer: Any = intrinsic(_as_pointer)
+
+
+_weights: Any = njit(weights)
+
+
+@njit
+def _reached(each, target):
+    """How many elements it takes until their sum reaches the target."""
+    total = np.int64(0)
+    for i in range(len(each)):
+        total += each[i]
+        if total >= target:
+            return i + 1
+    return len(each)
+
+
+@njit
+def _drawn(own, how):
+    """The token of a row of logits; -1 where one is no number. how: its settings."""
+    temperature, top_k, top_p, log_min_p, uniform = how
+    n_vocab = len(own)
+    best, bad = 0, False
+    for i in range(n_vocab):
+        bad = bad or math.isnan(own[i])
+        if own[i] > own[best]:
+            best = i
+    if bad or math.isinf(own[best]):
+        return -1
+    if temperature == 0:
+        return best
+    order = np.argsort(-own, kind="mergesort")
+    n = n_vocab if top_k == 0 else min(int(top_k), n_vocab)
+    below = own[order[:n]] - own[best]
+    if top_p < 1:
+        each = _weights(below)
+        n = _reached(each, max(np.int64(float(each.sum()) * top_p), 1))
+    least = own[best] + log_min_p
+    while own[order[n - 1]] < least:
+        n -= 1
+    each = _weights(below[:n] * min(np.float32(1) / temperature, STEEPEST))
+    total = each.sum()
+    return order[_reached(each, min(np.int64(float(total) * uniform) + 1, total)) - 1]
+
+
+@cfunc(KERNEL, cache=True)
+def draw(args, part, n_parts):
+    """dst, logits, settings, n_rows, n_vocab. Parts are ranges of rows."""
+    n_rows, n_vocab = load(args + 24), load(args + 32)
+    drawn = carray(_pointer(load(args)), (n_rows, 2), np.int32)
+    logits = carray(_pointer(load(args + 8)), (n_rows, n_vocab), np.float32)
+    settings = carray(_pointer(load(args + 16)), (n_rows, DRAW_SETTINGS), np.float32)
+    for row in range(n_rows * part // n_parts, n_rows * (part + 1) // n_parts):
+        begun = now_ns()
+        drawn[row, 0] = _drawn(logits[row], settings[row])
+        drawn[row, 1] = min(now_ns() - begun, MOST_NS)

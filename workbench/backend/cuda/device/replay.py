@@ -1,0 +1,162 @@
+"""Launches captured into a CUDA graph and replayed, and what reading memory can reach.
+
+A kernel of a few microseconds cannot be timed between two events, because the host takes as long to
+launch it. A graph holds many launches and is launched once; the device works at its own speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from workbench.backend.base import Issue
+from workbench.backend.cuda.device.graphs import give_back, instantiate, record
+from workbench.backend.cuda.kernels.kernel import Kernel, blocks
+from workbench.backend.issue.issued import in_order
+from workbench.common.errors import DeviceError, UsageError
+from workbench.program.commands import COMPUTE_STREAM, Space
+
+if TYPE_CHECKING:
+    from workbench.backend.cuda.device.backend import CudaBackend
+
+READ_THREADS, WORD_BYTES = 256, 16  # of kernels/read.cu
+READ_WORDS = (4, 8, 16)  # read_4, read_8, read_16: words a thread reads in one round
+READ_GRIDS = (4, 8, 16, 32, 0)  # blocks for each multiprocessor; 0: a block for each tile
+READ_BYTES = 4 << 30  # read in one replay
+
+
+class TimedReplay(AbstractContextManager["TimedReplay"]):
+    """`issues`, captured in order from one stream into a graph that can be replayed.
+
+    What the issues refer to (memory, kernels) must live as long as the replay. Not to be used by
+    two threads. `close`, or the end of a `with`, gives everything back.
+
+    Raises UsageError where there is nothing to capture or the stream is being captured already,
+    and DeviceError where an issue does what a capture forbids.
+    """
+
+    def __init__(self, backend: CudaBackend, issues: Sequence[Issue], stream: int = COMPUTE_STREAM):
+        self._driver = backend._driver
+        self._stream = backend._stream(stream)
+        self._what = f"replay of {len(issues)} launches"
+        self._issues = tuple(issues)  # the graph holds the addresses of what they own
+        self._graph: Any = None
+        self._executable: Any = None
+        self._events: list[Any] = []
+        if not issues:
+            raise UsageError("a replay of no launches; give at least one")
+        status = self._call("cuStreamIsCapturing", self._stream)
+        if status != self._driver.api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+            raise UsageError(f"stream {stream} is being captured already; end that capture first")
+        # A product's first launch loads code, which a capture does not bear.
+        for issue in dict.fromkeys(issues):
+            issue()
+        self._call("cuStreamSynchronize", self._stream)
+        try:
+            self._capture()
+        except BaseException:
+            self.close()
+            raise
+
+    def _call(self, function: str, *args: Any) -> Any:
+        return self._driver.call(function, self._what, *args)
+
+    def _capture(self) -> None:
+        self._graph = record(self._driver, self._what, self._stream, (), in_order(self._issues))
+        self._executable = instantiate(self._driver, self._what, self._graph, self._stream)
+
+    def _queue(self) -> None:
+        if self._executable is None:
+            raise UsageError(f"{self._what} is closed; capture again")
+        self._call("cuGraphLaunch", self._executable, self._stream)
+
+    def run(self, n: int = 1) -> None:
+        """Replays n times and waits."""
+        for _ in range(n):
+            self._queue()
+        self._call("cuStreamSynchronize", self._stream)
+
+    def time_us(self, n: int) -> list[float]:
+        """The device's time for each of n replays, in us, by timing events between them.
+
+        One more replay goes before them untimed. The device is busy with it while the host queues
+        the others: the times hold no time of the host.
+        """
+        while len(self._events) <= n:
+            self._events.append(self._driver.event(timing=True))
+        self._queue()
+        self._call("cuEventRecord", self._events[0].handle, self._stream)
+        for i in range(n):
+            self._queue()
+            self._call("cuEventRecord", self._events[i + 1].handle, self._stream)
+        self._call("cuStreamSynchronize", self._stream)
+        handles = [event.handle for event in self._events[: n + 1]]
+        return [
+            self._call("cuEventElapsedTime", begin, end) * 1e3 for begin, end in pairwise(handles)
+        ]
+
+    def close(self) -> None:
+        """Waits for what is queued, then destroys the graph and the events. Safe to call twice."""
+        api = self._driver.api
+        graph, executable = self._graph, self._executable
+        self._graph = self._executable = None
+        if executable is not None:
+            api.cuStreamSynchronize(self._stream)  # a failure was or will be told by another call
+        give_back(api, graph, executable)
+        self._events.clear()
+        self._issues = ()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def l2_bytes(backend: CudaBackend) -> int:
+    """Bytes of the last cache before memory."""
+    return int(backend._driver.properties["l2CacheSize"])
+
+
+def read_rates(backend: CudaBackend, nbytes: int = READ_BYTES, n: int = 5) -> dict[str, float]:
+    """GB/s at which each of several kernels reads memory: the fastest of n replays of `nbytes`.
+
+    Keys name kernel and grid: `read_8 x16` has 16 blocks for each multiprocessor, `read_8 tiles`
+    one for each tile. Where the device has no room for `nbytes`, a smaller buffer is read several
+    times in one replay, down to 8 times the L2 cache. Raises DeviceError where that does not fit.
+    """
+    memory = _room(backend, nbytes, 8 * l2_bytes(backend))
+    sink = backend.allocate(4, Space.DEVICE)
+    n_words, times = memory.nbytes // WORD_BYTES, blocks(nbytes, memory.nbytes)
+    stream = backend._stream(COMPUTE_STREAM)
+    n_sm = backend._driver.properties["multiProcessorCount"]
+    rates: dict[str, float] = {}
+    try:
+        for words in READ_WORDS:
+            tiles = blocks(n_words, READ_THREADS * words)
+            for per_sm in READ_GRIDS:
+                grid = min(per_sm * n_sm or tiles, tiles)
+                kernel = Kernel(
+                    "read", f"read_{words}", (grid, 1), READ_THREADS,
+                    [memory.address, n_words, -1, sink.address], waits=True,
+                )  # fmt: skip
+                name = f"read_{words} " + (f"x{per_sm}" if per_sm else "tiles")
+                issue = backend._prepare(kernel, stream, name)
+                with TimedReplay(backend, [issue] * times) as replay:
+                    us = min(replay.time_us(n))
+                rates[name] = times * n_words * WORD_BYTES / us / 1e3
+    finally:
+        backend.synchronize()
+        memory.free()
+        sink.free()
+    return rates
+
+
+def _room(backend: CudaBackend, nbytes: int, least: int) -> Any:
+    """Device memory of `nbytes`, or of a half, a quarter, .. where there is no more."""
+    while True:
+        try:
+            return backend.allocate(nbytes, Space.DEVICE)
+        except DeviceError:
+            if nbytes // 2 < least:
+                raise
+            nbytes //= 2

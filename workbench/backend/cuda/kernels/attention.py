@@ -1,0 +1,349 @@
+"""Launches of attention on CUDA: grids, tunings and scratch for `kernels/attention.cu`.
+
+Pure: addresses and shapes in, data out. Everything follows from shapes and the padded n_kv: a
+result does not depend on where tokens lie in the cache. Constants repeat the source's.
+"""
+
+from typing import NamedTuple
+
+from workbench.backend.cuda.kernels.kernel import Kernel, blocks
+from workbench.common.errors import DeviceError
+from workbench.config import AttnKernel, KVParts, SkipMaskedKV
+
+MAX_HEAD_DIM = 256
+MOST_TOKENS = 1 << 30  # of a sequence; more than there can be
+FEW_TOKENS = 8  # attention_decode alone up to here
+CELLS = 16  # attention_decode: cells of a tile
+CELL_PAD = 8  # halves behind each row of a tile, against bank conflicts
+
+# What the figures below are measured against: an H100 has 132 multiprocessors, and each holds two
+# blocks of these kernels.
+BLOCKS = 264  # attention_decode: most blocks, all of them running at once
+CLUSTER = 8  # most blocks of a cluster that every device with clusters accepts
+LEAST_TILES = 16  # attention_decode: tiles of a block where several clusters share the cells
+SETS = (1, 2, 4)
+ENOUGH_BLOCKS = 66  # attention_prefill: with fewer, attention_decode shares the cells as well
+
+
+class AttentionShape(NamedTuple):
+    """What attention is computed of; see `graph/ops.py`. n_kv: the padded cells of each kv head.
+    n_regions: sequences with cells of their own; 0: all have the same. skip, kv_parts, kernel:
+    values of the toggles. k_type, v_type: names of the cache's types, for `attending.py`."""
+
+    n_tokens: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_kv: int
+    n_regions: int = 0
+    skip: str = SkipMaskedKV.OFF
+    kv_parts: str = KVParts.PARALLEL_BLOCKS
+    has_sinks: bool = False
+    kernel: str = AttnKernel.AUTO
+    k_type: str = "F16"
+    v_type: str = "F16"
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.n_head // self.n_head_kv
+
+    @property
+    def each_one(self) -> bool:
+        """Whether every sequence has one token, and cells of its own."""
+        return self.n_regions == self.n_tokens
+
+    @property
+    def ragged(self) -> bool:
+        """Whether sequences with cells of their own may have any number of tokens."""
+        return self.n_regions > 1 and not self.each_one
+
+    def row_groups(self, rows: int) -> int:
+        """Groups of `rows` rows of a kv head, of sequences of their own at most."""
+        if self.each_one:
+            return self.n_tokens * blocks(self.group, rows)
+        if self.ragged:
+            return min(self.n_tokens, self.n_regions) + self.rows // rows
+        return blocks(self.rows, rows)
+
+    @property
+    def rows(self) -> int:
+        """Query rows that read the same kv head."""
+        return self.n_tokens * self.group
+
+    @property
+    def few(self) -> bool:
+        """Whether the tokens are so few that attention_decode alone takes them."""
+        return self.each_one or self.n_tokens <= FEW_TOKENS
+
+
+class AttentionAt(NamedTuple):
+    """Addresses in bytes. dst (n_tokens, n_head * head_dim) is F32 or Q8_ACT; q, k, v and mask are
+    as `graph/ops.py` has them. scratch: see `scratch_bytes`. counters: u32, zero before the launch
+    and zero again after; a launch wants groups * cluster of them, at most BLOCKS."""
+
+    dst: int
+    q: int
+    k: int
+    v: int
+    mask: int
+    scratch: int
+    counters: int
+    regions: int = 0
+    known: int = 0
+    sinks: int = 0
+
+
+class AttentionTuning(NamedTuple):
+    """Macros of one compilation. sets: 8 rows each, of a block (decode). warps of a block; stages:
+    tiles in shared memory; cells of a tile."""
+
+    sets: int
+    warps: int
+    stages: int
+    cells: int
+
+
+# Many tokens over few cells: blocks of 16 rows and 8 warps, one a multiprocessor, one tile a warp;
+# blocks of a cluster -> clusters that a device has room for (cuOccupancyMaxActiveClusters, H100).
+MANY, MANY_TILES = AttentionTuning(2, 8, 1, CELLS), 64
+CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
+
+
+class DecodeGrid(NamedTuple):
+    """The grid of attention_decode: (n_head_kv * row groups, kv_parts). `cluster` blocks whose
+    parts of the cells follow each other are a cluster. With stream_k it is (blocks, 1) instead, and
+    kv_parts and cluster are 1."""
+
+    tuning: AttentionTuning
+    groups: int
+    kv_parts: int
+    cluster: int
+
+
+class StreamGrid(NamedTuple):
+    """How stream_k cuts the tiles of all row groups, one behind the other: so many blocks, each
+    with `piece` of the tiles."""
+
+    blocks: int
+    piece: int
+
+
+def _dim(head_dim: int) -> int:
+    return blocks(head_dim, 16) * 16
+
+
+def check(head_dim: int) -> None:
+    """Raises DeviceError for a head_dim that no kernel has."""
+    if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise DeviceError(
+            f"attention: head_dim {head_dim} is not supported on cuda (multiples of 8 up to "
+            f"{MAX_HEAD_DIM}); use device=host or embedded"
+        )
+
+
+def decode_tuning(rows: int, head_dim: int) -> AttentionTuning:
+    """For blocks that hold `rows` query rows: as many sets as the rows take and registers allow."""
+    dim = _dim(head_dim)
+    if dim > 128:
+        return AttentionTuning(1, 2, 2, CELLS)
+    sets = next((s for s in SETS if rows <= 8 * s), SETS[-1])
+    if dim > 64:
+        return AttentionTuning(sets, 4, 2, CELLS)
+    warps, stages = {1: (8, 2), 2: (4, 4), 4: (4, 3)}[sets]
+    return AttentionTuning(sets, warps, stages, CELLS)
+
+
+def prefill_tuning(head_dim: int) -> AttentionTuning:
+    return AttentionTuning(2, 4, 2, 64 if _dim(head_dim) <= 128 else 16)
+
+
+def stream(groups: int, tiles: int, least: int) -> StreamGrid:
+    """The pieces of `tiles` tiles of each group: as many as run at once, of `least` tiles or more.
+    Follows from shapes and the padded n_kv alone."""
+    piece = max(least, blocks(groups * tiles, BLOCKS))
+    return StreamGrid(blocks(groups * tiles, piece), piece)
+
+
+def parts_of(shape: AttentionShape, groups: int, warps: int) -> tuple[int, int]:
+    """As `kv_parts`, for a shape that may want one part, or parts that no row has to itself."""
+    if shape.kv_parts != KVParts.PARALLEL_BLOCKS:
+        return 1, 1
+    return kv_parts(groups, shape.n_kv, warps)
+
+
+def kv_parts(groups: int, n_kv: int, warps: int) -> tuple[int, int]:
+    """Blocks that share the cells of one kv head and group of rows, and how many are a cluster.
+
+    One cluster has no more blocks than have a tile for each warp, and merges without leaving the
+    chip's multiprocessors. Several clusters merge through memory; each of their blocks has at least
+    LEAST_TILES."""
+    tiles, most = blocks(n_kv, CELLS), max(1, BLOCKS // groups)
+    useful = 1 << (blocks(tiles, warps) - 1).bit_length()
+    cluster = min(CLUSTER, useful, 1 << (most.bit_length() - 1))
+    if cluster < CLUSTER:
+        return cluster, cluster
+    clusters = min(most // CLUSTER, tiles // (CLUSTER * LEAST_TILES))
+    return CLUSTER * max(1, clusters), CLUSTER
+
+
+def decode_grid(shape: AttentionShape) -> DecodeGrid:
+    """Sets are few while the cells are few. Other blocks then read the cells again from L2, and
+    would have no work otherwise. With many cells there are as many sets as the rows fill."""
+    rows, dim, tiles = shape.rows, _dim(shape.head_dim), blocks(shape.n_kv, CELLS)
+    many = not shape.few and 64 < dim <= 128 and shape.kv_parts == KVParts.PARALLEL_BLOCKS
+    groups = shape.n_head_kv * blocks(rows, 8 * MANY.sets)
+    if shape.n_regions > 1:
+        tuning = decode_tuning(min(shape.group, 8), shape.head_dim)
+        groups = shape.n_head_kv * shape.row_groups(8 * tuning.sets)
+        return DecodeGrid(tuning, groups, *parts_of(shape, groups, tuning.warps))
+    if many and tiles <= MANY_TILES and groups <= CLUSTERS[1]:
+        cluster = next(size for size, room in CLUSTERS.items() if groups <= room)
+        return DecodeGrid(MANY, groups, cluster, cluster)
+    # tiles a block should have left
+    each = 4 if shape.few else 16 if many and tiles <= 16 else 8
+    for sets in SETS:
+        tuning = decode_tuning(min(rows, 8 * sets), shape.head_dim)
+        groups = shape.n_head_kv * blocks(rows, 8 * tuning.sets)
+        if rows <= 8 * sets or groups * blocks(tiles, each) <= BLOCKS:
+            break
+    if tuning.sets == 1 and 64 < dim <= 128 and 4 * CLUSTER < tiles <= 8 * CLUSTER:
+        tuning = AttentionTuning(1, 8, 1, CELLS)  # one tile a warp
+    return DecodeGrid(tuning, groups, *parts_of(shape, groups, tuning.warps))
+
+
+def uses_prefill(shape: AttentionShape) -> bool:
+    """Whether the tokens are so many that blocks of 64 rows over all cells fill the device."""
+    tall = blocks(shape.rows, 16 * prefill_tuning(shape.head_dim).warps)
+    alone = shape.kv_parts != KVParts.PARALLEL_BLOCKS
+    enough = shape.n_head_kv * tall >= ENOUGH_BLOCKS or alone
+    return not shape.few and (enough or shape.ragged)
+
+
+def tile_bytes(head_dim: int, cells: int, rows: int) -> int:
+    """A Tile of attention.cuh: K and V, and the mask for as many tokens as there can be."""
+    return 2 * (2 * cells * (_dim(head_dim) + CELL_PAD) + rows * (cells + CELL_PAD))
+
+
+def _stored_bytes(head_dim: int, sets: int) -> int:
+    """Rows::STORED_BYTES: queries that lie in shared memory."""
+    steps = _dim(head_dim) // 16
+    return steps * sets * 32 * 8 if steps * sets > 16 else 0
+
+
+def decode_shared(head_dim: int, t: AttentionTuning) -> int:
+    tiles = t.warps * t.stages * tile_bytes(head_dim, t.cells, 8 * t.sets)
+    return tiles + _stored_bytes(head_dim, t.sets)
+
+
+def prefill_shared(head_dim: int, t: AttentionTuning) -> int:
+    tiles = t.stages * tile_bytes(head_dim, t.cells, 16 * t.warps)
+    return tiles + t.warps * _stored_bytes(head_dim, 2)
+
+
+def scratch_bytes(shape: AttentionShape, grid: DecodeGrid | None = None) -> int:
+    """Bytes for what the parts of attention_decode leave to the last block: for each part and row,
+    head_dim sums, a maximum and a weight. With clusters only some of it is used."""
+    row = (shape.head_dim + 2) * 4
+    if shape.kv_parts == KVParts.STREAM_K:  # two parts of each block, of its widest kernel
+        return BLOCKS * 2 * row * (16 * prefill_tuning(shape.head_dim).warps)
+    if uses_prefill(shape) and not shape.ragged:
+        return 0
+    grid = grid or decode_grid(shape)
+    if grid.kv_parts == 1:
+        return 0
+    return grid.groups * grid.kv_parts * 8 * grid.tuning.sets * row
+
+
+def can_quantise(shape: AttentionShape) -> bool:
+    """Whether `launches` can give its result as Q8_ACT: attention_decode does, where a block of 32
+    lies in one head."""
+    return shape.head_dim % 32 == 0 and not uses_prefill(shape)
+
+
+def launches(
+    shape: AttentionShape,
+    at: AttentionAt,
+    scale: float,
+    quantised: bool,
+    tuning: AttentionTuning | None = None,
+    grid: DecodeGrid | None = None,
+) -> list[Kernel]:
+    """The launch that computes attention.
+
+    quantised: whether dst is Q8_ACT (where `can_quantise`) rather than F32. tuning (prefill) and
+    grid (decode): in place of the usual ones, for measuring. Raises DeviceError for a head_dim that
+    no kernel has.
+    """
+    check(shape.head_dim)
+    if not shape.n_tokens:
+        return []
+    if not uses_prefill(shape):
+        return [_decode(shape, at, scale, quantised, grid or decode_grid(shape), MOST_TOKENS)]
+    works = [_prefill(shape, at, scale, tuning or prefill_tuning(shape.head_dim))]
+    if shape.ragged:  # sequences of few tokens by themselves
+        works.append(_decode(shape, at, scale, quantised, grid or decode_grid(shape), FEW_TOKENS))
+    return works
+
+
+def _prefill(shape: AttentionShape, at: AttentionAt, scale: float, t: AttentionTuning) -> Kernel:
+    least = FEW_TOKENS + 1 if shape.ragged else 1
+    rows = 16 * t.warps
+    groups = shape.row_groups(rows)
+    if shape.ragged:  # of sequences that have `least` tokens
+        groups = min(shape.n_regions, shape.n_tokens // least) + shape.rows // rows
+    defines = (*_defines(shape, t, True), f"TILE_CELLS={t.cells}")
+    grid, cut = _cut(shape, (groups, shape.n_head_kv), blocks(shape.n_kv, t.cells), 1)
+    return Kernel(
+        "attention", "attention_prefill", grid, 32 * t.warps,
+        [*at, *_sizes(shape), least, MOST_TOKENS, scale, *cut],
+        defines, prefill_shared(shape.head_dim, t), waits=True,
+    )  # fmt: skip
+
+
+def _decode(
+    shape: AttentionShape, at: AttentionAt, scale: float, quantised: bool, grid: DecodeGrid,
+    most: int,
+) -> Kernel:  # fmt: skip
+    """most: tokens of a sequence that is computed."""
+    t = grid.tuning
+    defines = (
+        *_defines(shape, t, False), f"ROW_SETS={t.sets}", f"CLUSTER={grid.cluster}",
+    )  # fmt: skip
+    tiles = blocks(shape.n_kv, CELLS)
+    of_kernel, cut = _cut(shape, (grid.groups, grid.kv_parts), tiles, 2 * t.warps)
+    return Kernel(
+        "attention", "attention_decode", of_kernel, 32 * t.warps,
+        [*at, *_sizes(shape), 1, most, scale, int(quantised), *cut],
+        defines, decode_shared(shape.head_dim, t), waits=True,
+    )  # fmt: skip
+
+
+def _cut(
+    shape: AttentionShape, grid: tuple[int, int], tiles: int, least: int
+) -> tuple[tuple[int, int], list[int]]:
+    """The grid of a kernel, and its arguments n_groups and piece. grid: without stream_k."""
+    if shape.kv_parts != KVParts.STREAM_K:
+        return grid, [0, 0]
+    groups = grid[0] * grid[1]
+    cut = stream(groups, tiles, least)
+    return (cut.blocks, 1), [groups, cut.piece]
+
+
+def _sizes(shape: AttentionShape) -> list[int]:
+    return [shape.n_tokens, shape.n_head, shape.n_head_kv, shape.n_kv, shape.n_regions]
+
+
+_SKIPS: dict[str, int] = {SkipMaskedKV.IN_LOOP: 1, SkipMaskedKV.TAIL: 2, SkipMaskedKV.CLASSES: 3}
+
+
+def _defines(shape: AttentionShape, t: AttentionTuning, prefill: bool) -> tuple[str, ...]:
+    """Macros of a compilation; what a shape does without is not named."""
+    regions, skip = shape.n_regions > 0, _SKIPS.get(shape.skip)
+    stream_k = shape.kv_parts == KVParts.STREAM_K
+    return (
+        f"PREFILL={int(prefill)}", f"HEAD_DIM={shape.head_dim}", f"WARPS={t.warps}",
+        f"STAGES={t.stages}", *(["STREAM=1"] if stream_k else []),
+        *(["REGIONS=1"] if regions else []),
+        *([f"SKIP={skip}"] if skip else []), *(["SINKS=1"] if shape.has_sinks else []),
+    )  # fmt: skip

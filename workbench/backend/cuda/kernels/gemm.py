@@ -1,0 +1,224 @@
+"""Products of several tokens on the cuda backend: which kernels, or which cuBLAS products.
+
+Pure. Two ways, both on tensor cores with sums in float32:
+
+* `cublas`: quantised weights are expanded to F16 in scratch, some rows at a time, then multiplied
+  by cuBLAS. Float weights need no expanding.
+* `tile`: kernels/tensor_product.cu decodes quantised weights in registers; they are read once. One
+  launch has up to three weights of one x and type, or gate and up and what they are for.
+
+Expanding writes and reads 2 bytes a weight where a Q4_0 file has 0.56. cuBLAS pays once tensor
+cores, not the memory, take most of the time; the tables below say from where. Measured: us of the
+products of a layer of an 8B model, tile and cuBLAS, random weights (one H100 80GB HBM3;
+data/results/tuning/tensor_product-5.json; cuBLAS is timed without the swiglu that tiles include):
+
+    tokens        128       256       512       640       768      1024      1536
+    Q4_0     134  390  219  446  401  549  549  627  637  681  776  814 1172 1124
+    Q8_0     157  432  256  487  471  596  633  668  734  721  881  852 1327 1168
+    MXFP4    151  387  252  442  470  546  611  615  715  666  860  787 1284 1063
+    Q4_K     155  391  265  447  468  546  653  628  767  683  935  814 1403 1112
+    Q5_K     175  402  300  458  547  563  712  639  841  693 1023  826 1550 1127
+    Q6_K     174  413  294  468  556  572  724  648  852  705 1042  832 1567 1136
+
+Without warpgroups tiles of 128 tokens take 1.8 times as long (7.01 ms of a step for 3.87), more
+than half of what cuBLAS takes, and 256 would be slower. With cuBLAS, float weights reach 79 to 83 %
+of what memory allows at 16 to 128 tokens: they have no tile.
+
+Activations are converted first, to the start of scratch. Quantised weights want F16, in the order
+of kernels/halves.cuh or the tiles of kernels/tensor_product.cu; F16 and BF16 want plain rows; F32
+is taken as it is. F16 and BF16 rows lie apart in scratch: a conversion that a product before made
+for the same x is left out.
+"""
+
+from collections.abc import Sequence
+
+from workbench.backend.cuda.kernels.kernel import Gemm, Kernel, Work, blocks
+from workbench.backend.cuda.kernels.matvec import Segment, X, segment_args
+from workbench.backend.cuda.kernels.tiling import Build, Epilogue, build_for, tile_tokens
+from workbench.backend.issue.args import Args
+from workbench.graph.ir import QUANTISED
+
+# Most tokens for which quantised weights take way `tile`: with warpgroups (compute capability 9.0)
+# and without. Float weights never do.
+WARPGROUP_TILES_UP_TO = {
+    "Q8_0": 640, "Q4_0": 1024, "MXFP4": 640, "Q4_K": 512, "Q5_K": 512, "Q6_K": 512,
+}  # fmt: skip
+TILES_UP_TO = 128
+MOST_TILED = max(WARPGROUP_TILES_UP_TO.values())
+
+EXPANDED_BYTES = 64 << 20  # of weights expanded at a time
+UNITS_IN_FLIGHT = 2  # of a thread of `dequantise`
+_QUANTISED = frozenset(t.name for t in QUANTISED)
+
+
+def padded(dtype: str, cols: int) -> int:
+    """Halves of a row of converted activations, and of expanded weights."""
+    return blocks(cols, 128) * 128 if dtype in _QUANTISED else cols
+
+
+def by_tile(dtype: str, n_tokens: int, hopper: bool) -> bool:
+    """Whether weights are decoded in the tile."""
+    if dtype not in _QUANTISED:
+        return False
+    return n_tokens <= (WARPGROUP_TILES_UP_TO[dtype] if hopper else TILES_UP_TO)
+
+
+def _x_bytes(cols: int, n_tokens: int, hopper: bool) -> int:
+    """Bytes of either area for converted activations, whatever the weights' type: in tiles, too."""
+    n = tile_tokens(n_tokens, hopper) if n_tokens <= MOST_TILED else 1
+    tokens = blocks(n_tokens, n) * n
+    return blocks(tokens * blocks(cols, 512) * 512 * 2, 256) * 256
+
+
+def _rows_at_once(cols: int) -> int:
+    """Rows of weights that are expanded together."""
+    return max(EXPANDED_BYTES // (padded("Q8_0", cols) * 2) // 256 * 256, 256)
+
+
+def can_glu(dtype: str, rows: int, n_tokens: int, quantised: bool, hopper: bool) -> bool:
+    """Whether `glu` takes gate and up of so many rows each. Quantised rows are whole blocks."""
+    return by_tile(dtype, n_tokens, hopper) and not (quantised and rows % 32)
+
+
+def scratch_bytes(
+    dtype: str, rows: Sequence[int], cols: int, n_tokens: int, end: Epilogue = Epilogue.PLAIN
+) -> int:
+    """Bytes of scratch that `product` or `glu` uses on any device, for weights of one type and so
+    many rows each: two areas for activations, then expanded weights or sums."""
+    return max(_scratch_bytes(dtype, rows, cols, n_tokens, end, hopper) for hopper in (False, True))
+
+
+def _scratch_bytes(
+    dtype: str, rows: Sequence[int], cols: int, n_tokens: int, end: Epilogue, hopper: bool
+) -> int:
+    if by_tile(dtype, n_tokens, hopper):
+        shape, k_parts, _ = build_for(dtype, rows, cols, n_tokens, end, hopper)
+        tiles = shape.tiles(rows, n_tokens, end)
+        behind = tiles * k_parts * shape.n * shape.rows * 4 if k_parts > 1 else 0
+    elif dtype in _QUANTISED:
+        behind = min(max(rows), _rows_at_once(cols)) * padded(dtype, cols) * 2
+    else:
+        behind = 0
+    return 2 * _x_bytes(cols, n_tokens, hopper) + behind
+
+
+def by_type(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """The segments of each weight type together, in the order in which types come."""
+    found: dict[str, list[Segment]] = {}
+    for segment in segments:
+        found.setdefault(segment.dtype, []).append(segment)
+    return list(found.values())
+
+
+def product(
+    segments: Sequence[Segment], x: X, scratch: int, counters: int, hopper: bool = False
+) -> list[Work]:
+    """The products of one x with up to three weights, plus biases.
+
+    `scratch` has `scratch_bytes` for the type that wants most. `counters` are MOST_COUNTERS u32,
+    zero before and after. hopper: whether the device is of compute capability 9.0. x is converted
+    once for all types of one kind.
+    """
+    made: list[Work] = []
+    for same in by_type(segments):
+        if by_tile(same[0].dtype, x.n_tokens, hopper):
+            made += _tiled(same, x, scratch, counters, hopper, Epilogue.PLAIN)
+        else:
+            made += [work for s in same for work in _by_blas(s, x, scratch, hopper)]
+    return [work for i, work in enumerate(made) if work not in made[:i]]
+
+
+def glu(
+    gate: Segment, up: Segment, x: X, quantised: bool, scratch: int, counters: int,
+    hopper: bool = False,
+) -> list[Work]:  # fmt: skip
+    """silu(gate) * up to gate's dst, F32 (n_tokens, rows), or with `quantised` Q8_ACT rows, where
+    `can_glu`. The rest is as for `product`."""
+    end = Epilogue.GLU_Q8 if quantised else Epilogue.GLU
+    return _tiled([gate, up], x, scratch, counters, hopper, end)
+
+
+def _tiled(
+    segments: Sequence[Segment], x: X, scratch: int, counters: int, hopper: bool, end: Epilogue
+) -> list[Work]:
+    rows = [segment.rows for segment in segments]
+    build = build_for(segments[0].dtype, rows, x.cols, x.n_tokens, end, hopper)
+    partial = scratch + 2 * _x_bytes(x.cols, x.n_tokens, hopper)
+    return [
+        tiles(build.shape.n, scratch, x),
+        tile(build, segments, x._replace(at=scratch), partial, counters, end),
+    ]
+
+
+def _by_blas(segment: Segment, x: X, scratch: int, hopper: bool) -> list[Work]:
+    """A product by cuBLAS, weights expanded and x converted first where they need to be."""
+    dtype, _, rows, bias, dst = segment
+    x_bytes = _x_bytes(x.cols, x.n_tokens, hopper)
+    converted = scratch + (x_bytes if dtype == "BF16" else 0)
+    works: list[Work] = []
+    if dtype == "F32":
+        converted = x.at
+    else:
+        works.append(_conversion(dtype, converted, x))
+    works += _blas(segment, converted, x.cols, x.n_tokens, scratch + 2 * x_bytes)
+    if bias:
+        grid = (x.n_tokens, blocks(rows, 256))
+        works.append(
+            Kernel("dequantise", "add_bias", grid, 256, [dst, bias, rows, rows], waits=True)
+        )
+    return works
+
+
+def _conversion(dtype: str, dst: int, x: X) -> Kernel:
+    if dtype not in _QUANTISED:
+        n = x.n_tokens * x.cols
+        name = "half_rows" if dtype == "F16" else "bfloat_rows"
+        return Kernel("dequantise", name, (blocks(n, 1024), 1), 256, [dst, x.at, n], waits=True)
+    name = "half_rows_Q8" if x.quantised else "half_rows_F32"
+    grid = (x.n_tokens, blocks(padded(dtype, x.cols), 2048))
+    return Kernel("dequantise", name, grid, 256, [dst, x.at, x.cols], waits=True)
+
+
+def tiles(n: int, dst: int, x: X) -> Kernel:
+    """Activations as `tile` takes them: the same for every type and build of tiles of n tokens."""
+    name = "half_tiles_Q8" if x.quantised else "half_tiles_F32"
+    grid = (blocks(x.n_tokens, n) * n, blocks(blocks(x.cols, 512) * 32, 256))
+    args: Args = [dst, x.at, x.cols, x.n_tokens, n]
+    return Kernel("dequantise", name, grid, 256, args, waits=True)
+
+
+def tile(
+    build: Build, segments: Sequence[Segment], x: X, partial: int, counters: int,
+    end: Epilogue = Epilogue.PLAIN,
+) -> Kernel:  # fmt: skip
+    """kernels/tensor_product.cu on weights of one type and activations in tiles. partial: F32, a
+    tile of results for each block where several share one."""
+    shape, dtype = build.shape, segments[0].dtype
+    args: Args = [*segment_args(segments), x.at, partial, counters, x.cols, x.n_tokens]
+    grid = (shape.tiles([s.rows for s in segments], x.n_tokens, end) * build.k_parts, 1)
+    return Kernel(
+        "tensor_product", "tensor_product", grid, 32 * (shape.wm + shape.loading), args,
+        build.defines(dtype, end), shape.shared_bytes(dtype), waits=True,
+    )  # fmt: skip
+
+
+def _blas(segment: Segment, x: int, cols: int, n_tokens: int, expanded: int) -> list[Work]:
+    """cuBLAS on weights as they are, or as F16, `_rows_at_once` rows after another."""
+    dtype, w, rows, _, dst = segment
+    if dtype not in _QUANTISED:
+        return [Gemm(dtype, dst, w, x, rows, cols, n_tokens, rows)]
+    works: list[Work] = []
+    columns = padded(dtype, cols)
+    step = _rows_at_once(cols)
+    for first in range(0, rows, step):
+        n = min(step, rows - first)
+        works.append(dequantise(dtype, expanded, w, first, n, rows, cols))
+        works.append(Gemm("F16", dst + 4 * first, expanded, x, n, columns, n_tokens, rows))
+    return works
+
+
+def dequantise(dtype: str, dst: int, w: int, first: int, n: int, rows: int, cols: int) -> Kernel:
+    """Rows first .. first + n - 1 of a weight of `rows` rows to F16 (n, padded cols)."""
+    grid = (blocks(n * padded(dtype, cols) // 32, 256 * UNITS_IN_FLIGHT), 1)
+    args: Args = [dst, w, first, n, rows, cols]
+    return Kernel("dequantise", f"dequantise_{dtype}", grid, 256, args, waits=True)

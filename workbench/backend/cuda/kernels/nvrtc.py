@@ -1,0 +1,155 @@
+"""The sources of the CUDA kernels, how they are compiled, and where the results are kept.
+
+Pure Python apart from NVRTC, which needs no GPU: `cubin("rows", "sm_90")` works on any machine with
+the compiler library. Nothing here talks to a device.
+
+A file is compiled when one of its kernels is first wanted: as it is, or with macros of that kernel
+(`kernel.py`). So tile sizes and weight types are constants, and only what a model needs is
+compiled.
+"""
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from workbench.backend import compiled
+from workbench.backend.compiled import cache_dir
+from workbench.backend.cuda.kernels.noting import NOTING, noting
+from workbench.common.errors import DeviceError, UsageError
+from workbench.common.output import writing
+from workbench.common.progress import HIDDEN, Bar
+
+_INCLUDED = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+OPTIONS = ("-std=c++17", "-default-device")
+# Files with instructions of one architecture alone, and what they are compiled for there. Elsewhere
+# they do without.
+SPECIFIC = {("tensor_product", "sm_90"): "sm_90a"}
+
+
+def source_dir() -> Path:
+    """kernels/ of the checkout, or its copy in an installed wheel; DeviceError if neither is."""
+    package = Path(__file__).resolve().parents[3]
+    for folder in (package.parent / "kernels", package / "_kernels"):
+        if (folder / "common.cuh").is_file():
+            return folder
+    raise DeviceError(f"the CUDA kernels are missing beside {package}; install workbench again")
+
+
+def _headers() -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(source_dir().glob("*.cuh"))}
+
+
+def included(source: bytes, headers: dict[str, bytes]) -> dict[str, bytes]:
+    """What a source includes of these headers, and what they include; by name, sorted."""
+    found, left = dict[str, bytes](), [source]
+    while left:
+        for name in map(bytes.decode, _INCLUDED.findall(left.pop())):
+            if name in headers and name not in found:
+                found[name] = headers[name]
+                left.append(headers[name])
+    return dict(sorted(found.items()))
+
+
+def _nvrtc() -> Any:
+    """cuda.bindings.nvrtc with its library loaded; DeviceError where one is missing."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DeviceError(
+            f"NVRTC, which compiles the kernels, is not usable ({reason}); "
+            "pip install -e '.[gpu]' in the checkout"
+        ) from None
+    return nvrtc
+
+
+def _call(nvrtc: Any, function: str, *args: Any) -> Any:
+    error, *values = getattr(nvrtc, function)(*args)
+    if error:
+        raise DeviceError(f"{function} failed: {nvrtc.nvrtcGetErrorString(error)[1].decode()}")
+    return values[0] if values else None
+
+
+def compile_source(
+    name: str, source: bytes, headers: dict[str, bytes], arch: str, defines: Sequence[str] = ()
+) -> bytes:
+    """One source as a cubin for `arch` (`sm_90`). DeviceError with the compiler's first error."""
+    nvrtc = _nvrtc()
+    program = _call(
+        nvrtc, "nvrtcCreateProgram", source, name.encode(), len(headers),
+        list(headers.values()), [h.encode() for h in headers],
+    )  # fmt: skip
+    try:
+        options = [o.encode() for o in (f"-arch={arch}", *OPTIONS, *(f"-D{d}" for d in defines))]
+        (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if error:
+            log = bytes(_call(nvrtc, "nvrtcGetProgramLogSize", program))  # filled in place
+            _call(nvrtc, "nvrtcGetProgramLog", program, log)
+            lines = log.rstrip(b"\0\n").decode(errors="replace").splitlines()
+            first = next((line for line in lines if "error" in line), f"{error!r}")
+            raise DeviceError(f"kernels/{name} does not compile for {arch}: {first}")
+        cubin = bytes(_call(nvrtc, "nvrtcGetCUBINSize", program))
+        _call(nvrtc, "nvrtcGetCUBIN", program, cubin)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return cubin
+
+
+def cubin(
+    file: str,
+    arch: str,
+    defines: Sequence[str] = (),
+    folder: Path | None = None,
+    sources: Path | None = None,
+) -> bytes:
+    """`kernels/<file>.cu` compiled for `arch`, or what SPECIFIC has instead, with macros `defines`
+    ("ROWS=2"). With macro NOTING its kernels note when they ran (`noting.py`).
+
+    Taken from `folder` (default `cache_dir()`) where it is there, under a key of everything that
+    decides its bytes, of headers those that it includes; else compiled and kept there. sources: the
+    folder of the .cu file, where it is not `kernels/`; headers come from `kernels/`. Raises
+    DeviceError.
+    """
+    arch = SPECIFIC.get((file, arch), arch)
+    folder = folder or cache_dir()
+    source, headers = ((sources or source_dir()) / f"{file}.cu").read_bytes(), _headers()
+    if NOTING in defines:
+        source, headers = noting(source, headers)
+    headers = included(source, headers)
+    version = _nvrtc().nvrtcVersion()[1:]
+    decides = (headers, OPTIONS, arch, version, tuple(defines), source)
+    key = hashlib.sha256(repr(decides).encode()).hexdigest()
+    kept = folder / f"{file}-{arch}-{key[:24]}.cubin"
+    if kept.is_file():
+        found = kept.read_bytes()
+        if found.startswith(b"\x7fELF"):
+            return found
+    begun_ns = time.perf_counter_ns()
+    made = compile_source(f"{file}.cu", source, headers, arch, defines)
+    compiled.took(begun_ns, folder)
+    _keep(kept, made)
+    return made
+
+
+def compile_many(
+    wanted: Iterable[tuple[str, tuple[str, ...]]], arch: str, left: Bar = HIDDEN
+) -> None:
+    """Compiles each (file, defines) that is not in the cache, several at a time. left: told of
+    each."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for _ in pool.map(lambda w: cubin(w[0], arch, w[1]), dict.fromkeys(wanted)):
+            left.update()
+
+
+def _keep(path: Path, content: bytes) -> None:
+    """Writes where there is room; without, the next process compiles again."""
+    with suppress(UsageError), writing(path) as file:
+        file.write(content)

@@ -1,0 +1,297 @@
+"""A prepared command: an object that can be called, compared with another, and patched.
+
+What tells whether a plan still fits is the identity of its work: every function, grid, shape,
+stride, parameter and address. A look takes a command's arguments as bytes. They are told apart into
+addresses and values where two works differ, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+
+class Address(int):
+    """An address among arguments that are otherwise values. Plus an offset it is one, too."""
+
+    __slots__ = ()
+
+    def __add__(self, offset: int) -> Address:
+        return Address(int(self) + offset)
+
+    __radd__ = __add__
+
+
+class Block(Protocol):
+    """The argument block of a prepared command: fields of 8 bytes, patchable between two calls.
+
+    pointers: numbers of the fields that are addresses. Other fields are values, a float as its
+    bits. A patched field holds for every later call.
+    """
+
+    pointers: tuple[int, ...]
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+    def __getitem__(self, field: int) -> int: ...
+
+    def __setitem__(self, field: int, value: int) -> None: ...
+
+    def held(self, field: int) -> tuple[Any, int]:
+        """What holds a field, and its number there: to patch it for every token."""
+
+    def taken(self) -> bytes:
+        """All fields as they are now, 8 bytes each."""
+
+
+def as_bytes(fields: Iterable[int]) -> bytes:
+    """Fields of a block, 8 bytes each."""
+    return array("q", fields).tobytes()
+
+
+class Words:
+    """A Block in memory that the command reads: `words`, a mutable sequence of int64."""
+
+    __slots__ = ("_words", "pointers")
+
+    def __init__(self, words: Any, pointers: tuple[int, ...]):
+        self._words = words
+        self.pointers = pointers
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, self._words)
+
+    def __getitem__(self, field: int) -> int:
+        return int(self._words[field])
+
+    def __setitem__(self, field: int, value: int) -> None:
+        self._words[field] = value
+
+    def held(self, field: int) -> tuple[Any, int]:
+        return self._words, field
+
+    def taken(self) -> bytes:
+        return as_bytes(self)
+
+
+EMPTY: Block = Words([], ())
+
+
+@dataclass(slots=True, eq=False)
+class Issued:
+    """One command, ready to be issued as often as wanted.
+
+    call: issues it. same: what makes two commands the same work, apart from
+    arguments (function, grid, shapes, strides, parameters of the op). block: the arguments, which
+    `call` reads when it runs. parts: each kernel of a launch of several.
+    """
+
+    call: Callable[[], Any]
+    same: tuple[Hashable, ...]
+    block: Block = EMPTY
+    parts: tuple[Issued, ...] = ()
+
+    def __call__(self) -> None:
+        self.call()
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Equal for two commands that do the same work, at whatever addresses: `same` and every
+        argument that is no address."""
+        if self.parts:
+            return (*self.same, *(part.key for part in self.parts))
+        fields: list[int | None] = [*self.block]
+        for i in self.block.pointers:
+            fields[i] = None
+        return (*self.same, *fields)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """The addresses among the arguments, in the block's order."""
+        if self.parts:
+            return tuple([a for part in self.parts for a in part.addresses])
+        return tuple([self.block[i] for i in self.block.pointers])
+
+
+# identity -------------------------------------------------------------------------------------
+
+
+class Identity(NamedTuple):
+    """A work as it was when it was looked at. Equal is strict: every function, grid, shape, stride,
+    parameter and address.
+
+    same: `Issued.same` of the work and of every command in it. Of each part: pointers, which of its
+    fields are addresses; fields, its arguments, 8 bytes each.
+    """
+
+    same: tuple[Hashable, ...]
+    pointers: tuple[tuple[int, ...], ...]
+    fields: tuple[bytes, ...]
+
+
+def changed(before: Identity | None, now: Identity | None) -> list[int] | None:
+    """The parts with other addresses, where nothing else differs; None where anything may."""
+    if before is None or now is None:
+        return None
+    if before.same != now.same or before.pointers != now.pointers:
+        return None
+    fields = enumerate(zip(before.fields, now.fields, strict=True))
+    found = [i for i, (old, new) in fields if old != new]
+    for i in found:
+        if _values(before, i) != _values(now, i):
+            return None
+    return found
+
+
+def _values(of: Identity, part: int) -> list[int]:
+    """The arguments of a part, with 0 in the stead of each address."""
+    fields = array("q", of.fields[part]).tolist()
+    for i in of.pointers[part]:
+        fields[i] = 0
+    return fields
+
+
+class Looks:
+    """The looks at one work: one for a uid and a landing, and each time anew for uid 0.
+
+    A patch of a work that says which parts it moves is looked for there alone.
+    """
+
+    __slots__ = ("_found", "_uid")
+
+    def __init__(self) -> None:
+        self._uid = 0
+        self._found: dict[Hashable, tuple[int, Identity]] = {}  # by landing, each with its uid
+
+    def of(
+        self, work: Issued, uid: int, moves: Sequence[int] = (), landing: Hashable = 0
+    ) -> Identity:
+        """The work as it is now. uid, moves, landing: as `Plannable` has them."""
+        if not uid or (uid != self._uid and not (self._uid and moves)):
+            self._found.clear()
+        self._uid = uid
+        known, found = self._found.get(landing, (0, None))
+        if found is not None and known == uid:
+            return found
+        if found is not None:
+            fields = list(found.fields)
+            for part in moves:
+                fields[part] = _fields(work.parts[part])
+            found = found._replace(fields=tuple(fields))
+        else:
+            fields = [_fields(part) for part in work.parts]
+            other = next(iter(self._found.values()), None)  # of another landing
+            found = Identity(
+                *(_same(work), tuple([_pointers(part) for part in work.parts]))
+                if other is None else other[1][:2], tuple(fields),
+            )  # fmt: skip
+        self._found[landing] = uid, found
+        return found
+
+
+def _same(issued: Issued) -> tuple[Hashable, ...]:
+    """What makes `issued` the same work but for arguments, in one flat tuple."""
+    found: list[Hashable] = [issued.same]
+    for part in issued.parts:
+        if part.parts:
+            found += [len(part.parts), *_same(part)]
+        else:
+            found.append(part.same)
+    return tuple(found)
+
+
+def _fields(issued: Issued) -> bytes:
+    if not issued.parts:
+        return issued.block.taken()
+    return b"".join([_fields(part) for part in issued.parts])
+
+
+def _pointers(issued: Issued) -> tuple[int, ...]:
+    """Which fields of all its commands, one behind the other, are addresses."""
+    if not issued.parts:
+        return issued.block.pointers
+    each = [_pointers(part) for part in issued.parts]
+    firsts = accumulate([len(_fields(part)) // 8 for part in issued.parts], initial=0)
+    return tuple([first + i for first, numbers in zip(firsts, each, strict=False) for i in numbers])
+
+
+# plans ----------------------------------------------------------------------------------------
+
+
+def _at_once(issue: Callable[[], Any]) -> None:
+    """Calls what queues commands, which nobody counts."""
+    issue()
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Plannable(Issued):
+    """The commands of a plan, as parts. Called, it issues them one by one. (`bind.plannable`)
+
+    backend: captures it.
+    stream: the plan is launched on it; streams: of each part.
+    landings: where results land, in one of several blocks. Each block has a plan of its own.
+    gate: what is recorded in place of the first part (`backend/plan/gate.py`).
+    end: what is recorded after the last part, if anything.
+    queue: calls what launches the plan or issues its parts, and counts that where somebody does.
+    moves: the parts that patches give other addresses, where they change nothing else.
+    uid: of the commands with these arguments, another after every patch; 0 where nobody can tell.
+    """
+
+    backend: Any = None
+    stream: int = 0
+    streams: tuple[int, ...] = ()
+    landings: tuple[Any, ...] = ()
+    gate: Issued | None = None
+    end: Issued | None = None
+    queue: Callable[[Callable[[], Any]], Any] = _at_once
+    moves: tuple[int, ...] = ()
+    uid: int = 0
+    looks: Looks = field(default_factory=Looks, init=False, repr=False)
+
+    @property
+    def landing(self) -> tuple[int, ...]:
+        """The numbers of the blocks where results land next."""
+        return tuple([landing.now for landing in self.landings])
+
+    @property
+    def identity(self) -> Identity:
+        """What it asks of the device where its results land next; quick where its uid is known."""
+        return self.looks.of(self, self.uid, self.moves, self.landing)
+
+    @property
+    def recorded(self) -> tuple[Issued, ...]:
+        """The parts as a device records them."""
+        return self.parts if self.gate is None else (self.gate, *self.parts[1:])
+
+
+def in_order(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """One callable that calls `calls`, first to last."""
+    if len(calls) == 1:
+        return calls[0]
+    every = tuple(calls)
+
+    def one_by_one() -> None:
+        for call in every:
+            call()
+
+    return one_by_one
+
+
+def together(parts: Sequence[Issued], same: tuple[Hashable, ...] = ()) -> Issued:
+    """One command that issues `parts`, first to last."""
+    if len(parts) == 1 and not same:
+        return parts[0]
+    return Issued(in_order([part.call for part in parts]), same, EMPTY, tuple(parts))
+
+
+def pointers_of(args: Sequence[int | float]) -> tuple[int, ...]:
+    """The numbers of the arguments that are an `Address`."""
+    return tuple([i for i, arg in enumerate(args) if type(arg) is Address])

@@ -1,0 +1,251 @@
+"""Is the toggled engine faster, and is its answer the same? One comparison, interleaved.
+
+`rounds.py` shows the order in which the arms are measured. Before that every arm is warmed up until
+its times settle (`workload.warm_up`), and its logits are compared with the baseline's. The last
+logits of every timed repetition are compared, too, since all arms of a round are fed the same
+tokens. Nothing here draws, and nothing is timed while traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from workbench.benchmarks.compare import answers
+from workbench.benchmarks.compare.arms import ComparisonSpec, comparison_spec
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.rounds import Repetition, Trials, order_of
+from workbench.benchmarks.compare.until import AT_MOST_S, Until, make_until
+from workbench.benchmarks.runs import provenance, results
+from workbench.benchmarks.runs.draft import (
+    Draft,
+    check_same,
+    kept,
+    new_arm,
+    new_run,
+    open_out,
+    session_of,
+    take_over,
+)
+from workbench.benchmarks.workload import Sample, Workload, check_untraced
+from workbench.common.errors import UsageError
+from workbench.config import Toggles
+from workbench.engine import exclusive
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+
+
+@exclusive.door
+def ab(
+    engine: Engine,
+    toggle: str,
+    values: Sequence[str] | None = None,
+    tests: str | Workload | Sequence[str | Workload] = "tg32",
+    rounds: int = 10,
+    seed: int = 0,
+    background: Toggles | None = None,
+    out: str | Path | None = None,
+    *,
+    name: str | None = None,
+    smoke: bool = False,
+    resume: bool = False,
+    until: float | None = None,
+    at_most_s: float = AT_MOST_S,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> AB:
+    """Compares values of one toggle, or sets of toggles, on the weights of `engine`.
+
+    toggle: `"sync=per_copy,copy_boundary"` or the name alone, with `values`; the first value is the
+    baseline. Or sets: `"plans=off | plans=ours plan_scope=step"`, the first the baseline.
+    background: all other toggles (default: the engine's). tests: llama-bench test names.
+    rounds: repetitions of every arm, at least 5; fewer only with smoke=True, which also warms up
+    only once and ends in the verdict "too few repetitions". out: a run folder, written whole at the
+    end and every 10 s on the way. resume: continue the run in `out`, skipping what it holds. until:
+    repeat until the half-width of every speedup's interval is that share (0.01 for 1 %), the A/A
+    control's too; `rounds` (and 10) is then the least, and at_most_s of measuring, over all tests,
+    ends it in any case; a run that is resumed has all of that again. It stops on the width, never
+    on what the interval excludes. progress(done, total, what) is called between repetitions; with
+    until, total is an estimate.
+
+    Ctrl-C ends the measuring: what is finished is kept, saved and returned, marked interrupted. It
+    is saved, too, when the device fails, before the error is raised. Raises UsageError for a
+    request that cannot be measured, DeviceError where the device cannot honour a value.
+    """
+    exclusive.check(engine._loaded)
+    made = comparison_spec(toggle, values, tests, rounds, background or engine.toggles, smoke)
+    check_untraced(engine)
+    made.check_arms(engine.config)
+    asked = make_until(until, at_most_s)
+    if asked is not None and smoke:
+        raise UsageError("smoke=True measures next to nothing; leave out until, or smoke")
+    comparison = _Comparison(engine, made, rounds, seed, smoke, asked)
+    comparison.open(Path(out) if out is not None else None, name or made.spec, resume)
+    return comparison.measure(progress)
+
+
+class _Comparison:
+    """A comparison while it is measured: arms in rounds, a run folder that grows and is resumed."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        made: ComparisonSpec,
+        rounds: int,
+        seed: int,
+        smoke: bool,
+        asked: Until | None,
+    ):
+        """Arguments as for `ab`. asked: what `until` and `at_most_s` mean."""
+        self.engine, self.toggle, self.arms = engine, made.toggle, made.arms
+        self.smoke, self.until = smoke, asked
+        self.trials = Trials([], made.workloads, rounds, seed, asked, once=smoke)
+        self.answers: list[list[answers.Answer]] = [[] for _ in made.arms]
+        self._before: dict[str, Any] = {}  # the counters of an arm before its repetition
+
+    # the run folder -----------------------------------------------------------------------------
+
+    def open(self, out: Path | None, name: str, resume: bool) -> None:
+        """Takes or makes the run that is written to. Raises UsageError where that cannot be."""
+        earlier = open_out(out, resume)
+        run_id = (out or results.new_run_folder(name=name)).name
+        record = self._new_record(run_id, name)
+        if earlier is not None:
+            check_same(earlier.run, record, out)
+            self._take_over(earlier, record)
+        samples = None if earlier is None else earlier.samples
+        self.draft = Draft(record, out, self._complete, samples, new=earlier is None)
+
+    def _new_record(self, run_id: str, name: str) -> dict[str, Any]:
+        made = new_run(
+            "ab",
+            run_id,
+            name,
+            provenance.collect(self.engine),
+            [new_arm(arm.name, arm.toggles.to_dict(), arm.is_control) for arm in self.arms],
+            [workload.name for workload in self.trials.workloads],
+            self.trials.rounds,
+            self.trials.seed,
+        )
+        made["result"] |= {
+            "toggle": self.toggle,
+            "smoke": self.smoke,
+            "warm_up": {},
+            "until": None,
+            "answers": {},
+            "sessions": [session_of(made)],
+        }
+        return made
+
+    def _take_over(self, earlier: results.Run, record: dict[str, Any]) -> None:
+        """What a resumed run has already: its name, repetitions, answers, counters and sessions."""
+        old, found = earlier.run, earlier.run["result"]
+        take_over(old, record)
+        self.trials.take_over(earlier, [arm.name for arm in self.arms])
+        for arm, old_arm in zip(record["arms"], old["arms"], strict=True):
+            arm["counters"] = old_arm["counters"]
+        for known, one in zip(self.answers, self.arms, strict=True):
+            if one.name in found["answers"]:
+                known.append(answers.Answer.from_dict(found["answers"][one.name]))
+
+    def _complete(self) -> dict[str, pd.DataFrame]:
+        """Completes run.json before it is saved; no further tables."""
+        record, trials = self.draft.run, self.trials
+        record["result"]["warm_up"] = trials.warm_ups
+        if self.until is not None:
+            record["result"]["until"] = self.until._asdict() | {"tests": trials.ended}
+            rounds = (ended["rounds"] for ended in trials.ended.values())
+            record["repetitions"] = max(rounds, default=trials.rounds)
+        record["result"]["state_after"] = provenance.state()
+        record["result"]["answers"] = {
+            arm.name: answers.merge(every).to_dict()
+            for arm, every in zip(self.arms, self.answers, strict=True)
+            if every
+        }
+        return {}
+
+    # measuring ----------------------------------------------------------------------------------
+
+    def measure(self, progress: Callable[[int, int, str], None] | None) -> AB:
+        """All tests, as `ab` says; the result, also where it is interrupted."""
+        trials, draft = self.trials, self.draft
+        with ExitStack() as stack:
+            trials.engines = [
+                stack.enter_context(closing(self.engine.variant(arm.toggles))) for arm in self.arms
+            ]
+            with kept(draft):
+                kinds = [arm.answer for arm in self.arms[1:]]
+                found = answers.compare_engines(trials.engines, kinds, trials.seed)
+                for known, answer in zip(self.answers[1:], found, strict=True):
+                    known.append(answer)
+                for workload in trials.workloads:
+                    self._measure_test(workload, progress)
+        return AB(draft.run, draft.samples.frame())
+
+    def _measure_test(
+        self, workload: Workload, progress: Callable[[int, int, str], None] | None
+    ) -> None:
+        test, n_arms, trials = workload.name, len(self.arms), self.trials
+        for engine, record in zip(trials.engines, self.draft.run["arms"], strict=True):
+            record["sync_mode"] = engine.sync_mode
+            record["program"][test] = describe(engine, workload)
+        tell = progress or (lambda done, total, what: None)
+        missing = False
+
+        def begins(one: Repetition) -> None:
+            nonlocal missing
+            missing = True
+            nth = order_of(one.round_, n_arms).index(one.arm)
+            done, total = one.round_ * n_arms + nth, one.n_rounds * n_arms
+            tell(done, total, f"{test} {self.arms[one.arm].name}")
+            self._before = trials.engines[one.arm].counters
+
+        trials.measure(workload, self._taken, begins, self._compare_round)
+        if missing:
+            total = len(trials.finished(test)) * n_arms
+            tell(total, total, test)
+
+    def _taken(self, one: Repetition, sample: Sample) -> None:
+        """Adds a repetition's times, and what it counted."""
+        arm = self.arms[one.arm]
+        self.draft.samples.add(
+            arm.name, arm.is_control, one.workload.name, one.round_,
+            sample.token_ns, sample.token_n,
+        )  # fmt: skip
+        sums = self.draft.run["arms"][one.arm]["counters"]
+        for key, value in self.trials.engines[one.arm].counters.items():
+            sums[key] = sums.get(key, 0) + value - self._before[key]
+
+    def _compare_round(self, round_: int, taken: dict[int, Sample]) -> None:
+        """Holds every arm's last logits of a round against the baseline's of the same round."""
+        if 0 in taken:
+            row = taken[0].last_logits[None]
+            for i, sample in taken.items():
+                if i:
+                    own, kind = sample.last_logits[None], self.arms[i].answer
+                    self.answers[i].append(answers.compare_logits(row, own, kind))
+        self.draft.checkpoint()
+
+
+def describe(engine: Engine, workload: Workload) -> dict[str, Any]:
+    """What a token of the test (or its first ubatch, if it generates none) issues: the pattern, and
+    per step the waits, copies, launches and bytes. It is the proof that a toggle removed work."""
+    n_ubatch, prompt = engine.config.n_ubatch, workload.n_prompt
+    if workload.n_gen:
+        n_tokens = n_seqs = n_outputs = min(workload.width, n_ubatch)
+        n_past = workload.n_depth + prompt
+    else:
+        n_tokens, n_past = min(workload.n_prompt_tokens, n_ubatch), workload.n_depth
+        n_seqs = -(-n_tokens // prompt)
+        n_outputs = max(1, n_tokens // prompt)
+    program = engine.program(n_tokens, n_outputs, n_past, n_seqs)
+    return {
+        "n_tokens": n_tokens,
+        "pattern": program.pattern(),
+        "folded_pattern": program.pattern(fold=True),
+        "counts": program.counts(),
+    }

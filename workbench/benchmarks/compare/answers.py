@@ -1,0 +1,134 @@
+"""The same answer? Logits of two engines after the same tokens, by the class that was promised.
+
+Every toggle value declares itself `exact` (logits bit-equal to the baseline's) or `rounding`
+(close, and equal in every decision that the baseline made clearly). Tokens are forced: both engines
+are fed the same ones, whatever they would have chosen, so a difference does not feed on itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from workbench.benchmarks.workload import Tokens, Workload, bos_token, draw_tokens
+from workbench.common.progress import HIDDEN, Bar, bar
+from workbench.config import EXACT
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+
+NMSE_TOLERANCE = 1e-3
+MARGIN_IN_RMS = 4.0
+N_PREFILL, N_STEPS = 24, 12
+
+
+class Answer(NamedTuple):
+    """Whether two engines gave the same answer.
+
+    kind: `exact` or `rounding`. n_rows of logits were compared, n_differ of them broke the rule.
+    nmse: normalised mean square error, the worst of the comparisons (0.0 where bit-equal).
+    equal: every row is bit-equal, whatever the class allows.
+    """
+
+    kind: str
+    holds: bool
+    n_rows: int
+    n_differ: int
+    nmse: float
+    equal: bool = False
+
+    def __str__(self) -> str:
+        if self.holds and (self.equal or self.kind == EXACT):
+            return f"{self.kind}: bit-equal ({self.n_rows} rows)"
+        if self.kind == EXACT:
+            return f"exact: DIFFERENT in {self.n_differ} of {self.n_rows} rows"
+        if self.holds:
+            return f"rounding: within tolerance (nmse {self.nmse:.1e}, {self.n_rows} rows)"
+        return (
+            f"rounding: OUT OF TOLERANCE (nmse {self.nmse:.1e}, "
+            f"{self.n_differ} of {self.n_rows} rows)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For run.json, which knows no infinity: null stands for it."""
+        return self._asdict() | {"nmse": self.nmse if math.isfinite(self.nmse) else None}
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Answer:
+        """From run.json. An old run does not say `equal`; no error of any logit is taken for it."""
+        nmse = math.inf if found["nmse"] is None else found["nmse"]
+        return cls(**({"equal": nmse == 0 and found["holds"]} | found | {"nmse": nmse}))
+
+
+def force(engine: Engine, tokens: Tokens, left: Bar = HIDDEN) -> np.ndarray:
+    """Feeds `tokens` into an empty cache: the prompt in ubatches, then one by one; tells `left`.
+
+    Returns float32 (1 + len(tokens.gen), n_vocab): the logits after the prompt and each token.
+    """
+    engine.reset()
+    rows = [np.array(engine.prefill(tokens.depth + tokens.prompt, left=left), np.float32)[-1:]]
+    for token in tokens.gen:
+        rows.append(np.array(engine.step((token,)), np.float32)[-1:])
+        left.update()
+    return np.concatenate(rows)
+
+
+def compare_engines(engines: Sequence[Engine], kinds: Sequence[str], seed: int) -> list[Answer]:
+    """Feeds the same tokens to every engine, a prompt and then one by one, and compares the logits
+    with the first one's. kinds: the class that each of the others is held to."""
+    room = min(engine.cache.n_ctx_seq for engine in engines)
+    n_steps = min(N_STEPS, room - 1)
+    fixed = Workload(min(N_PREFILL, room - n_steps), n_steps)
+    tokens = draw_tokens(fixed, engines[0].model.n_vocab, seed, bos=bos_token(engines[0]))
+    with bar("comparing logits", fixed.n_tokens * len(engines), "tokens") as left:
+        baseline = force(engines[0], tokens, left)
+        return [
+            compare_logits(baseline, force(engine, tokens, left), kind)
+            for engine, kind in zip(engines[1:], kinds, strict=True)
+        ]
+
+
+def compare_logits(
+    baseline: np.ndarray, toggled: np.ndarray, kind: str, tolerance: float = NMSE_TOLERANCE
+) -> Answer:
+    """Compares logits, both float32 (n_rows, n_vocab), row i of both after the same tokens.
+
+    exact: every row bit-equal. rounding: two conditions. The normalised mean square error of all
+    rows together is at most `tolerance`. And a row's argmax is the same wherever the baseline's
+    margin (best minus second) exceeds four times the rms of the row's differences. A row with a
+    logit that is no finite number never passes. Raises ValueError where the shapes differ.
+    """
+    a = np.ascontiguousarray(baseline, np.float32)
+    b = np.ascontiguousarray(toggled, np.float32)
+    if a.shape != b.shape or a.ndim != 2:
+        raise ValueError(f"logits of shapes {a.shape} and {b.shape} cannot be compared")
+    finite = np.logical_and(np.isfinite(a).all(axis=1), np.isfinite(b).all(axis=1))
+    x, y = (np.where(finite[:, None], v, 0).astype(np.float64) for v in (a, b))
+    power, error = float(np.sum(x**2)), float(np.sum((x - y) ** 2))
+    nmse = error / power if power else (0.0 if error == 0 and finite.any() else math.inf)
+    same = (a.view(np.uint32) == b.view(np.uint32)).all(axis=1) & finite
+    equal = bool(same.all())
+    if kind == EXACT:
+        return Answer(kind, equal, len(a), int((~same).sum()), nmse, equal)
+    rms = np.sqrt(np.mean((x - y) ** 2, axis=1))
+    top2 = np.partition(x, -2, axis=1)[:, -2:]
+    decided = top2[:, 1] - top2[:, 0] > MARGIN_IN_RMS * rms
+    broken = ~finite | (decided & (np.argmax(x, axis=1) != np.argmax(y, axis=1)))
+    holds = not broken.any() and nmse <= tolerance
+    return Answer(kind, bool(holds), len(a), int(broken.sum()), nmse, equal)
+
+
+def merge(answers: Iterable[Answer]) -> Answer:
+    """One answer from several comparisons of one arm; it holds where each of them does."""
+    every = list(answers)
+    return Answer(
+        every[0].kind,
+        all(a.holds for a in every),
+        sum(a.n_rows for a in every),
+        sum(a.n_differ for a in every),
+        max(a.nmse for a in every),
+        all(a.equal for a in every),
+    )

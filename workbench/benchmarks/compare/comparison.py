@@ -1,0 +1,258 @@
+"""What a comparison found: tables and sentences from a run folder of kind `ab`, measured or read.
+
+Everything here follows from `run.json` and the samples, so a folder copied from another machine
+gives the same table there as here.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from workbench.benchmarks.compare import resolution, stats
+from workbench.benchmarks.compare.answers import Answer
+from workbench.benchmarks.compare.rounds import order_of
+from workbench.benchmarks.compare.until import RepeatEnd
+from workbench.benchmarks.runs import results
+from workbench.common.devices import is_gpu
+from workbench.common.errors import UsageError
+from workbench.common.tables import Table, markdown, terminal_columns, to_html
+from workbench.config import said_toggles
+
+CONTROL = "A/A control"
+
+
+def background(run: dict[str, Any]) -> str:
+    """The toggles that all sides of a run of kind `ab` share and that are not off, as
+    `copy_stream=own, fuse=on, all else off`."""
+    toggle = run["result"]["toggle"]
+    first, *others = (arm["toggles"] for arm in run["arms"])
+    shared = {
+        name: value
+        for name, value in first.items()
+        if all(other.get(name) == value for other in others)
+        and not (toggle and (name == toggle or name.startswith(f"{toggle}_")))
+    }
+    return said_toggles(shared)
+
+
+class AB:
+    """A finished or interrupted comparison.
+
+    run: `run.json` as a dict. samples: every timed token (see `results`). Never draws; the plots
+    take these tables.
+    """
+
+    def __init__(self, run: dict[str, Any], samples: pd.DataFrame):
+        self.run, self.samples = run, samples
+
+    @classmethod
+    def load(cls, folder: str | Path) -> AB:
+        """From a run folder; raises UsageError where it is none, or of another kind."""
+        found = results.load_run(folder)
+        if found.run["kind"] != "ab":
+            raise UsageError(f"{folder} holds a run of kind {found.run['kind']!r}, no comparison")
+        return cls(found.run, found.samples)
+
+    def save(self, folder: str | Path) -> Path:
+        """Writes the run folder; returns its path."""
+        return results.write_run(folder, self.run, self.samples)
+
+    @property
+    def interrupted(self) -> bool:
+        return self.run["status"] == results.INTERRUPTED
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the samples were taken in the order of `order_of`, round by round."""
+        names = [arm["name"] for arm in self.run["arms"]]
+        cells = results.rates(self.samples)
+        return bool(len(cells)) and all(
+            rows["arm"].tolist()
+            == [names[i] for i in order_of(int(round_), len(names))][: len(rows)]
+            and rows["order"].diff().iloc[1:].eq(1).all()
+            for (_, round_), rows in cells.groupby(["test", "repetition"])
+        )
+
+    @property
+    def model(self) -> str:
+        return f"{self.run['model']['name']} {self.run['model']['quant']}"
+
+    def answer(self, arm: str) -> Answer | None:
+        """Whether `arm` gave the baseline's answer; None for an arm that was never compared."""
+        found = self.run["result"]["answers"].get(arm)
+        return None if found is None else Answer.from_dict(found)
+
+    def label(self, arm: dict[str, Any]) -> str:
+        """The arm's value; for sync=auto also the mode that was chosen."""
+        chose = arm["toggles"].get("sync") == "auto" and self.run["result"]["toggle"] == "sync"
+        return f"{arm['name']} ({arm['sync_mode']})" if chose else arm["name"]
+
+    def assigned(self, label: str) -> str:
+        """`sync=per_copy`; of sets of toggles the set."""
+        toggle = self.run["result"]["toggle"]
+        return f"{toggle}={label}" if toggle else label
+
+    def summary(self) -> pd.DataFrame:
+        """One row per test and arm beside the baseline, the control included; all numbers.
+
+        Columns: test, arm, label, is_control, tps_baseline and tps_toggled (medians, tokens/s),
+        speedup, low, high (95 % interval), n (pairs), band_low, band_high (A/A), verdict, answer.
+        """
+        return self._summary
+
+    @cached_property
+    def _summary(self) -> pd.DataFrame:
+        return pd.DataFrame(self._rows(), columns=_COLUMNS)
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        rates = results.rates(self.samples)
+        baseline, *others = self.run["arms"]
+        control = next(arm for arm in others if arm["is_control"])
+        for test in self.run["tests"]:
+            tps = rates[rates["test"] == test].pivot(
+                index="repetition", columns="arm", values="tps"
+            )
+            band = stats.aa_band(self._ratio(tps, baseline, control))
+            for arm in others:
+                ratio = self._ratio(tps, baseline, arm)
+                if ratio.n == 0:
+                    continue
+                a, b = baseline["name"], arm["name"]
+                pairs = tps[[a, b]].dropna()
+                answer = self.answer(b)
+                yield {
+                    "test": test,
+                    "arm": b,
+                    "label": self.label(arm),
+                    "is_control": arm["is_control"],
+                    "tps_baseline": float(pairs[a].median()),
+                    "tps_toggled": float(pairs[b].median()),
+                    "speedup": ratio.value,
+                    "low": ratio.low,
+                    "high": ratio.high,
+                    "n": ratio.n,
+                    "band_low": band.low,
+                    "band_high": band.high,
+                    "verdict": CONTROL if arm["is_control"] else stats.verdict(ratio, band),
+                    "answer": "not compared" if answer is None else str(answer),
+                }
+
+    def _ratio(self, tps: pd.DataFrame, baseline: dict, arm: dict) -> stats.Ratio:
+        a, b = baseline["name"], arm["name"]
+        if a not in tps or b not in tps:
+            return stats.Ratio(np.nan, np.nan, np.nan, 0)
+        pairs = tps[[a, b]].dropna()
+        if pairs.empty:
+            return stats.Ratio(np.nan, np.nan, np.nan, 0)
+        return stats.speedup(pairs[a].to_numpy(), pairs[b].to_numpy(), self.run["seed"])
+
+    def table(self) -> pd.DataFrame:
+        """The speedup table, as the threads print it, with interval, verdict and answer beside.
+
+        The last row of each test is the A/A control: what no change looks like on this machine.
+        """
+        s = self.summary()
+        return Table(
+            {
+                "Model": self.model,
+                "Test": s["test"],
+                "Toggled": s["label"],
+                "t/s baseline": s["tps_baseline"].round(2),
+                "t/s toggled": s["tps_toggled"].round(2),
+                "Speedup": s["speedup"],
+                "95% CI": [stats.interval(a, b) for a, b in zip(s["low"], s["high"], strict=True)],
+                "n": s["n"],
+                "verdict": s["verdict"],
+                "answer": s["answer"],
+            }
+        ).shown(groups=["Test"], keys=["Test", "Toggled"], digits={"Speedup": 3})
+
+    @property
+    def caption(self) -> str:
+        """One line under a table: on what background, device and commit it was measured; when."""
+        run, baseline = self.run, self.run["arms"][0]
+        device = run["engine"]["device_description"]
+        own = "" if is_gpu(run["engine"]["device"]) else "timings of this device, not of a GPU; "
+        return (
+            f"baseline {self.assigned(self.label(baseline))}, "
+            f"background {background(run)}; {device}; {own}"
+            f"commit {str(run['commit']['hash'])[:8]}, {run['started']}"
+        )
+
+    @property
+    def verdict(self) -> str:
+        """A sentence per test and toggled arm; then what this machine could not resolve, how the
+        repeating ended, and what else a reader must know before believing the rest."""
+        toggle, baseline = self.run["result"]["toggle"], self.label(self.run["arms"][0])
+        lines = []
+        for row in self.summary().itertuples():
+            if row.is_control:
+                continue
+            lines.append(
+                f"{row.test}: {f'{toggle} {baseline}'.strip()} -> {row.label}: {row.verdict}, "
+                f"{row.speedup:.3f}x (95% CI {stats.interval(row.low, row.high)}, n={row.n}, "
+                f"A/A band {stats.interval(row.band_low, row.band_high)}); {row.answer}"
+            )
+        lines += resolution.lines(self.summary())
+        lines += self._until_lines()
+        control = self.answer(self.run["arms"][-1]["name"])
+        if control is not None and not control.holds:
+            lines.append(f"the A/A control's own answer is {control}: the engine is not repeatable")
+        for test, warm in self.run["result"]["warm_up"].items():
+            if not (warm["stable"] or self.run["result"]["smoke"]):
+                lines.append(f"{test}: times had not settled after {warm['rounds']} warm-up rounds")
+        if self.interrupted:
+            asked = self.run["result"].get("until")
+            cut = (
+                f"before {stats.percent(asked['half_width'])} was reached"
+                if asked
+                else f"not every one of {self.run['repetitions']} rounds was run"
+            )
+            lines.append(f"interrupted: {cut}")
+        return "\n".join(lines)
+
+    def _until_lines(self) -> Iterator[str]:
+        """Of a run that was repeated until it was known: how that ended, test by test."""
+        asked = self.run["result"].get("until")
+        if asked:
+            for test, ended in asked["tests"].items():
+                yield f"{test}: {RepeatEnd(**ended).line()}"
+
+    def percentiles(self) -> Table:
+        """How long single tokens took, a row per test and arm: see `results.percentiles`."""
+        return results.percentiles(self.samples)
+
+    def evidence(self) -> pd.DataFrame:
+        """Per test and arm, what a step issues: pattern, waits, copies, launches, bytes copied."""
+        rows: list[dict[str, Any]] = [
+            {"Test": test, "Arm": self.label(arm), "pattern": program["folded_pattern"]}
+            | program["counts"]
+            for test in self.run["tests"]
+            for arm in self.run["arms"]
+            if not arm["is_control"] and (program := arm["program"].get(test))
+        ]
+        return Table(rows).convert_dtypes().shown(code=["pattern"])
+
+    def __repr__(self) -> str:
+        shown = markdown(self.table(), terminal_columns())
+        return f"{shown}\n\n{self.caption}\n{self.verdict}"
+
+    def _repr_html_(self) -> str:
+        lines = "<br>".join(html.escape(line) for line in self.verdict.splitlines())
+        return (
+            to_html(self.table())
+            + f"<p><small>{html.escape(self.caption)}</small></p><p>{lines}</p>"
+        )
+
+
+_COLUMNS = [
+    "test", "arm", "label", "is_control", "tps_baseline", "tps_toggled", "speedup", "low", "high",
+    "n", "band_low", "band_high", "verdict", "answer",
+]  # fmt: skip

@@ -1,0 +1,122 @@
+"""Which repetitions of two run folders measured the same thing: by test, model and toggles.
+
+Nothing is dropped: what has no counterpart is listed. Older runs lack toggles that came later; what
+they did is what those toggles do when they are off, so they count as off.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from workbench.benchmarks.runs import results
+from workbench.config import Toggles, folded, said_toggles
+
+
+class Repeated(NamedTuple):
+    """One arm's repetitions of one test. model: hash, name and type; toggles: of this version,
+    and of the run where only it knows them. tps: t/s, float (n,), in the order taken."""
+
+    test: str
+    arm: str
+    model: tuple[str | None, str, str]
+    toggles: dict[str, str]
+    tps: np.ndarray
+
+    @property
+    def label(self) -> str:
+        """What of the toggles is not off: `sync=packed, fuse=on, all else off`."""
+        return said_toggles(self.toggles)
+
+
+class Matched(NamedTuple):
+    """Two sides of a row, and the toggles in which they differ, as (name, before, after)."""
+
+    before: Repeated
+    after: Repeated
+    differ: list[tuple[str, str, str]]
+
+
+class Matching(NamedTuple):
+    """What matches, in the order of the first folder, and what is left of either."""
+
+    matched: list[Matched]
+    only_before: list[Repeated]
+    only_after: list[Repeated]
+
+
+def repeated(run: results.Run) -> Iterator[Repeated]:
+    """Every test and arm of a run folder; the A/A control is no arm of its own."""
+    model = run.run["model"]
+    identity = (model.get("hash"), str(model.get("name")), str(model.get("quant")))
+    toggles = {arm["name"]: arm["toggles"] for arm in run.run["arms"]}
+    rates = results.rates(run.samples)
+    rates = rates[~rates["is_control"]]
+    for (test, arm), rows in rates.groupby(["test", "arm"], sort=False):
+        own = Toggles().to_dict() | {k: str(v) for k, v in toggles.get(str(arm), {}).items()}
+        yield Repeated(str(test), str(arm), identity, own, rows["tps"].to_numpy(float))
+
+
+def match(before: Sequence[Repeated], after: Sequence[Repeated]) -> Matching:
+    """Pairs of the same test, model (by its hash, else by name and type) and toggles.
+
+    The rest of a test and model is a pair, too, if the arms have one name, or if one arm is left on
+    either side. Only the toggles differ in such a pair, and they are named.
+    """
+    found: dict[int, int] = {}
+    for rule in _RULES:
+        for key, (ours, theirs) in _left(before, after, found, rule).items():
+            if None not in key and (rule in _EXACT or len(ours) == len(theirs) == 1):
+                found |= dict(zip(ours, theirs, strict=False))
+    taken = set(found.values())
+    return Matching(
+        [Matched(before[i], after[j], _differ(before[i], after[j]))
+         for i, j in sorted(found.items())],
+        [side for i, side in enumerate(before) if i not in found],
+        [side for j, side in enumerate(after) if j not in taken],
+    )  # fmt: skip
+
+
+def _frozen(repeated: Repeated) -> frozenset[tuple[str, str]]:
+    return frozenset(repeated.toggles.items())
+
+
+# from the strictest; a key with None (a hash that is not known) matches nothing
+_Rule = Callable[[Repeated], tuple[Hashable, ...]]
+_EXACT: list[_Rule] = [
+    lambda r: (r.test, r.model[0], _frozen(r)),
+    lambda r: (r.test, r.model[1:], _frozen(r)),
+]
+_RULES: list[_Rule] = [
+    *_EXACT,
+    lambda r: (r.test, r.model[0], r.arm),
+    lambda r: (r.test, r.model[1:], r.arm),
+    lambda r: (r.test, r.model[0]),
+    lambda r: (r.test, r.model[1:]),
+]
+
+
+def _left(
+    before: Sequence[Repeated],
+    after: Sequence[Repeated],
+    found: dict[int, int],
+    rule: _Rule,
+) -> dict[Any, tuple[list[int], list[int]]]:
+    """The numbers of what has no counterpart yet, on both sides, by what the rule makes of them."""
+    groups: dict[Any, tuple[list[int], list[int]]] = {}
+    taken = set(found.values())
+    for side, (sides, done) in enumerate(((before, set(found)), (after, taken))):
+        for i, item in enumerate(sides):
+            if i not in done:
+                groups.setdefault(rule(item), ([], []))[side].append(i)
+    return groups
+
+
+def _differ(before: Repeated, after: Repeated) -> list[tuple[str, str, str]]:
+    """By name; a family is named once where either side has all of it at one value."""
+    old, new = folded(before.toggles), folded(after.toggles)
+    if old.keys() != new.keys():
+        old, new = before.toggles, after.toggles
+    names = dict.fromkeys([*old, *new])
+    pairs = ((n, str(old.get(n, "unknown")), str(new.get(n, "unknown"))) for n in names)
+    return [(name, a, b) for name, a, b in pairs if a != b]

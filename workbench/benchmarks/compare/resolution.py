@@ -1,0 +1,84 @@
+"""What a comparison could not have seen, in words: how noisy the machine was, and what would help.
+
+"No difference" says little on a machine that cannot tell 30 %. So the smallest effect that would
+have had a verdict stands beside it, and how to see smaller ones.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+
+from workbench.benchmarks.compare import stats
+from workbench.benchmarks.compare.stats import Band, Ratio
+
+MOST_ROUNDS = 1000  # more are no advice
+
+
+def lines(summary: pd.DataFrame) -> Iterator[str]:
+    """A line for each test whose control excludes 1, or that has an effect inside what it resolves.
+
+    summary: the frame of `AB.summary`.
+    """
+    for test, rows in summary.groupby("test", sort=False):
+        control = next((_ratio(row) for row in rows[rows["is_control"]].itertuples()), None)
+        band = Band(*rows[["band_low", "band_high"]].iloc[0])
+        arms = {row.label: _ratio(row) for row in rows[~rows["is_control"]].itertuples()}
+        said = sentence(arms, band, control)
+        if said:
+            yield f"{test}: {said}"
+
+
+def _ratio(row: object) -> Ratio:
+    return Ratio(*(getattr(row, name) for name in ("speedup", "low", "high", "n")))
+
+
+def sentence(arms: dict[str, Ratio], band: Band, control: Ratio | None) -> str:
+    """What one test cannot resolve, and what helps; empty where every arm's effect is resolved and
+    the control's interval holds 1, and where there are too few repetitions to say.
+
+    arms: the toggled arms' ratios to the baseline, by what they are called.
+    """
+    unclear = {a: r for a, r in arms.items() if stats.verdict(r, band) == stats.SAME}
+    enough = [r for r in arms.values() if stats.verdict(r, band) != stats.TOO_FEW]
+    apart = control is not None and stats.excludes_1(control)
+    if not enough or not (unclear or apart):
+        return ""
+    least = max([band.high - 1, *(stats.resolution(r, band) for r in unclear.values())])
+    if least < 1e-6:  # no noise at all: a device that was told how long to take
+        return ""
+    said = f"this machine cannot resolve less than {stats.percent(least)} here now"
+    if unclear:
+        effects = [f"{stats.percent(stats.effect(r))} ({arm})" for arm, r in unclear.items()]
+        said += f", and the effect{' is' if len(effects) == 1 else 's are'} {', '.join(effects)}"
+    if apart and control is not None:
+        said = (
+            f"the A/A control's interval {stats.interval(control.low, control.high)} excludes 1: "
+            f"the baseline, measured twice, differs from itself. T{said[1:]}"
+        )
+    return f"{said}. {_advice(least, unclear, enough[0].n)}"
+
+
+def _advice(least: float, unclear: dict[str, Ratio], n: int) -> str:
+    """What would resolve the largest of the unclear effects, or half of what is resolved now."""
+    largest = max((stats.effect(r) for r in unclear.values()), default=0.0)
+    rounds = stats.rounds_for(n, least, largest)
+    if rounds > MOST_ROUNDS or rounds <= n:
+        rounds, largest = 4 * n, least / 2
+        more = f"{rounds} rounds (by the width, they halve that)"
+    else:
+        about = stats.two_digits(rounds)
+        more = f"about {about} rounds (by the width, they resolve {stats.percent(largest)})"
+    until = _one_digit(largest / 2)
+    return (
+        f"What helps: {more}, a longer test, a quiet machine, "
+        f"or --until {until * 100:g}% (in Python until={until:g})"
+    )
+
+
+def _one_digit(share: float) -> float:
+    """Rounded down to one digit: 0.0137 -> 0.01."""
+    share = max(share, 1e-4)
+    size = 10.0 ** math.floor(math.log10(share))
+    return float(np.round(math.floor(share / size + 1e-9) * size, 6))

@@ -1,0 +1,201 @@
+"""The one loop of whatever is measured in rounds: every arm once a round, and none favoured.
+
+    round 0   A B A'        every arm is measured once per round; each second round runs
+    round 1   A' B A        backwards (ABBA), and each pair of rounds starts one arm further on, so
+    round 2   B A' A        that no arm always follows the same one. A' is the A/A control: the
+    round 3   A A' B        baseline again, an engine of its own.
+
+`interleave` is that loop. `Trials` measures workloads on engines with it: warmed up first, then a
+fixed number of rounds, or until the result is known (`until`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from workbench.benchmarks import workload as w
+from workbench.benchmarks.compare import until as stopping
+from workbench.benchmarks.compare.until import Until
+from workbench.benchmarks.runs import results
+from workbench.common.progress import HIDDEN, Bar, bar
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+
+Found = TypeVar("Found")
+
+
+def order_of(round_: int, n_arms: int) -> list[int]:
+    """The order in which round number `round_` runs the arms: rotated, and backwards if odd."""
+    first = (round_ // 2) % n_arms
+    order = [(first + i) % n_arms for i in range(n_arms)]
+    return order[::-1] if round_ % 2 else order
+
+
+def interleave(
+    rounds: Iterable[int],
+    n_arms: int,
+    measure: Callable[[int, int], Found | None],
+    whole: Callable[[int, dict[int, Found]], None] = lambda round_, found: None,
+) -> None:
+    """Measures every arm once in every round, in the order of `order_of`.
+
+    measure(round, arm) is one repetition; None says that there is nothing to measure.
+    whole(round, found) is called after each round, with what each arm found.
+    """
+    for round_ in rounds:
+        found: dict[int, Found] = {}
+        for arm in order_of(round_, n_arms):
+            one = measure(round_, arm)
+            if one is not None:
+                found[arm] = one
+        whole(round_, found)
+
+
+class Repetition(NamedTuple):
+    """One arm's part in one round of a test. n_rounds: how many there will probably be."""
+
+    workload: w.Workload
+    round_: int
+    n_rounds: int
+    arm: int
+
+
+class Trials:
+    """Workloads on engines, one for each arm, the first the baseline.
+
+    rates: t/s by test, round and arm. What is there already, of a resumed run, is not measured
+    again. warm_ups, ended: by test, as run.json has them (`workload.WarmUp`, `until.RepeatEnd`).
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        workloads: Sequence[w.Workload],
+        rounds: int,
+        seed: int,
+        until: Until | None = None,
+        once: bool = False,
+    ):
+        """rounds: of each test, with `until` the least. once: warms up with a single round."""
+        self.engines, self.workloads = engines, workloads
+        self.rounds, self.seed, self.until, self.once = rounds, seed, until, once
+        self.rates: dict[tuple[str, int, int], float] = {}
+        self.warm_ups: dict[str, dict[str, Any]] = {}
+        self.ended: dict[str, dict[str, Any]] = {}
+        self._rows: dict[str, list[list[float]]] = {}  # `rates` of whole rounds, by test
+        self._spent_s = 0.0  # of `until.at_most_s`
+        self._each_s = 0.0  # what a repetition took in the warm-up
+
+    def take_over(self, earlier: results.Run, arms: Sequence[str]) -> None:
+        """What a resumed run has measured already. arms: the name of each engine's."""
+        number, found = {name: i for i, name in enumerate(arms)}, earlier.run["result"]
+        cells = results.rates(earlier.samples)[["arm", "test", "repetition", "tps"]]
+        self.rates = {
+            (test, round_, number[arm]): tps
+            for arm, test, round_, tps in cells.itertuples(index=False)
+        }
+        self.warm_ups = dict(found["warm_up"])
+        self.ended = dict((found.get("until") or {}).get("tests", {}))
+
+    def measure(
+        self,
+        workload: w.Workload,
+        taken: Callable[[Repetition, w.Sample], None] = lambda one, sample: None,
+        begins: Callable[[Repetition], None] = lambda one: None,
+        whole: Callable[[int, dict[int, w.Sample]], None] = lambda round_, found: None,
+    ) -> None:
+        """All rounds of one of the workloads that are still missing.
+
+        begins(one) is called before a repetition, taken(one, sample) after it, and whole(round,
+        samples) after each round. All arms of a round are fed the same tokens.
+        """
+        test, n_arms = workload.name, len(self.engines)
+        n_vocab, bos = self.engines[0].model.n_vocab, w.bos_token(self.engines[0])
+        with ExitStack() as stack:
+            left, n_rounds, tokens = HIDDEN, 0, w.Tokens([], [], [])
+
+            def rounds() -> Iterator[int]:
+                nonlocal left, n_rounds, tokens
+                for round_, n_rounds in self._rounds(workload):
+                    n_left = (n_rounds - round_) * n_arms
+                    if left is HIDDEN:
+                        left = stack.enter_context(self._bar(workload, n_left))
+                    left.total = left.done + n_left * workload.n_cells
+                    left.detail = stopping.reached(self.ended.get(test))
+                    tokens = w.draw_tokens(workload, n_vocab, self.seed, round_, bos)
+                    yield round_
+
+            def measure(round_: int, arm: int) -> w.Sample | None:
+                if (test, round_, arm) in self.rates:
+                    return None
+                one = Repetition(workload, round_, n_rounds, arm)
+                begins(one)
+                sample = w.take_sample(self.engines[arm], workload, tokens, left)
+                self.rates[test, round_, arm] = sample.tokens_per_second
+                taken(one, sample)
+                return sample
+
+            interleave(rounds(), n_arms, measure, whole)
+
+    def finished(self, test: str) -> list[list[float]]:
+        """t/s of the rounds that every arm has run, (rounds, arms)."""
+        rows, n = self._rows.setdefault(test, []), len(self.engines)
+        while all((test, len(rows), arm) in self.rates for arm in range(n)):
+            rows.append([self.rates[test, len(rows), arm] for arm in range(n)])
+        return rows
+
+    def _bar(self, workload: w.Workload, n_left: int) -> AbstractContextManager[Bar]:
+        limit_s = self.until.at_most_s if self.until else math.inf
+        expected_s = min(n_left * self._each_s, limit_s)
+        return bar(
+            label_of(workload, self.workloads), n_left * workload.n_cells, "tokens", expected_s
+        )
+
+    def _rounds(self, workload: w.Workload) -> Iterator[tuple[int, int]]:
+        """The rounds to run, and how many there will be: a fixed number, or until it is known.
+        The engines are warmed up before the first.
+
+        What is left of `at_most_s` is shared among the tests that are left. A resumed run has all
+        of it again.
+        """
+        test, n_arms = workload.name, len(self.engines)
+
+        def warm() -> None:
+            begun = time.monotonic()
+            bos = w.bos_token(self.engines[0])
+            warm = w.warm_up(self.engines, workload, self.seed, bos, once=self.once)
+            self.warm_ups[test] = warm._asdict()
+            self._each_s = (time.monotonic() - begun) / warm.rounds / n_arms
+
+        if self.until is None:
+            missing = [
+                r for r in range(self.rounds)
+                if any((test, r, arm) not in self.rates for arm in range(n_arms))
+            ]  # fmt: skip
+            if missing:
+                warm()
+            yield from ((r, self.rounds) for r in missing)
+            return
+        before = self.ended.get(test, {}).get("seconds", 0.0)
+        tests_left = len(self.workloads) - self.workloads.index(workload)
+        yield from stopping.rounds_of(
+            stopping.share_of(self.until, self._spent_s, tests_left),
+            lambda: self.finished(test),
+            lambda ended: self.ended.update({test: ended._asdict()}),
+            prepare=warm,
+            seed=self.seed,
+            least=self.rounds,
+            seconds_before=before,
+        )
+        self._spent_s += self.ended[test]["seconds"] - before
+
+
+def label_of(workload: w.Workload, every: Sequence[w.Workload]) -> str:
+    """`tg128`, and of several tests `tg128 (test 2 of 3)`."""
+    where = f" (test {every.index(workload) + 1} of {len(every)})" if len(every) > 1 else ""
+    return f"{workload}{where}"

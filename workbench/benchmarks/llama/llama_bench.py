@@ -1,0 +1,325 @@
+"""`workbench bench`: llama-bench's measurement, reported under its field names.
+
+What this engine has no counterpart for has the value that llama-bench prints when the option is
+off. To let compare-llama-bench.py compare two of our files, give each its own `build` (default: the
+commit), since it tells the sides apart by build_commit alone.
+
+Preset `best` has a set of toggles for one sequence and a set for several. An engine takes the set
+for the most sequences that its tests name. A test of another number runs on a variant of the
+engine, with the set for its own (`Sides`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from workbench.benchmarks.compare.ab import describe
+from workbench.benchmarks.compare.rounds import Repetition, Trials
+from workbench.benchmarks.compare.until import AT_MOST_S, make_until
+from workbench.benchmarks.llama.llama_format import FIELDS, FORMATS, BenchRow, format_rows
+from workbench.benchmarks.runs import provenance
+from workbench.benchmarks.runs.draft import (
+    Draft,
+    check_same,
+    kept,
+    new_arm,
+    new_run,
+    open_out,
+    session_of,
+    take_over,
+)
+from workbench.benchmarks.runs.results import Run
+from workbench.benchmarks.workload import Sample, Workload, check_fits, check_untraced
+from workbench.common.devices import DEVICES, is_gpu
+from workbench.common.errors import UsageError
+from workbench.config import EngineConfig, TogglePreset, Toggles
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+    from workbench.model.decoder import Model
+
+__all__ = ["FIELDS", "FORMATS", "BenchRow", "bench", "format_rows", "workloads"]
+
+# what llama-bench says of an option that is off, or that this engine does not have
+_OFF: dict[str, Any] = {
+    "cpu_mask": "0x0", "cpu_strict": False, "poll": 0,
+    "n_cpu_moe": 0, "split_mode": "none", "main_gpu": 0, "no_kv_offload": False, "flash_attn": 1,
+    "tensor_split": "0.00", "tensor_buft_overrides": "none", "load_mode": "mmap",
+    "lazy_mode": "off", "embeddings": False, "no_op_offload": 0, "no_host": False, "repack": True,
+    "fit_target": 0, "fit_min_ctx": 0,
+}  # fmt: skip
+
+
+ARM = "engine"
+NO_LOGITS = np.empty(0, np.float32)  # a repetition's are of no use here, and there may be many
+
+
+def workloads(
+    n_prompt: Sequence[int] = (512,),
+    n_gen: Sequence[int] = (128,),
+    depth: Sequence[int] = (0,),
+    pg: Sequence[tuple[int, int]] = (),
+) -> list[Workload]:
+    """llama-bench's test matrix in its order: per depth the prompts, the generations, the pairs.
+
+    A 0 leaves its test out. Raises UsageError for a negative number and for no test at all.
+    """
+    for value in (*n_prompt, *n_gen, *depth, *(n for pair in pg for n in pair)):
+        if value < 0:
+            raise UsageError(f"{value} tokens cannot be measured; give 0 or more")
+    tests: list[Workload] = []
+    for d in depth:
+        tests += [Workload(p, 0, d) for p in n_prompt if p]
+        tests += [Workload(0, g, d) for g in n_gen if g]
+        tests += [Workload(p, g, d) for p, g in pg if p or g]
+    if not tests:
+        raise UsageError("there is no test to run; give -p or -n a number above 0")
+    return list(dict.fromkeys(tests))
+
+
+def bench(
+    engine: Engine,
+    n_prompt: Sequence[int] = (512,),
+    n_gen: Sequence[int] = (128,),
+    depth: Sequence[int] = (0,),
+    repetitions: int = 5,
+    pg: Sequence[tuple[int, int]] = (),
+    *,
+    seed: int = 0,
+    build: str | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    until: float | None = None,
+    at_most_s: float = AT_MOST_S,
+    on_row: Callable[[BenchRow], None] | None = None,
+) -> list[BenchRow]:
+    """Measures every test of the matrix on `engine`, as llama-bench does; one row per test.
+
+    The engine's context must hold the longest test. build: goes to build_commit, instead of the
+    commit. out: a run folder to write, too (per-token times). resume: continue the run in `out`:
+    repetitions that it holds are kept, and not measured again. until: repeat each test until the
+    half-width of its median t/s has that share (0.01 for 1 %); `repetitions` (and 10) is then the
+    least, and at_most_s of measuring, over all tests, ends it in any case. on_row(row) is called as
+    soon as a test is done. Ctrl-C writes the run folder with what is finished before it goes on.
+    Raises UsageError for tests that do not fit and for fewer than 1 repetition.
+    """
+    return measured(
+        engine, workloads(n_prompt, n_gen, depth, pg), repetitions, seed=seed, build=build, out=out,
+        resume=resume, until=until, at_most_s=at_most_s, on_row=on_row,
+    )  # fmt: skip
+
+
+def measured(
+    engine: Engine,
+    tests: Sequence[Workload],
+    repetitions: int,
+    *,
+    seed: int = 0,
+    build: str | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    until: float | None = None,
+    at_most_s: float = AT_MOST_S,
+    on_row: Callable[[BenchRow], None] | None = None,
+    on_side: Callable[[Engine], None] = lambda side: None,
+    on_end: Callable[[dict[str, int]], None] = lambda counters: None,
+) -> list[BenchRow]:
+    """`bench` of the tests given. Where the engine has preset `best`, a test of another number of
+    sequences runs on a variant with the set for its own (`Sides`); on_side is told of it. on_end
+    is told what all of them have counted."""
+    if repetitions < 1:
+        raise UsageError(f"repetitions={repetitions}: give 1 or more")
+    check_untraced(engine)
+    sides = Sides(engine, on_side)
+    for test in tests:
+        check_fits(sides.toggles_of(test), engine.config, test)
+    asked = make_until(until, at_most_s)
+    earlier = open_out(None if out is None else Path(out), resume)
+    trials = Trials([engine], tests, repetitions, seed, asked, once=repetitions == 1)
+    commit, rows = provenance.commit(), list[BenchRow]()
+    run = _new_run(engine, tests, repetitions, seed, Path(out).name) if out is not None else {}
+    before = NOTHING
+    if earlier is not None:
+        before = _take_over(earlier, run, trials, Path(out or ""))
+
+    def complete() -> dict[str, pd.DataFrame]:
+        run["result"]["warm_up"] = trials.warm_ups
+        run["arms"][0]["counters"] = {
+            name: n + before.counters.get(name, 0) for name, n in sides.counters.items()
+        }
+        if asked is not None:
+            run["result"]["until"] = asked._asdict() | {"tests": trials.ended}
+            run["repetitions"] = max([before.most, *(len(row.samples) for row in rows)])
+        return {}
+
+    drafts = []
+    if out is not None:
+        held = None if earlier is None else earlier.samples
+        drafts = [Draft(run, Path(out), complete, held, new=earlier is None)]
+
+    def taken(one: Repetition, sample: Sample) -> None:
+        rows[-1].samples.append(sample._replace(last_logits=NO_LOGITS))
+        for draft in drafts:
+            draft.samples.add(
+                ARM, False, one.workload.name, one.round_, sample.token_ns, sample.token_n
+            )
+            draft.checkpoint()
+
+    with sides, kept(*drafts, raises=True):
+        for test in tests:
+            side = sides.engine_of(test)
+            trials.engines = [side]
+            fields = describe_engine(side, test, commit, build)
+            samples = before.samples.get(test.name, [])
+            if samples:
+                fields["test_time"] = run["started"]
+            rows.append(BenchRow(test, [*samples], fields, side.toggles.to_dict(), {}))
+            trials.measure(test, taken)
+            rows[-1].ended.update(trials.ended.get(test.name, {}))
+            if drafts:
+                run["arms"][0]["program"][test.name] = describe(side, test)
+                run["result"]["sides"][test.name] = side.chosen
+            if on_row is not None:
+                on_row(rows[-1])
+        on_end(sides.counters)
+    return rows
+
+
+class Sides:
+    """The engine and, while its test runs, one variant of it. on_side: told of a new variant."""
+
+    def __init__(self, engine: Engine, on_side: Callable[[Engine], None] = lambda side: None):
+        self._engine, self._on_side = engine, on_side
+        self._variant: Engine | None = None
+        self._closed: Counter[str] = Counter()  # counters of variants that are closed
+
+    def _wanted(self, test: Workload) -> Toggles | TogglePreset:
+        wanted = self._engine.wanted
+        if wanted is None or not wanted.of_device:
+            return self._engine.toggles
+        return wanted.for_sequences(test.width)
+
+    def toggles_of(self, test: Workload) -> Toggles:
+        """The toggles that `test` runs with."""
+        return self._engine.resolve(self._wanted(test))
+
+    def engine_of(self, test: Workload) -> Engine:
+        """The engine that `test` runs on. The variant of an earlier test is closed, where this one
+        needs another."""
+        toggles = self.toggles_of(test)
+        if toggles == self._engine.toggles:
+            return self._engine
+        if self._variant is None or self._variant.toggles != toggles:
+            self.close()
+            self._variant = self._engine.variant(self._wanted(test))
+            self._on_side(self._variant)
+        return self._variant
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What the engine and its variants have counted, added up."""
+        found = Counter(self._engine.counters)
+        found.update(self._closed)
+        if self._variant is not None:
+            found.update(self._variant.counters)
+        return dict(found)
+
+    def close(self) -> None:
+        """Closes the variant; the engine is its owner's."""
+        if self._variant is not None:
+            self._closed.update(self._variant.counters)
+            self._variant.close()
+            self._variant = None
+
+    def __enter__(self) -> Sides:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _new_run(
+    engine: Engine, tests: Sequence[Workload], repetitions: int, seed: int, name: str
+) -> dict[str, Any]:
+    arm = new_arm(ARM, engine.toggles.to_dict(), sync_mode=engine.sync_mode)
+    names, found = [test.name for test in tests], provenance.collect(engine)
+    made = new_run("bench", name, name, found, [arm], names, repetitions, seed)
+    made["result"] |= {"warm_up": {}, "until": None, "sides": {}, "sessions": [session_of(made)]}
+    return made
+
+
+class _Before(NamedTuple):
+    """What earlier sessions of a run measured. samples: the repetitions of each test; most: of one
+    test; counters: the engine's."""
+
+    samples: dict[str, list[Sample]]
+    counters: dict[str, int]
+    most: int
+
+
+NOTHING = _Before({}, {}, 0)
+
+
+def _take_over(earlier: Run, run: dict[str, Any], trials: Trials, out: Path) -> _Before:
+    """Makes `run` go on where `earlier` ended. Raises UsageError where that measured another
+    thing."""
+    check_same(earlier.run, run, out)
+    take_over(earlier.run, run)
+    trials.take_over(earlier, [ARM])
+    arm = earlier.run["arms"][0]
+    run["arms"][0]["program"] = arm["program"]
+    samples: dict[str, list[Sample]] = {}
+    for (test, _), part in earlier.samples.groupby(["test", "repetition"], sort=False):
+        ns, n = part["ns"].to_numpy(), part["n_tokens"].to_numpy().astype(np.int64)
+        samples.setdefault(str(test), []).append(Sample(int(ns.sum()), ns, n, NO_LOGITS))
+    return _Before(samples, arm["counters"], max(map(len, samples.values()), default=0))
+
+
+def describe_engine(
+    engine: Engine, test: Workload, commit: dict[str, Any], build: str | None = None
+) -> dict[str, Any]:
+    """Every field of a row that is known before it is measured, and n_kv_max of others' rows."""
+    model, gpu = engine.model, is_gpu(engine.device)
+    cuda_names = ", ".join(str(g["name"]) for g in provenance.gpus())
+    return _OFF | {
+        "build_commit": build or commit["hash"][:8],
+        "build_number": commit["number"],
+        "cpu_info": provenance.cpu_name(),
+        "gpu_info": (cuda_names or engine.backend.description) if gpu else "",
+        "backends": DEVICES[engine.device].peer_name or engine.device,
+        "model_filename": str(model.path),
+        "model_type": model_type(model),
+        "model_size": sum(t.nbytes for t in model.weights),
+        "model_n_params": model.n_params,
+        "n_kv_max": engine.config.n_ctx,
+        "n_batch": engine.config.n_ubatch,  # a prompt is submitted ubatch by ubatch
+        "n_ubatch": engine.config.n_ubatch,
+        "n_threads": engine.config.threads or provenance.usable_cores(),
+        "type_k": engine.config.cache_type_k,
+        "type_v": engine.config.cache_type_v,
+        "n_gpu_layers": _gpu_layers(engine.config, gpu),
+        "devices": engine.device,
+        "n_prompt": test.n_prompt,
+        "n_gen": test.n_gen,
+        "n_depth": test.n_depth,
+        "test_time": provenance.utc_now(),
+    }
+
+
+def _gpu_layers(config: EngineConfig, gpu: bool) -> int:
+    """As llama-bench names them: 99 for everything on a GPU, 0 without one; else what was asked."""
+    everything = 99 if gpu else 0
+    return everything if config.n_gpu_layers < 0 else config.n_gpu_layers
+
+
+def model_type(model: Model) -> str:
+    """`llama 1B Q4_0`: architecture, size and type, in the way of `llama_model_desc`."""
+    n = model.n_params
+    size = f"{n / 1e9:.0f}B" if n >= 0.95e9 else f"{n / 1e6:.0f}M" if n >= 0.95e6 else "?B"
+    return f"{model.architecture} {size} {model.quant}"

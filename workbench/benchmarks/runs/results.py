@@ -1,0 +1,406 @@
+"""A run is a folder: `run.json`, `samples.parquet`, and a timeline where there is one.
+
+`run.json`, schema 1; every key is always there:
+
+    schema       int     1
+    run_id       str     the folder's name when it was made; every sample carries it
+    kind         str     what made it: `ab`, `bench`, `kernels`, `perplexity`, `sweep`, ...
+    name         str     what the user called it
+    status       str     `complete` or `interrupted`
+    started      str     RFC 3339, UTC
+    duration_s   float   wall-clock seconds, of all sessions where it was resumed
+    command      [str]   the command line
+    commit       {hash, number, dirty}              of the checkout, `unknown` outside one
+    versions     {package: version | null}          Python and what the numbers depend on
+    machine      {platform, machine, cpu, memory_bytes, load_average, gpus}
+    model        {file, hash, architecture, name, quant, n_params, file_bytes, ...}
+    engine       {config, device, device_reason, device_description,
+                  waiting: how a host wait waits, idle_sync_us: what one costs on an idle stream,
+                  timer: {tick_ns, error_ns} of the clock that stamps are read from | null,
+                  nvtx: whether there were NVTX ranges, which take time, and a tool for them}
+    seed         int     of every random choice
+    tests        [str]   llama-bench test names
+    repetitions  int     wanted per arm and test; most that were made, where `result` has `until`
+    arms         [{name, is_control, toggles, sync_mode, program, counters}]   first: the baseline
+    result       {...}   what the experiment concluded; its keys belong to `kind`
+
+`samples.parquet`: one row per timed token, in the order taken; a prompt is one row (`perplexity`
+has a row per ubatch, and beside it `tokens.parquet`; see the module of that name):
+
+    run_id string, arm string, is_control bool, test string,
+    repetition int32   from 0, within arm and test
+    order int32        running number of the repetition in the run, over all arms
+    token int32        from 0, within the repetition
+    n_tokens int32     tokens this row counts: the prompt's length, or 1
+    ns int64           nanoseconds it took
+
+A save replaces the folder as a whole (`workbench/common/output_swap.py`). Whenever its process was
+killed, the folder holds the files of one save, and the next save removes what the killed one left
+beside it. `load_run` reads all files of one save while others are written, too; by hand that takes
+a folder that nobody writes. Folders can be copied between machines.
+"""
+
+import dataclasses
+import html
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from workbench.benchmarks.runs.provenance import utc_now
+from workbench.benchmarks.workload import parse
+from workbench.common.errors import UsageError
+from workbench.common.output import writing_folder
+from workbench.common.output_swap import TEMPORARY, read_files
+from workbench.common.tables import Table, to_html
+from workbench.config import EngineConfig, Toggles
+
+SCHEMA = 1
+RUN_JSON, SAMPLES = "run.json", "samples.parquet"
+TABLES = TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"  # of `perplexity`, and of `serve`
+COMPLETE, INTERRUPTED = "complete", "interrupted"
+CHECKPOINT_SECONDS = 10.0  # what is finished is saved so often while an experiment runs
+DEFAULT_ROOT = Path("data/runs")
+
+RUN_KEYS: dict[str, type | tuple[type, ...]] = {
+    "schema": int,
+    "run_id": str,
+    "kind": str,
+    "name": str,
+    "status": str,
+    "started": str,
+    "duration_s": (int, float),
+    "command": list,
+    "commit": dict,
+    "versions": dict,
+    "machine": dict,
+    "model": dict,
+    "engine": dict,
+    "seed": int,
+    "tests": list,
+    "repetitions": int,
+    "arms": list,
+    "result": dict,
+}
+ARM_KEYS = ("name", "is_control", "toggles", "sync_mode", "program", "counters")
+
+SAMPLE_SCHEMA = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("arm", pa.string()),
+        ("is_control", pa.bool_()),
+        ("test", pa.string()),
+        ("repetition", pa.int32()),
+        ("order", pa.int32()),
+        ("token", pa.int32()),
+        ("n_tokens", pa.int32()),
+        ("ns", pa.int64()),
+    ]
+)
+_DTYPES = {field.name: field.type.to_pandas_dtype() for field in SAMPLE_SCHEMA}
+
+
+class Run(NamedTuple):
+    """A run folder as read: `run` is run.json, `samples` the table of every timed token."""
+
+    folder: Path
+    run: dict[str, Any]
+    samples: pd.DataFrame
+
+    def _repr_html_(self) -> str:
+        """What was run, on what and whether to its end; then a row per test and arm.
+
+        A run folder may be anyone's: nothing of it reaches the page unescaped.
+        """
+        run = self.run
+        facts = {
+            "run": f"{run['run_id']}: {run['kind']}, {run['status']}",
+            "model": f"{run['model'].get('name')} {run['model'].get('quant')}",
+            "device": run["engine"].get("device_description") or run["engine"].get("device"),
+            "commit": f"{str(run['commit'].get('hash'))[:8]}, {run['started']}",
+            "folder": self.folder,
+        }
+        lines = "<br>".join(f"{name}: {html.escape(str(v))}" for name, v in facts.items())
+        arms = self.samples.groupby(["test", "arm"], sort=False, as_index=False).agg(
+            repetitions=("repetition", "nunique"),
+            samples=("ns", "size"),
+            total_ms=("ns", lambda ns: ns.sum() / 1e6),
+        )
+        return f"<p>{lines}</p>" + to_html(arms)
+
+
+class SampleTable:
+    """Collects samples while a run goes on: one `add` per repetition, arrays kept as they come."""
+
+    def __init__(self, run_id: str, earlier: pd.DataFrame | None = None):
+        self.run_id = run_id
+        self._parts: list[pd.DataFrame] = [] if earlier is None or earlier.empty else [earlier]
+        self.n_cells = 0 if not self._parts else int(self._parts[0]["order"].max()) + 1
+
+    def add(
+        self,
+        arm: str,
+        is_control: bool,
+        test: str,
+        repetition: int,
+        token_ns: np.ndarray,
+        token_n: np.ndarray,
+    ) -> None:
+        """One repetition: its times in ns and token counts, both int64 (n_timed,)."""
+        part = pd.DataFrame(
+            {
+                "run_id": self.run_id,
+                "arm": arm,
+                "is_control": is_control,
+                "test": test,
+                "repetition": repetition,
+                "order": self.n_cells,
+                "token": np.arange(len(token_ns)),
+                "n_tokens": token_n,
+                "ns": token_ns,
+            }
+        )
+        self._parts.append(part)
+        self.n_cells += 1
+
+    def frame(self) -> pd.DataFrame:
+        """Every sample so far, in the order taken, with the columns of `samples.parquet`."""
+        if not self._parts:
+            return pd.DataFrame({k: pd.Series(dtype=t) for k, t in _DTYPES.items()})
+        if len(self._parts) > 1:
+            self._parts = [pd.concat(self._parts, ignore_index=True)]
+        return self._parts[0].astype(_DTYPES)[list(_DTYPES)]
+
+
+def rates(samples: pd.DataFrame) -> pd.DataFrame:
+    """Tokens per second of every repetition: columns arm, is_control, test, repetition, order,
+    n_tokens, ns, tps; in the order taken."""
+    keys = ["arm", "is_control", "test", "repetition", "order"]
+    table = samples.groupby(keys, sort=False, as_index=False)[["n_tokens", "ns"]].sum()
+    table["tps"] = table["n_tokens"] * 1e9 / table["ns"]
+    return table.sort_values("order", ignore_index=True)
+
+
+PERCENTILES = (50, 90, 99)
+
+
+def token_times(single_ns: np.ndarray, first_ns: np.ndarray) -> dict[str, float]:
+    """p50_us, p90_us and p99_us of generated tokens, NaN where there is none, and ttft_us, the
+    median of the times to first token. single_ns, first_ns: int64 (n,), ns."""
+    found = np.percentile(single_ns / 1e3, PERCENTILES) if len(single_ns) else [math.nan] * 3
+    named = {f"p{p}_us": float(us) for p, us in zip(PERCENTILES, found, strict=True)}
+    return named | {"ttft_us": float(np.median(first_ns)) / 1e3}
+
+
+def percentiles(samples: pd.DataFrame) -> Table:
+    """How long single tokens took: one row per test and arm, in the order measured; us.
+
+    Columns: test, arm, is_control, n_tokens (generated tokens of all repetitions), p50_us, p90_us,
+    p99_us (of these; NaN where the test generates none), ttft_us: time to first token, the median
+    over the repetitions of their first logits. It is the whole prompt where the test has one, else
+    the first generated token. Nothing is tokenised or sampled.
+    """
+    rows = []
+    for (test, arm, is_control), part in samples.groupby(["test", "arm", "is_control"], sort=False):
+        ns, is_first = part["ns"].to_numpy(), part["token"].to_numpy() == 0
+        single = ns[~is_first] if parse(str(test)).n_prompt else ns
+        rows.append(
+            {"test": test, "arm": arm, "is_control": bool(is_control), "n_tokens": len(single)}
+            | token_times(single, ns[is_first])
+        )
+    columns = ["test", "arm", "is_control", "n_tokens", "p50_us", "p90_us", "p99_us", "ttft_us"]
+    return Table(rows, columns=columns)
+
+
+def check_run(run: Mapping[str, Any], where: str | Path) -> None:
+    """Raises UsageError, naming `where` and the key, where `run` is not schema 1."""
+    if run.get("schema") != SCHEMA:
+        raise UsageError(f"{where}: schema {run.get('schema')!r} of run.json is not {SCHEMA}")
+    for key, kind in RUN_KEYS.items():
+        if not isinstance(run.get(key), kind):
+            raise UsageError(f"{where}: run.json has no valid {key!r}")
+    if run["status"] not in (COMPLETE, INTERRUPTED):
+        raise UsageError(f"{where}: status {run['status']!r} of run.json does not exist")
+    for arm in run["arms"]:
+        missing = [key for key in ARM_KEYS if not isinstance(arm, dict) or key not in arm]
+        if missing:
+            raise UsageError(f"{where}: an arm in run.json has no {missing[0]!r}")
+
+
+def new_run_folder(root: str | Path = DEFAULT_ROOT, name: str = "run") -> Path:
+    """A path under `root` that does not exist yet: date, time and `name`. Nothing is created."""
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+    stamp = re.sub(r"[:-]", "", utc_now()).replace("T", "-").rstrip("Z")
+    folder = Path(root) / f"{stamp}-{slug}"
+    number = 2
+    while folder.exists():
+        folder = Path(root) / f"{stamp}-{slug}-{number}"
+        number += 1
+    return folder
+
+
+def write_run(
+    folder: str | Path,
+    run: Mapping[str, Any],
+    samples: pd.DataFrame,
+    tables: Mapping[str, pd.DataFrame] | None = None,
+    new: bool = False,
+) -> Path:
+    """Writes `run`, `samples` and other `tables` by file name as a run folder; returns its path.
+
+    A folder that is there already is replaced as a whole: a reader finds the files of this save or
+    of an earlier one, never of both. Other files (a timeline) stay, but for tables of another run.
+    new: the folder must not be there, but for an earlier save of this run. Raises UsageError where
+    `run` is not schema 1 or the folder cannot be written.
+    """
+    folder = Path(folder)
+    check_run(run, folder)
+    table = pa.Table.from_pandas(samples, schema=SAMPLE_SCHEMA, preserve_index=False)
+    text = json.dumps(run, indent=1, ensure_ascii=False, default=_plain) + "\n"
+    others = {
+        name: pa.Table.from_pandas(frame, preserve_index=False)
+        for name, frame in (tables or {}).items()
+    }
+    saved = _holds(folder, run)
+    without = () if saved else TABLES
+    with writing_folder(folder, new=new and not saved, without=without) as made:
+        for name, content in (others | {SAMPLES: table}).items():
+            with made.writing(name) as file:
+                pq.write_table(content, file, compression="zstd")
+        with made.writing(RUN_JSON, "t") as file:
+            file.write(text)
+    return folder
+
+
+def _holds(folder: Path, run: Mapping[str, Any]) -> bool:
+    """Whether an earlier save of the same run is there."""
+    try:
+        old = json.loads((folder / RUN_JSON).read_text(encoding="utf-8"))
+        return all(old[key] == run[key] for key in ("run_id", "kind", "started"))
+    except (OSError, ValueError, TypeError, KeyError):  # no run, or a damaged one
+        return False
+
+
+def _plain(value: Any) -> Any:
+    """NumPy scalars and paths as JSON knows them."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} does not belong into run.json")
+
+
+# Words of a device that changed: its key of `engine`, the old words, and today's with their groups.
+REWORDED = (
+    ("device_description", r"^(embedded device, \d+) lanes\b", r"\1 workers"),
+    ("waiting", r"\bidle lanes\b", "idle workers"),
+)
+SETTINGS = {
+    field.name: list(field.default) if isinstance(field.default, tuple) else field.default
+    for field in dataclasses.fields(EngineConfig)
+    if field.name not in ("device", "n_ctx", "n_ubatch", "n_kv_pad", "threads")  # runs always say
+}
+
+
+def in_todays_words(run: dict[str, Any]) -> dict[str, Any]:
+    """A run.json of any commit, changed in place: with today's words, and with what it leaves
+    unsaid. A recorded run folder is never rewritten. Who renames a toggle, a value or a key of
+    run.json renames it here, too.
+
+    What a run leaves unsaid: before a toggle or a setting existed, engines did what its default
+    does now. A perplexity run computed as many tokens at once as its engine's n_ubatch. (One toggle
+    is otherwise: attention on a GPU shared out its cells, kv_parts=parallel_blocks, before anybody
+    could say so. Such a run is read as what its pages call it, with everything off.)
+    """
+    engine = run["engine"]
+    for key, old, new in REWORDED:
+        if isinstance(engine.get(key), str):
+            engine[key] = re.sub(old, new, engine[key])
+    config = engine.get("config")
+    if run["kind"] == "kernels" or not isinstance(config, dict):
+        return run
+    config.update(SETTINGS | config)
+    for arm in run["arms"]:
+        if isinstance(toggles := arm["toggles"], dict) and toggles:  # another engine has none
+            toggles.update(Toggles().to_dict() | toggles)
+    if run["kind"] == "perplexity":
+        run["result"].setdefault("n_ubatch", config.get("n_ubatch"))
+    return run
+
+
+def load_run(folder: str | Path) -> Run:
+    """Reads a run folder, in today's words (`in_todays_words`); raises UsageError, in one line,
+    where it is none or is damaged."""
+    return load_tables(folder)[0]
+
+
+def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame]]:
+    """As `load_run`, and the tables of these file names; all of them are of one save."""
+    folder = Path(folder)
+    try:
+        text, *contents = read_files(folder, RUN_JSON, SAMPLES, *names)
+        run = json.loads(text.decode("utf-8"))
+        if not isinstance(run, dict):
+            raise UsageError(f"{folder}: run.json is no object")
+        check_run(run, folder)
+        in_todays_words(run)
+        samples, *tables = (pq.read_table(pa.BufferReader(content)) for content in contents)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{folder} is no run folder: {Path(str(error.filename)).name} is missing"
+        ) from error
+    except (OSError, ValueError, pa.ArrowException) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{folder} cannot be read: {str(error).splitlines()[0]}") from error
+    if samples.schema.names != SAMPLE_SCHEMA.names:
+        raise UsageError(f"{folder}: samples.parquet has columns {samples.schema.names}")
+    return (
+        Run(folder, run, samples.to_pandas().astype(_DTYPES)),
+        [table.to_pandas() for table in tables],
+    )
+
+
+def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
+    """The runs under `root`, oldest first: one row per folder with a run.json, read or not.
+
+    Columns: run_id, started, kind, name, status, model, device, tests, arms, repetitions, commit,
+    duration_s, folder. A folder that cannot be read has the reason as its status.
+    """
+    rows = []
+    for path in sorted(Path(root).glob(f"**/{RUN_JSON}")):
+        inside = path.relative_to(root).parts
+        if any(part.startswith(TEMPORARY) for part in inside):  # being written, or left over
+            continue
+        try:
+            rows.append(_row(path.parent))
+        except (OSError, ValueError, KeyError) as error:  # UsageError is a ValueError
+            rows.append({"run_id": path.parent.name, "status": f"unreadable: {error}"})
+            rows[-1]["folder"] = str(path.parent)
+    columns = [
+        "run_id", "started", "kind", "name", "status", "model", "device", "tests", "arms",
+        "repetitions", "commit", "duration_s", "folder",
+    ]  # fmt: skip
+    table = pd.DataFrame(rows, columns=columns)
+    return table.sort_values(["started", "run_id"], ignore_index=True, na_position="first")
+
+
+def _row(folder: Path) -> dict[str, Any]:
+    run = json.loads((folder / RUN_JSON).read_text(encoding="utf-8"))
+    check_run(run, folder)
+    same = ("run_id", "started", "kind", "name", "status", "repetitions", "duration_s")
+    return {key: run[key] for key in same} | {
+        "model": f"{run['model'].get('name')} {run['model'].get('quant')}",
+        "device": run["engine"].get("device"),
+        "tests": ", ".join(run["tests"]),
+        "arms": ", ".join(arm["name"] for arm in run["arms"]),
+        "commit": str(run["commit"].get("hash"))[:8],
+        "folder": str(folder),
+    }

@@ -1,0 +1,128 @@
+"""Where a token's time goes, by the device's clock and without a trace: `Engine.stamped`.
+
+    token    from the first kernel of a token to the first kernel of the next
+    device   from there to the end of the last kernel
+    gap      from there to the first kernel of the next token, copies included
+    host     from the logits on the host to the first kernel of the next token
+    plain    a token of the same turn that is not stamped, by the host's clock
+
+Plans are stamped inside, at their first and last kernels (`backend/clock/stamps.py`). A stamped
+token is longer than a plain one by what the stamps take. Without plans a token begins where the
+stream comes to its first launch, before that is issued (`engine/look/watch.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.benchmarks.compare.rounds import interleave
+from workbench.benchmarks.workload import Workload, draw_tokens
+from workbench.config import Toggles
+from workbench.program.commands import Command, Copy, Launch, Replay
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+
+PARTS = ("token", "device", "gap", "host", "plain")
+STAMPED = PARTS[:-1]
+WARM_UP = 2  # tokens of each turn that do not count: the arm before has left its own
+
+
+def stamped_steps(engine: Any, tokens: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Decodes tokens; when each one's logits were on the host, and its stamps, in ns."""
+    ends = []
+    with engine.stamped() as stamps:
+        for token in tokens:
+            engine.step([token])
+            ends.append(time.perf_counter_ns())
+    return ends, stamps
+
+
+def logits_to_launch_ns(ends: Sequence[int], stamps: Sequence[tuple[int, int]]) -> list[int]:
+    """From each token's logits to the first kernel of the next."""
+    return [stamp[0] - end for end, stamp in zip(ends, stamps[1:], strict=False)]
+
+
+def parts_us(ends: Sequence[int], stamps: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Medians of STAMPED, us, of the tokens between the first and the last."""
+    begun, ended = np.array(stamps, np.int64).T
+    ns = {
+        "token": np.diff(begun),
+        "device": ended - begun,
+        "gap": begun[1:] - ended[:-1],
+        "host": logits_to_launch_ns(ends, stamps),
+    }
+    return {part: round(float(np.median(of)) / 1e3, 3) for part, of in ns.items()}
+
+
+def token_parts(
+    engine: Engine, arms: Mapping[str, Toggles], rounds: int, n_tokens: int = 12
+) -> dict[str, dict[str, Any]]:
+    """By arm: its PARTS, a list with an entry for each round, us; `counters` of the arm's engine
+    in its first turn, which is not stamped; `nodes`: kernels and copies that a token gives the
+    device, and `calls`: of the host for them, a plan one call.
+
+    Arms take turns (`benchmarks/compare/rounds.py`): all meet the same host in a round. A turn is
+    n_tokens stamped tokens, and half as many plain ones.
+    """
+    n_plain = WARM_UP + max(1, n_tokens // 2)
+    test = Workload(0, n_plain + n_tokens)
+    found: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        sides = [stack.enter_context(engine.variant(toggles)) for toggles in arms.values()]
+
+        def measure(round_: int, i: int) -> dict[str, float]:
+            tokens = draw_tokens(test, engine.model.n_vocab, 0, round_).gen
+            own = {"plain": plain_us(sides[i], tokens[:n_plain])}
+            return parts_us(*stamped_steps(sides[i], tokens[n_plain:])) | own
+
+        counters = []
+        for i, side in enumerate(sides):  # whatever is made at the first step
+            plain_us(side, draw_tokens(test, engine.model.n_vocab, 0, 0).gen)
+            counters.append(side.counters)
+            measure(0, i)
+        taken: list[dict[int, dict[str, float]]] = []
+        interleave(range(rounds), len(sides), measure, lambda _, of: taken.append(of))
+        for i, (arm, side) in enumerate(zip(arms, sides, strict=True)):
+            found[arm] = {part: [of[i][part] for of in taken] for part in PARTS}
+            found[arm] |= {"counters": counters[i], **issued(side)}
+    return found
+
+
+def plain_us(engine: Engine, tokens: Sequence[int]) -> float:
+    """Decodes tokens from an empty cache: the median time of a token behind the warm-up, us, from
+    logits to logits."""
+    engine.reset()
+    ends = []
+    for token in tokens:
+        engine.step([token])
+        ends.append(time.perf_counter_ns())
+    return round(float(np.median(np.diff(ends[WARM_UP - 1 :]))) / 1e3, 3)
+
+
+def issued(engine: Engine) -> dict[str, int]:
+    """`nodes` and `calls` of a token; see `token_parts`."""
+
+    def n_nodes(command: Command) -> int:
+        """Kernels and copies that a command gives the device."""
+        if isinstance(command, Launch) and not command.by_host:
+            kernels = engine.backend.kernels_of(command.node)
+            return 1 if kernels is None else len(kernels)
+        return int(isinstance(command, Copy))
+
+    program = engine.program()
+    alone = sum(map(n_nodes, program.commands))
+    return {
+        "nodes": sum(map(n_nodes, program.singly())),
+        "calls": alone + sum(isinstance(c, Replay) for c in program.commands),
+    }
+
+
+def medians_us(parts: Mapping[str, Any]) -> dict[str, float]:
+    """Medians of PARTS over the rounds, us. parts: of an arm of `token_parts`."""
+    return {part: float(np.median(parts[part])) for part in PARTS}

@@ -1,0 +1,81 @@
+"""Who looks on in `Engine.stamped`: when each step began and ended on its device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+from workbench.backend.base import Issue
+from workbench.backend.clock.stamps import StampRing, StepPairs, StepStamps
+from workbench.backend.issue.prepared import Prepared
+from workbench.engine.look.watch import Watch
+
+Stamp = tuple[int, int]
+
+
+class Stamps(Watch):
+    """Of each step: when its first kernel began, and when its last one ended, by the device's clock
+    (`backend/clock/stamps.py`). Only programs that launch on a device can be stamped.
+
+    found: the stamps of all steps that have ended, in ns, after `find`.
+    """
+
+    def __init__(self, with_stamps: Callable[[Prepared], Prepared]) -> None:
+        """with_stamps: gives a program stamps (`BoundPrograms.stamped`)."""
+        self.found: list[Stamp] = []
+        self._with_stamps = with_stamps
+        self._under_way = deque[StepPairs]()  # of steps that are issued, oldest first
+        self._ended: list[StepPairs] = []
+
+    def of(self, prepared: Prepared) -> Prepared:
+        return self._with_stamps(prepared)
+
+    def head(self, prepared: Prepared) -> Iterable[Issue]:
+        return self._issued(prepared, prepared.head)
+
+    def late(self, prepared: Prepared) -> Iterable[Issue]:
+        return self._issued(prepared, prepared.late)
+
+    def _issued(self, prepared: Prepared, calls: Iterable[Issue]) -> Iterator[Issue]:
+        yield from calls
+        self._under_way.append(_stamps_of(prepared).latest())
+
+    def tail(self, prepared: Prepared) -> Iterable[Issue]:
+        if prepared.ahead is None:
+            return prepared.tail
+        return self._waited(prepared)
+
+    def _waited(self, prepared: Prepared) -> Iterator[Issue]:
+        """The tail of a step that may be launched again, where its gate was opened too late: other
+        pairs are its own then."""
+        stamps = _stamps_of(prepared)
+        before = stamps.latest()
+        yield from prepared.tail
+        if (now := stamps.latest()) != before:
+            self._under_way[0] = now
+
+    def end(self, waited: bool) -> None:
+        self._ended.append(self._under_way.popleft())
+
+    def lost(self) -> None:
+        self._under_way.pop()  # steps fail from the newest on
+
+    def find(self) -> None:
+        """Makes `found`. Differences are by the device's clock, which is set to the host's. Call it
+        once, when nothing is under way."""
+        rings = {ring for pairs in self._ended for ring, _ in pairs}
+        ahead = {ring: _ahead_ns(ring) for ring in rings}
+        self.found += [pairs.times(ahead.__getitem__) for pairs in self._ended]
+        for ring in rings:
+            ring.forget()
+
+
+def _stamps_of(prepared: Prepared) -> StepStamps:
+    assert isinstance(prepared.launches, StepStamps), "the program was prepared with stamps"
+    return prepared.launches
+
+
+def _ahead_ns(ring: StampRing) -> int:
+    clock = ring.backend.clock()
+    assert clock is not None, "who writes stamps has a clock"
+    return clock.ahead_ns

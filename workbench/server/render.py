@@ -1,0 +1,117 @@
+"""Renders a chat template, in a process of its own: `python -m workbench.server.render`.
+
+A template comes with the model file, so it is not trusted: it runs in Jinja's sandbox, and here,
+where the system bounds its memory and its caller its time. The first line of standard input is the
+template, each further one the arguments of `answer`. Each is answered by a line with `text` or
+`error`, and `broken` where the template itself is none. All lines are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MOST_BYTES = 1 << 30  # of memory, the interpreter's included
+MOST_TEXT = 16 << 20  # characters of a prompt
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks, in training, what the model has to learn. Here it marks nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own would escape for HTML. Arguments are in Hugging Face's order."""
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def compiled(template: str) -> Callable[[dict[str, Any]], str]:
+    """`template` with what Hugging Face's templates expect. Raises TemplateError."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template).render
+
+
+def answer(
+    render: Callable[[dict[str, Any]], str],
+    values: dict[str, Any],
+    goes_on: bool = False,
+    bos: str = "",
+) -> dict[str, Any]:
+    """The text, or what went wrong. Whatever a template raises is its own fault.
+
+    goes_on: the chat ends with its last message, as `continue_final_message` of Hugging Face's
+    `apply_chat_template` has it; `unshown` where the text does not have the message. bos: is left
+    out at the start of the text.
+    """
+    last, mark = "", secrets.token_hex(16)
+    if goes_on:
+        *before, message = values["messages"]
+        last = message["content"]
+        values = values | {"messages": [*before, message | {"content": f"{last}{mark} "}]}
+    try:
+        text = render(values)
+    except MemoryError:
+        return {"error": "it takes too much memory"}
+    except RecursionError:
+        return {"error": "it nests too deeply"}
+    except Exception as error:
+        return {"error": f"{error or type(error).__name__}"}
+    if len(text) > MOST_TEXT:
+        return {"error": f"it makes {len(text)} characters; {MOST_TEXT} are the most"}
+    if goes_on:
+        text, found, behind = text.rpartition(mark)
+        if not found or last.strip() not in text:
+            return {"error": "the last message is not shown as it is", "unshown": True}
+        text = text if behind.startswith(" ") else text.rstrip()  # of a template that trims
+    return {"text": text.removeprefix(bos)}
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to us, too
+    if sys.platform == "linux":  # macOS has no such bound
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    template = json.loads(sys.stdin.readline())
+    failed: dict[str, Any] = {}
+    try:
+        render = compiled(template)
+    except (TemplateError, RecursionError, MemoryError) as error:
+        failed = {"error": f"{error or type(error).__name__}", "broken": True}
+    for line in sys.stdin:
+        print(json.dumps(failed or answer(render, **json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,384 @@
+"""The CUPTI collector: what the device and the driver really did, command by command.
+
+Kernels, copies, driver and runtime calls and synchronizations, recorded by NVIDIA's profiling
+interface through the package cupti-python (extra `cupti`), in windows of a few steps. Each record
+is correlated with the command that was being issued when it was made (`correlate.py`). It becomes
+a span like the event-based collector's, so frames, plots and Perfetto take it as it is.
+
+A window is complete only if its kernels and copies are the programs' own, in number and order. No
+record may be dropped, and no timestamp zero. A window that is not complete says what is missing.
+
+With CUDA 13.2 or older, or a driver older than r610, a process has room for one subscriber of
+CUPTI: with nsys, ncu or torch.profiler attached there is none for us. That, a missing package and
+a libcupti that does not fit the driver are found by `probe` before anything is traced; the spans
+then come from the backend's events.
+
+A Python callback that runs while CUPTI holds its lock can wait for the GIL that somebody else
+waits with (pytorch#186295): buffers are large enough for a window, so they complete inside
+our own flush, when nobody issues. How the clocks are aligned: `clock.py`.
+
+Importing this module loads no CUPTI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from workbench.common.errors import WorkbenchError
+from workbench.trace.cupti import correlate
+from workbench.trace.cupti.activity import COPY, DRIVER, KERNEL, MEMSET, RUNTIME, SYNC, Activity
+from workbench.trace.cupti.clock import Clock, read_clocks
+from workbench.trace.window import Window, WindowRecorder
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+
+BUFFER_BYTES = 16 << 20  # a step of 500 launches is about 0.2 MB of records
+WINDOW_STEPS = 16  # steps recorded before the records are taken: bounds memory, keeps one buffer
+
+# kind of record (`cupti.ActivityKind`) -> kind of row. CONCURRENT_KERNEL and not KERNEL, for that
+# makes kernels run one after the other; MEMCPY2 is from device to device; without DRIVER and
+# RUNTIME there are no correlation ids.
+KINDS = {
+    "CONCURRENT_KERNEL": KERNEL, "MEMCPY": COPY, "MEMCPY2": COPY, "MEMSET": MEMSET,
+    "DRIVER": DRIVER, "RUNTIME": RUNTIME, "SYNCHRONIZATION": SYNC,
+}  # fmt: skip
+EXTERNAL = "EXTERNAL_CORRELATION"
+# what another version of the bindings might lack
+NEEDED = (
+    "ActivityFlag", "ActivityKind", "ActivitySynchronizationType", "CallbackDomain",
+    "ExternalCorrelationKind", "Result", "SUBSCRIBER_PARAMS_SIZE", "SubscriberParams",
+    "activity_disable", "activity_enable", "activity_flush_all",
+    "activity_get_num_dropped_records", "activity_pop_external_correlation_id",
+    "activity_push_external_correlation_id", "activity_register_callbacks", "cuptiError",
+    "get_callback_name", "get_timestamp", "subscribe_v2", "unsubscribe",
+)  # fmt: skip
+INSTALL = "pip install -e '.[cupti]' in the checkout"
+
+
+class Unavailable(WorkbenchError):
+    """CUPTI cannot be used here and now; the message says why and what to do."""
+
+
+# a session ----------------------------------------------------------------------------------------
+
+
+def load() -> Any:
+    """The module `cupti.cupti`. Raises Unavailable where it is missing or of another make."""
+    try:
+        from cupti import cupti
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or ["not installed"])[0]
+        raise Unavailable(f"cupti-python cannot be imported ({reason}); {INSTALL}") from None
+    lacking = [name for name in NEEDED if not hasattr(cupti, name)]
+    if lacking:
+        raise Unavailable(
+            f"this version of cupti-python has no {', '.join(lacking)}; {INSTALL}, which has one "
+            "that does"
+        )
+    return cupti
+
+
+def probe(cupti: Any) -> None:
+    """Subscribes, enables everything and lets go again. Raises Unavailable with the reason."""
+    Session(cupti).close()
+
+
+@contextmanager
+def _answered(cupti: Any, what: str, params: Any = None) -> Iterator[None]:
+    """Turns a failure of CUPTI at `what` into Unavailable."""
+    result = cupti.Result
+    try:
+        yield
+    except cupti.cuptiError as error:
+        status = error.status
+        if status == result.ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED:
+            other = getattr(params, "old_subscriber_name", None) or "another profiler"
+            reason = (
+                f"CUPTI has room for one subscriber and {other} is attached; run without nsys, "
+                "ncu, compute-sanitizer and torch.profiler"
+            )
+        elif status in (result.ERROR_NOT_INITIALIZED, result.ERROR_NOT_COMPATIBLE):
+            reason = (
+                f"libcupti does not fit the driver ({error} at {what}); install the cupti-python "
+                "of the driver's CUDA version (nvidia-smi shows it)"
+            )
+        else:
+            reason = f"CUPTI refuses {what} ({error})"
+        raise Unavailable(reason) from None
+    except RuntimeError as error:  # of the binding: no driver, one too old, no such function
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise Unavailable(
+            f"libcupti does not fit the driver, or there is none ({reason} at {what}); install "
+            "the cupti-python of the driver's CUDA version (nvidia-smi shows it)"
+        ) from None
+
+
+class Recording(NamedTuple):
+    """What a session recorded. external: external id by correlation id. faults: what may be
+    missing, line by line."""
+
+    rows: list[Activity]
+    external: dict[int, int]
+    clock: Clock
+    faults: list[str]
+
+
+class Session:
+    """CUPTI attached, from construction to `close` or `take`. Raises Unavailable."""
+
+    def __init__(self, cupti: Any):
+        self._cupti = cupti
+        self._rows: list[Activity] = []
+        self._external: dict[int, int] = {}
+        self._failures: list[str] = []
+        self._enabled: list[Any] = []
+        self._depth = 0
+        self._names: dict[tuple[str, int], str] = {}
+        kinds = cupti.ActivityKind
+        self._kinds = {int(getattr(kinds, name)): row for name, row in KINDS.items()}
+        self._external_kind = int(getattr(kinds, EXTERNAL))
+        self._tag = cupti.ExternalCorrelationKind.CUSTOM0
+        self._subscriber: Any = None
+        params = cupti.SubscriberParams()
+        params.struct_size = cupti.SUBSCRIBER_PARAMS_SIZE
+        params.subscriber_name = "workbench"
+        with _answered(cupti, "a subscription", params):
+            self._subscriber = cupti.subscribe_v2(_no_callback, None, params.ptr)
+        try:
+            with _answered(cupti, "activity records"):
+                cupti.activity_register_callbacks(_give_buffer, self._completed)
+                for kind in (*self._kinds, self._external_kind):
+                    cupti.activity_enable(kind)
+                    self._enabled.append(kind)
+                self._first = read_clocks(cupti.get_timestamp)
+        except BaseException:
+            self.close()
+            raise
+
+    def push(self, number: int) -> None:
+        """What the calling thread issues from now on belongs to `number`, until `pop`."""
+        self._cupti.activity_push_external_correlation_id(self._tag, number)
+        self._depth += 1
+
+    def pop(self) -> None:
+        self._depth -= 1
+        self._cupti.activity_pop_external_correlation_id(self._tag)
+
+    def take(self) -> Recording:
+        """Everything recorded, and lets go of CUPTI. The device must be idle. Never raises: what
+        fails is among the faults."""
+        cupti, faults = self._cupti, list[str]()
+        last = self._first
+        try:
+            with _answered(cupti, "the end of a window"):
+                last = read_clocks(cupti.get_timestamp)
+                cupti.activity_flush_all(0)
+                # buffers that hold a record without its end are kept back by the first
+                cupti.activity_flush_all(int(cupti.ActivityFlag.FLUSH_FORCED))
+                dropped = ctypes.c_size_t(0)
+                cupti.activity_get_num_dropped_records(0, 0, ctypes.addressof(dropped))
+                if dropped.value:
+                    faults.append(f"{dropped.value} records dropped for want of buffers")
+        except Unavailable as error:
+            faults.append(str(error))
+        self.close()
+        faults += self._failures
+        rows = [self._named(row) for row in self._rows]
+        return Recording(rows, self._external, Clock(self._first, last), faults)
+
+    def close(self) -> None:
+        """Detaches. What cannot be detached any more is not attached."""
+        cupti = self._cupti
+        gone = (cupti.cuptiError, RuntimeError)
+        while self._depth:  # commands that an interrupt cut short
+            with contextlib.suppress(*gone):
+                self.pop()
+        while self._enabled:
+            with contextlib.suppress(*gone):
+                cupti.activity_disable(self._enabled.pop())
+        if self._subscriber is not None:
+            subscriber, self._subscriber = self._subscriber, None
+            with contextlib.suppress(*gone):
+                cupti.unsubscribe(subscriber)
+
+    def _completed(self, activities: list) -> None:
+        """CUPTI hands a buffer back. Its records are views of the buffer and go with it, so they
+        are taken apart at once, without calling CUPTI; nothing may be raised into it."""
+        try:
+            for activity in activities:
+                kind = int(activity.kind)
+                if kind == self._external_kind:
+                    self._external[int(activity.correlation_id)] = int(activity.external_id)
+                elif kind in self._kinds:
+                    self._rows.append(_row(self._kinds[kind], activity))
+        except Exception as error:
+            self._failures.append(f"a buffer of records was lost ({error!r})")
+
+    def _named(self, row: Activity) -> Activity:
+        """A call or a synchronization by its name; until here it has a number."""
+        if row.kind not in (DRIVER, RUNTIME, SYNC):
+            return row
+        key = row.kind, int(row.name)
+        if key not in self._names:
+            cupti, (kind, number) = self._cupti, key
+            if kind == SYNC:
+                name = cupti.ActivitySynchronizationType(number).name.lower().replace("_", " ")
+            else:
+                domains = cupti.CallbackDomain
+                domain = domains.DRIVER_API if kind == DRIVER else domains.RUNTIME_API
+                name = str(cupti.get_callback_name(domain, number))
+            self._names[key] = name
+        return row._replace(name=self._names[key])
+
+
+def _row(kind: str, activity: Any) -> Activity:
+    """Asks for fields and not for types, which change with the version (Kernel10, Kernel12)."""
+    a, stream, nbytes, device, node = activity, -1, 0, 0, 0
+    dims: tuple[int, ...] = ()
+    match kind:
+        case "driver" | "runtime":
+            name = str(int(a.cbid))
+        case "sync":
+            name, stream = str(int(a.type)), int(a.stream_id)
+        case "kernel":
+            name, stream, device = str(a.name), int(a.stream_id), int(a.device_id)
+            node = int(a.graph_node_id)
+            sizes = a.grid_x, a.grid_y, a.grid_z, a.block_x, a.block_y, a.block_z
+            dims = tuple(map(int, sizes))
+        case _:
+            name, stream, device = kind, int(a.stream_id), int(a.device_id)
+            nbytes, node = int(a.bytes), int(a.graph_node_id)
+    return Activity(
+        kind, name, int(a.start), int(a.end), int(a.correlation_id), stream, nbytes, device, node,
+        dims,
+    )  # fmt: skip
+
+
+def _give_buffer() -> tuple[int, int]:
+    """Bytes of a buffer, and the most records it may hold (0: as many as fit)."""
+    return BUFFER_BYTES, 0
+
+
+def _no_callback(*_: Any) -> None:
+    """A subscriber must have one; no domain of callbacks is enabled."""
+
+
+# the recorder -------------------------------------------------------------------------------------
+
+
+class CuptiRecorder(WindowRecorder):
+    """Host spans as ever; device spans, and spans of calls, from CUPTI.
+
+    engine: for `backend.kernels_of(node)`, what a device issues for a node, and `synchronize()`.
+    Where CUPTI cannot be attached when a window begins, that window's device spans come from the
+    backend's marks; `fallback` says why.
+    """
+
+    marks = False
+
+    def __init__(
+        self,
+        cupti: Any,
+        engine: Engine,
+        window: tuple[int, int] | None = None,
+        nvtx: bool = True,
+    ):
+        super().__init__(window, nvtx)
+        self._cupti, self._synchronize = cupti, engine.synchronize
+        self._kernels_of = engine.backend.kernels_of
+        self._session: Session | None = None
+        self._programs: dict[int, Any] = {}
+        self._issued: dict[int, correlate.CommandKey] = {}
+        self._replayed: dict[correlate.CommandKey, Sequence[int] | None] = {}
+        self._n_ids = 0
+        self._steps: list[int] = []
+
+    @contextmanager
+    def span(self, name: str, category: str, **args: Any) -> Iterator[None]:
+        traced = category == "step" and self.wants(args["step"])
+        if traced:
+            self._open_window()
+        try:
+            with super().span(name, category, **args):
+                yield
+        finally:
+            if traced:
+                self._steps.append(args["step"])
+                if len(self._steps) == WINDOW_STEPS or not self.wants(args["step"] + 1):
+                    self.close_window()
+
+    def begin(self, name: str) -> Any:
+        super().begin(name)
+        if self._session is None:
+            return None
+        self._n_ids += 1
+        self._session.push(self._n_ids)
+        return self._n_ids
+
+    def end(
+        self, handle: Any, name: str, category: str, start_ns: int, args: dict[str, Any]
+    ) -> None:
+        super().end(handle, name, category, start_ns, args)
+        if handle is not None and self._session is not None:
+            self._session.pop()
+            if "index" in args:
+                self._issued[handle] = args["step"], args["index"]
+
+    def add(
+        self, name: str, category: str, lane: str, start_ns: int, end_ns: int, **args: Any
+    ) -> None:
+        if category != "device" or self.marks:  # else CUPTI has better ones
+            super().add(name, category, lane, start_ns, end_ns, **args)
+
+    def runs(self, program: Any, step: int) -> None:
+        super().runs(program, step)
+        if self.wants(step):
+            self._programs[step] = program
+
+    def replayed(self, step: int, index: int, nodes: Sequence[int] | None) -> None:
+        if self._session is not None:
+            self._replayed[step, index] = nodes
+
+    def _open_window(self) -> None:
+        if self._session is not None:
+            return
+        self._synchronize()  # of a step before the window: none of its commands
+        try:
+            self._session = Session(self._cupti)
+            self.marks = False
+            self._synchronize()  # the first call to the driver takes CUPTI's milliseconds to attach
+        except Unavailable as error:
+            self.fallback, self.marks = str(error), True
+
+    def close_window(self) -> None:
+        """Takes what was recorded since the window was opened, and lets go of CUPTI. Without an
+        open window nothing happens."""
+        session, self._session = self._session, None
+        steps, self._steps = tuple(self._steps), []
+        programs, self._programs = self._programs, {}
+        issued, self._issued = self._issued, {}
+        replayed, self._replayed = self._replayed, {}
+        if session is None:
+            return
+        faults = []
+        try:
+            self._synchronize()
+        except WorkbenchError as error:  # said where it is waited for; here it is a reason
+            faults.append(str(error))
+        recording = session.take()
+        matched = correlate.match(
+            recording.rows, recording.external, issued, programs, self._kernels_of,
+            recording.clock.to_host, replayed,
+        )  # fmt: skip
+        self.spans += matched.spans
+        untold = sorted(set(steps) - programs.keys())
+        faults += [f"the program of step {step} is unknown" for step in untold[:1]]
+        faults += recording.faults + matched.faults
+        error_ns = max(recording.clock.error_ns, matched.early_ns)
+        missing, n_records = "; ".join(faults), len(recording.rows)
+        self.windows.append(Window(steps, missing, error_ns, n_records, matched.n_named))

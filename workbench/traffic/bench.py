@@ -1,0 +1,325 @@
+"""`workbench serve-bench`: requests under load, setting after setting, and what they saw.
+
+The run folder (kind `serve`) has an arm for each setting, as `concurrency=8` or `rate=4`. In
+`samples.parquet` a repetition is a request. Its first row is the prompt, and its `ns` the time to
+the first token, counted from when the request was due. Each further row is a streamed chunk, and
+its `ns` the gap before it. An answer that is not streamed is one row. A request without any token
+has none. Beside it stands `requests.parquet`, a row per request that started:
+
+    run_id string, arm string, request int64, n_prompt, n_wanted, n_made int64 (tokens),
+    due_ns, sent_ns, end_ns int64 (from the beginning of the setting),
+    status string (a word of `records`), finish string, why string
+
+`n_made` is the server's own count. A chunk's `n_tokens` is 1, though it may hold several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from workbench.benchmarks.runs import provenance, results
+from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
+from workbench.benchmarks.runs.results import REQUESTS
+from workbench.common.checkout import UNKNOWN
+from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.output import check_folder
+from workbench.common.progress import bar
+from workbench.common.tables import Table, markdown, terminal_columns, to_html
+from workbench.engine.slots.asks import Totals
+from workbench.traffic.latency import COLUMNS, Figures, Served, Slo, figures, warnings
+from workbench.traffic.load import CLOSED, Arrivals, Lengths, Load, draw, lengths
+from workbench.traffic.records import OK, RequestRecord, Spent
+from workbench.traffic.summary import table_of
+from workbench.traffic.targets import Asking, LoadTarget
+
+ASKING = Asking()
+NOT_TOLD: Mapping[str, float] = MappingProxyType({})
+COUNTED = ("n_steps", "n_prompt_tokens", "n_made_tokens", "step_s", "sampling_s")  # of Totals
+
+
+class BenchSpec(NamedTuple):
+    """What is sent in every setting. ids: (k,) int32, what prompts are made of. n_warm_up: requests
+    that go before each setting and are not counted. most_s: of each setting. parallel: requests the
+    server has at once, where that is known."""
+
+    n_prompt: Lengths
+    n_gen: Lengths
+    ids: np.ndarray
+    n_requests: int = 100
+    n_warm_up: int = 1
+    n_shared: int = 0
+    seed: int = 0
+    most_s: float = math.inf
+    slo: Slo | None = None
+    asking: Asking = ASKING
+    parallel: int | None = None
+
+    @classmethod
+    def of(cls, n_prompt: str, n_gen: str, ids: np.ndarray, **more: Any) -> BenchSpec:
+        """Lengths as they are typed: `of("1024", "uniform:16-512", np.arange(100, 10_000))`."""
+        return cls(lengths("n_prompt", n_prompt), lengths("n_gen", n_gen), ids, **more)
+
+    @property
+    def name(self) -> str:
+        """Of the test: `pp1024+tg128` where both lengths are fixed."""
+        if self.n_prompt.low == self.n_prompt.high and self.n_gen.low == self.n_gen.high:
+            return f"pp{self.n_prompt.low}+tg{self.n_gen.low}"
+        return f"{self.n_prompt}/{self.n_gen}"
+
+    def check(self) -> None:
+        """Raises UsageError for an objective that whole answers do not show."""
+        slo = self.slo
+        if slo is not None and not self.asking.streamed and min(slo.ttft, slo.tpot) < math.inf:
+            raise UsageError("whole answers show no TTFT and no TPOT; use e2e, or stream")
+
+    def load(self, arriving: Arrivals, row: int, n: int | None = None) -> Load:
+        """Of n requests, n_requests by default. Raises UsageError as `load.draw`."""
+        return draw(
+            arriving, self.n_requests if n is None else n, self.n_prompt, self.n_gen, self.ids,
+            n_shared=self.n_shared, seed=self.seed, row=row,
+        )  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """As run.json has it."""
+        made = self._asdict() | {"n_prompt": str(self.n_prompt), "n_gen": str(self.n_gen)}
+        made |= {"n_ids": len(self.ids), "asking": self.asking._asdict()}
+        made |= {"slo": None if self.slo is None else self.slo._asdict()}
+        return {name: value for name, value in made.items() if name != "ids"}
+
+
+class ServedRow(NamedTuple):
+    """A setting and its figures (`latency.figures`). client: what the client took, where it is a
+    process of its own: us_per_chunk, us_per_request, busy (the share of a core), processes.
+    engine: what the engine counted, where it says so (`engine_figures`)."""
+
+    setting: Arrivals
+    n_requests: int
+    figures: Figures
+    client: dict[str, float]
+    engine: Mapping[str, float] = NOT_TOLD
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader of the figures must know, a sentence each."""
+        return warnings(self.figures, self.n_requests, self.client.get("busy"))
+
+
+class ServeBench(NamedTuple):
+    """What was measured. run: as in run.json."""
+
+    rows: list[ServedRow]
+    run: dict[str, Any]
+
+    @property
+    def interrupted(self) -> bool:
+        return bool(self.run["status"] == results.INTERRUPTED)
+
+    def table(self) -> Table:
+        """A row for each setting."""
+        return table_of([(row.setting.name, row.figures) for row in self.rows])
+
+    def __repr__(self) -> str:
+        return markdown(self.table(), terminal_columns())
+
+    def _repr_html_(self) -> str:
+        return to_html(self.table())
+
+
+def serve_bench(
+    target: LoadTarget,
+    settings: Sequence[Arrivals],
+    spec: BenchSpec,
+    *,
+    about: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    on_row: Callable[[ServedRow], None] | None = None,
+) -> ServeBench:
+    """Offers `target` the load of each setting, one after another.
+
+    about: `model` and `engine` of run.json, as far as they are known. out: a run folder to write.
+    on_row(row) is called as soon as a setting is done. Ctrl-C ends the measuring: requests that
+    have ended are kept, saved and returned, marked interrupted; with none it is raised.
+    Raises UsageError for no setting and for a folder that is there already. Raises WorkbenchError
+    where no warm-up request ends well, or the target cannot be used.
+    """
+    settings = list(dict.fromkeys(settings))
+    if not settings:
+        raise UsageError("there is no setting to measure; give a rate or a concurrency")
+    spec.check()
+    if out is not None:
+        check_folder(out, new=True)
+    folder = Path(out) if out is not None else results.new_run_folder(name="serve")
+    run = _new_run(spec, settings, folder.name, about or {})
+    record = _Recording(run, Path(out) if out is not None else None, spec)
+    with kept(record.draft):
+        for row, setting in enumerate(settings):
+            _warm_up(target, spec, setting, len(settings) + row)
+            before = target.totals
+            record.begin(setting)
+            load = spec.load(setting, row)
+            try:
+                offered = target.offer(load, spec.asking, spec.most_s)
+                with bar(setting.name, load.n, "requests") as left, closing(offered):
+                    for records in offered:
+                        record.add(records)
+                        left.update(len(records))
+            finally:
+                record.end(target.spent, engine_figures(before, target.totals))
+            if on_row is not None:
+                on_row(record.rows[-1])
+            record.draft.checkpoint()
+    return ServeBench(record.rows, run)
+
+
+def _warm_up(target: LoadTarget, spec: BenchSpec, setting: Arrivals, row: int) -> None:
+    """Sends requests that nobody counts; raises WorkbenchError where none of them ends well."""
+    if not spec.n_warm_up:
+        return
+    together = min(spec.n_warm_up, setting.in_flight or spec.n_warm_up)
+    load = spec.load(Arrivals(CLOSED, together), row, spec.n_warm_up)
+    records = [r for part in target.offer(load, spec.asking, spec.most_s) for r in part]
+    if not any(r.status == OK for r in records):
+        why = f"{records[0].status}: {records[0].why}" if records else "none started"
+        raise WorkbenchError(f"no warm-up request ended well ({why}); mend that first")
+
+
+def _new_run(
+    spec: BenchSpec, settings: Sequence[Arrivals], name: str, about: Mapping[str, Any]
+) -> dict[str, Any]:
+    unknown = {"model": {"name": None, "quant": None}, "engine": {"device": UNKNOWN}}
+    found = provenance.collect() | unknown | dict(about)
+    arms = [new_arm(setting.name, {}) for setting in settings]
+    made = new_run("serve", name, name, found, arms, [spec.name], spec.n_requests, spec.seed)
+    made["result"] |= {
+        "spec": finite(spec.to_dict()),
+        "settings": [finite(setting._asdict()) for setting in settings],
+        "client": {},
+        "engine": {},
+        "figures": {},
+    }
+    return made
+
+
+class _Recording:
+    """The run as it grows: what finished settings left, and the records of the next."""
+
+    def __init__(self, run: dict[str, Any], out: Path | None, spec: BenchSpec):
+        self.draft = Draft(run, out, self._tables, new=True)
+        self.rows: list[ServedRow] = []
+        self._run, self._spec = run, spec
+        self._frames: list[pd.DataFrame] = []
+        self._records: list[RequestRecord] = []
+        self._setting = Arrivals(CLOSED, 1)
+
+    def begin(self, setting: Arrivals) -> None:
+        self._setting, self._records = setting, []
+
+    def add(self, records: list[RequestRecord]) -> None:
+        self._records += records
+
+    def end(self, spent: Sequence[Spent], engine: dict[str, float]) -> None:
+        """Nothing more comes of this setting. engine: what the engine counted in it."""
+        if not self._records:
+            return
+        spec, arm = self._spec, self._setting.name
+        served = Served.of(self._records, spec.asking.streamed)
+        client = client_figures(spent, len(self._records))
+        found = figures(served, spec.slo, self._setting.in_flight or spec.parallel)
+        self.rows.append(ServedRow(self._setting, spec.n_requests, found, client, engine))
+        self._run["result"]["client"][arm] = client
+        self._run["result"]["engine"][arm] = engine
+        self._run["result"]["figures"][arm] = finite(found)
+        self._frames.append(served.requests.assign(run_id=self._run["run_id"], arm=arm))
+        rows = served.requests[["request", "due_ns", "n_prompt"]].itertuples(index=False)
+        for (request, due, n_prompt), times in zip(rows, served.times, strict=True):
+            if len(times):
+                gaps, n_tokens = np.diff(times, prepend=due), np.ones(len(times), np.int64)
+                n_tokens[0] = n_prompt
+                self.draft.samples.add(arm, False, spec.name, int(request), gaps, n_tokens)
+
+    def _tables(self) -> dict[str, pd.DataFrame]:
+        columns = ["run_id", "arm", *COLUMNS]
+        empty = pd.DataFrame(columns=columns)
+        frame = pd.concat(self._frames, ignore_index=True) if self._frames else empty
+        return {REQUESTS: frame[columns]}
+
+
+def client_figures(spent: Sequence[Spent], n_requests: int) -> dict[str, float]:
+    """What the client processes took for a chunk and for a request, us of processor, each as if it
+    were all they did; empty where there are none."""
+    if not spent:
+        return {}
+    cpu_us, n_chunks = sum(s.cpu_s for s in spent) * 1e6, sum(s.n_chunks for s in spent)
+    return {
+        "us_per_chunk": cpu_us / max(n_chunks, 1),
+        "us_per_request": cpu_us / max(n_requests, 1),
+        "busy": max(s.cpu_s / max(s.wall_s, 1e-9) for s in spent),
+        "processes": len(spent),
+    }
+
+
+def engine_figures(before: Totals | None, after: Totals | None) -> dict[str, float]:
+    """What the engine counted in between: n_steps, tokens of prompts (those found in the cache
+    left out) and tokens made; step_s, the time of its steps, and sampling_s, of its draws. Empty
+    where the engine does not say."""
+    if after is None:
+        return {}
+    begun = dict.fromkeys(COUNTED, 0) if before is None else before._asdict()
+    return {name: value - begun[name] for name, value in after._asdict().items() if name in COUNTED}
+
+
+def finite(value: Any) -> Any:
+    """The same with None for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def load_served(folder: str | Path, slo: Slo | None = None) -> ServeBench:
+    """A run folder, its figures computed again from its requests and samples.
+
+    slo: another objective than the run's own. Raises UsageError where the folder is no such run.
+    """
+    found = results.load_run(folder)
+    if found.run["kind"] != "serve":
+        raise UsageError(f"{folder} is a run of kind {found.run['kind']!r}, not of serve-bench")
+    try:
+        found, (requests,) = results.load_tables(folder, REQUESTS)
+        spec, result = found.run["result"]["spec"], found.run["result"]
+        if slo is None and spec["slo"] is not None:
+            slo = Slo(**{name: limit for name, limit in spec["slo"].items() if limit is not None})
+        streamed = bool(spec["asking"]["streamed"])
+        rows = []
+        for one in result["settings"]:
+            value = math.inf if one["value"] is None else one["value"]
+            setting = Arrivals(one["kind"], value)
+            of_arm = requests[requests["arm"] == setting.name].reset_index(drop=True)
+            if of_arm.empty:
+                continue
+            times = _times(of_arm, found.samples[found.samples["arm"] == setting.name])
+            served = Served(of_arm[list(COLUMNS)], times, streamed)
+            made = figures(served, slo, setting.in_flight or spec["parallel"])
+            client = result["client"].get(setting.name, {})
+            engine = result.get("engine", {}).get(setting.name, {})  # older runs have none
+            rows.append(ServedRow(setting, int(spec["n_requests"]), made, client, engine))
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{folder} is a damaged run of serve-bench: {error!r}") from error
+    return ServeBench(rows, found.run)
+
+
+def _times(requests: pd.DataFrame, samples: pd.DataFrame) -> list[np.ndarray]:
+    """When each request's tokens came, from the gaps between them."""
+    by = {int(str(k)): part["ns"].to_numpy() for k, part in samples.groupby("repetition")}
+    none = np.empty(0, np.int64)
+    return [
+        due + np.cumsum(by.get(request, none))
+        for request, due in zip(requests["request"], requests["due_ns"], strict=True)
+    ]

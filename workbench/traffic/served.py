@@ -1,0 +1,233 @@
+"""One call for a load: on an engine of this process, an engine process, or a server.
+
+`reached` starts what a load is offered to and stops it afterwards; `serve_bench` measures there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from workbench.benchmarks.runs import provenance
+from workbench.common.errors import WorkbenchError
+from workbench.engine.engine import Engine
+from workbench.model.gguf.inspect import summary
+from workbench.server.serving import serving
+from workbench.server.wire.messages import Finish
+from workbench.server.wire.worker import OwnEngine, WorkerSettings, start
+from workbench.traffic import bench, load
+from workbench.traffic.bench import BenchSpec, ServeBench, ServedRow
+from workbench.traffic.latency import Slo
+from workbench.traffic.targets import LoadTarget, over_http, over_pipe, without_proxy
+
+# a thread of the server waits for the end of its standard input, which ends with this process,
+# even where that is killed
+ENDS_WITH_US = (
+    "import os, signal, threading; threading.Thread(daemon=True, target=lambda: "
+    "os.read(0, 1) or os.kill(os.getpid(), signal.SIGTERM)).start()"
+)
+POLL_S, STOP_S, END_S = 0.1, 30.0, 60.0
+BEGIN_S = 900.0  # a large model comes from a slow disk
+
+
+class ServeCommand(NamedTuple):
+    """`workbench serve` on a free port of this machine.
+
+    device: what run.json says; the server's own is among the flags.
+    flags: of its engine, as they are typed.
+    begin_s: how long it may take until it is healthy.
+    """
+
+    model: Path
+    n_slots: int
+    device: str
+    flags: tuple[str, ...] = ()
+    begin_s: float = BEGIN_S
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["-m", str(self.model), "--slots", str(self.n_slots), *self.flags]
+
+
+Served = Engine | WorkerSettings | ServeCommand | LoadTarget | str
+
+
+@contextmanager
+def reached(
+    served: Served, n_slots: int = 8, *, model_id: str | None = None, key: str | None = None,
+    processes: int = 1, say: Callable[[str], None] = lambda line: None,
+) -> Iterator[LoadTarget]:  # fmt: skip
+    """A target for loads. What is started for it is stopped at the end of the body.
+
+    served: an engine, which this process then serves with; or what an engine process or a server is
+    started with; or the address of a server that runs; or a target.
+    n_slots: of an engine, requests served together.
+    model_id, key, processes: of what goes over HTTP, as `over_http` has them.
+    say: takes a line for the eye where a server is started.
+    Raises WorkbenchError where what is started ends before it is ready, or the address is none.
+    """
+    if isinstance(served, LoadTarget):
+        yield served
+    elif isinstance(served, Engine):
+        target, found = over_pipe(OwnEngine(served, n_slots)), provenance.collect(served)
+        engine = {"toggles": served.toggles.to_dict(), "slots": n_slots}
+        target.about = {"model": found["model"], "engine": found["engine"] | engine}
+        yield target
+    elif isinstance(served, WorkerSettings):
+        with _engine_process(served) as target:
+            toggles = serving(served.config.device, served.toggles)
+            target.about["model"] = model_facts(served.model)
+            target.about["engine"] |= {
+                "toggles": {"preset": toggles.name} | toggles.changes, "slots": served.n_slots,
+            }  # fmt: skip
+            yield target
+    elif isinstance(served, ServeCommand):
+        facts = model_facts(served.model)
+        say(f"{served.model} is loaded by a server with {served.n_slots} slots")
+        with _server(served) as url:
+            target = over_http(url, model_id, key, processes)
+            engine = {"device": served.device, "command": ["serve", *served.arguments]}
+            target.about, target.n_slots = {"model": facts, "engine": engine}, served.n_slots
+            yield target
+    else:
+        yield over_http(served, model_id, key, processes)
+
+
+@contextmanager
+def _engine_process(settings: WorkerSettings) -> Iterator[LoadTarget]:
+    """An engine process of its own, as a server has it, reached over its pipe."""
+    (pipe,), process = start(settings)
+    try:
+        yield over_pipe(pipe)
+        pipe.send(Finish())
+    finally:
+        pipe.close()
+        process.join(END_S)
+        if process.is_alive():
+            process.terminate()
+            process.join()
+
+
+@contextmanager
+def _server(command: ServeCommand) -> Iterator[str]:
+    """The address of a server, once it is healthy.
+
+    Raises WorkbenchError where the server ends before it is healthy, with its last line, or takes
+    longer than command.begin_s.
+    """
+    with socket.socket() as found:  # a port that nobody listens on now
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    with tempfile.TemporaryFile() as log:
+        child = begin_server([*command.arguments, "--port", str(port)], log)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait(url, child, log, time.monotonic() + command.begin_s)
+            yield url
+        finally:
+            _stop(child)
+
+
+def begin_server(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """`workbench serve`. A session of its own keeps Ctrl-C from it: it is stopped when the
+    measuring has ended."""
+    code = f"{ENDS_WITH_US}; from workbench.cli import main; main({['serve', *arguments]!r})"
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"],
+        stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+    )  # fmt: skip
+
+
+def _wait(url: str, child: subprocess.Popen[bytes], log: IO[bytes], until: float) -> None:
+    while not is_healthy(url):
+        if child.poll() is not None:
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            said = lines[-1].removeprefix("error: ") if lines else f"status {child.returncode}"
+            raise WorkbenchError(f"the server did not begin: {said}")
+        if time.monotonic() > until:
+            raise WorkbenchError(f"{url}/health does not answer; begin the server, and give --url")
+        time.sleep(POLL_S)
+
+
+def is_healthy(url: str) -> bool:
+    """Whether a server takes requests."""
+    try:
+        with without_proxy().open(f"{url}/health", timeout=10) as answer:
+            return bool(answer.status == 200)
+    except OSError:  # nobody listens yet, or 503 while the model is loaded
+        return False
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """Asks it to end, and ends it with all its processes where it does not."""
+    child.terminate()
+    try:
+        child.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)  # the session is its own
+        child.wait()
+    if child.stdin is not None:
+        child.stdin.close()
+
+
+def model_facts(path: str | Path) -> dict[str, Any]:
+    """`model` of run.json, as far as the file says it."""
+    found = summary(path)
+    return {
+        "file": Path(path).name,
+        "hash": found.hash,
+        "architecture": found.architecture,
+        "name": found.name,
+        "quant": found.types[0].dtype if found.types else None,
+        "n_params": found.parameters,
+        "file_bytes": found.file_bytes,
+        "weight_bytes_per_token": found.weight_bytes_per_token,
+    }
+
+
+def serve_bench(
+    served: Served,
+    *,
+    slots: int = 8,
+    concurrency: str | None = None,
+    rate: str | None = None,
+    arrivals: str = load.POISSON,
+    n_prompt: str = "1024",
+    n_gen: str = "128",
+    n_requests: int = 100,
+    seed: int = 0,
+    slo: str | None = None,
+    out: str | Path | None = None,
+    on_row: Callable[[ServedRow], None] | None = None,
+    **asked: Any,
+) -> ServeBench:
+    """Offers the load of each setting, one after another, and times every token.
+
+    served, slots: where, as `reached` has them: an engine, an engine process, a server.
+    concurrency: `"1,8,32"` requests in flight.
+    rate: requests a second, as `"2,inf"`.
+    arrivals: how these come, `"poisson"` or `"constant"`.
+    n_prompt, n_gen: tokens of a request, as `"1024"`, `"uniform:16-512"` or `"rng-0-512"`.
+    slo: what goodput counts, as `"ttft:200ms,tpot:30ms"`.
+    out: a run folder.
+    asked: more of `BenchSpec`. See `bench.serve_bench` for Ctrl-C, and what is raised.
+    """
+    settings = load.arrivals(arrivals, rate, concurrency)
+    with reached(served, slots) as target:
+        spec = BenchSpec.of(
+            n_prompt, n_gen, load.id_range(None, target.n_vocab), n_requests=n_requests, seed=seed,
+            slo=None if slo is None else Slo.of(slo), parallel=target.n_slots, **asked,
+        )  # fmt: skip
+        return bench.serve_bench(
+            target, settings, spec, about=target.about, out=out, on_row=on_row
+        )  # fmt: skip
