@@ -45,17 +45,17 @@ WORDS = [
          names=("in_place",)),  # an adverb: where it lies already
     Word("plan plans planned", "a captured device graph with its policy", "layout, grid, matrix",
          ("backend/", "config/", "engine/", "program/check/", "program/events.py",
-          "program/plans.py", "trace/")),
+          "program/plans.py", "trace/", "answers/")),
     Word("turn turns", "which of a ring's copies a step takes", "period, behind, each",
          (*RINGS, "program/sync_modes.py")),
     Word("slot slots", "a server's seat for a sequence", "entry",
-         ("config/", "engine/slots/seats.py", "engine/slots/slots.py", "serve/",
-          "cli/serve")),
+         ("config/", "engine/slots/", "server/", "traffic/", "cli/serve", "answers/")),
     Word("lane lanes", "a row of a timeline", "worker, element", TIMELINES),
     Word("splitk", "nothing", "kv_parts, k_parts"),
     Word("split splits", "what one backend computes of the graph", "k_parts, warps_per_row",
          ("backend/issue/prepared.py", "backend/issue/bind.py", "backend/plan/life.py",
-          "benchmarks/", "config/", "engine/", "program/", "report/", "trace/")),
+          "benchmarks/", "config/", "engine/", "program/", "report/", "trace/",
+          "answers/")),
     Word("segment segments", "host calls, or the work of a device split", "part",
          ("backend/issue/prepared.py", "engine/look/watch.py",
           "backend/cuda/")),  # there a struct of the kernels: the rows of one of several products
@@ -114,11 +114,11 @@ def test_a_word_in_a_name_has_one_meaning(word):
 
 
 def test_a_run_is_a_folder_with_its_samples():
-    """So a class called Run stands in `bench`."""
+    """So a class called Run stands in `benchmarks`."""
     runs = [
         f"workbench/{path}:{node.lineno}: {node.name}"
         for path, tree in files().items()
-        if not path.startswith("bench/")
+        if not path.startswith("benchmarks/")
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and "run" in words_of(node.name)
     ]

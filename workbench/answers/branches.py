@@ -82,7 +82,7 @@ def overlap_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int = 16) 
     )
 
 
-class _Step:
+class _ForkedStep:
     """A token's nodes on the device, on their streams, and what the arena is told of them."""
 
     def __init__(self, engine: Any, toggles: Toggles):
@@ -110,7 +110,7 @@ def layer_frames(
     engine: Any, toggles: Toggles, layer: int, lifetimes: tuple[str, ...] = LIFETIMES
 ) -> dict[str, pd.DataFrame]:
     """For `plots.lifetimes`: what a layer makes, with each of these lifetimes."""
-    step = _Step(engine, toggles)
+    step = _ForkedStep(engine, toggles)
     nodes = step.branches.nodes
     inside = {i for i, node in enumerate(nodes) if node.layer == layer}
     frames = {}
@@ -140,7 +140,7 @@ def lifetimes_table(unsafe: Any, toggles: Toggles) -> pd.DataFrame:
     """What each of the lifetimes needs, and what finds it wrong. unsafe: an engine that runs what
     races."""
     rows = []
-    step = _Step(unsafe, toggles)
+    step = _ForkedStep(unsafe, toggles)
     for value in LIFETIMES:
         found = step.layout(value)
         pairs = overwritten(found, step.branches)
