@@ -191,7 +191,7 @@ def test_a_panel_that_could_never_run_is_refused(engine):
 def test_without_ipywidgets_the_panel_says_what_to_install(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     monkeypatch.delitem(sys.modules, "workbench.lab.widgets")
-    with pytest.raises(UsageError, match=r"pip install 'workbench\[lab\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'token-workbench\[lab\]'"):
         wb.lab.panel(engine)
 
 

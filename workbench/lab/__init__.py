@@ -46,6 +46,6 @@ def panel(
         if error.name != "ipywidgets":
             raise
         raise UsageError(
-            "the panel needs ipywidgets, which is not installed; pip install 'workbench[lab]'"
+            "the panel needs ipywidgets, which is not installed; pip install 'token-workbench[lab]'"
         ) from error
     return Panel(engine, workload, rounds, seed, baseline)
