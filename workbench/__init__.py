@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from workbench.config import Toggles as Toggles
     from workbench.engine.cache.visits import kv_visits as kv_visits
     from workbench.engine.engine import Engine as Engine
+    from workbench.jupyter import lab as lab
     from workbench.model.sampler import Sampling as Sampling
     from workbench.trace.profile import profile as profile
     from workbench.traffic.served import serve_bench as serve_bench
@@ -26,6 +27,7 @@ _LAZY = {
     "ab": "workbench.benchmarks.compare.ab",
     "compare": "workbench.benchmarks.compare.compare",
     "kv_visits": "workbench.engine.cache.visits",
+    "lab": "workbench.jupyter",
     "new_run_folder": "workbench.benchmarks.runs.results",
     "profile": "workbench.trace.profile",
     "runs": "workbench.benchmarks.runs.results",
@@ -36,26 +38,24 @@ __all__ = list(_LAZY)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "lab":  # a package of its own, and not a name in one
-        return importlib.import_module("workbench.lab")
     if name not in _LAZY:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "lab"})
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
 
 
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext workbench`: adds the magic `%%wb_profile`."""
-    from workbench.lab import magics
+    from workbench.jupyter import magics
 
     magics.load(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """`%unload_ext workbench`: takes it away again."""
-    from workbench.lab import magics
+    from workbench.jupyter import magics
 
     magics.unload(shell)

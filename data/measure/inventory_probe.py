@@ -53,7 +53,7 @@ def names() -> Iterator[str]:
                 yield from parameters(f"{name}.{member}", inspect.getattr_static(value, member))
         else:
             yield from parameters(name, value)
-    lab = workbench.lab
+    lab = workbench.jupyter
     for name in getattr(lab, "__all__", [n for n in dir(lab) if not n.startswith("_")]):
         yield f"lab.{name}"
 

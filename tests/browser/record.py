@@ -23,7 +23,7 @@ from tests.browser import lab
 
 RESULTS = lab.ROOT / "data" / "results" / "browser-test.json"
 PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "selenium")
-SOURCES = ("workbench/lab/*.py", "workbench/engine/exclusive.py", "tests/browser/*.py")
+SOURCES = ("workbench/jupyter/*.py", "workbench/engine/exclusive.py", "tests/browser/*.py")
 
 
 def source_hash() -> str:

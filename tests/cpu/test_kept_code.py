@@ -190,7 +190,7 @@ def test_what_writes_the_code_of_an_operation_matters(monkeypatch):
 
 def test_a_new_process_finds_all_in_the_cache_and_writes_nothing_beside_the_source(tmp_path):
     code = (
-        "import numpy as np; from workbench.backend.cpu import op_table, sampling;"
+        "import numpy as np; from workbench.backend.cpu.kernels import op_table, sampling;"
         "op_table.kernel(('add',)); from workbench.backend import compiled;"
         "print(compiled.so_far().n)"
     )

@@ -16,7 +16,7 @@ from workbench.common.errors import UsageError
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles
 from workbench.config.table import ROWS
 from workbench.engine.engine import OPENED, Engine
-from workbench.lab import widgets
+from workbench.jupyter import widgets
 
 
 @pytest.mark.parametrize("statement", ["import workbench", "import workbench as w; w.lab"])
@@ -190,8 +190,8 @@ def test_a_panel_that_could_never_run_is_refused(engine):
 
 def test_without_ipywidgets_the_panel_says_what_to_install(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    monkeypatch.delitem(sys.modules, "workbench.lab.widgets")
-    with pytest.raises(UsageError, match=r"pip install 'token-workbench\[lab\]'"):
+    monkeypatch.delitem(sys.modules, "workbench.jupyter.widgets")
+    with pytest.raises(UsageError, match=r"pip install -e '.\[lab\]' in the checkout"):
         wb.lab.panel(engine)
 
 

@@ -13,7 +13,7 @@ from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
 from workbench.common.errors import UsageError
-from workbench.lab.magics import MOST_DRAWN, CellTrace
+from workbench.jupyter.magics import MOST_DRAWN, CellTrace
 
 PNG = b"\x89PNG"
 

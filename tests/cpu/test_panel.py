@@ -18,7 +18,7 @@ from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.config.presets import preset_names
 from workbench.engine import exclusive
-from workbench.lab import interrupts, pair, widgets
+from workbench.jupyter import interrupts, pair, widgets
 from workbench.report import plots
 from workbench.report.timelines import LOOKS
 

@@ -112,7 +112,7 @@ def test_streams_that_wait_for_an_event_sleep_and_hold_no_worker(one):
 FORKED = """
 import os, signal
 from tests.gates import hold
-from workbench.backend.cpu import loops
+from workbench.backend.cpu.device import loops
 from workbench.backend.cpu.device.embedded import open_backend
 from workbench.common.errors import DeviceError
 device = open_backend(threads=1)

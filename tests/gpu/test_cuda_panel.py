@@ -12,7 +12,7 @@ from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import measuring
-from workbench.lab import pair
+from workbench.jupyter import pair
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import live
 
-PAGE = Path(__file__).resolve().parents[2] / "workbench" / "serve" / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "workbench" / "server" / "README.md"
 N_MADE = 3 * 5 + 7
 
 

@@ -15,7 +15,7 @@ from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.runs import results
 from workbench.config import Toggles
 from workbench.engine.generation import Generation
-from workbench.lab.pair import Pair
+from workbench.jupyter.pair import Pair
 from workbench.trace.profile import Profile
 from workbench.trace.window import WindowRecorder
 

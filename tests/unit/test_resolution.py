@@ -22,7 +22,7 @@ from workbench.benchmarks.compare.stats import (
     verdict,
 )
 from workbench.config import Toggles
-from workbench.lab.pair import Pair
+from workbench.jupyter.pair import Pair
 
 SHARES = st.floats(0.001, 2.0)
 

@@ -17,6 +17,7 @@ import pandas as pd
 
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import interval
+from workbench.common.shipped import shipped
 from workbench.common.tables import Table
 from workbench.config import GraphReuse
 from workbench.engine.look.phases import per_step
@@ -197,8 +198,9 @@ def worth_table(comparison: AB) -> pd.DataFrame:
     )
 
 
-def recorded_verdict(page: str | Path) -> str:
-    """What the page of recorded results says of #8366 at llama.cpp's own build time; empty where
-    that was not measured."""
+def recorded_verdict(page: str | Path | None = None) -> str:
+    """What the page of recorded results says of #8366 at llama.cpp's own build time. Empty where
+    that was not measured. page: by default the page that comes with the package."""
+    page = page or shipped("data/results", "README.md") / "README.md"
     found = VERDICT.search(Path(page).read_text())
     return found[1] if found else ""

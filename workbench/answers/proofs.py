@@ -6,12 +6,14 @@ Programs go in (`Engine.programs`), a frame comes out; `program/check/hazards.py
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from workbench.common.errors import UsageError
+from workbench.common.shipped import shipped
 from workbench.common.tables import Table
 from workbench.config import CopyStream, StepWait, SyncMode, Toggles
 from workbench.program.check import hazards
@@ -107,3 +109,10 @@ def _once_each(kept: Sequence[str]) -> str:
     counted = {what: kept.count(what) for what in dict.fromkeys(kept)}
     said = [what if n == 1 else f"{what} ({n} times)" for what, n in counted.items()]
     return f"enough: {', '.join(said) or 'none'}"
+
+
+def of_record_table() -> Table:
+    """The recorded table of races that were really found in llama.cpp's scheduler, before and after
+    their fix (`data/measure/races_of_record.py`)."""
+    page = shipped("data/results", "proofs.json") / "proofs.json"
+    return Table(json.loads(page.read_text())["of_record"])

@@ -18,6 +18,7 @@ from workbench.cli import (  # noqa: F401 - commands
     generate,
     measure,
     models,
+    notebooks,
     profile,
     serve,
     serve_bench,
@@ -27,6 +28,7 @@ from workbench.cli import (  # noqa: F401 - commands
 from workbench.cli.common import app, say
 from workbench.cli.interrupts import Stop, heeded
 from workbench.common.errors import WorkbenchError
+from workbench.common.extras import refusal_of
 from workbench.common.output import NO_ROOM, refusal
 from workbench.common.progress import shown_on
 
@@ -57,6 +59,10 @@ def _end_of(arguments: list[str]) -> tuple[int, str]:
     except CycloptsError as error:
         cause = error.__cause__
         return 2, str(cause if isinstance(cause, WorkbenchError) else error)
+    except ModuleNotFoundError as error:
+        if not (refused_for := refusal_of(error)):
+            raise
+        return 1, refused_for
     except KeyboardInterrupt:
         return stop.status, str(stop)
     except SystemExit as error:

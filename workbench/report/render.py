@@ -57,7 +57,9 @@ def render_notebook(
     """
     source, target = Path(path), Path(out_html)
     if not source.is_file():
-        raise UsageError(f"notebook {source} does not exist; the notebooks are in notebooks/")
+        raise UsageError(
+            f"notebook {source} does not exist; `workbench notebooks copy notebooks` writes them"
+        )
     parameters = dict(parameters or {})
     executed = Path(runs_dir) / f"{target.stem}.ipynb"
     for path in (executed, target):
@@ -316,7 +318,9 @@ def _parameters_of(path: str | PathLike[str]) -> set[str]:
     import nbformat
 
     if not Path(path).is_file():
-        raise UsageError(f"notebook {path} does not exist; the notebooks are in notebooks/")
+        raise UsageError(
+            f"notebook {path} does not exist; `workbench notebooks copy notebooks` writes them"
+        )
     cells = nbformat.read(path, as_version=4).cells
     tagged = [c.source for c in cells if "parameters" in c.metadata.get("tags", ())]
     tree = ast.parse(tagged[0]) if tagged else ast.Module([], [])

@@ -1,12 +1,12 @@
-"""Where numba keeps the loops of this folder, and how it finds them again.
+"""Where numba keeps the loops of this folder and those below, and how it finds them again.
 
 numba keeps what it compiles beside the source, under the source's digest and the line of the
 function. So an edited comment would compile all loops again, and each checkout its own. Loops of
-this folder are kept in the user's cache instead (`compiled.cache_dir`), under a digest of what they
+these folders are kept in the user's cache instead (`compiled.cache_dir`), under a digest of what they
 do: their bytecode and the bytecode of all that they call, down to functions that write LLVM's text.
 numba itself adds the signature, the CPU and its own version.
 
-A function of this folder with `cache=True` is kept so, once this module is imported.
+A function below this folder with `cache=True` is kept so, once this module is imported.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _names(code: CodeType) -> list[str]:
 
 
 class Locator(caching._CacheLocator):
-    """Tells numba where a function of this folder is kept."""
+    """Tells numba where a function below this folder is kept."""
 
     def __init__(self, function: FunctionType):
         self._digest = digest_of(function)
@@ -101,8 +101,8 @@ class Locator(caching._CacheLocator):
 
     @classmethod
     def from_function(cls, function: FunctionType, path: str) -> Locator | None:
-        """None for functions of other folders: numba looks on."""
-        return cls(function) if function.__module__.rpartition(".")[0] == FOLDER else None
+        """None for functions of other places: numba looks on."""
+        return cls(function) if function.__module__.startswith(f"{FOLDER}.") else None
 
 
 if Locator not in caching.CacheImpl._locator_classes:

@@ -7,10 +7,9 @@ anew for each file, the same each time.
 import io
 import itertools
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from workbench.common.errors import WorkbenchError
+from workbench.common.shipped import shipped
 from workbench.model.synth.shapes import Preset
 from workbench.model.tokenizer.pretokenizers import pre_tokenizer
 from workbench.model.tokenizer.special_tokens import CONTROL, NORMAL, UNUSED, USER_DEFINED
@@ -40,13 +39,8 @@ class Vocab(NamedTuple):
 
 def corpus() -> str:
     """The prose that vocabularies are trained on (`data/prompts`, or its copy in a wheel)."""
-    package = Path(__file__).resolve().parents[2]
-    for folder in (package.parent / "data" / "prompts", package / "_prompts"):
-        if all((folder / name).is_file() for name in _CORPUS):
-            return "\n".join((folder / name).read_text("utf-8") for name in _CORPUS)
-    raise WorkbenchError(
-        f"cannot find {', '.join(_CORPUS)} in data/prompts; restore them from the repository"
-    )
+    folder = shipped("data/prompts", *_CORPUS)
+    return "\n".join((folder / name).read_text("utf-8") for name in _CORPUS)
 
 
 def build_vocab(preset: Preset) -> Vocab:

@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.common.errors import WorkbenchError
+from workbench.common.extras import install
 from workbench.trace.cupti import correlate
 from workbench.trace.cupti.activity import COPY, DRIVER, KERNEL, MEMSET, RUNTIME, SYNC, Activity
 from workbench.trace.cupti.clock import Clock, read_clocks
@@ -57,7 +58,7 @@ NEEDED = (
     "activity_push_external_correlation_id", "activity_register_callbacks", "cuptiError",
     "get_callback_name", "get_timestamp", "subscribe_v2", "unsubscribe",
 )  # fmt: skip
-INSTALL = "pip install -e '.[cupti]' in the checkout"
+INSTALL = install("cupti")
 
 
 class Unavailable(WorkbenchError):

@@ -17,6 +17,7 @@ import numpy as np
 
 from workbench.backend.issue.issued import Issued, as_bytes
 from workbench.common.errors import DeviceError
+from workbench.common.extras import install
 from workbench.common.sizes import round_up, size
 from workbench.program.commands import Space
 
@@ -24,7 +25,7 @@ ALIGN = 256
 OLDEST = (8, 0)  # compute capability
 CAPTURES = threading.RLock()  # held during a capture, which a wait for the whole device would end
 ELSE = "check nvidia-smi, or use --device embedded"
-INSTALL = "pip install -e '.[gpu]' in the checkout, or use --device embedded"
+INSTALL = f"{install('gpu')}, or use --device embedded"
 
 
 def libraries() -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from typing import Any, cast
 from workbench.backend.cuda.kernels.kernel import Gemm
 from workbench.backend.issue.issued import Issued, Words
 from workbench.common.errors import DeviceError
+from workbench.common.extras import install
 
 # A workspace of one size for each stream: so the library gives the same results every time. NVIDIA
 # recommends 32 MiB for compute capability 9.0.
@@ -138,6 +139,6 @@ def _load() -> tuple[ctypes.CDLL, str]:
     except (ImportError, RuntimeError, OSError, AttributeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DeviceError(
-            f"products of many tokens need cuBLAS ({reason}); pip install -e '.[gpu]' in the "
-            "checkout, or use --device embedded"
+            f"products of many tokens need cuBLAS ({reason}); {install('gpu')}, "
+            "or use --device embedded"
         ) from None

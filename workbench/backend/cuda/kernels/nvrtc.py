@@ -22,8 +22,10 @@ from workbench.backend import compiled
 from workbench.backend.compiled import cache_dir
 from workbench.backend.cuda.kernels.noting import NOTING, noting
 from workbench.common.errors import DeviceError, UsageError
+from workbench.common.extras import install
 from workbench.common.output import writing
 from workbench.common.progress import HIDDEN, Bar
+from workbench.common.shipped import shipped
 
 _INCLUDED = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 OPTIONS = ("-std=c++17", "-default-device")
@@ -33,12 +35,8 @@ SPECIFIC = {("tensor_product", "sm_90"): "sm_90a"}
 
 
 def source_dir() -> Path:
-    """kernels/ of the checkout, or its copy in an installed wheel; DeviceError if neither is."""
-    package = Path(__file__).resolve().parents[3]
-    for folder in (package.parent / "kernels", package / "_kernels"):
-        if (folder / "common.cuh").is_file():
-            return folder
-    raise DeviceError(f"the CUDA kernels are missing beside {package}; install workbench again")
+    """kernels/ of the checkout, or its copy in a wheel; WorkbenchError where neither is."""
+    return shipped("kernels", "common.cuh")
 
 
 def _headers() -> dict[str, bytes]:
@@ -65,8 +63,7 @@ def _nvrtc() -> Any:
     except (ImportError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DeviceError(
-            f"NVRTC, which compiles the kernels, is not usable ({reason}); "
-            "pip install -e '.[gpu]' in the checkout"
+            f"NVRTC, which compiles the kernels, is not usable ({reason}); {install('gpu')}"
         ) from None
     return nvrtc
 

@@ -23,8 +23,8 @@ from workbench.config.presets import BASELINE, preset_names
 from workbench.engine import exclusive
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Measurement, Stopped, measuring
-from workbench.lab import pair
-from workbench.lab.interrupts import heeded
+from workbench.jupyter import pair
+from workbench.jupyter.interrupts import heeded
 from workbench.report import plots
 
 GIVEN, PINNED = "as given", "pinned"  # baselines that are no presets

@@ -1,0 +1,26 @@
+"""Files that come with the package: beside it in a checkout, inside it in a wheel. A leaf."""
+
+from pathlib import Path
+
+from workbench.common.errors import WorkbenchError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# a folder of the checkout, and what a wheel calls it (pyproject.toml: force-include)
+IN_WHEEL = {
+    "kernels": "_kernels",
+    "notebooks": "_notebooks",
+    "data/prompts": "_prompts",
+    "data/results": "_results",
+}
+
+
+def shipped(folder: str, *names: str) -> Path:
+    """The folder, of the checkout or else of the wheel, that has these files. folder: a key of
+    IN_WHEEL. Raises WorkbenchError where neither has them all."""
+    for found in (PACKAGE.parent / folder, PACKAGE / IN_WHEEL[folder]):
+        if all((found / name).is_file() for name in names):
+            return found
+    raise WorkbenchError(
+        f"cannot find {', '.join(names)} of {folder} beside {PACKAGE}; install token-workbench "
+        "again, or restore them from the repository"
+    )
