@@ -15,7 +15,7 @@ HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-sm
 comma := ,
 GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu$(comma)cupti,)
 
-.PHONY: help setup report test test-slow test-exhaustive test-faults test-gpu test-browser sanitize lint bench lab peer peer-cuda models readme clean
+.PHONY: help setup report test test-slow test-exhaustive test-faults test-gpu test-browser sanitize wheel lint bench lab peer peer-cuda models readme clean
 
 help:
 	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
@@ -28,6 +28,7 @@ help:
 	@echo "make peer-cuda  compare with llama.cpp on this GPU, recorded;  PEER=llama-bench MODELS=... ROUNDS=5"
 	@echo "make test-gpu the GPU tests, recorded;  make sanitize  parts of them under compute-sanitizer, recorded"
 	@echo "make test-browser the panel in JupyterLab and Chromium, recorded"
+	@echo "make wheel    the wheel, built and tried outside of the checkout"
 	@echo "make readme   fill README.md from data/results"
 
 setup: .venv/.lab
@@ -83,6 +84,9 @@ test-gpu: .venv/.dev
 
 sanitize: .venv/.dev
 	$(BIN)/python -m tests.gpu.sanitize
+
+wheel: .venv/.dev
+	$(BIN)/python -m tests.wheel
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

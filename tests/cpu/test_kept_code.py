@@ -159,7 +159,7 @@ def outer(x):
 
 
 def outer(source: str) -> FunctionType:
-    names: dict[str, Any] = {"load": atomics.load}
+    names: dict[str, Any] = {"__name__": "sample", "load": atomics.load}
     exec(source, names)
     found: FunctionType = names["outer"]
     return found
@@ -186,6 +186,15 @@ def test_what_writes_the_code_of_an_operation_matters(monkeypatch):
     before = kept.digest_of(loops.push.py_func)
     monkeypatch.setattr(atomics, "ORDER", "monotonic")
     assert kept.digest_of(loops.push.py_func) != before
+
+
+def test_code_of_a_module_that_has_moved_is_not_taken():
+    """numba's file names the module, and importing it fails where it has moved."""
+    namespace = {"__name__": "workbench.backend.cpu.old_place"}
+    exec("def doubled(x):\n    return 2 * x", namespace)
+    before = kept.digest_of(namespace["doubled"])
+    namespace["doubled"].__module__ = "workbench.backend.cpu.device.new_place"
+    assert kept.digest_of(namespace["doubled"]) != before
 
 
 def test_a_new_process_finds_all_in_the_cache_and_writes_nothing_beside_the_source(tmp_path):

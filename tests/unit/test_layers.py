@@ -158,7 +158,8 @@ def test_pure_layers_load_no_device_and_nothing_above(layer):
     if "." in layer or layer == "config":
         names = [f"workbench.{layer}"]
     else:
-        names = [f"workbench.{layer}.{p.stem}" for p in sorted((PACKAGE / layer).glob("[a-z]*.py"))]
+        files = sorted((PACKAGE / layer).rglob("[a-z]*.py"))
+        names = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in files]
     loaded = loaded_after("\n".join(f"import {n}" for n in names))
     assert not [m for m in loaded if m.split(".")[0] in DEVICE_LIBRARIES]
     above = [

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,10 +63,15 @@ def built(folder: Path) -> Path:
     return wheel
 
 
+class Unexpected(Exception):
+    """A command did not do what it should; the message has what it printed."""
+
+
 class Environment:
     """A virtual environment without anything of the checkout's, and an empty home."""
 
-    def __init__(self, python: str, folder: Path):
+    def __init__(self, version: str, python: str, folder: Path):
+        self._version = version
         self.work, self._bin = folder / "work", folder / "venv" / "bin"
         subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
         for made in ("work", "home"):
@@ -76,18 +82,23 @@ class Environment:
         }  # fmt: skip
 
     def install(self, wheel: Path, extras: str = "") -> None:
+        begun = time.monotonic()
         self._run([
             "python", "-m", "pip", "install", "-q", "--disable-pip-version-check",
             "-c", str(ROOT / "constraints.txt"), f"{wheel}{extras}",
         ], 0, "")  # fmt: skip
+        self._say(begun, f"pip install {wheel.name}{extras}")
 
     def expects(self, arguments: Sequence[str], status: int, text: str) -> None:
-        """Runs a command. Ends this program where the command does not do what it should."""
+        """Runs a command. Raises Unexpected where the command does not do what it should."""
         begun = time.monotonic()
         said = self._run(arguments, status, text)
         if status and ("Traceback" in said or not said.splitlines()[-1].startswith("error: ")):
-            sys.exit(f"not an error of one line: {' '.join(arguments)}\n{said}")
-        print(f"  {time.monotonic() - begun:6.1f} s  {' '.join(arguments)}", flush=True)
+            raise Unexpected(f"not an error of one line: {' '.join(arguments)}\n{said}")
+        self._say(begun, " ".join(arguments))
+
+    def _say(self, begun: float, what: str) -> None:
+        print(f"{self._version} {time.monotonic() - begun:6.1f} s  {what}", flush=True)
 
     def _run(self, arguments: Sequence[str], status: int, text: str) -> str:
         done = subprocess.run(
@@ -96,29 +107,38 @@ class Environment:
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
         if done.returncode != status or text not in done.stdout:
-            sys.exit(
+            raise Unexpected(
                 f"{' '.join(arguments)}: status {done.returncode} where {status} is expected, and "
                 f"{text!r} in:\n{done.stdout[-4000:]}"
             )
         return done.stdout
 
 
+def tried(wheel: Path, version: str, python: str, folder: Path) -> None:
+    environment = Environment(version, python, folder)
+    for extras, commands in (("", WITHOUT_EXTRAS), ("[lab,serve]", WITH_EXTRAS)):
+        environment.install(wheel, extras)
+        for command in commands:
+            environment.expects(*command)
+
+
 def main(wanted: Sequence[str]) -> None:
     found = list(interpreters(wanted or PYTHONS))
     if not found:
         sys.exit(f"none of Python {', '.join(wanted or PYTHONS)} is here")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         wheel = built(Path(folder))
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
-        for version, python in found:
-            print(f"Python {version}", flush=True)
-            environment = Environment(python, Path(folder) / version)
-            for extras, commands in (("", WITHOUT_EXTRAS), ("[lab,serve]", WITH_EXTRAS)):
-                begun = time.monotonic()
-                environment.install(wheel, extras)
-                print(f"  {time.monotonic() - begun:6.1f} s  pip install {wheel.name}{extras}")
-                for command in commands:
-                    environment.expects(*command)
+        tries = [
+            pool.submit(tried, wheel, version, python, Path(folder) / version)
+            for version, python in found
+        ]
+        try:
+            for one in as_completed(tries):
+                one.result()
+        except (Unexpected, subprocess.TimeoutExpired) as error:
+            pool.shutdown(cancel_futures=True)
+            sys.exit(str(error))
     print("as it should be on Python " + ", ".join(version for version, _ in found))
 
 

@@ -2,9 +2,9 @@
 
 numba keeps what it compiles beside the source, under the source's digest and the line of the
 function. So an edited comment would compile all loops again, and each checkout its own. Loops of
-these folders are kept in the user's cache instead (`compiled.cache_dir`), under a digest of what they
-do: their bytecode and the bytecode of all that they call, down to functions that write LLVM's text.
-numba itself adds the signature, the CPU and its own version.
+these folders are kept in the user's cache instead (`compiled.cache_dir`), under a digest of what
+they do: their bytecode and the bytecode of all that they call, down to functions that write LLVM's
+text. Their modules' names belong to it. numba itself adds the signature, the CPU and its version.
 
 A function below this folder with `cache=True` is kept so, once this module is imported.
 """
@@ -45,6 +45,7 @@ def _said(thing: Any, seen: set[int]) -> Iterator[str]:
             yield thing.__qualname__
             return
         seen.add(id(thing))
+        yield thing.__module__  # numba imports it when it reads what it kept
         yield from _said_of_code(thing.__code__, thing.__doc__)
         yield repr(thing.__defaults__)
         for name in _names(thing.__code__):
