@@ -1,9 +1,10 @@
-"""Fixtures that every test directory shares: the tiny models, and the command."""
+"""Fixtures that all tests share: tiny models, the command, embedded devices, an engine."""
 
 from __future__ import annotations
 
 import gc
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,3 +64,52 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
         return status, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} workers")
+def device(request):
+    """The embedded device with one, two and three workers."""
+    from workbench.backend.cpu.device.embedded import open_backend
+
+    backend = open_backend(threads=request.param)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def two():
+    """The embedded device with two workers."""
+    from workbench.backend.cpu.device.embedded import open_backend
+
+    backend = open_backend(threads=2)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def no_handover():
+    """Python keeps the GIL unless it asks for something that gives it up."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model):
+    from workbench.config import Toggles
+    from workbench.engine.engine import Engine
+
+    with Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=128, toggles=Toggles()
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(loaded):
+    """An engine on the embedded device, at the beginning of a sequence; modules of tests that want
+    another have their own."""
+    loaded.reset()
+    yield loaded
+    assert loaded.recorder is None, "whatever happened, tracing has ended"
