@@ -6,7 +6,7 @@ from workbench.common.shipped import PACKAGE
 EXTRAS = {
     "lab": ("ipykernel", "IPython", "ipywidgets", "nbconvert", "nbformat", "papermill"),
     "serve": ("prometheus_client", "starlette", "uvicorn"),
-    "gpu": ("cuda", "cupy", "pynvml"),
+    "gpu": ("cupy", "pynvml"),
     "cupti": ("cupti",),
 }  # fmt: skip
 EXTRA_OF = {module: extra for extra, modules in EXTRAS.items() for module in modules}
