@@ -20,6 +20,7 @@ from tests.contract.toggle_cases import Case, cases
 from tests.profiles import share
 from workbench.backend import base
 from workbench.backend.null import open_backend
+from workbench.backend.plan import gate
 from workbench.benchmarks.compare.answers import compare_logits
 from workbench.common.errors import DeviceError, UsageError
 from workbench.config import EXACT, Toggles
@@ -122,6 +123,7 @@ def test_a_value_answers_as_the_baseline(room, preset, quant, device, case):
             assert np.array_equal(found, wanted) or kind_of(case) != EXACT
         answer = compare_logits(wanted, found, case.answer_of(other))
         assert answer.holds, str(answer)
+    assert len(found) == 45
     assert len(np.unique(found.argmax(axis=-1))) > 10, "mix-ups would show"
 
 
@@ -305,8 +307,8 @@ SHOWS: dict[str, Shown] = {
     "plan_scope=step": every(pattern("h ps"), counted(plans_replayed=16)),
     "plan_warmup=2": counted(plans_captured=3, plans_issued=7),  # of equal calls the second
     "plan_batch=one": counted(plans_captured=2, plans_replayed=10),
-    "launch_ahead=on": counted(plans_ahead=2),
-    "plan_end=word": counted(plans_ahead=2),
+    "launch_ahead=on": lambda off, on: on.n["plans_ahead"] > off.n["plans_ahead"] == 0,
+    "plan_end=word": lambda off, on: on.n["plans_ahead"] > 0,
     "streams=2": on_streams(2),
     **{f"streams={n}": on_streams(3) for n in range(3, 9)},
     "fork=any": on_streams(3, prompt=3),
@@ -316,7 +318,8 @@ SHOWS: dict[str, Shown] = {
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if str(c) not in REFUSED], ids=str)
-def test_a_value_shows_what_it_does(room, case):
+def test_a_value_shows_what_it_does(room, monkeypatch, case):
+    monkeypatch.setattr(gate, "MOST_PASSED", 0)  # launched ahead though the host is late
     here = room(*MODELS[1], "embedded")
     if here.refusal(case):
         return
@@ -339,7 +342,7 @@ FIELDS = {"compute_streams": ("n_streams", None), "in_stream": ("one_order", Fal
 NEEDS = [(case, need) for case in CASES for need in facts_of(case.name, case.value, Need)]
 
 
-@pytest.mark.parametrize(("case", "need"), NEEDS, ids=lambda of: str(of).partition(", ")[0])
+@pytest.mark.parametrize(("case", "need"), NEEDS, ids=str)
 def test_a_device_that_lacks_one_thing_refuses(case, need):
     """And one that has everything does not. Which capability, why, what to use: in one line."""
     able = Capabilities(True, True, True, True, 9, programmatic=True)
