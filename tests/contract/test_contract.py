@@ -20,7 +20,6 @@ from tests.contract.toggle_cases import Case, cases
 from tests.profiles import share
 from workbench.backend import base
 from workbench.backend.null import open_backend
-from workbench.backend.plan import gate
 from workbench.benchmarks.compare.answers import compare_logits
 from workbench.common.errors import DeviceError, UsageError
 from workbench.config import EXACT, Toggles
@@ -307,8 +306,9 @@ SHOWS: dict[str, Shown] = {
     "plan_scope=step": every(pattern("h ps"), counted(plans_replayed=16)),
     "plan_warmup=2": counted(plans_captured=3, plans_issued=7),  # of equal calls the second
     "plan_batch=one": counted(plans_captured=2, plans_replayed=10),
-    "launch_ahead=on": lambda off, on: on.n["plans_ahead"] > off.n["plans_ahead"] == 0,
-    "plan_end=word": lambda off, on: on.n["plans_ahead"] > 0,
+    # whether the host comes in time is seen where it is late on purpose (late_host.py)
+    "launch_ahead=on": counted(plans_replayed=16),
+    "plan_end=word": counted(plans_replayed=16),
     "streams=2": on_streams(2),
     **{f"streams={n}": on_streams(3) for n in range(3, 9)},
     "fork=any": on_streams(3, prompt=3),
@@ -318,8 +318,7 @@ SHOWS: dict[str, Shown] = {
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if str(c) not in REFUSED], ids=str)
-def test_a_value_shows_what_it_does(room, monkeypatch, case):
-    monkeypatch.setattr(gate, "MOST_PASSED", 0)  # launched ahead though the host is late
+def test_a_value_shows_what_it_does(room, case):
     here = room(*MODELS[1], "embedded")
     if here.refusal(case):
         return
