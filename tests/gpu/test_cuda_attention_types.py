@@ -10,7 +10,7 @@ import pytest
 
 from tests import reference
 from tests.attention import Case, attention_case, causal, parted, skipping
-from tests.cpu.test_cache_types import PAIRS, TOLERANCE, answers, load
+from tests.contract.test_cache_types import PAIRS, TOLERANCE, answers, load
 from tests.gpu.harness import Compute, compile_side_by_side, distance, kernels_of
 from tests.gpu.test_cuda_attention_ways import masks
 from workbench.backend.cuda.device.backend import CudaBackend

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from conformance import CHECKS, reads_late, run_check
 
+from tests.contract.conformance.conformance import CHECKS, reads_late, run_check
 from workbench.backend.cuda.device.backend import open_backend
 from workbench.program.commands import Space
 

@@ -10,7 +10,7 @@ import pytest
 
 import workbench as wb
 from tests import reference
-from tests.cpu.test_logits import (  # noqa: F401 - `engine` is a fixture
+from tests.contract.test_contract_logits import (  # noqa: F401 - `engine` is a fixture
     ALL,
     N_LONG,
     N_TOKENS,

@@ -16,7 +16,7 @@ import pytest
 
 import workbench as wb
 from tests import reference
-from tests.cpu.test_logits import tokens_for
+from tests.contract.test_contract_logits import tokens_for
 from tests.gpu.harness import Compute, distance
 from tests.oracles.dequantize import dequantize
 from workbench.backend.cuda.device.backend import CudaBackend

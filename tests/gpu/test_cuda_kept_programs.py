@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.cpu.test_kept_programs import MADE, MAKING, Steps, growth
-from tests.cpu.test_logits import engine, one_by_one, tokens_for  # noqa: F401 - a fixture
+from tests.contract.test_contract_logits import engine, one_by_one, tokens_for  # noqa: F401 - a fixture
+from tests.engine.test_kept_programs import MADE, MAKING, Steps, growth
 from workbench.benchmarks.compare.answers import compare_logits
 from workbench.config import Toggles
 from workbench.engine.programs import REDO

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.cpu.test_branches import FUSED, KEPT, STEP
-from tests.cpu.test_logits import one_by_one, tokens_for
+from tests.contract.test_branches import FUSED, KEPT, STEP
+from tests.contract.test_contract_logits import one_by_one, tokens_for
 from workbench.backend.clock.launch_notes import NOTE_BYTES, times_of
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import noting

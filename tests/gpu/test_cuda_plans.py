@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.cpu.test_logits import engine, one_by_one, tokens_for  # noqa: F401 - a fixture
+from tests.contract.test_contract_logits import engine, one_by_one, tokens_for  # noqa: F401 - a fixture
 from tests.gates import hold
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.device.graph_nodes import COPIES, GraphArguments, commands_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cpu.test_planted_bug import (  # noqa: F401 - collected here, run on cuda
+from tests.program.test_planted_bug import (  # noqa: F401 - collected here, run on cuda
     MODELS,
     right,
     step,

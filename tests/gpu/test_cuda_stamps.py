@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
+from tests.contract.test_contract_logits import engine, tokens_for  # noqa: F401 - a fixture
 from tests.cpu.test_stamps import (  # noqa: F401 - `never_passed` is of every test
     decode,
     decode_stamped,

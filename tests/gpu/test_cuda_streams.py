@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.cpu.test_branches import FUSED, KEPT, SETTINGS, STEP, serial
-from tests.cpu.test_logits import one_by_one, tokens_for
+from tests.contract.test_branches import FUSED, KEPT, SETTINGS, STEP, serial
+from tests.contract.test_contract_logits import one_by_one, tokens_for
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.device.graphs import CudaGraph
 from workbench.backend.cuda.kernels.kernel import Kernel

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
+from tests.contract.test_contract_logits import engine, tokens_for  # noqa: F401 - a fixture
 from tests.gates import hold
 from tests.gpu.test_cuda_plans import FUSED, SCOPES, Line, _free, captured_of, line, moved  # noqa: F401
 from workbench.backend.cuda.device.backend import CudaBackend

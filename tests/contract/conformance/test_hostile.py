@@ -14,9 +14,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from conformance import CHECKS, failures, run_check
-from hostile import LIES, DetachedCopies, OutOfOrderCopies
 
+from tests.contract.conformance.conformance import CHECKS, failures, run_check
+from tests.contract.conformance.hostile import LIES, DetachedCopies, OutOfOrderCopies
 from tests.profiles import share
 from workbench.backend.base import Backend, open_backend
 from workbench.common.errors import DeviceError, UsageError

@@ -27,25 +27,6 @@ def fresh(engine):
     engine.reset()
 
 
-def test_prefill_is_the_same_as_steps(engine):
-    whole = engine.prefill(PROMPT, outputs="all")
-    engine.reset()
-    single = np.concatenate([engine.step([t]) for t in PROMPT])
-    assert whole.shape == (len(PROMPT), engine.model.n_vocab)
-    assert np.abs(whole - single).max() < 1e-3 * np.abs(whole).max()
-    assert engine.n_past == len(PROMPT)
-
-
-def test_only_the_rows_asked_for_are_computed(engine):
-    everything = engine.prefill(PROMPT, outputs="all")
-    engine.reset()
-    last = engine.prefill(PROMPT)
-    assert np.array_equal(last[0], everything[-1])
-    engine.reset()
-    assert engine.step(PROMPT, outputs="none").shape == (0, engine.model.n_vocab)
-    assert engine.n_past == len(PROMPT)
-
-
 def test_reset_forgets(engine):
     first = engine.prefill(PROMPT)
     engine.reset()
@@ -83,19 +64,6 @@ def test_generation_stops_where_the_context_ends(tiny_model):
         made = e.generate(tokens=PROMPT, max_tokens=100)
         assert e.n_past == 16
         assert len(made.tokens) == 16 - len(PROMPT) + 1
-
-
-def test_programs_are_kept_by_step_shape(engine):
-    n = 20
-    for reuse, built in (("rebuild", n), ("set_rows", 2)):  # one crossing of the 256 cells
-        with engine.variant(Toggles(graph_reuse=reuse)) as e:
-            e.prefill(list(range(1, 247)))
-            before = e.counters
-            for t in range(n):
-                e.step([t])
-            after = e.counters
-            assert after["programs_built"] - before["programs_built"] == built
-            assert after["programs_reused"] - before["programs_reused"] == n - built
 
 
 def test_growing_memory_drops_kept_programs(tiny_model):
@@ -141,12 +109,6 @@ def test_a_shape_that_no_step_has_has_no_program(engine, asked):
         engine.cycle(0)
 
 
-def test_auto_is_named(engine):
-    with engine.variant(Toggles(sync="auto", copy_stream="compute")) as e:
-        assert e.sync_mode == "implicit"
-        assert e.program().sync == "implicit"
-
-
 def test_the_host_device_has_one_split_and_no_copies(tiny_model):
     with Engine.load(
         tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64, toggles=Toggles()
@@ -156,15 +118,6 @@ def test_the_host_device_has_one_split_and_no_copies(tiny_model):
         assert program.counts()["copies"] == program.counts()["waits"] == 0
         with pytest.raises(DeviceError, match="host device cannot honour sync=copy_boundary"):
             e.variant(Toggles(sync="copy_boundary"))
-
-
-def test_host_and_embedded_agree(engine, tiny_model):
-    on_device = engine.prefill(PROMPT, outputs="all")
-    with Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64, toggles=Toggles()
-    ) as e:
-        on_host = e.prefill(PROMPT, outputs="all")
-    assert np.abs(on_host - on_device).max() <= 1e-4 * np.abs(on_device).max()
 
 
 def test_bad_requests_change_nothing(engine):
@@ -186,15 +139,6 @@ def test_bad_requests_change_nothing(engine):
         engine.generate("x", tokens=[1])
     with pytest.raises(UsageError, match="'n_contexts' does not exist"):
         Engine.load(engine.model.path, n_contexts=4, toggles=Toggles())
-
-
-def test_counters_say_where_the_host_time_goes(engine):
-    with engine.variant(Toggles()) as e:
-        e.step([1])
-        counted = e.counters
-        assert counted["steps"] == counted["programs_built"] == 1
-        for phase in ("graph_ns", "split_ns", "lower_ns", "prepare_ns", "batch_ns", "issue_ns"):
-            assert counted[phase] > 0, phase
 
 
 def test_logits_are_the_callers(tiny_model):

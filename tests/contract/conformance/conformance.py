@@ -29,12 +29,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import conformance_events  # noqa: F401  enters its clauses
-import conformance_plans  # noqa: F401
-import conformance_streams  # noqa: F401
-from conformance_clauses import CHECKS, CLAIMS
-from conformance_rig import Broken, Open, Rig, numbers
-
+import tests.contract.conformance.conformance_events
+import tests.contract.conformance.conformance_plans
+import tests.contract.conformance.conformance_streams  # noqa: F401
+from tests.contract.conformance.conformance_clauses import CHECKS, CLAIMS
+from tests.contract.conformance.conformance_rig import Broken, Open, Rig, numbers
 from workbench.program.commands import Space
 
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conformance_clauses import clause
-from conformance_rig import ROW_BYTES, Rig, expect, must_be, numbers, trying
-
+from tests.contract.conformance.conformance_clauses import clause
+from tests.contract.conformance.conformance_rig import (
+    ROW_BYTES,
+    Rig,
+    expect,
+    must_be,
+    numbers,
+    trying,
+)
 from workbench.backend.base import Captured, Memory
 from workbench.backend.issue.bind import plannable
 from workbench.common.errors import DeviceError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 from pathlib import Path
 
 import nbformat
@@ -87,14 +86,6 @@ def test_a_notebook_shows_what_a_user_can_mend_in_one_line_and_where(engine):
 
 
 # make lab ----------------------------------------------------------------------------------------
-
-
-def test_make_lab_makes_the_models_before_it_opens_the_notebooks():
-    shown = subprocess.run(
-        ["make", "-n", "lab"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert "workbench model tiny" in shown.split("jupyter lab")[0]
-    assert "--notebook-dir=notebooks" in shown.split("jupyter lab")[1]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("notebooks/*.ipynb")), ids=lambda p: p.stem)

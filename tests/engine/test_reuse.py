@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.profiles import share
 from tests.reuse import (
     N_CTX,
     N_UBATCH,
-    PAD,
     WAYS,
-    boundaries,
     long_run,
     mixed_run,
     view_addresses,
@@ -24,7 +21,6 @@ from workbench.backend.issue.issued import Plannable
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.graph import ops
 from workbench.program.check.hazards import races
 from workbench.program.commands import Launch
 from workbench.program.first_cell import at_cell, first_cell
@@ -72,36 +68,6 @@ def test_more_than_512_tokens_across_a_reset(engine, long_wanted, way):
             assert np.array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("background", ["off", "on"])
-@pytest.mark.parametrize("way", REUSED)
-def test_several_sequences(engine, mixed_wanted, way, background):
-    """Ragged steps, cells removed and shifted, to the bit; alone, and with everything else on that
-    is exact."""
-    on = {"step_wait": "outputs", "sync": "implicit", "host_source": "pinned_ring_4"}
-    if engine.device == "host":
-        on = {"step_wait": "outputs"}
-    others = on if background == "on" else {}
-    with engine.variant(Toggles(graph_reuse=way, **others)) as variant:
-        for ours, theirs in zip(mixed_run(variant), mixed_wanted, strict=True):
-            assert np.array_equal(ours, theirs)
-        assert variant.counters["programs_reused"] > 0
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_fused_and_deferred(engine, way):
-    """Everything fuses as it does by itself, but for RoPE and store."""
-    toggles = {"fuse": "on", "fuse_rope_store": "off", "defer_norm": "on"}
-    with engine.variant(Toggles(**toggles)) as variant:
-        wanted = mixed_run(variant)
-    with engine.variant(Toggles(graph_reuse=way, **(toggles | {"fuse_rope_store": "on"}))) as other:
-        for ours, theirs in zip(mixed_run(other), wanted, strict=True):
-            assert np.array_equal(ours, theirs)
-        fused = {c.node.op for c in other.program().singly() if isinstance(c, Launch)}
-    stores = {"copy_to_view", "copy_by_table"} & fused
-    assert bool(stores) == (way in ("patch_pointers", "pointer_table"))
-    assert {"qkv", "glu"} <= fused if stores else "qkv_rope_store" in fused
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("preset", "quant"), MODELS)
 def test_rope_and_store_are_joined_to_the_bit(tiny_model, preset, quant, device):
@@ -142,44 +108,6 @@ def test_host_and_device_share_the_layers(tiny_model, way):
 
 
 # the work is gone ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_programs_reused_are_n_minus_1_minus_the_boundaries(engine, way):
-    with engine.variant(Toggles(graph_reuse=way)) as variant:
-        n = 2 * PAD + 10
-        for token in range(n):
-            variant.step([token])
-        counters = variant.counters
-    crossed = boundaries(n)
-    assert crossed == 2
-    reused = 0 if way == "rebuild" else n - 1 - crossed
-    assert (counters["programs_reused"], counters["programs_built"]) == (reused, n - reused)
-
-
-def test_what_tells_the_stores_where_to(engine):
-    """The inputs of each way; a patched one has none, and a store of each layer's K and V."""
-    inputs, stores, copies = {}, {}, {}
-    for way in WAYS:
-        with engine.variant(Toggles(graph_reuse=way)) as variant:
-            program = variant.program(n_past=5)
-        names = {c.value for c in program.commands if c.kind == "write"}
-        inputs[way] = names & {"attn_inp_k_idxs", "attn_inp_v_idxs", "inp_store_table"}
-        stores[way] = [c.node for c in program.singly()
-                       if isinstance(c, Launch) and c.node.name.startswith("cache_")]  # fmt: skip
-        assert len(stores[way]) == 2 * engine.model.n_layer
-        copies[way] = program.counts()["copies"]
-    fewer = {way: copies["set_rows"] - n for way, n in copies.items()}
-    unused = {"rebuild": 0, "set_rows": 0, "pointer_table": 1, "patch_pointers": 2}
-    assert fewer == (dict.fromkeys(WAYS, 0) if engine.device == "host" else unused)
-    rows = {"attn_inp_k_idxs", "attn_inp_v_idxs"}
-    assert inputs == {"rebuild": rows, "patch_pointers": set(), "set_rows": rows,
-                      "pointer_table": {"inp_store_table"}}  # fmt: skip
-    for node in stores["patch_pointers"]:  # exact
-        row = node.output.nbytes // node.output.rows
-        assert ops.writes(node) == [(node.output, 5 * row, row)] and ops.vague(node) == (
-            set(), set()
-        )  # fmt: skip
 
 
 # a program that is patched ------------------------------------------------------------------------
@@ -266,39 +194,6 @@ SCOPES = {
         "host_source": "pinned_ring_4",
     },
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("plans", ["pr", "today", "ours"])
-@pytest.mark.parametrize("way", REUSED)
-def test_under_plans(engine, mixed_wanted, way, plans, scope):
-    """To the bit, also where a patched step is captured while the one before is under way."""
-    if engine.device == "host":
-        pytest.skip("the host captures nothing")
-    toggles = Toggles(graph_reuse=way, plans=plans, **SCOPES[scope])
-    with engine.variant(toggles) as variant:
-        for ours, theirs in zip(mixed_run(variant), mixed_wanted, strict=True):
-            assert np.array_equal(ours, theirs)
-
-
-LONG = [("rebuild", "ours", "step"), *share([
-    (way, *case)
-    for way in REUSED
-    for case in [("pr", "step"), ("today", "step"), *(("ours", scope) for scope in SCOPES)]
-], every=3, slow=2)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("way", "plans", "scope"), LONG)
-def test_more_than_512_tokens_under_plans(engine, long_wanted, way, plans, scope):
-    """Across boundaries of n_kv and a reset, to the bit."""
-    if engine.device == "host":
-        pytest.skip("the host captures nothing")
-    with engine.variant(Toggles(graph_reuse=way, plans=plans, **SCOPES[scope])) as variant:
-        for ours, theirs in zip(long_run(variant), long_wanted, strict=True):
-            assert np.array_equal(ours, theirs)
-        counts = variant.counters
-    never = plans == "today" and way == "patch_pointers"  # no two calls are equal
-    assert (counts["plans_replayed"] > counts["plans_issued"]) != never
 
 
 @pytest.mark.parametrize("plans", ["pr", "ours"])

@@ -3,10 +3,9 @@ with both."""
 
 from __future__ import annotations
 
-from conformance_clauses import clause
-from conformance_plans import CHAIN, Part, captured, chain
-from conformance_rig import Rig, must_be
-
+from tests.contract.conformance.conformance_clauses import clause
+from tests.contract.conformance.conformance_plans import CHAIN, Part, captured, chain
+from tests.contract.conformance.conformance_rig import Rig, must_be
 from workbench.backend.issue.issued import in_order
 
 

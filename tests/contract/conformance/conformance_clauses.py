@@ -9,8 +9,16 @@ from itertools import permutations, product
 from typing import NamedTuple
 
 import numpy as np
-from conformance_rig import ROW_BYTES, Rig, expect, must_be, numbers, said, trying
 
+from tests.contract.conformance.conformance_rig import (
+    ROW_BYTES,
+    Rig,
+    expect,
+    must_be,
+    numbers,
+    said,
+    trying,
+)
 from workbench.backend.issue.issued import in_order
 from workbench.program.capabilities import Capabilities
 from workbench.program.commands import Space

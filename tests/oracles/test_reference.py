@@ -159,12 +159,6 @@ def test_equals_scalar_loops(tmp_path, architecture, tied, bias):
     np.testing.assert_allclose(logits, scalar_forward(path, TOKENS), rtol=1e-10, atol=1e-12)
 
 
-def test_biases_change_the_logits(tmp_path):
-    plain = reference.forward(write_model(tmp_path / "a.gguf", "llama"), TOKENS)
-    biased = reference.forward(write_model(tmp_path / "b.gguf", "llama", bias=0.5), TOKENS)
-    assert reference.nmse(biased, plain) > 1e-3
-
-
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_causal(tmp_path, architecture):
     path = write_model(tmp_path / "m.gguf", architecture)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from conformance_clauses import clause
-from conformance_rig import Rig, expect, must_be, numbers, said
-
+from tests.contract.conformance.conformance_clauses import clause
+from tests.contract.conformance.conformance_rig import Rig, expect, must_be, numbers, said
 from workbench.backend.issue.issued import in_order
 
 

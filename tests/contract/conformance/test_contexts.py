@@ -1,4 +1,4 @@
-"""Two devices whose handles belong to one context each (`tests/contexts.py`): whatever an engine
+"""Two devices whose handles belong to one context each (`contexts.py`): whatever an engine
 does on several devices, each call finds the handles of its own device, and that device current."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests import contexts
+from tests.contract.conformance import contexts
 from tests.nll import nll
 from tests.orderings import PLACED, every_ordering
 from workbench.common import devices
@@ -42,7 +42,7 @@ SETS = {
 @pytest.fixture(scope="module", autouse=True)
 def plugged() -> Iterator[None]:
     """The device is in the table of devices, which may have several of its kind."""
-    row = devices.Device("tests.contexts", "two contexts", numbered=True)
+    row = devices.Device("tests.contract.conformance.contexts", "two contexts", numbered=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(devices.DEVICES, contexts.NAME, row)
         patch.setattr(config, "DEVICES", (*config.DEVICES, contexts.NAME))

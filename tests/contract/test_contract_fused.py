@@ -13,14 +13,10 @@ import pytest
 
 import workbench as wb
 from tests import reference
-from tests.cpu.test_logits import SHARP_TOLERANCE, TOLERANCE
+from tests.contract.test_contract_logits import SHARP_TOLERANCE, TOLERANCE
 from tests.profiles import share
-from workbench.backend.base import open_backend
-from workbench.common.errors import DeviceError
 from workbench.config import Toggles
-from workbench.engine import load as loaded
 from workbench.graph.fuse import FUSIONS
-from workbench.program.as_json import program_as_json
 from workbench.program.commands import Launch
 
 MODELS = [("tiny-llama", "Q4_K"), ("tiny-qwen3", "Q8_0"), ("tiny-llama-bias", "Q8_0"),
@@ -66,55 +62,6 @@ def launches(base: wb.Engine, toggles: Toggles, n_tokens: int = 1) -> int:
         return used.program(n_tokens).counts()["launches"]
 
 
-def choices() -> list[Toggles]:
-    """Each pattern alone, all, and some at random."""
-    rng = np.random.default_rng(3)
-    picked = [[name for name in FUSIONS if rng.random() < 0.5] for _ in range(5)]
-    return [
-        *(Toggles(**dict.fromkeys(names, "on")) for names in [*([n] for n in FUSIONS), *picked]),
-        ALL,
-    ]
-
-
-@pytest.mark.parametrize(("preset", "quant", "device"), share(ON_EACH, every=3))
-def test_bit_equal_whatever_is_fused(engine: GetEngine, preset: str, quant: str, device: str):
-    base = engine(preset, quant, device)
-    wanted = logits(base, Toggles())
-    assert len(np.unique(wanted.argmax(axis=-1))) > 10
-    for toggles in choices():
-        assert np.array_equal(logits(base, toggles), wanted), toggles
-
-
-# of a program of two layers: none, then each pattern alone in the order of FUSIONS, then all
-LAUNCHES = {
-    ("tiny-llama", "Q4_K"): (53, 48, 48, 49, 53, 49, 47, 49, 49, 53, 19),
-    ("tiny-llama-bias", "Q8_0"): (61, 56, 56, 57, 53, 57, 55, 57, 57, 61, 19),
-    ("tiny-qwen3", "Q8_0"): (61, 52, 56, 57, 61, 57, 55, 57, 57, 61, 19),
-    ("tiny-qwen3", "F16"): (52, 43, 52, 48, 52, 48, 46, 48, 52, 52, 19),
-}
-
-
-@pytest.mark.parametrize(("preset", "quant"), MODELS)
-def test_launches_of_a_program(engine: GetEngine, preset: str, quant: str):
-    base = engine(preset, quant, "embedded")
-    sets = [Toggles(), *(Toggles(**{name: "on"}) for name in FUSIONS), ALL]
-    found = tuple(launches(base, toggles) for toggles in sets)
-    assert found == LAUNCHES[preset, quant]
-    assert launches(base, ALL, 16) == found[-1]
-
-
-def test_fused_launches_follow_exact_toggles_too(engine: GetEngine):
-    """Fusion beside other schedules: the program's ranges are right whatever copies overlap."""
-    base = engine("tiny-qwen3", "Q8_0", "embedded")
-    wanted = logits(base, Toggles())
-    for exact in (
-        {"sync": "implicit", "copy_stream": "compute"},
-        {"sync": "write_read_boundary"},
-        {"graph_reuse": "set_rows", "sync": "auto"},
-    ):
-        assert np.array_equal(logits(base, Toggles(**ALL.to_dict() | exact)), wanted), exact
-
-
 # halved norms ------------------------------------------------------------------------------------
 
 
@@ -147,24 +94,6 @@ def test_halved_norms_differ_in_last_bits_alone(engine: GetEngine, preset: str, 
     assert 0 < np.quantile(rows, 0.25) <= SHARP_TOLERANCE
 
 
-# of a program of two layers, norms halved: with no pattern, with all of them
-HALVED_LAUNCHES = {
-    ("tiny-llama", "Q4_K"): (59, 16), ("tiny-llama-bias", "Q8_0"): (67, 16),
-    ("tiny-qwen3", "Q8_0"): (67, 16), ("tiny-qwen3", "F16"): (58, 16),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("preset", "quant"), MODELS)
-def test_launches_with_halved_norms(engine: GetEngine, preset: str, quant: str):
-    base = engine(preset, quant, "embedded")
-    every = Toggles(**ALL.to_dict() | {"defer_norm": "on"})
-    for n_tokens in (1, 8):
-        found = tuple(launches(base, toggles, n_tokens) for toggles in (HALVED, every))
-        assert found == HALVED_LAUNCHES[preset, quant]
-    for n_tokens in (9, 16):
-        assert launches(base, every, n_tokens) == LAUNCHES[preset, quant][-1]
-
-
 # activations -------------------------------------------------------------------------------------
 
 
@@ -187,42 +116,4 @@ def test_float_activations(engine: GetEngine, tiny_model, preset, quant, device)
         assert "quantize" not in ops and "mul_mat" in ops
 
 
-def test_float_activations_change_nothing_without_quantised_weights(engine: GetEngine):
-    base = engine("tiny-qwen3", "F16", "embedded")
-    float_path = Toggles(activations="float")
-    assert launches(base, float_path) == launches(base, Toggles())
-    assert np.array_equal(logits(base, float_path), logits(base, Toggles()))
-
-
 # programmatic launches ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["embedded", "host"])
-def test_programmatic_launches_are_refused_in_one_line(engine: GetEngine, device: str):
-    base = engine("tiny-llama", "Q4_K", device)
-    with pytest.raises(DeviceError) as refused, base.variant(Toggles(pdl="on")):
-        pass
-    assert str(refused.value) == (
-        f"the {device} device cannot honour pdl=on: it has no programmatic dependent launch "
-        "(CUDA, compute capability 9.0 or later); use pdl=off"
-    )
-
-
-@pytest.mark.parametrize("fused", [Toggles(), ALL], ids=["unfused", "fused"])
-def test_launches_are_marked_where_the_device_can(tiny_model, monkeypatch, fused: Toggles):
-    def able(name: str, threads: int):
-        early = {"programmatic": True} if name == "null" else {}
-        return open_backend(name, threads, **early)
-
-    monkeypatch.setattr(loaded, "open_backend", able)
-    with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="null", n_ctx=64, toggles=wb.Toggles()
-    ) as engine:
-        for pdl in ("off", "on"):
-            with engine.variant(Toggles(**fused.to_dict() | {"pdl": pdl})) as used:
-                commands = [c for c in used.program(1).commands if isinstance(c, Launch)]
-                device = [c.programmatic for c in commands if c.stream.backend == 1]
-                host = [c.programmatic for c in commands if c.stream.backend == 0]
-                assert set(device) == {pdl == "on"} and set(host) == {False}
-                shown = program_as_json(used.program(1))["commands"]
-                assert sum("programmatic" in c for c in shown) == len(device) * (pdl == "on")

@@ -224,9 +224,3 @@ def test_bit_equal_under_every_toggle(engine, preset, quant, every):
     assert len(combinations) == 104
     for toggles in combinations[::every]:
         assert np.array_equal(run(toggles), wanted), toggles
-
-
-@pytest.mark.parametrize("name", [*IN_TURN, *OF_SKIPS, "sampling", "sync", "step_wait"])
-def test_each_value_is_among_the_few_that_the_quick_tests_take(name):
-    wanted = set(Toggles.values(name))
-    assert {getattr(toggles, name) for toggles in legal_toggles()[::5]} == wanted

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from tests.clashes import clashing
 from workbench.common.errors import UsageError
 from workbench.config import EXACT, ROUNDING, EngineConfig, Toggles, folded
 
@@ -76,15 +73,6 @@ def test_which_toggles_may_change_the_last_bits():
     assert Toggles.answer_class("fuse") == ROUNDING
 
 
-def test_every_value_can_be_chosen_unless_it_clashes():
-    for name in Toggles.names():
-        for value in Toggles.values(name):
-            fields = {name: value}
-            if clashing({}, fields):
-                fields["graph_reuse"] = "set_rows"
-            assert getattr(dataclasses.replace(Toggles(), **fields), name) == value
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -112,11 +100,6 @@ def test_impossible_toggles_are_refused_in_one_line(fields, says):
     assert "\n" not in str(refused.value)
 
 
-def test_unknown_toggle_names_are_refused():
-    with pytest.raises(UsageError, match="'speed' does not exist; choose one of fuse, redo, sync"):
-        Toggles.values("speed")
-
-
 # families -----------------------------------------------------------------------------------------
 
 
@@ -132,12 +115,6 @@ def test_a_family_stands_for_all_of_its_toggles():
     assert (every.value_of("fuse"), one.value_of("fuse"), one.value_of("fuse_glu")) == (
         "on", "mixed", "on",
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["fus", "fuse_", "sync_", "copy"])
-def test_no_other_name_is_a_family(name):
-    with pytest.raises(UsageError, match=f"toggle '{name}' does not exist"):
-        Toggles().switched(name, "on")
 
 
 def test_a_family_that_agrees_is_folded_for_reading():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -12,11 +11,10 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.profiles import examples
-from workbench.benchmarks.compare.answers import compare_logits
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.engine.look.phases import PHASES, Phases
-from workbench.engine.programs import REDO, Key
+from workbench.engine.programs import Key
 from workbench.graph.ir import I32, Input
 from workbench.model.inputs import INPUTS, MASK, POSITIONS
 from workbench.program.commands import Launch, Program, Range
@@ -74,46 +72,6 @@ def test_tokens_reuse_but_for_the_first_and_those_behind_a_boundary(base, n_prom
         assert steps() == (1 + boundaries, n - 1 - boundaries)
 
 
-def test_a_step_of_another_n_kv_builds(engine):
-    steps = Steps(engine)
-    for token in TOKENS[:PAD]:
-        engine.step([token])
-    assert steps() == (1, PAD - 1)
-    engine.step([5])
-    assert steps() == (1, 0)
-
-
-def test_another_number_of_tokens_builds(engine):
-    engine.step([1])
-    steps = Steps(engine)
-    engine.step([2, 3])
-    assert steps() == (1, 0)
-    engine.step([4])
-    engine.step([5, 6])
-    assert steps() == (0, 2)
-
-
-def test_other_outputs_build(engine):
-    engine.step([1, 2, 3], "all")
-    steps = Steps(engine)
-    engine.step([1, 2, 3], "last")
-    engine.step([1, 2, 3], "none")
-    assert steps() == (2, 0)
-    for outputs in ("all", "last", "none"):
-        engine.step([1, 2, 3], outputs)
-    assert steps() == (0, 3)
-
-
-def test_another_number_of_sequences_builds(engine):
-    engine.submit([(0, [1, 2], "last")]).wait()
-    steps = Steps(engine)
-    engine.submit([(0, [3], "none"), (1, [4], "last")]).wait()
-    assert steps() == (1, 0), "two tokens and one output, of two sequences"
-    engine.submit([(0, [3, 1], "last")]).wait()
-    engine.submit([(2, [3], "last"), (1, [4], "none")]).wait()
-    assert steps() == (0, 2), "which two they are does not matter"
-
-
 def test_a_shift_is_a_step_of_its_own_shape(engine):
     engine.prefill(TOKENS[:5])
     engine.step([1])
@@ -155,46 +113,12 @@ def test_with_an_input_that_does_not_answer_nothing_is_reused_and_it_is_named(en
 # what each layer saves ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "way"), [
-    *((name, "set_rows") for name in (*REDO, "redo")),
-    ("redo", "patch_pointers"), ("redo", "pointer_table"),
-])  # fmt: skip
-def test_a_layer_that_is_done_again_costs_its_phases_and_changes_nothing(base, name, way):
-    """For every step whose program is reused; counters and the trace show it."""
-    redone = {p for n in Toggles.members(name) for p in REDO[n]}
-    toggles = Toggles(graph_reuse=way)
-    with base.variant(toggles) as kept, base.variant(toggles.switched(name, "on")) as again:
-        answers = []
-        for engine in (kept, again):
-            answers.append([engine.prefill(TOKENS[:20])])
-            answers[-1] += [engine.step([token]) for token in TOKENS[20:24]]
-            before = engine.counters
-            with profile(engine, nvtx=False) as trace:
-                answers[-1] += [engine.step([token]) for token in TOKENS[24:30]]
-            after = engine.counters
-            assert {p: after[f"{p}_n"] - before[f"{p}_n"] for p in MADE} == {
-                p: 6 * (engine is again and p in redone) for p in MADE
-            }
-            spent = {phase for phase in MADE if after[f"{phase}_ns"] > before[f"{phase}_ns"]}
-            assert spent == (set() if engine is kept else redone)
-            assert after["programs_reused"] - before["programs_reused"] == 6
-            spans = Counter(trace.to_frame().query("category == 'build'")["name"])
-            assert {p: spans[p] for p in MADE if spans[p]} == dict.fromkeys(spent, 6)
-        for ours, theirs in zip(*answers, strict=True):
-            assert np.array_equal(ours, theirs)
-
-
 def test_the_same_program_is_issued_though_everything_is_done_again(base):
     with base.variant(KEPT.switched("redo", "on")) as engine:
         engine.step([1])
         key = Key(engine.program().shape, engine.turn)
         first = engine.steps.programs.get(key)
         assert engine.steps.programs.get(key) is first
-
-
-def test_layers_cannot_be_done_again_where_nothing_is_kept(base):
-    with pytest.raises(UsageError, match="graph_reuse=rebuild and redo_build=on clash"):
-        base.variant(Toggles(redo="on"))
 
 
 def test_phases_are_shown_us_a_step(engine):
@@ -241,28 +165,6 @@ def n_kv_of(program: Program) -> set[int]:
     return {node.params["n_kv"] for node in nodes if "n_kv" in node.params}
 
 
-@pytest.mark.parametrize("device", ["embedded", "host"])
-@pytest.mark.parametrize(("preset", "quant"), [("tiny-llama", "F32"), ("tiny-qwen3", "Q8_0")])
-def test_the_whole_cache_masked_answers_the_same(tiny_model, preset, quant, device):
-    """Within the tolerance of a rounding toggle; one program serves all depths."""
-    with wb.Engine.load(
-        tiny_model(preset, quant), device=device, n_ctx=N_CTX, n_kv_pad=PAD, n_ubatch=N_UBATCH,
-        threads=2, toggles=KEPT,
-    ) as grows, grows.variant(KEPT.switched("kv_growth", "full")) as full:  # fmt: skip
-        answers = []
-        for engine in (grows, full):
-            rows = [engine.prefill(TOKENS[: 2 * N_UBATCH], outputs="all")]
-            steps = Steps(engine)
-            rows += [engine.step([token]) for token in TOKENS[2 * N_UBATCH : 112]]
-            assert steps() == ((3, 77) if engine is grows else (1, 79))
-            answers.append(np.concatenate(rows))
-        wanted, found = answers
-        answer = compare_logits(wanted, found, Toggles.answer_class("kv_growth"))
-        assert answer.holds, str(answer)
-        assert np.array_equal(wanted.argmax(axis=-1), found.argmax(axis=-1))
-        assert len(np.unique(wanted.argmax(axis=-1))) > 10
-
-
 def test_every_program_looks_at_the_whole_cache(base):
     """What predicts shapes follows: `program`, `programs`, `cycle`, and what steps then take."""
     with base.variant(KEPT.switched("kv_growth", "full")) as engine:
@@ -291,22 +193,6 @@ def test_n_ctx_need_be_no_multiple_of_the_pad(base):
         assert engine.prefill(TOKENS[:100]).shape[0] == 1
         with pytest.raises(UsageError, match="do not fit the context of 100"):
             engine.step([1])
-
-
-def test_sequences_shifts_and_ubatches_answer_the_same_in_a_full_cache(base):
-    """Several sequences, cells taken away in the middle, a shift, prompts of ragged length."""
-
-    def answers(engine: wb.Engine) -> list[np.ndarray]:
-        rows = [engine.submit([(s, TOKENS[s : 2 * s + 3], "all") for s in range(3)]).wait()]
-        engine.cache.remove(1, 0, 2)
-        engine.cache.shift(1, -2)
-        rows.append(engine.submit([(s, [TOKENS[s]], "last") for s in (2, 1)]).wait())
-        rows.append(engine.prefill(TOKENS[:20], outputs="all", sequence=3))
-        return rows
-
-    with base.variant(KEPT) as grows, base.variant(KEPT.switched("kv_growth", "full")) as full:
-        for wanted, found in zip(answers(grows), answers(full), strict=True):
-            assert compare_logits(wanted, found, "rounding").holds
 
 
 # steps with outputs and without -------------------------------------------------------------------
@@ -379,20 +265,6 @@ def test_a_plan_for_each_n_kv_or_one_for_all(base, growth, plans):
     assert np.array_equal(*answers)
 
 
-@pytest.mark.parametrize("rule", ["pr", "today", "ours"])
-def test_layers_done_again_leave_plans_as_they_are(base, rule):
-    """What is bound once more and dropped takes no plan, and gives none back."""
-    kept = Toggles(graph_reuse="set_rows", plans=rule)
-    answers, counts = [], []
-    for toggles in (kept, kept.switched("redo", "on")):
-        with base.variant(toggles) as engine:
-            rows = [engine.prefill(TOKENS[:20])]
-            answers.append(np.concatenate([*rows, *(engine.step([t]) for t in TOKENS[20:40])]))
-            found = engine.counters.items()
-        counts.append({k: n for k, n in found if k[:5] == "plans" and not k.endswith("_ns")})
-    assert np.array_equal(*answers) and counts[0] == counts[1]
-
-
 @pytest.mark.parametrize("scope", ["split", "step"])
 @pytest.mark.parametrize("name", [POSITIONS, MASK])
 def test_inputs_of_another_shape_are_refused_before_anything_is_issued(base, name, scope):
@@ -452,16 +324,3 @@ def test_a_phase_done_again_does_all_of_its_work(base):
     assert {n: i.key for n, i in made.issued.items()} == {
         n: i.key for n, i in prepared.issued.items()
     }
-
-
-@pytest.mark.parametrize("way", ["patch_pointers", "pointer_table"])
-def test_a_full_cache_is_looked_at_alike_in_every_way_of_reuse(base, way):
-    answers = []
-    for graph_reuse in ("set_rows", way):
-        with base.variant(Toggles(graph_reuse=graph_reuse, kv_growth="full")) as engine:
-            steps = Steps(engine)
-            rows = [engine.prefill(TOKENS[:20], outputs="all")]
-            rows += [engine.step([token]) for token in TOKENS[20:100]]
-            assert steps() == (3, 79)
-            answers.append(np.concatenate(rows))
-    assert np.array_equal(*answers)

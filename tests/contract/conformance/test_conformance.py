@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conformance import CHECKS, failures, reads_late, run_check
-from hostile import LIES, OutOfOrderCopies
 
+from tests.contract.conformance.conformance import CHECKS, failures, reads_late, run_check
+from tests.contract.conformance.hostile import LIES, OutOfOrderCopies
 from tests.profiles import share
 from workbench.backend.base import Backend, Captured, Issue
 from workbench.backend.cpu.device import embedded, host

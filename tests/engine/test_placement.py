@@ -9,8 +9,6 @@ import workbench as wb
 from tests.profiles import share
 from workbench.common.errors import UsageError
 from workbench.config import EngineConfig, Toggles
-from workbench.engine.placement import layer_of
-from workbench.graph.ir import F32, Kind, Tensor
 from workbench.program.commands import DEVICE, HOST, Copy, Launch, Sync
 
 PROMPT, MODELS = (
@@ -138,17 +136,6 @@ def test_settings_that_mean_nothing_are_refused_in_one_line(fields, says):
     assert says in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_weight_s_layer_is_in_its_name():
-    def named(name: str) -> int | None:
-        return layer_of(Tensor(name, F32, (1, 32), Kind.WEIGHT))
-
-    assert (named("blk.12.attn_q.weight"), named("output.weight"), named("blk.x")) == (
-        12,
-        None,
-        None,
-    )
-
-
 def test_devices_without_layers_are_refused(tiny_model):
     with pytest.raises(UsageError, match="n_devices=2: n_gpu_layers=1 leaves some without layers"):
         wb.Engine.load(
@@ -158,9 +145,3 @@ def test_devices_without_layers_are_refused(tiny_model):
             n_gpu_layers=1,
             toggles=wb.Toggles(),
         )
-
-
-def test_more_layers_than_there_are_is_all_of_them(load):
-    """llama.cpp's -ngl 99."""
-    with load("tiny-llama", "Q8_0") as whole, load("tiny-llama", "Q8_0", n_gpu_layers=99) as many:
-        assert many.program().pattern() == whole.program().pattern()

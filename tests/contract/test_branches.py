@@ -7,7 +7,6 @@ import pytest
 
 import workbench as wb
 from tests.oracles.adversary import search
-from tests.profiles import share
 from workbench.common.errors import DeviceError, UsageError
 from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import Launch, Record, Wait
@@ -59,15 +58,6 @@ def serial(settings: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in settings.items() if name in kept}
 
 
-@pytest.mark.parametrize("fusion", [{}, FUSED], ids=["apart", "fused inside"])
-@pytest.mark.parametrize("name", share(SETTINGS, every=3))
-def test_logits_are_those_of_one_stream_to_the_bit(engine, name, fusion):
-    settings = SETTINGS[name] | fusion
-    if name == "stores by pointer" and fusion:
-        pytest.skip("copies as cache stores are not joined with RoPE")
-    np.testing.assert_array_equal(logits(engine, settings), logits(engine, serial(settings)))
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_programs_with_branches_race_in_nothing(engine, name):
     with engine.variant(wb.Toggles(**KEPT | SETTINGS[name])) as one:
@@ -97,17 +87,6 @@ def test_a_step_of_one_token_forks_in_every_layer(engine):
     assert decode.counts()["stream_waits"] == 4 * n_layer
 
 
-def test_prompts_fork_where_any_may(engine):
-    with engine.variant(wb.Toggles(**KEPT, streams="8", fork="any")) as one:
-        assert len(streams_of(one.program(n_tokens=4))) > 1
-
-
-def test_one_stream_has_no_events_of_branches(engine):
-    with engine.variant(wb.Toggles(**KEPT, fork="any")) as one:
-        program = one.program()
-    assert not any(c.forks for c in program.commands if isinstance(c, Record | Wait))
-
-
 # what is refused ---------------------------------------------------------------------------------
 
 
@@ -118,12 +97,6 @@ def test_lifetimes_that_race_are_refused_in_one_line(engine):
     assert "use lifetimes=visibility, or unsafe" in str(refused.value)
     assert "\n" not in str(refused.value)
     logits(engine, SETTINGS["qkv"])  # and the weights are still there
-
-
-@pytest.mark.parametrize("streams", ["0", "9", "many"])
-def test_streams_beyond_what_there_is_are_refused(streams):
-    with pytest.raises(UsageError, match=r"streams=.* does not exist; choose one of 1, 2, .*8"):
-        wb.Toggles(streams=streams)
 
 
 def test_a_device_with_fewer_streams_refuses(tiny_model):
