@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.cpu.test_ahead import never_passed  # noqa: F401 - of every test
+from tests.late_host import never_passed  # noqa: F401 - of every test
 from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
 from workbench.backend.plan.gate import (
     CANCELLED,

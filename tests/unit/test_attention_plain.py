@@ -16,7 +16,7 @@ import workbench as wb
 from tests.attention import Case, attention_case, broadcast, causal, parted, skipping, windowed
 from tests.profiles import examples, rest, tiers
 from tests.unit import on_host, ptx
-from tests.unit.fake_cuda import fake_backend
+from tests.backend.cuda.fake_cuda import fake_backend
 from tests.unit.test_cuda_engine_faked import feed
 from workbench.backend.cuda.device import weights
 from workbench.backend.cuda.kernels import attending, attention_plain, nvrtc, op_table

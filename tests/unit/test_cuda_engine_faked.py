@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import workbench as wb
-from tests.unit.fake_cuda import SPARE, fake_backend
-from tests.unit.fake_graphs import COPIES, Call
+from tests.backend.cuda.fake_cuda import SPARE, fake_backend
+from tests.backend.cuda.fake_graphs import COPIES, Call
 from workbench.common.errors import DeviceError, UsageError
 from workbench.config import SyncMode, Toggles
 

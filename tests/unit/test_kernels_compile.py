@@ -24,7 +24,7 @@ from tests.gpu.twins.product import FOLDER, simple_product
 from tests.graphs import Decoder, fused_nodes
 from tests.profiles import tiers
 from tests.unit import ptx
-from tests.unit.launch_cases import (
+from tests.backend.cuda.launch_cases import (
     FUSED,
     TOKENS,
     chosen_works,

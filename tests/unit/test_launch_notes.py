@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.unit.fake_cuda import fake_backend
-from tests.unit.fake_graphs import Call
+from tests.backend.cuda.fake_cuda import fake_backend
+from tests.backend.cuda.fake_graphs import Call
 from workbench.backend.base import DeviceClock
 from workbench.backend.clock.launch_notes import (
     CELL_WORDS,

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.unit import fake_cuda
-from tests.unit.fake_cuda import FakeApi, fake_backend
-from tests.unit.fake_graphs import kernel_params
+from tests.backend.cuda import fake_cuda
+from tests.backend.cuda.fake_cuda import FakeApi, fake_backend
+from tests.backend.cuda.fake_graphs import kernel_params
 from workbench.backend.clock.stamps import PAIR_BYTES, PAIRS, WRITTEN, StampRing
 from workbench.backend.cuda.device import timer
 from workbench.backend.null import open_backend
