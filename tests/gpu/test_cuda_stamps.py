@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
-from tests.cpu.test_stamps import (  # noqa: F401 - `never_passed` is of every test
+from tests.backend.clock.test_stamps import (  # noqa: F401 - `never_passed` is of every test
     decode,
     decode_stamped,
     never_passed,
