@@ -16,7 +16,6 @@ from workbench.backend.compiled import Compiled, so_far, took
 from workbench.backend.cpu import compile as compiler
 from workbench.backend.cpu.kernels import op_table
 from workbench.backend.cuda.kernels import nvrtc
-from workbench.cli import main
 from workbench.common import progress
 from workbench.common.progress import Bar, shown_on
 from workbench.engine import engine as engine_module
@@ -72,20 +71,6 @@ def test_kernels_are_compiled_before_the_prompt_is_timed(
     with wb.Engine.load(path, device=device, n_ctx=64, n_ubatch=16, toggles="baseline") as engine:
         engine.generate(tokens=list(range(3, 23)), max_tokens=3)
     assert len(slow_compiler) > 5 and max(slow_compiler) < min(looked)
-
-
-def test_run_says_in_a_line_of_its_own_what_was_compiled(tiny_model, capsys, slow_compiler):
-    path = str(tiny_model("tiny-llama", "Q4_0"))
-    found = []
-    for _ in range(2):
-        main(["run", "-m", path, "--tokens", "5,6,7", "-n", "2", "--device", "host"])
-        found.append(capsys.readouterr().err.splitlines())
-    first, again = ([line for line in lines if "compiling" in line] for lines in found)
-    assert len(first) == 1 and not again, "the second time there is nothing to compile"
-    assert re.fullmatch(r"compiling kernels for this device: \d+\.\d s, kept in ~/.*", first[0])
-    (prompt,) = (line for line in found[0] if line.startswith("prompt "))
-    assert found[0].index(first[0]) < found[0].index(prompt)
-    assert float(prompt.split()[1]) < 1000 * float(first[0].split()[5])
 
 
 def test_the_line_is_said_once(monkeypatch):

@@ -33,8 +33,6 @@ from workbench.backend.clock.launch_notes import (
 )
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import noting, nvrtc
-from workbench.backend.cuda.kernels.kernel import Gemm, Kernel
-from workbench.backend.issue.issued import Address
 from workbench.backend.issue.prepared import Prepared
 from workbench.backend.null import open_backend
 from workbench.common.errors import DeviceError, UsageError
@@ -295,16 +293,3 @@ def test_every_kernel_compiles_with_noting(share):
     for (file, defines), name in wanted.items():
         cubin = nvrtc.cubin(file, "sm_90", defines)
         assert b".text." + name.encode() in cubin, f"{name} is not in {file}.cu"
-
-
-def test_each_kernel_of_a_launch_has_the_next_note():
-    kernel = Kernel("rows", "set_rows", (1, 1), 32, [4096, 1], ("A=1",), waits=True)
-    gemm = Gemm("F16", 1, 2, 3, 4, 5, 6, 7)
-    assert noting.noted([kernel, gemm], 0) == [kernel, gemm]
-    first, product, second = noting.noted([kernel, gemm, kernel], 1 << 30)
-    assert product is gemm, "a library's kernels note nothing"
-    for n, one in enumerate((first, second)):
-        assert isinstance(one, Kernel) and isinstance(one.args[-1], Address)
-        assert one.args == [4096, 1, (1 << 30) + n * NOTE_BYTES]
-        assert one._replace(args=kernel.args, defines=kernel.defines) == kernel
-        assert one.defines == ("A=1", noting.NOTING)

@@ -28,7 +28,7 @@ from tests.backend.cuda.rig import (
 from tests.profiles import examples
 from workbench.backend.base import NO_PART
 from workbench.backend.cuda.device import driver
-from workbench.backend.cuda.device.graphs import CudaGraph, record
+from workbench.backend.cuda.device.graphs import CudaGraph
 from workbench.backend.issue.bind import _where_it_lands
 from workbench.backend.issue.issued import Issued, changed
 from workbench.backend.issue.landing import N_BLOCKS, Landing
@@ -66,14 +66,6 @@ def test_streams_that_nobody_waits_for_are_joined(rig):
         assert graph.nodes == (0, 1, 2, 3)
         assert sorted(rig.launched(graph)) == sorted(rig.issued(work))
     assert not rig.api.captures
-
-
-def test_programmatic_edges_are_counted(rig):
-    parts = [(COMPUTE, rig.launch(norm(), FAR * i, early=i != 2)) for i in range(1, 5)]
-    copy = rig.backend.copy(FAR, 9 * FAR, 64, COMPUTE, to_host=False)
-    late = [(COMPUTE, copy), (COMPUTE, rig.launch(norm(), FAR, early=True))]
-    graph = rig.backend.capture(rig.work_of(parts + late))
-    assert graph.edges() == (5, 2), "the first is behind nothing, the last behind a copy"
 
 
 def test_a_product_has_run_before_its_first_capture(rig):
@@ -174,18 +166,6 @@ def test_what_the_driver_refuses_is_told(rig, function: str):
     assert "\n" not in str(told.value) and rig.nothing_left()
     rig.api.refuse.clear()
     assert rig.replays(rig.backend.capture(work), work)
-
-
-def test_a_stream_that_is_captured_stays_in_its_capture(rig):
-    work = rig.work_of([(COMPUTE, rig.launch(norm(), FAR))])
-
-    def captures_too() -> None:
-        with pytest.raises(DeviceError, match="cuStreamBeginCapture failed at plan of 1 commands"):
-            rig.backend.capture(work)
-        work.call()
-
-    stream = rig.backend._stream(COMPUTE)
-    assert len(record(rig.backend._driver, "the outer one", stream, (), captures_too).nodes) == 1
 
 
 # update -------------------------------------------------------------------------------------------
@@ -348,21 +328,6 @@ def test_whatever_came_before_a_twin_is_a_capture_anew(data):
             assert not rig.nothing_left()
             form.destroy()
         assert rig.nothing_left()
-
-
-@pytest.mark.parametrize("direct", [False, True])
-def test_a_twin_asks_for_a_form_and_one_node(rig, direct):
-    landing = Landing(rig.backend, 64)
-    work = landed(rig, landing, direct)
-    graph = rig.backend.capture(work)
-    landing.now = 1
-    rig.api.calls.clear()
-    twin = graph.twin(work, [LAST])
-    node = "Kernel" if direct else "Memcpy"
-    assert rig.api.calls == [
-        "cuGraphInstantiate", f"cuGraphExec{node}NodeSetParams", "cuGraphUpload",
-    ]  # fmt: skip
-    assert twin is not None and rig.replays(twin, work) and not rig.replays(graph, work)
 
 
 # the end ------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ of their arguments are addresses, and that a patched argument is what the next c
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -253,14 +252,3 @@ def test_a_patched_value_is_passed_and_is_other_work(rig):
     issued.block[1] = 9
     (after,) = passed(rig, issued)
     assert after.args[5:] == (1 << 40, 9, 0x3F000000) and issued.key != key
-
-
-def test_commands_keep_what_they_read_alive(rig):
-    """The block, the event: nobody else holds them."""
-    launch = rig.launch(norm(), FAR)
-    before = passed(rig, launch)
-    recorded = rig.backend.record(rig.backend.event(), 1)
-    gc.collect()
-    blocks = [rig.launch(norm(), n * FAR) for n in range(1, 100)]
-    assert passed(rig, launch) == before and len(blocks) == 99
-    assert passed(rig, recorded)[0].args[0] >= 5000

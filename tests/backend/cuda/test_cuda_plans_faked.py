@@ -75,20 +75,6 @@ def test_a_replayed_step_queues_what_an_eager_one_does(engine, scope, more):
         assert not api.alive and not api.captures, "closed with its engine"
 
 
-@pytest.mark.parametrize("reuse", Toggles.values("graph_reuse"))
-def test_a_patched_pointer_sets_a_node(engine, reuse):
-    """Of the ways to keep a graph only `patch_pointers` has other addresses for each token."""
-    with engine.variant(Toggles(**FORKED, graph_reuse=reuse, plans="ours")) as used:
-        for token in range(8):
-            used.step([token])
-        plans: Any = used.issuer.plans  # type: ignore[attr-defined]
-        graphs, counters = [plan.captured for plan in plans], used.counters
-    assert (counters["plans_captured"], counters["plans_twinned"]) == (1, 1) == (1, len(graphs) - 1)
-    updated = 7 if reuse == "patch_pointers" else 0
-    assert counters["plans_updated"] == updated == sum(g.nodes_set for g in graphs)
-    assert not sum(g.recaptured for g in graphs)
-
-
 @pytest.mark.parametrize("sync", [m.value for m in SyncMode if m != SyncMode.AUTO])
 def test_every_ordering_has_plans_that_a_capture_bears(engine, sync):
     """No part waits for an event of another capture, and none of the host's waits is a part."""

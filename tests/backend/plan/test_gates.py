@@ -7,7 +7,6 @@ import platform
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from tests.gates import hold
 from workbench.backend.cpu.device import signals
 from workbench.backend.cpu.device.embedded import open_backend as open_device
-from workbench.backend.cpu.device.signals import await_word, set_word
+from workbench.backend.cpu.device.signals import set_word
 from workbench.backend.issue.bind import LandingBlock
 from workbench.backend.issue.issued import Issued, Plannable, Words
 from workbench.backend.issue.landing import N_BLOCKS, Landing
@@ -214,13 +213,6 @@ def test_ends_are_told_by_number_or_not_at_all(monkeypatch):
         for made in (plain, gate):
             made.free()
         backend.close()
-
-
-def test_who_waits_for_a_word_leaves_python_to_others():
-    memory = np.zeros(1, np.int64)
-    threading.Timer(0.02, lambda: set_word(memory.ctypes.data, 7)).start()
-    assert await_word(memory.ctypes.data, 7, 20 * 10**9)  # with the GIL it would be in vain
-    assert not await_word(memory.ctypes.data, 8, 1_000_000)
 
 
 # a step's call ------------------------------------------------------------------------------------

@@ -148,20 +148,6 @@ def test_a_change_alone_forces_an_update_or_a_plan(rule, change, uid):
             call()
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_patched_work_is_looked_at_where_it_moves(rule):
-    rig = Rig(rule, plan_warmup="0")
-    work = rig.work(1, n=4)
-    work.moves = (1, 3)
-    (call,) = rig.bound(work)
-    for uid in range(1, 6):
-        for i in work.moves:
-            work.parts[i].block[POINTER] = 900 + uid + i
-        work.uid = uid
-        call()
-    assert rig.verbs() == [*CALL, *["update", "launch"] * 4]
-
-
 def test_today_alternating_works_are_never_captured():
     """llama.cpp #28652: alternating shapes under one key reset the warm-up for ever."""
     rig = Rig("today")
@@ -270,14 +256,6 @@ def test_ours_makes_twins_for_all_landings_but_one(held, n):
         assert rig.verbs() == ["launch", "launch", "twin", "launch"]
 
 
-def test_behind_a_warm_up_one_capture_is_the_only_one():
-    """Each landing's first call issues its parts."""
-    rig = Rig("ours", plan_warmup="2")
-    (call,) = rig.bound(rig.work(1, lands=True))
-    rig.tokens(call, 9)
-    assert rig.verbs() == [*["issue"] * 3, *CALL, "twin", "launch", "twin", *["launch"] * 4]
-
-
 @pytest.mark.parametrize("why", ["pr", "today", "declined", "failing"])
 def test_what_has_no_twin_is_captured(why):
     """A twin that fails is told to nobody, for a capture does."""
@@ -289,24 +267,6 @@ def test_what_has_no_twin_is_captured(why):
     assert rig.plans.counts["plans_captured"] == N_BLOCKS
     assert not rig.plans.counts["plans_twinned"]
     assert ("twin" in rig.verbs()) == (why not in RULES)
-
-
-def test_works_built_anew_and_patched_keep_their_twins():
-    for patched in (False, True):
-        rig = Rig("ours")
-        work, kept = rig.work(1, lands=True), list[Any]()
-        work.moves = (0,) if patched else ()
-        (call,) = rig.bound(work)
-        for uid in range(1, 9):
-            if patched:
-                work.parts[0].block[POINTER], work.uid = 900 + uid, uid
-            else:
-                (call,) = rig.bound(rig.work(uid, lands=True))
-            call()
-            kept = [rig.landing.take(8)]
-        assert kept and rig.counts() == {"captured": 1, "twinned": N_BLOCKS - 1} | (
-            {"updated": 7} if patched else {}
-        )
 
 
 # which plans are kept -----------------------------------------------------------------------------

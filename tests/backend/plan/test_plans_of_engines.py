@@ -4,7 +4,6 @@ that grows, plans that are destroyed behind the engine's back, and ends in any o
 from __future__ import annotations
 
 import gc
-import tracemalloc
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import permutations
@@ -16,7 +15,6 @@ import pytest
 import workbench as wb
 from tests.backend.plan.plannable import Log, planned, spins
 from tests.gates import hold
-from workbench.backend.cpu.device.embedded import open_backend
 from workbench.backend.cpu.device.loops import FILLED
 from workbench.backend.cpu.device.recorded import EmbeddedPlan
 from workbench.common.errors import DeviceError
@@ -95,25 +93,6 @@ def test_counters_say_what_became_of_plans(base, reuse, scope, rule, expected):
         captured = expected.get("captured", 0) > 0
         assert (counts["plans_capture_ns"] > 0) == (counts["plans_instantiate_ns"] > 0) == captured
         assert (counts["plans_update_ns"] > 0) == ("updated" in expected)
-
-
-def no_twin(plan: EmbeddedPlan, work: Any, changed: Any) -> None:
-    """Only a capture does."""
-
-
-def failing_twin(plan: EmbeddedPlan, work: Any, changed: Any) -> None:
-    raise DeviceError("no memory for a twin; use plans=off")
-
-
-@pytest.mark.parametrize("scope", ["forked", "ahead"])
-def test_captures_in_the_stead_of_twins_give_the_same(base, monkeypatch, scope):
-    """The slow twins: where none can be made, and where each fails."""
-    with base.variant(toggles(scope)) as engine:
-        wanted = decoded(engine)
-    for instead in (no_twin, failing_twin):
-        monkeypatch.setattr(EmbeddedPlan, "twin", instead)
-        with base.variant(toggles(scope)) as engine:
-            assert np.array_equal(decoded(engine), wanted) and made(engine) == {"captured": 3}
 
 
 @pytest.mark.parametrize("n_copies", wb.Toggles.values("n_copies"))
@@ -203,22 +182,6 @@ def test_a_captured_copy_on_the_wrong_stream_is_wrong(base, monkeypatch):
     assert not np.allclose(found[True], found[False], rtol=0, atol=1e-3)
 
 
-def test_inputs_taken_at_the_call_are_in_no_plan(base):
-    """And the engine goes on where its copies are late again."""
-    values = {"sync": "implicit", "host_source": "pageable", "graph_reuse": "rebuild"}
-    with base.variant(toggles("step", **values)) as engine:
-        engine.backend.pageable = "snapshot"
-        try:
-            with pytest.raises(DeviceError, match=r"^a snapshot copy .* host_source=pinned .*$"):
-                engine.step(PROMPT[:4])
-            assert engine.counters["plans_captured"] == 0
-        finally:
-            engine.backend.pageable = "late"
-        engine.reset()
-        with base.variant(Toggles()) as off:
-            assert np.array_equal(engine.step(PROMPT[:4]), off.step(PROMPT[:4]))
-
-
 EACH = [("ours", "ahead"), ("today", "split"), ("pr", "direct")]
 
 
@@ -275,21 +238,6 @@ def test_a_destroyed_plan_is_told_once(base, rule, scope):
                     assert engine.n_past == past and told <= len(destroyed)
         assert 0 < told <= len(destroyed)
         assert np.array_equal(np.concatenate(found), np.concatenate(wanted))
-
-
-def test_another_topology_is_no_update_and_has_no_twin(base):
-    """A token without logits has fewer launches. A refusal leaves either plan as it was."""
-    with base.variant(toggles("split")) as engine:
-        first = engine.step([3])
-        engine.step([3], outputs="none")
-        one, other = engine.issuer.plans  # type: ignore[attr-defined]
-        assert len(one.work().parts) > len(other.work().parts)
-        for plan, work in ((one, other.work()), (other, one.work())):
-            assert not plan.captured.update(work, None)
-        assert other.captured.twin(one.work(), [len(one.work().parts) - 1]) is None
-        engine.reset()
-        assert np.array_equal(engine.step([3]), first)
-        assert made(engine) == {"captured": 2}
 
 
 # ends ---------------------------------------------------------------------------------------------
@@ -362,29 +310,3 @@ def test_plans_and_twins_are_destroyed_in_any_order(two, order):
                     refused()
     two.synchronize()
     assert [sorted(log.values) for log in logs] == [*[[1, 1, 2, 2]] * 3, [1, 2]]
-
-
-def test_cycles_of_twins_leave_nothing():
-    device = open_backend(threads=1)
-    logs = [Log(device, 4000) for _ in range(2)]
-    works = works_of(device, logs)
-
-    def memory_behind(n: int) -> int:
-        for i in range(n):
-            plan = device.capture(works[0])
-            twin = plan.twin(works[1], [1, 2])
-            twin.launch(), plan.launch()
-            (twin if i % 2 else plan).destroy()
-        device.synchronize()
-        device._keep(None)  # gives back what is over
-        gc.collect()
-        return tracemalloc.get_traced_memory()[0]
-
-    memory_behind(20)
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    grown = memory_behind(100) - before
-    tracemalloc.stop()
-    device.close()
-    assert grown < 1 << 16, grown
-    assert all(len(log.values) == 240 for log in logs)
