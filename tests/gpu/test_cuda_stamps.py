@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
 from tests.backend.clock.test_stamps import (  # noqa: F401 - `never_passed` is of every test
     decode,
     decode_stamped,
@@ -18,6 +17,7 @@ from tests.backend.clock.test_stamps import (  # noqa: F401 - `never_passed` is 
     ring_goes_round,
     small_rings,
 )
+from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
 from workbench.benchmarks.times.token_parts import token_parts
 from workbench.config import Toggles
 

@@ -76,7 +76,7 @@ def done(monkeypatch) -> list[str]:
         return [NotedSpan(kernel, 10 * i, 10 * i + 5) for i, kernel in kernels]
 
     monkeypatch.setattr(LaunchNotes, "read", read)
-    monkeypatch.setattr(LaunchNotes, "reset", lambda notes: (did.append("reset"), reset(notes)))
+    monkeypatch.setattr(LaunchNotes, "reset", lambda notes: did.append("reset") or reset(notes))
     return did
 
 

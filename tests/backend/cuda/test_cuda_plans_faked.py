@@ -68,10 +68,10 @@ def test_a_replayed_step_queues_what_an_eager_one_does(engine, scope, more):
         with engine.variant(Toggles(**eager | scope | {"plans": rule})) as used:
             assert feed(used) == wanted, rule
             assert used.counters["plans_replayed"] >= 5
-            plans: Any = used.issuer.plans  # type: ignore[attr-defined]
+            plans: Any = used.issuer.plans
             made = [plan.captured for plan in plans if plan.captured is not None]
             assert (max(graph.edges()[1] for graph in made) > 10) == bool(more)
-        api = engine.backend._driver.api  # type: ignore[attr-defined]
+        api = engine.backend._driver.api
         assert not api.alive and not api.captures, "closed with its engine"
 
 
@@ -82,7 +82,7 @@ def test_every_ordering_has_plans_that_a_capture_bears(engine, sync):
     for copy_stream, n_copies, scope in product(("own", "compute"), ("1", "4"), ("split", "step")):
         fields = {"sync": sync, "copy_stream": copy_stream, "n_copies": n_copies}
         try:
-            used = engine.variant(Toggles(**KEPT, plans="ours", plan_scope=scope, **fields))  # type: ignore[arg-type]
+            used = engine.variant(Toggles(**KEPT, plans="ours", plan_scope=scope, **fields))
         except UsageError:  # a race, a clash, or the host waits amid a step
             continue
         n += 1
@@ -113,7 +113,7 @@ class Answering(FakeApi):
     AHEAD, TICK = 1 << 40, 32
     answers = True
 
-    def cuLaunchKernel(self, function: str, *args: Any) -> tuple[int]:  # type: ignore[override]
+    def cuLaunchKernel(self, function: str, *args: Any) -> tuple[int]:
         if function.startswith("answer of") and self.answers:
             threading.Thread(target=self._answer, args=kernel_params(args[8])).start()
         return super().cuLaunchKernel(function, *args)

@@ -65,7 +65,7 @@ def test_every_command_has_a_call_in_its_order(engine):
     work: Any = [(0, [3], "last")]
     model, config = engine.model, engine.config
     inputs = make_batch(work, engine.cache, model.n_vocab, config.n_ubatch).values
-    log: Any = engine.backend.log  # type: ignore[attr-defined]
+    log: Any = engine.backend.log
 
     def looked_at(calls: Sequence[Issue]) -> Iterator[Issue]:
         for call in calls:
@@ -87,7 +87,8 @@ def test_a_plan_issued_by_parts_begins_and_ends_as_a_whole(loaded):
     toggles = Toggles(sync="event_guarded", copy_stream="own")
     with loaded.variant(toggles) as engine:
         made = prepared(engine, with_plans(engine.program(1), "step"))
-        (number,) = [n for n, c in enumerate(made.program.commands) if isinstance(c, Replay)]
+        plans = [(n, c) for n, c in enumerate(made.program.commands) if isinstance(c, Replay)]
+        ((number, plan),) = plans
         work, log = made.issued[number], engine.backend.log
         log.clear()
         work()
@@ -95,7 +96,7 @@ def test_a_plan_issued_by_parts_begins_and_ends_as_a_whole(loaded):
     (_, begin, on), (_, waited, by), *parts, (_, end, copies), (_, joined, last) = did
     assert [did[i][0] for i in (0, 1, -2, -1)] == ["record", "wait", "record", "wait"]
     assert (begin, on, by) == (waited, 0, 1) and (end, copies, last) == (joined, 1, 0)
-    assert [kind for kind, *_ in parts] == [c.kind for c in made.program.commands[number].parts]
+    assert [kind for kind, *_ in parts] == [c.kind for c in plan.parts]
 
 
 def test_the_null_device_logs_what_is_prepared_and_issued():

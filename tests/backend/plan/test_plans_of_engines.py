@@ -43,7 +43,7 @@ def base(tiny_model) -> Iterator[wb.Engine]:
 
 
 def toggles(scope: str, **more: str) -> Toggles:
-    return Toggles(**{"graph_reuse": "set_rows", "plans": "ours"} | SCOPES[scope] | more)  # type: ignore[arg-type]
+    return Toggles(**{"graph_reuse": "set_rows", "plans": "ours"} | SCOPES[scope] | more)
 
 
 def decoded(engine: wb.Engine) -> np.ndarray:
@@ -203,7 +203,7 @@ def test_memory_that_grows_behind_a_capture_is_followed(base, monkeypatch, rule,
             found.append(np.concatenate(rows))
             moved = {name for name, at in address_of(side).items() if before.get(name) != at}
             assert {"arena.1", "result"} <= moved
-        assert np.array_equal(*found)
+        assert np.array_equal(found[0], found[1])
         assert engine.counters["plans_captured"] > captured > 0, "anew"
 
 
@@ -222,7 +222,7 @@ def test_a_destroyed_plan_is_told_once(base, rule, scope):
     with base.variant(toggles(scope if not patched else "split", plans=rule, **patched)) as engine:
         found = [engine.step([token]) for token in DECODED]
         engine.synchronize()
-        plans: Any = engine.issuer.plans  # type: ignore[attr-defined]
+        plans: Any = engine.issuer.plans
         destroyed = [p.captured for p in plans if p.captured is not None]
         for captured in destroyed:
             captured.destroy()
@@ -273,7 +273,7 @@ def test_engine_backend_and_plans_end_in_any_order(tiny_model, order):
     engine.step([3])
     ends: dict[str, Callable[[], None]] = {
         "engine": engine.close, "backend": engine.backend.close,
-        "plans": engine.issuer.plans.clear,  # type: ignore[attr-defined]
+        "plans": engine.issuer.plans.clear,
     }  # fmt: skip
     for end in (ends.pop(order), *ends.values()):
         end()
