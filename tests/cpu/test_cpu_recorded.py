@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from device_kernels import address, append, count_parts, open_backend, rotate
-from plannable import Log, planned, records, spins, waits
 
+from tests.backend.cpu.device_kernels import address, append, count_parts, open_backend, rotate
+from tests.backend.plan.plannable import Log, planned, records, spins, waits
 from tests.gates import hold
 from workbench.backend.cpu.device import loops, signals
 from workbench.backend.cpu.device.loops import RING_SIZE

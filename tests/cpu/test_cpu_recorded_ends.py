@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from device_kernels import open_backend
-from plannable import Log, planned, spins
 
+from tests.backend.cpu.device_kernels import open_backend
+from tests.backend.plan.plannable import Log, planned, spins
 from tests.gates import hold
 from workbench.backend.cpu.device import loops
 from workbench.common.errors import DeviceError

@@ -13,8 +13,15 @@ import time
 
 import numpy as np
 import pytest
-from device_kernels import address, append, count_parts, open_backend, rotate, spin
 
+from tests.backend.cpu.device_kernels import (
+    address,
+    append,
+    count_parts,
+    open_backend,
+    rotate,
+    spin,
+)
 from tests.gates import hold
 from workbench.backend.cpu.device.embedded import Event
 from workbench.backend.cpu.device.loops import MAX_ARGS, RING_SIZE

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device_kernels import open_backend, queue_work, spin
 
+from tests.backend.cpu.device_kernels import open_backend, queue_work, spin
 from tests.gates import hold
 from workbench.common.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.unit.fake_cuda import fake_backend
+from tests.backend.cuda.fake_cuda import fake_backend
 from workbench.backend.cpu import compile as compiler
 from workbench.backend.cpu.kernels import op_table
 from workbench.backend.cuda.kernels import nvrtc

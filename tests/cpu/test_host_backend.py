@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 import pytest
-from device_kernels import count_parts
 
+from tests.backend.cpu.device_kernels import count_parts
 from workbench.backend.cpu.device.host import open_backend
 from workbench.common.errors import DeviceError
 from workbench.graph.ir import F32, Kind, Tensor

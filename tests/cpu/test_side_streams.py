@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_kernels import address, open_backend, spin
-from plannable import Log, Part, planned, records, spins, waits
 
+from tests.backend.cpu.device_kernels import address, open_backend, spin
+from tests.backend.plan.plannable import Log, Part, planned, records, spins, waits
 from tests.gates import hold
 from workbench.backend.cpu.device.embedded import SHARE
 from workbench.common.errors import DeviceError

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.contract.test_contract_logits import engine, tokens_for  # noqa: F401 - a fixture
-from tests.cpu.test_ahead import never_passed  # noqa: F401 - of every test
+from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
+from tests.late_host import never_passed  # noqa: F401 - of every test
 from workbench.backend.plan.gate import (
     CANCELLED,
     CONTROL_BYTES,

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.contract.test_contract_logits import engine, tokens_for  # noqa: F401 - a fixture
-from tests.cpu.test_stamps import (  # noqa: F401 - `never_passed` is of every test
+from tests.backend.clock.test_stamps import (  # noqa: F401 - `never_passed` is of every test
     decode,
     decode_stamped,
     never_passed,
     ring_goes_round,
     small_rings,
 )
+from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
 from workbench.benchmarks.times.token_parts import token_parts
 from workbench.config import Toggles
 

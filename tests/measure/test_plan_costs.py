@@ -7,7 +7,7 @@ import json
 import pytest
 
 from data.measure import plan_costs
-from tests.unit.fake_cuda import fake_backend
+from tests.backend.cuda.fake_cuda import fake_backend
 from workbench.common.errors import UsageError
 
 SET = {"set_kernel_first_us", "set_kernel_us", "set_copy_first_us", "set_copy_us"}

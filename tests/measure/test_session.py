@@ -10,7 +10,7 @@ from data.measure import best_table, matrix, readme, targets
 from data.measure.__main__ import measure
 from data.measure.recorded import NOT_MEASURED, Recorded
 from data.measure.session import FILES, Session, toggles_of
-from tests.unit.fake_cuda import fake_backend
+from tests.backend.cuda.fake_cuda import fake_backend
 from workbench.benchmarks.runs.results import load_run
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.config import Toggles

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.attention import Case, attention_case, broadcast, causal, parted, skipping, windowed
+from tests.backend.cuda.fake_cuda import fake_backend
+from tests.backend.cuda.test_cuda_plans_faked import feed
 from tests.profiles import examples, rest, tiers
 from tests.unit import on_host, ptx
-from tests.unit.fake_cuda import fake_backend
-from tests.unit.test_cuda_engine_faked import feed
 from workbench.backend.cuda.device import weights
 from workbench.backend.cuda.kernels import attending, attention_plain, nvrtc, op_table
 from workbench.backend.cuda.kernels.attention import FEW_TOKENS, AttentionAt, AttentionShape

@@ -19,12 +19,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.gpu.twins import attention as simple
-from tests.gpu.twins.product import FOLDER, simple_product
-from tests.graphs import Decoder, fused_nodes
-from tests.profiles import tiers
-from tests.unit import ptx
-from tests.unit.launch_cases import (
+from tests.backend.cuda.launch_cases import (
     FUSED,
     TOKENS,
     chosen_works,
@@ -35,6 +30,11 @@ from tests.unit.launch_cases import (
     some_works,
     works,
 )
+from tests.gpu.twins import attention as simple
+from tests.gpu.twins.product import FOLDER, simple_product
+from tests.graphs import Decoder, fused_nodes
+from tests.profiles import tiers
+from tests.unit import ptx
 from workbench.backend import compiled as kept
 from workbench.backend.cuda.device import backend as cuda
 from workbench.backend.cuda.device import weights

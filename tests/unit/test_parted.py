@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.unit.fake_cuda import fake_backend
+from tests.backend.cuda.fake_cuda import fake_backend
 from workbench.backend.base import KernelName
 from workbench.config import Toggles
 from workbench.program.commands import Launch, Replay

@@ -11,15 +11,20 @@ Details by kind:
     sync_stream   stream
     sync_event    event
 
-    replay        stream, number of parts
+    gate_copy     dst, src, bytes, stream
+    replay        stream, what is recorded: of each part its key and its addresses
 
 and `("allocate", space, bytes)`, `("load_weight", name)`, `("synchronize",)`, `("close",)`. A plan
-is prepared when it is captured, and logs `("update",)`, `("twin",)` and `("destroy",)`, too. A twin
-is prepared like a capture.
+logs `("capture",)`, `("update", changed)`, `("twin", changed)` and `("destroy",)`. Its replays log
+what a device would have recorded: an update or a twin that names parts takes their addresses alone.
+
+Tests tell the device what it has `declined`, and what is `failing`: "capture", "update", "twin".
+A gate that is queued stands in `gates` until `run_gate` runs it.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +33,7 @@ import numpy as np
 from workbench.backend.base import Backend, Captured, Issue
 from workbench.backend.issue.args import VIEW, AddressOf, view_address
 from workbench.backend.issue.issued import Issued, Plannable, Words
+from workbench.backend.plan import gate
 from workbench.common.errors import DeviceError
 from workbench.common.progress import Bar
 from workbench.graph.ir import Node, Tensor
@@ -55,43 +61,67 @@ class NullMemory:
 
 
 class NullCaptured(Captured):
-    """A plan that logs. Its nodes are the parts that no event is in."""
+    """A plan that logs. Its nodes are the parts that no event is in. recorded: see above."""
+
+    capture_ns = instantiate_ns = 1
 
     def __init__(self, backend: NullBackend, work: Plannable):
         self._backend, self._log, self._destroyed = backend, backend.log, False
-        self._topology = _topology(work)
+        self._topology, self._gate = _topology(work), work.gate
         kinds = [part.same[0] for part in work.parts]
         self.nodes = tuple([i for i, kind in enumerate(kinds) if kind not in ("record", "wait")])
-        issue = backend._prepare("replay", [], work.stream, len(work.parts)).call
+        self.recorded = taken(work)
+        self.launch = self._launch
 
-        def launch() -> None:
-            self._check()
-            issue()
-            self.launches += 1
-
-        self.launch = launch
+    def _launch(self) -> None:
+        self._check()
+        self._log.append(("issue", "replay", self._topology[0], self.recorded))
+        if self._gate is not None:
+            self._gate()
+        self.launches += 1
 
     def _check(self) -> None:
         if self._destroyed:
             raise DeviceError("this plan is destroyed; capture its commands again")
 
     def update(self, work: Plannable, changed: Sequence[int] | None) -> bool:
-        if _topology(work) != self._topology:
+        self._check()
+        if self._backend.declines("update") or _topology(work) != self._topology:
             return False
-        self._log.append(("update",))
+        self._log.append(("update", changed))
+        self.recorded = _moved(self.recorded, work, changed)
         return True
 
     def twin(self, work: Plannable, changed: Sequence[int]) -> NullCaptured | None:
         self._check()
-        if _topology(work) != self._topology:
+        self._log.append(("twin", changed))
+        if self._backend.declines("twin") or _topology(work) != self._topology:
             return None
-        self._log.append(("twin",))
-        return NullCaptured(self._backend, work)
+        made = NullCaptured(self._backend, work)
+        made.capture_ns, made.recorded = 0, _moved(self.recorded, work, changed)
+        return made
 
     def destroy(self) -> None:
         if not self._destroyed:
             self._destroyed = True
             self._log.append(("destroy",))
+
+
+Recorded = tuple[tuple[Any, tuple[int, ...]], ...]
+
+
+def taken(work: Plannable) -> Recorded:
+    """All that a recording of `work` would fix, now: of each part its key and its addresses."""
+    return tuple([(part.key, part.addresses) for part in work.recorded])
+
+
+def _moved(recorded: Recorded, work: Plannable, changed: Sequence[int] | None) -> Recorded:
+    """`recorded`, with the addresses of `work` at the parts that changed; None: all of `work`."""
+    pairs = enumerate(zip(recorded, taken(work), strict=True))
+    return tuple([
+        now if changed is None else (was[0], now[1]) if i in changed else was
+        for i, (was, now) in pairs
+    ])  # fmt: skip
 
 
 def _topology(work: Plannable) -> tuple[Any, ...]:
@@ -107,7 +137,15 @@ class NullBackend(Backend):
         self.waiting = "never"
         self.capabilities = capabilities
         self.log: list[tuple[Any, ...]] = []
+        self.declined, self.failing = set[str](), set[str]()
+        self.gates: list[int] = []  # the control blocks of gates that are queued
         self._n_events = 0
+
+    def declines(self, what: str) -> bool:
+        """Whether it refuses `what`; raises DeviceError where it fails."""
+        if what in self.failing:
+            raise DeviceError(f"the {self.name} device fails at a {what}; use plans=off")
+        return what in self.declined
 
     def _prepare(self, kind: str, addresses: list[int], *work: Any) -> Issued:
         log = self.log
@@ -161,7 +199,36 @@ class NullBackend(Backend):
     def capture(self, work: Plannable) -> Captured:
         if not self.capabilities.capture:
             return super().capture(work)
+        self.declines("capture")
+        self.log.append(("capture",))
         return NullCaptured(self, work)
+
+    def gate_copy(
+        self, dst: int, src: int, nbytes: int, control: int, limit_ns: int, stream: int
+    ) -> Issued:
+        issued = self._prepare("gate_copy", [dst, src], nbytes, stream)
+        log = issued.call
+
+        def issue() -> None:
+            log()
+            self.gates.append(control)
+
+        issued.call = issue
+        return issued
+
+    def run_gate(self, limit: bool = False) -> int | None:
+        """What the gate that was queued first does: its number where it is open; the negative where
+        it is cancelled, or its limit has passed; None where it still waits."""
+        words = (ctypes.c_int64 * (gate.CONTROL_BYTES // 8)).from_address(self.gates[0])
+        number = words[gate.RAN // 8] + 1
+        cancelled = words[gate.CANCELLED // 8] >> number % gate.N_CANCELLED & 1
+        is_open = words[gate.OPENED // 8] >= number and not cancelled
+        if not (is_open or cancelled or limit):
+            return None
+        self.gates.pop(0)
+        words[gate.WENT // 8 + number % gate.N_WENT] = went = number if is_open else -number
+        words[gate.RAN // 8] = number
+        return went
 
     def event(self) -> int:
         self._n_events += 1
@@ -181,6 +248,8 @@ class NullBackend(Backend):
 
     def synchronize(self) -> None:
         self.log.append(("synchronize",))
+        while self.gates:
+            self.run_gate(limit=True)
 
     def close(self) -> None:
         self.log.append(("close",))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from tests.unit.fake_graphs import Call, FakeCaptures, kernel_params
+from tests.backend.cuda.fake_graphs import Call, FakeCaptures, kernel_params
 from workbench.backend.cuda.device import backend as cuda
 from workbench.backend.cuda.device.driver import ALIGN, Driver
 from workbench.backend.cuda.kernels import cublas, nvrtc

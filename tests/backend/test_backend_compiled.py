@@ -16,8 +16,6 @@ from workbench.backend.compiled import Compiled, so_far, took
 from workbench.backend.cpu import compile as compiler
 from workbench.backend.cpu.kernels import op_table
 from workbench.backend.cuda.kernels import nvrtc
-from workbench.benchmarks import workload
-from workbench.cli import main
 from workbench.common import progress
 from workbench.common.progress import Bar, shown_on
 from workbench.engine import engine as engine_module
@@ -75,29 +73,6 @@ def test_kernels_are_compiled_before_the_prompt_is_timed(
     assert len(slow_compiler) > 5 and max(slow_compiler) < min(looked)
 
 
-def test_kernels_are_compiled_before_a_test_warms_up(tiny_model, monkeypatch, slow_compiler):
-    looked = clock_of(monkeypatch, workload)
-    test = workload.Workload(0, 2)
-    path = tiny_model("tiny-llama", "Q4_0")
-    with wb.Engine.load(path, device="host", n_ctx=64, toggles="baseline") as engine:
-        workload.warm_up([engine], test, 0, None, once=True)
-    assert slow_compiler and max(slow_compiler) < min(looked)
-
-
-def test_run_says_in_a_line_of_its_own_what_was_compiled(tiny_model, capsys, slow_compiler):
-    path = str(tiny_model("tiny-llama", "Q4_0"))
-    found = []
-    for _ in range(2):
-        main(["run", "-m", path, "--tokens", "5,6,7", "-n", "2", "--device", "host"])
-        found.append(capsys.readouterr().err.splitlines())
-    first, again = ([line for line in lines if "compiling" in line] for lines in found)
-    assert len(first) == 1 and not again, "the second time there is nothing to compile"
-    assert re.fullmatch(r"compiling kernels for this device: \d+\.\d s, kept in ~/.*", first[0])
-    (prompt,) = (line for line in found[0] if line.startswith("prompt "))
-    assert found[0].index(first[0]) < found[0].index(prompt)
-    assert float(prompt.split()[1]) < 1000 * float(first[0].split()[5])
-
-
 def test_the_line_is_said_once(monkeypatch):
     took(time.perf_counter_ns() - int(12.3 * S), Path.home() / ".cache" / "workbench")
     with shown_on(io.StringIO()) as out:
@@ -121,14 +96,6 @@ def test_what_is_in_the_cache_counts_for_nothing(tmp_path, monkeypatch):
         nvrtc.compile_many([("tiny", ())], "sm_90", left)
         assert so_far().n == 1 and so_far().ns > 0 and so_far().folder == folder
     assert left.done == 2
-
-
-def test_a_cpu_kernel_from_the_cache_counts_for_nothing():
-    op_table.kernel_address(("add",))  # in the cache of numba from here on
-    before = so_far()
-    op_table.kernel.cache_clear()
-    op_table.kernel_address(("add",))
-    assert so_far() == before
 
 
 def test_time_of_several_threads_counts_once():

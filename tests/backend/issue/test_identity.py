@@ -47,6 +47,22 @@ def work_of(described: list[list[tuple[str, list[int]]]], kind: str, uid: int = 
     return Plannable(nothing, ("replay",), parts=tuple(made), uid=uid)
 
 
+def test_a_uid_that_stays_is_not_looked_at_again():
+    """Another landing is, and shares what cannot differ."""
+    work = work_of([[("a", [1, 2, 3])]], "words", uid=5)
+    landing = SimpleNamespace(now=0)
+    work.landings = (landing,)
+    before = work.identity
+    work.parts[0].block[0] = 9
+    assert work.identity is before
+    landing.now = 1
+    assert changed(before, work.identity) == [0] and work.identity.same is before.same
+    landing.now, work.uid = 0, 6
+    assert work.identity != before and changed(before, work.identity) == [0]
+    work.uid = 0
+    assert work.identity is not work.identity
+
+
 @given(parts(), parts(), st.data())
 def test_looks_are_equal_exactly_where_keys_and_addresses_are(one, other, data):
     """Of works that have nothing to do with each other, and of some that nearly are the same."""
@@ -93,28 +109,3 @@ def test_a_look_is_what_the_work_is_now(data):
             uid += 1
             work.uid = uid if work.moves else data.draw(st.sampled_from([0, uid]))
         assert work.identity == Looks().of(work, 0)
-
-
-def test_a_uid_that_stays_is_not_looked_at_again():
-    work = work_of([[("a", [1, 2, 3])]], "words", uid=5)
-    before = work.identity
-    work.parts[0].block[0] = 9
-    assert work.identity is before
-    work.uid = 6
-    assert work.identity != before and changed(before, work.identity) == [0]
-    work.uid = 0
-    assert work.identity is not work.identity
-
-
-def test_another_landing_is_looked_at_and_shares_what_cannot_differ():
-    work, landing = (
-        work_of([[("a", [1, 2, 3])], [("b", [4, 5, 6])]], "words", uid=5),
-        SimpleNamespace(now=0),
-    )
-    work.landings = (landing,)
-    first = work.identity
-    landing.now, work.parts[1].block[2] = 1, 7
-    second = work.identity
-    assert changed(first, second) == [1] and second.same is first.same
-    landing.now = 0
-    assert work.identity is first

@@ -92,7 +92,7 @@ class FakeCaptures:
         self.calls: list[str] = []  # of the functions here, in order
         self.alive: set[Any] = set()  # graphs and their executable forms
         self.refuse: dict[str, int] = {}  # function -> with what it fails
-        self._captures: list[Capture] = []
+        self.captures: list[Capture] = []
         self._events: dict[int, tuple[Capture, tuple[FakeNode, ...]]] = {}
 
     def _asked(self, function: str) -> int:
@@ -105,7 +105,7 @@ class FakeCaptures:
     # streams ----------------------------------------------------------------------------------
 
     def capture_of(self, stream: Any) -> Capture | None:
-        return next((c for c in self._captures if int(stream) in c.ends), None)
+        return next((c for c in self.captures if int(stream) in c.ends), None)
 
     def _queue(
         self, stream: Any, function: str, *args: Any, early: bool = False, nodes: int = 1
@@ -137,7 +137,7 @@ class FakeCaptures:
         capture, (of, nodes) = self.capture_of(stream), self._events.get(int(event), (None, ()))
         if of is None and capture is None:
             self.log.append(Call("cuStreamWaitEvent", (int(stream), int(event), flags)))
-        elif of is None or of not in self._captures or capture not in (None, of):
+        elif of is None or of not in self.captures or capture not in (None, of):
             for ended in filter(None, (of, capture)):
                 ended.valid = False
             return (Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION,)
@@ -171,7 +171,7 @@ class FakeCaptures:
             return (error,)
         if self.capture_of(stream) is not None:
             return (Result.CUDA_ERROR_ILLEGAL_STATE,)
-        self._captures.append(Capture(int(stream)))
+        self.captures.append(Capture(int(stream)))
         return (0,)
 
     def cuStreamGetCaptureInfo(self, stream: Any) -> tuple[Any, ...]:
@@ -185,7 +185,7 @@ class FakeCaptures:
         error = self._asked("cuStreamEndCapture")
         capture = self.capture_of(stream)
         assert capture is not None and capture.origin == int(stream), "no capture begins here"
-        self._captures.remove(capture)
+        self.captures.remove(capture)
         reached: set[FakeNode] = set()
         todo = list(capture.ends[capture.origin])
         while todo:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.profiles import share
 from workbench.backend.issue.bind import Binding
 from workbench.backend.issue.issued import Issued
 from workbench.backend.plan import life as plan
@@ -25,26 +24,19 @@ from workbench.trace.spans import Recorder
 
 MINUTE_NS = 60 * 10**9
 TOGGLES: dict[str, Any] = {
-    "sync": "packed_implicit", "plan_scope": "step", "graph_reuse": "set_rows",
+    "sync": "packed_implicit", "plan_scope": "step", "graph_reuse": "set_rows", "plans": "ours",
     "launch_ahead": "on",
 }  # fmt: skip
 PLANS: dict[str, dict[str, str]] = {
-    "any": {"plans": "ours"},
-    "one": {"plans": "ours", "plan_batch": "one"},
     "today": {"plans": "today"},  # what it has not seen twice is issued part by part
-    "pr": {"plans": "pr", "plan_batch": "one"},
-    "train": {
-        "plans": "ours", "plan_batch": "one", "host_source": "pinned_ring_2",
-        "step_wait": "outputs",
-    },
-    "word": {"plans": "ours", "plan_end": "word"},
-}  # fmt: skip
+    "train": {"plan_batch": "one", "host_source": "pinned_ring_2", "step_wait": "outputs"},
+    "word": {"plan_end": "word"},
+}
 PROMPT = list(range(1, 21))
-N_SEQS = 2
 
 
 class Device:
-    """Counts what an engine's device is asked while a plan stands at the gate (`late`), and else.
+    """What an engine's device is asked while a plan stands at the gate (`late`), and how often.
 
     Launches of plans, commands that are issued one by one, marks, waits and allocations.
     """
@@ -91,18 +83,22 @@ class Device:
 
     def arm(self) -> None:
         """A prompt, and tokens until the plan of the next one stands at the gate."""
-        self.engine.reset()
-        self.engine.prefill(PROMPT)
-        for token in range(12):
-            self.engine.step([token])
+        begin(self.engine)
         assert self.is_armed and not self.late
+
+
+def begin(engine: wb.Engine) -> None:
+    engine.reset()
+    engine.prefill(PROMPT)
+    for token in range(12):
+        engine.step([token])
 
 
 @pytest.fixture(scope="module", params=[-1, 1], ids=["device", "output"])
 def loaded(request, tiny_model) -> Iterator[wb.Engine]:
     """All of a model on the device; and its output only, where steps without one are the host's."""
     with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=96, n_ubatch=16, n_seqs=N_SEQS,
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=96, n_ubatch=16, n_seqs=2,
         threads=1, n_gpu_layers=request.param, toggles=wb.Toggles(),
     ) as made:  # fmt: skip
         yield made
@@ -111,37 +107,14 @@ def loaded(request, tiny_model) -> Iterator[wb.Engine]:
 @pytest.fixture(params=PLANS)
 def device(request, loaded, monkeypatch) -> Iterator[Device]:
     """An engine whose next plan stands at the gate."""
-    if request.param in ("today", "pr") and loaded.config.n_gpu_layers == 1:
-        pytest.skip("a rule is a rule wherever layers are")
     made = Device(monkeypatch, loaded)
-    with loaded.variant(wb.Toggles(**TOGGLES, **PLANS[request.param])) as engine:
+    with loaded.variant(wb.Toggles(**TOGGLES | PLANS[request.param])) as engine:
         made.engine = engine
         made.arm()
         yield made
         assert not made.late
         engine.issuer.release()
     made.engine = None
-
-
-def prompt(engine: wb.Engine) -> np.ndarray:
-    return engine.prefill(PROMPT, sequence=1)
-
-
-def two_tokens(engine: wb.Engine) -> np.ndarray:
-    return engine.step([3, 4], outputs="all")
-
-
-def all_logits_of_a_prompt(engine: wb.Engine) -> np.ndarray:
-    """More results than there has been room for."""
-    return engine.prefill(PROMPT, outputs="all", sequence=1)
-
-
-def no_logits(engine: wb.Engine) -> np.ndarray:
-    return engine.step([3], outputs="none")
-
-
-def two_sequences(engine: wb.Engine) -> np.ndarray:
-    return engine.submit([(s, [3 + s], "last") for s in range(N_SEQS)]).wait()
 
 
 def another_step_depth(engine: wb.Engine) -> np.ndarray:
@@ -181,56 +154,53 @@ def waited_for(engine: wb.Engine) -> np.ndarray:
     return engine.step([3])
 
 
-OTHERS = [
-    prompt, two_tokens, all_logits_of_a_prompt, no_logits, two_sequences, another_step_depth,
-    shifted, forked, recorded, stamped, waited_for,
-]  # fmt: skip
+OTHERS: tuple[Callable[[wb.Engine], np.ndarray], ...] = (
+    lambda engine: engine.prefill(PROMPT, sequence=1),
+    lambda engine: engine.step([3, 4], outputs="all"),
+    lambda engine: engine.prefill(PROMPT, outputs="all", sequence=1),  # more than there is room for
+    lambda engine: engine.step([3], outputs="none"),
+    lambda engine: engine.submit([(s, [3 + s], "last") for s in range(2)]).wait(),
+    another_step_depth, shifted, forked, recorded, stamped, waited_for,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("other", share(OTHERS, every=3, slow=2), ids=lambda other: other.__name__)
-def test_nothing_else_queues_behind_a_gate(device, loaded, other):
-    before = device.asked
-    got = other(device.engine)
-    assert not device.late
-    assert device.asked > before or not device.is_armed  # a step can be all of the host's
+def test_nothing_else_queues_behind_a_gate(device, loaded):
+    found = []
+    for other in OTHERS:
+        device.arm()
+        before = device.asked
+        found.append(other(device.engine).copy())
+        assert not device.late, other
+        assert device.asked > before or not device.is_armed  # a step can be all of the host's
     device.engine.issuer.release()  # the other engine has the same device
     with loaded.variant(wb.Toggles(graph_reuse="set_rows")) as plain:
-        plain.prefill(PROMPT)
-        for token in range(12):
-            plain.step([token])
-        assert np.array_equal(got, other(plain))
+        for other, got in zip(OTHERS, found, strict=True):
+            begin(plain)
+            assert np.array_equal(got, other(plain)), other
 
 
-@pytest.mark.parametrize("how", ["close", "forget"])
-def test_plans_go_when_nothing_stands_at_their_gate(device, how):
-    if how == "close":
-        device.engine.close()
-    else:
-        device.engine._forget()
-    assert not device.late and not device.is_armed
-
-
-def test_the_armed_plan_itself_is_not_launched_again(device):
-    before = device.engine.counters
-    device.engine.step([3])
-    counts = device.engine.counters
+def test_the_armed_plan_is_opened_and_else_let_go(device):
+    """By its own step; when a trace begins; when a benchmark's sample and the engine end."""
+    engine = device.engine
+    before = engine.counters
+    engine.step([3])
+    counts = engine.counters
     assert counts["plans_ahead"] == before["plans_ahead"] + 1
     assert counts["plans_ahead_missed"] == before["plans_ahead_missed"]
-
-
-def test_a_trace_begins_when_what_was_launched_ahead_is_over(device):
-    gate = device.engine.issuer.gate
-    with wb.profile(device.engine) as traced:
+    gate = engine.issuer.gate
+    with wb.profile(engine) as traced:
         assert gate._words[RAN // 8] == gate._launched
-        device.engine.step([3])
-    assert {span.args["step"] for span in traced.timeline.spans if "step" in span.args} == {
-        device.engine.n_steps - 1
-    }
-
-
-@pytest.mark.parametrize("test", ["tg4", "pp4+tg4@s2"])
-def test_a_measured_engine_leaves_nothing_at_its_gate(device, test):
-    """The next turn is another engine's, on the same device."""
-    workload = parse(test)
-    take_sample(device.engine, workload, draw_tokens(workload, 500, 0))
+        engine.step([3])
+    spans = [span for span in traced.timeline.spans if "step" in span.args]
+    assert {span.args["step"] for span in spans} == {engine.n_steps - 1}
+    plans = [x for x in engine.program().commands if isinstance(x, c.Replay)]
+    parts = {i for i, x in enumerate(plans[0].parts) if not isinstance(x, c.Record | c.Wait)}
+    replayed = [span for span in spans if span.category == "device" and "part" in span.args]
+    assert {span.args["part"] for span in replayed} == parts  # what tells of the end is no part
+    for test in ("tg4", "pp4+tg4@s2"):
+        workload = parse(test)
+        take_sample(engine, workload, draw_tokens(workload, 500, 0))
+        assert not device.late and not device.is_armed
+    device.arm()
+    engine.close()
     assert not device.late and not device.is_armed

@@ -1,0 +1,295 @@
+"""Kernels that note when they ran: the notes of a program, on a driver that logs what it is asked,
+and what every source of kernels becomes."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import workbench as wb
+from tests.backend.cuda.fake_cuda import fake_backend
+from tests.backend.cuda.fake_graphs import Call
+from tests.backend.cuda.launch_cases import one_of_each
+from tests.profiles import share, tiers
+from tests.unit import ptx
+from workbench.backend.base import DeviceClock
+from workbench.backend.clock.launch_notes import (
+    CELL_WORDS,
+    CELLS,
+    NOTE_BYTES,
+    LaunchNotes,
+    NotedSpan,
+    times_of,
+)
+from workbench.backend.cuda.device.backend import CudaBackend
+from workbench.backend.cuda.kernels import noting, nvrtc
+from workbench.backend.issue.prepared import Prepared
+from workbench.backend.null import open_backend
+from workbench.common.errors import DeviceError, UsageError
+from workbench.config import Toggles
+from workbench.engine.look.kernel_spans import kernel_spans
+from workbench.program.commands import Launch
+
+KEPT = {"graph_reuse": "set_rows", "sync": "packed_implicit", "streams": "3"}
+PLAN = {"plans": "ours", "plan_scope": "step", "copy_stream": "compute"}
+WAYS: dict[str, dict[str, str]] = {
+    "no plans": {},
+    "dependent launch in a plan": PLAN | {"pdl": "on"},
+    "fused inside branches": PLAN | {"fuse": "on", "branch_fusion": "inside"},
+    "stores by pointer": PLAN | {"graph_reuse": "patch_pointers"},
+}
+FAR = 1 << 40  # addresses are no part of what a call does
+SOURCES = sorted(nvrtc.source_dir().glob("*.cu"))
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+OBJECT = "LaunchSpan launch_span(span_note);"
+
+
+@pytest.fixture
+def engine(monkeypatch, tiny_model) -> Iterator[wb.Engine]:
+    fake_backend(monkeypatch)
+    monkeypatch.setattr(CudaBackend, "clock", lambda backend: DeviceClock(0, 0, 32))
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "F16"), device="cuda", n_ctx=512, toggles=Toggles(**KEPT)
+    ) as made:
+        yield made
+
+
+@pytest.fixture
+def done(monkeypatch) -> list[str]:
+    """Nothing computes here, so nothing is noted: kernel i ran from 10 i to 10 i + 5."""
+    did: list[str] = []
+    reset = LaunchNotes.reset
+
+    def read(notes: LaunchNotes) -> list[NotedSpan]:
+        did.append("read")
+        kernels = enumerate(notes.kernels)
+        return [NotedSpan(kernel, 10 * i, 10 * i + 5) for i, kernel in kernels]
+
+    monkeypatch.setattr(LaunchNotes, "read", read)
+    monkeypatch.setattr(LaunchNotes, "reset", lambda notes: did.append("reset") or reset(notes))
+    return did
+
+
+def split_off(call: Call) -> tuple[tuple[Any, ...], int]:
+    """What a noting launch does besides, and its note. A function here says its file and macros."""
+    function, *rest = call.args
+    name, module = function.split(" of ")
+    file, defines = ast.literal_eval(module)
+    assert defines[-1] == noting.NOTING
+    kernel = f"{name} of {(file, defines[:-1])!r}"
+    return plain(Call(call.function, (kernel, *rest[:-1]))), rest[-1]
+
+
+def plain(call: Call) -> tuple[Any, ...]:
+    return call.function, *(a for a in call.args if not isinstance(a, int) or a < FAR)
+
+
+def decode(used: wb.Engine, n: int = 4) -> list[list[Call]]:
+    """What the launches of each step are."""
+    found, log = [], used.backend._driver.api.log  # type: ignore[attr-defined]
+    used.reset()
+    for token in range(n):
+        log.clear()
+        used.step([token])
+        found.append([c for c in log if c.function.startswith(("cuLaunch", "cublasGemm"))])
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_noting_step_launches_the_same_with_notes(engine, done, way):
+    """Outside and inside plans: as many nodes and calls, in the same order, each with one argument
+    more. So a kernel computes what it computed. Notes are read and emptied between steps."""
+    with engine.variant(Toggles(**KEPT | WAYS[way])) as used:
+        wanted = decode(used)
+        with kernel_spans(used) as found:
+            noting_steps = decode(used)
+        for step, own, spans in zip(noting_steps, wanted, found.steps, strict=True):
+            pairs = [split_off(call) for call in step]
+            assert [one for one, _ in pairs] == [plain(call) for call in own]
+            notes = sorted(note for _, note in pairs)
+            assert {b - a for a, b in itertools.pairwise(notes)} == {NOTE_BYTES}
+            assert len(notes) == len(spans)
+        assert [s[0].args["step"] for s in found.steps] == list(range(len(wanted)))
+        assert done == ["reset", *["read", "reset"] * len(wanted)]
+        assert [[plain(c) for c in step] for step in decode(used)] == [
+            [plain(c) for c in step] for step in wanted
+        ], "plain again, and nothing is captured anew"
+
+
+def test_a_failed_step_s_notes_are_emptied(engine, done, monkeypatch):
+    """Before they are used again; also after a reading that failed."""
+    with engine.variant(Toggles(**KEPT)) as used, kernel_spans(used) as found:
+        used.step([1])
+        fails = patch.object(Prepared, "finish", side_effect=KeyboardInterrupt)
+        done.clear()
+        with fails, pytest.raises(KeyboardInterrupt):
+            used.step([1])
+        assert not done
+        used.step([1])
+        assert done == ["reset", "read", "reset"]
+        done.clear()
+        fails = patch.object(LaunchNotes, "read", side_effect=DeviceError("noted no time"))
+        with fails, pytest.raises(DeviceError, match="noted no time"):
+            used.step([1])
+        assert done == ["reset"] and len(found.steps) == 2
+
+
+def fill(notes: LaunchNotes, times: dict[int, tuple[int, int]]) -> None:
+    """Writes begin and end of notes as kernels do, with what is later and earlier beside it."""
+    rng = np.random.default_rng(0)
+    ((_, memory),) = notes._host.items()
+    assert memory.array is not None
+    words = memory.array.view(np.uint64).reshape(-1, CELLS, CELL_WORDS)
+    words[:] = ~np.uint64(0)
+    for note, (begin, end) in times.items():
+        for cell in rng.choice(CELLS, 4, replace=False):
+            words[note, cell] = begin + 3, ~np.uint64(end - 3)
+        words[note, rng.integers(CELLS), 0] = begin
+        words[note, rng.integers(CELLS), 1] = ~np.uint64(end)
+
+
+@pytest.mark.parametrize("pdl", ["off", "on"])
+def test_notes_are_read_in_the_order_of_launches(engine, pdl):
+    """The earliest begin and the latest end. No kernel begins before the one in front on its stream
+    has ended: a dependent launch begins early and waits. Two streams may run at once."""
+    with engine.variant(Toggles(**KEPT | {"pdl": pdl})) as used:
+        program = used.program()
+        notes = LaunchNotes(program, used._open.backends)
+        kernels = [
+            (number, command, k.function)
+            for number, command in enumerate(program.commands)
+            if isinstance(command, Launch) and not command.by_host
+            for k in used.backend.kernels_of(command.node) or () if k.function
+        ]  # fmt: skip
+        assert [(k.number, k.command, k.function) for k in notes.kernels] == kernels
+        assert [k.note for k in notes.kernels] == list(range(len(kernels)))
+        times = {i: (10_000 + 50 * i, 10_100 + 50 * i) for i in range(len(kernels))}
+        fill(notes, times)
+        ends: dict[int, int] = {}
+        beside = 0
+        for span in notes.read():
+            stream, (begin, end) = span.kernel.command.stream.id, times[span.kernel.note]
+            assert span.begin_ns == max(begin, ends.get(stream, 0)) and span.end_ns == end
+            beside += any(span.begin_ns < e for s, e in ends.items() if s != stream)
+            ends[stream] = end
+        assert beside > 0
+        last = notes.kernels[-1]
+        fill(notes, {i: t for i, t in times.items() if i != last.note})
+        with pytest.raises(DeviceError, match=f"kernel {last.function} of .* noted no time"):
+            notes.read()
+
+
+def test_what_notes_nothing_is_silent_or_refused(engine):
+    """Products of a library; a device without notes; steps that are launched ahead."""
+    program = engine.program(n_tokens=500)
+    nodes = [c.node for c in program.singly() if isinstance(c, Launch) and not c.by_host]
+    names = [k.function for node in nodes for k in engine.backend.kernels_of(node) or ()]
+    notes = LaunchNotes(program, engine._open.backends)
+    assert notes.n_silent == names.count(None) > 0
+    assert len(notes.kernels) == len(names) - notes.n_silent
+    silent = LaunchNotes(engine.program(), [open_backend() for _ in engine._open.backends])
+    silent.reset()
+    assert not silent.kernels and silent.read() == []
+    ahead = KEPT | PLAN | {"launch_ahead": "on", "results": "direct", "streams": "1"}
+    refused = pytest.raises(UsageError, match="use launch_ahead=off plan_end=event")
+    with engine.variant(Toggles(**ahead)) as used, refused, kernel_spans(used):
+        raise AssertionError("refused beforehand")
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)), min_size=1, max_size=5))
+def test_times_of_notes_are_as_written(times):
+    words = np.full((len(times) + 1, CELLS, CELL_WORDS), ~np.uint64(0))
+    for i, (begin, end) in enumerate(times):
+        words[i, i % CELLS, 0] = begin
+        words[i, -1, 1] = ~np.uint64(end)
+    *found, (begin, end) = times_of(words.reshape(-1).view(np.uint8)).tolist()
+    assert found == [list(pair) for pair in times] and begin > end, "one that nobody wrote"
+
+
+# what a source becomes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+def test_every_kernel_gets_a_note_and_keeps_its_lines(path: Path):
+    source = path.read_bytes()
+    noted, _ = noting.noting(source, {})
+    found = noted.decode()
+    kernels = COMMENT.sub("", source.decode()).count("__global__")
+    parameters = found.count("unsigned long long* span_note)")
+    assert kernels and found.count(OBJECT) == parameters == kernels
+    first, line, *rest = found.split("\n")
+    assert (first, line) == (f'#include "{noting.HEADER}"', "#line 1")
+    taken_out = [b.replace(f" {OBJECT}", "").replace(", unsigned long long* span_note", "")
+                 for b in rest]  # fmt: skip
+    assert taken_out == source.decode().split("\n"), "nothing else is another"
+
+
+def entries(text: str) -> dict[str, list[str]]:
+    """The kernels of a PTX text, and the types of their parameters."""
+    names = re.findall(r"\.entry\s+([\w$]+)", text)
+    return {name: ptx.parameters(text, name) for name in names}
+
+
+@pytest.mark.parametrize("path", share(SOURCES, every=5), ids=lambda p: p.stem)
+def test_every_kernel_notes_and_has_one_parameter_more(path: Path):
+    own, noted = entries(ptx.kernel_ptx(path.stem)), ptx.kernel_ptx(path.stem, (noting.NOTING,))
+    assert own and entries(noted) == {name: [*types, "u64"] for name, types in own.items()}
+    for name, body in ptx.functions(noted).items():
+        if name in own:
+            notes = [s.opcode for s in body].count("red.global.min.u64")
+            assert notes >= 2, f"{name} notes no begin and end"
+
+
+def test_a_kernel_notes_at_every_return():
+    """What returns early notes its own end; the threads that stay note theirs. No barrier is added,
+    so those that are there bear early returns as before. Kernels of headers and macros note too."""
+    source = b"""
+extern "C" __global__ void __launch_bounds__(64)
+    early(float* dst, int n) {
+    if (threadIdx.x % 3 == n) return;
+    __syncthreads();
+    if (threadIdx.x > n) { dst[0] = 1; return; }
+    dst[threadIdx.x] = n;
+}
+#define ONE(NAME) extern "C" __global__ void NAME(int* a) { \\
+        a[threadIdx.x] = 1; \\
+    }
+ONE(first)
+ONE(second)
+"""
+    functions = ptx.functions(ptx.compile_ptx("made_up", source, (noting.NOTING,)))
+    opcodes = {name: [s.opcode for s in body] for name, body in functions.items()}
+    assert {"early", "first", "second"} <= set(opcodes)
+    assert opcodes["early"].count("bar.sync") + opcodes["early"].count("barrier.sync") == 1
+    timers = sum("globaltimer" in s.text for s in functions["early"])
+    assert timers == opcodes["early"].count("red.global.min.u64") >= 2
+    header = b'extern "C" __global__ void k(int* a) {\n    *a = 1;\n}\n'
+    _, headers = noting.noting(b'#include "k.cuh"\n', {"k.cuh": header, "none.cuh": b"int f();"})
+    changed = header.replace(
+        b"int* a) {", b"int* a, unsigned long long* span_note) { " + OBJECT.encode()
+    )
+    assert headers == {"k.cuh": changed, "none.cuh": b"int f();"}
+    text = (nvrtc.source_dir() / noting.HEADER).read_text()
+    assert re.findall(r"#define SPAN_CELLS (\d+)", text) == [str(CELLS)]
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("share", tiers(4, 1), ids=["more", "all"])
+def test_every_kernel_compiles_with_noting(share):
+    works = one_of_each(90)[::share]
+    wanted = {(w.file, (*w.defines, noting.NOTING)): w.function for w in works}
+    wanted |= {(path.stem, (noting.NOTING,)): "" for path in SOURCES}
+    nvrtc.compile_many(wanted, "sm_90")
+    for (file, defines), name in wanted.items():
+        cubin = nvrtc.cubin(file, "sm_90", defines)
+        assert b".text." + name.encode() in cubin, f"{name} is not in {file}.cu"
