@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_kernels import address, mix
-from plannable import planned
+from tests.backend.cpu.device_kernels import address, mix
+from tests.backend.plan.plannable import planned
 
 from workbench.backend.plan.life import Plans, Policy
 from workbench.config import Toggles

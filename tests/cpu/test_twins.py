@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plannable import Log, planned, spins
+from tests.backend.plan.plannable import Log, planned, spins
 
 import workbench as wb
 from tests.gates import hold

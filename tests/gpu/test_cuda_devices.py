@@ -15,7 +15,7 @@ from tests.orderings import PLACED
 from workbench.backend.cuda.device.backend import open_backend
 from workbench.common.errors import DeviceError
 from workbench.config import Toggles
-from workbench.program.commands import COMPUTE_STREAM, HOST, Copy, Launch, Space
+from workbench.program.commands import COMPUTE_STREAM, HOST, Copy, Launch
 from workbench.trace.profile import profile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
@@ -143,8 +143,7 @@ def test_both_devices_are_seen(path, collector):
         with profile(engine, nvtx=False, collector=collector) as prof:
             for token in range(5, 9):
                 engine.step([token])
-        assert prof.collector == collector, prof.note
-        assert prof.complete is not False, prof.note
+        assert prof.collector == collector and prof.complete is not False, prof.note
         program = engine.program(n_past=engine.n_past)
         device = [s for s in prof.timeline.spans if s.category == "device"]
         lanes = {s.lane.partition(" stream")[0] for s in device}
@@ -154,9 +153,3 @@ def test_both_devices_are_seen(path, collector):
                 isinstance(command, Launch) and command.stream.backend != HOST
             )
             assert bool([s for s in device if s.args["index"] == i]) == moved
-        crossing = [
-            s for s in device if s.args["kind"] == "copy"
-            and program.commands[s.args["index"]].src.buffer.space == Space.DEVICE
-            and program.commands[s.args["index"]].dst.buffer.space == Space.DEVICE
-        ]  # fmt: skip
-        assert crossing and {s.lane.partition(" stream")[0] for s in crossing} == {"cuda 0"}

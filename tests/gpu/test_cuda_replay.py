@@ -10,17 +10,13 @@ import pytest
 from workbench.backend.base import Issue
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.device.replay import (
-    READ_GRIDS,
     READ_WORDS,
     TimedReplay,
-    l2_bytes,
-    read_rates,
 )
 from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, bench_kernels
 from workbench.benchmarks.kernels.kernel_cases import parse_shapes, parse_types
 from workbench.benchmarks.kernels.kernel_rigs import PDL, PLAIN
-from workbench.common.errors import UsageError
 from workbench.graph.ir import F32, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import COMPUTE_STREAM, Space
@@ -82,56 +78,6 @@ def test_replays_compute_as_often_as_they_run(backend, counting):
         assert counting.value == 14 + 2 * 4  # one untimed
 
 
-@pytest.mark.alone
-def test_times_are_the_devices_and_add_up(backend, counting):
-    with TimedReplay(backend, counting.issues * 20) as short:
-        few = short.time_us(5)
-    with TimedReplay(backend, counting.issues * 200) as long:
-        many = long.time_us(5)
-    assert min(few) > 10 and 2 < min(many) / min(few) < 20
-
-
-def test_what_cannot_be_captured_is_refused_and_the_stream_goes_on(backend, counting):
-    with pytest.raises(UsageError, match="no launches"):
-        TimedReplay(backend, [])
-
-    calls = []
-
-    def captures_too() -> None:
-        calls.append(1)
-        if len(calls) > 1:  # the first call is before the capture
-            TimedReplay(backend, counting.issues)
-
-    with pytest.raises(UsageError, match="stream 0 is being captured already"):
-        TimedReplay(backend, [captures_too])
-    for issue in counting.issues:
-        issue()
-    assert counting.value == 2
-
-
-def test_a_failing_launch_ends_the_capture(backend, counting):
-    calls = []
-
-    def fails_later() -> None:
-        calls.append(1)
-        if len(calls) > 1:
-            raise ValueError("told to")
-
-    with pytest.raises(ValueError, match="told to"):
-        TimedReplay(backend, [*counting.issues, fails_later])
-    with TimedReplay(backend, counting.issues) as replay:
-        replay.run()
-    assert counting.value == 6
-
-
-def test_a_closed_replay_is_refused(backend, counting):
-    replay = TimedReplay(backend, counting.issues)
-    replay.close()
-    replay.close()
-    with pytest.raises(UsageError, match="closed"):
-        replay.run()
-
-
 @pytest.mark.parametrize("words", READ_WORDS)
 @pytest.mark.parametrize("grid", [1, 3, 40])
 def test_every_word_is_read_once(backend, words, grid):
@@ -160,19 +106,6 @@ def test_every_word_is_read_once(backend, words, grid):
         assert found.array.view(np.int32)[0] == (pick is not None), pick
     for memory in (data, device, sink, found):
         memory.free()
-
-
-@pytest.mark.alone
-def test_reading_is_measured_by_every_kernel_and_memory_given_back(backend):
-    runtime = backend._driver.cupy.cuda.runtime
-    read_rates(backend, 1 << 28, 1)  # kernels and events are there from now on
-    before = runtime.memGetInfo()[0]
-    rates = read_rates(backend, 1 << 29, 3)
-    assert len(rates) == len(READ_WORDS) * len(READ_GRIDS)
-    best = max(rates.values())
-    assert best > 100 and min(rates.values()) > best / 20
-    assert abs(runtime.memGetInfo()[0] - before) < 64 << 20
-    assert l2_bytes(backend) >= 1 << 20
 
 
 @pytest.mark.alone

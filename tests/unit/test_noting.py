@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.profiles import share, tiers
-from tests.unit import ptx
-from tests.unit.launch_cases import one_of_each
+from tests.backend.cuda import ptx
+from tests.backend.cuda.launch_cases import one_of_each
 from workbench.backend.clock.launch_notes import CELLS, NOTE_BYTES
 from workbench.backend.cuda.kernels import noting, nvrtc
 from workbench.backend.cuda.kernels.kernel import Gemm, Kernel

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from device_kernels import address, append, spin
 
+from tests.backend.cpu.device_kernels import address, append, spin
 from workbench.backend.issue.bind import plannable
 from workbench.backend.issue.issued import Issued
 from workbench.program.commands import COMPUTE_STREAM

@@ -59,35 +59,6 @@ def test_every_block_has_a_stage(dtype: str, hopper: bool):
             assert k_parts > 1 or not clustered
 
 
-def test_tiles_are_those_of_every_segment():
-    (shape,) = shapes_for("Q4_0", 100, hopper=True)
-    assert (shape.n, shape.rows) == (128, 128)
-    assert shape.tiles([1], 100) == 1
-    assert shape.tiles([129, 7, 128], 100) == 2 + 1 + 1
-    assert shape.tiles([129, 7, 128], 129) == 2 * (2 + 1 + 1)
-    assert all(shape.tiles([129, 129], 100, end) == 3 for end in GATED)  # 64 rows of either
-
-
-def test_a_tile_is_shared_where_tiles_are_few():
-    """Not by default: with a tile for every block a device has at once, sharing only costs."""
-    few, many = (build_for("Q4_0", [rows], 4096, 16) for rows in (1024, 264 * 64))
-    assert few.k_parts > 1 and many.k_parts == 1
-
-
-def test_blocks_are_as_many_as_run_at_once():
-    """What the model of cost is for: tiles that are twice as high where there would be more than
-    one round of them, clusters where they leave no multiprocessor idle."""
-    wide = build_for("Q4_0", [14336, 14336], 4096, 16, Epilogue.GLU_Q8, hopper=True)
-    assert wide.shape.rows == 128 and wide.shape.tiles([14336], 16, Epilogue.GLU_Q8) <= 264
-    assert build_for("Q4_0", [8192, 8192], 2048, 16, Epilogue.GLU_Q8, hopper=True).shape.rows == 64
-    narrow = [shape for shape in shapes_for("Q8_0", 16, hopper=True) if shape.rows == 64]
-    assert len(narrow) == 1  # the only one there is room for
-    pairs = build_for("Q8_0", [4096, 1024, 1024], 4096, 16, hopper=True)
-    assert (pairs.k_parts, pairs.clustered) == (2, True)
-    fours = build_for("Q8_0", [4096], 14336, 16, hopper=True)  # 64 clusters of 4 would not fit
-    assert (fours.k_parts, fours.clustered) == (4, False)
-
-
 def segments(*given: tuple[str, int]) -> list[Segment]:
     """Of types and rows; weights, biases and results at addresses that tell them apart."""
     return [
@@ -139,19 +110,6 @@ def test_weights_of_one_type_are_one_launch():
         assert work.grid == (tiles * int(macros["K_PARTS"]), 1) and macros["EPILOGUE"] == "0"
 
 
-def test_gate_and_up_are_one_launch():
-    for quantised in (False, True):
-        gate, up = segments(("Q4_0", 14336), ("Q4_0", 14336))
-        _, tile = kernels_of(glu(gate, up, x_of(64), quantised, BEGIN, 5))
-        assert tile.args[:8] == [300, 100, 200, 14336, 301, 101, 201, 14336]
-        assert f"EPILOGUE={1 + quantised}" in tile.defines
-    for hopper in (False, True):
-        assert gemm.can_glu("Q4_0", 33, 16, False, hopper)
-        assert not gemm.can_glu("Q4_0", 33, 16, True, hopper)  # no whole block of 32
-        assert gemm.can_glu("Q4_0", 64, 129, True, hopper) == hopper
-        assert not gemm.can_glu("F16", 64, 16, False, hopper)
-
-
 def test_tiles_reach_as_far_as_they_are_quicker():
     """With warpgroups to some hundred tokens, by type; elsewhere to 128; floats never."""
     for dtype in TYPES:
@@ -176,15 +134,6 @@ def test_cublas_takes_segments_one_by_one_and_x_once():
     assert [w.function for w in many if isinstance(w, Kernel)] == [
         "half_rows_Q8", "dequantise_Q4_0", "add_bias", "dequantise_Q8_0", "add_bias",
     ]  # fmt: skip
-
-
-def test_types_share_a_conversion():
-    """Products of one x by weights of several quantised types convert it once."""
-    for tokens in TOKENS:
-        made = {
-            repr(product(segments((dtype, 4096)), x_of(tokens), BEGIN, 5)[0]) for dtype in TYPES
-        }
-        assert len(made) == 1
 
 
 def spilled(arch: str, dtype: str, build: Build, end: Epilogue) -> str:
