@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 
 _REPACK = Entry(
-    f"{LOADING}::test_all_types_through_a_ring_that_is_used_again_and_again",
+    f"{LOADING}::test_all_types_through_a_ring_that_is_used_again",
     "every repacking kernel, blocks in odd numbers, slots used again",
 )
 _SPLIT = "partial sums through scratch and counters, combined by the last block"

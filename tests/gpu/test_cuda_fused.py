@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.gpu.debug_arena import Mode, run_alone
 from tests.gpu.harness import Wanted, compile_side_by_side, kernels_of
 from tests.graphs import Decoder, fused_nodes, values_for, wiring
-from workbench.backend.base import Issue
+from workbench.backend.base import Backend
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import F16, F32, Q4_0, Q4_K, Q6_K, Q8_0, Q8_ACT, Kind, Node, Tensor
 from workbench.model.gguf.quants import unpack_activations
-from workbench.program.commands import Space
 
 pytestmark = pytest.mark.gpu
 
 ALL = frozenset(FUSIONS)
 TOKENS = (1, 3, 8, 9, 33, 100)
 N_KV, CELLS = 64, 96  # twice for more tokens than that
-POISONS = (0xFF, 0x7F)  # NaN as float and as half; the largest half and float are finite
 FEW = 8  # tokens up to which a product fused with what follows has the arithmetic of the parts
 EXACT = (
     "norm",
@@ -47,62 +45,6 @@ MODELS = {
     "qwen3 odd": lambda: Decoder("tiny-qwen3", Q8_0, {"attn_k": F16}, **ODD),
     "qwen3 odd F32": lambda: Decoder("tiny-qwen3", F32, **ODD),
 }
-
-
-class House:
-    """Every tensor of some nodes in one block of device memory, with poison around it."""
-
-    def __init__(self, backend: CudaBackend, nodes: Sequence[Node], values: dict):
-        self.backend, self.values = backend, values
-        parts = [part for node in nodes for part in (node, *node.parts)]
-        tensors = {t.storage: None for n in parts for t in (*n.inputs, *n.outputs)}
-        self.weights = {
-            t: backend.load_weight(t, values[t].reshape(-1).view(np.uint8))
-            for t in tensors
-            if t.kind == Kind.WEIGHT
-        }
-        self.offsets: dict[Tensor, int] = {}
-        end = 512
-        for t in tensors:
-            if t not in self.weights:
-                self.offsets[t] = end
-                end += -(-(t.nbytes + 256) // 256) * 256
-        self.scratch = end
-        self.nbytes = end + max(backend.scratch_bytes(n) for n in parts) + 512
-        self.memory = backend.allocate(self.nbytes, Space.DEVICE)
-        self.staging = backend.allocate(self.nbytes, Space.PINNED)
-        self.upload = backend.copy(self.memory.address, self.staging.address, self.nbytes, 0, False)
-        self.fetch = backend.copy(self.staging.address, self.memory.address, self.nbytes, 0, True)
-
-    def at(self, tensor: Tensor) -> int:
-        s = tensor.storage
-        held = self.weights.get(s)
-        return held.address if held else self.memory.address + self.offsets[s]
-
-    def launch(self, node: Node) -> Issue:
-        return self.backend.launch(node, self.at, self.memory.address + self.scratch, 0)
-
-    def run(self, issues: Iterable, poison: int, wanted: Iterable[Tensor]) -> list[bytes]:
-        """The bytes of `wanted` after `issues`, everything that has no value poisoned before."""
-        block = self.staging.array
-        assert block is not None
-        block[:] = poison
-        for t, offset in self.offsets.items():
-            if t in self.values:
-                raw = self.values[t].reshape(-1).view(np.uint8)
-                block[offset : offset + t.nbytes] = raw
-            elif t.kind == Kind.CACHE:
-                block[offset : offset + t.nbytes] = 0
-        self.upload()
-        for issue in issues:
-            issue()
-        self.fetch()
-        self.backend.sync_stream(0)()
-        return [bytes(block[self.offsets[t] :][: t.nbytes]) for t in wanted]
-
-    def close(self) -> None:
-        for memory in (self.memory, self.staging, *self.weights.values()):
-            memory.free()
 
 
 def numbers(raw: bytes, tensor: Tensor) -> np.ndarray:
@@ -167,24 +109,16 @@ def test_a_fused_node_is_its_parts(compiled, backend: CudaBackend, model: str, t
         compare(backend, node, tokens, values_for(node, cells(tokens)[0], rng))
 
 
-def compare(backend: CudaBackend, node: Node, tokens: int, values: dict) -> None:
+def compare(backend: Backend, node: Node, tokens: int, values: dict) -> None:
     for t in node.outputs:
         if t.kind == Kind.CACHE:
-            values.pop(t.storage, None)
-    house = House(backend, [node], values)
-    outputs = [t.storage for t in node.outputs]
-    try:
-        one = house.launch(node)
-        found = [house.run([one], poison, outputs) for poison in POISONS]
-        assert found[0] == found[1], f"{node} depends on what memory held"
-        parts = [house.launch(part) for part in node.parts]
-        wanted = house.run(parts, POISONS[0], outputs)
-    finally:
-        house.close()
+            values[t.storage] = np.zeros(t.storage.nbytes, np.uint8)
+    found, wanted = (run_alone(backend, node, values, Mode.GUARDED, way) for way in (False, True))
     exact = node.op in EXACT or (tokens <= FEW and node.op in EXACT_FOR_FEW)
     if any(part.op == "rms_norm" for part in node.parts[1:]):
         exact = False  # heads normed in the launch of their products: squares in another order
-    for t, a, b in zip(outputs, found[0], wanted, strict=True):
+    for t in found:
+        a, b = found[t].tobytes(), wanted[t].tobytes()
         x, y = numbers(a, t), numbers(b, t)
         assert np.isfinite(x).all() and x.any(), (node, t)
         if exact:

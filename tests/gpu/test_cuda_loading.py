@@ -49,7 +49,7 @@ def test_every_byte_is_in_its_plane(backend: CudaBackend, dtype: DType):
         there.free()
 
 
-def test_all_types_through_a_ring_that_is_used_again_and_again(backend: CudaBackend, monkeypatch):
+def test_all_types_through_a_ring_that_is_used_again(backend: CudaBackend, monkeypatch):
     """Entries of 64 KiB, filled hundreds of times: an entry filled too early would show."""
     monkeypatch.setattr(cuda_weights, "ENTRY_BYTES", 64 << 10)
     monkeypatch.setattr(cuda_weights, "N_ENTRIES", 3)
@@ -66,7 +66,7 @@ def test_all_types_through_a_ring_that_is_used_again_and_again(backend: CudaBack
 
 
 @pytest.mark.alone
-def test_loading_holds_no_more_than_its_buffers_and_gives_them_back(backend: CudaBackend):
+def test_loading_holds_its_buffers_and_gives_them_back(backend: CudaBackend):
     first = backend.load_weight(*weight("w", F16, 8, 64))  # makes the streams
     backend.finish_loading()
     first.free()

@@ -13,7 +13,7 @@ import pytest
 
 import workbench as wb
 from tests.gpu.harness import one_by_one, tokens_for
-from tests.gpu.test_cuda_graphs import free_bytes
+from tests.gpu.test_cuda_captures import free_bytes
 from tests.nll import is_the_same_under_every_ordering, nll
 from workbench.backend.cuda.device.graph_nodes import commands_of
 from workbench.backend.cuda.device.graphs import CudaGraph

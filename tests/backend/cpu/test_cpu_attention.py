@@ -146,7 +146,7 @@ def test_extents_and_classes_are_what_the_host_finds(data: st.DataObject) -> Non
 
 @given(st.data())
 @settings(max_examples=examples(60))
-def test_what_the_host_finds_is_what_can_be_said_of_each_cell(data: st.DataObject) -> None:
+def test_what_the_host_finds_can_be_said_of_each_cell(data: st.DataObject) -> None:
     """The twin's own twin, a cell at a time."""
     n_tokens, n_kv = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 600))
     seen = drawn_mask(data, n_tokens, n_kv)

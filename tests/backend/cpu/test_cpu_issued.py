@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 
 from tests import ranges
-from tests.gates import hold
 from tests.profiles import share
 from workbench.backend.base import Backend, open_backend
-from workbench.backend.cpu.device import embedded
 from workbench.backend.issue.args import view_address
 from workbench.backend.issue.issued import Issued
 from workbench.graph import ops
 from workbench.graph.ir import F16, F32, I32, Kind, Node, Tensor
-from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM
+from workbench.program.commands import COMPUTE_STREAM
 from workbench.program.first_cell import CELL, is_view
 
 Case = tuple[Node, dict[Tensor, np.ndarray]]
@@ -239,66 +237,3 @@ def test_a_patched_launch_computes_at_its_new_addresses(computing, case):
     assert second.written(node) == result
     assert all((array == 0xFF).all() for array in first.arrays.values())
     assert issued.key == key
-
-
-def test_a_patched_value_is_computed_with(computing):
-    """The rows of a table: an id past them gives NaN, and its row once the table has more."""
-    ids = np.array([5], np.int32)
-    table = np.arange(8 * 32, dtype=np.float32).reshape(8, 32)
-    w, given = Tensor("w", F32, (4, 32), Kind.INPUT), Tensor("i", ranges.I32, (1,))
-    node = ops.make("get_rows", "rows", w, given)
-    memory = Arrays(node, {given: ids})
-    memory.arrays[w] = table.view(np.uint8).reshape(-1)
-    issued = computing.launch(node, memory, 0, COMPUTE_STREAM)
-    out = memory.arrays[node.output].view(np.float32)
-    issued()
-    computing.synchronize()
-    assert np.isnan(out).all()
-    (rows,) = (i for i, value in enumerate(issued.block) if value == 4)
-    key = issued.key
-    issued.block[rows] = 8
-    issued()
-    computing.synchronize()
-    assert np.array_equal(out, table[5]) and issued.key != key
-
-
-@pytest.mark.parametrize("pageable", ["late", "snapshot"])
-@pytest.mark.parametrize("way", ["up", "to the host", "to a peer"])
-def test_a_patched_copy_reads_and_writes_elsewhere(pageable, way):
-    backend, n = embedded.open_backend(threads=2, pageable=pageable), 1 << 19  # of two parts
-    a, b, c, d = (np.full(n, i, np.uint8) for i in range(4))
-    at_a, at_b, at_c, at_d = (int(array.ctypes.data) for array in (a, b, c, d))
-
-    def make(dst: int, src: int, nbytes: int) -> Issued:
-        if way == "to a peer":
-            return backend.copy_to_peer(backend, dst, src, nbytes, COPY_STREAM)
-        stream = COPY_STREAM if way == "up" else COMPUTE_STREAM
-        return backend.copy(dst, src, nbytes, stream, to_host=way != "up")
-
-    issued = make(at_c, at_a, n)
-    assert issued.addresses == (at_c, at_a)
-    assert issued.key == make(at_d, at_b, n).key != make(at_c, at_a, n // 2).key
-    assert move(issued, {at_c: at_d, at_a: at_b}) == 2
-    issued()
-    backend.synchronize()
-    assert (d == 1).all() and (c == 2).all() and (a == 0).all() and (b == 1).all()
-    backend.close()
-
-
-def test_a_patched_record_or_wait_is_of_another_event(two):
-    one, other = two.event(), two.event()
-    record, wait = two.record(one, COMPUTE_STREAM), two.wait(one, COPY_STREAM)
-    assert record.addresses == wait.addresses == (one.address,)
-    assert record.key == two.record(other, COMPUTE_STREAM).key
-    assert len({record.key, wait.key, two.record(one, COPY_STREAM).key,
-                two.wait(one, COMPUTE_STREAM).key}) == 4  # fmt: skip
-    record.block[0] = other.address
-    with hold(two, COMPUTE_STREAM):
-        record()
-        wait()
-        two.sync_stream(COPY_STREAM)()  # `one` has no Record, so nothing waits
-        wait.block[0] = other.address
-        before = two.streams[COPY_STREAM].issued
-        wait()
-        assert two.streams[COPY_STREAM].issued == before + 1
-    two.sync_event(other)()

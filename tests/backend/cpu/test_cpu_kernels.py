@@ -141,7 +141,7 @@ def test_quantize_gives_the_twins_bytes(x: np.ndarray) -> None:
     assert np.array_equal(out.reshape(len(x), -1), quantize_activations(x))
 
 
-def test_quantize_rounds_half_to_even_and_keeps_a_nan_visible() -> None:
+def test_quantize_rounds_half_to_even_and_keeps_a_nan() -> None:
     x = np.zeros((1, 64), np.float32)
     x[0, :7] = [127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]
     x[0, 40] = np.nan

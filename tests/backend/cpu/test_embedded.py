@@ -1,7 +1,7 @@
 """The embedded device keeps a GPU's contract: order, late reads, events, times, a clean end.
 
 The clauses that every device keeps are in tests/contract; here is what this device alone has: parts
-of a kernel, rings, threads of nine streams, and real kernels on any number of workers. Small
+of a kernel, rings, and threads of nine streams. Small
 kernels stand in for the real ones where only order matters; the device runs both alike.
 """
 
@@ -29,12 +29,10 @@ from tests.backend.cpu.device_kernels import (
 )
 from tests.backend.plan.plannable import Log, spins
 from tests.gates import hold
-from workbench.backend.cpu.device import host
 from workbench.backend.cpu.device.embedded import SHARE
 from workbench.backend.cpu.device.loops import MAX_ARGS, RING_SIZE
 from workbench.common.errors import DeviceError
-from workbench.graph.ir import F32, I32, Q8_0, Kind, Tensor
-from workbench.graph.ops import make
+from workbench.graph.ir import F32, Kind, Tensor
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space, compute_stream
 
 SIDE = [compute_stream(k) for k in range(1, 8)]
@@ -79,32 +77,6 @@ def test_every_part_runs_once(device):
     np.testing.assert_array_equal(words, expected)
 
 
-def test_two_streams_take_turns_as_events_say(device):
-    """40k launches with waits across streams; the copy stream must see every value in turn."""
-    n, pace = 20_000, 400
-    log = np.zeros(2 * n + 1, np.int64)
-    event, back = device.event(), device.event()
-    compute, copies, *_ = device.streams
-    record, wait = device.record(event, COMPUTE_STREAM), device.wait(event, COPY_STREAM)
-    record_back, wait_back = device.record(back, COPY_STREAM), device.wait(back, COMPUTE_STREAM)
-    first = compute.prepare(append.address, 1, (address(log), 1))
-    second = copies.prepare(append.address, 1, (address(log), 2))
-    for i in range(n):
-        first()
-        if i % pace == 0:  # hand over to the other stream and back
-            record()
-            wait()
-            for _ in range(pace):
-                second()
-            record_back()
-            wait_back()
-    device.synchronize()
-    assert log[0] == 2 * n
-    turns = log[1:].reshape(n // pace, 2 * pace)
-    assert (turns[:, :1] == 1).all() and (turns[:, 1 : pace + 1] == 2).all()
-    assert (turns[:, pace + 1 :] == 1).all()
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_streams_that_wait_in_circles_never_deadlock(one, seed):
     """Each of nine waits for the one before it in an order that changes from round to round. The
@@ -139,14 +111,6 @@ def test_a_full_ring_makes_the_host_wait(two):
     assert log[0] == n
 
 
-def test_a_wait_on_the_own_stream_queues_nothing(two):
-    event = two.event()
-    two.record(event, COMPUTE_STREAM)()
-    before = two.streams[0].issued
-    two.wait(event, COMPUTE_STREAM)()
-    assert two.streams[0].issued == before
-
-
 def test_what_the_device_cannot_do_is_refused(two):
     with pytest.raises(DeviceError, match="arguments"):
         two.streams[0].prepare(append.address, 1, [0] * (MAX_ARGS + 1))
@@ -161,27 +125,6 @@ def test_what_the_device_cannot_do_is_refused(two):
 
 
 # copies and memory -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("pageable", "space", "expected"), [
-    ("late", Space.PINNED, 2), ("late", Space.HOST, 2),
-    ("snapshot", Space.PINNED, 2), ("snapshot", Space.HOST, 1),
-])  # fmt: skip
-@pytest.mark.parametrize("stream", [COMPUTE_STREAM, COPY_STREAM])
-def test_when_a_copy_reads_its_source(pageable, space, expected, stream):
-    backend = open_backend(threads=2, pageable=pageable)
-    n = 1 << 20  # large enough for several workers
-    source, there, result = (backend.allocate(n, s) for s in (space, Space.DEVICE, Space.PINNED))
-    up = backend.copy(there.address, source.address, n, stream, to_host=False)
-    down = backend.copy(result.address, there.address, n, stream, to_host=True)
-    with hold(backend, stream):
-        source.array[:] = 1
-        up()
-        source.array[:] = 2  # breaks the contract
-        down()
-    backend.sync_stream(stream)()
-    assert (result.array == expected).all()
-    backend.close()
 
 
 def test_copies_of_any_length(device):
@@ -234,24 +177,6 @@ def test_nobody_pays_for_a_stream_that_no_program_uses(workers):
     assert n_threads() == others
 
 
-def test_threads_of_a_stream_are_started_once_by_any(two):
-    others = n_threads()
-    for stream in SIDE:
-        begin = threading.Barrier(4)
-
-        def use(stream: int = stream, begin: threading.Barrier = begin) -> None:
-            begin.wait()
-            spins(two, 0, stream)[0]()
-
-        users = [threading.Thread(target=use) for _ in range(4)]
-        for user in users:
-            user.start()
-        for user in users:
-            user.join()
-    two.synchronize()
-    assert n_threads() - others == len(SIDE)
-
-
 def test_streams_that_wait_for_an_event_hold_no_worker(one):
     event, log = one.event(), Log(one)
     with hold(one, SIDE[0]):
@@ -284,20 +209,6 @@ def test_the_device_runs_while_python_has_the_gil(workers, no_handover):
 
 
 # times -------------------------------------------------------------------------------------------
-
-
-def test_spans_are_on_the_host_clock(device):
-    before = time.perf_counter_ns()
-    begin = device.mark(COMPUTE_STREAM)
-    device.streams[0].push(spin.address, 1, (1_000_000,))
-    device.streams[0].push(spin.address, 2, (1_000_000,))
-    end = device.mark(COMPUTE_STREAM)
-    device.synchronize()
-    after = time.perf_counter_ns()
-    start_ns, end_ns = device.resolve(begin, end)
-    assert before <= start_ns < end_ns <= after
-    assert end_ns - start_ns >= 2_000_000
-    assert device.resolve(end, end) == (end_ns, end_ns)
 
 
 def test_marks_of_unfinished_work_are_refused(two):
@@ -424,43 +335,3 @@ def test_a_process_ends_whatever_its_device_does(code, said, status):
     command = [sys.executable, "-W", "ignore", "-c", APART + code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == said and done.returncode == status, done.stderr
-
-
-# real kernels ------------------------------------------------------------------------------------
-
-
-def forward(backend, rng) -> bytes:
-    """A chain that splits: rms_norm, quantize, and mul_mat with a Q8_0 weight; and rows of the
-    weight, which a device may have repacked."""
-    x = Tensor("x", F32, (5, 1024), Kind.INPUT)
-    ids = Tensor("ids", I32, (3,), Kind.INPUT)
-    w = Tensor("w", Q8_0, (1024, 1024), Kind.WEIGHT)
-    norm = make("rms_norm", "norm", x, eps=1e-5)
-    quantised = make("quantize", "quantised", norm.output)
-    product = make("mul_mat", "product", w, quantised.output)
-    rows = make("get_rows", "rows", w, ids)
-    blocks = rng.integers(0, 256, (1024 * 32, 34), np.uint8)
-    blocks[:, :2] = np.full(len(blocks), 0.01, np.float16).view(np.uint8).reshape(-1, 2)
-    memory = {w: backend.load_weight(w, blocks.reshape(-1))}
-    values = {x: rng.standard_normal(x.shape, np.float32), ids: np.array([5, 1023, 5], np.int32)}
-    for tensor, value in values.items():
-        memory[tensor] = backend.allocate(tensor.nbytes, Space.PINNED)
-        memory[tensor].array[:] = value.view(np.uint8).reshape(-1)
-    for node in (norm, quantised, product, rows):
-        memory[node.output] = backend.allocate(node.output.nbytes, Space.PINNED)
-        scratch = backend.allocate(max(1, backend.scratch_bytes(node)), Space.DEVICE)
-        backend.launch(node, lambda t: memory[t.storage].address, scratch.address, 0)()
-    backend.synchronize()
-    found = b"".join(memory[node.output].array.tobytes() for node in (product, rows))
-    assert np.isfinite(np.frombuffer(found, np.float32)).all()
-    assert np.frombuffer(found, np.float32)[:: len(found) // 8].any()
-    return found
-
-
-def test_results_are_the_same_bits_for_any_workers():
-    results = []
-    for workers in (1, 2, 3):
-        for opened in (open_backend(threads=workers), host.open_backend(threads=workers)):
-            results.append(forward(opened, np.random.default_rng(0)))
-            opened.close()
-    assert all(r == results[0] for r in results)

@@ -7,7 +7,6 @@ import gc
 import random
 import threading
 import time
-import tracemalloc
 import weakref
 from itertools import pairwise
 from typing import Any
@@ -20,7 +19,6 @@ from tests.backend.plan.plannable import Log, Part, planned, records, spins, wai
 from tests.gates import hold
 from workbench.backend.cpu.device import loops
 from workbench.backend.cpu.device.loops import RING_SIZE
-from workbench.backend.issue.issued import together
 from workbench.common.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space, compute_stream
 
@@ -73,26 +71,6 @@ def test_workers_share_the_kernels_of_a_plan(device):
     assert counted.tolist() == [n * sum(p > part for p in (1, 3, 16)) for part in range(16)]
 
 
-def test_the_parts_of_parts_are_nodes_of_their_part(two):
-    log = Log(two)
-    fused = together([log.part(1)[0], together([log.part(2)[0], log.part(3)[0]], ("in",))])
-    plan = two.capture(planned(two, [log.part(0), (fused, 0), log.part(4)]))
-    plan.launch()
-    two.synchronize()
-    assert log.values == [0, 1, 2, 3, 4] and plan.nodes == (0, 1, 1, 1, 2)
-
-
-def test_a_full_ring_makes_a_launch_wait(two):
-    log = Log(two, 2 * (RING_SIZE + 100))
-    plan = two.capture(planned(two, [log.part(0), log.part(1, COPY_STREAM)]))
-    with hold(two, 0) as gate:
-        threading.Timer(0.1, gate.open).start()
-        for _ in range(RING_SIZE + 100):
-            plan.launch()
-    two.synchronize()
-    assert log.words[0] == 2 * (RING_SIZE + 100)
-
-
 def test_a_ring_that_empties_while_the_host_looks_has_room(two, monkeypatch):
     """The host may be put aside between any two looks. It waits for no kernel that nobody queued:
     `completed` here opens the gate and comes back when the ring is empty."""
@@ -120,29 +98,6 @@ def test_a_ring_that_empties_while_the_host_looks_has_room(two, monkeypatch):
 
 
 # streams -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("copies", "ordered", "right"), [
-    (COPY_STREAM, False, False), (COPY_STREAM, True, True), (COMPUTE_STREAM, False, True),
-])  # fmt: skip
-def test_a_copy_on_the_wrong_stream_gives_a_wrong_answer(two, copies, ordered, right):
-    """The planted bug: nothing in the plan orders the copy in front of what reads it. The same plan
-    with the event is right, behind the same gate; and so is the copy on the right stream."""
-    source, there, result = (two.allocate(64, s) for s in
-                             (Space.PINNED, Space.DEVICE, Space.PINNED))  # fmt: skip
-    up = two.copy(there.address, source.address, 64, copies, to_host=False)
-    down = two.copy(result.address, there.address, 64, COMPUTE_STREAM, to_host=True)
-    event = two.event()
-    order = [records(two, event, copies), waits(two, event, COMPUTE_STREAM)] if ordered else []
-    plan = two.capture(planned(two, [(up, copies), *order, (down, COMPUTE_STREAM)]))
-    for value in (7, 8):  # a wait is for the same launch of the plan, not for the first
-        source.array[:] = value
-        with hold(two, COPY_STREAM):
-            plan.launch()
-            if not right:
-                two.streams[0].wait(two.streams[0].issued - 1)  # all but the end of the plan
-        two.synchronize()
-        assert (result.array == value).all() == right
 
 
 def random_parts(device: Any, log: Log, chance: random.Random, n: int) -> tuple[list[Part], Any]:
@@ -336,46 +291,6 @@ def test_memory_of_a_plan_lives_until_its_launches_are_over(two):
     two.synchronize()
     assert sorted(log.values) == sorted([*range(50), *range(50)])
     assert [v for i, v in enumerate(log.values) if v not in log.values[:i]] == [*range(50)]
-
-
-def cycle(order: int, device, log: Log) -> list[weakref.ref]:
-    """Captures, launches, updates and destroys a plan; by `order` explicitly, by its last
-    reference, or twice."""
-    work = planned(device, [log.part(1), log.part(2, COPY_STREAM), spins(device, 0)])
-    plan = device.capture(work)
-    plan.launch()
-    work.parts[0].block[1] = 3
-    plan.update(work, [0])
-    plan.launch()
-    for _ in range(order % 3):
-        plan.destroy()
-    return [weakref.ref(plan), weakref.ref(work)]
-
-
-def test_hundreds_of_plans_leave_nothing_behind(two):
-    def many(n: int) -> list[weakref.ref]:
-        log = Log(two, 4 * n)
-        made = [ref for i in range(n) for ref in cycle(i, two, log)]
-        two.synchronize()
-        assert len(log.values) == 4 * n
-        two._keep(None)  # looks what is over
-        assert not two._retired
-        return made
-
-    def traced() -> int:
-        gc.collect()  # empties Python's free lists
-        return tracemalloc.get_traced_memory()[0]
-
-    tracemalloc.start()
-    many(50)
-    grown = []
-    for _ in range(3):  # what is left behind comes every time; what others begin or end, once
-        before = traced()
-        gone = [ref() for ref in many(200)]
-        assert gone == [None] * 400, "without the collector's help"
-        grown.append(traced() - before)
-    tracemalloc.stop()
-    assert min(grown) < 20_000  # 100 bytes a plan; its nodes alone have 1500
 
 
 def ended(how: str, log: Log) -> list[weakref.ref]:

@@ -173,6 +173,7 @@ def test_what_writes_the_code_of_an_operation_matters(monkeypatch):
     assert kept.digest_of(loops.push.py_func) != before
 
 
+@pytest.mark.slow
 def test_a_new_process_finds_all_in_the_cache(tmp_path):
     """And writes nothing beside the source."""
     code = (

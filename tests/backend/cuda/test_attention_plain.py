@@ -17,11 +17,10 @@ from tests.backend.cuda import on_host, ptx
 from tests.gpu.test_cuda_attention_ways import masks
 from tests.profiles import examples, rest, tiers
 from workbench.backend.cuda.device import weights
-from workbench.backend.cuda.kernels import attending, attention_plain, nvrtc, op_table
-from workbench.backend.cuda.kernels.attention import FEW_TOKENS, AttentionAt, AttentionShape
+from workbench.backend.cuda.kernels import attending, nvrtc, op_table
+from workbench.backend.cuda.kernels.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernels.attention_plain import TokenCounts, tile_grid, vec_grid
 from workbench.backend.cuda.kernels.kernel import Kernel, Operands, blocks
-from workbench.common.errors import DeviceError
 from workbench.config import KVParts, SkipMaskedKV
 from workbench.graph.ir import BF16, CACHE_DTYPES, F16, F32, Q8_0, Node, Tensor
 
@@ -114,39 +113,7 @@ def test_a_barrier_that_is_missing_shows(kernel: str, barrier: str):
     assert not all(w < 1e-3 for w in wrong)
 
 
-@needs_compiler
-@pytest.mark.parametrize(("name", "kernel"), PAIRS)
-def test_shared_memory_is_what_the_struct_takes(name: str, kernel: str):
-    node = parted(attention_case(CASES[name], causal(CASES[name], 10))[0], "off", kernel)
-    for work in works(node):
-        assert work.shared == on_host.library(work.file, work.defines).memory_bytes()
-
-
 # launches ----------------------------------------------------------------------------------------
-
-
-def files(shape: AttentionShape) -> list[str]:
-    return [w.file for w in attending.launches(shape, AttentionAt(*range(7)), 1.0, False)]
-
-
-def test_auto_takes_tensor_cores_for_halves_alone():
-    few, many = AttentionShape(1, 8, 2, 64, 512), AttentionShape(64, 8, 2, 64, 512)
-    assert set(files(few)) == set(files(many)) == {"attention"}
-    for types in ({"k_type": "Q8_0"}, {"v_type": "BF16"}, {"k_type": "F32", "v_type": "F32"}):
-        assert set(files(few._replace(**types))) == {"attention_vec"}
-        assert set(files(many._replace(**types))) == {"attention_tile"}
-        assert not attending.can_quantise(few._replace(**types))
-    for kernel in ("vec", "tile"):
-        for shape in (few, many):
-            assert set(files(shape._replace(kernel=kernel))) == {f"attention_{kernel}"}
-
-
-def test_few_tokens_beside_many_have_a_launch_of_their_own():
-    shape = AttentionShape(70, 8, 2, 64, 512, n_regions=3, k_type="Q8_0")
-    found = attention_plain.kernels_of(shape)
-    assert [k for k, _ in found] == ["tile", "vec"]
-    assert found[0][1].least == found[1][1].most + 1 == FEW_TOKENS + 1
-    assert attention_plain.kernels_of(shape._replace(kernel="vec")) == [("vec", TokenCounts())]
 
 
 @pytest.mark.parametrize(
@@ -157,14 +124,6 @@ def test_what_mma_cannot_read_is_refused_in_one_line(k, v, said):
                                  np.ones((1, 64), bool))[0], "off", "mma")  # fmt: skip
     what = f"attn_kernel=mma reads no cache of {said}; use attn_kernel=auto, vec or tile, or a"
     assert weights.refuses(node, lambda n: op_table.launches(n, NOWHERE)) == f"{what} cache of f16"
-
-
-def test_heads_that_no_kernel_has_are_refused_in_one_line():
-    shape = AttentionShape(1, 4, 2, 264, 64, kernel="vec")
-    with pytest.raises(DeviceError, match=r"head_dim 264 is not supported on cuda \(multiples of"):
-        files(shape)
-    with pytest.raises(DeviceError, match=r"heads of 80 elements are no whole blocks of Q8_0"):
-        files(shape._replace(head_dim=80, v_type="Q8_0"))
 
 
 SHAPES = st.builds(

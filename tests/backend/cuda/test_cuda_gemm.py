@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.profiles import tiers
-from workbench.backend.cuda.kernels import gemm, nvrtc, tiling
+from workbench.backend.cuda.kernels import nvrtc, tiling
 from workbench.backend.cuda.kernels.gemm import X, glu, product, scratch_bytes
 from workbench.backend.cuda.kernels.kernel import Gemm, Kernel, Work, blocks
 from workbench.backend.cuda.kernels.matvec import Segment
@@ -110,32 +110,6 @@ def test_weights_of_one_type_are_one_launch():
         assert work.grid == (tiles * int(macros["K_PARTS"]), 1) and macros["EPILOGUE"] == "0"
 
 
-def test_tiles_reach_as_far_as_they_are_quicker():
-    """With warpgroups to some hundred tokens, by type; elsewhere to 128; floats never."""
-    for dtype in TYPES:
-        most = gemm.WARPGROUP_TILES_UP_TO[dtype]
-        assert 128 < most <= gemm.MOST_TILED
-        assert gemm.by_tile(dtype, most, hopper=True)
-        assert not gemm.by_tile(dtype, most + 1, hopper=True)
-        assert not gemm.by_tile(dtype, 129, hopper=False)
-    assert not gemm.by_tile("F16", 16, hopper=True)
-
-
-def test_cublas_takes_segments_one_by_one_and_x_once():
-    """Each kind of conversion is made once, for the types that want it."""
-    given = segments(("F16", 64), ("BF16", 64), ("F16", 32))
-    works = product(given, x_of(16, quantised=False), BEGIN, 5)
-    made = [w.function if isinstance(w, Kernel) else (w.dtype, w.dst, w.rows) for w in works]
-    assert made == [
-        "half_rows", ("F16", 300, 64), "add_bias", ("F16", 302, 32), "add_bias",
-        "bfloat_rows", ("BF16", 301, 64), "add_bias",
-    ]  # fmt: skip
-    many = product(segments(("Q4_0", 64), ("Q8_0", 64)), x_of(512), BEGIN, 5)
-    assert [w.function for w in many if isinstance(w, Kernel)] == [
-        "half_rows_Q8", "dequantise_Q4_0", "add_bias", "dequantise_Q8_0", "add_bias",
-    ]  # fmt: skip
-
-
 def spilled(arch: str, dtype: str, build: Build, end: Epilogue) -> str:
     """What the compiler says of a build's local memory, `` where it uses none."""
     api = nvrtc._nvrtc()
@@ -177,12 +151,3 @@ def test_builds_spill_nothing(arch: str, all_tokens: list[int]):
     with ThreadPoolExecutor(2) as pool:
         for build, said in zip(builds, pool.map(lambda b: spilled(*b), builds), strict=True):
             assert not said, (build, said)
-
-
-def test_one_architecture_has_its_own_instructions():
-    """sm_90 means sm_90a for this file: nothing else runs there that is compiled for sm_90."""
-    defines = build_for("Q4_0", [64], 4096, 16).defines("Q4_0")
-    assert nvrtc.cubin("tensor_product", "sm_90", defines) == nvrtc.cubin(
-        "tensor_product", "sm_90a", defines
-    )
-    assert b"tensor_product" in nvrtc.cubin("tensor_product", "sm_100", defines)

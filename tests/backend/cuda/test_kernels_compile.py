@@ -39,10 +39,9 @@ from workbench.backend.cuda.kernels.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernels.kernel import CLUSTERS, Gemm, Kernel
 from workbench.backend.issue.args import variant
 from workbench.common.errors import DeviceError
-from workbench.graph.attend import attend_by, with_inputs
+from workbench.graph.attend import attend_by
 from workbench.graph.fuse import FUSIONS, fuse
-from workbench.graph.ir import F16, F32, Q4_K, Q6_K, Q8_0, WEIGHT_DTYPES, Kind, Tensor
-from workbench.graph.ops import make
+from workbench.graph.ir import F16, Q4_K, Q6_K, Q8_0, WEIGHT_DTYPES, Tensor
 from workbench.graph.shapes import SQUARES
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -191,53 +190,6 @@ def test_nothing_is_asked_for_beyond_the_scratch_declared(sm: int):
                         assert used or a == end, (node, work)
 
 
-CONSTANTS = [  # Python's value, file, name there
-    (elementwise.ROPE_HEADS, "rope.cu", "HEADS"),
-    (elementwise.HEADS_PER_BLOCK, "rope_store.cu", "WARPS"),
-    (attention.MAX_HEAD_DIM, "rope_store.cu", "MOST_DIM"),
-    (simple.SPLIT_THREADS // 32, "attention_simple.cu", "SPLIT_WARPS"),
-    (SQUARES, "rms.cuh", "SQUARES"),
-    (matvec.MOST_SCALED // SQUARES, "rms.cuh", "MOST_SQUARES"),
-    (8, "mul_mat_float.cu", "WARPS"),
-    (8, "mul_mat_float.cu", "TOKENS"),
-]
-
-
-def test_constants_and_tables_are_those_of_the_sources():
-    folders = nvrtc.source_dir(), FOLDER
-    sources = {p.name: p.read_text() for folder in folders for p in folder.glob("*.cu*")}
-    for value, file, name in CONSTANTS:
-        found = re.search(rf"(?:#define|constexpr int) {name}\b\s*=?\s*(\d+)", sources[file])
-        assert found and int(found[1]) == value, (file, name)
-    tiles = re.findall(r"^TILE\((\d+), (\d+)\)", sources["attention_simple.cu"], re.M)
-    of_source = {32 * int(d): (f"attention_tile_d{d}", 4 * int(q)) for d, q in tiles}
-    assert of_source == simple.TILES
-    pad = re.search(r"CELL_HALVES = DIM \+ (\d+)", sources["attention.cuh"])
-    assert pad and int(pad[1]) == attention.CELL_PAD
-    for file, kernel, number in matvec.EPILOGUES.values():
-        text = sources[f"{file}.cu"]
-        assert f"{kernel}(" in text and f"EPILOGUE == {number}" in text
-
-
-@pytest.mark.parametrize("kv_parts", ["off", "parallel_blocks"])
-def test_attention_splits_by_padded_length_alone(kv_parts: str):
-    """The same cells give the same shares, wherever the tokens stand in them; one share where
-    kv_parts=off."""
-    heads, cache = Tensor("q", F32, (1, 8, 64)), Tensor("k", F16, (8192, 512), Kind.CACHE)
-    shares = []
-    for n_kv in (256, 1024, 8192):
-        mask = Tensor("m", F16, (1, n_kv))
-        node = make("attention", "o", heads, cache, cache, mask, n_kv=n_kv, n_head_kv=8, scale=0.1)
-        (work,) = works(with_inputs(node, {"kv_parts": kv_parts}))
-        assert isinstance(work, Kernel)
-        shares.append(work.grid[1])
-        rows = 8 * attention.decode_tuning(1, 64).sets
-        scratch = 8 * work.grid[1] * rows * (64 + 2) * 4 if work.grid[1] > 1 else 0
-        assert op_table.scratch_bytes(with_inputs(node, {"kv_parts": kv_parts})) == scratch
-    assert shares == sorted(shares)
-    assert shares == [1, 1, 1] if kv_parts == "off" else shares[-1] > shares[0]
-
-
 @pytest.mark.parametrize("shape", [
     AttentionShape(1, 32, 8, 64, 8192), AttentionShape(128, 32, 8, 64, 1280, 128),
     pytest.param(AttentionShape(500, 32, 8, 128, 1024), marks=pytest.mark.slow),
@@ -308,3 +260,23 @@ def test_a_missing_library_is_one_line(monkeypatch, module: str, package: str):
             act()
         assert str(caught.value).startswith(f"cuda needs {package} (")
         assert "\n" not in str(caught.value)
+
+
+def test_constants_are_those_of_the_sources():
+    folders = nvrtc.source_dir(), FOLDER
+    sources = {p.name: p.read_text() for folder in folders for p in folder.glob("*.cu*")}
+    for value, file, name in (
+        (elementwise.ROPE_HEADS, "rope.cu", "HEADS"),
+        (elementwise.HEADS_PER_BLOCK, "rope_store.cu", "WARPS"),
+        (attention.MAX_HEAD_DIM, "rope_store.cu", "MOST_DIM"),
+        (simple.SPLIT_THREADS // 32, "attention_simple.cu", "SPLIT_WARPS"),
+        (SQUARES, "rms.cuh", "SQUARES"),
+        (matvec.MOST_SCALED // SQUARES, "rms.cuh", "MOST_SQUARES"),
+        (8, "mul_mat_float.cu", "WARPS"),
+        (8, "mul_mat_float.cu", "TOKENS"),
+    ):
+        found = re.search(rf"(?:#define|constexpr int) {name}\b\s*=?\s*(\d+)", sources[file])
+        assert found and int(found[1]) == value, (file, name)
+    for file, kernel, number in matvec.EPILOGUES.values():
+        text = sources[f"{file}.cu"]
+        assert f"{kernel}(" in text and f"EPILOGUE == {number}" in text

@@ -182,8 +182,9 @@ def test_a_capture_while_other_work_runs(backend, line):
     graph.destroy()
 
 
-def test_a_twin_goes_to_its_own_addresses_and_the_template_stays(backend, line):
-    """A kernel and a copy have moved. Twins are made while the device is held, as in a step."""
+def test_a_twin_goes_to_its_own_addresses(backend, line):
+    """A kernel and a copy have moved; the template stays. Twins are made while the device is held,
+    as in a step."""
     here, there = line.work(taken=2), line.work(taken=3, b=2)
     graph = backend.capture(here)
     assert len(moved(here, there)) == 2
