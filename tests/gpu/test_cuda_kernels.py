@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests import attention, reference
+from tests.backend.cpu.test_cpu_kernels import TWINS, made
 from tests.gpu.harness import Compute, distance
 from tests.oracles.dequantize import dequantize
 from workbench.graph.ir import (
@@ -27,9 +28,7 @@ from workbench.model.gguf.quants import quantize_activations, random_blocks
 
 pytestmark = pytest.mark.gpu
 
-# float32 sums of some thousand terms, relative to the norm of the result; attention rescales its
-# sums at every 32 cells besides
-TOLERANCE, ATTENTION_TOLERANCE = 2e-6, 5e-6
+TOLERANCE = 2e-6  # float32 sums of some thousand terms, relative to the norm of the result
 TYPES = [d.name for d in WEIGHT_DTYPES]
 
 
@@ -98,38 +97,18 @@ SHAPES = [(1, 1), (3, 33), (1, 4096), (5, 5001), (70, 128), (2, 8192)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm(compute: Compute, shape: tuple[int, int]):
-    x = normal(generator(shape), *shape) * 7
-    node = make("rms_norm", "y", Tensor("x", F32, shape), eps=1e-5)
-    found = compute(node, {node.inputs[0]: x}).view(np.float32)
-    wide = x.astype(np.float64)
-    expected = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5)
-    assert distance(found, expected) < TOLERANCE
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("op", ["mul", "add"])
-@pytest.mark.parametrize("one_row", [True, False])
-def test_mul_and_add(compute: Compute, op: str, shape: tuple[int, int], one_row: bool):
-    rng = generator(op, shape, one_row)
-    a, b = normal(rng, *shape), normal(rng, *(shape[1:] if one_row else shape))
-    node = make(op, "y", Tensor("a", F32, a.shape), Tensor("b", F32, b.shape))
-    found = compute(node, dict(zip(node.inputs, (a, b), strict=True)))
-    expected = a * b if op == "mul" else a + b
-    assert np.array_equal(found.view(np.float32).reshape(shape), expected)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_swiglu(compute: Compute, shape: tuple[int, int]):
-    rng = generator("swiglu", shape)
-    gate, up = normal(rng, *shape) * 20, normal(rng, *shape)
-    gate.flat[0] = -1e4  # exp overflows; silu is 0
-    node = make("swiglu", "y", Tensor("g", F32, shape), Tensor("u", F32, shape))
-    found = compute(node, dict(zip(node.inputs, (gate, up), strict=True))).view(np.float32)
-    wide = gate.astype(np.float64)
-    expected = wide / (1 + np.exp(-np.maximum(wide, -700))) * up
-    # exp(-g) is off by 2^-22 |g|, which counts where g is below zero and silu next to nothing
-    assert np.allclose(found.reshape(shape), expected, rtol=1e-6, atol=2e-6)
+@pytest.mark.parametrize("name", ["add", "add a row", "mul", "mul a row", "rms_norm", "swiglu"])
+def test_it_is_its_twin(compute: Compute, name: str, shape: tuple[int, int]):
+    """exp(-g) is off by 2^-22 |g|, which counts where g is below zero and silu next to nothing."""
+    twin, rng = TWINS[name], generator(name, shape)
+    given = [k * normal(rng, *s) for k, s in zip(twin.times, twin.shapes(shape), strict=False)]
+    node, arrays = made(name.partition(" ")[0], *given, **twin.params)
+    found = compute(node, arrays).view(np.float32).reshape(shape)
+    wide = twin.of(*(x.astype(np.float64) for x in given))
+    if not twin.rtol:
+        assert np.array_equal(found, twin.of(*given))
+    assert distance(found, wide) < TOLERANCE
+    assert name != "swiglu" or np.allclose(found, wide, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (3, 96), (1, 4096), (4, 1120), (33, 14336)])

@@ -40,7 +40,7 @@ CASES = {
     "a large group": Case((2,), 10, 1, 80, 130, k_type=BF16),
     "two chunks": Case((2, 9), 2, 2, 128, 100, regions=True, v_type=BF16),
 }
-QUICK = [("a chunk", "tile"), ("several", "vec"), ("ragged", "auto")]
+QUICK = [("a chunk", "tile"), ("ragged", "auto")]
 REST = [pair for pair in itertools.product(CASES, ("vec", "tile")) if pair not in QUICK]
 PAIRS = [*QUICK, *rest(REST, slow=3)]
 needs_compiler = pytest.mark.skipif(on_host.COMPILER is None, reason="no g++")

@@ -138,7 +138,11 @@ def spilled(arch: str, dtype: str, build: Build, end: Epilogue) -> str:
 
 
 @pytest.mark.parametrize("all_tokens", [[128], *tiers([64], [16, 32])], ids=str)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a", "sm_100", "sm_120"])
+@pytest.mark.parametrize(
+    "arch",
+    ["sm_80", "sm_90a", *(pytest.param(a, marks=pytest.mark.slow) for a in ("sm_90", "sm_100"))]
+    + [pytest.param("sm_120", marks=pytest.mark.slow)],
+)
 def test_builds_spill_nothing(arch: str, all_tokens: list[int]):
     """sm_90: as another device would run it; products of warpgroups run side by side."""
     builds = dict.fromkeys(
