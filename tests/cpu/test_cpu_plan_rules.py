@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tests.backend.cpu.device_kernels import address, mix
 from tests.backend.plan.plannable import planned
-
 from workbench.backend.plan.life import Plans, Policy
 from workbench.config import Toggles
 from workbench.graph.ir import StepShape

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from tests.backend.cpu.device_kernels import address, mix, open_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.backend.plan.plannable import Part, planned, records, waits
 
+from tests.backend.cpu.device_kernels import address, mix, open_backend
+from tests.backend.plan.plannable import Part, planned, records, waits
 from workbench.backend.issue.issued import changed as changed_parts
 
 N_BUFFERS, N_EVENTS, WORDS, LAUNCHES = 4, 3, 37, 3

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.backend.plan.plannable import Log, planned, spins
 
 import workbench as wb
+from tests.backend.plan.plannable import Log, planned, spins
 from tests.gates import hold
 from workbench.backend.cpu.device.embedded import open_backend
 from workbench.backend.cpu.device.recorded import EmbeddedPlan

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.profiles import share, tiers
 from tests.backend.cuda import ptx
 from tests.backend.cuda.launch_cases import one_of_each
+from tests.profiles import share, tiers
 from workbench.backend.clock.launch_notes import CELLS, NOTE_BYTES
 from workbench.backend.cuda.kernels import noting, nvrtc
 from workbench.backend.cuda.kernels.kernel import Gemm, Kernel

@@ -288,6 +288,15 @@ def drawn_by_kernel(asked: list[Draw]) -> list[int]:
     return run(node, arrays).view(np.int32).reshape(-1, 2)[:, 0].tolist()
 
 
+def test_a_sum_that_is_reached_exactly_ends_a_draw():
+    """And of equal logits the first is the greatest."""
+    even, best = np.zeros(4, np.float32), np.array([1, 2, 2, 0], np.float32)
+    asked = [*(Draw(even, Sampling(1.0, 0, 1.0), u) for u in (0.25, 0.5, 0.75, 1.0)),
+             Draw(best, Sampling(0.0), 0.5)]  # fmt: skip
+    assert drawn_by_kernel(asked) == [each.token for each in asked]
+    assert asked[-1].token == 1
+
+
 @settings(max_examples=examples(200))
 @given(draws.several(st.integers(1, 60)))
 def test_a_draw_is_the_hosts(asked):
