@@ -288,8 +288,7 @@ def drawn_by_kernel(asked: list[Draw]) -> list[int]:
     return run(node, arrays).view(np.int32).reshape(-1, 2)[:, 0].tolist()
 
 
-def test_a_sum_that_is_reached_exactly_ends_a_draw():
-    """And of equal logits the first is the greatest."""
+def test_equal_logits_share_evenly_and_the_first_is_greatest():
     even, best = np.zeros(4, np.float32), np.array([1, 2, 2, 0], np.float32)
     asked = [*(Draw(even, Sampling(1.0, 0, 1.0), u) for u in (0.25, 0.5, 0.75, 1.0)),
              Draw(best, Sampling(0.0), 0.5)]  # fmt: skip
