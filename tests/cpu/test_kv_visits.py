@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.attention import Case, attention_case, causal, parted, skipping
-from tests.cpu.kernel_runs import words
-from tests.cpu.test_cpu_attention import CASES, PARTS, WAYS, drawn_mask
+from tests.backend.cpu.kernel_runs import words
+from tests.backend.cpu.test_cpu_attention import CASES, PARTS, WAYS, drawn_mask
 from tests.profiles import examples
 from workbench.backend.cpu import compile as compiler
 from workbench.backend.cpu.kernels import op_table

@@ -27,7 +27,7 @@ from workbench.backend.cuda.device.driver import device_properties, libraries
 from workbench.backend.cuda.kernels import nvrtc
 from workbench.common.errors import WorkbenchError
 
-MODULES = ("attention", "attention_types", "attention_ways", "debug_arena", "fused", "products",
+MODULES = ("attention", "attention_ways", "debug_arena", "fused", "products",
            "ranges", "repetitions", "tiles", "tunings")  # fmt: skip
 HELPERS = ("device", "gate", "read", "repack", "stamp")  # files without macros that no module names
 Source = tuple[str, tuple[str, ...], Path | None]  # as `nvrtc.cubin` has them

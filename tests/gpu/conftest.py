@@ -1,15 +1,18 @@
-"""What the GPU tests share: the backend, weights that are given back, and `compute`, which runs one
-node in guarded memory."""
+"""What the GPU tests share: the backend, engines, weights that are given back, and `compute`, which
+runs one node in guarded memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.gpu.harness import POISON, Compute, Guarded
 from workbench.backend.cuda.device.backend import CudaBackend, open_backend
+from workbench.config import Toggles
+from workbench.engine.engine import Engine
 from workbench.graph.ir import Kind, Node, Tensor
 
 
@@ -18,6 +21,32 @@ def backend() -> Iterator[CudaBackend]:
     made = open_backend()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model) -> Iterator[Callable[..., Engine]]:
+    """`engine(preset, quant, **config)`: an empty engine, one each for the whole module."""
+    engines: dict[Any, Engine] = {}
+
+    def get(preset: str, quant: str, **config: Any) -> Engine:
+        key = preset, quant, *config.items()
+        if key not in engines:
+            config = {"n_ctx": 512, "toggles": Toggles(graph_reuse="set_rows")} | config
+            engines[key] = Engine.load(tiny_model(preset, quant), device="cuda", **config)
+        engines[key].reset()
+        return engines[key]
+
+    yield get
+    for made in engines.values():
+        made.close()
+
+
+@pytest.fixture
+def programmatic(backend: CudaBackend) -> CudaBackend:
+    """The backend, where a launch may begin before the one in front of it has ended."""
+    if not backend.capabilities.programmatic:
+        pytest.skip("no programmatic dependent launch below compute capability 9.0")
+    return backend
 
 
 @pytest.fixture

@@ -303,10 +303,14 @@ class DebugSteps:
 
 
 def run_alone(
-    backend: Backend, node: Node, values: Mapping[Tensor, np.ndarray], mode: Mode
+    backend: Backend,
+    node: Node,
+    values: Mapping[Tensor, np.ndarray],
+    mode: Mode,
+    in_parts: bool = False,
 ) -> dict[Tensor, np.ndarray]:
-    """Bytes of what `node` makes, by storage. values: of all it reads, by storage, weights as in
-    the file; these are loaded as the backend likes."""
+    """Bytes of what `node` makes, or its parts one by one, by storage. values: of all it reads,
+    by storage, weights as in the file; these are loaded as the backend likes."""
     weights = {
         t: backend.load_weight(t, np.ascontiguousarray(a).reshape(-1).view(np.uint8))
         for t, a in values.items()
@@ -319,7 +323,7 @@ def run_alone(
                 if t not in weights:
                     arena.hold(t, array)
             outputs = {t.storage for t in node.outputs}
-            arena.run([node], outputs)
+            arena.run(node.parts if in_parts else [node], outputs)
             return {t: arena.content(t) for t in outputs}
     finally:
         backend.synchronize()

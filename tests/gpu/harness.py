@@ -1,15 +1,16 @@
-"""Guarded device memory, kernels compiled side by side, and the distance between what was found and
-what was expected."""
+"""Guarded device memory, kernels compiled side by side, how far what was found is from what was
+expected, and tokens that engines are fed with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import nvrtc, op_table
 from workbench.backend.cuda.kernels.kernel import Kernel
+from workbench.engine.engine import Engine
 from workbench.graph.ir import Node
 from workbench.program.commands import Space
 
@@ -60,6 +61,21 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected)) / (norm or 1.0)
 
 
+def tokens_for(preset: str, n: int) -> list[int]:
+    n_vocab = 640 if preset == "tiny-llama-spm" else 1024
+    return np.random.default_rng(5).integers(0, n_vocab, n).tolist()
+
+
+def one_by_one(engine: Engine, tokens: Sequence[int]) -> np.ndarray:
+    """Logits of single tokens, by a caller who keeps the last: blocks of results take turns."""
+    rows, last = [], None
+    for token in tokens:
+        last = engine.step([token])
+        rows.append(last.copy())
+    assert last is not None
+    return np.concatenate(rows)
+
+
 def kernels_of(nodes: Iterable[Node], sm: int) -> Wanted:
     """What launches of `nodes` and of their parts need."""
     operands = op_table.Operands(lambda tensor: 0, 0, 0, sm)
@@ -77,5 +93,5 @@ def compile_side_by_side(backend: CudaBackend, wanted: Wanted) -> None:
     after another, a quarter of a second each, which is most of what tests of many small nodes take.
 
     A module whose fixture calls this has `kernels(sm)`, and a record compiles these of all modules
-    at once (`tests/gpu/warm.py`)."""
+    at once (`tests/gpu/compile_kernels.py`)."""
     nvrtc.compile_many(sorted({("repack", ()), *wanted}), backend._arch)

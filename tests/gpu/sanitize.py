@@ -35,7 +35,7 @@ ERROR_EXIT = 86
 CONNECT_S = 60  # the interpreter and its libraries load before the first call of CUDA
 ARENA, LOADING = "tests/gpu/test_cuda_debug_arena.py", "tests/gpu/test_cuda_loading.py"
 OVERLAP = "tests/gpu/test_cuda_overlap.py"
-WAYS, TYPES = (f"tests/gpu/test_cuda_attention_{name}.py" for name in ("ways", "types"))
+WAYS = "tests/gpu/test_cuda_attention_ways.py"
 TILES, REPETITIONS = "tests/gpu/test_cuda_tiles.py", "tests/gpu/test_cuda_repetitions.py"
 
 
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 
 _REPACK = Entry(
-    f"{LOADING}::test_all_types_through_a_ring_that_is_used_again_and_again",
+    f"{LOADING}::test_all_types_through_a_ring_that_is_used_again",
     "every repacking kernel, blocks in odd numbers, slots used again",
 )
 _SPLIT = "partial sums through scratch and counters, combined by the last block"
@@ -59,7 +59,7 @@ _TWIN = "test_it_is_its_twin_and_skipping_changes_no_bit"
 _WAYS = (
     Entry(f"{WAYS}::{_TWIN}[odd-*]", "sequences with cells of their own, every way to share the "
           "cells and to leave masked ones out"),
-    Entry(f"{TYPES}::test_every_pair_of_types[Q8_0 BF16 *]", "attention without tensor cores"),
+    Entry(f"{WAYS}::test_every_pair_of_types[* Q8_0 BF16 *]", "attention without tensor cores"),
 )  # fmt: skip
 
 SUBSETS: dict[str, tuple[Entry, ...]] = {

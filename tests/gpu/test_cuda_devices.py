@@ -15,7 +15,7 @@ from tests.orderings import PLACED
 from workbench.backend.cuda.device.backend import open_backend
 from workbench.common.errors import DeviceError
 from workbench.config import Toggles
-from workbench.program.commands import COMPUTE_STREAM, HOST, Copy, Launch, Space
+from workbench.program.commands import COMPUTE_STREAM, HOST, Copy, Launch
 from workbench.trace.profile import profile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
@@ -56,7 +56,7 @@ def placed(request, path) -> Iterator[tuple[str, wb.Engine]]:
         yield request.param, engine
 
 
-def test_every_token_has_the_same_nll_under_every_safe_ordering(placed, of_one):
+def test_every_token_has_the_nll_of_any_safe_ordering(placed, of_one):
     """Of another placement the bits are others where the host computes, and only there."""
     name, engine = placed
     wanted = nll(engine)
@@ -99,7 +99,7 @@ def test_each_device_replays_its_part_of_a_step(path, of_one, ordering):
     assert counters["plans_captured"] >= 2 and counters["plans_replayed"] > 16, counters
 
 
-def test_the_first_device_goes_on_while_the_second_stands_still(path):
+def test_the_first_goes_on_while_the_second_stands_still(path):
     """With the second held, the first has computed every ubatch that its results have room for:
     a mark behind them is reached, and the prompt's own answer is not there yet."""
     tokens = np.random.default_rng(5).integers(3, 300, 32).tolist()  # four ubatches, room for four
@@ -114,7 +114,7 @@ def test_the_first_device_goes_on_while_the_second_stands_still(path):
         assert np.array_equal(rows, wanted[24:])
 
 
-def test_an_engine_over_one_device_goes_on_beside_one_over_two(path):
+def test_an_engine_over_one_goes_on_beside_one_over_two(path):
     """Whichever device the other has left the thread with, steps that exist and new ones."""
     with load(path) as one, load(path, n_devices=2, toggles=PIPELINED) as two:
         with one.variant(Toggles(graph_reuse="set_rows")) as kept:
@@ -143,8 +143,7 @@ def test_both_devices_are_seen(path, collector):
         with profile(engine, nvtx=False, collector=collector) as prof:
             for token in range(5, 9):
                 engine.step([token])
-        assert prof.collector == collector, prof.note
-        assert prof.complete is not False, prof.note
+        assert prof.collector == collector and prof.complete is not False, prof.note
         program = engine.program(n_past=engine.n_past)
         device = [s for s in prof.timeline.spans if s.category == "device"]
         lanes = {s.lane.partition(" stream")[0] for s in device}
@@ -154,9 +153,3 @@ def test_both_devices_are_seen(path, collector):
                 isinstance(command, Launch) and command.stream.backend != HOST
             )
             assert bool([s for s in device if s.args["index"] == i]) == moved
-        crossing = [
-            s for s in device if s.args["kind"] == "copy"
-            and program.commands[s.args["index"]].src.buffer.space == Space.DEVICE
-            and program.commands[s.args["index"]].dst.buffer.space == Space.DEVICE
-        ]  # fmt: skip
-        assert crossing and {s.lane.partition(" stream")[0] for s in crossing} == {"cuda 0"}

@@ -14,14 +14,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-import workbench as wb
-from tests import reference
-from tests.contract.test_contract_logits import tokens_for
 from tests.gpu.harness import Compute, distance
 from tests.oracles.dequantize import dequantize
-from workbench.backend.cuda.device.backend import CudaBackend
-from workbench.backend.cuda.kernels import op_table
-from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.graph.ir import DTYPES, F32, WEIGHT_DTYPES, Kind, Node, Tensor
 from workbench.graph.ops import make
 from workbench.model.gguf.quants import random_blocks
@@ -78,44 +72,6 @@ def test_activations_come_through_to_the_last_bit(compute: Compute, name: str):
     assert np.array_equal(found, values.T.astype(np.float32) * scale[:, None])
 
 
-@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q5_K"])
-def test_a_token_s_result_does_not_depend_on_the_batch(compute: Compute, name: str):
-    data, _, x = operands(name, 33, 768)
-    whole = None
-    for tokens in (512, 64, 9, 1):
-        node = product(name, 33, 768, tokens)
-        w, inputs = node.inputs
-        out = compute(node, {w: data, inputs: x[:tokens]}).view(np.float32).reshape(tokens, 33)
-        whole = out if whole is None else whole
-        assert np.array_equal(out, whole[:tokens])
-
-
-def test_every_type_has_one_kernel_for_any_number_of_tokens(backend: CudaBackend):
-    for name in TYPES:
-        for tokens in TOKENS:
-            operands = op_table.Operands(lambda t: 0, 0, 0)
-            (work,) = op_table.launches(product(name, 7, 256, tokens), operands)
-            assert isinstance(work, Kernel)
-            assert work.function == f"mul_mat_float_{name}"
-            assert backend.scratch_bytes(product(name, 7, 256, tokens)) == 0
-
-
 # NMSE that is left of a whole model's logits: of its F16 cache (tests/cpu/test_logits.py), and of
 # attention on tensor cores, which rounds queries and softmax weights to halves. Activations rounded
 # to BF16 would show as some 1e-5, to 8 bits as 3e-4.
-WHOLE = 3e-6
-
-
-@pytest.mark.parametrize("fuse", ["off", "on"])
-@pytest.mark.parametrize("quant", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K"])
-def test_the_float_path_of_a_model_is_the_reference_s(tiny_model, quant: str, fuse: str):
-    """40 tokens at once and one by one, also with fused nodes, whose products are then apart."""
-    path, tokens = tiny_model("tiny-llama", quant), tokens_for("tiny-llama", 40)
-    wanted = reference.forward(path, tokens)
-    toggles = wb.Toggles(activations="float", graph_reuse="set_rows").switched("fuse", fuse)
-    with wb.Engine.load(path, device="cuda", n_ctx=64, toggles=toggles) as engine:
-        whole = engine.prefill(tokens, outputs="all")
-        engine.reset()
-        single = np.concatenate([engine.step([token]) for token in tokens])
-    for found in (whole, single):
-        assert reference.nmse(found, wanted) < WHOLE

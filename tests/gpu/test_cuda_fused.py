@@ -1,37 +1,29 @@
-"""Fused nodes on the cuda backend against their parts, launched one by one; chains that begin
-early; and engines with everything on against engines with everything off."""
+"""Fused nodes on the cuda backend against their parts, launched one by one."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
-import workbench as wb
+from tests.gpu.debug_arena import Mode, run_alone
 from tests.gpu.harness import Wanted, compile_side_by_side, kernels_of
 from tests.graphs import Decoder, fused_nodes, values_for, wiring
+from workbench.backend.base import Backend
 from workbench.backend.cuda.device.backend import CudaBackend
-from workbench.backend.cuda.kernels import op_table
-from workbench.benchmarks.compare import answers
-from workbench.benchmarks.workload import Tokens
-from workbench.config import ROUNDING, Toggles
-from workbench.graph.fuse import FUSIONS, fuse
+from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import F16, F32, Q4_0, Q4_K, Q6_K, Q8_0, Q8_ACT, Kind, Node, Tensor
 from workbench.model.gguf.quants import unpack_activations
-from workbench.program.commands import Launch, Space
 
 pytestmark = pytest.mark.gpu
 
 ALL = frozenset(FUSIONS)
 TOKENS = (1, 3, 8, 9, 33, 100)
 N_KV, CELLS = 64, 96  # twice for more tokens than that
-POISONS = (0xFF, 0x7F)  # NaN as float and as half; the largest half and float are finite
-REPETITIONS = 100
 FEW = 8  # tokens up to which a product fused with what follows has the arithmetic of the parts
 EXACT = (
     "norm",
@@ -53,63 +45,6 @@ MODELS = {
     "qwen3 odd": lambda: Decoder("tiny-qwen3", Q8_0, {"attn_k": F16}, **ODD),
     "qwen3 odd F32": lambda: Decoder("tiny-qwen3", F32, **ODD),
 }
-
-
-class House:
-    """Every tensor of some nodes in one block of device memory, with poison around it."""
-
-    def __init__(self, backend: CudaBackend, nodes: Sequence[Node], values: dict):
-        self.backend, self.values = backend, values
-        parts = [part for node in nodes for part in (node, *node.parts)]
-        tensors = {t.storage: None for n in parts for t in (*n.inputs, *n.outputs)}
-        self.weights = {
-            t: backend.load_weight(t, values[t].reshape(-1).view(np.uint8))
-            for t in tensors
-            if t.kind == Kind.WEIGHT
-        }
-        self.offsets: dict[Tensor, int] = {}
-        end = 512
-        for t in tensors:
-            if t not in self.weights:
-                self.offsets[t] = end
-                end += -(-(t.nbytes + 256) // 256) * 256
-        self.scratch = end
-        self.nbytes = end + max(backend.scratch_bytes(n) for n in parts) + 512
-        self.memory = backend.allocate(self.nbytes, Space.DEVICE)
-        self.staging = backend.allocate(self.nbytes, Space.PINNED)
-        self.upload = backend.copy(self.memory.address, self.staging.address, self.nbytes, 0, False)
-        self.fetch = backend.copy(self.staging.address, self.memory.address, self.nbytes, 0, True)
-
-    def at(self, tensor: Tensor) -> int:
-        s = tensor.storage
-        held = self.weights.get(s)
-        return held.address if held else self.memory.address + self.offsets[s]
-
-    def launch(self, node: Node, programmatic: bool = False):
-        early = programmatic and self.backend.begins_early(node)
-        return self.backend.launch(node, self.at, self.memory.address + self.scratch, 0, early)
-
-    def run(self, issues: Iterable, poison: int, wanted: Iterable[Tensor]) -> list[bytes]:
-        """The bytes of `wanted` after `issues`, everything that has no value poisoned before."""
-        block = self.staging.array
-        assert block is not None
-        block[:] = poison
-        for t, offset in self.offsets.items():
-            if t in self.values:
-                raw = self.values[t].reshape(-1).view(np.uint8)
-                block[offset : offset + t.nbytes] = raw
-            elif t.kind == Kind.CACHE:
-                block[offset : offset + t.nbytes] = 0
-        self.upload()
-        for issue in issues:
-            issue()
-        self.fetch()
-        self.backend.sync_stream(0)()
-        return [bytes(block[self.offsets[t] :][: t.nbytes]) for t in wanted]
-
-    def close(self) -> None:
-        for memory in (self.memory, self.staging, *self.weights.values()):
-            memory.free()
 
 
 def numbers(raw: bytes, tensor: Tensor) -> np.ndarray:
@@ -174,24 +109,16 @@ def test_a_fused_node_is_its_parts(compiled, backend: CudaBackend, model: str, t
         compare(backend, node, tokens, values_for(node, cells(tokens)[0], rng))
 
 
-def compare(backend: CudaBackend, node: Node, tokens: int, values: dict) -> None:
+def compare(backend: Backend, node: Node, tokens: int, values: dict) -> None:
     for t in node.outputs:
         if t.kind == Kind.CACHE:
-            values.pop(t.storage, None)
-    house = House(backend, [node], values)
-    outputs = [t.storage for t in node.outputs]
-    try:
-        one = house.launch(node)
-        found = [house.run([one], poison, outputs) for poison in POISONS]
-        assert found[0] == found[1], f"{node} depends on what memory held"
-        parts = [house.launch(part) for part in node.parts]
-        wanted = house.run(parts, POISONS[0], outputs)
-    finally:
-        house.close()
+            values[t.storage] = np.zeros(t.storage.nbytes, np.uint8)
+    found, wanted = (run_alone(backend, node, values, Mode.GUARDED, way) for way in (False, True))
     exact = node.op in EXACT or (tokens <= FEW and node.op in EXACT_FOR_FEW)
     if any(part.op == "rms_norm" for part in node.parts[1:]):
         exact = False  # heads normed in the launch of their products: squares in another order
-    for t, a, b in zip(outputs, found[0], wanted, strict=True):
+    for t in found:
+        a, b = found[t].tobytes(), wanted[t].tobytes()
         x, y = numbers(a, t), numbers(b, t)
         assert np.isfinite(x).all() and x.any(), (node, t)
         if exact:
@@ -199,96 +126,3 @@ def compare(backend: CudaBackend, node: Node, tokens: int, values: dict) -> None
         else:
             limit = NMSE_QUANTISED if t.dtype == Q8_ACT else NMSE
             assert nmse(x, y) < limit, f"{node}: {t!r}, nmse {nmse(x, y):.1e}"
-
-
-# programmatic launches ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def early(backend: CudaBackend) -> CudaBackend:
-    if not backend.capabilities.programmatic:
-        pytest.skip("no programmatic dependent launch below compute capability 9.0")
-    return backend
-
-
-@pytest.mark.parametrize("fusions", [frozenset(), ALL], ids=["unfused", "fused"])
-@pytest.mark.parametrize("tokens", [1, 3, 9, 33])
-@pytest.mark.parametrize("model", ["llama", "llama odd bias", "llama odd F16", "qwen3"])
-def test_a_chain_that_begins_early_gives_the_same_bytes(early, model, tokens, fusions):
-    """All of a step, each launch begun before the one in front of it has ended. A read too early
-    finds poison, a write too early is overwritten."""
-    graph = MODELS[model]().graph(tokens, tokens, N_KV, n_cells=CELLS, deferred=fusions == ALL)
-    nodes = fuse(graph, fusions).nodes
-    rng = np.random.default_rng(1)
-    values: dict[Tensor, np.ndarray] = {}
-    for node in nodes:
-        given = {
-            t: v
-            for t, v in values_for(node, N_KV, rng).items()
-            if t.kind in (Kind.WEIGHT, Kind.INPUT) and t not in values
-        }
-        values |= given
-    house = House(early, nodes, values)
-    outputs = list({t.storage: None for node in nodes for t in node.outputs})
-    try:
-        wanted = house.run([house.launch(node) for node in nodes], POISONS[0], outputs)
-        chain = [house.launch(node, programmatic=True) for node in nodes]
-        assert sum(early.begins_early(node) for node in nodes) > len(nodes) // 3
-        for i in range(REPETITIONS):
-            found = house.run(chain, POISONS[i % 2], outputs)
-            for t, a, b in zip(outputs, found, wanted, strict=True):
-                assert a == b, f"repetition {i}: {t!r} differs"
-    finally:
-        house.close()
-
-
-# engines -----------------------------------------------------------------------------------------
-
-
-ENGINES = [("tiny-llama", "Q4_0"), ("tiny-llama", "Q4_K"), ("tiny-llama-bias", "Q8_0"),
-           ("tiny-qwen3", "Q8_0"), ("tiny-qwen3", "BF16")]  # fmt: skip
-
-
-@pytest.mark.parametrize(("preset", "quant"), ENGINES)
-def test_everything_on_gives_the_answers_of_everything_off(early, tiny_model, preset, quant):
-    """By the rule of A/B measurements; and by itself pdl changes no bit, fused or not."""
-    drawn = np.random.default_rng(4).integers(0, 1024, 300).tolist()
-    tokens = Tokens([], drawn[:290], drawn[290:])
-    off = Toggles(graph_reuse="set_rows")
-    on = off.switched("fuse", "on").switched("defer_norm", "on")
-    with wb.Engine.load(
-        tiny_model(preset, quant), device="cuda", n_ctx=512, n_ubatch=64, toggles=off
-    ) as base:
-        rows = {}
-        for name, toggles in {
-            "off": off, "pdl": off.switched("pdl", "on"),
-            "fused": on, "both": on.switched("pdl", "on"),
-        }.items():  # fmt: skip
-            with base.variant(toggles) as engine:
-                rows[name] = answers.force(engine, tokens)
-    assert np.array_equal(rows["pdl"], rows["off"])
-    assert np.array_equal(rows["both"], rows["fused"])
-    answer = answers.compare_logits(rows["off"], rows["both"], ROUNDING)
-    assert answer.holds, answer
-
-
-# kernels of a layer for one token, with all patterns
-PER_LAYER = {"tiny-llama": 5, "tiny-llama-bias": 5, "tiny-qwen3": 5}
-
-
-@pytest.mark.parametrize(("preset", "quant"), ENGINES)
-def test_kernels_of_a_layer(early, tiny_model, preset, quant):
-    """A node of one token is one kernel; the program launches every one of them early."""
-    toggles = Toggles(graph_reuse="set_rows", pdl="on", defer_norm="on").switched("fuse", "on")
-    with wb.Engine.load(
-        tiny_model(preset, quant), device="cuda", n_ctx=512, toggles=toggles
-    ) as engine:
-        layers = engine.model.n_layer
-        commands = [c for c in engine.program(1).commands if isinstance(c, Launch)]
-    device = [c for c in commands if c.stream.backend == 1]
-    operands = op_table.Operands(lambda t: 4096, 8192, 16384)
-    works = [work for c in device for work in op_table.launches(c.node, operands)]
-    # besides: the first norm, the two gathers and the norm between the last output and its product,
-    # and the head
-    assert len(works) == PER_LAYER[preset] * layers + 5 == len(device)
-    assert all(c.programmatic for c in device)

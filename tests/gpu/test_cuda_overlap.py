@@ -1,27 +1,24 @@
 """Overlap on the GPU, by what kernels note: branches of known length, whoever of a kernel returns
-first, and real steps, which compute what they did.
-
-What is found is printed: the clock's step, lengths, and the overlap of tiny models beside a trace.
-"""
+first, and real steps, which compute what they did."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
 
-import workbench as wb
-from tests.contract.test_branches import FUSED, KEPT, STEP
-from tests.contract.test_contract_logits import one_by_one, tokens_for
+from tests.gpu.harness import one_by_one, tokens_for
 from workbench.backend.clock.launch_notes import NOTE_BYTES, times_of
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import noting
 from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.backend.issue.bind import plannable
 from workbench.benchmarks.times.overlap import RESOLVED_TICKS, in_flight, measure_overlap
+from workbench.config import Toggles
 from workbench.engine.look.kernel_spans import kernel_spans
 from workbench.program.commands import Launch, Space, compute_stream
 from workbench.trace.spans import now_ns
@@ -33,6 +30,7 @@ TIMES = 20
 OFF_NS = 50_000  # more than the clocks are ever apart
 FIRST, SECOND = compute_stream(0), compute_stream(1)
 Launched = tuple[str, float, int]  # a kernel of spin.cu, its us, its stream
+captured_or_not = pytest.mark.parametrize("captured", [False, True], ids=["eager", "in a graph"])
 
 
 class Noted:
@@ -88,13 +86,12 @@ def overlap_of(runs: list[list[tuple[int, int]]]) -> float:
 # branches of known length -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "in a graph"])
+@captured_or_not
 def test_branches_of_10_us_and_of_2_us_are_told_apart(backend: CudaBackend, captured: bool):
     tick_ns = backend.clock().tick_ns
     launched = [("spin", 10.0, FIRST), ("spin", 2.0, SECOND)]
     runs = Noted(backend, launched).ran(captured)
     long, short = lengths_us(runs)
-    print(f"tick {tick_ns} ns; branches {long:.2f} and {short:.2f} us, overlap {overlap_of(runs)}")
     slack = 1.0 + 2 * tick_ns / 1e3
     assert 10.0 - 2 * tick_ns / 1e3 <= long < 10.0 + slack
     assert 2.0 - 2 * tick_ns / 1e3 <= short < 2.0 + slack
@@ -103,18 +100,13 @@ def test_branches_of_10_us_and_of_2_us_are_told_apart(backend: CudaBackend, capt
     assert overlap_of(runs) <= (2.0 + slack) / 10
 
 
-def test_two_branches_of_a_graph_overlap_nearly_all_the_time(backend: CudaBackend):
-    found = {}
-    for us in (100.0, 10.0, 2.0):
-        runs = Noted(backend, [("spin", us, FIRST), ("spin", us, SECOND)]).ran()
-        found[us] = overlap_of(runs)
-    print(", ".join(f"two of {us:.0f} us: {overlap:.1%}" for us, overlap in found.items()))
-    assert found[100.0] > 0.9
-    assert found[10.0] > 0.3
-    assert 0 <= found[2.0] <= 1
+def test_branches_of_a_graph_overlap_nearly_all_the_time(backend: CudaBackend):
+    for us, least in ((100.0, 0.9), (10.0, 0.3), (2.0, 0.0)):
+        found = overlap_of(Noted(backend, [("spin", us, FIRST), ("spin", us, SECOND)]).ran())
+        assert least <= found <= 1, us
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "in a graph"])
+@captured_or_not
 def test_launches_of_one_stream_overlap_by_exactly_nothing(backend: CudaBackend, captured: bool):
     runs = Noted(backend, [("spin", us, FIRST) for us in (5.0, 1.0, 0.0, 3.0)]).ran(captured)
     assert [in_flight(run).beside_ns for run in runs] == [0] * TIMES
@@ -122,14 +114,11 @@ def test_launches_of_one_stream_overlap_by_exactly_nothing(backend: CudaBackend,
         assert run == sorted(run), "each begins when the one in front has ended"
 
 
-def test_a_dependent_launch_notes_its_begin_while_it_waits(backend: CudaBackend):
-    """So the host leaves out what it waits (`launch_notes.py`); its end is behind the other's."""
-    if not backend.capabilities.programmatic:
-        pytest.skip("has no programmatic dependent launch")
-    runs = Noted(backend, [("spin_behind", 20.0, FIRST), ("spin_behind", 5.0, FIRST)]).ran(False)
-    early = [run[0][1] - run[1][0] for run in runs]
-    print(f"begins {median(early) / 1e3:.2f} us before the one in front has ended")
-    least_ns = 5_000 - 2 * backend.clock().tick_ns
+def test_a_dependent_launch_ends_behind_the_one_in_front(programmatic: CudaBackend):
+    """It notes its begin while it waits, so the host leaves that out (`launch_notes.py`)."""
+    launched = [("spin_behind", 20.0, FIRST), ("spin_behind", 5.0, FIRST)]
+    runs = Noted(programmatic, launched).ran(False)
+    least_ns = 5_000 - 2 * programmatic.clock().tick_ns
     assert all(second[1] - first[1] >= least_ns for first, second in runs)
 
 
@@ -143,37 +132,47 @@ def test_an_end_is_the_last_thread_s_whoever_returns_first(backend: CudaBackend,
     assert 10.0 - 2 * backend.clock().tick_ns / 1e3 <= length < 10.0 + slack
 
 
+@captured_or_not
+def test_eight_streams_run_side_by_side(backend: CudaBackend, captured: bool):
+    us, times = 2000.0, []
+    for streams in ([compute_stream(k) for k in range(8)], [0] * 8):
+        runs = Noted(backend, [("spin", us, stream) for stream in streams]).ran(captured)
+        times.append(min(max(e for _, e in run) - min(b for b, _ in run) for run in runs) / 1e3)
+    assert times[0] < 2 * us and times[1] > 8 * us * 0.95
+
+
 # real steps ---------------------------------------------------------------------------------------
 
+STEP = {
+    "plans": "ours", "plan_scope": "step", "sync": "packed_implicit", "copy_stream": "compute",
+    "results": "direct",
+}  # fmt: skip
 WAYS: dict[str, dict[str, str]] = {
     "no plans": {},
     "a plan of the step": STEP,
     "a plan of each split": {"plans": "ours", "plan_scope": "split"},
-    "dependent launch": {"pdl": "on"},
     "dependent launch in a plan": {"pdl": "on"} | STEP,
-    "fused inside branches, in a plan": FUSED | {"pdl": "on"} | STEP,
+    "fused inside branches, in a plan": {"fuse": "on", "branch_fusion": "inside", "pdl": "on"}
+    | STEP,
     "any, in a plan": {"streams": "8", "fork": "any"} | STEP,
     "stores by pointer, in a plan": {"graph_reuse": "patch_pointers"} | STEP,
 }
+MODELS = [("tiny-llama", "Q8_0"), ("tiny-qwen3", "Q4_K")]
 
 
-@pytest.fixture(
-    scope="module", params=[("tiny-llama", "Q8_0"), ("tiny-qwen3", "Q4_K")], ids="-".join
-)
-def engine(request, tiny_model) -> Iterator[wb.Engine]:
-    path = tiny_model(*request.param)
-    with wb.Engine.load(path, device="cuda", n_ctx=512, toggles=wb.Toggles()) as made:
-        yield made
+@pytest.fixture(params=MODELS, ids="-".join)
+def shared(request, engine) -> Any:
+    return engine(*request.param)
 
 
-def settings(way: str, streams: str) -> wb.Toggles:
-    return wb.Toggles(**KEPT | {"streams": streams} | WAYS[way])
+def settings(way: str, streams: str) -> Toggles:
+    return Toggles(**{"graph_reuse": "set_rows", "streams": streams} | WAYS[way])
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_that_notes_computes_the_same_bits(engine, way):
+def test_a_step_that_notes_computes_the_same_bits(shared, way):
     tokens = list(tokens_for("tiny-llama", 30))
-    with engine.variant(settings(way, "3")) as used:
+    with shared.variant(settings(way, "3")) as used:
         wanted = [used.prefill(tokens[:20]).copy(), one_by_one(used, tokens[20:])]
         used.reset()
         around: list[tuple[int, int]] = []
@@ -184,9 +183,6 @@ def test_a_step_that_notes_computes_the_same_bits(engine, way):
                 noted.append(used.step([token]).copy())
                 around.append((begin, now_ns()))
         np.testing.assert_array_equal(np.concatenate(noted), np.concatenate(wanted))
-        used.reset()
-        again = [used.prefill(tokens[:20]).copy(), one_by_one(used, tokens[20:])]
-        np.testing.assert_array_equal(np.concatenate(again), np.concatenate(wanted))
         program = used.program(n_past=25)
     launches = [c for c in program.singly() if isinstance(c, Launch) and not c.by_host]
     assert len({s.name for s in found.steps[-1]}) >= len(launches) / 2
@@ -197,24 +193,16 @@ def test_a_step_that_notes_computes_the_same_bits(engine, way):
             assert called - OFF_NS < span.start_ns <= span.end_ns < returned + OFF_NS
 
 
-@pytest.mark.parametrize("way", ["no plans", "a plan of the step", "dependent launch in a plan"])
-def test_one_stream_overlaps_by_exactly_nothing(engine, way):
-    with engine.variant(settings(way, "1")) as used:
-        found = measure_overlap(used, 8, collector=None)
-    print(found)
-    assert found.tokens["overlap"].tolist() == [0.0] * 8 and found.branches.empty
-    assert found.tick_ns == engine.backend.clock().tick_ns > 0
-
-
 @pytest.mark.parametrize("way", ["no plans", "a plan of the step"])
-def test_three_streams_with_the_trace_beside_them(engine, way):
-    with engine.variant(settings(way, "3")) as used:
+def test_one_stream_overlaps_by_nothing_and_three_are_seen(shared, way):
+    with shared.variant(settings(way, "1")) as used:
+        found = measure_overlap(used, 8, collector=None)
+    assert found.tokens["overlap"].tolist() == [0.0] * 8 and found.branches.empty
+    assert found.tick_ns == shared.backend.clock().tick_ns > 0
+    with shared.variant(settings(way, "3")) as used:
         found = measure_overlap(used, 8)
-        n_layer = used.model.n_layer
-    print(f"{found}\n{found.by_branch}")
-    assert f"ticks of {found.tick_ns} ns" in str(found)
     assert (found.tokens["n_silent"] == 0).all()
-    assert len(found.by_branch) == 3 * n_layer and (found.by_branch["us"] > 0).all()
+    assert len(found.by_branch) == 3 * shared.model.n_layer and (found.by_branch["us"] > 0).all()
     short = found.by_branch["us"] * 1e3 < RESOLVED_TICKS * found.tick_ns
     assert (found.by_branch["resolved"] == ~short).all()
     assert found.traced is not None and found.traced.us > 0 and 0 <= found.traced.overlap <= 1

@@ -15,8 +15,6 @@ the weights are. What is left of a distance is the kernel's own arithmetic:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,9 +32,6 @@ from tests.gpu.harness import (
 from tests.gpu.twins.product import simple_product
 from tests.oracles.dequantize import dequantize
 from workbench.backend.cuda.device.backend import CudaBackend
-from workbench.backend.cuda.kernels import gemm
-from workbench.backend.cuda.kernels.kernel import Kernel, Work
-from workbench.backend.cuda.kernels.matvec import Segment
 from workbench.graph.ir import (
     DTYPES,
     F32,
@@ -63,10 +58,7 @@ ROWS = (1, 7, 33, 130, 1000)
 # Columns by the block of a type: one block; odd numbers of them; more than a warp takes at a time.
 # Of floats also what is no multiple of 8, which goes element by element.
 COLS = {1: (1, 33, 264, 1000, 4103), 32: (32, 96, 1120, 4160), 256: (256, 768, 1280, 5888)}
-LARGE = (3000, 8192)  # more than one entry of the ring of the uploader
-# Several weights of one launch: rows of Q, K and V, rows of gate and of up, columns of all.
-SEGMENTS, GATED, WIDTH = (130, 7, 193), (33, 96, 544), 1280
-MANY = (9, 16, 33, 64, 100, 128, 300)
+LARGE = (3000, 8192)  # as a feed-forward layer; more than one entry of the uploader's ring
 
 
 class Operands(NamedTuple):
@@ -99,7 +91,8 @@ def shapes(dtype: DType, tokens: int) -> list[tuple[int, int]]:
     """Rows and columns for a number of tokens: every row count, and other columns for each. Over
     all numbers of tokens each goes with each."""
     cols, shift = COLS[dtype.block], TOKENS.index(tokens)
-    return [(rows, cols[(i + shift) % len(cols)]) for i, rows in enumerate(ROWS)]
+    found = [(rows, cols[(i + shift) % len(cols)]) for i, rows in enumerate(ROWS)]
+    return [*found, LARGE] if tokens in (2, 33) else found
 
 
 def product(dtype: DType, rows: int, cols: int, tokens: int) -> Node:
@@ -114,33 +107,14 @@ def kernels(sm: int) -> Wanted:
         product(dtype, rows, cols, tokens)
         for dtype in WEIGHT_DTYPES
         for tokens in TOKENS
-        for rows, cols in [*shapes(dtype, tokens), LARGE]
+        for rows, cols in shapes(dtype, tokens)
     )
-    wanted = kernels_of(nodes, sm)
-    for dtype in QUANTISED:
-        for tokens in MANY:
-            for hopper in tiled(sm, dtype.name, tokens):
-                wanted |= {(w.file, w.defines) for w in several_works(dtype.name, tokens, hopper)}
-    return wanted
+    return kernels_of(nodes, sm)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(backend: CudaBackend) -> None:
     compile_side_by_side(backend, kernels(backend._sm))
-
-
-def several_works(name: str, tokens: int, hopper: bool) -> list[Kernel]:
-    """The launches of the tests of several weights, at no addresses."""
-    x = gemm.X(0, True, WIDTH, tokens)
-    works: list[Work] = []
-    for rows in ((130,), (7,), (193,), SEGMENTS[:2], SEGMENTS, (130, 193)):
-        segments = [Segment(name, i, n, 0, i) for i, n in enumerate(rows)]
-        works += gemm.product(segments, x, 0, 0, hopper)
-    for n in GATED:
-        pair = Segment(name, 0, n, 0, 0), Segment(name, 1, n, 0, 0)
-        works += gemm.glu(*pair, x, False, 0, 0, hopper)
-        works += gemm.glu(*pair, x, True, 0, 0, hopper)
-    return [work for work in works if isinstance(work, Kernel)]
 
 
 def compare(
@@ -191,163 +165,7 @@ def compare(
 def test_products(backend: CudaBackend, weights: list, name: str, tokens: int):
     for rows, cols in shapes(DTYPES[name], tokens):
         compare(backend, weights, name, rows, cols, tokens)
-
-
-@pytest.mark.parametrize("tokens", [2, 33])
-@pytest.mark.parametrize("name", TYPES)
-def test_large_products(backend: CudaBackend, weights: list, name: str, tokens: int):
-    """In the shape of a feed-forward layer."""
-    compare(backend, weights, name, *LARGE, tokens)
-
-
-# several weights of one launch -------------------------------------------------------------------
-
-
-class Several:
-    """Weights of some types and rows with biases, x of the first and room for results, all of it
-    between guards; `hopper` chooses the builds."""
-
-    def __init__(self, backend: CudaBackend, held: list, types: list[str], rows: tuple[int, ...],
-                 tokens: int, hopper: bool, cols: int = WIDTH):  # fmt: skip
-        self.backend, self.tokens, self.rows, self.hopper = backend, tokens, rows, hopper
-        given = [operands(name, n, cols) for name, n in zip(types, rows, strict=True)]
-        biases = [np.linspace(-1, 1, n, dtype=np.float32) if i != 1 else None
-                  for i, n in enumerate(rows)]  # fmt: skip
-        self.expected = [
-            given[0].x_values[:tokens] @ g.values.T + (0 if bias is None else bias)
-            for g, bias in zip(given, biases, strict=True)
-        ]
-        loaded = [backend.load_weight(g.weight, g.data) for g in given]
-        held += loaded
-        self.x = self.guarded(given[0].x[:tokens])
-        self.dst = [self.guarded(np.full((tokens, n), np.nan, np.float32)) for n in rows]
-        kept = [None if bias is None else self.guarded(bias) for bias in biases]
-        self.segments = [
-            Segment(name, memory.address, n, bias.address if bias else 0, dst.address)
-            for name, memory, n, bias, dst in zip(types, loaded, rows, kept, self.dst, strict=True)
-        ]
-        self.all = [self.x, *self.dst, *(bias for bias in kept if bias)]
-        self.given = gemm.X(self.x.address, True, cols, tokens)
-        self.counters = backend._counters_of(0)
-
-    def guarded(self, content: np.ndarray) -> Guarded:
-        bytes_of = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
-        return Guarded(self.backend, bytes_of)
-
-    def product(self) -> list[np.ndarray]:
-        rows: dict[str, list[int]] = {}
-        for s in self.segments:
-            rows.setdefault(s.dtype, []).append(s.rows)
-        need = max(gemm.scratch_bytes(t, n, WIDTH, self.tokens) for t, n in rows.items())
-        found = self.run(need, self.dst, lambda scratch: gemm.product(
-            self.segments, self.given, scratch, self.counters, self.hopper
-        ))  # fmt: skip
-        return [raw.view(np.float32).reshape(self.tokens, -1) for raw in found]
-
-    def glu(self, quantised: bool, dst: Guarded) -> np.ndarray:
-        gate, up = (s._replace(dst=dst.address) for s in self.segments)
-        end = gemm.Epilogue.GLU_Q8 if quantised else gemm.Epilogue.GLU
-        need = gemm.scratch_bytes(gate.dtype, self.rows, WIDTH, self.tokens, end)
-        (found,) = self.run(need, [dst], lambda scratch: gemm.glu(
-            gate, up, self.given, quantised, scratch, self.counters, self.hopper
-        ))  # fmt: skip
-        return found
-
-    def run(
-        self, need: int, into: list[Guarded], works: Callable[[int], list[Work]]
-    ) -> list[np.ndarray]:
-        """What lies in `into` after the works, which are told where scratch is: twice the same."""
-        scratch = Guarded(self.backend, np.full(need, POISON, np.uint8))
-        calls = prepared(self.backend, works(scratch.address))
-        results = []
-        for _ in range(2):
-            for guarded in (*into, scratch):
-                guarded.upload()
-            for call in calls:
-                call()
-            results.append([guarded.download() for guarded in into])
-        for first, second in zip(*results, strict=True):
-            assert np.array_equal(first, second), "two runs differ"
-        scratch.download()
-        scratch.memory.free()
-        return results[0]
-
-    def close(self) -> None:
-        for guarded in self.all:
-            guarded.download()
-            guarded.memory.free()
-
-
-def prepared(backend: CudaBackend, works: list[Work]) -> list[Callable[[], None]]:
-    kernels_alone = [work for work in works if isinstance(work, Kernel)]
-    assert len(kernels_alone) == len(works)
-    return [backend._prepare(work, backend._stream(0), work.file) for work in kernels_alone]
-
-
-def builds(sm: int) -> list[bool]:
-    """Those of any device, and those for compute capability 9.0 alone where this is one."""
-    return [False, True] if sm == 90 else [False]
-
-
-def tiled(sm: int, name: str, tokens: int) -> list[bool]:
-    """Those of `builds` that decode weights of this type in the tile."""
-    return [hopper for hopper in builds(sm) if gemm.by_tile(name, tokens, hopper)]
-
-
-@pytest.mark.parametrize("tokens", MANY)
-@pytest.mark.parametrize("name", KINDS)
-def test_several_weights_of_one_x(backend: CudaBackend, weights: list, name: str, tokens: int):
-    """Of one type in one launch, and the last of another type in a launch behind it."""
-    other = "Q6_K" if name != "Q6_K" else "Q4_0"
-    for types in ([name] * 2, [name] * 3, [name, name, other], [name, other, name]):
-        for hopper in tiled(backend._sm, name, tokens):
-            several = Several(backend, weights, types, SEGMENTS[: len(types)], tokens, hopper)
-            for i, found in enumerate(several.product()):
-                apart = distance(found, several.expected[i])
-                assert apart < QUANTISED_TOLERANCE, (types, i, hopper, apart)
-            several.close()
-    assert_counters_are_zero(backend)
-
-
-@contextmanager
-def quantised(
-    backend: CudaBackend, floats: np.ndarray, tokens: int
-) -> Iterator[tuple[Guarded, np.ndarray]]:
-    """Room for the Q8_ACT rows of `floats`, poisoned, and what `quantize` makes of them."""
-    rows = floats.nbytes // 4 // tokens
-    node = make("quantize", "q", Tensor("y", F32, (tokens, rows)))
-    dst = Guarded(backend, np.full(node.output.nbytes, POISON, np.uint8))
-    x = Guarded(backend, floats)
-    at = {node.inputs[0]: x.address, node.output: dst.address}
-    backend.launch(node, at.__getitem__, 0, stream=0)()
-    yield dst, dst.download()
-    x.memory.free()
-    dst.memory.free()
-
-
-@pytest.mark.parametrize("tokens", MANY)
-@pytest.mark.parametrize("name", KINDS)
-def test_gate_and_up(backend: CudaBackend, weights: list, name: str, tokens: int):
-    """As floats within tolerance; quantised, the very bytes of `quantize` of the floats."""
-    for rows in GATED:
-        for hopper in tiled(backend._sm, name, tokens):
-            several = Several(backend, weights, [name, name], (rows, rows), tokens, hopper)
-            floats = several.glu(False, several.dst[0])
-            gate, up = several.expected
-            apart = distance(floats.view(np.float32), gate / (1 + np.exp(-gate)) * up)
-            assert apart < 2 * QUANTISED_TOLERANCE, (rows, hopper, apart)
-            if rows % 32 == 0:
-                with quantised(backend, floats, tokens) as (dst, expected):
-                    assert np.array_equal(several.glu(True, dst), expected), (rows, hopper)
-            several.close()
-    assert_counters_are_zero(backend)
-
-
-def test_counters_are_zero_again(backend: CudaBackend, weights: list):
-    """After every product that was combined by its last block."""
-    for tokens in (1, 16, 64):
-        compare(backend, weights, "Q4_K", 33, 5888, tokens)
-    assert_counters_are_zero(backend)
+    assert_counters_are_zero(backend)  # after every product that was combined by its last block
 
 
 def assert_counters_are_zero(backend: CudaBackend) -> None:
@@ -356,9 +174,3 @@ def assert_counters_are_zero(backend: CudaBackend) -> None:
     backend.copy(found.ctypes.data, address, found.nbytes, 0, to_host=True)()
     backend.sync_stream(0)()
     assert not found.any()
-
-
-def test_shapes_pair_every_row_count_with_every_width():
-    for dtype in WEIGHT_DTYPES:
-        pairs = {pair for tokens in TOKENS for pair in shapes(dtype, tokens)}
-        assert len(pairs) == len(ROWS) * len(COLS[dtype.block])

@@ -273,14 +273,3 @@ def test_a_thousand_repetitions_give_the_first_bytes(backend: CudaBackend, rigs:
         backend.copy(found.ctypes.data, address, found.nbytes, stream, to_host=True)()
         backend.sync_stream(stream)()
         assert not found.any(), f"counters of stream {stream} are not zero again"
-
-
-def test_what_is_left_out_is_missed(rigs: list[Rig]):
-    """The check itself: without any one case the results are not the first ones."""
-    rig = rigs[0]
-    wanted, n = rig.alone(POISONS[0]), len(rig.cases)
-    for first in range(0, n, BATCH):
-        left_out = range(first, min(first + BATCH, n))
-        for entry, missing in enumerate(left_out):
-            rig.repeat(entry, POISONS[0], [i for i in range(n) if i != missing])
-        assert rig.differing(wanted, len(left_out)) == list(range(len(left_out)))

@@ -1,135 +1,20 @@
-"""Captured launches are replayed as they were issued, timed, and given back; memory is read."""
+"""What measures kernels on a GPU: memory is read once, and replays of launches are timed."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from workbench.backend.base import Issue
-from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.device.replay import (
-    READ_GRIDS,
     READ_WORDS,
-    TimedReplay,
-    l2_bytes,
-    read_rates,
 )
 from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, bench_kernels
 from workbench.benchmarks.kernels.kernel_cases import parse_shapes, parse_types
 from workbench.benchmarks.kernels.kernel_rigs import PDL, PLAIN
-from workbench.common.errors import UsageError
-from workbench.graph.ir import F32, Tensor
-from workbench.graph.ops import make
 from workbench.program.commands import COMPUTE_STREAM, Space
 
 pytestmark = pytest.mark.gpu
-
-N = 1000
-
-
-class Counting:
-    """Two launches that together add 2 to every element of `a`, so that replays can be counted."""
-
-    def __init__(self, backend: CudaBackend):
-        self.backend = backend
-        self.memory = [backend.allocate(4 * N, Space.DEVICE) for _ in range(3)]
-        self.host = backend.allocate(4 * N, Space.PINNED)
-        assert self.host.array is not None
-        self.array = self.host.array.view(np.float32)
-        self.array[:] = 1.0
-        self._copy(2, to_host=False)
-        a, b, one = (Tensor(name, F32, (1, N)) for name in ("a", "b", "one"))
-        addresses = dict(zip((a, b, one), (m.address for m in self.memory), strict=True))
-        forth, back = make("add", "b", a, one), make("add", "a", b, one)
-        addresses |= {forth.output: addresses[b], back.output: addresses[a]}
-        self.issues: list[Issue] = [
-            backend.launch(node, addresses.__getitem__, 0, COMPUTE_STREAM) for node in (forth, back)
-        ]
-
-    def _copy(self, i: int, to_host: bool) -> None:
-        there, here = self.memory[i].address, self.host.address
-        ends = (here, there) if to_host else (there, here)
-        self.backend.copy(*ends, 4 * N, COMPUTE_STREAM, to_host)()
-        self.backend.sync_stream(COMPUTE_STREAM)()
-
-    @property
-    def value(self) -> float:
-        """What every element of `a` is."""
-        self._copy(0, to_host=True)
-        assert (self.array == self.array[0]).all()
-        return float(self.array[0])
-
-
-@pytest.fixture
-def counting(backend: CudaBackend) -> Iterator[Counting]:
-    made = Counting(backend)
-    yield made
-    for memory in (*made.memory, made.host):
-        memory.free()
-
-
-def test_replays_compute_as_often_as_they_run(backend, counting):
-    with TimedReplay(backend, counting.issues) as replay:
-        assert counting.value == 2  # once as they are, before the capture
-        replay.run()
-        assert counting.value == 4
-        replay.run(5)
-        assert counting.value == 14
-        assert len(replay.time_us(3)) == 3
-        assert counting.value == 14 + 2 * 4  # one untimed
-
-
-@pytest.mark.alone
-def test_times_are_the_devices_and_add_up(backend, counting):
-    with TimedReplay(backend, counting.issues * 20) as short:
-        few = short.time_us(5)
-    with TimedReplay(backend, counting.issues * 200) as long:
-        many = long.time_us(5)
-    assert min(few) > 10 and 2 < min(many) / min(few) < 20
-
-
-def test_what_cannot_be_captured_is_refused_and_the_stream_goes_on(backend, counting):
-    with pytest.raises(UsageError, match="no launches"):
-        TimedReplay(backend, [])
-
-    calls = []
-
-    def captures_too() -> None:
-        calls.append(1)
-        if len(calls) > 1:  # the first call is before the capture
-            TimedReplay(backend, counting.issues)
-
-    with pytest.raises(UsageError, match="stream 0 is being captured already"):
-        TimedReplay(backend, [captures_too])
-    for issue in counting.issues:
-        issue()
-    assert counting.value == 2
-
-
-def test_a_failing_launch_ends_the_capture(backend, counting):
-    calls = []
-
-    def fails_later() -> None:
-        calls.append(1)
-        if len(calls) > 1:
-            raise ValueError("told to")
-
-    with pytest.raises(ValueError, match="told to"):
-        TimedReplay(backend, [*counting.issues, fails_later])
-    with TimedReplay(backend, counting.issues) as replay:
-        replay.run()
-    assert counting.value == 6
-
-
-def test_a_closed_replay_is_refused(backend, counting):
-    replay = TimedReplay(backend, counting.issues)
-    replay.close()
-    replay.close()
-    with pytest.raises(UsageError, match="closed"):
-        replay.run()
 
 
 @pytest.mark.parametrize("words", READ_WORDS)
@@ -160,19 +45,6 @@ def test_every_word_is_read_once(backend, words, grid):
         assert found.array.view(np.int32)[0] == (pick is not None), pick
     for memory in (data, device, sink, found):
         memory.free()
-
-
-@pytest.mark.alone
-def test_reading_is_measured_by_every_kernel_and_memory_given_back(backend):
-    runtime = backend._driver.cupy.cuda.runtime
-    read_rates(backend, 1 << 28, 1)  # kernels and events are there from now on
-    before = runtime.memGetInfo()[0]
-    rates = read_rates(backend, 1 << 29, 3)
-    assert len(rates) == len(READ_WORDS) * len(READ_GRIDS)
-    best = max(rates.values())
-    assert best > 100 and min(rates.values()) > best / 20
-    assert abs(runtime.memGetInfo()[0] - before) < 64 << 20
-    assert l2_bytes(backend) >= 1 << 20
 
 
 @pytest.mark.alone

@@ -1,6 +1,4 @@
-"""Stamps on the GPU: a pair is its own step's, with launches ahead too, and nothing else changes.
-
-What stamps take is printed, for tiny models: a stamped token beside a plain one."""
+"""Stamps on the GPU: a pair is its own step's, with launches ahead too; nothing else changes."""
 
 from __future__ import annotations
 
@@ -10,16 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.backend.clock.test_stamps import (  # noqa: F401 - `never_passed` is of every test
-    decode,
-    decode_stamped,
-    never_passed,
-    ring_goes_round,
-    small_rings,
-)
-from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
-from workbench.benchmarks.times.token_parts import token_parts
+from tests.gpu.harness import one_by_one, tokens_for
+from tests.late_host import LATE, never_passed  # noqa: F401 - of every test
 from workbench.config import Toggles
+from workbench.trace.spans import now_ns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -34,12 +26,11 @@ WAYS: list[dict[str, Any]] = [
     STEP | {"plans": "today"},
     STEP | {"graph_reuse": "patch_pointers"},
     AHEAD,
-    AHEAD | {"results": "direct", "pdl": "on"},
     AHEAD | {"results": "direct", "pdl": "on", "plan_end": "word"},
 ]
 
 
-def test_the_clock_goes_on_in_steps_and_is_set_to_the_host_s(backend):
+def test_the_clock_goes_on_in_steps_and_is_the_host_s(backend):
     first = backend.clock()
     time.sleep(0.01)
     clock = backend.clock()
@@ -49,44 +40,41 @@ def test_the_clock_goes_on_in_steps_and_is_set_to_the_host_s(backend):
     assert apart <= first.error_ns + clock.error_ns + 10_000  # of drift
 
 
-def test_a_ring_goes_round_on_the_device(backend):
-    ring_goes_round(backend)
-
-
 @pytest.mark.parametrize("values", WAYS, ids=lambda v: "-".join(v.values()))
-def test_a_step_s_stamps_lie_in_it_and_change_nothing(engine, backend, values):  # noqa: F811
+def test_stamps_lie_in_their_step_and_change_nothing(engine, backend, values):
     if "pdl" in values and not backend.capabilities.programmatic:
         pytest.skip("has no programmatic dependent launch")
     tokens = tokens_for("tiny-llama", 30)
     late = [7, 15, 16, 22] if "launch_ahead" in values else []
-    with engine("tiny-llama", "Q4_0", "cuda").variant(Toggles(**values)) as used:
+    with engine("tiny-llama", "Q4_0").variant(Toggles(**values)) as used:
         if "plans" in values:
-            small_rings(used, 8)
-        wanted = decode(used, tokens)
+            used.issuer.rings.n_pairs = 8  # so that they go round
+        wanted = one_by_one(used, tokens)
         for _ in range(2):
-            before = used.counters
-            assert np.array_equal(decode_stamped(used, tokens, late, OFF_NS), wanted)
-            counts = used.counters
-        assert np.array_equal(decode(used, tokens), wanted)
+            before, around, rows = used.counters, [], []
+            used.reset()
+            with used.stamped() as stamps:
+                for i, token in enumerate(tokens):
+                    if i in late:
+                        time.sleep(LATE)
+                    called = now_ns()
+                    rows.append(used.step([token]).copy())
+                    around.append((called, now_ns()))
+            assert np.array_equal(np.concatenate(rows), wanted)
+            for (begin, end), (called, returned) in zip(stamps, around, strict=True):
+                assert called - OFF_NS < begin < end < returned + OFF_NS
+            assert (np.diff(np.array(stamps).ravel()) > 0).all()
+        used.reset()
+        counts = used.counters
+        assert np.array_equal(one_by_one(used, tokens), wanted)
         captured = "plans_captured" if "plans" in values else "programs_built"
         assert used.counters[captured] == before[captured], "plain and stamped are kept"
         if late:
             n, missed = (counts[name] - before[name]
                          for name in ("plans_ahead", "plans_ahead_missed"))  # fmt: skip
-            print(f"{n} launched ahead, {missed} missed")
             assert n > 15 and missed >= len(late) - 1
         if values.get("pdl") == "on":
             graphs: list[Any] = [plan.captured for plan in used.issuer.plans]
             plain, stamped = sorted(graphs, key=lambda g: len(g.nodes))[:: len(graphs) - 1]
             (n, early), (n_plain, early_plain) = stamped.edges(), plain.edges()
             assert n == n_plain + 2 and early_plain <= early + 1 <= early_plain + 2 and early > 3
-
-
-def test_what_stamps_take(engine):  # noqa: F811
-    arms = {"off": BASE, "a step": STEP, "ahead": AHEAD}
-    used = engine("tiny-llama", "Q4_0", "cuda")
-    parts = token_parts(used, {n: Toggles(**v) for n, v in arms.items()}, 4)
-    for name, of in parts.items():
-        us = {part: np.median(of[part]) for part in ("plain", "token", "device", "gap", "host")}
-        print(name, ", ".join(f"{part} {median:.1f} us" for part, median in us.items()))
-        assert all(median > 0 for part, median in us.items() if part != "host")

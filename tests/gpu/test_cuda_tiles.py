@@ -9,22 +9,19 @@ not; three weights with biases in one launch, and gate and up as floats and as Q
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from tests.gpu.harness import Guarded, Wanted, compile_side_by_side, distance
-from tests.gpu.test_cuda_products import (
-    QUANTISED_TOLERANCE,
-    Several,
-    assert_counters_are_zero,
-    builds,
-    quantised,
-)
+from tests.gpu.harness import POISON, Guarded, Wanted, compile_side_by_side, distance
+from tests.gpu.test_cuda_products import QUANTISED_TOLERANCE, assert_counters_are_zero, operands
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import gemm
-from workbench.backend.cuda.kernels.kernel import blocks
+from workbench.backend.cuda.kernels.kernel import Kernel, blocks
+from workbench.backend.cuda.kernels.matvec import Segment
 from workbench.backend.cuda.kernels.tiling import (
     HOPPER_SHAPES,
     PLANES,
@@ -34,6 +31,8 @@ from workbench.backend.cuda.kernels.tiling import (
     TileShape,
     shapes_for,
 )
+from workbench.graph.ir import F32, Tensor
+from workbench.graph.ops import make
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +45,84 @@ SEGMENTS, GATED = (130, 7, 193), (96, 96)
 WAYS = ((1, False), (3, True), (8, False)), ((1, False), (8, True), (2, False))
 # These have every shape in every way; the other types each shape in one way after another.
 THOROUGH = ("Q4_0", "Q4_K")
+
+
+class Several:
+    """Weights of some types and rows with biases, x of the first and room for results, all of it
+    between guards."""
+
+    def __init__(self, backend: CudaBackend, held: list, types: list[str], rows: tuple[int, ...],
+                 tokens: int, cols: int):  # fmt: skip
+        self.backend, self.rows = backend, rows
+        given = [operands(name, n, cols) for name, n in zip(types, rows, strict=True)]
+        biases = [np.linspace(-1, 1, n, dtype=np.float32) if i != 1 else None
+                  for i, n in enumerate(rows)]  # fmt: skip
+        self.expected = [
+            given[0].x_values[:tokens] @ g.values.T + (0 if bias is None else bias)
+            for g, bias in zip(given, biases, strict=True)
+        ]
+        loaded = [backend.load_weight(g.weight, g.data) for g in given]
+        held += loaded
+        self.x = self.guarded(given[0].x[:tokens])
+        self.dst = [self.guarded(np.full((tokens, n), np.nan, np.float32)) for n in rows]
+        kept = [None if bias is None else self.guarded(bias) for bias in biases]
+        self.segments = [
+            Segment(name, memory.address, n, bias.address if bias else 0, dst.address)
+            for name, memory, n, bias, dst in zip(types, loaded, rows, kept, self.dst, strict=True)
+        ]
+        self.all = [self.x, *self.dst, *(bias for bias in kept if bias)]
+        self.given = gemm.X(self.x.address, True, cols, tokens)
+        self.counters = backend._counters_of(0)
+
+    def guarded(self, content: np.ndarray) -> Guarded:
+        bytes_of = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
+        return Guarded(self.backend, bytes_of)
+
+    def run(
+        self, need: int, into: list[Guarded], works: Callable[[int], list[Kernel]]
+    ) -> list[np.ndarray]:
+        """What lies in `into` after the works, which are told where scratch is: twice the same."""
+        scratch = Guarded(self.backend, np.full(need, POISON, np.uint8))
+        calls = [self.backend._prepare(work, self.backend._stream(0), work.file)
+                 for work in works(scratch.address)]  # fmt: skip
+        results = []
+        for _ in range(2):
+            for guarded in (*into, scratch):
+                guarded.upload()
+            for call in calls:
+                call()
+            results.append([guarded.download() for guarded in into])
+        for first, second in zip(*results, strict=True):
+            assert np.array_equal(first, second), "two runs differ"
+        scratch.download()
+        scratch.memory.free()
+        return results[0]
+
+    def close(self) -> None:
+        for guarded in self.all:
+            guarded.download()
+            guarded.memory.free()
+
+
+@contextmanager
+def quantised(
+    backend: CudaBackend, floats: np.ndarray, tokens: int
+) -> Iterator[tuple[Guarded, np.ndarray]]:
+    """Room for the Q8_ACT rows of `floats`, poisoned, and what `quantize` makes of them."""
+    rows = floats.nbytes // 4 // tokens
+    node = make("quantize", "q", Tensor("y", F32, (tokens, rows)))
+    dst = Guarded(backend, np.full(node.output.nbytes, POISON, np.uint8))
+    x = Guarded(backend, floats)
+    at = {node.inputs[0]: x.address, node.output: dst.address}
+    backend.launch(node, at.__getitem__, 0, stream=0)()
+    yield dst, dst.download()
+    x.memory.free()
+    dst.memory.free()
+
+
+def builds(sm: int) -> list[bool]:
+    """Those of any device, and those for compute capability 9.0 alone where this is one."""
+    return [False, True] if sm == 90 else [False]
 
 
 class Case(NamedTuple):
@@ -111,7 +188,7 @@ def run(several: Several, build: Build, end: Epilogue, into: list[Guarded]) -> l
 
 def compare(backend: CudaBackend, held: list, name: str, tokens: int, case: Case) -> None:
     rows = GATED if case.gated else SEGMENTS
-    several = Several(backend, held, [name] * len(rows), rows, tokens, case.hopper, COLS)
+    several = Several(backend, held, [name] * len(rows), rows, tokens, COLS)
     if not case.gated:
         found = run(several, case.build, Epilogue.PLAIN, several.dst)
         for i, raw in enumerate(found):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.gpu.harness import Wanted, compile_side_by_side, distance
-from tests.gpu.test_cuda_products import EXACT, Several, quantised
+from tests.gpu.test_cuda_products import EXACT
+from tests.gpu.test_cuda_tiles import Several, quantised
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import matvec
 from workbench.backend.cuda.kernels.kernel import Kernel
@@ -79,7 +80,7 @@ def compiled(backend: CudaBackend) -> None:
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", TYPES)
 def test_products(backend: CudaBackend, weights: list, name: str, tokens: int):
-    several = Several(backend, weights, [name] * 3, SEGMENTS, tokens, False, COLS)
+    several = Several(backend, weights, [name] * 3, SEGMENTS, tokens, COLS)
     for t in tunings(name, tokens, "plain"):
         found = several.run(0, several.dst, lambda _, t=t: [plain(several, t)])
         for i, raw in enumerate(found):
@@ -90,7 +91,7 @@ def test_products(backend: CudaBackend, weights: list, name: str, tokens: int):
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", TYPES)
 def test_gate_and_up(backend: CudaBackend, weights: list, name: str, tokens: int):
-    several = Several(backend, weights, [name] * 2, GATED, tokens, False, COLS)
+    several = Several(backend, weights, [name] * 2, GATED, tokens, COLS)
     into = several.dst[0]
     gate, up = several.expected
     wanted = (gate / (1 + np.exp(-gate)) * up).ravel()
@@ -103,9 +104,3 @@ def test_gate_and_up(backend: CudaBackend, weights: list, name: str, tokens: int
             ])  # fmt: skip
             assert np.array_equal(raw, expected), t
     several.close()
-
-
-def test_the_wide_ones_are_among_them():
-    """Gate and up of an 8B model: several groups a block, and blocks of 14 warps."""
-    assert any(t.lines > 64 for t in tunings("Q4_0", 1, "glu_q8"))
-    assert any(t.warps == 14 for t in tunings("Q4_0", 1, "plain"))

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from tests.backend.cuda import ptx
 from tests.backend.cuda.launch_cases import chosen_works, one_of_each, some_works
 from tests.profiles import tiers
-from tests.unit import ptx
 from workbench.backend.cuda.kernels import nvrtc
 from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.common.errors import DeviceError

@@ -3,14 +3,14 @@ of their arguments are addresses, and that a patched argument is what the next c
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.backend.cuda.fake_cuda import Call
 from tests.backend.cuda.launch_cases import every
-from tests.backend.cuda.rig import FAR, Rig, norm
+from tests.unit.fake_cuda import Call, FakeDriver, fake_backend
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import op_table
 from workbench.backend.cuda.kernels.kernel import CLUSTERS, Gemm, Kernel
@@ -19,12 +19,28 @@ from workbench.common.errors import DeviceError
 from workbench.graph.ir import BF16, F16, F32, I32, I64, Q4_0, Q8_ACT, DType, Kind, Node, Tensor
 from workbench.graph.ops import make
 
+FAR = 1 << 40  # between tensors, beyond every shape
 SCRATCH, COUNTERS = 1 << 60, 1 << 61
+STREAM = 0
 
 
 @pytest.fixture
-def rig(monkeypatch) -> Rig:
-    return Rig.of(monkeypatch)
+def fake(monkeypatch) -> tuple[CudaBackend, list[Call]]:
+    return fake_backend(monkeypatch)
+
+
+class Map:
+    """Addresses for tensors, `first` on: one storage, one address. asked: those that were given."""
+
+    def __init__(self, first: int = FAR):
+        self.first = first
+        self.asked: dict[Tensor, int] = {}
+
+    def __call__(self, tensor: Tensor) -> int:
+        return self.asked.setdefault(tensor.storage, self.first + FAR * len(self.asked))
+
+
+# which arguments are addresses --------------------------------------------------------------------
 
 
 def fields(work: Kernel | Gemm) -> Iterator[tuple[int, bool]]:
@@ -43,8 +59,8 @@ def fields(work: Kernel | Gemm) -> Iterator[tuple[int, bool]]:
 def test_every_address_is_marked_and_nothing_else_is(tokens: int, sm: int):
     """Of every op, fused and not: what is given as an address stays one through all arithmetic."""
     for case in every(tokens):
-        asked: dict[Tensor, int] = {}
-        at = lambda t: Address(asked.setdefault(t.storage, FAR + FAR * len(asked)))  # noqa: B023, E731
+        addresses = Map()
+        at = lambda t: Address(addresses(t))  # noqa: B023, E731
         given = op_table.Operands(at, Address(SCRATCH), Address(COUNTERS), sm)
         passed = set()
         for work in op_table.launches(case.node, given):
@@ -54,9 +70,9 @@ def test_every_address_is_marked_and_nothing_else_is(tokens: int, sm: int):
         node = case.node
         touched = {t.storage for t in (*node.inputs, *node.outputs)}
         made = {t.storage for part in node.parts for t in part.outputs}
-        assert asked.keys() <= touched | made
-        assert {asked[t] for t in touched if t in asked} <= passed, node
-        assert touched - asked.keys() == set(), f"{node} is not told where all of it lies"
+        assert addresses.asked.keys() <= touched | made
+        assert {addresses.asked[t] for t in touched if t in addresses.asked} <= passed, node
+        assert touched - addresses.asked.keys() == set(), f"{node} is not told where all of it lies"
 
 
 # what makes two commands the same work ------------------------------------------------------------
@@ -74,6 +90,10 @@ def attention(
 def rows_of(n: int) -> Node:
     table = Tensor("t", F16, (n, 256), Kind.WEIGHT)
     return make("get_rows", "r", table, Tensor("i", I32, (4,)))
+
+
+def norm(rows: int = 2, cols: int = 256, eps: float = 1e-5) -> Node:
+    return make("rms_norm", "n", Tensor("x", F32, (rows, cols)), eps=eps)
 
 
 def rope(op: str = "rope", n: int = 3, **changed: Any) -> Node:
@@ -120,11 +140,16 @@ SAME_OP = {
 }  # fmt: skip
 
 
+def launched(backend: CudaBackend, node: Node, first: int = FAR, **said: Any) -> Issued:
+    return backend.launch(node, Map(first), first + (1 << 59), STREAM, **said)
+
+
 @pytest.mark.parametrize("name", SAME_OP)
-def test_the_key_is_the_work_and_not_where_it_lies(rig, name: str):
+def test_the_key_is_the_work_and_not_where_it_lies(fake, name: str):
+    backend, _ = fake
     keys = []
     for node in SAME_OP[name]:
-        here, there = rig.launch(node, FAR), rig.launch(node, 512 * FAR)
+        here, there = launched(backend, node), launched(backend, node, 512 * FAR)
         assert here.key == there.key and hash(here.key) == hash(there.key)
         assert here.addresses != there.addresses
         assert len(here.addresses) == len(there.addresses)
@@ -132,51 +157,71 @@ def test_the_key_is_the_work_and_not_where_it_lies(rig, name: str):
     assert len(set(keys)) == len(keys), "a shape or a parameter is missing in the key"
 
 
-def test_the_key_names_the_parts_of_a_launch(rig):
+def test_the_key_names_the_parts_of_a_launch(fake):
     """One part for each kernel and each product of cuBLAS, in order."""
+    backend, _ = fake
     node = product(tokens=1100)
-    issued = rig.launch(node, FAR)
-    names = [name.function for name in rig.backend.kernels_of(node)]
+    issued = launched(backend, node)
+    names = [name.function for name in backend.kernels_of(node)]
     assert len(issued.parts) == len(names) > 2 and None in names
     for part, name in zip(issued.parts, names, strict=True):
         assert (part.same[0] == "cublasGemmEx") if name is None else (part.same[1] == name)
     assert issued.addresses == tuple(a for part in issued.parts for a in part.addresses)
-    none = rig.launch(product(tokens=0), FAR)
-    assert not passed(rig, none) and none.addresses == () and none.key == ()
+
+
+def test_a_node_without_tokens_is_the_same_work_as_another(fake):
+    backend, log = fake
+    none = launched(backend, product(tokens=0))
+    none()
+    assert not log and none.addresses == () and none.key == ()
 
 
 KERNEL = Kernel("f", "k", (3, 2), 64, [Address(1 << 40), 7, 0.5], ("A=1",), 1024, waits=True)
 OTHERS = [
-    KERNEL._replace(**other) for other in (
-        {"file": "g"}, {"function": "l"}, {"grid": (3, 1)}, {"grid": (4, 2)}, {"block": 32},
-        {"defines": ("A=2",)}, {"shared": 2048}, {"args": [Address(1 << 40), 8, 0.5]},
-        {"args": [Address(1 << 40), 7, 0.25]}, {"args": [0, 7, 0.5]},
-    )
+    KERNEL._replace(file="g"), KERNEL._replace(function="l"), KERNEL._replace(grid=(3, 1)),
+    KERNEL._replace(grid=(4, 2)), KERNEL._replace(block=32), KERNEL._replace(defines=("A=2",)),
+    KERNEL._replace(shared=2048), KERNEL._replace(args=[Address(1 << 40), 8, 0.5]),
+    KERNEL._replace(args=[Address(1 << 40), 7, 0.25]), KERNEL._replace(args=[0, 7, 0.5]),
 ]  # fmt: skip
 GEMM = Gemm("F16", Address(3 << 40), Address(1 << 40), Address(2 << 40), 10, 64, 20, 30)
 OTHER_GEMMS = [
-    GEMM._replace(**other) for other in (
-        {"dtype": "BF16"}, {"rows": 11}, {"cols": 72}, {"n_tokens": 21}, {"dst_stride": 31},
-    )
+    GEMM._replace(dtype="BF16"), GEMM._replace(rows=11), GEMM._replace(cols=72),
+    GEMM._replace(n_tokens=21), GEMM._replace(dst_stride=31),
 ]  # fmt: skip
 
 
-def test_all_of_a_kernel_and_of_a_product_is_in_the_key(rig):
-    there = rig.backend._stream(0)
+def test_each_part_of_a_kernel_and_of_a_product_is_in_the_key(fake):
+    backend, _ = fake
+    there = backend._stream(STREAM)
     for one, others in ((KERNEL, OTHERS), (GEMM, OTHER_GEMMS)):
-        keys = [rig.backend._prepare(work, there, "test").key for work in (one, *others)]
+        keys = [backend._prepare(work, there, "test").key for work in (one, *others)]
         assert len(set(keys)) == len(keys)
-        assert rig.backend._prepare(one, there, "another name").key == keys[0]
-    early, late = (rig.launch(norm(), FAR, early=early) for early in (True, False))
-    assert early.key != late.key and early.key == rig.launch(norm(), 9 * FAR, early=True).key
+        assert backend._prepare(one, there, "another name").key == keys[0]
+    moved = KERNEL._replace(args=[Address(5 << 40), 7, 0.5])
+    assert backend._prepare(moved, there, "").key == backend._prepare(KERNEL, there, "").key
+
+
+def test_a_programmatic_launch_is_other_work(fake):
+    backend, _ = fake
+    early, late = (launched(backend, norm(), programmatic=p) for p in (True, False))
+    assert early.key != late.key
+    assert early.key == launched(backend, norm(), 9 * FAR, programmatic=True).key
+    refused = KERNEL._replace(waits=False)
     with pytest.raises(DeviceError, match="kernel k declares no wait"):
-        rig.backend._prepare(KERNEL._replace(waits=False), there, "launch", programmatic=True)
+        backend._prepare(refused, backend._stream(STREAM), "launch", programmatic=True)
 
 
-def test_copies_records_and_waits_are_work_too(rig):
-    backend, event, other = rig.backend, rig.backend.event(), rig.backend.event()
+def test_copies_records_and_waits_are_work_too(fake):
+    backend, _ = fake
+    peer, event, other = CudaBackend(1), backend.event(), backend.event()
+    assert isinstance(peer._driver, FakeDriver)
+    of: list[Callable[..., Issued]] = [
+        lambda dst, n, s=0: backend.copy(dst, 8 * FAR, n, s, to_host=False),
+        lambda dst, n, s=0: backend.copy(dst, 8 * FAR, n, s, to_host=True),
+        lambda dst, n, s=0: backend.copy_to_peer(peer, dst, 8 * FAR, n, s),
+    ]
     keys = []
-    for copy in copies(rig):
+    for copy in of:
         assert copy(FAR, 64).key == copy(2 * FAR, 64).key != copy(FAR, 128).key
         assert copy(FAR, 64).addresses == (FAR, 8 * FAR)
         assert copy(FAR, 0).addresses == ()
@@ -188,67 +233,77 @@ def test_copies_records_and_waits_are_work_too(rig):
     assert len(set(keys)) == len(keys)
 
 
-def copies(rig: Rig) -> list[Callable[[int, int], Issued]]:
-    peer = CudaBackend(1)
-    return [
-        lambda dst, n: rig.backend.copy(dst, 8 * FAR, n, 0, to_host=False),
-        lambda dst, n: rig.backend.copy(dst, 8 * FAR, n, 0, to_host=True),
-        lambda dst, n: rig.backend.copy_to_peer(peer, dst, 8 * FAR, n, 0),
-    ]
-
-
 # patching -----------------------------------------------------------------------------------------
 
 
-def passed(rig: Rig, issued: Issued) -> list[Call]:
-    rig.api.log.clear()
+def passed(log: list[Call], issued: Issued) -> list[Call]:
+    log.clear()
     issued()
-    return list(rig.api.log)
+    return list(log)
 
 
-def assert_patchable(rig: Rig, issued: Issued) -> None:
+def assert_patchable(log: list[Call], issued: Issued) -> None:
     """Each address of each part is patched by itself. The next call passes the new one, and all
     else is as it was."""
     for n, part in enumerate(issued.parts or (issued,)):
         for field in part.block.pointers:
-            before, key = passed(rig, issued), issued.key
+            before, key = passed(log, issued), issued.key
             assert len(before) == len(issued.parts or (issued,))
             was = part.block[field]
             part.block[field] = now = (1 << 58) + 4096 * field
-            after = passed(rig, issued)
+            after = passed(log, issued)
             assert part.block[field] == now and now in issued.addresses and issued.key == key
-            calls = enumerate(zip(before, after, strict=True))
-            assert [i for i, (a, b) in calls if a != b] == [n]
+            changed = [i for i, pair in enumerate(zip(before, after, strict=True))
+                       if pair[0] != pair[1]]  # fmt: skip
+            assert changed == [n]
             pairs = list(zip(before[n].args, after[n].args, strict=True))
             assert [pair for pair in pairs if pair[0] != pair[1]] == [(was, now)]
             part.block[field] = was
-            assert passed(rig, issued) == before
+            assert passed(log, issued) == before
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("programmatic", [False, True])
 @pytest.mark.parametrize("name", SAME_OP)
-def test_a_patched_pointer_is_what_is_passed(rig, name: str, early: bool):
+def test_a_patched_pointer_is_what_the_next_launch_passes(fake, name: str, programmatic: bool):
+    backend, log = fake
     for node in SAME_OP[name]:
-        if not early or rig.backend.begins_early(node):
-            issued = rig.launch(node, FAR, early=early)
-            assert_patchable(rig, issued)
-            calls = passed(rig, issued)
-            assert ({call.function for call in calls} == {"cuLaunchKernelEx"}) == early
+        if not programmatic or backend.begins_early(node):
+            issued = launched(backend, node, programmatic=programmatic)
+            assert_patchable(log, issued)
+            calls = passed(log, issued)
+            early = {call.function for call in calls} == {"cuLaunchKernelEx"}
+            assert early == programmatic
 
 
-def test_a_patched_copy_record_or_wait_passes_it_too(rig):
-    for copy in copies(rig):
-        assert_patchable(rig, copy(FAR, 64))
-    for mark in (rig.backend.record, rig.backend.wait):
-        assert_patchable(rig, mark(rig.backend.event(), 0))
+def test_a_patched_pointer_is_what_the_next_copy_record_or_wait_passes(fake):
+    backend, log = fake
+    peer = CudaBackend(1)
+    for to_host in (False, True):
+        assert_patchable(log, backend.copy(FAR, 2 * FAR, 64, STREAM, to_host))
+    assert_patchable(log, backend.copy_to_peer(peer, FAR, 2 * FAR, 64, STREAM))
+    for mark in (backend.record, backend.wait):
+        assert_patchable(log, mark(backend.event(), STREAM))
 
 
-def test_a_patched_value_is_passed_and_is_other_work(rig):
-    issued = rig.backend._prepare(KERNEL, rig.backend._stream(0), "test")
-    (before,), key = passed(rig, issued), issued.key
+def test_a_patched_value_is_passed_and_is_other_work(fake):
+    backend, log = fake
+    issued = backend._prepare(KERNEL, backend._stream(STREAM), "test")
+    (before,), key = passed(log, issued), issued.key
     assert before.args[:5] == ("k of ('f', ('A=1',))", (3, 2, 1), (64, 1, 1), 1024, 1)
     assert before.args[5:] == (1 << 40, 7, 0x3F000000)  # 0.5 as float32
     assert len(issued.block) == 3 and issued.block.pointers == (0,)
     issued.block[1] = 9
-    (after,) = passed(rig, issued)
+    (after,) = passed(log, issued)
     assert after.args[5:] == (1 << 40, 9, 0x3F000000) and issued.key != key
+
+
+def test_commands_keep_what_they_read_alive(fake):
+    """The block, the event: nobody else holds them."""
+    backend, log = fake
+    launch = launched(backend, norm())
+    before = passed(log, launch)
+    record = backend.record(backend.event(), 1)
+    gc.collect()
+    blocks = [launched(backend, norm(), n * FAR) for n in range(1, 100)]
+    assert passed(log, launch) == before and len(blocks) == 99
+    assert passed(log, record)[0].args[0] >= 5000

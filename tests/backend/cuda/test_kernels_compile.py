@@ -1,9 +1,9 @@
 """The CUDA kernels without a GPU: they compile, and the launch table fits them.
 
-Every kernel is compiled in one of its tunings for each weight type and each way of ending, these
-builds in turn for the four architectures. `make test-slow` compiles all that the nodes of
-`launch_cases.chosen` need, again in turn: every op; every weight type for one token; Q4_K and F16
-(one type for each kind of activations) for 1 to 512 tokens, fused in every way.
+Of every kernel in one of its tunings for each weight type and each way of ending a quarter is
+compiled, these builds in turn for the four architectures. `make test-slow` compiles all that the
+nodes of `launch_cases.chosen` need, again in turn: every op; every weight type for one token; Q4_K
+and F16 (one type for each kind of activations) for 1 to 512 tokens, fused in every way.
 `make test-exhaustive` compiles each for each. Everything that needs no compiler is asked of all
 types.
 """
@@ -11,7 +11,6 @@ types.
 from __future__ import annotations
 
 import re
-import stat
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,12 +18,11 @@ from types import ModuleType
 
 import pytest
 
+from tests.backend.cuda import ptx
 from tests.backend.cuda.launch_cases import (
-    FUSED,
     TOKENS,
     chosen_works,
     every,
-    fused,
     one_of_each,
     plain_nodes,
     some_works,
@@ -34,8 +32,6 @@ from tests.gpu.twins import attention as simple
 from tests.gpu.twins.product import FOLDER, simple_product
 from tests.graphs import Decoder, fused_nodes
 from tests.profiles import tiers
-from tests.unit import ptx
-from workbench.backend import compiled as kept
 from workbench.backend.cuda.device import backend as cuda
 from workbench.backend.cuda.device import weights
 from workbench.backend.cuda.kernels import attention, elementwise, matvec, nvrtc, op_table
@@ -43,10 +39,9 @@ from workbench.backend.cuda.kernels.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernels.kernel import CLUSTERS, Gemm, Kernel
 from workbench.backend.issue.args import variant
 from workbench.common.errors import DeviceError
-from workbench.graph.attend import attend_by, with_inputs
+from workbench.graph.attend import attend_by
 from workbench.graph.fuse import FUSIONS, fuse
-from workbench.graph.ir import DTYPES, F16, F32, Q4_K, Q6_K, Q8_0, WEIGHT_DTYPES, Kind, Tensor
-from workbench.graph.ops import OPS, make
+from workbench.graph.ir import F16, Q4_K, Q6_K, Q8_0, WEIGHT_DTYPES, Tensor
 from workbench.graph.shapes import SQUARES
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -57,12 +52,6 @@ HELPERS = [
     ("device", "gate"), ("device", "nothing"), ("gate", "gate_copy"), ("gate", "gate_end"),
     ("stamp", "stamp"), ("stamp", "answer"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def sources() -> dict[str, str]:
-    folders = nvrtc.source_dir(), FOLDER
-    return {p.name: p.read_text() for folder in folders for p in folder.glob("*.cu*")}
 
 
 def wanted(works: Iterable[Kernel]) -> dict[tuple[str, tuple[str, ...]], set[str]]:
@@ -89,26 +78,17 @@ def compiled(works: Iterable[Kernel], arch: str, every: slice = slice(None)) -> 
             assert b".text." + name.encode() + b"\0" in cubin, f"{name} is not in {file}.cu"
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_kernels_compile(arch: str):
-    """Half of the builds in turn, each for one architecture; the next test has the others."""
-    share = slice(ARCHITECTURES.index(arch), None, 2 * len(ARCHITECTURES))
-    compiled(one_of_each(int(arch.removeprefix("sm_"))), arch, share)
-
-
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("share", tiers(len(ARCHITECTURES), 1), ids=["in turn", "all"])
+@pytest.mark.parametrize(
+    ("works", "share"),
+    [(one_of_each, 4 * len(ARCHITECTURES)),
+     *tiers((chosen_works, len(ARCHITECTURES)), (chosen_works, 1))],
+    ids=["a quarter in turn", "in turn", "all"],
+)  # fmt: skip
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_kernel_compiles_in_every_tuning(arch: str, share: int):
+def test_kernels_compile(arch: str, works: Callable[[int], Iterable[Kernel]], share: int):
     turn = slice(ARCHITECTURES.index(arch) % share, None, share)
-    compiled(chosen_works(int(arch.removeprefix("sm_"))), arch, turn)
-
-
-@pytest.mark.slow
-def test_every_source_compiles_by_itself():
-    """Also without macros, as tools and readers compile it."""
-    for path in sorted(nvrtc.source_dir().glob("*.cu")):
-        assert nvrtc.cubin(path.stem, "sm_90").startswith(b"\x7fELF")
+    compiled(works(int(arch.removeprefix("sm_"))), arch, turn)
 
 
 def test_the_slow_twins_compile():
@@ -126,13 +106,6 @@ def test_the_slow_twins_compile():
     assert len({kernel.function for kernel in launched}) == 2 + 4 + 3 * len(WEIGHT_DTYPES)
     for kernel in launched:
         assert b".text." + kernel.function.encode() + b"\0" in made[kernel.file], kernel
-
-
-def test_every_op_has_a_launch():
-    plain = {p.node.op for p in plain_nodes(3)}
-    assert plain == set(OPS)
-    made = {p.node.op for dtype in WEIGHT_DTYPES for p in fused(3, dtype)}
-    assert plain | made == set(op_table._LAUNCHES) and len(FUSED) == 1 + len(FUSIONS)
 
 
 @pytest.mark.parametrize("sm", MOST_SHARED)
@@ -184,22 +157,6 @@ def test_a_layer_of_many_tokens(tokens: int, mixed: bool):
     assert all(op_table.begins_early(node) for node in layer)
 
 
-def test_a_row_that_is_read_in_two_ways_is_normed_by_itself():
-    """product_norm makes a row as floats or quantised, not both."""
-    graph = Decoder("tiny-llama", Q8_0, {"attn_v": F16}).graph(2, 2, deferred=True)
-    found = [n for n in fused_nodes(graph, FUSIONS) if n.op == "product_norm"]
-    (node,) = (n for n in found if len(n.outputs) == 4)  # floats and Q8_ACT, the sum, its squares
-    launched = [work.function for work in works(node) if isinstance(work, Kernel)]
-    assert launched == ["product_plain", "add", "square_sums", "norm_row"]
-    assert op_table.begins_early(node)
-    assert all(len(works(n)) == 1 for n in found if n is not node)
-
-
-def test_no_launch_for_no_tokens():
-    for case in plain_nodes(0):
-        assert not [w for w in works(case.node) if isinstance(w, Kernel)], case.node
-
-
 @pytest.mark.parametrize("works", [one_of_each, *tiers(some_works, chosen_works)])
 def test_arguments_are_those_the_compiler_saw(works: Callable[[], Iterable[Kernel]]):
     """As many as declared, reals where reals are, 8 bytes everywhere else."""
@@ -233,78 +190,6 @@ def test_nothing_is_asked_for_beyond_the_scratch_declared(sm: int):
                         assert used or a == end, (node, work)
 
 
-# constants ----------------------------------------------------------------------------------------
-
-
-def define(sources: dict[str, str], file: str, name: str) -> int:
-    found = re.search(rf"(?:#define|constexpr int) {name}\b\s*=?\s*(\d+)", sources[file])
-    assert found, f"no {name} in {file}"
-    return int(found[1])
-
-
-CONSTANTS = [  # Python's value, file, name there
-    (elementwise.ROPE_HEADS, "rope.cu", "HEADS"),
-    (elementwise.HEADS_PER_BLOCK, "rope_store.cu", "WARPS"),
-    (attention.MAX_HEAD_DIM, "rope_store.cu", "MOST_DIM"),
-    (simple.SPLIT_THREADS // 32, "attention_simple.cu", "SPLIT_WARPS"),
-    (SQUARES, "rms.cuh", "SQUARES"),
-    (matvec.MOST_SCALED // SQUARES, "rms.cuh", "MOST_SQUARES"),
-    (8, "mul_mat_float.cu", "WARPS"),
-    (8, "mul_mat_float.cu", "TOKENS"),
-]
-
-
-@pytest.mark.parametrize(("value", "file", "name"), CONSTANTS)
-def test_constants_are_those_of_the_sources(sources, value: int, file: str, name: str):
-    assert define(sources, file, name) == value
-
-
-def test_tables_are_those_of_the_sources(sources):
-    tiles = re.findall(r"^TILE\((\d+), (\d+)\)", sources["attention_simple.cu"], re.M)
-    of_source = {32 * int(d): (f"attention_tile_d{d}", 4 * int(q)) for d, q in tiles}
-    assert of_source == simple.TILES
-    pad = re.search(r"CELL_HALVES = DIM \+ (\d+)", sources["attention.cuh"])
-    assert pad and int(pad[1]) == attention.CELL_PAD
-    for file, kernel, number in matvec.EPILOGUES.values():
-        text = sources[f"{file}.cu"]
-        assert f"{kernel}(" in text and f"EPILOGUE == {number}" in text
-
-
-def test_static_assertions_hold_the_rest():
-    """A tuning that the source cannot be compiled for is refused by the compiler, by name."""
-    bad = ("TYPE_0=Q4_0", "EPILOGUE=0", "N=8", "ROWS=8", "UNROLL=1", "WARPS=8", "ROW_WARPS=1")
-    with pytest.raises(DeviceError, match=r"does not compile for sm_90.*no such tuning"):
-        nvrtc.cubin("product", "sm_90", bad)
-
-
-def test_attention_in_one_part_of_many_tokens_is_a_launch_of_tall_blocks():
-    """Nothing shares the cells. Its result is floats, so a node quantises it behind."""
-    graph = Decoder("tiny-llama", Q4_K).graph(9, 9)
-    layer = [n for n in fuse(graph, FUSIONS).nodes if n.layer == 0]
-    launched = [w.function for n in layer for w in works(n) if isinstance(w, Kernel)]
-    at = launched.index("attention_prefill")
-    assert launched[at + 1] == "quantize" and "attention_decode" not in launched
-
-
-@pytest.mark.parametrize("kv_parts", ["off", "parallel_blocks"])
-def test_attention_splits_by_padded_length_alone(kv_parts: str):
-    """The same cells give the same shares, wherever the tokens stand in them; one share where
-    kv_parts=off."""
-    heads, cache = Tensor("q", F32, (1, 8, 64)), Tensor("k", F16, (8192, 512), Kind.CACHE)
-    shares = []
-    for n_kv in (256, 1024, 8192):
-        mask = Tensor("m", F16, (1, n_kv))
-        node = make("attention", "o", heads, cache, cache, mask, n_kv=n_kv, n_head_kv=8, scale=0.1)
-        (work,) = works(with_inputs(node, {"kv_parts": kv_parts}))
-        assert isinstance(work, Kernel)
-        shares.append(work.grid[1])
-        rows = 8 * attention.decode_tuning(1, 64).sets
-        scratch = 8 * work.grid[1] * rows * (64 + 2) * 4 if work.grid[1] > 1 else 0
-        assert op_table.scratch_bytes(with_inputs(node, {"kv_parts": kv_parts})) == scratch
-    assert shares == sorted(shares)
-    assert shares == [1, 1, 1] if kv_parts == "off" else shares[-1] > shares[0]
-
-
 @pytest.mark.parametrize("shape", [
     AttentionShape(1, 32, 8, 64, 8192), AttentionShape(128, 32, 8, 64, 1280, 128),
     pytest.param(AttentionShape(500, 32, 8, 128, 1024), marks=pytest.mark.slow),
@@ -328,21 +213,16 @@ def test_stream_k_gives_every_tile_to_one_block(shape: AttentionShape):
             assert nvrtc.cubin(kernel.file, arch, kernel.defines).startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize("dtype", sorted(weights.REPACKED))
-def test_every_weight_is_repacked_once(dtype: str):
-    """Pieces of a weight, one after another: grids cover every unit of 32 weights."""
-    blocks, units = 1000, DTYPES[dtype].block // weights.UNIT
-    kernel = weights.repack(dtype, 1, 2, 17, blocks, 5000)
-    assert kernel.args == [1, 2, 17, blocks, 5000] and kernel.grid[1] == 1
-    assert 0 <= kernel.grid[0] * kernel.block - blocks * units < kernel.block
-
-
 # the compiler and its cache -----------------------------------------------------------------------
 
 
-def test_a_compile_error_is_one_line():
+def test_what_does_not_compile_is_told_in_one_line():
+    """Also a tuning that the source cannot be compiled for, by name."""
     with pytest.raises(DeviceError, match=r'x\.cu does not compile for sm_90: .*"y" is undefined'):
         nvrtc.compile_source("x.cu", b"__global__ void f() { int x = y; }", {}, "sm_90")
+    bad = ("TYPE_0=Q4_0", "EPILOGUE=0", "N=8", "ROWS=8", "UNROLL=1", "WARPS=8", "ROW_WARPS=1")
+    with pytest.raises(DeviceError, match=r"does not compile for sm_90.*no such tuning"):
+        nvrtc.cubin("product", "sm_90", bad)
 
 
 def test_cubins_are_kept_by_content(tmp_path: Path, monkeypatch):
@@ -369,23 +249,6 @@ def test_cubins_are_kept_by_content(tmp_path: Path, monkeypatch):
     assert nvrtc.cubin("tiny", "sm_90", (), kept).startswith(b"\x7fELF")
 
 
-def test_many_are_compiled_once_each(tmp_path: Path, monkeypatch):
-    made = []
-    monkeypatch.setattr(nvrtc, "cubin", lambda *a: made.append(a))
-    nvrtc.compile_many([("a", ()), ("b", ("N=1",)), ("a", ())], "sm_90")
-    assert sorted(made) == [("a", "sm_90", ()), ("b", "sm_90", ("N=1",))]
-
-
-def test_the_cache_needs_no_home(tmp_path: Path, monkeypatch):
-    nowhere = tmp_path / "file"
-    nowhere.write_text("")  # a home that is no folder: cannot be made into one
-    monkeypatch.setattr(Path, "home", lambda: nowhere)
-    monkeypatch.setattr(kept.tempfile, "tempdir", str(tmp_path))
-    folder = nvrtc.cache_dir()
-    assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert nvrtc.cache_dir() == folder
-
-
 @pytest.mark.parametrize(
     ("module", "package"), [("cupy", "CuPy"), ("cuda.bindings", "cuda-bindings")]
 )
@@ -397,3 +260,23 @@ def test_a_missing_library_is_one_line(monkeypatch, module: str, package: str):
             act()
         assert str(caught.value).startswith(f"cuda needs {package} (")
         assert "\n" not in str(caught.value)
+
+
+def test_constants_are_those_of_the_sources():
+    folders = nvrtc.source_dir(), FOLDER
+    sources = {p.name: p.read_text() for folder in folders for p in folder.glob("*.cu*")}
+    for value, file, name in (
+        (elementwise.ROPE_HEADS, "rope.cu", "HEADS"),
+        (elementwise.HEADS_PER_BLOCK, "rope_store.cu", "WARPS"),
+        (attention.MAX_HEAD_DIM, "rope_store.cu", "MOST_DIM"),
+        (simple.SPLIT_THREADS // 32, "attention_simple.cu", "SPLIT_WARPS"),
+        (SQUARES, "rms.cuh", "SQUARES"),
+        (matvec.MOST_SCALED // SQUARES, "rms.cuh", "MOST_SQUARES"),
+        (8, "mul_mat_float.cu", "WARPS"),
+        (8, "mul_mat_float.cu", "TOKENS"),
+    ):
+        found = re.search(rf"(?:#define|constexpr int) {name}\b\s*=?\s*(\d+)", sources[file])
+        assert found and int(found[1]) == value, (file, name)
+    for file, kernel, number in matvec.EPILOGUES.values():
+        text = sources[f"{file}.cu"]
+        assert f"{kernel}(" in text and f"EPILOGUE == {number}" in text

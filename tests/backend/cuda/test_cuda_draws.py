@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import draws
+from tests.backend.cuda import on_host
 from tests.draws import LEVELS, Draw
 from tests.profiles import examples
-from tests.unit import on_host
 from workbench.backend.cuda.kernels import op_table
 from workbench.backend.cuda.kernels.kernel import Kernel, Operands
 from workbench.model.sampler import Sampling

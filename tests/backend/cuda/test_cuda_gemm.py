@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.profiles import tiers
-from workbench.backend.cuda.kernels import gemm, nvrtc, tiling
+from workbench.backend.cuda.kernels import nvrtc, tiling
 from workbench.backend.cuda.kernels.gemm import X, glu, product, scratch_bytes
 from workbench.backend.cuda.kernels.kernel import Gemm, Kernel, Work, blocks
 from workbench.backend.cuda.kernels.matvec import Segment
@@ -57,35 +57,6 @@ def test_every_block_has_a_stage(dtype: str, hopper: bool):
             assert 1 <= k_parts <= min(tiling.MOST_K_PARTS, blocks(cols, shape.steps * 128))
             assert k_parts == 1 or shape.tiles(rows, tokens) <= tiling.MOST_COUNTERS
             assert k_parts > 1 or not clustered
-
-
-def test_tiles_are_those_of_every_segment():
-    (shape,) = shapes_for("Q4_0", 100, hopper=True)
-    assert (shape.n, shape.rows) == (128, 128)
-    assert shape.tiles([1], 100) == 1
-    assert shape.tiles([129, 7, 128], 100) == 2 + 1 + 1
-    assert shape.tiles([129, 7, 128], 129) == 2 * (2 + 1 + 1)
-    assert all(shape.tiles([129, 129], 100, end) == 3 for end in GATED)  # 64 rows of either
-
-
-def test_a_tile_is_shared_where_tiles_are_few():
-    """Not by default: with a tile for every block a device has at once, sharing only costs."""
-    few, many = (build_for("Q4_0", [rows], 4096, 16) for rows in (1024, 264 * 64))
-    assert few.k_parts > 1 and many.k_parts == 1
-
-
-def test_blocks_are_as_many_as_run_at_once():
-    """What the model of cost is for: tiles that are twice as high where there would be more than
-    one round of them, clusters where they leave no multiprocessor idle."""
-    wide = build_for("Q4_0", [14336, 14336], 4096, 16, Epilogue.GLU_Q8, hopper=True)
-    assert wide.shape.rows == 128 and wide.shape.tiles([14336], 16, Epilogue.GLU_Q8) <= 264
-    assert build_for("Q4_0", [8192, 8192], 2048, 16, Epilogue.GLU_Q8, hopper=True).shape.rows == 64
-    narrow = [shape for shape in shapes_for("Q8_0", 16, hopper=True) if shape.rows == 64]
-    assert len(narrow) == 1  # the only one there is room for
-    pairs = build_for("Q8_0", [4096, 1024, 1024], 4096, 16, hopper=True)
-    assert (pairs.k_parts, pairs.clustered) == (2, True)
-    fours = build_for("Q8_0", [4096], 14336, 16, hopper=True)  # 64 clusters of 4 would not fit
-    assert (fours.k_parts, fours.clustered) == (4, False)
 
 
 def segments(*given: tuple[str, int]) -> list[Segment]:
@@ -139,54 +110,6 @@ def test_weights_of_one_type_are_one_launch():
         assert work.grid == (tiles * int(macros["K_PARTS"]), 1) and macros["EPILOGUE"] == "0"
 
 
-def test_gate_and_up_are_one_launch():
-    for quantised in (False, True):
-        gate, up = segments(("Q4_0", 14336), ("Q4_0", 14336))
-        _, tile = kernels_of(glu(gate, up, x_of(64), quantised, BEGIN, 5))
-        assert tile.args[:8] == [300, 100, 200, 14336, 301, 101, 201, 14336]
-        assert f"EPILOGUE={1 + quantised}" in tile.defines
-    for hopper in (False, True):
-        assert gemm.can_glu("Q4_0", 33, 16, False, hopper)
-        assert not gemm.can_glu("Q4_0", 33, 16, True, hopper)  # no whole block of 32
-        assert gemm.can_glu("Q4_0", 64, 129, True, hopper) == hopper
-        assert not gemm.can_glu("F16", 64, 16, False, hopper)
-
-
-def test_tiles_reach_as_far_as_they_are_quicker():
-    """With warpgroups to some hundred tokens, by type; elsewhere to 128; floats never."""
-    for dtype in TYPES:
-        most = gemm.WARPGROUP_TILES_UP_TO[dtype]
-        assert 128 < most <= gemm.MOST_TILED
-        assert gemm.by_tile(dtype, most, hopper=True)
-        assert not gemm.by_tile(dtype, most + 1, hopper=True)
-        assert not gemm.by_tile(dtype, 129, hopper=False)
-    assert not gemm.by_tile("F16", 16, hopper=True)
-
-
-def test_cublas_takes_segments_one_by_one_and_x_once():
-    """Each kind of conversion is made once, for the types that want it."""
-    given = segments(("F16", 64), ("BF16", 64), ("F16", 32))
-    works = product(given, x_of(16, quantised=False), BEGIN, 5)
-    made = [w.function if isinstance(w, Kernel) else (w.dtype, w.dst, w.rows) for w in works]
-    assert made == [
-        "half_rows", ("F16", 300, 64), "add_bias", ("F16", 302, 32), "add_bias",
-        "bfloat_rows", ("BF16", 301, 64), "add_bias",
-    ]  # fmt: skip
-    many = product(segments(("Q4_0", 64), ("Q8_0", 64)), x_of(512), BEGIN, 5)
-    assert [w.function for w in many if isinstance(w, Kernel)] == [
-        "half_rows_Q8", "dequantise_Q4_0", "add_bias", "dequantise_Q8_0", "add_bias",
-    ]  # fmt: skip
-
-
-def test_types_share_a_conversion():
-    """Products of one x by weights of several quantised types convert it once."""
-    for tokens in TOKENS:
-        made = {
-            repr(product(segments((dtype, 4096)), x_of(tokens), BEGIN, 5)[0]) for dtype in TYPES
-        }
-        assert len(made) == 1
-
-
 def spilled(arch: str, dtype: str, build: Build, end: Epilogue) -> str:
     """What the compiler says of a build's local memory, `` where it uses none."""
     api = nvrtc._nvrtc()
@@ -215,7 +138,11 @@ def spilled(arch: str, dtype: str, build: Build, end: Epilogue) -> str:
 
 
 @pytest.mark.parametrize("all_tokens", [[128], *tiers([64], [16, 32])], ids=str)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a", "sm_100", "sm_120"])
+@pytest.mark.parametrize(
+    "arch",
+    ["sm_80", "sm_90a", *(pytest.param(a, marks=pytest.mark.slow) for a in ("sm_90", "sm_100"))]
+    + [pytest.param("sm_120", marks=pytest.mark.slow)],
+)
 def test_builds_spill_nothing(arch: str, all_tokens: list[int]):
     """sm_90: as another device would run it; products of warpgroups run side by side."""
     builds = dict.fromkeys(
@@ -228,12 +155,3 @@ def test_builds_spill_nothing(arch: str, all_tokens: list[int]):
     with ThreadPoolExecutor(2) as pool:
         for build, said in zip(builds, pool.map(lambda b: spilled(*b), builds), strict=True):
             assert not said, (build, said)
-
-
-def test_one_architecture_has_its_own_instructions():
-    """sm_90 means sm_90a for this file: nothing else runs there that is compiled for sm_90."""
-    defines = build_for("Q4_0", [64], 4096, 16).defines("Q4_0")
-    assert nvrtc.cubin("tensor_product", "sm_90", defines) == nvrtc.cubin(
-        "tensor_product", "sm_90a", defines
-    )
-    assert b"tensor_product" in nvrtc.cubin("tensor_product", "sm_100", defines)

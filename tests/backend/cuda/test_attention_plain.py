@@ -12,28 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import workbench as wb
-from tests.attention import Case, attention_case, broadcast, causal, parted, skipping, windowed
-from tests.backend.cuda.fake_cuda import fake_backend
-from tests.backend.cuda.test_cuda_plans_faked import feed
+from tests.attention import Case, attention_case, causal, parted, skipping
+from tests.backend.cuda import on_host, ptx
+from tests.gpu.test_cuda_attention_ways import masks
 from tests.profiles import examples, rest, tiers
-from tests.unit import on_host, ptx
 from workbench.backend.cuda.device import weights
-from workbench.backend.cuda.kernels import attending, attention_plain, nvrtc, op_table
-from workbench.backend.cuda.kernels.attention import FEW_TOKENS, AttentionAt, AttentionShape
+from workbench.backend.cuda.kernels import attending, nvrtc, op_table
+from workbench.backend.cuda.kernels.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernels.attention_plain import TokenCounts, tile_grid, vec_grid
 from workbench.backend.cuda.kernels.kernel import Kernel, Operands, blocks
-from workbench.common.errors import DeviceError
-from workbench.config import KVParts, SkipMaskedKV, Toggles
-from workbench.graph.attend import with_inputs
-from workbench.graph.fuse import join
+from workbench.config import KVParts, SkipMaskedKV
 from workbench.graph.ir import BF16, CACHE_DTYPES, F16, F32, Q8_0, Node, Tensor
-from workbench.graph.ops import make
 
 WAYS, PARTS = tuple(map(str, SkipMaskedKV)), tuple(map(str, KVParts))
 HEADS = (48, 64, 80, 96, 128, 256)
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
-MOST_SHARED = 99 << 10  # of a block, on every architecture
 NOWHERE = Operands(lambda tensor: 4096, 8192, 0)
 
 # what its kernels compute ------------------------------------------------------------------------
@@ -47,26 +40,10 @@ CASES = {
     "a large group": Case((2,), 10, 1, 80, 130, k_type=BF16),
     "two chunks": Case((2, 9), 2, 2, 128, 100, regions=True, v_type=BF16),
 }
-QUICK = [("a chunk", "tile"), ("several", "vec"), ("ragged", "auto")]
+QUICK = [("a chunk", "tile"), ("ragged", "auto")]
 REST = [pair for pair in itertools.product(CASES, ("vec", "tile")) if pair not in QUICK]
 PAIRS = [*QUICK, *rest(REST, slow=3)]
 needs_compiler = pytest.mark.skipif(on_host.COMPILER is None, reason="no g++")
-
-
-def masks(case: Case) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(len(case.tokens))
-    tail = causal(case, case.n_kv // 3)
-    holes = tail.copy()
-    holes[:, 20:90] = False
-    any_ = rng.random(tail.shape) < 0.3
-    any_[-1] = False
-    one = np.zeros_like(tail)
-    one[np.arange(len(one)), rng.integers(0, case.n_kv, len(one))] = True
-    window = windowed(case, case.n_kv // 2, 20)
-    return {
-        "tail": tail, "holes": holes, "any": any_, "one": one, "window": window,
-        "broadcast": broadcast(case, rng),
-    }  # fmt: skip
 
 
 def works(node: Node) -> list[Kernel]:
@@ -136,39 +113,7 @@ def test_a_barrier_that_is_missing_shows(kernel: str, barrier: str):
     assert not all(w < 1e-3 for w in wrong)
 
 
-@needs_compiler
-@pytest.mark.parametrize(("name", "kernel"), PAIRS)
-def test_shared_memory_is_what_the_struct_takes(name: str, kernel: str):
-    node = parted(attention_case(CASES[name], causal(CASES[name], 10))[0], "off", kernel)
-    for work in works(node):
-        assert work.shared == on_host.library(work.file, work.defines).memory_bytes()
-
-
 # launches ----------------------------------------------------------------------------------------
-
-
-def files(shape: AttentionShape) -> list[str]:
-    return [w.file for w in attending.launches(shape, AttentionAt(*range(7)), 1.0, False)]
-
-
-def test_auto_takes_tensor_cores_for_halves_and_else_goes_by_the_number_of_tokens():
-    few, many = AttentionShape(1, 8, 2, 64, 512), AttentionShape(64, 8, 2, 64, 512)
-    assert set(files(few)) == set(files(many)) == {"attention"}
-    for types in ({"k_type": "Q8_0"}, {"v_type": "BF16"}, {"k_type": "F32", "v_type": "F32"}):
-        assert set(files(few._replace(**types))) == {"attention_vec"}
-        assert set(files(many._replace(**types))) == {"attention_tile"}
-        assert not attending.can_quantise(few._replace(**types))
-    for kernel in ("vec", "tile"):
-        for shape in (few, many):
-            assert set(files(shape._replace(kernel=kernel))) == {f"attention_{kernel}"}
-
-
-def test_sequences_of_few_tokens_beside_many_have_a_launch_of_their_own():
-    shape = AttentionShape(70, 8, 2, 64, 512, n_regions=3, k_type="Q8_0")
-    found = attention_plain.kernels_of(shape)
-    assert [k for k, _ in found] == ["tile", "vec"]
-    assert found[0][1].least == found[1][1].most + 1 == FEW_TOKENS + 1
-    assert attention_plain.kernels_of(shape._replace(kernel="vec")) == [("vec", TokenCounts())]
 
 
 @pytest.mark.parametrize(
@@ -181,14 +126,6 @@ def test_what_mma_cannot_read_is_refused_in_one_line(k, v, said):
     assert weights.refuses(node, lambda n: op_table.launches(n, NOWHERE)) == f"{what} cache of f16"
 
 
-def test_heads_that_no_kernel_has_are_refused_in_one_line():
-    shape = AttentionShape(1, 4, 2, 264, 64, kernel="vec")
-    with pytest.raises(DeviceError, match=r"head_dim 264 is not supported on cuda \(multiples of"):
-        files(shape)
-    with pytest.raises(DeviceError, match=r"heads of 80 elements are no whole blocks of Q8_0"):
-        files(shape._replace(head_dim=80, v_type="Q8_0"))
-
-
 SHAPES = st.builds(
     AttentionShape, st.integers(1, 600), st.just(8), st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([64, 128, 256]), st.integers(1, 9000), st.just(0),
@@ -198,7 +135,7 @@ SHAPES = st.builds(
 
 @given(SHAPES, st.sampled_from([vec_grid, tile_grid]))
 @settings(max_examples=examples(100))
-def test_every_tile_is_one_block_s_and_every_result_has_an_entry(shape: AttentionShape, grid_of):
+def test_every_tile_is_one_block_s_and_has_an_entry(shape: AttentionShape, grid_of):
     """As `each_segment` of attention_plain.cuh deals them out."""
     grid = grid_of(shape, TokenCounts())
     tiles, (x, y) = blocks(shape.n_kv, grid.cells), grid.grid
@@ -232,30 +169,10 @@ def one(dim: int, k: str, v: str, kernel: str, way: str, regions: int, sinks: bo
     return attending.launches(shape, AttentionAt(*range(0, 160, 16)), 1.0, False)
 
 
-def builds() -> list[Kernel]:
-    """Every pair of types, head size and way, though not each with each; heads of 80 and 48 are no
-    blocks of Q8_0."""
-    names, found = [t.name for t in CACHE_DTYPES], []
-    for n, (k, v) in enumerate(itertools.product(names, repeat=2)):
-        dim = (64, 128, 256, 96)[n % 4] if "Q8_0" in (k, v) else HEADS[n % len(HEADS)]
-        way, regions = WAYS[n // 2 % 4], (0, 3, 12)[n % 3]
-        found += one(dim, k, v, ("vec", "tile")[(n + n // 4) % 2], way, regions, bool(n % 2))
-    return found
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_kernels_compile(arch: str):
-    """Half of the builds in turn, each for one architecture; the next test has the others."""
-    made = sorted({(w.file, w.defines) for w in builds()})[ARCHITECTURES.index(arch) :: 8]
-    nvrtc.compile_many(made, arch)
-    for file, defines in made:
-        cubin = nvrtc.cubin(file, arch, defines)
-        for function in (file, "attention_combine"):
-            assert b".text." + function.encode() + b"\0" in cubin, (file, defines)
-
-
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("share", tiers(2 * len(ARCHITECTURES), 1), ids=["half in turn", "all"])
+@pytest.mark.parametrize(
+    "share", [48, *tiers(2 * len(ARCHITECTURES), 1)], ids=["few", "half in turn", "all"]
+)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles_for_every_type_and_head(arch: str, share: int):
     """Each with another way, with regions or without, with sinks or without."""
@@ -271,7 +188,7 @@ def test_every_kernel_compiles_for_every_type_and_head(arch: str, share: int):
         assert nvrtc.cubin(file, arch, defines).startswith(b"\x7fELF")
 
 
-def test_arguments_are_those_the_compiler_saw_and_nothing_comes_before_the_wait():
+def test_nothing_comes_before_the_wait_in_what_is_compiled():
     for kernel in ("vec", "tile"):
         launched = one(64, "Q8_0", "F16", kernel, "classes", 3, True)
         assert [w.function for w in launched] == [f"attention_{kernel}", "attention_combine"]
@@ -281,52 +198,3 @@ def test_arguments_are_those_the_compiler_saw_and_nothing_comes_before_the_wait(
             assert ptx.parameters(text, work.function) == given_
             verdict = ptx.check(text, work.function)
             assert work.waits and verdict.violations == () and verdict.triggers
-
-
-def test_block_sizes_and_shared_memory_are_possible():
-    for dim, kernel in itertools.product(HEADS, ("vec", "tile")):
-        for work in one(dim, "F16", "BF16", kernel, "off", 0, False):
-            assert work.block % 32 == 0 and 0 < work.block <= 1024
-            assert 0 <= work.shared <= MOST_SHARED
-
-
-def test_a_fused_quantisation_is_a_launch_of_its_own():
-    node, _, _ = attention_case(Case((2,), 4, 2, 64, 200, k_type=Q8_0), np.ones((2, 200), bool))
-    node = with_inputs(node, {"kv_parts": "stream_k"})
-    quantize = make("quantize", "q", node.output)
-    joined = join("attention_quantize", "aq", [node, quantize], {node.output.storage: 1})
-    names = [w.function for w in works(joined)]
-    assert names == ["attention_vec", "attention_combine", "quantize"]
-    assert op_table.scratch_bytes(joined) > op_table.scratch_bytes(joined.parts[0])
-
-
-# engines on a driver that notes what it is asked --------------------------------------------------
-
-
-@pytest.mark.parametrize("kv_parts", PARTS)
-@pytest.mark.parametrize("kernel", ["auto", "vec", "tile"])
-def test_a_replayed_step_with_such_a_cache_queues_what_an_eager_one_does(
-    monkeypatch, tiny_model, kernel: str, kv_parts: str
-):
-    fake_backend(monkeypatch)
-    chosen = {"graph_reuse": "set_rows", "attn_kernel": kernel, "kv_parts": kv_parts, "fuse": "on"}
-    with wb.Engine.load(
-        tiny_model("tiny-llama", "F16"), device="cuda", n_ctx=2048, cache_type_k="q8_0",
-        toggles=Toggles(**chosen),
-    ) as eager:  # fmt: skip
-        wanted = feed(eager)
-        with eager.variant(Toggles(**chosen, plans="ours")) as planned:
-            found = feed(planned)
-            assert planned.counters["plans_replayed"] >= 5
-    assert [sorted(map(str, s)) for s in found] == [sorted(map(str, s)) for s in wanted]
-
-
-def test_an_engine_refuses_mma_for_such_a_cache_and_has_it_for_halves(monkeypatch, tiny_model):
-    fake_backend(monkeypatch)
-    path, mma = tiny_model("tiny-llama", "F16"), Toggles(attn_kernel="mma")
-    with pytest.raises(DeviceError) as caught:
-        wb.Engine.load(path, device="cuda", n_ctx=512, cache_type_v="q8_0", toggles=mma)
-    said = "attn_kernel=mma reads no cache of Q8_0; use attn_kernel=auto, vec or tile, or a cache"
-    assert str(caught.value) == f"{said} of f16"
-    with wb.Engine.load(path, device="cuda", n_ctx=512, toggles=mma) as engine:
-        assert engine.toggles.attn_kernel == "mma"
