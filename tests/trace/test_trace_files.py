@@ -1,19 +1,17 @@
-"""Arrows of a trace: which there are, that both ends exist, and that none runs backwards, also
-where the device's clock is off."""
+"""Files of traces made by hand: slices, and arrows, of which both ends exist and none runs
+backwards, also where the device's clock is off."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-import chrome_decode
-import perfetto_decode
-
+from tests.trace import chrome_decode, perfetto_decode
+from workbench.common.errors import UsageError
 from workbench.trace import chrome, perfetto
 from workbench.trace.flows import EVENT, ISSUE, WAIT, flows_of
 from workbench.trace.lanes import nesting_order
@@ -111,3 +109,61 @@ def test_both_ends_of_an_arrow_exist_and_none_runs_backwards(actions, off: int) 
     if off == 0:
         launches = sum(action == "launch" for action, *_ in actions)
         assert [k for k, *_ in trace.found()].count(ISSUE) == launches, "none is left out"
+
+
+# slices -------------------------------------------------------------------------------------------
+
+
+def test_empty_touching_and_overlapping_spans() -> None:
+    spans = [
+        Span("step", "step", HOST_LANE, 0, 100, {}),
+        Span("a", "launch", HOST_LANE, 10, 50, {"us": 0.5, "fused": False}),
+        Span("b", "launch", HOST_LANE, 50, 50, {}),  # touches a, has no length
+        Span("c", "launch", HOST_LANE, 50, 100, {}),
+        Span("d", "read", HOST_LANE, 100, 100, {}),  # at the end of the step, inside it
+        Span("x", "device", STREAMS[0], 10, 40, {}),
+        Span("y", "device", STREAMS[0], 30, 60, {}),  # overlaps x: a track of its own
+    ]
+    decoded = perfetto_decode.decode(perfetto.encode(spans))
+    slices = {s.name: s for s in decoded.slices}
+    assert {n: s.depth for n, s in slices.items() if n in "abcd"} == dict.fromkeys("abcd", 1)
+    assert slices["a"].args == spans[1].args
+    assert {s.name: (s.start_ns, s.end_ns) for s in decoded.slices} == {
+        s.name: (s.start_ns, s.end_ns) for s in spans
+    }
+    assert slices["x"].track != slices["y"].track
+    assert sorted(decoded.tracks.values()) == [("cuda", "stream 0")] * 2 + [("host", "host")]
+
+
+def test_a_command_recorded_twice_keeps_its_pairs() -> None:
+    first, second = Trace(), Trace()
+    first.launch(STREAMS[0])
+    second.at = second.free[STREAMS[0]] = 2 * 10**6
+    second.launch(STREAMS[0])
+    ends = perfetto_decode.decode(perfetto.encode(first.spans + second.spans)).flows.values()
+    assert len(ends) == 2 and all(abs(a - b) < 10**5 for (a, _), (b, _) in ends)
+
+
+def test_many_spans_are_small_and_none_is_a_file(tmp_path: Path) -> None:
+    trace = Trace()
+    for _ in range(500):
+        trace.host("launch", on=STREAMS[0])
+    # interned names: a span costs well under 100 bytes
+    assert 0 < perfetto.write(trace.spans, tmp_path / "t.pftrace") < 100 * 500
+    assert perfetto.write([], tmp_path / "t.pftrace") > 0
+    assert perfetto_decode.decode((tmp_path / "t.pftrace").read_bytes()).slices == []
+
+
+@pytest.mark.parametrize("name", ["t.pftrace", "t.pftrace.gz"])
+def test_a_trace_goes_through_a_link_and_never_over_a_device(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("real")
+    trace = Trace()
+    trace.launch(STREAMS[0])
+    size = perfetto.write(trace.spans, tmp_path / name)
+    assert (tmp_path / name).is_symlink() and (tmp_path / "real").stat().st_size == size
+    full = tmp_path / f"full-{name}"
+    full.symlink_to("/dev/full")
+    with pytest.raises(UsageError, match="no space is left"):
+        perfetto.write(trace.spans, full)
+    assert Path("/dev/full").is_char_device() and full.is_symlink()
+    assert len(list(tmp_path.iterdir())) == 3
