@@ -92,18 +92,18 @@ def functions(markers: str, *files: str | Path) -> set[str]:
 # what is too slow for every time: of each some in `make test`, more in `make test-slow`
 SHARED = {
     "tests/unit/test_kernels_compile.py": ["test_arguments_are_those_the_compiler_saw"],
-    "tests/unit/test_pdl.py": [
+    "tests/backend/cuda/test_pdl.py": [
         "test_nothing_dependent_comes_before_the_wait",
         "test_products_request_weights_before_they_wait",
     ],
     "tests/unit/test_cuda_gemm.py": ["test_builds_spill_nothing"],
     "tests/cpu/test_logits.py": ["test_bit_equal_under_every_toggle"],
     "tests/unit/test_fuse.py": ["test_every_choice_of_patterns_keeps_the_meaning"],
-    "tests/unit/test_mutations.py": [
+    "tests/program/check/test_mutations.py": [
         "test_without_any_one_command_the_checker_is_right",
         "test_without_any_one_command_the_checker_is_right_where_copies_have_no_order",
     ],
-    "tests/unit/test_orderings.py": [
+    "tests/program/check/test_orderings.py": [
         "test_what_is_said_to_race_does_and_nothing_else",
         "test_what_is_safe_is_safe_whatever_shapes_steps_have",
     ],

@@ -37,17 +37,6 @@ def test_auto_chooses_the_safe_mode_with_fewest_waits(capabilities, copy_stream,
     assert choose_ordering(wanted, capabilities, "dev") == wanted._replace(sync=chosen)
 
 
-@pytest.mark.parametrize("sync", ["copy_boundary", "packed", "write_read_boundary", "implicit"])
-def test_a_mode_the_device_cannot_honour_is_refused(sync):
-    with pytest.raises(DeviceError, match=f"cannot honour sync={sync}: .*; use sync=auto"):
-        choose_ordering(Ordering(sync, "compute"), SYNCHRONOUS, "dev")
-
-
-def test_an_event_that_does_not_stand_behind_its_copies_is_no_guard():
-    with pytest.raises(DeviceError, match="sync=event_guarded: an event does not stand behind"):
-        choose_ordering(Ordering("event_guarded", "own"), UNORDERED, "dev")
-
-
 @pytest.mark.parametrize("sync", [mode for mode in SyncMode if mode != SyncMode.AUTO])
 def test_unless_named_copies_that_block_or_are_guarded_have_a_stream_of_their_own(sync):
     own = sync in (SyncMode.PER_COPY, SyncMode.BLOCKING_COPIES, SyncMode.EVENT_GUARDED)
@@ -61,13 +50,6 @@ def test_unless_named_copies_that_block_or_are_guarded_have_a_stream_of_their_ow
             choose_ordering(Ordering(sync, "auto"), one, "dev")
     else:
         assert choose_ordering(Ordering(sync, "auto"), one, "dev").copy_stream == "compute"
-
-
-@pytest.mark.parametrize("able", [Capabilities(True, True, True, False, 1), SYNCHRONOUS])
-@pytest.mark.parametrize("sync", ["per_copy", "auto"])
-def test_own_copy_stream_needs_two_streams(able, sync):
-    with pytest.raises(DeviceError, match="copy_stream=own needs two streams"):
-        choose_ordering(Ordering(sync, "own"), able, "dev")
 
 
 @pytest.mark.parametrize("sync", ["per_copy", "auto"])
