@@ -6,15 +6,10 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import workbench as wb
-from tests.unit.fake_cuda import fake_backend
 from workbench.backend.base import KernelName
-from workbench.config import Toggles
-from workbench.program.commands import Launch, Replay
 from workbench.trace.cupti.activity import COPY, COUNTED, KERNEL, MEMSET, Activity, Want, named
 from workbench.trace.cupti.parted import parted
 
@@ -136,40 +131,3 @@ def test_a_name_is_given_only_to_what_was_launched_so():
     for wants in ([other], [one, other], [None], [KernelName("norm", False)]):
         assert named([row], wants) == [row], wants
     assert named([row, row], [one]) == [row, row], "one too many"
-
-
-@pytest.mark.parametrize("quant", ["Q4_0", "F16"])
-def test_a_prompt_s_replay_is_told_where_cupti_has_names_of_another_engine(
-    monkeypatch, tiny_model, quant
-):
-    """The nodes that the cuda device captures for 400 tokens. Behind other engines of a process
-    that were closed, an H200 gave `attention_decode` for `tensor_product`."""
-    fake_backend(monkeypatch)
-    toggles = Toggles(graph_reuse="set_rows", plans="ours")
-    with wb.Engine.load(
-        tiny_model("tiny-llama", quant), device="cuda", n_ctx=512, toggles=toggles
-    ) as engine:
-        engine.prefill([1] * 400)
-        program, backend = engine.program(400), engine.backend
-        (plan,) = [c for c in program.commands if isinstance(c, Replay)]
-        (captured,) = [kept.captured for kept in engine.issuer.plans]  # type: ignore
-    wanted = [
-        [k if k.function else None for k in backend.kernels_of(part.node)]
-        for part in plan.parts
-        if isinstance(part, Launch)
-    ]
-    assert len(wanted) == len(plan.parts)
-    rows, nodes, owner = recorded(wanted, random.Random(0), products=2)
-    assert tuple(nodes) == captured.nodes
-    other = "tensor_product" if quant == "Q4_0" else "half_rows"
-    for stale in (
-        {other: "attention_decode"},
-        dict.fromkeys(("norm_row", "mul", "quantize"), other),
-    ):
-        given = [row._replace(name=stale.get(row.name, row.name)) for row in rows]
-        assert given != rows
-        found, reason = parted(given, wanted, nodes)
-        assert not reason and {r: part for part, of in found.items() for r in of} == owner
-        unlike = [row._replace(dims=(2, 2, 1, 64, 1, 1)) for row in given]
-        found, reason = parted(unlike, wanted, nodes)
-        assert not found and "(grid 2x2x1, block 64x1x1) instead of " in reason
