@@ -113,7 +113,7 @@ def test_what_the_contract_leaves_open_is_found_by_some_seed(name):
     assert found == expected
 
 
-def test_a_write_that_was_overwritten_before_anybody_looked_leaves_no_trace():
+def test_a_write_overwritten_unseen_leaves_no_trace():
     """Two copies race for the same bytes, and a third one, behind both, decides what they hold."""
     both = [upload(COPIES), upload(COMPUTE, src=O), Sync(0, stream=COMPUTE), SYNC_COPIES]
     assert readers(wrong(both)) == {None}
@@ -130,7 +130,7 @@ def test_events_keep_their_records_from_step_to_step():
 # copies without an order -------------------------------------------------------------------------
 
 
-def test_without_one_order_only_a_sync_on_its_stream_orders_a_copy():
+def test_without_one_order_only_a_sync_orders_a_copy():
     on_compute = [upload(COMPUTE), compute(I)]
     event = [upload(COMPUTE), Record(0, COMPUTE, 0), Sync(0, event=0), compute(I)]
     drained = [upload(COMPUTE), Sync(0, stream=COMPUTE), compute(I)]
@@ -195,11 +195,11 @@ def possible(steps: Sequence[Program], one_order: bool) -> set:
 
 @settings(max_examples=examples(150))
 @given(runs, st.booleans())
-def test_the_adversary_finds_nothing_that_no_interleaving_has(steps, one_order):
+def test_the_adversary_finds_only_what_can_be(steps, one_order):
     assert tried(steps, one_order) <= possible(steps, one_order)
 
 
-def test_the_adversary_misses_no_unsafe_run_and_hardly_a_byte():
+def test_the_adversary_misses_no_unsafe_run():
     unsafe = found_whole = 0
     for number in range(100):
         steps, one_order = random_run(Random(number)), number % 3 > 0

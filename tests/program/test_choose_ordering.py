@@ -38,7 +38,7 @@ def test_auto_chooses_the_safe_mode_with_fewest_waits(capabilities, copy_stream,
 
 
 @pytest.mark.parametrize("sync", [mode for mode in SyncMode if mode != SyncMode.AUTO])
-def test_unless_named_copies_that_block_or_are_guarded_have_a_stream_of_their_own(sync):
+def test_copies_that_block_or_are_guarded_have_a_stream(sync):
     own = sync in (SyncMode.PER_COPY, SyncMode.BLOCKING_COPIES, SyncMode.EVENT_GUARDED)
     two = Capabilities(True, True, True, False, 2)
     assert choose_ordering(Ordering(sync, "auto"), two, "dev").copy_stream == (
@@ -78,7 +78,7 @@ def test_a_refusal_names_the_toggle_that_it_is_of(toggles, able, says, sync):
     st.builds(Ordering, st.just("auto"), *map(st.sampled_from, (
         CopyStream, HostSource, InputOrder, StepWait, NCopies))),
 )  # fmt: skip
-def test_auto_finds_a_mode_wherever_the_other_toggles_can_be_honoured(able, wanted):
+def test_auto_finds_a_mode_wherever_there_is_one(able, wanted):
     """That mode can be asked for by name, then, and what is refused is refused by name, too."""
     try:
         chosen = choose_ordering(wanted, able, "dev")
@@ -98,7 +98,7 @@ def test_auto_finds_a_mode_wherever_the_other_toggles_can_be_honoured(able, want
         (Ordering("write_read_boundary", "own", step_wait="outputs"), "the graph of the step bef"),
     ],
 )
-def test_toggles_that_race_are_refused_unless_they_are_wanted_so(ordering, says):
+def test_toggles_that_race_are_refused_unless_wanted(ordering, says):
     with pytest.raises(UsageError, match=r"race on the dev device: .*; use sync=auto") as refused:
         choose_ordering(ordering, ASYNC, "dev")
     assert says in str(refused.value) and "\n" not in str(refused.value)

@@ -121,7 +121,7 @@ def inputs(program: Program) -> list[Copy]:
 
 @pytest.mark.parametrize("order", ["graph", "user_first"])
 @pytest.mark.parametrize(("source", "space"), [("pinned", Space.PINNED), ("pageable", Space.HOST)])
-def test_each_input_is_copied_once_from_where_it_is_asked_for(house, order, source, space):
+def test_each_input_is_copied_once_from_where_it_should(house, order, source, space):
     """The embedding, which the host computes, is the first input that the graph wants."""
     program = house.program("copy_boundary", input_order=order, host_source=source)
     names = INPUTS if order == "graph" else [*INPUTS[1:], INPUTS[0]]
@@ -188,7 +188,7 @@ def test_a_train_ends_with_the_way_of_its_logits(house):
 
 
 @pytest.mark.parametrize("sync", list(RULES))
-def test_a_step_without_outputs_waits_for_nothing_behind_its_work_if_so_asked(house, sync):
+def test_a_step_without_outputs_ends_without_a_wait(house, sync):
     shape = StepShape(4, 0, 256)
     every, train = (house.program(sync, shape=shape, step_wait=w) for w in ("every", "outputs"))
     assert every.pattern() == train.pattern()

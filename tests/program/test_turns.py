@@ -67,7 +67,7 @@ def test_a_ring_is_written_behind_the_copies_from_it(engine):
     assert events[0] == events[2] != events[1]
 
 
-def test_with_several_copies_the_host_waits_for_an_event_and_not_for_the_stream(engine):
+def test_with_several_copies_the_host_waits_for_an_event(engine):
     """As llama.cpp does where it has events: for the graph that read the buffer, four steps ago."""
     for sync, waits in (("per_copy", 5), ("copy_boundary", 1)):
         with engine.variant(Toggles(sync=sync, n_copies="4", step_wait="outputs")) as variant:

@@ -250,7 +250,7 @@ def test_the_narrowest_bracket_of_both_clocks_counts():
     assert read_clocks(lambda: 5_000, lambda: next(ticks)) == Reading(1025, 5_000, 25)
 
 
-def test_clocks_that_part_are_interpolated_and_the_error_says_so():
+def test_clocks_that_part_are_interpolated():
     clock = Clock(Reading(1_000, 501_000, 40), Reading(2_100, 502_000, 30))
     assert [clock.to_host(t) for t in (501_000, 501_500, 502_000)] == [1_000, 1_550, 2_100]
     assert clock.error_ns == 40 + 100

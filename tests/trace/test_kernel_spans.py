@@ -57,7 +57,7 @@ def decoded(used: wb.Engine) -> np.ndarray:
 
 @pytest.mark.parametrize("streams", ["1", "3"])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_launch_of_a_step_has_its_span_in_it_and_answers_stay(loaded, way, streams):
+def test_every_launch_of_a_step_has_its_span_in_it(loaded, way, streams):
     with loaded.variant(settings(way, streams)) as used:
         wanted, around = decoded(used), []
         used.reset()
@@ -84,7 +84,7 @@ def test_every_launch_of_a_step_has_its_span_in_it_and_answers_stay(loaded, way,
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_overlap_is_told_with_its_branches_its_tick_and_the_trace_beside_it(loaded, way):
+def test_an_overlap_is_told_with_its_branches_and_tick(loaded, way):
     with loaded.variant(settings(way, "3")) as used:
         found = measure_overlap(used, 4)
         own = regions(used.program(n_past=WARM_UP))

@@ -64,7 +64,7 @@ def placed(request, tiny_model):
 
 
 @pytest.mark.parametrize("ordering", share(ELSEWHERE, every=3))
-def test_prompts_and_tokens_on_every_placement_are_as_programmed(placed, ordering):
+def test_runs_on_every_placement_are_as_programmed(placed, ordering):
     """Step by step: a prompt of five ubatches, then tokens. Whether a copy was held takes many
     steps alike to tell, which a prompt has not: hidden waits have tests of their own."""
     with placed.variant(replace(ELSEWHERE[ordering], graph_reuse="set_rows")) as engine:

@@ -133,7 +133,7 @@ def test_host_spans_are_the_commands_one_to_one(traced):
         assert sum(s.category == "split" for s in every) == len(program.splits)
 
 
-def test_device_spans_are_the_asynchronous_commands_and_parts(traced):
+def test_device_spans_are_asynchronous_commands_and_parts(traced):
     for step, program in traced.programs.items():
         host = {s.args["index"]: s for s in of_step(traced, step, device=False)}
         device = of_step(traced, step, device=True)

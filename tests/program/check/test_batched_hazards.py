@@ -202,7 +202,7 @@ LOWERED: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("cache", Toggles.values("kv_cache"))
 @pytest.mark.parametrize("name", LOWERED)
-def test_batched_steps_lowered_as_for_a_gpu_are_free_of_races(engine, name, cache):
+def test_batched_steps_lowered_for_a_gpu_do_not_race(engine, name, cache):
     values = LOWERED[name]
     steps = order_of(engine, BEHIND | {"kv_cache": cache} | values)
     assert not races(steps * 2)

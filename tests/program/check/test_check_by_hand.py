@@ -283,7 +283,7 @@ def test_a_command_issued_anew_is_the_latest_again():
     assert (race.first[:2], race.second[:2]) == ((2, 0), (3, 1))
 
 
-def test_a_ring_of_two_entries_waits_for_the_entry_not_for_the_step():
+def test_a_ring_waits_for_its_entry_not_for_the_step():
     def step(entry: int) -> Program:
         staging, there = part(S, 32 * entry, 32), part(X, 32 * entry, 32)
         return program(
@@ -299,7 +299,7 @@ def test_a_ring_of_two_entries_waits_for_the_entry_not_for_the_step():
     assert {(r.first.step, r.second.step) for r in races(other * 3)} == {(0, 2), (1, 3)}
 
 
-def test_one_that_does_not_is_refused_and_its_races_are_named():
+def test_a_launch_that_declares_no_wait_is_refused():
     run = [program(launch(A, [], [X]), early())] * 2
     found = check_cycle(run[:1], declared=lambda node: False)
     assert indices(found.refused) == [1] and not found.safe
@@ -333,7 +333,7 @@ def attention(q: Range, k: Range, mask: Range, out: Range, stream: Stream) -> La
     return launch(stream, [q, k, memory("v"), mask], [out], node)
 
 
-def test_a_race_on_a_superset_may_be_and_one_on_other_bytes_is():
+def test_a_race_on_a_superset_only_may_be():
     cache, x, rows = memory("cache"), memory("rows"), memory("indices")
     node = make(
         "set_rows", "store", Tensor("k", F16, (4, 8), Kind.CACHE), Tensor("x", F32, (1, 8)),
@@ -388,7 +388,7 @@ def test_a_wait_in_a_plan_is_judged_as_one_outside():
     assert (told["step"], told["index"], told["part"]) == (1, 0, 3)
 
 
-def test_a_launch_in_a_plan_whose_kernel_declares_no_wait_is_refused_by_name():
+def test_a_refused_launch_in_a_plan_is_named():
     step = program(plan(launch(A), launch(A, programmatic=True)))
     (at,) = check_cycle([step], declared=lambda node: False).refused
     assert str(at) == "step 0 #0 part 1 launch sum"
@@ -433,7 +433,7 @@ def named(name: str) -> Launch:
     return launch(A, [X], [Y], node)
 
 
-def test_races_of_the_same_words_that_lack_the_same_order_are_one_group():
+def test_races_of_the_same_words_are_one_group():
     cycle = apart([program(LAND, USE)] * 5)  # every step a program of its own
     every, found = races(cycle * 3), check_cycle(cycle)
     assert found.n_races == len(every) > len(found.races)
@@ -491,7 +491,7 @@ def test_findings_are_json():
 # which waits could go -----------------------------------------------------------------------------
 
 
-def test_of_two_waits_for_the_same_either_can_go_but_not_both():
+def test_of_two_waits_for_the_same_either_can_go():
     run = [program(LAND, sync(B), sync(B), USE, sync(A))] * 3
     assert races(run) == []
     assert indices(superfluous(run, range(1, 2))) == [1, 2]
@@ -505,7 +505,7 @@ def test_a_wait_is_removed_in_every_step():
     assert [at[:2] for at in sufficient(run)] == [(0, 0)]
 
 
-def test_where_something_races_anyway_a_wait_is_superfluous_that_keeps_nothing_else_from_it():
+def test_a_wait_that_prevents_no_race_is_superfluous():
     run = [program(LAND, sync(A), USE, sync(A), sync(B))] * 3
     assert races(run)
     assert indices(superfluous(run)) == [1, 4]  # the copy races with its reader, now or later
@@ -559,7 +559,7 @@ def decode(*more: Launch) -> Program:
     return program(launch(A, [X, IDS], [CACHE]), launch(A, [CACHE, X], [Y]), *more)
 
 
-def test_a_step_that_turns_the_cache_in_place_is_a_step_of_the_train():
+def test_a_step_that_turns_the_cache_is_one_of_the_train():
     shift = launch(A, [CACHE, IDS], [CACHE])
     train = [decode(), program(Write(S, "by"), copy(IDS, S, A), shift), decode(), decode()]
     assert check_cycle(train).n_races == 1  # the next lap's write meets the copy that reads late

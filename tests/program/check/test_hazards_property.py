@@ -129,7 +129,7 @@ def key_of(at) -> tuple[int, int, int | None]:
 
 @given(runs(4, 3, parts=3), st.booleans())
 @settings(max_examples=examples(300))
-def test_races_are_what_some_interleavings_do_in_one_order_and_some_in_the_other(run, one_order):
+def test_races_are_what_interleavings_do_in_either_order(run, one_order):
     seen = seen_both_ways(run, one_order)
     assert seen == racing_pairs(run, one_order)  # the twins agree
     assert commands_of(races(run, one_order=one_order)) == commands_at(run, seen)
@@ -156,7 +156,7 @@ def test_races_are_conflicts_without_a_path(run, one_order):
 
 @given(runs(16, 6), st.booleans(), st.sampled_from([None, True, False]))
 @settings(max_examples=examples(200))
-def test_findings_are_those_of_walking_all_again_for_every_wait(run, one_order, declares):
+def test_findings_are_those_of_walking_all_again(run, one_order, declares):
     declared = None if declares is None else lambda node: declares
     how = {"one_order": one_order, "declared": declared}
     twin = WalkedAgain(run, one_order, declared)
@@ -203,7 +203,7 @@ def naive_races(run: list[Program], gone: set[Command]) -> set[tuple[Command, Co
 
 @given(runs(14, 3))
 @settings(max_examples=examples(150))
-def test_waits_that_could_go_are_those_without_which_nothing_more_races(run):
+def test_without_waits_that_could_go_nothing_more_races(run):
     anyway = naive_races(run, set())
     waits = {c for p in run for c in p.singly() if isinstance(c, (Sync, Wait))}
     alone = {w for w in waits if naive_races(run, {w}) == anyway}
@@ -304,7 +304,7 @@ def explored(steps: Sequence[Program], one_order: bool, within: Range | None = N
 
 @settings(max_examples=examples(150))
 @given(small, st.booleans())
-def test_a_run_is_free_of_races_only_if_no_interleaving_of_it_is_wrong(steps, one_order):
+def test_without_races_no_interleaving_is_wrong(steps, one_order):
     found = races(steps, one_order=one_order)
     disputed = {
         (race.buffer, byte)

@@ -171,7 +171,7 @@ SCOPED = [(way, scope) for way in WAYS for scope in ("", *SCOPES)
 
 
 @pytest.mark.parametrize(("way", "scope"), share(SCOPED, every=10, slow=2))
-def test_waits_that_could_go_are_those_found_by_walking_again(one, way, scope):
+def test_waits_that_could_go_are_found_by_walking_again(one, way, scope):
     """Of prompts of three ubatches with tokens behind them; steps of one shape share a program."""
     with one.variant(way) as engine:
         cycle = engine.programs(20, 3)

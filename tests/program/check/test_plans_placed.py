@@ -62,9 +62,7 @@ def first_copy_elsewhere(program: Program) -> Program:
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=["sound", "planted"])
-def test_a_copy_recorded_on_the_wrong_stream_is_found_and_gives_wrong_logits(
-    tiny_model, monkeypatch, planted
-):
+def test_a_copy_recorded_on_the_wrong_stream_is_found(tiny_model, monkeypatch, planted):
     """A gate holds the copy stream, as work in flight would."""
     toggles = wb.Toggles(plans="ours", plan_scope="step", sync="implicit", copy_stream="compute")
     with wb.Engine.load(
