@@ -588,6 +588,8 @@ HAND_ON, OF_OTHER = [launch(A, [], [X]), record(1, A), wait(1, B), record(0, B)]
             *HAND_ON, launch(B, [Y]), sync(event=0), Write(X, "in")],
         "and is waited for amid the work": [
             *HAND_ON, wait(0, A), launch(A, [X], [X]), sync(A), Write(X, "in")],
+        "the order of a stream with parts in a plan and work behind it": [
+            launch(A), copy(X, S, B), launch(A), sync(B), Write(S, "in")],
         "an event that another stream records behind the Wait for it": [
             launch(OTHER, [X]), OF_OTHER, launch(A), wait(0, A), record(0, B), copy(Y, S, B),
             launch(A, [], [X])],
