@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ctypes import pythonapi
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "trace"))
 import nvtx_injection
 
 PROMPT, N_CTX = [1, 2, 3], 256

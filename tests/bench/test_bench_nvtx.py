@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "unit"))
+sys.path.insert(0, str(HERE.parent / "trace"))
 import nvtx_injection  # noqa: E402
 
 pytestmark = pytest.mark.skipif(

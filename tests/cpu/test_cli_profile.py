@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.unit import chrome_decode
+from tests.trace import chrome_decode
 from workbench.benchmarks.times import profiling
 from workbench.benchmarks.times.profiling import Bandwidth, profile_test
 from workbench.benchmarks.workload import draw_tokens, parse

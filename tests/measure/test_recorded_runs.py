@@ -286,7 +286,7 @@ def test_every_exhaustive_test_has_passed():
     for about in found["commits"].values():
         assert not about["commit"]["dirty"] and is_ancestor(about["commit"]["hash"])
     assert not [test for test, row in found["tests"].items() if row["outcome"] == "failed"]
-    product = [test for test in collected(["tests/unit/test_mutations.py"])
+    product = [test for test in collected(["tests/program/check/test_mutations.py"])
                if test.partition("[")[0].rpartition("::")[2] in EXHAUSTIVE]  # fmt: skip
     assert len(product) > 30 and set(product) <= found["tests"].keys()
 

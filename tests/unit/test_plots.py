@@ -17,8 +17,8 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent))
 from comparisons import comparison
-from test_perfetto import token
 
+from tests.trace.test_trace_files import token
 from workbench.answers import launches
 from workbench.report import plots, tables
 from workbench.report.style import few_colours

@@ -3,12 +3,9 @@ next, and a step behind a wait of the host the first."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import workbench as wb
-from tests.profiles import share
-from workbench.backend.issue.prepared import Prepared
 from workbench.config import Toggles
 from workbench.program.commands import RESULT, Copy, Program, Record, Sync, Write
 
@@ -23,32 +20,6 @@ def engine(tiny_model):
         path, device="embedded", n_ctx=256, n_ubatch=8, threads=2, toggles=wb.Toggles()
     ) as made:
         yield made
-
-
-def run(engine: wb.Engine) -> np.ndarray:
-    rows = [engine.prefill(PROMPT[:60])]
-    rows += [engine.step([token]) for token in PROMPT[60:70]]
-    return np.concatenate([*rows, engine.prefill(PROMPT[70:])])
-
-
-@pytest.mark.parametrize("reuse", share(Toggles.values("graph_reuse"), every=3))
-@pytest.mark.parametrize(("sync", "copy_stream"), [
-    ("per_copy", "own"), ("copy_boundary", "own"), ("packed", "compute"), ("event_guarded", "own"),
-    ("implicit", "compute"), ("auto", "own"),
-])  # fmt: skip
-def test_the_answer_is_the_same_in_every_turn(engine, sync, copy_stream, reuse):
-    """A train of ubatches, tokens, another train; event_guarded and implicit are safe in a train
-    only on a ring."""
-    wanted = run(engine)
-    engine.reset()
-    for source in ("pinned_ring_2", "pinned_ring_4"):
-        for n_copies in ("1", "4"):
-            toggles = Toggles(
-                sync=sync, copy_stream=copy_stream, graph_reuse=reuse, host_source=source,
-                n_copies=n_copies, step_wait="outputs",
-            )  # fmt: skip
-            with engine.variant(toggles) as variant:
-                assert np.array_equal(run(variant), wanted), toggles
 
 
 def buffers(program: Program) -> tuple[set[str], set[str]]:
@@ -81,39 +52,6 @@ def test_rings_come_round_in_a_train(engine, source, n_copies):
     assert found == wanted * 2
 
 
-@pytest.mark.parametrize("source", ["pinned_ring_2", "pinned_ring_4"])
-def test_all_steps_share_a_program_where_the_host_waits_for_each(engine, source):
-    toggles = Toggles(
-        sync="copy_boundary", graph_reuse="set_rows", host_source=source, n_copies="4"
-    )
-    with engine.variant(toggles) as variant:
-        programs = variant.programs(1, 8)
-        assert [buffers(p) for p in programs] == [of_turn(source, "4", 0)] * 9
-        for token in PROMPT[:9]:
-            variant.step([token])
-        assert variant.counters["programs_built"] == 1
-
-
-@pytest.mark.parametrize("source", RINGS)
-def test_an_engine_takes_the_turns_that_its_programs_say(engine, source, monkeypatch):
-    """A train of five ubatches and tokens, and another of two."""
-    toggles = Toggles(sync="copy_boundary", host_source=source, n_copies="4", step_wait="outputs")
-    issued = []
-    with engine.variant(toggles) as variant:
-        run = Prepared.run
-        monkeypatch.setattr(
-            Prepared, "run", lambda self, *given: (issued.append(self.program), run(self, *given))
-        )
-        for wanted in (variant.programs(5 * 8, 3), variant.programs(2 * 8, 1)):
-            n_prompt = sum(p.shape.n_tokens for p in wanted if p.shape.n_tokens > 1)
-            variant.reset()
-            issued.clear()
-            variant.prefill(PROMPT[:n_prompt])
-            for token in PROMPT[: len(wanted) - n_prompt // 8]:
-                variant.step([token])
-            assert [buffers(p) for p in issued] == [buffers(p) for p in wanted]
-
-
 def test_a_ring_is_written_behind_the_copies_from_it(engine):
     """The host waits for the event that was recorded behind the copies of the turn's last step."""
     with engine.variant(Toggles(sync="implicit", copy_stream="compute", step_wait="outputs",
@@ -129,7 +67,7 @@ def test_a_ring_is_written_behind_the_copies_from_it(engine):
     assert events[0] == events[2] != events[1]
 
 
-def test_with_several_copies_the_host_waits_for_an_event_and_not_for_the_stream(engine):
+def test_with_several_copies_the_host_waits_for_an_event(engine):
     """As llama.cpp does where it has events: for the graph that read the buffer, four steps ago."""
     for sync, waits in (("per_copy", 5), ("copy_boundary", 1)):
         with engine.variant(Toggles(sync=sync, n_copies="4", step_wait="outputs")) as variant:

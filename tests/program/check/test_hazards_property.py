@@ -6,18 +6,23 @@ the whole relation; which waits could go, to programs from which they are really
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from tests.oracles.adversary import Adversary
 from tests.oracles.happens_before import racing_pairs, seen_both_ways
+from tests.oracles.interleavings import Interleavings, TooManyStates, Wrong, ends_wrong
+from tests.oracles.random_runs import PRODUCT, random_commands, random_run
+from tests.oracles.random_runs import program as of_commands
 from tests.oracles.walked_again import WalkedAgain
+from tests.planned import SCOPES, only_adds_order
 from tests.profiles import examples
 from tests.removable import sufficient, superfluous
-from workbench.graph.ir import F32, Kind, StepShape, Tensor
+from workbench.graph.ir import F32, StepShape, Tensor
 from workbench.graph.ops import make
 from workbench.program.check.hazards import Race, races
 from workbench.program.check.intervals import cut, tags
@@ -42,7 +47,6 @@ from workbench.program.commands import (
 BUFFERS = [Buffer(f"b{i}", Space.DEVICE, 8, 1) for i in range(2)]
 STREAMS = [Stream(1, 0), Stream(1, 1), Stream(2, 0)]
 ADD = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))
-PRODUCT = make("mul_mat", "p", Tensor("w", F32, (4, 8), Kind.WEIGHT), Tensor("x", F32, (1, 8)))
 
 ranges = st.builds(
     lambda buffer, ends: Range(buffer, min(ends), abs(ends[1] - ends[0])),
@@ -125,7 +129,7 @@ def key_of(at) -> tuple[int, int, int | None]:
 
 @given(runs(4, 3, parts=3), st.booleans())
 @settings(max_examples=examples(300))
-def test_races_are_what_some_interleavings_do_in_one_order_and_some_in_the_other(run, one_order):
+def test_races_are_what_interleavings_do_in_either_order(run, one_order):
     seen = seen_both_ways(run, one_order)
     assert seen == racing_pairs(run, one_order)  # the twins agree
     assert commands_of(races(run, one_order=one_order)) == commands_at(run, seen)
@@ -152,7 +156,7 @@ def test_races_are_conflicts_without_a_path(run, one_order):
 
 @given(runs(16, 6), st.booleans(), st.sampled_from([None, True, False]))
 @settings(max_examples=examples(200))
-def test_findings_are_those_of_walking_all_again_for_every_wait(run, one_order, declares):
+def test_findings_are_those_of_walking_all_again(run, one_order, declares):
     declared = None if declares is None else lambda node: declares
     how = {"one_order": one_order, "declared": declared}
     twin = WalkedAgain(run, one_order, declared)
@@ -199,7 +203,7 @@ def naive_races(run: list[Program], gone: set[Command]) -> set[tuple[Command, Co
 
 @given(runs(14, 3))
 @settings(max_examples=examples(150))
-def test_waits_that_could_go_are_those_without_which_nothing_more_races(run):
+def test_without_waits_that_could_go_nothing_more_races(run):
     anyway = naive_races(run, set())
     waits = {c for p in run for c in p.singly() if isinstance(c, (Sync, Wait))}
     alone = {w for w in waits if naive_races(run, {w}) == anyway}
@@ -285,11 +289,54 @@ def test_tags_meet_where_ranges_overlap(some):
     )
 
 
-def test_ranges_of_many_pieces_have_few_tags():
-    """Nested: the outermost range covers all pieces."""
-    buffer = Buffer("arena", Space.DEVICE, 4096, 1)
-    nested = [Range(buffer, i, 4096 - 2 * i) for i in range(2048)]
-    pieces = cut(dict.fromkeys(nested, 1), lambda bits: True)
-    found = tags(pieces)
-    assert max(map(len, pieces.of.values())) == 4095
-    assert max(map(len, (*found.looks.values(), *found.marks.values()))) <= 6 * 12
+# small runs, against every interleaving and the adversary -----------------------------------------
+
+small = st.randoms(use_true_random=False).map(random_run)
+
+
+def explored(steps: Sequence[Program], one_order: bool, within: Range | None = None) -> set[Wrong]:
+    """What some interleaving makes wrong; a run with too many is no example."""
+    try:
+        return Interleavings(steps, one_order, within).wrong
+    except TooManyStates:
+        reject()
+
+
+@settings(max_examples=examples(150))
+@given(small, st.booleans())
+def test_without_races_no_interleaving_is_wrong(steps, one_order):
+    found = races(steps, one_order=one_order)
+    disputed = {
+        (race.buffer, byte)
+        for race in found
+        for byte in range(race.offset, race.offset + race.nbytes)
+    }
+    for w in explored(steps, one_order):
+        assert {(w.buffer, byte) for byte in range(w.offset, w.offset + w.nbytes)} <= disputed
+
+
+@settings(max_examples=examples(150))
+@given(small, st.booleans())
+def test_every_race_is_one(steps, one_order):
+    """Reduced to its two commands a race ends wrong in some order; and where one of them reads, it
+    does so among all the others too."""
+    for race in races(steps, one_order=one_order):
+        assert not race.may
+        assert ends_wrong(steps, race, one_order), race
+        if race.kind != "write-write":
+            bytes_ = Range(race.buffer, race.offset, race.nbytes)
+            assert explored(steps, one_order, bytes_), race
+
+
+@settings(max_examples=examples(100))
+@given(small, st.booleans())
+def test_no_seed_finds_anything_in_a_run_without_races(steps, one_order):
+    if not races(steps, one_order=one_order):
+        assert Adversary(steps, one_order).search() == []
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from(SCOPES), st.integers(1, 3))
+@settings(max_examples=examples(300))
+def test_plans_only_add_order_to_any_program(rng, scope, laps):
+    made = [Buffer(name, Space.PINNED, 4, 1) for name in "xyz"]
+    only_adds_order([of_commands(random_commands(rng, made, rng.randint(1, 20)))] * laps, scope)

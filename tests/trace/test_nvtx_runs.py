@@ -7,27 +7,23 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+from tests.trace import nvtx_injection
+from tests.trace.nvtx_injection import Event
+from workbench.common.errors import UsageError
+from workbench.config import EngineConfig
+from workbench.engine.look import nvtx_ranges
+from workbench.engine.slots.asks import Ask
+from workbench.model.sampler import Sampling
+from workbench.server.wire.messages import Finish
+from workbench.server.wire.worker import WorkerSettings, start
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "unit"))
-import nvtx_injection  # noqa: E402
-from nvtx_injection import Event  # noqa: E402
-
-from workbench.config import EngineConfig  # noqa: E402
-from workbench.engine.look.nvtx_ranges import OFF  # noqa: E402
-from workbench.engine.look.phases import PhaseClock  # noqa: E402
-from workbench.engine.look.watch import PLAIN  # noqa: E402
-from workbench.engine.slots.asks import Ask  # noqa: E402
-from workbench.model.sampler import Sampling  # noqa: E402
-from workbench.server.wire.messages import Finish  # noqa: E402
-from workbench.server.wire.worker import WorkerSettings, start  # noqa: E402
-
 pytestmark = pytest.mark.skipif(
     not nvtx_injection.supported(), reason="the injection library is written for Linux only"
 )
@@ -53,11 +49,12 @@ class Told(NamedTuple):
         return [e for e in self.begun if e.category == category]
 
 
-def ran(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
+def ran(folder: Path, *command: object, tool: bool = True) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k != "NVTX_INJECTION64_PATH"}
+    env |= nvtx_injection.environment(folder) if tool else {}
     done = subprocess.run(
-        [sys.executable, *map(str, command)], env=os.environ | nvtx_injection.environment(folder),
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, *map(str, command)], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -73,11 +70,12 @@ def told(tiny_model, tmp_path_factory) -> dict[str, Told]:
     }
 
 
-def test_every_range_ends_is_in_one_domain_and_has_a_registered_name(told):
+def test_every_range_ends_and_has_a_registered_name(told):
     for name, one in told.items():
         assert nvtx_injection.balanced(one.events), name
-        assert {e.domain for e in one.events} == {"workbench"}, name
+        assert {e.domain for e in one.events} == {nvtx_ranges.DOMAIN}, name
         assert all(e.registered and e.category and e.payload is not None for e in one.begun), name
+    assert len(told["failing"].of("step")) == 2 and told["failing"].facts["n_past"] == 0
 
 
 def test_each_command_of_a_step_is_a_range(told):
@@ -89,84 +87,89 @@ def test_each_command_of_a_step_is_a_range(told):
     begin = one.events.index(one.of("step")[-1])
     end = next(i for i, e in enumerate(one.events) if i > begin and e.kind == "end")
     last = Told({}, one.events[begin:end])
-    for kind, n in one.facts["kinds"].items():
-        assert last.n[kind] == n, kind
-    assert [e.payload for e in last.of("split")] == [0, 1]
-    assert {e.name for e in last.of("split")} == {"split 0 (host)", "split 1 (embedded)"}
-    assert {e.name for e in last.of("build")} == PHASES_BUILT
-    assert {e.payload for e in last.of("build")} == {4}
+    assert {kind: last.n[kind] for kind in one.facts["kinds"]} == one.facts["kinds"]
+    splits = [(e.name, e.payload) for e in last.of("split")]
+    assert splits == [("split 0 (host)", 0), ("split 1 (embedded)", 1)]
+    assert {(e.name, e.payload) for e in last.of("build")} == {(name, 4) for name in PHASES_BUILT}
     # bytes of copies: a token's id is int32, its row of the cache int64
     sizes = {e.name: e.payload for e in last.of("copy")}
     assert (sizes["inp_pos"], sizes["attn_inp_k_idxs"]) == (4, 8)
     assert "wait logits" in {e.name for e in last.of("sync")}
-
-
-def test_ranges_are_nested_by_thread(told):
-    """prompt, split, command: no deeper, and a command is never outside of its split."""
-    depth, deepest = 0, 0
-    for event in told["commands"].events:
-        if event.kind == "push":
-            depth += 1
-            deepest = max(deepest, depth)
-            if event.category == "launch":
-                assert depth >= 2, event
-        elif event.kind == "pop":
-            depth -= 1
+    depth = deepest = 0
+    for event in one.events:  # prompt, split, command: a command is never outside of its split
+        depth += {"push": 1, "pop": -1}.get(event.kind, 0)
+        deepest = max(deepest, depth)
+        assert event.kind != "push" or event.category != "launch" or depth >= 2, event
     assert deepest == 3
 
 
-def test_a_replay_is_one_range(told):
+def test_a_replay_is_one_range_also_ahead_of_its_step(told):
     one = told["replays"]
     found = one.of("replay")
     assert len(found) == one.facts["plans_replayed"] + one.facts["plans_issued"] > 0
     assert {(e.name, e.payload) for e in found} == {("plan", 0)}
     assert {e.name for e in one.of("launch")} == {"inp_embd"}  # the host's, outside of the plan
-
-
-def test_a_launch_ahead_is_a_range_and_so_is_the_step_that_it_is_for(told):
     one = told["ahead"]
-    assert len(one.of("step")) == len(one.of("replay")) == one.facts["steps"]
+    assert len(one.of("replay")) == one.facts["steps"]
     assert [e.payload[0] for e in one.of("step")] == list(range(one.facts["steps"]))
-    assert one.facts["plans_ahead"] > 0
-    assert len(one.of("launch ahead")) >= one.facts["plans_ahead"]
+    assert len(one.of("launch ahead")) >= one.facts["plans_ahead"] > 0
 
 
 def test_steps_that_overlap_end_in_their_order(told):
     one = told["behind"]
     told_of = [(e.kind, e.number) for e in one.events if e.kind in ("start", "end")]
-    assert told_of[:4] == [("start", told_of[0][1]), ("start", told_of[1][1]),
-                           ("end", told_of[0][1]), ("end", told_of[1][1])]  # fmt: skip
+    first, second = told_of[0][1], told_of[1][1]
+    assert told_of[:4] == [("start", first), ("start", second), ("end", first), ("end", second)]
     # the third was under way when its engine was closed, and has ended, too
     assert [e.payload[0] for e in one.of("step")] == [0, 1, 2] and len(told_of) == 6
 
 
-def test_stamped_steps_have_the_same_ranges(told):
+def test_stamped_and_traced_steps_have_the_same_ranges(told):
+    """A traced command is one range and not two."""
     one = told["stamped"]
     assert one.facts["n_stamps"] == 2
-    assert {kind: one.n[kind] for kind in one.facts["kinds"]} == {
-        kind: 2 * n for kind, n in one.facts["kinds"].items()
+    assert {k: one.n[k] for k in one.facts["kinds"]} == {
+        k: 2 * n for k, n in one.facts["kinds"].items()
     }
-
-
-def test_a_traced_command_is_one_range_and_not_two(told):
     for name in ("traced", "traced_alone"):
-        one = told[name]
-        wanted = Counter(one.facts["categories"])
+        wanted = Counter(told[name].facts["categories"])
         if name == "traced_alone":  # the phases are the engine's own ranges, and it has none
             del wanted["build"]
-        assert one.n == wanted, name
+        assert told[name].n == wanted, name
     assert set(told["traced_without"].n) == {"build"}
 
 
-def test_what_fails_leaves_no_range_open(told):
-    one = told["failing"]
-    assert len(one.of("step")) == 2 and one.facts["n_past"] == 0
+# the setting --------------------------------------------------------------------------------------
+
+# Runs in a process of its own: NVTX looks for its tool once, at its first call.
+PROGRAM = """
+import sys
+from workbench.engine.look.nvtx_ranges import ranges_of
+ranges = ranges_of(sys.argv[1])
+with ranges.scope("prompt", "prompt", 512):
+    ranges.stop(ranges.start("request", "request", 9))
+print(ranges.on, ranges.words, sep=": ")
+"""
 
 
-def test_without_a_tool_nothing_is_in_the_way(engine):
-    """The watch of a step and the clock of its phases are those of an engine without ranges."""
-    assert engine.config.nvtx == "auto" and engine.ranges is OFF
-    assert engine.issuer._watch_of(0) is PLAIN and type(engine._spent) is PhaseClock
+@pytest.mark.parametrize(
+    ("setting", "tool", "said"),
+    [("auto", True, "True: on, a tool listens"), ("off", True, "False: off"),
+     ("auto", False, "False: off"), ("on", False, "True: on, no tool listens")],
+)  # fmt: skip
+def test_auto_tells_a_tool_that_listens(tmp_path, setting, tool, said):
+    assert ran(tmp_path, "-c", PROGRAM, setting, tool=tool).stdout.strip() == said
+    events = [e for of in nvtx_injection.logged(tmp_path) for e in of]
+    assert len(events) == (4 if setting == "auto" and tool else 0)
+
+
+def test_what_is_no_setting_or_cannot_be_is_refused(monkeypatch):
+    monkeypatch.setattr(nvtx_ranges, "_domain", lambda: None)
+    assert nvtx_ranges.ranges_of("auto") is nvtx_ranges.OFF
+    with pytest.raises(UsageError, match="nvtx=on: the package nvtx is not installed"):
+        nvtx_ranges.ranges_of("on")
+    with pytest.raises(UsageError, match="nvtx='yes' must be one of auto, on, off"):
+        EngineConfig(nvtx="yes")
 
 
 # commands -----------------------------------------------------------------------------------------
@@ -175,6 +178,7 @@ def test_without_a_tool_nothing_is_in_the_way(engine):
 def heard(folder: Path) -> Told:
     """Of the one process that said anything."""
     (events,) = nvtx_injection.logged(folder) or [[]]
+    assert nvtx_injection.balanced(events)
     return Told({}, events)
 
 
@@ -183,47 +187,37 @@ SMALL = ("--device", "embedded", "-t", "1", "--n-seqs", "1")
 
 
 @pytest.mark.slow
-def test_bench_says_that_a_tool_listens(tiny_model, tmp_path):
+def test_commands_say_that_a_tool_listens(tiny_model, tmp_path):
     model = tiny_model("tiny-llama", "Q8_0")
     bench = ("-m", "workbench", "bench", "-m", model, "-p", "8", "-n", "4", "-r", "2", *SMALL)
     done = ran(tmp_path / "on", *bench, "--out", tmp_path / "run")
     assert done.stderr.splitlines().count(LISTENS) == 1
     one = heard(tmp_path / "on")
     # a warm-up and two repetitions of a prompt, and of four tokens
-    prompts = [e for e in one.of("prompt") if e.payload == 8]
-    steps = [e for e in one.of("step") if e.payload[1] == 1]
-    assert len(prompts) >= 3 and len(steps) >= 12 and nvtx_injection.balanced(one.events)
-    assert {"split", "launch", "build", "sync", "write", "read"} <= set(one.n)
-    made = json.loads((tmp_path / "run" / "run.json").read_text())["engine"]
-    assert (made["nvtx"], made["config"]["nvtx"]) == ("on, a tool listens", "auto")
-
+    assert len([e for e in one.of("prompt") if e.payload == 8]) >= 3
+    assert len([e for e in one.of("step") if e.payload[1] == 1]) >= 12
     off = ran(tmp_path / "off", *bench, "--nvtx", "off", "--out", tmp_path / "plain")
     assert "NVTX" not in off.stderr and not heard(tmp_path / "off").events
-    made = json.loads((tmp_path / "plain" / "run.json").read_text())["engine"]
-    assert (made["nvtx"], made["config"]["nvtx"]) == ("off", "off")
-
-
-@pytest.mark.slow
-def test_ab_and_prompts_of_several_sequences(tiny_model, tmp_path):
-    model = tiny_model("tiny-llama", "Q8_0")
-    done = ran(
-        tmp_path / "ab", "-m", "workbench", "ab", "-m", model, "--toggle", "sync=packed", "--test",
-        "tg4", "--rounds", "5", *SMALL,
-    )  # fmt: skip
+    for name, said in (("run", "on, a tool listens"), ("plain", "off")):
+        made = json.loads((tmp_path / name / "run.json").read_text())["engine"]
+        assert made["nvtx"] == said
+    ran(tmp_path / "npl", "-m", "workbench", "bench", "-m", model, "-npl", "2", "-p", "8", "-n",
+        "2", "-r", "1", "--device", "embedded", "-t", "1")  # fmt: skip
+    assert 16 in {e.payload for e in heard(tmp_path / "npl").of("prompt")}
+    done = ran(tmp_path / "ab", "-m", "workbench", "ab", "-m", model, "--toggle", "sync=packed",
+               "--test", "tg4", "--rounds", "5", *SMALL)  # fmt: skip
     assert done.stderr.splitlines().count(LISTENS) == 1
     assert len(heard(tmp_path / "ab").of("step")) >= 3 * 5 * 4  # both arms, and the control
-    ran(
-        tmp_path / "npl", "-m", "workbench", "bench", "-m", model, "-npl", "2", "-p", "8", "-n",
-        "2", "-r", "1", "--device", "embedded", "-t", "1",
-    )  # fmt: skip
-    one = heard(tmp_path / "npl")
-    assert 16 in {e.payload for e in one.of("prompt")} and nvtx_injection.balanced(one.events)
+    done = ran(tmp_path / "kernels", "-m", "workbench", "bench-kernels", "--device", "host",
+               "--types", "Q4_0", "--shapes", "8b.o", "--quick", "-t", "1", "--out",
+               tmp_path / "cases")  # fmt: skip
+    assert done.stderr.splitlines().count(LISTENS) == 1
+    cases = heard(tmp_path / "kernels").of("case")
+    assert [(e.name, e.payload) for e in cases] == [("Q4_0 8b.o b1 plain", n) for n in (0, 1)]
 
 
 @pytest.mark.slow
-def test_a_served_request_is_a_range_over_steps(
-    tiny_model: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_served_request_is_a_range_over_steps(tiny_model, tmp_path, monkeypatch):
     """The engine process of a server has the setting, and hears of the tool by itself."""
     for name, value in nvtx_injection.environment(tmp_path / "tool").items():
         monkeypatch.setenv(name, value)
@@ -241,18 +235,4 @@ def test_a_served_request_is_a_range_over_steps(
     assert {e.number for e in requests} < {e.number for e in one.events if e.kind == "end"}
     assert len(one.of("server")) >= 4 and {e.name for e in one.of("server")} == {"server step"}
     assert max(e.payload for e in one.of("server")) == 2  # that run when it begins
-    assert len(one.of("step")) >= 4 and nvtx_injection.balanced(one.events)
-
-
-@pytest.mark.slow
-def test_each_measurement_of_a_kernel_is_a_range(tmp_path):
-    done = ran(
-        tmp_path / "tool", "-m", "workbench", "bench-kernels", "--device", "host", "--types",
-        "Q4_0", "--shapes", "8b.o", "--quick", "-t", "1", "--out", tmp_path / "run",
-    )  # fmt: skip
-    assert done.stderr.splitlines().count(LISTENS) == 1
-    one = heard(tmp_path / "tool")
-    assert {e.name for e in one.of("case")} == {"Q4_0 8b.o b1 plain"}
-    assert [e.payload for e in one.of("case")] == [0, 1]  # rounds
-    made = json.loads((tmp_path / "run" / "run.json").read_text())["engine"]
-    assert made["nvtx"] == "on, a tool listens"
+    assert len(one.of("step")) >= 4

@@ -12,20 +12,11 @@ from tests.orderings import PLACED
 from tests.profiles import share
 from workbench.backend.cpu.device.embedded import EmbeddedDevice
 from workbench.backend.issue.issued import Issued
-from workbench.config import CopyStream, SyncMode, Toggles
+from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.program.commands import Space
 from workbench.trace.profile import profile
 from workbench.trace.spans import HOST_LANE
-
-# those without a wait race on their own stream; events on one stream mean nothing
-IMPOSSIBLE = {("implicit", "own"), ("packed_implicit", "own"), ("event_guarded", "compute")}
-MODES = [
-    (m.value, c.value)
-    for m in SyncMode
-    for c in (CopyStream.OWN, CopyStream.COMPUTE)
-    if m != SyncMode.AUTO and (m.value, c.value) not in IMPOSSIBLE
-]
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +27,8 @@ def loaded(tiny_model):
         yield e
 
 
-@pytest.mark.parametrize(("sync", "copy_stream"), MODES)
-def test_the_trace_of_a_real_run_is_the_program(loaded, sync, copy_stream):
-    engine = loaded.variant(Toggles(sync=sync, copy_stream=copy_stream, graph_reuse="set_rows"))
-    with engine:
-        engine.prefill([1, 17, 300, 4])
-        program = engine.program(n_past=engine.n_past)
-        with profile(engine, window=(2, 7), nvtx=False) as prof:
-            for token in range(5, 14):
-                engine.step([token])
-        assert trace_pattern(prof) == program.pattern()
-        assert trace_pattern(prof, fold=True) == program.pattern(fold=True)
-
-
 ELSEWHERE = {
-    "user inputs first": Toggles(sync="copy_boundary", input_order="user_first"),
     "pageable": Toggles(sync="copy_boundary", host_source="pageable"),
-    "train": Toggles(sync="packed", step_wait="outputs"),
     "train on the compute stream": Toggles(
         sync="copy_boundary", copy_stream="compute", step_wait="outputs"
     ),
@@ -63,7 +39,6 @@ ELSEWHERE = {
         sync="event_guarded", n_copies="4", host_source="pinned_ring_2", step_wait="outputs"
     ),
     "llama.cpp's pipeline": Toggles(n_copies="4", step_wait="outputs"),
-    "plans of splits": Toggles(sync="copy_boundary", plans="ours"),
     "plans of steps": Toggles(
         sync="packed_implicit",
         host_source="pinned_ring_2",
@@ -71,10 +46,8 @@ ELSEWHERE = {
         plans="ours",
         plan_scope="step",
     ),
-    "plans of steps on two streams": Toggles(sync="event_guarded", plans="ours", plan_scope="step"),
     "branches": Toggles(sync="copy_boundary", streams="3"),
     "branches anywhere, and copies": Toggles(sync="event_guarded", streams="8", fork="any"),
-    "branches in plans of splits": Toggles(sync="copy_boundary", plans="ours", streams="3"),
     "branches in plans of steps": Toggles(
         sync="event_guarded", plans="ours", plan_scope="step", streams="3", fork="any"
     ),
@@ -91,7 +64,7 @@ def placed(request, tiny_model):
 
 
 @pytest.mark.parametrize("ordering", share(ELSEWHERE, every=3))
-def test_prompts_and_tokens_on_every_placement_are_as_programmed(placed, ordering):
+def test_runs_on_every_placement_are_as_programmed(placed, ordering):
     """Step by step: a prompt of five ubatches, then tokens. Whether a copy was held takes many
     steps alike to tell, which a prompt has not: hidden waits have tests of their own."""
     with placed.variant(replace(ELSEWHERE[ordering], graph_reuse="set_rows")) as engine:

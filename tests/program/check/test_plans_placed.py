@@ -12,7 +12,6 @@ import pytest
 
 import workbench as wb
 from tests.gates import hold
-from tests.orderings import PLACED
 from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import (
     COPY_STREAM,
@@ -24,40 +23,7 @@ from workbench.program.commands import (
     Wait,
 )
 
-PLANS: dict[str, dict[str, str]] = {
-    "split": {"sync": "per_copy"},
-    "step": {"plan_scope": "step", "sync": "packed_implicit"},
-    "step, two streams, rings": {
-        "plan_scope": "step", "sync": "event_guarded", "copy_stream": "own", "n_copies": "4",
-        "host_source": "pinned_ring_2", "step_wait": "outputs",
-    },
-}  # fmt: skip
 PROMPT, DECODED = list(range(1, 25)), [5, 900, 17, 403, 77, 250]
-
-
-@pytest.fixture(scope="module", params=PLACED)
-def placed(request, tiny_model):
-    with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=64, n_ubatch=8, threads=2,
-        toggles=wb.Toggles(), **PLACED[request.param],
-    ) as made:  # fmt: skip
-        yield made, logits(made)
-
-
-def logits(engine: wb.Engine) -> np.ndarray:
-    engine.reset()
-    steps = [engine.prefill(PROMPT, outputs="all"), *[engine.step([t]) for t in DECODED]]
-    return np.concatenate(steps)
-
-
-@pytest.mark.parametrize("plans", PLANS)
-def test_captured_programs_are_safe_and_right_on_every_placement(placed, plans):
-    base, wanted = placed
-    with base.variant(wb.Toggles(graph_reuse="set_rows", plans="ours", **PLANS[plans])) as engine:
-        assert np.array_equal(logits(engine), wanted)
-        counts = engine.counters
-        assert counts["plans_replayed"] >= engine.n_steps and not counts["plans_issued"]
-        assert check_cycle(engine.cycle(len(PROMPT), len(DECODED))).safe
 
 
 @pytest.mark.parametrize(
@@ -96,9 +62,7 @@ def first_copy_elsewhere(program: Program) -> Program:
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=["sound", "planted"])
-def test_a_copy_recorded_on_the_wrong_stream_is_found_and_gives_wrong_logits(
-    tiny_model, monkeypatch, planted
-):
+def test_a_copy_recorded_on_the_wrong_stream_is_found(tiny_model, monkeypatch, planted):
     """A gate holds the copy stream, as work in flight would."""
     toggles = wb.Toggles(plans="ours", plan_scope="step", sync="implicit", copy_stream="compute")
     with wb.Engine.load(

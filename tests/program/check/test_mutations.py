@@ -220,7 +220,7 @@ def mutants(
 
 # of the mutants a share, and of how many of each kind there must be more
 SHARES = pytest.mark.parametrize(
-    ("share", "least"), [(5, 10), pytest.param(1, 50, marks=pytest.mark.slow)], ids=["some", "all"]
+    ("share", "least"), [(13, 4), pytest.param(1, 50, marks=pytest.mark.slow)], ids=["some", "all"]
 )
 
 
@@ -253,9 +253,10 @@ PLANNED = [
 ]  # fmt: skip
 
 
-def test_of_programs_with_plans_without_any_one_command_the_checker_is_right(base):
-    found = judge(mutants(base, PLANNED, one_order=True))
-    assert min(found["safe"], found["unsafe"]) > 5
+@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_of_programs_with_plans_without_any_one_command_the_checker_is_right(base, share):
+    found = judge(mutants(base, PLANNED, one_order=True)[::share])
+    assert min(found["safe"], found["unsafe"]) > 5 // share
     assert found["unseen"] <= found["unsafe"] // 10
 
 

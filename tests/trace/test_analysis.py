@@ -1,8 +1,7 @@
-"""Where traced time went: kernels, phases and gaps of traces worked out by hand."""
+"""Spans that a recorder keeps, and the tables of a trace, worked out by hand."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -10,14 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.fake_cupti import CudaEngine, FakeCupti
-from workbench.benchmarks.times import profiling
 from workbench.common.errors import UsageError
-from workbench.graph.ops import touched_bytes
 from workbench.report import profiles
 from workbench.trace import analysis
-from workbench.trace.profile import Timeline, profile
-from workbench.trace.spans import HOST_LANE, LOGITS_WAIT, Span
+from workbench.trace.profile import COLUMNS, Timeline, profile
+from workbench.trace.spans import HOST_LANE, LOGITS_WAIT, Recorder, Span
+from workbench.trace.window import WindowRecorder
 
 LANE = "embedded stream 0"
 
@@ -51,6 +48,77 @@ def step(n: int, at: int, late: int = 0) -> list[Span]:
 
 def frame(*steps: list[Span]) -> pd.DataFrame:
     return Timeline([s for one in steps for s in one]).to_frame()
+
+
+def test_a_recorder_keeps_order_times_and_a_failing_body() -> None:
+    recorder = Recorder(nvtx=False)
+    with pytest.raises(OSError), recorder.span("step", "step", step=3):
+        with recorder.span("a", "copy", bytes=8):
+            pass
+        raise OSError
+    inner, outer = recorder.spans
+    assert outer.start_ns <= inner.start_ns <= inner.end_ns <= outer.end_ns
+    assert (inner.args, outer.args) == ({"bytes": 8}, {"step": 3})
+
+
+def test_a_window_holds_so_many_steps_from_its_first() -> None:
+    recorder = WindowRecorder((2, 2), nvtx=False)
+    assert [n for n in range(10, 16) if recorder.wants(n)] == [12, 13]
+    assert all(WindowRecorder(nvtx=False).wants(n) for n in (0, 1000))
+
+
+@pytest.mark.parametrize("window", [(-1, 2), (0, 0), (3,)])
+def test_a_window_without_a_step_is_refused(engine: Any, window: Any) -> None:
+    with pytest.raises(UsageError, match="holds no step"), profile(engine, window=window):
+        pass
+
+
+def test_slowdown_compares_steps_of_as_many_tokens() -> None:
+    recorder = WindowRecorder((0, 4), nvtx=False)
+    for n, (tokens, us) in enumerate([(64, 9000), (1, 300), (1, 320), (1, 310)]):
+        recorder.add(f"step {n}", "step", HOST_LANE, 0, 1000 * us, step=n, n_tokens=tokens)
+    for ns in (200_000, 150_000, 155_000):
+        recorder.untraced(1, ns)
+    recorder.untraced(64, 1)
+    slowdown = recorder.slowdown
+    assert slowdown == (1, 310.0, 3, 155.0, 3) and slowdown.ratio == 2.0
+
+
+def test_the_recorder_before_is_put_back(engine: Any) -> None:
+    """A body that fails keeps its trace."""
+    engine.recorder = before = Recorder(nvtx=False)
+    try:
+        with pytest.raises(OSError), profile(engine, nvtx=False) as prof:
+            engine.step([1])
+            raise OSError
+        assert engine.recorder is before and not before.spans
+        assert len(prof.summary()) == 1
+    finally:
+        engine.recorder = None
+
+
+def test_a_frame_and_a_summary_of_two_steps() -> None:
+    made = frame(step(0, 0), step(1, 120))
+    assert {c: str(t) for c, t in made.dtypes.items()} == COLUMNS
+    assert made["start_us"].is_monotonic_increasing and made["start_us"][0] == 0
+    table = Timeline([*step(0, 0), *step(1, 120)]).summary()
+    row = table.loc[1]
+    assert (row.waits, row.copies, row.launches, row.n_tokens) == (1, 0, 3, 1)
+    assert (row.step_us, row.build_us, row.host_us, row.wait_us) == (100, 5, 16, 50)
+    # device work 25..35 and 36..86, then nothing until 145
+    assert (row.device_us, row.idle_us, row.gap_us) == (60, 1, 145 - 86)
+    assert pd.isna(table.loc[0].gap_us)
+    host = Timeline([s for s in step(0, 0) if s.lane == HOST_LANE]).summary().loc[0]
+    assert host.launches == 3 and pd.isna(host.device_us) and pd.isna(host.gap_us)
+
+
+def test_nothing_recorded_gives_empty_tables() -> None:
+    assert list(Timeline([]).to_frame().columns) == list(COLUMNS)
+    assert len(Timeline([]).summary()) == 0
+    for spans in ([], [s for s in step(0, 0) if s.lane == HOST_LANE and s.category != "launch"]):
+        empty = Timeline(spans).to_frame()
+        assert analysis.kernels(empty).empty and analysis.gaps(empty).empty
+        assert "traced_us" in analysis.kernels(empty)
 
 
 def test_kernels_by_op_and_by_node() -> None:
@@ -119,13 +187,6 @@ def test_a_gap_is_behind_what_ended_last_on_any_stream() -> None:
     assert (gap["before"], gap["after"], gap["traced_us"]) == ("q", "out", 10)
 
 
-def test_nothing_recorded_gives_empty_tables() -> None:
-    for spans in ([], [s for s in step(0, 0) if s.lane == HOST_LANE and s.category != "launch"]):
-        empty = Timeline(spans).to_frame()
-        assert analysis.kernels(empty).empty and analysis.gaps(empty).empty
-        assert "traced_us" in analysis.kernels(empty)
-
-
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), min_size=1, max_size=5))
 def test_gaps_are_what_kernels_leave_of_the_time(starts: list[tuple[int, int]]) -> None:
@@ -143,62 +204,6 @@ def test_gaps_are_what_kernels_leave_of_the_time(starts: list[tuple[int, int]]) 
     kinds = [c for c in table if c not in (*analysis.GAPS, "host_us", "device_us")]
     assert (table[kinds].sum(axis=1) - table["traced_us"]).abs().max() < 1e-6
     assert (table[kinds] >= -1e-9).all(axis=None)
-
-
-def test_bytes_come_from_the_op_table_and_a_launch_of_several_kernels_is_counted_once(
-    monkeypatch,
-) -> None:
-    engine = CudaEngine(FakeCupti().install(monkeypatch))
-    with profile(engine, window=(1, 2), nvtx=False) as prof:
-        for _ in range(4):
-            engine.step()
-    nodes = {c.node.name: c.node for c in engine.program.commands if c.kind == "launch"}
-    table = prof.kernels().set_index("op")
-    assert table.loc["mul_mat", "bytes"] == 2 * touched_bytes(nodes["product"])
-    assert table.loc["mul_mat", "calls"] == 2, "one launch a step, of four kernels"
-    product = [s for s in prof.timeline.spans if s.category == "device" and s.name == "product"]
-    assert {s.args["kernels"] for s in product} == {5}  # a memset among them
-    by_kernel = prof.kernels(by="kernel").set_index("kernel")
-    assert by_kernel.loc["half_rows", "calls"] == 2 and pd.isna(by_kernel.loc["half_rows", "bytes"])
-    assert by_kernel.loc["add", "bytes"] == 2 * touched_bytes(nodes["sum"])
-    on_device = table[table["on"] != HOST_LANE]
-    device_kernels = by_kernel[by_kernel["on"] != HOST_LANE]
-    assert device_kernels["traced_us"].sum() == pytest.approx(on_device["traced_us"].sum())
-    assert "steps" in set(prof.gaps()["between"])
-    assert "issue" in set(prof.phases()["phase"])
-
-
-def test_tables_for_reading_name_cupti_s_kernels_and_say_that_they_are_traced(monkeypatch) -> None:
-    engine = CudaEngine(FakeCupti().install(monkeypatch))
-    with profile(engine, window=(1, 3), nvtx=False) as prof:
-        for _ in range(6):
-            engine.step()
-    us = [[0, 0, 1, 100.0, 50.0, None, None], [0, 1, 1, 100.0, 50.0, 20.0, 70.0]]
-    steps = pd.DataFrame(us, columns=profiling.STEPS)
-    counted = pd.DataFrame({"n_tokens": 1, **dict.fromkeys(profiling.PHASES, 0.0)}, index=[0, 1])
-    counted["issue"] = [11.0, 13.0]
-    found = profiling.Profiled(
-        "tg3", 1, steps, counted, True, (1, 3), prof,
-        profiling.Bandwidth(4000.0, "read bandwidth 4000.0 GB/s"),
-    )  # fmt: skip
-    (_, time), (title, kernels), (_, host), (_, gaps) = profiles.lines(found, by="kernel")
-    assert time["untraced us"].tolist() == ["70.0 (70.0..70.0)"]
-    assert time["untraced gap us"].tolist() == ["20.0 (20.0..20.0)"]
-    named = kernels["kernel"].dropna().tolist()
-    assert {"half_rows", "ampere_gemm", "splitKreduce", "add_bias", "add"} <= set(named)
-    assert prof.collector == "cupti" and "4000.0 GB/s" in title and "times as slow" in title
-    rows = host.set_index(["phase", "part"])["untraced us"]
-    assert rows["issue", "all"] == "12.0" and rows["issue", "launch"] == ""
-    assert gaps["between steps"].iloc[0] == "1"
-    alone = found._replace(trace=SimpleNamespace(
-        to_frame=prof.to_frame, slowdown=None, kernels=prof.kernels, phases=prof.phases,
-        gaps=lambda: prof.gaps()[:0],
-    ))  # fmt: skip
-    *_, (title, none) = profiles.lines(alone)
-    assert title.endswith(": none") and none.empty and "slowdown unknown" in title
-    for table in (kernels, host, gaps):
-        timed = [c for c in table if c.split()[-1] in ("us", "%", "GB/s", "launch", "read")]
-        assert timed and all(c.startswith(("traced", "untraced")) for c in timed)
 
 
 def test_one_disturbed_step_does_not_stand_for_all() -> None:

@@ -1,0 +1,264 @@
+"""What `race_of` says of every ordering is what the checker proves of its programs: of tokens one
+by one, of a train of ubatches, of layers over two devices and of some on the host. What is safe is
+safe where steps of other shapes come between, too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+import workbench as wb
+from tests.oracles.adversary import Adversary
+from tests.oracles.interleavings import ends_wrong
+from tests.oracles.walked_again import WalkedAgain
+from tests.orderings import NAMES, PLACED, every_ordering
+from tests.planned import SCOPES, only_adds_order
+from tests.profiles import share, tiers
+from workbench.common.errors import UsageError
+from workbench.config import Toggles
+from workbench.engine.choose import settle
+from workbench.graph.ir import StepShape
+from workbench.program.capabilities import Capabilities
+from workbench.program.check import hazards
+from workbench.program.check.hazards import apart, check_cycle
+from workbench.program.commands import Buffer, Command, Copy, Program, Record, Replay, Stream
+from workbench.program.plans import with_plans
+from workbench.program.sync_modes import race_of
+
+ABLE = Capabilities(True, True, True, True, 2)
+TOKENS = {"decode": 1, "train": 48}  # six ubatches: more than there are places
+
+
+# of the orderings a share, which has every value of every toggle over all placements, a fifth, all
+SHARES = pytest.mark.parametrize("share", [37, *tiers(5, 1)], ids=["some", "more", "all"])
+
+
+def some(engine: wb.Engine, share: int) -> list[Toggles]:
+    """Others on each placement."""
+    config = engine.config
+    placement = next(i for i, named in enumerate(PLACED.values())
+                     if all(getattr(config, name) == value for name, value in
+                            ({"n_devices": 1, "override_tensor": ()} | named).items()))  # fmt: skip
+    return [*every_ordering()][placement * 6 % share :: share]
+
+
+def test_a_share_has_every_value():
+    orderings = [*every_ordering()]
+    tried = {t for i in range(len(PLACED)) for t in orderings[i * 6 :: 37]}
+    for name in NAMES:
+        assert {getattr(t, name) for t in tried} == {getattr(t, name) for t in orderings}
+
+
+@pytest.fixture(scope="module", params=PLACED)
+def engine(request, tiny_model) -> Iterator[wb.Engine]:
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="null", n_ctx=256, n_ubatch=8, unsafe=True,
+        toggles=wb.Toggles(), **PLACED[request.param],
+    ) as made:  # fmt: skip
+        yield made
+
+
+def refuses(toggles: Toggles, scope: str) -> bool:
+    planned = replace(toggles, plans="ours", plan_scope=scope)
+    try:
+        settle(planned, ABLE, "device", unsafe=True)
+    except UsageError:
+        return True
+    return False
+
+
+@SHARES
+@pytest.mark.parametrize("what", TOKENS)
+def test_what_is_said_to_race_does_and_nothing_else(engine, what, share):
+    """Plans add order and nothing else, where they are not refused. Launches that begin early
+    behind waits add no race."""
+    wrong, racing, planned, refused = [], 0, 0, 0
+    for toggles in some(engine, share):
+        with engine.variant(toggles) as variant:
+            cycle, ordering = variant.cycle(TOKENS[what]), variant._ordering
+            made = variant._made
+            made._targets = [t._replace(begins_early=lambda node: True) for t in made._targets]
+            early = variant.cycle(TOKENS[what])
+        said = race_of(ordering, engine.backend.capabilities)
+        found = hazards.races([*cycle, *cycle])
+        assert [r.first[:2] for r in hazards.races([*early, *early])] == [
+            r.first[:2] for r in found
+        ], toggles
+        for scope in SCOPES:
+            if refuses(toggles, scope):
+                refused += 1
+                continue
+            planned += 1
+            assert all("p" in p.pattern() for p in only_adds_order([*cycle, *cycle], scope))
+            only_adds_order([*early, *early], scope)
+        only_in_trains = race_of(ordering._replace(step_wait="every"), engine.backend.capabilities)
+        if what == "decode":  # a token has outputs: its step ends with a wait
+            said = only_in_trains
+        racing += bool(found)
+        # a host split behind the device's waits for it in every step, whatever the ordering says
+        waits_anyhow = engine.config.override_tensor and not found
+        if bool(said) != bool(found) and not waits_anyhow:
+            wrong.append((ordering, said, found[:1]))
+    assert not wrong, (len(wrong), wrong[0])
+    assert share > 13 or (racing and refused and planned > refused)
+
+
+# tokens, outputs, n_kv and sequences of each step; without tokens, stored K is turned
+MIXED = [
+    StepShape(*step) for step in (
+        (8, 0, 64, 1), (0, 0, 256, 0), (5, 0, 64, 2), (8, 0, 256, 1), (0, 0, 256, 0),
+        (0, 0, 256, 0), (1, 0, 64, 1), (8, 8, 128, 3), (3, 0, 64, 3), (1, 1, 64, 1), (2, 0, 256, 2),
+    )
+]  # fmt: skip
+
+
+def mixed(engine: wb.Engine) -> Iterator[Program]:
+    """Steps of `MIXED` twice over, each of the turn that an engine gives it."""
+    made, buffers, turn = dict[tuple[StepShape, int], Program](), dict[str, Buffer](), 0
+    for shape in MIXED * 2:
+        if (shape, turn) not in made:
+            made[shape, turn] = engine._step_programs.of(shape, turn, buffers)
+        yield (program := made[shape, turn])
+        turn = engine._ordering.turn_after(turn, program.waited)
+
+
+@SHARES
+def test_what_is_safe_is_safe_whatever_shapes_steps_have(engine, share):
+    """Programs share arenas, and one may lie where another lies otherwise. The shift of a cache has
+    other splits than a step, and gives nothing from one device to another."""
+    racing = 0
+    for toggles in some(engine, share):
+        with engine.variant(toggles) as variant:
+            said, steps = race_of(variant._ordering, engine.backend.capabilities), [*mixed(variant)]
+        found = hazards.races(steps)
+        racing += bool(found)
+        assert said or not found, (toggles, found[0])
+        for scope in () if said else SCOPES:
+            planned = {program: with_plans(program, scope) for program in dict.fromkeys(steps)}
+            found = hazards.races(planned[program] for program in steps)
+            assert not found, (toggles, scope, found[0])
+    assert racing or share > 13
+
+
+@SHARES
+def test_an_event_is_one_backend_s_in_steps_of_every_shape(engine, share):
+    """Steps share events by number, and an event of one device cannot be recorded on another."""
+    for toggles in some(engine, share):
+        with engine.variant(toggles) as variant:
+            steps = [*variant.programs(20, 2), variant.program(8, n_outputs=0)]
+        recorded = {
+            (c.event, c.stream.backend) for p in steps for c in p.commands if isinstance(c, Record)
+        }
+        assert len(recorded) == len(dict(recorded)), toggles
+
+
+# which waits could go, of one device --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one(tiny_model) -> Iterator[wb.Engine]:
+    path = tiny_model("tiny-llama", "Q8_0")
+    with wb.Engine.load(path, device="null", n_ubatch=8, unsafe=True, toggles=Toggles()) as made:
+        yield made
+
+
+WAYS = [t for t in every_ordering() if (t.host_source, t.n_copies) == ("pinned", "1")]
+SCOPED = [(way, scope) for way in WAYS for scope in ("", *SCOPES)
+          if not scope or not refuses(way, scope)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "scope"), share(SCOPED, every=10, slow=2))
+def test_waits_that_could_go_are_found_by_walking_again(one, way, scope):
+    """Of prompts of three ubatches with tokens behind them; steps of one shape share a program."""
+    with one.variant(way) as engine:
+        cycle = engine.programs(20, 3)
+    made = {p: with_plans(p, scope) if scope else p for p in dict.fromkeys(cycle)}
+    cycle = [made[p] for p in cycle]
+    found, twin = check_cycle(cycle), WalkedAgain(cycle * 3)
+    assert len({*cycle}) == 3 < len(cycle)
+    steady = range(len(cycle), 2 * len(cycle))
+    assert [at.key for at in found.superfluous] == twin.superfluous(steady)
+    assert [at.key for at in found.sufficient] == twin.sufficient(steady)
+    assert found.n_races == len(twin.races())
+
+
+@pytest.mark.parametrize("stream", ["own", "compute"])
+def test_most_waits_of_llama_cpp_are_in_vain(one, stream):
+    """On one stream its order does the rest; on two the launches want the copies waited for."""
+    needed = 1 if stream == "compute" else 2
+    for sync, n_waits, vain in (("per_copy", 13, 5), ("copy_boundary", 3, 1)):
+        with one.variant(Toggles(sync=sync, copy_stream=stream)) as engine:
+            few, many = check_cycle(engine.cycle(1, 20)), check_cycle(engine.cycle(1, 200))
+        assert few.safe and len(few.waits) == len(many.waits) == n_waits
+        assert len(few.sufficient) == needed and len(few.superfluous) >= vain
+        assert [at.index for at in few.sufficient] == [at.index for at in many.sufficient]
+        assert few.waits[0] in few.superfluous
+    with one.variant(
+        Toggles(sync="copy_boundary", copy_stream="own", step_wait="outputs")
+    ) as engine:
+        train = check_cycle(apart(engine.programs(20)))
+    assert train.safe and train.waits[2] in train.sufficient  # of the second ubatch
+
+
+def test_a_program_of_the_host_alone_has_no_waits(tiny_model):
+    path = tiny_model("tiny-llama", "Q8_0")
+    with wb.Engine.load(path, device="host", toggles=Toggles()) as engine:
+        found = check_cycle(engine.programs(1))
+    assert found.safe and found.waits == []
+
+
+# planted bugs -------------------------------------------------------------------------------------
+
+
+def one_copy_on_the_wrong_stream(parts: list[Command]) -> list[Command]:
+    """Nothing forks to it and nothing joins it: the launches do not wait."""
+    n = next(i for i, c in enumerate(parts) if isinstance(c, Copy))
+    assert parts[n].stream.id == 0
+    return [*parts[:n], replace(parts[n], stream=Stream(1, 1)), *parts[n + 1 :]]
+
+
+def no_record(parts: list[Command]) -> list[Command]:
+    return [c for c in parts if not isinstance(c, Record)]
+
+
+def results_in_front(parts: list[Command]) -> list[Command]:
+    (results,) = [c for c in parts if isinstance(c, Copy) and c.split < 0]
+    moved = replace(results, stream=Stream(1, 1))
+    return [moved, *(c for c in parts if c is not results)]
+
+
+ONE, TWO = (
+    Toggles(sync="implicit", copy_stream="compute"),
+    Toggles(sync="event_guarded", copy_stream="own"),
+)
+BUGS: dict[Callable[[list[Command]], list[Command]], Toggles] = {
+    one_copy_on_the_wrong_stream: ONE, no_record: TWO, results_in_front: ONE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_planted_in_a_plan_is_found_and_told_in_a_line(one, bug):
+    with one.variant(BUGS[bug]) as engine:
+        (step,) = engine.programs(1)
+    sound = with_plans(step, "step")
+    if BUGS[bug] is ONE:  # the host makes one call, waits and reads
+        assert sound.pattern(result=True) == "h ps"
+    assert check_cycle([sound]).safe and not Adversary([sound] * 3).search()
+    broken = copy.copy(sound)
+    broken.commands = [
+        replace(c, parts=tuple(bug(list(c.parts)))) if isinstance(c, Replay) else c
+        for c in sound.commands
+    ]
+    found = check_cycle([broken])
+    assert not found.safe
+    told = [race.missing for race in found.races]
+    assert told[0].startswith("nothing orders copy") and told[0].endswith(
+        "in a plan: record an event behind the copy in the plan, and let null:0 wait for it"
+    ), told
+    assert all("\n" not in line and "in a plan" in line for line in told)
+    steps = apart([broken] * 3)
+    assert Adversary(steps).search()
+    assert all(ends_wrong(steps, race, True) for race in hazards.races(steps))

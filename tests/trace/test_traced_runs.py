@@ -1,0 +1,330 @@
+"""Traces of real runs: spans are the program's commands, with parts of plans and branches, and so
+are tables, patterns and both formats of the file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+
+import workbench as wb
+from tests.oracles.trace_pattern import LETTERS, trace_pattern
+from tests.trace import chrome_decode, perfetto_decode
+from workbench.benchmarks.times.gaps import host_gaps
+from workbench.benchmarks.times.profiling import profile_test, runs_on_device
+from workbench.benchmarks.workload import Workload
+from workbench.common import checkout
+from workbench.config import Toggles
+from workbench.graph.ops import touched_bytes
+from workbench.program import commands
+from workbench.program.commands import (
+    Command,
+    Copy,
+    Launch,
+    Program,
+    Record,
+    Replay,
+    Stream,
+    Sync,
+    Wait,
+)
+from workbench.report.timelines import LOOKS, timeline
+from workbench.trace.lanes import ABOUT
+from workbench.trace.profile import Profile, profile, profile_each
+from workbench.trace.spans import CATEGORIES, HOST_LANE, Span
+
+STEP = {"plans": "ours", "plan_scope": "step"}
+ONE = {"sync": "implicit", "copy_stream": "compute"}
+WAYS: dict[str, dict[str, str]] = {
+    "every wait": {"graph_reuse": "rebuild"},
+    "two streams, an event": {"sync": "event_guarded"},
+    "a ring of staging": ONE | {"host_source": "pinned_ring_2", "step_wait": "outputs"},
+    "branches": {"streams": "3"},
+    "plans of splits": {"plans": "ours"},
+    "a plan of the step": STEP | ONE,
+    "a plan of two streams": STEP | {"sync": "event_guarded", "copy_stream": "own"},
+    "branches in plans": {"plans": "ours", "streams": "3"},
+    "branches in a plan": STEP | ONE | {"streams": "8", "fork": "any"},
+}
+STEPS, PROMPT = 3, [1, 2, 3, 4]
+
+
+class Traced(NamedTuple):
+    """A trace of three tokens behind a prompt, and the program of each, by its step."""
+
+    toggles: Toggles
+    prof: Profile
+    programs: dict[int, Program]
+
+    @property
+    def program(self) -> Program:
+        return next(iter(self.programs.values()))
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model) -> Iterator[wb.Engine]:
+    path = tiny_model("tiny-llama", "Q8_0")
+    with wb.Engine.load(path, device="embedded", n_ctx=64, threads=2, toggles=Toggles()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def traced(request, base) -> Traced:
+    toggles = Toggles(**{"graph_reuse": "set_rows"} | WAYS[request.param])
+    with base.variant(toggles) as engine:
+        engine.prefill(PROMPT[:-1])
+        engine.step(PROMPT[-1:])
+        programs = {
+            engine.n_steps + i: engine.program(n_past=engine.n_past + i) for i in range(STEPS)
+        }
+        with profile(engine, nvtx=False) as prof:
+            for token in range(STEPS):
+                engine.step([5 + token])
+        assert engine.recorder is None
+    return Traced(toggles, prof, programs)
+
+
+def of_step(traced: Traced, step: int, device: bool) -> list[Span]:
+    """The commands that the host issued in a step, or what the device ran of it."""
+    spans = [s for s in traced.prof.recorder.spans if s.args.get("step") == step]
+    return [s for s in spans if (s.lane != HOST_LANE) == device and "index" in s.args]
+
+
+def key(span: Span) -> tuple[int, int]:
+    return span.args["index"], span.args.get("part", 0)
+
+
+def behind(program: Program) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Pairs of launches, the first of which ends before the second begins: of each stream, and
+    by each Wait of a fork or a join."""
+    last: dict[Stream, set[tuple[int, int]]] = defaultdict(set)
+    recorded: dict[str, set[tuple[int, int]]] = {}
+    pairs = []
+    for at in program.located():
+        command, number = at.command, (at.index, at.part or 0)
+        match command:
+            case Record(forks=True):
+                recorded[command.event] = set(last[command.stream])
+            case Wait(forks=True):
+                last[command.stream] |= recorded[command.event]
+            case Launch(by_host=False) if command.stream.backend:
+                pairs += [(before, number) for before in sorted(last[command.stream])]
+                last[command.stream] = {number}
+    return pairs
+
+
+def test_host_spans_are_the_commands_one_to_one(traced):
+    for n_past, (step, program) in enumerate(traced.programs.items(), len(PROMPT)):
+        host = of_step(traced, step, device=False)
+        assert [(s.category, s.args["index"], s.args["split"]) for s in host] == [
+            (c.kind, i, c.split) for i, c in enumerate(program.commands)
+        ]
+        assert [s.start_ns for s in host] == sorted(s.start_ns for s in host)
+        every = [s for s in traced.prof.recorder.spans if s.args.get("step") == step]
+        (whole,) = [s for s in every if s.category == "step"]
+        assert whole.args == {"step": step, "n_tokens": 1, "n_past": n_past}
+        assert all(whole.start_ns <= s.start_ns <= s.end_ns <= whole.end_ns
+                   for s in every if s.lane == HOST_LANE)  # fmt: skip
+        assert sum(s.category == "split" for s in every) == len(program.splits)
+
+
+def test_device_spans_are_asynchronous_commands_and_parts(traced):
+    for step, program in traced.programs.items():
+        host = {s.args["index"]: s for s in of_step(traced, step, device=False)}
+        device = of_step(traced, step, device=True)
+        wanted = {
+            (at.index, at.part or 0): (
+                at.command.label, at.command.kind, at.command.split,
+                f"embedded stream {at.command.stream.id}",
+            )
+            for at in program.located()
+            if isinstance(at.command, Copy | Launch) and at.command.stream.backend
+        }  # fmt: skip
+        found = {key(s): s for s in device}
+        assert len(found) == len(device)
+        told = {k: (s.name, s.args["kind"], s.args["split"], s.lane) for k, s in found.items()}
+        assert told == wanted
+        for s in device:
+            assert host[s.args["index"]].start_ns <= s.end_ns, "nothing ends before it is issued"
+        for lane in {s.lane for s in device}:
+            ordered = sorted((s for s in device if s.lane == lane), key=lambda s: s.start_ns)
+            assert all(a.end_ns <= b.start_ns for a, b in pairwise(ordered)), "a stream is a queue"
+            assert [*map(key, ordered)] == sorted(map(key, ordered))
+        # a branch lies between its fork and its join, on whichever lane that is
+        pairs = behind(program)
+        assert all(found[a].end_ns <= found[b].start_ns for a, b in pairs)
+        if "streams" in traced.toggles.to_dict() and traced.toggles.streams != "1":
+            assert sum(found[a].lane != found[b].lane for a, b in pairs) >= 8
+
+
+def test_summaries_and_patterns_are_those_of_the_program(traced):
+    table, counts = traced.prof.summary(), traced.program.counts()
+    assert list(table["n_past"]) == [len(PROMPT) + i for i in range(STEPS)]
+    for name in ("waits", "copies", "launches", "copied_bytes", "replays"):
+        if name in table or name in counts:
+            assert (table[name] == counts[name]).all(), name
+    assert (table["device_us"] > 0).all() and (table["idle_us"] >= 0).all()
+    assert (table[["build_us", "host_us", "wait_us"]].sum(axis=1) <= table["step_us"]).all()
+    assert trace_pattern(traced.prof) == traced.program.pattern()
+    built = traced.toggles.graph_reuse == "rebuild"
+    names = set(traced.prof.to_frame().query("category == 'build'")["name"])
+    assert names == (
+        {"batch", "graph", "fuse", "split", "layout", "lower", "prepare"}
+        if built else {"batch", "reuse"}
+    )  # fmt: skip
+    begins = {s.args["step"]: s.start_ns for s in traced.prof.timeline.spans
+              if s.category == "step"}  # fmt: skip
+    host = [s for s in traced.prof.timeline.spans if s.lane == HOST_LANE and "step" in s.args]
+    assert all(s.start_ns >= begins[s.args["step"]] for s in host), "time of another step"
+
+
+def test_tables_have_every_launch_and_its_bytes(traced):
+    """In plans or not: bytes are those of the op table."""
+    launches: dict[str, list[int]] = defaultdict(list)
+    for c in traced.program.singly():
+        if isinstance(c, Launch):
+            launches[c.node.op].append(touched_bytes(c.node))
+    table = traced.prof.kernels().groupby("op")[["calls", "bytes"]].sum()
+    assert {op: (row.calls, row.bytes) for op, row in table.iterrows()} == {
+        op: (STEPS * len(of), STEPS * sum(of)) for op, of in launches.items()
+    }
+    gaps, phases = traced.prof.gaps(), traced.prof.phases()
+    assert ("replay" in set(phases["part"])) == (traced.toggles.plans != "off")
+    assert set(gaps["after"]) <= set(table.index) | {"replay"}
+    own = gaps.columns.drop(
+        ["step", "between", "before", "after", "traced_us", "host_us", "device_us"]
+    )
+    assert (gaps[own].sum(axis=1) - gaps["traced_us"]).abs().max() < 1e-6
+    figure = timeline(traced.prof)
+    labels = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert (LOOKS["replay"].word in labels) == (traced.toggles.plans != "off")
+    shown = {text.get_text() for text in figure.axes[0].get_yticklabels()}
+    assert {s.lane for s in traced.prof.timeline.spans} <= shown
+
+
+# the files ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(traced, tmp_path):
+    """Both formats of the trace, read back."""
+    for name in ("t.pftrace.gz", "t.json"):
+        assert traced.prof.save(tmp_path / name) == (tmp_path / name).stat().st_size
+    packed = gzip.decompress((tmp_path / "t.pftrace.gz").read_bytes())
+    plain = (tmp_path / "t.json").read_bytes()
+    return perfetto_decode.decode(packed), chrome_decode.decode(plain)
+
+
+def arrows(found: perfetto_decode.Decoded) -> list[tuple[str, str, str, str]]:
+    """(category, name) of either end of each flow."""
+    starts = {n: s for s in found.slices for n in s.starts}
+    ends = {n: s for s in found.slices for n in s.ends}
+    assert starts.keys() == ends.keys() == found.flows.keys(), "both ends of a flow exist"
+    return [(starts[n].category, starts[n].name, ends[n].category, ends[n].name) for n in starts]
+
+
+def test_both_formats_hold_the_same(traced, files):
+    packed, plain = files
+    spans = traced.prof.timeline.spans
+    origin = min(s.start_ns for s in spans)
+    wanted = Counter((s.name, s.category, s.start_ns, s.end_ns) for s in spans)
+    assert Counter((s.name, s.category, s.start_ns, s.end_ns) for s in packed.slices) == wanted
+    assert plain.other["origin_ns"] == origin
+    moved = ((s.name, s.category, s.start_ns + origin, s.end_ns + origin) for s in plain.slices)
+    assert Counter(moved) == wanted
+    where = Counter((*s.lane.split(" ", 1), s.name) if " " in s.lane else (s.lane, s.lane, s.name)
+                    for s in spans)  # fmt: skip
+    assert Counter((*packed.tracks[s.track], s.name) for s in packed.slices) == where
+    assert Counter((s.process, s.thread, s.name) for s in plain.slices) == where
+    mine = [(a.source.category, a.source.name, a.sink.category, a.sink.name) for a in plain.arrows]
+    assert Counter(mine) == Counter(arrows(packed))
+    args = {json.dumps(s.args, sort_keys=True) for s in packed.slices}
+    assert {json.dumps(s.args, sort_keys=True) for s in plain.slices} == args
+    for about in (packed.instants[ABOUT], plain.instants[ABOUT]):
+        assert about["model.name"].startswith("tiny-llama") and about["model.quant"] == "Q8_0"
+        assert {n: about[f"toggles.{n}"] for n in Toggles.names()} == traced.toggles.to_dict()
+        assert about["commit"].split()[0] == checkout.commit()["hash"]
+        assert about["traced"].startswith("traced, not for throughput")
+        assert about["config.threads"] == 2 and "embedded device" in about["device"]
+
+
+def test_arrows_lead_to_the_device_to_waits_and_back(traced, files):
+    packed, plain = files
+    found = Counter((source, sink) for source, _, sink, _ in arrows(packed))
+    every = [c for p in traced.programs.values() for c in p.commands]
+    device = sum(s.category == "device" and "part" not in s.args
+                 for s in traced.prof.timeline.spans)  # fmt: skip
+    assert found["launch", "device"] + found["copy", "device"] == device
+    replays = sum(isinstance(c, Replay) for c in every)
+    assert found["replay", "device"] == replays, "into its first part"
+    waits = Counter(c.event for c in every if isinstance(c, Wait))
+    events = [a for a in plain.arrows if a.kind == "event"]
+    assert Counter(a.sink.args["event"] for a in events) == waits
+    for arrow in events:
+        assert arrow.source.category == "record" and arrow.sink.category == "wait"
+        assert arrow.source.args["event"] == arrow.sink.args["event"]
+        assert arrow.source.args["on"] != arrow.sink.args["on"], "it orders two streams"
+    # what the first steps wait for may have been issued before the trace, and has no span then
+    n_syncs, n_all = found["device", "sync"], sum(isinstance(c, Sync) for c in every)
+    assert n_all - n_all // STEPS <= n_syncs <= n_all and n_syncs >= STEPS
+    assert sum(found.values()) == device + replays + waits.total() + n_syncs
+    for times in packed.flows.values():
+        (begin, is_end), (end, ends) = sorted(times, key=lambda t: t[1])
+        assert begin <= end and not is_end and ends, "flows run forwards"
+    logits = [a for a in plain.arrows if a.sink.name == "wait logits"]
+    assert {(a.kind, a.source.name) for a in logits} == {("wait", "result_output")}
+    assert len(logits) == STEPS and all(a.source.end_ns <= a.sink.end_ns for a in logits)
+
+
+# what has no program of its own -------------------------------------------------------------------
+
+
+def test_a_plan_issued_part_by_part_is_one_span_and_no_ops(base):
+    toggles = Toggles(graph_reuse="set_rows", plans="ours", plan_batch="one", plan_warmup="2",
+                      plan_evict="never")  # fmt: skip
+    with base.variant(toggles) as engine:
+        engine.prefill(PROMPT)
+        with profile(engine, nvtx=False) as made:
+            for token in range(STEPS):
+                engine.step([token])
+    frame = made.to_frame()
+    whole = frame[(frame["category"] == "device") & (frame["kind"] == "replay")]
+    assert len(whole) == 1  # then two equal calls have come
+    by_op = made.kernels().set_index("op")
+    assert by_op.loc["replay", "calls"] == 1 and by_op["bytes"].isna()["replay"]
+
+
+def test_every_kind_of_command_is_known_to_all_that_draw_it():
+    kinds = {
+        found.kind
+        for found in vars(commands).values()
+        if isinstance(found, type) and issubclass(found, Command) and "kind" in vars(found)
+    }
+    assert kinds == {"write", "read", "copy", "launch", "record", "wait", "sync", "replay"}
+    assert kinds <= set(CATEGORIES) and kinds <= set(LOOKS)
+    assert kinds - {"write", "read"} == set(LETTERS)
+
+
+def test_variants_are_traced_by_name(base):
+    arms = {"every wait": Toggles(), "packed": Toggles(sync="packed")}
+    base.reset()
+    found = profile_each(base, arms, n_tokens=4)
+    waits = {name: int(trace.summary()["waits"].iloc[0]) for name, trace in found.items()}
+    assert waits == {"every wait": 13, "packed": 3}
+
+
+@pytest.mark.slow
+def test_what_measures_takes_a_replay_for_work_of_the_device(base):
+    whole: dict[str, Any] = {"graph_reuse": "set_rows"} | STEP | ONE
+    toggles = {name: Toggles(**whole | {"sync": name}) for name in ("implicit", "packed_implicit")}
+    with base.variant(toggles["implicit"]) as engine:
+        assert runs_on_device(engine)
+        found = profile_test(engine, Workload(0, 12), repetitions=1)
+        assert (found.steps["kernels_us"] > 0).all() and found.steps["gap_us"].notna().sum() > 0
+        gaps = host_gaps(engine, toggles, n_tokens=4, rounds=2)
+    assert set(gaps.table()["arm"]) >= {*toggles}
