@@ -1,0 +1,309 @@
+"""The arena on several streams, against every interleaving that the streams' order leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.graph.random_branches import random_branches
+from tests.profiles import examples
+from workbench.common.sizes import round_up
+from workbench.graph.arena import ALL, ArenaLayout, FreeList, layout, visibility
+from workbench.graph.forks import START, Branches, fork, interleaved, serial
+from workbench.graph.ir import ALIGN, F32, Kind, Node, Tensor
+from workbench.graph.lifetimes import BEFORE, least_bytes, lifetimes
+from workbench.graph.lifetimes import overwritten as overwritten_by_clocks
+from workbench.graph.ops import make
+
+seeds = st.integers(0, 2**32 - 1).map(Random)
+
+
+# the oracle ---------------------------------------------------------------------------------------
+
+State = tuple[frozenset[int], frozenset[int]]  # nodes that are over, and that are running
+
+
+def states(branches: Branches) -> Iterator[State]:
+    """Every state that some timing reaches: nodes begin and end one at a time."""
+    tail: dict[int, int] = {}
+    behind: list[set[int]] = []
+    for i, (stream, waits) in enumerate(zip(branches.streams, branches.waits, strict=True)):
+        behind.append(
+            {w for w in waits if w != START} | ({tail[stream]} if stream in tail else set())
+        )
+        tail[stream] = i
+    todo: list[State] = [(frozenset(), frozenset())]
+    seen = set(todo)
+    while todo:
+        over, running = state = todo.pop()
+        yield state
+        reached = [(over | {i}, running - {i}) for i in running]
+        reached += [
+            (over, running | {i})
+            for i in range(len(behind))
+            if i not in over and i not in running and behind[i] <= over
+        ]
+        todo += [new for new in reached if new not in seen]
+        seen.update(reached)
+
+
+Use = tuple[str, int, int, frozenset[int]]  # name, offset, bytes, the nodes that touch it
+
+
+def uses(branches: Branches, made: ArenaLayout, kept: Sequence[Tensor]) -> list[Use]:
+    """What lies in the arena; what is read behind the last node is touched by a node behind it."""
+    touched: dict[Tensor, set[int]] = {t: set() for t in made.offsets}
+    for i, node in enumerate(branches.nodes):
+        for t in (*node.inputs, *node.outputs):
+            if t.storage in touched:
+                touched[t.storage].add(i)
+    for t in kept:
+        touched[t.storage].add(-1)
+    found = [(t.name, made.offsets[t], t.nbytes, frozenset(some)) for t, some in touched.items()]
+    number = {node: i for i, node in enumerate(branches.nodes)}
+    for node, (offset, nbytes) in made.scratch.items():
+        found.append((f"scratch of {node.name}", offset, nbytes, frozenset({number[node]})))
+    return found
+
+
+def overwritten(
+    branches: Branches, made: ArenaLayout, kept: Sequence[Tensor]
+) -> set[frozenset[str]]:
+    """Pairs that share bytes while both are in use in some state: from the begin of the node that
+    writes it to the end of the last that touches it."""
+    pairs = [
+        (a, b)
+        for a, b in combinations(uses(branches, made, kept), 2)
+        if a[1] < b[1] + round_up(b[2], ALIGN) and b[1] < a[1] + round_up(a[2], ALIGN)
+    ]
+    found: set[frozenset[str]] = set()
+    for over, running in states(branches) if pairs else ():
+        begun = over | running
+        for a, b in pairs:
+            if all(nodes & begun and not nodes <= over for nodes in (a[3], b[3])):
+                found.add(frozenset({a[0], b[0]}))
+    return found
+
+
+# visibility ---------------------------------------------------------------------------------------
+
+
+def scratch_of(rng: Random):
+    wanted = rng.choice((0, 0, 100, 3000))
+    return lambda node: wanted if node.name.endswith(("1", "4", "7")) else 0
+
+
+@settings(max_examples=examples(120), deadline=None)
+@given(seeds, st.integers(1, 12), st.integers(1, 4))
+def test_what_can_be_alive_together_shares_no_bytes(rng, n, n_streams):
+    branches = random_branches(rng, n, n_streams)
+    kept = [branches.nodes[-1].output] if branches.nodes[-1].op == "add" else []
+    made = layout(branches.nodes, [], kept, scratch_of(rng), visible=visibility(branches))
+    assert not overwritten(branches, made, kept)
+
+
+def ends(branches: Branches) -> list[tuple[int, int]]:
+    """Of each node its stream and how many nodes of it are over behind it."""
+    count, found = [0] * branches.n_streams, []
+    for stream in branches.streams:
+        count[stream] += 1
+        found.append((stream, count[stream]))
+    return found
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(seeds, st.integers(10, 120), st.integers(1, 8))
+def test_in_large_graphs_all_users_before_are_over(rng, n, n_streams):
+    """Who uses bytes again knows that. One stream needs no clocks for it."""
+    branches = random_branches(rng, n, n_streams)
+    assert n_streams > 1 or visibility(branches) is None
+    inputs = list({t for node in branches.nodes for t in node.inputs if t.kind == Kind.INPUT})
+    made = layout(branches.nodes, inputs, [], scratch_of(rng), visible=visibility(branches))
+    assert all(at % ALIGN == 0 and at + t.nbytes <= made.nbytes for t, at in made.offsets.items())
+    clocks, end = branches.clocks(), ends(branches)
+    alone = ArenaLayout(
+        {t: at for t, at in made.offsets.items() if t not in inputs}, made.scratch, made.nbytes
+    )
+    found = sorted(uses(branches, alone, []), key=lambda use: min(use[3]))
+    for a, b in combinations(found, 2):
+        if a[1] < b[1] + b[2] and b[1] < a[1] + a[2]:
+            begins = clocks[min(b[3])]
+            both = a[3] & b[3]
+            assert not both and all(begins[s] >= k for s, k in map(end.__getitem__, a[3])), (a, b)
+    of_all = lifetimes(made, branches)
+    assert len(of_all) == len(made.offsets) + len(made.scratch)
+    assert not overwritten_by_clocks(of_all, branches)
+
+
+# one stream ---------------------------------------------------------------------------------------
+
+
+class Merged:
+    """The free list as it was before streams: ranges without clocks, neighbours always merged."""
+
+    def __init__(self) -> None:
+        self.free: list[tuple[int, int]] = []
+        self.end = 0
+
+    def take(self, nbytes: int) -> int:
+        need = round_up(nbytes, ALIGN)
+        fits = [(size, at) for at, size in self.free if size >= need]
+        if fits:
+            size, at = min(fits)
+            self.free.remove((at, size))
+            self.free = sorted([*self.free, *([(at + need, size - need)] if size > need else [])])
+            return at
+        at = self.end
+        if self.free and sum(self.free[-1]) == self.end:
+            at, _ = self.free.pop()
+        self.end = at + need
+        return at
+
+    def give(self, offset: int, nbytes: int) -> None:
+        ranges = sorted([*self.free, (offset, round_up(nbytes, ALIGN))])
+        self.free = ranges[:1]
+        for at, size in ranges[1:]:
+            first, before = self.free[-1]
+            if first + before == at:
+                self.free[-1] = first, before + size
+            else:
+                self.free.append((at, size))
+
+
+@settings(max_examples=examples(200))
+@given(seeds, st.integers(1, 80), st.booleans())
+def test_one_stream_gets_the_offsets_it_always_got(rng, n, with_clocks):
+    """Also where every taker sees exactly what was given back so far, as one stream does."""
+    free, slow, held = FreeList(), Merged(), list[tuple[int, int]]()
+    for now in range(n):
+        if held and rng.random() < 0.5:
+            offset, nbytes = held.pop(rng.randrange(len(held)))
+            free.give(offset, nbytes, (now,) if with_clocks else ALL)
+            slow.give(offset, nbytes)
+        else:
+            nbytes = rng.choice((1, 256, 300, 1000, 5000))
+            held.append((free.take(nbytes, (now,) if with_clocks else ALL), nbytes))
+            assert held[-1][0] == slow.take(nbytes)
+    assert free.end == slow.end
+
+
+# what the others do -------------------------------------------------------------------------------
+
+
+def add(name: str, a: Tensor, b: Tensor | None = None) -> Node:
+    return make("add", name, a, a if b is None else b)
+
+
+def test_a_chain_needs_two_ranges_whatever_its_length():
+    x = Tensor("x", F32, (1, ALIGN // 4), Kind.INPUT)
+    nodes = [add("t0", x)]
+    for i in range(9):
+        nodes.append(add(f"t{i + 1}", nodes[-1].output))
+    made = layout(nodes, [x], [nodes[-1].output], lambda node: 0)
+    assert made.nbytes == 3 * ALIGN  # the input keeps its own
+
+
+def test_no_bytes_take_no_range():
+    free = FreeList()
+    offset = free.take(ALIGN)
+    assert free.take(0) == 0 and free.end == ALIGN
+    free.give(offset, ALIGN)
+    free.give(offset, 0)
+    assert free.take(0) == 0 and free.take(ALIGN) == offset and free.end == ALIGN
+
+
+# lifetimes as data --------------------------------------------------------------------------------
+
+
+def three_branches() -> Branches:
+    """A norm that three branches read: one at once, the others some nodes later."""
+    x = Tensor("x", F32, (1, 64), Kind.INPUT)
+    nodes = [add("norm", x)]
+    for name in "qkv":
+        nodes.append(add(f"{name}0", nodes[0].output))
+        nodes.append(add(f"{name}1", nodes[-1].output))
+    nodes.append(add("qk", nodes[2].output, nodes[4].output))
+    nodes.append(add("join", nodes[-1].output, nodes[6].output))
+    return fork(nodes, 3, "three_way")
+
+
+def by_clocks(branches: Branches, made: ArenaLayout, kept: Sequence[Tensor]):
+    """What `graph/lifetimes.py` says, as the oracle says it."""
+    found = overwritten_by_clocks(lifetimes(made, branches, kept), branches)
+    return {frozenset({one.lost.name, one.by.name}) for one in found}
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(seeds, st.integers(1, 12), st.integers(1, 4), st.sampled_from(["serial", "in turn", "seen"]))
+def test_clocks_find_what_the_oracle_finds(rng, n, n_streams, how):
+    branches = random_branches(rng, n, n_streams)
+    kept = [branches.nodes[-1].output] if branches.nodes[-1].op == "add" else []
+    nodes = interleaved(branches) if how == "in turn" else branches.nodes
+    visible = visibility(branches) if how == "seen" else None
+    made = layout(nodes, [], kept, scratch_of(rng), visible=visible)
+    assert by_clocks(branches, made, kept) == overwritten(branches, made, kept)
+
+
+def test_a_lifetime_says_users_bytes_begin_and_end():
+    branches = three_branches()
+    nodes, x = branches.nodes, branches.nodes[0].inputs[0]
+    q = next(node for node in nodes if node.name == "q0")
+    made = layout(nodes, [x], [q.output], lambda node: 100 if node is q else 0)
+    found = {one.name: one for one in lifetimes(made, branches, [q.output])}
+    norm = found["norm"]
+    readers = [i for i, node in enumerate(nodes) if node.name in ("q0", "k0", "v0")]
+    assert (norm.first, norm.last, norm.users) == (0, max(readers), (0, *readers))
+    assert (norm.offset, norm.nbytes) == (made.offsets[nodes[0].output], 256)
+    assert norm.streams == (0, 1, 2)
+    assert (found["x"].first, found["x"].last) == (BEFORE, len(nodes))
+    at = nodes.index(q)
+    assert (found["q0"].first, found["q0"].last) == (at, len(nodes))
+    scratch = found["scratch of q0"]
+    assert (scratch.first, scratch.last, scratch.nbytes) == (at, at, 100)
+
+
+def test_interleaved_lifetimes_protect_no_source():
+    """Where all that branches make is kept, q1 is the only one to use bytes again: norm's, whose
+    readers all stand in front of q1 in llama.cpp's order. On its stream q1 may write while k0 and
+    v0 still read. A check of writes against writes sees nothing wrong."""
+    branches = three_branches()
+    kept = [node.output for node in branches.nodes if node.name in ("q0", "k0", "v0")]
+    made = layout(interleaved(branches), [], kept, lambda node: 0)
+    assert overwritten(branches, made, kept) == {frozenset({"norm", "q1"})}
+    written = {frozenset({a.name, b.name}) for a, b in branches.side_by_side()}
+    assert frozenset({"norm", "q1"}) not in written
+    (one,) = overwritten_by_clocks(lifetimes(made, branches, kept), branches)
+    assert (one.lost.name, one.by.name) == ("norm", "q1")
+    assert (one.offset, one.nbytes) == (made.offsets[branches.nodes[0].output], 256)
+    in_turn = serial(interleaved(branches))  # on one stream, as they were laid out
+    assert not overwritten_by_clocks(lifetimes(made, in_turn, kept), in_turn)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(seeds, st.integers(1, 9), st.integers(1, 4))
+def test_least_bytes_are_the_heaviest_set_alive_together(rng, n, n_streams):
+    """Against every set of ranges. Two are alive together that are overwritten where all ranges
+    begin at 0."""
+    branches = random_branches(rng, n, n_streams)
+    made = layout(branches.nodes, [], [], scratch_of(rng), visible=visibility(branches))
+    on_top = ArenaLayout(
+        dict.fromkeys(made.offsets, 0),
+        {node: (0, nbytes) for node, (_, nbytes) in made.scratch.items()},
+        0,
+    )
+    together = overwritten(branches, on_top, [])
+    ranges = {name: round_up(nbytes, ALIGN) for name, _, nbytes, _ in uses(branches, made, [])}
+    heaviest = max(
+        (
+            sum(map(ranges.__getitem__, some))
+            for k in range(1, len(ranges) + 1)
+            for some in combinations(ranges, k)
+            if all(frozenset(pair) in together for pair in combinations(some, 2))
+        ),
+        default=0,
+    )
+    assert least_bytes(lifetimes(made, branches), branches) == heaviest <= made.nbytes

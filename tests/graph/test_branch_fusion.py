@@ -1,0 +1,228 @@
+"""Fusion inside branches: every node once, and no launch for two branches. Which of the two kinds
+of fusion takes less time, by the costs of the ops."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.graph.test_fuse import ALL, MODELS, TYPES, check_fused, check_memory
+from tests.graphs import PRODUCTS, Decoder, topology_key
+from tests.profiles import examples
+from workbench.config import BranchFusion, Fork
+from workbench.graph.branch_fusion import branch_numbers, fused
+from workbench.graph.forks import COSTS, Costs, dependencies, estimate_us, fork
+from workbench.graph.fuse import FUSIONS, fuse
+from workbench.graph.ir import BF16, F16, Q4_0, Q4_K, Q8_0, Graph, Node
+
+RULES = [str(rule) for rule in Fork]
+JOINED, INSIDE, AUTO = BranchFusion.JOINED, BranchFusion.INSIDE, BranchFusion.AUTO
+HEADS = ("rope_set_rows", "norm_rope")
+
+magnitudes = st.floats(-3, 3).map(lambda exponent: 10.0**exponent)
+some_costs = st.builds(
+    Costs, magnitudes.map(lambda x: 1e4 * x), magnitudes.map(lambda x: 1e6 * x), magnitudes,
+    magnitudes,
+)  # fmt: skip
+models = st.builds(
+    Decoder,
+    st.sampled_from(["tiny-llama", "tiny-qwen3", "tiny-llama-bias"]),
+    TYPES,
+    st.dictionaries(st.sampled_from(PRODUCTS), TYPES),
+    st.sets(st.sampled_from(PRODUCTS)),
+    n_layer=st.integers(1, 3),
+)
+
+
+def on_one(node: Node) -> int:
+    return 0
+
+
+def check_inside(graph: Graph, after: Graph, number: Mapping[Node, int]) -> None:
+    """`after` computes what `graph` does, and no node of it stands in two branches."""
+    check_fused(graph, after)
+    check_memory(after)
+    for node in after.nodes:
+        assert len({number[part] for part in node.parts or (node,)}) == 1, node
+        if node.op in HEADS:
+            check_heads(node)
+
+
+def check_heads(node: Node) -> None:
+    """Each part reads the result of the one in front of it, and K's cache takes only K's."""
+    for before, part in itertools.pairwise(node.parts):
+        assert before.output.storage in {t.storage for t in part.inputs}, node
+    q_or_k = {part.name[0].upper() for part in node.parts if part.op == "rope"}
+    assert q_or_k == ({"K"} if node.op == "rope_set_rows" else q_or_k)
+    assert all(part.name.startswith("cache_k") for part in node.parts if part.op == "set_rows")
+
+
+# every choice of patterns -------------------------------------------------------------------------
+
+
+@given(
+    model=models,
+    n_tokens=st.integers(1, 12),
+    outputs=st.integers(0, 2),
+    activations=st.sampled_from(["q8", "float"]),
+    deferred=st.booleans(),
+    fusions=st.sets(st.sampled_from(FUSIONS), min_size=1),
+    rule=st.sampled_from(RULES),
+    costs=some_costs,
+)
+@settings(max_examples=examples(200))
+def test_no_node_has_parts_of_two_branches(
+    model, n_tokens, outputs, activations, deferred, fusions, rule, costs
+):
+    """Whatever the costs make of the branches: V may stand behind Q on one stream."""
+    graph = model.graph(n_tokens, min(outputs, n_tokens), 64, activations, deferred=deferred)
+    number = branch_numbers(graph, on_one, rule, costs)
+    check_inside(graph, fuse(graph, fusions, branch_of=number), number)
+
+
+@given(
+    model=models,
+    deferred=st.booleans(),
+    fusions=st.sets(st.sampled_from(FUSIONS), min_size=1),
+    rng=st.integers(0, 2**32 - 1).map(Random),
+    step=st.floats(0, 1),
+)
+@settings(max_examples=examples(150))
+def test_any_numbers_that_grow_along_the_dataflow_will_do(model, deferred, fusions, rng, step):
+    """Also such as no rule makes: a node has the largest number of what it needs, or one more."""
+    graph = model.graph(deferred=deferred)
+    number: dict[Node, int] = {}
+    for node, needed in zip(graph.nodes, dependencies(graph.nodes), strict=True):
+        least = max((number[graph.nodes[i]] for i in needed), default=0)
+        number[node] = least + (rng.random() < step)
+    check_inside(graph, fuse(graph, fusions, branch_of=number), number)
+
+
+@given(models, st.sets(st.sampled_from(FUSIONS), min_size=1), st.sampled_from(RULES), st.data())
+@settings(max_examples=examples(60))
+def test_branches_of_two_backends_stay_apart(model, fusions, rule, data):
+    graph = model.graph()
+    first = data.draw(st.integers(0, len(graph.nodes)))
+    backend = {node: int(i >= first) for i, node in enumerate(graph.nodes)}
+    for choice in BranchFusion:
+        after = fused(graph, fusions, backend.__getitem__, choice, 3, rule)
+        check_fused(graph, after)
+        for node in after.nodes:
+            assert len({backend[part] for part in node.parts or (node,)}) == 1
+    numbers = branch_numbers(graph, backend.__getitem__, rule)
+    of_each = [{numbers[n] for n in graph.nodes if backend[n] == b} for b in (0, 1)]
+    assert not of_each[0] & of_each[1]
+
+
+# what a branch is made of -------------------------------------------------------------------------
+
+
+def of_a_layer(graph: Graph, layer: int = 1) -> dict[str, list[str]]:
+    """Fused ops of a layer, with the ops of their parts where heads are in them."""
+    nodes = [node for node in graph.nodes if node.layer == layer]
+    return {
+        node.name: [node.op, *(part.op for part in node.parts if node.op in HEADS)]
+        for node in nodes
+        if node.name[:4] in ("Qcur", "Kcur", "Vcur", "cach")
+    }
+
+
+def inside(model: str, fusions: Iterable[str] = ALL, rule: str = Fork.QKV, **step) -> Graph:
+    return fused(MODELS[model]().graph(**step), set(fusions), on_one, INSIDE, 1, rule)
+
+
+NORMED = ["rms_norm", "mul", "rope"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_layer_with_every_pattern_inside_its_branches(rule):
+    plain = {
+        "Qcur-1": ["mul_mat"], "Qcur_rope-1": ["rope"], "Kcur-1": ["mul_mat"],
+        "cache_k-1": ["rope_set_rows", "rope", "set_rows"],
+        "Vcur-1": ["mul_mat"], "cache_v-1": ["set_rows"],
+    }  # fmt: skip
+    normed = {
+        "Qcur_rope-1": ["norm_rope", *NORMED],
+        "cache_k-1": ["rope_set_rows", *NORMED, "set_rows"],
+    }
+    products = {name: ["product"] for name in ("Qcur-1", "Kcur-1", "Vcur-1")}
+    assert of_a_layer(inside("llama", rule=rule)) == plain
+    assert of_a_layer(inside("llama bias", rule=rule)) == plain | products
+    assert of_a_layer(inside("qwen3", rule=rule)) == plain | normed
+    halved = of_a_layer(inside("qwen3", rule=rule, deferred=True))
+    if rule != Fork.THREE_WAY:  # its fork is the residual then: two halves and an add read it
+        assert halved == plain | normed | products
+    mixed = ALL - {"fuse_norm_mul"}  # heads are normed apart, and K is still stored with its rope
+    assert of_a_layer(inside("qwen3", mixed, rule))["cache_k-1"] == plain["cache_k-1"]
+
+
+def test_what_stands_side_by_side_by_chance_is_not_joined():
+    """The rope of Q and the store of V are neighbours; a launch of both would store Q as V."""
+    graph = MODELS["llama"]().graph()
+    number = dict.fromkeys(graph.nodes, 2)
+    for node in graph.nodes:
+        if node.layer == 0:
+            amid = node.name in ("Qcur_rope-0", "cache_v-0")
+            before = node.name.startswith(("attn_norm", "Vcur-"))
+            product = node.name.startswith(("Qcur-", "Kcur", "cache_k"))
+            number[node] = 1 if amid else 0 if before or product else 2
+        elif node.layer < 0 and node.op == "get_rows":
+            number[node] = 0
+    after = fuse(graph, {"fuse_rope_store"}, branch_of=number)
+    check_inside(graph, after, number)
+    at = [node.name for node in after.nodes]
+    assert at.index("cache_v-0") == at.index("Qcur_rope-0") + 1
+
+
+# which of the two ---------------------------------------------------------------------------------
+
+SHAPES = {
+    "llama-3-8b Q8_0": lambda n: Decoder("llama-3-8b", Q8_0, n_layer=n),
+    "llama-3-8b Q4_0": lambda n: Decoder("llama-3-8b", Q4_0, n_layer=n),
+    "qwen3-8b F16": lambda n: Decoder("qwen3-8b", F16, n_layer=n),
+    "qwen3-4b Q4_K": lambda n: Decoder("qwen3-4b", Q4_K, n_layer=n),
+    "llama-3.2-1b BF16": lambda n: Decoder("llama-3.2-1b", BF16, n_layer=n),
+}
+SLOW_EVENTS = COSTS._replace(event_us=50.0)
+
+
+def auto(graph: Graph, fusions: Iterable[str], rule: str, costs: Costs = COSTS) -> str:
+    """Which of the two kinds `auto` takes with three streams."""
+    keys = {
+        choice: topology_key(fused(graph, set(fusions), on_one, choice, 3, rule, costs))
+        for choice in BranchFusion
+    }
+    assert keys[JOINED] != keys[INSIDE]
+    return INSIDE if keys[AUTO] == keys[INSIDE] else JOINED
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_costs_choose(shape, rule):
+    """All of Q, K, V, rope and stores as one launch beat three streams. Q + K + V alone do not: the
+    streams that they take away would have had rope and stores side by side, too."""
+    graph = SHAPES[shape](2).graph(1, 1, 512, n_cells=1024)
+    assert auto(graph, ALL, rule) == JOINED
+    assert auto(graph, {"fuse_qkv"}, rule) == INSIDE
+    if rule != Fork.ANY:  # which forks nowhere where events take so long
+        assert auto(graph, {"fuse_qkv"}, rule, SLOW_EVENTS) == JOINED
+
+
+@pytest.mark.parametrize("fusions", [ALL, {"fuse_qkv"}, ALL - {"fuse_qkv"}, {"fuse_glu"}])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_layer_tells_for_the_whole_graph(shape, rule, fusions):
+    """Its slow twin asks all of a graph of eight layers. Where they disagree it does not matter."""
+    graph = SHAPES[shape](8).graph(1, 1, 512, n_cells=1024)
+
+    def us(choice: str) -> float:
+        after = fused(graph, fusions, on_one, choice, 3, rule)
+        return estimate_us(fork(after.nodes, 3, rule))
+
+    least, most = sorted([us(JOINED), us(INSIDE)])
+    assert us(AUTO) == least or most / least < 1.001

@@ -1,0 +1,272 @@
+"""Fusion: every node once, in an order that dataflow allows, with honest outputs and ranges."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.graphs import PRODUCTS, Decoder
+from tests.profiles import examples, tiers
+from workbench.backend.issue.args import parts_addresses, parts_scratch_bytes
+from workbench.config import Switch, Toggles
+from workbench.graph import ops
+from workbench.graph.arena import layout
+from workbench.graph.forks import serial
+from workbench.graph.fuse import FUSIONS, chosen, fuse
+from workbench.graph.ir import (
+    BF16,
+    F16,
+    F32,
+    MXFP4,
+    Q4_0,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+    Graph,
+    Kind,
+    Node,
+    Tensor,
+)
+from workbench.graph.lifetimes import lifetimes, overwritten
+
+ALL = frozenset(FUSIONS)
+SUBSETS = [
+    frozenset(names)
+    for n in range(len(FUSIONS) + 1)
+    for names in itertools.combinations(FUSIONS, n)
+]
+MIXED = {"attn_k": F16, "attn_v": Q6_K}
+MODELS = {
+    "llama": lambda: Decoder("tiny-llama", Q8_0),
+    "llama F16": lambda: Decoder("tiny-llama", F16),
+    "llama bias": lambda: Decoder("tiny-llama-bias", Q4_0, biases=("ffn_gate", "ffn_down")),
+    "qwen3": lambda: Decoder("tiny-qwen3", Q4_K),
+    "qwen3 F16": lambda: Decoder("tiny-qwen3", F16),
+    "mixed K quants": lambda: Decoder("tiny-llama", Q4_K, {"attn_v": Q6_K, "ffn_down": Q6_K}),
+    "mixed": lambda: Decoder("tiny-qwen3", Q4_K, MIXED | {"ffn_up": F16}, biases=("attn_v",)),
+}
+STEPS = {  # tokens, outputs, activations, whether norms are halved
+    "decode": (1, 1, "q8", False), "prefill": (5, 2, "q8", False),
+    "no outputs": (3, 0, "q8", False), "float": (2, 2, "float", False),
+    "halved": (3, 2, "q8", True),
+}  # fmt: skip
+
+
+# what must hold of a fused graph -----------------------------------------------------------------
+
+
+def flat(graph: Graph) -> list[Node]:
+    """The nodes that `graph` computes, one after the other."""
+    return [part for node in graph.nodes for part in node.parts or (node,)]
+
+
+def dependencies(nodes: list[Node]) -> set[tuple[Node, Node]]:
+    """(before, after) wherever two nodes touch the same tensor and one of them writes it."""
+    found: set[tuple[Node, Node]] = set()
+    writer: dict[Tensor, Node] = {}
+    readers: dict[Tensor, list[Node]] = {}
+    for node in nodes:
+        read = {t for t, _, _ in ops.reads(node)}
+        written = {t for t, _, _ in ops.writes(node)}
+        found |= {(writer[t], node) for t in read | written if t in writer}
+        found |= {(r, node) for t in written for r in readers.get(t, ())}
+        for t in read:
+            readers.setdefault(t, []).append(node)
+        writer |= dict.fromkeys(written, node)
+    return found
+
+
+def made_in(graph: Graph) -> Iterator[tuple[Node, set[Tensor]]]:
+    """Each node with the storages that nodes before it made."""
+    made: set[Tensor] = set()
+    for node in graph.nodes:
+        yield node, set(made)
+        made |= {t.storage for t in node.outputs}
+
+
+def covers(declared: Iterable[ops.Access], wanted: ops.Access) -> bool:
+    tensor, begin, nbytes = wanted
+    return any(
+        t is tensor and at <= begin and begin + nbytes <= at + n for t, at, n in declared
+    )  # fmt: skip
+
+
+def check_fused(before: Graph, after: Graph) -> None:
+    """Everything but the number of launches."""
+    order = flat(after)
+    assert len(order) == len(before.nodes) and set(order) == set(before.nodes)
+    number = {node: i for i, node in enumerate(order)}
+    for first, second in dependencies(before.nodes):
+        assert number[first] < number[second], (first, second)
+    assert (after.inputs, after.outputs, after.shape) == (
+        before.inputs, before.outputs, before.shape,
+    )  # fmt: skip
+    for node, made in made_in(after):
+        for t in node.inputs:
+            assert t.storage in made or t.kind in (Kind.WEIGHT, Kind.CACHE, Kind.INPUT), (node, t)
+        if node.parts:
+            check_node(node, after)
+        else:
+            assert node in before.nodes
+    assert sum(map(ops.flops, after.nodes)) == sum(map(ops.flops, before.nodes))
+
+
+def check_node(node: Node, graph: Graph) -> None:
+    """Outputs are what is read outside; ranges are the parts', less what stays inside."""
+    assert len(node.parts) > 1 and not node.params
+    elsewhere = {t.storage for n in graph.nodes if n is not node for t in n.inputs}
+    made = {part.output.storage: part.output for part in node.parts}
+    shared = [t for t in made if t.kind != Kind.ACTIVATION or t in elsewhere or t in graph.outputs]
+    shared = (
+        shared or [*made][-1:]
+    )  # nobody reads it: as of the parts, the last result is an output
+    assert [t.storage for t in node.outputs] == shared and node.output is node.outputs[0]
+    assert ops.interior(node) == [t for t in made if t not in shared]
+    inputs = {t.storage for t in node.inputs}
+    assert len(inputs) == len(node.inputs)
+    reads, writes = ops.reads(node), ops.writes(node)
+    assert {t for t, _, _ in reads} <= inputs and {t for t, _, _ in writes} == set(shared)
+    inside: set[Tensor] = set()
+    for part in node.parts:
+        for access in ops.reads(part):
+            assert access[0] in inside or covers(reads, access), (node, access)
+        for access in ops.writes(part):
+            assert access[0] not in shared or covers(writes, access), (node, access)
+        inside.add(part.output.storage)
+    own = (a for part in node.parts for a in (*ops.reads(part), *ops.writes(part)))
+    assert {*reads, *writes} <= set(own)  # and nothing is declared that no part touches
+    assert ops.touched_bytes(node) < sum(map(ops.touched_bytes, node.parts))
+
+
+def outside_of(addresses: dict[Tensor, int]):
+    return lambda tensor: addresses[tensor.storage]
+
+
+def check_memory(graph: Graph) -> None:
+    """No live tensors overlap in the arena, nor do interior tensors in their node's scratch."""
+
+    def scratch(node: Node) -> int:
+        return parts_scratch_bytes(node, lambda part: 40) if node.parts else 0
+
+    found = layout(graph.nodes, graph.inputs, graph.outputs, scratch)
+    in_turn = serial(graph.nodes)
+    assert not overwritten(lifetimes(found, in_turn, graph.outputs), in_turn)
+    for node in graph.nodes:
+        if node.parts:
+            outside = {t.storage: -1 for t in (*node.inputs, *node.outputs)}
+            at, own = parts_addresses(node, outside_of(outside), 1 << 20)
+            spans = [(at(t), at(t) + t.nbytes) for t in ops.interior(node)]
+            ends = [1 << 20, *(end for _, end in spans)]
+            assert all(begin >= end for (begin, _), end in zip(spans, ends, strict=False))
+            assert own >= max(ends) and own - (1 << 20) == ops.interior_bytes(node)
+            for part in node.parts:
+                for t in (*part.inputs, part.output):
+                    assert (at(t) < 0) == (t.storage in outside)
+
+
+@pytest.mark.parametrize("every", [7, *tiers(3, 1)], ids=["some", "more", "all"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_choice_of_patterns_keeps_the_meaning(model: str, step: str, every: int):
+    n_tokens, n_outputs, activations, deferred = STEPS[step]
+    graph = MODELS[model]().graph(n_tokens, n_outputs, activations=activations, deferred=deferred)
+    for fusions in SUBSETS[::every]:
+        if "fuse_product_norm" in fusions and not deferred:
+            continue  # it finds nothing: see LAYERS
+        fused = fuse(graph, fusions)
+        check_fused(graph, fused)
+        assert len(fused.nodes) <= len(graph.nodes)
+    check_memory(fuse(graph, ALL))
+
+
+TYPES = st.sampled_from([F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4])
+
+
+@given(
+    preset=st.sampled_from(["tiny-llama", "tiny-qwen3", "tiny-llama-bias"]),
+    dtype=TYPES,
+    dtypes=st.dictionaries(st.sampled_from(PRODUCTS), TYPES),
+    biases=st.sets(st.sampled_from(PRODUCTS)),
+    n_layer=st.integers(1, 3),
+    n_tokens=st.integers(1, 40),
+    outputs=st.integers(0, 3),
+    activations=st.sampled_from(["q8", "float"]),
+    fusions=st.sets(st.sampled_from(FUSIONS)),
+    deferred=st.booleans(),
+)
+@settings(max_examples=examples(200))
+def test_any_model_any_choice(
+    preset, dtype, dtypes, biases, n_layer, n_tokens, outputs, activations, fusions, deferred
+):
+    model = Decoder(preset, dtype, dtypes, biases, n_layer=n_layer)
+    outputs = min(outputs, n_tokens)
+    graph = model.graph(n_tokens, outputs, activations=activations, deferred=deferred)
+    fused = fuse(graph, fusions)
+    check_fused(graph, fused)
+    check_memory(fused)
+
+
+# launches ----------------------------------------------------------------------------------------
+
+
+def per_layer(
+    model: str, fusions: Iterable[str], activations: str = "q8", deferred: bool = False
+) -> dict[str, int]:
+    """How many nodes of each op one more layer adds."""
+    counts = []
+    for n_layer in (3, 4):
+        made = MODELS[model]()
+        made.layers = made.layers[:1] * n_layer
+        made.hparams = type(made.hparams)(**vars(made.hparams) | {"n_layer": n_layer})
+        nodes = fuse(made.graph(activations=activations, deferred=deferred), fusions).nodes
+        counts.append([node.op for node in nodes])
+    few, many = counts
+    return {op: many.count(op) - few.count(op) for op in many if many.count(op) > few.count(op)}
+
+
+def launches(model: str, fusions: Iterable[str], activations: str = "q8") -> int:
+    return sum(per_layer(model, fusions, activations).values())
+
+
+# Nodes of a layer with none of the patterns, what each of them alone takes away, and what is left
+# with all of them.
+LAYERS = {
+    #                 none norm  norm  add   bias qkv rope  glu epilogue product all
+    #                      mul   quant norm           store     quant    norm
+    "llama":          (23, 2,    2,    2,    0,   2,  3,    2,  2,       0,      7),
+    "llama F16":      (19, 2,    0,    2,    0,   2,  3,    2,  0,       0,      7),
+    "llama bias":     (29, 2,    2,    2,    6,   2,  3,    0,  2,       0,      7),
+    "mixed K quants": (23, 2,    2,    2,    0,   2,  3,    2,  2,       0,      7),
+    "qwen3":          (27, 4,    2,    2,    0,   2,  3,    2,  2,       0,      7),
+    "qwen3 F16":      (23, 4,    0,    2,    0,   2,  3,    2,  0,       0,      7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_launches_per_layer(model: str):
+    none, *saved, every = LAYERS[model]
+    assert launches(model, ()) == none
+    assert {name: none - launches(model, [name]) for name in FUSIONS} == dict(
+        zip(FUSIONS, saved, strict=True)
+    )
+    assert launches(model, FUSIONS) == every
+
+
+def test_gate_and_up_of_two_types_stay_apart():
+    graph = Decoder("tiny-llama", Q8_0, {"ffn_up": Q4_0}).graph()
+    assert "glu" not in {node.op for node in fuse(graph, ALL).nodes}
+
+
+# the whole ---------------------------------------------------------------------------------------
+
+
+def test_toggles_choose_the_patterns():
+    assert chosen(Toggles()) == frozenset()
+    assert chosen(Toggles().switched("fuse", Switch.ON)) == ALL
+    assert chosen(Toggles(fuse_qkv="on", fuse_glu="on")) == {"fuse_qkv", "fuse_glu"}
+    assert Toggles.members("fuse") == list(FUSIONS)

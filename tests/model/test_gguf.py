@@ -1,0 +1,291 @@
+"""The model-file reader: what it reads, and each way in which it refuses a file."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tracemalloc
+
+import gguf
+import numpy as np
+import pytest
+
+from tests.model.gguf_files import GOOD, build, items, pair, tensor, text, u32, write
+from workbench.common.errors import ModelFileError
+from workbench.graph.ir import F32, Q4_0, WEIGHT_DTYPES
+from workbench.model.gguf.file import StringArray, open_gguf
+
+
+def test_reads_what_gguf_wrote(tmp_path):
+    def keys(writer):
+        writer.add_name("Größe 模型")
+        writer.add_uint8("k.u8", 255)
+        writer.add_int8("k.i8", -128)
+        writer.add_int16("k.i16", -3)
+        writer.add_uint64("k.u64", 2**64 - 1)
+        writer.add_int64("k.i64", -(2**62))
+        writer.add_float32("k.f32", 0.1)
+        writer.add_float64("k.f64", 0.1)
+        writer.add_bool("k.yes", True)
+        writer.add_array("k.ints", [1, -2, 3])
+        writer.add_array("k.floats", [0.5, 1.5])
+        writer.add_array("k.bools", [True, False])
+        writer.add_array("k.strings", ["a", "", "é中😀", "\x00"])
+
+    tensors = [(f"t.{d.name}", d, (3, 256)) for d in WEIGHT_DTYPES] + [("cube", F32, (2, 3, 5))]
+    path = write(tmp_path / "m.gguf", tensors, keys)
+    reader = gguf.GGUFReader(path)
+    with open_gguf(path) as file:
+        assert (file.version, file.alignment) == (3, 32)
+        assert file.file_bytes == path.stat().st_size
+        m = file.metadata
+        assert m["general.name"] == "Größe 模型" and m["general.architecture"] == "llama"
+        assert (m["k.u8"], m["k.i8"], m["k.i16"]) == (255, -128, -3)
+        assert (m["k.u64"], m["k.i64"]) == (2**64 - 1, -(2**62))
+        assert m["k.f32"] == np.float32(0.1) and m["k.f64"] == 0.1 and m["k.yes"] is True
+        assert m["k.ints"].tolist() == [1, -2, 3] and m["k.ints"].dtype == np.int32
+        assert m["k.floats"].tolist() == [0.5, 1.5] and m["k.bools"].tolist() == [True, False]
+        strings = m["k.strings"]
+        assert list(strings) == strings.tolist() == ["a", "", "é中😀", "\x00"]
+        assert strings[2] == strings[-2] == "é中😀" and strings[1:3] == ["", "é中😀"]
+        assert len(strings) == 4 and "a" in strings and strings.index("") == 1
+        with pytest.raises(IndexError):
+            strings[4]
+        assert list(file.tensors) == [t.name for t in reader.tensors]
+        for theirs in reader.tensors:
+            ours = file.tensors[theirs.name]
+            assert ours.shape == tuple(reversed(theirs.shape.tolist()))
+            assert ours.dtype.name == theirs.tensor_type.name
+            assert (ours.offset, ours.nbytes) == (theirs.data_offset, theirs.n_bytes)
+            assert ours.n_elements == theirs.n_elements
+            data = file.data(theirs.name)
+            np.testing.assert_array_equal(data, theirs.data.view(np.uint8).reshape(-1))
+            assert data.dtype == np.uint8 and not data.flags.writeable and not data.flags.owndata
+
+
+def test_data_outlives_the_file(tmp_path):
+    path = write(
+        tmp_path / "m.gguf", [("w", F32, (4, 8))], lambda w: w.add_token_list(["one", "two"])
+    )
+    with open_gguf(path) as file:
+        data, tokens = file.data("w"), file.metadata["tokenizer.ggml.tokens"]
+    before = data.copy()
+    path.unlink()
+    np.testing.assert_array_equal(data, before)
+    assert tokens[1] == "two"
+    file.close()
+    with pytest.raises(ValueError, match="closed"):
+        file.data("w")
+
+
+def test_get_is_typed(tmp_path):
+    def keys(writer):
+        writer.add_block_count(2)
+        writer.add_float32("eps", 1e-5)
+        writer.add_bool("flag", True)
+        writer.add_array("ints", [1, 2])
+        writer.add_token_list(["a"])
+
+    with open_gguf(write(tmp_path / "m.gguf", [], keys)) as file:
+        assert file.get("llama.block_count", int) == 2
+        assert file.get("llama.block_count", float) == 2.0
+        assert file.get("eps", float) == np.float32(1e-5)
+        assert file.get("flag", bool) is True
+        assert file.get("ints", np.ndarray).tolist() == file.get("ints", list) == [1, 2]
+        assert file.get("tokenizer.ggml.tokens", StringArray)[0] == "a"
+        assert file.get("tokenizer.ggml.tokens", list) == ["a"]
+        assert file.get("absent", int, None) is None and file.get("absent", int, 7) == 7
+        for key, kind in (("eps", int), ("flag", int), ("llama.block_count", bool),
+                          ("ints", int), ("general.architecture", list)):  # fmt: skip
+            with pytest.raises(ModelFileError, match=f"'{key}' holds .*{kind.__name__} is wanted"):
+                file.get(key, kind)
+        with pytest.raises(ModelFileError, match=r"m\.gguf: metadata key 'absent' is missing"):
+            file.get("absent", int)
+        with pytest.raises(ModelFileError, match="tensor 'w' is missing"):
+            file.data("w")
+
+
+HUGE, NEGATIVE = 2**62, 2**64 - 5
+ROW = bytes(32)
+
+BAD = {
+    "magic": (build(magic=b"GGML"), "not a GGUF file: b'GGML'", 0),
+    "version 1": (build(version=1), "GGUF version 1, only 2 and 3", 4),
+    "version 4": (build(version=4), "GGUF version 4, only 2 and 3", 4),
+    "big-endian": (build(version=0x03000000), "big-endian", 4),
+    "tensor count": (build(n_tensors=HUGE), f"tensor count is {HUGE}, more than", 8),
+    "tensor count < 0": (build(n_tensors=NEGATIVE), "tensor count is -5 (negative)", 8),
+    "key count": (build([u32("a", 1)], n_keys=HUGE), f"metadata count is {HUGE}", 16),
+    "key count < 0": (build(n_keys=NEGATIVE), "metadata count is -5 (negative)", 16),
+    "key length": (build([struct.pack("<Q", HUGE) + ROW]), f"key has length {HUGE}", 24),
+    "key length < 0": (build([struct.pack("<Q", NEGATIVE) + ROW]), "has length -5 (negative)", 24),
+    "key too long": (build([u32("k" * 65536, 1)]), "length 65536, but 65535 is the limit", 24),
+    "key not UTF-8": (build([pair(b"a\xff", 4, ROW)]), "key is not UTF-8", 33),
+    "key twice": (build([u32("a", 1), u32("a", 1)]), "key a appears twice", 24 + 17),
+    "value type": (build([pair("a", 13, ROW)]), "key a has unknown type 13", 33),
+    "bool": (build([pair("a", 7, b"\x02")]), "a is a bool with value 2", 37),
+    "bool array": (build([pair("a", 9, items(7, 3, b"\0\1\7"))]), "neither 0 nor 1", 51),
+    "string length": (build([pair("a", 8, struct.pack("<Q", HUGE))]), f"has length {HUGE}", 37),
+    "string not UTF-8": (build([pair("a", 8, text(b"ok\xc3("))]), "key a is not UTF-8", 47),
+    "array type": (build([pair("a", 9, items(77, 1, ROW))]), "array of unknown type 77", 37),
+    "array length": (build([pair("a", 9, items(4, HUGE, ROW))]), f"a has {HUGE} items", 41),
+    "array length < 0": (build([pair("a", 9, items(4, NEGATIVE, ROW))]), "a has -5 (neg", 41),
+    "string array length": (build([pair("a", 9, items(8, HUGE, ROW))]), f"has {HUGE} items", 41),
+    "string in array": (
+        build([pair("a", 9, items(8, 2, text("b") + struct.pack("<Q", NEGATIVE)))]),
+        "string 1 of metadata key a has length -5 (negative)", 58,
+    ),
+    "string in array not UTF-8": (  # one character split over two strings
+        build([pair("a", 9, items(8, 2, text(b"b\xc3") + text(b"\xa9")))]),
+        "string 0 of metadata key a is not UTF-8", 58,
+    ),
+    "nested too deep": (
+        build([pair("a", 9, items(9, 1, items(9, 1, items(9, 1, items(9, 1, items(4, 0))))))]),
+        "nests arrays too deep", 37 + 3 * 12,
+    ),
+    "nested too many": (
+        build([pair("a", 9, items(9, 65537, items(4, 0) * 65537))]), "too often", 37,
+    ),
+    "alignment 0": (build([u32("general.alignment", 0)]), "general.alignment is 0", 24),
+    "alignment 24": (build([u32("general.alignment", 24)]), "general.alignment is 24", 24),
+    "alignment a string": (
+        build([pair("general.alignment", 8, text("x"))]), "power of two from 8 up", 24,
+    ),
+    "name length": (build((), [struct.pack("<Q", HUGE) + ROW]), f"name has length {HUGE}", 24),
+    "name too long": (build((), [tensor("n" * 65)]), "length 65, but 64 is the limit", 24),
+    "name not UTF-8": (build((), [tensor(b"\x80")]), "a tensor name is not UTF-8", 32),
+    "name twice": (build((), [tensor(), tensor(offset=32)], ROW * 2), "tensor w appears twice", 57),
+    "0 dims": (build((), [tensor(dims=())], ROW), "w has 0 dimensions", 33),
+    "5 dims": (build((), [tensor(dims=(1,) * 5)], ROW), "w has 5 dimensions", 33),
+    "dim 0": (build((), [tensor(dims=(8, 0))], ROW), "dimensions 8x0, none may be 0", 37),
+    "dim huge": (build((), [tensor(dims=(HUGE,))], ROW), "more than the file can hold", 37),
+    "dims overflow": (  # 2^64 elements: 0 in 64 bits
+        build((), [tensor(dims=(2**32, 2**32))], ROW), "more than the file can hold", 37,
+    ),
+    "dim < 0": (build((), [tensor(dims=(NEGATIVE,))], ROW), "-5 (negative)", 37),
+    "tensor type": (build((), [tensor(kind=99)], ROW), "tensor w has unknown type 99", 45),
+    "Q8_K": (build((), [tensor(dims=(256,), kind=15)], bytes(292)), "type Q8_K, not supported", 45),
+    "Q1_0": (build((), [tensor(kind=41)], ROW), "type Q1_0, not supported", 45),
+    "Q2_K": (build((), [tensor(kind=10)], ROW), "rows of 8, not a multiple", 37),
+    "IQ1_S": (build((), [tensor(dims=(256, 9), kind=19)], bytes(449)), "past the end", 24),
+    "block": (build((), [tensor(dims=(8, 4), kind=2)], ROW), "rows of 8, not a multiple", 37),
+    "misaligned": (build((), [tensor(offset=8)], ROW * 2), "offset 8, not a multiple", 49),
+    "misaligned 64": (
+        build([u32("general.alignment", 64)], [tensor(offset=32)], ROW * 4),
+        "not a multiple of the alignment 64", 24 + 33 + 25,
+    ),
+    "past the end": (build((), [tensor(dims=(9,))], ROW), "ends at byte 100, past the end", 24),
+    "offset huge": (build((), [tensor(offset=HUGE)], ROW), "past the end of the file", 24),
+    "offset < 0": (build((), [tensor(offset=2**64 - 32)], ROW), "past the end of the file", 24),
+    "overlap": (
+        build((), [tensor("v", (9,)), tensor("w", (8,), offset=32)], ROW * 2),
+        "tensors v and w overlap", 96 + 32,
+    ),
+    "same place": (build((), [tensor("v"), tensor("w")], ROW), "tensors v and w overlap", 96),
+}  # name -> file, part of the message, byte offset that it names  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_file_is_refused_in_one_line(case, tmp_path):
+    content, message, offset = BAD[case]
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelFileError) as caught:
+        open_gguf(path)
+    line = str(caught.value)
+    assert message in line
+    assert f" at byte {offset}; " in line, line
+    assert line.startswith(str(path)) and "\n" not in line and line.isprintable()
+
+
+def test_the_good_file_is_good(tmp_path):
+    path = tmp_path / "m.gguf"
+    for version in (2, 3):
+        path.write_bytes(GOOD[:4] + struct.pack("<I", version) + GOOD[8:])
+        with open_gguf(path) as file:
+            assert file.version == version
+            assert file.tensors["w"].shape == (2, 8) and file.tensors["v"].dtype == Q4_0
+            assert file.metadata["l"].tolist() == ["p", "é"]
+
+
+def test_truncated_anywhere(tmp_path):
+    path = tmp_path / "m.gguf"
+    for n in range(1, len(GOOD)):
+        path.write_bytes(GOOD[:n])
+        with pytest.raises(ModelFileError, match=r" at byte \d+; (the file is|convert)"):
+            open_gguf(path)
+
+
+def test_nested_arrays_and_other_alignments(tmp_path):
+    path = tmp_path / "m.gguf"
+    deep = items(9, 2, items(4, 2, struct.pack("<2I", 5, 6)) + items(8, 1, text("s")))
+    keys = [u32("general.alignment", 64), pair("n", 9, deep), pair("e", 9, items(4, 0)),
+            pair("es", 9, items(8, 0)), u32("split.count", 1)]  # fmt: skip
+    path.write_bytes(build(keys, [tensor(offset=64)], bytes(64 + 32), align=64))
+    with open_gguf(path) as file:
+        numbers, strings = file.metadata["n"]
+        assert numbers.tolist() == [5, 6] and strings.tolist() == ["s"]
+        assert len(file.metadata["e"]) == len(file.metadata["es"]) == 0
+        assert file.alignment == 64 and file.tensors["w"].offset % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: None, "no such file"),
+        (lambda p: p.mkdir(), "is a directory"),
+        (lambda p: p.touch(), r"is empty \(0 bytes\)"),
+        (lambda p: os.mkfifo(p), "no regular file"),
+        (lambda p: p.symlink_to(p), "cannot be opened"),
+    ],
+    ids=["absent", "directory", "empty", "pipe", "loop"],
+)
+def test_what_is_no_file_is_refused(make, message, tmp_path):
+    make(tmp_path / "m.gguf")
+    with pytest.raises(ModelFileError, match=message):
+        open_gguf(tmp_path / "m.gguf")
+    with pytest.raises(ModelFileError, match="cannot be opened"):
+        open_gguf("with\0zero")
+
+
+# Python's cost of the smallest things a file can hold: stated in gguf_walk as under 1 KiB for each
+# key, tensor and nested array, and for the rest a small multiple of the file.
+GREEDY = {
+    "empty strings": build([pair("a", 9, items(8, 1 << 17, bytes(8 << 17)))]),
+    "short strings": build([pair("a", 9, items(8, 1 << 16, text("é") * (1 << 16)))]),
+    "a wide string": build([pair("a", 8, text("a" * (1 << 20) + "😀"))]),
+    "wide strings": build([pair("a", 9, items(8, 8, text("a" * (1 << 17) + "😀") * 8))]),
+    "numbers": build([pair("a", 9, items(10, 1 << 17, bytes(8 << 17)))]),
+    "claimed numbers": build([pair("a", 9, items(0, 1 << 20, bytes(1 << 19)))]),
+    "claimed strings": build([pair("a", 9, items(8, 1 << 17, b"\1\0\0\0\0\0\0\0x" * (1 << 16)))]),
+}
+
+
+@pytest.mark.parametrize("case", GREEDY)
+def test_allocation_is_bounded_by_the_file(case, tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(GREEDY[case])
+    tracemalloc.start()
+    try:
+        open_gguf(path).close()
+    except ModelFileError:
+        assert case.startswith("claimed")
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    limit = 7 if case == "a wide string" else 2
+    assert peak < limit * len(GREEDY[case]) + (64 << 10)
+
+
+def test_many_keys_and_tensors_cost_under_a_kilobyte_each(tmp_path):
+    n = 20000
+    keys = [pair(f"{i}", 0, b"\1") for i in range(n)]
+    tensors = [tensor(f"{i}", (1,), 0, 32 * i) for i in range(n)]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(build(keys, tensors, bytes(32 * n)))
+    tracemalloc.start()
+    file = open_gguf(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(file.tensors) == len(file.metadata) == n
+    assert peak < 2 * n * 1024

@@ -1,0 +1,226 @@
+"""The synthetic models: shapes, types, statistics, vocabularies, and what is left behind."""
+
+from __future__ import annotations
+
+import math
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.oracles.dequantize import dequantize
+from workbench.common.errors import UsageError, WorkbenchError
+from workbench.graph.ir import DTYPES
+from workbench.model.gguf.file import open_gguf
+from workbench.model.synth import models as synth
+from workbench.model.synth.models import TINY, tiny_name, write_model
+from workbench.model.synth.shapes import (
+    PRESETS,
+    QUANTS,
+    TensorSpec,
+    find_preset,
+    quant_name,
+    rope_factors,
+    tensor_type,
+    tensors,
+)
+from workbench.model.synth.vocab import build_vocab
+from workbench.model.tokenizer.tokenizer import load_tokenizer
+
+
+def types_of(preset: str, quant: str, head: str | None = None) -> dict[str, str]:
+    shape = find_preset(preset)
+    return {s.name: tensor_type(s, shape, quant, head).name for s in tensors(shape)}
+
+
+def bytes_per_token(preset: str, quant: str) -> int:
+    """Weights a token reads: everything but the rows of an untied embedding."""
+    shape = find_preset(preset)
+    return sum(
+        math.prod(spec.shape[:-1]) * tensor_type(spec, shape, quant).row_bytes(spec.shape[-1])
+        for spec in tensors(shape)
+        if spec.kind != "embed" or shape.tied
+    )
+
+
+def test_weights_read_per_token_are_the_known_sizes():
+    assert round(bytes_per_token("llama-3-8b", "Q4_0") / 1e9, 2) == 4.36
+    assert round(bytes_per_token("llama-3.2-1b", "BF16") / 1e9, 2) == 2.47
+    assert round(bytes_per_token("llama-3-8b", "Q8_0") / 1e9, 2) == 7.97
+    assert round(bytes_per_token("qwen3-8b", "BF16") / 1e9, 2) == 15.14
+
+
+# What llama-quantize wrote for the F16 file of the same preset (Q4_K is its Q4_K_M, and so on).
+@pytest.mark.parametrize(
+    ("preset", "quant", "expected"),
+    [
+        ("tiny-llama", "F16", {"token_embd": "F16", "output": "F16", "blk.0.ffn_down": "F16"}),
+        ("tiny-llama", "Q8_0", {"token_embd": "Q8_0", "output": "Q8_0", "blk.0.attn_v": "Q8_0"}),
+        ("tiny-llama", "Q4_0", {"token_embd": "Q4_0", "output": "Q6_K", "blk.0.attn_v": "Q4_0"}),
+        ("tiny-llama", "Q6_K", {"token_embd": "Q6_K", "output": "Q6_K", "blk.0.attn_v": "Q6_K"}),
+        (
+            "tiny-llama",
+            "Q4_K",
+            {
+                "token_embd": "Q4_K",
+                "output": "Q6_K",
+                "blk.0.attn_v": "Q4_K",
+                "blk.0.ffn_down": "Q4_K",
+                "blk.1.attn_v": "Q6_K",
+                "blk.1.ffn_down": "Q6_K",
+                "blk.1.attn_k": "Q4_K",
+            },
+        ),
+        ("tiny-qwen3", "Q5_K", {"token_embd": "Q6_K", "blk.0.attn_v": "Q5_K"}),
+        ("stories-15m", "Q6_K", {"token_embd": "Q8_0", "blk.0.attn_q": "Q8_0"}),
+        ("stories-15m", "Q4_0", {"token_embd": "Q8_0", "blk.0.attn_q": "Q4_0"}),
+        ("stories-15m", "Q4_K", {"blk.0.ffn_down": "Q4_K", "blk.5.ffn_down": "Q6_K"}),
+    ],
+)
+def test_types_are_those_that_llama_quantize_chooses(preset, quant, expected):
+    types = types_of(preset, quant)
+    assert {name: types[f"{name}.weight"] for name in expected} == expected
+
+
+def test_layers_with_more_bits_in_a_mix():
+    types = types_of("qwen3-0.6b", "Q4_K")  # 28 layers; the list is llama-quantize's
+    more = [i for i in range(28) if types[f"blk.{i}.attn_v.weight"] == "Q6_K"]
+    assert more == [0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 24, 25, 26, 27]
+
+
+def test_head_overrides_the_head_only():
+    plain, changed = types_of("tiny-llama", "Q4_0"), types_of("tiny-llama", "Q4_0", head="f16")
+    assert {n for n in plain if plain[n] != changed[n]} == {"output.weight"}
+    assert changed["output.weight"] == "F16"
+    assert types_of("tiny-qwen3", "Q4_0", head="Q8_0")["token_embd.weight"] == "Q8_0"
+    with pytest.raises(UsageError, match="cannot hold rows of 288"):
+        types_of("stories-15m", "Q4_0", head="Q6_K")
+
+
+def test_rope_factors_follow_the_published_rule():
+    factors = rope_factors(PRESETS["llama-3.2-1b"])
+    expected = []
+    for i in range(32):
+        wavelength = 2 * math.pi / (500000.0 ** (-2 * i / 64))
+        if wavelength < 8192 / 4:
+            expected.append(1.0)
+        elif wavelength > 8192 / 1:
+            expected.append(32.0)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            expected.append(1 / ((1 - smooth) / 32 + smooth))
+    assert factors.dtype == np.float32
+    np.testing.assert_allclose(factors, expected, rtol=1e-6)
+    assert 1 < factors[15] < factors[16] < factors[17] < 32
+
+
+VOCABULARIES = {(p.vocab, p.n_vocab): name for name, p in PRESETS.items()}
+
+
+@pytest.mark.parametrize("preset", VOCABULARIES.values())
+def test_vocabularies_fill_their_size_and_merge_only_tokens(preset):
+    vocab = build_vocab(PRESETS[preset])
+    known = set(vocab.tokens)
+    assert len(vocab.tokens) == len(known) == len(vocab.types) == PRESETS[preset].n_vocab
+    pairs = [tuple(merge.split(" ")) for merge in vocab.merges]
+    assert all({left, right, left + right} <= known for left, right in pairs)
+    assert len(set(pairs)) == len(pairs)
+    assert (len(vocab.scores) or len(vocab.tokens)) == len(vocab.tokens)
+    assert bool(vocab.merges) != bool(vocab.scores)
+    if PRESETS[preset].n_vocab < 2000:
+        assert build_vocab(PRESETS[preset]) == vocab
+
+
+def test_every_tiny_model_is_there_and_small(tiny_models):
+    present = {(preset, quant) for _, preset, quant in TINY}
+    wanted = {(p, q) for p in ("tiny-llama", "tiny-qwen3") for q in QUANTS}
+    assert wanted <= present
+    for name, preset, quant in TINY:
+        path = tiny_models / name
+        assert name == tiny_name(preset, quant)
+        assert path.stat().st_size < 8e6
+        with open_gguf(path) as file:
+            stored = {n: info.dtype.name for n, info in file.tensors.items()}
+            assert stored == types_of(preset, quant)
+            assert load_tokenizer(file).n_vocab == PRESETS[preset].n_vocab
+
+
+@pytest.mark.parametrize("quant", list(QUANTS))
+def test_weights_have_the_stated_statistics(tiny_model, quant):
+    with open_gguf(tiny_model("tiny-llama", quant)) as file:
+        for spec in tensors(PRESETS["tiny-llama"]):
+            info = file.tensors[spec.name]
+            assert info.shape == spec.shape
+            w = dequantize(file.data(spec.name), DTYPES[info.dtype.name], spec.shape)
+            assert np.isfinite(w).all()
+            if spec.kind == "norm":
+                assert 0.05 < np.abs(w - 1).mean() < 0.15
+            elif spec.kind == "rope":
+                assert np.array_equal(w, rope_factors(PRESETS["tiny-llama"]))
+            else:
+                std = 1 / math.sqrt(spec.shape[1])
+                assert abs(w.std() / std - 1) < 0.1
+                assert abs(w.mean()) < 0.05 * std
+                assert len(np.unique(w[:64], axis=0)) == len(w[:64])  # no row twice
+
+
+def test_a_file_follows_from_its_arguments(tmp_path):
+    a = write_model("tiny-llama-spm", "Q4_0", tmp_path / "a.gguf").read_bytes()
+    b = write_model("tiny-llama-spm", "q4_0", tmp_path / "b.gguf").read_bytes()
+    c = write_model("tiny-llama-spm", "Q4_0", tmp_path / "c.gguf", seed=1).read_bytes()
+    assert a == b
+    assert a != c and len(a) == len(c)
+
+
+def test_the_same_model_is_kept_and_another_is_not_overwritten(tmp_path):
+    path = tmp_path / "new" / "m.gguf"
+    write_model("tiny-llama-spm", "Q4_0", path)
+    os.utime(path, ns=(1, 1))
+    assert write_model("tiny-llama-spm", "Q4_0", path) == path
+    assert path.stat().st_mtime_ns == 1
+    for other in ({"seed": 1}, {"head": "F16"}):
+        with pytest.raises(UsageError, match=r"is not this model.*--force"):
+            write_model("tiny-llama-spm", "Q4_0", path, **other)
+    write_model("tiny-llama-spm", "Q4_0", path, seed=1, force=True)
+    assert path.stat().st_mtime_ns != 1
+    assert [p.name for p in path.parent.iterdir()] == ["m.gguf"]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, UsageError("no space is left")])
+def test_nothing_half_written_is_left(tmp_path, monkeypatch, stop):
+    path = write_model("tiny-llama-spm", "Q4_0", tmp_path / "m.gguf")
+    before = path.read_bytes()
+
+    def interrupted(spec: TensorSpec, *args):
+        if spec.layer == 1:
+            raise stop
+        return chunks(spec, *args)
+
+    chunks = synth._chunks
+    monkeypatch.setattr(synth, "_chunks", interrupted)
+    expected = KeyboardInterrupt if stop is KeyboardInterrupt else UsageError
+    for out, force in ((path, True), (tmp_path / "other.gguf", False)):
+        with pytest.raises(expected):
+            write_model("tiny-llama-spm", "Q4_0", out, seed=1, force=force)
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+    assert path.read_bytes() == before
+
+
+def test_a_disk_that_is_too_small_is_named_before_writing(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10**9))
+    with pytest.raises(WorkbenchError, match=r"needs 4\.65 GB and its disk has 1\.00 GB free"):
+        write_model("llama-3-8b", "Q4_0", tmp_path / "m.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_names_list_the_choices(tmp_path):
+    out = tmp_path / "m.gguf"
+    with pytest.raises(UsageError, match=r"preset 'llama-9' does not exist.*tiny-llama.*qwen3-8b"):
+        write_model("llama-9", "Q4_0", out)
+    with pytest.raises(UsageError, match=r"quant 'Q3_K' does not exist.*F32.*MXFP4.*Q4_K_M"):
+        write_model("tiny-llama", "Q3_K", out)
+    with pytest.raises(UsageError, match="quant 'Q9' does not exist"):
+        write_model("tiny-llama", "Q4_0", out, head="Q9")
+    assert quant_name("q4_k_m") == "Q4_K"
+    assert not out.exists()

@@ -1,0 +1,423 @@
+"""Tokenizers from GGUF metadata: against the packages' own, round trips, specials, bad metadata."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import gguf
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, trainers
+
+from tests.profiles import examples
+from workbench.common.errors import ModelFileError, UsageError
+from workbench.model.gguf.file import open_gguf
+from workbench.model.synth.vocab import corpus
+from workbench.model.tokenizer import tokenizer as tokenizer_module
+from workbench.model.tokenizer.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
+from workbench.model.tokenizer.tokenizer import StreamDecoder, load_tokenizer
+
+TEXTS = [
+    "",
+    " ",
+    "Hello world",
+    "  two  and   three ",
+    "\n\n\tx\r\n ",
+    "1234567 89,012.5",
+    "don't DON'T we've",
+    "灯台の明かり 等待",
+    "Смотритель é e\u0301",
+    "🌊⛵ 👩‍🔧",
+    "\x00\x01",
+    "<tag/> [x] {y}",
+    "a" * 100,
+    corpus(),
+]
+
+
+def describe(path, values: dict[str, Any]):
+    """An open GGUF file that holds nothing but these `tokenizer.ggml.*` keys."""
+    kinds = {str: "string", bool: "bool", int: "int32", float: "float32", list: "array"}
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in values.items():
+        getattr(writer, f"add_{kinds[type(value)]}")(f"tokenizer.ggml.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return open_gguf(path)
+
+
+def byte_tokens() -> list[str]:
+    return sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+
+
+def bpe_keys(**changes: Any) -> dict[str, Any]:
+    """A BPE vocabulary: bytes, two merged tokens, two control tokens, one user-defined."""
+    keys: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": "llama-bpe",
+        "tokens": [*byte_tokens(), "he", "hey", "<s>", "<s><s>", "<tool>"],
+        "token_type": [1] * 258 + [3, 3, 4],
+        "merges": ["h e", "he y"],
+        "bos_token_id": 258,
+        "eos_token_id": 259,
+    }
+    return {k: v for k, v in (keys | changes).items() if v is not None}
+
+
+SPM_BYTES = [f"<0x{b:02X}>" for b in range(256)]
+
+
+def spm_keys(**changes: Any) -> dict[str, Any]:
+    keys: dict[str, Any] = {
+        "model": "llama",
+        "tokens": ["<unk>", "<s>", "</s>", *SPM_BYTES, "▁", "h", "i", "hi", "▁hi"],
+        "token_type": [2, 3, 3] + [6] * 256 + [1] * 5,
+        "scores": [0.0] * 259 + [-3.0, -4.0, -5.0, -1.0, -2.0],
+    }
+    return {k: v for k, v in (keys | changes).items() if v is not None}
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-2", "smollm", "default"])
+def test_bpe_gives_the_ids_of_its_trained_tokenizer(tmp_path, pre):
+    trained, keys = trained_bpe(pre)
+    rebuilt = load_tokenizer(describe(tmp_path / "v.gguf", keys))
+    for text in TEXTS:
+        assert rebuilt.encode(text) == trained.encode(text).ids
+        assert rebuilt.decode(rebuilt.encode(text)) == text
+
+
+def trained_bpe(pre: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """A tokenizer trained on the corpus, and a file's keys for it."""
+    trained = tokenizers.Tokenizer(models.BPE(ignore_merges=PRE_TOKENIZERS[pre].ignore_merges))
+    trained.pre_tokenizer = pre_tokenizer(pre)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    trained.train_from_iterator([corpus()], trainer)
+    tokens = [trained.id_to_token(i) for i in range(trained.get_vocab_size())]
+    merges = [
+        m if isinstance(m, str) else " ".join(m)
+        for m in json.loads(trained.to_str())["model"]["merges"]
+    ]
+    # no vocabulary of so few tokens has a BOS
+    return trained, {
+        "model": "gpt2", "pre": pre, "tokens": tokens, "merges": merges, "add_bos_token": False,
+    }  # fmt: skip
+
+
+def test_spm_gives_the_ids_of_its_trained_model(tmp_path):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus().splitlines()), model_writer=model, model_type="bpe",
+        vocab_size=600, byte_fallback=True, character_coverage=0.98, num_threads=1, minloglevel=2,
+        normalization_rule_name="identity", remove_extra_whitespaces=False,
+    )  # fmt: skip
+    trained = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    n = trained.get_piece_size()
+    kinds = [
+        next((t for t, is_kind in (
+            (2, trained.is_unknown), (3, trained.is_control), (6, trained.is_byte),
+        ) if is_kind(i)), 1) for i in range(n)
+    ]  # fmt: skip
+    keys = {
+        "model": "llama",
+        "tokens": [trained.id_to_piece(i) for i in range(n)],
+        "scores": [trained.get_score(i) for i in range(n)],
+        "token_type": kinds,
+    }
+    rebuilt = load_tokenizer(describe(tmp_path / "v.gguf", keys))
+    for text in TEXTS:
+        assert rebuilt.encode(text, add_bos=False) == trained.encode(text)
+        assert rebuilt.decode(rebuilt.encode(text)) == trained.decode(trained.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("llama-bpe", ["It", "'S", " late", ",", " ", "123", "4", "  ", " x", "\n\n", "y"]),
+        ("qwen2", ["It", "'S", " late", ",", " ", "1", "2", "3", "4", "  ", " x", "\n\n", "y"]),
+        ("gpt-2", ["It", "'", "S", " late", ",", " 1234", "  ", " x", "\n", "\n", "y"]),
+        ("smollm", ["It", "'", "S", " late", ",", " ", *"1234", "  ", " x", "\n", "\n", "y"]),
+    ],
+)
+def test_pre_tokenizers_split_as_their_models_do(pre, words):
+    split = pre_tokenizer(pre).pre_tokenize_str("It'S late, 1234   x\n\ny")
+    shown = {"Ġ": " ", "Ċ": "\n"}
+    assert ["".join(shown.get(c, c) for c in word) for word, _ in split] == words
+
+
+@pytest.mark.parametrize("pre", {how: name for name, how in PRE_TOKENIZERS.items()}.values())
+def test_a_text_in_pieces_has_the_ids_of_the_whole(tmp_path, monkeypatch, pre):
+    tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", trained_bpe(pre)[1]))
+
+    @given(st.text("hey tS'.,12 \n\r\t\u0301é世ー<_$", max_size=60), st.integers(1, 9))
+    @settings(max_examples=examples(60))
+    def same(text: str, least: int) -> None:
+        monkeypatch.setattr(tokenizer_module, "LONG_TEXT", len(text) + 1)
+        whole = tokenizer.encode(text)
+        monkeypatch.setattr(tokenizer_module, "LONG_TEXT", least)
+        assert tokenizer.encode(text) == whole
+
+    same()
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3", "tiny-llama-spm"])
+def test_text_survives_the_round_trip(tiny_model, preset):
+    tokenizer = load_tokenizer(open_gguf(tiny_model(preset, "Q4_0")))
+
+    @given(st.text(max_size=40))
+    @settings(max_examples=examples(60))
+    def survives(text: str) -> None:
+        text = text.replace("▁", "_")  # SentencePiece's space; not told apart from one
+        ids = tokenizer.encode(text, add_bos=False)
+        assert all(0 <= i < tokenizer.n_vocab for i in ids)
+        assert tokenizer.decode(ids, special=True) == text  # control tokens in the text included
+
+    survives()
+
+
+def test_special_tokens_in_text_are_one_token_each(tmp_path):
+    tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", bpe_keys()))
+    h, e, y = (tokenizer.encode(c, add_bos=False)[0] for c in "hey")
+    assert tokenizer.encode("<s>hey<tool>") == [258, 258, 257, 260]
+    # The longest first over the whole text, so "<s><s>" wins although "<s>" stands before it.
+    assert tokenizer.encode("<s><s><s>", add_bos=False) == [259, 258]
+    ids = [258, h, e, 260, y]
+    assert tokenizer.decode(ids) == "he<tool>y"  # user-defined prints, control does not
+    assert tokenizer.decode(ids, special=True) == "<s>he<tool>y"
+
+
+def test_names_of_control_tokens_can_be_text(tmp_path):
+    """User-defined tokens are tokens either way, as in llama.cpp."""
+    tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", bpe_keys()))
+    text = "<s><tool>"
+    assert tokenizer.encode(text, add_bos=False) == [258, 260]
+    said = tokenizer.encode(text, add_bos=False, parse_special=False)
+    assert 258 not in said and said[-1] == 260
+    assert tokenizer.decode(said, special=True) == text
+
+
+def test_begin_and_end_follow_the_file_unless_told(tmp_path):
+    def encode(add_bos=None, **changes):
+        keys = bpe_keys(**changes)
+        return load_tokenizer(describe(tmp_path / "v.gguf", keys)).encode("hey", add_bos)
+
+    assert encode() == [258, 257]  # llama-bpe adds BOS where the file is silent
+    assert encode(pre="qwen2") == [257]
+    assert encode(add_bos_token=False) == [257]
+    assert encode(add_bos=False) == [257]
+    assert encode(add_bos=True, add_bos_token=False) == [258, 257]
+    assert encode(add_eos_token=True) == [258, 257, 259]
+    assert encode(bos_token_id=None) == [257]
+    with pytest.raises(UsageError, match="no BOS"):
+        encode(add_bos=True, bos_token_id=None)
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-llama-spm"])
+def test_stream_decoder_never_prints_half_a_character(tiny_model, preset):
+    tokenizer = load_tokenizer(open_gguf(tiny_model(preset, "Q4_0")))
+    text = "灯台 🌊👩‍🔧é "
+    ids = tokenizer.encode(text, add_bos=False)
+    assert len(ids) > len(text)  # characters do fall apart into byte tokens
+    stream = StreamDecoder(tokenizer, at_start=True)
+    printed = [stream.feed(i) for i in ids]
+    assert "".join(printed) == text
+    assert "" in printed
+    assert stream.flush() == ""
+    # A stream that ends within a character says so, and only at the end.
+    stream = StreamDecoder(tokenizer)
+    wave = tokenizer.encode("🌊", add_bos=False)
+    assert "�" not in "".join([stream.feed(i) for i in wave[:-1]])
+    assert stream.flush() == "�"
+
+
+def test_a_stream_keeps_the_space_behind_its_prompt(tmp_path):
+    tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", spm_keys()))
+    assert tokenizer.encode("hi", add_bos=False) == [263]  # "▁hi"
+    assert tokenizer.decode([263, 263]) == "hi hi"
+    assert StreamDecoder(tokenizer).feed(263) == " hi"
+    assert StreamDecoder(tokenizer, at_start=True).feed(263) == "hi"
+    assert tokenizer.encode("<s>hi") == [1, 1, 263]  # afresh after a special token
+    bare = load_tokenizer(describe(tmp_path / "w.gguf", spm_keys(add_space_prefix=False)))
+    assert bare.encode("hi", add_bos=False) == [262]
+    assert bare.decode([263]) == " hi"
+
+
+def test_lone_surrogates_and_ids_outside(tmp_path):
+    tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", bpe_keys()))
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
+    for bad in (-1, 261):
+        with pytest.raises(UsageError, match=f"token id {bad} is not in 0..260"):
+            tokenizer.decode([bad])
+    partial = tokenizer.encode("é", add_bos=False)[:1]
+    assert tokenizer.decode(partial) == "�"
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (bpe_keys(model=None), "tokenizer.ggml.model"),
+        (bpe_keys(model="t5"), "'t5'.*gpt2, llama"),
+        (bpe_keys(model=3), "tokenizer.ggml.model"),
+        (bpe_keys(pre="glm4"), "pre-tokenizer 'glm4'.*llama-bpe"),
+        (bpe_keys(tokens=None), "tokenizer.ggml.tokens"),
+        (bpe_keys(tokens="x"), "tokenizer.ggml.tokens"),
+        (bpe_keys(tokens=[1, 2]), "tokenizer.ggml.tokens"),
+        (
+            bpe_keys(tokens=["a", "b", "a"], token_type=[1, 1, 1], bos_token_id=0, eos_token_id=1),
+            "holds 'a' twice",
+        ),
+        (bpe_keys(token_type=[1, 3]), "token_type' has 2 entries for 261"),
+        (bpe_keys(token_type=["x"] * 261), "token_type' holds more than int"),
+        (bpe_keys(merges=None), "tokenizer.ggml.merges"),
+        (bpe_keys(merges=["he"]), "merges' holds 'he' at 0"),
+        (bpe_keys(merges=["h e", "e y"]), "merges' merges to or from 'ey'"),
+        (bpe_keys(merges=[1, 2]), "merges' holds '1' at 0"),
+        (bpe_keys(bos_token_id=261), "bos_token_id' is 261, outside"),
+        (bpe_keys(bos_token_id=-1), "bos_token_id' is -1, outside"),
+        (bpe_keys(eos_token_id="x"), "eos_token_id"),
+        (bpe_keys(bos_token_id=None, add_bos_token=True), "add_bos_token' asks"),
+        (bpe_keys(eos_token_id=None, add_eos_token=True), "add_eos_token' asks"),
+        (spm_keys(scores=None), "tokenizer.ggml.scores"),
+        (spm_keys(scores=[0.0]), "scores' has 1 entries for 264"),
+        (spm_keys(scores=[float("nan")] * 264), "scores' holds nan at 0"),
+        (spm_keys(token_type=None), "tokenizer.ggml.token_type"),
+        (spm_keys(token_type=[9] * 264), "token_type' holds 9 at 0"),
+        (spm_keys(token_type=[1] * 264), "names 0 unknown tokens"),
+        (spm_keys(token_type=[2] * 264), "names 264 unknown tokens"),
+        (spm_keys(token_type=[2, 3, 3] + [6] * 261), "holds '▁' at 259 as a byte token"),
+    ],
+)
+def test_bad_metadata_is_refused_by_name(tmp_path, keys, named):
+    file = describe(tmp_path / "v.gguf", keys)
+    with pytest.raises(ModelFileError, match=named) as caught:
+        load_tokenizer(file)
+    assert "\n" not in str(caught.value)
+
+
+VALUES = st.one_of(
+    st.integers(-3, 300),
+    st.booleans(),
+    st.floats(width=32),
+    st.text(max_size=6).filter(bool),
+    st.lists(st.text(max_size=4), min_size=1, max_size=6),
+    st.lists(st.integers(-2, 9), min_size=1, max_size=6),
+    st.lists(st.integers(-2, 9), min_size=261, max_size=264),
+)
+KEYS = sorted({*bpe_keys(), *spm_keys(), "add_bos_token", "add_space_prefix", "eot_token_id"})
+
+
+@given(st.sampled_from([bpe_keys(), spm_keys()]), st.dictionaries(st.sampled_from(KEYS), VALUES))
+@settings(max_examples=examples(150))
+def test_any_metadata_loads_or_is_refused(tmp_path_factory, keys, changes):
+    file = describe(tmp_path_factory.mktemp("fuzz") / "v.gguf", keys | changes)
+    try:
+        tokenizer = load_tokenizer(file)
+    except ModelFileError as error:
+        assert "\n" not in str(error)
+    else:
+        ids = tokenizer.encode("hey <s>\u00e9")
+        assert all(0 <= i < tokenizer.n_vocab for i in ids)
+        assert isinstance(tokenizer.decode(ids), str)
+
+
+# llama.cpp's names (`llama_vocab::impl::load`): of ends, and of what fills gaps in code
+ENDS = [
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+]  # fmt: skip
+NO_ENDS = [
+    "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
+    "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>",
+    "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>",
+    "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
+    "<|middle|>",
+]  # fmt: skip
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+
+
+@pytest.fixture
+def with_tokens(tmp_path):
+    """`with_tokens(kind, {text: type}, **keys)`: a tokenizer that has these tokens, too, the last
+    ones, and what gives a text's id; `**keys` may name one of them by its text."""
+
+    def make(kind: str, added: dict[str, int], **named: str):
+        base = {"gpt2": bpe_keys, "llama": spm_keys}[kind]()
+        texts = [*base["tokens"], *(t for t in added if t not in base["tokens"])]
+        types = base["token_type"] + [NORMAL] * (len(texts) - len(base["tokens"]))
+        for text, kind_of in added.items():
+            types[texts.index(text)] = kind_of
+        keys = base | {"tokens": texts, "token_type": types}
+        if "scores" in base:
+            keys["scores"] = base["scores"] + [-9.0] * (len(texts) - len(base["tokens"]))
+        keys |= {f"{key}_token_id": texts.index(text) for key, text in named.items()}
+        return load_tokenizer(describe(tmp_path / "v.gguf", keys)), texts.index
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("text", [*ENDS, *NO_ENDS])
+def test_a_known_text_is_special_though_typed_normal(with_tokens, kind, text):
+    tokenizer, id_of = with_tokens(kind, {text: NORMAL})
+    i = id_of(text)
+    chat = tokenizer.encode(f"hi{text}hey", add_bos=False)
+    assert chat.count(i) == 1, "one token wherever it stands"
+    assert tokenizer.decode(chat) == tokenizer.decode(chat, special=True).replace(text, "")
+    assert tokenizer.piece(i) == b"" and tokenizer.piece(i, special=True) == text.encode()
+    assert i not in tokenizer.encode(f"hi{text}hey", add_bos=False, parse_special=False)
+    assert (i in tokenizer.eog_ids) == (text in ENDS)
+
+
+def test_every_known_text_at_once(with_tokens):
+    texts = dict.fromkeys([*ENDS, *NO_ENDS], NORMAL)
+    del texts["<|tool_response>"], texts["<|call|>"], texts["<|calls|>"]  # see below
+    tokenizer, id_of = with_tokens("gpt2", texts)
+    assert tokenizer.eog_ids == {id_of(t) for t in texts if t in ENDS} | {tokenizer.eos_id}
+
+
+@pytest.mark.parametrize("text", ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"])
+@pytest.mark.parametrize("type_", [NORMAL, CONTROL])
+def test_texts_that_are_always_shown(with_tokens, text, type_):
+    tokenizer, id_of = with_tokens("gpt2", {text: type_})
+    i = id_of(text)
+    assert i in tokenizer.encode(f"h{text}", parse_special=False)
+    assert tokenizer.piece(i) == text.encode() and i not in tokenizer.eog_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "others", "ends"),
+    [
+        *(("<|end|>", [one, other], False) for one in ("<|return|>", "<|flush|>")
+          for other in ("<|call|>", "<|calls|>")),
+        ("<|end|>", ["<|return|>", "<|flush|>"], True),
+        ("<|end|>", ["<|call|>", "<|calls|>"], True),
+        ("</s>", ["<|tool_response>"], False),
+        ("</s>", ["<turn|>"], True),
+    ],
+)  # fmt: skip
+def test_what_is_no_end_beside_others(with_tokens, text, others, ends):
+    tokenizer, id_of = with_tokens("gpt2", dict.fromkeys([text, *others], CONTROL))
+    assert (id_of(text) in tokenizer.eog_ids) == ends
+    assert tokenizer.eog_ids >= set(map(id_of, others))
+    assert tokenizer.piece(id_of(text)) == (b"" if ends else text.encode())  # else printed as it is
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("fim_pad", "<|fim_pad|>"), ("fim_rep", "<reponame>"), ("fim_sep", "<|file_sep|>")],
+)
+def test_a_key_that_names_a_token_beats_its_text(with_tokens, key, text):
+    tokenizer, id_of = with_tokens("gpt2", {text: NORMAL, "<other>": CONTROL}, **{key: "<other>"})
+    assert id_of("<other>") in tokenizer.eog_ids and id_of(text) not in tokenizer.eog_ids
+    assert tokenizer.piece(id_of(text)) == text.encode()
