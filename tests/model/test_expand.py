@@ -67,7 +67,7 @@ def spoiled(kind: str, at: int, value: float, rows=40, cols=256) -> tuple[np.nda
     return data.reshape(-1), info(kind, rows, cols)
 
 
-def test_what_is_not_finite_is_refused_by_name_and_position():
+def test_what_is_not_finite_is_refused_by_position():
     row = STORED["Q4_1"].row_bytes(256)
     for value in (np.nan, np.inf, -np.inf):
         for to in (F16, Q8_0):
@@ -78,7 +78,7 @@ def test_what_is_not_finite_is_refused_by_name_and_position():
             assert "tensor a.Q4_1 (Q4_1) is not finite in row 33, column 32" in said
 
 
-def test_what_a_type_cannot_hold_is_refused_by_name_value_and_position():
+def test_what_a_type_cannot_hold_is_refused():
     row = STORED["Q4_1"].row_bytes(256)
     data, of = spoiled("Q4_1", 33 * row + 20, 60000.0)
     with pytest.raises(ModelFileError) as caught:

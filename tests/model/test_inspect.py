@@ -7,7 +7,7 @@ import os
 
 from tests.model.gguf_files import GOOD, build, tensor, write
 from workbench.common.errors import ModelFileError
-from workbench.graph.ir import F32, Q4_0, Q6_K, Q8_0
+from workbench.graph.ir import F32, Q4_0, Q6_K
 from workbench.model.gguf.file import model_hash, open_gguf
 from workbench.model.gguf.inspect import summary
 
@@ -84,23 +84,8 @@ def test_summary_of_an_untied_model(tmp_path):
         ("blk.*.attn_q.weight", 2, 2 * matrix), ("blk.*.attn_norm.weight", 2, 2048),
     ]  # fmt: skip
     assert json.loads(json.dumps(s.to_dict()))["tensors"][0]["shape"] == [100, 256]
+    tied = summary(write(tmp_path / "tied.gguf", TINY, _llama))  # it reads the whole embedding
+    assert tied.tied_output and tied.weight_bytes_per_token == 100 * 144 + 2 * matrix + 3 * 1024
     printed = "\n".join(s.lines())
     for part in ("tiny (llama)", s.hash, "blk.*.attn_q.weight", "256 x 256", "Q6_K", "read per"):
         assert part in printed
-
-
-def test_summary_of_a_tied_model_reads_the_whole_embedding(tmp_path):
-    s = summary(write(tmp_path / "m.gguf", TINY, _llama))
-    matrix = 256 * 256 // 32 * 18
-    assert s.tied_output
-    assert s.weight_bytes_per_token == 100 * 144 + 2 * matrix + 3 * 1024
-
-
-def test_summary_counts_the_experts_used(tmp_path):
-    def keys(writer):
-        writer.add_expert_count(8)
-        writer.add_expert_used_count(2)
-
-    s = summary(write(tmp_path / "m.gguf", [("blk.0.ffn_up_exps.weight", Q8_0, (8, 4, 32))], keys))
-    assert s.weight_bytes_per_token == 2 * 4 * 34
-    assert s.tensors[0].bytes == 8 * 4 * 34

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import gguf
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from tests import reference
 from tests.edited import edited
 from tests.oracles.dequantize import dequantize
 from workbench.common.errors import ModelFileError, WorkbenchError
+from workbench.engine.finite import first_bad_row, is_finite
 from workbench.model.decoder import Model
 from workbench.model.gguf.file import open_gguf
 from workbench.model.gguf.finite import first_not_finite
@@ -58,62 +61,64 @@ def test_rope_scaling_is_read_as_llama_cpp_reads_it(tiny_model, tmp_path, plain,
     assert (reference.nmse(found, plain) > 1e-3) == (name in SCALED)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("rope.scaling.factor", -2.0, "must be 0"),
-        ("rope.scale_linear", float("nan"), "must be 0"),
-        ("rope.scaling.factor", float("inf"), "must be 0"),
-        ("rope.scaling.attn_factor", 1.2, "attn_factor"),
-        ("rope.scaling.type", "yarn", "yarn"),
-    ],
-)
-def test_rope_scaling_that_is_not_built_is_refused(tiny_model, tmp_path, key, value, said):
-    path = edited(
-        tiny_model("tiny-llama", "F32"), tmp_path / "m.gguf", keys={f"llama.{key}": value}
-    )
-    with pytest.raises(ModelFileError, match=said):
-        Model(path)
+REFUSED = {
+    "negative": ({"rope.scaling.factor": -2.0}, "must be 0"),
+    "nan": ({"rope.scale_linear": float("nan")}, "must be 0"),
+    "attention factor": ({"rope.scaling.attn_factor": 1.2}, "attn_factor"),
+    "yarn": ({"rope.scaling.type": "yarn"}, "yarn"),
+    "embedding": ({"embedding_length": 128}, r"token_embd.weight has shape \[1024, 256\]"),
+    "heads": ({"attention.head_count": 2}, r"blk.0.attn_q.weight has shape \[256, 256\]"),
+    "heads of K": ({"attention.head_count_kv": 4}, r"blk.0.attn_k.weight has shape \[128, 256\]"),
+    "values": ({"attention.value_length": 32}, "value_length differs from key_length"),
+    "feed forward": ({"feed_forward_length": 256}, r"ffn_gate.weight has shape \[512, 256\]"),
+    "rotations": ({"rope.dimension_count": 32}, r"rope_freqs.weight has shape \[32\]"),
+    "layers": ({"block_count": 3}, "blk.2.attn_norm.weight is missing"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_keys_that_do_not_fit_the_tensors_are_refused(tiny_model, tmp_path, name):
+    keys, said = REFUSED[name]
+    source = tiny_model("tiny-llama", "F32")
+    keys = {f"llama.{key}": value for key, value in keys.items()}
+    with pytest.raises(ModelFileError, match=said) as caught:
+        Model(edited(source, tmp_path / "m.gguf", keys=keys))
+    assert "\n" not in str(caught.value)
 
 
 # tensors that nothing reads -----------------------------------------------------------------------
 
 
-def test_a_tensor_that_nothing_reads_is_refused_by_name(tiny_model, tmp_path):
-    ones = np.ones(256, np.float32), "F32"
-    heads = np.ones(64, np.float32), "F32"
-    for architecture, name, values in (
-        ("llama", "blk.0.attn_sub_norm.weight", ones),
-        ("llama", "blk.1.attn_q_norm.weight", heads),
-        ("llama", "rope_factors_long.weight", (heads[0][:32], "F32")),
-        ("llama", "blk.2.attn_norm.weight", ones),
-        ("qwen2", "blk.0.attn_k_norm.weight", heads),
-        ("qwen2", "rope_freqs.weight", (heads[0][:32], "F32")),
-        ("qwen2", "output.bias", (np.ones(1024, np.float32), "F32")),
-        ("qwen3", "rope_freqs.weight", heads),
-    ):
-        source = tiny_model(f"tiny-{architecture}", "F32")
-        path = edited(source, tmp_path / "m.gguf", tensors={name: values})
-        with pytest.raises(ModelFileError) as caught:
-            Model(path)
-        said = str(caught.value)
-        assert f"tensor {name} is not used by architecture '{architecture}'" in said
-        assert "\n" not in said and "wrong" in said
+@pytest.mark.parametrize(
+    ("architecture", "name", "n"),
+    [
+        ("llama", "blk.0.attn_sub_norm.weight", 256),
+        ("llama", "blk.1.attn_q_norm.weight", 64),
+        ("llama", "blk.2.attn_norm.weight", 256),
+        ("qwen2", "rope_freqs.weight", 32),
+        ("qwen2", "output.bias", 1024),
+    ],
+)
+def test_a_tensor_that_nothing_reads_is_refused(tiny_model, tmp_path, architecture, name, n):
+    source = tiny_model(f"tiny-{architecture}", "F32")
+    extra = {name: (np.ones(n, np.float32), "F32")}
+    with pytest.raises(ModelFileError, match=f"tensor {name} is not used by architecture") as said:
+        Model(edited(source, tmp_path / "m.gguf", tensors=extra))
+    assert "\n" not in str(said.value) and f"'{architecture}'" in str(said.value)
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(names=st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=4, unique=True))
-def test_whatever_an_unused_tensor_is_called_the_refusal_is_one_line(tiny_model, tmp_path, names):
+def test_any_names_of_unused_tensors_make_one_line(tiny_model, tmp_path, names):
     source = tiny_model("tiny-llama", "Q4_0")
-    known = {t.name for t in gguf.GGUFReader(source).tensors}
-    names = [n for n in names if n not in known and len(n.encode()) < 64]
-    if not names:
-        return
+    names = [n for n in names if not n.startswith("blk.") and len(n.encode()) < 64]
     extra = {n: (np.zeros(4, np.float32), "F32") for n in names}
-    with pytest.raises(ModelFileError) as caught:
-        Model(edited(source, tmp_path / "m.gguf", tensors=extra))
-    assert str(caught.value).isprintable()
-    assert (f"and {len(names) - 1} more" in str(caught.value)) == (len(names) > 1)
+    path = edited(source, tmp_path / "m.gguf", tensors=extra)
+    with pytest.raises(ModelFileError) if names else contextlib.nullcontext() as caught:
+        Model(path).close()
+    if caught is not None:
+        assert str(caught.value).isprintable()
+        assert (f"and {len(names) - 1} more" in str(caught.value)) == (len(names) > 1)
 
 
 # what is not finite -------------------------------------------------------------------------------
@@ -160,34 +165,23 @@ def test_the_first_weight_that_is_not_finite_is_found(tiny_model, tmp_path, name
         assert not np.isfinite(values).all()
 
 
-@pytest.mark.parametrize("name", ["F32", "Q8_0"])
-def test_a_weight_that_is_not_finite_ends_generation_with_its_name(tiny_model, tmp_path, name):
-    quant, tensor, at, value, where = WEIGHTS[name]
-    path = spoiled(tiny_model("tiny-llama", quant), tmp_path / "m.gguf", tensor, at, value)
-    with (
-        wb.Engine.load(path, device="embedded", n_ctx=256, threads=2) as engine,
-        pytest.raises(ModelFileError) as caught,
-    ):
-        engine.generate(tokens=TOKENS, max_tokens=4)
-    said = str(caught.value)
-    assert f"logits behind token {len(TOKENS) - 1} are not finite" in said
-    assert f"tensor {tensor} is not finite {where}" in said and said.isprintable()
+def test_generation_ends_with_the_name_of_a_bad_weight(tiny_model, tmp_path):
+    quant, tensor, at, value, where = WEIGHTS["F32"]
+    source = tiny_model("tiny-llama", quant)
+    huge = {"output_norm.weight": (np.full(256, 3e38, np.float32), "F32")}
+    for path, wanted in (
+        (spoiled(source, tmp_path / "m.gguf", tensor, at, value), f"{tensor} is not finite {where}"),
+        (edited(source, tmp_path / "n.gguf", tensors=huge), "not finite, though every weight is"),
+    ):  # fmt: skip
+        with (
+            wb.Engine.load(path, device="embedded", n_ctx=256, threads=2) as engine,
+            pytest.raises(WorkbenchError, match="logits behind token 7 are not finite") as caught,
+        ):
+            engine.generate(tokens=TOKENS, max_tokens=4)
+        assert wanted in str(caught.value) and str(caught.value).isprintable()
 
 
-def test_logits_that_overflow_though_weights_do_not(tiny_model, tmp_path):
-    source = tiny_model("tiny-llama", "F32")
-    huge = np.full(256, 3e38, np.float32), "F32"
-    path = edited(source, tmp_path / "m.gguf", tensors={"output_norm.weight": huge})
-    with (
-        wb.Engine.load(path, device="embedded", n_ctx=256) as engine,
-        pytest.raises(WorkbenchError, match="not finite, though every weight is"),
-    ):
-        engine.generate(tokens=TOKENS, max_tokens=4)
-
-
-def test_the_first_bad_row_is_found_and_large_rows_are_not_bad():
-    from workbench.engine.finite import first_bad_row, is_finite
-
+def test_rows_that_are_large_are_not_bad():
     rows = np.zeros((4, 33), np.float32)
     assert first_bad_row(rows) is None and first_bad_row(rows[:0]) is None
     rows[2, 32] = -np.inf
@@ -196,14 +190,7 @@ def test_the_first_bad_row_is_found_and_large_rows_are_not_bad():
     assert not is_finite(np.array([np.inf, -np.inf], np.float32))
 
 
-# qwen2 --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("quant", "bound"), [("F32", 6e-7), ("Q8_0", 1e-3)])
-@pytest.mark.parametrize("fuse", ["off", "on"])
-def test_qwen2(tiny_model, quant, bound, fuse):
+def test_qwen2_is_that_of_float64(tiny_model, quant, bound):
     path = tiny_model("tiny-qwen2", quant)
-    found = logits(path, toggles=wb.Toggles().switched("fuse", fuse))
-    assert reference.nmse(found, reference.forward(path, TOKENS)) < bound
-    biases = {n for n in Model(path).file.tensors if n.startswith("blk.0.") and "bias" in n}
-    assert biases == {f"blk.0.attn_{x}.bias" for x in "qkv"}
+    assert reference.nmse(logits(path), reference.forward(path, TOKENS)) < bound
