@@ -52,7 +52,7 @@ def test_each_input_of_a_graph_is_in_the_table():
 @pytest.mark.parametrize("name", INPUTS)
 @given(made_for=shapes, asked=shapes)
 @settings(max_examples=examples(40))
-def test_an_input_serves_the_steps_that_want_its_shape_and_no_other(name, made_for, asked):
+def test_an_input_serves_steps_of_its_shape_alone(name, made_for, asked):
     made = input_of(name, made_for)
     assert made.can_reuse(made_for)
     assert made.can_reuse(asked) == (made.shape == input_of(name, asked).shape)
@@ -133,30 +133,20 @@ class FourPositions(Input):
         return self.shape == (step.n_tokens,)
 
 
-def test_an_input_that_does_not_answer_says_no():
-    policy = kept(lambda shape: [*own(shape), Silent("inp_new", I32, (shape.n_tokens,))])
+@pytest.mark.parametrize("other", [lambda s: Silent("inp_new", I32, (s.n_tokens,)), FourPositions])
+def test_an_input_that_does_not_answer_says_no(other):
+    """Or that compares with another shape: no reuse, silently. The counters name it."""
+    policy = kept(lambda shape: [other(shape)])
     found = [policy.get(Key(DECODE, 0)) for _ in range(5)]
     assert (policy.built, policy.reused) == (5, 0) and len(set(map(id, found))) == 5
-    assert policy.refused == {"inp_new": 4}, "and the counters name it"
-
-
-def test_an_input_that_compares_with_another_shape_would_have_been_seen():
-    """llama.cpp #18191: four components for each token, compared with one: no reuse, silently."""
-    policy = kept(lambda shape: [*own(shape)[2:], FourPositions(shape)])
-    for _ in range(5):
-        policy.get(Key(DECODE, 0))
-    assert (policy.built, policy.reused) == (5, 0) and policy.refused == {POSITIONS: 4}
-    right = kept()
-    for _ in range(5):
-        right.get(Key(DECODE, 0))
-    assert (right.built, right.reused) == (1, 4) and not right.refused
+    assert policy.refused == {other(DECODE).name: 4}
 
 
 @given(
     keys=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 1), st.integers(0, 1)), max_size=60)
 )
 @settings(max_examples=examples(40))
-def test_a_program_is_reused_if_and_only_if_its_shape_and_turn_came_before(keys):
+def test_programs_are_reused_by_shape_and_turn_alone(keys):
     """And no two shapes share a program: with outputs and without, and of every turn of the rings,
     each has its own."""
     policy, seen = kept(), {}
@@ -175,8 +165,6 @@ def test_the_least_recently_used_goes_first():
         policy.get(key)
     policy.get(keys[0])
     policy.get(Key(StepShape(1, 1, 512), 0))
-    assert policy.built == KEPT + 1
-    policy.get(keys[0])
-    assert policy.built == KEPT + 1
-    policy.get(keys[1])
-    assert policy.built == KEPT + 2
+    for key, built in ((keys[0], KEPT + 1), (keys[1], KEPT + 2)):
+        policy.get(key)
+        assert policy.built == built

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -16,9 +15,9 @@ from tests.graphs import PRODUCTS, Decoder, topology_key
 from tests.profiles import examples
 from workbench.config import BranchFusion, Fork
 from workbench.graph.branch_fusion import branch_numbers, fused
-from workbench.graph.forks import COSTS, Costs, dependencies, estimate_us, fork
+from workbench.graph.forks import COSTS, Costs, estimate_us, fork
 from workbench.graph.fuse import FUSIONS, fuse
-from workbench.graph.ir import BF16, F16, Q4_0, Q4_K, Q8_0, Graph, Node
+from workbench.graph.ir import BF16, F16, Q4_0, Graph, Node
 
 RULES = [str(rule) for rule in Fork]
 JOINED, INSIDE, AUTO = BranchFusion.JOINED, BranchFusion.INSIDE, BranchFusion.AUTO
@@ -85,24 +84,6 @@ def test_no_node_has_parts_of_two_branches(
     check_inside(graph, fuse(graph, fusions, branch_of=number), number)
 
 
-@given(
-    model=models,
-    deferred=st.booleans(),
-    fusions=st.sets(st.sampled_from(FUSIONS), min_size=1),
-    rng=st.integers(0, 2**32 - 1).map(Random),
-    step=st.floats(0, 1),
-)
-@settings(max_examples=examples(150))
-def test_any_numbers_that_grow_along_the_dataflow_will_do(model, deferred, fusions, rng, step):
-    """Also such as no rule makes: a node has the largest number of what it needs, or one more."""
-    graph = model.graph(deferred=deferred)
-    number: dict[Node, int] = {}
-    for node, needed in zip(graph.nodes, dependencies(graph.nodes), strict=True):
-        least = max((number[graph.nodes[i]] for i in needed), default=0)
-        number[node] = least + (rng.random() < step)
-    check_inside(graph, fuse(graph, fusions, branch_of=number), number)
-
-
 @given(models, st.sets(st.sampled_from(FUSIONS), min_size=1), st.sampled_from(RULES), st.data())
 @settings(max_examples=examples(60))
 def test_branches_of_two_backends_stay_apart(model, fusions, rule, data):
@@ -137,7 +118,7 @@ def inside(model: str, fusions: Iterable[str] = ALL, rule: str = Fork.QKV, **ste
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_layer_with_every_pattern_inside_its_branches(rule):
+def test_a_layer_with_every_pattern_inside_branches(rule):
     normed = ["rms_norm", "mul", "rope"]
     plain = {
         "Qcur-1": ["mul_mat"], "Qcur_rope-1": ["rope"], "Kcur-1": ["mul_mat"],
@@ -157,7 +138,7 @@ def test_a_layer_with_every_pattern_inside_its_branches(rule):
     assert of_a_layer(inside("qwen3", mixed, rule))["cache_k-1"] == plain["cache_k-1"]
 
 
-def test_what_stands_side_by_side_by_chance_is_not_joined():
+def test_neighbours_by_chance_are_not_joined():
     """The rope of Q and the store of V are neighbours; a launch of both would store Q as V."""
     graph = MODELS["llama"]().graph()
     number = dict.fromkeys(graph.nodes, 2)
@@ -178,10 +159,8 @@ def test_what_stands_side_by_side_by_chance_is_not_joined():
 # which of the two ---------------------------------------------------------------------------------
 
 SHAPES = {
-    "llama-3-8b Q8_0": lambda n: Decoder("llama-3-8b", Q8_0, n_layer=n),
     "llama-3-8b Q4_0": lambda n: Decoder("llama-3-8b", Q4_0, n_layer=n),
     "qwen3-8b F16": lambda n: Decoder("qwen3-8b", F16, n_layer=n),
-    "qwen3-4b Q4_K": lambda n: Decoder("qwen3-4b", Q4_K, n_layer=n),
     "llama-3.2-1b BF16": lambda n: Decoder("llama-3.2-1b", BF16, n_layer=n),
 }
 SLOW_EVENTS = COSTS._replace(event_us=50.0)
@@ -209,7 +188,7 @@ def test_the_costs_choose(shape, rule):
         assert auto(graph, {"fuse_qkv"}, rule, SLOW_EVENTS) == JOINED
 
 
-@pytest.mark.parametrize("fusions", [ALL, {"fuse_qkv"}, ALL - {"fuse_qkv"}, {"fuse_glu"}])
+@pytest.mark.parametrize("fusions", [ALL, {"fuse_qkv"}])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_layer_tells_for_the_whole_graph(shape, rule, fusions):

@@ -27,18 +27,6 @@ def result() -> dict[str, Any]:
     return json.loads(files.RESULT.read_text())
 
 
-def test_every_file_was_compared(result):
-    every = [(row["kind"], row["name"]) for row in result["files"]]
-    for kind, names in (
-        ("quantised", files.QUANTISED), ("blocks", files.BLOCKS), ("rope", files.ROPE),
-    ):  # fmt: skip
-        found = [name for k, name in every if k == kind]
-        assert sorted(found) == sorted(f"{arch} {n}" for n in names for arch in ARCHITECTURES)
-    assert [name for k, name in every if k == "qwen2"] == ["F32", "Q8_0"]
-    parts = [row for row in result["files"] if row["kind"] == "parts"]
-    assert len(parts) == 2 and all(row["n_files"] > 2 for row in parts)
-
-
 def test_every_type_that_is_expanded_is_in_a_file(result):
     """Of the quantiser's, or else in random blocks."""
     found = {t for row in result["files"] if row["kind"] == "quantised" for t in row["types"]}
