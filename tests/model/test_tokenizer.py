@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -14,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, trainers
 
+from tests.edited import edited
 from tests.profiles import examples
 from workbench.common.errors import ModelFileError, UsageError
+from workbench.model.decoder import Model
 from workbench.model.gguf.file import open_gguf
 from workbench.model.synth.vocab import corpus
 from workbench.model.tokenizer import tokenizer as tokenizer_module
@@ -191,16 +194,10 @@ def test_special_tokens_in_text_are_one_token_each(tmp_path):
     ids = [258, h, e, 260, y]
     assert tokenizer.decode(ids) == "he<tool>y"  # user-defined prints, control does not
     assert tokenizer.decode(ids, special=True) == "<s>he<tool>y"
-
-
-def test_names_of_control_tokens_can_be_text(tmp_path):
-    """User-defined tokens are tokens either way, as in llama.cpp."""
-    tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", bpe_keys()))
-    text = "<s><tool>"
-    assert tokenizer.encode(text, add_bos=False) == [258, 260]
-    said = tokenizer.encode(text, add_bos=False, parse_special=False)
+    # Names of control tokens can be text; user-defined tokens are tokens either way, as in llama.cpp.
+    said = tokenizer.encode("<s><tool>", add_bos=False, parse_special=False)
     assert 258 not in said and said[-1] == 260
-    assert tokenizer.decode(said, special=True) == text
+    assert tokenizer.decode(said, special=True) == "<s><tool>"
 
 
 def test_begin_and_end_follow_the_file_unless_told(tmp_path):
@@ -421,3 +418,54 @@ def test_a_key_that_names_a_token_beats_its_text(with_tokens, key, text):
     tokenizer, id_of = with_tokens("gpt2", {text: NORMAL, "<other>": CONTROL}, **{key: "<other>"})
     assert id_of("<other>") in tokenizer.eog_ids and id_of(text) not in tokenizer.eog_ids
     assert tokenizer.piece(id_of(text)) == text.encode()
+
+
+T, N = "tokenizer.ggml.", 640  # tokens of tiny-llama-spm
+
+
+def refusal(path: Path) -> str:
+    """The line that both the engine and the front of a server end with."""
+    with pytest.raises(ModelFileError) as by_model:
+        Model(path)
+    with open_gguf(path) as file, pytest.raises(ModelFileError) as by_tokenizer:
+        load_tokenizer(file)
+    line = str(by_model.value)
+    assert line == str(by_tokenizer.value) and line.isprintable() and line.startswith(str(path))
+    return line
+
+
+SPECIAL = {"bos": N, "eos": N, "eot": N + 1, "eom": (1 << 32) - 1, "unknown": N, "padding": N,
+           "seperator": N, "mask": N, "fim_pad": N, "prefix": N}  # fmt: skip
+CASES = [
+    *((n, {}, f"tensor token_embd.weight has {N} rows for {n} tokens in {T}tokens")
+      for n in (N - 124, N - 1, N + 1)),
+    (N, {"llama.vocab_size": 32000}, f"'llama.vocab_size' is 32000 for {N} tokens"),
+    *((N, {f"{T}{name}_token_id": i}, f"'{T}{name}_token_id' is {i}, outside the vocabulary of {N}")
+      for name, i in SPECIAL.items()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "keys", "said"), CASES)
+def test_what_does_not_fit_the_tokens_is_refused(tiny_model, tmp_path, n, keys, said):
+    """With n tokens, scores and types: the first of a model's own, or made up ones."""
+    source = tiny_model("tiny-llama-spm", "Q4_0")
+    more = range(n - N)
+    with open_gguf(source) as file:
+        tokens, scores, types = (
+            file.get(T + name, list) for name in ("tokens", "scores", "token_type")
+        )
+    lists = {
+        T + "tokens": (tokens + [f"more {i}" for i in more])[:n],
+        T + "scores": (scores + [-1e4] * len(more))[:n],
+        T + "token_type": (types + [1] * len(more))[:n],
+    }
+    assert said in refusal(edited(source, tmp_path / "m.gguf", keys=lists | keys))
+
+
+def test_a_file_without_tokens_still_opens(tiny_model, tmp_path):
+    keys = dict.fromkeys((f"{T}tokens", f"{T}token_type", f"{T}merges"))
+    source = tiny_model("tiny-llama", "Q4_0")
+    assert Model(edited(source, tmp_path / "m.gguf", keys=keys)).n_vocab == 1024
+    path = edited(source, tmp_path / "n.gguf", keys=keys | {"llama.vocab_size": 900})
+    with pytest.raises(ModelFileError, match=r"is 900 for 1024 rows of token_embd\.weight"):
+        Model(path)
