@@ -111,12 +111,6 @@ def test_on_two_streams_the_shorter_branches_share_one():
     ]
 
 
-def test_a_fork_elsewhere_is_a_three_way_fork_and_no_qkv():
-    spec = LAYER.replace("attn_norm", "ffn_norm")
-    assert picture(spec, QKV) == [spec_order(spec)]
-    assert len(picture(spec, THREE_WAY)) == 3
-
-
 @pytest.mark.parametrize("rows", [2, 5])
 def test_of_several_rows_only_any_forks(rows):
     for rule in (QKV, THREE_WAY):
@@ -142,22 +136,6 @@ def test_gate_and_up():
         ]
 
 
-def test_a_router_beside_shared_work():
-    """Experts wait for the router; the shared one does not."""
-    spec = (
-        "norm: x, router*: norm, chosen: router, one*: norm, two*: norm, weighed: one chosen, "
-        "weighed2: two chosen, experts: weighed weighed2, shared*: norm, shared2*: shared, "
-        "sum: experts shared2"
-    )
-    for rows in (1, 3):
-        assert picture(spec, ANY, rows=rows) == [
-            "norm shared shared2 [experts] sum",
-            "[norm] router chosen [one] weighed [weighed2] experts",
-            "[norm] one",
-            "[norm] two [chosen] weighed2",
-        ]
-
-
 def test_what_costs_less_than_its_events_stays():
     spec = "fork: x, a*: fork, b: fork, all: a b"
     assert picture(spec, ANY) == [spec_order(spec)]
@@ -169,21 +147,6 @@ def test_what_needs_nothing_waits_for_the_splits_begin():
 
 
 # events only where no order follows ---------------------------------------------------------------
-
-
-def test_one_event_stands_for_all_that_is_in_front_of_it():
-    """`f` needs `d2` and `b`, and `b` is in front of `d2`."""
-    spec = "fork: x, a*: fork, b*: fork, d: b a, d2*: d, e*: d2, f: d2 b, f2*: f, all: e f2"
-    assert picture(spec, ANY) == ["fork a [b] d d2 f f2 [e] all", "[fork] b [d2] e"]
-    spec = spec.replace("e*: d2, f: d2 b", "e*: d2, e2*: e, e3*: e2, f: d2 b").replace(
-        "e f2", "e3 f2"
-    )
-    assert picture(spec, ANY) == ["fork a [b] d d2 e e2 e3 [f2] all", "[fork] b [d2] f f2"]
-
-
-def test_what_nobody_reads_is_joined_at_the_end():
-    spec = "fork: x, a*: fork, b*: fork"
-    assert picture(spec, ANY) == ["fork a [b]", "[fork] b"]
 
 
 seeds = st.integers(0, 2**32 - 1).map(Random)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
 
 import gguf
 import numpy as np
@@ -17,7 +15,6 @@ from tests import reference
 from tests.edited import edited, retyped
 from tests.stored_blocks import TYPES, Kind, stored_blocks
 from workbench.cli import main
-from workbench.common import progress
 from workbench.common.errors import ModelFileError
 from workbench.config import EXPAND
 from workbench.graph.ir import F16, Q4_0, Q8_0, WEIGHT_DTYPES
@@ -170,27 +167,6 @@ def test_wherever_weights_are(file, fields):
     wanted = reference.forward(file, TOKENS)
     for expand in BOUND:
         assert reference.nmse(logits(file, expand=expand, **fields), wanted) < 1e-3
-
-
-def test_one_line_says_what_is_expanded_and_its_memory(file, capsys, monkeypatch):
-    found = summary(file)
-    stored = sum(t.bytes for t in found.types if t.loaded_as != t.dtype)
-    memory = sum(t.loaded_bytes for t in found.types if t.loaded_as != t.dtype)
-    assert 2 * stored < memory
-    logits(file)
-    said = capsys.readouterr().err
-    assert said.splitlines() == [
-        "expanding Q5_0 (1 tensor), Q2_K (2 tensors), Q3_K (2 tensors) and IQ4_XS (2 tensors) to "
-        f"F16: {memory / 1e6:.2f} MB of memory, {stored / 1e3:.2f} kB in the file"
-    ]
-    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    with progress.shown_on(io.StringIO()) as out:
-        logits(file, expand="q8_0")
-    assert "to Q8_0: " in capsys.readouterr().err
-    shown = [line for line in out.getvalue().splitlines() if line.startswith("loading: ")]
-    assert len(shown) >= 7
-    assert re.fullmatch(r"loading: (\d+\.\d) of \1 MB", shown[-1])
 
 
 def test_inspect_says_types_and_bytes_after_expansion(file, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import tokenizers
 
 import workbench as wb
 from tests.edited import edited
+from tests.profiles import share
 from workbench.common.errors import ModelFileError
 from workbench.model.architectures import ARCHITECTURES
 from workbench.model.gguf.file import GGUFFile, open_gguf
@@ -177,8 +179,9 @@ def test_every_key_has_a_sample():
     assert all(key.why for key in KEYS)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
+@pytest.mark.parametrize(
+    ("architecture", "key"), share(itertools.product(ARCHITECTURES, KEYS), every=len(ARCHITECTURES))
+)
 def test_a_key_does_what_the_table_says(found, key: FileKey, architecture: str):
     after, before, base = SAMPLES[key.name]
     plain, changed = (found(architecture, base, keys) for keys in (before, after))

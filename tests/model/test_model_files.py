@@ -169,8 +169,9 @@ def test_generation_ends_with_the_name_of_a_bad_weight(tiny_model, tmp_path):
     quant, tensor, at, value, where = WEIGHTS["F32"]
     source = tiny_model("tiny-llama", quant)
     huge = {"output_norm.weight": (np.full(256, 3e38, np.float32), "F32")}
+    bad = spoiled(source, tmp_path / "m.gguf", tensor, at, value)
     for path, wanted in (
-        (spoiled(source, tmp_path / "m.gguf", tensor, at, value), f"{tensor} is not finite {where}"),
+        (bad, f"{tensor} is not finite {where}"),
         (edited(source, tmp_path / "n.gguf", tensors=huge), "not finite, though every weight is"),
     ):  # fmt: skip
         with (

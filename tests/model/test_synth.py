@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from tests.oracles.dequantize import dequantize
+from tests.profiles import share
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.graph.ir import DTYPES
 from workbench.model.gguf.file import open_gguf
-from workbench.model.synth import models as synth
-from workbench.model.synth.models import TINY, tiny_name, write_model
+from workbench.model.synth.models import write_model
 from workbench.model.synth.shapes import (
     PRESETS,
     QUANTS,
-    TensorSpec,
     find_preset,
     quant_name,
     rope_factors,
@@ -26,7 +25,6 @@ from workbench.model.synth.shapes import (
     tensors,
 )
 from workbench.model.synth.vocab import build_vocab
-from workbench.model.tokenizer.tokenizer import load_tokenizer
 
 
 def types_of(preset: str, quant: str, head: str | None = None) -> dict[str, str]:
@@ -74,19 +72,10 @@ def test_types_are_those_of_llama_quantize(preset, quant, expected):
     assert {name: types[f"{name}.weight"] for name in expected} == expected
 
 
-def test_head_overrides_the_head_only():
-    plain, changed = types_of("tiny-llama", "Q4_0"), types_of("tiny-llama", "Q4_0", head="f16")
-    assert {n for n in plain if plain[n] != changed[n]} == {"output.weight"}
-    assert changed["output.weight"] == "F16"
-    assert types_of("tiny-qwen3", "Q4_0", head="Q8_0")["token_embd.weight"] == "Q8_0"
-    with pytest.raises(UsageError, match="cannot hold rows of 288"):
-        types_of("stories-15m", "Q4_0", head="Q6_K")
-
-
 VOCABULARIES = {(p.vocab, p.n_vocab): name for name, p in PRESETS.items()}
 
 
-@pytest.mark.parametrize("preset", VOCABULARIES.values())
+@pytest.mark.parametrize("preset", share(VOCABULARIES.values(), every=4))
 def test_vocabularies_fill_and_merge_only_tokens(preset):
     vocab = build_vocab(PRESETS[preset])
     known = set(vocab.tokens)
@@ -98,20 +87,6 @@ def test_vocabularies_fill_and_merge_only_tokens(preset):
     assert bool(vocab.merges) != bool(vocab.scores)
     if PRESETS[preset].n_vocab < 2000:
         assert build_vocab(PRESETS[preset]) == vocab
-
-
-def test_every_tiny_model_is_there_and_small(tiny_models):
-    present = {(preset, quant) for _, preset, quant in TINY}
-    wanted = {(p, q) for p in ("tiny-llama", "tiny-qwen3") for q in QUANTS}
-    assert wanted <= present
-    for name, preset, quant in TINY:
-        path = tiny_models / name
-        assert name == tiny_name(preset, quant)
-        assert path.stat().st_size < 8e6
-        with open_gguf(path) as file:
-            stored = {n: info.dtype.name for n, info in file.tensors.items()}
-            assert stored == types_of(preset, quant)
-            assert load_tokenizer(file).n_vocab == PRESETS[preset].n_vocab
 
 
 @pytest.mark.parametrize("quant", list(QUANTS))
@@ -131,26 +106,6 @@ def test_weights_have_the_stated_statistics(tiny_model, quant):
                 assert abs(w.std() / std - 1) < 0.1
                 assert abs(w.mean()) < 0.05 * std
                 assert len(np.unique(w[:64], axis=0)) == len(w[:64])  # no row twice
-
-
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, UsageError("no space is left")])
-def test_nothing_half_written_is_left(tmp_path, monkeypatch, stop):
-    path = write_model("tiny-llama-spm", "Q4_0", tmp_path / "m.gguf")
-    before = path.read_bytes()
-
-    def interrupted(spec: TensorSpec, *args):
-        if spec.layer == 1:
-            raise stop
-        return chunks(spec, *args)
-
-    chunks = synth._chunks
-    monkeypatch.setattr(synth, "_chunks", interrupted)
-    expected = KeyboardInterrupt if stop is KeyboardInterrupt else UsageError
-    for out, force in ((path, True), (tmp_path / "other.gguf", False)):
-        with pytest.raises(expected):
-            write_model("tiny-llama-spm", "Q4_0", out, seed=1, force=force)
-    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
-    assert path.read_bytes() == before
 
 
 def test_a_disk_too_small_is_named_before_writing(tmp_path, monkeypatch):

@@ -194,7 +194,7 @@ def test_special_tokens_in_text_are_one_token_each(tmp_path):
     ids = [258, h, e, 260, y]
     assert tokenizer.decode(ids) == "he<tool>y"  # user-defined prints, control does not
     assert tokenizer.decode(ids, special=True) == "<s>he<tool>y"
-    # Names of control tokens can be text; user-defined tokens are tokens either way, as in llama.cpp.
+    # names of control tokens can be text; user-defined tokens are tokens either way
     said = tokenizer.encode("<s><tool>", add_bos=False, parse_special=False)
     assert 258 not in said and said[-1] == 260
     assert tokenizer.decode(said, special=True) == "<s><tool>"
@@ -363,33 +363,23 @@ def with_tokens(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("text", [*ENDS, *NO_ENDS])
-def test_a_known_text_is_special_though_typed_normal(with_tokens, kind, text):
-    tokenizer, id_of = with_tokens(kind, {text: NORMAL})
-    i = id_of(text)
-    chat = tokenizer.encode(f"hi{text}hey", add_bos=False)
-    assert chat.count(i) == 1, "one token wherever it stands"
-    assert tokenizer.decode(chat) == tokenizer.decode(chat, special=True).replace(text, "")
-    assert tokenizer.piece(i) == b"" and tokenizer.piece(i, special=True) == text.encode()
-    assert i not in tokenizer.encode(f"hi{text}hey", add_bos=False, parse_special=False)
-    assert (i in tokenizer.eog_ids) == (text in ENDS)
+SHOWN = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"]  # whatever their type
 
 
-def test_every_known_text_at_once(with_tokens):
-    texts = dict.fromkeys([*ENDS, *NO_ENDS], NORMAL)
-    del texts["<|tool_response>"], texts["<|call|>"], texts["<|calls|>"]  # see below
-    tokenizer, id_of = with_tokens("gpt2", texts)
-    assert tokenizer.eog_ids == {id_of(t) for t in texts if t in ENDS} | {tokenizer.eos_id}
-
-
-@pytest.mark.parametrize("text", ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"])
 @pytest.mark.parametrize("type_", [NORMAL, CONTROL])
-def test_texts_that_are_always_shown(with_tokens, text, type_):
-    tokenizer, id_of = with_tokens("gpt2", {text: type_})
-    i = id_of(text)
-    assert i in tokenizer.encode(f"h{text}", parse_special=False)
-    assert tokenizer.piece(i) == text.encode() and i not in tokenizer.eog_ids
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_known_text_is_special_whatever_its_type(with_tokens, kind, type_):
+    texts = dict.fromkeys([*ENDS, *NO_ENDS, *SHOWN], type_)
+    del texts["<|tool_response>"], texts["<|call|>"], texts["<|calls|>"]  # see below
+    tokenizer, id_of = with_tokens(kind, texts)
+    assert tokenizer.eog_ids == {id_of(t) for t in texts if t in ENDS} | {tokenizer.eos_id}
+    for text in texts:
+        i = id_of(text)
+        said = [tokenizer.encode(f"hi{text}hey", add_bos=False, parse_special=p) for p in (1, 0)]
+        assert said[0].count(i) == 1, "one token wherever it stands"
+        assert (i in said[1]) == (text in SHOWN)
+        assert tokenizer.piece(i, special=True) == text.encode()
+        assert tokenizer.piece(i) == (text.encode() if text in SHOWN else b"")
 
 
 @pytest.mark.parametrize(
