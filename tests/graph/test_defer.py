@@ -119,7 +119,7 @@ def test_what_is_left_alone(what: str):
     assert defer(graph) is graph
 
 
-def test_a_bias_between_is_no_obstacle_nor_are_other_readers_of_the_sum():
+def test_a_bias_and_readers_of_the_sum_are_no_obstacle():
     biased = small(product=lambda add, p, inputs: add("add", "b", p, ROW))
     assert halved(biased) == {"n"}
     assert halved(small(readers=lambda add, total, norm, y: [add("swiglu", "s", total, total)]))

@@ -45,7 +45,7 @@ def test_dequantize_is_bit_equal_to_gguf_on_any_bytes(dtype):
 
 
 @pytest.mark.parametrize("dtype", [Q8_0, Q4_0, MXFP4, BF16], ids=lambda d: d.name)
-def test_dequantize_is_bit_equal_to_gguf_on_quantised_weights(dtype):
+def test_dequantize_is_bit_equal_to_gguf_on_weights(dtype):
     weights = np.random.default_rng(8).standard_normal((9, 5, 64), np.float32)
     weights[0, 0] = 0
     data = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[dtype.name])

@@ -24,7 +24,7 @@ def kept(sampling, logits=LOGITS):
     return {drawn(logits, hot, u) for u in np.linspace(0, 1, 101)}
 
 
-def test_min_p_keeps_what_has_so_much_of_the_largest_probability():
+def test_min_p_keeps_a_share_of_the_largest_probability():
     """llama.cpp's definition: p >= min_p * largest, at temperature 1."""
     row = np.log(np.array([0.1, 0.4, 0.2, 0.05, 0.25], np.float32))
     assert kept(Sampling(1, 0, 1.0, 0.0), row) == {0, 1, 2, 3, 4}

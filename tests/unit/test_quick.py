@@ -98,7 +98,7 @@ SHARED = {
     ],
     "tests/unit/test_cuda_gemm.py": ["test_builds_spill_nothing"],
     "tests/cpu/test_logits.py": ["test_bit_equal_under_every_toggle"],
-    "tests/unit/test_fuse.py": ["test_every_choice_of_patterns_keeps_the_meaning"],
+    "tests/graph/test_fuse.py": ["test_every_choice_of_patterns_keeps_the_meaning"],
     "tests/unit/test_mutations.py": [
         "test_without_any_one_command_the_checker_is_right",
         "test_without_any_one_command_the_checker_is_right_where_copies_have_no_order",
