@@ -10,7 +10,7 @@ import pytest
 
 import workbench as wb
 from tests.oracles.trace_pattern import trace_pattern
-from tests.trace import spoiled
+from tests.unit import spoiled
 from tests.unit.fake_cupti import (
     DIMS,
     FIRST_NODE,
