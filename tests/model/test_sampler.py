@@ -105,10 +105,10 @@ def test_impossible_sampling_is_refused(fields):
 def test_equal_seeds_give_equal_tokens_with_the_softmax():
     hot = Sampling(1.0, 0, 1.0)
     first, again, other = (
-        [one(LOGITS) for _ in range(5000)]
+        [one(LOGITS) for _ in range(2000)]
         for one in (Sampler(hot, 7), Sampler(hot, 7), Sampler(hot, 8))
     )
     assert first == again != other
     p = np.exp(LOGITS - LOGITS.max())
-    got = np.bincount(first, minlength=5) / 5000
-    assert np.abs(got - p / p.sum()).max() < 0.03
+    got = np.bincount(first, minlength=5) / 2000
+    assert np.abs(got - p / p.sum()).max() < 0.05

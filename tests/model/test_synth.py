@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.oracles.dequantize import dequantize
-from tests.profiles import share
+from tests.profiles import rest
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.graph.ir import DTYPES
 from workbench.model.gguf.file import open_gguf
@@ -73,9 +73,11 @@ def test_types_are_those_of_llama_quantize(preset, quant, expected):
 
 
 VOCABULARIES = {(p.vocab, p.n_vocab): name for name, p in PRESETS.items()}
+LARGE = [name for (_, n), name in VOCABULARIES.items() if n > 2000]
+SMALL = [name for (_, n), name in VOCABULARIES.items() if n <= 2000]
 
 
-@pytest.mark.parametrize("preset", share(VOCABULARIES.values(), every=4))
+@pytest.mark.parametrize("preset", [*SMALL, *rest(LARGE, slow=1)])
 def test_vocabularies_fill_and_merge_only_tokens(preset):
     vocab = build_vocab(PRESETS[preset])
     known = set(vocab.tokens)
