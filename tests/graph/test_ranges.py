@@ -7,7 +7,6 @@ import pytest
 from tests import ranges
 from tests.profiles import share
 from workbench.backend.base import open_backend
-from workbench.graph.fuse import join
 from workbench.graph.ops import OPS
 
 CASES = {n: (node, values) for n, node, values in (*ranges.cases(), *ranges.attention_cases())}
@@ -38,17 +37,6 @@ def test_every_op_is_covered():
         "swiglu_quantize", "attention_quantize", "rope_set_rows", "norm_rope",
     }  # fmt: skip
     assert any(len(node.outputs) == n for node, _ in FUSED.values() for n in (2, 3))
-
-
-def test_a_missing_output_is_found(backend):
-    """The check itself: a node that leaves out its last part leaves an output as it was."""
-    node, values = next(
-        (n, v) for n, v in FUSED.values() if n.op == "norm" and n.parts[-1].op == "quantize"
-    )
-    less = join("norm", "less", node.parts[:-1], {})
-    less.outputs = node.outputs
-    with pytest.raises(AssertionError):
-        ranges.check(backend, less, values)
 
 
 def test_a_stray_write_is_found(backend):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf
+import numpy as np
 import pytest
 import tokenizers
 
+import workbench as wb
+from tests.edited import edited
+from tests.profiles import share
 from workbench.common.errors import ModelFileError
 from workbench.model.architectures import ARCHITECTURES
 from workbench.model.gguf.file import GGUFFile, open_gguf
 from workbench.model.gguf.inspect import summary
-from workbench.model.gguf.metadata import KEYS, FileKey, Use, notes
+from workbench.model.gguf.metadata import KEYS, FileKey, Use
 from workbench.model.hparams import read_hparams
 from workbench.model.tokenizer.tokenizer import load_tokenizer
 from workbench.server import chat
@@ -174,8 +179,9 @@ def test_every_key_has_a_sample():
     assert all(key.why for key in KEYS)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
+@pytest.mark.parametrize(
+    ("architecture", "key"), share(itertools.product(ARCHITECTURES, KEYS), every=len(ARCHITECTURES))
+)
 def test_a_key_does_what_the_table_says(found, key: FileKey, architecture: str):
     after, before, base = SAMPLES[key.name]
     plain, changed = (found(architecture, base, keys) for keys in (before, after))
@@ -210,18 +216,6 @@ def test_whatever_is_read_stands_in_the_table(tmp_path):
     assert len(asked) > 40 and asked <= {key.name_in("llama") for key in KEYS}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_key_that_llama_cpp_does_not_read_is_said(tmp_path, architecture):
-    def said(**window: int) -> list[str]:
-        keys = {f"ARCH.attention.{name}": size for name, size in window.items()}
-        with open_gguf(write(tmp_path / "m.gguf", architecture, SIZES | BPE | keys)) as file:
-            return notes(file, architecture)
-
-    assert said() == said(sliding_window=0) == []
-    (line,) = said(sliding_window=16)
-    assert line.startswith(f"{architecture}.attention.sliding_window = 16 is honoured here;")
-
-
 def test_sizes_may_be_said_once_for_each_layer(found):
     plain = found("llama", BPE, {})
     for key, size in (("feed_forward_length", 48), ("attention.head_count", 2)):
@@ -229,3 +223,69 @@ def test_sizes_may_be_said_once_for_each_layer(found):
         for sizes in ([size, 2 * size], [size] * 3, [size]):
             line = found("llama", BPE, {f"ARCH.{key}": sizes})
             assert f"llama.{key} has {len(sizes)} sizes, 2 equal ones are supported" in line
+
+
+TOKENS = [5, 300, 7, 41, 5, 900, 12, 77]
+
+
+def prefilled(path) -> np.ndarray:
+    with wb.Engine.load(path, device="embedded", n_ctx=64, threads=2) as engine:
+        return engine.prefill(TOKENS, outputs="all")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_keys_without_effect_leave_every_bit(tiny_model, tmp_path, architecture):
+    source = tiny_model(f"tiny-{architecture}", "Q8_0")
+    plain, keys = prefilled(source), {}
+    for key in KEYS:
+        if key.use == Use.WITHOUT_EFFECT:
+            keys[key.name_in(architecture)] = SAMPLES[key.name].after[key.name]
+        elif key.neutral:
+            keys[key.name_in(architecture)] = key.neutral[0]
+    assert len(keys) > 30
+    path = edited(source, tmp_path / "m.gguf", keys=keys)
+    with open_gguf(path) as file:
+        assert keys.keys() <= file.metadata.keys()
+    assert np.array_equal(prefilled(path), plain)
+
+
+REFUSED_FILES = {
+    "not causal": (
+        {"qwen3.attention.causal": False}, "qwen3.attention.causal = False is not supported: "
+        "attention to later tokens is not built; use another model",
+    ),
+    "further tokens": (
+        {"qwen3.nextn_predict_layers": 1}, "qwen3.nextn_predict_layers = 1 is not supported: "
+        "layers that predict further tokens are not built; use another model",
+    ),
+    "fewer tokens": (
+        {"tokenizer.ggml.tokens": [f"t{i}" for i in range(900)]},
+        "tensor token_embd.weight has 1024 rows for 900 tokens in tokenizer.ggml.tokens; "
+        "write the file again with a current converter",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_FILES)
+def test_every_command_refuses_by_one_line(tiny_model, tmp_path, call, name):
+    keys, why = REFUSED_FILES[name]
+    path = edited(tiny_model("tiny-qwen3", "Q8_0"), tmp_path / "m.gguf", keys=keys)
+    for command in (
+        ("run", "--tokens", "1,2,3", "-n", 2, "--device", "embedded"),
+        ("bench", "-p", 8, "-n", 0, "--device", "embedded"),
+        ("serve", "--port", 0, "--device", "embedded"),
+    ):
+        status, out, err = call(*command, "-m", path)
+        assert (status, out) == (1, "") and err == f"error: {path}: {why}\n"
+
+
+def test_a_window_only_we_read_is_said_once(tiny_model, tmp_path, call):
+    key = "qwen3.attention.sliding_window"
+    path = edited(tiny_model("tiny-qwen3", "Q8_0"), tmp_path / "m.gguf", keys={key: 4})
+    flags = ("--tokens", "1,2,3,4,5,6", "-n", 2, "--device", "embedded", "--n-ctx", 64)
+    status, _, err = call("run", "-m", path, *flags)
+    note = (
+        f"{key} = 4 is honoured here; llama.cpp does not read it for architecture qwen3, so its "
+        "answers differ\n"
+    )
+    assert status == 0 and err.count(note) == 1 and err.count(key) == 1

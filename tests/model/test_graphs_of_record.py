@@ -1,29 +1,98 @@
-"""The graph that shifts a cache: what it turns, and that its program needs no other wait."""
+"""Graphs are as recorded: node for node what commit 7839203 built, before it had blocks.
+
+`graphs_of_record.json` holds a hash of each graph as text: every preset, activations rounded and
+not, steps with and without outputs, fused and with halved norms. It also has the order in which
+that commit took weights from files. To read a graph, print `text(graph)`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
 from typing import cast
 
-import numpy as np
 import pytest
 
-from tests.graphs import Decoder, topology_key
+from tests.graphs import Decoder
 from tests.planned import SCOPES, only_adds_order
-from tests.reference import rotated
+from tests.profiles import share
 from workbench.common.errors import UsageError
 from workbench.config import CopyStream, SyncMode
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
-from workbench.graph.ir import F16, F32, I32, Q8_0, Kind, StepShape, Tensor
+from workbench.graph.ir import F16, F32, I32, Q8_0, Graph, Kind, StepShape, Tensor
 from workbench.model.cache_graphs import shift_graph
 from workbench.model.decoder import Model, build_graph
 from workbench.model.inputs import DELTAS
+from workbench.model.synth.shapes import PRESETS
 from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import DEVICE, HOST, Buffer, Launch, Range, Space
 from workbench.program.layout import Target, lay_out
 from workbench.program.lower import lower
 from workbench.program.split import split
 from workbench.program.sync_modes import RULES, Ordering
+
+RECORD = json.loads(Path(__file__).with_name("graphs_of_record.json").read_text())
+SHAPES = ((1, 1, 256), (1, 0, 256), (5, 2, 512), (8, 8, 256), (64, 1, 512))
+FILES = [("tiny-llama", "Q4_K"), ("tiny-llama-bias", "F32"), ("tiny-qwen2", "Q8_0"),
+         ("tiny-qwen3", "Q4_0")]  # fmt: skip
+
+
+def text(graph: Graph) -> str:
+    """The graph as lines: inputs, nodes in order with their parts, outputs. Tensors that share
+    storage have its number."""
+    number: dict[Tensor, int] = {}
+
+    def said(t: Tensor) -> str:
+        n = number.setdefault(t.storage, len(number))
+        return f"{n}:{t.name}:{t.dtype.name}{list(t.shape)}:{t.kind}"
+
+    lines = [f"inputs {' '.join(map(said, graph.inputs))}"]
+    for node in graph.nodes:
+        for indent, n in (("", node), *(("  ", part) for part in node.parts)):
+            made, given = (" ".join(map(said, of)) for of in (n.outputs, n.inputs))
+            params = " ".join(f"{k}={v}" for k, v in n.params.items())
+            lines.append(f"{indent}{n.layer} {n.op} {n.name}: {made} = {given}; {params}")
+    return "\n".join([*lines, f"outputs {' '.join(map(said, graph.outputs))}"])
+
+
+def graphs(preset: str) -> Iterator[tuple[str, Graph]]:
+    """(name, graph): every combination of activations, shape, halved norms and fusion."""
+    more = ("ffn_up", "attn_output") if preset == "tiny-llama-bias" else ()
+    model = Decoder(preset, Q8_0, {"attn_v": F16}, biases=more)
+    for activations, shape, halved in product(("q8", "float"), SHAPES, (False, True)):
+        n_tokens, n_outputs, n_kv = shape
+        graph = model.graph(n_tokens, n_outputs, n_kv, activations, 1024, halved)
+        name = f"{activations} {shape}{' halved' * halved}"
+        yield name, graph
+        yield f"{name} fused", fuse(graph, FUSIONS)
+
+
+def digest(preset: str) -> str:
+    """One hash for all graphs of a preset."""
+    whole = hashlib.sha256()
+    for name, graph in graphs(preset):
+        whole.update(f"{name}\n{text(graph)}\n".encode())
+    return whole.hexdigest()
+
+
+@pytest.mark.parametrize("preset", share(PRESETS, every=3))
+def test_graphs_are_those_of_record(preset: str):
+    assert digest(preset) == RECORD["graphs"][preset]
+
+
+@pytest.mark.parametrize("preset,quant", FILES)
+def test_weights_are_taken_in_the_order_of_record(tiny_model, preset: str, quant: str):
+    model = Model(tiny_model(preset, quant))
+    try:
+        found = [f"{t.name} {t.dtype.name} {list(t.shape)}" for t in model.weights]
+    finally:
+        model.close()
+    assert hashlib.sha256("\n".join(found).encode()).hexdigest() == RECORD["weights"][preset]
+
 
 N_CELLS = 96
 
@@ -44,24 +113,6 @@ def test_k_of_every_layer_turns_as_the_model_turned_it(preset: str):
         rope = step[f"Kcur_rope-{i}"]
         assert node.inputs[2:] == rope.inputs[2:]
         assert node.params == {"n_head_kv": model.hparams.n_head_kv, **rope.params}
-
-
-def test_equal_shapes_give_equal_shift_graphs():
-    model = Decoder("tiny-llama", Q8_0)
-    first, second = (
-        shift_graph(cast(Model, model), model.caches(N_CELLS), N_CELLS) for _ in range(2)
-    )
-    assert topology_key(first) == topology_key(second)
-    assert topology_key(first) != topology_key(
-        shift_graph(cast(Model, model), model.caches(N_CELLS), 64)
-    )
-    assert topology_key(fuse(first, FUSIONS)) == topology_key(first)  # nothing joins a shift
-
-
-def test_a_shift_of_more_cells_than_there_are_is_refused():
-    model = Decoder("tiny-llama", Q8_0)
-    with pytest.raises(UsageError, match=r"rope_shift.*at most as many I32 deltas"):
-        shift_graph(cast(Model, model), model.caches(64), 65)
 
 
 def test_rope_shift_says_what_it_may_touch():
@@ -106,14 +157,3 @@ def test_a_shift_between_steps_is_as_safe_as_the_steps(sync: SyncMode, copy_stre
     assert check_cycle(programs[:1]).safe == check_cycle(programs).safe == safe
     for scope in SCOPES:
         only_adds_order(programs * 2, scope)
-
-
-def test_the_reference_adds_rotations():
-    """What the shift rests on: by p and then by d is by p + d."""
-    rng = np.random.default_rng(3)
-    k, p = rng.standard_normal((5, 2, 12)), rng.integers(0, 900, 5)
-    d = rng.integers(-900, 900, 5)
-    factors = rng.uniform(1, 8, 4)
-    for pairs in ("adjacent", "halves"):
-        at = [rotated(k, by, pairs, 8, 1e4, 0.5, factors) for by in (p, p + d)]
-        np.testing.assert_allclose(rotated(at[0], d, pairs, 8, 1e4, 0.5, factors), at[1], atol=1e-9)

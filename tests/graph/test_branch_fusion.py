@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.graph.test_fuse import ALL, MODELS, TYPES, check_fused, check_memory
 from tests.graphs import PRODUCTS, Decoder, topology_key
 from tests.profiles import examples
-from tests.unit.test_fuse import ALL, MODELS, TYPES, check_fused, check_memory
 from workbench.config import BranchFusion, Fork
 from workbench.graph.branch_fusion import branch_numbers, fused
-from workbench.graph.forks import COSTS, MOST_STREAMS, Costs, dependencies, estimate_us, fork
+from workbench.graph.forks import COSTS, Costs, estimate_us, fork
 from workbench.graph.fuse import FUSIONS, fuse
-from workbench.graph.ir import BF16, F16, Q4_0, Q4_K, Q8_0, Graph, Node
+from workbench.graph.ir import BF16, F16, Q4_0, Graph, Node
 
 RULES = [str(rule) for rule in Fork]
 JOINED, INSIDE, AUTO = BranchFusion.JOINED, BranchFusion.INSIDE, BranchFusion.AUTO
@@ -62,6 +61,16 @@ def check_heads(node: Node) -> None:
     assert all(part.name.startswith("cache_k") for part in node.parts if part.op == "set_rows")
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_numbers_of_two_backends_stay_apart(rule):
+    graph = MODELS["llama"]().graph()
+    for first in range(0, len(graph.nodes), 5):
+        backend = {node: int(i >= first) for i, node in enumerate(graph.nodes)}
+        numbers = branch_numbers(graph, backend.__getitem__, rule)
+        of_each = [{numbers[n] for n in graph.nodes if backend[n] == b} for b in (0, 1)]
+        assert not of_each[0] & of_each[1]
+
+
 # every choice of patterns -------------------------------------------------------------------------
 
 
@@ -85,24 +94,6 @@ def test_no_node_has_parts_of_two_branches(
     check_inside(graph, fuse(graph, fusions, branch_of=number), number)
 
 
-@given(
-    model=models,
-    deferred=st.booleans(),
-    fusions=st.sets(st.sampled_from(FUSIONS), min_size=1),
-    rng=st.integers(0, 2**32 - 1).map(Random),
-    step=st.floats(0, 1),
-)
-@settings(max_examples=examples(150))
-def test_any_numbers_that_grow_along_the_dataflow_will_do(model, deferred, fusions, rng, step):
-    """Also such as no rule makes: a node has the largest number of what it needs, or one more."""
-    graph = model.graph(deferred=deferred)
-    number: dict[Node, int] = {}
-    for node, needed in zip(graph.nodes, dependencies(graph.nodes), strict=True):
-        least = max((number[graph.nodes[i]] for i in needed), default=0)
-        number[node] = least + (rng.random() < step)
-    check_inside(graph, fuse(graph, fusions, branch_of=number), number)
-
-
 @given(models, st.sets(st.sampled_from(FUSIONS), min_size=1), st.sampled_from(RULES), st.data())
 @settings(max_examples=examples(60))
 def test_branches_of_two_backends_stay_apart(model, fusions, rule, data):
@@ -114,9 +105,6 @@ def test_branches_of_two_backends_stay_apart(model, fusions, rule, data):
         check_fused(graph, after)
         for node in after.nodes:
             assert len({backend[part] for part in node.parts or (node,)}) == 1
-    numbers = branch_numbers(graph, backend.__getitem__, rule)
-    of_each = [{numbers[n] for n in graph.nodes if backend[n] == b} for b in (0, 1)]
-    assert not of_each[0] & of_each[1]
 
 
 # what a branch is made of -------------------------------------------------------------------------
@@ -136,62 +124,28 @@ def inside(model: str, fusions: Iterable[str] = ALL, rule: str = Fork.QKV, **ste
     return fused(MODELS[model]().graph(**step), set(fusions), on_one, INSIDE, 1, rule)
 
 
-NORMED = ["rms_norm", "mul", "rope"]
-
-
 @pytest.mark.parametrize("rule", RULES)
-def test_a_layer_with_every_pattern_inside_its_branches(rule):
+def test_a_layer_with_every_pattern_inside_branches(rule):
+    normed = ["rms_norm", "mul", "rope"]
     plain = {
         "Qcur-1": ["mul_mat"], "Qcur_rope-1": ["rope"], "Kcur-1": ["mul_mat"],
         "cache_k-1": ["rope_set_rows", "rope", "set_rows"],
         "Vcur-1": ["mul_mat"], "cache_v-1": ["set_rows"],
     }  # fmt: skip
-    normed = {
-        "Qcur_rope-1": ["norm_rope", *NORMED],
-        "cache_k-1": ["rope_set_rows", *NORMED, "set_rows"],
-    }
+    heads = {"Qcur_rope-1": ["norm_rope", *normed],
+             "cache_k-1": ["rope_set_rows", *normed, "set_rows"]}  # fmt: skip
     products = {name: ["product"] for name in ("Qcur-1", "Kcur-1", "Vcur-1")}
     assert of_a_layer(inside("llama", rule=rule)) == plain
     assert of_a_layer(inside("llama bias", rule=rule)) == plain | products
-    assert of_a_layer(inside("qwen3", rule=rule)) == plain | normed
-    halved = of_a_layer(inside("qwen3", rule=rule, deferred=True))
+    assert of_a_layer(inside("qwen3", rule=rule)) == plain | heads
     if rule != Fork.THREE_WAY:  # its fork is the residual then: two halves and an add read it
-        assert halved == plain | normed | products
+        halved = of_a_layer(inside("qwen3", rule=rule, deferred=True))
+        assert halved == plain | heads | products
     mixed = ALL - {"fuse_norm_mul"}  # heads are normed apart, and K is still stored with its rope
     assert of_a_layer(inside("qwen3", mixed, rule))["cache_k-1"] == plain["cache_k-1"]
 
 
-def test_a_prompt_without_a_fork_is_fused_as_ever():
-    """Rule qkv is for one token: there is no branch to stay in."""
-    graph = MODELS["qwen3"]().graph(5, 1)
-    joined, kept = (fused(graph, ALL, on_one, choice, 3, Fork.QKV) for choice in (JOINED, INSIDE))
-    assert topology_key(joined) == topology_key(kept)
-
-
-@pytest.mark.parametrize("model", ["llama", "llama bias", "qwen3", "qwen3 F16"])
-@pytest.mark.parametrize("deferred", [False, True])
-def test_branches_are_still_there_behind_the_fusion(model, deferred):
-    """In each layer three streams, with the same forks and joins as before; joined, none."""
-    graph = MODELS[model]().graph(deferred=deferred)
-    for choice, wanted in ((INSIDE, {0, 1, 2}), (JOINED, {0})):
-        after = fused(graph, ALL, on_one, choice, 3, Fork.QKV)
-        forked = fork(after.nodes, 3, Fork.QKV)
-        for layer in range(len(MODELS[model]().layers)):
-            on = zip(forked.nodes, forked.streams, strict=True)
-            assert {stream for node, stream in on if node.layer == layer} == wanted
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("model", MODELS)
-def test_inside_is_the_same_for_every_number_of_streams(model, rule):
-    graph = MODELS[model]().graph()
-    keys = {
-        topology_key(fused(graph, ALL, on_one, INSIDE, n, rule)) for n in range(1, MOST_STREAMS + 1)
-    }
-    assert len(keys) == 1
-
-
-def test_what_stands_side_by_side_by_chance_is_not_joined():
+def test_neighbours_by_chance_are_not_joined():
     """The rope of Q and the store of V are neighbours; a launch of both would store Q as V."""
     graph = MODELS["llama"]().graph()
     number = dict.fromkeys(graph.nodes, 2)
@@ -212,14 +166,10 @@ def test_what_stands_side_by_side_by_chance_is_not_joined():
 # which of the two ---------------------------------------------------------------------------------
 
 SHAPES = {
-    "llama-3-8b Q8_0": lambda n: Decoder("llama-3-8b", Q8_0, n_layer=n),
     "llama-3-8b Q4_0": lambda n: Decoder("llama-3-8b", Q4_0, n_layer=n),
     "qwen3-8b F16": lambda n: Decoder("qwen3-8b", F16, n_layer=n),
-    "qwen3-4b Q4_K": lambda n: Decoder("qwen3-4b", Q4_K, n_layer=n),
     "llama-3.2-1b BF16": lambda n: Decoder("llama-3.2-1b", BF16, n_layer=n),
 }
-FREE_EVENTS = COSTS._replace(event_us=0.0)
-SLOW_LAUNCHES = COSTS._replace(launch_us=50.0, event_us=0.0)
 SLOW_EVENTS = COSTS._replace(event_us=50.0)
 
 
@@ -245,15 +195,7 @@ def test_the_costs_choose(shape, rule):
         assert auto(graph, {"fuse_qkv"}, rule, SLOW_EVENTS) == JOINED
 
 
-def test_other_costs_turn_the_choice():
-    """Of a product with few bytes a launch counts for more, and events decide."""
-    graph = SHAPES["llama-3-8b Q4_0"](2).graph(1, 1, 512, n_cells=1024)
-    patterns = {"fuse_qkv", "fuse_norm_mul"}
-    found = [auto(graph, patterns, Fork.QKV, c) for c in (FREE_EVENTS, SLOW_LAUNCHES, SLOW_EVENTS)]
-    assert found == [INSIDE, INSIDE, JOINED]
-
-
-@pytest.mark.parametrize("fusions", [ALL, {"fuse_qkv"}, ALL - {"fuse_qkv"}, {"fuse_glu"}])
+@pytest.mark.parametrize("fusions", [ALL, {"fuse_qkv"}])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_layer_tells_for_the_whole_graph(shape, rule, fusions):
@@ -266,9 +208,3 @@ def test_a_layer_tells_for_the_whole_graph(shape, rule, fusions):
 
     least, most = sorted([us(JOINED), us(INSIDE)])
     assert us(AUTO) == least or most / least < 1.001
-
-
-def test_where_nothing_forks_nothing_is_chosen():
-    graph = MODELS["llama"]().graph()
-    for choice in BranchFusion:
-        assert fused(graph, (), on_one, choice, 3, Fork.QKV) is graph

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
-from tests.unit.gguf_files import GOOD, build, items, pair, tensor, text, u32, write
+from tests.model.gguf_files import GOOD, build, items, pair, tensor, text, u32, write
 from workbench.common.errors import ModelFileError
 from workbench.graph.ir import F32, Q4_0, WEIGHT_DTYPES
 from workbench.model.gguf.file import StringArray, open_gguf
@@ -63,21 +63,6 @@ def test_reads_what_gguf_wrote(tmp_path):
             assert data.dtype == np.uint8 and not data.flags.writeable and not data.flags.owndata
 
 
-def test_data_outlives_the_file(tmp_path):
-    path = write(
-        tmp_path / "m.gguf", [("w", F32, (4, 8))], lambda w: w.add_token_list(["one", "two"])
-    )
-    with open_gguf(path) as file:
-        data, tokens = file.data("w"), file.metadata["tokenizer.ggml.tokens"]
-    before = data.copy()
-    path.unlink()
-    np.testing.assert_array_equal(data, before)
-    assert tokens[1] == "two"
-    file.close()
-    with pytest.raises(ValueError, match="closed"):
-        file.data("w")
-
-
 def test_get_is_typed(tmp_path):
     def keys(writer):
         writer.add_block_count(2)
@@ -111,14 +96,11 @@ ROW = bytes(32)
 BAD = {
     "magic": (build(magic=b"GGML"), "not a GGUF file: b'GGML'", 0),
     "version 1": (build(version=1), "GGUF version 1, only 2 and 3", 4),
-    "version 4": (build(version=4), "GGUF version 4, only 2 and 3", 4),
     "big-endian": (build(version=0x03000000), "big-endian", 4),
     "tensor count": (build(n_tensors=HUGE), f"tensor count is {HUGE}, more than", 8),
     "tensor count < 0": (build(n_tensors=NEGATIVE), "tensor count is -5 (negative)", 8),
     "key count": (build([u32("a", 1)], n_keys=HUGE), f"metadata count is {HUGE}", 16),
-    "key count < 0": (build(n_keys=NEGATIVE), "metadata count is -5 (negative)", 16),
     "key length": (build([struct.pack("<Q", HUGE) + ROW]), f"key has length {HUGE}", 24),
-    "key length < 0": (build([struct.pack("<Q", NEGATIVE) + ROW]), "has length -5 (negative)", 24),
     "key too long": (build([u32("k" * 65536, 1)]), "length 65536, but 65535 is the limit", 24),
     "key not UTF-8": (build([pair(b"a\xff", 4, ROW)]), "key is not UTF-8", 33),
     "key twice": (build([u32("a", 1), u32("a", 1)]), "key a appears twice", 24 + 17),
@@ -129,8 +111,6 @@ BAD = {
     "string not UTF-8": (build([pair("a", 8, text(b"ok\xc3("))]), "key a is not UTF-8", 47),
     "array type": (build([pair("a", 9, items(77, 1, ROW))]), "array of unknown type 77", 37),
     "array length": (build([pair("a", 9, items(4, HUGE, ROW))]), f"a has {HUGE} items", 41),
-    "array length < 0": (build([pair("a", 9, items(4, NEGATIVE, ROW))]), "a has -5 (neg", 41),
-    "string array length": (build([pair("a", 9, items(8, HUGE, ROW))]), f"has {HUGE} items", 41),
     "string in array": (
         build([pair("a", 9, items(8, 2, text("b") + struct.pack("<Q", NEGATIVE)))]),
         "string 1 of metadata key a has length -5 (negative)", 58,
@@ -146,37 +126,28 @@ BAD = {
     "nested too many": (
         build([pair("a", 9, items(9, 65537, items(4, 0) * 65537))]), "too often", 37,
     ),
-    "alignment 0": (build([u32("general.alignment", 0)]), "general.alignment is 0", 24),
-    "alignment 24": (build([u32("general.alignment", 24)]), "general.alignment is 24", 24),
-    "alignment a string": (
-        build([pair("general.alignment", 8, text("x"))]), "power of two from 8 up", 24,
+    "nested too many in all": (
+        build([pair(c, 9, items(9, 40000, items(4, 0) * 40000)) for c in "ab"]),
+        "b nests arrays too deep or too often", 480062,
     ),
+    "alignment 24": (build([u32("general.alignment", 24)]), "general.alignment is 24", 24),
     "name length": (build((), [struct.pack("<Q", HUGE) + ROW]), f"name has length {HUGE}", 24),
     "name too long": (build((), [tensor("n" * 65)]), "length 65, but 64 is the limit", 24),
     "name not UTF-8": (build((), [tensor(b"\x80")]), "a tensor name is not UTF-8", 32),
     "name twice": (build((), [tensor(), tensor(offset=32)], ROW * 2), "tensor w appears twice", 57),
-    "0 dims": (build((), [tensor(dims=())], ROW), "w has 0 dimensions", 33),
     "5 dims": (build((), [tensor(dims=(1,) * 5)], ROW), "w has 5 dimensions", 33),
     "dim 0": (build((), [tensor(dims=(8, 0))], ROW), "dimensions 8x0, none may be 0", 37),
     "dim huge": (build((), [tensor(dims=(HUGE,))], ROW), "more than the file can hold", 37),
     "dims overflow": (  # 2^64 elements: 0 in 64 bits
         build((), [tensor(dims=(2**32, 2**32))], ROW), "more than the file can hold", 37,
     ),
-    "dim < 0": (build((), [tensor(dims=(NEGATIVE,))], ROW), "-5 (negative)", 37),
     "tensor type": (build((), [tensor(kind=99)], ROW), "tensor w has unknown type 99", 45),
     "Q8_K": (build((), [tensor(dims=(256,), kind=15)], bytes(292)), "type Q8_K, not supported", 45),
-    "Q1_0": (build((), [tensor(kind=41)], ROW), "type Q1_0, not supported", 45),
-    "Q2_K": (build((), [tensor(kind=10)], ROW), "rows of 8, not a multiple", 37),
     "IQ1_S": (build((), [tensor(dims=(256, 9), kind=19)], bytes(449)), "past the end", 24),
     "block": (build((), [tensor(dims=(8, 4), kind=2)], ROW), "rows of 8, not a multiple", 37),
     "misaligned": (build((), [tensor(offset=8)], ROW * 2), "offset 8, not a multiple", 49),
-    "misaligned 64": (
-        build([u32("general.alignment", 64)], [tensor(offset=32)], ROW * 4),
-        "not a multiple of the alignment 64", 24 + 33 + 25,
-    ),
     "past the end": (build((), [tensor(dims=(9,))], ROW), "ends at byte 100, past the end", 24),
     "offset huge": (build((), [tensor(offset=HUGE)], ROW), "past the end of the file", 24),
-    "offset < 0": (build((), [tensor(offset=2**64 - 32)], ROW), "past the end of the file", 24),
     "overlap": (
         build((), [tensor("v", (9,)), tensor("w", (8,), offset=32)], ROW * 2),
         "tensors v and w overlap", 96 + 32,
@@ -198,7 +169,7 @@ def test_a_bad_file_is_refused_in_one_line(case, tmp_path):
     assert line.startswith(str(path)) and "\n" not in line and line.isprintable()
 
 
-def test_the_good_file_is_good(tmp_path):
+def test_the_good_file_is_good_and_no_part_of_it(tmp_path):
     path = tmp_path / "m.gguf"
     for version in (2, 3):
         path.write_bytes(GOOD[:4] + struct.pack("<I", version) + GOOD[8:])
@@ -206,36 +177,20 @@ def test_the_good_file_is_good(tmp_path):
             assert file.version == version
             assert file.tensors["w"].shape == (2, 8) and file.tensors["v"].dtype == Q4_0
             assert file.metadata["l"].tolist() == ["p", "é"]
-
-
-def test_truncated_anywhere(tmp_path):
-    path = tmp_path / "m.gguf"
+            data = file.data("w")
+        path.unlink()
+        assert not data.any(), "data outlives the file"
     for n in range(1, len(GOOD)):
         path.write_bytes(GOOD[:n])
         with pytest.raises(ModelFileError, match=r" at byte \d+; (the file is|convert)"):
             open_gguf(path)
 
 
-def test_nested_arrays_and_other_alignments(tmp_path):
+def test_tensors_may_lie_in_another_order_than_listed(tmp_path):
     path = tmp_path / "m.gguf"
-    deep = items(9, 2, items(4, 2, struct.pack("<2I", 5, 6)) + items(8, 1, text("s")))
-    keys = [u32("general.alignment", 64), pair("n", 9, deep), pair("e", 9, items(4, 0)),
-            pair("es", 9, items(8, 0)), u32("split.count", 1)]  # fmt: skip
-    path.write_bytes(build(keys, [tensor(offset=64)], bytes(64 + 32), align=64))
+    path.write_bytes(build((), [tensor("v", offset=32), tensor("w")], bytes(32) + b"\1" * 32))
     with open_gguf(path) as file:
-        numbers, strings = file.metadata["n"]
-        assert numbers.tolist() == [5, 6] and strings.tolist() == ["s"]
-        assert len(file.metadata["e"]) == len(file.metadata["es"]) == 0
-        assert file.alignment == 64 and file.tensors["w"].offset % 64 == 0
-
-
-def test_a_hostile_name_stays_in_one_line(tmp_path):
-    path = tmp_path / "m.gguf"
-    for name in ("a\nb\x1b[31m", "n" * 60000):
-        path.write_bytes(build([u32(name, 1), u32(name, 1)]))
-        with pytest.raises(ModelFileError) as caught:
-            open_gguf(path)
-        assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+        assert file.data("v").all() and not file.data("w").any()
 
 
 @pytest.mark.parametrize(
@@ -260,6 +215,11 @@ def test_what_is_no_file_is_refused(make, message, tmp_path):
 # Python's cost of the smallest things a file can hold: stated in gguf_walk as under 1 KiB for each
 # key, tensor and nested array, and for the rest a small multiple of the file.
 GREEDY = {
+    "keys and tensors": build(
+        [pair(f"{i}", 0, b"\1") for i in range(2000)],
+        [tensor(f"{i}", (1,), 0, 32 * i) for i in range(2000)],
+        bytes(32 * 2000),
+    ),
     "empty strings": build([pair("a", 9, items(8, 1 << 17, bytes(8 << 17)))]),
     "short strings": build([pair("a", 9, items(8, 1 << 16, text("é") * (1 << 16)))]),
     "a wide string": build([pair("a", 8, text("a" * (1 << 20) + "😀"))]),
@@ -282,19 +242,5 @@ def test_allocation_is_bounded_by_the_file(case, tmp_path):
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    limit = 7 if case == "a wide string" else 2
+    limit = {"a wide string": 7, "keys and tensors": 20}.get(case, 2)
     assert peak < limit * len(GREEDY[case]) + (64 << 10)
-
-
-def test_many_keys_and_tensors_cost_under_a_kilobyte_each(tmp_path):
-    n = 20000
-    keys = [pair(f"{i}", 0, b"\1") for i in range(n)]
-    tensors = [tensor(f"{i}", (1,), 0, 32 * i) for i in range(n)]
-    path = tmp_path / "m.gguf"
-    path.write_bytes(build(keys, tensors, bytes(32 * n)))
-    tracemalloc.start()
-    file = open_gguf(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(file.tensors) == len(file.metadata) == n
-    assert peak < 2 * n * 1024

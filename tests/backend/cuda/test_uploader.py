@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from typing import Any, cast
 
@@ -177,44 +178,6 @@ def test_every_byte_arrives_in_its_plane(late: LateDriver):
     assert len(entries) == 2 * cuda_weights.N_ENTRIES
 
 
-@pytest.mark.usefixtures("small_entries")
-def test_the_map_is_read_once(late: LateDriver, monkeypatch):
-    read: list[tuple[int, int]] = []
-    fill = cuda_weights.Entry.fill
-
-    def noted(entry: cuda_weights.Entry) -> None:
-        assert threading.current_thread() is not threading.main_thread()
-        read.extend((int(p.source.ctypes.data), p.source.nbytes) for p in entry.pieces)
-        fill(entry)
-
-    monkeypatch.setattr(cuda_weights.Entry, "fill", noted)
-    weights = [weight("a", Q4_0, 129, 256), weight("b", F16, 99, 77), weight("c", Q6_K, 11, 512)]
-    up = uploader(late)
-    for w in weights:
-        up.load(*w)
-    up.finish()
-    for tensor, data in weights:
-        begin = int(data.ctypes.data)
-        inside = sorted(r for r in read if begin <= r[0] < begin + tensor.nbytes)
-        ends = [at + n for at, n in inside]
-        assert [at for at, _ in inside] == [begin, *ends[:-1]] and ends[-1] == begin + data.nbytes
-
-
-def test_small_tensors_travel_together(late: LateDriver):
-    up = uploader(late)
-    weights = [weight(f"norm{i}", F32, 1, 4096) for i in range(65)]
-    memory = [cast(Memory, up.load(*w)) for w in weights]
-    up.finish()
-    assert len(late.memory[Space.PINNED]) == 1 and "cuEventSynchronize" not in late.calls
-    for (_, data), there in zip(weights, memory, strict=True):
-        assert np.array_equal(there.content, data)
-
-
-def test_nothing_loaded_is_nothing_done(late: LateDriver):
-    uploader(late).finish()
-    assert not late.memory[Space.PINNED] and not late.memory[Space.DEVICE]
-
-
 def test_a_block_as_large_as_an_entry_fits_and_no_more(late: LateDriver, monkeypatch):
     monkeypatch.setattr(cuda_weights, "ENTRY_BYTES", 256)
     tensor, data = weight("w", Q6_K, 5, 512)
@@ -224,21 +187,11 @@ def test_a_block_as_large_as_an_entry_fits_and_no_more(late: LateDriver, monkeyp
     assert np.array_equal(there.content, repacked(data, Q6_K))
 
 
-def test_a_weight_of_the_wrong_size_is_refused_before_memory_is_taken(late: LateDriver):
-    up = uploader(late)
-    tensor, data = weight("w", Q4_0, 4, 64)
-    for wrong in (data[:-1], np.concatenate([data, data]), data[:0]):
-        with pytest.raises(DeviceError, match=r"w:Q4_0\[4, 64\] wants 144 bytes, not \d+"):
-            up.load(tensor, wrong)
-    up.finish()
-    assert not late.memory[Space.DEVICE]
-
-
 @pytest.mark.usefixtures("small_entries")
 @pytest.mark.parametrize(
     "where", ["cuMemcpyHtoDAsync", "cuEventSynchronize", "cuStreamSynchronize"]
 )
-def test_interrupted_it_leaves_no_thread_and_no_entry(late: LateDriver, where: str):
+def test_interrupted_it_leaves_no_thread_nor_entry(late: LateDriver, where: str):
     late.fail_at = (where, 2, KeyboardInterrupt())
     up = uploader(late)
     with pytest.raises(KeyboardInterrupt):
@@ -253,13 +206,20 @@ def test_interrupted_it_leaves_no_thread_and_no_entry(late: LateDriver, where: s
     assert not any(m.freed for m in of_weights), "weights are their owner's to free"
 
 
-def test_a_failure_of_a_worker_is_raised_by_finish(late: LateDriver, monkeypatch):
+def test_what_is_wrong_is_refused_and_a_workers_failure(late: LateDriver, monkeypatch):
+    up = uploader(late)
+    tensor, data = weight("w", Q4_0, 4, 64)
+    for wrong in (data[:-1], np.concatenate([data, data]), data[:0]):
+        with pytest.raises(DeviceError, match=r"w:Q4_0\[4, 64\] wants 144 bytes, not \d+"):
+            up.load(tensor, wrong)
+    assert not late.memory[Space.DEVICE]
+
     def fail(entry: cuda_weights.Entry) -> None:
+        assert threading.current_thread() is not threading.main_thread()
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(cuda_weights.Entry, "fill", fail)
-    up = uploader(late)
-    up.load(*weight("w", F16, 8, 64))
+    up.load(tensor, data)
     with pytest.raises(OSError, match="disk is gone"):
         up.finish()
     assert "cuMemcpyHtoDAsync" not in late.calls
@@ -274,29 +234,14 @@ def product(dtype: DType, tokens: int, **said) -> Node:
     return make("mul_mat", "p", w, Tensor("x", F32, (tokens, 256)), **said)
 
 
-def test_every_type_of_a_model_file_has_its_kernels():
-    for dtype in WEIGHT_DTYPES:
-        for tokens in (1, 8, 9, 512):
-            assert refuses(product(dtype, tokens), lambda node: []) == ""
-            assert refuses(product(dtype, tokens, activations="float"), lambda node: []) == ""
-
-
 def test_a_type_without_a_kernel_is_refused(monkeypatch):
+    for dtype in WEIGHT_DTYPES:
+        for tokens, said in itertools.product((1, 8, 9, 512), ({}, {"activations": "float"})):
+            assert refuses(product(dtype, tokens, **said), lambda node: []) == ""
+    monkeypatch.setitem(MOST_TOKENS, ("mul_mat", "F16"), 8)
+    assert refuses(product(F16, 8), lambda node: []) == ""
+    why = refuses(product(F16, 9), lambda node: [])
+    assert "no mul_mat kernel for F16 weights and 9 tokens; use a smaller n_ubatch" in why
     monkeypatch.delitem(MOST_TOKENS, ("mul_mat_float", "Q4_K"))
     why = refuses(product(Q4_K, 1), lambda node: [])
     assert "no mul_mat_float kernel for Q4_K weights" in why and "\n" not in why
-
-
-def test_a_type_without_a_kernel_for_the_batch_is_refused(monkeypatch):
-    monkeypatch.setitem(MOST_TOKENS, ("mul_mat", "F16"), 8)
-    assert refuses(product(F16, 8), lambda node: []) == ""
-    assert "no mul_mat kernel for F16 weights and 9 tokens; use a smaller n_ubatch" in refuses(
-        product(F16, 9), lambda node: []
-    )
-
-
-def test_a_shape_without_a_kernel_is_refused():
-    def launches(node: Node) -> None:
-        raise DeviceError("head_dim 20 has no kernel; use device=host")
-
-    assert refuses(product(F16, 1), launches) == "head_dim 20 has no kernel; use device=host"

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from tests.graphs import Decoder
 from tests.ranges import cases
 from workbench.common.errors import UsageError
 from workbench.graph import ops
-from workbench.graph.ir import F32, I32, Q8_ACT, Tensor
+from workbench.graph.ir import F32, Q8_0, Tensor
+from workbench.model import architectures, blocks
+from workbench.model.architectures import Architecture
+from workbench.model.blocks import BLOCKS, DecoderBlock, Step
 
 
 def test_ops_refuse_shapes_that_do_not_fit():
@@ -19,24 +24,6 @@ def test_ops_refuse_shapes_that_do_not_fit():
         ops.make("mul_mat", "y", w, x)
     with pytest.raises(UsageError, match=r"mul.*wants F32 of one shape"):
         ops.make("mul", "y", x, w)
-
-
-def test_op_costs():
-    w, x = Tensor("w", F32, (8, 32)), Tensor("x", F32, (2, 32))
-    node = ops.make("mul_mat", "y", w, x)
-    assert (node.output.shape, ops.OPS["mul_mat"].flops(node)) == ((2, 8), 2 * 2 * 8 * 32)
-    assert ops.touched_bytes(node) == w.nbytes + x.nbytes + node.output.nbytes
-    table, ids = Tensor("t", F32, (1000, 32)), Tensor("i", I32, (3,))
-    rows = ops.make("get_rows", "r", table, ids)
-    assert ops.touched_bytes(rows) == 3 * 32 * 4 * 2 + 12  # the rows gathered, not the table
-    assert ops.reads(rows)[0] == (table, 0, table.nbytes)  # the declaration is a superset
-
-
-def test_quantised_activation_rows_are_padded_to_64_bytes():
-    assert Q8_ACT.row_bytes(256) == 320
-    assert Q8_ACT.row_bytes(32) == 64
-    with pytest.raises(UsageError):
-        Q8_ACT.row_bytes(33)
 
 
 VAGUE: dict[str, tuple[set[int], set[int]]] = {  # the inputs, by number, read and written in part
@@ -51,7 +38,7 @@ VAGUE: dict[str, tuple[set[int], set[int]]] = {  # the inputs, by number, read a
 }
 
 
-def test_every_value_dependent_op_says_which_access_is_a_superset():
+def test_value_dependent_ops_say_which_access_is_vague():
     seen = set()
     for _, node, _ in cases():
         seen.add(node.op)
@@ -79,3 +66,25 @@ def test_only_the_tables_and_patterns_name_ops():
             if isinstance(node, ast.MatchValue) and isinstance(node.value, ast.Constant):
                 assert node.value.value not in ops.OPS, f"{path.name}:{node.lineno}"
     assert not asked
+
+
+class _NormOnly(NamedTuple):
+    ffn_norm: Tensor
+
+
+def test_a_new_block_is_one_entry(monkeypatch: pytest.MonkeyPatch):
+    """An architecture whose layers are attention and half a block: nothing else is touched."""
+
+    def normed(s: Step, i: int, w: _NormOnly, x: Tensor) -> Tensor:
+        return s.add("add", f"l_out-{i}", x, s.norm(f"ffn_norm-{i}", x, w.ffn_norm, i), layer=i)
+
+    norm = next(spec for spec in BLOCKS["dense_ffn"].specs if spec.field == "ffn_norm")
+    monkeypatch.setitem(blocks.BLOCKS, "normed", DecoderBlock((norm,), _NormOnly, normed))
+    made = Architecture(("attention", "normed"), neox=False, qk_norm=False)
+    monkeypatch.setitem(architectures.ARCHITECTURES, "llama", made)
+    model = Decoder("tiny-llama", Q8_0)
+    graph = model.graph()
+    names = [n.name for n in graph.nodes]
+    assert "l_out-1" in names and not any("ffn_gate" in name for name in names)
+    assert not any(t.name == "blk.0.ffn_up.weight" for n in graph.nodes for t in n.inputs)
+    assert graph.outputs[0].shape == (1, 1024)

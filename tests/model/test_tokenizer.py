@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import sentencepiece
 import tokenizers
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, trainers
 
+from tests.edited import edited
 from tests.profiles import examples
 from workbench.common.errors import ModelFileError, UsageError
+from workbench.model.decoder import Model
 from workbench.model.gguf.file import open_gguf
 from workbench.model.synth.vocab import corpus
 from workbench.model.tokenizer import tokenizer as tokenizer_module
@@ -88,7 +88,7 @@ def spm_keys(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-2", "smollm", "default"])
-def test_bpe_gives_the_ids_of_the_tokenizer_it_was_rebuilt_from(tmp_path, pre):
+def test_bpe_gives_the_ids_of_its_trained_tokenizer(tmp_path, pre):
     trained, keys = trained_bpe(pre)
     rebuilt = load_tokenizer(describe(tmp_path / "v.gguf", keys))
     for text in TEXTS:
@@ -104,18 +104,17 @@ def trained_bpe(pre: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
     trained.train_from_iterator([corpus()], trainer)
     tokens = [trained.id_to_token(i) for i in range(trained.get_vocab_size())]
-    merges = [m if isinstance(m, str) else " ".join(m) for m in bpe_merges(trained)]
+    merges = [
+        m if isinstance(m, str) else " ".join(m)
+        for m in json.loads(trained.to_str())["model"]["merges"]
+    ]
     # no vocabulary of so few tokens has a BOS
     return trained, {
         "model": "gpt2", "pre": pre, "tokens": tokens, "merges": merges, "add_bos_token": False,
     }  # fmt: skip
 
 
-def bpe_merges(trained) -> list:
-    return json.loads(trained.to_str())["model"]["merges"]
-
-
-def test_spm_gives_the_ids_of_the_model_it_was_rebuilt_from(tmp_path):
+def test_spm_gives_the_ids_of_its_trained_model(tmp_path):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(corpus().splitlines()), model_writer=model, model_type="bpe",
@@ -157,11 +156,11 @@ def test_pre_tokenizers_split_as_their_models_do(pre, words):
 
 
 @pytest.mark.parametrize("pre", {how: name for name, how in PRE_TOKENIZERS.items()}.values())
-def test_a_long_text_in_pieces_has_the_ids_that_it_has_whole(tmp_path, monkeypatch, pre):
+def test_a_text_in_pieces_has_the_ids_of_the_whole(tmp_path, monkeypatch, pre):
     tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", trained_bpe(pre)[1]))
 
     @given(st.text("hey tS'.,12 \n\r\t\u0301é世ー<_$", max_size=60), st.integers(1, 9))
-    @hypothesis_settings(max_examples=examples(60))
+    @settings(max_examples=examples(60))
     def same(text: str, least: int) -> None:
         monkeypatch.setattr(tokenizer_module, "LONG_TEXT", len(text) + 1)
         whole = tokenizer.encode(text)
@@ -171,17 +170,12 @@ def test_a_long_text_in_pieces_has_the_ids_that_it_has_whole(tmp_path, monkeypat
     same()
 
 
-def test_pieces_end_where_words_do():
-    pieces = [*tokenizer_module._pieces("he hey  h he.\nh 1 h hé h", 1)]
-    assert pieces == ["he", " hey  h", " he.\nh 1 h", " hé h"]
-
-
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3", "tiny-llama-spm"])
 def test_text_survives_the_round_trip(tiny_model, preset):
     tokenizer = load_tokenizer(open_gguf(tiny_model(preset, "Q4_0")))
 
     @given(st.text(max_size=40))
-    @hypothesis_settings(max_examples=examples(60))
+    @settings(max_examples=examples(60))
     def survives(text: str) -> None:
         text = text.replace("▁", "_")  # SentencePiece's space; not told apart from one
         ids = tokenizer.encode(text, add_bos=False)
@@ -200,16 +194,10 @@ def test_special_tokens_in_text_are_one_token_each(tmp_path):
     ids = [258, h, e, 260, y]
     assert tokenizer.decode(ids) == "he<tool>y"  # user-defined prints, control does not
     assert tokenizer.decode(ids, special=True) == "<s>he<tool>y"
-
-
-def test_names_of_control_tokens_can_be_text(tmp_path):
-    """User-defined tokens are tokens either way, as in llama.cpp."""
-    tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", bpe_keys()))
-    text = "<s><tool>"
-    assert tokenizer.encode(text, add_bos=False) == [258, 260]
-    said = tokenizer.encode(text, add_bos=False, parse_special=False)
+    # names of control tokens can be text; user-defined tokens are tokens either way
+    said = tokenizer.encode("<s><tool>", add_bos=False, parse_special=False)
     assert 258 not in said and said[-1] == 260
-    assert tokenizer.decode(said, special=True) == text
+    assert tokenizer.decode(said, special=True) == "<s><tool>"
 
 
 def test_begin_and_end_follow_the_file_unless_told(tmp_path):
@@ -226,14 +214,6 @@ def test_begin_and_end_follow_the_file_unless_told(tmp_path):
     assert encode(bos_token_id=None) == [257]
     with pytest.raises(UsageError, match="no BOS"):
         encode(add_bos=True, bos_token_id=None)
-
-
-def test_ends_of_generation(tmp_path):
-    tokens = [*byte_tokens(), "he", "hey", "<s>", "<|im_end|>", "<tool>"]
-    keys = bpe_keys(tokens=tokens, eos_token_id=258, eot_token_id=260)
-    tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", keys))
-    assert tokenizer.eog_ids == {258, 259, 260}  # by key, by text, by key
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.n_vocab) == (258, 258, 261)
 
 
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-llama-spm"])
@@ -254,7 +234,7 @@ def test_stream_decoder_never_prints_half_a_character(tiny_model, preset):
     assert stream.flush() == "�"
 
 
-def test_stream_decoder_keeps_the_space_between_prompt_and_continuation(tmp_path):
+def test_a_stream_keeps_the_space_behind_its_prompt(tmp_path):
     tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", spm_keys()))
     assert tokenizer.encode("hi", add_bos=False) == [263]  # "▁hi"
     assert tokenizer.decode([263, 263]) == "hi hi"
@@ -266,15 +246,7 @@ def test_stream_decoder_keeps_the_space_between_prompt_and_continuation(tmp_path
     assert bare.decode([263]) == " hi"
 
 
-def test_spm_without_byte_tokens_has_an_unknown_token(tmp_path):
-    tokens = ["<unk>", "<s>", "</s>", "▁", "h", "i"]
-    types, scores = [2, 3, 3, 1, 1, 1], [0.0, 0.0, 0.0, -1.0, -2.0, -3.0]
-    keys = spm_keys(tokens=tokens, token_type=types, scores=scores)
-    tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", keys))
-    assert tokenizer.encode("hé", add_bos=False) == [3, 4, 0]
-
-
-def test_lone_surrogates_and_ids_outside_the_vocabulary(tmp_path):
+def test_lone_surrogates_and_ids_outside(tmp_path):
     tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", bpe_keys()))
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
     for bad in (-1, 261):
@@ -319,7 +291,7 @@ def test_lone_surrogates_and_ids_outside_the_vocabulary(tmp_path):
         (spm_keys(token_type=[2, 3, 3] + [6] * 261), "holds '▁' at 259 as a byte token"),
     ],
 )
-def test_metadata_that_cannot_be_believed_is_refused_by_name(tmp_path, keys, named):
+def test_bad_metadata_is_refused_by_name(tmp_path, keys, named):
     file = describe(tmp_path / "v.gguf", keys)
     with pytest.raises(ModelFileError, match=named) as caught:
         load_tokenizer(file)
@@ -339,7 +311,7 @@ KEYS = sorted({*bpe_keys(), *spm_keys(), "add_bos_token", "add_space_prefix", "e
 
 
 @given(st.sampled_from([bpe_keys(), spm_keys()]), st.dictionaries(st.sampled_from(KEYS), VALUES))
-@hypothesis_settings(max_examples=examples(150))
+@settings(max_examples=examples(150))
 def test_any_metadata_loads_or_is_refused(tmp_path_factory, keys, changes):
     file = describe(tmp_path_factory.mktemp("fuzz") / "v.gguf", keys | changes)
     try:
@@ -352,10 +324,138 @@ def test_any_metadata_loads_or_is_refused(tmp_path_factory, keys, changes):
         assert isinstance(tokenizer.decode(ids), str)
 
 
-def test_importing_the_module_loads_neither_package():
-    code = (
-        "import sys, workbench.model.tokenizer.tokenizer, workbench.model.synth.models;"
-        "print(sorted({'tokenizers', 'sentencepiece', 'gguf', 'tqdm'} & set(sys.modules)))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
+# llama.cpp's names (`llama_vocab::impl::load`): of ends, and of what fills gaps in code
+ENDS = [
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+]  # fmt: skip
+NO_ENDS = [
+    "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
+    "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>",
+    "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>",
+    "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
+    "<|middle|>",
+]  # fmt: skip
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+
+
+@pytest.fixture
+def with_tokens(tmp_path):
+    """`with_tokens(kind, {text: type}, **keys)`: a tokenizer that has these tokens, too, the last
+    ones, and what gives a text's id; `**keys` may name one of them by its text."""
+
+    def make(kind: str, added: dict[str, int], **named: str):
+        base = {"gpt2": bpe_keys, "llama": spm_keys}[kind]()
+        texts = [*base["tokens"], *(t for t in added if t not in base["tokens"])]
+        types = base["token_type"] + [NORMAL] * (len(texts) - len(base["tokens"]))
+        for text, kind_of in added.items():
+            types[texts.index(text)] = kind_of
+        keys = base | {"tokens": texts, "token_type": types}
+        if "scores" in base:
+            keys["scores"] = base["scores"] + [-9.0] * (len(texts) - len(base["tokens"]))
+        keys |= {f"{key}_token_id": texts.index(text) for key, text in named.items()}
+        return load_tokenizer(describe(tmp_path / "v.gguf", keys)), texts.index
+
+    return make
+
+
+SHOWN = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"]  # whatever their type
+
+
+@pytest.mark.parametrize("type_", [NORMAL, CONTROL])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_known_text_is_special_whatever_its_type(with_tokens, kind, type_):
+    texts = dict.fromkeys([*ENDS, *NO_ENDS, *SHOWN], type_)
+    del texts["<|tool_response>"], texts["<|call|>"], texts["<|calls|>"]  # see below
+    tokenizer, id_of = with_tokens(kind, texts)
+    assert tokenizer.eog_ids == {id_of(t) for t in texts if t in ENDS} | {tokenizer.eos_id}
+    for text in texts:
+        i = id_of(text)
+        said = [tokenizer.encode(f"hi{text}hey", add_bos=False, parse_special=p) for p in (1, 0)]
+        assert said[0].count(i) == 1, "one token wherever it stands"
+        assert (i in said[1]) == (text in SHOWN)
+        assert tokenizer.piece(i, special=True) == text.encode()
+        assert tokenizer.piece(i) == (text.encode() if text in SHOWN else b"")
+
+
+@pytest.mark.parametrize(
+    ("text", "others", "ends"),
+    [
+        *(("<|end|>", [one, other], False) for one in ("<|return|>", "<|flush|>")
+          for other in ("<|call|>", "<|calls|>")),
+        ("<|end|>", ["<|return|>", "<|flush|>"], True),
+        ("<|end|>", ["<|call|>", "<|calls|>"], True),
+        ("</s>", ["<|tool_response>"], False),
+        ("</s>", ["<turn|>"], True),
+    ],
+)  # fmt: skip
+def test_what_is_no_end_beside_others(with_tokens, text, others, ends):
+    tokenizer, id_of = with_tokens("gpt2", dict.fromkeys([text, *others], CONTROL))
+    assert (id_of(text) in tokenizer.eog_ids) == ends
+    assert tokenizer.eog_ids >= set(map(id_of, others))
+    assert tokenizer.piece(id_of(text)) == (b"" if ends else text.encode())  # else printed as it is
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("fim_pad", "<|fim_pad|>"), ("fim_rep", "<reponame>"), ("fim_sep", "<|file_sep|>")],
+)
+def test_a_key_that_names_a_token_beats_its_text(with_tokens, key, text):
+    tokenizer, id_of = with_tokens("gpt2", {text: NORMAL, "<other>": CONTROL}, **{key: "<other>"})
+    assert id_of("<other>") in tokenizer.eog_ids and id_of(text) not in tokenizer.eog_ids
+    assert tokenizer.piece(id_of(text)) == text.encode()
+
+
+T, N = "tokenizer.ggml.", 640  # tokens of tiny-llama-spm
+
+
+def refusal(path: Path) -> str:
+    """The line that both the engine and the front of a server end with."""
+    with pytest.raises(ModelFileError) as by_model:
+        Model(path)
+    with open_gguf(path) as file, pytest.raises(ModelFileError) as by_tokenizer:
+        load_tokenizer(file)
+    line = str(by_model.value)
+    assert line == str(by_tokenizer.value) and line.isprintable() and line.startswith(str(path))
+    return line
+
+
+SPECIAL = {"bos": N, "eos": N, "eot": N + 1, "eom": (1 << 32) - 1, "unknown": N, "padding": N,
+           "seperator": N, "mask": N, "fim_pad": N, "prefix": N}  # fmt: skip
+CASES = [
+    *((n, {}, f"tensor token_embd.weight has {N} rows for {n} tokens in {T}tokens")
+      for n in (N - 124, N - 1, N + 1)),
+    (N, {"llama.vocab_size": 32000}, f"'llama.vocab_size' is 32000 for {N} tokens"),
+    *((N, {f"{T}{name}_token_id": i}, f"'{T}{name}_token_id' is {i}, outside the vocabulary of {N}")
+      for name, i in SPECIAL.items()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "keys", "said"), CASES)
+def test_what_does_not_fit_the_tokens_is_refused(tiny_model, tmp_path, n, keys, said):
+    """With n tokens, scores and types: the first of a model's own, or made up ones."""
+    source = tiny_model("tiny-llama-spm", "Q4_0")
+    more = range(n - N)
+    with open_gguf(source) as file:
+        tokens, scores, types = (
+            file.get(T + name, list) for name in ("tokens", "scores", "token_type")
+        )
+    lists = {
+        T + "tokens": (tokens + [f"more {i}" for i in more])[:n],
+        T + "scores": (scores + [-1e4] * len(more))[:n],
+        T + "token_type": (types + [1] * len(more))[:n],
+    }
+    assert said in refusal(edited(source, tmp_path / "m.gguf", keys=lists | keys))
+
+
+def test_a_file_without_tokens_still_opens(tiny_model, tmp_path):
+    keys = dict.fromkeys((f"{T}tokens", f"{T}token_type", f"{T}merges"))
+    source = tiny_model("tiny-llama", "Q4_0")
+    assert Model(edited(source, tmp_path / "m.gguf", keys=keys)).n_vocab == 1024
+    path = edited(source, tmp_path / "n.gguf", keys=keys | {"llama.vocab_size": 900})
+    with pytest.raises(ModelFileError, match=r"is 900 for 1024 rows of token_embd\.weight"):
+        Model(path)

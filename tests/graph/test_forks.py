@@ -1,0 +1,319 @@
+"""Forks and joins of graphs made by hand, as pictures. A line is a stream: its nodes in order, each
+behind what its stream waits for, in brackets. `[...]` at the end of the first is what it joins.
+
+A product stands for a node that takes long, an `add` for one that takes next to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.graph.random_branches import closure, random_branches, random_nodes
+from tests.profiles import examples
+from workbench.config import Fork
+from workbench.graph.forks import (
+    START,
+    Branches,
+    Costs,
+    branch_of,
+    chained,
+    dependencies,
+    estimate_us,
+    fork,
+    interleaved,
+    ordered,
+)
+from workbench.graph.ir import F32, Kind, Node, Tensor
+from workbench.graph.ops import make
+
+N = 64
+COSTS = Costs(bytes_per_us=1e3, flops_per_us=1e9, launch_us=1.0, event_us=2.0)  # a product: 17 us
+QKV, THREE_WAY, ANY = Fork.QKV, Fork.THREE_WAY, Fork.ANY
+
+
+def nodes_of(spec: str, rows: int = 1) -> list[Node]:
+    """A node for each `name: sources`, in order: `name*` is a product of one source. A source that
+    no node makes is an input."""
+    made: dict[str, Tensor] = {}
+
+    def tensor(name: str) -> Tensor:
+        return made.setdefault(name, Tensor(name, F32, (rows, N), Kind.INPUT))
+
+    nodes = []
+    for line in spec.split(","):
+        name, sources = line.split(":")
+        first, *others = (tensor(source) for source in sources.split())
+        if (name := name.strip()).endswith("*"):
+            name = name[:-1]
+            weight = Tensor(f"{name}.weight", F32, (N, N), Kind.WEIGHT)
+            nodes.append(make("mul_mat", name, weight, first))
+        else:
+            second = others[0] if others else first
+            nodes.append(make("add", name, first, second))
+        made[name] = nodes[-1].output
+    return nodes
+
+
+def drawn(branches: Branches) -> list[str]:
+    names = [node.name for node in branches.nodes]
+    lines: list[list[str]] = [[] for _ in range(branches.n_streams)]
+    rows = zip(names, branches.streams, branches.waits, strict=True)
+    for name, stream, waits in rows:
+        if waits:
+            lines[stream].append(
+                f"[{' '.join('start' if i == START else names[i] for i in sorted(waits))}]"
+            )
+        lines[stream].append(name)
+    if branches.joins:
+        lines[0].append(f"[{' '.join(names[i] for i in sorted(branches.joins))}]")
+    return [" ".join(line) for line in lines]
+
+
+def picture(spec: str, rule: str, n_streams: int = 8, rows: int = 1) -> list[str]:
+    return drawn(fork(nodes_of(spec, rows), n_streams, rule, COSTS))
+
+
+LAYER = (
+    "attn_norm: x, q*: attn_norm, k*: attn_norm, v*: attn_norm, q_rope: q, k_rope: k, "
+    "scores: q_rope k_rope, mixed: scores v, out*: mixed, sum: out x"
+)
+FEED_FORWARD = "ffn_norm: x, gate*: ffn_norm, up*: ffn_norm, glu: gate up, down*: glu"
+
+
+# three branches -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [QKV, THREE_WAY])
+def test_a_layer_forks_at_its_norm(rule):
+    assert picture(LAYER, rule) == [
+        "attn_norm q q_rope [k_rope] scores [v] mixed out sum",
+        "[attn_norm] k k_rope",
+        "[attn_norm] v",
+    ]
+
+
+def test_the_longest_branch_stays_on_the_first_stream():
+    spec = LAYER.replace("k_rope: k,", "k_rope*: k,")
+    assert picture(spec, QKV)[0] == "attn_norm k k_rope [q_rope] scores [v] mixed out sum"
+    assert picture(spec, ANY)[0].startswith("attn_norm k k_rope [q_rope] scores")
+
+
+def test_on_two_streams_the_shorter_branches_share_one():
+    spec = LAYER.replace("q_rope: q,", "q_rope*: q,")
+    assert picture(spec, QKV, n_streams=2) == [
+        "attn_norm q q_rope [k_rope] scores mixed out sum",
+        "[attn_norm] k v k_rope",
+    ]
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_of_several_rows_only_any_forks(rows):
+    for rule in (QKV, THREE_WAY):
+        assert picture(LAYER, rule, rows=rows) == [spec_order(LAYER)]
+    assert picture(LAYER, ANY, rows=rows) == picture(LAYER, ANY) != [spec_order(LAYER)]
+
+
+def spec_order(spec: str) -> str:
+    """All nodes on one stream."""
+    return " ".join(line.split(":")[0].strip().rstrip("*") for line in spec.split(","))
+
+
+# any shape ----------------------------------------------------------------------------------------
+
+
+def test_gate_and_up():
+    for rule in (QKV, THREE_WAY):
+        assert picture(FEED_FORWARD, rule) == [spec_order(FEED_FORWARD)]
+    for rows in (1, 4):
+        assert picture(FEED_FORWARD, ANY, rows=rows) == [
+            "ffn_norm gate [up] glu down",
+            "[ffn_norm] up",
+        ]
+
+
+def test_what_costs_less_than_its_events_stays():
+    spec = "fork: x, a*: fork, b: fork, all: a b"
+    assert picture(spec, ANY) == [spec_order(spec)]
+
+
+def test_what_needs_nothing_waits_for_the_splits_begin():
+    spec = "a*: x, b*: y, a2*: a, all: a2 b"
+    assert picture(spec, ANY) == ["a a2 [b] all", "[start] b"]
+
+
+# events only where no order follows ---------------------------------------------------------------
+
+
+seeds = st.integers(0, 2**32 - 1).map(Random)
+sizes = st.integers(0, 40)
+streams = st.integers(1, 8)
+
+
+def needed_orders(branches: Branches) -> list[set[int]]:
+    """What must be in the closure: all dependencies, START in front of everything, and all nodes in
+    front of the end."""
+    before = [{*some, START} for some in dependencies(branches.nodes)]
+    return [*before, set(range(len(branches.nodes)))]
+
+
+def missing(branches: Branches, without: tuple[int, int] | None = None) -> bool:
+    return any(
+        not need <= have
+        for need, have in zip(needed_orders(branches), closure(branches, without), strict=True)
+    )
+
+
+def forked(rng: Random, n: int, n_streams: int) -> list[Branches]:
+    nodes = random_nodes(rng, n)
+    by_rule = [fork(nodes, n_streams, rule) for rule in Fork]
+    return [*by_rule, random_branches(rng, n, n_streams)]
+
+
+@settings(max_examples=examples(150))
+@given(seeds, sizes, streams)
+def test_every_order_is_there_and_no_event_too_many(rng, n, n_streams):
+    for branches in forked(rng, n, n_streams):
+        assert branches.n_streams <= n_streams
+        assert not missing(branches)
+        every = [(i, k) for i, waits in enumerate(branches.waits) for k in range(len(waits))]
+        every += [(-1, k) for k in range(len(branches.joins))]
+        for one in every:
+            assert missing(branches, without=one), one
+
+
+@settings(max_examples=examples(150))
+@given(seeds, sizes, streams)
+def test_clocks_and_pairs_are_those_of_the_closure(rng, n, n_streams):
+    for branches in forked(rng, n, n_streams):
+        place: dict[int, int] = {}
+        count = [0] * branches.n_streams
+        for i, stream in enumerate(branches.streams):
+            place[i] = count[stream]
+            count[stream] += 1
+        over = closure(branches)
+        for clock, behind in zip(branches.clocks(), over, strict=False):
+            known = {i for i in place if place[i] < clock[branches.streams[i]]}
+            assert known == behind - {START}
+        number = {node: i for i, node in enumerate(branches.nodes)}
+        found = {(number[a], number[b]) for a, b in branches.side_by_side()}
+        assert found == {(i, j) for j in range(n) for i in range(j) if i not in over[j]}
+
+
+@settings(max_examples=examples(100))
+@given(seeds, sizes, streams)
+def test_other_orders_keep_nodes_behind_what_they_need(rng, n, n_streams):
+    for branches in forked(rng, n, n_streams):
+        numbers = branch_of(branches)
+        for order in (interleaved(branches), sorted(branches.nodes, key=numbers.__getitem__)):
+            assert sorted(map(id, order)) == sorted(map(id, branches.nodes))
+            at = {node: i for i, node in enumerate(order)}
+            for node, before in zip(branches.nodes, dependencies(branches.nodes), strict=True):
+                assert all(at[branches.nodes[i]] < at[node] for i in before)
+
+
+@settings(max_examples=examples(100))
+@given(seeds, sizes, streams)
+def test_nodes_of_one_branch_are_neighbours(rng, n, n_streams):
+    for branches in forked(rng, n, n_streams):
+        numbers, waited = branch_of(branches), {i for w in branches.waits for i in w}
+        tail: dict[int, int] = {}
+        for i, (node, stream) in enumerate(zip(branches.nodes, branches.streams, strict=True)):
+            if stream in tail and numbers[branches.nodes[tail[stream]]] == numbers[node]:
+                assert all(other < numbers[node] for other in branches.waits[i])
+                assert tail[stream] not in waited
+            else:
+                assert numbers[node] == i
+            tail[stream] = i
+
+
+@settings(max_examples=examples(100))
+@given(seeds, st.lists(st.integers(1, 12), min_size=2, max_size=4), streams)
+def test_a_split_begins_behind_all_of_the_one_before(rng, lengths, n_streams):
+    several = [random_branches(rng, n, n_streams) for n in lengths]
+    whole = chained(several)
+    assert [node for one in several for node in one.nodes] == list(whole.nodes)
+    over, first = closure(whole), 0
+    for one in several:
+        alone = closure(one)
+        for i in range(len(one.nodes)):
+            inside = {j + first for j in alone[i] if j != START}
+            assert over[first + i] - {START} == inside | set(range(first))
+        first += len(one.nodes)
+
+
+EVENT_COSTS = Costs(bytes_per_us=100.0, flops_per_us=1e9, launch_us=3.0, event_us=2.0)
+WORK = 3 * 4 * 100 / 100  # of a node of `alone`, in us
+
+magnitudes = st.floats(-2, 2).map(lambda exponent: 10.0**exponent)
+some_costs = st.builds(
+    Costs, magnitudes.map(lambda x: 100 * x), magnitudes.map(lambda x: 10 * x), magnitudes,
+    magnitudes,
+)  # fmt: skip
+
+
+def alone(n: int) -> list[Node]:
+    """Nodes that need nothing of each other: 400 bytes each from two inputs to a result."""
+    made = []
+    for i in range(n):
+        x, y = (Tensor(f"{name}{i}", F32, (1, 100), Kind.INPUT) for name in "xy")
+        made.append(make("add", f"n{i}", x, y))
+    return made
+
+
+def on(nodes: list[Node], streams: list[int]) -> Branches:
+    return ordered(nodes, streams, dependencies(nodes))
+
+
+def simulated_us(branches: Branches, costs: Costs) -> float:
+    """From one moment at which anything changes to the next."""
+    n, now = len(branches.nodes), 0.0
+    over: dict[int, float] = {}
+    launched = dict.fromkeys(range(n), math.inf)  # when its work begins
+    left = {i: costs.work_us(node) for i, node in enumerate(branches.nodes)}
+    while len(over) < n:
+        for j in range(n):
+            ahead = [i for i in range(j) if branches.streams[i] == branches.streams[j]][-1:]
+            needs = {i: costs.event_us for i in branches.waits[j] if i >= 0} | dict.fromkeys(
+                ahead, 0
+            )
+            if launched[j] == math.inf and needs.keys() <= over.keys():
+                ready = max([over[i] + lag for i, lag in needs.items()], default=0.0)
+                launched[j] = ready + costs.launch_us
+        at_work = [j for j in range(n) if launched[j] <= now and j not in over]
+        first = min(at_work, key=left.__getitem__, default=-1)
+        ends = now + left[first] * len(at_work) if at_work else math.inf
+        begins = min([t for j, t in launched.items() if t > now], default=math.inf)
+        then = min(ends, begins)
+        for j in at_work:
+            left[j] -= (then - now) / len(at_work)
+        now = then
+        if ends <= begins:
+            over[first] = now
+    return now
+
+
+@settings(max_examples=examples(200))
+@given(st.integers(0, 2**32 - 1).map(Random), st.integers(0, 25), st.integers(1, 8), some_costs)
+def test_the_estimate_is_that_of_the_simulation(rng, n, n_streams, costs):
+    branches = random_branches(rng, n, n_streams)
+    found = estimate_us(branches, costs)
+    assert found == pytest.approx(simulated_us(branches, costs), rel=1e-9)
+    assert found >= sum(costs.work_us(node) for node in branches.nodes) * (1 - 1e-9)
+
+
+def test_a_launch_goes_by_while_others_work():
+    """Two on one stream, and one beside them that has the device with the first."""
+    found = estimate_us(on(alone(3), [0, 0, 1]), EVENT_COSTS)
+    assert found == 3.0 + 2 * WORK + 3.0 + WORK
+
+
+def test_an_event_takes_its_time():
+    nodes = alone(1)
+    nodes.append(make("add", "last", nodes[0].output, nodes[0].output))
+    apart, together = (estimate_us(on(nodes, streams), EVENT_COSTS) for streams in ([0, 1], [0, 0]))
+    assert apart == together + EVENT_COSTS.event_us
