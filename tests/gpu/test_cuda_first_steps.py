@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cpu.test_first_steps import SLOTS, load, served
+from tests.engine.slots.test_slots_first_steps import SLOTS, load, served
 from workbench.backend import compiled
 from workbench.engine.slots.first_steps import first_steps
 from workbench.engine.slots.slots import Slots

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.cpu import test_served_batches as served
-from tests.cpu.test_sequences import (
+from tests.engine import test_served_batches as served
+from tests.engine.test_sequences import (
     MODELS,
     NEXT,
     PROMPTS,

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from tests.serve_bench import fake_server as fake
-from tests.serve_bench.fake_server import Delays, serving
+from tests.traffic import fake_server as fake
+from tests.traffic.fake_server import Delays, serving
 from workbench.cli import flags
 from workbench.cli import serve_bench as command
 from workbench.common.errors import UsageError, WorkbenchError
@@ -152,7 +152,7 @@ def test_a_server_is_begun_and_stopped(monkeypatch, tiny_model):
 
     def begin(arguments, log):
         assert arguments[:4] == ["-m", str(path), "--slots", "3"] and arguments[-2] == "--port"
-        begun = [sys.executable, "-m", "tests.serve_bench.fake_server", arguments[-1]]
+        begun = [sys.executable, "-m", "tests.traffic.fake_server", arguments[-1]]
         children.append(subprocess.Popen(begun, stdout=log, stderr=log, start_new_session=True))
         return children[-1]
 

@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from tests.serve_bench import fake_server as fake
-from tests.serve_bench.fake_server import Delays, serving
+from tests.traffic import fake_server as fake
+from tests.traffic.fake_server import Delays, serving
 from workbench.common.errors import WorkbenchError
 from workbench.traffic import records as rec
 from workbench.traffic import targets

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.cpu.test_sequences import QUANTISED, ROUNDING
+from tests.engine.test_sequences import QUANTISED, ROUNDING
 from tests.served import ids, serve
 from workbench.benchmarks.compare.answers import MARGIN_IN_RMS, compare_logits
 from workbench.config import BEST, TogglePreset
@@ -156,13 +156,9 @@ def check_served_tokens_are_those_of_each_alone(path: Path, device: str, allowed
 
 
 @pytest.mark.parametrize(("preset", "quant"), MODELS)
-def test_each_sequence_is_answered_as_alone(tiny_model, preset, quant):
+def test_company_changes_no_bit_and_each_is_as_alone(tiny_model, preset, quant):
     allowed = QUANTISED if quant.startswith("Q") else ROUNDING
     check_each_is_answered_as_alone(tiny_model(preset, quant), "embedded", allowed)
-
-
-@pytest.mark.parametrize(("preset", "quant"), MODELS)
-def test_company_changes_no_bit(tiny_model, preset, quant):
     check_company_changes_no_bit(tiny_model(preset, quant), "embedded")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.serve_bench.fake_server import serving as fake_server
+from tests.traffic.fake_server import serving as fake_server
 from workbench.common.errors import UsageError
 from workbench.config import EngineConfig
 from workbench.engine.slots.asks import Ask, Totals
