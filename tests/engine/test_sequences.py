@@ -8,7 +8,6 @@ other cells than alone, attention adds the same terms in another order: rounding
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,11 +20,7 @@ from workbench.benchmarks.compare.answers import compare_logits
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.graph.ir import StepShape
 from workbench.model.inputs import DELTAS
-from workbench.program.check.hazards import races
-from workbench.program.commands import Buffer, Launch, Sync, Wait
-from workbench.trace.profile import profile
 
 RNG = np.random.default_rng(16)
 PROMPTS = [RNG.integers(3, 900, n).tolist() for n in (5, 1, 17, 9)]
@@ -126,14 +121,6 @@ def test_each_sequence_is_answered_as_alone(tiny_model, preset, quant, device):
                 assert compare_logits(theirs, ours, "rounding", allowed).holds
 
 
-@pytest.mark.parametrize("reuse", Toggles.values("graph_reuse"))
-def test_the_number_of_sequences_is_part_of_the_shape(engine, reuse):
-    with engine.variant(Toggles(graph_reuse=reuse)) as variant:
-        for n in range(1, 4):
-            variant.submit([(s, [1] * (4 - n) if s == 0 else [2], "none") for s in range(n)]).wait()
-        assert variant.counters["programs_built"] == 3
-
-
 # copy, remove, keep -------------------------------------------------------------------------------
 
 
@@ -163,16 +150,6 @@ def test_a_copied_prefix_is_shared_and_then_each_goes_on(engine):
     assert close(engine.step(one, "all", 1), wanted[0])
 
 
-def test_cells_are_removed_at_the_tail_and_used_again(engine):
-    wanted = engine.step([*PROMPTS[2], *NEXT[0]], "all")[-5:]
-    engine.reset()
-    engine.step([*PROMPTS[2], *NEXT[1], *NEXT[2]], "none")
-    engine.cache.remove(0, len(PROMPTS[2]))
-    assert engine.cache.length() == len(PROMPTS[2])
-    assert np.array_equal(engine.step(NEXT[0], "all"), wanted)
-    assert engine.n_past == len(PROMPTS[2]) + 5
-
-
 def test_cells_in_the_middle_leave_holes_that_are_filled(engine):
     """A token that does not see removed ones is what it is with a mask that hides them."""
     work = [(0, NEXT[0], "all"), (1, NEXT[1][:2], "all")]
@@ -188,26 +165,6 @@ def test_cells_in_the_middle_leave_holes_that_are_filled(engine):
     engine.reset()
     whole = engine.step([*PROMPTS[2], *NEXT[0]], "all")[-5:]
     assert not close(without, whole)  # it misses them
-
-
-def test_keep_removes_others_and_removing_all_begins_anew(engine):
-    wanted = engine.step(PROMPTS[0], "all")
-    engine.step(PROMPTS[1], "none", 7)
-    engine.step(PROMPTS[2], "none", 3)
-    engine.cache.keep(3)
-    assert (engine.cache.length(0), engine.cache.length(7), engine.n_past) == (0, 0, 17)
-    engine.cache.remove(3)
-    assert engine.n_past == 0
-    assert np.array_equal(engine.step(PROMPTS[0], "all"), wanted)
-
-
-def test_generate_and_prefill_are_a_sequence_of_several(engine):
-    wanted = engine.generate(tokens=PROMPTS[2], max_tokens=6).tokens
-    engine.reset()
-    engine.prefill(PROMPTS[3] * 4, sequence=9)
-    assert engine.generate(tokens=PROMPTS[2], max_tokens=6).tokens == wanted
-    with pytest.raises(UsageError, match="sequence 64 does not exist"):
-        engine.prefill([1], sequence=64)
 
 
 # shift --------------------------------------------------------------------------------------------
@@ -328,30 +285,6 @@ def test_cells_may_go_while_a_step_is_under_way(engine, values):
             assert all(map(np.array_equal, submitted(variant, waits=False), wanted))
 
 
-@WAYS
-def test_the_checker_proves_such_a_train(engine, values):
-    """Stores into cells that were free or were given free come behind whatever read them before,
-    in stream order; a cell's K is rotated behind its store and before it is read."""
-    shapes = [
-        StepShape(8, 0, 256, 1), StepShape(9, 2, 256, 3), StepShape(0, 0, 256, 0),
-        StepShape(3, 3, 256, 3), StepShape(3, 0, 256, 2), StepShape(0, 0, 256, 0),
-        StepShape(1, 1, 256, 1), StepShape(3, 1, 256, 3),
-    ]  # fmt: skip
-    with engine.variant(Toggles(**values)) as variant:
-        buffers = dict[str, Buffer]()
-        train = [
-            variant._step_programs.of(shape, i % variant.period, buffers)
-            for i, shape in enumerate(shapes)
-        ]
-        assert [c.node.op for c in train[2].commands if isinstance(c, Launch)] == ["rope_shift"] * 2
-        assert not list(races(train * 2, one_order=variant.backend.capabilities.one_order))
-        # and it would see it: nothing waits any more
-        bare = [copy.copy(program) for program in train]
-        for program in bare:
-            program.commands = [c for c in program.commands if not isinstance(c, Sync | Wait)]
-        assert list(races(bare * 2))
-
-
 @pytest.mark.parametrize("placed", PLACED)
 def test_wherever_layers_are_their_cache_turns_there(engine, tiny_model, placed):
     wanted = submitted(engine, waits=True)
@@ -359,25 +292,6 @@ def test_wherever_layers_are_their_cache_turns_there(engine, tiny_model, placed)
     path = tiny_model("tiny-llama", "Q8_0")
     with opened(path, toggles=toggles, **PLACED[placed]) as other:
         assert all(map(np.array_equal, submitted(other, waits=False), wanted))
-
-
-def test_who_looks_on_changes_nothing(engine):
-    """Traced, a rotation is a step without tokens; stamped, it is a step like any other."""
-    wanted = submitted(engine, waits=True)
-    engine.reset()
-    with profile(engine) as traced:
-        seen = submitted(engine, waits=False)
-    assert all(map(np.array_equal, seen, wanted))
-    steps = [span.args for span in traced.recorder.spans if span.category == "step"]
-    assert [args["n_tokens"] for args in steps].count(0) == 2
-    assert steps[0]["n_tokens"] == len(PROMPTS[2]) + len(PROMPTS[3])
-    engine.reset()
-    n_steps = engine.n_steps
-    with engine.stamped() as stamps:
-        stamped = submitted(engine, waits=False)
-    assert all(map(np.array_equal, stamped, wanted))
-    assert len(stamps) == engine.n_steps - n_steps
-    assert all(begin <= end for begin, end in stamps)
 
 
 def test_a_second_submit_waits_for_the_first_and_both_are_right(engine):
@@ -502,22 +416,3 @@ def test_a_rotation_that_is_interrupted_loses_what_moved(engine, monkeypatch):
             engine.step([1], sequence=1)
     assert [engine.cache.length(s) for s in (0, 1)] == [0, len(PROMPTS[3])]
     assert np.array_equal(engine.step(NEXT[1], "all", 1), wanted)
-
-
-def test_bad_input_changes_nothing(engine):
-    """Though K has yet to be turned; more of what is refused: `cache/test_cache_table.py`."""
-    engine.prefill([1, 2, 3] * 70, "none")
-    engine.step(PROMPTS[2], "none", 1)
-    engine.step([5] * 3, "none", 2)
-    engine.cache.shift(2, 4)
-    before, counters = looks(engine), engine.counters
-    for call, said in (
-        (lambda e: e.submit([(0, [1], "last"), (64, [1], "last")]), "load it with n_seqs=65 or mo"),
-        (lambda e: e.submit([(s, [1] * 7, "last") for s in range(4)]), "230 [+] 28 tokens do not"),
-        (lambda e: e.submit([(0, [1], "last"), (1, [9999], "last")]), "outside the vocabulary of"),
-        (lambda e: e.cache.copy(1, 0), "remove its cells before copying sequence 1 into it"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            call(engine)
-        assert looks(engine) == before and engine.counters == counters
-    assert engine.step([3], sequence=2).shape == (1, 1024)

@@ -19,7 +19,7 @@ from workbench.traffic import records as rec
 from workbench.traffic.bench import BenchSpec, engine_figures, load_served, serve_bench
 from workbench.traffic.bench_text import report, step_figures
 from workbench.traffic.latency import Slo
-from workbench.traffic.load import CLOSED, CONSTANT, POISSON, Arrivals
+from workbench.traffic.load import CLOSED, POISSON, Arrivals
 from workbench.traffic.targets import Asking, over_pipe
 
 CONFIG = EngineConfig("embedded", n_ctx=4 * 64, n_seqs=4, n_ubatch=16, n_kv_pad=16, threads=1)
@@ -95,13 +95,6 @@ def test_an_engine_serves_every_request_itself(engine, tmp_path):
     again = load_served(tmp_path / "run")
     assert [row.engine for row in again.rows] == [row.engine for row in made.rows]
     assert "| concurrency=4 |" in repr(made) and "<table" in made._repr_html_()
-
-
-def test_requests_come_at_random_or_one_like_the_other(engine):
-    made = wb.serve_bench(engine, slots=4, rate="500", arrivals="constant", **ASKED)
-    assert [row.setting for row in made.rows] == [Arrivals(CONSTANT, 500.0)]
-    with pytest.raises(UsageError, match="poisson or constant"):
-        wb.serve_bench(engine, slots=4, rate="500", arrivals="never", **ASKED)
 
 
 def test_an_engine_process_is_begun_and_ended(tiny_model):

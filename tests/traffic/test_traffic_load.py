@@ -37,7 +37,7 @@ SETTINGS = st.one_of(
 
 
 @given(st.integers(1, 5000), st.integers(0, 5000), st.integers(0, 99), st.integers(1, 40))
-def test_lengths_are_in_their_range_and_come_again_from_their_seed(low, more, seed, n):
+def test_lengths_are_in_range_and_come_again_from_a_seed(low, more, seed, n):
     for text in (f"{low}", f"uniform:{low}-{low + more}", f"rng-{low}-{low + more}"):
         asked = lengths("-p", text)
         assert str(asked) == text
@@ -122,7 +122,7 @@ def test_lists_of_rates_and_concurrencies():
 
 
 @given(st.integers(0, 40), st.integers(0, 5), st.integers(0, 5))
-def test_prompts_have_their_length_a_shared_beginning_and_only_allowed_tokens(n_shared, seed, row):
+def test_prompts_have_their_length_beginning_and_tokens(n_shared, seed, row):
     load = draw(
         Arrivals(CLOSED, 2), 4, lengths("-p", "uniform:1-40"), FIXED, IDS, n_shared=n_shared,
         seed=seed, row=row,
@@ -160,9 +160,7 @@ def test_a_load_of_nothing_is_refused():
 @given(
     SETTINGS, st.integers(1, 60), st.integers(1, 4), st.lists(st.integers(0, 10**9), max_size=200)
 )
-def test_every_request_starts_once_in_one_process_and_never_before_it_is_due(
-    arriving, n, parts, steps
-):
+def test_each_request_starts_once_and_not_before_it_is_due(arriving, n, parts, steps):
     load = draw(arriving, n, FIXED, FIXED, IDS)
     due = load.due_ns()
     started: list[int] = []

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
-from workbench.benchmarks.runs import results
 from workbench.common.errors import UsageError
 from workbench.config import KVCacheKind, KVGrowth, Toggles
 from workbench.engine.cache.room import Room
@@ -105,13 +104,6 @@ def test_a_test_has_the_sequences_that_it_names(call, path, tmp_path, command, g
     status, out, err = call(command, "-m", path, *given, *out, *ALONE)
     assert status == 0, err
     assert command != "perplexity" or "40 in 3 windows of up to 16" in out
-
-
-def test_ab_opens_as_many_sequences_as_its_tests_name(call, path, tmp_path):
-    given = ("--toggle", "sync=per_copy,copy_boundary", "--test", "tg2@b3", "--rounds", 5)
-    status, _, err = call("ab", "-m", path, *given, *ALONE, "--out", tmp_path / "run")
-    assert status == 0, err
-    assert results.load_run(tmp_path / "run").run["engine"]["config"]["n_seqs"] == 3
 
 
 def test_an_engine_proves_steps_of_its_own_configuration(path):

@@ -14,7 +14,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
@@ -445,6 +445,8 @@ def test_an_interrupted_rotation_loses_what_moved_alone():
     st.lists(st.sampled_from(["step", "step", "fails", "other", "remove", "prompt"]), max_size=14),
     st.sampled_from([1, 3]), st.sampled_from([0, 3]),
 )  # fmt: skip
+@example([0, 2], ["step"] * 9, 1, 3)
+@example([1], ["step"] * 9, 3, 3)
 def test_inputs_made_ahead_are_those_made_anew(sequences, events, n_regions, window):
     """Whether a step is like the one before, fails, or the cache changes between."""
     cache = KVCache(30, 4, 3, n_regions=n_regions, window=window)

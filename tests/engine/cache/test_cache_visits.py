@@ -22,7 +22,6 @@ from workbench.backend.cpu.kernels.kv_shares import CELLS, TOKENS
 from workbench.backend.cpu.kernels.vector import Emit
 from workbench.engine.cache import visits as kv_visits
 from workbench.graph.ir import Node, Tensor
-from workbench.trace.spans import Recorder
 
 REGIONED = {"graph_reuse": "set_rows", "kv_cache": "per_sequence", "skip_gate": "always"}
 
@@ -162,23 +161,3 @@ def test_a_closed_gate_skips_nothing(engine):
     found, _ = of_steps(engine, "tail", kv_cache="unified", skip_gate="reference")
     assert {row.way for row in found} == {"off"} and found.skipped == 0
     assert {row.n_regions for row in found} == {0}
-
-
-def test_plans_launched_ahead_are_counted_too(engine):
-    ahead = {
-        "plans": "ours", "plan_scope": "step", "sync": "packed_implicit", "launch_ahead": "on",
-        "copy_stream": "compute", "results": "direct", "fuse": "on",
-    }  # fmt: skip
-    plain, planned = of_steps(engine, "tail"), of_steps(engine, "tail", **ahead)
-    assert planned[0].visited == plain[0].visited and len(planned[0]) == len(plain[0])
-
-
-def test_a_recorder_is_back_when_the_count_is_over(engine):
-    engine.recorder = recorder = Recorder(nvtx=False)
-    try:
-        with wb.kv_visits(engine) as found:
-            engine.reset()
-            engine.step([5, 6])
-        assert engine.recorder is recorder and found and not recorder.spans
-    finally:
-        engine.recorder = None

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -156,37 +153,6 @@ def test_a_limit_of_time_ends_it(path, monkeypatch):
         assert engine.cache.n_used == 0
 
 
-def test_on_the_host_device_requests_are_served_too(path):
-    with served(path, "host") as engine:
-        slots = Slots(engine, SLOTS)
-        assert first_steps(engine, SLOTS) > 3
-        assert len(load(slots, 5, 3)) == 5
-
-
-def test_cuda_kernels_are_compiled_before_the_first_step(path, monkeypatch):
-    """One call for all of them; then no launch asks NVRTC for a kernel that was not in it."""
-    fake_backend(monkeypatch)
-    ready: list[set[Any]] = []
-    late: set[Any] = set()
-    cubin = nvrtc.cubin
-
-    def noted(file: str, arch: str, defines: Any = (), sources: Any = None) -> bytes:
-        if ready and (file, defines) not in ready[0]:
-            late.add((file, defines))
-        return cubin(file, arch, defines, sources=sources)
-
-    monkeypatch.setattr(nvrtc, "compile_many", lambda wanted, arch, left: ready.append({*wanted}))
-    monkeypatch.setattr(nvrtc, "cubin", noted)
-    with served(path, "cuda") as engine:
-        slots = Slots(engine, SLOTS)
-        first_steps(engine, SLOTS)
-        before = engine.counters["plans_captured"]
-        load(slots, 12, 4)
-        assert engine.counters["plans_captured"] - before < before / 4
-    (wanted,) = [one for one in ready if one]
-    assert len(wanted) > 5 and not late
-
-
 @pytest.mark.parametrize("depth", [200, 1200])
 def test_cuda_kernels_beside_caches_of_any_length_are_made(path, monkeypatch, depth):
     """Attention of some tokens is cut by the extent: 2, 4 or 8 blocks share its cells."""
@@ -221,35 +187,3 @@ def test_cuda_kernels_beside_caches_of_any_length_are_made(path, monkeypatch, de
             beside = [(sequence, [5], "last") for sequence in others[:width]]
             engine.submit([(0, [5] * n, "last"), *beside], engine.can_draw).wait()
     assert not late
-
-
-def test_a_second_start_finds_the_kernels_of_the_first(path, monkeypatch, tmp_path):
-    """Kernels are compiled side by side, kept on disk, and found there by the next process."""
-    at_once, most, compiled = threading.Semaphore(0), list[int](), list[str]()
-
-    def compile_source(
-        name: str, source: bytes, headers: Any, arch: str, defines: Sequence[str] = ()
-    ) -> bytes:
-        at_once.release()
-        time.sleep(0.005)
-        most.append(at_once._value)
-        at_once.acquire()
-        compiled.append(f"{name} {defines}")
-        return b"\x7fELF" + repr((name, defines)).encode()
-
-    cubin = nvrtc.cubin
-    fake_backend(monkeypatch)
-    monkeypatch.setattr(nvrtc, "cubin", cubin)
-    monkeypatch.setattr(nvrtc, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0)))
-    monkeypatch.setattr(nvrtc, "compile_source", compile_source)
-    monkeypatch.setattr(nvrtc.os, "cpu_count", lambda: 4)
-    for n_start in range(2):
-        with served(path, "cuda") as engine:
-            slots, n_before = Slots(engine, SLOTS), len(compiled)
-            first_steps(engine, SLOTS)
-            n_ready = len(compiled)
-            load(slots, 6, 5)
-            assert len(compiled) == n_ready, "nothing is compiled for a request"
-            assert (n_ready > n_before) == (n_start == 0)
-    assert len({*compiled}) == len(compiled) and max(most) > 1

@@ -19,13 +19,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 import workbench as wb
 from tests.profiles import examples
 from tests.served import APART, BEHIND, Alone, Told, alone, check_cells, go_on, ids, same, serve
-from workbench.config import BEST, TogglePreset, Toggles
+from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.engine.slots.asks import CANCELLED, LENGTH, STOP, TIMEOUT, Ask
 from workbench.engine.slots.requests import NEVER, logprobs
 from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampling
-from workbench.server.serving import serving
 
 N_SLOTS, ROOM, MOST = 3, 64, 14
 SETTINGS: dict[str, dict[str, str]] = {
@@ -168,26 +167,6 @@ def test_whatever_comes_in_whatever_order(own, shared):
     run_state_machine_as_test(
         Here, settings=settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
     )
-
-
-def test_what_a_server_has_is_what_it_has_alone(own, tiny_model):
-    """The toggles of `workbench serve`, on a load that fills all slots again and again."""
-    rng, room = np.random.default_rng(5), 96
-    toggles = serving("embedded", TogglePreset(BEST, {"activations": "float"}))
-    with wb.Engine.load(
-        tiny_model("tiny-llama", "F32"), device="embedded", n_ctx=8 * room, n_seqs=8, n_ubatch=64,
-        threads=2, toggles=toggles,
-    ) as engine:  # fmt: skip
-        slots = Slots(engine, 8)
-        sizes = rng.integers(1, (60, MOST), (30, 2)).tolist()
-        asks = [Ask(i, ids(n, i), most, SAMPLINGS[1], i) for i, (n, most) in enumerate(sizes)]
-        told = serve(slots, asks)
-        exact = [same(ask, told.tokens[ask.number], twin(own, ask, room)) for ask in asks]
-        assert sum(exact) > 24  # of 30; rounding decides few
-        totals = slots.totals()
-        assert totals.n_made_tokens == sum(map(len, told.tokens.values()))
-        assert totals.n_prompt_tokens + totals.n_cached_tokens == sum(len(a.tokens) for a in asks)
-        assert 0 < totals.sampling_s < totals.step_s
 
 
 @pytest.mark.parametrize("n", [0, 5, 5000])

@@ -70,21 +70,6 @@ class Watched:
 # prompts beside tokens ----------------------------------------------------------------------------
 
 
-def test_a_long_prompt_is_cut_and_nobody_who_generates_waits(engine):
-    with Watched(engine) as made:
-        for number in range(3):
-            made.slots.ask(Ask(number, ids(2, number), 30))
-        made.go(1)
-        made.slots.ask(Ask(9, ids(60, 9), 3))
-        before = len(made.steps)
-        made.go(8)
-        during = made.steps[before : before + 7]
-        # 60 tokens, 9 of them beside 3 others in each step
-        assert [step[3] for step in during] == [9] * 6 + [6]
-        assert all(step[i] == 1 for step in during for i in range(3))
-        made.finish()
-
-
 def test_prompts_fill_a_step_in_the_order_in_which_they_began(engine):
     with Watched(engine) as made:
         for number, n in enumerate((20, 7, 3)):
@@ -127,21 +112,6 @@ def test_no_step_is_too_large_and_none_is_left_out(engine, load):
         computed = sum(sum(step.values()) for step in made.steps)
         wasted = computed - slots.n_prompt - sum(most - 1 for _, most, _ in load)
         assert wasted == 0  # limits are known before: no token is under way for nothing
-
-
-def test_with_as_many_slots_as_tokens_a_prompt_still_goes_on(tiny_model):
-    with (
-        wb.Engine.load(
-            tiny_model("tiny-llama", "F32"), device="embedded", n_ctx=256, n_seqs=4, n_ubatch=4,
-            threads=1, toggles=Toggles(**APART),
-        ) as engine,
-        Watched(engine) as made,
-    ):  # fmt: skip
-        for number in range(4):
-            made.slots.ask(Ask(number, ids(3 + 10 * (number == 3), number), 20))
-        made.finish()
-        assert max(sum(step.values()) for step in made.steps) == 4
-        assert {end.reason for end in made.told.ended.values()} == {LENGTH}
 
 
 # a step ahead -------------------------------------------------------------------------------------
@@ -289,22 +259,3 @@ def test_a_step_that_fails_ends_all_and_raises(engine, monkeypatch, where):
         assert all("the device is gone" in end.why for end in ends)
         assert made.slots.idle and made.slots.drop() == []
         check_cells(made.slots)
-
-
-def test_what_comes_behind_a_failure_is_served_as_ever(engine, monkeypatch):
-    ask = Ask(0, ids(5), 6)
-    wanted = serve(Slots(engine, 2), [ask]).tokens[0]
-    slots = Slots(engine, 2)
-    serve(slots, [Ask(7, ids(9, 7), 2)])
-    slots.ask(ask)
-    slots.step()
-    assert len(slots.slots[0].kept) == 10 and slots.slots[1].request is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.steps.batches, "take", lambda *_: 1 / 0)
-        patch.setattr(engine.steps, "_coming", None)
-        with pytest.raises(ZeroDivisionError):
-            slots.step()
-    assert engine.cache.n_used == 0  # nobody knows what an idle slot's cells are now
-    (end,) = slots.step().ended  # told by the next step, where nobody asks before
-    assert end.reason == FAILED and slots.idle
-    assert serve(slots, [ask._replace(number=1)]).tokens[1] == wanted
