@@ -203,7 +203,7 @@ def test_a_quadratic_is_found_again(abc, lengths):
     assert all(fit(x) == pytest.approx(a + b * x + c * x * x, rel=1e-6) for x in lengths)
 
 
-def test_the_limit_of_long_prompts_is_that_of_quadratic_parts():
+def test_the_limit_of_long_prompts_is_of_quadratic_parts():
     x = np.array([1000, 3000, 6000, 9500, 12000])
     noise = np.random.default_rng(1).normal(0, 0.5, 5)
     slow_s, fast_s = (5 + 2e-3 * x + c * x * x for c in (5e-7, 4e-7))

@@ -145,7 +145,7 @@ def served_at(slots: Slots, ask: Ask) -> int:
 
 
 @pytest.mark.parametrize("room", ["apart", "wide"])
-def test_the_slot_that_has_most_of_a_prompt_else_the_longest_idle(request, room):
+def test_the_slot_with_most_of_a_prompt_or_longest_idle(request, room):
     slots = Slots(request.getfixturevalue(room), N_SLOTS)
     prompts = [ids(20, seed) for seed in range(4)]
     # slots that were never used come first, in their order
@@ -160,7 +160,7 @@ def test_the_slot_that_has_most_of_a_prompt_else_the_longest_idle(request, room)
     assert served_at(slots, Ask(8, ids(5, 79), 2)) == 2
 
 
-def test_who_wants_no_kept_cells_has_its_whole_prompt_computed(apart):
+def test_who_wants_no_kept_cells_has_none(apart):
     slots, prompt = Slots(apart, N_SLOTS), ids(LEAST_GAIN + 9)
     told = serve(slots, [Ask(0, prompt, 3)])
     served_at(slots, Ask(1, prompt, 3, cache_prompt=False))
@@ -236,7 +236,7 @@ def test_cells_that_are_kept_are_of_tokens_that_are_known(apart, how, n_steps):
     same(again, told.tokens[1], alone(apart, again))
 
 
-def test_idle_cells_go_for_who_needs_them_the_longest_idle_first(small):
+def test_idle_cells_go_for_who_needs_them_oldest_first(small):
     slots = Slots(small, N_SLOTS)
     for number in range(3):  # 15 cells each
         serve(slots, [Ask(number, ids(12, number), 4)])

@@ -70,7 +70,7 @@ class Watched:
 # prompts beside tokens ----------------------------------------------------------------------------
 
 
-def test_prompts_fill_a_step_in_the_order_in_which_they_began(engine):
+def test_prompts_fill_a_step_in_the_order_of_beginning(engine):
     with Watched(engine) as made:
         for number, n in enumerate((20, 7, 3)):
             made.slots.ask(Ask(number, ids(n, number), 4))
