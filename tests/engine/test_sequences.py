@@ -15,6 +15,7 @@ import pytest
 
 import workbench as wb
 from tests.orderings import PLACED
+from tests.profiles import share
 from workbench.backend.issue.prepared import Prepared
 from workbench.benchmarks.compare.answers import compare_logits
 from workbench.common.errors import UsageError
@@ -103,8 +104,7 @@ TRAINS = [
 
 @pytest.mark.parametrize(
     ("preset", "quant", "device"),
-    [*((*model, "embedded") for model in MODELS), ("tiny-llama", "Q8_0", "host"),
-     pytest.param("tiny-qwen3", "Q4_K", "host", marks=pytest.mark.slow)],
+    share([*((*m, d) for m in MODELS for d in ("embedded", "host"))], every=5),
 )  # fmt: skip
 def test_each_sequence_is_answered_as_alone(tiny_model, preset, quant, device):
     toggles = Toggles(graph_reuse="set_rows")

@@ -165,7 +165,7 @@ def test_whatever_comes_in_whatever_order(own, shared):
 
     Here.own, Here.shared = own, shared
     run_state_machine_as_test(
-        Here, settings=settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+        Here, settings=settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
     )
 
 
