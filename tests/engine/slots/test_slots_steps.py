@@ -20,6 +20,7 @@ from workbench.engine.engine import Engine
 from workbench.engine.slots import slots as slots_room
 from workbench.engine.slots.asks import FAILED, LENGTH, TIMEOUT, Ask
 from workbench.engine.slots.slots import Slots
+from workbench.trace.spans import now_ns
 
 N_SLOTS, N_UBATCH = 4, 12
 SETTINGS = {"host": APART, "behind": BEHIND | APART, "shared": BEHIND}
@@ -141,9 +142,12 @@ def test_a_step_is_issued_ahead_where_results_are_behind(
     with opened(tiny_model, toggles) as engine, Watched(engine, on_step=found.append) as made:
         for number in range(2):
             made.slots.ask(Ask(number, ids(5, number), 4))
+        begun = now_ns()
         while not made.slots.idle:
             made.go(1)
             counts.append(len(engine.issuer))
+        # time that two steps share is counted once
+        assert 0 < made.slots.totals().step_s <= (now_ns() - begun) / 1e9
     assert found == order and counts == under_way
 
 
