@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from workbench.common.errors import UsageError
@@ -157,6 +157,7 @@ def test_a_load_of_nothing_is_refused():
 @given(
     SETTINGS, st.integers(1, 60), st.integers(1, 4), st.lists(st.integers(0, 10**9), max_size=200)
 )
+@example(Arrivals(CLOSED, 3), 12, 2, [])
 def test_each_request_starts_once_and_not_before_it_is_due(arriving, n, parts, steps):
     load = draw(arriving, n, FIXED, FIXED, IDS)
     due = load.due_ns()
