@@ -107,7 +107,7 @@ def check_cells(slots: Slots) -> None:
     owned = {
         (cache.region(slot.sequence), int(cell))
         for slot in slots.slots
-        for cell in cache._own(slot.sequence)[0]
+        for cell in cache.cells(slot.sequence)
     }
     assert cache.n_used == len(owned) <= kept
     assert cache.n_regions == 1 or cache.n_used == kept

@@ -1,5 +1,11 @@
-"""A load that does what clients do: reads to the end, streams, leaves midway, hangs up, waits too
-little, asks too much. What came of each request is counted, and so is the memory of the server."""
+"""The whole server for a long time: the command, its engine process, HTTP over loopback.
+
+Thousands of requests that do what clients do (read to the end, stream, leave midway, hang up, wait
+too little, ask too much) at 16 slots, and more clients than may wait, so that some are refused and
+come again. In the end every request has one answer, no cell is in use that no slot keeps, and both
+processes have the memory that they had 1,000 requests before; of the exhaustive tests, after 8,000
+requests, 2,000 before.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,8 @@ import asyncio
 import json
 import random
 import re
+import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,6 +22,15 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
+import pytest
+
+import workbench as wb
+from tests.profiles import tiers
+from tests.serve.test_command import served
+from tests.served import Ask, alone, ids
+from workbench.config import Toggles
+from workbench.model.gguf.file import open_gguf
+from workbench.model.tokenizer.tokenizer import load_tokenizer
 
 PAGE = 4096
 MOST = 48  # tokens that a request makes
@@ -23,6 +40,12 @@ KINDS = {
     "too long": 3,
 }  # fmt: skip
 FINAL = ("whole", "stream", "stops", "several")  # these are answered to their end
+N_SLOTS, ROOM, N_WAITING, N_CLIENTS = 16, 128, 4, 32
+# How much a process may grow from the first to the last quarter of the requests that count. Others
+# come before: a new process grows until every shape of a step has its program, and a leak grows on.
+MOST_GROWTH_MB = 3.0
+SIZES = (1, 2, 3, 5, 8, 13, 20, 33, 34, 50, 60, 70)
+DRAIN_S = 60.0
 
 
 class Prompt(NamedTuple):
@@ -36,7 +59,9 @@ class Memory:
     """The resident bytes of a server's processes, each time a request is over."""
 
     def __init__(self, front: int):
-        self.pids = {"front": front, "engine": max(children(front), key=resident)}
+        kept = [int(c) for task in Path(f"/proc/{front}/task").iterdir()
+                for c in (task / "children").read_text().split()]  # fmt: skip
+        self.pids = {"front": front, "engine": max(kept, key=resident)}
         self.samples: dict[str, list[int]] = {name: [] for name in self.pids}
 
     def sample(self) -> None:
@@ -51,18 +76,7 @@ class Memory:
 
 
 def resident(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
-    except FileNotFoundError:  # it has ended
-        return 0
-
-
-def children(pid: int) -> list[int]:
-    return [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
 
 
 class Soak:
@@ -209,3 +223,91 @@ def figures(metrics: str) -> dict[str, float]:
     """/metrics by name, and by outcome."""
     found = re.findall(r'^workbench:(\w+)(?:{outcome="(\w+)"})? (\S+)$', metrics, re.M)
     return {outcome or name.removesuffix("_total"): float(value) for name, outcome, value in found}
+
+
+def prompts_of(path: Path) -> list[Prompt]:
+    """Some begin alike. With each is what it is continued with alone."""
+    with open_gguf(path) as file:
+        decode = load_tokenizer(file).decode
+    found = []
+    with wb.Engine.load(
+        path, device="embedded", n_ctx=ROOM, n_seqs=1, n_ubatch=ROOM, threads=1, toggles=Toggles()
+    ) as engine:
+        for i, n in enumerate(SIZES):
+            tokens = ids(n, i % 3)
+            made = alone(engine, Ask(0, tokens, MOST)).tokens
+            found.append(Prompt(tokens.tolist(), [decode(made[: n + 1]) for n in range(len(made))]))
+    return found
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("n", "warm_up"), [(40, 0), *tiers((2000, 1000), (8000, 6000))])
+def test_none_is_lost_or_answered_twice_and_nothing_leaks(
+    tmp_path, tiny_model, n, warm_up, record_property
+):
+    path = tiny_model("tiny-llama", "F32")
+    flags = ["-m", path, "--slots", N_SLOTS, "-c", N_SLOTS * ROOM, "-ub", 64, "--threads", 1]
+    flags += ["--device", "embedded", "--max-waiting", N_WAITING, "--n-kv-pad", 32]
+    prompts = prompts_of(path)
+    with served(tmp_path, *flags, module=("workbench", "serve")) as (process, url, log):
+        memory = Memory(process.pid)
+        soak = Soak(url, prompts, memory, ROOM, seed=n)
+        asyncio.run(soak.run(n, N_CLIENTS))
+        with httpx.Client(base_url=url, timeout=20) as http:
+
+            def now() -> dict[str, float]:
+                return figures(http.get("/metrics").text)
+
+            wait_until(lambda: now()["requests_pending"] == 0)
+            found = now()
+            for name, value in {
+                "seconds": soak.seconds, "tokens": soak.n_made, "outcomes": soak.outcomes,
+                "memory": {name: memory.quarters(name, warm_up) for name in memory.pids},
+                "same": soak.n_same, "other": soak.n_other, "metrics": found,
+            }.items():  # fmt: skip
+                record_property(name, str(value))
+            check(n, soak, found)
+            check_cells(http, now)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DRAIN_S) == 128 + signal.SIGTERM
+        assert "Traceback" not in log.read_text()
+    if warm_up:
+        assert found["cancelled"] > 0 and soak.n_refused > 0 and found["timeout"] > 0
+        for name in memory.pids:
+            first, last = memory.quarters(name, warm_up)
+            assert last - first < MOST_GROWTH_MB, (name, first, last)
+
+
+def check(n: int, soak: Soak, found: dict[str, float]) -> None:
+    assert not soak.faults, soak.faults[:5]
+    assert soak.outcomes.total() == n
+    assert {came for (kind, came) in soak.outcomes if kind in FINAL} == {"done"}
+    assert not [key for key in soak.outcomes if key[1] in ("refused", "failed")]
+    # every answer that was begun has ended once; who hangs up may do so before it was begun
+    reasons = ("stop", "length", "cancelled", "timeout", "failed", "refused")
+    ended = sum(found.get(reason, 0) for reason in reasons)
+    assert soak.n_opened <= ended <= soak.n_opened + soak.n_maybe
+    assert not found.get("failed") and found.get("refused", 0) >= soak.n_refused
+    assert found["requests_processing"] == found["requests_deferred"] == 0
+    assert found["engine_tokens"] == found["tokens_predicted"]
+    assert soak.n_made < found["tokens_predicted"]  # who left has some, too
+    assert soak.n_same > 50 * soak.n_other  # rounding decides few
+
+
+def check_cells(http: httpx.Client, now) -> None:
+    """Once each slot has served a prompt of one token, each keeps that one cell, and no request
+    holds any. The slot that is longest idle is the next."""
+    for i in range(N_SLOTS):
+        body = {"prompt": [7 + i], "max_tokens": 1, "ignore_eos": True}
+        assert http.post("/v1/completions", json=body).status_code == 200
+    found = now()
+    assert found["kv_cache_cells"] == N_SLOTS * ROOM
+    assert found["kv_cache_cells_kept"] == N_SLOTS and found["kv_cache_cells_used"] == 0

