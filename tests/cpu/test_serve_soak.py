@@ -19,7 +19,7 @@ import pytest
 
 import workbench as wb
 from tests.profiles import tiers
-from tests.serve.test_command import served
+from tests.server.command import served
 from tests.served import Ask, alone, ids
 from tests.soak import FINAL, MOST, Memory, Prompt, Soak, figures
 from workbench.config import Toggles

@@ -12,8 +12,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.serve.fake_worker import FakeWorker
-from tests.serve.live import live
+from tests.server.fake_worker import FakeWorker
+from tests.server.live import live
 
 PAGE = Path(__file__).resolve().parents[2] / "workbench" / "server" / "README.md"
 N_MADE = 3 * 5 + 7
@@ -95,24 +95,12 @@ def test_counters_rise_while_requests_run(texts):
     worker = FakeWorker(texts.tokenizer.n_vocab, step_s=0.01)
     body = {"prompt": [1, 2, 3], "max_tokens": 300, "stream": True}
     with live(texts, worker) as server, server.http() as http:
-        with http.stream("POST", "/v1/completions", json=body) as answer:
-            lines = (line for line in answer.iter_lines() if line)
-            seen = []
-            for _ in range(2):
-                for _ in range(5):
-                    next(lines)
-                seen.append(read(http))
-        assert (
-            5 <= seen[0].value("tokens_predicted_total") < seen[1].value("tokens_predicted_total")
-        )
-        assert seen[0].value("prompt_tokens_total") == 3
-        assert seen[0].value("engine_steps_total") < seen[1].value("engine_steps_total")
-        assert seen[0].value("requests_processing") == 1
-        assert 0 < seen[0].value("kv_cache_usage_ratio") < seen[1].value("kv_cache_usage_ratio")
-
-
-def test_a_server_that_did_nothing_has_metrics(texts):
-    with live(texts) as server, server.http() as http:
-        empty = read(http)
+        empty = read(http)  # of a server that did nothing
         assert empty.value("tokens_predicted_total") == 0
         assert empty.value("e2e_request_latency_seconds_count") == 0
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            first, later = ([next(lines) for _ in range(5)] and read(http) for _ in range(2))
+    for name in ("tokens_predicted_total", "engine_steps_total", "kv_cache_usage_ratio"):
+        assert 0 < first.value(name) < later.value(name)
+    assert first.value("prompt_tokens_total") == 3 and first.value("requests_processing") == 1

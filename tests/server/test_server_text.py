@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
-from tests.serve.live import live
+from tests.server.live import live
 from workbench.model.tokenizer.tokenizer import StreamDecoder
 from workbench.server.api.fields import COMPLETIONS
 from workbench.server.api.forms import Completions
