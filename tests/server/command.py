@@ -1,7 +1,7 @@
 """The command `workbench serve`; as `python -m tests.server.command FLAGS` with an engine process
 that is none.
 
-What that engine process is given is printed. With a context of 16 tokens it dies at once.
+What that engine process is given is printed.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ def start(settings: WorkerSettings, n_fronts: int) -> tuple[list[Connection], Fa
     said = (name, config.device, n_slots, config.n_seqs, n_waiting, settings.toggles.changes)
     print("started", *said, file=sys.stderr)
     n_vocab = texts_of(Path(settings.model)).tokenizer.n_vocab
-    fake = FakeWorker(n_vocab, config.n_ctx, n_slots, n_waiting, step_s=0.005)
-    fake.killed = config.n_ctx == 16  # dies before it has loaded
-    return fake.start(n_fronts)
+    return FakeWorker(n_vocab, config.n_ctx, n_slots, n_waiting, step_s=0.005).start(n_fronts)
 
 
 if __name__ == "__main__":

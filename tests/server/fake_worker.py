@@ -16,24 +16,19 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from workbench.server.wire.messages import (
+from workbench.engine.slots.asks import (
     CANCELLED,
     FAILED,
     LENGTH,
     STOP,
     TIMEOUT,
     Ask,
-    Cancel,
     Ended,
-    Finish,
     Logprobs,
-    Made,
-    Preparing,
-    Ready,
-    Refused,
     Timings,
     Totals,
 )
+from workbench.server.wire.messages import Cancel, Finish, Made, Preparing, Ready, Refused
 
 
 class _Seat:

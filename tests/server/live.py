@@ -1,14 +1,13 @@
-"""Servers for tests: a live one in a thread, and the application alone; what is said to them."""
+"""Servers for tests: live ones in a thread, and what is said to them."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -19,12 +18,9 @@ import openai
 from tests.server.fake_worker import FakeWorker
 from workbench.model.gguf.file import open_gguf
 from workbench.model.tokenizer.tokenizer import load_tokenizer
-from workbench.server.app import build
-from workbench.server.chat import ChatTemplate
 from workbench.server.server import FrontServer, Listening, serve
 from workbench.server.text import TokenTexts
-from workbench.server.wire.front import SERVING, Front, FrontSettings
-from workbench.server.wire.link import Link
+from workbench.server.wire.front import FrontSettings
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n"
@@ -102,11 +98,10 @@ def live(
     template: str | None = TEMPLATE,
     settings: FrontSettings | None = None,
     drain_s: float = 5.0,
-    dies: str | None = None,
     until: str = "ready",
 ) -> Iterator[Live]:
-    """A server with an engine process that is none, until the body ends. dies: what the server ends
-    with, by itself. until: the body begins when a line that begins so was said."""
+    """A server with an engine process that is none, until the body ends. until: the body begins
+    when a line that begins so was said."""
     worker = worker or FakeWorker(texts.tokenizer.n_vocab)
     said: list[str] = []
     servers: list[FrontServer] = []
@@ -125,31 +120,10 @@ def live(
     thread.start()
     try:
         wait_for(lambda: failed or any(line.startswith(until) for line in said), 20)
-        wait_for(lambda: failed or servers[0].started or dies)
+        wait_for(lambda: failed or servers[0].started)
         yield Live(said[0].partition(" at ")[2].partition(";")[0], worker, servers[0], said)
     finally:
-        if thread.is_alive() and not dies:
+        if thread.is_alive():
             servers[0].finish()
         thread.join(20)
-    assert not thread.is_alive() and [str(error) for error in failed] == [dies] * bool(dies)
-
-
-@contextlib.asynccontextmanager
-async def in_process(
-    texts: TokenTexts, worker: FakeWorker
-) -> AsyncIterator[tuple[httpx.AsyncClient, Front]]:
-    """A client of the application alone, without a socket."""
-    (connection,), _ = worker.start()
-    front = Front(Link(connection), texts, FrontSettings("tiny"))
-    chat = ChatTemplate(TEMPLATE, texts.tokenizer, front.settings.template_s)
-    app = build(front, chat)
-    await front.begin()
-    while front.state != SERVING:
-        await asyncio.sleep(0.001)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
-            yield client, front
-    finally:
-        await front.finish()
-        await chat.close()
+    assert not thread.is_alive() and not failed

@@ -196,29 +196,6 @@ def test_a_token_without_a_text_fails_its_reply_alone(texts, monkeypatch, capfd,
     assert capfd.readouterr().err.count("IndexError: ") == 1
 
 
-DIED = "the engine process has died; start the server again"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_dead_engine_ends_the_server(texts, stream):
-    """Behind what was pending. `live` sees that it ends by itself, with one error; a line of its
-    own the server has not."""
-    worker = FakeWorker(texts.tokenizer.n_vocab, step_s=0.01)
-    with live(texts, worker, dies=DIED) as server, ThreadPoolExecutor(1) as pool:
-        n_said = len(server.said)
-        asked = pool.submit(
-            httpx.post, server.url + COMPLETIONS, json=ASK | {"stream": stream}, timeout=20
-        )
-        wait_for(lambda: worker.n_made > 3)
-        worker.kill()
-        answer = asked.result()
-        if stream:
-            assert events_of(answer)[-1]["error"]["code"] == "dead"
-        else:
-            assert answer.status_code == 503 and "died" in answer.json()["error"]["message"]
-        assert len(server.said) == n_said
-
-
 def test_an_engine_that_cannot_load_ends_the_server(texts):
     worker = FakeWorker(texts.tokenizer.n_vocab)
     worker.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -38,95 +37,76 @@ def pipe() -> Iterator[tuple[Connection, Connection]]:
 
 
 class Heard:
-    """What a link says."""
+    """A link, and what it says."""
 
-    def __init__(self) -> None:
+    def __init__(self, ours: Connection) -> None:
+        self.link = Link(ours)
         self.messages: list[Any] = []
         self.n_lost = 0
-        self.news = asyncio.Event()
-
-    def got(self, message: Any) -> None:
-        self.messages.append(message)
-        self.news.set()
+        self.end = asyncio.Event()
 
     def lost(self) -> None:
         self.n_lost += 1
-        self.news.set()
+        self.end.set()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                self.news.clear()
-                await self.news.wait()
+    async def begun(self) -> Heard:
+        await self.link.begin(self.messages.append, self.lost)
+        return self
 
 
 def test_more_than_a_pipe_holds_waits_for_a_reader(run, pipe):
     """uvloop makes the pipe non-blocking: with `Connection.send` at this end messages vanish."""
     sent = [(i, b"a" * 5000) for i in range(1000)]
-    found: list[Any] = []
+    ours, theirs = pipe
 
     async def front() -> None:
-        ours, theirs = pipe
-        heard, made = Heard(), Link(ours)
-        await made.begin(heard.got, heard.lost)
+        heard = await Heard(ours).begun()
         for message in sent:
-            made.send(message)
+            heard.link.send(message)
         await asyncio.sleep(0.05)
-        reader = threading.Thread(target=lambda: found.extend(theirs.recv() for _ in sent))
-        reader.start()
-        await made.end()
-        await asyncio.to_thread(reader.join)
-        assert not heard.n_lost
+        read = asyncio.to_thread(lambda: [theirs.recv() for _ in sent])
+        _, found = await asyncio.gather(heard.link.end(), read)
+        assert found == sent and not heard.n_lost
 
     run(front())
-    assert found == sent
 
 
 def test_a_message_that_comes_in_parts_is_whole(run, pipe):
     """The end of the other side is told once, behind its last message."""
     sent = [b"b" * LARGE, "between", b"c" * LARGE, *range(50)]
+    ours, theirs = pipe
 
-    def say(theirs: Connection) -> None:
+    def say() -> None:
         for message in sent:
             theirs.send(message)
         theirs.close()
 
     async def front() -> None:
-        ours, theirs = pipe
-        heard, made = Heard(), Link(ours)
-        await made.begin(heard.got, heard.lost)
-        await asyncio.to_thread(say, theirs)
-        await heard.until(lambda: heard.n_lost > 0)
+        heard = await Heard(ours).begun()
+        await asyncio.to_thread(say)
+        await asyncio.wait_for(heard.end.wait(), 20)
         assert heard.messages == sent
-        made.send("nobody reads it")
-        await made.end()
+        heard.link.send("nobody reads it")
+        await heard.link.end()
         assert heard.n_lost == 1
 
     run(front())
 
 
-def test_an_end_of_our_own_is_no_loss(run, pipe):
+def test_an_end_of_our_own_is_no_loss(run, pipe, monkeypatch):
+    """And a process that reads nothing does not hold it up."""
+    monkeypatch.setattr(link, "END_S", 0.05)
+    ours, theirs = pipe
+
     async def front() -> None:
-        ours, theirs = pipe
-        heard, made = Heard(), Link(ours)
-        await made.begin(heard.got, heard.lost)
-        made.send("last")
-        await made.end()
+        heard = await Heard(ours).begun()
+        heard.link.send("last")
+        await heard.link.end()
         assert theirs.recv() == "last" and not theirs.poll() and not heard.n_lost
         theirs.send("it can still be written to")
-
-    run(front())
-
-
-def test_a_process_that_reads_nothing_holds_no_end_up(run, pipe, monkeypatch):
-    monkeypatch.setattr(link, "END_S", 0.05)
-
-    async def front() -> None:
-        heard, made = Heard(), Link(pipe[0])
-        await made.begin(heard.got, heard.lost)
-        made.send(b"d" * LARGE)
-        async with asyncio.timeout(5):
-            await made.end()
+        heard = await Heard(ours).begun()
+        heard.link.send(b"d" * LARGE)
+        await asyncio.wait_for(heard.link.end(), 5)
 
     run(front())
 

@@ -20,24 +20,12 @@ from tests.served import Alone, alone, ids, same
 from workbench.common.errors import DeviceError
 from workbench.config import BEST, EngineConfig, TogglePreset, Toggles
 from workbench.engine import engine as engine_room
+from workbench.engine.slots.asks import CANCELLED, FAILED, LENGTH, STOP, Ask, Ended
 from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampling
 from workbench.program.commands import Program
 from workbench.server.wire import worker
-from workbench.server.wire.messages import (
-    CANCELLED,
-    FAILED,
-    LENGTH,
-    STOP,
-    Ask,
-    Cancel,
-    Ended,
-    Finish,
-    Made,
-    Preparing,
-    Ready,
-    Refused,
-)
+from workbench.server.wire.messages import Cancel, Finish, Made, Preparing, Ready, Refused
 from workbench.server.wire.worker import WorkerSettings, start
 
 N_SLOTS, ROOM, LONG = 3, 512, 400
@@ -147,52 +135,39 @@ def running(
 
 
 def test_each_request_has_its_answer_as_alone(model, twin):
-    with running(settings(model)) as ((front,), process):
+    """Of two fronts, which have numbers of their own, and one message of each step."""
+    with running(settings(model), 2) as ((front, other), process):
         front.until(lambda: front.ready)
         ready = front.ready
         assert (ready.n_ctx, ready.n_slots, ready.n_waiting) == (ROOM, N_SLOTS, 64)
         assert (ready.device, ready.n_vocab) == ("embedded", 1024) and "tiny" in ready.model
-        os.kill(process.pid, signal.SIGINT)  # from the keyboard: the front's to handle
-        asks = [
-            front.ask(i, 1 + 7 * i, 1 + i, sampling=Sampling(0.8 * (i % 2), 8, 1.0), seed=i)
-            for i in range(10)
-        ]
-        stop = twin(asks[9]).tokens[3]
-        asks.append(front.ask(9 + 100, 1, 5, ends=frozenset({stop}), n_logprobs=2))
+        os.kill(process.pid, signal.SIGINT)  # from the keyboard: the fronts' to handle
+        asks = []
+        for i in range(10):
+            sampling = Sampling(0.8 * (i % 2), 8, 1.0)
+            asks.append((front, front.ask(i, 1 + 7 * i, 1 + i, sampling=sampling, seed=i)))
+        stop = twin(asks[9][1]).tokens[3]
+        asks.append((front, front.ask(9 + 100, 1, 5, ends=frozenset({stop}), n_logprobs=2)))
+        asks += [(other, other.ask(i, 3 + i, 6)) for i in range(4)]
+        other.pipe.send(Finish())
         front.finish()  # is the end behind all that was asked
+        other.to_the_end()
     assert process.exitcode == 0
-    for ask in asks:
-        if same(ask, front.tokens[ask.number], twin(ask)):
-            assert front.ended[ask.number].reason in (LENGTH, STOP)
-        timings = front.ended[ask.number].timings
-        assert (timings.n_prompt, timings.n_made) == (
-            len(ask.tokens), len(front.tokens[ask.number]))  # fmt: skip
+    for to, ask in asks:
+        if same(ask, to.tokens[ask.number], twin(ask)):
+            assert to.ended[ask.number].reason in (LENGTH, STOP)
+        timings = to.ended[ask.number].timings
+        n_made = len(to.tokens[ask.number])
+        assert (timings.n_prompt, timings.n_made) == (len(ask.tokens), n_made)
     n_known = sum(109 in made.logprobs for made in front.made)
     assert n_known == len(front.tokens[109]) and all(m.logprobs.keys() <= {109} for m in front.made)
-    last = front.made[-1].totals
-    assert last.n_made_tokens == sum(map(len, front.tokens.values()))
-    assert (last.n_running, last.n_waiting) == (0, 0)
-
-
-def test_fronts_have_numbers_of_their_own(model, twin):
-    """And one message of each step."""
-    with running(settings(model), 3) as (fronts, process):
-        asks = {}
-        for i, front in enumerate(fronts):
-            front.until(lambda f=front: f.ready)
-            for number in range(4):
-                asks[i, number] = ask = Ask(number, ids(3 + number, 10 * i + number), 6)
-                front.pipe.send(ask)
-        for front in fronts:
-            front.pipe.send(Finish())
-        for front in fronts:
-            front.to_the_end()
-    assert process.exitcode == 0
-    for (i, number), ask in asks.items():
-        same(ask, fronts[i].tokens[number], twin(ask))
-    for front in fronts:
-        steps = [made.totals.n_steps for made in front.made if len(made.numbers)]
-        assert steps == sorted(steps) and len(steps) <= steps[-1] and len(front.ended) == 4
+    for to in (front, other):
+        steps = [made.totals.n_steps for made in to.made if len(made.numbers)]
+        assert steps == sorted(steps) and len(steps) <= steps[-1]
+    last = max(front.made[-1].totals, other.made[-1].totals, key=lambda totals: totals.n_steps)
+    n_made = sum(len(to.tokens[ask.number]) for to, ask in asks)
+    assert (last.n_made_tokens, last.n_running, last.n_waiting) == (n_made, 0, 0)
+    assert (len(front.ended), len(other.ended)) == (11, 4)
 
 
 def test_a_cancelled_request_frees_its_slot(model):
