@@ -76,7 +76,7 @@ def main() -> None:
     process.start()
     while not (line := said.recv()).startswith("ready"):
         pass
-    url, pid = line.rpartition(" ")[2], process.pid
+    url, pid = line.partition(" at ")[2].partition(" ")[0], process.pid
     assert pid is not None
     same = {"prompt": list(range(N_PROMPT)), "ignore_eos": True}
     for n in (1, 8, 32, 128):

@@ -114,17 +114,10 @@ class Waits(NamedTuple):
     seconds: float
     status: str = ""
 
-    @property
-    def p99(self) -> float:
-        return float(np.percentile(self.gaps, 99))
-
-    @property
-    def most(self) -> float:
-        return float(self.gaps.max())
-
     def row(self) -> dict[str, Any]:
         """As it is recorded."""
-        found = {"median": float(np.median(self.gaps)), "p99": self.p99, "most": self.most}
+        p99, most = float(np.percentile(self.gaps, 99)), float(self.gaps.max())
+        found = {"median": float(np.median(self.gaps)), "p99": p99, "most": most}
         rounded = {name: round(value, 3) for name, value in found.items()}
         return {"n": len(self.gaps), **rounded, "seconds": round(self.seconds, 3),
                 "status": self.status}  # fmt: skip
@@ -163,9 +156,8 @@ def measured(url: str, names: list[str], max_tokens: int, rounds: int = 1) -> di
             streams = Streams(url, N_STREAMS, max_tokens)
             try:
                 time.sleep(1)
-                post(
-                    url, "/tokenize", json.dumps({"content": "a" * (1 << 19)}).encode()
-                )  # starts processes
+                huge = json.dumps({"content": "a" * (1 << 19)}).encode()
+                post(url, "/tokenize", huge)  # starts processes
                 alone = waits(streams, lambda: str(time.sleep(ALONE_S) or ""))
                 beside = waits(streams, lambda path=path, body=body: post(url, path, body))
             finally:
@@ -195,11 +187,10 @@ def main() -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL")
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
-    model = args.model
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:N_CORES])
-    if model is not None:
-        load, most = Path(model).stem, 4000
-        module, flags = ("workbench", "serve"), ["-m", model, "--slots", 8, "-c", 8 << 12]
+    if args.model is not None:
+        load, most = Path(args.model).stem, 4000
+        module, flags = ("workbench", "serve"), ["-m", args.model, "--slots", 8, "-c", 8 << 12]
     else:
         from workbench.model.synth.models import write_tiny
 
@@ -207,15 +198,12 @@ def main() -> None:
         tiny = write_tiny(ROOT / "data" / "models", "tiny-llama", "F16")
         module, flags = NO_ENGINE, ["-m", tiny, "-c", 1 << 18]
     with tempfile.TemporaryDirectory() as log, served(Path(log), *flags, module=module) as one:
-        url = one[1]
-        found = measured(url, list(bodies()), most, ROUNDS)
+        found = measured(one[1], list(bodies()), most, ROUNDS)
     print(f"{len(os.sched_getaffinity(0))} cores, {load}")
     print(f"{'':12}{'gaps':>8}{'median':>9}{'P99':>9}{'most':>9}")
     for name, one in found.items():
-        print(
-            f"{name:12}{len(one.gaps):8}{np.median(one.gaps):9.2f}{one.p99:9.2f}{one.most:9.2f}"
-            f"   {one.seconds:.2f} s {one.status}"
-        )
+        said = "{n:8}{median:9.2f}{p99:9.2f}{most:9.2f}   {seconds:.2f} s {status}"
+        print(f"{name:12}" + said.format(**one.row()))
     if args.record:
         record(load, found)
 

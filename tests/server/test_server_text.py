@@ -49,6 +49,9 @@ def test_a_whole_answer_is_made_text_once(server, texts, monkeypatch):
     assert made == [30, 30] and [c.text for c in choices] == wanted
 
 
+STOPS = ["a", "ab", "\ufffd", "é", "b🙂"]
+
+
 def some_tokens(texts: TokenTexts) -> st.SearchStrategy[int]:
     """Letters, bytes of longer characters, and tokens without text."""
     whole = texts.tokenizer.encode("ab é🙂b", add_bos=False)
@@ -82,8 +85,10 @@ def test_a_token_begins_where_its_first_byte_does(texts, data):
 @given(data=st.data())
 @settings(max_examples=examples(400))
 def test_a_stream_has_the_logprobs_of_the_whole_answer(texts, data):
-    tokens = data.draw(st.lists(some_tokens(texts), max_size=12))
-    stops = data.draw(st.lists(st.sampled_from(["a", "ab", "\ufffd", "é", "b🙂"]), max_size=2))
+    runs = [texts.tokenizer.encode(stop, add_bos=False) for stop in STOPS]
+    some = some_tokens(texts).map(lambda token: [token]) | st.sampled_from(runs)
+    tokens = [token for run in data.draw(st.lists(some, max_size=9)) for token in run]
+    stops = data.draw(st.lists(st.sampled_from(STOPS), max_size=2))
     body = {"logprobs": 1, "stop": stops}
     answers = []
     for stream in (False, True):

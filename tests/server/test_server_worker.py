@@ -53,20 +53,15 @@ class Front:
     def hear(self) -> None:
         assert self.pipe.poll(PATIENCE_S), "the engine process says nothing"
         message = self.pipe.recv()
-        if isinstance(message, Preparing):
-            assert not self.prepares and self.ready is None
-            self.prepares = True
-            return
-        if isinstance(message, Ready):
-            assert self.prepares and self.ready is None
-            self.ready = message
+        if isinstance(message, Preparing | Ready):
+            assert self.ready is None and self.prepares == isinstance(message, Ready)
+            self.prepares, self.ready = True, message if self.prepares else None
             return
         assert self.ready is not None, "it is ready before anything else"
         if isinstance(message, Refused):
             self._over(message.number)
             self.refused[message.number] = message
             return
-        assert isinstance(message, Made)
         self.made.append(message)
         numbers = message.numbers.tolist()
         # a step has a token for each; where all begin to wait for results, two steps come at once

@@ -63,6 +63,36 @@ def ask(real: Served, **more: Any) -> Any:
     return real.client().completions.create(extra_body=body, **given)
 
 
+def test_a_killed_engine_process_ends_the_server(model, tmp_path):
+    """Behind what was pending: six times the slots, so that most of them wait."""
+    flags = ("-m", model, *FLAGS[:-1], 3 * 4096)
+    with (
+        served(tmp_path, *flags, module=MODULE) as (process, url, log),
+        httpx.Client(base_url=url, timeout=60) as http,
+        ThreadPoolExecutor(18) as pool,
+    ):
+        body = {"prompt": [1], "max_tokens": 4000, "ignore_eos": True}
+        with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as streamed:
+            lines = streamed.iter_lines()
+            next(lines)
+            asked = [  # behind the stream, which has a slot
+                pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+                for _ in range(18)
+            ]
+            wait_for(lambda: "requests_pending 19.0" in http.get("/metrics").text, 30)
+            children = psutil.Process(process.pid).children()
+            (engine,) = [p for p in children if "spawn_main" in " ".join(p.cmdline())]
+            engine.send_signal(signal.SIGKILL)
+            last = [line for line in lines if line][-1]
+        answers = [one.result() for one in asked]
+        assert json.loads(last[6:])["error"]["code"] == "dead"
+        assert {a.status_code for a in answers} <= {200, 503}
+        assert [a.json()["error"]["code"] for a in answers if a.status_code == 503].count("dead")
+        assert process.wait(20) == 1
+        assert log.read_text().count("died") == 1
+        assert log.read_text().splitlines()[-1].startswith("error: the engine process has died")
+
+
 def test_every_way_to_ask_has_the_same_answer(real):
     ids = real.post("/tokenize", content=PROMPT, add_special=True)["tokens"]
     whole = ask(real)
@@ -174,33 +204,3 @@ def test_a_chat_has_the_template_of_the_file(real):
         extra_body={"ignore_eos": True},
     )  # fmt: skip
     assert made.choices[0].message.content == ask(real, prompt=prompt, max_tokens=6).choices[0].text
-
-
-def test_a_killed_engine_process_ends_the_server(model, tmp_path):
-    """Behind what was pending: six times the slots, so that most of them wait."""
-    flags = ("-m", model, *FLAGS[:-1], 3 * 4096)
-    with (
-        served(tmp_path, *flags, module=MODULE) as (process, url, log),
-        httpx.Client(base_url=url, timeout=60) as http,
-        ThreadPoolExecutor(18) as pool,
-    ):
-        body = {"prompt": [1], "max_tokens": 4000, "ignore_eos": True}
-        with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as streamed:
-            lines = streamed.iter_lines()
-            next(lines)
-            asked = [  # behind the stream, which has a slot
-                pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
-                for _ in range(18)
-            ]
-            wait_for(lambda: "requests_pending 19.0" in http.get("/metrics").text, 30)
-            children = psutil.Process(process.pid).children()
-            (engine,) = [p for p in children if "spawn_main" in " ".join(p.cmdline())]
-            engine.send_signal(signal.SIGKILL)
-            last = [line for line in lines if line][-1]
-        answers = [one.result() for one in asked]
-        assert json.loads(last[6:])["error"]["code"] == "dead"
-        assert {a.status_code for a in answers} <= {200, 503}
-        assert [a.json()["error"]["code"] for a in answers if a.status_code == 503].count("dead")
-        assert process.wait(20) == 1
-        assert log.read_text().count("died") == 1
-        assert log.read_text().splitlines()[-1].startswith("error: the engine process has died")
