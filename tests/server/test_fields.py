@@ -296,7 +296,7 @@ def test_n_probs_is_the_same_at_every_path(server, texts):
 
 
 @pytest.mark.parametrize("stop", [None, "aits f"])
-def test_streamed_probabilities_are_those_of_the_whole_answer(texts, stop):
+def test_streamed_probabilities_are_those_of_the_whole(texts, stop):
     tokens = texts.tokenizer.encode("the engine 🙂 waits for the end", add_bos=False)
     body = {"prompt": [1], "n_predict": len(tokens), "n_probs": 2, "stop": stop}
     worker = FakeWorker(texts.tokenizer.n_vocab, script=tokens)
