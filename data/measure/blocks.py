@@ -282,7 +282,7 @@ def peer_files_where(recorded: Recorded) -> str:
     )
 
 
-# gaps between tokens beside large bodies; `tests/serve/stalls.py` records them
+# gaps between tokens beside large bodies; `tests/bench/stalls.py` records them
 STALLS = "stalls"
 STALL_CELLS = {
     "served": "{load}", "body": "{body}", "its request takes s": "{seconds:.2f}",

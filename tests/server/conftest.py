@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.live import Live, live
-from tests.serve.texts import texts_of
+from tests.server.live import Live, live, texts_of
 from workbench.server.text import TokenTexts
 
 
@@ -22,7 +21,7 @@ def spm_texts(tiny_model: Callable[[str, str], Path]) -> TokenTexts:
     return texts_of(tiny_model("tiny-llama-spm", "F16"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(texts: TokenTexts) -> Iterator[Live]:
     with live(texts) as made:
         yield made

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,13 @@ from tests.served import Alone, alone, ids, same
 from workbench.common.errors import DeviceError
 from workbench.config import BEST, EngineConfig, TogglePreset, Toggles
 from workbench.engine import engine as engine_room
+from workbench.engine.slots.asks import CANCELLED, FAILED, LENGTH, STOP, Ask, Ended
 from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampling
 from workbench.program.commands import Program
 from workbench.server.wire import worker
-from workbench.server.wire.messages import (
-    CANCELLED,
-    FAILED,
-    LENGTH,
-    STOP,
-    Ask,
-    Cancel,
-    Ended,
-    Finish,
-    Made,
-    Preparing,
-    Ready,
-    Refused,
-)
-from workbench.server.wire.worker import TELL_S, WorkerSettings, start
+from workbench.server.wire.messages import Cancel, Finish, Made, Preparing, Ready, Refused
+from workbench.server.wire.worker import WorkerSettings, start
 
 N_SLOTS, ROOM, LONG = 3, 512, 400
 PATIENCE_S = 60.0
@@ -55,7 +44,6 @@ class Front:
         self.ended: dict[int, Ended] = {}
         self.refused: dict[int, Refused] = {}
         self.made: list[Made] = []
-        self.heard_s = 0.0  # when a message without tokens came
 
     def ask(self, number: int, n_prompt: int = 5, most: int = 4, **more: Any) -> Ask:
         ask = Ask(number, ids(n_prompt, number), most, **more)
@@ -65,27 +53,19 @@ class Front:
     def hear(self) -> None:
         assert self.pipe.poll(PATIENCE_S), "the engine process says nothing"
         message = self.pipe.recv()
-        if isinstance(message, Preparing):
-            assert not self.prepares and self.ready is None
-            self.prepares = True
-            return
-        if isinstance(message, Ready):
-            assert self.prepares and self.ready is None
-            self.ready = message
+        if isinstance(message, Preparing | Ready):
+            assert self.ready is None and self.prepares == isinstance(message, Ready)
+            self.prepares, self.ready = True, message if self.prepares else None
             return
         assert self.ready is not None, "it is ready before anything else"
         if isinstance(message, Refused):
             self._over(message.number)
             self.refused[message.number] = message
             return
-        assert isinstance(message, Made)
         self.made.append(message)
         numbers = message.numbers.tolist()
         # a step has a token for each; where all begin to wait for results, two steps come at once
         assert len(numbers) == len(message.tokens) <= 2 * len({*numbers})
-        if not (numbers or message.ended):  # it says what was counted
-            assert time.monotonic() - self.heard_s > TELL_S / 2
-            self.heard_s = time.monotonic()
         for number, token in zip(numbers, message.tokens.tolist(), strict=True):
             self._over(number)
             self.tokens.setdefault(number, []).append(token)
@@ -99,6 +79,11 @@ class Front:
     def until(self, condition: Callable[[], Any]) -> None:
         while not condition():
             self.hear()
+
+    def finish(self) -> None:
+        """Says that nothing more will be asked, and hears the rest."""
+        self.pipe.send(Finish())
+        self.to_the_end()
 
     def to_the_end(self) -> None:
         """Until the pipe is closed."""
@@ -144,70 +129,66 @@ def running(
             pipe.close()
 
 
-def test_it_is_ready_and_answers_each_as_alone(model, twin):
-    with running(settings(model)) as ((front,), process):
+def test_each_request_has_its_answer_as_alone(model, twin):
+    """Of two fronts, which have numbers of their own, and one message of each step."""
+    with running(settings(model), 2) as ((front, other), process):
         front.until(lambda: front.ready)
         ready = front.ready
         assert (ready.n_ctx, ready.n_slots, ready.n_waiting) == (ROOM, N_SLOTS, 64)
         assert (ready.device, ready.n_vocab) == ("embedded", 1024) and "tiny" in ready.model
-        asks = [
-            front.ask(i, 1 + 7 * i, 1 + i, sampling=Sampling(0.8 * (i % 2), 8, 1.0), seed=i)
-            for i in range(10)
-        ]
-        stop = twin(asks[9]).tokens[3]
-        asks.append(front.ask(9 + 100, 1, 5, ends=frozenset({stop}), n_logprobs=2))
-        front.pipe.send(Finish())
-        front.to_the_end()
+        os.kill(process.pid, signal.SIGINT)  # from the keyboard: the fronts' to handle
+        asks = []
+        for i in range(10):
+            sampling = Sampling(0.8 * (i % 2), 8, 1.0)
+            asks.append((front, front.ask(i, 1 + 7 * i, 1 + i, sampling=sampling, seed=i)))
+        stop = twin(asks[9][1]).tokens[3]
+        asks.append((front, front.ask(9 + 100, 1, 5, ends=frozenset({stop}), n_logprobs=2)))
+        asks += [(other, other.ask(i, 3 + i, 6)) for i in range(4)]
+        other.pipe.send(Finish())
+        front.finish()  # is the end behind all that was asked
+        other.to_the_end()
     assert process.exitcode == 0
-    for ask in asks:
-        if same(ask, front.tokens[ask.number], twin(ask)):
-            assert front.ended[ask.number].reason in (LENGTH, STOP)
-        timings = front.ended[ask.number].timings
-        assert (timings.n_prompt, timings.n_made) == (
-            len(ask.tokens), len(front.tokens[ask.number]))  # fmt: skip
+    for to, ask in asks:
+        if same(ask, to.tokens[ask.number], twin(ask)):
+            assert to.ended[ask.number].reason in (LENGTH, STOP)
+        timings = to.ended[ask.number].timings
+        n_made = len(to.tokens[ask.number])
+        assert (timings.n_prompt, timings.n_made) == (len(ask.tokens), n_made)
     n_known = sum(109 in made.logprobs for made in front.made)
     assert n_known == len(front.tokens[109]) and all(m.logprobs.keys() <= {109} for m in front.made)
-    last = front.made[-1].totals
-    assert last.n_made_tokens == sum(map(len, front.tokens.values()))
-    assert (last.n_running, last.n_waiting) == (0, 0)
+    for to in (front, other):
+        steps = [made.totals.n_steps for made in to.made if len(made.numbers)]
+        assert steps == sorted(steps) and len(steps) <= steps[-1]
+    last = max(front.made[-1].totals, other.made[-1].totals, key=lambda totals: totals.n_steps)
+    n_made = sum(len(to.tokens[ask.number]) for to, ask in asks)
+    assert (last.n_made_tokens, last.n_running, last.n_waiting) == (n_made, 0, 0)
+    assert (len(front.ended), len(other.ended)) == (11, 4)
 
 
-def test_fronts_have_numbers_of_their_own_and_one_message_a_step(model, twin):
-    with running(settings(model), 3) as (fronts, process):
-        asks = {}
-        for i, front in enumerate(fronts):
-            front.until(lambda f=front: f.ready)
-            for number in range(4):
-                ask = Ask(number, ids(3 + number, 10 * i + number), 6)
-                asks[i, number] = ask
-                front.pipe.send(ask)
-        for front in fronts:
-            front.pipe.send(Finish())
-        for front in fronts:
-            front.to_the_end()
-    assert process.exitcode == 0
-    for (i, number), ask in asks.items():
-        same(ask, fronts[i].tokens[number], twin(ask))
-    for front in fronts:
-        steps = [made.totals.n_steps for made in front.made if len(made.numbers)]
-        assert steps == sorted(steps) and len(steps) <= steps[-1] and len(front.ended) == 4
-
-
-def test_who_is_cancelled_ends_and_frees_its_slot(model):
-    with running(settings(model)) as ((front,), _):
+def test_a_cancelled_request_frees_its_slot(model):
+    """And a request that cannot be served is refused for good, or until later."""
+    with running(settings(model, n_waiting=2)) as ((front,), _):
+        front.ask(100, ROOM + 1)
+        front.ask(101, 5, -1)
+        front.until(lambda: len(front.refused) == 2)
+        assert front.refused[100].retry_after_s is None is front.refused[101].retry_after_s
+        assert f"{ROOM + 1} tokens" in front.refused[100].why
         for number in range(N_SLOTS):
             front.ask(number, 5, LONG)
         front.until(lambda: len(front.tokens) == N_SLOTS)
-        front.ask(10, 5, 2)
+        for number in (10, 11, 50):
+            front.ask(number, 5, 2)
+        front.until(lambda: 50 in front.refused)
+        assert "busy" in front.refused[50].why and front.refused[50].retry_after_s >= 1
+        assert len(front.refused) == 3 and not front.ended
         for number in (0, 0, 77):  # twice, and one that nobody asked
             front.pipe.send(Cancel(number))
-        front.until(lambda: 0 in front.ended and 10 in front.ended)
-        assert front.ended[0].reason == CANCELLED and front.ended[10].reason == LENGTH
-        assert 0 < len(front.tokens[0]) < LONG and len(front.ended) == 2
+        front.until(lambda: {0, 10, 11} <= front.ended.keys())
+        assert [front.ended[n].reason for n in (0, 10, 11)] == [CANCELLED, LENGTH, LENGTH]
+        assert 0 < len(front.tokens[0]) < LONG and len(front.ended) == 3
         for number in (1, 2):
             front.pipe.send(Cancel(number))
-        front.pipe.send(Finish())
-        front.to_the_end()
+        front.finish()
     assert {front.ended[n].reason for n in (1, 2)} == {CANCELLED}
 
 
@@ -224,70 +205,15 @@ def test_a_front_that_is_gone_has_its_requests_cancelled(model):
         totals = stays.made[-1].totals
         assert (totals.n_running, totals.n_waiting) == (0, 0)
         assert totals.n_made_tokens < N_SLOTS * LONG  # nobody made what nobody reads
-        stays.pipe.send(Finish())
-        stays.to_the_end()
+        stays.ask(1, 5, LONG)
+        stays.pipe.close()  # the last: the process ends
     assert process.exitcode == 0 and len(stays.tokens[0]) == 20
-
-
-def test_it_ends_when_all_fronts_are_gone(model):
-    with running(settings(model), 2) as (fronts, process):
-        for front in fronts:
-            front.until(lambda f=front: f.ready)
-            front.ask(0, 5, LONG)
-        for front in fronts:
-            front.pipe.close()
-    assert process.exitcode == 0
-
-
-def test_finish_is_the_end_behind_all_that_was_asked(model):
-    with running(settings(model)) as ((front,), process):
-        for number in range(3 * N_SLOTS):
-            front.ask(number, 5, 10)
-        front.pipe.send(Finish())
-        front.to_the_end()
-    assert process.exitcode == 0
-    assert [len(front.tokens[n]) for n in range(3 * N_SLOTS)] == [10] * (3 * N_SLOTS)
-    assert {end.reason for end in front.ended.values()} == {LENGTH}
-
-
-def test_an_interrupt_from_the_keyboard_is_the_fronts_to_handle(model):
-    with running(settings(model)) as ((front,), process):
-        front.until(lambda: front.ready)
-        os.kill(process.pid, signal.SIGINT)
-        front.ask(0)
-        front.pipe.send(Finish())
-        front.to_the_end()
-    assert process.exitcode == 0 and len(front.tokens[0]) == 4
-
-
-def test_what_cannot_be_served_is_refused_and_what_cannot_be_now_says_when(model):
-    with running(settings(model, n_waiting=2)) as ((front,), _):
-        front.until(lambda: front.ready)
-        front.ask(100, ROOM + 1)
-        front.ask(101, 5, -1)
-        front.until(lambda: len(front.refused) == 2)
-        assert front.refused[100].retry_after_s is None is front.refused[101].retry_after_s
-        assert f"{ROOM + 1} tokens" in front.refused[100].why
-        for number in range(N_SLOTS + 2):
-            front.ask(number, 5, LONG)
-        front.until(lambda: len(front.tokens) == N_SLOTS)
-        assert not front.refused.keys() & {*range(N_SLOTS + 2)}
-        front.ask(50)
-        front.until(lambda: 50 in front.refused)
-        refused = front.refused[50]
-        assert "busy" in refused.why and refused.retry_after_s >= 1
-        for number in range(N_SLOTS + 2):
-            front.pipe.send(Cancel(number))
-        front.ask(51)
-        front.pipe.send(Finish())
-        front.to_the_end()
-    assert front.ended[51].reason == LENGTH
 
 
 # how it ends badly --------------------------------------------------------------------------------
 
 
-def breaks(error: BaseException) -> None:
+def main_that_breaks(error: BaseException, fronts: list[Connection], wanted: WorkerSettings):
     """The engine of this process fails in its tenth step; it takes no first ones."""
     worker.first_steps = lambda engine, n_slots: 0  # type: ignore[assignment]
     submit, left = engine_room.Engine.submit, [9]
@@ -299,15 +225,6 @@ def breaks(error: BaseException) -> None:
         return submit(self, *more)
 
     engine_room.Engine.submit = fails  # type: ignore[method-assign]
-
-
-def main_with_a_device_that_fails(fronts: list[Connection], wanted: WorkerSettings) -> None:
-    breaks(DeviceError("the device is gone"))
-    worker.main(fronts, wanted)
-
-
-def main_with_a_bug(fronts: list[Connection], wanted: WorkerSettings) -> None:
-    breaks(ZeroDivisionError("a bug"))
     worker.main(fronts, wanted)
 
 
@@ -327,8 +244,7 @@ def test_a_request_that_cannot_be_taken_fails_alone(model, capfd):
     with running(settings(model), 1, main_that_cannot_take_a_request) as ((front,), process):
         for number, n_prompt in enumerate((5, 13, 6)):
             front.ask(number, n_prompt)
-        front.pipe.send(Finish())
-        front.to_the_end()
+        front.finish()
     assert process.exitcode == 0
     assert [front.ended[n].reason for n in range(3)] == [LENGTH, FAILED, LENGTH]
     assert front.ended[1].why == "thirteen" and 1 not in front.tokens
@@ -336,14 +252,15 @@ def test_a_request_that_cannot_be_taken_fails_alone(model, capfd):
 
 
 @pytest.mark.parametrize(
-    ("target", "status", "line"),
+    ("error", "status", "line"),
     [
-        (main_with_a_device_that_fails, DeviceError.exit_status, "error: the device is gone"),
-        (main_with_a_bug, 1, "ZeroDivisionError: a bug"),
+        (DeviceError("the device is gone"), DeviceError.exit_status, "error: the device is gone"),
+        (ZeroDivisionError("a bug"), 1, "ZeroDivisionError: a bug"),
     ],
 )
-def test_a_step_that_fails_is_told_to_all_and_ends_the_process(model, capfd, target, status, line):
-    with running(settings(model), 2, target) as (fronts, process):
+def test_a_step_that_fails_ends_all(model, capfd, error, status, line):
+    """Each request is told, and the process ends."""
+    with running(settings(model), 2, partial(main_that_breaks, error)) as (fronts, process):
         for front in fronts:
             front.until(lambda f=front: f.ready)
             for number in range(3):
@@ -366,29 +283,23 @@ def test_a_step_that_fails_is_told_to_all_and_ends_the_process(model, capfd, tar
     ],
 )
 def test_what_cannot_begin_says_why_in_a_line(model, capfd, change, line):
-    with running(settings(model)._replace(**change)) as ((front,), process):
-        front.to_the_end()
-    assert process.exitcode not in (0, None) and front.ready is None
+    ours, theirs = Pipe()
+    with ours, pytest.raises(SystemExit) as ended:
+        worker.main([theirs], settings(model)._replace(**change))
+    assert ended.value.code not in (0, None)
     said = capfd.readouterr().err.strip().splitlines()
     assert len(said) == 1 and said[0].startswith("error: ") and line in said[0]
 
 
-def test_slots_are_the_engines_own_not_the_settings(model):
-    """What a worker opens has its slots' sequences, and the toggles of a server."""
-    with worker.open_engine(settings(model)) as engine:
-        assert engine.toggles.kv_cache == "per_sequence" and engine.issuer.is_ahead
-        assert Slots(engine, N_SLOTS).room == ROOM
-
-
-def test_the_collector_leaves_what_first_steps_made_alone(tiny_model: Any):
+def test_the_collector_leaves_first_programs_alone(model):
     """Or a full collection looks through the programs of every shape while streams wait."""
-    config = EngineConfig("embedded", n_ctx=N_SLOTS * ROOM, n_seqs=N_SLOTS)
-    settings = WorkerSettings(str(tiny_model("tiny-llama", "F16")), config, N_SLOTS, FLOAT)
 
     def programs() -> int:
         return sum(type(one) is Program for one in gc.get_objects())
 
-    with worker.open_engine(settings) as engine:
+    with worker.open_engine(settings(model)) as engine:
+        assert engine.toggles.kv_cache == "per_sequence" and engine.issuer.is_ahead
+        assert Slots(engine, N_SLOTS).room == ROOM  # of the engine, not of the settings
         try:
             before = programs()
             worker.EngineCore(Slots(engine, N_SLOTS), []).prepare()

@@ -1,4 +1,5 @@
-"""Values that a schema allows, for `hypothesis`: of the keywords that our schemas have."""
+"""Values that a schema allows, for `hypothesis`: of the keywords that our schemas have; and bodies
+that are spoiled."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from typing import Any
 
 import jsonschema
 from hypothesis import strategies as st
+
+from workbench.server.api.fields import SCHEMAS
 
 Schema = dict[str, Any]
 FEW = 3  # entries and letters beyond the least
@@ -67,3 +70,30 @@ _OF_TYPE = {
     "array": _arrays,
     "object": _objects,
 }
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 200) | st.floats(-2, 3) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+
+
+@st.composite
+def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
+    """A body that the schema of `path` allows, with some of its fields spoiled, maybe."""
+    body = draw(from_schema(SCHEMAS[path]))
+    names = sorted(SCHEMAS[path]["properties"])
+    for name in draw(st.lists(st.sampled_from(names), max_size=2)):
+        body[name] = draw(VALUES)
+    return body
+
+
+def bounded(body: dict[str, Any]) -> dict[str, Any]:
+    """The body, of the model that is served, with answers short and few enough for a test."""
+    for name in ("max_tokens", "max_completion_tokens", "n_predict", "n"):
+        if isinstance(body.get(name), int | float) and body[name] > 5:
+            body[name] = 5
+    if isinstance(body.get("timeout"), int | float) and body["timeout"] > 8:
+        body["timeout"] = 8
+    if isinstance(body.get("model"), str):
+        body["model"] = "tiny"
+    return body

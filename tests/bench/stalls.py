@@ -1,4 +1,4 @@
-"""How long streams wait beside large bodies: `python -m tests.serve.stalls [MODEL] [--record]`.
+"""How long streams wait beside large bodies: `python -m tests.bench.stalls [MODEL] [--record]`.
 
 The server, its engine process and the client that reads four streams are processes of their own,
 on four cores. Printed are the gaps between tokens, in ms: alone, and while each body is on its way,
@@ -12,22 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import selectors
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import numpy as np
 
+from tests.server.command import NO_ENGINE, served
+from tests.server.live import connected, everything, posted
 from workbench.benchmarks.runs import provenance
 from workbench.common.output import write_text
 
@@ -59,24 +57,16 @@ def bodies(most: int = MOST) -> dict[str, tuple[str, bytes]]:
     }
 
 
-def head(path: str, n: int, more: str = "") -> bytes:
-    return (
-        f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n{more}"
-        f"content-length: {n}\r\n\r\n"
-    ).encode()
-
-
 class Streams:
     """Reads streams in a thread, and writes down when something came of each. Where one ends,
     another begins; between them there is no gap."""
 
     def __init__(self, url: str, n: int, max_tokens: int):
-        at = urlsplit(url)
-        self._at = (at.hostname, at.port)
+        self._url = url
         self.times: list[list[int]] = []
         self._selector = selectors.DefaultSelector()
         asked = {"prompt": [1], "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
-        self._body = json.dumps(asked).encode()
+        self._asked = posted(asked)
         for _ in range(n):
             self._begin()
         self._stopped = False
@@ -84,8 +74,8 @@ class Streams:
         self._thread.start()
 
     def _begin(self) -> None:
-        sock = socket.create_connection(self._at)
-        sock.sendall(head("/v1/completions", len(self._body)) + self._body)
+        sock = connected(self._url)
+        sock.sendall(self._asked)
         self.times.append([])
         self._selector.register(sock, selectors.EVENT_READ, self.times[-1])
 
@@ -124,17 +114,10 @@ class Waits(NamedTuple):
     seconds: float
     status: str = ""
 
-    @property
-    def p99(self) -> float:
-        return float(np.percentile(self.gaps, 99))
-
-    @property
-    def most(self) -> float:
-        return float(self.gaps.max())
-
     def row(self) -> dict[str, Any]:
         """As it is recorded."""
-        found = {"median": float(np.median(self.gaps)), "p99": self.p99, "most": self.most}
+        p99, most = float(np.percentile(self.gaps, 99)), float(self.gaps.max())
+        found = {"median": float(np.median(self.gaps)), "p99": p99, "most": most}
         rounded = {name: round(value, 3) for name, value in found.items()}
         return {"n": len(self.gaps), **rounded, "seconds": round(self.seconds, 3),
                 "status": self.status}  # fmt: skip
@@ -157,36 +140,10 @@ def waits(streams: Streams, work: Callable[[], str]) -> Waits:
 
 def post(url: str, path: str, body: bytes) -> str:
     """The status of the answer. The whole of it is read."""
-    at = urlsplit(url)
-    with socket.create_connection((at.hostname, at.port), timeout=300) as sock:
-        sock.sendall(head(path, len(body), "connection: close\r\n"))
-        sock.sendall(body)
-        first = sock.recv(1 << 18)
-        while sock.recv(1 << 18):
-            pass
-    return first[9:12].decode()
-
-
-@contextmanager
-def serving(*arguments: object) -> Iterator[str]:
-    """A server, and its address."""
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *map(str, arguments), "--port", "0"], cwd=ROOT, stderr=log,
-            stdout=log, start_new_session=True,
-        )  # fmt: skip
-        try:
-            while True:
-                log.seek(0)
-                if found := re.search(r"ready: \S+ at (\S+)", log.read()):
-                    break
-                log.seek(0)
-                assert process.poll() is None, log.read()
-                time.sleep(0.05)
-            yield found[1]
-        finally:
-            process.terminate()
-            process.wait()
+    with connected(url) as sock:
+        sock.settimeout(300)
+        sock.sendall(posted(body, path, "1.1", "connection: close"))
+        return everything(sock)[9:12].decode()
 
 
 def measured(url: str, names: list[str], max_tokens: int, rounds: int = 1) -> dict[str, Waits]:
@@ -199,9 +156,8 @@ def measured(url: str, names: list[str], max_tokens: int, rounds: int = 1) -> di
             streams = Streams(url, N_STREAMS, max_tokens)
             try:
                 time.sleep(1)
-                post(
-                    url, "/tokenize", json.dumps({"content": "a" * (1 << 19)}).encode()
-                )  # starts processes
+                huge = json.dumps({"content": "a" * (1 << 19)}).encode()
+                post(url, "/tokenize", huge)  # starts processes
                 alone = waits(streams, lambda: str(time.sleep(ALONE_S) or ""))
                 beside = waits(streams, lambda path=path, body=body: post(url, path, body))
             finally:
@@ -231,26 +187,23 @@ def main() -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL")
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
-    model = args.model
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:N_CORES])
-    if model is not None:
-        load, most = Path(model).stem, 4000
-        flags = ["workbench", "serve", "-m", model, "--slots", 8, "-c", 8 << 12]
+    if args.model is not None:
+        load, most = Path(args.model).stem, 4000
+        module, flags = ("workbench", "serve"), ["-m", args.model, "--slots", 8, "-c", 8 << 12]
     else:
         from workbench.model.synth.models import write_tiny
 
         load, most = "no engine", 1 << 17
         tiny = write_tiny(ROOT / "data" / "models", "tiny-llama", "F16")
-        flags = ["tests.serve.command", "-m", tiny, "-c", 1 << 18]
-    with serving(*flags) as url:
-        found = measured(url, list(bodies()), most, ROUNDS)
+        module, flags = NO_ENGINE, ["-m", tiny, "-c", 1 << 18]
+    with tempfile.TemporaryDirectory() as log, served(Path(log), *flags, module=module) as one:
+        found = measured(one[1], list(bodies()), most, ROUNDS)
     print(f"{len(os.sched_getaffinity(0))} cores, {load}")
     print(f"{'':12}{'gaps':>8}{'median':>9}{'P99':>9}{'most':>9}")
     for name, one in found.items():
-        print(
-            f"{name:12}{len(one.gaps):8}{np.median(one.gaps):9.2f}{one.p99:9.2f}{one.most:9.2f}"
-            f"   {one.seconds:.2f} s {one.status}"
-        )
+        said = "{n:8}{median:9.2f}{p99:9.2f}{most:9.2f}   {seconds:.2f} s {status}"
+        print(f"{name:12}" + said.format(**one.row()))
     if args.record:
         record(load, found)
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
-from tests.serve.live import live
 from workbench.model.tokenizer.tokenizer import StreamDecoder
 from workbench.server.api.fields import COMPLETIONS
 from workbench.server.api.forms import Completions
@@ -35,7 +34,7 @@ def test_text_is_that_of_the_stream_decoder(request, which, data):
     assert texts.text(tokens) == "".join(wanted)
 
 
-def test_an_answer_that_comes_whole_is_made_text_once_at_its_end(texts, monkeypatch):
+def test_a_whole_answer_is_made_text_once(server, texts, monkeypatch):
     made: list[int] = []
     whole = TokenTexts.text
 
@@ -45,13 +44,12 @@ def test_an_answer_that_comes_whole_is_made_text_once_at_its_end(texts, monkeypa
 
     monkeypatch.setattr(TokenTexts, "text", text)
     monkeypatch.setattr(TokenDecoder, "feed", None)  # nothing of single tokens
-    with live(texts) as server, server.http() as http:
-        body = {"prompt": [[100], [200]], "max_tokens": 30}
-        answer = http.post("/v1/completions", json=body).json()
-    assert made == [30, 30]
-    assert [c["text"] for c in answer["choices"]] == [
-        whole(texts, list(range(first, first + 30))) for first in (101, 201)
-    ]
+    choices = server.complete(prompt=[[100], [200]], max_tokens=30).choices
+    wanted = [whole(texts, list(range(first, first + 30))) for first in (101, 201)]
+    assert made == [30, 30] and [c.text for c in choices] == wanted
+
+
+STOPS = ["a", "ab", "\ufffd", "é", "b🙂"]
 
 
 def some_tokens(texts: TokenTexts) -> st.SearchStrategy[int]:
@@ -71,7 +69,7 @@ def cut(text: str, stops: list[str]) -> str:
 
 @given(data=st.data())
 @settings(max_examples=examples(400))
-def test_a_token_begins_at_the_character_of_its_first_byte(texts, data):
+def test_a_token_begins_where_its_first_byte_does(texts, data):
     tokens = data.draw(st.lists(some_tokens(texts), max_size=12))
     decoder, before = texts.measuring(), b""
     for token in tokens:
@@ -86,9 +84,11 @@ def test_a_token_begins_at_the_character_of_its_first_byte(texts, data):
 
 @given(data=st.data())
 @settings(max_examples=examples(400))
-def test_a_stream_sends_the_logprobs_that_the_whole_answer_has(texts, data):
-    tokens = data.draw(st.lists(some_tokens(texts), max_size=12))
-    stops = data.draw(st.lists(st.sampled_from(["a", "ab", "\ufffd", "é", "b🙂"]), max_size=2))
+def test_a_stream_has_the_logprobs_of_the_whole_answer(texts, data):
+    runs = [texts.tokenizer.encode(stop, add_bos=False) for stop in STOPS]
+    some = some_tokens(texts).map(lambda token: [token]) | st.sampled_from(runs)
+    tokens = [token for run in data.draw(st.lists(some, max_size=9)) for token in run]
+    stops = data.draw(st.lists(st.sampled_from(STOPS), max_size=2))
     body = {"logprobs": 1, "stop": stops}
     answers = []
     for stream in (False, True):
@@ -123,7 +123,7 @@ LETTERS = st.text("ab", max_size=4)
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
 )
 @settings(max_examples=examples(1000))
-def test_a_stop_text_is_found_across_parts_and_nothing_of_it_is_given_out(parts, stops):
+def test_a_stop_text_is_found_across_parts(parts, stops):
     search = StopSearch(stops)
     given_out, seen = "", ""
     for part in parts:

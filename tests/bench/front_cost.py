@@ -1,4 +1,4 @@
-"""What a token costs the front: `python -m tests.serve.front_cost`.
+"""What a token costs the front: `python -m tests.bench.front_cost`.
 
 Front, engine process and client are processes of their own. The engine makes tokens without a
 model, as fast as it can. Printed is the CPU time of the front's process, by token or event.
@@ -7,7 +7,6 @@ model, as fast as it can. Printed is the CPU time of the front's process, by tok
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from multiprocessing import Pipe, get_context
@@ -15,8 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tests.serve.fake_worker import FakeWorker
-from tests.serve.texts import texts_of
+from tests.server.fake_worker import FakeWorker
+from tests.server.live import posted, texts_of
 from workbench.model.synth.models import write_tiny
 from workbench.server.server import Listening, serve
 from workbench.server.wire.front import FrontSettings
@@ -28,7 +27,7 @@ N_PROMPT, N_TOKENS = 1000, 1000
 def engine(own: Connection, n_vocab: int, step_s: float) -> None:
     worker = FakeWorker(n_vocab, n_ctx=1 << 20, n_slots=1024, n_waiting=1024, step_s=step_s)
     worker.own = own
-    worker._serve()
+    worker.serve()
 
 
 def front(say: Connection, step_s: float) -> None:
@@ -50,11 +49,7 @@ async def one(url: str, body: dict) -> int:
     """Sends a request; the bytes of its answer."""
     at = urlsplit(url)
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
-    raw = json.dumps(body).encode()
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"
-        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(raw), raw)
-    )
+    writer.write(posted(body, "/v1/completions", "1.1", "connection: close"))
     n = 0
     while part := await reader.read(1 << 20):
         assert n or part.startswith(b"HTTP/1.1 200"), part
@@ -81,7 +76,7 @@ def main() -> None:
     process.start()
     while not (line := said.recv()).startswith("ready"):
         pass
-    url, pid = line.rpartition(" ")[2], process.pid
+    url, pid = line.partition(" at ")[2].partition(" ")[0], process.pid
     assert pid is not None
     same = {"prompt": list(range(N_PROMPT)), "ignore_eos": True}
     for n in (1, 8, 32, 128):

@@ -16,24 +16,19 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from workbench.server.wire.messages import (
+from workbench.engine.slots.asks import (
     CANCELLED,
     FAILED,
     LENGTH,
     STOP,
     TIMEOUT,
     Ask,
-    Cancel,
     Ended,
-    Finish,
     Logprobs,
-    Made,
-    Preparing,
-    Ready,
-    Refused,
     Timings,
     Totals,
 )
+from workbench.server.wire.messages import Cancel, Finish, Made, Preparing, Ready, Refused
 
 
 class _Seat:
@@ -75,15 +70,14 @@ class FakeWorker:
         self._waiting: deque[Ask] = deque()
         self._ended: list[Ended] = []
         self._no_more = False
-        self._steps = self._made = self._prompt = 0
-        self.paused = threading.Event()
+        self._steps = self.n_made = self._prompt = 0
         self.loaded, self.prepared = threading.Event(), threading.Event()
 
     def start(self, n_fronts: int = 1) -> tuple[list[Connection], FakeWorker]:
         """As `server.Start`, for one front."""
         assert n_fronts == 1
         self.front, self.own = Pipe()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread = threading.Thread(target=self.serve, daemon=True)
         self._thread.start()
         return [self.front], self
 
@@ -97,7 +91,8 @@ class FakeWorker:
         """It dies at once, whatever runs."""
         self.killed = True
 
-    def _serve(self) -> None:
+    def serve(self) -> None:
+        """What the thread does: all of a life at `own`."""
         try:
             self.loaded.wait(self.load_s)
             if not self.killed and self.prepare_s:
@@ -107,10 +102,7 @@ class FakeWorker:
                 self.own.send(self.ready)
             while not self.killed and not (self._no_more and not self._seats and not self._waiting):
                 self._read()
-                if self.paused.is_set():
-                    time.sleep(0.001)
-                else:
-                    self._step()
+                self._step()
             self.finished.set()
         except (EOFError, OSError):  # the front has gone
             pass
@@ -180,7 +172,7 @@ class FakeWorker:
                 self._end(seat, STOP)
                 continue
             seat.n_made += 1
-            self._made += 1
+            self.n_made += 1
             numbers.append(ask.number)
             tokens.append(token)
             if ask.n_logprobs is not None:
@@ -194,7 +186,7 @@ class FakeWorker:
             Made(
                 np.array(numbers, np.int64), np.array(tokens, np.int32), logprobs, ended,
                 Totals(
-                    self._steps, self._prompt, 0, self._made, 0.0, 0.0, len(self._seats),
+                    self._steps, self._prompt, 0, self.n_made, 0.0, 0.0, len(self._seats),
                     len(self._waiting), sum(s.n_made for s in self._seats.values()), 4096,
                 ),
                 scores,
