@@ -149,7 +149,7 @@ def test_arms_are_values_of_a_toggle_on_a_background():
         make_arms("sync", ["per_copy", "event_guarded"], on)
 
 
-def test_copies_are_exact_but_where_one_side_alone_joins_rope():
+def test_copies_are_exact_but_where_one_side_joins_rope():
     """Rows are joined with RoPE where fuse_rope_store is on, copies never."""
     ways = Toggles.values("graph_reuse")
     assert ways == ["rebuild", "patch_pointers", "pointer_table", "set_rows"]
@@ -225,7 +225,7 @@ def cut(monkeypatch, out):
     return ab(engine, SPEC, tests="tg2", rounds=5, out=out)
 
 
-def test_ctrl_c_keeps_every_finished_sample_and_the_rest_follows(monkeypatch, tmp_path):
+def test_ctrl_c_keeps_finished_samples_and_the_rest_follows(monkeypatch, tmp_path):
     before, how = cut(monkeypatch, tmp_path / "r"), {"tests": "tg2", "rounds": 5}
     assert before.interrupted and before.run["status"] == "interrupted"
     assert len(before.samples) == 2 * 4 and "interrupted" in before.verdict

@@ -136,7 +136,7 @@ def test_history_is_shown_without_a_verdict(tmp_path, call, other, why):
         assert call(a, b)[0] == 0 and call(a, b, "--fail-below", 0.97, "--across")[0] == 3
 
 
-def test_cards_are_known_by_their_number_and_cpus_ask_for_none(tmp_path):
+def test_cards_are_known_by_number_and_cpus_ask_for_none(tmp_path):
     old = gpu()
     old["machine"]["gpus"] = [{"uuid": "GPU-1", "driver": "580.1"}]
     a, b, c = (write(tmp_path, name, **how) for name, how in (

@@ -133,7 +133,7 @@ def test_a_product_is_the_launches_the_engine_makes_of_it():
             assert x.dtype.name == ("Q8_ACT" if dtype in QUANTISED else "F32")
 
 
-def test_copies_are_many_finite_and_at_addresses_of_their_own(backend):
+def test_copies_are_many_finite_and_at_own_addresses(backend):
     assert rotating_bytes(50 << 20, quick=False) == 256 << 20
     assert rotating_bytes(100 << 20, quick=False) > 400 << 20, "more than four caches"
     assert rotating_bytes(100 << 20, quick=True) == 64 << 20
@@ -161,7 +161,7 @@ def test_launches_find_every_tensor_and_follow_the_copies(backend):
     assert [entry[3] for entry in backend.log] == ["y0", "y1"] * 2
 
 
-def test_ways_to_launch_alternate_and_rows_say_what_was_measured(backend, tmp_path):
+def test_ways_to_launch_alternate_and_rows_say_so(backend, tmp_path):
     rig, seen, notes, ready = FakeRig(), [], list[str](), list[str]()
     backend.make_ready = lambda nodes, left: ready.extend(node.op for node in nodes)
     p = matrix("Q4_0,Q6_K", "qwen3-30b-a3b.gate,gpt-oss-20b", "1,2", quick=False)

@@ -207,7 +207,7 @@ def test_a_devices_threads_are_workers_in_every_run():
 # the loop, and what an interruption leaves -------------------------------------------------------
 
 
-def test_each_arm_is_measured_once_a_round_and_known_ones_not():
+def test_each_arm_is_measured_once_a_round_if_not_known():
     seen, rounds = [], {}
 
     def measure(round_: int, arm: int) -> str | None:

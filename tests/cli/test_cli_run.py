@@ -114,7 +114,7 @@ def check(call, model):
     return lambda *flags: call("check", "-m", model, "--device", "null", *flags)
 
 
-def test_check_prints_what_is_proved_and_ends_with_3_on_races(check):
+def test_check_prints_what_is_proved_and_counts_races(check):
     status, out, _ = check()
     lines = out.splitlines()
     assert status == 0 and lines[0] == "pattern      h scscg" and lines[2] == "races        none"

@@ -193,7 +193,7 @@ def test_a_folder_behind_a_link_and_the_current_one(tmp_path, monkeypatch, swap)
         assert Path("a").read_text() == (tmp_path / "real" / "a").read_text() == value
 
 
-def test_what_is_mounted_is_refused_before_and_at_the_writing(tmp_path, monkeypatch):
+def test_what_is_mounted_is_refused_before_the_writing_too(tmp_path, monkeypatch):
     save(tmp_path / "run", "1")
     monkeypatch.setattr(os.path, "ismount", lambda path: str(path).endswith("run"))
     for attempt in (check_folder, lambda path: save(path, "2")):

@@ -83,7 +83,7 @@ def test_a_refusal_is_one_line_before_and_at_the_writing(tmp_path, monkeypatch):
         check_writable("x")
 
 
-def test_folders_above_are_made_and_steps_from_nowhere_refused(tmp_path, monkeypatch):
+def test_folders_above_are_made_but_steps_from_nowhere(tmp_path, monkeypatch):
     for folder in ("notebooks", "data"):
         (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / "notebooks")
@@ -151,7 +151,7 @@ def test_a_reader_that_ends_early_is_said_of_a_fifo_alone(tmp_path):
         os.close(other)
 
 
-def test_a_descriptor_is_written_where_it_stands_and_stays_open(tmp_path):
+def test_a_descriptor_is_written_on_and_stays_open(tmp_path):
     with open(tmp_path / "log", "ab") as log:
         for text in (b"one ", b"two"):
             with writing(f"/proc/self/fd/{log.fileno()}") as file:

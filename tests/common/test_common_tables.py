@@ -31,7 +31,7 @@ def test_what_all_rows_share_stands_above_once() -> None:
     assert markdown(WIDE.iloc[:1], 200).count("|") == 3 * 6, "one row shares nothing with another"
 
 
-def test_texts_go_below_the_table_behind_the_name_of_their_row() -> None:
+def test_texts_go_below_the_table_behind_their_row_s_name() -> None:
     lines = markdown(WIDE, 60).splitlines()
     assert max(map(len, lines)) <= 60
     assert "- all else off, packed: a text that is much too long for any" in lines

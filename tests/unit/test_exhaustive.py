@@ -13,7 +13,7 @@ from tests import exhaustive
 from workbench.benchmarks.runs import provenance
 
 ROOT = Path(__file__).resolve().parents[2]
-SOME = "tests/unit/test_until.py"
+SOME = "tests/benchmarks/test_compare_until.py"
 
 
 @pytest.fixture
