@@ -146,6 +146,7 @@ def test_ab_until_it_is_known(monkeypatch, tmp_path):
 
 
 def test_each_test_has_its_share_of_the_time(monkeypatch):
+    assert until.share_of(Until(0.001, 100.0), 40.0, 2) == Until(0.001, 30.0)
     engine = engine_of(monkeypatch, noise=0.5)
     found = ab(engine, SPEC, tests="tg4,tg2", until=0.001, at_most_s=0.2)
     for ended in found.run["result"]["until"]["tests"].values():

@@ -21,6 +21,7 @@ from workbench.benchmarks.runs.results import SampleTable, load_run, write_run
 from workbench.common import output_swap
 from workbench.common.errors import UsageError
 from workbench.common.output import check_folder, writing, writing_folder
+from workbench.common.output_swap import read_files
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT = f".workbench-{'0' * 16}"
@@ -120,6 +121,22 @@ def test_a_reader_has_run_and_samples_of_one_save(tmp_path, swap):
             seen.add(len(found.samples))
         writer.result()
     assert len(seen) > 1
+
+
+def test_a_save_between_two_files_mixes_none(tmp_path, swap, monkeypatch):
+    save(tmp_path / "run", "old")
+    opened, saved = os.open, []
+
+    def between(path, *how, **named):
+        found = opened(path, *how, **named)
+        if os.path.basename(path) == "a" and not saved:
+            saved.append(path)
+            save(tmp_path / "run", "new")
+        return found
+
+    monkeypatch.setattr(os, "open", between)
+    assert len({bytes(content) for content in read_files(tmp_path / "run", "a", "b")}) == 1
+    assert saved
 
 
 def test_two_writers_leave_the_folder_of_one(tmp_path, swap):
