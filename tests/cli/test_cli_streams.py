@@ -1,0 +1,174 @@
+"""The command where its streams are full, closed, a pipe nobody reads, or ASCII, and where it is
+told to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from workbench.benchmarks.runs.results import SampleTable, load_run
+from workbench.cli import main, streams
+from workbench.cli.interrupts import Stop, heeded
+
+COMMAND = [sys.executable, "-m", "workbench"]
+FULL = "standard output cannot be written: no space is left"
+CLOSED = "standard output is closed"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model) -> Path:
+    return tiny_model("tiny-llama", "Q8_0")
+
+
+def shell(tail: str, *arguments: object, **variables: str) -> tuple[int, str, str]:
+    """`workbench ARGUMENTS TAIL` in a shell: (exit status of the command, stdout, stderr)."""
+    done = subprocess.run(
+        ["bash", "-c", f'set -o pipefail; "$@" {tail}', "-", *COMMAND, *map(str, arguments)],
+        capture_output=True, text=True, timeout=60, env=os.environ | variables,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("tail", "status", "says"), [
+    (">/dev/full", 2, FULL), (">&-", 2, CLOSED), (">&- 2>&-", 2, ""),
+    (">/dev/full 2>/dev/full", 2, ""), ("2>&-", 0, ""), ("2>/dev/full", 0, ""),
+    ("| true", 141, ""),
+])  # fmt: skip
+def test_a_lost_stream_ends_a_command_in_one_line_or_none(model, tail, status, says):
+    got, out, err = shell(tail, "model", "inspect", model)
+    assert got == status and bool(out) == (status == 0)
+    if says:
+        (line,) = err.splitlines()
+        assert line.startswith("error: ") and says in line
+    else:
+        assert not err
+
+
+@pytest.mark.parametrize("command", [["--help"], ["model", "inspect", "MODEL"], ["run", "-h"]])
+def test_every_kind_of_print_is_noticed_when_it_is_lost(model, monkeypatch, capsys, command):
+    raw = streams.Result(os.open("/dev/full", os.O_WRONLY), "w")
+    monkeypatch.setattr(sys, "stdout", streams.text(raw, "utf-8", False))
+    with pytest.raises(SystemExit) as stop:
+        main([str(model) if word == "MODEL" else word for word in command])
+    assert stop.value.code == 2 and FULL in capsys.readouterr().err
+
+
+def test_an_ascii_terminal_takes_every_token_and_message(model, capsys):
+    """Where both streams go to one file, the text ends before the figures behind it."""
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ask = ("run", "-m", model, "-p", "naïve 中文", "-n", 40, "--temp", 1.5, "--device", "host")
+    status, out, _ = shell("2>&1", *ask, **ascii_only)
+    main([str(word) for word in ask])
+    text = capsys.readouterr().out
+    assert status == 0 and out.isascii() and not text.isascii()
+    assert text.encode("ascii", streams.UNKNOWN_LETTERS).decode() in out  # the same prompt was read
+    assert [line for line in out.splitlines() if line.startswith("prompt ")]
+    status, _, err = shell("", "model", "inspect", "süß.gguf", PYTHONIOENCODING="ascii")
+    assert status == 1 and "s\\xfc\\xdf.gguf: no such file" in err
+
+
+# told to end -------------------------------------------------------------------------------------
+
+
+def test_sigterm_leaves_nothing_of_a_model_half_written(tmp_path):
+    out = tmp_path / "m.gguf"
+    out.write_bytes(b"old")
+    ask = ["model", "synth", "llama-3-8b", "Q8_0", str(out), "--force"]
+    running = subprocess.Popen([*COMMAND, *ask], stderr=subprocess.PIPE, text=True)
+    while len(list(tmp_path.iterdir())) < 2:
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(signal.SIGTERM)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 143
+    assert err.splitlines()[-1] == "error: terminated; what was finished is kept"
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"] and out.read_bytes() == b"old"
+
+
+def test_ctrl_c_keeps_the_tokens_made_so_far(model):
+    ask = ["run", "-m", str(model), "--tokens", "1,2,3", "-n", "100000", "--n-ctx", "120000"]
+    running = subprocess.Popen(
+        [*COMMAND, *ask, "--device", "embedded"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert running.stderr is not None
+    running.stderr.readline()  # the device is named: loaded, and about to generate
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130 and b"," in out
+    assert err.splitlines()[-1] == b"error: interrupted; what was finished is kept"
+
+
+def test_sigterm_keeps_the_samples_that_are_finished(model, tmp_path, call, monkeypatch):
+    run, add = tmp_path / "run", SampleTable.add
+
+    def terminated(table: SampleTable, *row: object) -> None:
+        add(table, *row)
+        if table.n_cells == 9:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(SampleTable, "add", terminated)
+    ask = ("--toggle", "graph_reuse=set_rows", "--rounds", 2000, "--test", "tg2", "-o", run)
+    status, _, err = call("ab", "-m", model, *ask, "--device", "host")
+    assert status == 143 and err.splitlines()[-1].startswith("error: terminated; ")
+    assert load_run(run).samples["order"].nunique() >= 8
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_signal_unwinds_as_ctrl_c_and_has_its_status(stop):
+    before, seen = signal.getsignal(signal.SIGTERM), Stop()
+    with pytest.raises(KeyboardInterrupt), heeded(seen):
+        signal.raise_signal(stop)
+        time.sleep(10)
+    assert seen.status == 128 + stop and str(seen).endswith("what was finished is kept")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with heeded():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+class Finalized:
+    """Raises `what` when it goes, or an interrupt, as long as there is something left."""
+
+    def __init__(self, left: list[None], what: BaseException | None = None):
+        self.left, self.what = left, what
+
+    def __del__(self) -> None:
+        if self.left:
+            self.left.pop()
+            if self.what is not None:
+                raise self.what
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_interrupt_in_a_finalizer_is_raised_again(times: int):
+    left: list[None] = [None] * times
+    with heeded(), pytest.raises(KeyboardInterrupt):
+        for _ in range(times):
+            Finalized(left)
+        for _ in range(1000):
+            time.sleep(0.01)  # one sleep would be slept to its end
+    assert not left
+
+
+def test_other_errors_there_are_reported_as_before(monkeypatch: pytest.MonkeyPatch):
+    reported: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda u: reported.append(u.exc_type))
+    before = sys.unraisablehook
+    with heeded():
+        Finalized([None], ValueError("broken"))
+    assert reported == [ValueError] and sys.unraisablehook is before
