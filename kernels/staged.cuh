@@ -16,7 +16,7 @@
 constexpr int UNITS = 4 * STEPS;  // of a row, in a stage
 
 // Starts a copy of 16 bytes of weights to shared memory, of zeros unless `there`. Only weights are
-// copied with an L2 prefetch size: by it tests/unit/ptx.py knows what may be read before pdl_wait.
+// copied with an L2 prefetch size: by it tests/backend/cuda/ptx.py knows what may be read before pdl_wait.
 DEVICE void copy_weights(u32 to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(there ? 16 : 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.unit.fake_engine import Clock, FakeEngine
+from tests.benchmarks.fake_engine import Clock, FakeEngine
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.ab import ab
 from workbench.benchmarks.compare.arms import answer_between, arms_of, make_arms, parse_toggle_spec

@@ -11,7 +11,7 @@ import sqlite3
 import numpy as np
 import pytest
 
-from tests.unit.fake_engine import Clock, FakeEngine
+from tests.benchmarks.fake_engine import Clock, FakeEngine
 from workbench.benchmarks.llama.llama_bench import bench, workloads
 from workbench.benchmarks.llama.llama_format import (
     FIELDS,

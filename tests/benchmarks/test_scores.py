@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.benchmarks.fake_engine import BOS, N_VOCAB, Clock, FakeEngine
 from tests.benchmarks.test_scores_divergence import log_softmax
-from tests.unit.fake_engine import BOS, N_VOCAB, Clock, FakeEngine
 from workbench.benchmarks.kernels import bounds
 from workbench.benchmarks.runs.results import load_run
 from workbench.benchmarks.scores import perplexity as ppl

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.unit.fake_cuda import fake_backend
-from tests.unit.fake_engine import BOS, N_VOCAB, Clock, FakeEngine
+from tests.backend.cuda.fake_cuda import fake_backend
+from tests.benchmarks.fake_engine import BOS, N_VOCAB, Clock, FakeEngine
 from workbench.backend.cpu import compile as compiler
 from workbench.backend.cpu.kernels import op_table
 from workbench.backend.cuda.kernels import nvrtc

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.fake_engine import Clock, FakeEngine
+from tests.benchmarks.fake_engine import Clock, FakeEngine
 from workbench.benchmarks import workload
 from workbench.benchmarks.compare.ab import ab
 from workbench.benchmarks.llama.llama_bench import bench

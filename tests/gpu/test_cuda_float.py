@@ -72,6 +72,6 @@ def test_activations_come_through_to_the_last_bit(compute: Compute, name: str):
     assert np.array_equal(found, values.T.astype(np.float32) * scale[:, None])
 
 
-# NMSE that is left of a whole model's logits: of its F16 cache (tests/cpu/test_logits.py), and of
+# NMSE that is left of a whole model's logits: of its F16 cache (tests/contract), and of
 # attention on tensor cores, which rounds queries and softmax weights to halves. Activations rounded
 # to BF16 would show as some 1e-5, to 8 bits as 3e-4.

@@ -1,4 +1,4 @@
-"""The planted bug of tests/cpu/test_planted_bug.py on a GPU: pinned memory, real streams."""
+"""The planted bug of tests/program/test_planted_bug.py on a GPU: pinned memory, real streams."""
 
 from __future__ import annotations
 

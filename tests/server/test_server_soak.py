@@ -26,8 +26,8 @@ import pytest
 
 import workbench as wb
 from tests.profiles import tiers
-from tests.serve.test_command import served
 from tests.served import Ask, alone, ids
+from tests.server.command import served
 from workbench.config import Toggles
 from workbench.model.gguf.file import open_gguf
 from workbench.model.tokenizer.tokenizer import load_tokenizer

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.backend.cuda import ptx
 from tests.backend.cuda.fake_cuda import fake_backend
 from tests.backend.cuda.fake_graphs import Call
 from tests.backend.cuda.launch_cases import one_of_each
 from tests.profiles import share, tiers
-from tests.unit import ptx
 from workbench.backend.base import DeviceClock
 from workbench.backend.clock.launch_notes import (
     CELL_WORDS,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.backend.cuda.fake_cuda import Call, FakeDriver, fake_backend
 from tests.backend.cuda.launch_cases import every
-from tests.unit.fake_cuda import Call, FakeDriver, fake_backend
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import op_table
 from workbench.backend.cuda.kernels.kernel import CLUSTERS, Gemm, Kernel

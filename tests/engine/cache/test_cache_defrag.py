@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.cpu import test_batched_hazards as hazards_room
 from tests.profiles import examples
+from tests.program.check import test_batched_hazards as hazards_room
 from tests.served import APART, BEHIND, alone, check_cells, ids, same, serve
 from workbench.benchmarks.compare.answers import compare_logits
 from workbench.common.sizes import round_up

@@ -8,9 +8,9 @@ width has the same chance of a false verdict as at a number of rounds fixed befo
     looks                        ^       ^             ^        from the 10th, then 10 % apart
 
 The interval is a bootstrap over rounds (`stats`): the repetitions of one round stay together. That
-the looks cost nothing is measured. `tests/unit/test_until.py` runs 1,000 comparisons of a thing
-with itself through this rule and the verdict. Their noise drifts, lasts, jumps and has outliers;
-at most 5 % of the verdicts may be false.
+the looks cost nothing is measured. `tests/benchmarks/test_compare_until.py` runs 1,000 comparisons
+of a thing with itself through this rule and the verdict. Their noise drifts, lasts, jumps and has
+outliers; at most 5 % of the verdicts may be false.
 """
 
 import math
