@@ -69,14 +69,15 @@ def captured_of(used: wb.Engine) -> list[CudaGraph]:
     return [plan.captured for plan in plans if plan.captured is not None]
 
 
-def feed(used: wb.Engine, tokens: Sequence[int]) -> np.ndarray:
-    """A prompt that cuBLAS multiplies, 8 tokens, and single ones, twice as if it were anew."""
+def feed(used: wb.Engine, tokens: Sequence[int], n: int = 40) -> np.ndarray:
+    """A prompt of n tokens (40: cuBLAS multiplies), 8 tokens, and single ones, twice as if it were
+    anew."""
     rows = []
     for _ in range(2):
         used.reset()
-        rows.append(used.prefill(tokens[:40], outputs="all"))
-        rows.append(used.step(tokens[40:48], outputs="all"))
-        rows.append(used.prefill(tokens[48:88]))  # the shape of the first but for its outputs
+        rows.append(used.prefill(tokens[:n], outputs="all"))
+        rows.append(used.step(tokens[n : n + 8], outputs="all"))
+        rows.append(used.prefill(tokens[48 : 48 + n]))  # the first one's shape but for its outputs
         rows.append(one_by_one(used, list(tokens[88:100])))
     return np.concatenate(rows)
 
@@ -86,17 +87,19 @@ def skip_where_refused(values: Values, backend: Any) -> None:
         pytest.skip("has no programmatic dependent launch")
 
 
-@pytest.mark.parametrize(("preset", "quant"), MODELS, ids="-".join)
+@pytest.mark.parametrize(("preset", "quant"), MODELS)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_logits_are_those_without_it(engine, backend, preset, quant, way):
     values = {"graph_reuse": "set_rows"} | WAYS[way]
     skip_where_refused(values, backend)
     tokens, shared = tokens_for(preset, 100), engine(preset, quant)
     kept = {name: value for name, value in values.items() if name in ROUNDING}
+    # with 40 tokens cuBLAS multiplies what fusion leaves apart, and what it joins another kernel
+    n = 20 if way.endswith(", fused") else 40
     with shared.variant(Toggles(graph_reuse=values["graph_reuse"], **kept)) as plain:
-        wanted = feed(plain, tokens)
+        wanted = feed(plain, tokens, n)
     with shared.variant(Toggles(**values)) as used:
-        assert np.array_equal(feed(used, tokens), wanted)
+        assert np.array_equal(feed(used, tokens, n), wanted)
         if "streams" in values:
             assert check_cycle(used.cycle(9, 2), declared=used.backend.begins_early).safe
 
@@ -253,7 +256,7 @@ def test_twins_give_the_eager_bits_and_those_of_captures(
     base = Toggles(graph_reuse="set_rows", results=results, **more)
     with shared.variant(base) as eager:
         wanted = one_by_one(eager, tokens)
-    planned = replace(base, plans="ours", **scope)
+    planned = replace(base, **({"plans": "ours"} | scope))
     with shared.variant(planned) as used:
         assert np.array_equal(one_by_one(used, tokens), wanted)
         counters = used.counters
