@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 import time
@@ -211,18 +212,22 @@ def engine_of(pid: int) -> psutil.Process:
     return found[0]
 
 
+def pending(http: httpx.Client) -> float:
+    found = re.search(r"requests_pending ([0-9.]+)", http.get("/metrics").text)
+    assert found is not None
+    return float(found[1])
+
+
 def test_a_killed_engine_process_ends_the_server_behind_what_was_pending(model, tmp_path):
-    with served(tmp_path, "-m", model, *FLAGS[:-1], 3 * 4096, module=MODULE) as (process, url, log):
-        http = httpx.Client(base_url=url, timeout=60)
-        body = {"prompt": [1], "max_tokens": 4000, "ignore_eos": True}
+    with served(tmp_path, "-m", model, *FLAGS[:-1], 3 << 14, module=MODULE) as (process, url, log):
+        # one client, which asks within milliseconds, while the stream is far from its end
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        http = httpx.Client(base_url=url, timeout=60, limits=limits)
+        body = {"prompt": [1], "max_tokens": 16000, "ignore_eos": True}
         answers: list[httpx.Response] = []
         # six times the slots, so that most of them wait
         asking = [
-            threading.Thread(
-                target=lambda: answers.append(
-                    httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-                )
-            )
+            threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body)))
             for _ in range(18)
         ]
         with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as streamed:
@@ -231,7 +236,7 @@ def test_a_killed_engine_process_ends_the_server_behind_what_was_pending(model, 
             for thread in asking:  # behind the stream, which has a slot
                 thread.start()
             until = time.monotonic() + 30
-            while "requests_pending 19.0" not in http.get("/metrics").text:
+            while pending(http) < 19:
                 assert time.monotonic() < until
             engine_of(process.pid).send_signal(signal.SIGKILL)
             last = [line for line in lines if line][-1]
