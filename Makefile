@@ -90,7 +90,7 @@ wheel: .venv/.dev
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check workbench data/measure tests notebooks/*.py
+	$(BIN)/ruff format --check workbench data/measure tests
 	$(BIN)/mypy
 
 bench: .venv/.dev

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,23 +64,28 @@ def ask(real: Served, **more: Any) -> Any:
     return real.client().completions.create(extra_body=body, **given)
 
 
+def pending(http: httpx.Client) -> float:
+    (found,) = re.findall(r"requests_pending ([0-9.]+)", http.get("/metrics").text)
+    return float(found)
+
+
 def test_a_killed_engine_process_ends_the_server(model, tmp_path):
     """Behind what was pending: six times the slots, so that most of them wait."""
-    flags = ("-m", model, *FLAGS[:-1], 3 * 4096)
+    flags = ("-m", model, *FLAGS[:-1], 3 << 14)
+    # one client, which asks within milliseconds, while the stream is far from its end
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     with (
         served(tmp_path, *flags, module=MODULE) as (process, url, log),
-        httpx.Client(base_url=url, timeout=60) as http,
+        httpx.Client(base_url=url, timeout=60, limits=limits) as http,
         ThreadPoolExecutor(18) as pool,
     ):
-        body = {"prompt": [1], "max_tokens": 4000, "ignore_eos": True}
+        body = {"prompt": [1], "max_tokens": 16000, "ignore_eos": True}
         with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as streamed:
             lines = streamed.iter_lines()
             next(lines)
-            asked = [  # behind the stream, which has a slot
-                pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
-                for _ in range(18)
-            ]
-            wait_for(lambda: "requests_pending 19.0" in http.get("/metrics").text, 30)
+            # behind the stream, which has a slot
+            asked = [pool.submit(http.post, "/v1/completions", json=body) for _ in range(18)]
+            wait_for(lambda: pending(http) == 19, 30)
             children = psutil.Process(process.pid).children()
             (engine,) = [p for p in children if "spawn_main" in " ".join(p.cmdline())]
             engine.send_signal(signal.SIGKILL)

@@ -1,7 +1,7 @@
 """The toggle panel: flip switches with the mouse, press Run, see the token before and after.
 
 Its drop-downs are made of the fields of `Toggles` and their metadata, so a new toggle needs no line
-here. All it does is `lab.pair.compare`, which anyone can also call.
+here. All it does is `jupyter.pair.compare`, which anyone can also call.
 """
 
 import contextvars

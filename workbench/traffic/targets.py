@@ -293,7 +293,8 @@ class _PipeLoad:
             for i, due in self._starts.due(now):
                 ask = self._asks[i]
                 self._asked[ask.number] = _Asked(i, due, self._now(), [])
-                self._pipe.send(ask)
+                with contextlib.suppress(BrokenPipeError):  # dead: `_take` says so
+                    self._pipe.send(ask)
             next_ns = self._starts.next_ns
             if next_ns is None and not self._asked:
                 return
