@@ -7,6 +7,7 @@ answer. Below stand the values, the baseline's first. Each has a word on what it
     Need       a device must be capable of something
     Clash      another toggle may not have a value
     Want       another toggle must have one of some values
+    Auto       what another toggle's `auto` stands for beside this value
     OfServer   a server has this value, where nobody says otherwise
 
 `Toggles`, presets, the flags of commands, `workbench toggles` and the README's table of rooms are
@@ -61,6 +62,13 @@ class Want(NamedTuple):
     beside: str = ""
 
 
+class Auto(NamedTuple):
+    """What another toggle's value `auto` stands for beside this value, in every step."""
+
+    toggle: str
+    value: str
+
+
 class OfServer(NamedTuple):
     """A server has this value, beside what `best` has for several sequences.
 
@@ -71,7 +79,7 @@ class OfServer(NamedTuple):
     on_host: bool
 
 
-Fact = Need | Clash | Want | OfServer
+Fact = Need | Clash | Want | Auto | OfServer
 
 
 class Choice(StrEnum):
@@ -91,7 +99,7 @@ class Choice(StrEnum):
 
 
 C = TypeVar("C", bound=type[Choice])
-F = TypeVar("F", Need, Clash, Want)
+F = TypeVar("F", Need, Clash, Want, Auto)
 EXACT, ROUNDING = "exact", "rounding"
 # llama.cpp's pull requests
 WAITS, REUSED, PLANS = "llama.cpp #17795", "llama.cpp #8366", "llama.cpp #16548"
@@ -554,14 +562,16 @@ class PlanRule(Choice):
 
     OFF = "off", "every command is issued by a call of its own"
     PR = (
-        "pr", "as proposed: as many splits on the same backends are updated, else all anew", CAPTURE
+        "pr", "as proposed: as many splits on the same backends are updated, else all anew",
+        CAPTURE, Auto("plan_warmup", "0"), Auto("plan_evict", "never"),
     )
     TODAY = (
-        "today", "llama.cpp's: captured at the second equal call, launches after a change", CAPTURE
+        "today", "llama.cpp's: captured at the second equal call, launches after a change",
+        CAPTURE, Auto("plan_warmup", "2"), Auto("plan_evict", "idle"),
     )
     OURS = (
         "ours", "by structure: replay equal work, update what differs in addresses, else capture",
-        CAPTURE,
+        CAPTURE, Auto("plan_warmup", "0"), Auto("plan_evict", "lru"),
     )
 
 
@@ -666,7 +676,7 @@ def side_by_side(n: int) -> list[Need]:
 class Streams(Choice):
     """On how many streams of a device a step may compute side by side."""
 
-    ONE = "1", "everything on one stream"
+    ONE = "1", "everything on one stream", Auto("branch_fusion", "joined")
     TWO = "2", "up to two branches side by side", *side_by_side(2)
     THREE = "3", "up to three: Q, K and V", *side_by_side(3)
     FOUR = "4", "up to four", *side_by_side(4)

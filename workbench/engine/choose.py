@@ -22,27 +22,28 @@ from workbench.common.errors import DeviceError, UsageError, WorkbenchError
 from workbench.config import (
     BEST,
     AttnKernel,
-    BranchFusion,
     CopyStream,
     LaunchAhead,
     Pdl,
     PlanRule,
+    SampleOn,
     StepWait,
-    Streams,
     SyncMode,
     TogglePreset,
     Toggles,
 )
 from workbench.config.presets import FOR, best_set, set_for
-from workbench.config.table import ROWS, Need, Want, facts_of
+from workbench.config.table import ROWS, Auto, Need, Want, facts_of
 from workbench.engine.load import Loaded
 from workbench.graph.attend import attend_by
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import build_graph
 from workbench.program.capabilities import Capabilities
+from workbench.program.commands import HOST
 from workbench.program.split import assign
 from workbench.program.sync_modes import RULES, Ordering, race_of
 
+AUTO = "auto"
 Wanted = Toggles | TogglePreset | str | None  # a preset's name; None: `best`
 # toggles that variants of an engine will have, or what makes them of the engine's own
 Variants = Sequence[Wanted] | Callable[[Toggles], Sequence[Wanted]]
@@ -92,6 +93,7 @@ def choose(wanted: Wanted, loaded: Loaded) -> Chosen:
     try:
         settled = settle(toggles, able, device, n_devices, loaded.config.unsafe)
         _check_attention(settled, loaded)
+        _check_draws(settled, loaded)
     except (DeviceError, UsageError) as error:
         if preset is None:
             raise
@@ -176,8 +178,9 @@ def settle(
     """
     ordering = choose_ordering(Ordering.of(toggles), able, device, unsafe)
     values = toggles.to_dict() | {"sync": ordering.sync, "copy_stream": ordering.copy_stream}
-    if values["streams"] == Streams.ONE and values["branch_fusion"] == BranchFusion.AUTO:
-        values["branch_fusion"] = BranchFusion.JOINED
+    for auto in [fact for name, value in values.items() for fact in facts_of(name, value, Auto)]:
+        if values[auto.toggle] == AUTO:
+            values[auto.toggle] = auto.value
     for name, value in values.items():
         if name not in Ordering._fields:
             _refuse_lacking(name, value, able, device)
@@ -264,3 +267,13 @@ def _check_attention(toggles: Toggles, loaded: Loaded) -> None:
     for node, b in assign(chosen.nodes, loaded.placement.fixed).items():
         if node.op == "attention" and (why := loaded.backends[b].refuses(node)):
             raise DeviceError(why)
+
+
+def _check_draws(toggles: Toggles, loaded: Loaded) -> None:
+    """Raises UsageError where a device is to draw tokens and has not all layers."""
+    backends = {loaded.placement.of_cache(i) for i in range(loaded.model.n_layer)}
+    if toggles.sampling == SampleOn.DEVICE and (HOST in backends or len(backends) > 1):
+        raise UsageError(
+            "sampling=device wants all layers on one device, which looks up its own tokens; use "
+            "n_gpu_layers=-1 and n_devices=1, or sampling=host"
+        )

@@ -346,7 +346,7 @@ class Issuer:
 
 def issuer_of(have: Chosen, loaded: Loaded, counts: PhaseCounts) -> Issuer:
     """What issues the steps of an engine with these toggles."""
-    plans = plans_of(have.toggles)
+    plans = plans_of(have.settled)
     gate = gate_of(have.toggles, loaded.backend, plans)
     return Issuer(plans, gate, have.ordering, counts, loaded.model.n_vocab)
 

@@ -56,7 +56,6 @@ from workbench.config import (
     PlanEnd,
     PlanEvict,
     PlanRule,
-    PlanWarmup,
     Toggles,
 )
 from workbench.program.commands import Program
@@ -74,29 +73,12 @@ Seat = tuple[Hashable, ...]  # which plan of a step
 
 
 class Policy(NamedTuple):
-    """What the toggles `plans`, `plan_warmup`, `plan_evict` and `plan_batch` say."""
+    """What the toggles `plans`, `plan_warmup`, `plan_evict` and `plan_batch` say, settled."""
 
     rule: str
     warmup: int  # calls up to the one that is captured
     evict: str
     batch: str
-
-    @classmethod
-    def of(cls, toggles: Toggles) -> Policy:
-        """`auto` becomes what the rule has by itself."""
-        warmup, evict = _OWN[toggles.plans]
-        if toggles.plan_warmup != PlanWarmup.AUTO:
-            warmup = toggles.plan_warmup
-        if toggles.plan_evict != PlanEvict.AUTO:
-            evict = toggles.plan_evict
-        return cls(toggles.plans, int(warmup), evict, toggles.plan_batch)
-
-
-_OWN: dict[str, tuple[str, str]] = {
-    PlanRule.PR: (PlanWarmup.NONE, PlanEvict.NEVER),
-    PlanRule.TODAY: (PlanWarmup.TWO, PlanEvict.IDLE),
-    PlanRule.OURS: (PlanWarmup.NONE, PlanEvict.LRU),
-}
 
 
 class Plan:
@@ -482,8 +464,11 @@ class Plans:
 
 
 def plans_of(toggles: Toggles) -> Plans:
-    """What an engine with these toggles has."""
-    return Plans(None if toggles.plans == PlanRule.OFF else Policy.of(toggles))
+    """What an engine with these settled toggles has."""
+    rule, warmup = toggles.plans, toggles.plan_warmup
+    if rule == PlanRule.OFF:
+        return Plans(None)
+    return Plans(Policy(rule, int(warmup), toggles.plan_evict, toggles.plan_batch))
 
 
 def gate_of(toggles: Toggles, device: Backend, plans: Plans) -> Callable[[], Gate] | None:

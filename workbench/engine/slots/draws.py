@@ -14,14 +14,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from workbench.common.errors import UsageError
 from workbench.config import SampleOn, Toggles
 from workbench.engine.load import Loaded
 from workbench.graph.ir import I32, Kind, Tensor
 from workbench.graph.shapes import DRAW_SETTINGS
 from workbench.model.inputs import DRAWS, OUT_SEQS
 from workbench.model.sampler import Sampler, Sampling
-from workbench.program.commands import HOST
 
 UNKEPT = -1  # in place of a sequence: nothing keeps the token
 FED = -1  # in place of a token id: the one that the sequence has drawn last
@@ -29,16 +27,10 @@ GREEDY = Sampler(Sampling(), 0)
 
 
 def last_tokens(toggles: Toggles, loaded: Loaded, n_seqs: int) -> Tensor | None:
-    """What a device keeps of each sequence, where it draws: (n_seqs,) I32. It has the embedding
-    then. Raises UsageError where no device can: it wants all layers, to look up tokens itself."""
+    """What a device keeps of each sequence, where it draws: (n_seqs,) I32. The device has the
+    embedding then, and all layers (`engine/choose.py`)."""
     if toggles.sampling == SampleOn.HOST:
         return None
-    backends = {loaded.placement.of_cache(i) for i in range(loaded.model.n_layer)}
-    if HOST in backends or len(backends) > 1:
-        raise UsageError(
-            f"sampling={toggles.sampling} wants all layers on one device, which looks up its own "
-            "tokens; use n_gpu_layers=-1 and n_devices=1, or sampling=host"
-        )
     _bring_embedding(loaded, len(loaded.backends) - 1)
     return Tensor("last_tokens", I32, (n_seqs,), Kind.CACHE)
 
