@@ -659,7 +659,7 @@ class PlanEnd(Choice):
     """How the host learns that the plan of a step is over, where it waits for that plan alone. A
     GPU raises an event some microseconds behind the plan. A word comes sooner."""
 
-    EVENT = "event", "by an event behind the plan, as for every other step"
+    EVENT = "event", "by an event recorded after the plan, as for every other step"
     WORD = (
         "word", "by a word of pinned memory that the plan's last kernel writes",
         Want("launch_ahead", (LaunchAhead.ON,), "the word has the number of a launch at a gate"),

@@ -7,7 +7,7 @@ from workbench.program.commands import Command, Launch, Program, Range, Replay
 
 
 def program_as_json(program: Program) -> dict[str, Any]:
-    """Everything but the layout of tensors."""
+    """Everything in a program but the layout of its tensors."""
     return {
         "pattern": program.pattern(),
         "folded_pattern": program.pattern(fold=True),
@@ -31,7 +31,7 @@ def program_as_json(program: Program) -> dict[str, Any]:
 
 
 def command_as_json(command: Command, backends: Sequence[str]) -> dict[str, Any]:
-    """Kind and split, and what it names of stream, op, event, name and value.
+    """A command's kind and split, and those of stream, op, event, name and value that it has.
 
     backends: the program's, by index.
     """
@@ -42,8 +42,8 @@ def command_as_json(command: Command, backends: Sequence[str]) -> dict[str, Any]
 
 
 def _in_full(command: Command, backends: Sequence[str]) -> dict[str, Any]:
-    """With what it touches: ranges are [buffer name, offset, bytes]. A plan has its parts, each in
-    full."""
+    """A command with the ranges that it touches, each [buffer name, offset, bytes]. A plan has its
+    parts instead, each in full."""
     found = command_as_json(command, backends)
     if isinstance(command, Replay):
         return found | {"parts": [_in_full(part, backends) for part in command.parts]}

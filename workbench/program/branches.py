@@ -1,8 +1,8 @@
 """Branches in a program: which nodes of a step run side by side, and whether that is right.
 
-`graph/forks.py` says what runs on which stream, `graph/arena.py` what may share bytes there. Here a
-program is checked before it is issued (toggle `validate`), and refused where the arena is known to
-let it race.
+`graph/forks.py` says which node runs on which stream, `graph/arena.py` which tensors may share
+bytes there. This module checks a program before it is issued (toggle `validate`). It refuses a
+program which the arena is known to let race.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def check_of(validate: str) -> Callable[[Sequence[Split], Layout, Program], str]
 
 
 def _writes(splits: Sequence[Split], layout: Layout, program: Program) -> str:
-    """llama.cpp's check: whether nodes that may run side by side write the same bytes. What they
-    read it does not look at."""
+    """llama.cpp's check: whether nodes that may run side by side write the same bytes. It does not
+    look at what they read."""
     for part in splits:
         for before, after in part.forked.side_by_side() if part.forked else ():
             ranges = layout.ranges[part.backend]
@@ -69,7 +69,7 @@ def _meet(a: Range, b: Range) -> bool:
 
 
 def _everything(splits: Sequence[Split], layout: Layout, program: Program) -> str:
-    """The hazard checker, on the step and one more like it behind it."""
+    """The hazard checker, on the step and one more like it after it."""
     found = races([program, program])
     return told(found[0], program) if found else ""
 
@@ -90,7 +90,7 @@ _CHECKS: dict[str, Callable[[Sequence[Split], Layout, Program], str]] = {
 
 
 def refuse_races(lifetimes: str, n_streams: int, program: Program) -> None:
-    """Raises UsageError where lifetimes that are not safe by construction let a program race."""
+    """Raises UsageError where lifetimes that can be unsafe let this program race."""
     if lifetimes == Lifetimes.VISIBILITY or n_streams == 1:
         return
     if found := races([program, program]):

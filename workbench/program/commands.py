@@ -6,10 +6,10 @@ none knows another.
 
 Contracts (host order is list order):
 
-* A Copy runs after everything already queued on its stream. It is over for others once an event
-  recorded after it has been waited for. Until then its source is neither written nor freed. Until
-  then only later work on the same stream reads or writes its destination. The source counts as read
-  late, whatever memory it is in.
+* A Copy runs after everything already queued on its stream. Others know that it is over once they
+  have waited for an event recorded after it. Until then nobody writes or frees its source, and only
+  later work on the same stream reads or writes its destination. The source counts as read late,
+  whatever memory it is in.
 * A Wait or a Sync refers to the event's latest Record in host order. Without a Record it refers to
   nothing, as in CUDA.
 * A Launch on the host backend's stream runs to its end before the next command is issued.
@@ -31,7 +31,7 @@ from workbench.common.errors import UsageError
 from workbench.graph.ir import Input, Node, StepShape, Tensor
 from workbench.program.letters import folded
 
-RESULT = -1  # the split number of what stands outside every split: input writes, the logits wait
+RESULT = -1  # the split number of commands outside of every split: input writes, the logits wait
 HOST = 0  # index of the host backend in every program
 DEVICE = 1
 COMPUTE_STREAM, COPY_STREAM = 0, 1  # stream ids; from 2 on come the other compute streams
@@ -49,8 +49,8 @@ class Space(StrEnum):
 class Buffer:
     """A block of memory that a program refers to.
 
-    backend: the index of its owner. lands: it holds one result that a copy brings to the host, and
-    nothing else.
+    backend: the index of its owner.
+    lands: a copy brings one result to the host in it, and it holds nothing else.
     """
 
     __slots__ = ("backend", "lands", "name", "nbytes", "space")
@@ -85,7 +85,8 @@ class Stream(NamedTuple):
     id: int
 
     def describe(self, backends: Sequence[str]) -> str:
-        """`cuda:1`. backends: the program's, by index. Raises UsageError for one not there."""
+        """`cuda:1`. backends: the program's, by index. Raises UsageError for a backend that is not
+        among them."""
         if not 0 <= self.backend < len(backends):
             raise UsageError(
                 f"a command is on stream {self.id} of backend {self.backend}, and the program's "
@@ -95,7 +96,7 @@ class Stream(NamedTuple):
 
 
 def compute_stream(number: int) -> int:
-    """The id of a compute stream: of number 0, the first, and of those beside it."""
+    """The stream id of a compute stream. number: 0 for the first, then 1, 2, ..."""
     return COMPUTE_STREAM if number == 0 else COPY_STREAM + number
 
 
@@ -105,8 +106,8 @@ def compute_stream(number: int) -> int:
 class Command:
     """What all commands share: the number of the split they serve, and the ranges they touch.
 
-    stream: where it is queued, or what it waits for, if any. blocks: the Copy that a Sync belongs
-    to.
+    stream: where the command is queued, or what it waits for, if any.
+    blocks: the Copy that a Sync belongs to.
     """
 
     __slots__ = ("split",)
@@ -117,17 +118,17 @@ class Command:
 
     @property
     def by_host(self) -> bool:
-        """Whether the host itself reads and writes, before it issues the next command."""
+        """Whether the host itself does the command, before it issues the next."""
         return False
 
     @property
     def letter(self) -> str:
-        """In a pattern; empty where none is printed."""
+        """The command's letter in a pattern; empty where a pattern has none for it."""
         return ""
 
     @property
     def label(self) -> str:
-        """The name of the command's node, tensor or value; empty for one without."""
+        """The name of the command's node, tensor or value; empty where it has none."""
         names = self.names()
         return names.get("name") or names.get("value", "")
 
@@ -140,11 +141,12 @@ class Command:
         return ()
 
     def names(self) -> dict[str, str]:
-        """What it names of op, name, value, event and blocks."""
+        """Those of op, name, value, event and blocks that the command has."""
         return {}
 
     def describe(self, backends: Sequence[str]) -> str:
-        """A few words, as `copy inp_pos on cuda:1`. backends: the program's, by index."""
+        """The command in a few words, as `copy inp_pos on cuda:1`. backends: the program's, by
+        index."""
         raise NotImplementedError
 
 
@@ -191,13 +193,13 @@ class Read(_Staged):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Copy(Command):
-    """Asynchronous copy in stream order; `name` is the tensor's."""
+    """An asynchronous copy in stream order. name: of the tensor."""
 
     kind = "copy"
     letter = "a"
     dst: Range
     src: Range
-    stream: Stream = field()  # and no value of the class above
+    stream: Stream = field()  # required: without this, the None of `Command` would be its default
     name: str
     split: int
 
@@ -220,8 +222,8 @@ class Copy(Command):
 class Launch(Command):
     """One kernel: `node` computed on `stream`. Nothing else reads or writes `scratch`.
 
-    programmatic: the launch may begin before the one in front of it on the stream has ended. Its
-    kernels then wait by themselves, and declare that they do.
+    programmatic: the launch may begin before the launch before it on the stream has ended. Its
+        kernels then wait by themselves, and declare that they do.
     """
 
     kind = "launch"
@@ -251,7 +253,7 @@ class Launch(Command):
 
 @dataclass(slots=True, eq=False, repr=False)
 class _AtEvent(Command):
-    """A stream and an event. forks: it orders branches of a split, and has no letter of its own."""
+    """A stream and an event. forks: the command orders branches of a split, and has no letter."""
 
     _letter: ClassVar[str]
     event: str
@@ -289,7 +291,7 @@ class Wait(_AtEvent):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sync(Command):
-    """The host waits for a stream (everything queued on it) or for an event: one is not None.
+    """The host waits for a stream (everything queued on it) or for an event: one of them is given.
 
     blocks: the Copy that this wait ends. The two are one blocking copy, the letter `c`.
     """
@@ -311,20 +313,22 @@ class Sync(Command):
 
     def describe(self, backends: Sequence[str]) -> str:
         of = f'"{self.event}"' if self.stream is None else self.stream.describe(backends)
-        return f"sync of {of}{'' if self.blocks is None else f' behind copy {self.blocks.name}'}"
+        return f"sync of {of}{'' if self.blocks is None else f' after copy {self.blocks.name}'}"
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Replay(Command):
     """A plan: commands of one device, recorded once and then issued by one call on `stream`.
 
-    The parts begin when everything in front on `stream` is over. What is behind on `stream` begins
-    when every part is over. Among themselves the parts are ordered as outside of a plan, by their
-    streams, and by the Records and Waits among them. A Wait among them has its Record in front of
-    it among them; nobody outside knows of that Record. A part on another stream has no other order
-    with what that stream does outside of the plan. No launch begins early towards what is in front
-    of its plan, or towards a plan in front of it. Where copies keep no order with their stream,
-    they keep none in a plan: a Sync on the plan's stream is what waits for them.
+    * The parts begin when everything queued before on `stream` is over. What is queued after on
+      `stream` begins when every part is over.
+    * Among themselves the parts are ordered as outside of a plan: by their streams, and by the
+      Records and Waits among them. The Record of a Wait among the parts is an earlier part. Nobody
+      outside knows of that Record.
+    * A part on another stream has no other order with what that stream does outside of the plan.
+    * No launch overlaps what comes before its plan, or a plan that comes before the launch.
+    * Where copies keep no order with their stream, they keep none in a plan. A Sync on the plan's
+      stream waits for them.
     """
 
     kind = "replay"
@@ -346,8 +350,8 @@ class Replay(Command):
 
 
 class CommandAt(NamedTuple):
-    """A command of a run of programs: at `index` of step number `step`. part: its number among the
-    parts of the plan there, where it is in one."""
+    """A command of a series of programs: at `index` of step number `step`. part: its number among
+    the parts of the plan there, where it is in a plan."""
 
     step: int
     index: int  # type: ignore[assignment]  # a number, and no method of a tuple
@@ -364,7 +368,7 @@ class CommandAt(NamedTuple):
         return f"step {self.step} #{self.index}{'' if self.part is None else f' part {self.part}'}"
 
     def describe(self, backends: Sequence[str]) -> str:
-        """The command's, and whether it is in a plan."""
+        """The command in a few words, and whether it is in a plan."""
         return f"{self.command.describe(backends)}{'' if self.part is None else ' in a plan'}"
 
     def __str__(self) -> str:
@@ -375,8 +379,10 @@ class CommandAt(NamedTuple):
 class Program:
     """The commands of one step, with the names needed to read them.
 
-    layout[b][tensor] is where backend b finds a tensor. splits are the backends' indices in split
-    order. sync is the mode it was lowered with (never `auto`). inputs: what the host writes.
+    layout[b][tensor]: where backend b finds a tensor.
+    splits: the backend of each split, by index.
+    sync: the mode that the program was lowered with, never `auto`.
+    inputs: what the host writes.
     """
 
     commands: list[Command]
@@ -391,8 +397,8 @@ class Program:
 
     @property
     def first_of_tail(self) -> int:
-        """The number of the first of the waits and reads that end the step; of commands, where it
-        ends with neither."""
+        """Where the waits and reads that end the step begin: an index of `commands`. Their length,
+        where the step ends with neither."""
         end = len(self.commands)
         while end and isinstance(last := self.commands[end - 1], Read | Sync):
             if last.split != RESULT:
@@ -402,19 +408,19 @@ class Program:
 
     @property
     def waited(self) -> bool:
-        """Whether the host goes on behind it only when all of it is over."""
+        """Whether the host goes on after the program only when all of its work is over."""
         return self.commands[-1].split == RESULT
 
     def pattern(self, fold: bool = False, result: bool = False) -> str:
         """The program's order in the letters of the threads (`letters.py`), one group per split.
 
         The work of a split is one letter, with a number where it is on several streams (`g3`).
-        Writes, Reads, the logits wait and what orders a split's streams have none.
+        Writes, Reads, the logits wait and the commands that order a split's streams have no letter.
 
         fold: two copies or more are written as four, and sync-and-copy pairs as `scsc`, as the
-        threads do.
+            threads do.
         result: the last group ends with `as`, the copy of the results to the host and the wait for
-        it, where the step has them. `aaaag aaaag aaaagas` is a train of three ubatches.
+            it, where the step has them. `aaaag aaaag aaaagas` is a train of three ubatches.
         """
         groups = [""] * len(self.splits)
         blocked = {c.blocks for c in self.commands}
@@ -437,10 +443,10 @@ class Program:
         return " ".join(groups)
 
     def counts(self) -> dict[str, int]:
-        """Per step: waits of the host, copies, launches, records, stream waits, bytes copied.
+        """Of one step: waits of the host, copies, launches, records, stream waits, bytes copied.
 
-        waits counts every Sync, the logits wait included; copies likewise. Where there are plans,
-        also replays: the host issues each of them, and not the commands in it.
+        waits: every Sync, the logits wait included. copies: likewise with that of the results.
+        replays: only where there are plans. The host issues each plan, not the commands in it.
         """
         names = {
             "sync": "waits", "copy": "copies", "launch": "launches",
@@ -453,12 +459,12 @@ class Program:
         return counts | {"copied_bytes": copied} | replays
 
     def singly(self) -> Iterator[Command]:
-        """Every command, the parts of plans in place of the plans."""
+        """Every command, with the parts of each plan in the plan's place."""
         for c in self.commands:
             yield from c.parts if isinstance(c, Replay) else (c,)
 
     def located(self, step: int = 0) -> Iterator[CommandAt]:
-        """The same, each with where it is; step: the number to give all."""
+        """As `singly`, each command with its place. step: the step's number in every place."""
         for i, c in enumerate(self.commands):
             parts = enumerate(c.parts) if isinstance(c, Replay) else [(None, c)]
             yield from [CommandAt(step, i, part, n) for n, part in parts]

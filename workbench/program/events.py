@@ -1,4 +1,4 @@
-"""The names of a program's events: what each stands behind.
+"""The names of a program's events: what each event is recorded after.
 
 A name is the same in every program of an engine, whatever its shape: a later step waits for the
 event that an earlier one recorded. The name has the backend that records, because events belong to
@@ -12,7 +12,7 @@ def ended(backend: str) -> str:
 
 
 def computed(backend: str) -> str:
-    """The results of a step, where a copy behind it brings them."""
+    """The results of a step, where a copy that follows the step brings them."""
     return f"results on {backend}"
 
 
@@ -40,9 +40,9 @@ def staged(backend: str, turn: int) -> str:
     return f"copies to {backend} from staging of turn {turn}"
 
 
-def in_front(stream: str) -> str:
-    """What a stream has in front of a plan that has parts on it."""
-    return f"{stream} in front of a plan"
+def before_plan(stream: str) -> str:
+    """What a stream does before a plan that has parts on it."""
+    return f"{stream} before a plan"
 
 
 def replayed(stream: str) -> str:
@@ -56,7 +56,7 @@ def crossed(backend: str, split: int) -> str:
 
 
 def begun(backend: str, split: int) -> str:
-    """What the first compute stream has in front of a split."""
+    """What the first compute stream does before a split."""
     return f"begin of split {split} on {backend}"
 
 

@@ -1,8 +1,8 @@
-"""A program for another first cell: what patching its cache stores makes of it.
+"""The program that a kept program becomes when its cache stores are patched for another first cell.
 
 Where cache stores are copies to views (`copy_to_view`), the first cell that a step stores is a
-parameter of their nodes, and an address in their arguments. A kept program is patched for the next
-cell, and here is what then runs, ranges included.
+parameter of the stores' nodes, and an address in their arguments. A kept program is patched for the
+next cell. This module says which program then runs, ranges included, so that it can be checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CELL = "cell"  # the parameter
 
 
 def is_view(node: Node) -> bool:
-    """Whether the node stores from a cell on that is a parameter of it."""
+    """Whether the node has, as a parameter, the cell from which on it stores."""
     return CELL in node.params
 
 
@@ -31,8 +31,8 @@ def first_cell(program: c.Program) -> int | None:
 
 
 def at_cell(program: c.Program, cell: int) -> c.Program:
-    """The program that a step with another first cell has, as it would be built; the same where it
-    has it already. Raises UsageError for cells outside of the cache."""
+    """The program of a step with first cell `cell`, as if it had been built for it; the program
+    itself where it stores from there already. Raises UsageError for cells outside of the cache."""
     if first_cell(program) in (None, cell):
         return program
     return replace(program, commands=_moved(program, program.commands, cell))

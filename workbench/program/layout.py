@@ -1,7 +1,7 @@
-"""Where a program's tensors lie: staging memory, arenas, the rings that steps take by turns.
+"""Where a program's tensors lie: in staging memory, in arenas, in rings whose copies take turns.
 
-Weights and caches have their ranges already (`residents`). All else is laid out here, for each
-backend. `program/lower.py` says when commands come, and finds every range in the `Layout`.
+Weights and caches have their ranges already (`residents`). Every other tensor is laid out here, for
+each backend. `program/lower.py` says when commands come, and finds every range in the `Layout`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,10 @@ DIRECT_ROWS = 8  # of results: more are computed by kernels that would wait for 
 class Target(NamedTuple):
     """What lowering asks of a backend.
 
-    scratch_bytes: of a node. begins_early: whether a node is launched programmatically, because its
-    kernels wait by themselves; None: no node is. in_stream: as `Capabilities` has it.
+    scratch_bytes: the bytes of scratch memory that a node wants.
+    begins_early: whether a node is launched programmatically, because its kernels wait by
+        themselves; None: no node is.
+    in_stream: as `Capabilities` has it.
     """
 
     name: str
@@ -33,12 +35,18 @@ class Target(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """ranges[b]: where backend b finds a tensor. staged: ranges of staging memory, for inputs and
-    for what the host computes for devices, in the order of the copies. scratch: by node. buffers:
-    memory of this step beside the residents, in the order of first use. known: buffers of all steps
-    by name. landed: ranges of the host's memory that a device writes results to itself. host_turn,
-    device_turn, result_turn: which copy of each ring the step takes. result_ring: how many there
-    are of results."""
+    """Where every tensor of one step lies.
+
+    ranges[b]: where backend b finds a tensor.
+    staged: ranges of staging memory, for inputs and for what the host computes for devices, in the
+        order of the copies.
+    scratch: the scratch memory of each node.
+    buffers: the memory of this step beside the residents, in the order of first use.
+    known: the buffers of all steps, by name.
+    landed: ranges of the host's memory that a device writes results to itself.
+    host_turn, device_turn, result_turn: which copy of each ring the step takes.
+    result_ring: how many copies the ring of results has.
+    """
 
     ranges: list[dict[Tensor, Range]]
     staged: dict[Tensor, Range]
@@ -94,10 +102,12 @@ def lay_out(
 ) -> Layout:
     """Gives every tensor its range on every backend that uses it.
 
-    residents[b]: where backend b keeps weights and caches. targets: the host, then the devices.
-    turn: which copy of the rings this step takes, below the ordering's `period`. known: buffers of
-    earlier steps by name. This step shares them and lets them grow; new ones are added. lifetimes:
-    when bytes of an arena may be used again.
+    residents[b]: where backend b keeps weights and caches.
+    targets: the host, then the devices.
+    turn: which copy of the rings this step takes, below the ordering's `period`.
+    known: the buffers of earlier steps, by name. This step shares them and lets them grow. Buffers
+        that only this step has are added.
+    lifetimes: when bytes of an arena may be used again.
     """
     layout = Layout(
         [], {}, {}, [], {} if known is None else known, {},
@@ -107,7 +117,7 @@ def lay_out(
     owner = len(residents) - 1  # the device owns what its copies touch
     pageable = ordering.host_source == HostSource.PAGEABLE or not owner
     space = Space.HOST if pageable else Space.PINNED
-    offsets, nbytes = _one_behind_the_other([*from_host(splits), *graph.inputs])
+    offsets, nbytes = _one_after_the_other([*from_host(splits), *graph.inputs])
     name = _of_ring("staging", layout.host_turn, ordering.host_ring)
     staging = layout.buffer(name, space, nbytes, owner)
     layout.staged.update((t, Range(staging, at, t.nbytes)) for t, at in offsets.items())
@@ -117,7 +127,7 @@ def lay_out(
         layout.landed.update(layout.results(graph, last))
     kept: dict[Tensor, Range] = {}
     if ordering.result_ring > 1 and last != HOST and graph.outputs:
-        offsets, nbytes = _one_behind_the_other(graph.outputs)
+        offsets, nbytes = _one_after_the_other(graph.outputs)
         name = _of_ring(f"kept results.{last}", layout.result_turn, ordering.result_ring)
         memory = layout.buffer(name, Space.DEVICE, nbytes, last)
         kept.update((t, Range(memory, at, t.nbytes)) for t, at in offsets.items())
@@ -130,7 +140,7 @@ def lay_out(
             ranges.update(layout.staged)  # the host computes on staging itself
             given = [s for s in given if s.kind != Kind.INPUT]
         elif ordering.device_ring > 1:
-            offsets, nbytes = _one_behind_the_other(given)
+            offsets, nbytes = _one_after_the_other(given)
             name = _of_ring(f"inputs.{b}", layout.device_turn, ordering.device_ring)
             memory = layout.buffer(name, Space.DEVICE, nbytes, b)
             ranges.update((t, Range(memory, at, t.nbytes)) for t, at in offsets.items())
@@ -152,8 +162,8 @@ def lay_out(
 def _in_order(
     parts: Sequence[Split], lifetimes: str
 ) -> tuple[Sequence[Node], arena.Visibility | None]:
-    """What the arena is given of a backend's splits: nodes in order, and, where it is to know
-    streams, what these know of each other."""
+    """What the arena is given of a backend's splits: the nodes in order, and what each stream knows
+    of the others. None for the latter where the arena is to know of no streams."""
     if not any(part.forked for part in parts):
         return [node for part in parts for node in part.nodes], None
     branches = chained([part.branches for part in parts])
@@ -170,7 +180,7 @@ def _is_direct(graph: Graph, ordering: Ordering, last: Target) -> bool:
 
 
 def from_host(splits: Sequence[Split]) -> list[Tensor]:
-    """What the host gives to devices, in the order of the copies: inputs, and what it computes."""
+    """What the host gives to devices, in the order of the copies: inputs and its own results."""
     computed = {
         t.storage for part in splits if part.backend == HOST for n in part.nodes for t in n.outputs
     }
@@ -178,8 +188,8 @@ def from_host(splits: Sequence[Split]) -> list[Tensor]:
     return [s for s in copied if s.kind == Kind.INPUT or s in computed]
 
 
-def _one_behind_the_other(tensors: Sequence[Tensor]) -> tuple[dict[Tensor, int], int]:
-    """Offsets of the tensors, aligned, and the bytes of all."""
+def _one_after_the_other(tensors: Sequence[Tensor]) -> tuple[dict[Tensor, int], int]:
+    """The aligned offset of each tensor, and the bytes of all of them."""
     offsets, end = dict[Tensor, int](), 0
     for t in dict.fromkeys(tensors):
         offsets[t] = end
@@ -188,5 +198,6 @@ def _one_behind_the_other(tensors: Sequence[Tensor]) -> tuple[dict[Tensor, int],
 
 
 def _of_ring(name: str, turn: int, depth: int) -> str:
-    """A buffer of its own for each turn, because steps of other shapes need other sizes."""
+    """The name of a ring's buffer. Each turn has its own, because steps of other shapes need other
+    sizes."""
     return name if depth == 1 else f"{name}.{turn}"

@@ -1,8 +1,8 @@
 """ROOM #17795: lowers a graph to a program, ordering copies, waits and launches by sync mode.
 
 A sync mode is not an `if` in a loop: it is a row of `RULES` (`program/sync_modes.py`), which says
-where Sync commands go around the input copies of a device split. What the rows cost is one wait of
-the host each; what they protect, with copies on their own stream:
+where Sync commands stand around the input copies of a device split. Each Sync costs a wait of the
+host. What it protects, with copies on their own stream:
 
     host     W W W . s . C C C . s . g g g g ........ S R      W write staging   C copy
     copies           |   c c c-'   |                            g launch          R read
@@ -32,9 +32,10 @@ from workbench.program.sync_modes import Ordering
 class _Emitter:
     """The commands of one program while they are made, and what their makers share.
 
-    last_copied: by device, the last split that copies from staging memory. (A device's copies run
-    in order.) overwritten: whether later copies to a device may come that neither the host nor the
-    device's own order holds back.
+    last_copied: of each device, the last split that copies from staging memory. (A device's copies
+        run in order.)
+    overwritten: whether a later copy may overwrite a device's inputs while neither the host nor the
+        device's own order holds that copy back.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class _Emitter:
         self.overwritten = ordering.device_ring > 1 or len(targets) > c.DEVICE + 1
 
     def write_inputs(self, graph: Graph) -> None:
-        """The host's writes. In a ring the host first waits for copies that still read this turn's
+        """The host's writes. In a ring, the host first waits until no copy still reads this turn's
         staging memory."""
         if self.ordering.host_ring > 1:
             for device in range(1, len(self.targets)):
@@ -100,7 +101,7 @@ class _Emitter:
             self._from_devices(number, part)
 
     def _staged(self, copies: c.Stream, number: int) -> None:
-        """Records the event behind a device's last copy out of this step's staging memory. It
+        """Records an event after a device's last copy out of this step's staging memory. The event
         is named by device, not by split, because a step with other splits may wait for it."""
         event = events.staged(self.targets[copies.backend].name, self.layout.host_turn)
         self.commands.append(c.Record(event, copies, number))
@@ -114,13 +115,14 @@ class _Emitter:
     def _from_devices(self, number: int, part: Split) -> None:
         """Copies from other devices, each on the stream of the device that computed the tensor.
 
-        The copying stream first waits for the graph that read the destination last. That may be one
-        of another shape, which was given nothing by other devices. The reading device's stream then
-        waits for the copies. The host does not wait, so a device may be one step ahead of the next.
+        The copying stream first waits for the latest graph that read the destination. That graph
+        may have another shape, which was given nothing by other devices. The reading device's
+        stream then waits for the copies. The host does not wait, so a device may be one step ahead
+        of the next.
 
         In llama.cpp the reading device's stream waits for the last reader, and the copy rides the
-        other stream (case reused_copy in `data/measure/races_of_record.py`). Every sync mode here
-        repairs this.
+        other stream: a race (case reused_copy in `data/measure/races_of_record.py`). Every sync
+        mode here excludes it.
         """
         emit, here, made_by = self.commands.append, self.ranges[part.backend], self.made_by
         theirs = [s for s in part.inputs if s not in self.layout.staged]
@@ -135,18 +137,18 @@ class _Emitter:
             emit(c.Wait(landed, c.Stream(part.backend, c.COMPUTE_STREAM), number))
 
     def _wait_for_graph(self, number: int, compute: c.Stream) -> c.Sync:
-        """The host's wait before copies: for everything queued, or in a ring for the graph that
+        """The host's wait before copies: for everything queued, or, in a ring, for the graph that
         read this turn's inputs."""
         if self.ordering.device_ring == 1:
             return c.Sync(number, stream=compute)
         return c.Sync(number, event=self._read(compute.backend))
 
     def _read(self, backend: int) -> str:
-        """The event behind the latest graph on `backend` that read this turn's inputs."""
+        """The event recorded after the latest graph on `backend` that read this turn's inputs."""
         return events.read(self.targets[backend].name, self.layout.device_turn)
 
     def _from_host(self, part: Split) -> list[tuple[str, c.Range, c.Range]]:
-        """Name, destination and source of each copy from staging memory, in order."""
+        """The name, destination and source of each copy from staging memory, in order."""
         staged = self.layout.staged
         inputs = [s for s in part.inputs if s in staged]
         if self.ordering.input_order == InputOrder.USER_FIRST:
@@ -162,7 +164,7 @@ class _Emitter:
         return found
 
     def _bring_to_host(self, number: int, part: Split) -> None:
-        """A host split computes at once: what it needs from a device is copied and waited for."""
+        """A host split computes at once: its inputs are copied from devices and waited for."""
         waited: set[c.Stream] = set()
         for s in part.inputs:
             if s.kind == Kind.INPUT:
@@ -177,8 +179,8 @@ class _Emitter:
             self.commands.append(c.Sync(number, stream=stream, blocks=copy))
 
     def launches(self, number: int, part: Split) -> None:
-        """The split's work in graph order, on the streams of its branches. All of them are joined
-        at its end: what is behind it on the first stream is behind all of it."""
+        """The split's work in graph order, on the streams of its branches. At the split's end all
+        streams are joined: what then is queued on the first stream comes after all branches."""
         nodes, streams, waits, joins = part.branches
         ids = [c.Stream(part.backend, c.compute_stream(n)) for n in range(max(streams) + 1)]
         ranges, scratch, emit = self.ranges[part.backend], self.layout.scratch, self.commands.append
@@ -209,7 +211,7 @@ class _Emitter:
             emit(c.Record(self._read(part.backend), ids[0], number))
 
     def result(self, graph: Graph, splits: Sequence[Split]) -> None:
-        """The logits on their way to the host, and the wait that ends the step."""
+        """The copy of the logits to the host, and the wait that ends the step."""
         emit, last = self.commands.append, c.Stream(splits[-1].backend, c.COMPUTE_STREAM)
         if not graph.shape.n_outputs and self.ordering.step_wait == StepWait.OUTPUTS:
             return
@@ -221,19 +223,19 @@ class _Emitter:
         in_stream = self.targets[last.backend].in_stream
         if not in_stream:
             emit(c.Sync(c.RESULT, stream=last))
-        behind = self.ordering.result_ring > 1
-        brings = c.Stream(last.backend, c.COPY_STREAM) if behind else last
+        overlaps = self.ordering.result_ring > 1  # the next step may run before the results arrive
+        brings = c.Stream(last.backend, c.COPY_STREAM) if overlaps else last
         there = self.layout.landed
         if not there:
             there = self.layout.results(graph, last.backend)
-            if behind:
+            if overlaps:
                 computed = events.computed(self.targets[last.backend].name)
                 emit(c.Record(computed, last, c.RESULT))
                 emit(c.Wait(computed, brings, c.RESULT))
             for t, landing in there.items():
                 emit(c.Copy(landing, self.ranges[self.made_by[t]][t], brings, t.name, c.RESULT))
         reads = [c.Read(landing, t.name) for t, landing in there.items()]
-        if behind:
+        if overlaps:
             ended = events.arrived(self.targets[last.backend].name, self.layout.result_turn)
             emit(c.Record(ended, brings, c.RESULT))
             emit(c.Sync(c.RESULT, event=ended))
@@ -246,8 +248,8 @@ class _Emitter:
         self.commands.extend(reads)
 
     def _join(self, splits: Sequence[Split], last: c.Stream) -> None:
-        """Lets the wait that ends the step be for other devices, too, where nothing else is: what
-        their latest split computes, no later one takes. (Shifting a cache is such work.)"""
+        """Lets the wait that ends the step wait for other devices too. It does already for a device
+        whose latest split gives something to a later split. (Shifting a cache gives nothing.)"""
         for device in {s.backend: None for s in splits if s.backend not in (c.HOST, last.backend)}:
             latest = max(i for i, s in enumerate(splits) if s.backend == device)
             taken = {s for part in splits[latest + 1 :] for s in part.inputs}
@@ -265,8 +267,8 @@ class _Emitter:
 def _joined(
     before: tuple[str, c.Range, c.Range], dst: c.Range, src: c.Range
 ) -> tuple[str, c.Range, c.Range] | None:
-    """Two copies as one, where the second's ranges begin at the aligned end of the first's; else
-    None."""
+    """Two copies as one, where the ranges of the second begin at the aligned ends of the first's;
+    else None."""
     _, to, from_ = before
     for first, second in ((to, dst), (from_, src)):
         end = first.offset + round_up(first.nbytes, ALIGN)
@@ -293,10 +295,13 @@ def lower(
 ) -> c.Program:
     """The program of one step, whose tensors lie as `layout` says.
 
-    targets: as `lay_out` was given them. ordering: with nothing at `auto`. The program
-    ends with the logits wait (Record, Sync on that event, Read), unless step_wait=outputs and it
-    has no outputs. Where copies are not in stream order, two Syncs on the stream replace the event:
-    one before the logits' copy, one behind it. When the wait is over, every device is done.
+    targets: as `lay_out` was given them.
+    ordering: with nothing at `auto`.
+
+    The program ends with the logits wait (Record, Sync on that event, Read), unless
+    step_wait=outputs and it has no outputs. Where copies are not in stream order, two Syncs on the
+    stream replace the event: one before the copy of the logits, one after it. When the wait is
+    over, every device is done.
     """
     emitter = _Emitter(splits, layout, ordering, targets)
     emitter.write_inputs(graph)

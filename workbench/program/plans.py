@@ -1,22 +1,23 @@
 """ROOM #16548, what is in a plan: a rewrite of a program, before anything is captured.
 
 A plan is one command, `Replay`, in place of the commands that it stands for. `backend/plan/life.py`
-captures and replays it. Here it says which commands those are:
+captures and replays plans. This module says which commands a plan stands for:
 
     split    h s a a s g g g g . a r S R       the launches of each split
                        `plan -'
     step     h s a a . g g g g . a r S R       copies, launches, copies of results: all that one
                  `------ plan -----'           device is asked between two calls of the host
 
-What a plan needs from outside is waited for in front of it. What others need of it is recorded
-behind it. So Waits for others' events move in front, and Records for others move behind, both on
-the stream that the plan is launched on. A Wait behind the last work stays on its stream, and so
-does a Record behind it. With `step` on several devices that costs overlap: before a
-plan begins, the next device has to be done with what the plan's last copy overwrites. Several
-buffers (n_copies=4) give the overlap back.
+Whatever a plan needs from outside is waited for before the plan. Whatever others need of it is
+recorded after the plan. So a Wait for an event from outside moves to the time before the plan, and
+a Record for others to the time after it, both on the stream that the plan is launched on. A Wait
+after the last work stays on its stream, and so does a Record after that Wait. With `step` on
+several devices this costs overlap: before a plan begins, the next device must be done with the
+bytes that the plan's last copy overwrites. Several buffers (n_copies=4) give the overlap back.
 
-Parts on another stream lose its order with what it does outside; where it does anything, it is
-joined with the plan's stream in front and behind. All of that only adds order.
+A part on another stream has no order with that stream's work outside of the plan. So a stream that
+has such work is joined with the plan's stream before and after the plan. Both rewrites only add
+order.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ _IN: dict[str, tuple[type[c.Command], ...]] = {
 
 
 class _Planned(NamedTuple):
-    """A plan, and what stands in front of it and behind it."""
+    """A plan, and the commands before and after it."""
 
-    front: list[c.Command]
+    before: list[c.Command]
     replay: c.Replay
-    behind: list[c.Command]
+    after: list[c.Command]
 
 
 def with_plans(program: c.Program, scope: str) -> c.Program:
-    """The program with plans in place of what they stand for. Its order is at least as strong, for
-    programs that record and wait for the same events alike."""
+    """The program with plans in place of the commands that they stand for. Its order is at least as
+    strong, towards any program that records and waits for the same events."""
     used = [(i, x.event) for i, x in enumerate(program.commands) if isinstance(x, c.Wait | c.Sync)]
     made: list[c.Command | _Planned] = []
     for device, group in groupby(enumerate(program.commands), lambda at: _device(at[1], scope)):
@@ -58,7 +59,7 @@ def with_plans(program: c.Program, scope: str) -> c.Program:
             outside = {event for i, event in used if not numbers[0] <= i <= numbers[-1]}
             made.append(_planned(run, c.Stream(device[0], c.COMPUTE_STREAM), outside))
     plain = [x for x in made if not isinstance(x, _Planned)]
-    around = [x for p in made if isinstance(p, _Planned) for x in (*p.front, *p.behind)]
+    around = [x for p in made if isinstance(p, _Planned) for x in (*p.before, *p.after)]
     apart = {x.stream for x in (*plain, *around)}
     copied = {part for p in made if isinstance(p, _Planned) for part in p.replay.parts}
     commands: list[c.Command] = []
@@ -73,54 +74,56 @@ def with_plans(program: c.Program, scope: str) -> c.Program:
 
 
 def _device(command: c.Command, scope: str) -> tuple[int, int] | None:
-    """The same for neighbours that one plan can have; None for what no plan has."""
+    """A key that is equal for neighbours which can be in one plan; None for a command that is in no
+    plan."""
     if command.by_host or not isinstance(command, _IN[scope]):
         return None
     assert command.stream is not None
     if command.split == c.RESULT and command.stream.id == c.COPY_STREAM:
-        return None  # the copy of results behind a step, which the next one does not wait for
+        return None  # a copy of results after a step, for which the next step does not wait
     return command.stream.backend, command.split if scope == PlanScope.SPLIT else 0
 
 
 def _planned(
     run: Sequence[c.Command], stream: c.Stream, outside: Collection[str | None]
 ) -> _Planned:
-    """The plan of a run. outside: events that are waited for outside of it."""
+    """The plan that stands for a stretch of commands. outside: events that are waited for outside
+    of it."""
     last = max(i for i, x in enumerate(run) if isinstance(x, _WORK))
     record_of = _records(run[:last])
     needed, outside = {*record_of.values()}, {*outside, *_events(run[last:], c.Wait)}
-    front: list[c.Command] = []
+    before: list[c.Command] = []
     parts: list[c.Command] = []
-    behind: list[c.Command] = []
-    waits: list[c.Wait] = []  # of those behind
+    after: list[c.Command] = []
+    waits: list[c.Wait] = []  # in `after`
     for i, x in enumerate(run):
         if isinstance(x, _WORK) or i in record_of:
             parts.append(x)
         elif isinstance(x, c.Wait):
             if i > last:
                 waits.append(x)
-                behind.append(x)
+                after.append(x)
             else:
-                front += [x] if x.stream == stream else [x, c.Wait(x.event, stream, x.split)]
+                before += [x] if x.stream == stream else [x, c.Wait(x.event, stream, x.split)]
         elif isinstance(x, c.Record):
             if any(w.event == x.event or w.stream == x.stream for w in waits):
-                behind.append(x)  # of what the stream waits for there, or by the same name
+                after.append(x)  # it stands for what the stream waits for, or has the same name
             elif any(part.stream == x.stream for part in parts):
                 if i in needed:
                     parts.append(x)
                 if i not in needed or x.event in outside:
-                    behind.append(replace(x, stream=stream))
-            else:  # of what the stream did before
-                front.append(x)
-                if x.event in _events(behind, c.Record):  # and the event's latest
-                    behind.append(x)
+                    after.append(replace(x, stream=stream))
+            else:  # it stands for what the stream did before the plan
+                before.append(x)
+                if x.event in _events(after, c.Record):  # and must stay the event's latest Record
+                    after.append(x)
     split = next(x.split for x in run if isinstance(x, c.Launch))
-    return _Planned(front, c.Replay(tuple(parts), stream, split), behind)
+    return _Planned(before, c.Replay(tuple(parts), stream, split), after)
 
 
 def _records(run: Sequence[c.Command]) -> dict[int, int]:
-    """Of each Wait for work of the run, the Record: their numbers. What such a Wait is in front of
-    is behind that work, too."""
+    """The number of each Wait for work of this stretch, with the number of its Record. The stretch
+    orders whatever follows such a Wait after that work, too."""
     found: dict[int, int] = {}
     latest: dict[str, int | None] = {}
     begun: set[c.Stream | None] = set()
@@ -142,16 +145,19 @@ def _events(run: Sequence[c.Command], kind: type[c.Record] | type[c.Wait]) -> se
 def _joined(
     planned: _Planned, apart: Collection[c.Stream | None], backends: Sequence[str]
 ) -> Sequence[c.Command]:
-    """What stands for a plan in a program. apart: streams with work outside of plans."""
-    front, replay, behind = planned
+    """The commands that stand for a plan in a program.
+
+    apart: streams with work outside of plans.
+    """
+    before, replay, after = planned
     here, split = replay.stream, replay.split
     streams = dict.fromkeys(x.stream for x in replay.parts)
     others = [s for s in streams if s in apart and s is not None and s != here]
     if not others:
-        return *front, replay, *behind
+        return *before, replay, *after
     for other in others:
-        reached = events.in_front(other.describe(backends))
-        front += [c.Record(reached, other, split), c.Wait(reached, here, split)]
+        reached = events.before_plan(other.describe(backends))
+        before += [c.Record(reached, other, split), c.Wait(reached, here, split)]
     over = events.replayed(here.describe(backends))
     joins = [c.Wait(over, other, split) for other in others]
-    return *front, replay, c.Record(over, here, split), *joins, *behind
+    return *before, replay, c.Record(over, here, split), *joins, *after

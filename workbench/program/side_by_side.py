@@ -1,8 +1,8 @@
 """Which launches of a program may run side by side: its regions, and the branches of each.
 
-A branch is what runs on one stream between a fork and a join: launches without a Record or a Wait
-of a fork among them. Two branches are side by side where no order between them follows from streams
-and events. Branches that are linked by such pairs are one region.
+A branch runs on one stream between a fork and a join: launches without a Record or a Wait of a fork
+among them. Two branches are side by side where streams and events give no order between them.
+Branches that are linked by such pairs are one region.
 
     stream 0   norm | Q product . Q rope ----------- | attention
     stream 2        | K product . K rope . K store - |
@@ -30,8 +30,11 @@ class Branch(NamedTuple):
 
 
 class _Piece:
-    """What a stream computes between two points that order it with others. clock: by stream, how
-    many of its pieces are over when this one begins. number: on its own stream."""
+    """What a stream computes between two points that order it with other streams.
+
+    number: of the piece, on its own stream.
+    clock: of each stream, how many of its pieces are over when this piece begins.
+    """
 
     def __init__(self, stream: Stream, number: int, clock: dict[Stream, int]):
         self.stream, self.number, self.clock = stream, number, clock
@@ -45,7 +48,8 @@ class _Piece:
 
 
 def regions(program: Program) -> list[list[Branch]]:
-    """The regions of a program, by their first launch; of each, its branches likewise."""
+    """The regions of a program, in the order of their first launches. A region is the list of its
+    branches, in the same order."""
     pieces = _pieces(program)
     region_of = list(range(len(pieces)))  # the first piece of each one's region
     for j, later in enumerate(pieces):
@@ -62,14 +66,14 @@ def regions(program: Program) -> list[list[Branch]]:
 
 
 def _pieces(program: Program) -> list[_Piece]:
-    """All pieces with launches, by their first launch."""
+    """All pieces that have launches, in the order of the first launch of each."""
     found: list[_Piece] = []
     under_way: dict[Stream, _Piece] = {}
     clocks: dict[Stream, dict[Stream, int]] = {}
     recorded: dict[str, dict[Stream, int]] = {}
 
     def cut(stream: Stream) -> dict[Stream, int]:
-        """Ends the piece of a stream; its clock."""
+        """Ends the current piece of a stream; returns the stream's clock."""
         clock = clocks.setdefault(stream, {})
         if under_way.pop(stream, None) is not None:
             clock[stream] = clock.get(stream, 0) + 1

@@ -11,9 +11,12 @@ from workbench.program.commands import HOST
 
 
 class Split(NamedTuple):
-    """Consecutive nodes of one backend. inputs: host inputs and other backends' activations that
-    these nodes read, in the order of first use. A tensor that an earlier split of the same backend
-    was given is not listed again. forked: the nodes on several streams; None: all are on one."""
+    """Consecutive nodes of one backend.
+
+    inputs: host inputs and other backends' activations that these nodes read, in the order of first
+        use. A tensor that an earlier split of the same backend was given is not listed again.
+    forked: the nodes on several streams; None: all nodes are on one stream.
+    """
 
     backend: int
     nodes: list[Node]
@@ -49,9 +52,12 @@ def split(graph: Graph, backend_of: Callable[[Node], int]) -> list[Split]:
 
 
 def assign(nodes: Sequence[Node], fixed: Callable[[Node], int | None]) -> dict[Node, int]:
-    """The backend of every node. fixed: which backend a node's weight or cache ties it to, if any.
-    Other nodes take a neighbour's backend, as in ggml_backend_sched: devices spread first, down the
-    graph and then up; then the host does."""
+    """The backend of every node.
+
+    fixed: the backend that a node's weight or cache ties the node to, if any. Other nodes take a
+        neighbour's backend, as in ggml_backend_sched: devices spread first, down the graph and then
+        up; then the host spreads.
+    """
     found: list[int | None] = [fixed(node) for node in nodes]
 
     def spread(order: Iterable[int], takes: Callable[[int], bool]) -> None:

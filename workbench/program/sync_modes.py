@@ -1,9 +1,9 @@
 """How a program's copies and waits are ordered: the sync modes, and what races under them.
 
 A sync mode is a row of `RULES`: where the host waits around the input copies of a split.
-`program/lower.py` makes programs by it. `race_of` says in words which orderings are unsafe where;
-`program/check/hazards.py` proves it, command by command. `engine/choose.py` takes one for
-sync=auto.
+`program/lower.py` makes programs by the row. `race_of` says in words which orderings race on which
+devices; `program/check/hazards.py` proves the same, command by command. `engine/choose.py` chooses
+a mode for sync=auto.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Rule(NamedTuple):
     wait_before: bool  # for the split's stream, once before the copies
     blocking: bool  # each copy is waited for at once
     wait_after: bool  # for the copies, once before the launches
-    guarded: bool = False  # launches wait, on the device, for an event behind the copies
+    guarded: bool = False  # launches wait, on the device, for an event recorded after the copies
     packed: bool = False  # inputs that are neighbours on both sides are one copy
 
 
@@ -72,18 +72,20 @@ class Ordering(NamedTuple):
 
     @property
     def result_ring(self) -> int:
-        """How many steps have results of their own: so many may be under way."""
+        """How many steps have results of their own. As many steps may be under way at once."""
         return 2 if self.results == config.Results.BEHIND else 1
 
     @property
     def period(self) -> int:
-        """After how many steps without a wait the rings come round again. Each turn has its own
+        """After how many steps without a wait the rings begin again. Each turn has its own
         program."""
         return math.lcm(self.host_ring, self.device_ring, self.result_ring)
 
     def turn_after(self, turn: int, waited: bool) -> int:
-        """The turn behind a step of `turn`. waited: the host waited for the step. No copy is in use
-        then, and the first is taken: so tokens share one program, and one plan.
+        """The turn of the step after a step of `turn`.
+
+        waited: the host waited for that step. Then no copy of a ring is in use, and the next step
+            takes the first. So tokens share one program, and one plan.
 
         Source: llama.cpp, `ggml_backend_sched_synchronize`: copy 0 after a synchronization.
         """

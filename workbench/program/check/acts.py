@@ -1,11 +1,12 @@
 """From commands to acts: the programs of some steps as calls of `clocks.Clocks`.
 
-What cannot race is left out once for all: bytes that nobody writes, and bytes that one stream
-touches alone, in its order. Of a decode of some hundred launches some dozen acts are left, and they
-can be walked again and again.
+What cannot race is left out once for all: bytes that nobody writes, and bytes that only one stream
+touches, in its order. Of a decode of some hundred launches some dozen acts are left. They can be
+walked again and again.
 
-A plan is its parts. All of them begin behind what its stream has in front, and what the stream has
-behind begins when all are over. Parts on another stream have a timeline that is the plan's own:
+A plan is its parts. All parts begin after what the plan's stream did before, and what the stream
+does next begins when all parts are over. Parts on another stream have a timeline that belongs to
+the plan alone:
 
     compute   ---g g---.-- g --- w g --- g ---.--- r      the plan is between the two dots
     copies              '- a a - r'      a ---'           what it copies has no order with the
@@ -33,11 +34,13 @@ Act = tuple[int, Callable[..., None], tuple[Any, ...]]  # a command, a method, i
 
 
 class Accessor(NamedTuple):
-    """A command's accesses, or only its early ones: what a walk knows by its number.
+    """The accesses of a command, or only its early accesses. A walk knows them by one number.
 
-    program: by number, as they first come. command: by number, too (`Singly`). method: of
-    `Clocks`, with which it is issued. timeline: none on the host. missing: what these accesses lack
-    where they race.
+    program: its number, in the order of first issue.
+    command: its number in the program (`Singly`).
+    method: the method of `Clocks` that issues it.
+    timeline: _NO_TIMELINE on the host.
+    missing: the order that these accesses lack where they race.
     """
 
     program: int
@@ -50,7 +53,7 @@ class Accessor(NamedTuple):
 
 
 class Singly:
-    """A program's commands one by one, in host order; a plan is worked out once."""
+    """A program's commands one by one, in host order, with plans resolved into their parts."""
 
     __slots__ = ("_located", "commands")
 
@@ -74,12 +77,16 @@ _HOST_USER, _LOOSE_USER, _FIRST_USER = 0, 1, 2  # who touches a range: two bits,
 
 
 class StepActs:
-    """The programs of some steps as lists of acts; accessors by number.
+    """The programs of some steps as lists of acts, and the accessors by number.
 
-    steps: one after the other, by one host. order: of each step, the number of its program. acts:
-    of each program. n_logs: of memory (`touched.py`). early: timelines with launches that begin
-    early. one_order, declared: as `hazards.races` has them. Raises UsageError for a command on a
-    backend that its program does not have.
+    steps: issued one after the other, by one host.
+    order: the number of each step's program.
+    acts: the acts of each program.
+    n_logs: how many logs of memory there are (`touched.py`).
+    early: the timelines with launches that begin early.
+    one_order, declared: as `hazards.races` has them.
+
+    Raises UsageError for a command on a backend that its program does not have.
     """
 
     def __init__(self, steps: Sequence[cmd.Program], one_order: bool, declared: Declared | None):
@@ -92,9 +99,10 @@ class StepActs:
         self.accessors: list[Accessor] = []
         self._one_order = one_order
         self._declared = declared
-        # of a stream, of its loose copies, or in plans on the last stream
+        # of a stream, of its loose copies (True), or of its parts in plans on the last stream
         self._timelines: dict[tuple[cmd.Stream, bool, cmd.Stream | None], int] = {}
-        self._touched: dict[tuple[Ranges, Ranges], int] = {}  # what is read and written: by whom
+        # by the ranges that are read and written: bits that say by whom
+        self._touched: dict[tuple[Ranges, Ranges], int] = {}
         self._program = 0
         self._plan: cmd.Stream | None = None  # on which the plan under way is launched
         self._recorded: set[str] = set()  # events, in the plan under way
@@ -119,8 +127,8 @@ class StepActs:
         return len(self._timelines)
 
     def merged(self) -> list[list[Act]]:
-        """The acts. A timeline's neighbours at the same clock become one, which races where any of
-        them does, but does not tell which."""
+        """The acts, where neighbours of one timeline at the same clock are one act. It races where
+        any of them does, and does not tell which."""
         return [list(_merged(acts)) for acts in self.acts]
 
     # commands as acts, by type --------------------------------------------------------------------
@@ -172,12 +180,12 @@ class StepActs:
         streams = dict.fromkeys([p.stream for p in c.parts if p.stream not in (None, c.stream)])
         forked = tuple([self._timeline(s) for s in streams if s is not None])
         self._drafts.append((_NO_WAIT, Clocks.gate, (here,)))
-        self._drafts += [(_NO_WAIT, Clocks.behind, (t, (here,))) for t in forked]
+        self._drafts += [(_NO_WAIT, Clocks.after, (t, (here,))) for t in forked]
         for number, part in enumerate(c.parts, first):
             _ACTS[type(part)](self, number, part)
         self._plan = None
         if forked:
-            self._drafts.append((_NO_WAIT, Clocks.behind, (here, forked)))
+            self._drafts.append((_NO_WAIT, Clocks.after, (here, forked)))
         self._drafts.append((_NO_WAIT, Clocks.gate, (here,)))
 
     def _sync(self, i: int, c: cmd.Sync) -> None:
@@ -220,7 +228,8 @@ class StepActs:
     # memory ---------------------------------------------------------------------------------------
 
     def _with_logs(self, drafted: list[list[Act | None]]) -> list[list[Act]]:
-        """Gives accessors the memory they look for and mark, and leaves out what cannot race."""
+        """Gives accessors the logs that they look into and enter. Acts that cannot race are left
+        out."""
         users: dict[cmd.Range, int] = {}
         for (reads, writes), bits in self._touched.items():
             for r in reads:
@@ -230,7 +239,7 @@ class StepActs:
         readings = sum(1 << 2 * user for user in range(_FIRST_USER + self.n_timelines))
 
         def can_race(bits: int) -> bool:
-            """Whether somebody writes, and more than one touch it: two bits are set or more."""
+            """Whether somebody writes the bytes, and two or more touch them."""
             by = (bits | bits >> 1) & readings
             return bool(bits >> 1 & readings) and by & (by - 1) != 0
 
@@ -276,8 +285,8 @@ _IN_A_PLAN = "in a plan"  # an event of this name outside is another
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Without Python's collector, which looks through all that is there for each million of objects
-    that stay: of a million commands it takes half the time."""
+    """Without Python's garbage collector, which looks at every object again whenever enough new
+    ones stay. It would take half the time of a million commands."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -303,7 +312,8 @@ def _merged(acts: Iterable[Act]) -> Iterator[Act]:
 
 
 def _logs(reads: Ranges, writes: Ranges, found: Tags) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The logs that an access looks into and enters: each tag has one of reads, one of writes."""
+    """The logs that an access looks into, and those that it enters. Each tag has a log of reads and
+    a log of writes."""
     looked = set(chain.from_iterable([found.looks[r] for r in writes]))
     also = looked.union(*[found.looks[r] for r in reads])
     read = set(chain.from_iterable([found.marks[r] for r in reads]))

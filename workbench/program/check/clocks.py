@@ -1,10 +1,10 @@
 """Vector clocks over the host and every stream: what is over when something begins.
 
-Happens-before is a partial order. The host's commands have their order. The work of a stream has
-the stream's. Work comes behind its issue, a stream behind what it waits for, the host behind what
-it syncs on. A vector clock names a point of this order: of each timeline it holds the number up to
-which the work is known to be over (Lamport 1978; Fidge and Mattern 1988). The host needs no number:
-everything issued later comes behind what the host did.
+Happens-before is a partial order. The host's commands are in host order, the work of a stream in
+stream order. Work comes after its issue, a stream's work after what the stream waits for, the
+host's next command after what the host syncs on. A vector clock names a point of this order: for
+each timeline it holds the number up to which the work is known to be over (Lamport 1978; Fidge and
+Mattern 1988). The host needs no number: everything issued later comes after what the host did.
 
     host      ----issue x1---------issue y1---- sync A ----> knows A:2, B:1
     A         --------x1--x2--record--------.     ^
@@ -14,17 +14,19 @@ everything issued later comes behind what the host did.
 from collections.abc import Hashable, Iterable, Sequence
 
 Clock = list[int]  # of each timeline, the number of its latest work that is over
-HOST_CLOCK, EARLY_CLOCK = -1, -2  # at which work begins that belongs to no timeline
+HOST_CLOCK, EARLY_CLOCK = -1, -2  # in place of a timeline: work that begins at the host's, or early
 
 
 class Clocks:
     """The order of one walk through some steps: its methods are called in host order.
 
-    n: timelines. A stream is one. Where copies keep no order, the copies of a stream are another,
-    whose clock holds its own number alone. Work that touches memory is numbered, timeline by
-    timeline; what a walk looks for there, it says in `_look` and `_enter`. An accessor is a number
-    that stands for the same command of the same program in every step. Its looks are the memory it
-    must find free, its marks the memory that others must find free of it (`intervals.py`).
+    n: how many timelines there are. A stream is a timeline. Where copies keep no order, the copies
+        of a stream are another timeline, whose clock holds its own number alone.
+
+    Work that touches memory is numbered, timeline by timeline. A child says in `_look` and `_enter`
+    what it does with memory. An *accessor* is a number that stands for the same command of the same
+    program in every step. Its *looks* are the memory that it must find free. Its *marks* are the
+    memory that others must find free of it (`intervals.py`).
     """
 
     def __init__(self, n: int):
@@ -47,19 +49,22 @@ class Clocks:
         self._enter(t, accessor, marks)
 
     def early(self, t: int, accessor: int, looks: Sequence[int], marks: Sequence[int]) -> None:
-        """As `in_order`, but the accesses may come before the work in front of it is over: at any
-        time from the gate of t and the issue on."""
+        """As `in_order`, but the accesses may come before earlier work of t is over: at any time
+        after the gate of t and the issue."""
         self._look(_later(self.gates[t], self.host), EARLY_CLOCK, accessor, looks)
         self._enter(t, accessor, marks)
 
     def loose(self, t: int, accessor: int, looks: Sequence[int], marks: Sequence[int]) -> None:
-        """Work that keeps no order with other work of t: it comes at any time after its issue."""
+        """Work that keeps no order with other work of t: it runs at any time after its issue."""
         self._look(self.host, HOST_CLOCK, accessor, looks)
         self._enter(t, accessor, marks)
 
     def _look(self, clock: Clock, own: int, accessor: int, looks: Sequence[int]) -> None:
-        """An accessor's work begins at `clock`. own: the timeline that has this clock, with whose
-        work it cannot race; or HOST_CLOCK, or EARLY_CLOCK."""
+        """An accessor's work begins at `clock`.
+
+        own: the timeline of this clock, with whose work the accessor cannot race; or HOST_CLOCK, or
+            EARLY_CLOCK.
+        """
         raise NotImplementedError
 
     def _enter(self, t: int, accessor: int, marks: Sequence[int]) -> None:
@@ -69,7 +74,7 @@ class Clocks:
     # what orders --------------------------------------------------------------------------------
 
     def gate(self, t: int) -> None:
-        """Early work queued on t from here on follows everything queued so far."""
+        """Early work queued on t from now on comes after everything queued on t so far."""
         self.gates[t] = self._issued(t).copy()
 
     def record(self, event: Hashable, t: int) -> None:
@@ -82,7 +87,7 @@ class Clocks:
         if reached is not None:
             self._follow(t, reached)
 
-    def behind(self, t: int, others: Iterable[int]) -> None:
+    def after(self, t: int, others: Iterable[int]) -> None:
         """Later work of t, early or not, begins after everything queued so far on the others."""
         for other in others:
             self._follow(t, self._issued(other))
@@ -109,7 +114,7 @@ class Clocks:
         self._host_version += 1
 
     def _issued(self, t: int) -> Clock:
-        """The clock of t's next work: after all before it on t, and after what the host knows."""
+        """The clock of t's next work: after t's earlier work, and after what the host knows."""
         if self._seen_version[t] != self._host_version:
             self._seen_version[t] = self._host_version
             self.streams[t] = _later(self.streams[t], self.host)

@@ -1,8 +1,9 @@
-"""What was found, for reading: races by the commands' words, and waits.
+"""Findings for people to read: races in words, and waits.
 
-Two accessors race (`touched.py`). Told are commands, and every stretch of bytes that they dispute.
-A program that races everywhere has a race for every pair of its steps. So races of commands that
-have the same words and lack the same order are one group: the first of them, and how many.
+Accessors race (`touched.py`); findings name commands, and every stretch of bytes that two commands
+dispute. A program that races everywhere has a race for every pair of its steps. So races of
+commands that have the same words and lack the same order are one group, which is told as its first
+race and its number of races.
 """
 
 from collections import defaultdict
@@ -24,10 +25,11 @@ MOST_RACES = 1000  # groups that findings hold
 class Race(NamedTuple):
     """Two commands that touch bytes offset..offset+nbytes-1 of a buffer in no order.
 
-    first, second, and the two words of kind are in host order: `write-read`, `read-write` or
-    `write-write`.
-    may: one of them declares more bytes than it touches, and might not touch these. missing: one
-    line, what would order them. count: how many races the group has whose first this is.
+    first, second: in host order.
+    kind: what the two do, in the same order: `write-read`, `read-write` or `write-write`.
+    may: one of them declares more bytes than it touches, and might not touch these.
+    missing: one line that says what would order them.
+    count: how many races there are in the group that this race is the first of.
     """
 
     first: CommandAt
@@ -42,9 +44,14 @@ class Race(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """What `check` found. races: the first of each group, MOST_RACES groups at most, in host order.
-    waits are all of the steady lap; superfluous and sufficient are parts of it. refused are
-    programmatic launches of kernels that do not declare their wait. n_races: of all groups."""
+    """What `check` found.
+
+    races: the first of each group, MOST_RACES groups at most, in host order.
+    waits: all waits of the steady lap.
+    superfluous, sufficient: some of these waits, as `hazards.py` defines them.
+    refused: programmatic launches of kernels that do not declare their wait.
+    n_races: the races of all groups together.
+    """
 
     races: list[Race]
     superfluous: list[CommandAt]
@@ -105,8 +112,12 @@ class Findings(NamedTuple):
 
 
 class _Racing(NamedTuple):
-    """Two commands that race, by number, in host order of the second, then of the first; and the
-    accessors of each that do. A programmatic launch may have two: what it reads early, the rest."""
+    """Two commands that race, by number, so that sorting gives host order of the second command,
+    then of the first.
+
+    accessors: the pairs that race. A programmatic launch may have two accessors: one for what it
+        reads early, one for the rest.
+    """
 
     second_step: int
     second: int
@@ -122,7 +133,8 @@ def every_race(acts: StepActs, found: RacingPairs) -> list[Race]:
 
 
 def grouped(acts: StepActs, found: RacingPairs) -> tuple[list[Race], int]:
-    """The first race of each group, MOST_RACES at most, in host order; and how many all are."""
+    """The first race of each group, MOST_RACES at most, in host order; and the number of all races
+    of all groups."""
 
     def phrase(a: Accessor) -> Hashable:
         backends = acts.programs[a.program].backends
@@ -149,7 +161,7 @@ def grouped(acts: StepActs, found: RacingPairs) -> tuple[list[Race], int]:
 
 
 def _by_commands(acts: StepActs, found: RacingPairs) -> Iterator[_Racing]:
-    """Each two commands that race, once."""
+    """Every pair of commands that race, once."""
     accessors = acts.accessors
     parted: dict[tuple[int, int, int, int], _Racing] = {}
     for first, second, first_step, second_step in found:
@@ -177,7 +189,8 @@ def _in_two(acts: StepActs, accessor: int) -> bool:
 
 
 def _numbered(acts: StepActs, told: Callable[[Accessor], Hashable]) -> Callable[[int], int]:
-    """Numbers for accessors, equal where `told` says the same of them, which it is asked once."""
+    """Numbers for accessors, equal where `told` says the same of them. `told` is asked once of
+    each."""
     numbers: defaultdict[Hashable, int] = defaultdict(count().__next__)
     return cache(lambda accessor: numbers[told(acts.accessors[accessor])])
 
@@ -196,8 +209,9 @@ _Stretch = tuple[Buffer, int, int]  # offset, bytes
 
 
 def _disputed(acts: StepActs, racing: _Racing) -> dict[_Stretch, tuple[str, bool]]:
-    """The bytes that two commands, in host order, dispute: kind and may of each stretch. Bytes that
-    both write come before bytes that one reads, and certain races before possible ones."""
+    """The stretches of bytes that two commands, in host order, dispute, each with kind and may.
+    Of several kinds for one stretch, two writes are preferred to a write and a read, and a certain
+    race to a possible one."""
     first = acts.at(racing.first_step, racing.first).command
     second = acts.at(racing.second_step, racing.second).command
     vague_first, vague_second = _vague(first), _vague(second)
@@ -223,7 +237,8 @@ def _disputed(acts: StepActs, racing: _Racing) -> dict[_Stretch, tuple[str, bool
 
 
 def _may(command: Command, how: str, r: Range, vague: set[tuple[str, Range]]) -> bool:
-    """Whether a command might not touch all of r, which is a range that it declares or a part."""
+    """Whether a command might leave bytes of r untouched. r: a range that the command declares, or
+    a part of such a range."""
     declared = command.reads if how == "read" else command.writes
     if not vague or r in declared:
         return (how, r) in vague
@@ -233,8 +248,8 @@ def _may(command: Command, how: str, r: Range, vague: set[tuple[str, Range]]) ->
 
 
 def _vague(command: Command) -> set[tuple[str, Range]]:
-    """The ranges that a command may touch only in part, and how. A Launch's ranges are `ops.reads`
-    and `ops.writes` of its node, in that order, then its scratch."""
+    """The ranges that a command may touch only in part, each with `read` or `write`. The ranges of
+    a Launch are `ops.reads` and `ops.writes` of its node, in that order, then its scratch."""
     found: set[tuple[str, Range]] = set()
     if not isinstance(command, Launch):
         return found

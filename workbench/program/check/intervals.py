@@ -1,4 +1,4 @@
-"""Byte ranges: cut into pieces where it matters. Overlapping ranges meet in a tag that both have.
+"""Byte ranges, cut into pieces where races are possible. Overlapping ranges share a tag.
 
 Ranges of one buffer overlap in any way (an arena is used again and again). Cut at every end, they
 become pieces that each range covers whole or not at all:
@@ -22,15 +22,15 @@ from workbench.program.commands import Buffer, Range
 
 
 class Pieces(NamedTuple):
-    """of[r] are the numbers of the pieces that range r covers; in all they are 0..n-1."""
+    """of[r]: the numbers of the pieces that range r covers, each in 0..n-1."""
 
     of: dict[Range, range]
     n: int
 
 
 class Tags(NamedTuple):
-    """What touches range r leaves its mark in the tags marks[r], and looks for the marks of others
-    in looks[r]. Tags are numbered 0..n-1.
+    """An access to range r leaves its mark in the tags marks[r], and looks for the marks of others
+    in the tags looks[r]. Tags are numbered 0..n-1.
 
     Two ranges overlap exactly where the marks of either share a tag with the looks of the other.
     """
@@ -43,8 +43,10 @@ class Tags(NamedTuple):
 def cut(touched: Mapping[Range, int], matters: Callable[[int], bool]) -> Pieces:
     """Numbers the pieces of all ranges in `touched`, buffer by buffer, in order of offset.
 
-    touched[r] is a set of bits: who touches r, and how. A piece that its ranges together touch in
-    a way that does not matter has no number. n ranges take n log n steps.
+    touched[r]: a set of bits that says who touches r, and how.
+    matters: whether a piece with these bits can race. A piece that cannot has no number.
+
+    n ranges take n log n steps.
     """
     by_buffer: defaultdict[Buffer, list[Range]] = defaultdict(list)
     for r in touched:
@@ -57,7 +59,7 @@ def cut(touched: Mapping[Range, int], matters: Callable[[int], bool]) -> Pieces:
         for r in ranges:
             begin[r.offset].append(touched[r])
             end[r.offset + r.nbytes].append(touched[r])
-        first: dict[int, int] = {}  # of the numbers at or behind an edge
+        first: dict[int, int] = {}  # by edge: the first number of the pieces from there on
         here: Counter[int] = Counter()  # the bits of each range that covers the bytes from an edge
         for edge in sorted({*begin, *end}):
             first[edge] = numbered
@@ -76,10 +78,11 @@ def cut(touched: Mapping[Range, int], matters: Callable[[int], bool]) -> Pieces:
 
 
 def tags(pieces: Pieces) -> Tags:
-    """The tags of ranges cut into pieces: some log n for a range, however many pieces it covers.
+    """The tags of ranges that are cut into n pieces: about log n tags for a range, however many
+    pieces it covers.
 
-    A node that ranges use has a tag of its own. Where ranges use nodes inside of it, it has
-    another tag, `inside`, in which those leave their marks too.
+    A node that ranges use has a tag of its own. Where ranges use nodes inside of that node, it has
+    a second tag, `inside`, in which those ranges leave their marks too.
     """
     n_leaves = 1 << max(pieces.n - 1, 0).bit_length()
     nodes = {covered: tuple(_nodes(covered, n_leaves)) for covered in set(pieces.of.values())}

@@ -1,9 +1,10 @@
 """Who touched which bytes last, and which accessors race.
 
-An access races with an earlier one that its clock does not hold. The latest access of an accessor
-stands for all of its accesses: if that is over, they are too. So a log keeps each timeline's
-accessors with the number of their latest access, in the order of these numbers. (FastTrack,
-Flanagan and Freund, PLDI 2009, keeps the latest access alone; here every pair is wanted.)
+An access races with an earlier access that its clock does not hold. The latest access of an
+accessor stands for all of its accesses: if the latest is over, all are. So a log keeps each
+timeline's accessors with the number of their latest access, in the order of these numbers.
+(FastTrack, Flanagan and Freund, PLDI 2009, keeps the latest access alone. Here every racing pair is
+wanted.)
 """
 
 from array import array
@@ -24,7 +25,7 @@ class RacingPair(NamedTuple):
 
 
 class RacingPairs:
-    """Accessors that race, each pair once, in twelve bytes."""
+    """Pairs of accessors that race. Each pair is kept once, and takes twelve bytes."""
 
     def __init__(self) -> None:
         self._of: dict[int, array[int]] = {}  # of a second accessor: first ones, with both steps
@@ -55,8 +56,11 @@ _NOBODY: frozenset[int] = frozenset()
 
 
 class _Log:
-    """Who reads, or who writes, some bytes. last: the number of each timeline's latest access.
-    accesses: each accessor's latest access, unless the host knows it to be over."""
+    """Who reads, or who writes, some bytes.
+
+    last: the number of each timeline's latest access.
+    accesses: each accessor's latest access, unless the host knows that access to be over.
+    """
 
     __slots__ = ("accesses", "last")
 
@@ -66,8 +70,11 @@ class _Log:
 
 
 class RaceSearch(Clocks):
-    """Walks through steps; `found` fills with the accessors that race. n_logs: of memory, as
-    `intervals.tags` numbers them. step: set by the caller, the one whose acts come next."""
+    """Walks through steps. `found` fills with the accessors that race.
+
+    n_logs: how many logs of memory there are, as `intervals.tags` numbers them.
+    step: the step whose acts come next; set by the caller.
+    """
 
     def __init__(self, n: int, n_logs: int):
         super().__init__(n)
@@ -95,7 +102,7 @@ class RaceSearch(Clocks):
             if log is None:
                 log = logs[p] = _Log(self.n)
             accesses = log.accesses.get(t)
-            if accesses is None or log.last[t] <= over:  # what comes knows those before to be over
+            if accesses is None or log.last[t] <= over:  # later work knows the others to be over
                 log.accesses[t] = {accessor: access}
             else:
                 accesses.pop(accessor, None)

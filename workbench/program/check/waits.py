@@ -1,13 +1,13 @@
-"""Which waits could be removed: each is tried by walking through the steps without it.
+"""Which waits could be removed: a trial walks through the steps without a wait.
 
-What an access needs is known beforehand: the latest work that must be over when it begins. A
-command's number does not depend on waits. So a trial walks clocks alone, and a race is a clock that
-holds less than an access needs.
+What each access needs is known before the trials: the latest work that must be over when the access
+begins. The number of a command does not depend on waits. So a trial walks clocks alone, and a race
+is a clock that holds less than an access needs.
 
 The state of the clocks at the begin of a step is relative to the numbers reached there, and equal
-states have one number. A step without certain waits leads from a state always to the same next
-state, which is looked up when the state comes again. A trial begins at the first step that loses
-the wait. It ends once its states equal the states with the wait, so a long decode costs little:
+states have one number. A step without certain waits always leads from one state to the same next
+state, which is looked up when the state recurs. A trial begins at the first step that loses the
+wait. The trial ends once its states equal the states with the wait, so a long decode costs little:
 
     step            0     1     2     3     4     5
     with the wait   a     b     b     b     b     b
@@ -27,21 +27,22 @@ from workbench.program.check.touched import RacingPairs
 Need = tuple[tuple[int, int], ...]  # of timelines, the number of the latest work that must be over
 _LOW = -(1 << 40)  # stands for every number that no later access needs
 _RACES = -1  # in place of a state
-_RECENT = 16  # steps: what is needed of older work keeps its number in a state
+_RECENT = 16  # steps: a state has numbers of work that is at most so old
 
 
 class Spot(NamedTuple):
-    """A command of a program, whatever the step; both by their numbers in `StepActs`."""
+    """A command of a program, in whatever step. Both are numbers, as `StepActs` counts."""
 
     program: int
     command: int
 
 
 class _NeedSearch(Clocks):
-    """Walks through steps; `needs` fills with what each access needs, in the order of the acts.
+    """Walks through steps. `needs` fills with what each access needs, in the order of the acts.
 
-    Nothing is needed of work that races with the access while all waits are there. Nor is what an
-    earlier access at the same clock has needed, or one of the host: clocks only grow.
+    Left out is work that races with the access while all waits are in place. Left out is also what
+    an earlier access at the same clock, or an earlier access of the host, has needed: clocks only
+    grow.
     """
 
     def __init__(self, n: int, n_logs: int, racing: RacingPairs):
@@ -83,8 +84,11 @@ class _NeedSearch(Clocks):
 
 
 class _StepNeeds(NamedTuple):
-    """What a step is to a trial, relative to the numbers reached at its begin. floor: the lowest
-    number of each timeline that is needed from its end on, relative to the numbers there."""
+    """A step as a trial sees it. Numbers are relative to those reached at the step's begin.
+
+    floor: the lowest number of each timeline that is needed after the step's end, relative to the
+        numbers reached there.
+    """
 
     program: int
     needs: tuple[Need, ...]
@@ -92,7 +96,7 @@ class _StepNeeds(NamedTuple):
 
 
 class _Trial(Clocks):
-    """The clocks through one step, which races where an access does not find what it needs."""
+    """The clocks of a walk through one step. `races` is set where an access lacks what it needs."""
 
     def __init__(self, n: int, needs: Sequence[Need]):
         super().__init__(n)
@@ -106,7 +110,7 @@ class _Trial(Clocks):
 
 
 class _Numbered:
-    """Numbers for what is equal, and what each stands for."""
+    """Numbers for values, equal where the values are. made: the value of each number."""
 
     def __init__(self) -> None:
         self.made: list[Any] = []
@@ -120,14 +124,18 @@ class _Numbered:
 
 
 class WaitTrials:
-    """Tries steps without some of their waits. walked: the acts of each program, `acts.acts` or
-    where nothing races `acts.merged()`. racing: the accessors that race with all waits."""
+    """Tries steps without some of their waits.
+
+    walked: the acts of each program: `acts.acts`, or `acts.merged()` where nothing races.
+    racing: the accessors that race with all waits in place.
+    """
 
     def __init__(self, acts: StepActs, walked: list[list[Act]], racing: RacingPairs):
         self._acts, self._walked_acts = acts, walked
         self._described, self._told, self._left = _Numbered(), _Numbered(), _Numbered()
-        self._left_acts: list[list[Act]] = []  # of what is left of programs
-        self._known: dict[tuple[int, int, int], int] = {}  # state, step, what is left: next state
+        self._left_acts: list[list[Act]] = []  # by number of `_left`: the acts that are left
+        # by the numbers of a state, of a step and of what is left: the next state's
+        self._known: dict[tuple[int, int, int], int] = {}
         first_floor = self._describe(racing)
         self._of_program: dict[int, list[int]] = {}
         for step, program in enumerate(acts.order):
@@ -135,18 +143,18 @@ class WaitTrials:
         self._states = [
             self._told.number(_canonical(Clocks(acts.n_timelines), first_floor, acts.early))
         ]
-        # of each program, by number, what is left of it: all
+        # of each program, the number of what is left of it: all
         self._whole = [self._number_left((program,), whole) for program, whole in enumerate(walked)]
         for step, program in enumerate(acts.order):
             self._states.append(self._next(self._states[-1], step, self._whole[program]))
 
     def alone(self, waits: Sequence[Spot]) -> list[Spot]:
-        """The waits that can be removed, each with all others in place."""
+        """The waits that can be removed alone, with all other waits in place."""
         return [w for w in waits if self._changed(self._whole, w, self._states) is not None]
 
     def together(self, waits: Sequence[Spot]) -> list[Spot]:
-        """Waits that exclude every race which all waits exclude, and not a wait more. Found by
-        removing waits one at a time, and keeping each that excludes such a race."""
+        """Waits that exclude every race which all waits exclude, and of which none can be removed.
+        Found by removing waits one at a time, and keeping each that such a race needs."""
         left, states, kept = self._whole.copy(), self._states.copy(), []
         for wait in waits:
             changed = self._changed(left, wait, states)
@@ -159,7 +167,7 @@ class WaitTrials:
         return kept
 
     def _less(self, left: int, wait: Spot) -> int:
-        """What is left of a program once `wait` is removed as well."""
+        """The number of what is left of a program once `wait` is removed as well."""
         program, *gone = self._left.made[left]
         return self._number_left(
             (program, *sorted([*gone, wait.command])),
@@ -177,11 +185,11 @@ class WaitTrials:
     def _changed(
         self, left: Sequence[int], wait: Spot, states: Sequence[int]
     ) -> list[tuple[int, int]] | None:
-        """The states that are others once `wait` is removed as well, each with its step. None where
+        """The states that change once `wait` is removed as well, each with its step. None where
         something races then.
 
-        left: of each program, what earlier removals have left of it. states: before each step, with
-        what is left.
+        left: of each program, what earlier removals have left of it.
+        states: the state before each step, with what is left.
         """
         order, steps = self._acts.order, self._of_program[wait.program]
         less = self._less(left[wait.program], wait)
@@ -193,7 +201,7 @@ class WaitTrials:
             if state == _RACES:
                 return None
             step += 1
-            if state == states[step]:  # as with the wait, until the next step that loses it
+            if state == states[step]:  # as with the wait, up to the next step that loses it
                 following = bisect_left(steps, step)
                 if following == len(steps):
                     return changed
@@ -205,7 +213,7 @@ class WaitTrials:
                 return changed
 
     def _next(self, state: int, step: int, left: int) -> int:
-        """The state behind a step, or _RACES."""
+        """The state after a step, or _RACES."""
         key = state, self._steps[step], left
         found = self._known.get(key)
         if found is None:
@@ -231,7 +239,7 @@ class WaitTrials:
     # what is known beforehand ---------------------------------------------------------------------
 
     def _describe(self, racing: RacingPairs) -> tuple[int, ...]:
-        """Numbers the steps as trials see them; returns the floor of the first."""
+        """Numbers the steps as trials see them. Returns the floor of the first step."""
         acts, n = self._acts, self._acts.n_timelines
         search = _NeedSearch(n, acts.n_logs, racing)
         reached: list[list[int]] = []  # at the begin of each step, and at the end
@@ -259,7 +267,7 @@ class WaitTrials:
 
 
 def _relative(floor: Sequence[int], reached: Sequence[Sequence[int]], step: int) -> tuple[int, ...]:
-    """A floor relative to the numbers at the begin of a step, _LOW where it lies far below."""
+    """A floor, relative to the numbers at the begin of a step; _LOW where it lies far below."""
     there, recent = reached[step], reached[max(0, step - _RECENT)]
     return tuple(
         [
@@ -272,8 +280,8 @@ def _relative(floor: Sequence[int], reached: Sequence[Sequence[int]], step: int)
 def _canonical(clocks: Clocks, floor: Sequence[int], early: Sequence[int]) -> Hashable:
     """The state of clocks, relative to the numbers they have reached.
 
-    Clocks that lead to the same races from here on have the same state: what the host knows all
-    later work knows, and what lies below the floor is needed by none.
+    Clocks that lead to the same races from now on have the same state. All later work knows what
+    the host knows, and no later access needs what lies below the floor.
     """
     n = range(clocks.n)
     reached = [clocks.streams[t][t] for t in n]

@@ -1,4 +1,4 @@
-"""Commands in words: as findings name them, and what would order two that race."""
+"""Races in words: the two commands, and what would order them."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -7,12 +7,12 @@ from workbench.program.commands import CommandAt, Copy, Launch, Program, Stream
 
 
 class Missing(Enum):
-    """What accesses lack when they race."""
+    """The order that racing accesses lack."""
 
     WAIT = "a wait in between"
     ORDER_OF_COPIES = "an order of copies within their stream"
-    DECLARED_WAIT = "the kernel's own wait for the launch in front of it"
-    STREAM_ORDER_OF_WEIGHTS = "stream order, for weights are read ahead of it"
+    DECLARED_WAIT = "the kernel's own wait for the launch before it"
+    STREAM_ORDER_OF_WEIGHTS = "stream order, because weights are read ahead of it"
 
 
 _EARLY = {
@@ -29,10 +29,12 @@ _EARLY = {
 def unordered(
     first: CommandAt, second: CommandAt, lacks: tuple[Missing, Missing], steps: Sequence[Program]
 ) -> str:
-    """One line: that nothing orders two commands that race, and what would.
+    """One line: that nothing orders two commands that race, and what would order them.
 
-    first: work of a stream; what the host does itself is over when it goes on. lacks: what the
-    first's accesses lack, and the second's. A plan is waited for, and waits, as a whole.
+    first: work of a stream. (The host's own work is over when the host goes on.)
+    lacks: what the accesses of the first lack, and those of the second.
+
+    A plan is waited for, and waits, as a whole.
     """
     one, other, backends = first.command, second.command, steps[first.step].backends
     assert isinstance(one, (Copy, Launch))
@@ -50,24 +52,24 @@ def unordered(
             return f"{line}: {loose}, leave the copy out of the plan and sync {stream}"
         assert own_too is not None
         waiting = f"let {own_too.describe(backends)} wait for it"
-        return f"{line}: record an event behind the {one.kind} in the plan, and {waiting}"
+        return f"{line}: record an event after the {one.kind} in the plan, and {waiting}"
     later = second.step - first.step
     when = {0: "", 1: " of the next step"}.get(later, f" issued {later} steps later")
     line = f"nothing orders {first.describe(backends)} before {second.describe(backends)}{when}"
     if early and (own, plan) == (own_too, plan_too):
         return line + early
-    behind = f"an event recorded behind the {one.kind if first.part is None else 'plan'}"
+    recorded = f"an event recorded after the {one.kind if first.part is None else 'plan'}"
     if Missing.ORDER_OF_COPIES in lacks and isinstance(one, Copy):
         return f"{line}: {loose}, sync {stream} between them"
     if plan_too is None or Missing.ORDER_OF_COPIES in lacks:
-        return f"{line}: sync {stream} (or {behind}) between them"
-    waiting = f"let {plan_too.describe(backends)} wait for {behind}"
+        return f"{line}: sync {stream} (or {recorded}) between them"
+    waiting = f"let {plan_too.describe(backends)} wait for {recorded}"
     return f"{line}: sync {stream}, or {waiting}, between them"
 
 
 def _streams(at: CommandAt, steps: Sequence[Program]) -> tuple[Stream | None, Stream | None]:
-    """A command's own stream, and the one that it waits and is waited for on: its plan's, where it
-    is in one. Neither for what the host does itself."""
+    """A command's own stream, and the stream on which it waits and is waited for: its plan's, where
+    the command is in a plan. Two times None for what the host does itself."""
     if at.command.by_host:
         return None, None
     return at.command.stream, steps[at.step].commands[at.index].stream
