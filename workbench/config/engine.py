@@ -16,8 +16,8 @@ ON_HOST = {devices.HOST: True, "device": False, "CPU": True, "CUDA0": False}  # 
 
 
 def parse_override(text: str) -> tuple[re.Pattern[str], bool]:
-    """`PATTERN=host` or `PATTERN=device` as a regular expression, and whether the host keeps what
-    matches. Raises UsageError."""
+    """Parses `PATTERN=host` or `PATTERN=device`: a regular expression, and whether the host keeps
+    the weights that match it. Raises UsageError."""
     pattern, _, keeper = text.rpartition("=")
     if not pattern or keeper not in ON_HOST:
         raise UsageError(
@@ -42,30 +42,29 @@ NVTX = ("auto", "on", "off")
 class EngineConfig:
     """What an engine is built with, apart from its toggles.
 
-    n_ctx: cells in the KV cache; 0: as many tokens as the model was trained on. n_seqs: sequences
-    that share the cache, numbered from 0 (llama.cpp's n_seq_max): as many as the work needs, and
-    with kv_cache=per_sequence each has its part of the cells. n_ubatch: most tokens computed
-    together. n_kv_pad: the KV extent of a step is rounded up to a multiple of this (llama.cpp:
-    256). threads: threads of the host backend, workers of the embedded device; 0: every core this
-    process may use. unsafe: toggles whose programs are known to race are run all the same, and may
-    give wrong answers.
-
-    n_devices: devices of the kind that share the layers, one part of them after the other; what one
-    computes is copied to the next, which works on it while the first begins the next ubatch.
-
-    n_gpu_layers: so many of the last layers are the device's, the output counted as the very last,
-    the others the host's, each with its cache; -1, or more than there are: all (llama.cpp's -ngl).
-    override_tensor: `PATTERN=host` or `PATTERN=device`, a regular expression searched for in the
-    names of weights; the first that matches says where a weight is (llama.cpp's -ot).
-
+    n_ctx: cells in the KV cache; 0: as many tokens as the model was trained on.
+    n_seqs: sequences that share the cache, numbered from 0 (llama.cpp's n_seq_max). With
+        kv_cache=per_sequence each has its part of the cells.
+    n_ubatch: the most tokens that are computed together.
+    n_kv_pad: the KV extent of a step is rounded up to a multiple of this (llama.cpp: 256).
+    threads: threads of the host backend, workers of the embedded device; 0: every core that this
+        process may use.
+    unsafe: toggles whose programs are known to race are run all the same, and may give wrong
+        answers.
+    n_devices: devices of the kind that share the layers. Each has a part of the layers, in order.
+        What a device computes is copied to the next. While that one works on it, the first begins
+        the next ubatch.
+    n_gpu_layers: how many of the last layers are on the device; the output counts as the very last
+        layer. The others are on the host, each with its cache. -1, or more than there are: all
+        layers (llama.cpp's -ngl).
+    override_tensor: `PATTERN=host` or `PATTERN=device`, each a regular expression searched for in
+        the names of weights. The first that matches says where a weight is (llama.cpp's -ot).
     expand: what weights of types without kernels (Q4_1, Q5_0, Q2_K, the IQ types, ...) become when
-    they are loaded: `f16`, or `q8_0`, which takes half the memory and rounds to 8 bits.
-
-    cache_type_k, cache_type_v: what K and V are in the cache: `f16`, `bf16`, `f32` or `q8_0`
-    (llama.cpp's -ctk and -ctv).
-
+        they are loaded: `f16`, or `q8_0`, which takes half the memory and rounds to 8 bits.
+    cache_type_k, cache_type_v: the types of K and V in the cache: `f16`, `bf16`, `f32` or `q8_0`
+        (llama.cpp's -ctk and -ctv).
     nvtx: ranges for tools that listen to NVTX, as Nsight Systems does: `auto` (where a tool has
-    announced itself to NVTX), `on` or `off`.
+        announced itself to NVTX), `on` or `off`.
     """
 
     device: str = "auto"
@@ -111,6 +110,6 @@ class EngineConfig:
             parse_override(override)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON gives it back."""
+        """The fields, as JSON would give them back."""
         found = dataclasses.asdict(self)
         return found | {"override_tensor": list(self.override_tensor)}

@@ -15,12 +15,12 @@ from workbench.common import devices
 from workbench.config.table import ROWS
 
 BASELINE, BEST = "baseline", "best"  # everything off; what won on a kind of device
-ONE, SEVERAL = "one", "several"  # sequences that a set of `best` is for
+ONE, SEVERAL = "one", "several"  # how many sequences a set of `best` is for
 FOR = {ONE: "for one sequence", SEVERAL: "for several sequences"}
 
 
 class Fixed(dict[str, str]):
-    """The values of a fixed preset; `about` says whose they are."""
+    """The values of a fixed preset. about: where the values come from, in words."""
 
     about: str = ""
 
@@ -28,8 +28,9 @@ class Fixed(dict[str, str]):
 class BestSet(NamedTuple):
     """A set of `best`: for one sequence or for several, on a kind of device.
 
-    values: toggle to what won. alone: the same, with what won by itself in place of what won
-    together. together: of `values` those that won together; a device has all of them, or none.
+    values: the value of each toggle that won.
+    together: those of `values` that won together. A device has all of them, or none.
+    alone: as `values`, but each toggle of `together` has the value that won by itself, if any.
     """
 
     values: dict[str, str]
@@ -42,7 +43,7 @@ NOTHING = BestSet({}, {}, {})
 
 @functools.cache
 def fixed_presets() -> dict[str, Fixed]:
-    """Name to values, of presets that no device has to resolve (`presets.json`)."""
+    """The presets that no device has to resolve, by name (`presets.json`)."""
     found = {}
     for name, entry in json.loads(_beside("presets.json")).items():
         found[name] = Fixed(entry["toggles"])
@@ -52,20 +53,23 @@ def fixed_presets() -> dict[str, Fixed]:
 
 @functools.cache
 def best_rows() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """`best.json`: kind of device to `one` or `several` to toggle to its row: `value`, `by` (how it
-    won) and `runs` (folders). A row with `alone` won together with the others that have it, and is
-    nothing without them. In `alone` stands the row of what won by itself, None where that is the
-    baseline's value."""
+    """`best.json`: a row for each toggle, by kind of device and then by `one` or `several`.
+
+    A row has `value`, `by` (how the value won) and `runs` (folders). Values of rows that also have
+    `alone` won together, and hold only together. Their `alone` is the row of the value that won by
+    itself; None where that is the baseline's value.
+    """
     return json.loads(_beside("best.json"))
 
 
 def set_for(n_seqs: int) -> str:
-    """Which set an engine takes that is opened for so many sequences."""
+    """The set of `best` for an engine with this number of sequences."""
     return ONE if n_seqs == 1 else SEVERAL
 
 
 def best_set(kind: str, wanted: str) -> BestSet:
-    """The set `wanted` (`one` or `several`) of a kind of device; empty where none is recorded."""
+    """The set of `best` of a kind of device; empty where none is recorded. wanted: `one` or
+    `several`."""
     rows = best_rows().get(kind, {}).get(wanted, {})
     alone = {n: row.get("alone", row) for n, row in rows.items()}
     return BestSet(
@@ -76,14 +80,14 @@ def best_set(kind: str, wanted: str) -> BestSet:
 
 
 def best_sets() -> Iterator[tuple[str, str, BestSet]]:
-    """Every kind of device, `one` or `several`, and the set."""
+    """Every set of `best`, after its kind of device and `one` or `several`."""
     for kind, sets in best_rows().items():
         for wanted in sets:
             yield kind, wanted, best_set(kind, wanted)
 
 
 def served(device: str) -> dict[str, str]:
-    """What a server has on a kind of device (as EngineConfig names it) beside `best`."""
+    """What a server adds to `best` on a kind of device. device: as EngineConfig names it."""
     on_host = device == devices.HOST
     return {row.name: value for row in ROWS.values() if (value := row.served(on_host))}
 
@@ -106,7 +110,7 @@ def served_words() -> list[str]:
 
 
 def preset_words() -> list[str]:
-    """A line for each preset, and of `best` for each set: what it is, and its values."""
+    """A line for each preset, and for each set of `best`: what it is, and its values."""
     return [
         f"{BEST}: what won in recorded runs on a device of the kind, for the number of sequences "
         "that an engine is opened for (--n-seqs, -npl, --slots)",

@@ -1,8 +1,9 @@
-"""The table of toggles: one row each, in one place, and nothing about a toggle is said elsewhere.
+"""The table of toggles: one row each, and nothing about a toggle is said elsewhere.
 
-A row is a class with the toggle's values. Above the class stands what is true of the toggle: its
-name, what it decides, the room in `workbench/` that reads it, the thread it comes from, and its
-answer. Below stand the values, the baseline's first. Each has a word on what it does, and facts:
+A row is a class with the toggle's values. Its decorator says what is true of the toggle: its name,
+what it decides, the room in `workbench/` that reads it, the thread it comes from, and what it may
+do to the answer. The class lists the values, the baseline's first. Each value has a few words on
+what it does, and facts:
 
     Need       a device must be capable of something
     Clash      another toggle may not have a value
@@ -11,8 +12,8 @@ answer. Below stand the values, the baseline's first. Each has a word on what it
     OfServer   a server has this value, where nobody says otherwise
 
 `Toggles`, presets, the flags of commands, `workbench toggles` and the README's table of rooms are
-made of these rows. `engine/choose.py` holds an engine to the facts. To add a toggle, write its row
-here, its field in `toggles.py`, and its room.
+made of these rows. `engine/choose.py` holds an engine to the facts. A new toggle is a row here, a
+field in `toggles.py`, and a room.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from typing import NamedTuple, Self, TypeVar
 class Need(NamedTuple):
     """A capability that a device must have for a value.
 
-    capability: a member of `Capabilities`. It must be `least` or more.
-    why: what a device without it is told.
-    line: the whole line. {toggle} is `name=value`, {use} is `Row.use`, {has} what the device has.
+    capability: a member of `Capabilities`.
+    least: the least that this member must be.
+    why: why a device without the capability cannot honour the value.
+    line: the whole refusal. {toggle} is `name=value`, {use} is `Row.use`, {has} what the device
+        has.
     """
 
     capability: str
@@ -37,9 +40,9 @@ class Need(NamedTuple):
 
 
 class Clash(NamedTuple):
-    """A value of another toggle that cannot be beside a value: refused when toggles are made.
+    """A value of another toggle that excludes this value. Refused when toggles are made.
 
-    why: also says what to use.
+    why: the reason, and what to use.
     """
 
     toggle: str
@@ -48,12 +51,12 @@ class Clash(NamedTuple):
 
 
 class Want(NamedTuple):
-    """A value wants another toggle to have one of some values: refused when an engine is made,
-    because a device may decide what stands for `auto`.
+    """This value needs another toggle to have one of some values. Refused when an engine is made,
+    because a device may decide what `auto` stands for.
 
-    values: the first is what to use.
-    why: what the value wants them for.
-    beside: counts only where this toggle is not off.
+    values: those values; a refusal proposes the first.
+    why: what this value needs them for.
+    beside: the need counts only where this third toggle is not off.
     """
 
     toggle: str
@@ -70,10 +73,10 @@ class Auto(NamedTuple):
 
 
 class OfServer(NamedTuple):
-    """A server has this value, beside what `best` has for several sequences.
+    """A server has this value, in addition to what `best` has for several sequences.
 
-    on_host: also where the host computes a step when the step is issued. There nothing can run
-    behind a step.
+    on_host: also on the host device. It computes a step when the step is issued, so nothing can run
+        ahead there.
     """
 
     on_host: bool
@@ -85,8 +88,8 @@ Fact = Need | Clash | Want | Auto | OfServer
 class Choice(StrEnum):
     """A value of a toggle.
 
-    word: what it does, for a person who chooses.
-    facts: what goes with it.
+    word: what the value does, for a person who chooses.
+    facts: what goes with the value.
     """
 
     word: str
@@ -109,16 +112,16 @@ STREAMS, SERVING = "llama.cpp #16991", "llama.cpp #14924"
 class Row(NamedTuple):
     """What is true of a toggle.
 
-    name: its field in `Toggles`.
-    values: its class, each value with its word and its facts.
-    about: what it decides.
+    name: the field in `Toggles`.
+    values: the class of values, each with its word and its facts.
+    about: what the toggle decides.
     room: the module in `workbench/` that reads it.
     answer: what any value but the baseline's may do to the logits. `exact`: they are bit-equal to
         the baseline's. `rounding`: the last bits may differ.
-    thread: where it comes from; empty for a toggle of this house.
-    off: the baseline's value, which is the first unless given.
+    thread: where the toggle comes from; empty for a toggle of this house.
+    off: the baseline's value; the first value unless given.
     family: a name that stands for all toggles `<family>_...`.
-    refines: the toggle that it says more of, and is nothing without.
+    refines: the toggle that this one refines. Without that one it means nothing.
     use: what to use where a device lacks what a value needs; `<name>=<off>` unless given.
     """
 
@@ -138,7 +141,8 @@ class Row(NamedTuple):
         return EXACT if value == self.off else self.answer
 
     def served(self, on_host: bool) -> str:
-        """The value that a server has on such a device; empty where it leaves the toggle alone."""
+        """The value that a server has on such a device; empty where a server leaves the toggle
+        alone."""
         found = [
             value
             for value in self.values
@@ -179,8 +183,8 @@ def toggle(
 def family(
     name: str, members: Mapping[str, tuple[str, str]], room: str, answer: str
 ) -> Callable[[C], C]:
-    """Enters a class of values as the rows of toggles that are alike. members: of each toggle what
-    it decides, and the thread."""
+    """Enters a class of values as the rows of several toggles that are alike. members: what each
+    toggle decides, and its thread."""
 
     def enter(values: C) -> C:
         for member, (about, thread) in members.items():
@@ -201,12 +205,12 @@ ASYNC = Need("asynchronous_copies", "its copies are not asynchronous")
 EVENTS = Need("events", "it has no events")
 ORDERED = Need("one_order", "an event does not stand behind its copies")
 CAPTURE = Need("capture", line="the {device} device cannot capture: {toggle}; use {use}")
-# What a server has on every device. Its requests come and go, and have other lengths: each has
-# cells of its own, which nobody else can use up, and masked ones are left unread. Steps of few
-# shapes let programs and plans be kept, whoever stands beside whom.
+# Values that a server has on every device. Requests come and go, and differ in length. So each has
+# cells of its own, which no other request can use up, and masked cells are left unread. Steps have
+# few shapes, so that programs and plans can be kept, whichever requests are computed together.
 SERVED = OfServer(on_host=True)
-# What a server has on any device but the host. The device goes on with the tokens that it draws, so
-# that the host looks at results while the next step runs.
+# Values that a server has on any device but the host. The device goes on with the tokens that it
+# draws, so that the host looks at results while the next step runs.
 OFF_HOST = OfServer(on_host=False)
 
 
@@ -272,8 +276,8 @@ class CopyStream(Choice):
 class HostSource(Choice):
     """What memory input values are copied from. A driver may stage PAGEABLE memory and make the
     call wait. Any memory may be read late. A ring has a buffer for each of the last steps. Before
-    the host writes a buffer again, it waits for the copies from it. Behind a step that the host
-    waited for, the first buffer is taken again."""
+    the host writes a buffer again, it waits for the copies from that buffer. After a step that the
+    host waited for, the next step takes the first buffer."""
 
     PINNED = "pinned", "page-locked memory, as in llama.cpp"
     PAGEABLE = "pageable", "ordinary memory, which the driver may stage first"
@@ -286,12 +290,13 @@ class NCopies(Choice):
     """How many buffers a device has for each input. Several buffers are a ring: before a copy the
     host waits only for the graph that read the buffer last, not for all the device's work.
 
-    llama.cpp has 4 with pipeline parallelism and else 1. One device, or a tensor override, rules
-    its pipeline parallelism out; here several need only events. llama.cpp's n_copies also copies
-    what the host writes; here the ring of HostSource does."""
+    llama.cpp has 4 buffers with pipeline parallelism, else 1. A single device, or a tensor
+    override, rules its pipeline parallelism out. Here several buffers need only events. llama.cpp's
+    n_copies also multiplies the memory that the host writes; here the ring of HostSource does
+    that."""
 
-    ONE = "1", "one buffer: the host waits for the device's work before it overwrites it"
-    FOUR = "4", "four in turn: the host waits only for the graph that read one last", EVENTS
+    ONE = "1", "one buffer: the host waits for the device's work before a copy overwrites it"
+    FOUR = "4", "four in turn: the host waits only for the last graph that read the buffer", EVENTS
 
 
 @toggle("input_order", "which input goes first", LOWER, EXACT, "llama.cpp #28874")
@@ -317,13 +322,13 @@ class StepWait(Choice):
 
 @toggle("results", "how logits come to the host", LAYOUT, EXACT)
 class Results(Choice):
-    """How logits come to the host. DIRECT spares the step a copy behind its last kernel. It holds
-    for up to 8 rows of logits, where the kernels that write them are bound by reading weights.
-    With BEHIND the next step may be submitted, and run, before the results of this one are there.
-    There are two buffers of results, so the host waits for a step before it issues the second
-    behind it."""
+    """How logits come to the host. DIRECT spares the step a copy after its last kernel. It applies
+    to up to 8 rows of logits, where the kernels that write them are bound by reading weights. With
+    BEHIND the next step may be submitted, and run, before the results of this step are there.
+    There are two buffers of results. So before the host issues a step, it waits for the step two
+    before it."""
 
-    COPY = "copy", "the device's memory has them first, and a copy brings them, as in llama.cpp"
+    COPY = "copy", "a copy brings them from the device's memory, as in llama.cpp"
     DIRECT = "direct", "the last kernel writes up to 8 rows of them into page-locked host memory"
     BEHIND = (
         "behind", "a copy on the copy stream brings them while the next step runs",
@@ -338,12 +343,12 @@ REDONE = [
 IN_A_ROW = (
     Clash(
         "kv_cache", "per_sequence",
-        "it stores a step's tokens in cells in a row, and those of several sequences are in none; "
-        "use graph_reuse=set_rows",
+        "it stores a step's tokens in cells in a row, and cells of several sequences are not in a "
+        "row; use graph_reuse=set_rows",
     ),
     Clash(
         "batch_sizes", "padded",
-        "it stores every token of a step, and those that are added have no cell; use "
+        "it stores every token of a step, and tokens that only pad it have no cell; use "
         "graph_reuse=set_rows",
     ),
 )
@@ -355,16 +360,18 @@ IN_A_ROW = (
 )
 class GraphReuse(Choice):
     """What happens to the graph and program of a step (llama.cpp #8366), and so how the cache is
-    stored to. All but REBUILD keep them by step shape.
+    stored to. All values but REBUILD keep graph and program by step shape.
 
-    PATCH_POINTERS: cache stores are copies to views of cells in a row, so the address of each
-    changes from token to token, and is patched. POINTER_TABLE (#9017): the copies read where to
-    from a table, one more input, with an entry for each store. SET_ROWS (#14482), also of REBUILD:
-    two inputs have a row for each token. The first two want the cells of a step in a row, and have
-    no launch that joins RoPE and store (fuse_rope_store). The ways are equal to the bit, but for
-    one launch: on CUDA of compute capability 9.0 or later, the joined one also norms heads (of
-    qwen3) for up to 8 tokens, and rounds. Where that launch is on, the logits of copies and of
-    rows are held to a tolerance."""
+    PATCH_POINTERS: cache stores are copies to views of cells in a row. The address of each store
+        changes from token to token, and is patched.
+    POINTER_TABLE (#9017): the copies read their destinations from a table, one more input, with an
+        entry for each store.
+    SET_ROWS (#14482), also of REBUILD: two inputs have the cache row of each token.
+
+    The first two need the cells of a step in a row, and have no launch that joins RoPE and store
+    (fuse_rope_store). All ways give equal bits, with one exception. On CUDA of compute capability
+    9.0 or later, the joined launch also norms heads (of qwen3) for up to 8 tokens, and rounds
+    otherwise. Where that launch is on, the logits of the ways are held to a tolerance."""
 
     REBUILD = "rebuild", "graph and program are built from nothing for every step", *REDONE
     PATCH_POINTERS = (
@@ -378,7 +385,7 @@ class GraphReuse(Choice):
 
 @family(
     "redo",
-    {  # one for each layer of reuse: what it saves is what doing it again costs
+    {  # one for each phase whose result is kept: reuse saves what doing the phase again costs
         "redo_build": ("graph and fusions of a step", REUSED),
         "redo_split": ("where the graph is cut", REUSED),
         "redo_layout": ("where tensors lie", REUSED),
@@ -388,8 +395,8 @@ class GraphReuse(Choice):
     REUSE, EXACT
 )
 class Redo(Choice):
-    """Whether a phase is done again where its result is kept. What it makes is dropped, so that a
-    step costs that phase more and nothing else changes."""
+    """Whether a phase is done again although its result is kept. The new result is dropped. So a
+    step costs that phase more, and nothing else changes."""
 
     OFF = "off", "what the phase made is kept with the program"
     ON = "on", "done again for every step that reuses a program, and dropped"
@@ -397,8 +404,8 @@ class Redo(Choice):
 
 @toggle("kv_growth", "cells that attention looks at", "engine/cache/growth.py", ROUNDING, REUSED)
 class KVGrowth(Choice):
-    """How many cells attention looks at. With FULL the shape of a step never changes; cells that
-    nobody owns are masked."""
+    """How many cells attention looks at. With FULL the shape of a step never changes. Cells that no
+    token owns are masked."""
 
     STEP = "step", "up to the last cell in use, rounded up to n_kv_pad"
     GEOMETRIC = (
@@ -419,22 +426,22 @@ class KVCacheKind(Choice):
 
 @toggle("skip_masked_kv", "masked cells that attention leaves unread", EXTENT, EXACT, SERVING)
 class SkipMaskedKV(Choice):
-    """Which masked cells attention leaves unread (llama.cpp #14924). All see the same mask, and
-    add the same terms in the same order."""
+    """Which masked cells attention leaves unread (llama.cpp #14924). With every value attention has
+    the same mask, and adds the same terms in the same order."""
 
     OFF = "off", "none: masked cells are read, and count for nothing"
-    IN_LOOP = "in_loop", "tiles that are masked for all their tokens, seen as they come (#13584)"
-    TAIL = "tail", "all behind the last 256 cells that a token sees; a kernel looks for them first"
-    CLASSES = "classes", "every 64 cells that a token does not see; what it sees whole has no mask"
+    IN_LOOP = "in_loop", "tiles masked for all their tokens, found tile by tile (#13584)"
+    TAIL = "tail", "all after the last 256 cells that a token sees; a kernel finds these first"
+    CLASSES = "classes", "every 64 cells that a token does not see; 64 that it sees need no mask"
     AUTO = (
         "auto", "by size: classes for long prompts, tail for sequences with deep caches, or none",
         SERVED,
     )
 
 
-@toggle("skip_gate", "steps in which they are left unread", EXTENT, EXACT, SERVING)
+@toggle("skip_gate", "steps in which masked cells are left unread", EXTENT, EXACT, SERVING)
 class SkipGate(Choice):
-    """Where skipping is on."""
+    """In which steps masked cells are left unread."""
 
     REFERENCE = "reference", "the proposal's: n_kv a multiple of 256, and 1024 tokens or 2 regions"
     ALWAYS = "always", "in every step"
@@ -443,28 +450,28 @@ class SkipGate(Choice):
 
 @toggle("slot_choice", "a request's slot", "engine/slots/slots.py", ROUNDING, SERVING)
 class SlotChoice(Choice):
-    """Which free slot a request gets. A slot keeps the cells of its last request, and what a new
-    one has in common with it is not computed again."""
+    """Which free slot a request gets. A slot keeps the cells of its last request. The prefix that a
+    new request has in common with it is not computed again."""
 
-    LONGEST_PREFIX = "longest_prefix", "the one that has most of the prompt, else the longest idle"
-    LOWEST_FREE = "lowest_free", "the one with the lowest number"
+    LONGEST_PREFIX = "longest_prefix", "the slot with most of the prompt, else the longest idle"
+    LOWEST_FREE = "lowest_free", "the slot with the lowest number"
 
 
 @toggle("defrag", "holes among a server's cells", "engine/cache/defrag.py", ROUNDING, SERVING)
 class Defrag(Choice):
-    """Whether cells of a cache that all share are moved together. A cache with a region for each
-    sequence has no holes."""
+    """Whether cells are moved together, in a cache that all sequences share. A cache with a region
+    for each sequence has no holes."""
 
-    OFF = "off", "cells stay where they are, unless a step finds none in a row"
-    CELLS = "cells", "holes are filled from behind where attention looks at fewer cells then"
+    OFF = "off", "cells stay where they are, unless a step finds no free cells in a row"
+    CELLS = "cells", "the last cells fill holes, where attention then looks at fewer cells"
 
 
 @toggle(
     "batch_sizes", "tokens and sequences of a step", "engine/slots/padding.py", ROUNDING, SERVING
 )
 class BatchSizes(Choice):
-    """How many tokens, sequences and outputs a step has. With PADDED steps of nearly as many share
-    a program and a plan; what is added sees nothing, and is stored nowhere."""
+    """How many tokens, sequences and outputs a step has. With PADDED, steps of similar sizes share
+    a program and a plan. Tokens that pad a step see nothing, and are stored nowhere."""
 
     EXACT = "exact", "those of the work"
     PADDED = "padded", "rounded up, so that there are few shapes", SERVED
@@ -472,11 +479,12 @@ class BatchSizes(Choice):
 
 @toggle("sampling", "where a server's tokens are drawn", "engine/slots/draws.py", EXACT, SERVING)
 class SampleOn(Choice):
-    """Where tokens are drawn from logits. A device that draws them goes on with them itself: no
-    logits come to the host, and the next step may be issued before anybody knows its tokens."""
+    """Where tokens are drawn from logits. A device that draws tokens goes on with them itself. No
+    logits come to the host then, and the next step may be issued before the host knows its tokens.
+    """
 
     HOST = "host", "on the host, from the logits of each step"
-    DEVICE = "device", "by a kernel behind the output; the host is given the tokens", OFF_HOST
+    DEVICE = "device", "by a kernel after the output; the host is given the tokens", OFF_HOST
 
 
 @toggle("attn_kernel", "which kernels compute attention", ATTEND, ROUNDING, SERVING)
@@ -491,21 +499,22 @@ class AttnKernel(Choice):
 
 @toggle("kv_parts", "parts that attention splits the cells into", ATTEND, ROUNDING, SERVING)
 class KVParts(Choice):
-    """Into how many parts attention splits the cells, which are then combined in a fixed order."""
+    """Into how many parts attention splits the cells. Their results are combined in fixed order."""
 
-    OFF = "off", "one"
+    OFF = "off", "one part"
     PARALLEL_BLOCKS = "parallel_blocks", "as many for each query row as fill the device"
-    STREAM_K = "stream_k", "every block has as many tiles, which may be of several query rows"
-    AUTO = "auto", "by size: parallel_blocks, or one where a head's cells are few"
+    STREAM_K = "stream_k", "all blocks have equally many tiles, also of several query rows"
+    AUTO = "auto", "by size: parallel_blocks, or one part where a head's cells are few"
 
 
 @toggle("activations", "what products are given", "model/decoder.py", ROUNDING)
 class Activations(Choice):
     """What products are given.
 
-    Q8: for quantised weights activations quantised to 8 bits in blocks of 32, once for all products
-    that share them, and integer dot products (as llama.cpp does). For float weights float32, which
-    a backend may round to the weights' type where tokens are many. FLOAT rounds nothing.
+    Q8: for quantised weights, activations quantised to 8 bits in blocks of 32, once for all
+        products that share them, and integer dot products (as llama.cpp does). For float weights,
+        float32, which a backend may round to the weights' type where there are many tokens.
+    FLOAT: nothing is rounded.
     """
 
     Q8 = "q8", "8-bit activations for quantised weights, integer dot products"
@@ -514,8 +523,8 @@ class Activations(Choice):
 
 @toggle("defer_norm", "norms in two halves, up to 8 tokens", "graph/defer.py", ROUNDING)
 class Half(Choice):
-    """Whether norms are computed in two halves (graph/defer.py). From two tokens on that costs a
-    GPU more than it saves: ONE leaves such steps alone."""
+    """Whether norms are computed in two halves (graph/defer.py). From two tokens on, halving costs
+    a GPU more than it saves. So ONE halves norms only in steps of one token."""
 
     OFF = "off", "a norm ends before the next product begins"
     ON = "on", "the norm's scale is applied after the product, which need not wait for it"
@@ -527,7 +536,7 @@ class Half(Choice):
     {  # one for each pattern of graph/fuse.py, which says what they join
         "fuse_norm_mul": ("RMS norm and its weight", "llama.cpp #14800"),
         "fuse_norm_quantize": ("a norm and the quantisation of its result", ""),
-        "fuse_add_norm": ("the residual add and the norm behind it", ""),
+        "fuse_add_norm": ("the residual add and the norm after it", ""),
         "fuse_bias": ("a product and its bias", "llama.cpp #16715"),
         "fuse_qkv": ("the products Q, K and V", ""),
         "fuse_rope_store": ("RoPE and the cache store", "llama.cpp #16884"),
@@ -546,7 +555,7 @@ class Switch(Choice):
 class Pdl(Choice):
     """Programmatic dependent launch."""
 
-    OFF = "off", "a kernel starts after the one in front of it has ended"
+    OFF = "off", "a kernel starts after the kernel before it has ended"
     ON = (
         "on", "a kernel starts early and waits on the device; compute capability 9.0 or later",
         Need(
@@ -577,10 +586,11 @@ class PlanRule(Choice):
 
 @toggle("plan_scope", "what is in a plan", "program/plans.py", EXACT, PLANS)
 class PlanScope(Choice):
-    """What is in a plan. STEP wants an ordering without a wait of the host between the first copy
-    and the last launch. Of several devices each has a plan, which waits in front for all that its
-    part of the step needs, also for room on the next device. So devices that overlap in a train of
-    ubatches (step_wait=outputs) take turns with STEP, unless inputs have several buffers."""
+    """What is in a plan. STEP needs an ordering without a wait of the host between the first copy
+    and the last launch. Of several devices each has a plan of its own. Before it begins, it waits
+    for all that its part of the step needs, also for room on the next device. So devices that would
+    overlap in a train of ubatches (step_wait=outputs) take turns with STEP, unless inputs have
+    several buffers."""
 
     SPLIT = "split", "the launches of each split"
     STEP = (
@@ -603,14 +613,14 @@ class PlanWarmup(Choice):
     TWO = "2", "the second of two equal calls is captured; a change begins again"
 
 
-@toggle("plan_evict", "which plans go", PLAN, EXACT, PLANS)
+@toggle("plan_evict", "which plans are evicted", PLAN, EXACT, PLANS)
 class PlanEvict(Choice):
-    """Which plans go."""
+    """Which plans are evicted."""
 
     AUTO = "auto", "as the rule has it: never with pr, idle with today, lru with ours"
-    NEVER = "never", "none, as long as programs live"
-    IDLE = "idle", "what was not replayed for 10 s, looked for every 5 s"
-    LRU = "lru", "the least recently replayed of more than 256"
+    NEVER = "never", "none, as long as their programs live"
+    IDLE = "idle", "plans that were not replayed for 10 s, looked for every 5 s"
+    LRU = "lru", "the least recently replayed plan, where there are more than 256"
 
 
 @toggle("plan_batch", "which steps have plans", PLAN, EXACT, PLANS)
@@ -624,7 +634,7 @@ class PlanBatch(Choice):
 AHEAD = [
     Want(
         name, values,
-        "a launch ahead wants a program that is kept as it is, and a plan of a whole step that "
+        "a launch ahead needs a program that is kept as it is, and a plan of a whole step that "
         "begins with one copy of all inputs",
     )
     for name, values in {
@@ -644,8 +654,8 @@ AHEAD = [
 
 @toggle("launch_ahead", "when the plan of a step like the one before is launched", PLAN, EXACT)
 class LaunchAhead(Choice):
-    """When the plan of a step is launched, where it is a step like the one before (a token more of
-    each sequence, in the same shape). Traced steps are launched when they are submitted."""
+    """When the plan of a step is launched that is like the step before it: one more token of each
+    sequence, in the same shape. Traced steps are launched when they are submitted."""
 
     OFF = "off", "when the step is submitted"
     ON = (
@@ -657,17 +667,17 @@ class LaunchAhead(Choice):
 @toggle("plan_end", "how the host learns that a plan is over", PLAN, EXACT, refines="launch_ahead")
 class PlanEnd(Choice):
     """How the host learns that the plan of a step is over, where it waits for that plan alone. A
-    GPU raises an event some microseconds behind the plan. A word comes sooner."""
+    GPU raises an event some microseconds after the end of the plan. A word comes sooner."""
 
     EVENT = "event", "by an event recorded after the plan, as for every other step"
     WORD = (
         "word", "by a word of pinned memory that the plan's last kernel writes",
-        Want("launch_ahead", (LaunchAhead.ON,), "the word has the number of a launch at a gate"),
+        Want("launch_ahead", (LaunchAhead.ON,), "the word holds the number of a gate's launch"),
     )
 
 
 def side_by_side(n: int) -> list[Need]:
-    """What a device must be capable of to compute on n streams. One more is for copies."""
+    """What a device must be capable of to compute on n streams. One more stream is for copies."""
     offers = "the {device} device cannot honour {toggle}: it offers {has}; use streams={has}"
     return [Need("compute_streams", least=n, line=offers), Need("in_stream", ORDERED.why)]
 
@@ -697,7 +707,8 @@ class Fork(Choice):
 
 @toggle("branch_fusion", "fusion where forks are", "graph/branch_fusion.py", ROUNDING, STREAMS)
 class BranchFusion(Choice):
-    """Whether fused nodes may have parts of several branches. Where they do, the fork is gone."""
+    """Whether fused nodes may have parts of several branches. Such a node takes the place of the
+    fork."""
 
     AUTO = "auto", "what takes less time by the costs of the ops; joined with streams=1"
     JOINED = "joined", "parts of any branches are joined: Q, K and V are one launch"
@@ -711,15 +722,15 @@ class BranchFusion(Choice):
 class Lifetimes(Choice):
     """When bytes of the arena may be used again. One stream makes all three equal."""
 
-    SERIAL = "serial", "behind the last reader in graph order: wrong beside concurrent streams"
-    INTERLEAVED = "interleaved", "the same with branches in turn; llama.cpp's: protects no source"
-    VISIBILITY = "visibility", "behind all accesses that the next user's stream knows to be over"
+    SERIAL = "serial", "after the last reader in graph order: wrong with concurrent streams"
+    INTERLEAVED = "interleaved", "the same with branches by turns; llama.cpp's: protects no source"
+    VISIBILITY = "visibility", "when the next user's stream knows that all accesses are over"
 
 
 @toggle("validate", "what branches are checked for", "program/branches.py", EXACT, STREAMS)
 class Validate(Choice):
-    """What a step with branches is checked for before it is issued. One that fails runs on one
-    stream."""
+    """What a step with branches is checked for before it is issued. A step that fails the check
+    runs on one stream."""
 
     OFF = "off", "nothing"
     WRITES = "writes", "writes of one branch against writes of another; llama.cpp's check"

@@ -1,6 +1,6 @@
 """`Toggles`: one position of every switch, frozen; and presets by name, with changes.
 
-What a toggle is, and what its values are, stands in `table.py`, a row each.
+`table.py` has a row for each toggle, with its values and what they do.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from workbench.config.table import CLASHES, FAMILIES, ROWS, Row
 
 
 class _Held(str):
-    """The value of a family's member that nobody asked for: a default, or one that a Toggles holds.
-    `dataclasses.replace` passes it on, and a family's value (`fuse="on"`) replaces it."""
+    """The value of a family's member that nobody has just asked for: a default, or a value that a
+    Toggles holds already. `dataclasses.replace` passes it on. A value for the whole family
+    (`fuse="on"`) replaces it."""
 
     __slots__ = ()
 
@@ -32,10 +33,10 @@ def _toggle(name: str) -> Any:
 class Toggles:
     """One field per mechanism; `Toggles()` is everything off, the baseline.
 
-    Values are plain strings (the enum members compare equal to them). `fuse` stands for every
+    Values are plain strings, and equal to the members of the table's enums. `fuse` stands for every
     `fuse_...` that is not given itself, and `redo` for every `redo_...`. Variants are made with
-    `dataclasses.replace`. `ROWS` says of each toggle which room reads it, which thread it comes
-    from, and what it may do to the logits.
+    `dataclasses.replace`. `ROWS` says which room reads a toggle, which thread it comes from, and
+    what it may do to the logits.
 
     Raises UsageError for a value that does not exist and for two toggles that clash.
     """
@@ -123,8 +124,8 @@ class Toggles:
 
     @classmethod
     def members(cls, name: str) -> list[str]:
-        """The toggles that `name` stands for: itself, or for a family (`fuse`) all of its names
-        (`fuse_...`). Raises UsageError for an unknown name."""
+        """The toggles that `name` stands for: a toggle for itself, a family (`fuse`) for all of its
+        members (`fuse_...`). Raises UsageError for an unknown name."""
         if name in cls.names():
             return [name]
         family = [n for n in cls.names() if n.startswith(f"{name}_")] if name in FAMILIES else []
@@ -135,7 +136,8 @@ class Toggles:
 
     @classmethod
     def values(cls, name: str) -> list[str]:
-        """The values toggle `name`, or each of a family, can take; UsageError if unknown."""
+        """The values that toggle `name`, or each member of a family, can take. Raises UsageError
+        for an unknown name."""
         return [v.value for v in cls.row(name).values]
 
     @classmethod
@@ -145,23 +147,24 @@ class Toggles:
 
     @classmethod
     def row(cls, name: str) -> Row:
-        """The row of toggle `name`, or of the first of a family; UsageError if unknown."""
+        """The row of toggle `name`, or of a family's first member. Raises UsageError for an unknown
+        name."""
         return ROWS[cls.members(name)[0]]
 
     def value_of(self, name: str) -> str:
-        """The value of toggle `name`; of a family the common one, or `mixed`."""
+        """The value of toggle `name`; of a family, the value that all members have, or `mixed`."""
         found = {str(getattr(self, n)) for n in self.members(name)}
         return found.pop() if len(found) == 1 else "mixed"
 
     def switched(self, name: str, value: str) -> Toggles:
-        """These toggles with `name`, or every one of a family, at `value`."""
+        """These toggles with `name`, or every member of a family, at `value`."""
         return dataclasses.replace(self, **dict.fromkeys(self.members(name), value))
 
     def to_dict(self) -> dict[str, str]:
         return {name: str(getattr(self, name)) for name in self.names()}
 
     def changed(self) -> dict[str, str]:
-        """What differs from the baseline, a family that agrees under its one name."""
+        """The toggles that differ from the baseline. A family whose members agree is one entry."""
         off = type(self)()
         return {k: v for k, v in folded(self.to_dict()).items() if v != off.value_of(k)}
 
@@ -190,7 +193,8 @@ class Toggles:
 
 
 def _common_value(family: str) -> property:
-    """Reads like a toggle; what `dataclasses.replace` passes on of it changes nothing."""
+    """A family reads like a toggle. `dataclasses.replace` passes its value on, which then changes
+    nothing."""
     return property(lambda toggles: _Held(toggles.value_of(family)))
 
 
@@ -206,8 +210,8 @@ def _check_value(name: str, value: str, known: list[str]) -> None:
 
 
 def clash_of(values: Mapping[str, str], preset: str = "", own: Collection[str] = ()) -> str:
-    """The first clash among toggles, empty where there is none. Of a preset's values, those not in
-    `own`, it says so."""
+    """The first clash among toggles, in words; empty where there is none. Of a value that comes
+    from the preset, and is not in `own`, the words say so."""
 
     def said(name: str) -> str:
         whose = f" (of preset {preset})" if preset and name not in own else ""
@@ -220,7 +224,7 @@ def clash_of(values: Mapping[str, str], preset: str = "", own: Collection[str] =
 
 
 def folded(toggles: Mapping[str, str]) -> dict[str, str]:
-    """Toggles for reading, names to values: a whole family under one name where it agrees."""
+    """Toggles for reading, names to values. A family whose members agree is one entry."""
     agreed = {
         member: family
         for family in FAMILIES
@@ -231,9 +235,9 @@ def folded(toggles: Mapping[str, str]) -> dict[str, str]:
 
 
 def differing(before: Toggles, after: Toggles) -> tuple[str, str]:
-    """What each has where the two differ: `sync=per_copy` and `sync=packed`. A family is named once
-    where all of it differs and each side has it at one value. Twice `the same toggles` for two that
-    are equal."""
+    """What each of the two has where they differ: `sync=per_copy` and `sync=packed`. A family is
+    named once where all of its members differ and agree on each side. Two equal ones give twice
+    `the same toggles`."""
     names = [n for n in before.names() if before.value_of(n) != after.value_of(n)]
     for family in FAMILIES:
         members = before.members(family)
@@ -254,11 +258,13 @@ def said_toggles(toggles: Mapping[str, str]) -> str:
 
 
 class TogglePreset:
-    """A preset by name, with toggles of one's own, which win.
+    """A preset by name, with changes, which win over the preset.
 
-    changes: toggles (or a family) that are given beside it. n_seqs: the sequences that `best` is to
-    be for; 0: those that the engine is opened for. Raises UsageError for an unknown name, toggle or
-    value. `engine.choose.resolve` makes Toggles of `best`, for a device.
+    changes: toggles (or families) and their values.
+    n_seqs: the number of sequences that `best` is meant for; 0: that of the engine.
+
+    `engine.choose.resolve` makes Toggles of `best` for a device. Raises UsageError for an unknown
+    name, toggle or value.
     """
 
     def __init__(self, name: str, changes: Mapping[str, str] | None = None, n_seqs: int = 0):
@@ -275,12 +281,12 @@ class TogglePreset:
 
     @property
     def of_device(self) -> bool:
-        """Whether its values depend on the device."""
+        """Whether the values of the preset depend on the device."""
         return self.name == BEST
 
     def toggles(self, values: Mapping[str, str] | None = None) -> Toggles:
-        """`values` (default: a fixed preset's own) with the changes. Raises UsageError for a change
-        that clashes with the preset, and names both."""
+        """`values` (default: those of a fixed preset) with the changes. Raises UsageError for a
+        change that clashes with the preset, naming both."""
         if values is None and self.of_device:
             raise UsageError(f"preset {self.name} is resolved when an engine is loaded; load one")
         chosen = dict(fixed_presets()[self.name] if values is None else values)
@@ -295,7 +301,7 @@ class TogglePreset:
         return TogglePreset(self.name, changes, self.n_seqs)
 
     def for_sequences(self, n_seqs: int) -> TogglePreset:
-        """The preset for so many sequences, whatever an engine is opened for."""
+        """The preset for this number of sequences, whatever an engine is opened for."""
         return TogglePreset(self.name, self.changes, n_seqs)
 
     def __eq__(self, other: object) -> bool:
@@ -318,6 +324,7 @@ class TogglePreset:
 
 
 def _spread(values: Mapping[str, str]) -> dict[str, str]:
-    """Values by toggle: a family's value for each of its members that is not named itself."""
+    """The values by toggle. A family's value is for each of its members that is not named
+    itself."""
     wide = {m: v for k, v in values.items() if k in FAMILIES for m in Toggles.members(k)}
     return wide | {k: v for k, v in values.items() if k not in FAMILIES}

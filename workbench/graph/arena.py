@@ -5,16 +5,17 @@ it, and gives them back after the last node that reads it. Tensors that are neve
 share bytes. Inputs come first and keep theirs for the whole step: their copies are in flight while
 the step before may still compute.
 
-On one stream a node begins when the one in front is over, so what was given back is free. On
-several it is free for those alone that *see* it: whose stream knows, whatever the timing, that all
-who wrote or read there are over. Given-back bytes remember who that was:
+On one stream a node begins when the node before it is over, so bytes that were given back are free.
+On several streams such bytes are free only for a node that *sees* them: its stream knows, whatever
+the timing, that all nodes which wrote or read there are over. Given-back bytes remember these
+nodes:
 
     stream 0   norm   Q      rope Q ....... attention      norm's result: read by Q and K
-    stream 1     `--- K ---- store K ---.'                 rope Q sees Q over, and not K: it may not
-                                                           have norm's bytes; attention may
+    stream 1     `--- K ---- store K ---.'                 rope Q sees that Q is over, but not K: it
+                                                           may not use norm's bytes; attention may
 
-So reads are protected as writes are. (llama.cpp's allocator sees the branches' nodes in turn; so it
-keeps what a branch makes for later nodes of the others, and not what they read.)
+So reads are protected as writes are. (llama.cpp's allocator takes the nodes of branches by turns.
+It protects what a branch writes from later nodes of other branches, but not what a branch reads.)
 """
 
 from bisect import bisect
@@ -35,40 +36,43 @@ class ArenaLayout(NamedTuple):
     nbytes: int
 
 
-ALL: Clock = ()  # seen by everybody, and sees everything
+ALL: Clock = ()  # of bytes that every node may use, and of a node that may use all bytes
 
 
 class FreeList:
-    """Free ranges of an unbounded arena, best fit. A range has a clock: how many nodes of each
-    stream must be over before it is used. Neighbours with one clock are merged."""
+    """Free ranges of an unbounded arena, best fit.
+
+    Each range has a clock: how many nodes of each stream must be over before the range is used.
+    Neighbours with equal clocks are merged.
+    """
 
     def __init__(self) -> None:
         self._free: list[tuple[int, int, Clock]] = []  # offset, bytes, clock; by offset
         self.end = 0
 
     def take(self, nbytes: int, sees: Clock = ALL) -> int:
-        """An offset with `nbytes` (rounded up to ALIGN) behind it that are free for who sees so
-        much; may grow the end. 0 for no bytes."""
+        """The offset of `nbytes` (rounded up to ALIGN) that are free for a node; may grow the end.
+        0 for no bytes. sees: how many nodes of each stream the node knows to be over."""
         need = round_up(nbytes, ALIGN)
         if not need:
             return 0
         best, best_size = -1, self.end + 1  # the smallest gap that is large enough
-        first = behind = size = 0  # of the gap at hand: its first range, its end, its bytes
+        first = end = size = 0  # of the gap at hand: its first range, its end, its bytes
         for i, (at, length, clock) in enumerate(self._free):
             if clock and any(map(lt, sees, clock)):
                 continue
-            if at == behind and size:
+            if at == end and size:
                 size += length
             else:
                 if need <= size < best_size:
                     best, best_size = first, size
                 first, size = i, length
-            behind = at + length
+            end = at + length
         if need <= size < best_size:
             best = first
         if best >= 0:
             return self._cut(best, need)
-        if size and behind == self.end:  # the last gap can grow
+        if size and end == self.end:  # the last gap can grow
             offset = self.end - size
             del self._free[first:]
         else:
@@ -77,7 +81,7 @@ class FreeList:
         return offset
 
     def _cut(self, first: int, need: int) -> int:
-        """Takes as many bytes from range `first` and those behind it; their offset."""
+        """Takes `need` bytes from range `first` and the ranges after it; returns their offset."""
         offset, stop = self._free[first][0], first
         end = offset + need
         while stop < len(self._free) and self._free[stop][0] < end:
@@ -88,7 +92,7 @@ class FreeList:
         return offset
 
     def give(self, offset: int, nbytes: int, clock: Clock = ALL) -> None:
-        """Returns a range that `take` gave. clock: what must be over before it is used."""
+        """Returns a range that `take` gave. clock: what must be over before it is used again."""
         size = round_up(nbytes, ALIGN)
         if not size:
             return
@@ -102,14 +106,18 @@ class FreeList:
 
 
 class Visibility(NamedTuple):
-    """What streams know of each other: the stream of each node, and its clock (`forks.clocks`)."""
+    """What streams know of each other.
+
+    streams: the stream of each node.
+    clocks: the clock of each node (`Branches.clocks`).
+    """
 
     streams: Sequence[int]
     clocks: Sequence[Clock]
 
 
 def visibility(branches: Branches) -> Visibility | None:
-    """Of nodes on several streams; None where one has them all."""
+    """What the streams of these branches know of each other; None where there is one stream."""
     if branches.n_streams == 1:
         return None
     return Visibility(branches.streams, branches.clocks())
@@ -125,9 +133,11 @@ def layout(
 ) -> ArenaLayout:
     """Offsets for every activation that `nodes` make, for `inputs`, and for scratch.
 
-    inputs: tensors written before the first node (kept all through). keep: tensors that are read
-    after the last node. elsewhere: activations that have a range outside of the arena. They are
-    passed over, as weights and caches are.
+    inputs: tensors written before the first node. They keep their bytes for the whole step.
+    keep: tensors that are read after the last node.
+    elsewhere: activations that have a range outside of the arena. They get no offset, as weights
+        and caches get none.
+    visible: what streams know of each other; None: all nodes are on one stream.
     """
     touched = [{t.storage for t in node.inputs} for node in nodes]
     last_use = {s: i for i, read in enumerate(touched) for s in read}
@@ -140,7 +150,7 @@ def layout(
     for t in inputs:
         offsets[t.storage] = free.take(t.nbytes)
 
-    users: dict[Tensor, list[int]] = {}  # of what was made here, as a clock counts them
+    users: dict[Tensor, list[int]] = {}  # of each tensor in the arena: its users, as a clock
     for i, node in enumerate(nodes):
         sees = now.begin(i)
         for out in [t.storage for t in node.outputs]:
@@ -163,7 +173,7 @@ def layout(
 
 
 class _Now:
-    """The node at hand, as clocks tell of it. On one stream clocks count nothing: all are ALL."""
+    """The node at hand, and what it sees. On one stream every clock is ALL."""
 
     def __init__(self, visible: Visibility | None):
         self._visible = visible
@@ -172,7 +182,7 @@ class _Now:
         self._stream = 0
 
     def begin(self, i: int) -> Clock:
-        """Node i is at hand: what it sees."""
+        """Node i is at hand from now on. Returns what it sees."""
         if self._visible is None:
             return ALL
         self._stream = self._visible.streams[i]
@@ -180,11 +190,11 @@ class _Now:
         return self._visible.clocks[i]
 
     def nobody(self) -> list[int]:
-        """A clock to be joined."""
+        """The clock of bytes that no node has used."""
         return [0] * len(self._begun)
 
     def join(self, users: list[int]) -> list[int]:
-        """The same, and the node at hand among them: once it is over, too."""
+        """Adds the node at hand to the clock `users`, and returns it."""
         if users:
             users[self._stream] = self._begun[self._stream]
         return users

@@ -1,14 +1,14 @@
 """ROOM #14924: how attention is computed: by which kernels, and in how many parts of the cells.
 
-An attention node says it itself (`kernel` and `kv_parts` among its params), and backends read it
-there. What is not said is `auto` and `off`. Parts follow from the step shape and the padded n_kv
-alone. So which cells a token sees changes no sum's order, and `off`, `parallel_blocks` and
-`stream_k` differ by rounding.
+An attention node has both in its params (`kernel` and `kv_parts`), where backends read them. Absent
+params mean `auto` and `off`. Parts follow from the step shape and the padded n_kv alone. So the
+cells that a token sees never change the order of a sum. `off`, `parallel_blocks` and `stream_k`
+differ by rounding.
 
-    off              a query row goes through all cells
-    parallel_blocks  its cells are dealt out to several blocks (flash-decoding, Dao et al. 2023)
-    stream_k         the tiles of all rows, one behind the other, are cut into equal pieces, one a
-                     block (Osama et al. 2023, arXiv 2301.03598)
+    off              one block goes through all cells of a query row
+    parallel_blocks  several blocks share the cells of a row (flash-decoding, Dao et al. 2023)
+    stream_k         the tiles of all rows, in one line, are cut into equal pieces, one a block
+                     (Osama et al. 2023, arXiv 2301.03598)
 
     auto             parallel_blocks, but off where a head has fewer than AUTO_ELEMENTS elements of
                      K: there the combining costs more than the parts save. (Tokens at depth 0 with
@@ -32,7 +32,7 @@ AUTO_ELEMENTS = 256 * 128  # cells by elements of a head
 
 
 class Attended(NamedTuple):
-    """The inputs of an attention node by name; None for one that it has not."""
+    """The inputs of an attention node by name; None for an input that it does not have."""
 
     q: Tensor
     k: Tensor

@@ -2,8 +2,8 @@
 `branch_fusion`).
 
 Q, K and V as one launch leave nothing to run side by side. As branches they keep their streams, and
-only nodes of one branch are joined. Which takes less time follows from the costs of the ops; one
-layer tells, because all are alike.
+only nodes of one branch are joined. The costs of the ops tell which takes less time. One layer is
+enough to tell, because all layers are alike.
 
 Pure, as fuse.py and forks.py.
 """
@@ -32,9 +32,12 @@ def fused(
 ) -> Graph:
     """`graph` with `fusions`, inside its branches or across them, as `choice` says.
 
-    choice: `auto` is for several streams; with one an engine has `joined` (`engine/choose.py`).
-    n_streams, rule: as `forks.fork` has them. Fusion stays in the branches of as many streams as
-    there can be. So `inside` means the same for every number of streams.
+    choice: a value of the toggle. `auto` is for several streams; with one stream an engine has
+        `joined` (`engine/choose.py`).
+    n_streams, rule: as `forks.fork` has them.
+
+    `inside` fuses within the branches that the largest number of streams would have. So it means
+    the same for every number of streams.
     """
     if not fusions:
         return graph
@@ -49,7 +52,7 @@ def fused(
 def branch_numbers(
     graph: Graph, backend_of: BackendOf, rule: str, costs: Costs = COSTS
 ) -> dict[Node, int]:
-    """The branch of each node. What one backend computes in a row has numbers of its own."""
+    """The branch of each node, by number. Neighbours on one backend have numbers of their own."""
     found: dict[Node, int] = {}
     for _, part in groupby(graph.nodes, backend_of):
         first = len(found)

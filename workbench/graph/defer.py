@@ -1,9 +1,9 @@
 """Norms in two halves, so that no launch waits for a whole row.
 
-`rms_norm(x) * w` is `x * w` times one number a row, the scale 1 / sqrt(mean(x^2) + eps). A product
-is linear: (scale * y) W = scale * (y W). So the left half, what a product reads, can be made of
-each part of a row by itself. The right half, the scale, needs the whole row, and is applied to what
-the product gives:
+`rms_norm(x) * w` is `x * w` times one number a row: the scale 1 / sqrt(mean(x^2) + eps). A product
+is linear: (scale * y) W = scale * (y W). So the left half, `x * w`, can be computed for each part
+of a row by itself, and a product can read it. The right half, the scale, needs the whole row. It is
+applied to the result of the product:
 
     x = add(..)                              x = add(..)
     n = rms_norm(x)                          s = square_sums(x)
@@ -11,7 +11,7 @@ the product gives:
     q = quantize(y)                          q = quantize(y)
     p = mul_mat(W, q) ..                     u = mul_mat(W, q);  p = rms_scale(u, s) ..
 
-Quantised activations have a scale of their own for each 32 columns. That scale takes in the size of
+Quantised activations have a scale of their own for each 32 columns. That scale absorbs the size of
 x, and the quants stay the same but for rounding. Halving pays in kernels for few tokens. There
 `fuse.py` can join the left half to the product that made x, and the right half to the products that
 read y.
@@ -34,10 +34,11 @@ _Makers = dict[Tensor, Node]
 
 
 def defer(graph: Graph, half: str = Half.ON) -> Graph:
-    """`graph` with its norms halved; the same graph where there is none to halve.
+    """`graph` with its norms halved; `graph` itself where no norm can be halved.
 
-    A norm is halved where it stands between the residual add of a product and other products. half:
-    a value of the toggle `defer_norm`, which says up to how many tokens of a step.
+    A norm is halved where it stands between the residual add of a product and other products.
+
+    half: a value of the toggle `defer_norm`. It says up to how many tokens of a step.
     """
     if graph.shape.n_tokens > _MOST[half]:
         return graph
@@ -49,7 +50,7 @@ def defer(graph: Graph, half: str = Half.ON) -> Graph:
             readers.setdefault(t, []).append(node)
     halves: dict[Node, list[Node]] = {}
     for norm in _of("rms_norm", graph.nodes):
-        if _behind_a_product(norm, makers):
+        if _follows_a_product(norm, makers):
             halves |= _halved(norm, readers)
     if not halves:
         return graph
@@ -62,11 +63,11 @@ def _of(op: str, nodes: Sequence[Node]) -> list[Node]:
 
 
 def _made(tensors: Sequence[Tensor], makers: _Makers) -> list[Node]:
-    """The nodes that make these tensors, as far as nodes do."""
+    """The nodes that make these tensors, without those that no node makes."""
     return [makers[t.storage] for t in tensors if t.storage in makers]
 
 
-def _behind_a_product(norm: Node, makers: _Makers) -> bool:
+def _follows_a_product(norm: Node, makers: _Makers) -> bool:
     """Whether the row that is normed is the sum of a product and a residual."""
     for add in _of("add", _made(norm.inputs, makers)):
         if add.inputs[0].shape == add.inputs[1].shape:
@@ -77,7 +78,7 @@ def _behind_a_product(norm: Node, makers: _Makers) -> bool:
 
 
 def _halved(norm: Node, readers: _Readers) -> dict[Node, list[Node]]:
-    """What becomes of the nodes of one norm, if it can be halved."""
+    """The nodes that replace each node of one norm; empty where it cannot be halved."""
     (x,) = norm.inputs
     if len(x.shape) != 2 or x.cols % SQUARES:
         return {}
@@ -86,9 +87,9 @@ def _halved(norm: Node, readers: _Readers) -> dict[Node, list[Node]]:
     if len(after) != 1 or weighs != after:
         return {}
     (mul,) = weighs
-    behind = readers.get(mul.output.storage, [])
-    quantised = _of("quantize", behind)
-    products = [n for n in behind if n not in quantised]
+    reading = readers.get(mul.output.storage, [])
+    quantised = _of("quantize", reading)
+    products = [n for n in reading if n not in quantised]
     products += [n for q in quantised for n in readers.get(q.output.storage, [])]
     changed = [n.output for n in (norm, mul, *quantised)]
     if any(t.kind != Kind.ACTIVATION for t in changed) or _of("mul_mat", products) != products:
@@ -101,7 +102,7 @@ def _halved(norm: Node, readers: _Readers) -> dict[Node, list[Node]]:
 
 
 def _scaled(product: Node, squares: Tensor, eps: float) -> list[Node]:
-    """A product of half a norm, and the other half. The result is the tensor it was."""
+    """A product of the left half, and the right half after it. The result is the same tensor."""
     out = product.output
     unscaled = Tensor(f"{out.name} (unscaled)", out.dtype, out.shape)
     return [

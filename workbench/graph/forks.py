@@ -33,18 +33,18 @@ from workbench.graph import ops
 from workbench.graph.ir import Kind, Node, Tensor
 
 MOST_STREAMS = 8
-START = -1  # in place of a node's number: what stream 0 has before the split
-Clock = tuple[int, ...]  # of each stream, a number of its nodes
+START = -1  # in place of a node's number: what stream 0 does before the split
+Clock = tuple[int, ...]  # how many nodes of each stream
 
 
 class Branches(NamedTuple):
     """How the nodes of one split are spread over compute streams.
 
     nodes: in the order in which the host issues them.
-    streams: of each node, 0 for the first stream.
-    waits: of each node, the numbers of nodes on other streams. The node's stream waits for their
-    end directly before the node. START stands for what stream 0 has before the split.
-    joins: numbers of nodes whose end stream 0 waits for after the last node.
+    streams: the stream of each node, 0 for the first stream.
+    waits: for each node, the numbers of nodes on other streams for whose end the node's stream
+        waits directly before the node. START stands for what stream 0 does before the split.
+    joins: the numbers of nodes for whose end stream 0 waits after the last node.
     """
 
     nodes: Sequence[Node]
@@ -75,13 +75,13 @@ class Branches(NamedTuple):
         return found
 
     def known_from(self) -> list[Clock]:
-        """Of each node, what is over when it or any later node begins: the least of their clocks,
+        """For each node, what is over when it or any later node begins: the least of their clocks,
         stream by stream."""
         return list(accumulate(reversed(self.clocks()), _sooner))[::-1]
 
     def side_by_side(self) -> Iterator[tuple[Node, Node]]:
-        """Nodes that may run at the same time: every pair without an order, the one issued first in
-        front."""
+        """Nodes that may run at the same time: every pair without an order. The node that is issued
+        first comes first."""
         earlier = [list[int]() for _ in range(self.n_streams)]  # of each stream, its nodes so far
         for j, clock in enumerate(self.clocks()):
             for stream, some in enumerate(earlier):
@@ -101,8 +101,10 @@ def _sooner(a: Clock, b: Clock) -> Clock:
 class Costs(NamedTuple):
     """What a device takes, roughly.
 
-    bytes_per_us: read or written. flops_per_us: operations. launch_us: of a launch, beyond its
-    bytes and operations. event_us: of a stream that waits for another.
+    bytes_per_us: bytes read or written in a microsecond.
+    flops_per_us: arithmetic operations in a microsecond.
+    launch_us: a launch, beyond its bytes and operations.
+    event_us: a stream that waits for another.
     """
 
     bytes_per_us: float
@@ -111,11 +113,12 @@ class Costs(NamedTuple):
     event_us: float
 
     def us(self, node: Node) -> float:
-        """A node alone on the device."""
+        """What a node takes that runs alone on the device."""
         return self.launch_us + self.work_us(node)
 
     def work_us(self, node: Node) -> float:
-        """Its bytes and operations. Nodes that run side by side share the device for these."""
+        """What a node's bytes and operations take. Nodes that run side by side share the device for
+        these."""
         return max(ops.touched_bytes(node) / self.bytes_per_us, ops.flops(node) / self.flops_per_us)
 
 
@@ -124,7 +127,7 @@ COSTS = Costs(bytes_per_us=4.7e6, flops_per_us=4e8, launch_us=4.5, event_us=2.0)
 
 
 def serial(nodes: Sequence[Node]) -> Branches:
-    """All on stream 0."""
+    """The nodes, all on stream 0."""
     return Branches(nodes, [0] * len(nodes), [()] * len(nodes))
 
 
@@ -151,11 +154,11 @@ _NEVER_WRITTEN = (Kind.WEIGHT, Kind.INPUT)  # by a device
 
 
 def dependencies(nodes: Sequence[Node]) -> list[list[int]]:
-    """Of each node, the numbers of earlier nodes that must be over when it begins.
+    """For each node, the numbers of the earlier nodes that must be over when it begins.
 
-    A node needs what wrote the bytes that it reads. It also needs what read or wrote the bytes that
-    it writes. Whole tensors are compared: two stores into one cache keep their order. A node is
-    left out where another one listed needs it by the same tensor.
+    A node needs the nodes that wrote the bytes which it reads. It also needs the nodes that read or
+    wrote the bytes which it writes. Whole tensors are compared: two stores into one cache keep
+    their order. A needed node is left out where another needed node needs it for the same tensor.
     """
     writer: dict[Tensor, int] = {}
     readers: dict[Tensor, list[int]] = {}
@@ -219,7 +222,7 @@ def _in_regions(
 
 
 def _forks(nodes: Sequence[Node], at_norm: bool) -> list[tuple[int, list[int]]]:
-    """Each node whose one-row result three nodes read, and these three."""
+    """Each node whose one-row result exactly three nodes read, and these three."""
     maker: dict[Tensor, int] = {}
     readers: dict[Tensor, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -311,8 +314,8 @@ def _heirs(needed: Sequence[Sequence[int]], us: Sequence[float]) -> list[int]:
 def _branch_us(
     j: int, needed: Sequence[Sequence[int]], heir: Sequence[int], us: Sequence[float]
 ) -> float:
-    """What a branch takes that begins with node j, up to the first node that needs another branch
-    as well."""
+    """The time of a branch that begins with node j and ends before the first node that needs
+    another branch as well."""
     fork, total = max(needed[j], default=-1), us[j]
     while (k := heir[j]) >= 0 and all(i == j or i <= fork for i in needed[k]):
         total, j = total + us[k], k
@@ -359,8 +362,8 @@ def ordered(
 
 
 def chained(several: Sequence[Branches]) -> Branches:
-    """The splits of one backend, in order. Every node comes after all nodes of earlier splits,
-    because stream 0 has joined all streams between two splits."""
+    """The splits of one backend as one. Every node comes after all nodes of earlier splits, because
+    stream 0 joins all streams between two splits."""
     if len(several) == 1:
         return several[0]
     nodes, streams, waits = list[Node](), list[int](), list[Sequence[int]]()
@@ -384,8 +387,8 @@ def branch_of(branches: Branches) -> dict[Node, int]:
     """The number of each node's branch. What stream 0 runs between regions has numbers, too.
 
     Nodes of one number are neighbours on a stream. Their waits can all be issued before the first
-    of them, and other streams wait for the last alone. A branch has a larger number than those that
-    it waits for.
+    of them, and other streams wait only for the last of them. A branch has a larger number than the
+    branches that it waits for.
     """
     found, latest = dict[Node, int](), dict[int, int]()
     waited = {i for some in branches.waits for i in some}
@@ -432,10 +435,11 @@ def _alternating(branches: Branches, queues: Sequence[list[int]]) -> list[Node]:
 
 
 def estimate_us(branches: Branches, costs: Costs = COSTS) -> float:
-    """What the branches take, us. Launches and events of several streams overlap. Nodes whose bytes
-    and operations are under way share the device in equal parts."""
+    """The time of all branches, in us. Launches and events of several streams overlap. Nodes whose
+    bytes and operations are under way share the device in equal parts."""
     n = len(branches.nodes)
-    followers: list[list[tuple[int, float]]] = [[] for _ in range(n)]  # and what an event takes
+    # of each node: the nodes that wait for it, each with the time that the wait adds
+    followers: list[list[tuple[int, float]]] = [[] for _ in range(n)]
     missing, ready, tail = [0] * n, [0.0] * n, dict[int, int]()
     for j, (stream, waits) in enumerate(zip(branches.streams, branches.waits, strict=True)):
         before = [(i, costs.event_us) for i in waits if i >= 0]

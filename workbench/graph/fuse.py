@@ -1,27 +1,28 @@
 """Fusion: neighbouring nodes that one launch can compute become one node.
 
-A fused node stands for its `parts`. It reads what they read, writes what other nodes read of their
-results, and must give what the parts give one after the other. So its unfused twin is always at
-hand. Which patterns are joined is chosen one by one (`Toggles.fuse_*`); the more, the fewer
-launches:
+A fused node stands for its `parts`. It reads what they read, and writes those of their results that
+other nodes read. It must give what the parts give one after the other, so its unfused twin is
+always at hand. Each pattern has a toggle (`Toggles.fuse_*`). The more are on, the fewer launches a
+step has:
 
     fuse_norm_mul           rms_norm + mul by the norm's weight
     fuse_norm_quantize      (norm +) mul + quantize of the activations
     fuse_add_norm           the residual add + the norm that follows it
     fuse_bias               mul_mat + add of its bias
     fuse_qkv                the products of one x: Q + K + V, whatever their weight types
-    fuse_rope_store         rope of Q and K + set_rows of K and V, where fuse_norm_mul is on, too,
-                            with a norm of the heads before it; behind Q + K + V, in that launch;
-                            other stores (copy_to_view, copy_by_table) have launches of their own
+    fuse_rope_store         rope of Q and K + set_rows of K and V; where fuse_norm_mul is on too,
+                            with a norm of the heads before them; after Q + K + V, in that launch.
+                            Other stores (copy_to_view, copy_by_table) have launches of their own
     fuse_glu                gate + up + swiglu
     fuse_epilogue_quantize  attention, or swiglu, + quantize of its result
-    fuse_product_norm       where norms are halved (`defer.py`): the output and the down product +
-                            the residual add + the half behind it; the other half + the products
+    fuse_product_norm       where norms are halved (`defer.py`): the output product, or the down
+                            product, + the residual add + the left half of the norm after it; the
+                            right half + the products that read it
 
-With all of them a layer is 7 launches: norm, QKV to the cache, attention, output product, norm,
-gate + up + swiglu, down product. With halved norms it is 5. The patterns take llama.cpp's further
-(ggml_cuda_can_fuse of its CUDA backend). Its graph has a launch for each quantisation, rope, store,
-norm and product of Q, K and V.
+With all of them a layer has 7 launches: norm, QKV to the cache, attention, output product, norm,
+gate + up + swiglu, down product. With halved norms it has 5. The patterns go further than
+llama.cpp's (ggml_cuda_can_fuse of its CUDA backend), whose graph has a launch for each
+quantisation, rope, store, norm and product of Q, K and V.
 
 Where streams run branches side by side (`forks.py`), fusion may stay inside a branch
 (`branch_fusion=inside`): each of Q, K and V keeps its product, and only its own nodes are joined.
@@ -66,11 +67,13 @@ def fuse(
     backend_of: Callable[[Node], int] = lambda node: 0,
     branch_of: Mapping[Node, int] | None = None,
 ) -> Graph:
-    """`graph` with the patterns that `fusions` name joined; the same graph where there are none.
+    """`graph` with the patterns that `fusions` name joined; `graph` itself where there are none.
 
-    Only nodes of one backend are joined. branch_of: and only those with the same number, which
-    stand together then, in the order of the numbers. No node may need one with a larger number, as
-    `forks.branch_of` has it.
+    Only nodes of one backend are joined.
+
+    branch_of: the branch number of each node. Then only nodes of one number are joined, and nodes
+        are in the order of the numbers. No node may need a node with a larger number, as
+        `forks.branch_of` has it.
     """
     on = frozenset(fusions)
     if not on:
@@ -90,9 +93,9 @@ def fuse(
 
 
 def join(op: str, name: str, parts: Sequence[Node], readers: dict[Tensor, int]) -> Node:
-    """One node of `op` for `parts`. readers: how many nodes of the graph read each storage.
+    """One node of `op` for `parts`. A result that only the parts themselves read is no output.
 
-    What only the parts themselves read is no output.
+    readers: how many nodes of the graph read each storage.
     """
     made = [part.output.storage for part in parts]
     inside: dict[Tensor, int] = {}
@@ -116,7 +119,7 @@ def join(op: str, name: str, parts: Sequence[Node], readers: dict[Tensor, int]) 
 
 
 class Product(NamedTuple):
-    """A product with what may stand right behind it."""
+    """A product with the scale and the bias that may follow it at once."""
 
     mul_mat: Node
     scale: Node | None  # rms_scale
@@ -142,7 +145,7 @@ def named(nodes: Sequence[Node], at: int, ops: tuple[str, ...]) -> list[Node]:
 
 
 def chain(nodes: Sequence[Node], at: int, ops: tuple[str, ...]) -> list[Node]:
-    """As `named`, where each node reads what the one in front of it makes; else none."""
+    """As `named`, where each node reads the result of the node before it; else none."""
     found = named(nodes, at, ops)
     for before, node in pairwise(found):
         if all(t.storage is not before.output.storage for t in node.inputs):
@@ -151,7 +154,7 @@ def chain(nodes: Sequence[Node], at: int, ops: tuple[str, ...]) -> list[Node]:
 
 
 def reads(nodes: Sequence[Node], at: int, op: str, made: Tensor) -> Node | None:
-    """Node `at`, if it is an `op` whose first input is `made`."""
+    """Node `at`, if it is an `op` whose first input is `made`; else None."""
     node = nodes[at] if at < len(nodes) else None
     found = node is not None and node.op == op and node.inputs[0].storage is made.storage
     return node if found else None
@@ -196,7 +199,7 @@ class _Matcher:
     def __init__(self, nodes: list[Node], on: frozenset[str], inside: bool):
         self.nodes = nodes
         self.on = on
-        self.inside = inside  # a branch: what joins several of them is not there
+        self.inside = inside  # a branch: these nodes are one, so nothing joins several
         self.at = 0
 
     def next(self, readers: dict[Tensor, int]) -> list[Node]:
@@ -260,7 +263,7 @@ class _Matcher:
         return parts if _stores_halves(parts) else []
 
     def products(self) -> _Products:
-        """The products of one x from here on, side by side in the graph."""
+        """The neighbouring products of one x from here on."""
         x, at = self.nodes[self.at].inputs[1].storage, self.at
         found: list[Product] = []
         while (product := product_at(self.nodes, at)) and product.mul_mat.inputs[1].storage is x:
@@ -288,20 +291,20 @@ class _Matcher:
                 return [("qkv_rope_store", f"qkv-{layer}", parts)], found.end + len(tail)
             return [("qkv", f"qkv-{layer}", found.nodes)], found.end
         if len(found.all) == 2 and "fuse_glu" in on and whole:
-            glu = self.glu_behind(found)
+            glu = self.glu_after(found)
             if glu:
                 return [("glu", f"ffn_glu-{layer}", [*found.nodes, *glu])], found.end + len(glu)
         first = found.all[0]
         alone = first.nodes if "fuse_bias" in on else first.unbiased
-        norm = self.norm_behind(found) if whole and len(found.all) == 1 else []
+        norm = self.norm_after(found) if whole and len(found.all) == 1 else []
         if norm:
             return [("product_norm", first.mul_mat.name, [*alone, *norm])], found.end + len(norm)
         if len(alone) == 1:
             return None
         return [("product", first.mul_mat.name, alone)], self.at + len(alone)
 
-    def norm_behind(self, found: _Products) -> list[Node]:
-        """The residual add of a product and half a norm, or nothing."""
+    def norm_after(self, found: _Products) -> list[Node]:
+        """The residual add that follows a product, and the left half of a norm; or nothing."""
         parts = named(self.nodes, found.end, _RESIDUAL_HALF)
         if not parts or "fuse_product_norm" not in self.on:
             return []
@@ -313,8 +316,8 @@ class _Matcher:
         joined = quantize is not None and "fuse_norm_quantize" in self.on
         return [*parts, quantize] if quantize is not None and joined else parts
 
-    def glu_behind(self, found: _Products) -> list[Node]:
-        """swiglu [quantize] of two products of one weight type, or nothing."""
+    def glu_after(self, found: _Products) -> list[Node]:
+        """swiglu [quantize] after two products of one weight type; or nothing."""
         gate, up = found.all
         node = reads(self.nodes, found.end, "swiglu", gate.output)
         same = gate.mul_mat.inputs[0].dtype == up.mul_mat.inputs[0].dtype
@@ -337,7 +340,7 @@ class _Matcher:
 
 
 def _stores_halves(parts: Sequence[Node]) -> bool:
-    """Whether what is stored into the cache is F16: no launch joins RoPE and another store."""
+    """Whether all stores are into F16 caches: no launch joins RoPE and a store of another type."""
     return all(p.output.dtype == F16 for p in parts if OPS[p.op].stores)
 
 

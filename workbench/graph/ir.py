@@ -20,8 +20,7 @@ ALIGN = 256  # bytes: what the widest device wants of a tensor's address
 class DType(NamedTuple):
     """An element type: `block` elements are stored in `block_bytes` bytes.
 
-    Names and block geometry are ggml's (`ggml-common.h`). Q8_ACT is none of ggml's: see
-    `row_bytes`.
+    Names and block geometry are ggml's (`ggml-common.h`). Only Q8_ACT is our own: see `row_bytes`.
     """
 
     name: str
@@ -32,7 +31,7 @@ class DType(NamedTuple):
         """Bytes of one row of `cols` elements; raises UsageError where cols does not fit blocks.
 
         A row of Q8_ACT is activations quantised to 8 bits in blocks of 32. It has three planes, one
-        behind the other: `cols` int8 quants, `cols/32` float32 scales, `cols/16` int16 sums of the
+        after the other: `cols` int8 quants, `cols/32` float32 scales, `cols/16` int16 sums of the
         quants of each half block. Padding to a multiple of 64 bytes follows.
         """
         if cols % self.block:
@@ -73,9 +72,10 @@ class Kind(StrEnum):
 class Tensor:
     """A typed array of the graph. Immutable by convention; identity is the object itself.
 
-    shape is in numpy order: the last axis is contiguous. A weight of `rows` outputs and `cols`
-    inputs has shape (rows, cols). A view shares the storage of `storage`, from its first byte;
-    every other tensor is its own storage.
+    shape: in numpy order, so that the last axis is contiguous. A weight of `rows` outputs and
+        `cols` inputs has shape (rows, cols).
+    storage: the tensor whose bytes a view shares, from the first byte on. Every other tensor is its
+        own storage.
     """
 
     __slots__ = ("_storage", "dtype", "kind", "name", "nbytes", "shape")
@@ -136,11 +136,14 @@ class Input(Tensor):
 
 
 class Node:
-    """One op with its sources; an optional source that is absent is left out of `inputs`.
+    """One op with its sources.
 
-    A node whose op stores into one of its inputs (set_rows) has that input as its output. The
-    `parts` of a fused node (`graph/fuse.py`) are the nodes it stands for, in order. Its `outputs`
-    are what other nodes read of the parts' results. Every other node has one output and no parts.
+    inputs: the sources. An optional source that is absent is left out.
+    outputs: one tensor. If the op stores into one of its inputs (set_rows), it is that input. A
+        fused node has as outputs the results of its parts that other nodes read.
+    parts: of a fused node (`graph/fuse.py`), the nodes that it stands for, in order. Every other
+        node has none.
+    layer: -1 outside of the layers.
     """
 
     __slots__ = ("inputs", "layer", "name", "op", "outputs", "params", "parts")
@@ -159,12 +162,12 @@ class Node:
         self.outputs: tuple[Tensor, ...] = (output,)
         self.inputs = inputs
         self.params = params
-        self.layer = layer  # -1 outside the layers
+        self.layer = layer
         self.parts: tuple[Node, ...] = ()
 
     @property
     def output(self) -> Tensor:
-        """The first output. A node without parts has no other."""
+        """The first output; the only one of a node without parts."""
         return self.outputs[0]
 
     def __repr__(self) -> str:
@@ -173,11 +176,13 @@ class Node:
 
 
 class StepShape(NamedTuple):
-    """Everything the topology of a step follows from.
+    """Everything that the topology of a step follows from.
 
-    n_tokens computed together, n_outputs rows of logits wanted, n_kv cells attention looks at
-    (padded), n_seqs sequences that the tokens belong to. draws: whether the device draws a token
-    from each row of logits; then the results are these.
+    n_tokens: tokens computed together.
+    n_outputs: rows of logits that are wanted.
+    n_kv: cells that attention looks at (padded).
+    n_seqs: sequences that the tokens belong to.
+    draws: the device draws a token from each row of logits; then the results are these tokens.
     """
 
     n_tokens: int
@@ -188,7 +193,7 @@ class StepShape(NamedTuple):
 
 
 class Graph:
-    """Ordered nodes, with the inputs the host writes and the outputs it reads."""
+    """Ordered nodes, with the inputs that the host writes and the outputs that it reads."""
 
     __slots__ = ("inputs", "nodes", "outputs", "shape")
 

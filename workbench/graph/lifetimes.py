@@ -1,8 +1,8 @@
-"""When tensors lie in the arena, and what would be overwritten there: a layout as data, for tables
-and drawings.
+"""How long each tensor lies in the arena, and which bytes are overwritten while they are in use: a
+layout as data, for tables and drawings.
 
-    stream 0   norm   Q0 Q1        Q1 lies where norm lay: free behind K in the order of issue.
-    stream 1     `--- K            Here K may still read when Q1 writes: norm is overwritten.
+    stream 0   norm   Q0 Q1        Q1 lies where norm lay: in the order of issue, K is over by then.
+    stream 1     `--- K            On two streams K may still read when Q1 writes: norm is lost.
 
 What is alive together follows from clocks alone (`Branches.clocks`), not from a timing. The layout
 may be of any order of the nodes; the branches say in which they are issued.
@@ -19,15 +19,18 @@ from workbench.graph.arena import ArenaLayout
 from workbench.graph.forks import Branches, Clock
 from workbench.graph.ir import ALIGN, Node, Tensor
 
-BEFORE = -1  # in place of a node's number: written in front of the first node
+BEFORE = -1  # in place of a node's number: written before the first node
 
 
 class Lifetime(NamedTuple):
-    """How long a range of the arena is a tensor's, or a node's as scratch.
+    """How long a range of the arena belongs to a tensor, or to a node as its scratch.
 
-    offset, nbytes: the range. first: the number of the node that writes it first, BEFORE for what
-    is given to the nodes. last: of the last that reads or writes it, as they are issued; the number
-    of nodes for what stays. users: of all that do. streams: of these, each once.
+    offset, nbytes: the range.
+    first: the number of the first node that writes it; BEFORE for what is given to the nodes.
+    last: the number of the last node that reads or writes it, in the order of issue; the number of
+        all nodes for a tensor that is kept.
+    users: the numbers of all nodes that read or write it.
+    streams: the streams of these nodes, each once.
     """
 
     of: Tensor | Node
@@ -44,7 +47,8 @@ class Lifetime(NamedTuple):
 
 
 class Overwritten(NamedTuple):
-    """Bytes that `by` writes while `lost` may still be in use. offset, nbytes: what both have."""
+    """Bytes that `by` writes while `lost` may still be in use. offset, nbytes: the bytes that both
+    lie in."""
 
     lost: Lifetime
     by: Lifetime
@@ -53,8 +57,8 @@ class Overwritten(NamedTuple):
 
 
 def lifetimes(made: ArenaLayout, branches: Branches, keep: Iterable[Tensor] = ()) -> list[Lifetime]:
-    """All that lies in the arena, by first node, then by offset. keep: as `arena.layout` had it.
-    What no node makes stays from begin to end."""
+    """The lifetimes of all that lies in the arena, by first node, then by offset. Tensors that no
+    node makes stay from begin to end. keep: as `arena.layout` had it."""
     users: dict[Tensor | Node, list[int]] = {t: [] for t in made.offsets}
     makers = dict[Tensor | Node, int]()
     for i, node in enumerate(branches.nodes):
@@ -80,8 +84,9 @@ def lifetimes(made: ArenaLayout, branches: Branches, keep: Iterable[Tensor] = ()
 
 
 def overwritten(found: Sequence[Lifetime], branches: Branches) -> list[Overwritten]:
-    """Every two that share bytes though neither is over, whatever the timing, when the other
-    begins. found: as `lifetimes` gives them. None by visibility; none on one stream."""
+    """Every pair that shares bytes although neither is certainly over when the other begins. A
+    layout by visibility has no such pair, nor has a layout for one stream. found: as `lifetimes`
+    gives them."""
     return [
         Overwritten(lost, by, begin, end - begin)
         for lost, by in _alive_together(found, branches)
@@ -91,17 +96,20 @@ def overwritten(found: Sequence[Lifetime], branches: Branches) -> list[Overwritt
 
 
 def least_bytes(found: Sequence[Lifetime], branches: Branches) -> int:
-    """What an arena needs that overwrites nothing, however it is laid out: the most bytes of ranges
-    that are in use together, each with each. The search is exhaustive, with bounds: it is quick
-    where few are, as in decoders."""
+    """The bytes that every arena needs which overwrites nothing: the most bytes of ranges that are
+    pairwise in use together. The search is exhaustive, with bounds. It is quick where few ranges
+    are in use together, as in decoders."""
     nbytes = {one.of: round_up(one.nbytes, ALIGN) for one in found}
     beside: dict[Tensor | Node, list[Tensor | Node]] = {one.of: [] for one in found}
     for lost, by in _alive_together(found, branches):
         beside[by.of].append(lost.of)
 
     def most(all_of: int, others: Sequence[Tensor | Node], known: int) -> int:
-        """The bytes of the heaviest set, or `known` where none has more. all_of: bytes that are in
-        the set. others: what goes with all in it, by first node."""
+        """The bytes of the heaviest set, or `known` where no set has more.
+
+        all_of: the bytes in the set so far.
+        others: what may join all of the set, by first node.
+        """
         known, left = max(known, all_of), sum(map(nbytes.__getitem__, others))
         for one in reversed(others):
             if all_of + left <= known:
@@ -120,7 +128,7 @@ def least_bytes(found: Sequence[Lifetime], branches: Branches) -> int:
 def _alive_together(
     found: Sequence[Lifetime], branches: Branches
 ) -> Iterator[tuple[Lifetime, Lifetime]]:
-    """Pairs, the one that begins first in the order of issue in front."""
+    """Pairs that may be in use together; first comes the one that is issued first."""
     clocks = branches.clocks()
     seen_by_all = branches.known_from()
     after, never = list(_afters(branches)), (len(clocks) + 1,) * branches.n_streams
@@ -137,7 +145,7 @@ def _alive_together(
 
 
 def _afters(branches: Branches) -> Iterator[tuple[int, int]]:
-    """Of each node its stream, and how many nodes of that are over behind it."""
+    """The stream of each node, and how many nodes of this stream are over after it."""
     count = [0] * branches.n_streams
     for stream in branches.streams:
         count[stream] += 1
@@ -145,5 +153,5 @@ def _afters(branches: Branches) -> Iterator[tuple[int, int]]:
 
 
 def _hides(over: Clock, sees: Clock) -> bool:
-    """Whether not all that `over` counts is seen to be over."""
+    """Whether something that `over` counts is not known to be over."""
     return any(map(lt, sees, over))

@@ -46,18 +46,19 @@ reads lies in the node's scratch, or nowhere.
   as position, in place. The arithmetic is float32, rounded to the cache's type once. A cell with
   delta 0 and blocks past n_rot keep their bytes. (llama.cpp's build_rope_shift.)
 * attention: softmax(scale * q.k + mask) v over cells 0..n_kv-1, query head h reading kv head
-  h // (heads / kv_heads). mask is 0 or -inf; a row all -inf gives zeros. With regions, n_kv cells
-  from the first cell of the token's region on. A head's sink is a score more, without a value.
-* kv_extents: of each token the cell behind the last EXTENT_CELLS where it sees any; 0 where it sees
-  none. kv_classes: of each CLASS_CELLS cells whether the token sees none (0), some
-  (1) or all (2) of them. What lies behind n_kv counts for nothing (`graph/attend.py`).
+  h // (heads / kv_heads). mask is 0 or -inf; a row of -inf gives zeros. With regions, the cells are
+  n_kv from the first cell of the token's region on. A head's sink is one more score, without a
+  value.
+* kv_extents: for each token, the end of the last EXTENT_CELLS cells among which it sees a cell; 0
+  where it sees none. kv_classes: for each token and each CLASS_CELLS cells, whether it sees none
+  (0), some (1) or all (2) of them. Cells after n_kv do not count (`graph/attend.py`).
 * swiglu: silu(gate) * up.
 * quantize: per block of 32, scale = max|x| / 127, quants = round-half-even(x / scale) clamped to
   +-127 (which only a subnormal scale can exceed); scale 0 gives quants 0.
-* feed: token ids that are known, and for id -1 - s the token that sequence s has drawn last. draw:
-  a token from each row of logits, by temperature, top_k, top_p, min_p and a uniform number
-  (`model/sampler.py`); -1 from a row with NaN or an infinite largest logit. Beside it the
-  nanoseconds that it took.
+* feed: token ids that are known; in place of id -1 - s, the token that sequence s has drawn last.
+  draw: a token from each row of logits, by temperature, top_k, top_p, min_p and a uniform number
+  (`model/sampler.py`), and the nanoseconds that the draw took. The token is -1 where the row has a
+  NaN, or an infinite largest logit.
   keep_tokens: ids[i, 0] becomes the last token of sequence rows[i]; a row outside is not stored.
 * copy_cells: cell pairs[i, 0] becomes what cell pairs[i, 1] is. No cell is both read and written.
   A pair with a cell outside is not copied.
@@ -78,7 +79,7 @@ from workbench.graph import shapes
 from workbench.graph.ir import ALIGN, Node, Tensor
 from workbench.graph.shapes import Rule
 
-REGIONS = "regions"  # the first of what `more` may name of an attention's inputs
+REGIONS = "regions"  # of the inputs that `more` may name, the first
 
 Access = tuple[Tensor, int, int]  # storage, byte offset, bytes
 Accesses = Callable[[Node], list[Access]]
@@ -102,13 +103,16 @@ def _output(node: Node) -> list[Access]:
 
 
 class Op(NamedTuple):
-    """One op. Scratch is not part of it: that follows from a backend's kernels.
+    """One op. Scratch is not part of it, because it follows from a backend's kernels.
 
     infer: (name, inputs, params) -> type and shape of the output; raises UsageError where they do
-    not fit. flops: arithmetic operations of a node. stores: the output is input 0, stored into.
-    reads and writes: the byte ranges that a node may touch. Those with the numbers vague_reads and
-    vague_writes depend on values: the node touches part of them. fewer: bytes that a step moves of
-    a tensor, where they are fewer than the declared range.
+        not fit.
+    flops: the arithmetic operations of a node.
+    stores: the op stores into input 0, which is its output.
+    reads, writes: the byte ranges that a node may touch.
+    vague_reads, vague_writes: numbers of those ranges that depend on values. The node touches a
+        part of each.
+    fewer: the bytes that a step moves of a tensor, where they are fewer than the declared range.
     """
 
     name: str
@@ -144,7 +148,7 @@ def _view(node: Node) -> Access:
 
 
 def _entry(node: Node) -> Access:
-    """What a copy_by_table reads of its table."""
+    """The table entry that a copy_by_table reads."""
     nbytes = node.inputs[2].dtype.block_bytes
     return node.inputs[2], node.params["store"] * nbytes, nbytes
 
@@ -156,7 +160,7 @@ def _attended(node: Node) -> list[Access]:
 
 
 def _attended_bytes(node: Node) -> dict[Tensor, int]:
-    """Of regions the cells of the step's sequences."""
+    """With regions, the bytes of K and V are those of the step's sequences."""
     if REGIONS not in node.params.get("more", ()):
         return {}
     k, v = node.inputs[1:3]
@@ -278,7 +282,7 @@ def make_of(
     layer: int,
     params: Mapping[str, Any],
 ) -> Node:
-    """`make` with its arguments in a row: for what makes the nodes of a step, once a token."""
+    """As `make`, with plain arguments: for callers that make a step's nodes for every token."""
     entry, inputs = OPS[op], tuple([t for t in sources if t is not None])
     dtype, shape = entry.infer(op, inputs, params)
     output = inputs[0] if entry.stores else Tensor(name, dtype, shape)
@@ -289,14 +293,14 @@ def make_of(
 
 
 def interior(node: Node) -> list[Tensor]:
-    """What the parts of a fused node make for each other alone, in the order they make it."""
+    """The results of a fused node's parts that only other parts read, in order."""
     shared = {t.storage for t in node.outputs}
     made = [part.output.storage for part in node.parts]
     return [t for t in made if t not in shared]
 
 
 def interior_bytes(node: Node) -> int:
-    """Scratch that the parts of a fused node need for what they hand to each other."""
+    """The bytes of scratch for results that a fused node's parts hand to each other."""
     return sum(round_up(t.nbytes, ALIGN) for t in interior(node))
 
 
@@ -308,7 +312,7 @@ def _of_parts(node: Node, accesses: Accesses, hidden) -> list[Access]:
 
 def reads(node: Node) -> list[Access]:
     """Byte ranges the node may read, per tensor. A superset where the op is value-dependent."""
-    if node.parts:  # what its own parts made, it has not read
+    if node.parts:  # results of its own parts are not read from outside
         return _of_parts(node, reads, [part.output.storage for part in node.parts])
     return OPS[node.op].reads(node)
 
@@ -322,9 +326,9 @@ def writes(node: Node) -> list[Access]:
 
 
 def vague(node: Node) -> tuple[set[Access], set[Access]]:
-    """The accesses among `reads`, and among `writes`, that the node may touch in part only.
+    """The accesses among `reads`, and among `writes`, of which the node may touch only a part.
 
-    An access of a fused node is vague where it is vague for every part that makes it.
+    An access of a fused node is vague where it is vague for every part that has it.
     """
     found: tuple[set[Access], set[Access]] = set(), set()
     sure: tuple[set[Access], set[Access]] = set(), set()
@@ -346,7 +350,8 @@ def flops(node: Node) -> int:
 
 
 def touched_bytes(node: Node) -> int:
-    """Bytes a step must move for this node: sources and result once, a gather only its rows."""
+    """Bytes that a step must move for this node: sources and result once, of a gather only the
+    rows."""
     fewer: dict[Tensor, int] = {}
     for part in node.parts or (node,):
         fewer |= OPS[part.op].fewer(part)

@@ -1,8 +1,8 @@
 """The shape rules of ops: the type and shape of a result by its inputs, and what does not fit.
 
 A rule takes the op's name, inputs and parameters, and gives the type and the shape of the output.
-It raises UsageError, which names the op and its inputs, where they do not fit. `ops.py` has the
-ops.
+Where the inputs do not fit, it raises UsageError, which names the op and the inputs. `ops.py` has
+the ops.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def mul_mat(op: str, inputs: Inputs, params: Params) -> Shape:
 
 
 def _need_rotation(op: str, inputs: Inputs, n_rot: int, cols: int) -> None:
-    """What RoPE wants of heads of `cols` elements, and of the factors behind the first inputs."""
+    """What RoPE wants of heads of `cols` elements, and of the factors, inputs 2 and on."""
     _need(n_rot <= cols and n_rot % 2 == 0, op, inputs, "bad n_rot")
     fits = all(f.shape == (n_rot // 2,) for f in inputs[2:])
     _need(fits, op, inputs, "wants n_rot/2 frequency factors")
@@ -103,7 +103,7 @@ def rope_shift(op: str, inputs: Inputs, params: Params) -> Shape:
 
 
 def _need_rows(op: str, cache: Tensor, x: Tensor, inputs: Inputs) -> None:
-    """What stores want of the rows, and of the cache that gets them."""
+    """What a store wants of the rows, and of the cache that takes them."""
     fits = cache.dtype in CACHE_DTYPES and x.dtype == F32 and cache.cols == x.cols
     _need(fits, op, inputs, "wants F32 rows as wide as a cache of a cache type")
 
@@ -132,7 +132,7 @@ def copy_by_table(op: str, inputs: Inputs, params: Params) -> Shape:
     return cache.dtype, cache.shape
 
 
-EXTENT_CELLS = 256  # what an extent is a multiple of; the step of llama.cpp's search
+EXTENT_CELLS = 256  # an extent is a multiple of it; the step of llama.cpp's search
 CLASS_CELLS = 64  # cells of one class
 
 
@@ -149,7 +149,7 @@ def kv_classes(op: str, inputs: Inputs, params: Params) -> Shape:
 
 
 def _fits_attention(more: Sequence[str], others: Inputs, q: Tensor, n_kv: int) -> bool:
-    """Whether an attention's inputs behind the mask are what `more` says."""
+    """Whether the inputs of an attention after its mask are what `more` says."""
     if not more and not others:
         return True
     tokens, heads, _ = q.shape
