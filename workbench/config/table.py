@@ -203,7 +203,7 @@ PLAN, FORKS = "backend/plan/life.py", "graph/forks.py"
 # facts of several values
 ASYNC = Need("asynchronous_copies", "its copies are not asynchronous")
 EVENTS = Need("events", "it has no events")
-ORDERED = Need("one_order", "an event does not stand behind its copies")
+ORDERED = Need("one_order", "its events do not wait for copies")
 CAPTURE = Need("capture", line="the {device} device cannot capture: {toggle}; use {use}")
 # Values that a server has on every device. Requests come and go, and differ in length. So each has
 # cells of its own, which no other request can use up, and masked cells are left unread. Steps have

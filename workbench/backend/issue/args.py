@@ -2,9 +2,9 @@
 
 `pack(node, address_of, scratch)` gives the argument list of the kernel that runs `node`. Addresses
 and counts are int (64 bits). Real parameters are float: float32 on CUDA, float64 on the CPU, where
-every argument has 64 bits. `address_of(tensor)` is the byte address where the tensor lies for this
-node's backend; an absent optional tensor is address 0. `scratch` is the address of the node's
-scratch range (0 where the backend asked for none).
+every argument has 64 bits. `address_of(tensor)` is the byte address of the tensor on this node's
+backend. An absent optional tensor has address 0. `scratch` is the address of the node's scratch
+range (0 where the backend asked for none).
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ def _set_rows(n: Node, at, scratch) -> Args:
     return [at(cache), at(x), at(indices), x.rows, x.cols, n.params["n_kv"]]
 
 
-VIEW = 0  # number of the argument of copy_to_view that another first cell changes
+VIEW = 0  # the argument of copy_to_view that changes with the first cell
 
 
 def view_address(cache: Tensor, first: int, cell: int) -> int:
-    """Where a cell of a cache lies that begins at address `first`."""
+    """The address of a cell in a cache that begins at address `first`."""
     return first + cell * cache.dtype.row_bytes(cache.cols)
 
 
@@ -181,7 +181,7 @@ def _by_weight(n: Node) -> tuple[str, ...]:
 
 
 class OpKernels(NamedTuple):
-    """The kernels of one op: their arguments, and the name that a node's kernel has."""
+    """The kernels of one op: their arguments, and which kernel computes a node."""
 
     args: Callable[[Node, AddressOf, int], Args]
     variant: Callable[[Node], tuple[str, ...]] = _one
@@ -213,7 +213,7 @@ ARGS: dict[str, OpKernels] = {
 
 
 def pack(node: Node, address_of: AddressOf, scratch: int = 0) -> Args:
-    """Arguments of the kernel that runs `node`, in the order given by the table's docstrings."""
+    """The arguments of the kernel that runs `node`, in the order of the docstrings above."""
     return ARGS[node.op].args(node, address_of, scratch)
 
 
@@ -221,9 +221,9 @@ def variant(node: Node) -> tuple[str, ...]:
     """Which kernel of an op: the op's name and the types that select among its variants.
 
     `mul_mat_float` is the float path: float32 activations that are not rounded, decoded weights,
-    sums in float32. A product with a quantised weight takes it where x is F32. A float weight's x
-    is always F32, so the node says it (`activations="float"`, see `build_graph`). A fused node
-    has kernels of a backend's own, under its op's name.
+    sums in float32. A product with a quantised weight takes this path where x is F32. With a float
+    weight x is always F32, so there the node says it (`activations="float"`, see `build_graph`). A
+    fused node has a backend's own kernels, under the op's name.
     """
     return ARGS[node.op].variant(node) if node.op in ARGS else (node.op,)
 
@@ -232,14 +232,15 @@ def variant(node: Node) -> tuple[str, ...]:
 
 
 def parts_scratch_bytes(node: Node, own: Callable[[Node], int]) -> int:
-    """Scratch of a fused node whose parts run one after the other; `own(part)` bytes for each."""
+    """Bytes of scratch for a fused node whose parts run one after the other. own: the bytes that a
+    part needs."""
     return ops.interior_bytes(node) + max(own(part) for part in node.parts)
 
 
 def parts_addresses(node: Node, address_of: AddressOf, scratch: int) -> tuple[AddressOf, int]:
     """Where the parts of a fused node find tensors, and the address of their scratch.
 
-    Interior tensors lie at the start of the node's scratch. Behind them lies the scratch that the
+    Interior tensors lie at the start of the node's scratch. After them lies the scratch that the
     parts share.
     """
     addresses: dict[Tensor, int] = {}

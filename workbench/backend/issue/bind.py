@@ -1,6 +1,6 @@
 """Binds a program's commands to addresses: each becomes a callable of no arguments.
 
-What a device is asked becomes an `Issued`, made by its backend. What the host does at once (a
+A command of a device becomes an `Issued`, made by the device's backend. A command of the host (a
 write, a read, a wait of the host) becomes a plain callable.
 """
 
@@ -29,28 +29,31 @@ _UIDS = count(1)  # 0 is nobody's
 
 
 class Launching:
-    """How the launches of a program are asked for: as they are. `LaunchNotes` asks for kernels that
-    note when they ran, and `StepStamps` adds stamps to the first launch and to the last."""
+    """How a program's launches are asked for. Here: as they are. `LaunchNotes` asks for kernels
+    that note when they ran, and `StepStamps` adds stamps to the first launch and to the last."""
 
     def launch(
         self, backend: Backend, c: cmd.Launch, address_of: AddressOf, scratch: int
     ) -> Issued:
-        """What asks a device for a launch. scratch: its address."""
+        """The command for a launch. scratch: the address of its scratch."""
         return backend.launch(c.node, address_of, scratch, c.stream.id, c.programmatic)
 
     def around(self, c: cmd.Launch, issued: Issued) -> Issued:
-        """The launch `issued`, with what is asked of the device just before and after it."""
+        """The launch `issued`, with commands just before it and after it."""
         return issued
 
     def queue_of(self, plan: cmd.Replay) -> Callable[[Issue], Any] | None:
-        """What calls whatever queues the plan, to count that (`Plannable.queue`); None: nobody
+        """What calls whatever queues the plan, and counts it (`Plannable.queue`); None: nobody
         counts."""
         return None
 
 
 class LandingBlock:
-    """The arguments of a command that writes to a `Landing`, or of its copy for the block where
-    results land next. each: the command for each block."""
+    """The arguments of a command that writes to a `Landing`. There is a command for each block of
+    the landing; these are the arguments of the one for the block where results land next.
+
+    each: the command for each block.
+    """
 
     __slots__ = ("_each", "landing", "pointers")
 
@@ -83,7 +86,7 @@ class LandingBlock:
 
 
 def _landings(issued: Issued) -> Iterator[Landing]:
-    """Where a command writes results, if any."""
+    """The landings that a command writes results to."""
     if isinstance(issued.block, LandingBlock):
         yield issued.block.landing
     for part in issued.parts:
@@ -91,7 +94,8 @@ def _landings(issued: Issued) -> Iterator[Landing]:
 
 
 def _where_it_lands(landing: Landing, each: Sequence[Issued]) -> Issued:
-    """A command that writes to the block where results land next. each: the same for each block."""
+    """A command that writes to the block where results land next. each: the command for each
+    block."""
     calls = [issued.call for issued in each]
 
     def issue() -> None:
@@ -113,11 +117,14 @@ def plannable(
     queue: Callable[[Issue], Any] | None = None,
     **named: Any,
 ) -> Plannable:
-    """The commands `parts` as a plan of `backend`, launched on `stream`; streams: of each part.
-    queue, and what is named: as `Plannable` has them.
+    """The commands `parts` as a plan of `backend`, launched on `stream`.
 
-    Called, it issues them one by one, in the order that a plan has outside: no part begins before
-    what is in front on `stream` is over, and what is behind waits for the parts on every stream.
+    streams: the stream of each part.
+    queue, named: as `Plannable` has them.
+
+    Called, it issues the parts one by one, with the order that a plan has towards other work. No
+    part begins before earlier work on `stream` is over, and later work on `stream` waits for all
+    parts.
     """
     calls = [part.call for part in parts]
     if others := [own for own in dict.fromkeys(streams) if own != stream]:
@@ -135,11 +142,14 @@ class Binding:
     """One program on backends and memory.
 
     events: by name, for all programs of an engine, because a step may wait for an earlier step's
-    event; new ones are added. values: the inputs' arrays by name, read when a write is called.
-    results: where a read leaves its array (uint8), by name. early: what makes that array before the
-    read, by name, for results that are handed out where they land (`Landing.early`). cell: the
-    first that stores to views store, None where there are none. launches: how launches are asked
-    for. gate: plans whose inputs one copy brings begin with it (`ahead.py`).
+        event. New events are added.
+    values: the inputs' arrays by name, read when a write is called.
+    results: by name, the array (uint8) that a read has made.
+    early: by name, what makes that array before the read, for results that are handed out where
+        they land (`Landing.early`).
+    cell: the first cell that stores to views store; None where there are no such stores.
+    launches: how launches are asked for.
+    gate: plans whose inputs come by one copy begin with it (`plan/ahead.py`).
     """
 
     def __init__(
@@ -158,10 +168,11 @@ class Binding:
         self._backends, self._launches, self._gate = backends, launches, gate
         self.memory = memory
         self._events = events
-        self._several = len(backends) > 2  # a thread must be attached to one after another
+        self._several = len(backends) > 2  # then each command attaches its own device
         self._recorded_by: dict[str, Backend] = {}
         self.cell: int | None = None
-        # what holds where to, and its number there; address of cell 0, bytes of a cell
+        # of each store to a view: the words that hold its destination, and the field's number
+        # there; the address of cell 0, and the bytes of a cell
         self._views: list[tuple[Any, int, int, int]] = []
         self._with_views: list[Plannable] = []
         for command in program.singly():
@@ -172,7 +183,7 @@ class Binding:
                     events[command.event] = backend.event()
 
     def device_of(self, command: cmd.Command) -> Backend | None:
-        """The backend that is asked to do `command`; None for what the host does itself."""
+        """The backend that does `command`; None for a command of the host."""
         if type(command) in _DEVICE:
             backend = self._backends[command.stream.backend]  # type: ignore[union-attr]
             if not backend.capabilities.synchronous:
@@ -180,7 +191,7 @@ class Binding:
         return None
 
     def issued(self, command: cmd.Command) -> Issued:
-        """What asks a device to do `command`."""
+        """The command of a device, bound."""
         self._attached(command)
         issued = _DEVICE[type(command)](self, command)
         if self._several:
@@ -190,14 +201,14 @@ class Binding:
         return issued
 
     def note(self, work: Plannable) -> None:
-        """Gives work that is made of this program's commands a uid, which patches change."""
+        """Gives a work of this program a uid, which patches then change."""
         work.uid = next(_UIDS)
         if work.moves:
             self._with_views.append(work)
 
     def store_at(self, cell: int) -> None:
-        """Patches the stores to views: what is called from now on stores from `cell` on. A plan
-        with such stores is other work than before."""
+        """Patches the stores to views: calls from now on store from `cell` on. A plan with such
+        stores is other work than before."""
         self.cell = cell
         for words, field, first, nbytes in self._views:
             words[field] = first + cell * nbytes
@@ -205,7 +216,7 @@ class Binding:
             work.uid = next(_UIDS)
 
     def call(self, command: cmd.Command) -> Issue:
-        """What the host does for `command`."""
+        """The call by which the host does `command`."""
         self._attached(command)
         if isinstance(command, cmd.Sync) and command.event is not None and self._several:
             backend = self._recorded_by[command.event]
@@ -215,8 +226,8 @@ class Binding:
         return _HOST[type(command)](self, command)
 
     def _attached(self, command: cmd.Command) -> None:
-        """Attaches the thread to the device of `command`. Whatever is prepared then makes its
-        handles (stream, kernel, event) in the context of that device and of no other."""
+        """Attaches the thread to the device of `command`, so that handles (stream, kernel, event)
+        are made in the context of that device and of no other."""
         stream = command.stream
         if stream is not None:
             self._backends[stream.backend].attach()
@@ -311,7 +322,7 @@ class Binding:
         return self._launched(c, self._address)
 
     def _with(self, buffer: cmd.Buffer, memory: Memory) -> Callable[[cmd.Range], int]:
-        """Addresses of ranges, where `buffer` is `memory`."""
+        """The addresses of ranges when `buffer` lies in `memory`."""
         own = self._address
         return lambda r: memory.address + r.offset if r.buffer is buffer else own(r)
 
@@ -344,7 +355,8 @@ class Binding:
         )  # fmt: skip
 
     def _gated(self, c: cmd.Replay, first: Issued) -> tuple[Issued | None, Issued | None]:
-        """What begins and ends a plan that can be launched ahead. first: its first part."""
+        """The gate and the end of a plan that can be launched ahead. first: the plan's first
+        part."""
         copy = None if self._gate is None else inputs_of(c)
         if self._gate is None or copy is None:
             return None, None
@@ -365,8 +377,9 @@ class Binding:
 def _around(
     backend: Backend, here: int, others: Sequence[int], calls: Sequence[Issue]
 ) -> list[Issue]:
-    """Calls for parts of a plan on stream `here` and on others, in the order that a plan has: they
-    begin behind what `here` has in front, and what it has behind begins when they are over."""
+    """Calls for the parts of a plan on stream `here` and on others, with the order that a plan has.
+    The parts begin after all earlier work on `here`. Later work on `here` begins when all parts are
+    over."""
     backend.attach()
     begin, ends = backend.event(), [backend.event() for _ in others]
     forked = [backend.wait(begin, other).call for other in others]

@@ -1,8 +1,8 @@
 """A prepared command: an object that can be called, compared with another, and patched.
 
-What tells whether a plan still fits is the identity of its work: every function, grid, shape,
-stride, parameter and address. A look takes a command's arguments as bytes. They are told apart into
-addresses and values where two works differ, and nowhere else.
+The identity of a work tells whether its plan still fits: every function, grid, shape, stride,
+parameter and address. A look takes the arguments of a command as bytes. Only where two works differ
+are the bytes sorted into addresses and values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Address(int):
-    """An address among arguments that are otherwise values. Plus an offset it is one, too."""
+    """An address among arguments that are otherwise values. Adding an offset gives an Address."""
 
     __slots__ = ()
 
@@ -26,10 +26,11 @@ class Address(int):
 
 
 class Block(Protocol):
-    """The argument block of a prepared command: fields of 8 bytes, patchable between two calls.
+    """The argument block of a prepared command: fields of 8 bytes, patchable between two calls. A
+    patched field holds for every later call.
 
-    pointers: numbers of the fields that are addresses. Other fields are values, a float as its
-    bits. A patched field holds for every later call.
+    pointers: the numbers of the fields that are addresses. Other fields are values, a float as its
+        bits.
     """
 
     pointers: tuple[int, ...]
@@ -43,7 +44,8 @@ class Block(Protocol):
     def __setitem__(self, field: int, value: int) -> None: ...
 
     def held(self, field: int) -> tuple[Any, int]:
-        """What holds a field, and its number there: to patch it for every token."""
+        """The object that holds a field, and the field's number there: for patches of every
+        token."""
 
     def taken(self) -> bytes:
         """All fields as they are now, 8 bytes each."""
@@ -89,9 +91,11 @@ EMPTY: Block = Words([], ())
 class Issued:
     """One command, ready to be issued as often as wanted.
 
-    call: issues it. same: what makes two commands the same work, apart from
-    arguments (function, grid, shapes, strides, parameters of the op). block: the arguments, which
-    `call` reads when it runs. parts: each kernel of a launch of several.
+    call: issues it.
+    same: equal for two commands that do the same work, apart from arguments (function, grid,
+        shapes, strides, parameters of the op).
+    block: the arguments, which `call` reads when it runs.
+    parts: of a launch of several kernels, each kernel.
     """
 
     call: Callable[[], Any]
@@ -125,11 +129,12 @@ class Issued:
 
 
 class Identity(NamedTuple):
-    """A work as it was when it was looked at. Equal is strict: every function, grid, shape, stride,
-    parameter and address.
+    """A work as it was when it was looked at. Two are equal only if every function, grid, shape,
+    stride, parameter and address is.
 
-    same: `Issued.same` of the work and of every command in it. Of each part: pointers, which of its
-    fields are addresses; fields, its arguments, 8 bytes each.
+    same: `Issued.same` of the work and of every command in it.
+    pointers: for each part, which of its fields are addresses.
+    fields: for each part, its arguments, 8 bytes each.
     """
 
     same: tuple[Hashable, ...]
@@ -138,7 +143,7 @@ class Identity(NamedTuple):
 
 
 def changed(before: Identity | None, now: Identity | None) -> list[int] | None:
-    """The parts with other addresses, where nothing else differs; None where anything may."""
+    """The parts with other addresses, where nothing else differs; None where more may differ."""
     if before is None or now is None:
         return None
     if before.same != now.same or before.pointers != now.pointers:
@@ -152,7 +157,7 @@ def changed(before: Identity | None, now: Identity | None) -> list[int] | None:
 
 
 def _values(of: Identity, part: int) -> list[int]:
-    """The arguments of a part, with 0 in the stead of each address."""
+    """The arguments of a part, with 0 in place of each address."""
     fields = array("q", of.fields[part]).tolist()
     for i in of.pointers[part]:
         fields[i] = 0
@@ -160,9 +165,10 @@ def _values(of: Identity, part: int) -> list[int]:
 
 
 class Looks:
-    """The looks at one work: one for a uid and a landing, and each time anew for uid 0.
+    """The looks at one work. A look is kept for each landing as long as the uid is the same. Uid 0
+    is looked at anew every time.
 
-    A patch of a work that says which parts it moves is looked for there alone.
+    After a patch of a work that says which parts a patch moves, only these parts are looked at.
     """
 
     __slots__ = ("_found", "_uid")
@@ -198,7 +204,7 @@ class Looks:
 
 
 def _same(issued: Issued) -> tuple[Hashable, ...]:
-    """What makes `issued` the same work but for arguments, in one flat tuple."""
+    """`Issued.same` of a command and of all commands in it, in one flat tuple."""
     found: list[Hashable] = [issued.same]
     for part in issued.parts:
         if part.parts:
@@ -215,7 +221,7 @@ def _fields(issued: Issued) -> bytes:
 
 
 def _pointers(issued: Issued) -> tuple[int, ...]:
-    """Which fields of all its commands, one behind the other, are addresses."""
+    """Which fields are addresses, counted through all commands of `issued` in a row."""
     if not issued.parts:
         return issued.block.pointers
     each = [_pointers(part) for part in issued.parts]
@@ -227,7 +233,7 @@ def _pointers(issued: Issued) -> tuple[int, ...]:
 
 
 def _at_once(issue: Callable[[], Any]) -> None:
-    """Calls what queues commands, which nobody counts."""
+    """Calls what queues commands; nobody counts it."""
     issue()
 
 
@@ -235,14 +241,16 @@ def _at_once(issue: Callable[[], Any]) -> None:
 class Plannable(Issued):
     """The commands of a plan, as parts. Called, it issues them one by one. (`bind.plannable`)
 
-    backend: captures it.
-    stream: the plan is launched on it; streams: of each part.
+    backend: captures the plan.
+    stream: the stream that the plan is launched on.
+    streams: the stream of each part.
     landings: where results land, in one of several blocks. Each block has a plan of its own.
-    gate: what is recorded in place of the first part (`backend/plan/gate.py`).
-    end: what is recorded after the last part, if anything.
-    queue: calls what launches the plan or issues its parts, and counts that where somebody does.
-    moves: the parts that patches give other addresses, where they change nothing else.
-    uid: of the commands with these arguments, another after every patch; 0 where nobody can tell.
+    gate: recorded in place of the first part (`backend/plan/gate.py`).
+    end: recorded after the last part, if anything is.
+    queue: calls whatever launches the plan or issues its parts, and counts that if it must.
+    moves: the parts that a patch gives other addresses, where it changes nothing else.
+    uid: a number for the commands with these arguments; every patch gives a new one. 0 where
+        nobody can tell whether they changed.
     """
 
     backend: Any = None
@@ -263,7 +271,8 @@ class Plannable(Issued):
 
     @property
     def identity(self) -> Identity:
-        """What it asks of the device where its results land next; quick where its uid is known."""
+        """The identity of the work with its results where they land next. Quick where its uid is
+        known."""
         return self.looks.of(self, self.uid, self.moves, self.landing)
 
     @property

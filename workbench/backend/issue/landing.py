@@ -1,9 +1,9 @@
-"""Where results land: pinned memory that is handed to the caller as it is, without a copy.
+"""Where results land: in pinned memory, which the caller is given without a copy.
 
-A caller owns the array of a step's logits for as long as it likes. To copy half a megabyte out of
-pinned memory costs the host tens of microseconds a token, and a GPU waits meanwhile. So a landing
-has several blocks. The block that a copy from the device has filled is handed out, and the next
-results land in a block that nobody holds.
+A caller owns the array of a step's logits for as long as it likes. Copying half a megabyte out of
+pinned memory costs the host tens of microseconds a token, while a GPU waits. So a landing has
+several blocks. The block that a copy from the device has filled is handed out. The next results
+land in a block that nobody holds.
 
     step     n        n + 1    n + 2    n + 3      the caller keeps the last logits only
     lands    block 0  block 1  block 2  block 0
@@ -24,12 +24,12 @@ from workbench.backend.base import Backend, Memory
 from workbench.program.commands import Buffer, Space
 
 N_BLOCKS = 3  # one where results land, one that the caller holds, and one to land in next
-# of a result that is handed out; a longer one is copied: logits of 128 sequences and 128 K words
+# logits of 128 sequences and 128 K words; a larger result is copied, not handed out
 MOST_BYTES = 66 << 20
 
 
 def hands_out(buffer: Buffer) -> bool:
-    """Whether a program's results in `buffer` are handed out where they land."""
+    """Whether results in `buffer` are handed out where they land."""
     return buffer.lands and buffer.nbytes <= MOST_BYTES
 
 
@@ -59,8 +59,8 @@ class Landing:
         self._buffers: list[Any] = [kind.from_buffer(_array(b)) for b in self.blocks]
         self._held: list[Callable[[], np.ndarray | None]] = [_nobody] * N_BLOCKS
         self.now = 0  # number of the block that results land in
-        self._reserved: int | None = None  # of the block behind it, where somebody has asked
-        self._early: np.ndarray | None = None  # what the next `take` hands out, made before
+        self._reserved: int | None = None  # the number of the block after it, if it was chosen
+        self._early: np.ndarray | None = None  # the array of the next `take`, made in advance
 
     @property
     def address(self) -> int:
@@ -76,7 +76,7 @@ class Landing:
         landed, array, self._early = self.now, self._early, None
         if array is None or array.nbytes != nbytes:
             array = np.ndarray((nbytes,), np.uint8, self._buffers[landed])
-        if self._reserved is not None:  # nobody has it, for only the block of now is handed out
+        if self._reserved is not None:  # it is free: only the block of now is handed out
             self._held[landed] = weakref.ref(array)
             self.now, self._reserved = self._reserved, None
             return array
@@ -88,15 +88,16 @@ class Landing:
         return array.copy()
 
     def early(self, nbytes: int) -> np.ndarray | None:
-        """What the next `take` of nbytes will hand out, before anything has landed there: a host
-        that wants it at once has less to do behind its wait. None where `take` has to copy."""
+        """The array that the next `take` of nbytes will hand out, before anything has landed there.
+        So a host that needs it at once has less to do after its wait. None where `take` must
+        copy."""
         if self._reserved is None and self.reserve() is None:
             return None
         self._early = array = np.ndarray((nbytes,), np.uint8, self._buffers[self.now])
         return array
 
     def reserve(self) -> int | None:
-        """The number of the block that results land in behind the next `take`, which keeps to it.
+        """Chooses the block that results land in after the next `take`, and returns its number.
         None where the caller holds the arrays of all other blocks."""
         for other, held in enumerate(self._held):
             if other != self.now and held() is None:
@@ -105,7 +106,7 @@ class Landing:
         return None
 
     def free(self) -> None:
-        """Gives the blocks back. A block whose array is held goes when the array does."""
+        """Gives the blocks back. A block whose array is held is given back with the array."""
         self._buffers.clear()
         for block in self.blocks:
             block.free()
@@ -113,7 +114,8 @@ class Landing:
 
 @contextmanager
 def landing_in(landings: Sequence[Landing], numbers: Sequence[int]) -> Iterator[None]:
-    """Lets results land in the blocks of these numbers, for who looks at commands meanwhile."""
+    """Within, results land in the blocks of these numbers, so that commands can be looked at as
+    they will be then."""
     before = [landing.now for landing in landings]
     try:
         for landing, number in zip(landings, numbers, strict=True):
