@@ -1,7 +1,7 @@
-"""Where compiled kernels are kept, and how long this process has compiled: what the first use of a
-device costs.
+"""Where compiled kernels are kept, and how long this process has compiled kernels: the cost of the
+first use of a device.
 
-Every compiler of kernels reports here. Kernels out of the cache do not count.
+Every compiler of kernels reports here. Kernels that come out of the cache do not count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORTH_SAYING_NS = 100_000_000
 
 
 class Compiled(NamedTuple):
-    """n: how many kernels were compiled; ns: in how much time; folder: where they are cached."""
+    """How many kernels were compiled, in how much time, and the folder where they are cached."""
 
     n: int = 0
     ns: int = 0
@@ -42,8 +42,11 @@ _found, _until_ns, _said = Compiled(), 0, Compiled()
 
 
 def took(begun_ns: int, folder: Path) -> None:
-    """Reports a kernel, cached in `folder`, whose compilation began at begun_ns of perf_counter_ns.
-    Time in which several threads compile counts once."""
+    """Reports a kernel that was compiled. Time in which several threads compile counts once.
+
+    begun_ns: when its compilation began, by `perf_counter_ns`.
+    folder: where the kernel is cached.
+    """
     global _found, _until_ns
     with _lock:
         now = time.perf_counter_ns()
@@ -52,7 +55,8 @@ def took(begun_ns: int, folder: Path) -> None:
 
 
 def say() -> None:
-    """One line on what was compiled since the last one, where it took long enough to be noticed."""
+    """Prints a line on what was compiled since the last such line, if it took long enough to be
+    noticed."""
     global _said
     if (new := _found.since(_said)).ns > WORTH_SAYING_NS:
         progress.note(str(new))
@@ -60,13 +64,13 @@ def say() -> None:
 
 
 def so_far() -> Compiled:
-    """All that this process has compiled."""
+    """What this process has compiled so far."""
     return _found
 
 
 def cache_dir() -> Path:
-    """~/.cache/workbench/kernels. Where that cannot be written: a folder of this user's own in the
-    temporary directory. Where that one is not safe to trust: a new one for this process."""
+    """~/.cache/workbench/kernels. Where it cannot be written: this user's own folder in the
+    temporary directory. Where that folder cannot be trusted: a new folder for this process."""
     for folder in (
         Path.home() / ".cache" / "workbench" / "kernels",
         Path(tempfile.gettempdir()) / f"workbench-kernels-{_user()}",

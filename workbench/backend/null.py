@@ -16,10 +16,10 @@ Details by kind:
 
 and `("allocate", space, bytes)`, `("load_weight", name)`, `("synchronize",)`, `("close",)`. A plan
 logs `("capture",)`, `("update", changed)`, `("twin", changed)` and `("destroy",)`. Its replays log
-what a device would have recorded: an update or a twin that names parts takes their addresses alone.
+what a device would have recorded: an update or a twin that names parts takes only their addresses.
 
-Tests tell the device what it has `declined`, and what is `failing`: "capture", "update", "twin".
-A gate that is queued stands in `gates` until `run_gate` runs it.
+Tests say what the device declines (`declined`) and what fails on it (`failing`): "capture",
+"update", "twin". A queued gate is in `gates` until `run_gate` runs it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class NullMemory:
 
 
 class NullCaptured(Captured):
-    """A plan that logs. Its nodes are the parts that no event is in. recorded: see above."""
+    """A plan that logs. Its nodes are the parts that are no Records and no Waits. recorded: what a
+    device would have recorded, as above."""
 
     capture_ns = instantiate_ns = 1
 
@@ -111,7 +112,7 @@ Recorded = tuple[tuple[Any, tuple[int, ...]], ...]
 
 
 def taken(work: Plannable) -> Recorded:
-    """All that a recording of `work` would fix, now: of each part its key and its addresses."""
+    """What a recording of `work` would fix now: the key and the addresses of each part."""
     return tuple([(part.key, part.addresses) for part in work.recorded])
 
 
@@ -142,7 +143,7 @@ class NullBackend(Backend):
         self._n_events = 0
 
     def declines(self, what: str) -> bool:
-        """Whether it refuses `what`; raises DeviceError where it fails."""
+        """Whether the device declines `what`. Raises DeviceError where `what` fails on it."""
         if what in self.failing:
             raise DeviceError(f"the {self.name} device fails at a {what}; use plans=off")
         return what in self.declined
@@ -217,8 +218,8 @@ class NullBackend(Backend):
         return issued
 
     def run_gate(self, limit: bool = False) -> int | None:
-        """What the gate that was queued first does: its number where it is open; the negative where
-        it is cancelled, or its limit has passed; None where it still waits."""
+        """Runs the gate that was queued first. Returns its number where it is open, the negative
+        number where it is cancelled or its limit has passed, and None where it still waits."""
         words = (ctypes.c_int64 * (gate.CONTROL_BYTES // 8)).from_address(self.gates[0])
         number = words[gate.RAN // 8] + 1
         cancelled = words[gate.CANCELLED // 8] >> number % gate.N_CANCELLED & 1

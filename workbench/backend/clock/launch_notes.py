@@ -1,16 +1,17 @@
-"""Notes in which the kernels of a program note when they ran, by the device's own clock.
+"""Notes: each kernel of a program writes down when it ran, by the device's own clock.
 
-A kernel of a launch that notes has a note in device memory, and writes nothing else to it:
+A kernel that notes has a note of its own in device memory:
 
     note    cell 0      | cell 1      | .. | cell 63
     cell    begin, ~end                       words of 8 bytes, ns; all bits set where nobody wrote
 
-A begin is the earliest of a cell's blocks, an end the latest of its threads (in its complement, so
-that both words only ever sink). The host reads the notes between two steps, when nothing runs, and
-sets them anew. So a step has no command more than without, and a captured plan keeps its notes.
+A begin is the earliest of a cell's blocks, an end the latest of its threads. (The end is stored as
+its complement, so that both words only ever sink.) The host reads and resets the notes between two
+steps, when nothing runs. So a step has no more commands than without notes, and a captured plan
+keeps its notes.
 
-A launch that begins early (`pdl`) waits on the device for the launch in front of it. That wait does
-not count: no kernel begins, here, before the one in front of it on its stream has ended.
+A launch that begins early (`pdl`) waits on the device for the launch before it. That wait does not
+count: here, no kernel begins before the kernel before it on its stream has ended.
 """
 
 from __future__ import annotations
@@ -32,8 +33,13 @@ NOTE_BYTES = 8 * CELL_WORDS * CELLS
 
 
 class NotedKernel(NamedTuple):
-    """A kernel of a launch. number, part: of the launch among the program's commands, and of its
-    plan, if any. function: its name. note: its number on its backend."""
+    """A kernel of a launch.
+
+    number: of the launch, or of its plan, among the program's commands.
+    part: the number of the launch in its plan, if it is in one.
+    function: the kernel's name.
+    note: the number of its note on its backend.
+    """
 
     number: int
     part: int | None
@@ -43,7 +49,7 @@ class NotedKernel(NamedTuple):
 
 
 class NotedSpan(NamedTuple):
-    """When a kernel ran, ns of its device's clock."""
+    """When a kernel ran, in ns of its device's clock."""
 
     kernel: NotedKernel
     begin_ns: int
@@ -51,10 +57,10 @@ class NotedSpan(NamedTuple):
 
 
 class LaunchNotes(Launching):
-    """The notes of one program on its backends. Gone when nobody holds it, or with `free`.
+    """The notes of one program on its backends.
 
-    kernels: all that note, in the order of their launches. n_silent: kernels of libraries, which
-    note nothing.
+    kernels: all kernels that note, in the order of their launches.
+    n_silent: how many kernels of libraries there are, which note nothing.
     """
 
     def __init__(self, program: Program, backends: Sequence[Backend]):
@@ -106,13 +112,13 @@ class LaunchNotes(Launching):
         return backend.launch_noted(c.node, address_of, scratch, c.stream.id, c.programmatic, notes)
 
     def reset(self) -> None:
-        """Empties every note. Nothing of the program is queued."""
+        """Empties every note. Call it while nothing of the program is queued."""
         for b, memory in self._device.items():
             self._copied(b, memory, self._unwritten[b], to_host=False)
 
     def read(self) -> list[NotedSpan]:
         """When each kernel ran in the program's latest run, which is over. Raises DeviceError where
-        one did not run since `reset`."""
+        a kernel has not run since `reset`."""
         found: dict[int, np.ndarray] = {}
         for b, memory in self._host.items():
             self._copied(b, memory, self._device[b], to_host=True)
@@ -121,7 +127,7 @@ class LaunchNotes(Launching):
         return list(self._spans(found))
 
     def _spans(self, found: dict[int, np.ndarray]) -> Iterator[NotedSpan]:
-        """found: of each backend, its notes' times."""
+        """found: the times of the notes of each backend."""
         before: dict[tuple[int, int], int] = {}  # end of the latest kernel of a stream
         for kernel in self.kernels:
             stream = kernel.command.stream
@@ -129,7 +135,7 @@ class LaunchNotes(Launching):
             if begin > end:
                 raise DeviceError(
                     f"kernel {kernel.function} of {kernel.command.node.name} noted no time in the "
-                    "latest step; run the step again behind a reset"
+                    "latest step; reset the notes, and run the step again"
                 )
             begin = max(begin, before.get(stream, 0))
             before[stream] = end = max(begin, end)
@@ -142,7 +148,7 @@ class LaunchNotes(Launching):
         backend.sync_stream(COMPUTE_STREAM)()
 
     def free(self) -> None:
-        """Gives memory back, once nothing is queued any more."""
+        """Gives the memory back. Call it when nothing is queued any more."""
         for memories in (self._device, self._host, self._unwritten):
             for memory in memories.values():
                 memory.free()
@@ -150,15 +156,15 @@ class LaunchNotes(Launching):
 
 
 def times_of(notes: np.ndarray) -> np.ndarray:
-    """Begin and end of each note, ns (n, 2): uint64; of one that nobody wrote, the begin is behind
-    the end. notes: the bytes of n."""
+    """The begin and end of each note, in ns: uint64 (n, 2). Of a note that nobody wrote, the begin
+    is after the end. notes: the bytes of n notes."""
     words = notes.view(np.uint64).reshape(-1, CELLS, CELL_WORDS).min(axis=1)
     words[:, 1] = ~words[:, 1]
     return words
 
 
 def _launches(program: Program) -> Iterator[tuple[int, int | None, Launch]]:
-    """The launches on devices, with their numbers: of the command, and among a plan's parts."""
+    """The launches on devices, each with the number of its command, and its number in a plan."""
     for number, command in enumerate(program.commands):
         plan = isinstance(command, Replay)
         for part, one in enumerate(command.parts if isinstance(command, Replay) else (command,)):

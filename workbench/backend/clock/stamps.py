@@ -1,27 +1,27 @@
 """When a step began and ended, by the device's own clock (`Engine.stamped`).
 
-A plan of a whole step has the copies of inputs and results in it, and with launch_ahead it is
-queued long before it runs. Marks around its launch say nothing of its kernels then. So a step that
-is timed has two small kernels more, in a plan or not. They write the clock into a ring in pinned
-memory, just before the first launch and just after the last:
+A plan of a whole step also has the copies of inputs and results in it. With launch_ahead it is
+queued long before it runs. So marks around the launch of the plan would say nothing of its kernels.
+A step that is timed therefore has two more small kernels, in a plan or not. They write the device's
+clock into a ring in pinned memory, just before the first launch and just after the last:
 
     step    copy or gate . stamp . launch . launch . ... . launch . stamp . copy of results
-    ring    | begin end | begin end | begin end | ...       a pair for each such step
+    ring    | begin end | begin end | begin end | ...       a pair for each timed step
 
-The device counts the pairs, and the host counts alike: steps on one stream run in the order of
+The device counts the pairs, and the host counts them too: steps on one stream run in the order of
 their launches. The host reads the pairs at the end. A step that found its gate closed is launched
-again: what counts is its latest pair. The end of a pair counts it. So a pair that an error cut off
-is written over by the next. Where a step begins on one stream and ends on another (of another
-device), each of the two launches has a pair of its own around it.
+again; then its latest pair counts. A pair is counted when its end is written. So a pair that an
+error cut off is overwritten by the next pair. Where a step begins on one stream and ends on another
+(of another device), each of the two launches has a pair of its own around it.
 
-A program with stamps is another than the plain one, with plans of its own: who begins or ends to
-stamp captures nothing twice, and a step that is not stamped pays nothing.
+A program with stamps is bound separately from the plain one, and has plans of its own. So switching
+stamps on or off captures nothing again, and a step without stamps pays nothing.
 
-What a stamp takes: a token with stamps is longer than one without by two small kernels
-(`benchmarks/times/token_parts.py` measures both). A stamp stands between two nodes that were
-neighbours. The way from one node to the next, on the device, is then once in the device's part of a
-token and once in the gap. So the gap is not shorter by the stamps; it is longer by what the stamps
-themselves compute. Programmatic edges (`pdl`) stay, but for those at the stamps.
+The price of stamps: a token with stamps is longer by two small kernels
+(`benchmarks/times/token_parts.py` measures tokens with and without). A stamp stands between two
+nodes that were neighbours. The time between two nodes on the device then occurs twice: once in the
+device's part of a token, and once in the gap. So stamps do not shorten the gap. They lengthen it by
+their own work. Programmatic edges (`pdl`) stay, except those at the stamps.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from workbench.common.errors import UsageError
 from workbench.program import commands as c
 from workbench.program.commands import Space
 
-# bytes of a ring's memory: how many pairs are written, which the device says; then the pairs, each
-# begin and end in ns of the device's clock
+# where things lie in a ring's memory, in bytes: the number of written pairs, which the device
+# writes; then the pairs, each with begin and end in ns of the device's clock
 WRITTEN, PAIRS, PAIR_BYTES = 0, 64, 16
-N_PAIRS = 4096  # of a ring, a power of two; the older half is set aside before it is written over
+N_PAIRS = 4096  # of a ring, a power of two; the older half is set aside before it is overwritten
 
 
 class StampRing:
     """The stamps of one engine on a stream of a device. Pairs are numbered from 0.
 
     launched: the number of the next pair. Where a launch was interrupted, nobody knows whether it
-    was queued; the next one waits for the device and goes on with its number.
+        was queued. The next launch then waits for the device, and takes the device's count.
     """
 
     def __init__(self, backend: Backend, stream: int, n_pairs: int = N_PAIRS):
@@ -64,15 +64,15 @@ class StampRing:
         self.launched = 0
         self._unsure = False
         self._aside: list[np.ndarray] = []  # halves, (n_pairs / 2, 2) each
-        self._here = 0  # the first pair that is in the ring, behind those that are set aside
+        self._here = 0  # the first pair in the ring; earlier pairs are set aside
 
     def stamp(self, is_end: bool) -> Issued:
-        """What writes the begin of the next pair, or its end."""
+        """The command that writes the begin of the next pair, or its end."""
         addresses = self._counter.address, self._memory.address
         return self.backend.stamp(*addresses, self.n_pairs, is_end, self.stream)
 
     def make_room(self) -> None:
-        """Sets aside what the next pair writes over. Call it before that begins."""
+        """Sets aside what the next pair would overwrite. Call it before the next pair begins."""
         if self._unsure:
             self.backend.synchronize()
             self.launched, self._unsure = int(self._written[0]), False
@@ -80,19 +80,19 @@ class StampRing:
             self._set_aside()
 
     def begins(self, queue: Issue) -> None:
-        """Calls what queues the begin of a pair."""
+        """Calls `queue`, which queues the begin of a pair."""
         self.make_room()
         queue()
 
     def ends(self, queue: Issue) -> None:
-        """Calls what queues the end of a pair, and perhaps its begin: the pair is launched."""
+        """Calls `queue`, which queues the end of a pair, and perhaps its begin. Counts the pair."""
         self.make_room()
         self._unsure = True
         queue()
         self.launched, self._unsure = self.launched + 1, False
 
     def _set_aside(self) -> None:
-        """Copies the older half of the ring, which launches to come write over."""
+        """Copies the older half of the ring, which the next launches overwrite."""
         half = self.n_pairs // 2
         if self._written[0] < self._here + half:
             self.backend.synchronize()
@@ -101,7 +101,7 @@ class StampRing:
         self._here += half
 
     def pair(self, number: int) -> tuple[int, int]:
-        """Begin and end of a pair that is written, in ns of the device's clock."""
+        """The begin and end of a written pair, in ns of the device's clock."""
         if number >= self._here:
             begin, end = self._pairs[number % self.n_pairs]
         else:
@@ -111,26 +111,26 @@ class StampRing:
         return int(begin), int(end)
 
     def forget(self) -> None:
-        """Drops what was set aside: nobody asks for a pair that is written."""
+        """Drops what was set aside. Nobody may ask for a written pair any more."""
         self._aside.clear()
 
     def free(self) -> None:
-        """Gives memory back, once nothing is queued any more."""
+        """Gives the memory back. Call it when nothing is queued any more."""
         self._written = self._pairs = np.empty(0, np.int64)  # views keep pinned memory
         self._counter.free()
         self._memory.free()
 
 
 class StepPairs(NamedTuple):
-    """The pairs that tell of one step: it begins with pair `first` and ends with pair `last`. Each
-    is a ring, and the number of a pair in it."""
+    """The pairs of one step. The step begins with pair `first` and ends with pair `last`. Each is a
+    ring, and the number of a pair in the ring."""
 
     first: tuple[StampRing, int]
     last: tuple[StampRing, int]
 
     def times(self, ahead_ns: Callable[[StampRing], int]) -> tuple[int, int]:
-        """Begin and end, ns of the host's clock. ahead_ns: of a ring, by how much the host's clock
-        is ahead of its device's."""
+        """The begin and end of the step, in ns of the host's clock. ahead_ns: how far the host's
+        clock is ahead of the clock of a ring's device."""
         (one, i), (other, j) = self.first, self.last
         return one.pair(i)[0] + ahead_ns(one), other.pair(j)[1] + ahead_ns(other)
 
@@ -138,14 +138,14 @@ class StepPairs(NamedTuple):
 class StepStamps(Launching):
     """Stamps for a program: at its first launch on a device, and at its last.
 
-    A launch of a plan counts if it is on the stream that the plan is launched on: other streams
-    begin later and end before. Raises UsageError for a program without such launches.
+    Of a plan, only launches on the plan's own stream are considered: other streams begin later and
+    end earlier. Raises UsageError for a program without such launches.
     """
 
     def __init__(self, program: c.Program, backends: Sequence[Backend], rings: StampRings):
         found = list(_launches(program, backends))
         if not found:
-            raise UsageError("a step without launches on a device has no stamps; stamp others")
+            raise UsageError("a step without launches on a device has no stamps; stamp another")
         self._plans = {launch: plan for plan, launch in (found[0], found[-1])}
         first, last = found[0][1], found[-1][1]
         self._first = rings.of(backends[first.stream.backend], first.stream.id)
@@ -155,7 +155,7 @@ class StepStamps(Launching):
             self._begins[last], self._ends[first] = self._last, self._first
 
     def around(self, command: c.Launch, issued: Issued) -> Issued:
-        """See `Launching`. The stamps of a plan are counted where the plan is queued."""
+        """See `Launching`. Stamps in a plan are counted when the plan is queued."""
         begin, end = self._begins.get(command), self._ends.get(command)
         before = [] if begin is None else [begin.stamp(is_end=False)]
         after = [] if end is None else [end.stamp(is_end=True)]
@@ -173,12 +173,12 @@ class StepStamps(Launching):
         return self._queue(stamped) if stamped else None
 
     def _queue(self, launches: Sequence[c.Launch]) -> Callable[[Issue], None]:
-        """What calls whatever queues these launches, on one stream, with their stamps."""
+        """What calls the call that queues these launches of one stream, with their stamps."""
         ends = [self._ends[launch].ends for launch in launches if launch in self._ends]
         return ends[0] if ends else self._begins[launches[0]].begins
 
     def latest(self) -> StepPairs:
-        """The pairs of the step whose calls have just been made."""
+        """The pairs of the step that was issued last."""
         first, last = self._first, self._last
         return StepPairs((first, first.launched - 1), (last, last.launched - 1))
 
@@ -186,7 +186,7 @@ class StepStamps(Launching):
 def _launches(
     program: c.Program, backends: Sequence[Backend]
 ) -> Iterator[tuple[c.Replay | None, c.Launch]]:
-    """The launches on devices that can have stamps, each with its plan."""
+    """The launches that can have stamps, each with its plan, if it is in one."""
     for command in program.commands:
         if not isinstance(command, c.Launch | c.Replay):
             continue
@@ -201,7 +201,8 @@ def _launches(
 
 
 class StampRings:
-    """The rings of one engine, made when they are first asked for. n_pairs: of each."""
+    """The rings of one engine, each made when it is first asked for. n_pairs: the pairs of a
+    ring."""
 
     def __init__(self, n_pairs: int = N_PAIRS):
         self.n_pairs = n_pairs
@@ -214,7 +215,7 @@ class StampRings:
         return self._rings[backend, stream]
 
     def free(self) -> None:
-        """Gives every ring back, once nothing is queued any more."""
+        """Gives every ring back. Call it when nothing is queued any more."""
         for ring in self._rings.values():
             ring.free()
         self._rings.clear()

@@ -1,37 +1,40 @@
 """ROOM #16548: the life of a plan.
 
-A program has a `Plannable` where it has a plan (`program/plans.py`). A `Plan` is what the device
-recorded of one. An engine keeps its plans in `Plans`, whose policy says which plan is for which
-work, and when it is captured:
+Where a program has a plan (`program/plans.py`), it has a *work*: a `Plannable`, the commands that
+the plan stands for. A `Plan` holds what the device has recorded of a work. An engine keeps its
+plans in `Plans`. A policy says which plan is for which work, and when it is captured:
 
-    pr       the plan with the same number in its step; all go where splits or backends change
-    today    the plan with the same number in its step, of steps with outputs or without; captured
-             at the second equal call, and not replayed where a call differs from the one before
-    ours     the plan of equal work; else a twin of one whose results land in another block; else
-             one whose work is gone, if only addresses differ; else a new one. The least recently
-             used of too many goes
+    pr       the plan with the same number in its step. All plans are dropped where splits or
+             backends change
+    today    the plan with the same number in its step, apart for steps with and without outputs.
+             Captured at the second equal call; a call that differs from the call before it is
+             issued part by part
+    ours     the plan of equal work; else a twin of a plan whose results land in another block; else
+             a plan whose work is gone, if only addresses differ; else a new plan. Where there are
+             too many, the least recently used is evicted
 
-`Planned` calls a work that has a plan. Of each call:
+`Planned` calls a work that has a plan. In each call:
 
-    it fits          the plan has recorded what the work is now          -> replay
-    it does not      `Plans.arrive` finds the plan that the policy has for the work
-      warm-up        the policy wants more equal calls before            -> parts, one by one
-      twin           a plan of the same work, for another landing        -> replay
+    it fits          the plan has recorded the work as it is now         -> replay
+    it does not fit  `Plans.arrive` finds the plan that the policy has for the work
+      warm-up        the policy wants more equal calls first             -> parts, one by one
+      twin           there is a plan of the same work, for another landing  -> replay
       update         the device takes other addresses, or other work     -> replay
       capture        else                                                -> replay
-    after a replay   the plan for where the next results land is made, while the device computes
-    meanwhile        plans that nobody has used for long, or too many, are evicted
+    after a replay   the plan for the next landing is made, while the device computes
+    at any time      plans that were not used for long, or are too many, are evicted
 
-`Gated` calls a work whose plan can be launched before its step is submitted (`gate.py`). Of each
+`Gated` calls a work whose plan can be launched before its step is submitted (`gate.py`). In each
 call:
 
     armed            the plan waits at its gate, and fits                -> the gate opens
-    else             what waits at the gate is cancelled; then as above  -> the gate is open
-    arm              the next call's plan is launched, and waits
+    not armed        what waits at the gate is cancelled; then as above  -> with an open gate
+    arm              the plan of the next call is launched, and waits
 
-Equal is strict (`issued.py`). Two calls of one `uid` are equal without a look; uid 0 is equal to
-nothing. Results land in several blocks by turns, and each has a plan. `ours` captures one of them.
-A twin is another executable form of the same recording, with other addresses.
+Two works are equal only if everything in them is (`issued.py`). Two calls with one `uid` are equal
+without a look; uid 0 is equal to nothing. Results land in several blocks by turns, and each block
+has a plan. `ours` captures one of these plans and makes the others as its twins. A twin is another
+executable form of the same recording, with other addresses.
 
 Sources: llama.cpp #16548 (pr), #19754 (today's warm-up), #21764 (uid), #18583 (what is compared).
 """
@@ -62,14 +65,14 @@ from workbench.program.commands import Program
 
 R = TypeVar("R")
 
-KEPT = 256  # plans of an engine, as many as programs; then the least recently used goes
+KEPT = 256  # plans of an engine, as many as programs; then the least recently used is evicted
 IDLE_S, SWEEP_S = 10.0, 5.0  # llama.cpp's
 COUNTS = (
     "plans_captured", "plans_twinned", "plans_updated", "plans_reinstantiated", "plans_replayed",
     "plans_issued", "plans_evicted", "plans_capture_ns", "plans_instantiate_ns", "plans_update_ns",
 )  # fmt: skip
 
-Seat = tuple[Hashable, ...]  # which plan of a step
+Seat = tuple[Hashable, ...]  # which plan of a step: its number, and whether the step has outputs
 
 
 class Policy(NamedTuple):
@@ -82,12 +85,16 @@ class Policy(NamedTuple):
 
 
 class Plan:
-    """What a device recorded, if anything yet, and the latest work that came.
+    """The recording of a device, if there is one yet, and the latest work that came to it.
 
-    identity: of that work. recorded: of what is recorded. fits: the two are equal.
-    alike: calls in a row, up to the latest, that a rule takes for the same.
-    work: nothing once the work is gone. queue: as the work has it.
-    settled: it was launched, and the plan for the next landing was looked for.
+    captured: the recording.
+    identity: of the latest work.
+    recorded: the identity of what is recorded.
+    fits: the two identities are equal.
+    uid, queue: as the work has them.
+    alike: how many calls in a row, up to the latest, the rule takes for equal.
+    work: returns the work; None once it is gone.
+    settled: the plan was launched, and the plan for the next landing was looked for.
     """
 
     __slots__ = (
@@ -106,12 +113,13 @@ class Plan:
         self.queue: Callable[[Callable[[], Any]], Any] | None = None
 
     def launch(self) -> None:
-        """Queues what is recorded."""
+        """Queues the recording."""
         assert self.captured is not None and self.queue is not None, "what fits is captured"
         self.queue(self.captured.launch)
 
     def ask(self, act: Callable[..., R], *given: Any) -> R:
-        """What `act` of the captured plan returns. Where it fails, the next call captures anew."""
+        """Calls `act`, a method of the recording. Where it fails, the plan is destroyed, so that
+        the next call captures anew."""
         try:
             return act(*given)
         except DeviceError:
@@ -132,16 +140,15 @@ def _nobody() -> None:
 
 
 class Planned:
-    """Issues a work: by a replay of its plan, where one fits, else part by part.
+    """Issues a work: by a replay of its plan, where the plan fits, else part by part.
 
-    replayed: what the latest call launched; None where the parts were issued.
+    replayed: the recording that the latest call launched; None where the parts were issued.
     """
 
     __slots__ = ("_by_landing", "_plans", "_seat", "replayed", "work")
 
     def __init__(self, plans: Plans, work: Plannable, seat: Seat):
-        """plans: of the engine. seat: the work's number in its program, and what else a rule tells
-        plans apart by."""
+        """plans: the engine's. seat: the work's place in its step."""
         self._plans, self.work, self._seat = plans, work, seat
         self._by_landing: dict[Hashable, Plan] = {}
         self.replayed: Captured | None = None
@@ -153,7 +160,8 @@ class Planned:
             self.next()
 
     def fitting(self) -> Plan:
-        """The plan of the work for where its results land now. It fits but for a warm-up."""
+        """The plan of the work for the block where its results land now. It fits, unless the policy
+        is still warming up."""
         work = self.work
         landing = work.landing
         plan = self._by_landing.get(landing)
@@ -164,11 +172,12 @@ class Planned:
         return plan
 
     def fits(self, plan: Plan) -> bool:
-        """Whether the plan has recorded what the work is now; told by its uid."""
+        """Whether the plan has recorded the work as it is now. The work's uid tells."""
         return plan.fits and plan.uid == self.work.uid != 0
 
     def issued(self, plan: Plan, launch: Callable[[], Any]) -> bool:
-        """Launches the plan by `launch` where it fits, else issues the parts; whether it fits."""
+        """Launches the plan by `launch` where it fits, else issues the parts. Returns whether it
+        fits."""
         counts = self._plans.counts
         self.replayed = plan.captured if plan.fits else None
         if self.replayed is None:
@@ -180,8 +189,8 @@ class Planned:
         return True
 
     def next(self) -> tuple[Plan, Hashable] | None:
-        """The plan for where the next call's results land, and that landing. The plan is made if it
-        is not there, where a twin does. The device is busy meanwhile."""
+        """The plan for the landing of the next call, and that landing. If it is missing, it is made
+        as a twin while the device is busy; None where it cannot be."""
         work = self.work
         reserved = tuple([landing.reserve() for landing in work.landings])
         if not reserved or None in reserved:
@@ -195,7 +204,7 @@ class Planned:
         return plan, reserved
 
     def replays(self, plan: Plan) -> None:
-        """The latest call let go on what was launched before."""
+        """Counts a call whose plan had been launched before."""
         self.replayed = plan.captured
         self._plans.counts["plans_replayed"] += 1
 
@@ -205,8 +214,9 @@ class Planned:
 
 
 class Gated:
-    """Issues a work whose plan may have been launched ahead. What waits at the engine's gate is
-    opened where it is this work's plan, and fits; else it is cancelled before anything is queued.
+    """Issues a work whose plan may have been launched ahead. If this plan waits at the engine's
+    gate and fits, the gate is opened. Else whatever waits there is cancelled before anything is
+    queued.
 
     has_gate: whether the plan begins with a gate.
     """
@@ -216,9 +226,9 @@ class Gated:
     def __init__(self, planned: Planned, gate: Gate):
         self._planned, self._gate = planned, gate
         self.has_gate = planned.work.gate is not None
-        self._armed: tuple[Plan, Hashable] | None = None  # for the next call, and its landing
+        self._armed: tuple[Plan, Hashable] | None = None  # the next call's plan, and its landing
         self._number = 0  # of the gate of the latest launch; 0: the plan has none
-        self._opened = 0  # the same, where it was launched ahead
+        self._opened = 0  # the same number, where the plan was launched ahead
 
     @property
     def replayed(self) -> Captured | None:
@@ -238,8 +248,8 @@ class Gated:
         self._number = self._gate.launch(plan.launch)
 
     def _opens(self, plan: Plan, reserved: Hashable) -> bool:
-        """Lets the plan go on that was launched ahead for the landing `reserved`; False where it is
-        not what is wanted now, or has waited for too long."""
+        """Opens the gate for the plan that was launched ahead, with results in `reserved`. False
+        where another plan is wanted now, or where it has waited for too long."""
         planned = self._planned
         if not planned.fits(plan) or planned.work.landing != reserved:
             return False
@@ -250,8 +260,9 @@ class Gated:
         return True
 
     def arm(self) -> None:
-        """Launches the plan of the next call now, where it is captured or a twin of it can be made,
-        and no address changes with the step. The block of its results is chosen with it."""
+        """Launches the plan of the next call now, and so chooses the block of its results. Does
+        nothing where that plan is not captured and cannot be made as a twin, or where an address
+        changes with every step."""
         planned, coming = self._planned, None if self._planned.work.moves else self._planned.next()
         if coming is None:
             return
@@ -263,11 +274,12 @@ class Gated:
 
     @property
     def has_read(self) -> bool:
-        """Whether the device has read the inputs of the latest call: the host may write others."""
+        """Whether the device has read the inputs of the latest call, so that the host may write the
+        next ones."""
         return self._gate.has_read(self._number)
 
     def ended(self) -> bool:
-        """Waits for the end of the latest launch; False where only the device's events tell."""
+        """Waits for the end of the latest launch. False where only the device's events tell."""
         return self._gate.ended(self._number)
 
     def missed(self) -> bool:
@@ -280,12 +292,13 @@ class Gated:
 
 
 class Plans:
-    """The plans of one engine. They name the engine's memory, so `clear` comes before it changes.
+    """The plans of one engine. They hold addresses of the engine's memory, so `clear` must be
+    called before that memory changes.
 
     policy: None where no plan is ever captured.
-    counts: plans captured, made as twins, updated where they are, made launchable again because the
-    device refused an update, replayed, evicted; calls that issued their parts one by one; ns of
-    each kind of work.
+    counts: plans that were captured, made as twins, updated, captured again because the device
+        refused an update, replayed, evicted; calls that issued their parts one by one; ns of each
+        kind of work.
     """
 
     def __init__(self, policy: Policy | None, clock: Callable[[], float] = time.monotonic):
@@ -305,8 +318,8 @@ class Plans:
     def call_of(
         self, program: Program, gate: Gate | None = None
     ) -> Callable[[Plannable], Planned | Gated | None] | None:
-        """What chooses the calls of a program's plans, asked in their order; None where it replays
-        none. gate: of an engine that launches ahead."""
+        """A function that makes the call of each plan of a program, asked in the order of the
+        plans; None where the program replays none. gate: of an engine that launches ahead."""
         if self.policy is None:
             return None
         if self._rule == PlanRule.PR and self._splits != tuple(program.splits):
@@ -326,8 +339,8 @@ class Plans:
     # rules --------------------------------------------------------------------------------------
 
     def arrive(self, work: Plannable, seat: Seat, had: Plan) -> Plan:
-        """The plan for work that is not known to be what its plan has, captured where the rule
-        wants it. had: of the work as it was before."""
+        """The plan for work that may differ from what its plan has recorded. It is captured where
+        the rule wants that. had: the plan of the work before it changed."""
         assert self.policy is not None, "who plans has a policy"
         identity = work.identity
         plan = self._find(work, seat, identity, had)
@@ -342,7 +355,7 @@ class Plans:
     def _take_in(self, plan: Plan, work: Plannable, identity: Identity) -> None:
         plan.identity, plan.uid, plan.work = identity, work.uid, weakref.ref(work)
         plan.queue = work.queue
-        # as proposed, what is new is updated without a look
+        # as the pull request has it, new work is updated without a comparison
         plan.fits = plan.recorded == identity and self._rule != PlanRule.PR
 
     def _find(self, work: Plannable, seat: Seat, identity: Identity, had: Plan) -> Plan:
@@ -366,8 +379,8 @@ class Plans:
         return next((plan for plan in self._kept.values() if plan.identity == identity), None)
 
     def _for_other_addresses(self, work: Plannable, identity: Identity, had: Plan) -> Plan:
-        """A plan that only its addresses tell from `identity`: the work's own before a patch, or
-        one whose work is gone. Else a new plan, also where it can be a twin."""
+        """A plan that differs from `identity` only in addresses: the work's own before a patch, or
+        a plan whose work is gone. Else a new plan, also where it can become a twin."""
         if had.captured is None and any(self._siblings(work, identity)):
             return Plan()
         for plan in (had, *self._kept.values()):
@@ -377,7 +390,7 @@ class Plans:
         return Plan()
 
     def _alike(self, before: Identity | None, now: Identity) -> bool:
-        """Whether a call counts as the one before, for the warm-up."""
+        """Whether a call counts as equal to the call before it, for the warm-up."""
         if before is None or self._rule == PlanRule.PR:
             return before is not None
         if self._rule == PlanRule.TODAY:
@@ -387,20 +400,20 @@ class Plans:
     # twins --------------------------------------------------------------------------------------
 
     def _siblings(self, work: Plannable, identity: Identity) -> Iterator[tuple[Plan, list[int]]]:
-        """Plans of `work` for other landings, each with the parts that have other addresses."""
+        """The plans of `work` for other landings, each with the parts whose addresses differ."""
         for plan in list(self._kept.values()):
             moved = changed(plan.recorded, identity) if plan.work() is work else None
             if plan.captured is not None and moved is not None:
                 yield plan, moved
 
     def _twin(self, plan: Plan, work: Plannable, identity: Identity) -> bool:
-        """Gives `plan` a twin of a sibling. False where only a capture does."""
+        """Makes `plan` a twin of a sibling. False where it must be captured."""
         for other, moved in self._siblings(work, identity):
             assert other.captured is not None, "a sibling is captured"
             try:
                 made = other.captured.twin(work, moved)
             except DeviceError:
-                return False  # a capture does, or it says what is wrong
+                return False  # a capture may work, or says what is wrong
             if made is not None:
                 plan.captured, plan.recorded, plan.used = made, identity, self._clock()
                 self.counts["plans_twinned"] += 1
@@ -409,7 +422,7 @@ class Plans:
         return False
 
     def twin_for(self, work: Plannable, blocks: Sequence[int]) -> Plan | None:
-        """The plan for results in these blocks of the landings, where a twin does."""
+        """The plan for results in these blocks of the landings; None where it must be captured."""
         if self._rule != PlanRule.OURS:
             return None
         with landing_in(work.landings, blocks):
@@ -444,8 +457,8 @@ class Plans:
         counts["plans_instantiate_ns"] += made.instantiate_ns
 
     def use(self, plan: Plan) -> None:
-        """A plan is about to be launched. Others that nobody has used for long are evicted, where
-        the policy says so."""
+        """Tells that a plan is about to be launched. Evicts plans that nobody has used for long,
+        where the policy says so."""
         plan.used = now = self._clock()
         if self._sweeps and now >= self._next_sweep:
             self._next_sweep = now + SWEEP_S
@@ -457,14 +470,14 @@ class Plans:
         self._kept.pop(key).destroy()
 
     def clear(self) -> None:
-        """Gives every plan back. Works that are called later are captured anew."""
+        """Destroys every plan. Works that are called later are captured anew."""
         kept, self._kept = list(self._kept.values()), {}
         for plan in kept:
             plan.destroy()
 
 
 def plans_of(toggles: Toggles) -> Plans:
-    """What an engine with these settled toggles has."""
+    """The plans of an engine with these settled toggles."""
     rule, warmup = toggles.plans, toggles.plan_warmup
     if rule == PlanRule.OFF:
         return Plans(None)
@@ -472,7 +485,7 @@ def plans_of(toggles: Toggles) -> Plans:
 
 
 def gate_of(toggles: Toggles, device: Backend, plans: Plans) -> Callable[[], Gate] | None:
-    """What makes the gate of an engine that launches ahead, on its device; None where none does."""
+    """A function that makes the gate of an engine that launches ahead; None for other engines."""
     if toggles.launch_ahead != LaunchAhead.ON:
         return None
     plans.counts.update(dict.fromkeys(GATE_COUNTS, 0))
@@ -481,14 +494,14 @@ def gate_of(toggles: Toggles, device: Backend, plans: Plans) -> Callable[[], Gat
 
 def in_words(counts: Mapping[str, int]) -> str:
     """A line on plans, as `plans: 3 captured (2.1 ms), 0 updated, 61 replayed`; empty where there
-    are none. counts: `Plans.counts`, or more."""
+    are none. counts: `Plans.counts`, perhaps with others."""
     if not any(counts.get(name) for name in COUNTS):
         return ""
     made_ns = counts["plans_capture_ns"] + counts["plans_instantiate_ns"]
     updated = f"{counts['plans_updated']} updated"
     if counts["plans_updated"]:
         updated += f" ({counts['plans_update_ns'] / 1e6:.1f} ms)"
-    twinned = counts.get("plans_twinned")  # an older run has none
+    twinned = counts.get("plans_twinned")  # older runs do not count twins
     made = f"{counts['plans_captured']} captured" + (f", {twinned} twinned" if twinned else "")
     said = [
         f"{made} ({made_ns / 1e6:.1f} ms)",
