@@ -1,9 +1,9 @@
 """One step's tokens as input values: what the host writes into staging memory.
 
-What stands beside a sequence does not change its answer. On the devices of a CPU a step of several
-sequences gives the bits that steps of their own give, with the same cells. Alone a sequence has
-other cells, and attention adds the same terms in another order: rounding. A GPU also takes other
-kernels for other numbers of tokens.
+The answer of a sequence does not depend on the sequences beside it. On the devices of a CPU, a step
+of several sequences gives the same bits as a step for each of them, with the same cells. A sequence
+that is alone in its cache has other cells. Then attention adds the same terms in another order, and
+rounds otherwise. A GPU also chooses other kernels for other numbers of tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,20 +43,22 @@ NewMask = Callable[[int, int], np.ndarray]  # (T, n_kv) -> uint16
 
 
 def n_tokens(work: Work) -> int:
-    """Tokens of all entries together."""
+    """The tokens of all entries together."""
     return sum(len(tokens) for _, tokens, _ in work)
 
 
 def n_outputs(work: Work) -> int:
-    """Outputs of all entries together."""
+    """The outputs of all entries together."""
     return sum({"last": 1, "all": len(tokens)}.get(outputs, 0) for _, tokens, outputs in work)
 
 
 class Batch(NamedTuple):
-    """Tokens computed together: the step shape, the value of each input by name
-    (`model/inputs.py`), where they go.
+    """Tokens that are computed together.
 
-    sequences, positions, cells: of each token, (T,). counts: outputs of each entry of the work.
+    shape: of the step.
+    values: the value of each input by name (`model/inputs.py`).
+    sequences, positions, cells: of each token, (T,).
+    counts: how many outputs each entry of the work has.
     """
 
     shape: StepShape
@@ -73,7 +75,7 @@ class Batch(NamedTuple):
 
 
 def row_values(cells: np.ndarray) -> Values:
-    """The inputs that tell set_rows the cells of a step's tokens, (T,) int64."""
+    """The inputs that tell set_rows where to store. cells: of a step's tokens, (T,) int64."""
     return {K_CELLS: cells, V_CELLS: cells}
 
 
@@ -93,11 +95,14 @@ def make_batch(
 ) -> Batch:
     """The next tokens of each sequence of `work`, in its order.
 
-    new_mask: memory for a mask, (T, n_kv) uint16. store_values: as `Batches` has it. sizes: what
-    the step is rounded up to. draws: the device draws; then FED may stand for a token. Raises
-    UsageError for no tokens, more than n_ubatch in all, ids outside the vocabulary, a full context,
-    and one without as many cells in a row as a store wants. Likewise for a sequence that does not
-    exist or is given twice. Nothing has changed then.
+    new_mask: makes memory for a mask, (T, n_kv) uint16.
+    store_values: as `Batches` has it.
+    sizes: rounds the step's sizes up.
+    draws: the device draws tokens; then FED may stand for a token.
+
+    Raises UsageError for no tokens, more than n_ubatch in all, ids outside the vocabulary, a full
+    context, too few cells in a row for a store that wants them so, and a sequence that does not
+    exist or is given twice. Then nothing has changed.
     """
     lengths = [len(tokens) for _, tokens, _ in work]
     t = sum(lengths)
@@ -149,8 +154,8 @@ def _mask_of(
     cells: np.ndarray,
     mask: np.ndarray,
 ) -> np.ndarray:
-    """Fills a mask, (tokens, n_kv) uint16. whose: of each sequence its first token. What has been
-    added behind the tokens sees nothing."""
+    """Fills a mask, (tokens, n_kv) uint16. Tokens that only pad the step see nothing. whose: the
+    first token of each sequence."""
     singles: list[int] = []
     for (sequence, begin), own in zip(whose.items(), positions, strict=True):
         if len(own) == 1:
@@ -166,13 +171,14 @@ def _mask_of(
 
 
 def with_more(values: np.ndarray, n: int, value: int) -> np.ndarray:
-    """With n times `value` behind them."""
+    """`values`, with n times `value` after them."""
     return np.concatenate([values, np.full(n, value, values.dtype)]) if n else values
 
 
 def _regions(whose: dict[int, int], t: int, size: Sizes, cache: KVCache) -> np.ndarray:
-    """The values of input REGIONS (`model/inputs.py`). Sequences that were added come last: of a
-    token each where all have one token, else the first of them has all tokens."""
+    """The values of input REGIONS (`model/inputs.py`). Sequences that only pad the step come last.
+    They have a token each where every sequence has one token; else the first of them has all added
+    tokens."""
     firsts, more = [*whose.values()], size.n_seqs - len(whose)
     if size.n_seqs == size.n_tokens:
         firsts += range(t, size.n_tokens)
@@ -186,7 +192,7 @@ def _joined(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def shift_batch(cache: KVCache) -> Batch:
-    """The step that rotates the stored K of cells that have moved; it has no tokens."""
+    """The step, without tokens, that rotates the stored K of cells that have moved."""
     assert cache.moved is not None
     none = np.empty(0, np.int64)
     shape = StepShape(0, 0, cache.n_cells, n_seqs=0)
@@ -194,7 +200,7 @@ def shift_batch(cache: KVCache) -> Batch:
 
 
 def copy_batch(copies: Mapping[int, int]) -> Batch:
-    """The step that copies cells, given as to -> from; it has no tokens."""
+    """The step, without tokens, that copies cells. copies: from each destination to its source."""
     pairs = np.full((size_of_copies(len(copies)), 2), NO_CELL, np.int64)
     pairs[: len(copies)] = [*copies.items()]
     none = np.empty(0, np.int64)
@@ -202,7 +208,8 @@ def copy_batch(copies: Mapping[int, int]) -> Batch:
 
 
 def size_of_copies(n: int) -> int:
-    """How many cells a step copies, where n are to be copied: few numbers, so few programs."""
+    """How many cells a step copies where n are to be copied. There are few such numbers, so few
+    programs."""
     return max(256, 1 << (n - 1).bit_length())
 
 
@@ -224,14 +231,16 @@ def step_shape(
     n_seqs: int = 1,
 ) -> StepShape:
     """The shape of a step of n_seqs sequences, each with n_past tokens before it. Raises UsageError
-    where no step has it."""
+    where no step has this shape."""
     if not (1 <= n_tokens <= n_ubatch and 0 <= n_outputs <= n_tokens and n_past >= 0):
         raise UsageError(
             f"n_tokens={n_tokens}, n_outputs={n_outputs}, n_past={n_past}: a step has 1 to "
             f"{n_ubatch} tokens (n_ubatch) and at most an output of each"
         )
     if not 1 <= n_seqs <= n_tokens:
-        raise UsageError(f"n_seqs={n_seqs}: a step of {n_tokens} tokens is of 1 to {n_tokens}")
+        raise UsageError(
+            f"n_seqs={n_seqs}: a step of {n_tokens} tokens has 1 to {n_tokens} sequences"
+        )
     in_a_region = 1 if room.n_regions > 1 else n_seqs  # sequences
     used, new = n_past * in_a_region, -(-n_tokens // n_seqs) * in_a_region
     room.check(used, new)
@@ -239,8 +248,8 @@ def step_shape(
 
 
 def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, growth: Growth) -> list[StepShape]:
-    """The shapes of a prompt's steps on an empty cache, and of single tokens after it. The last
-    ubatch and each token have an output."""
+    """The shapes of a prompt's steps on an empty cache, then of single tokens. The last ubatch and
+    each token have an output."""
     sizes = [min(n_ubatch, n_prompt - i) for i in range(0, n_prompt, n_ubatch)]
     made, past = [], 0
     for i, size in enumerate([*sizes, *[1] * n_decoded]):
@@ -250,8 +259,8 @@ def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, growth: Growth) 
 
 
 def check_prompt(tokens: Sequence[int], n_vocab: int, room: Room) -> None:
-    """Raises UsageError for no tokens, ids outside the vocabulary, and more than a sequence has
-    room for."""
+    """Raises UsageError for no tokens, for ids outside the vocabulary, and for more tokens than a
+    sequence has room for."""
     if not len(tokens):
         raise UsageError("the prompt is empty; give at least one token")
     check_ids(tokens, n_vocab)
@@ -259,22 +268,22 @@ def check_prompt(tokens: Sequence[int], n_vocab: int, room: Room) -> None:
 
 
 def check_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:
-    """Token ids as (T,) int32; raises UsageError naming the first outside 0..n_vocab-1."""
+    """Token ids as (T,) int32. Raises UsageError, which names the first outside 0..n_vocab-1."""
     for i, token in enumerate(tokens):
         check_id(token, i, n_vocab)
     return np.array(tokens, dtype=np.int32)
 
 
 def known_id(token: int, index: int, sequence: int, n_vocab: int, draws: bool) -> int:
-    """What a device is told of a token: its id, or of one that it draws itself whose it is. Raises
-    UsageError as `check_id`."""
+    """How a device is told of a token: by its id, or, for a token that the device has drawn, by the
+    sequence that has drawn it (-1 - sequence). Raises UsageError as `check_id` does."""
     if draws and token == FED:
         return -1 - sequence
     return check_id(token, index, n_vocab)
 
 
 def _ids(work: Work, n_vocab: int, draws: bool) -> np.ndarray:
-    """What a device is told of the tokens, (T,) int32."""
+    """How a device is told of the tokens, (T,) int32."""
     if not draws:
         return check_ids([i for _, tokens, _ in work for i in tokens], n_vocab)
     each = ((token, sequence) for sequence, tokens, _ in work for token in tokens)
@@ -283,7 +292,8 @@ def _ids(work: Work, n_vocab: int, draws: bool) -> np.ndarray:
 
 
 def check_id(token: int, index: int, n_vocab: int) -> int:
-    """The token id; raises UsageError outside 0..n_vocab-1. index: among the ids given."""
+    """The token id. Raises UsageError for an id outside 0..n_vocab-1. index: its place among the
+    given ids."""
     if not 0 <= token < n_vocab:
         raise UsageError(
             f"token id {token} at index {index} is outside the vocabulary of "

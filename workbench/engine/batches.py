@@ -1,8 +1,8 @@
-"""The batches of an engine, and the next one while the device computes.
+"""The batches of an engine. The next batch is made while the device computes.
 
-While a device computes a step, the host has nothing to do. Behind the step the device has nothing
-to do until the host has made the next inputs. Where each sequence goes on by one token, all of them
-but the tokens are known before: `Batches` makes them while the device computes.
+While a device computes a step, the host has nothing to do. After the step, the device has nothing
+to do until the host has made the next inputs. Where each sequence goes on by one token, all inputs
+but the tokens are known in advance. `Batches` makes them while the device computes.
 """
 
 from collections.abc import Callable
@@ -32,11 +32,13 @@ NOBODY = PhaseClock(lambda phase, start_ns, end_ns: None)
 
 
 class Batches:
-    """The batches of one cache. A batch belongs to the step it is made for: when the next is taken,
-    the step must have written its values to staging memory.
+    """The batches of one cache. A batch belongs to the step that it is made for. The step must have
+    written the batch's values to staging memory when the next batch is taken.
 
-    clock: told when their making begins and ends. store_values: the inputs that tell cache stores
-    the step's cells. sizes: what steps are rounded up to. draws: how tokens are drawn.
+    clock: told when the making of a batch begins and ends.
+    store_values: from cells to the inputs that tell cache stores where to store.
+    sizes: rounds the sizes of steps up.
+    draws: how tokens are drawn.
     """
 
     def __init__(
@@ -61,8 +63,8 @@ class Batches:
         self._room = np.empty(0, np.uint16)  # for masks of batches that were not made ahead
 
     def take(self, work: Work, draws: bool = False) -> Batch:
-        """As `make_batch`; what `look_ahead` made for such work and this state is used. draws: the
-        device draws a token from each output."""
+        """As `make_batch`, but a batch that `look_ahead` has made for such work and this state of
+        the cache is used. draws: the device draws a token from each output."""
         start = self._clock.begin("batch")
         batch = self.made_ahead(work, draws)
         if batch is None:
@@ -73,11 +75,11 @@ class Batches:
         return batch
 
     def check(self, work: Work, draws: bool) -> None:
-        """Raises UsageError as `take` would; nothing has been taken."""
+        """Raises UsageError where `take` would. Takes nothing."""
         self._made(work, self._mask, draws)
 
     def _draws_of(self, work: Work, n_outputs: int) -> Values:
-        """Of several outputs of a sequence the last is kept."""
+        """The inputs of draws. Of several outputs of a sequence the last is kept."""
         rows: list[int] = []
         for sequence, tokens, outputs in work:
             n = {"last": 1, "all": len(tokens)}.get(outputs, 0)
@@ -85,8 +87,9 @@ class Batches:
         return self.draws.values(rows + [UNKEPT] * (n_outputs - len(rows)))
 
     def made_ahead(self, work: Work, draws: bool = False) -> Batch | None:
-        """What `look_ahead` has made, with the tokens of `work` put in; None where it is for other
-        work, or the cache has changed. Raises UsageError for ids outside the vocabulary."""
+        """The batch that `look_ahead` has made, with the tokens of `work` put in. None where it is
+        for other work, or where the cache has changed. Raises UsageError for ids outside the
+        vocabulary."""
         batch, alike = self.next, self._next_is_for
         if batch is None or alike is None or len(work) != len(alike) or batch.shape.draws != draws:
             return None
@@ -99,7 +102,7 @@ class Batches:
 
     @property
     def next(self) -> Batch | None:
-        """What `look_ahead` has made; None where the cache has changed."""
+        """The batch that `look_ahead` has made; None where the cache has changed."""
         return self._next if self._next_is_of == self._cache.n_changes else None
 
     def _made(self, work: Work, new_mask: NewMask, draws: bool) -> Batch:
@@ -109,15 +112,15 @@ class Batches:
         )
 
     def _mask(self, t: int, n_kv: int) -> np.ndarray:
-        """Memory for one mask at a time, (t, n_kv) uint16, in place of the mask before. It is kept,
+        """Memory for one mask at a time, (t, n_kv) uint16. The memory is kept for the next mask,
         because new pages for 100 MB take tens of ms."""
         if self._room.size < t * n_kv:
             self._room = np.empty(t * n_kv, np.uint16)
         return self._room[: t * n_kv].reshape(t, n_kv)
 
     def look_ahead(self, work: Work, draws: bool = False) -> int:
-        """Makes what the next step needs but its tokens, where it is one like `work` of one token
-        for each sequence. Returns the ns it took."""
+        """Makes the next batch, except its tokens, where `work` has one token for each sequence and
+        the next step is like it. Returns the ns it took."""
         start, alike = self._clock.begin("batch"), _one_each(work)
         if not alike or not self._cache.has_room([(sequence, 1) for sequence, _ in alike]):
             self._clock.leave()
@@ -136,9 +139,9 @@ class Batches:
 def _following(
     batch: Batch, cache: KVCache, store_values: Callable[[np.ndarray], Values]
 ) -> Batch | None:
-    """The batch behind one of a token for each sequence, which has been stored since, and nothing
-    else has changed; None where attention has to look at more cells. It takes the arrays over: the
-    step before has its own copies, in staging memory."""
+    """The batch that follows a batch of a token for each sequence, when that has been stored and
+    nothing else has changed. None where attention has to look at more cells. Uses the arrays of
+    `batch` itself: its step has copies of its own, in staging memory."""
     cells = cache.next_cells(batch.sequences)
     if cache.window or cache.extent(cells) != batch.shape.n_kv:  # a window moves with the token
         return None
@@ -156,7 +159,7 @@ def _following(
 
 
 def _one_each(work: Work) -> list[tuple[int, Outputs]] | None:
-    """Sequences and outputs of work with one token for each sequence; None for other work."""
+    """The sequence and outputs of each entry, where each has one token; None for other work."""
     alike = []
     for sequence, tokens, outputs in work:
         if len(tokens) != 1:

@@ -1,7 +1,7 @@
 """Programs on addresses: a step's program is made, bound to memory and prepared for its backends.
 
-Programs of one engine share its workspace and its events. Where a program wants more memory than
-there is, whatever names the old addresses is dropped before they change.
+Programs of one engine share its workspace and its events. Where a program needs more memory than
+there is, everything that holds old addresses is dropped before they change.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ from workbench.program.commands import Program
 
 
 class BoundPrograms:
-    """Of one engine. made: what makes its programs. on_grow: drops what names the workspace's
-    addresses, which are about to change. events: by name."""
+    """The bound programs of one engine.
+
+    made: makes its programs.
+    on_grow: drops everything that holds addresses of the workspace, which are about to change.
+    events: by name.
+    """
 
     def __init__(
         self,
@@ -46,7 +50,8 @@ class BoundPrograms:
         self._ready = set[StepShape]()  # shapes whose kernels are compiled
 
     def build(self, key: Key, phases: Phases, cell: int = 0) -> Prepared:
-        """The program of a step that is ready to be issued. New memory may wait for the device."""
+        """A step's program, ready to be issued. Where it needs new memory, the host may wait for
+        the device."""
         self._issuer.release()
         program = self._made().of(key.shape, key.turn, phases=phases, cell=cell)
         return phases.do("prepare", self._prepared, program)
@@ -56,12 +61,12 @@ class BoundPrograms:
         return self._issuer.prepare(program, self._loaded.backends, memory, self.events)
 
     def again(self, prepared: Prepared, launches: Launching) -> Prepared:
-        """The same program on the same memory, whose launches are asked for in another way."""
+        """The same program on the same memory, with its launches asked for in another way."""
         memory, backends = prepared.binding.memory, self._loaded.backends
         return self._issuer.prepare(prepared.program, backends, memory, self.events, launches)
 
     def stamped(self, prepared: Prepared) -> Prepared:
-        """The same program with stamps, kept beside the one without."""
+        """The same program with stamps. It is kept beside the program without stamps."""
         made = self._stamped.get(prepared)
         if made is None:
             stamps = self._issuer.stamps(prepared.program, self._loaded.backends)
@@ -71,8 +76,8 @@ class BoundPrograms:
         return made
 
     def make_ready(self, shapes: Iterable[StepShape]) -> None:
-        """Has every backend compile what steps of these shapes launch, where no cache has it: so
-        no clock runs meanwhile. A shape is looked at once."""
+        """Lets every backend compile the kernels of steps of these shapes, where no cache has them,
+        so that this time is in no measurement. A shape is looked at once."""
         new = [shape for shape in dict.fromkeys(shapes) if shape not in self._ready]
         wanted: dict[int, dict[tuple, Node]] = defaultdict(dict)  # by backend, then by kind
         for shape in new:
@@ -85,7 +90,7 @@ class BoundPrograms:
         self._ready |= {*new}
 
     def reserve(self, cache: KVCache, n_ubatch: int, period: int) -> None:
-        """Allocates the cache, and memory for the largest step in each of its turns: so memory
+        """Allocates the cache, and memory for the largest step in each of its turns. So memory
         grows later only for many outputs. Raises UsageError where lifetimes let steps race."""
         self._residents.allocate(self._loaded)
         n_kv = cache.region_cells
@@ -94,11 +99,12 @@ class BoundPrograms:
         self.grow(StepShape(n_tokens, 1, n_kv), period)
 
     def grow(self, shape: StepShape, period: int) -> None:
-        """Allocates memory for a step of `shape` in each of its turns, so that it grows now."""
+        """Allocates memory for a step of `shape` in each of its turns, so that no later step grows
+        it."""
         for turn in range(period):
             self.workspace.bind(self._made().of(shape, turn))
 
     def free(self) -> None:
-        """Gives memory back, but for the weights, which are the model's."""
+        """Gives memory back, except the weights, which belong to the model."""
         self.workspace.free()
         self._residents.free()

@@ -50,12 +50,13 @@ Variants = Sequence[Wanted] | Callable[[Toggles], Sequence[Wanted]]
 
 
 class Chosen(NamedTuple):
-    """What an engine has.
+    """The toggles of an engine, chosen.
 
-    toggles: as they are meant, with `auto`.
-    settled: the same, as `settle` returns them.
-    preset: its name with the changes, or `as given`; of `best` also for how many sequences.
-    words: the kind of device and all that differs from the baseline:
+    toggles: as they were asked for, with `auto`.
+    settled: as `settle` returns them.
+    preset: the preset's name with the changes, or `as given`; `best` also says for how many
+        sequences.
+    words: the kind of device, and all that differs from the baseline:
         `best for one sequence on cuda: sync=packed, fuse=on`.
     """
 
@@ -66,7 +67,7 @@ class Chosen(NamedTuple):
 
     @property
     def ordering(self) -> Ordering:
-        """How copies and waits are ordered; nothing of it is `auto`."""
+        """How copies and waits are ordered, with nothing at `auto`."""
         return Ordering.of(self.settled)
 
     @property
@@ -86,8 +87,8 @@ class Chosen(NamedTuple):
 
 
 def choose(wanted: Wanted, loaded: Loaded) -> Chosen:
-    """What is meant, on a device that can honour it. Raises DeviceError where the device cannot,
-    UsageError where the toggles are known to race."""
+    """The toggles that `wanted` means on a device. Raises DeviceError where the device cannot
+    honour them, UsageError where they are known to race."""
     able, device, n_devices = loaded.backend.capabilities, loaded.device, len(loaded.backends) - 1
     toggles, preset = resolve(wanted, loaded), as_preset(wanted)
     try:
@@ -110,17 +111,18 @@ def choose(wanted: Wanted, loaded: Loaded) -> Chosen:
 
 
 def as_preset(wanted: Wanted) -> TogglePreset | None:
-    """The preset that is meant; None where the toggles themselves are given."""
+    """The preset that `wanted` means; None where it is Toggles."""
     if isinstance(wanted, Toggles | TogglePreset):
         return wanted if isinstance(wanted, TogglePreset) else None
     return TogglePreset(wanted or BEST)
 
 
 def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
-    """The toggles that are meant on a device. `best` has each value that won on such a device, for
-    one sequence or for several, and that the device can honour. Values that won together it has as
-    a whole, with the changes, or not at all. A value that refines another is left out where that
-    other is. Raises UsageError for a change that clashes with a preset."""
+    """The toggles that `wanted` means on a device. Of `best` they are the values that won on such a
+    device, for one sequence or for several, and that the device can honour. Values that won
+    together are taken together, with the changes, or not at all. A value that refines another is
+    left out where the other is left out. Raises UsageError for a change that clashes with a preset.
+    """
     if isinstance(wanted, Toggles):
         return wanted
     preset = as_preset(wanted)
@@ -139,7 +141,7 @@ def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
 
 
 def _which(preset: TogglePreset, loaded: Loaded) -> str:
-    """For how many sequences `best` is meant: `one` or `several`."""
+    """The set of `best` that is meant: `one` or `several`."""
     return set_for(preset.n_seqs or loaded.config.n_seqs)
 
 
@@ -154,7 +156,7 @@ def _honours(preset: TogglePreset, values: Mapping[str, str], loaded: Loaded) ->
 
 
 def _whose(message: str, toggles: Toggles, preset: TogglePreset) -> str:
-    """Which of the toggles that a refusal names are a preset's; empty for none."""
+    """Words on those toggles in a refusal that come from a preset; empty where none does."""
     own = [
         f"{name}={value}"
         for name, value in toggles.changed().items()
@@ -170,11 +172,13 @@ def _whose(message: str, toggles: Toggles, preset: TogglePreset) -> str:
 def settle(
     toggles: Toggles, able: Capabilities, device: str, n_devices: int = 1, unsafe: bool = False
 ) -> Toggles:
-    """The toggles with a value in place of `auto`, where it is the same for every step.
+    """The toggles with a value in place of each `auto` that means the same in every step.
 
-    able, device: of the device, and what it is called. unsafe: an ordering that races is taken all
-    the same. Raises DeviceError where the device lacks what a value needs, UsageError where another
-    toggle is not as a value wants it, and for an ordering that races.
+    able, device: the device's capabilities, and its name.
+    unsafe: an ordering that races is taken all the same.
+
+    Raises DeviceError where the device lacks what a value needs. Raises UsageError where another
+    toggle is not as a value needs it, and for an ordering that races.
     """
     ordering = choose_ordering(Ordering.of(toggles), able, device, unsafe)
     values = toggles.to_dict() | {"sync": ordering.sync, "copy_stream": ordering.copy_stream}
@@ -196,11 +200,13 @@ def settle(
 def choose_ordering(
     wanted: Ordering, able: Capabilities, device: str, unsafe: bool = False
 ) -> Ordering:
-    """The ordering to lower with: `wanted` itself, or for sync=auto the safe mode with the fewest
+    """The ordering to lower with: `wanted` itself, or, for sync=auto, the safe mode with the fewest
     waits. (Only waits count; the copies that `packed` saves do not.)
 
-    unsafe: a mode whose programs race is taken all the same. Raises DeviceError where the device
-    cannot honour one of the toggles, UsageError where they race.
+    unsafe: a mode whose programs race is taken all the same.
+
+    Raises DeviceError where the device cannot honour one of the toggles, UsageError where they
+    race.
     """
     for name in ("copy_stream", "results", "host_source", "n_copies"):
         _refuse_lacking(name, wanted._asdict()[name], able, device)
@@ -223,7 +229,7 @@ def choose_ordering(
 
 
 def _on_a_stream(o: Ordering, able: Capabilities) -> Ordering:
-    """With the stream that a mode's copies ride by default, where none is named."""
+    """The ordering, with the stream that the mode's copies ride by default where none is named."""
     if o.copy_stream != CopyStream.AUTO:
         return o
     own = (o.rule.blocking or o.rule.guarded) and able.n_streams > 1
@@ -258,7 +264,7 @@ def _refuse_unwanted(name: str, value: str, values: Mapping[str, str]) -> None:
 
 
 def _check_attention(toggles: Toggles, loaded: Loaded) -> None:
-    """Raises DeviceError where a backend lacks the kernels that attention is to be computed by."""
+    """Raises DeviceError where a backend lacks the kernels that compute attention as asked for."""
     if toggles.attn_kernel == AttnKernel.AUTO:
         return
     model, n_kv = loaded.model, loaded.config.n_kv_pad

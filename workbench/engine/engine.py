@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from workbench.model.tokenizer.tokenizer import Tokenizer
 
 
-MADE_READY = 1024  # so many tokens have what they launch compiled before the first of them
+MADE_READY = 1024  # for how many tokens kernels are compiled before the first of them
 CLOSED = "a closed engine"
 
 
@@ -57,11 +57,12 @@ class Engine:
     """Sequences of one model under one set of toggles.
 
     `submit` takes the next tokens of several sequences. `step`, `prefill` and `generate` are for
-    one, number 0 unless told otherwise; `cache` copies, removes, shifts and keeps sequences. Not
-    for use from several threads at once. `variant` makes another engine on the same weights.
+    one sequence, number 0 unless told otherwise. `cache` copies, removes, shifts and keeps
+    sequences. `variant` makes another engine on the same weights. An engine is not for use from
+    several threads at once.
     """
 
-    period = 1  # after how many steps without a wait rings come round again
+    period = 1  # after how many steps without a wait the rings begin again
 
     def __init__(self, loaded: Loaded, config: EngineConfig, wanted: Wanted):
         """Use `Engine.load`. Raises DeviceError where the device cannot honour a toggle."""
@@ -115,15 +116,19 @@ class Engine:
         fit: Fit | None = None,
         **fields: Any,
     ) -> Engine:
-        """Opens a GGUF file on a device. fields: of EngineConfig (device, n_ctx, ...); n_seqs is 1
-        unless it is given.
+        """Opens a GGUF file on a device.
 
-        toggles: or a preset, also by name; None is `best`, what won on devices of this kind.
-        variants: toggles that variants will have, or what makes them of the engine's own. What the
-        device cannot honour of these and of `toggles` is refused before any weight is read, as is
-        what `check` (see Loaded) refuses. fit: has the configuration follow from the toggles.
-        Raises ModelFileError for a file that cannot be believed, and UsageError for impossible
-        settings. DeviceError for a device that is not there or cannot do what a toggle asks.
+        toggles: Toggles, or a preset, also by name. None is `best`: what won on devices of this
+            kind.
+        config, fields: an EngineConfig, or its fields (device, n_ctx, ...). n_seqs is 1 unless it
+            is given.
+        variants: toggles that variants will have, or a function from the engine's own to these.
+        check: see `Loaded`.
+        fit: makes the configuration follow from the toggles.
+
+        Toggles, variants and `check` may refuse. They do so before any weight is read. Raises
+        ModelFileError for a file that cannot be believed, UsageError for impossible settings, and
+        DeviceError for a device that is not there or cannot do what a toggle asks.
         """
         exclusive.check()
         if config is None:
@@ -153,20 +158,23 @@ class Engine:
         return Engine(self._open, self.config, toggles)
 
     def resolve(self, wanted: Wanted) -> Toggles:
-        """The toggles that `variant(wanted)` would have, or its refusal of them; makes nothing."""
+        """The toggles that `variant(wanted)` would have. Raises what `variant` would raise, and
+        makes nothing."""
         return choose(wanted, self._open).toggles
 
     # the step -----------------------------------------------------------------------------------
 
     def submit(self, work: Work, draws: bool = False) -> Pending:
-        """Issues a step: up to n_ubatch tokens of one or more sequences. draws: its results are
-        tokens that the device draws, where it does (`engine/slots/draws.py`).
+        """Issues a step: up to n_ubatch tokens of one or more sequences.
 
         work: for each sequence its number, its next token ids, and which of their logits are wanted
-        (`last`, `all` or `none`). A step that is still under way is waited for first, because the
-        next writes the inputs and the result memory that it uses. Raises UsageError for ids outside
-        the vocabulary, a sequence that does not exist, a full context, and while another thread
-        measures; nothing has changed then.
+            (`last`, `all` or `none`).
+        draws: the results are tokens that the device draws (`engine/slots/draws.py`).
+
+        A step that is still under way is waited for first, because the next step writes the inputs
+        and the result memory that it uses. Raises UsageError for ids outside the vocabulary, a
+        sequence that does not exist, a full context, and while another thread measures; then
+        nothing has changed.
         """
         if STATE.measurement is not None:
             exclusive.check(self._loaded)
@@ -181,9 +189,9 @@ class Engine:
     def step(
         self, tokens: Sequence[int], outputs: Outputs = "last", sequence: int = 0
     ) -> np.ndarray:
-        """Computes up to n_ubatch tokens of one sequence; returns their logits, float32
-        (n_outputs, n_vocab), on the host. With step_wait=outputs a step without any may still be
-        under way. Raises UsageError as `submit` does.
+        """Computes up to n_ubatch tokens of one sequence. Returns their logits, float32
+        (n_outputs, n_vocab), on the host. With step_wait=outputs a step without outputs may still
+        be under way. Raises UsageError as `submit` does.
         """
         return self.submit([(sequence, tokens, outputs)]).wait()
 
@@ -191,7 +199,7 @@ class Engine:
 
     @property
     def recorder(self) -> Recorder | None:
-        """What collects the spans of steps, None for nothing."""
+        """What collects the spans of steps; None for nothing."""
         return self.issuer.recorder
 
     @recorder.setter
@@ -199,7 +207,8 @@ class Engine:
         self.look(recorder, self.untraced)
 
     def look(self, recorder: Recorder | None, untraced: Watch) -> None:
-        """Chooses who looks on from the next step on. untraced: at steps that are not traced."""
+        """Chooses who watches from the next step on. untraced: who watches steps that are not
+        traced."""
         self.untraced = untraced
         self.steps.forget_coming()
         around = ranged(self.ranges, recorder, self._coming)
@@ -212,8 +221,9 @@ class Engine:
 
     @contextmanager
     def stamped(self) -> Iterator[list[Stamp]]:
-        """Stamps the body's untraced steps. At its end the list has for each, in ns, when its first
-        kernel began and its last one ended: the device's clock, set to the host's (`Stamps`)."""
+        """Stamps the untraced steps of the body. At its end the list has for each step, in ns, when
+        the first kernel began and the last kernel ended: by the device's clock, set to the host's
+        (`Stamps`)."""
         stamps = Stamps(self.bound.stamped)
         self.look(self.recorder, stamps)
         try:
@@ -227,8 +237,8 @@ class Engine:
     # prompts and tokens -------------------------------------------------------------------------
 
     def make_ready(self, shapes: Iterable[StepShape]) -> None:
-        """Compiles what steps of these shapes launch, and says so where it took long. A trace shows
-        what a first step does, so where steps are traced nothing is compiled before."""
+        """Compiles what steps of these shapes launch, and says so where it took long. Where steps
+        are traced nothing is compiled in advance, because a trace shows what a first step does."""
         if self.recorder is None:
             self.bound.make_ready(shapes)
         compiled.say()
@@ -241,8 +251,9 @@ class Engine:
         left: Bar = HIDDEN,
         sequence: int = 0,
     ) -> np.ndarray:
-        """Computes a prompt in ubatches; returns the logits asked for, as `step` does. left: told
-        of every ubatch; before it writes, the host waits for the device.
+        """Computes a prompt in ubatches. Returns the logits asked for, as `step` does.
+
+        left: told of every ubatch. Before it writes to a terminal, the host waits for the device.
 
         Raises UsageError, before anything is computed, for a prompt that does not fit the context.
         """
@@ -279,10 +290,13 @@ class Engine:
     ) -> Generation:
         """Continues `prompt` (tokenised by the model's own tokenizer) or `tokens` from here.
 
-        on_text is given each piece of text as soon as it is known. Generation ends after
-        max_tokens (None: any), at an end-of-generation token, when the context is full, or at
-        Ctrl-C, which keeps the tokens made so far. Logits that are not finite raise ModelFileError
-        or WorkbenchError, which names the weight to blame.
+        on_text: given each piece of text as soon as it is known.
+        max_tokens: how many tokens at most; None: any number.
+        stop_at_eos: an end-of-generation token ends the generation.
+
+        Generation also ends when the context is full, and at Ctrl-C, which keeps the tokens made so
+        far. Logits that are not finite raise ModelFileError or WorkbenchError, which names the
+        weight to blame.
         """
         from workbench.model.tokenizer.tokenizer import StreamDecoder
 
@@ -352,13 +366,13 @@ class Engine:
         """Forgets every sequence."""
         self.cache.clear()
 
-    # what is behind -----------------------------------------------------------------------------
+    # programs, counters, memory -----------------------------------------------------------------
 
     def program(
         self, n_tokens: int = 1, n_outputs: int = 1, n_past: int = 0, n_seqs: int = 1
     ) -> Program:
         """The program that a step of this shape would issue: n_tokens of n_seqs sequences, each
-        with n_past tokens before. Raises UsageError where no step has it."""
+        with n_past tokens before. Raises UsageError where no step has this shape."""
         shape = step_shape(
             n_tokens, n_outputs, n_past, self.config.n_ubatch, self.cache.growth, self.cache.room,
             n_seqs,
@@ -366,13 +380,13 @@ class Engine:
         return self._made.of(shape, cell=n_past)
 
     def programs(self, n_prompt: int, n_decoded: int = 0, laps: int = 1) -> list[Program]:
-        """The programs of a prompt and n_decoded single tokens after it, on an empty cache; and
-        again `laps` times. Buffers of one name are one Buffer."""
+        """The programs of a prompt and n_decoded single tokens after it, on an empty cache; all of
+        it `laps` times. Buffers of one name are one Buffer."""
         return self._made.several(n_prompt, n_decoded, laps)
 
     def cycle(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
-        """The programs of a prompt and n_decoded tokens behind it: what a checker repeats, as the
-        host waits at its end. Raises UsageError for no tokens and too many."""
+        """The programs of a prompt and n_decoded tokens after it, as a checker repeats them: the
+        host waits at the end. Raises UsageError for no tokens, and for too many."""
         return self._made.cycle(n_prompt, n_decoded)
 
     @property
@@ -381,13 +395,13 @@ class Engine:
         return self._step_programs
 
     def _forget(self) -> None:
-        """Drops what names the workspace's addresses, which are about to change."""
+        """Drops everything that holds addresses of the workspace, which are about to change."""
         self.steps.forget_coming()
         self.steps.programs.clear()
         self.issuer.forget()
 
     def _count(self, phase: str, start_ns: int, end_ns: int) -> None:
-        """Counts host time of a phase, and shows it in a trace (step under way, or to come)."""
+        """Counts host time of a phase, and shows it in a trace, with the number of the step."""
         self._counts.add(phase, end_ns - start_ns)
         if self.recorder is not None:
             self.recorder.add(phase, "build", HOST_LANE, start_ns, end_ns, step=self.n_steps)
@@ -431,7 +445,7 @@ class Engine:
 
     @property
     def turn(self) -> int:
-        """Of the rings: of the step that comes."""
+        """Which copy of the rings the next step takes."""
         return self.issuer.turn
 
     @property
@@ -441,7 +455,7 @@ class Engine:
 
     @property
     def n_past(self) -> int:
-        """Cells of the cache that a sequence owns."""
+        """Cells of the cache that sequences own."""
         return self.cache.n_used
 
     @cached_property
@@ -450,8 +464,8 @@ class Engine:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Steps; programs built, reused, refused by an input, and on one stream because branches
-        failed their check; n and ns by phase; of plans."""
+        """Counts of steps, of programs (built, reused, refused by an input, on one stream because
+        branches failed their check), of phases (n and ns), and of plans (`Plans.counts`)."""
         programs, counts = self.steps.programs, self._counts
         return {
             "steps": self.n_steps,
@@ -466,11 +480,13 @@ class Engine:
         }
 
     def phases(self, since: dict[str, int] | None = None) -> PhaseTimes:
-        """What the host spends on each phase, us per step: of all, or since `counters` said so."""
+        """The host's time for each phase, in us per step. since: `counters` of an earlier moment;
+        only later steps count then."""
         return per_step(self.counters, since)
 
     def close(self) -> None:
-        """Gives memory back, and with the last engine of a model its backends. Twice is fine."""
+        """Gives memory back, and with the last engine of a model its backends. A second call does
+        nothing."""
         if self._loaded is None:
             return
         exclusive.check_others(self._loaded)
@@ -493,7 +509,7 @@ class Engine:
         return f"<Engine: {model}; {device}\n {self.chosen}; {self._used()}>"
 
     def _repr_html_(self) -> str:
-        """The same for a notebook, with the table of toggles."""
+        """As `repr`, for a notebook, with the table of toggles."""
         if self._loaded is None:
             return f"<p>{CLOSED}</p>"
         lines = [*self._about(), f"{self.preset}; {self._used()}"]
@@ -517,7 +533,7 @@ class Engine:
 
 
 def sizes_of_steps(parts: list[Sequence[int]], outputs: Outputs) -> list[tuple[int, int]]:
-    """Tokens and outputs of the steps of a prompt's ubatches."""
+    """The tokens and the outputs of each step of a prompt. parts: its ubatches."""
     if outputs == "last":
         return [*[(len(part), 0) for part in parts[:-1]], (len(parts[-1]), 1)]
     return [(len(part), len(part) if outputs == "all" else 0) for part in parts]

@@ -1,16 +1,16 @@
-"""Who may use engines: every thread, or while one of them measures only that one.
+"""Who may use engines: every thread, or, while a thread measures, only that thread.
 
 Jupyter runs the callbacks of widgets in a thread of their own, so a cell can use an engine while a
-panel measures. Any engine of the process spoils the times of any other: they share the host's
-cores, Python's lock, and mostly a device. So a measurement takes all of them:
+panel measures. Any engine of a process spoils the times of any other: they share the host's cores,
+Python's lock, and mostly a device. So a measurement takes all engines for itself:
 
     with measuring("the panel", engine) as measurement:  # UsageError while a cell uses an engine
         ...                                              # this thread alone may use engines
     measurement.stop()                                   # from any thread: its next step ends it
 
-A use and a measurement each enter themselves first and look for the other after. So at least one of
-them sees the other, without a lock: a measurement meets the uses that began before it, and a use
-that begins later meets the measurement.
+A use and a measurement each register first and then look for the other. So at least one of them
+sees the other, without a lock: a measurement finds the uses that began before it, and a use that
+begins later finds the measurement.
 """
 
 import functools
@@ -37,12 +37,12 @@ class Measurement:
         self.stops = False
 
     def stop(self) -> None:
-        """Ends it: the next step or variant that its thread begins raises Stopped."""
+        """Ends the measurement: the next step or variant that its thread begins raises Stopped."""
         self.stops = True
 
 
 class State:
-    """What is being measured in this process, None for nothing."""
+    """The measurement of this process; None where nothing is being measured."""
 
     measurement: Measurement | None = None
 
@@ -53,8 +53,8 @@ _users: dict[int, str] = {}  # thread -> the outermost function in which it uses
 
 
 def door(function: _Function) -> _Function:
-    """Marks a function that uses an engine: while a thread is in it, no other can measure. The
-    function itself calls `check`, which refuses where another thread measures."""
+    """Marks a function that uses an engine. While a thread is in it, no other thread can measure.
+    The function itself calls `check`, which refuses it where another thread measures."""
 
     name = function.__qualname__
 
@@ -73,7 +73,7 @@ def door(function: _Function) -> _Function:
 
 
 def check(loaded: object = None) -> None:
-    """Raises UsageError where another thread measures, and Stopped where this one is to stop.
+    """Raises UsageError where another thread measures, and Stopped where this thread must stop.
 
     loaded: the model and backends of the engine in question; None where there is no engine yet.
     """
@@ -97,7 +97,7 @@ def check_others(loaded: object) -> None:
 
 
 def stop() -> bool:
-    """Stops whatever is being measured, by whomever; whether there was anything."""
+    """Stops the measurement of this process. Returns whether there was one."""
     if (now := STATE.measurement) is not None:
         now.stop()
     return now is not None
@@ -105,22 +105,22 @@ def stop() -> bool:
 
 @contextmanager
 def measuring(who: str, engine: Any) -> Iterator[Measurement]:
-    """In the body this thread alone may use engines, `engine` among them. Raises UsageError where
-    another thread is measuring, or is using one."""
+    """In the body only this thread may use engines; it measures on `engine`. Raises UsageError
+    where another thread is measuring, or is using an engine."""
     loaded = engine._loaded
     with _begins:
         check(loaded)
         _refuse_users(who)
         STATE.measurement = made = Measurement(who, loaded)
     try:
-        _refuse_users(who)  # of a thread that began meanwhile
+        _refuse_users(who)  # a thread may have begun meanwhile
         yield made
     finally:
         STATE.measurement = None
 
 
 def _refuse_users(who: str) -> None:
-    """Raises UsageError where another thread uses an engine, with the function that it is in."""
+    """Raises UsageError where another thread uses an engine, naming the function that it is in."""
     own = threading.get_ident()
     for name in (name for thread, name in dict(_users).items() if thread != own):
         raise UsageError(

@@ -1,6 +1,6 @@
-"""What happens where a model's logits are not finite: one line that names the cause.
+"""Logits that are not finite: one line that names the cause.
 
-The check costs one sum of a row of logits, outside the step: no step is slower for it.
+The check costs one sum of a row of logits, outside of the step. So no step is slower for it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ def is_finite(row: np.ndarray) -> bool:
 
 
 def first_bad_row(logits: np.ndarray) -> int | None:
-    """The first row of `logits`, float32 (n, n_vocab), that is not finite; None: all are."""
+    """The first row of `logits`, float32 (n, n_vocab), that is not finite; None if all are."""
     if is_finite(logits):
         return None
     return int(np.argmin(np.isfinite(logits).all(axis=1)))
 
 
 def require_finite(model: Model, row: np.ndarray, position: int) -> None:
-    """Raises where `row`, the logits behind the token at `position`, is not finite.
+    """Raises where `row`, the logits after the token at `position`, is not finite.
 
-    ModelFileError names the first weight that is not finite; WorkbenchError says that all are.
+    ModelFileError names the first weight that is not finite. WorkbenchError says that all weights
+    are finite.
     """
     if not is_finite(row):
         raise not_finite(model, position)
 
 
 def not_finite(model: Model, position: int) -> WorkbenchError:
-    """The error for logits that are not finite behind the token at `position`. Reads the weights
+    """The error for logits that are not finite after the token at `position`. Reads the weights
     once to find the cause."""
-    said = f"{model.path}: the logits behind token {position} are not finite"
+    said = f"{model.path}: the logits after token {position} are not finite"
     weight = first_not_finite(model.file)
     if weight is not None:
         return ModelFileError(

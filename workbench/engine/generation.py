@@ -10,10 +10,12 @@ CONTEXT_FULL, END_OF_TEXT, INTERRUPTED = "n_ctx", "end of text", "interrupted"
 
 @dataclass
 class Generation:
-    """What `generate` made. prefill_us: the prompt, in all; token_us: each token after it.
+    """What `generate` made.
 
+    prefill_us: the time of the whole prompt.
+    token_us: the time of each token after it.
     stopped: why it ended: `max_tokens`, `end of text`, `n_ctx` (the context is full), or
-    `interrupted` by Ctrl-C, which keeps what was made.
+        `interrupted` by Ctrl-C, which keeps what was made.
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -29,24 +29,26 @@ from workbench.program.split import assign
 if TYPE_CHECKING:
     from workbench.model.tokenizer.tokenizer import Tokenizer
 
-# what an engine is built with, by its toggles: they say what a context must hold
+# makes a configuration follow from the toggles, which decide what a context must hold
 Fit = Callable[[Toggles, EngineConfig], EngineConfig]
-READ_AHEAD_BYTES = 128 << 20  # of the file, asked of the disk before a backend reads them
+READ_AHEAD_BYTES = 128 << 20  # how far the disk reads the file ahead of a backend
 
 
-MOST_DEVICES = 15  # events have numbers for so many
+MOST_DEVICES = 15  # events have numbers for that many
 
 
 class Loaded:
-    """Model, backends, and which backend keeps each weight. Closed when its last user lets go.
+    """A model, its backends, and which backend keeps each weight. Closed when its last user
+    releases it.
 
-    The host keeps the token embedding, and the device every other weight. Both keep a tied output.
-    The configuration can change that (`engine/placement.py`). The device `host` keeps everything.
-    A loading that fails or is interrupted leaves no memory, thread or open file behind.
+    The host keeps the token embedding, the device every other weight. Both keep a tied output. The
+    configuration can change that (`engine/placement.py`). The device `host` keeps everything. A
+    loading that fails or is interrupted leaves no memory, thread or open file.
 
     check: called with this object when the file and the backends are open. An error of `check` ends
-    the loading before any weight is read, and so does a node without a kernel on its backend.
-    Raises ModelFileError, DeviceError, UsageError, and what `check` raises.
+        the loading before any weight is read. So does a node without a kernel on its backend.
+
+    Raises ModelFileError, DeviceError, UsageError, and whatever `check` raises.
     """
 
     def __init__(
@@ -112,10 +114,9 @@ class Loaded:
         return load_tokenizer(self.model.file)
 
     def _refuse(self, config: EngineConfig) -> None:
-        """DeviceError naming the first weight, or node, that its backend has no kernel for.
-
-        Asked are the nodes of a step of one token and of a full ubatch, with either kind of
-        activations.
+        """Raises DeviceError, which names the first weight or node that its backend has no kernel
+        for. Backends are asked for the nodes of a step of one token and of a full ubatch, with
+        either kind of activations.
         """
         seen = set()
         caches = self.model.caches(config.n_kv_pad)
@@ -123,7 +124,7 @@ class Loaded:
             shape = StepShape(tokens, 1, config.n_kv_pad)
             nodes = build_graph(self.model, shape, caches, activations).nodes
             for node, b in assign(nodes, self.placement.fixed).items():
-                if (b, kind(node)) in seen:  # wants the same kernels of the same backend
+                if (b, kind(node)) in seen:  # it needs the same kernels of the same backend
                     continue
                 seen.add((b, kind(node)))
                 if why := self.backends[b].refuses(node):
@@ -203,7 +204,7 @@ def _read_ahead(model: Model, tensors: list[Tensor]) -> Generator[Tensor, None, 
 
 
 def config_of(fields: dict[str, Any]) -> EngineConfig:
-    """The configuration with these fields. Raises UsageError for one that does not exist."""
+    """The configuration with these fields. Raises UsageError for a field that does not exist."""
     known = EngineConfig.__dataclass_fields__
     for name in fields:
         if name not in known:
@@ -212,6 +213,6 @@ def config_of(fields: dict[str, Any]) -> EngineConfig:
 
 
 def kind(node: Node) -> tuple:
-    """What nodes have in common that want the same kernels."""
+    """A key that is equal for nodes which need the same kernels."""
     operands = ((t.dtype, t.shape, t.kind) for t in (*node.inputs, *node.outputs))
     return (node.op, node.params.get("activations"), *operands, *map(kind, node.parts))

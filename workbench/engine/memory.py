@@ -14,10 +14,13 @@ from workbench.program.commands import HOST, Buffer, Program, Range, Space
 
 
 class Residents:
-    """What keeps its address while an engine lives: weights, which variants share, and its cache.
+    """The memory that keeps its address while an engine lives: weights, which variants share, and
+    the engine's cache.
 
-    caches: K and V by layer. last_tokens: as `build_graph` has it. ranges[b]: where backend b finds
-    a tensor. memory: by buffer.
+    caches: K and V by layer.
+    last_tokens: as `build_graph` has it.
+    ranges[b]: where backend b finds a tensor.
+    memory: by buffer.
     """
 
     def __init__(self, loaded: Loaded, n_cells: int, last_tokens: Tensor | None = None):
@@ -44,7 +47,7 @@ class Residents:
         self.ranges[b][tensor] = Range(buffer, 0, tensor.nbytes)
 
     def free(self) -> None:
-        """Gives the caches back; weights are the model's."""
+        """Gives the caches back. Weights belong to the model."""
         for memory in self._own:
             memory.free()
 
@@ -52,7 +55,8 @@ class Residents:
 class Workspace:
     """Staging, arenas and result memory of one engine, by buffer name.
 
-    A result can need a landing in one step and plain memory in the next: each has its own.
+    A result can need a landing in one step and plain memory in the next. Each has memory of its
+    own.
     """
 
     def __init__(self, backends: list[Backend], on_grow: Callable[[], None]):
@@ -61,7 +65,7 @@ class Workspace:
         self._memory: dict[tuple[str, bool], Memory] = {}
 
     def bind(self, program: Program) -> dict[Buffer, Memory]:
-        """Memory for each buffer of `program`. What is there is kept where it is large enough."""
+        """The memory of each buffer of `program`. Memory that is large enough is kept."""
         bound = {}
         for buffer in program.buffers:
             lands = hands_out(buffer)

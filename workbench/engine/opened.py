@@ -1,7 +1,8 @@
-"""The engines of this process, and who is told of each new one.
+"""The open engines of this process, and who is told of each new one.
 
-An engine adds itself once it is whole. It stays here until it is closed or nobody holds it. So a
-notebook's magic finds every engine, also one that only a list holds, and traces those made later.
+An engine adds itself once it is complete. It stays here until it is closed or nobody holds it. So a
+notebook's magic finds every engine, also one that only a list holds, and can trace engines that are
+made later.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Opened(Generic[E]):
         self._tells: list[Callable[[E], None]] = []
 
     def add(self, engine: E) -> None:
-        """Called by an engine that is whole."""
+        """Called by an engine that is complete."""
         self._engines[next(self._numbers)] = engine
         for tell in tuple(self._tells):
             tell(engine)

@@ -1,8 +1,8 @@
 """Which backend keeps a weight or a cache: the host or a device.
 
-A node is computed where its weight or cache is; `program/split.py` assigns the other nodes. So
-placement makes host and device splits alternate. `n_gpu_layers` gives the device the last layers,
-and `override_tensor` single weights by name, as llama.cpp's -ngl and -ot do.
+A node is computed where its weight or cache is. `program/split.py` assigns the other nodes. So
+placement decides where host and device splits alternate. `n_gpu_layers` gives the device the last
+layers, and `override_tensor` gives it single weights by name, as llama.cpp's -ngl and -ot do.
 """
 
 from workbench.common import devices
@@ -28,14 +28,14 @@ class Placement:
                 f"n_gpu_layers={wanted} and the host device has no GPU to put layers on; use 0, or "
                 "another device"
             )
-        every = wanted < 0 or wanted > n_layer  # more is everything, as in llama.cpp
+        every = wanted < 0 or wanted > n_layer  # as in llama.cpp, more than there are means all
         on_device = (n_layer + 1 if every else wanted) if n_devices else 0
         if 0 < on_device < n_devices:
             raise UsageError(
                 f"n_devices={n_devices}: n_gpu_layers={wanted} leaves some without layers; use "
                 f"{on_device} at most"
             )
-        first = n_layer + 1 - on_device  # the output counts as the layer behind the last
+        first = n_layer + 1 - on_device  # the output counts as the layer after the last
         share = max(1, n_layer - first)
         self._layers = [
             DEVICE + (i - first) * n_devices // share if i >= first else HOST
@@ -80,8 +80,9 @@ class Placement:
         return self._rest if layer is None else self._layers[layer]
 
     def keepers(self, weight: Tensor, output: Tensor) -> list[int]:
-        """The backends that keep a weight. The host looks the embedding up; a tied output is also
-        where it multiplies. The factors of RoPE are wherever a layer is."""
+        """The backends that keep a weight. The host keeps the embedding, to look tokens up. A tied
+        output is also on the backend that multiplies by it. The factors of RoPE are on every
+        backend that has a layer."""
         if weight is self._shared:
             return sorted(set(self._layers))
         if weight is not self._embedding:
@@ -95,8 +96,8 @@ class Placement:
     def fixed(self, node: Node) -> int | None:
         """The backend that a node's weight or cache ties it to, if any.
 
-        A norm goes with its layer, as in llama.cpp. Elsewhere its result would be a second tensor
-        to copy."""
+        A norm is computed with its layer, as in llama.cpp. Elsewhere its result would be a second
+        tensor to copy."""
         if node.op == "rms_norm" and node.layer >= 0:
             return self._layers[node.layer]
         for t in node.inputs:

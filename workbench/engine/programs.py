@@ -1,18 +1,18 @@
 """ROOM #8366: step shape -> prepared program, built, patched or reused.
 
 Topology follows from the step shape. So a program that was built for a shape is right for every
-step with this shape, if each input of its graph says so (`model/inputs.py`), and but for one thing:
-where K and V of the step's tokens go. That follows from the way of reuse, in the order of
-llama.cpp's history:
+step with this shape, if each input of its graph agrees (`model/inputs.py`). Only one thing differs
+from step to step: the cells that K and V of the step's tokens go to. How a program learns of these
+cells depends on the way of reuse. In the order of llama.cpp's history:
 
     rebuild         set_rows, though nothing is kept
     patch_pointers  copy_to_view: an address in every store, patched before a step (#8366)
     pointer_table   copy_by_table: an input has an entry for every store (#9017)
     set_rows        an input has a row for every token (#14482)
 
-The stores of the second and third take cells in a row. To tell which phase of a build costs how
-much, the toggles `redo_...` have a phase done again for every step whose program is reused. What it
-makes is dropped.
+The stores of the second and third way need cells in a row. The toggles `redo_...` show what each
+phase of a build costs: such a phase is done again for every step that reuses a program, and its
+result is dropped.
 """
 
 from collections import Counter, OrderedDict
@@ -34,8 +34,8 @@ from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
 from workbench.model.inputs import STORE_TABLE
 
-KEPT = 256  # most programs kept; the least recently used goes first
-# toggle -> the phases that it has done again, in their order
+KEPT = 256  # the most programs that are kept; beyond that the least recently used is dropped
+# toggle -> the phases that it does again, in their order
 REDO: dict[str, tuple[str, ...]] = {
     "redo_build": ("graph", "fuse"),
     "redo_split": ("split",),
@@ -46,7 +46,7 @@ REDO: dict[str, tuple[str, ...]] = {
 
 
 class Key(NamedTuple):
-    """What a program follows from: the step's shape, and which copy of the rings the step takes
+    """What a program is built for: the step's shape, and which copy of the rings the step takes
     (`program/layout.py`)."""
 
     shape: StepShape
@@ -54,23 +54,28 @@ class Key(NamedTuple):
 
 
 class KeptProgram(NamedTuple):
-    """A program that is ready. refusing: inputs, by name, that cannot be given it again. redone:
-    the phases that each reuse does again."""
+    """A program that is kept.
+
+    refusing: the names of inputs that refuse to be reused.
+    redone: the phases that each reuse does again.
+    """
 
     prepared: Prepared
     refusing: tuple[str, ...]
     redone: tuple[Callable[[], object], ...]
 
 
-Build = Callable[[Key, Phases, int], Prepared]  # of a program, and the first cell it stores
+Build = Callable[[Key, Phases, int], Prepared]  # int: the first cell that the program stores
 
 
 class Rebuild:
     """Builds graph and program anew for every step.
 
-    build: does the phases of a program. clock: told of every phase. redone: the phases, by name,
-    that are done again where a program is reused. n_refused: steps whose program was built though
-    one of their shape was kept. refused: how often each input was to blame.
+    build: builds a program, phase by phase.
+    clock: told of every phase.
+    redone: the names of the phases that are done again where a program is reused.
+    n_refused: steps whose program was built although a program of their shape was kept.
+    refused: how often each input was the reason.
     """
 
     def __init__(self, build: Build, clock: PhaseClock, redone: tuple[str, ...] = ()):
@@ -84,8 +89,8 @@ class Rebuild:
         return self._build(key, Phases(self._clock), cell)
 
     def peek(self, key: Key) -> Prepared | None:
-        """The program of a next step, if it is kept, and nothing has to be done for the step.
-        Nothing is built or counted."""
+        """The program of a next step, if it is kept and right as it is. Builds and counts
+        nothing."""
         return None
 
     @property
@@ -98,10 +103,10 @@ class Rebuild:
 
 
 class KeepByShape(Rebuild):
-    """Builds once for each step shape and turn and keeps the program.
+    """Builds a program once for each step shape and turn, and keeps it.
 
-    Each input is asked once, when its program is kept: the answer follows from the input and the
-    step shape, and both stay what they are. So a token pays for one look at the answers.
+    Each input is asked once, when its program is kept, because its answer follows from the input
+    and the step shape. So a token only pays for one look at the answers.
     """
 
     def __init__(self, build: Build, clock: PhaseClock, redone: tuple[str, ...] = ()):
@@ -137,7 +142,8 @@ class KeepByShape(Rebuild):
         return prepared
 
     def _fit(self, prepared: Prepared, cell: int) -> None:
-        """Makes a kept program right for the step. It is: inputs tell the stores where to."""
+        """Makes a kept program right for the step. Here it already is: inputs tell the stores where
+        to store."""
 
     def peek(self, key: Key) -> Prepared | None:
         kept = self._kept.get(key)
@@ -148,29 +154,33 @@ class KeepByShape(Rebuild):
 
 
 class PatchPointers(KeepByShape):
-    """Keeps programs as KeepByShape does. Their stores are patched for the step's first cell."""
+    """As KeepByShape, but stores are patched for the step's first cell."""
 
     def _fit(self, prepared: Prepared, cell: int) -> None:
         prepared.store_at(cell)
 
     def peek(self, key: Key) -> Prepared | None:
-        return None  # what a step stores is patched when it begins
+        return None  # the stores of a step are patched when it begins
 
 
 def _no_values(n_layer: int, cells: np.ndarray) -> Values:
-    """Of stores that no input tells where to."""
+    """No inputs: the destinations are in the stores."""
     return {}
 
 
 def _table(n_layer: int, cells: np.ndarray) -> Values:
-    """The first cell, for K and V of each layer."""
+    """The table of first cells, for K and V of each layer."""
     return {STORE_TABLE: np.full(2 * n_layer, cells[0], np.int64)}
 
 
 class Reuse(NamedTuple):
-    """A way of reuse. policy: what keeps programs. store: the op of the cache stores
-    (`model/blocks.py`). in_a_row: a step wants its cells so. values: (n_layer, cells) -> the
-    inputs that tell the stores the step's cells."""
+    """A way of reuse.
+
+    policy: builds or keeps programs.
+    store: the op of the cache stores (`model/blocks.py`).
+    in_a_row: a step needs its cells in a row.
+    values: (n_layer, cells) -> the inputs that tell the stores the step's cells.
+    """
 
     policy: type[Rebuild]
     store: str
@@ -186,8 +196,8 @@ class Reuse(NamedTuple):
         sizes: Rule,
         clock: PhaseClock,
     ) -> tuple[KVCache, Batches]:
-        """The cache of an engine, and what makes batches of it. regions: as `KVCache` has them.
-        sizes: as `Batches`."""
+        """The cache of an engine, and its batches. regions: as `KVCache` has them. sizes: as
+        `Batches` has it."""
         cache = KVCache(
             config.n_ctx, growth.pad, config.n_seqs, self.in_a_row, regions, growth,
             model.hparams.window,
@@ -206,12 +216,12 @@ WAYS: dict[str, Reuse] = {
 
 
 def reuse_of(toggles: Toggles) -> Reuse:
-    """The way that `toggles` want."""
+    """The way of reuse that `toggles` ask for."""
     return WAYS[toggles.graph_reuse]
 
 
 def programs_of(toggles: Toggles, build: Build, clock: PhaseClock) -> Rebuild:
-    """Where an engine with these toggles gets its programs."""
+    """What builds or keeps the programs of an engine with these toggles."""
     redone = [p for name, phases in REDO.items() if getattr(toggles, name) == Redo.ON
               for p in phases]  # fmt: skip
     return reuse_of(toggles).policy(build, clock, tuple(redone))

@@ -1,12 +1,12 @@
 """A step on its way: what `Engine.submit` does, in three parts.
 
-    Steps.next     work -> NextStep: its inputs and its program, made ahead or made now
-    Issuer.run     NextStep -> Pending: the program is issued, and somebody may look on
-    Steps.store    the cells of the step are its sequences' from now on
+    Steps.next     work -> NextStep: the inputs and the program, made ahead or made now
+    Issuer.run     NextStep -> Pending: the program is issued, and somebody may watch
+    Steps.store    the step's cells belong to its sequences from now on
 
 While a device computes a step, the host has nothing to do. After the step, the device has nothing
-to do until the host has issued the next one. Where each sequence goes on by one token, all of the
-next step but its tokens is known before. So it is made while the device computes:
+to do until the host has issued the next step. Where each sequence goes on by one token, everything
+in the next step but its tokens is known in advance. So it is made while the device computes:
 
     inputs     `Batches.look_ahead` makes them
     program    is looked up, where it is kept as it is
@@ -52,21 +52,19 @@ from workbench.trace.spans import Recorder, now_ns
 
 LATE = frozenset((TOKENS,))  # inputs that are known only when a step is submitted
 
-Meanwhile = Callable[
-    ["NextStep"], int
-]  # what the host does while a step is computed; the ns it took
+Meanwhile = Callable[["NextStep"], int]  # the host's work while a step is computed; returns its ns
 
 
 class NextStep:
     """A step that is ready to be issued.
 
-    work: its sequences and their tokens.
-    batch: its inputs.
-    program: what is issued; with stamps, where the watch wants them.
-    watch: looks on.
-    is_written: whether its inputs, but for the tokens, are in staging memory.
-    spent: (phase, ns) of what was done ahead. It is counted once the step is issued: until then the
-        device stands still.
+    work: the sequences and their tokens.
+    batch: the inputs.
+    program: the program to issue; with stamps, where the watch wants them.
+    watch: watches the step.
+    is_written: whether the inputs, except the tokens, are in staging memory.
+    spent: (phase, ns) of work that was done ahead. It is counted once the step is issued, because
+        the device stands still until then.
     undo: frees the cells of the step again.
     """
 
@@ -81,7 +79,7 @@ class NextStep:
 
 
 def _nothing() -> None:
-    """Undoes a step whose cells nobody has stored."""
+    """Undoes a step whose cells were not stored."""
 
 
 class Pending:
@@ -94,7 +92,7 @@ class Pending:
     __slots__ = ("_end", "failed", "logits", "meanwhile", "step")
 
     def __init__(self, step: NextStep, end: Callable[[Pending], None], meanwhile: Meanwhile | None):
-        """end: waits for the results of a step, and fills `logits`. meanwhile: what the host does
+        """end: waits for the results of a step, and fills `logits`. meanwhile: the host's work
         before it waits."""
         self.step, self._end, self.meanwhile = step, end, meanwhile
         self.logits: np.ndarray | None = None
@@ -107,11 +105,11 @@ class Pending:
 
     def wait(self) -> np.ndarray:
         """The step's logits, float32 (n_outputs, n_vocab), in the order of the work. Where the
-        device draws: int32 (n_outputs, 2), its tokens, -1 from logits that are not finite, and the
-        nanoseconds that each draw took.
+        device draws: int32 (n_outputs, 2), of each output the token and the nanoseconds that the
+        draw took. The token is -1 where logits are not finite.
 
-        Where the wait fails or is interrupted, the step's cells are free again, and to wait once
-        more raises UsageError.
+        Where the wait fails or is interrupted, the step's cells are free again, and a second wait
+        raises UsageError.
         """
         if self.logits is None and not self.failed:
             self._end(self)
@@ -123,7 +121,7 @@ class Pending:
         return self.logits
 
     def each(self) -> list[np.ndarray]:
-        """The logits of each entry of the work: float32 (outputs of it, n_vocab)."""
+        """The logits of each entry of the work: float32 (the entry's outputs, n_vocab)."""
         return np.split(self.wait(), np.cumsum(self.step.batch.counts)[:-1])
 
     def fail(self) -> None:
@@ -133,7 +131,7 @@ class Pending:
         self.failed = True
 
     def give_up(self) -> None:
-        """The engine is closed, and what the results would be read from is freed."""
+        """The engine is closed. The memory of the results is freed."""
         self.step.watch.lost()
         self.failed = True
 
@@ -141,12 +139,14 @@ class Pending:
 class Issuer:
     """Binds the programs of an engine, issues its steps, and ends them in their order.
 
-    plans: the engine's. gate: of an engine that launches ahead, once a program was bound. rings: of
-    its stamps. launches_ahead: whether a next step's plan waits on the device before the
-    step is submitted.
-    n_steps: steps that have ended. n_untraced: those that no recorder saw.
-    turn: which copy of the rings the next step takes (`program/layout.py`). Without results behind,
-        it is the turn of the step under way until that ends.
+    plans: the engine's plans.
+    gate: of an engine that launches ahead, once a program was bound.
+    rings: the rings of its stamps.
+    launches_ahead: whether the next step's plan is launched before the step is submitted.
+    n_steps: steps that have ended.
+    n_untraced: those of them that no recorder saw.
+    turn: which copy of the rings the next step takes (`program/layout.py`). Unless results=behind,
+        it is the turn of the step under way until that step ends.
     recorder: collects the spans of steps; None for nothing.
     alone: as `look` has it.
     """
@@ -159,7 +159,7 @@ class Issuer:
         counts: PhaseCounts,
         n_vocab: int,
     ):
-        """gate_of: makes the gate of an engine that launches ahead; None where none does."""
+        """gate_of: makes the gate of an engine that launches ahead; None for other engines."""
         self.plans, self._ordering, self._counts = plans, ordering, counts
         self._n_vocab = n_vocab
         self.launches_ahead = gate_of is not None
@@ -175,8 +175,11 @@ class Issuer:
     def look(
         self, recorder: Recorder | None, watch_of: Callable[[int], Watch], alone: bool = False
     ) -> None:
-        """Chooses who looks on from the next step on. watch_of: the watch of step number n. alone:
-        no other step is made or launched while one is under way."""
+        """Chooses who watches from the next step on.
+
+        watch_of: from the number of a step to its watch.
+        alone: no other step is made or launched while a step is under way.
+        """
         self.recorder, self._watch_of, self.alone = recorder, watch_of, alone
 
     # programs ---------------------------------------------------------------------------------
@@ -198,7 +201,7 @@ class Issuer:
         )
 
     def stamps(self, program: Program, backends: Sequence[Backend]) -> StepStamps:
-        """What a program is prepared with that is to have stamps."""
+        """The stamps of a program, with which it is prepared once more."""
         self.release()  # rings are new memory
         return StepStamps(program, backends, self.rings)
 
@@ -208,18 +211,18 @@ class Issuer:
         return self.plans.policy is not None
 
     def release(self) -> None:
-        """Lets go what was launched ahead. Before a wait for the device, which else takes the limit
-        of a gate."""
+        """Cancels a plan that was launched ahead. Call it before a wait for the device, which would
+        otherwise take as long as the limit of a gate."""
         if self.gate is not None:
             self.gate.cancel()
 
     def forget(self) -> None:
-        """Gives plans back: they name memory that is about to change."""
+        """Destroys all plans, because they hold addresses of memory that is about to change."""
         self.release()
         self.plans.clear()
 
     def free(self) -> None:
-        """Gives everything back, once nothing is queued any more."""
+        """Gives everything back. Call it when nothing is queued any more."""
         self.plans.clear()
         self.rings.free()
         if self.gate is not None:
@@ -229,12 +232,12 @@ class Issuer:
     # steps ------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Steps under way."""
+        """How many steps are under way."""
         return len(self._under_way)
 
     @property
     def _most(self) -> int:
-        """Steps that may be under way."""
+        """How many steps may be under way."""
         return 1 if self.alone else self._ordering.result_ring
 
     @property
@@ -253,16 +256,16 @@ class Issuer:
             self._under_way[0].wait()
 
     def begin(self, work: Work, n_past: int) -> Watch:
-        """The watch of the step that begins. n_past: cells in use."""
+        """The watch of the step that begins. n_past: the cells in use."""
         watch = self._watch_of(self.n_steps)
-        if self.alone:  # its marks would come after a plan that is launched ahead
+        if self.alone:  # the step's marks would come after a plan that is launched ahead
             self.release()
         watch.begin(self.n_steps, work, n_past)
         return watch
 
     def run(self, step: NextStep, meanwhile: Meanwhile | None = None) -> Pending:
-        """Issues a step: its commands one by one, the replay of its plan, or what opens the gate
-        that its plan waits at. meanwhile: what the host does before it waits for the results."""
+        """Issues a step: its commands one by one, or the replay of its plan, or the opening of the
+        gate that its plan waits at. meanwhile: the host's work before it waits for the results."""
         program, watch = step.program, step.watch
         with watch:
             if watch.looks_at_batches:
@@ -281,7 +284,7 @@ class Issuer:
         return pending
 
     def arm(self, now: NextStep, coming: NextStep) -> None:
-        """Launches the plan of the step to come, where it can wait at a gate, and writes its
+        """Launches the plan of the coming step, where it can wait at a gate. Writes the step's
         inputs, where the device has read the inputs of the step under way."""
         if coming.program.ahead is None or coming.batch.shape != now.batch.shape:
             return
@@ -292,7 +295,7 @@ class Issuer:
             coming.is_written = True
 
     def _end(self, pending: Pending) -> None:
-        """Ends the steps before this one, and waits for its results."""
+        """Ends the steps before this one, then waits for its results."""
         step, under_way = pending.step, self._under_way
         program, watch = step.program, step.watch
         waits = bool(program.tail)
@@ -323,7 +326,7 @@ class Issuer:
         watch.end(waits)
 
     def _logits(self, step: NextStep, results: dict[str, np.ndarray]) -> np.ndarray:
-        """The results as `Pending.wait` returns them. They may be on their way yet."""
+        """The results as `Pending.wait` returns them. They may still be on their way."""
         shape, n = step.batch.shape, sum(step.batch.counts)
         row = 2 if shape.draws else self._n_vocab
         kind = np.dtype(np.int32 if shape.draws else np.float32)
@@ -334,27 +337,27 @@ class Issuer:
         return found[:n]
 
     def fail(self) -> None:
-        """A step has failed: the steps after it have no results either."""
+        """A step has failed, so the steps after it have no results either."""
         while self._under_way:
             self._under_way.pop().fail()
 
     def give_up(self) -> None:
-        """The engine is closed: nobody waits any more."""
+        """The engine is closed, so nobody waits for steps any more."""
         while self._under_way:
             self._under_way.pop().give_up()
 
 
 def issuer_of(have: Chosen, loaded: Loaded, counts: PhaseCounts) -> Issuer:
-    """What issues the steps of an engine with these toggles."""
+    """The Issuer of an engine with these toggles."""
     plans = plans_of(have.settled)
     gate = gate_of(have.toggles, loaded.backend, plans)
     return Issuer(plans, gate, have.ordering, counts, loaded.model.n_vocab)
 
 
 class Steps:
-    """What the next step of an engine is: its batch, its program, its turn; and looking ahead.
+    """Makes the next step of an engine: its batch, its program, its turn; in advance where it can.
 
-    programs: of step shapes, built or kept (`reuse.py`).
+    programs: builds or keeps the programs of step shapes (`programs.py`).
     """
 
     def __init__(self, cache: KVCache, batches: Batches, programs: Rebuild, issuer: Issuer):
@@ -372,7 +375,7 @@ class Steps:
             return coming
         self._issuer.make_room()
         if self._cache.copied or self._cache.moved is not None:
-            self.batches.check(work, draws)  # what refuses the work does so before cells change
+            self.batches.check(work, draws)  # a refusal comes before cells change
             self._change_cells()
         with self._issuer.begin(work, self._cache.n_used) as watch:
             return self._made(work, self.batches.take(work, draws), watch)
@@ -382,7 +385,8 @@ class Steps:
         return NextStep(work, batch, self.programs.get(key, batch.first_cell), watch)
 
     def _is(self, coming: NextStep, work: Work, draws: bool) -> bool:
-        """Whether `work` begins the step that was made ahead. Its tokens are put in then."""
+        """Whether the step that was made ahead is the step of `work`. If so, its tokens are put
+        in."""
         start = now_ns()
         if len(self._issuer) or self.batches.made_ahead(work, draws) is not coming.batch:
             return False
@@ -391,8 +395,8 @@ class Steps:
         return True
 
     def store(self, step: NextStep, counts: PhaseCounts) -> None:
-        """Gives the cells of a step that is issued to its sequences; undone where the step fails.
-        With results behind, the next step is made ready now."""
+        """Gives the cells of an issued step to its sequences; undone where the step fails. With
+        results=behind, the next batch is made now."""
         batch = step.batch
         step.undo = self._cache.store(batch.sequences, batch.positions, batch.cells)
         for phase, ns in step.spent:
@@ -405,8 +409,9 @@ class Steps:
     # ahead --------------------------------------------------------------------------------------
 
     def look_ahead(self, now: NextStep) -> int:
-        """Makes ready what can be known of a step like the one under way; the ns it took. Only its
-        inputs are made where a watch looks at a step alone: its marks would come after a launch."""
+        """Makes what is already known of a step like the one under way. Returns the ns it took.
+        Only the inputs are made where a watch wants each step alone, because its marks would come
+        after a launch."""
         start = now_ns()
         self.batches.look_ahead(now.work, now.batch.shape.draws)
         self._coming = None if self._issuer.alone else self._following(now)
@@ -429,7 +434,7 @@ class Steps:
     # steps without tokens -------------------------------------------------------------------------
 
     def _change_cells(self) -> None:
-        """Copies cells, and turns the stored K to the positions that cells have been shifted to, by
+        """Copies cells, and rotates the stored K to the positions that cells were shifted to, by
         steps without tokens. Cells that an interrupted step has changed are lost."""
         cache = self._cache
         while cache.copied:
@@ -438,7 +443,7 @@ class Steps:
             self._change(shift_batch(cache), cache.rotated)
 
     def _change(self, batch: Batch, done: Callable[[], None]) -> None:
-        """Issues a step without tokens. done: tells the cache of it, once it is issued."""
+        """Issues a step without tokens. done: tells the cache that it is issued."""
         self._issuer.make_room()
         with self._issuer.begin((), self._cache.n_used) as watch:
             step = self._made((), batch, watch)

@@ -1,6 +1,6 @@
 """From the shape of a step to its program: graph, splits, layout and commands; no addresses.
 
-One phase goes on with what the phase before it made. So each can be done again by itself.
+Each phase continues from the result of the phase before it. So each can be done again by itself.
 """
 
 from collections.abc import Callable
@@ -50,9 +50,12 @@ def unfused_graph(
     last_tokens: Tensor | None = None,
     regions: bool = False,
 ) -> Graph:
-    """The graph of a step on `caches` (K and V of each layer), before anything is fused. cell: the
-    first that the step stores. last_tokens: as `build_graph` has it. regions: several
-    sequences have cells of their own."""
+    """The graph of a step on `caches` (K and V of each layer), before anything is fused.
+
+    cell: the first cell that the step stores.
+    last_tokens: as `build_graph` has it.
+    regions: each of several sequences has cells of its own.
+    """
     if shape.n_tokens:
         stores = CacheStores(reuse_of(toggles).store, cell)
         graph = build_graph(model, shape, caches, toggles.activations, stores, regions, last_tokens)
@@ -66,7 +69,7 @@ def unfused_graph(
 def fused_graph(
     graph: Graph, toggles: Toggles, placement: Placement, n_streams: int
 ) -> tuple[Graph, BackendOf]:
-    """The graph as settled toggles want it, and the backend of each of its nodes."""
+    """The graph, fused as settled toggles ask for, and the backend of each of its nodes."""
     graph = defer(graph, toggles.defer_norm)
     backends = assign(graph.nodes, placement.fixed)
     fusions, choice = chosen(toggles), toggles.branch_fusion
@@ -75,10 +78,10 @@ def fused_graph(
 
 
 class StepPrograms:
-    """The programs of one engine's steps; each is made when it is asked for, and none is kept.
+    """The programs of one engine's steps. Each is made when it is asked for, and none is kept.
 
-    clock: told of every phase. config: the engine's own; `loaded` may have been opened with
-    another.
+    clock: told of every phase.
+    config: the engine's own; `loaded` may have been opened with another.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class StepPrograms:
         return do("lower", self._lowered, joined, splits, layout, toggles.lifetimes)
 
     def nodes_of(self, shape: StepShape) -> list[tuple[Node, int]]:
-        """What a step of `shape` launches, in order, and the backend of each."""
+        """The nodes that a step of `shape` launches, in order, and the backend of each."""
         residents, toggles, loaded = self._residents, self._toggles, self._loaded
         graph = unfused_graph(
             loaded.model,
@@ -150,8 +153,8 @@ class StepPrograms:
         return [(node, backend_of(node)) for node in joined.nodes]
 
     def refuse_races(self, most_tokens: int, n_cells: int, pad: int) -> None:
-        """Raises UsageError where lifetimes let steps race: of one token and of many, at the begin
-        of the cache and at its end."""
+        """Raises UsageError where lifetimes let steps race. Checked are steps of one token and of
+        many, at the begin of the cache and at its end."""
         if self._toggles.lifetimes != Lifetimes.VISIBILITY and self._n_streams > 1:
             for n_tokens, n_kv in product({1, most_tokens}, {min(pad, n_cells), n_cells}):
                 self.of(StepShape(n_tokens, 1, n_kv), buffers={})
@@ -174,8 +177,8 @@ class StepPrograms:
         return with_plans(program, self._plan_scope) if self._plan_scope else program
 
     def several(self, n_prompt: int, n_decoded: int, laps: int) -> list[Program]:
-        """See `Engine.programs`: steps of one shape and turn share one program, but for their first
-        cells."""
+        """See `Engine.programs`. Steps of one shape and turn share one program, apart from their
+        first cells."""
         config = self._config
         room = Room(config.n_ctx, self._n_regions)
         room.check(0, n_prompt + n_decoded)
@@ -205,7 +208,7 @@ class StepPrograms:
 
 def as_issued(cycle: list[Program], ordering: Ordering) -> list[Program]:
     """A cycle in the order in which the host issues it. Where a step may be under way when the next
-    begins, the wait for its results, and their reads, come behind the next one's commands."""
+    begins, the wait for its results, and their reads, come after the commands of the next step."""
     if ordering.result_ring == 1:
         return cycle
     before = [cycle[-1], *cycle[:-1]]
