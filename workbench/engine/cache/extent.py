@@ -1,27 +1,28 @@
 """ROOM #14924: where each token's live cache ends, so that attention leaves the rest unread.
 
-Attention reads every cell of a step's n_kv, and masks those that a token does not see. What no
-token of a tile sees need not be read. Three ways to know it:
+Attention reads every cell of a step's n_kv, and masks the cells that a token does not see. Cells
+that no token of a tile sees need not be read. There are three ways to find them:
 
-    in_loop   attention looks at the mask of a tile when it comes to it, and goes on to the next
-              where all of it is -inf (#13584)
+    in_loop   attention looks at the mask of each tile before it reads the tile, and skips the tile
+              where all of the mask is -inf (#13584)
     tail      a kernel goes through the mask of each token from the end, in steps of 256 cells, and
               notes where the last step with a visible cell ends. Attention's loop ends there, at
               the greatest extent of a tile's tokens (#14924)
-    classes   a kernel notes of each token and 64 cells whether it sees none, some or all of them.
-              Attention passes over what no token of a tile sees, also between cells that are seen.
-              Where all see all, it does not read the mask
+    classes   a kernel notes for each token and each 64 cells whether the token sees none, some or
+              all of them. Attention skips cells that no token of a tile sees, also between cells
+              that are seen. Where all tokens see all cells, it does not read the mask
 
-    auto      classes where a region has 1024 query tokens in a step; tail where several regions
-              have 2048 cells each, so that what the kernel saves is more than its launch; else
+    auto      classes where a region has 1024 query tokens in a step. Tail where several regions
+              have 2048 cells each, so that the kernel saves more than its launch costs. Else
               nothing. The sizes follow from runs (`data/results/README.md`)
 
 In llama.cpp the kernel runs before attention of each layer. Here it is one node of the step, whose
-result all layers read. A tile that is left unread would have added nothing, so all four ways are
-equal to the bit. Bounds are an optimisation only: attention is right without any.
+result all layers read. A tile that is left unread would have added nothing. So all ways give equal
+bits, and attention would be right without any of them.
 
-The gate of #14924 (`fattn-common.cuh`): n_kv is a multiple of 256, and there are at least 1024
-query tokens, or several regions. in_loop has none.
+#14924 skips only where n_kv is a multiple of 256, and where there are at least 1024 query tokens or
+several regions (`fattn-common.cuh`). Toggle `skip_gate=reference` has this condition for tail and
+classes; in_loop has none.
 """
 
 import numpy as np
@@ -35,7 +36,7 @@ from workbench.graph.shapes import CLASS_CELLS, EXTENT_CELLS
 
 GATE_TOKENS = 1024
 TAIL_CELLS = 2048  # of each of several regions, from which `auto` looks for their ends
-# what a way wants to know: the op that finds it, and its name among attention's inputs
+# for each way: the op that finds the cells, and the name of its result among attention's inputs
 _FOUND_BY: dict[str, tuple[str, str]] = {
     SkipMaskedKV.TAIL: ("kv_extents", EXTENTS),
     SkipMaskedKV.CLASSES: ("kv_classes", CLASSES),
@@ -93,11 +94,11 @@ def skip_masked(graph: Graph, way: str, gate: str) -> Graph:
     return Graph(nodes, graph.inputs, graph.outputs, graph.shape)
 
 
-# what the kernels find, by the host ---------------------------------------------------------------
+# what the kernels find, computed by the host ------------------------------------------------------
 
 
 def extents(mask: np.ndarray) -> np.ndarray:
-    """As kv_extents has it, of a mask (T, n_kv) float16: (T,) int32."""
+    """The result of op kv_extents, (T,) int32, for a mask (T, n_kv) float16."""
     seen = mask != -np.inf
     n_kv = mask.shape[1]
     last = np.where(seen.any(axis=1), n_kv - np.argmax(seen[:, ::-1], axis=1), 0)
@@ -105,13 +106,13 @@ def extents(mask: np.ndarray) -> np.ndarray:
 
 
 def classes(mask: np.ndarray) -> np.ndarray:
-    """As kv_classes has it, of a mask (T, n_kv) float16: (T, blocks) uint8."""
+    """The result of op kv_classes, (T, blocks) uint8, for a mask (T, n_kv) float16."""
     t, n_kv = mask.shape
     n = round_up(n_kv, CLASS_CELLS)
     seen = np.zeros((t, n), bool)
     seen[:, :n_kv] = mask != -np.inf
     each = seen.reshape(t, -1, CLASS_CELLS)
     whole = np.asarray(each.all(axis=2))
-    if n != n_kv:  # cells behind n_kv count for nothing
+    if n != n_kv:  # cells after n_kv do not count
         whole[:, -1] = seen[:, n - CLASS_CELLS : n_kv].all(axis=1)
     return np.where(whole, SEEN, np.where(each.any(axis=2), MIXED, UNSEEN)).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Which free cells a step's tokens get, and what is said where there are none."""
+"""Which free cells a step's tokens get, and the refusal where there are not enough."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from workbench.engine.cache.room import Room
 class FreeCells:
     """Which cells of each region have owners, and how many.
 
-    room: how many cells of a region may have. in_a_row: a step wants cells one behind the other.
-    used, ends: by region, cells with an owner, and the end behind the last of them. n_used: of all.
+    room: how many cells of a region may have owners.
+    in_a_row: a step needs cells in a row.
+    n_owners: by region and cell.
+    used: how many cells of each region have an owner.
+    ends: for each region, the end of the last cell that has an owner.
+    n_used: how many cells of all regions have an owner.
     """
 
     def __init__(self, region_cells: int, room: Room, in_a_row: bool):
@@ -25,7 +29,7 @@ class FreeCells:
 
     def find(self, region: int, n: int) -> np.ndarray:
         """The n lowest free cells of a region, (n,) int64, or the lowest n in a row. Raises
-        UsageError where there are none."""
+        UsageError where there are not enough."""
         used, end = int(self.used[region]), int(self.ends[region])
         self._room.check(used, n)
         first = region * self.region_cells
@@ -35,7 +39,8 @@ class FreeCells:
         return (in_a_row(free, n) if self.in_a_row else free[:n]).astype(np.int64) + first
 
     def next_of_each(self, regions: np.ndarray) -> np.ndarray | None:
-        """A free cell of each of these regions, (n,) int64; None where one has holes or no room."""
+        """A free cell of each of these regions, (n,) int64; None where a region has holes, or no
+        room."""
         ends = self.ends[regions]
         if (self.used[regions] != ends).any() or (ends >= self._room.each).any():
             return None
@@ -55,8 +60,8 @@ class FreeCells:
         return first_row(self._free(region), n) is not None
 
     def check_steps(self, region: int, n: int, n_ubatch: int) -> None:
-        """Raises UsageError where n tokens do not fit, or where steps of n_ubatch tokens each do
-        not find cells in a row."""
+        """Raises UsageError where n tokens do not fit, or where a step of n_ubatch tokens finds no
+        cells in a row."""
         self._room.check(int(self.used[region]), n)
         if self.in_a_row and self.used[region] != self.ends[region]:
             free = self._free(region)
@@ -82,7 +87,8 @@ class FreeCells:
         self.n_used += len(cells)
 
     def let_go(self, regions: np.ndarray, cells: np.ndarray) -> np.ndarray:
-        """Takes an owner from cells of regions, (n,) each; which are free now, (n,) bool."""
+        """Takes an owner from cells of regions, (n,) each. Returns which cells are free now, (n,)
+        bool."""
         self.n_owners[regions, cells] -= 1
         free: np.ndarray = self.n_owners[regions, cells] == 0
         self.n_used -= int(free.sum())
@@ -93,7 +99,7 @@ class FreeCells:
         return free
 
     def move(self, cells: np.ndarray, to: np.ndarray) -> None:
-        """Gives free cells of the first region the owners of others, (n,) each."""
+        """Moves the owners of `cells` to the free cells `to`, (n,) each, in the first region."""
         self.n_owners[0, to] = self.n_owners[0, cells]
         self.n_owners[0, cells] = 0
         owned = np.flatnonzero(self.n_owners[0])
@@ -105,8 +111,8 @@ class FreeCells:
 
 
 def in_a_row(free: np.ndarray, n: int) -> np.ndarray:
-    """The lowest n of free cells, rising, that are one behind the other. Raises UsageError where
-    there are none."""
+    """The lowest n cells in a row. free: all free cells, rising. Raises UsageError where no n cells
+    are in a row."""
     at = first_row(free, n)
     if at is None:
         pieces = np.split(free, np.flatnonzero(np.diff(free) > 1) + 1)
@@ -119,7 +125,7 @@ def in_a_row(free: np.ndarray, n: int) -> np.ndarray:
 
 
 def first_row(free: np.ndarray, n: int) -> int | None:
-    """Where in `free`, rising, the first n begin that are one behind the other."""
+    """Where in `free`, rising, the first n cells in a row begin; None where there are no n."""
     if n > len(free):
         return None
     found = np.flatnonzero(free[n - 1 :] - free[: len(free) - n + 1] == n - 1)

@@ -3,9 +3,9 @@
 The padded extent is part of a step's shape. So each extent has programs of its own, and plans:
 
     step        a multiple of n_kv_pad (llama.cpp: 256): for 16384 cells 64 extents
-    geometric   n_kv_pad times a power of two, or half as much more: 12. Attention looks at up to
-                half as many cells more, unless masked ones are left unread (`kv_extent.py`)
-    full        the whole region: one
+    geometric   n_kv_pad times a power of two, or half as much more: 12 extents. Attention looks at
+                up to half as many cells more, unless masked cells are left unread (`extent.py`)
+    full        the whole region: one extent
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from workbench.config import EngineConfig, KVGrowth, Toggles
 
 
 class Growth(NamedTuple):
-    """Rounds up what is filled. pad: every extent is a multiple. most: cells of a region."""
+    """Rounds filled cells up to an extent.
+
+    pad: every extent is a multiple of it.
+    most: the cells of a region.
+    geometric: extents grow geometrically.
+    """
 
     pad: int
     most: int
@@ -39,7 +44,7 @@ def geometric(n: int) -> int:
 
 
 def growth_of(toggles: Toggles, config: EngineConfig, regions: int) -> Growth:
-    """The growth that toggles want. regions: of the cache."""
+    """The growth that toggles ask for. regions: how many the cache has."""
     most = round_up(config.n_ctx // regions, config.n_kv_pad)
     pad = most if toggles.kv_growth == KVGrowth.FULL else config.n_kv_pad
     return Growth(pad, most, toggles.kv_growth == KVGrowth.GEOMETRIC)

@@ -1,16 +1,16 @@
 """The KV cache: each cell's position and its sequences, and what attention may see.
 
-K and V of each layer lie at the same cell, on the device. Here is only who owns a cell. It is free
-when nobody does. Operations change this table at once and memory never: a step that is still under
-way has its mask already, and the stores of a later step come behind its reads in stream order.
-(llama.cpp: `llama_kv_cells`.)
+K and V of each layer lie at the same cell, on the device. This module only knows who owns a cell. A
+cell without an owner is free. Operations change this table at once, and never memory: a step that
+is still under way already has its mask, and the stores of a later step come after its reads in
+stream order. (llama.cpp: `llama_kv_cells`.)
 
 The cells are one region for all sequences, or a region for each (`kv_cache`):
 
     unified        a cell can have several owners, which share its K and V (`copy`). A mask spans
-                   the cells of all.
-    per_sequence   a mask spans the cells of one sequence. Its cells are nobody else's, so `copy`
-                   has K and V copied before the next step (`copied`). (llama.cpp: streams.)
+                   the cells of all sequences.
+    per_sequence   a mask spans the cells of one sequence. A cell has one owner, so `copy` lets K
+                   and V be copied before the next step (`copied`). (llama.cpp: streams.)
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from workbench.engine.cache.growth import Growth
 from workbench.engine.cache.masks import HIDDEN, fill, narrow
 from workbench.engine.cache.room import Room, check_sequence
 
-EMPTY = np.iinfo(np.int32).max  # a position no token ever sees
-MOST_POSITION = 1 << 30  # of a shift; tokens behind it have positions below EMPTY
+EMPTY = np.iinfo(np.int32).max  # a position that no token ever sees
+MOST_POSITION = 1 << 30  # of a shift; tokens after it still have positions below EMPTY
 
 
 def n_regions(toggles: Toggles, config: EngineConfig) -> int:
@@ -37,13 +37,16 @@ def n_regions(toggles: Toggles, config: EngineConfig) -> int:
 
 
 class KVCache:
-    """Cells and their owners. n_ctx is what the user asked for, and each of n_regions regions has
-    an equal part of it, `n_ctx_seq`. A region's cells are padded, so that every extent of `growth`
-    exists. Sequences have the numbers 0..n_seqs-1; each has positions of its own.
+    """Cells and their owners.
 
-    in_a_row: the tokens of a step want cells one behind the other. window: see `masks.py`; 0: none
-    n_cells: of all regions. free: which of them nobody owns. n_changes: since it was made; what was
-    made for one state of the cache serves no other.
+    n_ctx: the cells that the user asked for. Each of n_regions regions has an equal part of them,
+        `n_ctx_seq`. A region's cells are padded, so that every extent of `growth` exists.
+    n_seqs: sequences have the numbers 0..n_seqs-1. Each has positions of its own.
+    in_a_row: the tokens of a step need cells in a row.
+    window: the model's sliding window (`masks.py`); 0: none.
+    n_cells: the cells of all regions.
+    free: which cells have no owner.
+    n_changes: how often the cache has changed. Whatever was made for another state is not valid.
     """
 
     def __init__(
@@ -60,15 +63,15 @@ class KVCache:
         self.growth = growth or Growth(pad, self.region_cells)
         self.free = FreeCells(self.region_cells, self.room, in_a_row)
         self.n_changes = 0
-        # by sequence and cell of its region: the position, EMPTY where the cell is not the
-        # sequence's; and the mask for a token behind all of the sequence (float16 as uint16)
+        # by sequence and cell of its region: the position, EMPTY where the sequence does not own
+        # the cell; and the mask of a token after all of the sequence (float16 as uint16)
         self._positions = np.full((1, self.region_cells), EMPTY, dtype=np.int32)
         self._masks = np.full((1, self.region_cells), HIDDEN, dtype=np.uint16)
         self._next = np.zeros(1, dtype=np.int64)  # by sequence: the position of its next token
-        # by how many positions each cell has moved since the stored K was rotated, (n_cells,)
-        # int32; None where no cell has
+        # how many positions each cell has moved since the stored K was rotated, (n_cells,) int32;
+        # None where no cell has moved
         self.moved: np.ndarray | None = None
-        # cell -> the cell whose K and V it is to have before the next step; one after the other
+        # rounds of copies before the next step: from a cell to the cell whose K and V it gets
         self.copied: list[dict[int, int]] = []
 
     # what a step asks and tells ---------------------------------------------------------------
@@ -103,8 +106,9 @@ class KVCache:
         return self.region(sequence) * self.region_cells
 
     def find(self, work: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Cells for the next tokens of sequences, given as (sequence, tokens), (T,) int64: the
-        lowest free ones, or the lowest in a row. Raises UsageError where there are none."""
+        """Cells for the next tokens of sequences, (T,) int64: the lowest free cells, or the lowest
+        in a row. work: each sequence with its number of tokens. Raises UsageError where there are
+        not enough."""
         if self.n_regions == 1:
             return self.free.find(0, sum(n for _, n in work))
         for sequence, _ in work:
@@ -112,7 +116,7 @@ class KVCache:
         return np.concatenate([self.free.find(self.region(s), n) for s, n in work])
 
     def next_cells(self, sequences: np.ndarray) -> np.ndarray:
-        """`find` for a token of each sequence."""
+        """As `find`, for one token of each sequence."""
         if self.n_regions == 1:
             return self.free.find(0, len(sequences))
         cells = self.free.next_of_each(sequences)
@@ -136,8 +140,8 @@ class KVCache:
         self.free.check_steps(self.region(sequence), n, n_ubatch)
 
     def extent(self, cells: np.ndarray) -> int:
-        """Cells of a region that attention looks at once `cells` are filled, too: padded, at least
-        one pad."""
+        """How many cells of a region attention looks at once `cells` are filled too: padded, at
+        least one pad."""
         if self.n_regions == 1:
             most = max(int(self.free.ends[0]), int(cells[-1]) + 1)
         else:
@@ -153,7 +157,7 @@ class KVCache:
         positions (T,) int32 has the next tokens' positions in `sequence`, cells (T,) int64 the
         cells they will have; both rise. A token sees its sequence's cells up to its own position.
         """
-        # all that the sequence has lies before these tokens, so only they differ among themselves
+        # all other cells of the sequence come before these tokens, so the rows differ only at these
         at = cells - self.first_cell(sequence)
         fill(out, self._masks[sequence, : out.shape[1]], at)
         narrow(out, self.window, positions, self._positions[sequence], at)
@@ -161,8 +165,11 @@ class KVCache:
     def masks_of_one(
         self, sequences: Sequence[int], cells: np.ndarray, rows: Sequence[int], out: np.ndarray
     ) -> None:
-        """As `mask`, for rows of out whose token is the only one of its sequence: the token sees
-        all cells of the sequence, and its own. sequences: of these rows; cells: of all."""
+        """As `mask`, for rows of `out` whose token is the only one of its sequence. Such a token
+        sees all cells of the sequence, and its own.
+
+        sequences: of these rows. cells: of all rows.
+        """
         n_kv, at = out.shape[1], self.in_region(cells)
         for row, sequence in zip(rows, sequences, strict=True):
             out[row] = self._masks[sequence, :n_kv]
@@ -172,14 +179,14 @@ class KVCache:
                 narrow(out[one], self.window, self._next[[sequence]], stored, at[one])
 
     def in_region(self, cells: np.ndarray) -> np.ndarray:
-        """Where in their regions cells are."""
+        """The numbers of cells within their regions."""
         return cells if self.n_regions == 1 else cells % self.region_cells
 
     def store(
         self, sequences: np.ndarray, positions: np.ndarray, cells: np.ndarray
     ) -> Callable[[], None]:
-        """Notes the owner and position of free cells, all (T,), in rising positions. Returns what
-        takes these cells from these sequences again; call it before others are stored."""
+        """Notes the owner and the position of free cells, all (T,), in rising positions. Returns a
+        function that undoes it; call that before other cells are stored."""
         if not len(cells):
             return lambda: None
         if len(cells) == 1:  # scalars are twice as fast
@@ -230,7 +237,7 @@ class KVCache:
 
     def remove(self, sequence: int, begin: int = 0, end: int | None = None) -> None:
         """Takes the cells at positions begin..end-1 (None: all from begin on) from a sequence. The
-        next token comes behind the last position that is left."""
+        next token comes after the last position that is left."""
         cells = self._cells(sequence, begin, end)
         self._let_go(np.full(len(cells), sequence), cells)
 
@@ -242,9 +249,10 @@ class KVCache:
                 self.remove(other)
 
     def copy(self, source: int, to: int, begin: int = 0, end: int | None = None) -> None:
-        """Makes `to` an owner of the source's cells at positions begin..end-1. In a region of its
-        own it gets as many cells, and K and V are copied there before the next step (`copied`).
-        Raises UsageError where `to` has cells at these positions already, or no room."""
+        """Makes `to` an owner of the source's cells at positions begin..end-1. Where `to` has a
+        region of its own, it gets as many cells there, and K and V are copied before the next step
+        (`copied`). Raises UsageError where `to` has cells at these positions already, or no
+        room."""
         self._check(to)
         cells = self._cells(source, begin, end)
         self.reserve(to)
@@ -266,7 +274,8 @@ class KVCache:
         self.n_changes += 1
 
     def _copies(self, source: int, to: int, cells: np.ndarray) -> np.ndarray:
-        """Cells of `to` that are to be copies of the source's `cells`, all in their regions."""
+        """Cells of `to` that will be copies of the source's `cells`. All are numbers within
+        regions."""
         if not len(cells):
             return cells
         region = self.region(to)
@@ -280,14 +289,15 @@ class KVCache:
         return at
 
     def _copy(self, cells: np.ndarray, to: np.ndarray) -> None:
-        """K and V of cells, (n,), are to be in others before the next step."""
+        """K and V of `cells`, (n,), are copied to the cells `to` before the next step."""
         if not self.copied or set(to.tolist()) & set(self.copied[-1].values()):
-            self.copied.append({})  # what overwrites a source comes behind its reader
+            self.copied.append({})  # a copy onto a source comes after the copy from it
         last = self.copied[-1]
         last.update(zip(to.tolist(), [last.get(c, c) for c in cells.tolist()], strict=True))
 
     def move(self, cells: np.ndarray, to: np.ndarray) -> None:
-        """Gives free cells what others have, (n,) each, of the region that sequences share."""
+        """Moves owners, positions, K and V of `cells` to free cells, (n,) each, in the region that
+        all sequences share."""
         for table, none in ((self._positions, EMPTY), (self._masks, HIDDEN)):
             table[:, to] = table[:, cells]
             table[:, cells] = none
@@ -298,9 +308,10 @@ class KVCache:
         self.n_changes += 1
 
     def shift(self, sequence: int, delta: int, begin: int = 0, end: int | None = None) -> None:
-        """Moves positions begin..end-1 of a sequence by delta. Before the next step the stored K is
-        rotated as far (`moved`). Raises UsageError where a position would be negative, too large or
-        taken by the sequence's other cells, and for cells that another sequence owns, too."""
+        """Moves positions begin..end-1 of a sequence by delta. The stored K is rotated by as much
+        before the next step (`moved`). Raises UsageError where a position would be negative, too
+        large, or that of another cell of the sequence; and for cells that another sequence owns
+        too."""
         cells = self._cells(sequence, begin, end)
         new = self._positions[sequence, cells].astype(np.int64) + delta
         shared = cells[self.free.n_owners[self.region(sequence), cells] > 1]
@@ -336,7 +347,7 @@ class KVCache:
         self.n_changes += 1
 
     def rotated(self) -> None:
-        """The stored K is where the positions are."""
+        """The stored K has been rotated to the positions."""
         self.moved = None
 
     def are_copied(self) -> None:
@@ -344,8 +355,8 @@ class KVCache:
         del self.copied[0]
 
     def lost(self) -> None:
-        """Nobody knows how far the K of moved cells is, or which copies have been made: takes these
-        cells from their sequences."""
+        """A step was interrupted. So nobody knows how far the K of moved cells is rotated, or which
+        copies have been made. Takes these cells from their sequences."""
         unknown = np.zeros(self.n_cells, bool) if self.moved is None else self.moved != 0
         for copies in self.copied:
             unknown[list(copies)] = True

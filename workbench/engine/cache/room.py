@@ -1,7 +1,7 @@
-"""How many tokens a sequence may have: what a cache, a test or a command asks before it begins.
+"""How many tokens a sequence may have. A cache, a test or a command asks this before it begins.
 
-The cells of a cache are one region for all sequences, or a region for each (`kv_cache`). Then a
-sequence has its part of the cells, and nobody lends it more.
+The cells of a cache are one region for all sequences, or a region for each (`kv_cache`). With a
+region for each, a sequence has its part of the cells, and cannot get more.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from workbench.common.errors import UsageError
 
 
 class Room(NamedTuple):
-    """n_ctx: cells of all regions together, as the user asked for them. n_regions: how many regions
-    share them out."""
+    """The room of a cache.
+
+    n_ctx: the cells of all regions together, as the user asked for them.
+    n_regions: how many regions share them.
+    """
 
     n_ctx: int
     n_regions: int = 1
 
     @property
     def each(self) -> int:
-        """Most cells of a region, so most tokens of a sequence."""
+        """The most cells of a region, and so the most tokens of a sequence."""
         return self.n_ctx // self.n_regions
 
     def check_shared(self) -> None:
@@ -48,7 +51,7 @@ class Room(NamedTuple):
 
     @property
     def is_full(self) -> str:
-        """One line on a generation that this room ended, with what gives more."""
+        """One line on a generation that ended because this room is full, and how to get more."""
         if self.n_regions == 1:
             more = f"give -c {2 * self.n_ctx} for more"
             return f"stopped at n_ctx={self.n_ctx}: the context is full; {more}"

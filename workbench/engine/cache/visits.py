@@ -1,12 +1,12 @@
 """How many blocks of cells attention visits in a step, and how many it leaves unread (`kv_visits`).
 
-Counted by the host, from the mask of each step. So it is what skipping can and does leave out, and
-it costs the device nothing. A CPU's kernel visits the very same blocks; a test counts there, too.
+The host counts, from the mask of each step. So the numbers say what skipping leaves out, and cost
+the device nothing. A CPU's kernel visits exactly these blocks; a test counts them there.
 
-    block   16 cells, for a group of up to 8 tokens of one region (with attn_kernel=vec one): a
-            CPU's tile. A GPU's tiles are larger, so a GPU visits a few cells more
+    block   16 cells, for a group of up to 8 tokens of one region (one token with attn_kernel=vec):
+            a tile of a CPU. A GPU's tiles are larger, so a GPU visits a few more cells
 
-Every kv head of a layer visits the same blocks, so they are counted once.
+All kv heads of a layer visit the same blocks, so the blocks are counted once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ CELLS, TOKENS = 16, 8  # of a block
 
 
 class Visits(NamedTuple):
-    """Blocks of one attention node. n_regions: sequences with cells of their own; 0 where all
-    tokens share one region. way: its value of `skip_masked_kv`, `off` where the gate is closed."""
+    """The blocks of one attention node.
+
+    way: its value of `skip_masked_kv`; `off` where `skip_gate` leaves this step alone.
+    n_regions: sequences with cells of their own; 0 where all tokens share one region.
+    visited, skipped: how many blocks.
+    """
 
     step: int
     layer: int | None
@@ -82,10 +86,11 @@ class VisitTable(list[Visits]):
 def groups(
     n_tokens: int, firsts: np.ndarray | None = None, kernel: str = AttnKernel.AUTO
 ) -> np.ndarray:
-    """The first token of each group of rows, (groups,) int64: every 8th, and each region's first.
+    """The first token of each group of rows, (groups,) int64: every 8th token, and the first token
+    of each region.
 
-    firsts: (regions,) first tokens of the regions; None where all tokens share one. kernel: a value
-    of `attn_kernel`.
+    firsts: the first tokens of the regions, (regions,); None where all tokens share one region.
+    kernel: a value of `attn_kernel`.
     """
     every = np.arange(0, n_tokens, 1 if kernel == AttnKernel.VEC else TOKENS)
     if firsts is None:
@@ -136,8 +141,8 @@ _KNOWN: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = 
 
 @contextmanager
 def kv_visits(engine: Engine) -> Iterator[VisitTable]:
-    """Counts the blocks of every step of the body, from its mask. Steps of nobody who asks cost
-    nothing. A recorder is set aside meanwhile: what is counted here must not be in a trace."""
+    """Counts the blocks of every step of the body, from its mask. Other steps pay nothing for it. A
+    recorder is set aside meanwhile, because counting would be in the trace."""
     found, before, untraced = VisitTable(), engine.recorder, engine.untraced
     engine.look(None, _Counting(engine, found))
     try:

@@ -1,12 +1,13 @@
 """When each command of a step ran on its device, without a tool of the vendor. There are two ways:
 
-    marks    a point in the stream before each command, and one after: on the embedded device the
-             device's own account, on CUDA timing events. Of a plan: what its recording knows
+    marks    a point in the stream before each command, and a point after it: on the embedded
+             device its own record, on CUDA timing events. The times in a plan come from its
+             recording
     notes    each kernel notes when it ran (`backend/clock/launch_notes.py`). The program is
-    prepared
-             for it, and its plans keep their notes. So nothing stands between two commands
+             prepared once more for this, and its plans keep their notes. So nothing stands between
+             two commands
 
-Steps are watched by `Trace` (`watch.py`) and by `kernel_spans`; both read `CommandTimes`.
+Steps are watched by `Trace` (`watch.py`) and by `kernel_spans`. Both read `CommandTimes`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from workbench.program import commands as c
 class CommandTime(NamedTuple):
     """When a command ran, in ns of the host's clock.
 
-    number: of the command in its program. part: its number in a plan; None outside of one, and of a
-    plan whose parts nobody tells apart. kernel: the kernel of a launch that notes.
+    number: of the command in its program.
+    part: its number in a plan; None outside of a plan, and for a plan whose parts have no times.
+    kernel: the kernel of a launch that notes.
     """
 
     prepared: Prepared
@@ -39,8 +41,8 @@ class CommandTime(NamedTuple):
 
 
 class CommandTimes(ABC):
-    """What a watch asks while it looks on. n_silent: kernels of libraries in the latest step, which
-    nobody times."""
+    """A watch calls these methods while it watches. n_silent: how many kernels of the latest step
+    are a library's, which have no times."""
 
     n_silent = 0
 
@@ -52,23 +54,24 @@ class CommandTimes(ABC):
         """The step's program is about to be issued."""
 
     def before(self, prepared: Prepared, number: int) -> Any:
-        """Just before a command is issued; what `after` takes."""
+        """Call it just before a command is issued, and give its result to `after`."""
         return None
 
     def after(self, prepared: Prepared, step: int, number: int, begun: Any) -> None:  # noqa: B027
-        """Just after the command is issued."""
+        """Call it just after the command is issued."""
 
     @abstractmethod
     def read(self, step: int, waited: bool) -> Sequence[CommandTime]:
-        """What ran since the latest read, in the order of its issue. Call it when step number
-        `step` has ended. waited: the host has waited for its results."""
+        """The commands that ran since the latest read, in the order of issue. Call it when step
+        number `step` has ended. waited: the host has waited for the step's results."""
 
     def close(self) -> None:  # noqa: B027, marks need nothing
-        """Gives memory back, once nothing is queued any more."""
+        """Gives memory back. Call it when nothing is queued any more."""
 
 
 class _Marked(NamedTuple):
-    """A command between its marks. plan: what it replayed, in launch number `launch`."""
+    """A command between its marks. plan: the recording that it launched; launch: which launch of
+    that recording."""
 
     prepared: Prepared
     step: int
@@ -83,7 +86,7 @@ class ByMarks(CommandTimes):
     """By marks around every command."""
 
     def __init__(self) -> None:
-        self._marked: list[_Marked] = []  # of steps not waited for, too
+        self._marked: list[_Marked] = []  # also of steps that were not waited for
 
     def before(self, prepared: Prepared, number: int) -> Any:
         command = prepared.program.commands[number]
@@ -108,7 +111,7 @@ class ByMarks(CommandTimes):
         return [time for m in marked for time in self._times(m)]
 
     def _times(self, m: _Marked) -> list[CommandTime]:
-        """Of the command; of a plan of each of its parts, where the device knows."""
+        """The time of the command; of a plan, the time of each part, where the device knows it."""
         found: list[tuple[int | None, tuple[int, int]]] = []
         if m.plan is not None:
             found += zip(m.plan.nodes, m.plan.spans(m.launch), strict=False)
@@ -127,7 +130,8 @@ def _device(m: _Marked) -> Backend:
 
 
 class ByNotes(CommandTimes):
-    """By what kernels note. A step waits for the devices, and is read, before the next begins."""
+    """By notes of kernels. Before the next step begins, the devices are waited for, and the notes
+    read."""
 
     def __init__(
         self, backends: Sequence[Backend], again: Callable[[Prepared, LaunchNotes], Prepared]
@@ -150,10 +154,10 @@ class ByNotes(CommandTimes):
         return made
 
     def begin_step(self, prepared: Prepared) -> None:
-        if self._now is not None:  # that step ended with an error: what it noted is no step's
+        if self._now is not None:  # that step ended with an error, so its notes are dropped
             self._synchronize()
             _notes_of(self._now).reset()
-        self._now = prepared  # not in `of`, which a coming step asks before this one ends
+        self._now = prepared  # not in `of`, which is called for a coming step while this one runs
 
     def read(self, step: int, waited: bool) -> Sequence[CommandTime]:
         prepared, self._now = self._now, None
@@ -189,7 +193,8 @@ def _notes_of(prepared: Prepared) -> LaunchNotes:
 
 
 def device_of(prepared: Prepared, command: c.Command) -> Backend | None:
-    """The device that runs a copy or a launch later than the host issues it; None for others."""
+    """The device that runs a copy or a launch after the host has issued it; None for other
+    commands."""
     if not isinstance(command, c.Copy | c.Launch | c.Replay):
         return None
     backend = prepared.backends[command.stream.backend]

@@ -1,6 +1,6 @@
 """When each kernel of a step ran, without a trace (`kernel_spans`).
 
-On a device whose kernels can note that, they do; any other is asked for its marks
+The times come from notes where the device's kernels can note when they run, else from marks
 (`command_times.py`).
 """
 
@@ -21,9 +21,12 @@ from workbench.trace.spans import Span
 
 
 class KernelSpans:
-    """What was found: of each step its launches, in the order of their issue, as device spans (args
-    `index`, `part`, `op`, `stream`; `kernel` where kernels note). n_silent: of each step, kernels
-    of libraries, which are in no span."""
+    """The spans of steps.
+
+    steps: for each step its launches, in the order of issue, as device spans (args `index`, `part`,
+        `op`, `stream`; `kernel` where kernels note).
+    n_silent: for each step, how many kernels are a library's, which have no span.
+    """
 
     def __init__(self) -> None:
         self.steps: list[list[Span]] = []
@@ -32,10 +35,11 @@ class KernelSpans:
 
 @contextmanager
 def kernel_spans(engine: Engine) -> Iterator[KernelSpans]:
-    """Finds when every kernel of the body's steps ran, in ns of the host's clock; ready at its end.
+    """Finds when every kernel of the body's steps ran, in ns of the host's clock. The result is
+    complete at the end of the body.
 
-    Differences are by the device's clock. Raises UsageError where steps are launched ahead: a next
-    step would write over what this one noted. And where no device computes.
+    Differences are by the device's clock. Raises UsageError where steps are launched ahead, because
+    the next step would overwrite the notes of this step; and where no device computes.
     """
     if engine.issuer.launches_ahead:
         raise UsageError(
@@ -91,5 +95,5 @@ class _Launches(Watch):
 
 
 def number_of(span: Span) -> tuple[int, int]:
-    """Where a launch stands among its program's commands, and in its plan."""
+    """The number of a launch among its program's commands, and in its plan."""
     return span.args["index"], span.args.get("part", 0)

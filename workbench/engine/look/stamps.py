@@ -1,4 +1,4 @@
-"""Who looks on in `Engine.stamped`: when each step began and ended on its device."""
+"""The watch of `Engine.stamped`: when each step began and ended on its device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Stamp = tuple[int, int]
 
 
 class Stamps(Watch):
-    """Of each step: when its first kernel began, and when its last one ended, by the device's clock
-    (`backend/clock/stamps.py`). Only programs that launch on a device can be stamped.
+    """Finds when the first kernel of each step began, and when the last ended, by the device's
+    clock (`backend/clock/stamps.py`). Only programs that launch on a device can be stamped.
 
     found: the stamps of all steps that have ended, in ns, after `find`.
     """
@@ -46,8 +46,8 @@ class Stamps(Watch):
         return self._waited(prepared)
 
     def _waited(self, prepared: Prepared) -> Iterator[Issue]:
-        """The tail of a step that may be launched again, where its gate was opened too late: other
-        pairs are its own then."""
+        """The tail of a step that is launched again if its gate was opened too late. Then the step
+        has other pairs."""
         stamps = _stamps_of(prepared)
         before = stamps.latest()
         yield from prepared.tail
@@ -61,7 +61,7 @@ class Stamps(Watch):
         self._under_way.pop()  # steps fail from the newest on
 
     def find(self) -> None:
-        """Makes `found`. Differences are by the device's clock, which is set to the host's. Call it
+        """Fills `found`. Differences are by the device's clock, which is set to the host's. Call it
         once, when nothing is under way."""
         rings = {ring for pairs in self._ended for ring, _ in pairs}
         ahead = {ring: _ahead_ns(ring) for ring in rings}

@@ -1,7 +1,7 @@
-"""Who looks on while a step is issued: nobody, the stamps of `Engine.stamped`, a recorder.
+"""Who watches while a step is issued: nobody, the stamps of `Engine.stamped`, or a recorder.
 
 A watch is chosen once, outside of the step (`chosen`). It hands out the calls of a program one
-after the other (`backend/issue/prepared.py`), so the loop that calls them is the same for all.
+after the other (`backend/issue/prepared.py`), so one loop of calls serves every watch.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from workbench.trace.spans import LOGITS_WAIT, Recorder, Span, now_ns
 
 
 class Watch:
-    """Looks at nothing and costs nothing. Others say what they do at each point of a step."""
+    """Watches nothing and costs nothing. A child says what it does at each point of a step."""
 
     counts = True  # the engine's counters include the step's phases
-    looks_at_batches = False  # whether it is told of the step's inputs
-    alone = False  # whether no other step is to be made or launched while one is under way
+    looks_at_batches = False  # whether `batch` is called
+    alone = False  # whether no other step may be made or launched while one is under way
 
     def of(self, prepared: Prepared) -> Prepared:
-        """What is issued for a program: itself, or the same with something to watch it by."""
+        """What is issued for a program: itself, or the same program with something to watch."""
         return prepared
 
     def begin(self, step: int, work: Work, n_past: int) -> None:
-        """A step begins; before its batch is made."""
+        """A step begins. Its batch is not made yet."""
 
     def batch(self, batch: Batch, program: c.Program) -> None:
-        """The step is about to be issued; where `looks_at_batches`. The inputs are not to be kept:
-        the next step writes over them."""
+        """The step is about to be issued. Called only where `looks_at_batches`. The inputs must not
+        be kept, because the next step overwrites them."""
 
     def arm(self, prepared: Prepared) -> None:
-        """Launches the plan of a step to come, which can be launched ahead."""
+        """Launches the plan of a coming step, which can be launched ahead."""
         assert prepared.ahead is not None, "the plan can be launched ahead"
         prepared.ahead.arm()
 
     def head(self, prepared: Prepared) -> Iterable[Issue]:
-        """The calls of a program before the wait for its results, first to last, with what the
-        watch does around each."""
+        """The calls of a program before the wait for its results, first to last. The watch acts
+        between them."""
         return prepared.head
 
     def late(self, prepared: Prepared) -> Iterable[Issue]:
-        """The same without what `Prepared.write_ahead` has done."""
+        """As `head`, without the writes that `Prepared.write_ahead` has done."""
         return prepared.late
 
     def tail(self, prepared: Prepared) -> Iterable[Issue]:
@@ -56,10 +56,10 @@ class Watch:
         return prepared.tail
 
     def end(self, waited: bool) -> None:
-        """The step has ended. waited: with a wait of the host for its results."""
+        """The step has ended. waited: the host has waited for its results."""
 
     def fail(self) -> None:
-        """The step that is made or issued now ends with an error."""
+        """The step that is being made or issued ends with an error."""
 
     def lost(self) -> None:
         """The newest of the steps under way has no results."""
@@ -77,8 +77,8 @@ PLAIN = Watch()
 
 
 class Trace(Watch):
-    """Spans of a recorder: of the step, its splits and commands on the host, and of the commands on
-    devices."""
+    """Gives a recorder the spans of the step, of its splits and commands on the host, and of its
+    commands on devices."""
 
     counts = False
 
@@ -97,7 +97,9 @@ class Trace(Watch):
 
     def end(self, waited: bool) -> None:
         self.fail()
-        for time in self._times.read(self._step, waited):  # only now: it is no part of the step
+        for time in self._times.read(
+            self._step, waited
+        ):  # only now: reading is no part of the step
             span = span_of(time)
             self._recorder.add(
                 span.name, span.category, span.lane, span.start_ns, span.end_ns, **span.args
@@ -116,8 +118,8 @@ class Trace(Watch):
     def _spans(
         self, prepared: Prepared, calls: Iterable[Issue], numbers: Iterable[int]
     ) -> Iterator[Issue]:
-        """Hands out each call between the begin and the end of its span. numbers: of the calls'
-        commands."""
+        """Hands out each call between the begin and the end of its span. numbers: the numbers of
+        the calls' commands."""
         recorder, step, commands = self._recorder, self._step, prepared.program.commands
         split, split_handle, split_start = c.RESULT, None, 0
         for call, number in zip(calls, numbers, strict=False):
@@ -151,7 +153,7 @@ class Trace(Watch):
 
 
 class Untraced(Watch):
-    """A step outside a recorder's window: the recorder is told how long it took."""
+    """Watches a step outside of a recorder's window: tells the recorder how long the step took."""
 
     def __init__(self, recorder: Recorder, inner: Watch):
         self._recorder, self._inner = recorder, inner
@@ -185,8 +187,12 @@ def chosen(
     plain: Watch,
     ranged: Callable[[Watch, bool], Watch] = lambda watch, traced: watch,
 ) -> Callable[[int], Watch]:
-    """The watch of step number n, for an engine with this recorder. plain: of untraced steps.
-    ranged: puts NVTX ranges around what a watch, of traced steps or others, hands out."""
+    """From the number of a step to its watch, for an engine with this recorder.
+
+    plain: the watch of untraced steps.
+    ranged: puts NVTX ranges around the calls of a watch; the flag says whether its steps are
+    traced.
+    """
     if recorder is None:
         watch = ranged(plain, False)
         return lambda step: watch
@@ -200,7 +206,7 @@ def chosen(
 def described(
     prepared: Prepared, number: int, step: int, part: int | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """The name of a command's span, and its arguments. part: of a plan, its number there."""
+    """The name of a command's span, and its arguments. part: the command's number in its plan."""
     command = _command_at(prepared, number, part)
     stream = command.stream
     args: dict[str, Any] = {
@@ -219,7 +225,7 @@ def described(
         case c.Write() | c.Read():
             return command.value, args | {"bytes": command.staging.nbytes}
         case c.Sync(blocks=c.Copy(name=name)):
-            # the copy, right in front of its wait
+            # the copy is the command right before its wait
             return f"wait {name}", args | {"event": command.event, "blocks": number - 1}
         case c.Sync():
             name = "wait stream" if command.event is None else f"wait {command.event}"

@@ -43,10 +43,10 @@ class Ask(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Natural logarithms of probabilities at temperature 1, before anything is cut away.
+    """Natural logarithms of probabilities at temperature 1, before any token is cut away.
 
-    drawn: of the token that was drawn, or that a prompt has. tokens, values: the likeliest, in
-    falling order, (k,) int32 and (k,) float32.
+    drawn: of the token that was drawn, or that the prompt has.
+    tokens, values: the likeliest tokens in falling order, (k,) int32, and theirs, (k,) float32.
     """
 
     drawn: float
@@ -55,9 +55,13 @@ class Logprobs(NamedTuple):
 
 
 class Timings(NamedTuple):
-    """Of one request. n_cached: tokens of the prompt whose cells were there. prompt_s: from its
-    first step until its first token. made_s: from there to its last token. sampling_s: of the
-    choice of its tokens, on the host or on the device."""
+    """The times of one request.
+
+    n_cached: tokens of the prompt whose cells were already there.
+    prompt_s: from its first step until its first token.
+    made_s: from its first token until its last.
+    sampling_s: the choice of its tokens, on the host or on the device.
+    """
 
     queued_s: float
     n_prompt: int
@@ -78,9 +82,13 @@ class Ended(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What the engine process has counted since it began, and what it has now. n_prompt_tokens are
-    computed, n_cached_tokens found in the cache. n_cells_used: of the cache, held by requests that
-    run. n_cells_kept: others, whose tokens a later prompt may begin with."""
+    """What the engine process has counted since it began, and what it has now.
+
+    n_prompt_tokens: tokens of prompts that were computed.
+    n_cached_tokens: tokens of prompts that were found in the cache.
+    n_cells_used: cells of the cache that running requests hold.
+    n_cells_kept: other cells, whose tokens a later prompt may begin with.
+    """
 
     n_steps: int
     n_prompt_tokens: int

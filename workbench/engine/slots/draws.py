@@ -1,4 +1,4 @@
-"""ROOM #14924: tokens that the device draws, and goes on with itself.
+"""ROOM #14924: the device draws tokens, and goes on with them itself.
 
 With sampling=device a step can end in tokens, not in logits (`StepShape.draws`). The device keeps
 each sequence's last one. In place of the next token of a sequence the host then gives FED, which
@@ -22,7 +22,7 @@ from workbench.model.inputs import DRAWS, OUT_SEQS
 from workbench.model.sampler import Sampler, Sampling
 
 UNKEPT = -1  # in place of a sequence: nothing keeps the token
-FED = -1  # in place of a token id: the one that the sequence has drawn last
+FED = -1  # in place of a token id: the token that the sequence has drawn last
 GREEDY = Sampler(Sampling(), 0)
 
 
@@ -36,14 +36,15 @@ def last_tokens(toggles: Toggles, loaded: Loaded, n_seqs: int) -> Tensor | None:
 
 
 class Draws:
-    """The samplers of the sequences of one engine; without one a sequence draws greedily."""
+    """The samplers of the sequences of one engine. A sequence without a sampler draws greedily."""
 
     def __init__(self) -> None:
         self.samplers: dict[int, Sampler] = {}
 
     def values(self, sequences: Sequence[int]) -> dict[str, np.ndarray]:
-        """The inputs of a step that draws a token for each of these, in the order of its rows. The
-        samplers have gone on by one number. A sequence below 0 keeps nothing."""
+        """The inputs of a step that draws a token for each of these sequences, in the order of its
+        rows. Each sampler takes its next number. For a sequence below 0 the device keeps no
+        token."""
         settings = np.zeros((len(sequences), DRAW_SETTINGS), np.float32)
         if self.samplers:
             for row, sequence in enumerate(sequences):
@@ -53,8 +54,8 @@ class Draws:
         return {DRAWS: settings, OUT_SEQS: np.array(sequences, np.int32)}
 
     def draw(self, sequence: int, logits: np.ndarray) -> int:
-        """The token that a device would draw for a sequence, on the host; -1 from logits that give
-        none. logits: (n_vocab,) float32."""
+        """The token that a device would draw for a sequence, drawn on the host. -1 where no token
+        can be drawn from the logits, (n_vocab,) float32."""
         return self.samplers.get(sequence, GREEDY)(logits)
 
 

@@ -1,16 +1,17 @@
-"""What a server does before it takes requests: the steps that its first requests would begin with.
+"""Steps that a server takes before its first requests, so that these find everything ready.
 
-A step of a new shape costs once what no later one does: kernels are compiled or loaded, a program
-is built, memory grows, a plan is captured. A server pads its steps, so their shapes are few
-(`padding.py`), and they are known before any request:
+The first step of a shape costs more than later steps: kernels are compiled or loaded, a program is
+built, memory grows, a plan is captured. A server pads its steps, so they have few shapes
+(`padding.py`), which are known before any request:
 
     tokens    1, 2, 4, .. sequences with a token each, at every extent of a region
     prompts   tokens of a prompt beside such tokens, full ubatches first, short extents first
     copies    cells of a prompt that begins like another's
 
-All kernels of these shapes are compiled first, many at once. Memory grows to the largest of them.
-Then steps are taken, on tokens and cells that are nobody's, as many as are kept and as a limit of
-time allows. What has no plan need not run: its program is built. Nothing is left in the cache.
+All kernels of these shapes are compiled first, many at once. Memory grows to the largest shape.
+Then steps are taken, with tokens and cells that belong to nobody: as many as programs are kept, and
+as the time limit allows. Where no plan is captured, a program is only built. Nothing is left in the
+cache.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from workbench.model.cache_graphs import copy_shape
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
-AT_MOST_S, BUILDING_S = 10.0, 2.0  # of steps, and where nothing is captured; not of compiling
-MOST_KEPT = KEPT * 3 // 4  # programs; some are left for what nobody foresaw
+AT_MOST_S, BUILDING_S = 10.0, 2.0  # time limits, with plans and without; not for compiling
+MOST_KEPT = KEPT * 3 // 4  # programs; room is left for shapes that nobody foresaw
 SOON = 2  # extents that any request has first
 
 
 class First(NamedTuple):
-    """A step to take. n_past: cells that its first sequence has before it."""
+    """A step to take. n_past: the cells that its first sequence has before the step."""
 
     work: Work
     n_past: int
@@ -45,7 +46,7 @@ class First(NamedTuple):
 
 def first_steps(engine: Engine, n_seqs: int) -> int:
     """Makes an engine with an empty cache ready to serve n_seqs requests at once. Returns how many
-    shapes have a program that is kept: those that fit the limit of time, the likeliest first."""
+    shapes have a kept program: the likeliest ones, as many as the time limit allows."""
     draws, every = engine.can_draw, dict[StepShape, First]()
     for first in _in_order(engine, n_seqs):
         cache = empty_like(engine.cache)
@@ -53,10 +54,10 @@ def first_steps(engine: Engine, n_seqs: int) -> int:
             take([(0, range(first.n_past), "none")], cache)
         every.setdefault(engine.rehearsal.shape_of(first.work, cache, draws), first)
     copies = copy_shape(size_of_copies(1))
-    # of every extent, because attention may be cut by it
+    # at every extent, because attention may split its cells by it
     engine.make_ready([*every, *([copies] if engine.cache.n_regions > 1 else [])])
     most = max(every, key=_memory)
-    # logits, too, which a request may ask for; of a prompt that is scored for many tokens
+    # a request may also ask for logits; a prompt that is scored has logits of many tokens
     scored = Sizes(most.n_tokens, most.n_seqs, min(most.n_tokens, SCORED + n_seqs))
     n_outputs = engine.steps.batches.sizes(scored, engine.config.n_ubatch).n_outputs
     for shape in {most, most._replace(draws=False, n_outputs=n_outputs)}:
@@ -79,7 +80,8 @@ def first_steps(engine: Engine, n_seqs: int) -> int:
 
 
 def _copy(engine: Engine, draws: bool) -> None:
-    """A sequence goes on from cells of another, as where two prompts begin alike."""
+    """Takes steps of a sequence that goes on from cells of another, as when two prompts begin
+    alike."""
     for _ in range(engine.period):
         engine.reset()
         take([(0, [0], "none")], engine.cache)
@@ -96,7 +98,7 @@ def _take(engine: Engine, shape: StepShape, first: First, draws: bool) -> None:
     under_way = []
     for _ in range(engine.period):
         engine.reset()
-        if first.n_past:  # nobody reads what is computed of these cells
+        if first.n_past:  # nobody reads the results, so these cells need no content
             take([(0, range(first.n_past), "none")], engine.cache)
         under_way.append(engine.submit(first.work, draws))
     for pending in under_way:
@@ -123,7 +125,7 @@ def _in_order(engine: Engine, n_seqs: int) -> Iterator[First]:
     def prompts(extent: int, n: int) -> Iterator[First]:
         for width in widths:
             others: list[Entry] = [(i, (0,), "last") for i in range(1, width)]
-            for total in (n, n - 1):  # with a place that is added, and without
+            for total in (n, n - 1):  # without a padding token, and with one
                 if (own := total - len(others)) > 1:
                     yield from _fitted(engine, [(0, range(own), "last"), *others], extent)
         yield from _fitted(engine, [(0, range(n), "none")], extent)
@@ -154,7 +156,7 @@ def _sizes(least: int, most: int) -> Iterator[int]:
 
 
 def _fitted(engine: Engine, work: Work, extent: int) -> Iterator[First]:
-    """The step behind as many cells as bring it to an extent; none where it does not fit."""
+    """The step, after as many cells as bring it to an extent; nothing where it does not fit."""
     cache = engine.cache
     new = len(work[0][1]) if cache.n_regions > 1 else n_tokens(work)
     n_past = min(extent, cache.n_ctx_seq) - new

@@ -1,14 +1,14 @@
 """ROOM #14924: steps of several sequences in few shapes, so that programs and plans are reused.
 
 While a server runs, the number of its sequences changes from step to step. Each number is another
-step shape, and a program of its own is built and captured for it. So numbers are rounded up:
+step shape, for which a program is built and captured. So numbers are rounded up:
 
     a token each   1 2 4 8 16 24 32 48 64 96 128 192 256 ..; as many tokens as sequences and outputs
     one sequence   tokens 16 24 32 48 ..
     several        tokens as for one, sequences and outputs 1 2 4 8 16 32 64 ..
 
-A token that is added sees nothing, and has no cell. Where there are several sequences, it belongs
-to one that is added, without a region of its own.
+An added token sees nothing, and has no cell. Where there are several sequences, it belongs to an
+added sequence, which has no region of its own.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ LEAST_TOKENS = 16  # of a step in which sequences have several
 
 
 class Sizes(NamedTuple):
-    """Of a step: its tokens, sequences and outputs."""
+    """The sizes of a step: its tokens, sequences and outputs."""
 
     n_tokens: int
     n_seqs: int
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
 
 
 def size(n: int) -> int:
-    """The least size that n things fit: a power of two, or from 16 on half as much more."""
+    """The least size that n things fit into: a power of two, or, from 16 on, half as much more."""
     whole = 1 << max(0, n - 1).bit_length()
     between = whole // 4 * 3
     return between if between >= max(n, 24) else whole
@@ -43,8 +43,8 @@ def padded(exact: Sizes, n_ubatch: int) -> Sizes:
     more = min(size(max(n_tokens, LEAST_TOKENS)), n_ubatch)
     seqs = n_seqs
     if n_seqs > 1:
-        # tokens that are added belong to none of the sequences; as many sequences as tokens would
-        # say that each has one
+        # added tokens belong to an added sequence; there must be fewer sequences than tokens, or
+        # each sequence would have one token
         wanted = n_seqs + (more > n_tokens)
         seqs = max(n_seqs, min(1 << (wanted - 1).bit_length(), more - 1))
     outputs = seqs if 0 < n_outputs <= seqs else min(size(n_outputs), more) if n_outputs else 0
@@ -52,7 +52,7 @@ def padded(exact: Sizes, n_ubatch: int) -> Sizes:
 
 
 def as_they_are(exact: Sizes, n_ubatch: int) -> Sizes:
-    """Nothing is added."""
+    """The sizes as they are: nothing is added."""
     return exact
 
 
@@ -60,5 +60,5 @@ Rule = Callable[[Sizes, int], Sizes]
 
 
 def sizes_of(toggles: Toggles) -> Rule:
-    """The rule that toggles want: (sizes, n_ubatch) -> sizes."""
+    """The rule that toggles ask for: (sizes, n_ubatch) -> sizes."""
     return padded if toggles.batch_sizes == BatchSizes.PADDED else as_they_are

@@ -10,7 +10,7 @@ from workbench.engine.slots.asks import Ask, Ended, Logprobs, Timings
 from workbench.model.sampler import Sampler
 from workbench.trace.spans import now_ns
 
-NEVER = -9999.0  # what OpenAI says in place of the logarithm of 0, which JSON does not know
+NEVER = -9999.0  # OpenAI's value for the logarithm of 0, which JSON does not have
 
 
 class Token(NamedTuple):
@@ -34,10 +34,12 @@ class Stepped(NamedTuple):
 
 
 class Request:
-    """An Ask that waits or runs. room: cells that it may have.
+    """An Ask that waits or runs. room: the cells that it may have.
 
-    planned: tokens that it has, or that are under way. todo: tokens of its prompt that no step has
-    yet. cells: what it may need in all. range: its NVTX range, until it is over.
+    planned: tokens that it has, or that are under way.
+    todo: tokens of its prompt that are in no step yet.
+    cells: all cells that it may need.
+    range: its NVTX range, until it is over.
     """
 
     range = 0
@@ -56,7 +58,7 @@ class Request:
         self.begun_ns = self.first_ns = self.last_ns = 0
 
     def is_late(self, now: int) -> bool:
-        """Whether its time is over."""
+        """Whether its time limit has passed."""
         return self.due_ns is not None and self.due_ns < now
 
     @property

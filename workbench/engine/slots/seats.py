@@ -1,11 +1,11 @@
-"""Which slot and which cells a request gets, and what stays in both when it ends.
+"""Which slot and which cells a request gets, and which cells stay when it ends.
 
 A slot that is free keeps its cells. A prompt that begins like these cells is computed only from the
 token where the two differ.
 
     a region each    the cells of a slot are its own. A request finds them there, or gets copies
     one region       a request reserves all cells that it may need. Idle slots give up their cells
-                     for it, the slot used longest ago first
+                     for it; the slot that was used longest ago gives up first
 
 After a step that failed, the slots keep no cells: nobody has computed them.
 """
@@ -26,7 +26,7 @@ from workbench.trace.spans import now_ns
 if TYPE_CHECKING:
     from workbench.engine.cache.kv_cache import KVCache
 
-LEAST_CELLS = 2  # of a request: a token of its prompt, and one to make
+LEAST_CELLS = 2  # of a request: for a token of its prompt, and for a token to make
 LEAST_GAIN = 32  # tokens that must be saved before cells of another slot are copied
 
 
@@ -82,7 +82,7 @@ class Kept:
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens a and b begin with alike."""
+    """The length of the common prefix of a and b."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n
@@ -101,13 +101,12 @@ class Slot:
 def slot_for(
     prompt: np.ndarray, free: Sequence[Slot], slots: Sequence[Slot], choice: str
 ) -> tuple[Slot, Slot | None, int]:
-    """The slot of `free` for a prompt, the slot whose cells it copies, and how many cells it has.
+    """The slot of `free` for a prompt, the slot whose cells it copies, and how many tokens of the
+    prompt then have cells. The second is None where the slot uses its own cells. The prompt's last
+    token is always computed.
 
-    The second is None where the slot uses its own cells. The last number counts tokens of the
-    prompt whose cells are there. The prompt's last token is always computed.
-
-    choice: longest_prefix takes the slot that has most of the prompt; of several, the slot used
-    longest ago (llama.cpp: `get_available_slot`). lowest_free takes the lowest number.
+    choice: longest_prefix takes the slot that has most of the prompt; of several, the slot that was
+        used longest ago (llama.cpp: `get_available_slot`). lowest_free takes the lowest number.
     """
     rest = prompt[:-1]
     alike = {slot.sequence: _common(slot.kept.tokens, rest) for slot in slots}
@@ -127,7 +126,7 @@ class Seats:
         self.slots = [Slot(i, cache.region_cells) for i in range(n)]
         self._cache, self._choice = cache, choice
         self._n_kept: int | None = 0  # None: it may have changed
-        self._reserved = 0  # cells of all that run, where these share a region
+        self._reserved = 0  # cells of all running requests, where they share a region
 
     @property
     def free(self) -> list[Slot]:
@@ -135,7 +134,7 @@ class Seats:
 
     @property
     def n_kept(self) -> int:
-        """Cells that no request holds: the slots that have them are free."""
+        """How many cells free slots keep."""
         if self._n_kept is None:
             idle = [slot for slot in self.free if len(slot.kept)]
             self._n_kept = sum(len(slot.kept) for slot in idle)
@@ -148,8 +147,9 @@ class Seats:
         return self._n_kept
 
     def seat(self, request: Request) -> Slot | None:
-        """A slot for a request. None where there is no slot, or not all cells that the request may
-        need. The request's `n_cached` says how many tokens of its prompt have cells already."""
+        """A slot for a request. None where there is no slot, or where some of the cells that the
+        request may need are missing. The request's `n_cached` then says how many tokens of its
+        prompt have cells already."""
         free, cache = self.free, self._cache
         if not free or (cache.n_regions == 1 and self._reserved + request.cells > cache.n_ctx_seq):
             return None
@@ -173,7 +173,7 @@ class Seats:
 
     def leave(self, slot: Slot, request: Request, keeps: bool) -> None:
         """Takes a request that has ended from its slot. keeps: the slot keeps the cells whose
-        tokens are known; else none."""
+        tokens are known; otherwise it keeps none."""
         slot.request = None
         self._reserved -= request.cells
         slot.used_ns = now_ns()
@@ -185,8 +185,12 @@ class Seats:
             self._keep(slot, 0)
 
     def _make_room(self, cells: int, but: Sequence[Slot]) -> None:
-        """Takes cells from idle slots until those that run have all that they may need, from the
-        slot used longest ago first. cells: of one more request. but: slots to leave alone."""
+        """Takes cells from idle slots until all running requests have the cells that they may need.
+        The slot that was used longest ago gives up its cells first.
+
+        cells: of one more request.
+        but: slots that keep their cells.
+        """
         if self._cache.n_regions > 1:
             return
         idle = [slot for slot in self.free if slot not in but and len(slot.kept)]

@@ -1,28 +1,28 @@
 """ROOM #14924: continuous batching. Requests share an engine, each in a slot, step by step.
 
 A slot is a sequence of the engine's cache with a place in every step. A request waits until a slot
-is free, and cells for all of its tokens are. So none has to give way later:
+is free, and until cells for all of its tokens are free. So no request has to give way later:
 
-    waiting   in the order in which they came; the first one waits for what it needs
-    prompt    its tokens go into steps as there is room: behind a token of each slot that generates,
-              prompts fill a step up to n_ubatch, in the order in which they began
-    tokens    one in each step, until the last one, an end, a limit of time, or nobody wants more
+    waiting   requests wait in the order in which they came; the first waits for what it needs
+    prompt    the tokens of prompts go into steps as there is room. A step first has a token of each
+              slot that generates. Then prompts fill it up to n_ubatch, in the order in which they
+              began
+    tokens    one in each step, until the last token, an end token, a time limit, or a cancellation
 
 A prompt that is scored has logits of every token, which the host looks at. They are many bytes, so
-a step has at most SCORED of its tokens.
+a step has at most SCORED tokens of such prompts.
 
-Where the device draws tokens and results come behind (sampling=device, results=behind), a step is
-issued before the host knows the tokens of the step before. The host looks at those while the device
-computes:
+With sampling=device and results=behind, a step is issued before the host knows the tokens of the
+step before. The host looks at those tokens while the device computes:
 
     device  | step n          | step n + 1      | step n + 2
     host     n + 1   n - 1     n + 2   n         n + 3   n + 1       issue .. look at results
 
-So a request that turns out to be over has a token too many under way. Nobody looks at it, and its
-cell is let go. Otherwise the host draws, and waits for each step.
+So a request that turns out to be over has one more token under way. Nobody looks at that token, and
+its cell is freed. With other toggles the host draws, and waits for each step.
 
-A slot that is free keeps its cells. A prompt that begins like what a slot has (or another sequence,
-whose cells are copied or shared) is computed from where the two part.
+A free slot keeps its cells. A prompt that begins like the tokens of a slot (its own, or another,
+whose cells are copied or shared) is computed from the token where the two differ.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine
     from workbench.engine.step import Pending
 
-RECENT = 1 / 16  # the share of the last step in what a step takes
+RECENT = 1 / 16  # the weight of the last step in the average time of a step
 SCORED = 32  # rows of logits of a step that score prompts: 16 MB at 128,000 tokens
 
 NOT_FINITE = "its logits are not finite; the model or its cache is broken"
@@ -70,8 +70,10 @@ class _Row(NamedTuple):
 
 
 class _Output(NamedTuple):
-    """A row of a step's outputs, and whose it is. scores: which token of the prompt its logits are
-    held against; 0: a token is drawn of them."""
+    """A row of a step's outputs, with its slot and request.
+
+    scores: the number of the prompt's token that its logits score; 0: a token is drawn from them.
+    """
 
     slot: Slot
     request: Request
@@ -79,7 +81,7 @@ class _Output(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step under way. over: the requests that end with their prompt, whose last token it has."""
+    """A step under way. over: requests that end with their prompt, whose last token is in it."""
 
     pending: Pending
     rows: list[_Output]
@@ -89,10 +91,10 @@ class _Step(NamedTuple):
 
 
 class Slots:
-    """n_slots slots of an engine. n_waiting: most requests that wait for one.
+    """n_slots slots of an engine. n_waiting: the most requests that wait for a slot.
 
-    `ask` takes a request, `step` issues a step and returns what an earlier one has made. Numbers of
-    requests are the caller's, each given once. The engine's cache is emptied.
+    `ask` takes a request. `step` issues a step, and returns what an earlier step has made. The
+    caller numbers requests, and gives each number once. The engine's cache is emptied.
     """
 
     def __init__(self, engine: Engine, n_slots: int, n_waiting: int = 1024):
@@ -121,7 +123,7 @@ class Slots:
         self._ended: list[Ended] = []
         self.n_steps = self.n_prompt = self.n_cached = self.n_made = 0
         self.step_ns = self.sampling_ns = self._busy_until = 0
-        self.recent_ns = 0.0  # what a step takes: the first ones, whose programs are made, fade
+        self.recent_ns = 0.0  # average time of a step; the first, slow steps fade out of it
 
     # requests ----------------------------------------------------------------------------------
 
@@ -142,11 +144,11 @@ class Slots:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more requests may wait. The first few find slots that are free."""
+        """Whether no more requests may wait. Requests that find a free slot do not wait."""
         return len(self._waiting) >= self.n_waiting + len(self._seats.free)
 
     def ask(self, ask: Ask) -> None:
-        """Takes a request that nothing refuses."""
+        """Takes a request for which `refusal` is empty."""
         request = self._waiting[ask.number] = Request(ask, self.room)
         request.range = self.engine.ranges.start("request", "request", ask.number)
 
@@ -155,8 +157,8 @@ class Slots:
         self._end(number, CANCELLED)
 
     def retry_after_s(self) -> float:
-        """When a slot will probably be free: by the time that steps take lately, and the tokens
-        that the requests here have to make."""
+        """In how many seconds a slot will probably be free: from the recent time of a step, and the
+        tokens that all requests here still have to make."""
         each_s = self.recent_ns / 1e9
         left = [request.most - request.made for _, request in self._running.values()]
         left += [request.most for request in self._waiting.values()]
@@ -178,9 +180,9 @@ class Slots:
     # a step ------------------------------------------------------------------------------------
 
     def step(self) -> Stepped:
-        """Issues a step where there is work, and returns what the step before has made, or this
-        one. Where a step fails, its error is raised, and all requests have ended with FAILED:
-        `drop` tells of them, or the next step."""
+        """Issues a step if there is work. Returns what the step before has made, or this step where
+        the host waits for it. Where a step fails, its error is raised, and all requests have ended
+        with FAILED; `drop` or the next `step` returns them."""
         with self.engine.ranges.scope("server step", "server", len(self._running)):
             return self._step()
 
@@ -192,7 +194,7 @@ class Slots:
         )
         found = Stepped([], [], {})
         if self._under_way and not (draws and self._under_way[-1].draws):
-            self._complete(0, found)  # the host wants to know its tokens
+            self._complete(0, found)  # the host must know its tokens
         work, rows, over = self._work(draws)
         if work:
             begun = now_ns()
@@ -214,7 +216,7 @@ class Slots:
                 self._end(request.ask.number, TIMEOUT)
 
     def _admit(self) -> None:
-        """Gives slots to the first that wait, as long as there are slots and cells."""
+        """Gives slots to waiting requests, in their order, as long as there are slots and cells."""
         while self._waiting:
             number, request = next(iter(self._waiting.items()))
             slot = self._seats.seat(request)
@@ -227,8 +229,9 @@ class Slots:
             self.engine.draws.samplers[slot.sequence] = request.sampler
 
     def _work(self, draws: bool) -> tuple[list[Entry], list[_Output], list[_Row]]:
-        """The next step: a token of each slot that generates, and as many tokens of prompts as fit
-        beside them. With the requests of its rows, and those that end with their prompt."""
+        """The work of the next step: a token of each slot that generates, then as many tokens of
+        prompts as fit. With it, the requests of its rows, and requests that end with their
+        prompt."""
         work: list[Entry] = []
         rows: list[_Output] = []
         over: list[_Row] = []
@@ -278,7 +281,7 @@ class Slots:
     # results -----------------------------------------------------------------------------------
 
     def _complete(self, n: int, found: Stepped) -> None:
-        """Looks at the results of all steps under way but the last n."""
+        """Looks at the results of all steps under way except the last n."""
         while len(self._under_way) > n:
             step = self._under_way.popleft()
             with self._failing():
@@ -354,7 +357,7 @@ class Slots:
             self._end_full(request, now)
 
     def _end_full(self, request: Request, now: int) -> None:
-        """Ends a request that has all its tokens."""
+        """Ends a request that has all of its tokens."""
         reasons = [LENGTH, *[TIMEOUT] * request.is_late(now)]
         self._end(request.ask.number, foremost(reasons))
 
@@ -371,7 +374,7 @@ class Slots:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Where the body fails, all requests have."""
+        """Where the body fails, all requests end with FAILED."""
         try:
             yield
         except BaseException as error:
@@ -385,7 +388,7 @@ class Slots:
         self._seats.forget()
 
     def drop(self) -> list[Ended]:
-        """Ends all requests with FAILED: the engine has broken."""
+        """Ends all requests with FAILED, because the engine has failed. Returns them."""
         self._fail("the engine failed")
         ended, self._ended = self._ended, []
         return ended
