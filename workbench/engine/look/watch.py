@@ -99,7 +99,7 @@ class Trace(Watch):
         self.fail()
         for time in self._times.read(
             self._step, waited
-        ):  # only now: reading is no part of the step
+        ):  # now: reading is no part of a step
             span = span_of(time)
             self._recorder.add(
                 span.name, span.category, span.lane, span.start_ns, span.end_ns, **span.args
