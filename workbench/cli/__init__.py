@@ -2,9 +2,9 @@
 
 Exit status: 0 done, 1 error, 2 wrong usage, 3 slower than `compare --fail-below` allows, 130
 interrupted, 143 terminated, 129 the terminal closed. Every error is one line: `error: what is
-wrong, where, what to do`. Where standard output is full or closed, that is such an error, of status
-2. A pipe's reader may have seen enough (`| head -1`). Then the command ends without a word, with
-the status 141 of a program that SIGPIPE ended.
+wrong, where, what to do`. A standard output that is full or closed is such an error, with status 2.
+Where the reader of a pipe has seen enough (`| head -1`), the command ends without a message, with
+status 141, as a program that SIGPIPE ended.
 """
 
 import sys
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _end_of(arguments: list[str]) -> tuple[int, str]:
-    """Runs a command: its exit status, and the error to print where there is one."""
+    """Runs a command. Returns its exit status, and the error to print, if there is one."""
     stop = Stop()
     try:
         streams.prepare()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from workbench.program.check.hazards import CommandAt, Findings
     from workbench.program.commands import Program
 
-RACES = 3  # exit status where there are any
+RACES = 3  # exit status where commands race
 
 
 @app.command
@@ -28,15 +28,15 @@ def check(
         f.Whole, f.flag("tokens of a prompt; 1: a decode", validator=f.AT_LEAST_1)
     ] = 1,
     n_decoded: Annotated[
-        f.Whole, f.flag("single tokens behind each prompt", validator=f.AT_LEAST_0)
+        f.Whole, f.flag("single tokens after each prompt", validator=f.AT_LEAST_0)
     ] = 0,
     as_json: f.AsJson = False,
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Prove that a decode, or prompt after prompt with tokens behind it, is free of races, and list
-    the waits that it could do without. Nothing is computed; what an engine refuses without --unsafe
-    is checked, too. Exit status 3 where commands race."""
+    """Prove that a decode, or a series of prompts with tokens after each, is free of races, and
+    list the waits that it could do without. Nothing is computed. Orderings that an engine refuses
+    without --unsafe can be checked too. Exit status 3 where commands race."""
     from workbench.engine.cache.room import Room
     from workbench.program.check import hazards
 
@@ -66,8 +66,9 @@ def check(
 
 
 def _declared(backend: Any) -> Callable[[Node], bool]:
-    """Whether the kernels of a node declare their wait for the launch in front of them: by what
-    each kernel says of itself, where a backend names them, and not by the rule it lowers with."""
+    """Whether the kernels of a node declare their wait for the launch before them. Asked is each
+    kernel itself, where a backend names its kernels, and not the rule by which programs are
+    lowered."""
 
     def declared(node: Node) -> bool:
         kernels = backend.kernels_of(node)
@@ -77,7 +78,7 @@ def _declared(backend: Any) -> Callable[[Node], bool]:
 
 
 def lines(cycle: list[Program], found: Findings) -> list[str]:
-    """Findings for reading."""
+    """The lines that report findings."""
     from workbench.program.letters import once
 
     laps = len(found.steps) // len(cycle)

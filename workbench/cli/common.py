@@ -44,7 +44,7 @@ def say(line: str) -> None:
 
 
 def say_replays(counters: Mapping[str, int]) -> None:
-    """Says what became of an engine's plans, where it has any."""
+    """Prints a line on an engine's plans, where it has any."""
     from workbench.backend.plan.life import in_words
 
     if words := in_words(counters):
@@ -52,7 +52,7 @@ def say_replays(counters: Mapping[str, int]) -> None:
 
 
 def say_ranges(ranges: NoRanges) -> None:
-    """Says that there are NVTX ranges, and whether a tool listens, where there are any."""
+    """Where there are NVTX ranges, prints a line that says so, and whether a tool listens."""
     if ranges.on:
         say(f"NVTX ranges: {ranges.words}; they take time (--nvtx off leaves them out)")
 
@@ -68,9 +68,12 @@ def load(
     start: str = BEST,
     computes: bool = True,
 ) -> Engine:
-    """As `Engine.load`, and says on what device and with which toggles. start: the preset, unless
-    one is named. check: refuses what only the opened model shows, before weights are read, and is
-    told what room a sequence will have. computes: the device has to."""
+    """As `Engine.load`; also prints the device and the toggles.
+
+    start: the preset, unless the command names another.
+    check: given the opened model and the room of a sequence, before weights are read; it may
+    refuse. computes: the device must be one that computes.
+    """
     from workbench.engine.cache.kv_cache import n_regions
     from workbench.engine.cache.room import Room
     from workbench.engine.choose import resolve
@@ -105,13 +108,13 @@ def load(
 
 
 def check_new(folder: Path | None) -> None:
-    """Raises UsageError where the run folder is there already, or cannot be written."""
+    """Raises UsageError where the run folder exists already, or cannot be written."""
     if folder is not None:
         check_folder(folder, new=True)
 
 
 def as_typed(flag: str, text: str) -> str:
-    """An argument that is text and no path: UTF-8, whatever letters the locale has."""
+    """An argument that is text, not a path: UTF-8, whatever letters the locale has."""
     try:
         return os.fsencode(text).decode("utf-8")
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
 """Flags that many commands take, with their help: settings of an engine, and toggles.
 
-llama.cpp's names are taken with llama.cpp's meaning. The flags of toggles are made of the
-table's rows, so a new toggle needs no line here.
+Flags with llama.cpp's names have llama.cpp's meaning. The flags of toggles are made from the rows
+of the table, so a new toggle needs no line here.
 """
 
 import dataclasses
@@ -30,13 +30,18 @@ from workbench.config.presets import preset_words
 
 
 def flag(help: str, names: str | None = None, **settings: Any) -> Parameter:
-    """A parameter of a command: its help, its names where the argument's own does not do, and
-    settings of cyclopts. No flag has a `--no-...`."""
+    """A parameter of a command.
+
+    help: its help line.
+    names: its names, where the argument's own name is not enough.
+
+    Other arguments are settings of cyclopts. No flag has a form `--no-...`.
+    """
     return Parameter(names and names.split(), help=help, **({"negative": ""} | settings))
 
 
 def whole(_: Any, tokens: Any) -> int:
-    """A whole number; ValueError for 1.5 and 1e3, which cyclopts would round."""
+    """A whole number. Raises ValueError for 1.5 and 1e3, which cyclopts would round."""
     return _whole(tokens[0].value)
 
 
@@ -69,8 +74,8 @@ TOGGLES = Group(
 )
 CachedAs = Literal["f16", "bf16", "f32", "q8_0"]  # K and V in the cache
 _CACHED = f"{', '.join(CACHE_TYPES[:-1])} or {CACHE_TYPES[-1]}"
-SERVED_TOKENS = 4096  # most of a request, prompt and answer, where nobody says
-ATTENTION = ("auto", "on", "off", "1", "0")  # what -fa takes in llama.cpp, and in llama-bench
+SERVED_TOKENS = 4096  # the most tokens of a request, prompt and answer, by default
+ATTENTION = ("auto", "on", "off", "1", "0")  # values of -fa in llama.cpp, and in llama-bench
 
 
 def check_computes(device: str) -> None:
@@ -84,7 +89,7 @@ def check_computes(device: str) -> None:
 
 @dataclass(frozen=True)
 class EngineSettings(EngineConfig):
-    """EngineConfig as flags. n_batch and flash_attn are taken for llama.cpp's sake."""
+    """EngineConfig as flags. n_batch and flash_attn are accepted because llama.cpp has them."""
 
     device: Annotated[str, flag(devices.in_words(also_idle=True))] = "auto"
     n_ctx: Annotated[
@@ -163,13 +168,13 @@ class EngineSettings(EngineConfig):
         super().__post_init__()
 
     def plain(self) -> EngineConfig:
-        """What the engine is built with."""
+        """The configuration of the engine."""
         names = [f.name for f in dataclasses.fields(EngineConfig)]
         return EngineConfig(**{name: getattr(self, name) for name in names})
 
     @property
     def notes(self) -> list[str]:
-        """What is asked for in vain, a line each."""
+        """A line for each flag that has no effect here."""
         if self.flash_attn in ("off", "0"):
             return ["-fa off changes nothing: attention is one fused kernel here"]
         return []
@@ -190,14 +195,14 @@ class ServedSettings(EngineSettings):
 
 
 class GivenToggles:
-    """A preset's name, and the toggles that are given beside it; None is not given. Its fields are
-    made of the table of toggles (`_flags`)."""
+    """A preset's name, and toggles that change it; None where one is not given. The fields are made
+    from the table of toggles (`_flags`)."""
 
     preset: str | None
 
     def wanted(self, start: str = BEST) -> TogglePreset:
-        """The preset (`start` unless one is named) with what is given. Raises UsageError for names
-        and values that do not exist, and for a clash in a fixed preset."""
+        """The preset (`start` unless another is named) with the given toggles. Raises UsageError
+        for names and values that do not exist, and for a clash with a fixed preset."""
         given = {
             name: value
             for name in (*FAMILIES, *Toggles.names())
@@ -210,7 +215,7 @@ class GivenToggles:
 
 
 def _help(name: str) -> str:
-    """What a toggle decides, and a word on each of its values."""
+    """The help of a toggle: what it decides, and what each value does."""
     row, values = Toggles.row(name), " or ".join(Toggles.values(name))
     if name in FAMILIES:
         return f"every --{name}-... that is not given itself: {values}"

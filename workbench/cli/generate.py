@@ -97,7 +97,7 @@ def logits(
 ) -> None:
     """Write the logits of every token: float32, one row per token, vocabulary wide.
 
-    Rows that are not finite are written, too; a note on stderr names the first and its cause.
+    Rows that are not finite are written too; a note on stderr names the first, and its cause.
     """
     import numpy as np
 
@@ -157,7 +157,7 @@ def program(
 
 
 def _in_words(replay: Replay, program: Program) -> str:
-    """What is in a plan, as `6 copies, 35 launches on embedded:0`."""
+    """The contents of a plan, as `6 copies, 35 launches on embedded:0`."""
     kinds = Counter(part.kind for part in replay.parts)
     said = [f"{n} {kind if n == 1 else _PLURALS[kind]}" for kind, n in kinds.items()]
     streams = dict.fromkeys(s for s in [replay.stream, *(p.stream for p in replay.parts)] if s)

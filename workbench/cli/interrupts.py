@@ -1,9 +1,9 @@
-"""Ctrl-C, SIGTERM and SIGHUP end a command cleanly wherever they strike: as KeyboardInterrupt, so
-that whoever measures keeps what is finished, and whoever writes leaves nothing half written.
+"""Ctrl-C, SIGTERM and SIGHUP end a command cleanly at any time. They arrive as KeyboardInterrupt,
+so that finished measurements are kept, and nothing is left half written.
 
 Python raises KeyboardInterrupt in whatever the main thread runs. That may be a finalizer, or a
-callback from compiled code. Nothing can catch it there, and the interpreter drops it: a generation
-that was told to stop goes on.
+callback from compiled code. There nothing can catch it, and the interpreter drops it: a generation
+that was told to stop would go on. So an interrupt that was dropped is raised again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-AGAIN_S = 0.01  # then the finalizer has ended, or the next interrupt is dropped like the first
+AGAIN_S = 0.01  # by then the finalizer has ended, or the next interrupt is dropped too
 WORDS = {
     signal.SIGINT: "interrupted",
     signal.SIGTERM: "terminated",
@@ -25,14 +25,14 @@ WORDS = {
 
 
 class Stop:
-    """Which signal struck last."""
+    """The latest signal."""
 
     def __init__(self) -> None:
         self.signal = signal.SIGINT
 
     @property
     def status(self) -> int:
-        """The exit status, as a shell has it."""
+        """The exit status, as shells define it."""
         return 128 + self.signal
 
     def __str__(self) -> str:
@@ -45,8 +45,8 @@ class Stop:
 
 @contextmanager
 def heeded(stop: Stop | None = None) -> Iterator[None]:
-    """In the body the signals of WORDS raise KeyboardInterrupt, and `stop` knows which. Ignored
-    signals stay ignored. A dropped interrupt is raised again AGAIN_S seconds later."""
+    """In the body the signals of WORDS raise KeyboardInterrupt, and `stop` notes which signal came.
+    Ignored signals stay ignored. A dropped interrupt is raised again AGAIN_S seconds later."""
     before = sys.unraisablehook
     stop = stop or Stop()
     again: threading.Timer | None = None

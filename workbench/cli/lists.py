@@ -19,7 +19,7 @@ Listed = Annotated[list[str], Parameter(negative="", consume_multiple=False)]
 
 def numbers(flag: str, texts: str | Iterable[str]) -> list[int]:
     """The whole numbers of a list, in its order. Raises UsageError, naming `flag`, for anything
-    else and for a range that does not end."""
+    else, and for a range that does not end."""
     given = [texts] if isinstance(texts, str) else list(texts)
     return [n for text in given for part in text.split(",") for n in _numbers(flag, part.strip())]
 
@@ -54,10 +54,11 @@ LISTED = ("n_ubatch", "threads", "n_gpu_layers", "n_batch", "flash_attn")
 
 
 class SeveralSettings:
-    """`EngineSettings` in which LISTED take lists; its fields are made by `_several`."""
+    """`EngineSettings` in which the flags of LISTED take lists. Its fields are made by
+    `_several`."""
 
     def each(self) -> list[EngineSettings]:
-        """One for each combination that makes an engine of its own. Raises UsageError."""
+        """The settings of each engine: one for each combination that differs. Raises UsageError."""
         given: dict[str, list[Any]] = {}
         for f in fields(EngineSettings):
             value = getattr(self, f.name)
@@ -78,7 +79,7 @@ class SeveralSettings:
 
 
 def _as_numbers(texts: Sequence[str]) -> list[str]:
-    """As llama.cpp has it, all the layers are `all`, too."""
+    """As in llama.cpp, `all` stands for all layers."""
     return [{"all": "-1", "auto": "-1"}.get(text, text) for text in texts]
 
 

@@ -1,4 +1,4 @@
-"""Commands that measure, and write what they found to run folders and reports."""
+"""Commands that measure, and write their results to run folders and reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bench(
         Listed, f.flag("tokens cached before a test, as 0,4096", "--n-depth -d")
     ] = DEPTHS,
     pg: Annotated[
-        Listed | None, f.flag("a prompt and tokens behind it, as 512,128", "--pg -pg")
+        Listed | None, f.flag("a prompt and tokens after it, as 512,128", "--pg -pg")
     ] = None,
     n_parallel: Annotated[
         Listed | None,
@@ -108,7 +108,7 @@ def bench(
 
 
 def _folders(out: Path | None, n: int) -> list[Path | None]:
-    """Where the runs of n engines go."""
+    """The run folders of n engines."""
     if out is None or n == 1:
         return [out] * n
     return [out.with_name(f"{out.name}-{i}") for i in range(1, n + 1)]

@@ -14,7 +14,7 @@ from workbench.common.shipped import shipped
 notebooks_app = App(name="notebooks", help="Copy the notebooks that come with the package.")
 app.command(notebooks_app)
 
-# what the notebooks link to in a checkout, and where a copy of it lies beside them
+# a page that the notebooks link to in a checkout, and where its copy lies beside copied notebooks
 LINKED, COPIED = "../data/results/README.md", "recorded_results.md"
 
 

@@ -1,4 +1,4 @@
-"""The command that says where the time of a token goes, and writes the trace that shows it."""
+"""The command that reports where the time of a token goes, and writes the trace that shows it."""
 
 import textwrap
 from functools import partial
@@ -39,8 +39,8 @@ def profile(
 ) -> None:
     """Say where a token's time goes: by kernel, by phase of the host, by gap; write the trace.
 
-    How long a token and its gap are comes from untraced steps, by the device's own stamps. What is
-    traced is labelled so: it attributes time, and does not measure it.
+    The times of a token and of its gap come from untraced steps, by the device's own stamps.
+    Figures of traced steps are labelled so: they attribute time, and do not measure it.
     """
     from workbench.benchmarks.times import profiling
     from workbench.benchmarks.workload import long_enough, parse

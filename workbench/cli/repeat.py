@@ -1,4 +1,4 @@
-"""The flags of commands that repeat a test until it is known, and that go on with a run."""
+"""The flags of commands that repeat a test until its result is precise enough, or resume a run."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -21,8 +21,8 @@ class Repeat:
     ] = None
 
     def arguments(self, n: int = 1) -> dict[str, Any]:
-        """What `ab` and `bench` take, by keyword; n calls of them share the time. Raises UsageError
-        for what is no share, no length of time, or a time without a share."""
+        """The keyword arguments of `ab` and `bench`; n calls share the time. Raises UsageError for
+        a text that is no share or no length of time, and for a time without a share."""
         from workbench.benchmarks.compare import until
 
         if self.until is None:

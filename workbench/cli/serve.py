@@ -22,7 +22,7 @@ MOST_PORT = 65535
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where it listens, whom it serves, and what a request gets that does not say."""
+    """Where a server listens, whom it serves, and the defaults of requests."""
 
     host: Annotated[str, f.flag("address to listen at; others than this machine's need a key")] = (
         "127.0.0.1"
@@ -86,10 +86,10 @@ def serve(
 ) -> None:
     """Serve a model by HTTP: OpenAI's completions and chats, and llama.cpp's own endpoints.
 
-    Preset best has what serving wants beside it: a region of the cache for each slot, tokens drawn
-    on the device, results behind the next step.
+    Preset best also has what a server needs: a region of the cache for each slot, tokens drawn on
+    the device, results that arrive while the next step runs.
 
-    Ends gracefully on Ctrl-C and SIGTERM: what runs is finished first. A second one ends it at
+    On Ctrl-C and SIGTERM running requests are finished first. A second signal ends the server at
     once. /openapi.json describes the interface, /metrics is for Prometheus.
     """
     from workbench.engine.slots.seats import check_cells
@@ -150,7 +150,7 @@ def serve(
 
 
 def _text(path: Path | None) -> str | None:
-    """What is in a file. Raises UsageError where it is not to be read."""
+    """The text of a file. Raises UsageError where it cannot be read."""
     if path is None:
         return None
     try:
@@ -162,7 +162,7 @@ def _text(path: Path | None) -> str | None:
 
 
 def _template(path: Path | None) -> str | None:
-    """The template in a file. Raises UsageError for what is none."""
+    """The template in a file. Raises UsageError where it is no template."""
     from jinja2 import TemplateError
 
     from workbench.server.render import compiled
@@ -186,7 +186,7 @@ def _origin(text: str) -> str:
 
 
 def _keys(path: Path | None) -> tuple[bytes, ...]:
-    """The API keys in a file. Raises UsageError where there is none."""
+    """The API keys in a file. Raises UsageError where there are none."""
     text = _text(path)
     if text is None:
         return ()

@@ -1,4 +1,4 @@
-"""`workbench serve-bench`: a load on a server, and what its requests saw."""
+"""`workbench serve-bench`: a load on a server, and the times that its requests saw."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOAD, CLIENT = Group("Load", sort_key=-2), Group("Client", sort_key=-1)
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """What is sent, and when."""
+    """The requests, and when they are sent."""
 
     rate: Annotated[
         str | None, f.flag("requests a second, as 1,2.5,inf: a row each; inf: all at once")
@@ -65,7 +65,7 @@ class LoadSettings:
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """Who sends it."""
+    """The client that sends them."""
 
     client_processes: Annotated[
         f.Whole, f.flag("that share the requests", validator=f.AT_LEAST_1)
@@ -102,8 +102,8 @@ def serve_bench(
 ) -> None:
     """Send requests to a server at given rates or concurrencies, and time every token.
 
-    The server is any with OpenAI's /v1/completions that takes token ids (--url), or one of the file
-    -m; then flags of the engine and toggles are its own. The client is a process of its own.
+    With --url: any server with OpenAI's /v1/completions that takes token ids. With -m: a server of
+    that file, with the flags of an engine and toggles. The client is a process of its own.
     """
     from workbench.common.tables import known_columns
     from workbench.traffic import bench, bench_text
@@ -168,7 +168,8 @@ def _key(file: Path) -> str:
 
 
 def _spec(load: LoadSettings, client: ClientSettings, slots: int | None) -> BenchSpec:
-    """Everything but the ids of prompts, which the server's model has; checked before it begins."""
+    """The load, checked before it begins; all but the ids of prompts, which depend on the server's
+    model."""
     import numpy as np
 
     from workbench.traffic.bench import BenchSpec
@@ -192,7 +193,7 @@ def _spec(load: LoadSettings, client: ClientSettings, slots: int | None) -> Benc
 
 
 def _server_flags(config: f.EngineSettings, toggles: f.GivenToggles) -> Iterator[str]:
-    """Flags of the engine and toggles that were given, as one types them."""
+    """The flags of the engine and the toggles that were given, as typed."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         flag = f"--{field.name.replace('_', '-')}"

@@ -1,8 +1,8 @@
 """Standard output and standard error, whatever they are: a terminal without our letters, a full
 disk, a pipe whose reader has gone, or closed.
 
-What goes to standard output is the result: where it is lost, the command ends and says so. What
-goes to standard error is for the eye: where it is lost, the command goes on.
+Standard output takes the result: where it is lost, the command ends and says so. Standard error
+takes remarks for the eye: where they are lost, the command goes on.
 """
 
 import errno
@@ -21,12 +21,12 @@ UNKNOWN_LETTERS = "backslashreplace"  # as \\xe5, so that nothing is lost
 
 
 class Lost(OSError):
-    """Standard output took no more."""
+    """Standard output takes no more."""
 
     @property
     def end(self) -> tuple[int, str]:
-        """Exit status and line of the command; no line where it is a pipe whose reader has seen
-        enough."""
+        """The exit status and the error line of the command. No line where standard output is a
+        pipe whose reader has seen enough."""
         if self.errno == errno.EPIPE:
             return 128 + signal.SIGPIPE, ""
         found = refusal(Path("standard output"), self)
@@ -34,7 +34,7 @@ class Lost(OSError):
 
 
 class Result(io.FileIO):
-    """Standard output: raises Lost where it takes no more, and drops everything after that."""
+    """Standard output. Raises Lost where it takes no more, and drops everything after that."""
 
     _lost = False
 
@@ -49,7 +49,7 @@ class Result(io.FileIO):
 
 
 class Remarks(io.FileIO):
-    """Standard error: takes all, also where nothing arrives."""
+    """Standard error. Accepts everything, also where it is lost."""
 
     def write(self, data: Any) -> int:
         with suppress(OSError):
@@ -58,21 +58,21 @@ class Remarks(io.FileIO):
 
 
 def text(raw: io.FileIO, encoding: str | None, by_line: bool) -> io.TextIOWrapper:
-    """`raw` as a stream of text that takes every letter."""
+    """`raw` as a stream of text that accepts every letter."""
     return io.TextIOWrapper(
         io.BufferedWriter(raw), encoding, UNKNOWN_LETTERS, line_buffering=by_line
     )
 
 
 def prepare() -> None:
-    """Replaces Python's two streams, where nobody else has.
+    """Replaces Python's two streams, unless somebody else has.
 
-    Raises UsageError where standard output is closed: what is printed would be lost.
+    Raises UsageError where standard output is closed, because the result would be lost.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
-        except OSError:  # else the next file opened gets the number, and with it what is printed
+        except OSError:  # otherwise the next opened file would get its number, and the output
             os.open(os.devnull, os.O_RDWR)
     out, err = sys.stdout, sys.stderr
     if err is None or err is sys.__stderr__:
@@ -85,6 +85,6 @@ def prepare() -> None:
 
 
 def hand_over() -> None:
-    """Hands over what was printed; raises Lost where it is not taken."""
+    """Flushes what was printed. Raises Lost where standard output does not take it."""
     if sys.stdout is not None:
         sys.stdout.flush()

@@ -55,13 +55,13 @@ def toggles(
 
 
 def described() -> list[dict[str, Any]]:
-    """A toggle each, as its row in `config/table.py` has it.
+    """The facts of each toggle, from its row in `config/table.py`.
 
-    values: each with a word, the baseline's first.
-    answers: whether the answer is exact or rounding, by value.
+    values: each with what it does, the baseline's first.
+    answers: for each value, whether the answer is exact or rounding.
     served: the value that a server has, on the host and elsewhere; empty for none.
-    needs, clashes, wants: by value, where there are any: what it needs of a device, what cannot be
-        beside it, and which values of other toggles it wants.
+    needs, clashes, wants: for values that have such facts: what the value needs of a device, which
+        values of other toggles exclude it, and which values of other toggles it needs.
     """
     return [
         {
@@ -82,6 +82,6 @@ def described() -> list[dict[str, Any]]:
 
 
 def _by_value(row: Row, kind: type[F], said: Callable[[F], tuple[str, Any]]) -> dict[str, Any]:
-    """The facts of one kind: of each value that has any, names with what is said of each."""
+    """The facts of one kind, for each value that has any."""
     found = {value.value: facts_of(row.name, value, kind) for value in row.values}
     return {value: dict(map(said, facts)) for value, facts in found.items() if facts}

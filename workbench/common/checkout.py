@@ -1,4 +1,4 @@
-"""The commit that a figure or a trace was made with. A leaf: anyone may import it."""
+"""The commit that a figure or a trace was made with. Any module may import this one."""
 
 import subprocess
 from pathlib import Path

@@ -2,18 +2,21 @@
 
 from typing import NamedTuple
 
-HOST = "host"  # computes on the host's own memory; every engine has it beside its device
+HOST = "host"  # computes on the host's own memory; every engine has it in addition to its device
 AUTO = "auto"
 
 
 class Device(NamedTuple):
     """A kind of device.
 
-    module: has `open_backend(threads, ...)` and, with automatic, `probe()`: one line that names the
-    device, or DeviceError with one line that says what is missing. gpu: an NVIDIA GPU, which CUPTI
-    can trace. automatic: `auto` tries it, in the table's order. numbered: a machine can have
-    several, and `open_backend` takes the number of one. computes: it has answers and times.
-    peer_name: llama-bench's `backends` of it.
+    module: has `open_backend(threads, ...)`. Where `automatic`, it also has `probe()`, which
+        returns a line that names the device, or raises DeviceError with a line that says what is
+        missing.
+    gpu: an NVIDIA GPU, which CUPTI can trace.
+    automatic: `auto` tries this device, in the order of the table.
+    numbered: a machine can have several, and `open_backend` takes a number.
+    computes: the device gives answers, and has times.
+    peer_name: what llama-bench's column `backends` calls it.
     """
 
     module: str
@@ -38,21 +41,21 @@ DEVICES: dict[str, Device] = {
     "null": Device("workbench.backend.null", "computes nothing, for program and check",
                    computes=False),
 }  # fmt: skip
-WITHOUT_GPU = "embedded"  # what `auto` takes where no device of the table is there
+WITHOUT_GPU = "embedded"  # what `auto` means where this machine has no automatic device
 
 
 def names() -> tuple[str, ...]:
-    """What a user may ask for: `auto`, and every device of the table."""
+    """The names that a user may give: `auto`, and every device of the table."""
     return (AUTO, *DEVICES)
 
 
 def computes(name: str) -> bool:
-    """Whether a device of this name has answers and times."""
+    """Whether a device of this name gives answers and has times."""
     return name not in DEVICES or DEVICES[name].computes
 
 
 def in_words(also_idle: bool = False) -> str:
-    """`auto: ... cuda: ...`, a sentence each. also_idle: with devices that compute nothing."""
+    """`auto: ... cuda: ...`, a sentence each. also_idle: also devices that compute nothing."""
     tried = ", ".join(name for name, device in DEVICES.items() if device.automatic)
     told = {AUTO: f"{tried} where there is one, else {WITHOUT_GPU}"}
     told |= {n: d.words for n, d in DEVICES.items() if d.computes or also_idle}
@@ -60,5 +63,6 @@ def in_words(also_idle: bool = False) -> str:
 
 
 def is_gpu(name: str) -> bool:
-    """Whether a device of this name is a GPU; a recorded name may be one that is gone."""
+    """Whether a device of this name is a GPU. A recorded name may be that of a device which does
+    not exist any more."""
     return name in DEVICES and DEVICES[name].gpu

@@ -1,4 +1,4 @@
-"""The errors a user can cause, and the one line each of them prints.
+"""The errors that a user can cause. Each prints one line.
 
 Every message says what is wrong, where, and what to do. `cli.main` prints it after `error: ` and
 exits with `exit_status`; nothing else in the package prints an error.
@@ -10,13 +10,13 @@ import traceback
 
 
 class WorkbenchError(Exception):
-    """Anything a user can mend. `str(error)` is one line."""
+    """Anything that a user can mend. `str(error)` is one line."""
 
     exit_status = 1
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it in place of a traceback: the same line, and of a cell that has
-        several lines the one it was."""
+        """What IPython shows instead of a traceback: the error's line, and, for a cell of several
+        lines, the line of the cell that failed."""
         lines = [f"{type(self).__name__}: {self}"]
         frames = traceback.extract_tb(self.__traceback__)
         cells = [frame for frame in frames if not os.path.exists(frame.filename)]  # are in no file
@@ -40,6 +40,6 @@ class DeviceError(WorkbenchError):
 
 
 class BelowLimit(WorkbenchError):
-    """A comparison that found what it was told to fail for: slower than a limit."""
+    """A comparison that found a result slower than the limit at which it was told to fail."""
 
     exit_status = 3

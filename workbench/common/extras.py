@@ -1,4 +1,4 @@
-"""What is installed on demand: which extra of the distribution brings a module. A leaf."""
+"""Modules that are installed on demand, and the extra of the distribution that brings each."""
 
 from workbench.common.shipped import PACKAGE
 
@@ -13,7 +13,7 @@ EXTRA_OF = {module: extra for extra, modules in EXTRAS.items() for module in mod
 
 
 def install(extra: str) -> str:
-    """What to type to have an extra: in a checkout, or beside a wheel."""
+    """The command that installs an extra: in a checkout, or beside a wheel."""
     if (PACKAGE.parent / "pyproject.toml").is_file():
         return f"pip install -e '.[{extra}]' in the checkout"
     return f"pip install 'token-workbench[{extra}]'"

@@ -1,15 +1,15 @@
 """Every file and folder that the package writes is written here.
 
-A file is never seen half written: the content goes to a file in a temporary folder beside it, and
-that file then takes the name. A folder is replaced as a whole (`output_swap.py`). A symbolic link
-stays, and what it points to is written. A device, a FIFO or a descriptor (`/dev/stdout`) cannot be
-replaced: it is written directly. Whatever ends the writing early (an error, Ctrl-C, SIGTERM) leaves
-the old content, and nothing beside it. What SIGKILL leaves beside it, the next writing there
-removes.
+Nobody sees a file half written. The content goes to a file in a temporary folder beside the target,
+and that file then takes the target's name. A folder is replaced as a whole (`output_swap.py`). A
+symbolic link stays, and the file that it points to is written. A device, a FIFO or a descriptor
+(`/dev/stdout`) cannot be replaced, so it is written directly. If the writing ends early (an error,
+Ctrl-C, SIGTERM), the old content stays, and nothing is left beside it. After SIGKILL, the next
+writing in that folder removes what was left.
 
-Files are written from front to back, so that a pipe takes what a disk takes: `tell` counts, `seek`
-is refused. What cannot be written is a UsageError of one line: what, why, what to do. Only a
-descriptor of this process whose reader has gone raises BrokenPipeError: nobody listens any more.
+Files are written from the first byte to the last, so that a pipe takes them as a disk does: `tell`
+counts, `seek` is refused. A file that cannot be written raises UsageError with one line: what, why,
+what to do. Only a descriptor of this process whose reader has gone raises BrokenPipeError.
 """
 
 import errno
@@ -42,8 +42,8 @@ from workbench.common.output_swap import (
 from workbench.common.sizes import sizes
 
 BUFFER_BYTES = 1 << 18
-LEFT_OVER_S = 3600.0  # how old it is, where the file system has no locks
-MOST_LINKS = 40  # in a row, as Linux has it
+LEFT_OVER_S = 3600.0  # the age of what is left over, where the file system has no locks
+MOST_LINKS = 40  # symbolic links in a row, as in Linux
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 WHY = {
@@ -68,13 +68,15 @@ WHY = {
 
 @contextmanager
 def writing(path: str | PathLike[str], mode: str = "b", *, parents: bool = False) -> Iterator[Any]:
-    """A file open for writing; `path` has the content once the body has ended, or is as it was.
+    """A file open for writing. `path` has the content once the body has ended; if the body fails,
+    `path` is as it was.
 
-    mode: `b` for bytes, `t` for text (UTF-8, newlines as written). parents: missing folders are
-    made. A file that is replaced keeps its mode; a new one has the mode that the umask gives. A
-    FIFO without a reader is waited for, as `cat` does, and a line on stderr says so.
+    mode: `b` for bytes, `t` for text (UTF-8, newlines as written).
+    parents: missing folders are made.
 
-    Raises UsageError where `path` cannot be written.
+    A file that is replaced keeps its mode; a new file has the mode that the umask gives. A FIFO
+    without a reader is waited for, as `cat` does, with a line on stderr. Raises UsageError where
+    `path` cannot be written.
     """
     found = look(path)
     if found.is_direct:
@@ -90,25 +92,25 @@ def writing(path: str | PathLike[str], mode: str = "b", *, parents: bool = False
 
 
 def write_text(path: str | PathLike[str], text: str, *, parents: bool = False) -> None:
-    """As `writing`, of a text that is there already."""
+    """As `writing`, for a text that is complete."""
     with writing(path, "t", parents=parents) as file:
         file.write(text)
 
 
 def is_replaced(path: str | PathLike[str]) -> bool:
-    """Whether `writing(path)` replaces a file that is there; no device and no FIFO is.
+    """Whether `writing(path)` replaces a file. A device or a FIFO is never replaced.
 
-    Raises UsageError as `check_writable` does, where that can be seen without trying.
+    Raises UsageError where it can be seen without a try that `path` cannot be written.
     """
     found = look(path)
     return not found.is_direct and found.status is not None
 
 
 def check_writable(path: str | PathLike[str], *, parents: bool = False, n_bytes: int = 0) -> None:
-    """Raises UsageError where `writing(path)` would now, and where the disk has no n_bytes free;
-    leaves nothing behind.
+    """Raises UsageError where `writing(path)` would raise it now, and where the disk has no n_bytes
+    free. Leaves no file.
 
-    A FIFO or a device is not opened: its reader would see an end, and a device may move.
+    A FIFO or a device is not opened: the FIFO's reader would see an end, and a device may move.
     """
     found = look(path)
     if found.descriptor is not None:
@@ -134,7 +136,8 @@ def check_writable(path: str | PathLike[str], *, parents: bool = False, n_bytes:
 
 
 class NewFolder(NamedTuple):
-    """A folder while it is written: `path` is what it will be called, `beside` where it is now."""
+    """A folder while it is written. path: its final name. beside: where it is now. names: its files
+    so far."""
 
     path: Path
     beside: Path
@@ -142,7 +145,7 @@ class NewFolder(NamedTuple):
 
     @contextmanager
     def writing(self, name: str, mode: str = "b") -> Iterator[Any]:
-        """As `output.writing`, of the file `name` of this folder."""
+        """As `output.writing`, for the file `name` of this folder."""
         found = Found(self.path / name, str(self.beside / name), None, None)
         try:
             with _sink(_created(found.target, found), mode, found) as file:
@@ -157,11 +160,11 @@ class NewFolder(NamedTuple):
 def writing_folder(
     path: str | PathLike[str], *, new: bool = False, without: Collection[str] = ()
 ) -> Iterator[NewFolder]:
-    """A folder whose files appear together once the body has ended; missing parents are made.
+    """A folder whose files appear together once the body has ended. Missing parents are made.
 
-    A folder that is there already is replaced in one step: whoever opens it has all files of this
-    writing, or none. Its other files stay, but for those named in `without`. new: it must not be
-    there. Raises UsageError where that cannot be.
+    A folder that exists is replaced in one step: whoever opens it has all files of this writing, or
+    none. Its other files stay, except those named in `without`. new: the folder must not exist yet.
+    Raises UsageError where the folder cannot be written.
     """
     with _found_folder(path, new) as found, _beside(found) as beside:
         folder = NewFolder(found.shown, Path(beside), [])
@@ -173,15 +176,16 @@ def writing_folder(
 
 
 def check_folder(path: str | PathLike[str], *, new: bool = False) -> None:
-    """Raises UsageError where `writing_folder(path, new=new)` would now; leaves nothing behind."""
+    """Raises UsageError where `writing_folder(path, new=new)` would raise it now. Leaves
+    nothing."""
     with _found_folder(path, new, keep=False) as found, _beside(found):
         pass
 
 
 @contextmanager
 def _found_folder(path: str | PathLike[str], new: bool, keep: bool = True) -> Iterator["Found"]:
-    """What stands at the path, and its parents, made where they are missing; at the end they are
-    taken back unless they are to keep."""
+    """What is at `path`, with missing parents made for the body. At its end the new parents are
+    removed unless `keep`."""
     found = look(path, folder=True)
     if settle(found.target):
         found = look(path, folder=True)
@@ -194,12 +198,17 @@ def _found_folder(path: str | PathLike[str], new: bool, keep: bool = True) -> It
         yield found
 
 
-# what stands at a path ---------------------------------------------------------------------------
+# what is at a path -------------------------------------------------------------------------------
 
 
 class Found(NamedTuple):
-    """shown: the path as given; target: behind every link; status: None where nothing is there;
-    descriptor: of this process, where the path names one."""
+    """What is at a path.
+
+    shown: the path as given.
+    target: the path with every symbolic link followed.
+    status: None where nothing is there.
+    descriptor: a descriptor of this process, where the path names one.
+    """
 
     shown: Path
     target: str
@@ -208,14 +217,14 @@ class Found(NamedTuple):
 
     @property
     def is_direct(self) -> bool:
-        """Whether it is written directly, because a new file cannot replace it."""
+        """Whether the target is written directly, because a new file cannot replace it."""
         regular = self.status is None or stat.S_ISREG(self.status.st_mode)
         return self.descriptor is not None or not regular
 
 
 def look(path: str | PathLike[str], folder: bool = False) -> Found:
-    """What stands at `path`; raises UsageError where that can be seen not to take a file (or, of a
-    folder, not to take files)."""
+    """What is at `path`. Raises UsageError where it can be seen that no file can be written there.
+    folder: the same for a folder of files."""
     shown = Path(path)
     with refusing(shown):
         if not folder and os.path.basename(os.fspath(path)) in ("", "."):  # Path would drop those
@@ -258,12 +267,12 @@ def _descriptor(path: str) -> int | None:
     return None
 
 
-# why it cannot be written, in words --------------------------------------------------------------
+# why a file cannot be written, in words ----------------------------------------------------------
 
 
 @contextmanager
 def refusing(shown: Path) -> Iterator[None]:
-    """Errors of the operating system about `shown` are said in one line."""
+    """Within, errors of the operating system about `shown` become a UsageError of one line."""
     try:
         yield
     except OSError as error:
@@ -275,12 +284,12 @@ def refusing(shown: Path) -> Iterator[None]:
 
 
 def named(path: Path) -> str:
-    """A path as a message shows it: in one line, whatever letters it has."""
+    """A path for a message: in one line, whatever letters it has."""
     return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def refusal(shown: Path, error: OSError) -> UsageError:
-    """The line about `shown`, that it cannot be written and why."""
+    """The error which says that `shown` cannot be written, and why."""
     why = WHY.get(error.errno or 0, f"{error.strerror}; choose another path")
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         why = _missing(shown)
@@ -288,8 +297,8 @@ def refusal(shown: Path, error: OSError) -> UsageError:
 
 
 def _steps_back_from_nowhere(shown: Path) -> Path | None:
-    """A missing folder that a path leaves again, as `no` in `no/../x`; realpath would skip it. None
-    for a path as `../new/x`, whose missing folders can be made."""
+    """A missing folder from which a path steps back, as `no` in `no/../x`. (realpath would skip
+    it.) None for a path as `../new/x`, whose missing folders can be made."""
     before = (Path(*shown.parts[:i]) for i, part in enumerate(shown.parts) if part == "..")
     return next((folder for folder in before if not os.path.exists(folder)), None)
 
@@ -315,8 +324,8 @@ def _missing(shown: Path) -> str:
 
 @contextmanager
 def _made_parents(found: Found, wanted: bool, keep: bool = True) -> Iterator[None]:
-    """Makes the folders that the target lacks, if `wanted`; takes them back where the body fails,
-    and at its end unless `keep`."""
+    """Makes the missing folders of the target, if `wanted`. Removes them where the body fails, and
+    at its end unless `keep`."""
     made: list[Path] = []
     try:
         if wanted:
@@ -341,21 +350,19 @@ def _made_parents(found: Found, wanted: bool, keep: bool = True) -> Iterator[Non
 
 @contextmanager
 def _beside(found: Found) -> Iterator[str]:
-    """A new folder beside the target; removed at the end, with what then has its name.
+    """A new folder beside the target. Whatever has its name at the end is removed.
 
-    It is locked (`flock`) as long as somebody writes in it, and the kernel unlocks what a killed
-    process held. So whoever writes next beside it knows what is left over, removes it, and leaves
-    alone what another process is writing. A file system without locks (NFS has none for folders)
-    shows an age instead.
+    The folder is locked (`flock`) as long as somebody writes in it, and the kernel releases the
+    locks of a killed process. So the next writing beside it can tell a folder that is left over,
+    which it removes, from a folder in which another process writes. On a file system without locks
+    (NFS has none for folders) the folder's age tells.
     """
     parent, held = os.path.dirname(found.target), -1
     _sweep(parent)
     name = ""
     try:
         with refusing(found.shown):
-            while not os.path.lexists(
-                name
-            ):  # a sweep may take it for left over before it is locked
+            while not os.path.lexists(name):  # a sweep may remove it before it is locked
                 name = os.path.join(parent, TEMPORARY + secrets.token_hex(8))
                 os.mkdir(name)
                 held = _locked(name, held)
@@ -369,7 +376,8 @@ def _beside(found: Found) -> Iterator[str]:
 
 
 def _locked(folder: str, held: int) -> int:
-    """A descriptor of a new folder, which locks it where it can. held: another, to be closed."""
+    """A descriptor of a new folder that locks it, where that is possible. held: another descriptor,
+    to be closed."""
     _close(held)
     held = -1
     with suppress(OSError):
@@ -379,8 +387,8 @@ def _locked(folder: str, held: int) -> int:
 
 
 def _sweep(folder: str) -> None:
-    """Removes from `folder` what killed processes left while they wrote. It is locked until it is
-    gone: whoever has just made it finds that out."""
+    """Removes from `folder` what killed processes have left. Each is locked until it is removed, so
+    that a process which has just made it notices."""
     with suppress(OSError):  # the folder is not there, or not to be read: the writing says it
         for name in filter(is_temporary, os.listdir(folder)):
             path = os.path.join(folder, name)
@@ -404,7 +412,7 @@ def _is_left_over(held: int) -> bool:
 
 
 def _close(descriptor: int) -> None:
-    """What cannot be written any more was said before."""
+    """Closes; errors at this point were reported before."""
     if descriptor >= 0:
         with suppress(OSError):
             os.close(descriptor)
@@ -414,7 +422,7 @@ def _close(descriptor: int) -> None:
 
 
 def _created(path: str, found: Found) -> int:
-    """A descriptor of a new file, with the mode of the file that it is to replace."""
+    """A descriptor of a new file, with the mode of the file that it will replace."""
     with refusing(found.shown):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o666)
@@ -446,7 +454,7 @@ def _open_direct(found: Found) -> int:
 
 
 class _Descriptor(io.RawIOBase):
-    """The bytes of one output on their way to `descriptor`; once dropped, to nowhere."""
+    """The bytes of one output on their way to `descriptor`. Once `dropped`, they are discarded."""
 
     def __init__(self, descriptor: int, found: Found):
         self._descriptor, self._found, self._n = descriptor, found, 0
@@ -481,7 +489,7 @@ class _Descriptor(io.RawIOBase):
 
 @contextmanager
 def _sink(descriptor: int, mode: str, found: Found) -> Iterator[Any]:
-    """`descriptor` as a buffered file; all of it is handed over, and it is closed, at the end."""
+    """`descriptor` as a buffered file. At the end all bytes are written, and it is closed."""
     raw = _Descriptor(descriptor, found)
     file: Any = io.BufferedWriter(raw, BUFFER_BYTES)
     if mode == "t":

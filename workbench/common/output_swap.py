@@ -3,13 +3,13 @@
     beside    run.json' samples'      written first, in a folder of its own (`output.py`)
     target    run.json  samples       one call exchanges both names; then the old folder is removed
 
-Linux calls it renameat2 with RENAME_EXCHANGE, macOS renamex_np with RENAME_SWAP. A file system that
-has neither (NFS) takes two renames: the old folder steps aside under the name of `aside`, and the
-new one comes. Between the two nothing is at the target. Whoever is killed there leaves the old
-folder aside, where readers look next, and the next save puts it back (`settle`).
+The call is renameat2 with RENAME_EXCHANGE on Linux, renamex_np with RENAME_SWAP on macOS. A file
+system with neither (NFS) needs two renames: the old folder gets the name of `aside`, then the new
+folder gets the target's. Between the two nothing is at the target. A process that is killed there
+leaves the old folder aside. Readers look there next, and the next save puts it back (`settle`).
 
-Who opens files of a folder one after the other by their paths may meet a save between two of them.
-So `read_files` opens the folder once, and its files in there: all of them are of one save.
+A reader that opens files of a folder one after the other by their paths may meet a save between two
+of them. So `read_files` opens the folder once, and its files in there: all are of one save.
 
 Errors here are the operating system's; `output.py` has the words.
 """
@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-TEMPORARY = ".workbench-"  # what is being written is called so, and 16 hexadecimal digits behind
+TEMPORARY = ".workbench-"  # the name of a folder being written, before 16 hexadecimal digits
 
 _NAME = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
 _AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
@@ -35,12 +35,12 @@ _THERE = (errno.EEXIST, errno.ENOTEMPTY)
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a folder of that name is one that was being written."""
+    """Whether a folder of that name is, or was, being written."""
     return _NAME.fullmatch(name) is not None
 
 
 def surely(call: Callable[..., None], *paths: str) -> None:
-    """Renames or removes; a Ctrl-C meanwhile is heeded after."""
+    """Renames or removes. A Ctrl-C meanwhile is raised afterwards."""
     try:
         call(*paths)
     except KeyboardInterrupt:
@@ -67,8 +67,8 @@ def remove_empty(folder: str) -> None:
 
 
 def exchange(one: str, other: str) -> None:
-    """Two folders of one file system take each other's name, in one step. Raises OSError, ENOSYS
-    where this system has no such call."""
+    """Exchanges the names of two folders of one file system, in one step. Raises OSError; with
+    ENOSYS where this system has no such call."""
     libc, paths = ctypes.CDLL(None, use_errno=True), (os.fsencode(one), os.fsencode(other))
     try:
         if sys.platform == "darwin":
@@ -87,11 +87,13 @@ def exchange(one: str, other: str) -> None:
 def replace_folder(
     beside: str, target: str, absent: bool, without: Collection[str] = (), new: bool = False
 ) -> None:
-    """The new folder `beside` gets the name of the target, and the old one, where there is one, is
-    called `beside` then. Raises OSError where that cannot be: the target is as it was.
+    """Gives the new folder `beside` the name of the target. The old folder, where there is one,
+    then has the name `beside`. Raises OSError where that is not possible; the target is then as it
+    was.
 
-    absent: whether there was no old one so far. without: names in the old folder that do not stay.
-    new: there must be no old one.
+    absent: whether there was no old folder so far.
+    without: names in the old folder that do not stay.
+    new: there must be no old folder.
     """
     with _standing_where_we_stood():
         while True:
@@ -115,7 +117,7 @@ def replace_folder(
 
 
 def _replace_in_two(beside: str, target: str) -> None:
-    """As `exchange`, where the file system has none."""
+    """As `exchange`, on a file system that cannot exchange."""
     old = aside(target)
     stopped: KeyboardInterrupt | None = None
     while True:
@@ -149,8 +151,8 @@ def aside(target: str) -> str:
 
 
 def settle(target: str) -> bool:
-    """Puts a folder back that a killed process left aside, or removes what is left of one; whether
-    there was one."""
+    """Puts back a folder that a killed process left aside, or removes it where the target exists.
+    Returns whether there was such a folder."""
     old = aside(target)
     if not os.path.isdir(old):
         return False
@@ -163,8 +165,8 @@ def settle(target: str) -> bool:
 
 
 def carry(target: str, beside: str, without: Collection[str]) -> None:
-    """What else is in the old folder gets a name in the new one, too: a link, or a copy where the
-    file system has none. without: names that are not carried."""
+    """Gives the other contents of the old folder a name in the new folder too: by a link, or by a
+    copy where the file system has no links. without: names that are left out."""
     with suppress(FileNotFoundError):  # it has just been removed
         for name in os.listdir(target):
             if name not in without and not is_temporary(name):
@@ -190,7 +192,7 @@ def _carry(source: str, target: str) -> None:
 
 
 def _bring_latecomers(old: str, target: str, without: Collection[str]) -> None:
-    """What somebody else put into the old folder while the new one was made."""
+    """Moves what somebody else put into the old folder while the new folder was made."""
     with suppress(OSError):
         for name in set(os.listdir(old)).difference(os.listdir(target), without):
             if not is_temporary(name):
@@ -199,7 +201,7 @@ def _bring_latecomers(old: str, target: str, without: Collection[str]) -> None:
 
 @contextmanager
 def _standing_where_we_stood() -> Iterator[None]:
-    """The current folder may be the one that goes: then this process moves to the new one."""
+    """If the current folder is the one that is replaced, this process changes to the new folder."""
     try:
         here = os.getcwd()
     except OSError:
@@ -216,10 +218,9 @@ def _standing_where_we_stood() -> Iterator[None]:
 
 
 def read_files(folder: Path, *names: str) -> list[bytes]:
-    """The content of these files, all of one save, also while the folder is replaced. Raises
-    FileNotFoundError, with the path, for one that is missing.
-
-    A save that takes the folder's place removes it; then the files of that save are read.
+    """The contents of these files, all of one save, also while the folder is being replaced. If it
+    is replaced meanwhile, the files of the new save are read. Raises FileNotFoundError, with the
+    path, for a missing file.
     """
     while True:
         at = _opened(folder, names[0])
@@ -233,7 +234,7 @@ def read_files(folder: Path, *names: str) -> list[bytes]:
 
 
 def _opened(folder: Path, first: str) -> int:
-    """A descriptor of the folder, or of the one that stepped aside for it."""
+    """A descriptor of the folder, or of the old folder that was set aside."""
     for path in (folder, aside(os.path.realpath(folder)), folder):
         with suppress(FileNotFoundError):
             return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -241,7 +242,7 @@ def _opened(folder: Path, first: str) -> int:
 
 
 def _content(at: int, path: Path) -> bytes:
-    """Of the file of that name in the folder opened as `at`."""
+    """The content of the file of that name in the folder opened as `at`."""
     try:
         descriptor = os.open(path.name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=at)
     except OSError as error:

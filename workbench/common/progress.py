@@ -1,16 +1,16 @@
-"""What is left of a long piece of work: a bar on a terminal, a plain line now and then in a log.
+"""Progress of long work: a bar on a terminal, a plain line now and then in a log.
 
     with bar("tg128", 1280, "tokens") as left:
         for ...:
             left.update(1)
 
-Work that ends within SHOWN_AFTER_S leaves no trace. On a terminal there is one bar, drawn again at
+Work that ends within SHOWN_AFTER_S shows nothing. On a terminal there is one bar, drawn again at
 most every BAR_EVERY_S and wiped out at the end. Elsewhere a line is written at most every
 LINE_EVERY_S, without control codes: `tg128: 384 of 1,280 tokens, about 34 s left`.
 
 Only `update` writes, in the thread that calls it. So nothing is written while a clock runs, unless
-somebody calls it then: `workload.take_sample` stops its clock first, and asks `due_ns` whether it
-must.
+`update` is called then. `workload.take_sample` asks `due_ns` whether the next `update` writes, and
+stops its clock first if so.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _chosen: ContextVar[TextIO | None] = ContextVar("progress", default=None)
 
 @contextmanager
 def shown_on(out: Out) -> Iterator[Out]:
-    """Work in the body says what is left of it on `out`, which need be no terminal. Without this
-    only a terminal, or a notebook's cell that somebody runs by hand, is told."""
+    """Work in the body shows its progress on `out`, which need not be a terminal. Otherwise
+    progress is shown only on a terminal, and in a notebook's cell that somebody runs by hand."""
     before = _chosen.set(out)
     try:
         yield out
@@ -50,10 +50,11 @@ def note(line: str) -> None:
 
 
 class Bar:
-    """Work under way: `done` of `total` units, None where the total is not known.
+    """Work under way: `done` of `total` units.
 
-    expected_s: what all of it may take, where something is known before it begins. detail: words
-    that are shown behind what is left; whoever knows more sets them.
+    total: None where it is not known.
+    expected_s: what the whole work may take, where that is known in advance.
+    detail: words that are shown at the end of the line; the caller may set them.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Bar:
         self.due_ns = self._begun + int(SHOWN_AFTER_S * 1e9) if told else NEVER
 
     def update(self, n: float = 1) -> None:
-        """n more units are done. Writes where it is time to."""
+        """Counts n more units as done. Writes where it is time to."""
         self.done += n
         if n and self.due_ns != NEVER and (now := self._clock()) >= self.due_ns:
             self._show()
@@ -84,7 +85,7 @@ class Bar:
             self.due_ns = now + int(every * 1e9)
 
     def left_s(self) -> float | None:
-        """Seconds that the rest may take; None where nothing is known yet, or nothing is left."""
+        """Seconds that the rest may take; None where that is not known yet, or nothing is left."""
         elapsed = (self._clock() - self._begun) / 1e9
         if not self.total or self.done >= self.total:
             return None
@@ -117,7 +118,7 @@ class Bar:
             drawn.set_description_str(str(self))
 
     def close(self) -> None:
-        """Wipes the bar out; lines stay."""
+        """Wipes the bar out. Lines stay."""
         self.due_ns = NEVER
         if self._drawn is not None:
             with suppress(OSError, ValueError):
@@ -125,14 +126,14 @@ class Bar:
             self._drawn = None
 
 
-HIDDEN = Bar("", 0, "", None)  # for who counts where nobody looks
+HIDDEN = Bar("", 0, "", None)  # counts and shows nothing
 
 
 @contextmanager
 def bar(
     what: str, total: float | None, unit: str, expected_s: float | None = None
 ) -> Iterator[Bar]:
-    """A Bar for the body; what it shows is wiped out or ends with the body."""
+    """A Bar for the body. It ends with the body."""
     made = Bar(what, total, unit, _chosen.get() or _watched(), expected_s)
     try:
         yield made
@@ -141,7 +142,7 @@ def bar(
 
 
 def duration(seconds: float) -> str:
-    """`34 s`, `5 min`, `2.5 h`: as one would say it."""
+    """A length of time in words: `34 s`, `5 min`, `2.5 h`."""
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
     if seconds < 100 * 60:
@@ -161,8 +162,8 @@ def _amount(done: float, total: float, unit: str, of: str = "") -> str:
 
 
 def _watched() -> TextIO | None:
-    """stderr, where somebody looks at it: a terminal, or a notebook's cell that is run by hand (a
-    program that runs notebooks allows no input, and keeps what is written)."""
+    """stderr, where somebody watches it: on a terminal, or in a notebook's cell that is run by
+    hand. (A program that runs notebooks allows no input, and keeps what is written.) Else None."""
     out = sys.stderr
     return out if out is not None and (_is_terminal(out) or _in_cell()) else None
 

@@ -1,4 +1,4 @@
-"""Files that come with the package: beside it in a checkout, inside it in a wheel. A leaf."""
+"""Files that come with the package: beside it in a checkout, inside it in a wheel."""
 
 from pathlib import Path
 
@@ -15,8 +15,12 @@ IN_WHEEL = {
 
 
 def shipped(folder: str, *names: str) -> Path:
-    """The folder, of the checkout or else of the wheel, that has these files. folder: a key of
-    IN_WHEEL. Raises WorkbenchError where neither has them all."""
+    """The folder that has these files: in the checkout, or else in the wheel.
+
+    folder: a key of IN_WHEEL.
+
+    Raises WorkbenchError where neither has all files.
+    """
     for found in (PACKAGE.parent / folder, PACKAGE / IN_WHEEL[folder]):
         if all((found / name).is_file() for name in names):
             return found

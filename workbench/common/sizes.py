@@ -1,6 +1,6 @@
-"""Sizes: in words, the same in every message and table, and rounded up to whole blocks.
+"""Sizes: in words, the same in every message and table; and rounded up to whole blocks.
 
-In words, `0.00 GB` stands for nothing but nothing.
+In words, `0.00 GB` means exactly zero.
 """
 
 UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))  # of 1,000, as disks count
@@ -12,9 +12,8 @@ def round_up(n: int, size: int) -> int:
 
 
 def size(n_bytes: float) -> str:
-    """`1.81 MB`: two digits behind the point, in the largest unit that is not larger than it.
-
-    Below 1 kB the bytes themselves: `128 B`.
+    """A size in words, `1.81 MB`: two digits after the point, in the largest unit that is not
+    larger than the size. Below 1 kB in bytes: `128 B`.
     """
     for unit, scale in UNITS if round(n_bytes) >= 1000 else ():
         # what rounds up to 1,000 of a unit is 1 of the next
@@ -24,7 +23,7 @@ def size(n_bytes: float) -> str:
 
 
 def sizes(*n_bytes: int) -> list[str]:
-    """Each as `size` says it; where two that differ would read the same, all in bytes."""
+    """Each size in words. Where two different sizes would read the same, all are in bytes."""
     said = [size(n) for n in n_bytes]
     if len(set(said)) < len(set(n_bytes)):
         return [f"{n:,} bytes" for n in n_bytes]

@@ -1,21 +1,25 @@
 """Frames as people read them: Markdown that fits a terminal, and HTML for a notebook.
 
-    Model: tiny-llama Q8_0; n: 10            what all rows share stands above them, once
-                                             (wrapped, as it is prose)
+    Model: tiny-llama Q8_0; n: 10            values that all rows share stand above, once
+                                             (wrapped, as prose)
     | Toggled | t/s toggled | Speedup |
     |---------|------------:|--------:|      numbers to the right, text to the left
     | packed  |      831.32 |    1.74 |
 
-    - packed: a text too long for a column stands below, behind the name of its row
+    - packed: a text too long for a column stands below, after the name of its row
 
-A table that is too wide is first taken apart by its groups. Then it loses its texts to the list
-below. Then it becomes several tables that repeat its keys, and at last a list. Each of these is
-Markdown, no line is wider than it may be, and no figure is lost.
+A table that is too wide is first divided by its groups. If that is not enough, its texts move to
+the list below. Then it becomes several tables that repeat its keys, and at last a list. Each form
+is Markdown, no line is wider than allowed, and no figure is lost.
 
-A frame says what it is in `attrs`: `constant` (name to value, true of every row), `groups` (columns
-by which rows belong together), `keys` (columns that name a row; by default the first ones that tell
-the rows apart), `digits` (column to digits behind the point; 2 by default), `code` (columns that a
-page shows in their own face), `right` (more columns that stand to the right, as numbers do).
+A frame describes itself in `attrs`:
+
+    constant   name to value, true of every row
+    groups     columns by which rows belong together
+    keys       columns that name a row; by default the first columns that tell the rows apart
+    digits     column to digits after the point; 2 by default
+    code       columns that a page shows in code style
+    right      more columns that stand to the right, as numbers do
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ _CODE = re.compile(r"`([^`]+)`")
 
 
 class Table(pd.DataFrame):
-    """A frame of a few rows that shows itself whole: in a notebook and on a terminal."""
+    """A frame of a few rows that is shown whole, in a notebook and on a terminal."""
 
     @property
     def _constructor(self) -> type[Table]:
@@ -80,10 +84,10 @@ def show_prose(text: str) -> None:
 
 
 def markdown(table: pd.DataFrame, width: int | None = None) -> str:
-    """The frame as Markdown; what all rows share stands above it.
+    """The frame as Markdown. Values that all rows share stand above it. A `|` in a cell is escaped.
 
-    width: no line is longer, but one with a single word that is. None: one table, however wide, in
-    which only `attrs["constant"]` stands above: what a file holds. A `|` in a cell is escaped.
+    width: no line is longer, except a line with a single word that is. None: one table, however
+        wide, with only `attrs["constant"]` above it, as for a file.
     """
     cells = _Cells.from_frame(table)
     if width is None:
@@ -92,8 +96,8 @@ def markdown(table: pd.DataFrame, width: int | None = None) -> str:
 
 
 def to_html(table: pd.DataFrame) -> str:
-    """The frame as HTML: text to the left, numbers to the right, `code` in its own face; what all
-    rows share stands above. The index is shown where it has a name."""
+    """The frame as HTML: text to the left, numbers to the right, `code` in code style. Values that
+    all rows share stand above. The index is shown where it has a name."""
     cells = _Cells.from_frame(table).lifted()
     sides = ["right" if right else "left" for right in cells.right]
 
@@ -117,12 +121,12 @@ def to_html(table: pd.DataFrame) -> str:
 
 
 def prose_html(text: str) -> str:
-    """Text as HTML: escaped, and what stands between backticks as code."""
+    """Text as HTML: escaped, with text between backticks as code."""
     return _CODE.sub(r"<code>\1</code>", html.escape(text))
 
 
 class _Cells(NamedTuple):
-    """A frame as text. right: whether a column is to the right, having numbers only."""
+    """A frame as text. right: whether a column stands to the right, because it has only numbers."""
 
     columns: list[str]
     rows: list[list[str]]
@@ -192,7 +196,7 @@ class _Cells(NamedTuple):
         return self.only([c for c in self.columns if c not in columns])
 
     def lifted(self) -> _Cells:
-        """Without the columns that say the same in every row; these are `constant` then."""
+        """Without the columns that have one value in all rows; these become `constant`."""
         if len(self.rows) < 2:
             return self
         same = [c for i, c in enumerate(self.columns) if len({row[i] for row in self.rows}) == 1]
@@ -202,7 +206,7 @@ class _Cells(NamedTuple):
         return self.without(same)._replace(constant=self.constant | found)
 
     def text(self) -> str:
-        """One table, as wide as it is."""
+        """One table, however wide."""
         widths = self.widths
 
         def line(values: Sequence[str]) -> str:
@@ -219,7 +223,7 @@ class _Cells(NamedTuple):
 
 
 def _fitted(cells: _Cells, width: int) -> Iterator[str]:
-    """The paragraphs of a table on lines of `width`."""
+    """The paragraphs of a table, with lines of at most `width`."""
     cells = cells.lifted()
     yield _common(cells.constant, width)
     groups = [c for c in cells.groups if c in cells.columns]
@@ -269,8 +273,8 @@ def _narrowed(cells: _Cells, width: int) -> Iterator[str]:
 def _listed(
     cells: _Cells, columns: Sequence[str], width: int, named: bool = False, every: bool = False
 ) -> Iterator[str]:
-    """A list with an item for each row that has a text, or for every one; named: behind the row's
-    name, else name by name."""
+    """A list with an item for each row that has a text, or, with `every`, for each row. named: the
+    item begins with the row's name; else it lists names and values."""
     at = [cells.columns.index(c) for c in columns]
     lines = []
     for row in cells.rows:

@@ -3,7 +3,7 @@
     %load_ext workbench            # adds %%wb_profile
     wb.lab.panel(engine)           # drop-downs for every toggle, and a Run button
 
-Nothing here is the only way to a result: the magic is `wb.profile` around a cell, and the panel is
+Each has another way to the same result: the magic is `wb.profile` around a cell, and the panel is
 `jupyter.pair.compare`. Importing this package imports neither IPython nor ipywidgets.
 """
 
@@ -31,16 +31,18 @@ def panel(
 ) -> Panel:
     """Drop-downs for every toggle, and a button that compares them with a baseline on `engine`.
 
-    The drop-downs begin at the engine's own toggles. baseline: toggles or a preset's name, by
-    default everything off; another can be chosen any time. workload: a llama-bench test name.
-    rounds: timed repetitions of each side; below 5 there is no verdict. The engine is neither
-    stepped nor closed: each run is made on variants of it, which are closed after. While a run is
-    on, no cell can use an engine. `result` of the panel is the last comparison: a
-    `jupyter.pair.Pair`.
+    The drop-downs begin with the engine's own toggles. The engine is neither stepped nor closed:
+    each run uses variants of it, which are closed afterwards. During a run no cell can use an
+    engine. `result` of the panel is the last comparison, a `jupyter.pair.Pair`.
 
-    Raises UsageError for a workload that is none or does not fit the context, for rounds below 1
-    and for a negative seed. Also for a preset that does not exist, for a closed engine, and where
-    ipywidgets is not installed.
+    workload: a llama-bench test name.
+    rounds: timed repetitions of each side; with fewer than 5 there is no verdict.
+    baseline: toggles or a preset's name, by default everything off. Another can be chosen at any
+        time.
+
+    Raises UsageError for a workload that does not exist or does not fit the context, for fewer
+    rounds than 1, for a negative seed, for a preset that does not exist, for a closed engine, and
+    where ipywidgets is not installed.
     """
     try:
         from workbench.jupyter.widgets import Panel
@@ -52,7 +54,7 @@ def panel(
 
 
 class Lab:
-    """`wb.lab`: what a notebook calls."""
+    """`wb.lab`: functions for notebooks."""
 
     panel = staticmethod(panel)
     differing = staticmethod(differing)

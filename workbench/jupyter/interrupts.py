@@ -1,8 +1,8 @@
 """Jupyter's interrupt reaches a run that no cell is waiting for.
 
-A kernel heeds the signal only while a cell runs, in its main thread; a panel's run is in another.
-So for as long as it lasts the kernel's main thread is given a handler. A cell that runs meanwhile
-has the signal to itself, as ever.
+A kernel reacts to the signal only while a cell runs, in its main thread. A panel's run is in
+another thread. So during a run the kernel's main thread has a handler. A cell that runs meanwhile
+gets the signal as usual.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 def heeded(stop: Callable[[], Any]) -> Iterator[None]:
     """In the body an interrupt of the idle kernel calls `stop`. Does nothing without a kernel.
 
-    To be called from any thread. Handlers are set by the kernel's own loop, between two messages:
-    around each it sets one of its own and puts the one before back.
+    Any thread may call it. The kernel's own loop sets the handler, between two messages, because
+    around each message the loop sets a handler of its own and then restores the previous one.
     """
     loop = _loop_of_kernel()
     if loop is None:

@@ -5,9 +5,9 @@
 
     %%wb_profile [ENGINE ...] [--window FIRST,N] [--as NAME] [--out FILE] [--collector C]
 
-It is `wb.profile` around a cell. Without names it traces every engine, also a new one;
-a variant closed within the cell is in the trace. A cell that fails or is
-interrupted keeps its trace: IPython shows the exception, and the trace is bound, written and drawn.
+It is `wb.profile` around a cell. Without names it traces every engine, also an engine that the cell
+makes, and a variant that the cell closes. A cell that fails or is interrupted keeps its trace:
+IPython shows the exception, and the trace is bound, written and drawn.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ Traced = list[tuple[Engine, Profile]]
 
 
 class CellTrace:
-    """The trace of a cell, of all engines together: asked for what a Profile is asked for.
+    """The trace of a cell, of all engines together. It has the methods of a Profile.
 
-    engines: name of each engine that made a step -> the numbers of its steps. One engine's steps
-    keep its own numbers. Where there are several, steps are numbered in the order in which they
-    began, and their spans are named after the engine. profiles: by the same names, each alone.
+    engines: from the name of each engine that made a step to the numbers of its steps. The steps of
+        a single engine keep their numbers. Steps of several engines are numbered in the order in
+        which they began, and their spans are named after the engine.
+    profiles: by the same names, the Profile of each engine alone.
     """
 
     def __init__(self, parts: Mapping[str, tuple[Engine, Profile]], failed: bool = False):
-        """failed: the cell ended with an exception; the last step is drawn, then."""
+        """failed: the cell ended with an exception. Then the last step is drawn."""
         worked = {name: part for name, part in parts.items() if _steps(part[1].timeline.spans)}
         spans = {name: part.timeline.spans for name, (_, part) in worked.items()}
         if len(spans) > 1:
@@ -82,12 +83,12 @@ class CellTrace:
 
     @property
     def note(self) -> str:
-        """A line per engine: where its device spans come from, and what tracing it cost."""
+        """A line for each engine: where its device spans come from, and what tracing cost."""
         return "\n".join(f"{name}: {part.note}" for name, part in self.profiles.items())
 
     def figures(self) -> list[Figure]:
-        """A timeline of each engine's typical step, or last one where the cell failed; all steps
-        where they are few. Two engines are drawn as a pair, on one time axis."""
+        """A timeline of each engine's typical step, or of its last step where the cell failed; of
+        all steps where there are few. Two engines are drawn as a pair, on one time axis."""
         frame = self.to_frame()
         drawn = {name: self._drawn(frame, steps) for name, steps in self.engines.items()}
         if len(drawn) == 2:
@@ -99,7 +100,7 @@ class CellTrace:
         ]
 
     def _drawn(self, frame: pd.DataFrame, steps: list[int]) -> list[int]:
-        """Which of one engine's steps are drawn. For a pair the last of them counts."""
+        """Which steps of an engine are drawn. For a pair only the last of them is."""
         if len(steps) <= MOST_DRAWN and len(self.engines) == 1:
             return steps
         if self.failed:
@@ -176,8 +177,8 @@ class WorkbenchMagics(Magics):
     def _keep(
         self, found: Traced, name: str | None, out: Path | None, failed: bool = False
     ) -> None:
-        """Binds, writes and shows the trace, in this order: the first that may fail is the last
-        that is needed. OneLine where it cannot be written."""
+        """Binds, writes and shows the trace. It is bound first, so that it is kept where writing
+        fails. Raises OneLine where it cannot be written."""
         trace = CellTrace(_by_name(found, self._shell.user_ns), failed)
         if name is not None:
             self._shell.user_ns[name] = trace
@@ -211,7 +212,7 @@ def _window(text: str | None) -> tuple[int, int] | None:
 
 
 def _out(text: str | None) -> Path | None:
-    """Refused before the cell runs: where no file can be written."""
+    """The path of --out. Refused before the cell runs where it cannot be written."""
     if text is None:
         return None
     path = Path(text.strip("\"'")).expanduser()
@@ -248,8 +249,8 @@ def _tracing(
     collector: str,
     also_new: bool,
 ) -> Iterator[None]:
-    """Traces `engines` in the body; `found` grows by each. also_new: engines made in the body,
-    too, with device spans from events."""
+    """Traces `engines` in the body, and adds the trace of each to `found`. also_new: also engines
+    that are made in the body, with device spans from events."""
     with ExitStack() as stack:
 
         def trace(engine: Engine, collector: str = EVENTS) -> None:
@@ -278,7 +279,7 @@ def _steps(spans: list[Span]) -> list[int]:
 
 
 def _numbered(spans: Mapping[str, list[Span]]) -> dict[str, list[Span]]:
-    """The spans of several engines with numbers of steps that all of them can share."""
+    """The spans of several engines, with steps numbered across all of them."""
     begun = sorted(
         (s.start_ns, name, s.args["step"])
         for name, own in spans.items() for s in own if s.category == "step"
@@ -320,11 +321,12 @@ def _parsed(shell: InteractiveShell, cell: str) -> tuple[list[ast.stmt], str]:
 
 
 def _run(shell: InteractiveShell, nodes: list[ast.stmt], name: str, shown: str) -> bool:
-    """Runs what `_parsed` found, as IPython runs any cell; whether it succeeded. shown: which
-    values are shown, as in `ast_node_interactivity`.
+    """Runs the nodes of `_parsed` as IPython runs any cell. Returns whether that succeeded.
 
-    IPython shows a failure, and it is the failure of the cell with the magic. Raises it where
-    there is no such cell, and SyntaxError for a cell that awaits something.
+    shown: which values are shown, as in `ast_node_interactivity`.
+
+    IPython shows a failure as the failure of the cell with the magic. Without such a cell the
+    failure is raised. Raises SyntaxError for a cell that awaits something.
     """
     whole = shell.displayhook.exec_result
     result = ExecutionResult(None) if whole is None else whole
@@ -345,5 +347,5 @@ def load(shell: InteractiveShell) -> None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Takes them away: what `%unload_ext workbench` calls."""
+    """Removes the magics: what `%unload_ext workbench` calls."""
     shell.magics_manager.magics["cell"].pop("wb_profile", None)

@@ -1,9 +1,9 @@
-"""Two sets of toggles on one engine's weights, quickly: who is faster, and where does time go?
+"""Two sets of toggles on one engine's weights, quickly: which is faster, and where does time go?
 
-The short form of `wb.ab` for a person who tries things: any number of toggles may differ, nothing
-is written, and beside the speedup there is a trace of either side. What makes the number believable
-is the same: interleaved rounds, an A/A control (the baseline a second time), an interval, and
-logits held against the baseline's. The traces are taken after the timing, never during it.
+The short form of `wb.ab` for a person who tries things. Any number of toggles may differ, nothing
+is written, and there is a trace of each side beside the speedup. The number is as reliable as that
+of `ab`: interleaved rounds, an A/A control (the baseline a second time), an interval, and logits
+compared with the baseline's. The traces are taken after the timing, never during it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from workbench.trace.profile import Profile
 
 
 class Pair(NamedTuple):
-    """What was found. labels: what the baseline's and the toggled side have where they differ.
-    tps: their medians, tokens/s.
+    """The result of a comparison.
 
-    n_asked: rounds wanted; `speedup.n` were finished. traces: of the last steps of the test on
-    either side, None where the run was stopped before. device_is_gpu: whether the times are
-    a GPU's. control: the A/A control's ratio, from which the band is.
+    labels: the toggles of the baseline and of the toggled side, where they differ.
+    tps: the medians of both sides, in tokens/s.
+    n_asked: the rounds that were asked for; `speedup.n` rounds were finished.
+    traces: of the last steps of the test on each side; None where the run was stopped before.
+    device_is_gpu: whether the times are a GPU's.
+    control: the ratio of the A/A control, from which the band follows.
     """
 
     test: str
@@ -79,7 +81,7 @@ class Pair(NamedTuple):
 
     @property
     def unresolved(self) -> str:
-        """What this machine could not tell here and now, and what would help; mostly empty."""
+        """What this run could not resolve, and what would help; mostly empty."""
         return resolution.sentence({self.labels[1]: self.speedup}, self.band, self.control)
 
     def __repr__(self) -> str:
@@ -91,7 +93,7 @@ class Pair(NamedTuple):
 
 
 def check_pair(engine: Engine, workload: Workload, rounds: int, seed: int) -> None:
-    """Raises UsageError for what `compare` could not measure, whatever the toggles are."""
+    """Raises UsageError where `compare` could not measure, whatever the toggles are."""
     check_fits(engine.toggles, engine.config, workload)
     bos_token(engine)  # refuses a closed engine
     if rounds < 1:
@@ -110,12 +112,13 @@ def compare(
     seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Pair:
-    """Times `toggled` against `baseline` on variants of `engine`, then traces either.
+    """Times `toggled` against `baseline` on variants of `engine`, then traces each.
 
-    progress is told what is being done, in a few words. Where the measurement is stopped (Ctrl-C,
-    or see `engine.exclusive`) the finished rounds are kept and returned; before the first round's
-    end KeyboardInterrupt or Stopped is raised. Raises UsageError and DeviceError for what cannot be
-    measured or honoured. All variants are closed in any case.
+    progress: called with a few words on what is being done.
+
+    If the measurement is stopped (Ctrl-C, or `engine.exclusive`), the finished rounds are returned.
+    Before the end of the first round KeyboardInterrupt or Stopped is raised. Raises UsageError and
+    DeviceError for toggles that cannot be measured or honoured. All variants are always closed.
     """
     check_pair(engine, workload, rounds, seed)
     check_untraced(engine)
@@ -148,7 +151,7 @@ def compare(
 
 
 def _told(progress: Callable[[str], None]) -> Callable[[Repetition], None]:
-    """Tells `progress` of the round that a repetition begins in, and about how long is left."""
+    """Tells `progress` which round begins, and about how long is left."""
     begun = list[float]()  # when each repetition began, in s
 
     def begins(one: Repetition) -> None:
@@ -161,7 +164,7 @@ def _told(progress: Callable[[str], None]) -> Callable[[Repetition], None]:
 
 
 def _labels(before: Engine, after: Engine) -> tuple[str, str]:
-    """What each side has where they differ; where sync=auto chose, also what."""
+    """The toggles of each side where they differ; where sync=auto chose a mode, also that mode."""
     auto = f"sync={SyncMode.AUTO}"
     first, second = (
         label.replace(auto, f"{auto} (chose {side.sync_mode})")

@@ -1,7 +1,7 @@
 """The toggle panel: flip switches with the mouse, press Run, see the token before and after.
 
-Its drop-downs are made of the fields of `Toggles` and their metadata, so a new toggle needs no line
-here. All it does is `jupyter.pair.compare`, which anyone can also call.
+Its drop-downs are made from the fields of `Toggles` and their metadata, so a new toggle needs no
+line here. The panel only calls `jupyter.pair.compare`, which anyone can call.
 """
 
 import contextvars
@@ -31,18 +31,19 @@ GIVEN, PINNED = "as given", "pinned"  # baselines that are no presets
 MIXED = "mixed"  # the value of a family with toggles that differ, as `Toggles.value_of` says
 RUN, RUNNING = "Run", "running"
 OF_OLDER = "of older toggles"
-TITLE_COLUMNS = 100  # of a picture's title: what its width holds
+TITLE_COLUMNS = 100  # letters that the width of a picture's title holds
 
 
 class ToggleForm(VBox):
-    """A drop-down per toggle; a family's are folded away behind one that sets them all.
+    """A drop-down for each toggle. Those of a family are folded under one that sets them all.
 
-    choices: toggle -> its drop-down. families: family -> the drop-down that stands for it.
+    choices: from a toggle to its drop-down.
+    families: from a family to the drop-down that stands for it.
     """
 
     def __init__(self, toggles: Toggles, on_change: Callable[[], None]):
-        """toggles: where the drop-downs begin; their type says which there are. on_change is called
-        after every choice."""
+        """toggles: the first values of the drop-downs; their type says which drop-downs there are.
+        on_change: called after every choice."""
         self._kind = type(toggles)
         self._on_change = on_change
         self.choices = {name: _choice(toggles, name) for name in toggles.names()}
@@ -62,7 +63,7 @@ class ToggleForm(VBox):
         super().__init__(rows)
 
     def toggles(self) -> Toggles:
-        """What is chosen. Raises UsageError for toggles that clash."""
+        """The chosen toggles. Raises UsageError where they clash."""
         return self._kind(**{name: choice.value for name, choice in self.choices.items()})
 
     def _set_family(self, change: dict[str, Any]) -> None:
@@ -86,7 +87,8 @@ class ToggleForm(VBox):
 
 
 def presets(engine: Engine) -> dict[str, Toggles]:
-    """Name to toggles, `best` resolved for the engine's device; `baseline` first."""
+    """From names of presets to toggles; `best` is resolved for the engine's device, `baseline`
+    comes first."""
     found = {name: Toggles.preset(name) for name in preset_names()}
     return {
         name: preset if isinstance(preset, Toggles) else engine.resolve(preset)
@@ -95,10 +97,12 @@ def presets(engine: Engine) -> dict[str, Toggles]:
 
 
 class BaselineForm(HBox):
-    """What a panel compares with: a drop-down of presets and of what its caller gave, and a button
-    that pins what the toggles are now.
+    """The baseline of a panel: a drop-down of presets and of the toggles that the caller gave, and
+    a button that pins the toggles as they are now.
 
-    choice: the drop-down. pin: the button. about: the chosen baseline's toggles.
+    choice: the drop-down.
+    pin: the button.
+    about: shows the toggles of the chosen baseline.
     """
 
     def __init__(
@@ -108,9 +112,13 @@ class BaselineForm(HBox):
         chosen: Callable[[], Toggles],
         on_change: Callable[[], None],
     ):
-        """known: presets. given: of the panel's caller, one of them by name or toggles. chosen: the
-        form's toggles, called when the button is pressed. on_change is called after every choice.
-        Raises UsageError for a name that is no preset's."""
+        """known: the presets.
+        given: the caller's baseline, a preset's name or toggles.
+        chosen: returns the form's toggles; called when the button is pressed.
+        on_change: called after every choice.
+
+        Raises UsageError for a name that is no preset's.
+        """
         first = given if isinstance(given, str) else BASELINE
         if isinstance(given, Toggles):
             first, known = GIVEN, {GIVEN: given} | known
@@ -139,7 +147,7 @@ class BaselineForm(HBox):
         return self._known[self.choice.value]
 
     def _pin(self, _: Button) -> None:
-        """Pins the form's toggles, where they are any."""
+        """Pins the form's toggles, unless they clash."""
         try:
             pinned = self._chosen()
         except ValueError:  # they clash: the panel says so already
@@ -162,13 +170,17 @@ class BaselineForm(HBox):
 class Panel(VBox):
     """Toggles, a baseline, Run and Stop, the speedup line and both timelines; see `lab.panel`.
 
-    form: the drop-downs. baseline: what they are compared with. code: the toggles as Python, or why
-    they cannot be. button, stop_button: Run, Stop. message: what is going on, or what went wrong,
-    in one line. speedup: the line of the last run. picture: its timelines. result: the last run,
-    None before the first.
+    form: the drop-downs.
+    baseline: the toggles that they are compared with.
+    code: the toggles as Python, or why they clash.
+    button, stop_button: Run, Stop.
+    message: what is going on, or what went wrong, in one line.
+    speedup: the line of the last run.
+    picture: the timelines of the last run.
+    result: the last run; None before the first.
 
-    A run is in a thread of its own: Stop, Jupyter's interrupt and `stop()` end it, and no other
-    thread can use an engine meanwhile (`engine.exclusive`).
+    A run is in a thread of its own. Stop, Jupyter's interrupt and `stop()` end it. No other thread
+    can use an engine meanwhile (`engine.exclusive`).
     """
 
     def __init__(
@@ -208,12 +220,12 @@ class Panel(VBox):
 
     @property
     def running(self) -> bool:
-        """Whether a run is on."""
+        """Whether a run is under way."""
         return not self._ended.is_set()
 
     def stop(self) -> None:
-        """Ends the run after the step under way; what was measured is kept. A panel without a run
-        ends the run of another one, which the page may have lost."""
+        """Ends the run after the step under way, and keeps what was measured. A panel without a run
+        ends the run of another panel, which the page may have lost."""
         if not self.running:
             exclusive.stop()
             self.stop_button.disabled = True
@@ -224,8 +236,8 @@ class Panel(VBox):
             self._measurement.stop()
 
     def wait(self) -> None:
-        """Waits for the end of the run; an interrupt stops it. Raises what ended the run where that
-        was a failure of the workbench, and no request that a user can mend."""
+        """Waits for the end of the run; an interrupt stops the run. If a failure of the workbench
+        ended the run, and not a request that a user can mend, it is raised."""
         try:
             self._ended.wait()
         except KeyboardInterrupt:
@@ -237,7 +249,7 @@ class Panel(VBox):
     # the form -----------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        """Shows the toggles chosen, or at once why they cannot be; marks a result of others."""
+        """Shows the chosen toggles, or why they clash. Marks a result that is of other toggles."""
         fits = True
         try:
             toggles = self.form.toggles()
@@ -251,7 +263,7 @@ class Panel(VBox):
         self._mark()
 
     def _mark(self) -> None:
-        """Says whether the last result is of the toggles that are chosen now."""
+        """Shows whether the last result is of the toggles that are chosen now."""
         if (found := self.result) is None:
             return
         try:
@@ -267,7 +279,7 @@ class Panel(VBox):
     # the run ------------------------------------------------------------------------------------
 
     def _run(self, _: Button) -> None:
-        """The click. Its thread is Jupyter's, and is to be free for the next one."""
+        """Handles a click. Its thread is Jupyter's, and must be free for the next click."""
         if self.running or not self._fits:
             return
         sides = self.baseline.toggles(), self.form.toggles()
@@ -281,7 +293,8 @@ class Panel(VBox):
         threading.Thread(target=target, args=args, name="panel", daemon=True).start()
 
     def _measure(self, baseline: Toggles, toggled: Toggles) -> None:
-        """The run's thread. What a user can mend is said in the message; the last result stays."""
+        """Runs in the run's thread. A request that a user can mend is shown in the message, and the
+        last result stays."""
         try:
             with measuring("the panel", self._engine) as self._measurement, heeded(self.stop):
                 if self._stopping:
@@ -328,7 +341,7 @@ def _red(error: Exception | str) -> str:
 
 
 def as_python(toggles: Toggles) -> str:
-    """The call that makes `toggles`: `wb.Toggles(sync="packed", fuse="on")`."""
+    """The Python call that makes `toggles`: `wb.Toggles(sync="packed", fuse="on")`."""
     given = ", ".join(f'{name}="{value}"' for name, value in toggles.changed().items())
     return f"wb.Toggles({given})"
 

@@ -97,9 +97,7 @@ class Trace(Watch):
 
     def end(self, waited: bool) -> None:
         self.fail()
-        for time in self._times.read(
-            self._step, waited
-        ):  # now: reading is no part of a step
+        for time in self._times.read(self._step, waited):  # now: reading is no part of a step
             span = span_of(time)
             self._recorder.add(
                 span.name, span.category, span.lane, span.start_ns, span.end_ns, **span.args
