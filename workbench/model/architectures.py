@@ -1,4 +1,4 @@
-"""The table of architectures: which blocks a layer is made of, and what sets each one apart."""
+"""The table of architectures: the blocks of a layer, and what sets each architecture apart."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 class Architecture:
     """What sets one architecture apart, as data.
 
-    blocks: what a layer is made of, in order, by name (`blocks.BLOCKS`). neox: RoPE pairs element
-    i with i + n_rot/2 (otherwise 2i with 2i + 1). qk_norm: every query and key head is
-    RMS-normalised with a weight of its own before RoPE. rope_factors: a file may hold
-    `rope_freqs.weight`, a divisor for each rotation speed.
+    blocks: the names of a layer's blocks, in order (`blocks.BLOCKS`).
+    neox: RoPE pairs element i with i + n_rot/2 (otherwise 2i with 2i + 1).
+    qk_norm: every query and key head is RMS-normalised with a weight of its own before RoPE.
+    rope_factors: a file may hold `rope_freqs.weight`, a divisor for each rotation speed.
     """
 
     blocks: tuple[str, ...]

@@ -1,8 +1,9 @@
-"""The blocks a decoder is made of: the weights of each, and the nodes it adds to a step.
+"""The blocks of a decoder: the weights of each block, and the nodes that it adds to a step.
 
-A layer is the blocks that its architecture names (`model/architectures.py`), one behind the other.
-A block is an entry of `BLOCKS`: its specs say which tensors of the file it takes, its function adds
-its nodes. What an architecture has beyond these (experts, sinks) is another block, or another spec.
+A layer is the blocks that its architecture names (`model/architectures.py`), one after the other. A
+block is an entry of `BLOCKS`: its specs say which tensors of the file it takes, and its function
+adds its nodes. Whatever else an architecture has (experts, sinks) is another block, or another
+spec.
 
 Names of nodes and of weights are llama.cpp's. T is the number of tokens of the step.
 """
@@ -21,8 +22,11 @@ Caches = list[tuple[Tensor, Tensor]]
 
 
 class CacheStores(NamedTuple):
-    """How a step stores K and V. op: of every store, an entry of `STORES`. cell: where the first
-    token is stored, for copy_to_view; the others find that among their inputs."""
+    """How a step stores K and V.
+
+    op: the op of every store, an entry of `STORES`.
+    cell: the cell of the first token, for copy_to_view. Other ops find cells among their inputs.
+    """
 
     op: str = "set_rows"
     cell: int = 0
@@ -34,10 +38,14 @@ SET_ROWS = CacheStores()
 class Step:
     """The graph of one step while blocks add to it.
 
-    An activation is quantised once for all the products that share it. activations=float: nothing
-    is quantised, and every product says that nothing may be rounded. store_inputs: what tells the
-    cache stores their rows. regions: whether each sequence has cells of its own. last_tokens: of
-    each sequence the token that a device has drawn last, (n_seqs,) I32, where devices draw.
+    An activation is quantised once for all products that share it.
+
+    activations: with `float` nothing is quantised, and every product says that nothing may be
+        rounded.
+    store_inputs: the inputs that tell the cache stores their rows.
+    regions: whether each sequence has cells of its own.
+    last_tokens: the token that a device has drawn last for each sequence, (n_seqs,) I32, where
+        devices draw.
     """
 
     def __init__(
@@ -69,7 +77,7 @@ class Step:
         self._quantised: dict[Tensor, Tensor] = {}
 
     def add(self, op: str, name: str, *inputs: Tensor | None, layer: int = -1, **params) -> Tensor:
-        """Adds a node, and gives its output."""
+        """Adds a node, and returns its output."""
         node = make_of(op, name, inputs, layer, params)
         self.nodes.append(node)
         return node.output
@@ -97,7 +105,7 @@ class Step:
 class StoreOp(NamedTuple):
     """An op that stores into the cache.
 
-    inputs: (shape, n_layer) -> the inputs that say where to.
+    inputs: (shape, n_layer) -> the inputs that tell where to store.
     add: adds the stores of K and V of layer i, both (T, cols): (step, i, k, v).
     """
 
@@ -156,8 +164,8 @@ class AttentionWeights(NamedTuple):
 def attention(s: Step, i: int, w: AttentionWeights, x: Tensor) -> Tensor | None:
     """Attention of layer i with the residual: x (T, n_embd) in and out.
 
-    In the last layer only the rows asked for go on: (n_outputs, n_embd). Where no row is asked for,
-    attention ends at the cache stores and gives None.
+    In the last layer only the rows with outputs go on: (n_outputs, n_embd). Without such rows
+    attention ends at the cache stores, and returns None.
     """
     h, t, n_kv, last = s.hparams, s.shape.n_tokens, s.shape.n_kv, i == s.last_layer
     k_cache, v_cache = s.caches[i]
@@ -215,8 +223,11 @@ def dense_ffn(s: Step, i: int, w: DenseWeights, x: Tensor) -> Tensor:
 class WeightSpec(NamedTuple):
     """A tensor that a block takes from each layer of a file: `blk.N.` + name.
 
-    field: of the block's weights. shape: in numpy order. dtype: the only type it may have; None:
-    any. optional: a file may lack it. used: whether the architecture has it at all.
+    field: the field of the block's weights.
+    shape: in numpy order.
+    dtype: the only type that it may have; None: any type.
+    optional: a file may lack it.
+    used: whether the architecture has it at all.
     """
 
     field: str
@@ -241,8 +252,9 @@ def _bias(field: str, name: str, rows: Callable[[HParams], int]) -> WeightSpec:
 class DecoderBlock(NamedTuple):
     """A block of a layer.
 
-    specs: what it takes from a file, in order. weights: what holds them, a field each. build: adds
-    the nodes of layer i to a step: (step, i, weights, x) -> x; None ends the step.
+    specs: the tensors that it takes from a file, in order.
+    weights: the type that holds them, a field each.
+    build: adds the nodes of layer i to a step: (step, i, weights, x) -> x. None ends the step.
     """
 
     specs: tuple[WeightSpec, ...]

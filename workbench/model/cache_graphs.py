@@ -1,4 +1,4 @@
-"""Graphs that change the cache between steps: cells are copied, or stored K is turned.
+"""Graphs that change the cache between steps: they copy cells, or rotate stored K.
 
 Both have one input and no outputs, and their shapes have no tokens.
 """
@@ -34,10 +34,10 @@ def copy_graph(caches: Caches, n: int) -> Graph:
 
 
 def shift_graph(model: Model, caches: Caches, n_cells: int) -> Graph:
-    """The graph that turns K of the first n_cells cells of every layer, in place.
+    """The graph that rotates K of the first n_cells cells of every layer, in place.
 
-    Where the cells of a sequence move by some positions, their K must turn by as many, for RoPE was
-    applied before K was stored. V has no positions. (llama.cpp: `build_graph_shift`.)
+    Where the cells of a sequence move by some positions, their K must rotate by as many, because
+    RoPE was applied before K was stored. V has no positions. (llama.cpp: `build_graph_shift`.)
 
     caches: as `Model.caches` has them. The input is inp_k_shift (n_cells,) I32: by how many
     positions each cell moves, 0 for a cell that stays. Raises UsageError where the caches have

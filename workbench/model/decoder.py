@@ -30,13 +30,15 @@ from workbench.model.tokenizer.vocabulary import EMBEDDING, OUTPUT, check_vocabu
 
 
 class Model:
-    """A model file opened: hyper-parameters, and a graph tensor for every weight used.
+    """An open model file: its hyper-parameters, and a graph tensor for every weight that is used.
 
-    expand: as EngineConfig has it, and cache_types: of K and of V. Raises ModelFileError where a
-    tensor is missing, is one that the architecture does not use, or has a shape the
-    hyper-parameters rule out. It also does where the file contradicts itself about its vocabulary
-    (`check_vocabulary`), and for metadata that is refused (`metadata.py`). UsageError for a cache
-    type that heads of this size cannot have.
+    expand: as EngineConfig has it.
+    cache_types: of K and of V.
+
+    Raises ModelFileError where a tensor is missing, is not used by the architecture, or has a shape
+    that the hyper-parameters rule out; where the file contradicts itself about its vocabulary
+    (`check_vocabulary`); and for metadata that is refused (`metadata.py`). Raises UsageError for a
+    cache type that heads of this size cannot have.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Model:
         self._refuse_unused()
 
     def _refuse_unused(self) -> None:
-        """A tensor that nothing reads would have changed the answer."""
+        """Refuses a file with a tensor that nothing reads, because it would change the answer."""
         unused = [name for name in self.file.tensors if name not in self._weights]
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
@@ -127,12 +129,12 @@ class Model:
 
     @property
     def weights(self) -> list[Tensor]:
-        """Every weight a step uses, the embedding included."""
+        """Every weight that a step uses, the embedding included."""
         return list(self._weights.values())
 
     @property
     def expanded(self) -> list[TensorInfo]:
-        """The tensors that have no kernels for their type, as they are in the file."""
+        """The tensors whose type has no kernels, as they are in the file."""
         return [self.stored(t) for t in self.weights if self.is_expanded(t)]
 
     def is_expanded(self, weight: Tensor) -> bool:
@@ -146,11 +148,12 @@ class Model:
     def data(
         self, weight: Tensor, n_workers: int = 1, progress: Callable[[int], object] | None = None
     ) -> np.ndarray:
-        """The bytes of a weight in its type, uint8 (nbytes,): the file's own, or where its type is
-        expanded new ones, made by n_workers threads.
+        """The bytes of a weight in its type, uint8 (nbytes,): those of the file, or, where its type
+        is expanded, new ones that n_workers threads make.
 
-        progress is told how many bytes of the file have been expanded. Raises ModelFileError for
-        values that the new type cannot hold.
+        progress: told how many bytes of the file have been expanded.
+
+        Raises ModelFileError for values that the new type cannot hold.
         """
         data = self.file.data(weight.name)
         if not self.is_expanded(weight):
@@ -162,7 +165,7 @@ class Model:
 
     @property
     def notes(self) -> list[str]:
-        """A line for each key of the metadata that makes answers differ from llama.cpp's."""
+        """A line for each metadata key that makes answers differ from llama.cpp's."""
         return notes(self.file, self.architecture)
 
     @cached_property
@@ -179,7 +182,7 @@ class Model:
 
     @cached_property
     def main_weight(self) -> Tensor:
-        """A weight of the type that has most bytes in the file, embedding and output apart."""
+        """A weight of the type with most bytes in the file, without embedding and output."""
         by_type: dict[DType, list[Tensor]] = {}
         for t in self.weights:
             if t is not self.embedding and t is not self.output:
@@ -194,7 +197,8 @@ class Model:
 
     @property
     def weight_bytes_per_token(self) -> int:
-        """Bytes of weights one decoded token must read: all, but of an untied embedding one row."""
+        """Bytes of weights that one decoded token must read: all weights, but only one row of an
+        untied embedding."""
         row = self.embedding.nbytes // self.embedding.rows
         total = sum(t.nbytes for t in self.weights if t is not self.embedding)
         return total + row + (self.embedding.nbytes if self.output is self.embedding else 0)
@@ -225,21 +229,23 @@ def build_graph(
 ) -> Graph:
     """The graph of one step of `shape`: token ids in, rows of logits out.
 
-    activations: `q8`: products with quantised weights are given quantised activations, and those
-    with float weights may round theirs to the weights' type. `float`: neither. The nodes of
-    products then have `activations` as a parameter, for the backends to see. stores: the op of the
-    cache stores, and the first cell of this step where that op has it as a parameter. regions:
-    whether each sequence has cells of its own; attn_inp_regions (n_seqs, 2) I32 is an input then.
-    last_tokens: (n_seqs,) I32, for steps whose tokens the device draws (`shape.draws`). These have
-    inp_draws (n_outputs, 5) F32 and inp_out_seqs (n_outputs,) I32, too, and their output is `drawn`
-    (n_outputs, 2) I32. An id below 0 stands for a sequence's last token (`feed`).
+    activations: with `q8`, products with quantised weights get quantised activations, and products
+        with float weights may round theirs to the weights' type. With `float` nothing is quantised
+        or rounded, and the nodes of products have `activations` as a parameter, for backends.
+    stores: the op of the cache stores, and the first cell of this step where the op has it as a
+        parameter.
+    regions: whether each sequence has cells of its own. Then attn_inp_regions (n_seqs, 2) I32 is
+        another input.
+    last_tokens: (n_seqs,) I32, for steps whose tokens the device draws (`shape.draws`). They also
+        have the inputs inp_draws (n_outputs, 5) F32 and inp_out_seqs (n_outputs,) I32, and their
+        output is `drawn` (n_outputs, 2) I32. A token id below 0 stands for a sequence's last token
+        (`feed`).
 
-    Inputs, by name: inp_tokens (T,) I32, inp_pos (T,) I32, attn_inp_kq_mask (T, n_kv) F16, what
-    tells stores their rows, inp_out_ids (n_outputs,) I32. Stores have attn_inp_k_idxs and
-    attn_inp_v_idxs (T,) I64 (set_rows), or inp_store_table (2 * n_layer,) I64, the first cell for K
-    and V of each layer (copy_by_table), or nothing (copy_to_view). The output is `result_output`
-    (n_outputs, n_vocab) F32.
-    With n_outputs 0 the graph ends at the last layer's cache stores.
+    Inputs, by name: inp_tokens (T,) I32, inp_pos (T,) I32, attn_inp_kq_mask (T, n_kv) F16, the
+    inputs of stores, inp_out_ids (n_outputs,) I32. Stores have attn_inp_k_idxs and attn_inp_v_idxs
+    (T,) I64 (set_rows), or inp_store_table (2 * n_layer,) I64, the first cell for K and V of each
+    layer (copy_by_table), or no input (copy_to_view). The output is `result_output`
+    (n_outputs, n_vocab) F32. With n_outputs 0 the graph ends at the cache stores of the last layer.
     """
     s = Step(
         model.hparams, shape, caches, model.rope_freqs, activations, stores, regions, last_tokens

@@ -1,10 +1,10 @@
 """The weight of a logit in a draw: exp(x), in whole numbers.
 
-A host and every device must add up the same weights, or a draw near an edge falls on another side.
-The exponential of a library differs in its last bit from machine to machine, and a sum of floats
-from order to order. So the exponential here is made of float32 products and sums, each rounded by
-itself, in one order, and of powers of two. The polynomial is Cephes' `expf`. A weight is the
-exponential in units of 2^-40, rounded down: whole numbers add up to one sum in any order.
+The host and every device must add up the same weights, or a draw near an edge could give another
+token. The exponential of a library differs in its last bit from machine to machine, and a sum of
+floats depends on its order. So this exponential is made of float32 products and sums, each rounded
+by itself, in a fixed order, and of powers of two. The polynomial is Cephes' `expf`. A weight is the
+exponential in units of 2^-40, rounded down. Whole numbers have the same sum in any order.
 
 `kernels/sampling.cu` has the same steps with the same constants. The CPU's kernel compiles these.
 """

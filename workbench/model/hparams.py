@@ -19,8 +19,8 @@ from workbench.model.gguf.metadata import ARCHITECTURE_KEYS, refuse
 
 @dataclass(frozen=True)
 class HParams:
-    """Sizes in elements; eps, theta_base and freq_scale as in `graph.ops`. window: positions that a
-    token sees, its own the last; 0: all."""
+    """Sizes in elements; eps, theta_base and freq_scale as in `graph.ops`. window: how many
+    positions a token sees, its own included; 0: all."""
 
     architecture: str
     n_layer: int
@@ -58,8 +58,8 @@ class HParams:
 
 
 def read_hparams(file: GGUFFile) -> HParams:
-    """Raises ModelFileError for an unknown architecture, a missing key or an impossible size, and
-    for what `metadata.ARCHITECTURE_KEYS` refuses."""
+    """The hyper-parameters of a file. Raises ModelFileError for an unknown architecture, a missing
+    key, an impossible size, and for keys that `metadata.ARCHITECTURE_KEYS` refuses."""
     arch = file.get("general.architecture", str)
     if arch not in ARCHITECTURES:
         raise ModelFileError(
@@ -78,7 +78,7 @@ def read_hparams(file: GGUFFile) -> HParams:
         return size(key, file.get(name, int) if default is None else file.get(name, int, default))
 
     def each(key: str, default: int | None = None) -> int:
-        """A size of all layers, which the file may say once for each."""
+        """A size that all layers have. The file may state it once, or once for each layer."""
         values = file.metadata.get(f"{arch}.{key}")
         if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
             return number(key, default)
@@ -125,7 +125,7 @@ def read_hparams(file: GGUFFile) -> HParams:
 
 
 def _window(file: GGUFFile, arch: str) -> int:
-    """The window of every layer; files with windows in some layers are refused."""
+    """The window of every layer. Files with windows in only some layers are refused."""
     window, pattern = (f"{arch}.attention.sliding_window{end}" for end in ("", "_pattern"))
     size = file.get(window, int, 0)
     if not 0 <= size < 1 << 31:
@@ -138,7 +138,7 @@ def _window(file: GGUFFile, arch: str) -> int:
 
 
 def _freq_scale(file: GGUFFile, arch: str) -> float:
-    """What positions are multiplied by before RoPE: 1 over the file's factor, as in llama.cpp.
+    """The factor of positions before RoPE: 1 over the file's factor, as in llama.cpp.
 
     No type means linear. The factor is `rope.scaling.factor`, or else the older
     `rope.scale_linear`; 0 stands for 1. Type `none` ignores both.

@@ -1,9 +1,9 @@
-"""The inputs of a step: what the host writes before it, the shape and type of each, and whether a
-kept graph can be given it again (#8366).
+"""The inputs of a step: values that the host writes before the step, the shape and type of each,
+and whether a kept graph can take the input of another step (#8366).
 
-Names are llama.cpp's. The inputs here ask nothing but the step shape. An input that asks anything
-else is another class: until `can_reuse` is written for it, no step with it is reused, and the
-counters name it.
+Names are llama.cpp's. The inputs here depend only on the step shape. An input that depends on
+anything else needs a class of its own. Until that class has `can_reuse`, no step with the input is
+reused, and the counters name it.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ ShapeOf = Callable[[StepShape], tuple[int, ...]]
 
 
 class StepInput(Input):
-    """An input whose shape follows from the step shape. Every step that asks for the shape which
-    the input has can write its values here."""
+    """An input whose shape follows from the step shape. A step can write its values here if it asks
+    for the same shape."""
 
     __slots__ = ("_shape_of",)
 

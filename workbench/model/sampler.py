@@ -1,17 +1,18 @@
 """Logits -> token: greedy, or seeded temperature with top-k, top-p and min-p.
 
-The order is the chain's of llama.cpp, as far as its samplers exist here:
+The samplers apply in the order of llama.cpp's chain, as far as they exist here:
 
-    top_k     the k largest logits
-    top_p     of these the fewest whose probabilities reach p; 1 keeps all
-    min_p     of these all with a probability of at least p times the largest one; 0 keeps all
+    top_k     keeps the k largest logits
+    top_p     of these, keeps the fewest whose probabilities reach p; 1 keeps all
+    min_p     of these, keeps those with at least p times the largest probability; 0 keeps all
     temperature, and then a draw
 
-Probabilities of top_p and min_p are those at temperature 1. All that is kept is the beginning of
-one order: the larger logit first, of equal ones the lower id.
+Probabilities of top_p and min_p are those at temperature 1. The kept tokens are always the first of
+one order: the larger logit first, of equal logits the lower id.
 
-Host and devices draw by the same five float32 numbers (`Sampling.settings`), and add up the same
-whole numbers (`draw_weights.py`). So equal logits give equal tokens, also on ties and at edges.
+The host and devices draw by the same five float32 numbers (`Sampling.settings`), and add up the
+same whole numbers (`draw_weights.py`). So equal logits give equal tokens, also on ties and at
+edges.
 """
 
 import math
@@ -22,7 +23,7 @@ import numpy as np
 from workbench.common.errors import UsageError
 from workbench.model.draw_weights import weights
 
-NO_TOKEN = -1  # of a row that has NaN, or whose largest logit is infinite
+NO_TOKEN = -1  # the result of a row with NaN, or with an infinite largest logit
 MOST = float(np.finfo(np.float32).max)
 STEEPEST = np.float32(1e30)  # 1 / temperature is at most this
 BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
@@ -54,16 +55,16 @@ class Sampling:
             raise UsageError(f"min_p={self.min_p} must be from 0 (keep all) to 1")
 
     def settings(self, uniform: float) -> np.ndarray:
-        """What a draw follows from, (5,) float32 (op `draw`): temperature, top_k, top_p, the
-        logarithm of min_p, and the uniform number. Nothing is rounded but here."""
+        """The numbers that decide a draw, (5,) float32 (op `draw`): temperature, top_k, top_p, the
+        logarithm of min_p, and the uniform number. Only here are they rounded."""
         rounded = np.array([self.temperature, self.top_k, self.top_p, self.min_p, uniform], "f4")
         rounded[3] = math.log(rounded[3]) if rounded[3] else -np.inf
         return rounded
 
 
 def drawn(logits: np.ndarray, s: Sampling, uniform: float) -> int:
-    """The token that a uniform number from 0 to 1 draws; NO_TOKEN from logits that give none.
-    logits: (n_vocab,) float32. Ties go to the lowest id."""
+    """The token that a uniform number from 0 to 1 draws from logits, (n_vocab,) float32. NO_TOKEN
+    where no token can be drawn. Ties go to the lowest id."""
     temperature, top_k, top_p, log_min_p, u = s.settings(uniform)
     best = logits.max()
     if not np.isfinite(best):  # of a row with NaN it is NaN
@@ -87,14 +88,14 @@ def drawn(logits: np.ndarray, s: Sampling, uniform: float) -> int:
 
 
 def _reached(sums: np.ndarray, target: int) -> int:
-    """How many elements it takes until their sum reaches the target, which the last sum does."""
+    """How many elements are needed for their sum to reach the target. The sum of all reaches it."""
     return int(np.searchsorted(sums, target)) + 1
 
 
 class Sampler:
-    """Draws tokens; equal seeds and logits give equal tokens, on the host and on a device.
+    """Draws tokens. Equal seeds and logits give equal tokens, on the host and on a device.
 
-    A device is given what `settings` returns, and gives the token that a call would.
+    A device that is given `settings()` draws the token that a call would draw.
     """
 
     def __init__(self, sampling: Sampling, seed: int):
@@ -102,7 +103,7 @@ class Sampler:
         self._rng = np.random.default_rng(seed)
 
     def uniform(self) -> float:
-        """The uniform number of the next draw, a float32 below 1; greedy ones need none."""
+        """The uniform number of the next draw, a float32 below 1. A greedy draw needs none."""
         if self.sampling.temperature == 0:
             return 0.0
         return float(min(np.float32(self._rng.random()), BELOW_ONE))

@@ -1,7 +1,7 @@
 """Tensor types without kernels of their own, expanded when a model is loaded.
 
 Their blocks are decoded by the gguf package, some rows at a time, and kept as F16 or as Q8_0. F16
-holds what a block says to 11 bits; Q8_0 takes half the memory and rounds to 8 bits again.
+keeps the values to 11 bits. Q8_0 takes half the memory, and rounds to 8 bits again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workbench.model.gguf.walk import EXPANDED_TYPES, TensorInfo, shown
 _NUMBERS = {dtype: number for number, dtype in EXPANDED_TYPES.items()}
 _TO = dict(zip(EXPAND, (F16, Q8_0), strict=True))
 _LARGEST = {F16: 65504.0, Q8_0: 65504.0 * 127}  # in absolute value; Q8_0 has a scale in F16
-_CHUNK = 1 << 19  # values decoded at once by a worker
+_CHUNK = 1 << 19  # values that a worker decodes at once
 _ALIGN = 64
 
 
@@ -72,7 +72,7 @@ def expanded(
 
 
 def described(infos: Iterable[TensorInfo], expand: str) -> str:
-    """What is expanded, in words, and how much memory that takes; `infos`: the tensors, not none.
+    """The expanded tensors in words, with their memory. infos: the tensors, at least one.
 
     `Q2_K (12 tensors) and Q3_K (3 tensors) to F16: 2.10 GB of memory, 351.20 MB in the file`
     """

@@ -1,8 +1,8 @@
 """Opens GGUF model files (versions 2 and 3, little endian) by memory map.
 
-`open_gguf` gives metadata, the tensor list and read-only views of tensor bytes; `model_hash` names
-a file for provenance. The parser is `gguf_walk`; `parts` finds the other files of a model that was
-split. A file that cannot be believed raises ModelFileError, one line.
+`open_gguf` gives metadata, the tensor list and read-only views of tensor bytes. `model_hash` names
+a file for provenance. `walk` is the parser; `parts` finds the other files of a model in several
+files. A file that cannot be believed raises ModelFileError, with one line.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ class File(NamedTuple):
 class GGUFFile:
     """An open model: one file, or all the parts of one that was split. A context manager.
 
-    metadata maps keys to int, float, bool or str; arrays are numpy arrays (numbers, bools),
-    StringArray, or a list of arrays (nested). tensors are in file order. What was handed out stays
-    valid after `close`: the map goes when the last view of it goes. The file must not be shortened
-    meanwhile: reading a mapped page that is gone kills the process, as with any memory map.
+    metadata: from keys to int, float, bool or str. Arrays are numpy arrays (numbers, bools),
+        StringArray, or a list of arrays (nested).
+    tensors: in file order.
+
+    Views stay valid after `close`: the map is released with the last view of it. The file must not
+    be shortened meanwhile: reading a mapped page that is gone kills the process, as with any memory
+    map.
     """
 
     __slots__ = (
@@ -71,7 +74,7 @@ class GGUFFile:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the maps. Safe to call twice."""
+        """Releases the maps. Safe to call twice."""
         self._maps = None
 
     def data(self, name: str) -> np.ndarray:
@@ -119,10 +122,12 @@ class GGUFFile:
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Maps the model at `path` and reads its metadata and tensor list; no tensor data is touched.
+    """Maps the model at `path`, and reads its metadata and tensor list. No tensor data is touched.
 
-    path: the file, or of a model in several files any of them; the others lie beside it. Raises
-    ModelFileError for a file that is absent, not a file, or that cannot be believed.
+    path: the file; or any file of a model in several files, which lie beside one another.
+
+    Raises ModelFileError for a path that is absent or no file, and for a file that cannot be
+    believed.
     """
     path = os.fspath(path)
     opened = _walk(path)
@@ -176,8 +181,9 @@ def model_hash(model: str | os.PathLike[str] | GGUFFile) -> str:
     samples of the data. The samples are the first 4 KiB of every tensor, and 256 evenly spaced
     blocks of 64 KiB. These include the data's first and last bytes. Data of up to 16 MiB is
     hashed whole. The identity of a model in several files is a hash over the files' hashes. It
-    depends on nothing but the files' bytes. A change that misses every block goes unseen: it tells
-    models apart, and is no proof against tampering. Raises ModelFileError as `open_gguf` does.
+    depends only on the files' bytes. A change outside of all samples is not noticed: the identity
+    tells models apart, and is no proof against tampering. Raises ModelFileError as `open_gguf`
+    does.
     """
     if not isinstance(model, GGUFFile):
         with open_gguf(model) as opened:

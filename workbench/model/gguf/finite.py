@@ -1,6 +1,6 @@
-"""Looks for weights that are not finite: where infinity or NaN in logits came from.
+"""Looks for weights that are not finite, which cause infinity or NaN in logits.
 
-Of most quantised types only the scales need be read: a block is finite where its scales are.
+For most quantised types only the scales must be read: a block is finite where its scales are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _MXFP4_LARGE = 250  # a block with a smaller exponent stays far inside float32
 
 
 def first_not_finite(file: GGUFFile) -> str | None:
-    """Where the first weight of `file` that is not finite lies, for a message; None: all are."""
+    """The place of the first weight of `file` that is not finite, for a message; None if all are
+    finite."""
     for info in file.tensors.values():
         if info.dtype not in _FLOATS and info.dtype not in BLOCKS:
             continue  # expanded when it was loaded, and looked at then

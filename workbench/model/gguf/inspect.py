@@ -1,7 +1,7 @@
-"""What is in a model file, and how many bytes of weights a token must read.
+"""The contents of a model file, and how many bytes of weights a token must read.
 
-These bytes are the numerator of every bandwidth figure. Decode of one token reads each weight once,
-so tokens per second times `weight_bytes_per_token` is the bandwidth that was used.
+These bytes are the numerator of every bandwidth figure. Decoding a token reads each weight once. So
+tokens per second times `weight_bytes_per_token` is the bandwidth that was used.
 """
 
 import dataclasses

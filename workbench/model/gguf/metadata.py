@@ -1,10 +1,10 @@
-"""The metadata keys that llama.cpp's loaders read, and what becomes of each here.
+"""The metadata keys that llama.cpp's loaders read, and how each is treated here.
 
 llama.cpp reads the keys of llama, qwen2 and qwen3 in the same functions (`load_hparams` of
 llama-model.cpp, `llama_vocab::impl::load`, and `load_arch_hparams` of each), so one table serves
-all three. A key is *honoured*, *refused* or *without effect*. Refused means: a file with another
-than a neutral value is, by one line. A key without effect has none in llama.cpp either, or none
-beyond the reason that stands beside it.
+all three. A key is *honoured*, *refused* or *without effect*. A refused key with a value that is
+not neutral makes the whole file refused, by one line. A key without effect has none in llama.cpp
+either, or the reason beside it says why it needs none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workbench.model.gguf.walk import shown
 
 
 class Use(StrEnum):
-    """What becomes of a key."""
+    """How a key is treated."""
 
     HONOURED = "honoured"
     REFUSED = "refused"
@@ -206,7 +206,7 @@ def refuse(file: GGUFFile, architecture: str, keys: Iterable[FileKey]) -> None:
 
 
 def _acts(key: FileKey, value: Any) -> bool:
-    """Whether a value of a refused key changes answers, as far as the table can tell."""
+    """Whether a value of a refused key changes answers, as far as the table knows."""
     if key.neutral is None:
         return False
     if isinstance(value, np.ndarray | list):

@@ -2,8 +2,8 @@
 
 The files are called `NAME-00001-of-00003.gguf` and so on, in one folder. Each says in its metadata
 which part it is (`split.no`, from 0), of how many (`split.count`), and how many tensors all parts
-have together (`split.tensors.count`). The first has all other metadata. Whichever is opened, the
-others are found by name, and all of them must agree.
+have together (`split.tensors.count`). The first part has all other metadata. From any part the
+others are found by name, and all must agree.
 """
 
 import os

@@ -7,12 +7,12 @@ Layout, from the GGUF specification (ggml `docs/gguf.md`); strings are a u64 len
     n_tensors x ( string name | u32 n_dims | n_dims x u64 | u32 type | u64 offset )
     padding to `general.alignment` | tensor data, every tensor at a multiple of the alignment
 
-A model file is untrusted input. Every length, offset, type and count is checked against what is
-left of the file before it is believed. Whatever is wrong raises ModelFileError: one line that says
-what, at which byte, and what to do. What is allocated is bounded. The numbers of an array take
-their own size. A string array takes 8 bytes a string (it is decoded on demand), a single string up
-to 4 bytes a byte (Python's widest form). Keys, tensors and nested arrays take under 1 KiB each, and
-there are at most MAX_ENTRIES of each.
+A model file is untrusted input. Every length, offset, type and count is checked against the rest of
+the file before it is believed. An error raises ModelFileError with one line: what is wrong, at
+which byte, and what to do. Allocations are bounded. The numbers of an array take their own size. A
+string array takes 8 bytes a string (it is decoded on demand), a single string up to 4 bytes a byte
+(Python's widest form). Keys, tensors and nested arrays take under 1 KiB each, and there are at most
+MAX_ENTRIES of each.
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ REWRITE = "write the file again with a current converter"
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies: shape in numpy order (ggml's `ne` reversed), offset from file start.
-
-    part: which of a model's files, from 0.
+    """A tensor of a file: its shape in numpy order (ggml's `ne` reversed), and its offset from the
+    file's start. part: the number of its file among a model's files, from 0.
     """
 
     name: str
