@@ -36,7 +36,7 @@ _HYPERPARAMETERS = {
     "vocabulary": "vocab_size",
     "experts": "expert_count",
     "experts_used": "expert_used_count",
-}  # name shown -> metadata key behind the architecture's name
+}  # name shown -> metadata key after the architecture's name
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ TOKENIZER_KEYS: tuple[FileKey, ...] = (
           for name in ("fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle")),
     ),
     FileKey(_T + "add_bos_token", Use.HONOURED, "whether BOS is put before a text"),
-    FileKey(_T + "add_eos_token", Use.HONOURED, "whether EOS is put behind a text"),
+    FileKey(_T + "add_eos_token", Use.HONOURED, "whether EOS is put after a text"),
     FileKey(_T + "add_space_prefix", Use.HONOURED, "whether a space is put before a text"),
     FileKey("tokenizer.chat_template", Use.HONOURED, "messages to a prompt, in the server"),
     FileKey(
@@ -176,7 +176,7 @@ FILE_KEYS: tuple[FileKey, ...] = (
     FileKey("general.alignment", Use.HONOURED, "what every tensor's offset is a multiple of"),
     FileKey(
         "general.name", Use.HONOURED, "what tables and run folders call the model; llama.cpp drops "
-        "spaces behind special tokens where it has phi-3 in it",
+        "spaces after special tokens where it has phi-3 in it",
     ),
     FileKey("general.file_type", Use.WITHOUT_EFFECT, "each tensor says its type"),
     FileKey("split.no", Use.HONOURED, "which part of a model in several files"),

@@ -79,7 +79,7 @@ def unpack_activations(rows: np.ndarray, cols: int) -> tuple[np.ndarray, np.ndar
 
     quants int8 (T, cols), scales float32 (T, cols/32), sums int16 (T, cols/16).
     """
-    sums = cols + cols // 8  # where they begin: behind a scale of 4 bytes for each 32 quants
+    sums = cols + cols // 8  # where they begin: after a scale of 4 bytes for each 32 quants
     return (
         rows[:, :cols].view(np.int8),
         rows[:, cols:sums].view("<f4"),

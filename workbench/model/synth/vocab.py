@@ -54,7 +54,7 @@ def _bpe_vocab(pre: str, n_vocab: int) -> Vocab:
     llama, large = pre == "llama-bpe", n_vocab > 100_000
     control = _LLAMA_BPE_CONTROL if llama else _QWEN_CONTROL
     user_defined = [] if llama else _QWEN_USER_DEFINED
-    if large and llama:  # 256 reserved tokens behind 128000 tokens
+    if large and llama:  # 256 reserved tokens after 128000 tokens
         n_named = len(control)
         control = control + [f"<|reserved_special_token_{i}|>" for i in range(256 - n_named)]
     # Qwen3 has 151669 tokens; converters pad the list to the embedding's rows.

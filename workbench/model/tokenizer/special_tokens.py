@@ -18,7 +18,7 @@ END_TEXTS = (
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
     "<｜end▁of▁sentence｜>", "[e~[",
 )  # fmt: skip
-END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # behind `tokenizer.ggml.`
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # after `tokenizer.ggml.`
 
 # are always printed, and one token also where text is taken as text
 SHOWN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
@@ -82,7 +82,7 @@ class Special(NamedTuple):
 
 
 def special_tokens(ids: Mapping[str, int], named: Mapping[str, int]) -> Special:
-    """ids: of each token by its text. named: of the tokens that the file names, by the key behind
+    """ids: of each token by its text. named: of the tokens that the file names, by the key after
     `tokenizer.ggml.`."""
 
     def found(texts: Iterable[str]) -> list[int]:
