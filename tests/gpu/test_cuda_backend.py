@@ -1,5 +1,5 @@
-"""Gates, clocks, memory, threads and errors of the cuda backend, on a real GPU. The clauses that
-every device keeps are in test_cuda_conformance.py."""
+"""Clocks, pinned memory, threads, errors and loading of the cuda backend, on a real GPU. What every
+device keeps is in test_cuda_conformance.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests import gates
 from tests.gates import hold
+from tests.gpu.harness import fetched, free_bytes
+from tests.planes import repacked
+from workbench.backend.cuda.device import weights as cuda_weights
 from workbench.backend.cuda.device.backend import CudaBackend, open_backend, probe
+from workbench.backend.cuda.device.weights import ENTRY_BYTES, N_ENTRIES, Uploader
 from workbench.common.errors import DeviceError
-from workbench.graph.ir import F32, Kind, Tensor
+from workbench.config import Toggles
+from workbench.engine.engine import Engine
+from workbench.graph.ir import F16, F32, WEIGHT_DTYPES, DType, Kind, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space
 
@@ -24,58 +29,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 N = 4096
 
 
-def test_a_gate_opens_by_itself_and_when_its_device_closes(backend: CudaBackend, monkeypatch):
-    other = open_backend()
-    hold(other, COMPUTE_STREAM)
-    start = time.perf_counter()
-    other.close()
-    assert time.perf_counter() - start < 2
-    monkeypatch.setattr(gates, "GATE_SECONDS", 0.05)
-    start = time.perf_counter()
-    hold(backend, COPY_STREAM)
-    backend.sync_stream(COPY_STREAM)()
-    assert 0.04 < time.perf_counter() - start < 2
-
-
-@pytest.mark.parametrize("space", list(Space))
-def test_memory_is_zeroed_and_aligned(backend: CudaBackend, space: Space):
-    for nbytes in (0, 1, 1000, 1 << 20):
-        memory = backend.allocate(nbytes, space)
-        assert memory.address % 256 == 0 and memory.nbytes == nbytes
-        if space == Space.DEVICE:
-            assert memory.array is None
-            landing = np.ones(nbytes, np.uint8)
-            backend.copy(landing.ctypes.data, memory.address, nbytes, 0, to_host=True)()
-            backend.sync_stream(0)()
-            assert not landing.any()
-        else:
-            assert memory.array.nbytes == nbytes
-            assert not memory.array.any()
-            memory.array[:] = 1
-        memory.free()
-        memory.free()
-
-
 def test_teardown_in_any_order():
     """Pinned memory stays while an array of it is held, whatever is freed or closed before."""
     other = open_backend()
     kept, freed = other.allocate(N, Space.DEVICE), other.allocate(N, Space.PINNED)
     held = freed.array[3:].view()
     held[:] = 7
-    event, gate = other.event(), hold(other, COPY_STREAM)
-    other.record(event, COPY_STREAM)()
-    freed_early = other.allocate(N, Space.DEVICE)
+    gate, mark = hold(other, COPY_STREAM), other.mark(0)
     gate.open()
-    freed_early.free()
-    mark = other.mark(0)
     other.close()
-    other.close()
-    del mark, event
     gate.open()
     freed.free()
     kept.free()
     assert freed.array is None
-    del freed, kept, other
+    del mark, freed, kept, other
     gc.collect()
     assert (held == 7).all()
 
@@ -93,8 +60,7 @@ def test_marks_are_on_the_hosts_clock_and_reused(backend: CudaBackend):
     start_ns, end_ns = backend.resolve(begin, end)
     slack = 200_000
     assert before - slack < start_ns < opened
-    assert opened - slack < end_ns < after + slack
-    assert end_ns - start_ns > 19e6
+    assert opened - slack < end_ns < after + slack and end_ns - start_ns > 19e6
     for _ in range(3):
         marks = [backend.mark(COMPUTE_STREAM) for _ in range(10)]
         backend.synchronize()
@@ -107,51 +73,108 @@ def test_marks_are_on_the_hosts_clock_and_reused(backend: CudaBackend):
 def test_another_thread_may_issue_after_attach(backend: CudaBackend):
     host, device = backend.allocate(N, Space.PINNED), backend.allocate(N, Space.DEVICE)
     host.array[:] = 9
-    failed: list[Exception] = []
 
     def work() -> None:
-        try:
-            backend.attach()
-            backend.copy(device.address, host.address, N, COPY_STREAM, to_host=False)()
-            backend.sync_stream(COPY_STREAM)()
-        except Exception as error:
-            failed.append(error)
+        backend.attach()
+        backend.copy(device.address, host.address, N, COPY_STREAM, to_host=False)()
+        backend.sync_stream(COPY_STREAM)()
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert not failed
-    landing = np.zeros(N, np.uint8)
-    backend.copy(landing.ctypes.data, device.address, N, 0, to_host=True)()
-    backend.sync_stream(0)()
-    assert (landing == 9).all()
-
-
-def test_probe_names_the_gpu_and_its_driver(backend: CudaBackend):
-    line = probe()
-    assert line == backend.description
-    assert "sm_" in line and "CUDA" in line and "\n" not in line
+    assert (fetched(backend, device.address, N) == 9).all()
 
 
 def test_errors_say_what_failed(backend: CudaBackend):
     host, device = backend.allocate(N, Space.PINNED), backend.allocate(N, Space.DEVICE)
-    with pytest.raises(DeviceError, match="stream 9 does not exist"):
-        backend.sync_stream(9)
-    with pytest.raises(DeviceError, match="cannot allocate"):
-        backend.allocate(1 << 50, Space.DEVICE)
-    with pytest.raises(DeviceError, match=r"GPU 99 does not exist"):
-        open_backend(device=99)
-    with pytest.raises(DeviceError, match="no option pageable"):
-        open_backend(pageable="late")
-    with pytest.raises(DeviceError, match="wants 64 bytes, not 60"):
-        backend.load_weight(Tensor("w", F32, (4, 4), Kind.WEIGHT), np.zeros(60, np.uint8))
-    backend.finish_loading()
+    w, x = Tensor("w", F32, (8, 8), Kind.WEIGHT), Tensor("x", F32, (0, 8))
     bad = backend.copy(64, host.address, N, COPY_STREAM, to_host=False)
-    with pytest.raises(DeviceError, match=r"cuMemcpyHtoDAsync failed at copy of 4096 bytes.*VALUE"):
-        bad()
+    for call, words in (
+        (lambda: backend.sync_stream(9), "stream 9 does not exist"),
+        (lambda: backend.allocate(1 << 50, Space.DEVICE), "cannot allocate"),
+        (lambda: open_backend(device=99), "GPU 99 does not exist"),
+        (lambda: open_backend(pageable="late"), "no option pageable"),
+        (lambda: backend.load_weight(w, np.zeros(60, np.uint8)), "wants 256 bytes, not 60"),
+        (bad, "cuMemcpyHtoDAsync failed at copy of 4096 bytes.*VALUE"),
+    ):
+        with pytest.raises(DeviceError, match=words):
+            call()
+        backend.finish_loading()
     # and the device still works, also on nothing
     backend.copy(device.address, host.address, N, COPY_STREAM, to_host=False)()
     backend.copy(device.address, host.address, 0, COPY_STREAM, to_host=False)()
-    w, x = Tensor("w", F32, (8, 8), Kind.WEIGHT), Tensor("x", F32, (0, 8))
     backend.launch(make("mul_mat", "y", w, x), lambda t: 0, 0, 0)()
     backend.synchronize()
+    assert probe() == backend.description
+
+
+# loading ------------------------------------------------------------------------------------------
+
+
+def weight(dtype: DType, rows: int, cols: int) -> tuple[Tensor, np.ndarray]:
+    tensor = Tensor(f"{dtype.name} {rows}", dtype, (rows, cols), Kind.WEIGHT)
+    rng = np.random.default_rng([rows, cols, dtype.block_bytes])
+    return tensor, rng.integers(0, 256, tensor.nbytes, np.uint8)
+
+
+def load_and_look(backend: CudaBackend, weights: list[tuple[Tensor, np.ndarray]]) -> None:
+    """All in one loading; every byte must be in its plane."""
+    memory = [backend.load_weight(*w) for w in weights]
+    backend.finish_loading()
+    for (tensor, data), there in zip(weights, memory, strict=True):
+        found = fetched(backend, there.address, there.nbytes)
+        assert np.array_equal(found, repacked(data, tensor.dtype)), tensor
+        there.free()
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: d.name)
+def test_every_byte_is_in_its_plane(backend: CudaBackend, dtype: DType):
+    """One block, odd numbers of them, and more than two entries with a bit."""
+    large = 2 * ENTRY_BYTES // dtype.row_bytes(4096) + 3
+    shapes = [(1, 256), (3, 768), (33, 1280), (large, 4096), (257, 256)]
+    load_and_look(backend, [weight(dtype, *shape) for shape in shapes])
+
+
+def test_all_types_through_a_ring_that_is_used_again(backend: CudaBackend, monkeypatch):
+    """Entries of 64 KiB, filled hundreds of times: an entry filled too early would show."""
+    monkeypatch.setattr(cuda_weights, "ENTRY_BYTES", 64 << 10)
+    monkeypatch.setattr(cuda_weights, "N_ENTRIES", 3)
+    all_types = [weight(dtype, n, 1024) for n in (1, 700, 63, 1500) for dtype in WEIGHT_DTYPES]
+    load_and_look(backend, all_types)
+
+
+def loaders() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("loading")]
+
+
+def test_loading_holds_its_buffers_and_gives_them_back(backend: CudaBackend):
+    load_and_look(backend, [weight(F16, 8, 64)])  # makes the streams
+    before = free_bytes(backend)
+    tensor, data = weight(F32, 1 << 14, 4096)
+    memory = backend.load_weight(tensor, data)
+    assert before - free_bytes(backend) <= tensor.nbytes + N_ENTRIES * ENTRY_BYTES + (4 << 20)
+    backend.finish_loading()
+    memory.free()
+    assert before - free_bytes(backend) <= 4 << 20 and not loaders()
+
+
+def test_interrupted_loading_gives_the_gpu_back(backend, tiny_model, monkeypatch):
+    load, n_loads = Uploader.load, []
+
+    def interrupted(self: Uploader, tensor: Tensor, data: np.ndarray):
+        n_loads.append(tensor.name)
+        if len(n_loads) == 9:
+            raise KeyboardInterrupt
+        return load(self, tensor, data)
+
+    def answer() -> np.ndarray:
+        path = tiny_model("tiny-llama", "Q4_0")
+        with Engine.load(path, device="cuda", n_ctx=64, toggles=Toggles()) as engine:
+            return engine.step([1, 2, 3]).copy()
+
+    whole, before = answer(), free_bytes(backend)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Uploader, "load", interrupted)
+        answer()
+    assert before - free_bytes(backend) <= 4 << 20 and not loaders()
+    assert np.array_equal(answer(), whole)
