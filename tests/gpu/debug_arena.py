@@ -111,15 +111,6 @@ class Block:
         if self._zone:
             self.content(writer)
 
-    def retire(self) -> bool:
-        """After the last use: gives the memory back, or poisons it, to be looked at again; whether
-        there is anything to look at."""
-        if self._mode == Mode.GUARDED:
-            self.poison()
-            return True
-        self.free()
-        return False
-
     def free(self) -> None:
         self._memory.free()
 
@@ -127,8 +118,7 @@ class Block:
 class DebugArena(contextlib.AbstractContextManager["DebugArena"]):
     """Memory of some tensors, and nodes that run in it, one by one.
 
-    residents: addresses of tensors that live elsewhere (weights). Not to be used after `close`,
-    which is the end of a `with`.
+    residents: addresses of tensors that live elsewhere (weights).
     """
 
     def __init__(
@@ -188,32 +178,29 @@ class DebugArena(contextlib.AbstractContextManager["DebugArena"]):
             self._retire(scratch)
 
     def _retire(self, block: Block) -> None:
-        if block.retire():
+        """After the last use: poisons the memory, to be looked at again, or gives it back."""
+        if self._mode == Mode.GUARDED:
+            block.poison()
             self._retired.append(block)
+        else:
+            block.free()
 
     def check(self, writer: str) -> None:
         """Holds every live tensor's red zones to be untouched."""
         for block in self._live.values():
             block.check(writer)
 
-    def close(self) -> None:
-        """Gives everything back; asserts first that what was retired has not been written."""
-        of_retired = [(b.what, b.content("a node after its last use")) for b in self._retired]
-        written = [what for what, content in of_retired if (content != POISON).any()]
-        self.free()
-        assert not written, f"written after the last use: {', '.join(written)}"
-
-    def free(self) -> None:
-        for block in [*self._live.values(), *self._retired]:
-            block.free()
-        self._live.clear()
-        self._retired.clear()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Gives everything back; asserts that what was retired has not been written."""
+        retired, written = self._retired, []
         if kind is None:
-            self.close()
-        else:
-            self.free()
+            found = [block.content("a node after its last use") for block in retired]
+            written = [
+                b.what for b, raw in zip(retired, found, strict=True) if (raw != POISON).any()
+            ]
+        for block in [*self._live.values(), *retired]:
+            block.free()
+        assert not written, f"written after the last use: {', '.join(written)}"
 
 
 class DebugSteps(contextlib.AbstractContextManager["DebugSteps"]):

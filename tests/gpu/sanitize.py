@@ -43,56 +43,51 @@ class Entry(NamedTuple):
 
 
 # tools, a file and a test of it, and why
-_EVERY = "memcheck racecheck synccheck"
-_SHARED = "shared tiles, several stages in flight; barriers of shares of other lengths"
+_EVERY, _BOTH = "memcheck racecheck synccheck", "racecheck synccheck"
 _ROWS = (
     ("memcheck", "debug_arena", "steps[exact-*]", "whole steps, each tensor just its bytes, fused "
      "and not, cuBLAS included; freed after the last use"),
-    ("memcheck", "debug_arena", "every_op_alone[exact]", "every op, weight type and fused node"),
-    ("memcheck", "debug_arena", "products_alone[exact-*]", "rows and columns no multiple of a tile"),
-    ("memcheck", "debug_arena", "attention_alone[exact-*]", "cells no multiple of a tile, shares"),
-    ("memcheck", "debug_arena", "splits_alone[exact-*]", "partial sums through scratch and "
-     "counters, combined by the last block"),
-    ("initcheck", "debug_arena", "steps[bare-*-few]", "whole steps in memory that only kernels "
-     "wrote"),
+    ("memcheck", "debug_arena", "alone[exact-*]", "every op, weight type and fused node; no "
+     "multiples of a tile; shares, and partial sums combined by the last block"),
+    ("initcheck", "debug_arena", "steps[bare-*-few]", "memory that only kernels wrote"),
     ("initcheck", "debug_arena", "steps[bare-tiny-llama-Q4_0-*-many]", "tiles of tensor_product"),
     ("initcheck", "debug_arena", "steps[bare-*-most]", "its tallest tiles, gate and up with them"),
-    ("initcheck", "debug_arena", "every_op_alone[bare]", "every op, weight type and fused node"),
-    ("initcheck", "debug_arena", "products_alone[bare-quantised-*]", "padding of converted rows"),
-    ("initcheck", "debug_arena", "attention_alone[bare-*]", "shares with nothing to combine"),
-    ("initcheck", "debug_arena", "splits_alone[bare-*]", "partial sums through scratch"),
-    ("racecheck synccheck", "debug_arena", "steps[guarded-tiny-llama-Q4_0-fused-few]",
-     "epilogues and barriers of product"),
-    ("racecheck synccheck", "debug_arena", "steps[guarded-tiny-llama-Q4_0-fused-most]",
-     "results of the tallest tiles quantised in shared memory; registers handed over"),
-    ("racecheck synccheck", "debug_arena", "steps[guarded-tiny-qwen3-Q4_K-fused-few]",
-     "heads normed through the shared memory of a cluster, bulk copies"),
-    ("racecheck synccheck", "debug_arena", "steps[guarded-tiny-qwen3-Q4_K-fused-many]",
-     "rope_store, norms, barriers of the warps of a tile that multiply"),
+    ("initcheck", "debug_arena", "alone[bare-every op]", "every op, weight type and fused node"),
+    ("initcheck racecheck", "debug_arena", "alone[{mode}-quantised *]", "padding of converted rows; "
+     "shared tiles, several stages in flight"),
+    (f"initcheck {_BOTH}", "debug_arena", "alone[{mode}-attention *]", "shares with nothing to combine; "
+     "shared tiles; barriers of shares of other lengths"),
+    (f"initcheck {_BOTH}", "debug_arena", "alone[{mode}-split *]", "partial sums through scratch and "
+     "counters; the flag that says which block is the last"),
+    (_BOTH, "debug_arena", "steps[guarded-tiny-llama-Q4_0-fused-few]", "epilogues of product"),
+    (_BOTH, "debug_arena", "steps[guarded-tiny-llama-Q4_0-fused-most]", "results of the tallest "
+     "tiles quantised in shared memory; registers handed over"),
+    (_BOTH, "debug_arena", "steps[guarded-tiny-qwen3-Q4_K-fused-few]", "heads normed through the "
+     "shared memory of a cluster, bulk copies"),
+    (_BOTH, "debug_arena", "steps[guarded-tiny-qwen3-Q4_K-fused-many]", "rope_store, norms, "
+     "barriers of the warps of a tile that multiply"),
     ("synccheck", "debug_arena", "steps[guarded-tiny-qwen3-Q4_K-fused-most]", "tallest tiles"),
-    ("racecheck", "debug_arena", "products_alone[guarded-quantised-*]", _SHARED),
-    ("racecheck synccheck", "debug_arena", "attention_alone[guarded-*]", _SHARED),
-    ("racecheck synccheck", "debug_arena", "splits_alone[guarded-*]", "the flag that says which "
-     "block is the last"),
     ("memcheck", "overlap", "a_step_that_notes_computes_the_same_bits[*any, in a plan*]",
      "branches of a graph on several streams, where each kernel notes its begin and end"),
-    ("racecheck synccheck", "overlap", "a_step_that_notes_computes_the_same_bits[*inside branches*]",
+    (_BOTH, "overlap", "a_step_that_notes_computes_the_same_bits[*inside bran*]",
      "products that note, after their own barriers"),
-    (_EVERY, "attention_ways", "it_is_its_twin_and_skipping_changes_no_bit[odd-*]", "sequences with "
-     "cells of their own, every way to share the cells and to leave masked ones out"),
+    (_EVERY, "attention_ways", "it_is_its_twin_and_skipping_changes_no_bit[odd-*]", "sequences "
+     "with cells of their own, every way to share the cells and to leave masked ones out"),
     (_EVERY, "attention_ways", "every_pair_of_types[* Q8_0 BF16 *]", "attention without tensor "
      "cores"),
     (_EVERY, "tiles", "every_build[Q5_K-*]", "builds that only wide weights get"),
     ("memcheck", "backend", "all_types_through_a_ring_that_is_used_again",
      "every repacking kernel, blocks in odd numbers, slots used again"),
 )  # fmt: skip
+# of tests/gpu/debug_arena.py
+MODES = {"memcheck": "exact", "initcheck": "bare", "racecheck": "guarded", "synccheck": "guarded"}
 SUBSETS: dict[str, tuple[Entry, ...]] = {
     tool: tuple(
-        Entry(f"tests/gpu/test_cuda_{file}.py::test_{test}", why)
+        Entry(f"tests/gpu/test_cuda_{file}.py::test_{test.format(mode=mode)}", why)
         for tools, file, test, why in _ROWS
         if tool in tools
     )
-    for tool in ("memcheck", "initcheck", "racecheck", "synccheck")
+    for tool, mode in MODES.items()
 }
 # A red zone or padding beside every allocation; calls that fail raise in the tests themselves.
 OPTIONS = {"memcheck": ("--padding", "512", "--report-api-errors", "no")}

@@ -30,23 +30,9 @@ from tests.gpu.harness import (
 from tests.graphs import Decoder, fused_nodes, values_for, wiring
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.config import Toggles
-from workbench.graph import ops
+from workbench.graph import ir, ops
 from workbench.graph.fuse import FUSIONS, fuse
-from workbench.graph.ir import (
-    DTYPES,
-    F16,
-    F32,
-    Q4_0,
-    Q4_K,
-    Q6_K,
-    Q8_0,
-    Q8_ACT,
-    QUANTISED,
-    WEIGHT_DTYPES,
-    Kind,
-    Node,
-    Tensor,
-)
+from workbench.graph.ir import F16, F32, Q4_0, Q4_K, Q6_K, Q8_0, Q8_ACT, Kind, Node, Tensor
 from workbench.model.gguf.quants import unpack_activations
 
 pytestmark = pytest.mark.gpu
@@ -60,11 +46,37 @@ STEP_CASES = {
     if steps != "most" or (model in FULL and fused == "fused")
 }
 RANGES = {n: (node, values) for n, node, values in (*ranges.cases(), *ranges.attention_cases())}
-FUSED_RANGES = {
+RANGES |= {
     f"{n_tokens} {name}": (node, values)
     for n_tokens in (1, 3, 8, 9, 33)
     for name, node, values in ranges.fused_cases(n_tokens)
 }
+PRODUCTS = {  # rows and columns are no multiples of a tile
+    f"{kind} {size}": [
+        product(name, rows, cols, n)
+        for name, n, rows in itertools.product(types, tokens, (1, 35))
+        for cols in {1: (7, 264), 32: (32, 288), 256: (256, 768)}[ir.DTYPES[name].block]
+    ]
+    for kind, types in (
+        ("quantised", sorted(d.name for d in ir.QUANTISED)),
+        ("float", [d.name for d in ir.WEIGHT_DTYPES if d not in ir.QUANTISED]),
+    )
+    for size, tokens in (("few", (1, 3)), ("many", (12,)))
+}
+# Few rows and many columns: warps share a row's columns, blocks share a tile's; or cuBLAS takes
+# weights expanded in scratch.
+SPLITS = {
+    f"split {name} {tokens}": [product(name, 35, 5120, tokens)]
+    for name, tokens in (("Q4_0", 1), ("Q6_K", 2), ("Q4_K", 16), ("Q8_0", 64), ("Q5_K", 100),
+                         ("Q6_K", 1030))
+}  # fmt: skip
+ATTENTION = {  # tokens, heads, heads_kv, head_dim, n_kv: one share of the cells and several
+    f"attention {of}": [attention(*of)]
+    for of in ((1, 4, 2, 64, 31), (1, 8, 2, 64, 700), (8, 4, 2, 128, 517), (2, 2, 1, 256, 300),
+               (3, 3, 3, 40, 129), (12, 4, 2, 64, 321), (130, 32, 8, 64, 150),
+               (130, 32, 8, 192, 70))
+}  # fmt: skip
+NODES: dict[str, list[Node]] = {**PRODUCTS, **SPLITS, **ATTENTION}
 
 
 @cache
@@ -75,14 +87,14 @@ def every_op() -> list[tuple[Node, dict[Tensor, np.ndarray]]]:
 def step_nodes() -> Iterator[Node]:
     """Those of the steps of `test_steps`."""
     for _, preset, quant, fused, steps in STEP_CASES.values():
-        model, on = Decoder(preset, DTYPES[quant]), fused == "fused"
+        model, on = Decoder(preset, ir.DTYPES[quant]), fused == "fused"
         for n in STEPS[steps]:
             graph = model.graph(n, n, 128, n_cells=128, deferred=on)
             yield from fuse(graph, FUSIONS if on else ()).nodes
 
 
 def kernels(sm: int) -> Wanted:
-    nodes = [node for node, _ in (*every_op(), *RANGES.values(), *FUSED_RANGES.values())]
+    nodes = [node for node, _ in (*every_op(), *RANGES.values())]
     nodes += [n for m in DECODERS for tokens in TOKENS for n in distinct(m, tokens)]
     return kernels_of(itertools.chain(step_nodes(), nodes), sm)
 
@@ -118,72 +130,27 @@ def test_steps(exact, tiny_model, case: str):
             at += n
 
 
-def alone(backend: CudaBackend, node: Node, mode: Mode, values: Any = None) -> None:
-    """Runs `node` in `mode`; the result is finite and the same in guarded, poisoned memory."""
-    values = values or values_for(node, 1, generator(node.inputs))
-    found = run_alone(backend, node, values, mode)
-    wanted = found if mode == Mode.GUARDED else run_alone(backend, node, values, Mode.GUARDED)
-    for t, content in found.items():
-        used = ranges.meaningful(t, node.op)
-        assert np.array_equal(content[used], wanted[t][used]), f"{t!r} depends on where it lies"
-        if t.dtype == F32 and not ops.OPS.get(node.op, ops.OPS["add"]).stores:
-            assert np.isfinite(content.view(np.float32)).all(), t
+@pytest.mark.parametrize("case", ["every op", *NODES])
+@pytest.mark.parametrize("mode", Mode)
+def test_alone(exact, backend: CudaBackend, mode: Mode, case: str):
+    """Results are finite and the same in guarded, poisoned memory."""
+    nodes = NODES.get(case, [])
+    given = [(node, values_for(node, 1, generator(node.inputs))) for node in nodes] or every_op()
+    for node, values in given:
+        found = run_alone(backend, node, values, mode)
+        wanted = found if mode == Mode.GUARDED else run_alone(backend, node, values, Mode.GUARDED)
+        for t, content in found.items():
+            used = ranges.meaningful(t, node.op)
+            assert np.array_equal(content[used], wanted[t][used]), f"{t!r} depends on its place"
+            if t.dtype == F32 and not ops.OPS.get(node.op, ops.OPS["add"]).stores:
+                assert np.isfinite(content.view(np.float32)).all(), t
 
 
-PRODUCT_KINDS = {
-    "quantised": sorted(d.name for d in QUANTISED),
-    "float": [d.name for d in WEIGHT_DTYPES if d not in QUANTISED],
-}
-PRODUCT_TOKENS = {"few": (1, 3), "many": (12,)}
-# weight type, tokens. Few rows and many columns: warps share a row's columns, blocks share a
-# tile's; or cuBLAS takes weights expanded in scratch.
-SPLITS = {
-    "one token": ("Q4_0", 1), "two tokens": ("Q6_K", 2), "tile": ("Q4_K", 16),
-    "tall tile": ("Q8_0", 64), "tallest tile": ("Q5_K", 100), "expanded": ("Q6_K", 1030),
-}  # fmt: skip
-ATTENTION = {  # tokens, heads, heads_kv, head_dim, n_kv
-    "one share": (1, 4, 2, 64, 31), "shares": (1, 8, 2, 64, 700),
-    "shares of 8 tokens": (8, 4, 2, 128, 517), "wide heads": (2, 2, 1, 256, 300),
-    "odd heads": (3, 3, 3, 40, 129), "12 tokens": (12, 4, 2, 64, 321),
-    "prefill": (130, 32, 8, 64, 150), "prefill of wide heads": (130, 32, 8, 192, 70),
-}  # fmt: skip
-of_modes = pytest.mark.parametrize("mode", Mode)
-
-
-@of_modes
-def test_every_op_alone(exact, backend: CudaBackend, mode: Mode):
-    for node, values in every_op():
-        alone(backend, node, mode, values)
-
-
-@pytest.mark.parametrize("tokens", PRODUCT_TOKENS)
-@pytest.mark.parametrize("kind", PRODUCT_KINDS)
-@of_modes
-def test_products_alone(exact, backend: CudaBackend, mode: Mode, kind: str, tokens: str):
-    for name, n in itertools.product(PRODUCT_KINDS[kind], PRODUCT_TOKENS[tokens]):
-        widths = {1: (7, 264), 32: (32, 288), 256: (256, 768)}[DTYPES[name].block]
-        for rows, cols in itertools.product((1, 35), widths):
-            alone(backend, product(name, rows, cols, n), mode)
-
-
-@pytest.mark.parametrize("case", SPLITS)
-@of_modes
-def test_splits_alone(exact, backend: CudaBackend, mode: Mode, case: str):
-    name, tokens = SPLITS[case]
-    alone(backend, product(name, 35, 5120, tokens), mode)
-
-
-@pytest.mark.parametrize("case", ATTENTION)
-@of_modes
-def test_attention_alone(exact, backend: CudaBackend, mode: Mode, case: str):
-    alone(backend, attention(*ATTENTION[case]), mode)
-
-
-@pytest.mark.parametrize("name", [*RANGES, *FUSED_RANGES])
+@pytest.mark.parametrize("name", RANGES)
 def test_declared_ranges_hold(backend: CudaBackend, name: str, monkeypatch):
     # a table on the GPU is in planes too, where its type has them
     monkeypatch.setattr(ranges, "backend_keeps", lambda node, tensor: True)
-    ranges.check(backend, *(RANGES | FUSED_RANGES)[name])
+    ranges.check(backend, *RANGES[name])
 
 
 # fused nodes against their parts ------------------------------------------------------------------

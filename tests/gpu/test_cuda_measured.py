@@ -1,5 +1,5 @@
-"""What measures on a GPU, quick: the steps `ablation` and `counters`, kernels, `make peer-cuda`
-beside a llama-bench that only says times, and ncu, which finds the engine's NVTX ranges."""
+"""What measures on a GPU, quick: the steps `ablation` and `counters`, kernels, and ncu,
+which finds the engine's NVTX ranges."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ import pytest
 
 from data.measure import __main__ as measure
 from data.measure import counters, nsight
-from data.measure.command import Options
-from data.measure.peer import PeerRun
-from tests.peer import cuda, fake_llama_bench
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, bench_kernels
 from workbench.benchmarks.kernels.kernel_cases import parse_shapes, parse_types
 from workbench.benchmarks.kernels.kernel_rigs import PDL, PLAIN
-from workbench.benchmarks.runs import results
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -88,25 +84,6 @@ def test_kernels_are_measured_plain_and_early(backend: CudaBackend, tmp_path):
     for row in made.rows:
         assert 0.01 < row.share < 1.5, row  # quick: the cache keeps part of the weights
         assert row.launches * row.per_replay >= 20
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_our_side_is_measured_where_llama_cpp_is(backend, tmp_path, tiny_models, same):
-    program = fake_llama_bench.install(tmp_path / "built")
-    given = {"peer": program, "options": Options(out=tmp_path / "out", files=tiny_models)}
-    if not same:
-        says = "llama-bench computed on no GPU, and the engine on"
-        with pytest.raises(RuntimeError, match=says):
-            cuda.main("tiny-llama-q8_0", tests="tg4", **given)
-        return
-    (program.parent / "card").write_text(backend.description.partition(" (sm_")[0])
-    ours = f"{','.join(cuda.SETTINGS)},all"
-    cuda.main("tiny-llama-q8_0", tests="pp32,tg16", ours=ours, **given)
-    found = results.load_run(tmp_path / "out" / "tiny-llama-q8_0")
-    peer, result = PeerRun(found), found.run["result"]
-    assert peer.interleaved and len(result["turns"]) == 5 * len(found.run["arms"])
-    assert all(answer["holds"] for answer in result["answers"].values())
-    assert all(peer.best(test).beside.ratio.n == 5 for test in found.run["tests"])
 
 
 EAGER = ("--preset", "baseline")

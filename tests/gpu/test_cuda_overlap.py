@@ -19,7 +19,7 @@ from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import noting
 from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.backend.issue.bind import plannable
-from workbench.benchmarks.times.overlap import RESOLVED_TICKS, in_flight, measure_overlap
+from workbench.benchmarks.times.overlap import RESOLVED_TICKS, in_flight
 from workbench.config import Toggles
 from workbench.engine.look.kernel_spans import kernel_spans
 from workbench.program.commands import Launch, Space, compute_stream
@@ -122,15 +122,6 @@ def test_an_end_is_the_last_threads_whoever_returns_first(backend: CudaBackend, 
     assert 10.0 - ticks_us <= length < 15.0 + ticks_us
 
 
-@captured_or_not
-def test_eight_streams_run_side_by_side(backend: CudaBackend, captured: bool):
-    us, times = 2000.0, []
-    for streams in ([compute_stream(k) for k in range(8)], [0] * 8):
-        runs = noted(backend, [("spin", us, stream) for stream in streams], captured)
-        times.append(min(max(e for _, e in run) - min(b for b, _ in run) for run in runs) / 1e3)
-    assert times[0] < 2 * us and times[1] > 8 * us * 0.95
-
-
 def test_the_clock_goes_on_in_steps_and_is_the_hosts(backend: CudaBackend):
     first = backend.clock()
     time.sleep(0.01)
@@ -224,21 +215,3 @@ def test_stamps_lie_in_their_step_and_change_nothing(engine, backend, way):
         assert not late or (n > 15 and missed >= len(late) - 1)
         assert np.array_equal(fed(used, tokens)[0], wanted)
         assert used.counters[captured] == before[captured], "plain and stamped are kept"
-
-
-@of_models
-@pytest.mark.parametrize("way", ["no plans", "a plan of the step"])
-def test_one_stream_overlaps_by_nothing_and_three_are_seen(engine, model, way):
-    shared = engine(*model)
-    with shared.variant(settings(way, "1")) as used:
-        found = measure_overlap(used, 8, collector=None)
-    assert found.tokens["overlap"].tolist() == [0.0] * 8 and found.branches.empty
-    assert found.tick_ns == shared.backend.clock().tick_ns > 0
-    with shared.variant(settings(way, "3")) as used:
-        found = measure_overlap(used, 8)
-    assert (found.tokens["n_silent"] == 0).all()
-    assert len(found.by_branch) == 3 * shared.model.n_layer and (found.by_branch["us"] > 0).all()
-    short = found.by_branch["us"] * 1e3 < RESOLVED_TICKS * found.tick_ns
-    assert (found.by_branch["resolved"] == ~short).all()
-    assert found.traced is not None and found.traced.us > 0 and 0 <= found.traced.overlap <= 1
-    assert found.plain_us > 0
