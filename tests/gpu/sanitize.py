@@ -53,12 +53,12 @@ _ROWS = (
     ("initcheck", "debug_arena", "steps[bare-tiny-llama-Q4_0-*-many]", "tiles of tensor_product"),
     ("initcheck", "debug_arena", "steps[bare-*-most]", "its tallest tiles, gate and up with them"),
     ("initcheck", "debug_arena", "alone[bare-every op]", "every op, weight type and fused node"),
-    ("initcheck racecheck", "debug_arena", "alone[{mode}-quantised *]", "padding of converted rows; "
-     "shared tiles, several stages in flight"),
-    (f"initcheck {_BOTH}", "debug_arena", "alone[{mode}-attention *]", "shares with nothing to combine; "
-     "shared tiles; barriers of shares of other lengths"),
-    (f"initcheck {_BOTH}", "debug_arena", "alone[{mode}-split *]", "partial sums through scratch and "
-     "counters; the flag that says which block is the last"),
+    ("initcheck racecheck", "debug_arena", "alone[{mode}-quantised *]", "padding of "
+     "converted rows; shared tiles, several stages in flight"),
+    (f"initcheck {_BOTH}", "debug_arena", "alone[{mode}-attention *]", "shares with "
+     "nothing to combine; shared tiles; barriers of shares of other lengths"),
+    (f"initcheck {_BOTH}", "debug_arena", "alone[{mode}-split *]", "partial sums in "
+     "scratch; counters; the flag that says which block is the last"),
     (_BOTH, "debug_arena", "steps[guarded-tiny-llama-Q4_0-fused-few]", "epilogues of product"),
     (_BOTH, "debug_arena", "steps[guarded-tiny-llama-Q4_0-fused-most]", "results of the tallest "
      "tiles quantised in shared memory; registers handed over"),

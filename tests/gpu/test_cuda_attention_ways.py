@@ -30,7 +30,7 @@ from workbench.backend.cuda.kernels.kernel import Kernel, blocks
 from workbench.config import KVParts
 from workbench.engine.cache import extent as kv_extent
 from workbench.graph import ops
-from workbench.graph.ir import BF16, CACHE_DTYPES, F16, F32, Q8_0, Q8_ACT, DType, Node, Tensor
+from workbench.graph.ir import BF16, CACHE_DTYPES, F16, F32, Q8_0, Q8_ACT, Node, Tensor
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +77,11 @@ TYPES = [
     *((64, k, v) for k, v in itertools.product(CACHE_DTYPES, repeat=2)),
     *((128, dtype, dtype) for dtype in CACHE_DTYPES), (128, Q8_0, BF16), (128, F16, Q8_0),
 ]  # fmt: skip
-TYPED = [(*types, kernel) for types in TYPES for kernel in ("vec", "tile")]
+TYPED = {
+    f"{dim} {k.name} {v.name} {kernel}": (Case((2, 12), 4, 2, dim, 300, True, True, k, v), kernel)
+    for dim, k, v in TYPES
+    for kernel in ("vec", "tile")
+}
 
 
 # heads, lengths and groups; the slow twin ---------------------------------------------------------
@@ -186,14 +190,8 @@ def masks(case: Case) -> dict[str, np.ndarray]:
     one = np.zeros_like(tail)
     one[np.arange(len(one)), rng.integers(0, case.n_kv, len(one))] = True
     window = windowed(case, case.n_kv // 2, 90)
-    return {
-        "tail": tail, "holes": holes, "any": any_, "one": one, "window": window,
-        "broadcast": broadcast(case, rng),
-    }  # fmt: skip
-
-
-def typed(dim: int, k: DType, v: DType) -> Case:
-    return Case((2, 12), 4, 2, dim, 300, True, True, k, v)
+    named = {"tail": tail, "holes": holes, "any": any_, "one": one, "window": window}
+    return named | {"broadcast": broadcast(case, rng)}
 
 
 def nodes() -> list[Node]:
@@ -204,8 +202,7 @@ def nodes() -> list[Node]:
         for kv_parts in PARTS:
             here = parted(node, kv_parts, kernel)
             made += [here, *(skipping(here, arrays, way)[0] for way in WAYS)]
-    for dim, k, v, kernel in TYPED:
-        case = typed(dim, k, v)
+    for case, kernel in TYPED.values():
         made.append(parted(attention_case(case, causal(case, 200))[0], "off", kernel))
     return made
 
@@ -239,13 +236,9 @@ def test_it_is_its_twin_and_skipping_changes_no_bit(compute: Compute, name: str,
             assert np.array_equal(compute(*skipping(node, arrays, way)), wanted), (kind, way)
 
 
-@pytest.mark.parametrize(
-    ("dim", "k", "v", "kernel"),
-    TYPED,
-    ids=[f"{dim} {k.name} {v.name} {kernel}" for dim, k, v, kernel in TYPED],
-)
-def test_every_pair_of_types(compute: Compute, dim: int, k: DType, v: DType, kernel: str):
-    case = typed(dim, k, v)
+@pytest.mark.parametrize("name", TYPED)
+def test_every_pair_of_types(compute: Compute, name: str):
+    case, kernel = TYPED[name]
     for mask in masks(case).values():
         node, arrays, twin = attention_case(case, mask)
         found = compute(parted(node, "off", kernel), arrays)

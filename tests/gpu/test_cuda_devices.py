@@ -10,6 +10,7 @@ import pytest
 
 import workbench as wb
 from tests.gates import hold
+from tests.gpu.test_cuda_toggles import SCOPES
 from tests.nll import ORDERINGS, is_the_same_under_every_ordering, nll
 from tests.orderings import PLACED
 from workbench.backend.cuda.device.backend import open_backend
@@ -24,7 +25,6 @@ PIPELINED = Toggles(
     sync="event_guarded", n_copies="4", host_source="pinned_ring_4", step_wait="outputs",
     graph_reuse="set_rows",
 )  # fmt: skip
-REPLAYED = {"graph_reuse": "set_rows", "plans": "ours"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,17 +82,11 @@ def test_long_prompts_and_fused_launches_cross_over_too(tiny_model, quant):
     assert np.array_equal(*found)
 
 
-@pytest.mark.parametrize(
-    "ordering",
-    [
-        {"plan_scope": "split"}, {"plan_scope": "step", "sync": "implicit"},
-        {"plan_scope": "step", "sync": "event_guarded", "copy_stream": "own"},
-    ],
-    ids=["split", "step", "forked"],
-)  # fmt: skip
-def test_each_device_replays_its_part_of_a_step(path, of_one, ordering):
+@pytest.mark.parametrize("scope", SCOPES)
+def test_each_device_replays_its_part_of_a_step(path, of_one, scope):
     """Copies from one device to the other are in plans, too."""
-    with load(path, n_devices=2, toggles=Toggles(**REPLAYED, **ordering)) as engine:
+    toggles = Toggles(graph_reuse="set_rows", plans="ours", **SCOPES[scope])
+    with load(path, n_devices=2, toggles=toggles) as engine:
         assert np.array_equal(nll(engine), of_one)
         counters = engine.counters
     assert counters["plans_captured"] >= 2 and counters["plans_replayed"] > 16, counters

@@ -14,17 +14,8 @@ from tests.draws import Draw
 from tests.gpu.harness import Compute, Guards, distance, generator, operands
 from workbench.backend.cuda.device.replay import READ_WORDS
 from workbench.backend.cuda.kernels.kernel import Kernel
-from workbench.graph.ir import (
-    CACHE_DTYPES,
-    DTYPES,
-    F16,
-    F32,
-    I32,
-    I64,
-    WEIGHT_DTYPES,
-    Kind,
-    Tensor,
-)
+from workbench.graph import ir
+from workbench.graph.ir import F16, F32, I32, I64, Kind, Tensor
 from workbench.graph.ops import make
 from workbench.model.gguf.quants import quantize_activations
 from workbench.model.sampler import Sampling
@@ -38,10 +29,7 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-# rows -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [d.name for d in WEIGHT_DTYPES])
+@pytest.mark.parametrize("name", [d.name for d in ir.WEIGHT_DTYPES])
 def test_get_rows(compute: Compute, name: str):
     rows, cols = 19, 768
     w, data, values = operands(name, rows, cols)[:3]
@@ -50,7 +38,7 @@ def test_get_rows(compute: Compute, name: str):
     found = compute(node, {w: data, node.inputs[1]: ids}).view(np.float32).reshape(-1, cols)
     expected = np.where(((ids >= 0) & (ids < rows))[:, None], values[ids % rows], 0.0)
     assert distance(found, expected) < 1e-7
-    if DTYPES[name].block < 256:  # one product of two floats, or none
+    if ir.DTYPES[name].block < 256:  # one product of two floats, or none
         assert np.array_equal(found, expected.astype(np.float32))
 
 
@@ -80,9 +68,6 @@ def test_stores_round_and_stay_inside(compute: Compute, first: int):
         assert np.array_equal(found.view(np.float16).reshape(cells, cols), expected), node
 
 
-# element-wise -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(1, 1), (3, 33), (1, 4096), (5, 5001), (70, 128), (2, 8192)])
 @pytest.mark.parametrize("name", ["add", "add a row", "mul", "mul a row", "rms_norm", "swiglu"])
 def test_it_is_its_twin(compute: Compute, name: str, shape: tuple[int, int]):
@@ -110,8 +95,6 @@ def test_quantize_is_bit_equal(compute: Compute, shape: tuple[int, int]):
     assert np.array_equal(found.reshape(shape[0], -1), quantize_activations(x))
 
 
-# rope -------------------------------------------------------------------------------------------
-
 ROPE = {"theta_base": 500000.0, "freq_scale": 0.25}
 neox_or_not = pytest.mark.parametrize("neox", [False, True])
 
@@ -128,10 +111,9 @@ def rotated(x: np.ndarray, positions: np.ndarray, neox: bool, n_rot: int, factor
 
 @neox_or_not
 @pytest.mark.parametrize("with_factors", [False, True])
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "n_rot"), [(1, 64, 64), (6, 80, 32), (32, 128, 128), (5, 256, 256)]
-)
-def test_rope(compute: Compute, neox, with_factors, heads, head_dim, n_rot):
+@pytest.mark.parametrize("shape", [(1, 64, 64), (6, 80, 32), (32, 128, 128), (5, 256, 256)])
+def test_rope(compute: Compute, neox, with_factors, shape):
+    heads, head_dim, n_rot = shape
     rng = generator(neox, with_factors, heads)
     positions = np.array([0, 1, 77, 8191, 131071], np.int32)
     x = normal(rng, len(positions), heads, head_dim)
@@ -144,7 +126,7 @@ def test_rope(compute: Compute, neox, with_factors, heads, head_dim, n_rot):
 
 @neox_or_not
 @pytest.mark.parametrize(("heads", "head_dim", "n_rot"), [(1, 64, 64), (6, 96, 34), (5, 256, 256)])
-@pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("dtype", ir.CACHE_DTYPES, ids=lambda d: d.name)
 def test_rope_shift_of_every_type_of_cells(compute: Compute, dtype, neox, heads, head_dim, n_rot):
     """What a shift leaves is the turned values, stored anew; other blocks and cells keep theirs."""
     rng = generator("shift", dtype.name, neox, heads)
@@ -167,15 +149,11 @@ def test_rope_shift_of_every_type_of_cells(compute: Compute, dtype, neox, heads,
     k = numbers.reshape(cells, heads, head_dim)[moved]
     twin = rotated(k, deltas[deltas != 0], neox, n_rot, factors)
     if dtype == F32:
-        turned = after.view(np.float32)[moved]
-        np.testing.assert_allclose(turned, twin, rtol=0, atol=1e-6)
+        assert np.allclose(after.view(np.float32)[moved], twin, rtol=0, atol=1e-6)
         return
     again, _ = attention.stored(twin.reshape(-1, heads * head_dim).astype(np.float32), dtype)
-    wanted = again.view(np.uint8).reshape(after[moved].shape)
-    assert np.mean(after[moved] == wanted) > 0.99
+    assert np.mean(after[moved] == again.view(np.uint8).reshape(after[moved].shape)) > 0.99
 
-
-# draws ------------------------------------------------------------------------------------------
 
 TICKS_NS = 10_000  # the device's clock ticks coarsely
 LEVELLED = draws.TEMPERATURES, [*draws.TOP_KS, 2100, 5000], draws.TOP_PS, draws.MIN_PS
@@ -232,9 +210,6 @@ def test_feed_and_keep(compute: Compute) -> None:
     tn, tr = Tensor("d", I32, new.shape), Tensor("r", I32, rows.shape)
     kept = compute(make("keep_tokens", "k", tl, tn, tr), {tl: last, tn: new, tr: rows})
     assert kept.view(np.int32).tolist() == [3, 12, 1]
-
-
-# reading ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", READ_WORDS)

@@ -15,7 +15,8 @@ engine, where a write too early destroys what is still read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -48,15 +49,11 @@ N_KV = 256
 
 # preset, weight type, type of V, tokens, fused
 DECODERS = (
-    ("tiny-llama", "Q4_0", "Q4_0", 1, True),
-    ("tiny-llama", "Q4_0", "Q4_0", 1, False),
-    ("tiny-qwen3", "Q4_K", "Q6_K", 3, True),
-    ("tiny-llama-bias", "Q8_0", "Q8_0", 8, True),
-    ("tiny-llama", "F16", "BF16", 1, True),
-    ("tiny-qwen3", "MXFP4", "MXFP4", 12, True),
-    ("tiny-llama", "Q5_K", "Q6_K", 33, True),
-    ("tiny-llama", "Q4_0", "Q4_0", 100, True),
-)
+    ("tiny-llama", "Q4_0", "Q4_0", 1, True), ("tiny-llama", "Q4_0", "Q4_0", 1, False),
+    ("tiny-qwen3", "Q4_K", "Q6_K", 3, True), ("tiny-llama-bias", "Q8_0", "Q8_0", 8, True),
+    ("tiny-llama", "F16", "BF16", 1, True), ("tiny-qwen3", "MXFP4", "MXFP4", 12, True),
+    ("tiny-llama", "Q5_K", "Q6_K", 33, True), ("tiny-llama", "Q4_0", "Q4_0", 100, True),
+)  # fmt: skip
 # weight type, rows, columns, tokens: warps, or blocks, share the columns
 PRODUCTS = (
     ("Q4_0", 64, 8192, 1), ("F16", 7, 8200, 1), ("Q6_K", 33, 5120, 2), ("BF16", 130, 4100, 5),
@@ -94,32 +91,24 @@ def given(graph: Graph, rng: np.random.Generator) -> dict[Tensor, np.ndarray]:
     return values
 
 
-class Rig:
+class Rig(AbstractContextManager["Rig"]):
     """Every graph in place on one stream. In `work`: what graphs make, then their caches, as
     `before` has them at the start of each repetition. cases: launches, plain and programmatic."""
 
     def __init__(self, backend: CudaBackend, stream: int, apart: bool):
-        self.backend, self.stream = backend, stream
+        self.backend, self.stream, self.apart = backend, stream, apart
         self._memory: list[Memory] = []
         rng = np.random.default_rng(stream)
         made = [(graph, given(graph, rng)) for graph in graphs()]
-
-        def kept(graph: Graph) -> list[Tensor]:
-            outputs = [t for node in graph.nodes for t in node.outputs] if apart else graph.outputs
-            return [t.storage for t in outputs]
-
-        layouts = [arena.layout(g.nodes, (), kept(g), backend.scratch_bytes) for g, _ in made]
+        layouts = [arena.layout(g.nodes, (), self._kept(g), backend.scratch_bytes) for g, _ in made]
+        caches = [t for _, values in made for t in values if t.kind == Kind.CACHE]
         self.poisoned = sum(layout.nbytes for layout in layouts)
-        cache_bytes = sum(
-            round_up(t.nbytes, ALIGN) for _, values in made for t in values if t.kind == Kind.CACHE
-        )
-        self.nbytes = self.poisoned + cache_bytes
+        self.nbytes = self.poisoned + sum(round_up(t.nbytes, ALIGN) for t in caches)
         self.used = np.zeros(self.nbytes, bool)  # bytes that are compared
         self.used[self.poisoned :] = True
-        self.work = self._allocate(self.nbytes)
-        self.before = self._allocate(cache_bytes)
-        log = backend.allocate(self.nbytes * BATCH, Space.PINNED)
-        self._memory.append(log)
+        self.work, before = (self._allocate(self.nbytes).address for _ in range(2))
+        self.before = before + self.poisoned
+        log = self._allocate(self.nbytes * BATCH, Space.PINNED)
         assert log.array is not None
         self.log, self.logged = log.address, log.array.reshape(BATCH, self.nbytes)
         at, cache_at = 0, self.poisoned
@@ -127,38 +116,45 @@ class Rig:
         for (graph, values), layout in zip(made, layouts, strict=True):
             addresses = {t: self.work + at + offset for t, offset in layout.offsets.items()}
             scratch = {n: self.work + at + offset for n, (offset, _) in layout.scratch.items()}
-            for t in kept(graph):
+            for t in self._kept(graph):
                 if t in layout.offsets:
                     first = at + layout.offsets[t]
                     self.used[first : first + t.nbytes] = meaningful(t)
             for t, array in values.items():
-                if t.kind == Kind.CACHE:
-                    addresses[t] = self.work + cache_at
-                    self._upload(self.before + cache_at - self.poisoned, array)
-                    cache_at += round_up(t.nbytes, ALIGN)
-                elif t.kind == Kind.WEIGHT:
+                if t.kind == Kind.WEIGHT:
                     self._memory.append(backend.load_weight(t, array.reshape(-1).view(np.uint8)))
                     addresses[t] = self._memory[-1].address
+                elif t.kind == Kind.CACHE:
+                    addresses[t] = self.work + cache_at
+                    self._upload(before + cache_at, array)
+                    cache_at += round_up(t.nbytes, ALIGN)
                 else:
-                    addresses[t] = self._allocate(t.nbytes)
+                    addresses[t] = self._allocate(t.nbytes).address
                     self._upload(addresses[t], array)
             self.cases.append(self._case(graph.nodes, addresses, scratch))
             at += layout.nbytes
         backend.synchronize()
 
+    def _kept(self, graph: Graph) -> list[Tensor]:
+        outputs = [t for node in graph.nodes for t in node.outputs] if self.apart else graph.outputs
+        return [t.storage for t in outputs]
+
     def _case(self, nodes: list[Node], addresses: dict, scratch: dict) -> tuple[Issue, Issue]:
         backend, early = self.backend, self.backend.capabilities.programmatic
         assert not early or all(backend.begins_early(node) for node in nodes)
-        at: Callable[[Tensor], int] = lambda t: addresses[t.storage]  # noqa: E731
+
+        def issue(node: Node, way: bool) -> Issue:
+            need = scratch.get(node, 0)
+            return backend.launch(node, lambda t: addresses[t.storage], need, self.stream, way)
+
         plain, programmatic = (
-            in_order([backend.launch(n, at, scratch.get(n, 0), self.stream, way) for n in nodes])
-            for way in (False, early)
+            in_order([issue(node, way) for node in nodes]) for way in (False, early)
         )
         return plain, programmatic
 
-    def _allocate(self, nbytes: int) -> int:
-        self._memory.append(self.backend.allocate(nbytes, Space.DEVICE))
-        return self._memory[-1].address
+    def _allocate(self, nbytes: int, space: Space = Space.DEVICE) -> Memory:
+        self._memory.append(self.backend.allocate(nbytes, space))
+        return self._memory[-1]
 
     def _upload(self, address: int, array: np.ndarray) -> None:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -168,29 +164,26 @@ class Rig:
     def sync(self) -> None:
         self.backend.sync_stream(self.stream)()
 
-    def poison(self, byte: int) -> None:
-        """Queues poison over everything the graphs make, and the caches as they were."""
+    def run(self, byte: int, issues: Iterable[Issue], entry: int = 0) -> None:
+        """Queues poison over everything the graphs make, and the caches as they were; launches; and
+        a copy of all the results to entry `entry` of the log."""
         call, there = self.backend._driver.call, self.backend._stream(self.stream)
         call("cuMemsetD8Async", "poison", self.work, byte, self.poisoned, there)
         nbytes, caches = self.nbytes - self.poisoned, self.work + self.poisoned
         call("cuMemcpyDtoDAsync", "caches", caches, self.before, nbytes, there)
-
-    def keep(self, entry: int) -> None:
-        """Queues a copy of all the results to entry `entry` of the log."""
-        there = self.log + entry * self.nbytes
-        self.backend.copy(there, self.work, self.nbytes, self.stream, to_host=True)()
+        for issue in issues:
+            issue()
+        log = self.log + entry * self.nbytes
+        self.backend.copy(log, self.work, self.nbytes, self.stream, to_host=True)()
 
     def alone(self, byte: int) -> np.ndarray:
         """The results of every graph launched plainly among poison, waited for one by one."""
-        self.poison(byte)
-        for plain, _ in self.cases:
-            plain()
-            self.sync()
-        self.keep(0)
+        self.run(byte, [issue for plain, _ in self.cases for issue in (plain, self.sync)])
         self.sync()
         return self.logged[0].copy()
 
-    def free(self) -> None:
+    def __exit__(self, *error: object) -> None:
+        self.backend.synchronize()
         for memory in self._memory:
             memory.free()
 
@@ -199,31 +192,21 @@ def kernels(sm: int) -> Wanted:
     return kernels_of((node for graph in graphs() for node in graph.nodes), sm)
 
 
-@pytest.fixture
-def rigs(backend: CudaBackend) -> Iterator[list[Rig]]:
+def test_a_thousand_repetitions_give_the_first_bytes(backend: CudaBackend):
     compile_side_by_side(backend, kernels(backend._sm))
-    made = [Rig(backend, stream, apart=i == 0) for i, stream in enumerate(STREAMS)]
-    yield made
-    backend.synchronize()
-    for rig in made:
-        rig.free()
-
-
-def test_a_thousand_repetitions_give_the_first_bytes(backend: CudaBackend, rigs: list[Rig]):
     rng = np.random.default_rng(1)
-    wanted = [rig.alone(POISONS[0]) for rig in rigs]
-    for rig, first in zip(rigs, wanted, strict=True):
-        other = rig.alone(POISONS[1])
-        assert np.array_equal(other[rig.used], first[rig.used]), "depends on the poison"
-    for start in range(0, REPETITIONS, BATCH):
-        for entry, rig in itertools.product(range(BATCH), rigs):
-            rig.poison(POISONS[entry % 2])
-            for i in rng.permutation(len(rig.cases)):
-                rig.cases[i][1]()
-            rig.keep(entry)
-        for rig, first in zip(rigs, wanted, strict=True):
-            rig.sync()
-            bad = [start + i for i in range(BATCH) if ((rig.logged[i] != first) & rig.used).any()]
-            assert not bad, f"repetitions {bad} on stream {rig.stream} differ"
+    with Rig(backend, STREAMS[0], apart=True) as one, Rig(backend, STREAMS[1], apart=False) as two:
+        wanted = {rig: rig.alone(POISONS[0]) for rig in (one, two)}
+        for rig, first in wanted.items():
+            other = rig.alone(POISONS[1])
+            assert np.array_equal(other[rig.used], first[rig.used]), "depends on the poison"
+        for start in range(0, REPETITIONS, BATCH):
+            for entry, rig in itertools.product(range(BATCH), wanted):
+                order = rng.permutation(len(rig.cases))
+                rig.run(POISONS[entry % 2], (rig.cases[i][1] for i in order), entry)
+            for rig, first in wanted.items():
+                rig.sync()
+                bad = [i for i in range(BATCH) if ((rig.logged[i] != first) & rig.used).any()]
+                assert not bad, f"repetitions {start} + {bad} on stream {rig.stream} differ"
     for stream in STREAMS:
         assert_counters_are_zero(backend, stream)
