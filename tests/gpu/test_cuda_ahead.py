@@ -11,18 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-import workbench as wb
+from tests.gpu import test_cuda_toggles as toggles
 from tests.gpu.harness import tokens_for
-from tests.late_host import LATE, never_passed  # noqa: F401 - of every test
+from tests.gpu.test_cuda_toggles import feed
+from tests.late_host import never_passed  # noqa: F401 - of every test
 from workbench.backend.plan import gate
 from workbench.config import Toggles
 from workbench.program.commands import COMPUTE_STREAM, Space
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
-STEP: dict[str, Any] = {
-    "graph_reuse": "set_rows", "plans": "ours", "plan_scope": "step", "sync": "packed_implicit",
-}  # fmt: skip
+OURS: dict[str, Any] = {"graph_reuse": "set_rows"} | toggles.OURS
 
 
 class Rig:
@@ -103,24 +102,6 @@ def test_a_closed_gate_copies_nothing(rig):
         assert went == (-number if number in (2, 3, 5) else number)
 
 
-def feed(used: wb.Engine, tokens: list[int], late: float = 0.0) -> np.ndarray:
-    """Prompts, single tokens, and resets; `late` is how many of the steps the host is late for."""
-    rows, chance = [], random.Random(3)
-    for _ in range(2):
-        used.reset()
-        rows.append(used.prefill(tokens[:40], outputs="all").copy())
-        for i, token in enumerate(tokens[40:100]):
-            if chance.random() < late:
-                time.sleep(LATE * chance.random())
-            rows.append(used.step([token]).copy())
-            if i == 30:
-                used.step([token], outputs="none")
-            if i == 40:
-                used.cache.remove(0, 60)
-                rows.append(used.prefill(tokens[:9]).copy())
-    return np.concatenate(rows)
-
-
 @pytest.mark.parametrize(
     ("preset", "quant", "more"),
     [
@@ -131,11 +112,11 @@ def feed(used: wb.Engine, tokens: list[int], late: float = 0.0) -> np.ndarray:
     ],
 )
 def test_a_late_host_changes_no_bit(engine, preset, quant, more):
-    tokens, shared = tokens_for(preset, 100), engine(preset, quant)
-    with shared.variant(Toggles(**STEP | more | {"plan_end": "event"})) as plain:
+    tokens, shared = tokens_for(preset, 150), engine(preset, quant)
+    with shared.variant(Toggles(**OURS | more | {"plan_end": "event"})) as plain:
         wanted = feed(plain, tokens)
-    with shared.variant(Toggles(**STEP | more, launch_ahead="on")) as ahead:
+    with shared.variant(Toggles(**OURS | more, launch_ahead="on")) as ahead:
         for late in (0.0, 0.3):
-            assert np.array_equal(feed(ahead, tokens, late), wanted), late
+            assert np.array_equal(feed(ahead, tokens, late=late), wanted), late
         counters = ahead.counters
         assert counters["plans_ahead"] > 60 and counters["plans_ahead_missed"] > 0, counters

@@ -57,7 +57,9 @@ def traced(engine: wb.Engine, first: int, n: int) -> Profile:
         parts: Any = enumerate(command.parts) if isinstance(command, Replay) else [(None, command)]
         for number, part in parts:
             here = [s for s in spans if (s.args["index"], s.args.get("part")) == (i, number)]
-            assert {(s.args["kind"], s.name) for s in here} <= {(part.kind, part.label)}
+            assert {(s.args["kind"], s.name) for s in here} <= {
+                (part.kind, part.label or part.kind)
+            }
             if names := kernel_names(engine, part):
                 assert [s.args["kernel"] for s in here] == names * n
                 assert {s.args["op"] for s in here} == {part.node.op}

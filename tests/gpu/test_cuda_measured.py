@@ -1,4 +1,4 @@
-"""What measures on a GPU, quick: the steps `ablation` and `counters`, kernels, and ncu,
+"""What measures on a GPU, quick: the step `ablation`, kernels, and ncu,
 which finds the engine's NVTX ranges."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data.measure import __main__ as measure
-from data.measure import counters, nsight
+from data.measure import nsight
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, bench_kernels
 from workbench.benchmarks.kernels.kernel_cases import parse_shapes, parse_types
@@ -52,26 +52,6 @@ def test_launches_are_timed_in_streams_and_graphs(backend: CudaBackend, folder: 
     assert found["graph_us"][PLAIN]["median"] < 2 * found["stream_us"][PLAIN]["median"]
     for row in found["reads"]:  # quick: partly from the cache
         assert row["bytes"] / row["us"]["median"] / 1e3 < 10 * found["read_gbps"], row
-
-
-def test_launches_are_counted(tmp_path, capsys):
-    if nsight.find_ncu() is None:
-        pytest.skip("there is no ncu")
-    measure.measure("counters", out=tmp_path, models=tmp_path, device="cuda", quick=True)
-    said = capsys.readouterr().out
-    path = tmp_path / "quick-cuda-counters.json"
-    if not path.is_file():
-        (why,) = (line for line in said.splitlines() if line.endswith("; left out"))
-        pytest.skip(why)
-    cases = json.loads(path.read_text())["cases"]
-    asked = counters.products(quick=True)
-    assert [case["kernel"] for case in cases[-len(asked) :]] == [one.kernel for one in asked]
-    for case in cases:
-        assert case["launches"] == counters.LAUNCHES and 0.5 < case["us"] < 1000
-        assert 0 < case["memory_pct"] <= 100 and 0 < case["issue_pct"] <= 100, case
-        # caches were emptied: what is read comes from memory
-        assert case["dram_bytes"] > 0.8 * case["bytes"], case
-    assert cases[-1]["tensor_pct"] > 0  # of 16 tokens
 
 
 def test_kernels_are_measured_plain_and_early(backend: CudaBackend, tmp_path):

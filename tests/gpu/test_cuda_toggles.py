@@ -3,6 +3,8 @@ that they are used together; and what plans do for it."""
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import workbench as wb
 from tests.contract.toggle_cases import Case, cases
 from tests.gpu.harness import one_by_one, skip_where_refused, tokens_for
+from tests.late_host import LATE
 from tests.nll import is_the_same_under_every_ordering, nll
 from workbench.backend.cuda.device.graph_nodes import commands_of
 from workbench.backend.cuda.device.graphs import CudaGraph
@@ -66,16 +69,20 @@ def captured_of(used: wb.Engine) -> list[CudaGraph]:
     return [plan.captured for plan in plans if plan.captured is not None]
 
 
-def feed(used: wb.Engine, tokens: Sequence[int], n: int = 40) -> np.ndarray:
+def feed(used: wb.Engine, tokens: Sequence[int], n: int = 40, late: float = 0.0) -> np.ndarray:
     """A prompt of n tokens (40: cuBLAS multiplies), 8 tokens, and single ones, twice as if it were
-    anew."""
-    rows = []
+    anew. late: for how many of the single ones the host is late."""
+    rows, chance = [], random.Random(3)
     for _ in range(2):
         used.reset()
-        rows.append(used.prefill(tokens[:n], outputs="all"))
-        rows.append(used.step(tokens[n : n + 8], outputs="all"))
-        rows.append(used.prefill(tokens[48 : 48 + n]))  # the first one's shape but for its outputs
-        rows.append(one_by_one(used, list(tokens[88:100])))
+        rows.append(used.prefill(tokens[:n], outputs="all").copy())
+        rows.append(used.step(tokens[n : n + 8], outputs="all").copy())
+        # the first one's shape but for its outputs
+        rows.append(used.prefill(tokens[48 : 48 + n]).copy())
+        for token in tokens[88:]:
+            if chance.random() < late:
+                time.sleep(LATE * chance.random())
+            rows.append(used.step([token]).copy())
     return np.concatenate(rows)
 
 
