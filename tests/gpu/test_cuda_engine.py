@@ -1,5 +1,5 @@
-"""The engine on the GPU: logits against the float64 reference, caches of every type, several
-sequences, a server's first steps, other threads, and results that outlive it."""
+"""The engine on the GPU: logits against the float64 reference, a server's first steps, another
+thread, and results that outlive it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from tests.edited import retyped
 from tests.gpu.harness import one_by_one, tokens_for
 from tests.stored_blocks import TYPES
 from workbench.backend import compiled
-from workbench.benchmarks.compare.answers import compare_logits
 from workbench.benchmarks.workload import parse
-from workbench.config import BEST, CACHE_TYPES, EXPAND, TogglePreset, Toggles
+from workbench.config import BEST, EXPAND, TogglePreset, Toggles
 from workbench.engine.slots.asks import Ask
 from workbench.engine.slots.first_steps import first_steps
 from workbench.engine.slots.slots import Slots
@@ -45,8 +44,6 @@ ALL = [
     ("tiny-llama-spm", "F16", 16), ("tiny-llama", "F32", 300), ("tiny-llama", "Q4_0", 300),
     ("tiny-qwen3", "F16", 300),
 ]  # fmt: skip
-# NMSE between steps of other sizes, which take other kernels
-ROUNDING = {"F32": 2e-6, "BF16": 2e-4, "Q8_0": 2e-3, "Q4_K": 2e-3}
 
 
 def check(logits: np.ndarray, wanted: np.ndarray, most: float) -> None:
@@ -98,81 +95,6 @@ def test_types_without_kernels_are_expanded(tiny_model, tmp_path, expand):
     check(rows, reference.forward(path, tokens), TOLERANCE["F16" if expand == "f16" else "Q8_0"])
 
 
-# caches -------------------------------------------------------------------------------------------
-
-# NMSE of logits: what a cache of a type adds to one of halves, and what products of many tokens and
-# rounding to halves by tensor cores add
-OF_CACHE, PRODUCTS = {"f16": 0.0, "f32": 4e-7, "bf16": 2e-5, "q8_0": 2e-4}, 4e-6
-CACHES = [*((kind, kind) for kind in CACHE_TYPES), ("q8_0", "bf16"), ("f16", "q8_0")]
-
-
-def answers(path, device: str, k: str = "f16", v: str = "f16", **toggles: str) -> np.ndarray:
-    """Logits of tokens one by one after a prompt, of a copy, and after a shift."""
-    rng = np.random.default_rng(17)
-    prompt, tokens = rng.integers(3, 900, 40).tolist(), rng.integers(3, 900, 6).tolist()
-    with wb.Engine.load(
-        path, device=device, n_ctx=192, n_ubatch=32, n_kv_pad=32, n_seqs=3, threads=2,
-        toggles=Toggles(**toggles), cache_type_k=k, cache_type_v=v,
-    ) as engine:  # fmt: skip
-        engine.prefill(prompt, "none")
-        rows = [engine.step([token]) for token in tokens]
-        engine.cache.copy(0, 2)
-        rows.append(engine.step(tokens, "all", 2))
-        engine.cache.remove(2)
-        engine.cache.remove(0, 3, 9)
-        engine.cache.shift(0, -6, 9)
-        rows.append(engine.step(tokens, "all"))
-        return np.concatenate(rows)
-
-
-@pytest.fixture(scope="module")
-def halves(tiny_model) -> np.ndarray:
-    return answers(tiny_model("tiny-qwen3", "F32"), "embedded")
-
-
-@pytest.mark.parametrize("cache", ["unified", "per_sequence"])
-@pytest.mark.parametrize(("k", "v"), CACHES)
-def test_caches_of_every_type_answer_alike(tiny_model, halves, k, v, cache):
-    path, toggles = tiny_model("tiny-qwen3", "F32"), {"kv_cache": cache, "graph_reuse": "set_rows"}
-    found = answers(path, "cuda", k, v, **toggles)
-    assert reference.nmse(found, halves) <= OF_CACHE[k] + OF_CACHE[v] + PRODUCTS
-
-
-# several sequences --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("toggles", ["baseline", "best"])
-@pytest.mark.parametrize(("preset", "quant"), [
-    ("tiny-llama", "F32"), ("tiny-qwen3", "BF16"), ("tiny-llama-bias", "Q8_0"),
-])  # fmt: skip
-def test_each_sequence_is_answered_as_alone(tiny_model, preset, quant, toggles):
-    """Ragged prompts in one step, then a token of each; and one that was moved in the cache."""
-    tokens = tokens_for(preset, 100)
-    prompts = tokens[:20], tokens[20:21], tokens[21:60], tokens[60:70]
-    with wb.Engine.load(
-        tiny_model(preset, quant), device="cuda", n_ctx=1024, n_seqs=8, n_ubatch=96, toggles=toggles
-    ) as used:
-        alone = []
-        for prompt in prompts:
-            used.reset()
-            rows = [used.step(prompt, "all"), one_by_one(used, tokens[70:73])]
-            alone.append(np.concatenate(rows))
-        used.reset()
-        found = [used.submit([(s, prompt, "all") for s, prompt in enumerate(prompts)]).each()]
-        for i in range(3):
-            order = np.roll(range(4), i).tolist()
-            rows = used.submit([(s, [tokens[70 + i]], "last") for s in order]).each()
-            found.append([rows[order.index(s)] for s in range(4)])
-        for s, theirs in enumerate(alone):
-            ours = np.concatenate([rows[s] for rows in found])
-            answer = compare_logits(theirs, ours, "rounding", ROUNDING[quant])
-            assert answer.holds, (s, str(answer))
-        wanted = used.step([5], sequence=2).copy()
-        used.cache.remove(2, used.cache.length(2) - 1)
-        used.cache.shift(2, 40)
-        assert compare_logits(wanted, used.step([5], sequence=2), "rounding").holds
-
-
 def test_what_requests_need_is_made_before_them(tiny_model):
     """The requests after a server's first steps compile nothing and capture little."""
     path, rng, n = tiny_model("tiny-llama", "Q4_K"), np.random.default_rng(1), 4
@@ -193,9 +115,6 @@ def test_what_requests_need_is_made_before_them(tiny_model):
         assert compiled.so_far().n == n_compiled
         for name in ("programs_built", "plans_captured"):
             assert used.counters[name] - before[name] < before[name] / 4, name
-
-
-# threads and ends ---------------------------------------------------------------------------------
 
 
 def test_a_comparison_in_another_thread_is_right(engine):
