@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -249,10 +250,10 @@ def test_twins_are_made_in_place_of_captures(engine, monkeypatch, scope):
 # gates --------------------------------------------------------------------------------------------
 
 
-class Rig:
+class Gate(AbstractContextManager["Gate"]):
     """A gate's control block, and memory on both sides of its copy."""
 
-    def __init__(self, backend: Any, nbytes: int, limit_ns: int):
+    def __init__(self, backend: Any, nbytes: int, limit_ns: int = 1_000_000_000):
         room = -(-nbytes // 16) * 16
         pinned = [backend.allocate(n, Space.PINNED) for n in (gate.CONTROL_BYTES, room, room)]
         self.memory = [*pinned, backend.allocate(room, Space.DEVICE)]
@@ -277,56 +278,47 @@ class Rig:
         assert self.words[gate.RAN // 8] == number
         return int(self.words[gate.WENT // 8 + number % gate.N_WENT]), self.back
 
-
-@pytest.fixture
-def rig(backend) -> Iterator[Callable[[int, int], Rig]]:
-    made: list[Rig] = []
-
-    def make(nbytes: int, limit_ns: int = 1_000_000_000) -> Rig:
-        made.append(Rig(backend, nbytes, limit_ns))
-        return made[-1]
-
-    yield make
-    for memory in (memory for one in made for memory in one.memory):
-        memory.free()
+    def __exit__(self, *error: object) -> None:
+        for memory in self.memory:
+            memory.free()
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("nbytes", [1, 16, 100, 4096, 65536 - 16, 65536 + 20, gate.MOST_BYTES])
-def test_a_gate_copies_what_is_there_when_it_opens(rig, nbytes):
+def test_a_gate_copies_what_is_there_when_it_opens(backend, nbytes):
     """Every byte, of what was written before or while the gate was closed."""
-    one = rig(nbytes)
-    for number in range(1, 20):
-        wanted = np.random.default_rng(number).integers(0, 256, nbytes).astype(np.uint8)
-        late = number % 2
-        if late:
-            one.copy()
-            time.sleep(random.Random(number).random() / 1000)
-        one.source[:] = wanted
-        one.open(number)
-        if not late:
-            one.copy()
-        went, found = one.came(number)
-        assert went == number and np.array_equal(found, wanted)
+    with Gate(backend, nbytes) as one:
+        for number in range(1, 20):
+            wanted = np.random.default_rng(number).integers(0, 256, nbytes).astype(np.uint8)
+            late = number % 2
+            if late:
+                one.copy()
+                time.sleep(random.Random(number).random() / 1000)
+            one.source[:] = wanted
+            one.open(number)
+            if not late:
+                one.copy()
+            went, found = one.came(number)
+            assert went == number and np.array_equal(found, wanted)
 
 
 @pytest.mark.alone
-def test_a_closed_gate_copies_nothing(rig):
+def test_a_closed_gate_copies_nothing(backend):
     """At its limit, or cancelled, before or after it is reached."""
-    one = rig(256, 20_000_000)
-    for number, content, opened, found in (
-        (1, 1, 1, 1), (2, 2, 1, 1), (3, 2, 1, 1), (4, 2, 4, 2), (5, 3, 6, 2), (6, 3, 6, 3),
-    ):  # fmt: skip
-        one.source[:] = content
-        if number == 5:  # the host has gone on: the fifth stays cancelled
-            one.cancel(5)
-        one.open(opened)
-        one.copy()
-        if number == 3:
-            one.cancel(3)
-        went, there = one.came(number)
-        assert (there == found).all(), number
-        assert went == (-number if number in (2, 3, 5) else number)
+    with Gate(backend, 256, 20_000_000) as one:
+        for number, content, opened, found in (
+            (1, 1, 1, 1), (2, 2, 1, 1), (3, 2, 1, 1), (4, 2, 4, 2), (5, 3, 6, 2), (6, 3, 6, 3),
+        ):  # fmt: skip
+            one.source[:] = content
+            if number == 5:  # the host has gone on: the fifth stays cancelled
+                one.cancel(5)
+            one.open(opened)
+            one.copy()
+            if number == 3:
+                one.cancel(3)
+            went, there = one.came(number)
+            assert (there == found).all(), number
+            assert went == (-number if number in (2, 3, 5) else number)
 
 
 @pytest.mark.alone
