@@ -21,7 +21,7 @@ It runs on any backend of the engine, so that it is tested without a GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -34,7 +34,7 @@ from workbench.engine.batch import make_batch
 from workbench.engine.cache.kv_cache import KVCache
 from workbench.engine.engine import Engine
 from workbench.engine.step_programs import fused_graph, unfused_graph
-from workbench.graph.ir import Graph, Kind, Node, Tensor
+from workbench.graph.ir import Kind, Node, Tensor
 from workbench.program.commands import Space
 from workbench.program.split import split
 
@@ -230,30 +230,24 @@ class DebugSteps(contextlib.AbstractContextManager["DebugSteps"]):
         graph = unfused_graph(model, batch.shape, self._pairs, engine.toggles)
         graph, backend_of = fused_graph(graph, engine.toggles, self._loaded.placement, 1)
         values: dict[Tensor, np.ndarray] = {t: batch.values[t.name] for t in graph.inputs}
-        self._run(graph, backend_of, values)
-        self._cache.store(batch.sequences, batch.positions, batch.cells)
-        (logits,) = (values[t.storage] for t in graph.outputs)
-        return logits.view(np.float32).reshape(len(tokens), model.n_vocab)
-
-    def _run(
-        self, graph: Graph, backend_of: Callable[[Node], int], values: dict[Tensor, np.ndarray]
-    ) -> None:
-        """Computes `graph`; adds to `values` (by storage) what goes from a split to another, and
-        the outputs."""
         parts = split(graph, backend_of)
+        # what goes from a split to another, and the outputs, by storage
         crossing = {t for part in parts for t in part.inputs} | {t.storage for t in graph.outputs}
         with contextlib.ExitStack() as open_arenas:
-            arenas: dict[int, DebugArena] = {}
+            arenas = {
+                b: open_arenas.enter_context(self._arena(b)) for b in {p.backend for p in parts}
+            }
             for part in parts:
-                if part.backend not in arenas:
-                    arenas[part.backend] = open_arenas.enter_context(self._arena(part.backend))
                 arena = arenas[part.backend]
                 for t in part.inputs:
                     arena.hold(t, values[t])
-                arena.run(part.nodes, crossing, self._engine.toggles.pdl == "on")
+                arena.run(part.nodes, crossing, engine.toggles.pdl == "on")
                 made = {t.storage for node in part.nodes for t in node.outputs}
                 values.update({t: arena.content(t) for t in made & crossing})
                 self._cells.check(f"a node on {self._loaded.backends[part.backend].name}")
+        self._cache.store(batch.sequences, batch.positions, batch.cells)
+        (logits,) = (values[t.storage] for t in graph.outputs)
+        return logits.view(np.float32).reshape(len(tokens), model.n_vocab)
 
     def _arena(self, b: int) -> DebugArena:
         loaded = self._loaded
