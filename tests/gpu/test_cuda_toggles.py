@@ -65,8 +65,8 @@ WAYS: dict[str, Values] = {
     **{f"{name}, inside": values | {"fuse": "on", "branch_fusion": "inside"}
        for name, values in STREAMS.items()},
 }  # fmt: skip
-# what changes roundings, so that the other side has it, too
-ROUNDING = ("defer_norm", "fuse", "branch_fusion", "activations")
+# what changes roundings, so that the other side has it, too: fork names the branches that are fused
+ROUNDING = ("defer_norm", "fuse", "branch_fusion", "fork", "activations")
 MODELS = [("tiny-llama", "Q4_0"), ("tiny-qwen3", "F16"), ("tiny-qwen3", "Q4_K")]
 
 
@@ -75,16 +75,16 @@ def captured_of(used: wb.Engine) -> list[CudaGraph]:
     return [plan.captured for plan in plans if plan.captured is not None]
 
 
-def feed(used: wb.Engine, tokens: Sequence[int], n: int = 40, late: float = 0.0) -> np.ndarray:
-    """A prompt of n tokens (40: cuBLAS multiplies), 8 tokens, and single ones, twice as if it were
+def feed(used: wb.Engine, tokens: Sequence[int], late: float = 0.0) -> np.ndarray:
+    """A prompt of 40 tokens (cuBLAS multiplies), 8 tokens, and single ones, twice as if it were
     anew. late: for how many of the single ones the host is late."""
     rows, chance = [], random.Random(3)
     for _ in range(2):
         used.reset()
-        rows.append(used.prefill(tokens[:n], outputs="all").copy())
-        rows.append(used.step(tokens[n : n + 8], outputs="all").copy())
+        rows.append(used.prefill(tokens[:40], outputs="all").copy())
+        rows.append(used.step(tokens[40:48], outputs="all").copy())
         # the first one's shape but for its outputs
-        rows.append(used.prefill(tokens[48 : 48 + n]).copy())
+        rows.append(used.prefill(tokens[48:88]).copy())
         for token in tokens[88:]:
             if chance.random() < late:
                 time.sleep(LATE * chance.random())
@@ -156,12 +156,10 @@ def test_values_together_give_the_bits_without_them(engine, backend, preset, qua
     skip_where_refused(values, backend)
     tokens, shared = tokens_for(preset, 100), engine(preset, quant)
     kept = {name: value for name, value in values.items() if name in ROUNDING}
-    # with 40 tokens cuBLAS multiplies what fusion leaves apart, and what it joins another kernel
-    n = 20 if way.endswith(", inside") else 40
     with shared.variant(Toggles(graph_reuse=values["graph_reuse"], **kept)) as plain:
-        wanted = feed(plain, tokens, n)
+        wanted = feed(plain, tokens)
     with shared.variant(Toggles(**values)) as used:
-        assert np.array_equal(feed(used, tokens, n), wanted)
+        assert np.array_equal(feed(used, tokens), wanted)
         replays = "plans" in values and values["graph_reuse"] == "set_rows"
         assert not replays or used.counters["plans_replayed"] > 20, used.counters
         if "streams" in values:
