@@ -27,8 +27,7 @@ from workbench.backend.cuda.device.driver import device_properties, libraries
 from workbench.backend.cuda.kernels import nvrtc
 from workbench.common.errors import WorkbenchError
 
-MODULES = ("attention", "attention_ways", "debug_arena", "fused", "products",
-           "ranges", "repetitions", "tiles", "tunings")  # fmt: skip
+MODULES = ("attention_ways", "debug_arena", "products", "repetitions", "tiles", "tunings")
 HELPERS = ("device", "gate", "read", "repack", "stamp")  # files without macros that no module names
 Source = tuple[str, tuple[str, ...], Path | None]  # as `nvrtc.cubin` has them
 
@@ -51,20 +50,14 @@ def compile_one(source: Source, sm: int) -> None:
     nvrtc.cubin(file, f"sm_{sm}", defines, sources=folder)
 
 
-def sm_of_gpu() -> int:
-    cupy, _ = libraries()
-    properties = device_properties(cupy, 0)
-    return 10 * int(properties["major"]) + int(properties["minor"])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sm", type=int, nargs="?")
-    args = parser.parse_args()
-    start = time.perf_counter()
-    n = len(os.sched_getaffinity(0))
+    sm, start, n = parser.parse_args().sm, time.perf_counter(), len(os.sched_getaffinity(0))
     try:
-        sm = args.sm or sm_of_gpu()
+        if not sm:
+            properties = device_properties(libraries()[0], 0)
+            sm = 10 * int(properties["major"]) + int(properties["minor"])
         # a fresh interpreter for each: CUDA does not survive a fork
         with ProcessPoolExecutor(n, multiprocessing.get_context("spawn")) as pool:
             sources = of_tests(pool.map(of_module, MODULES, [sm] * len(MODULES)))

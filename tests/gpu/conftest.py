@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu.harness import POISON, Compute, Guarded
+from tests.gpu.debug_arena import Mode, run_alone
+from tests.gpu.harness import Compute, Guards
 from workbench.backend.cuda.device.backend import CudaBackend, open_backend
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.graph.ir import Kind, Node, Tensor
+from workbench.graph.ir import Node, Tensor
 
 
 @pytest.fixture(scope="session")
@@ -43,59 +44,25 @@ def engine(tiny_model) -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture
 def programmatic(backend: CudaBackend) -> CudaBackend:
-    """The backend, where a launch may begin before the one in front of it has ended."""
+    """The backend, where a launch may begin before the one ahead of it has ended."""
     if not backend.capabilities.programmatic:
         pytest.skip("no programmatic dependent launch below compute capability 9.0")
     return backend
 
 
 @pytest.fixture
-def weights(backend: CudaBackend) -> Iterator[list]:
-    """Memory of weights that a test appends, given back at its end."""
-    held: list = []
-    yield held
-    for memory in held:
-        memory.free()
+def guards(backend: CudaBackend) -> Iterator[Guards]:
+    with Guards(backend) as made:
+        yield made
 
 
 @pytest.fixture
-def compute(backend: CudaBackend, weights: list) -> Compute:
-    """`compute(node, {tensor: array}) -> bytes of the output`.
-
-    Outputs and scratch start as NaN; inputs must come out as they went in, guards too; and a
-    second run must give the same bits. A tensor the node stores into starts as its array says.
-    """
+def compute(backend: CudaBackend) -> Compute:
+    """`compute(node, {tensor: array}) -> bytes of the output`: in guarded memory, and a second run
+    must give the same bits. A tensor the node stores into starts as its array says."""
 
     def run(node: Node, arrays: dict[Tensor, np.ndarray]) -> np.ndarray:
-        out = node.output.storage
-        content = {t.storage: a.reshape(-1).view(np.uint8) for t, a in arrays.items()}
-        content.setdefault(out, np.full(out.nbytes, POISON, np.uint8))
-        held: dict[Tensor, Guarded] = {}
-        addresses: dict[Tensor, int] = {}
-        for t, data in content.items():
-            if t.kind == Kind.WEIGHT:
-                weights.append(backend.load_weight(t, data))
-                addresses[t] = weights[-1].address
-            else:
-                held[t] = Guarded(backend, data)
-                addresses[t] = held[t].address
-        need = backend.scratch_bytes(node)
-        scratch = Guarded(backend, np.full(need, POISON, np.uint8))
-        call = backend.launch(
-            node, lambda t: addresses[t.storage], scratch.address if need else 0, stream=0
-        )
-        results = []
-        for _ in range(2):
-            held[out].upload()
-            scratch.upload()
-            call()
-            backend.sync_stream(0)()
-            results.append(held[out].download())
-        assert np.array_equal(results[0], results[1]), "two runs differ"
-        scratch.download()
-        for t, guarded in held.items():
-            found = guarded.download()
-            assert t is out or np.array_equal(found, content[t]), f"input {t!r} was overwritten"
-        return results[0]
+        values = {t.storage: a for t, a in arrays.items()}
+        return run_alone(backend, node, values, Mode.GUARDED, times=2)[node.output.storage]
 
     return run

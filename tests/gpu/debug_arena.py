@@ -5,10 +5,10 @@ reads them (`graph/arena.py`): an access beside its tensor lands in another's, a
 Here every tensor, and the scratch of every node, is an allocation of its own (cudaMalloc, there is
 no pool), nodes run one by one, and `Mode` says what is around and in the allocations:
 
-    guarded  red zones before and behind, checked after every node; NaN in every byte before a
-             tensor is made, and again once nobody reads it, kept to the end and checked then.
-             Without any tool this shows writes beside a tensor and after its last use, and, as
-             NaN in what is computed, reads beside it and of what nothing wrote.
+    guarded  red zones on both sides, checked after every node; NaN in every byte before a tensor
+             is made, and again once nobody reads it, kept to the end and checked then. Without any
+             tool this shows writes beside a tensor and after its last use, and, as NaN in what is
+             computed, reads beside it and of what nothing wrote.
     exact    just the tensor's bytes, NaN at first, given back after the last use: for memcheck,
              to which a red zone would be memory like any other.
     bare     as exact, but written by kernels alone: for initcheck, which takes a poisoned byte for
@@ -21,9 +21,8 @@ It runs on any backend of the engine, so that it is tested without a GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -35,11 +34,11 @@ from workbench.engine.batch import make_batch
 from workbench.engine.cache.kv_cache import KVCache
 from workbench.engine.engine import Engine
 from workbench.engine.step_programs import fused_graph, unfused_graph
-from workbench.graph.ir import Graph, Kind, Node, Tensor
+from workbench.graph.ir import Kind, Node, Tensor
 from workbench.program.commands import Space
 from workbench.program.split import split
 
-ZONE = 512  # bytes before and behind every tensor: a multiple of every alignment
+ZONE = 512  # bytes on either side of every tensor: a multiple of every alignment
 ZONE_BYTE, POISON = 0xA5, 0xFF  # 0xFF in every byte: NaN as float and as half
 
 
@@ -68,8 +67,7 @@ class Block:
     """
 
     def __init__(self, backend: Backend, nbytes: int, mode: Mode, what: str):
-        self.nbytes = nbytes
-        self.what = what
+        self.nbytes, self.what = nbytes, what
         self._backend, self._mode = backend, mode
         self._zone = ZONE if mode == Mode.GUARDED else 0
         # on a GPU without the zeros that would make every byte initialised
@@ -96,43 +94,31 @@ class Block:
         assert raw.nbytes == self.nbytes, (self.what, raw.nbytes, self.nbytes)
         self._copy(self._zone, raw, to_host=False)
 
-    def content(self) -> np.ndarray:
-        """uint8 (nbytes,)"""
-        found = np.zeros(self.nbytes, np.uint8)
-        self._copy(self._zone, found, to_host=True)
-        return found
+    def poison(self, byte: int = POISON) -> None:
+        self.fill(np.full(self.nbytes, byte, np.uint8))
 
-    def check(self, when: str) -> None:
-        """Asserts that the red zones, where there are any, are untouched."""
-        if not self._zone:
-            return
+    def content(self, writer: str = "somebody") -> np.ndarray:
+        """uint8 (nbytes,). The red zones, where there are any, must be untouched."""
         whole = np.zeros(self.nbytes + 2 * self._zone, np.uint8)
         self._copy(0, whole, to_host=True)
-        for where, zone in (
-            ("before", whole[: self._zone]),
-            ("behind", whole[self._zone + self.nbytes :]),
-        ):
-            strays = np.flatnonzero(zone != ZONE_BYTE)
-            assert not len(strays), f"{len(strays)} bytes written {where} {self.what} by {when}"
+        first, zone_after = self._zone, whole[self._zone + self.nbytes :]
+        for where, zone in (("before", whole[:first]), ("behind", zone_after)):
+            strays = np.count_nonzero(zone != ZONE_BYTE)
+            assert not strays, f"{strays} bytes written {where} {self.what} by {writer}"
+        return whole[first : first + self.nbytes]
 
-    def retire(self) -> bool:
-        """After the last use: gives the memory back, or poisons it, to be looked at again; whether
-        there is anything to look at."""
-        if self._mode != Mode.GUARDED:
-            self.free()
-            return False
-        self.fill(np.full(self.nbytes, POISON, np.uint8))
-        return True
+    def check(self, writer: str) -> None:
+        if self._zone:
+            self.content(writer)
 
     def free(self) -> None:
         self._memory.free()
 
 
-class DebugArena:
+class DebugArena(contextlib.AbstractContextManager["DebugArena"]):
     """Memory of some tensors, and nodes that run in it, one by one.
 
-    residents: addresses of tensors that live elsewhere (weights). Not to be used after `close`,
-    which is the end of a `with`.
+    residents: addresses of tensors that live elsewhere (weights).
     """
 
     def __init__(
@@ -143,19 +129,14 @@ class DebugArena:
         self._live: dict[Tensor, Block] = {}
         self._retired: list[Block] = []
 
-    def hold(self, tensor: Tensor, content: np.ndarray) -> None:
-        """Gives `tensor` memory with `content` in it, until `drop` or the end."""
-        block = self._live.get(tensor)
-        if block is None:
-            block = Block(self._backend, tensor.nbytes, self._mode, repr(tensor))
-            self._live[tensor] = block
-        block.fill(content)
+    def _make(self, tensor: Tensor) -> None:
+        self._live[tensor] = Block(self._backend, tensor.nbytes, self._mode, repr(tensor))
 
-    def drop(self, tensor: Tensor) -> None:
-        """Ends the use of `tensor`."""
-        block = self._live.pop(tensor)
-        if block.retire():
-            self._retired.append(block)
+    def hold(self, tensor: Tensor, content: np.ndarray) -> None:
+        """Gives `tensor` memory with `content` in it, until the end."""
+        if tensor not in self._live:
+            self._make(tensor)
+        self._live[tensor].fill(content)
 
     def content(self, tensor: Tensor) -> np.ndarray:
         """The bytes of a tensor that is held, uint8 (nbytes,)."""
@@ -177,12 +158,12 @@ class DebugArena:
             outputs = [t.storage for t in node.outputs]
             for t in outputs:
                 if t not in self._live and t not in self._residents:
-                    self._live[t] = Block(self._backend, t.nbytes, self._mode, repr(t))
+                    self._make(t)
                     made.add(t)
             self._launch(node, programmatic)
             for t in {*outputs, *(t.storage for t in node.inputs)}:
                 if t in made and t not in keep and last_use.get(t, -1) <= i:
-                    self.drop(t)
+                    self._retire(self._live.pop(t))
 
     def _launch(self, node: Node, programmatic: bool) -> None:
         backend, need = self._backend, self._backend.scratch_bytes(node)
@@ -193,41 +174,36 @@ class DebugArena:
         backend.sync_stream(0)()
         for block in [*self._live.values(), *([scratch] if scratch else [])]:
             block.check(f"{node.op} {node.name}")
-        if scratch and scratch.retire():
-            self._retired.append(scratch)
+        if scratch:
+            self._retire(scratch)
 
-    def close(self) -> None:
-        """Gives everything back; asserts first that what was retired has not been written."""
-        written = []
-        for block in self._retired:
-            block.check("a node after its last use")
-            if (block.content() != POISON).any():
-                written.append(block.what)
-        self.free()
+    def _retire(self, block: Block) -> None:
+        """After the last use: poisons the memory, to be looked at again, or gives it back."""
+        if self._mode == Mode.GUARDED:
+            block.poison()
+            self._retired.append(block)
+        else:
+            block.free()
+
+    def check(self, writer: str) -> None:
+        """Holds every live tensor's red zones to be untouched."""
+        for block in self._live.values():
+            block.check(writer)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Gives everything back; asserts that what was retired has not been written."""
+        retired, written = self._retired, []
+        if kind is None:
+            found = [block.content("a node after its last use") for block in retired]
+            written = [
+                b.what for b, raw in zip(retired, found, strict=True) if (raw != POISON).any()
+            ]
+        for block in [*self._live.values(), *retired]:
+            block.free()
         assert not written, f"written after the last use: {', '.join(written)}"
 
-    def free(self) -> None:
-        for block in [*self._live.values(), *self._retired]:
-            block.free()
-        self._live.clear()
-        self._retired.clear()
 
-    def __enter__(self) -> DebugArena:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.free()
-
-
-class DebugSteps:
+class DebugSteps(contextlib.AbstractContextManager["DebugSteps"]):
     """The steps of an engine's model in debug arenas, on a cache of its own: a twin of
     `Engine.step`, which must give the same logits.
 
@@ -239,10 +215,11 @@ class DebugSteps:
         self._engine, self._mode, self._loaded = engine, mode, engine._open
         self._cache = KVCache(engine.config.n_ctx, engine.config.n_kv_pad)
         self._pairs = engine.model.caches(self._cache.n_cells)
+        self._cached = [t for pair in self._pairs for t in pair]
         # Cells no token sees hold NaN where that can be: a kernel that used one would show it.
         byte = 0 if mode == Mode.BARE else POISON
         self._cells = DebugArena(self._loaded.backend, mode)
-        for t in (t for pair in self._pairs for t in pair):
+        for t in self._cached:
             self._cells.hold(t, np.full(t.nbytes, byte, np.uint8))
 
     def step(self, tokens: Sequence[int]) -> np.ndarray:
@@ -253,30 +230,24 @@ class DebugSteps:
         graph = unfused_graph(model, batch.shape, self._pairs, engine.toggles)
         graph, backend_of = fused_graph(graph, engine.toggles, self._loaded.placement, 1)
         values: dict[Tensor, np.ndarray] = {t: batch.values[t.name] for t in graph.inputs}
-        self._run(graph, backend_of, values)
-        self._cache.store(batch.sequences, batch.positions, batch.cells)
-        (logits,) = (values[t.storage] for t in graph.outputs)
-        return logits.view(np.float32).reshape(len(tokens), model.n_vocab)
-
-    def _run(
-        self, graph: Graph, backend_of: Callable[[Node], int], values: dict[Tensor, np.ndarray]
-    ) -> None:
-        """Computes `graph`; adds to `values` (by storage) what goes from a split to another, and
-        the outputs."""
         parts = split(graph, backend_of)
+        # what goes from a split to another, and the outputs, by storage
         crossing = {t for part in parts for t in part.inputs} | {t.storage for t in graph.outputs}
         with contextlib.ExitStack() as open_arenas:
-            arenas: dict[int, DebugArena] = {}
+            arenas = {
+                b: open_arenas.enter_context(self._arena(b)) for b in {p.backend for p in parts}
+            }
             for part in parts:
-                if part.backend not in arenas:
-                    arenas[part.backend] = open_arenas.enter_context(self._arena(part.backend))
                 arena = arenas[part.backend]
                 for t in part.inputs:
                     arena.hold(t, values[t])
-                arena.run(part.nodes, crossing, self._engine.toggles.pdl == "on")
+                arena.run(part.nodes, crossing, engine.toggles.pdl == "on")
                 made = {t.storage for node in part.nodes for t in node.outputs}
                 values.update({t: arena.content(t) for t in made & crossing})
-                self._check_caches(part.backend)
+                self._cells.check(f"a node on {self._loaded.backends[part.backend].name}")
+        self._cache.store(batch.sequences, batch.positions, batch.cells)
+        (logits,) = (values[t.storage] for t in graph.outputs)
+        return logits.view(np.float32).reshape(len(tokens), model.n_vocab)
 
     def _arena(self, b: int) -> DebugArena:
         loaded = self._loaded
@@ -284,22 +255,11 @@ class DebugSteps:
             t: loaded.memory[there.buffer].address + there.offset
             for t, there in loaded.residents[b].items()
         }
-        for t in (t for pair in self._pairs for t in pair):
-            residents[t] = self._cells.address_of(t)
+        residents |= {t: self._cells.address_of(t) for t in self._cached}
         return DebugArena(loaded.backends[b], self._mode, residents)
 
-    def _check_caches(self, b: int) -> None:
-        for block in self._cells._live.values():
-            block.check(f"a node on {self._loaded.backends[b].name}")
-
-    def close(self) -> None:
-        self._cells.close()
-
-    def __enter__(self) -> DebugSteps:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._cells.free()
+    def __exit__(self, *error: Any) -> None:
+        self._cells.__exit__(*error)
 
 
 def run_alone(
@@ -308,23 +268,30 @@ def run_alone(
     values: Mapping[Tensor, np.ndarray],
     mode: Mode,
     in_parts: bool = False,
+    times: int = 1,
 ) -> dict[Tensor, np.ndarray]:
-    """Bytes of what `node` makes, or its parts one by one, by storage. values: of all it reads,
-    by storage, weights as in the file; these are loaded as the backend likes."""
-    weights = {
-        t: backend.load_weight(t, np.ascontiguousarray(a).reshape(-1).view(np.uint8))
-        for t, a in values.items()
-        if t.kind == Kind.WEIGHT
-    }
-    addresses = {t: memory.address for t, memory in weights.items()}
+    """Bytes of what `node` makes, or its parts one by one, by storage. values: of all it reads, by
+    storage, weights as in the file; these are loaded as the backend likes. What the node does not
+    make must stay as it is, and each time it must make the same."""
+    raw = {t: np.ascontiguousarray(a).reshape(-1).view(np.uint8) for t, a in values.items()}
+    weights = {t: backend.load_weight(t, a) for t, a in raw.items() if t.kind == Kind.WEIGHT}
+    outputs = {t.storage for t in node.outputs}
+    given = {t: a for t, a in raw.items() if t not in weights}
+    found: list[dict[Tensor, np.ndarray]] = []
     try:
-        with DebugArena(backend, mode, addresses) as arena:
-            for t, array in values.items():
-                if t not in weights:
-                    arena.hold(t, array)
-            outputs = {t.storage for t in node.outputs}
-            arena.run(node.parts if in_parts else [node], outputs)
-            return {t: arena.content(t) for t in outputs}
+        with DebugArena(backend, mode, {t: m.address for t, m in weights.items()}) as arena:
+            for _ in range(times):
+                again = outputs if found else set()  # which are held by now
+                for t, a in (
+                    {t: np.full(t.nbytes, POISON, np.uint8) for t in again} | given
+                ).items():
+                    arena.hold(t, a)
+                arena.run(node.parts if in_parts else [node], outputs)
+                for t in given.keys() - outputs:
+                    assert np.array_equal(arena.content(t), given[t]), f"{t!r} was overwritten"
+                found.append({t: arena.content(t) for t in outputs})
+                assert all(np.array_equal(a, found[0][t]) for t, a in found[-1].items()), node
+            return found[0]
     finally:
         backend.synchronize()
         for memory in weights.values():

@@ -20,11 +20,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 
@@ -35,8 +34,7 @@ from data.measure.sources import source_hash  # noqa: E402
 from workbench.backend.cuda.device.backend import probe  # noqa: E402
 from workbench.common.output import write_text  # noqa: E402
 
-RESULTS = ROOT / "data" / "results"
-TESTS = ROOT / "tests" / "gpu"
+RESULTS, TESTS = ROOT / "data" / "results", ROOT / "tests" / "gpu"
 # the tests, and where what came of them is kept; by whether two GPUs are wanted
 RUNS = {
     False: (TESTS, RESULTS / "gpu-tests.json"),
@@ -69,44 +67,17 @@ class Pass(NamedTuple):
     markers: str
     processes: int = 0
 
-    @property
-    def arguments(self) -> list[str]:
-        shared = ["-n", str(self.processes), "--dist", "worksteal"] if self.processes else []
-        return ["-m", self.markers, *shared]
-
-    def __str__(self) -> str:
-        return f"{self.markers}: {self.processes or 1} at a time"
-
 
 def passes(two: bool, wanted: int | None = None) -> list[Pass]:
     """What is run, in order. wanted: processes; else as many as there are cores for."""
-    if two:
-        return [Pass("gpu")]
     cores = len(os.sched_getaffinity(0))
     processes = min(MOST_PROCESSES, cores // CORES_EACH) if wanted is None else wanted
-    if processes > 1 and importlib.util.find_spec("xdist") is None:
+    if not two and processes > 1 and importlib.util.find_spec("xdist") is None:
         print("pytest-xdist is not installed: one process runs all tests, which takes longer")
         processes = 0
-    if processes < 2:
+    if two or processes < 2:
         return [Pass("gpu")]
     return [Pass("gpu and not alone", processes), Pass("gpu and alone")]
-
-
-@contextmanager
-def threads_of(processes: int) -> Iterator[None]:
-    """In the body, processes that are started have their share of the cores for NumPy's threads."""
-    before = {name: os.environ.get(name) for name in THREADS}
-    if processes:
-        share = max(1, len(os.sched_getaffinity(0)) // processes)
-        os.environ |= dict.fromkeys(THREADS, str(share))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def compile_kernels() -> None:
@@ -115,11 +86,14 @@ def compile_kernels() -> None:
 
 
 def run(each: Pass, tests: Path, counts: Counts, more: list[str]) -> int:
-    """pytest's status."""
-    print(each, flush=True)
-    with threads_of(each.processes):
+    """pytest's status. Processes that are started have their share of the cores for NumPy."""
+    n = each.processes
+    print(f"{each.markers}: {n or 1} at a time", flush=True)
+    shared = ["-n", str(n), "--dist", "worksteal"] if n else []
+    share = max(1, len(os.sched_getaffinity(0)) // max(1, n))
+    with patch.dict(os.environ, dict.fromkeys(THREADS, str(share)) if n else {}):
         arguments = [str(tests), "-p", "no:cacheprovider", f"--durations={DURATIONS}"]
-        return int(pytest.main([*arguments, *each.arguments, *more], plugins=[counts]))
+        return int(pytest.main([*arguments, "-m", each.markers, *shared, *more], plugins=[counts]))
 
 
 def worst(statuses: list[int]) -> int:
@@ -136,10 +110,9 @@ def main() -> int:
     args = parser.parse_args()
     tests, out = RUNS[args.two]
     device, _, driver = probe().partition(", driver ")
-    counts, start = Counts(), time.perf_counter()
+    counts, start, statuses = Counts(), time.perf_counter(), list[int]()
     if not args.two:
         compile_kernels()
-    statuses: list[int] = []
     for each in passes(args.two, args.processes):
         statuses.append(run(each, tests, counts, args.pytest_args))
         if statuses[-1] == INTERRUPTED:
@@ -150,13 +123,10 @@ def main() -> int:
         "device": device,
         "driver": driver,
         "source_hash": source_hash(),
-        "passed": found["passed"],
-        "failed": found["failed"],
-        "skipped": found["skipped"],
+        **{outcome: found[outcome] for outcome in ("passed", "failed", "skipped")},
         "duration_s": round(time.perf_counter() - start, 1),
     }
-    out = args.out or out
-    write_text(out, json.dumps(record, indent=1) + "\n", parents=True)
+    write_text(args.out or out, json.dumps(record, indent=1) + "\n", parents=True)
     print(json.dumps(record))
     return worst(statuses)
 

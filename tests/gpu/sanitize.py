@@ -29,14 +29,12 @@ from workbench.backend.cuda.device.backend import probe
 from workbench.common.errors import WorkbenchError
 from workbench.common.output import write_text
 
+PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
 OUT = ROOT / "data" / "results" / "gpu-sanitizer.json"
 LIMIT_S = 480  # for everything
 ERROR_EXIT = 86
 CONNECT_S = 60  # the interpreter and its libraries load before the first call of CUDA
-ARENA, LOADING = "tests/gpu/test_cuda_debug_arena.py", "tests/gpu/test_cuda_loading.py"
-OVERLAP = "tests/gpu/test_cuda_overlap.py"
-WAYS = "tests/gpu/test_cuda_attention_ways.py"
-TILES, REPETITIONS = "tests/gpu/test_cuda_tiles.py", "tests/gpu/test_cuda_repetitions.py"
+REPETITIONS = "tests/gpu/test_cuda_repetitions.py"
 
 
 class Entry(NamedTuple):
@@ -44,74 +42,53 @@ class Entry(NamedTuple):
     why: str
 
 
-_REPACK = Entry(
-    f"{LOADING}::test_all_types_through_a_ring_that_is_used_again",
-    "every repacking kernel, blocks in odd numbers, slots used again",
-)
-_SPLIT = "partial sums through scratch and counters, combined by the last block"
-_SHARED = "shared tiles, several stages in flight"
-_BUILDS = Entry(
-    f"{TILES}::test_every_build[Q5_K-*]", "builds that only wide weights get, sharing tiles and not"
-)
-_NOTING = f"{OVERLAP}::test_a_step_that_notes_computes_the_same_bits"
-
-_TWIN = "test_it_is_its_twin_and_skipping_changes_no_bit"
-_WAYS = (
-    Entry(f"{WAYS}::{_TWIN}[odd-*]", "sequences with cells of their own, every way to share the "
-          "cells and to leave masked ones out"),
-    Entry(f"{WAYS}::test_every_pair_of_types[* Q8_0 BF16 *]", "attention without tensor cores"),
+# tools, a file and a test of it, and why
+_EVERY, _BOTH = "memcheck racecheck synccheck", "racecheck synccheck"
+_ROWS = (
+    ("memcheck", "debug_arena", "steps[exact-*]", "whole steps, each tensor just its bytes, fused "
+     "and not, cuBLAS included; freed after the last use"),
+    ("memcheck", "debug_arena", "alone[exact-*]", "every op, weight type and fused node; no "
+     "multiples of a tile; shares, and partial sums combined by the last block"),
+    ("initcheck", "debug_arena", "steps[bare-*-few]", "memory that only kernels wrote"),
+    ("initcheck", "debug_arena", "steps[bare-tiny-llama-Q4_0-*-many]", "tiles of tensor_product"),
+    ("initcheck", "debug_arena", "steps[bare-*-most]", "its tallest tiles, gate and up with them"),
+    ("initcheck", "debug_arena", "alone[bare-every op]", "every op, weight type and fused node"),
+    ("initcheck racecheck", "debug_arena", "alone[{mode}-quantised *]", "padding of "
+     "converted rows; shared tiles, several stages in flight"),
+    (f"initcheck {_BOTH}", "debug_arena", "alone[{mode}-attention *]", "shares with "
+     "nothing to combine; shared tiles; barriers of shares of other lengths"),
+    (f"initcheck {_BOTH}", "debug_arena", "alone[{mode}-split *]", "partial sums in "
+     "scratch; counters; the flag that says which block is the last"),
+    (_BOTH, "debug_arena", "steps[guarded-tiny-llama-Q4_0-fused-few]", "epilogues of product"),
+    (_BOTH, "debug_arena", "steps[guarded-tiny-llama-Q4_0-fused-most]", "results of the tallest "
+     "tiles quantised in shared memory; registers handed over"),
+    (_BOTH, "debug_arena", "steps[guarded-tiny-qwen3-Q4_K-fused-few]", "heads normed through the "
+     "shared memory of a cluster, bulk copies"),
+    (_BOTH, "debug_arena", "steps[guarded-tiny-qwen3-Q4_K-fused-many]", "rope_store, norms, "
+     "barriers of the warps of a tile that multiply"),
+    ("synccheck", "debug_arena", "steps[guarded-tiny-qwen3-Q4_K-fused-most]", "tallest tiles"),
+    ("memcheck", "overlap", "a_step_that_notes_computes_the_same_bits[*any, in a plan*]",
+     "branches of a graph on several streams, where each kernel notes its begin and end"),
+    (_BOTH, "overlap", "a_step_that_notes_computes_the_same_bits[*inside bran*]",
+     "products that note, after their own barriers"),
+    (_EVERY, "attention_ways", "it_is_its_twin_and_skipping_changes_no_bit[odd-*]", "sequences "
+     "with cells of their own, every way to share the cells and to leave masked ones out"),
+    (_EVERY, "attention_ways", "every_pair_of_types[* Q8_0 BF16 *]", "attention without tensor "
+     "cores"),
+    (_EVERY, "tiles", "every_build[Q5_K-*]", "builds that only wide weights get"),
+    ("memcheck", "backend", "all_types_through_a_ring_that_is_used_again",
+     "every repacking kernel, blocks in odd numbers, slots used again"),
 )  # fmt: skip
-
+# of tests/gpu/debug_arena.py
+MODES = {"memcheck": "exact", "initcheck": "bare", "racecheck": "guarded", "synccheck": "guarded"}
 SUBSETS: dict[str, tuple[Entry, ...]] = {
-    "memcheck": (
-        Entry(f"{ARENA}::test_steps[exact-*]", "whole steps, each tensor just its bytes, fused "
-              "and not, cuBLAS included; freed after the last use"),
-        Entry(f"{ARENA}::test_every_op_alone[exact]", "every op, weight type and fused node"),
-        Entry(f"{ARENA}::test_products_alone[exact-*]", "rows and columns no multiple of a tile"),
-        Entry(f"{ARENA}::test_attention_alone[exact-*]", "cells no multiple of a tile, shares"),
-        Entry(f"{ARENA}::test_splits_alone[exact-*]", _SPLIT),
-        Entry(f"{_NOTING}[*any, in a plan*]", "branches of a graph on several streams, where "
-              "each kernel notes its begin and end"),
-        *_WAYS,
-        _BUILDS,
-        _REPACK,
-    ),
-    "initcheck": (
-        Entry(f"{ARENA}::test_steps[bare-*-few]", "whole steps in memory that only kernels wrote"),
-        Entry(f"{ARENA}::test_steps[bare-tiny-llama-Q4_0-*-many]", "tiles of tensor_product"),
-        Entry(f"{ARENA}::test_steps[bare-*-most]", "its tallest tiles, gate and up with them"),
-        Entry(f"{ARENA}::test_every_op_alone[bare]", "every op, weight type and fused node"),
-        Entry(f"{ARENA}::test_products_alone[bare-quantised-*]", "padding of converted rows"),
-        Entry(f"{ARENA}::test_attention_alone[bare-*]", "shares that leave nothing to combine"),
-        Entry(f"{ARENA}::test_splits_alone[bare-*]", _SPLIT),
-    ),
-    "racecheck": (
-        Entry(f"{ARENA}::test_steps[guarded-tiny-llama-Q4_0-fused-few]", "product's epilogues"),
-        Entry(f"{ARENA}::test_steps[guarded-tiny-qwen3-Q4_K-fused-few]", "heads normed through the "
-              "shared memory of a cluster"),
-        Entry(f"{ARENA}::test_steps[guarded-tiny-qwen3-Q4_K-fused-many]", "rope_store, norms"),
-        Entry(f"{ARENA}::test_steps[guarded-tiny-llama-Q4_0-fused-most]", "results of the tallest "
-              "tiles quantised in shared memory"),
-        Entry(f"{ARENA}::test_products_alone[guarded-quantised-*]", _SHARED),
-        Entry(f"{ARENA}::test_attention_alone[guarded-*]", _SHARED),
-        Entry(f"{ARENA}::test_splits_alone[guarded-*]", "the flag that says who is last"),
-        Entry(f"{_NOTING}[*inside branches*]", "products that note"),
-        *_WAYS,
-        _BUILDS,
-    ),
-    "synccheck": (
-        Entry(f"{ARENA}::test_steps[guarded-tiny-llama-Q4_0-fused-few]", "barriers of product"),
-        Entry(f"{ARENA}::test_steps[guarded-tiny-qwen3-Q4_K-fused-*]", "barriers of clusters, of "
-              "bulk copies, and of the warps of a tile that multiply"),
-        Entry(f"{ARENA}::test_steps[guarded-tiny-llama-Q4_0-fused-most]", "barriers of the tallest "
-              "tiles, and registers handed over"),
-        Entry(f"{ARENA}::test_attention_alone[guarded-*]", "barriers of shares of other lengths"),
-        Entry(f"{ARENA}::test_splits_alone[guarded-*]", "barriers on the way of the last block"),
-        Entry(f"{_NOTING}[*inside branches*]", "a kernel's end, behind its own barriers"),
-        *_WAYS,
-        _BUILDS,
-    ),
-}  # fmt: skip
+    tool: tuple(
+        Entry(f"tests/gpu/test_cuda_{file}.py::test_{test.format(mode=mode)}", why)
+        for tools, file, test, why in _ROWS
+        if tool in tools
+    )
+    for tool, mode in MODES.items()
+}
 # A red zone or padding beside every allocation; calls that fail raise in the tests themselves.
 OPTIONS = {"memcheck": ("--padding", "512", "--report-api-errors", "no")}
 
@@ -160,7 +137,7 @@ def collected(nodes: list[str]) -> list[str]:
     """Node ids for `nodes`, in which `*` stands for anything, in pytest's order."""
     files = list(dict.fromkeys(node.partition("::")[0] for node in nodes))
     shown = subprocess.run(
-        [*_pytest(), "--collect-only", *files], cwd=ROOT, capture_output=True, text=True
+        [*PYTEST, "--collect-only", *files], cwd=ROOT, capture_output=True, text=True
     )
     patterns = [re.compile(re.escape(node).replace(r"\*", ".*") + r"(\[.*\])?") for node in nodes]
     ids = shown.stdout.splitlines()
@@ -170,35 +147,27 @@ def collected(nodes: list[str]) -> list[str]:
     return [i for i in ids if any(pattern.fullmatch(i) for pattern in patterns)]
 
 
-def _pytest() -> list[str]:
-    return [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
-
-
 def run(tool: str, sanitizer: Path, ids: list[str], limit_s: float) -> Run:
     """Runs `ids` under `tool` (plain: under none); prints what is needed where it is not clean."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        under: list[str] = []
+        log, under = Path(folder) / "log", list[str]()
         if tool != "plain":
             under = [
                 str(sanitizer), "--tool", tool, "--log-file", str(log),
                 "--error-exitcode", str(ERROR_EXIT), "--target-processes", "all",
                 "--launch-timeout", str(CONNECT_S), *OPTIONS.get(tool, ()),
             ]  # fmt: skip
-        command = [*under, *_pytest(), *ids]
         try:
             done = subprocess.run(
-                command, cwd=ROOT, text=True, timeout=max(limit_s, 1),
+                [*under, *PYTEST, *ids], cwd=ROOT, timeout=max(limit_s, 1),
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
-            output, status = done.stdout, done.returncode
+            said, status = done.stdout, done.returncode
         except subprocess.TimeoutExpired as late:
-            said = late.stdout or b""  # bytes, whatever was asked for
-            told = said if isinstance(said, str) else said.decode(errors="replace")
-            output, status = f"{told}\nstopped after {limit_s:.0f} s", 124
+            said, status = (late.stdout or b"") + f"\nstopped after {limit_s:.0f} s".encode(), 124
         report = log.read_text(errors="replace") if log.is_file() else ""
-    seconds = round(time.perf_counter() - start, 1)
+    seconds, output = round(time.perf_counter() - start, 1), said.decode(errors="replace")
     errors = errors_found(report) if tool != "plain" else int(status != 0)
     made = Run(tests_run(output), errors, seconds, status)
     if not made.clean:
@@ -212,14 +181,12 @@ def main() -> int:
     parser.add_argument("--tools", nargs="*", choices=list(SUBSETS), default=list(SUBSETS))
     args = parser.parse_args()
     sanitizer = find_tool()
-    if sanitizer is None:
-        print(
-            "compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin nor a wheel; "
-            "pip install 'nvidia-cuda-sanitizer-api>=13.5'",
-            file=sys.stderr,
-        )
-        return 2
     try:
+        if sanitizer is None:
+            raise WorkbenchError(
+                "compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin nor a wheel; "
+                "pip install 'nvidia-cuda-sanitizer-api>=13.5'"
+            )
         device, _, driver = probe().partition(", driver ")
     except WorkbenchError as error:
         print(error, file=sys.stderr)

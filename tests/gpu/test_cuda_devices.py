@@ -10,6 +10,7 @@ import pytest
 
 import workbench as wb
 from tests.gates import hold
+from tests.gpu.test_cuda_toggles import SCOPES
 from tests.nll import ORDERINGS, is_the_same_under_every_ordering, nll
 from tests.orderings import PLACED
 from workbench.backend.cuda.device.backend import open_backend
@@ -40,8 +41,8 @@ def path(tiny_model):
 
 
 def load(path, **config) -> wb.Engine:
-    config = {"toggles": Toggles()} | config
-    return wb.Engine.load(path, device="cuda", n_ctx=128, n_ubatch=8, **config)
+    config = {"toggles": Toggles(), "n_ctx": 128, "n_ubatch": 8} | config
+    return wb.Engine.load(path, device="cuda", **config)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def placed(request, path) -> Iterator[tuple[str, wb.Engine]]:
         yield request.param, engine
 
 
-def test_every_token_has_the_nll_of_any_safe_ordering(placed, of_one):
+def test_the_nll_is_that_of_any_safe_ordering(placed, of_one):
     """Of another placement the bits are others where the host computes, and only there."""
     name, engine = placed
     wanted = nll(engine)
@@ -71,28 +72,20 @@ def test_long_prompts_and_fused_launches_cross_over_too(tiny_model, quant):
     """cuBLAS, scratch and programmatic launches on either device."""
     path = tiny_model("tiny-llama", quant)
     tokens = [int(t) for t in np.random.default_rng(3).integers(3, 300, 1100)]
-    toggles = PIPELINED.switched("fuse", "on").switched("pdl", "on")
+    config = {"n_ctx": 1200, "n_ubatch": 300}
+    config["toggles"] = PIPELINED.switched("fuse", "on").switched("pdl", "on")
     found = []
     for n_devices in (1, 2):
-        with wb.Engine.load(
-            path, device="cuda", n_ctx=1200, n_ubatch=300, n_devices=n_devices, toggles=toggles
-        ) as engine:
+        with load(path, n_devices=n_devices, **config) as engine:
             rows = [engine.prefill(tokens, outputs="all")]
             found.append(np.concatenate([*rows, *(engine.step([t]) for t in (5, 6, 7))]))
     assert np.array_equal(*found)
 
 
-@pytest.mark.parametrize(
-    "ordering",
-    [
-        {"plan_scope": "split"}, {"plan_scope": "step", "sync": "implicit"},
-        {"plan_scope": "step", "sync": "event_guarded", "copy_stream": "own"},
-    ],
-    ids=["split", "step", "forked"],
-)  # fmt: skip
-def test_each_device_replays_its_part_of_a_step(path, of_one, ordering):
+@pytest.mark.parametrize("scope", SCOPES)
+def test_each_device_replays_its_part_of_a_step(path, of_one, scope):
     """Copies from one device to the other are in plans, too."""
-    toggles = Toggles(graph_reuse="set_rows", plans="ours", **ordering)
+    toggles = Toggles(graph_reuse="set_rows", plans="ours", **SCOPES[scope])
     with load(path, n_devices=2, toggles=toggles) as engine:
         assert np.array_equal(nll(engine), of_one)
         counters = engine.counters
@@ -101,7 +94,7 @@ def test_each_device_replays_its_part_of_a_step(path, of_one, ordering):
 
 def test_the_first_goes_on_while_the_second_stands_still(path):
     """With the second held, the first has computed every ubatch that its results have room for:
-    a mark behind them is reached, and the prompt's own answer is not there yet."""
+    a mark that follows them is reached, and the prompt's own answer is not there yet."""
     tokens = np.random.default_rng(5).integers(3, 300, 32).tolist()  # four ubatches, room for four
     with load(path, n_devices=2, toggles=PIPELINED) as engine:
         wanted = engine.prefill(tokens, outputs="all")
@@ -110,8 +103,7 @@ def test_the_first_goes_on_while_the_second_stands_still(path):
         with hold(second):
             engine.prefill(tokens[:24], outputs="none")  # returns: nothing waits
             first.sync_stream(COMPUTE_STREAM)()
-        rows = engine.prefill(tokens[24:], outputs="all")
-        assert np.array_equal(rows, wanted[24:])
+        assert np.array_equal(engine.prefill(tokens[24:], outputs="all"), wanted[24:])
 
 
 def test_an_engine_over_one_goes_on_beside_one_over_two(path):
@@ -120,17 +112,14 @@ def test_an_engine_over_one_goes_on_beside_one_over_two(path):
         with one.variant(Toggles(graph_reuse="set_rows")) as kept:
             wanted = [kept.prefill([1, 2, 3]), kept.step([4]), kept.step([5])]
             kept.reset()
-            found = []
-            for tokens in ([1, 2, 3], [4], [5]):
+            for tokens, row in zip(([1, 2, 3], [4], [5]), wanted, strict=True):
                 two.prefill([1, 2, 3])
-                found.append(kept.prefill(tokens))
-            assert all(map(np.array_equal, found, wanted))
+                assert np.array_equal(kept.prefill(tokens), row)
             with profile(kept, nvtx=False, collector="events") as prof:
                 two.step([4])
                 kept.step([6])
         two.close()
-        fresh = one.prefill([1, 2, 3])
-        assert np.array_equal(fresh, wanted[0])
+        assert np.array_equal(one.prefill([1, 2, 3]), wanted[0])
     assert prof.timeline.spans
 
 
@@ -146,10 +135,9 @@ def test_both_devices_are_seen(path, collector):
         assert prof.collector == collector and prof.complete is not False, prof.note
         program = engine.program(n_past=engine.n_past)
         device = [s for s in prof.timeline.spans if s.category == "device"]
-        lanes = {s.lane.partition(" stream")[0] for s in device}
-        assert lanes == {"cuda 0", "cuda 1"}
+        assert {s.lane.partition(" stream")[0] for s in device} == {"cuda 0", "cuda 1"}
         for i, command in enumerate(program.commands):
             moved = isinstance(command, Copy) or (
                 isinstance(command, Launch) and command.stream.backend != HOST
             )
-            assert bool([s for s in device if s.args["index"] == i]) == moved
+            assert any(s.args["index"] == i for s in device) == moved

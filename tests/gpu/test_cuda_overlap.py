@@ -1,8 +1,9 @@
 """Overlap on the GPU, by what kernels note: branches of known length, whoever of a kernel returns
-first, and real steps, which compute what they did."""
+first, and real steps, which compute what they did; and stamps, a pair of its own step each."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -11,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu.harness import one_by_one, tokens_for
+from tests.gpu.harness import skip_where_refused, tokens_for
+from tests.late_host import LATE, never_passed  # noqa: F401 - of every test
 from workbench.backend.clock.launch_notes import NOTE_BYTES, times_of
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import noting
 from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.backend.issue.bind import plannable
-from workbench.benchmarks.times.overlap import RESOLVED_TICKS, in_flight, measure_overlap
+from workbench.benchmarks.times.overlap import in_flight
 from workbench.config import Toggles
 from workbench.engine.look.kernel_spans import kernel_spans
 from workbench.program.commands import Launch, Space, compute_stream
@@ -27,118 +29,86 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 SOURCES = Path(__file__).resolve().parent / "sources"
 TIMES = 20
-OFF_NS = 50_000  # more than the clocks are ever apart
+OFF_NS = 50_000  # more than the clocks are ever apart: a step takes longer
 FIRST, SECOND = compute_stream(0), compute_stream(1)
 Launched = tuple[str, float, int]  # a kernel of spin.cu, its us, its stream
-captured_or_not = pytest.mark.parametrize("captured", [False, True], ids=["eager", "in a graph"])
+Runs = list[list[tuple[int, int]]]  # of each the begins and ends of launches
 
 
-class Noted:
-    """Launches that note, each in its own note."""
-
-    def __init__(self, backend: CudaBackend, launched: Sequence[Launched], grid: int = 1):
-        self.backend, n = backend, len(launched)
-        self.there = backend.allocate(n * NOTE_BYTES, Space.DEVICE)
-        self.here = backend.allocate(n * NOTE_BYTES, Space.PINNED)
-        parts, streams = [], [stream for _, _, stream in launched]
-        for i, (name, us, stream) in enumerate(launched):
-            early = name == "spin_behind" and i > 0
-            kernel = Kernel(
-                "spin", name, (grid, 1), 128, [int(us * 1000)], waits=early, sources=SOURCES
-            )
-            (own,) = noting.noted([kernel], self.there.address + i * NOTE_BYTES)
-            parts.append(backend._prepare(own, backend._stream(stream), name, early))
-        self.work = plannable(backend, parts, FIRST, streams)
-
-    def copied(self, to_host: bool) -> None:
-        pair = self.here.address, self.there.address
-        dst, src = pair if to_host else pair[::-1]
-        self.backend.copy(dst, src, self.here.nbytes, FIRST, to_host)()
-        self.backend.sync_stream(FIRST)()
-
-    def ran(self, captured: bool = True) -> list[list[tuple[int, int]]]:
-        """Begins and ends of TIMES runs, one after the other; a first one does not count."""
-        backend, found = self.backend, []
-        graph = backend.capture(self.work) if captured else None
-        assert self.here.array is not None
-        for _ in range(TIMES + 1):
-            self.here.array[:] = 0xFF
-            self.copied(to_host=False)
-            (self.work.call if graph is None else graph.launch)()
-            backend.synchronize()
-            self.copied(to_host=True)
-            found.append([(int(a), int(b)) for a, b in times_of(self.here.array)])
-        if graph is not None:
-            graph.destroy()
-        self.there.free()
-        return found[1:]
+def noted(
+    backend: CudaBackend, launched: Sequence[Launched], captured: bool = True, grid: int = 1
+) -> Runs:
+    """Launches that note, each in its own note: TIMES runs, one after the other; a first one does
+    not count."""
+    nbytes, streams = len(launched) * NOTE_BYTES, [stream for _, _, stream in launched]
+    there, here = backend.allocate(nbytes, Space.DEVICE), backend.allocate(nbytes, Space.PINNED)
+    parts, found = [], []
+    for i, (name, us, stream) in enumerate(launched):
+        early = name == "spin_behind" and i > 0
+        args: list[int | float] = [int(us * 1000)]
+        kernel = Kernel("spin", name, (grid, 1), 128, args, waits=early, sources=SOURCES)
+        (own,) = noting.noted([kernel], there.address + i * NOTE_BYTES)
+        parts.append(backend._prepare(own, backend._stream(stream), name, early))
+    work = plannable(backend, parts, FIRST, streams)
+    graph = backend.capture(work) if captured else None
+    assert here.array is not None
+    for _ in range(TIMES + 1):
+        here.array[:] = 0xFF
+        backend.copy(there.address, here.address, nbytes, FIRST, to_host=False)()
+        backend.synchronize()
+        (graph.launch if graph else work.call)()
+        backend.synchronize()
+        backend.copy(here.address, there.address, nbytes, FIRST, to_host=True)()
+        backend.synchronize()
+        found.append([(int(a), int(b)) for a, b in times_of(here.array)])
+    if graph:
+        graph.destroy()
+    there.free()
+    return found[1:]
 
 
-def lengths_us(runs: list[list[tuple[int, int]]]) -> list[float]:
-    """Median of each launch."""
-    return [median((run[i][1] - run[i][0]) / 1e3 for run in runs) for i in range(len(runs[0]))]
+BRANCHES: dict[str, tuple[list[Launched], float, float, float]] = {
+    # launches, us that each may take longer, least and most of the time that they overlap
+    "of 10 us and of 2 us": ([("spin", 10.0, FIRST), ("spin", 2.0, SECOND)], 1.0, 0.0, 0.3),
+    "of 100 us": ([("spin", 100.0, FIRST), ("spin", 100.0, SECOND)], 5.0, 0.9, 1.0),
+    "of 10 us": ([("spin", 10.0, FIRST), ("spin", 10.0, SECOND)], 1.0, 0.3, 1.0),
+    "one after another": ([("spin", us, FIRST) for us in (5.0, 1.0, 0.0, 3.0)], 1.0, 0.0, 0.0),
+    # the last thread's end counts, whoever returns first
+    **{name: ([(name, 10.0, FIRST)], 5.0, 0.0, 0.0) for name in
+       ("spin_without_first_warp", "spin_in_last_lane", "spin_in_last_block")},
+}  # fmt: skip
 
 
-def overlap_of(runs: list[list[tuple[int, int]]]) -> float:
-    return median(in_flight(run).overlap for run in runs)
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "in a graph"])
+@pytest.mark.parametrize("name", BRANCHES)
+def test_branches_of_known_length(backend: CudaBackend, name: str, captured: bool):
+    launched, slack, least, most = BRANCHES[name]
+    ticks_us = 2 * backend.clock().tick_ns / 1e3
+    runs = noted(backend, launched, captured, 600 if name == "spin_in_last_block" else 1)
+    for i, (_, us, _) in enumerate(launched):
+        length = median((run[i][1] - run[i][0]) / 1e3 for run in runs)
+        assert us - ticks_us <= length < us + slack + ticks_us
+    overlap = median(in_flight(run).overlap for run in runs)
+    assert (least if captured else 0) <= overlap <= (most + ticks_us / 10 if most else 0)
+    if not most:
+        assert all(run == sorted(run) for run in runs), "each begins when the one before has ended"
 
 
-# branches of known length -------------------------------------------------------------------------
-
-
-@captured_or_not
-def test_branches_of_10_us_and_of_2_us_are_told_apart(backend: CudaBackend, captured: bool):
-    tick_ns = backend.clock().tick_ns
-    launched = [("spin", 10.0, FIRST), ("spin", 2.0, SECOND)]
-    runs = Noted(backend, launched).ran(captured)
-    long, short = lengths_us(runs)
-    slack = 1.0 + 2 * tick_ns / 1e3
-    assert 10.0 - 2 * tick_ns / 1e3 <= long < 10.0 + slack
-    assert 2.0 - 2 * tick_ns / 1e3 <= short < 2.0 + slack
-    if RESOLVED_TICKS * tick_ns <= 2000:
-        assert long > 3 * short
-    assert overlap_of(runs) <= (2.0 + slack) / 10
-
-
-def test_branches_of_a_graph_overlap_nearly_all_the_time(backend: CudaBackend):
-    for us, least in ((100.0, 0.9), (10.0, 0.3), (2.0, 0.0)):
-        found = overlap_of(Noted(backend, [("spin", us, FIRST), ("spin", us, SECOND)]).ran())
-        assert least <= found <= 1, us
-
-
-@captured_or_not
-def test_launches_of_one_stream_overlap_by_exactly_nothing(backend: CudaBackend, captured: bool):
-    runs = Noted(backend, [("spin", us, FIRST) for us in (5.0, 1.0, 0.0, 3.0)]).ran(captured)
-    assert [in_flight(run).beside_ns for run in runs] == [0] * TIMES
-    for run in runs:
-        assert run == sorted(run), "each begins when the one in front has ended"
-
-
-def test_a_dependent_launch_ends_behind_the_one_in_front(programmatic: CudaBackend):
+def test_a_dependent_launch_ends_after_the_one_before(programmatic: CudaBackend):
     """It notes its begin while it waits, so the host leaves that out (`launch_notes.py`)."""
     launched = [("spin_behind", 20.0, FIRST), ("spin_behind", 5.0, FIRST)]
-    runs = Noted(programmatic, launched).ran(False)
     least_ns = 5_000 - 2 * programmatic.clock().tick_ns
+    runs = noted(programmatic, launched, captured=False)
     assert all(second[1] - first[1] >= least_ns for first, second in runs)
 
 
-@pytest.mark.parametrize(
-    "name", ["spin_without_first_warp", "spin_in_last_lane", "spin_in_last_block"]
-)
-def test_an_end_is_the_last_thread_s_whoever_returns_first(backend: CudaBackend, name: str):
-    grid = 600 if name == "spin_in_last_block" else 1
-    (length,) = lengths_us(Noted(backend, [(name, 10.0, FIRST)], grid).ran())
-    slack = 5.0 + 2 * backend.clock().tick_ns / 1e3
-    assert 10.0 - 2 * backend.clock().tick_ns / 1e3 <= length < 10.0 + slack
-
-
-@captured_or_not
-def test_eight_streams_run_side_by_side(backend: CudaBackend, captured: bool):
-    us, times = 2000.0, []
-    for streams in ([compute_stream(k) for k in range(8)], [0] * 8):
-        runs = Noted(backend, [("spin", us, stream) for stream in streams]).ran(captured)
-        times.append(min(max(e for _, e in run) - min(b for b, _ in run) for run in runs) / 1e3)
-    assert times[0] < 2 * us and times[1] > 8 * us * 0.95
+def test_the_clock_goes_on_in_steps_and_is_the_hosts(backend: CudaBackend):
+    first = backend.clock()
+    time.sleep(0.01)
+    clock = backend.clock()
+    assert 0 < clock.tick_ns <= 2_000_000 and clock.tick_ns <= clock.error_ns < OFF_NS
+    apart = abs(first.ahead_ns - clock.ahead_ns)
+    assert apart <= first.error_ns + clock.error_ns + 10_000  # of drift
 
 
 # real steps ---------------------------------------------------------------------------------------
@@ -147,63 +117,82 @@ STEP = {
     "plans": "ours", "plan_scope": "step", "sync": "packed_implicit", "copy_stream": "compute",
     "results": "direct",
 }  # fmt: skip
+AHEAD = STEP | {"launch_ahead": "on", "results": "copy"}
 WAYS: dict[str, dict[str, str]] = {
     "no plans": {},
     "a plan of the step": STEP,
     "a plan of each split": {"plans": "ours", "plan_scope": "split"},
+    "today's plans": STEP | {"plans": "today"},
     "dependent launch in a plan": {"pdl": "on"} | STEP,
     "fused inside branches, in a plan": {"fuse": "on", "branch_fusion": "inside", "pdl": "on"}
     | STEP,
     "any, in a plan": {"streams": "8", "fork": "any"} | STEP,
     "stores by pointer, in a plan": {"graph_reuse": "patch_pointers"} | STEP,
+    "ahead": AHEAD,
+    "ahead, to a word": AHEAD | {"results": "direct", "pdl": "on", "plan_end": "word"},
 }
 MODELS = [("tiny-llama", "Q8_0"), ("tiny-qwen3", "Q4_K")]
-
-
-@pytest.fixture(params=MODELS, ids="-".join)
-def shared(request, engine) -> Any:
-    return engine(*request.param)
+of_models = pytest.mark.parametrize("model", MODELS, ids="-".join)
 
 
 def settings(way: str, streams: str) -> Toggles:
     return Toggles(**{"graph_reuse": "set_rows", "streams": streams} | WAYS[way])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_step_that_notes_computes_the_same_bits(shared, way):
-    tokens = list(tokens_for("tiny-llama", 30))
+def fed(used: Any, tokens: list[int], n: int = 0, late: Sequence[int] = ()) -> tuple[Any, list]:
+    """A prompt of n tokens and single ones: logits, and when each of these was asked for and
+    answered."""
+    used.reset()
+    rows, around = [used.prefill(tokens[:n]).copy()] if n else [], []
+    for i, token in enumerate(tokens[n:]):
+        if i in late:
+            time.sleep(LATE)
+        called = now_ns()
+        rows.append(used.step([token]).copy())
+        around.append((called, now_ns()))
+    return np.concatenate(rows), around
+
+
+@of_models
+@pytest.mark.parametrize("way", [way for way in WAYS if not way.startswith("ahead")])
+def test_a_step_that_notes_computes_the_same_bits(engine, model, way):
+    shared, tokens = engine(*model), tokens_for("tiny-llama", 30)
+    skip_where_refused(WAYS[way], shared.backend)
     with shared.variant(settings(way, "3")) as used:
-        wanted = [used.prefill(tokens[:20]).copy(), one_by_one(used, tokens[20:])]
-        used.reset()
-        around: list[tuple[int, int]] = []
+        wanted, _ = fed(used, tokens, 20)
         with kernel_spans(used) as found:
-            noted = [used.prefill(tokens[:20]).copy()]
-            for token in tokens[20:]:
-                begin = now_ns()
-                noted.append(used.step([token]).copy())
-                around.append((begin, now_ns()))
-        np.testing.assert_array_equal(np.concatenate(noted), np.concatenate(wanted))
+            rows, around = fed(used, tokens, 20)
+        assert np.array_equal(rows, wanted)
         program = used.program(n_past=25)
     launches = [c for c in program.singly() if isinstance(c, Launch) and not c.by_host]
     assert len({s.name for s in found.steps[-1]}) >= len(launches) / 2
-    steps = found.steps[-len(around) :]
-    for spans, (called, returned) in zip(steps, around, strict=True):
+    for spans, (called, returned) in zip(found.steps[-len(around) :], around, strict=True):
         assert len(spans) >= len(launches)
         for span in spans:
             assert called - OFF_NS < span.start_ns <= span.end_ns < returned + OFF_NS
 
 
-@pytest.mark.parametrize("way", ["no plans", "a plan of the step"])
-def test_one_stream_overlaps_by_nothing_and_three_are_seen(shared, way):
-    with shared.variant(settings(way, "1")) as used:
-        found = measure_overlap(used, 8, collector=None)
-    assert found.tokens["overlap"].tolist() == [0.0] * 8 and found.branches.empty
-    assert found.tick_ns == shared.backend.clock().tick_ns > 0
-    with shared.variant(settings(way, "3")) as used:
-        found = measure_overlap(used, 8)
-    assert (found.tokens["n_silent"] == 0).all()
-    assert len(found.by_branch) == 3 * shared.model.n_layer and (found.by_branch["us"] > 0).all()
-    short = found.by_branch["us"] * 1e3 < RESOLVED_TICKS * found.tick_ns
-    assert (found.by_branch["resolved"] == ~short).all()
-    assert found.traced is not None and found.traced.us > 0 and 0 <= found.traced.overlap <= 1
-    assert found.plain_us > 0
+@pytest.mark.parametrize("way", WAYS)
+def test_stamps_lie_in_their_step_and_change_nothing(engine, backend, way):
+    skip_where_refused(WAYS[way], backend)
+    tokens, values = tokens_for("tiny-llama", 30), WAYS[way]
+    late = [7, 15, 16, 22] if "launch_ahead" in values else []
+    captured = "plans_captured" if "plans" in values else "programs_built"
+    with engine("tiny-llama", "Q4_0").variant(settings(way, "1")) as used:
+        if "plans" in values:
+            used.issuer.rings.n_pairs = 8  # so that they go round
+        wanted, _ = fed(used, tokens)
+        for _ in range(2):
+            before = used.counters
+            with used.stamped() as stamps:
+                rows, around = fed(used, tokens, late=late)
+            assert np.array_equal(rows, wanted)
+            for (begin, end), (called, returned) in zip(stamps, around, strict=True):
+                assert called - OFF_NS < begin < end < returned + OFF_NS
+            assert (np.diff(np.array(stamps).ravel()) > 0).all()
+        if late:
+            n, missed = (used.counters[name] - before[name]
+                         for name in ("plans_ahead", "plans_ahead_missed"))  # fmt: skip
+            assert n > 15 and missed >= len(late) - 1
+        assert np.array_equal(fed(used, tokens)[0], wanted)
+        assert used.counters[captured] == before[captured], "plain and stamped are kept"

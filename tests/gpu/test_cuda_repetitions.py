@@ -3,7 +3,7 @@ order and company, each time among poison, and each time the first bytes again.
 
 Racecheck sees shared memory alone. It cannot see whether a last block reads the partial sums that
 others wrote, and whether counters are zero again. It cannot see whether a programmatic launch reads
-what the launch in front of it has not written yet, or overwrites what that launch still reads.
+what the launch before it has not written yet, or overwrites what that launch still reads.
 
 So steps of small decoders, fused and not, and single nodes whose blocks share columns or cells, are
 launched back to back, programmatically where the GPU can. Nothing between them would order them.
@@ -15,13 +15,20 @@ engine, where a write too early destroys what is still read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
 
-from tests.gpu.harness import Wanted, compile_side_by_side, kernels_of
+from tests.gpu.harness import (
+    Wanted,
+    assert_counters_are_zero,
+    attention,
+    compile_side_by_side,
+    kernels_of,
+    product,
+)
 from tests.graphs import Decoder, values_for
 from tests.ranges import meaningful
 from workbench.backend.base import Issue, Memory
@@ -30,20 +37,7 @@ from workbench.backend.issue.issued import in_order
 from workbench.common.sizes import round_up
 from workbench.graph import arena
 from workbench.graph.fuse import FUSIONS, fuse
-from workbench.graph.ir import (
-    ALIGN,
-    DTYPES,
-    F16,
-    F32,
-    Q8_ACT,
-    QUANTISED,
-    Graph,
-    Kind,
-    Node,
-    StepShape,
-    Tensor,
-)
-from workbench.graph.ops import make
+from workbench.graph.ir import ALIGN, DTYPES, Graph, Kind, Node, StepShape, Tensor
 from workbench.program.commands import Space
 
 pytestmark = pytest.mark.gpu
@@ -55,15 +49,11 @@ N_KV = 256
 
 # preset, weight type, type of V, tokens, fused
 DECODERS = (
-    ("tiny-llama", "Q4_0", "Q4_0", 1, True),
-    ("tiny-llama", "Q4_0", "Q4_0", 1, False),
-    ("tiny-qwen3", "Q4_K", "Q6_K", 3, True),
-    ("tiny-llama-bias", "Q8_0", "Q8_0", 8, True),
-    ("tiny-llama", "F16", "BF16", 1, True),
-    ("tiny-qwen3", "MXFP4", "MXFP4", 12, True),
-    ("tiny-llama", "Q5_K", "Q6_K", 33, True),
-    ("tiny-llama", "Q4_0", "Q4_0", 100, True),
-)
+    ("tiny-llama", "Q4_0", "Q4_0", 1, True), ("tiny-llama", "Q4_0", "Q4_0", 1, False),
+    ("tiny-qwen3", "Q4_K", "Q6_K", 3, True), ("tiny-llama-bias", "Q8_0", "Q8_0", 8, True),
+    ("tiny-llama", "F16", "BF16", 1, True), ("tiny-qwen3", "MXFP4", "MXFP4", 12, True),
+    ("tiny-llama", "Q5_K", "Q6_K", 33, True), ("tiny-llama", "Q4_0", "Q4_0", 100, True),
+)  # fmt: skip
 # weight type, rows, columns, tokens: warps, or blocks, share the columns
 PRODUCTS = (
     ("Q4_0", 64, 8192, 1), ("F16", 7, 8200, 1), ("Q6_K", 33, 5120, 2), ("BF16", 130, 4100, 5),
@@ -73,26 +63,13 @@ PRODUCTS = (
 ATTENTION = ((1, 8, 2, 64, 2048), (8, 4, 2, 128, 1030), (2, 2, 1, 256, 700), (1, 32, 8, 128, 1500))
 
 
-def graphs() -> Iterator[tuple[str, Graph]]:
+def graphs() -> Iterator[Graph]:
     for preset, name, v_name, tokens, fused in DECODERS:
         model = Decoder(preset, DTYPES[name], {"attn_v": DTYPES[v_name]})
         graph = model.graph(tokens, tokens, N_KV, n_cells=N_KV, deferred=fused)
-        yield f"{preset} {name} {tokens} {fused}", fuse(graph, FUSIONS if fused else ())
-    for name, rows, cols, tokens in PRODUCTS:
-        w = Tensor("w", DTYPES[name], (rows, cols), Kind.WEIGHT)
-        x = Tensor("x", Q8_ACT if DTYPES[name] in QUANTISED else F32, (tokens, cols))
-        yield f"{name} {rows}x{cols} {tokens}", _single(make("mul_mat", "y", w, x), tokens)
-    for tokens, heads, heads_kv, head_dim, n_kv in ATTENTION:
-        q = Tensor("q", F32, (tokens, heads, head_dim))
-        k, v = (Tensor(n, F16, (n_kv, heads_kv * head_dim)) for n in "kv")
-        mask = Tensor("mask", F16, (tokens, n_kv), Kind.INPUT)
-        scale = head_dim**-0.5
-        node = make("attention", "o", q, k, v, mask, n_kv=n_kv, n_head_kv=heads_kv, scale=scale)
-        yield f"attention {tokens} {heads} {head_dim} {n_kv}", _single(node, tokens)
-
-
-def _single(node: Node, tokens: int) -> Graph:
-    return Graph([node], [], [node.output], StepShape(tokens, tokens, N_KV))
+        yield fuse(graph, FUSIONS if fused else ())
+    for node in (*(product(*given) for given in PRODUCTS), *(attention(*of) for of in ATTENTION)):
+        yield Graph([node], [], [node.output], StepShape(1, 1, N_KV))
 
 
 def given(graph: Graph, rng: np.random.Generator) -> dict[Tensor, np.ndarray]:
@@ -109,44 +86,34 @@ def given(graph: Graph, rng: np.random.Generator) -> dict[Tensor, np.ndarray]:
     for t, array in values.items():
         if t.name == "inp_out_ids":
             values[t] = np.arange(len(array), dtype=np.int32)
-        if t.kind == Kind.CACHE:
-            which = "k" if t.name.startswith("cache_k") else "v"
-            array[by_name[f"attn_inp_{which}_idxs"]] = np.nan
+        if t.name.startswith("cache_"):
+            array[by_name[f"attn_inp_{t.name[len('cache_')]}_idxs"]] = np.nan
     return values
 
 
-class Case(NamedTuple):
-    """One graph in place: its launches plain and programmatic."""
-
-    name: str
-    plain: Issue
-    early: Issue
-
-
-class Rig:
-    """Every case on one stream. In `work`: what cases make, then their caches, as `before` has them
-    at the start of each repetition."""
+class Rig(AbstractContextManager["Rig"]):
+    """Every graph in place on one stream. In `work`: what graphs make, then their caches, as
+    `before` has them at the start of each repetition. cases: launches, plain and programmatic."""
 
     def __init__(self, backend: CudaBackend, stream: int, apart: bool):
         self.backend, self.stream, self.apart = backend, stream, apart
         self._memory: list[Memory] = []
         rng = np.random.default_rng(stream)
-        made = [(name, graph, given(graph, rng)) for name, graph in graphs()]
-        layouts = [self._layout(graph) for _, graph, _ in made]
+        made = [(graph, given(graph, rng)) for graph in graphs()]
+        layouts = [arena.layout(g.nodes, (), self._kept(g), backend.scratch_bytes) for g, _ in made]
+        caches = [t for _, values in made for t in values if t.kind == Kind.CACHE]
         self.poisoned = sum(layout.nbytes for layout in layouts)
-        caches = [(t, a) for _, _, values in made for t, a in values.items() if _is_cache(t)]
-        cache_bytes = sum(round_up(t.nbytes, ALIGN) for t, _ in caches)
-        self.nbytes = self.poisoned + cache_bytes
+        self.nbytes = self.poisoned + sum(round_up(t.nbytes, ALIGN) for t in caches)
         self.used = np.zeros(self.nbytes, bool)  # bytes that are compared
         self.used[self.poisoned :] = True
-        work = self._allocate(self.nbytes)
-        self.work, self.before = work.address, self._allocate(cache_bytes).address
-        self.log = self._allocate(self.nbytes * BATCH, Space.PINNED)
-        assert self.log.array is not None
-        self.logged = self.log.array.reshape(BATCH, self.nbytes)
+        self.work, before = (self._allocate(self.nbytes).address for _ in range(2))
+        self.before = before + self.poisoned
+        log = self._allocate(self.nbytes * BATCH, Space.PINNED)
+        assert log.array is not None
+        self.log, self.logged = log.address, log.array.reshape(BATCH, self.nbytes)
         at, cache_at = 0, self.poisoned
-        self.cases = []
-        for (name, graph, values), layout in zip(made, layouts, strict=True):
+        self.cases: list[tuple[Issue, Issue]] = []
+        for (graph, values), layout in zip(made, layouts, strict=True):
             addresses = {t: self.work + at + offset for t, offset in layout.offsets.items()}
             scratch = {n: self.work + at + offset for n, (offset, _) in layout.scratch.items()}
             for t in self._kept(graph):
@@ -154,17 +121,17 @@ class Rig:
                     first = at + layout.offsets[t]
                     self.used[first : first + t.nbytes] = meaningful(t)
             for t, array in values.items():
-                if _is_cache(t):
-                    addresses[t] = self.work + cache_at
-                    self._upload(self.before + cache_at - self.poisoned, array)
-                    cache_at += round_up(t.nbytes, ALIGN)
-                elif t.kind == Kind.WEIGHT:
+                if t.kind == Kind.WEIGHT:
                     self._memory.append(backend.load_weight(t, array.reshape(-1).view(np.uint8)))
                     addresses[t] = self._memory[-1].address
+                elif t.kind == Kind.CACHE:
+                    addresses[t] = self.work + cache_at
+                    self._upload(before + cache_at, array)
+                    cache_at += round_up(t.nbytes, ALIGN)
                 else:
                     addresses[t] = self._allocate(t.nbytes).address
                     self._upload(addresses[t], array)
-            self.cases.append(self._case(name, graph, addresses, scratch))
+            self.cases.append(self._case(graph.nodes, addresses, scratch))
             at += layout.nbytes
         backend.synchronize()
 
@@ -172,20 +139,18 @@ class Rig:
         outputs = [t for node in graph.nodes for t in node.outputs] if self.apart else graph.outputs
         return [t.storage for t in outputs]
 
-    def _layout(self, graph: Graph) -> arena.ArenaLayout:
-        return arena.layout(graph.nodes, (), self._kept(graph), self.backend.scratch_bytes)
-
-    def _case(self, name: str, graph: Graph, addresses, scratch) -> Case:
-        def at(t: Tensor) -> int:
-            return addresses[t.storage]
-
+    def _case(self, nodes: list[Node], addresses: dict, scratch: dict) -> tuple[Issue, Issue]:
         backend, early = self.backend, self.backend.capabilities.programmatic
-        assert not early or all(backend.begins_early(node) for node in graph.nodes), name
-        issues = [
-            [backend.launch(n, at, scratch.get(n, 0), self.stream, way) for n in graph.nodes]
-            for way in (False, early)
-        ]
-        return Case(name, *(in_order(way) for way in issues))
+        assert not early or all(backend.begins_early(node) for node in nodes)
+
+        def issue(node: Node, way: bool) -> Issue:
+            need = scratch.get(node, 0)
+            return backend.launch(node, lambda t: addresses[t.storage], need, self.stream, way)
+
+        plain, programmatic = (
+            in_order([issue(node, way) for node in nodes]) for way in (False, early)
+        )
+        return plain, programmatic
 
     def _allocate(self, nbytes: int, space: Space = Space.DEVICE) -> Memory:
         self._memory.append(self.backend.allocate(nbytes, space))
@@ -194,82 +159,54 @@ class Rig:
     def _upload(self, address: int, array: np.ndarray) -> None:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self.backend.copy(address, raw.ctypes.data, raw.nbytes, self.stream, to_host=False)()
+        self.sync()
+
+    def sync(self) -> None:
         self.backend.sync_stream(self.stream)()
 
-    def poison(self, byte: int) -> None:
-        """Queues poison over everything the cases make, and the caches as they were."""
+    def run(self, byte: int, issues: Iterable[Issue], entry: int = 0) -> None:
+        """Queues poison over everything the graphs make, and the caches as they were; launches; and
+        a copy of all the results to entry `entry` of the log."""
         call, there = self.backend._driver.call, self.backend._stream(self.stream)
         call("cuMemsetD8Async", "poison", self.work, byte, self.poisoned, there)
-        nbytes = self.nbytes - self.poisoned
-        caches = self.work + self.poisoned
+        nbytes, caches = self.nbytes - self.poisoned, self.work + self.poisoned
         call("cuMemcpyDtoDAsync", "caches", caches, self.before, nbytes, there)
-
-    def keep(self, entry: int) -> None:
-        """Queues a copy of all the results to entry `entry` of the log."""
-        there = self.log.address + entry * self.nbytes
-        self.backend.copy(there, self.work, self.nbytes, self.stream, to_host=True)()
+        for issue in issues:
+            issue()
+        log = self.log + entry * self.nbytes
+        self.backend.copy(log, self.work, self.nbytes, self.stream, to_host=True)()
 
     def alone(self, byte: int) -> np.ndarray:
-        """The results of every case launched plainly among poison, waited for one by one."""
-        self.poison(byte)
-        for case in self.cases:
-            case.plain()
-            self.backend.sync_stream(self.stream)()
-        self.keep(0)
-        self.backend.sync_stream(self.stream)()
+        """The results of every graph launched plainly among poison, waited for one by one."""
+        self.run(byte, [issue for plain, _ in self.cases for issue in (plain, self.sync)])
+        self.sync()
         return self.logged[0].copy()
 
-    def repeat(self, entry: int, byte: int, order: Sequence[int]) -> None:
-        """Queues one repetition: poison, the cases in this order, the results into the log."""
-        self.poison(byte)
-        for i in order:
-            self.cases[i].early()
-        self.keep(entry)
-
-    def differing(self, wanted: np.ndarray, n: int) -> list[int]:
-        """Entries of the first n whose results are not `wanted`."""
-        self.backend.sync_stream(self.stream)()
-        return [i for i in range(n) if ((self.logged[i] != wanted) & self.used).any()]
-
-    def free(self) -> None:
+    def __exit__(self, *error: object) -> None:
+        self.backend.synchronize()
         for memory in self._memory:
             memory.free()
 
 
-def _is_cache(t: Tensor) -> bool:
-    return t.kind == Kind.CACHE
-
-
 def kernels(sm: int) -> Wanted:
-    return kernels_of((node for _, graph in graphs() for node in graph.nodes), sm)
+    return kernels_of((node for graph in graphs() for node in graph.nodes), sm)
 
 
-@pytest.fixture
-def rigs(backend: CudaBackend) -> Iterator[list[Rig]]:
+def test_a_thousand_repetitions_give_the_first_bytes(backend: CudaBackend):
     compile_side_by_side(backend, kernels(backend._sm))
-    made = [Rig(backend, stream, apart=i == 0) for i, stream in enumerate(STREAMS)]
-    yield made
-    backend.synchronize()
-    for rig in made:
-        rig.free()
-
-
-def test_a_thousand_repetitions_give_the_first_bytes(backend: CudaBackend, rigs: list[Rig]):
     rng = np.random.default_rng(1)
-    wanted = [rig.alone(POISONS[0]) for rig in rigs]
-    for rig, first in zip(rigs, wanted, strict=True):
-        other = rig.alone(POISONS[1])
-        assert np.array_equal(other[rig.used], first[rig.used]), "depends on the poison"
-    for start in range(0, REPETITIONS, BATCH):
-        for entry, rig in itertools.product(range(BATCH), rigs):
-            order = rng.permutation(len(rig.cases)).tolist()
-            rig.repeat(entry, POISONS[entry % 2], order)
-        for rig, first in zip(rigs, wanted, strict=True):
-            bad = rig.differing(first, BATCH)
-            assert not bad, f"repetitions {[start + i for i in bad]} on stream {rig.stream} differ"
+    with Rig(backend, STREAMS[0], apart=True) as one, Rig(backend, STREAMS[1], apart=False) as two:
+        wanted = {rig: rig.alone(POISONS[0]) for rig in (one, two)}
+        for rig, first in wanted.items():
+            other = rig.alone(POISONS[1])
+            assert np.array_equal(other[rig.used], first[rig.used]), "depends on the poison"
+        for start in range(0, REPETITIONS, BATCH):
+            for entry, rig in itertools.product(range(BATCH), wanted):
+                order = rng.permutation(len(rig.cases))
+                rig.run(POISONS[entry % 2], (rig.cases[i][1] for i in order), entry)
+            for rig, first in wanted.items():
+                rig.sync()
+                bad = [i for i in range(BATCH) if ((rig.logged[i] != first) & rig.used).any()]
+                assert not bad, f"repetitions {start} + {bad} on stream {rig.stream} differ"
     for stream in STREAMS:
-        found = np.ones(backend._counters[stream].nbytes, np.uint8)
-        address = backend._counters_of(stream)
-        backend.copy(found.ctypes.data, address, found.nbytes, stream, to_host=True)()
-        backend.sync_stream(stream)()
-        assert not found.any(), f"counters of stream {stream} are not zero again"
+        assert_counters_are_zero(backend, stream)

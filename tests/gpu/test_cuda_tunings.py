@@ -7,15 +7,17 @@ floats that the same tuning makes.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
-from tests.gpu.harness import Wanted, compile_side_by_side, distance
+from tests.gpu.debug_arena import Block
+from tests.gpu.harness import Guards, Wanted, compile_side_by_side, distance
 from tests.gpu.test_cuda_products import EXACT
-from tests.gpu.test_cuda_tiles import Several, quantised
+from tests.gpu.test_cuda_tiles import Several
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import matvec
-from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.backend.cuda.kernels.matvec import Segment, X
 from workbench.backend.cuda.kernels.tuning import Tuning, tuning
 from workbench.benchmarks.kernels.kernel_cases import SHAPES
@@ -31,44 +33,25 @@ SEGMENTS, GATED = (130, 7, 193), (416, 416)
 
 
 def tunings(name: str, n_tokens: int, epilogue: str) -> list[Tuning]:
-    """Those that weights of the models' shapes get, each once."""
+    """Those that weights of the models' shapes get, each once, together and (plain) alone."""
     gated = epilogue == "glu_q8"
-    found = [
-        tuning(name, sum(shape.rows), shape.cols, n_tokens, epilogue)
-        for shape in SHAPES.values()
-        if (shape.how == "glu") == gated
-    ]
-    if not gated:  # one of several weights, launched alone
-        found += [
-            tuning(name, rows, shape.cols, n_tokens, epilogue)
-            for shape in SHAPES.values()
-            for rows in shape.rows
-        ]
-    return list(dict.fromkeys(found))
-
-
-def plain(several: Several, t: Tuning) -> Kernel:
-    x = several.given
-    return matvec.plain(several.segments, x, tune=t)
-
-
-def glu(several: Several, dst: int, to_q8: bool, t: Tuning) -> Kernel:
-    gate, up = (s._replace(dst=dst) for s in several.segments)
-    x = several.given
-    return matvec.glu(gate, up, x, to_q8, tune=t)
+    found = [(sum(s.rows), s.cols) for s in SHAPES.values() if (s.how == "glu") == gated]
+    if not gated:
+        found += [(rows, s.cols) for s in SHAPES.values() for rows in s.rows]
+    made = (tuning(name, rows, cols, n_tokens, epilogue) for rows, cols in found)
+    return list(dict.fromkeys(made))
 
 
 def kernels(sm: int) -> Wanted:
     wanted: Wanted = set()
-    for name in TYPES:
-        segments = [Segment(name, 0, n, 0, 0) for n in SEGMENTS]
-        gate, up = segments[0]._replace(rows=GATED[0]), segments[1]._replace(rows=GATED[1])
-        for n in TOKENS:
-            made = [matvec.plain(segments, X(0, True, COLS, n), tune=t)
-                    for t in tunings(name, n, "plain")]  # fmt: skip
-            made += [matvec.glu(gate, up, X(0, True, COLS, n), to_q8, tune=t)
-                     for t in tunings(name, n, "glu_q8") for to_q8 in (False, True)]  # fmt: skip
-            wanted |= {(kernel.file, kernel.defines) for kernel in made}
+    for name, n in itertools.product(TYPES, TOKENS):
+        segments = [Segment(name, 0, rows, 0, 0) for rows in SEGMENTS]
+        gate, up = (Segment(name, 0, rows, 0, 0) for rows in GATED)
+        x = X(0, True, COLS, n)
+        made = [matvec.plain(segments, x, tune=t) for t in tunings(name, n, "plain")]
+        made += [matvec.glu(gate, up, x, to_q8, tune=t)
+                 for t in tunings(name, n, "glu_q8") for to_q8 in (False, True)]  # fmt: skip
+        wanted |= {(kernel.file, kernel.defines) for kernel in made}
     return wanted
 
 
@@ -79,28 +62,21 @@ def compiled(backend: CudaBackend) -> None:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", TYPES)
-def test_products(backend: CudaBackend, weights: list, name: str, tokens: int):
-    several = Several(backend, weights, [name] * 3, SEGMENTS, tokens, COLS)
+def test_every_tuning(guards: Guards, name: str, tokens: int):
+    several = Several(guards, name, SEGMENTS, tokens, COLS)
     for t in tunings(name, tokens, "plain"):
-        found = several.run(0, several.dst, lambda _, t=t: [plain(several, t)])
-        for i, raw in enumerate(found):
-            assert distance(raw.view(np.float32), several.expected[i].ravel()) < EXACT, (t, i)
-    several.close()
+        issues = guards.issues([matvec.plain(several.segments, several.x, tune=t)])
+        for raw, wanted in zip(guards.twice(several.dst, issues), several.expected, strict=True):
+            assert distance(raw.view(np.float32), wanted) < EXACT, t
+    several = Several(guards, name, GATED, tokens, COLS)
 
+    def glu(t: Tuning, to_q8: bool, dst: Block) -> np.ndarray:
+        gate, up = (s._replace(dst=dst.address) for s in several.segments)
+        works = [matvec.glu(gate, up, several.x, to_q8, tune=t)]
+        return guards.twice([dst], guards.issues(works))[0]
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("name", TYPES)
-def test_gate_and_up(backend: CudaBackend, weights: list, name: str, tokens: int):
-    several = Several(backend, weights, [name] * 2, GATED, tokens, COLS)
-    into = several.dst[0]
-    gate, up = several.expected
-    wanted = (gate / (1 + np.exp(-gate)) * up).ravel()
     for t in tunings(name, tokens, "glu_q8"):
-        (floats,) = several.run(0, [into], lambda _, t=t: [glu(several, into.address, False, t)])
-        assert distance(floats.view(np.float32), wanted) < 2 * EXACT, t
-        with quantised(backend, floats, tokens) as (dst, expected):
-            (raw,) = several.run(0, [dst], lambda _, t=t, dst=dst: [
-                glu(several, dst.address, True, t)
-            ])  # fmt: skip
-            assert np.array_equal(raw, expected), t
-    several.close()
+        floats = glu(t, False, several.dst[0])
+        assert distance(floats.view(np.float32), several.glu) < 2 * EXACT, t
+        rows = guards.quantised(floats, tokens)
+        assert np.array_equal(glu(t, True, guards.room(rows.nbytes)), rows), t

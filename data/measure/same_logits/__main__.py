@@ -36,8 +36,7 @@ SUITES = {  # what `make test`, `make test-slow` and `make test-gpu` run
     "test": ["-m", "not slow and not gpu and not exhaustive"],
     "test-slow": ["-m", "slow and not gpu and not exhaustive"],
 }
-GPU_FILES = ("engine", "fused", "cupti", "debug_arena", "devices", "float", "loading",
-             "planted_bug", "replay", "ablation", "counters")  # fmt: skip
+GPU_FILES = ("engine", "cupti", "debug_arena", "devices", "backend", "planted_bug", "measured")
 GPU_SUITES = {  # GPU tests that make engines
     "test-gpu": [*(f"tests/gpu/test_cuda_{name}.py" for name in GPU_FILES), "-m", "gpu"]
 }
