@@ -6,8 +6,8 @@ writes LLVM's text, and LLVM makes machine code of the text for this machine's C
 Compiling takes seconds, so machine code is kept in the user's cache (`compiled.cache_dir`), which
 all checkouts and processes share. It is kept under two names:
 
-    NAME-SOURCES.key  the kernel's name, a digest of the sources of this folder: says DIGEST
-    text-DIGEST.o     a digest of the text that the body writes: the machine code
+    NAME-SOURCES.key  named by the kernel and a digest of this folder's sources; holds DIGEST
+    text-DIGEST.o     named by a digest of the text that the body writes; holds the machine code
 
 Both have the compiler and the CPU in their digests. A process that starts finds the first name, and
 no body runs. Where a source was edited, the body runs and the second name is looked for. So an edit
@@ -40,7 +40,7 @@ from workbench.common.output import writing
 from workbench.model import draw_weights
 
 ENTRY = "kernel"  # the function's name in its text
-DIGEST_BYTES = 32  # of the code, in front of it in a kept file
+DIGEST_BYTES = 32  # of the code; a kept file begins with the digest
 
 _I64 = ir.IntType(64)
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -63,7 +63,7 @@ def host_isas() -> list[Isa]:
 
 @cache
 def source_digest() -> str:
-    """A digest of the sources that a body's text can follow from, and of what compiles it."""
+    """A digest of the sources that decide a body's text, and of the compiler."""
     digest, here = hashlib.sha256(_compiler()), Path(__file__).parent
     others = (Path(gate.__file__), Path(stamps.__file__), Path(draw_weights.__file__))
     for path in (*sorted(here.rglob("*.py")), *others):
@@ -74,8 +74,8 @@ def source_digest() -> str:
 def compile_kernel(name: str, body: Body, keep: bool = True) -> CompiledKernel:
     """The kernel whose code `body` writes.
 
-    name: holds all that the body depends on, but for the sources. keep: whether the machine code is
-    taken from the cache, and kept there.
+    name: says everything that decides the body's text, except the sources.
+    keep: whether the machine code is taken from the cache, and kept there.
     """
     with _compiling:
         if not keep:
@@ -90,7 +90,7 @@ def compile_kernel(name: str, body: Body, keep: bool = True) -> CompiledKernel:
 
 
 def text_of(body: Body) -> str:
-    """What a body writes: the text of an LLVM module with the function ENTRY."""
+    """The text that a body writes: an LLVM module with the function ENTRY."""
     module = ir.Module(ENTRY)
     module.triple = llvm.get_default_triple()
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * 3), ENTRY)
@@ -103,7 +103,8 @@ def text_of(body: Body) -> str:
 
 
 def _of_text(text: str, folder: Path, by_name: Path) -> bytes:
-    """The machine code of a text, out of the cache or compiled. by_name: is to say which it is."""
+    """The machine code of a text, out of the cache or compiled. by_name: the .key file, which then
+    holds the text's digest."""
     key = hashlib.sha256(_compiler() + text.encode()).hexdigest()[:32]
     by_text = folder / f"text-{key}.o"
     code = _read(by_text)
@@ -117,7 +118,8 @@ def _of_text(text: str, folder: Path, by_name: Path) -> bytes:
 
 
 def _keep(path: Path, content: bytes) -> None:
-    """Writes where there is room; without, the next process compiles again."""
+    """Writes the file where the disk has room. Without the file, the next process compiles
+    again."""
     with suppress(UsageError), writing(path) as file:
         file.write(content)
 
@@ -133,7 +135,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _compiler() -> bytes:
-    """What makes machine code of a text, and for which CPU."""
+    """The compiler that makes machine code of a text, and the CPU it compiles for."""
     version = ".".join(map(str, llvm.llvm_version_info))
     features = llvm.get_host_cpu_features().flatten()
     cpu = (llvm.get_default_triple(), llvm.get_host_cpu_name(), features)

@@ -1,4 +1,4 @@
-"""Instructions that LLVM does not find by itself: dot products of bytes, by the CPU's features.
+"""Instructions that LLVM does not choose by itself: dot products of bytes, by the CPU's features.
 
 A kernel is compiled for one `Isa`. The choice may be made at compile time, because numba's cache is
 keyed by CPU name and features. All forms give the same integers.
@@ -21,9 +21,14 @@ class Tile(NamedTuple):
 
 
 class Isa(NamedTuple):
-    """An instruction set. needs: CPU features, by LLVM's names. dot: how to multiply bytes.
-    float_elements: float32 elements of one register. tokens: of a small batch, multiplied together.
-    tile, float_tile: of blocked products, of integers and of floats."""
+    """An instruction set.
+
+    needs: CPU features, by LLVM's names.
+    dot: how to multiply bytes.
+    float_elements: float32 elements of one register.
+    tokens: how many tokens of a small batch are multiplied together.
+    tile, float_tile: tiles of blocked products of integers, and of floats.
+    """
 
     name: str
     needs: tuple[str, ...]

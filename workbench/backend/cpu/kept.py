@@ -1,12 +1,13 @@
-"""Where numba keeps the loops of this folder and those below, and how it finds them again.
+"""Where numba keeps the compiled loops of this folder and its subfolders, and finds them again.
 
-numba keeps what it compiles beside the source, under the source's digest and the line of the
-function. So an edited comment would compile all loops again, and each checkout its own. Loops of
-these folders are kept in the user's cache instead (`compiled.cache_dir`), under a digest of what
-they do: their bytecode and the bytecode of all that they call, down to functions that write LLVM's
-text. Their modules' names belong to it. numba itself adds the signature, the CPU and its version.
+By default numba keeps a compiled function beside the source, under the source's digest and the
+function's line. So an edited comment would compile all loops again, and every checkout would
+compile its own. Loops of these folders are kept in the user's cache instead (`compiled.cache_dir`).
+Their name is a digest of what they do: module, bytecode, and the bytecode of all functions they
+call, down to functions that write LLVM's text. numba itself adds the signature, the CPU and its own
+version.
 
-A function below this folder with `cache=True` is kept so, once this module is imported.
+This holds for every function of these folders with `cache=True`, once this module is imported.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ FOLDER = __name__.rpartition(".")[0]
 
 
 def digest_of(function: FunctionType) -> str:
-    """A digest of what a function does: bytecode, constants, defaults, and whatever it names, of
-    functions the same. Lines, docstrings and the names of files are not in it."""
+    """A digest of what a function does: its bytecode, constants, defaults and the objects it names;
+    of a named function, the same again. Lines, docstrings and names of files are left out."""
     found = hashlib.sha256()
     for said in _said(function, set()):
         found.update(said.encode() + b"\0")
@@ -35,7 +36,7 @@ def digest_of(function: FunctionType) -> str:
 
 
 def _said(thing: Any, seen: set[int]) -> Iterator[str]:
-    """What a thing adds to a digest."""
+    """The words that a thing adds to a digest."""
     if isinstance(thing, Dispatcher):
         thing = thing.py_func
     elif isinstance(thing, _Intrinsic):
@@ -45,7 +46,7 @@ def _said(thing: Any, seen: set[int]) -> Iterator[str]:
             yield thing.__qualname__
             return
         seen.add(id(thing))
-        yield thing.__module__  # numba imports it when it reads what it kept
+        yield thing.__module__  # numba imports the module when it reads the kept file
         yield from _said_of_code(thing.__code__, thing.__doc__)
         yield repr(thing.__defaults__)
         for name in _names(thing.__code__):
@@ -80,7 +81,7 @@ def _said_of_code(code: CodeType, doc: str | None) -> Iterator[str]:
 
 
 def _names(code: CodeType) -> list[str]:
-    """The names that a function and those inside it look up."""
+    """The names that a function and its inner functions look up."""
     inside = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
     return list(dict.fromkeys([*code.co_names, *(name for names in inside for name in names)]))
 

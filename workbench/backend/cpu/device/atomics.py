@@ -41,8 +41,8 @@ def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def operation(result: Any, *operands: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Makes an operation of numba types `operands` that gives a `result`. What it decorates writes
-    the operation's code, and returns its value, if any."""
+    """Makes an operation of numba types `operands` that gives a `result`. The decorated function
+    writes the operation's code, and returns the operation's value, if any."""
 
     def made(write: Callable[..., Any]) -> Any:
         def typed(typingctx, *types_):

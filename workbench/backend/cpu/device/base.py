@@ -54,7 +54,7 @@ def cpu_name() -> str:
 def n_parts(node: Node, workers: int) -> int:
     """The number of row ranges that workers share a node by; 1 where sharing would not pay.
 
-    It depends on shapes alone, and changes no result: a row is computed alike in any part.
+    The number depends on shapes alone, and changes no result: a row is computed alike in any part.
     """
     if workers == 1:
         return 1
@@ -63,8 +63,8 @@ def n_parts(node: Node, workers: int) -> int:
 
 
 class KernelCall(NamedTuple):
-    """What runs a node: a kernel's address, its number of parts, its arguments, and which of them
-    are addresses."""
+    """A call that runs a node: the address of a kernel, the number of its parts, its arguments, and
+    which arguments are addresses."""
 
     function: int
     parts: int
@@ -88,8 +88,8 @@ _POINTERS: dict[tuple[str, object], tuple[int, ...]] = {}
 
 
 def _pointers(node: Node) -> tuple[int, ...]:
-    """Which arguments of the kernel for `node` are addresses. Found once for an op and a number of
-    inputs: to ask each argument would take a rebuilt step a third longer to prepare."""
+    """Which arguments of the kernel for `node` are addresses. The answer is found once for an op
+    and a number of inputs. (To ask each argument made preparing a rebuilt step a third slower.)"""
     which = node.op, node.params["more"] if "more" in node.params else len(node.inputs)
     found = _POINTERS.get(which)
     if found is None:
@@ -131,7 +131,7 @@ class CpuBackend(Backend):
         return together([self.launch(part, at, own, stream) for part in node.parts])
 
     def copy_to_peer(self, peer: Any, dst: int, src: int, nbytes: int, stream: int) -> Issued:
-        """Both are memory of this process: a copy like a copy to the host, read when it runs."""
+        """Like a copy to the host, read when it runs: both memories belong to this process."""
         return self.copy(dst, src, nbytes, stream, to_host=True)
 
     def layout_of(self, weight: Tensor) -> str:

@@ -4,10 +4,10 @@ It keeps a GPU's contract. A program that breaks the contract gets wrong numbers
 
 * The device has memory of its own. The host sees it through copies only.
 * There are nine streams, each a FIFO with its own threads (`loops.py`). Stream 0 computes on
-  `workers` threads, stream 1 copies on one. Streams 2 to 8 compute, too, on a share of as many
-  threads as a quarter of the workers. They are started when a program first uses their stream. So
-  a stream that waits holds no thread of another; more threads than cores take turns. A launch or a
-  copy returns when it is queued.
+  `workers` threads. Stream 1 copies on one thread. Streams 2 to 8 compute, too, each on a quarter
+  of as many threads as stream 0. Their threads start when a program first uses the stream. So a
+  stream that waits holds no thread of another stream; more threads than cores take turns. A launch
+  or a copy returns when it is queued.
 * A plan is a list of nodes for each stream. Its launch queues a walk of each list, and the streams'
   threads go through the lists without the host (`recorded.py`).
 * A copy reads its source when it runs. With `pageable="snapshot"`, a copy out of memory that is
@@ -140,7 +140,7 @@ class EmbeddedDevice(base.CpuBackend):
         self._pinned: dict[int, int] = {}  # address -> bytes
         self._retired: deque[tuple[object, tuple[int, ...]]] = deque()
         self._reaping = threading.Lock()
-        # runs at interpreter exit too, and where nobody closed: it never waits for a stuck stream
+        # runs at interpreter exit too, without a close before: it never waits for a stuck stream
         self._end = weakref.finalize(self, _shut_down, self.streams)
         for ring in self.streams[: SIDE_STREAMS[0]]:
             ring.start()
@@ -302,8 +302,9 @@ class EmbeddedDevice(base.CpuBackend):
         return ring, ring.issued
 
     def resolve(self, begin: Point, end: Point) -> tuple[int, int]:
-        """First start and last end of the kernels between two marks of one stream. Without kernels
-        between them: twice the end of the kernel before, or (0, 0) for an empty stream."""
+        """First start and last end of the kernels between two marks of one stream. Where no kernel
+        lies between the marks: the end of the kernel before, twice, or (0, 0) for an empty
+        stream."""
         ring, first = begin
         last = end[1] - 1
         if last >= first:
@@ -316,7 +317,7 @@ class EmbeddedDevice(base.CpuBackend):
         return self.streams[stream].prepare(loops.STAMP, 1, args, pointers=(0, 1))
 
     def clock(self) -> DeviceClock:
-        """The host's, with the step that the system states."""
+        """The host's clock, with the step that the system states."""
         resolution = time.get_clock_info("perf_counter").resolution
         return DeviceClock(0, 0, max(1, round(1e9 * resolution)))
 

@@ -1,8 +1,8 @@
 """The host backend: synchronous, on host memory, with weights in the file's memory map.
 
-It is to an engine what llama.cpp's CPU backend is to its scheduler: no streams, no events, and a
-launch is done when its call returns. The caller and helper threads share a large kernel, as
-workers of one ring (`loops.py`). A small kernel runs inline.
+An engine meets it as llama.cpp's scheduler meets llama.cpp's CPU backend: there are no streams and
+no events, and a launch is done when its call returns. The caller and helper threads share a large
+kernel, as workers of one ring (`loops.py`). A small kernel runs inline.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ class HostMemory:
 
 
 class HostBackend(base.CpuBackend):
-    """See the module. threads: the caller's included (0: every core). Not to be launched on after
-    `close`. Raises DeviceError for an impossible number of threads."""
+    """See the module. Takes no launch after `close`. Raises DeviceError for an impossible number of
+    threads.
+
+    threads: workers, the calling thread among them (0: every core).
+    """
 
     name = "host"
     capabilities = Capabilities(

@@ -1,10 +1,10 @@
-"""The compiled code behind every stream of a CPU device: workers that take entries from a ring.
+"""The compiled code that every stream of a CPU device runs: workers take entries from a ring.
 
 Python fills the ring. Workers empty it: threads in compiled code, without the GIL from start to
 shutdown. An entry is a kernel's address, its number of parts, and its arguments. A push copies
 the arguments into the ring, as a GPU's launch copies its parameters. An entry without a kernel is
 a *walk*: workers go through a list of entries elsewhere (a plan's, `recorded.py`), first to last,
-before they come back to the ring. The host has no part in it.
+before they come back to the ring. The host has no part in a walk.
 
     ring      | entry | entry | walk              | entry | ...
     numbers   | 0     | 1     | 2    3    4    5  | 6     |
@@ -84,7 +84,7 @@ KERNEL = "void(int64, int64, int64)"  # args, part, n_parts
 
 @njit("void(int64, int64)", cache=True)
 def fill(at, command):
-    """Makes the entry at `at` what the command block says: function, parts, number of arguments,
+    """Fills the entry at `at` from the command block: function, parts, number of arguments,
     arguments."""
     put(at, load(command))
     put(at + PARTS, load(command + 8))
@@ -107,7 +107,7 @@ def push(control, command):
     return PUSHED
 
 
-# what launches a plan: words, then LIST_BYTES for each of its lists
+# the block that launches a plan: words, then LIST_BYTES for each of its lists
 DESTROYED, N_LISTS, LAUNCHES, LISTS = 0, 8, 16, 24
 LIST_CONTROL, LIST_NODES, LIST_LENGTH, LIST_WALKS, LIST_FIRSTS = 0, 8, 16, 24, 32
 N_FIRSTS = 64  # launches whose first numbers are remembered
@@ -148,7 +148,7 @@ def push_walks(plan):
 
 @njit("void(int64, int64)", cache=True)
 def record(control, block):
-    """Makes an event the point behind every entry queued so far. The event's address stands at
+    """Makes an event the point after every entry queued so far. The event's address stands at
     `block`; an event is two words: address of a stream's signal (0: never recorded), and value."""
     event = load(block)
     put(event + 8, load(control + ISSUED))
@@ -173,7 +173,8 @@ def push_wait(control, block):
 
 @njit(cache=True, nogil=True)
 def next_entry(control):
-    """The address of the ring's next entry, which is there; of a walk, its first node."""
+    """The address of the ring's next entry, or of the first node of a walk. The caller knows that
+    the ring holds an entry."""
     over = load(control + OVER)
     at = load(control + ENTRIES) + (over & (RING_SIZE - 1)) * ENTRY_BYTES
     if load(at) != 0:
@@ -189,9 +190,9 @@ def run_worker(control, until, yield_ns):
     """Runs parts of kernels until number `until - 1` is complete, or the stream is stopped.
 
     NOW: the number of the kernel that runs, and its parts (number << 16 | parts). AT: its entry or
-    node. LEFT: nodes of its list behind it. They are set by the worker that claims its first part.
-    Other workers read NOW before they claim a part and AT after that. So nobody reads the memory
-    of a kernel that is complete.
+    node. LEFT: the nodes that follow in its list. The worker that claims a kernel's first part sets
+    the three. Other workers read NOW before they claim a part, and AT after that. So no worker
+    reads the memory of a kernel that is complete.
     """
     stamps = load(control + STAMPS)
     while load(control + COMPLETED) < until:
@@ -199,7 +200,7 @@ def run_worker(control, until, yield_ns):
         number, part = claim >> PART_BITS, claim & MAX_PARTS
         if number >= until:
             return  # complete since the test above
-        if part == 0:  # nobody has begun it
+        if part == 0:  # no worker has begun the kernel
             if load(control + ISSUED) <= number:
                 await_value(control + ISSUED, number + 1, yield_ns, FOREVER)
                 continue
@@ -260,7 +261,7 @@ def run_worker(control, until, yield_ns):
 
 @njit("void(int64)", cache=True, nogil=True)
 def stop(control):
-    """Makes the workers leave after the parts they hold. No entry that still waits is run."""
+    """Makes the workers leave after the parts they hold. Entries that still wait never run."""
     store(control + STATE, STOPPED)
     publish(control + ISSUED, NOBODY - 1)
 
@@ -288,7 +289,7 @@ def gate_copy_kernel(args, part, n_parts):
     number = load(control + gate.RAN) + 1
     while True:
         is_open = load(control + gate.OPENED) >= number
-        if load(control + gate.CANCELLED) >> number % gate.N_CANCELLED & 1:  # read behind OPENED
+        if load(control + gate.CANCELLED) >> number % gate.N_CANCELLED & 1:  # read after OPENED
             is_open = False
             break
         if is_open or now_ns() >= until or load(load(args + 40) + STATE) != OPEN:
@@ -303,7 +304,7 @@ def gate_copy_kernel(args, part, n_parts):
 
 @cfunc(KERNEL, cache=True)
 def gate_end_kernel(args, part, n_parts):
-    """args: what counts ends, and the word that the host looks at."""
+    """args: address of the counter of ends, and of the word that the host looks at."""
     number = load(load(args)) + 1
     store(load(args), number)
     store(load(args + 8), number)
@@ -311,7 +312,8 @@ def gate_end_kernel(args, part, n_parts):
 
 @cfunc(KERNEL, cache=True)
 def stamp_kernel(args, part, n_parts):
-    """args: what counts pairs, memory of the ring, its pairs, 0 for a begin and 1 for an end."""
+    """args: address of the counter of pairs, memory of the ring, its pairs, 0 for a begin and 1 for
+    an end."""
     now, ring, is_end = now_ns(), load(args + 8), load(args + 24)
     number = load(load(args))
     at = ring + stamps.PAIRS + number % load(args + 16) * stamps.PAIR_BYTES
@@ -323,7 +325,7 @@ def stamp_kernel(args, part, n_parts):
 
 @njit(cache=True, nogil=True)
 def await_or_stop(signal, value, control):
-    """Waits for `signal` to reach `value`; no longer where the stream of `control` is stopped."""
+    """Waits until `signal` reaches `value`, or until the stream of `control` is stopped."""
     while not await_value(signal, value, WORKER_YIELD_NS, SLICE_NS):
         if load(control + STATE) != OPEN:
             return

@@ -1,4 +1,4 @@
-"""Plans of the embedded device: what capture records, and how launch, update and destroy treat it.
+"""Plans of the embedded device: how capture records commands, how a plan is launched and updated.
 
 A plan has a list of nodes for each stream that its parts use. A node is laid out as an entry of a
 ring, and has a copy of the part's arguments. Launch queues one walk of each list, and the workers
@@ -7,11 +7,12 @@ go through the lists without the host (`loops.py`). What orders streams are node
     stream 0, launched on   begin . launch . . . . . . await copied . launch . await end .
     stream 1                 ` await begin . copy . copy . record copied . end '
 
-So no list begins before everything in front of the plan on its stream, and what is behind the plan
-begins when every list is over. A node that awaits waits for the same launch of the plan as its own.
+So no list begins before the earlier work of stream 0 is over. Later work of stream 0 begins when
+every list is over. A node that awaits a signal waits for the same launch of the plan as its own.
 
-What is queued runs as it was: where launches are under way, `update` writes into a copy of the
-nodes. The old nodes live until these launches are over, as all memory of a destroyed plan does.
+A queued launch runs with the arguments it was queued with: while launches are under way, `update`
+writes into a copy of the nodes. The old nodes live until these launches are over. So does all
+memory of a destroyed plan.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ from workbench.backend.issue.bind import LandingBlock
 from workbench.backend.issue.issued import Issued, Plannable
 from workbench.common.errors import DeviceError
 
-WALKS_BYTES = 64  # what counts the walks of a list, on a cache line of its own
+WALKS_BYTES = 64  # a list's counter of walks, on a cache line of its own
 
 
 class _Node(NamedTuple):
-    """A node. work: the function and parts of a kernel, whose command is `block`; the function and
-    signal of a node that orders streams, whose block is None."""
+    """A node: a kernel, or a node that orders streams.
+
+    work: function and parts of a kernel; function and signal of a node that orders streams.
+    block: the command of a kernel; None for a node that orders streams.
+    """
 
     stream: int
     part: int
@@ -53,7 +57,8 @@ class _Node(NamedTuple):
 
 
 class _Nodes:
-    """The nodes of `work`, in host order. Raises DeviceError for what no plan can have."""
+    """The nodes of `work`, in host order. Raises DeviceError for a command that no plan can
+    hold."""
 
     def __init__(self, work: Plannable):
         self.all: list[_Node] = []
@@ -77,11 +82,11 @@ class _Nodes:
         self.blocks = {i: node.block for i, node in enumerate(self.all) if node.block is not None}
         if not self.blocks:
             raise DeviceError("a plan without launches and copies; capture at least one")
-        # what makes two works the same but for arguments
+        # equal in two works that differ in arguments alone
         self.topology = (work.stream, [node[:3] for node in self.all])
 
     def _raised(self, stream: int, part: int) -> int:
-        """A node that raises a signal of its own; the signal."""
+        """Adds a node that raises a signal of its own. Returns the signal."""
         signal = self.n_signals
         self.n_signals += 1
         self.all.append(_Node(stream, part, (loops.RAISE, signal)))
@@ -128,10 +133,13 @@ def _block(leaf: Issued) -> Any:
 
 
 class _Lists:
-    """Where nodes lie: one list behind the other, each of a stream.
+    """Where nodes lie: one list after the other, each the list of a stream.
 
-    rings: of each list. firsts: the entry that each list begins with, and the end. list_of,
-    entry_of: of each node. walks: addresses of what counts each list's walks; signals: addresses.
+    rings: the ring of each list.
+    firsts: the entry that each list begins with, and the end of the last list.
+    list_of, entry_of: the list and the entry of each node.
+    walks: address of each list's counter of walks.
+    signals: address of each signal.
     """
 
     def __init__(self, nodes: _Nodes, streams: Sequence[Ring]):
@@ -167,7 +175,7 @@ class _Lists:
 
 
 class EmbeddedPlan(Captured):
-    """See the module. streams: the device's. keep: keeps memory until what is queued is over."""
+    """See the module. streams: the device's. keep: keeps memory until the queued work is over."""
 
     def __init__(self, work: Plannable, streams: Sequence[Ring], keep: Callable[[object], None]):
         self._plan = array("q", (1,))  # nothing to destroy where this raises
@@ -187,7 +195,7 @@ class EmbeddedPlan(Captured):
         self.instantiate_ns = time.perf_counter_ns() - start - self.capture_ns
 
     def _make_launchable(self, blocks: Mapping[int, KernelBlock]) -> None:
-        """blocks: of the nodes whose entries are not there yet, or are others."""
+        """blocks: of the nodes whose entries are missing, or have changed."""
         for i, node in self._orders.items():
             command = self._lists.command(i, node)
             loops.fill(self._entry(i), command.buffer_info()[0])
@@ -220,7 +228,7 @@ class EmbeddedPlan(Captured):
             loops.fill(base + entry_of[node] * loops.ENTRY_BYTES, block.address)
 
     def _launchable(self) -> array[int]:
-        """What `push_walks` takes."""
+        """The block that `push_walks` takes."""
         lists, base = self._lists, int(self._memory.ctypes.data)
         words = [0, len(lists.rings), 0]
         for ring, walks, first, end in zip(
@@ -245,7 +253,7 @@ class EmbeddedPlan(Captured):
 
     @property
     def _under_way(self) -> bool:
-        """Whether a launch is not over yet."""
+        """Whether any launch is not over yet."""
         lists, launch = self._lists, self.launches - 1
         if launch < 0:
             return False
@@ -283,7 +291,7 @@ class EmbeddedPlan(Captured):
     def _changed_blocks(
         self, work: Plannable, changed: Sequence[int] | None
     ) -> Mapping[int, KernelBlock] | None:
-        """The blocks of nodes that may have changed; None where the topology is another."""
+        """The blocks of nodes that may have changed; None where the topology has changed."""
         if changed is not None and all(part in self._nodes_of for part in changed):
             found: dict[int, KernelBlock] = {}
             recorded = work.recorded
@@ -312,7 +320,8 @@ def _launcher(plan: array[int], rings: Sequence[Ring]) -> Issue:
 
 
 def _launch_slowly(plan: array[int], rings: Sequence[Ring]) -> None:
-    """Launches where a ring was full: waits for room. Raises DeviceError where it never can."""
+    """Launches where a ring was full: waits for room. Raises DeviceError where the plan is
+    destroyed or a ring is closed."""
     while True:
         if plan[loops.DESTROYED // 8]:
             raise DeviceError(_DESTROYED)

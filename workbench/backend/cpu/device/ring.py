@@ -47,11 +47,12 @@ def _float_bits(number: float) -> int:
 
 
 class MemoryBlock:
-    """The argument block of a command that compiled code reads. memory: all of the command, int64;
-    address: of `memory`; first, n: which of its words are the fields.
+    """The argument block of a command that compiled code reads. Its class says which command it is;
+    a plan records the command by its class (`recorded.py`), with a copy of the block's words.
 
-    The kind of the block says what the command is (`KernelBlock`, `RecordBlock`, `WaitBlock`): a
-    plan records it by that (`recorded.py`). A plan has a copy of what stood in the block.
+    memory: all of the command, int64.
+    address: of `memory`.
+    first, n: the first word that is a field, and the number of fields.
     """
 
     __slots__ = ("address", "first", "memory", "n", "pointers")
@@ -88,26 +89,27 @@ class MemoryBlock:
 
 
 class KernelBlock(MemoryBlock):
-    """Of a kernel or a copy: a command of `push`, its arguments the fields."""
+    """The command of `push` for a kernel or a copy. Its fields are the arguments."""
 
     __slots__ = ()
 
 
 class RecordBlock(MemoryBlock):
-    """Of `record`: the event's address."""
+    """The block of `record`: the event's address."""
 
     __slots__ = ()
 
 
 class WaitBlock(MemoryBlock):
-    """Of `push_wait`: the event's address, then a command of `await_kernel`."""
+    """The block of `push_wait`: the event's address, then a command of `await_kernel`."""
 
     __slots__ = ()
 
 
 @cache
 def kernel_work(function: int, parts: int) -> tuple[int, int]:
-    """`Issued.same` of a kernel. One object for all its launches, for the collector's sake."""
+    """`Issued.same` of a kernel. All its launches share one object, which spares the garbage
+    collector work."""
     return function, parts
 
 
@@ -144,8 +146,8 @@ class Ring:
         self.closed = False
 
     def start(self) -> None:
-        """Starts the workers, once; none in a process that was forked behind the ring. They are
-        daemon threads: a device that nobody closed never holds up an exit."""
+        """Starts the workers, once; none in a process that was forked after the ring was made. They
+        are daemon threads: a device that is never closed holds up no exit."""
         if self._threads or self._forked:
             return
         memory = (self.control, self.entries, self.stamps)  # lives while a worker may touch it
@@ -186,7 +188,7 @@ class Ring:
         """
         block = kernel_block(function, parts, args, pointers)
 
-        # defaults, because a closure has five objects more for the collector to go through
+        # defaults, because a closure gives the garbage collector five objects more to go through
         def issue(
             control: int = self.address,
             command: int = block.address,
@@ -213,7 +215,7 @@ class Ring:
         """The host waits until the ring takes another entry. Raises DeviceError as `wait` does.
 
         What is complete is read before the room is: the ring may empty itself in between, and
-        nobody completes a kernel that is not queued.
+        no worker completes a kernel that is not queued.
         """
         self.check()
         words = self.words
@@ -255,11 +257,11 @@ class Ring:
         return int(row[0]), int(row[1])
 
     def halt(self) -> None:
-        """No kernel begins any more. What waits is not woken: `close` does that."""
+        """No kernel begins any more. Sleeping threads are not woken: `close` wakes them."""
         self.words[loops.STATE // 8] = loops.STOPPED
 
     def close(self) -> None:
-        """Ends and joins the workers, behind the parts they hold. Idempotent."""
+        """Ends and joins the workers, after the parts they hold. Idempotent."""
         if self.closed:
             return
         with self._starting:

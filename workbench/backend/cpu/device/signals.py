@@ -3,7 +3,7 @@
 A `Signal` is a monotonic int64 counter in shared memory:
 
     word 0   value          raised by `publish`, never lowered
-    word 1   wake_at        least value a sleeper wants; NOBODY when none sleeps
+    word 1   wake_at        least value a sleeper waits for; NOBODY when none sleeps
     64 B on  a pthread mutex, 128 B on a pthread condition variable
 
 `await_value` spins for about a microsecond, yields for a while, then sleeps. The publisher pays for
@@ -78,7 +78,7 @@ def init_signal(signal):
 
 @njit(cache=True, nogil=True)
 def wake(signal):
-    """Wakes every sleeper on `signal`; a sleeper that wants a larger value sleeps again."""
+    """Wakes every sleeper on `signal`; a sleeper that waits for a larger value sleeps again."""
     mutex_lock(signal + MUTEX)
     store(signal + WAKE_AT, NOBODY)
     cond_broadcast(signal + CONDITION)
@@ -95,14 +95,15 @@ def publish(signal, value):
 
 @njit(cache=True, nogil=True)
 def set_word(address, value):
-    """Sets the word at `address`, behind all that the caller has stored before."""
+    """Sets the word at `address`, ordered after all earlier stores of the caller."""
     store(address, value)
 
 
 @njit("boolean(int64, int64, int64)", cache=True, nogil=True)
 def await_word(address, value, timeout_ns):
-    """Looks at the word at `address`, which nobody wakes anyone for, until it is at least `value`.
-    False where timeout_ns passed. In between the core goes to any thread with work."""
+    """Polls the word at `address` until it is at least `value`; False where timeout_ns passed
+    first. A plain word wakes no sleeper. Between two looks the core goes to any thread with
+    work."""
     until = now_ns() + timeout_ns
     while True:
         for _ in range(LOOKS):

@@ -5,7 +5,7 @@ in the part's own scratch. They serve up to TOKENS tokens of one sequence (one w
 attn_kernel=vec) and all query heads of the part that read this kv head. Per (token, head) and tile,
 the 16 scores are one vector. The maximum so far, the sums and the output are rescaled when the
 maximum grows (online softmax). Every part takes tiles in the same order. So the result of a (token,
-head) does not depend on n_parts; nor, but for stream_k, on the other tokens.
+head) does not depend on n_parts. Nor does it depend on the other tokens, except with stream_k.
 
 Scores, weights and output are three loops over the pairs of (token, head), not one loop. The chain
 of dependent operations in each loop is then short enough for the CPU to overlap several pairs.
@@ -14,7 +14,7 @@ Masked cells: their contents never matter, for masked scores are replaced by -in
 weight 0 by 0. A tile that is masked for all tokens may be passed over (`skip`): it would change
 nothing but the sign of a zero, which `_finish` takes away.
 
-Several shares (`kv_parts`) have a part of the tiles each. What a share has found lies in scratch:
+Several shares (`kv_parts`) have a part of the tiles each. The results of a share lie in scratch:
 maximum, sum of weights, and sums of values. A second kernel, `attention_combine`, merges them in
 the order of their shares.
 """
@@ -37,9 +37,15 @@ _PAIR_STATE = 3 * CELLS  # float32 elements of a PairState beside q and output
 
 
 class PairState(NamedTuple):
-    """Addresses of one (token, head). q is scaled, and output is the output so far (dim float32
-    each). Of a tile: 16 sums so far, and 16 scores, later weights. most: the maximum so far. The
-    last is the factor that rescales earlier sums to a new maximum."""
+    """Addresses that belong to one (token, head).
+
+    q: the scaled query, dim float32.
+    output: the output so far, dim float32.
+    sums: 16 sums of weights so far, an element for each cell of a tile.
+    scores: 16 scores of a tile, later its weights.
+    most: the maximum so far.
+    shrink: the factor that rescales earlier sums to a new maximum.
+    """
 
     q: Value
     output: Value
@@ -58,8 +64,8 @@ def _pair_state(at: Value, dim: Value) -> PairState:
 def scratch_bytes(
     n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_parts: int, n_shares: int
 ) -> int:
-    """Bytes of scratch of one launch: what the shares have found, and per part two tiles and a
-    PairState per (token, head) of a block."""
+    """Bytes of scratch of one launch: the results of all shares; for each part two tiles, and a
+    PairState for each (token, head) of a block."""
     dim = round_up(head_dim, CELLS)
     pairs = min(n_tokens, TOKENS) * (n_head // n_head_kv)
     own = n_parts * 4 * (2 * CELLS * dim + pairs * (2 * dim + _PAIR_STATE))
@@ -71,7 +77,7 @@ _ARGUMENTS = "i" * 20 + "f"
 
 
 class _Args:
-    """The arguments of both kernels, and what follows from them."""
+    """The arguments of both kernels, and sizes that follow from them."""
 
     def __init__(self, e: Emit, args: Value):
         (self.dst, self.q, self.k, self.v, self.mask, self.scratch, self.regions, self.extents,
@@ -84,11 +90,11 @@ class _Args:
         self.tiles = (self.n_kv + (CELLS - 1)) // CELLS
 
     def found(self, token: Value, head: Value, share: Value) -> Value:
-        """Where a share leaves what it has found of a (token, head)."""
+        """Where a share leaves its results for a (token, head)."""
         each = (self.head_dim + 2) * 4
         return self.scratch + ((token * self.n_head + head) * self.n_shares + share) * each
 
-    def behind_found(self, e: Emit) -> Value:
+    def after_found(self, e: Emit) -> Value:
         """Where the parts' own scratch begins."""
         nbytes = self.n_tokens * self.n_head * self.n_shares * (self.head_dim + 2) * 4
         one = self.n_shares.compare("==", 1)
@@ -99,7 +105,9 @@ def attention_body(
     k_type: str, v_type: str, on_tile: Callable[[Emit], None] = lambda e: None
 ) -> Body:
     """The kernel for a cache of these types. Parts are (block of tokens, share, query head).
-    on_tile: emits what is done at each tile that is visited, once for each kv head (tests)."""
+
+    on_tile: emits code that runs at each visited tile, once for each kv head (tests).
+    """
 
     def attention(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
         types = CELL_TYPES[k_type], CELL_TYPES[v_type]
@@ -117,7 +125,7 @@ def _attention(
     state_bytes = (dim * 2 + _PAIR_STATE) * 4
     tile_bytes = dim * (4 * CELLS)
     most_pairs = e.min(a.n_tokens, TOKENS) * group
-    k_tile = a.behind_found(e) + part * (tile_bytes * 2 + most_pairs * state_bytes)
+    k_tile = a.after_found(e) + part * (tile_bytes * 2 + most_pairs * state_bytes)
     v_tile, states = k_tile + tile_bytes, k_tile + tile_bytes * 2
     zero, one = e.const("i64", 0), e.const("i64", 1)
 
@@ -133,30 +141,30 @@ def _attention(
         kv_head = item % a.n_head_kv
         share = item // a.n_head_kv % a.n_shares
         first = item // a.n_head_kv // a.n_shares * a.tokens
-        first, behind, base = _tokens_of(e, a, row, rows, first)
+        first, past, base = _tokens_of(e, a, row, rows, first)
         h0 = e.max(start - item * group, 0)
         h1 = e.min(stop - item * group, group)
 
         @contextmanager
-        def pairs(first=first, behind=behind, h0=h0, h1=h1, kv_head=kv_head):
+        def pairs(first=first, past=past, h0=h0, h1=h1, kv_head=kv_head):
             """A loop over the pairs: the token, its head, and its state."""
-            with e.loop(first, behind) as token, e.loop(h0, h1) as h:
+            with e.loop(first, past) as token, e.loop(h0, h1) as h:
                 state = _pair_state(states + ((token - first) * group + h) * state_bytes, dim)
                 yield token, kv_head * group + h, state
 
-        with e.when(first.compare("<", behind)):
+        with e.when(first.compare("<", past)):
             with pairs() as (token, head, state):
                 at = a.q + (token * a.n_head + head) * head_dim * 4
                 e.copy_floats(at, state.q, 0, head_dim, a.scale)
                 _zeros(e, state.q, head_dim, dim)
-                _zeros(e, state.output, zero, dim + CELLS)  # and the sums behind it
+                _zeros(e, state.output, zero, dim + CELLS)  # and the sums, which follow the output
                 e.store(e.const("f32", float("-inf")), state.most)
 
             begin, n_own, stride = _tiles_of(e, a, share, first, kv_head)
-            end = _last_cell(e, a, first, behind)
+            end = _last_cell(e, a, first, past)
             with e.loop(zero, n_own) as number:
                 cell0 = (begin + number * stride) * CELLS
-                with e.when(_is_seen(e, a, cell0, end, first, behind)):
+                with e.when(_is_seen(e, a, cell0, end, first, past)):
                     on_tile(e)
                     with e.loop(zero, e.const("i64", CELLS)) as c:
                         # past n_kv, the last cell stands in, with mask -inf
@@ -191,24 +199,24 @@ def _attention(
 def _tokens_of(
     e: Emit, a: _Args, row: Value, rows: Value, first: Value
 ) -> tuple[Value, Value, Value]:
-    """The tokens of a region in the block that begins with token `first`: the first, the one behind
-    the last, and the region's first cell."""
-    behind = e.min(first + a.tokens, a.n_tokens)
-    begin, end, base = e.var(first), e.var(behind), e.var(e.const("i64", 0))
+    """The tokens of a region in the block that begins with token `first`: the first token, the
+    first token past them, and the region's first cell."""
+    past = e.min(first + a.tokens, a.n_tokens)
+    begin, end, base = e.var(first), e.var(past), e.var(e.const("i64", 0))
     with e.when(a.regions.compare("!=", 0)):
         at = a.regions + row * 8
         begin.set(e.max(first, e.load("i32", at).to("i64")))
         base.set(e.load("i32", at + 4).to("i64"))
         with e.when((row + 1).compare("<", rows)):
-            end.set(e.min(behind, e.load("i32", at + 8).to("i64")))
+            end.set(e.min(past, e.load("i32", at + 8).to("i64")))
     return begin.get(), end.get(), base.get()
 
 
 def _tiles_of(
     e: Emit, a: _Args, share: Value, token: Value, kv_head: Value
 ) -> tuple[Value, Value, Value]:
-    """The tiles of a share: the first, how many, and from each to the next. Cut into pieces, the
-    tiles of a row begin at its number times their number."""
+    """The tiles of a share: the first tile, how many there are, and the distance to the next. Where
+    tiles are cut into pieces, row i begins at tile i times the number of tiles of a row."""
     zero = e.const("i64", 0)
     begin, n_own, stride = e.var(share), e.var(zero), e.var(a.n_shares)
     with e.when_else(a.piece.compare("==", 0)) as (dealt, cut):
@@ -224,30 +232,30 @@ def _tiles_of(
     return begin.get(), n_own.get(), stride.get()
 
 
-def _last_cell(e: Emit, a: _Args, first: Value, behind: Value) -> Value:
-    """Behind which cell none of the tokens sees any: n_kv, or the greatest of their extents."""
+def _last_cell(e: Emit, a: _Args, first: Value, past: Value) -> Value:
+    """The end of the cells that some token sees: n_kv, or the greatest extent of the tokens."""
     end = e.var(a.n_kv)
     with e.when(a.skip.compare("==", SKIPS[SkipMaskedKV.TAIL])):
         end.set(e.const("i64", 0))
-        with e.loop(first, behind) as token:
+        with e.loop(first, past) as token:
             end.set(e.max(end.get(), e.load("i32", a.extents + token * 4).to("i64")))
     return end.get()
 
 
-def _is_seen(e: Emit, a: _Args, cell0: Value, end: Value, first: Value, behind: Value) -> Value:
-    """Whether a tile has to be looked at: it begins before `end`, and some token sees some of it,
-    as far as that is asked."""
+def _is_seen(e: Emit, a: _Args, cell0: Value, end: Value, first: Value, past: Value) -> Value:
+    """Whether a tile has to be visited: it begins before `end`, and some token sees a cell of it. A
+    kernel that skips by extents alone looks at `end` only."""
     n_seen = e.var(e.select(cell0.compare("<", end), e.const("i64", 1), 0))
     with e.when(a.skip.compare("==", SKIPS[SkipMaskedKV.IN_LOOP])):
         n_seen.set(e.const("i64", 0))
         n_cells = e.min(a.n_kv - cell0, CELLS)
-        with e.loop(first, behind) as token:
+        with e.loop(first, past) as token:
             row = _mask_row(e, a.mask + (token * a.n_kv + cell0) * 2, n_cells)
             n_seen.set(n_seen.get() + e.sum(row.compare("==", 0.0).to("u32")).to("i64"))
     with e.when(a.skip.compare("==", SKIPS[SkipMaskedKV.CLASSES])):
         n_seen.set(e.const("i64", 0))
         each = (a.n_kv + (CLASS_CELLS - 1)) // CLASS_CELLS
-        with e.loop(first, behind) as token:
+        with e.loop(first, past) as token:
             at = a.classes + token * each + cell0 // CLASS_CELLS
             n_seen.set(n_seen.get() + e.load("u8", at).to("i64"))
     return n_seen.get().compare("!=", 0)
@@ -256,7 +264,8 @@ def _is_seen(e: Emit, a: _Args, cell0: Value, end: Value, first: Value, behind: 
 def _finish(
     e: Emit, a: _Args, head: Value, sums: Value, dst: Value, most: Value, total: Value
 ) -> None:
-    """Stores sums / total, where a head's sink adds to the total; zeros where nothing is seen."""
+    """Stores sums / total, after a head's sink has added to the total. A (token, head) that sees no
+    cell gets zeros."""
     all_of, shrink = e.var(total), e.var(e.const("f32", 1.0))
     with e.when(a.sinks.compare("!=", 0)):
         sink = e.load("f32", a.sinks + head * 4)
@@ -276,7 +285,7 @@ def _finish(
 
 
 def attention_combine(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
-    """Merges what the shares of each (token, head) have found. Parts are pairs of these."""
+    """Merges the results of all shares. Parts are ranges of (token, head)."""
     a = _Args(e, args)
     start, stop = e.share(a.n_tokens * a.n_head, part, n_parts)
     each = (a.head_dim + 2) * 4
@@ -346,7 +355,7 @@ def _mask_row(e: Emit, at: Value, n_cells: Value) -> Value:
 
 
 def _score(e: Emit, state: PairState, k_tile: Value, dim: Value, seen: Value) -> None:
-    """Stores q.k of 16 cells, and -inf for a cell that is not seen."""
+    """Stores the scores q.k of 16 cells; -inf for a cell that the token does not see."""
     products = [e.var(e.const("f32", 0.0, CELLS)) for _ in range(CELLS)]
     with e.loop(0, dim, CELLS) as d:
         q = e.load("f32", state.q + d * 4, CELLS)

@@ -57,8 +57,8 @@ def _body(
         start, stop = e.share((n_groups + (tile.groups - 1)) // tile.groups, part, n_parts)
 
         def decode(panel: Value, first: Value, last: Value) -> None:
-            """Decodes units first..last-1 of the panel; the last group stands in for a group past
-            the last."""
+            """Decodes units first..last-1 of the panel. In place of a group past the end, the last
+            group is decoded again."""
             with e.loop(0, e.const("i64", tile.groups)) as g:
                 group = e.min(panel * tile.groups + g, n_groups - 1)
                 rows = row_addresses(e, w, group * GROUP, n_rows, n_units * fmt.block_bytes)
@@ -81,7 +81,7 @@ def _body(
                 last = e.min(first + matvec.TILE_COLS // fmt.cols, n_units)
                 decode(panel, first, last)
                 with e.loop(t0, t1, tile.tokens) as t:
-                    # a token past the last is the last again; nobody reads its sum
+                    # in place of a token past the end, the last token again; its sum is not read
                     tokens = [e.min(t + i, t1 - 1) for i in range(tile.tokens)]
                     at = sums + (t - t0) * (tile.groups * VECTOR)
                     own_sums = [at + i * (tile.groups * VECTOR) for i in range(tile.tokens)]

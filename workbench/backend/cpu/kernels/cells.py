@@ -13,9 +13,12 @@ from workbench.graph.ir import CACHE_DTYPES, Q8_0, DType
 
 
 class CellType(NamedTuple):
-    """A type of cells. load: n float32 of a head's elements from number `at` on, n 16 or 1; the
-    head begins at address `src`, and `at` is a multiple of n. store: n float32 from one address to
-    another, n 16 or 1, or a block."""
+    """A type of cells.
+
+    load: n float32 of a head's elements from number `at` on. n is 16 or 1, and `at` a multiple of
+        n. The head begins at address `src`.
+    store: n float32 from one address to another. n is 16, 1, or a block.
+    """
 
     dtype: DType
     load: Callable[[Emit, Value, Value, int], Value]
@@ -38,8 +41,8 @@ class CellType(NamedTuple):
         e.flat_loops(e.const("i64", 0), n, 16, step)
 
     def write(self, e: Emit, x: Value, dst: Value, start: Value, stop: Value) -> None:
-        """The float32 x[start..stop-1] as elements of the same numbers behind address dst; both are
-        multiples of the type's block."""
+        """Stores the float32 x[start..stop-1] as elements start..stop-1 from address dst on. start
+        and stop are multiples of the type's block."""
 
         def step(i: Value, n: int) -> None:
             self.store(e, x + i * 4, dst + self.nbytes(i), n)
@@ -90,8 +93,8 @@ def _to_q8_0(e: Emit, x: Value, dst: Value, n: int) -> None:
     inverse = e.select(scale.compare("==", 0.0), e.const("f32", 0.0), e.const("f32", 1.0) / scale)
     scaled = values * e.splat(inverse, n)
     away = e.select(scaled.compare("<", 0.0), e.const("f32", -0.5, n), 0.5)
-    # truncated behind a half: ties go away from zero. A sum that rounds up to a whole number
-    # would take 0.49999997 with it, so what is below a half stays
+    # a half is added, then truncated: ties go away from zero. The sum of 0.49999997 and a half
+    # would round up to 1, so a value below a half stays as it is
     small = e.abs(scaled).compare("<", 0.5)
     quants = e.select(small, e.const("f32", 0.0, n), scaled + away).to("i32")
     e.store(scale.to("f16"), dst)

@@ -42,7 +42,7 @@ FACTOR_KINDS = {"plain": ("f32",), "least": ("f32", "f32"), "halves": ("f32", "i
 
 
 class Code(NamedTuple):
-    """How to decode the blocks of a type (see the module). kind: of the codes, u8 or i8."""
+    """How to decode the blocks of a type (see the module). kind: the codes' kind, u8 or i8."""
 
     unit: Unit
     form: str = "plain"

@@ -1,8 +1,7 @@
-"""Which tiles of 16 cells attention of a CPU has: which it leaves out, and how it deals the others
-out to the shares of each row.
+"""Which tiles of 16 cells each share of a CPU's attention reads.
 
-Shares follow from the step shape and the padded n_kv alone. What they find is combined in the order
-of their shares (`attention.attention_combine`).
+Shares follow from the step shape and the padded n_kv alone. `attention.attention_combine` merges
+their results in the order of the shares.
 """
 
 from typing import NamedTuple
@@ -24,17 +23,20 @@ SKIPS: dict[str, int] = {
 
 
 class Shares(NamedTuple):
-    """How the tiles of 16 cells are dealt out. n: shares of each row of tiles. piece: 0: share i
-    has tiles i, i + n, ..; else the tiles of all rows stand one behind the other, and are cut every
-    `piece` of them."""
+    """How the tiles of 16 cells are dealt out.
+
+    n: shares of each row of tiles.
+    piece: 0: share i has tiles i, i + n, ... Else the tiles of all rows form one sequence, which is
+        cut every `piece` tiles.
+    """
 
     n: int
     piece: int
 
 
 def shares_of(kv_parts: str, n_tokens: int, n_head_kv: int, n_kv: int) -> Shares:
-    """The shares of a step of this shape, for a value of the toggle `kv_parts`. A row of tiles is a
-    token's, for a kv head."""
+    """The shares of a step of this shape, for a value of the toggle `kv_parts`. Each (token, kv
+    head) has a row of tiles."""
     tiles = -(-n_kv // CELLS)
     most = max(1, tiles // LEAST_TILES)
     if kv_parts == KVParts.OFF or most == 1:
@@ -53,5 +55,5 @@ def tokens_of(kernel: str) -> int:
 
 
 def found_bytes(n_tokens: int, n_head: int, head_dim: int, n_shares: int) -> int:
-    """Bytes that shares leave to be combined: (tokens, heads, shares, 2 + head_dim) float32."""
+    """Bytes of the shares' results: (tokens, heads, shares, 2 + head_dim) float32."""
     return n_tokens * n_head * n_shares * 4 * (2 + head_dim) if n_shares > 1 else 0

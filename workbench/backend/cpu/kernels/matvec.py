@@ -52,7 +52,8 @@ def token_row(x: Value, t: Value, cols: Value, sub: Value) -> TokenRow:
 class Scales(NamedTuple):
     """The factors of integer sums over 32 columns of a token, the same in each of 16 elements.
 
-    scale: f32. minus_sum: f32, minus the sum of the quants; None where the form needs none.
+    scale: f32.
+    minus_sum: f32, minus the sum of the quants; None where the form does not use the sum.
     """
 
     scale: Value
@@ -127,8 +128,8 @@ def token_blocks(
 ) -> None:
     """Calls block(tokens) over tokens start..stop-1, with 1, 4 or `most` indices.
 
-    The tokens behind the last whole block form one block of the smallest size that holds them. A
-    block that is not full repeats the last token: it stores the same values twice.
+    The tokens after the last whole block form one block of the smallest size that holds them. A
+    block that is not full repeats the last token, and stores its values twice.
     """
     whole = start + ((stop - start) // most) * most
     with e.loop(start, whole, most) as t:
@@ -233,7 +234,7 @@ def store_group(
                     e.store(values.element(i), at + 4 * i)
 
 
-# bytes of a weight, and what loads n of them as float32
+# bytes of a weight, and the function that loads n weights as float32
 FLOAT_LOADS: dict[str, tuple[int, Callable[[Emit, Value, int], Value]]] = {
     "F32": (4, lambda e, at, n: e.load("f32", at, n)),
     "F16": (2, lambda e, at, n: e.load("f16", at, n).to("f32")),

@@ -1,4 +1,4 @@
-"""The table of CPU kernels: which one runs a node, what writes its code, which scratch it needs.
+"""The table of CPU kernels: the kernel of each node, the body that writes its code, its scratch.
 
 A kernel is `void kernel(int64 args, int64 part, int64 n_parts)`. `args` is the address of a block
 of 64-bit words in the order of `backend/issue/args.py` (a real parameter is a float64). A call
@@ -46,7 +46,7 @@ def kernel_of(node: Node) -> tuple[str, ...]:
 
 @cache
 def _bodies() -> dict[str, Callable[..., Body]]:
-    """What gives the body of a variant: by its op, called with (layout, isa, *types)."""
+    """By op: the function that returns the body of a variant, called with (layout, isa, *types)."""
     from workbench.backend.cpu.kernels import (
         attention,
         blocked,
@@ -129,7 +129,7 @@ def scratch_bytes(node: Node, n_parts: int) -> int:
 
 
 def shares(node: Node) -> Shares:
-    """How an attention node deals its cells out."""
+    """How an attention node deals out its tiles of cells."""
     from workbench.backend.cpu.kernels.kv_shares import shares_of
 
     n_tokens, n_head_kv = node.inputs[0].shape[0], node.params["n_head_kv"]
@@ -138,9 +138,11 @@ def shares(node: Node) -> Shares:
 
 
 def arguments(node: Node, address_of: AddressOf, scratch: int) -> Args:
-    """Arguments of the kernels of a node: `backend.args.pack`, and what is a CPU's alone. For
-    attention that is, before the scale, how it skips, its shares and their pieces, and how many
-    tokens a tile serves; for rope_shift its scratch, behind the factors."""
+    """Arguments of the kernels of a node: those of `backend.args.pack`, and a CPU's own.
+
+    Attention's own arguments stand before the scale: how it skips, its shares, their pieces, and
+    how many tokens a tile serves. rope_shift's own argument is its scratch, after the factors.
+    """
     args = pack(node, address_of, scratch)
     if node.op == "rope_shift":
         args[3:3] = [scratch]

@@ -1,7 +1,7 @@
-"""feed, draw and keep_tokens: the tokens that a device draws, and goes on with itself.
+"""feed, draw and keep_tokens: a device draws tokens, and feeds them to its next step itself.
 
-`draw` sorts, as `model/sampler.py` does, and adds up the same weights: it compiles their function.
-It is compiled by numba as it stands: sorting is no vector code.
+`draw` sorts as `model/sampler.py` does, and compiles its function of weights, so it adds up the
+same numbers. numba compiles `draw` from Python: sorting is no vector code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def feed(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
 
 
 def keep_tokens(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
-    """The first part stores all: of two tokens for one sequence the last wins."""
+    """The first part stores all tokens: of two tokens for one sequence the last wins."""
     last, ids, rows, n_ids, n_seqs = e.arguments(args, "iiiii")
     with e.when(part.compare("==", 0)), e.loop(e.const("i64", 0), n_ids) as i:
         row = e.load("i32", rows + i * 4).to("i64")
@@ -50,7 +50,7 @@ def keep_tokens(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
 
 
 def _as_pointer(typing_context, address):
-    """An address as what `carray` takes."""
+    """An address as the pointer that `carray` takes."""
 
     def generate(context, builder, signature, values):
         return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
@@ -66,7 +66,7 @@ _weights: Any = njit(weights)
 
 @njit
 def _reached(each, target):
-    """How many elements it takes until their sum reaches the target."""
+    """How many elements are added until their sum reaches the target."""
     total = np.int64(0)
     for i in range(len(each)):
         total += each[i]
@@ -77,7 +77,7 @@ def _reached(each, target):
 
 @njit
 def _drawn(own, how):
-    """The token of a row of logits; -1 where one is no number. how: its settings."""
+    """The token of a row of logits; -1 where a logit is NaN. how: the row's settings."""
     temperature, top_k, top_p, log_min_p, uniform = how
     n_vocab = len(own)
     best, bad = 0, False

@@ -30,7 +30,7 @@ def set_rows(dtype: str) -> Body:
 
 
 def copy_to_view(dtype: str) -> Body:
-    """Rows that lie one behind the other."""
+    """Stores rows that lie one after the other."""
     types = CELL_TYPES[dtype]
 
     def body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:

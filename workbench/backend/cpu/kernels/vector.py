@@ -15,7 +15,7 @@ A `Value` is a scalar or a vector of one element kind:
 
 Operators work element by element; a Python number or a scalar is splatted to meet a vector. The IR
 is generic LLVM vector code, which LLVM lowers to the host's instructions. The few instructions that
-LLVM does not find by itself (byte dot products) are in `isa.py`. Nothing is contracted or
+LLVM does not choose by itself (byte dot products) are in `isa.py`. Nothing is contracted or
 reassociated: only `fma` makes an fma, and sums keep the order in which they are written.
 """
 
@@ -54,8 +54,11 @@ def ll_type(kind: str, n: int) -> ir.Type:
 def _operator(
     name: str, of_floats: str = "", signed: str = "", swap: bool = False
 ) -> Callable[[Value, Operand], Value]:
-    """The method of Value that is the instruction `name`, or another of floats or of signed
-    integers. swap: the other operand stands in front."""
+    """A method of Value that writes the instruction `name`.
+
+    of_floats, signed: the instruction of floats, or of signed integers, where it has another name.
+    swap: the other operand comes first.
+    """
     names = {"f": of_floats or name, "i": signed or name, "u": name}
 
     def apply(self: Value, other: Operand) -> Value:
