@@ -1,10 +1,10 @@
-"""`workbench serve-bench`: requests under load, setting after setting, and what they saw.
+"""`workbench serve-bench`: offers requests setting after setting, and times every token.
 
 The run folder (kind `serve`) has an arm for each setting, as `concurrency=8` or `rate=4`. In
-`samples.parquet` a repetition is a request. Its first row is the prompt, and its `ns` the time to
-the first token, counted from when the request was due. Each further row is a streamed chunk, and
-its `ns` the gap before it. An answer that is not streamed is one row. A request without any token
-has none. Beside it stands `requests.parquet`, a row per request that started:
+`samples.parquet` a repetition is a request. Its first row is the prompt: `ns` is the time to the
+first token, counted from when the request was due. Each further row is a streamed chunk: `ns` is
+the gap before the chunk. An answer that is not streamed has one row. A request without any token
+has no row. `requests.parquet` has a row for each request that started:
 
     run_id string, arm string, request int64, n_prompt, n_wanted, n_made int64 (tokens),
     due_ns, sent_ns, end_ns int64 (from the beginning of the setting),
@@ -46,9 +46,13 @@ COUNTED = ("n_steps", "n_prompt_tokens", "n_made_tokens", "step_s", "sampling_s"
 
 
 class BenchSpec(NamedTuple):
-    """What is sent in every setting. ids: (k,) int32, what prompts are made of. n_warm_up: requests
-    that go before each setting and are not counted. most_s: of each setting. parallel: requests the
-    server has at once, where that is known."""
+    """The requests of every setting.
+
+    ids: (k,) int32, the token ids that prompts are drawn from.
+    n_warm_up: requests that are sent before each setting and are not counted.
+    most_s: the longest time of a setting, s.
+    parallel: how many requests the server serves at once, where that is known.
+    """
 
     n_prompt: Lengths
     n_gen: Lengths
@@ -69,26 +73,26 @@ class BenchSpec(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the test: `pp1024+tg128` where both lengths are fixed."""
+        """The name of the test: `pp1024+tg128` where both lengths are fixed."""
         if self.n_prompt.low == self.n_prompt.high and self.n_gen.low == self.n_gen.high:
             return f"pp{self.n_prompt.low}+tg{self.n_gen.low}"
         return f"{self.n_prompt}/{self.n_gen}"
 
     def check(self) -> None:
-        """Raises UsageError for an objective that whole answers do not show."""
+        """Raises UsageError for an objective that cannot be read off answers without a stream."""
         slo = self.slo
         if slo is not None and not self.asking.streamed and min(slo.ttft, slo.tpot) < math.inf:
             raise UsageError("whole answers show no TTFT and no TPOT; use e2e, or stream")
 
     def load(self, arriving: Arrivals, row: int, n: int | None = None) -> Load:
-        """Of n requests, n_requests by default. Raises UsageError as `load.draw`."""
+        """The load of n requests, by default n_requests. Raises UsageError as `load.draw`."""
         return draw(
             arriving, self.n_requests if n is None else n, self.n_prompt, self.n_gen, self.ids,
             n_shared=self.n_shared, seed=self.seed, row=row,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """As run.json has it."""
+        """The spec as run.json holds it."""
         made = self._asdict() | {"n_prompt": str(self.n_prompt), "n_gen": str(self.n_gen)}
         made |= {"n_ids": len(self.ids), "asking": self.asking._asdict()}
         made |= {"slo": None if self.slo is None else self.slo._asdict()}
@@ -96,9 +100,12 @@ class BenchSpec(NamedTuple):
 
 
 class ServedRow(NamedTuple):
-    """A setting and its figures (`latency.figures`). client: what the client took, where it is a
-    process of its own: us_per_chunk, us_per_request, busy (the share of a core), processes.
-    engine: what the engine counted, where it says so (`engine_figures`)."""
+    """A setting and its figures (`latency.figures`).
+
+    client: the cost of a client in processes of its own: us_per_chunk, us_per_request, busy (the
+        share of a core), processes.
+    engine: the engine's own counts (`engine_figures`); empty where the engine reports none.
+    """
 
     setting: Arrivals
     n_requests: int
@@ -108,12 +115,12 @@ class ServedRow(NamedTuple):
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader of the figures must know, a sentence each."""
+        """Warnings about the figures, a sentence each."""
         return warnings(self.figures, self.n_requests, self.client.get("busy"))
 
 
 class ServeBench(NamedTuple):
-    """What was measured. run: as in run.json."""
+    """The rows of all settings. run: the content of run.json."""
 
     rows: list[ServedRow]
     run: dict[str, Any]
@@ -144,11 +151,13 @@ def serve_bench(
 ) -> ServeBench:
     """Offers `target` the load of each setting, one after another.
 
-    about: `model` and `engine` of run.json, as far as they are known. out: a run folder to write.
-    on_row(row) is called as soon as a setting is done. Ctrl-C ends the measuring: requests that
-    have ended are kept, saved and returned, marked interrupted; with none it is raised.
-    Raises UsageError for no setting and for a folder that is there already. Raises WorkbenchError
-    where no warm-up request ends well, or the target cannot be used.
+    about: `model` and `engine` of run.json, as far as they are known.
+    out: a run folder to write.
+    on_row: called with each row as soon as its setting is done.
+    Ctrl-C ends the measuring: requests that have ended are kept, saved and returned, marked
+    interrupted. Where no request has ended, KeyboardInterrupt is raised.
+    Raises UsageError for no setting and for a folder that exists. Raises WorkbenchError where no
+    warm-up request ends well, or the target cannot be used.
     """
     settings = list(dict.fromkeys(settings))
     if not settings:
@@ -180,7 +189,7 @@ def serve_bench(
 
 
 def _warm_up(target: LoadTarget, spec: BenchSpec, setting: Arrivals, row: int) -> None:
-    """Sends requests that nobody counts; raises WorkbenchError where none of them ends well."""
+    """Sends requests that are not counted; raises WorkbenchError where none of them ends well."""
     if not spec.n_warm_up:
         return
     together = min(spec.n_warm_up, setting.in_flight or spec.n_warm_up)
@@ -209,7 +218,7 @@ def _new_run(
 
 
 class _Recording:
-    """The run as it grows: what finished settings left, and the records of the next."""
+    """The run as it grows: rows and samples of finished settings, and records of the next."""
 
     def __init__(self, run: dict[str, Any], out: Path | None, spec: BenchSpec):
         self.draft = Draft(run, out, self._tables, new=True)
@@ -226,7 +235,7 @@ class _Recording:
         self._records += records
 
     def end(self, spent: Sequence[Spent], engine: dict[str, float]) -> None:
-        """Nothing more comes of this setting. engine: what the engine counted in it."""
+        """Ends this setting. engine: the engine's counts during the setting."""
         if not self._records:
             return
         spec, arm = self._spec, self._setting.name
@@ -253,8 +262,8 @@ class _Recording:
 
 
 def client_figures(spent: Sequence[Spent], n_requests: int) -> dict[str, float]:
-    """What the client processes took for a chunk and for a request, us of processor, each as if it
-    were all they did; empty where there are none."""
+    """Processor time of the client processes for a chunk and for a request, us. Each figure divides
+    all of the time, as if there were no other work. Empty where no client is a process."""
     if not spent:
         return {}
     cpu_us, n_chunks = sum(s.cpu_s for s in spent) * 1e6, sum(s.n_chunks for s in spent)
@@ -267,9 +276,11 @@ def client_figures(spent: Sequence[Spent], n_requests: int) -> dict[str, float]:
 
 
 def engine_figures(before: Totals | None, after: Totals | None) -> dict[str, float]:
-    """What the engine counted in between: n_steps, tokens of prompts (those found in the cache
-    left out) and tokens made; step_s, the time of its steps, and sampling_s, of its draws. Empty
-    where the engine does not say."""
+    """The engine's counts between two readings; empty where the engine reports none.
+
+    n_steps; tokens of prompts, without those found in the cache; tokens made; step_s and
+    sampling_s, the time of the engine's steps and of its draws.
+    """
     if after is None:
         return {}
     begun = dict.fromkeys(COUNTED, 0) if before is None else before._asdict()
@@ -277,16 +288,16 @@ def engine_figures(before: Totals | None, after: Totals | None) -> dict[str, flo
 
 
 def finite(value: Any) -> Any:
-    """The same with None for NaN and infinity, which JSON does not have."""
+    """`value`, with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def load_served(folder: str | Path, slo: Slo | None = None) -> ServeBench:
-    """A run folder, its figures computed again from its requests and samples.
+    """Reads a run folder, and computes its figures again from its requests and samples.
 
-    slo: another objective than the run's own. Raises UsageError where the folder is no such run.
+    slo: another objective than the run's own. Raises UsageError where the folder is no serve run.
     """
     found = results.load_run(folder)
     if found.run["kind"] != "serve":

@@ -1,8 +1,8 @@
 """What `serve-bench` prints: vLLM's table for each setting, a summary of several, and JSON.
 
-The table is the one that `vllm bench serve` prints, widths and blanks too. So whatever reads the
-one reads the other. Behind it stand parts that vLLM does not have: the steady state between ramp
-and drain, the engine's steps, and what the client itself took. The keys of JSON are those in
+The table has the lines, widths and blanks that `vllm bench serve` prints, so a program that reads
+vLLM's table reads this one, too. After them come parts that vLLM does not have: the steady state
+between ramp and drain, the engine's steps, and the cost of the client itself. JSON has the keys of
 vLLM's result file.
 """
 
@@ -61,7 +61,7 @@ _ENGINE = {
 
 
 def setting_fields(row: ServedRow) -> dict[str, Any]:
-    """max_concurrency and request_rate as vLLM has them: None and `inf` where there is no limit."""
+    """max_concurrency and request_rate as vLLM writes them: None and `inf` for no limit."""
     kind, value = row.setting
     closed = kind == CLOSED
     return {
@@ -71,7 +71,7 @@ def setting_fields(row: ServedRow) -> dict[str, Any]:
 
 
 def report(row: ServedRow) -> str:
-    """vLLM's table, without a newline at its end. What is not known has no line."""
+    """vLLM's table, without a newline at its end. A figure that is not known has no line."""
     found = row.figures | row.client | setting_fields(row)
     found["request_rate"] = None if found["request_rate"] == "inf" else found["request_rate"]
     found["max_concurrent_requests"] = float(found["max_concurrent_requests"])  # vLLM writes 2.00
@@ -86,8 +86,8 @@ def report(row: ServedRow) -> str:
 
 
 def step_figures(row: ServedRow) -> Figures:
-    """Of the engine's mean step in a setting: n_steps, tokens_per_step, sampling_ms, and the share
-    of sampling in all the time; empty where the engine did not say."""
+    """The engine's mean step in a setting: n_steps, tokens_per_step, sampling_ms, and the share of
+    sampling in all the time. Empty where the engine reports no counts."""
     counted = row.engine
     n = int(counted.get("n_steps", 0))
     if not n:
@@ -124,8 +124,8 @@ def summary(rows: Sequence[ServedRow]) -> Table:
 
 
 def points(rows: Sequence[ServedRow], curve: str, latency: str = "mean_tpot_ms") -> Table:
-    """The rows as `report.plots.throughput_against_latency` takes them: columns curve, label (of
-    the setting: its number), latency_ms (the figure of that name), tokens_per_s."""
+    """The rows for `report.plots.throughput_against_latency`: columns curve, label (the setting's
+    number), latency_ms (the figure named `latency`), tokens_per_s."""
     made = [
         {
             "curve": curve,
@@ -142,7 +142,7 @@ def points(rows: Sequence[ServedRow], curve: str, latency: str = "mean_tpot_ms")
 
 
 def as_object(row: ServedRow) -> dict[str, Any]:
-    """A row for JSON: the setting, vLLM's keys, and what only this client has."""
+    """A row for JSON: the setting, vLLM's keys, and keys that only this client has."""
     begin = {"setting": row.setting.name, "num_prompts": row.n_requests}
     rest = {"client": row.client, "engine": dict(row.engine), "warnings": row.warnings}
     made: dict[str, Any] = finite(begin | setting_fields(row) | row.figures | rest)
@@ -150,7 +150,7 @@ def as_object(row: ServedRow) -> dict[str, Any]:
 
 
 def format_rows(rows: Sequence[ServedRow], wanted: str = "table", width: int | None = None) -> str:
-    """Rows as text in one of FORMATS, ending in a newline; raises UsageError for another one.
+    """Rows as text in one of FORMATS, ending in a newline; raises UsageError for another format.
     width: of the terminal."""
     check_format(wanted)
     objects = [as_object(row) for row in rows]

@@ -1,4 +1,4 @@
-"""A process that sends requests to a server and writes down when what came back.
+"""A process that sends requests to a server and records when each token came back.
 
 `python -m workbench.traffic.client FD` is started by `targets.start_client`, with one end of a
 pipe:
@@ -6,12 +6,12 @@ pipe:
     bench                       client process
     Job             ->
                     <- ClientReady  every request is drawn and encoded
-    Begin           ->              at which time of the clock that both read
+    Begin           ->              the time to begin at, on the clock that both read
                     <- [Record]     several times a second, of requests that have ended
-    StopSending     ->              or the pipe is closed: what is in flight is UNFINISHED
+    StopSending     ->              or the pipe is closed: requests in flight are UNFINISHED
                     <- Spent        the last message
 
-It is a process of its own, since a client beside the server's work would measure its own waiting.
+The client is a process of its own: a client beside the server's work would measure its own waiting.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def encode(job: Job, request: int) -> bytes:
 
 
 class Flight:
-    """A request on its way: its answer, the end of its patience, and what carries it."""
+    """A request on its way: its answer, its time limit, and its connection."""
 
     __slots__ = ("answer", "connecting", "connection", "expiry")
 
@@ -85,7 +85,7 @@ class Flight:
         self.connecting: asyncio.Task[None] | None = None
 
     def give_up(self, status: str, why: str = "") -> None:
-        """Ends it where nothing has yet; the server sees its connection closed."""
+        """Ends the request if it has not ended; the server sees the connection closed."""
         self.answer.over(status, NOW_NS(), why)
         if self.connecting is not None:
             self.connecting.cancel()
@@ -94,7 +94,7 @@ class Flight:
 
 
 class HttpClient:
-    """Sends its share of a load. `done` is set when the last request has ended."""
+    """Sends one process' share of a load. `done` is set when the last request has ended."""
 
     def __init__(self, job: Job, begin_ns: int, requests: dict[int, bytes]):
         self._job, self._zero, self._requests = job, begin_ns, requests
@@ -109,7 +109,7 @@ class HttpClient:
         self.done = asyncio.Event()
 
     def start_due(self) -> None:
-        """Starts what is due, and comes again when the next one is."""
+        """Starts the requests that are due, and schedules itself for the next."""
         for request, due in self._starts.due(NOW_NS() - self._zero):
             self._start(request, due)
         if self._next is not None:
@@ -126,7 +126,7 @@ class HttpClient:
             self.done.set()
 
     def stop(self) -> None:
-        """Ends what is in flight; nothing starts any more."""
+        """Ends the requests in flight; no request starts any more."""
         if self._next is not None:
             self._next.cancel()
         for flight in list(self._flights.values()):
@@ -145,8 +145,8 @@ class HttpClient:
             self._send(request, flight)
 
     def _send(self, request: int, flight: Flight) -> None:
-        """The request is kept until its answer ends: where an old connection was closed unheard, it
-        is sent once more over a new one."""
+        """Sends a request, and keeps it until its answer ends. Where the server had closed an old
+        connection before it read the request, the request is sent once more over a new one."""
         assert flight.connection is not None
         again = partial(self._again, request, flight)
         flight.connection.send(self._requests[request], flight.answer, again)
@@ -201,7 +201,7 @@ class HttpClient:
 
 
 async def serve(pipe: Connection) -> None:
-    """Does the job that comes over the pipe."""
+    """Reads a job from the pipe, and does it."""
     job: Job = pipe.recv()
     requests = {i: encode(job, i) for i in range(job.part, job.load.n, job.parts)}
     gc.collect()
@@ -228,7 +228,10 @@ async def serve(pipe: Connection) -> None:
 def main(fd: int) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each in flight
-    with Connection(fd) as pipe, suppress(EOFError, BrokenPipeError):  # then nobody waits for more
+    with (
+        Connection(fd) as pipe,
+        suppress(EOFError, BrokenPipeError),
+    ):  # the bench has closed the pipe
         _run(serve(pipe))
 
 

@@ -1,13 +1,13 @@
-"""Latencies and throughput of served requests, from when each token came.
+"""Latencies and throughput of served requests, computed from the time of each token.
 
     due      sent        first token   token   token      last token   end
     |--lag---|                |--ITL-----|--ITL--|   ...      |          |
     |--------- TTFT ----------|--------- (n - 1) x TPOT ------|
     |------------------------ E2EL ---------------------------|
 
-Latencies count from when a request was due, not from when the client came to send it. Names and
-definitions are vLLM's (`vllm/benchmarks/serve.py`), percentiles are linear as NumPy's. An answer
-that is not streamed has an end alone, so TTFT, TPOT and ITL are NaN. A figure of nothing is NaN.
+Latencies count from when a request was due, not from when the client sent it. Names and definitions
+are vLLM's (`vllm/benchmarks/serve.py`); percentiles are linear, as NumPy's. An answer that is not
+streamed has only an end, so TTFT, TPOT and ITL are NaN. A figure of no requests is NaN.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _UNITS_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
 class Slo(NamedTuple):
-    """What a request must keep to count as goodput, ms."""
+    """A service-level objective: the latencies, ms, that a request must keep to count as
+    goodput."""
 
     ttft: float = math.inf
     tpot: float = math.inf
@@ -57,8 +58,11 @@ class Slo(NamedTuple):
 
 
 class Served(NamedTuple):
-    """Requests of one setting. requests: a frame of COLUMNS. times: of each row the ns at which
-    its tokens came, int64 (k,)."""
+    """The requests of one setting.
+
+    requests: a frame of COLUMNS, a row for each request.
+    times: for each row, when its tokens came: ns, int64 (k,).
+    """
 
     requests: pd.DataFrame
     times: list[np.ndarray]
@@ -66,7 +70,7 @@ class Served(NamedTuple):
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord], streamed: bool) -> Served:
-        """Of records as they came, in the order of their numbers."""
+        """Makes it of records, and orders them by request number."""
         rows = sorted(records, key=lambda r: r.request)
         frame = pd.DataFrame([r._asdict() for r in rows], columns=list(COLUMNS))
         return cls(frame, [r.times_ns for r in rows], streamed)
@@ -112,8 +116,8 @@ def spread(name: str, values_ms: np.ndarray) -> Figures:
 
 
 def good(found: pd.DataFrame, slo: Slo) -> np.ndarray:
-    """Which of `latencies` keep the objective, bool (n,); an answer of one token has a TPOT of 0.
-    What is not known is not kept."""
+    """Which of `latencies` keep the objective, bool (n,). An answer of one token has a TPOT of 0.
+    An unknown latency does not keep the objective."""
     known = found.fillna({"tpot": 0.0})
     kept = np.ones(len(found), bool)
     for name, limit in slo._asdict().items():
@@ -123,7 +127,7 @@ def good(found: pd.DataFrame, slo: Slo) -> np.ndarray:
 
 
 def peak(begins: np.ndarray, ends: np.ndarray) -> int:
-    """The most of some intervals [begin, end) that share a moment."""
+    """The greatest number of intervals [begin, end) that share a moment."""
     at = np.concatenate([begins, ends])
     step = np.concatenate([np.ones(len(begins), int), -np.ones(len(ends), int)])
     order = np.lexsort((step, at))  # at one moment the ends are first
@@ -133,15 +137,16 @@ def peak(begins: np.ndarray, ends: np.ndarray) -> int:
 def figures(served: Served, slo: Slo | None = None, parallel: int | None = None) -> Figures:
     """All figures of a setting, by vLLM's names where it has them; s, ms and tokens.
 
-    Throughput is of requests that ended well, over all the time; where the measuring was cut short
-    `steady` says more, the figures between ramp and drain. `server_bench` has what llama.cpp's
-    script prints. parallel: requests that the server has at once, for its speed per slot.
+    Throughput counts requests that ended well, over all the time. `steady` has the figures between
+    ramp and drain: read them where the measuring was cut short. `server_bench` has the figures of
+    llama.cpp's script.
+    parallel: how many requests the server serves at once, for the speed of a slot.
     """
     rows = served.requests
     ok = (rows["status"] == OK).to_numpy()
     done, found = served.only(ok), latencies(served)
     seconds = float(rows["end_ns"].max()) / 1e9 if len(rows) else math.nan
-    span = seconds or math.nan  # all may be refused at once: then nothing has a rate
+    span = seconds or math.nan  # where all requests are refused at once, no rate is known
     n_in, n_out = int(done.requests["n_prompt"].sum()), int(done.requests["n_made"].sum())
     n_chunks = sum(map(len, done.times))
     failures = rows["status"][~ok & (rows["status"] != UNFINISHED)].value_counts()
@@ -175,7 +180,7 @@ def _spreads(found: pd.DataFrame, itl: np.ndarray) -> Figures:
 
 
 def _busiest_second(done: Served) -> float:
-    """Most tokens of one second, counted in whole seconds from the first request's start."""
+    """The most tokens in one second; seconds are counted from the first request's start."""
     if not served_any(done):
         return math.nan
     weights = [
@@ -191,11 +196,12 @@ def served_any(done: Served) -> bool:
 
 
 def steady(served: Served) -> Figures:
-    """Between ramp and drain: from the first end of a request to the last first token.
+    """Figures of the steady state between ramp and drain: a window from the first end of a request
+    to the last first token. After the window no request waits, and the batch drains.
 
-    From then on nothing waits, and the batch only drains. Throughput counts every token and end in
-    the window; TTFT, TPOT and E2EL are of requests that were due in it, ITL of gaps that ended in
-    it. All NaN where the window is empty. `begin_s`, `end_s`: the window.
+    Throughput counts every token and end in the window. TTFT, TPOT and E2EL are of requests that
+    were due in the window, ITL of gaps that ended in the window. All are NaN where the window is
+    empty. `begin_s`, `end_s`: the window.
     """
     rows = served.requests
     going = served.only(rows["status"].isin([OK, UNFINISHED]).to_numpy())
@@ -232,10 +238,10 @@ def steady(served: Served) -> Figures:
 
 
 def server_bench(served: Served, parallel: int | None = None) -> Figures:
-    """What llama.cpp's scripts/server-bench.py prints, of the requests that ended well.
+    """The figures that llama.cpp's scripts/server-bench.py prints, of requests that ended well.
 
-    Its prompt latency counts from when the request was sent. A token's depth is its prompt, and the
-    tokens up to it. Its duration ends with the last token.
+    The script's prompt latency counts from when the request was sent. A token's depth is the length
+    of its prompt plus the tokens before it. The script's duration ends with the last token.
     """
     done = served.only((served.requests["status"] == OK).to_numpy())
     if not served_any(done):
@@ -262,8 +268,11 @@ def server_bench(served: Served, parallel: int | None = None) -> Figures:
 
 
 def warnings(found: Figures, n_requests: int, busy: float | None = None) -> list[str]:
-    """What a reader of the figures must know, a sentence each. n_requests: that were wanted. busy:
-    the share of a core that the busiest client process took."""
+    """Warnings about the figures, a sentence each.
+
+    n_requests: how many requests were asked for.
+    busy: the share of a core that the busiest client process took.
+    """
     said = []
     if found["failed"]:
         kinds = ", ".join(f"{n} {kind}" for kind, n in found["failures"].items())

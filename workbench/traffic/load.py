@@ -1,11 +1,11 @@
-"""What a load generator sends, and when: lengths, prompts and arrivals, drawn from a seed.
+"""The requests of a load: lengths, prompts and arrival times, drawn from a seed.
 
-Everything here is a pure function of its arguments. So each client process draws its own share, and
-two runs of one seed send the same tokens at the same times.
+Every function here is pure. So each client process draws its own share, and two runs with the same
+seed send the same tokens at the same times.
 
-Lengths are written as `1024`, `uniform:16-512` or `rng-0-19000`. The last is llama.cpp's
-(`scripts/server-bench.py`): request i draws from Python's own generator, seeded anew with
-3 * (seed + 1000 * i), plus 0 for its prompt and 1 for its answer; plus 2 is its sampling seed.
+Lengths are written as `1024`, `uniform:16-512` or `rng-0-19000`. The last form is llama.cpp's
+(`scripts/server-bench.py`): request i draws from Python's own generator. Its seed is
+3 * (seed + 1000 * i) for the prompt, plus 1 for the answer; plus 2 gives the sampling seed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 from workbench.common.errors import UsageError
 from workbench.model.gguf.file import open_gguf
 
-PROMPT, ANSWER, SAMPLING = 0, 1, 2  # what is drawn of a request
+PROMPT, ANSWER, SAMPLING = 0, 1, 2  # the three draws of a request
 FIXED, UNIFORM, RNG = "fixed", "uniform", "rng"
 POISSON, CONSTANT, CLOSED = "poisson", "constant", "concurrency"
 MOST_REQUESTS = 1_000_000
 NORMAL = 1  # of `tokenizer.ggml.token_type`
-DEFAULT_IDS = (100, 10_000)  # what llama.cpp's server-bench.py draws prompts from
+DEFAULT_IDS = (100, 10_000)  # llama.cpp's server-bench.py draws prompts from this range
 _LENGTHS = {
     FIXED: re.compile(r"(\d+)", re.ASCII),
     UNIFORM: re.compile(r"uniform:(\d+)-(\d+)", re.ASCII),
@@ -36,7 +36,7 @@ _LENGTHS = {
 
 
 class Lengths(NamedTuple):
-    """How many tokens a prompt or an answer has: from `low` to `high`, both included."""
+    """The range of lengths of prompts or answers: from `low` to `high` tokens, both included."""
 
     kind: str
     low: int
@@ -66,7 +66,7 @@ class Lengths(NamedTuple):
 
 
 def lengths(flag: str, text: str) -> Lengths:
-    """Lengths as they are written. Raises UsageError, naming `flag`."""
+    """Reads a text of lengths. Raises UsageError, naming `flag`."""
     for kind, pattern in _LENGTHS.items():
         if found := pattern.fullmatch(text.strip()):
             low, high = int(found[1]), int(found[found.re.groups])
@@ -76,13 +76,16 @@ def lengths(flag: str, text: str) -> Lengths:
 
 
 def server_bench_seed(seed: int, request: int, part: int) -> int:
-    """Of what llama.cpp's server-bench.py draws for a request; `seed` is its --seed_offset."""
+    """The seed of a draw in llama.cpp's server-bench.py; `seed` is its --seed_offset."""
     return 3 * (seed + 1000 * request) + part
 
 
 class Arrivals(NamedTuple):
-    """When requests come. POISSON and CONSTANT: `value` a second, inf for all at once. CLOSED:
-    `value` are in flight, and each that ends makes room for the next."""
+    """When requests come.
+
+    POISSON, CONSTANT: `value` requests a second; inf: all at once.
+    CLOSED: `value` requests are in flight; the next starts when a request ends.
+    """
 
     kind: str
     value: float
@@ -95,11 +98,12 @@ class Arrivals(NamedTuple):
 
     @property
     def in_flight(self) -> int | None:
-        """Most requests in flight, where the arrivals themselves limit them."""
+        """The most requests in flight; None where the arrivals set no limit."""
         return int(self.value) if self.kind == CLOSED else None
 
     def due_ns(self, n: int, seed: int) -> np.ndarray | None:
-        """When n requests are due, int64 (n,) ns from the beginning, rising; None: as others end.
+        """When n requests are due, int64 (n,) ns from the beginning, rising. None for CLOSED, whose
+        requests are due when others end.
 
         A Poisson process has exponential gaps of mean 1 / value. The first request of a constant
         rate is due at once.
@@ -115,9 +119,9 @@ class Arrivals(NamedTuple):
 
 
 def arrivals(kind: str, rates: str | None, concurrencies: str | None) -> list[Arrivals]:
-    """One for each value of two lists, `1,2.5,inf` and `1,8`; all at once where both are None.
+    """Arrivals for each value of two lists, `1,2.5,inf` and `1,8`; all at once where both are None.
 
-    kind: how the rates come, POISSON or CONSTANT. Raises UsageError for what is no such list.
+    kind: of the rates, POISSON or CONSTANT. Raises UsageError for a text that is no such list.
     """
     if kind not in (POISSON, CONSTANT):
         raise UsageError(f"--arrivals {kind!r}: choose {POISSON} or {CONSTANT}")
@@ -150,9 +154,14 @@ def _rate(part: str) -> float:
 
 
 class Load(NamedTuple):
-    """The requests of one setting. n_prompt, n_wanted: (n,) int64 tokens. ids: (k,) int32, what
-    prompts are made of. n_shared: tokens that all prompts begin with. row: which of several
-    settings; their prompts differ, so that no cache of prefixes helps the later ones."""
+    """The requests of one setting.
+
+    n_prompt, n_wanted: (n,) int64 tokens.
+    ids: (k,) int32, the token ids that prompts are drawn from.
+    n_shared: tokens that all prompts begin with.
+    row: the number of the setting. Prompts of two settings differ, so that a cache of prefixes
+        helps no later setting.
+    """
 
     arrivals: Arrivals
     n_prompt: np.ndarray
@@ -167,7 +176,7 @@ class Load(NamedTuple):
         return len(self.n_prompt)
 
     def prompt(self, request: int) -> np.ndarray:
-        """Its tokens, int32 (n_prompt[request],)."""
+        """The tokens of a prompt, int32 (n_prompt[request],)."""
         n = int(self.n_prompt[request])
         n_shared = min(self.n_shared, n)
         shared, own = (
@@ -194,7 +203,7 @@ def draw(
     seed: int = 0,
     row: int = 0,
 ) -> Load:
-    """The load of n requests. Raises UsageError for no request and for no ids."""
+    """Draws the load of n requests. Raises UsageError for no request and for no ids."""
     if not 1 <= n <= MOST_REQUESTS:
         raise UsageError(f"--n-requests {n} must be 1 to {MOST_REQUESTS:,}")
     if not len(ids):
@@ -206,7 +215,7 @@ def draw(
 
 
 def normal_ids(path: str | Path) -> np.ndarray:
-    """The ids of a file's normal tokens, int32: no control tokens, no unknown ones, no bytes.
+    """The ids of a file's normal tokens, int32: no control, unknown or byte tokens.
 
     Raises ModelFileError for a file without a vocabulary.
     """
@@ -218,7 +227,7 @@ def normal_ids(path: str | Path) -> np.ndarray:
 def id_range(text: str | None, n_vocab: int | None) -> np.ndarray:
     """Token ids from `100-10000`, int32, both ends included, and below n_vocab where that is known.
 
-    None: DEFAULT_IDS, as far as they are there. Raises UsageError for anything else.
+    None: DEFAULT_IDS below n_vocab. Raises UsageError for a text that is no such range.
     """
     if text is None:
         high = DEFAULT_IDS[1] if n_vocab is None else min(DEFAULT_IDS[1], n_vocab - 1)
@@ -233,9 +242,9 @@ def id_range(text: str | None, n_vocab: int | None) -> np.ndarray:
 
 class Starts:
     """Which requests may start now. One client process has the requests part, part + parts, ... of
-    a load, and of a limit on requests in flight its share.
+    a load, and its share of a limit on requests in flight.
 
-    Times are ns from the beginning. A request that waited for another to end is due at that moment.
+    Times are ns from the beginning. A request that waits for room is due when a request ends.
     """
 
     def __init__(self, due_ns: np.ndarray | None, load: Load, part: int = 0, parts: int = 1):
@@ -253,17 +262,17 @@ class Starts:
 
     @property
     def next_ns(self) -> int | None:
-        """When the next one is due; None: none is left, or it waits for others to end."""
+        """When the next request is due. None: none is left, or the next waits for an end."""
         return self._due[0] if self._due and self._requests else None
 
     def due(self, now_ns: int) -> list[tuple[int, int]]:
-        """Starts what is due: (request, when it was due)."""
+        """Starts the requests that are due: (request, when it was due)."""
         found = []
         while self._due and self._requests and self._due[0] <= now_ns:
             found.append((self._requests.popleft(), self._due.popleft()))
         return found
 
     def ended(self, now_ns: int) -> None:
-        """A request that had started is over."""
+        """Notes that a started request has ended."""
         if self._closed:
             self._due.append(now_ns)

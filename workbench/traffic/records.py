@@ -1,4 +1,4 @@
-"""What a client process is told, and what it reports: first of all, what became of a request."""
+"""Messages between a bench and its client processes: jobs, and the records of requests."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from workbench.traffic.load import Load
 
 OK = "ok"
-REFUSED = "refused"  # by a server that has no room: 503 or 429
+REFUSED = "refused"  # the server has no room: 503 or 429
 NO_CONNECTION = "no connection"
 DISCONNECTED = "disconnected"
 TIMEOUT = "timeout"
 MALFORMED = "malformed"  # the answer is no HTTP, or no JSON
 FAILED = "failed"  # the server says so, in the stream or at its end
-NO_TOKEN = "no token"  # it ended well, and empty
+NO_TOKEN = "no token"  # the answer ended well, and was empty
 UNFINISHED = "unfinished"  # the measuring ended first
 NO_TIMES = np.empty(0, np.int64)
 
@@ -23,10 +23,13 @@ NO_TIMES = np.empty(0, np.int64)
 class RequestRecord(NamedTuple):
     """One request that has started. Times are ns from the beginning of its setting.
 
-    due_ns: when it should have started; latencies count from here. sent_ns: when the client did.
-    times_ns: (k,) int64, when each streamed chunk of tokens came; of an answer that is not streamed
-    its end alone. n_made: tokens of the answer by the server's own count, or else by chunks.
-    status: OK, another word of this module, or `http 400`. why: in the server's words.
+    due_ns: when the request should have started; latencies count from here.
+    sent_ns: when the client sent it.
+    times_ns: (k,) int64, when each streamed chunk of tokens came; only the end of an answer that is
+        not streamed.
+    n_made: tokens of the answer, by the server's own count, or else by chunks.
+    status: OK, another word of this module, or `http 400`.
+    why: the server's words.
     """
 
     request: int
@@ -43,7 +46,7 @@ class RequestRecord(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """What a client process itself took: seconds of processor and of the clock, chunks it took."""
+    """The cost of a client process: seconds of processor and of the clock, and chunks received."""
 
     cpu_s: float
     wall_s: float
@@ -51,7 +54,7 @@ class Spent(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What one client process does. It has the requests part, part + parts, ... of the load."""
+    """The job of one client process: to send the requests part, part + parts, ... of the load."""
 
     url: str
     key: str | None
@@ -65,7 +68,7 @@ class Job(NamedTuple):
 
 
 class ClientReady(NamedTuple):
-    """The client waits for Begin."""
+    """Says that the client waits for Begin."""
 
 
 class Begin(NamedTuple):
@@ -73,4 +76,4 @@ class Begin(NamedTuple):
 
 
 class StopSending(NamedTuple):
-    """The measuring is over."""
+    """Says that the measuring is over."""

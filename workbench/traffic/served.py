@@ -1,6 +1,6 @@
 """One call for a load: on an engine of this process, an engine process, or a server.
 
-`reached` starts what a load is offered to and stops it afterwards; `serve_bench` measures there.
+`reached` starts an engine or a server for a load, and stops it afterwards. `serve_bench` measures.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from workbench.traffic.bench import BenchSpec, ServeBench, ServedRow
 from workbench.traffic.latency import Slo
 from workbench.traffic.targets import LoadTarget, over_http, over_pipe, without_proxy
 
-# a thread of the server waits for the end of its standard input, which ends with this process,
-# even where that is killed
+# a thread of the server waits for the end of its standard input. The input ends with this process,
+# even where this process is killed
 ENDS_WITH_US = (
     "import os, signal, threading; threading.Thread(daemon=True, target=lambda: "
     "os.read(0, 1) or os.kill(os.getpid(), signal.SIGTERM)).start()"
@@ -42,9 +42,9 @@ BEGIN_S = 900.0  # a large model comes from a slow disk
 class ServeCommand(NamedTuple):
     """`workbench serve` on a free port of this machine.
 
-    device: what run.json says; the server's own is among the flags.
-    flags: of its engine, as they are typed.
-    begin_s: how long it may take until it is healthy.
+    device: as run.json says; the server's own device is among the flags.
+    flags: of the server's engine, as they are typed.
+    begin_s: how long the server may take until it is healthy, s.
     """
 
     model: Path
@@ -66,14 +66,15 @@ def reached(
     served: Served, n_slots: int = 8, *, model_id: str | None = None, key: str | None = None,
     processes: int = 1, say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[LoadTarget]:  # fmt: skip
-    """A target for loads. What is started for it is stopped at the end of the body.
+    """A target for loads. A process that is started for the target is stopped at the end of the
+    body.
 
-    served: an engine, which this process then serves with; or what an engine process or a server is
-    started with; or the address of a server that runs; or a target.
-    n_slots: of an engine, requests served together.
-    model_id, key, processes: of what goes over HTTP, as `over_http` has them.
-    say: takes a line for the eye where a server is started.
-    Raises WorkbenchError where what is started ends before it is ready, or the address is none.
+    served: an engine, which this process then serves with; settings, to start an engine process; a
+        command, to start a server; the address of a running server; or a target.
+    n_slots: requests that an engine serves together.
+    model_id, key, processes: of a load over HTTP, as in `over_http`.
+    say: takes a line to print where a server is started.
+    Raises WorkbenchError where a started process ends before it is ready, or the address is none.
     """
     if isinstance(served, LoadTarget):
         yield served
@@ -104,7 +105,7 @@ def reached(
 
 @contextmanager
 def _engine_process(settings: WorkerSettings) -> Iterator[LoadTarget]:
-    """An engine process of its own, as a server has it, reached over its pipe."""
+    """An engine process as a server has it, reached over its pipe."""
     (pipe,), process = start(settings)
     try:
         yield over_pipe(pipe)
@@ -124,7 +125,7 @@ def _server(command: ServeCommand) -> Iterator[str]:
     Raises WorkbenchError where the server ends before it is healthy, with its last line, or takes
     longer than command.begin_s.
     """
-    with socket.socket() as found:  # a port that nobody listens on now
+    with socket.socket() as found:  # a free port
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     with tempfile.TemporaryFile() as log:
@@ -138,8 +139,8 @@ def _server(command: ServeCommand) -> Iterator[str]:
 
 
 def begin_server(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """`workbench serve`. A session of its own keeps Ctrl-C from it: it is stopped when the
-    measuring has ended."""
+    """Starts `workbench serve` in a process session of its own, so that Ctrl-C does not reach it:
+    the server is stopped when the measuring has ended."""
     code = f"{ENDS_WITH_US}; from workbench.cli import main; main({['serve', *arguments]!r})"
     return subprocess.Popen(
         [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"],
@@ -164,12 +165,12 @@ def is_healthy(url: str) -> bool:
     try:
         with without_proxy().open(f"{url}/health", timeout=10) as answer:
             return bool(answer.status == 200)
-    except OSError:  # nobody listens yet, or 503 while the model is loaded
+    except OSError:  # no listener yet, or 503 while the model is loaded
         return False
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Asks it to end, and ends it with all its processes where it does not."""
+    """Asks a server to end; kills it with all its processes where it does not end."""
     child.terminate()
     try:
         child.wait(STOP_S)
@@ -181,7 +182,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 
 
 def model_facts(path: str | Path) -> dict[str, Any]:
-    """`model` of run.json, as far as the file says it."""
+    """`model` of run.json: the facts that the file states."""
     found = summary(path)
     return {
         "file": Path(path).name,
@@ -213,12 +214,12 @@ def serve_bench(
 ) -> ServeBench:
     """Offers the load of each setting, one after another, and times every token.
 
-    served, slots: where, as `reached` has them: an engine, an engine process, a server.
+    served, slots: as in `reached`: an engine, an engine process, or a server.
     concurrency: `"1,8,32"` requests in flight.
     rate: requests a second, as `"2,inf"`.
-    arrivals: how these come, `"poisson"` or `"constant"`.
+    arrivals: how requests at a rate come, `"poisson"` or `"constant"`.
     n_prompt, n_gen: tokens of a request, as `"1024"`, `"uniform:16-512"` or `"rng-0-512"`.
-    slo: what goodput counts, as `"ttft:200ms,tpot:30ms"`.
+    slo: the objective that goodput counts, as `"ttft:200ms,tpot:30ms"`.
     out: a run folder.
     asked: more of `BenchSpec`. See `bench.serve_bench` for Ctrl-C, and what is raised.
     """

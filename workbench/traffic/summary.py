@@ -19,7 +19,7 @@ _COLUMNS = (
 
 
 def table_of(settings: Sequence[tuple[str, Figures]]) -> Table:
-    """A row for each setting, by its name; figures that none has are left out."""
+    """A row for each setting, by its name. Figures that no setting has are left out."""
     made = [
         {"setting": name} | {head: found[key] for head, key, _ in _COLUMNS}
         for name, found in settings

@@ -1,13 +1,14 @@
-"""Who serves the requests of a load, and what sends them there.
+"""Targets of a load: a server over HTTP, or an engine over the pipe of a server's front.
 
-A server is asked over HTTP by client processes (`client.py`). They report to this one:
+Client processes (`client.py`) send the requests to a server, and report to this process:
 
     this process                client process
     Job                   ->
                           <-    ClientReady, [RequestRecord] .., Spent
 
-An engine without HTTP is asked by the thread that iterates, in `messages`, as a server's front asks
-it. At the other end of the pipe is an engine process, or an engine of this process.
+An engine without HTTP gets the same `messages` that a server's front sends, from the thread that
+iterates over `offer`. At the other end of the pipe is an engine process, or an engine of this
+process.
 """
 
 from __future__ import annotations
@@ -49,15 +50,16 @@ from workbench.traffic.records import (
     StopSending,
 )
 
-HEAD_START_NS = 20_000_000  # from the last client's being ready to the beginning
-GRACE_S = 10.0  # for client processes or an engine to end what is in flight, once they are told to
-TIMER_S = 0.001  # what a timer may be late; so long before, the clock is looked at instead
+HEAD_START_NS = 20_000_000  # from when the last client is ready to the beginning
+GRACE_S = 10.0  # for client processes or an engine to end the requests in flight, after StopSending
+TIMER_S = 0.001  # the lateness of a timer; so long before a moment, the clock is polled instead
 
 Offered = Generator[list[RequestRecord], None, None]
 
 
 class Asking(NamedTuple):
-    """What requests have beside their tokens. timeout_s: of each, to its end."""
+    """The parameters of all requests of a load. timeout_s: the most time of a request, to its
+    end."""
 
     streamed: bool = True
     temperature: float = 0.0
@@ -67,12 +69,12 @@ class Asking(NamedTuple):
 class LoadTarget:
     """Serves loads, one after another (`over_http`, `over_pipe`).
 
-    send: sends a load to it, as `offer` does.
+    send: sends a load to the target, as `offer` does.
     about: `model` and `engine` of run.json, as far as they are known.
-    n_vocab: tokens of the model's vocabulary; None where nobody says.
-    n_slots: requests served at once; None where nobody says.
-    spent: of the client processes of the last load; empty where there are none.
-    totals: what the engine had counted at the end of the last load; None where nobody says.
+    n_vocab: tokens of the model's vocabulary; None where it is not known.
+    n_slots: requests served at once; None where it is not known.
+    spent: the cost of each client process in the last load; empty without client processes.
+    totals: the engine's counts at the end of the last load; None where the engine reports none.
     """
 
     def __init__(
@@ -87,10 +89,11 @@ class LoadTarget:
         self.totals: Totals | None = None
 
     def offer(self, load: Load, asking: Asking, most_s: float = math.inf) -> Offered:
-        """Sends the requests and gives records as requests end, until all have or most_s are over.
+        """Sends the requests and gives records as requests end, until all have ended or most_s are
+        over.
 
-        What is in flight then, or when the iterator is closed, is UNFINISHED; of requests that did
-        not start there is no record. Raises WorkbenchError where the target cannot be used at all.
+        Requests that are in flight then, or when the iterator is closed, are UNFINISHED. A request
+        that did not start has no record. Raises WorkbenchError where the target cannot be used.
         """
         self.spent = []
         return self._send(self, load, asking, most_s)
@@ -102,10 +105,11 @@ class LoadTarget:
 def over_http(
     url: str, model: str | None = None, key: str | None = None, processes: int = 1
 ) -> LoadTarget:
-    """An OpenAI-compatible server. Each load has client processes of its own.
+    """An OpenAI-compatible server as a target. Each load has client processes of its own.
 
-    model: its name in requests; None: the first that the server names. key: of the API, sent as a
-    bearer token. Raises UsageError without httptools, and WorkbenchError as `model_of`.
+    model: the model's name in requests; None: the first that the server names.
+    key: of the API, sent as a bearer token.
+    Raises UsageError without httptools, and WorkbenchError as `model_of`.
     """
     if importlib.util.find_spec("httptools") is None:
         raise UsageError("the client needs httptools; install workbench[serve]")
@@ -121,7 +125,7 @@ def _send_by_clients(
     url: str, key: str | None, model: str, processes: int, target: LoadTarget, load: Load,
     asking: Asking, most_s: float,
 ) -> Offered:  # fmt: skip
-    """Client processes send a load, each its share."""
+    """Sends a load by client processes, each its share."""
     most = load.arrivals.in_flight
     parts = min(processes, load.n, processes if most is None else most)
     pipes, children = [], []
@@ -140,7 +144,7 @@ def _send_by_clients(
         yield from _reported(pipes, begin / 1e9 + most_s, target.spent)
     finally:
         for pipe in pipes:
-            pipe.close()  # a client that still runs ends itself then
+            pipe.close()  # a client that still runs then ends itself
         for child in children:
             try:
                 child.wait(GRACE_S)
@@ -150,7 +154,7 @@ def _send_by_clients(
 
 
 def _reported(pipes: list[Connection], until_s: float, spent: list[Spent]) -> Offered:
-    """What the clients send, until each has said what it spent."""
+    """The records that clients send, until each client has sent its `Spent`."""
     going, stopped = list(pipes), False
     while going:
         left = until_s - time.perf_counter()
@@ -171,7 +175,8 @@ def _reported(pipes: list[Connection], until_s: float, spent: list[Spent]) -> Of
 
 
 def start_client() -> tuple[Connection, subprocess.Popen[bytes]]:
-    """A client process and the pipe to it. A session of its own keeps Ctrl-C from it."""
+    """Starts a client process, and returns it with the pipe to it. The client has a process session
+    of its own, so that Ctrl-C does not reach it."""
     ours, theirs = Pipe()
     with theirs:
         fd = theirs.fileno()
@@ -186,9 +191,10 @@ def start_client() -> tuple[Connection, subprocess.Popen[bytes]]:
 
 
 def model_of(url: str, key: str | None = None, timeout_s: float = 10.0) -> tuple[str, int | None]:
-    """The first model that a server names, and its vocabulary where the server says so.
+    """The first model that a server names, and the size of its vocabulary where the server names
+    it.
 
-    Raises WorkbenchError where the server does not answer, or answers something else.
+    Raises WorkbenchError where the server does not answer, or its answer is no list of models.
     """
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
@@ -206,7 +212,7 @@ def model_of(url: str, key: str | None = None, timeout_s: float = 10.0) -> tuple
 
 
 def without_proxy() -> urllib.request.OpenerDirector:
-    """What asks a server itself, whatever proxy the environment names."""
+    """An opener that asks a server directly, whatever proxy the environment names."""
     return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -214,7 +220,7 @@ def without_proxy() -> urllib.request.OpenerDirector:
 
 
 class MessagePipe(Protocol):
-    """As a `Connection`: one end of a pipe on which `messages` go."""
+    """One end of a pipe that carries `messages`, as a `Connection` does."""
 
     def send(self, message: Any, /) -> None: ...
 
@@ -224,8 +230,9 @@ class MessagePipe(Protocol):
 
 
 def over_pipe(pipe: MessagePipe) -> LoadTarget:
-    """An engine at the other end of a pipe, which stays its caller's: who began an engine process
-    ends it. Waits for Ready; raises WorkbenchError where the engine process ends instead."""
+    """An engine at the other end of a pipe as a target. The caller keeps the pipe, and ends an
+    engine process that it started. Waits for Ready; raises WorkbenchError where the engine process
+    ends before."""
     while isinstance(said := _received(pipe), messages.Preparing):
         continue
     if not isinstance(said, messages.Ready):
@@ -254,7 +261,7 @@ def _send_by_pipe(
     pipe: MessagePipe, numbers: Iterator[int], target: LoadTarget, load: Load, asking: Asking,
     most_s: float,
 ) -> Offered:  # fmt: skip
-    """This thread sends a load. numbers: of its requests; none is used again."""
+    """Sends a load from this thread. numbers: gives each request a number that is never reused."""
     if not asking.streamed:
         raise UsageError("an engine process sends tokens as they come; leave --whole out")
     work = _PipeLoad(pipe, numbers, load, asking)
@@ -272,7 +279,7 @@ class _PipeLoad:
         self._pipe, self._load = pipe, load
         self.totals: Totals | None = None  # of the engine's last message
         self._starts = Starts(load.due_ns(), load)
-        self._asked: dict[int, _Asked] = {}  # by number, until the engine has said the end
+        self._asked: dict[int, _Asked] = {}  # by number, until the engine reports the end
         sampling = Sampling(temperature=asking.temperature)
         self._asks = [
             messages.Ask(
@@ -287,13 +294,15 @@ class _PipeLoad:
         return time.perf_counter_ns() - self._begin
 
     def records(self, most_s: float) -> Offered:
-        """Sends what is due, and gives what has ended."""
+        """Sends the requests that are due, and gives records of requests that have ended."""
         until_ns = most_s * 1e9
         while (now := self._now()) < until_ns:
             for i, due in self._starts.due(now):
                 ask = self._asks[i]
                 self._asked[ask.number] = _Asked(i, due, self._now(), [])
-                with contextlib.suppress(BrokenPipeError):  # dead: `_take` says so
+                with contextlib.suppress(
+                    BrokenPipeError
+                ):  # the engine process has died: `_take` reports it
                     self._pipe.send(ask)
             next_ns = self._starts.next_ns
             if next_ns is None and not self._asked:
@@ -308,7 +317,7 @@ class _PipeLoad:
         yield [self._record(asked, self._now(), UNFINISHED) for asked in self._asked.values()]
 
     def _take(self) -> list[RequestRecord]:
-        """One message: the records of requests that are over with it."""
+        """Reads one message. Returns the records of requests that it ends."""
         said, now = _received(self._pipe), self._now()
         match said:
             case messages.Made():
@@ -344,7 +353,7 @@ class _PipeLoad:
         )  # fmt: skip
 
     def cancel(self) -> None:
-        """Lets the engine end what is in flight, so that the next load finds nothing of this."""
+        """Makes the engine end the requests in flight, so that the next load starts with none."""
         until = time.monotonic() + GRACE_S
         # an engine process that has died has nothing in flight
         with contextlib.suppress(OSError, WorkbenchError):
