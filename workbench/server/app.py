@@ -32,13 +32,13 @@ from workbench.server.streams import OpenStreams, answered
 from workbench.server.wire.front import Front
 
 AT_ONCE = 3  # parts of an answer; more are sent one by one
-PREFLIGHT_S = 600  # a browser remembers so long that it may ask
-UNREAD = (408, 413)  # what is left of the body is not waited for
+PREFLIGHT_S = 600  # how long a browser remembers that its pages may ask
+UNREAD = (408, 413)  # the rest of the body is not read
 OPEN_PATHS = ("/health",)  # need no key
 
 
 class Endpoints:
-    """What each path does. All but /health and /metrics need a loaded model."""
+    """The handlers of all paths. All paths except /health and /metrics need a loaded model."""
 
     def __init__(self, front: Front, template: ChatTemplate):
         self.front, self.template = front, template
@@ -53,7 +53,8 @@ class Endpoints:
         self._began = int(time.time())
 
     async def answer(self, route: str, request: Request) -> Response:
-        """Parse, prompt, open, reply. route: the path that words the answer."""
+        """Answers a request for tokens: parse, prompt, open, reply. route: the path whose form the
+        answer has."""
         n_ctx, settings = self.front.check_serving().n_ctx, self.settings
         read = await self._read(request, "request", route, n_ctx)
         if route == CHAT:
@@ -67,7 +68,7 @@ class Endpoints:
     # --- text --------------------------------------------------------------------------------
 
     async def text(self, method: str, request: Request) -> Response:
-        """The answer of a method of `Reader`."""
+        """The answer that a method of `Reader` writes."""
         self.front.check_serving()
         return _in_parts(await self._read(request, method))
 
@@ -134,7 +135,7 @@ class Endpoints:
     # --- bodies ------------------------------------------------------------------------------
 
     async def _read(self, request: Request, method: str, *args: Any) -> BodyRead:
-        """What a method of `Reader` makes of the body. Raises ApiError."""
+        """The body, read by a method of `Reader`. Raises ApiError."""
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
         if kind.lower() != "application/json":
             raise ApiError(415, f"content-type {kind!r} is not known; send application/json")
@@ -143,7 +144,7 @@ class Endpoints:
         return await self.readers.run(await self._parts(request), method, *args)
 
     async def _parts(self, request: Request) -> list[bytes]:
-        """The bytes of the body. Of one that says it is too long, none is read."""
+        """The bytes of the body. A body whose length is given as too long is not read."""
         most, body_s = self.settings.max_body, self.settings.body_s
         said = request.headers.get("content-length", "0")
         n = int(said) if said.isdecimal() else 0
@@ -167,7 +168,7 @@ class Endpoints:
 
 
 def _in_parts(read: BodyRead) -> Response:
-    """The parts as an answer. Others have their turn between two."""
+    """The parts as an answer. Other requests get the event loop between two parts."""
     parts = read.parts
     if len(parts) <= AT_ONCE:
         return Response(b"".join(parts), media_type="application/json")
@@ -187,7 +188,7 @@ _HANDLED = (ApiError, HTTPException, ClientDisconnect, RecursionError, Exception
 
 
 def build(front: Front, template: ChatTemplate) -> ASGIApp:
-    """The application of a front. Its lifespan begins the front."""
+    """The application of a front. The start of its lifespan starts the front."""
     ends = Endpoints(front, template)
     posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/v1/completions": partial(ends.answer, COMPLETIONS),
@@ -226,7 +227,7 @@ def build(front: Front, template: ChatTemplate) -> ASGIApp:
         answer = _error(front, error)
         refuse = request.scope.get("state", {}).get("refuse")
         if refuse is not None and answer.status_code in UNREAD and isinstance(error, ApiError):
-            refuse(error)  # then nothing of the answer is sent again
+            refuse(error)  # the body of the answer is not sent twice
         return answer
 
     app = Starlette(
@@ -243,15 +244,15 @@ def build(front: Front, template: ChatTemplate) -> ASGIApp:
 
 
 def _error(front: Front, error: Exception) -> Response:
-    """What a client is told; of an error that is ours, stderr is told more."""
+    """The answer that reports an error. stderr gets the traceback of an error of the server."""
     headers = dict[str, str]()
     if isinstance(error, HTTPException):
-        headers |= error.headers or {}  # what a path takes instead
+        headers |= error.headers or {}  # the methods that the path takes
         words = {404: "there is no such path", 405: "this path does not take this method"}
         error = ApiError(error.status_code, words.get(error.status_code, error.detail))
     elif isinstance(error, RecursionError):
         error = bad("the body nests too deeply")
-    elif isinstance(error, ClientDisconnect):  # nobody reads it
+    elif isinstance(error, ClientDisconnect):  # the client does not read it
         return Response(status_code=400)
     elif not isinstance(error, ApiError):
         traceback.print_exception(error, file=sys.stderr)
@@ -265,14 +266,14 @@ def _error(front: Front, error: Exception) -> Response:
 
 
 def _with_key(app: ASGIApp, front: Front) -> ASGIApp:
-    """`app` for those who have a key."""
+    """`app` for requests with a key."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             headers = dict(scope["headers"])
             kind, _, key = headers.get(b"authorization", b"").partition(b" ")
             given = key.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-            # all are compared, each in constant time
+            # every key is compared, each in constant time
             if not sum(hmac.compare_digest(given, one) for one in front.settings.keys):
                 error = ApiError(
                     401, "no valid API key; send it as `Authorization: Bearer KEY`",
@@ -286,8 +287,8 @@ def _with_key(app: ASGIApp, front: Front) -> ASGIApp:
 
 
 def _with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """`app` for pages of some origins, too. Their browsers ask first whether they may, without a
-    key."""
+    """`app`, open to pages of some origins. Browsers ask first whether a page may send a request;
+    that question has no key."""
     return CORSMiddleware(
         app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",),
         expose_headers=("retry-after", "www-authenticate"), max_age=PREFLIGHT_S,

@@ -1,4 +1,4 @@
-"""Messages to a prompt, by the template of the model file (`render.py` runs it)."""
+"""Makes a prompt of messages, by the template of the model file (`render.py` runs the template)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from workbench.server.api.faults import ApiError, bad
 
 KEY = "tokenizer.chat_template"
 MOST_LINE = 128 << 20  # bytes of an answer
-PART_BYTES = 1 << 17  # of what is long; a stream would notice the copy of a whole one
-# llama.cpp's, of files without a template (common/chat.cpp: CHATML_TEMPLATE_SRC)
+PART_BYTES = 1 << 17  # long data is copied in parts: copying it whole would delay a stream
+# llama.cpp's template for files without a template (common/chat.cpp: CHATML_TEMPLATE_SRC)
 CHATML = """\
 {%- for message in messages -%}
   {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
@@ -33,8 +33,8 @@ NO_TEMPLATE = (
 class ChatTemplate:
     """A chat template, and the process that renders it. source: None for CHATML.
 
-    A rendering has limit_s seconds. One that takes longer is ended with its process, and the next
-    one gets a new process.
+    A rendering has limit_s seconds. A rendering that takes longer is ended with its process, and
+    the next rendering gets a new process.
     """
 
     def __init__(self, source: str | None, tokenizer: Tokenizer, limit_s: float = 5.0):
@@ -49,8 +49,8 @@ class ChatTemplate:
         self._alone = asyncio.Lock()
 
     def values(self, body: dict[str, Any]) -> bytes:
-        """What the renderer is asked for a checked body: a line of JSON. Raises ApiError (400)
-        where the body wants what the template does not read."""
+        """The renderer's question for a checked body: a line of JSON. Raises ApiError (400) where
+        the body sets a variable that the template does not read."""
         effort, goes_on = body.get("reasoning_effort"), bool(body.get("continue_final_message"))
         said = body.get("add_generation_prompt")
         given = dict(body.get("chat_template_kwargs") or {})
@@ -73,7 +73,7 @@ class ChatTemplate:
         return json.dumps({"values": values, "goes_on": goes_on, "bos": bos}).encode()
 
     async def begin(self) -> None:
-        """Starts the process, so that the first request need not wait for it."""
+        """Starts the process, so that the first request does not wait for its start."""
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "workbench.server.render",
@@ -90,8 +90,8 @@ class ChatTemplate:
             await process.wait()
 
     async def rendered(self, values: Sequence[bytes]) -> Sequence[bytes]:
-        """What the renderer says to `values`, both in parts: a line for `text_of`. Raises ApiError
-        (400) where it takes too long, or dies."""
+        """The renderer's answer to `values`, both in parts: a line for `text_of`. Raises ApiError
+        (400) where the renderer takes too long, or dies."""
         async with self._alone:
             try:
                 async with asyncio.timeout(self._limit_s):
@@ -101,7 +101,7 @@ class ChatTemplate:
                 raise _failed(f"it takes longer than {self._limit_s:g} s") from None
             except OSError:
                 line = []
-            except asyncio.CancelledError:  # its answer would be taken for the next one's
+            except asyncio.CancelledError:  # else the next request would read this one's answer
                 await self.close()
                 raise
             if not line:
@@ -110,7 +110,7 @@ class ChatTemplate:
         return line
 
     async def _asked(self, values: Sequence[bytes]) -> Sequence[bytes]:
-        """Nothing where the process ends, or its line is above MOST_LINE."""
+        """The renderer's line; empty where the process ends, or the line exceeds MOST_LINE."""
         await self.begin()
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
@@ -118,7 +118,7 @@ class ChatTemplate:
             process.stdin.write(part)
             await process.stdin.drain()
         line, n = list[bytes](), 0
-        while not (line and line[-1].endswith(b"\n")):  # JSON: there is no other such byte
+        while not (line and line[-1].endswith(b"\n")):  # a line of JSON holds no other newline
             part = await process.stdout.read(PART_BYTES)
             n += len(part)
             if not part or n > MOST_LINE:
@@ -128,7 +128,7 @@ class ChatTemplate:
 
 
 def text_of(line: bytes) -> str:
-    """The prompt, of what the renderer has said. Raises ApiError (400) for an error of it."""
+    """The prompt in the renderer's answer. Raises ApiError (400) for an error of the template."""
     answer = json.loads(line)
     if "broken" in answer:
         raise bad(
@@ -150,8 +150,8 @@ def _failed(why: str) -> ApiError:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with all of its fields. A list of texts becomes one text, as in llama.cpp; so
-    templates may rely on a text."""
+    """A message with all of its fields. A list of texts becomes one text, as in llama.cpp, so a
+    template always gets a text."""
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)

@@ -1,8 +1,8 @@
-"""What a front has counted, in Prometheus' text format.
+"""The counts of a front, in Prometheus' text format.
 
-Names follow llama.cpp's server and vLLM's. Counts are kept as plain numbers and become metrics
-when somebody asks: an observation by `prometheus_client` takes a lock, and here one may stand for
-the tokens of a whole step.
+Names follow the servers of llama.cpp and vLLM. Counts are plain numbers, and become metrics when a
+client asks for them. (An observation by `prometheus_client` takes a lock; one observation here may
+count the tokens of a whole step.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Histogram:
-    """Counts of values by upper bounds. A value may count several times."""
+    """Counts of values, by upper bounds. One call may count a value several times."""
 
     def __init__(self, bounds: tuple[float, ...]):
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
@@ -51,11 +51,12 @@ class Histogram:
 
 
 class Counted:
-    """Of the requests of one front.
+    """Counts of the requests of one front.
 
-    first_token: from the request's arrival. between_tokens: from a step that made tokens to the
-    next, once for each of its tokens but first ones. outcomes: by reason; `invalid` of those that
-    a client got wrong. n_made: tokens, as they come.
+    first_token: times from a request's arrival to its first token.
+    between_tokens: times between two steps that made tokens, once for each token that is no first.
+    outcomes: ends by reason; `invalid`: requests that were malformed.
+    n_made: tokens so far.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class Counted:
         self.n_made = 0
 
     def ended(self, part: Continuation, ended: Ended) -> None:
-        """A continuation is over."""
+        """Counts the end of a continuation."""
         timings = ended.timings
         error = part.reply.error
         failed = error is not None and error.status == 500
@@ -75,7 +76,7 @@ class Counted:
 
 
 class _Collector:
-    """What `prometheus_client` asks, one metric after the other."""
+    """Gives `prometheus_client` one metric after the other."""
 
     def __init__(self, counted: Counted, totals: Totals | None, n_pending: int):
         self._counted, self._totals, self._n_pending = counted, totals, n_pending
@@ -132,7 +133,7 @@ class _Collector:
 
 
 def text_of(counted: Counted, totals: Totals | None, n_pending: int) -> bytes:
-    """All metrics of a front, as Prometheus reads them. totals: of its engine, as last told.
+    """All metrics of a front, as Prometheus reads them. totals: the engine's last report.
     n_pending: answers under way."""
     registry = CollectorRegistry()
     registry.register(_Collector(counted, totals, n_pending))

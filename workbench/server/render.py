@@ -1,9 +1,9 @@
 """Renders a chat template, in a process of its own: `python -m workbench.server.render`.
 
-A template comes with the model file, so it is not trusted: it runs in Jinja's sandbox, and here,
-where the system bounds its memory and its caller its time. The first line of standard input is the
-template, each further one the arguments of `answer`. Each is answered by a line with `text` or
-`error`, and `broken` where the template itself is none. All lines are JSON.
+A template comes with the model file, so it is not trusted. It runs in Jinja's sandbox, in a process
+whose memory the system bounds and whose time the caller bounds. The first line of standard input is
+the template. Each further line has the arguments of `answer`. The process answers each with a line
+that has `text` or `error`; `broken` says that the template itself is invalid. All lines are JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_TEXT = 16 << 20  # characters of a prompt
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks, in training, what the model has to learn. Here it marks nothing."""
+    """`{% generation %}` marks the text that training should learn. Here the tag has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
@@ -47,14 +47,15 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape for HTML. Arguments are in Hugging Face's order."""
+    """JSON without Jinja's escapes for HTML. Arguments are in Hugging Face's order."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def compiled(template: str) -> Callable[[dict[str, Any]], str]:
-    """`template` with what Hugging Face's templates expect. Raises TemplateError."""
+    """Compiles a template with the names that Hugging Face's templates expect. Raises
+    TemplateError."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
@@ -70,11 +71,11 @@ def answer(
     goes_on: bool = False,
     bos: str = "",
 ) -> dict[str, Any]:
-    """The text, or what went wrong. Whatever a template raises is its own fault.
+    """The text, or the error. Whatever a template raises counts as the template's error.
 
-    goes_on: the chat ends with its last message, as `continue_final_message` of Hugging Face's
-    `apply_chat_template` has it; `unshown` where the text does not have the message. bos: is left
-    out at the start of the text.
+    goes_on: the text ends with the last message, as with `continue_final_message` of Hugging Face's
+        `apply_chat_template`; the answer is `unshown` where the text does not show that message.
+    bos: left out at the start of the text.
     """
     last, mark = "", secrets.token_hex(16)
     if goes_on:
@@ -92,15 +93,15 @@ def answer(
     if len(text) > MOST_TEXT:
         return {"error": f"it makes {len(text)} characters; {MOST_TEXT} are the most"}
     if goes_on:
-        text, found, behind = text.rpartition(mark)
+        text, found, after = text.rpartition(mark)
         if not found or last.strip() not in text:
             return {"error": "the last message is not shown as it is", "unshown": True}
-        text = text if behind.startswith(" ") else text.rstrip()  # of a template that trims
+        text = text if after.startswith(" ") else text.rstrip()  # else the template trims messages
     return {"text": text.removeprefix(bos)}
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to us, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to this process, too
     if sys.platform == "linux":  # macOS has no such bound
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     template = json.loads(sys.stdin.readline())

@@ -1,8 +1,9 @@
-"""Answers in the making: what becomes of the tokens of a request.
+"""Answers in the making: tokens of the engine become events of a stream, or a whole answer.
 
 An HTTP request is one `Reply` with a `Continuation` for each prompt and each of its `n` answers.
-The engine's messages come many times a second, so a continuation costs what its request needs: a
-list's `append` where only the whole text is wanted, a decoder where it streams or has stop texts.
+The engine's messages come many times a second. So a continuation does no more than its request
+needs: `append` to a list where the request asks for the whole text, a decoder where the request
+streams or has stop texts.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from workbench.server.wire.messages import (
     foremost,
 )
 
-MOST_BUFFERED = 1 << 20  # bytes of a stream that its client has not taken
-MOST_EVENTS = 1 << 16  # and events, while the beginning of its answer waits to be sent
+MOST_BUFFERED = 1 << 20  # bytes of a stream that its client has not read
+MOST_EVENTS = 1 << 16  # likewise events, while the beginning of the answer waits to be sent
 SLOW = "the client takes events more slowly than they are made; read faster, or do not stream"
 
 
@@ -35,13 +36,13 @@ class Form(Protocol):
     """How an endpoint words its answers."""
 
     def token(self, part: Continuation, text: str) -> bytes:
-        """The event of a token. text: what it makes certain, which may be nothing."""
+        """The event of a token. text: the text that is certain now; it may be empty."""
 
     def end(self, part: Continuation, text: str, last: bool) -> bytes:
-        """The event of a continuation's end. last: no other one of the reply runs."""
+        """The event of a continuation's end. last: no other continuation of the reply runs."""
 
     def last(self, reply: Reply) -> bytes:
-        """The events behind all others."""
+        """The events after all others."""
 
     def whole(self, reply: Reply) -> bytes:
         """The answer of a request that does not stream."""
@@ -50,8 +51,10 @@ class Form(Protocol):
 class Continuation:
     """One answer to one prompt.
 
-    tokens: of the engine so far. reason: why it ended, as a client is told. echo: its prompt, where
-    the answer begins with it. take: what to do with the next token.
+    tokens: of the engine so far.
+    reason: why the continuation ended, in the client's words.
+    echo: the prompt, where the answer begins with it.
+    take: takes the next token.
     """
 
     __slots__ = (
@@ -82,7 +85,7 @@ class Continuation:
 
     @property
     def text(self) -> str:
-        """The whole text; of a request that does not stream."""
+        """The whole text of a request that does not stream."""
         if self._text is None:
             self._text = (
                 "".join(self._parts) if self._search else self.reply.texts.text(self.tokens)
@@ -91,29 +94,29 @@ class Continuation:
 
     @property
     def stop_text(self) -> str:
-        """The stop text that ended it; empty where none did."""
+        """The stop text that ended the continuation; empty where no stop text did."""
         return self._search.found if self._search else ""
 
     @property
     def offsets(self) -> list[int]:
-        """Of each token with logprobs: characters before it, of the answer."""
+        """For each token with logprobs: the characters of the answer before it."""
         decoder = self._decoder
         assert isinstance(decoder, MeasuringDecoder)
-        for token in self.tokens[len(decoder.offsets) :]:  # of an answer that is read as a whole
+        for token in self.tokens[len(decoder.offsets) :]:  # of an answer that is decoded as a whole
             decoder.feed(token)
         return decoder.offsets
 
     @property
     def n_kept(self) -> int:
-        """Tokens with logprobs that begin before a stop text, or before what may be one."""
+        """How many tokens with logprobs begin before a stop text, or before text that may still
+        become a stop text."""
         if self._search is None:
             return len(self.tokens)
         assert isinstance(self._decoder, MeasuringDecoder)
         return self._decoder.n_before(self._search.n_given)
 
     def to_log(self) -> tuple[int, int]:
-        """The first token whose logprobs no event has had, and the end of those that have one
-        now."""
+        """The range of tokens whose logprobs the next event carries: first and end."""
         begin = self._n_logged
         self._n_logged = max(begin, self.n_kept)
         return begin, self._n_logged
@@ -137,7 +140,7 @@ class Continuation:
         return text
 
     def end(self, ended: Ended) -> None:
-        """No more tokens come."""
+        """Ends the continuation: no more tokens come."""
         rest = ""
         if not self._is_cut:
             rest = self._decoder.flush()
@@ -157,12 +160,14 @@ class Continuation:
 
 
 class Reply:
-    """The answer to one HTTP request. Its coroutine is woken at most once for each message of the
-    engine where it streams, and once at its end where it does not. Where a connection can be
-    written to `direct`ly, events need no coroutine at all.
+    """The answer to one HTTP request.
+
+    The reply's coroutine is woken at most once for each message of the engine where the answer is
+    streamed, else once at the end. Where a connection can be written to `direct`ly, events need no
+    coroutine.
 
     prompts: each has wanted.n answers, one after another in `parts`.
-    numbers: gives each answer the number that the engine knows it by.
+    numbers: gives each answer its number in the engine.
     touched: gathers replies that have events; their `flush` is called after each message.
     """
 
@@ -183,12 +188,12 @@ class Reply:
         self.left = len(self.parts)  # continuations that have not ended
         self.error: ApiError | None = None
         self.begun_at = time.perf_counter()
-        self.dropped = False  # the client has gone, or takes nothing
+        self.dropped = False  # the client has gone, or reads nothing
         self.abort: Callable[[], None] | None = None  # closes the connection
-        # writes events without its coroutine; what it cannot take is the coroutine's
+        # writes events without the coroutine; the coroutine sends the events that it refuses
         self.direct: Callable[[bytes], int] | None = None
         self._events: list[bytes] = []
-        self._touches = False  # whether it is among `touched`
+        self._touches = False  # whether the reply is among `touched`
         self._waiter: asyncio.Future[None] | None = None
         self._awake = False
 
@@ -211,7 +216,7 @@ class Reply:
 
     @property
     def has_events(self) -> bool:
-        """Whether there are some that were not taken."""
+        """Whether there are events that were not taken."""
         return bool(self._events)
 
     def taken(self) -> bytes:
@@ -228,8 +233,8 @@ class Reply:
         self._events.append(event)
 
     def flush(self) -> None:
-        """Sends the events, or wakes who does. A client that takes too little gets an error behind
-        what it has."""
+        """Sends the events, or wakes the coroutine that sends them. A client that reads too little
+        gets an error after the events it has."""
         self._touches = False
         if self.over:
             self.wake()
@@ -242,11 +247,11 @@ class Reply:
                 self.fail(ApiError(408, SLOW, code="slow_client"))
 
     def stop(self, part: Continuation) -> None:
-        """A stop text was found: the engine need not go on."""
+        """Stops a continuation in the engine: a stop text was found."""
         self._cancel(part.number)
 
     def ended(self, part: Continuation, rest: str, ended: Ended) -> None:
-        """A continuation is over."""
+        """Notes the end of a continuation."""
         self.left -= 1
         if part.reason == FAILED:
             self.fail(ApiError(500, f"the step failed: {ended.why}"))
@@ -256,14 +261,14 @@ class Reply:
             self.wake()
 
     def fail(self, error: ApiError) -> None:
-        """Nothing more comes of it."""
+        """Ends the reply with an error."""
         if self.error is None:
             self.error = error
             self._cancel_all()
             self.wake()
 
     def drop(self) -> None:
-        """Nobody wants the rest. A client that does not read is not waited for."""
+        """Cancels the rest: the client has gone. A client that does not read is not waited for."""
         self.dropped = True
         self._cancel_all()
         if self.abort is not None:

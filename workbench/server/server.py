@@ -1,7 +1,8 @@
 """The server: a front, its socket, the engine process, and how they end.
 
-A first SIGINT or SIGTERM ends it gracefully: new requests get 503, what runs is finished within
-`drain_s` seconds, and the engine process is told to end. A second one ends everything at once.
+A first SIGINT or SIGTERM ends the server gracefully: new requests get 503, running requests are
+finished within `drain_s` seconds, and the engine process is told to end. A second signal ends
+everything at once.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from workbench.server.wire.protocol import FrontProtocol
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
-ENGINE_END_S = 10.0  # an engine process that was told to end and has not is killed
-CLOSE_S = 5  # what was answered is sent within so long
+ENGINE_END_S = 10.0  # an engine process that has not ended so long after Finish is killed
+CLOSE_S = 5  # how long finished answers have to be sent
 
 
 class EngineHandle(Protocol):
-    """What is asked of the engine process: `multiprocessing.Process` has it."""
+    """The methods of an engine process that the server calls: those of
+    `multiprocessing.Process`."""
 
     def join(self, timeout: float | None = None) -> None: ...
     def kill(self) -> None: ...
@@ -44,7 +46,7 @@ Start = Callable[[int], tuple[list[Connection], EngineHandle]]
 
 
 class Listening(NamedTuple):
-    """Where, and how long what runs has when the server is told to end."""
+    """The address, and how long running requests have when the server is told to end."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -52,7 +54,7 @@ class Listening(NamedTuple):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UsageError where the address is not to be had."""
+    """A listening socket. Raises UsageError where the address cannot be taken."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -62,7 +64,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class FrontServer(uvicorn.Server):
-    """uvicorn's server, which goes on answering while what runs is finished."""
+    """uvicorn's server, which still answers while running requests are finished."""
 
     def __init__(self, config: uvicorn.Config, front: Front, engine: EngineHandle, drain_s: float):
         super().__init__(config)
@@ -77,7 +79,7 @@ class FrontServer(uvicorn.Server):
         self.finish()
 
     def finish(self) -> None:
-        """Ends gracefully."""
+        """Ends the server gracefully."""
         self._until = time.monotonic() + self._drain_s
         self._front.refuse_new()
 
@@ -103,12 +105,15 @@ def serve(
     say: Callable[[str], None] = print,
     on_server: Callable[[FrontServer], None] | None = None,
 ) -> None:
-    """Serves until a signal, or for good where none comes.
+    """Serves until a signal comes.
 
-    start: starts the engine process. template: the chat template; None: ChatML. say: takes lines
-    for the eye. on_server: is given the server before it runs. Raises UsageError for an address
-    that is not to be had. Raises DeviceError where the engine process ends and nobody has told the
-    server to: what was pending has its answer then, and a supervisor may start the server again.
+    start: starts the engine process.
+    template: the chat template; None: ChatML.
+    say: takes lines to print.
+    on_server: called with the server before it runs.
+    Raises UsageError for an address that cannot be taken. Raises DeviceError where the engine
+    process ends by itself: pending requests have their answers then, and a supervisor may start the
+    server again.
     """
     with listen(listening.host, listening.port) as sock:
         (connection,), engine = start(1)
@@ -155,12 +160,12 @@ def serve(
 
 
 def is_loopback(sock: socket.socket) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether only this machine reaches the socket."""
     return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
 
 
 def address_of(sock: socket.socket) -> str:
-    """As a URL."""
+    """The socket's address as a URL."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

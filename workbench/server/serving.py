@@ -1,4 +1,4 @@
-"""The toggles that a server has, where nobody says otherwise."""
+"""The default toggles of a server."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from workbench.config.presets import served
 
 
 def serving(device: str, wanted: TogglePreset) -> TogglePreset:
-    """The toggles of a server: what is wanted; where that is `best`, for several sequences, and
-    with what only a server can have. device: as EngineConfig has it."""
+    """The toggles of a server: `wanted`. Preset `best` is taken for several sequences, with the
+    values that only a server can have. device: as in EngineConfig."""
     if wanted.name != BEST:
         return wanted
     return TogglePreset(BEST, served(device) | wanted.changes, n_seqs=2)

@@ -1,4 +1,4 @@
-"""Replies on their way to clients: whole, or as server-sent events; and clients that go or do not
+"""Sends replies to clients, whole or as server-sent events; drops clients that go or do not
 read."""
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from starlette.types import Receive, Scope, Send
 from workbench.server.api.faults import FAILED_HERE, ApiError
 from workbench.server.reply import Reply
 
-STUCK_S = 30.0  # a client that is waited for, and takes nothing for so long, is dropped
+STUCK_S = 30.0  # a client that reads nothing for so long, while data waits for it, is dropped
 SWEEP_S = 5.0
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # asks a proxy not to collect them
+    (b"x-accel-buffering", b"no"),  # asks a proxy not to buffer the events
 ]
 
 
 async def answered(request: Request, reply: Reply, streams: OpenStreams) -> Response:
-    """What a client gets of its reply: events once the first one is there, or all at the end.
+    """The response to a client: a stream from the reply's first event on, or all at the end.
 
-    Raises the reply's ApiError where nothing was sent before it, and ClientDisconnect where nobody
-    waits for a whole answer.
+    Raises the reply's ApiError where the error comes before the first event, and ClientDisconnect
+    where the client of a whole answer has gone.
     """
     reply.abort = request.scope.get("state", {}).get("abort")
     watch = asyncio.ensure_future(_watched(request.receive, reply))
@@ -68,7 +68,7 @@ class OpenStreams:
         self.open: set[EventStream] = set()
 
     async def sweep(self) -> None:
-        """Drops clients that have taken nothing for STUCK_S seconds."""
+        """Drops clients that have read nothing for STUCK_S seconds."""
         while True:
             await asyncio.sleep(SWEEP_S)
             self.drop_stuck(time.monotonic())
@@ -80,7 +80,7 @@ class OpenStreams:
 
 
 class EventStream(Response):
-    """The events of a reply, one body part for all that came since the last."""
+    """The events of a reply as a body: a part has all events since the last part."""
 
     def __init__(self, reply: Reply, watch: asyncio.Future[None], streams: OpenStreams):
         self.status_code, self.background = 200, None
@@ -88,10 +88,10 @@ class EventStream(Response):
         self.reply, self._watch, self._streams = reply, watch, streams
         self.sending_since: float | None = None
         self._backlog: Callable[[], int] = int
-        self._waited = 0  # bytes that waited for the client, when they were last looked at
+        self._waited = 0  # bytes that waited for the client at the last check
 
     def is_stuck(self, now: float) -> bool:
-        """Whether its client has taken nothing for STUCK_S seconds."""
+        """Whether the client has read nothing for STUCK_S seconds."""
         if self.sending_since is None:
             return False
         waits = self._backlog()

@@ -1,4 +1,4 @@
-"""Tokens to text: whole answers at once, or as they come; and where a stop text begins.
+"""Turns tokens into text, at once or as they come, and finds stop texts.
 
 `TokenTexts.text` is the fast twin of `model.tokenizer.StreamDecoder`: one join of byte strings in
 place of a call for each token.
@@ -14,14 +14,14 @@ from workbench.model.tokenizer.tokenizer import Tokenizer
 
 
 class TokenTexts:
-    """The bytes of each token of a vocabulary, looked up once. longest: bytes of the longest one,
-    also of those that a text names, as `<|end_of_text|>`."""
+    """The bytes of each token of a vocabulary, looked up once. longest: bytes of the longest token,
+    names of control tokens as `<|end_of_text|>` included."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.bytes = [tokenizer.piece(i) for i in range(tokenizer.n_vocab)]
         self.longest = max(len(self.shown(i)) for i in range(tokenizer.n_vocab))
-        # after these, and after nothing else, a tokenizer with prefix spaces drops one
+        # after these tokens alone, a tokenizer with prefix spaces drops a space
         every = range(tokenizer.n_vocab) if tokenizer.space_prefix else range(0)
         self.restarts = frozenset(filter(tokenizer.starts_text, every))
 
@@ -47,7 +47,7 @@ class TokenTexts:
 class TokenDecoder:
     """Text from tokens that come one at a time; never half a character.
 
-    prompt: they begin a text, and control tokens have their names; else they continue one.
+    prompt: the tokens begin a text, and control tokens show their names; else they continue a text.
     """
 
     __slots__ = ("_bytes_of", "_restarted", "_restarts", "_utf8")
@@ -59,14 +59,14 @@ class TokenDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """What is certain now: bytes of an unfinished character are held."""
+        """The text that is certain now. Bytes of an unfinished character are held back."""
         return self._utf8.decode(self._piece(token))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", True)
 
     def _piece(self, token: int) -> bytes:
-        """The bytes that it adds here."""
+        """The bytes that a token adds at this place."""
         piece = self._bytes_of(token)
         restarts = token in self._restarts
         if self._restarted and not restarts:
@@ -79,7 +79,7 @@ class MeasuringDecoder(TokenDecoder):
     """A decoder that knows where each token begins.
 
     offsets: for each token fed, characters before the character that its first byte belongs to.
-    Half a character that no token goes on with is a character, too: U+FFFD.
+    Half a character that the next token does not continue is a character, too: U+FFFD.
     """
 
     __slots__ = ("_half", "_n", "_said", "offsets")
@@ -89,7 +89,7 @@ class MeasuringDecoder(TokenDecoder):
         self.offsets: list[int] = []
         self._said: list[bool] = []  # whether the token has bytes at all
         self._n = 0  # characters that are certain
-        self._half = b""  # bytes of the character that is not
+        self._half = b""  # bytes of an unfinished character
 
     def feed(self, token: int) -> str:
         piece = self._piece(token)
@@ -102,7 +102,7 @@ class MeasuringDecoder(TokenDecoder):
         return text
 
     def n_before(self, at: int) -> int:
-        """How many tokens begin before character `at`; those without bytes there count, too."""
+        """How many tokens begin before character `at`, tokens without bytes included."""
         n = bisect_left(self.offsets, at)
         while n < len(self.offsets) and not self._said[n]:
             n += 1
@@ -110,7 +110,8 @@ class MeasuringDecoder(TokenDecoder):
 
 
 def _broken(raw: bytes) -> int:
-    """Characters that the bytes before the last one become where it does not go on with them."""
+    """How many characters the bytes before the last byte become, if the last byte does not continue
+    their character."""
     try:
         codecs.getincrementaldecoder("utf-8")("strict").decode(raw)
     except UnicodeDecodeError:
@@ -121,8 +122,10 @@ def _broken(raw: bytes) -> int:
 class StopSearch:
     """Finds the first of several texts in a text that comes in parts.
 
-    What may be the beginning of a stop text is held back until it is known. found: the stop text,
-    once one was found, and found_at: characters before it; the text ends there.
+    Text that may begin a stop text is held back until that is known.
+
+    found: the stop text, once found.
+    found_at: the characters before it; the text ends there.
     """
 
     __slots__ = ("_firsts", "_held", "_longest", "_stops", "_taken", "found", "found_at")
@@ -142,7 +145,7 @@ class StopSearch:
         return self._taken
 
     def feed(self, text: str) -> str:
-        """The text that can be given out now. Nothing comes behind a stop text."""
+        """The text that can be given out now. No text is given out after a stop text."""
         if self.found_at is not None:
             return ""
         if not self._held and self._firsts.isdisjoint(text):  # most texts
@@ -161,13 +164,13 @@ class StopSearch:
         return out
 
     def flush(self) -> str:
-        """What was held, where no more comes."""
+        """The held text, when no more text comes."""
         out, self._held = self._held, ""
         self._taken += len(out)
         return out
 
     def _possible(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop text begins with."""
+        """The length of the longest end of `text` that begins a stop text."""
         for n in range(min(len(text), self._longest - 1), 0, -1):
             end = text[-n:]
             if any(stop.startswith(end) for stop in self._stops):

@@ -1,7 +1,7 @@
-"""Where a body is read: here, or in a process beside the event loop, which goes on meanwhile.
+"""Reads request bodies: in the event loop, or in a process beside it while the event loop goes on.
 
-`Readers` chooses by the size of the body. `Aside` is such a process and the front's end of its
-pipes. It is begun as `main` of this file:
+`Readers` chooses by the size of the body. `Aside` is such a process, seen from the front. The
+process runs `main` of this file:
 
     front                             process
     a `ReaderSpec`, limits    ->
@@ -11,8 +11,8 @@ pipes. It is begun as `main` of this file:
                               <-      a `BodyRead` without its parts, or an ApiError
                               <-      its parts, and a part of no bytes
 
-Each of these is a length and so many bytes. A body that takes too much memory ends as an error
-here. Where the process dies, the next body gets a new one.
+Each item is a length and so many bytes. A body that takes too much memory becomes an error in the
+process. Where the process dies, the next body gets a new process.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from workbench.server.api.faults import FAILED_HERE, ApiError, bad
 from workbench.server.api.reading import BodyRead, Reader, ReaderSpec
 
 LENGTH_BYTES = 8
-MOST_BYTES = 2 << 30  # of memory, and of a body so many times its bytes:
+MOST_BYTES = 2 << 30  # of memory, and for each byte of a body:
 BYTES_OF_ONE = 100
-# a pool of threads for each core would be most of that memory
+# a thread for each core would take most of that memory
 ONE_THREAD = ("OPENBLAS_NUM_THREADS=1", "RAYON_NUM_THREADS=1")
-LONG = 4000  # bytes; less is read at once
-HUGE = 1 << 18  # of these, one at a time: neither time nor memory is taken for many together
+LONG = 4000  # bytes; a shorter body is read in the event loop
+HUGE = 1 << 18  # bytes; huge bodies are read one at a time, to bound time and memory
 MOST_HUGE = 16
 HUGE_NICE = 10  # streams come first where cores are few
 RETRY_S = 10.0
 
 
 class Readers:
-    """Reads bodies. Long ones have a process, huge ones another: so a prompt of usual length never
-    waits for a huge one. max_body: bytes of the largest body."""
+    """Reads bodies. Long bodies have a process, and huge bodies another, so a prompt of usual
+    length never waits for a huge one. max_body: bytes of the largest body."""
 
     def __init__(self, spec: ReaderSpec, max_body: int):
         self._reader = Reader(spec)
@@ -54,12 +54,12 @@ class Readers:
         self._beginning: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Starts the process that most long bodies want."""
+        """Starts the process that reads most long bodies."""
         self._beginning = asyncio.ensure_future(self._long.begin())
 
     async def run(self, parts: Sequence[bytes], method: str, *args: Any) -> BodyRead:
-        """What a method of `Reader` makes of a body, given in parts. Raises ApiError, with status
-        503 where too many huge bodies wait."""
+        """Reads a body, given in parts, by a method of `Reader`. Raises ApiError, with status 503
+        where too many huge bodies wait."""
         size = sum(map(len, parts))
         if size < LONG:
             found: BodyRead = getattr(self._reader, method)(b"".join(parts), *args)
@@ -79,25 +79,28 @@ class Readers:
 
 
 class Aside:
-    """The process, and who waits for it. Bodies are read one at a time, in the order in which they
-    came. max_body: bytes of the largest one. nice: how far it stands back where all cores are
-    busy."""
+    """The process, seen from the front. It reads bodies one at a time, in the order in which they
+    came.
+
+    max_body: bytes of the largest body.
+    nice: the process' niceness, for when all cores are busy.
+    """
 
     def __init__(self, spec: ReaderSpec, max_body: int, nice: int = 0):
         self._spec, self._nice = spec, nice
         self._most = MOST_BYTES + BYTES_OF_ONE * max_body
         self._process: asyncio.subprocess.Process | None = None
         self._alone = asyncio.Lock()
-        self.n_waiting = 0  # with the one that is read
+        self.n_waiting = 0  # bodies, the one that is read included
 
     async def run(self, parts: Sequence[bytes], method: str, *args: Any) -> BodyRead:
-        """What a method of `Reader` makes of a body. A caller that goes away leaves the process to
-        the next one when the body has been read. Raises ApiError."""
+        """Reads a body by a method of `Reader`. Where the caller goes away, the process serves the
+        next caller once it has read this body. Raises ApiError."""
         self.n_waiting += 1
         return await asyncio.shield(asyncio.ensure_future(self._run(parts, method, args)))
 
     async def begin(self) -> None:
-        """Starts the process, so that the first body need not wait for it."""
+        """Starts the process, so that the first body does not wait for its start."""
         async with self._alone:
             await self._started()
 
@@ -130,7 +133,7 @@ class Aside:
                     raise ApiError(
                         500, "the process that reads the body died; send less, or come again"
                     ) from None
-                except asyncio.CancelledError:  # its answer would be taken for the next one's
+                except asyncio.CancelledError:  # else the next caller would read this answer
                     await self.close()
                     raise
         finally:
@@ -169,15 +172,15 @@ async def _received(stream: asyncio.StreamReader) -> bytes:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to us, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to this process, too
     with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(2, 1)  # what is printed is no answer
+        os.dup2(2, 1)  # a print must not become an answer
         spec, most, nice = pickle.loads(_frame(sys.stdin.buffer))
         os.nice(nice)
         if sys.platform == "linux":  # macOS has no such bound
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         reader = Reader(spec)
-        gc.disable()  # a body is a tree; to look for circles in it takes longer than to read it
+        gc.disable()  # a body is a tree: looking for cycles in it takes longer than reading it
         with contextlib.suppress(EOFError, BrokenPipeError):  # the server has ended
             while True:
                 _answer(reader, sys.stdin.buffer, out)
@@ -197,7 +200,7 @@ def _answer(reader: Reader, given: IO[bytes], out: IO[bytes]) -> None:
 
 
 def made(reader: Reader, method: str, body: bytes, args: Sequence[Any]) -> BodyRead | ApiError:
-    """What a method makes of a body, or the error that it raises."""
+    """The result of a method for a body, or the error that it raises."""
     try:
         found: BodyRead = getattr(reader, method)(body, *args)
     except ApiError as error:

@@ -9,10 +9,13 @@ from workbench.server.wire.messages import Logprobs
 
 
 class Echo:
-    """tokens: the prompt's ids.
-    asked: the text that the request has; None where it has ids.
-    add_bos: as the tokenizer was given it with a text.
-    logprobs: of each token but the first, where the request wants them; they come with the steps.
+    """A prompt that its answer begins with.
+
+    tokens: the prompt's ids.
+    asked: the request's text; None where the request has ids.
+    add_bos: as given to the tokenizer with a text.
+    logprobs: of each token except the first, if the request asks for them; they come with the
+    steps.
     """
 
     def __init__(
@@ -27,7 +30,7 @@ class Echo:
 
     @property
     def text(self) -> str:
-        """What the request says. Of ids the text, with the names of control tokens."""
+        """The request's text; of ids their text, with the names of control tokens."""
         return self._decoded[0] if self._asked is None else self._asked
 
     @property
@@ -37,7 +40,7 @@ class Echo:
 
     @cached_property
     def _decoded(self) -> tuple[str, list[int]]:
-        """Text and offsets. What the tokenizer has added to a text is none of it."""
+        """Text and offsets, without the tokens that the tokenizer added to the text."""
         before = after = 0
         if self._asked is not None:
             before, after = self._texts.tokenizer.n_added(self._add_bos)

@@ -1,4 +1,4 @@
-"""What a client is told when its request is not answered, in OpenAI's shape."""
+"""The errors that a client gets in place of an answer, in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ FAILED_HERE = "the server failed; its log says how"
 
 
 class ApiError(Exception):
-    """A request that is not answered. message: what is wrong, and what to do. param: the field.
-    retry_after_s: when to come again, where it was the load."""
+    """An error in place of an answer.
+
+    message: what is wrong, and what to do.
+    param: the field.
+    retry_after_s: when to try again, where the server was full.
+    """
 
     def __init__(
         self,
@@ -40,7 +44,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Other processes raise it, too."""
+        """Makes the error travel from another process."""
         made = (self.status, self.message, self.param, self.code, self.retry_after_s)
         return ApiError, made
 

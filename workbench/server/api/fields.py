@@ -1,8 +1,8 @@
 """The fields of requests: which the server honours, which it refuses, and which change nothing.
 
-One table. Each field that llama.cpp's server, vLLM, SGLang, TGI or OpenAI is known to have stands
-in it for every route that answers, so none is ignored that would change an answer. A field that no
-row has passes unseen: clients send extras. README.md lists the table for readers.
+They stand in one table. It has every field known of llama.cpp's server, vLLM, SGLang, TGI and
+OpenAI, for every route that answers. So no field that would change an answer is ignored. A field
+outside the table has no effect: clients send extras. README.md lists the table for readers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ NO_TOOLS = s.one_of("none", "auto")
 class Field(NamedTuple):
     """Fields that are treated alike.
 
-    names: with spaces between. schema: what they may say; of a refused field, the values that ask
-    for nothing. asks: what any other value asks for. instead: what a client can do about it.
+    names: with spaces between.
+    schema: the values that are allowed; of a refused field, the values that ask for nothing.
+    asks: what any other value asks for.
+    instead: what a client can do about it.
     """
 
     names: str
@@ -40,7 +42,7 @@ class Field(NamedTuple):
 
     @property
     def checked(self) -> Schema:
-        """The schema, with what is said of a value that it does not allow."""
+        """The schema, with the message for a value that it does not allow."""
         if self.treatment == WITHOUT_EFFECT:
             return {"description": WITHOUT_EFFECT}
         if self.treatment == HONOURED:
@@ -230,7 +232,8 @@ _REQUIRED = {
 
 
 def _unless(field: str, nothing: Schema, other: Schema, words: str) -> dict[str, Schema]:
-    """What `field` needs of the whole body, unless it says nothing."""
+    """The schema of a whole body for `field`: the condition holds unless the field asks for
+    nothing."""
     alone = {"properties": {field: nothing}}
     return {field: {"anyOf": [alone, other], "x-refusal": words}}
 
@@ -262,7 +265,7 @@ def _schema(route: str) -> Schema:
 
 
 SCHEMAS: dict[str, Schema] = {route: _schema(route) for route in _REQUIRED}
-# of each route the fields that are honoured there
+# route -> the fields that are honoured there
 READ: dict[str, set[str]] = {
     route: {
         name

@@ -1,7 +1,7 @@
-"""How the endpoints word their answers: OpenAI's two forms, and llama.cpp's own.
+"""The forms of the endpoints' answers: OpenAI's two forms, and llama.cpp's own.
 
-An event of a stream is made for each token, so its JSON is put together from bytes that are the
-same for the whole request, and the token's text.
+A stream has an event for each token. Its JSON is joined from bytes that are the same for the whole
+request, and the token's text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workbench.server.wire.messages import Logprobs, Timings
 
 DONE = b"data: [DONE]\n\n"
 Json = dict[str, Any]
-_STOP_TYPES = {"stop": "eos", "length": "limit"}  # llama.cpp's words, where no stop text was found
+_STOP_TYPES = {"stop": "eos", "length": "limit"}  # llama.cpp's words, without a stop text
 
 
 def quoted(text: str) -> bytes:
@@ -34,7 +34,7 @@ def event(value: Json) -> bytes:
 
 
 class _OpenAI:
-    """What completions and chats have in common.
+    """The common parts of completions and chats.
 
     The parts of a token's event: `_head`, the choice's index, `_text_head`, the text, `_tail`.
     """
@@ -93,8 +93,8 @@ class _OpenAI:
         raise NotImplementedError
 
     def _log(self, part: Continuation) -> Json:
-        """The logprobs of tokens whose text is certain now; of those that may belong to a stop
-        text, not yet."""
+        """The logprobs of tokens whose text is certain now. Tokens that may belong to a stop text
+        come later."""
         begin, end = part.to_log() if part.logprobs else (0, 0)
         return {"logprobs": self._logprobs(part, begin, end)} if end > begin else {}
 
@@ -117,7 +117,7 @@ class Completions(_OpenAI):
         return made if part.tokens else self._echoed(part) + made
 
     def _echoed(self, part: Continuation) -> bytes:
-        """The event of the prompt, before all others; nothing where it is not wanted."""
+        """The event of the prompt, before all others; empty without `echo`."""
         if part.echo is None:
             return b""
         choice = self._choice(part.index, part.echo.text, None)
@@ -140,7 +140,7 @@ class Completions(_OpenAI):
         return choice
 
     def _of_prompt(self, echo: Echo) -> Json:
-        """The four lists of a prompt. Nothing is before its first token, so that has no logprob."""
+        """The four lists of a prompt. Its first token follows no token, so it has no logprob."""
         made = self._lists(echo.tokens[1:], echo.logprobs)
         return {
             "tokens": [self._shown(echo.tokens[0]), *made["tokens"]],
@@ -150,7 +150,7 @@ class Completions(_OpenAI):
         }
 
     def _logprobs(self, part: Continuation, begin: int, end: int) -> Json:
-        """OpenAI's four lists. text_offset: characters before the token, of the answer."""
+        """OpenAI's four lists. text_offset: characters of the answer before the token."""
         n_before = 0 if part.echo is None else len(part.echo.text)
         offsets = part.offsets[begin:end]
         made = self._lists(part.tokens[begin:end], part.logprobs[begin:end])
@@ -170,7 +170,7 @@ class Completions(_OpenAI):
         }
 
     def _shown(self, token: int) -> str:
-        """A token's text. One that is no whole character is written in bytes, as OpenAI does."""
+        """A token's text. A part of a character is written in bytes, as OpenAI does."""
         raw = self._texts.shown(token)
         try:
             return raw.decode("utf-8")
@@ -226,7 +226,7 @@ class Chat(_OpenAI):
 
 
 def _logprob(texts: TokenTexts, token: int, value: float) -> Json:
-    """A token with its logarithm, as chats and llama.cpp word it."""
+    """A token with its log-probability, in the form of chats and of llama.cpp."""
     raw = texts.shown(token)
     return {"token": raw.decode("utf-8", "replace"), "logprob": value, "bytes": list(raw)}
 
@@ -258,7 +258,7 @@ class Native:
         return json.dumps(self._ended(part, part.text, part.tokens) | known).encode()
 
     def _known(self, part: Continuation, begin: int, end: int) -> Json:
-        """`completion_probabilities`, where there are some."""
+        """`completion_probabilities`, where the request asks for them."""
         values = [
             {"id": token} | _logprob(self._texts, token, of.drawn) | {
                 "top_logprobs": [
@@ -292,7 +292,7 @@ FORMS: dict[str, Callable[[str, TokenTexts, bool], Form]] = {
 
 
 def usage(reply: Reply) -> Json:
-    """Tokens of a request. A prompt with several answers counts once, as with OpenAI."""
+    """The token counts of a request. A prompt with several answers counts once, as with OpenAI."""
     firsts = reply.parts[:: reply.wanted.n]
     n_prompt = sum(part.n_prompt for part in firsts)
     n_made = sum(len(part.tokens) for part in reply.parts)
@@ -306,12 +306,12 @@ def usage(reply: Reply) -> Json:
 
 
 def timings_of(parts: Sequence[Continuation]) -> Json:
-    """llama.cpp's `timings`, with the time in the queue and of sampling. Several answers are made
-    side by side: tokens and sampling are added up, and of other times the longest counts."""
+    """llama.cpp's `timings`, plus the times of queue and sampling. Several answers are made side by
+    side: their tokens and sampling times are added, and the longest of each other time counts."""
     every = [part.timings for part in parts if part.timings is not None]
     if not every:
         return {}
-    # the first token of each comes of its prompt's last step
+    # the first token of each answer comes from the last step of its prompt
     n_later = sum(max(0, t.n_made - 1) for t in every)
     added = ("n_prompt", "n_cached", "n_made", "sampling_s")
     columns: list[tuple[Any, ...]] = [*zip(*every, strict=True)]

@@ -1,4 +1,4 @@
-"""The interface in OpenAPI 3.1, made from the table of fields."""
+"""Describes the interface in OpenAPI 3.1, from the table of fields."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What is made of a body: JSON that is checked, what the request wants, and ids of its prompts.
+"""Reads a body: checks its JSON, and finds the request's parameters and the ids of its prompts.
 
-All of this takes a time that grows with the body, and holds Python's lock. So it is in one object
-that knows no event loop: `Readers` lets it work here for a small body, and in another process for a
-larger one. Whatever is wrong with a request by itself is found here; `Front.open` knows what cannot
-be served now.
+This work takes a time that grows with the body, and holds Python's lock. So it belongs to an object
+without an event loop: `Readers` runs a `Reader` in this process for a small body, and in another
+process for a larger one. An error of the request itself is found here. `Front.open` refuses
+requests that cannot be served now.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ from workbench.server.api.schema import check, parse
 from workbench.server.api.shapes import AS_MANY, MAX_CHOICES, MAX_PROMPTS
 from workbench.server.chat import PART_BYTES, ChatTemplate, text_of
 
-AT_ONCE = 10_000  # entries of a list in a part of an answer
+AT_ONCE = 10_000  # entries of a list in one part of an answer
 COMPLETION_TOKENS = 16  # of /v1/completions, where the request names no number
 
 
 class Defaults(NamedTuple):
-    """What a request has that does not say. timeout_s: also the most it can ask for."""
+    """The defaults of a request. timeout_s: also the most that a request can ask for."""
 
-    sampling: Sampling = Sampling(0.8, 40, 0.95)  # as llama.cpp's server, but for its min_p of 0.05
+    sampling: Sampling = Sampling(0.8, 40, 0.95)  # as llama.cpp's server, except its min_p of 0.05
     timeout_s: float | None = None
 
 
 class Wanted(NamedTuple):
-    """What a request wants, whichever endpoint it came to.
+    """The parameters of a request, the same for all endpoints.
 
     n: continuations of each prompt.
     max_tokens: None for as many as the context holds.
     seed: None for any.
-    ends: tokens that end an answer: the request's, and the model's own unless it ignores them.
+    ends: tokens that end an answer: the request's, and the model's own unless the request ignores
+        them.
     add_bos: of texts, as `Tokenizer.encode` takes it.
-    echo: an answer begins with its prompt, whose tokens have logprobs where the others have.
+    echo: an answer begins with its prompt, whose tokens then have logprobs if the answer's have.
     """
 
     n: int
@@ -69,8 +70,12 @@ class Wanted(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A prompt that fits. ids: int32 (n,), at least one. most: tokens that its answer may have.
-    text: what the request says where that is a text and an answer begins with it."""
+    """A prompt that fits the context.
+
+    ids: int32 (n,), at least one.
+    most: tokens that its answer may have.
+    text: the request's text, where the answer begins with a prompt that is a text.
+    """
 
     ids: np.ndarray
     most: int
@@ -78,8 +83,12 @@ class Prompt(NamedTuple):
 
 
 class ReaderSpec(NamedTuple):
-    """What a `Reader` is made of. longest: bytes of the longest token. model: the name that
-    requests may ask for. template: the chat template. It can be pickled."""
+    """The settings of a `Reader`, which can be pickled.
+
+    longest: bytes of the longest token.
+    model: the name that requests may ask for.
+    template: the chat template.
+    """
 
     tokenizer: Tokenizer
     longest: int
@@ -89,11 +98,11 @@ class ReaderSpec(NamedTuple):
 
 
 class BodyRead(NamedTuple):
-    """What was made of a body.
+    """A body that was read.
 
-    wanted: of a request for answers.
-    prompts: of such a request; of a chat, which has none before its template is rendered, none.
-    parts: long bytes, cut by `cut`: what the template is given, or an answer.
+    wanted: the parameters of a request for answers.
+    prompts: of a request for answers; empty for a chat whose template is not yet rendered.
+    parts: long bytes, cut by `cut`: the values for a template, or an answer.
     """
 
     wanted: Wanted | None = None
@@ -102,16 +111,16 @@ class BodyRead(NamedTuple):
 
 
 class Reader:
-    """Every method takes the bytes of a body, or of the line of a renderer, and raises ApiError for
-    what cannot be answered. n_ctx: most tokens of a request."""
+    """Every method takes the bytes of a body, or a line of a renderer, and raises ApiError for a
+    request that cannot be answered. n_ctx: most tokens of a request."""
 
     def __init__(self, spec: ReaderSpec):
         self._spec, self._tokenizer = spec, spec.tokenizer
         self._template = ChatTemplate(spec.template, spec.tokenizer)
 
     def request(self, raw: bytes, route: str, n_ctx: int) -> BodyRead:
-        """`wanted` and `prompts` of a body that wants answers; of a chat `wanted`, and in `parts`
-        what its template is given."""
+        """`wanted` and `prompts` of a request for answers; for a chat `wanted`, and in `parts` the
+        values for its template."""
         body = parse(raw)
         if route != CHAT:
             _check_entries(body.get("prompt"), n_ctx)
@@ -127,21 +136,21 @@ class Reader:
         return BodyRead(wanted, self._fitted(prompts, wanted, n_ctx, clips=route == NATIVE))
 
     def rendered(self, line: bytes, wanted: Wanted, n_ctx: int) -> BodyRead:
-        """`wanted` and `prompts` of a chat, of what the renderer has said."""
+        """`wanted` and `prompts` of a chat, from the renderer's line."""
         return BodyRead(wanted, self._fitted([text_of(line)], wanted, n_ctx))
 
     def template_values(self, raw: bytes) -> BodyRead:
-        """`parts` is what the template is given for a body of /apply-template."""
+        """`parts`: the values for the template, from a body of /apply-template."""
         return BodyRead(parts=cut(self._template.values(_honoured(parse(raw), TEMPLATE))))
 
     def prompt_answer(self, line: bytes) -> BodyRead:
-        """`parts` is the answer of /apply-template, of what the renderer has said."""
-        # of a lone surrogate no UTF-8 is made; the tokenizer writes it like this, too
+        """`parts`: the answer of /apply-template, from the renderer's line."""
+        # a lone surrogate has no UTF-8; the tokenizer replaces it in the same way
         prompt = text_of(line).encode("utf-8", "replace").decode("utf-8")
         return BodyRead(parts=cut(json.dumps({"prompt": prompt}, ensure_ascii=False).encode()))
 
     def tokenize(self, raw: bytes) -> BodyRead:
-        """`parts` is the answer of /tokenize."""
+        """`parts`: the answer of /tokenize."""
         body = _honoured(parse(raw), TOKENIZE)
         special = body.get("parse_special")
         tokens = self._tokenizer.encode(
@@ -152,7 +161,7 @@ class Reader:
         return BodyRead(parts=tuple(self._listed(tokens, bool(body.get("with_pieces")))))
 
     def detokenize(self, raw: bytes) -> BodyRead:
-        """`parts` is the answer of /detokenize."""
+        """`parts`: the answer of /detokenize."""
         tokens = _ids(_honoured(parse(raw), DETOKENIZE)["tokens"])
         self._check_known(tokens, "tokens")
         text = self._tokenizer.decode(tokens, special=True)
@@ -163,7 +172,7 @@ class Reader:
     def _fitted(
         self, prompts: list[str | list[int]], wanted: Wanted, n_ctx: int, clips: bool = False
     ) -> tuple[Prompt, ...]:
-        """Each prompt with the tokens that its answer may have."""
+        """Each prompt, with how many tokens its answer may have."""
         for prompt in prompts:
             if isinstance(prompt, str):
                 _check_text(len(prompt), n_ctx, self._spec.longest)
@@ -172,7 +181,7 @@ class Reader:
             text, ids = None, prompt
             if isinstance(ids, str):
                 text, ids = ids, self._tokenizer.encode(ids, wanted.add_bos)
-            # refused before the next one takes its time
+            # refused before the next prompt is encoded
             most = fitted(len(ids), wanted.max_tokens, n_ctx, clips)
             self._check_known(ids, "prompt")
             found.append(Prompt(np.asarray(ids, np.int32), most, text if wanted.echo else None))
@@ -220,11 +229,11 @@ def check_model(model: str, served: str) -> None:
 
 
 def cut(data: bytes) -> tuple[bytes, ...]:
-    """Bytes in parts. To copy a part takes no time that a stream would notice."""
+    """Bytes in parts. Copying a part delays no stream."""
     return tuple(data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES))
 
 
-# --- what the fields say ---------------------------------------------------------------------
+# --- the meaning of fields ---------------------------------------------------------------------
 
 
 def wanted_of(
@@ -233,7 +242,8 @@ def wanted_of(
     defaults: Defaults,
     eog_ids: frozenset[int] = frozenset(),
 ) -> Wanted:
-    """What the honoured fields of a body want. eog_ids: tokens that end the model's answers."""
+    """The parameters in the honoured fields of a body. eog_ids: tokens that end the model's
+    answers."""
     seed, stop = _whole(body.get("seed")), body.get("stop")
     asked, most = body.get("timeout"), defaults.timeout_s
     own_ends = frozenset(map(int, body.get("stop_token_ids") or ()))
@@ -255,7 +265,7 @@ def wanted_of(
 
 
 def _most(body: dict[str, Any], default: int | None) -> int | None:
-    """Tokens of an answer, by the first of its names that says something."""
+    """The most tokens of an answer: the first of the fields for it that is set."""
     for name in ("n_predict", "max_completion_tokens", "max_tokens"):
         if (tokens := _whole(body.get(name))) is not None:
             return None if tokens == AS_MANY else tokens
@@ -263,7 +273,7 @@ def _most(body: dict[str, Any], default: int | None) -> int | None:
 
 
 def _n_logprobs(body: dict[str, Any], route: str) -> int | None:
-    """How many of the likeliest tokens are told; None for no logprobs at all."""
+    """How many of the likeliest tokens an answer lists; None for no logprobs at all."""
     asked = _whole(body.get("n_probs")) or None
     if route == COMPLETIONS and (own := _whole(body.get("logprobs"))) is not None:
         return own
@@ -286,7 +296,7 @@ def _sampling(body: dict[str, Any], default: Sampling) -> Sampling:
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """Texts, or token ids."""
+    """The prompts of a body: texts, or token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], str | list):
@@ -304,26 +314,29 @@ def _whole(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-# --- what fits the context -------------------------------------------------------------------
+# --- the context -------------------------------------------------------------------
 
 
 def _check_entries(prompt: Any, n_ctx: int) -> None:
-    """Raises ApiError (400) for a list that is neither so many tokens nor so many prompts. Nothing
-    is asked of its entries, which may be millions."""
+    """Raises ApiError (400) for a list that is too long to be tokens or prompts. Its entries, which
+    may be millions, are not checked."""
     if isinstance(prompt, list) and len(prompt) > max(n_ctx, MAX_PROMPTS):
         raise _too_long(f"the prompt has {len(prompt)} entries", n_ctx, "tokens")
 
 
 def _check_text(n_characters: int, n_ctx: int, longest: int) -> None:
-    """Raises ApiError (400) for a text that no n_ctx tokens say, each of `longest` bytes at most.
-    It is not made into tokens first: of a whole body that takes many seconds."""
+    """Raises ApiError (400) for a text that is longer than n_ctx tokens of `longest` bytes. The
+    text is not tokenized before: for a whole body that takes many seconds."""
     if n_characters > n_ctx * longest:
         raise _too_long(f"the prompt has {n_characters} characters", n_ctx, "tokens")
 
 
 def fitted(n_prompt: int, max_tokens: int | None, n_ctx: int, clip: bool = False) -> int:
-    """How many tokens an answer may have, of a context of n_ctx tokens; 0 where none is wanted.
-    clip: less than wanted will do. Raises ApiError (400), which says how many tokens there are."""
+    """How many tokens an answer may have in a context of n_ctx tokens; 0 where none is asked for.
+
+    clip: fewer tokens than asked for are fine.
+    Raises ApiError (400), which names the number of tokens that there are.
+    """
     if n_prompt == 0:
         raise bad("the prompt has no tokens; give at least one", "prompt")
     room = n_ctx - n_prompt

@@ -1,4 +1,4 @@
-"""What values of fields look like: the JSON schemas that the table of fields is made of."""
+"""The shapes of fields' values: JSON schemas, from which the table of fields is made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AS_MANY = -1  # llama.cpp's word for as many tokens as fit
 
 
 def number(kind: str, least: float | None = None, most: float | None = None) -> Schema:
-    """A number, or null for what the server has by default."""
+    """A number, or null for the server's default."""
     made: Schema = {"type": [kind, "null"]}
     if least is not None:
         made["minimum"] = least
@@ -31,10 +31,10 @@ def one_of(*values: Any) -> Schema:
 FLAG: Schema = {"type": ["boolean", "null"]}
 TEXT: Schema = {"type": "string"}
 WORD: Schema = {"type": ["string", "null"]}
-NOTHING = one_of("", [], {})  # of lists, texts and objects
+NOTHING = one_of("", [], {})  # the empty text, list and object
 NULL = one_of()
 OBJECTS: Schema = {"type": ["array", "null"], "items": {"type": "object"}}
-# `of_vocabulary` says the largest one there is
+# `of_vocabulary` adds the largest id
 ID: Schema = {"type": "integer", "format": "token-id", "minimum": 0, "maximum": INT32}
 IDS: Schema = {"type": "array", "items": ID, "minItems": 1}
 _MANY = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
@@ -53,7 +53,7 @@ STOP: Schema = {
         {"type": "null"},
     ],
 }
-# an id that no token has ends nothing, so any number will do
+# an id without a token ends no answer, so any number is allowed
 STOP_IDS: Schema = {
     "type": ["array", "null"],
     "items": {"type": "integer", "minimum": 0, "maximum": INT32},
@@ -92,7 +92,7 @@ MESSAGES: Schema = {
 
 
 def of_vocabulary(schema: Any, n_vocab: int) -> Any:
-    """A schema whose token ids end with a vocabulary of n_vocab tokens."""
+    """A schema whose token ids are below n_vocab."""
     if isinstance(schema, list):
         return [of_vocabulary(part, n_vocab) for part in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""The front: what it knows of its engine process, and the requests that are under way."""
+"""The front: it hands requests to the engine process, and tokens to the replies under way."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ NOT_NOW = {
 class FrontSettings(NamedTuple):
     """Limits and defaults. Sizes are bytes, times are seconds.
 
-    keys: one of these must come with a request; none: no key is asked for. origins: pages of these
-    may ask, * of all. reads_at_once: the process that reads long bodies is started with the server,
-    not with the first of them.
+    keys: a request must carry one of them; empty: no key is needed.
+    origins: pages of these origins may send requests; *: pages of all origins.
+    reads_at_once: the process that reads long bodies starts with the server, not with the first
+        long body.
     """
 
     model: str
@@ -61,8 +62,8 @@ class FrontSettings(NamedTuple):
 class Front:
     """Hands requests to the engine process, and each token to the request it belongs to.
 
-    number, step: its requests have the numbers number, number + step, ... so that several fronts
-    can share an engine process.
+    number, step: the front's requests have the numbers number, number + step, ... so that several
+        fronts can share an engine process.
     """
 
     def __init__(
@@ -77,14 +78,16 @@ class Front:
         self.state = LOADING
         self.ready: Ready | None = None
         self.totals: Totals | None = None
-        self.on_state: Callable[[], None] = _nothing  # called when it prepares, serves, and is dead
+        self.on_state: Callable[[], None] = (
+            _nothing  # called when the engine prepares, serves, is dead
+        )
         self._link = link
         self._numbers = itertools.count(number, step)
         self._parts: dict[int, Continuation] = {}
         self._take: dict[int, Callable[[int], None]] = {}
-        self._touched: list[Reply] = []  # by this message
-        self._n_first = 0  # of this message, tokens that are their request's first
-        self._last_s: float | None = None  # when tokens came last
+        self._touched: list[Reply] = []  # by the present message
+        self._n_first = 0  # tokens of the present message that are first tokens
+        self._last_s: float | None = None  # the time of the last tokens
 
     async def begin(self) -> None:
         """Called in the event loop, before any request."""
@@ -95,15 +98,15 @@ class Front:
         return len(self._parts)
 
     def check_serving(self) -> Ready:
-        """Raises ApiError (503) where no request is taken now."""
+        """Raises ApiError (503) where the server takes no request now."""
         if self.state != SERVING or self.ready is None:
             retry = 1.0 if self.state in BEGINNING else None
             raise ApiError(503, NOT_NOW[self.state], code=self.state, retry_after_s=retry)
         return self.ready
 
     def open(self, wanted: Wanted, prompts: Sequence[Prompt], form: Form) -> Reply:
-        """Asks the engine for the answers that a request wants. Raises ApiError where so many are
-        not served, or not now."""
+        """Asks the engine for the answers to a request. Raises ApiError where the server serves no
+        request of so many answers, or none now."""
         ready = self.check_serving()
         n, most = len(prompts) * wanted.n, self.settings.max_pending
         at_once = min(most, ready.n_slots + ready.n_waiting)
@@ -129,27 +132,27 @@ class Front:
         return reply
 
     def cancel(self, number: int) -> None:
-        """Tells the engine that nobody wants the rest. It answers with an `Ended`."""
+        """Cancels a request in the engine, which answers with an `Ended`."""
         if self._take.get(number, _nothing_of) is not _nothing_of:
             self._take[number] = _nothing_of
             self._link.send(Cancel(number))
 
     def refuse_new(self) -> None:
-        """No request is taken any more; those under way go on."""
+        """Refuses new requests; requests under way go on."""
         if self.state in (*BEGINNING, SERVING):
             self.state = FINISHING
 
     def give_up(self) -> None:
-        """Ends what is under way: its time is over."""
+        """Ends the requests under way: their time is over."""
         for part in list(self._parts.values()):
             part.reply.fail(ApiError(503, NOT_NOW[FINISHING], code=FINISHING))
 
     async def finish(self) -> None:
-        """Tells the engine process that it can end."""
+        """Tells the engine process to end."""
         self._link.send(Finish())
         await self._link.end()
 
-    # --- what the engine says ----------------------------------------------------------------
+    # --- messages of the engine ----------------------------------------------------------------
 
     def _got(self, message: Message) -> None:
         if isinstance(message, Made):
@@ -209,13 +212,13 @@ class Front:
             self._last_s = None
 
     def _broken(self, reply: Reply, error: Exception) -> None:
-        """A reply could not be worded. It ends with an error; all others go on."""
+        """Ends a reply whose events could not be written. All other replies go on."""
         if reply.error is None:
             traceback.print_exception(error, file=sys.stderr)
             reply.fail(ApiError(500, FAILED_HERE))
 
     def _first(self, part: Continuation, token: int) -> None:
-        """The first token of a continuation."""
+        """Takes the first token of a continuation."""
         self._n_first += 1
         self.counted.first_token.add(time.perf_counter() - part.reply.begun_at)
         self._take[part.number] = part.take
@@ -231,9 +234,9 @@ class Front:
         part.reply.fail(ApiError(status, refused.why, retry_after_s=refused.retry_after_s))
 
     def _lost(self) -> None:
-        """The pipe was closed."""
+        """Ends all replies: the pipe was closed."""
         self.state = DEAD
-        if self.totals is not None:  # what it counted stays; what it had is gone
+        if self.totals is not None:  # its counts stay; its requests are gone
             self.totals = self.totals._replace(
                 n_running=0, n_waiting=0, n_cells_used=0, n_cells_kept=0
             )
@@ -263,4 +266,4 @@ def _nothing() -> None:
 
 
 def _nothing_of(token: int) -> None:
-    """A token that nobody wants."""
+    """Takes a token of a continuation that has ended."""

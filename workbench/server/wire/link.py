@@ -1,9 +1,9 @@
 """The front's end of the pipe to its engine process.
 
-Messages go through a transport of the event loop. So a pipe that is full, or has half a message,
-makes nobody wait. The event loop must not wait, and a thread would cost two switches a step.
+Messages go through a transport of the event loop. The event loop must not wait: with a transport,
+neither a full pipe nor half a message makes it wait. (A thread would cost two switches a step.)
 
-The file descriptor is the event loop's alone. uvloop makes what it watches non-blocking, and a
+Only the event loop uses the file descriptor. uvloop makes a watched descriptor non-blocking, and a
 `Connection` that meets a full pipe there raises BlockingIOError in the middle of a message.
 """
 
@@ -19,13 +19,13 @@ from typing import Any, cast
 
 Message = Any  # a tuple of messages.py
 LENGTH_BYTES = 4  # before each message, as multiprocessing.connection writes it: signed, big-endian
-LONG_BYTES = 8  # behind a length of -1, the true one
+LONG_BYTES = 8  # the true length, after a length of -1
 MOST_SHORT = 2**31 - 1
-END_S = 2.0  # for what was sent to be written
+END_S = 2.0  # how long sent messages have to be written
 
 
 def framed(message: Message) -> bytes:
-    """A message as `Connection.recv` reads it."""
+    """The bytes of a message, as `Connection.recv` reads them."""
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     if len(body) <= MOST_SHORT:
         return len(body).to_bytes(LENGTH_BYTES) + body
@@ -33,13 +33,13 @@ def framed(message: Message) -> bytes:
 
 
 class Messages:
-    """Messages from bytes that come in parts, as `Connection.send` writes them."""
+    """Finds messages in bytes that come in parts, as `Connection.send` writes them."""
 
     def __init__(self) -> None:
         self._parts = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Gives the messages that are whole now."""
+        """The messages that are complete now."""
         parts = self._parts
         parts += data
         at = 0
@@ -52,7 +52,7 @@ class Messages:
         del parts[:at]
 
     def _bounds(self, at: int) -> tuple[int, int] | None:
-        """Where the message is that begins at `at`; None: it is not whole."""
+        """Begin and end of the message whose length stands at `at`; None: it is not complete."""
         parts = self._parts
         begin = at + LENGTH_BYTES
         n = int.from_bytes(parts[at:begin], signed=True)
@@ -63,8 +63,8 @@ class Messages:
 
 
 class Link(asyncio.Protocol):
-    """A pipe whose messages go to `got`, in order, in the event loop; `lost` is called once, when
-    the other side has closed it."""
+    """A pipe in the event loop. Its messages go to `got`, in order. `lost` is called once, when the
+    other side has closed the pipe."""
 
     def __init__(self, connection: Connection):
         self._connection = connection
@@ -78,7 +78,7 @@ class Link(asyncio.Protocol):
     async def begin(self, got: Callable[[Message], None], lost: Callable[[], None]) -> None:
         """Called in the event loop."""
         self._got, self._lost = got, lost
-        # closing the transport must not close the pipe: its owner does that
+        # closing the transport must not close the pipe: the pipe's owner closes it
         end = socket.socket(fileno=os.dup(self._connection.fileno()))
         end.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
@@ -89,7 +89,8 @@ class Link(asyncio.Protocol):
             self._transport.write(framed(message))
 
     async def end(self) -> None:
-        """Stops both directions; messages that were sent are written first, if they are taken."""
+        """Stops both directions. Messages that were sent are written first, if the other side reads
+        them."""
         self._ending = True
         if self._transport is not None:
             self._transport.close()
@@ -98,7 +99,7 @@ class Link(asyncio.Protocol):
             except TimeoutError:
                 self._transport.abort()
 
-    # what asyncio calls
+    # callbacks of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, or asyncio's

@@ -1,21 +1,21 @@
-"""What a server's front and its engine process say to each other.
+"""The messages between a server's front and its engine process.
 
 The front speaks HTTP and knows text. The engine process knows tokens. Between them is a pipe
 (`multiprocessing.Pipe`), on which each message is one of these tuples. The engine sends one `Made`
-for a step, however many requests the step served. While steps are made, one comes every 0.25 s at
-least: it may have no tokens, and says what was counted. Times are seconds.
+for a step, however many requests the step served. While steps are made, a `Made` comes at least
+every 0.25 s; it may have no tokens, and then carries the counts alone. Times are seconds.
 
     front                               engine process
-                      <- Preparing      the model is loaded; kernels and first steps are to come
-                      <- Ready          requests are taken
+                      <- Preparing      the model is loaded; kernels and first steps come next
+                      <- Ready          the engine takes requests
     Ask, Ask, Cancel  ->
                       <- Made           after each step: a token for each request it served
-                      <- Refused        of an Ask that cannot be served, or not now
+                      <- Refused        for an Ask that cannot be served, or not now
     Finish            ->                no request comes any more
-                      <- Made ..        until all that run have ended; then the pipe is closed
+                      <- Made ..        until all requests have ended; then the pipe is closed
 
 Every Ask has exactly one answer: its number comes in one `Ended` or one `Refused`, and in no
-message behind that. A pipe that closes earlier says that the engine process has died.
+message after that. A pipe that closes earlier means that the engine process has died.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ from workbench.engine.slots.asks import foremost as foremost
 
 
 class Cancel(NamedTuple):
-    """Nobody wants the rest of a request. It ends with CANCELLED, if it has not ended already."""
+    """Cancels a request, which ends with CANCELLED if it has not ended already."""
 
     number: int
 
@@ -47,12 +47,15 @@ class Finish(NamedTuple):
 
 
 class Preparing(NamedTuple):
-    """The model is loaded. What the first requests need is compiled and captured now."""
+    """The model is loaded. The engine now compiles and captures for the first requests."""
 
 
 class Ready(NamedTuple):
-    """The engine process takes requests. n_ctx: most tokens of a request, prompt and answer
-    together. n_waiting: most requests that wait for a slot."""
+    """The engine process takes requests.
+
+    n_ctx: most tokens of a request, prompt and answer together.
+    n_waiting: most requests that wait for a slot.
+    """
 
     model: str
     device: str
@@ -63,9 +66,13 @@ class Ready(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a step made. numbers (n,) int64 and tokens (n,) int32: the requests that have a token of
-    it, and the token. logprobs: by number, of those that asked. ended: requests that are over.
-    scores: by number, of the next tokens of prompts that are scored; None: of none."""
+    """The results of a step.
+
+    numbers, tokens: (n,) int64 requests that got a token, and (n,) int32 their tokens.
+    logprobs: by number, of requests that asked for them.
+    ended: requests that have ended.
+    scores: by number, of the next tokens of prompts that are scored; None: no prompt is.
+    """
 
     numbers: np.ndarray
     tokens: np.ndarray
@@ -76,8 +83,8 @@ class Made(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A request that is not served. retry_after_s: when to come again, where it was the load; None
-    where the request itself cannot be served."""
+    """A request that is not served. retry_after_s: when to try again, where the server was full;
+    None where the request itself cannot be served."""
 
     number: int
     why: str

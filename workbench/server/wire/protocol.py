@@ -1,11 +1,12 @@
-"""uvicorn's HTTP/1.1 connection, with the limits that it lacks and errors in JSON.
+"""uvicorn's HTTP/1.1 connection, with the limits that uvicorn lacks, and errors in JSON.
 
-It can also write a part of a body at once. ASGI would wake the coroutine of the response for each
-part, which costs more than the part.
+The connection can also write a part of a body at once. ASGI would wake the coroutine of the
+response for each part, which costs more than the part.
 
-A client that has sent its request may close its half of the connection. It looks like a client that
-has gone, until something is written: the system of one that has gone refuses it. A stream writes.
-To others a `100 Continue` is sent again and again, which every client of HTTP/1.1 skips.
+A client that has sent its request may close its half of the connection. Such a client looks like a
+client that has gone. Only a write shows the difference: the system of a client that has gone
+refuses the bytes. A stream writes often. Where the answer is whole, the connection writes `100
+Continue` now and then, which every client of HTTP/1.1 skips.
 """
 
 from __future__ import annotations
@@ -26,19 +27,23 @@ HEADERS_S = 20.0  # from the first byte of a request to the end of its headers
 MAX_HEADERS = 64 << 10  # bytes of a request before its body
 MAX_CONNECTIONS = 4096
 LINGER_S = 1.0  # closed with bytes unread, a connection is reset and its client sees no answer
-PROBE_S = 0.5  # between two looks whether a client that has closed its half is still there
+PROBE_S = 0.5  # between two probes of a client that has closed its half
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
-CHUNKED_BYTES = 4096  # of a body in chunks that are parsed at once
+CHUNKED_BYTES = 4096  # how much of a body in chunks is parsed at once
 HEAD_END = b"\r\n\r\n"
 
 
 class FrontProtocol(HttpToolsProtocol):
-    """A connection. In its scope's state are `abort`, which closes it without waiting for its
-    client, `write_part`, `refuse`, which answers a request whose body is not read, and `backlog`,
-    the bytes that wait for the client."""
+    """A connection. Its scope's state holds:
+
+    abort: closes the connection without waiting for the client.
+    write_part: writes a part of a body at once.
+    refuse: answers a request whose body is not read.
+    backlog: the bytes that wait for the client.
+    """
 
     _n_headers = 0  # bytes of a request so far, until its headers end
-    _rest = b""  # that came, and is parsed later
+    _rest = b""  # received bytes that are parsed later
     _n_body = 0  # bytes of its body that are still to come; 0 for a chunked one
     _late: asyncio.TimerHandle | None = None
     _in_headers = True
@@ -85,7 +90,8 @@ class FrontProtocol(HttpToolsProtocol):
         A piece ends where headers or a body end. So the next request begins a piece, and its
         headers are counted from their first byte. Only after a body in chunks is that end not
         known: then counting begins with the next piece. A chunk may be one byte, and costs a call
-        of Python. So such a body comes in small pieces, and others have their turn between two.
+        of Python. So such a body is parsed in small pieces, and other connections get the event
+        loop between two pieces.
         """
         if self._in_headers:
             end = data.find(HEAD_END)
@@ -94,7 +100,7 @@ class FrontProtocol(HttpToolsProtocol):
         return min(len(data), self._n_body or CHUNKED_BYTES)
 
     def _go_on(self) -> None:
-        """Parses what was left for later."""
+        """Parses the bytes that were left for later."""
         rest, self._rest = self._rest, b""
         if self.transport.is_closing():
             return
@@ -103,13 +109,13 @@ class FrontProtocol(HttpToolsProtocol):
         self.data_received(rest)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open, for an answer that is under way."""
+        """Whether the connection stays open for an answer under way."""
         while self._rest:
             self._go_on()
         running = self._running
         if running is None or running.response_complete or self.cycle.more_body:
             return False
-        self.cycle.keep_alive = False  # the last one that was asked
+        self.cycle.keep_alive = False  # the client's last request
         if self._probing is None and self.scope["http_version"] == "1.1":
             self._probe()
         return True
@@ -156,7 +162,7 @@ class FrontProtocol(HttpToolsProtocol):
         self._refuse(ApiError(400, "this is no HTTP request"))
 
     def write_part(self, data: bytes) -> int:
-        """Writes a part of a body of unknown length that was begun, and is not at its end. Returns
+        """Writes a part of a body of unknown length, after its begin and before its end. Returns
         how many bytes wait for the client."""
         if self.transport.is_closing():
             return 0
@@ -180,19 +186,19 @@ class FrontProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers what is no request, and closes. An answer under way, to a request before it, is
-        the last one of the connection instead."""
+        """Answers bytes that are no request, and closes. Where the answer to an earlier request is
+        under way, that answer is the connection's last instead."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        self.flow.resume_reading()  # what comes is thrown away
+        self.flow.resume_reading()  # received bytes are dropped
         running = self._running
         if running is not None and not running.response_complete:
             if running is not self.cycle or not running.more_body:
                 running.keep_alive = False
                 self.pipeline.clear()
                 return
-            running.disconnected = True  # what is wrong is in its own body
+            running.disconnected = True  # the error is in this request's own body
             running.message_event.set()
         headers: dict[str, Any] = error.headers | {
             "content-type": "application/json",
@@ -206,8 +212,8 @@ class FrontProtocol(HttpToolsProtocol):
 
 
 def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
-    """`app` for a client of HTTP/1.0, which knows no chunks: where the length of an answer is not
-    known, the end of the connection is its end."""
+    """`app` for a client of HTTP/1.0, which knows no chunks: an answer of unknown length ends where
+    the connection ends."""
 
     async def answers(scope: Scope, receive: Receive, send: Send) -> None:
         async def plain(message: Message) -> None:
@@ -215,7 +221,7 @@ def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
                 names = {name.lower() for name, _ in message["headers"]}
                 if b"content-length" not in names:
                     cycle.chunked_encoding = False
-            elif cycle.expected_content_length == 0:  # not known
+            elif cycle.expected_content_length == 0:  # of unknown length
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 

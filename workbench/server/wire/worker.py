@@ -3,10 +3,10 @@
 `EngineCore` serves the requests of the process. A load in a notebook has the same core without a
 process (`OwnEngine`).
 
-The process has the engine to itself, so nothing that a front does holds a step up. Between two
-steps it reads what has come; while there is nothing to do it waits for the pipes. It ends when
-every front has said Finish, or is gone, and all that runs has ended. A front that is gone has its
-requests cancelled. Where a step fails, all requests end with FAILED, and the process with an error.
+The process has the engine to itself, so no work of a front delays a step. Between two steps the
+process reads messages. Without requests it waits for the pipes. It ends when every front has sent
+Finish or is gone, and all requests have ended. Requests of a front that is gone are cancelled.
+Where a step fails, all requests end with FAILED, and the process ends with an error.
 """
 
 from __future__ import annotations
@@ -39,13 +39,17 @@ if TYPE_CHECKING:
 
     from workbench.engine.engine import Engine
 
-TELL_S = 0.25  # every front hears at least so often what steps have counted
-IDLE_S = 1.0  # how long to wait for requests before the pipes are looked at again
+TELL_S = 0.25  # while steps are made, every front gets the counts at least so often
+IDLE_S = 1.0  # how long to wait for requests before the pipes are checked again
 
 
 class WorkerSettings(NamedTuple):
-    """What an engine process is started with. toggles: of `serving`'s where they begin with preset
-    best. n_slots: requests served together. n_waiting: most that wait for a slot."""
+    """The settings of an engine process.
+
+    toggles: by `serving` where they begin with preset best.
+    n_slots: requests served together.
+    n_waiting: most requests that wait for a slot.
+    """
 
     model: str
     config: EngineConfig
@@ -57,7 +61,7 @@ class WorkerSettings(NamedTuple):
 def start(
     settings: WorkerSettings, n_fronts: int = 1, target: Callable[..., None] | None = None
 ) -> tuple[list[Connection], SpawnProcess]:
-    """Starts the process; one end of a pipe for each front. Its first message is Ready."""
+    """Starts the process. Returns it with one end of a pipe for each front."""
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(n_fronts)]
     theirs = [pipe[1] for pipe in pipes]
@@ -69,8 +73,8 @@ def start(
 
 
 def main(fronts: list[Connection], settings: WorkerSettings) -> None:
-    """The process. What stops it is said on stderr, in a line."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a front says when to finish
+    """Runs the process. An error that stops it is a line on stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a front sends Finish
     try:
         with open_engine(settings) as engine:
             slots = Slots(engine, settings.n_slots, settings.n_waiting)
@@ -89,7 +93,7 @@ def main(fronts: list[Connection], settings: WorkerSettings) -> None:
 
 
 def open_engine(settings: WorkerSettings) -> Engine:
-    """The engine of these settings."""
+    """Opens the engine of these settings."""
     from workbench.engine.engine import Engine
 
     wanted = serving(settings.config.device, settings.toggles)
@@ -99,31 +103,31 @@ def open_engine(settings: WorkerSettings) -> Engine:
 class EngineCore:
     """Serves the requests of some fronts with some slots.
 
-    fronts: pipes to them. Where nobody calls `run`, anything that `send`s takes what they are told.
-    Each front numbers its requests itself; the slots have other numbers.
+    fronts: pipes to them. Without `run`, any object with a `send` can stand for a pipe.
+    Each front numbers its own requests; the slots have other numbers.
     """
 
     def __init__(self, slots: Slots, fronts: Sequence[Any]):
         self.slots = slots
         self._fronts = dict(enumerate(fronts))
         self._asking = set(self._fronts)  # fronts that may ask for more
-        # of each request here: its front, and its number there
+        # for each request of the slots: its front, and its number in that front
         self._of: dict[int, tuple[int, int]] = {}
         self._here: dict[tuple[int, int], int] = {}
         self._next = 0
-        self._told_s = 0.0  # when all fronts were told last
+        self._told_s = 0.0  # when all fronts got the counts last
 
     def prepare(self) -> None:
-        """Makes ready what the first requests need, before they may come."""
+        """Makes ready the steps of the first requests, before the engine takes requests."""
         for front in [*self._fronts]:
             self._send(front, Preparing())
         first_steps(self.slots.engine, len(self.slots.slots))
-        # their programs are many objects, which stay: to look through them would hold up tokens
+        # programs are many objects, which stay: a collection that visits them would delay tokens
         gc.collect()
         gc.freeze()
 
     def run(self) -> None:
-        """Until there is nothing more to do."""
+        """Serves until every front has finished and all requests have ended."""
         self.say_ready()
         try:
             while self._asking or not self.slots.idle:
@@ -140,7 +144,7 @@ class EngineCore:
     # from the fronts ---------------------------------------------------------------------------
 
     def _read(self, timeout_s: float) -> None:
-        """Does what the fronts have said; waits up to timeout_s for the first."""
+        """Handles the messages of the fronts; waits up to timeout_s for the first."""
         ready = wait([*self._fronts.values()], timeout_s)
         for front, pipe in [*self._fronts.items()]:
             if pipe not in ready:
@@ -152,11 +156,11 @@ class EngineCore:
                 self._gone(front)
 
     def hear(self, front: int, message: Any) -> None:
-        """Does what a front has said."""
+        """Handles a message of a front."""
         if isinstance(message, Ask):
             try:
                 self._ask(front, message)
-            except Exception as error:  # of this request alone: no step has seen it
+            except Exception as error:  # concerns this request alone: no step has it
                 traceback.print_exc()
                 self._send(front, _failed(message, str(error), self.slots.totals()))
         elif isinstance(message, Cancel):
@@ -180,7 +184,7 @@ class EngineCore:
         self._of[here], self._here[front, ask.number] = (front, ask.number), here
 
     def _gone(self, front: int) -> None:
-        """A front has closed its pipe: nobody waits for its requests."""
+        """Cancels the requests of a front that has closed its pipe."""
         self._asking.discard(front)
         pipe = self._fronts.pop(front, None)
         if pipe is not None:
@@ -192,7 +196,7 @@ class EngineCore:
     # to the fronts -----------------------------------------------------------------------------
 
     def say_ready(self) -> None:
-        """Requests are taken from now on."""
+        """Tells the fronts that the engine takes requests."""
         slots, engine = self.slots, self.slots.engine
         ready = Ready(
             engine.model.name or str(engine.model.path), engine.device, engine.model.n_vocab,
@@ -202,12 +206,12 @@ class EngineCore:
             self._send(front, ready)
 
     def step(self) -> None:
-        """Takes a step, and tells what it has made. Where it fails its error is raised; the next
-        step tells that all requests have ended with FAILED."""
+        """Takes a step, and sends its results. Raises the error of a step that fails; the next call
+        then reports that all requests have ended with FAILED."""
         self._tell(self.slots.step())
 
     def _tell(self, results: Stepped) -> None:
-        """A message to each front that the results are for, and now and then to all."""
+        """Sends the results to their fronts, and now and then the counts to all fronts."""
         tokens: dict[int, list[Token]] = {}
         ended: dict[int, list[Ended]] = {}
         scores: dict[int, Scores] = {}
@@ -246,13 +250,13 @@ class EngineCore:
 
 
 class OwnEngine:
-    """An engine of this process behind the pipe that an engine process has, for a load without
-    HTTP: a second process would load the weights again. There is one thread: whoever waits for a
-    message takes the steps that bring it.
+    """An engine of this process that looks like the pipe to an engine process, for a load without
+    HTTP. (A second process would load the weights again.) There is one thread: `poll` and `recv`
+    take the steps that bring their messages.
 
-    n_slots: requests served together, of the engine's sequences. Raises UsageError where the engine
-    has fewer. The cache of the engine is emptied. A front sends with `send`, and hears with `poll`
-    and `recv`, as with a `Connection`.
+    n_slots: requests served together, each by a sequence of the engine. Raises UsageError where the
+    engine has fewer sequences. The engine's cache is emptied. A front calls `send`, `poll` and
+    `recv`, as those of a `Connection`.
     """
 
     def __init__(self, engine: Engine, n_slots: int):
@@ -264,7 +268,8 @@ class OwnEngine:
         self._core.hear(0, message)
 
     def poll(self, timeout: float | None = 0.0, /) -> bool:
-        """Whether there is a message. Takes a step for it; waits where nothing is to be done."""
+        """Whether there is a message. Takes a step where there is none; waits where there is no
+        request either."""
         if not self._said:
             if not self.slots.idle:
                 self._core.step()
@@ -273,7 +278,7 @@ class OwnEngine:
         return bool(self._said)
 
     def recv(self) -> Any:
-        """The next message; raises EOFError where nothing can bring one."""
+        """The next message. Raises EOFError where no message can come."""
         while not self._said:
             if self.slots.idle:
                 raise EOFError
@@ -282,12 +287,12 @@ class OwnEngine:
 
 
 class _Said(deque[Any]):
-    """Messages to a front of this process."""
+    """The pipe to a front of this process: a list of messages."""
 
     send = deque.append
 
 
 def _failed(ask: Ask, why: str, totals: Totals) -> Made:
-    """What is said of a request that could not be taken."""
+    """The message about a request that could not be taken."""
     ended = Ended(ask.number, FAILED, Timings(0.0, len(ask.tokens), 0, 0.0, 0, 0.0, 0.0), why)
     return Made(np.empty(0, np.int64), np.empty(0, np.int32), {}, (ended,), totals)
