@@ -1,8 +1,7 @@
-"""Executed notebooks as offline pages, the page that lists them with their answers, and compared
-runs as a page.
+"""Offline pages: executed notebooks, an index with their answers, and compared runs.
 
-The head of a page has what the index says about it. So the index lists every page of its folder,
-an earlier `make report`'s, too.
+The head of a page holds its entry in the index. So the index lists every page of its folder, pages
+of an earlier `make report` included.
 """
 
 import base64
@@ -24,7 +23,7 @@ from workbench.report.tables import speedup_table
 TEMPLATES = Path(__file__).with_name("template")
 INDEX = "index.html"
 PREFIX = "workbench:"
-# what nbconvert would load from a network, by the name of the exporter's setting
+# scripts that nbconvert would load from a network, by the exporter's setting
 NETWORK_SETTINGS = (
     "require_js_url",
     "mathjax_url",
@@ -55,7 +54,8 @@ COMPARED = """<!DOCTYPE html>
 
 
 class About(NamedTuple):
-    """What the index says of a page. file: its name. runs: folders of its comparisons, by name."""
+    """The entry of a page in the index. file: its name. runs: folders of its comparisons, by
+    name."""
 
     file: str
     question: str
@@ -71,7 +71,7 @@ class About(NamedTuple):
 
 
 def question(notebook: Any, otherwise: str) -> str:
-    """The notebook's first heading: what it asks."""
+    """The notebook's question: its first heading."""
     lines = (
         line
         for cell in notebook.cells
@@ -82,7 +82,7 @@ def question(notebook: Any, otherwise: str) -> str:
 
 
 def answer(notebook: Any) -> str:
-    """The first line that the last cell shows; empty where it shows nothing."""
+    """The notebook's answer: the first line of its last cell's output, or an empty text."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for output in code[-1].outputs if code else ():
         text = output.get("text") or output.get("data", {}).get("text/plain") or ""
@@ -92,8 +92,8 @@ def answer(notebook: Any) -> str:
 
 
 def export_html(executed: str | PathLike[str], about: About, head: str = "", tail: str = "") -> str:
-    """An executed notebook as one offline page, its title the question; head and tail are HTML put
-    around its cells."""
+    """An executed notebook as one offline page, titled by its question. head, tail: HTML before and
+    after its cells."""
     import nbformat
     from nbconvert import HTMLExporter
 
@@ -114,7 +114,7 @@ def export_html(executed: str | PathLike[str], about: About, head: str = "", tai
 
 
 def listed(folder: Path) -> list[About]:
-    """What the pages of a folder say of themselves, by name; other files are not looked at."""
+    """The entries of a folder's pages, by name. Other files are not read."""
     found = []
     for path in sorted(folder.glob("*.html")):
         reader = _Head()
@@ -126,8 +126,8 @@ def listed(folder: Path) -> list[About]:
 
 
 def write_index(folder: str | PathLike[str], runs_dir: str | PathLike[str]) -> Path:
-    """Writes the page that lists a folder's pages and compares what they measured; returns its
-    path. A run folder that is not there any more is left out."""
+    """Writes the page that lists a folder's pages and compares their runs; returns its path. A run
+    folder that no longer exists is left out."""
     from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
 
@@ -168,8 +168,8 @@ class _Head(HTMLParser):
 
 
 def compared_page(found: Compared) -> str:
-    """Compared runs as one offline page: the question, the table, a picture, and what differs.
-    Nothing of a run folder reaches it unescaped."""
+    """Compared runs as one offline page: the question, the table, a picture, and the differences.
+    All text of a run folder is escaped."""
     from jinja2 import Environment, StrictUndefined
 
     first, *others = (str(run.run["run_id"]) for run in found.runs)

@@ -1,8 +1,9 @@
-"""Pictures: DataFrames in, matplotlib figures out. Nothing here measures, and nothing draws
-through pyplot, so no global state is left behind and any thread may draw.
+"""Pictures: DataFrames in, matplotlib figures out. Nothing here measures. No picture is drawn
+through pyplot, so there is no global state, and any thread may draw.
 
-Every arm has a line style and a marker besides its colour, and every verdict a shape: the pictures
-can be read in grey, on paper and by the colour-blind. What a token did is drawn by `timelines`.
+Every arm has a line style and a marker besides its colour, and every verdict has a shape. So the
+pictures can be read in grey, on paper and by the colour-blind. `timelines` draws the parts of a
+token.
 """
 
 from collections.abc import Mapping
@@ -51,7 +52,8 @@ def speedup(summary: Any) -> Figure:
     """A dot with its 95 % interval for every test and arm, on the A/A band of its test.
 
     summary: a comparison, or the frame of `AB.summary()` or `tables.summary`. The verdict stands at
-    the right; filled triangles point where a difference goes, hollow dots are none.
+    the right. A filled triangle points in the direction of a difference; a hollow dot is no
+    difference.
     """
     rows = summary if isinstance(summary, pd.DataFrame) else summary.summary()
     rows = rows.reset_index(drop=True)
@@ -89,12 +91,13 @@ def speedup(summary: Any) -> Figure:
 def per_token(samples: pd.DataFrame, test: str | None = None) -> Figure:
     """How long each token took: the share of tokens done within a time, and time against position.
 
-    samples: the columns of samples.parquet. test: one that generates tokens, the first by default.
-    Left the empirical distribution by arm, right the median over repetitions of the token at each
-    position. Raises ValueError where there is no test that times single tokens.
+    samples: the columns of samples.parquet.
+    test: a test that generates tokens; default: the first.
+    Left: the empirical distribution by arm. Right: the median over repetitions of the token at each
+    position. Raises ValueError where no test times single tokens.
     """
     tokens = samples[(samples["n_tokens"] == 1) & (samples["token"] >= 0)]
-    # a test is one of generated tokens where some repetition has several of them
+    # a test generates tokens where some repetition has several samples
     tests = [str(t) for t, part in tokens.groupby("test", sort=False) if part["token"].max() > 0]
     if test is None and tests:
         test = tests[0]
@@ -137,17 +140,17 @@ def per_token(samples: pd.DataFrame, test: str | None = None) -> Figure:
 
 
 def _row_labels(rows: pd.DataFrame) -> list[str]:
-    """What tells a row from the others: test and arm always, model and the like where they vary."""
+    """A label for each row: test and arm, and model and the like where they vary."""
     varying = [c for c in ("model", "device", "toggle") if c in rows and rows[c].nunique() > 1]
     return ["  ".join(map(str, row)) for row in rows[[*varying, "test", "label"]].to_numpy()]
 
 
 def speedup_by(frames: Mapping[str, pd.DataFrame]) -> Figure:
-    """A curve for each arm, with its 95 % intervals on the A/A bands; side by side what varies.
+    """A curve for each arm, with its 95 % intervals on the A/A bands; a panel for each frame.
 
     frames: by title, rows with x, label (of the arm), speedup, low, high, band_low and band_high;
-    `attrs["x"]` says what x counts. An arm has the same look in all. Raises ValueError where there
-    is nothing to draw.
+    `attrs["x"]` says what x counts. An arm looks the same in all panels. Raises ValueError where no
+    frame has rows.
     """
     labels = list(dict.fromkeys(label for frame in frames.values() for label in frame["label"]))
     if not labels:
@@ -190,21 +193,24 @@ def _draw_speedups(ax: Axes, frame: pd.DataFrame, labels: list[str]) -> None:
 
 # throughput against latency -----------------------------------------------------------------------
 
-HALO = [withStroke(linewidth=2, foreground="white")]  # a number that lies on a line is read
-LETTERS, HANDLE_LETTERS = 110, 10  # of the legend's line, and what a curve's own look takes of it
+HALO = [withStroke(linewidth=2, foreground="white")]  # makes a number on a line legible
+LETTERS, HANDLE_LETTERS = (
+    110,
+    10,
+)  # letters in a line of the legend, and the width of a curve's sample
 DECADES = 0.7  # an axis with less has more ticks than 1, 2, 5
 
 
 def throughput_against_latency(
     frame: pd.DataFrame, title: str = "throughput against latency"
 ) -> Figure:
-    """One curve per setting: tokens a second over the latency that its requests see. Where a curve
-    goes straight up more requests cost nothing, and where it lies flat they only wait.
+    """One curve per setting: tokens a second over the latency of its requests. Where a curve rises
+    straight up, more requests cost nothing. Where it lies flat, more requests only wait.
 
     frame: columns curve, label (of a point: requests in flight, or a rate), latency_ms and
     tokens_per_s, in the order in which the points are joined (`bench_text.points` makes it).
-    `attrs["latency"]` says which latency. Points without a figure are left out. Raises ValueError
-    where none has one.
+    `attrs["latency"]` names the latency. Points without a figure are left out. Raises ValueError
+    where no point has a figure.
     """
     known = frame[(frame["latency_ms"] > 0) & (frame["tokens_per_s"] > 0)]
     if known.empty:
@@ -232,8 +238,8 @@ def throughput_against_latency(
 
 
 def _name_points(ax: Axes, part: pd.DataFrame, colour: str, above: bool) -> None:
-    """Labels above and to the left of a curve's points, or below and to the right: so that labels
-    of two curves that lie close do not meet."""
+    """Writes labels above and to the left of a curve's points, or below and to the right, so that
+    labels of two close curves do not overlap."""
     offset, ha, va = ((-5, 4), "right", "bottom") if above else ((5, -4), "left", "top")
     for x, y, label in zip(part["latency_ms"], part["tokens_per_s"], part["label"], strict=True):
         ax.annotate(
@@ -243,7 +249,8 @@ def _name_points(ax: Axes, part: pd.DataFrame, colour: str, above: bool) -> None
 
 
 def _plain_ticks(axis: Axis, values: np.ndarray) -> None:
-    """Numbers as people write them, at 1, 2 and 5 of each decade; at more where there is less."""
+    """Plain numbers at 1, 2 and 5 of each decade; at more places on an axis with less than
+    DECADES."""
     wide = np.log10(values.max() / values.min()) > DECADES
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if wide else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)))
     axis.set_major_formatter(FuncFormatter(style.plain_number))
@@ -256,32 +263,32 @@ SEEN, MIXED, UNSEEN = "all", "some", "none"
 
 
 class BlockLook(NamedTuple):
-    """How a block is drawn: what it is, its colour, its hatch."""
+    """The look of a block: its word, its colour, its hatch."""
 
     word: str
     colour: str
     hatch: str
 
 
-# what the tokens of a block see of its cells, and whether it is visited -> its look
+# how much of a block its tokens see, and whether attention visits it -> the block's look
 BLOCK_LOOKS = {
     (SEEN, True): BlockLook("visited, all of it seen", style.BLUE, ""),
     (MIXED, True): BlockLook("visited, some of it seen", style.SKY, ""),
     (UNSEEN, True): BlockLook("visited in vain: none of it seen", "#EBA27A", "//"),
     (UNSEEN, False): BlockLook("left unread", "white", ""),
-    # what a wrong bound would do; a picture must show it
+    # the result of a wrong bound; a picture must show it
     (MIXED, False): BlockLook("left unread, though some of it is seen", style.YELLOW, "////"),
     (SEEN, False): BlockLook("left unread, though all of it is seen", style.YELLOW, "////"),
 }
 
 
 def kv_blocks(frames: Mapping[str, pd.DataFrame]) -> Figure:
-    """Masks one below the other, and beside each what every way visits of it: cells to the right,
-    tokens downwards.
+    """Masks one below the other; beside each mask the blocks that every way visits. Cells run to
+    the right, tokens downwards.
 
     frames: by the name of the mask, a row for each way and block: way, token and n_tokens, cell and
-    n_cells (of the block), seen (`all`, `some` or `none` of it), visited (bool). A line parts the
-    sequences where there is a column `sequence`. Raises ValueError for no mask.
+    n_cells (of the block), seen (`all`, `some` or `none` of the block), visited (bool). With a
+    column `sequence`, lines part the sequences. Raises ValueError for no mask.
     """
     if not frames:
         raise ValueError("there is no mask to draw")
@@ -332,7 +339,7 @@ def _draw_blocks(ax: Axes, part: pd.DataFrame) -> None:
 
 
 def _corners(blocks: pd.DataFrame) -> list[np.ndarray]:
-    """Of each block the corners of its rectangle, (4, 2): cell and token."""
+    """The corners of each block's rectangle, (4, 2): cell and token."""
     left, top = blocks["cell"].to_numpy(float), blocks["token"].to_numpy(float)
     right = left + blocks["n_cells"].to_numpy(float)
     bottom = top + blocks["n_tokens"].to_numpy(float)
@@ -346,11 +353,11 @@ STREAMS = (style.SKY, style.ORANGE, style.GREEN, style.PURPLE, style.YELLOW)
 
 
 def lifetimes(frames: dict[str, pd.DataFrame]) -> Figure:
-    """What each layout has in its arena: bytes upwards, nodes as they are issued to the right.
+    """The ranges of each layout in its arena: bytes upwards, nodes in issue order to the right.
 
     frames: by name, a row for each range: name, offset and nbytes, first and last (numbers of
-    nodes), stream, and lost, the bytes that something else writes while they may still be in use:
-    a list of (offset, nbytes, number of the node that writes). A name stands where it has room.
+    nodes), stream, and lost. `lost` lists the bytes that another node writes while they may still
+    be in use: (offset, nbytes, number of the node that writes). A name is drawn where it has room.
     """
     fig = style.picture(11, 4.4)
     axes = fig.subplots(1, len(frames), sharey=True, squeeze=False)[0]
@@ -390,7 +397,7 @@ def lifetimes(frames: dict[str, pd.DataFrame]) -> Figure:
         Patch(fc="none", ec=style.VERMILION, hatch="////", label="written while it may be in use")
     )
     style.legend(fig, handles, len(handles))
-    fig.draw_without_rendering()  # sets the axes out; how wide a name is depends on them
+    fig.draw_without_rendering()  # lays the axes out; the width of a name depends on them
     for ax, made, name_of in names:
         room = Bbox.intersection(made.get_window_extent(), ax.bbox)
         if room is None or not _inside(name_of.get_window_extent(), room):

@@ -1,7 +1,7 @@
-"""A profile for reading: what a step took untraced, and tables of where a traced one's time went.
+"""A profile for reading: the time of untraced steps, and tables of the parts of traced steps.
 
-Whatever was traced says so in the name of its column. Frames go in, frames of text come out;
-nothing is measured here.
+A column with traced figures is named `traced ...`. Frames go in, frames of text come out. Nothing
+is measured here.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ COUNTED = {
 
 
 def steps_table(steps: pd.DataFrame) -> Table:
-    """A row for each size of step: how many there were, what one took, how long no kernel ran
-    before it, and how long it ran: medians and quartiles in us, untraced.
+    """A row for each size of step, untraced: the number of steps; then medians and quartiles in us
+    of a step's time, the time without a kernel before it, and the time of its kernels.
 
-    steps: `bench.profiling.stamped_steps`. The first step of a test has no step before it; a test
-    of one step is measured from its first kernel to its last, and a device without stamps by the
-    host's clock.
+    steps: `bench.profiling.stamped_steps`. The first step of a test has no step before it. A test
+    of one step is measured from its first kernel to its last. A device without stamps is measured
+    by the host's clock.
     """
     rows = []
     for n_tokens, part in steps.groupby("n_tokens"):
@@ -79,9 +79,9 @@ def kernels_table(kernels: pd.DataFrame, n_steps: Mapping[int, int]) -> Table:
 
 
 def phases_table(phases: pd.DataFrame, untraced: pd.DataFrame) -> Table:
-    """`Profile.phases` for reading, with what the engine's counters say of an untraced step.
+    """`Profile.phases` for reading, with the engine's own counters for untraced steps.
 
-    untraced: a row for each untraced step (`bench.profiling.counted_steps`); its medians are shown.
+    untraced: a row for each untraced step (`bench.profiling.counted_steps`); medians are shown.
     """
     several = phases["step_tokens"].nunique() > 1
     medians = untraced.groupby("n_tokens").median()
@@ -111,9 +111,9 @@ def phases_table(phases: pd.DataFrame, untraced: pd.DataFrame) -> Table:
 
 
 def gaps_table(gaps: pd.DataFrame, n_steps: int) -> Table:
-    """`Profile.gaps` for reading: a column for the gaps between steps and one for those between the
-    launches of a step; empty where there are none. Each is of the step in the middle, by how long
-    no kernel ran, so that its parts add up. n_steps: how many were traced."""
+    """`Profile.gaps` for reading: a column for the gaps between steps, and a column for the gaps
+    between the launches of a step; empty without gaps. Each column shows the median step, ordered
+    by the time without a kernel, so that its parts add up. n_steps: how many were traced."""
     if gaps.empty:
         return Table()
     kinds = [c for c in gaps.columns if c not in ("step", "between", "before", "after")]
@@ -125,7 +125,7 @@ def gaps_table(gaps: pd.DataFrame, n_steps: int) -> Table:
     for between in (TOKENS, LAUNCHES):
         part = gaps[gaps["between"] == between]
         steps = part.groupby("step")[kinds].sum().sort_values("traced_us")
-        # a step without a gap between its launches counts; the first has no step before it
+        # steps without a gap between launches count; the first step has no gap before it
         n_without = n_steps - len(steps) if between == LAUNCHES else 0
         middle = (len(steps) + n_without - 1) // 2 - n_without
         own = part[part["step"] == steps.index[middle]] if middle >= 0 and len(steps) else part[:0]
@@ -135,13 +135,13 @@ def gaps_table(gaps: pd.DataFrame, n_steps: int) -> Table:
 
 
 def n_steps_by_tokens(frame: pd.DataFrame) -> dict[int, int]:
-    """How many steps of each size a trace has. frame: `Profile.to_frame`."""
+    """The number of steps of each size in a trace. frame: `Profile.to_frame`."""
     steps = frame[frame["category"] == "step"]
     return {int(n): int(k) for n, k in steps.groupby("n_tokens").size().items()}
 
 
 def lines(found: Any, by: str = "op") -> list[tuple[str, Table]]:
-    """The tables of a profile, each under the line that says what it is. found: a `Profiled`."""
+    """The tables of a profile, each under its title. found: a `Profiled`."""
     trace, read = found.trace, found.read
     sizes = n_steps_by_tokens(trace.to_frame())
     slower = trace.slowdown

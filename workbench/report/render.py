@@ -1,7 +1,8 @@
-"""Notebooks to pages: papermill runs them, `pages` writes HTML that needs nothing but itself.
+"""Renders notebooks: papermill runs them, `pages` writes each as one HTML file.
 
-A report is one file, opens offline, prints, and stays below 5 MB: pictures are data URIs, and what
-nbconvert would load from the network (MathJax, RequireJS, Mermaid, widgets) is left out.
+A report is one file that opens offline, prints, and stays below 5 MB. Pictures are data URIs. The
+scripts that nbconvert would load from the network (MathJax, RequireJS, Mermaid, widgets) are left
+out.
 """
 
 from __future__ import annotations
@@ -47,13 +48,16 @@ def render_notebook(
 ) -> Path:
     """Runs a notebook with `parameters` and writes it as a page; returns the page's path.
 
-    It runs in its own directory, as in JupyterLab: relative paths in parameters start there.
-    device: what it runs on; a page with a CPU's timings has a banner. By default the parameter of
-    that name. The executed notebook is kept under runs_dir. trace: a Perfetto file to
-    put into the page as a download. left: told of every cell, `cell_seconds` in all.
+    The notebook runs in its own directory, as in JupyterLab: relative paths in parameters start
+    there. The executed notebook is kept under runs_dir.
 
-    Raises UsageError where there is no such notebook, WorkbenchError naming the cell and its error
-    where one fails; the page then shows everything up to there.
+    device: the device of the run; a page with a CPU's timings has a banner. Default: the parameter
+        of that name.
+    trace: a Perfetto file, which the page offers as a download.
+    left: called for every cell; `cell_seconds` in all.
+
+    Raises UsageError for a notebook that does not exist, and WorkbenchError with the cell and its
+    error where a cell fails; the page then shows everything up to that cell.
     """
     source, target = Path(path), Path(out_html)
     if not source.is_file():
@@ -96,9 +100,9 @@ def render_all(
 ) -> list[Path]:
     """Renders each notebook to `<out_dir>/<name>.html` and prints where the reports are.
 
-    A parameter that a notebook does not have is not given to it. Raises UsageError, before any is
-    run, where one does not exist; WorkbenchError as `render_notebook` does, after the notebooks
-    before the failing one have been written and named.
+    A notebook gets only the parameters that it has. Raises UsageError for a notebook that does not
+    exist, before any notebook runs. Raises WorkbenchError as `render_notebook` does, after the
+    pages of earlier notebooks have been written and printed.
     """
     check_pages(notebooks, out_dir)
     pages: list[Path] = []
@@ -131,7 +135,7 @@ def _about(
     runs_dir: Path,
     failure: str | None,
 ) -> About:
-    """What the index says of a page. folders: the runs that the notebook made."""
+    """The entry of a page in the index. folders: the runs that the notebook made."""
     import nbformat
 
     notebook = nbformat.read(executed, as_version=4)
@@ -152,7 +156,7 @@ def _about(
 
 
 def page_of(notebook: str | PathLike[str], out_dir: str | PathLike[str]) -> Path:
-    """Where the page of a notebook goes."""
+    """The path of a notebook's page."""
     return Path(out_dir) / f"{Path(notebook).stem}.html"
 
 
@@ -163,7 +167,7 @@ def check_pages(notebooks: Sequence[str | PathLike[str]], out_dir: str | PathLik
 
 
 def banner_html(device: str | None) -> str:
-    """The red line for a page with a CPU's timings; empty for a GPU."""
+    """The red line on a page with a CPU's timings; empty for a GPU."""
     if device is not None and is_gpu(device):
         return ""
     what = f"the {device} device" if device in DEVICES else f"device {device or 'not named'}"
@@ -173,9 +177,9 @@ def banner_html(device: str | None) -> str:
 def trace_download_html(path: str | PathLike[str]) -> str:
     """A Perfetto trace inside a page: a download, and a button that hands it to ui.perfetto.dev.
 
-    The trace is embedded gzipped where that is at most MOST_TRACE_BYTES; else a link to the file
-    beside the page. The button opens Perfetto's page and posts the trace to its window: it stays in
-    the browser, and only the viewer comes from the network.
+    The page embeds a trace of at most MOST_TRACE_BYTES when gzipped; else it links to the file
+    beside the page. The button opens Perfetto's page and posts the trace to its window. The trace
+    stays in the browser; only the viewer comes from the network.
     """
     path = Path(path)
     data = path.read_bytes()
@@ -215,8 +219,8 @@ comes from the network)</p>
 
 
 def cell_seconds(notebook: Path, runs_dir: str | PathLike[str]) -> dict[str, float]:
-    """How long each code cell of a notebook may take, by its source: as long as when the notebook
-    was last run under runs_dir, and a second where that is not known."""
+    """The expected time of each code cell of a notebook, s, by its source: the time of the last run
+    under runs_dir, or 1 s where there is none."""
     import nbformat
 
     executed, known = Path(runs_dir) / notebook.name, {}
@@ -234,10 +238,10 @@ def execute_notebook(
     timeout_s: int = 600,
     left: Bar = HIDDEN,
 ) -> str | None:
-    """Runs the notebook and writes it as `executed`, with every cell that ended; returns what
-    failed, in one line. Writes no page, and needs nothing of nbconvert."""
+    """Runs the notebook and writes it as `executed`, with every cell that ended; returns the
+    failure as one line. Writes no page, and does not use nbconvert."""
     with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
-        made = Path(folder) / executed.name  # papermill writes it over and over
+        made = Path(folder) / executed.name  # papermill rewrites it after every cell
         failure = _run_cells(source, made, parameters, timeout_s, left, executed.parent)
         if not made.exists():
             raise WorkbenchError(f"{source.name} cannot be run: {failure}")
@@ -257,7 +261,7 @@ def _run_cells(
 ) -> str | None:
     import papermill
 
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it says it raises, too
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # it raises the errors that it logs
     engine = _plain_engine(source.stem, left, cell_seconds(source, runs_dir))
     papermill.engines.papermill_engines.register(_ENGINE, engine)
     try:
@@ -274,7 +278,7 @@ def _run_cells(
             # a kernel that is stopped in a cell is no error
             extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
         )
-    except KeyboardInterrupt:  # its task ends with the kernel, unasked
+    except KeyboardInterrupt:  # the kernel ends papermill's task
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         raise
     except papermill.PapermillExecutionError as error:
@@ -289,7 +293,8 @@ _ENGINE = "workbench"
 
 
 def _plain_engine(name: str, left: Bar, seconds: Mapping[str, float]) -> type:
-    """A papermill engine that tells `left` of every code cell; its own bars would fill a log."""
+    """A papermill engine that reports every code cell to `left`. (papermill's own progress bars
+    would fill a log.)"""
     from papermill.engines import NBClientEngine
 
     class PlainEngine(NBClientEngine):
@@ -314,7 +319,7 @@ def _plain_engine(name: str, left: Bar, seconds: Mapping[str, float]) -> type:
 
 
 def _parameters_of(path: str | PathLike[str]) -> set[str]:
-    """Names that the notebook's cell tagged `parameters` assigns; empty where there is none."""
+    """The names that the notebook's cell tagged `parameters` assigns; empty without such a cell."""
     import nbformat
 
     if not Path(path).is_file():

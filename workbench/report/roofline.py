@@ -1,7 +1,7 @@
-"""What `bench-kernels` measured, as a table and as a roofline. Nothing here measures.
+"""The runs of `bench-kernels` as a table and as a roofline. Nothing here measures.
 
 The roofline (Williams, Waterman and Patterson, Roofline, CACM 52:4, 2009) has one roof: the read
-bandwidth measured in the same run. What lies on it is as quick as memory allows.
+bandwidth measured in the same run. A kernel on the roof is as fast as memory allows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ def table(run: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def caption(run: Mapping[str, Any]) -> str:
-    """Under the table: the device, the roof, and whether the run counts."""
+    """The caption of the table: the device, the roof, and whether the run counts."""
     result = run["result"]
     parts = [
         str(run["engine"].get("device_description")),
@@ -73,7 +73,7 @@ def roofline(run: Mapping[str, Any]) -> Any:
     """The picture of a run of kind `kernels`: left GFLOP/s over F/B under the roof, right the share
     of the read bandwidth of each shape at the smallest batch. A matplotlib figure.
 
-    A colour and a marker for each type; filled: the last way to launch (pdl where there is one),
+    Each type has a colour and a marker. Filled: the last way to launch (pdl where the run has it);
     hollow: plain. Raises ValueError where the run has no rows, ImportError without matplotlib.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -110,7 +110,10 @@ def roofline(run: Mapping[str, Any]) -> Any:
             right.plot(100 * points.loc[at, "share"], ys, **look)
     left.set_xscale("log")
     left.set_yscale("log")
-    for axis in (left.xaxis, left.yaxis):  # numbers, not powers: the axes span little more than ten
+    for axis in (
+        left.xaxis,
+        left.yaxis,
+    ):  # numbers, not powers of ten: the axes span little more than a decade
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(plain_number))
         axis.set_minor_formatter(NullFormatter())
@@ -129,7 +132,7 @@ def roofline(run: Mapping[str, Any]) -> Any:
 
 
 def save(run: Mapping[str, Any], folder: Path) -> Path | None:
-    """Draws the roofline into the run folder; None where matplotlib is not installed."""
+    """Draws the roofline into the run folder. Returns None without matplotlib."""
     try:
         figure = roofline(run)
     except ImportError:

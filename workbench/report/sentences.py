@@ -1,4 +1,4 @@
-"""What was measured, in sentences: shown as prose in a notebook and on a terminal."""
+"""Results in sentences, shown as prose in a notebook and on a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Conclusion(str):
 
 
 def effects(comparison: AB) -> Iterable[str]:
-    """A sentence for each test and verdict: which arms differ from the baseline, by how much."""
+    """A sentence for each test and verdict: the arms that differ from the baseline, and by how
+    much."""
     run, summary = comparison.run, comparison.summary()
     what = comparison.assigned(comparison.label(run["arms"][0]))
     beside = f" (beside {background(run)})"
@@ -41,7 +42,7 @@ def effects(comparison: AB) -> Iterable[str]:
 
 
 def time(us: float) -> str:
-    """`3.10 ms`, `746 us` or `12.3 us`; `unknown` for what was not measured."""
+    """`3.10 ms`, `746 us` or `12.3 us`; `unknown` for NaN."""
     if not np.isfinite(us):
         return "unknown"
     if us >= 1000:

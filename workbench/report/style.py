@@ -1,4 +1,4 @@
-"""What all pictures share: colours, text sizes, and a figure that shows itself."""
+"""The common style of all pictures: colours, text sizes, and a figure that shows itself."""
 
 import io
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ BLUE, SKY, ORANGE, VERMILION = "#0072B2", "#56B4E9", "#E69F00", "#D55E00"
 YELLOW = "#F0E442"
 GREEN, PURPLE, GREY, PALE, INK = "#009E73", "#CC79A7", "#8C8C8C", "#E8E8E8", "#222222"
 BAND = "#DCDCDC"
-SERIES = (INK, BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)  # of lines that are told apart
+SERIES = (INK, BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)  # colours of curves, in order
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 FONT = 8
@@ -25,7 +25,7 @@ class Picture(Figure):
     """A figure that shows itself as the last line of a cell, without pyplot."""
 
     def _repr_png_(self) -> tuple[bytes, dict[str, str]]:
-        """The image. Its metadata has the text for who cannot see it: titles and axes."""
+        """The image. Its metadata has a text for readers who cannot see it: titles and axes."""
         out = io.BytesIO()
         self.savefig(out, format="png")
         words = [w for ax in self.axes for w in (ax.get_title(loc="left"), ax.get_xlabel()) if w]
@@ -33,8 +33,8 @@ class Picture(Figure):
 
 
 def few_colours(png: bytes) -> bytes:
-    """The same picture in its 256 most frequent colours; any other becomes the nearest of these. It
-    has a third of the bytes, so a notebook that is kept with its pictures stays small."""
+    """The same picture in its 256 most frequent colours; other colours become the nearest of these.
+    It has a third of the bytes, so a notebook with its pictures stays small."""
     image = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
     colours, of_pixel, n_pixels = np.unique(
         image.reshape(-1, 3) @ [1 << 16, 1 << 8, 1], return_inverse=True, return_counts=True
@@ -55,19 +55,19 @@ def picture(width: float, height: float) -> Picture:
 
 
 def plain_number(value: float, _: int = 0) -> str:
-    """A tick's number as people write it, never `1e+04`: 0.5, 8,000, 10,000."""
+    """A tick's number in plain form, never `1e+04`: 0.5, 8,000, 10,000."""
     return f"{value:,.6f}".rstrip("0").rstrip(".")
 
 
 def plain_axes(ax: Axes) -> None:
-    """Only the time axis: rows name themselves."""
+    """Draws only the time axis: rows carry their own names."""
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
     ax.tick_params(axis="x", labelsize=FONT)
 
 
 def curve(i: int) -> dict[str, Any]:
-    """The look of a picture's curve number i: line, marker and colour tell it from the others."""
+    """The line, marker and colour of a picture's curve number i, different for each curve."""
     return {
         "color": SERIES[i % len(SERIES)],
         "ls": LINES[i % len(LINES)],
@@ -77,7 +77,7 @@ def curve(i: int) -> dict[str, Any]:
 
 
 def grid(ax: Axes, axis: Literal["both", "x", "y"] = "both") -> None:
-    """Pale lines behind what is drawn, instead of a frame."""
+    """Draws pale lines under the picture, in place of a frame."""
     ax.tick_params(which="both", labelsize=FONT)
     ax.grid(axis=axis, color="#DDDDDD", lw=0.6)
     ax.set_axisbelow(True)
@@ -85,7 +85,7 @@ def grid(ax: Axes, axis: Literal["both", "x", "y"] = "both") -> None:
 
 
 def legend(fig: Figure, handles: Sequence[Artist], ncols: int, **how: Any) -> None:
-    """What the looks mean, in so many columns below the picture. how: as for matplotlib's."""
+    """The legend, in `ncols` columns below the picture. how: arguments of matplotlib's legend."""
     fig.legend(
         handles=handles, loc="outside lower center", ncols=ncols, fontsize=FONT, frameon=False,
         **how,
@@ -93,7 +93,7 @@ def legend(fig: Figure, handles: Sequence[Artist], ncols: int, **how: Any) -> No
 
 
 def handles_of(axes: Sequence[Axes]) -> list[Artist]:
-    """What a legend says of these axes: each name once."""
+    """The entries of a legend for these axes, each name once."""
     found: dict[str, Artist] = {}
     for ax in axes:
         for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):

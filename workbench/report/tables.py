@@ -1,8 +1,7 @@
-"""Tables for people: what `compare-llama-bench.py` prints, with what it leaves out beside it.
+"""Tables of comparisons: those of `compare-llama-bench.py`, with intervals, verdicts and answers.
 
 Comparisons go in (`wb.ab(...)`, or `AB.load(folder)` from a run folder), frames come out. All
-numbers are the comparison's own (`AB.summary`); nothing is measured or estimated here but the
-geometric mean.
+numbers are the comparison's own (`AB.summary`). Only the geometric mean is computed here.
 """
 
 import math
@@ -21,17 +20,17 @@ __all__ = [
     "show", "speedup_table", "summary",
 ]  # fmt: skip
 GEOMETRIC_MEAN = "geometric mean"
-# what a comparison is of: columns of the speedup table, and columns of `summary`
+# the origin of a comparison: column of the speedup table -> column of `summary`
 ORIGIN = {
     "Model": "model", "Device": "device", "Toggle": "toggle", "Baseline": "baseline",
     "Background": "background", "Commit": "commit", "Date": "date",
 }  # fmt: skip
-# left out of the speedup table where every row says the same
+# left out of the speedup table where the value is the same in every row
 IF_VARYING = (*ORIGIN, "answer")
 
 
 class Comparison(Protocol):
-    """What is asked of a comparison; `bench.comparison.AB` is one."""
+    """The methods of a comparison that tables call; `comparison.AB` is one."""
 
     run: dict[str, Any]
 
@@ -42,7 +41,7 @@ class Comparison(Protocol):
 
 
 def summary(*comparisons: Comparison) -> pd.DataFrame:
-    """The summaries of several comparisons as one frame of numbers, with where each row is from.
+    """The summaries of several comparisons as one frame of numbers, with the origin of each row.
 
     Columns: model, device, toggle, baseline, background, commit, run_id, date, comparison (its
     number); then the columns of `AB.summary()`. Rows of one device stand together, devices in the
@@ -75,9 +74,9 @@ def summary(*comparisons: Comparison) -> pd.DataFrame:
 def speedup_table(*comparisons: Comparison) -> pd.DataFrame:
     """The speedup table of one or more comparisons: a row per test and toggled arm.
 
-    Columns: what varies of ORIGIN, then Test, Toggled, t/s baseline, t/s toggled, Speedup, 95% CI,
-    n, verdict, and answer where it varies. An arm with several tests has its geometric mean in a
-    row at the end of its comparison. The A/A controls have rows, too. `attrs["constant"]` has the
+    Columns: those of ORIGIN that vary, then Test, Toggled, t/s baseline, t/s toggled, Speedup, 95%
+    CI, n, verdict, and answer where it varies. An arm with several tests has its geometric mean in
+    a row at the end of its comparison. The A/A controls have rows, too. `attrs["constant"]` has the
     columns left out. `attrs["groups"]` tells one comparison from another: a table that is too wide
     becomes one table for each.
     """
@@ -121,7 +120,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_constants(table: Table) -> Table:
-    """Leaves out the IF_VARYING columns that say one thing in every row that says anything."""
+    """Leaves out the columns of IF_VARYING that have one value in all rows that have a value."""
     constant = {}
     for column in IF_VARYING:
         values = [v for v in dict.fromkeys(table[column]) if v != ""]
@@ -133,9 +132,9 @@ def _without_constants(table: Table) -> Table:
 
 
 def provenance(run: Mapping[str, Any]) -> pd.DataFrame:
-    """What a reader needs to believe a run or to run it again: columns `what` and `value`.
+    """The facts that a reader needs to judge a run or to repeat it: columns `what` and `value`.
 
-    run: run.json as a dict. A key that the run has not is shown as `unknown`.
+    run: run.json as a dict. A missing key is shown as `unknown`.
     """
     commit, model, engine = (run.get(k) or {} for k in ("commit", "model", "engine"))
     machine, versions = run.get("machine") or {}, run.get("versions") or {}

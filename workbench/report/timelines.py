@@ -22,7 +22,8 @@ NOTE = "traced: shows where time goes, not throughput"
 
 
 class Look(NamedTuple):
-    """How a kind of span is drawn: its word, colour, second tint, hatch, height (of the lane's)."""
+    """The look of a kind of span: its word, colour, second tint, hatch, and height (a share of the
+    lane's)."""
 
     word: str
     colour: str
@@ -31,7 +32,7 @@ class Look(NamedTuple):
     height: float
 
 
-# what a span is (a device span: its kind) -> its look
+# a span's category (a device span: its kind) -> its look
 LOOKS = {
     "launch": Look("launch", style.BLUE, "#4796CC", "", 1.0),
     "replay": Look("replay (of a plan)", style.INK, "#4D4D4D", "", 0.85),
@@ -48,13 +49,13 @@ EDGES = {"sync": style.VERMILION, "copy": "#8A5A00", "build": "#8F8600"}
 LABELS = {"launch": ("op", "white"), "replay": ("name", "white"), "build": ("name", style.INK)}
 LANE, BRACKET, SPACE = 0.8, 0.26, 0.3  # heights, in rows
 IN_A_LINE = 6  # of the legend, at most
-MOST_SYNC_LINES = 40  # more would hide what they mark
+MOST_SYNC_LINES = 40  # more lines would hide the spans
 TITLE_LETTERS = 105  # in a line; more would run out of the picture
 
-# which part of the time axis is drawn: from and to, in us, `inputs`, or all of it
+# the part of the time axis that is drawn: from and to, in us, `inputs`, or all of it
 Shown = tuple[float, float] | Literal["inputs"] | None
-AND_MORE = 1.15  # of the time until the inputs are there: the first launches are seen, too
-MOST_LATE = 3.0  # of the host's copies: later than this the device's do not widen the picture
+AND_MORE = 1.15  # of the time until the inputs are copied, so that the first launches are seen
+MOST_LATE = 3.0  # of the time of the host's copies: later copies of a device widen no picture
 
 
 def timeline(
@@ -66,11 +67,12 @@ def timeline(
     """Draws the spans of one or more steps: a row per lane, the host's on top, on one time axis.
 
     frame: a profile, a timeline, or the frame of either (columns: `trace.profile.COLUMNS`).
-    steps: the step or steps to draw, None for all there are. Time is in us from their start;
-    window_us draws that much of it only; `inputs` is what it takes until all input copies are done,
-    and a little more. Raises ValueError for steps that are not there.
-    The host's row has three storeys: steps, splits, commands. A triangle and a dashed line mark
-    each point where the host stops to wait and goes on.
+    steps: the step or steps to draw; None: all.
+    window_us: draws a part of the time, in us from the first step's start. `inputs`: until all
+        input copies are done, and a little more.
+    Raises ValueError for a step that the frame does not have. The host's row has three storeys:
+    steps, splits, commands. A triangle and a dashed line mark each point where the host begins to
+    wait and goes on.
     """
     part = _steps(_frame(frame), steps)
     lanes = _lanes(part)
@@ -94,11 +96,12 @@ def timeline_pair(
 ) -> Figure:
     """The same token twice on one time axis, before above after, each from its own start.
 
-    before, after: as for `timeline`. step: its number. By default it is a token that both have and
-    whose times lie nearest to the medians, so no disturbed token stands for all. Where they share
-    none, each shows its own. window_us: as for `timeline`; with `inputs`, all copies of each side
-    are seen. The end of each step is marked, and its time stands beside it. Raises ValueError for a
-    step that one of them has not.
+    before, after: as for `timeline`.
+    step: its number. By default the token of both sides whose times are nearest to the medians, so
+        that no disturbed token is shown. Where the sides share no token, each shows its own.
+    window_us: as for `timeline`; `inputs` shows all copies of each side.
+    The end of each step is marked, with its time. Raises ValueError for a step that a side does not
+    have.
     """
     return _stacked([_frame(before), _frame(after)], list(labels), step, window_us)
 
@@ -151,8 +154,8 @@ def _steps(frame: pd.DataFrame, steps: int | Iterable[int] | None) -> pd.DataFra
 
 
 def _typical(frames: list[pd.DataFrame], shown: Shown) -> list[int]:
-    """For each frame the number of a typical step, the same for all where they share any. What has
-    to be typical is what is shown: the whole step, or the way of its inputs."""
+    """The number of a typical step for each frame, the same number where the frames share steps.
+    The shown part must be typical: the whole step, or the copies of its inputs."""
     if not all((f["category"] == "step").any() for f in frames):
         raise ValueError("a timeline holds no step")
     off = []  # how far each step's time is from the median's, by step number
@@ -179,15 +182,15 @@ def _window(shown: Shown, parts: Sequence[pd.DataFrame]) -> tuple[float, float]:
     end = max(_extent_us(part) for part in parts)
     if shown == "inputs" and (host := max(_inputs_us(part, HOST_LANE) for part in parts)):
         device = max(_inputs_us(part, "device") for part in parts)
-        # a device that overslept would leave of the host's part a line
+        # after a device's late wake-up the host's part would shrink to a line
         inputs = max(host, device) if device <= MOST_LATE * host else host
         end = min(end, AND_MORE * inputs)
     return 0, end
 
 
 def _inputs_us(part: pd.DataFrame, on: str) -> float:
-    """When the last input copy was done on the host or the device (`on`), with the waits for it;
-    0 where there is none. Copies of results belong to no split."""
+    """When the last input copy ended on the host or the device (`on`), with the waits for it; 0
+    without input copies. Copies of results belong to no split."""
     device = part["category"] == "device"
     kind = part["kind"].where(device, part["category"])
     inputs = kind.isin(["copy", "sync", "record", "wait"]) & (part["split"] >= 0)
@@ -196,13 +199,13 @@ def _inputs_us(part: pd.DataFrame, on: str) -> float:
 
 
 def _title(ax: Axes, text: str) -> None:
-    """At the left above the axes, on as many lines as it needs."""
+    """Writes a title at the left above the axes, on as many lines as it needs."""
     lines = textwrap.fill(text, TITLE_LETTERS)
     ax.set_title(lines, loc="left", fontsize=style.FONT + 2, fontweight="bold")
 
 
 def _clip(part: pd.DataFrame, first: float, last: float) -> pd.DataFrame:
-    """What of the spans lies in first..last us."""
+    """The parts of the spans that lie in first..last us."""
     starts, ends = part["start_us"], part["start_us"] + part["dur_us"]
     seen = part[(ends >= first) & (starts <= last)]
     starts, ends = starts[seen.index].clip(lower=first), ends[seen.index].clip(upper=last)
@@ -220,7 +223,7 @@ def _draw(
     window: tuple[float, float],
     own_end: float | None = None,
 ) -> None:
-    """One timeline on one axes, which shows `window` us; own_end marks where this one ends."""
+    """Draws one timeline into one axes, which shows `window` us; own_end marks its end."""
     first, last = window
     width = last - first
     syncs = part[part["category"] == "sync"]
@@ -254,7 +257,7 @@ def _draw(
     if own_end is not None:
         if own_end <= last:
             ax.axvline(own_end, color=style.INK, lw=1)
-        # beside the storeys of the host's row, where nothing else is written
+        # beside the storeys of the host's row, where there is no other text
         ax.annotate(
             f"{_time(own_end)} in all", (1.005, 1.0), xycoords="axes fraction", va="top",
             fontsize=style.FONT - 1, fontweight="bold",
@@ -266,7 +269,7 @@ def _draw(
 
 
 def _brackets(ax: Axes, spans: pd.DataFrame, top: float, width: float) -> float:
-    """The storeys of steps and splits above the host's commands; returns where they end."""
+    """Draws the storeys of steps and splits above the host's commands; returns their upper end."""
     for category in ("step", "split"):
         rows = spans[spans["category"] == category]
         for row in rows.itertuples():
@@ -282,13 +285,13 @@ def _brackets(ax: Axes, spans: pd.DataFrame, top: float, width: float) -> float:
 def _boxes(
     ax: Axes, rows: pd.DataFrame, look: Look, kind: str, bottom: float, width: float
 ) -> None:
-    """All spans of one kind in a lane; neighbouring launches alternate between two tints."""
+    """Draws all spans of one kind in a lane; neighbouring launches alternate between two tints."""
     if rows.empty:
         return
     height = LANE * look.height
     tints = [look.colour, look.tint]
     edge = EDGES.get(kind)
-    # an outline keeps what is thinner than a pixel visible, and must not drown what is just wider
+    # an outline keeps a span thinner than a pixel visible, and must not hide a slightly wider one
     narrow = rows["dur_us"].median() < 0.005 * width
     ax.broken_barh(
         list(zip(rows["start_us"], rows["dur_us"], strict=True)),
@@ -297,7 +300,7 @@ def _boxes(
         edgecolors=edge or "none",
         linewidth=(0.3 if narrow else 0.7) if edge else 0,
         hatch=look.hatch or None,
-        snap=False,  # to whole pixels: gaps of a third of one would show as one or as none
+        snap=False,  # snapping to pixels would show a gap of a third of a pixel as a whole one or as none
         zorder=3,
     )
     if kind in LABELS:
@@ -320,7 +323,8 @@ def _label(
 def _sync_points(
     ax: Axes, syncs: pd.DataFrame, top: float, bottom: float, window: tuple[float, float]
 ) -> None:
-    """A triangle where the host begins to wait; a line through all lanes where it goes on."""
+    """Draws a triangle where the host begins to wait, and a line through all lanes where it goes
+    on."""
     starts, ends = syncs["start_us"], syncs["start_us"] + syncs["dur_us"]
     starts, ends = starts[starts.between(*window)], ends[ends.between(*window)]
     ax.plot(
@@ -334,7 +338,7 @@ def _sync_points(
 
 
 def _busy_us(spans: pd.DataFrame) -> float:
-    """Time of a lane covered by at least one span."""
+    """The time of a lane that is covered by at least one span, us."""
     ordered = spans.sort_values("start_us")
     starts = ordered["start_us"].to_numpy()
     ends = starts + ordered["dur_us"].to_numpy()
@@ -347,7 +351,8 @@ def _time(us: float) -> str:
 
 
 def _finish(fig: Figure, axes: list[Axes], part: pd.DataFrame) -> None:
-    """One legend for all axes, of the kinds that occur, and the note that this run was traced."""
+    """Draws one legend for all axes, with the kinds that occur, and the note that the run was
+    traced."""
     kinds = set(part["category"]) | set(part.loc[part["category"] == "device", "kind"])
     handles = [
         Patch(
