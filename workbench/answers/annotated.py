@@ -1,4 +1,4 @@
-"""One token's timeline with its phases under it, numbered in the order in which they begin.
+"""One token's timeline with its phases below, numbered in the order in which they begin.
 
 host     [ build ][w c w c][ launch launch launch ][ sync ][ read ]
 device                        [====  ==== ====]
@@ -17,12 +17,12 @@ from workbench.report.timelines import timeline
 from workbench.trace.spans import HOST_LANE
 
 ROW = 0.42  # height of a bracket's row, in lanes
-WIDE = 0.35  # of the picture: the text stands on the bracket
-HALF = 0.55  # where a bracket ends behind it, the text stands on the left
+WIDE = 0.35  # of the picture: the text of a wider bracket stands on it
+HALF = 0.55  # of the picture: the text of a bracket that ends later stands on the left
 
 
 class Phase(NamedTuple):
-    """A part of a step: what it is, and when, in us from the step's start."""
+    """A part of a step: its name, and its begin and end in us from the step's start."""
 
     what: str
     start_us: float
@@ -34,7 +34,7 @@ class Phase(NamedTuple):
 
 
 def phases(step: pd.DataFrame) -> list[Phase]:
-    """The phases that a step (rows of a timeline's frame) has, by when they begin.
+    """The phases of a step (rows of a timeline's frame), in the order in which they begin.
 
     They may overlap: the device works while the host still launches.
     """
@@ -58,8 +58,9 @@ def phases(step: pd.DataFrame) -> list[Phase]:
 def token(traced: Any, step: int | None = None, title: str | None = None) -> Figure:
     """The timeline of one step and its phases, each with its time.
 
-    traced: a profile, a timeline or its frame. step: its number, the last one by default. Raises
-    ValueError for a step that is not there.
+    traced: a profile, a timeline or its frame.
+    step: its number; default: the last step.
+    Raises ValueError for a step that is not in the trace.
     """
     frame = traced if isinstance(traced, pd.DataFrame) else traced.to_frame()
     steps = frame.loc[frame["category"] == "step", "step"]

@@ -1,5 +1,5 @@
-"""What concurrent streams do to a token, as tables: where it forks, what lies in memory meanwhile,
-and which lifetimes let branches overwrite each other."""
+"""Tables of concurrent streams: where a token forks, which tensors lie in memory meanwhile, and
+which lifetimes let branches overwrite each other."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NONE = "none"
 
 
 def forks_table(engine: Any, arms: Mapping[str, Toggles]) -> pd.DataFrame:
-    """The streams of a token in each arm: launches on the first and on others, and how often a
-    stream waits for another."""
+    """The streams of a token in each arm: launches on the first stream and on others, and how often
+    a stream waits for another."""
     rows = []
     for name, toggles in arms.items():
         with engine.variant(toggles) as side:
@@ -48,8 +48,8 @@ def forks_table(engine: Any, arms: Mapping[str, Toggles]) -> pd.DataFrame:
 
 
 def overlap_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int = 16) -> pd.DataFrame:
-    """How much of a token has two kernels or more in flight in each arm, untraced, and beside it
-    what a trace shows and what it costs. Medians over n_tokens tokens; arms that are not launched
+    """The share of a token with two kernels or more in flight in each arm, untraced; then the same
+    share in a trace, and the cost of the trace. Medians over n_tokens tokens. Arms must not launch
     ahead."""
     rows = []
     for name, toggles in arms.items():
@@ -83,7 +83,7 @@ def overlap_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int = 16) 
 
 
 class _ForkedStep:
-    """A token's nodes on the device, on their streams, and what the arena is told of them."""
+    """A token's nodes on the device, their streams, and the arena's inputs."""
 
     def __init__(self, engine: Any, toggles: Toggles):
         with engine.variant(toggles) as side:
@@ -99,7 +99,7 @@ class _ForkedStep:
             self.scratch_bytes = side.backend.scratch_bytes
 
     def layout(self, lifetimes: str) -> list[Lifetime]:
-        """What lies where, with these lifetimes."""
+        """The arena's layout with these lifetimes."""
         visible = arena.visibility(self.branches) if lifetimes == "visibility" else None
         nodes = interleaved(self.branches) if lifetimes == "interleaved" else self.branches.nodes
         made = arena.layout(nodes, self.given, self.keep, self.scratch_bytes, (), visible)
@@ -109,7 +109,7 @@ class _ForkedStep:
 def layer_frames(
     engine: Any, toggles: Toggles, layer: int, lifetimes: tuple[str, ...] = LIFETIMES
 ) -> dict[str, pd.DataFrame]:
-    """For `plots.lifetimes`: what a layer makes, with each of these lifetimes."""
+    """For `plots.lifetimes`: the tensors of a layer in memory, with each of these lifetimes."""
     step = _ForkedStep(engine, toggles)
     nodes = step.branches.nodes
     inside = {i for i, node in enumerate(nodes) if node.layer == layer}
@@ -137,8 +137,8 @@ def layer_frames(
 
 
 def lifetimes_table(unsafe: Any, toggles: Toggles) -> pd.DataFrame:
-    """What each of the lifetimes needs, and what finds it wrong. unsafe: an engine that runs what
-    races."""
+    """The bytes that each of the lifetimes needs, and the check that finds it wrong. unsafe: an
+    engine that runs racing programs."""
     rows = []
     step = _ForkedStep(unsafe, toggles)
     for value in LIFETIMES:

@@ -1,7 +1,7 @@
-"""What a notebook found, in sentences: the answer to the question in its title.
+"""The answers of notebooks in sentences, each to the question in the notebook's title.
 
-Tables and comparisons go in, sentences come out; nothing is measured here. Every figure is one of
-the run's own, so that a notebook that runs elsewhere answers for that machine.
+Tables and comparisons go in, sentences come out. Nothing is measured here. Every figure comes from
+the notebook's own run, so a notebook that runs elsewhere answers for that machine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 
 def token(traced: Any, comparison: AB) -> Conclusion:
-    """What one token looks like. traced: a profile of the baseline, or its `summary()`; comparison:
-    the same baseline untraced, against the program that is kept."""
+    """The parts of one token.
+
+    traced: a profile of the baseline, or its `summary()`.
+    comparison: the same baseline untraced, against a program that is kept.
+    """
     steps = traced if isinstance(traced, pd.DataFrame) else traced.summary()
     s, run = steps.median(numeric_only=True), comparison.run
     times = results.percentiles(comparison.samples).set_index(["test", "arm"])["p50_us"]
@@ -40,7 +43,7 @@ def token(traced: Any, comparison: AB) -> Conclusion:
 
 
 def launches(layers: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
-    """How many launches a layer needs, and what fewer of them bring.
+    """How many launches a layer needs, and how much fewer launches gain.
 
     layers: by name, a row for each launch of a layer (`launches.nodes_table`).
     """
@@ -51,9 +54,10 @@ def launches(layers: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion
 
 
 def waits(decode: pd.DataFrame, train: pd.DataFrame, gaps: Gaps, *comparisons: AB) -> Conclusion:
-    """Which waits are superfluous and which are enough, what they cost, and what fewer bring.
+    """Which waits are superfluous and which suffice, the cost of waits, and the gain of fewer.
 
-    decode, train: of `proofs.proof_table`. gaps, comparisons: measured.
+    decode, train: of `proofs.proof_table`.
+    gaps, comparisons: measured.
     """
     rows, table = decode.set_index("ordering"), gaps.table().set_index("arm")
     own, one = (rows.loc[f"per_copy, {stream}"] for stream in ("own", "compute"))
@@ -74,10 +78,11 @@ def waits(decode: pd.DataFrame, train: pd.DataFrame, gaps: Gaps, *comparisons: A
 
 
 def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Conclusion:
-    """What building the graph anew costs, and what keeping it is worth.
+    """The cost of building the graph anew, and the gain of keeping it.
 
-    kept: the tables of `kept.py`: `phases`, `steps`, `layers` and `worth`. theirs: what is recorded
-    of llama.cpp's own build; may be empty. comparisons: of `graph_reuse`, from `rebuild` on.
+    kept: the tables of `kept.py`: `phases`, `steps`, `layers` and `worth`.
+    theirs: the recorded sentence about llama.cpp's own build; may be empty.
+    comparisons: of `graph_reuse`, from `rebuild` on.
     """
     phases, steps, layers, worth = (kept[n] for n in ("phases", "steps", "layers", "worth"))
     by_phase = phases.set_index("phase")
@@ -112,10 +117,11 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Co
 
 
 def plans(planned: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
-    """When a captured graph repays itself, and what is left of the gap.
+    """When a captured graph repays its capture, and how much of the gap is left.
 
-    planned: the tables of `planned.py`: `calls`, `made`, `forced`, `repaid` and `gap`; and `proof`,
-    of `proofs.proof_table`, eager first. comparisons: of `plans`, from `off` on.
+    planned: the tables of `planned.py`: `calls`, `made`, `forced`, `repaid` and `gap`; and `proof`
+        of `proofs.proof_table`, eager first.
+    comparisons: of `plans`, from `off` on.
     """
     calls, gap = (planned[name].set_index("arm") for name in ("calls", "gap"))
     lines = [
@@ -149,7 +155,7 @@ def _when(after: str) -> str:
 
 
 def _by_the_clock(after: pd.Series) -> str:
-    """When plans are repaid: `repaid after tokens` of the gaps' table."""
+    """When plans have repaid their capture: `repaid after tokens` of the gaps' table."""
     repaid = [f"{tokens} ({arm})" for arm, tokens in after.items() if tokens.isdigit()]
     if repaid:
         return f"By the device's clock captures are repaid after so many tokens: {listed(repaid)}."
@@ -157,7 +163,7 @@ def _by_the_clock(after: pd.Series) -> str:
 
 
 def _left(gap: pd.DataFrame) -> Iterable[str]:
-    """What is between the kernels of two tokens, and what each plan saves of a token."""
+    """The gap between the kernels of two tokens, and the time that each plan saves of a token."""
     between = listed(f"{time(us)} ({arm})" for arm, us in gap["gap us"].items())
     yield f"Between the kernels of two tokens are {between}."
     for arm, row in gap[gap["repaid after tokens"] != ""].iterrows():
@@ -174,7 +180,7 @@ def _left(gap: pd.DataFrame) -> Iterable[str]:
 
 
 def _updates(forced: pd.DataFrame) -> Iterable[str]:
-    """Which arms update plans all the time, and what a growing n_kv costs the others."""
+    """Which arms update plans with every token, and the cost of a growing n_kv in other arms."""
     often = forced["updated"] > forced["tokens"] / 2
     for row in forced[often].to_dict("records"):
         yield (
@@ -190,7 +196,7 @@ def _updates(forced: pd.DataFrame) -> Iterable[str]:
 
 
 def streams(forks: pd.DataFrame, lifetimes: pd.DataFrame, *comparisons: AB) -> Conclusion:
-    """Whether Q, K and V side by side help, and what may share memory meanwhile.
+    """Whether Q, K and V side by side help, and which tensors may share memory meanwhile.
 
     forks: `branches.forks_table`; lifetimes: `branches.lifetimes_table`.
     """
@@ -221,10 +227,12 @@ def skipping(
     parts: AB,
     answers: pd.DataFrame,
 ) -> Conclusion:
-    """What it saves not to touch dead cells, by tokens at once, sequences and depth.
+    """The gain of not reading masked cells, by tokens at once, sequences and depth.
 
-    visits: `masked.visits_table`. prompts: of `skipped.ubatch_frames`. phases, ragged, answers:
-    `skipped.phase_summary`, `ragged_table`, `answers_table`. parts: of `kv_parts`.
+    visits: `masked.visits_table`.
+    prompts: of `skipped.ubatch_frames`.
+    phases, ragged, answers: `skipped.phase_summary`, `ragged_table`, `answers_table`.
+    parts: of `kv_parts`.
     """
     lines = [
         f"A token of each of {row['tokens']} sequences visits {row['in_loop']} of the blocks with "
@@ -277,7 +285,7 @@ def _by_verdict(rows: pd.DataFrame) -> str:
 
 
 def _counted(answers: pd.DataFrame) -> dict[int, str]:
-    """Comparisons by how many of their arms are alike: `5: prompts, 64 at once`."""
+    """Comparisons by the number of arms with equal answers: `5: prompts, 64 at once`."""
     n_arms = answers["arms"].str.count(";") + 1
     return {
         int(n): listed(answers["comparison"][n_arms == n])
@@ -288,8 +296,8 @@ def _counted(answers: pd.DataFrame) -> dict[int, str]:
 def serving(figures: pd.DataFrame, sampling: pd.DataFrame, ways: pd.DataFrame) -> Conclusion:
     """How throughput trades against latency, by setting and by the way to the engine.
 
-    figures: `loaded.figures_of` with output_throughput, mean_tpot_ms and mean_ttft_ms. sampling,
-    ways: `loaded.sampling_table`, `ways_table`.
+    figures: `loaded.figures_of` with output_throughput, mean_tpot_ms and mean_ttft_ms.
+    sampling, ways: `loaded.sampling_table`, `ways_table`.
     """
     lines = []
     for name, of in figures.groupby("setting", sort=False):
@@ -342,7 +350,7 @@ def _as_eager(proof: pd.DataFrame) -> Iterable[str]:
 
 
 def _proved(table: pd.DataFrame, when: str) -> Iterable[str]:
-    """Which waits the checker calls enough under per_copy, and the orderings that race."""
+    """Which waits of per_copy suffice by the checker, and which orderings race."""
     rows = table.set_index("ordering")
     for stream, where in (("own", "copies on a stream of their own"), ("compute", "one stream")):
         enough = str(rows.loc[f"per_copy, {stream}", "because"]).removeprefix("enough: ")

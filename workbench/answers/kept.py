@@ -1,9 +1,9 @@
-"""What each way of graph reuse keeps, as tables: its stores, its phases, what it refuses to reuse,
-what each layer of it saves, and what that is worth to other engines.
+"""Tables of graph reuse: the stores and phases of each way to keep a graph, the steps that cannot
+reuse it, the time that each layer saves, and what that would be worth to other engines.
 
-The device is idle while the host builds. So a token without a kept graph takes the time of one with
-it, and the build. A ratio that was measured here is the price of this engine's Python; the same
-sum, with the build of another engine, says what it would be there (llama.cpp #8366).
+The device is idle while the host builds. So a token without a kept graph takes the time of a token
+with it, plus the build. A ratio measured here is the price of this engine's Python. The same sum
+with the build time of another engine gives the ratio there (llama.cpp #8366).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from workbench.graph.ir import Kind
 REBUILD, KEPT = GraphReuse.REBUILD.value, GraphReuse.SET_ROWS.value
 TOTAL = "all"
 OWN, MEASURED = "this engine's, in Python", "measured here, in Python"
-BUILD_US = (0, 25, 50, 100, 200, 400)  # of a table
-# speedups of #8366 in its thread, Llama 7B and 13B Q4 on seven GPUs
+BUILD_US = (0, 25, 50, 100, 200, 400)  # rows of the table
+# speedups in the thread of #8366, Llama 7B and 13B Q4 on seven GPUs
 CLAIMED = (1.03, 1.07)
 BUILD = ("graph", "fuse", "split", "layout", "lower", "prepare")  # phases that a kept program saves
 VERDICT = re.compile(r"<!-- begin reuse-verdict -->.*?^(Verdict on #8366.*?)$", re.S | re.M)
 
 
 def ways_table(engine: Any) -> pd.DataFrame:
-    """A row for each way, of its program: the cache stores, which inputs tell them where to, how
-    many of them have another address for the next token, and what is copied."""
+    """A row for each way: the cache stores of its program, the inputs that hold their addresses,
+    how many stores have another address for the next token, and the copies."""
     rows = []
     for way, found in WAYS.items():
         with engine.variant(engine.toggles.switched("graph_reuse", way)) as side:
@@ -63,8 +63,8 @@ def ways_table(engine: Any) -> pd.DataFrame:
 
 
 def phases_table(comparison: AB) -> pd.DataFrame:
-    """What the host spends on each phase, us a token, in each arm of a comparison but its control;
-    a last row with the sum."""
+    """The host's time for each phase, us a token, in each arm of a comparison except its control;
+    the last row has the sum."""
     arms = {
         arm["name"]: phases_us(arm["counters"])
         for arm in comparison.run["arms"]
@@ -76,7 +76,7 @@ def phases_table(comparison: AB) -> pd.DataFrame:
 
 
 def inputs_table(program: Any) -> pd.DataFrame:
-    """Of each input of a program, whether it could be reused for steps of four other kinds."""
+    """For each input of a program, whether steps of four other kinds could reuse it."""
     shape = program.shape
     steps = {
         "the next token": shape,
@@ -93,10 +93,9 @@ def inputs_table(program: Any) -> pd.DataFrame:
 
 
 def reuse_table(engine: Any) -> pd.DataFrame:
-    """Steps in a row, and how many of them built a program and reused one.
+    """Steps in a row, and how many of them built a program or reused one.
 
-    engine: a fresh one of two sequences. What it computes does not matter (device `null` computes
-    nothing).
+    engine: a fresh engine of two sequences; its results do not matter (device `null` will do).
     """
     pad, one = engine.config.n_kv_pad, [(0, [1], "last")]
     taken = [
@@ -126,8 +125,8 @@ def _taken(engine: Any, what: str, work: list, n: int) -> dict[str, Any]:
 
 
 def layers_table(layers: Mapping[str, AB]) -> pd.DataFrame:
-    """Each layer of reuse that is done again, by its toggle: us in its phases, t/s without and with
-    that, and by how much a token takes longer; a last row with the sums."""
+    """A row for each layer of reuse that a toggle disables: us in its phases, t/s with and without
+    the layer, and how much longer a token takes; the last row has the sums."""
     rows: list[dict[str, Any]] = []
     for name, comparison in layers.items():
         row, arm = comparison.summary().iloc[0], comparison.run["arms"][1]
@@ -152,29 +151,29 @@ def layers_table(layers: Mapping[str, AB]) -> pd.DataFrame:
 
 
 def speedup(token_us: float, build_us: float) -> float:
-    """Of a kept graph. token_us: a token with it; build_us: what building it anew costs."""
+    """The speedup of a kept graph. token_us: a token with it; build_us: the cost of a build."""
     return (token_us + build_us) / token_us
 
 
 def build_us(token_us: float, speedup: float) -> float:
-    """The build with which a kept graph has this speedup."""
+    """The build time with which a kept graph has this speedup, us."""
     return token_us * (speedup - 1)
 
 
 def phases_us(counters: Mapping[str, int]) -> dict[str, float]:
-    """us a step by phase, of the counters of an arm or an engine."""
+    """us a step by phase, from the counters of an arm or an engine."""
     return {row.phase: row.us for row in per_step(counters)}
 
 
 def own_build_us(arm: Mapping[str, Any]) -> float:
-    """us a token of all phases of this engine's build, of an arm that keeps nothing."""
+    """us a token of all phases of this engine's build, in an arm that keeps no program."""
     phases = phases_us(arm["counters"])
     return sum(phases[phase] for phase in BUILD)
 
 
 def worth_table(comparison: AB) -> pd.DataFrame:
-    """What a kept graph is worth to an engine whose build costs so much; what the speedups that
-    #8366 had would be for a build here; and what this engine's build costs.
+    """The speedup of a kept graph for engines with other build times; the build times that the
+    speedups of #8366 mean here; and this engine's own build time.
 
     comparison: of `graph_reuse`, from `rebuild` on, with `set_rows` among its arms.
     """
@@ -199,8 +198,8 @@ def worth_table(comparison: AB) -> pd.DataFrame:
 
 
 def recorded_verdict(page: str | Path | None = None) -> str:
-    """What the page of recorded results says of #8366 at llama.cpp's own build time. Empty where
-    that was not measured. page: by default the page that comes with the package."""
+    """The sentence of the results page about #8366 at llama.cpp's own build time; empty where it
+    was not measured. page: default: the page that comes with the package."""
     page = page or shipped("data/results", "README.md") / "README.md"
     found = VERDICT.search(Path(page).read_text())
     return found[1] if found else ""

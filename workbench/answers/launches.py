@@ -1,4 +1,5 @@
-"""What programs issue, as tables: counts, what each fusion removes, and a layer's launches."""
+"""Tables of the commands of programs: counts, the launches that each fusion removes, and the
+launches of a layer."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from workbench.config import Toggles
 
 
 class HasCounts(Protocol):
-    """What is asked of a program; `program.commands.Program` is one."""
+    """The methods of a program that tables call; `program.commands.Program` is one."""
 
     def pattern(self, fold: bool = False) -> str: ...
 
@@ -20,7 +21,7 @@ class HasCounts(Protocol):
 
 
 def counts_table(programs: Mapping[str, HasCounts]) -> pd.DataFrame:
-    """What each program issues for one step, by its label: the pattern, then its counts."""
+    """The commands of each program for one step, by its label: the pattern, then the counts."""
     rows = [
         {"program": label, "pattern": program.pattern(fold=True)} | program.counts()
         for label, program in programs.items()
@@ -29,8 +30,8 @@ def counts_table(programs: Mapping[str, HasCounts]) -> pd.DataFrame:
 
 
 def launches_table(engine: Any) -> pd.DataFrame:
-    """Launches of one token under each fusion toggle of an engine (`engine.variant` is asked for
-    engines with other toggles; nothing is computed).
+    """Launches of one token under each fusion toggle of an engine. `engine.variant` makes engines
+    with other toggles; no token is computed.
 
     A row per toggle, last all of them (`fuse`): `alone`, with every other fusion off; `removes`,
     how many fewer launches that is; `without it`, with every other fusion on.
@@ -51,10 +52,11 @@ def launches_table(engine: Any) -> pd.DataFrame:
 
 
 def nodes_table(program: Any, layer: int | None = None) -> pd.DataFrame:
-    """What a layer of a program launches, in order: op, name, and the ops of a fused node's parts.
+    """The launches of a layer of a program, in order: op, name, and the ops of a fused node's
+    parts.
 
-    A launch with a product belongs to the product's layer; the norm fused behind it may belong to
-    the next. layer: by default one in the middle, or the first where there are fewer than three.
+    A launch with a product belongs to the product's layer; a norm fused after it may belong to the
+    next layer. layer: default: a layer in the middle, or the first of fewer than three.
     """
     nodes = [c.node for c in program.singly() if c.kind == "launch"]
     if layer is None:

@@ -1,5 +1,5 @@
-"""Many requests on one engine, as tables and traces: settings under load, a step that serves a
-prompt beside tokens, and what a process and HTTP cost."""
+"""Tables and traces of many requests on one engine: settings under load, a step that serves a
+prompt beside tokens, and the cost of a process and of HTTP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workbench.traffic.served import ServeCommand, reached
 from workbench.traffic.targets import Asking
 
 FIGURES = ("output_throughput", "mean_tpot_ms", "mean_ttft_ms")
-SERVING = "serving"  # what `workbench serve` has
+SERVING = "serving"  # the toggles of `workbench serve`
 IN_PROCESS, PROCESS, WHOLE, STREAMED = (
     "this process", "an engine process", "HTTP, whole answers", "HTTP, streamed",
 )  # fmt: skip
@@ -54,8 +54,8 @@ def lengths(workload: str) -> tuple[int, int]:
 
 
 def config(device: str, workload: str, concurrency: str) -> wb.EngineConfig:
-    """An engine for the most requests in flight, each with cells for its tokens; and for a prompt
-    that fills a step."""
+    """The config of an engine that holds the most requests in flight, with cells for all their
+    tokens, and a prompt that fills a step."""
     each = max(1024, round_up(sum(lengths(workload)) + 1, 256))
     n_seqs = most(concurrency)
     return wb.EngineConfig(device, n_ctx=n_seqs * each, n_seqs=n_seqs)
@@ -70,7 +70,7 @@ def together_table(
     seed: int,
     runs: str,
 ) -> pd.DataFrame:
-    """llama-batched-bench's table, for each setting: no server, no requests, nothing sampled."""
+    """llama-batched-bench's table for each setting: without a server, requests or sampling."""
     (n_prompt, n_gen), rows = lengths(workload), []
     for name, toggles in arms.items():
         with engine.variant(toggles) as side:
@@ -100,11 +100,11 @@ def slug(name: str) -> str:
 def step_traces(
     engine: wb.Engine, toggles: Toggles, n_running: int = 4, n_steps: int = 4
 ) -> dict[str, Profile]:
-    """Traces of steps that only generate, and of steps that compute a part of a prompt, too.
+    """Traces of steps that only generate, and of steps that compute a part of a prompt as well.
 
-    n_running requests generate. Then two more come, whose prompts take up to n_steps steps each.
-    All is done twice, and shown is the second time: by then the programs are there. The first half
-    of each kind of steps is not traced, so the trace tells what it costs.
+    n_running requests generate. Then two more requests come, whose prompts take up to n_steps steps
+    each. All is done twice, and the second time is shown: its programs exist by then. The first
+    half of each kind of steps is not traced, so the trace can report its own cost.
     """
     room, found = engine.config.n_ubatch - n_running, dict[str, Profile]()
     with engine.variant(toggles) as side:
@@ -136,7 +136,7 @@ def _steps(slots: Slots, n: int) -> None:
 
 
 def _ask(engine: wb.Engine, number: int, n_prompt: int, n_made: int) -> Ask:
-    """No two prompts begin alike."""
+    """A request whose prompt begins like no other."""
     ids = (np.arange(n_prompt) * 7 + 31 * number) % (engine.model.n_vocab - 1) + 1
     return Ask(number, ids.astype(np.int32), n_made)
 
@@ -164,7 +164,7 @@ def measured(
 
 
 def most(concurrency: str) -> int:
-    """Requests in flight, where they are most."""
+    """The most requests in flight."""
     return max(int(n) for n in concurrency.split(","))
 
 
@@ -183,7 +183,7 @@ def curves(served: Mapping[str, ServeBench], latency: str = "mean_tpot_ms") -> p
 
 
 def latency_table(served: Mapping[str, ServeBench]) -> pd.DataFrame:
-    """Every setting and number of requests in flight: throughput, and what a request sees."""
+    """Throughput and latencies for every setting and number of requests in flight."""
     rows = [
         {
             "setting": name, "in flight": int(row.setting.value),
@@ -201,7 +201,7 @@ def latency_table(served: Mapping[str, ServeBench]) -> pd.DataFrame:
 
 
 def sampling_table(served: Mapping[str, ServeBench]) -> pd.DataFrame:
-    """What the choice of tokens takes, of the most requests in flight of each setting."""
+    """The time to choose tokens, with the most requests in flight of each setting."""
     rows = []
     for name, made in served.items():
         row = made.rows[-1]
@@ -228,8 +228,8 @@ def ways_in(
     seed: int,
     runs: str,
 ) -> dict[str, ServeBench]:
-    """The load of `serving` by four ways to the engine, with the fewest and the most requests in
-    flight. path: of the engine's file."""
+    """The load of `serving` over four ways to the engine, with the fewest and the most requests in
+    flight. path: the engine's file."""
     n_prompt, n_gen = lengths(workload)
     slots, config = most(concurrency), engine.config
     asked: dict[str, Any] = {
@@ -252,7 +252,7 @@ def ways_in(
     typed = tuple(str(word) for pair in flags.items() for word in pair)
     with reached(ServeCommand(Path(path), slots, config.device, typed)) as server:
         for i, (name, streamed) in enumerate({WHOLE: False, STREAMED: True}.items()):
-            # prompts that the server has not seen: it keeps the cells of those that it has
+            # prompts that the server has not seen: it keeps the cells of prompts that it has seen
             found[name] = wb.serve_bench(
                 server, asking=Asking(streamed=streamed), seed=seed + 1 + i,
                 out=wb.new_run_folder(runs, f"ways-http-{'streamed' if streamed else 'whole'}"),
@@ -262,7 +262,8 @@ def ways_in(
 
 
 def ways_table(found: Mapping[str, ServeBench]) -> pd.DataFrame:
-    """Output tokens a second by the way to the engine, and their share of those in this process."""
+    """Output tokens a second for each way to the engine, and their share of those in this
+    process."""
     first = {row.setting.name: _rate(row) for row in next(iter(found.values())).rows}
     rows = []
     for name, made in found.items():
@@ -284,8 +285,8 @@ def _rate(row: Any) -> float:
 
 
 def figures_of(served: Mapping[str, ServeBench]) -> pd.DataFrame:
-    """Every setting and number of requests in flight, for sentences: tokens a second, mean TPOT and
-    TTFT, by vLLM's names."""
+    """Figures for sentences, by setting and number of requests in flight: tokens a second, mean
+    TPOT and TTFT, under vLLM's names."""
     return pd.DataFrame(
         {"setting": name, "in_flight": int(row.setting.value)}
         | {key: float(row.figures[key]) for key in FIGURES}

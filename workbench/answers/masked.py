@@ -1,6 +1,6 @@
-"""What attention visits of a cache: masks drawn, blocks counted, a prompt traced.
+"""The blocks of a cache that attention visits: masks drawn, blocks counted, a prompt traced.
 
-Nothing is timed here (`skipped.py` does)."""
+Nothing is timed here; `skipped.py` measures times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from workbench.trace.profile import Profile, profile
 
 OFF, IN_LOOP, TAIL, CLASSES = (f"skip_masked_kv={way}" for way in WAYS)
 ALWAYS = "skip_gate=always"
-# arms of one sequence, by their names: the gate of #14924, and an open one where a way has a gate
+# arms of one sequence by name: with the gate of #14924; where a way has a gate, with an open one,
+# too
 PROMPTS = {
     "off": OFF, "in_loop": IN_LOOP, "tail": TAIL, "classes": CLASSES,
     "tail, gate open": f"{TAIL} {ALWAYS}", "classes, gate open": f"{CLASSES} {ALWAYS}",
@@ -46,7 +47,7 @@ Begun = list[tuple[int, int]]  # sequences and their tokens
 
 
 class Scene(NamedTuple):
-    """A step: what is in the cache before, and what is computed."""
+    """A step: the tokens in the cache before it, and the tokens it computes."""
 
     name: str
     cache: str
@@ -55,7 +56,7 @@ class Scene(NamedTuple):
 
 
 def scenes() -> list[Scene]:
-    """Steps whose masks differ in kind."""
+    """Steps with different kinds of masks."""
     each = [*enumerate(DEPTHS)]
     token = [(i, 1) for i in range(len(DEPTHS))]
     three, more = [(0, 100), (1, 180), (2, 60)], [(0, 40), (1, 40), (2, 40)]
@@ -69,7 +70,7 @@ def scenes() -> list[Scene]:
 
 
 def _take(engine: wb.Engine, tokens: Begun) -> None:
-    """Computes so many tokens of each sequence, in one step."""
+    """Computes some tokens of each sequence in one step."""
     engine.submit([(i, _ids(engine, n), "last") for i, n in tokens]).wait()
 
 
@@ -84,7 +85,7 @@ def _fill(engine: wb.Engine, begun: Begun) -> None:
 
 
 class _Masks(Watch):
-    """Keeps the mask, the regions and the sequences of the last step."""
+    """Keeps mask, regions and sequences of the last step."""
 
     looks_at_batches = True
 
@@ -96,8 +97,8 @@ class _Masks(Watch):
 
 
 def mask_frames(engine: wb.Engine, which: Sequence[Scene] = ()) -> dict[str, pd.DataFrame]:
-    """For `plots.kv_blocks`: what each way visits of the masks of some steps, as if its gate were
-    open."""
+    """For `plots.kv_blocks`: the blocks that each way visits in the masks of some steps, as if its
+    gate were open."""
     frames = {}
     for scene in which or scenes():
         with engine.variant(switched(engine.toggles, scene.cache)) as side:
@@ -137,7 +138,7 @@ def _blocks(masks: _Masks) -> pd.DataFrame:
 
 
 def visits_table(engine: wb.Engine, most: int) -> pd.DataFrame:
-    """The share of blocks that each way visits in some steps, as counted while they are taken, and
+    """The share of blocks that each way visits in some steps, counted as the steps are taken, and
     whether the gate of #14924 is open. most: tokens of a prompt that is computed at once."""
     whole = Scene(f"a prompt of {most}", ONE_REGION, [], [(0, most)])
     rows: list[dict[str, Any]] = []
@@ -179,7 +180,7 @@ def prompt_traces(
 def blocks_by_test(
     engine: wb.Engine, tests: Sequence[str], arms: Mapping[str, str]
 ) -> pd.DataFrame:
-    """The share of blocks that arms visit in whole tests, prompts and generated tokens apart."""
+    """The share of blocks that arms visit in whole tests, for prompts and for generated tokens."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     n_seqs = max(parse(test).width for test in tests)
     each = max(-(-parse(test).n_cells // parse(test).width) for test in tests)
@@ -201,7 +202,7 @@ def blocks_by_test(
 
 
 def _works(engine: wb.Engine, test: Workload) -> dict[str, list[Work]]:
-    """What a repetition submits to an empty cache, by phase."""
+    """The works that a repetition submits to an empty cache, by phase."""
     engine.reset()
     tokens, n_ubatch = draw_tokens(test, engine.model.n_vocab, 0), engine.config.n_ubatch
     made = [work for of in gen_steps(test, tokens.gen, n_ubatch) for work in of]

@@ -1,5 +1,5 @@
-"""What graph plans do to a token, as tables: calls of the host, what is captured and when, after
-how many tokens that has repaid itself, and the gap that is left."""
+"""Tables of graph plans: calls of the host, captures and updates, the number of tokens after which
+a capture has repaid itself, and the gap that is left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.benchmarks.times.token_parts import issued, medians_us
 from workbench.common.tables import Table
 from workbench.config import Toggles
 
-# ways of graph reuse and rules: what captures anew, and what updates, where n_kv grows
+# ways of graph reuse and rules that capture anew, or update, when n_kv grows
 FORCING = (
     ("set_rows", "pr"), ("set_rows", "today"), ("set_rows", "ours"),
     ("pointer_table", "ours"), ("patch_pointers", "ours"),
@@ -26,8 +26,8 @@ NEVER, UNKNOWN = "never", "not known"
 
 
 def calls_table(engine: Any, arms: Mapping[str, Toggles]) -> pd.DataFrame:
-    """What the host does for a token in each arm, and what the device is given: nodes are kernels
-    and copies, calls what the host calls for them. A replay is one call."""
+    """The host's calls for a token in each arm, and the nodes that the device runs: kernels and
+    copies. A replay is one call."""
     rows = []
     for name, toggles in arms.items():
         with engine.variant(toggles) as side:
@@ -57,9 +57,9 @@ def forcing(toggles: Toggles) -> dict[str, Toggles]:
 
 def made_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int) -> pd.DataFrame:
     """What a fresh engine of each arm did with its plans in its first n_tokens tokens: how many
-    were captured, made as twins of these, updated where they are, made anew, replayed, and issued
-    part by part. `capture us` is of one capture, `instantiate us` of one or of a twin, `update us`
-    of one update."""
+    plans were captured, made as twins, updated in place, made anew, replayed, and issued part by
+    part. `capture us`: of one capture. `instantiate us`: of one instantiation, also of a twin.
+    `update us`: of one update."""
     rows = []
     for name, toggles in arms.items():
         with engine.variant(toggles) as side:
@@ -88,9 +88,9 @@ def _each(ns: int, n: int) -> float:
 
 
 def repaid_table(made: pd.DataFrame, *comparisons: AB) -> pd.DataFrame:
-    """After how many tokens what captures cost has been saved, a row for each arm of a comparison
-    that `made` (of `made_table`) has. us saved: of a token, medians of the comparison. Not known
-    where the comparison has no verdict of a difference."""
+    """After how many tokens an arm has saved the cost of its captures: a row for each arm of a
+    comparison that is in `made` (of `made_table`). us saved: of a token, from medians of the
+    comparison. Unknown where the comparison found no difference."""
     costs, rows = made.set_index("arm"), []
     for comparison in comparisons:
         summary = comparison.summary()
@@ -112,16 +112,16 @@ def repaid_table(made: pd.DataFrame, *comparisons: AB) -> pd.DataFrame:
 
 
 def _after(once: float, saved: float, known: int) -> str:
-    """After how many tokens; known: 1 where a token is shorter, -1 where it is longer."""
+    """The text for that number of tokens. known: 1 where a token is shorter, -1 where longer."""
     if known == 1 and saved > 0:
         return f"{math.ceil(once / saved)}"
     return NEVER if known == -1 else UNKNOWN
 
 
 def gap_table(parts: Mapping[str, Mapping[str, Any]], arms: Mapping[str, Toggles]) -> pd.DataFrame:
-    """Where a token's time goes in each arm, us, by the device's clock
-    (`benchmarks/times/token_parts.py`). Then what an arm saves of the first arm's plain token, the
-    median over the rounds and its 95 % interval, and when that repays its captures."""
+    """The parts of a token's time in each arm, us, by the device's clock
+    (`benchmarks/times/token_parts.py`). Then the time that an arm saves of the first arm's plain
+    token, median over the rounds with its 95 % interval, and when that repays the captures."""
     rows: list[dict[str, Any]] = []
     first = np.array(parts[next(iter(arms))]["plain"], float)
     for name in arms:

@@ -1,4 +1,4 @@
-"""The proof table: the superfluous waits of each ordering, and what races without the others.
+"""The proof table: the superfluous waits of each ordering, and the races without the other waits.
 
 Programs go in (`Engine.programs`), a frame comes out; `program/check/hazards.py` does the proving.
 """
@@ -27,11 +27,10 @@ def cycles(
     engine: Any, n_tokens: int = 1, run: str = "decode", **chosen: str
 ) -> dict[tuple[str, str], Any]:
     """The programs that are repeated under every sync mode and copy stream, for `proof_rows`: of
-    single tokens, or of prompts of n_tokens without waits between their ubatches; with `chosen`
-    values of other toggles. Every step has a program of its own: its waits and races are its own.
+    single tokens, or of prompts of n_tokens without waits between their ubatches. `chosen`: values
+    of other toggles. Every step has a program with waits and races of its own.
 
-    engine: one that may lower what races (EngineConfig.unsafe); one that computes nothing (device
-    `null`) will do.
+    engine: may lower racing programs (EngineConfig.unsafe); device `null` will do.
     """
     found: dict[tuple[str, str], Any] = {}
     for sync, stream in itertools.product(SyncMode, CopyStream):
@@ -58,9 +57,11 @@ def of_arms(engine: Any, arms: Mapping[str, Toggles]) -> dict[tuple[str, str], A
 def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[dict[str, Any]]:
     """A row for each (ordering, run) and the programs that are repeated for it.
 
-    waits, superfluous, sufficient: of one repetition; each superfluous one can go alone, and with
-    the sufficient ones all others can go together. races: pairs of commands. because: what is
-    missing between the first pair; where nothing races, which waits are enough.
+    waits, superfluous, sufficient: of one repetition. Each superfluous wait can be removed alone;
+        all waits except the sufficient ones can be removed together.
+    races: pairs of commands.
+    because: the order that is missing between the first pair; without races, the waits that
+    suffice.
     """
     for (ordering, run), cycle in cycles.items():
         found = hazards.check_cycle(cycle)
@@ -78,7 +79,7 @@ def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[
 
 
 def proof_table(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> pd.DataFrame:
-    """`proof_rows` as a frame; of programs that race, no wait is called superfluous."""
+    """`proof_rows` as a frame. In programs that race, no wait counts as superfluous."""
     return proof_frame(list(proof_rows(cycles)))
 
 
@@ -93,7 +94,7 @@ def proof_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def _waited_for(found: hazards.Findings, wait: CommandAt) -> str:
-    """What a wait is for, in words: where in its split it stands."""
+    """The purpose of a wait in words: its position in its split."""
     command, commands = wait.command, found.steps[wait.step].commands
     if isinstance(command, Wait):
         return "the device's wait for the copies"
@@ -112,7 +113,7 @@ def _once_each(kept: Sequence[str]) -> str:
 
 
 def of_record_table() -> Table:
-    """The recorded table of races that were really found in llama.cpp's scheduler, before and after
-    their fix (`data/measure/races_of_record.py`)."""
+    """The recorded table of races found in llama.cpp's scheduler, before and after their fix
+    (`data/measure/races_of_record.py`)."""
     page = shipped("data/results", "proofs.json") / "proofs.json"
     return Table(json.loads(page.read_text())["of_record"])

@@ -1,5 +1,5 @@
-"""What it is worth to leave masked cells unread, as tables: by tokens at once, by sequences and by
-depth, and for requests of random lengths. Arms are given by their names: sets of toggles."""
+"""Tables of the gain of leaving masked cells unread: by tokens at once, by sequences and by depth,
+and for requests of random lengths. Arms are given by name: sets of toggles."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ MARKS = {"faster": "faster", "slower": "slower", "no difference": "="}  # of ver
 
 
 def served(engine: wb.Engine) -> Toggles:
-    """What a server of the engine's device has, with one region of the cache, nothing skipped, and
-    n_kv that grows by n_kv_pad: the background of all that is measured here."""
+    """The background of all measurements here: a server's toggles on the engine's device, with one
+    region of the cache, no skipping, and n_kv that grows by n_kv_pad."""
     return engine.resolve(serving(engine.device, TogglePreset(BEST, PLAIN)))
 
 
 def sized(
     engine: wb.Engine, toggles: Toggles, n_seqs: int, cells: int, n_ubatch: int = 0
 ) -> wb.Engine:
-    """An engine on the same weights, whose n_seqs sequences have so many cells each. n_ubatch: 0
+    """An engine on the same weights, whose n_seqs sequences have `cells` cells each. n_ubatch: 0
     for the engine's own."""
     config = dataclasses.replace(
         engine.config, n_seqs=n_seqs, n_ctx=n_seqs * round_up(cells, PAD),
@@ -56,8 +56,8 @@ def by_ubatch(
     seed: int,
     runs: str,
 ) -> dict[int, AB]:
-    """A prompt of n_prompt tokens, computed at once, by a fourth and by a sixteenth: each arm
-    beside the first."""
+    """Compares each arm with the first, on a prompt of n_prompt tokens in ubatches of all, a fourth
+    and a sixteenth of it."""
     found, sets = dict[int, AB](), [*arms.values()]
     for part in (16, 4, 1):
         n = max(1, n_prompt // part)
@@ -70,8 +70,8 @@ def by_ubatch(
 
 
 def ubatch_table(prompts: Mapping[int, AB], arms: Mapping[str, str]) -> pd.DataFrame:
-    """A row for each ubatch size: t/s of the first arm, and the others' speedups with their
-    verdicts, `=` for no difference."""
+    """A row for each ubatch size: t/s of the first arm, and speedups and verdicts of the other
+    arms; `=`: no difference."""
     rows = []
     for n, comparison in prompts.items():
         summary = comparison.summary().set_index("arm")
@@ -119,8 +119,8 @@ def possible(engine: wb.Engine, toggle: str) -> str:
 
 
 def tests_of(workload: str, slots: str, n_prompt: int) -> list[str]:
-    """Prompts and then tokens of several sequences: every number of sequences with prompts of an
-    eighth of n_prompt, and the most sequences with a fourth of that and with twice as many."""
+    """Tests of several sequences, prompts and then tokens: every number of sequences with prompts
+    of an eighth of n_prompt, and the most sequences with a fourth and with twice of that."""
     widths = sorted({int(n) for n in slots.split(",")})
     cells = [max(1, n_prompt // part) for part in (32, 8, 4)]
     pairs = [(cells[1], n) for n in widths] + [(cell, widths[-1]) for cell in cells]
@@ -128,7 +128,7 @@ def tests_of(workload: str, slots: str, n_prompt: int) -> list[str]:
 
 
 def phase_summary(comparison: AB, arms: Mapping[str, str]) -> pd.DataFrame:
-    """As `AB.summary()`, of prompts and of generated tokens apart: columns phase, n_seqs, depth."""
+    """`AB.summary()` for prompts and for generated tokens: columns phase, n_seqs, depth."""
     labels, samples = _names(arms), comparison.samples
     names = [arm["name"] for arm in comparison.run["arms"]]
     seed = comparison.run["seed"]
@@ -199,7 +199,7 @@ def side_by_side(
     seed: int,
     runs: str,
 ) -> AB:
-    """Tests of several sequences: each arm beside the first."""
+    """Compares each arm with the first, on tests of several sequences."""
     each = max(-(-test.n_cells // test.width) for test in map(parse, tests))
     n_seqs = max(test.width for test in map(parse, tests))
     with sized(engine, background, n_seqs, each, min(512, engine.config.n_ubatch)) as side:
@@ -212,7 +212,7 @@ def side_by_side(
 def parts(
     engine: wb.Engine, background: Toggles, tests: Sequence[str], rounds: int, seed: int, runs: str
 ) -> AB:
-    """`kv_parts`, nothing skipped, one sequence."""
+    """Compares values of `kv_parts`, with one sequence and without skipping."""
     with sized(engine, background, 1, max(parse(test).n_cells for test in tests)) as side:
         return wb.ab(
             side, possible(side, "kv_parts"), tests=tests, rounds=rounds, seed=seed,
@@ -230,8 +230,8 @@ def ragged(
     seed: int,
     runs: str,
 ) -> dict[str, ServeBench]:
-    """Requests with prompts of 1 to `most` tokens, as many in flight as there are slots: without
-    skipping and with each way, a region for each slot."""
+    """Serves requests with prompts of 1 to `most` tokens, as many in flight as there are slots:
+    without skipping and with each way. Each slot has a region."""
     found = {}
     for way in WAYS:
         toggles = switched(background, f"kv_cache=per_sequence skip_masked_kv={way}")

@@ -300,7 +300,7 @@ def _boxes(
         edgecolors=edge or "none",
         linewidth=(0.3 if narrow else 0.7) if edge else 0,
         hatch=look.hatch or None,
-        snap=False,  # snapping to pixels would show a gap of a third of a pixel as a whole one or as none
+        snap=False,  # to pixels: a gap of a third of one would become a whole one or none
         zorder=3,
     )
     if kind in LABELS:
