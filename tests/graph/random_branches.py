@@ -1,4 +1,4 @@
-"""Random graphs of small nodes on random streams, with the events that their order needs."""
+"""Random graphs on random streams, with the events that their order needs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def random_nodes(rng: Random, n: int) -> list[Node]:
     for i in range(n):
         recent = tensors[-rng.choice((1, 2, 4, 8)) :]
         if rng.random() < 0.1:
-            nodes.append(make("set_rows", f"store-{i}", cache, rng.choice(recent), cells, n_kv=4))
+            row = rng.choice([t for t in recent if t.cols == 64] or tensors[:1])
+            nodes.append(make("set_rows", f"store-{i}", cache, row, cells, n_kv=4))
             continue
         if rng.random() < 0.1:
-            ids = Tensor("ids", F32, (1, 64), Kind.INPUT)
-            node = make("add", f"n{i}", rng.choice(recent), ids)
-            node.inputs = (*node.inputs, cache)  # it looks at the cache, as attention does
-        else:
-            node = make("add", f"n{i}", rng.choice(recent), rng.choice(recent))
-        nodes.append(node)
-        tensors.append(node.output)
+            inputs = rng.choice(recent), Tensor("ids", F32, (1, 64), Kind.INPUT), cache
+        else:  # now and then it looks at the cache, as attention does
+            inputs = rng.choice(recent), rng.choice(recent)
+        out = Tensor(f"n{i}", F32, (1, rng.choice((1, 64, 64, 70, 700))))
+        nodes.append(Node("add", out.name, out, inputs, {}, -1))
+        tensors.append(out)
     return nodes
 
 

@@ -118,6 +118,15 @@ def test_in_large_graphs_all_users_before_are_over(rng, n, n_streams):
     of_all = lifetimes(made, branches)
     assert len(of_all) == len(made.offsets) + len(made.scratch)
     assert not overwritten_by_clocks(of_all, branches)
+    count, ends = [0] * branches.n_streams, []
+    for stream in branches.streams:
+        count[stream] += 1
+        ends.append((stream, count[stream]))
+    begins = branches.clocks()
+    for a, b in combinations(sorted(uses(branches, made, []), key=lambda use: min(use[3])), 2):
+        if a[1] < b[1] + b[2] and b[1] < a[1] + a[2]:
+            clock = begins[min(b[3])]
+            assert not a[3] & b[3] and all(clock[s] >= k for s, k in map(ends.__getitem__, a[3]))
 
 
 # one stream ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from tests.graphs import PRODUCTS, Decoder, topology_key
 from tests.profiles import examples
 from workbench.config import BranchFusion, Fork
 from workbench.graph.branch_fusion import branch_numbers, fused
-from workbench.graph.forks import COSTS, Costs, estimate_us, fork
+from workbench.graph.forks import COSTS, Costs, dependencies, estimate_us, fork
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import BF16, F16, Q4_0, Graph, Node
 
@@ -91,6 +92,21 @@ def test_no_node_has_parts_of_two_branches(
     """Whatever the costs make of the branches: V may stand behind Q on one stream."""
     graph = model.graph(n_tokens, min(outputs, n_tokens), 64, activations, deferred=deferred)
     number = branch_numbers(graph, on_one, rule, costs)
+    check_inside(graph, fuse(graph, fusions, branch_of=number), number)
+
+
+@given(
+    models, st.booleans(), st.sets(st.sampled_from(FUSIONS), min_size=1),
+    st.integers(0, 2**32 - 1).map(Random), st.floats(0, 1),
+)  # fmt: skip
+@settings(max_examples=examples(150))
+def test_any_growing_numbers_will_do(model, deferred, fusions, rng, step):
+    """Also numbers that no rule makes: the largest of what a node needs, or one more."""
+    graph = model.graph(deferred=deferred)
+    number: dict[Node, int] = {}
+    for node, needed in zip(graph.nodes, dependencies(graph.nodes), strict=True):
+        least = max((number[graph.nodes[i]] for i in needed), default=0)
+        number[node] = least + (rng.random() < step)
     check_inside(graph, fuse(graph, fusions, branch_of=number), number)
 
 
