@@ -64,15 +64,10 @@ def test_a_run_that_fills_its_context_says_so(on, n):
         assert on("program", "-c", 0, "--n-past", 2048)[0] == 2
 
 
-def test_logits_are_one_float32_row_per_token(call, model, tmp_path):
-    rows = {}
-    for device in ("embedded", "host"):
-        ask = ("-o", tmp_path / device, "--device", device)
-        assert call("logits", "-m", model, *IDS, *ask)[0] == 0
-        rows[device] = np.load(tmp_path / device)
-    found = rows["embedded"]
-    assert found.dtype == np.float32 and found.shape == (3, 1024)
-    assert np.abs(rows["host"] - found).max() < 1e-4 * np.abs(found).max()
+def test_logits_are_one_float32_row_per_token(on, tmp_path):
+    assert on("logits", *IDS, "-o", tmp_path / "rows")[0] == 0
+    found = np.load(tmp_path / "rows")
+    assert found.dtype == np.float32 and found.shape == (3, 1024) and np.isfinite(found).all()
 
 
 def test_program_prints_pattern_counts_and_plans(on):
@@ -140,15 +135,12 @@ def test_check_is_of_all_ubatches_of_a_prompt_and_its_tokens(check):
     status, out, _ = check(*ask, "--n-decoded", 2)
     assert status == 0 and len(json.loads(out)["patterns"]) == 3 + 2
     assert check(*ask, "--n-decoded", 2040)[0] == 2
-
-
-def test_check_of_a_train_as_long_as_its_rings_says_so(check):
+    # of a train as long as its rings the first step that takes them again is not among those
     ask = ("--sync", "write_read_boundary", "--copy-stream", "own", "--step-wait", "outputs")
     ask += ("--n-copies", 4, "--n-ubatch", 16, "--n-tokens")
     status, out, _ = check(*ask, 64)
     assert status == 0 and out.splitlines()[-1].endswith("ask for --n-tokens 65 or more")
-    status, out, _ = check(*ask, 65)
-    assert status == 3 and "note" not in out
+    assert check(*ask, 65)[0] == 3
 
 
 # measuring ---------------------------------------------------------------------------------------
@@ -174,25 +166,23 @@ def test_tables_fit_the_terminal(on, call, model, tmp_path, monkeypatch):
 
 
 def test_bench_has_a_row_for_each_model_and_combination(on, tiny_model, tmp_path):
-    ask = ("-m", tiny_model("tiny-llama", "F16"), "-p", 4, "-n", 2, "-r", 1, "-ngl", "0,99")
-    _, out, _ = on("bench", *ask, "--out", tmp_path / "run")
+    ask = ("-m", tiny_model("tiny-llama", "F16"), "-p", 4, "-n", 2, "-r", 1, "-t", "1,2")
+    _, out, _ = on("bench", *ask, "-fa", "0,1", "-ub", 600, "--out", tmp_path / "run")
     rows = [line for line in out.splitlines() if "±" in line]
     assert [row.split("|")[1].split()[-1] for row in rows] == ["Q8_0"] * 4 + ["F16"] * 4
-    assert "| ngl " in out and "token p50 us" in out
+    assert "threads " in out and "token p50 us" in out
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"run-{i}" for i in range(1, 5)]
-    assert on("bench", *ask, "--out", tmp_path / "run", "--resume")[0] == 0
+    config = load_run(tmp_path / "run-1").run["engine"]["config"]
+    assert (config["n_ubatch"], config["threads"]) == (600, 1)
 
 
-def test_ab_and_bench_say_how_well_they_know(on, tmp_path):
+def test_how_well_is_asked_in_words(on, tmp_path):
     ask = ("ab", "--toggle", "sync=per_copy,copy_boundary", "--test", "tg1", "-o", tmp_path / "r")
     status, text, _ = on(*ask, "--until", "0.01%", "--at-most", "0.2s")
     asked = load_run(tmp_path / "r").run["result"]["until"]
     assert status == 0 and (asked["half_width"], asked["at_most_s"]) == (0.0001, 0.2)
-    assert asked["tests"]["tg1"]["stopped"] == "time"
     assert " ".join(text.split()).count("was not reached: ") == 1
     ask = ("bench", "-p", 0, "-n", "1,2", "-r", 1, "-o", "jsonl")
     status, out, err = on(*ask, "--until", "95 %", "--at-most", "1m")
-    rows = [json.loads(line) for line in out.splitlines()]
-    assert status == 0 and len(rows) == 2 and all(len(row["samples_ns"]) >= 10 for row in rows)
-    assert all(0 < row["p50_us"] <= row["p90_us"] <= row["p99_us"] for row in rows)
-    assert err.count("the median's half-width is ") == 2
+    assert status == 0 and err.count("the median's half-width is ") == 2
+    assert all(len(json.loads(line)["samples_ns"]) >= 10 for line in out.splitlines())
