@@ -27,6 +27,16 @@ def spin(args, part, n_parts):
 
 
 @cfunc(KERNEL, cache=True)
+def meet(args, part, n_parts):
+    """args: words, n. Waits for n of these to have begun, 5 s at most. words[1] counts who met."""
+    words, n, end = load(args), load(args + 8), now_ns() + 5_000_000_000
+    fetch_add(words, 1)
+    while load(words) < n and now_ns() < end:
+        pass
+    fetch_add(words + 8, load(words) // n)
+
+
+@cfunc(KERNEL, cache=True)
 def rotate(args, part, n_parts):
     """args: words, shift. words[(part + shift) % n_parts] += 1, and not atomically."""
     word = load(args) + 8 * ((part + load(args + 8)) % n_parts)

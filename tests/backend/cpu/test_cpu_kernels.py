@@ -21,25 +21,12 @@ from tests.oracles.dequantize import dequantize
 from tests.profiles import examples
 from tests.reference import rotated
 from workbench.backend.cpu.kernels import op_table
-from workbench.graph import ops
-from workbench.graph.ir import (
-    BF16,
-    CACHE_DTYPES,
-    F16,
-    F32,
-    I32,
-    I64,
-    QUANTISED,
-    WEIGHT_DTYPES,
-    DType,
-    Node,
-    Tensor,
-)
+from workbench.graph import ir, ops
+from workbench.graph.ir import F16, F32, I32, DType, Node, Tensor
 from workbench.model.gguf.quants import quantize_activations, random_blocks
 from workbench.model.sampler import Sampling
 
 RNG = np.random.default_rng(7)
-Wide = Callable[..., np.ndarray]
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -63,7 +50,7 @@ class Twin(NamedTuple):
     """What an op computes, of float64 arrays. shapes: of what it is given, by its result's. times:
     of normal numbers that it is given."""
 
-    of: Wide
+    of: Callable[..., np.ndarray]
     rtol: float
     shapes: Callable[[tuple[int, int]], list[tuple[int, ...]]]
     times: tuple[float, ...] = (1.0, 1.0)
@@ -130,12 +117,9 @@ def test_zeros_nans_and_far_out_values_stay_what_they_are() -> None:
 
 
 @given(
-    hnp.arrays(
-        np.float32,
-        st.tuples(st.integers(1, 5), st.sampled_from([32, 64, 96, 160])),
-        elements=st.floats(-(2.0**100), 2.0**100, width=32),
-    )
-)
+    hnp.arrays(np.float32, st.tuples(st.integers(1, 5), st.sampled_from([32, 64, 96, 160])),
+               elements=st.floats(-(2.0**100), 2.0**100, width=32))
+)  # fmt: skip
 @settings(max_examples=examples(40))
 def test_quantize_gives_the_twins_bytes(x: np.ndarray) -> None:
     out = run_parts(*made("quantize", x))
@@ -162,7 +146,7 @@ def _rows(dtype: DType, raw: np.ndarray, shape: tuple[int, int], ids: list[int],
     return floats(run_parts(node, arrays, layout), (len(ids), shape[1]))
 
 
-@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("dtype", ir.WEIGHT_DTYPES, ids=lambda d: d.name)
 def test_get_rows_gives_the_reference_bits(dtype: DType) -> None:
     """Of either layout. An id outside of the table gives NaN."""
     raw, ids = random_blocks(RNG, dtype, 11, 512, 0.5), [3, 0, 10, 3, 7, -1, 11, 2**31 - 1]
@@ -171,7 +155,7 @@ def test_get_rows_gives_the_reference_bits(dtype: DType) -> None:
     assert np.array_equal(out[:5], dequantize(raw, dtype, (11, 512))[ids[:5]])
     other = gguf.dequantize(raw, gguf.GGMLQuantizationType[dtype.name]).reshape(11, 512)
     assert np.array_equal(out[:5], other[ids[:5]])
-    if dtype in QUANTISED:
+    if dtype in ir.QUANTISED:
         packed = np.zeros(op_table.repacked_bytes(dtype, 11, 512, "rows16"), np.uint8)
         op_table.repack(packed.ctypes.data, raw.ctypes.data, dtype, 11, 512, "rows16")
         assert np.array_equal(_rows(dtype, packed, (11, 512), ids, "rows16")[:5], out[:5])
@@ -180,7 +164,7 @@ def test_get_rows_gives_the_reference_bits(dtype: DType) -> None:
 @pytest.mark.parametrize("name", ["MXFP4", "Q6_K"])
 def test_get_rows_of_any_bits(name: str) -> None:
     """Blocks of random bytes: every exponent of MXFP4, every sign of a scale."""
-    dtype = next(d for d in WEIGHT_DTYPES if d.name == name)
+    dtype = next(d for d in ir.WEIGHT_DTYPES if d.name == name)
     raw = random_blocks(RNG, dtype, 64, 256, 0.5)
     raw = RNG.integers(0, 256, raw.shape, dtype=np.uint8)
     if name == "Q6_K":
@@ -198,7 +182,7 @@ def test_stores_round_and_stay_inside(cols: int) -> None:
     x = normal(3, cols) * 1000
     x[0, 0] = 1 + 2**-11  # a tie: to even, down
     tc, tx = Tensor("c", F16, cache.shape), Tensor("x", F32, x.shape)
-    ti, tt = Tensor("i", I64, (3,)), Tensor("t", I64, (4,))
+    ti, tt = Tensor("i", ir.I64, (3,)), Tensor("t", ir.I64, (4,))
     by_rows = ops.make("set_rows", "c", tc, tx, ti, n_kv=6)
     by_table = ops.make("copy_by_table", "c", tc, tx, tt, store=2, n_kv=6)
     for first in (0, 3, 4, 6, 7, -1, -3, -4, 2**63 - 1, -(2**63)):
@@ -218,7 +202,7 @@ def test_stores_round_and_stay_inside(cols: int) -> None:
 
 def test_a_store_to_bf16_rounds_ties_to_even() -> None:
     x = np.array([[1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8]], np.float32)
-    cache, tx = Tensor("c", BF16, (1, 4)), Tensor("x", F32, x.shape)
+    cache, tx = Tensor("c", ir.BF16, (1, 4)), Tensor("x", F32, x.shape)
     node = ops.make("copy_to_view", "c", cache, tx, cell=0)
     out = run(node, {tx: x}).view(np.uint16).astype(np.uint32) << 16
     assert out.view(np.float32).tolist() == [1, 1 + 2**-6, 1 + 2**-7, -1]
@@ -255,7 +239,7 @@ def test_rope(neox: bool, n: int, heads: int, dim: int, n_rot: int, with_factors
 
 @pytest.mark.parametrize("neox", [False, True])
 @pytest.mark.parametrize("heads,dim,n_rot", [(4, 64, 64), (3, 96, 34), (1, 32, 2)])
-@pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("dtype", ir.CACHE_DTYPES, ids=lambda d: d.name)
 def test_a_shift_turns_stored_k(dtype: DType, neox: bool, heads: int, dim: int, n_rot: int) -> None:
     """What a shift leaves is the turned values, stored anew: to the bit but for a few values that
     float32 leaves on another side of a rounding edge. Other blocks and cells keep their bytes."""
