@@ -128,7 +128,8 @@ def test_branches_run_at_the_same_time(workers):
     words, streams = np.zeros(2, np.int64), [0, *SIDE[:2], COPY_STREAM]
     meets = [(device.streams[s].prepare(meet.address, 1, (address(words), 4)), s) for s in streams]
     work = planned(device, meets)
-    for call in (work.call, device.capture(work).launch):
+    plan = device.capture(work)
+    for call in (work.call, plan.launch):
         words[:] = 0
         call()
         device.synchronize()
