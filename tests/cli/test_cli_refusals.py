@@ -218,17 +218,6 @@ def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(into, monkeypatch, 
     assert not [line for line in lines if "Traceback" in line] and not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["logits", "model synth", "compare"])
-def test_a_file_reaches_through_links_and_into_devices(into, tmp_path, name):
-    link = tmp_path / "link.gz"
-    link.symlink_to("file.gz")
-    assert into(name, link)[0] == 0 and link.is_symlink()
-    assert (tmp_path / "file.gz").stat().st_size > 100
-    assert into(name, Path("/dev/null"))[0] == 0
-    status, lines = into(name, Path("/dev/full"))
-    assert status == 2 and "/dev/full cannot be written: no space is left" in lines[-1]
-
-
 def test_a_cache_that_finds_no_room_is_one_line_too(into, monkeypatch, tmp_path):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/cache/of/numba")

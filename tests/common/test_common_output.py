@@ -159,7 +159,8 @@ def test_leftovers_are_removed_by_the_next_writing_there(tmp_path):
     assert (tmp_path / ".workbench-mine").exists() and names(tmp_path / "run") == ["a", "b"]
 
 
-def test_what_a_living_process_writes_is_left_alone(tmp_path, swap):
+def test_what_a_living_process_writes_is_left_alone(tmp_path, swap, monkeypatch):
+    """Without locks a leftover is known by its age."""
     with writing_folder(tmp_path / "one") as one, writing(tmp_path / "file", "t") as file:
         for value in (1, 2):
             save(tmp_path / "two", value)
@@ -169,15 +170,12 @@ def test_what_a_living_process_writes_is_left_alone(tmp_path, swap):
             a.write("content")
     assert names(tmp_path) == ["file", "one", "two"]
     assert (tmp_path / "file").read_text() == (tmp_path / "one" / "a").read_text() == "content"
-
-
-def test_without_locks_a_leftover_is_known_by_its_age(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", no_call)
     for name in (LEFT, young := LEFT.replace("0", "1")):
         (tmp_path / name).mkdir()
     os.utime(tmp_path / LEFT, (0, 0))
-    save(tmp_path / "run", 1)
-    assert names(tmp_path) == [young, "run"]
+    save(tmp_path / "two", 3)
+    assert names(tmp_path) == [young, "file", "one", "two"]
 
 
 def test_a_save_between_two_files_mixes_none(tmp_path, swap, monkeypatch):
