@@ -34,7 +34,8 @@ def refused(call, model):
 
     def run(arguments: list[object], path: object = model) -> tuple[int, str]:
         command, *rest = arguments
-        status, out, err = call(command, "-m", path, *rest)
+        asked = () if command in ("model", "bench-kernels", "report") else ("-m", path)
+        status, out, err = call(command, *asked, *rest)
         (line,) = err.splitlines()
         assert not out and line.startswith("error: ")
         return status, line
@@ -42,7 +43,20 @@ def refused(call, model):
     return run
 
 
+NULL = "error: --device null computes nothing: it has no answers and no times;"
 ARGUMENTS = [
+    *(([*words, "--device", "null"], NULL) for words in (
+        ["run", *ONE], ["logits", *ONE, "-o", "x.npy"], ["bench"], AB, ["perplexity", *SAMPLE],
+        ["profile"], ["bench-kernels"], ["report"],
+    )),
+    *((["run", *ONE, flag, "1.5"], flag) for flag in ("-n", "-c", "-ub", "-ngl", "-t")),
+    *((["run", *ONE, "-c", n], "-c") for n in ("1e3", "0x10", "1_000", "", "two", "nan", "²")),
+    (["bench", "-p", "1.5"], "-p"), (["run", *ONE, "-fa", "maybe"], "-fa"),
+    (["run", *ONE, "-m", "y"], "-m"), (["run", *ONE, "-c", "1", "-c", "2"], "-c"),
+    (["run", *ONE, "--fuse", "maybe"], "toggle fuse='maybe'"), (["run", *ONE, "--fuse"], "--fuse"),
+    (["run", *ONE, "--fuse-qkv", "off", "--fuse=on", "--fuse-qkv", "on"], "--fuse-qkv"),
+    (["run", *ONE, "--preset", "fast"], "preset 'fast' does not exist"),
+    (["model", "tiny", "--fuse", "on"], "--fuse"),
     (["run"], "either a prompt (-p)"), (["run", "--tokens", "1,x"], "no list of token ids"),
     (["run", *ONE, "-n=-3"], "for -n. Must be >= -2"), (["run", *ONE, "--seed=-1"], "--seed"),
     (["run", *ONE, "--temp=-1"], "temperature=-1.0"), (["run", *ONE, "--min-p=1.5"], "min_p=1.5"),

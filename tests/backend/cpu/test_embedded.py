@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -25,10 +24,9 @@ from workbench.backend.cpu.device.embedded import SHARE
 from workbench.backend.cpu.device.loops import MAX_ARGS, RING_SIZE
 from workbench.common.errors import DeviceError
 from workbench.graph.ir import F32, Kind, Tensor
-from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space, compute_stream
+from workbench.program.commands import COPY_STREAM, Space, compute_stream
 
 SIDE = [compute_stream(k) for k in range(1, 8)]
-ALL = [COMPUTE_STREAM, *SIDE, COPY_STREAM]
 
 
 def n_threads() -> int:
@@ -173,24 +171,6 @@ def test_ctrl_c_interrupts_a_wait(two):
             two.synchronize()
         assert time.perf_counter() - start < 2
     two.synchronize()  # and the device is none the worse
-
-
-def test_closing_drains_streams_that_wait_for_each_other(device):
-    log, made = Log(device), {stream: device.event() for stream in ALL}
-    memory = device.allocate(64, Space.DEVICE)
-    for stream in reversed(ALL):
-        hold(device, stream)  # closing opens them
-    for before, stream in pairwise(reversed(ALL)):
-        device.record(made[before], before)()
-        device.wait(made[before], stream)()
-        log(stream, stream)
-    device.close()
-    assert log.values == [*reversed(ALL)][1:]
-    device.close()
-    memory.free()
-    with pytest.raises(DeviceError, match=r"^embedded stream 5 is closed; open a new backend$"):
-        log(1, 5)
-    device.synchronize()  # nothing was left undone
 
 
 def test_an_interrupted_close_ends_every_stream(two):
