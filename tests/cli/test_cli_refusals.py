@@ -1,6 +1,6 @@
 """What a command can refuse it refuses before weights are loaded, most before a file is opened:
-wrong arguments, and outputs that cannot be written. Where a disk is full at the end, nothing is
-left behind. Each is one line."""
+wrong arguments, and outputs that cannot be written. Where a disk is full at the end, nothing
+stays there. Each is one line."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def test_tables_of_another_run_do_not_stay(tmp_path):
     assert names(tmp_path / "r") == ["run.json", "samples.parquet"]
 
 
-def test_a_folder_behind_a_link_and_the_current_one(tmp_path, monkeypatch, swap):
+def test_a_folder_that_a_link_leads_to_and_the_current_one(tmp_path, monkeypatch, swap):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     save(tmp_path / "link", "1")

@@ -255,8 +255,8 @@ def test_a_shift_turns_stored_k(dtype: DType, neox: bool, heads: int, dim: int, 
     bytes_of = [x.view(np.uint8).reshape(cells + 1, heads, -1) for x in (data, outs[0])]
     moved = np.append(deltas != 0, False)
     assert np.array_equal(*(x[~moved] for x in bytes_of))
-    behind = -(-n_rot // dtype.block) * dtype.block_bytes
-    assert np.array_equal(*(x[..., behind:] for x in bytes_of))
+    turned = -(-n_rot // dtype.block) * dtype.block_bytes
+    assert np.array_equal(*(x[..., turned:] for x in bytes_of))
 
     k = numbers.reshape(cells + 1, heads, dim)[moved]
     pairs = "halves" if neox else "adjacent"

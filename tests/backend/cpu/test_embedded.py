@@ -37,17 +37,18 @@ def n_threads() -> int:
 
 
 def test_a_full_ring_makes_the_host_wait(device):
-    """The kernel that is run has parts left: its entry must not be written over."""
-    words, n = np.zeros(16, np.int64), 3 * RING_SIZE
-    call = device.streams[0].prepare(count_parts.address, 16, (address(words),))
+    """Every part runs once: the entry of a kernel with parts left must not be written over."""
+    words, ring, parts = np.zeros(16, np.int64), device.streams[0], (1, 2, 3, 7, 16)
+    calls = [ring.prepare(count_parts.address, p, (address(words),)) for p in parts]
     with hold(device, 0) as gate:
         timer = threading.Timer(0.05, gate.open)
         timer.start()
-        for _ in range(n):
-            call()
+        for _ in range(RING_SIZE):
+            for call in calls:
+                call()
         assert timer.finished.is_set()
     device.synchronize()
-    np.testing.assert_array_equal(words, n)
+    assert words.tolist() == [RING_SIZE * sum(p > part for p in parts) for part in range(16)]
 
 
 def test_a_ring_that_empties_while_the_host_looks_has_room(two, monkeypatch):
