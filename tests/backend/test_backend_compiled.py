@@ -26,9 +26,8 @@ S = 1_000_000_000
 
 @pytest.fixture(autouse=True)
 def counted_from_nothing(monkeypatch):
-    monkeypatch.setattr(compiled, "_found", Compiled())
-    monkeypatch.setattr(compiled, "_until_ns", 0)
-    monkeypatch.setattr(compiled, "_said", Compiled())
+    for name, nothing in (("_found", Compiled()), ("_until_ns", 0), ("_said", Compiled())):
+        monkeypatch.setattr(compiled, name, nothing)
 
 
 @pytest.fixture
@@ -50,51 +49,49 @@ def slow_compiler(monkeypatch):
     op_table.kernel.cache_clear()
 
 
-def clock_of(monkeypatch, module) -> list[int]:
-    """When `module` looked at its clock."""
-    looked: list[int] = []
+@pytest.mark.parametrize("device", ["host", "embedded"])
+def test_kernels_are_compiled_before_the_prompt_is_timed(
+    tiny_model, monkeypatch, slow_compiler, device
+):
+    looked: list[int] = []  # when the engine looked at its clock
 
     def now_ns() -> int:
         looked.append(time.perf_counter_ns())
         return looked[-1]
 
-    monkeypatch.setattr(module, "now_ns", now_ns)
-    return looked
-
-
-@pytest.mark.parametrize("device", ["host", "embedded"])
-def test_kernels_are_compiled_before_the_prompt_is_timed(
-    tiny_model, monkeypatch, slow_compiler, device
-):
-    looked = clock_of(monkeypatch, engine_module)
+    for name in ("SHOWN_AFTER_S", "LINE_EVERY_S"):
+        monkeypatch.setattr(progress, name, 0.0)
     path = tiny_model("tiny-llama", "Q4_0")
     with wb.Engine.load(path, device=device, n_ctx=64, n_ubatch=16, toggles="baseline") as engine:
+        with shown_on(io.StringIO()) as out:
+            engine.make_ready([StepShape(1, 1, 256)])
+        monkeypatch.setattr(engine_module, "now_ns", now_ns)
         engine.generate(tokens=list(range(3, 23)), max_tokens=3)
     assert len(slow_compiler) > 5 and max(slow_compiler) < min(looked)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("compiling kernels: ")]
+    assert re.match(r"compiling kernels: 1 of (\d+) launches, about \d+ s left", lines[0])
+    assert len(lines) < 40, "of launches that are alike one"
 
 
-def test_the_line_is_said_once(monkeypatch):
+def test_the_line_is_said_once():
     took(time.perf_counter_ns() - int(12.3 * S), Path.home() / ".cache" / "workbench")
     with shown_on(io.StringIO()) as out:
         compiled.say()
-        compiled.say()
         took(time.perf_counter_ns() - 1000, Path("/x"))  # not worth a line
         compiled.say()
-    assert out.getvalue() == (
-        "compiling kernels for this device: 12.3 s, kept in ~/.cache/workbench\n"
-    )
+    line = "compiling kernels for this device: 12.3 s, kept in ~/.cache/workbench\n"
+    assert out.getvalue() == line
 
 
 def test_what_is_in_the_cache_counts_for_nothing(tmp_path, monkeypatch):
     (tmp_path / "tiny.cu").write_text('extern "C" __global__ void k(int* p) { *p = 1; }')
+    (tmp_path / "kept").mkdir()
     monkeypatch.setattr(nvrtc, "source_dir", lambda: tmp_path)
+    monkeypatch.setattr(nvrtc, "cache_dir", lambda: tmp_path / "kept")
     left = Bar("compiling", 2, "kernels", None)
-    folder = tmp_path / "kept"
-    folder.mkdir()
-    monkeypatch.setattr(nvrtc, "cache_dir", lambda: folder)
     for _ in range(2):
         nvrtc.compile_many([("tiny", ())], "sm_90", left)
-        assert so_far().n == 1 and so_far().ns > 0 and so_far().folder == folder
+        assert so_far().n == 1 and so_far().ns > 0 and so_far().folder == tmp_path / "kept"
     assert left.done == 2
 
 
@@ -108,21 +105,6 @@ def test_time_of_several_threads_counts_once():
     assert so_far().n == 4 and 2 * S <= so_far().ns < 3 * S
 
 
-def test_what_is_left_to_compile_is_said(tiny_model, monkeypatch, slow_compiler):
-    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    path = tiny_model("tiny-llama", "Q4_0")
-    with (
-        wb.Engine.load(path, device="host", n_ctx=64, toggles="baseline") as engine,
-        shown_on(io.StringIO()) as out,
-    ):
-        for _ in range(2):
-            engine.make_ready([StepShape(1, 1, 256)])
-    lines = [line for line in out.getvalue().splitlines() if line.startswith("compiling kernels: ")]
-    assert re.match(r"compiling kernels: 1 of (\d+) launches, about \d+ s left", lines[0])
-    assert len(lines) < 40, "of launches that are alike one"
-
-
 def test_a_kernel_is_what_it_includes():
     """Another header may change, and it is not compiled again."""
     headers = {
@@ -132,7 +114,3 @@ def test_a_kernel_is_what_it_includes():
     source = b'// #include "c.cuh"\n#include <cuda_fp16.h>\n#include "a.cuh"\nvoid f();'
     assert list(nvrtc.included(source, headers)) == ["a.cuh", "b.cuh"]
     assert nvrtc.included(b"void f();", headers) == {}
-    every = nvrtc._headers()
-    for path in sorted(nvrtc.source_dir().glob("*.cu")):
-        found = nvrtc.included(path.read_bytes(), every)
-        assert "common.cuh" in found and "launch_span.cuh" not in found

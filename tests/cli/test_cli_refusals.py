@@ -1,20 +1,30 @@
-"""What a command can refuse it refuses before weights are loaded; most before a file is opened."""
+"""What a command can refuse it refuses before weights are loaded, most before a file is opened:
+wrong arguments, and outputs that cannot be written. Where a disk is full at the end, nothing
+stays there. Each is one line."""
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
+from tests.profiles import share
+from workbench.backend import base
 from workbench.benchmarks.scores import token_source
+from workbench.cli import main
+from workbench.common.output import WHY
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.engine.load import Loaded
+from workbench.model.synth import models as synth
 
-SAMPLE = ["--tokens-from", "sample:9"]
-AB = ["ab", "--toggle", "pdl=on"]
+ONE, SAMPLE, AB = ["--tokens", "1"], ["--tokens-from", "sample:9"], ["ab", "--toggle", "pdl=on"]
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model):
+def model(tiny_model) -> Path:
     return tiny_model("tiny-llama", "Q8_0")
 
 
@@ -24,7 +34,8 @@ def refused(call, model):
 
     def run(arguments: list[object], path: object = model) -> tuple[int, str]:
         command, *rest = arguments
-        status, out, err = call(command, "-m", path, *rest)
+        asked = () if command in ("model", "bench-kernels", "report") else ("-m", path)
+        status, out, err = call(command, *asked, *rest)
         (line,) = err.splitlines()
         assert not out and line.startswith("error: ")
         return status, line
@@ -32,45 +43,43 @@ def refused(call, model):
     return run
 
 
+NULL = "error: --device null computes nothing: it has no answers and no times;"
 ARGUMENTS = [
+    *(([*words, "--device", "null"], NULL) for words in (
+        ["run", *ONE], ["logits", *ONE, "-o", "x.npy"], ["bench"], AB, ["perplexity", *SAMPLE],
+        ["profile"], ["bench-kernels"], ["report"],
+    )),
+    *((["run", *ONE, flag, "1.5"], flag) for flag in ("-n", "-c", "-ub", "-ngl", "-t")),
+    *((["run", *ONE, "-c", n], "-c") for n in ("1e3", "0x10", "1_000", "", "two", "nan", "²")),
+    (["bench", "-p", "1.5"], "-p"), (["run", *ONE, "-fa", "maybe"], "-fa"),
+    (["run", *ONE, "-m", "y"], "-m"), (["run", *ONE, "-c", "1", "-c", "2"], "-c"),
+    (["run", *ONE, "--fuse", "maybe"], "toggle fuse='maybe'"), (["run", *ONE, "--fuse"], "--fuse"),
+    (["run", *ONE, "--fuse-qkv", "off", "--fuse=on", "--fuse-qkv", "on"], "--fuse-qkv"),
+    (["run", *ONE, "--preset", "fast"], "preset 'fast' does not exist"),
+    (["model", "tiny", "--fuse", "on"], "--fuse"),
     (["run"], "either a prompt (-p)"), (["run", "--tokens", "1,x"], "no list of token ids"),
-    (["run", "--tokens", "1", "-n=-3"], "for -n. Must be >= -2"),
-    (["run", "--tokens", "1", "--seed=-1"], "--seed"),
-    (["run", "--tokens", "1", "--temp=-1"], "temperature=-1.0"),
-    (["run", "--tokens", "1", "--min-p=1.5"], "min_p=1.5"), (["run", "--speed", "11"], "--speed"),
-    (["run", "--tokens", "1", "--device", "abacus"], "device 'abacus' does not exist"),
-    (["logits", "--tokens", "x", "-o", "x.npy"], "no list of token ids"),
-    (["logits", "--tokens", "1", "-o", "/no/x.npy"], "make it first"),
-    (["program", "--n-tokens", "0"], "--n-tokens"), (["program", "--n-past=-1"], "--n-past"),
+    (["run", *ONE, "-n=-3"], "for -n. Must be >= -2"), (["run", *ONE, "--seed=-1"], "--seed"),
+    (["run", *ONE, "--temp=-1"], "temperature=-1.0"), (["run", *ONE, "--min-p=1.5"], "min_p=1.5"),
+    (["run", "--speed", "11"], "--speed"), (["run", *ONE, "--device", "abacus"], "'abacus' does"),
     (["program", "--n-past", "2048"], "2048 + 1 tokens do not fit"),
     (["program", "--n-tokens", "600"], "a step has 1 to 512 tokens"),
     (["check", "--n-tokens", "3000"], "3000 tokens do not fit the context"),
-    (["bench", "-o", "xml"], "choose one of"), (["bench", "-p", "many"], "no list of whole"),
-    (["bench", "-n=-1"], "cannot be measured"), (["bench", "-r", "0"], "for -r. Must be >= 1"),
-    (["bench", "-p", "0", "-n", "0"], "there is no test to run"),
-    (["bench", "--out", "/tmp"], "/tmp exists already"), (["bench", "--resume"], "give it as out"),
-    (["bench", "--resume", "--out", "/no"], "/no is no run folder"),
+    (["bench", "-o", "xml"], "choose one of"), (["bench", "-n=-1"], "cannot be measured"),
+    (["bench", "-r", "0"], "Must be >= 1"), (["bench", "-p", "0", "-n", "0"], "there is no test"),
+    (["bench", "--resume"], "give it as out"), (["bench", "--resume", "--out", "/no"], "is no run"),
     (["bench", "--until", "often"], "--until 'often' is no share between 0 and 1; write it as 1%"),
     (["bench", "--until", "1%", "--at-most", "10"], "--at-most '10' is no length of time"),
     (["bench", "--at-most", "10m"], "--at-most ends what --until repeats; add --until 1%"),
     ([*AB, "--at-most", "10m"], "--at-most ends what --until repeats; add --until 1%"),
     (["ab", "--toggle", "speed=11"], "toggle 'speed' does not exist"),
-    (["ab", "--toggle", "sync=never"], "sync='never' does not exist"),
     (["ab", "--toggle", "sync=per_copy"], "what the background has"),
-    (["ab", "--toggle", "sync=event_guarded", "--copy-stream", "compute"],
-     "copy_stream=compute clash"),
-    ([*AB, "--rounds", "1"], "rounds=1 is too few"), ([*AB, "-o", "/tmp"], "/tmp exists already"),
-    ([*AB, "--test", "xx9"], "test 'xx9' does not exist"), ([*AB, "--resume"], "give it as out"),
-    ([*AB, "--resume", "-o", "/no"], "is no run folder"),
+    (["ab", "--toggle", "sync=event_guarded", "--copy-stream", "compute"], "compute clash"),
+    ([*AB, "--rounds", "1"], "rounds=1 is too few"), ([*AB, "--test", "xx9"], "test 'xx9' does"),
+    ([*AB, "--resume"], "give it as out"), ([*AB, "--resume", "-o", "/no"], "is no run folder"),
     (["perplexity"], "either a text file (-f)"), (["perplexity", *SAMPLE, "-f", "x"], "either a"),
     (["perplexity", "--tokens-from", "sample:xx"], "names no sample"),
-    (["perplexity", "--tokens-from", "sample:0"], "draws nothing"),
     (["perplexity", "-f", "/no/such"], "/no/such cannot be read"),
-    (["perplexity", "--tokens-from", "/no/such"], "cannot be read"),
-    (["perplexity", *SAMPLE, "--sizes", "0"], "0 tokens cannot be"),
     (["perplexity", *SAMPLE, "--sizes", "513"], "513 tokens cannot be"),
-    (["perplexity", *SAMPLE, "--sizes", "x"], "--sizes 'x'"),
-    (["perplexity", *SAMPLE, "-o", "/tmp"], "/tmp exists already"),
     (["perplexity", *SAMPLE, "--resume"], "give it as out"),
     (["perplexity", *SAMPLE, "--resume", "-o", "/no"], "is no run folder"),
     (["perplexity", *SAMPLE, "--against", "x=1"], "'x' does not exist"),
@@ -88,66 +97,47 @@ def test_arguments_are_judged_before_a_model_is_opened(refused, monkeypatch, arg
 
 PDL, ASYNC = "the host device cannot honour pdl=on", "cannot honour sync=copy_boundary"
 OF_THE_MODEL = [
-    (["run", "--tokens", "1", "--pdl", "on"], 1, PDL),
-    (["logits", "--tokens", "1", "-o", "x.npy", "--sync", "copy_boundary"], 1, ASYNC),
-    (["run", "--tokens", "1", "--n-copies", "4", "--sync", "auto"], 1, "n_copies=4"),
-    (["run", "--tokens", "1", "--host-source", "pinned_ring_4"], 1, "host_source=pinned_r"),
-    (["run", "--tokens", "1", "--copy-stream", "own"], 1, "needs two streams"),
-    (["run", "--tokens", "1", "-ot", "ffn=device"], 2, "has no GPU to put weights on"),
-    (["bench", "--pdl", "on"], 1, PDL), (["program", "--pdl", "on"], 1, PDL),
-    (["ab", "--toggle", "pdl=off,on"], 1, PDL),
-    (["ab", "--toggle", "fuse=on", "--sync", "copy_boundary"], 1, ASYNC),
-    (["ab", "--toggle", "fuse=on", "--test", "tg9999"], 2, "needs 9999 KV cells"),
+    (["run", *ONE, "--pdl", "on"], 1, PDL), (["bench", "--pdl", "on"], 1, PDL),
+    (["program", "--pdl", "on"], 1, PDL), (["ab", "--toggle", "pdl=off,on"], 1, PDL),
     (["perplexity", *SAMPLE, "--pdl", "on"], 1, PDL),
     (["perplexity", *SAMPLE, "--against", "pdl=on"], 1, PDL),
+    (["logits", *ONE, "-o", "x.npy", "--sync", "copy_boundary"], 1, ASYNC),
+    (["ab", "--toggle", "fuse=on", "--test", "tg9999"], 2, "needs 9999 KV cells"),
+    (["run", *ONE, "--n-copies", "4", "--sync", "auto"], 1, "n_copies=4"),
+    (["run", *ONE, "--copy-stream", "own"], 1, "needs two streams"),
+    (["run", *ONE, "-ot", "ffn=device"], 2, "has no GPU to put weights on"),
     (["run", "--tokens", "1,99999"], 2, "token id 99999 at index 1"),
-    (["run", "--tokens=-4"], 2, "token id -4"),
     (["logits", "--tokens", "99999", "-o", "x.npy"], 2, "token id 99999"),
     (["run", "--tokens", "1,2,3,4", "--n-ctx", "3"], 2, "do not fit the context"),
     (["run", "-p", "one two three", "--n-ctx", "2"], 2, "do not fit the context"),
-    (["run", "--tokens", "1", "--device", "embedded", "--sync", "implicit", "--copy-stream", "own"],
+    (["run", *ONE, "--device", "embedded", "--sync", "implicit", "--copy-stream", "own"],
      2, "sync=implicit and copy_stream=own race on the embedded device: nothing orders a copy"),
+    (["perplexity", "--tokens-from", "FILE: 1 99999"], 2, "token id 99999"),
+    (["perplexity", "--tokens-from", "FILE:"], 2, "holds 0 tokens"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "wanted", "says"), OF_THE_MODEL, ids=lambda v: str(v)[:40])
 def test_what_takes_a_model_is_judged_before_its_weights(
-    refused, monkeypatch, arguments, wanted, says
+    refused, monkeypatch, tmp_path, arguments, wanted, says
 ):
     loaded: list[Loaded] = []
     monkeypatch.setattr(Loaded, "_load_weights", loaded.append)
+    if arguments[-1].startswith("FILE:"):
+        (tmp_path / "file").write_text(arguments[-1].removeprefix("FILE:"))
+        arguments = [*arguments[:-1], tmp_path / "file"]
     device = [] if "--device" in arguments else ["--device", "host"]
     status, line = refused([*arguments, *device])
     assert (status, loaded) == (wanted, []) and says in line
 
 
-@pytest.mark.parametrize(("flag", "text", "says"), [
-    ("--tokens-from", "1 99999", "token id 99999"), ("--tokens-from", "", "holds 0 tokens"),
-    ("-f", "", "holds 0 tokens"),
-])  # fmt: skip
-def test_tokens_of_a_file_are_judged_before_weights(
-    refused, monkeypatch, tmp_path, flag, text, says
-):
-    (tmp_path / "file").write_text(text)
-    loaded: list[Loaded] = []
-    monkeypatch.setattr(Loaded, "_load_weights", loaded.append)
-    status, line = refused(["perplexity", flag, tmp_path / "file", "--device", "host"])
-    assert (status, loaded) == (2, []) and says in line
-
-
-@pytest.mark.parametrize("damage", ["missing", "truncated", "magic", "version", "empty"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_damaged_files_are_refused_by_name(refused, model, tmp_path, damage):
-    data = model.read_bytes()
-    changed = {
-        "truncated": data[: len(data) // 2], "magic": b"JUNK" + data[4:], "empty": b"",
-        "version": data[:4] + (99).to_bytes(4, "little") + data[8:],
-    }  # fmt: skip
-    bad = tmp_path / "bad.gguf"
-    if damage in changed:
-        bad.write_bytes(changed[damage])
-    out = tmp_path / "out.npy"
-    status, line = refused(["logits", "--tokens", "1", "-o", out, "--device", "embedded"], bad)
-    assert status == 1 and line.startswith(f"error: {bad}") and not list(tmp_path.glob("out*"))
+    bad, out = tmp_path / "bad.gguf", tmp_path / "out.npy"
+    if damage == "truncated":
+        bad.write_bytes(model.read_bytes()[:5000])
+    status, line = refused(["logits", *ONE, "-o", out, "--device", "embedded"], bad)
+    assert status == 1 and line.startswith(f"error: {bad}") and not out.exists()
 
 
 def test_a_text_is_tokenised_once(model, tmp_path, monkeypatch):
@@ -161,3 +151,92 @@ def test_a_text_is_tokenised_once(model, tmp_path, monkeypatch):
         monkeypatch.setattr(engine.tokenizer, "encode", None)
         source = asked.open(engine)
     assert [t for w in source.windows for t in w.targets] == ids and len(ids) > 3
+
+
+# outputs ------------------------------------------------------------------------------------------
+
+HOST = ["--device", "host"]
+FILES = {
+    "logits": ["logits", "-m", "MODEL", *ONE, "-o", "OUT", *HOST],
+    "profile": ["profile", "-m", "MODEL", "--test", "tg2", "-r", "1", "-o", "OUT", *HOST],
+    "model synth": ["model", "synth", "tiny-llama-spm", "Q4_0", "OUT"],
+    "compare": ["compare", "RUN", "RUN", "-o", "OUT"],
+}
+FOLDERS = {
+    "bench": ["bench", "-m", "MODEL", "-p", "4", "-n", "2", "-r", "1", "--out", "OUT", *HOST],
+    "ab": ["ab", "-m", "MODEL", "--toggle", "graph_reuse=set_rows", "--test", "tg2", "-o", "OUT",
+           "--rounds", "5", *HOST],
+    "perplexity": ["perplexity", "-m", "MODEL", *SAMPLE, "-o", "OUT", *HOST],
+    "bench-kernels": ["bench-kernels", "--types", "Q4_0", "--shapes", "qwen3-30b-a3b.gate",
+                      "--quick", "-o", "OUT", *HOST],
+}  # fmt: skip
+MANY = {"model tiny": ["model", "tiny", "OUT"],
+        "report": ["report", "00_tour", "--out", "OUT", *HOST]}  # fmt: skip
+# where OUT is, and what the line says; `folder` is there, `file` is a file
+WRONG = [(name, "file/x", "file is no folder") for name in (*FILES, *FOLDERS, *MANY)] + [
+    *((name, "folder", "it is a folder; name a file in it") for name in FILES),
+    *((name, out, "exists already") for name in FOLDERS for out in ("folder", "file")),
+]
+
+
+@pytest.fixture(scope="module")
+def a_run(model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    main([{"MODEL": str(model), "OUT": str(folder)}.get(w, w) for w in FOLDERS["bench"]])
+    return folder
+
+
+@pytest.fixture
+def into(call, model, a_run):
+    """`into(name, out)`: (exit status, lines on stderr) of the command with its output at `out`."""
+
+    def run(name: str, out: Path) -> tuple[int, list[str]]:
+        said = {"MODEL": model, "OUT": out, "RUN": a_run}
+        words = (FILES | FOLDERS | MANY)[name]
+        status, _, err = call(*(said.get(word, word) for word in words))
+        return status, err.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "out", "says"), WRONG)
+def test_an_output_is_refused_before_anything_is_opened(
+    into, monkeypatch, tmp_path, name, out, says
+):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("kept")
+    opened: list[str] = []
+    for owner, work in ((Engine, "load"), (base, "open_backend"), (synth, "write_tiny_models")):
+        if not (name == "model tiny" and work == "write_tiny_models"):
+            monkeypatch.setattr(owner, work, lambda *_, **__: opened.append("opened"))
+    status, lines = into(name, tmp_path / out)
+    assert (status, len(lines), opened) == (2, 1, []), lines
+    assert lines[0].startswith("error: ") and says in lines[0]
+    assert len([*tmp_path.rglob("*")]) == 2 and (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", share([*FILES, *FOLDERS, "model tiny"], every=2))
+def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(into, monkeypatch, tmp_path, name):
+    write, out = os.write, tmp_path / "deep" / "out.gz"
+    if name in ("logits", "profile"):  # which make no folders
+        out = tmp_path / "out.gz"
+
+    def full(descriptor: int, data: bytes) -> int:
+        if len(data) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)  # it had room for a byte when it was checked
+
+    monkeypatch.setattr(os, "write", full)
+    status, lines = into(name, out)
+    assert status == 2 and lines[-1].startswith("error: ") and "no space is left" in lines[-1]
+    assert not [line for line in lines if "Traceback" in line] and not os.listdir(tmp_path)
+
+
+def test_a_cache_that_finds_no_room_is_one_line_too(into, monkeypatch, tmp_path):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/cache/of/numba")
+
+    monkeypatch.setattr(Engine, "load", full)
+    status, lines = into("logits", tmp_path / "x.npy")
+    assert status == 2 and os.listdir(tmp_path) == []
+    assert lines == [f"error: /cache/of/numba cannot be written: {WHY[errno.ENOSPC]}"]

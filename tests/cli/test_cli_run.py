@@ -12,6 +12,8 @@ from workbench.benchmarks.runs.results import load_run
 from workbench.graph.ir import I32, Input
 from workbench.model import inputs
 
+IDS = ("--tokens", "1,2,3")
+
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
@@ -26,37 +28,27 @@ def on(call, model):
 
 def test_run_prints_text_or_ids_and_the_rest_on_stderr(on):
     status, out, err = on("run", "-p", "The engine", "-n", 8)
-    assert status == 0 and out.endswith("\n") and len(out) > 1
-    assert "t/s" in err and (
-        "toggles: best for one sequence on embedded: sync=auto (implicit), graph_reuse=set_rows\n"
-        in err
-    )
-    ask = ("run", "--tokens", "1,2,3", "-n", 5)
-    status, out, err = on(*ask)
+    assert status == 0 and out.endswith("\n") and len(out) > 1 and "t/s" in err
+    status, out, err = on("run", *IDS, "-n", 5)
     assert status == 0 and len(out.split(",")) == 5
+    assert "toggles: best for one sequence on embedded: sync=auto (implicit), graph_reuse=" in err
     *_, counts, phases = err.splitlines()
     assert counts.endswith("; 2 programs built, 3 reused")
     assert phases.startswith("the host's us a step: batch ") and ", wait " in phases
-    assert "fuse" in phases and "reuse" in phases, "of the prompt and the first token, and the rest"
-    _, same, err = on(*ask, "--graph-reuse", "rebuild")
+    _, same, err = on("run", *IDS, "-n", 5, "--graph-reuse", "rebuild")
     assert same == out and err.splitlines()[-2].endswith("; 5 programs built, 0 reused")
     assert "best for one sequence with graph_reuse=rebuild on embedded: " in err
-    assert "toggles: baseline on embedded: everything off\n" in on(*ask, "--preset", "baseline")[2]
-    assert on("run", "--tokens", "1,2,3", "-n", 0)[1].strip() == ""
+    _, out, err = on("run", *IDS, "--preset", "baseline", "-n", 0)
+    assert "toggles: baseline on embedded: everything off\n" in err and out.strip() == ""
 
 
-def test_run_names_an_input_that_refuses(on, monkeypatch):
+def test_run_names_an_input_that_refuses_and_plans(on, monkeypatch):
+    said = on("run", "--plans", "ours", *IDS, "-n", 6)[2]
+    assert re.search(r"^plans: 2 captured \(\d+\.\d ms\), 0 updated, 6 replayed$", said, re.M)
     silent = Input(inputs.OUT_IDS, I32, (1,))
     monkeypatch.setitem(inputs.INPUTS, inputs.OUT_IDS, lambda step: silent)
     err = on("run", "--tokens", "1", "-n", 5)[2]
     assert "; 5 programs built, 0 reused; inp_out_ids kept 4 from being reused\n" in err
-
-
-def test_run_and_bench_say_what_became_of_plans(on):
-    said = on("run", "--plans", "ours", "--tokens", "1,2,3", "-n", 6)[2]
-    assert re.search(r"^plans: 2 captured \(\d+\.\d ms\), 0 updated, 6 replayed$", said, re.M)
-    said = on("bench", "--plans", "ours", "-p", 0, "-n", 4, "-r", 1)[2]
-    assert re.search(r"^plans: 1 captured \(\d+\.\d ms\), 0 updated, \d+ replayed$", said, re.M)
 
 
 @pytest.mark.parametrize("n", [100, -1, -2])
@@ -72,38 +64,27 @@ def test_a_run_that_fills_its_context_says_so(on, n):
         assert on("program", "-c", 0, "--n-past", 2048)[0] == 2
 
 
-def test_logits_are_one_float32_row_per_token(call, model, tmp_path):
-    out = tmp_path / "out.npy"
-    ask = ("logits", "-m", model, "--tokens", "1,2,3", "-o", out, "--device")
-    assert call(*ask, "embedded")[0] == 0
-    rows = np.load(out)
-    assert rows.dtype == np.float32 and rows.shape == (3, 1024)
-    assert call(*ask, "host")[0] == 0
-    assert np.abs(np.load(out) - rows).max() < 1e-4 * np.abs(rows).max()
+def test_logits_are_one_float32_row_per_token(on, tmp_path):
+    assert on("logits", *IDS, "-o", tmp_path / "rows")[0] == 0
+    found = np.load(tmp_path / "rows")
+    assert found.dtype == np.float32 and found.shape == (3, 1024) and np.isfinite(found).all()
 
 
 def test_program_prints_pattern_counts_and_plans(on):
-    ask = ("program", "--sync", "copy_boundary")
-    status, out, err = on(*ask)
+    status, out, err = on("program", "--sync", "copy_boundary")
     assert status == 0 and "folded    h saaaasg" in out
     assert "toggles: baseline with sync=copy_boundary on embedded: " in err
-    for name, n in (("waits", 3), ("copies", 7)):
-        assert [line for line in out.splitlines() if line.split() == [name, str(n)]]
-    made = json.loads(on(*ask, "--json")[1])
-    assert made["folded_pattern"] == "h saaaasg"
-    assert made["counts"]["launches"] == sum(c["kind"] == "launch" for c in made["commands"])
+    assert {("waits", "3"), ("copies", "7")} <= {tuple(line.split()) for line in out.splitlines()}
     ask = ("program", "--sync", "event_guarded", "--plans", "ours", "--plan-scope", "step")
     out = on(*ask)[1]
-    assert "pattern   h sp" in out
     (line,) = [line for line in out.splitlines() if line.startswith("plan #")]
-    assert " 7 copies, 1 record, 1 wait, " in line
-    assert line.endswith(" launches on embedded:0, embedded:1")
+    assert "pattern   h sp" in out and " 7 copies, 1 record, 1 wait, " in line
     made = json.loads(on(*ask, "--json")[1])
     (replay,) = [c for c in made["commands"] if c["kind"] == "replay"]
     launches = [part for part in replay["parts"] if part["kind"] == "launch"]
-    assert f" {len(launches)} launches " in line
+    assert f" {len(launches)} launches on embedded:0, embedded:1" in line
     assert all(part["reads"] and part["writes"] and part["stream"] for part in launches)
-    assert made["counts"]["replays"] == 1 and made["counts"]["launches"] == 1
+    assert made["counts"]["replays"] == made["counts"]["launches"] == 1
 
 
 # check -------------------------------------------------------------------------------------------
@@ -114,31 +95,23 @@ def check(call, model):
     return lambda *flags: call("check", "-m", model, "--device", "null", *flags)
 
 
-def test_check_prints_what_is_proved_and_counts_races(check):
+def test_check_prints_what_is_proved_and_counts_races(check, on):
     status, out, _ = check()
     lines = out.splitlines()
     assert status == 0 and lines[0] == "pattern      h scscg" and lines[2] == "races        none"
     assert "superfluous  11 of 13 waits: each can go alone" in lines
     assert "sufficient   2 of 13 waits: with these the others can go together" in lines
-    assert lines[-1].endswith('sync of "end of step on null"')
     status, out, _ = check("--sync", "implicit", "--copy-stream", "own")
     assert status == 3 and "races        20" in out
     assert "nothing orders copy inp_pos on null:1 before launch rope" in out
-    assert "sufficient   1 of 1 wait: with these alone nothing else races" in out.splitlines()
-
-
-def test_check_names_the_parts_of_plans(on):
     ask = ("check", "--plans", "ours", "--plan-scope", "step", "--copy-stream", "own", "--sync")
     status, out, _ = on(*ask, "event_guarded")
-    assert status == 0 and "races        none" in out
     (line,) = [line for line in out.splitlines() if " part " in line]
+    assert status == 0 and "races        none" in out
     assert re.fullmatch(r'  step 1 #8 part \d+ wait of embedded:0 for "inputs .*" in a plan', line)
     status, out, _ = on(*ask, "implicit", "--json")
     race = json.loads(out)["races"][0]
     assert status == 3 and race["first"]["part"] == 0 < race["second"]["part"]
-    assert race["first"]["words"] == "copy inp_embd on embedded:1 in a plan"
-    behind = "record an event behind the copy in the plan, and let embedded:0 wait for it"
-    assert race["missing"].endswith(behind)
 
 
 def test_check_is_of_all_ubatches_of_a_prompt_and_its_tokens(check):
@@ -147,23 +120,19 @@ def test_check_is_of_all_ubatches_of_a_prompt_and_its_tokens(check):
     status, out, _ = check(*ask, "--n-tokens", 20, "--n-ubatch", 8, "--json")
     made = json.loads(out)
     assert status == 3 and made["patterns"] == ["h aaaaag", "h aaaaag", "h aaaaaag"]
-    assert {r["kind"] for r in made["races"]} >= {"read-write"}
     assert [w["event"] for w in made["sufficient"]] == ["end of step on null"]
-    # a train takes the ring's buffers in turn, and tokens behind its wait the first
+    # a train takes the ring's buffers in turn, and tokens after its wait the first
     ask = ("--sync", "write_read_boundary", "--copy-stream", "compute", "--n-tokens", 20)
     ask += ("--host-source", "pinned_ring_2", "--step-wait", "outputs", "--n-ubatch", 8, "--json")
     status, out, _ = check(*ask, "--n-decoded", 2)
     assert status == 0 and len(json.loads(out)["patterns"]) == 3 + 2
     assert check(*ask, "--n-decoded", 2040)[0] == 2
-
-
-def test_check_of_a_train_as_long_as_its_rings_says_so(check):
+    # of a train as long as its rings the first step that takes them again is not among those
     ask = ("--sync", "write_read_boundary", "--copy-stream", "own", "--step-wait", "outputs")
     ask += ("--n-copies", 4, "--n-ubatch", 16, "--n-tokens")
     status, out, _ = check(*ask, 64)
     assert status == 0 and out.splitlines()[-1].endswith("ask for --n-tokens 65 or more")
-    status, out, _ = check(*ask, 65)
-    assert status == 3 and "note" not in out
+    assert check(*ask, 65)[0] == 3
 
 
 # measuring ---------------------------------------------------------------------------------------
@@ -173,46 +142,39 @@ def test_tables_fit_the_terminal(on, call, model, tmp_path, monkeypatch):
     """All that these commands print is tables and sentences."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    ask = ("--toggle", "fuse=off,on", "--test", "tg2,pp8", "--rounds", 5, "--preset", "best")
     said = {
-        "ab": on("ab", *ask),
-        "bench": on("bench", "-p", 8, "-n", 2, "-r", 2, "--fuse", "on", "--sync", "packed"),
+        "ab": on("ab", "--toggle", "fuse=off,on", "--test", "tg2", "--rounds", 5),
+        "bench": on("bench", "-p", 8, "-n", 2, "-r", 1, "--fuse", "on", "--sync", "packed"),
         "inspect": call("model", "inspect", model),
         "perplexity": on("perplexity", "--tokens-from", "sample:8", "--against", "fuse=on"),
     }
     assert [status for status, _, _ in said.values()] == [0] * 4
     printed = {name: out.splitlines() for name, (_, out, _) in said.items()}
     assert all(max(map(len, lines)) <= 80 for lines in printed.values())
-    assert len([line for line in printed["ab"] if line.startswith("|")]) >= 6
+    assert len([line for line in printed["ab"] if line.startswith("|")]) >= 4
     assert printed["ab"][0].startswith("Model: tiny-llama")
-    assert "toggles: best for one sequence on embedded" in said["ab"][2]
     assert printed["bench"][0].startswith("toggles: sync=packed, ")
     assert "agreement   every logit is equal" in printed["perplexity"]
 
 
 def test_bench_has_a_row_for_each_model_and_combination(on, tiny_model, tmp_path):
-    ask = ("-m", tiny_model("tiny-llama", "F16"), "-p", 4, "-n", 2, "-r", 1, "-ngl", "0,99")
-    _, out, _ = on("bench", *ask, "--out", tmp_path / "run")
+    ask = ("-m", tiny_model("tiny-llama", "F16"), "-p", 4, "-n", 2, "-r", 1, "-t", "1,2")
+    _, out, _ = on("bench", *ask, "-fa", "0,1", "-ub", 600, "--out", tmp_path / "run")
     rows = [line for line in out.splitlines() if "±" in line]
     assert [row.split("|")[1].split()[-1] for row in rows] == ["Q8_0"] * 4 + ["F16"] * 4
-    assert "| ngl " in out and "token p50 us" in out
+    assert "threads " in out and "token p50 us" in out
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"run-{i}" for i in range(1, 5)]
-    assert on("bench", *ask, "--out", tmp_path / "run", "--resume")[0] == 0
+    config = load_run(tmp_path / "run-1").run["engine"]["config"]
+    assert (config["n_ubatch"], config["threads"]) == (600, 1)
 
 
-def test_ab_and_bench_say_how_well_they_know(on, tmp_path):
-    out = tmp_path / "r"
-    ask = ("ab", "--toggle", "sync=per_copy,copy_boundary", "--test", "tg1", "-o", out)
+def test_how_well_is_asked_in_words(on, tmp_path):
+    ask = ("ab", "--toggle", "sync=per_copy,copy_boundary", "--test", "tg1", "-o", tmp_path / "r")
     status, text, _ = on(*ask, "--until", "0.01%", "--at-most", "0.2s")
-    asked = load_run(out).run["result"]["until"]
+    asked = load_run(tmp_path / "r").run["result"]["until"]
     assert status == 0 and (asked["half_width"], asked["at_most_s"]) == (0.0001, 0.2)
-    assert asked["tests"]["tg1"]["stopped"] == "time"
     assert " ".join(text.split()).count("was not reached: ") == 1
-    status, text, _ = on(*ask, "--until", "99%", "--resume", "--at-most", "20s")
-    assert status == 0 and "the interval's half-width is " in " ".join(text.split())
     ask = ("bench", "-p", 0, "-n", "1,2", "-r", 1, "-o", "jsonl")
     status, out, err = on(*ask, "--until", "95 %", "--at-most", "1m")
-    rows = [json.loads(line) for line in out.splitlines()]
-    assert status == 0 and len(rows) == 2 and all(len(row["samples_ns"]) >= 10 for row in rows)
-    assert all(0 < row["p50_us"] <= row["p90_us"] <= row["p99_us"] for row in rows)
-    assert err.count("the median's half-width is ") == 2
+    assert status == 0 and err.count("the median's half-width is ") == 2
+    assert all(len(json.loads(line)["samples_ns"]) >= 10 for line in out.splitlines())

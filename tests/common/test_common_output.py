@@ -1,20 +1,32 @@
-"""The one writer on what is no common file, and where it cannot write: each in one line."""
+"""The one writer: on what is no common file, where it cannot write, and of whole folders, whoever
+is killed, whoever reads, and whoever else writes."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import io
 import os
-import re
 import socket
 import stat
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-import workbench
+from tests.benchmarks.made_runs import a_run
+from tests.common.killed_saves import no_exchange, save
+from workbench.benchmarks.runs.results import SampleTable, load_run, write_run
+from workbench.common import output_swap
 from workbench.common.errors import UsageError
 from workbench.common.output import check_folder, check_writable, writing, writing_folder
+from workbench.common.output_swap import read_files
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT = f".workbench-{'0' * 16}"
 
 
 def names(folder: Path) -> list[str]:
@@ -22,11 +34,10 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_new_file_has_the_umask_s_mode_an_old_one_its_own(tmp_path):
+    (tmp_path / "old").touch(0o604)
     before = os.umask(0o027)
     try:
         for name in ("new", "old"):
-            (tmp_path / "old").write_bytes(b"x")
-            (tmp_path / "old").chmod(0o604)
             with writing(tmp_path / name, "t") as file:
                 file.write("å\n")
     finally:
@@ -36,60 +47,32 @@ def test_a_new_file_has_the_umask_s_mode_an_old_one_its_own(tmp_path):
     assert (tmp_path / "old").read_bytes() == b"\xc3\xa5\n" and names(tmp_path) == ["new", "old"]
 
 
-@pytest.mark.parametrize("device", ["/dev/null", "/dev/full"])
-def test_a_device_stays_a_device(device, tmp_path):
-    link = tmp_path / "link"
-    link.symlink_to(device)
-    for path in (device, link):
-        check_writable(path)
-        try:
-            with writing(path) as file:
-                file.write(b"x")
-        except UsageError as error:
-            assert device == "/dev/full" and "no space is left" in str(error)
-        else:
-            assert device == "/dev/null"
-    assert stat.S_ISCHR(os.stat(device).st_mode) and link.is_symlink()
-
-
-def refused(folder: Path) -> dict[Path, str]:
-    (folder / "folder").mkdir()
-    (folder / "file").write_text("x")
-    (folder / "loop").symlink_to("loop")
+def test_what_cannot_be_written_is_one_line_before_and_then(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as unix:
-        unix.bind(str(folder / "socket"))
-    return {
-        folder / "folder": "it is a folder", folder / "file" / "x": "file is no folder",
-        folder / "no" / "x": "make it first", folder / "loop": "in a circle",
-        folder / "socket": "it is a socket", folder / ("n" * 300): "too long",
-        folder / "a\0b": "no file name", Path("/proc/x"): "takes no new file",
-        Path("/proc/version"): "cannot be written", Path("/dev/fd/99"): "not open for writing",
-    }  # fmt: skip
-
-
-def test_a_refusal_is_one_line_before_and_at_the_writing(tmp_path, monkeypatch):
-    for path, says in refused(tmp_path).items():
-        before = names(tmp_path)
+        unix.bind(str(tmp_path / "socket"))
+    for path, says in {
+        "socket": "it is a socket", "n" * 300: "too long", "a\0b": "no file name",
+        "/proc/version": "cannot be written", "/dev/fd/99": "not open for writing",
+    }.items():  # fmt: skip
         for attempt in (check_writable, lambda path: writing(path).__enter__()):
-            with pytest.raises(UsageError) as found:
-                attempt(path)
-            assert says in str(found.value) and "\n" not in str(found.value)
-        assert names(tmp_path) == before
+            with pytest.raises(UsageError, match=says) as found:
+                attempt(tmp_path / path)
+            assert "\n" not in str(found.value) and names(tmp_path) == ["socket"]
     with pytest.raises(UsageError, match=r"needs .* free; make room"):
         check_writable(tmp_path / "x", n_bytes=1 << 60)
-    monkeypatch.chdir(tmp_path / "folder")
-    (tmp_path / "folder").rmdir()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
     with pytest.raises(UsageError, match="current folder was removed"):
         check_writable("x")
 
 
 def test_folders_above_are_made_but_steps_from_nowhere(tmp_path, monkeypatch):
-    for folder in ("notebooks", "data"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "notebooks").mkdir()
     monkeypatch.chdir(tmp_path / "notebooks")
     run = Path("..", "data", "runs", "first")  # as a notebook names it
     check_folder(run, new=True)
-    assert not Path("..", "data", "runs").exists()
+    assert names(tmp_path) == ["notebooks"]
     with writing_folder(run) as folder, folder.writing("a") as file:
         file.write(b"1")
     assert (tmp_path / "data" / "runs" / "first" / "a").read_bytes() == b"1"
@@ -98,41 +81,23 @@ def test_folders_above_are_made_but_steps_from_nowhere(tmp_path, monkeypatch):
             check_folder(nowhere)
 
 
-def test_nobody_else_writes_files():
-    package = Path(workbench.__file__).parent
-    writes = re.compile(
-        r"os\.(replace|rename|link)\(|shutil\.(copy|move)|mkstemp|NamedTemporaryFile|\.write_(text|bytes)\("
-        r"|\bopen\([^)]*[\"'][wxa]b?\+?[\"']|O_CREAT|savefig\((?!file|written|out)"
-    )
-    files = [p for p in package.rglob("*.py") if writes.search(p.read_text(encoding="utf-8"))]
-    assert sorted(p.name for p in files) == ["output.py", "output_swap.py"]
-
-
 def test_a_fifo_without_a_reader_is_waited_for_and_says_so(tmp_path, monkeypatch):
     pipe, got, said = tmp_path / "pipe", [], threading.Event()
     os.mkfifo(pipe)
 
-    def read() -> None:
-        said.wait(60)
-        got.append(pipe.read_bytes())
-
-    class Heard:
-        def write(self, text: str) -> None:
-            got.append(text)
-            if "waiting" in text:
+    class Heard(io.StringIO):
+        def write(self, text: str) -> int:
+            if "has no reader yet; waiting for one" in text:
                 said.set()
-
-        def flush(self) -> None:
-            """Nothing is kept back."""
+            return len(text)
 
     monkeypatch.setattr("sys.stderr", Heard())
-    reader = threading.Thread(target=read)
+    reader = threading.Thread(target=lambda: got.append(said.wait(60) and pipe.read_bytes()))
     reader.start()
     with writing(pipe) as file:
         file.write(b"content")
     reader.join()
-    assert "".join(got[:-1]).strip() == f"{pipe} has no reader yet; waiting for one"
-    assert got[-1] == b"content"
+    assert got == [b"content"]
 
 
 def test_a_reader_that_ends_early_is_said_of_a_fifo_alone(tmp_path):
@@ -143,12 +108,10 @@ def test_a_reader_that_ends_early_is_said_of_a_fifo_alone(tmp_path):
         os.close(end)
         file.write(b"x")
     end, other = os.pipe()
-    try:
-        with pytest.raises(BrokenPipeError), writing(f"/dev/fd/{other}") as file:
-            os.close(end)
-            file.write(b"x")
-    finally:
-        os.close(other)
+    with pytest.raises(BrokenPipeError), writing(f"/dev/fd/{other}") as file:
+        os.close(end)
+        file.write(b"x")
+    os.close(other)
 
 
 def test_a_descriptor_is_written_on_and_stays_open(tmp_path):
@@ -159,15 +122,144 @@ def test_a_descriptor_is_written_on_and_stays_open(tmp_path):
     assert (tmp_path / "log").read_bytes() == b"one two" and names(tmp_path) == ["log"]
 
 
-@pytest.mark.parametrize(
-    "number", [errno.EDQUOT, errno.EROFS, errno.EPERM, errno.EBUSY, errno.EFBIG, 121]
-)
-def test_every_error_has_its_words_in_one_line(tmp_path, monkeypatch, number):
-    def fail(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
+# folders ------------------------------------------------------------------------------------------
 
-    monkeypatch.setattr(os, "rename", fail)
-    path = tmp_path / "two\nlines"
-    with pytest.raises(UsageError, match=r"cannot be written: .*; ") as said, writing(path):
-        pass
-    assert "\n" not in str(said.value) and names(tmp_path) == []
+
+def no_call(*_: object, **__: object) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.fixture(params=["exchange", "two-renames"])
+def swap(request, monkeypatch):
+    if request.param != "exchange":
+        monkeypatch.setattr(output_swap, "exchange", no_exchange)
+    return request.param
+
+
+def test_a_save_killed_at_any_call_leaves_one_save_s_files(tmp_path, swap):
+    script = [sys.executable, "tests/common/killed_saves.py", str(tmp_path), swap]
+    subprocess.run(script, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+
+
+def test_leftovers_are_removed_by_the_next_writing_there(tmp_path):
+    lefts = (tmp_path / LEFT / "in" / "x", tmp_path / LEFT.replace("0", "1"))
+    (tmp_path / ".workbench-mine").write_text("no name of ours")
+    save(tmp_path / "run", 1)
+    (tmp_path / "run" / LEFT).mkdir()  # as an older version left it
+    for write in (
+        lambda: save(tmp_path / "run", 1),
+        lambda: check_folder(tmp_path / "run"),
+        lambda: writing(tmp_path / "file").__enter__(),
+    ):
+        for left in lefts:
+            left.parent.mkdir(parents=True, exist_ok=True)
+            left.write_text("x")
+        write()
+        assert not (tmp_path / LEFT).exists() and not lefts[1].exists()
+    assert (tmp_path / ".workbench-mine").exists() and names(tmp_path / "run") == ["a", "b"]
+
+
+def test_what_a_living_process_writes_is_left_alone(tmp_path, swap, monkeypatch):
+    """Without locks a leftover is known by its age."""
+    with writing_folder(tmp_path / "one") as one, writing(tmp_path / "file", "t") as file:
+        for value in (1, 2):
+            save(tmp_path / "two", value)
+        assert len(names(tmp_path)) == 3
+        file.write("content")
+        with one.writing("a", "t") as a:
+            a.write("content")
+    assert names(tmp_path) == ["file", "one", "two"]
+    assert (tmp_path / "file").read_text() == (tmp_path / "one" / "a").read_text() == "content"
+    monkeypatch.setattr(fcntl, "flock", no_call)
+    for name in (LEFT, young := LEFT.replace("0", "1")):
+        (tmp_path / name).mkdir()
+    os.utime(tmp_path / LEFT, (0, 0))
+    save(tmp_path / "two", 3)
+    assert names(tmp_path) == [young, "file", "one", "two"]
+
+
+def test_a_save_between_two_files_mixes_none(tmp_path, swap, monkeypatch):
+    save(tmp_path / "run", "old")
+    opened, saved = os.open, []
+
+    def between(path, *how, **named):
+        found = opened(path, *how, **named)
+        if os.path.basename(path) == "a" and not saved:
+            saved.append(path)
+            save(tmp_path / "run", "new")
+        return found
+
+    monkeypatch.setattr(os, "open", between)
+    assert len({bytes(content) for content in read_files(tmp_path / "run", "a", "b")}) == 1
+    assert saved
+
+
+def test_two_writers_leave_the_folder_of_one(tmp_path, swap):
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda v: [save(tmp_path / "run", v) for _ in range(40)], ("one", "two")))
+    found = {p.name: p.read_text() for p in (tmp_path / "run").iterdir()}
+    assert found in ({"a": v, "b": v} for v in ("one", "two")) and names(tmp_path) == ["run"]
+
+
+def test_of_two_new_runs_at_one_folder_the_second_is_refused(tmp_path):
+    first, second = (a_run(started=f"2025-11-2{i}T00:00:00Z") for i in (1, 2))
+    none = SampleTable("r1").frame()
+    for _ in range(2):  # its own saves it replaces
+        write_run(tmp_path / "r", first, none, new=True)
+        with pytest.raises(UsageError, match="exists already"):
+            write_run(tmp_path / "r", second, none, new=True)
+    assert load_run(tmp_path / "r").run["started"] == first["started"]
+    x = tmp_path / "x"
+    with pytest.raises(UsageError, match="exists already"), writing_folder(x, new=True):
+        save(x, "meanwhile")
+    assert (x / "a").read_text() == "meanwhile" and names(tmp_path) == ["r", "x"]
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "copies"])
+def test_other_files_folders_and_modes_stay(tmp_path, swap, monkeypatch, links):
+    run = tmp_path / "run"
+    save(run, "1")
+    (run / "in").mkdir()
+    (run / "in" / "x").write_text("x")
+    (run / "link").symlink_to("nowhere")
+    (run / "b.parquet").write_text("x")
+    run.chmod(0o750)
+    if not links:  # the file system has none
+        monkeypatch.setattr(os, "link", no_call)
+    with writing_folder(run, without=("b.parquet",)) as made:
+        (run / "late").write_text("somebody else's")
+        with made.writing("a", "t") as file:
+            file.write("2")
+    assert names(run) == ["a", "b", "in", "late", "link"] and (run / "a").read_text() == "2"
+    assert (run / "in" / "x").read_text() == "x" and (run / "link").is_symlink()
+    assert run.stat().st_mode & 0o777 == 0o750
+
+
+def test_tables_of_another_run_do_not_stay(tmp_path):
+    tokens = {"tokens.parquet": SampleTable("r").frame()}
+    none = SampleTable("r1").frame()
+    write_run(tmp_path / "r", a_run(kind="perplexity"), none, tokens)
+    write_run(tmp_path / "r", a_run(kind="perplexity"), none)  # the same, with more in `result`
+    assert "tokens.parquet" in names(tmp_path / "r")
+    write_run(tmp_path / "r", a_run(kind="ab"), none)
+    assert names(tmp_path / "r") == ["run.json", "samples.parquet"]
+
+
+def test_a_folder_that_a_link_leads_to_and_the_current_one(tmp_path, monkeypatch, swap):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    save(tmp_path / "link", "1")
+    assert (tmp_path / "link").is_symlink() and names(tmp_path / "real") == ["a", "b"]
+    monkeypatch.chdir(tmp_path / "real")
+    for value in ("2", "3"):  # this process goes on in the new folder
+        save(Path("."), value)
+        assert Path("a").read_text() == (tmp_path / "real" / "a").read_text() == value
+
+
+def test_what_is_mounted_is_refused_before_the_writing_too(tmp_path, monkeypatch):
+    save(tmp_path / "run", "1")
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path).endswith("run"))
+    for attempt in (check_folder, lambda path: save(path, "2")):
+        with pytest.raises(UsageError, match="something is mounted there"):
+            attempt(tmp_path / "run")
+    assert (tmp_path / "run" / "a").read_text() == "1"

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import cfunc
 
-from workbench.backend.cpu.device import embedded
 from workbench.backend.cpu.device.atomics import fetch_add, load, put
+from workbench.backend.cpu.device.embedded import open_backend as open_backend
 from workbench.backend.cpu.device.loops import KERNEL
 from workbench.backend.cpu.device.signals import now_ns
 
 
-def open_backend(**options) -> Any:
-    return embedded.open_backend(**options)
-
-
 @cfunc(KERNEL, cache=True)
 def append(args, part, n_parts):
-    """args: log, value. log[0] counts the values behind it. Streams may append side by side."""
+    """args: log, value. log[0] counts the values after it. Streams may append side by side."""
     log = load(args)
     put(log + 8 + 8 * fetch_add(log, 1), load(args + 8))
-
-
-@cfunc(KERNEL, cache=True)
-def work(args, part, n_parts):
-    """args: sink, rounds. A chain of integer steps, shared evenly by the parts."""
-    x = load(args) + part
-    for _ in range(load(args + 8) // n_parts):
-        x = x * 6364136223846793005 + 1442695040888963407
-        x ^= x >> 29
-    put(load(args) + 8 * part, x)
 
 
 @cfunc(KERNEL, cache=True)
@@ -40,6 +24,16 @@ def spin(args, part, n_parts):
     end = now_ns() + load(args)
     while now_ns() < end:
         pass
+
+
+@cfunc(KERNEL, cache=True)
+def meet(args, part, n_parts):
+    """args: words, n. Waits for n of these to have begun, 5 s at most. words[1] counts who met."""
+    words, n, end = load(args), load(args + 8), now_ns() + 5_000_000_000
+    fetch_add(words, 1)
+    while load(words) < n and now_ns() < end:
+        pass
+    fetch_add(words + 8, load(words) // n)
 
 
 @cfunc(KERNEL, cache=True)
@@ -69,12 +63,3 @@ def mix(args, part, n_parts):
 
 def address(array: np.ndarray) -> int:
     return int(array.ctypes.data)
-
-
-def queue_work(ring, workers: int, sink: np.ndarray, n: int) -> tuple[int, int]:
-    """Queues n kernels that keep one worker busy for about 50 us each: first entry, end."""
-    call = ring.prepare(work.address, 4 * workers, (address(sink), 40_000))
-    first = ring.issued
-    for _ in range(n):
-        call()
-    return first, ring.issued

@@ -12,16 +12,7 @@ from workbench.graph.ir import Node, Tensor
 
 GUARD = 256  # bytes before and after every output
 PARTS = (1, 2, 3, 5)
-
-
-class Arena:
-    """Which array holds which tensor; an output gets memory of its own between guards."""
-
-    def __init__(self, arrays: dict[Tensor, np.ndarray]):
-        self.arrays = {t: np.ascontiguousarray(a) for t, a in arrays.items()}
-
-    def address(self, tensor: Tensor) -> int:
-        return int(self.arrays[tensor].ctypes.data)
+Arrays = dict[Tensor, np.ndarray]
 
 
 def words(values: args.Args) -> np.ndarray:
@@ -32,9 +23,22 @@ def words(values: args.Args) -> np.ndarray:
     return np.array(bits, np.int64)
 
 
+def _call(node: Node, given: Arrays, out: int, scratch: int, parts, n_parts, layout, isa=None):
+    """Runs some parts of a node's kernels, its output at address `out`."""
+    arrays = {t: np.ascontiguousarray(a) for t, a in given.items()}
+
+    def address_of(tensor: Tensor) -> int:
+        return out if tensor is node.output else int(arrays[tensor].ctypes.data)
+
+    block = words(op_table.arguments(node, address_of, scratch))
+    for kernel in op_table.kernels_of(node):
+        for part in parts:
+            op_table.kernel(kernel, layout, isa).ctypes(int(block.ctypes.data), part, n_parts)
+
+
 def run(
     node: Node,
-    arrays: dict[Tensor, np.ndarray],
+    arrays: Arrays,
     n_parts: int = 1,
     layout: str = "file",
     isa: str | None = None,
@@ -45,29 +49,21 @@ def run(
     `start`: what the output holds before; 0xFF in every byte is a NaN in every float type.
     Asserts that the bytes around output and scratch stay as they were.
     """
-    out, arena = node.output, Arena(arrays)
-    padded = np.full(out.nbytes + 2 * GUARD, 0xA5, np.uint8)
-    body = padded[GUARD : GUARD + out.nbytes]
+    n_out, n_scratch = node.output.nbytes, op_table.scratch_bytes(node, n_parts)
+    padded = np.full(n_out + 2 * GUARD, 0xA5, np.uint8)
+    scratch = np.full(n_scratch + 2 * GUARD, 0xA5, np.uint8)
+    body = padded[GUARD : GUARD + n_out]
     body[:] = start if isinstance(start, int) else start.view(np.uint8).reshape(-1)
-    n_scratch = op_table.scratch_bytes(node, n_parts)
-    scratch = np.full(n_scratch + 2 * GUARD, 0xFF, np.uint8)
-
-    def address_of(tensor: Tensor) -> int:
-        return int(body.ctypes.data) if tensor is out else arena.address(tensor)
-
-    block = words(op_table.arguments(node, address_of, int(scratch.ctypes.data) + GUARD))
-    for kernel in op_table.kernels_of(node):
-        call = op_table.kernel(kernel, layout, isa).ctypes
-        for part in range(n_parts):
-            call(int(block.ctypes.data), part, n_parts)
-    for outside in (padded[:GUARD], padded[GUARD + out.nbytes :]):
-        assert (outside == 0xA5).all(), "bytes beside the output were written"
-    for outside in (scratch[:GUARD], scratch[GUARD + n_scratch :]):
-        assert (outside == 0xFF).all(), "bytes beside the scratch were written"
+    scratch[GUARD : GUARD + n_scratch] = 0xFF
+    at = [int(memory.ctypes.data) + GUARD for memory in (padded, scratch)]
+    _call(node, arrays, *at, range(n_parts), n_parts, layout, isa)
+    for memory, n in ((padded, n_out), (scratch, n_scratch)):
+        outside = np.delete(memory, slice(GUARD, GUARD + n))
+        assert (outside == 0xA5).all(), "bytes beside the output or the scratch were written"
     return body.copy()
 
 
-def run_parts(node: Node, arrays: dict[Tensor, np.ndarray], layout: str = "file") -> np.ndarray:
+def run_parts(node: Node, arrays: Arrays, layout: str = "file") -> np.ndarray:
     """As `run`, and asserts that any number of parts gives these bytes, whatever was there."""
     first = run(node, arrays, 1, layout)
     for n_parts in PARTS[1:]:
@@ -75,23 +71,14 @@ def run_parts(node: Node, arrays: dict[Tensor, np.ndarray], layout: str = "file"
     return first
 
 
-def written_by(node: Node, arrays: dict[Tensor, np.ndarray], n_parts: int, layout: str):
-    """Per part, which bytes of the output it wrote: bool (n_parts, nbytes)."""
-    call = op_table.kernel(op_table.kernel_of(node), layout).ctypes
-    arena, out = Arena(arrays), node.output
+def check_shares(node: Node, arrays: Arrays, n_parts: int, layout: str) -> None:
+    """Each byte of the output is written by one part, and each part writes some."""
     scratch = np.zeros(max(1, op_table.scratch_bytes(node, n_parts)), np.uint8)
-    written = np.zeros((n_parts, out.nbytes), bool)
+    written = np.zeros((n_parts, node.output.nbytes), bool)
     for part in range(n_parts):
         for fill in (0x00, 0xFF):  # a byte that happens to equal one of them differs from the other
-            body = np.full(out.nbytes, fill, np.uint8)
-            own = {out: body}
-            block = words(
-                op_table.arguments(
-                    node,
-                    lambda t, own=own: int(own.get(t, arena.arrays.get(t)).ctypes.data),
-                    int(scratch.ctypes.data),
-                )
-            )
-            call(int(block.ctypes.data), part, n_parts)
+            body = np.full(node.output.nbytes, fill, np.uint8)
+            at = int(body.ctypes.data), int(scratch.ctypes.data)
+            _call(node, arrays, *at, [part], n_parts, layout)
             written[part] |= body != fill
-    return written
+    assert (written.sum(axis=0) == 1).all() and written.any(axis=1).all()

@@ -18,7 +18,6 @@ from workbench.backend.cpu import compile as compiler
 from workbench.backend.cpu import kept
 from workbench.backend.cpu.compile import compile_kernel
 from workbench.backend.cpu.device import atomics, loops
-from workbench.backend.cpu.kernels.vector import Body
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -35,14 +34,12 @@ def counts(monkeypatch) -> Callable[[], tuple[int, int]]:
     """How many texts were written, and how many were compiled, since it was asked last."""
     seen = {"text_of": 0, "_machine_code": 0}
 
-    def counted(name: str) -> None:
-        made = getattr(compiler, name)
-
+    def counted(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
         def count(of: Any) -> Any:
             seen[name] += 1
             return made(of)
 
-        monkeypatch.setattr(compiler, name, count)
+        return count
 
     def take() -> tuple[int, int]:
         texts, codes = seen.values()
@@ -50,41 +47,27 @@ def counts(monkeypatch) -> Callable[[], tuple[int, int]]:
         return texts, codes
 
     for name in seen:
-        counted(name)
+        monkeypatch.setattr(compiler, name, counted(name, getattr(compiler, name)))
     return take
 
 
-def adds(n: int) -> Body:
-    """A body that adds n to each of n_parts words."""
+def added(n: int = 7, keep: bool = True) -> int:
+    """What a kernel adds to a word for each of its parts that was compiled, or found."""
 
     def body(emit: Any, args: Any, part: Any, n_parts: Any) -> None:
         at = args + part * 8
         emit.store(emit.load("i64", at) + n, at)
 
-    return body
-
-
-def added(n: int = 7, keep: bool = True) -> int:
-    """What a kernel adds that was compiled, or found."""
     words = np.zeros(3, np.int64)
-    compile_kernel("adds", adds(n), keep=keep).ctypes(words.ctypes.data, 1, 3)
+    compile_kernel("adds", body, keep=keep).ctypes(words.ctypes.data, 1, 3)
     assert words[0] == words[2] == 0
     return int(words[1])
 
 
-def edited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "source_digest", lambda: "edited")
-
-
-def test_a_second_start_neither_writes_nor_compiles(cache, counts):
-    assert added() == 7 and counts() == (1, 1)
-    assert added() == 7 and counts() == (0, 0)
-
-
 def test_an_edit_compiles_what_has_other_instructions(cache, counts, monkeypatch):
-    added()
-    edited(monkeypatch)
-    counts()
+    assert added() == 7 and counts() == (1, 1)
+    assert added() == 7 and counts() == (0, 0), "a second start neither writes nor compiles"
+    monkeypatch.setattr(compiler, "source_digest", lambda: "edited")
     assert added() == 7 and counts() == (1, 0), "the instructions are the same"
     assert added() == 7 and counts() == (0, 0), "and from then on it is found at once"
     monkeypatch.setattr(compiler, "source_digest", lambda: "edited again")
@@ -105,19 +88,16 @@ def test_another_cpu_or_compiler_finds_nothing(cache, counts, monkeypatch, what)
     assert counts() == (1, 1)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x7fELF", None])
-def test_a_damaged_file_is_compiled_again(cache, counts, content):
-    added()
-    for path in cache.glob("*.o"):
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-1] if content is None else content)
-    counts()
-    assert added() == 7 and counts() == (1, 1)
-    assert added() == 7 and counts()[1] == 0
-
-
-def test_without_a_place_it_is_compiled_all_the_same(cache, monkeypatch):
-    assert added(keep=False) == 7 and not list(cache.iterdir())
+def test_a_damaged_file_or_no_place_is_compiled_again(cache, counts, monkeypatch):
+    for damaged in (lambda code: b"", lambda code: code[:-1], lambda code: b"\x7fELF"):
+        added()
+        for path in cache.glob("*.o"):
+            path.write_bytes(damaged(path.read_bytes()))
+        counts()
+        assert added() == 7 and counts() == (1, 1)
+        assert added() == 7 and counts()[1] == 0
+    before = sorted(cache.iterdir())
+    assert added(keep=False) == 7 and sorted(cache.iterdir()) == before
     monkeypatch.setattr(compiled, "cache_dir", lambda: cache / "gone" / "gone")
     assert added() == 7
 
@@ -181,15 +161,9 @@ def test_a_new_process_finds_all_in_the_cache(tmp_path):
         "op_table.kernel(('add',)); from workbench.backend import compiled;"
         "print(compiled.so_far().n)"
     )
-    env = os.environ | {"HOME": str(tmp_path)}
-    before = set(ROOT.joinpath("workbench").rglob("*.nbi"))
-    compiles = []
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True,
-            check=True,
-        )  # fmt: skip
-        compiles.append(int(done.stdout))
-    assert compiles[0] > 0 == compiles[1]
-    assert set(ROOT.joinpath("workbench").rglob("*.nbi")) == before
+    env, source = os.environ | {"HOME": str(tmp_path)}, ROOT / "workbench"
+    before = set(source.rglob("*.nbi"))
+    ask = [sys.executable, "-c", code]
+    compiles = [int(subprocess.check_output(ask, cwd=ROOT, env=env)) for _ in range(2)]
+    assert compiles[0] > 0 == compiles[1] and set(source.rglob("*.nbi")) == before
     assert any((tmp_path / ".cache/workbench/kernels").glob("loops.*.nbi"))
