@@ -166,6 +166,19 @@ def test_ends_are_told_by_number_or_not_at_all(two, monkeypatch):
         assert gate.ended(1) and not gate.ended(0)
 
 
+def test_a_cancelled_gate_copies_nothing(two):
+    """Though a later one was opened before the device came to it."""
+    gate = Gate(two, {})
+    src, to, other = (two.allocate(8, c.Space.PINNED) for _ in range(3))
+    src.array[:] = 1
+    with hold(two, 0):
+        gate.arm(two, gate.copy((to.address, src.address), 8, 0))
+        gate.cancel()
+        gate.launch(gate.copy((other.address, src.address), 8, 0))
+    two.synchronize()
+    assert not to.array.any() and other.array.all()
+
+
 # which plans --------------------------------------------------------------------------------------
 
 HERE, COPIES, SIDE, BESIDE = (c.Stream(1, i) for i in range(4))
