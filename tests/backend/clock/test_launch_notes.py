@@ -49,14 +49,14 @@ COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 OBJECT, PARAMETER = "LaunchSpan launch_span(span_note);", ", unsigned long long* span_note)"
 
 
-@pytest.fixture
-def engine(monkeypatch, tiny_model) -> Iterator[wb.Engine]:
-    fake_backend(monkeypatch)
-    monkeypatch.setattr(CudaBackend, "clock", lambda backend: DeviceClock(0, 0, 32))
-    with wb.Engine.load(
-        tiny_model("tiny-llama", "F16"), device="cuda", n_ctx=512, toggles=Toggles(**KEPT)
-    ) as made:
-        yield made
+@pytest.fixture(scope="module")
+def engine(tiny_model) -> Iterator[wb.Engine]:
+    with pytest.MonkeyPatch.context() as patch:
+        fake_backend(patch)
+        patch.setattr(CudaBackend, "clock", lambda backend: DeviceClock(0, 0, 32))
+        path = tiny_model("tiny-llama", "F16")
+        with wb.Engine.load(path, device="cuda", n_ctx=512, toggles=Toggles(**KEPT)) as made:
+            yield made
 
 
 @pytest.fixture
