@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,7 +27,6 @@ from workbench.backend.clock.launch_notes import (
 )
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import noting, nvrtc
-from workbench.backend.issue.prepared import Prepared
 from workbench.backend.null import open_backend
 from workbench.common.errors import DeviceError, UsageError
 from workbench.config import Toggles
@@ -118,24 +116,6 @@ def test_a_noting_step_launches_the_same_with_notes(engine, done, way):
         assert done == ["reset", *["read", "reset"] * len(wanted)]
         again = [[plain(call) for call in step] for step in decode(used)]
         assert again == wanted, "plain again, and nothing is captured anew"
-
-
-def test_a_failed_step_s_notes_are_emptied(engine, done):
-    """Before they are used again; also after a reading that failed."""
-    with engine.variant(Toggles(**KEPT)) as used, kernel_spans(used) as found:
-        used.step([1])
-        done.clear()
-        fails = patch.object(Prepared, "finish", side_effect=KeyboardInterrupt)
-        with fails, pytest.raises(KeyboardInterrupt):
-            used.step([1])
-        assert not done
-        used.step([1])
-        assert done == ["reset", "read", "reset"]
-        done.clear()
-        fails = patch.object(LaunchNotes, "read", side_effect=DeviceError("noted no time"))
-        with fails, pytest.raises(DeviceError, match="noted no time"):
-            used.step([1])
-        assert done == ["reset"] and len(found.steps) == 2
 
 
 def fill(notes: LaunchNotes, times: dict[int, tuple[int, int]]) -> None:
