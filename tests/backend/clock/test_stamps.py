@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.late_host import late_looks, never_passed  # noqa: F401 - of every test
-from tests.orderings import PLACED
 from workbench.backend.clock.stamps import StampRing
 from workbench.backend.issue.issued import in_order
 from workbench.benchmarks.times.token_parts import PARTS, token_parts
@@ -181,21 +180,6 @@ def test_every_pair_is_found_by_its_number(two, does):
     clock = two.clock()
     assert clock.ahead_ns == clock.error_ns == 0 < clock.tick_ns, "the host's"
     ring.free()
-
-
-# devices and benchmarks ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("placed", PLACED)
-def test_steps_of_several_devices_are_stamped_as_one(tiny_model, placed):
-    with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=64, threads=1,
-        toggles=wb.Toggles(**BASE), **PLACED[placed],
-    ) as plain:  # fmt: skip
-        wanted = decode(plain)
-        for way in ("split", "step"):
-            with plain.variant(wb.Toggles(**WAYS[way])) as engine:
-                assert np.array_equal(decode_stamped(engine), wanted)
 
 
 def test_parts_of_tokens_are_told_for_every_arm(loaded):

@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +28,11 @@ bindings: Any = pytest.importorskip("cuda.bindings.driver")
 Result = bindings.CUresult
 HOST, DEVICE = bindings.CUmemorytype.CU_MEMORYTYPE_HOST, bindings.CUmemorytype.CU_MEMORYTYPE_DEVICE
 COPIES = ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync")
-SILENT = ("cuMemsetD8Async", "cuModuleUnload", "cuFuncLoad", "cuFuncSetAttribute")
+ANSWERS: dict[str, tuple[Any, ...]] = {
+    "cuMemsetD8Async": (0,), "cuModuleUnload": (0,), "cuFuncLoad": (0,), "cuFuncSetAttribute": (0,),
+    "cuGetErrorString": (0, b"told to"), "cuDeviceCanAccessPeer": (0, 0),
+    "cuEventElapsedTime": (0, 0.25),
+}  # fmt: skip
 SPARE = 1 << 31  # memory that CuPy gives
 
 
@@ -51,33 +56,30 @@ class Node:
 
 
 class Graph:
+    """A captured graph, or an executable form `of` one, which has calls of its own."""
+
     _handles: ClassVar[itertools.count] = itertools.count(1 << 32)
 
-    def __init__(self) -> None:
-        self.nodes: list[Node] = []
+    def __init__(self, of: Graph | None = None) -> None:
+        self.nodes: list[Node] = [] if of is None else of.nodes
+        self.calls = [node.call for node in self.nodes]
+        self.shape = [] if of is None else of.topology()
         self.handle = next(self._handles)
 
     def __int__(self) -> int:
         return self.handle
 
-    def shape(self) -> list[Any]:
+    def topology(self) -> list[Any]:
         """What an update cannot change."""
         number = {node: i for i, node in enumerate(self.nodes)}
         return [(n.call.kind, [number[b] for b in n.after]) for n in self.nodes]
 
-
-class Executable:
-    def __init__(self, graph: Graph):
-        self.graph, self.shape = graph, graph.shape()
-        self.calls = [node.call for node in graph.nodes]
-
-    def set(self, node: Node, change: Callable[[list[Any]], Any]) -> None:
+    def set(self, node: Node, where: slice, args: Sequence[Any]) -> None:
         """Other arguments of a node's call."""
-        number = self.graph.nodes.index(node)
-        function, args = self.calls[number]
-        changed = list(args)
-        change(changed)
-        self.calls[number] = Call(function, tuple(changed))
+        number = self.nodes.index(node)
+        changed = [*self.calls[number].args]
+        changed[where] = args
+        self.calls[number] = self.calls[number]._replace(args=tuple(changed))
 
 
 class Capture:
@@ -119,19 +121,13 @@ class FakeApi:
             return getattr(bindings, name)
         if name in COPIES:
             return lambda *args: self._queue(args[-1], name, *map(int, args))
-        if name in SILENT:
-            return lambda *args: (0,)
+        if name in ANSWERS:
+            return lambda *args: ANSWERS[name]
         raise AttributeError(name)
 
     def _asked(self, function: str) -> int:
         self.calls.append(function)
         return self.refuse.get(function, 0)
-
-    def cuGetErrorString(self, error: Any) -> tuple[int, bytes]:
-        return 0, b"told to"
-
-    def cuDeviceCanAccessPeer(self, *args: Any) -> tuple[int, int]:
-        return 0, 0
 
     def cuModuleLoadData(self, cubin: bytes) -> tuple[int, str]:
         return 0, cubin.decode()
@@ -161,18 +157,17 @@ class FakeApi:
             capture.ends[int(stream)] = (node,)
         return (0,)
 
-    def cuLaunchKernel(
-        self, function: str, x: int, y: int, z: int, bx: int, by: int, bz: int, shared: int,
-        stream: Any, params: int, extra: int,
-    ) -> tuple[int]:  # fmt: skip
-        grid = (x, y, z), (bx, by, bz), shared, int(stream)
-        return self._queue(stream, "cuLaunchKernel", function, *grid, *kernel_params(params))
+    def cuLaunchKernel(self, function: str, *given: Any) -> tuple[int]:
+        *sizes, shared, stream, params, _ = given
+        where = tuple(sizes[:3]), tuple(sizes[3:]), shared, int(stream)
+        return self._queue(stream, "cuLaunchKernel", function, *where, *kernel_params(params))
 
     def cuLaunchKernelEx(self, config: Any, function: str, params: int, extra: int) -> tuple[int]:
-        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
-        block = (config.blockDimX, config.blockDimY, config.blockDimZ)
         assert config.numAttrs == 1 and config.attrs[0].value.programmaticStreamSerializationAllowed
-        where = grid, block, config.sharedMemBytes, int(config.hStream)
+        grid, block = (
+            [getattr(config, f"{x}Dim{axis}") for axis in "XYZ"] for x in ("grid", "block")
+        )
+        where = tuple(grid), tuple(block), config.sharedMemBytes, int(config.hStream)
         read = (function, *where, *kernel_params(params))
         return self._queue(config.hStream, "cuLaunchKernelEx", *read, early=True)
 
@@ -207,9 +202,6 @@ class FakeApi:
     def cuEventSynchronize(self, event: Any) -> tuple[int]:
         ended = int(event) in self._events  # last recorded in a capture
         return (Result.CUDA_ERROR_CAPTURED_EVENT if ended else 0,)
-
-    def cuEventElapsedTime(self, begin: Any, end: Any) -> tuple[int, float]:
-        return 0, 0.25
 
     # captures -------------------------------------------------------------------------------------
 
@@ -264,7 +256,7 @@ class FakeApi:
         assert graph in self.alive
         if error := self._asked("cuGraphInstantiate"):
             return error, None
-        self.alive.add(executable := Executable(graph))
+        self.alive.add(executable := Graph(graph))
         return 0, executable
 
     def cuGraphUpload(self, executable: Any, stream: Any) -> tuple[int]:
@@ -279,7 +271,7 @@ class FakeApi:
     def cuGraphExecUpdate(self, executable: Any, graph: Graph) -> tuple[int, Any]:
         assert executable in self.alive and graph in self.alive
         error = self._asked("cuGraphExecUpdate")
-        if not error and executable.shape != graph.shape():
+        if not error and executable.shape != graph.topology():
             error = Result.CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE
         if not error:
             executable.calls = [node.call for node in graph.nodes]
@@ -302,8 +294,7 @@ class FakeApi:
     ) -> tuple[int]:
         if error := self._asked("cuGraphExecKernelNodeSetParams"):
             return (error,)
-        given = kernel_params(params.kernelParams)
-        executable.set(node, lambda args: args.__setitem__(slice(5, None), given))
+        executable.set(node, slice(5, None), kernel_params(params.kernelParams))
         return (0,)
 
     def cuGraphMemcpyNodeGetParams(self, node: Node) -> tuple[int, Any]:
@@ -319,16 +310,18 @@ class FakeApi:
             return (error,)
         dst = params.dstHost if params.dstMemoryType == HOST else params.dstDevice
         src = params.srcHost if params.srcMemoryType == HOST else params.srcDevice
-        executable.set(node, lambda args: args.__setitem__(slice(2), (int(dst), int(src))))
+        executable.set(node, slice(2), (int(dst), int(src)))
         return (0,)
 
 
-class FakeMemory:
-    def __init__(self, address: int, nbytes: int, array: np.ndarray | None):
-        self.address, self.nbytes, self.array = address, nbytes, array
+@dataclass(eq=False)
+class Memory:
+    address: int
+    nbytes: int
+    array: np.ndarray | None
 
     def free(self) -> None:
-        self.array = None
+        """Nobody looks."""
 
 
 class FakeDriver(Driver):
@@ -350,10 +343,10 @@ class FakeDriver(Driver):
 
     def allocate(self, nbytes: int, space: Space) -> Any:
         if space == Space.DEVICE:
-            return FakeMemory(next(self._addresses), nbytes, None)
+            return Memory(next(self._addresses), nbytes, None)
         block = np.zeros(nbytes + ALIGN, np.uint8)  # the host computes there
         array = block[-block.ctypes.data % ALIGN :][:nbytes]
-        return FakeMemory(array.ctypes.data, nbytes, array)
+        return Memory(array.ctypes.data, nbytes, array)
 
     def event(self, timing: bool = False) -> Any:
         return SimpleNamespace(handle=self.api.CUevent(next(self._events)))
