@@ -30,10 +30,10 @@ class Asked:
     """What an engine's device is asked while a plan stands at the gate (`late`), and how often:
     launches of plans, commands that are issued one by one, marks, waits and allocations."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, loaded: wb.Engine):
+    def __init__(self, patch: pytest.MonkeyPatch, loaded: wb.Engine):
         self.engine: Any = None
         self.late, self.n = list[str](), 0
-        monkeypatch.setattr(life, "Gate", partial(Gate, limit_ns=60 * 10**9))
+        patch.setattr(life, "Gate", partial(Gate, limit_ns=60 * 10**9))
         issued = Binding.issued
 
         def looked_at(binding: Binding, command: Any) -> Any:
@@ -41,13 +41,11 @@ class Asked:
             made.call = self.looking(made.call, f"{type(command).__name__} on its own")
             return made
 
-        monkeypatch.setattr(Binding, "issued", looked_at)
-        for name in ("launch", "arm"):  # methods, whose self comes first
-            queues = self.looking(getattr(Gate, name), f"a {name} of a plan")
-            monkeypatch.setattr(Gate, name, lambda *of, queues=queues: queues(*of))
-        for name in ("synchronize", "allocate", "mark"):
-            asked = self.looking(getattr(loaded.backend, name), name)
-            monkeypatch.setattr(loaded.backend, name, asked)
+        patch.setattr(Binding, "issued", looked_at)
+        for of, name in ((Gate, "launch"), (loaded.backend, "synchronize"),
+                         (loaded.backend, "allocate"), (loaded.backend, "mark")):  # fmt: skip
+            looks = self.looking(getattr(of, name), name)
+            patch.setattr(of, name, lambda *args, looks=looks: looks(*args))
 
     def looking(self, call: Callable[..., Any], what: str) -> Callable[..., Any]:
         def looks(*args: Any) -> Any:
@@ -61,7 +59,7 @@ class Asked:
 
     @property
     def is_armed(self) -> bool:
-        gate = None if self.engine is None else self.engine.issuer.gate
+        gate = self.engine and self.engine.issuer.gate
         return gate is not None and gate._armed is not None
 
     def arm(self) -> None:
