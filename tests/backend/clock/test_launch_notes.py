@@ -40,6 +40,7 @@ WAYS: dict[str, dict[str, str]] = {
     "dependent launch in a plan": PLAN | {"pdl": "on"},
     "fused inside branches": PLAN | {"fuse": "on", "branch_fusion": "inside"},
     "stores by pointer": PLAN | {"graph_reuse": "patch_pointers"},
+    "several kernels a launch": {"attn_kernel": "vec", "kv_parts": "stream_k"},
 }
 FAR = 1 << 40  # addresses are no part of what a call does
 SOURCES = sorted(nvrtc.source_dir().glob("*.cu"))
