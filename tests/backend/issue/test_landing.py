@@ -12,7 +12,6 @@ import pytest
 from workbench.backend.cuda.device.driver import CudaMemory
 from workbench.backend.issue.landing import N_BLOCKS, Landing
 from workbench.backend.null import open_backend
-from workbench.program.commands import Space
 
 N = 64
 
@@ -97,7 +96,7 @@ class Pinned:
     def __init__(self) -> None:
         self.released: list[int] = []
 
-    def allocate(self, nbytes: int, space: Space) -> CudaMemory:
+    def allocate(self, nbytes: int, space: Any) -> CudaMemory:
         view = (ctypes.c_uint8 * nbytes)()
         address, array = ctypes.addressof(view), np.ctypeslib.as_array(view)
         return CudaMemory(address, nbytes, array, self.released.append, view)

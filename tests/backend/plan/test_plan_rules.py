@@ -121,7 +121,7 @@ class Rig:
 
 # rule, what is done (`Rig.does`), what the device is asked
 LIVES: list[tuple[str, str, str]] = [
-    # equal work is captured behind its warm-up; what may be new is not looked at by pr
+    # equal work is captured after its warm-up; what may be new is not looked at by pr
     ("ours", "a a a", "capture launch launch launch"),
     ("pr", "a a a", "capture launch launch launch"),
     ("today", "a a a", "issue capture launch launch"),
@@ -151,7 +151,7 @@ LIVES: list[tuple[str, str, str]] = [
     ("ours", "a a@ !update a a", "capture launch destroy told capture launch"),
     ("ours", "!capture a . a % a a # # a",
      "told capture launch destroy told capture launch destroy capture launch"),
-    # twins for all landings but one, behind the launch of the one before
+    # twins for all landings but one, after the launch of the one before
     ("ours", "L1 L1 L1 L1 L1 L1", "capture launch twin3 launch twin3 launch launch launch launch"),
     ("ours", "L2 L2 L2 L2 L2", "capture launch twin3 launch twin3 launch launch launch"),
     ("ours", "L0 L0 L0 L1 L1 L1", "capture launch twin3 launch launch launch launch twin3 launch"),
