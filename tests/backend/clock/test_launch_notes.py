@@ -135,8 +135,8 @@ def fill(notes: LaunchNotes, times: dict[int, tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("pdl", ["off", "on"])
 def test_notes_are_read_in_the_order_of_launches(engine, pdl):
-    """The earliest begin and the latest end. No kernel begins before the one before it on its stream
-    has ended: a dependent launch begins early and waits. Two streams may run at once."""
+    """The earliest begin and the latest end. On one stream no kernel begins before the last one has
+    ended: a dependent launch begins early and waits. Two streams may run at once."""
     with engine.variant(Toggles(**KEPT | {"pdl": pdl})) as used:
         program = used.program()
         notes = LaunchNotes(program, used._open.backends)

@@ -89,7 +89,7 @@ def test_every_ordering_has_plans_that_a_capture_bears(engine, sync):
 
 
 class Answering(FakeApi):
-    """Runs the kernel of `kernels/stamp.cu` that answers. Its clock is AHEAD later than the host's."""
+    """Runs the kernel of `kernels/stamp.cu` that answers. Its clock says AHEAD less."""
 
     AHEAD, TICK = 1 << 40, 32
     answers = True
