@@ -251,9 +251,8 @@ def test_launches_ahead_that_are_late_are_launched_again(ahead, monkeypatch):
         assert np.array_equal(decode(ahead.engine, late), wanted)
         return ahead.engine.counters["plans_ahead_missed"] - before
 
-    missed()
-    in_time = missed()
-    assert missed(late=(4, 9, 10, 11, 25)) > in_time
+    missed()  # plans of every block
+    assert missed(late=(4, 9, 10, 11, 25)) > 0
     with late_looks(ahead.engine, 4) as looked:
         assert missed() > 0
     assert len(looked) > 20
