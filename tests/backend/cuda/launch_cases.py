@@ -11,27 +11,10 @@ from tests.graphs import Decoder, fused_nodes, wiring
 from workbench.backend.cuda.kernels import op_table
 from workbench.backend.cuda.kernels.kernel import CLUSTERS, Kernel, Operands, Work
 from workbench.config import KVParts, SkipMaskedKV
+from workbench.graph import ir
 from workbench.graph.attend import with_inputs
 from workbench.graph.fuse import FUSIONS
-from workbench.graph.ir import (
-    BF16,
-    CACHE_DTYPES,
-    F16,
-    F32,
-    I32,
-    I64,
-    Q4_K,
-    Q6_K,
-    Q8_0,
-    Q8_ACT,
-    QUANTISED,
-    U8,
-    WEIGHT_DTYPES,
-    DType,
-    Kind,
-    Node,
-    Tensor,
-)
+from workbench.graph.ir import F16, F32, I32, I64, DType, Kind, Node, Tensor
 from workbench.graph.ops import make
 from workbench.graph.shapes import CLASS_CELLS
 
@@ -42,7 +25,7 @@ WAYS = tuple(map(str, SkipMaskedKV))
 ALL = frozenset(FUSIONS)
 # every pattern, and those that change what a fused node consists of left out one by one
 FUSED = [ALL, *(ALL - {name} for name in FUSIONS)]
-TUNED = (Q4_K, F16)  # the types whose every tuning and epilogue is compiled
+TUNED = (ir.Q4_K, F16)  # the types whose every tuning and epilogue is compiled
 
 
 class LaunchCase(NamedTuple):
@@ -55,48 +38,44 @@ class LaunchCase(NamedTuple):
 
 def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[LaunchCase]:
     """One node of every op and weight type."""
-    x, row = Tensor("x", F32, (tokens, 1280)), Tensor("b", F32, (1280,))
-    heads, positions = Tensor("h", F32, (tokens, 10, 128)), Tensor("p", I32, (tokens,))
-    cache_k = Tensor("k", F16, (n_kv, 1280), Kind.CACHE)
-    last = Tensor("last_tokens", I32, (tokens,), Kind.CACHE)
+    x, last = Tensor("x", F32, (tokens, 1280)), Tensor("last_tokens", I32, (tokens,), Kind.CACHE)
+    mask, each = Tensor("mask", F16, (tokens, n_kv)), Tensor("p", I32, (tokens,))
     rope: dict[str, Any] = {"n_rot": 128, "neox": True, "theta_base": 1e4, "freq_scale": 1.0}
-    for node in (
+    nodes = [
         make("rms_norm", "n", x, eps=1e-5),
-        make("mul", "m", x, row),
+        make("mul", "m", x, Tensor("b", F32, (1280,))),
         make("add", "a", x, x),
         make("swiglu", "s", x, x),
         make("quantize", "q", x),
         make("square_sums", "ss", x),
         make("rms_scale", "rs", x, Tensor("sq", F32, (tokens, 3)), eps=1e-5),
-        make("rope", "r", heads, positions, **rope),
-        make("rope_shift", "k", cache_k, Tensor("d", I32, (tokens,)), n_head_kv=10, **rope),
-        make("set_rows", "k", cache_k, x, Tensor("i", I64, (tokens,)), n_kv=n_kv),
-        make("copy_to_view", "k", cache_k, x, cell=7),
-        make("copy_by_table", "k", cache_k, x, Tensor("i", I64, (4,)), store=2, n_kv=n_kv),
-        make("kv_extents", "e", Tensor("mask", F16, (tokens, n_kv))),
-        make("kv_classes", "c", Tensor("mask", F16, (tokens, n_kv))),
-        make("feed", "f", Tensor("i", I32, (tokens,)), last),
+        make("rope", "r", Tensor("h", F32, (tokens, 10, 128)), each, **rope),
+        make("kv_extents", "e", mask),
+        make("kv_classes", "c", mask),
+        make("feed", "f", each, last),
         make("draw", "d", Tensor("l", F32, (tokens, 19000)), Tensor("s", F32, (tokens, 5))),
-        make("keep_tokens", "t", last, Tensor("i", I32, (tokens, 2)), Tensor("s", I32, (tokens,))),
-    ):
-        yield LaunchCase(node, tokens, None)
+        make("keep_tokens", "t", last, Tensor("i", I32, (tokens, 2)), each),
+    ]
+    for dtype in ir.CACHE_DTYPES:
+        k, to = Tensor("k", dtype, (n_kv, 1280), Kind.CACHE), Tensor("i", I64, (tokens,))
+        nodes += [
+            make("set_rows", "k", k, x, to, n_kv=n_kv),
+            make("copy_to_view", "k", k, x, cell=7),
+            make("copy_by_table", "k", k, x, Tensor("t", I64, (4,)), store=2, n_kv=n_kv),
+            make("rope_shift", "k", k, each, n_head_kv=10, **rope),
+            make("copy_cells", "k", k, Tensor("p", I64, (tokens, 2))),
+        ]
+    yield from (LaunchCase(node, tokens, None) for node in nodes)
     yield from attending(tokens, n_kv)
-    for dtype in CACHE_DTYPES:
-        k, deltas = Tensor("k", dtype, (n_kv, 1280), Kind.CACHE), Tensor("d", I32, (tokens,))
-        to, table = Tensor("i", I64, (tokens,)), Tensor("t", I64, (1,))
-        yield LaunchCase(make("set_rows", "k", k, x, to, n_kv=n_kv), tokens, None)
-        yield LaunchCase(make("copy_to_view", "k", k, x, cell=7), tokens, None)
-        yield LaunchCase(make("copy_by_table", "k", k, x, table, store=0, n_kv=n_kv), tokens, None)
-        yield LaunchCase(make("rope_shift", "k", k, deltas, n_head_kv=10, **rope), tokens, None)
-        pairs = Tensor("p", I64, (tokens, 2))
-        yield LaunchCase(make("copy_cells", "k", k, pairs), tokens, None)
-    for dtype in WEIGHT_DTYPES:
-        w = Tensor("w", dtype, (19, 1280), Kind.WEIGHT)
-        yield LaunchCase(make("get_rows", "e", w, Tensor("ids", I32, (tokens,))), tokens, dtype)
-        fast = Q8_ACT if dtype in QUANTISED else F32
-        yield LaunchCase(make("mul_mat", "z", w, Tensor("y", fast, (tokens, 1280))), tokens, dtype)
-        as_floats = make("mul_mat", "z", w, Tensor("y", F32, (tokens, 1280)), activations="float")
-        yield LaunchCase(as_floats, tokens, dtype)
+    for dtype in ir.WEIGHT_DTYPES:
+        w, y = Tensor("w", dtype, (19, 1280), Kind.WEIGHT), Tensor("y", F32, (tokens, 1280))
+        fast = Tensor("y", ir.Q8_ACT if dtype in ir.QUANTISED else F32, y.shape)
+        for node in (
+            make("get_rows", "e", w, Tensor("ids", I32, (tokens,))),
+            make("mul_mat", "z", w, fast),
+            make("mul_mat", "z", w, y, activations="float"),
+        ):
+            yield LaunchCase(node, tokens, dtype)
 
 
 def attending(tokens: int, n_kv: int) -> Iterator[LaunchCase]:
@@ -111,7 +90,7 @@ def attending(tokens: int, n_kv: int) -> Iterator[LaunchCase]:
         if way == "tail":
             more["extents"] = Tensor("e", I32, (tokens,))
         if way == "classes":
-            more["classes"] = Tensor("c", U8, (tokens, n_kv // CLASS_CELLS))
+            more["classes"] = Tensor("c", ir.U8, (tokens, n_kv // CLASS_CELLS))
         more["sinks"] = Tensor("s", F32, (32,))
         plain = attention(tokens, 64, n_kv, n_kv, kv_parts)
         yield LaunchCase(with_inputs(plain, {"skip": way}, **more), tokens, None)
@@ -127,14 +106,14 @@ def attention(tokens: int, head_dim: int, cells: int, n_kv: int, kv_parts: str) 
 
 def fused(tokens: int, dtype: DType, n_kv: int = N_KV) -> Iterator[LaunchCase]:
     """The fused nodes of both architectures in one weight type, with biases and without."""
-    mixed = {"attn_v": Q6_K if dtype in QUANTISED else BF16}
+    mixed = {"attn_v": ir.Q6_K if dtype in ir.QUANTISED else ir.BF16}
     for model in (
         Decoder("tiny-llama", dtype),
         Decoder("tiny-llama-bias", dtype, mixed, biases=("ffn_gate", "ffn_up")),
         Decoder("tiny-qwen3", dtype),
-        Decoder("tiny-llama", dtype, {"attn_v": Q8_0}),  # of one x only with float activations
+        Decoder("tiny-llama", dtype, {"attn_v": ir.Q8_0}),  # of one x only with float activations
     ):
-        kinds = ("q8", "float") if dtype in (Q8_0, F16) else ("q8",)
+        kinds = ("q8", "float") if dtype in (ir.Q8_0, F16) else ("q8",)
         for activations, deferred in itertools.product(kinds, (False, True)):
             graph = model.graph(tokens, tokens, n_kv, activations, n_kv, deferred)
             for fusions, inside in ((f, i) for f in FUSED for i in (False, f is ALL)):
@@ -146,7 +125,7 @@ def fused(tokens: int, dtype: DType, n_kv: int = N_KV) -> Iterator[LaunchCase]:
 def every(tokens: int) -> tuple[LaunchCase, ...]:
     """All plain nodes, and of the fused ones one of each wiring: its launches are the others'."""
     joined: dict[tuple, LaunchCase] = {}
-    for dtype in WEIGHT_DTYPES:
+    for dtype in ir.WEIGHT_DTYPES:
         for case in fused(tokens, dtype):
             joined.setdefault((dtype, wiring(case.node)), case)
     return (*plain_nodes(tokens), *joined.values())

@@ -15,11 +15,13 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from workbench.backend.cuda.kernels import nvrtc
-from workbench.backend.cuda.kernels.kernel import Kernel, packed
+from workbench.backend.cuda.kernels import nvrtc, op_table
+from workbench.backend.cuda.kernels.kernel import Kernel, Operands, packed
+from workbench.graph.ir import Node, Tensor
 
 HEADER = Path(__file__).with_name("on_host.hpp")
 COMPILER = shutil.which("g++")
@@ -57,18 +59,15 @@ def without_assembler(text: str) -> str:
 def library(
     file: str, defines: tuple[str, ...], edits: tuple[tuple[str, str], ...] = ()
 ) -> ctypes.CDLL:
-    """A source with macros, compiled: `launch_` and a kernel's name, and `memory_bytes`, the size
-    of its struct Memory. edits: of the source, old text and new."""
+    """A source with macros, compiled: `launch_` and a kernel's name. edits: of the source,
+    old text and new."""
     folder = nvrtc.source_dir()
     texts = {p.name: without_assembler(p.read_text()) for p in folder.glob("*.cu*")}
     for old, new in edits:
         assert texts[f"{file}.cu"].count(old) == 1, old
         texts[f"{file}.cu"] = texts[f"{file}.cu"].replace(old, new)
-    name = f"{file}.cu"
-    texts[name] = re.sub(
-        r"extern __shared__ [^;]*\bmemory\[\];", "static u8* const memory = shared_memory;",
-        texts[name],
-    )  # fmt: skip
+    name, shared = f"{file}.cu", "static u8* const memory = shared_memory;"
+    texts[name] = re.sub(r"extern __shared__ [^;]*\bmemory\[\];", shared, texts[name])
     sources = [name, *INCLUDE.findall(texts[name])]
     kernels = [kernel for source in sources for kernel in KERNEL.findall(texts[source])]
     entries = "\n".join(
@@ -77,8 +76,6 @@ def library(
         for k in dict.fromkeys(kernels)
     )
     macros = "\n".join(f"#define {d.replace('=', ' ', 1)}" for d in defines)
-    if "struct Memory" in texts[name]:
-        entries += '\nextern "C" unsigned memory_bytes() { return sizeof(Memory); }'
     whole = f'#include "on_host.hpp"\n{macros}\n#include "{name}"\n{entries}\n'
     key = hashlib.sha256(repr((texts, whole, HEADER.read_text(), FLAGS)).encode()).hexdigest()
     made = nvrtc.cache_dir() / f"{file}-on-host-{key[:24]}.so"
@@ -103,7 +100,24 @@ def run(kernel: Kernel, seed: int = 0, edits: tuple[tuple[str, str], ...] = ()) 
     launch(ctypes.byref(block), *map(ctypes.c_uint, (*kernel.grid, kernel.block, seed)))
 
 
-def aligned(content: np.ndarray, guard: int = 256) -> tuple[np.ndarray, np.ndarray]:
+def compute(node: Node, arrays: dict[Tensor, np.ndarray], seed: int = 0, edits: Any = ()) -> Any:
+    """The bytes of the node's output; fails where bytes beside it or beside the scratch are
+    written. edits: of every launch but those that combine."""
+    out = node.output
+    nothing = np.full(max(out.nbytes, op_table.scratch_bytes(node)), 0xFF, np.uint8)
+    rooms = {t: _aligned(a) for t, a in arrays.items()} | {out: _aligned(nothing[: out.nbytes])}
+    scratch = _aligned(nothing[: op_table.scratch_bytes(node)])
+    at = lambda tensor: int(rooms[tensor][1].ctypes.data)  # noqa: E731
+    for work in op_table.launches(node, Operands(at, int(scratch[1].ctypes.data), 0)):
+        assert isinstance(work, Kernel)
+        run(work, seed, edits if "combine" not in work.function else ())
+    for room, body in (*rooms.values(), scratch):
+        begin = body.ctypes.data - room.ctypes.data
+        assert (room[:begin] == 0xA5).all() and (room[begin + body.nbytes :] == 0xA5).all()
+    return rooms[out][1]
+
+
+def _aligned(content: np.ndarray, guard: int = 256) -> tuple[np.ndarray, np.ndarray]:
     """Memory with these bytes between two guards of 0xA5, on a multiple of 256; and the bytes."""
     data = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
     room = np.full(data.nbytes + 3 * guard, 0xA5, np.uint8)

@@ -1,10 +1,9 @@
 """Programmatic dependent launch, proved on PTX: nothing that depends comes before the wait.
 
-A kernel launched programmatically begins while the one in front of it still runs. Until it has
-executed `griddepcontrol.wait` it may read constants and nothing else, and it must execute it before
-it ends, for the kernel behind it counts on that. `check` proves both on every path: it splits each
-kernel of a PTX text into basic blocks and walks from the entry along every edge up to a wait.
-What it meets on the way must not be
+A kernel launched programmatically begins while the one before it still runs. Until it has executed
+`griddepcontrol.wait` it may read constants and nothing else, and it must execute it before it ends,
+for the kernel after it counts on that. `check` proves both on every path: it walks the statements
+of a PTX text from the entry along every edge up to a wait. What it meets on the way must not be
 
 * a store, an atomic or a reduction to global memory, or to memory of no named space,
 * a load from there, unless it is non-coherent (`ld.global.nc`: weights),
@@ -21,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from workbench.backend.cuda.kernels import nvrtc
@@ -32,7 +31,7 @@ WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
 class Statement(NamedTuple):
-    """One instruction without its predicate, and the labels in front of it."""
+    """One instruction without its predicate, and the labels before it."""
 
     text: str
     predicated: bool
@@ -43,8 +42,12 @@ class Statement(NamedTuple):
         return self.text.split(None, 1)[0]
 
     @property
-    def operands(self) -> str:
-        return self.text[len(self.opcode) :].strip()
+    def op(self) -> str:
+        return self.opcode.split(".")[0]
+
+    @property
+    def operands(self) -> list[str]:
+        return [x.strip() for x in self.text[len(self.opcode) :].split(",")]
 
 
 class Verdict(NamedTuple):
@@ -60,8 +63,9 @@ class Verdict(NamedTuple):
 # reading ------------------------------------------------------------------------------------------
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
-_BEGIN = re.compile(r"\.(entry|func)\b([^{;]*)\{")
-_LABEL = re.compile(r"([$%\w]+)\s*:(?!:)\s*")
+# a result list may stand before the name, the parameters stand after it
+_BEGIN = re.compile(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)[^{;]*\{")
+_LABEL = re.compile(r"[{}\s]*([$%\w]+)\s*:(?!:)")
 _PREDICATE = re.compile(r"@!?%?[\w$]+\s+")
 
 
@@ -70,41 +74,25 @@ def functions(text: str) -> dict[str, list[Statement]]:
     text = _COMMENT.sub(" ", text)
     found = {}
     for begin in _BEGIN.finditer(text):
-        # a result list may stand before the name, the parameters stand behind it
-        head = begin[2].strip()
-        name = re.match(r"(?:\([^)]*\)\s*)?([\w$]+)", head)
-        assert name, f"a function without a name: {head[:60]}"
-        found[name[1]] = list(_statements(text[begin.end() : _end(text, begin.end())]))
+        end, depth = begin.end(), 1
+        while depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        found[begin[1]] = list(_statements(text[begin.end() : end - 1]))
     return found
 
 
-def _end(text: str, at: int) -> int:
-    """Where the braces opened before `at` close."""
-    depth = 1
-    for brace in re.compile(r"[{}]").finditer(text, at):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return brace.start()
-    raise ValueError("braces do not close")
-
-
-def _statements(body: str):
+def _statements(body: str) -> Iterator[Statement]:
     labels: list[str] = []
     for piece in body.split(";"):
-        text = piece.strip()
-        predicated = False
-        while True:  # scopes, labels and declarations of scope in front of an instruction
-            text = text.lstrip("{} \n\t")
-            label = _LABEL.match(text)
-            if not label:
-                break
+        text = piece
+        while label := _LABEL.match(text):
             labels.append(label[1])
             text = text[label.end() :]
-        predicate = _PREDICATE.match(text)
-        if predicate:
-            predicated, text = True, text[predicate.end() :]
-        if text:
-            yield Statement(" ".join(text.split()), predicated, tuple(labels))
+        text = " ".join(text.lstrip("{} \n\t").split())
+        plain = _PREDICATE.sub("", text, count=1) if text.startswith("@") else text
+        if plain:
+            yield Statement(plain, plain != text, tuple(labels))
             labels = []
     if labels:  # at the very end
         yield Statement("ret", False, tuple(labels))
@@ -120,60 +108,41 @@ def parameters(text: str, kernel: str) -> list[str]:
 
 # judging ------------------------------------------------------------------------------------------
 
-_OWN = ("shared", "local", "param", "const")  # spaces no other kernel sees
-
-
-def _parts(statement: Statement) -> list[str]:
-    return re.split(r"\.|::", statement.opcode)
+_OWN = {"shared", "local", "param", "const"}  # spaces no other kernel sees
+_HARMLESS = ("wait_all", "wait_group", "commit_group", "mbarrier", "bulk.prefetch.L2")
 
 
 def memory(statement: Statement) -> str:
     """`load`, `store`, `early load` (non-coherent) or `` for what is none of global memory."""
-    op, *rest = _parts(statement)
-    if op in ("cp", "multimem", "tensormap") or op in ("sust", "sured", "suld", "tex", "tld4"):
-        if op == "cp" and rest[:2] in (["async", "wait_all"], ["async", "wait_group"]):
+    op, parts = statement.op, re.split(r"\.|::", statement.opcode)
+    if op == "cp" and parts[1] == "async":
+        if ".".join(parts[2:]).startswith(_HARMLESS):
             return ""
-        if op == "cp" and rest[:4] == ["async", "bulk", "prefetch", "L2"]:
-            return ""  # to the cache: no value is read
-        if op == "cp" and rest[:2] in (["async", "commit_group"], ["async", "mbarrier"]):
-            return ""
-        if op == "cp" and rest[:1] == ["async"] and rest[-2:] == ["L2", "128B"]:
-            return "early load"
-        return "store" if op in ("sust", "sured", "multimem") else "load"
-    if op not in ("ld", "ldu", "st", "atom", "red"):
-        return ""
-    if any(space in rest for space in _OWN):
+        return "early load" if parts[-2:] == ["L2", "128B"] else "load"
+    if op in ("sust", "sured", "multimem"):
+        return "store"
+    if op in ("cp", "tensormap", "suld", "tex", "tld4"):
+        return "load"
+    if op not in ("ld", "ldu", "st", "atom", "red") or _OWN.intersection(parts):
         return ""
     if op in ("ld", "ldu"):
-        return "early load" if "nc" in rest and "global" in rest else "load"
+        return "early load" if {"nc", "global"} <= {*parts} else "load"
     return "store"
-
-
-def _targets(statement: Statement, tables: dict[str, list[str]]) -> list[str]:
-    """Labels a branch may go to."""
-    if statement.opcode.startswith("brx"):
-        return tables[statement.operands.split(",")[-1].strip()]
-    return [statement.operands.split(",")[0].strip()]
 
 
 def _edges(body: list[Statement]) -> list[list[int]]:
     """For each statement, those that may follow; len(body) is the end of the function."""
     where = {label: i for i, s in enumerate(body) for label in s.labels}
-    tables = {
-        label: [name.strip() for name in s.operands.split(",")]
-        for s in body
-        if s.opcode == ".branchtargets"
-        for label in s.labels
-    }
+    tables = {k: s.operands for s in body if s.opcode == ".branchtargets" for k in s.labels}
     edges = []
     for i, s in enumerate(body):
-        op = s.opcode.split(".")[0]
         follows = [i + 1]
-        if op in ("bra", "brx"):
-            follows = [where[label] for label in _targets(s, tables)]
-        elif op in ("ret", "exit", "trap"):
+        if s.op in ("bra", "brx"):
+            targets = tables[s.operands[-1]] if s.op == "brx" else s.operands[:1]
+            follows = [where[label] for label in targets]
+        elif s.op in ("ret", "exit", "trap"):
             follows = []
-        edges.append([*follows, i + 1] if s.predicated and i + 1 not in follows else follows)
+        edges.append(follows + [i + 1] * s.predicated)
     return edges
 
 
@@ -182,29 +151,26 @@ def _before(body: list[Statement], opcode: str) -> list[int]:
     edges, seen, todo = _edges(body), set(), [0]
     while todo:
         at = todo.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        if at < len(body) and not (body[at].opcode == opcode and not body[at].predicated):
-            todo += edges[at]
+        if at not in seen:
+            seen.add(at)
+            if at < len(body) and (body[at].opcode != opcode or body[at].predicated):
+                todo += edges[at]
     return sorted(seen)
 
 
 def _why_not(statement: Statement, called: dict[str, list[Statement]]) -> str:
     """What is wrong with executing `statement` before the wait; `` if nothing is."""
-    op = statement.opcode.split(".")[0]
     kind = memory(statement)
     if kind in ("load", "store"):
         return f"{kind} before the wait"
-    if op in ("ret", "exit"):
+    if statement.op in ("ret", "exit"):
         return "ends without the wait"
-    if op == "call":
-        named = [name for name in re.findall(r"[\w$]+", statement.operands) if name in called]
+    if statement.op == "call":
+        named = [name for name in re.findall(r"[\w$]+", statement.text) if name in called]
         if not named:
             return "calls something unknown before the wait"
         for s in called[named[0]]:
-            why = _why_not(s, called) if s.opcode.split(".")[0] not in ("ret", "exit") else ""
-            if why:
+            if s.op not in ("ret", "exit") and (why := _why_not(s, called)):
                 return f"calls {named[0]}: {s.text}: {why}"
     return ""
 
@@ -213,66 +179,62 @@ def check(text: str, kernel: str) -> Verdict:
     """Judges one kernel of a PTX text; KeyError where it is not there."""
     called = functions(text)
     body = called[kernel]
-    violations, early = [], []
-    for at in _before(body, WAIT):
-        if at == len(body):
-            violations.append("falls off its end without the wait")
-            continue
-        why = _why_not(body[at], called)
-        if why:
-            violations.append(f"{body[at].text}: {why}")
-        if memory(body[at]) == "early load":
-            early.append(body[at].text)
-    untold = {at for at in _before(body, TRIGGER) if at < len(body)}
+    reached = [body[at] if at < len(body) else Statement("ret", False, ()) for at in
+               _before(body, WAIT)]  # fmt: skip
+    violations = [f"{s.text}: {why}" for s in reached if (why := _why_not(s, called))]
+    early = [s.text for s in reached if memory(s) == "early load"]
     waits = {i for i, s in enumerate(body) if s.opcode == WAIT}
-    return Verdict(tuple(violations), tuple(early), not untold & waits)
+    return Verdict(tuple(violations), tuple(early), not waits.intersection(_before(body, TRIGGER)))
 
 
 # compiling ----------------------------------------------------------------------------------------
 
 
-def arch_of(file: str) -> str:
-    """The virtual architecture whose PTX an engine's cubin of kernels/<file>.cu is made of: that of
-    `sm_90`, or of what `nvrtc.SPECIFIC` has in its place."""
-    return nvrtc.SPECIFIC.get((file, ARCH), ARCH).replace("sm_", "compute_")
+def compiled(
+    name: str,
+    source: bytes,
+    headers: dict[str, bytes],
+    defines: Sequence[str],
+    options: Sequence[str],
+) -> tuple[bytes, str]:
+    """PTX of a source, and what the compiler says; ValueError where it does not compile."""
+    api, call = nvrtc._nvrtc(), nvrtc._call
+    names = [h.encode() for h in headers]
+    program = call(
+        api, "nvrtcCreateProgram", source, name.encode(), len(names), [*headers.values()], names
+    )
+    try:
+        wanted = [o.encode() for o in (*options, *nvrtc.OPTIONS, *(f"-D{d}" for d in defines))]
+        (error,) = api.nvrtcCompileProgram(program, len(wanted), wanted)
+        log = bytes(call(api, "nvrtcGetProgramLogSize", program))
+        call(api, "nvrtcGetProgramLog", program, log)
+        said = log.rstrip(b"\0").decode()
+        if error:
+            raise ValueError(said)
+        text = bytes(call(api, "nvrtcGetPTXSize", program))
+        call(api, "nvrtcGetPTX", program, text)
+    finally:
+        api.nvrtcDestroyProgram(program)
+    return text.rstrip(b"\0"), said
 
 
 def compile_ptx(name: str, source: bytes, defines: Sequence[str] = ()) -> str:
     """PTX of a CUDA source that may include the headers of kernels/, kept on disk by content.
 
-    name: of a file of kernels/, or any other. With macro NOTING its kernels note when they ran.
+    name: of a file of kernels/, or any other. With macro NOTING its kernels note when they ran. The
+    virtual architecture is what an engine's cubin is made of: `sm_90`'s, or of what
+    `nvrtc.SPECIFIC` has in its place.
     """
-    headers, arch = nvrtc._headers(), arch_of(name)
+    headers = nvrtc._headers()
+    arch = nvrtc.SPECIFIC.get((name, ARCH), ARCH).replace("sm_", "compute_")
     if NOTING in defines:
         source, headers = noting(source, headers)
     decides = repr((headers, nvrtc.OPTIONS, arch, nvrtc._nvrtc().nvrtcVersion(), defines, source))
     key = hashlib.sha256(decides.encode()).hexdigest()[:24]
     kept = nvrtc.cache_dir() / f"{name}-{arch}-{key}.ptx"
     if not kept.is_file():
-        nvrtc._keep(kept, _compile(name, source, headers, arch, defines))
+        nvrtc._keep(kept, compiled(name, source, headers, defines, [f"-arch={arch}"])[0])
     return kept.read_text()
-
-
-def _compile(
-    name: str, source: bytes, headers: dict[str, bytes], arch: str, defines: Sequence[str]
-) -> bytes:
-    api = nvrtc._nvrtc()
-    program = nvrtc._call(
-        api, "nvrtcCreateProgram", source, name.encode(), len(headers), list(headers.values()),
-        [h.encode() for h in headers],
-    )  # fmt: skip
-    try:
-        wanted = (f"-arch={arch}", *nvrtc.OPTIONS, *(f"-D{d}" for d in defines))
-        (error,) = api.nvrtcCompileProgram(program, len(wanted), [o.encode() for o in wanted])
-        if error:
-            log = bytes(nvrtc._call(api, "nvrtcGetProgramLogSize", program))
-            nvrtc._call(api, "nvrtcGetProgramLog", program, log)
-            raise ValueError(log.rstrip(b"\0").decode())
-        text = bytes(nvrtc._call(api, "nvrtcGetPTXSize", program))
-        nvrtc._call(api, "nvrtcGetPTX", program, text)
-    finally:
-        api.nvrtcDestroyProgram(program)
-    return text.rstrip(b"\0")
 
 
 def kernel_ptx(file: str, defines: Sequence[str] = ()) -> str:

@@ -1,5 +1,5 @@
 """Attention of cuda without tensor cores: its launches, and what its kernels compute, run on this
-machine's CPU (`on_host.py`)."""
+machine's CPU (`on_host.py`). There the kernel that draws tokens draws as the host does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import draws
 from tests.attention import Case, attention_case, causal, parted, skipping
 from tests.backend.cuda import on_host, ptx
+from tests.draws import Draw
 from tests.gpu.test_cuda_attention_ways import masks
 from tests.profiles import examples, rest, tiers
 from workbench.backend.cuda.device import weights
@@ -23,6 +25,7 @@ from workbench.backend.cuda.kernels.attention_plain import TokenCounts, tile_gri
 from workbench.backend.cuda.kernels.kernel import Kernel, Operands, blocks
 from workbench.config import KVParts, SkipMaskedKV
 from workbench.graph.ir import BF16, CACHE_DTYPES, F16, F32, Q8_0, Node, Tensor
+from workbench.model.sampler import Sampling
 
 WAYS, PARTS = tuple(map(str, SkipMaskedKV)), tuple(map(str, KVParts))
 HEADS = (48, 64, 80, 96, 128, 256)
@@ -40,7 +43,7 @@ CASES = {
     "a large group": Case((2,), 10, 1, 80, 130, k_type=BF16),
     "two chunks": Case((2, 9), 2, 2, 128, 100, regions=True, v_type=BF16),
 }
-QUICK = [("a chunk", "tile"), ("ragged", "auto")]
+QUICK = [("a chunk", "tile")]
 REST = [pair for pair in itertools.product(CASES, ("vec", "tile")) if pair not in QUICK]
 PAIRS = [*QUICK, *rest(REST, slow=3)]
 needs_compiler = pytest.mark.skipif(on_host.COMPILER is None, reason="no g++")
@@ -52,22 +55,8 @@ def works(node: Node) -> list[Kernel]:
 
 
 def compute(node: Node, arrays: dict[Tensor, np.ndarray], seed: int = 0, edits=()) -> np.ndarray:
-    """The node's output, float32; fails where bytes beside it or beside the scratch are written."""
-    out = node.output
-    rooms = {t: on_host.aligned(a) for t, a in arrays.items()}
-    rooms[out] = on_host.aligned(np.full(out.nbytes, 0xFF, np.uint8))
-    scratch = on_host.aligned(np.full(op_table.scratch_bytes(node), 0xFF, np.uint8))
-
-    def at(tensor: Tensor) -> int:
-        return int(rooms[tensor][1].ctypes.data)
-
-    for work in op_table.launches(node, Operands(at, int(scratch[1].ctypes.data), 0)):
-        assert isinstance(work, Kernel)
-        on_host.run(work, seed, edits if "combine" not in work.function else ())
-    for room, body in (*rooms.values(), scratch):
-        begin = body.ctypes.data - room.ctypes.data
-        assert (room[:begin] == 0xA5).all() and (room[begin + body.nbytes :] == 0xA5).all()
-    return rooms[out][1].view(np.float32).reshape(out.shape[0], -1).copy()
+    found = on_host.compute(node, arrays, seed, edits)
+    return found.view(np.float32).reshape(node.output.shape[0], -1).copy()
 
 
 @needs_compiler
@@ -198,3 +187,44 @@ def test_nothing_comes_before_the_wait_in_what_is_compiled():
             assert ptx.parameters(text, work.function) == given_
             verdict = ptx.check(text, work.function)
             assert work.waits and verdict.violations == () and verdict.triggers
+
+
+# tokens -------------------------------------------------------------------------------------------
+
+
+def drawn_by_kernel(asked: list[Draw], seed: int = 0) -> list[int]:
+    return on_host.compute(*draws.as_node(asked), seed).view(np.int32)[::2].tolist()
+
+
+@pytest.mark.slow  # a block of 1,024 threads takes half a second
+@needs_compiler
+@settings(max_examples=examples(20))
+@given(draws.several(st.sampled_from([1, 2, 5, 60, 64]), 2), st.integers(0, 3))
+def test_a_draw_is_the_hosts(asked, seed):
+    assert drawn_by_kernel(asked, seed) == [each.token for each in asked]
+
+
+@needs_compiler
+@pytest.mark.parametrize("s", [Sampling(0.8, 40, 0.95, 0.05), Sampling(100.0, 0, 1.0)], ids=str)
+def test_a_draw_at_an_edge_is_the_hosts(s):
+    row = np.array([0.0, -37.0, -1.0, 0.0, -2.9, -3.0], np.float32)
+    asked = [Draw(row, s, 0.999)]
+    assert drawn_by_kernel(asked) == [each.token for each in asked]
+
+
+HOW = [
+    Sampling(1.0, 0, 1.0), Sampling(0.7, 5000, 0.999), Sampling(3.0, 0, 0.9, 0.02),
+    Sampling(1e-30, 4000, 1.0), Sampling(100.0, 3, 1.0), Sampling(1.0, 2100, 0.5, 1e-12),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("kind", [*draws.LEVELS, "normal"])
+def test_many_survivors_are_drawn_as_the_host_does(kind):
+    """More than fit the sorted list, so the kernel looks for places in the whole row."""
+    rng, n, asked = np.random.default_rng(7), 8192, []
+    for s in HOW:
+        row = rng.normal(0, 3, n) if kind == "normal" else rng.choice(draws.LEVELS[kind], n)
+        asked.append(Draw(row.astype(np.float32), s, float(np.float32(rng.random()))))
+    assert drawn_by_kernel(asked) == [each.token for each in asked]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import pytest
 
-from tests.profiles import tiers
+from tests.backend.cuda import ptx
+from tests.profiles import rest, tiers
 from workbench.backend.cuda.kernels import nvrtc, tiling
 from workbench.backend.cuda.kernels.gemm import X, glu, product, scratch_bytes
-from workbench.backend.cuda.kernels.kernel import Gemm, Kernel, Work, blocks
+from workbench.backend.cuda.kernels.kernel import Kernel, blocks
 from workbench.backend.cuda.kernels.matvec import Segment
 from workbench.backend.cuda.kernels.tiling import (
     Build,
@@ -26,7 +29,6 @@ WARPGROUP_TOKENS = (*TOKENS, 129, 512)  # cuBLAS takes the last two elsewhere
 # rows of the weights of a launch, their columns
 SIZES = (((1,), 256), ((33, 7, 65), 768), ((1024,), 4096), ((4096, 1024, 1024), 4096),
          ((4096,), 14336), ((14336, 14336), 4096), ((128256,), 4096))  # fmt: skip
-GATED = (Epilogue.GLU, Epilogue.GLU_Q8)
 BEGIN = 1 << 40  # of scratch
 # the types that need most registers, one of 32 and one of 256 weights a block
 HEAVY = ("Q8_0", "Q5_K")
@@ -35,6 +37,7 @@ HEAVY = ("Q8_0", "Q5_K")
 @pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_builds_fit_the_device(dtype: str, hopper: bool):
+    """And every block has a stage."""
     most = tiling.HOPPER_SHARED if hopper else tiling.MOST_SHARED
     for tokens in TOKENS:
         n = tile_tokens(tokens, hopper)
@@ -43,16 +46,10 @@ def test_builds_fit_the_device(dtype: str, hopper: bool):
             assert shape.n == n and shape.shared_bytes(dtype) <= most
             assert 2 <= shape.stages < 8 and shape.wm % 4 == 0
             sums = shape.n * shape.rows * 4  # which lie where stages were
-            results = shape.n * (shape.rows // 2 + 4) * 4  # behind them, to be quantised
+            results = shape.n * (shape.rows // 2 + 4) * 4  # after them, to be quantised
             assert sums + results <= shape.shared_bytes(dtype) - 128
             assert shape.at_once(dtype) in tiling.CLUSTERS
-
-
-@pytest.mark.parametrize("hopper", [False, True])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_every_block_has_a_stage(dtype: str, hopper: bool):
-    for rows, cols in SIZES:
-        for tokens in TOKENS:
+        for rows, cols in SIZES:
             shape, k_parts, clustered = build_for(dtype, rows, cols, tokens, hopper=hopper)
             assert 1 <= k_parts <= min(tiling.MOST_K_PARTS, blocks(cols, shape.steps * 128))
             assert k_parts == 1 or shape.tiles(rows, tokens) <= tiling.MOST_COUNTERS
@@ -66,41 +63,30 @@ def segments(*given: tuple[str, int]) -> list[Segment]:
     ]
 
 
-def x_of(tokens: int, cols: int = 4096, quantised: bool = True) -> X:
-    return X(3, quantised, cols, tokens)
-
-
-def kernels_of(works: list[Work]) -> list[Kernel]:
-    assert not any(isinstance(work, Gemm) for work in works)
-    return [work for work in works if isinstance(work, Kernel)]
-
-
 @pytest.mark.parametrize("hopper", [False, True])
-def test_what_lies_in_scratch_does_not_overlap(hopper: bool):
-    for dtype in TYPES:
-        for tokens in WARPGROUP_TOKENS if hopper else TOKENS:
-            for rows, cols in SIZES:
-                given, x = segments(*((dtype, n) for n in rows)), x_of(tokens, cols)
-                launched = [(product(given, x, BEGIN, 5, hopper), Epilogue.PLAIN)]
-                if len(rows) == 2:
-                    gated = glu(given[0], given[1], x, True, BEGIN, 5, hopper)
-                    launched.append((gated, Epilogue.GLU_Q8))
-                for works, end in launched:
-                    convert, tile = kernels_of(works)
-                    at, partial = convert.args[0], tile.args[13]
-                    assert isinstance(at, int) and isinstance(partial, int) and tile.args[12] == at
-                    shape = build_for(dtype, rows, cols, tokens, end, hopper).shape
-                    assert convert.grid[0] == blocks(tokens, shape.n) * shape.n
-                    assert at + convert.grid[0] * blocks(cols, 512) * 1024 <= partial
-                    last = BEGIN + scratch_bytes(dtype, rows, cols, tokens, end)
-                    if "K_PARTS=1" not in tile.defines:
-                        assert partial + tile.grid[0] * shape.n * shape.rows * 4 <= last
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_lies_in_scratch_does_not_overlap(dtype: str, hopper: bool):
+    for tokens, (rows, cols) in itertools.product(WARPGROUP_TOKENS if hopper else TOKENS, SIZES):
+        given, x = segments(*((dtype, n) for n in rows)), X(3, True, cols, tokens)
+        launched = [(product(given, x, BEGIN, 5, hopper), Epilogue.PLAIN)]
+        if len(rows) == 2:
+            gated = glu(given[0], given[1], x, True, BEGIN, 5, hopper)
+            launched.append((gated, Epilogue.GLU_Q8))
+        for works, end in launched:
+            convert, tile = cast(list[Kernel], works)
+            at, partial = int(convert.args[0]), int(tile.args[13])
+            shape = build_for(dtype, rows, cols, tokens, end, hopper).shape
+            assert tile.args[12] == at and convert.grid[0] == blocks(tokens, shape.n) * shape.n
+            assert at + convert.grid[0] * blocks(cols, 512) * 1024 <= partial
+            last = BEGIN + scratch_bytes(dtype, rows, cols, tokens, end)
+            whole = "K_PARTS=1" in tile.defines
+            assert whole or partial + tile.grid[0] * shape.n * shape.rows * 4 <= last
 
 
 def test_weights_of_one_type_are_one_launch():
     """Whatever stands between them. The launch has the tiles and the addresses of each segment."""
     given = segments(("Q4_K", 4096), ("Q6_K", 1024), ("Q4_K", 1000))
-    convert, first, second = kernels_of(product(given, x_of(16), BEGIN, 5))
+    convert, first, second = cast(list[Kernel], product(given, X(3, True, 4096, 16), BEGIN, 5))
     assert convert.function == "half_tiles_Q8"
     assert first.args[:12] == [300, 100, 200, 4096, 302, 102, 202, 1000, 0, 0, 0, 0]
     assert second.args[:12] == [301, 101, 201, 1024, *[0] * 8]
@@ -112,25 +98,10 @@ def test_weights_of_one_type_are_one_launch():
 
 def spilled(arch: str, dtype: str, build: Build, end: Epilogue) -> str:
     """What the compiler says of a build's local memory, `` where it uses none."""
-    api = nvrtc._nvrtc()
     source = (nvrtc.source_dir() / "tensor_product.cu").read_bytes()
-    headers = nvrtc._headers()
-    program = nvrtc._call(
-        api, "nvrtcCreateProgram", source, b"tensor_product.cu", len(headers),
-        list(headers.values()), [name.encode() for name in headers],
-    )  # fmt: skip
-    try:
-        wanted = (
-            f"-arch={arch}", "--ptxas-options=-v", *nvrtc.OPTIONS,
-            *(f"-D{d}" for d in build.defines(dtype, end)),
-        )  # fmt: skip
-        (error,) = api.nvrtcCompileProgram(program, len(wanted), [o.encode() for o in wanted])
-        log = bytes(nvrtc._call(api, "nvrtcGetProgramLogSize", program))
-        nvrtc._call(api, "nvrtcGetProgramLog", program, log)
-    finally:
-        api.nvrtcDestroyProgram(program)
-    text = log.rstrip(b"\0").decode()
-    assert not error, text
+    defines = tuple(build.defines(dtype, end))
+    options = (f"-arch={arch}", "--ptxas-options=-v")
+    text = ptx.compiled("tensor_product", source, nvrtc._headers(), defines, options)[1]
     found = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", text)
     assert found, f"nothing about spills in: {text}"
     serial = re.findall(r".*wgmma.* serialized.*", text)
@@ -138,11 +109,7 @@ def spilled(arch: str, dtype: str, build: Build, end: Epilogue) -> str:
 
 
 @pytest.mark.parametrize("all_tokens", [[128], *tiers([64], [16, 32])], ids=str)
-@pytest.mark.parametrize(
-    "arch",
-    ["sm_80", "sm_90a", *(pytest.param(a, marks=pytest.mark.slow) for a in ("sm_90", "sm_100"))]
-    + [pytest.param("sm_120", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", *rest(["sm_90", "sm_100", "sm_120"], slow=1)])
 def test_builds_spill_nothing(arch: str, all_tokens: list[int]):
     """sm_90: as another device would run it; products of warpgroups run side by side."""
     builds = dict.fromkeys(

@@ -1,40 +1,110 @@
-"""Plans of the cuda backend on a faked driver: what a capture asks for, what a failure leaves
-behind, which nodes updates and twins set, and who gives a graph back."""
+"""Plans and timed replays of the cuda backend on a faked driver: what a capture asks for, what a
+failure leaves, which nodes updates and twins set, and who gives a graph back."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.backend.cuda.fake_graphs import Result
-from tests.backend.cuda.rig import (
-    COMPUTE,
-    COPIES,
-    FAR,
-    KERNELS_AND_COPIES,
-    THIRD,
-    Rig,
-    norm,
-)
+from tests.backend.cuda.fake_cuda import Call, FakeApi, Result, fake_backend
 from tests.profiles import examples
 from workbench.backend.base import NO_PART
 from workbench.backend.cuda.device import driver
+from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.device.graphs import CudaGraph
-from workbench.backend.issue.bind import _where_it_lands
-from workbench.backend.issue.issued import Issued, changed
+from workbench.backend.cuda.device.replay import READ_GRIDS, READ_WORDS, TimedReplay, read_rates
+from workbench.backend.issue.bind import LandingBlock
+from workbench.backend.issue.issued import Issued, Plannable, changed, in_order
 from workbench.backend.issue.landing import N_BLOCKS, Landing
-from workbench.common.errors import DeviceError
+from workbench.common.errors import DeviceError, UsageError
+from workbench.graph.ir import F16, F32, Kind, Node, Tensor
+from workbench.graph.ops import make
 
-LAST = 6  # the part of a step that leaves results
+FAR = 1 << 40  # between tensors, beyond every shape
+COMPUTE, COPIES, THIRD = 0, 1, 2
+
+
+def norm(cols: int = 256) -> Node:
+    return make("rms_norm", "n", Tensor("x", F32, (2, cols)), eps=1e-5)
+
+
+def product() -> Node:
+    """A conversion and a product of cuBLAS."""
+    w, x = Tensor("w", F16, (64, 256), Kind.WEIGHT), Tensor("x", F32, (40, 256))
+    return make("mul_mat", "y", w, x)
+
+
+class Rig(NamedTuple):
+    backend: CudaBackend
+    api: FakeApi
+
+    @classmethod
+    def of(cls, monkeypatch: pytest.MonkeyPatch) -> Rig:
+        backend, _ = fake_backend(monkeypatch)
+        return cls(backend, backend._driver.api)
+
+    def launched(self, graph: CudaGraph) -> list[Call]:
+        self.api.log.clear()
+        graph.launch()
+        return list(self.api.log)
+
+    def replays(self, graph: CudaGraph, work: Issued) -> bool:
+        """Whether a launch queues what the parts of `work` do. A product is two nodes; records and
+        waits are edges."""
+        calls = self.launched(graph)
+        twice = [c.function == "cublasGemmEx" and c == b for b, c in itertools.pairwise(calls)]
+        found = [c for c, again in zip(calls, [False, *twice], strict=True) if not again]
+        self.api.log.clear()
+        work.call()
+        return found == [c for c in self.api.log if "Event" not in c.function]
+
+    def nothing_left(self) -> bool:
+        return not self.api.alive and not self.api.captures
+
+    def launch(self, node: Node, first: int, stream: int = COMPUTE, early: bool = False) -> Issued:
+        given: dict[Tensor, int] = {}
+        at = lambda t: given.setdefault(t.storage, first + FAR * len(given))  # noqa: E731
+        return self.backend.launch(node, at, first + (1 << 59), stream, early)
+
+    def work_of(self, parts: Sequence[tuple[int, Issued]], stream: int = COMPUTE) -> Any:
+        issued = tuple(part for _, part in parts)
+        return Plannable(
+            in_order([part.call for part in issued]), ("replay",), parts=issued,
+            backend=self.backend, stream=stream, streams=tuple(s for s, _ in parts),
+        )  # fmt: skip
+
+    def step(self, first: int = FAR, cols: int = 256, landing: Landing | None = None) -> Any:
+        """A copy on another stream, launches after it, of one kernel and of several and early
+        ones, and a copy of results, which may land."""
+        backend, event = self.backend, self.backend.event()
+        copy = lambda dst: backend.copy(dst, first, 64, COMPUTE, to_host=True)  # noqa: E731
+        last = copy(7 * FAR)
+        if landing is not None:
+            each = [copy(block.address) for block in landing.blocks]
+            last = Issued(lambda: each[landing.now](), each[0].same, LandingBlock(landing, each))
+        work = self.work_of([
+            (COPIES, backend.copy(first, 9 * FAR, 64, COPIES, to_host=False)),
+            (COPIES, backend.record(event, COPIES)),
+            (COMPUTE, self.launch(norm(cols), first)),
+            (COMPUTE, backend.wait(event, COMPUTE)),
+            (COMPUTE, self.launch(product(), first)),
+            (COMPUTE, self.launch(norm(cols), first, early=True)),
+            (COMPUTE, last),
+        ])  # fmt: skip
+        work.landings = () if landing is None else (landing,)
+        return work
+
+
+SINGLE = [0, 2, 5, 6]  # parts of a step that are single nodes
 
 
 @pytest.fixture
@@ -47,39 +117,31 @@ def rig(monkeypatch) -> Rig:
 
 def test_a_replay_queues_what_the_parts_do(rig):
     """A kernel is a node of its part, a conversion and its product are three. A copy on another
-    stream begins with the plan, and orders only what waits for it."""
+    stream begins with the plan, and orders only what waits for it. Before the first capture a
+    product runs, into other memory; its own argument block is as before."""
     work = rig.step()
+    before = work.addresses
     graph = rig.backend.capture(work)
-    assert {c.function for c in rig.api.log} == {"cublasGemmEx"}, "nothing runs"
+    assert [c.function for c in rig.api.log] == ["cublasGemmEx"] and work.addresses == before
+    loaded = rig.api.log[0].args
     assert rig.replays(graph, work) and rig.replays(graph, work)
+    (own,) = [c.args for c in rig.api.log if c.function == "cublasGemmEx"]
+    assert [a == b for a, b in zip(loaded, own, strict=True)].count(False) == 1
     assert graph.capture_ns > 0 and graph.instantiate_ns > 0
     assert graph.nodes == (0, 2, 4, 4, 4, 5, 6)
     copy, first, converts, *_ = graph.template.graph.nodes
-    assert copy.behind == first.behind == () and set(converts.behind) == {copy, first}
-
-
-def test_streams_that_nobody_waits_for_are_joined(rig):
-    for stream in (COMPUTE, THIRD):
-        parts = [(s, rig.launch(norm(), FAR, s)) for s in (COPIES, COMPUTE, COPIES, THIRD)]
-        work = rig.work_of(parts, stream)
-        graph = rig.backend.capture(work)
-        assert graph.nodes == (0, 1, 2, 3)
-        assert sorted(rig.launched(graph)) == sorted(rig.issued(work))
-    assert not rig.api.captures
-
-
-def test_a_product_has_run_before_its_first_capture(rig):
-    """Into other memory; its own argument block is as before."""
-    work = rig.step()
-    before = work.addresses
-    rig.backend.capture(work)
-    (loaded,) = rig.api.log
-    assert loaded.function == "cublasGemmEx" and work.addresses == before
-    expected = next(c for c in rig.issued(work) if c.function == "cublasGemmEx")
-    assert [a == b for a, b in zip(loaded.args, expected.args, strict=True)].count(False) == 1
+    assert copy.after == first.after == () and set(converts.after) == {copy, first}
     rig.api.log.clear()
     rig.backend.capture(rig.step(3 * FAR))
     assert not rig.api.log, "its shape is known"
+
+
+@pytest.mark.parametrize("stream", [COMPUTE, THIRD])
+def test_streams_that_nobody_waits_for_are_joined(rig, stream):
+    parts = [(s, rig.launch(norm(), FAR, s)) for s in (COPIES, COMPUTE, COPIES, THIRD)]
+    work = rig.work_of(parts, stream)
+    graph = rig.backend.capture(work)
+    assert graph.nodes == (0, 1, 2, 3) and rig.replays(graph, work) and not rig.api.captures
 
 
 def test_a_capture_keeps_the_collector_and_frees_away(rig):
@@ -104,14 +166,12 @@ def test_a_capture_keeps_the_collector_and_frees_away(rig):
 
 @pytest.mark.parametrize("programmatic", [False, True])
 def test_a_gate_and_an_end_are_nodes_of_the_plan(rig, programmatic):
-    """The gate in place of the copy; the end behind the last command, and of none. An update and a
+    """The gate in place of the copy; the end after the last command, and of none. An update and a
     twin keep both."""
     first = rig.backend.copy(FAR, 2 * FAR, 256, COMPUTE, to_host=False)
     work = rig.work_of([(COMPUTE, first), (COMPUTE, rig.launch(norm(), 3 * FAR))])
-    assert rig.backend.capture(work).nodes == (0, 1)
     work.gate = rig.backend.gate_copy(*first.addresses, 256, 4096, 500, COMPUTE)
     assert list(work.gate.block) == [FAR, 2 * FAR, 256, 4096, 500]
-    assert work.gate.addresses == first.addresses and work.recorded[0] is work.gate
     work.end = rig.backend.gate_end(5 * FAR, 6 * FAR, COMPUTE, programmatic)
     graph = rig.backend.capture(work)
     assert graph.nodes == (0, 1, NO_PART)
@@ -123,7 +183,6 @@ def test_a_gate_and_an_end_are_nodes_of_the_plan(rig, programmatic):
         assert gate.function == "cuLaunchKernel" and 8 * FAR in gate.args
         assert end.function == ("cuLaunchKernelEx" if programmatic else "cuLaunchKernel")
         assert {5 * FAR, 6 * FAR} <= set(end.args)
-        made.destroy()
 
 
 # failures -----------------------------------------------------------------------------------------
@@ -137,111 +196,68 @@ def interrupted() -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("at", [1, 7])
 @pytest.mark.parametrize(("part", "told"), [
     (fails, "its command {} cannot be captured.*told to"), (interrupted, ""),
     ("wait of the host", "STREAM_CAPTURE_UNSUPPORTED"),
 ])  # fmt: skip
-def test_a_failing_part_ends_the_capture_on_all_streams(rig, part, told):
+def test_a_failing_part_ends_the_capture_on_all_streams(rig, part, told, at):
     work = rig.step()
     call: Any = part if callable(part) else rig.backend.sync_stream(COPIES)
-    for at in (1, 3, 7):
-        parts = list(zip(work.streams, work.parts, strict=True))
-        parts.insert(at, (COPIES, Issued(call, ("bad",))))
-        kind = DeviceError if told else KeyboardInterrupt
-        with pytest.raises(kind, match=told.format(at) or None) as error:
-            rig.backend.capture(rig.work_of(parts))
-        assert "\n" not in str(error.value) and rig.nothing_left() and gc.isenabled()
+    parts = list(zip(work.streams, work.parts, strict=True))
+    parts.insert(at, (COPIES, Issued(call, ("bad",))))
+    kind = DeviceError if told else KeyboardInterrupt
+    with pytest.raises(kind, match=told.format(at) or None) as error:
+        rig.backend.capture(rig.work_of(parts))
+    assert "\n" not in str(error.value) and rig.nothing_left() and gc.isenabled()
     assert rig.replays(rig.backend.capture(work), work)
 
 
-@pytest.mark.parametrize(
-    "function",
-    ["cuStreamBeginCapture", "cuStreamGetCaptureInfo", "cuStreamEndCapture", "cuGraphInstantiate",
-     "cuGraphUpload", "cuMemcpyHtoDAsync", "cuLaunchKernelEx"],
-)  # fmt: skip
-def test_what_the_driver_refuses_is_told(rig, function: str):
+REFUSED: list[tuple[str, str, Any]] = [
+    *(("capture", f, None) for f in (
+        "cuStreamBeginCapture", "cuStreamGetCaptureInfo", "cuStreamEndCapture",
+        "cuGraphInstantiate", "cuGraphUpload", "cuMemcpyHtoDAsync", "cuLaunchKernelEx",
+    )),
+    ("update", "cuGraphExecUpdate", None), ("update", "cuStreamBeginCapture", None),
+    ("update", "cuGraphExecKernelNodeSetParams", [2]), ("twin", "cuGraphInstantiate", [2]),
+    ("twin", "cuGraphUpload", [2]), ("twin", "cuGraphExecKernelNodeSetParams", [2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("act", "function", "parts"), REFUSED)
+def test_what_the_driver_refuses_is_told_and_changes_nothing(rig, act, function, parts):
     work = rig.step()
+    graph = None if act == "capture" else rig.backend.capture(work)
+    n = len(rig.api.alive)
     rig.api.refuse[function] = Result.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(DeviceError, match=f"{function}.*OUT_OF_MEMORY") as told:
-        rig.backend.capture(work)
-    assert "\n" not in str(told.value) and rig.nothing_left()
+        if graph is None:
+            rig.backend.capture(work)
+        else:
+            getattr(graph, act)(rig.step(5 * FAR), parts)
+    assert "\n" not in str(told.value) and len(rig.api.alive) == n and not rig.api.captures
     rig.api.refuse.clear()
-    assert rig.replays(rig.backend.capture(work), work)
+    graph = graph or rig.backend.capture(work)
+    assert graph.update(work, None) and rig.replays(graph, work)
 
 
-# update -------------------------------------------------------------------------------------------
+# updates and twins --------------------------------------------------------------------------------
 
 
-def test_only_nodes_of_changed_parts_are_set(rig):
-    """The work itself is patched, as by reuse: an update reads its blocks."""
-    copy = rig.backend.copy(FAR, 9 * FAR, 64, COMPUTE, to_host=False)
-    norms = [(COMPUTE, rig.launch(norm(), FAR)) for _ in range(2)]
-    work = rig.work_of([*norms, (COMPUTE, copy)])
-    graph = rig.backend.capture(work)
-    before = rig.launched(graph)
-    for value in (5 * FAR, 6 * FAR):
-        for part in (0, 2):
-            block = work.parts[part].block
-            block[block.pointers[0]] = value
-        assert not rig.replays(graph, work)
-        rig.api.calls.clear()
-        assert graph.update(work, [0, 2])
-        assert rig.api.calls == ["cuGraphExecKernelNodeSetParams", "cuGraphExecMemcpyNodeSetParams"]
-        assert rig.replays(graph, work) and rig.launched(graph) != before
-    assert (graph.nodes_set, graph.recaptured) == (2, 0)
-    twin = graph.twin(work, [])
-    assert twin is not None and rig.replays(twin, work), "it has what updates moved"
-
-
-@pytest.mark.parametrize("how", ["a product, records and waits", "another kind of memory"])
-def test_what_no_node_sets_is_captured_anew(rig, how):
-    """And a twin of such parts is none."""
-    graph, now = rig.backend.capture(rig.step()), rig.step(5 * FAR)
-    parts = [1, 3, 4] if how.startswith("a product") else KERNELS_AND_COPIES
-    if how.startswith("another"):
+def test_what_no_node_sets_is_captured_anew(rig):
+    """A product, records and waits; another kind of memory; nodes that the driver lists in another
+    order. A twin of such parts is none."""
+    graph = rig.backend.capture(rig.step())
+    n = len(rig.api.alive)
+    assert graph.update(rig.step(3 * FAR), SINGLE) and graph.nodes_set == 1
+    for moved, how in ((4 * FAR, [1, 3, 4]), (5 * FAR, SINGLE)):
         rig.api.refuse["cuGraphExecMemcpyNodeSetParams"] = Result.CUDA_ERROR_INVALID_VALUE
-    n = len(rig.api.alive)
-    assert graph.twin(now, parts) is None and len(rig.api.alive) == n
-    assert graph.update(now, parts) and rig.replays(graph, now)
-    assert (graph.nodes_set, graph.recaptured) == (0, 1)
+        now = rig.step(moved)
+        assert graph.twin(now, how) is None and len(rig.api.alive) == n
+        assert graph.update(now, how) and rig.replays(graph, now)
+    assert (graph.nodes_set, graph.recaptured) == (1, 2)
     rig.api.refuse.clear()  # its handles are still the first capture's
-    assert graph.update(rig.step(7 * FAR), KERNELS_AND_COPIES)
-    assert (graph.nodes_set, graph.recaptured) == (1, 1)
-
-
-def test_other_work_of_one_topology_is_taken_over(rig):
-    before, now = rig.step(), rig.step(cols=512)
-    graph = rig.backend.capture(before)
-    n = len(rig.api.alive)
-    assert before.key != now.key and graph.update(now, None) and rig.replays(graph, now)
-    assert len(rig.api.alive) == n, "the second capture is gone"
-    # its nodes are no longer those of the graph that is kept: captured anew, though it could be set
-    moved = rig.step(5 * FAR, cols=512)
-    assert graph.update(moved, [0, 2]) and rig.replays(graph, moved)
-    assert (graph.nodes_set, graph.recaptured) == (0, 2)
-    assert graph.update(rig.step(), None) and graph.update(rig.step(5 * FAR), [0, 2])
-    assert (graph.nodes_set, graph.recaptured) == (1, 3), "back at the first"
-    first = rig.work_of([(COMPUTE, rig.launch(norm(), FAR))])
-    aside = rig.work_of([(THIRD, rig.launch(norm(), 5 * FAR, THIRD))])
-    elsewhere = rig.work_of([(COPIES, rig.launch(norm(), FAR, COPIES))], COPIES)
-    graph = rig.backend.capture(first)
-    assert graph.update(aside, None) and rig.replays(graph, aside)
-    assert not graph.update(elsewhere, None) and not graph.update(elsewhere, [0])
-    assert graph.twin(elsewhere, []) is None and rig.replays(graph, aside)
-
-
-def test_another_topology_is_refused_without_a_change(rig):
-    work = rig.step()
-    graph = rig.backend.capture(work)
-    more = rig.work_of([*zip(work.streams, work.parts, strict=True),
-                        (COMPUTE, rig.launch(norm(), FAR))])  # fmt: skip
-    assert not graph.update(more, None) and rig.replays(graph, work)
-    assert graph.update(rig.step(5 * FAR), [0, 2]), "and it can be updated as ever"
-    assert (graph.nodes_set, graph.recaptured) == (1, 0)
-
-
-def test_a_node_of_another_kernel_is_never_set(rig):
-    """Should the driver list nodes in another order: the graph is captured anew."""
+    assert graph.update(rig.step(7 * FAR), SINGLE) and graph.nodes_set == 2
     graph = rig.backend.capture(rig.step())
     nodes = graph.template.graph.nodes
     nodes[1], nodes[2] = nodes[2], nodes[1]
@@ -249,44 +265,40 @@ def test_a_node_of_another_kernel_is_never_set(rig):
     assert (graph.nodes_set, graph.recaptured) == (0, 1)
 
 
-def test_other_failures_are_raised_and_change_nothing(rig):
-    work = rig.step()
-    graph, n = rig.backend.capture(work), len(rig.api.alive)
-    ways: list[tuple[str, Callable[..., Any], Any]] = [
-        ("cuGraphExecUpdate", graph.update, None), ("cuStreamBeginCapture", graph.update, None),
-        ("cuGraphExecKernelNodeSetParams", graph.update, [2]),
-        ("cuGraphInstantiate", graph.twin, [2]), ("cuGraphUpload", graph.twin, [2]),
-        ("cuGraphExecKernelNodeSetParams", graph.twin, [2]),
-    ]  # fmt: skip
-    for function, act, parts in ways:
-        rig.api.refuse[function] = Result.CUDA_ERROR_INVALID_VALUE
-        with pytest.raises(DeviceError, match=f"{function} failed at plan of 7 commands") as told:
-            act(rig.step(5 * FAR), parts)
-        assert "\n" not in str(told.value) and len(rig.api.alive) == n
-        rig.api.refuse.clear()
-    assert graph.update(work, None) and rig.replays(graph, work)
+def test_other_work_of_one_topology_is_taken_over(rig):
+    before, now = rig.step(), rig.step(cols=512)
+    graph = rig.backend.capture(before)
+    n = len(rig.api.alive)
+    assert graph.update(now, None) and rig.replays(graph, now)
+    # its nodes are no longer those of the graph that is kept: captured anew, though it could be set
+    moved = rig.step(5 * FAR, cols=512)
+    assert graph.update(moved, [0, 2]) and rig.replays(graph, moved)
+    assert (graph.nodes_set, graph.recaptured) == (0, 2)
+    assert graph.update(rig.step(), None) and graph.update(rig.step(5 * FAR), [0, 2])
+    assert (graph.nodes_set, graph.recaptured) == (1, 3), "back at the first"
+    more = rig.work_of([*zip(before.streams, before.parts, strict=True),
+                        (COMPUTE, rig.launch(norm(), FAR))])  # fmt: skip
+    elsewhere = rig.work_of([(COPIES, rig.launch(norm(), FAR, COPIES))], COPIES)
+    for other in (more, elsewhere):
+        assert not graph.update(other, None)
+    assert not graph.update(elsewhere, [0]) and graph.twin(elsewhere, []) is None
+    assert len(rig.api.alive) == n, "other captures are gone"
 
 
-# twins --------------------------------------------------------------------------------------------
+def test_only_nodes_of_changed_parts_are_set(rig):
+    """The work itself is patched, as by reuse: an update reads its blocks."""
+    work = rig.work_of([(COMPUTE, rig.launch(norm(), FAR)) for _ in range(2)])
+    graph = rig.backend.capture(work)
+    work.parts[1].block[work.parts[1].block.pointers[0]] = 5 * FAR
+    assert not rig.replays(graph, work)
+    rig.api.calls.clear()
+    assert graph.update(work, [1]) and rig.replays(graph, work)
+    assert rig.api.calls == ["cuGraphExecKernelNodeSetParams"] and graph.nodes_set == 1
+    twin = graph.twin(work, [])
+    assert twin is not None and rig.replays(twin, work), "it has what updates moved"
 
 
-def landed(rig: Rig, landing: Landing, direct: bool = False) -> Any:
-    """A step whose results land: by a copy, or by a launch that writes there itself."""
-    made = [
-        rig.backend.launch(norm(), lambda t, b=block: 5 * FAR if t.name == "x" else b.address, 0,
-                           COMPUTE) if direct else
-        rig.backend.copy(block.address, 5 * FAR, 64, COMPUTE, to_host=True)
-        for block in landing.blocks
-    ]  # fmt: skip
-    work = rig.step(last=_where_it_lands(landing, made))
-    work.landings = (landing,)
-    return work
-
-
-def parameters(graph: CudaGraph) -> list[Any]:
-    """What the captured graph's nodes have."""
-    assert graph.template is not None
-    return [node.call for node in graph.template.graph.nodes]
+VERBS = st.sampled_from(["twin", "twin", "patch", "update", "all", "end", "drop"])
 
 
 @settings(max_examples=examples(100))
@@ -297,60 +309,42 @@ def test_whatever_came_before_a_twin_is_a_capture_anew(data):
     with pytest.MonkeyPatch.context() as patch:
         rig = Rig.of(patch)
         landing = Landing(rig.backend, 64)
-        work = landed(rig, landing, data.draw(st.booleans()))
+        work = rig.step(landing=landing)
         has = {0: (rig.backend.capture(work), work.identity)}  # what each graph has recorded
         numbers = itertools.count(1)
-        for _ in range(data.draw(st.integers(1, 10))):
+        for verb in data.draw(st.lists(VERBS, min_size=1, max_size=10)):
             landing.now = data.draw(st.integers(0, N_BLOCKS - 1))
-            verb = data.draw(st.sampled_from(["twin", "twin", "patch", "update", "all", "end"]))
             key = data.draw(st.sampled_from(sorted(has)))
             graph, recorded = has[key]
             moved = changed(recorded, work.identity)
             assert moved is not None
             if verb == "twin":
-                captured = parameters(graph)
+                captured = [node.call for node in graph.template.graph.nodes]
                 twin = graph.twin(work, moved)
                 if twin is None:  # everything was updated
                     assert graph.recaptured
                 else:
                     has[next(numbers)] = twin, work.identity
-                    assert parameters(twin) == captured and twin.nodes == graph.nodes
+                    assert [node.call for node in twin.template.graph.nodes] == captured
             elif verb == "patch":
                 part = work.parts[data.draw(st.sampled_from([0, 2, 5]))]
                 part.block[part.block.pointers[0]] = FAR * data.draw(st.integers(1, 8))
-            elif verb == "end" and len(has) > 1:
-                graph.destroy()
-                del has[key]
+            elif verb in ("end", "drop") and len(has) > 1:
+                if verb == "end":
+                    graph.destroy()
+                del has[key], graph  # goes at once: there is no cycle
             elif verb in ("update", "all"):
                 assert graph.update(work, moved if verb == "update" else None)
                 has[key] = graph, work.identity
             for form, what in has.values():
                 if what == work.identity:
                     assert rig.replays(form, work)
+        twin = form = graph = None
+        assert len(rig.api.alive) == len(has) + 1  # and the template
         for form, _ in data.draw(st.permutations(list(has.values()))):
             assert not rig.nothing_left()
             form.destroy()
         assert rig.nothing_left()
-
-
-# the end ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_a_template_goes_with_its_last_form(rig, order):
-    landing = Landing(rig.backend, 64)
-    work = landed(rig, landing)
-    made: list[Any] = [rig.backend.capture(work)]
-    for landing.now in (1, 2):
-        made.append(made[-1].twin(work, [LAST]))
-    assert len(rig.api.alive) == 4  # and the template
-    for n, which in enumerate(order):
-        if which == 1:
-            made[which].destroy()
-            made[which].destroy()
-        made[which] = None  # goes at once: there is no cycle
-        assert len(rig.api.alive) == (3 - n - 1) + (n < 2)
-    assert rig.nothing_left() and not rig.backend._graphs
 
 
 @pytest.mark.parametrize("by", ["destroy", "close"])
@@ -368,8 +362,49 @@ def test_a_destroyed_plan_is_refused(rig, monkeypatch, by):
     assert order[:3] == ["cuGraphExecDestroy", "cuGraphExecDestroy", "cuGraphDestroy"]
     assert ("cuModuleUnload" in order) == (by == "close") and rig.nothing_left()
     graph.destroy()
-    for refused in (launch, graph.launch, graph.edges, lambda: graph.update(work, None),
+    for refused in (launch, graph.edges, lambda: graph.update(work, None),
                     lambda: twin.twin(work, [])):  # fmt: skip
         with pytest.raises(DeviceError, match="plan of 7 commands was destroyed"):
             refused()
-    rig.backend.close()
+
+
+# timed replays ------------------------------------------------------------------------------------
+
+
+def test_times_lie_between_events_after_a_replay(rig):
+    """Every kernel has run once before it is captured."""
+    a, b = (rig.launch(norm(cols), FAR).call for cols in (256, 512))
+    with TimedReplay(rig.backend, [a, b, a, b]) as replay:
+        ran = list(rig.api.log)
+        assert len(ran) == 2 and ran[0] != ran[1]
+        rig.api.log.clear()
+        assert replay.time_us(2) == [250.0, 250.0]
+        kinds = [*[call.function for call in ran] * 2, "cuEventRecord"]
+        assert [c.function for c in rig.api.log] == kinds * 3
+    assert rig.nothing_left()
+    for wrong, told in ((replay.run, "replay of 4 launches is closed; capture again"),
+                        (lambda: TimedReplay(rig.backend, []), "no launches")):  # fmt: skip
+        with pytest.raises(UsageError, match=told):
+            wrong()
+
+
+@pytest.mark.parametrize(("room", "mib"), [(1 << 10, 64), (20, 16), (7, 0)])
+def test_reading_is_tried_with_every_kernel_and_grid(rig, monkeypatch, room, mib):
+    """On a small device a small buffer is read often. room: of the device, in MiB."""
+    backend, kernels = rig.backend, list[Any]()
+    prepare, allocate = backend._prepare, backend.allocate
+
+    def limited(wanted: int, space: Any) -> Any:
+        return fails() if wanted > room << 20 else allocate(wanted, space)
+
+    backend._driver.properties |= {"l2CacheSize": 1 << 20, "multiProcessorCount": 10}
+    monkeypatch.setattr(backend, "allocate", limited)
+    monkeypatch.setattr(backend, "_prepare", lambda k, *of: kernels.append(k) or prepare(k, *of))
+    with pytest.raises(DeviceError, match="told to") if not mib else nullcontext():
+        found = read_rates(backend, 64 << 20, 1)
+        assert len(found) == len(READ_WORDS) * len(READ_GRIDS)
+        assert all(rate == pytest.approx((64 << 20) / 250 / 1e3) for rate in found.values())
+        assert kernels[0].args[1] == (mib << 20) // 16  # words
+        grids = [k.grid[0] for k in kernels if k.function == "read_8"]
+        assert {40, 80, 160, 320, (mib << 20) // 16 // (256 * 8)} == set(grids)
+        assert rig.nothing_left()

@@ -12,94 +12,53 @@ from tests.profiles import tiers
 from workbench.backend.cuda.kernels import nvrtc
 from workbench.backend.cuda.kernels.kernel import Kernel
 
-# planted ------------------------------------------------------------------------------------------
-
-# body of a kernel (float* p, const float* q, const float* __restrict__ w, int n) -> what is found
-PLANTED = {
-    "store before the wait on one path": (
-        "if (n > 3) p[0] = 1; pdl_wait(); p[1] = 2;", "store before the wait",
-    ),
-    "store through a called function": (
-        "set(p); pdl_wait();", "calls",
-    ),
-    "no wait at all": (
-        "if (n > 3) p[0] = 1;", "ends without the wait",
-    ),
-    "load by an address of no named space": (
-        'float v; asm volatile("ld.f32 %0, [%1];" : "=f"(v) : "l"(q)); pdl_wait(); p[0] = v;',
-        "load before the wait",
-    ),
-    "atomic": (
-        "atomicAdd((int*)p, 1); pdl_wait();", "store before the wait",
-    ),
-    "wait on one side only": (
-        "if (n > 3) pdl_wait(); p[0] = 1;", "store before the wait",
-    ),
-    "wait under a predicate": (
-        'asm volatile("{.reg .pred c; setp.gt.s32 c, %0, 3; @c griddepcontrol.wait;}" :: "r"(n));'
-        "p[0] = 1;", "store before the wait",
-    ),
-    "asynchronous copy": (
-        "__shared__ __align__(16) float s[4]; unsigned a = __cvta_generic_to_shared(s);"
-        'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(a), "l"(q));'
-        "pdl_wait(); p[0] = s[n];", "load before the wait",
-    ),
-    "behind a switch": (
-        "switch (n) { case 0: case 1: case 2: pdl_wait(); break; case 3: pdl_wait(); break;"
-        " case 4: p[4] = 1; pdl_wait(); break; case 5: pdl_wait(); p[5] = 2; break;"
-        " default: pdl_wait(); } p[0] = n;", "store before the wait",
-    ),
-}  # fmt: skip
-
-KEPT = {
-    "weights before it": "float v = __ldg(w + n); pdl_wait(); if (n > 3) return; p[0] = v + q[0];",
-    "a wait on every side": (
-        "if (n > 3) { float v = __ldg(w + n); pdl_wait(); p[0] = v; return; } pdl_wait(); p[1] = 1;"
-    ),
-    "shared and local memory before it": (
-        "__shared__ float s[64]; s[threadIdx.x] = n; float own[40];"
-        "for (int i = 0; i < n; i++) own[(i * n) % 40] = s[i]; __syncthreads(); pdl_wait();"
-        "p[0] = own[n % 40];"
-    ),
-    "a wait in a loop that runs": (
-        "int i = 0;\n#pragma unroll 1\ndo pdl_wait(); while (++i < n); p[0] = 1;"
-    ),
-}
+# body of a kernel (float* p, const float* q, const float* __restrict__ w, int n), what is found
+PLANTED = [
+    ("if (n > 3) p[0] = 1; pdl_wait(); p[1] = 2;", "store before the wait"),
+    ("set(p); pdl_wait();", "calls"),
+    ("if (n > 3) p[0] = 1;", "ends without the wait"),
+    ('float v; asm volatile("ld.f32 %0, [%1];" : "=f"(v) : "l"(q)); pdl_wait(); p[0] = v;',
+     "load before the wait"),
+    ("atomicAdd((int*)p, 1); pdl_wait();", "store before the wait"),
+    ("if (n > 3) pdl_wait(); p[0] = 1;", "store before the wait"),
+    ('asm volatile("{.reg .pred c; setp.gt.s32 c, %0, 3; @c griddepcontrol.wait;}" :: "r"(n));'
+     "p[0] = 1;", "store before the wait"),
+    ("__shared__ __align__(16) float s[4]; unsigned a = __cvta_generic_to_shared(s);"
+     'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(a), "l"(q));'
+     "pdl_wait(); p[0] = s[n];", "load before the wait"),
+    ("switch (n) { case 0: case 1: case 2: pdl_wait(); break; case 3: pdl_wait(); break;"
+     " case 4: p[4] = 1; pdl_wait(); break; case 5: pdl_wait(); p[5] = 2; break;"
+     " default: pdl_wait(); } p[0] = n;", "store before the wait"),
+    # nothing is wrong with these
+    ("float v = __ldg(w + n); pdl_wait(); if (n > 3) return; p[0] = v + q[0];", ""),
+    ("if (n > 3) { float v = __ldg(w + n); pdl_wait(); p[0] = v; return; } pdl_wait(); p[1] = 1;",
+     ""),
+    ("__shared__ float s[64]; s[threadIdx.x] = n; float own[40];"
+     "for (int i = 0; i < n; i++) own[(i * n) % 40] = s[i]; __syncthreads(); pdl_wait();"
+     "p[0] = own[n % 40];", ""),
+]  # fmt: skip
 
 
-def planted(body: str) -> ptx.Verdict:
+@pytest.mark.parametrize(("body", "says"), PLANTED)
+def test_the_checker_finds_what_is_wrong(body: str, says: str):
     source = f"""#include "common.cuh"
     __noinline__ __device__ void set(float* p) {{ *(volatile float*)p = 1; }}
     extern "C" __global__ void k(float* p, const float* q, const float* __restrict__ w, int n) {{
         pdl_trigger();
         {body}
     }}"""
-    return ptx.check(ptx.compile_ptx("planted", source.encode()), "k")
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_the_checker_finds(name: str):
-    body, says = PLANTED[name]
-    found = planted(body).violations
-    assert found and any(says in violation for violation in found), found
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_the_checker_lets_pass(name: str):
-    verdict = planted(KEPT[name])
-    assert not verdict.violations
-    assert verdict.triggers
-    assert bool(verdict.early_loads) == ("__ldg" in KEPT[name]), verdict.early_loads
-
-
-# the kernels --------------------------------------------------------------------------------------
+    found = ptx.check(ptx.compile_ptx("planted", source.encode()), "k")
+    if says:
+        assert any(says in violation for violation in found.violations), found
+    else:
+        assert not found.violations and found.triggers
+        assert bool(found.early_loads) == ("__ldg" in body), found.early_loads
 
 
 Modules = dict[tuple[str, tuple[str, ...]], set[str]]
 # Those with a kernel that declares its wait, and some more. Asking the launch table which those
 # are takes seconds, too long for what every worker does to find the tests.
 FILES = sorted(path.stem for path in nvrtc.source_dir().glob("*.cu"))
-WORKS = pytest.mark.parametrize("works", [one_of_each, *tiers(some_works, chosen_works)])
 # `make test` compiles those that take a second
 SLOW = ("attention", "attention_tile", "product", "product_qkv", "sampling", "tensor_product")
 ASKED = [
@@ -110,35 +69,31 @@ ASKED = [
 ]  # fmt: skip
 
 
-def waiting(works: Callable[[], Iterable[Kernel]]) -> Modules:
+def waiting(works: Callable[[], Iterable[Kernel]], file: str) -> Modules:
     """(file, defines) -> its functions that some node launches and that declare their wait."""
     found: Modules = {}
     for work in works():
-        if isinstance(work, Kernel) and work.waits:
+        if work.waits and work.file.startswith(file):
             found.setdefault((work.file, work.defines), set()).add(work.function)
-    assert found and {file for file, _ in found} <= set(FILES)
     return found
 
 
 @pytest.mark.parametrize(("file", "works"), ASKED)
 def test_nothing_dependent_comes_before_the_wait(file: str, works):
-    for (own, defines), names in waiting(works).items():
-        if own == file:
-            text = ptx.kernel_ptx(file, defines)
-            for name in names:
-                verdict = ptx.check(text, name)
-                assert not verdict.violations, f"{name} {defines}: {verdict.violations[0]}"
-                assert verdict.triggers, f"{name} {defines} does not let the next kernel begin"
+    for (own, defines), names in waiting(works, file).items():
+        for name in names if own == file else ():
+            verdict = ptx.check(ptx.kernel_ptx(file, defines), name)
+            assert not verdict.violations, f"{name} {defines}: {verdict.violations[0]}"
+            assert verdict.triggers, f"{name} {defines} does not let the next kernel begin"
 
 
-@WORKS
-def test_products_request_weights_before_they_wait(works):
+@pytest.mark.parametrize(
+    ("works", "every"), [(one_of_each, 8), *tiers((some_works, 1), (chosen_works, 1))]
+)
+def test_products_request_weights_before_they_wait(works, every):
     """What the toggle is for: a product that loads nothing early gains nothing from it."""
-    products = {k: names for k, names in waiting(works).items() if k[0].startswith("product")}
+    products = list(waiting(works, "product").items())[::every]
     assert products
-    for (file, defines), names in products.items():
+    for (file, defines), names in products:
         for name in names:
             assert ptx.check(ptx.kernel_ptx(file, defines), name).early_loads, (name, defines)
-
-
-# the toggle ---------------------------------------------------------------------------------------
