@@ -179,9 +179,6 @@ def test_logprobs_are_of_the_whole_row(n):
     assert found.tokens.tolist() == order.tolist()
     assert np.allclose(found.values, wanted[order], atol=1e-6)
     assert abs(found.drawn - wanted[9]) < 1e-9
-
-
-def test_what_cannot_come_has_a_logprob_that_json_knows():
-    known = logprobs(np.array([0, -np.inf, 0], np.float32), 1, 3)
+    known = logprobs(np.array([0, -np.inf, 0], np.float32), 1, 3)  # what cannot come
     assert known.drawn == NEVER and known.values.tolist()[2] == NEVER
     assert known.tokens.tolist() == [0, 2, 1]

@@ -32,25 +32,13 @@ def engine(request, tiny_model) -> Iterator[Engine]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def own(tiny_model) -> Iterator[Engine]:
-    with wb.Engine.load(
-        tiny_model("tiny-llama", "F32"), device="embedded", n_ctx=96, n_ubatch=96, threads=1,
-        toggles=Toggles(),
-    ) as made:  # fmt: skip
-        yield made
-
-
-def direct(own: Engine, tokens: np.ndarray) -> np.ndarray:
-    """Logprobs of all logits of a prompt that is computed alone, (tokens, n_vocab) float64."""
-    own.reset()
-    wide = own.prefill(tokens.tolist(), outputs="all").astype(np.float64)
-    return wide - np.logaddexp.reduce(wide, axis=1, keepdims=True)
-
-
-def check(told: Told, ask: Ask, own: Engine) -> None:
-    """A logprob of each token but the first, and the likeliest beside it."""
-    wanted, found = direct(own, ask.tokens), told.scores.get(ask.number, [])
+def check(told: Told, ask: Ask, engine: Engine) -> None:
+    """A logprob of each token but the first, and the likeliest beside it: those of all logits of
+    the prompt computed alone."""
+    with engine.variant(Toggles()) as own:
+        wide = own.prefill(ask.tokens.tolist(), outputs="all").astype(np.float64)
+    wanted = wide - np.logaddexp.reduce(wide, axis=1, keepdims=True)
+    found = told.scores.get(ask.number, [])
     assert len(found) == len(ask.tokens) - 1
     for row, token, known in zip(wanted, ask.tokens[1:], found, strict=False):
         assert known.drawn == pytest.approx(row[token], abs=ROUNDING)
@@ -62,58 +50,48 @@ def check(told: Told, ask: Ask, own: Engine) -> None:
     assert len(told.tokens.get(ask.number, [])) == ask.max_tokens
 
 
-@pytest.mark.parametrize("scored", [5, 32])
-def test_scores_are_those_of_the_logits(engine, own, monkeypatch, scored):
+@pytest.mark.parametrize("scored", [5, 12])
+def test_scores_are_those_of_the_logits(engine, monkeypatch, scored):
+    """Of a step's tokens few are scored, since each has a row of logits."""
     monkeypatch.setattr(slots_module, "SCORED", scored)
-    slots, told = Slots(engine, 4), Told()
-    hot = Sampling(1.0)
+    rows, submit = list[int](), engine.submit
+
+    def noted(work, draws=False):
+        rows.append(sum(len(tokens) for _, tokens, outputs in work if outputs == "all"))
+        return submit(work, draws)
+
+    monkeypatch.setattr(engine, "submit", noted)
     asks = [
-        Ask(0, ids(40, 1), 8, hot, 3),
+        Ask(0, ids(40, 1), 8, Sampling(1.0), 3),
         Ask(1, ids(40, 2), 0, n_logprobs=2, scores_prompt=True),
         Ask(2, ids(33, 3), 3, n_logprobs=0, scores_prompt=True),
         Ask(3, ids(1, 4), 1, n_logprobs=1, scores_prompt=True),
         Ask(4, ids(1, 5), 0, n_logprobs=1, scores_prompt=True),
         Ask(5, ids(20, 6), 0),
     ]
-    serve(slots, asks, told=told)
+    told = serve(Slots(engine, 4), asks)
     for ask in asks[1:5]:
-        check(told, ask, own)
+        check(told, ask, engine)
     assert not told.scores.keys() & {0, 3, 4, 5}  # of a first token there is none
     assert len(told.tokens[0]) == 8 and 5 not in told.tokens
     assert told.ended[5].timings.n_prompt == 20
+    assert max(rows) == scored and sum(rows) == 40 + 33 + 1 + 1
 
 
-def test_a_step_has_few_rows_of_a_scored_prompt(engine, monkeypatch):
-    monkeypatch.setattr(slots_module, "SCORED", 6)
-    rows, submit = list[list[int]](), engine.submit
-
-    def noted(work, draws=False):
-        rows.append([len(tokens) for _, tokens, outputs in work if outputs == "all"])
-        return submit(work, draws)
-
-    monkeypatch.setattr(engine, "submit", noted)
-    scored = [Ask(i, ids(20, i), 0, n_logprobs=0, scores_prompt=True) for i in range(2)]
-    serve(Slots(engine, 4), [*scored, Ask(2, ids(30, 9), 1)])
-    assert max(map(sum, rows)) == 6 and sum(map(sum, rows)) == 40
-
-
-def test_scores_reuse_no_cells_but_leave_theirs(engine, own):
-    """A prompt that is scored is computed whole, in the slot that nobody misses most."""
+def test_scores_reuse_no_cells_but_leave_theirs(engine, monkeypatch):
+    """A prompt that is scored is computed whole, in the slot that nobody misses most; one that is
+    cancelled is scored no more."""
     slots, told, prompt = Slots(engine, 4), Told(), ids(40, 7)
     serve(slots, [Ask(0, prompt, 2)], told=told)
     scored = Ask(1, prompt, 0, n_logprobs=1, scores_prompt=True)
     serve(slots, [scored], told=told)
-    check(told, scored, own)
+    check(told, scored, engine)
     serve(slots, [Ask(2, prompt, 2)], told=told)
     assert told.ended[2].timings.n_cached == 39
     assert told.tokens[2] == told.tokens[0]
-
-
-def test_a_request_that_is_cancelled_is_scored_no_more(engine, monkeypatch):
     monkeypatch.setattr(slots_module, "SCORED", 4)
-    slots, told = Slots(engine, 4), Told()
-    slots.ask(Ask(0, ids(40, 1), 1, n_logprobs=0, scores_prompt=True))
+    slots.ask(Ask(3, ids(40, 1), 1, n_logprobs=0, scores_prompt=True))
     go_on(slots, 2, told)
-    slots.cancel(0)
+    slots.cancel(3)
     serve(slots, (), check_cells, told)
-    assert 0 < len(told.scores[0]) < 39 and 0 not in told.tokens
+    assert 0 < len(told.scores[3]) < 39 and 3 not in told.tokens
