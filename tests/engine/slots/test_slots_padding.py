@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-import workbench as wb
 from workbench.engine.slots.padding import Sizes, padded
-
-TOGGLES = wb.Toggles(graph_reuse="set_rows", kv_cache="per_sequence", batch_sizes="padded")
-FULL = [[6, *[1] * 8], [*[2] * 7, 1], [15, 1], [1] * 11, [16], [5]]  # tokens of each; 16 at most
 
 
 @given(st.data())
@@ -40,19 +35,3 @@ def test_a_server_has_few_shapes():
     mixed = {found for found in every if found.n_seqs != found.n_tokens}
     assert len(every) - len(mixed) <= 2 * 11 and len(mixed) <= 200
     assert {found.n_tokens for found in mixed} == {16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512}
-
-
-def test_full_steps_of_many_sequences_answer_as_alone(tiny_model):
-    """Where the tokens of a step fill n_ubatch, or nearly so."""
-    rng = np.random.default_rng(1)
-    with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=512, n_seqs=16, n_ubatch=16,
-        toggles=TOGGLES,
-    ) as engine:  # fmt: skip
-        for lengths in FULL:
-            work = [(i, rng.integers(3, 900, n).tolist(), "all") for i, n in enumerate(lengths)]
-            engine.reset()
-            together = engine.submit(work).wait().copy()
-            engine.reset()
-            alone = [engine.submit([one]).wait().copy() for one in work]
-            assert np.array_equal(together, np.concatenate(alone)), lengths
