@@ -10,7 +10,7 @@ from tests.traffic.fake_server import Delays, serving
 from workbench.common.errors import WorkbenchError
 from workbench.traffic import records as rec
 from workbench.traffic import targets
-from workbench.traffic.http1 import HttpAnswer, HttpConnection
+from workbench.traffic.http1 import HttpAnswer
 from workbench.traffic.load import CLOSED, POISSON, Arrivals, Load, draw, lengths
 from workbench.traffic.targets import Asking, model_of, over_http
 
@@ -89,7 +89,11 @@ FAULTS = {  # the first id of a prompt -> status, and what is kept of the server
     fake.REFUSE: (rec.REFUSED, "all slots are taken"),
     fake.BAD_REQUEST: ("http 400", "the prompt is too long"),
     fake.CLOSE: (rec.DISCONNECTED, "the server closed the connection"),
+    fake.HALF: (rec.DISCONNECTED, ""),  # it was heard, so it is not sent again
     fake.GARBAGE: (rec.MALFORMED, '{"choices": [{"tex'),
+    fake.NOT_HTTP: (rec.MALFORMED, ""),
+    fake.BAD_CHUNK: (rec.MALFORMED, ""),
+    fake.NO_TOKEN: (rec.NO_TOKEN, ""),
     fake.ERROR_EVENT: (rec.FAILED, "the engine process has died"),
     fake.HANG: (rec.TIMEOUT, "no end within 0.4 s"),
     fake.SHORT: (rec.OK, ""),
@@ -98,11 +102,14 @@ FAULTS = {  # the first id of a prompt -> status, and what is kept of the server
 
 
 def test_every_failure_is_counted_by_its_kind():
-    load = loaded(Arrivals(CLOSED, 8), 40, "2", "4", list(FAULTS))
+    load = loaded(Arrivals(CLOSED, 8), 60, "2", "4", [*FAULTS, *[100] * 4])
     with serving() as server:
         records, _ = offered(server, load, Asking(timeout_s=0.4))
     first = [int(load.prompt(i)[0]) for i in range(load.n)]
-    assert set(first) == set(FAULTS) and [r.request for r in records] == list(range(40))
+    assert set(first) == set(FAULTS) and [r.request for r in records] == list(range(60))
+    heard = [body["prompt"][0] for body in server.seen]  # each once, or twice where nobody answered
+    assert all(heard.count(i) == first.count(i) for i in FAULTS if i != fake.CLOSE)
+    assert first.count(fake.CLOSE) <= heard.count(fake.CLOSE) <= 2 * first.count(fake.CLOSE)
     for r, fault in zip(records, first, strict=True):
         status, why = FAULTS[fault]
         assert r.status == status and why in r.why, (r, fault)
@@ -177,112 +184,9 @@ def test_a_stream_is_read_the_same_however_it_is_cut(stream):
         assert ended == [answer] and answer.status == rec.OK, size
         assert (len(answer.times), answer.n_made, answer.finish) == (4, 7, "length")
         assert answer.times == sorted(answer.times)
-
-
-def test_chat_chunks_count_too():
-    answer = HttpAnswer(True, lambda _: None)
+    answer = HttpAnswer(True, lambda _: None)  # chunks of a chat count, too
     answer.head(200)
     answer.body(fake.event({"choices": [{"delta": {"content": "x"}}]}), 5)
     answer.body(fake.event({"choices": [{"delta": {}, "finish_reason": "stop"}]}), 6)
     answer.lost(9, "gone")
     assert answer.status == rec.DISCONNECTED and answer.times == [5]
-
-
-# a connection, without a network -----------------------------------------------------------------
-
-
-class Wire:
-    """A transport that keeps what is written."""
-
-    def __init__(self) -> None:
-        self.sent, self.closed = b"", False
-
-    def write(self, data: bytes) -> None:
-        self.sent += data
-
-    def abort(self) -> None:
-        self.closed = True
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-
-class Wired:
-    """A connection that has sent a request, its wire, ended answers, and free connections."""
-
-    def __init__(self, *received: bytes) -> None:
-        self.ended, self.free, self.wire = [], [], Wire()
-        self.connection = HttpConnection(self.free.append)
-        self.connection.connection_made(self.wire)
-        self.send()
-        for data in received:
-            self.connection.data_received(data)
-
-    def send(self, *unheard) -> HttpAnswer:
-        answer = HttpAnswer(True, self.ended.append)
-        self.connection.send(b"POST", answer, *unheard)
-        return answer
-
-    @property
-    def statuses(self) -> list[str]:
-        return [answer.status for answer in self.ended]
-
-
-OK_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-
-
-def sized(body: bytes) -> bytes:
-    return OK_HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-
-
-def test_a_connection_is_free_again_behind_an_answer():
-    body = b"".join(fake.chunk(part + b"\n\n") for part in STREAM.split(b"\n\n")[:-1])
-    made = Wired(OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n")
-    assert made.statuses == [rec.OK] and made.free == [made.connection] and made.connection.is_open
-    second = made.send()
-    made.connection.data_received(b"HTTP/1.1 503 X\r\nContent-Length: 4\r\n\r\nbusy")
-    assert second.status == rec.REFUSED and second.why == "busy" and made.wire.sent == b"POSTPOST"
-
-
-def test_a_server_that_closes_behind_its_answer_answered():
-    made = Wired(OK_HEAD + b"Connection: close\r\n\r\n" + STREAM)
-    assert not made.ended
-    made.connection.connection_lost(None)
-    assert made.statuses == [rec.OK] and not made.free
-    made = Wired(sized(STREAM).replace(b"Content-L", b"Connection: close\r\nContent-L"))
-    assert made.statuses == [rec.OK] and made.wire.closed and not made.free
-
-
-@pytest.mark.parametrize(
-    ("first", "heard", "again"),
-    [(sized(STREAM), b"", True), (sized(STREAM), b"HTTP/1.1 200", False), (b"", b"", False)],
-    ids=["unheard", "a byte of an answer", "a new connection"],
-)
-def test_only_a_request_that_nobody_heard_is_sent_again(first, heard, again):
-    made, unheard = Wired(first), list[int]()
-    if not first:
-        made.connection = HttpConnection(lambda _: None)
-        made.connection.connection_made(Wire())
-    second = made.send(lambda: unheard.append(1))
-    if heard:
-        made.connection.data_received(heard)
-    made.connection.connection_lost(ConnectionResetError())
-    assert bool(unheard) == again and bool(second.end) != again
-    assert again or second.status == rec.DISCONNECTED
-
-
-@pytest.mark.parametrize(
-    ("data", "status"),
-    [
-        (b"SSH-2.0-OpenSSH\r\n", rec.MALFORMED),
-        (OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n", rec.MALFORMED),
-        (sized(b""), rec.DISCONNECTED), (sized(b"data: [DONE]\n\n"), rec.NO_TOKEN),
-        (sized(b"data: 12\n\n"), rec.MALFORMED),
-        (sized(b'data: {"choices": [null]}\n'), rec.DISCONNECTED),
-        (sized(b'data: {"choices": [null]}\n\n'), rec.MALFORMED),
-    ],
-)  # fmt: skip
-def test_what_is_no_answer_ends_the_request_once(data, status):
-    made = Wired(data)
-    made.connection.connection_lost(None)
-    assert made.statuses == [status]

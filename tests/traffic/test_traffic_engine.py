@@ -36,8 +36,8 @@ def engine(tiny_model):
 
 
 class Noted:
-    """The pipe to an engine of this process, and what was sent through it. dies_after: messages,
-    behind which nothing comes. full: whether requests are refused, as with a queue that is full."""
+    """The pipe to an engine of this process, and what was sent through it. dies_after: so many
+    messages. full: whether requests are refused, as with a queue that is full."""
 
     def __init__(self, engine, n_slots: int = 4, dies_after: float = INF, full: bool = False):
         self.own, self.left, self.full = OwnEngine(engine, n_slots), dies_after, full
@@ -132,33 +132,6 @@ def test_counts_are_of_one_setting():
 # the pipe of an engine ----------------------------------------------------------------------------
 
 
-def test_a_poll_may_bring_nothing_and_the_next_one_does(engine):
-    """Where results come behind. Tokens are those of the engine's own generation."""
-    toggles = wb.Toggles(graph_reuse="set_rows", sync="packed_implicit", copy_stream="compute",
-                         sampling="device", results="behind", host_source="pinned_ring_2")  # fmt: skip
-    prompts = [np.arange(3 + i, 9 + 2 * i, dtype=np.int32) for i in range(3)]
-    with engine.variant(toggles) as side:
-        alone = []
-        for prompt in prompts:
-            side.reset()
-            alone.append(side.generate(tokens=prompt.tolist(), max_tokens=5, stop_at_eos=False))
-        pipe, n_ended = OwnEngine(side, 3), 0
-        assert isinstance(pipe.recv(), messages.Ready)
-        for number, prompt in enumerate(prompts):
-            pipe.send(Ask(number, prompt, 5))
-        made: list[list[int]] = [[], [], []]
-        while n_ended < 3:
-            if pipe.poll():
-                said = pipe.recv()
-                for number, token in zip(said.numbers.tolist(), said.tokens.tolist(), strict=True):
-                    made[number].append(token)
-                n_ended += len(said.ended)
-        assert not pipe.poll() and not pipe.poll(0.001)
-        with pytest.raises(EOFError):
-            pipe.recv()
-    assert made == [one.tokens for one in alone]
-
-
 def test_each_request_of_each_setting_is_asked_once(engine):
     asked = spec(n_gen="4", n_warm_up=2, asking=Asking(temperature=0.5), seed=5)
     settings = [Arrivals(CLOSED, 3), Arrivals(POISSON, INF)]
@@ -250,24 +223,3 @@ def test_what_had_ended_is_saved_where_an_engine_dies(engine, tmp_path):
         serve_bench(target, [Arrivals(CLOSED, 2)], spec(n_requests=500), out=tmp_path / "run")
     found = load_served(tmp_path / "run")
     assert found.interrupted and 0 < found.rows[0].figures["completed"] < 40
-
-
-def test_ctrl_c_keeps_what_has_ended(engine, tmp_path, monkeypatch):
-    """It strikes as the second setting's third request ends."""
-    target, seen = over_pipe(Noted(engine)), []
-    offer = target.offer
-
-    def struck(load, asking, most_s=INF):
-        for records in offer(load, asking, most_s):
-            yield records
-            seen.extend(records)
-            if len(seen) >= 15:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(target, "offer", struck)
-    settings = [Arrivals(CLOSED, 2), Arrivals(CLOSED, 1)]
-    made = serve_bench(target, settings, spec(n_warm_up=0), out=tmp_path / "run")
-    assert made.interrupted and [r.figures["completed"] for r in made.rows] == [12, len(seen) - 12]
-    assert "requests were not measured to their end" in made.rows[1].warnings[0]
-    found = load_served(tmp_path / "run")
-    assert found.interrupted and found.run["status"] == "interrupted"

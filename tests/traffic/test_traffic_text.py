@@ -98,7 +98,6 @@ def test_a_picture_has_a_curve_for_each_setting():
     assert [line.get_label() for line in ax.lines] == ["skipping on", "skipping off"]
     assert ax.lines[0].get_xydata().tolist() == [[10, 200], [13, 1200], [35, 1800]]
     assert [t.get_text() for t in ax.texts] == ["1", "8", "32"] * 2
-    assert points([ROW], "ours", "p99_ttft_ms").attrs["latency"] == "P99 TTFT (ms)"
     assert ax.get_xlabel() == "Mean TPOT (ms)" and ax.get_title(loc="left") == "tiny-llama"
     looks = {(line.get_linestyle(), line.get_marker()) for line in ax.lines}
     assert len(looks) == 2, "they differ in grey, too"
