@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs import Decoder
 from tests.profiles import examples
-from workbench.engine.batch import shift_batch
-from workbench.engine.batches import Batches
-from workbench.engine.cache.kv_cache import KVCache
-from workbench.graph.ir import F16, F32, I32, I64, Kind, StepShape, Tensor
+from workbench.graph.ir import F32, I32, Kind, StepShape, Tensor
 from workbench.model.cache_graphs import copy_graph, shift_graph
 from workbench.model.decoder import build_graph
 from workbench.model.inputs import INPUTS, input_of
 
-NUMPY = {I32: np.int32, I64: np.int64, F16: np.float16, F32: np.float32}
 # which parts of a step shape an input must be asked about
 DEPENDS = {
     "inp_tokens": {"n_tokens"}, "inp_pos": {"n_tokens"}, "attn_inp_kq_mask": {"n_tokens", "n_kv"},
@@ -55,26 +50,3 @@ def test_an_input_serves_steps_of_its_shape_alone(name, made_for, asked):
     others = {"n_tokens", "n_outputs", "n_kv", "n_seqs"} - DEPENDS[name]
     assert made.can_reuse(asked._replace(**{n: getattr(made_for, n) for n in DEPENDS[name]}))
     assert made.can_reuse(made_for._replace(**{n: getattr(asked, n) for n in others}))
-
-
-@given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=3),
-    st.lists(st.sampled_from(["last", "all", "none"]), min_size=3, max_size=3),
-)
-@settings(max_examples=examples(40))
-def test_values_are_what_inputs_say(lengths, outputs):
-    """Shape and type of every value that a batch has, made ahead or not, are its input's."""
-    cache = KVCache(96, 32, 3)
-    batches, made = Batches(cache, 64, 16), []
-    work = [(s, [7] * n, outputs[s]) for s, n in enumerate(lengths)]
-    for _ in range(3):
-        made.append(batches.take(work))
-        assert len(made[-1].values) == 6
-        cache.store(made[-1].sequences, made[-1].positions, made[-1].cells)
-        work = [(s, [7], outputs[s]) for s in range(len(lengths))]
-        batches.look_ahead(work)
-    cache.shift(0, 1)
-    for batch in (*made, shift_batch(cache)):
-        for name, value in batch.values.items():
-            wanted = input_of(name, batch.shape)
-            assert (value.shape, value.dtype) == (wanted.shape, NUMPY[wanted.dtype]), name

@@ -1,4 +1,5 @@
-"""Holes among the cells of sequences: what they cost, and that closing them changes no answer."""
+"""Holes among the cells of sequences: what they cost, and that closing them changes no answer.
+(Closing them keeps what each sequence has: `test_cache_table.py`.)"""
 
 from __future__ import annotations
 
@@ -42,53 +43,6 @@ def opened(tiny_model, n_ctx=256, **more) -> Engine:
 def engine(tiny_model) -> Iterator[Engine]:
     with opened(tiny_model) as made:
         yield made
-
-
-@settings(max_examples=examples(300))
-@given(st.data())
-def test_what_sequences_have_stays_and_holes_go(data):
-    """Any state of a table, beside what each sequence has of it."""
-    cache = KVCache(60, 8, n_seqs=4)
-    for _ in range(data.draw(st.integers(1, 12))):
-        sequence = data.draw(st.integers(0, 3))
-        what = data.draw(st.sampled_from(["more", "more", "remove", "copy", "shift", "close"]))
-        n, length = data.draw(st.integers(1, 9)), cache.length(sequence)
-        if what == "more" and cache.n_used + n <= 60:
-            at = np.arange(length, length + n, dtype=np.int32)
-            cache.store(np.full(n, sequence), at, cache.find([(sequence, n)]))
-        elif what == "remove" and length:
-            begin = data.draw(st.integers(0, length - 1))
-            cache.remove(sequence, begin, begin + n)
-        elif what == "copy":
-            cache.remove((sequence + 1) % 4)
-            cache.copy(sequence, (sequence + 1) % 4, 0, n)
-        elif what == "shift" and not (cache.free.n_owners > 1).any():
-            cache.shift(sequence, n)
-        elif what == "close":
-            defragment(cache)
-    before, behind = content(cache), [c for c in range(cache.n_used, 60) if cache.owners(c)]
-    n_used, changes = cache.n_used, cache.n_changes
-    moved = defragment(cache)
-    assert content(cache) == before and moved == len(behind)  # no fewer could
-    assert (cache.n_changes > changes) == (moved > 0)
-    assert cache.n_used == n_used == sum(bool(cache.owners(c)) for c in range(n_used))
-    assert defragment(cache) == 0
-    for sequence in range(4):
-        at, seen = np.array([cache.length(sequence)], np.int32), np.empty((1, 64), np.uint16)
-        cache.mask(sequence, at, np.array([63]), seen)
-        assert np.flatnonzero(seen[0, :63] == 0).tolist() == cache.cells(sequence).tolist()
-
-
-def content(cache: KVCache) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Of each sequence its length, and once the copies are done of each cell: whose K and V it had
-    before all of them, and by how much its K has yet to turn."""
-    origin = {c: c for c in range(cache.n_cells)}
-    for copies in cache.copied:
-        origin |= {to: origin[source] for to, source in copies.items()}
-    moved = np.zeros(cache.n_cells, int) if cache.moved is None else cache.moved
-    lengths = [cache.length(s) for s in range(4)]
-    cells = [sorted((origin[c], int(moved[c])) for c in cache.cells(s)) for s in range(4)]
-    return [*zip(lengths, cells, strict=True)]
 
 
 @settings(max_examples=examples(200))
