@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.backend.issue.prepared import Prepared
 from workbench.common.errors import DeviceError, UsageError
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
@@ -105,22 +104,6 @@ def test_bad_requests_change_nothing(engine, asked, says):
     assert engine.n_past == len(PROMPT)
 
 
-def test_logits_are_the_callers(engine):
-    """Of every step, kept or not, written to or not, and after the engine's end."""
-    with engine.variant(Toggles()) as e:
-        wanted = [e.step([t]).copy() for t in PROMPT]
-        e.reset()
-        kept = []
-        for t in PROMPT:
-            kept.append(e.step([t]))
-            spoiled = e.step([t])  # the caller's to write to
-            spoiled[:] = np.nan
-            e.reset()
-            for earlier in PROMPT[: len(kept)]:
-                e.step([earlier])
-    assert np.array_equal(kept, wanted)
-
-
 def test_what_was_made_ahead_serves_its_step_alone(engine):
     """A step of one token finds its inputs ready; other tokens, outputs, states do not use them."""
     wanted = engine.prefill(PROMPT, outputs="all")
@@ -134,24 +117,6 @@ def test_what_was_made_ahead_serves_its_step_alone(engine):
     first = engine.step(PROMPT[:1])
     engine.reset()  # what was made is for the second position
     assert np.array_equal(engine.step(PROMPT[:1]), first)
-
-
-def test_an_interrupted_step_did_not_happen(engine, monkeypatch):
-    wanted = [engine.step([t]) for t in PROMPT]
-    engine.reset()
-    for t in PROMPT[:-1]:
-        engine.step([t])
-
-    def interrupted(self, watch):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Prepared, "finish", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step([3])
-    engine.backend.synchronize()
-    assert engine.n_past == len(PROMPT) - 1
-    assert np.array_equal(engine.step(PROMPT[-1:]), wanted[-1])
 
 
 def test_logits_whose_sum_is_too_large_are_finite():

@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.served import ids
 from workbench.backend.issue.prepared import Prepared
 from workbench.benchmarks.compare.answers import compare_logits
 from workbench.common.errors import UsageError
-from workbench.config import Toggles
+from workbench.config import BEST, TogglePreset, Toggles
 from workbench.engine.engine import Engine
 from workbench.graph.ir import StepShape
 from workbench.model.cache_graphs import copy_shape
 from workbench.model.inputs import DELTAS
 from workbench.program.check.hazards import races
 from workbench.program.commands import Buffer, Launch, Sync, Wait
+from workbench.server.serving import serving
 
 RNG = np.random.default_rng(16)
 PROMPTS = [RNG.integers(3, 900, n).tolist() for n in (5, 1, 17, 9)]
@@ -37,6 +39,40 @@ def opened(path, device: str = "embedded", **more) -> Engine:
 def loaded(tiny_model) -> Iterator[Engine]:
     with opened(tiny_model("tiny-llama", "Q8_0")) as made:
         yield made
+
+
+# company ------------------------------------------------------------------------------------------
+
+OWN, PAST = 2, 288  # the sequence looked at, and its cells before: it looks at 512, in parts
+COMPANIES = [  # of each sequence its tokens, in order: 33 to 48 of 5 to 7 are padded to 48 of 8
+    {0: 3, 1: 9, OWN: 7, 3: 1, 4: 5, 5: 11, 6: 4}, {0: 6, 1: 2, OWN: 7, 3: 8, 4: 1, 5: 10, 6: 3},
+    {0: 12, 1: 5, OWN: 7, 3: 8, 6: 2}, {5: 4, 7: 9, 0: 1, 3: 12, OWN: 7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "quant"), [("tiny-llama", "F32"), ("tiny-qwen3", "Q4_K")])
+def test_company_changes_no_bit_in_batches_of_a_shape(tiny_model, preset, quant):
+    """As a server has them: whoever stands beside a sequence, it has the same logits, exactly."""
+    with wb.Engine.load(
+        tiny_model(preset, quant), device="embedded", n_ctx=8 * 512, n_seqs=8, n_ubatch=64,
+        threads=2, toggles=serving("embedded", TogglePreset(BEST)),
+    ) as engine:  # fmt: skip
+        found, others = [], []
+        for seed, company in enumerate(COMPANIES):
+            engine.reset()
+            engine.prefill(ids(PAST).tolist(), "none", sequence=OWN)
+            rows = []
+            for step in range(4):  # prompts, then a token of each
+                work = [(s, ids(n if not step else 1, 10 * step + (s != OWN) * (100 * seed + s + 1))
+                         .tolist(), "last") for s, n in company.items()]  # fmt: skip
+                pending = engine.submit(work)
+                assert pending.step.batch.shape[:2] == ((8, 8) if step else (48, 8))
+                each = dict(zip(company, pending.each(), strict=True))
+                rows.append(each[OWN])
+            found.append(np.concatenate(rows).copy())
+            others.append(each[0])
+    assert all(np.array_equal(found[0], rows) for rows in found)
+    assert not np.array_equal(others[0], others[1])  # and others are others
 
 
 # shifts -------------------------------------------------------------------------------------------
@@ -162,7 +198,8 @@ def test_a_second_submit_waits_for_the_first(engine):
     pending = [engine.submit([(s, [s + 5], "last")]) for s in range(2, 10)]
     rows = [p.wait().copy() for p in pending]
     for i in range(8):
-        engine.step([i], sequence=11)
+        spoiled = engine.step([i], sequence=11)
+        spoiled[:] = np.nan  # the caller's to write to
     assert all(map(np.array_equal, [p.wait() for p in pending], rows))
     assert len({row.tobytes() for row in rows}) == 8
 

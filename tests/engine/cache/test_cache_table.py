@@ -29,7 +29,7 @@ from workbench.model.inputs import COPIES, MASK, REGIONS, input_of
 
 N_CTX, PAD, N_SEQS, N_UBATCH = 21, 4, 3, 8
 NUMPY = {I32: np.int32, I64: np.int64, F16: np.float16, F32: np.float32}
-LAYOUTS = {"shared": (1, False), "in a row": (1, True), "regions": (3, False)}
+LAYOUTS = {"shared": (1,), "in a row": (1, True), "regions": (3,), "window": (3, False, 3)}
 
 
 def take(cache: KVCache, work):
@@ -47,12 +47,69 @@ def refused(call, match: str | None = None) -> None:
     assert "\n" not in str(error.value)
 
 
+def filled() -> KVCache:
+    """Sequence 0 at 0..5, sequence 1 with 2..3 of it and a token of its own, and some K moved."""
+    cache = KVCache(N_CTX, PAD, N_SEQS)
+    stored(cache, (0, 6))
+    stored(cache, (2, 2))
+    cache.copy(0, 1, 2, 4)
+    stored(cache, (1, 1))
+    cache.shift(2, 5)
+    return cache
+
+
+def work(*entries):
+    return lambda cache: take(cache, [(s, tokens, "last") for s, tokens in entries])
+
+
+REFUSED = [
+    (lambda c: c.remove(3), "sequence 3 does not exist; this engine has 0 to 2"),
+    (lambda c: c.copy(0, 3), "sequence 3 does not exist"),
+    (lambda c: c.length(3), "sequence 3 does not exist"),
+    (lambda c: c.remove(0, 5, 3), "positions 5 to 3 are no range"),
+    (lambda c: c.shift(0, 1, -2, 3), "positions -2 to 3 are no range"),
+    (lambda c: c.copy(0, 1), "sequence 1 has a cell at position 2 alr"),
+    (lambda c: c.copy(0, 0), "sequence 0 has a cell at"),
+    (lambda c: c.shift(2, -6), "would move position 5 of sequence 2 to -1"),
+    (lambda c: c.shift(2, 1 << 33), "positions go up to 1073741824"),
+    (lambda c: c.shift(0, 2, 0, 2), "to position 2, which another"),
+    (lambda c: c.shift(0, 9), "the cell at position 2 with sequence 1"),
+    (work((0, [1]), (1, [])), "sequence 1 has no tokens"),
+    (work(), "a step takes 1 to 8 tokens, not 0"),
+    (work((0, [1] * 5), (1, [1] * 4)), "a step takes 1 to 8 tokens, not 9"),
+    (work((1, [1]), (3, [1])), "sequence 3 does not exist"),
+    (work((1, [1]), (0, [1]), (1, [1])), "sequence 1 is given twice in one step; give it once"),
+    (work((1, [1, 10])), "token id 10 at index 1"),
+    (lambda c: take(c, [(1, [1], "first")]), "outputs=.first. does not"),
+]
+
+
+def looks(cache: KVCache):
+    owners = [cache.owners(cell) for cell in range(cache.n_cells)]
+    turns = None if cache.moved is None else cache.moved.tolist()
+    return owners, turns, [cache.length(s) for s in range(N_SEQS)], cache.n_used
+
+
+@pytest.mark.parametrize(("call", "match"), REFUSED, ids=[said for _, said in REFUSED])
+def test_a_refusal_is_one_line_and_changes_nothing(call, match):
+    cache = filled()
+    before = looks(cache)
+    refused(lambda: call(cache), match)
+    assert looks(cache) == before
+    cache.lost()  # an interrupted rotation loses what moved alone
+    assert looks(cache)[1:] == (None, [6, 5, 0], 7)
+
+
+# whatever is done ---------------------------------------------------------------------------------
+
+
 class Twin:
     """A cache, and the slow model of it. own: of each sequence position -> cell; words: position ->
     what it should find there. turn: by how many positions the K of a cell has yet to turn."""
 
-    def __init__(self, n_regions: int, in_a_row: bool = False) -> None:
-        self.cache = KVCache(N_CTX, PAD, N_SEQS, in_a_row, n_regions=n_regions)
+    def __init__(self, n_regions: int, in_a_row: bool = False, window: int = 0) -> None:
+        self.cache = KVCache(N_CTX, PAD, N_SEQS, in_a_row, n_regions=n_regions, window=window)
+        self.window = window or EMPTY
         self.n_regions, self.in_a_row, self.room = n_regions, in_a_row, N_CTX // n_regions
         self.size = round_up(self.room, PAD)
         self.memory, self.new = [-1] * (self.size * n_regions), itertools.count()
@@ -178,7 +235,8 @@ class Twin:
             batch.values[MASK], batch.sequences, positions, wanted, strict=True
         ):
             new[s][p] = cell  # each token sees what its sequence has up to itself
-            seen = sorted(c % self.size for c in (self.own[s] | new[s]).values())
+            there = (self.own[s] | new[s]).items()
+            seen = sorted(c % self.size for q, c in there if q > p - self.window)
             assert np.flatnonzero(row == 0).tolist() == seen
         undo = cache.store(batch.sequences, batch.positions, batch.cells)
         for s, made in enumerate(new):
@@ -315,62 +373,6 @@ def test_all_copies_fit_the_step_that_makes_them(n):
     pairs = copy_batch(copies).values[COPIES].tolist()
     assert pairs[:n] == [list(pair) for pair in copies.items()]
     assert all(pair == [-1, -1] for pair in pairs[n:]) and len(pairs) in (256, 512, 1024)
-
-
-# what is refused ----------------------------------------------------------------------------------
-
-
-def filled() -> KVCache:
-    """Sequence 0 at 0..5, sequence 1 with 2..3 of it and a token of its own, and some K moved."""
-    cache = KVCache(N_CTX, PAD, N_SEQS)
-    stored(cache, (0, 6))
-    stored(cache, (2, 2))
-    cache.copy(0, 1, 2, 4)
-    stored(cache, (1, 1))
-    cache.shift(2, 5)
-    return cache
-
-
-def work(*entries):
-    return lambda cache: take(cache, [(s, tokens, "last") for s, tokens in entries])
-
-
-REFUSED = [
-    (lambda c: c.remove(3), "sequence 3 does not exist; this engine has 0 to 2"),
-    (lambda c: c.copy(0, 3), "sequence 3 does not exist"),
-    (lambda c: c.length(3), "sequence 3 does not exist"),
-    (lambda c: c.remove(0, 5, 3), "positions 5 to 3 are no range"),
-    (lambda c: c.shift(0, 1, -2, 3), "positions -2 to 3 are no range"),
-    (lambda c: c.copy(0, 1), "sequence 1 has a cell at position 2 alr"),
-    (lambda c: c.copy(0, 0), "sequence 0 has a cell at"),
-    (lambda c: c.shift(2, -6), "would move position 5 of sequence 2 to -1"),
-    (lambda c: c.shift(2, 1 << 33), "positions go up to 1073741824"),
-    (lambda c: c.shift(0, 2, 0, 2), "to position 2, which another"),
-    (lambda c: c.shift(0, 9), "the cell at position 2 with sequence 1"),
-    (work((0, [1]), (1, [])), "sequence 1 has no tokens"),
-    (work(), "a step takes 1 to 8 tokens, not 0"),
-    (work((0, [1] * 5), (1, [1] * 4)), "a step takes 1 to 8 tokens, not 9"),
-    (work((1, [1]), (3, [1])), "sequence 3 does not exist"),
-    (work((1, [1]), (0, [1]), (1, [1])), "sequence 1 is given twice in one step; give it once"),
-    (work((1, [1, 10])), "token id 10 at index 1"),
-    (lambda c: take(c, [(1, [1], "first")]), "outputs=.first. does not"),
-]
-
-
-def looks(cache: KVCache):
-    owners = [cache.owners(cell) for cell in range(cache.n_cells)]
-    turns = None if cache.moved is None else cache.moved.tolist()
-    return owners, turns, [cache.length(s) for s in range(N_SEQS)], cache.n_used
-
-
-@pytest.mark.parametrize(("call", "match"), REFUSED, ids=[said for _, said in REFUSED])
-def test_a_refusal_is_one_line_and_changes_nothing(call, match):
-    cache = filled()
-    before = looks(cache)
-    refused(lambda: call(cache), match)
-    assert looks(cache) == before
-    cache.lost()  # an interrupted rotation loses what moved alone
-    assert looks(cache)[1:] == (None, [6, 5, 0], 7)
 
 
 # inputs that are changed instead of made ----------------------------------------------------------

@@ -6,11 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 import workbench as wb
-from tests.profiles import examples
 from tests.served import APART, Told, alone, check_cells, go_on, ids, same, serve
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
@@ -48,32 +45,6 @@ def roomy(request, tiny_model) -> Iterator[Engine]:
     """A region for each, and one that all share with room for all."""
     with opened(tiny_model, N_SLOTS * 80, **request.param) as engine:
         yield engine
-
-
-# cells --------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=examples(40))
-@given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 20)), min_size=1, max_size=9))
-@example([(20, 6), (50, 8), (2, 2)])  # a small one waits behind a large one, which else waits on
-def test_a_small_cache_serves_all_in_their_order(small, sizes):
-    """Also where the engine had cells before. Who began later has waited for its first token
-    longer."""
-    small.reset()
-    small.step(ids(16), "none", 3)
-    slots, order = Slots(small, N_SLOTS), list[int]()
-    assert small.cache.n_used == 0
-
-    def each(slots: Slots) -> None:
-        check_cells(slots)
-        at_work = {slot.request.ask.number for slot in slots.slots if slot.request is not None}
-        order.extend(sorted(at_work - {*order}))
-        assert slots.totals().n_cells_used <= small.cache.n_used <= slots.room
-
-    told = serve(slots, [Ask(i, ids(n, i), m) for i, (n, m) in enumerate(sizes)], each)
-    assert order == sorted(order)
-    for i, (n, m) in enumerate(sizes):
-        assert len(told.tokens[i]) == min(m, 64 - n + 1) and told.ended[i].reason == LENGTH
 
 
 def test_what_can_never_fit_is_refused_with_the_reason(small, apart):

@@ -113,6 +113,29 @@ def test_no_step_is_too_large_and_none_is_left_out(engine, load):
         assert wasted == 0  # limits are known before: no token is under way for nothing
 
 
+def test_a_step_scores_few_tokens_and_leaves_their_cells(engine, monkeypatch):
+    """Each has a row of logits. A scored prompt is computed whole, whatever cells there are, in the
+    slot that nobody misses most; one that is cancelled is scored no more."""
+    monkeypatch.setattr(slots_room, "SCORED", 5)
+    prompt = ids(40, 7)
+    with Watched(engine) as made:
+        made.ask(Ask(0, prompt, 2))
+        made.finish()
+        made.ask(Ask(1, prompt, 0, n_logprobs=0, scores_prompt=True))
+        n = len(made.steps)
+        made.finish()
+        assert [sum(step.values()) for step in made.steps[n:]] == [5] * 8
+        made.ask(Ask(2, prompt, 2))
+        made.ask(Ask(3, ids(40, 1), 1, n_logprobs=0, scores_prompt=True))
+        made.go(3)
+        made.cancel(3)
+        made.finish()
+        told = made.told
+        assert [told.ended[i].timings.n_cached for i in range(3)] == [0, 0, 39]
+        assert told.tokens[2] == told.tokens[0] and len(told.scores[1]) == 39
+        assert 0 < len(told.scores[3]) < 39 and 3 not in told.tokens
+
+
 # a step ahead -------------------------------------------------------------------------------------
 
 
