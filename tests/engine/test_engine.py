@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.common.errors import DeviceError, UsageError
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.engine.finite import is_finite
@@ -73,16 +73,6 @@ def test_an_engine_outlives_the_one_it_came_from(tiny_model):
         second.step([1])
 
 
-def test_the_host_device_has_one_split_and_no_copies(tiny_model):
-    path = tiny_model("tiny-llama", "Q8_0")
-    with Engine.load(path, device="host", n_ctx=64, toggles=Toggles()) as e:
-        program = e.program()
-        assert program.pattern() == "h"
-        assert program.counts()["copies"] == program.counts()["waits"] == 0
-        with pytest.raises(DeviceError, match="host device cannot honour sync=copy_boundary"):
-            e.variant(Toggles(sync="copy_boundary"))
-
-
 REFUSED = [
     (lambda e: e.prefill([1, 1024]), "token id 1024 at index 1 is outside the vocabulary of 0..10"),
     (lambda e: e.prefill([-1]), "token id -1"),
@@ -102,21 +92,6 @@ def test_bad_requests_change_nothing(engine, asked, says):
     with pytest.raises(UsageError, match=says):
         asked(engine)
     assert engine.n_past == len(PROMPT)
-
-
-def test_what_was_made_ahead_serves_its_step_alone(engine):
-    """A step of one token finds its inputs ready; other tokens, outputs, states do not use them."""
-    wanted = engine.prefill(PROMPT, outputs="all")
-    engine.reset()
-    for t in PROMPT[:3]:
-        engine.step([t])
-    assert engine.step(PROMPT[3:4], outputs="none").shape[0] == 0
-    rest = engine.step(PROMPT[4:], outputs="all")
-    assert np.abs(rest - wanted[4:]).max() < 1e-3 * np.abs(wanted).max()
-    engine.reset()
-    first = engine.step(PROMPT[:1])
-    engine.reset()  # what was made is for the second position
-    assert np.array_equal(engine.step(PROMPT[:1]), first)
 
 
 def test_logits_whose_sum_is_too_large_are_finite():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data.measure.fits import Quadratic, asymptotic_ratio, quadratic
 from workbench.common.errors import UsageError
-from workbench.traffic.latency import Served, Slo, figures, good, latencies, peak, warnings
+from workbench.traffic.latency import Served, Slo, figures, good, latencies, warnings
 from workbench.traffic.records import OK, REFUSED, TIMEOUT, UNFINISHED, RequestRecord
 
 SLO = Slo.of("ttft:200ms,tpot:30ms,e2e:5s")
@@ -149,13 +149,6 @@ def test_whole_answers_show_no_tokens():
     assert math.isnan(found["mean_ttft_ms"]) and math.isnan(found["mean_itl_ms"])
     assert same(found["mean_e2el_ms"], (10**9 - 10) / 1e6) and same(found["request_goodput"], 1.0)
     assert good(latencies(served), Slo.of("ttft:9s")).tolist() == [False], "it is not known"
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=20))
-def test_the_peak_is_the_most_that_share_a_moment(pairs):
-    spans = [(min(p), max(p)) for p in pairs]
-    found = peak(np.array([a for a, _ in spans], int), np.array([b for _, b in spans], int))
-    assert found == max([sum(a <= t < b for a, b in spans) for t in range(31)], default=0)
 
 
 def test_objectives_have_units():

@@ -1,4 +1,4 @@
-"""What serve-bench prints: vLLM's table to the letter, the summary, JSON; and its picture."""
+"""What serve-bench prints: vLLM's table to the letter, the summary, JSON; points of a picture."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from workbench.common.errors import UsageError
-from workbench.report import plots
 from workbench.traffic.bench import ServedRow
 from workbench.traffic.bench_text import format_rows, points, report, summary
 from workbench.traffic.latency import Served, Slo, figures
@@ -63,6 +61,8 @@ def test_several_settings_have_a_row_each():
     assert table["failed"].tolist() == [1, 1] and "good/s" in table
     assert table["median"].tolist() == [ROW.figures["median_ttft_ms"]] * 2
     text = format_rows([ROW, other])
+    frame = points([ROW, other], "ours", "p99_ttft_ms")
+    assert len(frame) == 2 and frame.attrs["latency"] == "P99 TTFT (ms)"
     assert text.startswith("concurrency=2\n" + TABLE) and text.count(" Serving B") == 2
     assert "| rate=inf " in text and text.endswith("|\n")
     assert format_rows([ROW]) == "concurrency=2\n" + TABLE, "one setting needs no summary"
@@ -85,19 +85,3 @@ def test_json_has_vllm_s_keys_and_no_nan():
     assert "NaN" not in format_rows([ROW], "json")
     with pytest.raises(UsageError, match="-o 'csv': choose one of table, md, json, jsonl"):
         format_rows([ROW], "csv")
-
-
-def test_a_picture_has_a_curve_for_each_setting():
-    def several(name: str, factor: float) -> pd.DataFrame:
-        made = points([ROW._replace(setting=Arrivals(CLOSED, n)) for n in (1, 8, 32)], name)
-        return made.assign(tokens_per_s=np.array([100, 600, 900]) * factor, latency_ms=[10, 13, 35])
-
-    frame = pd.concat([several("skipping on", 2.0), several("skipping off", 1.0)])
-    frame.attrs = points([ROW], "x").attrs
-    (ax,) = plots.throughput_against_latency(frame, "tiny-llama").axes
-    assert [line.get_label() for line in ax.lines] == ["skipping on", "skipping off"]
-    assert ax.lines[0].get_xydata().tolist() == [[10, 200], [13, 1200], [35, 1800]]
-    assert [t.get_text() for t in ax.texts] == ["1", "8", "32"] * 2
-    assert ax.get_xlabel() == "Mean TPOT (ms)" and ax.get_title(loc="left") == "tiny-llama"
-    looks = {(line.get_linestyle(), line.get_marker()) for line in ax.lines}
-    assert len(looks) == 2, "they differ in grey, too"
