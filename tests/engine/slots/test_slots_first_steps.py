@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,9 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.backend.cuda.fake_cuda import fake_backend
 from tests.served import Told, go_on, ids, serve
 from workbench.backend.cpu import compile as compiler
 from workbench.backend.cpu.kernels import op_table
-from workbench.backend.cuda.kernels import nvrtc
 from workbench.config import BEST, KVGrowth, TogglePreset
 from workbench.engine.slots import first_steps as room
 from workbench.engine.slots.asks import Ask
@@ -122,37 +119,3 @@ def test_every_extent_and_width_is_made_ready(path, growth, monkeypatch):
     with served(path, "host") as engine:  # which a limit of time ends
         assert first_steps(engine, SLOTS) <= 1
         assert engine.cache.n_used == 0
-
-
-@pytest.mark.parametrize("depth", [200, 1200])
-def test_cuda_kernels_beside_caches_of_any_length_are_made(path, monkeypatch, depth):
-    """Attention of some tokens is cut by the extent: 2, 4 or 8 blocks share its cells."""
-    fake_backend(monkeypatch)
-    monkeypatch.setattr(room, "AT_MOST_S", 0.0)  # as if there were time for none
-    ready, late, cubin = list[set[Any]](), set[Any](), nvrtc.cubin
-
-    def noted(file: str, arch: str, defines: Any = (), sources: Any = None) -> bytes:
-        late.update({(file, defines)} - ready[0])
-        return cubin(file, arch, defines, sources=sources)
-
-    monkeypatch.setattr(nvrtc, "compile_many", lambda wanted, arch, left: ready.append({*wanted}))
-    with wb.Engine.load(
-        path, device="cuda", n_ctx=SLOTS * 2048, n_seqs=SLOTS,
-        toggles=serving("cuda", TogglePreset(BEST)),
-    ) as engine:  # fmt: skip
-        first_steps(engine, SLOTS)
-        monkeypatch.setattr(nvrtc, "cubin", noted)
-
-        def deep(sequence: int) -> None:
-            for _ in range(depth // 100):
-                engine.submit([(sequence, [5] * 100, "none")], engine.can_draw).wait()
-
-        for sequence in range(1, SLOTS):
-            deep(sequence)
-        for n, width in itertools.product((2, 10, 15, 30, 60, 120, 250, 400), range(SLOTS)):
-            engine.cache.remove(0)
-            if not width:
-                deep(0)
-            beside = [(sequence, [5], "last") for sequence in range(1, SLOTS)][:width]
-            engine.submit([(0, [5] * n, "last"), *beside], engine.can_draw).wait()
-    assert not late

@@ -27,7 +27,7 @@ from workbench.engine.slots.requests import NEVER, logprobs
 from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampling
 
-N_SLOTS, ROOM, MOST = 3, 64, 14
+N_SLOTS, ROOM, MOST, N_UBATCH = 3, 64, 14, 8
 SETTINGS: dict[str, dict[str, str]] = {
     "shared": {},
     "shared, in a row": {"graph_reuse": "pointer_table"},
@@ -62,7 +62,7 @@ def own(tiny_model) -> Iterator[Engine]:
 @pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS)
 def shared(request, tiny_model) -> Iterator[Engine]:
     n = N_SLOTS if request.param.get("kv_cache") == "per_sequence" else 1
-    with opened(tiny_model, ROOM * n, N_SLOTS, 8, **request.param) as engine:
+    with opened(tiny_model, ROOM * n, N_SLOTS, N_UBATCH, **request.param) as engine:
         yield engine
 
 
@@ -124,6 +124,18 @@ class Machine(RuleBasedStateMachine):
         self.asks: list[Ask] = []
         self.order: list[int] = []
         self.broken: dict[int, tuple[str, ...]] = {}  # how a request that was broken off may end
+        self.submit, self.shared.submit = self.shared.submit, self.submitted  # of this engine alone
+
+    def submitted(self, work, draws=False):
+        """No step is too large, and nobody is left out who has a token, or room for a prompt."""
+        n_each = {sequence: len(tokens) for sequence, tokens, _ in work}
+        assert len(n_each) == len(work) and 0 < sum(n_each.values()) <= N_UBATCH
+        for slot in self.slots.slots:
+            if (request := slot.request) is not None and slot.sequence not in n_each:
+                assert request.todo or request.planned == request.most
+            if request is not None and request.todo and not request.ask.scores_prompt:
+                assert sum(n_each.values()) == N_UBATCH
+        return self.submit(work, draws)
 
     @property
     def n_open(self) -> int:
@@ -174,6 +186,12 @@ class Machine(RuleBasedStateMachine):
         assert totals.n_cells_used + totals.n_cells_kept == self.shared.cache.n_used
 
     def teardown(self):
+        try:
+            self.ended()
+        finally:
+            del self.shared.submit
+
+    def ended(self):
         serve(self.slots, (), told=self.told)
         assert [*sorted(self.told.ended)] == [ask.number for ask in self.asks]
         for ask in self.asks:

@@ -7,11 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import workbench as wb
-from tests.profiles import examples
 from tests.served import APART, BEHIND, Told, check_cells, go_on, ids, serve
 from workbench.common.errors import DeviceError
 from workbench.config import Toggles
@@ -77,40 +74,6 @@ def test_prompts_fill_a_step_in_the_order_of_beginning(engine):
         made.go(4)
         assert made.steps[:3] == [{0: 12}, {0: 8, 1: 4}, {0: 1, 1: 3, 2: 3}]
         made.finish()
-
-
-@settings(max_examples=examples(40))
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 60), st.integers(1, 9), st.sampled_from([0, 0, 1, 4])),
-        min_size=1, max_size=10,
-    )
-)  # fmt: skip
-def test_no_step_is_too_large_and_none_is_left_out(engine, load):
-    with Watched(engine) as made:
-
-        def step() -> None:
-            at_work = [(slot.sequence, slot.request) for slot in made.slots if slot.request]
-            generating = {s: r for s, r in at_work if not r.todo and r.planned < r.most}
-            n = len(made.steps)
-            made.go(1)
-            for step in made.steps[n:]:
-                assert 0 < sum(step.values()) <= N_UBATCH
-                for sequence, request in generating.items():
-                    assert step.get(sequence) == 1 or request.ask.number in made.told.ended
-                if any(slot.request and slot.request.todo for slot in made.slots):
-                    assert sum(step.values()) == N_UBATCH  # there was no room for more
-
-        for number, (n, most, n_steps) in enumerate(load):
-            made.ask(Ask(number, ids(n, number), most))
-            for _ in range(n_steps):
-                step()
-        while not made.idle:
-            step()
-        assert len(made.told.ended) == len(load)
-        computed = sum(sum(step.values()) for step in made.steps)
-        wasted = computed - made.n_prompt - sum(most - 1 for _, most, _ in load)
-        assert wasted == 0  # limits are known before: no token is under way for nothing
 
 
 def test_a_step_scores_few_tokens_and_leaves_their_cells(engine, monkeypatch):
