@@ -96,6 +96,12 @@ def test_a_step_scores_few_tokens_and_leaves_their_cells(engine, monkeypatch):
         told = made.told
         assert [told.ended[i].timings.n_cached for i in range(3)] == [0, 0, 39]
         assert told.tokens[2] == told.tokens[0] and len(told.scores[1]) == 39
+        with engine.variant(Toggles()) as own:
+            rows = own.prefill(prompt.tolist(), outputs="all").astype(np.float64)
+        wanted = [
+            row[t] - np.logaddexp.reduce(row) for row, t in zip(rows, prompt[1:], strict=False)
+        ]
+        assert np.allclose([known.drawn for known in told.scores[1]], wanted, atol=2e-3)
         assert 0 < len(told.scores[3]) < 39 and 3 not in told.tokens
 
 
