@@ -127,20 +127,6 @@ def test_the_slot_with_most_of_a_prompt_or_longest_idle(roomy):
     assert slots.n_cached == 20 + 19 + 19
 
 
-def test_the_lowest_slot_that_is_free(apart):
-    with apart.variant(Toggles(slot_choice="lowest_free", **APART)) as engine:
-        slots = Slots(engine, N_SLOTS)
-        assert [served_at(slots, i, ids(9, i))[0] for i in range(3)] == [0, 0, 0]
-        for number in (10, 11, 12):
-            slots.ask(Ask(number, ids(9, number), 9))
-        go_on(slots, 1, told := Told())
-        slots.cancel(11)
-        slots.ask(Ask(13, ids(9, 13), 9))
-        go_on(slots, 1, told)
-        assert slots.slots[1].request.ask.number == 13
-        serve(slots, (), told=told)
-
-
 @pytest.mark.parametrize("gain", [LEAST_GAIN - 1, LEAST_GAIN + 5])
 def test_a_prefix_of_another_sequence_is_copied_or_shared(roomy, gain):
     """Where the gain is worth a copy; while the source runs, and once it is idle."""
@@ -198,6 +184,7 @@ def test_cells_that_a_prompt_is_to_share_do_not_go_for_it(small):
     """They are an idle slot's, which would be the one to give up its cells."""
     with small.variant(Toggles(slot_choice="lowest_free")) as engine:
         slots = Slots(engine, N_SLOTS)
+        assert [served_at(slots, 10 + i, ids(9, i))[0] for i in range(3)] == [0, 0, 0]
         serve(slots, [Ask(0, ids(3, 1), 4), Ask(1, ids(37), 4)])
         again = Ask(2, np.append(ids(36), ids(4, 5)), 5)
         told = serve(slots, [again], check_cells)
