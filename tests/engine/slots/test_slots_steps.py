@@ -16,7 +16,9 @@ from workbench.engine import step as step_room
 from workbench.engine.engine import Engine
 from workbench.engine.slots import slots as slots_room
 from workbench.engine.slots.asks import FAILED, LENGTH, TIMEOUT, Ask
+from workbench.engine.slots.draws import UNKEPT, Draws
 from workbench.engine.slots.slots import Slots
+from workbench.model.sampler import Sampler, Sampling
 from workbench.trace.spans import now_ns
 
 N_SLOTS, N_UBATCH = 4, 12
@@ -160,6 +162,18 @@ def test_who_wants_logprobs_has_all_wait_a_while(tiny_model):
             again.finish()
             assert again.told.tokens.get(0, []) == first[:at] and len(again.steps) == at + 2
             assert len(again.slots[0].kept) == other.cache.n_used == 5 + at
+
+
+def test_settings_of_draws_are_in_the_rows_of_outputs():
+    """Whatever sequences these are; those of a greedy one, and of a row nobody keeps, are 0."""
+    samplings = {3: Sampling(0.5), 1: Sampling(0.9), 2: Sampling()}
+    draws, twins = Draws(), {s: Sampler(sampling, s) for s, sampling in samplings.items()}
+    draws.samplers = {s: Sampler(sampling, s) for s, sampling in samplings.items()}
+    found, sequences = draws.values([3, 2, 0, 1, UNKEPT]).values()
+    assert sequences.tolist() == [3, 2, 0, 1, UNKEPT]
+    for row, s in ((0, 3), (3, 1)):
+        assert np.array_equal(found[row], np.asarray(twins[s].settings(), np.float32))
+    assert found[0].any() and not found[[1, 2, 4]].any()
 
 
 # ends ---------------------------------------------------------------------------------------------
