@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import io
@@ -35,9 +34,9 @@ CONFIG = EngineConfig(device="null", n_ctx=64, n_ubatch=32)
 class Recording(NullBackend):
     """Logs, keeps what it gave out, and refuses, or raises, what it is told to."""
 
-    def __init__(self, refused: str = "", raises_at: int = -1, finish_raises: bool = False):
+    def __init__(self, refused: str = "", raises_at: int = -1, fails: str = ""):
         super().__init__("recording", Capabilities(True, True, True, False, 2))
-        self.refused, self.raises_at, self.finish_raises = refused, raises_at, finish_raises
+        self.refused, self.raises_at, self.fails = refused, raises_at, fails
         self.given: list[Any] = []
         self.asked: list[Node] = []
 
@@ -53,12 +52,23 @@ class Recording(NullBackend):
 
     def finish_loading(self) -> None:
         self.log.append(("finish_loading",))
-        if self.finish_raises:
+        self._fail("finish_loading")
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._fail("synchronize")
+
+    def _fail(self, what: str) -> None:
+        if what == self.fails:
             raise DeviceError("it fell off the bus")
 
     @property
     def done(self) -> list[str]:
         return [entry[0] for entry in self.log]
+
+    def check_all_is_back(self) -> None:
+        assert all(memory.array is None for memory in self.given), "a weight was not freed"
+        assert self.done[-1] == "close" and "synchronize" in self.done
 
 
 @pytest.fixture
@@ -66,13 +76,11 @@ def opened(monkeypatch):
     """`opened(**how)`: a Recording that `Loaded` gets as its device."""
 
     def make_one(**how: Any) -> Recording:
-        recording, real = Recording(**how), load.open_backend
+        made, real = Recording(**how), load.open_backend
         monkeypatch.setattr(
-            load,
-            "open_backend",
-            lambda name, threads: real(name, threads) if name == "host" else recording,
+            load, "open_backend", lambda name, n: real(name, n) if name == "host" else made
         )
-        return recording
+        return made
 
     return make_one
 
@@ -97,14 +105,7 @@ def own_model(tiny_model, tmp_path):
 
 def files_open(path: Path) -> int:
     """Descriptors of `path` that this process has."""
-    links = []
-    for entry in os.scandir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the scan's own, closed by now
-            links.append(os.readlink(entry.path))
-    return links.count(str(path))
-
-
-# order ------------------------------------------------------------------------------------------
+    return sum(os.path.realpath(fd) == str(path) for fd in Path("/proc/self/fd").iterdir())
 
 
 def test_weights_go_in_file_order_each_once(own_model, opened, capsys):
@@ -123,6 +124,7 @@ def test_weights_go_in_file_order_each_once(own_model, opened, capsys):
     assert inputs == {"F32", "Q8_ACT"} and tokens == {1, 32}, "both batches, both activations"
     assert not [n for n in device.asked if n.op == "get_rows" and n.name == "inp_embd"]
     model.release()
+    device.check_all_is_back()
 
 
 def test_progress_is_shown_in_bytes(own_model, opened, monkeypatch):
@@ -138,63 +140,48 @@ def test_progress_is_shown_in_bytes(own_model, opened, monkeypatch):
 
 # refusals and interruptions -----------------------------------------------------------------------
 
-
-def test_a_refused_model_uploads_nothing(own_model, opened):
-    for op, named in (("mul_mat", "blk.0.attn_q.weight"), ("attention", "kqv_out-0")):
-        device, path = opened(refused=op), own_model()
-        with pytest.raises(DeviceError) as refusal:
-            Loaded(path, CONFIG)
-        assert str(refusal.value) == f"{path}: {named}: it is Tuesday; wait"
-        assert "load_weight" not in device.done and "close" in device.done
-        del refusal
+PDL, BASE = Toggles(pdl="on"), Toggles()
 
 
-PDL = Toggles(pdl="on")
+def no(asked: Loaded) -> None:
+    """A check sees model and device."""
+    assert (asked.model.n_vocab, asked.device, asked.config) == (1024, "null", CONFIG)
+    raise UsageError("not today" if asked.tokenizer.eog_ids else "no ends")
 
 
-@pytest.mark.parametrize("asked", [{"toggles": PDL}, {"variants": [Toggles(), PDL]}])
-def test_toggles_not_honoured_upload_nothing(own_model, opened, asked):
-    device, path = opened(), own_model()
-    with pytest.raises(DeviceError, match="the null device cannot honour pdl=on"):
-        Engine.load(path, config=CONFIG, **{"toggles": Toggles()} | asked)
+@pytest.mark.parametrize(
+    ("how", "given", "says"),
+    [("mul_mat", {}, "blk.0.attn_q.weight: it is Tuesday; wait"),
+     ("attention", {}, "kqv_out-0: it is Tuesday; wait"),
+     ("", {"toggles": PDL}, "the null device cannot honour pdl=on"),
+     ("", {"variants": [BASE, PDL]}, "the null device cannot honour pdl=on"),
+     ("", {"check": no}, "not today")],
+)  # fmt: skip
+def test_what_is_refused_uploads_nothing(own_model, opened, how, given, says):
+    device = opened(refused=how)
+    with pytest.raises((DeviceError, UsageError)) as refusal:
+        Engine.load(own_model(), config=CONFIG, **{"toggles": BASE} | given)
+    assert says in str(refusal.value)
     assert "load_weight" not in device.done and device.done[-1] == "close"
-    assert not device.asked, "toggles come first: they are cheap to judge"
+    assert bool(device.asked) == bool(how), "toggles come first: they are cheap to judge"
+    del refusal
 
 
-def test_a_check_sees_model_and_device_and_ends_loading(own_model, opened):
-    device, seen = opened(), list[Any]()
-
-    def check(asked: Loaded) -> None:
-        ends = asked.tokenizer.eog_ids
-        seen.append((asked.model.n_vocab, asked.device, asked.config, bool(ends)))
-        raise UsageError("not today")
-
-    with pytest.raises(UsageError, match="not today"):
-        Engine.load(own_model(), config=CONFIG, check=check, toggles=Toggles())
-    assert seen == [(1024, "null", CONFIG, True)] and "load_weight" not in device.done
-
-
-@pytest.mark.parametrize("how", [{"raises_at": 0}, {"raises_at": 7}, {"finish_raises": True}])
+@pytest.mark.parametrize("how", [{"raises_at": 0}, {"raises_at": 7}, {"fails": "finish_loading"}])
 def test_interrupted_loading_leaves_nothing(own_model, opened, how: dict[str, Any]):
     device = opened(**how)
     with pytest.raises((KeyboardInterrupt, DeviceError)):
         Loaded(own_model(), CONFIG)
-    assert device.done[-1] == "close" and "synchronize" in device.done
-    assert all(memory.array is None for memory in device.given), "a weight was not freed"
+    device.check_all_is_back()
     assert len(device.given) == how.get("raises_at", len(device.given))
 
 
-def test_what_cannot_be_waited_for_is_given_back(own_model, opened, monkeypatch):
-    device = opened()
+def test_what_cannot_be_waited_for_is_given_back(own_model, opened):
+    device = opened(fails="synchronize")
     model = Loaded(own_model(), CONFIG).share()
-
-    def fail() -> None:
-        raise DeviceError("the context is gone")
-
-    monkeypatch.setattr(device, "synchronize", fail)
-    with pytest.raises(DeviceError, match="context is gone"):
+    with pytest.raises(DeviceError, match="fell off the bus"):
         model.release()
-    assert all(m.array is None for m in device.given) and device.done[-1] == "close"
+    device.check_all_is_back()
 
 
 @pytest.mark.parametrize("at", [1, 20])
@@ -217,45 +204,27 @@ def test_interrupted_while_the_workers_work(own_model, monkeypatch, at: int):
 # the bytes on the CPU devices ---------------------------------------------------------------------
 
 
-def weight(dtype: DType, rows: int, cols: int) -> tuple[Tensor, np.ndarray]:
-    tensor = Tensor("w", dtype, (rows, cols), Kind.WEIGHT)
-    return tensor, np.random.default_rng(rows).integers(0, 256, tensor.nbytes, np.uint8)
-
-
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: d.name)
 def test_workers_together_load_what_one_would(dtype: DType, device, monkeypatch):
-    """Parts of one group of rows up to all in one part, on one to three workers."""
-    for rows in (1, 17, 100):
-        tensor, data = weight(dtype, rows, 512)
+    """Parts of one group of rows up to all in one part, on one to three workers. New memory is not
+    always zero, and a layout belongs to an address only while it lives."""
+    for rows, part_bytes in ((1, 100), (17, 1), (100, 100), (100, 1 << 30)):
+        tensor = Tensor("w", dtype, (rows, 512), Kind.WEIGHT)
+        data = np.random.default_rng(rows).integers(0, 256, tensor.nbytes, np.uint8)
         layout = op_table.weight_layout(dtype, rows, 512)
         alone = np.zeros(op_table.repacked_bytes(dtype, rows, 512, layout), np.uint8)
         op_table.repack(alone.ctypes.data, data.ctypes.data, dtype, rows, 512, layout)
         assert (layout == "file") == (dtype not in QUANTISED)
-        for part_bytes in (1, 100, 1 << 30):
-            monkeypatch.setattr(embedded, "LOAD_PART_BYTES", part_bytes)
-            given = data.copy()
-            memory = device.load_weight(tensor, given)
-            given[:] = 0xEE  # loaded is loaded: read no later
-            assert ctypes.string_at(memory.address, memory.nbytes) == alone.tobytes()
-            memory.free()
-
-
-def test_memory_that_another_weight_had_is_whole(two):
-    """New memory is not always zero, and a layout belongs to an address only while it lives."""
-    for dtype in (*WEIGHT_DTYPES, *WEIGHT_DTYPES):
-        tensor, data = weight(dtype, 40, 256)
-        memory = two.load_weight(tensor, data)
-        layout = op_table.weight_layout(dtype, 40, 256)
-        assert two._layouts.get(memory.address, "file") == layout
+        monkeypatch.setattr(embedded, "LOAD_PART_BYTES", part_bytes)
+        with pytest.raises(DeviceError, match=rf"w.* wants {len(data)} bytes, not {len(data) - 1}"):
+            device.load_weight(tensor, data[1:])
+        given = data.copy()
+        memory = device.load_weight(tensor, given)
+        given[:] = 0xEE  # loaded is loaded: read no later
+        assert ctypes.string_at(memory.address, memory.nbytes) == alone.tobytes()
+        assert device._layouts.get(memory.address, "file") == layout
         memory.free()
-    assert not two._layouts
-
-
-@pytest.mark.parametrize("wrong", [0, 287, 289])
-def test_a_weight_of_the_wrong_size_is_refused(two, wrong: int):
-    tensor = Tensor("blk.0.w", DType("Q4_0", 32, 18), (8, 64), Kind.WEIGHT)
-    with pytest.raises(DeviceError, match=rf"blk\.0\.w.* wants 288 bytes, not {wrong}$"):
-        two.load_weight(tensor, np.zeros(wrong, np.uint8))
+    assert not device._layouts
 
 
 def test_the_host_uses_the_files_bytes_in_place(own_model):

@@ -1,4 +1,4 @@
-"""Graph reuse in its four ways: the same logits, and the work that each claims to remove gone."""
+"""Which steps reuse a program, and what each layer of reuse saves; programs that are patched."""
 
 from __future__ import annotations
 
@@ -6,166 +6,243 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import workbench as wb
-from tests.reuse import (
-    N_CTX,
-    N_UBATCH,
-    WAYS,
-    long_run,
-    mixed_run,
-    view_addresses,
-    views_of,
-)
-from workbench.backend.issue.issued import Plannable
+from tests.profiles import examples
+from tests.reuse import view_addresses, views_of
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
-from workbench.engine.engine import Engine
-from workbench.program.check.hazards import races
+from workbench.engine import programs as programs_room
+from workbench.engine.look.phases import PHASES, Phases
+from workbench.engine.programs import Key
+from workbench.graph.ir import I32, Input
+from workbench.model.inputs import INPUTS, MASK, POSITIONS
 from workbench.program.commands import Launch
 from workbench.program.first_cell import at_cell, first_cell
+from workbench.trace.profile import profile
 
-REUSED = WAYS[1:]
-MODELS = [("tiny-llama", "Q8_0"), ("tiny-qwen3", "BF16")]
-DEVICES = ["embedded", "host"]
+N_CTX, PAD, N_UBATCH = 128, 32, 16
+TOKENS = np.random.default_rng(8).integers(0, 1024, N_CTX).tolist()
+KEPT = Toggles(graph_reuse="set_rows")
+MADE = ("graph", "fuse", "split", "layout", "lower", "prepare")  # phases that reuse saves
 
 
-@pytest.fixture(scope="module", params=DEVICES)
-def engine(request, tiny_model) -> Iterator[Engine]:
-    path = tiny_model("tiny-llama", "Q4_0")
+@pytest.fixture(scope="module")
+def base(tiny_model) -> Iterator[wb.Engine]:
     with wb.Engine.load(
-        path,
-        device=request.param,
-        n_ctx=N_CTX,
-        n_seqs=8,
-        n_ubatch=N_UBATCH,
-        threads=2,
-        toggles=Toggles(),
-    ) as made:
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=N_CTX, n_kv_pad=PAD, n_seqs=4,
+        n_ubatch=N_UBATCH, threads=2, toggles=Toggles(),
+    ) as engine:  # fmt: skip
+        yield engine
+
+
+@pytest.fixture
+def engine(base) -> Iterator[wb.Engine]:
+    with base.variant(KEPT) as made:
         yield made
 
 
-@pytest.fixture(scope="module")
-def long_wanted(engine):
+def grown(engine: wb.Engine, *names: str):
+    """Calls of what this returns say how far counters have grown since the one before."""
+    names = names or ("programs_built", "programs_reused")
+    before = engine.counters
+
+    def grow() -> tuple[int, ...]:
+        nonlocal before
+        last, before = before, engine.counters
+        return tuple(before[name] - last[name] for name in names)
+
+    return grow
+
+
+# which steps reuse --------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(10))
+@given(n_prompt=st.integers(1, 40), n=st.integers(2, 80))
+def test_tokens_reuse_but_for_the_first_and_at_boundaries(base, n_prompt, n):
+    with base.variant(KEPT) as engine:
+        engine.prefill(TOKENS[:n_prompt])
+        if n_prompt % N_UBATCH == 1 or n_prompt == 1:
+            return  # the prompt ends with a step of one token
+        steps = grown(engine)
+        for token in TOKENS[n_prompt : n_prompt + n]:
+            engine.step([token])
+        ends = range(n_prompt + 1, n_prompt + n + 1)
+        boundaries = sum((end - 1) % PAD == 0 for end in ends[1:])
+        assert steps() == (1 + boundaries, n - 1 - boundaries)
+
+
+def test_a_shift_has_a_program_and_a_reset_keeps_all(engine):
+    steps = grown(engine)
+    wanted = [engine.step([token]) for token in TOKENS[:4]]
+    assert steps() == (1, 3)
+    for built, reused in ((1, 1), (0, 2)):
+        engine.cache.remove(0, 0, 1)
+        engine.cache.shift(0, -1)
+        engine.step([2])
+        assert steps() == (built, reused)
     engine.reset()
-    return long_run(engine)
+    assert np.array_equal([engine.step([token]) for token in TOKENS[:4]], wanted)
+    assert steps() == (0, 4)
 
 
-@pytest.fixture(scope="module")
-def mixed_wanted(engine):
-    return mixed_run(engine)
+@settings(max_examples=examples(40))
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 1), st.integers(0, 1)), max_size=40))
+def test_no_two_shapes_or_turns_share_a_program(base, keys):
+    with base.variant(KEPT) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs_room, "KEPT", 5)
+        policy, known = engine.steps.programs, dict[Key, object]()  # least recently used first
+        for n_tokens, n_outputs, turn in keys:
+            key = Key(engine.program(n_tokens, n_outputs).shape, turn)
+            found = policy.get(key)
+            assert known.pop(key, found) is found and found not in known.values()
+            known[key] = found
+            while len(known) > 5:
+                del known[next(iter(known))]
+        assert policy.built + policy.reused == len(keys) and len(policy._kept) == len(known)
 
 
-# the same logits ----------------------------------------------------------------------------------
+class Silent(Input):
+    """A new kind of input, which does not say whether a step can be given it again."""
 
 
-@pytest.mark.parametrize("way", REUSED)
-def test_more_than_512_tokens_across_a_reset(engine, long_wanted, way):
-    """A prompt, 520 tokens one by one, a reset and a shorter text, to the bit; and as many programs
-    built as boundaries of n_kv were crossed."""
-    with engine.variant(Toggles(graph_reuse=way)) as variant:
-        for ours, theirs in zip(long_run(variant), long_wanted, strict=True):
-            assert np.array_equal(ours, theirs)
+class FourPositions(Input):
+    """Four positions for each token, which answers as if there were one (llama.cpp #18191)."""
+
+    def can_reuse(self, step) -> bool:
+        return self.shape == (4 * step.n_tokens,)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("preset", "quant"), MODELS)
-def test_rope_and_store_are_joined_to_the_bit(tiny_model, preset, quant, device):
-    """Also where heads are normed. What a CUDA device joins may round
-    (`benchmarks/compare/arms.py`); here every fused node is its parts, and so the ways are equal to
-    the bit whatever is fused."""
-    on = {"fuse": "on", "defer_norm": "on"}
-    with wb.Engine.load(
-        tiny_model(preset, quant), device=device, n_ctx=N_CTX, n_seqs=8, n_ubatch=N_UBATCH,
-        threads=2, toggles=Toggles(**on),
-    ) as joined:  # fmt: skip
-        wanted = mixed_run(joined)
-        parts = [c.node.parts for c in joined.program().singly()
-                 if isinstance(c, Launch) and c.node.op == "qkv_rope_store"]  # fmt: skip
-        assert len(parts) == joined.model.n_layer
-        normed = any(part.op == "rms_norm" for part in parts[0])
-        assert normed == (preset == "tiny-qwen3")
-        for way in REUSED:
-            for plans in ("off", "ours") if device == "embedded" else ("off",):
-                with joined.variant(Toggles(graph_reuse=way, plans=plans, **on)) as variant:
-                    for ours, theirs in zip(mixed_run(variant), wanted, strict=True):
-                        assert np.array_equal(ours, theirs), (way, plans)
+@pytest.mark.parametrize("other", [Silent, FourPositions])
+def test_an_input_that_does_not_answer_is_named(engine, monkeypatch, other):
+    """And nothing is reused. It may compare with another shape, too."""
+    wanted = [engine.step([token]) for token in TOKENS[:6]]
+    monkeypatch.setitem(INPUTS, POSITIONS, lambda step: other(POSITIONS, I32, (step.n_tokens,)))
+    with engine.variant(KEPT) as variant:
+        steps = grown(variant, "programs_built", "programs_reused", "programs_refused")
+        assert np.array_equal([variant.step([token]) for token in TOKENS[:6]], wanted)
+        assert variant.steps.programs.refused == {POSITIONS: 5} and steps() == (6, 0, 5)
 
 
-@pytest.mark.parametrize("way", ["patch_pointers", "pointer_table"])
-def test_host_and_device_share_the_layers(tiny_model, way):
-    """Stores on the host are patched, too, and those of two devices."""
-    path = tiny_model("tiny-llama", "Q8_0")
-    for placed in ({"n_gpu_layers": 2}, {"n_devices": 2}):
-        with wb.Engine.load(
-            path, device="embedded", n_ctx=N_CTX, n_seqs=8, n_ubatch=N_UBATCH, threads=1,
-            toggles=Toggles(), **placed,
-        ) as engine:  # fmt: skip
-            wanted = mixed_run(engine)
-            with engine.variant(Toggles(graph_reuse=way)) as variant:
-                for ours, theirs in zip(mixed_run(variant), wanted, strict=True):
-                    assert np.array_equal(ours, theirs)
+# what each layer saves ----------------------------------------------------------------------------
 
 
-# the work is gone ---------------------------------------------------------------------------------
+def test_phases_are_shown_us_a_step(engine):
+    engine.prefill(TOKENS[:8])
+    engine.step([1])
+    before = engine.counters
+    for token in TOKENS[:5]:
+        engine.step([token])
+    table, after = engine.phases(since=before), engine.counters
+    assert table.steps == 5 and [row.phase for row in table] == list(PHASES)
+    for row in table:
+        ns = after[f"{row.phase}_ns"] - before[f"{row.phase}_ns"]
+        assert row.us == pytest.approx(ns / 5e3) and (row.us > 0) == (row.phase not in MADE)
+        # inputs are made ahead, and taken
+        assert row.times == {"batch": 2, **dict.fromkeys(MADE, 0)}.get(row.phase, 1)
+    assert sum(row.share for row in table) == pytest.approx(1)
+    assert len(repr(table).splitlines()) == table._repr_html_().count("<tr>") == 1 + len(PHASES)
+    with profile(engine, nvtx=False):
+        for token in TOKENS[:9]:
+            engine.step([token])
+    mixed = {row.phase: row.us for row in engine.phases(since=before)}  # of untraced steps alone
+    assert all(mixed[row.phase] == row.us for row in table if row.phase in ("issue", "wait"))
+    assert engine.counters["untraced_steps"] == 7 and engine.counters["steps"] == 16
 
 
-# a program that is patched ------------------------------------------------------------------------
+def test_a_phase_done_again_does_all_of_its_work(base):
+    """It makes what it made before, from what it was given then: so it costs what it cost."""
+    toggles = Toggles(graph_reuse="set_rows", fuse="on", defer_norm="on", plans="ours", redo="on")
+    with base.variant(toggles) as engine:
+        key = Key(engine.program().shape, 0)
+        assert engine.steps.programs.get(key) is engine.steps.programs.get(key)
+        phases = Phases(engine._spent)
+        prepared = engine.bound.build(key, phases, 0)
+        again = {name: work() for name, work in phases.again.items()}
+    assert set(again) == set(MADE)
+    program, made = prepared.program, again["prepare"]
+    nodes = [c.node.name for c in program.singly() if isinstance(c, Launch)]
+    fused = again["fuse"][0].nodes
+    assert [node.name for node in fused] == nodes and len(again["graph"].nodes) > len(nodes)
+    assert [node.name for part in again["split"] for node in part.nodes] == nodes
+    for found, wanted in zip(again["layout"].ranges, program.layout, strict=True):
+        assert {t.name: r[1:] for t, r in found.items()} == {
+            t.name: r[1:] for t, r in wanted.items()
+        }
+    assert again["lower"].pattern() == program.pattern()
+    assert made is not prepared and made.program is program
+    assert {n: i.key for n, i in made.issued.items()} == {
+        n: i.key for n, i in prepared.issued.items()
+    }
 
 
-def test_a_patched_program_is_the_one_that_would_be_built(engine):
+@pytest.mark.parametrize("scope", ["split", "step"])
+@pytest.mark.parametrize("name", [POSITIONS, MASK])
+def test_inputs_of_another_shape_are_refused_at_once(base, name, scope):
+    """Also where their bytes would fit, or be spread over the input. The engine is usable then."""
+    toggles = Toggles(
+        graph_reuse="set_rows", plans="ours", plan_scope=scope, sync="implicit",
+        copy_stream="compute",
+    )  # fmt: skip
+    with base.variant(toggles) as engine:
+        wanted = [engine.step([token]) for token in TOKENS[:6]]
+        engine.reset()
+        found = [engine.step([token]) for token in TOKENS[:3]]
+        replayed = grown(engine, "plans_replayed")
+        batch = engine.steps.batches.take([(0, [1], "last")])
+        prepared = engine.steps.programs.get(Key(batch.shape, engine.turn))
+        value, says = batch.values[name], rf"input {name} is \[.*\] where its program has \["
+        for other in (value.reshape(-1, 1)[:1], np.repeat(value, 2, axis=0)):
+            with pytest.raises(UsageError, match=says):
+                prepared.run(batch.values | {name: other}, prepared.head)
+        assert replayed() == (0,)
+        found += [engine.step([token]) for token in TOKENS[3:6]]
+        assert np.array_equal(found, wanted)
+
+
+# programs that are patched ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["embedded", "host"])
+def test_a_patched_program_is_the_one_that_would_be_built(tiny_model, device):
     """Ranges, parameters and addresses: of the kept program as of one built for the cell."""
-    with engine.variant(Toggles(graph_reuse="patch_pointers")) as variant:
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q4_0"), device=device, n_ctx=N_CTX, n_ubatch=16, threads=1,
+        toggles=Toggles(graph_reuse="patch_pointers"),
+    ) as engine:  # fmt: skip
         kept = None
         for n_past in range(6):
-            variant.step([7])
-            ((prepared, *_),) = variant.steps.programs._kept.values()
+            engine.step([7])
+            ((prepared, *_),) = engine.steps.programs._kept.values()
             assert kept in (None, prepared)
-            kept = prepared
-            built = variant.program(n_past=n_past)
+            kept, built = prepared, engine.program(n_past=n_past)
             assert first_cell(prepared.program) == n_past == prepared.binding.cell
             assert views_of(prepared.program) == views_of(built) == views_of(at_cell(built, n_past))
             at = {b.name: m.address for b, m in prepared.binding.memory.items()}
             wanted = [at[name] + offset for _, (name, offset, _), _ in views_of(prepared.program)]
-            assert view_addresses(prepared) == ([] if engine.device == "host" else wanted)
+            assert view_addresses(prepared) == ([] if device == "host" else wanted)
         program = prepared.program
         assert prepared.program is program  # made once
+        cells = [first_cell(p) for p in engine.programs(35, 2, laps=2)]  # what a checker is given
+        assert cells == [0, 16, 32, 35, 36] * 2
         prepared.store_at(40)
         assert first_cell(prepared.program) == 40 and first_cell(program) == 5
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("sync", ["per_copy", "write_read_boundary"])
-def test_the_checker_sees_each_step_with_its_cells(engine, way, sync):
-    if engine.device == "host":
-        sync = "per_copy"
-    toggles = Toggles(graph_reuse=way, sync=sync, step_wait="outputs")
-    with engine.variant(toggles) as variant:
-        programs = variant.cycle(2 * N_UBATCH + 3, 4)
-        assert not races(programs * 2)
-        cells = [first_cell(p) for p in variant.programs(2 * N_UBATCH + 3, 2, laps=2)]
-    n = N_UBATCH
-    wanted = [0, n, 2 * n, 2 * n + 3, 2 * n + 4] * 2
-    assert cells == (wanted if way == "patch_pointers" else [None] * len(wanted))
-
-
-# cells in a row -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", ["patch_pointers", "pointer_table"])
-def test_no_cells_in_a_row_is_refused_and_the_engine_goes_on(engine, way):
-    with engine.variant(Toggles(graph_reuse=way)) as variant:
-        tokens = list(range(N_UBATCH))
-        while variant.n_past + N_UBATCH <= N_CTX:
-            variant.prefill(tokens)
+def test_no_cells_in_a_row_is_refused_and_it_goes_on(base, way):
+    with base.variant(Toggles(graph_reuse=way)) as variant:
+        variant.prefill(TOKENS)
         variant.cache.remove(0, 5, 8)
         variant.cache.remove(0, 20, 22)
         with pytest.raises(UsageError, match=r"no 4 free cells in a row.* 5 free.* are 3;"):
             variant.step([1, 2, 3, 4])
-        before = variant.n_past
         with pytest.raises(UsageError, match="in a row"):
             variant.prefill([1, 2, 3, 4])
-        assert variant.n_past == before
+        assert variant.n_past == N_CTX - 5
         variant.step([1, 2, 3])
         variant.step([4])  # the inputs made ahead are for cells that are there
         variant.submit([(1, [5], "last")]).wait()
@@ -173,45 +250,3 @@ def test_no_cells_in_a_row_is_refused_and_the_engine_goes_on(engine, way):
             variant.step([1])
         variant.reset()
         assert variant.step([1, 2, 3, 4]).shape == (1, variant.model.n_vocab)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_ubatches_may_be_larger_than_the_context(tiny_model, way):
-    with wb.Engine.load(
-        tiny_model("tiny-llama", "F32"), device="embedded", n_ctx=32, n_ubatch=512, n_kv_pad=32,
-        toggles=Toggles(graph_reuse=way),
-    ) as small:  # fmt: skip
-        assert small.prefill(list(range(32)), "all").shape[0] == 32
-
-
-# under plans --------------------------------------------------------------------------------------
-
-SCOPES = {
-    "split": {"plan_scope": "split"},
-    "step": {"plan_scope": "step", "sync": "implicit"},
-    "train": {
-        "plan_scope": "step", "sync": "implicit", "step_wait": "outputs",
-        "host_source": "pinned_ring_4",
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("plans", ["pr", "ours"])
-@pytest.mark.parametrize(("way", "updates"), [("patch_pointers", True), ("pointer_table", False),
-                                              ("set_rows", False)])  # fmt: skip
-def test_a_plan_is_updated_where_stores_move_and_nowhere_else(engine, way, updates, plans):
-    """A program that is patched is other work than before: its uid says so."""
-    if engine.device == "host":
-        pytest.skip("the host captures nothing")
-    n = 12
-    with engine.variant(Toggles(graph_reuse=way, plans=plans)) as variant:
-        uids = set()
-        for _ in range(n):
-            variant.step([7])
-            ((prepared, *_),) = variant.steps.programs._kept.values()
-            uids |= {i.uid for i in prepared.issued.values() if isinstance(i, Plannable)}
-        counters = variant.counters
-    moved = n - 1 if updates else 0
-    assert len(uids) == 1 + moved and 0 not in uids
-    assert (counters["plans_captured"], counters["plans_updated"]) == (1, moved)
-    assert counters["plans_replayed"] == n and not counters["plans_reinstantiated"]

@@ -1,7 +1,7 @@
 """An OpenAI-compatible server that computes nothing: known delays, known counts, faults on demand.
 
 It runs in a thread of the tests, or as a process: `python -m tests.traffic.fake_server`. The
-first token of a prompt is a fault where its id is in FAULTS.
+first token of a prompt is a fault where its id is one of those below.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
 # the first id of a prompt -> what becomes of the request
-REFUSE, CLOSE, GARBAGE, SHORT, HANG, ERROR_EVENT, BAD_REQUEST = 901, 902, 903, 904, 905, 906, 907
-FAULTS = range(REFUSE, BAD_REQUEST + 1)
+REFUSE, CLOSE, GARBAGE, SHORT, HANG, ERROR_EVENT, BAD_REQUEST = range(901, 908)
+NO_TOKEN, HALF, NOT_HTTP, BAD_CHUNK = range(908, 912)
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+BROKEN = {CLOSE: b"", HALF: b"HTTP/1.1 200", NOT_HTTP: b"SSH-2.0\r\n", BAD_CHUNK: HEAD + b"xyz\r\n"}
 
 
 class Delays(NamedTuple):
@@ -96,7 +98,8 @@ class FakeServer:
             return await whole(writer, 503, {"error": {"message": "all slots are taken"}})
         if fault == BAD_REQUEST:
             return await whole(writer, 400, {"error": {"message": "the prompt is too long"}})
-        if fault == CLOSE:
+        if fault in BROKEN:
+            writer.write(BROKEN[fault])
             return False
         n = n // 2 if fault == SHORT else n
         reason = "stop" if fault == SHORT else "length"
@@ -105,10 +108,7 @@ class FakeServer:
             await asyncio.sleep(self.delays.first_s + self.delays.gap_s * (n - 1))
             choice = {"index": 0, "text": "x" * n, "finish_reason": reason}
             return await whole(writer, 200, {"choices": [choice], "usage": usage})
-        writer.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-            b"Transfer-Encoding: chunked\r\n\r\n"
-        )
+        writer.write(HEAD)
         if fault == HANG:
             await asyncio.sleep(60)
         await asyncio.sleep(self.delays.first_s)
@@ -116,6 +116,8 @@ class FakeServer:
             writer.write(chunk(b'data: {"choices": [{"tex\n\n'))
         elif fault == ERROR_EVENT:
             writer.write(chunk(event({"error": {"message": "the engine process has died"}})))
+        elif fault == NO_TOKEN:
+            writer.write(chunk(b"data: [DONE]\n\n"))
         else:
             for i in range(0, n, self.delays.per_event):
                 if i:

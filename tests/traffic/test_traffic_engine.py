@@ -36,8 +36,8 @@ def engine(tiny_model):
 
 
 class Noted:
-    """The pipe to an engine of this process, and what was sent through it. dies_after: messages,
-    behind which nothing comes. full: whether requests are refused, as with a queue that is full."""
+    """The pipe to an engine of this process, and what was sent through it. dies_after: so many
+    messages. full: whether requests are refused, as with a queue that is full."""
 
     def __init__(self, engine, n_slots: int = 4, dies_after: float = INF, full: bool = False):
         self.own, self.left, self.full = OwnEngine(engine, n_slots), dies_after, full
@@ -132,35 +132,6 @@ def test_counts_are_of_one_setting():
 # the pipe of an engine ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"sampling": "device", "results": "behind"}], ids=str)
-def test_tokens_are_those_of_a_sequence_alone(engine, changes):
-    """Also where results come behind: then a poll may bring nothing, and the next one does."""
-    prompts = [np.arange(3 + i, 9 + 2 * i, dtype=np.int32) for i in range(3)]
-    toggles = {"graph_reuse": "set_rows", "sync": "packed_implicit", "copy_stream": "compute"}
-    toggles |= changes | ({"host_source": "pinned_ring_2"} if changes else {})
-    with engine.variant(wb.Toggles(**toggles)) as side:
-        alone = []
-        for prompt in prompts:
-            side.reset()
-            alone.append(side.generate(tokens=prompt.tolist(), max_tokens=5, stop_at_eos=False))
-        pipe = OwnEngine(side, 3)
-        assert isinstance(pipe.recv(), messages.Ready)
-        for number, prompt in enumerate(prompts):
-            pipe.send(Ask(number, prompt, 5))
-        made: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        n_ended = 0
-        while n_ended < 3:
-            if pipe.poll():
-                said = pipe.recv()
-                for number, token in zip(said.numbers.tolist(), said.tokens.tolist(), strict=True):
-                    made[number].append(token)
-                n_ended += len(said.ended)
-        assert not pipe.poll() and not pipe.poll(0.001)
-        with pytest.raises(EOFError):
-            pipe.recv()
-    assert [made[i] for i in range(3)] == [one.tokens for one in alone]
-
-
 def test_each_request_of_each_setting_is_asked_once(engine):
     asked = spec(n_gen="4", n_warm_up=2, asking=Asking(temperature=0.5), seed=5)
     settings = [Arrivals(CLOSED, 3), Arrivals(POISSON, INF)]
@@ -252,32 +223,3 @@ def test_what_had_ended_is_saved_where_an_engine_dies(engine, tmp_path):
         serve_bench(target, [Arrivals(CLOSED, 2)], spec(n_requests=500), out=tmp_path / "run")
     found = load_served(tmp_path / "run")
     assert found.interrupted and 0 < found.rows[0].figures["completed"] < 40
-
-
-@pytest.mark.parametrize("at", [0, 15])
-def test_ctrl_c_keeps_what_has_ended(engine, tmp_path, monkeypatch, at):
-    """It strikes at the beginning, or as the second setting's third request ends."""
-    target, seen = over_pipe(Noted(engine)), []
-    offer = target.offer
-
-    def struck(load, asking, most_s=INF):
-        if not at:
-            raise KeyboardInterrupt
-        for records in offer(load, asking, most_s):
-            yield records
-            seen.extend(records)
-            if len(seen) >= at:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(target, "offer", struck)
-    settings = [Arrivals(CLOSED, 2), Arrivals(CLOSED, 1)]
-    if not at:
-        monkeypatch.setattr(target, "offer", lambda *_: next(struck(*_)))
-        with pytest.raises(KeyboardInterrupt):
-            serve_bench(target, settings, spec(n_warm_up=0))
-        return
-    made = serve_bench(target, settings, spec(n_warm_up=0), out=tmp_path / "run")
-    assert made.interrupted and [r.figures["completed"] for r in made.rows] == [12, len(seen) - 12]
-    assert "requests were not measured to their end" in made.rows[1].warnings[0]
-    found = load_served(tmp_path / "run")
-    assert found.interrupted and found.run["status"] == "interrupted"

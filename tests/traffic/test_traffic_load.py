@@ -33,9 +33,6 @@ SETTINGS = st.one_of(
 )
 
 
-# lengths -----------------------------------------------------------------------------------------
-
-
 @given(st.integers(1, 5000), st.integers(0, 5000), st.integers(0, 99), st.integers(1, 40))
 def test_lengths_are_in_range_and_come_again_from_a_seed(low, more, seed, n):
     for text in (f"{low}", f"uniform:{low}-{low + more}", f"rng-{low}-{low + more}"):
@@ -52,28 +49,35 @@ def test_rng_lengths_are_server_bench_s():
     """The figures are of random.seed(3 * (offset + 1000 * i) + part); random.randint(low, high),
     which is how llama.cpp's scripts/server-bench.py calls Python's generator."""
     of_prompt = lengths("-p", "rng-0-19000")
-    assert of_prompt.draw(6, 0, PROMPT).tolist() == PROMPTS_OF_0
-    assert of_prompt.draw(6, 7, PROMPT).tolist() == PROMPTS_OF_7
-    assert lengths("-n", "rng-128-384").draw(6, 0, ANSWER).tolist() == ANSWERS_OF_0
+    for asked, seed, which, wanted in (
+        (of_prompt, 0, PROMPT, [12623, 4156, 5699, 11270, 1260, 13486]),
+        (of_prompt, 7, PROMPT, [5405, 3961, 17947, 2600, 7417, 7260]),
+        (lengths("-n", "rng-128-384"), 0, ANSWER, [196, 277, 297, 146, 199, 267]),
+    ):
+        assert asked.draw(6, seed, which).tolist() == wanted
     load = draw(Arrivals(CLOSED, 2), 3, of_prompt, FIXED, IDS, seed=7)
     assert [load.sampling_seed(i) for i in range(3)] == [23, 3023, 6023]
+    assert lengths("-p", "rng-0-1").draw(50, 0, PROMPT).tolist() == [1] * 50, "none is empty"
 
 
-PROMPTS_OF_0 = [12623, 4156, 5699, 11270, 1260, 13486]
-PROMPTS_OF_7 = [5405, 3961, 17947, 2600, 7417, 7260]
-ANSWERS_OF_0 = [196, 277, 297, 146, 199, 267]
+NO_LENGTHS = ["", "0", "-1", "1.5", "uniform:5", "uniform:9-3", "rng-0-0", "rng:1-2", "many", "1e3"]
+REFUSED = [
+    *((lambda text=text: lengths("-p", text), "-p .* is no length; write it as")
+      for text in NO_LENGTHS),
+    (lambda: arrivals(POISSON, "nan", None), "--rate 'nan' is no rate"),
+    (lambda: arrivals(POISSON, "1,,2", None), "--rate '' is no rate"),
+    (lambda: arrivals(POISSON, None, "0"), "--concurrency '0' is no number"),
+    (lambda: arrivals(POISSON, None, "1.5"), "--concurrency '1.5' is no"),
+    (lambda: arrivals("gamma", "1", None), "--arrivals 'gamma': choose poisson or constant"),
+    (lambda: draw(Arrivals(CLOSED, 2), 0, FIXED, FIXED, IDS), "--n-requests 0 must be 1 to"),
+    (lambda: draw(Arrivals(CLOSED, 2), 1, FIXED, FIXED, IDS[:0]), "no token ids"),
+]  # fmt: skip
 
 
-def test_no_prompt_is_empty():
-    assert lengths("-p", "rng-0-1").draw(50, 0, PROMPT).tolist() == [1] * 50
-
-
-@pytest.mark.parametrize(
-    "text", ["", "0", "-1", "1.5", "uniform:5", "uniform:9-3", "rng-0-0", "rng:1-2", "many", "1e3"]
-)
-def test_what_is_no_length_is_refused(text):
-    with pytest.raises(UsageError, match=r"-p .* is no length; write it as"):
-        lengths("-p", text)
+def test_what_is_no_load_is_refused():
+    for asked, said in REFUSED:
+        with pytest.raises(UsageError, match=said):
+            asked()
 
 
 # arrivals ----------------------------------------------------------------------------------------
@@ -100,58 +104,34 @@ def test_poisson_gaps_are_exponential():
 
 def test_lists_of_rates_and_concurrencies():
     found = arrivals(POISSON, "1,2.5,inf", "1,8,inf")
-    assert [a.name for a in found] == [
-        "rate=1", "rate=2.5", "rate=inf", "concurrency=1", "concurrency=8",
-    ]  # fmt: skip
+    names = ["rate=1", "rate=2.5", "rate=inf", "concurrency=1", "concurrency=8"]
+    assert [a.name for a in found] == names
     assert [a.name for a in arrivals(POISSON, None, None)] == ["rate=inf"]
     assert [a.name for a in arrivals(CONSTANT, "4", None)] == ["rate=4 constant"]
-    for rates, concurrencies, said in (
-        ("nan", None, "--rate 'nan' is no rate"), ("1,,2", None, "--rate '' is no rate"),
-        (None, "0", "--concurrency '0' is no number"), (None, "1.5", "--concurrency '1.5' is no"),
-    ):  # fmt: skip
-        with pytest.raises(UsageError, match=said):
-            arrivals(POISSON, rates, concurrencies)
-    with pytest.raises(UsageError, match="--arrivals 'gamma': choose poisson or constant"):
-        arrivals("gamma", "1", None)
 
 
-# prompts -----------------------------------------------------------------------------------------
+# prompts, and which may start --------------------------------------------------------------------
 
 
 @given(st.integers(0, 40), st.integers(0, 5), st.integers(0, 5))
 def test_prompts_have_their_length_beginning_and_tokens(n_shared, seed, row):
-    load = draw(
-        Arrivals(CLOSED, 2), 4, lengths("-p", "uniform:1-40"), FIXED, IDS, n_shared=n_shared,
-        seed=seed, row=row,
+    load, other = (
+        draw(Arrivals(CLOSED, 2), 4, lengths("-p", "rng-1-40"), FIXED, IDS, n_shared=n_shared,
+             seed=seed, row=of)
+        for of in (row, row + 1)
     )  # fmt: skip
     prompts = [load.prompt(i) for i in range(load.n)]
     assert [len(p) for p in prompts] == load.n_prompt.tolist()
     assert all(np.isin(p, IDS).all() and p.dtype == np.int32 for p in prompts)
-    for one, other in itertools.pairwise(prompts):
-        both = min(n_shared, len(one), len(other))
-        assert (one[:both] == other[:both]).all()
-        if min(len(one), len(other)) > n_shared + 5:
-            assert (one[n_shared : n_shared + 5] != other[n_shared : n_shared + 5]).any()
-
-
-def test_settings_have_equal_lengths_and_other_prompts():
-    one, other = (
-        draw(Arrivals(CLOSED, 2), 9, lengths("-p", "rng-20-40"), FIXED, IDS, row=row, n_shared=6)
-        for row in (0, 1)
-    )
-    assert (one.n_prompt == other.n_prompt).all()
-    assert (one.prompt(0)[:6] != other.prompt(0)[:6]).any()
-    assert (one.prompt(3)[6:20] != other.prompt(3)[6:20]).any()
-
-
-def test_a_load_of_nothing_is_refused():
-    with pytest.raises(UsageError, match="--n-requests 0 must be 1 to"):
-        draw(Arrivals(CLOSED, 2), 0, FIXED, FIXED, IDS)
-    with pytest.raises(UsageError, match="no token ids"):
-        draw(Arrivals(CLOSED, 2), 1, FIXED, FIXED, IDS[:0])
-
-
-# which may start ---------------------------------------------------------------------------------
+    for one, next_one in itertools.pairwise(prompts):
+        both = min(n_shared, len(one), len(next_one))
+        assert (one[:both] == next_one[:both]).all()
+        if min(len(one), len(next_one)) > n_shared + 5:
+            assert (one[n_shared : n_shared + 5] != next_one[n_shared : n_shared + 5]).any()
+    assert (load.n_prompt == other.n_prompt).all(), "settings differ in their prompts alone"
+    for i, prompt in enumerate(prompts):
+        for part in (slice(0, n_shared), slice(n_shared, None)):
+            assert len(prompt[part]) < 4 or (prompt[part] != other.prompt(i)[part]).any()
 
 
 @given(
@@ -160,15 +140,11 @@ def test_a_load_of_nothing_is_refused():
 @example(Arrivals(CLOSED, 3), 12, 2, [])
 def test_each_request_starts_once_and_not_before_it_is_due(arriving, n, parts, steps):
     load = draw(arriving, n, FIXED, FIXED, IDS)
-    due = load.due_ns()
+    due, closed = load.due_ns(), arriving.kind == CLOSED
     started: list[int] = []
     for part in range(parts):
-        starts = Starts(due, load, part, parts)
-        now, in_flight, share = (
-            0,
-            0,
-            len(range(part, int(arriving.value), parts)) if (arriving.kind == CLOSED) else n,
-        )
+        starts, now, in_flight = Starts(due, load, part, parts), 0, 0
+        share = len(range(part, int(arriving.value), parts)) if closed else n
         for step in [*steps, *[10**12] * (n + 1)]:
             now += step
             for request, at in starts.due(now):
@@ -182,5 +158,5 @@ def test_each_request_starts_once_and_not_before_it_is_due(arriving, n, parts, s
                 starts.ended(now)
         if share:
             assert starts.n_left == 0 and starts.next_ns is None
-    if arriving.kind != CLOSED or arriving.value >= parts:
+    if not closed or arriving.value >= parts:
         assert sorted(started) == list(range(n))

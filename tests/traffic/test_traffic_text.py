@@ -1,15 +1,14 @@
-"""What serve-bench prints: vLLM's table to the letter, the summary, JSON; and its picture."""
+"""What serve-bench prints: vLLM's table to the letter, the summary, JSON; points of a picture."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from workbench.common.errors import UsageError
-from workbench.report import plots
 from workbench.traffic.bench import ServedRow
 from workbench.traffic.bench_text import format_rows, points, report, summary
 from workbench.traffic.latency import Served, Slo, figures
@@ -18,6 +17,7 @@ from workbench.traffic.records import OK, REFUSED, RequestRecord
 
 MS = 10**6
 CLIENT = {"us_per_chunk": 20.0, "us_per_request": 150.5, "busy": 0.25, "processes": 1}
+TABLE = Path(__file__).with_name("vllm_table.txt").read_text()  # with vLLM's blanks
 
 
 def record(i: int, due_ms: int, *token_ms: float, **more) -> RequestRecord:
@@ -38,52 +38,6 @@ ROW = ServedRow(
     Arrivals(CLOSED, 2), 4, figures(Served.of(RECORDS, True), Slo.of("ttft:105ms"), 2), CLIENT
 )
 
-TABLE = """\
-============ Serving Benchmark Result ============
-Successful requests:                     3         
-Failed requests:                         1         
-Maximum request concurrency:             2         
-Benchmark duration (s):                  0.33      
-Total input tokens:                      30        
-Total generated tokens:                  9         
-Request throughput (req/s):              9.23      
-Request goodput (req/s):                 6.15      
-Output token throughput (tok/s):         27.69     
-Peak output token throughput (tok/s):    9.00      
-Peak concurrent requests:                2.00      
-Total token throughput (tok/s):          120.00    
----------------Time to First Token----------------
-Mean TTFT (ms):                          103.33    
-Median TTFT (ms):                        100.00    
-P99 TTFT (ms):                           109.80    
------Time per Output Token (excl. 1st token)------
-Mean TPOT (ms):                          29.17     
-Median TPOT (ms):                        25.00     
-P99 TPOT (ms):                           37.25     
----------------Inter-token Latency----------------
-Mean ITL (ms):                           29.17     
-Median ITL (ms):                         27.50     
-P99 ITL (ms):                            49.00     
-----------------End-to-end Latency----------------
-Mean E2EL (ms):                          161.67    
-Median E2EL (ms):                        160.00    
-P99 E2EL (ms):                           174.70    
--------------------Steady State-------------------
-Steady from (s):                         0.15      
-Steady until (s):                        0.25      
-Steady request throughput (req/s):       10.00     
-Steady output throughput (tok/s):        20.00     
-Steady P99 ITL (ms):                     30.00     
-----------------------Client----------------------
-Mean client lag (ms):                    1.00      
-Max client lag (ms):                     1.00      
-Tokens per chunk:                        1.00      
-Client CPU per chunk (us):               20.00     
-Client CPU per request (us):             150.50    
-Busiest client (share of a core):        0.25      
-==================================================
-"""  # noqa: W291 - the blanks are vLLM's
-
 
 def test_the_table_is_vllm_s_to_the_letter():
     assert report(ROW) + "\n" == TABLE
@@ -91,8 +45,7 @@ def test_the_table_is_vllm_s_to_the_letter():
 
 def test_what_is_not_known_has_no_line():
     whole = [record(0, 0, 100), record(1, 0, 100)]
-    row = ServedRow(Arrivals(POISSON, 2.5), 2, figures(Served.of(whole, False)), {})
-    text = report(row)
+    text = report(ServedRow(Arrivals(POISSON, 2.5), 2, figures(Served.of(whole, False)), {}))
     assert "Request rate configured (RPS):           2.50      " in text
     for word in ("TTFT", "TPOT", "ITL", "goodput", "nan", "concurrency:", "CPU", "Steady"):
         assert word not in text, word
@@ -106,7 +59,10 @@ def test_several_settings_have_a_row_each():
     table = summary([ROW, other])
     assert table["setting"].tolist() == ["concurrency=2", "rate=inf"]
     assert table["failed"].tolist() == [1, 1] and "good/s" in table
+    assert table["median"].tolist() == [ROW.figures["median_ttft_ms"]] * 2
     text = format_rows([ROW, other])
+    frame = points([ROW, other], "ours", "p99_ttft_ms")
+    assert len(frame) == 2 and frame.attrs["latency"] == "P99 TTFT (ms)"
     assert text.startswith("concurrency=2\n" + TABLE) and text.count(" Serving B") == 2
     assert "| rate=inf " in text and text.endswith("|\n")
     assert format_rows([ROW]) == "concurrency=2\n" + TABLE, "one setting needs no summary"
@@ -129,28 +85,3 @@ def test_json_has_vllm_s_keys_and_no_nan():
     assert "NaN" not in format_rows([ROW], "json")
     with pytest.raises(UsageError, match="-o 'csv': choose one of table, md, json, jsonl"):
         format_rows([ROW], "csv")
-
-
-# the picture --------------------------------------------------------------------------------------
-
-
-def several(name: str, factor: float) -> pd.DataFrame:
-    made = points([ROW._replace(setting=Arrivals(CLOSED, n)) for n in (1, 8, 32)], name)
-    return made.assign(tokens_per_s=np.array([100, 600, 900]) * factor, latency_ms=[10, 13, 35.5])
-
-
-def test_a_picture_has_a_curve_for_each_setting():
-    frame = pd.concat([several("skipping on", 2.0), several("skipping off", 1.0)])
-    frame.attrs = points([ROW], "x").attrs
-    fig = plots.throughput_against_latency(frame, "tiny-llama")
-    (ax,) = fig.axes
-    assert [line.get_label() for line in ax.lines] == ["skipping on", "skipping off"]
-    assert ax.lines[0].get_xydata().tolist() == [[10, 200], [13, 1200], [35.5, 1800]]
-    assert [t.get_text() for t in ax.texts] == ["1", "8", "32"] * 2
-    assert points([ROW], "ours", "p99_ttft_ms").attrs["latency"] == "P99 TTFT (ms)"
-    assert ax.get_xlabel() == "Mean TPOT (ms)" and ax.get_title(loc="left") == "tiny-llama"
-    looks = {(line.get_linestyle(), line.get_marker()) for line in ax.lines}
-    assert len(looks) == 2, "they differ in grey, too"
-    shown = [t.get_text() for axis in (ax.xaxis, ax.yaxis) for t in axis.get_ticklabels()]
-    assert "1,000" in shown and not any("e+" in text or "$" in text for text in shown)
-    assert fig._repr_png_()[0].startswith(b"\x89PNG")

@@ -6,11 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 import workbench as wb
-from tests.profiles import examples
 from tests.served import APART, Told, alone, check_cells, go_on, ids, same, serve
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
@@ -22,9 +19,9 @@ from workbench.engine.slots.slots import Slots
 N_SLOTS = 4
 
 
-def opened(tiny_model, n_ctx: int, n_ubatch: int = 16, **toggles: str) -> Engine:
+def opened(tiny_model, n_ctx: int, n_ubatch: int = 16, device="embedded", **toggles: str) -> Engine:
     return wb.Engine.load(
-        tiny_model("tiny-llama", "F32"), device="embedded", n_seqs=N_SLOTS, n_ubatch=n_ubatch,
+        tiny_model("tiny-llama", "F32"), device=device, n_seqs=N_SLOTS, n_ubatch=n_ubatch,
         n_ctx=n_ctx, threads=1, toggles=Toggles(**toggles),
     )  # fmt: skip
 
@@ -43,69 +40,38 @@ def apart(tiny_model) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def wide(tiny_model) -> Iterator[Engine]:
-    """A region that all share, with room for all."""
-    with opened(tiny_model, N_SLOTS * 80) as engine:
+@pytest.fixture(scope="module", params=[APART, {}], ids=["apart", "wide"])
+def roomy(request, tiny_model) -> Iterator[Engine]:
+    """A region for each, and one that all share with room for all."""
+    with opened(tiny_model, N_SLOTS * 80, **request.param) as engine:
         yield engine
-
-
-# cells --------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=examples(40))
-@given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 20)), min_size=1, max_size=9))
-@example([(20, 6), (50, 8), (2, 2)])  # a small one waits behind a large one, which else waits on
-def test_a_small_cache_serves_all_in_their_order(small, sizes):
-    """Also where the engine had cells before. Who began later has waited for its first token
-    longer."""
-    small.reset()
-    small.step(ids(16), "none", 3)
-    slots, order = Slots(small, N_SLOTS), list[int]()
-    assert small.cache.n_used == 0
-
-    def each(slots: Slots) -> None:
-        check_cells(slots)
-        at_work = {slot.request.ask.number for slot in slots.slots if slot.request is not None}
-        order.extend(sorted(at_work - {*order}))
-        assert slots.totals().n_cells_used <= small.cache.n_used <= slots.room
-
-    told = serve(slots, [Ask(i, ids(n, i), m) for i, (n, m) in enumerate(sizes)], each)
-    assert order == sorted(order)
-    for i, (n, m) in enumerate(sizes):
-        assert len(told.tokens[i]) == min(m, 64 - n + 1) and told.ended[i].reason == LENGTH
 
 
 def test_what_can_never_fit_is_refused_with_the_reason(small, apart):
     for engine, room in ((small, 64), (apart, 80)):
-        slots, n_vocab = Slots(engine, N_SLOTS), engine.model.n_vocab
+        slots, n = Slots(engine, N_SLOTS), engine.model.n_vocab
         assert not slots.refusal(Ask(0, ids(room), 1))
-        for ask, why in (
-            (
-                Ask(0, ids(room + 1), 1),
-                f"{room + 1} tokens, and the context of a request is {room}",
-            ),
-            (Ask(0, ids(3), -1), "give at least 1, and 0"),
-            (Ask(0, ids(0), 1), "give at least 1, and 0"),
-            (Ask(0, np.array([5, n_vocab], np.int32), 1), f"token id {n_vocab} is outside"),
-            (Ask(0, np.array([-1], np.int32), 1), "token id -1 is outside"),
-        ):
-            assert why in slots.refusal(ask)
+        too_long = f"{room + 1} tokens, and the context of a request is {room}"
+        for tokens, most, why in (
+            (ids(room + 1), 1, too_long), (ids(3), -1, "give at least 1, and 0"),
+            (ids(0), 1, "give at least 1, and 0"), ([5, n], 1, f"token id {n} is outside"),
+            ([-1], 1, "token id -1 is outside"),
+        ):  # fmt: skip
+            assert why in slots.refusal(Ask(0, np.array(tokens, np.int32), most))
 
 
 @pytest.mark.parametrize(
     ("n_slots", "n_ctx", "n_ubatch", "toggles", "said"),
     [(0, 64, 16, {}, "0 slots; this engine has 4 sequences"),
      (5, 64, 16, {}, "5 slots; this engine has 4 sequences"),
-     (3, 64, 2, {}, "larger n_ubatch"),
-     (4, 7, 16, {}, "4 slots cannot be used together"),
+     (3, 64, 2, {}, "larger n_ubatch"), (4, 7, 16, {}, "4 slots cannot be used together"),
      (4, 7, 16, APART, "4 slots cannot be used together"),
      (4, 8, 16, {}, ""), (4, 8, 16, APART, "")],
 )  # fmt: skip
 def test_more_slots_than_an_engine_serves_are_refused(
     tiny_model, n_slots, n_ctx, n_ubatch, toggles, said
 ):
-    with opened(tiny_model, n_ctx, n_ubatch, **toggles) as engine:
+    with opened(tiny_model, n_ctx, n_ubatch, "null", **toggles) as engine:
         if said:
             with pytest.raises(UsageError, match=said):
                 Slots(engine, n_slots)
@@ -135,100 +101,68 @@ def test_a_full_queue_says_so_and_when_to_come_again(apart, n_waiting):
 # which slot ---------------------------------------------------------------------------------------
 
 
-def served_at(slots: Slots, ask: Ask) -> int:
-    """The sequence that a request gets, which is served to its end."""
-    slots.ask(ask)
+def served_at(slots: Slots, number: int, prompt: np.ndarray, **more) -> tuple[int, int]:
+    """The sequence that a request gets, and how many tokens it finds there; it is served."""
+    slots.ask(Ask(number, prompt, 2, **more))
     go_on(slots, 1, told := Told())
     (found,) = [slot.sequence for slot in slots.slots if slot.request is not None]
     serve(slots, (), told=told)
-    return found
+    return found, told.ended[number].timings.n_cached
 
 
-@pytest.mark.parametrize("room", ["apart", "wide"])
-def test_the_slot_with_most_of_a_prompt_or_longest_idle(request, room):
-    slots = Slots(request.getfixturevalue(room), N_SLOTS)
+def test_the_slot_with_most_of_a_prompt_or_longest_idle(roomy):
+    slots = Slots(roomy, N_SLOTS)
     prompts = [ids(20, seed) for seed in range(4)]
-    # slots that were never used come first, in their order
-    assert [served_at(slots, Ask(i, p, 2)) for i, p in enumerate(prompts)] == [0, 1, 2, 3]
-    longer = np.concatenate([prompts[2], ids(3, 9)])
-    assert served_at(slots, Ask(4, longer, 2)) == 2
-    assert slots.n_cached == 20
-    assert served_at(slots, Ask(5, ids(5, 77), 2)) == 0  # the longest idle
-    assert served_at(slots, Ask(6, ids(5, 78), 2)) == 1
-    assert served_at(slots, Ask(7, prompts[3], 2)) == 3
-    assert slots.n_cached == 20 + 19  # a prompt's last token is always computed
-    assert served_at(slots, Ask(8, ids(5, 79), 2)) == 2
+    given = [
+        *((prompt, i, 0) for i, prompt in enumerate(prompts)),  # those never used come first
+        (np.concatenate([prompts[2], ids(3, 9)]), 2, 20),
+        (ids(5, 77), 0, 0), (ids(5, 78), 1, 0),  # the longest idle
+        (prompts[3], 3, 19),  # a prompt's last token is always computed
+        (ids(5, 79), 2, 0),
+    ]  # fmt: skip
+    for number, (prompt, *wanted) in enumerate(given):
+        assert served_at(slots, number, prompt) == tuple(wanted)
+    assert served_at(slots, 20, prompts[3], cache_prompt=False)[1] == 0  # who wants none has none
+    assert served_at(slots, 21, prompts[3])[1] == 19
+    assert slots.n_cached == 20 + 19 + 19
 
 
-def test_who_wants_no_kept_cells_has_none(apart):
-    slots, prompt = Slots(apart, N_SLOTS), ids(LEAST_GAIN + 9)
-    told = serve(slots, [Ask(0, prompt, 3)])
-    served_at(slots, Ask(1, prompt, 3, cache_prompt=False))
-    assert slots.n_cached == 0
-    again = serve(slots, [Ask(2, prompt, 3, cache_prompt=False)])
-    assert again.ended[2].timings.n_cached == slots.n_cached == 0
-    assert again.tokens[2] == told.tokens[0]
-    kept = serve(slots, [Ask(3, prompt, 3)])  # its cells serve those who want them
-    assert kept.ended[3].timings.n_cached == len(prompt) - 1
-
-
-def test_the_lowest_slot_that_is_free(apart):
-    with apart.variant(Toggles(slot_choice="lowest_free", **APART)) as engine:
-        slots = Slots(engine, N_SLOTS)
-        assert [served_at(slots, Ask(i, ids(9, i), 2)) for i in range(3)] == [0, 0, 0]
-        for number in (10, 11, 12):
-            slots.ask(Ask(number, ids(9, number), 9))
-        go_on(slots, 1, told := Told())
-        slots.cancel(11)
-        slots.ask(Ask(13, ids(9, 13), 9))
-        go_on(slots, 1, told)
-        assert slots.slots[1].request.ask.number == 13
-        serve(slots, (), told=told)
-
-
-@pytest.mark.parametrize("choice", Toggles.values("slot_choice"))
-@pytest.mark.parametrize("room", ["apart", "wide"])
 @pytest.mark.parametrize("gain", [LEAST_GAIN - 1, LEAST_GAIN + 5])
-def test_a_prefix_of_another_sequence_is_copied_or_shared(request, room, choice, gain):
+def test_a_prefix_of_another_sequence_is_copied_or_shared(roomy, gain):
     """Where the gain is worth a copy; while the source runs, and once it is idle."""
-    base = request.getfixturevalue(room)
-    with base.variant(Toggles(slot_choice=choice, **(APART if room == "apart" else {}))) as engine:
-        asks = [Ask(i, np.append(ids(gain), ids(4, 50 + i)), 6) for i in range(3)]
-        wanted = [alone(base, ask) for ask in asks]
-        slots = Slots(engine, N_SLOTS)
-        slots.ask(asks[0])
-        go_on(slots, 3, told := Told())
-        assert slots.totals().n_running == 1 and slots.n_cached == 0
-        serve(slots, asks[1:], told=told)
-        cached = gain if gain >= LEAST_GAIN else 0
-        for ask, twin in zip(asks[1:], wanted[1:], strict=True):
-            assert told.ended[ask.number].timings.n_cached == cached
-            same(ask, told.tokens[ask.number], twin)
-        assert slots.n_cached == slots.totals().n_cached_tokens == 2 * cached
-        assert slots.n_prompt == sum(len(a.tokens) for a in asks) - 2 * cached
+    asks = [Ask(i, np.append(ids(gain), ids(4, 50 + i)), 6) for i in range(3)]
+    wanted = [alone(roomy, ask) for ask in asks]
+    slots = Slots(roomy, N_SLOTS)
+    slots.ask(asks[0])
+    go_on(slots, 3, told := Told())
+    assert slots.totals().n_running == 1 and slots.n_cached == 0
+    serve(slots, asks[1:], told=told)
+    cached = gain if gain >= LEAST_GAIN else 0
+    for ask, twin in zip(asks[1:], wanted[1:], strict=True):
+        assert told.ended[ask.number].timings.n_cached == cached
+        same(ask, told.tokens[ask.number], twin)
+    assert slots.n_cached == slots.totals().n_cached_tokens == 2 * cached
+    assert slots.n_prompt == sum(len(a.tokens) for a in asks) - 2 * cached
 
 
 # what is kept -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", [CANCELLED, LENGTH])
-@pytest.mark.parametrize("n_steps", [1, 2, 3, 6])
+@pytest.mark.parametrize("n_steps", [1, 3, 6])
 def test_cells_that_are_kept_are_of_tokens_that_are_known(apart, how, n_steps):
     """Of a prompt, which takes three steps, and of its tokens but the last, which was never given
     to the model."""
-    slots, prompt, made = Slots(apart, N_SLOTS), ids(40), list[int]()
+    slots, prompt, told = Slots(apart, N_SLOTS), ids(40), Told()
     slots.ask(Ask(0, prompt, 30 if how == CANCELLED else 4))
-    for _ in range(n_steps):
-        made += [token.token for token in slots.step().tokens]
+    go_on(slots, n_steps, told)
     if how == CANCELLED:
         slots.cancel(0)
-    else:
-        while not slots.idle:
-            made += [token.token for token in slots.step().tokens]
-    slots.step()
+    serve(slots, (), told=told)
     n = min(40, 16 * n_steps) if how == CANCELLED else 40
-    assert slots.slots[0].kept.tokens.tolist() == [*prompt[:n], *made[:-1]]
-    assert apart.cache.n_used == len(slots.slots[0].kept)
+    kept = slots.slots[0].kept.tokens.tolist()
+    assert kept == [*prompt[:n], *told.tokens.get(0, [])[:-1]]
+    assert apart.cache.n_used == len(kept)
     check_cells(slots)
     again = Ask(1, prompt, 6)
     told = serve(slots, [again])  # goes on from there
@@ -246,11 +180,21 @@ def test_idle_cells_go_for_who_needs_them_oldest_first(small):
     assert small.cache.n_used == 55
 
 
-@pytest.mark.parametrize("layout", ["apart", "wide"])
-def test_cells_of_who_runs_are_told_from_those_kept(layout, request):
+def test_cells_that_a_prompt_is_to_share_do_not_go_for_it(small):
+    """They are an idle slot's, which would be the one to give up its cells."""
+    with small.variant(Toggles(slot_choice="lowest_free")) as engine:
+        slots = Slots(engine, N_SLOTS)
+        assert [served_at(slots, 10 + i, ids(9, i))[0] for i in range(3)] == [0, 0, 0]
+        serve(slots, [Ask(0, ids(3, 1), 4), Ask(1, ids(37), 4)])
+        again = Ask(2, np.append(ids(36), ids(4, 5)), 5)
+        told = serve(slots, [again], check_cells)
+    assert told.ended[2].timings.n_cached == 36
+    same(again, told.tokens[2], alone(small, again))
+
+
+def test_cells_of_who_runs_are_told_from_those_kept(roomy):
     """Also where a request shares cells with what an idle slot keeps: these are held."""
-    engine = request.getfixturevalue(layout)
-    slots, prompt, cache = Slots(engine, N_SLOTS), ids(LEAST_GAIN + 10), engine.cache
+    slots, prompt, cache = Slots(roomy, N_SLOTS), ids(LEAST_GAIN + 10), roomy.cache
 
     def counted() -> tuple[int, int, int]:
         totals = slots.totals()
@@ -260,8 +204,7 @@ def test_cells_of_who_runs_are_told_from_those_kept(layout, request):
     assert counted() == (0, 0, len(prompt) + 3)
     for number in (1, 2):  # one takes the slot with these cells, the other one a copy
         slots.ask(Ask(number, prompt, 9))
-    told = Told()
-    go_on(slots, 1, told)
+    go_on(slots, 1, told := Told())
     assert counted() == (2, cache.n_used, 0)
     slots.cancel(1)
     owned = [cache.owners(c) for c in range(cache.n_cells) if cache.owners(c)]

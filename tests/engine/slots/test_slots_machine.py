@@ -21,12 +21,13 @@ from tests.profiles import examples
 from tests.served import APART, BEHIND, Alone, Told, alone, check_cells, go_on, ids, same, serve
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.engine.slots.asks import CANCELLED, LENGTH, STOP, TIMEOUT, Ask
+from workbench.engine.slots import slots as slots_room
+from workbench.engine.slots.asks import CANCELLED, LENGTH, STOP, TIMEOUT, Ask, Logprobs
 from workbench.engine.slots.requests import NEVER, logprobs
 from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampling
 
-N_SLOTS, ROOM, MOST = 3, 64, 14
+N_SLOTS, ROOM, MOST, N_UBATCH = 3, 64, 14, 8
 SETTINGS: dict[str, dict[str, str]] = {
     "shared": {},
     "shared, in a row": {"graph_reuse": "pointer_table"},
@@ -61,11 +62,12 @@ def own(tiny_model) -> Iterator[Engine]:
 @pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS)
 def shared(request, tiny_model) -> Iterator[Engine]:
     n = N_SLOTS if request.param.get("kv_cache") == "per_sequence" else 1
-    with opened(tiny_model, ROOM * n, N_SLOTS, 8, **request.param) as engine:
+    with opened(tiny_model, ROOM * n, N_SLOTS, N_UBATCH, **request.param) as engine:
         yield engine
 
 
 _known: dict[tuple[bytes, Sampling], Alone] = {}
+_scores: dict[bytes, np.ndarray] = {}  # of a prompt: logprobs of each token's whole row
 
 
 def twin(engine: Engine, ask: Ask, room: int = ROOM) -> Alone:
@@ -78,16 +80,38 @@ def twin(engine: Engine, ask: Ask, room: int = ROOM) -> Alone:
     return Alone(made[:end], LENGTH if end is None else STOP, logits[: len(made[:end]) + 1])
 
 
+def check_row(row: np.ndarray, token: int, ours: Logprobs, n: int) -> None:
+    """row: float64 logprobs."""
+    assert len(ours.values) == len(ours.tokens) == n and abs(ours.drawn - row[token]) < 2e-3
+    assert np.allclose(np.sort(row)[::-1][:n], ours.values, atol=2e-3)
+    assert np.allclose(row[ours.tokens], ours.values, atol=2e-3)
+
+
+def logged(rows: np.ndarray) -> np.ndarray:
+    wide = rows.astype(np.float64)
+    return wide - np.logaddexp.reduce(wide, axis=1, keepdims=True)
+
+
 def check_logprobs(ask: Ask, told: Told, wanted: Alone) -> None:
     found = told.logprobs.get(ask.number, [])
     if ask.n_logprobs is None:
         assert found == [None] * len(wanted.tokens)
         return
-    for ours, token, row in zip(found, wanted.tokens, wanted.logits, strict=False):
-        assert ours is not None and len(ours.values) == len(ours.tokens) == ask.n_logprobs
-        total = np.logaddexp.reduce(row.astype(np.float64))
-        assert abs(ours.drawn - (row[token] - total)) < 1e-3
-        assert np.allclose(np.sort(row - total)[::-1][: ask.n_logprobs], ours.values, atol=1e-3)
+    for ours, token, row in zip(found, wanted.tokens, logged(wanted.logits), strict=False):
+        check_row(row, token, ours, ask.n_logprobs)
+
+
+def check_scores(ask: Ask, told: Told, own: Engine, is_whole: bool) -> None:
+    """Of a prompt that is scored a logprob of each token but the first, of no other prompt any."""
+    found = told.scores.get(ask.number, [])
+    n = len(ask.tokens) - 1 if ask.scores_prompt else 0
+    assert len(found) == n or (not is_whole and len(found) < n)
+    assert told.ended[ask.number].timings.n_cached == 0 or not ask.scores_prompt
+    if found and (key := ask.tokens.tobytes()) not in _scores:
+        own.reset()
+        _scores[key] = logged(own.prefill(ask.tokens.tolist(), outputs="all"))
+    for i, ours in enumerate(found):
+        check_row(_scores[key][i], ask.tokens[i + 1], ours, ask.n_logprobs)
 
 
 class Machine(RuleBasedStateMachine):
@@ -98,7 +122,20 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.slots, self.told = Slots(self.shared, N_SLOTS), Told()
         self.asks: list[Ask] = []
+        self.order: list[int] = []
         self.broken: dict[int, tuple[str, ...]] = {}  # how a request that was broken off may end
+        self.submit, self.shared.submit = self.shared.submit, self.submitted  # of this engine alone
+
+    def submitted(self, work, draws=False):
+        """No step is too large, and nobody is left out who has a token, or room for a prompt."""
+        n_each = {sequence: len(tokens) for sequence, tokens, _ in work}
+        assert len(n_each) == len(work) and 0 < sum(n_each.values()) <= N_UBATCH
+        for slot in self.slots.slots:
+            if (request := slot.request) is not None and slot.sequence not in n_each:
+                assert request.todo or request.planned == request.most
+            if request is not None and request.todo and not request.ask.scores_prompt:
+                assert sum(n_each.values()) == N_UBATCH
+        return self.submit(work, draws)
 
     @property
     def n_open(self) -> int:
@@ -106,13 +143,15 @@ class Machine(RuleBasedStateMachine):
         return totals.n_running + totals.n_waiting
 
     @rule(
-        which=st.integers(0, len(PROMPTS) - 1), most=st.integers(1, MOST),
+        which=st.integers(0, len(PROMPTS) - 1), most=st.integers(0, MOST),
         sampling=st.sampled_from(SAMPLINGS), end=st.sampled_from([None, None, 0, 2, 7]),
-        late=st.sampled_from([False] * 5 + [True]), n_logprobs=st.sampled_from([None] * 5 + [0, 3]),
+        late=st.sampled_from([False] * 5 + [True]), n_logprobs=st.sampled_from([None] * 4 + [0, 3]),
+        scores=st.booleans(),
     )  # fmt: skip
-    def ask(self, which, most, sampling, end, late, n_logprobs):
+    def ask(self, which, most, sampling, end, late, n_logprobs, scores):
+        scores, limit = scores and n_logprobs is not None, 0.0 if late else None
         ask = Ask(len(self.asks), PROMPTS[which], most, sampling, which, frozenset(), n_logprobs,
-                  0.0 if late else None)  # fmt: skip
+                  limit, scores_prompt=scores)  # fmt: skip
         made = twin(self.own, ask).tokens
         if end is not None and end < len(made):
             ask = ask._replace(ends=frozenset({made[end], 1023}))
@@ -141,14 +180,24 @@ class Machine(RuleBasedStateMachine):
         assert n_untold >= 0 and totals.n_running <= N_SLOTS
         assert not self.slots.idle or self.n_open == n_untold == 0
         check_cells(self.slots)
+        at_work = {slot.request.ask.number for slot in self.slots.slots if slot.request is not None}
+        self.order += sorted(at_work - {*self.order})
+        assert self.order == sorted(self.order), "who came first begins first"
         assert totals.n_cells_used + totals.n_cells_kept == self.shared.cache.n_used
 
     def teardown(self):
+        try:
+            self.ended()
+        finally:
+            del self.shared.submit
+
+    def ended(self):
         serve(self.slots, (), told=self.told)
         assert [*sorted(self.told.ended)] == [ask.number for ask in self.asks]
         for ask in self.asks:
             found, reason = self.told.tokens.get(ask.number, []), self.told.ended[ask.number].reason
             wanted = twin(self.own, ask)
+            check_scores(ask, self.told, self.own, ask.number not in self.broken)
             if ask.number in self.broken:
                 assert reason in self.broken[ask.number]
                 n = min(len(found), len(wanted.tokens))
@@ -159,13 +208,15 @@ class Machine(RuleBasedStateMachine):
                 check_logprobs(ask, self.told, wanted)
 
 
-def test_whatever_comes_in_whatever_order(own, shared):
+def test_whatever_comes_in_whatever_order(own, shared, monkeypatch):
+    monkeypatch.setattr(slots_room, "SCORED", 5)
+
     class Here(Machine):
         pass
 
     Here.own, Here.shared = own, shared
     run_state_machine_as_test(
-        Here, settings=settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
+        Here, settings=settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
     )
 
 
@@ -179,9 +230,6 @@ def test_logprobs_are_of_the_whole_row(n):
     assert found.tokens.tolist() == order.tolist()
     assert np.allclose(found.values, wanted[order], atol=1e-6)
     assert abs(found.drawn - wanted[9]) < 1e-9
-
-
-def test_what_cannot_come_has_a_logprob_that_json_knows():
-    known = logprobs(np.array([0, -np.inf, 0], np.float32), 1, 3)
+    known = logprobs(np.array([0, -np.inf, 0], np.float32), 1, 3)  # what cannot come
     assert known.drawn == NEVER and known.values.tolist()[2] == NEVER
     assert known.tokens.tolist() == [0, 2, 1]

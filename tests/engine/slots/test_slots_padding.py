@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import workbench as wb
 from workbench.engine.slots.padding import Sizes, padded
-
-TOGGLES = wb.Toggles(graph_reuse="set_rows", kv_cache="per_sequence", batch_sizes="padded")
 
 
 @given(st.data())
@@ -40,35 +35,3 @@ def test_a_server_has_few_shapes():
     mixed = {found for found in every if found.n_seqs != found.n_tokens}
     assert len(every) - len(mixed) <= 2 * 11 and len(mixed) <= 200
     assert {found.n_tokens for found in mixed} == {16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512}
-
-
-@pytest.mark.parametrize("kv_cache", ["unified", "per_sequence"])
-def test_a_prompt_of_any_length_answers_as_unpadded(tiny_model, kv_cache):
-    """A server's prompts end in steps of any number of tokens."""
-    toggles = TOGGLES.switched("kv_cache", kv_cache)
-    with (
-        wb.Engine.load(
-            tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=4096, n_seqs=4, n_ubatch=128,
-            toggles=toggles,
-        ) as engine,
-        engine.variant(toggles.switched("batch_sizes", "exact")) as exact,
-    ):  # fmt: skip
-        for n, outputs in ((2, "last"), (5, "all"), (17, "none"), (100, "all")):
-            rows = [used.submit([(1, [3 + i % 500 for i in range(n)], outputs)]).wait().copy()
-                    for used in (engine, exact)]  # fmt: skip
-            assert np.array_equal(*rows)
-
-
-@pytest.mark.parametrize("lengths", [[6, 1, 1, 1, 1, 1, 1, 1, 1], [2] * 7 + [1], [15, 1], [1] * 11])
-def test_full_steps_of_many_sequences_answer_as_alone(tiny_model, lengths):
-    """Where the tokens of a step fill n_ubatch, or nearly so."""
-    path = tiny_model("tiny-llama", "Q8_0")
-    rng = np.random.default_rng(1)
-    work = [(i, rng.integers(3, 900, n).tolist(), "last") for i, n in enumerate(lengths)]
-    with wb.Engine.load(
-        path, device="embedded", n_ctx=512, n_seqs=16, n_ubatch=16, toggles=TOGGLES
-    ) as engine:
-        together = engine.submit(work).wait().copy()
-        engine.reset()
-        alone = [engine.submit([one]).wait().copy() for one in work]
-    assert np.array_equal(together, np.concatenate(alone))

@@ -7,11 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import workbench as wb
-from tests.profiles import examples
 from tests.served import APART, BEHIND, Told, check_cells, go_on, ids, serve
 from workbench.common.errors import DeviceError
 from workbench.config import Toggles
@@ -19,11 +16,13 @@ from workbench.engine import step as step_room
 from workbench.engine.engine import Engine
 from workbench.engine.slots import slots as slots_room
 from workbench.engine.slots.asks import FAILED, LENGTH, TIMEOUT, Ask
+from workbench.engine.slots.draws import UNKEPT, Draws
 from workbench.engine.slots.slots import Slots
+from workbench.model.sampler import Sampler, Sampling
 from workbench.trace.spans import now_ns
 
 N_SLOTS, N_UBATCH = 4, 12
-SETTINGS = {"host": APART, "behind": BEHIND | APART, "shared": BEHIND}
+SETTINGS = {"host": APART, "behind": BEHIND}
 
 
 @pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS)
@@ -39,12 +38,12 @@ def opened(tiny_model, toggles: dict[str, str]) -> Engine:
     )  # fmt: skip
 
 
-class Watched:
-    """Slots whose steps are noted: sequence -> its tokens in a step."""
+class Watched(Slots):
+    """Slots that note their steps, sequence -> its tokens in a step, and what they tell."""
 
     def __init__(self, engine: Engine, n: int = N_SLOTS, on_step=lambda what: None):
-        self.slots, self.told, self.steps = Slots(engine, n), Told(), list[dict[int, int]]()
-        submit = engine.submit
+        super().__init__(engine, n)
+        self.told, self.steps, submit = Told(), list[dict[int, int]](), engine.submit
 
         def noted(work, draws=False):
             self.steps.append({sequence: len(tokens) for sequence, tokens, _ in work})
@@ -53,19 +52,18 @@ class Watched:
             return made
 
         engine.submit = noted  # of this engine alone
-        self._undo = lambda: delattr(engine, "submit")
 
     def __enter__(self) -> Watched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._undo()
+        del self.engine.submit
 
     def go(self, n: int) -> None:
-        go_on(self.slots, n, self.told)
+        go_on(self, n, self.told)
 
     def finish(self) -> None:
-        serve(self.slots, (), told=self.told)
+        serve(self, (), told=self.told)
 
 
 # prompts beside tokens ----------------------------------------------------------------------------
@@ -74,45 +72,39 @@ class Watched:
 def test_prompts_fill_a_step_in_the_order_of_beginning(engine):
     with Watched(engine) as made:
         for number, n in enumerate((20, 7, 3)):
-            made.slots.ask(Ask(number, ids(n, number), 4))
+            made.ask(Ask(number, ids(n, number), 4))
         made.go(4)
         assert made.steps[:3] == [{0: 12}, {0: 8, 1: 4}, {0: 1, 1: 3, 2: 3}]
         made.finish()
 
 
-@settings(max_examples=examples(40))
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 60), st.integers(1, 9), st.sampled_from([0, 0, 1, 4])),
-        min_size=1, max_size=10,
-    )
-)  # fmt: skip
-def test_no_step_is_too_large_and_none_is_left_out(engine, load):
+def test_a_step_scores_few_tokens_and_leaves_their_cells(engine, monkeypatch):
+    """Each has a row of logits. A scored prompt is computed whole, whatever cells there are, in the
+    slot that nobody misses most; one that is cancelled is scored no more."""
+    monkeypatch.setattr(slots_room, "SCORED", 5)
+    prompt = ids(40, 7)
     with Watched(engine) as made:
-        slots = made.slots
-
-        def step() -> None:
-            at_work = [(slot.sequence, slot.request) for slot in slots.slots if slot.request]
-            generating = {s: r for s, r in at_work if not r.todo and r.planned < r.most}
-            n = len(made.steps)
-            made.go(1)
-            for step in made.steps[n:]:
-                assert 0 < sum(step.values()) <= N_UBATCH
-                for sequence, request in generating.items():
-                    assert step.get(sequence) == 1 or request.ask.number in made.told.ended
-                if any(slot.request and slot.request.todo for slot in slots.slots):
-                    assert sum(step.values()) == N_UBATCH  # there was no room for more
-
-        for number, (n, most, n_steps) in enumerate(load):
-            slots.ask(Ask(number, ids(n, number), most))
-            for _ in range(n_steps):
-                step()
-        while not slots.idle:
-            step()
-        assert len(made.told.ended) == len(load)
-        computed = sum(sum(step.values()) for step in made.steps)
-        wasted = computed - slots.n_prompt - sum(most - 1 for _, most, _ in load)
-        assert wasted == 0  # limits are known before: no token is under way for nothing
+        made.ask(Ask(0, prompt, 2))
+        made.finish()
+        made.ask(Ask(1, prompt, 0, n_logprobs=0, scores_prompt=True))
+        n = len(made.steps)
+        made.finish()
+        assert [sum(step.values()) for step in made.steps[n:]] == [5] * 8
+        made.ask(Ask(2, prompt, 2))
+        made.ask(Ask(3, ids(40, 1), 1, n_logprobs=0, scores_prompt=True))
+        made.go(3)
+        made.cancel(3)
+        made.finish()
+        told = made.told
+        assert [told.ended[i].timings.n_cached for i in range(3)] == [0, 0, 39]
+        assert told.tokens[2] == told.tokens[0] and len(told.scores[1]) == 39
+        with engine.variant(Toggles()) as own:
+            rows = own.prefill(prompt.tolist(), outputs="all").astype(np.float64)
+        wanted = [
+            row[t] - np.logaddexp.reduce(row) for row, t in zip(rows, prompt[1:], strict=False)
+        ]
+        assert np.allclose([known.drawn for known in told.scores[1]], wanted, atol=2e-3)
+        assert 0 < len(told.scores[3]) < 39 and 3 not in told.tokens
 
 
 # a step ahead -------------------------------------------------------------------------------------
@@ -141,44 +133,50 @@ def test_a_step_is_issued_ahead_where_results_are_behind(
     monkeypatch.setattr(step_room.Pending, "wait", waits)
     with opened(tiny_model, toggles) as engine, Watched(engine, on_step=found.append) as made:
         for number in range(2):
-            made.slots.ask(Ask(number, ids(5, number), 4))
+            made.ask(Ask(number, ids(5, number), 4))
         begun = now_ns()
-        while not made.slots.idle:
+        while not made.idle:
             made.go(1)
             counts.append(len(engine.issuer))
         # time that two steps share is counted once
-        assert 0 < made.slots.totals().step_s <= (now_ns() - begun) / 1e9
+        assert 0 < made.totals().step_s <= (now_ns() - begun) / 1e9
     assert found == order and counts == under_way
 
 
 def test_who_wants_logprobs_has_all_wait_a_while(tiny_model):
     with opened(tiny_model, BEHIND | APART) as engine, Watched(engine) as made:
-        made.slots.ask(Ask(0, ids(5), 30))
+        made.ask(Ask(0, ids(5), 30))
         made.go(3)
         assert len(engine.issuer) == 1
-        made.slots.ask(Ask(1, ids(5, 1), 3, n_logprobs=2))
+        made.ask(Ask(1, ids(5, 1), 3, n_logprobs=2))
         made.go(2)
         assert len(engine.issuer) == 0
         made.go(3)
         assert 1 in made.told.ended and len(engine.issuer) == 1
         made.finish()
-        assert [len(made.told.tokens[i]) for i in range(2)] == [30, 3]
+        # an end is known when the next token is under way already: nobody looks at it
+        first = made.told.tokens[0]
+        at = max(i for i in range(6) if first[i] not in first[:i])
+        with made.engine.variant(engine.toggles) as other, Watched(other, 1) as again:
+            again.ask(Ask(0, ids(5), 30, ends=frozenset({first[at]})))
+            again.finish()
+            assert again.told.tokens.get(0, []) == first[:at] and len(again.steps) == at + 2
+            assert len(again.slots[0].kept) == other.cache.n_used == 5 + at
+
+
+def test_settings_of_draws_are_in_the_rows_of_outputs():
+    """Whatever sequences these are; those of a greedy one, and of a row nobody keeps, are 0."""
+    samplings = {3: Sampling(0.5), 1: Sampling(0.9), 2: Sampling()}
+    draws, twins = Draws(), {s: Sampler(sampling, s) for s, sampling in samplings.items()}
+    draws.samplers = {s: Sampler(sampling, s) for s, sampling in samplings.items()}
+    found, sequences = draws.values([3, 2, 0, 1, UNKEPT]).values()
+    assert sequences.tolist() == [3, 2, 0, 1, UNKEPT]
+    for row, s in ((0, 3), (3, 1)):
+        assert np.array_equal(found[row], np.asarray(twins[s].settings(), np.float32))
+    assert found[0].any() and not found[[1, 2, 4]].any()
 
 
 # ends ---------------------------------------------------------------------------------------------
-
-
-def test_a_token_too_many_is_looked_at_by_nobody(tiny_model):
-    """An end is known when the next token is under way already."""
-    with opened(tiny_model, BEHIND | APART) as engine, Watched(engine) as made:
-        first = serve(Slots(engine, 1), [Ask(0, ids(5), 6)]).tokens[0]
-        at = max(i for i in range(6) if first[i] not in first[:i])
-        made.slots.ask(Ask(0, ids(5), 30, ends=frozenset({first[at]})))
-        before = len(made.steps)
-        made.finish()
-        assert made.told.tokens.get(0, []) == first[:at]
-        assert len(made.steps) - before == at + 2
-        assert len(made.slots.slots[0].kept) == engine.cache.n_used == 5 + at
 
 
 def test_a_limit_of_time_ends_what_waits_and_what_runs(engine, monkeypatch):
@@ -186,8 +184,8 @@ def test_a_limit_of_time_ends_what_waits_and_what_runs(engine, monkeypatch):
     now, clock = [0], slots_room.now_ns
     monkeypatch.setattr(slots_room, "now_ns", lambda: clock() + now[0])
     with Watched(engine, 1) as made:
-        made.slots.ask(Ask(0, ids(5), 60, timeout_s=3600.0))
-        made.slots.ask(Ask(1, ids(5), 60, timeout_s=0.0))
+        made.ask(Ask(0, ids(5), 60, timeout_s=3600.0))
+        made.ask(Ask(1, ids(5), 60, timeout_s=0.0))
         made.go(2)
         assert {n: e.reason for n, e in made.told.ended.items()} == {1: TIMEOUT}
         now[0] = 3601 * 10**9
@@ -200,7 +198,7 @@ def test_a_limit_of_time_ends_what_waits_and_what_runs(engine, monkeypatch):
             now[0] = 10**15
             return wait(self)
 
-        made.slots.ask(Ask(2, ids(5), 1, timeout_s=1e5))
+        made.ask(Ask(2, ids(5), 1, timeout_s=1e5))
         monkeypatch.setattr(step_room.Pending, "wait", waits)
         made.finish()
         assert made.told.ended[2].reason == TIMEOUT
@@ -209,41 +207,34 @@ def test_a_limit_of_time_ends_what_waits_and_what_runs(engine, monkeypatch):
 # failures -----------------------------------------------------------------------------------------
 
 
-def spoiled(engine: Engine, monkeypatch, row: int) -> None:
-    """From now on a row of every step's results is what broken logits give."""
+def test_logits_not_finite_end_their_request_alone(engine, monkeypatch):
     wait = step_room.Pending.wait
 
     def broken(self):
-        found = wait(self)
-        if len(found) > row:
-            found = found.copy()
-            found[row] = [-1, 0] if found.dtype == np.int32 else np.nan
+        found = wait(self).copy()
+        found[1:2] = [-1, 0] if found.dtype == np.int32 else np.nan
         return found
 
-    monkeypatch.setattr(step_room.Pending, "wait", broken)
-
-
-def test_logits_not_finite_end_their_request_alone(engine, monkeypatch):
     with Watched(engine, 2) as made:
-        made.slots.ask(Ask(0, ids(5), 9))
-        made.slots.ask(Ask(1, ids(4, 1), 9))
+        made.ask(Ask(0, ids(5), 9))
+        made.ask(Ask(1, ids(4, 1), 9))
         made.go(3)
         with monkeypatch.context() as patch:
-            spoiled(engine, patch, 1)
+            patch.setattr(step_room.Pending, "wait", broken)
             made.go(1)
         made.finish()
         end = made.told.ended[1]
         assert end.reason == FAILED and "not finite" in end.why and end.timings.n_made < 9
         assert made.told.ended[0].reason == LENGTH and len(made.told.tokens[0]) == 9
         # what broken cells hold is no prefix of anything
-        assert len(made.slots.slots[1].kept) == 0 and engine.cache.length(1) == 0
+        assert len(made.slots[1].kept) == 0 and engine.cache.length(1) == 0
 
 
 @pytest.mark.parametrize("where", ["issue", "look"])
 def test_a_step_that_fails_ends_all_and_raises(engine, monkeypatch, where):
     with Watched(engine, 2) as made:
         for number in range(3):
-            made.slots.ask(Ask(number, ids(5, number), 9))
+            made.ask(Ask(number, ids(5, number), 9))
         made.go(3)
 
         def fails(*_: object):
@@ -255,11 +246,11 @@ def test_a_step_that_fails_ends_all_and_raises(engine, monkeypatch, where):
             room = (engine, "submit") if where == "issue" else (step_room.Pending, "wait")
             patch.setattr(*room, fails)
             with pytest.raises(DeviceError, match="gone"):
-                made.slots.step()
-        assert engine.cache.n_used == 0 and not made.slots.idle
-        ends = made.slots.drop()
+                made.step()
+        assert engine.cache.n_used == 0 and not made.idle
+        ends = made.drop()
         assert sorted(end.number for end in ends) == [0, 1, 2]
         assert {end.reason for end in ends} == {FAILED}
         assert all("the device is gone" in end.why for end in ends)
-        assert made.slots.idle and made.slots.drop() == []
-        check_cells(made.slots)
+        assert made.idle and made.drop() == []
+        check_cells(made)
