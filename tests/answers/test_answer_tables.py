@@ -14,7 +14,7 @@ from workbench.answers import conclusions, kept, loaded, masked, planned, proofs
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import speedup
 from workbench.benchmarks.runs import results
-from workbench.benchmarks.times.token_parts import PARTS, token_parts
+from workbench.benchmarks.times.token_parts import PARTS
 from workbench.config import EngineConfig
 from workbench.engine.programs import WAYS
 from workbench.report import plots
@@ -117,15 +117,6 @@ def test_what_forces_a_capture_and_what_an_update(planning):
     assert (made["capture us"] > 0).all() and (made["instantiate us"] > 0).all()
 
 
-def test_the_parts_of_a_token_are_those_of_its_kernels(planning):
-    parts = token_parts(planning, ARMS, 2, n_tokens=3)
-    gap = planned.gap_table(parts, ARMS).set_index("arm")
-    assert (gap[["token us", "device us", "gap us", "plain us"]] > 0).all(axis=None)
-    assert all(found["counters"].get("plans_replayed", 6) == 6 for found in parts.values())
-    assert gap.loc["off", "repaid after tokens"] == ""
-    assert (gap.loc[["a split", "a step", "direct"], "captures us"] > 0).all()
-
-
 def test_when_captures_are_repaid_follows_from_each_round():
     def of(token: list[float], ns: int | None) -> dict:
         plans = {"plans_captured": 1, "plans_capture_ns": ns, "plans_instantiate_ns": 0}
@@ -178,28 +169,18 @@ def test_a_picture_shows_what_the_device_is_given(engine):
         assert area == n_kv * sum(n for _, n in scene.work), "blocks tile the mask"
 
 
-def test_the_gate_is_closed_to_few_tokens_of_one_region(engine):
-    table = masked.visits_table(engine, 256).set_index(["step", "cache"])
-    assert table["gate"].to_dict() == {
-        ("a prompt", "unified"): "closed", ("3 prompts", "unified"): "closed",
-        ("3 prompts", "per_sequence"): "open", ("a token of 8", "unified"): "closed",
-        ("a token of 8", "per_sequence"): "open", ("a prompt of 256", "unified"): "closed",
-    }  # fmt: skip
+@pytest.fixture(scope="module")
+def visits(engine):
+    return masked.visits_table(engine, 256)
+
+
+def test_the_gate_is_closed_to_few_tokens_of_one_region(visits):
+    table = visits.set_index(["step", "cache"])
+    assert list(table["gate"]) == ["closed", "closed", "open", "closed", "open", "closed"]
     closed, opened = (table[table["gate"] == gate] for gate in ("closed", "open"))
     assert set(closed["tail"]) == set(closed["classes"]) == {"100%"}
     assert (opened["tail"] == opened["tail, gate open"]).all()
     assert table.loc[("a token of 8", "per_sequence"), "regions"] == 8
-
-
-def test_traces_of_a_prompt_look_at_the_mask_once(engine):
-    traces = masked.prompt_traces(engine, skipped.served(engine), 64, ("off", "tail", "classes"))
-    looks = []
-    for name, trace in traces.items():
-        frame = trace.to_frame()
-        ops = frame[frame["category"] == "device"]["op"]
-        looks.append([int((ops == op).sum()) for op in ("kv_extents", "kv_classes")])
-        assert frame["step"].nunique() == 3 and "untraced" in trace.note, name
-    assert looks == [[0, 0], [3, 0], [0, 3]]
 
 
 @pytest.fixture(scope="module")
@@ -247,14 +228,6 @@ def test_prompts_and_generated_tokens_are_told_apart(by_size):
     assert len(table) == 8 and [*masked.TOGETHER][1] in table.columns
 
 
-def test_blocks_of_whole_tests(engine):
-    table = masked.blocks_by_test(engine, ["pp64+tg2@b2"], masked.TOGETHER).set_index("phase")
-    # 64 of 256 cells: the triangle of 16 x 8 blocks is 20 of 32, of 8 * 16 blocks in all
-    wanted = {"prompts": ["100%", f"{20 / 128:.0%}"], "generated": ["100%", f"{5 / 16:.0%}"]}
-    columns = ["per_sequence off", "per_sequence in_loop"]
-    assert {phase: row.tolist() for phase, row in table[columns].iterrows()} == wanted
-
-
 def test_requests_of_random_lengths_are_the_same_for_all(engine, tmp_path):
     found = skipped.ragged(engine, skipped.served(engine), 40, 3, 6, 2, 0, str(tmp_path))
     assert [*found] == [f"skip_masked_kv={way}" for way in masked.WAYS]
@@ -266,7 +239,7 @@ def test_requests_of_random_lengths_are_the_same_for_all(engine, tmp_path):
     assert {results.load_run(f).run["kind"] for f in tmp_path.iterdir()} == {"serve"}
 
 
-def test_what_skipping_saves_is_said(engine, by_size):
+def test_what_skipping_saves_is_said(engine, by_size, visits):
     prompts, together, parts, _ = by_size
     compared = {f"a prompt by {n}": ab for n, ab in prompts.items()} | {"several": together}
     answers = skipped.answers_table(compared | {"parts": parts}, masked.PROMPTS, masked.TOGETHER)
@@ -281,7 +254,6 @@ def test_what_skipping_saves_is_said(engine, by_size):
     phases.attrs["baseline"] = "per_sequence off"
     frame.loc[(frame["x"] == 32) & (frame["label"] == "tail"), ["verdict", "speedup"]] = "faster", 2
     ragged = {"way": ["off", "tail"], "tokens a prompt": [9, 9], "speedup": [1.0, 1.5]}
-    visits = masked.visits_table(engine, 256)
     tables = visits, frame, phases, pd.DataFrame(ragged), parts, answers
     text = str(conclusions.skipping(*tables))
     for said in (
@@ -362,15 +334,12 @@ def test_four_ways_to_an_engine(path, served, tmp_path):
     with wb.Engine.load(path, config=config, toggles="baseline") as small:
         found = loaded.ways_in(small, path, "pp8+tg4", "1,2,4", 6, 0, str(tmp_path))
     table = loaded.ways_table(found)
-    assert list(table["in flight"]) == [1, 4] * 4
+    assert list(table["in flight"]) == [1, 4] * 4 and len([*tmp_path.glob("*-ways-*")]) == 4
     assert [*found] == [loaded.IN_PROCESS, loaded.PROCESS, loaded.WHOLE, loaded.STREAMED]
-    for row in (row for made in found.values() for row in made.rows):
-        figures = row.figures
-        assert (figures["completed"], figures["total_output_tokens"]) == (6, 24)
+    figures = [row.figures for made in found.values() for row in made.rows]
+    assert {(f["completed"], f["total_output_tokens"]) for f in figures} == {(6, 24)}
     assert list(table["of this process"][:2]) == ["100%", "100%"]
-    assert len([*tmp_path.glob("*-ways-*")]) == 4
-    figures, sampling = loaded.figures_of(served[0]), loaded.sampling_table(served[0])
-    lines = conclusions.serving(figures, sampling, table).splitlines()
+    tables = loaded.figures_of(served[0]), loaded.sampling_table(served[0]), table
+    lines = conclusions.serving(*tables).splitlines()
     assert [line.partition(":")[0] for line in lines[:3]] == [*NAMES]
-    assert lines[3].startswith("At 1 in flight the most tokens a second has ")
     assert "(HTTP, whole answers)" in lines[-2] and lines[-1] == conclusions.ONCE

@@ -176,79 +176,57 @@ def test_what_building_costs(tiny_model):
     assert committed == [line for line in made if line != quoted]
 
 
-def tables_of_plans() -> dict[str, pd.DataFrame]:
-    made = {
-        "tokens": 24, "captured": 2, "twinned": 0, "updated": 0, "made anew": 0, "replayed": 24,
-        "part by part": 0, "capture us": 40.0, "instantiate us": 60.0, "update us": float("nan"),
+@pytest.mark.parametrize(
+    ("us", "verdict", "said", "races"),
+    [
+        (4.0, "faster", "That is repaid after 50 tokens: a token is 4.0 us shorter.", "none"),
+        (-4.0, "slower", "That is never repaid, as a token is longer.", 3),
+        (
+            4.0,
+            "no difference",
+            "The comparison does not tell when that is repaid, as it sh",
+            "none",
+        ),
+    ],
+)
+def test_when_plans_repay_themselves(us, verdict, said, races):
+    """Of tables made up, of two tokens of 100 us; and of the runs."""
+    found, arms, nan = ab("plans-on"), ["off", "a split", "a step"], float("nan")
+    ours = {"arm": "ours", "is_control": False, "tps_baseline": 1e4, "verdict": verdict,
+            "tps_toggled": 1e6 / (100 - us)}  # fmt: skip
+    found.summary = lambda: pd.DataFrame([ours])
+    made = {"arm": "ours", "tokens": 24, "captured": 2, "twinned": 0, "updated": 0,
+            "capture us": 40.0, "instantiate us": 60.0, "update us": 17.25}  # fmt: skip
+    some = pd.DataFrame([made])
+    gap = {"arm": arms, "gap us": [40.31, 35.0, 29.0], "saved us": [nan, 1.0, 10.0],
+           "95% CI": ["", "-1.0..2.0", "9.0..11.0"], "captures us": [nan, 99.0, 200.0],
+           "repaid after tokens": ["", "not known", "20"]}  # fmt: skip
+    proof = {"ordering": arms, "races": ["none", "none", races], "because": "enough: the wait"}
+    tables = {
+        "calls": pd.DataFrame({"arm": arms[::2], "nodes": [54, 54], "calls": [54, 1]}),
+        "made": some, "repaid": planned.repaid_table(some, found), "gap": pd.DataFrame(gap),
+        "forced": pd.DataFrame([made, made | {"arm": "patch_pointers", "updated": 23}]),
+        "proof": pd.DataFrame(proof),
     }  # fmt: skip
-    forced = [
-        made | {"arm": "ours with set_rows", "captured": 3},
-        made | {"arm": "ours with patch_pointers", "updated": 23, "update us": 17.25},
-    ]
-    arms, nan = ["off", "a split", "a step"], float("nan")
-    some = pd.DataFrame([made | {"arm": "pr"}, made | {"arm": "ours"}])
-    proof = {"races": "none", "because": "enough: the wait for the logits"}
-    return {
-        "calls": pd.DataFrame({"arm": ["off", "a step"], "nodes": [54, 54], "calls": [54, 1]}),
-        "made": some,
-        "forced": pd.DataFrame(forced),
-        "repaid": planned.repaid_table(some, ab("plans-on")),
-        "gap": pd.DataFrame({
-            "arm": arms, "gap us": [40.31, 35.0, 29.0], "saved us": [nan, 1.0, 10.0],
-            "95% CI": ["", "-1.0..2.0", "9.0..11.0"], "captures us": [nan, 99.0, 200.0],
-            "repaid after tokens": ["", "not known", "20"],
-        }),
-        "proof": pd.DataFrame([{"ordering": name} | proof for name in ("off", "a step")]),
-    }  # fmt: skip
-
-
-def test_when_plans_repay_themselves():
-    tables, runs = tables_of_plans(), (ab("plans-off"), ab("plans-on"))
-    made = conclusions.plans(tables, *runs).splitlines()
-    wanted = """\
+    enough = "Nothing races. With plans as without, this is enough: the wait."
+    wanted = f"""\
 By the device's clock captures are repaid after so many tokens: 20 (a step).
 The device is given 54 kernels and copies a token; calls of the host for them: 54 (off) and 1 \
 (a step).
-ours with patch_pointers updates its plan for 23 of 24 tokens, 17.2 us each.
-Plans where n_kv grows: 3 captured and 0 updated (ours with set_rows).
+plans=ours captures 2 in 24 tokens, which takes 200 us in all. {said}
+patch_pointers updates its plan for 23 of 24 tokens, 17.2 us each.
+Plans where n_kv grows: 2 captured and 0 updated (ours).
 Between the kernels of two tokens are 40.3 us (off), 35.0 us (a split) and 29.0 us (a step).
 By the device's clock a token is no shorter for sure with a split (95% CI -1.0..2.0).
 By the device's clock a token is 10.0 us shorter with a step (95% CI 9.0..11.0); its captures took \
 200 us, repaid after 20 tokens.
-Nothing races. With plans as without, this is enough: the wait for the logits."""
-    end = len(made) - len(said_of(*runs))
-    assert [line for line in made[:end] if not line.startswith("plans=")] == wanted.splitlines()
-    assert made[2].startswith("plans=pr captures 2 in 24 tokens, which takes 200 us in all. ")
+{enough if races == "none" else "These race: a step."}"""
+    lines = conclusions.plans(tables).splitlines()
+    assert all(a.startswith(b) for a, b in zip(lines, wanted.splitlines(), strict=True)), lines
+    runs = ab("plans-off"), ab("plans-on")
     committed = answer("04_plans")
-    assert committed[committed.index(made[end - 1]) + 1 :] == made[end:] == said_of(*runs)
-    tables["gap"] = tables["gap"].replace("20", "not known")
-    proof = tables["proof"]
-    for changed, said in (
-        (proof.assign(because=["enough: a", "enough: b"]), "; enough: a (off) and enough: b (a s"),
-        (proof.assign(races=["none", 3]), "These race: a step."),
-    ):
-        text = conclusions.plans(tables | {"proof": changed}, *runs)
-        assert said in text and "no plan is known to repay its captures: no token is sh" in text
-
-
-@pytest.mark.parametrize(
-    ("us", "verdict", "said"),
-    [
-        (4.0, "faster", "That is repaid after 50 tokens: a token is 4.0 us shorter."),
-        (-4.0, "slower", "That is never repaid, as a token is longer."),
-        (4.0, "no difference", "The comparison does not tell when that is repaid, as it shows no"),
-    ],
-)
-def test_when_a_capture_is_repaid(us, verdict, said):
-    found = ab("plans-on")
-    ours = {"arm": "ours", "is_control": False, "tps_baseline": 1e6 / 100, "verdict": verdict,
-            "tps_toggled": 1e6 / (100 - us)}  # of a token of 100 us  # fmt: skip
-    found.summary = lambda: pd.DataFrame([ours])
-    tables = tables_of_plans()
-    tables["repaid"] = planned.repaid_table(tables["made"], found)
-    assert tables["repaid"]["us for captures"].tolist() == [200.0]
-    (line,) = (s for s in conclusions.plans(tables).splitlines() if s.startswith("plans="))
-    assert line.startswith(f"plans=ours captures 2 in 24 tokens, which takes 200 us in all. {said}")
+    assert committed[-len(said_of(*runs)) :] == said_of(*runs)
+    assert list(tables["repaid"]["us for captures"]) == [200.0]
 
 
 def test_whether_streams_help(tiny_model):

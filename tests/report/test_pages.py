@@ -136,24 +136,6 @@ def test_an_interrupted_notebook_leaves_the_pages_before_it(tmp_path, monkeypatc
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted([book, *old])
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        '<script src="https://cdn.example/x.js"></script>',
-        "<script async src='//cdn.example/x.js'></script>",
-        '<link rel="stylesheet" href="http://x/y.css">',
-        '<style>@import url("https://x/y.css");</style>',
-        "<style>a{background:url(https://x/y.png)}</style>",
-        '<script type="module">const m = (await import("https://x/m.mjs")).default;</script>',
-        '<script type="module">import m from "https://x/m.mjs";</script>',
-    ],
-)
-def test_what_counts_as_a_load(page):
-    assert len(network_loads(page)) == 1
-    none = '<a href="https://x">x</a><img src="data:image/png;base64,//8="><script>open("https://x'
-    assert network_loads(none) == []
-
-
 def test_a_large_trace_is_linked_and_a_device_named(tmp_path, monkeypatch):
     path = tmp_path / "t.pftrace"
     path.write_bytes(b"trace")

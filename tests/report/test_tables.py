@@ -73,25 +73,6 @@ def test_several_devices_and_models_stand_apart():
     assert (table["Test"] == tables.GEOMETRIC_MEAN).sum() == 9
 
 
-def test_markdown_aligns_and_escapes():
-    frame = pd.DataFrame({"name": ["a|b", None], "x": [1.5, float("nan")], "n": [10, 7]})
-    frame.attrs["constant"] = {"Model": "m", "answer": ""}
-    assert tables.markdown(frame).splitlines() == [
-        "Model: m", "", "| name |    x |   n |", "|------|-----:|----:|",
-        "| a\\|b | 1.50 |  10 |", "|      |      |   7 |",
-    ]  # fmt: skip
-
-
-def test_provenance_names_what_is_needed_to_run_again():
-    run = comparison().run
-    rows = tables.provenance(run).set_index("what")["value"]
-    assert rows["commit"] == run["commit"]["hash"] + " with uncommitted changes"
-    assert rows["command"] == "workbench ab --toggle sync=a|b" and rows["GPU"] == "none"
-    assert rows["device"] == "embedded, 2 workers (as asked)"
-    assert (rows["versions"], rows["model hash"], rows["seed"]) == ("python 3.11.9", "abc", "0")
-    assert "unknown" in set(tables.provenance({})["value"])
-
-
 def test_steps_without_gaps_count_for_the_one_in_the_middle():
     gap = {"step": 3, "between": LAUNCHES, "before": "a", "after": "b", "traced_us": 5.0}
     for n_steps, n_gaps in ((1, "1"), (3, "0")):
