@@ -64,7 +64,7 @@ def test_launch_and_sync(timed, device):
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
 def test_chain(timed, device, parts):
-    """1000 entries queued behind a gate, from opening it to the last one's end."""
+    """1000 entries queued at a gate, from opening it to the last one's end."""
     call = launch(device, parts)
 
     def setup():

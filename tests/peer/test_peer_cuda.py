@@ -114,7 +114,7 @@ def test_ours_are_best_with_and_without_plans_of_whole_steps(measured):
     assert all(answer["holds"] for answer in run["result"]["answers"].values())
 
 
-def test_a_call_that_fails_keeps_its_rounds_and_counts_for_nothing(program, measured):
+def test_a_call_that_fails_keeps_its_rounds_for_nothing(program, measured):
     (program.parent / "fails").write_text("exits at 4")
     with pytest.raises(RuntimeError, match=r"error: failed to load model$"):
         measured(theirs="default")
