@@ -37,15 +37,14 @@ def main(files: Sequence[str]) -> int:
     }
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "benchmarks.json"
+        flags = ["-m", "not gpu", "--benchmark-enable", "--benchmark-only"]
         here = [str(BENCHMARKS / name) for name in files or [""]]
-        flags = ["--benchmark-enable", "--benchmark-only", f"--benchmark-json={raw}"]
-        status = pytest.main([*here, "-m", "not gpu", *flags])
-        if status:
+        if status := pytest.main([*here, *flags, f"--benchmark-json={raw}"]):
             return int(status)
         found = rows(json.loads(raw.read_text())["benchmarks"])
-    record = merged(json.loads(OUT.read_text()), found, about) if files else about | {
-        "benchmarks": found
-    }  # fmt: skip
+    record = about | {"benchmarks": found}
+    if files:
+        record = merged(json.loads(OUT.read_text()), found, about)
     write_text(OUT, json.dumps(record, indent=1) + "\n")
     print(f"wrote {OUT}")
     return 0

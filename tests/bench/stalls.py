@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import selectors
-import socket
 import sys
 import tempfile
 import threading
@@ -28,6 +27,7 @@ from tests.server.command import NO_ENGINE, served
 from tests.server.live import connected, everything, posted
 from workbench.benchmarks.runs import provenance
 from workbench.common.output import write_text
+from workbench.model.synth.models import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "data" / "results" / "stalls.json"
@@ -57,6 +57,22 @@ def bodies(most: int = MOST) -> dict[str, tuple[str, bytes]]:
     }
 
 
+class Waits(NamedTuple):
+    """Gaps between tokens, ms, while something was done for `seconds`; and its status."""
+
+    gaps: np.ndarray
+    seconds: float
+    status: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """As it is recorded."""
+        shares = {"median": 50, "p99": 99, "most": 100}
+        found = {name: np.percentile(self.gaps, q) for name, q in shares.items()}
+        found |= {"seconds": self.seconds}
+        rounded = {name: round(float(value), 3) for name, value in found.items()}
+        return {"n": len(self.gaps), **rounded, "status": self.status}
+
+
 class Streams:
     """Reads streams in a thread, and writes down when something came of each. Where one ends,
     another begins; between them there is no gap."""
@@ -71,7 +87,6 @@ class Streams:
             self._begin()
         self._stopped = False
         self._thread = threading.Thread(target=self._read)
-        self._thread.start()
 
     def _begin(self) -> None:
         sock = connected(self._url)
@@ -82,7 +97,6 @@ class Streams:
     def _read(self) -> None:
         while not self._stopped:
             for key, _ in self._selector.select(0.1):
-                assert isinstance(key.fileobj, socket.socket)
                 data = key.fileobj.recv(1 << 16)
                 key.data.append(time.perf_counter_ns())
                 if not data or b"data: [DONE]" in data:
@@ -90,37 +104,25 @@ class Streams:
                     key.fileobj.close()
                     self._begin()
 
-    def gaps_ms(self, begin_ns: int, end_ns: int) -> np.ndarray:
-        """Gaps that overlap an interval, of all streams."""
+    def waits(self, work: Callable[[], str]) -> Waits:
+        """The gaps, of all streams, that overlap some work, which says its status."""
+        begin_ns, status, end_ns = time.perf_counter_ns(), work(), time.perf_counter_ns()
+        time.sleep(0.3)
         found = [np.empty(0)]
-        for times in self.times:
-            at = np.array(times)
+        for at in map(np.array, self.times):
             overlaps = (at[1:] > begin_ns) & (at[:-1] < end_ns)
             found.append(np.diff(at)[overlaps] / 1e6)
-        return np.concatenate(found)
+        return Waits(np.concatenate(found), (end_ns - begin_ns) / 1e9, status)
 
-    def close(self) -> None:
+    def __enter__(self) -> Streams:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._stopped = True
         self._thread.join()
         for key in list(self._selector.get_map().values()):
-            assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
-
-
-class Waits(NamedTuple):
-    """Gaps between tokens, ms, while something was done for `seconds`; and its status."""
-
-    gaps: np.ndarray
-    seconds: float
-    status: str = ""
-
-    def row(self) -> dict[str, Any]:
-        """As it is recorded."""
-        p99, most = float(np.percentile(self.gaps, 99)), float(self.gaps.max())
-        found = {"median": float(np.median(self.gaps)), "p99": p99, "most": most}
-        rounded = {name: round(value, 3) for name, value in found.items()}
-        return {"n": len(self.gaps), **rounded, "seconds": round(self.seconds, 3),
-                "status": self.status}  # fmt: skip
 
 
 def together(rounds: Sequence[Waits]) -> Waits:
@@ -128,14 +130,6 @@ def together(rounds: Sequence[Waits]) -> Waits:
     seconds = float(np.median([one.seconds for one in rounds]))
     status = ", ".join(dict.fromkeys(one.status for one in rounds))
     return Waits(np.concatenate([one.gaps for one in rounds]), seconds, status)
-
-
-def waits(streams: Streams, work: Callable[[], str]) -> Waits:
-    begin = time.perf_counter_ns()
-    status = work()
-    end = time.perf_counter_ns()
-    time.sleep(0.3)
-    return Waits(streams.gaps_ms(begin, end), (end - begin) / 1e9, status)
 
 
 def post(url: str, path: str, body: bytes) -> str:
@@ -149,22 +143,16 @@ def post(url: str, path: str, body: bytes) -> str:
 def measured(url: str, names: list[str], max_tokens: int, rounds: int = 1) -> dict[str, Waits]:
     """Alone, and beside each body. Each has streams of its own, and alone before it."""
     found: dict[str, list[Waits]] = {}
-    every = bodies()
-    for _ in range(rounds):
-        for name in names:
-            path, body = every[name]
-            streams = Streams(url, N_STREAMS, max_tokens)
-            try:
-                time.sleep(1)
-                huge = json.dumps({"content": "a" * (1 << 19)}).encode()
-                post(url, "/tokenize", huge)  # starts processes
-                alone = waits(streams, lambda: str(time.sleep(ALONE_S) or ""))
-                beside = waits(streams, lambda path=path, body=body: post(url, path, body))
-            finally:
-                streams.close()
-            found.setdefault("alone", []).append(alone)
-            found.setdefault(name, []).append(beside)
-            print(f"  {name}: {beside.seconds:.2f} s", file=sys.stderr, flush=True)
+    every, huge = bodies(), json.dumps({"content": "a" * (1 << 19)}).encode()
+    for name in names * rounds:
+        sent = url, *every[name]
+        with Streams(url, N_STREAMS, max_tokens) as streams:
+            time.sleep(1)
+            post(url, "/tokenize", huge)  # starts processes
+            found.setdefault("alone", []).append(streams.waits(lambda: time.sleep(ALONE_S) or ""))
+            beside = streams.waits(lambda sent=sent: post(*sent))
+        found.setdefault(name, []).append(beside)
+        print(f"  {name}: {beside.seconds:.2f} s", file=sys.stderr, flush=True)
     return {name: together(some) for name, some in found.items()}
 
 
@@ -192,8 +180,6 @@ def main() -> None:
         load, most = Path(args.model).stem, 4000
         module, flags = ("workbench", "serve"), ["-m", args.model, "--slots", 8, "-c", 8 << 12]
     else:
-        from workbench.model.synth.models import write_tiny
-
         load, most = "no engine", 1 << 17
         tiny = write_tiny(ROOT / "data" / "models", "tiny-llama", "F16")
         module, flags = NO_ENGINE, ["-m", tiny, "-c", 1 << 18]

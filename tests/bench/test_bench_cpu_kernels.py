@@ -25,6 +25,7 @@ WEIGHTS = [
     for d in WEIGHT_DTYPES
     for layout in (op_table.LAYOUTS if d in QUANTISED else ("file",))
 ]
+NAMES = pytest.mark.parametrize("name", [d.name for d in WEIGHT_DTYPES])
 
 
 def read_body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
@@ -67,29 +68,27 @@ def test_read_bandwidth(benchmark) -> None:
 
 @pytest.mark.parametrize("rows,cols", SHAPES)
 @pytest.mark.parametrize("name,layout", WEIGHTS)
-def test_decode(benchmark, name: str, layout: str, rows: int, cols: int) -> None:
+def test_decode(benchmark, name, layout, rows, cols):
     """One token against cold weights."""
     if not benchmark.enabled:
         rows, cols = rows // 64, cols // 8
-    _mul_mat(benchmark, name, layout, rows, cols, n_tokens=1, cold=True)
+    mul_mat(benchmark, name, rows, cols, 1, cold=True, layout=layout)
 
 
 @pytest.mark.parametrize("n_tokens", [2, 4, 8])
-@pytest.mark.parametrize("name", [d.name for d in WEIGHT_DTYPES])
-def test_batch(benchmark, name: str, n_tokens: int) -> None:
+@NAMES
+def test_batch(benchmark, name, n_tokens):
     """A few tokens against cold weights, in the layout the embedded device uses."""
-    rows, cols = SHAPES[0] if benchmark.enabled else (32, 256)
-    layout = op_table.weight_layout(DTYPES[name], rows, cols)
-    _mul_mat(benchmark, name, layout, rows, cols, n_tokens, cold=True)
+    shape = SHAPES[0] if benchmark.enabled else (32, 256)
+    mul_mat(benchmark, name, *shape, n_tokens, cold=True)
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 4, 8, 64, 512])
-@pytest.mark.parametrize("name", [d.name for d in WEIGHT_DTYPES])
-def test_prefill(benchmark, name: str, n_tokens: int) -> None:
+@NAMES
+def test_prefill(benchmark, name, n_tokens):
     """Tokens against one matrix that caches keep, in the layout the embedded device uses."""
-    rows, cols = (2048, 2048) if benchmark.enabled else (32, 256)
-    layout = op_table.weight_layout(DTYPES[name], rows, cols)
-    _mul_mat(benchmark, name, layout, rows, cols, n_tokens, cold=False)
+    shape = (2048, 2048) if benchmark.enabled else (32, 256)
+    mul_mat(benchmark, name, *shape, n_tokens, cold=False)
 
 
 @pytest.mark.parametrize("name", [d.name for d in WEIGHT_DTYPES if d in QUANTISED])
@@ -108,17 +107,14 @@ def test_repack(benchmark, name: str) -> None:
     assert target.any()
 
 
-def _mul_mat(
-    benchmark, name: str, layout: str, rows: int, cols: int, n_tokens: int, cold: bool
-) -> None:
+def mul_mat(benchmark, name, rows, cols, n_tokens, cold, layout=None) -> None:
     dtype = DTYPES[name]
+    layout = layout or op_table.weight_layout(dtype, rows, cols)
     copies = cold_copies(dtype, rows, cols, layout) if cold and benchmark.enabled else 1
     weights = copies_of(dtype, layout, rows, cols, copies)
     work = product(dtype, layout, weights, rows, cols, n_tokens)
     benchmark.group = f"mul_mat, {n_tokens} tokens"
-    gigas = {
-        "GB/s": weights.nbytes / 1e9,
-        "GMAC/s": copies * rows * cols * n_tokens / 1e9,
-    }
+    macs = copies * rows * cols * n_tokens
+    gigas = {"GB/s": weights.nbytes / 1e9, "GMAC/s": macs / 1e9}
     measure(benchmark, work.kernel, work.blocks, gigas)
     assert np.isfinite(work.y).all()

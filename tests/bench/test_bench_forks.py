@@ -1,7 +1,8 @@
 """What planning takes: forks, arena and fusion of a step.
 
-Requirement: at most 80 ms on one core for a graph of 48 layers, with a router beside shared work in
-each. No op of experts is in the table yet, so nodes that multiply and add stand in for them.
+Requirements, on one core, for a decode step of 48 layers: at most 80 ms in all, with a router
+beside shared work in each layer (no op of experts is in the table yet, so nodes that multiply and
+add stand in for them); the arena by visibility well under 25 ms, the clocks included.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from workbench.graph.branch_fusion import fused
 from workbench.graph.forks import fork
 from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import Q4_0, Graph, Node
+from workbench.graph.lifetimes import lifetimes, overwritten
 from workbench.graph.ops import make
 
 N_LAYER, N_KV = 48, 512
@@ -35,23 +37,27 @@ def with_experts(graph: Graph) -> Graph:
 
 
 @pytest.fixture(scope="module")
-def graph() -> Graph:
-    return with_experts(
-        Decoder("llama-3-8b", Q4_0, n_layer=N_LAYER).graph(1, 1, N_KV, n_cells=N_KV)
-    )
+def plain() -> Graph:
+    return Decoder("llama-3-8b", Q4_0, n_layer=N_LAYER).graph(1, 1, N_KV, n_cells=N_KV)
+
+
+@pytest.fixture(scope="module")
+def graph(plain) -> Graph:
+    return with_experts(plain)
+
+
+def laid_out(graph: Graph, branches):
+    seen = visibility(branches)
+    return layout(graph.nodes, graph.inputs, graph.outputs, lambda node: 0, visible=seen)
 
 
 @pytest.mark.parametrize("fusions", [(), FUSIONS], ids=["unfused", "fused"])
 @pytest.mark.parametrize(("n_streams", "rule"), [(1, "qkv"), (3, "qkv"), (8, "any")])
 def test_planning(benchmark, graph, n_streams, rule, fusions):
-    """To be at most 80 ms."""
-
     def planned():
-        chosen = BranchFusion.AUTO
-        joined = fused(graph, fusions, lambda node: 0, chosen, n_streams, rule)
+        joined = fused(graph, fusions, lambda node: 0, BranchFusion.AUTO, n_streams, rule)
         branches = fork(joined.nodes, n_streams, rule)
-        seen = visibility(branches)
-        layout(joined.nodes, joined.inputs, joined.outputs, lambda node: 0, visible=seen)
+        laid_out(joined, branches)
         return branches
 
     branches = benchmark(planned)
@@ -59,7 +65,14 @@ def test_planning(benchmark, graph, n_streams, rule, fusions):
     assert branches.n_streams == n_streams or rule == "any" or fusions
 
 
+@pytest.mark.parametrize("n_streams", [1, 3, 8])
+def test_layout_by_visibility(benchmark, plain, n_streams):
+    branches = fork(plain.nodes, n_streams, "any")
+    made = benchmark(laid_out, plain, branches)
+    assert len(plain.nodes) > 900
+    assert not overwritten(lifetimes(made, branches, plain.outputs), branches)
+
+
 def test_forks_alone(benchmark, graph):
     """Of a graph that any branch may leave."""
-    branches = benchmark(fork, graph.nodes, 8, "any")
-    assert branches.n_streams > 3
+    assert benchmark(fork, graph.nodes, 8, "any").n_streams > 3

@@ -1,8 +1,12 @@
 """What a token costs before its first command is issued, where programs are kept: inputs taken, the
-kept program found, and its 64 stores patched.
+kept program found, and its 64 stores patched; and what reuse saves, phase by phase.
 
 Requirement: at most 60 us in each of the three ways, for 32 layers on the embedded device, whether
 its workers are idle or busy.
+
+`test_phase` does one phase of a decode step again: what a token pays where nothing is kept.
+`test_step` times whole tokens, with each layer of reuse done again in turn: its difference from
+`kept` is that layer's cost.
 """
 
 from __future__ import annotations
@@ -16,12 +20,21 @@ from workbench.backend.base import Issue
 from workbench.backend.issue.prepared import Prepared
 from workbench.config import GraphReuse, Toggles
 from workbench.engine.engine import Engine
+from workbench.engine.look.phases import Phases
 from workbench.engine.look.watch import Watch
+from workbench.engine.programs import REDO, Key
 from workbench.model.synth import shapes as presets
 from workbench.model.synth.models import write_model
 
 REUSED = [way.value for way in GraphReuse if way != GraphReuse.REBUILD]
-N_LAYERS, STEPS_QUEUED = 32, 3
+N_LAYERS, N_KV, STEPS_QUEUED = 32, 256, 3
+KEPT = Toggles(graph_reuse="set_rows", sync="implicit", copy_stream="compute", fuse="on")
+ARMS = {
+    "rebuild": KEPT.switched("graph_reuse", "rebuild"),
+    "kept": KEPT,
+    **{name: KEPT.switched(name, "on") for name in (*REDO, "redo")},
+}
+PHASES = [phase for phases in REDO.values() for phase in phases]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +44,7 @@ def deep(tmp_path_factory) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(presets.PRESETS, "tiny-deep", shape)
         path = write_model("tiny-deep", "Q8_0", tmp_path_factory.mktemp("bench") / "deep.gguf")
-    with Engine.load(path, device="embedded", n_ctx=256, toggles=Toggles()) as engine:
+    with Engine.load(path, device="embedded", n_ctx=N_KV, toggles=Toggles()) as engine:
         yield engine
 
 
@@ -45,10 +58,9 @@ class NothingIssued(Watch):
 @pytest.mark.parametrize("workers", ["idle", "busy"])
 @pytest.mark.parametrize("way", REUSED)
 def test_graph_work_of_a_token(benchmark, deep, way, workers):
-    """To be at most 60 us: `submit` of a token but for the commands. Busy: the workers compute
-    steps that were queued before."""
-    toggles = Toggles(graph_reuse=way, sync="implicit")
-    with deep.variant(toggles) as engine:
+    """`submit` of a token but for the commands. Busy: the workers compute steps that were queued
+    before."""
+    with deep.variant(Toggles(graph_reuse=way, sync="implicit")) as engine:
         engine.step([7])
         plain = engine.issuer._watch_of
         (prepared,) = (kept.prepared for kept in engine.steps.programs._kept.values())
@@ -63,12 +75,39 @@ def test_graph_work_of_a_token(benchmark, deep, way, workers):
                 for call in prepared.head:
                     call()
 
-        work = [(0, [7], "last")]
         try:
             benchmark.group = f"graph work of a token, workers {workers}"
-            benchmark.pedantic(engine.submit, (work,), setup=setup, rounds=200)
+            benchmark.pedantic(engine.submit, ([(0, [7], "last")],), setup=setup, rounds=200)
         finally:
             engine.issuer._watch_of = plain
             engine.synchronize()
         assert engine.counters["programs_built"] == 1
         assert engine.counters["programs_reused"] >= 2
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_phase(benchmark, deep, phase):
+    with deep.variant(KEPT) as engine:
+        phases = Phases(engine._spent)
+        prepared = engine.bound.build(Key(engine.program().shape, 0), phases, 0)
+        assert sum(c.kind == "launch" for c in prepared.program.commands) > 7 * N_LAYERS
+        benchmark(phases.again[phase])
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_step(benchmark, deep, arm):
+    with deep.variant(ARMS[arm]) as engine:
+
+        def step() -> None:
+            if engine.n_past == N_KV:
+                engine.reset()
+            engine.step([7])
+
+        step()
+        before = engine.counters
+        benchmark(step)
+        table = engine.phases(since=before)
+        benchmark.extra_info |= {f"{row.phase}_us": row.us for row in table}
+        done = {row.phase for row in table if row.us and row.phase in PHASES}
+        again = [n for n in Toggles.members("redo") if arm in ("rebuild", "redo", n)]
+        assert done == {phase for name in again for phase in REDO[name]}

@@ -37,61 +37,49 @@ from workbench.report.render import execute_notebook
 from workbench.trace.profile import profile_each
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "data" / "results"
 RUNS = "runs.tar.gz"
+SERVED = ("baseline", "serving", "serving-skip-masked-kv-off", "serving-sampling-host",
+          "serving-kv-cache-unified")  # fmt: skip
 # notebook -> the run folders it makes, by how their names end
 MADE = {
     "00_tour": ["tour"],
     "02_sync_modes": ["gaps", "sync-off", "sync-on"],
-    "03_graph_reuse": [
-        "reuse-off",
-        "reuse-on",
-        *(name.replace("_", "-") for name in wb.Toggles.members("redo")),
-    ],
+    "03_graph_reuse": ["reuse-off", "reuse-on",
+                       *(name.replace("_", "-") for name in wb.Toggles.members("redo"))],
     "04_plans": ["plans-off", "plans-on"],
     "05_streams": ["streams-off", "streams-on", "streams-fused"],
     "06_masked_kv": [
-        *(f"prompts-in-{part}" for part in (16, 4, 1)),
-        "side-by-side",
-        *(f"ragged-{way.replace('_', '-')}" for way in WAYS),
-        "kv-parts",
+        *(f"prompts-in-{part}" for part in (16, 4, 1)), "side-by-side",
+        *(f"ragged-{way.replace('_', '-')}" for way in WAYS), "kv-parts",
     ],
     "07_batched_serving": [
-        *(f"together-{name}" for name in ("baseline", "serving")),
-        *(f"served-{name}" for name in ("baseline", "serving")),
-        "served-serving-skip-masked-kv-off",
-        "served-serving-sampling-host",
-        "served-serving-kv-cache-unified",
+        "together-baseline", "together-serving", *(f"served-{name}" for name in SERVED),
         *(f"ways-{way}" for way in ("own", "process", "http-whole", "http-streamed")),
     ],
     "10_fusion": ["fusion", "defer"],
-}
+}  # fmt: skip
 # a layer of the tiny model is its first or its last: 10_fusion asks a model with one in the middle
 MODELS = {
-    "00_tour": ("tiny-llama", "Q8_0"),
-    "02_sync_modes": ("tiny-llama", "Q8_0"),
-    "03_graph_reuse": ("llama-3.2-1b", "Q8_0"),
-    "04_plans": ("llama-3.2-1b", "Q8_0"),
-    "05_streams": ("llama-3.2-1b", "BF16"),
-    "06_masked_kv": ("llama-3.2-1b", "Q4_K_M"),
-    "07_batched_serving": ("llama-3.2-1b", "Q4_K_M"),
-    "10_fusion": ("llama-3.2-1b", "Q8_0"),
-}
-# a graph that is built for every token takes so long that the least repetitions tell enough
+    "00_tour": ("tiny-llama", "Q8_0"), "02_sync_modes": ("tiny-llama", "Q8_0"),
+    "03_graph_reuse": ("llama-3.2-1b", "Q8_0"), "04_plans": ("llama-3.2-1b", "Q8_0"),
+    "05_streams": ("llama-3.2-1b", "BF16"), "06_masked_kv": ("llama-3.2-1b", "Q4_K_M"),
+    "07_batched_serving": ("llama-3.2-1b", "Q4_K_M"), "10_fusion": ("llama-3.2-1b", "Q8_0"),
+}  # fmt: skip
 PARAMETERS: dict[str, dict[str, Any]] = {
+    # a graph that is built for every token takes so long that the least repetitions tell enough
     "03_graph_reuse": {"repeats": MIN_REPETITIONS},
     # with one region for all, a step's mask spans the cells of every slot
     "06_masked_kv": {"n_prompt": 2048, "slots": "4,8,16", "workload": "tg32"},
     # one request at a time takes every setting through n_requests * 128 steps
-    "07_batched_serving": {
-        "workload": "pp1024+tg128",
-        "concurrency": "1,8,32",
-        "n_requests": 32,
-    },
+    "07_batched_serving": {"workload": "pp1024+tg128", "concurrency": "1,8,32", "n_requests": 32},
     "10_fusion": {"quick": False},
 }
 PICTURE, ABOUT = "timelines.png", "timelines.json"
 PAIR = (SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value)  # before and after #17795
+KERNEL = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
 
 
 def stripped(notebook: Any) -> Any:
@@ -99,15 +87,10 @@ def stripped(notebook: Any) -> Any:
     notebook.cells = [c for c in notebook.cells if "injected-parameters" not in _tags(c)]
     for cell in notebook.cells:
         cell.metadata = {"tags": ["parameters"]} if "parameters" in _tags(cell) else {}
-        for output in cell.get("outputs", ()):
-            if "execution_count" in output:
-                output.execution_count = None
-        if cell.cell_type == "code":
-            cell.execution_count = None
-    notebook.metadata = {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
-    }
+        counted = [o for o in cell.get("outputs", ()) if "execution_count" in o]
+        for one in (*counted, *([cell] if cell.cell_type == "code" else [])):
+            one.execution_count = None
+    notebook.metadata = KERNEL
     return notebook
 
 
@@ -115,12 +98,7 @@ def _tags(cell: Any) -> list[str]:
     return cell.metadata.get("tags", [])
 
 
-def run(
-    out: Path,
-    names: Sequence[str] = (),
-    device: str = "cuda",
-    given: dict[str, Any] | None = None,
-) -> None:
+def run(out: Path, names: Sequence[str] = (), device: str = "cuda") -> None:
     """Runs each notebook that is named; writes them, and one archive of their run folders, to
     `out`. Raises UsageError for a name that is none, WorkbenchError for a cell that fails."""
     if unknown := [name for name in names if name not in MADE]:
@@ -128,29 +106,24 @@ def run(
     device, _ = choose_device(device)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, tarfile.open(out / RUNS, "w:gz") as archive:
-        for name, ends in MADE.items():
-            if names and name not in names:
-                continue
+        for name in names or MADE:
             runs, begin = Path(folder, name), time.monotonic()
             runs.mkdir()
             preset, quant = MODELS[name]
             model = write_model(preset, quant, Path(folder, f"{preset}-{quant}.gguf"))
             chosen = {"device": device, "model": str(model), "runs": str(runs)}
-            chosen |= PARAMETERS.get(name, {}) | (given or {})
-            source = ROOT / "notebooks" / f"{name}.ipynb"
-            executed = Path(folder, f"{name}.ipynb")
-            if failure := execute_notebook(source, executed, chosen):
+            source, executed = ROOT / "notebooks" / f"{name}.ipynb", Path(folder, f"{name}.ipynb")
+            if failure := execute_notebook(source, executed, chosen | PARAMETERS.get(name, {})):
                 raise WorkbenchError(f"{source.name}: {failure}")
-            notebook = nbformat.read(executed, 4)
-            nbformat.write(stripped(notebook), out / f"{name}.ipynb")
-            for end in ends:
+            nbformat.write(stripped(nbformat.read(executed, 4)), out / f"{name}.ipynb")
+            for end in MADE[name]:
                 (found,) = runs.glob(f"*-{end}")
                 archive.add(found, arcname=f"notebook-{end}")
             print(f"== {name}: {time.monotonic() - begin:.1f} s", flush=True)
     draw(out, device)
 
 
-def draw(out: Path, device: str = "cuda") -> None:
+def draw(out: Path, device: str) -> None:
     """The start of one token under both modes of PAIR, copies on their own stream."""
     own = wb.Toggles(graph_reuse="set_rows", copy_stream="own")
     arms = {mode: own.switched("sync", mode) for mode in PAIR}

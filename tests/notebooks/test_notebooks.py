@@ -1,4 +1,5 @@
-"""The notebooks: they run from top to bottom on a laptop, and keep the shape they all have."""
+"""The notebooks: they run from top to bottom on a laptop, and keep the shape they all have. And
+README's lines of Python do what they say."""
 
 from __future__ import annotations
 
@@ -22,89 +23,60 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_BYTES = 250_000
 
 
-def code_cells(path: Path) -> list:
-    return [c for c in nbformat.read(path, 4).cells if c.cell_type == "code"]
-
-
 def by_name(path: Path) -> str:
     return path.stem
 
 
 @pytest.mark.parametrize("path", share(NOTEBOOKS, every=4, slow=3), ids=by_name)
 def test_it_runs_on_the_embedded_device(path, tiny_models, tmp_path):
-    page = render_notebook(
-        path,
-        tmp_path / "page.html",
-        {"device": "embedded", "repeats": 1, "workload": "tg8", "runs": str(tmp_path)},
-        runs_dir=tmp_path,
-    )
-    text = page.read_text()
-    assert network_loads(text) == []
-    assert "CPU timings say nothing of GPU speed" in text
-    assert "data:image/png;base64" in text
+    given = {"device": "embedded", "repeats": 1, "workload": "tg8", "runs": str(tmp_path)}
+    page = render_notebook(path, tmp_path / "page.html", given, runs_dir=tmp_path).read_text()
+    assert network_loads(page) == []
+    assert "CPU timings say nothing of GPU speed" in page and "data:image/png;base64" in page
     assert list(tmp_path.glob("*/run.json"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
-def test_it_reads_as_prose(path):
-    cells = code_cells(path)
-    assert len(cells) <= 12
-    for cell in cells:
+def test_it_asks_a_question_and_reads_as_prose(path):
+    """From the baseline to its answer; its parameters are literals in one cell."""
+    cells = nbformat.read(path, 4).cells
+    code, texts = ([c for c in cells if c.cell_type == kind] for kind in ("code", "markdown"))
+    assert cells[0] is texts[0] and cells[0].source.splitlines()[0].endswith("?")
+    assert re.search(r"starts? from\s+the\s+baseline", " ".join(c.source for c in texts))
+    for cell in texts:  # nbconvert takes `#123` at a line's begin for a heading
+        assert not re.search(r"^#+\d", cell.source, re.MULTILINE), cell.source
+    assert len(code) <= 12
+    for cell in code:
         assert len(cell.source.splitlines()) <= 8, cell.source
         for node in ast.walk(ast.parse(cell.source)):
             assert not isinstance(node, ast.FunctionDef | ast.Lambda | ast.For | ast.While)
             if isinstance(node, ast.keyword) and node.arg == "window_us":
                 assert isinstance(node.value, ast.Constant), "how many us it takes is the machine's"
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
-def test_no_number_of_a_thread_becomes_a_heading(path):
-    for cell in nbformat.read(path, 4).cells:
-        if cell.cell_type == "markdown":  # nbconvert takes `#123` at a line's begin for a heading
-            assert not re.search(r"^#+\d", cell.source, re.MULTILINE), cell.source
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
-def test_it_asks_a_question_and_has_one_cell_of_parameters(path):
-    first = nbformat.read(path, 4).cells[0]
-    assert first.cell_type == "markdown"
-    assert first.source.splitlines()[0].endswith("?")
-    tagged = [c for c in code_cells(path) if "parameters" in c.metadata.get("tags", [])]
-    (cell,) = tagged
-    names = set()
-    for statement in ast.parse(cell.source).body:
-        assert isinstance(statement, ast.Assign)
-        assert isinstance(statement.value, ast.Constant), "plain literals only"
-        names |= {t.id for t in statement.targets if isinstance(t, ast.Name)}
-    assert {"model", "device", "workload", "repeats", "seed"} <= names
+    loads = [line for c in code for line in c.source.splitlines() if "Engine.load(" in line]
+    assert loads and all("toggles=" in line for line in loads), "its default is another preset"
+    (cell,) = (c for c in code if "parameters" in c.metadata.get("tags", []))
+    given = ast.parse(cell.source).body
+    assert all(isinstance(one, ast.Assign) for one in given)
+    assert all(isinstance(one.value, ast.Constant) for one in given)
+    assert {"model", "device", "workload", "repeats", "seed"} <= {g.targets[0].id for g in given}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
 def test_committed_outputs_are_of_one_run_and_small(path):
     assert path.stat().st_size <= MOST_BYTES
-    outputs = [o for c in code_cells(path) for o in c.outputs]
+    code = [c for c in nbformat.read(path, 4).cells if c.cell_type == "code"]
+    outputs = [o for c in code for o in c.outputs]
     assert outputs, "a workbench whose plots vanish is an empty shell"
     assert not [o for o in outputs if o.output_type == "error"]
-    for output in outputs:
-        assert set(output.get("data", {})) <= {"text/plain", "text/html", "image/png"}
-    assert not [c for c in code_cells(path) if c.execution_count]
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
-def test_it_starts_from_the_baseline_and_ends_with_its_answer(path):
-    cells = code_cells(path)
-    loads = [line for c in cells for line in c.source.splitlines() if "Engine.load(" in line]
-    assert loads and all("toggles=" in line for line in loads), "its default is another preset"
-    prose = " ".join(c.source for c in nbformat.read(path, 4).cells if c.cell_type == "markdown")
-    assert re.search(r"starts? from\s+the\s+baseline", prose)
-    assert "conclusions." in cells[-1].source
-    assert cells[-1].outputs and cells[-1].outputs[0].data["text/plain"]
+    kinds = {kind for o in outputs for kind in o.get("data", {})}
+    assert kinds <= {"text/plain", "text/html", "image/png"}
+    assert not [c for c in code if c.execution_count]
+    assert "conclusions." in code[-1].source
+    assert code[-1].outputs and code[-1].outputs[0].data["text/plain"]
 
 
 @pytest.mark.slow
-def test_they_run_in_their_own_folder_as_make_lab_opens_them_in_a_fresh_clone(
-    tiny_models, tmp_path
-):
+def test_they_run_as_make_lab_opens_them_in_a_fresh_clone(tiny_models, tmp_path):
     """Nothing is given to them but what they name: the models, and what is committed in data/."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "models").symlink_to(tiny_models)
@@ -122,6 +94,17 @@ def test_they_run_in_their_own_folder_as_make_lab_opens_them_in_a_fresh_clone(
     assert len(list((tmp_path / "data" / "runs").glob("*/run.json"))) >= len(NOTEBOOKS)
 
 
+def test_the_python_of_readme_runs(tiny_models, tmp_path, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "models").symlink_to(tiny_models)
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("rounds=10", "rounds=5").replace("tg32", "tg4"), {})  # the same, but short
+    out = capsys.readouterr().out
+    assert "copy_boundary" in out and "A/A control" in out
+    assert (tmp_path / "token.pftrace.gz").read_bytes()[:2] == b"\x1f\x8b"
+
+
 def test_a_recorded_notebook_keeps_its_own_parameters(tmp_path):
     notebook = nbformat.read(NOTEBOOKS[0], 4)
     sources = [c.source for c in notebook.cells]
@@ -135,7 +118,7 @@ def test_a_recorded_notebook_keeps_its_own_parameters(tmp_path):
     assert set(record.MADE) == {p.stem for p in NOTEBOOKS}
 
 
-def test_what_was_recorded_of_one_notebook_leaves_the_others(tmp_path):
+def test_what_was_recorded_of_one_leaves_the_others(tmp_path):
     with pytest.raises(UsageError, match="'08_ladder' is not one of 00_tour, "):
         record.run(tmp_path, ["04_plans", "08_ladder"], "embedded")
     out, root = tmp_path / "out", tmp_path / "root"

@@ -27,6 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,10 +86,8 @@ app = App(help=__doc__)
 
 
 class Worker:
-    """A side's process. `ask` sends one request and returns its reply.
-
-    Raises RuntimeError where the side reports an error or its process has died.
-    """
+    """A side's process. `ask` sends one request and returns its reply; raises RuntimeError where
+    the side reports an error or its process has died."""
 
     def __init__(self, side: str, python: Path):
         self.side = side
@@ -110,17 +110,14 @@ class Worker:
         shape = {"threads": THREADS, "n_ctx": N_CTX, "n_ubatch": N_UBATCH}
         return self.ask("load", model=str(model), **shape, **options)
 
-    def close(self) -> None:
-        """Ends the process; it frees its model when its input ends."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait()
-
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Ends the process; it frees its model when its input ends."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait()
 
 
 def build(venv: Path) -> Path:
@@ -159,24 +156,33 @@ def random_tokens(n: int, n_vocab: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, n_vocab, n).tolist()
 
 
+def computed(
+    side: Worker,
+    path: Path,
+    scratch: Path,
+    n: int = N_LOGITS_TOKENS,
+    seed: int = 1,
+    one_by_one: bool = True,
+    **options: Any,
+) -> tuple[np.ndarray, list[int]]:
+    """Logits of a side, float64 (n, n_vocab), and the tokens. options: of `load`."""
+    tokens = random_tokens(n, side.load(path, **options)["n_vocab"], seed)
+    out = scratch / "rows.npy"
+    side.ask("logits", tokens=tokens, out=str(out), one_by_one=one_by_one)
+    return np.load(out).astype(np.float64), tokens
+
+
+def of_model(path: Path, preset: str, quant: str) -> dict[str, Any]:
+    return {"model": path.name, "preset": preset, "quant": quant, "hash": model_hash(path)}
+
+
 def compare_logits(
     sides: dict[str, Worker], preset: str, quant: str, scratch: Path
 ) -> dict[str, Any]:
     """Both sides' logits over the same tokens, token by token: how far apart, and whose argmax."""
     path = model_file(preset, quant)
-    rows = {}
-    for name, worker in sides.items():
-        n_vocab = worker.load(path)["n_vocab"]
-        tokens = random_tokens(N_LOGITS_TOKENS, n_vocab, seed=1)
-        out = scratch / f"{name}.npy"
-        worker.ask("logits", tokens=tokens, out=str(out), one_by_one=True)
-        rows[name] = np.load(out).astype(np.float64)
-    ours, theirs = rows[OURS], rows[LLAMA]
-    return {
-        "model": path.name,
-        "preset": preset,
-        "quant": quant,
-        "hash": model_hash(path),
+    ours, theirs = (computed(sides[name], path, scratch)[0] for name in (OURS, LLAMA))
+    return of_model(path, preset, quant) | {
         "n_tokens": len(ours),
         "nmse": reference.nmse(ours, theirs),
         "max_abs": float(np.abs(ours - theirs).max()),
@@ -189,15 +195,9 @@ def compare_logits(
 def check_reference(llama: Worker, preset: str, quant: str, scratch: Path) -> dict[str, Any]:
     """llama.cpp in F32 throughout against the float64 reference, a whole batch at once."""
     path = model_file(preset, quant)
-    tokens = random_tokens(40, llama.load(path, exact=True)["n_vocab"], seed=2)
-    out = scratch / "exact.npy"
-    llama.ask("logits", tokens=tokens, out=str(out), one_by_one=False)
-    return {
-        "model": path.name,
-        "hash": model_hash(path),
-        "n_tokens": len(tokens),
-        "nmse": reference.nmse(np.load(out), reference.forward(path, tokens)),
-    }
+    rows, tokens = computed(llama, path, scratch, 40, seed=2, one_by_one=False, exact=True)
+    nmse = reference.nmse(rows, reference.forward(path, tokens))
+    return {"model": path.name, "hash": model_hash(path), "n_tokens": len(tokens), "nmse": nmse}
 
 
 def ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
@@ -231,22 +231,12 @@ def compare_speed(
         for position, name in enumerate((first, second, second, first)):
             time.sleep(0.2)  # the other side's threads stop spinning
             steps_ns = sides[name].ask(timed.do, tokens=tokens)[timed.steps]
-            samples.append(
-                {
-                    "side": name,
-                    "block": block,
-                    "place": position,
-                    "t_s": 1e9 * len(tokens) / sum(steps_ns),
-                    timed.steps: steps_ns,
-                }
-            )
+            where = {"side": name, "block": block, "place": position}
+            t_s = 1e9 * len(tokens) / sum(steps_ns)
+            samples.append(where | {"t_s": t_s, timed.steps: steps_ns})
         print(f"  {path.name} {timed.test} block {block + 1}/{n_blocks}", file=sys.stderr)
     speeds = {name: [s["t_s"] for s in samples if s["side"] == name] for name in sides}
-    return {
-        "model": path.name,
-        "preset": preset,
-        "quant": quant,
-        "hash": model_hash(path),
+    return of_model(path, preset, quant) | {
         "test": timed.test,
         "threads": THREADS,
         "device": loaded[OURS]["device"],
@@ -260,15 +250,35 @@ def compare_speed(
     }
 
 
-def describe(sides: dict[str, Worker]) -> dict[str, Any]:
-    """Where and with what this was run."""
-    return {
-        "date": provenance.utc_now(),
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-        "versions": {**provenance.versions(), "llama-cpp-python": LLAMA_CPP_PYTHON},
-        "sides": {name: worker.ask("about") for name, worker in sides.items()},
-    }
+@contextmanager
+def both(venv: Path) -> Iterator[tuple[dict[str, Worker], Path, dict[str, Any]]]:
+    """Both sides' processes, a folder, and where and with what this is run."""
+    llama_cpp = build(venv)
+    with (
+        Worker(OURS, Path(sys.executable)) as ours,
+        Worker(LLAMA, llama_cpp) as llama,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
+        sides = {OURS: ours, LLAMA: llama}
+        yield (
+            sides,
+            Path(scratch),
+            {
+                "date": provenance.utc_now(),
+                "commit": provenance.commit(),
+                "machine": provenance.machine(),
+                "versions": {**provenance.versions(), "llama-cpp-python": LLAMA_CPP_PYTHON},
+                "sides": {name: worker.ask("about") for name, worker in sides.items()},
+            },
+        )
+
+
+def started(app: App) -> None:
+    """What a person can mend is told in one line."""
+    try:
+        app()
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        sys.exit(f"error: {error}")
 
 
 @app.default
@@ -291,24 +301,16 @@ def main(
     whole = speed and logits
     if out is None and whole and n_blocks < MIN_BLOCKS:
         raise RuntimeError(f"a result needs {MIN_BLOCKS} blocks, not {n_blocks}; give --out")
-    result: dict[str, Any] = {}
-    pythons = {OURS: Path(sys.executable), LLAMA: build(venv)}
-    with (
-        Worker(OURS, pythons[OURS]) as ours,
-        Worker(LLAMA, pythons[LLAMA]) as llama,
-        tempfile.TemporaryDirectory() as scratch,
-    ):
-        sides = {OURS: ours, LLAMA: llama}
-        result |= describe(sides)
+    with both(venv) as (sides, scratch, result):
         if logits:
             result["reference"] = [
-                check_reference(llama, *model, Path(scratch)) for model in EXACT_MODELS
+                check_reference(sides[LLAMA], *model, scratch) for model in EXACT_MODELS
             ]
             for row in result["reference"]:
                 print(f"{row['model']:28} llama.cpp against float64: NMSE {row['nmse']:.2e}")
             result["logits"] = []
             for model in LOGITS_MODELS + (SPEED_MODELS if speed else []):
-                row = compare_logits(sides, *model, Path(scratch))
+                row = compare_logits(sides, *model, scratch)
                 result["logits"].append(row)
                 print(
                     f"{row['model']:28} NMSE {row['nmse']:.2e}  max {row['max_abs']:.2e}  "
@@ -326,15 +328,10 @@ def main(
                     f"llama.cpp {row['median_t_s'][LLAMA]:.2f}; "
                     f"ratio {row['ratio']:.2f} ({low:.2f} to {high:.2f})"
                 )
-    if out is None and whole:
-        out = RESULT
-    if out is not None:
+    if out := out or (RESULT if whole else None):
         write_text(out, json.dumps(result, indent=1) + "\n", parents=True)
         print(f"wrote {out}")
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except (RuntimeError, subprocess.CalledProcessError) as error:
-        sys.exit(f"error: {error}")
+    started(app)

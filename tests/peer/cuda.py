@@ -40,15 +40,15 @@ from data.measure.peer import LLAMA, MODELS, OURS, SWITCHES, TESTS, PeerRun
 from data.measure.recorded import spread
 from data.measure.session import parsed, toggles_of
 from tests.peer.llama_bench import LlamaBench, arguments, build, find, name_of
-from tests.peer.overlaps import overlaps
 from workbench.backend.base import open_backend
 from workbench.benchmarks import workload as w
 from workbench.benchmarks.compare.ab import describe
 from workbench.benchmarks.compare.stats import MIN_REPETITIONS
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.times.gaps import CONTROL
+from workbench.benchmarks.times.overlap import measure_overlap
 from workbench.common.devices import is_gpu
-from workbench.common.errors import UsageError
+from workbench.common.errors import UsageError, WorkbenchError
 from workbench.config import Toggles
 
 SETTINGS = ("best", f"best {ANY} {WORD}")
@@ -63,6 +63,7 @@ CAMPAIGNS: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str], str, Seq
     ),
 }  # fmt: skip
 N_CTX, N_UBATCH = 1024, 512  # llama-bench's own ubatch
+OVERLAP_TOKENS = 8
 
 app = App(help=__doc__, result_action="return_none")
 
@@ -70,7 +71,7 @@ app = App(help=__doc__, result_action="return_none")
 class Wanted(NamedTuple):
     """What is measured of a model. settings: of ours, as rows of the campaign say them. switched:
     names in SWITCHES. repetitions: of a test in a turn, the first of which does not count.
-    overlapped: settings of which the overlap of kernels is measured, behind all turns."""
+    overlapped: settings of which the overlap of kernels is measured, after all turns."""
 
     device: str = "cuda"
     tests: Sequence[str] = TESTS
@@ -101,20 +102,16 @@ class Turns:
     """The arms of a comparison. A turn takes every test of one arm and adds what counts."""
 
     def __init__(
-        self,
-        bench: LlamaBench,
-        path: Path,
-        engines: Mapping[str, wb.Engine],
-        recording: Recording,
-        wanted: Wanted,
-    ):
+        self, bench: LlamaBench, path: Path, engines: Mapping[str, wb.Engine],
+        recording: Recording, wanted: Wanted,
+    ):  # fmt: skip
         """engines: of our arms, by name; the arms themselves stand in the recording's run."""
         self.bench, self.path, self.engines, self.recording = bench, path, engines, recording
         self.wanted, self.workloads = wanted, w.parse_tests(list(wanted.tests))
         self.result = recording.result
 
     def take(self, round_: int, name: str) -> None:
-        """A turn, with the clocks behind it."""
+        """A turn, with the clocks after it."""
         begun = time.monotonic()
         taken = self._ours(name, round_) if name in self.engines else self._theirs(name)
         for test in self.workloads:
@@ -130,13 +127,13 @@ class Turns:
     def _theirs(self, name: str) -> dict[str, list[int]]:
         env, tests = self.result["env"][name], [test.name for test in self.workloads]
         rows = self.bench.run(self.path, tests, self.wanted.repetitions, env)
-        self._check_card(rows[0])
+        self.check_card(rows[0])
         same = ("build_commit", "build_number", "gpu_info", "backends", "n_gpu_layers",
                 "flash_attn", "type_k", "type_v", "n_batch", "n_ubatch", "n_threads")  # fmt: skip
         self.result["peer"]["says"] = {key: rows[0].get(key) for key in same}
         return {name_of(row): list(row["samples_ns"]) for row in rows}
 
-    def _check_card(self, row: Mapping[str, Any]) -> None:
+    def check_card(self, row: Mapping[str, Any]) -> None:
         """Raises RuntimeError where llama.cpp computed elsewhere: without a GPU it says nothing."""
         card, ours = row.get("gpu_info") or "", self.recording.run["engine"]
         if is_gpu(ours["device"]) and not (card and card in ours["device_description"]):
@@ -147,14 +144,11 @@ class Turns:
 
     def _ours(self, name: str, round_: int) -> dict[str, list[int]]:
         engine, n, found = self.engines[name], self.wanted.repetitions, dict[str, list[int]]()
+        of, bos = (engine.model.n_vocab, self.wanted.seed), w.bos_token(engine)
         for test in self.workloads:
-            every = (self._tokens(engine, test, round_ * n + i) for i in range(n))
+            every = (w.draw_tokens(test, *of, round_ * n + i, bos) for i in range(n))
             found[test.name] = [w.take_sample(engine, test, one).ns_total for one in every]
         return found
-
-    def _tokens(self, engine: wb.Engine, test: w.Workload, repetition: int) -> w.Tokens:
-        bos = w.bos_token(engine)
-        return w.draw_tokens(test, engine.model.n_vocab, self.wanted.seed, repetition, bos)
 
     def warm_up(self) -> None:
         """Our arms once, untimed: programs are built, kernels compiled."""
@@ -212,13 +206,30 @@ def compare(bench: LlamaBench, path: Path, out: Path, wanted: Wanted) -> None:
                 recording.result["overlap"] = overlaps(engine, wanted.overlapped)
 
 
+def overlaps(engine: wb.Engine, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How much of a token has two kernels or more in flight in each setting: what `Overlap.record`
+    says, and the seconds it took; `failed`: why it could not be measured, which ends no comparison.
+
+    After all turns: what a trace leaves in the process meets none of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for spec in settings:
+        begun = time.monotonic()
+        try:
+            with engine.variant(engine.resolve(toggles_of(spec, engine))) as used:
+                made = measure_overlap(used, OVERLAP_TOKENS)
+        except WorkbenchError as error:
+            print(f"{spec}: overlap not measured: {error}", flush=True)
+            found[spec] = {"failed": str(error)}
+            continue
+        print(f"{spec}: {made}", flush=True)
+        found[spec] = made.record() | {"seconds": round(time.monotonic() - begun, 3)}
+    return found
+
+
 def _recording(
-    bench: LlamaBench,
-    engine: wb.Engine,
-    engines: Mapping[str, wb.Engine],
-    out: Path,
+    bench: LlamaBench, engine: wb.Engine, engines: Mapping[str, wb.Engine], out: Path,
     wanted: Wanted,
-) -> Recording:
+) -> Recording:  # fmt: skip
     """A comparison that begins now. An arm of llama.cpp has variables, no toggles."""
     tests = w.parse_tests(list(wanted.tests))
     names = [test.name for test in tests]

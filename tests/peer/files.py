@@ -21,8 +21,6 @@ computed by llama.cpp with F32 everywhere: that entitles the reference to judge 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,18 +31,8 @@ from cyclopts import App
 
 from tests import reference
 from tests.edited import edited, retyped
-from tests.peer.compare import (
-    LLAMA,
-    N_LOGITS_TOKENS,
-    OURS,
-    ROOT,
-    Worker,
-    build,
-    describe,
-    model_file,
-    random_tokens,
-)  # fmt: skip
-from workbench.common.output import writing
+from tests.peer.compare import LLAMA, OURS, ROOT, Worker, both, computed, model_file, started
+from workbench.common.output import write_text
 from workbench.config import EXPAND
 from workbench.model.gguf.inspect import summary
 
@@ -151,16 +139,6 @@ def compared(sides: dict[str, Worker], case: Case, scratch: Path) -> dict[str, A
     }
 
 
-def computed(
-    side: Worker, path: Path, scratch: Path, **options: Any
-) -> tuple[np.ndarray, list[int]]:
-    """Logits of a side, token by token, float64 (n, n_vocab), and the tokens."""
-    tokens = random_tokens(N_LOGITS_TOKENS, side.load(path, **options)["n_vocab"], seed=1)
-    out = scratch / "rows.npy"
-    side.ask("logits", tokens=tokens, out=str(out), one_by_one=True)
-    return np.load(out).astype(np.float64), tokens
-
-
 def joined(path: Path, scratch: Path) -> Path:
     """One file for the reference, which reads no parts."""
     import gguf
@@ -185,30 +163,19 @@ def main(*, out: Path = RESULT, venv: Path = ROOT / ".venv-peer") -> None:
     out: where the result goes.
     venv: the environment llama-cpp-python is built in.
     """
-    pythons = {OURS: Path(sys.executable), LLAMA: build(venv)}
-    with (
-        Worker(OURS, pythons[OURS]) as ours,
-        Worker(LLAMA, pythons[LLAMA]) as llama,
-        tempfile.TemporaryDirectory() as made,
-        tempfile.TemporaryDirectory() as scratch,
-    ):
-        sides = {OURS: ours, LLAMA: llama}
-        result = describe(sides) | {"files": []}
-        for case in cases(llama, Path(made)):
-            row = compared(sides, case, Path(scratch))
+    with both(venv) as (sides, scratch, about), tempfile.TemporaryDirectory() as made:
+        result = about | {"files": []}
+        for case in cases(sides[LLAMA], Path(made)):
+            row = compared(sides, case, scratch)
             result["files"].append(row)
             said = "  ".join(
                 f"{expand} {found['nmse']:.1e} ({found['nmse_llama.cpp']:.1e})"
                 for expand, found in row["workbench"].items()
             )
             print(f"{case.kind:10} {case.name:26} llama.cpp {row['llama.cpp']['nmse']:.1e}  {said}")
-    with writing(out, "t") as file:
-        file.write(json.dumps(result, indent=1) + "\n")
+    write_text(out, json.dumps(result, indent=1) + "\n")
     print(f"wrote {out}")
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except (RuntimeError, subprocess.CalledProcessError) as error:
-        sys.exit(f"error: {error}")
+    started(app)

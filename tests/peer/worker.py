@@ -16,9 +16,7 @@ process, so that llama-cpp-python can live in an environment of its own.
           from an empty cache, one token a step; a token ends when its float32 logits are in a
           NumPy array on the host. No sampling.
     {"do": "prefill", "tokens": [...]}                    -> {"step_ns": [...]}
-          from an empty cache, all tokens in one step; it ends when the last one's float32 logits
-          are in a NumPy array on the host.
-    {"do": "close"}
+          the same of one step of all tokens, and the last one's logits
 
 A request that fails is answered by {"error": "..."}.
 """
@@ -29,26 +27,11 @@ import ctypes
 import json
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 Reply = dict[str, Any]
-
-
-class Side(Protocol):
-    """What both sides can do. `step` appends tokens to the cache; logits are (n, n_vocab)."""
-
-    def about(self) -> Reply: ...
-
-    def load(self, model: str, threads: int, n_ctx: int, n_ubatch: int) -> Reply: ...
-
-    def reset(self) -> None: ...
-
-    def step(self, tokens: list[int], every: bool) -> np.ndarray:
-        """every: logits of all tokens rather than of the last one. The array is the caller's."""
-
-    def close(self) -> None: ...
 
 
 class LlamaCpp:
@@ -72,17 +55,10 @@ class LlamaCpp:
         self.n_vocab = self.n_past = 0
 
     def about(self) -> Reply:
-        info = self.lib.llama_print_system_info().decode().strip()
-        return {
-            "version": f"llama-cpp-python {self.lib.__version__}",
-            "settings": {
-                "flash_attn": True,
-                "type_k": "F16",
-                "type_v": "F16",
-                "use_mmap": True,
-                "system_info": " ".join(info.split()),
-            },
-        }
+        info = self.lib.llama_print_system_info().decode().split()
+        settings = {"flash_attn": True, "type_k": "F16", "type_v": "F16", "use_mmap": True}
+        version = f"llama-cpp-python {self.lib.__version__}"
+        return {"version": version, "settings": settings | {"system_info": " ".join(info)}}
 
     def load(
         self, model: str, threads: int, n_ctx: int, n_ubatch: int, exact: bool = False
@@ -119,19 +95,16 @@ class LlamaCpp:
         batch, n = self.batch, len(tokens)
         batch.n_tokens = n
         for i, token in enumerate(tokens):
-            batch.token[i] = token
-            batch.pos[i] = self.n_past + i
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = 0
+            batch.token[i], batch.pos[i] = token, self.n_past + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
             batch.logits[i] = every or i == n - 1
         status = self.lib.llama_decode(self.context, batch)
         if status != 0:
             raise RuntimeError(f"llama_decode returned {status}")
         self.n_past += n
-        rows = n if every else 1
         # llama_get_logits waits for the computation; its memory is llama.cpp's, hence the copy
         pointer = self.lib.llama_get_logits(self.context)
-        return np.ctypeslib.as_array(pointer, (rows, self.n_vocab)).copy()
+        return np.ctypeslib.as_array(pointer, (n if every else 1, self.n_vocab)).copy()
 
     def quantize(self, model: str, out: str, ftype: str, keep_split: bool) -> None:
         lib = self.lib
@@ -166,29 +139,17 @@ class Workbench:
     def about(self) -> Reply:
         from importlib.metadata import version
 
-        return {
-            "version": f"workbench {version('workbench')}",
-            "settings": {"device": "embedded", "toggles": self.TOGGLES},
-        }
+        settings = {"device": "embedded", "toggles": self.TOGGLES}
+        return {"version": f"workbench {version('token-workbench')}", "settings": settings}
 
-    def load(
-        self, model: str, threads: int, n_ctx: int, n_ubatch: int, expand: str = "f16"
-    ) -> Reply:
+    def load(self, model: str, **config: Any) -> Reply:
         self.close()
+        toggles = self.workbench.Toggles(**self.TOGGLES)
         self.engine = self.workbench.Engine.load(
-            model,
-            device="embedded",
-            toggles=self.workbench.Toggles(**self.TOGGLES),
-            n_ctx=n_ctx,
-            n_ubatch=n_ubatch,
-            threads=threads,
-            expand=expand,
+            model, device="embedded", toggles=toggles, **config
         )
-        return {
-            "n_vocab": self.engine.model.n_vocab,
-            "device": self.engine.backend.description,
-            "sync": str(self.engine.sync_mode),
-        }
+        device, sync = self.engine.backend.description, str(self.engine.sync_mode)
+        return {"n_vocab": self.engine.model.n_vocab, "device": device, "sync": sync}
 
     def reset(self) -> None:
         self.engine.reset()
@@ -201,6 +162,10 @@ class Workbench:
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+
+
+# `step` appends tokens to the cache; its logits, (n, n_vocab), of all or the last, are the caller's
+Side = LlamaCpp | Workbench
 
 
 def logits(side: Side, tokens: list[int], out: str, one_by_one: bool) -> Reply:
@@ -248,5 +213,4 @@ def serve(side: Side) -> None:
 
 
 if __name__ == "__main__":
-    sides: dict[str, type[Side]] = {"llama.cpp": LlamaCpp, "workbench": Workbench}
-    serve(sides[sys.argv[1]]())
+    serve({"llama.cpp": LlamaCpp, "workbench": Workbench}[sys.argv[1]]())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import planted, touched
+from tests.faults import planted
 from tests.faults.__main__ import LATE, MISSED, OUT, SEEN, Copy
 from tests.faults.planted import Fault, FaultError
 from tests.faults.touched import Touched
@@ -50,27 +50,18 @@ def test_every_fault_can_be_planted():
     assert planted.problems() == []
 
 
-def test_there_are_hundreds_over_all_rooms_and_each_means_something():
-    faults = list(planted.every())
+def test_there_are_hundreds_over_all_rooms_each_with_a_row():
+    faults, record = list(planted.every()), json.loads(OUT.read_text())
     assert len(faults) >= 300
     assert len({fault.means for fault in faults}) == len(faults)
     for one in faults:
         assert one.means.endswith(".") and 3 < len(one.means.split()) <= 30, one.name
         assert all((planted.ROOT / test.partition("::")[0]).exists() for test in one.tests)
-    folders = {str(Path(one.path).parent) for one in faults}
-    rooms = {
-        str(path.relative_to(planted.ROOT))
-        for path in (planted.ROOT / "workbench").rglob("*")
-        if path.is_dir() and any(file.stat().st_size for file in path.glob("*.py"))
-    }
-    assert rooms - folders == set()
-
-
-def test_every_fault_has_a_row_in_the_record():
-    record = json.loads(OUT.read_text())
-    rows = record["faults"]
-    assert set(rows) == {fault.name for fault in planted.every()}
-    for name, row in rows.items():
+    files = (planted.ROOT / "workbench").rglob("*.py")
+    rooms = {path.parent.relative_to(planted.ROOT) for path in files if path.stat().st_size}
+    assert not rooms - {Path("workbench"), *(Path(one.path).parent for one in faults)}
+    assert set(record["faults"]) == {fault.name for fault in faults}
+    for name, row in record["faults"].items():
         assert row["outcome"] in (SEEN, MISSED, LATE), name
         assert bool(row["by"]) == (row["outcome"] == SEEN), name
         assert row["commit"] in record["commits"] and not row["commit"].endswith("+"), name
@@ -93,35 +84,26 @@ def test_only_the_text_of_the_function_changes():
         (fault("least", "min(values)", "min(values)  # least"), "changes nothing but text"),
     ],
 )
-def test_a_fault_that_cannot_be_planted_says_why(wrong: Fault, said: str):
+def test_a_fault_that_cannot_be_planted_says_why(wrong, said):
     with pytest.raises(FaultError, match=r"^name: ") as error:
         wrong.planted(SOURCE)
     assert said in str(error.value)
 
 
-def test_tests_that_touch_little_come_first_and_the_time_is_bounded():
+def test_tests_that_touch_little_come_first():
     functions = {
         "numbers_of.py::least": ["t/a.py::wide", "t/a.py::narrow"],
         "numbers_of.py::Counter.add": ["t/a.py::wide", "t/b.py::other"],
     }
     seconds = {"t/a.py::wide": 1.0, "t/a.py::narrow": 2.0, "t/a.py::last": 3.0, "t/b.py::other": 1}
-    known = Touched(functions, seconds)
-    assert known.tests(fault("least", "", ""), 9.0) == [
-        "t/a.py::narrow", "t/a.py::wide", "t/a.py::last",
-    ]  # fmt: skip
-    assert known.tests(fault("least", "", ""), 3.5) == ["t/a.py::narrow", "t/a.py::wide"]
+    known, least = Touched(functions, seconds), ["t/a.py::narrow", "t/a.py::wide"]
+    assert known.tests(fault("least", "", ""), 9.0) == [*least, "t/a.py::last"]
+    assert known.tests(fault("least", "", ""), 3.5) == least, "the time is bounded"
     assert known.tests(fault("", "", ""), 9.0)[0] == "t/b.py::other"
     assert known.tests(fault("least", "", "", ("t/b",)), 9.0)[0] == "t/b.py::other"
 
 
-def test_a_test_is_known_by_its_context():
-    assert touched._test("tests/a.py::test_b[c|d]|run") == "tests/a.py::test_b[c|d]"
-    assert touched._test("tests/a.py::test_b|tests/c.py::test_d|run") == "tests/a.py::test_b"
-    assert touched._test("tests/a.py::test_b[c|d]") == "tests/a.py::test_b[c|d]"
-    assert touched._test("") == ""
-
-
-def test_a_fault_is_planted_alone_seen_or_missed_and_taken_back(tmp_path):
+def test_a_fault_is_planted_alone_judged_and_taken_back(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     (source / "numbers_of.py").write_text(SOURCE)
@@ -137,7 +119,7 @@ def test_a_fault_is_planted_alone_seen_or_missed_and_taken_back(tmp_path):
     assert (source / "numbers_of.py").read_text() == SOURCE
 
 
-def test_what_was_judged_at_this_commit_is_not_judged_again(tmp_path):
+def test_what_was_judged_at_this_commit_is_kept(tmp_path):
     record = Rows(tmp_path / "faults.json", "faults")
     assert not record.now("a-fault")
     record.note("a-fault", {"outcome": MISSED, "by": "", "tests": 0, "seconds": 0.1})

@@ -37,7 +37,6 @@ def test_alone():
 def test_skipped():
     pytest.skip("as told")
 
-{more}
 def test_not_asked_for():
     assert False
 """
@@ -61,74 +60,51 @@ if without:
 sys.argv[1:] = ["--out", out, "--processes", "2", "--", "-c", sys.argv[3]]
 sys.exit(record.main())
 """
+BOTH = ["compiles", "gpu and not alone: 2 at a time", "6 passed", "gpu and alone: 1 at a time"]
+ONE = ["pytest-xdist is not installed: one process runs all tests", "gpu: 1 at a time"]
 
 
-def recorded(tmp_path: Path, more: str = "", without: str = "") -> tuple[int, dict, str]:
-    (tmp_path / "test_few.py").write_text(TESTS.replace("{more}", more))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "without", "failed", "order"),
+    [("", "", 0, BOTH), (FAILING, "", 1, BOTH[:2] + BOTH[3:]), ("", "xdist", 0, ONE)],
+    ids=["both passes", "one fails and the other runs", "without xdist"],
+)
+def test_both_passes_are_one_record(tmp_path, more, without, failed, order):
+    (tmp_path / "test_few.py").write_text(TESTS + more)
     out = tmp_path / "found.json"
-    ini = ROOT / "pyproject.toml"
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "OPENBLAS"))}
     env |= {"PYTHONPATH": str(ROOT)} | ({} if without else {"WANTED": "1"})
+    given = [str(tmp_path), str(out), without, str(ROOT / "pyproject.toml")]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), str(out), without, str(ini)],
-        capture_output=True, text=True, cwd=ROOT, env=env, timeout=120,
+        [sys.executable, "-c", SCRIPT, *given], capture_output=True, text=True, cwd=ROOT, env=env,
+        timeout=120,
     )  # fmt: skip
     assert out.is_file(), done.stdout + done.stderr
-    return done.returncode, json.loads(out.read_text()), done.stdout
-
-
-@pytest.mark.slow
-def test_both_passes_are_one_record(tmp_path):
-    status, found, said = recorded(tmp_path)
-    assert (status, found["passed"], found["failed"], found["skipped"]) == (0, 7, 0, 1), said
+    found, said = json.loads(out.read_text()), done.stdout
+    assert done.returncode == failed and found["failed"] == failed, said
+    assert (found["passed"], found["skipped"]) == (7, 1), said
     assert (found["device"], found["driver"]) == ("NVIDIA X", "1") and found["duration_s"] > 0
-    order = [
-        "compiles",
-        "gpu and not alone: 2 at a time",
-        "6 passed",
-        "gpu and alone: 1 at a time",
-        "1 passed",
-    ]
     at = [said.index(words) for words in order]
-    assert at == sorted(at) and len(re.findall("slowest 25 durations", said)) == 2
+    assert at == sorted(at) and len(re.findall("slowest 25 dur", said)) == (1 if without else 2)
 
 
-@pytest.mark.slow
-def test_a_failure_in_the_first_pass_is_told_and_the_second_runs(tmp_path):
-    status, found, said = recorded(tmp_path, FAILING)
-    assert (status, found["passed"], found["failed"], found["skipped"]) == (1, 7, 1, 1), said
-
-
-@pytest.mark.slow
-def test_without_xdist_one_process_runs_all_and_says_so(tmp_path):
-    status, found, said = recorded(tmp_path, without="xdist")
-    assert (status, found["passed"], found["skipped"]) == (0, 7, 1), said
-    assert "pytest-xdist is not installed: one process runs all tests" in said
-    assert "gpu: 1 at a time" in said and "gpu and alone" not in said
-
-
-@pytest.mark.parametrize(("cores", "processes"), [(1, 0), (3, 0), (4, 2), (16, 6), (128, 6)])
+@pytest.mark.parametrize(("cores", "processes"), [(3, 0), (4, 2), (128, 6)])
 def test_processes_follow_from_the_cores(monkeypatch, cores, processes):
     monkeypatch.setattr(os, "sched_getaffinity", lambda of: set(range(cores)))
     markers = ["gpu"] if not processes else ["gpu and not alone", "gpu and alone"]
     assert [each.markers for each in record.passes(False)] == markers
     assert record.passes(False)[0].processes == processes
     assert record.passes(True) == [record.Pass("gpu")]
+    for statuses, worst in (([0, 5], 0), ([5, 5], 5), ([1, 0], 1), ([0, 2], 2)):
+        assert record.worst(statuses) == worst
 
 
-def test_the_worst_status_is_the_record_s():
-    assert record.worst([0, 5]) == 0 and record.worst([5, 5]) == 5
-    assert record.worst([1, 0]) == 1 and record.worst([0, 2]) == 2
-
-
-def test_every_module_that_wants_many_kernels_is_asked():
+def test_what_modules_want_is_asked_and_compiled_once(monkeypatch):
     modules = sorted((ROOT / "tests" / "gpu").glob("test_cuda_*.py"))
     telling = {path.stem for path in modules if "\ndef kernels(sm: int)" in path.read_text()}
     using = {path.stem for path in modules if "compile_side_by_side(backend" in path.read_text()}
     assert telling == using == {f"test_cuda_{name}" for name in compile_kernels.MODULES}
-
-
-def test_what_modules_want_is_compiled_once(monkeypatch):
     asked = []
     monkeypatch.setattr(nvrtc, "cubin", lambda *of, sources: asked.append((*of, sources)))
     both = compile_kernels.of_module("tunings", 90), compile_kernels.of_module("tiles", 90)
@@ -143,14 +119,14 @@ def test_what_modules_want_is_compiled_once(monkeypatch):
 @pytest.mark.slow
 def test_every_process_finds_the_same_tests(monkeypatch):
     """Processes that share tests must name them alike, whatever the hashes of strings are."""
+    command = "-m pytest tests/gpu --collect-only -q -m gpu -o addopts= -p no:cacheprovider"
     found = set()
     for seed in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        command = ["-m", "pytest", "tests/gpu", "--collect-only", "-q", "-m", "gpu", "-o",
-                   "addopts=", "-p", "no:cacheprovider"]  # fmt: skip
         shown = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300
-        )
+            [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True,
+            timeout=300,
+        )  # fmt: skip
         ids = tuple(line for line in shown.stdout.splitlines() if "::" in line)
         assert len(ids) > 1000, shown.stdout[-500:]
         found.add(ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
@@ -26,8 +25,6 @@ from workbench.common.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "tiny-llama-q8_0"
-TESTS = "pp8,tg4"
-SWITCHED = "default,graphs=off,graph_opt=1,reuse=off,graphs=off reuse=off"
 
 
 @pytest.fixture
@@ -35,51 +32,48 @@ def program(tmp_path) -> Path:
     return fake_llama_bench.install(tmp_path / "built")
 
 
-def calls(program: Path) -> list[dict]:
-    return [json.loads(line) for line in (program.parent / "calls.jsonl").read_text().splitlines()]
+@pytest.fixture
+def measured(program, tmp_path, tiny_models):
+    """`measured(rounds=5)`: the run folder of a comparison. `measured.out`: where it is put."""
+
+    def measure(at_most_s: float = math.inf, **options: object) -> Path:
+        given = {"tests": "pp8,tg4", "ours": "best,best fuse=on", "theirs": ",".join(SWITCHES)}
+        where = Options("embedded", measure.out, tiny_models, at_most_s=at_most_s)
+        cuda.main(MODEL, peer=program, options=where, **(given | options))
+        return measure.out / MODEL
+
+    measure.out = tmp_path / "results" / FOLDER
+    return measure
 
 
-def measure(program: Path, out: Path, tiny_models: Path, **options: object) -> None:
-    given = {"tests": TESTS, "ours": "best,best fuse=on", "theirs": SWITCHED} | options
-    most_s = given.pop("at_most_s", math.inf)
-    where = Options("embedded", out, tiny_models, at_most_s=most_s)
-    cuda.main(MODEL, peer=program, options=where, **given)
-
-
-def test_both_sides_in_turn(program, tmp_path, tiny_models, monkeypatch, capsys):
+def test_both_sides_in_turn(program, measured, monkeypatch, capsys):
     """From the call to the table: arms, order, samples, what is recorded, what is made of it."""
     monkeypatch.setenv("GGML_CUDA_GRAPH_OPT", "1")  # what happens to be set switches nothing
-    out = tmp_path / "results" / FOLDER
-    measure(program, out, tiny_models)
-    said = capsys.readouterr().out
-    folder = out / MODEL
-    run, samples = results.load_run(folder).run, results.load_run(folder).samples
-    peer = PeerRun(results.load_run(folder))
-    names = [*map(theirs, SWITCHES), "workbench best", "workbench best fuse=on",
-             "workbench best (A/A)"]  # fmt: skip
+    folder = measured()
+    said, loaded = capsys.readouterr().out, results.load_run(folder)
+    run, samples, peer, made = loaded.run, loaded.samples, PeerRun(loaded), loaded.run["result"]
+    ours = ["workbench best", "workbench best fuse=on", "workbench best (A/A)"]
+    names = [*map(theirs, SWITCHES), *ours]
     assert [arm["name"] for arm in run["arms"]] == names
     assert [arm["is_control"] for arm in run["arms"]] == [name == names[-1] for name in names]
     assert (run["kind"], run["status"], run["repetitions"]) == ("peer", "complete", 5)
-    assert peer.interleaved and run["result"]["first_ns"].keys() == set(names)
+    assert peer.interleaved and made["first_ns"].keys() == set(names)
     assert len(samples) == 5 * len(names) * 2 * 2, "rounds, arms, tests, counted repetitions"
 
     # every process of llama.cpp has its arm's variables and no others
-    made = calls(program)
-    assert len(made) == 5 * len(SWITCHES)
-    given = [turn["arm"] for turn in run["result"]["turns"] if turn["arm"] in run["result"]["env"]]
-    assert [call["own"] for call in made] == [run["result"]["env"][arm] for arm in given]
+    calls = [json.loads(one) for one in (program.parent / "calls.jsonl").read_text().splitlines()]
+    given = [turn["arm"] for turn in made["turns"] if turn["arm"] in made["env"]]
+    assert len(calls) == 5 * len(SWITCHES)
+    assert [call["own"] for call in calls] == [made["env"][arm] for arm in given]
     wanted = {"-ngl": "99", "-fa": "1", "-p": "8", "-n": "4", "-r": "3", "-o": "json"}
-    assert all(call["given"].items() >= wanted.items() for call in made)
+    assert all(call["given"].items() >= wanted.items() for call in calls)
 
     # the first repetition of a turn does not count
     assert peer.rates("tg4")["llama.cpp"].tolist() == [pytest.approx(1000.0)] * 5
-    assert run["result"]["first_ns"]["llama.cpp"]["tg4"] == [10 * 4_000_000] * 5
-    best = peer.best("tg4")
-    assert (best.arm_theirs, best.beside.before) == (
-        "llama.cpp graph_opt=1",
-        pytest.approx(1e6 / 900),
-    )
-    assert best.arm_ours in ("workbench best", "workbench best fuse=on")
+    assert made["first_ns"]["llama.cpp"]["tg4"] == [10 * 4_000_000] * 5
+    best, fastest = peer.best("tg4"), pytest.approx(1e6 / 900)
+    assert (best.arm_theirs, best.beside.before) == ("llama.cpp graph_opt=1", fastest)
+    assert best.arm_ours in ours[:2]
     ns = samples[(samples["arm"] == best.arm_ours) & (samples["test"] == "tg4")]
     rates = 4e9 / ns.groupby("repetition")["ns"].mean()
     assert best.beside.ratio.value == pytest.approx(np.median(rates) / (1e6 / 900))
@@ -87,51 +81,47 @@ def test_both_sides_in_turn(program, tmp_path, tiny_models, monkeypatch, capsys)
     assert pairs == [("default", 50.0), ("graphs=off", 50.0)]
     assert "reuse saves llama.cpp 50.0 us, with default" in said
 
-    # where it comes from
-    about = run["result"]["peer"]
+    about = made["peer"]
     assert about["version"] == "0.5.0-fake (build 7, commit fade)"
     assert about["build"] == {"nvcc": "13.0.88"} and set(about["files"]) == {"llama-bench"}
     assert about["says"]["build_commit"] == "fade" and run["model"]["hash"]
-    assert all(answer["holds"] for answer in run["result"]["answers"].values())
-    assert run["result"]["answers"].keys() == {"workbench best fuse=on", "A/A"}
+    assert all(answer["holds"] for answer in made["answers"].values())
+    assert made["answers"].keys() == {"workbench best fuse=on", "A/A"}
     assert run["arms"][-1]["counters"]["steps"] > 0 and run["arms"][0]["toggles"] == {}
     assert sum(path.stat().st_size for path in folder.iterdir()) < 100_000
 
     # a second call finds it, unless another commit made it
     again = "there already" if is_complete(folder) else "ours / theirs"
-    measure(program, out, tiny_models)
+    measured()
     assert again in capsys.readouterr().out
 
 
-def test_ours_are_best_with_and_without_plans_of_whole_steps(program, tmp_path, tiny_models):
+def test_ours_are_best_with_and_without_plans_of_whole_steps(measured):
     """The campaign's toggles for one plan a step that is launched ahead, and direct results."""
     ours = cuda.Wanted().settings
-    assert cuda.CAMPAIGNS[inspect.signature(cuda.main).parameters["campaign"].default][1] is ours
+    assert cuda.CAMPAIGNS["best"][1] is ours
     first, planned = ours
-    assert first == "best" and planned.startswith("best ")
-    assert {*matrix.ANY.split(), matrix.WORD} <= set(planned.split())
-    measure(program, tmp_path / FOLDER, tiny_models, ours=",".join(ours), theirs="default")
-    run = results.load_run(tmp_path / FOLDER / MODEL).run
+    assert first == "best" and {*matrix.ANY.split(), matrix.WORD} <= {*planned.split()}
+    run = results.load_run(measured(ours=",".join(ours), theirs="default")).run
     _, best, whole, control = (arm["toggles"] for arm in run["arms"])
-    assert best == control
     changed = {"plans": "ours", "plan_scope": "step", "sync": "packed_implicit",
                "copy_stream": "compute", "step_wait": "outputs", "results": "direct",
                "launch_ahead": "on", "plan_end": "word",
                "host_source": "pinned_ring_2"}  # fmt: skip
-    assert whole == best | changed
+    assert best == control and whole == best | changed
     counters = run["arms"][2]["counters"]
     assert counters["plans_replayed"] > counters["plans_captured"] > 0
     assert all(answer["holds"] for answer in run["result"]["answers"].values())
 
 
-def test_a_call_that_fails_keeps_its_rounds_and_counts_for_nothing(program, tmp_path, tiny_models):
+def test_a_call_that_fails_keeps_its_rounds_for_nothing(program, measured):
     (program.parent / "fails").write_text("exits at 4")
-    out = tmp_path / "results" / FOLDER
     with pytest.raises(RuntimeError, match=r"error: failed to load model$"):
-        measure(program, out, tiny_models, ours="best", theirs="default,graphs=off")
-    run = json.loads((out / MODEL / "run.json").read_text())
-    assert run["status"] == "interrupted" and not is_complete(out / MODEL)
-    assert recorded_peers(Recorded(out.parent)) == []
+        measured(theirs="default")
+    folder = measured.out / MODEL
+    run = results.load_run(folder).run
+    assert run["status"] == "interrupted" and not is_complete(folder)
+    assert recorded_peers(Recorded(measured.out.parent)) == []
 
 
 @pytest.mark.parametrize(
@@ -152,14 +142,13 @@ def test_what_the_program_says_is_not_believed(program, how, said):
 
 def test_a_program_that_computed_without_a_gpu_is_refused(program, tmp_path):
     """llama.cpp falls back to the CPU and says nothing."""
-
     engine = {"device": "cuda", "device_description": "NVIDIA H200 (sm_90), driver 1"}
     recording = Recording("peer", tmp_path / "run", {"engine": engine}, {}, [], 1)
     turns = cuda.Turns(llama_bench.find(program), Path("m"), {}, recording, cuda.Wanted())
-    turns._check_card({"gpu_info": "NVIDIA H200"})
+    turns.check_card({"gpu_info": "NVIDIA H200"})
     for card, named in (("", "no GPU"), ("NVIDIA L4", "NVIDIA L4")):
         with pytest.raises(RuntimeError, match=f"computed on {named}, and the engine on NVIDIA"):
-            turns._check_card({"gpu_info": card})
+            turns.check_card({"gpu_info": card})
 
 
 @pytest.mark.parametrize(
@@ -172,22 +161,18 @@ def test_a_program_that_computed_without_a_gpu_is_refused(program, tmp_path):
         ({"repetitions": 1}, "rounds=5, repetitions=1"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_anything_runs(
-    program, tmp_path, tiny_models, options, said
-):
+def test_what_cannot_be_compared_is_refused_first(program, measured, options, said):
     with pytest.raises(UsageError, match=said):
-        measure(program, tmp_path / "out", tiny_models, **options)
-    assert not (program.parent / "calls.jsonl").exists() and not (tmp_path / "out").exists()
+        measured(**options)
+    assert not (program.parent / "calls.jsonl").exists() and not measured.out.exists()
 
 
-def test_no_time_is_left_for_a_model(program, tmp_path, tiny_models, capsys):
-    measure(program, tmp_path / "out", tiny_models, at_most_s=-1.0)
+def test_no_time_is_left_for_a_model(measured, capsys):
+    measured(at_most_s=-1.0)
     assert capsys.readouterr().out == f"{MODEL}: left, -1 s are over; call again\n"
 
 
-def test_the_program_is_found_as_it_is_in_its_folder_and_in_an_archive(
-    program, tmp_path, monkeypatch
-):
+def test_the_program_is_found_in_its_folder_or_archive(program, tmp_path, monkeypatch):
     for path in (program, program.parent, program.parents[1]):
         assert llama_bench.find(path).program == program
     monkeypatch.setattr(llama_bench, "UNPACKED", tmp_path / "unpacked")
@@ -200,7 +185,7 @@ def test_the_program_is_found_as_it_is_in_its_folder_and_in_an_archive(
         llama_bench.find(tmp_path)
 
 
-def test_the_libraries_of_cuda_are_found_or_said_to_be_missing(program, tmp_path, monkeypatch):
+def test_the_libraries_of_cuda_are_found_or_missing(program, tmp_path, monkeypatch):
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     (program.parent / "libggml-cuda.so").write_bytes(b"\0libcudart.so.913\0libcublas.so.913\0")
     with pytest.raises(RuntimeError, match=r"^missing: libcublas\.so\.913, which .*; looked in"):
@@ -212,10 +197,10 @@ def test_the_libraries_of_cuda_are_found_or_said_to_be_missing(program, tmp_path
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(named))
     found = llama_bench.find(program)
-    assert found.libraries == (wheel, named)
     path = found.environment()["LD_LIBRARY_PATH"].split(":")
+    assert found.libraries == (wheel, named)
     assert path[:3] == [str(program.parent), str(wheel), str(named)]
-    assert found.environment()["CUDA_VISIBLE_DEVICES"].count(",") == 0
+    assert "," not in found.environment()["CUDA_VISIBLE_DEVICES"]
 
 
 def test_without_a_toolkit_one_line_says_so(tmp_path, monkeypatch):
@@ -233,36 +218,26 @@ def test_without_a_toolkit_one_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(llama_bench, "__file__", str(tmp_path / "llama_bench.py"))
     with pytest.raises(RuntimeError, match=r"^missing: a CUDA toolkit \(nvcc\); looked in") as said:
         cuda.main(MODEL, options=Options("embedded", tmp_path / "out"))
-    assert "install CUDA 13, or give PEER=path" in str(said.value)
-    assert "\n" not in str(said.value)
+    assert "install CUDA 13, or give PEER=path" in str(said.value) and "\n" not in str(said.value)
 
 
 def test_make_passes_what_it_is_given():
-    command = [
-        "make",
-        "--no-print-directory",
-        "-n",
-        "-o",
-        ".venv/.dev",
-        "peer-cuda",
-        "PEER=a b",
-        "MODELS=m n",
-        "ROUNDS=7",
-    ]
-    env = os.environ | {"MAKEFLAGS": ""}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    command = "make --no-print-directory -n -o .venv/.dev peer-cuda MODELS=m,n ROUNDS=7 PEER=a,b"
+    done = subprocess.run(
+        [word.replace(",", " ") for word in command.split()], cwd=ROOT, capture_output=True,
+        text=True, env=os.environ | {"MAKEFLAGS": ""},
+    )  # fmt: skip
     words = " ".join(done.stdout.replace("\\\n", " ").split())
     assert words.endswith('-m tests.peer.cuda m n --peer "a b" --rounds 7'), done.stderr
 
 
-def test_the_campaign_of_streams_has_each_pair_in_one_run(program, tmp_path, tiny_models):
+def test_the_campaign_of_streams_has_each_pair_in_one_run(measured):
     """One stream and several, with the same fused nodes and the same logits, to the bit."""
     assert len(set(streams.SETTINGS)) == len(streams.SETTINGS)
     settings = [arm.removeprefix("workbench ") for pair in streams.PAIRS for arm in pair.arms]
     assert set(settings) < set(streams.SETTINGS)
-    measure(program, tmp_path / FOLDER, tiny_models, ours=",".join(streams.SETTINGS),
-            theirs=",".join(streams.SWITCHED))  # fmt: skip
-    run = results.load_run(tmp_path / FOLDER / MODEL).run
+    folder = measured(ours=",".join(streams.SETTINGS), theirs=",".join(streams.SWITCHED))
+    run = results.load_run(folder).run
     toggles = {arm["name"]: arm["toggles"] for arm in run["arms"]}
     early = "pdl=off"  # here nothing begins early: an arm without that is another's, and left out
     for pair in (pair for pair in streams.PAIRS if early not in pair.setting):
@@ -272,27 +247,24 @@ def test_the_campaign_of_streams_has_each_pair_in_one_run(program, tmp_path, tin
     assert all(answer["holds"] for answer in run["result"]["answers"].values())
 
 
-def test_the_campaign_of_streams_says_the_overlap_of_one_stream_and_of_several(
-    program, tmp_path, tiny_models, monkeypatch, capsys
-):
-    """Behind all turns. A setting that cannot be measured says why, and the run counts."""
+def test_the_campaign_of_streams_says_the_overlap(measured, tmp_path, monkeypatch, capsys):
+    """Of one stream and of several, after all turns. A setting that cannot be measured says why,
+    and the run counts."""
     refused = "best launch_ahead=on plan_end=word plans=ours plan_scope=step results=direct"
     given = (*streams.OVERLAPS.values(), f"{refused} sync=packed_implicit copy_stream=compute")
-    campaign = (*cuda.CAMPAIGNS["streams"][:4], given)
-    assert cuda.CAMPAIGNS["streams"][4] == tuple(streams.OVERLAPS.values())
-    monkeypatch.setitem(cuda.CAMPAIGNS, "streams", campaign)
-    measure(program, tmp_path / FOLDER, tiny_models, ours="best", theirs="default",
-            campaign="streams")  # fmt: skip
-    run = results.load_run(tmp_path / FOLDER / MODEL).run
+    *campaign, overlapped = cuda.CAMPAIGNS["streams"]
+    assert overlapped == given[:-1]
+    monkeypatch.setitem(cuda.CAMPAIGNS, "streams", (*campaign, given))
+    folder = measured(ours="best", theirs="default", campaign="streams")
+    run = results.load_run(folder).run
     one, three, anywhere, ahead = (run["result"]["overlap"][setting] for setting in given)
-    assert run["status"] == "complete" and [arm["name"] for arm in run["arms"]][:1] == ["llama.cpp"]
+    assert run["status"] == "complete" and run["arms"][0]["name"] == "llama.cpp"
     assert one["overlap"] == 0 and one["overlaps"] == [0.0] * one["n_tokens"]
     assert not one["branches"]["us"] and three["tick_ns"] >= 1
     assert len(anywhere["branches"]["us"]) > len(three["branches"]["us"]) == 6
     assert "launch_ahead=on queues the next" in ahead["failed"]
     said = capsys.readouterr().out
     assert "overlap 0.0%" in said and "overlap not measured: kernels note" in said
-    kept = tmp_path / "page" / streams.FOLDER / streams.MODELS[0]
-    shutil.copytree(tmp_path / FOLDER / MODEL, kept)
+    shutil.copytree(folder, tmp_path / "page" / streams.FOLDER / streams.MODELS[0])
     lines = [line.values for line in streams.overlaps(Recorded(tmp_path / "page"))]
     assert lines[0]["Overlap"] == "0.0%" and len(lines) == 3

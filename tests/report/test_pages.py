@@ -1,0 +1,187 @@
+"""Pages: one file each, offline, with the banner and the question as their title, written where a
+notebook fails, too; and the index, which lists every page with its answer."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tests.network import network_loads
+from workbench.benchmarks.compare.comparison import AB
+from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.progress import SHARE, Bar
+from workbench.report import pages, render
+from workbench.report.pages import About
+from workbench.trace import perfetto
+from workbench.trace.spans import HOST_LANE, Span
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+FUSION = NOTEBOOKS / "10_fusion.ipynb"
+ABOUT = About("a.html", "Why & <when>?", 'A "token" is 3.', "embedded, 2 workers", "2026-11-22")
+CELLS = """
+import pandas as pd
+from workbench.report import plots, tables
+from workbench.trace.profile import Timeline
+from workbench.trace.spans import HOST_LANE, Span
+print("n is", n, "and device", device)
+---
+plots.timeline(Timeline([Span("a", "launch", HOST_LANE, 0, 10**6, {"step": 0})] * n))
+---
+pd.DataFrame({"Speedup": [1.19]})
+"""
+
+
+def notebook(path: Path, *cells: str) -> Path:
+    tagged = {"tags": ["parameters"]}
+    first = nbformat.v4.new_code_cell('device = "auto"\nn: int = 1', metadata=tagged)
+    question = nbformat.v4.new_markdown_cell("# A question? [link](https://example.org)")
+    more = [nbformat.v4.new_code_cell(c.strip()) for c in cells]
+    nbformat.write(nbformat.v4.new_notebook(cells=[question, first, *more]), path)
+    return path
+
+
+class Told(Bar):
+    """Says all it is told."""
+
+    def update(self, n=1):
+        super().update(n)
+        self.__dict__.setdefault("said", []).append(re.sub(r"about \d+ s left, ", "", str(self)))
+
+
+def test_a_page_shows_its_notebook_offline(tmp_path):
+    """Parameters, pictures, tables, the banner, the trace; and how far it is, meanwhile."""
+    path = notebook(tmp_path / "07_question.ipynb", *CELLS.split("---"))
+    trace, runs, out = (
+        tmp_path / "t.pftrace.gz",
+        tmp_path / "runs",
+        tmp_path / "out" / "07_question.html",
+    )
+    perfetto.write([Span("step", "step", HOST_LANE, 0, 10, {"step": 0})], trace)
+    left = Told("report", sum(render.cell_seconds(path, runs).values()), SHARE, None)
+    given = {"n": 3, "device": "embedded"}
+    page = render.render_notebook(
+        path, out, given, runs_dir=runs, trace=trace, left=left
+    ).read_text()
+    assert network_loads(page) == [] and len(page.encode()) <= render.MOST_REPORT_BYTES
+    assert "https://example.org" in page, "to follow a link is the reader's choice"
+    assert not re.search(r"<script[^>]*\bsrc=|<link\b", page)
+    assert "n is 3 and device embedded" in page
+    assert "data:image/png;base64," in page and "1.19" in page
+    assert 'alt="timeline; time (us)"' in page and "No description has been" not in page
+    assert f"Ran on the embedded device: {render.CPU_BANNER}." in page
+    assert page.index('class="wb-banner"') < page.index('<h1 id="A-question?')
+    data = re.search(r'id="wb-trace-data"[^>]*>([^<]*)</script>', page)
+    assert data and base64.b64decode(data[1]) == trace.read_bytes()
+    shares = [(0, 2), (25, 3), (25, 4), (50, 5), (75, 6), (100, 6)]  # 3: the given parameters
+    assert left.said == [f"report: {share} %, 07_question cell {n} of 6" for share, n in shares]
+    again = render.cell_seconds(path, runs)
+    assert len(again) == 4 and all(0 < s < 60 and s != 1 for s in again.values()), "as last time"
+    assert (runs / path.name).is_file() and [*out.parent.iterdir()] == [out]
+
+
+def test_a_failing_notebook_leaves_its_page(tmp_path, capsys):
+    bad = notebook(tmp_path / "bad.ipynb", "print('before')", "raise OSError('no\\nway')", "1")
+    out, said = tmp_path / "reports", r"^bad.ipynb: cell 5 failed: OSError: no; see .*html$"
+    with pytest.raises(WorkbenchError, match=said):
+        render.render_all([bad], out, {"device": "cuda", "unknown": 1}, runs_dir=tmp_path)
+    page = (out / "bad.html").read_text()
+    assert "before" in page and "OSError" in page
+    assert 'class="wb-banner"' not in page, "a GPU's timings need none"
+    assert capsys.readouterr().out == ""
+
+
+def test_all_reports_are_named(tmp_path, monkeypatch, capsys):
+    given = {}
+
+    def execute(source, executed, parameters, timeout_s, left):
+        given[source.name] = parameters
+        executed.parent.mkdir(exist_ok=True)
+        executed.write_text(source.read_text())
+
+    monkeypatch.setattr(render, "execute_notebook", execute)
+    books = [notebook(tmp_path / f"{n}.ipynb", "1") for n in ("a", "b")]
+    made = render.render_all(books, tmp_path / "out", {"n": 2, "x": 1}, runs_dir=tmp_path / "r")
+    assert given == {"a.ipynb": {"n": 2}, "b.ipynb": {"n": 2}}
+    index = (tmp_path / "out" / "index.html").resolve()
+    lines = [*(str(p.resolve()) for p in made), f"index: {index}"]
+    assert capsys.readouterr().out.splitlines() == lines
+    assert "device not named" in made[0].read_text()
+    for call in (render.render_notebook, lambda p, out: render.render_all([p], out)):
+        with pytest.raises(UsageError, match="does not exist"):
+            call(tmp_path / "no.ipynb", tmp_path / "no.html")
+    assert not list(tmp_path.glob("no*"))
+
+
+def test_an_interrupted_notebook_leaves_the_pages_before_it(tmp_path, monkeypatch):
+    book = notebook(tmp_path / "a.ipynb", "1")
+    old = [tmp_path / "out" / "a.html", tmp_path / "runs" / "a.ipynb"]
+    for path in old:
+        path.parent.mkdir()
+        path.write_bytes(book.read_bytes())
+
+    def interrupted(source: Path, made: Path, *_: object) -> None:
+        made.write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(render, "_run_cells", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        render.render_notebook(book, old[0], runs_dir=tmp_path / "runs")
+    assert [path.read_bytes() for path in old] == [book.read_bytes()] * 2
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted([book, *old])
+
+
+def test_a_large_trace_is_linked_and_a_device_named(tmp_path, monkeypatch):
+    path = tmp_path / "t.pftrace"
+    path.write_bytes(b"trace")
+    packed = base64.b64encode(gzip.compress(b"trace", mtime=0)).decode()
+    assert packed in render.trace_download_html(path)
+    monkeypatch.setattr(render, "MOST_TRACE_BYTES", 3)
+    assert '<a href="t.pftrace' in render.trace_download_html(path)
+    assert render.banner_html("cuda") == "" and "<b>" not in render.banner_html("<b>")
+    assert "the host device" in render.banner_html("host")
+
+
+# questions, answers and the index -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return pages.export_html(FUSION, ABOUT, "<b>HEAD</b>", "<i>TAIL</i>")
+
+
+def test_a_page_has_its_question_and_its_answer(page):
+    (title,) = re.findall(r"<title>(.*?)</title>", page)
+    assert html.unescape(title) == ABOUT.question
+    book, none = nbformat.read(FUSION, 4), nbformat.v4.new_notebook()
+    assert pages.question(book, "none") == "How many launches does a layer need?"
+    assert re.search(r"<h1[^>]*>How many launches does a layer need\?", page)
+    assert pages.answer(book).startswith("A layer takes ")
+    assert (pages.question(none, "10_fusion"), pages.answer(none)) == ("10_fusion", "")
+    assert network_loads(page) == [] and "<script" not in page and "mathjax" not in page.lower()
+    assert page.index("<b>HEAD</b>") < page.index("<h1") < page.index("<i>TAIL</i>")
+    assert 'href="index.html"' in page and 'alt="' in page
+
+
+def test_the_index_lists_the_pages_and_their_comparisons(tmp_path, page):
+    out, runs = tmp_path / "reports", NOTEBOOKS.parent / "data" / "results"
+    out.mkdir()
+    (out / "b.html").write_text(page)
+    alone = pages.write_index(out, runs).read_text()
+    assert "The comparisons" not in alone and alone.count("<tr>") == 2
+    about = ABOUT._replace(runs=("notebook-fusion", "notebook-gone"))
+    (out / "a.html").write_text(pages.export_html(FUSION, about))
+    (out / "else.html").write_text("<html><head><title>x</title></head><body></body></html>")
+    text = pages.write_index(out, runs).read_text()
+    assert pages.listed(out) == [about, ABOUT._replace(file="b.html")], "and not itself"
+    assert network_loads(text) == []
+    assert text.count("Why &amp; &lt;when&gt;?") == 2 and 'href="b.html"' in text
+    assert html.unescape(text).count(ABOUT.answer) == text.count("2026-11-22</td>") == 2
+    found = AB.load(runs / "notebook-fusion")
+    assert f"Model: {found.model}" in text
+    assert f"{found.summary().iloc[0]['speedup']:.3f}" in text

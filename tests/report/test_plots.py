@@ -1,0 +1,275 @@
+"""The pictures: what is on them, that they show themselves, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import io
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgba
+from PIL import Image
+
+from tests.benchmarks.comparisons import comparison
+from tests.trace.test_trace_files import token
+from workbench.report import plots, roofline, tables
+from workbench.report.plots import BLOCK_LOOKS
+from workbench.report.style import few_colours
+from workbench.trace.profile import Timeline
+from workbench.trace.spans import Span
+
+
+def timeline(n_tokens: int = 3, n_launches: int = 600) -> Timeline:
+    """Tokens of the size of a 32-layer model's."""
+    spans = [token(n, 10**9 + n * 10**8, n_launches) for n in range(n_tokens)]
+    return Timeline([s for part in spans for s in part])
+
+
+def step(n: int, us: int, start_us: int = 0) -> Span:
+    return Span(f"step {n}", "step", "host", start_us * 1000, (start_us + us) * 1000, {"step": n})
+
+
+def boxes(ax) -> list:
+    """The polygons of an axes, each with its colour."""
+    filled = [c for c in ax.collections if isinstance(c, PolyCollection) and len(c.get_facecolor())]
+    return [(tuple(c.get_facecolor()[0]), path) for c in filled for path in c.get_paths()]
+
+
+def texts(fig) -> list[str]:
+    legends = [t.get_text() for legend in fig.legends for t in legend.get_texts()]
+    found = [t.get_text() for ax in fig.axes for t in ax.texts]
+    return legends + found + [ax.get_title(loc="left") for ax in fig.axes]
+
+
+def first_step(fig) -> list[str]:
+    return [t.get_text() for ax in fig.axes for t in ax.texts if t.get_text().startswith("step")]
+
+
+def test_the_step_drawn_is_typical_of_both_sides():
+    def steps(*us: int, first: int = 0) -> Timeline:
+        return Timeline([step(n, one, 1000 * n) for n, one in enumerate(us, first)])
+
+    before, after = steps(100, 100, 900, 101), steps(700, 50, 50, 51)
+    assert first_step(plots.timeline_pair(before, after)) == ["step 1", "step 1"]
+    apart = plots.timeline_pair(steps(9, 5, 5), steps(2, 2, 8, first=10))
+    assert first_step(apart) == ["step 1", "step 10"]
+    with pytest.raises(ValueError, match="holds no step"):
+        plots.timeline_pair(steps(1), Timeline([]))
+
+
+LONG = ("sync=per_copy, copy_stream=own, graph_reuse=rebuild " * 4, "sync=packed " * 12)
+
+
+@pytest.mark.parametrize("titles", [("off", "on"), LONG], ids=["short", "long"])
+@pytest.mark.parametrize("n_launches", [(3, 400), (400, 3), (350, 400)])
+def test_no_text_lies_on_another_or_leaves_the_picture(titles, n_launches):
+    fig = plots.timeline_pair(*(timeline(n_launches=n) for n in n_launches), titles)
+    fig.draw_without_rendering()
+    said = [t for ax in fig.axes for t in (ax._left_title, *ax.texts) if t.get_text().strip()]
+    for i, text in enumerate(said):
+        box = text.get_window_extent()
+        assert fig.bbox.x0 <= box.x0 and box.x1 <= fig.bbox.x1 + 1, text
+        for other in said[i + 1 :]:
+            assert not box.overlaps(other.get_window_extent()), f"{text} lies on {other}"
+
+
+@pytest.mark.parametrize("n_colours", [256, 3000])
+def test_a_palette_keeps_the_most_frequent_colours(n_colours):
+    rng = np.random.default_rng(n_colours)
+    colours = rng.permutation(1 << 24)[:n_colours]
+    pixels = colours[np.minimum(rng.geometric(0.02, 6000), n_colours) - 1].reshape(60, 100)
+    image = np.stack([pixels >> shift & 255 for shift in (16, 8, 0)], axis=2).astype(np.uint8)
+    png = io.BytesIO()
+    Image.fromarray(image).save(png, "PNG")
+    small = np.asarray(Image.open(io.BytesIO(few_colours(png.getvalue()))).convert("RGB"))
+    found, counts = np.unique(pixels, return_counts=True)
+    kept = np.isin(pixels, found[np.argsort(-counts, kind="stable")[:256]])
+    assert np.array_equal(small[kept], image[kept]) and kept.mean() > 0.5
+    assert small.shape == image.shape
+
+
+def test_a_speedup_has_a_row_for_each_arm_and_verdict():
+    found = comparison()
+    (ax,) = plots.speedup(found).axes
+    rows = found.summary()
+    assert [t.get_text() for t in ax.get_yticklabels()] == list(rows["test"] + "  " + rows["label"])
+    assert [t.get_text().split("  ")[1] for t in ax.texts] == list(rows["verdict"])
+    assert ax.get_xlim()[0] <= 0.98 and ax.get_xlim()[1] >= 1.02
+    markers = {line.get_marker() for line in ax.lines}
+    assert {">", "<", "o"} <= markers, "faster, slower and no difference differ in shape"
+    several = tables.summary(found, comparison(device="cuda", model="other"))
+    labels = [t.get_text() for t in plots.speedup(several).axes[0].get_yticklabels()]
+    assert len(set(labels)) == len(several)
+    bare = plots.speedup(rows.assign(low=np.nan, high=np.nan, band_low=np.nan, band_high=np.nan))
+    assert not boxes(bare.axes[0]) and len(bare.axes[0].texts) == len(rows)
+
+
+def test_per_token_draws_each_arm_of_a_generating_test():
+    samples = comparison().samples
+    left, right = plots.per_token(samples).axes
+    assert left.get_title(loc="left") == "tg32"
+    assert len(left.lines) == len(right.lines) == samples["arm"].nunique()
+    assert len({(line.get_linestyle(), line.get_marker()) for line in left.lines}) == 5
+    for line, (_, part) in zip(left.lines, samples.groupby("arm", sort=False), strict=True):
+        x, y = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+        assert y[-1] == 1 and (np.diff(y) >= 0).all()
+        assert x == pytest.approx(np.sort(part[part["test"] == "tg32"]["ns"] / 1e6)), "in ms"
+    assert len(right.lines[0].get_xdata()) == 32
+    for given in ({"samples": samples[samples["test"] == "pp512"]}, {"test": "pp512"}):
+        with pytest.raises(ValueError, match="no test that times single tokens"):
+            plots.per_token(**{"samples": samples} | given)
+
+
+def by_size(*labels: str, xs=(64, 512)) -> pd.DataFrame:
+    rows = [(x, label, 1 + i / 10, 0.95 + i / 10, 1.3 + i / 10, 0.98, 1.02)
+            for x in xs for i, label in enumerate(labels)]  # fmt: skip
+    names = ["x", "label", "speedup", "low", "high", "band_low", "band_high"]
+    frame = pd.DataFrame(rows, columns=names)
+    frame.attrs["x"] = "tokens at once"
+    return frame
+
+
+def test_an_arm_looks_the_same_in_every_panel():
+    fig = plots.speedup_by({"one": by_size("tail", "classes"), "two": by_size("classes")})
+    left, right = fig.axes
+    one, two = (
+        {c.get_label(): (c[0].get_color(), c[0].get_marker()) for c in ax.containers}
+        for ax in fig.axes
+    )
+    assert set(one) == {"tail", "classes"} and one["classes"] != one["tail"]
+    assert two == {"classes": one["classes"]}
+    (bars,) = left.containers[0][2]
+    assert bars.get_segments()[0][:, 1] == pytest.approx([0.95, 1.3])
+    assert left.get_xlabel() == "tokens at once" and right.get_title(loc="left") == "two"
+    assert [t.get_text() for t in left.get_xticklabels()] == ["64", "512"]
+    shown = [text.get_text() for text in fig.legends[0].get_texts()]
+    assert shown == ["tail", "classes", "A/A band: what no change looks like"]
+    bare = by_size("tail", xs=(64,)).assign(low=np.nan, high=np.nan, band_low=np.nan)
+    assert plots.speedup_by({"one": bare})._repr_png_()
+
+
+@pytest.mark.parametrize("n_letters", [1, 6])
+def test_a_range_has_its_name_where_it_has_room(n_letters):
+    sizes = [(64, 0, 20), (64, 3, 3), (1, 0, 20), (64, 18, 20), (64, 5, 12), (2, 2, 2)]
+    frame = pd.DataFrame([
+        {"name": f"{'a' * n_letters}{at}", "offset": 64 * at, "nbytes": nbytes, "first": first,
+         "last": last, "stream": at % 3, "lost": []} for at, (nbytes, first, last) in
+        enumerate(sizes)
+    ])  # fmt: skip
+    fig = plots.lifetimes({"one": frame, "other": frame})
+    fig.canvas.draw()
+    for ax in fig.axes:
+        of = dict(zip(frame["name"], ax.patches, strict=False))
+        drawn = [text for text in ax.texts if text.get_text() in of]
+        assert len(drawn) < len(frame) and drawn
+        for text in drawn:
+            name, room = text.get_window_extent(), of[text.get_text()].get_window_extent()
+            assert room.x0 <= name.x0 and name.x1 <= room.x1
+            assert room.y0 <= name.y0 and name.y1 <= room.y1
+
+
+def test_timelines_draw_every_span_on_one_axis():
+    slow, fast = timeline(n_launches=600), timeline(n_launches=200)
+    fig = plots.timeline_pair(slow, fast, ("off: per_copy", "on: implicit"), step=1)
+    above, below = fig.axes
+    labels = [t.get_text() for t in above.get_yticklabels()]
+    assert labels == ["host", "embedded stream 0", "embedded stream 1"]
+    n_spans = int((slow.to_frame()["step"] == 1).sum())
+    assert len(boxes(above)) == n_spans + len(labels)  # each lane has a background of its own
+    assert above.get_xlim() == below.get_xlim() and above.get_xlim()[0] == 0, "the step's start"
+    assert above.get_position().y0 > below.get_position().y0
+    said = texts(fig)
+    assert said[-2:] == ["off: per_copy", "on: implicit"]
+    for words in ("launch", "sync (the host waits)", "600 spans\n30 us busy", "10 us in all"):
+        assert words in said
+    part = plots.timeline(slow, steps=0, window_us=(0.0, 0.2))
+    assert part.axes[0].get_xlim()[1] < 0.21 and "2 spans\n0.1 us busy" in texts(part)
+    assert plots.timeline(Timeline([])).axes and len(plots.timelines({"a": fast}).axes) == 1
+    for wrong in (
+        lambda: plots.timeline(slow, steps=9),
+        lambda: plots.timeline_pair(*[slow] * 2, step=9),
+    ):
+        with pytest.raises(ValueError, match=r"9"):
+            wrong()
+
+
+def test_where_inputs_are_shown_their_way_is_typical():
+    spans = []
+    for n, us in enumerate((30, 200, 31)):  # when the copy of the inputs ends
+        spans.append(step(n, 900 + n, 1000 * n))
+        at = (1000 * n + us) * 1000
+        spans.append(Span("inp_pos", "copy", "host", at - 500, at, {"step": n, "split": 1}))
+    sides = {"a": Timeline(spans), "b": Timeline(spans)}
+    for window_us, drawn, low, high in ((None, "step 1", 900, 1000), ("inputs", "step 2", 31, 60)):
+        fig = plots.timelines(sides, window_us=window_us)
+        assert first_step(fig)[0] == drawn and low <= fig.axes[0].get_xlim()[1] < high
+
+
+def test_figures_show_themselves_and_leave_no_state():
+    before, samples = plt.get_fignums(), comparison().samples
+    close = samples.assign(ns=1_000_000_000_000 + samples["ns"] % 1000)  # 10^6 ms, and little more
+    figures = [plots.speedup(comparison()), plots.per_token(samples), plots.per_token(close)]
+    for fig in (plots.timeline_pair(timeline(1), timeline(1)), *figures):
+        png, metadata = fig._repr_png_()
+        assert png[:4] == b"\x89PNG" and len(metadata["alt"]) > 5
+        assert len(png) < 120_000, "a notebook may hold 250 kB of outputs"
+    axes = [axis for fig in figures for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)]
+    assert not any(axis.get_offset_text().get_text() for axis in axes), "no powers, no offsets"
+    assert plt.get_fignums() == before
+
+
+def test_a_block_is_drawn_by_what_is_seen_and_visited():
+    seen = ["all", "some", "none", "none", "all", "all", "some", "none"]
+    n = np.arange(8)
+    where = {"token": n // 4 * 8, "n_tokens": 8, "cell": n % 4 * 16, "n_cells": 16, "seen": seen}
+    off = pd.DataFrame({"way": "off", "visited": True, **where})
+    frame = pd.concat([off, off.assign(way="in_loop", visited=[s != "none" for s in seen])])
+    fig = plots.kv_blocks({"one": frame})
+    assert [ax.get_title(loc="left") for ax in fig.axes] == ["off: 8 of 8", "in_loop: 5 of 8"]
+    of = {kind: to_rgba(BLOCK_LOOKS[kind].colour) for kind in BLOCK_LOOKS}
+    for ax, in_vain in ((fig.axes[0], True), (fig.axes[1], False)):
+        drawn = [colour for colour, _ in boxes(ax)]
+        wanted = {of["all", True]: 3, of["some", True]: 2, of["none", in_vain]: 3}
+        assert {colour: drawn.count(colour) for colour in drawn} == wanted
+        assert ax.get_xlim() == (0, 64) and ax.get_ylim() == (16, 0)
+    corners = {tuple(p) for p in boxes(fig.axes[0])[0][1].vertices[:4]}
+    assert corners == {(0, 0), (16, 0), (16, 8), (0, 8)}
+    broken = plots.kv_blocks({"broken": off.assign(visited=False)})
+    assert "left unread, though all of it is seen" in texts(broken)
+
+
+def test_the_roof_is_the_bandwidth_and_a_row_is_a_point(tmp_path):
+    """Of a run of `bench-kernels`, and a table of it."""
+    made = [("Q4_0", "8b.o", 1, "plain", 5.4), ("Q4_0", "8b.o", 1, "pdl", 4.2),
+            ("Q4_0", "8b.o", 8, "plain", 6.0), ("F16", "8b.qkv", 1, "plain", 9.0)]  # fmt: skip
+    same = {"rows": 4096, "cols": 4096, "spread": 0.05, "bytes": 9_437_184, "launches": 1,
+            "copies": 29, "per_replay": 348, "replays": 15}  # fmt: skip
+    rows = [
+        {"type": type_, "shape": shape, "batch": n, "launch": launch, "us": us, "us_min": us,
+         "gbps": 9437.184 / us, "share": 9437.184 / us / 3100, "gflops": 33554.432 * n / us,
+         "intensity": 3.5556 * n, **same} for type_, shape, n, launch, us in made
+    ]  # fmt: skip
+    result = {"rows": rows, "read_gbps": 3100.0, "void": "void: it reads 2500 GB/s", "quick": True,
+              "cache_bytes": 50 << 20, "rotating_bytes": 256 << 20, "how": "replayed"}  # fmt: skip
+    run = {"engine": {"device_description": "a GPU, CUDA 13.0"}, "result": result,
+           "arms": [{"name": "plain"}, {"name": "pdl"}]}  # fmt: skip
+    table = roofline.table(run)
+    assert list(table["type"]) == ["Q4_0", "Q4_0", "F16"] and list(table["batch"]) == [1, 8, 1]
+    wanted = {"us plain": "5.40", "us pdl": "4.20", "GB/s plain": "1747.6", "% pdl": "72.5",
+              "MB": "9.44", "F/B": "3.56", "spread plain": "5.0"}  # fmt: skip
+    assert wanted.items() <= dict(table.iloc[0]).items() and table.iloc[1]["us pdl"] == ""
+    assert "read bandwidth 3100.0 GB/s" in roofline.caption(run)
+    assert roofline.caption(run).endswith("void: it reads 2500 GB/s")
+    left, right = roofline.roofline(run).axes
+    assert "VOID" in left.get_title(loc="left"), "its shares do not count"
+    roof, *points = left.get_lines()
+    assert roof.get_ydata() == pytest.approx(3100 * np.asarray(roof.get_xdata()))
+    drawn = sorted(xy for line in points for xy in zip(*line.get_data(), strict=True))
+    assert np.array(drawn) == pytest.approx(
+        np.array(sorted((r["intensity"], r["gflops"]) for r in rows))
+    )
+    shares = sorted(x for line in right.get_lines()[:-1] for x in line.get_data()[0])
+    assert shares == pytest.approx(sorted(100 * r["share"] for r in rows if r["batch"] == 1))
+    assert roofline.save(run, tmp_path).stat().st_size > 5000
