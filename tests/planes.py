@@ -7,9 +7,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.oracles.dequantize import unpack_scales
 from workbench.graph.ir import MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, Q8_ACT, DType
 from workbench.model.gguf.quants import BLOCKS
+
+
+def unpack_scales(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """sc and m, uint8 (n, 8) each, of Q4_K or Q5_K `scales`, uint8 (n, 12).
+
+    Bytes 0..3 hold sc 0..3 in their low six bits, bytes 4..7 hold m 0..3. The top two bits of these
+    bytes are the high bits of sc 4..7 and m 4..7. Low and high nibbles of bytes 8..11 are the low
+    four bits of sc 4..7 and of m 4..7.
+    """
+    a, b, c = scales[:, 0:4], scales[:, 4:8], scales[:, 8:12]
+    sc = np.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=1)
+    m = np.concatenate([b & 63, (c >> 4) | (b >> 6 << 4)], axis=1)
+    return sc, m
 
 
 def planes(data: np.ndarray, dtype: DType) -> list[np.ndarray]:
