@@ -100,14 +100,14 @@ def _q6_k(b: np.ndarray) -> list[np.ndarray]:
 
 
 class ActivationPlanes(NamedTuple):
-    """Byte offsets of the planes in a row of Q8_ACT, and its size (a multiple of 64)."""
+    """Byte offsets of the planes in a row of Q8_ACT, and its size (a multiple of 64): int8 (cols,);
+    float32 (cols/32,); int16 (cols/16,), of the quants of each half block."""
 
-    quants: int  # int8 (cols,)
-    scales: int  # float32 (cols/32,)
-    sums: int  # int16 (cols/16,): of the quants of each half block
+    quants: int
+    scales: int
+    sums: int
     row_bytes: int
 
 
 def activation_planes(cols: int) -> ActivationPlanes:
-    """Where the planes of a Q8_ACT row of `cols` lie; UsageError where cols is not n * 32."""
     return ActivationPlanes(0, cols, cols + cols // 8, Q8_ACT.row_bytes(cols))

@@ -59,15 +59,6 @@ class WrongRead(NamedTuple):
     expected: CommandAt | None
     unfinished: bool = False
 
-    def __str__(self) -> str:
-        def of(at: CommandAt | None) -> str:
-            return "what was there before the run" if at is None else f"[{at}]"
-
-        reader = "the end of the run" if self.reader is None else f"[{self.reader}]"
-        half = "half of " if self.unfinished else ""
-        where = Range(self.buffer, self.offset, self.nbytes)
-        return f"{reader} sees in {where} {half}{of(self.seen)} instead of {of(self.expected)}"
-
 
 class _Op(NamedTuple):
     """One moment of a task: segments first..end-1 read, or written. versions: those a read should
@@ -109,19 +100,17 @@ Queues = Sequence[Hashable]
 _all = frozenset
 
 
-def _some(rng: Random, queues: Queues) -> frozenset[Hashable]:
-    return frozenset(q for q in queues if rng.random() < 0.5)
-
-
 STRATEGIES: dict[str, Callable[[Random, Queues], _Mood]] = {
     "eager": lambda rng, queues: _Mood(_all(queues), 1.0),
     "lazy": lambda rng, queues: _Mood(_all(), 0.0),
     "random": lambda rng, queues: _Mood(_all(queues), rng.uniform(0.3, 0.98)),
     "one starved": lambda rng, queues: _Mood(_all(queues) - {rng.choice(queues)}, 1.0),
-    "some starved": lambda rng, queues: _Mood(_some(rng, queues), rng.choice((0.7, 0.95, 1.0))),
+    "some starved": lambda rng, queues: _Mood(
+        _all(q for q in queues if rng.random() < 0.5), rng.choice((0.7, 0.95, 1.0))
+    ),
     "sources late": lambda rng, queues: _Mood(_all(queues), 1.0, late_sources=True),
     "destinations first": lambda rng, queues: _Mood(
-        _some(rng, queues), 1.0, late_sources=True, order=SPOILT_FIRST
+        _all(q for q in queues if rng.random() < 0.5), 1.0, True, SPOILT_FIRST
     ),
 }
 
