@@ -25,7 +25,7 @@ from workbench.backend import base
 from workbench.backend.null import open_backend
 from workbench.benchmarks.compare.answers import compare_logits
 from workbench.common.errors import DeviceError, UsageError
-from workbench.config import Toggles
+from workbench.config import SyncMode, Toggles
 from workbench.config.table import Need, facts_of
 from workbench.engine import load
 from workbench.engine.choose import settle
@@ -34,6 +34,7 @@ from workbench.model.synth import shapes as presets
 from workbench.program.capabilities import Capabilities
 from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Copy, Launch, Program, Space
+from workbench.program.sync_modes import Ordering
 
 # a preset, and what else an engine of it is given
 SHAPES: dict[str, tuple[str, dict[str, str]]] = {
@@ -394,6 +395,17 @@ def test_a_device_that_lacks_one_thing_refuses(case, need):
         settle(case.toggles, poorer, "null")
     said = str(refused.value)
     assert f"{case}" in said and "null device" in said and "; use " in said and "\n" not in said
+
+
+@pytest.mark.parametrize("sync", [mode for mode in SyncMode if mode != SyncMode.AUTO])
+def test_a_plan_of_a_whole_step_has_no_wait_within(sync):
+    toggles = Toggles(plans="ours", plan_scope="step", sync=sync)
+    rule, refused = Ordering.of(toggles).rule, False
+    try:
+        settle(toggles, Capabilities(True, True, True, True, 9), "null", unsafe=True)
+    except UsageError:
+        refused = True
+    assert refused == bool(rule.blocking or rule.wait_after)
 
 
 @pytest.mark.parametrize("pdl", ["off", "on"])
