@@ -70,11 +70,9 @@ def attention_case(
     dead = np.ones(shape[0], bool)
     for token in range(t):
         dead[first[token] + np.flatnonzero(mask[token])] = False
-    arrays: dict[Tensor, np.ndarray] = {}
-    wide = []
-    tq = Tensor("q", F32, q.shape)
-    arrays[tq] = q
-    inputs = [tq]
+    tq, tm = Tensor("q", F32, q.shape), Tensor("mask", F16, mask.shape)
+    arrays: dict[Tensor, np.ndarray] = {tq: q}
+    inputs, wide = [tq], []
     for name, dtype, garbage in (("k", case.k_type, np.nan), ("v", case.v_type, np.inf)):
         values = rng.standard_normal(shape).astype(np.float32)
         data, numbers = stored(values, dtype)
@@ -89,7 +87,6 @@ def attention_case(
         arrays[tensor] = data
         inputs.append(tensor)
         wide.append(numbers.reshape(shape[0], case.kv_heads, case.dim))
-    tm = Tensor("mask", F16, mask.shape)
     arrays[tm] = np.where(mask, 0, -np.inf).astype(np.float16)
     more = {}
     if case.regions:
@@ -106,16 +103,15 @@ def attention_case(
         "attention", "y", *inputs, tm, *more.values(), more=tuple(more), n_kv=case.n_kv,
         n_head_kv=case.kv_heads, scale=scale,
     )  # fmt: skip
-    twin = np.zeros(q.shape)
-    for token in range(t):
+    twin, sinks = np.zeros(q.shape), sink if case.sinks else np.full(case.heads, -np.inf)
+    for token, h in np.ndindex(t, case.heads):
         live = first[token] + np.flatnonzero(mask[token])
-        for h in range(case.heads if len(live) else 0):
+        if len(live):
             head = h // (case.heads // case.kv_heads)
             scores = scale * wide[0][live, head] @ q[token, h].astype(np.float64)
-            top = max(scores.max(), sink[h]) if case.sinks else scores.max()
+            top = max(scores.max(), sinks[h])
             p = np.exp(scores - top)
-            total = p.sum() + (np.exp(sink[h] - top) if case.sinks else 0)
-            twin[token, h] = p @ wide[1][live, head] / total
+            twin[token, h] = p @ wide[1][live, head] / (p.sum() + np.exp(sinks[h] - top))
     return node, arrays, twin.reshape(t, -1)
 
 
@@ -123,16 +119,13 @@ def skipping(
     node: Node, arrays: dict[Tensor, np.ndarray], way: str
 ) -> tuple[Node, dict[Tensor, np.ndarray]]:
     """The node with a way of `skip_masked_kv`, and what the step's kernel would have found."""
-    mask = arrays[node.inputs[3]]
-    more, found = {}, {}
-    if way == "tail":
-        more[EXTENTS] = Tensor("extents", I32, mask.shape[:1])
-        found[more[EXTENTS]] = extents(mask)
-    if way == "classes":
-        known = classes(mask)
-        more[CLASSES] = Tensor("classes", U8, known.shape)
-        found[more[CLASSES]] = known
-    return with_inputs(node, {"skip": way}, **more), arrays | found
+    ways = {"tail": (EXTENTS, I32, extents), "classes": (CLASSES, U8, classes)}
+    if way not in ways:
+        return with_inputs(node, {"skip": way}), arrays
+    name, dtype, of = ways[way]
+    known = of(arrays[node.inputs[3]])
+    found = Tensor(name, dtype, known.shape)
+    return with_inputs(node, {"skip": way}, **{name: found}), arrays | {found: known}
 
 
 def parted(node: Node, kv_parts: str, kernel: str = "auto") -> Node:

@@ -16,10 +16,8 @@ from workbench.model.synth.models import write_tiny, write_tiny_models
 profiles.register()
 # A shell that runs us behind a `&` ignores the one, and nohup the other. Children that tests
 # interrupt would inherit it.
-for number, handler in (
-    (signal.SIGINT, signal.default_int_handler),
-    (signal.SIGHUP, signal.SIG_DFL),
-):
+HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+for number, handler in HANDLERS.items():
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
@@ -66,24 +64,24 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
     return run
 
 
+def embedded(threads: int):
+    from workbench.backend.cpu.device.embedded import open_backend
+
+    backend = open_backend(threads=threads)
+    yield backend
+    backend.close()
+
+
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} workers")
 def device(request):
     """The embedded device with one, two and three workers."""
-    from workbench.backend.cpu.device.embedded import open_backend
-
-    backend = open_backend(threads=request.param)
-    yield backend
-    backend.close()
+    yield from embedded(request.param)
 
 
 @pytest.fixture
 def two():
     """The embedded device with two workers."""
-    from workbench.backend.cpu.device.embedded import open_backend
-
-    backend = open_backend(threads=2)
-    yield backend
-    backend.close()
+    yield from embedded(2)
 
 
 @pytest.fixture

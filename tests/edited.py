@@ -24,14 +24,10 @@ _SCALARS = {
 
 
 def edited(
-    source: Path,
-    out: Path,
-    *,
-    architecture: str | None = None,
-    keys: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, Stored | None] | None = None,
+    source: Path, out: Path, *, architecture: str | None = None,
+    keys: Mapping[str, Any] | None = None, tensors: Mapping[str, Stored | None] | None = None,
     tensors_a_part: int = 0,
-) -> Path:
+) -> Path:  # fmt: skip
     """Writes `source` to `out` with changes; returns the file to open.
 
     architecture: another one, whose keys are the source's under its name. keys: metadata to add or
@@ -45,12 +41,10 @@ def edited(
     writer = gguf.GGUFWriter(out, wanted, split_max_tensors=tensors_a_part)
     values = dict(keys or {})
     for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name == "general.architecture":
-            continue
         name = field.name
         if name.startswith(f"{own}."):
             name = wanted + name.removeprefix(own)
-        if name in values:
+        if name.startswith("GGUF.") or name == "general.architecture" or name in values:
             continue
         sub = field.types[1] if len(field.types) > 1 else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=sub)
@@ -59,14 +53,10 @@ def edited(
             writer.add_array(name, value)
         elif value is not None:
             writer.add_key_value(name, value, _SCALARS[type(value)])
-    changed = dict(tensors or {})
-    for tensor in reader.tensors:
-        if tensor.name not in changed:
-            changed[tensor.name] = (np.asarray(tensor.data), tensor.tensor_type.name)
-        found = changed.pop(tensor.name)
-        if found is not None:
-            writer.add_tensor(tensor.name, found[0], raw_dtype=Kind[found[1]])
-    for name, found in changed.items():
+    stored: dict[str, Stored | None] = {
+        t.name: (np.asarray(t.data), t.tensor_type.name) for t in reader.tensors
+    }
+    for name, found in (stored | dict(tensors or {})).items():
         if found is not None:
             writer.add_tensor(name, found[0], raw_dtype=Kind[found[1]])
     writer.write_header_to_file()

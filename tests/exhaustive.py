@@ -62,13 +62,10 @@ def collected(only: Sequence[str] = ()) -> list[str]:
     )  # fmt: skip
     if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise SystemExit(f"pytest does not collect the tests: {done.stdout}{done.stderr}")
-    known = [line for line in done.stdout.splitlines() if "::" in line]
-    found = [test for test in known if test.startswith(tuple(only) or "")]
-    if not found:
-        raise SystemExit(
-            f"no test begins with {' or '.join(only)}; see python -m tests.exhaustive -h"
-        )
-    return found
+    known = (line for line in done.stdout.splitlines() if "::" in line)
+    if found := [test for test in known if test.startswith(tuple(only) or "")]:
+        return found
+    raise SystemExit(f"no test begins with {' or '.join(only)}; see python -m tests.exhaustive -h")
 
 
 def main() -> int:

@@ -25,8 +25,18 @@ _FLAGS: weakref.WeakKeyDictionary[CudaBackend, CudaMemory] = weakref.WeakKeyDict
 _KEPT: list[np.ndarray] = []  # a stream that nobody ended reads its gate to the end of the process
 
 
-class EmbeddedGate(AbstractContextManager["EmbeddedGate"]):
-    """Holds a stream of the embedded device until it is opened, or the device has ended."""
+class Gate(AbstractContextManager["Gate"]):
+    """Holds a stream until it is opened."""
+
+    def open(self) -> None:
+        raise NotImplementedError
+
+    def __exit__(self, *error: object) -> None:
+        self.open()
+
+
+class EmbeddedGate(Gate):
+    """Of the embedded device; it ends with the device."""
 
     def __init__(self, device: EmbeddedDevice, stream: int):
         ring = device.streams[stream]
@@ -39,12 +49,9 @@ class EmbeddedGate(AbstractContextManager["EmbeddedGate"]):
     def open(self) -> None:
         signals.publish(self._signal, 1)
 
-    def __exit__(self, *error: object) -> None:
-        self.open()
 
-
-class CudaGate(AbstractContextManager["CudaGate"]):
-    """Holds a stream of a GPU. After GATE_SECONDS it opens by itself: a forgotten gate cannot hang
+class CudaGate(Gate):
+    """Of a GPU. After GATE_SECONDS it opens by itself: a forgotten gate cannot hang
     the device."""
 
     _n_gates: ClassVar[int] = 0
@@ -66,30 +73,21 @@ class CudaGate(AbstractContextManager["CudaGate"]):
     def open(self) -> None:
         self._flag[0] = 1
 
-    def __exit__(self, *error: object) -> None:
-        self.open()
+
+_GATES: weakref.WeakKeyDictionary[Any, list[Gate]] = weakref.WeakKeyDictionary()
 
 
-_GATES: weakref.WeakKeyDictionary[Any, list[EmbeddedGate | CudaGate]] = weakref.WeakKeyDictionary()
-
-
-def hold(backend: Any, stream: int = COMPUTE_STREAM) -> EmbeddedGate | CudaGate:
+def hold(backend: Any, stream: int = COMPUTE_STREAM) -> Gate:
     """Holds `stream` from now until the gate is opened or the backend closed."""
     if backend not in _GATES:
-        _GATES[backend] = []
-        _open_at_close(backend)
+        gates, close = _GATES.setdefault(backend, []), backend.close
+
+        def opened() -> None:
+            for gate in gates:
+                gate.open()
+            close()
+
+        backend.close = opened
     kind: Any = EmbeddedGate if isinstance(backend, EmbeddedDevice) else CudaGate
-    made = kind(backend, stream)
-    _GATES[backend].append(made)
-    return made
-
-
-def _open_at_close(backend: Any) -> None:
-    gates, close = _GATES[backend], backend.close
-
-    def opened() -> None:
-        for gate in gates:
-            gate.open()
-        close()
-
-    backend.close = opened
+    _GATES[backend].append(kind(backend, stream))
+    return _GATES[backend][-1]

@@ -12,18 +12,7 @@ from workbench.config import Activations, Fork
 from workbench.graph.branch_fusion import branch_numbers
 from workbench.graph.defer import defer
 from workbench.graph.fuse import fuse
-from workbench.graph.ir import (
-    F16,
-    F32,
-    I64,
-    Q8_ACT,
-    DType,
-    Graph,
-    Kind,
-    Node,
-    StepShape,
-    Tensor,
-)
+from workbench.graph.ir import F16, F32, I64, Q8_ACT, DType, Graph, Kind, Node, StepShape, Tensor
 from workbench.model.blocks import BLOCKS, Caches, WeightSpec, blocks_of
 from workbench.model.decoder import build_graph
 from workbench.model.gguf.quants import quantize_activations, random_blocks
@@ -42,16 +31,11 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        preset: Preset | str,
-        dtype: DType,
-        dtypes: Mapping[str, DType] | None = None,
-        biases: Collection[str] = (),
-        **fields: Any,
-    ):
-        p = dataclasses.replace(
-            find_preset(preset) if isinstance(preset, str) else preset, **fields
-        )
+        self, preset: Preset | str, dtype: DType, dtypes: Mapping[str, DType] | None = None,
+        biases: Collection[str] = (), **fields: Any,
+    ):  # fmt: skip
+        known = find_preset(preset) if isinstance(preset, str) else preset
+        p = dataclasses.replace(known, **fields)
         self.hparams = HParams(
             p.arch, p.n_layer, p.n_embd, p.n_ff, p.n_head, p.n_head_kv, p.head_dim, p.head_dim,
             p.n_ctx, p.eps, p.rope_base, 1.0,
@@ -85,14 +69,9 @@ class Decoder:
         return [(k, v) for k, v in pairs]
 
     def graph(
-        self,
-        n_tokens: int = 1,
-        n_outputs: int = 1,
-        n_kv: int = 64,
-        activations: str = Activations.Q8,
-        n_cells: int = 96,
-        deferred: bool = False,
-    ) -> Graph:
+        self, n_tokens: int = 1, n_outputs: int = 1, n_kv: int = 64,
+        activations: str = Activations.Q8, n_cells: int = 96, deferred: bool = False,
+    ) -> Graph:  # fmt: skip
         """The unfused graph of one step, on caches of its own; `deferred`: with halved norms."""
         model: Any = self
         shape = StepShape(n_tokens, n_outputs, n_kv)
@@ -103,9 +82,8 @@ class Decoder:
 def fused_nodes(graph: Graph, fusions: Collection[str], inside: bool = False) -> Iterator[Node]:
     """The fused nodes of `graph`, one of each combination of op, parts and shapes. inside: of its
     branches alone."""
-    seen, numbers = set(), None
-    if inside:
-        numbers = branch_numbers(graph, lambda node: 0, Fork.ANY)
+    seen = set()
+    numbers = branch_numbers(graph, lambda node: 0, Fork.ANY) if inside else None
     for node in fuse(graph, fusions, branch_of=numbers).nodes:
         shapes = tuple((t.dtype, t.shape) for t in (*node.inputs, *node.outputs))
         key = node.op, tuple(part.op for part in node.parts), shapes
@@ -120,14 +98,11 @@ def wiring(node: Node) -> tuple:
     number: dict[Tensor, int] = {}
 
     def of(tensors: Iterable[Tensor]) -> tuple:
-        return tuple(
-            (t.dtype, t.shape, t.kind, number.setdefault(t.storage, len(number))) for t in tensors
-        )
+        return tuple((t.dtype, t.shape, t.kind, number.setdefault(t.storage, len(number)))
+                     for t in tensors)  # fmt: skip
 
-    parts = tuple(
-        (part.op, repr(sorted(part.params.items())), of((*part.inputs, part.output)))
-        for part in node.parts
-    )
+    parts = tuple((part.op, repr(sorted(part.params.items())), of((*part.inputs, part.output)))
+                  for part in node.parts)  # fmt: skip
     return node.op, parts, of(node.inputs), of(node.outputs)
 
 
@@ -163,20 +138,11 @@ def topology_key(graph: Graph) -> tuple:
     The slow twin of the step shape: tests require that equal step shapes give equal keys.
     """
     number: dict[Tensor, int] = {}
-    rows = []
-    for node in graph.nodes:
-        for t in (*node.inputs, *node.outputs):
-            if t.storage not in number:
-                number[t.storage] = len(number)
-        rows.append(
-            (
-                node.op,
-                tuple(sorted(node.params.items())),
-                tuple(
-                    (number[t.storage], t.dtype.name, t.shape)
-                    for t in (*node.inputs, *node.outputs)
-                ),
-                tuple((part.op, *sorted(part.params.items())) for part in node.parts),
-            )
-        )
-    return tuple(rows)
+
+    def of(node: Node) -> tuple:
+        touched = tuple((number.setdefault(t.storage, len(number)), t.dtype.name, t.shape)
+                        for t in (*node.inputs, *node.outputs))  # fmt: skip
+        parts = tuple((part.op, *sorted(part.params.items())) for part in node.parts)
+        return node.op, tuple(sorted(node.params.items())), touched, parts
+
+    return tuple(map(of, graph.nodes))

@@ -41,25 +41,13 @@ def toggles(arm: str) -> dict[str, str]:
 
 
 def write(
-    folder: Path,
-    us: Mapping[str, Mapping[str, Sequence[float]]],
-    rounds: int = 5,
-    counted: int = 2,
-    **of: str,
-) -> PeerRun:
+    folder: Path, us: Mapping[str, Mapping[str, Sequence[float]]], rounds: int = 5,
+    counted: int = 2, **of: str,
+) -> PeerRun:  # fmt: skip
     """A run folder. us: arm -> test -> us a token in each round."""
     arms = [new_arm(arm, toggles(arm), arm.endswith(AGAIN)) for arm in us]
-    tests = list(next(iter(us.values())))
-    made = new_run(
-        "peer",
-        folder.name,
-        "peer",
-        found(of.pop("name", folder.name), **of),
-        arms,
-        tests,
-        rounds,
-        0,
-    )
+    tests, about = list(next(iter(us.values()))), found(of.pop("name", folder.name), **of)
+    made = new_run("peer", folder.name, "peer", about, arms, tests, rounds, 0)
     made["result"] = {
         "peer": {"version": "1.0 (build 1, commit abc)"},
         "env": {theirs(name): env for name, env in SWITCHES.items() if theirs(name) in us},

@@ -7,9 +7,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.oracles.dequantize import unpack_scales
 from workbench.graph.ir import MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, Q8_ACT, DType
 from workbench.model.gguf.quants import BLOCKS
+
+
+def unpack_scales(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """sc and m, uint8 (n, 8) each, of Q4_K or Q5_K `scales`, uint8 (n, 12).
+
+    Bytes 0..3 hold sc 0..3 in their low six bits, bytes 4..7 hold m 0..3. The top two bits of these
+    bytes are the high bits of sc 4..7 and m 4..7. Low and high nibbles of bytes 8..11 are the low
+    four bits of sc 4..7 and of m 4..7.
+    """
+    a, b, c = scales[:, 0:4], scales[:, 4:8], scales[:, 8:12]
+    sc = np.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=1)
+    m = np.concatenate([b & 63, (c >> 4) | (b >> 6 << 4)], axis=1)
+    return sc, m
 
 
 def planes(data: np.ndarray, dtype: DType) -> list[np.ndarray]:
@@ -88,14 +100,14 @@ def _q6_k(b: np.ndarray) -> list[np.ndarray]:
 
 
 class ActivationPlanes(NamedTuple):
-    """Byte offsets of the planes in a row of Q8_ACT, and its size (a multiple of 64)."""
+    """Byte offsets of the planes in a row of Q8_ACT, and its size (a multiple of 64): int8 (cols,);
+    float32 (cols/32,); int16 (cols/16,), of the quants of each half block."""
 
-    quants: int  # int8 (cols,)
-    scales: int  # float32 (cols/32,)
-    sums: int  # int16 (cols/16,): of the quants of each half block
+    quants: int
+    scales: int
+    sums: int
     row_bytes: int
 
 
 def activation_planes(cols: int) -> ActivationPlanes:
-    """Where the planes of a Q8_ACT row of `cols` lie; UsageError where cols is not n * 32."""
     return ActivationPlanes(0, cols, cols + cols // 8, Q8_ACT.row_bytes(cols))

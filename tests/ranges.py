@@ -51,80 +51,77 @@ GAP = 512  # bytes of poison around each tensor
 POISONS = (0xFF, 0x7F)
 N_KV, CELLS, T = 64, 96, 3
 
+Values = dict[Tensor, np.ndarray]
+Tried = Iterator[tuple[str, Node, Values]]  # name, node, values
 
-def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
-    """(name, node, values): every op, and every weight type of those that read weights."""
+
+def cases() -> Tried:
+    """Every op, and every weight type of those that read weights."""
     rng = np.random.default_rng(7)
 
-    def f32(*shape: int) -> tuple[Tensor, np.ndarray]:
-        return Tensor("x", F32, shape), rng.standard_normal(shape).astype(np.float32)
+    def of(array, dtype: DType, *shape: int) -> tuple[Tensor, np.ndarray]:
+        return Tensor("x", dtype, shape or array.shape), array
 
-    def ints(dtype: DType, values) -> tuple[Tensor, np.ndarray]:
-        array = np.asarray(values, np.int32 if dtype == I32 else np.int64)
-        return Tensor("i", dtype, array.shape), array
+    def f32(*shape: int):
+        return of(rng.standard_normal(shape).astype(np.float32), F32)
 
-    def f16(*shape: int) -> tuple[Tensor, np.ndarray]:
-        return Tensor("c", F16, shape), rng.standard_normal(shape).astype(np.float16)
+    def f16(*shape: int):
+        return of(rng.standard_normal(shape).astype(np.float16), F16)
+
+    def ints(dtype: DType, values):
+        return of(np.asarray(values, np.int32 if dtype == I32 else np.int64), dtype)
 
     def case(name, op, *given, **params):
         return name, ops.make(op, "out", *(t for t, _ in given), **params), dict(given)
 
-    def weight(dtype: DType, rows: int, cols: int) -> tuple[Tensor, np.ndarray]:
+    def weight(dtype: DType, rows: int, cols: int):
         blocks = random_blocks(rng, dtype, rows, cols, cols**-0.5)
         return Tensor("w", dtype, (rows, cols), Kind.WEIGHT), blocks
 
     yield case("rms_norm", "rms_norm", f32(T, 5, 96), eps=1e-5)
     yield case("mul row", "mul", f32(T, 96), f32(96))
-    yield case("add", "add", f32(T, 96), f32(T, 96))
-    yield case("swiglu", "swiglu", f32(T, 96), f32(T, 96))
-    yield case("quantize", "quantize", f32(T, 96))
-    yield case("square_sums", "square_sums", f32(T, 96))
+    for op in ("add", "swiglu"):
+        yield case(op, op, f32(T, 96), f32(T, 96))
+    for op in ("quantize", "square_sums"):
+        yield case(op, op, f32(T, 96))
     yield case("rms_scale", "rms_scale", f32(T, 100), f32(T, 3), eps=4.0)
     rope = {"n_rot": 16, "theta_base": 1e4, "freq_scale": 1.0}
-    positions, factors = ints(I32, [4, 0, 300]), (Tensor("f", F32, (8,)), np.full(8, 2, np.float32))
-    yield case("rope", "rope", f32(T, 4, 32), positions, neox=False, **rope)
-    yield case("rope neox", "rope", f32(T, 4, 32), positions, factors, neox=True, **rope)
-    deltas = ints(I32, [0, 7, -4, *[0] * (N_KV - 5), -300, 1])
+    positions, factors = ints(I32, [4, 0, 300]), of(np.full(8, 2, np.float32), F32)
+    deltas, rows = ints(I32, [0, 7, -4, *[0] * (N_KV - 5), -300, 1]), ints(I64, [5, 63, 0])
     for neox, more in ((False, ()), (True, (factors,))):
+        of_neox = rope | {"neox": neox}
+        yield case(f"rope{' neox' * neox}", "rope", f32(T, 4, 32), positions, *more, **of_neox)
         name, given = f"rope_shift{' neox' * neox}", (f16(CELLS, 64), deltas, *more)
-        yield case(name, "rope_shift", *given, n_head_kv=2, neox=neox, **rope)
-    rows = ints(I64, [5, 63, 0])
-    yield case("set_rows", "set_rows", f16(CELLS, 64), f32(T, 64), rows, n_kv=N_KV)
-    yield case("copy_to_view", "copy_to_view", f16(CELLS, 64), f32(T, 64), cell=11)
+        yield case(name, "rope_shift", *given, n_head_kv=2, **of_neox)
     yield case("copy_to_view odd", "copy_to_view", f16(CELLS, 33), f32(1, 33), cell=CELLS - 1)
-    for name, first in (("", 7), (" ahead", -1), (" behind", N_KV - 2)):
+    for name, first in ((" ahead", -1), (" behind", N_KV - 2)):
         table, given = ints(I64, [999, first, 999]), (f16(CELLS, 64), f32(T, 64))
         yield case(f"copy_by_table{name}", "copy_by_table", *given, table, store=1, n_kv=N_KV)
     yield case("gather", "get_rows", f32(9, 64), ints(I32, [8, 0, 8]))
-    mask = np.where(rng.random((T, N_KV)) < 0.5, np.float16(0), np.float16(-np.inf))
-    yield case(
-        "attention", "attention", f32(T, 4, 32), f16(CELLS, 64), f16(CELLS, 64),
-        (Tensor("m", F16, mask.shape), mask), n_kv=N_KV, n_head_kv=2, scale=32**-0.5,
-    )  # fmt: skip
-    found = (Tensor("m", F16, mask.shape), mask)
-    yield case("kv_extents", "kv_extents", found)
-    yield case("kv_classes", "kv_classes", found)
+    mask = of(np.where(rng.random((T, N_KV)) < 0.5, np.float16(0), np.float16(-np.inf)), F16)
+    given = f32(T, 4, 32), f16(CELLS, 64), of(rng.random((CELLS, 64)).astype(np.float16), F16), mask
+    yield case("attention", "attention", *given, n_kv=N_KV, n_head_kv=2, scale=32**-0.5)
+    for op in ("kv_extents", "kv_classes"):
+        yield case(op, op, mask)
     last, known = ints(I32, [7, 8, 9, 10]), ints(I32, [5, -1, -4])  # sequences 0 and 3 have drawn
     yield case("feed", "feed", known, last)
     drawing = [(Sampling(), 0.5), (Sampling(0.7, 40, 0.9, 0.02), 0.3), (Sampling(1, 0, 1), 0.99)]
-    how = np.stack([drawing[t % 3][0].settings(drawing[t % 3][1]) for t in range(T)])
-    yield case("draw", "draw", f32(T, 640), (Tensor("h", F32, how.shape), how))
+    how = np.stack([sampling.settings(uniform) for sampling, uniform in drawing])
+    yield case("draw", "draw", f32(T, 640), of(how, F32))
     drawn = ints(I32, [[11, 300], [12, 301], [13, 302]])
     yield case("keep_tokens", "keep_tokens", last, drawn, ints(I32, [2, -1, 0]))
     for dtype in CACHE_DTYPES:
         kept = stored(rng.standard_normal((CELLS, 64)).astype(np.float32), dtype)[0]
-        cache = (Tensor("c", dtype, (CELLS, 64)), kept)
+        cache, row, table = of(kept, dtype, CELLS, 64), f32(T, 64), ints(I64, [999, 7, 999])
         pairs = ints(I64, [[3, 90], [-1, 5], [40, 41], [7, CELLS]])  # two leave the cache
-        yield case(f"copy_cells {dtype.name}", "copy_cells", cache, pairs)
-        if dtype != F16:  # which has its cases above
-            more, row = {"n_kv": N_KV}, f32(T, 64)
-            yield case(f"set_rows {dtype.name}", "set_rows", cache, row, rows, **more)
-            yield case(f"copy_to_view {dtype.name}", "copy_to_view", cache, row, cell=11)
-            table = ints(I64, [999, 7, 999])
-            given = (cache, row, table)
-            yield case(f"copy_by_table {dtype.name}", "copy_by_table", *given, store=1, **more)
-            name, params = f"rope_shift {dtype.name}", rope | {"n_head_kv": 2, "neox": True}
-            yield case(name, "rope_shift", cache, deltas, **params)
+        for op, given, params in (
+            ("copy_cells", (pairs,), {}),
+            ("set_rows", (row, rows), {"n_kv": N_KV}),
+            ("copy_to_view", (row,), {"cell": 11}),
+            ("copy_by_table", (row, table), {"store": 1, "n_kv": N_KV}),
+            ("rope_shift", (deltas,), rope | {"n_head_kv": 2, "neox": True}),
+        ):
+            yield case(f"{op} {dtype.name}", op, cache, *given, **params)
     for way in WAYS:
         yield attention_range(f"attention {way}", way)
     parts = str(KVParts.PARALLEL_BLOCKS)
@@ -132,20 +129,16 @@ def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
     for dtype in WEIGHT_DTYPES:
         yield case(f"get_rows {dtype.name}", "get_rows", weight(dtype, 9, 256), ints(I32, [8, 0]))
         x = rng.standard_normal((T, 256)).astype(np.float32)
-        given = (Tensor("x", F32, x.shape), x)
+        given = of(x, F32)
         if dtype in QUANTISED:
-            given = (Tensor("q", Q8_ACT, x.shape), quantize_activations(x))
+            given = of(quantize_activations(x), Q8_ACT, *x.shape)
         yield case(f"mul_mat {dtype.name}", "mul_mat", weight(dtype, 33, 256), given)
 
 
 def attention_range(
-    name: str,
-    way: str,
-    kv_parts: str = KVParts.OFF,
-    k_type: DType = F16,
-    v_type: DType = F16,
+    name: str, way: str, kv_parts: str = KVParts.OFF, k_type: DType = F16, v_type: DType = F16,
     kernel: str = AttnKernel.AUTO,
-) -> tuple[str, Node, dict[Tensor, np.ndarray]]:
+) -> tuple[str, Node, Values]:  # fmt: skip
     """A case of attention whose sequences have regions, with sinks. Cells that nobody sees hold no
     numbers. way: of skip_masked_kv."""
     of = Case((1, 2, 9), 4, 2, 64, 320, regions=True, sinks=True, k_type=k_type, v_type=v_type)
@@ -153,7 +146,7 @@ def attention_range(
     return name, *skipping(parted(node, str(kv_parts), str(kernel)), values, str(way))
 
 
-def attention_cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
+def attention_cases() -> Tried:
     """Attention by every kernel of all backends, with parts of every kind and caches of all
     types."""
     ways = itertools.cycle(WAYS)
@@ -167,43 +160,32 @@ def attention_cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
         yield attention_range(name, way, KVParts.OFF, k_type, v_type)
 
 
-def fused_cases(n_tokens: int = T) -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
-    """(name, node, values): every op of a fused node, with each of its optional parts and without,
-    from the graphs of small decoders. Of nodes that are launched alike there is one."""
-    rng = np.random.default_rng(8)
-    seen = set()
-    every = frozenset(FUSIONS)
+def fused_cases(n_tokens: int = T) -> Tried:
+    """Every op of a fused node, with each of its optional parts and without, from the graphs of
+    small decoders. Of nodes that are launched alike there is one."""
+    rng, seen, every = np.random.default_rng(8), set(), frozenset(FUSIONS)
+    sets = [(every, False), (every, True), *((every - {gone}, False) for gone in FUSIONS)]
     biased = Decoder("tiny-llama-bias", Q4_0, biases=("ffn_gate", "ffn_up"))
-    for name, model, activations, deferred in (
-        ("llama", Decoder("tiny-llama", Q8_0), "q8", False),
-        ("llama bias", biased, "q8", False),
-        ("qwen3 mixed", Decoder("tiny-qwen3", Q4_K, {"attn_v": Q6_K}), "q8", False),
-        ("qwen3 two x", Decoder("tiny-qwen3", Q8_0, {"attn_v": F16}), "q8", False),
-        ("llama F16", Decoder("tiny-llama", F16), "q8", False),
-        ("qwen3 float", Decoder("tiny-qwen3", Q4_0), "float", False),
-        ("llama bias halved", biased, "q8", True),
-        ("llama F16 halved", Decoder("tiny-llama", F16), "q8", True),
-        ("qwen3 mixed halved", Decoder("tiny-qwen3", Q4_K, {"attn_v": Q6_K}), "q8", True),
-        ("qwen3 float halved", Decoder("tiny-qwen3", Q4_0), "float", True),
+    mixed = Decoder("tiny-qwen3", Q4_K, {"attn_v": Q6_K})
+    for name, model, activations, halved in (
+        ("llama", Decoder("tiny-llama", Q8_0), "q8", (False,)),
+        ("llama bias", biased, "q8", (False, True)),
+        ("qwen3 mixed", mixed, "q8", (False, True)),
+        ("qwen3 two x", Decoder("tiny-qwen3", Q8_0, {"attn_v": F16}), "q8", (False,)),
+        ("llama F16", Decoder("tiny-llama", F16), "q8", (False, True)),
+        ("qwen3 float", Decoder("tiny-qwen3", Q4_0), "float", (False, True)),
     ):
-        graph = model.graph(n_tokens, n_tokens, N_KV, activations, CELLS, deferred)
-        sets = [(every, False), (every, True)]
-        sets += [(every - {left_out}, False) for left_out in FUSIONS]
-        for fusions, inside in sets:
+        for deferred, (fusions, inside) in itertools.product(halved, sets):
+            graph = model.graph(n_tokens, n_tokens, N_KV, activations, CELLS, deferred)
             for node in fused_nodes(graph, fusions, inside):
                 if wiring(node) not in seen:
                     seen.add(wiring(node))
-                    made = " ".join(part.op for part in node.parts)
-                    yield f"{name}: {made} {len(seen)}", node, values_for(node, N_KV, rng)
+                    made = " ".join([name, *["halved"] * deferred])
+                    parts = " ".join(part.op for part in node.parts)
+                    yield f"{made}: {parts} {len(seen)}", node, values_for(node, N_KV, rng)
 
 
-def run(
-    backend: Backend,
-    node: Node,
-    values: dict[Tensor, np.ndarray],
-    poison: int,
-    programmatic: bool = False,
-):
+def run(backend: Backend, node: Node, values: Values, poison: int, programmatic: bool = False):
     """Runs `node` among poison; returns (block before, block after, offsets by tensor). Scratch is
     poisoned too, with poison behind it that must stay."""
     weights = [t for t in values if t.kind == Kind.WEIGHT and backend_keeps(node, t)]
@@ -261,7 +243,7 @@ def meaningful(tensor: Tensor, op: str = "") -> np.ndarray:
     return used
 
 
-def check(backend: Backend, node: Node, values: dict[Tensor, np.ndarray]) -> None:
+def check(backend: Backend, node: Node, values: Values) -> None:
     """Asserts that `node` touches nothing it did not declare, and makes every output whole."""
     runs = [run(backend, node, values, poison) for poison in POISONS]
     for before, after, offsets in runs:
@@ -275,15 +257,12 @@ def check(backend: Backend, node: Node, values: dict[Tensor, np.ndarray]) -> Non
             [block[offsets[tensor] :][: tensor.nbytes] for block in (before, after)]
             for before, after, offsets in runs
         )
-        if tensor.kind == Kind.CACHE or ops.OPS.get(node.op, _NO_OP).stores:
+        if tensor.kind == Kind.CACHE or (node.op in ops.OPS and ops.OPS[node.op].stores):
             # a superset is declared: what was not stored keeps its poison
-            stored = (first != was_first) | (second != was_second)
-            assert stored.any() and np.array_equal(first[stored], second[stored])
+            kept = (first != was_first) | (second != was_second)
+            assert kept.any() and np.array_equal(first[kept], second[kept])
             continue
         used = meaningful(tensor, node.op)
         assert np.array_equal(first[used], second[used]), f"{tensor!r} depends on undeclared bytes"
         if tensor.dtype == F32:
             assert np.isfinite(first.view(np.float32)).all(), tensor
-
-
-_NO_OP = ops.OPS["add"]  # an op that does not store into its input

@@ -10,7 +10,7 @@ F16, and activations that meet a quantised weight to 8 bits in blocks of 32. Wha
 such logits and the engine's is the order of float32 sums, and values that it tips over a rounding
 edge; so this is the sharper test of the engine, and the plain one tests its arithmetic.
 
-Architectures: `llama`, `qwen2` and `qwen3`. T is the number of tokens throughout.
+T is the number of tokens throughout.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ import numpy as np
 # Which elements of a head rotate together: neighbours (2i, 2i+1), or i with i + n_rot/2. A file's
 # Q and K rows are permuted by the converter to suit, so this follows from the architecture.
 ROPE_PAIRS = {"llama": "adjacent", "qwen2": "halves", "qwen3": "halves"}
-
-UNQUANTISED = (
-    gguf.GGMLQuantizationType.F32,
-    gguf.GGMLQuantizationType.F16,
-    gguf.GGMLQuantizationType.BF16,
-)
+UNQUANTISED = ("F32", "F16", "BF16")
 
 
 class ModelFile:
@@ -46,18 +41,17 @@ class ModelFile:
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._weights: dict[str, np.ndarray] = {}
         self.architecture: str = self._metadata["general.architecture"]
-        if self.architecture not in ROPE_PAIRS:
-            raise ValueError(f"{path}: no reference for architecture {self.architecture!r}")
         self.rope_scaling: str = self.key("rope.scaling.type", "linear")
-        if self.rope_scaling not in ("none", "linear"):
-            raise ValueError(f"{path}: no reference for RoPE scaling {self.rope_scaling!r}")
-        self.n_layer = int(self.key("block_count"))
-        self.n_head = int(self.key("attention.head_count"))
-        self.n_head_kv = int(self.key("attention.head_count_kv", self.n_head))
-        self.head_dim = int(
-            self.key("attention.key_length", self.key("embedding_length") // self.n_head)
+        if self.architecture not in ROPE_PAIRS or self.rope_scaling not in ("none", "linear"):
+            raise ValueError(f"{path}: no reference for {self.architecture}, {self.rope_scaling}")
+        self.n_layer, self.n_head = (
+            int(self.key(name)) for name in ("block_count", "attention.head_count")
         )
+        self.n_head_kv = int(self.key("attention.head_count_kv", self.n_head))
+        whole = self.key("embedding_length") // self.n_head
+        self.head_dim = int(self.key("attention.key_length", whole))
         self.n_rot = int(self.key("rope.dimension_count", self.head_dim))
+        self.eps = float(self.key("attention.layer_norm_rms_epsilon"))
 
     def key(self, name: str, default: Any = None) -> Any:
         """The architecture's metadata value `name`; ValueError where it is missing without one."""
@@ -68,23 +62,26 @@ class ModelFile:
 
     def weight(self, name: str) -> np.ndarray | None:
         """Tensor `name` as float64, or None where the file has none of that name."""
-        if name not in self._weights:
-            tensor = self._tensors.get(name)
-            if tensor is None:
-                return None
+        if name not in self._weights and name in self._tensors:
+            tensor = self._tensors[name]
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
             self._weights[name] = values.astype(np.float64)
-        return self._weights[name]
+        return self._weights.get(name)
 
     def linear(self, name: str, x: np.ndarray, rounded: bool) -> np.ndarray:
         """x (T, cols) times `name`.weight (rows, cols) transposed, plus `name`.bias if any."""
         weight, bias = self.weight(f"{name}.weight"), self.weight(f"{name}.bias")
         if weight is None:
             raise ValueError(f"tensor {name}.weight is missing")
-        if rounded and self._tensors[f"{name}.weight"].tensor_type not in UNQUANTISED:
+        if rounded and self._tensors[f"{name}.weight"].tensor_type.name not in UNQUANTISED:
             x = round_to_8_bits(x)
         product = x @ weight.T  # (T, rows)
         return product if bias is None else product + bias
+
+    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019)."""
+        mean = np.mean(x * x, axis=-1, keepdims=True)
+        return x / np.sqrt(mean + self.eps) * self.weight(f"{name}.weight")
 
 
 @cache
@@ -105,18 +102,11 @@ def round_to_8_bits(x: np.ndarray) -> np.ndarray:
     return (np.rint(blocks / np.where(step == 0, 1, step)) * step).reshape(x.shape)
 
 
-def rms_norm(x: np.ndarray, weight: np.ndarray | None, eps: float) -> np.ndarray:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019)."""
-    assert weight is not None
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
-
-
 def rope(model: ModelFile, x: np.ndarray) -> np.ndarray:
     """Turns the pairs of each head by their position (Su et al. 2021). x (T, heads, head_dim).
 
-    Pair i at position p turns by p * scale * base^(-2i/n_rot) / factor[i]; factors come from
-    rope_freqs.weight (Llama 3.1). Where scaling is linear, or has no type, scale is 1 over
-    rope.scaling.factor, or else over rope.scale_linear; 0 stands for 1.
+    Factors come from rope_freqs.weight (Llama 3.1). Where scaling is linear, or has no type, scale
+    is 1 over rope.scaling.factor, or else over rope.scale_linear; 0 stands for 1.
     """
     scale = 1.0
     if model.rope_scaling == "linear":
@@ -129,14 +119,9 @@ def rope(model: ModelFile, x: np.ndarray) -> np.ndarray:
 
 
 def rotated(
-    x: np.ndarray,
-    positions: np.ndarray,
-    pairs: str,
-    n_rot: int,
-    base: float,
-    scale: float = 1.0,
+    x: np.ndarray, positions: np.ndarray, pairs: str, n_rot: int, base: float, scale: float = 1.0,
     factors: np.ndarray | None = None,
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """Pair i of every head of x (T, heads, head_dim) turned by position * scale * base^(-2i/n_rot)
     / factors[i]; float64. positions (T,), factors (n_rot/2,), pairs as `ROPE_PAIRS` has them.
 
@@ -149,10 +134,9 @@ def rotated(
         frequency = frequency / factors
     angle = np.asarray(positions)[:, None, None] * frequency  # (T, 1, half)
     cos, sin = np.cos(angle), np.sin(angle)
+    first, second = slice(0, half), slice(half, n_rot)
     if pairs == "adjacent":
         first, second = slice(0, n_rot, 2), slice(1, n_rot, 2)
-    else:
-        first, second = slice(0, half), slice(half, n_rot)
     turned = x.copy()  # elements past n_rot stay
     turned[..., first] = x[..., first] * cos - x[..., second] * sin
     turned[..., second] = x[..., first] * sin + x[..., second] * cos
@@ -161,26 +145,23 @@ def rotated(
 
 def attention(model: ModelFile, block: str, x: np.ndarray, rounded: bool) -> np.ndarray:
     """Causal grouped-query attention of one layer (Ainslie et al. 2023). x (T, n_embd)."""
-    n_tokens, eps = len(x), float(model.key("attention.layer_norm_rms_epsilon"))
-    q = model.linear(f"{block}.attn_q", x, rounded).reshape(n_tokens, model.n_head, model.head_dim)
-    k = model.linear(f"{block}.attn_k", x, rounded).reshape(
-        n_tokens, model.n_head_kv, model.head_dim
+    n_tokens = len(x)
+    q, k, v = (
+        model.linear(f"{block}.attn_{name}", x, rounded).reshape(n_tokens, heads, -1)
+        for name, heads in (("q", model.n_head), ("k", model.n_head_kv), ("v", model.n_head_kv))
     )
-    v = model.linear(f"{block}.attn_v", x, rounded).reshape(n_tokens, model.n_head_kv, -1)
     if model.architecture == "qwen3":  # per-head norms, before RoPE
-        q = rms_norm(q, model.weight(f"{block}.attn_q_norm.weight"), eps)
-        k = rms_norm(k, model.weight(f"{block}.attn_k_norm.weight"), eps)
+        q, k = model.norm(f"{block}.attn_q_norm", q), model.norm(f"{block}.attn_k_norm", k)
     q, k = rope(model, q), rope(model, k)
     if rounded:
         k, v = k.astype(np.float16).astype(float), v.astype(np.float16).astype(float)
     # query head h reads KV head h // (n_head / n_head_kv)
-    k = np.repeat(k, model.n_head // model.n_head_kv, axis=1)
-    v = np.repeat(v, model.n_head // model.n_head_kv, axis=1)
+    k, v = (np.repeat(t, model.n_head // model.n_head_kv, axis=1) for t in (k, v))
     scores = np.einsum("ihd,jhd->hij", q, k, optimize=True) / np.sqrt(model.head_dim)
-    future = np.triu(np.ones((n_tokens, n_tokens), bool), 1)
-    scores[:, future] = -np.inf
+    hidden = np.triu(np.ones((n_tokens, n_tokens), bool), 1)  # the future
     if window := int(model.key("attention.sliding_window", 0)):  # Beltagy et al. 2020
-        scores[:, np.tril(np.ones((n_tokens, n_tokens), bool), -window)] = -np.inf
+        hidden |= np.tril(np.ones((n_tokens, n_tokens), bool), -window)
+    scores[:, hidden] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     mixed = np.einsum("hij,jhd->ihd", weights, v, optimize=True)
@@ -200,19 +181,14 @@ def forward(path: str | Path, tokens: Sequence[int], rounded: bool = False) -> n
     for a token outside the vocabulary.
     """
     model = open_model(path)
-    eps = float(model.key("attention.layer_norm_rms_epsilon"))
-
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return rms_norm(x, model.weight(f"{name}.weight"), eps)
-
     embedding = model.weight("token_embd.weight")
     assert embedding is not None
     x = embedding[np.asarray(tokens)]  # (T, n_embd)
     for block in (f"blk.{layer}" for layer in range(model.n_layer)):
-        x = x + attention(model, block, norm(x, f"{block}.attn_norm"), rounded)
-        x = x + feed_forward(model, block, norm(x, f"{block}.ffn_norm"), rounded)
+        x = x + attention(model, block, model.norm(f"{block}.attn_norm", x), rounded)
+        x = x + feed_forward(model, block, model.norm(f"{block}.ffn_norm", x), rounded)
     tied = model.weight("output.weight") is None  # then the embedding is the head
-    return model.linear("token_embd" if tied else "output", norm(x, "output_norm"), rounded)
+    return model.linear("token_embd" if tied else "output", model.norm("output_norm", x), rounded)
 
 
 def nmse(logits: np.ndarray, reference: np.ndarray) -> float:
@@ -222,11 +198,8 @@ def nmse(logits: np.ndarray, reference: np.ndarray) -> float:
 
 
 def decided_argmax_mismatches(logits: np.ndarray, reference: np.ndarray) -> list[int]:
-    """Rows whose argmax differs although the reference's margin exceeds 4 times the rms difference.
-
-    The margin is between a row's two largest reference logits, the rms difference is the row's
-    own. Where the margin is smaller the choice is within the noise and either token is right.
-    """
+    """Rows whose argmax differs although the reference's margin (between its two largest logits)
+    exceeds 4 times the row's rms difference. With a smaller margin either token is right."""
     rms = np.sqrt(np.mean((logits - reference) ** 2, axis=-1))
     top = np.sort(reference, axis=-1)
     differs = logits.argmax(axis=-1) != reference.argmax(axis=-1)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from workbench.program.check.acts import Declared, StepActs
+from workbench.program.check.acts import StepActs
 from workbench.program.check.hazards import trials_of, waits_of
 from workbench.program.commands import CommandAt, Program
 
 
 def superfluous(
-    steps: Iterable[Program],
-    steady: range | None = None,
-    *,
-    one_order: bool = True,
-    declared: Declared | None = None,
-) -> list[CommandAt]:
+    steps: Iterable[Program], steady: range | None = None, way: str = "alone", *,
+    one_order: bool = True, declared: Any = None,
+) -> list[CommandAt]:  # fmt: skip
     """Every Sync and Wait of the steps `steady` (all, if not given) that is removable alone.
 
     A wait is removed in every step that its program is issued in, and is named once, in the first
@@ -23,18 +21,12 @@ def superfluous(
     """
     acts = StepActs(list(steps), one_order, declared)
     waits = waits_of(acts, steady)
-    return [waits[spot] for spot in trials_of(acts)[0].alone(list(waits))]
+    return [waits[spot] for spot in getattr(trials_of(acts)[0], way)(list(waits))]
 
 
 def sufficient(
-    steps: Iterable[Program],
-    steady: range | None = None,
-    *,
-    one_order: bool = True,
-    declared: Declared | None = None,
+    steps: Iterable[Program], steady: range | None = None, **how: Any
 ) -> list[CommandAt]:
-    """An inclusion-minimal set of the Syncs and Waits of `steady`, as `superfluous` has them, with
-    which nothing races that does not with all: greedy removal in program order."""
-    acts = StepActs(list(steps), one_order, declared)
-    waits = waits_of(acts, steady)
-    return [waits[spot] for spot in trials_of(acts)[0].together(list(waits))]
+    """An inclusion-minimal set of these Syncs and Waits with which nothing races that does not with
+    all: greedy removal in program order."""
+    return superfluous(steps, steady, "together", **how)

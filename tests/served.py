@@ -11,7 +11,7 @@ from workbench.engine.engine import Engine
 from workbench.engine.slots.asks import LENGTH, STOP, Ask, Ended, Logprobs
 from workbench.engine.slots.requests import Stepped
 from workbench.engine.slots.slots import Slots
-from workbench.model.sampler import Sampler, Sampling, drawn
+from workbench.model.sampler import Sampler, drawn
 
 # what a server has on a device that draws, and looks at results behind the step
 BEHIND = {
@@ -50,29 +50,27 @@ def alone(engine: Engine, ask: Ask) -> Alone:
 
 
 def same(ask: Ask, found: list[int], wanted: Alone) -> bool:
-    """Whether tokens are the twin's. Where the first that differs stands for a draw that rounding
-    decides, what comes behind it is not compared, and this is False. Any other one fails."""
-    for i, (ours, theirs) in enumerate(zip(found, wanted.tokens, strict=False)):
-        if ours != theirs:
-            sampler = Sampler(ask.sampling, ask.seed)
-            uniform = [sampler.uniform() for _ in range(i + 1)][-1]
-            assert ours in near(wanted.logits[i], ask.sampling, uniform), (ask, i, ours, theirs)
-            return False
-    if len(found) != len(wanted.tokens):  # an end that rounding decides
+    """Whether tokens are the twin's. Where the first that differs, or an end, stands for a draw
+    that rounding decides, what comes after it is not compared, and this is False. Any other one
+    fails."""
+    pairs = enumerate(zip(found, wanted.tokens, strict=False))
+    i = next((i for i, (ours, theirs) in pairs if ours != theirs), -1)
+    if i < 0 and len(found) == len(wanted.tokens):
+        return True
+    ends = ask.ends if i < 0 else set()
+    if i < 0:
         i = min(len(found), len(wanted.tokens))
         assert len(found) < len(wanted.tokens) or wanted.reason == STOP, (ask, found)
-        sampler = Sampler(ask.sampling, ask.seed)
-        uniform = [sampler.uniform() for _ in range(i + 1)][-1]
-        others = near(wanted.logits[i], ask.sampling, uniform)
-        assert others & (ask.ends | set(found[i : i + 1])), (ask, i)
-        return False
-    return True
+    assert near(ask, wanted, i) & (ends | set(found[i : i + 1])), (ask, i, found)
+    return False
 
 
-def near(logits: np.ndarray, sampling: Sampling, uniform: float) -> set[int]:
-    """The tokens that a draw may give from logits which are off by as much as rounding."""
+def near(ask: Ask, wanted: Alone, i: int) -> set[int]:
+    """The tokens that draw i may give from logits which are off by as much as rounding."""
+    sampler, logits = Sampler(ask.sampling, ask.seed), wanted.logits[i]
+    uniform = [sampler.uniform() for _ in range(i + 1)][-1]
     noise = np.random.default_rng(0).uniform(-ROUNDING, ROUNDING, (64, len(logits)))
-    return {drawn(logits + off.astype(np.float32), sampling, uniform) for off in noise}
+    return {drawn(logits + off.astype(np.float32), ask.sampling, uniform) for off in noise}
 
 
 class Told:
@@ -104,11 +102,8 @@ def check_cells(slots: Slots) -> None:
     for slot in slots.slots:
         assert cache.length(slot.sequence) == len(slot.kept) >= slot.kept.n_known
     kept = sum(len(slot.kept) for slot in slots.slots)
-    owned = {
-        (cache.region(slot.sequence), int(cell))
-        for slot in slots.slots
-        for cell in cache.cells(slot.sequence)
-    }
+    owned = {(cache.region(slot.sequence), int(cell))
+             for slot in slots.slots for cell in cache.cells(slot.sequence)}  # fmt: skip
     assert cache.n_used == len(owned) <= kept
     assert cache.n_regions == 1 or cache.n_used == kept
     assert int(cache.free.n_owners.sum()) == kept

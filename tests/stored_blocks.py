@@ -7,29 +7,18 @@ deviation and a mean near zero.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-
-class Layout(NamedTuple):
-    """Where a type's block has its scale, a float16, and its offset (minimum), if it has one.
-
-    offset: times what the scale becomes the offset, so that the mean is about zero.
-    """
-
-    scale: int
-    minimum: int = -1
-    offset: float = 0.0
-
-
-LAYOUTS = {
-    "Q4_1": Layout(0, 2, -7.5), "Q5_0": Layout(0), "Q5_1": Layout(0, 2, -15.5),
-    "Q2_K": Layout(80, 82, 1.5), "Q3_K": Layout(108), "TQ1_0": Layout(52), "TQ2_0": Layout(64),
-    "IQ2_XXS": Layout(0), "IQ2_XS": Layout(0), "IQ2_S": Layout(0), "IQ3_XXS": Layout(0),
-    "IQ3_S": Layout(0), "IQ1_S": Layout(0), "IQ4_NL": Layout(0), "IQ4_XS": Layout(0),
+# where a type's block has its scale, a float16; and its offset (minimum), if it has one, with what
+# times the scale becomes the offset, so that the mean is about zero
+LAYOUTS: dict[str, tuple[int, int, float]] = {
+    "Q4_1": (0, 2, -7.5), "Q5_1": (0, 2, -15.5), "Q2_K": (80, 82, 1.5), "Q3_K": (108, -1, 0),
+    "TQ1_0": (52, -1, 0), "TQ2_0": (64, -1, 0), **dict.fromkeys(
+        ("Q5_0", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ4_NL", "IQ4_XS"),
+        (0, -1, 0)),
 }  # fmt: skip
 TYPES = (*LAYOUTS, "IQ1_M", "NVFP4")
 
@@ -52,12 +41,12 @@ def stored_blocks(
 
 
 def _scale(raw: np.ndarray, kind: str, scales: np.ndarray) -> None:
-    where = LAYOUTS[kind]
+    at, minimum, offset = LAYOUTS[kind]
     d = scales.astype("<f2")
-    raw[:, where.scale : where.scale + 2] = d.view(np.uint8).reshape(-1, 2)
-    if where.minimum >= 0:
-        m = (d.astype(np.float32) * where.offset).astype("<f2")
-        raw[:, where.minimum : where.minimum + 2] = m.view(np.uint8).reshape(-1, 2)
+    raw[:, at : at + 2] = d.view(np.uint8).reshape(-1, 2)
+    if minimum >= 0:
+        m = (d.astype(np.float32) * offset).astype("<f2")
+        raw[:, minimum : minimum + 2] = m.view(np.uint8).reshape(-1, 2)
 
 
 def _iq1_m(raw: np.ndarray, kind: str, scales: np.ndarray) -> None:

@@ -4,191 +4,112 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
+from data.measure.matrix import SETS
+from data.measure.presets import best
+from data.measure.recorded import Recorded
 from tests.clashes import clashing, spread
+from tests.profiles import examples
 from workbench.backend.null import open_backend
+from workbench.benchmarks.compare.arms import parse_changes
 from workbench.common.errors import DeviceError, UsageError
 from workbench.config import FAMILIES, TogglePreset, Toggles
 from workbench.config.presets import best_set, best_sets, fixed_presets, preset_names, preset_words
 from workbench.engine.choose import resolve
 from workbench.program.capabilities import Capabilities
 
-FUSIONS = Toggles.members("fuse")
-QUICK = settings(max_examples=40, deadline=None)
+GPU = Capabilities(True, True, True, True, 8, programmatic=True)
 
 
-# a family as a field ------------------------------------------------------------------------------
+def on(device: str, n_seqs: int = 1, **able: Any) -> Any:
+    """What `resolve` asks: a device of a kind with capabilities."""
+    backend = open_backend()
+    backend.capabilities = dataclasses.replace(GPU, **able)
+    opened = type("Opened", (), {"config": wb.EngineConfig(n_seqs=n_seqs), "device": device})()
+    opened.backend, opened.backends = backend, [open_backend(), backend]
+    return opened
 
 
-def test_a_family_can_be_given_like_a_toggle():
-    assert wb.Toggles(fuse="on") == Toggles().switched("fuse", "on")
-    assert wb.Toggles(fuse="on").fuse == "on" and wb.Toggles().fuse == "off"
-    assert wb.Toggles(fuse_qkv="on").fuse == "mixed"
-    with pytest.raises(UsageError, match="toggle fuse='maybe' does not exist; choose one of off"):
-        Toggles(fuse="maybe")
-
-
-def test_what_is_given_itself_wins_over_its_family_in_replace_too():
-    but_one = Toggles().switched("fuse", "on").switched("fuse_qkv", "off")
-    assert Toggles(fuse="on", fuse_qkv="off") == but_one
-    assert dataclasses.replace(Toggles(), fuse="on", fuse_qkv="off") == but_one
-    assert dataclasses.replace(but_one, fuse="on") == Toggles(fuse="on")
-    assert dataclasses.replace(but_one, pdl="on").fuse_qkv == "off"
-    assert dataclasses.replace(Toggles(fuse="on"), fuse="off", fuse_glu="on") == Toggles(
-        fuse_glu="on"
-    )
-
-
-@given(
-    family=st.sampled_from(["off", "on", None]),
-    own=st.dictionaries(st.sampled_from(FUSIONS), st.sampled_from(["off", "on"])),
-    before=st.dictionaries(st.sampled_from(FUSIONS), st.sampled_from(["off", "on"])),
-)
-@QUICK
-def test_any_mix_of_a_family_and_its_members(family, own, before):
-    start = Toggles(**before)
-    wanted = start.to_dict() | (dict.fromkeys(FUSIONS, family) if family else {}) | own
-    changed = own | ({"fuse": family} if family else {})
-    assert dataclasses.replace(start, **changed).to_dict() == wanted
-    assert Toggles.preset("baseline", **changed) == dataclasses.replace(Toggles(), **changed)
-
-
-def test_toggles_are_plain_and_can_be_kept():
-    toggles = Toggles(fuse="on")
-    assert {type(v) for v in toggles.to_dict().values()} == {str}
-    assert json.loads(json.dumps(toggles.to_dict())) == toggles.to_dict()
-    assert pickle.loads(pickle.dumps(toggles)) == toggles
-    assert Toggles(**toggles.to_dict()) == toggles and hash(toggles) == hash(Toggles(fuse="on"))
-    assert str(toggles) == "fuse=on" and str(Toggles()) == "everything off"
-    assert repr(Toggles(sync="packed", fuse="on")) == "Toggles(sync='packed', fuse='on')"
-    mixed = Toggles(fuse="on", fuse_glu="off", pdl="on")
-    assert eval(repr(mixed)) == mixed and repr(Toggles()) == "Toggles()"
-
-
-# presets ------------------------------------------------------------------------------------------
-
-
-def test_the_baseline_is_everything_off_and_every_fixed_preset_is_legal():
-    assert Toggles.preset("baseline") == Toggles()
+def test_every_fixed_preset_is_legal_and_history_is_in_order():
     assert preset_names()[:2] == ["baseline", "best"]
+    at = {}
     for name, values in fixed_presets().items():
-        toggles = Toggles.preset(name)
-        assert isinstance(toggles, Toggles) and values.about
+        toggles = at[name.partition("@")[2]] = Toggles.preset(name)
+        assert values.about
         assert toggles.changed().items() >= {k: v for k, v in values.items() if k != "fuse"}.items()
-
-
-def test_llama_cpp_s_history_is_in_order():
-    at = {name.partition("@")[2]: Toggles.preset(name) for name in preset_names() if "@" in name}
+    at = {date: toggles for date, toggles in at.items() if date}
     assert list(at) == sorted(at) and at["2024-06"].graph_reuse == "rebuild"
     assert all(t.graph_reuse == "set_rows" for date, t in at.items() if date > "2025")
-    assert {d: t.sync for d, t in at.items() if t.sync != "per_copy"} == {
-        "2026-06": "copy_boundary"
-    }
-    assert [t.fuse_glu for d, t in at.items()] == ["off", "off", "on", "on", "on"]
-    assert all(t.step_wait == "outputs" for t in at.values())
+    assert [d for d, t in at.items() if t.sync == "copy_boundary"] == ["2026-06"]
+    assert [t.fuse_glu for t in at.values()] == ["off", "off", "on", "on", "on"]
 
 
-def test_an_unknown_preset_is_refused_with_the_names():
+def test_what_is_wrong_with_a_preset_is_told(monkeypatch):
     for ask in (Toggles.preset, TogglePreset):
         with pytest.raises(UsageError, match="preset 'llama' does not exist; choose one of base"):
             ask("llama")
-
-
-def test_a_change_beside_a_preset_changes_that_toggle_only():
     made = Toggles.preset("llama.cpp@2026-06", fuse_glu="off")
-    assert isinstance(made, Toggles)
-    same = Toggles.preset("llama.cpp@2026-06").to_dict()
-    assert made.to_dict() == same | {"fuse_glu": "off"}
-
-
-def test_a_clash_names_both_and_whose_they_are(monkeypatch):
+    assert made.to_dict() == Toggles.preset("llama.cpp@2026-06").to_dict() | {"fuse_glu": "off"}
     monkeypatch.setitem(fixed_presets()["llama.cpp@2026-06"], "copy_stream", "compute")
-    with pytest.raises(UsageError) as refused:
+    whose = r"toggles sync=event_guarded and copy_stream=compute \(of preset llama.cpp@2026-06\)"
+    with pytest.raises(UsageError, match=f"^{whose} clash: "):
         Toggles.preset("llama.cpp@2026-06", sync="event_guarded")
-    assert str(refused.value).startswith(
-        "toggles sync=event_guarded and copy_stream=compute (of preset llama.cpp@2026-06) clash: "
-    )
 
 
 # best ---------------------------------------------------------------------------------------------
 
 
-class Opened:
-    """What `resolve` asks: a device of a kind with capabilities."""
-
-    def __init__(self, device: str, able: Capabilities, n_seqs: int = 1):
-        self.config = wb.EngineConfig(n_seqs=n_seqs)
-        self.device, self.backend = device, open_backend()
-        self.backend.capabilities = able
-        self.backends = [open_backend(), self.backend]
-
-
-GPU = Capabilities(
-    asynchronous_copies=True, events=True, one_order=True, capture=True, n_streams=8,
-    programmatic=True,
-)  # fmt: skip
-
-
 @pytest.mark.parametrize(("n_seqs", "wanted"), [(1, "one"), (2, "several"), (128, "several")])
-def test_best_is_the_set_for_as_many_sequences_as_an_engine_has(n_seqs, wanted):
-    opened = Opened("cuda", GPU, n_seqs)
-    assert resolve("best", opened) == Toggles(**best_set("cuda", wanted).values)
+def test_best_is_the_set_for_as_many_sequences(n_seqs, wanted):
+    assert resolve("best", on("cuda", n_seqs)) == Toggles(**best_set("cuda", wanted).values)
     for n, of in ((1, "one"), (8, "several")):
         sized = TogglePreset("best").for_sequences(n)
-        assert resolve(sized, opened) == Toggles(**best_set("cuda", of).values)
+        assert resolve(sized, on("cuda", n_seqs)) == Toggles(**best_set("cuda", of).values)
     assert sized != TogglePreset("best") and str(sized) == "best"
     assert sized.switched("sync", "per_copy").n_seqs == 8
-
-
-def test_the_words_of_presets_name_every_set():
-    words = preset_words()
-    for kind, wanted, found in best_sets():
-        (line,) = [w for w in words if w.startswith(f"best for {wanted} sequence") and
-                   f" on {kind}: " in w]  # fmt: skip
+    for kind, size, found in best_sets():
+        words = [w for w in preset_words() if w.startswith(f"best for {size} sequence")]
+        (line,) = [w for w in words if f" on {kind}: " in w]
         assert all(f"{name}={value}" in line for name, value in found.values.items())
 
 
-def test_best_is_what_won_there_and_leaves_out_what_a_device_cannot():
-    best = Toggles.preset("best")
-    assert repr(best) == "Toggles.preset('best')" and best == TogglePreset("best")
-    whole = resolve(best, Opened("cuda", GPU))
-    assert whole == resolve(None, Opened("cuda", GPU)) == resolve("best", Opened("cuda", GPU))
-    assert whole == Toggles(**best_set("cuda", "one").values)
-    old = resolve(best, Opened("cuda", dataclasses.replace(GPU, programmatic=False)))
+def test_best_leaves_out_what_a_device_cannot():
+    whole = Toggles(**best_set("cuda", "one").values)
+    assert resolve(None, on("cuda")) == resolve(Toggles.preset("best"), on("cuda")) == whole
+    old = resolve("best", on("cuda", programmatic=False))
     assert old == dataclasses.replace(whole, pdl="off")
-    plain = dataclasses.replace(GPU, asynchronous_copies=False, events=False)
-    assert resolve(best, Opened("cuda", plain)).sync == "per_copy"
-    assert resolve(best, Opened("null", GPU)) == Toggles()  # nothing is known to win there
+    plain = on("cuda", asynchronous_copies=False, events=False)
+    assert resolve("best", plain).sync == "per_copy"
+    assert resolve("best", on("null")) == Toggles()  # nothing is known to win there
 
 
 @given(changes=st.fixed_dictionaries(
     {}, optional={n: st.sampled_from(Toggles.values(n)) for n in (*FAMILIES, *Toggles.names())}
 ))  # fmt: skip
-@QUICK
-def test_what_is_given_beside_best_stays_even_where_it_is_the_baseline_s(changes):
-    """What won together goes as a whole where a change rules it out. Without a launch ahead there
-    is no word of its end."""
+@settings(max_examples=examples(100))
+def test_what_is_given_beside_best_stays(changes):
+    """Even where it is the baseline's. What won together goes as a whole where a change rules it
+    out. Without a launch ahead there is no word of its end."""
     alone = best_set("cuda", "one").alone
     clash = clashing(alone, changes)
     try:
-        found = resolve(Toggles.preset("best", **changes), Opened("cuda", GPU))
+        found = resolve(Toggles.preset("best", **changes), on("cuda"))
     except UsageError:
         assert clash
         return
-    whole, rest = resolve("best", Opened("cuda", GPU)), Toggles(**alone)
+    whole, rest = resolve("best", on("cuda")), Toggles(**alone)
     if changes.get("launch_ahead") == "off":
         whole = dataclasses.replace(whole, launch_ahead="off", plan_end="event")
     assert found.to_dict() in [made.to_dict() | spread(changes) for made in (whole, rest)]
     assert not clash
-
-
-# an engine ----------------------------------------------------------------------------------------
 
 
 def test_an_engine_has_best_unless_told_otherwise(tiny_model):
@@ -197,16 +118,77 @@ def test_an_engine_has_best_unless_told_otherwise(tiny_model):
         assert engine.preset == "best for one sequence"
         assert engine.toggles == Toggles(**best_set("embedded", "one").values)
         assert engine.chosen.startswith("best for one sequence on embedded: sync=")
-        with engine.variant("baseline") as plain:
-            assert plain.toggles == Toggles() and plain.preset == "baseline"
-            assert plain.chosen == "baseline on embedded: everything off"
-        with engine.variant(Toggles.preset("best", sync="per_copy")) as one:
-            assert one.sync_mode == "per_copy" and one.toggles.graph_reuse == "set_rows"
-            assert one.chosen.startswith("best for one sequence with sync=per_copy on embedded: ")
-        with wb.Engine.load(path, device="embedded", n_ctx=64, n_seqs=2) as two:
-            assert two.preset == "best for several sequences"
-            assert two.toggles == Toggles(**best_set("embedded", "several").values)
-        with engine.variant(Toggles(pdl="off")) as given_:
-            assert given_.preset == "as given"
+        for asked, preset, chosen in (
+            ("baseline", "baseline", "baseline on embedded: everything off"),
+            (Toggles.preset("best", sync="per_copy"), "best for one sequence with sync=per_copy",
+             "best for one sequence with sync=per_copy on embedded: "),
+            (Toggles(pdl="off"), "as given", ""),
+        ):  # fmt: skip
+            with engine.variant(asked) as one:
+                assert one.preset == preset and one.chosen.startswith(chosen)
+                assert one.sync_mode == "per_copy"
         with pytest.raises(DeviceError, match=r"use pdl=off; pdl=on is of preset llama\.cpp"):
             engine.variant("llama.cpp@2026-07")
+    with wb.Engine.load(path, device="embedded", n_ctx=64, n_seqs=2) as two:
+        assert two.preset == "best for several sequences"
+        assert two.toggles == Toggles(**best_set("embedded", "several").values)
+
+
+# what won together: a device has it as a whole, or not at all -------------------------------------
+
+WHOLE = parse_changes(SETS["embedded"][1])
+ALONE = {"sync": "auto", "graph_reuse": "set_rows"}
+
+
+@pytest.fixture
+def won(monkeypatch):
+    """A table in which a set has won on every kind of device."""
+
+    def row(value: str, **more: Any) -> dict[str, Any]:
+        return {"value": value, "by": "made up", "runs": []} | more
+
+    rows = {name: row(value) for name, value in ALONE.items()}
+    rows |= {name: row(value, alone=row(ALONE[name]) if name in ALONE else None)
+             for name, value in WHOLE.items()}  # fmt: skip
+    sets = {"one": rows, "several": {}}
+    table = json.loads(json.dumps(dict.fromkeys(("cuda", "embedded", "host"), sets)))
+    for module in ("workbench.config.presets", "data.measure.presets"):
+        monkeypatch.setattr(f"{module}.best_rows", lambda: table)
+    return table
+
+
+def test_what_won_together_is_had_as_a_whole_or_not(tiny_model, won):
+    """What is changed can rule the whole out. Then all of it goes, and what won one by one stands
+    with the change. A word of the end goes alone, with the launch ahead that it tells of."""
+    path, tokens = tiny_model("tiny-llama", "Q8_0"), (1, 5, 9, 2, 7, 3)
+    for cannot in ({"device": "host"}, {"device": "embedded", "n_devices": 2}):
+        with wb.Engine.load(path, **cannot) as engine:
+            assert engine.toggles == Toggles(**ALONE)
+    with wb.Engine.load(path, device="embedded") as engine:
+        assert engine.toggles.changed() == {"graph_reuse": "set_rows"} | WHOLE
+        found, counted = [engine.step([token]).copy() for token in tokens], engine.counters
+        with engine.variant(Toggles()) as baseline:
+            assert np.array_equal(found, [baseline.step([token]) for token in tokens])
+        assert counted["plans_replayed"] > 0 and counted["plans_ahead"] > 0
+        for name, value, kept in (
+            ("plans", "off", {}), ("sync", "per_copy", {}), ("n_copies", "4", {}),
+            ("graph_reuse", "rebuild", {}), ("launch_ahead", "off", WHOLE),
+            ("results", "copy", WHOLE), ("fuse", "on", WHOLE),
+        ):  # fmt: skip
+            asked = Toggles.preset("best", **{name: value})
+            assert engine.resolve(asked) == Toggles(**ALONE | kept | {name: value})
+        won["embedded"]["one"]["plan_end"] = won["embedded"]["one"]["plans"] | {"value": "word"}
+        for asked in ({}, {"launch_ahead": "on"}, {"launch_ahead": "off"}):
+            end = {} if asked.get("launch_ahead") == "off" else {"plan_end": "word"}
+            found = engine.resolve(Toggles.preset("best", **asked))
+            assert found == Toggles(**ALONE | WHOLE | asked | end)
+        with pytest.raises(UsageError, match="plan_end=word and launch_ahead=off clash"):
+            engine.variant(Toggles.preset("best", launch_ahead="off", plan_end="word"))
+
+
+def test_the_page_says_what_stands_for_each_value_alone(won):
+    lines = {line.values["toggle"]: line.values for line in best(Recorded(Path("nowhere")))}
+    assert lines["`sync=packed_implicit`"]["alone"] == "`sync=auto`"
+    assert lines["`plans=ours`"]["alone"] == "`plans=off`"
+    assert lines["`graph_reuse=set_rows`"]["alone"] == ""
+    assert best_set("cuda", "one").together == WHOLE

@@ -2,75 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import pickle
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.profiles import examples
 from workbench.common.errors import UsageError
-from workbench.config import EXACT, ROUNDING, EngineConfig, Toggles, folded
+from workbench.config import EXACT, ROUNDING, EngineConfig, TogglePreset, Toggles, folded
+
+FUSIONS = Toggles.members("fuse")
+# the baseline, and whether a toggle may change the last bits: scheduling is exact; what another
+# kernel computes may round differently
+BASELINE_EXACT = """
+    sync=per_copy copy_stream=auto host_source=pinned n_copies=1 input_order=graph step_wait=every
+    results=copy graph_reuse=rebuild redo_build=off redo_split=off redo_layout=off redo_lower=off
+    redo_bind=off skip_masked_kv=off skip_gate=reference sampling=host pdl=off plans=off
+    plan_scope=split plan_warmup=auto plan_evict=auto plan_batch=any launch_ahead=off plan_end=event
+    streams=1 fork=qkv lifetimes=visibility validate=off"""
+BASELINE_ROUNDING = """
+    kv_growth=step kv_cache=unified slot_choice=longest_prefix defrag=off batch_sizes=exact
+    attn_kernel=auto kv_parts=off activations=q8 defer_norm=off branch_fusion=auto
+    fuse_norm_mul=off fuse_norm_quantize=off fuse_add_norm=off fuse_bias=off fuse_qkv=off
+    fuse_rope_store=off fuse_glu=off fuse_epilogue_quantize=off fuse_product_norm=off"""
 
 
-def test_default_is_the_baseline():
-    assert Toggles().to_dict() == {
-        "sync": "per_copy",
-        "copy_stream": "auto",
-        "host_source": "pinned",
-        "n_copies": "1",
-        "input_order": "graph",
-        "step_wait": "every",
-        "results": "copy",
-        "graph_reuse": "rebuild",
-        "redo_build": "off",
-        "redo_split": "off",
-        "redo_layout": "off",
-        "redo_lower": "off",
-        "redo_bind": "off",
-        "kv_growth": "step",
-        "kv_cache": "unified",
-        "skip_masked_kv": "off",
-        "skip_gate": "reference",
-        "slot_choice": "longest_prefix",
-        "defrag": "off",
-        "batch_sizes": "exact",
-        "sampling": "host",
-        "attn_kernel": "auto",
-        "kv_parts": "off",
-        "activations": "q8",
-        "defer_norm": "off",
-        "fuse_norm_mul": "off",
-        "fuse_norm_quantize": "off",
-        "fuse_add_norm": "off",
-        "fuse_bias": "off",
-        "fuse_qkv": "off",
-        "fuse_rope_store": "off",
-        "fuse_glu": "off",
-        "fuse_epilogue_quantize": "off",
-        "fuse_product_norm": "off",
-        "pdl": "off",
-        "plans": "off",
-        "plan_scope": "split",
-        "plan_warmup": "auto",
-        "plan_evict": "auto",
-        "plan_batch": "any",
-        "launch_ahead": "off",
-        "plan_end": "event",
-        "streams": "1",
-        "fork": "qkv",
-        "branch_fusion": "auto",
-        "lifetimes": "visibility",
-        "validate": "off",
-    }
-
-
-def test_which_toggles_may_change_the_last_bits():
-    """Scheduling is exact; what another kernel computes may round differently."""
-    exact = {name for name in Toggles.names() if Toggles.answer_class(name) == EXACT}
-    scheduling = {"sync", "copy_stream", "host_source", "n_copies", "input_order", "step_wait"}
-    scheduling |= {"results", "skip_masked_kv", "skip_gate", "sampling"}
-    plans = {"plans", "plan_scope", "plan_warmup", "plan_evict", "plan_batch"}
-    plans |= {"launch_ahead", "plan_end"}
-    redo = {"redo_build", "redo_split", "redo_layout", "redo_lower", "redo_bind"}
-    streams = {"streams", "fork", "lifetimes", "validate"}
-    assert exact == scheduling | {"graph_reuse", "pdl"} | plans | redo | streams
+def test_the_baseline_and_what_may_change_the_last_bits():
+    for kind, listed in ((EXACT, BASELINE_EXACT), (ROUNDING, BASELINE_ROUNDING)):
+        found = {n: v for n, v in Toggles().to_dict().items() if Toggles.answer_class(n) == kind}
+        assert found == dict(pair.split("=") for pair in listed.split())
     assert Toggles.answer_class("fuse") == ROUNDING
+    assert Toggles.preset("baseline") == Toggles()
 
 
 @pytest.mark.parametrize(
@@ -78,47 +43,47 @@ def test_which_toggles_may_change_the_last_bits():
     [
         ({"sync": "sometimes"}, "sync='sometimes' does not exist; choose one of per_copy"),
         ({"graph_reuse": ""}, "graph_reuse='' does not exist"),
-        (
-            {"sync": "event_guarded", "copy_stream": "compute"},
-            "sync=event_guarded and copy_stream=compute clash",
-        ),
-        ({"activations": "f16"}, "activations='f16' does not exist; choose one of q8, float"),
-        ({"fuse_qkv": "yes"}, "fuse_qkv='yes' does not exist; choose one of off, on"),
-        (
-            {"redo_lower": "on"},
-            "graph_reuse=rebuild and redo_lower=on clash: every step does all of it; use "
-            "graph_reuse=set_rows",
-        ),
+        ({"sync": "event_guarded", "copy_stream": "compute"},
+         "sync=event_guarded and copy_stream=compute clash"),
+        ({"redo_lower": "on"}, "graph_reuse=rebuild and redo_lower=on clash: every step does all "
+                               "of it; use graph_reuse=set_rows"),
+        ({"redo_bind": "on"}, "graph_reuse=rebuild and redo_bind=on clash"),
         ({"redo": "again"}, "redo='again' does not exist; choose one of off, on"),
+        ({"fuse": "maybe"}, "toggle fuse='maybe' does not exist; choose one of off, on"),
         ({"pdl": True}, "pdl=True does not exist; choose one of off, on"),
     ],
-)
+)  # fmt: skip
 def test_impossible_toggles_are_refused_in_one_line(fields, says):
     with pytest.raises(UsageError) as refused:
         Toggles(**fields)
-    assert says in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"device": "tpu"}, {"n_ctx": -1}, {"n_ubatch": -1}, {"n_kv_pad": 0}, {"threads": -2},
+     {"cache_type_k": "q4_0"}, {"cache_type_v": "q4_0"}],
+)  # fmt: skip
+def test_impossible_settings_are_refused(fields):
+    with pytest.raises(UsageError, match=next(iter(fields))):
+        EngineConfig(**fields)
 
 
 # families -----------------------------------------------------------------------------------------
 
 
 def test_a_family_stands_for_all_of_its_toggles():
-    names = [name for name in Toggles.names() if name.startswith("fuse_")]
-    assert Toggles.members("fuse") == names and len(names) == 9
-    assert Toggles.members("fuse_qkv") == ["fuse_qkv"]
-    assert Toggles.values("fuse") == ["off", "on"]
-    every = Toggles().switched("fuse", "on")
-    assert {n: v for n, v in every.to_dict().items() if v == "on"} == dict.fromkeys(names, "on")
-    assert every.switched("fuse", "off") == Toggles()
-    one = Toggles().switched("fuse_glu", "on")
-    assert (every.value_of("fuse"), one.value_of("fuse"), one.value_of("fuse_glu")) == (
-        "on", "mixed", "on",
-    )  # fmt: skip
+    assert [name for name in Toggles.names() if name.startswith("fuse_")] == FUSIONS
+    assert Toggles.members("fuse_qkv") == ["fuse_qkv"] and Toggles.values("fuse") == ["off", "on"]
+    every = Toggles(fuse="on")
+    assert every == Toggles().switched("fuse", "on") and every.switched("fuse", "off") == Toggles()
+    assert {n for n, v in every.to_dict().items() if v == "on"} == {*FUSIONS}
+    found = every.fuse, Toggles(fuse_glu="on").value_of("fuse"), Toggles().fuse
+    assert found == ("on", "mixed", "off")
 
 
 def test_a_family_that_agrees_is_folded_for_reading():
-    shown = folded(Toggles().switched("fuse", "on").to_dict())
+    shown = folded(Toggles(fuse="on").to_dict())
     assert shown["fuse"] == "on" and not any(n.startswith("fuse_") for n in shown)
     assert shown["sync"] == "per_copy" and len(shown) == len(Toggles.names()) - 8 - 4
     mixed = Toggles(fuse_bias="on").to_dict()
@@ -126,12 +91,27 @@ def test_a_family_that_agrees_is_folded_for_reading():
     assert folded({"fuse_glu": "on"}) == {"fuse_glu": "on"}, "a part is not the family"
 
 
-# settings -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "fields", [{"device": "tpu"}, {"n_ctx": -1}, {"n_ubatch": -1}, {"n_kv_pad": 0}, {"threads": -2}]
+@given(
+    family=st.sampled_from(["off", "on", None]),
+    own=st.dictionaries(st.sampled_from(FUSIONS), st.sampled_from(["off", "on"])),
+    before=st.dictionaries(st.sampled_from(FUSIONS), st.sampled_from(["off", "on"])),
 )
-def test_impossible_settings_are_refused(fields):
-    with pytest.raises(UsageError, match=next(iter(fields))):
-        EngineConfig(**fields)
+@settings(max_examples=examples(100))
+def test_any_mix_of_a_family_and_its_members(family, own, before):
+    """What is given itself wins over its family. And toggles are plain and can be kept."""
+    start = Toggles(**before)
+    wanted = start.to_dict() | (dict.fromkeys(FUSIONS, family) if family else {}) | own
+    changed = own | ({"fuse": family} if family else {})
+    made = dataclasses.replace(start, **changed)
+    assert made.to_dict() == wanted and {type(v) for v in wanted.values()} == {str}
+    assert Toggles.preset("baseline", **changed) == dataclasses.replace(Toggles(), **changed)
+    kept = pickle.loads(pickle.dumps(made)), Toggles(**json.loads(json.dumps(wanted)))
+    for again in (*kept, eval(repr(made))):
+        assert again == made and hash(again) == hash(made)
+
+
+def test_a_preset_and_toggles_are_said_in_few_words():
+    assert str(Toggles(fuse="on")) == "fuse=on" and str(Toggles()) == "everything off"
+    assert repr(Toggles(sync="packed", fuse="on")) == "Toggles(sync='packed', fuse='on')"
+    best = Toggles.preset("best")
+    assert repr(best) == "Toggles.preset('best')" and best == TogglePreset("best")

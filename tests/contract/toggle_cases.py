@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from workbench.config import ROUNDING, Toggles
+from workbench.config import EXACT, ROUNDING, Toggles
 from workbench.config.table import CLASHES, ROWS, Need, Want, facts_of
 from workbench.program.capabilities import Capabilities
 
@@ -17,16 +17,13 @@ from workbench.program.capabilities import Capabilities
 ON_WITH: dict[str, dict[str, str]] = {
     "skip_gate": {"skip_masked_kv": "classes"},
     "skip_masked_kv": {"skip_gate": "always"},
-    "fork": {"streams": "3"},
     "branch_fusion": {"fuse": "on"},
-    "lifetimes": {"streams": "3"},
-    "validate": {"streams": "3"},
-    "plan_scope": {"plans": "ours"},
     "plan_warmup": {"plans": "ours", "graph_reuse": "set_rows"},
-    "plan_evict": {"plans": "ours"},
-    "plan_batch": {"plans": "ours"},
     "fuse_product_norm": {"defer_norm": "on"},
+    **{name: {"streams": "3"} for name in ("fork", "lifetimes", "validate")},
+    **{name: {"plans": "ours"} for name in ("plan_scope", "plan_evict", "plan_batch")},
 }
+PARTS = "fuse_", "branch_fusion"  # on a CPU a fused node is its parts: even what may round is exact
 
 
 class Case(NamedTuple):
@@ -40,17 +37,12 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name}={self.value}"
 
-    @property
-    def answer(self) -> str:
-        """The class of the whole case against the baseline: rounding where any value rounds."""
-        return self.answer_of(Toggles())
-
     def answer_of(self, other: Toggles) -> str:
-        """The class against other toggles."""
+        """The class of the whole case against other toggles: rounding where any value rounds."""
         pairs = zip(self.toggles.to_dict().items(), other.to_dict().values(), strict=True)
         rounds = any(v != o and ROUNDING in (ROWS[n].answer_of(v), ROWS[n].answer_of(o))
                      for (n, v), o in pairs)  # fmt: skip
-        return ROUNDING if rounds else "exact"
+        return ROUNDING if rounds else EXACT
 
     def lacks(self, able: Capabilities) -> Need | None:
         """The first thing that the case needs and a device has not."""
@@ -77,9 +69,12 @@ def beside(values: Mapping[str, str]) -> dict[str, str]:
     return dict(values)
 
 
-def spread(values: Mapping[str, str]) -> dict[str, str]:
-    """Families as their members."""
-    return {member: v for name, v in values.items() for member in Toggles.members(name)}
+def rounding(toggles: Toggles) -> Toggles:
+    """What of them rounds on a CPU, alone."""
+    return Toggles(**beside({
+        name: value for name, value in toggles.to_dict().items()
+        if ROWS[name].answer_of(value) == ROUNDING and not name.startswith(PARTS)
+    }))  # fmt: skip
 
 
 def cases() -> list[Case]:
@@ -88,8 +83,8 @@ def cases() -> list[Case]:
     for name, row in ROWS.items():
         for value in row.values:
             if value != row.off:
-                on = spread(ON_WITH.get(name, {})) | {name: str(value)}
-                whole = beside(on)
+                on = {m: v for n, v in ON_WITH.get(name, {}).items() for m in Toggles.members(n)}
+                whole = beside(on | {name: str(value)})
                 base = {n: v for n, v in whole.items() if n not in (name, row.refines)}
                 made.append(Case(name, str(value), Toggles(**whole), Toggles(**beside(base))))
     return made

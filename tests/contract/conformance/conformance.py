@@ -2,7 +2,7 @@
 
 A check is one clause of the contract (`backend/base.py`, `program/commands.py`) and a few commands
 that a backend gets right only by keeping it. It runs where the backend claims the clause; a backend
-that claims less is asked for less:
+that claims less is asked for less (CLAIMS):
 
     claim                what follows from it
     n_streams = 0        every command is done when its call returns
@@ -19,9 +19,7 @@ that claims less is asked for less:
     capture              a plan's launches run its parts as they were captured or updated last, each
                          behind its stream, and its stream goes on behind all of them
 
-`failures` runs all checks and gives a line for each that a backend fails. The clauses are in
-`conformance_clauses.py`, `conformance_events.py`, `conformance_plans.py` and
-`conformance_streams.py`. How commands are made
+`failures` runs all checks and gives a line for each that a backend fails. How commands are made
 slow enough to be overtaken is in `conformance_rig.py`.
 """
 
@@ -29,11 +27,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import tests.contract.conformance.conformance_events
-import tests.contract.conformance.conformance_plans
-import tests.contract.conformance.conformance_streams  # noqa: F401
+from tests.contract.conformance import conformance_events  # noqa: F401
 from tests.contract.conformance.conformance_clauses import CHECKS, CLAIMS
-from tests.contract.conformance.conformance_rig import Broken, Open, Rig, numbers
+from tests.contract.conformance.conformance_rig import Broken, Open, Rig
 from workbench.program.commands import Space
 
 
@@ -46,14 +42,12 @@ def run_check(name: str, open_backend: Open) -> bool:
     try:
         if not CLAIMS[check.claim](rig.able):
             return False
-        if not check.each_stream:
-            check.run(rig)
-            return True
-        for stream in rig.streams:
+        for stream in rig.streams if check.each_stream else [None]:
             try:
-                check.run(rig, stream)
+                check.run(rig, *(() if stream is None else (stream,)))
             except Broken as broken:
-                raise Broken(f"stream {stream}: {broken}") from None
+                where = "" if stream is None else f"on stream {stream} "
+                raise Broken(f"{where}not kept: {name}: {broken}") from None
             rig.settle()
         return True
     finally:
@@ -76,11 +70,10 @@ def reads_late(open_backend: Open, space: Space) -> bool:
     not at the call. No clause: a backend may do either."""
     rig = Rig(open_backend)
     try:
-        source, there = rig.host(1.0, space), rig.device()
-        copy = rig.up(there, source, 0)
+        source, there, copy = rig.taken(1.0, 0, space)
         rig.long(0)
         copy()
-        numbers(source)[:] = 2.0
+        source[:] = 2.0
         return bool((rig.fetch(there) == 2.0).all())
     finally:
         rig.close()

@@ -1,6 +1,5 @@
 """The clauses of the contract that are about memory, launches, copies and the host's waits, and the
-table that clauses enter. Those about events are in `conformance_events.py`, those about plans in
-`conformance_plans.py`."""
+table that clauses enter. Those about events and plans are in `conformance_events.py`."""
 
 from __future__ import annotations
 
@@ -23,10 +22,8 @@ from workbench.backend.issue.issued import in_order
 from workbench.program.capabilities import Capabilities
 from workbench.program.commands import Space
 
-Claimed = Callable[[Capabilities], bool]
-
 # Claims that clauses follow from.
-CLAIMS: dict[str, Claimed] = {
+CLAIMS: dict[str, Callable[[Capabilities], bool]] = {
     "any": lambda able: True,
     "no streams": lambda able: able.n_streams == 0,
     "two streams": lambda able: able.n_streams > 1,
@@ -40,6 +37,7 @@ CLAIMS: dict[str, Claimed] = {
     "forked plans": lambda able: able.capture and able.events and able.n_streams > 2,
     "ordered events": lambda able: able.events and able.n_streams > 1 and able.one_order,
 }
+HOSTS = Space.PINNED, Space.HOST
 
 
 class Check(NamedTuple):
@@ -67,17 +65,16 @@ def clause(name: str, claim: str, each_stream: bool = True) -> Callable:
 
 @clause("memory is zeroed and aligned, and the host sees its own", "any", each_stream=False)
 def memory_is_zeroed(rig: Rig) -> None:
-    for space in Space:
-        for nbytes in (1, 1000, ROW_BYTES):
-            memory, what = rig.allocate(nbytes, space), f"{nbytes} bytes of {space} memory"
-            expect(memory.nbytes == nbytes, f"{what} say that they are {memory.nbytes}")
-            expect(memory.address % 64 == 0, f"{what} are not aligned to 64")
-            array = memory.array
-            expect(array is not None or space == Space.DEVICE, f"{what} have no array")
-            if array is not None:
-                expect(array.nbytes == nbytes, f"{what} have an array of {array.nbytes}")
-                expect(array.ctypes.data == memory.address, f"{what} have an array elsewhere")
-                expect(not array.any(), f"{what} are not zeroed")
+    for space, nbytes in product(Space, (1, 1000, ROW_BYTES)):
+        memory, what = rig.allocate(nbytes, space), f"{nbytes} bytes of {space} memory"
+        expect(memory.nbytes == nbytes, f"{what} say that they are {memory.nbytes}")
+        expect(memory.address % 64 == 0, f"{what} are not aligned to 64")
+        array = memory.array
+        expect(array is not None or space == Space.DEVICE, f"{what} have no array")
+        if array is not None:
+            expect(array.nbytes == nbytes, f"{what} have an array of {array.nbytes}")
+            expect(array.ctypes.data == memory.address, f"{what} have an array elsewhere")
+            expect(not array.any(), f"{what} are not zeroed")
     must_be(rig.fetch(rig.device()), 0.0, "device memory is not zeroed")
 
 
@@ -91,10 +88,9 @@ def copies_of_any_length(rig: Rig, stream: int) -> None:
     copy, stop = rig.backend.copy, rig.backend.sync_stream(stream)
     for n in (0, 1, 63, 64, 65, ROW_BYTES, most):
         back.array[:] = 0
-        copy(there.address + 1, source.address + 3, n, stream, to_host=False)()
-        stop()
-        copy(back.address + beside, there.address + 1, n, stream, to_host=True)()
-        stop()
+        up = copy(there.address + 1, source.address + 3, n, stream, to_host=False)
+        down = copy(back.address + beside, there.address + 1, n, stream, to_host=True)
+        in_order([up, stop, down, stop])()
         arrived, expected = back.array[beside : beside + n], source.array[3 : 3 + n]
         expect((arrived == expected).all(), f"a copy of {n} bytes brought others")
         strays = back.array[:beside].any() or back.array[beside + n :].any()
@@ -103,20 +99,18 @@ def copies_of_any_length(rig: Rig, stream: int) -> None:
 
 @clause("a prepared copy reads what is there at each call", "any", each_stream=False)
 def copies_are_prepared(rig: Rig) -> None:
-    for space in (Space.PINNED, Space.HOST):
-        source, there = rig.host(0.0, space), rig.device()
-        copy = rig.up(there, source, 0)
+    for space in HOSTS:
+        source, there, copy = rig.taken(0.0, 0, space)
         for value in (1.0, 2.0):
-            numbers(source)[:] = value
+            source[:] = value
             copy()
-            what = f"a copy out of {space} memory did not bring what was there when it was called"
-            must_be(rig.fetch(there), value, what)
+            must_be(rig.fetch(there), value, f"out of {space} memory")
 
 
 @clause("launches of a stream run in order, each as often as it is called", "any")
 def launches_count(rig: Rig, stream: int) -> None:
     count = rig.long(stream)
-    must_be(rig.fetch(rig.counter), count, "launches did not count as often as they were called")
+    must_be(rig.fetch(rig.counter), count)
 
 
 @clause("without streams a launch is done when its call returns", "no streams", each_stream=False)
@@ -125,7 +119,7 @@ def launches_are_synchronous(rig: Rig) -> None:
     copy = rig.down(landing, rig.counter, 0)
     count = rig.long(0)
     copy()
-    must_be(numbers(landing), count, "a launch was not done when its call had returned")
+    must_be(numbers(landing), count)
 
 
 # waits of the host -------------------------------------------------------------------------------
@@ -135,60 +129,49 @@ def launches_are_synchronous(rig: Rig) -> None:
 def sync_drains_launches(rig: Rig, stream: int) -> None:
     count = rig.long(stream)
     rig.backend.sync_stream(stream)()
-    found = rig.peek(rig.counter, rig.other(stream))
-    must_be(found, count, "Sync(stream) returned before launches of the stream were done")
+    must_be(rig.peek(rig.counter, rig.other(stream)), count)
 
 
 @clause("Sync(stream) waits for copies to the host", "any")
 def sync_drains_copies_down(rig: Rig, stream: int) -> None:
     for load in rig.loads:
-        landing = rig.host()
-        copy = rig.down(landing, rig.device(7.0), stream)
+        landing, copy = rig.brought(stream)
         load(stream)
         copy()
         rig.backend.sync_stream(stream)()
-        found = numbers(landing).copy()
-        must_be(found, 7.0, "Sync(stream) returned before a copy to the host was done")
+        must_be(landing, 7.0)
 
 
 @clause("Sync(stream) waits for copies to the device, whose source is free then", "any")
 def sync_drains_copies_up(rig: Rig, stream: int) -> None:
-    for space, load in product((Space.PINNED, Space.HOST), rig.loads):
-        source, there = rig.host(7.0, space), rig.device()
-        copy = rig.up(there, source, stream)
+    for space, load in product(HOSTS, rig.loads):
+        source, there, copy = rig.taken(7.0, stream, space)
         load(stream)
         copy()
         rig.backend.sync_stream(stream)()
-        numbers(source)[:] = 8.0
-        what = f"Sync(stream) returned before a copy out of {space} memory was done"
-        must_be(rig.fetch(there), 7.0, what)
+        source[:] = 8.0
+        must_be(rig.fetch(there), 7.0, f"out of {space} memory")
 
 
 @clause("synchronize waits for every stream", "any", each_stream=False)
 def synchronize_drains_all(rig: Rig) -> None:
     count = rig.long(0)
     rig.backend.synchronize()
-    found = rig.peek(rig.counter, rig.streams[-1])
-    must_be(found, count, "synchronize returned before launches were done")
-    there = rig.device(7.0)
+    must_be(rig.peek(rig.counter, rig.streams[-1]), count, "launches")
     for stream, load in product(rig.streams, rig.loads):
-        landing = rig.host()
-        copy = rig.down(landing, there, stream)
+        landing, copy = rig.brought(stream)
         load(stream)
         copy()
         rig.backend.synchronize()
-        found = numbers(landing).copy()
-        must_be(found, 7.0, f"synchronize returned before a copy on stream {stream} was done")
+        must_be(landing, 7.0, f"a copy on stream {stream}")
         rig.settle()
 
 
 @clause("streams run side by side", "two streams")
 def streams_are_independent(rig: Rig, stream: int) -> None:
-    if stream == 0:  # the one that is kept busy
-        return
-    copy = rig.up(rig.device(), rig.host(7.0), stream)
-    act = in_order([copy, rig.backend.sync_stream(stream)])
-    rig.goes_on(act, "a copy waited for the launches of stream 0")
+    if stream:  # the first is kept busy
+        act = in_order([rig.uploads(stream), rig.backend.sync_stream(stream)])
+        rig.goes_on(act, "a copy waited for the launches of stream 0")
 
 
 # copies and the host -----------------------------------------------------------------------------
@@ -196,45 +179,38 @@ def streams_are_independent(rig: Rig, stream: int) -> None:
 
 @clause("the call returns before the copy is done", "asynchronous", each_stream=False)
 def copies_return_at_once(rig: Rig) -> None:
-    copy = rig.up(rig.device(), rig.host(7.0), 0)
-    rig.goes_on(copy, "a copy's call returned only when the work in front of it was done")
+    rig.goes_on(rig.uploads(0), "the call waited for the work before the copy")
 
 
 @clause("a copy reads its source at the call or later", "any")
 def copies_read_no_earlier(rig: Rig, stream: int) -> None:
-    for space in (Space.PINNED, Space.HOST):
-        source, there = rig.host(1.0, space), rig.device()
-        copy = rig.up(there, source, stream)
+    for space in HOSTS:
+        source, there, copy = rig.taken(1.0, stream, space)
         rig.long(stream)
-        numbers(source)[:] = 2.0
+        source[:] = 2.0
         copy()
-        numbers(source)[:] = 3.0
+        source[:] = 3.0
         found = rig.fetch(there)
-        what = f"a copy out of {space} memory brought {said(found)}, there before the call"
-        expect((found >= 2.0).all(), what)
+        expect((found >= 2.0).all(), f"out of {space} memory, {said(found)}")
 
 
 @clause("a blocking copy has read its source when its call returns", "blocking")
 def blocking_copies_leave_their_source(rig: Rig, stream: int) -> None:
-    for space, load in product((Space.PINNED, Space.HOST), rig.loads):
-        source, there = rig.host(1.0, space), rig.device()
-        copy = rig.up(there, source, stream)
+    for space, load in product(HOSTS, rig.loads):
+        source, there, copy = rig.taken(1.0, stream, space)
         load(stream)
         copy()
-        numbers(source)[:] = 2.0
-        what = f"a copy said to block read {space} memory after its call had returned"
-        must_be(rig.fetch(there), 1.0, what)
+        source[:] = 2.0
+        must_be(rig.fetch(there), 1.0, f"out of {space} memory")
 
 
 @clause("a blocking copy has arrived when its call returns", "blocking")
 def blocking_copies_arrive(rig: Rig, stream: int) -> None:
     for load in rig.loads:
-        landing = rig.host()
-        copy = rig.down(landing, rig.device(7.0), stream)
+        landing, copy = rig.brought(stream)
         load(stream)
         copy()
-        found = numbers(landing).copy()
-        must_be(found, 7.0, "a copy said to block had not arrived when its call returned")
+        must_be(landing, 7.0)
         rig.settle()
 
 
@@ -248,45 +224,41 @@ def copy_behind_launches(rig: Rig, stream: int) -> None:
     count = rig.long(stream)
     copy()
     rig.settle()
-    must_be(numbers(landing), count, "a copy overtook the launches in front of it")
+    must_be(numbers(landing), count)
 
 
 @clause("a copy does not overwrite what launches in front of it read", "one order")
 def copy_behind_readers(rig: Rig, stream: int) -> None:
-    zeros = rig.up(rig.ones, rig.host(0.0), stream)
-    mend = rig.up(rig.ones, rig.host(1.0), stream)
+    zeros, mend = (rig.up(rig.ones, rig.host(value), stream) for value in (0.0, 1.0))
     count = rig.long(stream)
     zeros()
-    what = "a copy overwrote what the launches in front of it had yet to read, so they miscounted"
-    must_be(rig.fetch(rig.counter), count, what)
+    must_be(rig.fetch(rig.counter), count)
     mend()
 
 
 @clause("a launch reads what copies in front of it have brought", "in front")
 def launch_behind_copies(rig: Rig, stream: int) -> None:
     for load in rig.loads:
-        x, y = rig.device(), rig.device()
-        copy, launch = rig.up(x, rig.host(7.0), stream), rig.launch(y, x, stream)
+        (_, x, copy), y = rig.taken(7.0, stream), rig.device()
+        launch = rig.launch(y, x, stream)
         load(stream)
-        copy()
-        launch()
-        must_be(rig.fetch(y), 8.0, "a launch did not wait for the copy in front of it")
+        in_order([copy, launch])()
+        must_be(rig.fetch(y), 8.0)
 
 
 @clause("copies of a stream run in order", "in front")
 def copies_in_order(rig: Rig, stream: int) -> None:
-    """Up and down through one device row; each finds what the one in front of it has left."""
-    there, n = rig.device(), 8
-    landings = [rig.host() for _ in range(n)]
-    ups = [rig.up(there, rig.host(float(i)), stream) for i in range(n)]
-    downs = [rig.down(landing, there, stream) for landing in landings]
+    """Up and down through one device row; each finds what the one before it has left."""
+    there, landings = rig.device(), [rig.host() for _ in range(8)]
+    copies = []
+    for i, landing in enumerate(landings):
+        copies.append(rig.up(there, rig.host(float(i)), stream))
+        copies.append(rig.down(landing, there, stream))
     rig.long(stream)
-    for up, down in zip(ups, downs, strict=True):
-        up()
-        down()
+    in_order(copies)()
     rig.settle()
     for i, landing in enumerate(landings):
-        must_be(numbers(landing), i, "a copy did not wait for the copy in front of it")
+        must_be(numbers(landing), i)
 
 
 @clause("a copy reads what one in front of it has brought to pinned memory", "in front")
@@ -296,10 +268,8 @@ def copy_through_pinned_memory(rig: Rig, stream: int) -> None:
         between, there = rig.host(), rig.device()
         down, up = rig.down(between, rig.device(7.0), stream), rig.up(there, between, stream)
         load(stream)
-        down()
-        up()
-        what = "a copy read pinned memory that the one in front of it had yet to write"
-        must_be(rig.fetch(there), 7.0, what)
+        in_order([down, up])()
+        must_be(rig.fetch(there), 7.0)
 
 
 # the end -----------------------------------------------------------------------------------------
@@ -316,21 +286,19 @@ def freeing_after_sync(rig: Rig, stream: int) -> None:
         source.free()
         for _ in range(4):
             rig.host(9.0)  # may lie where the source lay
-        must_be(rig.fetch(there), 7.0, "a copy read memory that was freed after Sync(stream)")
+        must_be(rig.fetch(there), 7.0)
 
 
 @clause("close waits for what is queued", "any")
 def close_drains(rig: Rig, stream: int) -> None:
     for i in range(len(rig.loads)):
         ending = Rig(rig.open)
-        memory = ending.host()
-        landing = numbers(memory)
-        copy = ending.down(memory, ending.device(7.0), stream)
+        landing, copy = ending.brought(stream)
         ending.loads[i](stream)
         copy()
         with trying("closing with work queued"):
             ending.backend.close()
-        must_be(landing, 7.0, "close returned before a copy was done")
+        must_be(landing, 7.0)
 
 
 @clause("teardown may be in any order, and twice", "any", each_stream=False)
@@ -340,9 +308,7 @@ def teardown(rig: Rig) -> None:
         memory = [backend.allocate(ROW_BYTES, space) for space in Space]
         addresses, event = [m.address for m in memory], backend.event()
         copy = backend.copy(addresses[2], addresses[0], ROW_BYTES, 0, to_host=False)
-        copy()
-        backend.record(event, 0)()
-        backend.synchronize()
+        in_order([copy, backend.record(event, 0), backend.synchronize])()
         first, second, last = (memory[i] for i in order)
         with trying("freeing memory after synchronize, each block twice,"):
             in_order([first.free, second.free, first.free, second.free])()

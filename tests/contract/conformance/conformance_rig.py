@@ -54,10 +54,9 @@ class Rig:
         self._memory: list[Memory] = []
         # of the long work: rows of a launch, pairs of launches, the two blocks it counts in, a pair
         # of launches on each stream, and the number it has reached when all of it is done
-        self._rows = self._pairs = 0
+        self._rows = self._pairs = self._count = 0
         self._blocks: list[Memory] = []
         self._issues: dict[int, Issue] = {}
-        self._count = 0
         self.ones = self.device(1.0)  # what every launch adds
 
     def close(self) -> None:
@@ -121,12 +120,33 @@ class Rig:
         """A copy of a row to the host."""
         return self.backend.copy(to.address, source.address, ROW_BYTES, stream, to_host=True)
 
+    def brought(self, stream: int) -> tuple[np.ndarray, Issue]:
+        """Numbers of the host, and a copy that brings 7s there."""
+        landing = self.host()
+        return numbers(landing), self.down(landing, self.device(7.0), stream)
+
+    def taken(
+        self, value: float, stream: int, space: Space = Space.PINNED
+    ) -> tuple[np.ndarray, Memory, Issue]:
+        """Numbers of the host, a device row, and a copy from the one to the other."""
+        source, there = self.host(value, space), self.device()
+        return numbers(source), there, self.up(there, source, stream)
+
+    def uploads(self, stream: int) -> Issue:
+        """A copy to a row that nobody looks at."""
+        return self.taken(7.0, stream)[2]
+
     def launch(self, to: Memory, source: Memory, stream: int, rows: int = 1) -> Issue:
         """A launch: to = source + 1, or + what `ones` holds when it runs."""
         x, one = Tensor("x", F32, (rows, COLS)), Tensor("one", F32, (COLS,))
         node = make("add", "sum", x, one)
         memory = {x: source, one: self.ones, node.output: to}
         return self.backend.launch(node, lambda t: memory[t].address, 0, stream)
+
+    def point(self, stream: int, waiting: int) -> tuple[Issue, Issue, Issue]:
+        """Record of a new event on `stream`, Sync of it, and Wait for it on another."""
+        event, of = self.backend.event(), self.backend
+        return of.record(event, stream), of.sync_event(event), of.wait(event, waiting)
 
     # long work -----------------------------------------------------------------------------------
 
@@ -149,8 +169,8 @@ class Rig:
 
     @property
     def loads(self) -> tuple[Callable[[int], object], ...]:
-        """What a check puts in front of its commands on a stream: nothing, for what comes late must
-        be missed; and long work, for what comes early must be caught."""
+        """What a check puts before its commands on a stream: nothing, for what comes late must be
+        missed; and long work, for what comes early must be caught."""
         return lambda stream: self.settle(), self.long
 
     def _queue(self, stream: int, pairs: int) -> None:
@@ -159,9 +179,8 @@ class Rig:
             a, b = self._blocks
             there = self.launch(b, a, stream, self._rows)
             self._issues[stream] = in_order([there, self.launch(a, b, stream, self._rows)])
-        issue = self._issues[stream]
         for _ in range(pairs):
-            issue()
+            self._issues[stream]()
         self._count += 2 * pairs
 
     def _measure(self) -> None:
@@ -187,19 +206,18 @@ class Rig:
         self.backend.synchronize()
         return time.perf_counter() - start
 
-    def goes_on(self, act: Issue, what: str, before: Issue | None = None) -> None:
+    def goes_on(self, act: Issue, what: str, before: Issue = lambda: None) -> None:
         """Raises Broken(what) where `act`, called with long work on stream 0, waits for its end.
 
-        before: called when nothing is under way, in front of that work. For a backend of two
-        streams; stream 1 must be free when `act` has returned.
+        before: called when nothing is under way, before that work. For a backend of two streams;
+        stream 1 must be free when `act` has returned.
         """
         landing = self.host()
         glance = in_order([self.down(landing, self.counter, 1), self.backend.sync_stream(1)])
         for _ in range(TRIES):
             self.settle()
             numbers(landing)[:] = -1.0
-            if before is not None:
-                before()
+            before()
             count = self.long(0)
             act()
             glance()
@@ -227,9 +245,10 @@ def expect(kept: bool | np.bool_, what: str) -> None:
         raise Broken(what)
 
 
-def must_be(row: np.ndarray, value: float, what: str) -> None:
+def must_be(row: np.ndarray, value: float, what: str = "") -> None:
     """Broken with `what`, and what was found, where a row is not all `value`."""
-    expect((row == value).all(), f"{what}: {said(row)} is there, not {value:g}")
+    row = row.copy()
+    expect((row == value).all(), f"{what and what + ', '}{said(row)} is there, not {value:g}")
 
 
 @contextmanager

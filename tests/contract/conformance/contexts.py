@@ -13,16 +13,16 @@ As in the cuda backend, these attach by themselves: `allocate`, `load_weight`, `
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from workbench.backend.base import Captured, DeviceClock, Issue
+from workbench.backend.base import Captured, Issue
 from workbench.backend.cpu.device.embedded import DeviceMemory, EmbeddedDevice, Event, Point
 from workbench.backend.issue.args import AddressOf
 from workbench.backend.issue.issued import Issued, Plannable
 from workbench.common.errors import DeviceError
-from workbench.graph.ir import Node, Tensor
+from workbench.graph.ir import Node
 from workbench.program.commands import Space
 
 NAME = "contexts"
@@ -30,15 +30,10 @@ NOBODY = -1
 
 
 class _Thread(threading.local):
-    device = NOBODY
+    device = NOBODY  # before it has attached to one
 
 
 _thread = _Thread()
-
-
-def current() -> int:
-    """The number of the calling thread's device; NOBODY before the thread has attached to one."""
-    return _thread.device
 
 
 class ContextEvent(Event):
@@ -48,7 +43,7 @@ class ContextEvent(Event):
 
     def __init__(self) -> None:
         super().__init__()
-        self.device = current()
+        self.device = _thread.device
 
 
 class Checked:
@@ -64,13 +59,22 @@ class Checked:
         self.call()
 
 
+def attached(name: str) -> Any:
+    """A method of the embedded device, which attaches first."""
+
+    def method(self: ContextDevice, *args: Any) -> Any:
+        self.attach()
+        return getattr(EmbeddedDevice, name)(self, *args)
+
+    return method
+
+
 class ContextDevice(EmbeddedDevice):
     """See the module. device: its number. checks: how many calls were checked."""
 
     name = NAME
-    _memory: ClassVar[
-        dict[int, tuple[int, int]]
-    ] = {}  # address -> bytes, device: of every such device
+    # address -> bytes, device: of every such device
+    _memory: ClassVar[dict[int, tuple[int, int]]] = {}
 
     def __init__(self, threads: int = 0, device: int = 0):
         self.number, self.checks = device, 0
@@ -81,27 +85,26 @@ class ContextDevice(EmbeddedDevice):
     def attach(self) -> None:
         _thread.device = self.number
 
-    # handles -----------------------------------------------------------------------------------
+    load_weight, clock, close = map(attached, ("load_weight", "clock", "close"))
 
     def _handles(self, what: str, *handles: Hashable) -> Issue:
         """What refuses a call that takes `handles`. They are made now, where they are new."""
         for handle in handles:
-            self._homes.setdefault(handle, current())
+            self._homes.setdefault(handle, _thread.device)
 
         def check() -> None:
             self.checks += 1
-            if current() != self.number:
-                raise DeviceError(f"{what}: INVALID_HANDLE, device {current()} is current")
+            if _thread.device != self.number:
+                raise DeviceError(f"{what}: INVALID_HANDLE, device {_thread.device} is current")
             for handle in handles:
-                if self._homes[handle] != self.number:
-                    raise DeviceError(
-                        f"{what}: INVALID_HANDLE, {handle} of device {self._homes[handle]}"
-                    )
+                if (home := self._homes[handle]) != self.number:
+                    raise DeviceError(f"{what}: INVALID_HANDLE, {handle} of device {home}")
 
         return check
 
-    def _checked(self, issued: Issued, what: str, *handles: Hashable) -> Issued:
-        return replace(issued, call=Checked(self._handles(what, *handles), issued.call))
+    def _checked(self, issued: Issued, what: str, stream: int, *handles: Hashable) -> Issued:
+        check = self._handles(f"{what} on device {self.number}", ("stream", stream), *handles)
+        return replace(issued, call=Checked(check, issued.call))
 
     # memory ------------------------------------------------------------------------------------
 
@@ -112,49 +115,36 @@ class ContextDevice(EmbeddedDevice):
             self._memory[memory.address] = memory.nbytes, self.number
         return memory
 
-    def load_weight(self, tensor: Tensor, data: Any) -> DeviceMemory:
-        self.attach()
-        return super().load_weight(tensor, data)
-
     def _retire(self, address: int, block: Any) -> None:
         self._memory.pop(address, None)
         super()._retire(address, block)
 
-    def _own(self, address: int, what: str) -> int:
+    def _own(self, address: int) -> int:
         for start, (nbytes, device) in list(self._memory.items()):
             if start <= address < start + nbytes and device != self.number:
-                raise DeviceError(f"{what}: ILLEGAL_ADDRESS, memory of device {device}")
+                raise DeviceError(f"device {self.number}: ILLEGAL_ADDRESS, of device {device}")
         return address
 
     # commands ----------------------------------------------------------------------------------
 
     def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issued:
-        what = f"launch {node.op} {node.name} on device {self.number}"
-
-        def at(tensor: Tensor) -> int:
-            return self._own(address_of(tensor), what)
-
-        issued = super().launch_op(node, at, scratch, stream)
-        return self._checked(issued, what, ("stream", stream), ("kernel", node.op))
+        issued = super().launch_op(node, lambda t: self._own(address_of(t)), scratch, stream)
+        return self._checked(issued, f"launch {node.op}", stream, ("kernel", node.op))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
         issued = super().copy(dst, src, nbytes, stream, to_host)
-        return self._checked(issued, f"copy on device {self.number}", ("stream", stream))
+        return self._checked(issued, "copy", stream)
 
     def gate_copy(self, *args: Any) -> Issued:
-        return self._kernel("gate copy", super().gate_copy(*args), args[-1])
+        return self._checked(super().gate_copy(*args), "gate copy", args[-1], ("kernel", "copy"))
 
     def gate_end(self, counter: int, word: int, stream: int, programmatic: bool) -> Issued:
         issued = super().gate_end(counter, word, stream, programmatic)
-        return self._kernel("gate end", issued, stream)
+        return self._checked(issued, "gate end", stream, ("kernel", "gate end"))
 
     def stamp(self, counter: int, ring: int, n_pairs: int, is_end: bool, stream: int) -> Issued:
-        issued = super().stamp(self._own(counter, "stamp"), ring, n_pairs, is_end, stream)
-        return self._kernel("stamp", issued, stream)
-
-    def _kernel(self, name: str, issued: Issued, stream: int) -> Issued:
-        what = f"{name} on device {self.number}"
-        return self._checked(issued, what, ("stream", stream), ("kernel", name))
+        issued = super().stamp(self._own(counter), ring, n_pairs, is_end, stream)
+        return self._checked(issued, "stamp", stream, ("kernel", "stamp"))
 
     def event(self) -> ContextEvent:
         return ContextEvent()
@@ -162,14 +152,12 @@ class ContextDevice(EmbeddedDevice):
     def record(self, event: Event, stream: int) -> Issued:
         """An event is recorded by streams of its own device alone."""
         assert isinstance(event, ContextEvent)
-        what = f"record on device {self.number}"
         self._homes[event] = event.device
-        return self._checked(super().record(event, stream), what, ("stream", stream), event)
+        return self._checked(super().record(event, stream), "record", stream, event)
 
     def wait(self, event: Event, stream: int) -> Issued:
         """A stream waits for events of any device."""
-        issued = super().wait(event, stream)
-        return self._checked(issued, f"wait on device {self.number}", ("stream", stream))
+        return self._checked(super().wait(event, stream), "wait", stream)
 
     def sync_stream(self, stream: int) -> Issue:
         check = self._handles(f"sync on device {self.number}", ("stream", stream))
@@ -177,14 +165,14 @@ class ContextDevice(EmbeddedDevice):
 
     def sync_event(self, event: Event) -> Issue:
         def check() -> None:
-            if current() == NOBODY:
+            if _thread.device == NOBODY:
                 raise DeviceError("sync of an event: INVALID_CONTEXT, no device is current")
 
         return Checked(check, super().sync_event(event))
 
     def mark(self, stream: int) -> Point:
         """Its event is made on the device itself; the stream is whose it is."""
-        home = self._homes.setdefault(("stream", stream), current())
+        home = self._homes.setdefault(("stream", stream), _thread.device)
         if home != self.number:
             raise DeviceError(f"mark: INVALID_HANDLE, stream {stream} is device {home}'s")
         return super().mark(stream)
@@ -192,14 +180,6 @@ class ContextDevice(EmbeddedDevice):
     def capture(self, work: Plannable) -> Captured:
         self.attach()
         return ContextPlan(self, work, super().capture(work))
-
-    def clock(self) -> DeviceClock:
-        self.attach()
-        return super().clock()
-
-    def close(self) -> None:
-        self.attach()
-        super().close()
 
 
 class ContextPlan(Captured):
@@ -210,8 +190,7 @@ class ContextPlan(Captured):
         self._take_in(work)
 
     def _take_in(self, work: Plannable) -> None:
-        for check in _checks(work.recorded):
-            check()
+        _check(work.recorded)
         of = self._captured
         self.nodes, self.launches = of.nodes, of.launches
         self.capture_ns, self.instantiate_ns = of.capture_ns, of.instantiate_ns
@@ -241,11 +220,11 @@ class ContextPlan(Captured):
         self._captured.destroy()
 
 
-def _checks(parts: Sequence[Issued]) -> Iterator[Callable[[], Any]]:
+def _check(parts: Sequence[Issued]) -> None:
     for part in parts:
         if isinstance(part.call, Checked):
-            yield part.call.check
-        yield from _checks(part.parts)
+            part.call.check()
+        _check(part.parts)
 
 
 open_backend = ContextDevice

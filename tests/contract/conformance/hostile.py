@@ -13,9 +13,6 @@ against what computes. These are the two counter-examples of the discussion, as 
 
 Each has the capabilities it really has unless it is told to lie: with the embedded device's own
 (`LIES`) it claims what it does not keep. Choices are drawn from `seed`.
-
-Memory that is freed is kept until the device is closed, for a careless program's copies may still
-be under way: they are to give wrong numbers and never a crash.
 """
 
 from __future__ import annotations
@@ -37,42 +34,17 @@ LIES = replace(EmbeddedDevice.capabilities, capture=False)
 QUICKEST_S, SLOWEST_S = 0.001, 0.003  # of a detached copy
 
 
-class OutOfOrderCopies(EmbeddedDevice):
-    """Copies wait in a queue of their stream until it is synchronized, then run in any order, each
-    before or after the launches that the Sync waits for."""
+class Hostile(EmbeddedDevice):
+    """Memory that is freed is kept until the device is closed, for a careless program's copies may
+    still be under way: they are to give wrong numbers and never a crash."""
 
-    name = "out_of_order"
-    HONEST = replace(LIES, one_order=False)
+    HONEST = LIES
 
-    def __init__(self, threads: int = 0, seed: int = 0, capabilities: Capabilities = HONEST):
+    def __init__(self, threads: int = 0, seed: int = 0, capabilities: Capabilities | None = None):
         super().__init__(threads)
-        self.capabilities = capabilities  # type: ignore[misc]
+        self.capabilities = capabilities or self.HONEST  # type: ignore[misc]
         self._rng = np.random.default_rng(seed)
-        self._queues: list[list[Issue]] = [[] for _ in self.streams]
         self._freed: list[object] = []
-
-    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
-        move = partial(ctypes.memmove, dst, src, nbytes)
-        return Issued(partial(self._queues[stream].append, move), ("copy",))
-
-    def sync_stream(self, stream: int) -> Issue:
-        queue, launches_end = self._queues[stream], super().sync_stream(stream)
-
-        def issue() -> None:
-            copies, queue[:] = list(queue), []
-            self._rng.shuffle(copies)  # type: ignore[arg-type]
-            n_early = self._rng.integers(len(copies) + 1)
-            for copy in copies[:n_early]:
-                copy()
-            launches_end()
-            for copy in copies[n_early:]:
-                copy()
-
-        return issue
-
-    def synchronize(self) -> None:
-        for stream in range(len(self.streams)):
-            self.sync_stream(stream)()
 
     def _keep(self, thing: object) -> None:
         self._freed.append(thing)
@@ -83,19 +55,45 @@ class OutOfOrderCopies(EmbeddedDevice):
         self._freed.clear()
 
 
-class DetachedCopies(EmbeddedDevice):
+class OutOfOrderCopies(Hostile):
+    """Copies wait in a queue of their stream until it is synchronized, then run in any order, each
+    before or after the launches that the Sync waits for."""
+
+    name = "out_of_order"
+    HONEST = replace(LIES, one_order=False)
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._queues: list[list[Issue]] = [[] for _ in self.streams]
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
+        move = partial(ctypes.memmove, dst, src, nbytes)
+        return Issued(partial(self._queues[stream].append, move), ("copy",))
+
+    def sync_stream(self, stream: int) -> Issue:
+        queue, launches_end = self._queues[stream], super().sync_stream(stream)
+
+        def issue() -> None:
+            calls, queue[:] = list(queue), []
+            self._rng.shuffle(calls)  # type: ignore[arg-type]
+            calls.insert(self._rng.integers(len(calls) + 1), launches_end)
+            for call in calls:
+                call()
+
+        return issue
+
+    def synchronize(self) -> None:
+        for stream in range(len(self.streams)):
+            self.sync_stream(stream)()
+
+
+class DetachedCopies(Hostile):
     """A copy is a thread that starts at the call and takes its time. Where the device says that its
     copies block, the call returns when the thread has ended; nothing else ever waits for it."""
 
     name = "detached"
     HONEST = replace(LIES, asynchronous_copies=False, one_order=False)
-
-    def __init__(self, threads: int = 0, seed: int = 0, capabilities: Capabilities = HONEST):
-        super().__init__(threads)
-        self.capabilities = capabilities  # type: ignore[misc]
-        self._rng = np.random.default_rng(seed)
-        self._copies: list[threading.Thread] = []
-        self._freed: list[object] = []
+    _copies: tuple[threading.Thread, ...] = ()
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
         def issue() -> None:
@@ -103,17 +101,13 @@ class DetachedCopies(EmbeddedDevice):
             copy = threading.Timer(takes, ctypes.memmove, (dst, src, nbytes))
             copy.start()
             if self.capabilities.asynchronous_copies:
-                self._copies = [c for c in self._copies if c.is_alive()] + [copy]
+                self._copies = (*(c for c in self._copies if c.is_alive()), copy)
             else:
                 copy.join()
 
         return Issued(issue, ("copy",))
 
-    def _keep(self, thing: object) -> None:
-        self._freed.append(thing)
-
     def close(self) -> None:
         for copy in self._copies:
             copy.join()
         super().close()
-        self._freed.clear()

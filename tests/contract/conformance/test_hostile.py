@@ -7,6 +7,7 @@ are wrong.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import pytest
 
 from tests.contract.conformance.conformance import CHECKS, failures, run_check
 from tests.contract.conformance.hostile import LIES, DetachedCopies, OutOfOrderCopies
-from tests.profiles import share
+from tests.profiles import rest, share
 from workbench.backend.base import Backend, open_backend
 from workbench.common.errors import DeviceError, UsageError
 from workbench.config import CopyStream, StepWait, SyncMode, Toggles
@@ -26,11 +27,9 @@ from workbench.engine import load as loaded
 from workbench.engine.engine import Engine
 from workbench.program.check.hazards import races
 
-Device = type[OutOfOrderCopies] | type[DetachedCopies]
-DEVICES: dict[str, Device] = {kind.name: kind for kind in (OutOfOrderCopies, DetachedCopies)}
-SEEDS = range(3)
-
-# the suite ---------------------------------------------------------------------------------------
+DEVICES = {kind.name: kind for kind in (OutOfOrderCopies, DetachedCopies)}
+BELIEVED = {name: partial(kind, capabilities=LIES) for name, kind in DEVICES.items()}
+AS_A_QUEUE = partial(DetachedCopies, capabilities=OutOfOrderCopies.HONEST)
 
 
 @pytest.mark.parametrize(
@@ -41,22 +40,18 @@ def test_an_honest_device_keeps_what_it_claims(name, check):
     run_check(check, partial(DEVICES[name], threads=2, seed=len(check)))
 
 
-DRAINED = {
-    "Sync(stream) waits for copies to the host": "Sync(stream) returned before a copy to the host "
-    "was done: ",
-    "Sync(stream) waits for copies to the device, whose source is free then": "Sync(stream) "
-    "returned before a copy out of pinned memory was done: ",
-    "synchronize waits for every stream": "synchronize returned before a copy on stream ",
-}
-ORDERED = {
-    "a copy reads what launches in front of it have made": "overtook the launches in front of it",
-    "a launch reads what copies in front of it have brought": "did not wait for the copy in front",
-    "copies of a stream run in order": "a copy did not wait for the copy in front of it",
-    "Sync(event) waits for the copies before its Record": "Sync(event) returned before a copy in "
-    "front of its Record was done: ",
-    "an event stands for the copies before its Record": "waited for an event, and ran before the "
-    "copy in front of the event's Record",
-}
+DRAINED = (
+    "Sync(stream) waits for copies to the host",
+    "Sync(stream) waits for copies to the device, whose source is free then",
+    "synchronize waits for every stream",
+)
+ORDERED = (
+    "a copy reads what launches in front of it have made",
+    "a launch reads what copies in front of it have brought",
+    "copies of a stream run in order",
+    "Sync(event) waits for the copies before its Record",
+    "an event stands for the copies before its Record",
+)
 KEPT = (  # for it lies about copies alone
     "launches of a stream run in order, each as often as it is called",
     "Sync(stream) waits for launches",
@@ -67,35 +62,25 @@ KEPT = (  # for it lies about copies alone
 @pytest.mark.parametrize(
     ("lie", "broken"),
     [
-        (partial(OutOfOrderCopies, capabilities=LIES), ORDERED),
-        pytest.param(
-            partial(DetachedCopies, capabilities=LIES), ORDERED | DRAINED, marks=pytest.mark.slow
-        ),
-        # claims a queue that at least a Sync drains
-        pytest.param(
-            partial(DetachedCopies, capabilities=OutOfOrderCopies.HONEST),
-            DRAINED,
-            marks=pytest.mark.slow,
-        ),
+        (BELIEVED["out_of_order"], ORDERED),
+        *rest([(BELIEVED["detached"], ORDERED + DRAINED), (AS_A_QUEUE, DRAINED)], slow=1),
     ],
     ids=["out of order as embedded", "detached as embedded", "detached as out of order"],
 )
 def test_a_liar_is_told_what_it_did(lie, broken):
-    """Each clause with its words, in one of some tries: on a busy machine a copy out of host memory
-    comes too late now and then, which is told before pinned memory is tried."""
-    left = dict(broken)
+    """Each clause in one of some tries, for a busy machine may do what the device did not wait for.
+    What a launch made is fetched by a copy, which may come late now and then."""
+    left = set(broken)
     for seed in range(20):
-        found = failures(partial(lie, threads=2, seed=seed), left)
-        left = {name: said for name, said in left.items() if said not in found.get(name, "")}
+        left -= failures(partial(lie, threads=2, seed=seed), left).keys()
     assert not left
-    for name in KEPT:  # what a launch made is fetched by a copy, which may come late now and then
+    for name in KEPT:
         assert any(not failures(partial(lie, threads=2, seed=seed), [name]) for seed in range(20))
 
 
 # the engine --------------------------------------------------------------------------------------
 
 PROMPT, NEXT = [1, 17, 300, 4, 99, 512, 7, 250, 33, 611, 5, 902, 18, 404], [77, 403, 900]
-N_UBATCH = 4  # so the prompt is a train of four
 OVERRIDES = {"device": (), "hybrid": ("ffn_=host",)}  # override_tensor: hybrid goes to and fro
 
 
@@ -118,8 +103,9 @@ def path(tiny_model):
 
 
 def load(path, device: str, **fields) -> Engine:
-    return Engine.load(path, device=device, n_ctx=64, n_ubatch=N_UBATCH, n_kv_pad=32, threads=2,
-                       **{"toggles": Toggles()} | fields)  # fmt: skip
+    """With ubatches of four tokens, so that the prompt is a train of four."""
+    fields = {"toggles": Toggles()} | fields
+    return Engine.load(path, device=device, n_ctx=64, n_ubatch=4, n_kv_pad=32, threads=2, **fields)
 
 
 def logits(engine: Engine) -> np.ndarray:
@@ -128,141 +114,108 @@ def logits(engine: Engine) -> np.ndarray:
     return np.concatenate([engine.prefill(PROMPT), *(engine.step([t]) for t in NEXT)])
 
 
-@pytest.fixture(scope="module", params=OVERRIDES)
-def placement(request) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def right(path, placement) -> np.ndarray:
-    """What the embedded device says with every wait in place."""
-    with load(path, "embedded", override_tensor=OVERRIDES[placement]) as engine:
-        return logits(engine)
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def hostile(request, path, placement) -> Iterator[Engine]:
-    """An engine on an honest hostile device."""
-    kind = DEVICES[request.param]
-    with plugged(kind.name, partial(kind, seed=1)):
-        engine = load(path, kind.name, override_tensor=OVERRIDES[placement])
+@pytest.fixture(scope="module", params=[*itertools.product(DEVICES, OVERRIDES)], ids="-".join)
+def hostile(request, path) -> Iterator[tuple[Engine, np.ndarray]]:
+    """An engine on an honest hostile device, and what the embedded device says."""
+    name, placement = request.param
+    where = {"override_tensor": OVERRIDES[placement]}
+    with load(path, "embedded", **where) as engine:
+        right = logits(engine)
+    with plugged(name, partial(DEVICES[name], seed=1)):
+        engine = load(path, name, **where)
     with engine:
-        yield engine
+        yield engine, right
 
 
+RINGS = ["per_copy", "auto"]
+
+
+def is_right(hostile: tuple[Engine, np.ndarray], toggles: Toggles) -> None:
+    engine, right = hostile
+    with engine.variant(toggles) as variant:
+        assert np.array_equal(logits(variant), right)
+        assert not races(variant.programs(len(PROMPT), len(NEXT)), one_order=False)
+
+
+STREAMS = [CopyStream.OWN, CopyStream.COMPUTE]
+CLASH = SyncMode.EVENT_GUARDED, CopyStream.COMPUTE
+ORDERINGS = [of for of in itertools.product(SyncMode, STREAMS, StepWait) if of[:2] != CLASH]
 CANNOT, RACE = "cannot honour sync=", "race on the"
-ANY = tuple(StepWait)
-REFUSED: dict[tuple[str, str], dict[str, str]] = {
-    # sync mode, step_wait: what the refusal says on each device
-    **{
-        (mode, w): {"out_of_order": RACE, "detached": CANNOT}
-        for mode in ("implicit", "packed_implicit")
-        for w in ANY
-    },
-    **{("event_guarded", w): {"out_of_order": CANNOT, "detached": CANNOT} for w in ANY},
-    **{(mode, w): {"detached": CANNOT} for mode in ("copy_boundary", "packed") for w in ANY},
-    ("write_read_boundary", "every"): {"detached": CANNOT},
-    ("write_read_boundary", "outputs"): {"out_of_order": RACE, "detached": CANNOT},
-}
+REFUSED = {  # what the refusal says on the out-of-order device; the detached one cannot
+    "implicit": RACE, "packed_implicit": RACE, "event_guarded": CANNOT, "copy_boundary": None,
+    "packed": None, "write_read_boundary": None,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("step_wait", StepWait)
-@pytest.mark.parametrize("copy_stream", [CopyStream.OWN, CopyStream.COMPUTE])
-@pytest.mark.parametrize("sync", share(SyncMode, every=3))
-def test_refused_or_right(hostile, right, sync, copy_stream, step_wait):
-    if (sync, copy_stream) == (SyncMode.EVENT_GUARDED, CopyStream.COMPUTE):
-        pytest.skip("these toggles clash on every device")
+@pytest.mark.parametrize(("sync", "copy_stream", "step_wait"), share(ORDERINGS, every=3))
+def test_refused_or_right(hostile, sync, copy_stream, step_wait):
+    """Where only outputs are waited for, launches of the step before may still read."""
     toggles = Toggles(sync=sync, copy_stream=copy_stream, step_wait=step_wait)
-    refusal = REFUSED.get((sync, step_wait), {}).get(hostile.device)
-    if refusal:
-        with pytest.raises((DeviceError, UsageError), match=refusal) as caught:
-            hostile.variant(toggles)
-        said = str(caught.value)
-        assert len(said.splitlines()) == 1
-        assert f"{hostile.device} device" in said and f"sync={sync}" in said
-        assert "use sync=auto" in said
+    engine, refusal = hostile[0], REFUSED.get(sync)
+    if (sync, step_wait) == ("write_read_boundary", "outputs"):
+        refusal = RACE
+    if engine.device == "detached":
+        refusal = CANNOT if sync in REFUSED else None
+    if refusal is None:
+        is_right(hostile, toggles)
         return
-    with hostile.variant(toggles) as engine:
-        assert np.array_equal(logits(engine), right)
-        assert not races(engine.programs(len(PROMPT), len(NEXT)), one_order=False)
+    with pytest.raises((DeviceError, UsageError), match=refusal) as caught:
+        engine.variant(toggles)
+    said, words = str(caught.value), (f"{engine.device} device", f"sync={sync}", "use sync=auto")
+    assert "\n" not in said and all(word in said for word in words)
 
 
-@pytest.mark.parametrize("step_wait", StepWait)
-@pytest.mark.parametrize("copy_stream", [CopyStream.OWN, CopyStream.COMPUTE])
+@pytest.mark.parametrize(("copy_stream", "step_wait"), [*itertools.product(STREAMS, StepWait)])
 def test_auto_chooses_what_is_safe(hostile, copy_stream, step_wait):
-    """Asynchronous copies and a wait behind them where a Sync drains copies; in front of them too
-    where launches of the step before may still read; copies that block where nothing else helps."""
-    with hostile.variant(Toggles(sync="auto", copy_stream=copy_stream, step_wait=step_wait)) as e:
-        *_, split = (part for part in e.program().pattern().split() if part.endswith("g"))
+    """Asynchronous copies and a wait behind them where a Sync drains copies; before them too where
+    launches of the step before may still read; copies that block where nothing else helps."""
+    engine, toggles = hostile[0], Toggles(copy_stream=copy_stream, step_wait=step_wait, sync="auto")
+    with engine.variant(toggles) as variant:
+        *_, split = (part for part in variant.program().pattern().split() if part.endswith("g"))
     boundary = "a+sg" if step_wait == StepWait.EVERY else "sa+sg"
-    wanted = {"out_of_order": boundary, "detached": "sc+sg"}[hostile.device]
+    wanted = {"out_of_order": boundary, "detached": "sc+sg"}[engine.device]
     assert re.fullmatch(wanted, split), split
 
 
-@pytest.mark.parametrize("sync", ["per_copy", "auto"])
-def test_a_ring_is_refused_where_no_event_stands_behind_copies(hostile, sync):
+@pytest.mark.parametrize(("sync", "step_wait"), [*itertools.product(RINGS, StepWait)])
+def test_rings_are_right_or_refused(hostile, sync, step_wait):
+    """Of inputs; where no event stands for copies a ring of staging memory is refused."""
     with pytest.raises(DeviceError, match="cannot honour host_source=pinned_ring_2: an event does"):
-        hostile.variant(Toggles(sync=sync, host_source="pinned_ring_2"))
-
-
-@pytest.mark.parametrize("step_wait", StepWait)
-@pytest.mark.parametrize("sync", ["per_copy", "auto"])
-def test_rings_are_right(hostile, right, sync, step_wait):
-    with hostile.variant(Toggles(sync=sync, n_copies="4", step_wait=step_wait)) as engine:
-        assert np.array_equal(logits(engine), right)
-        assert not races(engine.programs(len(PROMPT), len(NEXT)), one_order=False)
+        hostile[0].variant(Toggles(sync=sync, host_source="pinned_ring_2"))
+    is_right(hostile, Toggles(sync=sync, n_copies="4", step_wait=step_wait))
 
 
 # driven against the contract ---------------------------------------------------------------------
 
 
-def wrong_seeds(path, make: Callable[..., Backend], toggles: Toggles, unsafe: bool) -> list[int]:
-    """The seeds with which a device that is driven so gives other logits than it should."""
+@pytest.mark.parametrize(
+    ("make", "sync", "wrong"),
+    [
+        (BELIEVED["out_of_order"], "implicit", True),  # it says that stream order will do
+        (OutOfOrderCopies, "implicit", True),  # it does not, and is told to all the same
+        (BELIEVED["detached"], "copy_boundary", True),  # it says that copies can be waited for
+        (AS_A_QUEUE, "copy_boundary", True),
+        (OutOfOrderCopies, "copy_boundary", False),
+    ],
+    ids=["believed", "unsafe", "detached as embedded", "detached as a queue", "allowed"],
+)
+def test_against_the_contract_the_answer_is_wrong(path, make, sync, wrong):
+    """With one of these seeds; what is allowed is right with all."""
+    unsafe = wrong and make is OutOfOrderCopies
     with load(path, "embedded") as engine:
         expected = logits(engine)
-    found = []
-    for seed in SEEDS:
+    toggles, found = Toggles(sync=sync, copy_stream="compute"), []
+    for seed in range(3):
         with plugged("liar", partial(make, seed=seed)):
             engine = load(path, "liar", toggles=toggles, unsafe=unsafe)
         with engine:
-            if not np.array_equal(logits(engine), expected):
-                found.append(seed)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("make", "sync", "unsafe"),
-    [
-        # it says that stream order will do
-        (partial(OutOfOrderCopies, capabilities=LIES), "implicit", False),
-        # it does not, and is told to all the same
-        (OutOfOrderCopies, "implicit", True),
-        # it says that its copies can be waited for
-        (partial(DetachedCopies, capabilities=LIES), "copy_boundary", False),
-        (partial(DetachedCopies, capabilities=OutOfOrderCopies.HONEST), "copy_boundary", False),
-    ],
-    ids=["implicit, believed", "implicit, unsafe", "boundary, as embedded", "boundary, as a queue"],
-)
-def test_against_the_contract_the_answer_is_wrong(path, make, sync, unsafe):
-    toggles = Toggles(sync=sync, copy_stream="compute")
-    assert wrong_seeds(path, make, toggles, unsafe)
-
-
-def test_the_same_tests_find_nothing_wrong_with_what_is_allowed(path):
-    toggles = Toggles(sync="copy_boundary", copy_stream="compute")
-    assert not wrong_seeds(path, OutOfOrderCopies, toggles, unsafe=False)
-
-
-def test_the_checker_needs_no_run_to_know(path):
-    """The program that was run above: safe where copies keep their stream's order, and not here."""
-    with plugged("out_of_order", OutOfOrderCopies):
-        toggles = Toggles(sync="implicit", copy_stream="compute")
-        engine = load(path, "out_of_order", toggles=toggles, unsafe=True)
-    with engine:
-        steps = engine.programs(len(PROMPT), len(NEXT))
-    assert not races(steps, one_order=True)
-    kinds = {(r.first.command.kind, r.second.command.kind) for r in races(steps, one_order=False)}
-    assert ("copy", "launch") in kinds  # a graph that reads what has not landed
+            found.append(np.array_equal(logits(engine), expected))
+            if unsafe:  # the checker needs no run to know: a graph reads what has not landed
+                steps = engine.programs(len(PROMPT), len(NEXT))
+                assert not races(steps, one_order=True)
+                pairs = [r[:2] for r in races(steps, one_order=False)]
+                assert ("copy", "launch") in {tuple(at.command.kind for at in p) for p in pairs}
+    assert wrong != all(found)
 
 
 def test_unsafe_does_not_ask_for_what_a_device_cannot(path):
