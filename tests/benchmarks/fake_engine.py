@@ -5,9 +5,10 @@ It has what workbench.benchmarks asks of an engine, and nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 
@@ -36,29 +37,14 @@ class Clock:
         return self
 
 
-@dataclass
 class FakeFile:
-    metadata: dict = field(default_factory=lambda: {"tokenizer.ggml.bos_token_id": BOS})
-    tensors: dict = field(default_factory=dict)
+    tensors: ClassVar[dict] = {}
+
+    def __init__(self):
+        self.metadata = {"tokenizer.ggml.bos_token_id": BOS}
 
     def get(self, key, kind, default=None):
         return self.metadata.get(key, default)
-
-
-class FakeProgram:
-    commands = ()
-
-    def __init__(self, waits: int):
-        self.waits = waits
-
-    def singly(self) -> tuple[()]:
-        return self.commands
-
-    def pattern(self, fold: bool = False) -> str:
-        return "s" * self.waits + "g"
-
-    def counts(self) -> dict[str, int]:
-        return {"waits": self.waits, "copies": 3, "launches": 5, "copied_bytes": 99}
 
 
 class FakeEngine:
@@ -138,10 +124,32 @@ class FakeEngine:
         return toggles
 
     def program(self, n_tokens=1, n_outputs=1, n_past=0, n_seqs=1):
-        return FakeProgram({"per_copy": 9}.get(self.toggles.sync, 2))
+        waits = 9 if self.toggles.sync == "per_copy" else 2
+        counts = {"waits": waits, "copies": 3, "launches": 5, "copied_bytes": 99}
+        return SimpleNamespace(
+            commands=(), singly=tuple, counts=lambda: counts,
+            pattern=lambda fold=False: "s" * waits + "g",
+        )  # fmt: skip
 
     def synchronize(self):
         self.n_waits += 1
 
     def close(self):
         self.closed = True
+
+
+def timed(monkeypatch, faster=1.0, noise=0.0, **options) -> FakeEngine:
+    """An engine whose copy_boundary is `faster` times the baseline's speed."""
+    rng = np.random.default_rng(0)
+
+    def ns_of(toggles, n_tokens, nth):
+        base = 1_000_000 * n_tokens * (1 + noise * rng.random())
+        return base / (faster if toggles.sync == "copy_boundary" else 1)
+
+    return FakeEngine(Clock().install(monkeypatch), ns_of=ns_of, **options)
+
+
+def interrupted(engine: FakeEngine, at: int) -> FakeEngine:
+    """Ctrl-C in that step of all engines."""
+    engine.shared.stop_at, engine.shared.error = at, KeyboardInterrupt()
+    return engine

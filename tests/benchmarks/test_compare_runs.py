@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import re
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarks.made_runs import DEVICE, gpu, write
@@ -17,7 +14,6 @@ from workbench.benchmarks.compare.compare import HISTORY, METHOD, compare, why_h
 from workbench.benchmarks.compare.matching import Repeated, match
 from workbench.benchmarks.runs.nameless import card_number
 from workbench.config import Toggles
-from workbench.report.pages import compared_page
 
 
 @pytest.fixture
@@ -25,9 +21,9 @@ def call(call, tmp_path):
     return lambda *arguments: call("compare", "-o", tmp_path / "page.html", *arguments)
 
 
-def test_a_row_for_each_test(tmp_path):
+def test_a_row_for_each_test(tmp_path, call):
     a = write(tmp_path, "a", {"tg8": 100.0, "pp16": 900.0, "tg4": 50.0})
-    b = write(tmp_path, "b", {"tg8": 110.0, "pp16": 900.0, "tg4": 40.0})
+    b = write(tmp_path, "b", {"tg8": 110.0, "pp16": 900.0, "tg4": 40.0}, run_id="<b>&")
     found = compare(a, b)
     s = found.summary().set_index("test")
     assert s["verdict"].to_dict() == {"tg8": "faster", "pp16": "no difference", "tg4": "slower"}
@@ -36,34 +32,12 @@ def test_a_row_for_each_test(tmp_path):
     for row in found.rows:
         alone = stats.independent_ratio(row.sides.before.tps, row.sides.after.tps)
         assert row.ratio == alone and row.least == stats.resolution(alone, stats.Band(1.0, 1.0))
-        assert 0.001 < row.least < 0.03
     assert set(METHOD) <= set(found.lines)
-    assert found.table().attrs["constant"] == {
-        "Baseline": "a", "Run": "b", "Model": "tiny Q8_0", "Arm": "engine",
-        "Toggles": "everything off",
-    }  # fmt: skip
-
-
-def test_sides_are_resampled_on_their_own():
-    """The order of repetitions means nothing: they were not taken in turn."""
-
-    def width(ratio):
-        return math.log(ratio.high / ratio.low)
-
-    a, b = np.exp(0.05 * np.random.default_rng(0).standard_normal((2, 12)))
-    shuffled = stats.independent_ratio(a, b[::-1])
-    assert width(stats.independent_ratio(a, b)) == pytest.approx(width(shuffled), rel=0.1)
-    assert stats.independent_ratio(a, b[:3]).n == 3
-    drift = np.exp(np.linspace(0, 0.5, 12))  # in both: pairs would know it, sides cannot
-    apart = stats.independent_ratio(drift, drift * 1.1)
-    assert width(apart) > 5 * width(stats.speedup(drift, drift * 1.1))
-
-
-def test_too_few_repetitions_have_no_verdict(tmp_path, call):
-    a, b = write(tmp_path, "a", n=4), write(tmp_path, "b", {"tg8": 50.0}, n=4)
-    assert [row.verdict for row in compare(a, b).rows] == [stats.TOO_FEW]
-    status, _, err = call(a, b, "--fail-below", 0.9)
-    assert status == 1 and "nothing to judge" in err
+    status, _, err = call(a, b)
+    text = (tmp_path / "page.html").read_text()
+    assert status == 0 and f"page: {tmp_path / 'page.html'}" in err
+    assert network_loads(text) == [] and "http" not in text and text.count("<img") == 1
+    assert "<title>Is it faster than a? &lt;b&gt;&amp;</title>" in text and "<b>&" not in text
 
 
 def test_the_band_of_a_control_counts(tmp_path):
@@ -89,7 +63,6 @@ def test_differences_are_named(tmp_path):
     )  # fmt: skip
     found = compare(a, b)
     assert found.rows[0].sides.differ == [("sync", "per_copy", "packed")]
-    assert found.table().attrs["constant"]["Toggles"] == "sync: per_copy -> packed"
     for line in (
         "b: commit aaaaaaaa -> bbbbbbbb with changes",
         "b: other versions: numpy 2.2 -> 2.3, numba none -> 0.66",
@@ -102,16 +75,32 @@ def test_differences_are_named(tmp_path):
     assert compare(a, c).rows[0].sides.differ == [("pdl", "off", "on")]
 
 
-def test_what_does_not_match_is_listed(tmp_path, call):
+def test_what_is_not_compared_is_told(tmp_path, call):
+    """Other tests, other kinds, too few repetitions; wrong usage is one line."""
     a, b = write(tmp_path, "a", {"tg8": 100.0, "pp16": 9.0}), write(tmp_path, "b", {"tg9": 100.0})
+    c = write(tmp_path, "c", kind="perplexity")
+    for wrong in ([], [a], [a, tmp_path / "none"], [a, c], [c, a]):
+        status, out, err = call(*wrong)
+        assert status == 2 and out == "" and len(err.splitlines()) == 1
+        assert ("of kind perplexity" in err) == (c in wrong)
+    assert not (tmp_path / "page.html").exists()
     found = compare(a, b)
     assert found.rows == [] and any(line.startswith("nothing matches") for line in found.lines)
     assert found.unmatched().to_numpy().tolist() == [
         ["a", "b", "tiny Q8_0", "everything off", "tg8, pp16"],
         ["b", "a", "tiny Q8_0", "everything off", "tg9"],
     ]
-    status, out, _ = call(a, b)
-    assert status == 0 and "tg8, pp16" in out and "tg9" in out
+    status, out, _ = call(a, b, c)
+    assert status == 0 and "c is not compared: it is of kind perplexity, and ab and bench " in out
+    assert (
+        "tg8, pp16" in out and "tg9" in out and "<img" not in (tmp_path / "page.html").read_text()
+    )
+    few, less = write(tmp_path, "few", n=4), write(tmp_path, "less", {"tg8": 50.0}, n=4)
+    assert [row.verdict for row in compare(few, less).rows] == [stats.TOO_FEW]
+    status, _, err = call(few, less, "--fail-below", 0.9)
+    assert status == 1 and "nothing to judge" in err
+    near = write(tmp_path, "near", {"tg8": 97.0}), write(tmp_path, "base")
+    assert call(*near[::-1], "--fail-below", 0.97)[0] == 0, "its interval is around 0.97"
 
 
 @pytest.mark.parametrize(
@@ -130,9 +119,9 @@ def test_history_is_shown_without_a_verdict(tmp_path, call, other, why):
     assert [row.verdict for row in found.rows] == [HISTORY]
     assert any(line.startswith(f"b is history, and has no verdict: {why}") for line in found.lines)
     assert [row.verdict for row in compare(a, b, across=True).rows] == ["slower"]
-    status, out, err = call(a, b, "--fail-below", 0.97)
-    assert status == 1 and HISTORY in out and "--across judges" in err
-    if "card" in other:
+    if "card" in other:  # 3 where the whole interval lies below
+        status, out, err = call(a, b, "--fail-below", 0.97)
+        assert status == 1 and HISTORY in out and "--across judges" in err
         assert call(a, b)[0] == 0 and call(a, b, "--fail-below", 0.97, "--across")[0] == 3
 
 
@@ -150,50 +139,6 @@ def test_cards_are_known_by_number_and_cpus_ask_for_none(tmp_path):
     assert why_history(a, b) == []
 
 
-def test_exit_status(tmp_path, call):
-    """3 where the whole interval lies below: 0.97 of the speed has an interval around 0.97."""
-    a = write(tmp_path, "a")
-    for name, factor in (("b", 0.9), ("c", 0.97), ("d", 1.1)):
-        b = write(tmp_path, name, {"tg8": 100.0 * factor})
-        got, out, err = call(a, b, "--fail-below", 0.97)
-        assert got == (3 if factor == 0.9 else 0) and "| tg8" in out
-        assert ("error: slower than 0.97x: b tg8 0." in err) == (got == 3)
-    several = [tmp_path / name for name in "abd"]
-    assert [(row.run_id, row.verdict) for row in compare(*several).rows] == [
-        ("b", "slower"), ("d", "faster"),
-    ]  # fmt: skip
-    assert call(*several, "--fail-below", 0.97)[0] == 3
-
-
-def test_other_kinds_are_named_and_wrong_usage_is_one_line(tmp_path, call):
-    a, b = write(tmp_path, "a"), write(tmp_path, "b")
-    c = write(tmp_path, "c", kind="perplexity")
-    for wrong in ([], [a], [a, tmp_path / "none"], [a, c], [c, a]):
-        status, out, err = call(*wrong)
-        assert status == 2 and out == "" and len(err.splitlines()) == 1
-        assert ("of kind perplexity" in err) == (c in wrong)
-    assert not (tmp_path / "page.html").exists()
-    status, out, _ = call(a, b, c)
-    assert status == 0 and "c is not compared: it is of kind perplexity, and ab and bench " in out
-
-
-def test_the_page(tmp_path, call):
-    a = write(tmp_path, "a")
-    b = write(tmp_path, "b", {"tg8": 120.0, "tg4": 9.0}, run_id="<b>&")
-    status, _, err = call(a, b)
-    text = (tmp_path / "page.html").read_text()
-    assert status == 0 and f"page: {tmp_path / 'page.html'}" in err
-    assert network_loads(text) == [] and "http" not in text
-    assert "<title>Is it faster than a? &lt;b&gt;&amp;</title>" in text and "<b>&" not in text
-    found = compare(a, b)
-    for value in [*found.table().iloc[0], *found.unmatched().iloc[0]]:
-        assert f">{value}<".replace("<b>&", "&lt;b&gt;&amp;") in text
-    shown = text.replace("&lt;b&gt;&amp;", "<b>&")
-    assert all(line.replace("'", "&#39;") in shown for line in found.lines)
-    assert re.search(r'<img src="data:image/png;base64,[\w+/=]{1000,}" alt="speedup', text)
-    assert compared_page(compare(a, write(tmp_path, "c", {"tg1": 1.0}))).count("<img") == 0
-
-
 SIDES = st.lists(
     st.builds(
         Repeated,
@@ -207,7 +152,6 @@ SIDES = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(SIDES, SIDES)
 def test_everything_matches_once_or_is_listed(before, after):
     found = match(before, after)
@@ -219,9 +163,8 @@ def test_everything_matches_once_or_is_listed(before, after):
     for a, b, differ in found.matched:
         assert a.test == b.test
         assert a.model[1:] == b.model[1:] or (a.model[0] is not None and a.model[0] == b.model[0])
-        assert {n: (x, y) for n, x, y in differ} == {
-            n: (a.toggles[n], b.toggles[n]) for n in a.toggles if a.toggles[n] != b.toggles[n]
-        }
+        wanted = {} if a.toggles == b.toggles else {"sync": (a.toggles["sync"], b.toggles["sync"])}
+        assert {name: pair for name, *pair in differ} == {n: [*p] for n, p in wanted.items()}
     for a in found.only_before:  # nothing that is equal in all is left on both sides
         for b in found.only_after:
             assert (a.test, a.model[1:], a.toggles) != (b.test, b.model[1:], b.toggles)
@@ -231,3 +174,12 @@ def test_everything_matches_once_or_is_listed(before, after):
     itself = match(distinct, distinct)
     assert not itself.only_before and not itself.only_after
     assert all(not m.differ for m in itself.matched)
+
+
+def test_of_several_arms_nobody_knows_the_counterpart():
+    def side(arm: str, sync: str) -> Repeated:
+        return Repeated("tg8", arm, ("h", "m", "Q"), {"sync": sync}, np.ones(1))
+
+    several = [side("one", "b"), side("two", "c")]
+    assert match([side("engine", "a")], several).matched == []
+    assert len(match([side("engine", "a")], several[:1]).matched) == 1
