@@ -50,8 +50,8 @@ class FakeFile:
 class FakeEngine:
     """ns_of(toggles, n_tokens, nth step of all engines) is what a step takes.
 
-    The logits of a step are a function of the tokens in the cache alone, but for `wrong`: engines
-    with a sync mode named there add an error of that size.
+    The logits of a token are a function of the tokens in the cache alone, but for `wrong`: engines
+    with a sync mode named there add an error of that size to one logit.
     """
 
     def __init__(self, clock, toggles=None, ns_of=None, wrong=None, n_ctx=256, shared=None):
@@ -63,7 +63,9 @@ class FakeEngine:
         self.rehearsal = Rehearsal(self.cache, as_they_are, self.config.n_ubatch)
         self.ns_of = ns_of or (lambda toggles, n_tokens, nth: 1_000_000 * n_tokens)
         self.wrong = wrong or {}
-        self.shared = shared or SimpleNamespace(steps=0, variants=[], stop_at=None, error=None)
+        self.shared = shared or SimpleNamespace(
+            steps=0, variants=[], stop_at=None, error=None, waits=[]
+        )
         self.recorder, self.ranges = None, OFF
         self._loaded = self  # what it stands on, for `exclusive`
         self.closed = False
@@ -77,6 +79,7 @@ class FakeEngine:
             waiting="never",
             sync_stream=lambda stream: lambda: None,
             clock=lambda: None,
+            synchronize=lambda: self.shared.waits.append(self.shared.steps),
         )
         self.model = SimpleNamespace(
             path=Path("models/fake.gguf"), hash="h" * 64, architecture="llama", name="fake",
@@ -105,13 +108,18 @@ class FakeEngine:
         shared.steps += 1
         if shared.stop_at == shared.steps:
             raise shared.error
+        assert len(self.live) + len(tokens) <= self.config.n_ctx
         self.calls.append(list(tokens))
         self.live += tokens
         self.clock.now += int(self.ns_of(self.toggles, len(tokens), shared.steps))
         self.counters = {"steps": self.counters["steps"] + 1, "wait_ns": self.clock.now}
-        rng = np.random.default_rng(self.live)
-        logits = rng.standard_normal((1, N_VOCAB)).astype(np.float32)
-        return logits + np.float32(self.wrong.get(self.toggles.sync, 0))
+        n, live = len(tokens) if outputs == "all" else 1, self.live
+        seeds = [live[: len(live) - i] for i in reversed(range(n))]
+        logits = np.array(
+            [np.random.default_rng(seed).standard_normal(N_VOCAB) for seed in seeds], np.float32
+        )
+        logits[:, 3] += np.float32(self.wrong.get(self.toggles.sync, 0))
+        return logits
 
     def prefill(self, tokens, outputs="last", left=HIDDEN):
         n = self.config.n_ubatch
