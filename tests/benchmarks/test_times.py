@@ -131,10 +131,10 @@ def test_what_the_machine_cannot_resolve_is_said(found):
 
 def test_a_launch_counts_as_its_kernels(engine, monkeypatch):
     """Of a token's parts; a library's launch, whose kernels nobody knows, is one."""
-    name = next(c.node.name for c in engine.program().singly() if isinstance(c, Launch))
+    launches = [c for c in engine.program().singly() if isinstance(c, Launch) and not c.by_host]
     whole = token_parts.issued(engine)
-    several = lambda node: ["a", "b", "c"] if node.name == name else None  # noqa: E731
-    monkeypatch.setattr(engine.backend, "kernels_of", several)
+    several = {launches[0].node.name: ["a", "b", "c"]}
+    monkeypatch.setattr(engine.backend, "kernels_of", lambda node: several.get(node.name))
     assert token_parts.issued(engine) == {part: n + 2 for part, n in whole.items()}
 
 
