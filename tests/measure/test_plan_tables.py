@@ -12,9 +12,7 @@ import pytest
 from data.measure import binds, plan_tables, readme
 from data.measure.matrix import OFF, SETS, STEP, WHOLE
 from data.measure.recorded import Recorded
-from tests import peer_runs
 from tests.measure.made import COUNTERS, MODEL, ON, arm, lines, record, sets, target
-from tests.measure.test_peer_runs import steady
 from workbench.benchmarks.compare.arms import switched
 from workbench.config import Toggles
 
@@ -107,30 +105,6 @@ def test_gap_host_and_kernels_are_held_to_bounds(tmp_path, gap):
     assert kernels.measured == f"{MODEL} 820 (809)" and f"**missed**: {MODEL}" in kernels.met
 
 
-def test_a_gap_and_kernels_that_miss_are_taken_apart(tmp_path):
-    plans_run(tmp_path, gap=50.0)
-    found = Recorded(tmp_path)
-    _, step, whole = binds.plan_gaps(found, 25, 40)
-    assert step.measured == "gap 45 to 50 us, 2 of 2 rows above 25; host 30 to 30 us, 0 above 40"
-    longest, shortest = step.binds
-    assert longest.startswith(
-        "the longest gap, llama-3.2-1b BF16, pdl on: token 870 = device 820 + gap 50; of the gap, "
-        "20 until the host has the logits, 30 the host; the host's phases: inputs 0"
-    )
-    assert shortest.startswith("the shortest, llama-3.2-1b BF16, pdl off: token 950 = device 905")
-    assert whole.missed == "plans=ours, a step, direct, ahead"
-    assert list(binds.plan_gaps(found, 60, 60)) == []
-    (kernels,) = binds.plan_kernels(found, {"on": {MODEL: 800}, "off": {MODEL: 905}})
-    assert kernels.measured == "820 us, 2.5 % above 800"
-    # llama.cpp's best takes 1002 us, ours 502: for 2.2 times it would have to be 455
-    peer_runs.write(tmp_path / "peer-cuda" / MODEL, steady())
-    (beside,) = binds.beside(Recorded(tmp_path), {MODEL: 2.2}, 25)
-    too_much, wanted, *_ = beside.binds
-    assert too_much == "a token takes 502 us, 47 more than 2.2 times allow"
-    assert wanted == f"with a gap of 25 us it would be {1002 / (502 - 25):.2f}"
-    assert list(binds.beside(Recorded(tmp_path), {MODEL: 1.9}, 25)) == []
-
-
 @pytest.mark.parametrize(("ours", "verdict"), [(60.0, "faster"), (64.0, "no difference"),
                                                (80.0, "slower")])  # fmt: skip
 def test_first_tokens_of_an_engine_are_not_to_cost(tmp_path, ours, verdict):
@@ -170,19 +144,6 @@ def test_sets_for_best_stand_beside_what_won_singly(tmp_path, faster):
         assert verdict == ("faster" if wins else "no difference"), name
     said = plan_tables.won(Recorded(tmp_path))
     assert (": won; " in said) == faster == ("None did" not in said)
-
-
-def test_a_sweep_has_the_columns_of_sweep_bench(tmp_path):
-    us = {"pp512": 40e3, "tg32": 32e3, "pp512@d1024": 50e3, "tg32@d1024": 40e3}
-    every = {test: {OFF: of, WHOLE: of / 2, f"{OFF} (A/A)": of} for test, of in us.items()}
-    record(tmp_path, f"sweep-{MODEL}", "sweep", every, sets(OFF, WHOLE), toggle="")
-    found = lines(tmp_path, "sweep-cuda")
-    columns = ["PP", "TG", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s"]
-    assert [list(line)[2:9] for line in found] == [columns] * 4
-    last = found[-1]
-    assert [last["plans"], last["N_KV"]] == ["ours", "1024"]
-    assert float(last["T_TG s"]) == pytest.approx(0.02005, abs=1e-4)
-    assert float(last["S_PP t/s"]) == pytest.approx(512 / (25e-3 * 1.0025), rel=1e-3)
 
 
 # reuse --------------------------------------------------------------------------------------------
@@ -225,13 +186,3 @@ def test_reuse_has_us_by_phase_and_a_verdict(tmp_path):
     (line,) = lines(tmp_path, "reuse-verdict")
     assert line["llama.cpp's build, us"] == "40 (40..40)"
     assert line["at llama.cpp's"] == "1.04 (1.04..1.04)"
-
-
-def test_growth_is_compared_with_plans_and_without(tmp_path):
-    names = [f"kv_growth={how} {plans}" for plans in (OFF, WHOLE) for how in ("step", "full")]
-    us = dict(zip((*names, f"{names[0]} (A/A)"), (64e3, 80e3, 32e3, 64e3, 64e3), strict=True))
-    record(tmp_path, f"growth-{MODEL}", "ab", {"tg64": us}, sets(*names), toggle="")
-    found = lines(tmp_path, "growth-cuda")
-    assert [(line["plans"], line["Speedup"][:5], line["verdict"]) for line in found] == [
-        ("off", "0.800", "slower"), ("ours", "0.500", "slower"),
-    ]  # fmt: skip

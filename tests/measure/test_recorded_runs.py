@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import nbformat
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -22,16 +21,13 @@ from data.measure import (
     plan_tables,
     random_lengths,
     readme,
-    streams,
-    targets,
 )
 from data.measure.attention import AttentionRun
 from data.measure.batched import BatchedRun
-from data.measure.mechanisms import ATTENTION, GAP, MECHANISMS, SIDE_BY_SIDE, side_by_side
 from data.measure.peer import PeerRun
 from data.measure.proofs import EXHAUSTIVE
 from data.measure.recorded import Recorded
-from data.measure.skipping import SkipRun, comparisons
+from data.measure.skipping import SkipRun
 from data.measure.sources import unmarked
 from tests.exhaustive import collected
 from tests.gpu import sanitize
@@ -123,37 +119,6 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_mechanisms_are_rows_of_recorded_runs():
-    """Computed here a second way."""
-    page = readme.made("mechanisms", RECORDED)
-    for spec in MECHANISMS:
-        folder = RESULTS / f"cuda-{spec.folder}"
-        if spec.test == GAP or not folder.is_dir():
-            continue
-        of = AB.load(folder).summary().set_index(["test", "arm"]).loc[(spec.test, spec.on)]
-        said = f"{of['speedup']:.2f} ({of['low']:.2f}..{of['high']:.2f})"
-        assert any(said in row and of["verdict"] in row for row in page.splitlines()), spec
-    for one, line in zip(SIDE_BY_SIDE, side_by_side(RECORDED), strict=True):
-        tps = peer.recorded_peer(RECORDED, one.model, streams.FOLDER).rates("tg128")
-        off, on = (np.median(tps[arm]) for arm in one.pair.arms)
-        assert float(line.values["speedup"].split()[0]) == pytest.approx(on / off, abs=0.02)
-    every = {one.folder: one for one in comparisons(8192, [512, 2048, 8192], 32, 5)}
-    assert all({one.off, one.on} <= set(every[one.folder].arms) for one in ATTENTION)
-
-
-def test_every_missed_target_of_plans_has_its_reason():
-    rows, said = targets.targets(RECORDED), (RESULTS / "README.md").read_text()
-    for start, title in (
-        ("plans=ours, gap", "the gap between tokens with plans"),
-        ("plans=ours, host", "the gap between tokens with plans"),
-        ("tg128 beside llama.cpp", "tg128 beside llama.cpp:"),
-        ("plans never cost", "first tokens of a fresh engine"),
-        ("a token's launches replayed", "kernels in plans"),
-    ):
-        (found,) = [one for one in rows if one.what.startswith(start)]
-        assert "**missed**" not in found.met or f"What binds, {title}" in said
-
-
 # runs --------------------------------------------------------------------------------------------
 
 HTTP = (random_lengths.RUNS.name, over_http.RUNS.name, first_requests.RUNS.name)
@@ -214,23 +179,6 @@ def test_comparisons_are_interleaved_repeated_and_right():
             wanted = answer_between(Toggles(**first["toggles"]), Toggles(**arm["toggles"]))
             assert answer is not None and answer.holds and answer.kind == wanted, arm["name"]
             assert wanted == EXACT or not arm["is_control"]
-
-
-@pytest.mark.parametrize("background", matrix.OFF_AND_ON)
-@pytest.mark.parametrize("model", matrix.SYNCED)
-def test_sync_modes_measured_on_a_gpu_are_the_safe_ones(model, background):
-    """On both streams, each once: gaps, and t/s in the thread's tests. A mode may be newer."""
-    ways = ("own", "compute")
-    wanted = [(mode, stream) for stream in ways for mode in matrix.modes_on(stream)]
-    for name in ("gaps", *(f"sync-{stream}" for stream in ways)):
-        folder = RESULTS / f"cuda-{name}-{background}-{model}"
-        if folder.is_dir():
-            arms = [a["toggles"] for a in load_run(folder).run["arms"] if not a["is_control"]]
-            made = [(t["sync"], t["copy_stream"]) for t in arms]
-            assert made == [m for m in wanted if m in made] != []
-            assert {(t["graph_reuse"], t["fuse_glu"], t["pdl"]) for t in arms} == {
-                ("set_rows", background, background)
-            }
 
 
 def again(folder: Path) -> dict[tuple[str, str], float]:

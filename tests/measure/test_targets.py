@@ -7,15 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from data.measure import binds, blocks, counters, recorded, targets
-from data.measure.matrix import TOGETHER
 from data.measure.readme import made
 from data.measure.recorded import LARGE, NOT_MEASURED, SMALL, TYPES, Recorded
 from tests.measure.made import PEAK, READ, arm, model, record, target
-from workbench.benchmarks.runs import results
 
 GIVEN = {"read_gbps": READ, "product_tflops": PEAK}
 
@@ -43,22 +40,6 @@ def test_without_runs_nothing_is_met(tmp_path):
     for name in blocks.BLOCKS:
         assert made(name, Recorded(tmp_path)).endswith("not measured.")
     assert targets.binds_lists(Recorded(tmp_path)) == ""
-
-
-def test_sequences_together_stand_beside_their_bound(tmp_path):
-    """Two sequences with 6 tokens of prompt and 3 generated ones, a second a step: a step reads
-    1 GB of weights and 12 + 2 * (3 + 1) / 2 = 16 cells of 0.5 GB, the mean of three steps."""
-    fields = {"tests": ["pp6+tg3@b2"], "model": model("llama-3.2-1b", "Q4_K", 1e9)}
-    record(tmp_path, f"together-{TOGETHER}-8", "bench", {}, fields=fields, read_gbps=18.0,
-           cache_bytes_per_token=5e8)  # fmt: skip
-    table = results.SampleTable("x")
-    for repetition in range(3):
-        ns, n = np.array([4e9, 1e9, 1e9, 2e9]), np.array([12, 2, 2, 2])
-        table.add("engine", False, "pp6+tg3@b2", repetition, ns, n)
-    run = Recorded(tmp_path).run(f"together-{TOGETHER}-8")
-    found = recorded.together(run._replace(samples=table.frame()))
-    wanted = {"n_seqs": 2, "pp": 3, "tg": 2, "each": 1, "step_ms": 1000, "step_gb": 9, "bound": 4}
-    assert wanted.items() <= found.items() and found["share"] == pytest.approx(0.5)
 
 
 def test_decode_is_a_share_of_its_own_bandwidth(tmp_path):
@@ -157,31 +138,6 @@ def test_answers_depth_and_loading_are_held_to_bounds(tmp_path):
     assert target(tmp_path, "llama-3-8b Q4_0 ready").met == "**missed**"
 
 
-def test_checks_are_clean_only_if_every_tool_ran(tmp_path):
-    run = {"tests": 5, "errors": 0, "seconds": 2.5, "exit": 0}
-    found = {
-        "runs": dict.fromkeys(("before", *targets.TOOLS), run), "duration_s": 55.0, "device": "GPU",
-        "date": "2026-01-02T03", "tool": "Version 1", "source_hash": "0123456789",
-    }  # fmt: skip
-
-    def met(changed: dict | None = None, **fields) -> str:
-        written = found | {"runs": found["runs"] | (changed or {})} | fields
-        (tmp_path / "gpu-sanitizer.json").write_text(json.dumps(written))
-        return target(tmp_path, "errors that compute-sanitizer").met
-
-    assert met() == "yes"
-    for wrong in ({"errors": 1}, {"errors": None}, {"exit": 1}, {"tests": 0}):
-        assert met({"racecheck": run | wrong}) == "**missed**"
-    assert met(duration_s=500.0) == met(runs={"memcheck": run}) == "**missed**"
-    (tmp_path / "gpu-tests.json").write_text(json.dumps(
-        {"device": "GPU", "passed": 7, "failed": 2, "skipped": 1, "duration_s": 9.0,
-         "date": "2026-01-02T03", "source_hash": "abcdefghij"}
-    ))  # fmt: skip
-    shown = made("correctness-cuda", Recorded(tmp_path))
-    assert re.search(r"make test-gpu .* \| +9 \| +2 \| +9.0 \|", shown)
-    assert "sources abcdefgh, 2026-01-02 (older sources: no evidence that today's pass)" in shown
-
-
 # what binds where a target is missed -------------------------------------------------------------
 
 
@@ -257,32 +213,3 @@ def test_counters_say_what_is_full():
     cases = {"cases": [COUNTED | {"type": "Q4_K", "issue_pct": 99.0}, COUNTED]}
     assert binds.by_counters(cases, ROW).endswith(binds.counted(COUNTED))  # two launches of 33 MB
     assert binds.by_counters(cases, ROW | {"batch": 16}) == ""
-
-
-def test_missed_figures_have_the_lines_of_their_files(tmp_path):
-    decode_run(tmp_path)
-    (line,) = targets.decode_binds(Recorded(tmp_path))
-    assert line == ("llama-3-8b-f16, tg128", "83.3 %", (NOT_MEASURED,))
-    commit = {"hash": "1" * 40, "dirty": False}
-    path = tmp_path / "cuda-ablation-llama-3-8b-f16.json"
-    path.write_text(json.dumps(STEP | {"commit": commit}))
-    (line,) = targets.decode_binds(Recorded(tmp_path))
-    assert line.binds[:-1] == binds.step(STEP)
-    assert line.binds[-1] == "taken apart at commit 11111111, the run is of 00000000"
-    shown = made("targets-cuda", Recorded(tmp_path))
-    assert f"- **llama-3-8b-f16, tg128: 83.3 %**. S{line.binds[0][1:]}\n" in shown
-    rows = [kernel_row("Q4_0", LARGE[0], "plain", 0.9), kernel_row("Q4_0", "8b.o", "pdl", 0.6)]
-    record(tmp_path, "kernels", "kernels", {}, rows=rows, **GIVEN)
-    (tmp_path / "cuda-launches.json").write_text(json.dumps(LAUNCHES | {"commit": commit}))
-    (line,) = targets.kernel_binds(Recorded(tmp_path))
-    assert line.missed == "Q4_0 8b.o, pdl" and "an empty launch 0.50" in line.binds[0]
-    fields = {"model": model("llama-3-8b", "Q4_0", 3e9)}
-    record(tmp_path, "batches-llama-3-8b-q4_0", "bench",
-           {"pp16": 20e3, "pp64": 20e3, "pp128": 40e3}, fields=fields,
-           product_flops={"pp16": 0.6e12, "pp64": 9e12, "pp128": 6e12}, **GIVEN)  # fmt: skip
-    for n in (64, 128):  # the nearest
-        path = tmp_path / f"cuda-ablation-llama-3-8b-q4_0-{n}.json"
-        path.write_text(json.dumps(STEP | {"n_tokens": n, "commit": commit}))
-    (line,) = targets.batch_binds(Recorded(tmp_path))
-    assert line.measured == "16 tokens 5.0 %, 128 tokens 25.0 %"  # 1,000 us; 10,000 us
-    assert line.binds[0] == f"of 64 tokens: {binds.step(STEP | {'n_tokens': 64})[0]}"

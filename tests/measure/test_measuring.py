@@ -1,0 +1,270 @@
+"""Measuring from the call to the page, with tiny models and without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from data.measure import (
+    attention,
+    batched,
+    best_table,
+    first_requests,
+    matrix,
+    over_http,
+    plan_costs,
+    racing,
+    random_lengths,
+    readme,
+    served_arms,
+    skipping,
+)
+from data.measure.__main__ import measure
+from data.measure.batched import BatchedRun
+from data.measure.command import Options
+from data.measure.over_http import PIPE, STREAMED, WHOLE, HttpRun
+from data.measure.peer import LLAMA
+from data.measure.recorded import PHASES, Recorded
+from data.measure.session import BACKGROUNDS, RESOLVED, parsed, toggles_of
+from data.measure.skipping import CLASSES, OFF, TAIL, comparisons, ways
+from data.measure.steps import KINDS
+from tests.backend.cuda.fake_cuda import fake_backend
+from tests.peer import fake_llama_bench
+from workbench.benchmarks.compare.arms import arms_of
+from workbench.benchmarks.runs.results import load_run
+from workbench.benchmarks.workload import parse_tests
+from workbench.common.errors import UsageError, WorkbenchError
+from workbench.config import Toggles
+
+MODEL = "tiny-llama-q8_0"
+
+
+def test_attention_alone_is_gb_a_second_of_its_bytes(tmp_path):
+    given = Options("embedded", tmp_path / attention.RUNS.name / "made")
+    attention.main("tiny-llama", widths="2", depth=128, rounds=3, quick=True, options=given)
+    (found,) = attention.RUNS.runs(Recorded(tmp_path))
+    lines = [line.values for line in found.lines()]
+    assert len(lines) == 2 * len(found.arms) and found.arms[-1] == "parallel_blocks off (A/A)"
+    for values in lines:
+        nbytes = found.run["result"]["bytes"][f"{values['shape']} {values['mask']}"]
+        assert values["gbps"] == pytest.approx(nbytes / values["us"] / 1e3)
+    shape = attention.Shape.of("tiny-llama", 2, 128)
+    assert found.run["result"]["bytes"]["tiny-llama b2@d128 full"] == 2 * 128 * shape.cell_bytes
+    assert "| us a layer |" in readme.made("attention", Recorded(tmp_path))
+
+
+def test_sequences_are_measured_beside_llama_cpp(tmp_path, tiny_models):
+    """Both sides take every width in turn; rates of all sequences, and the bounds of a step."""
+    peer = fake_llama_bench.install(tmp_path / "built").parent
+    given = Options("embedded", tmp_path / batched.RUNS.name, tiny_models)
+    how = {"peer": peer, "widths": "1,3", "rounds": 2, "n_prompt": 6, "n_gen": 4, "quick": True}
+    batched.main(MODEL, ours="serving,best", options=given, **how)
+    found = BatchedRun(load_run(tmp_path / batched.RUNS.name / MODEL))
+    run, result = found.run, found.run["result"]
+    names = ["llama.cpp", "workbench serving", "workbench best", "workbench serving (A/A)"]
+    assert [arm["name"] for arm in run["arms"]] == names and run["status"] == "complete"
+    assert all(answer["holds"] for answer in result["answers"].values())
+    order = found.samples.groupby(["repetition", "arm"], sort=False)["order"].min().unstack()
+    assert order.loc[0, names].is_monotonic_increasing
+    assert order.loc[1, names].is_monotonic_decreasing
+    for n in (1, 3):
+        prompts, made = (found.rates(f"pp6+tg4@b{n}", phase)["llama.cpp"] for phase in PHASES)
+        assert made.tolist() == [pytest.approx(n / (1e-3 + 1e-4 * n), rel=1e-3)] * 2
+        assert prompts.tolist() == [pytest.approx(5e5, rel=1e-3)] * 2
+    result["rates"] = {"read_gbps": 2.0, "to_host_gbps": 4.0, "launch_us": 0.5}
+    (_, test), arm = found.tests, "workbench serving"
+    own, cells = found.bounds(test, arm), 3 * (6 + (1 + 2 + 3 + 4) / 4)  # in use in the mean step
+    assert own.weights == pytest.approx(run["model"]["weight_bytes_per_token"] / 2e3)
+    assert own.cache == pytest.approx(cells * result["cell_bytes"] / 2e3)
+    assert own.logits == pytest.approx(4 * result["n_vocab"] * 3 / 4e3)
+    assert own.launches == result["launches"][arm][test.name] / 2 > 5
+    assert "2 rounds" in readme.made("batched", Recorded(tmp_path))
+    (peer / "fails").write_text("a test is missing")
+    with pytest.raises(RuntimeError, match="1 of 2 widths"):
+        batched.main(MODEL, options=Options("embedded", tmp_path / "x", tiny_models), **how)
+
+
+def test_skipping_counts_blocks_and_times_phases(tmp_path, tiny_models):
+    given = Options("embedded", tmp_path / skipping.FOLDER, tiny_models)
+    skipping.main(MODEL, ubatches="64", n_prompt=128, n_gen=2, rounds=1, options=given)
+    found = skipping.runs(Recorded(tmp_path), MODEL)
+    assert set(found) == {"ub64", "together-64", "parts", "depth"}
+    visits, n_layer = found["ub64"].run["result"]["visits"], found["ub64"].run["model"]["n_layer"]
+    each = [visits[arm]["pp128"]["prompts"] for arm in ways(64)]
+    assert {sum(one) for one in each} == {n_layer * 2 * (64 // 8) * (256 // 16)}
+    assert each[0][1] == each[2][1] == each[3][1] == 0, (
+        "off; and below 1024 tokens the gate is shut"
+    )
+    # a group of 8 tokens sees up to its last one
+    assert each[1][0] == n_layer * sum(-(-(8 * (i + 1)) // 16) for i in range(128 // 8))
+    run = found["together-64"]
+    (test,) = run.run["tests"]
+    for phase in PHASES:
+        assert run.skipped(test, phase, f"kv_cache=unified {TAIL}") == 0, "of one region"
+        assert 0.5 < run.skipped(test, phase, f"kv_cache=per_sequence {CLASSES}") < 1
+    own = run.samples[run.samples["arm"] == run.names[0]]
+    for phase, rows in zip(PHASES, (own[own["token"] == 0], own[own["token"] > 0]), strict=True):
+        wanted = rows["n_tokens"].sum() * 1e9 / rows["ns"].sum()
+        assert run.rates(test, phase)[run.names[0]].tolist() == [pytest.approx(wanted)]
+    assert ways(8)[0] == OFF and "| ubatch |" in readme.made("skipping", Recorded(tmp_path))
+    background = Toggles(graph_reuse="set_rows", kv_cache="per_sequence", kv_parts="stream_k")
+    for one in comparisons(8192, [1 << i for i in range(14)], 32, 5):  # none is refused on a GPU
+        assert len(arms_of(" | ".join(one.arms), background)[1]) == len(one.arms) + 1
+        assert one.n_ctx >= max(test.n_cells for test in one.tests)
+
+
+@pytest.mark.slow
+def test_loads_reach_their_pages(tmp_path, tiny_models):
+    """Prompts of random lengths; and through HTTP, three ways in turn, beside llama.cpp."""
+    given = Options("embedded", tmp_path / random_lengths.RUNS.name, tiny_models)
+    random_lengths.main(MODEL, means="6,12,20", prompts=4, slots=2, n_gen=3, options=given)
+    (run,) = random_lengths.RUNS.runs(Recorded(tmp_path))
+    assert run.points["arm"].tolist() == ["off", "tail", "tail", "off", "tail", "off"]
+    off = run.points[run.points["arm"] == "off"]
+    fit = [run.fit("off")(x) for x in off["mean"]]
+    np.testing.assert_allclose(fit, off["duration"], rtol=1e-6)  # three points fix all three
+    given = Options("embedded", tmp_path / over_http.RUNS.name, tiny_models)
+    peer = fake_llama_bench.install(tmp_path / "built").parent
+    over_http.main(MODEL, peer=peer, in_flight="1,2", n_prompt=5, n_gen=3, each=1, rounds=2,
+                   client_processes=1, options=given)  # fmt: skip
+    http = HttpRun(load_run(tmp_path / over_http.RUNS.name / MODEL))
+    first = http.points[http.points["round"] == 0]["arm"].drop_duplicates().tolist()
+    assert first == [PIPE, WHOLE, STREAMED] and (http.points["completed"] == 16).all()
+    (_, test) = http.run["tests"]
+    # two sequences at once, as the program says it: 5 tokens at 2 us each, 3 steps of 1.2 ms
+    wanted = 2 * 3 / (2 * 5 * 2e-6 + 3 * 1.2e-3)
+    assert http.rates(test)[LLAMA].tolist() == [pytest.approx(wanted, rel=1e-3)] * 2
+    assert http.times(test, PIPE) == 1.0 and 0.5 < http.event_us(test)["per_event"] <= 3
+    for name in (random_lengths.RUNS.name, over_http.RUNS.name):
+        assert "tiny-llama Q8_0" in readme.made(name, Recorded(tmp_path))
+    given = Options("embedded", tmp_path, tiny_models)
+    first_requests.main(
+        MODEL, starts=2, requests=4, in_flight=2, n_prompt=5, n_gen=3, options=given
+    )
+    starts = first_requests.FirstRun(load_run(tmp_path / MODEL)).starts
+    assert len(starts) == 2 and all(start.first_ms > 0 < start.begin_s for start in starts)
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path):
+    given = Options("embedded", tmp_path / "x")
+    for call, says in (
+        (lambda: random_lengths.main(MODEL, prompts=0, options=given), "--prompts"),
+        (lambda: over_http.main(MODEL, in_flight="0,1", options=given), "--in-flight"),
+        (lambda: first_requests.main(MODEL, starts=0, options=given), "--starts"),
+        (lambda: attention.main("no-such-model", options=given), "models are"),
+        (lambda: plan_costs.measure(out=tmp_path / "x", rounds=0), "--rounds 0 measures nothing"),
+        (lambda: measure("decod", out=tmp_path), "step 'decod' does not exist; choose from plans"),
+        (lambda: measure("decode", out=tmp_path, only="llama"), "--only llama: no such model"),
+        (lambda: measure("cpu", out=tmp_path), "give --device embedded"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            call()
+    assert served_arms.front_time(2**22 + 1) is None, "no such process"
+
+
+def test_each_cost_of_a_plan_is_measured(monkeypatch, tmp_path, tiny_models):
+    """On a driver that only notes what it is asked."""
+    fake_backend(monkeypatch)
+    out = tmp_path / "made" / "costs.json"
+    plan_costs.measure(models=tiny_models, out=out, only="llama-3.2-1b-bf16", quick=True)
+    step, split = json.loads(out.read_text())["rows"]
+    assert (step["scope"], split["scope"]) == ("step", "split")
+    assert set(step["costs"]) > set(split["costs"]), "a step copies inputs, too"
+    for row in (step, split):
+        assert row["nodes"] > 10 and row["edges"] == row["nodes"] - 1
+        assert all(row[name]["median"] > 0 for name in row["costs"])
+        assert row["programmatic_edges"] > 0 and row["device_us"]["median"] == 250
+
+
+@pytest.mark.slow
+def test_races_on_a_device_are_counted(tiny_model, monkeypatch):
+    monkeypatch.setattr(racing, "N_UBATCH", 16)
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=144, n_ubatch=16, n_seqs=1,
+        n_devices=2, threads=2, unsafe=True, toggles=Toggles(graph_reuse="set_rows"),
+    ) as engine:  # fmt: skip
+        found = racing.compared(engine, quick=True)
+    assert not any(any(o["differing"]) for o in found["orderings"] if not o["races"])
+    assert sum(any(o["differing"]) for o in found["orderings"]) > 10, racing.said(found)
+
+
+# the matrix --------------------------------------------------------------------------------------
+
+
+def test_every_row_of_the_matrix_can_be_measured(tiny_model):
+    """Its kind, step, model, toggles, values compared and tests are known; a folder has one."""
+    named = [(row.device, row.folder, row.kind) for row in matrix.MATRIX]
+    assert len(set(named)) == len(named)
+    for row in matrix.MATRIX:
+        assert row.kind in KINDS and row.step in (*matrix.STEPS, matrix.CPU_STEP)
+        background, *changes = row.toggles.split()
+        assert background in (*BACKGROUNDS, *RESOLVED)
+        for name, _, value in (change.partition("=") for change in changes):
+            Toggles().switched(name, value)
+        assert not row.model or parsed(row.model)
+        if row.kind in ("ab", "plans", "fresh", "sweep"):
+            toggle, arms = arms_of(row.compared, Toggles(graph_reuse="set_rows"))
+            assert not toggle or arms[0].name == Toggles().value_of(toggle)
+        assert row.kind not in ("ab", "bench", "plans", "fresh") or parse_tests(row.test)
+    with wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded") as engine:
+        off = toggles_of("best plans=off sync=per_copy", engine)
+        assert (off.plans, off.sync, off.graph_reuse) == ("off", "per_copy", "set_rows")
+        made = toggles_of("kept sync=packed fuse=on fuse_glu=off", engine)
+    assert (made.graph_reuse, made.sync, made.fuse_glu, made.fuse_qkv) == (
+        "set_rows", "packed", "off", "on",
+    )  # fmt: skip
+
+
+def test_what_is_late_is_left_and_what_fails_is_made_again(
+    tmp_path, tiny_models, monkeypatch, capsys
+):
+    def fails(engine, arms, *rounds):
+        raise RuntimeError("no clock")
+
+    given = {"models": tiny_models, "device": "embedded", "quick": True}
+    measure("plans", out=tmp_path, **given, at_most_s=1)
+    measure("plans", out=tmp_path, **given, like="nothing,none-*")
+    said = capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    for row in matrix.rows("plans"):
+        late = f"quick-embedded-{row.folder}: left, {row.seconds} s are too many; call again"
+        assert late in said
+    model = given["only"] = matrix.COMPARED[0]
+    monkeypatch.setattr("data.measure.planned.token_parts", fails)
+    with pytest.raises(WorkbenchError, match=f"1 failed: quick-embedded-plans-{model}$"):
+        measure("plans", out=tmp_path, **given)
+    monkeypatch.undo()
+    measure("plans", out=tmp_path, **given)  # it is not there, so it is made
+    assert "parts" in load_run(tmp_path / f"quick-embedded-plans-{model}").run["result"]
+
+
+@pytest.mark.slow
+def test_every_step_runs_with_tiny_models(tmp_path: Path, tiny_models: Path, capsys):
+    """On the embedded device; then tables have rows of it. A second call finds all of them there.
+    What a CPU cannot do is left out."""
+    model, planned = matrix.PLANNED[0], ("plans", "best", "reuse", "grown")
+    given = {"out": tmp_path, "models": tiny_models, "device": "embedded", "quick": True}
+    measure(*planned, **given, only=model)
+    others = ("kernels", "fusion", "gaps", "sync", "together", "decode", "depth", "load")
+    measure(*others, **given)
+    assert not list(tmp_path.glob("embedded-*")), "a quick run must not be taken for a real one"
+    parts = load_run(tmp_path / f"quick-embedded-plans-{model}").run["result"]["parts"]
+    assert parts[matrix.STEP]["calls"] == 1 < parts[matrix.STEP]["nodes"]
+    assert parts[matrix.WHOLE]["counters"]["plans_ahead"] > 0
+    found = Recorded(tmp_path, "quick-embedded")
+    for block in ("plans-cuda", "plans-costs", "plans-fresh", "sets-cuda", "sweep-cuda",
+                  "reuse-cuda", "reuse-verdict", "growth-cuda"):  # fmt: skip
+        assert "tiny-llama" in readme.made(block, found)
+    best_table.made(best_table.folders_in(tmp_path))
+    run = found.run("decode-llama-3-8b-q4_0")
+    # the last layer goes on with the last token alone once attention is done
+    attends, ffn, head = 256 * (256 + 2 * 128) + 256 * 256, 3 * 256 * 512, 256 * 1024
+    flops = run.run["result"]["product_flops"]["pp128"]
+    assert flops == 2 * (128 * (2 * attends + ffn) + ffn + head)
+    capsys.readouterr()
+    measure("decode", **given)
+    assert "there already" in capsys.readouterr().out
