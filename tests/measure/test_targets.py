@@ -170,17 +170,6 @@ COUNTED = {
 }  # fmt: skip
 
 
-def test_a_product_is_held_to_reading_and_launching():
-    assert binds.product(ROW, READ, LAUNCHES) == (
-        "a launch takes 14.00 us; reading 33.0 MB 11.00 and an empty launch 1.00, one after the "
-        "other, would be 91.7 %; a kernel that only reads takes 12.50 (88.0 %); "
-        "the product's own 1.50 us"
-    )
-    said = binds.product(ROW | {"launch": "pdl"}, READ, LAUNCHES)
-    assert "only reads" not in said and said.endswith("the product's own 2.50 us")
-    assert binds.product(ROW, READ, None) == NOT_MEASURED
-
-
 def test_a_step_names_what_leaving_out_saves_most_first():
     first, saved, slower = binds.step(STEP | {"apart_us": us(2500.0)})
     assert first == (
