@@ -9,7 +9,6 @@ from tests.benchmarks.fake_engine import timed
 from workbench.benchmarks.compare.ab import ab
 from workbench.benchmarks.compare.arms import answer_between, arms_of, make_arms
 from workbench.benchmarks.compare.comparison import AB
-from workbench.benchmarks.compare.rounds import order_of
 from workbench.benchmarks.runs.results import load_run, rates
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
@@ -42,19 +41,13 @@ def test_the_order_is_a_rotating_palindrome(monkeypatch):
     found = ab(engine, SPEC, tests="tg3@d5", rounds=6)
     cells = found.samples.drop_duplicates("order")
     letters = {"per_copy": "A", "copy_boundary": "B", "per_copy (A/A)": "C"}
-    assert "".join(cells["arm"].map(letters)) == "ABCCBABCAACBCABBAC"
-    assert cells["order"].tolist() == list(range(18)) and found.interleaved
+    assert "".join(cells["arm"].map(letters)) == "ABCCBABCAACBCABBAC" and found.interleaved
     one_sided = found.samples.sort_values(["arm", "order"], ignore_index=True)
     one_sided["order"] = range(len(one_sided))
     assert not AB(found.run, one_sided).interleaved
-    for k in (2, 3, 5):  # every arm has every position equally often
-        positions = [order_of(r, k).index(0) for r in range(2 * k)]
-        assert sorted(positions) == sorted(list(range(k)) * 2)
     a, b, control = engine.shared.variants
-    assert [v.toggles.sync for v in (a, b, control)] == ["per_copy", "copy_boundary", "per_copy"]
     assert sorted(a.calls) == sorted(b.calls) == sorted(control.calls) and engine.calls == []
     assert all(v.closed for v in engine.shared.variants)
-    assert [arm["is_control"] for arm in found.run["arms"]] == [False, False, True]
     assert [arm["counters"]["steps"] for arm in found.run["arms"]] == [6 * 4] * 3
 
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from tests.benchmarks.made_runs import DEVICE, gpu, write
 from tests.network import network_loads
 from workbench.benchmarks.compare import stats
-from workbench.benchmarks.compare.compare import HISTORY, METHOD, compare, why_history
+from workbench.benchmarks.compare.compare import HISTORY, METHOD, compare
 from workbench.benchmarks.compare.matching import Repeated, match
-from workbench.benchmarks.runs.nameless import card_number
 from workbench.config import Toggles
 
 
@@ -123,20 +122,6 @@ def test_history_is_shown_without_a_verdict(tmp_path, call, other, why):
         status, out, err = call(a, b, "--fail-below", 0.97)
         assert status == 1 and HISTORY in out and "--across judges" in err
         assert call(a, b)[0] == 0 and call(a, b, "--fail-below", 0.97, "--across")[0] == 3
-
-
-def test_cards_are_known_by_number_and_cpus_ask_for_none(tmp_path):
-    old = gpu()
-    old["machine"]["gpus"] = [{"uuid": "GPU-1", "driver": "580.1"}]
-    a, b, c = (write(tmp_path, name, **how) for name, how in (
-        ("a", old), ("b", gpu(card_number("GPU-1"))), ("c", gpu(card_number("GPU-2"))),
-    ))  # fmt: skip
-    assert not any("history" in line for line in compare(a, b).lines)
-    assert any("another card" in line for line in compare(a, c).lines)
-    assert not any("GPU-1" in line for line in compare(a, c).lines)
-    a, b = ({"engine": {"device": "embedded", "device_description": DEVICE}, "started": "2026",
-             "machine": {"cpu": {}, "gpus": [{"driver": d}]}} for d in ("1", "2"))  # fmt: skip
-    assert why_history(a, b) == []
 
 
 SIDES = st.lists(

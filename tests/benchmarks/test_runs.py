@@ -66,15 +66,11 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path):
-    for key in results.RUN_KEYS:
-        with pytest.raises(UsageError, match=key):
-            write_run(tmp_path / "r1", {k: v for k, v in a_run().items() if k != key}, None)
+    with pytest.raises(UsageError, match="arms"):
+        write_run(tmp_path / "r1", {k: v for k, v in a_run().items() if k != "arms"}, None)
     with pytest.raises(TypeError, match="does not belong"):
         write_run(tmp_path / "r1", a_run(result={"x": object()}), some_samples())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written"):
-        write_run(tmp_path / "file" / "r1", a_run(), some_samples())
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert not [*tmp_path.iterdir()]
 
 
 DAMAGED = {

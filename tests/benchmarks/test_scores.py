@@ -184,18 +184,6 @@ def test_bad_files_are_refused_in_one_line(engine, tmp_path, name):
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_against_names_a_reference():
-    assert ppl.parse_against("base") == ppl.parse_against("baseline") == Toggles()
-    assert ppl.parse_against("llama.cpp@2025-09") == Toggles.preset("llama.cpp@2025-09")
-    but_one = Toggles().switched("fuse", "on").switched("fuse_qkv", "off")
-    for text in ("fuse=on,fuse_qkv=off", "fuse_qkv=off, fuse=on"):
-        assert ppl.parse_against(text) == but_one
-    clash = "sync=event_guarded,copy_stream=compute"
-    for text in ("", "float", "speed=on", "activations=f16", clash):
-        with pytest.raises(UsageError):
-            ppl.parse_against(text)
-
-
 # runs --------------------------------------------------------------------------------------------
 
 

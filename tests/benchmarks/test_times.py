@@ -20,18 +20,14 @@ from tests.trace import chrome_decode
 from workbench.benchmarks.times import profiling, token_parts
 from workbench.benchmarks.times.gaps import Gaps, fit_line, host_gaps, load
 from workbench.benchmarks.times.overlap import (
-    BRANCHES,
-    Overlap,
-    Traced,
     in_flight,
     in_stream_order,
-    measure_overlap,
 )
 from workbench.benchmarks.times.profiling import Bandwidth, profile_test
 from workbench.benchmarks.workload import draw_tokens, parse
-from workbench.common.errors import DeviceError, UsageError
+from workbench.common.errors import UsageError
 from workbench.common.progress import Bar
-from workbench.config import EngineConfig, Toggles
+from workbench.config import Toggles
 from workbench.program.commands import DEVICE, Launch, Record, Stream, Wait, compute_stream
 from workbench.program.side_by_side import regions
 from workbench.trace.lanes import ABOUT
@@ -230,31 +226,6 @@ def test_regions_are_those_of_the_transitive_closure(does):
     assert found == slow_regions(made)
 
 
-def test_what_overlap_says_and_records():
-    """Three tokens of a region with a branch for each length."""
-    tokens = pd.DataFrame(
-        {"us": 20.0, "total_us": 16.0, "beside_us": [4.0, 8.0, 6.0], "overlap": [0.25, 0.5, 0.375],
-         "n_kernels": 9, "n_short": 1, "n_silent": 2}
-    )  # fmt: skip
-    rows = [
-        (t, 0, stream, f"n{stream}", 2, length + t / 100, stream == 0)
-        for t in range(3)
-        for stream, length in enumerate([10.0, 2.0])
-    ]
-    traced = Traced("cupti", 0.5, 38.0, 2.0, 1.5, "")
-    one = Overlap(1000, tokens, pd.DataFrame(rows, columns=list(BRANCHES)), 19.0, traced)
-    first, second, *_ = str(one).split("\n")
-    assert first == "overlap 37.5%: 6.0 of 16.0 us with two or more of 9 kernels in flight"
-    assert second == "1 kernels and 1 of 2 branches under 10 ticks of 1000 ns: unresolved"
-    assert one.record()["overlaps"] == [0.25, 0.5, 0.375] and one.record()["overlap"] == 0.375
-    assert one.record()["branches"] == {
-        "region": [0, 0], "stream": [0, 1], "first": ["n0", "n1"], "n": [2, 2],
-        "us": [10.01, 2.01], "resolved": [True, False],
-    }  # fmt: skip
-    with pytest.raises(UsageError, match=r"n_tokens=0: .* give 1 or more"):
-        measure_overlap(None, 0)  # type: ignore[arg-type]
-
-
 # profile -----------------------------------------------------------------------------------------
 
 
@@ -337,22 +308,3 @@ def test_a_step_that_waited_for_a_written_line_has_no_gap(engine, monkeypatch):
     steps = profiling.stamped_steps(engine, [drawn])
     assert told == [4, 4, 2] and steps["kernels_us"].notna().all()
     assert steps.index[steps["gap_us"].isna()].tolist() == [0, 4, 8]
-
-
-def test_the_window_and_the_bandwidth(engine, monkeypatch):
-    """The last eight steps are the default; the bandwidth is measured, or it says why not."""
-    assert profiling.window_of(parse("tg128"), 512) == (120, 8)
-    assert profiling.window_of(parse("pp1024+tg2"), EngineConfig().n_ubatch) == (0, 4)
-    with pytest.raises(UsageError, match="which has 1 steps here"):
-        profiling.window_of(parse("pp512"), 512, (1, 1))
-
-    def full() -> None:
-        raise DeviceError("no 4 GiB are free")
-
-    rates = {"max": 9.0, "sum": 12.5}
-    rig = SimpleNamespace(read_rates=lambda: rates, void=lambda gbps: "void: slow card")
-    monkeypatch.setattr(profiling, "rig_of", lambda backend, quick: rig)
-    gbps, said = profiling.read_bandwidth(engine)
-    assert gbps == 12.5 and said.endswith("(sum, the best of 2 ways); void: slow card")
-    rig.read_rates = full
-    assert profiling.read_bandwidth(engine) == (None, "no read bandwidth: no 4 GiB are free")
