@@ -1,4 +1,5 @@
-"""Steps taken apart on a CPU: what launches are called, and what leaving them out leaves."""
+"""Steps taken apart on a CPU: what launches are called, and what leaving them out leaves; and
+what becomes of what ncu counts of launches."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from data.measure import ablation, session
+from data.measure import ablation, counters, nsight, session
+from data.measure.counters import COUNTERS, STALL
 from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.engine.programs import Key
 from workbench.graph.ir import Kind
@@ -84,3 +86,28 @@ def test_a_planned_step_is_the_same_launches(engine):
         assert side.counters["plans_replayed"] > 0
     assert apart["unchanged"] and set(apart["kinds"]) == {piece.kind for piece in wanted}
     assert sum(kind["launches"] for kind in apart["kinds"].values()) == len(wanted)
+
+
+US, MEMORY = COUNTERS["us"][0], COUNTERS["memory_pct"][0]
+WAIT, LONG, BARRIER, DRAIN = (
+    STALL.format(r) for r in ("wait", "long_scoreboard", "barrier", "drain")
+)
+LOG = f"""==PROF== Profiling "product_plain": 0%....50%....100% - 9 passes
+"ID","Kernel Name","{US}","{MEMORY}","{WAIT}","{LONG}","{BARRIER}","{DRAIN}"
+"","","ns","%","inst","inst","inst","inst"
+"0","product_plain","13,000","76.5","1.5","4.25","n/a","0.1"
+"1","product_plain(const void *, int)","14,000","77.5","1.5","4.75","0.5","0.1"
+==PROF== Disconnected from process 17
+"""
+
+
+def test_medians_and_the_longest_stalls_are_kept():
+    each = [counters.figures(launch) for launch in nsight.launches_counted(LOG)]
+    assert counters.summary(each) == {
+        "launches": 2, "us": 13.5, "memory_pct": 77.0,
+        "stalls": {"long_scoreboard": 4.5, "wait": 1.5, "barrier": 0.25},
+    }  # fmt: skip
+    other_units = {US: ("0.013", "msecond"), COUNTERS["dram_bytes"][0]: ("33.5", "Mbyte")}
+    assert counters.figures(other_units) == {"us": 13.0, "dram_bytes": 33.5e6, "stalls": {}}
+    for log in ("", "==ERROR== no\n", '"ID","a"\n"","%"\n'):
+        assert nsight.launches_counted(log) == []

@@ -14,6 +14,7 @@ from data.measure import (
     batched,
     best_table,
     first_requests,
+    inventory,
     matrix,
     over_http,
     plan_costs,
@@ -21,6 +22,7 @@ from data.measure import (
     readme,
     served_arms,
     skipping,
+    two_commits,
 )
 from data.measure.__main__ import measure
 from data.measure.batched import BatchedRun
@@ -28,6 +30,7 @@ from data.measure.command import Options
 from data.measure.over_http import PIPE, STREAMED, WHOLE, HttpRun
 from data.measure.peer import LLAMA
 from data.measure.recorded import PHASES, Recorded
+from data.measure.same_logits import compare
 from data.measure.session import BACKGROUNDS, RESOLVED, parsed, toggles_of
 from data.measure.skipping import CLASSES, OFF, TAIL, ways
 from data.measure.steps import KINDS
@@ -36,7 +39,7 @@ from tests.peer import fake_llama_bench
 from workbench.benchmarks.compare.arms import arms_of
 from workbench.benchmarks.runs.results import load_run
 from workbench.benchmarks.workload import parse_tests
-from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
 
 MODEL = "tiny-llama-q8_0"
@@ -179,35 +182,9 @@ def test_every_row_of_the_matrix_can_be_measured(tiny_model):
             assert not toggle or arms[0].name == Toggles().value_of(toggle)
         assert row.kind not in ("ab", "bench", "plans", "fresh") or parse_tests(row.test)
     with wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded") as engine:
-        off = toggles_of("best plans=off sync=per_copy", engine)
-        assert (off.plans, off.sync, off.graph_reuse) == ("off", "per_copy", "set_rows")
-        made = toggles_of("kept sync=packed fuse=on fuse_glu=off", engine)
-    assert (made.graph_reuse, made.sync, made.fuse_glu, made.fuse_qkv) == (
-        "set_rows", "packed", "off", "on",
-    )  # fmt: skip
-
-
-def test_what_is_late_is_left_and_what_fails_is_made_again(
-    tmp_path, tiny_models, monkeypatch, capsys
-):
-    def fails(engine, arms, *rounds):
-        raise RuntimeError("no clock")
-
-    given = {"models": tiny_models, "device": "embedded", "quick": True}
-    measure("plans", out=tmp_path, **given, at_most_s=1)
-    measure("plans", out=tmp_path, **given, like="nothing,none-*")
-    said = capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-    for row in matrix.rows("plans"):
-        late = f"quick-embedded-{row.folder}: left, {row.seconds} s are too many; call again"
-        assert late in said
-    model = given["only"] = matrix.COMPARED[0]
-    monkeypatch.setattr("data.measure.planned.token_parts", fails)
-    with pytest.raises(WorkbenchError, match=f"1 failed: quick-embedded-plans-{model}$"):
-        measure("plans", out=tmp_path, **given)
-    monkeypatch.undo()
-    measure("plans", out=tmp_path, **given)  # it is not there, so it is made
-    assert "parts" in load_run(tmp_path / f"quick-embedded-plans-{model}").run["result"]
+        made = toggles_of("best plans=off sync=packed fuse=on fuse_glu=off", engine)
+    assert (made.plans, made.sync, made.graph_reuse) == ("off", "packed", "set_rows")
+    assert (made.fuse_glu, made.fuse_qkv) == ("off", "on")
 
 
 @pytest.mark.slow
@@ -236,3 +213,29 @@ def test_every_step_runs_with_tiny_models(tmp_path: Path, tiny_models: Path, cap
     capsys.readouterr()
     measure("decode", **given)
     assert "there already" in capsys.readouterr().out
+
+
+# other commits -----------------------------------------------------------------------------------
+
+
+def test_names_are_kept_moved_or_dropped():
+    found = inventory.change(["a::x", "a.py::T::z[1]", "a::y"], ["a::x", "b.py::T::z[1]", "b::w"])
+    assert (found.kept, found.dropped, found.new) == (["a::x"], ["a::y"], ["b::w"])
+    assert [(old, new) for old, new, _ in found.moved] == [("a.py::T::z[1]", "b.py::T::z[1]")]
+
+
+def test_other_logits_are_told():
+    arrays = [["aa", 1, 100, True], ["bb", 1, 100, True]]
+    cases = [{"case": "cpu 0", "device": "embedded", "model": "m.gguf"}]
+    was, now = ({"cpu 0": {"case": "cpu 0", "arrays": of}} for of in (arrays, arrays[:1]))
+    assert compare.compare(cases, was, was)["others"] == []
+    (other,) = compare.compare(cases, was, now)["others"]
+    assert other["was"] == "different" and "2 and 1 arrays" in other["what"]
+
+
+@pytest.mark.parametrize(("new", "verdict"), [(100.0, "no difference"), (125.0, "slower")])
+def test_times_of_two_commits_become_a_verdict(new, verdict):
+    noise = [0.0, 0.3, -0.2, 0.1, -0.1, 0.2, -0.3, 0.05]
+    us = {"old": [100 + n for n in noise], "control": [100 - n for n in noise]}
+    found = two_commits.judged(us | {"new": [new + n for n in noise]})
+    assert found["verdict"] == verdict and found["speedup"] == pytest.approx(100 / new, rel=0.01)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.measure import readme, streams
+from data.measure import readme
 from data.measure.peer import FOLDER, MODELS, SWITCHES, PeerRun, recorded_peers, theirs
-from data.measure.recorded import NOT_MEASURED, Recorded
+from data.measure.recorded import Recorded
 from tests import peer_runs
 from tests.measure.made import target
-from tests.peer_runs import AGAIN, ARMS, BEST, CONTROL
+from tests.peer_runs import ARMS, BEST, CONTROL
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.runs import results
 
@@ -100,35 +100,3 @@ def test_an_order_that_does_not_turn_is_seen(tmp_path):
     names = [theirs(switch) for switch in SWITCHES]
     assert len(set(names)) == len(names)
     assert all(a != b for a, b in itertools.combinations(SWITCHES.values(), 2))
-
-
-def test_each_pair_of_streams_has_its_verdict(tmp_path):
-    """Beside what the thread claims."""
-    us = {"llama.cpp": (90.0, 4000.0), "llama.cpp graph_opt=1": (90.0, 3850.0)}
-    ours = [arm for pair in streams.PAIRS for arm in pair.arms]
-    us |= dict.fromkeys(ours, (30.0, 2800.0))
-    planned, anywhere, late, plain, _, inside = (pair.arms[1] for pair in streams.PAIRS)
-    us |= {plain: (30.0, 2950.0), planned: (30.0, 2745.0), anywhere: (28.0, 2600.0)}
-    us |= {late: (30.0, 2690.0), inside: (30.0, 2500.0), streams.EITHER.arms[0]: (30.0, 2400.0)}
-    us |= {f"{ours[0]}{AGAIN}": us[ours[0]]}
-    noise = np.array([0.0, 0.001, -0.001, 0.002, -0.002])
-    arms = {arm: {"pp512": a * (1 + noise), "tg128": b * (1 - noise)} for arm, (a, b) in us.items()}
-    folder = tmp_path / streams.FOLDER / "llama-3-8b-q8_0"
-    peer_runs.write(folder, arms, name="llama-3-8b", quant="Q8_0")
-    lines = [line.values for line in streams.lines(Recorded(tmp_path))]
-    found = {(line["setting"], line["test"]): line for line in lines}
-    theirs = found[streams.THEIRS.name, "tg128"]
-    assert theirs["one"] == pytest.approx(250, rel=0.01) and theirs["claim"] == ""
-    assert float(theirs["ratio"].split()[0]) == pytest.approx(4000 / 3850, rel=0.002)
-    assert {pair.name: found[pair.name, "tg128"]["claim"] for pair in streams.PAIRS} == {
-        "no plans, no fusion": "not reproduced: slower",
-        "plans, no fusion": "direction only",
-        "plans, no fusion, any fork": "reproduced",
-        "plans, no fusion, pdl=off": "reproduced",
-        "no plans, fusion inside branches": "not reproduced: no difference",
-        "plans, fusion inside branches": "reproduced",
-    }
-    assert found[streams.EITHER.name, "tg128"]["found"] == "slower"
-    assert ": slower on llama-3-8b Q8_0 (0.960). " in streams.either(Recorded(tmp_path))
-    nowhere = readme.made("streams", Recorded(tmp_path / "nowhere"))
-    assert nowhere.startswith(f"Concurrent streams on a GPU: {NOT_MEASURED}.")

@@ -12,8 +12,7 @@ import pytest
 from data.measure import binds, plan_tables, readme
 from data.measure.matrix import OFF, SETS, STEP, WHOLE
 from data.measure.recorded import Recorded
-from tests.measure.made import COUNTERS, MODEL, ON, arm, lines, record, sets, target
-from workbench.benchmarks.compare.arms import switched
+from tests.measure.made import COUNTERS, MODEL, arm, lines, record, sets, target
 from workbench.config import Toggles
 
 WARM = {"plans_captured": 2, "plans_updated": 3, "plans_reinstantiated": 1, "plans_replayed": 40,
@@ -133,8 +132,8 @@ def test_sets_for_best_stand_beside_what_won_singly(tmp_path, faster):
 
 
 def test_reuse_has_us_by_phase_and_a_verdict(tmp_path):
-    """A token takes 1000 us with a kept graph, and 5000 us of building more without; where a layer
-    is disabled, what it saves is what it costs. llama.cpp's build comes from the peer run."""
+    """A token takes 1000 us with a kept graph, and 5000 us of building more without. llama.cpp's
+    build comes from the peer run."""
     build = {"graph": 1000, "fuse": 500, "split": 500, "layout": 500, "lower": 500, "prepare": 2000}
     arms = [arm("rebuild", Toggles(), batch=30, **build),
             arm("set_rows", Toggles(graph_reuse="set_rows"), batch=20, reuse=2),
@@ -151,15 +150,6 @@ def test_reuse_has_us_by_phase_and_a_verdict(tmp_path):
     assert line["100 us"] == f"{(us_token + 100) / us_token:.3f}"
     assert line["this engine's build, us"] == "5000"
     assert line["at this engine's"] == f"{(us_token + 5000) / us_token:.2f}"
-    layers = sets("redo=off", "redo_lower=on", "redo_bind=on")
-    layers[1] = arm("redo_lower=on", switched(ON, "redo_lower=on"), lower=700)
-    us = {"redo=off": 1000.0, "redo_lower=on": 1700.0, "redo_bind=on": 1100.0,
-          "redo=off (A/A)": 1000.0}  # fmt: skip
-    us = {name: 128 * each for name, each in us.items()}
-    record(tmp_path, f"reuse-layers-{MODEL}", "ab", {"tg128": us}, layers, toggle="")
-    text = readme.made("reuse-cuda", Recorded(tmp_path))
-    row = next(line for line in text.splitlines() if "| lower " in line and "0.59" in line)
-    assert "slower" in row and float(row.split("|")[5]) == pytest.approx(702, abs=1)
     names = ("llama.cpp", "llama.cpp reuse=off", "workbench best", "workbench best (A/A)")
     us = dict(zip(names, (128e3, 128 * 1040.0, 128e3, 128e3), strict=True))
     record(tmp_path, "peer", "peer", {"tg128": us}, [arm(name) for name in names],
