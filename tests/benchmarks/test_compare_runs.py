@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.benchmarks.made_runs import DEVICE, gpu, write
+from tests.benchmarks.made_runs import gpu, write
 from tests.network import network_loads
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.compare import HISTORY, METHOD, compare
@@ -55,23 +55,14 @@ def test_differences_are_named(tmp_path):
     old = {k: v for k, v in Toggles().to_dict().items() if k != "pdl"}
     a = write(tmp_path, "a", toggles=[old])  # an older run lacks toggles that are off
     b = write(
-        tmp_path, "b", commit={"hash": "b" * 40, "number": 2, "dirty": True},
-        versions={"numpy": "2.3", "scipy": "1.16", "numba": "0.66"}, status="interrupted",
+        tmp_path, "b", commit={"hash": "b" * 40, "number": 2, "dirty": True}, status="interrupted",
         toggles=[{"sync": "packed"}], model={"name": "tiny", "quant": "Q8_0", "hash": "h2"},
-        engine={"device": "embedded", "device_description": DEVICE, "config": {"n_ctx": 1024}},
     )  # fmt: skip
     found = compare(a, b)
     assert found.rows[0].sides.differ == [("sync", "per_copy", "packed")]
-    for line in (
-        "b: commit aaaaaaaa -> bbbbbbbb with changes",
-        "b: other versions: numpy 2.2 -> 2.3, numba none -> 0.66",
-        "b: other settings: n_ctx 512 -> 1024",
-        "b: tiny Q8_0 is another file: the same name and type, and another hash",
-        "b was interrupted",
-    ):
-        assert line in found.lines
-    c = write(tmp_path, "c", toggles=[Toggles(pdl="on").to_dict()])
-    assert compare(a, c).rows[0].sides.differ == [("pdl", "off", "on")]
+    said = "\n".join(found.lines)
+    for words in ("commit aaaaaaaa -> bbbbbbbb with changes", "another hash", "b was interrupted"):
+        assert words in said
 
 
 def test_what_is_not_compared_is_told(tmp_path, call):

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from tests.oracles.dequantize import dequantize
-from workbench.backend.cuda.device.backend import CudaBackend
-from workbench.backend.cuda.kernels import nvrtc, op_table
 from workbench.backend.null import NullBackend, open_backend
 from workbench.benchmarks.kernels import kernel_rigs
 from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, KernelRun, bench_kernels
@@ -32,7 +30,6 @@ from workbench.benchmarks.kernels.kernel_rigs import (
     rotating_bytes,
 )
 from workbench.common.errors import UsageError
-from workbench.common.progress import Bar
 from workbench.graph.ir import F16, MXFP4, Q4_0
 
 
@@ -90,11 +87,9 @@ def test_names_choose_types_shapes_and_batches():
     assert parse_batches("1,2-4,8") == [1, 2, 3, 4, 8]
     for parse, text, says in (
         (parse_types, "Q4_0,Q3_K", "type 'Q3_K' does not exist; choose from all, F16, BF16, Q8_0"),
-        (parse_types, " ", "no type is named"),
         (parse_shapes, "8b.ffn", "shape '8b.ffn' does not exist"),
-        (parse_batches, "1,x", "batch 'x' is no number"), (parse_batches, "0", "batch '0' is no"),
         (parse_batches, "4-2", "batch '4-2' is no"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError, match=says):
             parse(text)
     # rows and columns of the published models, written out
@@ -212,20 +207,3 @@ def test_the_command_measures_and_writes_a_folder(call, backend, tmp_path, monke
     (row,) = KernelRun.load(out).rows
     assert row.us > 0 and row.copies == 2
     assert (out / "roofline.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_a_gpu_compiles_is_made_ready_before(monkeypatch):
-    wanted: list[tuple[str, tuple[str, ...]]] = []
-    monkeypatch.setattr(nvrtc, "compile_many", lambda found, arch, left: wanted.extend(found))
-    backend = object.__new__(CudaBackend)
-    backend._arch, backend._sm = "sm_90", 90
-    left = Bar("compiling kernels", 3, "launches", None)
-    for name in ("8b.qkv", "8b.glu", "8b.o"):
-        case = KernelCase(Q4_0, SHAPES[name])
-        nodes = case.nodes(case.weights(), 2)
-        backend.make_ready(nodes, left)
-        operands = op_table.Operands(lambda tensor: 4096, 0, 0)
-        assert all(op_table.begins_early(node) for node in nodes), f"{name} has no pdl"
-        (work,) = [work for node in nodes for work in op_table.launches(node, operands)]
-        assert wanted[-1] == (work.file, work.defines)
-    assert len(set(wanted)) == 3
