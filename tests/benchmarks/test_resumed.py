@@ -166,7 +166,6 @@ RUN = (
     "from workbench.cli import main; main(sys.argv[1:])"
 )
 COMMANDS = {
-    "bench": ["bench", "-p", "64", "-n", "64", "-r", "40"],
     "perplexity": ["perplexity", "--tokens-from", "sample:6000:2", "--n-ctx", "64"],
     "ab": ["ab", "--toggle", "sync=per_copy,packed", "--test", "tg32", "--rounds", "20"],
 }

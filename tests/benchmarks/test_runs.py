@@ -33,8 +33,6 @@ from workbench.benchmarks.times.gaps import host_gaps
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
 
-RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
-
 
 def some_samples(run_id="r1"):
     table = SampleTable(run_id)
@@ -216,10 +214,6 @@ MEASURE = {
         e, sample(e, 4, 0), against=Toggles(fuse_glu="on"), out=out
     ),
 }
-# what the campaign adds to a folder once it was measured
-ADDED = {
-    "cache_bytes_per_token", "parts", "product_flops", "product_tflops", "read_gbps", "read_rates",
-}  # fmt: skip
 
 
 def strings(value: Any) -> Iterator[str]:
@@ -232,7 +226,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", MEASURE)
-def test_a_new_run_has_recorded_keys_and_no_places(engine, tmp_path, monkeypatch, kind):
+def test_a_new_run_has_its_keys_and_no_places(engine, tmp_path, monkeypatch, kind):
     """Programs and files have their names, and no folders; nobody finds the machine or its user."""
     model = Path(engine.model.path)
     argv = ["/opt/bin/workbench", kind, "-m", str(model), f"--out={tmp_path}/run"]
@@ -241,12 +235,7 @@ def test_a_new_run_has_recorded_keys_and_no_places(engine, tmp_path, monkeypatch
     new = load_run(tmp_path / "run").run
     assert list(new) == list(RUN_KEYS) and all(tuple(arm) == ARM_KEYS for arm in new["arms"])
     assert new["kind"] == kind and new["status"] == "complete" and new["duration_s"] > 0
-    every = (json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/run.json")))
-    old = [run for run in every if run["kind"] == kind]
-    for run in old:
-        assert set(run["result"]) - ADDED <= set(new["result"])
-        assert all(set(run[part]) <= set(new[part]) for part in ("commit", "engine", "model"))
-    assert old and new["command"] == ["workbench", kind, "-m", model.name, "--out=run"]
+    assert new["command"] == ["workbench", kind, "-m", model.name, "--out=run"]
     places = [str(tmp_path), str(model.parent), str(Path.home())]
     places += [platform.node()] * (len(platform.node()) > 5)  # a shorter one may be a word
     for text in strings(new):

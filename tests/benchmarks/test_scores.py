@@ -226,10 +226,9 @@ def test_figures_that_are_no_numbers(engine, tmp_path):
     assert math.isnan(made.engine.error)  # of a single token
     text = (tmp_path / "run" / "run.json").read_text()
     assert "NaN" not in text and json.loads(text)["result"]["engine"]["error"] is None
-    for value in (math.nan, math.inf):
-        engine.wrong = {"per_copy": value}
-        with pytest.raises(WorkbenchError, match=r"logits behind token 0 are not finite"):
-            ppl.perplexity(engine, asked.open(engine), out=tmp_path / "other")
+    engine.wrong = {"per_copy": math.nan}
+    with pytest.raises(WorkbenchError, match=r"logits behind token 0 are not finite"):
+        ppl.perplexity(engine, asked.open(engine), out=tmp_path / "other")
 
 
 # real engines ------------------------------------------------------------------------------------
@@ -254,20 +253,6 @@ def test_a_text_is_scored_as_its_prefill_says(tiny_model, tmp_path, preset, devi
         p = softmax64(engine.prefill(ids[:64], outputs="all"))
     first = found[found["window"] == 0]
     np.testing.assert_allclose(first["nll"], -np.log(p[np.arange(64), first["token"]]), rtol=1e-10)
-
-
-def test_a_sample_is_reproducible_and_foreseen(tiny_model, tmp_path):
-    """Drawn from the model itself, tokens have the model's own entropy as their mean NLL."""
-    path, asked = tiny_model("tiny-llama", "F16"), ask(None, "sample:120:4")
-    with Engine.load(path, device="host", n_ctx=128, toggles=Toggles()) as engine:
-        run = ppl.perplexity(engine, asked.open(engine), out=tmp_path / "run")
-        entropies = []
-        for window in ask(None, "sample:120:4").open(engine).windows:
-            engine.reset()
-            p = softmax64(engine.prefill(window.inputs, outputs="all"))
-            entropies.append(-np.sum(p * np.log(p), axis=1))
-            assert window.targets == run.tokens["token"].tolist()
-    assert abs(run.engine.nll - np.concatenate(entropies).mean()) < 4 * run.engine.error
 
 
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "F16"])

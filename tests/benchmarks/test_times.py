@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,24 +99,6 @@ def test_what_leaves_nothing_to_time_is_refused(loaded, call):
             host_gaps(loaded, **({"arms": ARMS, "rounds": 1} | asked))
     status, out, err = call("--test", "tg4", "--window", "2,3")
     assert status == 2 and out == "" and "2,3 does not lie in" in err.splitlines()[-1]
-
-
-def test_what_the_machine_cannot_resolve_is_said(found):
-    """The same run with gaps that are known: 100 us, with 0.5 us of noise; others by so much."""
-
-    def synthetic(control_us: float, packed_us: float) -> Gaps:
-        more = {"per_copy (A/A)": control_us, "packed": packed_us, "copy_boundary": -30.0}
-        rounds = [found.samples.assign(repetition=r) for r in range(20)]
-        samples = pd.concat(rounds, ignore_index=True).drop_duplicates(["repetition", "arm"])
-        noise = 0.5 * np.random.default_rng(1).standard_normal(len(samples))
-        us = 100 + samples["arm"].map(more).fillna(0) + noise
-        return Gaps(found.run, samples.assign(ns=(1e3 * us).astype(int)))
-
-    assert synthetic(0.0, -60.0).unresolved == ""
-    off = synthetic(5.0, -60.0).unresolved
-    assert "differs from itself. This machine cannot resolve less than 5." in off
-    small = synthetic(0.0, -30.1).unresolved
-    assert "and less is copy_boundary -> packed (0." in small and "from itself" not in small
 
 
 def test_a_launch_counts_as_its_kernels(engine, monkeypatch):
