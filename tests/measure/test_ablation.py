@@ -3,8 +3,6 @@ what becomes of what ncu counts of launches."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -71,21 +69,6 @@ def test_without_a_kind_the_others_compute_what_they_did(engine, n_tokens):
     shared = ablation.prepared_of(engine, n_tokens)
     if n_tokens == 1 and shared is not prepared:
         assert not all(map(np.array_equal, ablation.content(shared), left(shared, "glu")))
-
-
-def test_a_planned_step_is_the_same_launches(engine):
-    planned = dataclasses.replace(
-        engine.toggles, plans="ours", sync="packed_implicit", graph_reuse="set_rows",
-        plan_scope="step", launch_ahead="on",
-    )  # fmt: skip
-    engine.step([0])
-    wanted = ablation.pieces(ablation.prepared_of(engine, 1), engine.backend)
-    with engine.variant(planned) as side:
-        side.step([0])
-        apart = ablation.take_apart(side, 1, quick=True)
-        assert side.counters["plans_replayed"] > 0
-    assert apart["unchanged"] and set(apart["kinds"]) == {piece.kind for piece in wanted}
-    assert sum(kind["launches"] for kind in apart["kinds"].values()) == len(wanted)
 
 
 US, MEMORY = COUNTERS["us"][0], COUNTERS["memory_pct"][0]

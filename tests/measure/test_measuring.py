@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import workbench as wb
@@ -21,18 +20,14 @@ from data.measure import (
     random_lengths,
     readme,
     served_arms,
-    skipping,
     two_commits,
 )
 from data.measure.__main__ import measure
 from data.measure.batched import BatchedRun
 from data.measure.command import Options
-from data.measure.over_http import PIPE, STREAMED, WHOLE, HttpRun
-from data.measure.peer import LLAMA
 from data.measure.recorded import PHASES, Recorded
 from data.measure.same_logits import compare
 from data.measure.session import BACKGROUNDS, RESOLVED, parsed, toggles_of
-from data.measure.skipping import CLASSES, OFF, TAIL, ways
 from data.measure.steps import KINDS
 from tests.backend.cuda.fake_cuda import fake_backend
 from tests.peer import fake_llama_bench
@@ -74,62 +69,6 @@ def test_sequences_are_measured_beside_llama_cpp(tmp_path, tiny_models):
     (peer / "fails").write_text("a test is missing")
     with pytest.raises(RuntimeError, match="1 of 2 widths"):
         batched.main(MODEL, options=Options("embedded", tmp_path / "x", tiny_models), **how)
-
-
-@pytest.mark.slow
-def test_skipping_counts_blocks_and_times_phases(tmp_path, tiny_models):
-    given = Options("embedded", tmp_path / skipping.FOLDER, tiny_models)
-    skipping.main(MODEL, ubatches="64", n_prompt=128, n_gen=2, rounds=1, options=given)
-    found = skipping.runs(Recorded(tmp_path), MODEL)
-    assert set(found) == {"ub64", "together-64", "parts", "depth"}
-    visits, n_layer = found["ub64"].run["result"]["visits"], found["ub64"].run["model"]["n_layer"]
-    each = [visits[arm]["pp128"]["prompts"] for arm in ways(64)]
-    assert {sum(one) for one in each} == {n_layer * 2 * (64 // 8) * (256 // 16)}
-    assert each[0][1] == each[2][1] == each[3][1] == 0, "off, or few tokens"
-    # a group of 8 tokens sees up to its last one
-    assert each[1][0] == n_layer * sum(-(-(8 * (i + 1)) // 16) for i in range(128 // 8))
-    run = found["together-64"]
-    (test,) = run.run["tests"]
-    for phase in PHASES:
-        assert run.skipped(test, phase, f"kv_cache=unified {TAIL}") == 0, "of one region"
-        assert 0.5 < run.skipped(test, phase, f"kv_cache=per_sequence {CLASSES}") < 1
-    own = run.samples[run.samples["arm"] == run.names[0]]
-    for phase, rows in zip(PHASES, (own[own["token"] == 0], own[own["token"] > 0]), strict=True):
-        wanted = rows["n_tokens"].sum() * 1e9 / rows["ns"].sum()
-        assert run.rates(test, phase)[run.names[0]].tolist() == [pytest.approx(wanted)]
-    assert ways(8)[0] == OFF and "| ubatch |" in readme.made("skipping", Recorded(tmp_path))
-
-
-@pytest.mark.slow
-def test_loads_reach_their_pages(tmp_path, tiny_models):
-    """Prompts of random lengths; and through HTTP, three ways in turn, beside llama.cpp."""
-    given = Options("embedded", tmp_path / random_lengths.RUNS.name, tiny_models)
-    random_lengths.main(MODEL, means="6,12,20", prompts=4, slots=2, n_gen=3, options=given)
-    (run,) = random_lengths.RUNS.runs(Recorded(tmp_path))
-    assert run.points["arm"].tolist() == ["off", "tail", "tail", "off", "tail", "off"]
-    off = run.points[run.points["arm"] == "off"]
-    fit = [run.fit("off")(x) for x in off["mean"]]
-    np.testing.assert_allclose(fit, off["duration"], rtol=1e-6)  # three points fix all three
-    given = Options("embedded", tmp_path / over_http.RUNS.name, tiny_models)
-    peer = fake_llama_bench.install(tmp_path / "built").parent
-    over_http.main(MODEL, peer=peer, in_flight="1,2", n_prompt=5, n_gen=3, each=1, rounds=2,
-                   client_processes=1, options=given)  # fmt: skip
-    http = HttpRun(load_run(tmp_path / over_http.RUNS.name / MODEL))
-    first = http.points[http.points["round"] == 0]["arm"].drop_duplicates().tolist()
-    assert first == [PIPE, WHOLE, STREAMED] and (http.points["completed"] == 16).all()
-    (_, test) = http.run["tests"]
-    # two sequences at once, as the program says it: 5 tokens at 2 us each, 3 steps of 1.2 ms
-    wanted = 2 * 3 / (2 * 5 * 2e-6 + 3 * 1.2e-3)
-    assert http.rates(test)[LLAMA].tolist() == [pytest.approx(wanted, rel=1e-3)] * 2
-    assert http.times(test, PIPE) == 1.0 and 0.5 < http.event_us(test)["per_event"] <= 3
-    for name in (random_lengths.RUNS.name, over_http.RUNS.name):
-        assert "tiny-llama Q8_0" in readme.made(name, Recorded(tmp_path))
-    given = Options("embedded", tmp_path, tiny_models)
-    first_requests.main(
-        MODEL, starts=2, requests=4, in_flight=2, n_prompt=5, n_gen=3, options=given
-    )
-    starts = first_requests.FirstRun(load_run(tmp_path / MODEL)).starts
-    assert len(starts) == 2 and all(start.first_ms > 0 < start.begin_s for start in starts)
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from data.measure import binds, blocks, counters, recorded, targets
+from data.measure import binds, blocks, recorded, targets
 from data.measure.readme import made
 from data.measure.recorded import LARGE, NOT_MEASURED, SMALL, TYPES, Recorded
 from tests.measure.made import PEAK, READ, arm, model, record, target
@@ -145,14 +145,6 @@ def us(median: float) -> dict[str, float]:
     return {"median": median, "min": median, "max": median, "n": 5}
 
 
-# 33.0 MB at 3,000 GB/s: 11.0 us
-LAUNCHES = {
-    "read_gbps": READ, "graph_us": {"plain": us(1.0), "pdl": us(0.5)},
-    "reads": [{"bytes": 33_000_000, "kernel": "read_8 x8", "us": us(12.5)}],
-}  # fmt: skip
-ROW = {"type": "Q4_0", "shape": "8b.gate_up", "rows": 28672, "cols": 4096, "batch": 1,
-       "launch": "plain", "us": 28.0, "share": 22 / 28, "bytes": 66_000_000,
-       "launches": 2}  # fmt: skip
 # weights of 3 GB at 3,000 GB/s: 1,000 us
 STEP: dict[str, Any] = {
     "n_tokens": 1, "launches": 180, "weight_bytes": 3_000_000_000, "product_flops": 6 * 10**12,
@@ -162,11 +154,6 @@ STEP: dict[str, Any] = {
         "norm": {"launches": 1, "weight_bytes": 0, "us": us(-120.0)},
         "glu": {"launches": 36, "weight_bytes": 1_500_000_000, "us": us(900.0)},
     },
-}  # fmt: skip
-COUNTED = {
-    "type": "Q4_0", "shape": "8b.gate", "batch": 1, "bytes": 33_000_000, "us": 13.0,
-    "memory_pct": 70.0, "issue_pct": 62.0, "alu_pct": 40.0, "tensor_pct": 0.0, "warps_pct": 55.0,
-    "stalls": {"wait": 1.25, "long_scoreboard": 9.5, "not_selected": 0.5},
 }  # fmt: skip
 
 
@@ -184,21 +171,3 @@ def test_a_step_names_what_leaving_out_saves_most_first():
     assert "(reading weights 1000, tensor cores 10000)" in binds.step(STEP | {"n_tokens": 64})[0]
     assert binds.step(STEP | {"unchanged": False})[-1].startswith("void: ")
     assert binds.step(STEP)[-1].startswith("rough") and binds.step(None) == (NOT_MEASURED,)
-
-
-def test_counters_say_what_is_full():
-    reading = {"memory_pct": 81.0, "issue_pct": 9.0, "stalls": {}}
-    assert binds.counted(COUNTED, reading) == (
-        "memory 70 % busy (reading alone 81 %), issue slots 62 %, integer units 40 %: none is full "
-        "with 55 % of the warps there is room for: latency binds; a warp waits longest (cycles an "
-        "instruction) for memory (9.5), fixed latencies (1.2)"
-    )
-    assert "issue slots bind; a warp" in binds.counted(COUNTED | {"issue_pct": 88.0}, reading)
-    near = COUNTED | {"memory_pct": 78.0}  # of 81: as reading alone
-    assert ": memory binds;" in binds.counted(near, reading)
-    assert "latency binds" in binds.counted(near)
-    assert binds.counted({"stalls": {}, "memory_pct": 50.0}) == NOT_MEASURED
-    assert set(binds.WAITS) == set(counters.REASONS)
-    cases = {"cases": [COUNTED | {"type": "Q4_K", "issue_pct": 99.0}, COUNTED]}
-    assert binds.by_counters(cases, ROW).endswith(binds.counted(COUNTED))  # two launches of 33 MB
-    assert binds.by_counters(cases, ROW | {"batch": 16}) == ""
