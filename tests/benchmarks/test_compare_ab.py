@@ -9,7 +9,7 @@ from tests.benchmarks.fake_engine import timed
 from workbench.benchmarks.compare.ab import ab
 from workbench.benchmarks.compare.arms import answer_between, arms_of, make_arms
 from workbench.benchmarks.compare.comparison import AB
-from workbench.benchmarks.runs.results import load_run, rates
+from workbench.benchmarks.runs.results import rates
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
 
@@ -141,24 +141,6 @@ def test_what_cannot_be_compared_is_refused(monkeypatch, spec, message):
 
 
 # whole runs --------------------------------------------------------------------------------------
-
-
-def test_a_comparison_is_saved_and_loaded_again(monkeypatch, tmp_path):
-    monkeypatch.setattr("workbench.benchmarks.runs.results.CHECKPOINT_SECONDS", -1.0)
-    seen, out = [], tmp_path / "r"
-
-    def progress(done, total, what):
-        seen.append((done, total))
-        if done == 3:  # one round is done and was written
-            assert len(load_run(out).samples) == 3 * 4
-
-    found = ab(timed(monkeypatch, 1.3, 0.02), SPEC, None, "tg4", 5, out=out, progress=progress)
-    assert seen == [(i, 15) for i in range(16)]
-    again = AB.load(out)
-    assert again.table().equals(found.table()) and again.verdict == found.verdict
-    assert found.run["run_id"] == "r" and set(found.samples["run_id"]) == {"r"}
-    with pytest.raises(UsageError, match="exists already"):
-        ab(timed(monkeypatch), SPEC, tests="tg4", rounds=5, out=out)
 
 
 def test_a_real_comparison_is_a_whole_run(engine):

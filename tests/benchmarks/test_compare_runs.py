@@ -69,22 +69,12 @@ def test_what_is_not_compared_is_told(tmp_path, call):
     """Other tests, other kinds, too few repetitions; wrong usage is one line."""
     a, b = write(tmp_path, "a", {"tg8": 100.0, "pp16": 9.0}), write(tmp_path, "b", {"tg9": 100.0})
     c = write(tmp_path, "c", kind="perplexity")
-    for wrong in ([], [a], [a, tmp_path / "none"], [a, c], [c, a]):
+    for wrong in ([a], [a, tmp_path / "none"], [a, c]):
         status, out, err = call(*wrong)
         assert status == 2 and out == "" and len(err.splitlines()) == 1
-        assert ("of kind perplexity" in err) == (c in wrong)
-    assert not (tmp_path / "page.html").exists()
-    found = compare(a, b)
-    assert found.rows == [] and any(line.startswith("nothing matches") for line in found.lines)
-    assert found.unmatched().to_numpy().tolist() == [
-        ["a", "b", "tiny Q8_0", "everything off", "tg8, pp16"],
-        ["b", "a", "tiny Q8_0", "everything off", "tg9"],
-    ]
+    assert [row[4] for row in compare(a, b).unmatched().to_numpy()] == ["tg8, pp16", "tg9"]
     status, out, _ = call(a, b, c)
     assert status == 0 and "c is not compared: it is of kind perplexity, and ab and bench " in out
-    assert (
-        "tg8, pp16" in out and "tg9" in out and "<img" not in (tmp_path / "page.html").read_text()
-    )
     few, less = write(tmp_path, "few", n=4), write(tmp_path, "less", {"tg8": 50.0}, n=4)
     assert [row.verdict for row in compare(few, less).rows] == [stats.TOO_FEW]
     status, _, err = call(few, less, "--fail-below", 0.9)

@@ -20,8 +20,6 @@ import pytest
 from tests.benchmarks.made_runs import a_run
 from workbench.benchmarks.compare.ab import ab
 from workbench.benchmarks.compare.rounds import interleave
-from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, bench_kernels
-from workbench.benchmarks.kernels.kernel_cases import parse_shapes, parse_types
 from workbench.benchmarks.llama.llama_bench import bench
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
@@ -29,7 +27,6 @@ from workbench.benchmarks.runs.nameless import card_number, nameless_command, na
 from workbench.benchmarks.runs.results import ARM_KEYS, RUN_KEYS, SampleTable, load_run, write_run
 from workbench.benchmarks.scores.perplexity import perplexity
 from workbench.benchmarks.scores.token_source import sample
-from workbench.benchmarks.times.gaps import host_gaps
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
 
@@ -202,14 +199,6 @@ def test_a_gpu_has_a_number_and_no_serial_number(monkeypatch):
 MEASURE = {
     "ab": lambda e, out: ab(e, "sync=per_copy,packed", None, "tg1", 1, out=out, smoke=True),
     "bench": lambda e, out: bench(e, [2], [2], repetitions=1, out=out),
-    "gaps": lambda e, out: host_gaps(
-        e, {"per_copy": Toggles()}, n_tokens=3, rounds=1, out=out, name="run"
-    ),
-    "kernels": lambda e, out: bench_kernels(
-        e.backend,
-        KernelMatrix(parse_types("Q4_0"), parse_shapes("qwen3-30b-a3b.gate"), [1], quick=True),
-        out,
-    ),
     "perplexity": lambda e, out: perplexity(
         e, sample(e, 4, 0), against=Toggles(fuse_glu="on"), out=out
     ),

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from data.measure import readme
@@ -19,7 +19,8 @@ from tests.peer_runs import ARMS, BEST, CONTROL
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.runs import results
 
-US = dict(zip(ARMS, (1250.0, 1400.0, 1000.0, 1300.0, 600.0, 500.0, 600.0), strict=True))
+# the control is the fastest, and counts for nothing
+US = dict(zip(ARMS, (1250.0, 1400.0, 1000.0, 1300.0, 600.0, 500.0, 400.0), strict=True))
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,10 @@ def test_tables_are_what_the_samples_say(tmp_path):
 RATES = st.floats(50.0, 5000.0, allow_nan=False)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=(Phase.explicit, Phase.generate),  # each example writes a folder
+)
 @given(st.data(), st.integers(5, 9), st.integers(1, 3))
 def test_the_ratio_is_of_the_fastest_arms(tmp_path_factory, data, rounds, counted):
     """Beside medians and differences computed from the numbers that went in."""
