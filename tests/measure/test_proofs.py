@@ -71,7 +71,7 @@ def test_a_ring_mends_what_the_host_writes_and_nothing_else(found):
     }
 
 
-def test_every_race_of_record_is_there_before_its_fix_and_not_after():
+def test_every_race_of_record_is_gone_after_its_fix():
     table = pd.DataFrame(record_rows())
     assert set(table["thread"]) >= {"#20463", "#26040", "#20927", "#14855", "#8897"}
     assert (table["before"] > 0).all() and (table["after"] == 0).all()

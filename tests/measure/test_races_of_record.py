@@ -79,7 +79,7 @@ def test_pipeline_gets_the_pattern_that_its_thread_writes():
     assert (cpu, first) == ("h", "saaaasg")
 
 
-def test_split_without_inputs_overwrites_bytes_that_a_copy_still_reads():
+def test_split_without_inputs_overwrites_what_a_copy_reads():
     """Two tensors share the bytes, as #26167's sanitizer reports them."""
     (race,) = [r for r in hazards.races(BY_NAME["split_without_inputs"].before) if not r.first.step]
     assert (race.kind, race.buffer.name) == ("read-write", "Vulkan_Host")
@@ -96,7 +96,7 @@ def test_bumped_copy_index_is_a_stale_read_before_it_is_a_race():
         assert (written >= {r.buffer.name for r in launch.reads}) == (n == 0)
 
 
-def test_a_ring_only_moves_the_unordered_copy_between_devices_further_away():
+def test_a_ring_only_moves_the_unordered_copy_away():
     """With reuse off the same pair is N_COPIES ubatches apart, and still in no order."""
     assert racing(two_devices(N_COPIES, N_COPIES, drained=False)) == set()
     apart = Named(0, 2, "launch", "result_output"), Named(N_COPIES, 2, "copy", "l_out-0")
