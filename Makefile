@@ -15,7 +15,7 @@ HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-sm
 comma := ,
 GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu$(comma)cupti,)
 
-.PHONY: help setup report test test-slow test-exhaustive test-faults test-gpu test-browser sanitize wheel lint bench lab peer peer-cuda models readme clean
+.PHONY: help setup report test test-slow test-exhaustive test-faults test-gpu test-browser sanitize wheel lint bench lab peer peer-cuda models readme recorded clean
 
 help:
 	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
@@ -29,7 +29,7 @@ help:
 	@echo "make test-gpu the GPU tests, recorded;  make sanitize  parts of them under compute-sanitizer, recorded"
 	@echo "make test-browser the panel in JupyterLab and Chromium, recorded"
 	@echo "make wheel    the wheel, built and tried outside of the checkout"
-	@echo "make readme   fill README.md from data/results"
+	@echo "make readme   fill README.md from data/results;  make recorded  test that all of it agrees, noted"
 
 setup: .venv/.lab
 	@echo "ready: $(BIN)/workbench --help"
@@ -113,6 +113,9 @@ peer-cuda: .venv/.dev
 
 readme: .venv/.dev
 	$(BIN)/python -m data.measure.readme
+
+recorded: .venv/.dev
+	$(BIN)/python -m tests.measure.checked
 
 clean:
 	rm -rf .venv .venv-peer reports data/runs data/models

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import pandas as pd
 
+from tests.benchmarks.made_runs import a_run
 from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.runs.results import SampleTable
 
 # arm -> factor on the baseline's t/s
 FACTORS = {
@@ -26,67 +25,38 @@ def comparison(
     rounds: int = 10,
     tests: tuple = ("tg32", "pp512"),
 ) -> AB:
-    rng = np.random.default_rng(7)
-    samples: list[dict[str, Any]] = []
-    order = 0
+    rng, samples = np.random.default_rng(7), SampleTable("run")
     for test in tests:
         n_rows, n_tokens, tps = TESTS[test]
         for repetition in range(rounds):
             for arm, factor in FACTORS.items():
-                for token in range(n_rows):
-                    noise = 1 + 0.01 * rng.random()
-                    samples.append(
-                        {
-                            "run_id": "run", "arm": arm, "is_control": "A/A" in arm, "test": test,
-                            "repetition": repetition, "order": order, "token": token,
-                            "n_tokens": n_tokens, "ns": int(noise * 1e9 * n_tokens / tps / factor),
-                        }
-                    )  # fmt: skip
-                order += 1
+                ns = (1 + 0.01 * rng.random(n_rows)) * 1e9 * n_tokens / tps / factor
+                counts = np.full(n_rows, n_tokens)
+                samples.add(arm, "A/A" in arm, test, repetition, ns.astype(int), counts)
     arms = [
         {
-            "name": arm,
-            "is_control": "A/A" in arm,
-            "toggles": {"sync": arm.split()[0], "copy_stream": "own"},
-            "sync_mode": arm.split()[0],
-            "program": {},
-            "counters": {},
+            "name": arm, "is_control": "A/A" in arm, "program": {}, "counters": {},
+            "toggles": {"sync": arm.split()[0], "copy_stream": "own"}, "sync_mode": arm.split()[0],
         }
         for arm in FACTORS
-    ]
-    run = {
-        "run_id": "20261121-000000-sync",
-        "kind": "ab",
-        "status": "complete",
-        "started": "2026-11-21T00:00:00Z",
-        "duration_s": 12.5,
-        "command": ["workbench", "ab", "--toggle", "sync=a|b"],
-        "commit": {"hash": "0123456789" * 4, "number": 3, "dirty": True},
-        "versions": {"python": "3.11.9", "cupy-cuda13x": None},
-        "machine": {
+    ]  # fmt: skip
+    answer = {"kind": "exact", "holds": True, "n_rows": 9, "n_differ": 0, "nmse": 0.0}
+    run = a_run(
+        "20261121-000000-sync", started="2026-11-21T00:00:00Z", duration_s=12.5,
+        command=["workbench", "ab", "--toggle", "sync=a|b"],
+        commit={"hash": "0123456789" * 4, "number": 3, "dirty": True},
+        versions={"python": "3.11.9", "cupy-cuda13x": None},
+        machine={
             "cpu": {"name": "A CPU", "cores": 4, "usable_cores": 2, "governor": "unknown"},
-            "load_average": [0.1, 0.2, 0.3],
-            "gpus": [],
+            "load_average": [0.1, 0.2, 0.3], "gpus": [],
         },
-        "model": {"name": model, "quant": "Q8_0", "file": "m.gguf", "hash": "abc"},
-        "engine": {
-            "config": {"n_ctx": 2048, "threads": 0},
-            "device": device,
-            "device_reason": "as asked",
+        model={"name": model, "quant": "Q8_0", "file": "m.gguf", "hash": "abc"},
+        engine={
+            "config": {"n_ctx": 2048, "threads": 0}, "device": device, "device_reason": "as asked",
             "device_description": f"{device}, 2 workers",
         },
-        "seed": 0,
-        "tests": list(tests),
-        "arms": arms,
-        "repetitions": rounds,
-        "result": {
-            "toggle": "sync",
-            "smoke": False,
-            "warm_up": {},
-            "answers": {
-                arm: {"kind": "exact", "holds": True, "n_rows": 9, "n_differ": 0, "nmse": 0.0}
-                for arm in list(FACTORS)[1:]
-            },
-        },
-    }
-    return AB(run, pd.DataFrame(samples))
+        tests=list(tests), arms=arms, repetitions=rounds,
+        result={"toggle": "sync", "smoke": False, "warm_up": {},
+                "answers": dict.fromkeys(list(FACTORS)[1:], answer)},
+    )  # fmt: skip
+    return AB(run, samples.frame())

@@ -5,9 +5,10 @@ It has what workbench.benchmarks asks of an engine, and nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 
@@ -36,36 +37,21 @@ class Clock:
         return self
 
 
-@dataclass
 class FakeFile:
-    metadata: dict = field(default_factory=lambda: {"tokenizer.ggml.bos_token_id": BOS})
-    tensors: dict = field(default_factory=dict)
+    tensors: ClassVar[dict] = {}
+
+    def __init__(self):
+        self.metadata = {"tokenizer.ggml.bos_token_id": BOS}
 
     def get(self, key, kind, default=None):
         return self.metadata.get(key, default)
 
 
-class FakeProgram:
-    commands = ()
-
-    def __init__(self, waits: int):
-        self.waits = waits
-
-    def singly(self) -> tuple[()]:
-        return self.commands
-
-    def pattern(self, fold: bool = False) -> str:
-        return "s" * self.waits + "g"
-
-    def counts(self) -> dict[str, int]:
-        return {"waits": self.waits, "copies": 3, "launches": 5, "copied_bytes": 99}
-
-
 class FakeEngine:
     """ns_of(toggles, n_tokens, nth step of all engines) is what a step takes.
 
-    The logits of a step are a function of the tokens in the cache alone, but for `wrong`: engines
-    with a sync mode named there add an error of that size.
+    The logits of a token are a function of the tokens in the cache alone, but for `wrong`: engines
+    with a sync mode named there add an error of that size to one logit.
     """
 
     def __init__(self, clock, toggles=None, ns_of=None, wrong=None, n_ctx=256, shared=None):
@@ -77,7 +63,9 @@ class FakeEngine:
         self.rehearsal = Rehearsal(self.cache, as_they_are, self.config.n_ubatch)
         self.ns_of = ns_of or (lambda toggles, n_tokens, nth: 1_000_000 * n_tokens)
         self.wrong = wrong or {}
-        self.shared = shared or SimpleNamespace(steps=0, variants=[], stop_at=None, error=None)
+        self.shared = shared or SimpleNamespace(
+            steps=0, variants=[], stop_at=None, error=None, waits=[]
+        )
         self.recorder, self.ranges = None, OFF
         self._loaded = self  # what it stands on, for `exclusive`
         self.closed = False
@@ -91,6 +79,7 @@ class FakeEngine:
             waiting="never",
             sync_stream=lambda stream: lambda: None,
             clock=lambda: None,
+            synchronize=lambda: self.shared.waits.append(self.shared.steps),
         )
         self.model = SimpleNamespace(
             path=Path("models/fake.gguf"), hash="h" * 64, architecture="llama", name="fake",
@@ -119,13 +108,18 @@ class FakeEngine:
         shared.steps += 1
         if shared.stop_at == shared.steps:
             raise shared.error
+        assert len(self.live) + len(tokens) <= self.config.n_ctx
         self.calls.append(list(tokens))
         self.live += tokens
         self.clock.now += int(self.ns_of(self.toggles, len(tokens), shared.steps))
         self.counters = {"steps": self.counters["steps"] + 1, "wait_ns": self.clock.now}
-        rng = np.random.default_rng(self.live)
-        logits = rng.standard_normal((1, N_VOCAB)).astype(np.float32)
-        return logits + np.float32(self.wrong.get(self.toggles.sync, 0))
+        n, live = len(tokens) if outputs == "all" else 1, self.live
+        seeds = [live[: len(live) - i] for i in reversed(range(n))]
+        logits = np.array(
+            [np.random.default_rng(seed).standard_normal(N_VOCAB) for seed in seeds], np.float32
+        )
+        logits[:, 3] += np.float32(self.wrong.get(self.toggles.sync, 0))
+        return logits
 
     def prefill(self, tokens, outputs="last", left=HIDDEN):
         n = self.config.n_ubatch
@@ -138,10 +132,32 @@ class FakeEngine:
         return toggles
 
     def program(self, n_tokens=1, n_outputs=1, n_past=0, n_seqs=1):
-        return FakeProgram({"per_copy": 9}.get(self.toggles.sync, 2))
+        waits = 9 if self.toggles.sync == "per_copy" else 2
+        counts = {"waits": waits, "copies": 3, "launches": 5, "copied_bytes": 99}
+        return SimpleNamespace(
+            commands=(), singly=tuple, counts=lambda: counts,
+            pattern=lambda fold=False: "s" * waits + "g",
+        )  # fmt: skip
 
     def synchronize(self):
         self.n_waits += 1
 
     def close(self):
         self.closed = True
+
+
+def timed(monkeypatch, faster=1.0, noise=0.0, **options) -> FakeEngine:
+    """An engine whose copy_boundary is `faster` times the baseline's speed."""
+    rng = np.random.default_rng(0)
+
+    def ns_of(toggles, n_tokens, nth):
+        base = 1_000_000 * n_tokens * (1 + noise * rng.random())
+        return base / (faster if toggles.sync == "copy_boundary" else 1)
+
+    return FakeEngine(Clock().install(monkeypatch), ns_of=ns_of, **options)
+
+
+def interrupted(engine: FakeEngine, at: int) -> FakeEngine:
+    """Ctrl-C in that step of all engines."""
+    engine.shared.stop_at, engine.shared.error = at, KeyboardInterrupt()
+    return engine

@@ -40,7 +40,7 @@ def test_a_speedup_is_the_ratio_of_medians():
     assert speedup([10.0, 12.0], [11.0, 11.0]).value == pytest.approx(11 / math.sqrt(120))
     one = speedup([100.0], [110.0])
     assert one.value == pytest.approx(1.1) and math.isnan(one.low) and one.n == 1
-    assert speedup([5.0] * 6, [10.0] * 6)[:3] == (pytest.approx(2.0),) * 3
+    assert verdict(Ratio(2.0, 1.9, 2.1, 9), aa_band(speedup([1.0], [1.0]))) == TOO_FEW
     for bad in ([], [0.0, 1.0], [math.nan, 1.0]):
         for of in (speedup, stats.independent_ratio):
             with pytest.raises(ValueError, match="positive"):
@@ -60,39 +60,22 @@ def test_pairing_removes_drift_and_a_seed_repeats_itself():
     assert speedup(a, b, seed=3) == speedup(a, b, seed=3) != speedup(a, b, seed=4)
 
 
-def test_the_interval_holds_the_truth_and_seldom_errs():
-    """The 95 % interval holds the truth nearly always; of comparisons of a thing with itself the
-    A/A band keeps false calls few, and a real difference is found."""
-    rng = np.random.default_rng(2)
-    held, calls, found = 0, [], []
-    for i in range(60):
-        a, b, control = (rounds(rng, 10) for _ in range(3))
-        ratio, band = speedup(a, 1.05 * b, i), aa_band(speedup(a, control, i))
-        held += ratio.low <= 1.05 <= ratio.high
-        calls.append(verdict(speedup(a, b, i), band))
-        found.append(verdict(speedup(a, 1.2 * b, i), band))
-    assert held >= 52 and calls.count(SAME) >= 57 and found.count(FASTER) == 60
-
-
 def test_the_band_holds_the_controls_interval():
-    band = aa_band(Ratio(1.01, 0.99, 1.05, 10))
-    assert band.high == pytest.approx(1.05) and band.low == pytest.approx(1 / 1.05)
-    band = aa_band(Ratio(0.9, 0.8, 0.95, 10))
-    assert band.low == pytest.approx(0.8) and band.high == pytest.approx(1.25)
-    assert verdict(Ratio(2.0, 1.9, 2.1, 9), aa_band(speedup([1.0], [1.0]))) == TOO_FEW
+    for low, high, wide in ((0.99, 1.05, 1.05), (0.8, 0.95, 1.25)):
+        band = aa_band(Ratio(1.0, low, high, 10))
+        assert (band.low, band.high) == pytest.approx((1 / wide, wide))
 
 
 @pytest.mark.parametrize(
     ("ratio", "expected"),
     [
-        (Ratio(1.10, 1.08, 1.12, 10), FASTER),
-        (Ratio(0.90, 0.88, 0.92, 10), SLOWER),
+        (Ratio(1.10, 1.08, 1.12, 10), FASTER), (Ratio(0.90, 0.88, 0.92, 10), SLOWER),
         (Ratio(1.04, 1.03, 1.05, 10), SAME),  # significant, but inside the A/A band
         (Ratio(0.96, 0.95, 0.97, 10), SAME),
         (Ratio(1.10, 0.99, 1.20, 10), SAME),  # outside the band, but the interval holds 1
         (Ratio(1.50, 1.40, 1.60, 4), TOO_FEW),
     ],
-)
+)  # fmt: skip
 def test_verdicts(ratio, expected):
     assert verdict(ratio, Band(1 / 1.05, 1.05)) == expected
 
@@ -119,22 +102,11 @@ def test_whatever_is_not_resolved_is_said(value, below, above, middle, half, n):
     assert bool(said) == (apart or same) and ("excludes 1" in said) == apart
     assert (percent(effect(found)) + " (on)" in said) == same
     if said:
-        assert "his machine cannot resolve less than " in said
-        assert "What helps: " in said and "rounds (by the width" in said
+        assert "his machine cannot resolve less than " in said and "What helps: " in said
         assert said.count("--until ") == said.count("(in Python until=") == 1
-
-
-def test_the_words_of_what_is_not_resolved():
-    control = ratio_of(1.0, 0.3, 0.3)
-    said = sentence({"packed": ratio_of(1.1, 0.02, 0.02)}, aa_band(control), control)
-    assert said == (
-        "this machine cannot resolve less than 30 % here now, and the effect is 10 % (packed). "
-        "What helps: about 90 rounds (by the width, they resolve 10 %), a longer test, "
-        "a quiet machine, or --until 5% (in Python until=0.05)"
-    )
-    none = ratio_of(1.0, 0.0, 0.0)  # no noise at all
-    assert not sentence({"on": none}, aa_band(none), none)
-    assert not sentence({"on": ratio_of(1.0, 0.1, 0.1, 4)}, Band(0.9, 1.1), None)  # too few
+    quiet = ratio_of(1.0, 0.3, 0.3)
+    said = sentence({"packed": ratio_of(1.1, 0.02, 0.02)}, aa_band(quiet), quiet)
+    assert said.endswith("or --until 5% (in Python until=0.05)"), "half of the effect"
 
 
 # answers -----------------------------------------------------------------------------------------
@@ -142,11 +114,8 @@ def test_the_words_of_what_is_not_resolved():
 
 def test_exact_answers_are_bit_equal():
     a = np.random.default_rng(0).standard_normal((4, 9)).astype(np.float32)
-    assert compare_logits(a, a.copy(), "exact") == ("exact", True, 4, 0, 0.0, True)
-    same = compare_logits(a, a.copy(), "rounding")
-    assert (
-        str(same) == "rounding: bit-equal (4 rows)" == str(answers.Answer.from_dict(same.to_dict()))
-    )
+    same = compare_logits(a, a.copy(), "exact")
+    assert same == ("exact", True, 4, 0, 0.0, True) == answers.Answer.from_dict(same.to_dict())
     b = a.copy()
     b[2, 3] = np.nextafter(b[2, 3], np.float32(9))
     found = compare_logits(a, b, "exact")
@@ -156,9 +125,8 @@ def test_exact_answers_are_bit_equal():
     assert "bit-equal" not in str(compare_logits(zeros, -zeros, "rounding"))
     with pytest.raises(ValueError, match="shapes"):
         compare_logits(np.zeros((2, 3)), np.zeros((3, 2)), "exact")
-    good, bad = found._replace(holds=True, n_differ=0, nmse=0.0, equal=True), found
-    assert answers.merge([good, good]) == ("exact", True, 8, 0, 0.0, True)
-    assert answers.merge([good, bad]) == ("exact", False, 8, 1, bad.nmse, False)
+    assert answers.merge([same, same]) == ("exact", True, 8, 0, 0.0, True)
+    assert answers.merge([same, found]) == ("exact", False, 8, 1, found.nmse, False)
 
 
 def test_rounding_answers_are_close_where_it_matters():

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from tests.oracles.dequantize import dequantize
-from workbench.backend.cuda.device.backend import CudaBackend
-from workbench.backend.cuda.kernels import nvrtc, op_table
 from workbench.backend.null import NullBackend, open_backend
 from workbench.benchmarks.kernels import kernel_rigs
 from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, KernelRun, bench_kernels
@@ -32,8 +30,7 @@ from workbench.benchmarks.kernels.kernel_rigs import (
     rotating_bytes,
 )
 from workbench.common.errors import UsageError
-from workbench.common.progress import Bar
-from workbench.graph.ir import BF16, F16, MXFP4, Q4_0, Q8_0, QUANTISED, Kind
+from workbench.graph.ir import F16, MXFP4, Q4_0
 
 
 class FakeRepeats:
@@ -55,7 +52,7 @@ class FakeRepeats:
 
 
 class FakeRig:
-    kinds, how, cache_bytes, least_launches, pass_bytes = (PLAIN, PDL), "faked", 1 << 10, 20, 1
+    kinds, how, cache_bytes, least_launches, pass_bytes = (PLAIN, PDL), "faked", 1 << 10, 200, 1
 
     def __init__(self, stop_after: int = 1 << 30):
         self.left = stop_after
@@ -90,18 +87,12 @@ def test_names_choose_types_shapes_and_batches():
     assert parse_batches("1,2-4,8") == [1, 2, 3, 4, 8]
     for parse, text, says in (
         (parse_types, "Q4_0,Q3_K", "type 'Q3_K' does not exist; choose from all, F16, BF16, Q8_0"),
-        (parse_types, " ", "no type is named; choose from all, F16"),
-        (parse_shapes, "8b.ffn", r"shape '8b.ffn' does not exist; choose from all, 1b.qkv"),
-        (parse_batches, "1,x", "batch 'x' is no number of tokens from 1 to 4096"),
-        (parse_batches, "0", "batch '0' is no number of tokens"),
-        (parse_batches, "4-2", "batch '4-2' is no number of tokens"),
+        (parse_shapes, "8b.ffn", "shape '8b.ffn' does not exist"),
+        (parse_batches, "4-2", "batch '4-2' is no"),
     ):
         with pytest.raises(UsageError, match=says):
             parse(text)
-
-
-def test_shapes_are_those_of_the_models():
-    """Rows and columns of the published models, written out."""
+    # rows and columns of the published models, written out
     expected = {
         "1b.qkv": ((2048, 512, 512), 2048), "1b.down": ((2048,), 8192), "4b.o": ((2560,), 4096),
         "4b.qkv": ((4096, 1024, 1024), 2560), "8b.qkv": ((4096, 1024, 1024), 4096),
@@ -110,30 +101,10 @@ def test_shapes_are_those_of_the_models():
         "qwen3-30b-a3b.gate": ((768,), 2048), "qwen3-30b-a3b.down": ((2048,), 768),
     }  # fmt: skip
     assert {name: SHAPES[name][1:3] for name in expected} == expected
-    assert KernelCase(Q4_0, SHAPES["8b.o"]).nbytes == 4096 * 4096 // 32 * 18
 
 
-def test_a_product_is_the_launches_the_engine_makes_of_it():
-    def nodes(dtype, shape):
-        case = KernelCase(dtype, SHAPES[shape])
-        return case.nodes(case.weights(), 2)
-
-    (qkv,) = nodes(Q4_0, "8b.qkv")
-    assert qkv.op == "qkv" and [t.shape for t in qkv.outputs] == [(2, 4096), (2, 1024), (2, 1024)]
-    (glu,) = nodes(Q8_0, "8b.glu")
-    assert [p.op for p in glu.parts] == ["mul_mat", "mul_mat", "swiglu", "quantize"]
-    (glu,) = nodes(BF16, "8b.glu")
-    assert [p.op for p in glu.parts] == ["mul_mat", "mul_mat", "swiglu"]
-    assert glu.outputs == (glu.parts[-1].output,)
-    assert [n.op for n in nodes(Q4_0, "8b.gate_up")] == ["mul_mat", "mul_mat"]
-    assert [n.op for n in nodes(Q4_0, "8b.head")] == ["mul_mat"]
-    for dtype in TYPES:
-        for node in nodes(dtype, "8b.qkv"):
-            x = next(t for t in node.inputs if t.kind == Kind.INPUT)
-            assert x.dtype.name == ("Q8_ACT" if dtype in QUANTISED else "F32")
-
-
-def test_copies_are_many_finite_and_at_own_addresses(backend):
+def test_copies_have_their_own_addresses_and_launches(backend):
+    """Finite weights, in many places; every launch finds its tensors, one copy after another."""
     assert rotating_bytes(50 << 20, quick=False) == 256 << 20
     assert rotating_bytes(100 << 20, quick=False) > 400 << 20, "more than four caches"
     assert rotating_bytes(100 << 20, quick=True) == 64 << 20
@@ -147,9 +118,6 @@ def test_copies_are_many_finite_and_at_own_addresses(backend):
     assert np.isfinite(values).all() and values.std() > 0
     copies.free()
     assert not copies.addresses
-
-
-def test_launches_find_every_tensor_and_follow_the_copies(backend):
     case = KernelCase(Q4_0, SHAPES["1b.gate_up"])
     copies = Copies(backend, case, 1, seed=0)
     launches = Launches(backend, case.nodes(copies.tensors, 3), copies, seed=0)
@@ -167,11 +135,8 @@ def test_ways_to_launch_alternate_and_rows_say_so(backend, tmp_path):
     p = matrix("Q4_0,Q6_K", "qwen3-30b-a3b.gate,gpt-oss-20b", "1,2", quick=False)
     out = tmp_path / "run"
     made = bench_kernels(backend, p, out, rig=rig, on_row=seen.append, on_note=notes.append)
-    # Q6_K has blocks of 256, which 2880 columns are no multiple of
-    why = "rows of 2880 are no multiple of the 256 in a block of Q6_K"
-    assert made.run["result"]["skipped"] == [
-        {"type": "Q6_K", "shape": "gpt-oss-20b.expert", "why": why}
-    ]
+    (skipped,) = made.run["result"]["skipped"]
+    assert skipped["why"] == "rows of 2880 are no multiple of the 256 in a block of Q6_K"
     assert notes[0].startswith("skipped Q6_K gpt-oss-20b.expert: rows of 2880")
     assert notes[1] == "read bandwidth 1000.0 GB/s (two, the best of 2)"
     assert rig.order[:6] == [PLAIN, PDL, PDL, PLAIN, PDL, PLAIN] and ready == ["mul_mat"] * 6
@@ -180,15 +145,14 @@ def test_ways_to_launch_alternate_and_rows_say_so(backend, tmp_path):
     first, early = seen[:2]
     assert first[:2] == ("Q4_0", "qwen3-30b-a3b.gate") and (first.batch, first.launch) == (1, PLAIN)
     assert (first.us, early.us) == pytest.approx((10.0, 8.0))
-    assert first.bytes == 768 * 2048 // 32 * 18
+    assert first.bytes == 768 * 2048 // 32 * 18 and first.copies * first.bytes >= 256 << 20
     assert first.gbps == pytest.approx(first.bytes / 10 / 1e3)
     assert first.share == pytest.approx(first.gbps / 1000)
     assert first.intensity == pytest.approx(2 * 32 / 18) == seen[2].intensity / 2
-    assert first.copies * first.bytes >= 256 << 20
     assert first.per_replay % first.copies == 0 and first.replays == 15
 
 
-def test_a_run_reads_back_and_ctrl_c_keeps_what_is_finished(backend, tmp_path):
+def test_a_run_reads_back_and_ctrl_c_keeps_the_finished(backend, tmp_path):
     made = bench_kernels(backend, matrix(), tmp_path / "run", rig=FakeRig(), reason="because")
     back = KernelRun.load(tmp_path / "run")
     assert back.run == json.loads(json.dumps(made.run)) and back.rows == made.rows
@@ -196,10 +160,10 @@ def test_a_run_reads_back_and_ctrl_c_keeps_what_is_finished(backend, tmp_path):
     assert [arm["toggles"] for arm in back.run["arms"]] == [{"pdl": "off"}, {"pdl": "on"}]
     assert back.run["engine"]["device_reason"] == "because"
     row = back.rows[0]
+    assert row.us == 10.0 and row.per_replay > row.copies, "a replay goes over them several times"
     samples = back.samples[back.samples["arm"] == row.launch]
     us = samples["ns"] / samples["n_tokens"] / 1e3
-    assert len(samples) == row.replays
-    assert us.median() == pytest.approx(row.us) and us.min() == pytest.approx(row.us_min)
+    assert len(samples) == row.replays and us.median() == pytest.approx(row.us)
     rig = FakeRig(stop_after=5)  # one batch is two rounds of two
     made = bench_kernels(backend, matrix(batches="1-3"), tmp_path / "cut", rig=rig)
     assert made.interrupted and [row.batch for row in made.rows] == [1, 1]
@@ -207,7 +171,7 @@ def test_a_run_reads_back_and_ctrl_c_keeps_what_is_finished(backend, tmp_path):
     assert all(one.closed for one in rig.made)
 
 
-def test_calls_are_waited_for_and_the_first_is_not_timed(monkeypatch):
+def test_the_first_of_calls_is_not_timed(monkeypatch):
     log, now, took = list[str](), [0], iter([9000, 1000, 2000])
 
     def launch() -> None:
@@ -221,13 +185,9 @@ def test_calls_are_waited_for_and_the_first_is_not_timed(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "gbps", "void"),
-    [
-        ("NVIDIA H100 80GB HBM3 (sm_90)", 2990.0, True),
-        ("NVIDIA H100 80GB HBM3 (sm_90)", 3090.0, False),
-        ("NVIDIA H100 PCIe (sm_90)", 1900.0, False),
-        ("NVIDIA A100 (sm_80)", 1500.0, False),
-    ],
-)
+    [("NVIDIA H100 80GB HBM3 (sm_90)", 2990.0, True), ("NVIDIA H100 PCIe (sm_90)", 1900.0, False),
+     ("NVIDIA H100 80GB HBM3 (sm_90)", 3090.0, False), ("NVIDIA A100 (sm_80)", 1500.0, False)],
+)  # fmt: skip
 def test_an_h100_that_reads_slowly_voids_the_run(name, gbps, void):
     rig = object.__new__(CudaRig)
     rig._backend = open_backend(name=name)
@@ -239,29 +199,11 @@ def test_the_command_measures_and_writes_a_folder(call, backend, tmp_path, monke
     rates = CpuRig(backend, quick=True).read_rates()
     assert set(rates) == set(kernel_rigs.READERS) and all(rate > 0.01 for rate in rates.values())
     out = tmp_path / "run"
-    _, text, err = call(
+    _, text, _ = call(
         "bench-kernels", "--device", "embedded", "--types", "Q4_0", "--shapes", "1b.o", "--quick",
         "--out", out,
     )  # fmt: skip
-    assert "| Q4_0 | 1b.o  | 2048 | 2048 |" in text
-    assert "quick: no figures to quote" in text and str(out) in err
+    assert "| Q4_0 | 1b.o  | 2048 | 2048 |" in text and "quick: no figures to quote" in text
     (row,) = KernelRun.load(out).rows
     assert row.us > 0 and row.copies == 2
     assert (out / "roofline.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_everything_a_gpu_compiles_is_made_ready_before(monkeypatch):
-    wanted: list[tuple[str, tuple[str, ...]]] = []
-    monkeypatch.setattr(nvrtc, "compile_many", lambda found, arch, left: wanted.extend(found))
-    backend = object.__new__(CudaBackend)
-    backend._arch, backend._sm = "sm_90", 90
-    left = Bar("compiling kernels", 3, "launches", None)
-    for name in ("8b.qkv", "8b.glu", "8b.o"):
-        case = KernelCase(Q4_0, SHAPES[name])
-        nodes = case.nodes(case.weights(), 2)
-        backend.make_ready(nodes, left)
-        operands = op_table.Operands(lambda tensor: 4096, 0, 0)
-        assert all(op_table.begins_early(node) for node in nodes), f"{name} has no pdl"
-        (work,) = [work for node in nodes for work in op_table.launches(node, operands)]
-        assert wanted[-1] == (work.file, work.defines)
-    assert len(set(wanted)) == 3

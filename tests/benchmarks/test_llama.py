@@ -1,29 +1,24 @@
-"""llama-bench's fields, units and formats, and a run that goes on, on a clock that is told."""
+"""llama-bench's and llama-batched-bench's fields, units and formats."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import re
 import sqlite3
 
 import numpy as np
 import pytest
 
+import workbench as wb
 from tests.benchmarks.fake_engine import Clock, FakeEngine
+from workbench.benchmarks.llama import batched, llama_bench
 from workbench.benchmarks.llama.llama_bench import bench, workloads
-from workbench.benchmarks.llama.llama_format import (
-    FIELDS,
-    FORMATS,
-    SQL_TYPES,
-    TOKEN_FIELDS,
-    format_rows,
-)
-from workbench.benchmarks.runs.results import load_run
+from workbench.benchmarks.llama.llama_format import FIELDS, SQL_TYPES, TOKEN_FIELDS, format_rows
+from workbench.benchmarks.runs import results
+from workbench.benchmarks.workload import draw_tokens, parse, take_sample
 from workbench.common.errors import UsageError
-from workbench.config import Toggles
-from workbench.engine.engine import Engine
+from workbench.config import Toggles, presets
 
 # what scripts/compare-llama-bench.py joins two sides on: none may be missing or null
 KEY_PROPERTIES = [
@@ -33,14 +28,18 @@ KEY_PROPERTIES = [
     "tensor_split", "flash_attn", "n_prompt", "n_gen", "n_depth", "fit_target", "fit_min_ctx",
     "build_commit", "test_time", "avg_ts",
 ]  # fmt: skip
+# llama-batched-bench's names, in its order (tools/batched-bench/batched-bench.cpp)
+NAMES = [
+    "n_kv_max", "n_batch", "n_ubatch", "flash_attn", "is_pp_shared", "n_gpu_layers", "n_threads",
+    "n_threads_batch", "pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg", "t",
+    "speed",
+]  # fmt: skip
 
 
-def engine_of(monkeypatch, stop_at=None, **changes):
+def engine_of(monkeypatch, **changes):
     """A step takes 1 ms a token and 1 us more each time."""
     clock = Clock().install(monkeypatch)
-    engine = FakeEngine(clock, ns_of=lambda _, n, nth: 1_000_000 * n + 1000 * nth, **changes)
-    engine.shared.stop_at, engine.shared.error = stop_at, KeyboardInterrupt()
-    return engine
+    return FakeEngine(clock, ns_of=lambda _, n, nth: 1_000_000 * n + 1000 * nth, **changes)
 
 
 @pytest.fixture
@@ -48,16 +47,14 @@ def rows(monkeypatch):
     return bench(engine_of(monkeypatch), [16], [4], [0, 8], 3, pg=[(16, 4)], build="abcdef12")
 
 
-def test_the_matrix_is_llama_benchs(monkeypatch, rows, tmp_path):
+def test_the_matrix_is_llama_benchs(monkeypatch, tmp_path):
     names = [w.name for w in workloads([512, 0], [128], [0, 64], [(16, 4)])]
     assert names == [
         "pp512", "tg128", "pp16+tg4", "pp512@d64", "tg128@d64", "pp16+tg4@d64",
     ]  # fmt: skip
     engine = engine_of(monkeypatch, n_ctx=8)
     for refused, says in (
-        (lambda: workloads([0], [0]), "no test"), (lambda: workloads([-1]), "-1 tokens"),
-        (lambda: format_rows(rows, "xml"), ", ".join(FORMATS)),
-        (lambda: bench(engine, [16]), "n_ctx"),
+        (lambda: workloads([0], [0]), "no test"), (lambda: bench(engine, [16]), "n_ctx"),
         (lambda: bench(engine, [4], repetitions=0), "repetitions"),
         (lambda: bench(engine, [4], [0], out=tmp_path), "exists"),
     ):  # fmt: skip
@@ -66,6 +63,7 @@ def test_the_matrix_is_llama_benchs(monkeypatch, rows, tmp_path):
 
 
 def test_values_and_units(monkeypatch, rows):
+    """compare-llama-bench.py drops keys of JSON that it does not know."""
     values = rows[1].values()
     assert {name: type(v) for name, v in values.items()} == FIELDS and list(values) == list(FIELDS)
     ns, mean = rows[1].samples_ns, sum(rows[1].samples_ns) / 3
@@ -73,160 +71,137 @@ def test_values_and_units(monkeypatch, rows):
     assert values["avg_ts"] == pytest.approx(sum(4e9 / t for t in ns) / 3)
     assert values["stddev_ns"] == int((sum((t - mean) ** 2 for t in ns) / 2) ** 0.5)
     assert values["build_commit"] == "abcdef12" and values["model_type"] == "llama 1B Q4_0"
-    assert values["n_batch"] == values["n_ubatch"] == 16
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", values["test_time"])
     assert all(values[key] is not None for key in KEY_PROPERTIES)
+    lines = [json.loads(line) for line in format_rows(rows, "jsonl").splitlines()]
+    assert json.loads(format_rows(rows, "json")) == lines and len(lines) == 6
+    for entry, row in zip(lines, rows, strict=True):
+        assert {k: entry[k] for k in FIELDS} == row.values()
+        assert [sum(times) for times in entry["token_ns"]] == row.samples_ns
+        assert {name: entry[name] for name in TOKEN_FIELDS} == row.tokens()
     (row,) = bench(engine_of(monkeypatch), [], [2], repetitions=1)
     assert row.values()["stddev_ns"] == 0 and row.values()["stddev_ts"] == 0.0
 
 
-def test_json_and_jsonl(rows):
-    """compare-llama-bench.py drops keys of JSON that it does not know."""
-    listed = json.loads(format_rows(rows, "json"))
-    lines = [json.loads(line) for line in format_rows(rows, "jsonl").splitlines()]
-    assert listed == lines and len(lines) == 6
-    for entry, row in zip(lines, rows, strict=True):
-        assert {k: entry[k] for k in FIELDS} == row.values() and set(KEY_PROPERTIES) <= set(FIELDS)
-        assert entry["samples_ns"] == row.samples_ns and entry["samples_ts"] == row.samples_ts
-        assert [sum(times) for times in entry["token_ns"]] == row.samples_ns
-        assert entry["toggles"] == Toggles().to_dict()
-        assert {name: entry[name] for name in TOKEN_FIELDS} == row.tokens()
-
-
-def test_percentiles_of_single_tokens(rows):
+def test_percentiles_are_of_single_tokens(rows):
     pp, tg, both = (row.tokens() for row in rows[:3])
     assert pp["p50_us"] is None and pp["ttft_us"] == np.median(rows[0].samples_ns) / 1e3
     every = np.concatenate([s.token_ns for s in rows[1].samples]) / 1e3
     assert [tg[f"p{p}_us"] for p in (50, 90, 99)] == np.percentile(every, [50, 90, 99]).tolist()
-    assert tg["ttft_us"] == np.median([s.token_ns[0] for s in rows[1].samples]) / 1e3
     assert both["p99_us"] < 1200 < 16_000 < both["ttft_us"]  # the prompt is no single token
 
 
 def test_csv_and_sql_load(rows):
     """SQLite takes the table that the script reads, twice over, with text and integer types."""
-    text = format_rows(rows, "csv")
-    assert text.splitlines()[0] == ",".join(FIELDS)  # the heading is not quoted, all else is
-    assert text.splitlines()[1].count('"') == 2 * len(FIELDS)
-    read = list(csv.DictReader(io.StringIO(text)))
+    read = list(csv.DictReader(io.StringIO(format_rows(rows, "csv"))))
+    assert list(read[0]) == list(FIELDS) and read[0]["cpu_strict"] == "0"
     assert [r["n_gen"] for r in read] == ["0", "4", "4", "0", "4", "4"]
-    assert read[0]["cpu_strict"] == "0"
     v, db = rows[1].values(), sqlite3.connect(":memory:")
     rows[0].fields["cpu_info"] = "O'Neill"
     for _ in range(2):
         db.executescript(format_rows(rows, "sql"))
     columns = [(name, kind) for _, name, kind, *_ in db.execute("PRAGMA table_info(llama_bench)")]
     assert columns == [(name, SQL_TYPES[kind]) for name, kind in FIELDS.items()]
-    found = db.execute("SELECT cpu_info, n_gen, avg_ns, avg_ts FROM llama_bench").fetchall()
-    assert len(found) == 12 and found[0][0] == "O'Neill"
-    assert found[1][1:3] == (4, v["avg_ns"]) and found[1][3] == pytest.approx(v["avg_ts"])
+    found = db.execute("SELECT cpu_info, n_gen, avg_ns FROM llama_bench").fetchall()
+    assert len(found) == 12 and found[0][0] == "O'Neill" and found[1][1:] == (4, v["avg_ns"])
+    v, narrow = rows[0].values(), format_rows(rows, "md", 80)
+    assert max(map(len, narrow.splitlines())) <= 80 and narrow.startswith("toggles: everything off")
+    assert f"{v['avg_ts']:.2f} ± {v['stddev_ts']:.2f}" in narrow and "| pp16+tg4 " in narrow
 
 
-def test_md_has_llama_benchs_table_and_one_of_tokens(rows):
-    toggles, first, second, build = format_rows(rows, "md").split("\n\n")
-    assert toggles == "toggles: everything off"
-    head, rule, *body = first.splitlines()
-    names = [cell.strip() for cell in head.strip("|").split("|")]
-    assert names == ["model", "size", "params", "backend", "threads", "n_ubatch", "test", "t/s"]
-    assert len({len(line) for line in (head, rule, *body)}) == 1
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in body]
-    assert [c[-2] for c in cells] == [
-        "pp16", "tg4", "pp16+tg4", "pp16 @ d8", "tg4 @ d8", "pp16+tg4 @ d8",
-    ]  # fmt: skip
-    assert cells[0][:3] == ["llama 1B Q4_0", "724.79 MiB", "1.24 B"]
-    v = rows[0].values()
-    assert build == "build: abcdef12 (" + str(v["build_number"]) + ")\n"
-    head, rule, *body = second.splitlines()
-    assert [cell.strip() for cell in head.strip("|").split("|")] == [
-        "test", "token p50 us", "p90 us", "p99 us", "first token us",
-    ]  # fmt: skip
-    assert body[0].split("|")[2].strip() == "-"  # a prompt has no single tokens
-    assert float(body[1].split("|")[2].replace(",", "")) == round(rows[1].tokens()["p50_us"], 1)
-    narrow = format_rows(rows, "md", 80)
-    assert max(map(len, narrow.splitlines())) <= 80 and format_rows([], "md") == ""
-    for text in (first, narrow):
-        assert f"{v['avg_ts']:.2f} ± {v['stddev_ts']:.2f}" in text
+# several sequences -------------------------------------------------------------------------------
 
 
-def test_tables_tell_engines_apart_by_their_toggles(monkeypatch):
-    clock = Clock().install(monkeypatch)
-    engines = [FakeEngine(clock, Toggles(sync=sync)) for sync in ("per_copy", "packed")]
-    rows = [row for engine in engines for row in bench(engine, [], [2], repetitions=1)]
-    second = format_rows(rows, "md").split("\n\n")[2].splitlines()
-    assert [cell.strip() for cell in second[0].strip("|").split("|")][:2] == ["sync", "test"]
-    assert second[2].startswith("| per_copy ") and second[3].startswith("| packed ")
-    alone = format_rows(bench(engines[1], [], [2], repetitions=1), "md")
-    assert alone.startswith("toggles: sync=packed, all else off\n\n") and "| sync " not in alone
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256, n_ubatch=16, n_seqs=20,
+        threads=2, toggles=Toggles(graph_reuse="set_rows"),
+    ) as made:  # fmt: skip
+        yield made
 
 
-# resumed: 4 prompts and 2 tokens, 3 times each, behind warm-ups -----------------------------------
-
-
-def cut(monkeypatch, out):
-    with pytest.raises(KeyboardInterrupt):
-        bench(engine_of(monkeypatch, 12), [4], [2], repetitions=3, out=out)
-    return load_run(out)
-
-
-def test_what_is_finished_is_kept_and_the_rest_is_measured(monkeypatch, tmp_path):
-    before, seen, engine = cut(monkeypatch, tmp_path / "r"), [], engine_of(monkeypatch)
-    assert before.run["status"] == "interrupted"
-    how = {"out": tmp_path / "r", "resume": True}
-    rows = bench(engine, [4], [2], repetitions=3, on_row=seen.append, **how)
-    whole, n = load_run(tmp_path / "r"), len(before.samples)
-    assert whole.run["status"] == "complete" and seen == rows
-    assert 0 < n < len(whole.samples) and whole.samples.iloc[:n].equals(before.samples)
-    counts = whole.samples.groupby("test")["repetition"].nunique()
-    assert counts.to_dict() == {"pp4": 3, "tg2": 3}
-    assert whole.samples["order"].is_monotonic_increasing
-    for row in rows:  # and the rows are of all of them
-        of = whole.samples[whole.samples["test"] == row.workload.name]
-        assert row.samples_ns == of.groupby("repetition")["ns"].sum().tolist()
-        assert all(s.token_ns.sum() == s.ns_total for s in row.samples)
-    assert rows[0].values()["test_time"] == before.run["started"] == whole.run["started"]
-    assert len(whole.run["result"]["sessions"]) == 2
-    steps = [one.run["arms"][0]["counters"]["steps"] for one in (before, whole)]
-    assert steps[1] == steps[0] + engine.counters["steps"]
-    assert set(whole.run["arms"][0]["program"]) == {"pp4", "tg2"}
-    again = engine_of(monkeypatch)  # finished: nothing is measured
-    assert [row.samples_ns for row in bench(again, [4], [2], repetitions=3, **how)] == [
-        row.samples_ns for row in rows
-    ]
-    assert again.shared.steps == 0
-    more = bench(engine_of(monkeypatch), [4], [2], repetitions=5, **how)
-    assert [len(row.samples) for row in more] == [5, 5]
-
-
-@pytest.mark.parametrize(
-    ("change", "of_engine", "key"),
-    [
-        ({"n_gen": [3]}, {}, "tests"), ({"seed": 1}, {}, "seed"),
-        ({}, {"toggles": Toggles(sync="packed")}, "arms"), ({}, {"n_ctx": 300}, "engine"),
-    ],
-)  # fmt: skip
-def test_only_the_same_bench_is_resumed(monkeypatch, tmp_path, change, of_engine, key):
-    cut(monkeypatch, tmp_path / "r")
-    before = {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()}
-    same = {"n_prompt": [4], "n_gen": [2], "repetitions": 3, "out": tmp_path / "r"} | change
-    with pytest.raises(UsageError, match=f"its {key} is"):
-        bench(engine_of(monkeypatch, **of_engine), **same, resume=True)
-    assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()} == before
-
-
-@pytest.mark.parametrize("device", ["embedded", "host"])
-def test_rows_of_a_real_engine(tiny_model, tmp_path, device):
-    path = tiny_model("tiny-qwen3", "Q8_0")
-    with Engine.load(path, device=device, n_ctx=128, n_ubatch=32, toggles=Toggles()) as engine:
-        rows = bench(engine, [40], [6], [0, 16], 2, pg=[(8, 4)], out=tmp_path / "r")
-        n_params, nbytes = engine.model.n_params, sum(t.nbytes for t in engine.model.weights)
+@pytest.mark.parametrize("shared", [False, True])
+def test_its_arithmetic_and_a_run(call, engine, tmp_path, shared):
+    """A shared prompt is computed once."""
+    status, text, said = call(
+        "bench", "-m", engine.model.path, "--device", "embedded", "-p", "6,9", "-n", 3, "-r", 2,
+        "-npl", "1,3,20", "-ub", 16, "-o", "jsonl", "--out", tmp_path / "run", *["-pps"] * shared,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert status == 0 and len(rows) == 6 and f"pp9+tg3@{'s' if shared else 'b'}20: prompt " in said
     for row in rows:
-        values = row.values()
-        assert values["avg_ts"] > 0 and len(row.samples_ns) == 2
-        assert values["backends"] == {"embedded": "embedded", "host": "CPU"}[device]
-        assert (values["model_n_params"], values["model_size"]) == (n_params, nbytes)
-        assert values["model_type"].startswith("qwen3 ") and values["model_type"].endswith(" Q8_0")
-        assert all(s.token_ns.sum() == s.ns_total for s in row.samples)
-    assert all(format_rows(rows, fmt).endswith("\n") for fmt in FORMATS)
-    run, samples = load_run(tmp_path / "r")[1:]
-    assert run["status"] == "complete" and run["tests"] == [r.workload.name for r in rows]
-    assert samples.groupby("test")["repetition"].nunique().eq(2).all() and len(rows) == 6
-    assert run["arms"][0]["program"]["tg6"]["counts"]["launches"] > 0
+        assert list(row)[: len(NAMES)] == NAMES and row["is_pp_shared"] == shared
+        pp, tg, pl = row["pp"], row["tg"], row["pl"]
+        prompts = pp if shared else pl * pp
+        assert row["n_kv"] == prompts + pl * tg and row["n_kv_max"] == 2048
+        assert row["t_pp"] == pytest.approx(np.mean(row["samples_t_pp"]))
+        assert row["t"] == pytest.approx(row["t_pp"] + row["t_tg"])
+        assert row["speed_pp"] == pytest.approx(prompts / row["t_pp"])
+        assert row["speed_tg"] == pytest.approx(pl * tg / row["t_tg"])
+        assert row["speed"] == pytest.approx(row["n_kv"] / row["t"])
+        assert np.shape(row["step_ns"]) == (2, tg)
+    run, letter = results.load_run(tmp_path / "run"), "s" if shared else "b"
+    assert run.run["tests"] == [f"pp{p}+tg3@{letter}{n}" for p in (6, 9) for n in (1, 3, 20)]
+    found = results.percentiles(run.samples).set_index("test")
+    assert found.loc[f"pp6+tg3@{letter}20", "n_tokens"] == 6  # steps of two repetitions
+
+
+@pytest.mark.parametrize("name", ["pp7+tg3@b3", "pp7+tg3@s3", "pp3+tg2@b20"])
+def test_what_is_measured_is_what_a_user_does(engine, name):
+    """The logits of the last token of the last sequence, prompts packed and a step of all; with
+    more sequences than a step has tokens, too."""
+    test = parse(name)
+    tokens = draw_tokens(test, engine.model.n_vocab, 5, bos=1)
+    sample = take_sample(engine, test, tokens)
+    assert sample.token_n.tolist() == [test.n_prompt_tokens] + [test.n_seqs] * test.n_gen
+    last, n, width = test.n_seqs - 1, test.n_prompt, test.n_seqs
+    assert [engine.cache.length(s) for s in range(width)] == [n + test.n_gen] * width
+    own = tokens.prompt[-n:] + tokens.gen[last::width]
+    engine.reset()
+    alone, found = engine.prefill(own)[0], sample.last_logits
+    assert np.sum((alone - found) ** 2) < 1e-3 * np.sum(alone**2)
+
+
+REFUSED = [
+    (["-npl", "2,-3"], "-3 sequences cannot be measured with several sequences; give 1 or more"),
+    (["-npl", "2", "-d", "16"], "-npl goes with -p and -n alone; leave -d and -pg out"),
+    (["-npl", "many"], "-npl 'many' is no list of whole numbers"),
+    (["-pps"], "-pps shares a prompt among sequences; give their numbers with -npl"),
+]
+
+
+def test_what_does_not_fit_is_refused_in_one_line(call, engine):
+    for given, said in REFUSED:
+        status, out, err = call("bench", "-m", engine.model.path, "--device", "embedded", *given)
+        (line,) = err.strip().splitlines()
+        assert status == 2 and out == "" and said in line
+    for given, said in (([9], [3], [3, 30]), "needs 360 KV cells"), (([3], [3], [21]), "n_seqs=20"):
+        with pytest.raises(UsageError, match=said):
+            batched.batched(engine, *given)
+
+
+def test_each_row_has_the_best_set_for_its_sequences(call, engine, tmp_path, monkeypatch):
+    """Sets that differ by the cache and by the way that programs are kept; a change that is given
+    stays in every row."""
+
+    def row(value: str) -> dict:
+        return {"value": value, "by": "made up", "runs": []}
+
+    kept = {"sync": row("auto"), "graph_reuse": row("set_rows")}
+    several = kept | {"kv_cache": row("per_sequence"), "skip_masked_kv": row("auto")}
+    table = {"embedded": {"one": kept | {"plans": row("ours")}, "several": several}}
+    monkeypatch.setattr(presets, "best_rows", lambda: table)
+    status, out, said = call(
+        "bench", "-m", engine.model.path, "--device", "embedded", "-npl", "1,2,4", "-p", 8, "-n", 4,
+        "-r", 1, "-t", 1, "-o", "jsonl", "--out", tmp_path / "run", "--skip-masked-kv", "off",
+    )  # fmt: skip
+    assert status == 0, said
+    found = [json.loads(line)["toggles"] for line in out.splitlines()]
+    assert [(t["kv_cache"], t["plans"], t["skip_masked_kv"]) for t in found] == [
+        ("unified", "ours", "off"), ("per_sequence", "off", "off"), ("per_sequence", "off", "off"),
+    ]  # fmt: skip
+    run = results.load_run(tmp_path / "run").run
+    assert run["arms"][0]["counters"]["plans_captured"] > 0, "of the variant, too"
+    with wb.Engine.load(engine.model.path, device="embedded", n_ctx=256, n_seqs=4, threads=1) as of:
+        (one,) = llama_bench.bench(of, [8], [], repetitions=1)
+        assert one.toggles["plans"] == "ours"

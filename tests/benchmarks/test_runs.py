@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,16 +18,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.benchmarks.made_runs import a_run
+from workbench.benchmarks.compare.ab import ab
+from workbench.benchmarks.compare.rounds import interleave
+from workbench.benchmarks.llama.llama_bench import bench
 from workbench.benchmarks.runs import provenance, results
-from workbench.benchmarks.runs.draft import new_run
-from workbench.benchmarks.runs.nameless import (
-    card_number,
-    nameless_command,
-    nameless_text,
-    portable,
-)
-from workbench.benchmarks.runs.results import SampleTable, load_run, runs, write_run
+from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
+from workbench.benchmarks.runs.nameless import card_number, nameless_command, nameless_text
+from workbench.benchmarks.runs.results import ARM_KEYS, RUN_KEYS, SampleTable, load_run, write_run
+from workbench.benchmarks.scores.perplexity import perplexity
+from workbench.benchmarks.scores.token_source import sample
 from workbench.common.errors import UsageError
+from workbench.config import Toggles
 
 
 def some_samples(run_id="r1"):
@@ -35,49 +41,31 @@ def some_samples(run_id="r1"):
 
 
 def test_what_is_written_is_read(tmp_path):
-    samples = some_samples()
-    run = results.in_todays_words(a_run())
-    folder = write_run(tmp_path / "deep" / "r1", run, samples)
-    assert sorted(p.name for p in folder.iterdir()) == ["run.json", "samples.parquet"]
+    """In the order taken; the prompt is the time to first token, and no token of its own."""
+    s, run = some_samples(), results.in_todays_words(a_run())
+    folder = write_run(tmp_path / "deep" / "r1", run, s)
     assert [p.name for p in folder.parent.iterdir()] == ["r1"]  # nothing left beside it
     again = load_run(folder)
     assert again.run == run
-    pd.testing.assert_frame_equal(again.samples, samples)
+    pd.testing.assert_frame_equal(again.samples, s)
     assert pq.read_schema(folder / "samples.parquet").equals(results.SAMPLE_SCHEMA, False)
-
-
-def test_samples_keep_the_order_taken_and_go_on():
-    s = some_samples()
     assert s["order"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and s["arm"].tolist() == list("aabbbbaa")
-    assert s["token"].tolist() == [0, 1] * 4 and s["n_tokens"].tolist() == [3, 1] * 4
     rates = results.rates(s)
-    assert rates["arm"].tolist() == list("abba") and rates["order"].tolist() == [0, 1, 2, 3]
     assert rates["tps"].tolist() == pytest.approx([4e9 / 4000] * 2 + [4e9 / 4001] * 2)
     table = SampleTable("r1", s)
     table.add("a", False, "tg1", 0, np.array([5]), np.array([1]))
     assert table.frame()["order"].tolist() == [*s["order"], 4]
-    assert SampleTable("empty").frame().columns.tolist() == results.SAMPLE_SCHEMA.names
-
-
-def test_percentiles_of_a_prompt_and_what_follows():
-    """The prompt is the time to first token, and no token of its own."""
-    table = results.percentiles(some_samples())
-    assert table["arm"].tolist() == ["a", "b"] and table["is_control"].tolist() == [False, True]
-    assert table["n_tokens"].tolist() == [2, 2] and table["ttft_us"].tolist() == [3.0005] * 2
-    assert table["p50_us"].tolist() == table["p99_us"].tolist() == [1.0, 1.0]
-    assert results.percentiles(some_samples().iloc[:0]).empty
+    found = results.percentiles(s)
+    assert found["arm"].tolist() == ["a", "b"] and found["is_control"].tolist() == [False, True]
+    assert found["ttft_us"].tolist() == [3.0005] * 2 and found["p99_us"].tolist() == [1.0, 1.0]
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path):
-    for key in results.RUN_KEYS:
-        with pytest.raises(UsageError, match=key):
-            write_run(tmp_path / "r1", {k: v for k, v in a_run().items() if k != key}, None)
+    with pytest.raises(UsageError, match="arms"):
+        write_run(tmp_path / "r1", {k: v for k, v in a_run().items() if k != "arms"}, None)
     with pytest.raises(TypeError, match="does not belong"):
         write_run(tmp_path / "r1", a_run(result={"x": object()}), some_samples())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written"):
-        write_run(tmp_path / "file" / "r1", a_run(), some_samples())
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert not [*tmp_path.iterdir()]
 
 
 DAMAGED = {
@@ -99,43 +87,50 @@ def test_a_damaged_folder_is_refused_in_one_line(tmp_path, how):
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_runs_lists_what_is_there_and_what_is_not_readable(tmp_path):
-    write_run(tmp_path / "b", a_run("b", started="2026-11-22T00:00:00Z"), some_samples("b"))
-    write_run(tmp_path / "a", a_run("a"), some_samples("a"))
-    write_run(tmp_path / "c", a_run("c"), some_samples("c"))
+def test_runs_are_listed_and_what_is_not_readable(tmp_path):
+    for name, day in (("b", 22), ("a", 21), ("c", 21), (f".workbench-{'0' * 16}", 21)):
+        write_run(tmp_path / name, a_run(name, started=f"2026-11-{day}T00"), some_samples(name))
     (tmp_path / "c" / "run.json").write_text("{")
-    for left in (f".workbench-{'0' * 16}", f".workbench-{'1' * 16}/inside"):
-        write_run(tmp_path / left, a_run("d"), some_samples("d"))
-    table = runs(tmp_path)
+    table = results.runs(tmp_path)
     assert table["run_id"].tolist() == ["c", "a", "b"]
-    assert table["status"].tolist()[1:] == ["complete"] * 2
-    assert table["status"][0].startswith("unreadable")
-    assert table.loc[1, ["model", "device", "tests", "arms", "commit"]].tolist() == [
-        "tiny Q8_0", "embedded", "tg2", "per_copy", "aaaaaaaa",
-    ]  # fmt: skip
-    assert runs(tmp_path / "missing").empty
+    assert table["status"][0].startswith("unreadable") and table["status"][1] == "complete"
+    assert table.loc[1, ["model", "tests", "commit"]].tolist() == ["tiny Q8_0", "tg2", "aaaaaaaa"]
+    assert results.runs(tmp_path / "missing").empty
+
+
+def test_older_runs_are_read_in_todays_words():
+    """What a run leaves unsaid is what engines did then; a run of kernels had no engine."""
+    toggles = {k: v for k, v in Toggles().to_dict().items() if k != "step_wait"}
+    said = {"device": "embedded", "device_description": "embedded device, 2 lanes, A CPU"}
+    engine = said | {"config": {"n_ctx": 512, "n_ubatch": 64}, "waiting": "idle lanes yield"}
+    old = a_run(kind="perplexity", arms=[new_arm("engine", toggles)], engine=engine)
+    new = results.in_todays_words(json.loads(json.dumps(old)))
+    assert new["arms"][0]["toggles"] == toggles | {"step_wait": "every"}
+    assert new["engine"]["config"]["expand"] == "f16" and new["result"]["n_ubatch"] == 64
+    assert new["engine"]["device_description"] == "embedded device, 2 workers, A CPU"
+    assert results.in_todays_words(json.loads(json.dumps(new))) == new
+    kernels = a_run(kind="kernels", arms=[new_arm("plain", {"pdl": "off"})])
+    assert results.in_todays_words(json.loads(json.dumps(kernels))) == kernels
 
 
 # where it was made -------------------------------------------------------------------------------
 
 
-def git(folder, *args):
-    user = ("-c", "user.name=t", "-c", "user.email=t@t")
-    subprocess.run(["git", "-C", folder, *user, *args], check=True, capture_output=True)
-
-
 def test_commit_and_dirty_flag(tmp_path, monkeypatch):
+    def git(*args):
+        user = ("-c", "user.name=t", "-c", "user.email=t@t")
+        subprocess.run(["git", "-C", tmp_path, *user, *args], check=True, capture_output=True)
+
     monkeypatch.setattr("workbench.common.checkout._SOURCE", tmp_path)
     unknown = {"hash": "unknown", "number": 0, "dirty": None}
     assert provenance.commit() == unknown  # no repository
-    git(tmp_path, "init", "-q")
-    assert provenance.commit() == unknown  # no commit yet
+    git("init", "-q")
     recorded = tmp_path / "data" / "results" / "run.json"
     recorded.parent.mkdir(parents=True)
     for file in (tmp_path / "f", recorded):
         file.write_text("1")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-q", "-m", "one")
+    git("add", ".")
+    git("commit", "-q", "-m", "one")
     recorded.unlink()  # as a run does with the folder that it writes anew
     clean = provenance.commit()
     assert len(clean["hash"]) == 40 and clean["number"] == 1 and clean["dirty"] is False
@@ -147,11 +142,10 @@ def test_commit_and_dirty_flag(tmp_path, monkeypatch):
 
 
 WORDS = {
-    "/home/me/bin/workbench": "workbench", "-m": "-m", "/home/me/models/x.gguf": "x.gguf",
-    "../../me/models/x.gguf": "x.gguf", "--model=/home/me/a,/home/me/b.gguf": "--model=a,b.gguf",
-    "-m/home/me/x.gguf": "-mx.gguf", "data/runs/first/": "first",
-    "/home/jane doe/x y.gguf": "x y.gguf", "sync=per_copy,auto": "sync=per_copy,auto",
-    "plans=off | plans=ours pdl=on": "plans=off | plans=ours pdl=on", "512,1024": "512,1024",
+    "/home/me/bin/workbench": "workbench", "-m": "-m", "../../me/models/x.gguf": "x.gguf",
+    "--model=/home/me/a,/home/me/b.gguf": "--model=a,b.gguf", "-m/home/me/x.gguf": "-mx.gguf",
+    "data/runs/first/": "first", "/home/jane doe/x y.gguf": "x y.gguf", "512,1024": "512,1024",
+    "plans=off | plans=ours pdl=on": "plans=off | plans=ours pdl=on",
     "--url=http://127.0.0.1:8000/v1": "--url=http://127.0.0.1:8000/v1",
     "http://me:secret@gpu7.lab:8000/v1?key=secret": "http://host:8000/v1",
 }  # fmt: skip
@@ -159,8 +153,7 @@ TEXTS = {
     "as asked": "as asked", "~me/models/x.gguf": "x.gguf",
     "no GPU: /usr/lib/x86_64/libcuda.so.1 is missing": "no GPU: libcuda.so.1 is missing",
     "16/32 t/s, and/or 1 / 2": "16/32 t/s, and/or 1 / 2",
-    "meta-llama/Llama-3.2-1B": "meta-llama/Llama-3.2-1B",
-    "at https://gpu7.lab:80/v1, twice": "at https://host:80/v1, twice",
+    "/home/me/x.gguf at https://gpu7.lab:80/v1, twice": "x.gguf at https://host:80/v1, twice",
     "file:///home/me/x.gguf": "x.gguf", "http://[::1]:80": "http://[::1]:80",
 }  # fmt: skip
 
@@ -168,23 +161,13 @@ TEXTS = {
 def test_words_and_text_lose_their_folders_and_hosts():
     assert {word: nameless_command([word])[0] for word in WORDS} == WORDS
     assert {said: nameless_text(said) for said in TEXTS} == TEXTS
-
-
-def test_all_that_a_run_begins_with_is_portable():
-    engine = {"device": "unknown", "url": "http://gpu7:1", "config": {"n_ctx": 5, "x": ("/a/b",)},
-              "command": ["serve", "-m", "some/x.gguf"]}  # fmt: skip
-    found = {
-        "command": ["/opt/w", "-m", "some/x.gguf"],
-        "engine": engine,
-        "model": {"name": "/m/x"},
-    }
+    engine = {"url": "http://gpu7:1", "config": {"x": ("/a/b",)}, "command": ["-m", "some/x.gguf"]}
+    found = {"command": ["/opt/w", "-m", "some/x.gguf"], "engine": engine, "model": {"n": "/m/x"}}
     run = new_run("serve", "r", "r", found, [], [], 1, 0)
-    assert run["command"] == ["w", "-m", "x.gguf"] and run["model"] == {"name": "x"}
+    assert run["command"] == ["w", "-m", "x.gguf"] and run["model"] == {"n": "x"}
     assert run["engine"] == {
-        "device": "unknown", "url": "http://host:1", "config": {"n_ctx": 5, "x": ["b"]},
-        "command": ["serve", "-m", "x.gguf"],
+        "url": "http://host:1", "config": {"x": ["b"]}, "command": ["-m", "x.gguf"],
     }  # fmt: skip
-    assert portable(None) is None and portable(1.5) == 1.5
 
 
 class FakeNvml(SimpleNamespace):
@@ -197,7 +180,7 @@ class FakeNvml(SimpleNamespace):
         return 0 if name.startswith("NVML_") else lambda *_: 7
 
 
-def test_a_gpu_has_no_serial_number_and_is_told_from_another(monkeypatch):
+def test_a_gpu_has_a_number_and_no_serial_number(monkeypatch):
     def seen(uuid):
         nvml = FakeNvml(
             nvmlDeviceGetCount=lambda: 1, nvmlDeviceGetUUID=lambda handle: uuid,
@@ -210,3 +193,82 @@ def test_a_gpu_has_no_serial_number_and_is_told_from_another(monkeypatch):
     (one,), (same,), (other,) = seen(uuid), seen(uuid), seen(uuid.replace("3c", "4c"))
     assert one == same and one["card"] != other["card"] and one["card"] == card_number(uuid)
     assert not any(part in json.dumps(one) for part in uuid.split("-")[1:])
+    assert 0.007 in one.values(), "milliwatts are told as watts"
+
+
+MEASURE = {
+    "ab": lambda e, out: ab(e, "sync=per_copy,packed", None, "tg1", 1, out=out, smoke=True),
+    "bench": lambda e, out: bench(e, [2], [2], repetitions=1, out=out),
+    "perplexity": lambda e, out: perplexity(
+        e, sample(e, 4, 0), against=Toggles(fuse_glu="on"), out=out
+    ),
+}
+
+
+def strings(value: Any) -> Iterator[str]:
+    """All text in what JSON can say."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from strings(one)
+
+
+@pytest.mark.parametrize("kind", MEASURE)
+def test_a_new_run_has_its_keys_and_no_places(engine, tmp_path, monkeypatch, kind):
+    """Programs and files have their names, and no folders; nobody finds the machine or its user."""
+    model = Path(engine.model.path)
+    argv = ["/opt/bin/workbench", kind, "-m", str(model), f"--out={tmp_path}/run"]
+    monkeypatch.setattr("sys.argv", argv)
+    MEASURE[kind](engine, tmp_path / "run")
+    new = load_run(tmp_path / "run").run
+    assert list(new) == list(RUN_KEYS) and all(tuple(arm) == ARM_KEYS for arm in new["arms"])
+    assert new["kind"] == kind and new["status"] == "complete" and new["duration_s"] > 0
+    assert new["command"] == ["workbench", kind, "-m", model.name, "--out=run"]
+    places = [str(tmp_path), str(model.parent), str(Path.home())]
+    places += [platform.node()] * (len(platform.node()) > 5)  # a shorter one may be a word
+    for text in strings(new):
+        assert not text.startswith(("/", "~")) and not any(place in text for place in places), text
+
+
+# the loop, and what an interruption leaves -------------------------------------------------------
+
+
+def test_each_arm_is_measured_once_a_round_if_not_known():
+    seen, rounds = [], {}
+
+    def measure(round_: int, arm: int) -> str | None:
+        seen.append((round_, arm))
+        return None if (round_, arm) == (0, 1) else f"{round_}{arm}"
+
+    interleave([0, 1, 5], 3, measure, lambda round_, found: rounds.update({round_: found}))
+    assert [arm for _, arm in seen] == [0, 1, 2, 2, 1, 0, 1, 0, 2]
+    assert rounds[0] == {0: "00", 2: "02"} and list(rounds) == [0, 1, 5]
+
+
+@pytest.mark.parametrize(
+    ("error", "raises", "is_raised"),
+    [(KeyboardInterrupt, False, False), (KeyboardInterrupt, True, True), (OSError, False, True)],
+)
+def test_the_finished_is_saved_whatever_ends_it(tmp_path, monkeypatch, error, raises, is_raised):
+    """And on the way, where the last time was long ago."""
+
+    def draft_of(out: Path) -> Draft:
+        return Draft(a_run("r", status="interrupted"), out)
+
+    draft = draft_of(tmp_path / "r")
+    with pytest.raises(error) if is_raised else nullcontext(), kept(draft, raises=raises):
+        draft.samples.add("a", False, "tg1", 0, np.array([5]), np.array([1]))
+        draft.checkpoint()
+        assert not (tmp_path / "r").exists(), "it is too soon"
+        with monkeypatch.context() as late:
+            late.setattr(results, "CHECKPOINT_SECONDS", -1.0)
+            draft.checkpoint()
+        assert len(load_run(tmp_path / "r").samples) == 1
+        draft.samples.add("a", False, "tg1", 1, np.array([5]), np.array([1]))
+        raise error
+    found = load_run(tmp_path / "r")
+    assert found.run["status"] == "interrupted" and len(found.samples) == 2
+    with pytest.raises(error), kept(draft_of(tmp_path / "none")):
+        raise error
+    assert not (tmp_path / "none").exists(), "nothing was measured, and nothing is written"

@@ -15,7 +15,7 @@ from workbench.graph.ir import F32
 from workbench.graph.ops import make
 from workbench.program.as_json import program_as_json
 from workbench.program.check import hazards
-from workbench.program.commands import HOST, RESULT, Copy, Launch, Program, Sync
+from workbench.program.commands import RESULT, Copy, Launch, Program, Sync
 
 BY_NAME = {case.name: case for case in CASES}
 case_by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -41,64 +41,36 @@ def commands(steps: list[Program]):
 
 
 @case_by_case
-def test_checker_names_the_pair_before_the_fix(case):
-    assert case.expected in racing(case.before)
-    (first, second) = case.expected
+def test_each_case_races_before_its_fix_and_not_after(case):
+    """On the named pair, which is there once and in host order; the adversary reads wrong values.
+    Before and after differ in waits and records, and in where and how a copy goes."""
+    first, second = case.expected
     race = next(
         r for r in hazards.races(case.before)
         if named(r.first.step, r.first.command) == first
         and named(r.second.step, r.second.command) == second
     )  # fmt: skip
     assert not race.may and race.nbytes > 0
-
-
-@case_by_case
-def test_checker_finds_nothing_after_the_fix(case):
     assert racing(case.after) == set()
-
-
-@case_by_case
-def test_adversary_sees_wrong_reads_before_the_fix_and_none_after(case):
-    assert adversary.search(case.before)
-    assert adversary.search(case.after) == []
-
-
-@case_by_case
-def test_named_pair_is_in_the_run_once_and_in_host_order(case):
-    all_named = [named(step, command) for step, command in commands(case.before)]
-    assert [all_named.count(name) for name in case.expected] == [1, 1]
-    assert all_named.index(case.expected[0]) < all_named.index(case.expected[1])
-
-
-@case_by_case
-def test_fix_moves_no_work(case):
-    """Before and after differ in waits and records, and in where a copy goes and how it goes."""
+    assert adversary.search(case.before) and adversary.search(case.after) == []
+    every = [named(step, command) for step, command in commands(case.before)]
+    assert [every.count(name) for name in case.expected] == [1, 1]
+    assert every.index(first) < every.index(second)
 
     def work(steps):
-        kept = [(n, c) for n, c in commands(steps) if c.kind in ("write", "copy", "launch", "read")]
-        return [named(n, c) for n, c in kept]
+        moved = ("write", "copy", "launch", "read")
+        return [named(n, c) for n, c in commands(steps) if c.kind in moved]
 
     assert work(case.before) == work(case.after)
+    patterns = ({step.pattern() for step in steps} for steps in (case.before, case.after))
+    assert tuple(patterns) == tuple({pattern} for pattern in PATTERNS[case.name])
 
 
-@case_by_case
-def test_case_tells_its_thread_and_what_it_models(case):
-    assert case.thread in {"#20463", "#26040", "#20927", "#14855", "#8897"}
-    assert len(case.models) > 200 and case.title
-    if case.reconstructed:
-        assert any(s in case.models for s in ("No thread", "does not say", "is ours"))
-
-
-def test_every_thread_of_record_has_a_case_and_names_are_unique():
+def test_every_thread_of_record_has_a_case():
     assert {case.thread for case in CASES} == {"#20463", "#26040", "#20927", "#14855", "#8897"}
-    assert len(BY_NAME) == len(CASES)
-
-
-@case_by_case
-def test_patterns_of_every_step(case):
-    before, after = PATTERNS[case.name]
-    assert {step.pattern() for step in case.before} == {before}
-    assert {step.pattern() for step in case.after} == {after}
+    assert len(BY_NAME) == len(CASES) and all(case.title and case.models for case in CASES)
+    within = {case.name for case in CASES if case.expected[0].step == case.expected[1].step}
+    assert within == {"split_without_inputs"}, "all others are between steps"
 
 
 def test_pipeline_gets_the_pattern_that_its_thread_writes():
@@ -107,12 +79,7 @@ def test_pipeline_gets_the_pattern_that_its_thread_writes():
     assert (cpu, first) == ("h", "saaaasg")
 
 
-def test_all_races_but_one_are_between_steps():
-    within = {case.name for case in CASES if case.expected[0].step == case.expected[1].step}
-    assert within == {"split_without_inputs"}
-
-
-def test_split_without_inputs_overwrites_bytes_that_a_copy_still_reads():
+def test_split_without_inputs_overwrites_what_a_copy_reads():
     """Two tensors share the bytes, as #26167's sanitizer reports them."""
     (race,) = [r for r in hazards.races(BY_NAME["split_without_inputs"].before) if not r.first.step]
     assert (race.kind, race.buffer.name) == ("read-write", "Vulkan_Host")
@@ -129,7 +96,7 @@ def test_bumped_copy_index_is_a_stale_read_before_it_is_a_race():
         assert (written >= {r.buffer.name for r in launch.reads}) == (n == 0)
 
 
-def test_a_ring_only_moves_the_unordered_copy_between_devices_further_away():
+def test_a_ring_only_moves_the_unordered_copy_away():
     """With reuse off the same pair is N_COPIES ubatches apart, and still in no order."""
     assert racing(two_devices(N_COPIES, N_COPIES, drained=False)) == set()
     apart = Named(0, 2, "launch", "result_output"), Named(N_COPIES, 2, "copy", "l_out-0")
@@ -137,87 +104,50 @@ def test_a_ring_only_moves_the_unordered_copy_between_devices_further_away():
     assert racing(two_devices(N_COPIES + 1, N_COPIES, drained=True)) == set()
 
 
-def test_launches_read_and_write_what_their_ops_declare():
-    for case in CASES:
-        for _, c in commands([*case.before, *case.after]):
-            if isinstance(c, Launch):
-                assert [r.nbytes for r in c.reads] == [n for _, _, n in ops.reads(c.node)]
-                assert [r.nbytes for r in c.writes] == [n for _, _, n in ops.writes(c.node)]
-
-
-def test_buffers_are_the_same_objects_in_every_step():
+def test_programs_written_by_hand_are_programs():
+    """Launches read and write what their ops declare, buffers are the same in every step, and all
+    of it can be told as JSON."""
     for case in CASES:
         for steps in (case.before, case.after):
+            for _, c in commands(steps):
+                if isinstance(c, Launch):
+                    assert [r.nbytes for r in c.reads] == [n for _, _, n in ops.reads(c.node)]
+                    assert [r.nbytes for r in c.writes] == [n for _, _, n in ops.writes(c.node)]
             buffers = {r.buffer for _, c in commands(steps) for r in (*c.reads, *c.writes)}
             assert len({b.name for b in buffers}) == len(buffers)
-            assert buffers <= set(steps[0].buffers)
-
-
-def test_programs_written_by_hand_are_told_as_json():
-    for case in CASES:
-        told = json.loads(json.dumps([program_as_json(step) for step in case.before]))
-        assert [len(step["commands"]) for step in told] == [len(s.commands) for s in case.before]
-
-
-def test_script_keeps_memory_and_events_from_step_to_step():
-    s = Script("CPU", "CUDA0")
-    for _ in range(2):
-        s.step()
-        s.write("CPU#x#0", F32, (1, 8))
-        s.split("CUDA0")
-        s.sync_event("used")
-        s.blocking_copy("CUDA0#x#0", "CPU#x#0")
-        s.launch("CUDA0#y#0", make("rms_norm", "y", s.tensor("CUDA0#x#0"), eps=1e-5))
-        s.record("used", "CUDA0")
-    s.result("CUDA0#y#0")
-    one, two = s.run()
-    assert (one.pattern(), two.pattern()) == ("scgr", "scgr")
-    events = {getattr(c, "event", None) for c in (*one.commands, *two.commands)} - {None}
-    assert one.splits == two.splits == [1] and events == {"used", "logits"}
-    for a, b in zip(one.commands, two.commands, strict=False):
-        assert (a.kind, a.split, a.reads, a.writes) == (b.kind, b.split, b.reads, b.writes)
-    assert [c.kind for c in two.commands[-4:]] == ["copy", "record", "sync", "read"]
-    assert {c.split for c in two.commands[-4:]} == {RESULT}
-
-
-def test_script_copies_between_devices_on_the_source_stream():
-    s = Script("CPU", "CUDA0", "CUDA1")
-    s.step()
-    s.resident("CUDA0#x#0", F32, (1, 8))
-    s.resident("CPU#h#0", F32, (1, 8))
-    s.split("CUDA1")
-    s.copy("CUDA1#x#0", "CUDA0#x#0")
-    s.copy("CUDA1#h#0", "CPU#h#0")
-    peer, record, wait, upload = s.run()[0].commands
-    assert [c.stream.backend for c in (peer, record, wait, upload)] == [1, 1, 2, 2]
-    assert record.event == wait.event
-
-
-def test_script_lays_two_tensors_in_one_block():
-    s = Script("CPU", "Vulkan0")
-    s.step()
-    s.lay("CPU#a#0", inside="Vulkan_Host", nbytes=32)
-    s.lay("CPU#b#0", inside="Vulkan_Host", nbytes=32)
-    s.write("CPU#a#0", F32, (1, 8))
-    s.write("CPU#b#0", F32, (1, 8))
-    a, b = s.run()[0].commands
-    assert a.staging == b.staging and a.staging.buffer.backend == HOST
-
-
-def test_script_refuses_memory_that_nobody_filled_and_backends_that_are_not_there():
-    s = Script("CPU", "CUDA0")
-    s.step()
-    s.split("CUDA0")
-    with pytest.raises(UsageError, match="CPU#x#0 is read before anything is put there"):
-        s.copy("CUDA0#x#0", "CPU#x#0")
-    with pytest.raises(UsageError, match="no backend 'CUDA1'; there are CPU, CUDA0"):
-        s.sync("CUDA1")
-
-
-def test_blocking_copies_are_waited_for_on_their_own_stream():
+            told = json.loads(json.dumps([program_as_json(step) for step in steps]))
+            assert [len(step["commands"]) for step in told] == [len(s.commands) for s in steps]
     blocked = [
         c for _, c in commands(BY_NAME["host_source"].after)
         if isinstance(c, Sync) and c.blocks is not None
     ]  # fmt: skip
     assert len(blocked) == N_COPIES + 1
     assert all(c.stream == c.blocks.stream and c.stream.id == 1 for c in blocked)
+
+
+def test_a_script_keeps_memory_and_refuses_what_is_not_there():
+    s = Script("CPU", "CUDA0", "CUDA1")
+    for _ in range(2):
+        s.step()
+        s.write("CPU#x#0", F32, (1, 8))
+        s.resident("CPU#h#0", F32, (1, 8))
+        s.split("CUDA0")
+        s.sync_event("used")
+        s.blocking_copy("CUDA0#x#0", "CPU#x#0")
+        s.launch("CUDA0#y#0", make("rms_norm", "y", s.tensor("CUDA0#x#0"), eps=1e-5))
+        s.record("used", "CUDA0")
+        s.copy("CUDA1#y#0", "CUDA0#y#0")  # on the stream of the source
+    s.result("CUDA0#y#0")
+    one, two = s.run()
+    for a, b in zip(one.commands, two.commands, strict=False):
+        assert (a.kind, a.split, a.reads, a.writes) == (b.kind, b.split, b.reads, b.writes)
+    assert [c.kind for c in two.commands[-4:]] == ["copy", "record", "sync", "read"]
+    assert {c.split for c in two.commands[-4:]} == {RESULT}
+    peer = next(c for c in one.commands if isinstance(c, Copy) and c.dst.buffer.name[:5] == "CUDA1")
+    assert peer.stream.backend == 1
+    for wrong, says in (
+        (lambda: s.copy("CUDA0#z#0", "CPU#z#0"), "CPU#z#0 is read before anything is put there"),
+        (lambda: s.sync("CUDA2"), "no backend 'CUDA2'; there are CPU, CUDA0"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            wrong()

@@ -1,4 +1,4 @@
-"""Recorded runs: README's numbers come from them, their order alternates, their commit is ours."""
+"""What is committed agrees: pages with runs, runs with their samples, their order and history."""
 
 from __future__ import annotations
 
@@ -12,29 +12,51 @@ import nbformat
 import pandas as pd
 import pytest
 
-from data.measure import matrix, readme
-from data.measure.sources import age, unmarked
+from data.measure import (
+    best_table,
+    first_requests,
+    matrix,
+    over_http,
+    peer,
+    plan_tables,
+    random_lengths,
+    readme,
+)
+from data.measure.attention import AttentionRun
+from data.measure.batched import BatchedRun
+from data.measure.peer import PeerRun
+from data.measure.proofs import EXHAUSTIVE
+from data.measure.recorded import Recorded
+from data.measure.skipping import SkipRun
+from data.measure.sources import unmarked
+from tests.exhaustive import collected
 from tests.gpu import sanitize
 from tests.notebooks.record import MADE
-from tests.profiles import share
 from workbench.benchmarks.compare.arms import answer_between
 from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.kernels.kernel_bench import KernelRun
+from workbench.benchmarks.runs import results
 from workbench.benchmarks.runs.results import load_run
 from workbench.benchmarks.scores.perplexity import TOKENS, Agreement
 from workbench.benchmarks.times.gaps import Gaps
-from workbench.common.devices import is_gpu
-from workbench.common.errors import WorkbenchError
-from workbench.config import EXACT, Toggles
+from workbench.config import EXACT, EngineConfig, Toggles
+from workbench.config.presets import best_set
+from workbench.traffic.bench import load_served
 
+pytestmark = pytest.mark.recorded
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
-PAGES = (*readme.PAGES, Path("workbench/program/README.md"), Path("kernels/README.md"),
-         Path("data/measure/README.md"))  # fmt: skip
-RUNS = sorted(p.parent for p in RESULTS.glob("**/run.json"))
+RECORDED = Recorded(RESULTS)
 
 
-def name(folder: Path) -> str:
-    return folder.name
+@functools.cache
+def runs() -> dict[str, list[results.Run]]:
+    """Every recorded run, by kind."""
+    found: dict[str, list[results.Run]] = {}
+    for path in sorted(RESULTS.glob("**/run.json")):
+        run = load_run(path.parent)
+        found.setdefault(run.run["kind"], []).append(run)
+    return found
 
 
 @functools.cache
@@ -49,11 +71,19 @@ def history() -> frozenset[str] | None:
     return frozenset(git("rev-list", "HEAD").split())
 
 
-def is_ancestor(commit: str) -> bool:
-    return (known := history()) is None or commit in known
+def is_ours(commit: dict) -> bool:
+    """A commit of this history, with nothing changed on top."""
+    return not commit["dirty"] and ((known := history()) is None or commit["hash"] in known)
 
 
-@pytest.mark.parametrize("page", share(readme.PAGES, every=2), ids=str)
+def file(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+# pages -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", readme.PAGES, ids=str)
 def test_a_page_is_what_the_runs_say(page):
     text = (ROOT / page).read_text()
     said = unmarked(readme.fill(text, RESULTS))
@@ -64,91 +94,125 @@ def test_every_table_stands_on_one_page():
     texts = [(ROOT / page).read_text() for page in readme.PAGES]
     found = [name for text in texts for name in re.findall(r"<!-- begin (\S+) -->", text)]
     assert sorted(found) == sorted(readme.BLOCKS)
-
-
-def test_readme_is_a_first_screen():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 150
-    prose = readme.BLOCK.sub("", text).splitlines()  # captions of tables are long
+    assert len(texts[0].splitlines()) <= 150, "README is a first screen"
+    prose = readme.BLOCK.sub("", texts[0]).splitlines()  # captions of tables are long
     assert max(len(line) for line in prose if not line.startswith("<img")) <= 125
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_links_of_the_pages_lead_somewhere(page):
-    """Files, and headings of the pages among them."""
-    text = (ROOT / page).read_text()
-    links = re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", text) + [
-        (source, "") for source in re.findall(r'<img src="([^"]+)"', text)
-    ]
-    assert links
-    for target, heading in links:
-        path = (ROOT / page).parent / target if target else ROOT / page
-        assert path.exists(), target
-        if heading:
-            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
-            assert heading in {
-                re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings
-            }
+def test_the_committed_best_is_what_the_runs_say():
+    made = best_table.made(best_table.folders_in(RESULTS))
+    assert best_table.TABLE.read_text() == best_table.text(made), (
+        "python -m data.measure.best_table"
+    )
+    for kind, sets in made.items():
+        for wanted, rows in sets.items():
+            Toggles(**best_set(kind, wanted).values)  # legal together
+            for name, row in rows.items():
+                assert row["runs"] or best_table.SAFE[name] == row["value"], f"{name}: on nothing"
+                assert all((RESULTS / run).is_dir() for run in row["runs"])
+    said = plan_tables.won(RECORDED)
+    won = any(row["by"] == "faster together" for row in made["cuda"]["one"].values())
+    assert won == (": won; " in said) == ("None did" not in said)
 
 
-def test_an_unknown_block_is_refused():
-    with pytest.raises(WorkbenchError, match="'speed' is not one of"):
-        readme.fill("<!-- begin speed -->\n<!-- end speed -->", RESULTS)
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-@pytest.mark.parametrize("folder", RUNS, ids=name)
-def test_a_run_is_whole_small_and_of_this_history(folder):
-    run = load_run(folder).run
-    assert run["status"] == "complete"
-    assert not run["commit"]["dirty"]
-    assert is_ancestor(run["commit"]["hash"])
-    assert sum(p.stat().st_size for p in folder.iterdir()) < 2_000_000
+# runs --------------------------------------------------------------------------------------------
+
+HTTP = (random_lengths.RUNS.name, over_http.RUNS.name, first_requests.RUNS.name)
+# launches alone; or an engine of another process, of which a client knows what it asked for
+OF_NO_ENGINE = ("kernels", "attention", "serve", *HTTP)
+READERS = {
+    "ab": lambda run: AB(run.run, run.samples).summary(),
+    "gaps": lambda run: Gaps(run.run, run.samples).table(),
+    "kernels": lambda run: KernelRun.load(run.folder).rows,
+    "serve": lambda run: load_served(run.folder).rows,
+    "attention": lambda run: list(AttentionRun(run).lines()),
+    "batched": lambda run: list(BatchedRun(run).lines()),
+    "perplexity": lambda run: pd.read_parquet(run.folder / TOKENS),
+    **dict.fromkeys(HTTP[:2], lambda run: run.run["result"]["points"]),
+    **dict.fromkeys((HTTP[2], "bench", "fresh", "peer", "sweep"),
+                    lambda run: results.percentiles(run.samples)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("folder", share(RUNS, every=4), ids=name)
-def test_a_comparison_is_interleaved_repeated_and_right(folder):
-    found = load_run(folder)
-    if found.run["kind"] != "ab":
-        return
-    ab = AB(found.run, found.samples)
-    assert ab.interleaved
-    assert found.run["repetitions"] >= 5
-    summary = ab.summary()
-    assert summary["is_control"].any()
-    first, *others = found.run["arms"]
-    for arm in others:
-        answer = ab.answer(arm["name"])
-        assert answer is not None and answer.holds, arm["name"]
-        wanted = answer_between(Toggles(**first["toggles"]), Toggles(**arm["toggles"]))
-        assert answer.kind == wanted and (wanted == EXACT or not arm["is_control"])
+@pytest.mark.parametrize("kind", READERS)
+def test_every_run_is_whole_and_can_be_read(kind):
+    for found in runs()[kind]:
+        run, folder = found.run, found.folder
+        assert run["status"] == "complete" and is_ours(run["commit"]), folder
+        assert sum(p.stat().st_size for p in folder.iterdir()) < 2_000_000
+        for arm in run["arms"]:
+            assert arm["toggles"].items() <= Toggles(**arm["toggles"]).to_dict().items()
+        if kind not in OF_NO_ENGINE:
+            config = run["engine"]["config"]
+            EngineConfig(**config | {"override_tensor": tuple(config["override_tensor"])})
+        assert len(results.rates(found.samples)) and len(READERS[kind](found)), folder
+        answers = run["result"].get("answers", {}).values()
+        assert all(answer["holds"] for answer in answers if answer is not None), folder
+        points = run["result"].get("points", [])
+        assert not any(point.get("failed") for point in points), folder
 
 
-STREAMS = ("own", "compute")
+def test_all_kinds_and_rows_are_known():
+    """Runs of notebooks apart: `tests.notebooks.record` makes them."""
+    assert set(runs()) <= set(READERS)
+    recorded = {path.parent.name for path in RESULTS.glob("*/run.json")}
+    named = {f"{row.device}-{row.folder}" for row in matrix.MATRIX}
+    assert {name for name in recorded - named if not name.startswith("notebook-")} == set()
+    assert all(SkipRun(run).run["result"]["visits"] for run in runs()["ab"]
+               if run.folder.parents[1].name == "skipping")  # fmt: skip
 
 
-@pytest.mark.parametrize("background", matrix.OFF_AND_ON)
-@pytest.mark.parametrize("model", matrix.SYNCED)
-def test_sync_modes_measured_on_a_gpu_are_safe_ones_each_once(model, background):
-    """On both streams: gaps, and t/s in the thread's tests. A mode may be newer than the run."""
-    wanted = [(mode, stream) for stream in STREAMS for mode in matrix.modes_on(stream)]
-    for name in ("gaps", *(f"sync-{stream}" for stream in STREAMS)):
-        folder = RESULTS / f"cuda-{name}-{background}-{model}"
-        if folder in RUNS:
-            arms = arms_of(load_run(folder).run, background)
-            assert arms == [m for m in wanted if m in arms] != []
+def test_comparisons_are_interleaved_repeated_and_right():
+    for found in runs()["ab"]:
+        if found.folder.parent != RESULTS:
+            continue
+        ab = AB(found.run, found.samples)
+        assert ab.interleaved and found.run["repetitions"] >= 5, found.folder
+        first, *others = found.run["arms"]
+        assert others[-1]["is_control"]
+        for arm in others:
+            answer = ab.answer(arm["name"])
+            wanted = answer_between(Toggles(**first["toggles"]), Toggles(**arm["toggles"]))
+            assert answer is not None and answer.holds and answer.kind == wanted, arm["name"]
+            assert wanted == EXACT or not arm["is_control"]
 
 
-def arms_of(run: dict, background: str) -> list[tuple[str, str]]:
-    """Mode and copy stream of each, all of them on the background."""
-    toggles = [arm["toggles"] for arm in run["arms"] if not arm["is_control"]]
-    for name, value in (("graph_reuse", "set_rows"), ("fuse_glu", background), ("pdl", background)):
-        assert {t[name] for t in toggles} == {value}
-    return [(t["sync"], t["copy_stream"]) for t in toggles]
+def test_llama_cpp_beside_us_is_what_the_samples_say():
+    """Every arm of every model, from the parquet file alone; a row of each on README."""
+    shown, every = (readme.made(f"peer-cuda{of}", RECORDED) for of in ("", "-arms"))
+    for found in runs()["peer"]:
+        if found.folder.parent.name != peer.FOLDER:
+            continue
+        run = PeerRun(found)
+        assert run.interleaved and found.run["repetitions"] >= 5 and peer.answers_hold(found.run)
+        assert f" {run.model} " in shown
+        lines = [cells(x) for x in every.splitlines() if x.startswith(f"| {run.model} ")]
+        of = found.samples.groupby(["test", "arm", "repetition"])[["n_tokens", "ns"]].sum()
+        tps = (1e9 * of["n_tokens"] / of["ns"]).groupby(["test", "arm"]).median()
+        for (_, arm, tg, *_), one in zip(lines, found.run["arms"], strict=False):
+            assert arm == one["name"] and tg.startswith(f"{tps['tg128', arm]:.1f} (")
 
 
-def load(folder: Path) -> AB | Gaps:
-    run = load_run(folder)
-    return AB.load(folder) if run.run["kind"] == "ab" else Gaps(run.run, run.samples)
+def test_perplexity_is_what_its_tokens_say():
+    for found in runs()["perplexity"]:
+        tokens, said = pd.read_parquet(found.folder / TOKENS), found.run["result"]["agreement"]
+        assert len(tokens) == found.run["result"]["engine"]["n"] == 2048
+        assert Agreement.of_tokens(tokens, said["n_broken"])._asdict() == pytest.approx(said)
+
+
+def test_shares_and_loads_are_of_the_same_run():
+    prefixes = ("cuda-decode-", "cuda-depth-", "cuda-batches-", "cuda-together-", "cuda-kernels")
+    for found in (run for of in runs().values() for run in of):
+        if found.folder.name.startswith(prefixes):
+            rates = found.run["result"]["read_rates"]
+            assert found.run["result"]["read_gbps"] == max(rates.values()) > 0 < len(rates) - 1
+    for path in RESULTS.glob("cuda-load-*.json"):
+        load = json.loads(path.read_text())
+        assert len(load["seconds"]) == 3 and is_ours(load["commit"])
 
 
 # what these show is made of runs in ways of their own: tests/notebooks/test_skipping_and_serving.py
@@ -158,167 +222,74 @@ APART = ("06_masked_kv", "07_batched_serving")
 @pytest.mark.parametrize("notebook", MADE)
 def test_notebooks_say_what_their_runs_say(notebook):
     """The sentences and tables committed with a notebook follow from its run folders."""
-    cells = nbformat.read(ROOT / "notebooks" / f"{notebook}.ipynb", 4).cells
-    outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs]
+    every = nbformat.read(ROOT / "notebooks" / f"{notebook}.ipynb", 4).cells
+    outputs = [o for c in every if c.cell_type == "code" for o in c.outputs]
     said = "".join(o.text for o in outputs if o.output_type == "stream")
-    shown = "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
-    assert shown
-    first = load_run(RESULTS / f"notebook-{MADE[notebook][0]}").run
-    for line in said.splitlines():
-        if "device spans from" in line and is_gpu(first["engine"]["device"]):  # of the traces
-            assert "device spans from cupti" in line and " records, complete; clocks" in line
-    for run in MADE[notebook] if notebook not in APART else ():
-        for figure in figures(load(RESULTS / f"notebook-{run}")):
-            assert figure in said + shown, (run, figure)
+    said += "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
+    for name in MADE[notebook] if notebook not in APART else ():
+        found = load_run(RESULTS / f"notebook-{name}")
+        for figure in figures(READERS[found.run["kind"]](found), found):
+            assert figure in said, (name, figure)
 
 
-def figures(run: AB | Gaps) -> list[str]:
+def figures(table: pd.DataFrame, found: results.Run) -> list[str]:
     """The figures of a run as its table and its sentences say them."""
-    if isinstance(run, Gaps):
-        (fit,) = run.fits.values()
-        return [f"{us:.1f}" for us in run.table()["gap_us"]] + [f"{fit.wait_us:.2f} us"]
-    rows = run.summary().to_dict("records")
-    if run.run["result"]["toggle"].startswith("redo_"):  # several runs in one table
-        rows = [row for row in rows if not row["is_control"]]
-    return [f"{row['tps_toggled']:.2f}" for row in rows] + [
-        figure
-        for row in rows
-        for figure in (f"{row['speedup']:.3f}", f"{row['low']:.3f}..{row['high']:.3f}")
-        if not row["is_control"]
-    ]
+    if found.run["kind"] == "gaps":
+        (fit,) = Gaps(found.run, found.samples).fits.values()
+        return [f"{us:.1f}" for us in table["gap_us"]] + [f"{fit.wait_us:.2f} us"]
+    rows = table.to_dict("records")
+    toggled = [row for row in rows if not row["is_control"]]
+    if found.run["result"]["toggle"].startswith("redo_"):  # several runs in one table
+        rows = toggled
+    spreads = [f"{row['low']:.3f}..{row['high']:.3f}" for row in toggled]
+    return [f"{row['tps_toggled']:.2f}" for row in rows] + spreads
 
 
-def bandwidths() -> list[Path]:
-    """The runs whose shares are of what their own process measured."""
-    prefixes = ("cuda-decode-", "cuda-depth-", "cuda-batches-", "cuda-together-", "cuda-kernels")
-    return [folder for folder in RUNS if folder.name.startswith(prefixes)]
+# files -------------------------------------------------------------------------------------------
 
 
-def test_shares_are_of_the_same_run():
-    for folder in bandwidths():
-        result = load_run(folder).run["result"]
-        assert result["read_gbps"] == max(result["read_rates"].values()) > 0, folder.name
-        assert len(result["read_rates"]) > 1
-
-
-def test_recorded_loads_are_of_this_history():
-    for path in RESULTS.glob("cuda-load-*.json"):
-        found = json.loads(path.read_text())
-        assert len(found["seconds"]) == 3 and min(found["seconds"]) > 0
-        assert not found["commit"]["dirty"] and is_ancestor(found["commit"]["hash"])
-
-
-def test_perplexity_is_what_its_tokens_say():
-    """The figures of a run follow from the tokens stored with it."""
-    for folder in RUNS:
-        run = load_run(folder).run
-        if run["kind"] != "perplexity":
-            continue
-        tokens, found = pd.read_parquet(folder / TOKENS), run["result"]["agreement"]
-        assert len(tokens) == run["result"]["engine"]["n"] == 2048
-        again = Agreement.of_tokens(tokens, found["n_broken"])._asdict()
-        assert again == pytest.approx(found), folder.name
-
-
-def test_readme_s_picture_says_what_it_shows():
-    found = json.loads((RESULTS / "timelines.json").read_text())
-    assert not found["commit"]["dirty"] and is_ancestor(found["commit"]["hash"])
-    assert list(found["arms"]) == ["per_copy", "copy_boundary"]
-    assert all("complete" in note for note in found["notes"].values())
-    assert (RESULTS / "timelines.png").stat().st_size < 200_000
-
-
-def recorded(name: str) -> dict:
-    """What a file on the GPU tests says. There need be none: who has no GPU cannot make one."""
-    path = RESULTS / f"{name}.json"
-    if not path.is_file():
-        pytest.skip(f"{name} was not recorded")
-    return json.loads(path.read_text())
-
-
-@pytest.mark.parametrize("name", ["gpu-tests", "gpu-tests-two"])
-def test_recorded_gpu_tests_passed(name):
-    """Of which sources they are, the page of the results says."""
-    found = recorded(name)
-    assert (
-        found["failed"] == 0
-        and found["passed"] > 0
-        and re.fullmatch(r"sources [0-9a-f]{8}, 20\d\d-\d\d-\d\d", unmarked(age(found)))
-    )
-
-
-def test_recorded_sanitizers_found_nothing():
-    found = recorded("gpu-sanitizer")
-    for name, run in found["runs"].items():
-        assert (run["exit"], run["errors"]) == (0, 0) and run["tests"] > 0, name
-    assert found["duration_s"] < sanitize.LIMIT_S == 480
-
-
-MOST_US = {
-    "test_bench_program.py::test_build_from_nothing": 20_000,
-    "test_bench_program.py::test_reuse": 100,
-    "test_bench_program.py::test_import": 500_000,
-    "test_bench_gguf.py::test_open": 500_000,
-    "test_bench_hazards.py::test_a_million_commands_of_one_program": 10_000_000,
-    "test_bench_hazards.py::test_commands_all_different[1.0]": 10_000_000,
-    "test_bench_hazards.py::test_all_of_a_thousand_decoded_tokens[False]": 20_000_000,
-    "test_bench_hazards.py::test_all_of_a_thousand_decoded_tokens[True]": 20_000_000,
-    "test_bench_hazards.py::test_nested_ranges": 2_000_000,
-    **{
-        f"test_bench_reuse.py::test_graph_work_of_a_token[{way}-{workers}]": 60
-        for way in ("patch_pointers", "pointer_table", "set_rows")
-        for workers in ("idle", "busy")
-    },
-    **{
-        f"test_bench_forks.py::test_planning[{streams}-{fused}]": 80_000
-        for streams in ("1-qkv", "3-qkv", "8-any")
-        for fused in ("unfused", "fused")
-    },
-}
+def test_recorded_tests_passed_and_races_are_where_they_may_be():
+    for name in ("gpu-tests", "gpu-tests-two"):
+        assert file(name)["failed"] == 0 < file(name)["passed"]
+    for run in file("gpu-sanitizer")["runs"].values():
+        assert (run["exit"], run["errors"]) == (0, 0) and run["tests"] > 0
+    assert file("gpu-sanitizer")["duration_s"] < sanitize.LIMIT_S == 480
+    raced = file(f"cuda-pipeline-races-{matrix.RACED}")["orderings"]
+    assert not any(any(o["differing"]) for o in raced if not o["races"])
+    pictured = file("timelines")
+    assert is_ours(pictured["commit"]) and all("complete" in n for n in pictured["notes"].values())
 
 
 def test_every_exhaustive_test_has_passed():
     """The full product whole. Of the rest, properties and shares, whatever is recorded."""
-    from data.measure.proofs import EXHAUSTIVE
-    from tests.exhaustive import collected
-
-    found = json.loads((RESULTS / "exhaustive.json").read_text())
-    for about in found["commits"].values():
-        assert not about["commit"]["dirty"] and is_ancestor(about["commit"]["hash"])
+    found = file("exhaustive")
+    assert all(is_ours(about["commit"]) for about in found["commits"].values())
     assert not [test for test, row in found["tests"].items() if row["outcome"] == "failed"]
     product = [test for test in collected(["tests/program/check/test_mutations.py"])
                if test.partition("[")[0].rpartition("::")[2] in EXHAUSTIVE]  # fmt: skip
     assert len(product) > 30 and set(product) <= found["tests"].keys()
 
 
-@pytest.mark.parametrize("benchmark_name", MOST_US)
-def test_recorded_benchmarks_meet_their_requirements(benchmark_name):
-    found = json.loads((RESULTS / "benchmarks.json").read_text())
-    row = found["benchmarks"][benchmark_name]
-    commit = row.get("of", found)["commit"]
-    assert not commit["dirty"] and is_ancestor(commit["hash"])
-    assert row["median_us"] <= MOST_US[benchmark_name]
+HAZARDS, REUSE = "test_bench_hazards.py::test_", "test_bench_reuse.py::test_graph_work_of_a_token"
+MOST_US = {
+    "test_bench_program.py::test_build_from_nothing": 20_000,
+    "test_bench_program.py::test_reuse": 100, "test_bench_program.py::test_import": 500_000,
+    "test_bench_gguf.py::test_open": 500_000, f"{HAZARDS}nested_ranges": 2_000_000,
+    f"{HAZARDS}a_million_commands_of_one_program": 10_000_000,
+    f"{HAZARDS}commands_all_different[1.0]": 10_000_000,
+    **{f"{HAZARDS}all_of_a_thousand_decoded_tokens[{on}]": 20_000_000 for on in (True, False)},
+    **{f"{REUSE}[{way}-{workers}]": 60 for way in ("patch_pointers", "pointer_table", "set_rows")
+       for workers in ("idle", "busy")},
+    **{f"test_bench_forks.py::test_planning[{streams}-{fused}]": 80_000
+       for streams in ("1-qkv", "3-qkv", "8-any") for fused in ("unfused", "fused")},
+}  # fmt: skip
 
 
-def test_benchmarks_of_one_file_stand_beside_those_of_the_others():
-    from tests.bench.record import merged
-
-    def row(us: float) -> dict:
-        return {"median_us": us}
-
-    before = {
-        "date": "then",
-        "benchmarks": {"a.py::x": row(1), "a.py::gone": row(2), "b.py::x": row(3)},
-    }
-    after = merged(before, {"a.py::x": row(4)}, {"date": "now"})
-    assert after["date"] == "then"
-    assert after["benchmarks"] == {"b.py::x": row(3), "a.py::x": row(4) | {"of": {"date": "now"}}}
-
-
-def test_checking_grows_with_the_commands_and_not_with_their_square():
-    found = json.loads((RESULTS / "benchmarks.json").read_text())["benchmarks"]
-    quarter, whole = (
-        found[f"test_bench_hazards.py::test_commands_all_different[{share}]"]["median_us"]
-        for share in ("0.25", "1.0")
-    )
-    assert whole < 8 * quarter
+def test_recorded_benchmarks_meet_their_requirements():
+    found = file("benchmarks")
+    for name, most in MOST_US.items():
+        row = found["benchmarks"][name]
+        assert row["median_us"] <= most and is_ours(row.get("of", found)["commit"]), name
+    quarter, whole = (f"{HAZARDS}commands_all_different[{share}]" for share in ("0.25", "1.0"))
+    us = {name: found["benchmarks"][name]["median_us"] for name in (quarter, whole)}
+    assert us[whole] < 8 * us[quarter], "checking grows with commands, and not with their square"

@@ -1,23 +1,22 @@
-"""Of which sources a run is: said, marked where they are older, and never a reason to fail."""
+"""Of which sources a run is, said and marked where they are older; and how tables are written."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from data.measure import readme, sources
-from data.measure.recorded import Recorded
+from data.measure.recorded import NOT_MEASURED, Recorded, Share
 from data.measure.sources import age, mark, source_hash, unmarked
+from data.measure.tables import Line, Table, block, filled, span
+from workbench.common.errors import WorkbenchError
 
 OLDER = " (older sources: no evidence of today's times)"
-UNTESTED = " (older sources: no evidence that today's pass)"
-
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "data" / "results"
 
 
 @pytest.fixture
@@ -49,77 +48,79 @@ def of(commit: str) -> dict:
     return {"commit": {"hash": commit, "dirty": False}, "started": "2026-01-02T03:04:05+00:00"}
 
 
-def test_a_run_says_of_which_sources_it_is_and_an_older_one_is_marked(history):
+def test_a_run_of_older_sources_is_marked(history, tmp_path):
     old, new = history
     assert age(of(new)) == f"commit {new[:8]}, 2026-01-02"
-    assert age(of(old)) == f"commit {old[:8]}, 2026-01-02{OLDER}"
-    assert mark(of(new), of(old)) == OLDER and mark(of(new)) == "" == mark()
-
-
-def test_what_is_not_committed_counts(history, tmp_path):
+    assert age(of(old)) == f"commit {old[:8]}, 2026-01-02{OLDER}" != unmarked(age(of(old)))
+    assert mark(of(new), of(old)) == OLDER and mark(of(new)) == mark(of("f" * 40)) == mark() == ""
+    for name, commit, date in (("a", old, "01"), ("b", new, "03"), ("c", new, "02")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        run = of(commit) | {"started": f"2026-01-{date}"}
+        (tmp_path / "runs" / name / "run.json").write_text(json.dumps(run))
+    assert sources.commits(Recorded(tmp_path / "runs")).splitlines()[2:] == [
+        f"- commit {new[:8]}, 2026-01-02: 2 runs",
+        f"- commit {old[:8]}, 2026-01-01{OLDER}: 1 run",
+    ]
+    sources._has_changed.cache_clear()
     (tmp_path / "kernels" / "rows.cu").write_text("newer")
-    assert mark(of(history[1])) == OLDER
-
-
-def test_a_history_that_does_not_tell_marks_nothing(history):
-    assert mark(of("f" * 40)) == ""
-
-
-def test_files_that_name_their_sources():
-    found = {"source_hash": source_hash(), "date": "2026-01-02T03"}
-    assert age(found) == f"sources {source_hash()[:8]}, 2026-01-02"
-    assert age(found | {"source_hash": "0123456789"}) == f"sources 01234567, 2026-01-02{OLDER}"
+    assert mark(of(new)) == OLDER, "what is not committed counts"
 
 
 def test_sources_are_kernels_and_backends(tmp_path):
     for folder in sources.FOLDERS:
         (tmp_path / folder / "deep").mkdir(parents=True)
-    was = source_hash(tmp_path)
-    for path, changes in (
-        ("kernels/a.cu", True), ("kernels/b.cuh", True), ("workbench/backend/deep/c.py", True),
-        ("kernels/README.md", False), ("workbench/d.py", False),
-    ):  # fmt: skip
+    seen = [source_hash(tmp_path)]
+    for path in ("kernels/a.cu", "kernels/b.cuh", "workbench/backend/deep/c.py",
+                 "kernels/README.md", "workbench/d.py"):  # fmt: skip
         (tmp_path / path).write_text("x")
-        now = source_hash(tmp_path)
-        assert (now != was) == changes, path
-        was = now
+        seen.append(source_hash(tmp_path))
+    assert len(set(seen[:4])) == 4 and len(set(seen[3:])) == 1
+    found = {"source_hash": source_hash(), "date": "2026-01-02T03"}
+    assert age(found) == f"sources {source_hash()[:8]}, 2026-01-02"
+    assert age(found | {"source_hash": "0123456789"}) == f"sources 01234567, 2026-01-02{OLDER}"
 
 
-def test_the_page_marks_runs_of_older_sources(tmp_path):
-    tests = {"date": "2026-01-02T03", "device": "NVIDIA X", "passed": 5, "failed": 0, "skipped": 0,
-             "duration_s": 1.0}  # fmt: skip
-    for digest, marked in ((source_hash(), False), ("0" * 64, True)):
-        text = json.dumps(tests | {"source_hash": digest})
-        (tmp_path / "gpu-tests.json").write_text(text)
-        said = readme.made("correctness-cuda", Recorded(tmp_path))
-        assert f"sources {digest[:8]}, 2026-01-02" in said and (UNTESTED in said) == marked
-        assert "older sources" not in unmarked(said)
+class Made(NamedTuple):
+    run: dict
 
 
-def test_commits_are_listed_newest_first(tmp_path, history):
-    old, new = history
-    for name, commit, date in (("a", old, "2026-01-01"), ("b", new, "2026-01-03"),
-                               ("c", new, "2026-01-02")):  # fmt: skip
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        run = of(commit) | {"started": date}
-        (tmp_path / "runs" / name / "run.json").write_text(json.dumps(run))
-    lines = sources.commits(Recorded(tmp_path / "runs")).splitlines()
-    assert lines[2:] == [
-        f"- commit {new[:8]}, 2026-01-02: 2 runs",
-        f"- commit {old[:8]}, 2026-01-01{OLDER}: 1 run",
+def run_of(device: str, **result: object) -> Made:
+    return Made(
+        {"engine": {"device_description": device}, "commit": {"hash": "f" * 40, "dirty": False},
+         "started": "2026-01-02", "repetitions": 5, "tests": ["tg8"], "result": result}
+    )  # fmt: skip
+
+
+def test_a_table_is_its_lines_and_a_caption_of_its_runs():
+    lines = [
+        Line({"name": "a", "share": Share(0.5)}, [run_of("one", read_gbps=10.4)]),
+        Line({"name": "b", "share": None}, [run_of("two", read_gbps=11.6)]),
     ]
-    assert (
-        "nothing of what today's do" in lines[0]
-        and sources.commits(Recorded(tmp_path / "none")) == "Runs: not measured."
-    )
+
+    def made(*parts: object) -> list[str]:
+        return block(parts, Recorded(Path("nowhere"))).splitlines()
+
+    columns = {"Name": "{name}", "%": "{share:.1f}"}
+    table = Table("T", lambda _: lines, columns, "{read} GB/s, {n} times")
+    head, _, first, second, _, said = made(table)
+    assert [part.strip() for part in head.split("|")[1:-1]] == ["Name", "%"]
+    assert "50.0" in first and second.split("|")[2].strip() == ""
+    assert said == "one and two; 10 to 12 GB/s, 5 times; commit ffffffff; 2026-01-02."
+    *_, said = made(Table("T", lambda _: lines, columns, "", by_device=True))
+    assert said == "one; commit ffffffff; 2026-01-02. two; commit ffffffff; 2026-01-02."
+    empty = Table("Gaps", lambda _: [], None, "")
+    assert made(empty, "From row to row:", Table("", lambda _: [])) == ["Gaps: not measured."]
+    told = made(table, empty, "Behind it.", lambda recorded: "And this.")
+    assert told[-3:] == ["Behind it.", "", "And this."], "one was measured"
+    assert filled("{a:.1f} of {b}", {"a": None, "b": 2}) == "" == span([])
+    assert span([2.6, 1.2]) == "1 to 3" and span([1.0, 1.2]) == "1"
 
 
-@pytest.mark.slow
-def test_pages_can_be_made_without_any_run_of_a_gpu(tmp_path):
-    """And say what was not measured: no test and no page needs a GPU's run."""
-    kept = [p for p in RESULTS.iterdir() if not p.name.startswith(("cuda-", "gpu-", "notebook-"))]
-    for path in kept:
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
-    for page in readme.PAGES:
-        made = readme.fill((ROOT / page).read_text(), tmp_path)
-        assert "not measured" in made or page.parts[0] == "workbench"
+@pytest.mark.parametrize("name", readme.BLOCKS)
+def test_a_page_can_be_made_without_runs(tmp_path, name):
+    """What reads no run stands on its page as it is; all else says that it was not measured."""
+    made = readme.made(name, Recorded(tmp_path))
+    pages = "".join((ROOT / page).read_text() for page in readme.PAGES)
+    assert NOT_MEASURED in made or made in pages, f"{name} is out of date: run `make readme`"
+    with pytest.raises(WorkbenchError, match="'speed' is not one of"):
+        readme.fill("<!-- begin speed -->\n<!-- end speed -->", tmp_path)
