@@ -8,30 +8,11 @@ import numpy as np
 
 from workbench.backend.issue.args import VIEW
 from workbench.backend.issue.prepared import Prepared
-from workbench.config import GraphReuse
 from workbench.engine.engine import Engine
 from workbench.program.commands import Launch, Program, Replay
 from workbench.program.first_cell import is_view
 
-WAYS = [way.value for way in GraphReuse]  # what keeps nothing is first
 N_CTX, N_UBATCH, PAD = 768, 16, 256
-
-
-def boundaries(n: int) -> int:
-    """How often n tokens, one by one into an empty cache, need more cells than the step before."""
-    return (n - 1) // PAD
-
-
-def long_run(engine: Engine) -> list[np.ndarray]:
-    """Logits of a prompt and 520 tokens behind it, and of another text after a reset."""
-    rng = np.random.default_rng(5)
-    tokens = rng.integers(3, 900, 600).tolist()
-    engine.reset()
-    found = [engine.prefill(tokens[:40], "all")]
-    found += [engine.step([token]) for token in tokens[40:560]]
-    engine.reset()
-    found.append(engine.prefill(tokens[560:581], "all"))
-    return found + [engine.step([token]) for token in tokens[581:]]
 
 
 def mixed_run(engine: Engine) -> list[np.ndarray]:
