@@ -227,7 +227,7 @@ def test_figures_that_are_no_numbers(engine, tmp_path):
     text = (tmp_path / "run" / "run.json").read_text()
     assert "NaN" not in text and json.loads(text)["result"]["engine"]["error"] is None
     engine.wrong = {"per_copy": math.nan}
-    with pytest.raises(WorkbenchError, match=r"logits behind token 0 are not finite"):
+    with pytest.raises(WorkbenchError, match=r"logits after token 0 are not finite"):
         ppl.perplexity(engine, asked.open(engine), out=tmp_path / "other")
 
 

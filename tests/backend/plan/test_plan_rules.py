@@ -20,6 +20,7 @@ from workbench.backend.plan import life
 from workbench.backend.plan.life import COUNTS, Plans, Policy, in_words, plans_of
 from workbench.common.errors import DeviceError
 from workbench.config import Toggles
+from workbench.engine.choose import settle
 from workbench.graph.ir import StepShape
 
 USUAL = {"same": "kernel", "number": 0, "shape": StepShape(1, 1, 256), "splits": [0, 1],
@@ -41,10 +42,12 @@ class Rig:
 
     def __init__(self, rule: str):
         plans, *more = rule.split()
-        toggles = Toggles(plans=plans, **dict(x.split("=") for x in more))
         self.device: Any = open_backend(capture=True)
+        chosen = Toggles(plans=plans, **dict(x.split("=") for x in more))
+        t = settle(chosen, self.device.capabilities, "null")
+        policy = Policy(t.plans, int(t.plan_warmup), t.plan_evict, t.plan_batch)
         self.now, self.uids = 0.0, count(1)
-        self.plans = Plans(Policy.of(toggles), lambda: self.now)
+        self.plans = Plans(policy, lambda: self.now)
         self.landing, self.held = Landing(open_backend(), 8), list[Any]()
         self.works: dict[str, tuple[Plannable, Any]] = {}
 
