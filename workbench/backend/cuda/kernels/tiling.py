@@ -25,8 +25,8 @@ HOPPER_SHARED = 227 << 10  # most bytes of a block, with compute capability 9.0
 LEAST_STAGES = 3  # where room is short, stages get fewer columns before there are fewer stages
 MOST_K_PARTS = 8  # the most blocks of a cluster that every device with clusters accepts
 MOST_COUNTERS = 4096
-# Blocks of a multiprocessor -> blocks of a cluster -> clusters that run at once. Some
-# multiprocessors stay idle, because clusters do not span groups of them. From
+# Blocks of a multiprocessor -> blocks of a cluster -> clusters that run at once. A cluster stays in
+# one group of multiprocessors, and not all groups divide by the blocks of a cluster. From
 # cuOccupancyMaxActiveClusters, H100 80GB HBM3.
 CLUSTERS = {
     1: {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15},
