@@ -176,9 +176,9 @@ def qkv(
     heads = all(s.rows % rotate.head_dim == 0 for s in segments)
     if len(segments) != MOST_SEGMENTS or rotate.head_dim % 2 or rotate.n_rot % 2 or not heads:
         raise DeviceError(
-            f"q, k, v of {[s.rows for s in segments]} rows are no heads of {rotate.head_dim} with "
-            f"{rotate.n_rot} rotated that one launch can turn on cuda (both even); use "
-            "fuse_rope_store=off"
+            f"q, k, v of {[s.rows for s in segments]} rows are no whole heads that one launch can "
+            f"rotate on cuda (head_dim {rotate.head_dim}, n_rot {rotate.n_rot}, both to be even); "
+            "use fuse_rope_store=off"
         )
     t = tune or _tuning(segments, x, "qkv")
     if rotate.norm is not None and tune is None:
