@@ -177,7 +177,7 @@ DEVICE void compute(const Call& c, const Segment& s, const u8* k, const u8* v) {
         load_cells<LoadsK>(m, k, k_stride, first, c.n_kv);
         __syncthreads();
         score(m);
-        __syncthreads();  // the scores are complete; no thread reads K any more
+        __syncthreads();  // the scores are there; none reads K any more
         const bool finite = load_cells<LoadsV>(m, v, v_stride, first, c.n_kv);
         weigh(m, mask + first, c.n_kv - first, tiles.masked, most, weight);
         if (__syncthreads_or(!finite)) {

@@ -130,7 +130,7 @@ DEVICE void gather(Gathered& found, Memory& m, Tiles& tiles, const u8* k, const 
             score[r] = seen ? sum : NEG_INFINITY;
         }
         found.weigh(score, weights);
-        __syncwarp();  // the weights of all lanes are complete
+        __syncwarp();  // the weights of all lanes are there
         const u8* values = v + first * v_stride;
         const int n = int(min(n_kv - first, i64(CELLS)));
 #pragma unroll 4
