@@ -1,15 +1,15 @@
-// How partial results of attention become one, and where the result goes. Partial results are those
-// of the warps of a block, of the blocks of a cluster, or of clusters.
+// Merges partial results of attention, and stores the result. The partial results come from the
+// warps of a block, from the blocks of a cluster, or from clusters.
 //
-// Versions (figures: attention.cu): 1, all rows by the last of up to 33 blocks: slower; 2, this
-// one.
+// Versions (times: attention.cu): 1, the last of up to 33 blocks merges all rows: slower; 2, this
+// version.
 #pragma once
 #include "attention.cuh"
 #include "cluster.cuh"
 #include "quantise.cuh"
 
-// Four columns of a row over some of the cells: the weighted sum of values and the sum of weights,
-// both relative to 2^most.
+// The partial result of four columns of a row, over some of the cells: the weighted sum of values
+// and the sum of weights, both relative to 2^most.
 struct Partial {
     float4 sum;
     float most, weight;
@@ -24,7 +24,7 @@ DEVICE float4 add_scaled(float4 sum, float4 v, float f) {
                        fmaf(v.w, f, sum.w));
 }
 
-// Partials load(0) .. load(n - 1) as one, in order; BATCH loads are under way at once.
+// Merges the partials load(0) .. load(n - 1), in order. BATCH loads are in flight at once.
 template <int BATCH, class Load>
 DEVICE Partial merged(int n, Load load) {
     const Partial nothing = {make_float4(0, 0, 0, 0), NEG_INFINITY, 0};
@@ -52,7 +52,7 @@ DEVICE Partial merged(int n, Load load) {
 
 constexpr int QUADS = HEAD_DIM / 4;
 
-// Four columns of one row for each lane of a warp; past the last of `items` the last again.
+// An item is four columns of one row, a lane's work. Lanes past the last item repeat it.
 struct Item {
     bool there;
     int row, quad;
@@ -63,13 +63,13 @@ struct Item {
     }
 };
 
-// Where results go: floats, or rows of Q8_ACT of all heads of a token.
+// The results of attention: floats, or rows of Q8_ACT with all heads of a token.
 struct Output {
     u8* dst;
     const float* sinks;
     i64 n_head;
     bool quantised;
-    // Called by whole warps; 8 lanes have a block of 32.
+    // Stores an item. Whole warps call it; 8 lanes have a block of 32.
     DEVICE void store(const Share& share, const Item& item, const Partial& all) const {
         float weight = all.weight, keep = 1;
         if (SINKS) add_sink(sinks, share.head_of(item.row), all.most, weight, keep);
@@ -84,7 +84,7 @@ struct Output {
             *reinterpret_cast<float4*>(reinterpret_cast<float*>(dst) + token * cols + c) = v;
         }
     }
-    // The padding of the rows of tokens whose first head is here.
+    // Zeroes the padding of rows of Q8_ACT, for the tokens whose first head this block has.
     DEVICE void pad(const Share& share) const {
         if (!quantised || share.head_kv) return;
         const i64 cols = n_head * HEAD_DIM;

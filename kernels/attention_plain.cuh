@@ -1,22 +1,24 @@
-// What the attention kernels without tensor cores have in common (attention_vec.cu,
-// attention_tile.cu): which rows and tiles a block has, where results go, and how the partial
-// results of a group of rows become one.
+// The common part of the attention kernels without tensor cores (attention_vec.cu,
+// attention_tile.cu): the rows and tiles of a block, the store of results, and the merge of the
+// partial results of a group of rows.
 //
-// A group is ROWS query rows of one kv head at most. Its cells are `tiles` tiles of CELLS cells.
-// They are a block's alone, or several blocks share them (`kv_parts`):
+// A group has at most GROUP_ROWS query rows of one kv head. Its cells are `tiles` tiles of CELLS
+// cells. One block has all of them, or several blocks share them (toggle kv_parts):
 //
 //   piece 0       grid (groups, shares): share i has tiles i, i + shares, ..
-//   piece > 0     grid (pieces): the tiles of all groups stand one behind the other, and block i has
-//                 `piece` of them, from i * piece on. They may be of several groups (stream_k)
+//   piece > 0     grid (pieces), stream_k: the tiles of all groups stand in one row. Block i has
+//                 `piece` of them, from i * piece on, of one or several groups
 //
-// What several blocks have found of a group lies in scratch, an entry for each, in the order of the
-// shares or pieces. A second launch, attention_combine, merges the entries in this order. So nothing
-// depends on which block ends first.
+// Where a group has several blocks, each block leaves its partial result in an entry of scratch, in
+// the order of the shares or pieces. A second launch, attention_combine, merges the entries in this
+// order. So a result does not depend on which block ends first.
 //
-// Compiled for each use (workbench/backend/cuda/kernels/attention_plain.py chooses): HEAD_DIM; K_CELL and
-// V_CELL, the types of cells.cuh; GROUP_ROWS, TILE_CELLS, WARPS; REGIONS, SKIP and SINKS as in
-// attention.cu.
-// ONE_TOKEN: whether the rows of a group are all of one token.
+// Compiled for each use (workbench/backend/cuda/kernels/attention_plain.py chooses):
+//   HEAD_DIM                        columns of a head
+//   K_CELL, V_CELL                  types of cells.cuh
+//   GROUP_ROWS, TILE_CELLS, WARPS   most rows of a group, cells of a tile, warps of a block
+//   REGIONS, SKIP, SINKS            as in attention.cu
+//   ONE_TOKEN (by the .cu file)     whether all rows of a group belong to one token
 //
 // One version. Measured as part of the kernels.
 #pragma once
@@ -33,11 +35,11 @@
 using LoadsK = Loads<K_CELL>;
 using LoadsV = Loads<V_CELL>;
 
-constexpr int ROWS = GROUP_ROWS, CELLS = TILE_CELLS, THREADS = 32 * WARPS;
-constexpr int PAIRS = (HEAD_DIM / 2 + 31) / 32;  // of neighbouring columns, a lane
+constexpr int CELLS = TILE_CELLS, THREADS = 32 * WARPS;
+constexpr int PAIRS = (HEAD_DIM / 2 + 31) / 32;  // pairs of neighbouring columns of a lane
 
-// What a launch is given, but for addresses of K and V. groups: of all kv heads; head by head they
-// stand side by side. entries: of a group in scratch.
+// The arguments of a launch, without the addresses of K and V. groups: of all kv heads; the kv
+// heads of the same rows are neighbours. entries: of a group in scratch.
 struct Call {
     float* dst;
     const float* q;
@@ -50,8 +52,8 @@ struct Call {
     DEVICE i64 kv_row_bytes(i64 of_head) const { return n_head_kv * of_head; }
 };
 
-// The rows of a group: `share`, whose tokens are counted from `token` on, of a sequence whose cells
-// begin at `cell`. there: whether the launch computes them.
+// The rows of a group. The tokens of `share` are counted from `token` on. The cells of their
+// sequence begin at `cell`. there: whether the launch computes the group.
 struct Group {
     int token;
     i64 cell;
@@ -64,11 +66,11 @@ struct Group {
 DEVICE Group group_of(const Call& c, int number) {
     const int head_kv = number % int(c.n_head_kv), group = int(c.n_head / c.n_head_kv);
     number /= int(c.n_head_kv);
-    const int each = (group + ROWS - 1) / ROWS, token = number / each;
-    const int first = token * group + number % each * ROWS;
-    const Share share(head_kv, group, first, ROWS, (token + 1) * group);
+    const int each = (group + GROUP_ROWS - 1) / GROUP_ROWS, token = number / each;
+    const int first = token * group + number % each * GROUP_ROWS;
+    const Share share(head_kv, group, first, GROUP_ROWS, (token + 1) * group);
 #if REGIONS
-    // the last sequence that does not begin behind the token
+    // The last sequence that begins at the token or before it.
     const int2* table = reinterpret_cast<const int2*>(c.more.regions);
     const int n = int(c.more.n_regions);
     int low = 0, high = n - 1;
@@ -89,37 +91,37 @@ DEVICE Group group_of(const Call& c, int number) {
 
 #else
 
-// Called by whole warps.
+// Whole warps call it.
 DEVICE Group group_of(const Call& c, int number) {
     const int head_kv = number % int(c.n_head_kv), group = int(c.n_head / c.n_head_kv);
     number /= int(c.n_head_kv);
 #if REGIONS
-    const Tokens own(c.more, int(c.n_tokens), number, group, ROWS);
+    const Tokens own(c.more, int(c.n_tokens), number, group, GROUP_ROWS);
 #else
     const Tokens own(int(c.n_tokens), number);
 #endif
     const bool there = own.tile >= 0;
-    const Share share(head_kv, group, there ? own.tile * ROWS : 0, ROWS,
+    const Share share(head_kv, group, there ? own.tile * GROUP_ROWS : 0, GROUP_ROWS,
                       there ? own.count * group : 1);
     return {own.token, own.cell, there, share};
 }
 
 #endif
 
-// Tiles begin, begin + step, .. below `end` of a group, and where what is found of them goes: entry
-// `entry` of `entries`.
+// Tiles begin, begin + step, .. below `end` of a group. Their partial result is entry `entry` of
+// `entries`.
 struct Segment {
     int group, begin, end, step, entry, entries;
 };
 
-// The first piece that has tiles of a group, and how many have.
+// The first piece with tiles of a group, and the number of pieces (or shares) with such tiles.
 DEVICE i64 first_piece(const Call& c, i64 group) { return group * c.tiles() / c.piece; }
 DEVICE int n_entries(const Call& c, i64 group) {
     if (c.piece == 0) return int(c.entries);
     return int(((group + 1) * c.tiles() - 1) / c.piece - first_piece(c, group)) + 1;
 }
 
-// Calls `compute` for each segment of the block, one after the other.
+// Calls `compute` for each segment of the block, one after another.
 template <class Compute>
 DEVICE void each_segment(const Call& c, Compute compute) {
     const int tiles = c.tiles();
@@ -138,29 +140,32 @@ DEVICE void each_segment(const Call& c, Compute compute) {
     }
 }
 
-// Scratch: sums [groups][entries][ROWS][HEAD_DIM], then maxima and weights [groups][entries][ROWS].
+// Scratch: sums [groups][entries][GROUP_ROWS][HEAD_DIM], then maxima and weights
+// [groups][entries][GROUP_ROWS].
 struct Entry {
     float* sums;
     float2* parts;
     DEVICE Entry(const Call& c, i64 group, int entry) {
         const i64 number = group * c.entries + entry;
-        parts = reinterpret_cast<float2*>(c.scratch + c.groups * c.entries * ROWS * HEAD_DIM);
-        parts += number * ROWS, sums = c.scratch + number * ROWS * HEAD_DIM;
+        parts = reinterpret_cast<float2*>(c.scratch + c.groups * c.entries * GROUP_ROWS * HEAD_DIM);
+        parts += number * GROUP_ROWS, sums = c.scratch + number * GROUP_ROWS * HEAD_DIM;
     }
 };
 
-// A column of a row of a group: `sum` of its values and `weight` of its cells, relative to 2^most.
+// Stores a column of a row of a group. `sum` (of its weighted values) and `weight` (of its cells)
+// are relative to 2^most.
 DEVICE void store_result(const Call& c, const Group& own, int row, int col, float sum, float most,
                          float weight) {
     float keep = 1;
     const int head = own.share.head_of(row);
     if (SINKS) add_sink(c.more.sinks, head, most, weight, keep);
     const i64 token = own.token + own.share.token_of(row);
-    // -0 + 0 is 0: the sign of a zero says nothing
+    // + 0 turns -0 into 0
     c.dst[(token * c.n_head + head) * HEAD_DIM + col] =
         weight == 0 ? 0.f : __fdiv_rn(sum * keep, weight) + 0.f;
 }
 
+// Stores a column of a row: as a result, or in an entry where the group has several.
 DEVICE void store_column(const Call& c, const Group& own, const Segment& s, int row, int col,
                          float sum, float most, float weight) {
     if (s.entries == 1) {
@@ -174,7 +179,7 @@ DEVICE void store_column(const Call& c, const Group& own, const Segment& s, int 
 
 constexpr int COMBINE_THREADS = 128;
 
-// Merges what the blocks of a group have left in scratch.
+// Merges the partial results of a group.
 DEVICE void combine(const Call& c) {
     const int group = int(blockIdx.x), n = n_entries(c, group);
     const Group own = group_of(c, group);

@@ -1,19 +1,21 @@
-// The rows of queries that a warp has, in registers or shared memory, and what they gather.
-// Method: FlashAttention-2 (Dao 2023), online softmax (Milakov and Gimelshein 2018).
+// The query rows of a warp, in registers or shared memory, and their running sums. Method:
+// FlashAttention-2 (Dao 2023), online softmax (Milakov and Gimelshein 2018).
 //
 // One version since attention runs on tensor cores: versions 2 and 3 of attention.cu.
 #pragma once
 #include "attention.cuh"
 
-// 8 * SETS query rows of a warp and what they have gathered. Scores are formed as K q (cells by
-// rows) and results as V^T p (columns by rows). So 8 rows, not 16, are the least that a product
-// takes: a single token with a group of 4 or 8 heads fills one set.
+// 8 * SETS query rows of a warp, with their running sums. Scores are formed as K q (cells by rows),
+// and results as V^T p (columns by rows). So a product takes at least 8 rows, not 16: a single
+// token with a group of up to 8 heads needs one set.
 //
-// Of set s a lane has rows 8 s + 2 (lane % 4) + j, j = 0, 1. For these it keeps the running maximum
-// and the sum of the weights of its own cells; sums[d][s]: columns 16 d + lane / 4 (+ 8).
+// Of set s a lane has rows 8 s + 2 (lane % 4) + j, with j = 0 and 1. For these it keeps
+//   most[s][j]     the running maximum, in powers of two
+//   weight[s][j]   the sum of the weights of the lane's own cells
+//   sums[d][s]     columns 16 d + lane / 4 of rows j = 0, 1, then columns 16 d + lane / 4 + 8
 //
-// Queries of many registers lie in shared memory, [STEPS][SETS][32] uint2, for each lane as
-// `multiply` wants them.
+// Queries that need many registers lie in shared memory instead, [STEPS][SETS][32] uint2: for each
+// lane its operand b of `mma`.
 template <int SETS>
 struct Rows {
     static constexpr bool STORED = STEPS * SETS > 16;
@@ -23,7 +25,7 @@ struct Rows {
     float sums[STEPS][SETS][4];
     float most[SETS][2], weight[SETS][2];
 
-    // Where this lane's columns of its rows of q begin.
+    // The addresses of this lane's columns in its rows of q.
     static DEVICE void locate(const float* (&row)[SETS], const float* q, const Share& share, int at,
                               int n_head) {
 #pragma unroll
@@ -34,10 +36,10 @@ struct Rows {
         }
     }
 
-    // q (n_tokens, n_head, HEAD_DIM); the warp's rows begin at row `at` of the block. They are
-    // scaled in float, with log2(e), because weights are powers of two. SHARERS warps share queries
-    // in shared memory, at `room`: each loads every SHARERS-th step, this one from `first_step` on.
-    // The queries are usable once these warps have met.
+    // Loads the queries. q is (n_tokens, n_head, HEAD_DIM); the warp's rows begin at row `at` of
+    // the block. They are scaled in float, also by log2(e), because weights are powers of two.
+    // SHARERS warps share queries in shared memory, at `room`. Each of them loads every SHARERS-th
+    // step; this warp begins with `first_step`. Afterwards these warps need a barrier.
     template <int SHARERS>
     DEVICE void load(const float* q, const Share& share, int at, int n_head, float scale,
                      uint2* room, int first_step) {
@@ -47,7 +49,8 @@ struct Rows {
         const float* row[SETS];
         locate(row, q, share, at, n_head);
         if constexpr (STORED) {
-            // all loads of a batch before its first store, which the compiler would not pass
+            // All loads of a batch stand before its first store, because the compiler would not
+            // move a load before a store.
             constexpr int rounds = (STEPS + SHARERS - 1) / SHARERS, batch = rounds < 4 ? rounds : 4;
 #pragma unroll 1
             for (int first = 0; first < rounds; first += batch) {
@@ -76,7 +79,7 @@ struct Rows {
         }
     }
 
-    // For queries in registers, `load` in two: between them others can be requested.
+    // `load` in two parts, for queries in registers. Other loads can be requested between them.
     static DEVICE void request(const float* const (&row)[SETS], float2 (&wide)[STEPS][SETS][2]) {
 #pragma unroll
         for (int i = 0; i < STEPS * SETS * 2; i++) {
@@ -115,12 +118,12 @@ struct Rows {
 
     // Adds the cells of a tile. mask_row[s]: the row of the tile's mask whose address this lane
     // gives to load_transposed for set s. With CAREFUL a cell of weight zero adds nothing, whatever
-    // V holds; otherwise V must be finite. On finite values both give the same bits.
+    // V holds; otherwise V must be finite. Both give the same bits for finite values.
     template <bool CAREFUL, int CELLS, int TOKENS>
     DEVICE void add(const Tile<CELLS, TOKENS>& tile, const int (&mask_row)[SETS],
                     bool masked = true) {
         constexpr int parts = CELLS / 16;
-        // a product waits for the one before it in its chain: at least two chains
+        // A product waits for the product before it in its chain, so there are at least two chains.
         constexpr int chains = parts * SETS == 1 ? 2 : 1;
         const int lane = threadIdx.x % 32;
         float score[chains][parts][SETS][4] = {};
@@ -141,7 +144,7 @@ struct Rows {
                 u32 keys[4];
                 load_matrices(keys, &tile.keys[16 * c + lane % 16][16 * d + lane / 16 * 8]);
 #pragma unroll
-                for (int s = 0; s < SETS; s++) multiply(score[d % chains][c][s], keys, own[s]);
+                for (int s = 0; s < SETS; s++) mma(score[d % chains][c][s], keys, own[s]);
             }
         }
 #pragma unroll
@@ -174,22 +177,23 @@ struct Rows {
 #pragma unroll
                 for (int s = 0; s < SETS; s++) {
                     if (CAREFUL) {
-                        multiply_rows(sums[d][s], values, p[c][s]);
+                        mma_rows(sums[d][s], values, p[c][s]);
                     } else {
-                        multiply(sums[d][s], values, p[c][s]);
+                        mma(sums[d][s], values, p[c][s]);
                     }
                 }
             }
         }
     }
 
-    // score (cells by rows) + mask, in powers of two; masked cells score -inf, whatever they did
+    // Adds the mask to the scores (cells by rows), in powers of two. The score of a masked cell
+    // becomes -inf, whatever it was.
     template <int PARTS, int CELLS, int TOKENS>
     static DEVICE void apply_mask(float (&score)[PARTS][SETS][4], const Tile<CELLS, TOKENS>& tile,
                                   const int (&mask_row)[SETS]) {
         const int lane = threadIdx.x % 32;
         constexpr int pairs = (SETS + 1) / 2;
-        u32 bias[PARTS][pairs][4], any = 0;  // of sets 2 i and 2 i + 1; each cells, cells + 8
+        u32 bias[PARTS][pairs][4], any = 0;  // sets 2 i, 2 i + 1; of each cells 0 .. 7, 8 .. 15
 #pragma unroll
         for (int c = 0; c < PARTS; c++) {
 #pragma unroll
@@ -216,8 +220,8 @@ struct Rows {
         }
     }
 
-    // Scores to weights (p: halves, as `multiply` wants its b) under the new maximum. keep: the
-    // factor for sums under the old maximum.
+    // Turns scores into weights, relative to the new maximum. p: the weights as halves, as operand
+    // b of `mma`. keep: the factor of sums that are relative to the old maximum.
     template <int PARTS>
     DEVICE void weigh(float (&score)[PARTS][SETS][4], u32 (&p)[PARTS][SETS][2],
                       float (&keep)[SETS][2]) {
@@ -251,8 +255,8 @@ struct Rows {
         }
     }
 
-    // multiply, one of the 8 rows at a time, with V set to zero where the row's weight is zero.
-    static DEVICE void multiply_rows(float (&c)[4], const u32 (&values)[4], const u32 (&p)[2]) {
+    // As `mma`, but one of the 8 rows at a time, with V set to zero where the row's weight is zero.
+    static DEVICE void mma_rows(float (&c)[4], const u32 (&values)[4], const u32 (&p)[2]) {
         const int lane = threadIdx.x % 32;
 #pragma unroll 1
         for (int row = 0; row < 8; row++) {
@@ -265,7 +269,7 @@ struct Rows {
                 kept[2 * half + 1] = values[2 * half + 1] & mask;
             }
             float own[4] = {c[0], c[1], c[2], c[3]};
-            multiply(own, kept, p);
+            mma(own, kept, p);
 #pragma unroll
             for (int i = 0; i < 4; i++) c[i] = lane % 4 * 2 + i % 2 == row ? own[i] : c[i];
         }
@@ -273,7 +277,7 @@ struct Rows {
 
     // Whether a sum of the warp is not finite. Then V was not finite, perhaps in a masked cell.
     DEVICE bool suspicious() const {
-        float zero[4] = {};  // as many chains
+        float zero[4] = {};  // four chains
 #pragma unroll
         for (int d = 0; d < STEPS; d++) {
 #pragma unroll
@@ -285,7 +289,7 @@ struct Rows {
         return __any_sync(~0u, (zero[0] + zero[1]) + (zero[2] + zero[3]) != 0.f);
     }
 
-    // The weights of all lanes of a row, in every one of them.
+    // Adds the weights of all lanes of a row. Every lane gets the sum.
     DEVICE void add_weights() {
 #pragma unroll
         for (int s = 0; s < SETS; s++) {

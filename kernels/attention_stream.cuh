@@ -1,10 +1,10 @@
-// Which tiles of cells a block has, of which group of rows.
+// Deals the tiles of cells of all row groups out to blocks.
 //
-// STREAM 0: a block has one group of rows, and with other blocks a share of its cells: every so
-// many tiles. STREAM 1 (stream-k; Osama et al. 2023, arXiv 2301.03598): the tiles of all groups
-// stand one behind the other, and each block has `piece` of them. So a block may end one group,
-// have some whole ones, and begin another. A group that no block has alone is merged by the last of
-// its blocks to be done, in the order of the cells.
+// STREAM 0: a block has one group of rows. It shares the tiles of the group with other blocks, and
+// takes every `shares`-th tile. STREAM 1 (stream-k; Osama et al. 2023, arXiv 2301.03598): the tiles
+// of all groups stand in one row, and each block has `piece` of them. So a block may end one group,
+// have some whole groups, and begin another group. A group that has several blocks is merged by the
+// block that ends last, in the order of the cells.
 //
 // Versions: 1, this one.
 #pragma once
@@ -14,14 +14,14 @@
 #define STREAM 0
 #endif
 
-// What a block has of a group: tiles first .. end - 1, and which of the group's `shares` that is.
-// `block` is the first block with tiles of the group.
+// A block's part of a group: tiles first .. end - 1, which are number `share` of the group's
+// `shares` shares. `block` is the first block with tiles of the group.
 struct Piece {
     int group, first, end, share, shares, block;
 };
 
 #if STREAM
-// The pieces of this block, in their order.
+// The pieces of this block, in order.
 struct Pieces {
     int tiles, size, at, last;
     DEVICE Pieces(i64 n_groups, int tiles, i64 size)
@@ -32,15 +32,17 @@ struct Pieces {
     DEVICE Piece own() const {
         const int group = at / tiles, first = at % tiles, block = group * tiles / size;
         const int shares = ((group + 1) * tiles - 1) / size - block + 1;
-        return {group, first, min(tiles, first + last - at), int(blockIdx.x) - block, shares, block};
+        return {group, first, min(tiles, first + last - at), int(blockIdx.x) - block, shares,
+                block};
     }
 };
 #endif
 
-// Where blocks leave what the last of a group merges: sums float4 [entries][ROWS][QUADS], then
-// maxima and weights float2 [entries][ROWS]. An entry is a share's, or a cluster's: a `part` of the
-// group. A block of STREAM has two: of a group that it begins, and of one that it goes on with.
-// Every block with columns of a row stores the same maximum of it.
+// Scratch with the partial results of a group, which its last block merges: sums float4
+// [entries][ROWS][QUADS], then maxima and weights float2 [entries][ROWS]. Each `part` of a group,
+// from a block or a cluster, has an entry. With STREAM a block has two entries: for a group that it
+// begins, and for a group that an earlier block began. All blocks with columns of a row store the
+// same maximum of the row.
 template <int ROWS>
 struct Parts {
     float4* sums;
@@ -59,7 +61,8 @@ struct Parts {
         if (!item.there) return;
         const i64 row = entry(part) * ROWS + item.row;
         sums[row * QUADS + item.quad] = own.sum;
-        if (item.quad == 0 || threadIdx.x % 32 == 0) weights[row] = make_float2(own.most, own.weight);
+        if (item.quad == 0 || threadIdx.x % 32 == 0)
+            weights[row] = make_float2(own.most, own.weight);
     }
     DEVICE Partial load(int part, const Item& item) const {
         const i64 row = entry(part) * ROWS + item.row;

@@ -1,13 +1,13 @@
-// attention of many tokens without tensor cores, over K and V of any type of the cache: a block has
-// 32 query rows of one kv head, for several tokens, and goes through tiles of TILE_CELLS.
+// Attention of many tokens without tensor cores, over K and V of any type of the cache. A block has
+// 32 query rows of one kv head, for several tokens, and goes through tiles of TILE_CELLS cells.
 //
-// A tile of K, then the same cells of V, lie in shared memory as floats. Scores: a thread has 2 rows
-// and every 16th cell. Weights: 8 threads have a row. Results: a warp has 4 rows, and its lanes two
-// columns each. All arithmetic is float.
+// Shared memory holds a tile of K as floats, then the same cells of V. For the scores a thread has
+// 2 rows and every 16th cell. For the weights 8 threads have a row. For the results a warp has 4
+// rows, and each lane two columns. All arithmetic is float.
 //
-// Masked cells are read like any other, and count for nothing, whatever they hold. K: scores are
-// replaced. V: in a tile with values that are not finite, those of weight zero are left out. A query
-// whose every cell is masked gives zeros.
+// Masked cells are read like other cells, but never change a result, whatever they hold. Their
+// scores are replaced. In a tile of V with values that are not finite, values of weight zero are
+// left out. A query whose every cell is masked gives zeros.
 //
 // One version.
 #define ONE_TOKEN 0
@@ -21,24 +21,25 @@
 #define WARPS 8
 #include "attention_plain.cuh"
 
-constexpr int OF_ROW = THREADS / ROWS;    // threads that have the weights of a row
-constexpr int WARP_ROWS = ROWS / WARPS;   // rows whose results a warp has
-constexpr int SCORES = CELLS / 16;        // cells of a thread, for each of its 2 rows
-constexpr int WEIGHTS = CELLS / OF_ROW;   // cells of a thread
-static_assert(ROWS == 32 && OF_ROW == 8 && CELLS % 16 == 0, "no such tiling");
+constexpr int OF_ROW = THREADS / GROUP_ROWS;   // threads that share the weights of a row
+constexpr int WARP_ROWS = GROUP_ROWS / WARPS;  // rows whose results a warp has
+constexpr int SCORES = CELLS / 16;             // scores of a thread, for each of its 2 rows
+constexpr int WEIGHTS = CELLS / OF_ROW;        // weights of a thread
+static_assert(GROUP_ROWS == 32 && OF_ROW == 8 && CELLS % 16 == 0, "no such tiling");
 
 using Tiles = Walk<CELLS, true>;
 
 struct Memory {
-    float q[ROWS][HEAD_DIM + 4];    // 4 more: rows that are read together lie in different banks
+    float q[GROUP_ROWS][HEAD_DIM + 4];    // 4 more, so that rows lie in different banks
     float kv[CELLS][HEAD_DIM + 4];
-    float scores[ROWS][CELLS + 8];  // later weights
-    float keep[ROWS];               // the factor for what was gathered under the maximum before
-    float2 parts[ROWS];             // maximum and weight
+    float scores[GROUP_ROWS][CELLS + 8];  // later weights
+    float keep[GROUP_ROWS];               // the factor of sums relative to the earlier maximum
+    float2 parts[GROUP_ROWS];             // maximum and weight
 };
 extern __shared__ __align__(16) u8 memory[];
 
-// The cells from `first` on as floats; zeros behind the last. Whether all that were read are finite.
+// Loads the cells from `first` on as floats, and zeros after the last cell. Returns whether all
+// values that this thread read are finite.
 template <class L>
 DEVICE bool load_cells(Memory& m, const u8* rows, i64 stride, i64 first, i64 n_kv) {
     constexpr int EIGHTS = HEAD_DIM / 8;
@@ -56,7 +57,7 @@ DEVICE bool load_cells(Memory& m, const u8* rows, i64 stride, i64 first, i64 n_k
     return zero == 0;
 }
 
-// q.k of the tile, in powers of two.
+// Computes q.k of the tile, in powers of two.
 DEVICE void score(Memory& m) {
     const int row = threadIdx.x / 16, cell = threadIdx.x % 16;
     float sum[2][SCORES] = {};
@@ -85,8 +86,8 @@ DEVICE void score(Memory& m) {
     }
 }
 
-// Scores to weights under the new maximum. `mask`: of the thread's row, from the tile's first cell
-// on; `left`: cells up to the last.
+// Turns scores into weights, relative to the new maximum. `mask`: of the thread's row, from the
+// tile's first cell on. `left`: cells from there to the last cell.
 DEVICE void weigh(Memory& m, const u16* mask, i64 left, bool masked, float& most, float& weight) {
     const int row = threadIdx.x / OF_ROW, lane = threadIdx.x % OF_ROW;
     float own[WEIGHTS], next = most;
@@ -113,7 +114,8 @@ DEVICE void weigh(Memory& m, const u16* mask, i64 left, bool masked, float& most
     if (lane == 0) m.keep[row] = keep;
 }
 
-// Adds the values of the tile to the sums of the warp's rows: columns 2 (lane + 32 j) and the next.
+// Adds the values of the tile to the sums of the warp's rows. A lane has columns 2 (lane + 32 j)
+// and the next. CAREFUL: leaves out values of weight zero.
 template <bool CAREFUL>
 DEVICE void add_values(const Memory& m, float (&sums)[WARP_ROWS][PAIRS][2]) {
     const int first = threadIdx.x / 32 * WARP_ROWS, lane = threadIdx.x % 32;
@@ -155,8 +157,8 @@ DEVICE void compute(const Call& c, const Segment& s, const u8* k, const u8* v) {
     k += own.cell * k_stride + share.head_kv * k_head;
     v += own.cell * v_stride + share.head_kv * v_head;
     const float* q = c.q + i64(own.token) * c.n_head * HEAD_DIM;
-    __syncthreads();  // none uses what is there of the segment before
-    for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
+    __syncthreads();  // no thread reads the data of the segment before any more
+    for (int i = threadIdx.x; i < GROUP_ROWS * HEAD_DIM; i += THREADS) {
         const int row = i / HEAD_DIM, col = i % HEAD_DIM;
         const i64 head = i64(share.token_of(row)) * c.n_head + share.head_of(row);
         m.q[row][col] = q[head * HEAD_DIM + col] * (c.scale * LOG2_E);
@@ -171,7 +173,7 @@ DEVICE void compute(const Call& c, const Segment& s, const u8* k, const u8* v) {
     float most = NEG_INFINITY, weight = 0, sums[WARP_ROWS][PAIRS][2] = {};
     for (int tile; (tile = tiles.next()) >= 0;) {
         const i64 first = i64(tile) * CELLS;
-        __syncthreads();  // the queries are there; none reads the tile before any more
+        __syncthreads();  // the queries are complete; no thread reads the earlier tile any more
         load_cells<LoadsK>(m, k, k_stride, first, c.n_kv);
         __syncthreads();
         score(m);
@@ -204,8 +206,8 @@ DEVICE void compute(const Call& c, const Segment& s, const u8* k, const u8* v) {
     }
 }
 
-// Grid: see attention_plain.cuh, 32 rows a group; with REGIONS each sequence has groups of its own.
-// Block: 256 threads. Shared memory: a Memory.
+// Grid: see attention_plain.cuh; a group has 32 rows. With REGIONS each sequence has its own
+// groups. Block: 256 threads. Shared memory: a Memory.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_tile(float* dst, const float* q, const u8* k, const u8* v, const u16* mask,
                    float* scratch, const int* regions, const u8* known, const float* sinks,

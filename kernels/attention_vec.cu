@@ -1,15 +1,16 @@
-// attention of few tokens without tensor cores, over K and V of any type of the cache: the query
-// heads of a kv head's group for one token, at most ROWS of them, are a block's rows. Its warps
-// share the cells, tile by tile.
+// Attention of few tokens without tensor cores, over K and V of any type of the cache. The rows of
+// a block are at most GROUP_ROWS query heads of one kv head, for one token. Its warps share the
+// cells, tile by tile.
 //
-// A tile has 32 cells. A lane forms the scores of one cell with all rows: it reads this cell's row
-// of K, and the queries lie in shared memory, where all lanes read the same word. Then the lanes
-// have two columns of V each, cell by cell. So neither product crosses lanes; a maximum for each row
-// and tile does. All arithmetic is float.
+// A tile has 32 cells. For the scores a lane has one cell and all rows: it reads the cell's row of
+// K, and the queries lie in shared memory, where all lanes read the same word. For the results a
+// lane has two columns of V, cell by cell. So no product crosses lanes; only the maximum of each
+// row and tile does. All arithmetic is float.
 //
-// Masked cells are read like any other, and count for nothing, whatever they hold. K: scores are
-// replaced. V: where a sum is not finite, all is done again, and values of weight zero are left out.
-// Finite values give the same bits both ways. A query whose every cell is masked gives zeros.
+// Masked cells are read like other cells, but never change a result, whatever they hold. Their
+// scores are replaced. Where a sum is not finite, the warp computes all again and leaves out values
+// of weight zero. Finite values give the same bits both ways. A query whose every cell is masked
+// gives zeros.
 //
 // One version.
 #define ONE_TOKEN 1
@@ -27,22 +28,23 @@
 
 using Tiles = Walk<CELLS, false>;
 
-// Queries, weights of the tile under way, and what each warp has found.
+// The queries, the weights of each warp's present tile, and the partial result of each warp.
 struct Memory {
-    float q[ROWS][HEAD_DIM];
-    float weights[WARPS][ROWS][CELLS];
-    float sums[WARPS][ROWS][HEAD_DIM];
-    float2 parts[WARPS][ROWS];
+    float q[GROUP_ROWS][HEAD_DIM];
+    float weights[WARPS][GROUP_ROWS][CELLS];
+    float sums[WARPS][GROUP_ROWS][HEAD_DIM];
+    float2 parts[WARPS][GROUP_ROWS];
 };
 extern __shared__ __align__(16) u8 memory[];
 
-// What a lane gathers. weight: of its own cells. sums: columns 2 (lane + 32 j) and the next.
+// The running sums of a lane. most: the maximum of each row. weight: of the lane's own cells. sums:
+// columns 2 (lane + 32 j) and the next.
 struct Gathered {
-    float most[ROWS], weight[ROWS], sums[ROWS][PAIRS][2];
+    float most[GROUP_ROWS], weight[GROUP_ROWS], sums[GROUP_ROWS][PAIRS][2];
 
     DEVICE void clear() {
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < GROUP_ROWS; r++) {
             most[r] = NEG_INFINITY, weight[r] = 0;
 #pragma unroll
             for (int j = 0; j < PAIRS; j++) sums[r][j][0] = sums[r][j][1] = 0;
@@ -53,7 +55,7 @@ struct Gathered {
     DEVICE bool suspicious() const {
         float zero = 0;
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < GROUP_ROWS; r++) {
 #pragma unroll
             for (int j = 0; j < PAIRS; j++)
                 zero = fmaf(sums[r][j][0], 0.f, fmaf(sums[r][j][1], 0.f, zero));
@@ -61,10 +63,10 @@ struct Gathered {
         return __any_sync(~0u, zero != 0);
     }
 
-    // Scores of the lane's cell to its weights under the new maxima.
-    DEVICE void weigh(float (&score)[ROWS], float (&weights)[ROWS][CELLS]) {
+    // Turns the scores of the lane's cell into weights, relative to the new maxima.
+    DEVICE void weigh(float (&score)[GROUP_ROWS], float (&weights)[GROUP_ROWS][CELLS]) {
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < GROUP_ROWS; r++) {
             const float next = fmaxf(most[r], warp_max(score[r])), keep = rescale(most[r], next);
             const float w = exp2_fast(score[r] - (next == NEG_INFINITY ? 0.f : next));
             weights[r][threadIdx.x % 32] = w;
@@ -76,9 +78,9 @@ struct Gathered {
         }
     }
 
-    // Adds the values of a cell. CAREFUL: a weight of zero leaves them out.
+    // Adds the values of a cell. CAREFUL: leaves out values of weight zero.
     template <bool CAREFUL>
-    DEVICE void add(const u8* row, const float (&weights)[ROWS][CELLS], int cell) {
+    DEVICE void add(const u8* row, const float (&weights)[GROUP_ROWS][CELLS], int cell) {
         const int lane = threadIdx.x % 32;
         float2 v[PAIRS];
 #pragma unroll
@@ -87,7 +89,7 @@ struct Gathered {
             v[j] = col < HEAD_DIM ? LoadsV::load2(row, col) : make_float2(0, 0);
         }
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < GROUP_ROWS; r++) {
             const float w = weights[r][cell];
             if (CAREFUL && w == 0) continue;
 #pragma unroll
@@ -99,31 +101,31 @@ struct Gathered {
     }
 };
 
-// Goes through the warp's tiles. k, v: the first cell's rows of the kv head.
+// Goes through the warp's tiles. k, v: the first cell of the kv head.
 template <bool CAREFUL>
 DEVICE void gather(Gathered& found, Memory& m, Tiles& tiles, const u8* k, const u8* v,
                    i64 k_stride, i64 v_stride) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const i64 n_kv = tiles.cells.n_kv;
-    float(&weights)[ROWS][CELLS] = m.weights[warp];
+    float(&weights)[GROUP_ROWS][CELLS] = m.weights[warp];
     for (int tile; (tile = tiles.next()) >= 0;) {
         const i64 first = i64(tile) * CELLS, cell = min(first + lane, n_kv - 1);
         const u32 bias = tiles.masked ? tiles.cells.mask[cell] : 0;
         const bool seen = first + lane < n_kv && bias != MASKED;
         const u8* row = k + cell * k_stride;
-        float score[ROWS] = {};
+        float score[GROUP_ROWS] = {};
 #pragma unroll 4
         for (int c = 0; c < HEAD_DIM; c += 8) {
             float x[8];
             LoadsK::load8(row, c, x);
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) {
+            for (int r = 0; r < GROUP_ROWS; r++) {
 #pragma unroll
                 for (int i = 0; i < 8; i++) score[r] = fmaf(m.q[r][c + i], x[i], score[r]);
             }
         }
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < GROUP_ROWS; r++) {
             const float sum = fmaf(half_to_float(u16(bias)), LOG2_E, score[r]);
             score[r] = seen ? sum : NEG_INFINITY;
         }
@@ -133,7 +135,7 @@ DEVICE void gather(Gathered& found, Memory& m, Tiles& tiles, const u8* k, const 
         const int n = int(min(n_kv - first, i64(CELLS)));
 #pragma unroll 4
         for (int i = 0; i < n; i++) found.template add<CAREFUL>(values + i * v_stride, weights, i);
-        __syncwarp();  // none reads the weights any more
+        __syncwarp();  // no lane reads the weights any more
     }
 }
 
@@ -147,8 +149,8 @@ DEVICE void compute(const Call& c, const Segment& s, const u8* k, const u8* v) {
     const i64 k_stride = c.kv_row_bytes(k_head), v_stride = c.kv_row_bytes(v_head);
     k += own.cell * k_stride + share.head_kv * k_head;
     v += own.cell * v_stride + share.head_kv * v_head;
-    __syncthreads();  // none uses what is there of the segment before
-    for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
+    __syncthreads();  // no thread reads the data of the segment before any more
+    for (int i = threadIdx.x; i < GROUP_ROWS * HEAD_DIM; i += THREADS) {
         const int row = i / HEAD_DIM, col = i % HEAD_DIM;
         const i64 head = i64(share.token_of(row)) * c.n_head + share.head_of(row);
         m.q[row][col] = c.q[head * HEAD_DIM + col] * (c.scale * LOG2_E);
@@ -170,7 +172,7 @@ DEVICE void compute(const Call& c, const Segment& s, const u8* k, const u8* v) {
         gather<true>(found, m, again, k, v, k_stride, v_stride);
     }
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
+    for (int r = 0; r < GROUP_ROWS; r++) {
         const float weight = warp_sum(found.weight[r]);
         if (lane == 0) m.parts[warp][r] = make_float2(found.most[r], weight);
 #pragma unroll
@@ -197,8 +199,8 @@ DEVICE void compute(const Call& c, const Segment& s, const u8* k, const u8* v) {
     }
 }
 
-// Grid: see attention_plain.cuh, a group for each token and ROWS heads of a kv head's group. Block:
-// WARPS * 32 threads. Shared memory: a Memory.
+// Grid: see attention_plain.cuh; each token has a group for every GROUP_ROWS query heads of a kv
+// head. Block: WARPS * 32 threads. Shared memory: a Memory.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_vec(float* dst, const float* q, const u8* k, const u8* v, const u16* mask,
                   float* scratch, const int* regions, const u8* known, const float* sinks,

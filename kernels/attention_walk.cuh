@@ -1,12 +1,15 @@
-// Which tokens a block has, and which tiles of cells a warp, or a block, goes through.
+// The tokens of a block, and the tiles of cells that a warp, or a block, goes through.
 //
-// REGIONS: each sequence has cells of its own, and a table says which tokens and cells. SKIP: which
-// tiles are left out (workbench/engine/cache/extent.py): 0 none; 1 those whose mask is -inf for all
-// tokens of the block; 2 all behind the greatest extent of these tokens; 3 those in whose class no
-// token sees a cell. What is left out would have changed nothing, so all give the same bits.
+// REGIONS (0 or 1): each sequence has its own cells, and a table lists its first token and cell.
+// SKIP: the tiles that are skipped (workbench/engine/cache/extent.py). A skipped tile would not
+// have changed a result, so all values give the same bits:
+//   0   none
+//   1   tiles whose mask is -inf for all tokens of the block
+//   2   tiles after the greatest extent of these tokens
+//   3   tiles in whose class no token sees a cell
 //
-// Versions: 1, this one. Tiles are dealt out in turn, not in stretches: so shares of short
-// sequences are alike, and skipping moves no tile to another share.
+// Versions: 1, this one. A share takes every so many tiles, not neighbouring tiles. So the shares
+// of short sequences have equal work, and skipping moves no tile to another share.
 #pragma once
 #include "attention.cuh"
 
@@ -19,9 +22,11 @@
 
 constexpr int CLASS_CELLS = 64;
 
-// What a launch is told beside the common arguments. regions (n_regions, 2) I32: first token, first
-// cell. known: extents (n_tokens,) I32 or classes (n_tokens, n_classes) U8. sinks (n_head,) F32 or
-// none. Of regions, those with least .. most tokens are this launch's.
+// Further arguments of a launch.
+//   regions       I32 (n_regions, 2): first token and first cell of each sequence
+//   known         extents I32 (n_tokens,), or classes U8 (n_tokens, n_classes)
+//   sinks         F32 (n_head,), or 0
+//   least, most   the launch computes the regions with least .. most tokens
 struct More {
     const int* regions;
     const u8* known;
@@ -29,22 +34,22 @@ struct More {
     i64 n_regions, least, most;
 };
 
-// The tokens of one sequence that a block has rows of: `count` from `token` on, and its first cell.
-// tile: which of its groups of rows; -1: the block has nothing to do.
+// The sequence of a block: `count` tokens from `token` on, with cells from `cell` on. tile: the
+// number of the block's group of rows in the sequence; -1: the block has no work.
 struct Tokens {
     int token, count, tile;
     i64 cell;
 
-    // Without regions, of all tokens.
+    // Without regions: all tokens.
     DEVICE Tokens(int n_tokens, int tile) : token(0), count(n_tokens), tile(tile), cell(0) {}
 
-    // Tiles are numbered from sequence to sequence; a tile has `rows` rows, and a token `group`.
-    // Called by whole warps, each for itself.
+    // With regions: finds the sequence of tile `number`. Tiles are numbered from sequence to
+    // sequence. A tile has `rows` rows, and a token has `group` rows. Whole warps call it.
     DEVICE Tokens(const More& more, int n_tokens, int number, int group, int rows)
         : token(0), count(0), tile(-1), cell(0) {
         const int2* table = reinterpret_cast<const int2*>(more.regions);
         const int n = int(more.n_regions), lane = threadIdx.x % 32;
-        if (n == n_tokens) {  // a token each
+        if (n == n_tokens) {  // each sequence has one token
             const int each = (group + rows - 1) / rows;
             token = number / each, count = 1, tile = number % each;
             cell = table[token].y;
@@ -81,16 +86,16 @@ struct Tokens {
     }
 };
 
-// Tiles of CELLS cells: first, first + stride, .. below the end. BLOCK: all threads of the block go
-// through the same tiles together; else a warp goes for itself.
+// Goes through tiles of CELLS cells: first, first + stride, .. below the end. BLOCK: all threads of
+// the block go through the same tiles together; otherwise each warp goes alone.
 template <int CELLS, bool BLOCK>
 struct Walk {
     const Cells& cells;
     const u8* known;   // of the block's first token
     int tile, stride, end;
-    u32 some, whole;   // classes of 32 blocks from `window` on: some token sees some; all see all
-    int window;
-    bool masked;       // the tile that `next` gave has to be masked
+    u32 some, whole;   // bits of 32 classes: a token sees some cells; all tokens see all cells
+    int window;        // the number of these 32 classes
+    bool masked;       // whether the latest tile of `next` must be masked
 
     DEVICE Walk(const Cells& cells, const u8* known, int first, int stride)
         : cells(cells), known(known), tile(first), stride(stride),
@@ -104,7 +109,7 @@ struct Walk {
         }
     }
 
-    // The next tile to look at, or -1. The same for all that walk together.
+    // The next tile that is not skipped, or -1. All threads that go together get the same.
     DEVICE int next() {
         for (; tile < end; tile += stride) {
             if (SKIP == 1 && !is_seen()) continue;
@@ -149,7 +154,7 @@ struct Walk {
     }
 };
 
-// How far `known` is from a token to the next, in bytes.
+// Bytes of `known` from a token to the next.
 DEVICE i64 known_stride(i64 n_kv) {
     return SKIP == 2 ? 4 : SKIP == 3 ? (n_kv + CLASS_CELLS - 1) / CLASS_CELLS : 0;
 }

@@ -1,10 +1,11 @@
-// Several neighbours of a row of the cache at once, as floats: what cells.cuh loads one by one.
+// Loads of several neighbouring elements of a row of the cache, as floats. cells.cuh loads single
+// elements; the values are the same, to the bit.
 //
 //   load8   elements c .. c + 7; c is a multiple of 8
 //   load2   elements c and c + 1; c is even
 //
-// A row begins on a multiple of 16 bytes, but for Q8_0: its blocks have 34 bytes, so nothing wider
-// than 2 bytes is loaded there. The values are those of `load`, to the bit.
+// A row begins on a multiple of 16 bytes, except for Q8_0. Its blocks have 34 bytes, so loads there
+// are at most 2 bytes wide.
 //
 // One version. Measured as part of attention_vec.cu and attention_tile.cu.
 #pragma once

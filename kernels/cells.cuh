@@ -1,10 +1,10 @@
-// The types that K and V have in the cache: elements of a cell as floats, and floats as elements.
+// The types of K and V in the cache: conversions of an element of a cell to float, and back.
 //
 //   load    element c of a row, as a float
-//   store   x as element c of a row, where `there`. Whole warps call it, and lanes have neighbouring
-//           columns; a block of Q8_0 is a warp's
+//   store   x as element c of a row, where `there`. Whole warps call it with neighbouring columns,
+//           so that a warp has a block of Q8_0
 //
-// A cell is written in an earlier launch, so it must not be read as a constant.
+// An earlier launch wrote the cells, so the compiler must not read them as constants.
 #pragma once
 #include "common.cuh"
 

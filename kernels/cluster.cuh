@@ -1,7 +1,7 @@
-// Clusters (sm_90 and later): blocks that run together and reach each other's shared memory. One
-// function an instruction.
+// Instructions for clusters (sm_90 and later): blocks that run together and reach each other's
+// shared memory. Each function is one instruction.
 //
-// One version. What clusters gave: attention.cu (version 3), product_qkv.cu (heads normed).
+// One version. The gain of clusters: attention.cu (version 3), product_qkv.cu (heads normed).
 #pragma once
 #include "tensor_core.cuh"
 
@@ -11,7 +11,7 @@ DEVICE int cluster_rank() {
     return int(r);
 }
 
-// Where another block of the cluster has what this one has at `p` in its shared memory.
+// The address of `p` in the shared memory of block `rank` of the cluster.
 DEVICE u32 address_in(const void* p, int rank) {
     u32 r;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(shared_address(p)), "r"(rank));
@@ -36,7 +36,8 @@ DEVICE float2 load2_at(u32 address) {
     return v;
 }
 
-// All threads of the cluster. What each wrote before arriving, every one can read after waiting.
+// All threads of the cluster call both. After the wait, every thread can read all that the threads
+// wrote before they arrived.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 

@@ -1,17 +1,19 @@
-// What every kernel file shares: short type names, conversions, reductions, the Q8_ACT row.
+// The base of every kernel file: short type names, conversions, reductions, the Q8_ACT row.
 //
-// No header of the CUDA toolkit is included: NVRTC needs no include path and compiles each file in
-// a fraction of a second. The half-precision conversions are two lines of PTX.
+// No header of the CUDA toolkit is included. So NVRTC needs no include path, and compiles each file
+// in a fraction of a second. The half-precision conversions are two lines of PTX.
 //
-// Conventions of all kernels (workbench/backend/issue/args.py gives each one's argument order):
+// Conventions of all kernels (workbench/backend/issue/args.py gives the argument order of an op):
 //   * integers arrive as long long, reals as float, addresses as 8 bytes;
-//   * every tensor begins on a multiple of 16 bytes (the backend gives 256), and its memory ends on
-//     one: bytes between its last byte and that end may be read, and count for nothing;
-//   * inputs and outputs never overlap, but for the cache of set_rows and rope_shift;
+//   * every tensor begins on a multiple of 16 bytes (the backend gives 256);
+//   * its memory also ends on a multiple of 16. Kernels may read the bytes between the tensor's
+//     last byte and that end. These bytes never change a result;
+//   * inputs and outputs never overlap, except for the cache of set_rows and rope_shift;
 //   * no floating-point atomics: each result is summed in one fixed order.
 //
-// Versions of silu_times (gate + up of 128 tokens, tensor_product.cu): expf and a division 69.3 us;
-// this one 59.4.
+// Versions of silu_times (us of the launch of gate + up, 128 tokens, tensor_product.cu):
+//   expf and a division   69.3
+//   this version          59.4: kept
 #pragma once
 
 typedef signed char i8;
@@ -50,7 +52,7 @@ DEVICE void halves_to_floats(uint4 v, float* f) {
     }
 }
 
-// loads of weights: read once, so they are kept out of L1 ---------------------------------------
+// loads of weights, past L1 because each is read only once ----------------------------------------
 
 DEVICE uint4 stream16(const void* p) {
     uint4 v;
@@ -64,16 +66,16 @@ DEVICE u16 load_u16(const u8* p) { return __ldg(reinterpret_cast<const u16*>(p))
 
 // programmatic dependent launch (sm_90 and later; elsewhere nothing) -----------------------------
 
-// Lets the next kernel of the stream start while this one runs.
+// Lets the next kernel of the stream start while this kernel runs.
 DEVICE void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Waits until the kernels before this one have ended and what they wrote can be read. Before it,
-// only weights may be read and nothing may be written. Every thread executes it, also one with no
-// work.
+// Waits until the kernels before this kernel have ended and their results can be read. Before this
+// wait a kernel may read only weights, and may write nothing. Every thread executes the wait, also
+// a thread without work.
 DEVICE void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -94,7 +96,7 @@ DEVICE float warp_max(float v) {
     return v;
 }
 
-// Sum over a block of whole warps (at most 32); every thread gets it.
+// The sum over a block of whole warps (at most 32), in every thread.
 DEVICE float block_sum(float v) {
     __shared__ float part[32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -106,12 +108,12 @@ DEVICE float block_sum(float v) {
 
 // activations ------------------------------------------------------------------------------------
 
-// silu(g) * u, relative error under 2^-18 |g|; 0 where exp(-g) overflows. It has no slow paths,
-// because a whole block waits for it.
+// silu(g) * u with a relative error under 2^-18 |g|; 0 where exp(-g) overflows. It has no slow
+// path, because a whole block would wait for it.
 DEVICE float silu_times(float g, float u) { return __fdividef(g, 1.f + __expf(-g)) * u; }
 
-// A row of Q8_ACT: `cols` int8 quants, cols/32 float scales, cols/16 int16 sums of the quants of
-// each half block, padded to a multiple of 64 bytes (workbench/graph/ir.py).
+// Bytes of a row of Q8_ACT: `cols` int8 quants, cols/32 float scales, cols/16 int16 sums of the
+// quants of each half block, and padding to a multiple of 64 bytes (workbench/graph/ir.py).
 DEVICE i64 act_row_bytes(i64 cols) {
     return (cols + cols / 32 * 4 + cols / 16 * 2 + 63) / 64 * 64;
 }

@@ -1,32 +1,34 @@
-// What cuBLAS and tensor_product.cu are given: weights as halves, activations in 16 bits.
+// Conversions before products on tensor cores: weights to halves for cuBLAS, activations to 16 bits
+// for cuBLAS and tensor_product.cu.
 //
 //   dequantise_<TYPE>  rows first .. first + n - 1 of a weight as F16 (n, cols rounded up to 128),
-//                      in the column order of halves.cuh. One thread per unit of 32 weights: a
-//                      16-byte load (Q8_0: two), four 16-byte stores, which four neighbouring lanes
-//                      make 64 bytes of.
-//   half_rows_F32      activations F32 (rows, cols) to F16 in that order, saturating
-//   half_rows_Q8       Q8_ACT rows likewise
+//                      in the column order of halves.cuh. A thread has units of 32 weights: for
+//                      each one 16-byte load (Q8_0: two) and four 16-byte stores. Four neighbouring
+//                      lanes store 64 neighbouring bytes.
+//   half_rows_F32      activations F32 (rows, cols) to F16 in the same order, saturating
+//   half_rows_Q8       Q8_ACT rows to F16 in the same order
 //   half_tiles_F32     activations F32 (rows, cols) to F16 in the tiles of tensor_product.cu
-//   half_tiles_Q8      Q8_ACT rows likewise
-//   half_rows          F32 to F16 in their own order, saturating
-//   bfloat_rows        F32 to BF16 in their own order
+//   half_tiles_Q8      Q8_ACT rows to F16 in these tiles
+//   half_rows          F32 to F16 in the usual order, saturating
+//   bfloat_rows        F32 to BF16 in the usual order
 //   add_bias           dst (rows, cols) += bias (cols)
 //
-// A tile of `tile` tokens has a matrix for each 64 columns of rows padded to 512: `tile` rows of
-// 128 bytes. The 16-byte word c of row n lies at c ^ (n % 8), as Hopper's tensor cores read it from
-// shared memory. One copy brings the matrices of some hundred columns.
+// A tile has `tile` tokens. Rows are padded to 512 columns. The tile has a matrix for each 64
+// columns: `tile` rows of 128 bytes. The 16-byte word c of row n lies at c ^ (n % 8), because
+// Hopper's tensor cores read that layout from shared memory. A stage of tensor_product.cu is some
+// neighbouring matrices, and so one copy.
 //
-// Versions (one H100 80GB HBM3; all weights of an 8B model, Q4_0):
-//   one unit a thread, a block or two for each row   8.9 ms: half of the threads had no unit
-//   units of all rows one after the other            as long as reading and writing take: kept
+// Versions (all weights of an 8B model, Q4_0; one H100 80GB HBM3):
+//   a unit a thread, a block or two for each row   8.9 ms: half of the threads had no unit
+//   units of all rows one after another            as long as reading and writing take: kept
 //
-// No pointer to activations is __restrict__: the compiler may move a load of what it takes for
-// constant data above pdl_wait.
+// No pointer to activations is __restrict__. Otherwise the compiler could take the data for
+// constant, and move a load above pdl_wait.
 #include "halves.cuh"
 
 // Arguments: dst, w, first, n, rows (of the weight), cols. Block 256; grid (ceil(n * units of a
-// padded row / (256 * IN_FLIGHT)), 1). Threads take the units of all rows one after the other,
-// IN_FLIGHT at a time: no thread is idle where a row is no multiple of 256 units.
+// padded row / (256 * IN_FLIGHT)), 1). Threads take the units of all rows one after another,
+// IN_FLIGHT at a time. So no thread is idle where a row is no multiple of 256 units.
 constexpr int IN_FLIGHT = 2;
 
 template <class W>
@@ -75,8 +77,8 @@ DEQUANTISE(Q6_K)
 
 // activations ------------------------------------------------------------------------------------
 
-// Neighbouring columns of a row of activations, from a multiple of 4 on, four at a time as floats;
-// `i` keeps to the unit of 32 columns that `column` is in.
+// Four neighbouring columns column + i .. column + i + 3 of a row of activations, as floats.
+// `column` and `i` are multiples of 4, and all four columns lie in the unit of 32 of `column`.
 struct FloatColumns {
     const float* x;
     DEVICE FloatColumns(const u8* rows, i64 row, i64 cols, int column)
@@ -97,7 +99,7 @@ struct Q8Columns {
     }
 };
 
-// 16-byte word c of a row has eight columns: those from `at` and from at + 16 on, four each.
+// A thread makes 16-byte word c of a row: four columns from `at` on, and four from at + 16 on.
 template <class Columns>
 DEVICE void half_rows_of(u8* dst, const u8* x, i64 cols) {
     pdl_trigger();
@@ -115,8 +117,8 @@ DEVICE void half_rows_of(u8* dst, const u8* x, i64 cols) {
     reinterpret_cast<uint4*>(dst)[i64(blockIdx.x) * words + c] = v;
 }
 
-// Thread c of a token's row has four neighbouring columns of each of four units, from `first` + 32
-// u on. In the tile they are two words of a swizzled matrix, at byte `to` and at to ^ 16.
+// Thread c of a token's row has four neighbouring columns of each of four units, unit u from column
+// first + 32 u on. In the tile they are two words of a swizzled matrix, at bytes `to` and to ^ 16.
 template <class Columns>
 DEVICE void half_tiles_of(u8* dst, const u8* x, i64 cols, i64 n_tokens, int tile) {
     pdl_trigger();

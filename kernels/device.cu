@@ -1,6 +1,6 @@
-// What the backend itself needs for tests and measurements: holding a stream, and doing nothing.
+// Kernels for tests and measurements: `gate` holds a stream, `nothing` does nothing.
 //
-// One version. What `nothing` takes: data/results/cuda-launches.json.
+// One version. The time of `nothing`: data/results/cuda-launches.json.
 #include "common.cuh"
 
 // Holds its stream until *open is not 0, or until `timeout_ns` nanoseconds have passed: a forgotten
@@ -15,7 +15,7 @@ extern "C" __global__ void gate(const volatile int* open, i64 timeout_ns) {
     }
 }
 
-// What a launch costs by itself. It has one argument, because every launch has some.
+// For the cost of a launch alone. Like every launch it has an argument.
 extern "C" __global__ void nothing(i64 unused) {
     pdl_trigger();
     pdl_wait();

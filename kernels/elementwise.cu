@@ -1,23 +1,23 @@
 // Element-wise ops on float activations.
 //
-//   mul, add         with a row for all, or element by element
+//   mul, add         with one row for all rows, or element by element
 //   swiglu           silu(gate) * up
-//   quantize         to Q8_ACT, 8 lanes per block of 32 columns
-//   swiglu_quantize  both, the product in registers
-//   square_sums      of each 32 columns
-//   rms_scale        a row over the root of the mean of its squares, given their sums
+//   quantize         to Q8_ACT; 8 lanes have a block of 32 columns
+//   swiglu_quantize  swiglu and quantize, with the product in registers
+//   square_sums      the sum of squares of each 32 columns
+//   rms_scale        a row divided by the root of the mean of its squares, given these sums
 //
 // Blocks of 256 threads.
 //
-// No pointer is __restrict__: the compiler may move a load of what it takes for constant data above
-// pdl_wait.
+// No pointer is __restrict__. Otherwise the compiler could take the data for constant, and move a
+// load above pdl_wait.
 //
-// One version, not tuned: a fused step has these ops in products and norms. Steps with a launch for
-// each: data/results/cuda-decode-*-unfused.
+// One version, not tuned, because in a fused step these ops are part of products and norms. Steps
+// with a launch for each op: data/results/cuda-decode-*-unfused.
 #include "quantise.cuh"
 #include "rms.cuh"
 
-// Element `c` of row blockIdx.x, for this thread; grid (rows, ceil(cols / 256)).
+// This thread's column of row blockIdx.x. Grid: (rows, ceil(cols / 256)).
 #define COLUMN (i64(blockIdx.y) * 256 + threadIdx.x)
 
 // Arguments: dst, a, b, rows, cols, b_rows (1: one row for all, else rows).
@@ -45,8 +45,8 @@ extern "C" __global__ void swiglu(float* dst, const float* gate,
     if (c < cols) dst[i] = silu_times(gate[i], up[i]);
 }
 
-// The two below: cols a multiple of 32; grid (rows, ceil(cols / 1024)). A thread has 4 columns, and
-// 8 neighbouring lanes have a block of 32.
+// For the next two kernels cols is a multiple of 32. Grid: (rows, ceil(cols / 1024)). A thread has
+// 4 columns, and 8 neighbouring lanes have a block of 32.
 
 // Arguments: dst, x, rows, cols.
 extern "C" __global__ void quantize(u8* dst, const float* x, i64 rows,
@@ -90,8 +90,8 @@ extern "C" __global__ void square_sums(float* dst, const float* x, i64 rows, i64
     if (c % SQUARES == 0) dst[row * (cols / SQUARES) + c / SQUARES] = sum;
 }
 
-// Arguments: dst, x, squares (rows, n), rows, cols, n, normed (columns the sums are over), eps.
-// Grid (rows, ceil(cols / 256)).
+// Arguments: dst, x, squares (rows, n), rows, cols, n, normed (the columns of which the sums are),
+// eps. Grid (rows, ceil(cols / 256)).
 extern "C" __global__ void rms_scale(float* dst, const float* x, const float* squares, i64 rows,
                                      i64 cols, i64 n, i64 normed, float eps) {
     pdl_trigger();

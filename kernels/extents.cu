@@ -1,17 +1,19 @@
-// What each token sees of the cache, so that attention leaves the rest unread
-// (workbench/engine/cache/extent.py has the rules, and the host's twin).
+// The cells of the cache that each token sees, so that attention need not read the other cells
+// (workbench/engine/cache/extent.py has the rules, and the same on the host).
 //
-//   kv_extents   behind which 256 cells a token sees none; a block a token, from the mask's end
-//   kv_classes   whether it sees none (0), some (1) or all (2) of each 64 cells; a warp a class
+//   kv_extents   the end of the last 256 cells of which a token sees any; a block for each token,
+//                which reads the mask from its end
+//   kv_classes   for each 64 cells whether a token sees none (0), some (1) or all (2) of them; a
+//                warp for each class
 //
-// Versions: 1, this one. llama.cpp's walks in steps of 256 cells, a barrier each, before attention of
-// every layer; this one takes 2,048 cells a step, once for all layers.
+// Versions: 1, this one. llama.cpp's kernel reads the mask in steps of 256 cells with a barrier
+// each, before attention of every layer. This kernel takes 2,048 cells a step, once for all layers.
 #include "common.cuh"
 
 constexpr u32 HIDDEN = 0xfc00;  // -inf as a half
 constexpr int EXTENT = 256, CLASS = 64, WARPS = 8;
 
-// The last cell of first .. first + 7 that is seen, or -1.
+// The last cell of first .. first + 7 that the token sees, or -1.
 DEVICE int last_seen(const u16* row, i64 first, i64 n_kv) {
     int last = -1;
     if (first >= n_kv) return last;

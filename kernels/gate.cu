@@ -1,21 +1,22 @@
-// What a plan begins and ends with where it is launched ahead: the copy of a step's inputs behind a
-// gate, and the word that tells the host of the end (workbench/backend/plan/gate.py says why, and who
-// writes which word).
+// The first and the last kernel of a plan that is launched before its inputs are ready. The first
+// waits at a gate and then copies the inputs. The last writes a word that tells the host of the
+// end. workbench/backend/plan/gate.py says why, and who writes which word.
 //
 //   gate_copy   waits until the host opens the gate, then copies; one block
-//   gate_end    says that everything in front of it has ended; one thread
+//   gate_end    reports that all kernels before it have ended; one thread
 //
-// `control` is pinned memory of the host, words of 8 bytes: opened, cancelled, .., ran, .., and the
-// answers. The first two are read together, and beside `ran`: one trip over the bus for an open
-// gate. Volatile accesses bypass L1. The fence orders them with the inputs, for the whole system.
-// An open gate answers once the inputs have been read: then the host may write the next ones.
-// dst and src: multiples of 16 bytes, and memory ends on one. Block: 1024 threads.
+// `control` is pinned memory of the host, in words of 8 bytes: opened, cancelled, .., ran, .., and
+// the answers. `opened` and `cancelled` are read together, and `ran` at the same time. So an open
+// gate takes one trip over the bus. Volatile accesses bypass L1. The fence orders them with the
+// inputs, for the whole system. An open gate answers after all inputs have been read; from then on
+// the host may write the next inputs. dst, src and the end of their memory are multiples of 16
+// bytes. Block: 1024 threads.
 //
 // One version.
 #include "common.cuh"
 
 #define THREADS 1024
-#define DEPTH 4  // loads of a thread that are under way together
+#define DEPTH 4  // loads of a thread that are in flight together
 
 // words of `control`, as in workbench/backend/plan/gate.py
 #define OPENED 0
@@ -67,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     gate_copy(uint4* dst, const uint4* src, i64 nbytes, i64* control, i64 limit_ns) {
     __shared__ int is_open;
     __shared__ i64 gate;
-    pdl_trigger();  // the first launch of the step asks for its weights while the gate is closed
+    pdl_trigger();  // the next kernel requests its weights while the gate is closed
     if (threadIdx.x == 0) {
         Words words = read_words(control + OPENED);
         const i64 number = read_word(control + RAN) + 1, start = now_ns();
@@ -75,11 +76,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         while (words.opened < number && !(words.cancelled >> bit & 1) &&
                now_ns() - start < limit_ns)
             words = read_words(control + OPENED);
-        // The host has gone on since: it said before that whether this one is cancelled.
+        // The host has since opened a later gate. It wrote `cancelled` before that, so read again.
         if (words.opened > number) words = read_words(control + OPENED);
         const bool open = words.opened >= number && !(words.cancelled >> bit & 1);
         if (!open) answer(control, number, -number);
-        // Where it is open, no write of this thread is under way for the fence to wait for.
+        // At an open gate this thread has no write in flight for which the fence would wait.
         __threadfence_system();
         is_open = open;
         gate = number;
@@ -100,8 +101,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) answer(control, gate, gate);
 }
 
-// `counter` is memory of the device: a read over the bus would take a microsecond of every token.
-// The fence orders the word behind the results, also those that were written to the host's memory.
+// `counter` is memory of the device, because a read over the bus would cost a microsecond a token.
+// The fence makes all results visible before the word, also results in the host's memory.
 extern "C" __global__ void gate_end(i64* counter, volatile i64* word) {
     pdl_wait();
     const i64 number = *counter + 1;

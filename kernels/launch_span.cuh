@@ -1,12 +1,14 @@
-// When a launch ran, by %globaltimer: what a compilation with macro NOTING adds to every kernel
-// (workbench/backend/cuda/kernels/noting.py). Other compilations never see this file.
+// The begin and the end of a launch, by %globaltimer. A compilation with macro NOTING adds this
+// code to every kernel (workbench/backend/cuda/kernels/noting.py). No other compilation includes
+// this file.
 //
-// A note has SPAN_CELLS cells of two words, all bits set beforehand. Word 0 becomes the earliest
-// begin of a block, word 1 the complement of the latest end of a warp: both only ever sink. The
-// SMs share the cells out, so that warps that end together do not queue for one word.
+// A note has SPAN_CELLS cells of two words. All bits are set before the launch. Word 0 becomes the
+// earliest begin of a block, word 1 the complement of the latest end of a warp. So both words only
+// get smaller, and one kind of atomic serves both. SMs use different cells, so that warps that end
+// together do not queue for one word.
 //
-// Versions: one cell for all SMs (thousands of warps in line at one word of L2: not measured); this
-// one.
+// Versions: one cell for all SMs (thousands of warps queue for one word of L2: not measured); a
+// cell for each SM (modulo SPAN_CELLS): kept.
 #pragma once
 #include "common.cuh"
 
@@ -19,8 +21,8 @@ struct LaunchSpan {
         if (threadIdx.x == 0) sink(0, now());
     }
 
-    // At every return of the kernel, behind the last store of the threads that return there. They may
-    // be a part of their warp.
+    // Runs at every return of the kernel, after the last store of the threads that return there.
+    // These threads may be only a part of their warp.
     DEVICE ~LaunchSpan() {
         if (threadIdx.x % 32 == __ffs(__activemask()) - 1) sink(1, ~now());
     }

@@ -1,54 +1,66 @@
-// Products with a few tokens (decode): dst (n_tokens, rows) = x (n_tokens, cols) times weights
-// (rows, cols) transposed. This is the product. What follows before a result is stored is the "end"
-// of the kernels that include this file: product.cu and product_qkv.cu.
+// Products with few tokens (decode): dst (n_tokens, rows) = x (n_tokens, cols) times weights
+// (rows, cols) transposed. This file has the product itself. product.cu and product_qkv.cu include
+// it, and give an "end": the ops on a result before it is stored.
 //
 // Compiled for each use (workbench/backend/cuda/kernels/matvec.py chooses):
 //   TYPE_0 TYPE_1 TYPE_2   weight types of the segments, all for one kind of activations
-//   N                      tokens of the block: 1, 2, 4 or 8; those past n_tokens repeat the last
-//   ROWS                   weight rows ("lines") of a warp, ROWS * N at most 32
-//   UNROLL                 units of each line in flight per lane
-//   ROW_WARPS, WARPS       warps that share a line's columns; warps of a block
-//   PASSES                 times that a warp takes ROWS lines, one after the other
+//   N                      tokens of a block: 1, 2, 4 or 8. Tokens past n_tokens repeat the last
+//   ROWS                   weight rows ("lines") of a warp; ROWS * N is at most 32
+//   UNROLL                 units of each line that a lane has in flight
+//   ROW_WARPS              warps that share a line's columns
+//   WARPS                  warps of a block
+//   PASSES                 how often a warp takes ROWS lines
 //   BLOCKS                 blocks that must fit a multiprocessor
-//   AHEAD                  KB that a block asks into L2 before the wait, behind its first loads
-//   SCALED                 results are scaled by the norm of x's rows, as rms_scale does it
+//   AHEAD                  KB after the first loads that a block requests into L2 before pdl_wait
+//   SCALED                 results are scaled by the norm of x's rows, as by rms_scale
 //   NARROW                 float weights whose cols are no multiple of 8: one weight at a time
 //
-// A lane reads units of 8 (float), 16 (Q8_0) or 32 weights with 16-byte loads; its neighbours read
-// the next ones. All loads of the first round are requested before the wait for the kernels before.
-// From then on a unit is unpacked, its registers are refilled with the unit a round later, and then
-// it is multiplied: ROWS * UNROLL loads less one are always in flight. What limits these kernels is
-// how many bytes are in flight: memory needs about 16 KB per multiprocessor.
+// A lane reads units of 8 (float), 16 (Q8_0) or 32 weights with 16-byte loads. Its neighbours read
+// the next units. All loads of the first round are requested before pdl_wait. From then on, for
+// each unit: the lane unpacks it, requests the unit a round later into the same registers, and
+// multiplies. So ROWS * UNROLL - 1 loads are always in flight. The bytes in flight limit these
+// kernels: memory needs about 16 KB per multiprocessor.
 //
-// Activations come through L1 and serve all lines of a warp. Float weights are multiplied in float,
-// quantised ones in integers (dp4a), exact up to the scales.
+// Activations come through L1 and serve all lines of a warp. Float weights are multiplied in float.
+// Quantised weights are multiplied in integers (dp4a), exact up to the scales.
 //
-// An element is summed in one order, whatever ROWS, UNROLL, WARPS, PASSES and N are. Lane l of warp
-// s of ROW_WARPS takes units 32 s + l, 32 (s + ROW_WARPS) + l, ..; then come the butterfly over
-// lanes (16, 8, ..) and the warps in order. All rounding is pinned: with one ROW_WARPS a token's
-// result is the same in every batch, and fused as unfused.
+// ROWS, UNROLL, WARPS, PASSES and N do not change the order in which an element is summed. Lane l
+// of warp s of ROW_WARPS takes units 32 s + l, 32 (s + ROW_WARPS) + l, ..; then a butterfly adds
+// the lanes (16, 8, ..), and the warps are added in order. All rounding is fixed. So with equal
+// ROW_WARPS a token's result is the same in every batch, and the same fused and unfused.
 //
-// Versions (% of read bandwidth, one H100 80GB HBM3, launched programmatically, one token; by ROWS,
-// UNROLL, WARPS, BLOCKS, ROW_WARPS; Q8_0, Q4_0 of 28672 x 4096, then of 4096 x 4096;
-// data/results/tuning/product-*.csv has all types and shapes):
-//   1 4 8 3 1   99 91   74 57     each lane alone
-//   2 2 8 3 1   99 92   74 56     large weights hardly care
-//   2 4 4 4 2   103 -   75 -      two warps a line
-//   4 2 8 2 1   99 94   84 67     more lines a warp: fewer blocks, all of them at once
-//   4 2 8 2 2   97 95   92 80     both: best for small weights, whose 256 blocks run together
-//   AHEAD of 0, 4, 8, 16, 32 KB          us of a token of 8B Q4_0: 2050, 2038, 2038, 2030, 2044
-//   one block of 16 warps, gate and up   MXFP4 84 for 75, Q5_K 83 for 79, Q4_0 86 for 83
-//   blocks of 14 warps for 14336 lines   all 256 run at once: figures in cuda/tuning.py
-// Counted by instructions, not timed:
-//   Q8_0 units of 16 weights, not 32     two loads at a stride of 32 ask for each sector twice
-//   K types: a unit is one sub-block     one scale decoded per load, not two
-//   sums scattered while reduced         C values take C - 1 shuffles and one per step, not 5 C
+// Versions (one H100 80GB HBM3, one token).
+//
+// % of the read bandwidth, launched programmatically. data/results/tuning/product-*.csv has all
+// types and shapes:
+//                                                28672 x 4096   4096 x 4096
+//   ROWS UNROLL WARPS BLOCKS ROW_WARPS           Q8_0   Q4_0    Q8_0   Q4_0
+//   1    4      8     3      1                     99     91      74     57   one line a warp
+//   2    2      8     3      1                     99     92      74     56   two lines a warp
+//   2    4      4     4      2                    103      -      75      -   two warps a line
+//   4    2      8     2      1                     99     94      84     67   fewer blocks, which
+//                                                                             all run at once
+//   4    2      8     2      2                     97     95      92     80   both: best for small
+//                                                                             weights (256 blocks)
+//
+// % of the read bandwidth, gate and up:                            MXFP4   Q5_K   Q4_0
+//   several blocks a multiprocessor                                   75     79     83
+//   one block of 16 warps a multiprocessor                            84     83     86: kept
+//   blocks of 14 warps for 14336 lines: all 256 run at once; figures in cuda/kernels/tuning.py
+//
+// us of a token of an 8B model, Q4_0:              0 KB   4 KB   8 KB   16 KB   32 KB
+//   AHEAD                                          2050   2038   2038    2030    2044
+//
+// Counted in instructions, not timed:
+//   Q8_0 units of 16 weights, not 32   two loads at a stride of 32 would request each sector twice
+//   K types: a unit is one sub-block   one scale to decode for a load, not two
+//   sums scattered while reduced       C values take C - 1 shuffles and one a step, not 5 C
 #pragma once
 #include "rms.cuh"
 #include "tensor_core.cuh"
 #include "units.cuh"
 
-#ifndef TYPE_0  // what the file is compiled with where nothing is chosen
+#ifndef TYPE_0  // a compilation without macros
 #define TYPE_0 Q4_0
 #endif
 #ifndef TYPE_1
@@ -94,7 +106,7 @@ struct Same<A, A> {
 
 // the product -------------------------------------------------------------------------------------
 
-// Sums each of C values (a power of two) over the lanes; lane l returns value l / (32 / C).
+// LineSums each of C values (a power of two) over the lanes; lane l returns value l / (32 / C).
 template <int C>
 DEVICE float scatter_sum(float (&v)[C]) {
 #pragma unroll
@@ -112,8 +124,9 @@ DEVICE float scatter_sum(float (&v)[C]) {
     return v[0];
 }
 
-// The sums of a block, of each of ROW_WARPS warps, and the scale of each token, in shared memory.
-struct Sums {
+// The results of a block: in shared memory the sums of each of ROW_WARPS warps, and the scale of
+// each token.
+struct LineSums {
     const float *part, *scale;
     DEVICE float operator()(int line, int t) const {
         float v = part[line * N + t];
@@ -126,8 +139,8 @@ struct Sums {
     }
 };
 
-// What is multiplied: x (n_tokens, cols). With SCALED x is a norm without its scale, and these are
-// the sums of squares of the rows that were normed.
+// The activations: x (n_tokens, cols). With SCALED x is a norm without its scale; `squares` are the
+// sums of squares of the rows before the norm.
 struct Given {
     const u8* x;
     i64 cols;
@@ -137,7 +150,7 @@ struct Given {
 };
 
 #ifdef SCALED
-// The sums of squares come to shared memory while the product is made; then they become scales.
+// Copies the sums of squares to shared memory during the product, and then makes scales of them.
 struct Scales {
     float* squares;
     float* scale;
@@ -147,7 +160,7 @@ struct Scales {
             copy16(squares + 4 * i, given.squares + 4 * i, true);
         copies_group();
     }
-    DEVICE void make(const Given& given) const {  // all of the copies of the block have arrived
+    DEVICE void make(const Given& given) const {  // after all copies of the block have arrived
         const int n = int(given.cols) / SQUARES;
         for (int t = threadIdx.x / 32; t < given.n_tokens; t += WARPS) {
             const float s = rms_scale_of(squares + t * n, n, given.cols, given.eps);
@@ -158,9 +171,9 @@ struct Scales {
 };
 #endif
 
-// Asks the first AHEAD KB of the block's lines into L2, without what the first loads bring: the
-// bytes are on their way while the kernels before end. Lines come in the order of passes, and those
-// of one pass get equal parts.
+// Requests the first AHEAD KB of the block's lines into L2, without the bytes of the first loads.
+// The bytes arrive while earlier kernels still run. The lines of earlier passes come first; the
+// lines of one pass get equal parts.
 template <class W, class End>
 DEVICE void request_ahead(const End& end, int first, i64 cols) {
 #if __CUDA_ARCH__ >= 900
@@ -182,10 +195,13 @@ DEVICE void request_ahead(const End& end, int first, i64 cols) {
 #endif
 }
 
-// Multiplies the LINES lines of the block with N tokens. `end` knows what the lines are and what
-// becomes of them: weight(line), row(line), rows; before() and after() the wait; store(sums).
+// Multiplies the LINES lines of the block with N tokens. `end` gives the lines and takes the
+// results:
+//   weight(line), row(line)   the weight and its row of a line; `rows`: rows of the weight
+//   before(), after()         called before and after pdl_wait
+//   store(sums)               stores the results
 template <class W, class End>
-DEVICE void multiply(End& end, const Given& given) {
+DEVICE void multiply_lines(End& end, const Given& given) {
     using U = Units<W>;
     __shared__ float part[ROW_WARPS * LINES * N], scale[N];
 #ifdef SCALED
@@ -198,7 +214,7 @@ DEVICE void multiply(End& end, const Given& given) {
     const int units = int(cols / U::width), mine = share * 32 + lane;
 
     typename U::Planes planes[ROWS];
-    int at[ROWS];  // of each line the unit that is multiplied next, counted in the whole weight
+    int at[ROWS];  // the next unit of each line, counted in the whole weight
     const auto start = [&](int pass, int r) {
         return int(end.row(pass * PASS + first + r)) * units + mine;
     };
@@ -224,7 +240,7 @@ DEVICE void multiply(End& end, const Given& given) {
     end.after();
 
     const typename U::ActPlanes x_planes = U::act_planes(given.x, cols);
-    int token[N];  // bytes from the first
+    int token[N];  // of each token: bytes after the first token
 #pragma unroll
     for (int t = 0; t < N; t++) token[t] = min(t, given.n_tokens - 1) * int(x_row_bytes<W>(cols));
 #pragma unroll 1
@@ -235,9 +251,9 @@ DEVICE void multiply(End& end, const Given& given) {
         for (int r = 0; r < ROWS; r++) next[r] = more ? start(pass + 1, r) : 0;
         float acc[ROWS * N] = {};
         int u = mine;
-        // Multiplies unit u + v of each line, which is raw[i]. Requests first what raw[i] holds
-        // next: the unit a round on, if it is `known` to exist. In the `last` full round that unit
-        // may be missing; then it is the first unit of the next pass.
+        // Multiplies unit u + v of each line, which is in raw[i]. Before that it requests the next
+        // unit for raw[i]: the unit a round later, if that is `known` to exist. In the `last` full
+        // round that unit may be missing; raw[i] then gets the first unit of the next pass.
         const auto unit = [&](int i, bool known, bool last) {
             const int v = i * STEP;
             const bool here = known || (last && u + v + ROUND < units);
@@ -259,8 +275,8 @@ DEVICE void multiply(End& end, const Given& given) {
                     acc[r * N + t] = U::add(w[r], a, acc[r * N + t]);
             }
         };
-        // The numbers are made opaque. Otherwise the compiler would keep an address of 64 bits for
-        // each plane of each row.
+        // `asm` hides the numbers from the compiler. Otherwise it would keep an address of 64 bits
+        // for each plane of each row.
         const auto advance = [&] {
             u += ROUND;
             asm("" : "+r"(u));
@@ -270,9 +286,9 @@ DEVICE void multiply(End& end, const Given& given) {
                 asm("" : "+r"(at[r]));
             }
         };
-        // Rounds in which every lane has all units, and in the next one too; the last full round;
-        // the rest. Nothing in the loop is conditional: the compiler would merge old and new values
-        // of `raw` by copying them, and each copy waits for the load it copies.
+        // Three parts: the rounds after which another full round follows, the last full round, and
+        // the rest. The loop has no condition. Otherwise the compiler would merge old and new
+        // values of `raw` by copies, and each copy would wait for its load.
         int left = units;
         for (; left >= 2 * ROUND; left -= ROUND) {
 #pragma unroll
@@ -303,7 +319,7 @@ DEVICE void multiply(End& end, const Given& given) {
 #ifdef SCALED
     scales.make(given);
 #endif
-    end.store(Sums{part, scale});
+    end.store(LineSums{part, scale});
 }
 
 // segments ----------------------------------------------------------------------------------------
@@ -318,7 +334,8 @@ struct Segment {
     }
 };
 
-// The segment of this block, and the first of its lines there: each segment has whole blocks.
+// The number of this block's segment. *found: the segment; *first: the block's first line there. A
+// block has lines of one segment only.
 DEVICE int find(const Segment (&all)[3], Segment* found, int* first) {
     int block = blockIdx.x, s = 0;
     for (; s < 2; s++) {
@@ -331,17 +348,17 @@ DEVICE int find(const Segment (&all)[3], Segment* found, int* first) {
     return s;
 }
 
-// Multiplies with the type of segment s; segments of one type share their code.
+// Multiplies with the weight type of segment s. Segments of one type share their code.
 template <class End>
 DEVICE void multiply_segment(int s, End& end, const Given& given) {
     constexpr bool one = Same<TYPE_0, TYPE_1>::value, two = Same<TYPE_0, TYPE_2>::value;
     constexpr bool last = Same<TYPE_1, TYPE_2>::value;
     if (s == 0 || (s == 1 && one) || (s == 2 && two)) {
-        multiply<TYPE_0>(end, given);
+        multiply_lines<TYPE_0>(end, given);
     } else if (s == 1 || last) {
-        if constexpr (!one) multiply<TYPE_1>(end, given);
+        if constexpr (!one) multiply_lines<TYPE_1>(end, given);
     } else {
-        if constexpr (!two && !last) multiply<TYPE_2>(end, given);
+        if constexpr (!two && !last) multiply_lines<TYPE_2>(end, given);
     }
 }
 

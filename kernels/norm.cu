@@ -1,23 +1,23 @@
-// norm_row: RMS norm, alone or with what stands around it: the residual add before it, the weight
-// and the quantisation after it. Every part is optional (address 0, or normalise 0). It rounds to
-// float32 as a launch of its own does: any choice of parts gives the same bits.
+// norm_row: RMS norm, alone or with the ops around it: the residual add before it, the weight and
+// the quantisation after it. Every part is optional (address 0, or normalise 0). Each part rounds
+// to float32 as a separate launch does, so any choice of parts gives the same bits.
 //
-//   sum = a + b              stored in dst_sum
-//   y   = sum / sqrt(mean(sum^2) + eps) * weight         stored in dst, and as Q8_ACT in dst_q8
+//   sum = a + b                                    stored in dst_sum
+//   y   = sum / sqrt(mean(sum^2) + eps) * weight   stored in dst, and as Q8_ACT in dst_q8
 //
-// One block makes one row. Where a row is a multiple of 4 columns and at most 16,384 of them, it is
-// read once and stays in registers between the sum of squares and its use.
+// One block makes one row. A row of up to 16,384 columns, a multiple of 4, is read once: it stays
+// in registers between the sum of squares and the scaling.
 //
 // Arguments: dst_sum, dst, dst_q8, a, b, weight, rows, cols, eps, normalise. Grid: rows; block:
 // whole warps, at most 1,024 threads.
 //
 // Versions (us of a token of llama-3-8b Q4_0; data/results/tuning/norms-1.txt; halves: product.cu):
-//   1  the row read twice           before commit 43147c1, not measured apart
+//   1  the row read twice             before commit 43147c1, not measured by itself
 //   2  at most 1024 threads a block   2035: kept
 //   2  at most 512, 256               2181, 2254: product.cu says why
 #include "quantise.cuh"
 
-#define KEPT 4  // float4 of a row per thread
+#define KEPT 4  // most float4 of a row that a thread keeps
 
 DEVICE float4 add4(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(1024)
                 if (weight) v = __fmul_rn(v, __ldg(weight + c));
                 if (dst) dst[c] = v;
             }
-            // cols is a multiple of 32 here: a whole warp is inside or outside
+            // With dst_q8 cols is a multiple of 32, so a whole warp is inside the row or outside.
             if (dst_q8 && c < cols) quantise32(dst_q8, cols, c - threadIdx.x % 32, v);
         }
         if (dst_q8) zero_padding(dst_q8, cols, threadIdx.x);

@@ -1,31 +1,35 @@
-// Products with a few tokens (decode) and what follows them, one launch each; multiply.cuh has the
-// product and its macros.
+// Products with few tokens (decode), fused with the ops after them into one launch. multiply.cuh
+// has the product and its macros.
 //
-//   product_plain   up to three weights ("segments") of one x, each to its own dst, plus its bias
+//   product_plain   up to three weights ("segments") of one x, each with its own dst; biases
 //   product_glu     segments gate and up; biases; silu(gate) * up, as floats or (GLU_Q8) as Q8_ACT
-//   product_norm    one weight; bias; the residual add; the sum's squares; the sum times a row, the
-//                   norm's weight, as floats or (NORM_Q8) as Q8_ACT
+//   product_norm    one weight; bias; the residual add; the sums of squares of the result; the
+//                   result times the norm's weight, as floats or (NORM_Q8) as Q8_ACT
 //
-// EPILOGUE is the one kernel wanted: 0 plain, 2 glu, 3 norm (1 is product_qkv.cu's).
+// EPILOGUE chooses the kernel: 0 plain, 2 glu, 3 norm (1: product_qkv.cu).
 //
-// GLU_Q8 needs all 32 columns of a group in one block, which makes them in PASSES. Each pass
-// requests the next one's first loads once its own are all in flight.
+// GLU_Q8 needs all 32 columns of a group in one block. The block makes them in PASSES. A pass
+// requests the first loads of the next pass once all its own loads are in flight.
 //
 // product_norm makes half of a norm. The other half, the scale of a row, needs the whole row. The
-// products that read the row apply the scale to their results (SCALED), so nothing waits for a sum
-// over blocks.
+// next products apply the scale to their results (SCALED). So no kernel waits for a sum over
+// blocks.
 //
-// Versions (H100; us of a token of an 8B model with Q4_0 weights as a graph, 66 norms;
-// data/results/tuning/norms-1.txt, product-*.csv):
-//   glu in one pass of 64 lines            up to 16 points of bandwidth lost: blocks too large
-//   the norm as a launch, 1024 threads     2034
-//   the same, 512 or 256 threads           2181, 2254: they start early, and block the next product
-//   the norm in the product's last block   2190
-//   half a norm here, SCALED behind        2011 for 2024, by the host's clock 2121 for 2241: kept
+// Versions (us of a token of an 8B model with Q4_0 weights as a graph, 66 norms, H100;
+// data/results/tuning/norms-1.txt):
+//   the norm as a launch, 1024 threads           2034
+//   the norm as a launch, 512 or 256 threads     2181, 2254: they start early, and block the next
+//                                                product
+//   the norm in the product's last block         2190
+//   half a norm here, half in the next product   2011 (2024 without), by the host's clock 2121
+//                                                (2241): kept
+// % of the read bandwidth (data/results/tuning/product-*.csv):
+//   glu in one pass of 64 lines                  up to 16 points less: the blocks are too large
 #include "multiply.cuh"
 #include "quantise.cuh"
 
 #if !defined(EPILOGUE) || EPILOGUE == 0
+// The end of product_plain.
 struct Plain {
     Segment at;
     i64 rows;
@@ -34,7 +38,7 @@ struct Plain {
     DEVICE i64 row(int line) const { return min(i64(first + line), rows - 1); }
     DEVICE void before() {}
     DEVICE void after() {}
-    DEVICE void store(const Sums& sum) const {
+    DEVICE void store(const LineSums& sum) const {
         for (int i = threadIdx.x; i < LINES * N; i += THREADS) {
             const int line = i % LINES, t = i / LINES;
             const i64 row = first + line;
@@ -44,8 +48,8 @@ struct Plain {
     }
 };
 
-// Arguments: dst, w, bias (or 0), rows of three segments (rows 0: none), x, cols, n_tokens,
-// squares, eps (with SCALED).
+// Arguments: dst, w, bias (or 0) and rows of three segments (rows 0: no segment), x, cols,
+// n_tokens, squares, eps (both with SCALED).
 extern "C" __global__ void LIMITS product_plain(SEGMENT(0), SEGMENT(1), SEGMENT(2),
                                                 GIVEN_ARGUMENTS) {
     pdl_trigger();
@@ -58,7 +62,7 @@ extern "C" __global__ void LIMITS product_plain(SEGMENT(0), SEGMENT(1), SEGMENT(
 #endif
 
 #if !defined(EPILOGUE) || EPILOGUE == 2
-// Lines 2 c and 2 c + 1 are gate and up of one column of dst.
+// The end of product_glu. Lines 2 c and 2 c + 1 of a block are gate and up of one column of dst.
 struct Glu {
     Segment gate, up;
     i64 rows;
@@ -67,11 +71,11 @@ struct Glu {
     DEVICE i64 row(int line) const { return min(i64(first + line / 2), rows - 1); }
     DEVICE void before() {}
     DEVICE void after() {}
-    DEVICE float value(const Sums& sum, int c, int t) const {
+    DEVICE float value(const LineSums& sum, int c, int t) const {
         const float g = gate.biased(sum(2 * c, t), first + c);
         return silu_times(g, up.biased(sum(2 * c + 1, t), first + c));
     }
-    DEVICE void store(const Sums& sum) const {
+    DEVICE void store(const LineSums& sum) const {
         constexpr int COLS = LINES / 2;
 #ifdef GLU_Q8
         static_assert(COLS % 32 == 0 && WARPS >= 2, "a block has no whole group of 32 columns");
@@ -94,21 +98,21 @@ struct Glu {
     }
 };
 
-// Arguments: dst, w_gate, bias_gate (or 0), w_up, bias_up (or 0), rows, then as product_plain from
-// x on. With GLU_Q8 rows are a multiple of 32.
+// Arguments: dst, w_gate, bias_gate (or 0), w_up, bias_up (or 0), rows (with GLU_Q8 a multiple of
+// 32), then as product_plain from x on.
 extern "C" __global__ void LIMITS product_glu(u8* dst, const u8* w_gate, const float* bias_gate,
                                               const u8* w_up, const float* bias_up, i64 rows,
                                               GIVEN_ARGUMENTS) {
     pdl_trigger();
     Glu end = {{dst, w_gate, bias_gate, rows}, {dst, w_up, bias_up, rows}, rows,
                int(blockIdx.x) * (LINES / 2), int(n_tokens)};
-    multiply<TYPE_0>(end, GIVEN);
+    multiply_lines<TYPE_0>(end, GIVEN);
 }
 #endif
 
 #if !defined(EPILOGUE) || EPILOGUE == 3
-// A thread has one line of one token. A warp has 32 neighbouring lines: their squares are summed
-// and they are quantised together.
+// The end of product_norm. A thread has one line of one token. A warp has 32 neighbouring lines,
+// and sums their squares and quantises them together.
 struct Normed {
     Segment at;  // dst: (n_tokens, rows) float32, or with NORM_Q8 Q8_ACT rows
     i64 rows;
@@ -126,7 +130,7 @@ struct Normed {
     DEVICE void after() {
         residual = mine() ? residual_rows[token() * rows + first + line()] : 0.f;
     }
-    DEVICE void store(const Sums& product) const {
+    DEVICE void store(const LineSums& product) const {
         static_assert(LINES % 32 == 0 && LINES * N <= THREADS, "not a warp for 32 lines");
         if (token() >= n_tokens || first + line() / 32 * 32 >= rows) return;  // whole warps
         const int c = first + line(), t = token();
@@ -156,6 +160,6 @@ extern "C" __global__ void LIMITS product_norm(u8* dst, const u8* w, const float
     pdl_trigger();
     Normed end = {{dst, w, bias, rows}, rows, int(blockIdx.x) * LINES, int(n_tokens), sum,
                   sums_of_squares, residual, factors, 0.f, 0.f};
-    multiply<TYPE_0>(end, GIVEN);
+    multiply_lines<TYPE_0>(end, GIVEN);
 }
 #endif

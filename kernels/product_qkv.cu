@@ -1,11 +1,11 @@
-// The products of Q, K and V with a few tokens (decode) and what follows them up to attention, one
-// launch; multiply.cuh has the product and its macros.
+// The products of Q, K and V with few tokens (decode), fused with all ops up to attention into one
+// launch. multiply.cuh has the product and its macros.
 //
 //   product_qkv   biases; with HEAD_BLOCKS the norm of the heads of Q and K; RoPE of Q and K; Q to
 //                 dst, K and V to the cache
 //
-// HEAD_BLOCKS: blocks that a head's lines are spread over. They are a cluster (sm_90 and later) and
-// give each other the sums of squares of their lines.
+// HEAD_BLOCKS: the number of blocks that make a head's lines. They are a cluster (sm_90 and later),
+// and exchange the sums of squares of their lines.
 //
 // Versions (us of a token of a 4B model, Q4_K_M, as a graph; data/results/tuning/norms-1.txt):
 //   heads normed in rope_store.cu   1650
@@ -21,8 +21,8 @@
 #endif
 
 #if !defined(EPILOGUE) || EPILOGUE == 1
-// Lines 2 j and 2 j + 1 of Q and K are partners of the rotation. A thread has one such pair of one
-// token.
+// The end of product_qkv. Lines 2 j and 2 j + 1 of Q and K are a pair of the rotation. A thread has
+// one such pair of one token.
 struct Rotated {
     Segment at;
     i64 rows, n_rot, n_kv;
@@ -33,7 +33,7 @@ struct Rotated {
     const i64* cells;
     float theta_base, freq_scale;
     double revolutions;
-    struct Kept {  // by each thread, out of registers: the product needs them
+    struct Kept {  // of each thread, in shared memory: the product needs the registers
         float sine, cosine;
         int cell;
 #ifdef HEAD_BLOCKS
@@ -71,8 +71,8 @@ struct Rotated {
 #ifdef HEAD_BLOCKS
     const float* factors;
     float eps;
-    // 1 / sqrt(mean(x^2) + eps) over the head of this thread's pair u, v. All blocks of the head
-    // call it.
+    // 1 / sqrt(mean(x^2) + eps) over the head to which this thread's pair u, v belongs. All blocks
+    // of the head call it.
     DEVICE float head_scale(float u, float v) const {
         constexpr int PAIRS = LINES / 2;
         static_assert(PAIRS <= 32 && (PAIRS & (PAIRS - 1)) == 0, "pairs of a token span warps");
@@ -80,7 +80,7 @@ struct Rotated {
         float square = __fmaf_rn(u, u, __fmul_rn(v, v));
 #pragma unroll
         for (int o = PAIRS / 2; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
-        cluster_wait();  // all its blocks have begun
+        cluster_wait();  // all blocks of the head have begun
         if (t < N) {
             for (int to = pair; to < HEAD_BLOCKS; to += PAIRS)
                 store_at(address_in(&squares[t][cluster_rank()], to), square);
@@ -92,7 +92,7 @@ struct Rotated {
         return 1.f / sqrtf(sum / float(head_dim) + eps);
     }
 #endif
-    DEVICE void store(const Sums& sum) const {
+    DEVICE void store(const LineSums& sum) const {
         const bool mine = t < n_tokens && first + 2 * pair < rows;
         const i64 a = row(2 * pair), b = row(2 * pair + 1);
         float u = 0, v = 0;
@@ -127,7 +127,8 @@ struct Rotated {
 // freq_factors (or 0), k_indices, v_indices, n_kv, head_dim, n_rot (both even), neox, theta_base,
 // freq_scale, q_factors and k_factors (head_dim) and eps of the norm (with HEAD_BLOCKS, times LINES
 // head_dim). Rows are whole heads.
-extern "C" __global__ void CLUSTERS LIMITS product_qkv(SEGMENT(0), SEGMENT(1), SEGMENT(2), GIVEN_ARGUMENTS,
+extern "C" __global__ void CLUSTERS LIMITS product_qkv(SEGMENT(0), SEGMENT(1), SEGMENT(2),
+                                              GIVEN_ARGUMENTS,
                                               const int* positions,
                                               const float* freq_factors, const i64* k_indices,
                                               const i64* v_indices, i64 n_kv, i64 head_dim,

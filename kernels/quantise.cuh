@@ -1,16 +1,17 @@
-// Quantising activations to 8 bits. Nothing else does it, so every kernel that quantises gives the
-// very bytes of `quantize`.
+// The quantisation of activations to 8 bits. Every kernel that quantises uses it, and so gives the
+// same bytes as `quantize`.
 //
-// Two ways, both in use (gate + up of 128 tokens, tensor_product.cu; elsewhere not compared):
-//   quantise32   a warp has 32 columns       86.7 us
-//   quantise4    a thread has four columns   69.3 us
+// Both functions are in use (us of the launch of gate + up, 128 tokens, tensor_product.cu; not
+// compared in other kernels):
+//   quantise32   a warp has 32 columns       86.7
+//   quantise4    a thread has four columns   69.3
 #pragma once
 #include "common.cuh"
 
-// Four columns `c` .. c + 3 (c a multiple of 4) of a row of Q8_ACT that begins at `row`. A full
-// warp calls it. Of 8 lanes that share a block of 32 columns, lane i has columns 4 i .. 4 i + 3 of
-// the block. `there` is false for lanes past the row's end, which store nothing. Scale and quants
-// are round-to-nearest float32 arithmetic's, as on every backend.
+// Stores four columns c .. c + 3 (c a multiple of 4) of a row of Q8_ACT that begins at `row`. A
+// full warp calls it. Eight lanes share a block of 32 columns: lane i of them has columns 4 i .. 4
+// i + 3. Lanes past the row's end pass `there` false, and store nothing. Scale and quants come from
+// float32 arithmetic with rounding to nearest, as on every backend.
 DEVICE void quantise4(u8* row, i64 cols, i64 c, float4 v, bool there) {
     float most = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 #pragma unroll
@@ -23,7 +24,7 @@ DEVICE void quantise4(u8* row, i64 cols, i64 c, float4 v, bool there) {
         for (int i = 0; i < 4; i++)
             q[i] = int(fminf(fmaxf(rintf(__fdiv_rn(f[i], scale)), -127.f), 127.f));
     }
-    int sum = q[0] + q[1] + q[2] + q[3];  // of a half block: 4 lanes
+    int sum = q[0] + q[1] + q[2] + q[3];  // then of a half block, 4 lanes
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     if (there) {
@@ -33,7 +34,7 @@ DEVICE void quantise4(u8* row, i64 cols, i64 c, float4 v, bool there) {
     }
 }
 
-// As quantise4, one column per lane: a warp has the 32 columns c0 .. c0 + 31 of a block.
+// As quantise4, with one column a lane: a warp has the 32 columns c0 .. c0 + 31 of a block.
 DEVICE void quantise32(u8* row, i64 cols, i64 c0, float v) {
     const int lane = threadIdx.x % 32;
     const float scale = __fdiv_rn(warp_max(fabsf(v)), 127.f);
@@ -48,7 +49,7 @@ DEVICE void quantise32(u8* row, i64 cols, i64 c0, float v) {
         *reinterpret_cast<short*>(row + cols + cols / 8 + (c0 + lane) / 8) = short(sum);
 }
 
-// Zeroes the padding of a row; called by at least 64 consecutive threads of one block, thread `i`.
+// Zeroes the padding of a row. At least 64 consecutive threads of a block call it; i: the thread.
 DEVICE void zero_padding(u8* row, i64 cols, i64 i) {
     const i64 used = cols + cols / 4;
     if (i < act_row_bytes(cols) - used) row[used + i] = 0;

@@ -1,22 +1,25 @@
-// What reading memory can reach: the ceiling that products of few tokens are held against.
+// Kernels that only read memory. Their rate is the limit with which products of few tokens are
+// compared.
 //
-//   read_4, read_8, read_16   every 16-byte word once, a thread so many of them in one round
+//   read_4, read_8, read_16   read every 16-byte word once; a thread reads 4, 8 or 16 in a round
 //
-// `words` is read in contiguous tiles of 256 threads times that many words. Block b of G takes
-// tiles b, b + G, b + 2 G, ..: the blocks that run together read one moving window of memory. The
-// best number of words and the best grid differ from card to card. bench-kernels tries all of them
-// and takes the best (workbench/backend/cuda/device/replay.py). ptxas puts four to seven loads of a round
-// before the first use (SASS for sm_90): 8 blocks on a multiprocessor have far more bytes in flight
-// than the 16 KB that memory needs.
+// A tile is a contiguous piece of `words`: 256 threads times the words of a round. Block b of G
+// takes tiles b, b + G, b + 2 G, ..: so the blocks that run together read one moving window of
+// memory. The best number of words and the best grid differ from card to card. bench-kernels tries
+// all of them and takes the best (workbench/backend/cuda/device/replay.py). ptxas puts four to
+// seven loads of a round before the first use (SASS for sm_90). So 8 blocks on a multiprocessor
+// have far more bytes in flight than the 16 KB that memory needs.
 //
-// n: words of 16 bytes. `sink` is written only if the words add up to `never`. A 32-bit sum cannot,
-// where `never` is negative; the compiler does not know, and keeps the loads. Block: 256 threads.
+// n: words of 16 bytes. `sink` is written only if the words add up to `never`. `never` is negative,
+// and a 32-bit sum is not, so that never happens. The compiler does not know this, and keeps the
+// loads. Block: 256 threads.
 //
-// Versions (TB/s on one H100 80GB HBM3; read_rates of recorded runs, data/results/cuda-*; 4 to 32
-// blocks for each multiprocessor, then a block for each tile):
-//   read_4    3.05 to 3.14   3.19 to 3.20: the best in every run
-//   read_8    3.04 to 3.14   3.17 to 3.18
-//   read_16   2.93 to 3.14   3.16 to 3.17
+// Versions (TB/s on one H100 80GB HBM3; read_rates of recorded runs, data/results/cuda-*):
+//             4 to 32 blocks  a block for
+//             an SM           each tile
+//   read_4    3.05 to 3.14    3.19 to 3.20: the best in every run
+//   read_8    3.04 to 3.14    3.17 to 3.18
+//   read_16   2.93 to 3.14    3.16 to 3.17
 #include "common.cuh"
 
 #define THREADS 256

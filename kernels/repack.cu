@@ -1,16 +1,16 @@
-// repack: blocks of a model file to the planes of kernels/weights.cuh.
+// Moves the blocks of a model file into the planes of kernels/weights.cuh, when a weight is loaded.
 //
-//   repack_<TYPE>   one thread per unit of 32 weights. It moves the unit's quants, with the nibbles
-//                   and the bits beside them rearranged, and the unit's scales. The first unit of a
-//                   block moves what belongs to the block, too.
+//   repack_<TYPE>   a thread for each unit of 32 weights. It rearranges the unit's nibbles and high
+//                   bits, and moves the unit's scales. The thread of a block's first unit also
+//                   moves the fields of the whole block.
 //
-// Arguments: dst (the whole weight), src (n blocks as in the file, from a multiple of 16 bytes on;
-// they are blocks number first .. first + n - 1), first, n, total (blocks of the weight).
-// Block: 256 threads. Grid: ceil(units / 256).
+// Arguments: dst (the whole weight), src (blocks first .. first + n - 1 as in the file, at a
+// multiple of 16 bytes), first, n, total (blocks of the weight). Block: 256 threads. Grid:
+// ceil(units / 256).
 //
-// Versions (neither measured apart; loading a file: data/results/cuda-load-llama-3-8b-q4_0.json):
-//   1  one byte a thread, told where fields lie   before commit 43147c1
-//   2  one unit a thread                          kept
+// Versions (not measured by themselves; loading: data/results/cuda-load-llama-3-8b-q4_0.json):
+//   1  a byte a thread, with the layout as arguments   before commit 43147c1
+//   2  a unit a thread                                 kept
 #include "weights.cuh"
 
 DEVICE u32 pair(const u8* p) {  // 4 bytes from an even address
@@ -21,7 +21,7 @@ DEVICE void store16(u8* p, const u32 (&v)[4]) {
 }
 DEVICE void store_u16(u8* p, u16 v) { *reinterpret_cast<u16*>(p) = v; }
 
-// Each moves unit u of the block at src, which is block b of the n of the weight.
+// Each `move` moves unit u of the block at src. It is block b of the n blocks of the weight.
 DEVICE void move(Q8_0, u8* dst, const u8* src, i64 n, i64 b, int) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -44,7 +44,7 @@ DEVICE void move(Q4_0, u8* dst, const u8* src, i64 n, i64 b, int) {
 DEVICE void move(MXFP4, u8* dst, const u8* src, i64 n, i64 b, int) {
     u32 v[4] = {};
 #pragma unroll
-    for (int j = 0; j < 16; j++) {  // weights j (low) and j + 16 (high) to where they belong
+    for (int j = 0; j < 16; j++) {  // weight j is low, weight j + 16 high
         const u32 q = __ldg(src + 1 + j);
         v[j / 8] |= (q & 15) << (j % 8 * 4);
         v[2 + j / 8] |= (q >> 4) << (j % 8 * 4);
@@ -53,7 +53,7 @@ DEVICE void move(MXFP4, u8* dst, const u8* src, i64 n, i64 b, int) {
     dst[n * 16 + b] = __ldg(src);
 }
 
-// The 32 quants of unit u of Q4_K and Q5_K: low (u even) or high nibbles of 32 bytes.
+// Moves the 32 quants of unit u of Q4_K and Q5_K: the low (u even) or high nibbles of 32 bytes.
 DEVICE void nibbles(u8* dst, const u8* src, int u) {
     const u32* from = reinterpret_cast<const u32*>(src + u / 2 * 32);
     u32 v[4];
@@ -64,9 +64,10 @@ DEVICE void nibbles(u8* dst, const u8* src, int u) {
     store16(dst + u * 16, v);
 }
 
-// The 16 bytes before the quants. For j < 4, the low 6 bits of byte j are scale j, and the low 6
-// bits of byte j + 4 are minimum j. Scale and minimum j + 4 have 4 bits each in byte j + 8; their
-// high 2 bits lie above the 6.
+// Moves the head of a block of Q4_K and Q5_K: 4 bytes with d and dmin, and 12 bytes of scales and
+// minima, counted here from 0. For j < 4 the low 6 bits of byte j are scale j, and the low 6 bits
+// of byte j + 4 are minimum j. Byte j + 8 has the low 4 bits of scale j + 4 and of minimum j + 4.
+// Their high 2 bits are the high 2 bits of bytes j and j + 4.
 DEVICE void head(u8* dst, const u8* src) {
     const uint4 h = __ldg(reinterpret_cast<const uint4*>(src));
     u32 v[4] = {h.x, 0, 0, 0};
@@ -88,7 +89,7 @@ DEVICE void move(Q4_K, u8* dst, const u8* src, i64 n, i64 b, int u) {
 
 DEVICE void move(Q5_K, u8* dst, const u8* src, i64 n, i64 b, int u) {
     nibbles(dst + b * 128, src + 48, u);
-    u32 fifth = 0;  // bit u of byte l belongs to weight l
+    u32 fifth = 0;  // bit u of byte l is the fifth bit of weight l
 #pragma unroll
     for (int i = 0; i < 8; i++)
         fifth |= (__ldg(reinterpret_cast<const u32*>(src + 16) + i) >> u & 0x01010101u) << i;
@@ -96,8 +97,9 @@ DEVICE void move(Q5_K, u8* dst, const u8* src, i64 n, i64 b, int u) {
     if (u == 0) head(dst + n * 160 + b * 16, src);
 }
 
-// With u = 4 a + c: low bits are the low (c < 2) or high nibbles of bytes 64 a + 32 (c % 2) + l;
-// high bits are bits 2 c and 2 c + 1 of byte 32 a + l of the 64 bytes behind them.
+// With u = 4 a + c, weight l of the unit has as low bits the low (c < 2) or high nibble of byte
+// 64 a + 32 (c % 2) + l, and as high bits the bits 2 c and 2 c + 1 of byte 32 a + l of the 64 bytes
+// after the low bits.
 DEVICE void move(Q6_K, u8* dst, const u8* src, i64 n, i64 b, int u) {
     const int a = u / 4, c = u % 4;
     const u8* low = src + 64 * a + 32 * (c % 2);

@@ -1,15 +1,15 @@
 // Rotary position embedding, both pairings.
 //
-//   rope               dst = x, turned by the token's position
-//   rope_shift_<TYPE>  cache = cache, turned by the cell's delta: the K that is stored, in place
+//   rope               dst = x, rotated by the token's position
+//   rope_shift_<TYPE>  rotates the stored K in place, by the delta of each cell
 //
-// A thread has one pair of one row (a token or a cell). It works out the angle once and turns the
+// A thread has one pair of one row (a token or a cell). It computes the angle once, and rotates the
 // pair in HEADS heads (kernels/rope.cuh).
 //
 // Block: 64 threads. Grid: (rows, ceil(n_heads / HEADS)).
 //
 // One version of each, not tuned. A fused step rotates in product_qkv.cu or rope_store.cu. Cells
-// are shifted between steps, and seldom.
+// are shifted between steps, and rarely.
 #include "cells.cuh"
 #include "rope.cuh"
 
@@ -51,8 +51,8 @@ extern "C" __global__ void rope(float* dst, const float* x, const int* positions
 }
 
 // Arguments of rope_shift_<TYPE>: cache, deltas, freq_factors (or 0), n_cells, n_heads, head_dim,
-// n_rot, neox, theta_base, freq_scale. The arithmetic is float32; a result is rounded to the cache's
-// type once. A cell with delta 0, and blocks past n_rot, are not written.
+// n_rot, neox, theta_base, freq_scale. The arithmetic is float32; each result is rounded once, to
+// the cache's type. Cells with delta 0, and blocks past n_rot, are not written.
 #define SHIFT_ARGUMENTS                                                                          \
     u8 *cache, const int *deltas, const float *freq_factors, i64 n_cells, i64 n_heads,           \
         i64 head_dim, i64 n_rot, i64 neox, float theta_base, float freq_scale
@@ -88,8 +88,8 @@ ROPE_SHIFT(F16)
 ROPE_SHIFT(BF16)
 ROPE_SHIFT(F32)
 
-// A block of Q8_0 is rounded whole: the elements of a head wait in shared memory until all of them
-// are turned. Each head works its angles out again.
+// A block of Q8_0 is rounded as a whole, so the elements of a head stay in shared memory until all
+// of them are rotated. Each head computes its angles again.
 extern "C" __global__ void rope_shift_Q8_0(SHIFT_ARGUMENTS) {
     __shared__ float values[MOST_DIM];
     pdl_trigger();

@@ -1,19 +1,19 @@
-// Rotary position embedding of one pair, so that every kernel that rotates gives the same bits.
+// The rotary position embedding of one pair. All kernels that rotate use it, so they give the same
+// bits.
 //
-// The angle is formed and reduced to one revolution in double: at position 100,000 a float angle
-// would be wrong in the third digit. It is counted in revolutions, not radians, so the reduction is
-// a subtraction. Sine and cosine are taken of pi times a float within -1 .. 1: no long reduction,
-// where sincosf carries one with an array in local memory.
+// The angle is formed in double and reduced to one revolution: at position 100,000 a float angle
+// would be wrong in the third digit. The angle counts revolutions, not radians, so the reduction is
+// a subtraction. sincospif then takes a float within -1 .. 1, which needs no further reduction.
+// sincosf would need a long reduction, with an array in local memory.
 //
-// Versions (neither measured apart; rope_store.cu has the figures of the whole):
+// Versions (not measured by themselves; rope_store.cu has the times of the whole launch):
 //   1  radians, pow, sincosf       before commit 43147c1
 //   2  revolutions, sincospif      kept
 #pragma once
 #include "common.cuh"
 
-// Revolutions per position of pair i: freq_scale * theta_base^(-2 i / n_rot) / (2 pi) / factor.
-// Needs no memory but freq_factors (or 0), a weight, and is called before the wait for the kernels
-// before.
+// Revolutions per position of pair i: freq_scale * theta_base^(-2 i / n_rot) / (2 pi) / factor. It
+// reads only freq_factors (or 0), a weight, so a kernel calls it before pdl_wait.
 DEVICE double rope_revolutions(int i, i64 n_rot, float theta_base, float freq_scale,
                          const float* freq_factors) {
     const double one_turn = 6.283185307179586476925286766559;
@@ -26,7 +26,7 @@ struct Rotation {
     float sine, cosine;
     DEVICE Rotation(float s, float c) : sine(s), cosine(c) {}
     DEVICE Rotation(int position, double revolutions) {
-        const double angle = __dmul_rn(double(position), revolutions);  // kept from fusing below
+        const double angle = __dmul_rn(double(position), revolutions);  // not to be fused below
         sincospif(float(2.0 * (angle - rint(angle))), &sine, &cosine);
     }
     DEVICE float first(float u, float v) const { return fmaf(u, cosine, -__fmul_rn(v, sine)); }

@@ -1,13 +1,12 @@
-// rope_store: what stands between the products of Q, K and V and attention, in one launch. These
-// are the norm of the query and key heads (where a model has one), RoPE, and the stores into the
-// cache.
+// rope_store: all ops between the products of Q, K and V and attention, in one launch. These are
+// the norm of the query and key heads (where a model has one), RoPE, and the stores into the cache.
 //
-// Where Q, K and V are branches on streams of their own, a launch has the heads of Q alone, or of K.
-// n_head, n_head_kv and n_heads (of all three) say which: the count of what is not there is 0.
+// Where Q, K and V are branches on separate streams, a launch has only the heads of Q, or of K. The
+// counts n_head, n_head_kv and n_heads (of all three) say which heads it has; a missing count is 0.
 //
-// A warp has one head of one token: the heads of Q first, then the heads of K, then V's. A
+// A warp has one head of one token. The heads of Q come first, then those of K, then those of V. A
 // head passes through shared memory, because the two elements of a pair lie up to head_dim / 2
-// apart. Every part rounds as a launch of its own does (norm.cu, rope.cu, rows.cu): the bits are
+// apart. Every part rounds as a separate launch does (norm.cu, rope.cu, rows.cu), so the bits are
 // the same.
 //
 // Arguments: q_dst, k_cache, v_cache, q, k, v, q_weight, k_weight (0: no norm), positions,
@@ -17,9 +16,9 @@
 //
 // Versions (us of a token of llama-3-8b Q4_0 as a graph; data/results/tuning/norms-1.txt; norms of
 // heads: product_qkv.cu):
-//   rotations and stores in launches of their own   2442 (356 launches)
-//   this launch                                     what many tokens use
-//   all of it behind the product, product_qkv.cu    2035 (228 launches): kept for few tokens
+//   separate launches for rotations and stores      2442 (356 launches)
+//   this launch                                     not measured; many tokens use it
+//   all of it in the product, product_qkv.cu        2035 (228 launches): kept for few tokens
 #include "rope.cuh"
 
 #define WARPS 4  // as in workbench/backend/cuda/kernels/elementwise.py
@@ -61,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int pairs = int(n_rot) / 2;
     const i64 token = blockIdx.x;
     i64 head = i64(blockIdx.y) * WARPS + warp;
-    double revolutions[MOST_DIM / 64];  // of the pairs of this lane
+    double revolutions[MOST_DIM / 64];  // of this lane's pairs
 #pragma unroll
     for (int j = 0; j < MOST_DIM / 64; j++) {
         const int i = lane + 32 * j;

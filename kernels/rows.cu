@@ -1,12 +1,12 @@
-// Gathering rows of a table, and storing rows into the KV cache.
+// Reading rows of a table, and storing rows into the KV cache.
 //
-//   get_rows_<TYPE>   dst[t] = table[ids[t]] as floats, one thread per element. An id outside the
-//                     table gives zeros and reads nothing
-//   set_rows_<TYPE>   cache[indices[t]] = x[t]; an index outside 0..n_kv-1 is not stored
-//   copy_to_view_<TYPE>   dst[t] = x[t], rows one behind the other
+//   get_rows_<TYPE>       dst[t] = table[ids[t]] as floats, one thread per element. An id outside
+//                         the table gives zeros and reads nothing
+//   set_rows_<TYPE>       cache[indices[t]] = x[t]; a row with an index outside 0..n_kv-1 is not
+//                         stored
+//   copy_to_view_<TYPE>   dst[t] = x[t], into consecutive rows
 //   copy_by_table_<TYPE>  cache[table[store] + t] = x[t]; a row outside 0..n_kv-1 is not stored
-//
-//   copy_cells        cells of one cache to other cells of it
+//   copy_cells            copies cells of a cache to other cells of the same cache
 //
 // Block: 256 threads. Grid: (rows, ceil(cols / 256)).
 //
@@ -36,7 +36,7 @@ GET_ROWS(Q4_K, 256)
 GET_ROWS(Q5_K, 256)
 GET_ROWS(Q6_K, 256)
 
-// A table of floats may be activations. They must not be read as constants, as `value` does.
+// A table of floats may be activations. These must not be read as constants, as `value` reads.
 extern "C" __global__ void get_rows_F32(float* dst, const float* table, const int* ids, i64 n_ids,
                                         i64 cols, i64 table_rows) {
     pdl_trigger();
@@ -61,9 +61,9 @@ extern "C" __global__ void copy_cells(u8* cache, const i64* pairs, i64 n_pairs, 
 
 // set_rows: cache, x, indices, n_tokens, cols, n_kv. Two tokens with one index leave a row with
 // elements of both.
-// copy_to_view: dst, x, n_tokens, cols. The host patches dst from step to step.
-// copy_by_table: cache, x, table, store, n_tokens, cols, n_kv. The first row's number is read here,
-// from an input that the host writes from step to step. It may be any number: no sum overflows.
+// copy_to_view: dst, x, n_tokens, cols. The host patches dst in each step.
+// copy_by_table: cache, x, table, store, n_tokens, cols, n_kv. The kernel reads the number of the
+// first row from an input that the host writes in each step. With any number no sum overflows.
 #define STORES(TYPE)                                                                             \
     extern "C" __global__ void set_rows_##TYPE(u8* cache, const float* x, const i64* indices,    \
                                                i64 n_tokens, i64 cols, i64 n_kv) {               \

@@ -1,26 +1,28 @@
-// The tokens that the device draws, and goes on with itself.
+// Tokens that the device draws itself, and uses as its next inputs.
 //
-//   feed         ids that are known, and for id -1 - s the last token of sequence s
-//   draw         a token from each row of logits: top-k, top-p, min-p, temperature, a uniform number
-//   keep_tokens  drawn tokens become the last ones of their sequences
+//   feed         the ids of a step: known ids, and for id -1 - s the last token of sequence s
+//   draw         draws a token from each row of logits: top-k, top-p, min-p, temperature, and a
+//                uniform number
+//   keep_tokens  stores drawn tokens as the last tokens of their sequences
 //
-// draw: a block a row. Elements have a total order: the larger logit first, of equal ones the lower
-// id. It is a 64-bit word, `rank`. top-k, top-p and the draw each look for a place in that order,
-// where a count, or a sum of weights, reaches a target:
+// draw has a block for each row. Elements have a total order: the larger logit first, and of equal
+// logits the lower id. A 64-bit word, `rank`, stands for the place in this order. top-k, top-p and
+// the draw each look for the rank at which a count, or a sum of weights, reaches a target:
 //
-//   1  a histogram over 2,048 intervals of the logits, equal ones, says in which one that is
-//   2  the elements of that interval are gathered in shared memory and sorted; where they are too
-//      many, the interval is divided again
+//   1  a histogram over 2,048 equal intervals of the logits finds the interval of that rank
+//   2  the elements of the interval are gathered in shared memory and sorted. Where they are too
+//      many, step 1 divides the interval again
 //
-// Few survivors of top-k are gathered at once, with all that is before them, and the rest is done on
-// the sorted list. min-p cuts by value, so it needs no sum.
+// Where top-k keeps few elements, they are gathered at once and sorted, and the rest is done on the
+// sorted list. min-p cuts by value, so it needs no sum.
 //
-// Weights are exp(logit - maximum) in fixed point, 2^-40: integers add up to the same sum in any
-// order, so the atomics here are deterministic. The exponential is that of model/draw_weights.py, step
-// by step, each product and sum rounded by itself. So a token is the one that model/sampler.py draws.
+// Weights are exp(logit - maximum) in fixed point, 2^-40. Integers add up to the same sum in any
+// order, so the atomics here are deterministic. The exponential has the same steps as
+// model/draw_weights.py, and each product and sum is rounded by itself. So model/sampler.py draws
+// the same token.
 //
-// Versions: 1, this one. Radix digits of the float's bits instead of equal intervals: nearly all
-// logits in some twenty counters, which then take their turns.
+// Versions: 1, this one. Radix digits of the float's bits, in place of equal intervals, would put
+// nearly all logits into some twenty counters, for which threads then queue.
 #include "common.cuh"
 
 typedef unsigned long long u64;
@@ -58,7 +60,8 @@ DEVICE u64 now_ns() {
 
 // ranks ------------------------------------------------------------------------------------------
 
-// Grows from the largest logit to the smallest, and among equal ones with the id.
+// The rank of an element: it grows from the largest logit to the smallest, and among equal logits
+// with the id.
 DEVICE u64 rank_of(float x, int id) {
     const u32 bits = __float_as_uint(x + 0.f);  // -0 is 0
     const u32 rising = bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -88,13 +91,13 @@ struct Shared {
     u64 of_warps[32];
     float lows[32];
     u64 bests[32];
-    u32 n;              // of the list
-    int bucket;         // where the target is reached
-    u64 before;         // what is in front of that bucket
+    u32 n;              // elements of the list
+    int bucket;         // the bucket in which the sum reaches the target
+    u64 before;         // the sum before that bucket
     u64 answer;
 };
 
-// Sums over the block; in front of what this thread adds.
+// The sum of `own` over the threads before this thread. total: the sum over the block.
 DEVICE u64 block_before(Shared& s, u64 own, u64& total) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u64 sum = warp_scan(own);
@@ -107,7 +110,7 @@ DEVICE u64 block_before(Shared& s, u64 own, u64& total) {
     return front + sum - own;
 }
 
-// A row, and the part of its order that still counts: ranks up to `end`.
+// A row of logits. Only elements with ranks up to `end` still count. most: the largest logit.
 struct Row {
     const float* logits;
     int n;
@@ -128,7 +131,7 @@ struct Row {
     }
 };
 
-// exp(x) * 2^40, rounded down, for x up to 0: model/draw_weights.py.
+// exp(x) * 2^40, rounded down, for x up to 0; see model/draw_weights.py.
 DEVICE u64 weight_of(float x) {
     const auto times = [](float a, float b) { return __fmul_rn(a, b); };
     const auto plus = [](float a, float b) { return __fadd_rn(a, b); };
@@ -145,16 +148,16 @@ DEVICE u64 weight_of(float x) {
     return u64(y * __uint_as_float(u32(127 + 40 + int(n)) << 23));  // times 2^(40 + n): exact
 }
 
-// What an element adds to a sum: one, or its weight at a temperature.
+// The amount that an element adds to a sum: 1, or its weight at a temperature.
 struct Weight {
-    float inverse;  // of the temperature
-    bool counts;    // every element is one
+    float inverse;  // 1 / temperature
+    bool counts;    // every element adds 1
     DEVICE u64 of(float x, float most) const {
         return counts ? 1 : weight_of(__fmul_rn(__fadd_rn(x, -most), inverse));
     }
 };
 
-// Sorts the list, n a power of two at most LIST.
+// Sorts the first n elements of the list; n is a power of two, at most LIST.
 DEVICE void sort(Shared& s, int n) {
     for (int size = 2; size <= n; size *= 2) {
         for (int step = size / 2; step > 0; step /= 2) {
@@ -171,7 +174,7 @@ DEVICE void sort(Shared& s, int n) {
     __syncthreads();
 }
 
-// Gathers and sorts the elements for which `inside` holds, at most LIST; how many.
+// Gathers and sorts the elements for which `inside` holds, at most LIST. Returns how many.
 template <class Inside>
 DEVICE int gather(Shared& s, const Row& row, Inside inside) {
     __syncthreads();
@@ -193,8 +196,8 @@ DEVICE int gather(Shared& s, const Row& row, Inside inside) {
     return n;
 }
 
-// The rank at which the sum over the sorted list, from `before` on, reaches the target (at least 1
-// more than `before`); the last one where it does not.
+// The rank at which the sum over the sorted list reaches the target, which is above `before`. The
+// sum begins with `before`. The last rank where it does not reach the target.
 DEVICE u64 reached(Shared& s, const Row& row, int n, Weight weight, u64 before, u64 target) {
     if (threadIdx.x == 0) s.answer = n ? s.list[n - 1] : row.end;
     __syncthreads();
@@ -216,15 +219,16 @@ DEVICE u64 reached(Shared& s, const Row& row, int n, Weight weight, u64 before, 
     return s.answer;
 }
 
-// Where the sum over the row's order reaches the target. low: the least finite logit.
+// The rank at which the sum over the row, in order, reaches the target. low: the least finite
+// logit.
 DEVICE u64 place(Shared& s, const Row& row, float low, Weight weight, u64 target) {
     float top = row.most, bottom = low;
-    u64 before = 0;  // of all above `top`
+    u64 before = 0;  // the sum of all elements above `top`
     bool first = true;
     for (;;) {
-        // -infinity has the last one to itself, so all others span what is finite
+        // The last bucket has only -infinity, so the other buckets span the finite logits.
         const float span = top - bottom, scale = float(BUCKETS - 1) / span;
-        const bool is_wide = !(span > 1e-30f && span < 1e38f);  // float32 cannot divide that
+        const bool is_wide = !(span > 1e-30f && span < 1e38f);  // float32 cannot divide such a span
         const double wide_scale = top > bottom ? (BUCKETS - 1) / (double(top) - bottom) : 0.;
         const auto bucket = [&](float x) {
             if (x == -INFINITY_F) return BUCKETS - 1;
@@ -260,12 +264,12 @@ DEVICE u64 place(Shared& s, const Row& row, float low, Weight weight, u64 target
             front += own[j];
         }
         __syncthreads();
-        if (before + total < target) return row.end;  // all of them
+        if (before + total < target) return row.end;  // all elements count
         const int found = s.bucket;
-        const u64 in_front = s.before;
+        const u64 sum_before = s.before;
         const u32 many = s.count[found];
         float high = -INFINITY_F, least = INFINITY_F;
-        if (many > LIST) {  // what the interval really spans
+        if (many > LIST) {  // find the largest and the least logit of the interval
             row.each([&](float x, int id) {
                 if (rank_of(x, id) <= row.end && here(x) && bucket(x) == found)
                     high = fmaxf(high, x), least = fminf(least, x);
@@ -273,18 +277,20 @@ DEVICE u64 place(Shared& s, const Row& row, float low, Weight weight, u64 target
             high = warp_max(high), least = -warp_max(-least);
             __syncthreads();
             if (threadIdx.x % 32 == 0)
-                s.lows[threadIdx.x / 32] = least, s.of_warps[threadIdx.x / 32] = __float_as_uint(high);
+                s.lows[threadIdx.x / 32] = least,
+                s.of_warps[threadIdx.x / 32] = __float_as_uint(high);
             __syncthreads();
             least = -warp_max(-s.lows[threadIdx.x % 32]);
             high = warp_max(__uint_as_float(u32(s.of_warps[threadIdx.x % 32])));
         }
         if (many <= LIST) {
             const int n = gather(s, row, [&](float x) { return here(x) && bucket(x) == found; });
-            return reached(s, row, n, weight, in_front, target);
+            return reached(s, row, n, weight, sum_before, target);
         }
-        if (high == least) {  // so many equal ones: the id decides
+        if (high == least) {  // all are equal: the id decides
             const u64 each = weight.of(high, row.most);
-            const u64 wanted = each ? (target - in_front + each - 1) / each : 1;  // of them, in order
+            // the number of the wanted element, in order of ids
+            const u64 wanted = each ? (target - sum_before + each - 1) / each : 1;
             const int chunk = (row.n + THREADS - 1) / THREADS;
             u64 mine = 0, all;
             for (int i = chunk * threadIdx.x; i < min(chunk * int(threadIdx.x + 1), row.n); i++)
@@ -297,11 +303,11 @@ DEVICE u64 place(Shared& s, const Row& row, float low, Weight weight, u64 target
             __syncthreads();
             return s.answer;
         }
-        top = high, bottom = least, before = in_front, first = false;
+        top = high, bottom = least, before = sum_before, first = false;
     }
 }
 
-// The sum of all weights.
+// The sum of the weights of all elements that count.
 DEVICE u64 sum_of(Shared& s, const Row& row, Weight weight) {
     u64 own = 0, total;
     row.each([&](float x, int id) {
@@ -311,7 +317,7 @@ DEVICE u64 sum_of(Shared& s, const Row& row, Weight weight) {
     return total;
 }
 
-// The sum of weights of the first n of the list.
+// The sum of the weights of the first n elements of the list.
 DEVICE u64 sum_of_list(Shared& s, const Row& row, int n, Weight weight) {
     u64 own = 0, total;
     for (int i = threadIdx.x; i < n; i += THREADS)

@@ -1,22 +1,24 @@
-// Quantised weights on their way through shared memory, as they lie in the file's planes.
+// Copies of quantised weights to shared memory, in the planes of kernels/weights.cuh.
 //
-// A *stage* is STEPS steps of 4 units of each of ROWS rows. Every plane of a type has a part of the
-// stage: for each row CHUNKS aligned words of 16 bytes, which hold the bytes of its units. The
-// bytes may begin anywhere in the first word. Copies are 16 bytes whatever a plane's fields are. A
-// word with a byte of the tensor in it can be read whole, because tensors begin on multiples of 16.
+// A *stage* is STEPS steps of 4 units of each of BLOCK_ROWS rows. Every plane of a type has a part
+// of the stage: for each row CHUNKS aligned words of 16 bytes, which hold the bytes of the row's
+// units. These bytes may begin anywhere in the first word. Copies always have 16 bytes. A word that
+// holds any byte of the tensor can be read whole, because tensors begin on multiples of 16.
 //
-// Wants ROWS and STEPS, and what copies: LOADERS threads. This one is number LOADER.
+// The includer defines BLOCK_ROWS and STEPS, and the threads that copy: LOADERS of them, of which
+// this thread is number LOADER.
 //
-// Versions (figures: tensor_product.cu): weights straight to registers; through shared memory,
-// copied by the warps that multiply; copied by other warps, as here.
+// Versions (times: tensor_product.cu): weights straight to registers; through shared memory, copied
+// by the warps that multiply; copied by separate warps: kept.
 #pragma once
 #include "halves.cuh"
 #include "tensor_core.cuh"
 
 constexpr int UNITS = 4 * STEPS;  // of a row, in a stage
 
-// Starts a copy of 16 bytes of weights to shared memory, of zeros unless `there`. Only weights are
-// copied with an L2 prefetch size: by it tests/backend/cuda/ptx.py knows what may be read before pdl_wait.
+// Starts a copy of 16 bytes of weights to shared memory, or of zeros unless `there`. Only copies of
+// weights have an L2 prefetch size. tests/backend/cuda/ptx.py recognises by it the reads that may
+// come before pdl_wait.
 DEVICE void copy_weights(u32 to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(there ? 16 : 0)
@@ -25,8 +27,8 @@ DEVICE void copy_weights(u32 to, const void* from, bool there) {
 
 // planes -----------------------------------------------------------------------------------------
 
-// For each type, the planes in order: plane p has bytes[p] for every per[p] units. `read` puts a
-// unit together; at(plane) is the unit's address in the plane.
+// The planes of each type, in order. Plane p has bytes[p] for every per[p] units. `read` loads a
+// unit from its planes; at.word<p>() is the unit's address in plane p.
 template <class W>
 struct Planes;
 
@@ -87,33 +89,34 @@ struct Planes<Q6_K> {
     }
 };
 
-// Plane P of type W: where units lie in the tensor, and its part of a stage.
+// Plane P of type W: the addresses of units in the tensor, and the plane's part of a stage.
 template <class W, int P>
 struct Plane {
     static constexpr int BYTES = Planes<W>::bytes[P], PER = Planes<W>::per[P];
-    // the first unit of a stage's row is a multiple of GRAIN, its bytes of ALIGN
+    // The first unit of a row in a stage is a multiple of GRAIN, and its address one of ALIGN.
     static constexpr int GRAIN = W::block == 256 ? (UNITS < 8 ? UNITS : 8) : 1;
     static constexpr int PITCH = PER > 1 ? BYTES : BYTES * GRAIN;
     static constexpr int ALIGN = PITCH % 16 == 0 ? 16 : PITCH & -PITCH;
     static constexpr int LENGTH = BYTES * (UNITS > PER ? UNITS / PER : 1);
     static constexpr int CHUNKS = (LENGTH + 31 - ALIGN) / 16;
-    static constexpr int SIZE = ROWS * CHUNKS * 16;
+    static constexpr int SIZE = BLOCK_ROWS * CHUNKS * 16;
 
     static DEVICE i64 at(u32 unit) { return i64(unit / PER) * BYTES; }
 
-    // The 8 lanes of a phase, 2 rows of 4 units, then read 8 different bank groups.
+    // Permutes the words of a row, so that the 8 lanes of a phase (2 rows of 4 units) read 8
+    // different groups of banks.
     static DEVICE u32 chunk(u32 row, u32 c) {
         if constexpr (BYTES == 32) return c ^ (row & 1);
         if constexpr (BYTES == 16 && PER == 1 && CHUNKS > 4) return c ^ (row & 1) * 4;
         return c;
     }
 
-    // Asks for the part of a stage that begins at unit u0 of row row0 and the rows behind it. Rows
-    // past the end get zeros, and so do whole words past the end of a row. Nothing is read for
-    // them, so their addresses may be any.
+    // Requests the plane's part of the stage that begins at unit u0 of row row0. Rows past the last
+    // get zeros, and so do whole words past the end of a row. Nothing is read for these, so their
+    // addresses may have any value.
     static DEVICE void request(u32 to, const u8* plane, u32 units, u32 row0, u32 rows, u32 u0) {
         const u32 last = min(u0 + UNITS, units) - 1;
-        if constexpr (ALIGN == 16 && LOADERS % CHUNKS == 0 && ROWS * CHUNKS % LOADERS == 0) {
+        if constexpr (ALIGN == 16 && LOADERS % CHUNKS == 0 && BLOCK_ROWS * CHUNKS % LOADERS == 0) {
             constexpr u32 PASS = LOADERS / CHUNKS;  // a thread has the same word of every row
             const u32 r = LOADER / CHUNKS, c = LOADER % CHUNKS;
             const bool inside = at(u0) + c * 16 < at(last) + BYTES;
@@ -121,7 +124,7 @@ struct Plane {
             const u8* from = plane + at((row0 + r) * units + u0) + c * 16;
             const i64 stride = at(PASS * units);
 #pragma unroll
-            for (u32 k = 0; k < ROWS; k += PASS) {
+            for (u32 k = 0; k < BLOCK_ROWS; k += PASS) {
                 const u32 lies = PASS % 2 ? chunk(r + k, c) : chunk(r, c);
                 const u32 word = to + (r * CHUNKS + lies + k * CHUNKS) * 16;
                 copy_weights(word, from, r + k < there);
@@ -130,9 +133,9 @@ struct Plane {
         } else {
             const u32 pitch = u32(at(units)), first = u32(at(u0)), end = u32(at(last)) + BYTES;
 #pragma unroll
-            for (u32 k = 0; k < (ROWS * CHUNKS + LOADERS - 1) / LOADERS; k++) {
+            for (u32 k = 0; k < (BLOCK_ROWS * CHUNKS + LOADERS - 1) / LOADERS; k++) {
                 const u32 i = LOADER + k * LOADERS, r = i / CHUNKS, c = i % CHUNKS;
-                if (ROWS * CHUNKS % LOADERS && i >= ROWS * CHUNKS) break;
+                if (BLOCK_ROWS * CHUNKS % LOADERS && i >= BLOCK_ROWS * CHUNKS) break;
                 const i64 row = i64(row0 + r) * pitch;
                 const u32 rest = u32(row) & 15, word = ((rest + first) & ~15u) + c * 16;
                 const bool there = row0 + r < rows && word < rest + end;
@@ -143,7 +146,7 @@ struct Plane {
     }
 };
 
-// The planes of a type one after the other, in the tensor and in a stage.
+// All planes of a type, which lie one after another, both in the tensor and in a stage.
 template <class W, int P = 0>
 struct Stage {
     static constexpr int SIZE = Plane<W, P>::SIZE + Stage<W, P + 1>::SIZE;
@@ -167,8 +170,8 @@ constexpr int plane_offset() {
     else return plane_offset<W, P - 1>() + Plane<W, P - 1>::SIZE;
 }
 
-// Where a stage has unit `unit` of row `row`. `first`: the unit of the tensor that the row's part
-// begins with.
+// The addresses of unit `unit` of row `row` in a stage. `first`: the unit of the tensor with which
+// the row begins in this stage.
 template <class W>
 struct At {
     const u8* stage;

@@ -1,12 +1,12 @@
 // The device's clock, %globaltimer: stamps of a plan, and a comparison with the host's clock.
 //
-//   stamp    writes the clock to a ring (workbench/backend/clock/stamps.py); one thread
-//   answer   measures the clock's step, and tells the host the time when it asks
+//   stamp    writes the time to a ring (workbench/backend/clock/stamps.py); one thread
+//   answer   measures the step of the clock, then answers each question of the host with the time
 //            (workbench/backend/cuda/device/timer.py); one thread
 //
-// Both write to pinned memory of the host, words of 8 bytes; volatile accesses bypass L1. The pairs
-// of a ring are counted in memory of the device: a read over the bus would take a microsecond of
-// every token. The host reads a ring behind a wait, so its words need no fence.
+// Both write to pinned memory of the host, in words of 8 bytes. Volatile accesses bypass L1. The
+// counter of a ring's pairs is memory of the device, because a read over the bus would cost a
+// microsecond a token. The host waits before it reads a ring, so the words need no fence.
 //
 // One version.
 #include "common.cuh"
@@ -19,7 +19,7 @@
 #define ASKED 0
 #define TICK 8
 #define ANSWERS 16
-#define CHANGES 256       // of the clock, from which its step is taken
+#define CHANGES 256       // changes of the clock from which its step is taken
 #define MOST_READS (1 << 20)
 
 DEVICE i64 now_ns() {
@@ -32,7 +32,7 @@ extern "C" __global__ void stamp(volatile i64* counter, volatile i64* ring, i64 
                                  i64 is_end) {
     const i64 early = now_ns();
     const i64 number = *counter;
-    if (number < 0) return;  // never; a begin is read once the number is here, and no sooner
+    if (number < 0) return;  // never true; makes the second reading below wait for `number`
     const i64 now = is_end ? early : now_ns();
     ring[PAIRS + 2 * (number & (n_pairs - 1)) + is_end] = now;
     if (is_end) {

@@ -1,156 +1,107 @@
 // tensor_product: dst (n_tokens, rows) = x (n_tokens, cols) times w (rows, cols) transposed, plus a
-// bias, for a few tokens up to some hundred. Quantised weights are read once, decoded in registers
-// and multiplied on tensor cores. Up to three weights ("segments") of one x and type share a
-// launch, each with row tiles and a dst of its own: Q, K and V. Or gate and up: silu(gate) * up is
-// stored.
+// bias, for 9 to some hundred tokens. Quantised weights are read once, decoded in registers and
+// multiplied on tensor cores. Up to three weights ("segments") of one x and type share a launch:
+//   * Q, K and V, or a single weight: each has its own row tiles and its own dst;
+//   * gate and up: they share their row tiles, and silu(gate) * up is stored.
 //
-// With weights as rows and tokens as columns of mma.m16n8k16, a lane needs 2 times 4 columns of
-// rows g and g + 8 (g = lane / 4). Any columns serve if the activations have the same order. So a
-// lane takes a unit of 32 weights as it lies; decoded, the unit is the lane's fragments of 8 mma.
-// Hopper's wgmma.m64nNk16 takes the same fragments from four warps and the activations from shared
-// memory, once for all four: 16 rows of weights a warp with 8 to 128 tokens, while the warp decodes
-// the next ones. Elsewhere mma.sync does the same.
+// Weights are the rows (M) of the matrix product, tokens its columns (N). By custom tokens are M.
+// There are two reasons to swap them: 8 tokens already fill an mma, and wgmma takes only its M
+// matrix from registers, where the weights are decoded.
+//
+// In mma.m16n8k16 a lane has 2 times 4 columns of rows g and g + 8 (g = lane / 4). Any columns
+// serve, if the activations have the same order. So a lane reads a unit of 32 weights as it is, and
+// the decoded unit is the lane's input of 8 mma: two for each of four words. halves.cuh draws the
+// order. Hopper's wgmma.m64nNk16 takes the same registers from four warps, and the activations from
+// shared memory, once for all four warps: 16 rows of weights a warp with 8 to 128 tokens. The warp
+// decodes the next weights meanwhile. Other devices use mma.sync.
 //
 // Activations come as tiles (half_tiles_* of dequantise.cu): for each 64 columns, TOKENS rows of
-// 128 bytes as wgmma wants them, in an order that makes 16 neighbouring columns the columns of one
-// mma. The STEPS * 128 columns of a stage are neighbours: one copy. Weights are copied as they lie
-// in the file (staged.cuh), 16 bytes at a time. LOADING warps do nothing but ask for the STAGES
-// stages of a ring; WM warps decode and multiply. Barriers in shared memory tell either side that a
-// stage is full or empty, and no warp waits for the others of its side. The first stages of weights
-// are asked for while the kernel before may still write the activations.
+// 128 bytes in the layout of wgmma. The STEPS * 128 columns of a stage are neighbours, and so one
+// copy. Weights are copied in their planes (staged.cuh), 16 bytes at a time. LOADING warps only
+// request the STAGES stages of a ring; WM warps decode and multiply. Barriers in shared memory tell
+// the WM warps that a stage is full, and the LOADING warps that it is empty. No warp waits for
+// warps of its own kind. The first stages of weights are requested while the kernel before may
+// still write the activations.
 //
-// A block has 16 WM rows and one of K_PARTS parts of the columns. The blocks of a tile of results
-// are a cluster if CLUSTERED (and the device has clusters): each adds up a part of the tile through
-// shared memory. Otherwise they leave their sums in `partial`, and the last one adds them. Either
-// way sums go in the order of the columns, so a result depends on shapes alone.
+// A block has 16 WM rows, and one of K_PARTS parts of the columns. If CLUSTERED, and the device has
+// clusters, the blocks of a tile are a cluster: each adds up a part of the tile through shared
+// memory. Otherwise blocks leave their sums in `partial`, and the last block of the tile adds them.
+// Both add in the order of the columns, so a result depends only on shapes.
 //
-// Of gate and up a block has 8 WM rows each. Gate has the upper eight of every warp's sixteen, up
-// the lower: the two sums that a result is made of are one lane's. Results to be quantised go
-// through shared memory, because the 32 of a scale belong to four warps.
+// With gate and up a block has 8 WM rows of each. Gate has the upper eight of every warp's 16 rows,
+// up the lower eight. So one lane has both sums of a result. Results that are quantised pass
+// through shared memory, because the 32 results that share a scale belong to four warps.
 //
 // Macros: TYPE, TOKENS (of a block: 8, 16, 32, 64 or 128), WM (warps that multiply, a multiple of
-// 4), LOADING (warps that load), STEPS, STAGES, BLOCKS (of an SM, which bounds registers), K_PARTS
+// 4), LOADING (warps that load), STEPS, STAGES, BLOCKS (of an SM, which limits registers), K_PARTS
 // (at most 8), CLUSTERED, EPILOGUE (0: products; silu(gate) * up: 1 as floats, 2 as Q8_ACT).
-// workbench/backend/cuda/kernels/gemm.py chooses them. nvrtc.py compiles this file for sm_90a where the
-// device is an sm_90.
+// workbench/backend/cuda/kernels/tiling.py chooses them. nvrtc.py compiles this file for sm_90a
+// where the device is an sm_90.
 //
-// Arguments: dst (n_tokens, rows), w, bias (or 0), rows of three segments (rows 0: none); gate and
-// up have the same rows, with Q8_ACT a multiple of 32, and the dst of gate. Then x (tiles), partial
-// (F32, TOKENS x 16 WM for each block), counters (u32, one for each tile, zero; zero again
-// afterwards), cols (a multiple of the type's block), n_tokens. Block 32 (WM + LOADING). Grid
-// (tiles of rows of all segments * tiles of tokens * K_PARTS, 1), gate and up as one; no more
-// K_PARTS than stages. Dynamic shared memory: the stages and 128 bytes.
+// Arguments: dst (n_tokens, rows), w, bias (or 0) and rows of three segments (rows 0: no segment);
+// gate and up have the same rows, with Q8_ACT a multiple of 32, and the dst of gate. Then x
+// (tiles), partial (F32, TOKENS x 16 WM for each block), counters (u32, one for each tile; zero
+// before and after), cols (a multiple of the type's block), n_tokens. Block: 32 (WM + LOADING).
+// Grid: (tiles of rows of all segments, gate and up counted once, * tiles of tokens * K_PARTS, 1).
+// K_PARTS is at most the number of stages of a row. Dynamic shared memory: the stages and 128
+// bytes.
 //
-// Versions (ms of the products of a step of an 8B model with Q4_0 weights, one H100 80GB HBM3,
-// tokens 16, 32, 64, 128; reading the weights takes 1.27, tensor cores 2.42 at 128;
-// data/results/tuning/tensor_product-*.json):
-//   memory to registers, a stage ahead, warps along columns   3.15 3.96 5.70 9.76
-//   cp.async, mma.sync, equal shares of all tiles' stages     2.56 3.31 4.46 7.31
-//   the same with wgmma                                       2.43 at 16, 3.60 at 64, 5.13 at 128
-//   a fixed part of the columns a block, added in a cluster   2.25 at 16, 3.09 at 64, 4.64 at 128
-//   the same added through memory                             2.14 (2.21) at 16, 4.11 (3.88) at 128
-//   the next fragments decoded across stages                  4.22 at 128
-//   warps that load: four, two, one                           4.02, 4.13, 4.44 at 128: four kept
-//   addresses in 32 bits, each weight alone                   2.18 2.40 2.96 3.87 (mma.sync 7.01)
-//   this file: Q, K, V and gate + up fused, no output head    2.06 2.20 2.74 3.92: kept
-//   8 warps that multiply, two blocks an SM, registers given  28.4 us (33.3) at 16, gate + up: kept
-//   quantising: 32 columns a warp, 4 columns a thread         86.7, 69.3 us at 128, gate + up
-//   so, with a quick silu                                     59.4 us: kept (plain products 54.3)
-//   random weights, not zeros: more power                     71.0 us at 128, gate + up
-//   one lane that frees a stage for its warp                  as quick, and a race (racecheck)
-//   activations multicast to two row tiles                    5.81 at 128: they wait for each other
-//   room for the next launch's blocks                         2.48 at 16: no gain
-//   weights ahead to L2 before pdl_wait                       2.6 at 16: no gain
-//   two tiles of 16 rows a warp, or 16 warps                  4.5 at 128: no gain
-//   blocks so small that some SMs take three                  2.68 at 16 for 2.15
-//   integers (mma.m16n8k32) on the quants                     scaling each 32 columns costs more
-// What is left: at 16 tokens some 5 us a launch beside its weights. From 64 on instructions (190
-// for 16 x 128 weights, 104 of them decode) and tensor cores overlap, but not wholly. Gate and up
-// are 224 tiles for 132 multiprocessors: 1.7 rounds that take 2. Against cuBLAS: the table in
-// cuda/gemm.py.
-#ifndef TYPE
-#define TYPE Q4_0
-#define TOKENS 16
-#define WM 4
-#define LOADING 4
-#define STEPS 2
-#define STAGES 5
-#define BLOCKS 2
-#define K_PARTS 2
-#define CLUSTERED 0
-#define EPILOGUE 0
-#endif
-
-#define GATED (EPILOGUE > 0)
-#define QUANTISED (EPILOGUE == 2)
-#define THREADS (32 * WM)  // that multiply
-#define LOADERS (32 * LOADING)
-#define LOADER (threadIdx.x - THREADS)
-#define WEIGHTS (1 + GATED)  // of a tile
-#define ROWS (16 * WM / WEIGHTS)  // of each: what a block has of dst
-
-#include "staged.cuh"
+// Versions (8B model with Q4_0 weights, one H100 80GB HBM3;
+// data/results/tuning/tensor_product-*.json; in brackets: without the change, in the same run).
+//
+// ms of the products of a step, by tokens:                             16    32    64    128
+//   limits: reading the weights; tensor cores                         1.27               2.42
+//   memory to registers, a stage ahead, warps along columns           3.15  3.96  5.70   9.76
+//   cp.async, mma.sync, equal shares of all tiles' stages             2.56  3.31  4.46   7.31
+//   the same with wgmma                                               2.43        3.60   5.13
+//   a fixed part of the columns a block, added in a cluster           2.25        3.09   4.64
+//   the same, added through memory (in a cluster)                     2.14               4.11
+//                                                                    (2.21)             (3.88)
+//   the next weights decoded across stages                                               4.22
+//   four warps that load: kept                                                           4.02
+//   two warps that load; one                                                       4.13, 4.44
+//   addresses in 32 bits, each weight in its own launch               2.18  2.40  2.96   3.87
+//   the same with mma.sync                                                               7.01
+//   this file: Q, K, V and gate + up fused, no output head: kept      2.06  2.20  2.74   3.92
+//  Not kept:
+//   activations multicast to two row tiles, which wait for each other                    5.81
+//   room for the next launch's blocks: no gain                        2.48
+//   weights into L2 before pdl_wait: no gain                          2.6
+//   two tiles of 16 rows a warp, or 16 warps: no gain                                    4.5
+//   blocks so small that some SMs take three (2.15)                   2.68
+//
+// us of the launch of gate + up, by tokens:                            16                 128
+//   8 warps that multiply, 2 blocks an SM, registers given away       28.4: kept
+//                                                                    (33.3)
+//   quantising with 32 columns a warp                                                    86.7
+//   quantising with 4 columns a thread                                                   69.3
+//   the same with a quick silu: kept (plain products: 54.3)                              59.4
+//   random weights, not zeros, which take more power                                     71.0
+//
+// Without times:
+//   one lane that frees a stage for its warp    as quick, but a race (racecheck)
+//   integers (mma.m16n8k32) on the quants       scaling each 32 columns costs more
+//
+// The rest: at 16 tokens a launch takes some 5 us more than reading its weights. From 64 on
+// instructions (190 for 16 x 128 weights, 104 of them to decode) and tensor cores overlap, but not
+// fully. Gate and up are 224 tiles for 132 multiprocessors: 1.7 rounds, which take the time of 2.
+// cuBLAS: the table in workbench/backend/cuda/kernels/gemm.py.
+#include "tile_block.cuh"
+#include "tile_results.cuh"
 #include "warpgroup.cuh"
 
-#define CLUSTERS (CLUSTERED && K_PARTS > 1 && __CUDA_ARCH__ >= 900)
-
-static_assert(WM % 4 == 0, "warpgroups are whole");
-
-constexpr int X_STEP = TOKENS * 256;  // bytes of 128 columns of activations
-constexpr int X_BYTES = STEPS * X_STEP, W_BYTES = WEIGHTS * Stage<TYPE>::SIZE;  // of a stage
-// in shared memory: activations of all stages, weights of all stages, barriers
-constexpr int W_AT = STAGES * X_BYTES, FULL_AT = W_AT + STAGES * W_BYTES;
-constexpr int EMPTY_AT = FULL_AT + STAGES * 8, LAST_AT = EMPTY_AT + STAGES * 8;
-constexpr int GROUPS = TOKENS / 8;
-constexpr bool BULK = __CUDA_ARCH__ >= 900;  // copies of any size, by one thread
-
-static_assert(STAGES < 8, "128 bytes hold the barriers");
-
-// Where threads have few registers, those that load leave some to those that multiply.
+// Where threads have few registers, the threads that load give some to the threads that multiply.
 constexpr int EACH = 65536 / (BLOCKS * (THREADS + LOADERS)) / 8 * 8, LOADER_HAS = 40;
 constexpr int MULTIPLIER_HAS = (EACH * (WM + LOADING) - LOADER_HAS * LOADING) / WM / 8 * 8;
 constexpr bool UNEVEN = WARPGROUPS && LOADING % 4 == 0 && EACH < 100;
 
-// The first of a lane's two rows of the block. The second is 8 on, or with gate and up the same row
-// of the other weight.
-DEVICE u32 row_of() { return threadIdx.x / 32 * (16 / WEIGHTS) + threadIdx.x % 32 / 4; }
-
-// An entry of the ring of stages: `phase` is the parity of how often it has gone round.
+// An entry of the ring of stages. `phase`: the parity of the number of completed rounds.
 struct Entry {
     int at = 0;
     u32 phase = 0;
     DEVICE void next() {
         at = at + 1 == STAGES ? 0 : at + 1;
         phase ^= at == 0;
-    }
-};
-
-struct Segment {
-    float* dst;
-    const u8* w;
-    const float* bias;
-    i64 rows;
-    DEVICE u32 tiles() const { return (u32(rows) + ROWS - 1) / ROWS; }
-};
-
-// What a block computes: rows of `segment` from row0 and tokens from `token` on, of `count` stages.
-// `tile` counts the tiles of all segments.
-struct Part {
-    Segment segment;
-    u32 row0, token, first, count, number, tile;  // first: stage. number: of K_PARTS
-    DEVICE Part(const Segment& s0, const Segment& s1, const Segment& s2, u32 units,
-                u32 token_tiles) {
-        const u32 stages = (units + UNITS - 1) / UNITS;
-        tile = blockIdx.x / K_PARTS, number = blockIdx.x % K_PARTS;
-        token = tile % token_tiles * TOKENS;
-        first = stages * number / K_PARTS, count = stages * (number + 1) / K_PARTS - first;
-        u32 rows = tile / token_tiles;  // which tile of rows: of all, then of the segment
-        segment = s0;
-        if (!GATED && rows >= s0.tiles()) {
-            rows -= s0.tiles(), segment = s1;
-            if (rows >= s1.tiles()) rows -= s1.tiles(), segment = s2;
-        }
-        row0 = rows * ROWS;
     }
 };
 
@@ -211,15 +162,15 @@ struct Loader {
 
 // multiplying ------------------------------------------------------------------------------------
 
-using Sums = float[GROUPS][4];
-using Fragments = u32[2][4];  // of either row: four pairs of halves
+// A lane's weights for one piece (halves.cuh): four pairs of halves of each of its two rows.
+using Fragments = u32[2][4];
 
-// A lane's units of a step, one of either row.
-struct Units {
+// A lane's units of a step, one of each of its two rows.
+struct LaneUnits {
     decltype(Planes<TYPE>::read(At<TYPE>{})) raw[2];
     u32 number;
 
-    // Unit `unit` of a stage that begins with unit u0 of its rows.
+    // Reads unit `unit` of a stage. The stage begins with unit u0 of each row.
     DEVICE void read(const u8* stage, u32 unit, u32 u0, u32 units, u32 row0) {
         number = (u0 + unit) % 8;
 #pragma unroll
@@ -238,14 +189,15 @@ struct Units {
     }
 };
 
-// Adds, or with `first` sets, the products of 8 columns of each of four units. The activations lie
-// `offset` bytes behind the beginning of the stage. A warpgroup only begins to multiply: the
-// fragments must stay until all but the newest group of products are done.
-DEVICE void add_products(Sums& acc, const Fragments& a, u32 x, int offset, bool first) {
+// Adds the products of one piece: 8 columns of each of four units. With `first` the products
+// replace the sums. The activations of the stage begin at x, those of the piece `offset` bytes
+// later. A warpgroup only starts to multiply: the fragments must not change until
+// `wait_for_products`.
+DEVICE void add_products(Accumulators& acc, const Fragments& a, u32 x, int offset, bool first) {
 #if WARPGROUPS
     products_begin();
-    multiply(acc, a[0][0], a[1][0], a[0][1], a[1][1], swizzled_matrix(x, offset), !first);
-    multiply(acc, a[0][2], a[1][2], a[0][3], a[1][3], swizzled_matrix(x, offset + 32), true);
+    wgmma(acc, a[0][0], a[1][0], a[0][1], a[1][1], swizzled_matrix(x, offset), !first);
+    wgmma(acc, a[0][2], a[1][2], a[0][3], a[1][3], swizzled_matrix(x, offset + 32), true);
     products_group();
 #else
     const u32 lane = threadIdx.x % 32, word = (offset % 128 / 16 + lane / 8) ^ lane % 8;
@@ -254,37 +206,47 @@ DEVICE void add_products(Sums& acc, const Fragments& a, u32 x, int offset, bool 
     for (int n = 0; n < GROUPS; n++) {
         u32 b[4];
         load_matrices(b, at + n * 1024);
-        multiply(acc[n], {a[0][0], a[1][0], a[0][1], a[1][1]}, {b[0], b[1]});
-        multiply(acc[n], {a[0][2], a[1][2], a[0][3], a[1][3]}, {b[2], b[3]});
+        mma(acc[n], {a[0][0], a[1][0], a[0][1], a[1][1]}, {b[0], b[1]});
+        mma(acc[n], {a[0][2], a[1][2], a[0][3], a[1][3]}, {b[2], b[3]});
     }
 #endif
 }
 
-// Waits for products of warpgroups: all, or all but the newest group.
+// Waits until the products of a warpgroup are done, except the newest PENDING groups.
 template <int PENDING>
 DEVICE void wait_for_products(Fragments& a) {
 #if WARPGROUPS
     products_wait<PENDING>();
-    // registers that products have read may be written from here on
+    // From here on the registers `a`, which these products have read, may be written.
 #pragma unroll
     for (int r = 0; r < 2; r++)
         asm volatile("" : "+r"(a[r][0]), "+r"(a[r][1]), "+r"(a[r][2]), "+r"(a[r][3]));
 #endif
 }
 
-// Sums of a block's stages. Each step of a lane is 4 times 8 columns. While the tensor cores have
-// one of the four, the next is decoded, also across stages.
-DEVICE void add_stages(Sums& acc, const u8* shared, u32 base, const Part& part, u32 units,
+// Adds the products of all stages of a block. A step of a lane has four pieces i = 0 .. 3, of 8
+// columns each. While the tensor cores multiply a piece, the warp decodes the next piece, also
+// across steps and stages. Two Fragments alternate: a[k % 2] is multiplied while the other is
+// decoded. With STEPS 1, where 0' is the first piece of the next stage:
+//
+//   tensor cores | 0        | 1                     | 2        | 3         | 0'                | 1'
+//   warp         | decode 1 | read next, decode 2   | decode 3 | decode 0' | free, decode 1'   | ..
+//
+// Each column starts a product, waits for the product before it, and then decodes. "read next"
+// waits until the next stage is full, and reads the next units from shared memory. "free" reports
+// that the stage before is empty: its last product has ended by then.
+DEVICE void add_stages(Accumulators& acc, const u8* shared, u32 base, const Part& part, u32 units,
                        const Masks& masks) {
     const u32 full = base + FULL_AT, empty = base + EMPTY_AT;
-    const auto read = [&](Units& to, u32 k, int entry, int step) {  // past the end: the last unit
+    const auto read = [&](LaneUnits& to, u32 k, int entry, int step) {
+        // lanes past the end of the row read its last unit
         const u32 u0 = (part.first + k) * UNITS;
         const u32 unit = min(4 * step + threadIdx.x % 4, units - 1 - u0);
         to.read(shared + W_AT + entry * W_BYTES, unit, u0, units, part.row0);
     };
     Entry entry;
     Fragments a[2] = {};
-    Units now;
+    LaneUnits now;
     barrier_wait(full, 0);
     read(now, 0, 0, 0);
     now.decode(0, a[0], masks);
@@ -292,20 +254,20 @@ DEVICE void add_stages(Sums& acc, const u8* shared, u32 base, const Part& part, 
     for (u32 at = 0; at < part.count; at++) {
         const int here = entry.at, before = here == 0 ? STAGES - 1 : here - 1;
         entry.next();
-        Units next;
+        LaneUnits next;
 #pragma unroll
         for (int k = 0; k < 4 * STEPS; k++) {
             const int step = k / 4, i = k % 4;
             const int offset = step * X_STEP + i / 2 * (X_STEP / 2) + i % 2 * 64;
             add_products(acc, a[k % 2], base + here * X_BYTES, offset, k + at == 0);
             if (i == 1 && step + 1 < STEPS) read(next, at, here, step + 1);
-            if (i == 1 && step + 1 == STEPS) {  // behind the last: any values, which nobody uses
+            if (i == 1 && step + 1 == STEPS) {  // after the last stage: unused values
                 if (at + 1 < part.count) barrier_wait(full + entry.at * 8, entry.phase);
                 read(next, min(at + 1, part.count - 1), entry.at, 0);
             }
             if (i == 3) now = next;
             wait_for_products<1>(a[(k + 1) % 2]);
-            if (k == 0 && at)  // the last stage is done with; each lane speaks for its own reads
+            if (k == 0 && at)  // the stage before is empty; each lane reports for its own reads
                 barrier_arrive(empty + before * 8);
             now.decode((i + 1) % 4, a[(k + 1) % 2], masks);
         }
@@ -313,8 +275,6 @@ DEVICE void add_stages(Sums& acc, const u8* shared, u32 base, const Part& part, 
     wait_for_products<0>(a[0]);
     wait_for_products<0>(a[1]);
 }
-
-#include "tile_results.cuh"
 
 // the kernel -------------------------------------------------------------------------------------
 
@@ -351,16 +311,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + LOADERS, BLOCKS)
         Loader{base, units, u32(part.segment.rows), {part.segment.w}, x, part}.run();
 #endif
 #if CLUSTERS
-        cluster_sync(), cluster_sync();  // as the others do
+        cluster_sync(), cluster_sync();  // as the warps that multiply
 #endif
         return;
     }
     pdl_wait();
 #if WARPGROUPS
     if constexpr (UNEVEN) registers_more<MULTIPLIER_HAS>();
-    Sums acc;  // the first products set it
+    Accumulators acc;  // the first products set it
 #else
-    Sums acc = {};
+    Accumulators acc = {};
 #endif
     add_stages(acc, shared, base, part, units, Masks(u32(n_tokens >> 32)));
     const Result to = {part, bias_1, n_tokens, shared};

@@ -1,19 +1,19 @@
-// What becomes of the sums of tensor_product.cu. The sums of the blocks of a tile are added, and a
-// bias; then the results, or silu(gate) * up, are stored as floats or as Q8_ACT.
+// The end of tensor_product.cu. The sums of the blocks of a tile are added, and a bias. Then the
+// results, or silu(gate) * up, are stored as floats or as Q8_ACT.
 //
-// Wants the constants of that file, its Part and its Sums.
-//
-// Versions, measured as part of tensor_product.cu, whose header has them: sums added through a
-// cluster or through memory; a warp that quantises 32 columns, or four columns a thread.
+// Versions (times: tensor_product.cu): sums added in a cluster, or through memory; quantisation
+// with 32 columns a warp, or with four columns a thread.
 #pragma once
 #include "quantise.cuh"
+#include "tile_block.cuh"
 #include "warpgroup.cuh"
 
 DEVICE void multipliers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
-// Results to be quantised lie behind the sums of a block that others may still read; PITCH spreads
-// the stores of a warp, 8 columns of 4 tokens, over all banks.
-constexpr int PITCH = ROWS + 4, VALUES_AT = GROUPS * THREADS * 16;
+// In shared memory, results that are to be quantised lie after the sums of the block, because other
+// blocks may still read the sums. PITCH spreads the stores of a warp, 8 columns of 4 tokens, over
+// all banks.
+constexpr int PITCH = BLOCK_ROWS + 4, VALUES_AT = GROUPS * THREADS * 16;
 static_assert(!QUANTISED || VALUES_AT + TOKENS * PITCH * 4 <= FULL_AT, "no room for results");
 
 struct Result {
@@ -26,7 +26,7 @@ struct Result {
         return bias ? v + __ldg(bias + row) : v;
     }
 #if GATED
-    // A thread's four sums of 8 tokens: gate and up of two tokens.
+    // Stores a thread's four sums of a group of 8 tokens: gate and up of two tokens.
     DEVICE void store(int group, float4 c) const {
         const i64 rows = part.segment.rows, row = part.row0 + row_of();
         const u32 t = 8 * group + threadIdx.x % 4 * 2;
@@ -47,7 +47,7 @@ struct Result {
         }
     }
 #else
-    // A thread's four sums of 8 tokens: two tokens of either row.
+    // Stores a thread's four sums of a group of 8 tokens: two tokens of each of its two rows.
     DEVICE void store(int group, float4 c) const {
         const Segment& to = part.segment;
         const i64 row = part.row0 + row_of();
@@ -63,15 +63,15 @@ struct Result {
         }
     }
 #endif
-    // Called where no barrier stands between the products and the first result.
+    // Called before the first result, where no barrier stands between it and the products.
     DEVICE void begin() const {
-        if constexpr (QUANTISED) multipliers_sync();  // none reads the stages any more
+        if constexpr (QUANTISED) multipliers_sync();  // no warp reads the stages any more
     }
-    // Called after the last result of groups first, first + step, .. of 8 tokens: quantises them,
-    // four columns a thread.
+    // Called after the last result of the groups first, first + step, .. of 8 tokens. Quantises
+    // them, four columns a thread.
     DEVICE void end(int first, int step) const {
 #if QUANTISED
-        constexpr int QUADS = ROWS / 4;  // of a token
+        constexpr int QUADS = BLOCK_ROWS / 4;  // fours of columns of a token
         const i64 rows = part.segment.rows, bytes = act_row_bytes(rows);
         u8* to = reinterpret_cast<u8*>(part.segment.dst) + part.token * bytes;
         const float* values = reinterpret_cast<const float*>(shared + VALUES_AT);
@@ -94,7 +94,7 @@ struct Result {
 
 DEVICE float4 four(const float (&c)[4]) { return make_float4(c[0], c[1], c[2], c[3]); }
 
-// The sum of K_PARTS values in their order; load(r) is value r.
+// The sum of K_PARTS values, in order. load(r) is value r.
 template <class Load>
 DEVICE float4 sum_of(const Load& load) {
     float4 v[K_PARTS];
@@ -106,10 +106,11 @@ DEVICE float4 sum_of(const Load& load) {
     return v[0];
 }
 
-DEVICE void finish(const Sums& acc, u8* shared, const Result& to, const Part& part, float* partial,
-                   u32* counters) {
+// Adds the sums of the blocks of a tile, and stores the results.
+DEVICE void finish(const Accumulators& acc, u8* shared, const Result& to, const Part& part,
+                   float* partial, u32* counters) {
 #if CLUSTERS
-    multipliers_sync();  // none reads the stages any more
+    multipliers_sync();  // no warp reads the stages any more
     float4* own = reinterpret_cast<float4*>(shared) + threadIdx.x;
 #pragma unroll
     for (int n = 0; n < GROUPS; n++) own[n * THREADS] = four(acc[n]);
@@ -119,7 +120,7 @@ DEVICE void finish(const Sums& acc, u8* shared, const Result& to, const Part& pa
     for (int n = part.number; n < GROUPS; n += K_PARTS)
         to.store(n, sum_of([&](int r) { return take_from(at + n * (THREADS * 16), r); }));
     to.end(part.number, K_PARTS);
-    cluster_sync();  // none ends while others read its sums
+    cluster_sync();  // no block ends while another block reads its sums
 #else
     if constexpr (K_PARTS > 1) {
         u32& is_last = *reinterpret_cast<u32*>(shared + LAST_AT);

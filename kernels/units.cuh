@@ -1,12 +1,14 @@
-// Units of weights of every type and the activations they meet: what kernels/product.cu multiplies.
+// Units of weights of every type, with the activations that they are multiplied with: one step of a
+// product of few tokens (multiply.cuh).
 //
-// Units<W> gives
-//   width, bytes             weights of a unit, and its bytes in the first plane: `quants(planes)`
-//   planes(w, rows, cols)    and fetch, expand, add: as in kernels/weights.cuh
-//   act_planes(x, cols)      where the planes of the first token's activations begin
-//   acts(planes, at, u, v)   activations for unit u + v, of the token `at` bytes further on
+// Units<W> has
+//   width                    weights of a unit
+//   bytes                    of a unit in the first plane, which is `quants(planes)`
+//   planes(w, rows, cols)    as in kernels/weights.cuh, and so are fetch, expand and add
+//   act_planes(x, cols)      the planes of the activations of the first token
+//   acts(planes, at, u, v)   activations for unit u + v, of the token `at` bytes after the first
 // Activations are Q8_ACT for quantised weights, else float. With NARROW a unit of float weights is
-// one weight, for cols that are no multiple of 8.
+// a single weight, for cols that are no multiple of 8.
 //
 // Measured as part of the product (multiply.cuh). Versions of a unit were compared by instructions
 // and registers, not by time.
@@ -14,7 +16,7 @@
 #include "weights.cuh"
 
 template <class W>
-struct QuantisedUnits : W {  // 32 weights
+struct QuantisedUnits : W {  // a unit has 32 weights
     static constexpr int width = 32, bytes = 16;
     using typename W::Planes;
     static DEVICE const u8* quants(const Planes& p) { return p.q; }
@@ -37,11 +39,14 @@ struct QuantisedUnits : W {  // 32 weights
 template <class W>
 struct Units : QuantisedUnits<W> {};
 
-// MXFP4 with 12 added to the doubled weights; dot_unit's start takes it off again. Where bit 3 of a
-// selector is set, a byte permutation copies the sign of the byte it picks: 0 in a table of bytes
-// below 128. A code is looked up among the positive weights with its sign bit, and among the
-// negative ones with the sign bit inverted. One of both results is 0: fewer instructions than
-// choosing by the sign. The high four come first, or registers spill where the limit is 128.
+// MXFP4 with 12 added to the doubled weights; the start value of dot_unit subtracts it again.
+//
+// A byte permutation looks the weights up. Where bit 3 of a selector is set, the permutation copies
+// the sign of the byte that it picks; that is 0 in a table of bytes below 128. So a code is looked
+// up twice: among the positive weights with its sign bit, and among the negative weights with its
+// sign bit inverted. One of both results is 0, and `or` joins them. This takes fewer instructions
+// than a choice by the sign. The high four weights come first, because registers would spill
+// otherwise where the limit is 128.
 template <>
 struct Units<MXFP4> : QuantisedUnits<MXFP4> {
     static DEVICE int four(u32 codes, u32 inverted) {  // weights of the low 16 bits
@@ -66,7 +71,7 @@ struct Units<MXFP4> : QuantisedUnits<MXFP4> {
 };
 
 template <>
-struct Units<Q8_0> {  // half a block
+struct Units<Q8_0> {  // a unit is half a block
     static constexpr int width = 16, bytes = 16;
     using Planes = Q8_0::Planes;
     static DEVICE const u8* quants(const Planes& p) { return p.q; }

@@ -1,8 +1,9 @@
-// Products of Hopper's warpgroups (wgmma) with one matrix in registers; bulk copies and barriers
-// that bring the other matrix to shared memory; what the blocks of a cluster have in common. One
-// function for each instruction. Barriers are there from sm_80 on, wgmma on sm_90a alone.
+// Instructions for tensor_product.cu, each as a function: products of Hopper's warpgroups (wgmma)
+// with one matrix in registers, bulk copies and barriers for the other matrix in shared memory, and
+// reads of the shared memory of other blocks of a cluster. Barriers exist from sm_80 on, wgmma only
+// on sm_90a.
 //
-// Versions (figures: tensor_product.cu): wgmma or mma.sync; registers given away or not.
+// Versions (times: tensor_product.cu): wgmma or mma.sync; registers given away or not.
 #pragma once
 #include "tensor_core.cuh"
 
@@ -14,27 +15,27 @@
 
 #if WARPGROUPS
 
-// A matrix of halves in shared memory, 64 columns a row: rows of 128 bytes; 8 rows are 1024 bytes
-// and begin on a multiple of 1024; 16-byte word c of row n lies at c ^ (n % 8). `address` may be
-// 32, 64 or 96 bytes into the first row: the matrix then begins 16, 32 or 48 columns on. `offset`,
-// a constant, is added to it.
+// The descriptor of a matrix of halves in shared memory. A row has 64 columns, 128 bytes. 8 rows
+// are 1024 bytes and begin on a multiple of 1024. 16-byte word c of row n lies at c ^ (n % 8).
+// `offset`, a constant, is added to `address`. Their sum may lie 32, 64 or 96 bytes after the first
+// row's begin: the matrix then begins at column 16, 32 or 48.
 DEVICE unsigned long long swizzled_matrix(u32 address, u32 offset) {
     const u32 low = (1u << 16 | address >> 4) + (offset >> 4);  // shared memory ends below 2^18
     return 1ull << 62 | 64ull << 32 | low;
 }
 
-// Between writes of registers and the products that use them.
+// Stands between writes of registers and the products that use these registers.
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// The products since the last call are one group.
+// Makes one group of all products since the last call.
 DEVICE void products_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until all but the newest N groups are done.
+// Waits until all groups are done, except the newest N.
 template <int N>
 DEVICE void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// From here on the calling warpgroup has N registers a thread, a multiple of 8. It has more than
-// before only once others of the block have given up as many.
+// Sets the registers of each thread of the calling warpgroup to N, a multiple of 8. `more` waits
+// until other warpgroups of the block have given up enough registers.
 template <int N>
 DEVICE void registers_less() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
@@ -52,26 +53,27 @@ DEVICE void registers_more() {
 #define SUMS4(n) SUM(n), SUM(n + 1), SUM(n + 2), SUM(n + 3)
 #define INPUTS "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(u32(keep))
 
-// c (64 x 8 G, float) += a (64 x 16) b (8 G x 16, transposed), both of halves. Warp w of the four
-// has rows 16 w and following of a and c, in mma.m16n8k16's layout.
-DEVICE void multiply(float (&c)[1][4], u32 a0, u32 a1, u32 a2, u32 a3, unsigned long long b,
+// c (64 x 8 G, float) += a (64 x 16) b (8 G x 16, transposed), both of halves; without `keep`
+// c = a b. Warp w of the four has rows 16 w .. 16 w + 15 of a and c, in the layout of
+// mma.m16n8k16 (tensor_core.cuh).
+DEVICE void wgmma(float (&c)[1][4], u32 a0, u32 a1, u32 a2, u32 a3, unsigned long long b,
                      bool keep) {
     asm volatile(PRODUCT(8, "%0,%1,%2,%3", "%4,%5,%6,%7", "%8", "%9") : SUM(0) : INPUTS);
 }
-DEVICE void multiply(float (&c)[2][4], u32 a0, u32 a1, u32 a2, u32 a3, unsigned long long b,
+DEVICE void wgmma(float (&c)[2][4], u32 a0, u32 a1, u32 a2, u32 a3, unsigned long long b,
                      bool keep) {
     asm volatile(PRODUCT(16, "%0,%1,%2,%3,%4,%5,%6,%7", "%8,%9,%10,%11", "%12", "%13")
                  : SUM(0), SUM(1)
                  : INPUTS);
 }
-DEVICE void multiply(float (&c)[4][4], u32 a0, u32 a1, u32 a2, u32 a3, unsigned long long b,
+DEVICE void wgmma(float (&c)[4][4], u32 a0, u32 a1, u32 a2, u32 a3, unsigned long long b,
                      bool keep) {
     asm volatile(PRODUCT(32, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15",
                          "%16,%17,%18,%19", "%20", "%21")
                  : SUMS4(0)
                  : INPUTS);
 }
-DEVICE void multiply(float (&c)[8][4], u32 a0, u32 a1, u32 a2, u32 a3, unsigned long long b,
+DEVICE void wgmma(float (&c)[8][4], u32 a0, u32 a1, u32 a2, u32 a3, unsigned long long b,
                      bool keep) {
     asm volatile(PRODUCT(64,
                          "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,"
@@ -80,7 +82,7 @@ DEVICE void multiply(float (&c)[8][4], u32 a0, u32 a1, u32 a2, u32 a3, unsigned 
                  : SUMS4(0), SUMS4(4)
                  : INPUTS);
 }
-DEVICE void multiply(float (&c)[16][4], u32 a0, u32 a1, u32 a2, u32 a3, unsigned long long b,
+DEVICE void wgmma(float (&c)[16][4], u32 a0, u32 a1, u32 a2, u32 a3, unsigned long long b,
                      bool keep) {
     asm volatile(PRODUCT(128,
                          "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,"
@@ -94,11 +96,11 @@ DEVICE void multiply(float (&c)[16][4], u32 a0, u32 a1, u32 a2, u32 a3, unsigned
 
 #endif  // WARPGROUPS
 
-// Barriers that count arrivals and bytes; a phase ends when both are there.
+// Barriers that count arrivals and bytes. A phase ends when all arrivals and all bytes have come.
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes the barriers that this thread set up known to bulk copies.
+// Makes the barriers that this thread initialised visible to bulk copies.
 DEVICE void barriers_ready() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -108,7 +110,7 @@ DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared.b64 s, [%0];\n}" ::"r"(barrier)
                  : "memory");
 }
-// Arrives once this thread's asynchronous copies so far are there.
+// Arrives once all asynchronous copies that this thread has started are done.
 DEVICE void barrier_arrive_after_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -117,7 +119,7 @@ DEVICE void barrier_arrive_after_copies(u32 barrier) {
 #else
 #define WAIT "test_wait"
 #endif
-DEVICE void barrier_wait(u32 barrier, u32 phase) {  // until the phase of this parity is over
+DEVICE void barrier_wait(u32 barrier, u32 phase) {  // until the phase of this parity has ended
     asm volatile(
         "{\n.reg .pred p;\n"
         "wait:\nmbarrier." WAIT ".parity.shared.b64 p, [%0], %1;\n"
@@ -128,7 +130,7 @@ DEVICE void barrier_wait(u32 barrier, u32 phase) {  // until the phase of this p
 
 #if __CUDA_ARCH__ >= 900
 
-DEVICE void barrier_expect(u32 barrier, u32 bytes) {  // an arrival, and bytes to come
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {  // arrives, and announces bytes
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
@@ -140,12 +142,12 @@ DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
         : "memory");
 }
 
-// All threads of all blocks of the cluster. What they wrote before can be read after.
+// A barrier for all threads of the cluster. After it they can read all that was written before.
 DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
 }
-// What block `rank` of the cluster has at `address` of its shared memory.
+// The float4 at `address` of the shared memory of block `rank` of the cluster.
 DEVICE float4 take_from(u32 address, u32 rank) {
     float4 v;
     asm volatile(

@@ -1,9 +1,9 @@
-// The nine weight types: where their bytes lie, and how they are decoded.
+// The nine weight types: the layout of their bytes, and how they are decoded.
 //
-// Values are ggml's (ggml-common.h names the blocks). Bytes lie as the backend's load_weight leaves
-// them (kernels/repack.cu). F32, F16 and BF16 are as in the file. Blocks of the quantised types
-// have odd sizes: they are taken apart into planes. A plane has one field of every block, in file
-// order:
+// Values are those of ggml (ggml-common.h names the blocks). kernels/repack.cu makes the layout
+// when a weight is loaded. F32, F16 and BF16 stay as in the file. Blocks of the quantised types
+// have odd sizes, so they are taken apart into planes. A plane has one field of every block, in
+// file order:
 //
 //   Q8_0    32 B quants | 2 B scale                              per 32 weights
 //   Q4_0    16 B quants | 2 B scale
@@ -12,32 +12,34 @@
 //   Q5_K   128 B quants | 32 B fifth bits | 16 B head
 //   Q6_K   128 B low 4 bits | 64 B high 2 bits | 16 B scales | 2 B scale
 //
-// The lanes of a warp, side by side, then read quants 16 bytes at a time; the bytes are as many as
-// before. A *unit* is 32 neighbouring weights. Every plane has the units of a block in order: one
-// 16-byte load (Q8_0: two) and a few bytes beside it make a unit.
+// So neighbouring lanes of a warp read neighbouring quants, 16 bytes at a time. The planes have as
+// many bytes as the blocks. A *unit* is 32 neighbouring weights. Every plane has the units of a
+// block in order. A unit takes one 16-byte load (Q8_0: two), and a few bytes of the other planes.
 //
 //   Q4_0, Q4_K, Q5_K, Q6_K   byte j of the 16: weight j low, weight j + 16 high
 //   MXFP4                    byte j: weight 2 j low, weight 2 j + 1 high
 //   fifth bits (u32)         bit 8 b + i: weight 4 i + b; bit 8 b + 4 + i: weight 16 + 4 i + b
 //   high bits (2 x u32)      bits 8 b + 2 i and + 1 of word h: weight 16 h + 4 i + b
-//   head (4 x u32)           fp16 d and dmin | low 4 bits of 8 scales | of 8 minima | above them
-//                            their high 2 bits, scales in the low half
+//   head (4 x u32)           fp16 d and dmin | low 4 bits of 8 scales | low 4 bits of 8 minima |
+//                            high 2 bits: of the scales in the low half, of the minima above
 //   scales of Q6_K           the two int8 of the unit's 16 weights each
 //
-// Versions of Q4_K and Q5_K (counted, not measured apart; the products: multiply.cuh):
-//   1  nibbles 32 or 64 weights apart, as in the file   two scales and two minima to decode a unit
-//   2  nibbles 16 weights apart                         one of each: kept
-// `n` below is the number of blocks in the whole tensor, which says where the later planes begin.
-// Every quantised type gives
-//   value(w, n, i)         weight number i of the tensor, as float: the readable form, for get_rows
-//   Planes, planes(w, n)   where the planes begin
-//   Raw, fetch(p, u, v)    the bytes of unit u + v of the tensor, v a multiple of 8: a constant v
-//                          is an offset in the instruction
+// Every quantised type has these members. `n` is the number of blocks of the whole tensor, which
+// decides where the later planes begin.
+//   value(w, n, i)         weight number i of the tensor as a float, in readable code, for get_rows
+//   Planes, planes(w, n)   the addresses of the planes
+//   Raw, fetch(p, u, v)    the bytes of unit u + v of the tensor. v is a multiple of 8; a constant
+//                          v becomes an offset in the instruction
 //   Ints, expand(raw, u)   the unit as int8 in eight 32-bit words, with its scales
-//   add(ints, acts, sum)   sum + the product with 32 columns of activations; its rounding is
-//                          pinned: one product gives one result in every kernel
-//   load, decode           the unit as the slow twin mul_mat takes it: 16 weights `lo`, 16 `hi`,
-//                          and for each a factor and an addend: a weight is f * q + m
+//   add(ints, acts, sum)   sum + the product with 32 columns of activations. Its rounding is fixed,
+//                          so a product has the same result in every kernel
+//   load, decode           the unit in the form of the slow twin mul_mat: 16 weights `lo` and 16
+//                          weights `hi`, each half with a factor f and an addend m. A weight is
+//                          f * q + m
+//
+// Versions of Q4_K and Q5_K (counted, not timed by themselves; the products: multiply.cuh):
+//   1  nibbles 32 or 64 weights apart, as in the file   a unit needs two scales and two minima
+//   2  nibbles 16 weights apart                         a unit needs one of each: kept
 #pragma once
 #include "common.cuh"
 
@@ -46,14 +48,14 @@ struct Unit {
     float f_lo, f_hi, m_lo, m_hi;
 };
 
-// 32 quantised activations: quants, scale, the sums of the quants of either half.
+// 32 quantised activations: quants, scale, and the sum of the quants of each half.
 struct Acts {
     int4 lo, hi;
     float scale;
     short2 sums;
 };
 
-// Four 4-bit numbers from the low, or high, halves of four bytes.
+// Four 4-bit numbers: the low, or the high, halves of four bytes.
 DEVICE u32 low_nibbles(u32 v) { return v & 0x0f0f0f0fu; }
 DEVICE u32 high_nibbles(u32 v) { return (v >> 4) & 0x0f0f0f0fu; }
 DEVICE u32 word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -116,7 +118,7 @@ struct BF16 {
 
 // quantised types --------------------------------------------------------------------------------
 
-// What all share: mul_mat's view of a unit, by its number in the tensor.
+// The base of all quantised types: a unit, by its number in the tensor, in the form of mul_mat.
 template <class W, int BLOCK>
 struct Quantised {
     static constexpr int block = BLOCK;
@@ -134,7 +136,7 @@ struct Quantised {
     }
 };
 
-// Units with one scale and nothing else: the quants carry their offset, or `offset` is it.
+// Units with one scale and no minimum. A weight is (q + OFFSET) * scale.
 template <class W, int OFFSET>
 struct Scaled : Quantised<W, 32> {
     static constexpr bool one_block = true, has_min = OFFSET != 0;
@@ -203,7 +205,7 @@ struct Q4_0 : Scaled<Q4_0, -8> {  // (q - 8) * d
     }
 };
 
-struct MXFP4 : Scaled<MXFP4, 0> {  // twice the E2M1 values as int8, scale 2^(e - 128)
+struct MXFP4 : Scaled<MXFP4, 0> {  // quants are twice the E2M1 values; the scale is 2^(e - 128)
     struct Raw {
         uint4 q;
         u8 e;
@@ -211,9 +213,10 @@ struct MXFP4 : Scaled<MXFP4, 0> {  // twice the E2M1 values as int8, scale 2^(e 
     static DEVICE float scale(u8 e) {  // 2^(e - 128); the two smallest are subnormal
         return __uint_as_float(e < 2 ? 0x00200000u << e : u32(e - 1) << 23);
     }
-    // The low four of eight E2M1 codes, to int8. A byte permutation looks their magnitudes up among
-    // 0 1 2 3 4 6 8 12, another among the negatives; a third chooses by the sign bits. `magnitudes`
-    // are the codes without sign bits; `choice` is 3210 with the sign bits shifted right by one.
+    // The low four of eight E2M1 codes, as int8. One byte permutation looks the magnitudes up among
+    // 0 1 2 3 4 6 8 12, a second looks them up among the negatives, and a third chooses by the sign
+    // bits. `magnitudes` are the codes without sign bits. `choice` is 0x3210 with the sign bits
+    // shifted right by one.
     static DEVICE int four(u32 magnitudes, u32 choice) {
         const u32 plus = permute(0x03020100u, 0x0c080604u, magnitudes);
         const u32 minus = permute(0xfdfeff00u, 0xf4f8fafcu, magnitudes);
@@ -248,7 +251,7 @@ struct MXFP4 : Scaled<MXFP4, 0> {  // twice the E2M1 values as int8, scale 2^(e 
     }
 };
 
-// Q4_K and Q5_K: d * scale * q - dmin * minimum, 6-bit scale and minimum per unit.
+// Q4_K and Q5_K: d * scale * q - dmin * minimum. Each unit has a 6-bit scale and a 6-bit minimum.
 template <class W>
 struct K45 : Quantised<W, 256> {
     static constexpr bool one_block = true, has_min = true;
@@ -334,7 +337,7 @@ struct Q5_K : K45<Q5_K> {
     }
 };
 
-struct Q6_K : Quantised<Q6_K, 256> {  // (q - 32) * scale * d, an int8 scale per 16 weights
+struct Q6_K : Quantised<Q6_K, 256> {  // (q - 32) * scale * d, with an int8 scale for 16 weights
     static constexpr bool one_block = false, has_min = true;
     struct Planes {
         const u8 *q, *high, *scales, *d;
@@ -366,7 +369,7 @@ struct Q6_K : Quantised<Q6_K, 256> {  // (q - 32) * scale * d, an int8 scale per
                 __ldg(reinterpret_cast<const uint2*>(p.high + i64(u + v) * 8)),
                 load_u16(p.scales + i64(u + v) * 2), load_u16(p.d + i64((u >> 3) + v / 8) * 2)};
     }
-    static DEVICE u32 above(u32 high, int i) {  // two bits of each byte, where they belong
+    static DEVICE u32 above(u32 high, int i) {  // bits 4 and 5 of each byte of word i
         return (i < 2 ? high << (4 - 2 * i) : high >> (2 * i - 4)) & 0x30303030u;
     }
     static DEVICE Ints expand(const Raw& r, int) {

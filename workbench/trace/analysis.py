@@ -1,13 +1,13 @@
-"""Where the time of a traced run went: by kernel, by phase of the host, and by gap of the device.
+"""The time of a traced run, by kernel, by phase of the host, and by gap of the device.
 
-Frames in (`Timeline.to_frame`), frames out. Every column of a time or a rate begins with `traced`.
-Recording a span costs about as much as issuing a command. So these figures say where time goes and
-not how much there is of it.
+Frames in (`Timeline.to_frame`), frames out. Recording a span costs about as much as issuing a
+command. So these figures say where the time goes, not how long an untraced run takes. Every column
+with a time or a rate begins with `traced`.
 
     host    | launch a | launch b |        | launch c | wait ......|
     device       |- a -||- b -|    ^^^^^^^^^^^^  |- c -|
-                 <-> launch to start of a        a gap, for which the host is to blame: when it
-                                                 began, c had not been issued
+            <----> launch to start of a          a gap that the host caused: when it began, the
+                                                 host had not issued c
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from workbench.graph.ops import touched_bytes
 from workbench.program.commands import Program, Replay
 from workbench.trace.spans import HOST_LANE, LOGITS_WAIT, Span
 
-BY = ("op", "node", "kernel")  # what rows of the kernel table stand for
+BY = ("op", "node", "kernel")  # the things of which the kernel table has a row each
 KERNELS = [
     "calls", "traced_us", "traced_us_per_step", "traced_us_per_call", "traced_share", "bytes",
     "traced_gbps", "traced_share_of_read", "traced_launch_to_start_us",
 ]  # fmt: skip
 GAPS = ["step", "between", "before", "after", "traced_us"]
-TOKENS, LAUNCHES = "steps", "launches"  # what a gap lies between
-PYTHON, OUTSIDE = "python", "outside"  # of a step, between its commands; between two steps
+TOKENS, LAUNCHES = "steps", "launches"  # a gap lies between two of these
+PYTHON, OUTSIDE = "python", "outside"  # within a step, between its commands; between steps
 _LAYER = re.compile(r"-\d+")  # `Qcur-8`, `attn_norm-8 (w)`
 
 
 def with_bytes(spans: Iterable[Span], program_of: Callable[[int], Program | None]) -> list[Span]:
-    """The spans; a launch's say how many bytes its node must move (`graph.ops`), on the host's lane
-    and on the device's. Where the device ran several kernels for a launch, `bytes` is for all of
-    them and `kernels` their number.
+    """The spans, where those of launches have `bytes`: the bytes that the node must move
+    (`graph.ops`). Both the host's and the device's spans have them. Where the device ran several
+    kernels for a launch, `bytes` counts for all of them together, and `kernels` is their number.
 
     program_of: the program of a step, or None.
     """
@@ -73,20 +73,29 @@ def with_bytes(spans: Iterable[Span], program_of: Callable[[int], Program | None
 
 
 def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None) -> pd.DataFrame:
-    """A row for each op (`by`: `op`), each node of a layer (`node`: `Qcur` for `Qcur-0`,
-    `Qcur-1`...) or each function that CUPTI saw (`kernel`); the one that took longest first.
+    """The table of kernels. The row with the longest time is first.
+
+    by: `op`: a row for each op. `node`: a row for each node of a layer (`Qcur` for `Qcur-0`,
+        `Qcur-1`...). `kernel`: a row for each function that CUPTI saw.
+    read_gbps: the read bandwidth of the device, GB/s.
+
+    Columns:
 
     * step_tokens: tokens of the steps; a row belongs to steps of one size.
-    * on: the backend that computed it. What the host computes inside its own call has no launch.
-    * calls: launches, of all steps (of `kernel`: kernels).
-    * traced_us: time of all calls. traced_us_per_step: of a step, the median of the steps, so that
-      one disturbed step does not stand for all; from here on by that time. traced_us_per_call.
-      traced_share: of all kernel time in a step.
-    * bytes: what the launches must move, by the op table. traced_gbps: bytes over time.
-      traced_share_of_read: of read_gbps, GB/s, where it is given. Weights that fit a cache, or rows
-      that a value-dependent op skips, can pass 1. By kernel they stand only where a launch is one
-      kernel. What the host computes beside a device has no share of the device's bandwidth.
-    * traced_launch_to_start_us: median time from the host's call to the kernel's start.
+    * on: the backend that computed the row.
+    * calls: launches in all steps (with `kernel`: kernels).
+    * traced_us: time of all calls.
+    * traced_us_per_step: time in a step: the median of the steps, so that one disturbed step does
+      not decide. The next columns use this time.
+    * traced_us_per_call, traced_share: time of a call; the share of all kernel time in a step.
+    * bytes: bytes that the launches must move, by the op table. With `kernel` only where a launch
+      is one kernel.
+    * traced_gbps: bytes over time.
+    * traced_share_of_read: of read_gbps, where that is given. It can pass 1 for weights that fit a
+      cache, and for rows that a value-dependent op skips. A row of the host beside a device has
+      none.
+    * traced_launch_to_start_us: median time from the host's call to the kernel's start. A row that
+      the host computes inside its own call has none.
 
     Raises UsageError for another `by`, and for `kernel` where no span names its function.
     """
@@ -115,7 +124,7 @@ def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None)
     table["traced_share"] = us / of_size
     gbps = table["bytes"].astype("Float64") / n / us.where(us > 0) / 1e3
     table["traced_gbps"] = gbps.astype("float64")
-    # read_gbps is the bandwidth of the device's memory; only without a device is it the host's
+    # read_gbps is the bandwidth of the device's memory, and of the host's only without a device.
     own = (table["on"] != HOST_LANE) | (table["on"] == HOST_LANE).all()
     table["traced_share_of_read"] = table["traced_gbps"].where(own) / (read_gbps or np.nan)
     order = ["step_tokens", "traced_us_per_step"]
@@ -126,13 +135,16 @@ def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None)
 
 
 def _launches(frame: pd.DataFrame, by_kernel: bool = False) -> pd.DataFrame:
-    """A row for each launch that computed something, by start: step, index, name, op, on, kernel,
-    start_us, dur_us (of its kernels together), end_us, bytes, issue_us (when the host's call
-    began), launch_to_start_us. by_kernel: a row for each kernel instead; bytes only of single
-    ones."""
+    """A row for each launch that computed something, by start.
+
+    Columns: step, index, name, op, on, kernel, start_us, dur_us (of its kernels together), end_us,
+    bytes, issue_us (when the host's call began), launch_to_start_us.
+
+    by_kernel: a row for each kernel instead; bytes only where a launch is one kernel.
+    """
     host = frame[(frame["lane"] == HOST_LANE) & frame["category"].isin(["launch", "replay"])]
     device = frame[(frame["category"] == "device") & frame["kind"].isin(["launch", "replay"])]
-    # a plan whose parts the device does not tell apart is one launch, of no op
+    # A plan is one launch without an op where the device does not tell its parts apart.
     one = device["kind"] == "launch"
     device = device.assign(op=device["op"].where(one, "replay"), bytes=device["bytes"].where(one))
     command = ["step", "index"]
@@ -156,7 +168,8 @@ def _launches(frame: pd.DataFrame, by_kernel: bool = False) -> pd.DataFrame:
     issued = pd.MultiIndex.from_frame(device[command]).map(calls)
     device = device.assign(issue_us=np.asarray(issued, "float64"))
     device["launch_to_start_us"] = device["start_us"] - device["issue_us"]
-    # a launch without a device span ran inside the host's call; one of a device was not recorded
+    # A launch on the host has no device span: it ran inside the host's call. A launch on a device
+    # without a device span was not recorded.
     inside = host[host["on"].str.startswith("host ", na=False) & (host["category"] == "launch")]
     inside = inside.assign(
         lane=HOST_LANE, end_us=inside["start_us"] + inside["dur_us"],
@@ -174,16 +187,20 @@ def _launches(frame: pd.DataFrame, by_kernel: bool = False) -> pd.DataFrame:
 
 
 def _sizes(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """Tokens of each step, by its number; and how many steps there are, by tokens."""
+    """The tokens of each step, by the step's number; and the number of steps, by tokens."""
     steps = frame[frame["category"] == "step"].set_index("step")["n_tokens"]
     steps = steps[~steps.index.duplicated()]
     return steps, steps.groupby(steps).size()
 
 
 def _step_medians(rows: pd.DataFrame, keys: list[str], n_steps: pd.Series) -> pd.Series:
-    """For each group of rows, in the order in which groups appear: the median over steps of what
-    the group took in a step, us. A step without the group counts as 0; an unknown step (NaN) does
-    not count. keys: step_tokens first. n_steps: by step_tokens."""
+    """For each group of rows, in the order in which groups appear: the median over steps of the
+    group's time in a step, us. A step without the group counts as 0. An unknown time (NaN) does not
+    count.
+
+    keys: the columns that make a group; the first is step_tokens.
+    n_steps: number of steps, by step_tokens.
+    """
     sums = rows.groupby([*keys, "step"], sort=False, dropna=False)["dur_us"].sum(min_count=1)
     medians = []
     for key, us in sums.groupby(level=list(range(len(keys))), sort=False, dropna=False):
@@ -195,23 +212,24 @@ def _step_medians(rows: pd.DataFrame, keys: list[str], n_steps: pd.Series) -> pd
 
 # by phase of the host ----------------------------------------------------------------------------
 
-# where a command of a step belongs: what comes before the host's last wait is issuing
+# The phases of a step. Every command before the host's last wait belongs to `issue`.
 BUILD, ISSUING, RESULTS, REST = "build", "issue", "results", "rest"
 PHASES = ["phase", "part", "traced_calls_per_step", "traced_us_per_step", "traced_share"]
 
 
 def phases(frame: pd.DataFrame) -> pd.DataFrame:
-    """What the host did in a step: the median of the steps of one size (step_tokens).
+    """The table of the host's time in a step: the median of the steps of one size (step_tokens).
 
-    phase and part:
+    Values of phase and part:
 
-    * `build` and what was built (a phase of `engine/look/phases.py`);
-    * `issue` and the kind of command;
-    * `results` and the kind (the wait for the logits, the read);
-    * `rest` and `python` (between the commands, recording them included) or `outside` (from this
-      step's end to the next one's start: the caller, and reading the device's clocks).
+    * `build`: a phase of `engine/look/phases.py`.
+    * `issue`: the kind of command.
+    * `results`: the kind of command: the wait for the logits, or the read.
+    * `rest`: `python`, the time between the commands, recording included; or `outside`, the time
+      from the end of the step to the start of the next step: the caller, and reading the device's
+      clocks.
 
-    traced_share: of a step and what follows it.
+    traced_share: of the time from the start of a step to the start of the next step.
     """
     sizes, n_steps = _sizes(frame)
     host = frame[(frame["lane"] == HOST_LANE) & frame["step"].isin(sizes.index)]
@@ -253,18 +271,23 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def gaps(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row for each time in which no kernel ran on any device, from the first kernel to the last.
+    """The table of gaps: a row for each time between two kernels in which no device ran a kernel.
 
-    * step: of the kernel behind the gap. between: `steps` where the kernel in front is of another
-      step, else `launches`. before, after: ops of those kernels; the one in front is the last that
-      ended, on whichever stream. traced_us: how long.
-    * host_us: of that, until the host's call of the kernel behind began: the device had nothing to
-      do. device_us: the rest, in which the kernel was on its way.
-    * for each kind of host span that there is (`build`, `write`, `copy`, `sync`, ...), `python`
-      (within a step, between its commands) and `outside` (between steps): what the host did
-      meanwhile, us. They add up to traced_us.
+    The kernel before a gap is the kernel that ended last, on any stream.
 
-    Kernels of the host's own are no device work. Empty where there are no device spans.
+    * step: of the kernel after the gap.
+    * between: `steps` where the kernel before the gap belongs to another step, else `launches`.
+    * before, after: ops of the two kernels.
+    * traced_us: length of the gap.
+    * host_us: the part of the gap before the host's call of the next kernel began. The device had
+      nothing to do.
+    * device_us: the rest of the gap. The host had called the next kernel.
+    * a column for each kind of host span (`build`, `write`, `copy`, `sync`, ...), `python` (within
+    a
+      step, between its commands) and `outside` (between steps): time of the host in the gap, us.
+      These columns add up to traced_us.
+
+    Kernels of the host backend do not count. Empty where there are no device spans.
     """
     rows = _launches(frame)
     rows = rows[rows["on"] != HOST_LANE].reset_index(drop=True)
@@ -293,7 +316,7 @@ def gaps(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _meanwhile(frame: pd.DataFrame, begin: np.ndarray, end: np.ndarray) -> dict[str, np.ndarray]:
-    """What the host did in each of the times begin..end (us, in order, apart): us by kind."""
+    """The host's time in each of the intervals begin..end (us, in order, disjoint): kind -> us."""
     host = frame[frame["lane"] == HOST_LANE]
     leaves = host[(host["category"] == "build") | host["index"].notna()]
     found: dict[str, np.ndarray] = {}
@@ -306,7 +329,7 @@ def _meanwhile(frame: pd.DataFrame, begin: np.ndarray, end: np.ndarray) -> dict[
 
 
 def _covered(spans: pd.DataFrame, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Of each time begin..end, how much the spans (one after the other) cover, us."""
+    """How much of each interval begin..end the spans cover, us. The spans do not overlap."""
     starts = spans["start_us"].to_numpy()
     ends = starts + spans["dur_us"].to_numpy()
     done = np.concatenate(([0.0], np.cumsum(ends - starts)))

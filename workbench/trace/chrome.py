@@ -1,10 +1,10 @@
-"""Spans as Chrome's trace events (JSON): for chrome://tracing, Perfetto and what else reads them.
+"""Spans as Chrome's trace events (JSON), for chrome://tracing, Perfetto and other tools.
 
-The format is "Trace Event Format" of the Catapult project. Spans are complete events (`X`), and the
-arrows of `flows.py` flow events (`s`, `f`). Names are metadata events (`M`), and one instant (`i`)
-says what the trace is of. Times are microseconds from the first span, with three decimals:
-whole nanoseconds. Perfetto drops events of one thread that overlap without nesting; a lane whose
-spans do is several threads, as in Perfetto's own format.
+The format is "Trace Event Format" of the Catapult project. Spans become complete events (`X`), and
+the arrows of `flows.py` become flow events (`s`, `f`). Names are metadata events (`M`). One instant
+(`i`) carries the data about the trace. Times are microseconds from the first span, with three
+decimals: whole nanoseconds. Perfetto drops events of one thread that overlap without nesting. So a
+lane with such spans becomes several threads, as in Perfetto's own format.
 """
 
 import json
@@ -25,7 +25,7 @@ def encode(spans: Iterable[Span], about: Mapping[str, Any] | None = None) -> byt
     events: list[dict[str, Any]] = [
         _named("process_name", pid, 0, process) for process, pid in pids.items()
     ]
-    thread_of: dict[int, tuple[int, int]] = {}  # number of a span -> process and thread
+    thread_of: dict[int, tuple[int, int]] = {}  # span number -> process and thread
     n_threads = 0
     if about:
         n_threads = 1
@@ -55,7 +55,7 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def _mark(about: Mapping[str, Any], pid: int, tid: int) -> dict[str, Any]:
-    """An instant at the start whose args say what the trace is of."""
+    """An instant at the start, whose args are the data about the trace."""
     where = {"ph": "i", "s": "p", "ts": 0, "pid": pid, "tid": tid}
     return where | {"name": tracks.ABOUT, "cat": "about", "args": _args(about)}
 
@@ -79,11 +79,12 @@ def _arrow(
     origin: int,
     thread_of: Mapping[int, tuple[int, int]],
 ) -> list[dict[str, Any]]:
-    """Both ends: an end belongs to the slice that is open on its thread at its time."""
+    """The two events of an arrow. An end belongs to the slice that is open on its thread at its
+    time."""
     made = []
     for phase, n, at_end in (("s", flow.source, flow.from_end), ("f", flow.sink, flow.to_end)):
         span, (pid, tid) = spans[n], thread_of[n]
-        # at its very end a slice is no longer open
+        # At the time of its end a slice is no longer open.
         at = max(span.end_ns - 1, span.start_ns) if at_end else span.start_ns
         end = {
             "ph": phase, "id": number, "name": flow.kind, "cat": "flow", "pid": pid, "tid": tid,

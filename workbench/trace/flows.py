@@ -1,11 +1,12 @@
-"""The arrows of a trace: which span made which other one possible.
+"""The arrows of a trace. An arrow leads from a span to a span that could not begin or end without
+it.
 
-    issue   from the host's call to what ran on the device because of it
-    event   from an event's record to the wait of a stream for it
-    wait    from the device's work to the host's wait that it ends
+    issue   from the host's call to the work that it started on the device
+    event   from the record of an event to a stream's wait for the event
+    wait    from work of the device to the wait of the host that it ends
 
-A command is known by its step and its position in the program. A wait means the latest record of
-its event in host order, as in CUDA. What happened before the first recorded step has no arrow.
+A command is identified by its step and its position in the program. A wait waits for the latest
+record of its event in host order, as in CUDA. Spans before the first recorded step have no arrows.
 """
 
 from collections import defaultdict
@@ -18,8 +19,12 @@ ISSUE, EVENT, WAIT = "issue", "event", "wait"
 
 
 class Flow(NamedTuple):
-    """An arrow between two spans, by their numbers. It leaves and arrives at the start of its span,
-    or at its end: a wait of the host begins before the work that ends it does."""
+    """An arrow between two spans, given by their numbers.
+
+    from_end: the arrow leaves at the end of its source, else at the start.
+    to_end: the arrow arrives at the end of its sink, else at the start. A wait of the host begins
+        before the work that ends it, so its arrow arrives at the end.
+    """
 
     kind: str
     source: int
@@ -33,7 +38,7 @@ def flows_of(spans: Sequence[Span]) -> list[Flow]:
     ran = _device_spans(spans)
     made: list[Flow] = []
     last_on: dict[str, int] = {}  # lane -> the last device span queued there so far
-    recorded: dict[str, tuple[int, int | None]] = {}  # event -> its record, and the work before it
+    recorded: dict[str, tuple[int, int | None]] = {}  # event -> its record, the work before
     for n, span in enumerate(spans):
         if span.lane != HOST_LANE or "index" not in span.args:
             continue
@@ -41,7 +46,7 @@ def flows_of(spans: Sequence[Span]) -> list[Flow]:
         if mine := ran.get(n):
             made += _arrow(ISSUE, spans, n, mine[0], from_end=False)
             last_on |= {spans[m].lane: m for m in mine}
-            if span.category == "replay":  # its stream goes on when all of it is over
+            if span.category == "replay":  # the stream continues after the whole plan
                 last_on[str(lane)] = max(mine, key=lambda m: spans[m].end_ns)
         if span.category == "record":
             recorded[str(event)] = n, last_on.get(str(lane))
@@ -56,9 +61,11 @@ def flows_of(spans: Sequence[Span]) -> list[Flow]:
 
 
 def _arrow(kind: str, spans: Sequence[Span], source: int, sink: int, from_end: bool) -> list[Flow]:
-    """From the source's end to the sink's end, or from start to start; moved to the other
-    end of a span where two clocks that are a little apart would make the arrow run backwards. None
-    where that does not help: a reader takes an arrow's ends in the order of their times."""
+    """The arrow from the source's end to the sink's end, or from start to start.
+
+    Where the error of two clocks would make the arrow run backwards, it uses the other end of a
+    span. Empty where that does not help: a reader sorts the ends of an arrow by time.
+    """
     out, into, to_end = spans[source], spans[sink], from_end
     if from_end and out.end_ns >= into.end_ns:
         from_end = False
@@ -69,10 +76,10 @@ def _arrow(kind: str, spans: Sequence[Span], source: int, sink: int, from_end: b
 
 
 def _device_spans(spans: Sequence[Span]) -> dict[int, list[int]]:
-    """By the number of the host's span that issued them: the device's spans, by start.
+    """Number of a host span -> the device spans that it issued, by start.
 
-    Where several runs of one step number were recorded, each host span has as many device spans:
-    the first ones belong to the first host span, and so on.
+    Where several runs of one step number were recorded, the device spans are shared out evenly: the
+    first belong to the first host span, and so on.
     """
     issued: dict[tuple[Any, Any], list[int]] = defaultdict(list)
     worked: dict[tuple[Any, Any], list[int]] = defaultdict(list)

@@ -1,7 +1,6 @@
-"""How spans lie in a trace file: a process per device, a track per lane, slices that nest.
+"""The layout of a trace file: a process per device, a track per lane, slices that nest.
 
-Both formats that are written (`perfetto.py`, `chrome.py`) have the same processes, tracks and
-slices; they differ in how they spell them.
+Both file formats (`perfetto.py`, `chrome.py`) have the same processes, tracks and slices.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,13 +9,14 @@ from typing import Any
 from workbench.trace.spans import HOST_LANE, Span
 
 HOST_PROCESS = "host"
-THREAD_ID = 100  # track n is thread 100 + n: a thread whose id is its process's is the main one
-ENCLOSING = {"step": 0, "split": 1}  # what encloses other spans, outermost first
+THREAD_ID = 100  # track n is thread 100 + n, so that no thread id equals a process id (main thread)
+ENCLOSING = {"step": 0, "split": 1}  # categories that enclose other spans, outermost first
 ABOUT = "about this trace"  # the mark that carries model, toggles and commit
 
 
 def nesting_order(span: Span) -> tuple[int, int, bool, int]:
-    """Sorts spans by start; at one start the enclosing before the enclosed, the empty first."""
+    """A sort key: by start. Of spans with the same start, an enclosing span comes before the spans
+    in it; after that empty spans come first."""
     rank = ENCLOSING.get(span.category, len(ENCLOSING))
     return span.start_ns, rank, span.end_ns > span.start_ns, -span.end_ns
 
@@ -30,23 +30,25 @@ def process_and_track(lane: str) -> tuple[str, str]:
 
 
 def lanes_of(spans: Iterable[Span]) -> list[str]:
-    """The lanes that have spans, the host's first."""
+    """The lanes that have spans. The host's lane is first."""
     return sorted({s.lane for s in spans}, key=lambda lane: (lane != HOST_LANE, lane))
 
 
 def processes_of(lanes: Iterable[str]) -> dict[str, int]:
-    """A number from 1 on for each process that has a lane."""
+    """A number, from 1 on, for each process that has a lane."""
     names = dict.fromkeys(process_and_track(lane)[0] for lane in lanes)
     return {name: n for n, name in enumerate(names, start=1)}
 
 
 def rows_of(spans: list[Span], numbers: list[int]) -> list[list[tuple[bool, int]]]:
-    """The tracks of one lane (sorted by start): of each, (True, n) where span n begins, (False, n)
-    where it ends.
+    """The tracks of one lane. A track is a list of (True, n), the begin of span n, and (False, n),
+    its end.
 
-    Slices of a track are a stack: each lies inside the one open before it, or after it. One track
-    is enough for a host and for a stream; where two spans do overlap, the later goes on another
-    track, for on the same one its end would close the wrong slice.
+    numbers: of the lane's spans, by start.
+
+    The slices of a track form a stack: a slice lies inside the slice that is open at its begin, or
+    after it. Usually one track is enough. Where two spans overlap, the later span goes on another
+    track, because on the same track its end would close the wrong slice.
     """
     rows: list[list[tuple[bool, int]]] = []
     stacks: list[list[int]] = []
@@ -68,17 +70,15 @@ def rows_of(spans: list[Span], numbers: list[int]) -> list[list[tuple[bool, int]
 
 
 def _is_over(earlier: Span, span: Span) -> bool:
-    """Whether `earlier` has ended when `span` begins: neighbours that touch do not nest.
-
-    An empty span at the very end of a step or split lies inside it.
-    """
+    """Whether `earlier` has ended when `span` begins. Neighbours that touch do not nest. An empty
+    span at the end of a step or split lies inside it."""
     if span.start_ns == span.end_ns == earlier.end_ns and earlier.category in ENCLOSING:
         return nesting_order(span)[1] <= ENCLOSING[earlier.category]
     return earlier.end_ns <= span.start_ns
 
 
 def flat(about: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """`{"toggles": {"sync": "packed"}}` as `{"toggles.sync": "packed"}`."""
+    """Flattens `{"toggles": {"sync": "packed"}}` to `{"toggles.sync": "packed"}`."""
     found: dict[str, Any] = {}
     for name, value in about.items():
         inner = isinstance(value, Mapping)

@@ -1,15 +1,15 @@
 """Writes spans as a Perfetto trace: protobuf TrackEvents, for ui.perfetto.dev and trace_processor.
 
-One process per device and one for the host; one track per lane; a slice per span, nested as the
-spans are; the span's args as debug annotations; the arrows of `flows.py`. What the trace is of
-(model, toggles, commit) stands in the annotations of an instant on a track of its own. Timestamps
-are the recorder's nanoseconds.
+A file has a process per device and one for the host, a track per lane, a slice per span and the
+arrows of `flows.py`. The args of a span are debug annotations. The data about the trace (model,
+toggles, commit) are annotations of an instant on a separate track. Timestamps are the recorder's
+nanoseconds.
 
-Names, categories and annotation names are interned, as the format provides: a name is written
-once and then referred to by number, which makes the file a third of the size.
+Names, categories and annotation names are interned: a name is written once, and later given by
+number. That makes the file a third of the size.
 
-A file whose name ends in `.json` or `.json.gz` gets Chrome's JSON instead (`chrome.py`), which
-more tools read.
+A file whose name ends in `.json` or `.json.gz` gets Chrome's JSON instead (`chrome.py`), which more
+tools read.
 """
 
 import gzip
@@ -32,24 +32,25 @@ from workbench.trace import lanes as tracks
 from workbench.trace.flows import flows_of
 from workbench.trace.spans import HOST_LANE, Span
 
-SEQUENCE = 1  # the one packet sequence of our traces: interned numbers belong to it
+SEQUENCE = 1  # the only packet sequence of a trace; interned numbers belong to it
 PROCESS_UUID = 1_000_000  # process n has this uuid + n; track n has the uuid n
 
 
 def write(
     spans: Iterable[Span], path: str | PathLike[str], about: Mapping[str, Any] | None = None
 ) -> int:
-    """Writes `path` and returns the file's size in bytes. The end of its name says how: `.json` is
-    Chrome's JSON, any other Perfetto's format, and `.gz` behind either is gzipped.
+    """Writes `path` and returns the file's size in bytes. The end of the name decides the format:
+    `.json` is Chrome's JSON, any other is Perfetto's format. `.gz` after either means gzipped.
 
-    about: what the trace is of, by name; values are numbers, texts or again by name. Raises
-    UsageError where the file cannot be written.
+    about: data about the trace, by name. Values are numbers, texts or such mappings again.
+
+    Raises UsageError where the file cannot be written.
     """
     path = os.fspath(path)
     as_json = path.removesuffix(".gz").endswith(".json")
     data = chrome.encode(spans, about) if as_json else encode(spans, about)
     if path.endswith(".gz"):
-        data = gzip.compress(data, mtime=0)  # no date inside: same spans, same file
+        data = gzip.compress(data, mtime=0)  # no date: the same spans give the same file
     with writing(path) as file:
         file.write(data)
     return len(data)
@@ -80,7 +81,7 @@ class _Writer:
     def __init__(self, spans: list[Span]) -> None:
         self.builder = TraceProtoBuilder()
         self._spans = spans
-        # by (number of a span, whether its end): the arrows that leave there, and that arrive
+        # (number of a span, whether at its end) -> the arrows that leave, and that arrive
         self._leaving: dict[tuple[int, bool], list[int]] = defaultdict(list)
         self._arriving: dict[tuple[int, bool], list[int]] = defaultdict(list)
         for number, flow in enumerate(flows_of(spans), start=1):
@@ -96,7 +97,7 @@ class _Writer:
         return packet
 
     def add_processes(self, lanes: list[str]) -> None:
-        """Opens the sequence, and describes a process per device that has a lane."""
+        """Opens the sequence, and describes a process for each device that has a lane."""
         self._packet().sequence_flags = TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
         self._pids = tracks.processes_of([HOST_LANE, *lanes])
         for process, pid in self._pids.items():
@@ -106,7 +107,7 @@ class _Writer:
             track.process.process_name = process
 
     def add_track(self, lane: str, name: str = "") -> int:
-        """Describes one more track of `lane`; returns its uuid."""
+        """Describes a new track of `lane`, and returns its uuid."""
         self._n_tracks += 1
         process, own = tracks.process_and_track(lane)
         track = self._packet().track_descriptor
@@ -118,7 +119,7 @@ class _Writer:
         return self._n_tracks
 
     def add_about(self, about: Mapping[str, Any], at_ns: int) -> None:
-        """A mark at the start, on a track of its own in the host's process."""
+        """Adds an instant at the start, on a separate track of the host's process."""
         event, packet = self._event(self.add_track(tracks.HOST_PROCESS, tracks.ABOUT), at_ns)
         event.type = TrackEvent.TYPE_INSTANT
         event.name_iid = self._intern(packet, "event_names", tracks.ABOUT)

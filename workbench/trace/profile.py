@@ -1,4 +1,4 @@
-"""`profile(engine)`: what did the host and the device do for each token, and who waited for whom?
+"""`profile(engine)`: a trace of the host's and the device's work for each token, with all waits.
 
     with wb.profile(eng, window=(3, 8)) as prof:
         eng.generate("Hello", max_tokens=16)
@@ -7,11 +7,11 @@
     prof.kernels()            # one row per op: time, share, bytes, GB/s, launch to start
     prof.phases()             # what the host did in a step
     prof.gaps()               # one row per time in which no kernel ran
-    prof.note                 # where the spans come from, and what tracing cost
+    prof.note                 # the source of the spans, and the cost of tracing
     prof.save("t.pftrace.gz")  # opens in Perfetto; t.json.gz: Chrome's JSON
 
-A traced run attributes time; it does not measure throughput, since recording a span costs the host
-about as much as issuing a command. Every table made here says so.
+A traced run shows where time goes. It does not measure throughput, because recording a span costs
+the host about as much as issuing a command. Every table made here says so.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ COLLECTORS = ("auto", "events", "cupti")
 
 # column of a frame -> its pandas type
 COLUMNS = {
-    "name": "str",  # tensor, node or value the command is about
-    "category": "str",  # one of trace.spans.CATEGORIES, or "call" (of the driver; CUPTI's)
+    "name": "str",  # tensor, node or value of the command
+    "category": "str",  # one of trace.spans.CATEGORIES, or "call" (a driver call, from CUPTI)
     "lane": "str",  # "host", or "<backend> stream <id>"
     "start_us": "float64",  # from the start of the first span
     "dur_us": "float64",
     "step": "Int64",  # number of the engine's step, <NA> outside every step
     "split": "Int64",  # number of the split, -1 for commands outside every split
-    "index": "Int64",  # position in program.commands, <NA> for what is no command
-    "part": "Int64",  # position in the parts of a plan, <NA> for what is no part
-    "bytes": "Int64",  # bytes moved, of copies, writes and reads; those a launch must move
+    "index": "Int64",  # position in program.commands, <NA> for a span of no command
+    "part": "Int64",  # position in the parts of a plan, <NA> for a span of no part
+    "bytes": "Int64",  # bytes that a copy, write or read moved, or that a launch must move
     "op": "str",  # of launches
     "kind": "str",  # device spans: "copy" or "launch"; elsewhere the category
     "kernel": "str",  # device spans from CUPTI: the function that ran
@@ -76,9 +76,9 @@ class Timeline:
         return len(self.spans)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per span, by start, enclosing spans first; COLUMNS has the columns.
+        """One row per span, by start, enclosing spans first. COLUMNS lists the columns.
 
-        A host span that names no step belongs to the step span around it.
+        A host span without a step belongs to the step span around it.
         `frame.attrs["origin_ns"]` is the clock's value at start_us = 0.
         """
         spans = sorted(self.spans, key=nesting_order)
@@ -100,7 +100,7 @@ class Timeline:
         return frame
 
     def categories(self) -> pd.DataFrame:
-        """Spans and total time of each category, in the order in which categories nest."""
+        """The number of spans and the total time of each category, enclosing categories first."""
         frame = self.to_frame()
         groups = frame.groupby("category")["dur_us"]
         table = pd.DataFrame({"spans": groups.size(), "total_us": groups.sum()})
@@ -108,18 +108,20 @@ class Timeline:
         return table.loc[order + sorted(set(table.index) - set(order))]
 
     def summary(self) -> pd.DataFrame:
-        """One row per step: what the host issued, and where the device stood still.
+        """One row per step: the host's commands and time, and the device's busy and idle time.
 
         * n_tokens, n_past: of the step.
         * waits, copies, launches, copied_bytes: the host's commands, as `Program.counts()`. Where
           there are plans, also replays.
-        * step_us: the step on the host. build_us: of that, making batch, graph and program.
-          host_us: in commands other than waits. wait_us: in waits. The rest of step_us is Python
-          between the commands, the recording of spans included.
+        * step_us: time of the step on the host. It has four parts: the next three, and Python
+          between the commands, with the recording of spans.
+        * build_us: time in which batch, graph and program were made.
+        * host_us: time in commands other than waits.
+        * wait_us: time in waits.
         * device_us: time in which at least one stream had work of this step.
-        * idle_us: time between the step's first and last device work with no stream at work.
-        * gap_us: from the last device work of the step before to the first of this one; missing
-          for the first step, and on a backend with no device lanes.
+        * idle_us: time between the step's first and last device work in which no stream had work.
+        * gap_us: time from the last device work of the step before to the first device work of
+          this step. Missing for the first step, and on a backend without device lanes.
         """
         frame = self.to_frame()
         shapes = {s.args.get("step"): s.args for s in self.spans if s.category == "step"}
@@ -179,12 +181,12 @@ SUMMARY_COLUMNS = [
 
 
 class Profile:
-    """The result of `profile`: complete once the body has ended, or has raised.
+    """The result of `profile`. All spans are there once the body has ended or has raised.
 
-    collector: where device spans come from, `events` or `cupti`. fallback: why they do not come
-    from CUPTI where they were to, else nothing. windows: with CUPTI, what was recorded together,
-    and whether it is complete. about: of what engine it is; what else a reader of the file should
-    know can be added.
+    collector: the source of the device spans, `events` or `cupti`.
+    fallback: why CUPTI was not used where it was asked for; else empty.
+    windows: with CUPTI, the groups of steps that were recorded together.
+    about: data about the engine, for the file; the caller may add more.
     """
 
     def __init__(
@@ -212,7 +214,7 @@ class Profile:
 
     @property
     def complete(self) -> bool | None:
-        """Whether everything the programs asked for was recorded; None where nobody checks it."""
+        """Whether all work of the programs was recorded; None without CUPTI, which cannot tell."""
         windows = self.windows
         if not windows or self.recorder.marks:
             return None
@@ -220,18 +222,18 @@ class Profile:
 
     @property
     def missing(self) -> str:
-        """What the first incomplete window lacks, one line."""
+        """What the first incomplete window lacks, in one line; empty where all are complete."""
         return next((w.missing for w in self.windows if not w.complete), "")
 
     @property
     def slowdown(self) -> Slowdown | None:
-        """What tracing cost; None where no step of as many tokens ran untraced in the body."""
+        """The cost of tracing; None where no step of as many tokens ran untraced in the body."""
         return self.recorder.slowdown
 
     @property
     def note(self) -> str:
-        """One line: where the spans come from, what they lack, how far the clocks may be apart,
-        and what tracing cost."""
+        """One line: the source of the spans, what they lack, the largest error of the clocks, and
+        the cost of tracing."""
         parts = [f"device spans from {self.collector}"]
         if self.fallback:
             parts[0] += f" ({self.fallback})"
@@ -258,7 +260,7 @@ class Profile:
         return analysis.kernels(self.to_frame(), by, read_gbps)
 
     def phases(self) -> pd.DataFrame:
-        """What the host did in a step; see `analysis.phases`."""
+        """The host's time in a step; see `analysis.phases`."""
         return analysis.phases(self.to_frame())
 
     def gaps(self) -> pd.DataFrame:
@@ -266,8 +268,9 @@ class Profile:
         return analysis.gaps(self.to_frame())
 
     def save(self, path: str | PathLike[str]) -> int:
-        """Writes a trace, with model, toggles and commit in it, and returns its size in bytes: for
-        Perfetto, or Chrome's JSON where `path` ends in .json, gzipped where .gz follows."""
+        """Writes a trace with model, toggles and commit, and returns its size in bytes. The format
+        is Perfetto's, or Chrome's JSON where `path` ends in .json; .gz after either means gzipped.
+        """
         return perfetto.write(self.timeline.spans, path, self.about | origin(self.note))
 
     def __repr__(self) -> str:
@@ -286,22 +289,23 @@ def profile(
     nvtx: bool = True,
     collector: str = "auto",
 ) -> Iterator[Profile]:
-    """Traces steps that `engine` makes in the body; the recorder it had before is put back.
+    """Traces steps that `engine` makes in the body. Afterwards the engine has its earlier recorder.
+    Where the body raises, the spans up to then are kept.
 
-    window=(first, n) traces n steps, the first of them number `first` of those made in the body,
-    counted from 0: traces stay small, the warm-up stays out of them, and the other steps show what
-    tracing costs. With nvtx, a tool that listens to NVTX hears of traced steps and commands, too. A
-    body that raises keeps its trace.
+    window: (first, n) traces n steps, from number `first` of the steps in the body on, counted from
+        0. So a trace stays small and leaves out the warm-up, and the other steps show the cost of
+        tracing. None: all steps.
+    nvtx: whether a tool that listens to NVTX also gets traced steps and commands.
+    collector: the source of device spans.
 
-    collector: where device spans come from. `events`: two marks of the backend around each command;
-    on CUDA they hold the host up, and where the device waits for the host a span is what issuing
-    the command took.
-    `cupti`: NVIDIA's profiling interface, which sees every kernel and call; where it cannot be used
-    the spans come from events, and the profile's `fallback` says why. `auto`: `cupti` on a CUDA
-    device, else `events`.
+        * `events`: two marks of the backend around each command. On CUDA they delay the host. Where
+          the device waits for the host, a span then has the time of issuing the command.
+        * `cupti`: NVIDIA's profiling interface, which records every kernel and call. Where it
+          cannot be used the spans come from events, and `Profile.fallback` says why.
+        * `auto`: `cupti` on a CUDA device, else `events`.
 
-    Raises UsageError for a window that holds no step, for a collector that does not exist, and
-    while another thread measures.
+    Raises UsageError for a window without a step, for an unknown collector, and while another
+    thread measures.
     """
     exclusive.check(engine._loaded)
     if collector not in COLLECTORS:
@@ -309,7 +313,7 @@ def profile(
             f"collector={collector!r} does not exist; choose one of {', '.join(COLLECTORS)}"
         )
     recorder, fallback = _recorder(engine, window, nvtx, collector)
-    engine.synchronize()  # a step that was launched ahead is in nobody's trace
+    engine.synchronize()  # a step that was launched ahead is not traced
     before = engine.recorder
     engine.recorder = recorder
     try:
@@ -323,8 +327,13 @@ def profile(
 def profile_each(
     engine: Engine, arms: Mapping[str, Toggles], n_tokens: int = 16, **asked: Any
 ) -> dict[str, Profile]:
-    """Traces, by name, of the last 8 of n_tokens tokens that variants of `engine` with these
-    toggles generate. asked: as for `profile`."""
+    """Traces variants of `engine`: the last 8 of n_tokens tokens that each of them generates.
+
+    arms: name -> toggles of the variant.
+    asked: arguments of `profile`.
+
+    Returns name -> profile.
+    """
     found = {}
     for name, toggles in arms.items():
         with engine.variant(toggles) as variant:
@@ -335,7 +344,7 @@ def profile_each(
 
 
 def about(engine: Engine) -> dict[str, Any]:
-    """What a trace says of the engine: model, device, toggles, and the order of its waits."""
+    """Data about the engine for a trace: model, device, preset, toggles, sync mode, config."""
     model = engine.model
     names = ("name", "quant", "architecture", "n_layer", "weight_bytes_per_token")
     return {
@@ -349,7 +358,7 @@ def about(engine: Engine) -> dict[str, Any]:
 
 
 def origin(note: str) -> dict[str, Any]:
-    """What a trace says of itself: the program's version and commit, and how it was taken."""
+    """Data about the trace itself: the version and commit of the program, and how it was taken."""
     made = commit()
     dirty = " with uncommitted changes" if made["dirty"] else ""
     return {
@@ -360,7 +369,7 @@ def origin(note: str) -> dict[str, Any]:
 def _recorder(
     engine: Engine, window: tuple[int, int] | None, nvtx: bool, collector: str
 ) -> tuple[WindowRecorder, str]:
-    """The recorder for a collector, and why it is another than the one asked for."""
+    """The recorder for a collector, and why CUPTI is not used where it was asked for; else ""."""
     if collector == "events" or (collector == "auto" and not is_gpu(engine.device)):
         return WindowRecorder(window, nvtx), ""
     try:
@@ -374,7 +383,7 @@ def _recorder(
 
 
 def _steps_of(spans: list[Span]) -> list[int | None]:
-    """The step of each span (sorted by start): its own, or the number of the step around it."""
+    """The step of each span: its own, or that of the step span around it. spans: by start."""
     steps: list[int | None] = []
     current: Span | None = None
     for span in spans:
@@ -388,12 +397,13 @@ def _steps_of(spans: list[Span]) -> list[int | None]:
 
 
 def _extent(device: pd.DataFrame) -> tuple[float, float, float]:
-    """First start, last end, and time covered by at least one span, all us; NaN where none is."""
+    """The first start, the last end, and the time that at least one span covers, in us. NaN where
+    there are no spans."""
     if device.empty:
         return np.nan, np.nan, np.nan
-    starts = device["start_us"].to_numpy()  # sorted: the frame is
+    starts = device["start_us"].to_numpy()  # in order, as the frame
     ends = starts + device["dur_us"].to_numpy()
-    # a span adds what it reaches beyond all spans before it
+    # A span adds the time by which it ends after all spans before it.
     reached = np.concatenate(([starts[0]], np.maximum.accumulate(ends)[:-1]))
     covered = np.clip(ends - np.maximum(starts, reached), 0, None).sum()
     return float(starts[0]), float(ends.max()), float(covered)

@@ -1,9 +1,9 @@
-"""Spans: what the host and the device did, and when. A leaf: every layer may import it.
+"""Spans: intervals of work of the host and the device. A leaf: every layer may import it.
 
-A recorder collects them, for timelines and tests. An engine without a recorder takes the untraced
-path and pays nothing. NVTX ranges of the same commands are in `engine/look/ranged.py`.
-Times are nanoseconds of `time.perf_counter_ns`, which is the monotonic clock; device spans are
-brought to the same clock by the backend that measured them.
+A recorder collects spans, for timelines and tests. An engine without a recorder takes the untraced
+path and has no cost. NVTX ranges of the same commands are in `engine/look/ranged.py`. Times are
+nanoseconds of `time.perf_counter_ns`, the monotonic clock. The backend that measured a device span
+converts its times to this clock.
 """
 
 import time
@@ -24,7 +24,11 @@ CATEGORIES = (
 
 
 class Span(NamedTuple):
-    """A traced interval. lane is `host` or `<backend> stream <id>`; args say which command."""
+    """A traced interval.
+
+    lane: `host` or `<backend> stream <id>`.
+    args: identify the command.
+    """
 
     name: str
     category: str
@@ -37,8 +41,8 @@ class Span(NamedTuple):
 class Recorder:
     """Collects spans.
 
-    marks: device spans come from marks that the backend sets around each command. nvtx: a tool that
-    listens to NVTX is told of traced steps, too.
+    marks: whether device spans come from marks that the backend sets around each command.
+    nvtx: whether a tool that listens to NVTX also gets traced steps.
     """
 
     marks = True
@@ -48,22 +52,24 @@ class Recorder:
         self.nvtx = nvtx
 
     def wants(self, step: int) -> bool:
-        """Whether step number `step` is to be traced; asked before each, in order."""
+        """Whether to trace step number `step`. Called before each step, in order."""
         return True
 
     def untraced(self, n_tokens: int, ns: int) -> None:
-        """A step of n_tokens tokens that was not wanted took `ns`."""
+        """Notes that a step of n_tokens tokens took `ns` on the untraced path."""
 
     def runs(self, program: Any, step: int) -> None:
-        """The commands of `program` are about to be issued, traced, as step number `step`."""
+        """Notes that the commands of `program` will now be issued, traced, as step `step`."""
 
     def replayed(self, step: int, index: int, nodes: Sequence[int] | None) -> None:
-        """Command number `index` of a step, a plan, was issued. nodes: of each node on the device,
-        its part; None where the parts were issued one by one."""
+        """Notes that command number `index` of a step, a plan, was issued.
+
+        nodes: the part of each node on the device; None where the parts were issued one by one.
+        """
 
     @contextmanager
     def span(self, name: str, category: str, **args: Any) -> Iterator[None]:
-        """A span of the host lane around the body; it is kept when the body raises, too."""
+        """Adds a span of the host lane around the body, also where the body raises."""
         handle = self.begin(name)
         start = now_ns()
         try:
@@ -72,7 +78,8 @@ class Recorder:
             self.end(handle, name, category, start, args)
 
     def begin(self, name: str) -> Any:
-        """A span begins; the hot loop's form of `span` (no generator). Returns what `end` wants."""
+        """Begins a span; for the hot loop, without the generator of `span`. Returns the handle for
+        `end`."""
         return None
 
     def end(
@@ -83,5 +90,5 @@ class Recorder:
     def add(
         self, name: str, category: str, lane: str, start_ns: int, end_ns: int, **args: Any
     ) -> None:
-        """A span measured elsewhere: the device's."""
+        """Adds a span that was measured elsewhere, as on the device."""
         self.spans.append(Span(name, category, lane, start_ns, end_ns, args))

@@ -1,8 +1,8 @@
-"""Which steps of an engine are traced, and what tracing them cost.
+"""The choice of the steps that are traced, and the cost of tracing them.
 
-A window is n steps, the first of them number `first` of those made while it is watched. Steps
-outside it take the untraced path of the engine; how long they took there, beside the traced steps
-of as many tokens, is the slowdown that tracing caused.
+A window is n steps, from number `first` of the steps that the recorder sees on. All other steps
+take the untraced path of the engine. A comparison with traced steps of as many tokens gives the
+slowdown that tracing causes.
 """
 
 import math
@@ -15,11 +15,14 @@ from workbench.graph.ir import StepShape
 from workbench.program.commands import Program
 from workbench.trace.spans import Recorder
 
-StepKey = tuple[StepShape, int]  # of a step, and the number of its program's commands
+StepKey = tuple[StepShape, int]  # the step's shape, and how many commands its program has
 
 
 class Slowdown(NamedTuple):
-    """Median time of a step of n_tokens tokens, traced and untraced, in us, and of how many."""
+    """The median time of a step of n_tokens tokens, traced and untraced, in us.
+
+    n_traced, n_untraced: how many steps were compared.
+    """
 
     n_tokens: int
     traced_us: float
@@ -29,7 +32,7 @@ class Slowdown(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Traced over untraced."""
+        """The traced time over the untraced time."""
         return self.traced_us / self.untraced_us
 
     def __str__(self) -> str:
@@ -41,7 +44,7 @@ class Slowdown(NamedTuple):
 
 
 def parse_window(text: str | None) -> tuple[int, int] | None:
-    """`8,1` as (first step, number of steps); None stays None. Raises UsageError."""
+    """Parses `8,1` to (first step, number of steps); None stays None. Raises UsageError."""
     if text is None:
         return None
     found = re.fullmatch(r"(\d+),(\d+)", text)
@@ -54,10 +57,14 @@ def parse_window(text: str | None) -> tuple[int, int] | None:
 
 
 class Window(NamedTuple):
-    """Some steps that were recorded together. missing: what they lack, nothing where complete.
-    clock_error_ns: how far device spans and calls can be off the host's, at most, as far as can be
-    told: the brackets of both clocks, or a record seen before the call that made it. n_named:
-    kernels that have the names of their launches, because CUPTI had other names."""
+    """Steps that were recorded together.
+
+    missing: what the recording lacks; empty where it is complete.
+    clock_error_ns: the largest known error of device spans and calls against the host's clock. It
+        comes from the brackets of both clocks, or from a record that begins before its call.
+    n_records: records of CUPTI.
+    n_named: kernels that have the names of their launches, because CUPTI had other names.
+    """
 
     steps: tuple[int, ...]
     missing: str
@@ -71,11 +78,15 @@ class Window(NamedTuple):
 
 
 class WindowRecorder(Recorder):
-    """Keeps the spans of n steps from number `first` on, counted from the first it hears of.
+    """Keeps the spans of n steps, from number `first` on, counted from the first step that it sees.
 
-    A span that names no step belongs to the step of the span before it: inner spans end, and so
-    arrive, before the split and the step around them. Raises UsageError for a window that holds no
-    step.
+    A span without a step belongs to the step of the span before it: inner spans end, and so arrive,
+    before the split and the step around them.
+
+    windows: with CUPTI, the steps that were recorded together.
+    fallback: why device spans come from marks where CUPTI was asked for; else empty.
+
+    Raises UsageError for a window without a step.
     """
 
     marks = True  # device spans come from marks that the backend sets around each command
@@ -86,19 +97,19 @@ class WindowRecorder(Recorder):
                 f"window={window!r} holds no step; give (first, n) with first >= 0 and n >= 1"
             )
         super().__init__(nvtx=nvtx)
-        self.windows: list[Window] = []  # with CUPTI
-        self.fallback = ""  # why device spans come from marks where CUPTI was asked for
+        self.windows: list[Window] = []
+        self.fallback = ""
         self._first: int = window[0] if window else 0
         self._n: float = window[1] if window else math.inf
         self._origin: int | None = None
         self._step = 0
         self._untraced: list[tuple[int, int]] = []  # tokens and ns of steps outside the window
-        # which program a traced step issued; of programs of one shape one is kept, for their
-        # launches are alike
+        # The program of each traced step. Programs of one shape have equal launches, so one program
+        # is kept for all of them.
         self._key_of: dict[int, StepKey] = {}
         self._program_of: dict[StepKey, Program] = {}
 
-    # what an engine asks and tells ------------------------------------------------------------
+    # calls of an engine -----------------------------------------------------------------------
 
     def wants(self, step: int) -> bool:
         """Whether step number `step` of the engine lies in the window."""
@@ -107,21 +118,21 @@ class WindowRecorder(Recorder):
         return self._first <= step - self._origin < self._first + self._n
 
     def untraced(self, n_tokens: int, ns: int) -> None:
-        """A step of n_tokens tokens took `ns` on the untraced path."""
+        """Notes that a step of n_tokens tokens took `ns` on the untraced path."""
         self._untraced.append((n_tokens, ns))
 
     def runs(self, program: Program, step: int) -> None:
-        """The commands of `program` are about to be issued, traced, as step number `step`."""
+        """Notes that the commands of `program` will now be issued, traced, as step `step`."""
         if self.wants(step):
             key = self._key_of[step] = program.shape, len(program.commands)
             self._program_of.setdefault(key, program)
 
-    # what comes of it -------------------------------------------------------------------------
+    # results ----------------------------------------------------------------------------------
 
     @property
     def slowdown(self) -> Slowdown | None:
-        """For the commonest number of tokens of a traced step; None where no step of as many ran
-        untraced: give a window that begins after, or ends before, some of them."""
+        """The slowdown for the most frequent number of tokens among traced steps. None where no
+        step with as many tokens ran untraced: then give a window that leaves some steps out."""
         traced: dict[int, list[int]] = {}
         for span in self.spans:
             if span.category == "step" and "n_tokens" in span.args:
@@ -138,11 +149,11 @@ class WindowRecorder(Recorder):
         )
 
     def program_of(self, step: int) -> Program | None:
-        """A program with the launches of traced step number `step`, None if not known."""
+        """A program with the launches of traced step number `step`; None if not known."""
         key = self._key_of.get(step)
         return None if key is None else self._program_of[key]
 
-    # what is kept -----------------------------------------------------------------------------
+    # spans that are kept ----------------------------------------------------------------------
 
     def _keeps(self, args: dict[str, Any]) -> bool:
         step = args.get("step")

@@ -1,4 +1,4 @@
-"""Records of CUPTI as plain tuples, and whether some of them are what a command issues. Pure."""
+"""CUPTI records as plain tuples, and their comparison with the work that a command issues. Pure."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from typing import NamedTuple
 
 from workbench.backend.base import KernelName
 
-KERNEL, COPY, MEMSET = "kernel", "copy", "memset"  # the device's
-DRIVER, RUNTIME, SYNC = "driver", "runtime", "sync"  # the host's
-COUNTED = (KERNEL, COPY)  # a memset is cuBLAS's or the allocator's: no command asks for one
+KERNEL, COPY, MEMSET = "kernel", "copy", "memset"  # records of the device
+DRIVER, RUNTIME, SYNC = "driver", "runtime", "sync"  # records of the host
+COUNTED = (KERNEL, COPY)  # not memsets: cuBLAS and the allocator issue them, no command does
 
-# What a device does for a command, in order: a kernel, a copy's bytes, or None for a product of
-# cuBLAS, which is one kernel or more of any name.
+# A piece of a command's work on a device: a kernel, the bytes of a copy, or None for a product of
+# cuBLAS, which is one or more kernels of any name.
 Want = KernelName | int | None
 
 
 class Activity(NamedTuple):
-    """One activity record. Times are ns of CUPTI's clock, 0 where CUPTI could not tell.
+    """One activity record. Times are ns of CUPTI's clock, 0 where CUPTI does not know them.
 
-    name: of the kernel, of the function called, or of the kind of synchronization. correlation:
-    the call's number, the same in the call and in what it started. stream: CUPTI's number of the
-    stream, -1 where there is none. device: its number. node: CUPTI's number of the node, of what
-    runs in a graph; else 0. dims: of a kernel, its grid (x, y, z) and its block (x, y, z).
+    name: of the kernel, of the called function, or of the kind of synchronization.
+    correlation: the number of the call. The call and the work that it started have the same number.
+    stream: CUPTI's number of the stream; -1 without a stream.
+    device: number of the device.
+    node: for work in a graph CUPTI's number of the node, else 0.
+    dims: for a kernel its grid (x, y, z) and its block (x, y, z).
     """
 
     kind: str
@@ -41,19 +43,19 @@ class Activity(NamedTuple):
 
 
 def differs(rows: Sequence[Activity], expected: Sequence[Want]) -> str:
-    """How the kernels and copies recorded for a command differ from what it issues, or nothing."""
+    """How the kernels and copies recorded for a command differ from its work; empty where equal."""
     found = [r for r in rows if r.kind in COUNTED]
     least = len(expected)
     if len(found) < least or (len(found) > least and None not in expected):
         more = " or more" if None in expected else ""
         return f"{len(found)} records for {least}{more}"
-    at = any_more = 0  # products passed since the last kernel with a name of ours
+    at = any_more = 0  # any_more: products since the last named kernel
     for want in expected:
         if want is None:
             any_more += 1
             continue
         at += any_more
-        if any_more:  # a product may have more kernels than one
+        if any_more:  # a product may have several kernels
             while at < len(found) and not fits(found[at], want):
                 at += 1
         if at >= len(found) or not fits(found[at], want):
@@ -72,7 +74,7 @@ def fits(row: Activity, want: KernelName | int) -> bool:
 
 
 def describe(want: Want) -> str:
-    """`tensor_product (grid 8x1x1, block 384x1x1)`"""
+    """For messages: `tensor_product (grid 8x1x1, block 384x1x1)`."""
     if isinstance(want, KernelName):
         return f"{want.function}{_dims(want.dims)}"
     return "a product" if want is None else str(want)
@@ -86,11 +88,11 @@ def _dims(dims: Sequence[int]) -> str:
 def named(rows: Sequence[Activity], expected: Sequence[Want]) -> list[Activity]:
     """The records of a command, in order, with the names of the kernels that it launched.
 
-    CUPTI can give a kernel the name that a kernel of an unloaded module had ("Fixed stale kernel
-    names in activity records after module reloads", NVIDIA says of CUPTI in CUDA 13.4 Update 1). So
-    a record is known by its command, its rank among the command's kernels, its grid and its block.
-    Where these are a launch's, the record gets that launch's name. Behind products of cuBLAS ranks
-    are counted from the end, because nobody knows how many kernels a product has.
+    CUPTI can give a kernel the name of a kernel of an unloaded module ("Fixed stale kernel names in
+    activity records after module reloads", NVIDIA says of CUPTI in CUDA 13.4 Update 1). So a record
+    is matched by its command, its rank among the command's kernels, its grid and its block. Where
+    these fit a launch, the record gets the name of that launch. After products of cuBLAS, ranks are
+    counted from the end, because the number of a product's kernels is not known.
     """
     made = list(rows)
     at = [i for i, row in enumerate(made) if row.kind == KERNEL]

@@ -1,10 +1,10 @@
-"""CUPTI's clock on the recorder's.
+"""Converts times of CUPTI's clock to the recorder's clock.
 
-CUPTI stamps with CLOCK_REALTIME (and brings the device's own times to it), the recorder with the
-monotonic clock. One reading at each end of a window takes the narrowest of many brackets host,
-CUPTI, host; in between the offset is interpolated. CUPTI could call back for its timestamps and so
-use the recorder's clock. But it would call for every record, and with such a callback CUPTI 12.6 to
-13.0 writes zero timestamps (pytorch#192021).
+CUPTI uses CLOCK_REALTIME, also for the device's times; the recorder uses the monotonic clock. Both
+are read at each end of a window, in brackets: host, CUPTI, host. The narrowest of many brackets
+counts. Between the two readings the offset is interpolated. CUPTI could instead use the recorder's
+clock, through a callback for timestamps. But it would call for every record, and with such a
+callback CUPTI 12.6 to 13.0 writes zero timestamps (pytorch#192021).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ BRACKETS = 64  # readings of both clocks; the narrowest counts
 
 
 class Reading(NamedTuple):
-    """Both clocks at one moment; error_ns: half the bracket, the most that moment can be off."""
+    """Both clocks at one moment. error_ns: half the bracket, the largest error of that moment."""
 
     host_ns: int
     cupti_ns: int
@@ -24,7 +24,7 @@ class Reading(NamedTuple):
 
 
 def read_clocks(timestamp: Callable[[], int], now: Callable[[], int] = now_ns) -> Reading:
-    """The narrowest of BRACKETS brackets."""
+    """The reading with the narrowest of BRACKETS brackets."""
     best: Reading | None = None
     for _ in range(BRACKETS):
         before = now()
@@ -38,13 +38,14 @@ def read_clocks(timestamp: Callable[[], int], now: Callable[[], int] = now_ns) -
 
 
 class Clock(NamedTuple):
-    """CUPTI's clock on the recorder's, between two readings."""
+    """The conversion between two readings."""
 
     first: Reading
     last: Reading
 
     def to_host(self, ns: int) -> int:
-        """Linear between the readings (and beyond): the two clocks are slewed apart slowly."""
+        """The recorder's time for CUPTI's time `ns`. It is linear in `ns`, also outside of the
+        readings, because the clocks drift apart slowly."""
         start, end = self.first, self.last
         offset = start.host_ns - start.cupti_ns
         passed = end.cupti_ns - start.cupti_ns
@@ -55,8 +56,8 @@ class Clock(NamedTuple):
 
     @property
     def error_ns(self) -> int:
-        """The most that `to_host` can be off between the readings: the wider bracket, and all
-        that the clocks moved apart, because they may have moved at one moment."""
+        """The largest error of `to_host` between the readings: the wider bracket, plus the whole
+        drift, because the clocks may have drifted in one moment."""
         start, end = self.first, self.last
         drift = (end.host_ns - end.cupti_ns) - (start.host_ns - start.cupti_ns)
         return max(start.error_ns, end.error_ns) + abs(drift)

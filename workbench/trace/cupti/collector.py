@@ -1,21 +1,22 @@
-"""The CUPTI collector: what the device and the driver really did, command by command.
+"""The CUPTI collector: records what the device and the driver did for each command.
 
-Kernels, copies, driver and runtime calls and synchronizations, recorded by NVIDIA's profiling
-interface through the package cupti-python (extra `cupti`), in windows of a few steps. Each record
-is correlated with the command that was being issued when it was made (`correlate.py`). It becomes
-a span like the event-based collector's, so frames, plots and Perfetto take it as it is.
+NVIDIA's profiling interface CUPTI records kernels, copies, driver and runtime calls and
+synchronizations, in windows of a few steps. The package cupti-python (extra `cupti`) gives access
+to it. Each record is matched with the command during whose issue it was made (`correlate.py`), and
+becomes a span. The spans have the same form as those made of events, so frames, plots and Perfetto
+take them.
 
-A window is complete only if its kernels and copies are the programs' own, in number and order. No
-record may be dropped, and no timestamp zero. A window that is not complete says what is missing.
+A window is complete only if its kernels and copies are exactly those of the programs, in number and
+order, no record was dropped, and no timestamp is zero. An incomplete window says what is missing.
 
-With CUDA 13.2 or older, or a driver older than r610, a process has room for one subscriber of
-CUPTI: with nsys, ncu or torch.profiler attached there is none for us. That, a missing package and
-a libcupti that does not fit the driver are found by `probe` before anything is traced; the spans
-then come from the backend's events.
+With CUDA 13.2 or older, or a driver older than r610, a process can have only one subscriber of
+CUPTI. With nsys, ncu or torch.profiler attached there is no room for this collector. `probe` finds
+that out before a trace begins, and also a missing package, or a libcupti that does not fit the
+driver. The spans then come from the backend's events.
 
-A Python callback that runs while CUPTI holds its lock can wait for the GIL that somebody else
-waits with (pytorch#186295): buffers are large enough for a window, so they complete inside
-our own flush, when nobody issues. How the clocks are aligned: `clock.py`.
+A Python callback that runs while CUPTI holds its lock can deadlock with a thread that holds the GIL
+and waits for that lock (pytorch#186295). So a buffer has room for a whole window. It then completes
+only inside the flush of `take`, while no thread issues. `clock.py` aligns the clocks.
 
 Importing this module loads no CUPTI.
 """
@@ -39,17 +40,17 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
 BUFFER_BYTES = 16 << 20  # a step of 500 launches is about 0.2 MB of records
-WINDOW_STEPS = 16  # steps recorded before the records are taken: bounds memory, keeps one buffer
+WINDOW_STEPS = 16  # the most steps before the records are taken; they must fit one buffer
 
-# kind of record (`cupti.ActivityKind`) -> kind of row. CONCURRENT_KERNEL and not KERNEL, for that
-# makes kernels run one after the other; MEMCPY2 is from device to device; without DRIVER and
-# RUNTIME there are no correlation ids.
+# kind of record (`cupti.ActivityKind`) -> kind of row. KERNEL would make kernels run one after
+# another, so CONCURRENT_KERNEL is used. MEMCPY2 is a copy from device to device. Without DRIVER and
+# RUNTIME there would be no correlation ids.
 KINDS = {
     "CONCURRENT_KERNEL": KERNEL, "MEMCPY": COPY, "MEMCPY2": COPY, "MEMSET": MEMSET,
     "DRIVER": DRIVER, "RUNTIME": RUNTIME, "SYNCHRONIZATION": SYNC,
 }  # fmt: skip
 EXTERNAL = "EXTERNAL_CORRELATION"
-# what another version of the bindings might lack
+# functions and types that some versions of the bindings lack
 NEEDED = (
     "ActivityFlag", "ActivityKind", "ActivitySynchronizationType", "CallbackDomain",
     "ExternalCorrelationKind", "Result", "SUBSCRIBER_PARAMS_SIZE", "SubscriberParams",
@@ -62,14 +63,14 @@ INSTALL = install("cupti")
 
 
 class Unavailable(WorkbenchError):
-    """CUPTI cannot be used here and now; the message says why and what to do."""
+    """CUPTI cannot be used; the message says why, and what to do."""
 
 
 # a session ----------------------------------------------------------------------------------------
 
 
 def load() -> Any:
-    """The module `cupti.cupti`. Raises Unavailable where it is missing or of another make."""
+    """The module `cupti.cupti`. Raises Unavailable where it is missing or lacks a function."""
     try:
         from cupti import cupti
     except (ImportError, OSError, RuntimeError) as error:
@@ -85,7 +86,7 @@ def load() -> Any:
 
 
 def probe(cupti: Any) -> None:
-    """Subscribes, enables everything and lets go again. Raises Unavailable with the reason."""
+    """Attaches CUPTI and detaches it again. Raises Unavailable with the reason where that fails."""
     Session(cupti).close()
 
 
@@ -111,7 +112,7 @@ def _answered(cupti: Any, what: str, params: Any = None) -> Iterator[None]:
         else:
             reason = f"CUPTI refuses {what} ({error})"
         raise Unavailable(reason) from None
-    except RuntimeError as error:  # of the binding: no driver, one too old, no such function
+    except RuntimeError as error:  # from the binding: no driver, an old driver, no such function
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Unavailable(
             f"libcupti does not fit the driver, or there is none ({reason} at {what}); install "
@@ -120,8 +121,11 @@ def _answered(cupti: Any, what: str, params: Any = None) -> Iterator[None]:
 
 
 class Recording(NamedTuple):
-    """What a session recorded. external: external id by correlation id. faults: what may be
-    missing, line by line."""
+    """The records of a session.
+
+    external: correlation id -> external id.
+    faults: a line for each thing that may be missing.
+    """
 
     rows: list[Activity]
     external: dict[int, int]
@@ -130,7 +134,7 @@ class Recording(NamedTuple):
 
 
 class Session:
-    """CUPTI attached, from construction to `close` or `take`. Raises Unavailable."""
+    """CUPTI attached to the process, until `close` or `take`. Raises Unavailable."""
 
     def __init__(self, cupti: Any):
         self._cupti = cupti
@@ -162,7 +166,7 @@ class Session:
             raise
 
     def push(self, number: int) -> None:
-        """What the calling thread issues from now on belongs to `number`, until `pop`."""
+        """Marks the calls of the calling thread with `number`, until `pop`."""
         self._cupti.activity_push_external_correlation_id(self._tag, number)
         self._depth += 1
 
@@ -171,15 +175,15 @@ class Session:
         self._cupti.activity_pop_external_correlation_id(self._tag)
 
     def take(self) -> Recording:
-        """Everything recorded, and lets go of CUPTI. The device must be idle. Never raises: what
-        fails is among the faults."""
+        """Detaches CUPTI and returns the records. The device must be idle. Never raises: a failure
+        is one of the faults."""
         cupti, faults = self._cupti, list[str]()
         last = self._first
         try:
             with _answered(cupti, "the end of a window"):
                 last = read_clocks(cupti.get_timestamp)
                 cupti.activity_flush_all(0)
-                # buffers that hold a record without its end are kept back by the first
+                # The first flush keeps a buffer back that has a record without an end.
                 cupti.activity_flush_all(int(cupti.ActivityFlag.FLUSH_FORCED))
                 dropped = ctypes.c_size_t(0)
                 cupti.activity_get_num_dropped_records(0, 0, ctypes.addressof(dropped))
@@ -193,10 +197,10 @@ class Session:
         return Recording(rows, self._external, Clock(self._first, last), faults)
 
     def close(self) -> None:
-        """Detaches. What cannot be detached any more is not attached."""
+        """Detaches CUPTI. A failure to detach is ignored: the part is then not attached."""
         cupti = self._cupti
         gone = (cupti.cuptiError, RuntimeError)
-        while self._depth:  # commands that an interrupt cut short
+        while self._depth:  # an interrupt left commands without `pop`
             with contextlib.suppress(*gone):
                 self.pop()
         while self._enabled:
@@ -208,8 +212,8 @@ class Session:
                 cupti.unsubscribe(subscriber)
 
     def _completed(self, activities: list) -> None:
-        """CUPTI hands a buffer back. Its records are views of the buffer and go with it, so they
-        are taken apart at once, without calling CUPTI; nothing may be raised into it."""
+        """Takes the records of a complete buffer; CUPTI calls it. The records are views of the
+        buffer, so they are read at once, without calls of CUPTI. No exception may reach CUPTI."""
         try:
             for activity in activities:
                 kind = int(activity.kind)
@@ -221,7 +225,7 @@ class Session:
             self._failures.append(f"a buffer of records was lost ({error!r})")
 
     def _named(self, row: Activity) -> Activity:
-        """A call or a synchronization by its name; until here it has a number."""
+        """A row with the name of its call or synchronization, in place of a number."""
         if row.kind not in (DRIVER, RUNTIME, SYNC):
             return row
         key = row.kind, int(row.name)
@@ -238,7 +242,8 @@ class Session:
 
 
 def _row(kind: str, activity: Any) -> Activity:
-    """Asks for fields and not for types, which change with the version (Kernel10, Kernel12)."""
+    """The row of a record. It reads fields by name, because the types of records change with the
+    version (Kernel10, Kernel12)."""
     a, stream, nbytes, device, node = activity, -1, 0, 0, 0
     dims: tuple[int, ...] = ()
     match kind:
@@ -261,23 +266,24 @@ def _row(kind: str, activity: Any) -> Activity:
 
 
 def _give_buffer() -> tuple[int, int]:
-    """Bytes of a buffer, and the most records it may hold (0: as many as fit)."""
+    """The bytes of a buffer, and the most records that it may hold (0: as many as fit)."""
     return BUFFER_BYTES, 0
 
 
 def _no_callback(*_: Any) -> None:
-    """A subscriber must have one; no domain of callbacks is enabled."""
+    """The callback that a subscriber must have. No domain is enabled, so CUPTI never calls it."""
 
 
 # the recorder -------------------------------------------------------------------------------------
 
 
 class CuptiRecorder(WindowRecorder):
-    """Host spans as ever; device spans, and spans of calls, from CUPTI.
+    """A recorder whose device spans, and spans of calls, come from CUPTI. Host spans are as usual.
 
-    engine: for `backend.kernels_of(node)`, what a device issues for a node, and `synchronize()`.
-    Where CUPTI cannot be attached when a window begins, that window's device spans come from the
-    backend's marks; `fallback` says why.
+    engine: its `backend.kernels_of` and its `synchronize` are used.
+
+    Where CUPTI cannot be attached at the begin of a window, the device spans of that window come
+    from the backend's marks. `fallback` says why.
     """
 
     marks = False
@@ -333,7 +339,7 @@ class CuptiRecorder(WindowRecorder):
     def add(
         self, name: str, category: str, lane: str, start_ns: int, end_ns: int, **args: Any
     ) -> None:
-        if category != "device" or self.marks:  # else CUPTI has better ones
+        if category != "device" or self.marks:  # CUPTI records device spans better
             super().add(name, category, lane, start_ns, end_ns, **args)
 
     def runs(self, program: Any, step: int) -> None:
@@ -348,17 +354,17 @@ class CuptiRecorder(WindowRecorder):
     def _open_window(self) -> None:
         if self._session is not None:
             return
-        self._synchronize()  # of a step before the window: none of its commands
+        self._synchronize()  # the window must not record work of earlier steps
         try:
             self._session = Session(self._cupti)
             self.marks = False
-            self._synchronize()  # the first call to the driver takes CUPTI's milliseconds to attach
+            self._synchronize()  # in the first call of the driver CUPTI attaches, for milliseconds
         except Unavailable as error:
             self.fallback, self.marks = str(error), True
 
     def close_window(self) -> None:
-        """Takes what was recorded since the window was opened, and lets go of CUPTI. Without an
-        open window nothing happens."""
+        """Takes the records of the open window and detaches CUPTI. Without an open window nothing
+        happens."""
         session, self._session = self._session, None
         steps, self._steps = tuple(self._steps), []
         programs, self._programs = self._programs, {}
@@ -369,7 +375,7 @@ class CuptiRecorder(WindowRecorder):
         faults = []
         try:
             self._synchronize()
-        except WorkbenchError as error:  # said where it is waited for; here it is a reason
+        except WorkbenchError as error:  # a wait of the step raises it; here it is a fault
             faults.append(str(error))
         recording = session.take()
         matched = correlate.match(

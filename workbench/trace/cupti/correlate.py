@@ -1,15 +1,16 @@
-"""Which command of a program a record of CUPTI belongs to, and whether all of them are there.
+"""Matches records of CUPTI with the commands of programs, and checks that none is missing.
 
-Pure: records are plain tuples, so that a recording can be replayed without a GPU.
+Pure: records are plain tuples, so tests replay a recording without a GPU.
 
-Correlation is by external ids, not by counting launches. While a command is issued, its number is
-pushed as CUPTI's external correlation id. CUPTI writes that number beside the correlation id of
-every call made meanwhile. A kernel or a copy carries the correlation id of its call. So a Launch of
-several kernels (conversions, cuBLAS with kernels of its own choosing) needs no guess, and a lost
-record does not shift all that follow. Number and order are the check. What was recorded for a
-command is compared with what the backend issues for it: numbers, bytes, names. A name that differs
-is CUPTI's mistake where grid and block are the launch's (`activity.named`). In each stream the
-records begin in the order of the commands.
+External ids connect records and commands; launches are not counted. While a command is issued, its
+number is CUPTI's external correlation id. CUPTI writes that number beside the correlation id of
+every call made in that time. A kernel or a copy has the correlation id of its call. So a Launch of
+several kernels needs no guess (conversions, kernels that cuBLAS chooses), and a lost record does
+not shift later records.
+
+Then the records of each command are compared with the work that the backend issues for it: numbers,
+bytes, names. A different name is a mistake of CUPTI where grid and block fit the launch
+(`activity.named`). In each stream the records must begin in the order of the commands.
 """
 
 from __future__ import annotations
@@ -52,18 +53,21 @@ LAUNCH_CALLS = ("cuLaunchKernel", "cudaLaunchKernel", "cuLaunchCooperative", "cu
 UNTOLD = "the backend does not say which kernels a launch is made of"
 CALL = "call"  # category of the spans of calls and synchronizations
 
-# Step, and position in its program's commands; behind them the number of a part, of a plan.
+# The step, the position in its program's commands, and for a part of a plan the part's number.
 CommandKey = tuple[int, int] | tuple[int, int, int]
-Replayed = Mapping[CommandKey, Sequence[int] | None]  # of a plan, the part of each node
+Replayed = Mapping[CommandKey, Sequence[int] | None]  # plan -> the part of each node
 KernelsOf = Callable[[Node], Sequence[KernelName] | None]  # see `backend/base.py`
 
 
 class Match(NamedTuple):
-    """spans: device spans and calls, on the recorder's clock, each with the step and the command
-    it belongs to. faults: lines that say what is missing or too much, none where the recording is
-    complete. early_ns: by how much a record begins before the call that started it, at most; more
-    than 0 is an error of CUPTI's device clock. n_named: kernels that CUPTI had other names for
-    (`activity.named`)."""
+    """The result of `match`.
+
+    spans: of device work and of calls, on the recorder's clock, with their step and command.
+    faults: lines that say what is missing or too much; empty where the recording is complete.
+    early_ns: the most by which a record begins before the call that started it. More than 0 is an
+        error of CUPTI's device clock.
+    n_named: kernels for which CUPTI had other names (`activity.named`).
+    """
 
     spans: list[Span]
     faults: list[str]
@@ -80,13 +84,18 @@ def match(
     to_host: Callable[[int], int],
     replayed: Replayed = MappingProxyType({}),
 ) -> Match:
-    """external: external id by correlation id. issued: the command that had an external id.
-    programs: by step, all that were issued in the window. to_host: CUPTI's clock to the
-    recorder's. replayed: of plans that were launched as graphs, the part of each node."""
+    """Matches the records of a window.
+
+    external: correlation id -> external id.
+    issued: external id -> command.
+    programs: step -> program, for all programs issued in the window.
+    to_host: converts CUPTI's clock to the recorder's clock.
+    replayed: plan -> the part of each node; None for a plan whose parts were issued one by one.
+    """
     rows, commands = list(rows), _Commands(programs)
 
     def owner(row: Activity) -> CommandKey | None:
-        """The command that was being issued when the row, or the call that started it, was made."""
+        """The command during whose issue the row was made, or the call that started it."""
         return issued.get(external.get(row.correlation, -1))
 
     device: dict[CommandKey, list[Activity]] = defaultdict(list)
@@ -105,7 +114,7 @@ def match(
     _check_calls(calls, device, commands, faults)
     device, untold = _by_part(device, commands, kernels_of, replayed, faults)
     for key, found in device.items():
-        if len(key) == 2:  # a part's are in order
+        if len(key) == 2:  # the rows of a part are in order already
             device[key] = _as_one(found, commands.get(key))
 
     for row in rows:
@@ -131,7 +140,7 @@ def match(
 
 
 class _Commands(dict[CommandKey, Command]):
-    """The commands that were issued, and behind each plan its parts. programs: by step."""
+    """The commands that were issued, each plan followed by its parts. programs: step -> program."""
 
     def __init__(self, programs: Mapping[int, Program]):
         for step, program in programs.items():
@@ -143,11 +152,11 @@ class _Commands(dict[CommandKey, Command]):
         self._programs = programs
 
     def backend(self, key: CommandKey, stream: Stream) -> str:
-        """The name of the backend that a command's stream is of."""
+        """The name of the backend to which a command's stream belongs."""
         return self._programs[key[0]].backends[stream.backend]
 
     def at(self, key: CommandKey | None) -> str:
-        """`step 3, command 7, launch mul_mat q`"""
+        """For messages: `step 3, command 7, launch mul_mat q`."""
         if key is None:
             return "outside every command,"
         words = ["command"]
@@ -158,7 +167,7 @@ class _Commands(dict[CommandKey, Command]):
 
 
 class _Faults:
-    """Counts faults of a kind, and keeps the first of each."""
+    """Counts faults of each kind, and keeps the first fault of the kind."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, tuple[int, str]] = {}
@@ -171,12 +180,12 @@ class _Faults:
         return [f"{n} x {kind} (first: {first})" for kind, (n, first) in self._kinds.items()]
 
 
-# what a command should have -----------------------------------------------------------------------
+# the records of a command -------------------------------------------------------------------------
 
 
 def _as_one(rows: list[Activity], command: Command | None) -> list[Activity]:
-    """The rows of a command by start. Devices that are not connected copy through the host's
-    memory: two records, one on each, of one copy, which is the row given for them."""
+    """The rows of a command, by start. A copy between devices that are not connected goes through
+    the host's memory, and has a record on each device. One row then stands for both."""
     rows = sorted(rows, key=lambda r: (r.start, r.correlation))
     if isinstance(command, Copy) and command.src.buffer.space == command.dst.buffer.space:
         match rows:
@@ -195,8 +204,8 @@ def _by_part(
     replayed: Replayed,
     faults: _Faults,
 ) -> tuple[dict[CommandKey, list[Activity]], set[CommandKey]]:
-    """The records, and where they are a plan's, each with its part's key; and the plans that are
-    not as recorded, whose records are left out."""
+    """The records by command, those of plans by part; and the plans whose records do not fit. The
+    records of such a plan are left out."""
     made: dict[CommandKey, list[Activity]] = {}
     untold: set[CommandKey] = set()
     for key, rows in device.items():
@@ -207,7 +216,7 @@ def _by_part(
         wanted = [_expected(part, kernels_of) for part in plan.parts]
         told = [wants for wants in wanted if wants is not None]
         if len(told) < len(wanted):
-            continue  # said of the parts that nobody tells of
+            continue  # `match` reports the parts whose kernels are not known
         mine, nodes = _without_end(rows, replayed.get(key))
         found, reason = parted(_with_inputs(mine, plan, nodes), told, nodes, _behind(plan, told))
         if reason:
@@ -218,8 +227,8 @@ def _by_part(
 
 
 def _behind(plan: Replay, wanted: Sequence[Sequence[Want]]) -> Behind | None:
-    """Of each part with records, the other such parts that it begins behind, on its stream and by
-    events; None where all kernels are on one stream."""
+    """For each part, the parts with records that must end before it begins, by its stream and by
+    events. None where all kernels are on one stream."""
     if len({part.stream for part in plan.parts if isinstance(part, Launch)}) < 2:
         return None
     made: list[frozenset[int]] = []
@@ -241,8 +250,8 @@ def _behind(plan: Replay, wanted: Sequence[Sequence[Want]]) -> Behind | None:
 def _without_end(
     rows: Sequence[Activity], nodes: Sequence[int] | None
 ) -> tuple[Sequence[Activity], Sequence[int] | None]:
-    """The records of a plan and the part of each node, without the last kernel where that tells the
-    host of the end: it is no command's, and its time is the gap's."""
+    """The records of a plan and the part of each node. The last kernel is left out where it only
+    tells the host of the end: it belongs to no command, and its time counts as a gap."""
     kernels = [row for row in rows if row.kind == KERNEL and row.node]
     if not nodes or nodes[-1] != NO_PART or not kernels:
         return rows, nodes
@@ -253,8 +262,9 @@ def _without_end(
 def _with_inputs(
     rows: Sequence[Activity], plan: Replay, nodes: Sequence[int] | None
 ) -> list[Activity]:
-    """The records of a plan. Where it stood at a gate, the kernel there is its copy of inputs: the
-    first kernel, where one node more is a copy's than there are records of copies."""
+    """The records of a plan. In a plan with a gate a kernel copies the inputs, and becomes the
+    record of that copy. It is the first kernel, where one more node is a copy than there are
+    records of copies."""
     first, kernels = plan.parts[0], [row for row in rows if row.kind == KERNEL and row.node]
     n_copies = sum(row.kind == COPY for row in rows)
     if not nodes or not kernels or not isinstance(first, Copy):
@@ -267,7 +277,7 @@ def _with_inputs(
 
 
 def _expected(command: Command, kernels_of: KernelsOf) -> list[Want] | None:
-    """What the device does for a command; None where the backend does not say."""
+    """The device's work for a command; None where the backend does not know it."""
     if isinstance(command, Copy):
         return [command.src.nbytes] if command.src.nbytes else []
     if isinstance(command, Launch) and command.stream.backend != HOST:
@@ -282,8 +292,8 @@ def _check_calls(
     commands: _Commands,
     faults: _Faults,
 ) -> None:
-    """Every launch that was called is there: cuBLAS alone knows how many kernels a product is, but
-    its calls are recorded too. A driver call inside a runtime call is the same launch."""
+    """Checks that every launch call has a kernel. Only cuBLAS knows how many kernels a product has,
+    but its calls are recorded too. A driver call inside a runtime call is the same launch."""
     launches: dict[CommandKey, list[Activity]] = defaultdict(list)
     for key, row in calls:
         if row.kind != SYNC and row.start and row.name.startswith(LAUNCH_CALLS):
@@ -306,9 +316,9 @@ def _check_order(
     commands: _Commands,
     faults: _Faults,
 ) -> None:
-    """In each stream of a program records begin in command order, and the stream is one and the
-    same of CUPTI's, and no other's. Parts of a plan are on streams of the graph's own; their order
-    is how they were told apart."""
+    """Checks each stream of a program: its records begin in the order of the commands, and all of
+    them are on one stream of CUPTI, which no other stream of a program uses. Parts of a plan are
+    not checked: they are on streams of the graph, and their order already identified them."""
     by_stream: dict[Stream, list[tuple[int, CommandKey, Activity]]] = defaultdict(list)
     for key, rows in device.items():
         command = commands.get(key)
@@ -357,8 +367,8 @@ def _spans(
     commands: _Commands,
     to_host: Callable[[int], int],
 ) -> list[Span]:
-    """A device span for each kernel, copy and memset; a host span for each call and
-    synchronization. Rows without both times have none."""
+    """A device span for each kernel, copy and memset, and a host span for each call and
+    synchronization. Rows without both times have no span."""
     made = []
     for key, rows in device.items():
         command = commands.get(key)
@@ -374,14 +384,14 @@ def _spans(
     for key, row in calls:
         command = commands.get(key)
         if command is not None and row.start and row.end:
-            # `index` is the command's own span's: arrows to the device start there
+            # Only the command's own span has `index`: arrows to the device start there.
             args = {"step": key[0], "split": command.split, "command": key[1], "api": row.kind}
             made.append(Span(row.name, CALL, HOST_LANE, to_host(row.start), to_host(row.end), args))
     return sorted(made, key=lambda span: span.end_ns)
 
 
 def _about(key: CommandKey, command: Command, stream: Stream) -> tuple[str, dict[str, Any]]:
-    """Name and args of a command's device spans, as those made of marks have them."""
+    """The name and the args of a command's device spans, as of spans made of marks."""
     args: dict[str, Any] = {
         "kind": command.kind, "index": key[1], "step": key[0], "split": command.split,
         "stream": stream.id,

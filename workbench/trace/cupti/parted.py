@@ -1,20 +1,27 @@
-"""Which part of a plan each record of a replay belongs to. Pure.
+"""Assigns each record of a replayed plan to a part of the plan. Pure.
 
-All nodes of a launched graph share the correlation id of one call. `Captured.nodes` says which part
-each node is. A record has an id of its node, but of the node's copy in the executable graph: ids
-give an order and nothing else. So records are taken in the order in which they began, copies and
-kernels each by themselves, where all kernels of a plan are on one stream; copies may ride another.
-Where names of kernels or bytes of copies do not fit then, records are taken in the order of their
-ids. Where they do not fit either, CUPTI may have names of other kernels (`activity.named`): in the
-order of the stream, what was launched decides. Else the plan is not as recorded.
+All nodes of a launched graph share the correlation id of one call. `Captured.nodes` gives the part
+of each node. A record has the id of its node, but of the node's copy in the executable graph: these
+ids give only an order. So an assignment is tried, and kept if the names of kernels and the bytes of
+copies fit. If no assignment fits, the plan is not as recorded.
+
+Where all kernels of a plan are on one stream (copies may be on another):
+
+1. records in the order in which they began, copies and kernels separately;
+2. records in the order of their ids;
+3. as 1, with the names of the launched kernels, because CUPTI may have other names
+   (`activity.named`).
 
 Kernels of a plan with branches begin in any order that its streams and events allow, and CUPTI's
-streams are the graph's own. So ids come first there, and what begins must be behind what it waits
-for. Else each record is the first node that may begin then and has its name or its bytes. Of
-several it is the one behind a record of the same stream of the graph.
+streams are those of the graph:
 
-Parts that were issued one by one are told apart by names and bytes alone, in the order of time; of
-branches in the order of the calls.
+1. records in the order of their ids. No part may begin before a part for which it waits has begun;
+2. each record, in the order of time, is the first node that may begin then and has its name or
+   bytes. Among several such nodes, a node after a record of the same stream is taken;
+3. as 1, with the names of the launched kernels.
+
+Parts that were issued one by one are identified by names and bytes alone, in the order of time, or
+for branches in the order of the calls.
 """
 
 from __future__ import annotations
@@ -36,9 +43,9 @@ from workbench.trace.cupti.activity import (
     named,
 )
 
-Wanted = Sequence[Sequence[Want]]  # of each part, what the device does for it
-Parted = dict[int, list[Activity]]  # of each part with records, these in order
-Behind = Sequence[Collection[int]]  # of each part, parts that end before it begins
+Wanted = Sequence[Sequence[Want]]  # for each part, its work on the device
+Parted = dict[int, list[Activity]]  # part -> its records, in order
+Behind = Sequence[Collection[int]]  # for each part, parts that must end before it begins
 
 
 def parted(
@@ -47,9 +54,12 @@ def parted(
     nodes: Sequence[int] | None,
     behind: Behind | None = None,
 ) -> tuple[Parted, str]:
-    """The records of each part; or none, and why they cannot be told. nodes: of each node of the
-    replayed graph its part; None where the parts were issued one by one. behind: of each part of a
-    plan with branches, the parts that it begins behind; None for a plan without."""
+    """The records of each part, and ""; or no records, and the reason.
+
+    nodes: the part of each node of the replayed graph; None where the parts were issued one by one.
+    behind: for each part of a plan with branches, the parts that must end before it begins; None
+        for a plan without branches.
+    """
     if nodes is None:
         order = _start if behind is None else _call
         in_order = sorted(rows, key=order)
@@ -58,7 +68,7 @@ def parted(
             again, left = _by_names(named(in_order, [w for each in wanted for w in each]), wanted)
             found, reason = (found, reason) if left else (again, "")
         return found, reason
-    rows = [row for row in rows if row.node] or rows  # others were run to be captured
+    rows = [row for row in rows if row.node] or rows  # records without a node ran during a capture
     if len(rows) != len(nodes):
         return {}, f"{len(rows)} records for {len(nodes)} nodes"
     reasons = []
@@ -74,8 +84,7 @@ def parted(
 def _readings(
     rows: Sequence[Activity], wanted: Wanted, nodes: Sequence[int], behind: Behind | None
 ) -> Iterator[Parted]:
-    """The records of each part, in three ways: in an order, in another, and in the first with the
-    names that kernels were launched by."""
+    """The three assignments to try, in order (see the module)."""
     if behind is None:
         first = _of_parts(_by_start(rows, wanted, nodes))
         yield first
@@ -88,7 +97,7 @@ def _readings(
 
 
 def _too_early(found: Parted, behind: Behind) -> str:
-    """Which part began before what it is behind, or nothing."""
+    """The first part that began before a part for which it waits; empty without such a part."""
     for part, rows in found.items():
         for other in behind[part]:
             if other in found and rows[0].start < max(row.start for row in found[other]):
@@ -127,11 +136,11 @@ def _by_node(rows: Sequence[Activity], nodes: Sequence[int]) -> Iterable[tuple[i
 def _by_readiness(
     rows: Sequence[Activity], wanted: Wanted, nodes: Sequence[int], behind: Behind
 ) -> Iterable[tuple[int, Activity]]:
-    """Each record, as it begins, is the first node that may begin and fits. Ends with the first
-    record that no node is left for."""
+    """Assigns each record, in the order of time, to the first node that may begin and fits. Ends at
+    the first record without such a node."""
     left: list[int] = [*range(len(nodes))]
     wants = [*_wants_of_nodes(wanted, nodes)]
-    last: dict[int, Activity] = {}  # by part
+    last: dict[int, Activity] = {}  # part -> its latest record
     to_do = [nodes.count(part) for part in range(len(wanted))]
     for row in sorted(rows, key=_start):
 
@@ -140,7 +149,7 @@ def _by_readiness(
             before = [part] if part in last else behind[part]
             return any(last[other].stream == stream for other in before if other in last)
 
-        seen: set[int] = set()  # parts with a node in front that is not over
+        seen: set[int] = set()  # parts with an earlier node that has not run
         ready = []
         for node in left:
             part = nodes[node]
@@ -158,7 +167,8 @@ def _by_readiness(
 
 
 def _wants_of_nodes(wanted: Wanted, nodes: Sequence[int]) -> Iterator[Want]:
-    """What each node is: None where its part has a product of cuBLAS, whose nodes nobody knows."""
+    """The work of each node; None where its part has a product of cuBLAS, whose nodes are not
+    known."""
     told = {part: iter(wants) for part, wants in enumerate(wanted) if None not in wants}
     for part in nodes:
         yield next(told[part], None) if part in told else None
@@ -188,7 +198,7 @@ def _by_names(ordered: Sequence[Activity], wanted: Wanted) -> tuple[Parted, str]
             return {}, reason
     found: Parted = defaultdict(list)
     part = None
-    for row in reversed(ordered):  # a memset goes with what follows it
+    for row in reversed(ordered):  # a memset belongs to the part of the next record
         part = part if row.kind == MEMSET else owner[row]
         if part is not None:
             found[part].insert(0, row)
@@ -198,12 +208,15 @@ def _by_names(ordered: Sequence[Activity], wanted: Wanted) -> tuple[Parted, str]
 def _walk(
     rows: Sequence[Activity], wants: Sequence[tuple[int, Want]], owner: dict[Activity, int]
 ) -> str:
-    """Notes the part of each record. A product has a kernel or more, up to the next one with a
-    name; of products in a row all but the last have one."""
+    """Writes the part of each record to `owner`. Returns the first difference, or "".
+
+    A product of cuBLAS takes all records up to the next named kernel. Of neighbouring products, all
+    but the last take one record.
+    """
     at = 0
     for n, (part, want) in enumerate(wants):
         behind = wants[n + 1][1] if n + 1 < len(wants) else None
-        alone = n + 1 < len(wants) and behind is None  # another product behind this one
+        alone = n + 1 < len(wants) and behind is None  # the next is a product too
         first = at
         if want is not None:
             at += at < len(rows) and fits(rows[at], want)

@@ -1,9 +1,9 @@
 """The cuda backend: NVIDIA GPUs of compute capability 8.0 and later.
 
 CuPy gives memory, streams and events. Kernels come from `kernels/*.cu` through NVRTC
-(`op_table.py`). What is issued again and again goes through cuda-bindings, with everything
-converted once. A launch is one call with a ready argument block: 4 us of host time on an H100's
-host, where a CuPy kernel call took 5.7. Copies, records and waits are prepared likewise.
+(`op_table.py`). Commands are issued through cuda-bindings, with every argument converted once. A
+launch is one call with a ready argument block. It takes 4 us of host time on the host of an H100;
+a CuPy kernel call took 5.7 us. Copies, records and waits are prepared in the same way.
 
 Importing this module loads neither CuPy nor the driver; `open_backend` and `probe` do.
 
@@ -49,20 +49,21 @@ from workbench.program.capabilities import Capabilities
 from workbench.program.commands import Space
 
 N_STREAMS = 9  # 8 compute, 1 copies
-SERVICE = -1  # the stream of loading, zeroing and the clock; no program uses it
-REPACK = -2  # the stream that repacks weights while the next are uploaded
+SERVICE = -1  # the stream for loading, zeroing and the clock; no program uses it
+REPACK = -2  # the stream that repacks weights while the next weights are uploaded
 GATE_THREADS = 1024  # of kernels/gate.cu
-N_COUNTERS = 4096  # u32, for each stream
+N_COUNTERS = 4096  # u32 counters of each stream
 
 
 def probe() -> str:
-    """One line naming the GPU and its driver; DeviceError with one line saying what is missing."""
+    """One line that names the GPU and its driver. Raises DeviceError, with one line that names what
+    is missing."""
     cupy, _ = libraries()
     return describe(cupy, device_properties(cupy, 0))
 
 
 def open_backend(threads: int = 0, device: int = 0, **options: Any) -> CudaBackend:
-    """The backend of GPU number `device`. `threads` means nothing here.
+    """The backend of GPU number `device`. `threads` has no meaning here.
 
     Raises DeviceError where CuPy, cuda-bindings, NVRTC, a driver or the GPU is missing.
     """
@@ -100,7 +101,7 @@ class CudaBackend(Backend):
         self._closed = False
 
     def attach(self) -> None:
-        """Makes the calling thread one that may issue on this device."""
+        """Makes this device the calling thread's current device, so that the thread may issue."""
         self._driver.attach()
 
     # memory ----------------------------------------------------------------------------------
@@ -132,14 +133,14 @@ class CudaBackend(Backend):
         return self._uploader.load(tensor, data)
 
     def finish_loading(self) -> None:
-        """Waits until every weight is where it belongs; what follows may use it."""
+        """Waits until every weight lies in its memory. Later work may use them."""
         uploader, self._uploader = self._uploader, None
         if uploader is not None:
             self.attach()
             uploader.finish()
 
     def refuses(self, node: Node) -> str:
-        """Why no kernel computes `node`, or nothing."""
+        """Why no kernel computes `node`; empty where a kernel does."""
         nowhere = op_table.Operands(lambda tensor: 0, 0, 0)
         return weights.refuses(node, lambda n: op_table.launches(n, nowhere))
 
@@ -149,7 +150,7 @@ class CudaBackend(Backend):
     # commands --------------------------------------------------------------------------------
 
     def _stream(self, number: int) -> Any:
-        """CUstream of stream `number`, made at its first use."""
+        """The CUstream of stream `number`, made at its first use."""
         if number not in self._streams:
             if number >= N_STREAMS:
                 raise DeviceError(f"stream {number} does not exist: cuda has {N_STREAMS}")
@@ -172,13 +173,14 @@ class CudaBackend(Backend):
                 most = self._driver.api.CUfunction_attribute
                 attribute = most.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 call("cuFuncSetAttribute", name, function, attribute, kernel.shared)
-            call("cuFuncLoad", name, function)  # else its first launch, maybe in a capture, does
+            # Otherwise the first launch would load the code, and that may be in a capture.
+            call("cuFuncLoad", name, function)
             self._functions[key] = function
         return self._functions[key]
 
     def _prepare(self, work: Work, stream: Any, what: str, programmatic: bool = False) -> Issued:
-        """Issues `work` when called. A kernel's argument block has the values, 8 bytes each, and
-        behind them their addresses: what cuLaunchKernel calls kernelParams."""
+        """The command that issues `work`. The argument block of a kernel holds the values, 8 bytes
+        each, followed by their addresses: the kernelParams of cuLaunchKernel."""
         if isinstance(work, Gemm):
             if self._blas is None:
                 self._blas = Blas()
@@ -195,7 +197,7 @@ class CudaBackend(Backend):
         if programmatic:
             if not kernel.waits:
                 raise DeviceError(
-                    f"{what}: kernel {kernel.function} declares no wait for the launch in front of "
+                    f"{what}: kernel {kernel.function} declares no wait for the launch before "
                     "it and cannot be launched programmatically; use pdl=off"
                 )
             config = self._driver.programmatic(x, y, threads, shared, stream)
@@ -240,7 +242,8 @@ class CudaBackend(Backend):
     launch_noted = launch
 
     def kernels_of(self, node: Node) -> list[KernelName]:
-        """See `backend/base.py`. The kernels of a product by cuBLAS have no name: it chooses."""
+        """See `backend/base.py`. The kernels of a product by cuBLAS have no name here: cuBLAS
+        chooses them."""
         return [
             KernelName(work.function, work.waits, (*work.grid, 1, work.block, 1, 1))
             if isinstance(work, Kernel)
@@ -249,23 +252,24 @@ class CudaBackend(Backend):
         ]  # fmt: skip
 
     def make_ready(self, nodes: Sequence[Node], left: Bar) -> None:
-        """Compiles several kernels at a time. Loading what was compiled is left to `launch`."""
+        """Compiles several kernels at a time. `launch` loads them."""
         works = (work for node in nodes for work in self._works(node))
         wanted = dict.fromkeys((w.file, w.defines) for w in works if isinstance(w, Kernel))
-        left.total = (left.total or 0) + len(wanted) - len(nodes)  # told of each
+        left.total = (left.total or 0) + len(wanted) - len(nodes)  # one report a build
         nvrtc.compile_many(wanted, self._arch, left)
 
     def _works(self, node: Node) -> list[Work]:
-        """What `launch` issues for `node`, in order, at addresses that are nobody's. They differ,
-        because a conversion of one address is made once."""
+        """The work that `launch` issues for `node`, in order, at made-up addresses. Each tensor has
+        another address, because x at one address is converted only once."""
         fresh = functools.partial(next, itertools.count(1 << 40, 1 << 40))
         addresses: defaultdict[Tensor, int] = defaultdict(fresh)
         operands = op_table.Operands(lambda t: addresses[t.storage], 1 << 39, 1 << 38, self._sm)
         return op_table.launches(node, operands)
 
     def _counters_of(self, stream: int) -> int:
-        """Counters for last-block combines: all zero, and zero again after every kernel. Each
-        stream has its own, because kernels side by side must not share them."""
+        """The address of the counters of a stream, which find the last block of a combine. They are
+        zero before and after every kernel. Kernels side by side must not share counters, so each
+        stream has its own."""
         if stream not in self._counters:
             self._counters[stream] = self.allocate(4 * N_COUNTERS, Space.DEVICE)
         return Address(self._counters[stream].address)
@@ -297,9 +301,9 @@ class CudaBackend(Backend):
     def copy_to_peer(
         self, peer: CudaBackend, dst: int, src: int, nbytes: int, stream: int
     ) -> Issued:
-        """Straight into the peer's memory where the devices can reach each other, else the driver
-        goes through the host's memory. Unified addresses say which devices: a capture refuses
-        cuMemcpyPeerAsync (driver 580, two H100s)."""
+        """Copies straight into the peer's memory where the devices can reach each other. Otherwise
+        the driver copies through host memory. Unified addresses name the devices, because a capture
+        refuses cuMemcpyPeerAsync (driver 580, two H100s)."""
         if not nbytes:
             return Issued(nothing, ("copy of nothing",))
         api, driver = self._driver.api, self._driver
@@ -335,7 +339,7 @@ class CudaBackend(Backend):
             self._driver.call("cuStreamSynchronize", f"stream {number}", stream)
 
     def capture(self, work: Plannable) -> graphs.CudaGraph:
-        """Records the parts of `work`, and runs nothing of it."""
+        """Records the parts of `work` without running them."""
         self.attach()
         self.finish_loading()
         if self._blas is not None:
@@ -348,11 +352,11 @@ class CudaBackend(Backend):
     # time ------------------------------------------------------------------------------------
 
     def mark(self, stream: int) -> Mark:
-        """Records a timing event, to be read by `resolve`."""
+        """Records a timing event for `resolve`."""
         return self._marks.make(self._stream(stream), self._stream(SERVICE))
 
     def resolve(self, begin: Mark, end: Mark) -> tuple[int, int]:
-        """When two marks of this device were passed: ns on the host's clock (`marks.py`)."""
+        """When the device passed two marks, in ns of the host's clock (`marks.py`)."""
         return self._marks.resolve(begin, end)
 
     def stamp(self, counter: int, ring: int, n_pairs: int, is_end: bool, stream: int) -> Issued:
@@ -360,7 +364,7 @@ class CudaBackend(Backend):
         return self._prepare(kernel, self._stream(stream), "a stamp")
 
     def clock(self) -> DeviceClock:
-        """`%globaltimer` (`timer.py`)."""
+        """Compares `%globaltimer` with the host's clock (`timer.py`)."""
         memory, there = self.allocate(timer.NBYTES, Space.PINNED), self._stream(SERVICE)
         try:
             self._prepare(timer.answer(memory.address), there, "reading the clock")()
@@ -370,8 +374,7 @@ class CudaBackend(Backend):
             memory.free()
 
     def close(self) -> None:
-        """Waits, and gives memory and kernels back. A failure of queued work is
-        raised behind all that."""
+        """Waits, then gives memory and kernels back. Raises a failure of queued work at the end."""
         if self._closed:
             return
         self._closed = True

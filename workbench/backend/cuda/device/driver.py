@@ -1,4 +1,4 @@
-"""The CUDA driver as the cuda backend sees it: what is there, checked calls, memory, events.
+"""The CUDA driver as the cuda backend uses it: GPUs found, checked calls, memory, events.
 
 Importing this module loads neither CuPy nor the driver; `Driver` and `libraries` do.
 """
@@ -23,13 +23,13 @@ from workbench.program.commands import Space
 
 ALIGN = 256
 OLDEST = (8, 0)  # compute capability
-CAPTURES = threading.RLock()  # held during a capture, which a wait for the whole device would end
+CAPTURES = threading.RLock()  # held during a capture: a wait for the whole device would end it
 ELSE = "check nvidia-smi, or use --device embedded"
 INSTALL = f"{install('gpu')}, or use --device embedded"
 
 
 def libraries() -> tuple[Any, Any]:
-    """cupy and cuda.bindings.driver, or DeviceError with what is not installed."""
+    """cupy and cuda.bindings.driver. Raises DeviceError, naming the package that is missing."""
     package = "CuPy"
     try:
         import cupy
@@ -43,8 +43,8 @@ def libraries() -> tuple[Any, Any]:
 
 
 def device_properties(cupy: Any, index: int) -> dict[str, Any]:
-    """CuPy's properties of GPU `index`; DeviceError where there is no driver, no such GPU, or one
-    that is too old."""
+    """CuPy's properties of GPU `index`. Raises DeviceError where there is no driver or no such GPU,
+    or where the GPU is too old."""
     runtime = cupy.cuda.runtime
     try:
         count = runtime.getDeviceCount()
@@ -72,7 +72,7 @@ def describe(cupy: Any, properties: dict[str, Any]) -> str:
 
 
 def _driver_version() -> str:
-    """`driver 580.95, `, or nothing where NVML's Python package is not installed."""
+    """`driver 580.95, `; empty where NVML's Python package is not installed."""
     try:
         import pynvml
     except ImportError:
@@ -87,9 +87,12 @@ def _driver_version() -> str:
 
 
 class CudaMemory:
-    """Memory of one space, given back by `free`, at the latest when the object goes. The device is
-    idle first, because queued work may still use the memory. view: where the host sees the memory,
-    the ctypes array that all arrays of it rest on; while one of them is alive, the memory stays."""
+    """Memory of one space. `free` gives it back, or the end of this object does. The device is idle
+    before that, because queued work may still use the memory.
+
+    view: the ctypes array under all arrays of the memory, where the host sees the memory. The
+        memory stays while one of these arrays is alive.
+    """
 
     def __init__(
         self,
@@ -113,7 +116,7 @@ class CudaMemory:
 
 
 class CudaEvent:
-    """An event of the program (no timing), or of a mark (timing)."""
+    """An event of a program (without timing) or of a mark (with timing)."""
 
     __slots__ = ("handle", "owner")
 
@@ -123,9 +126,9 @@ class CudaEvent:
 
 
 class CallArguments:
-    """The addresses among the arguments of a driver call, as a Block: `args` holds each as the call
-    takes it, an int or a handle that is made of one. Who patches in another event keeps it alive.
-    """
+    """The addresses among the arguments of a driver call, as a Block. `args` holds each address in
+    the form that the call takes: an int, or a handle made of an int. A caller that patches in
+    another event keeps that event alive."""
 
     __slots__ = ("_args", "_numbers", "pointers")
 
@@ -155,7 +158,8 @@ class CallArguments:
 
 
 class Driver:
-    """One GPU through CuPy (`cupy`) and cuda-bindings' driver API (`api`), every call checked."""
+    """One GPU through CuPy (`cupy`) and the driver API of cuda-bindings (`api`). Every call is
+    checked."""
 
     def __init__(self, index: int):
         self.cupy, self.api = libraries()
@@ -170,12 +174,12 @@ class Driver:
         self.context = self.call("cuCtxGetCurrent", "opening the device")
 
     def attach(self) -> None:
-        """Makes the device the calling thread's."""
+        """Makes this device the calling thread's current device."""
         self._device.use()
 
     def reach(self, peer: Driver) -> None:
-        """Lets this device use the memory of another, where the hardware can. Once is enough for a
-        process; more does nothing."""
+        """Lets this device use the memory of `peer`, where the hardware can. Later calls of the
+        process do nothing."""
         what = "access to another device"
         if not self.call("cuDeviceCanAccessPeer", what, self._device.id, peer._device.id):
             return
@@ -186,7 +190,7 @@ class Driver:
 
     def call(self, function: str, what: str, *args: Any) -> Any:
         """Calls a function of the driver API and returns its result without the status. Raises
-        DeviceError, naming `what`, if it fails."""
+        DeviceError, naming `what`, if the call fails."""
         error, *values = getattr(self.api, function)(*args)
         if error:
             raise self.failure(error, function, what)
@@ -209,11 +213,13 @@ class Driver:
         pointers: tuple[int, ...] = (),
         keep: Any = None,
     ) -> Issued:
-        """Makes one checked driver call when called.
+        """A command that makes one checked driver call.
 
-        what: for messages. same: what besides the function makes two such calls the same work.
-        pointers: which of `args` are addresses or handles of events, and may be patched. keep:
-        lives as long as the command, because its handle is among `args`.
+        what: the command's name in messages.
+        same: two commands with the same function and the same `same` do the same work.
+        pointers: the numbers of the `args` that are addresses or handles of events, and may be
+            patched.
+        keep: an object whose handle is among `args`; it lives as long as the command.
         """
         call, failure, now = getattr(self.api, function), self.failure, list(args)
 
@@ -243,7 +249,7 @@ class Driver:
         return config
 
     def allocate(self, nbytes: int, space: Space) -> CudaMemory:
-        """ALIGN-aligned memory, not zeroed; raises DeviceError if there is none."""
+        """ALIGN-aligned memory, not zeroed. Raises DeviceError where there is not enough."""
         runtime = self.cupy.cuda.runtime
         need = max(round_up(nbytes, ALIGN), ALIGN)
         try:
@@ -270,7 +276,7 @@ class Driver:
 
 
 def _free_device(cupy: Any, device: Any, address: int) -> None:
-    # Where a failed kernel has taken the context down, the memory is gone with it.
+    # A failed kernel may have destroyed the context, and the memory with it.
     with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError), device:
         cupy.cuda.runtime.free(address)
 
@@ -282,4 +288,4 @@ def _free_pinned(cupy: Any, device: Any, address: int) -> None:
 
 
 def _nothing(*_: int) -> None:
-    """Host memory goes with its array."""
+    """The release of host memory, which is freed with its array."""

@@ -1,7 +1,7 @@
-"""A captured CUDA graph that executable forms are made of, and its nodes, to be set in these.
+"""A captured CUDA graph, from which executable forms are made, and changes of single nodes.
 
-The captured graph stays as it was captured. It gives the edges, and the handles that name a node in
-every executable form. A new executable form begins with its parameters; else nobody reads them.
+The captured graph is never changed. It gives the edges, and the handle that names a node in every
+executable form. A new executable form begins with the parameters of the captured graph.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ from workbench.common.errors import DeviceError
 COPIES = ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync")
 _SET_KERNEL, _SET_COPY = "cuGraphExecKernelNodeSetParams", "cuGraphExecMemcpyNodeSetParams"
 
-Change = tuple[str, tuple[Any, ...]]  # the function that sets a node, and what it takes
+Change = tuple[str, tuple[Any, ...]]  # the function that sets a node, its arguments
 
 
 class OtherMemoryError(DeviceError):
-    """A node copies between memory of other kinds than the driver lets it be set to."""
+    """The driver refuses to set a copy node, because the new memory is of another kind."""
 
 
 @functools.cache
 def _words(n: int) -> Any:
-    """The type of n words. Made anew for every block, it would be a cycle for the collector."""
+    """The type of n words. A new type for every block would be a cycle for the collector."""
     return ctypes.c_int64 * n
 
 
 class GraphArguments(Words):
-    """The argument block of a kernel launch. arguments: n values of 8 bytes, and behind them n
-    addresses of these values (`params`), which is what the driver calls kernelParams. function,
-    grid: of the launch."""
+    """The argument block of a kernel launch.
+
+    arguments: n values of 8 bytes, followed by the n addresses of these values.
+    params: the address of the n addresses, which the driver calls kernelParams.
+    function, grid: of the launch.
+    """
 
     __slots__ = ("function", "grid", "params")
 
@@ -64,10 +67,13 @@ def commands_of(issued: Issued) -> Iterator[Issued]:
 
 
 class Template:
-    """A graph as it was captured. It goes with the last of its executable forms.
+    """A graph as it was captured. It is destroyed with the last of its executable forms.
 
-    what: for messages. identity: of the work that was captured. nodes: of each node, its part.
-    made: of each part, the numbers of the nodes of each call. n_forms: executable forms there are.
+    what: the graph's name in messages.
+    identity: of the work that was captured.
+    nodes: for each node, its part.
+    made: for each part, the numbers of the nodes of each of its calls.
+    n_forms: how many executable forms exist.
     """
 
     def __init__(
@@ -82,18 +88,19 @@ class Template:
         self.what, self.graph, self.identity, self.nodes = what, graph, identity, nodes
         self._driver, self._made = driver, made
         self._handles: Sequence[Any] = ()
-        self._params: dict[int, Any] = {}  # by number of the node
+        self._params: dict[int, Any] = {}  # node number -> parameters
         self.n_forms = 0
 
     def release(self) -> None:
-        """Forgets an executable form, which is gone."""
+        """Counts an executable form less, because the form was destroyed."""
         self.n_forms -= 1
         if self.n_forms <= 0:
             self._driver.api.cuGraphDestroy(self.graph)
 
     def changes(self, work: Plannable, parts: Sequence[int]) -> list[Change] | None:
-        """What gives the nodes of `parts` the addresses that `work` has there; to be applied at
-        once. None where that is no matter of single nodes: products of cuBLAS, records, waits."""
+        """The changes that give the nodes of `parts` the addresses that `work` has there. Apply
+        them at once. None where setting single nodes does not do: products of cuBLAS, records,
+        waits."""
         if not self._handles:
             n = self._driver.api.cuGraphGetNodes(self.graph)[2]
             self._handles = self._driver.api.cuGraphGetNodes(self.graph, n)[1]
@@ -108,8 +115,11 @@ class Template:
         return changes
 
     def apply(self, changes: Sequence[Change], executable: Any) -> None:
-        """Sets nodes in an executable form, from its next launch on. Raises OtherMemoryError where
-        the driver refuses to set a copy (nodes in front of it are set), else DeviceError."""
+        """Sets nodes in an executable form. Its next launch uses them.
+
+        Raises OtherMemoryError where the driver refuses to set a copy, else DeviceError. The nodes
+        of earlier changes are then set.
+        """
         for function, args in changes:
             error = getattr(self._driver.api, function)(executable, *args)[0]
             if error:
@@ -117,7 +127,7 @@ class Template:
                 raise OtherMemoryError(str(failure)) if function == _SET_COPY else failure
 
     def _change(self, issued: Issued, numbers: range) -> Change | None:
-        """The function that sets the node of a command, and its arguments behind the graph."""
+        """The function that sets the node of a command, and its arguments after the graph."""
         if len(numbers) != 1:
             return None
         (number,) = numbers
@@ -139,7 +149,7 @@ class Template:
         return None
 
     def _kernel(self, node: Any, block: GraphArguments) -> Any:
-        """Parameters of the node of a launch; None where the node is of another launch."""
+        """Parameters of the node of a launch; None where the node belongs to another launch."""
         error, params = self._driver.api.cuGraphKernelNodeGetParams(node)
         same = not error and int(params.func) == int(block.function) and block.grid == (
             params.gridDimX, params.gridDimY
@@ -152,7 +162,7 @@ class Template:
 
 
 def _point(api: Any, params: Any, dst: int, src: int) -> None:
-    """Lets a CUDA_MEMCPY3D copy from and to other memory of the same kinds."""
+    """Gives a CUDA_MEMCPY3D other addresses, in memory of the same kinds."""
     on_host = api.CUmemorytype.CU_MEMORYTYPE_HOST
     if params.dstMemoryType == on_host:
         params.dstHost = dst

@@ -1,10 +1,10 @@
 """Plans of the cuda backend: CUDA graphs, captured from the calls of prepared commands.
 
-The captured graph is kept beside its executable forms (`graph_nodes.py`). The capture has one, and
-each twin one with other addresses at single nodes. An update that is captured anew brings every
-parameter along.
+A plan is captured once. The captured graph is kept beside its executable forms (`graph_nodes.py`):
+the form of the capture, and a form for each twin, with other addresses at single nodes. An update
+that needs a new capture sets every parameter.
 
-Everything goes through cuda-bindings on CuPy's stream pointers. Importing this module loads
+All calls go through cuda-bindings on CuPy's stream pointers. Importing this module loads
 neither CuPy nor the driver.
 """
 
@@ -41,15 +41,18 @@ def record(
     issue: Callable[[], None],
     end: Callable[[], None] = lambda: None,
 ) -> Any:
-    """The graph of what `issue` queues on the CUstream `stream`, and on `others`, which begin with
-    it and end in it; and of what `end` queues on `stream` behind all of them. Nothing runs. what:
-    for messages.
+    """A graph of the commands that `issue` and then `end` queue. None of them runs.
 
-    Raises DeviceError where the driver refuses, and whatever `issue` raises. The streams have left
-    the capture then, and nothing stays behind.
+    what: the graph's name in messages.
+    stream: the CUstream on which the graph begins and ends.
+    others: CUstreams that `issue` also uses. They fork from `stream` before, and join it after.
+    end: queues on `stream`, after the commands of all streams.
+
+    Raises DeviceError where the driver refuses, and every error of `issue`. The streams have then
+    left the capture, and no graph remains.
     """
-    # Relaxed: the collector may free device memory at any moment, and a library may load code. In
-    # the other modes the capture would fail.
+    # The collector may free device memory at any moment, and a library may load code. Only the
+    # relaxed mode allows this during a capture.
     mode = driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     with CAPTURES, _no_collection():
         driver.call("cuStreamBeginCapture", what, stream, mode)
@@ -60,7 +63,7 @@ def record(
             _order(driver, what, others, [stream] * len(events), events)
             end()
         except BaseException:
-            # Whatever state the failure left the capture in, the streams must leave it.
+            # The streams must leave the capture, in whatever state the failure left it.
             _, graph = driver.api.cuStreamEndCapture(stream)
             if graph is not None and int(graph):
                 driver.api.cuGraphDestroy(graph)
@@ -71,7 +74,7 @@ def record(
 def _order(
     driver: Driver, what: str, first: Sequence[Any], then: Sequence[Any], events: Sequence[Any]
 ) -> None:
-    """What comes on each stream of `then` begins behind what is on the same one of `first`."""
+    """Makes each stream of `then` wait for the stream of `first` with the same index."""
     for before, after, event in zip(first, then, events, strict=True):
         driver.call("cuEventRecord", what, event.handle, before)
         driver.call("cuStreamWaitEvent", what, after, event.handle, 0)
@@ -79,8 +82,8 @@ def _order(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keeps the cyclic collector away. Pinned memory that it finds is freed behind a wait for the
-    device, and such a wait would end the capture."""
+    """Switches the cyclic collector off. It would wait for the device before it frees pinned
+    memory, and such a wait would end the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -97,8 +100,12 @@ def instantiate(
     stream: Any,
     finish: Callable[[Any], None] = lambda executable: None,
 ) -> Any:
-    """The executable form of `graph`, on its way to the device; `finish` is called with it before.
-    Raises DeviceError, and what `finish` raises."""
+    """The executable form of `graph`. Its upload to the device has been queued.
+
+    finish: called with the form before the upload.
+
+    Raises DeviceError, and every error of `finish`.
+    """
     executable = driver.call("cuGraphInstantiate", what, graph, 0)
     try:
         finish(executable)
@@ -110,7 +117,9 @@ def instantiate(
 
 
 def give_back(api: Any, graph: Any, executable: Any) -> None:
-    """Destroys both forms. The driver frees an executable graph behind its queued launches."""
+    """Destroys both forms. The driver frees an executable graph when its queued launches have
+    ended.
+    """
     if executable is not None:
         api.cuGraphExecDestroy(executable)
     if graph is not None:
@@ -121,12 +130,12 @@ def give_back(api: Any, graph: Any, executable: Any) -> None:
 
 
 class Tape:
-    """Issues the parts of a work during a capture, and counts the nodes that each call adds."""
+    """Issues the parts of `work` during a capture, and notes the nodes that each call adds."""
 
     def __init__(self, driver: Driver, what: str, stream: Any, work: Plannable):
         self._driver, self._what, self._stream, self._work = driver, what, stream, work
-        self.nodes: tuple[int, ...] = ()  # of each node, its part
-        self.made: list[list[range]] = []  # of each part, the numbers of the nodes of each call
+        self.nodes: tuple[int, ...] = ()  # for each node, its part
+        self.made: list[list[range]] = []  # for each part, the numbers of the nodes of each call
 
     def __call__(self) -> None:
         get_nodes = self._driver.api.cuGraphGetNodes
@@ -153,14 +162,20 @@ class Tape:
         self.nodes = tuple(nodes)
 
     def end(self) -> None:
-        """What tells the host that all of it is over, where the work has that."""
+        """Issues the command that tells the host of the end, where the work has such a command."""
         if self._work.end is not None:
             self._work.end()
             self.nodes = (*self.nodes, NO_PART)
 
 
 class Owner(NamedTuple):
-    """What a graph has of its backend. stream_of: a stream's CUstream. graphs: all that live."""
+    """The parts of a backend that a graph uses.
+
+    driver: the backend's driver.
+    attach: makes the device the calling thread's current device.
+    stream_of: the CUstream of a stream's number.
+    graphs: all living graphs of the backend.
+    """
 
     driver: Driver
     attach: Callable[[], None]
@@ -168,7 +183,7 @@ class Owner(NamedTuple):
     graphs: weakref.WeakSet[CudaGraph]
 
     def record(self, what: str, work: Plannable) -> tuple[Any, Tape]:
-        """The graph of `work`, and which part made which of its nodes."""
+        """The graph of `work`, and the tape that knows the part of each node."""
         there = self.stream_of(work.stream)
         others = [self.stream_of(s) for s in sorted(set(work.streams) - {work.stream})]
         tape = Tape(self.driver, what, there, work)
@@ -176,7 +191,7 @@ class Owner(NamedTuple):
 
 
 def capture(owner: Owner, work: Plannable) -> CudaGraph:
-    """Records `work` and makes it launchable. Raises DeviceError; nothing stays behind then."""
+    """Records `work` and makes it launchable. Raises DeviceError; no graph remains then."""
     what, identity = f"plan of {len(work.parts)} commands", work.identity
     start = time.perf_counter_ns()
     graph, tape = owner.record(what, work)
@@ -192,13 +207,15 @@ def capture(owner: Owner, work: Plannable) -> CudaGraph:
 
 
 class CudaGraph(Captured):
-    """See `backend/base.py`: an executable form of a template, which may have several.
+    """An executable form of a template, which may have several; see `backend/base.py`.
 
-    changes: what sets the nodes of the parts `moved`, where they are not as in the template.
-    nodes_set, recaptured: how often `update` set single nodes, and captured the whole work anew.
+    moved: the parts that have other addresses than in the template.
+    changes: set the nodes of these parts.
+    nodes_set: how often `update` set single nodes.
+    recaptured: how often `update` captured the whole work anew.
 
-    What a graph refers to (memory, modules, workspaces of cuBLAS) is its backend's. `destroy` does
-    not wait: the driver frees an executable graph when its queued launches are over.
+    The backend owns all that a graph refers to: memory, modules, workspaces of cuBLAS. `destroy`
+    does not wait. The driver frees an executable graph when its queued launches have ended.
     """
 
     def __init__(
@@ -214,8 +231,8 @@ class CudaGraph(Captured):
         self._stream, self._there = stream, owner.stream_of(stream)
         self._launch = self._driver.api.cuGraphLaunch
         self.template: Template | None = template
-        self._moved: frozenset[int] | None = moved  # None where every part may have moved
-        self._known = True  # whether nodes have the numbers that they have in the template
+        self._moved: frozenset[int] | None = moved  # None: every part may have moved
+        self._known = True  # whether nodes have the same numbers as in the template
         start = time.perf_counter_ns()
 
         def set_nodes(executable: Any) -> None:
@@ -225,7 +242,7 @@ class CudaGraph(Captured):
             self._driver, self._what, template.graph, self._there, set_nodes
         )  # fmt: skip
         self.instantiate_ns = time.perf_counter_ns() - start
-        # A graph that nobody destroys goes with this object.
+        # Also frees the executable form where nobody calls `destroy`.
         template.n_forms += 1
         self._give_back = weakref.finalize(self, _give_back, self._driver.api, executable, template)
         self._give_back.atexit = False  # the driver gives everything back then
@@ -279,7 +296,7 @@ class CudaGraph(Captured):
             return None
 
     def _update_all(self, work: Plannable) -> bool:
-        """Captures `work` and takes over everything, where the topology is the same."""
+        """Captures `work` and takes over every parameter, where the topology is the same."""
         driver, template = self._driver, self._alive("cannot be updated")
         start = time.perf_counter_ns()
         graph, tape = self.owner.record(self._what, work)
@@ -294,7 +311,7 @@ class CudaGraph(Captured):
             raise driver.failure(error, "cuGraphExecUpdate", self._what)
         self.recaptured += 1
         self.nodes, self._moved = tape.nodes, None
-        # Only equal commands were captured in the same order: then nodes keep their numbers.
+        # Nodes keep their numbers only where equal commands were captured in the same order.
         self._known = changed_parts(template.identity, work.identity) is not None
         return True
 
@@ -311,6 +328,6 @@ class CudaGraph(Captured):
 
 
 def _give_back(api: Any, executable: Any, template: Template) -> None:
-    """The driver frees an executable form behind its queued launches."""
+    """The end of an executable form. The driver frees it when its queued launches have ended."""
     api.cuGraphExecDestroy(executable)
     template.release()

@@ -1,4 +1,4 @@
-"""When the device passed a point of a stream, on the host's clock: timing events from a pool."""
+"""Times at which the device passed a point of a stream, on the host's clock, from timing events."""
 
 import time
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ CLOCK_TRIES, CLOCK_MAX_AGE_NS = 5, 2_000_000_000
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A recorded timing event. It goes back to the pool when nobody holds the mark any more."""
+    """A recorded timing event. It returns to the pool when nobody holds the mark any more."""
 
     event: CudaEvent
     pool: list[CudaEvent]
@@ -21,7 +21,10 @@ class Mark:
 
 
 class Marks:
-    """The marks of a device. n_made: events in the pool and in marks that somebody holds."""
+    """The marks of a device.
+
+    n_made: events that exist, in the pool and in marks that somebody holds.
+    """
 
     def __init__(self, driver: Driver):
         self._driver = driver
@@ -30,8 +33,8 @@ class Marks:
         self.n_made = 0
 
     def make(self, stream: Any, idle: Any) -> Mark:
-        """Records a mark on CUstream `stream`. While none is held, the clock is set afresh, on
-        CUstream `idle`."""
+        """Records a mark on the CUstream `stream`. Where nobody holds a mark, the clocks are
+        compared anew first, on the CUstream `idle`."""
         if self.n_made == len(self._pool):
             self._set_clock(idle)
         if not self._pool:
@@ -43,17 +46,21 @@ class Marks:
         return mark
 
     def resolve(self, begin: Mark, end: Mark) -> tuple[int, int]:
-        """Times between marks are the device's (resolution 0.5 us). The host's clock was compared
-        when the trace began: one event was recorded and waited for on an idle stream, the quickest
-        of five tries. The error is half that round trip, some 5 us, and the drift of the two clocks
-        since, about 1 us a second."""
+        """When the device passed two marks, in ns of the host's clock.
+
+        The device measures the time between marks (resolution 0.5 us). The clocks were compared
+        when the trace began: the host recorded an event on an idle stream and waited for it. The
+        quickest of five tries counts. The error is half its round trip, some 5 us, plus the drift
+        of the clocks since, about 1 us a second.
+        """
         assert self._clock is not None, "a mark is made before it is resolved"
         base, base_ns = self._clock
         start = base_ns + round(self._elapsed_ms(base, begin.event) * 1e6)
         return start, start + round(self._elapsed_ms(begin.event, end.event) * 1e6)
 
     def clear(self) -> None:
-        """Gives the events back. The event of a mark that is still held goes with the mark."""
+        """Gives the events back. A mark that somebody still holds keeps its event to its own
+        end."""
         self._pool.clear()
         self._clock = None
 

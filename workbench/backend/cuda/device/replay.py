@@ -1,7 +1,7 @@
-"""Launches captured into a CUDA graph and replayed, and what reading memory can reach.
+"""Timing of short kernels, by replays of a CUDA graph, and the rate at which kernels read memory.
 
-A kernel of a few microseconds cannot be timed between two events, because the host takes as long to
-launch it. A graph holds many launches and is launched once; the device works at its own speed.
+A kernel of a few microseconds cannot be timed between two events, because the host needs as long to
+launch it. A graph holds many launches and is launched once, so the device runs at its own speed.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from workbench.backend.cuda.device.backend import CudaBackend
 
 READ_THREADS, WORD_BYTES = 256, 16  # of kernels/read.cu
-READ_WORDS = (4, 8, 16)  # read_4, read_8, read_16: words a thread reads in one round
-READ_GRIDS = (4, 8, 16, 32, 0)  # blocks for each multiprocessor; 0: a block for each tile
+READ_WORDS = (4, 8, 16)  # read_4, read_8, read_16: words that a thread reads in one round
+READ_GRIDS = (4, 8, 16, 32, 0)  # blocks a multiprocessor; 0: a block for each tile
 READ_BYTES = 4 << 30  # read in one replay
 
 
 class TimedReplay(AbstractContextManager["TimedReplay"]):
-    """`issues`, captured in order from one stream into a graph that can be replayed.
+    """A graph of `issues`, captured in order from one stream, that can be replayed.
 
-    What the issues refer to (memory, kernels) must live as long as the replay. Not to be used by
-    two threads. `close`, or the end of a `with`, gives everything back.
+    The memory and kernels of the issues must live as long as the replay. Only one thread may use
+    it. `close`, or the end of a `with`, gives everything back.
 
-    Raises UsageError where there is nothing to capture or the stream is being captured already,
-    and DeviceError where an issue does what a capture forbids.
+    Raises UsageError where `issues` is empty or the stream is already being captured, and
+    DeviceError where an issue does something that a capture forbids.
     """
 
     def __init__(self, backend: CudaBackend, issues: Sequence[Issue], stream: int = COMPUTE_STREAM):
         self._driver = backend._driver
         self._stream = backend._stream(stream)
         self._what = f"replay of {len(issues)} launches"
-        self._issues = tuple(issues)  # the graph holds the addresses of what they own
+        self._issues = tuple(issues)  # they own the memory that the graph names
         self._graph: Any = None
         self._executable: Any = None
         self._events: list[Any] = []
@@ -50,7 +50,7 @@ class TimedReplay(AbstractContextManager["TimedReplay"]):
         status = self._call("cuStreamIsCapturing", self._stream)
         if status != self._driver.api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
             raise UsageError(f"stream {stream} is being captured already; end that capture first")
-        # A product's first launch loads code, which a capture does not bear.
+        # The first launch of a product loads code, and a capture forbids that.
         for issue in dict.fromkeys(issues):
             issue()
         self._call("cuStreamSynchronize", self._stream)
@@ -73,16 +73,16 @@ class TimedReplay(AbstractContextManager["TimedReplay"]):
         self._call("cuGraphLaunch", self._executable, self._stream)
 
     def run(self, n: int = 1) -> None:
-        """Replays n times and waits."""
+        """Replays n times, then waits."""
         for _ in range(n):
             self._queue()
         self._call("cuStreamSynchronize", self._stream)
 
     def time_us(self, n: int) -> list[float]:
-        """The device's time for each of n replays, in us, by timing events between them.
+        """The device's time for each of n replays, in us, from timing events between them.
 
-        One more replay goes before them untimed. The device is busy with it while the host queues
-        the others: the times hold no time of the host.
+        One more replay runs before them and is not timed. The host queues all others while the
+        device runs that replay, so the times include no time of the host.
         """
         while len(self._events) <= n:
             self._events.append(self._driver.event(timing=True))
@@ -103,7 +103,7 @@ class TimedReplay(AbstractContextManager["TimedReplay"]):
         graph, executable = self._graph, self._executable
         self._graph = self._executable = None
         if executable is not None:
-            api.cuStreamSynchronize(self._stream)  # a failure was or will be told by another call
+            api.cuStreamSynchronize(self._stream)  # another call reports a failure
         give_back(api, graph, executable)
         self._events.clear()
         self._issues = ()
@@ -121,8 +121,9 @@ def read_rates(backend: CudaBackend, nbytes: int = READ_BYTES, n: int = 5) -> di
     """GB/s at which each of several kernels reads memory: the fastest of n replays of `nbytes`.
 
     Keys name kernel and grid: `read_8 x16` has 16 blocks for each multiprocessor, `read_8 tiles`
-    one for each tile. Where the device has no room for `nbytes`, a smaller buffer is read several
-    times in one replay, down to 8 times the L2 cache. Raises DeviceError where that does not fit.
+    has a block for each tile. Where the device has no room for `nbytes`, one replay reads a smaller
+    buffer several times. The smallest buffer has 8 times the size of the L2 cache. Raises
+    DeviceError where it does not fit.
     """
     memory = _room(backend, nbytes, 8 * l2_bytes(backend))
     sink = backend.allocate(4, Space.DEVICE)
@@ -152,7 +153,7 @@ def read_rates(backend: CudaBackend, nbytes: int = READ_BYTES, n: int = 5) -> di
 
 
 def _room(backend: CudaBackend, nbytes: int, least: int) -> Any:
-    """Device memory of `nbytes`, or of a half, a quarter, .. where there is no more."""
+    """Device memory of `nbytes`, or of a half, a quarter and so on where there is less."""
     while True:
         try:
             return backend.allocate(nbytes, Space.DEVICE)

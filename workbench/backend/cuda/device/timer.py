@@ -1,10 +1,13 @@
-"""The GPU's clock, `%globaltimer`: the kernels that read it, and how far it is from the host's.
+"""The GPU's clock, `%globaltimer`: the kernels that read it, and its distance from the host's
+clock.
 
-A kernel of one thread waits in turn for each of TRIES words of the host, and answers with the
-clock. Question and answer lie in pinned memory. The answer was given between the two moments in
-which the host asked and saw it, so the quickest of the answers is off by half its round trip at
-most: 1 to 2 us over PCIe. The clocks drift apart by about 1 us a second. Beforehand the kernel
-reads the clock again and again: the least difference but 0 is the step in which it goes on.
+A kernel of one thread answers each of TRIES questions of the host with the time. Question and
+answer are words of pinned memory. The kernel read its clock after the host asked and before the
+host saw the answer. So the quickest answer is off by at most half its round trip: 1 to 2 us over
+PCIe. The clocks drift apart by about 1 us a second.
+
+Before the first answer the kernel reads its clock again and again. The least difference above 0 is
+the step in which the clock advances.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.common.errors import DeviceError
 
 TRIES, LIMIT_NS = 16, 1_000_000_000
-# words of 8 bytes; host and device each write cache lines of their own
+# indices of words of 8 bytes; host and device write separate cache lines
 ASKED, TICK, ANSWERS = 0, 8, 16
 NBYTES = 8 * (ANSWERS + TRIES)
 
@@ -29,13 +32,16 @@ def stamp(counter: int, ring: int, n_pairs: int, is_end: bool) -> Kernel:
 
 
 def answer(words: int) -> Kernel:
-    """Measures the clock's step, then answers. words: address of NBYTES of pinned memory, zeros."""
+    """The launch that measures the clock's step, and then answers.
+
+    words: the address of NBYTES of zeroed pinned memory.
+    """
     return Kernel("stamp", "answer", (1, 1), 1, [words, TRIES, LIMIT_NS])
 
 
 def read(memory: Memory) -> DeviceClock:
-    """Asks the kernel `answer`, which is launched with `memory`. Raises DeviceError where nobody
-    answers."""
+    """Asks the kernel `answer`, which has been launched with `memory`. Raises DeviceError where no
+    answer comes."""
     assert memory.array is not None, "pinned memory is the host's too"
     words = memoryview(memory.array.view(np.int64).data)
     deadline = time.perf_counter_ns() + 2 * LIMIT_NS

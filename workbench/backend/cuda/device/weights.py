@@ -1,21 +1,21 @@
-"""Weights on their way from the model file to the GPU, and which of them its kernels can use.
+"""Loading of weights from the model file to the GPU, and the weight types that its kernels take.
 
 Worker threads copy bytes from the file's map into the entries of a pinned ring (NumPy copies
-without the GIL). From there they go to the device on one stream. For the types of REPACKED a kernel
-on another stream lays them out as `kernels/weights.cuh` says:
+without the GIL). One stream copies the entries to the device. Weights of the types in REPACKED are
+then repacked, by a kernel on another stream, into the layout of `kernels/weights.cuh`:
 
     worker 0        | read entry 0 | read entry 2 |
     worker 1        | read entry 1 | read entry 3 |
     copy stream                    | copy 0 | copy 1 | copy 2 |
     repack stream                           | repack 0 | repack 1 |
 
-The caller's thread alone talks to the driver. It waits for an entry's repacking before the entry is
-filled again, a ring later, and for everything once, in `finish`. A tensor's part of an entry begins
-on a multiple of ALIGN: many small tensors travel in one entry.
+Only the caller's thread calls the driver. Before it fills an entry again, it waits until that entry
+was repacked. `finish` waits for all entries. Many small tensors can share an entry; the bytes of
+each tensor begin on a multiple of ALIGN.
 
-The limit is the host's memory copy (a thread reaches some 10 GB/s, PCIe 5 some 50), hence several
-workers. Registering the map itself as pinned memory would save the copy. But it pins every page of
-the file first, and not every system allows it for a read-only map.
+The host's memory copy is the bottleneck: a thread reaches some 10 GB/s, PCIe 5 some 50. So there
+are several workers. Registering the map as pinned memory would save the copy, but it pins every
+page of the file first, and not every system allows it for a read-only map.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from workbench.backend.cuda.device.driver import CudaEvent, CudaMemory, Driver
 
 ENTRY_BYTES = 8 << 20
-N_ENTRIES = 8  # so much pinned memory, and as much of the device's, while loading
+N_ENTRIES = 8  # each has ENTRY_BYTES of pinned memory and as much device memory while loading
 N_WORKERS = 4
 ALIGN = 256
-WORD = 16  # bytes of a load: the memory of a weight ends on a multiple of it, with zeros
+WORD = 16  # bytes that kernels load at once; zeros fill a weight's memory up to a multiple of it
 
 UNIT, THREADS = 32, 256  # repack: weights of a thread, threads of a block
-REPACKED = frozenset(d.name for d in QUANTISED)  # a kernel of kernels/repack.cu each
+REPACKED = frozenset(d.name for d in QUANTISED)  # kernels/repack.cu has a kernel for each
 
-# What the kernels compute: (op or its variant, weight type) -> most tokens (get_rows: rows) a node
-# may have.
+# The nodes that kernels compute: (op or its variant, types) -> the most tokens of a node, of
+# get_rows the most rows.
 ANY = 1 << 31
 CACHE_STORES = ("set_rows", "copy_to_view", "copy_by_table")
 _PRODUCTS = [d.name for d in WEIGHT_DTYPES]
@@ -64,11 +64,13 @@ MOST_TOKENS: dict[tuple[str, ...], int] = {
 
 
 def refuses(node: Node, launches: Callable[[Node], Any]) -> str:
-    """Why the cuda backend cannot compute `node`, in one line, or "".
+    """Why the cuda backend cannot compute `node`, in one line; empty where it can.
 
-    launches: makes the node's launches without a device; raises DeviceError where no kernel has its
-    shape. Types and numbers of tokens are looked up in MOST_TOKENS. A kernel is chosen by name,
-    and a missing one would show only when it is compiled.
+    launches: makes the node's launches without a device. Raises DeviceError where no kernel takes
+        the shape.
+
+    Types and numbers of tokens are looked up in MOST_TOKENS: launches name their kernel, and a
+    missing kernel would show only in its compilation.
     """
     kind = variant(node)
     if len(kind) > 1:
@@ -93,28 +95,31 @@ def refuses(node: Node, launches: Callable[[Node], Any]) -> str:
 
 
 def repack(dtype: str, dst: int, src: int, first: int, n: int, total: int) -> Kernel:
-    """Lays out blocks first .. first + n - 1 of a weight of `total` blocks. src: the n blocks as in
-    the file, at a multiple of 16 bytes. dst: where the weight begins."""
+    """The launch that repacks blocks first .. first + n - 1 of a weight of `total` blocks.
+
+    src: the n blocks as in the file, at a multiple of 16 bytes.
+    dst: the address at which the weight begins.
+    """
     units = n * (DTYPES[dtype].block // UNIT)
     grid = (blocks(units, THREADS), 1)
     return Kernel("repack", f"repack_{dtype}", grid, THREADS, [dst, src, first, n, total])
 
 
 class Piece(NamedTuple):
-    """Bytes of one tensor that travel in an entry."""
+    """Bytes of one tensor in an entry."""
 
-    what: str  # for messages
+    what: str  # the piece's name in messages
     source: np.ndarray  # uint8 (n,), in the file's map
     at: int  # offset in the entry
-    there: int  # device address of these bytes; of a repacked weight where the weight begins
-    dtype: str  # "" where the bytes stay as they are
-    first: int  # blocks of the weight before these
-    n: int  # blocks
+    there: int  # device address of these bytes; where they are repacked, of the whole weight
+    dtype: str  # "" where the bytes are not repacked
+    first: int  # blocks of the weight before this piece
+    n: int  # blocks of this piece
     total: int  # blocks of the weight
 
 
 class Entry:
-    """A pinned buffer with the staging memory it is copied to; ENTRY_BYTES each."""
+    """A pinned buffer, and the device memory to which it is copied, of ENTRY_BYTES each."""
 
     def __init__(self, pinned: CudaMemory, staging: CudaMemory, event: Callable[[], CudaEvent]):
         assert pinned.array is not None
@@ -127,18 +132,21 @@ class Entry:
         self.read = Future[None]()
 
     def fill(self) -> None:
-        """Copies what the pieces name out of the file's map. Run by a worker."""
+        """Copies the bytes of the pieces out of the file's map. A worker runs it."""
         for piece in self.pieces:
             np.copyto(self.array[piece.at : piece.at + piece.source.nbytes], piece.source)
 
 
 class Uploader:
-    """One loading: `load` for every weight, then `finish`; `close` gives up.
+    """Loads weights: call `load` for every weight, then `finish`. `close` gives up.
 
-    driver: for calls and events. allocate(nbytes, space): device and pinned memory, not zeroed.
-    prepare(kernel, stream, what): a callable that launches. copies, repacks: two CUstreams that
-    nothing else is queued on. All calls come from one thread. What `load` was given is kept alive
-    and read later, at the latest in `finish`; it must not change until then.
+    driver: for calls and events.
+    allocate(nbytes, space): device and pinned memory, not zeroed.
+    prepare(kernel, stream, what): a command that launches `kernel`.
+    copies, repacks: two CUstreams for this object alone.
+
+    All calls come from one thread. The data of `load` is kept alive and read later, at the latest
+    in `finish`. It must not change before.
     """
 
     def __init__(
@@ -155,18 +163,22 @@ class Uploader:
         self._workers = ThreadPoolExecutor(n, thread_name_prefix="loading")
         self._entries: list[Entry] = []
         self._filling: Entry | None = None
-        self._reading: deque[Entry] = deque()  # a worker's, or waiting for one
-        self._issued: deque[Entry] = deque()  # the device's
+        self._reading: deque[Entry] = deque()  # a worker reads them, or will
+        self._issued: deque[Entry] = deque()  # the device copies and repacks them, or will
 
     def load(self, tensor: Tensor, data: np.ndarray) -> CudaMemory:
-        """Memory for a weight. Its bytes are there at the end of `finish`; the memory is not freed
-        before. data: the file's bytes, of any shape and type. Raises DeviceError where their number
-        is not the tensor's, or there is no memory."""
+        """Memory for a weight. It holds the weight once `finish` has returned, and must not be
+        freed before.
+
+        data: the file's bytes, of any shape and type.
+
+        Raises DeviceError where `data` has another size than the tensor, or memory is short.
+        """
         flat = data.reshape(-1).view(np.uint8)
         if flat.nbytes != tensor.nbytes:
             raise DeviceError(f"{tensor!r} wants {tensor.nbytes} bytes, not {flat.nbytes}")
         memory, what = self._allocate(tensor.nbytes, Space.DEVICE), f"loading {tensor.name}"
-        if tail := -tensor.nbytes % WORD:  # kernels may read it with the last bytes
+        if tail := -tensor.nbytes % WORD:  # kernels may read them with the last bytes
             end = memory.address + tensor.nbytes
             self._driver.call("cuMemsetD8Async", what, end, 0, tail, self._copies)
         repacked = tensor.dtype.name in REPACKED
@@ -185,7 +197,7 @@ class Uploader:
         return memory
 
     def finish(self) -> None:
-        """Waits until every weight is where it belongs, and gives threads and entries back."""
+        """Waits until every weight lies in its memory, and gives threads and entries back."""
         try:
             self._submit()
             while self._reading:
@@ -196,7 +208,8 @@ class Uploader:
             self.close()
 
     def close(self) -> None:
-        """Ends the threads and gives the entries back. Weights not yet under way stay unloaded."""
+        """Ends the threads and gives the entries back. Weights that no worker has begun to read are
+        not loaded."""
         self._workers.shutdown(wait=True, cancel_futures=True)
         for entry in self._entries:  # freeing waits for the device
             entry.pinned.free()
@@ -207,7 +220,7 @@ class Uploader:
         self._issued.clear()
 
     def _with_room(self, nbytes: int) -> Entry:
-        """The entry being filled, with room for nbytes."""
+        """The entry that is being filled, with room for nbytes."""
         if self._filling is not None and ENTRY_BYTES - self._filling.used < nbytes:
             self._submit()
         if self._filling is None:
@@ -215,14 +228,15 @@ class Uploader:
         return self._filling
 
     def _submit(self) -> None:
-        """Hands the entry being filled to the workers."""
+        """Gives the entry that is being filled to the workers."""
         entry, self._filling = self._filling, None
         if entry is not None:
             entry.read = self._workers.submit(entry.fill)
             self._reading.append(entry)
 
     def _empty(self) -> Entry:
-        """An entry nobody uses: a new one, or with N_ENTRIES the one issued longest ago."""
+        """A free entry: a new entry, or, where there are N_ENTRIES, the entry issued longest
+        ago."""
         while self._reading and self._reading[0].read.done():
             self._issue_oldest()
         if len(self._entries) < N_ENTRIES:
@@ -238,7 +252,8 @@ class Uploader:
         return entry
 
     def _issue_oldest(self) -> None:
-        """Queues copies and repacking of the entry submitted longest ago, once it has been read."""
+        """Waits until the entry submitted longest ago has been read, and queues its copies and its
+        repacking."""
         entry = self._reading[0]
         entry.read.result()
         call, copies, repacks = self._driver.call, self._copies, self._repacks

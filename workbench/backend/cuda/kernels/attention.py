@@ -1,7 +1,7 @@
 """Launches of attention on CUDA: grids, tunings and scratch for `kernels/attention.cu`.
 
-Pure: addresses and shapes in, data out. Everything follows from shapes and the padded n_kv: a
-result does not depend on where tokens lie in the cache. Constants repeat the source's.
+Pure: addresses and shapes in, data out. Only shapes and the padded n_kv decide, so a result does
+not depend on the cells in which tokens lie. The constants repeat constants of the source.
 """
 
 from typing import NamedTuple
@@ -11,24 +11,27 @@ from workbench.common.errors import DeviceError
 from workbench.config import AttnKernel, KVParts, SkipMaskedKV
 
 MAX_HEAD_DIM = 256
-MOST_TOKENS = 1 << 30  # of a sequence; more than there can be
-FEW_TOKENS = 8  # attention_decode alone up to here
+MOST_TOKENS = 1 << 30  # of a sequence; no sequence has more
+FEW_TOKENS = 8  # up to so many tokens of a step attention_decode computes all
 CELLS = 16  # attention_decode: cells of a tile
-CELL_PAD = 8  # halves behind each row of a tile, against bank conflicts
+CELL_PAD = 8  # halves after each row of a tile, against bank conflicts
 
-# What the figures below are measured against: an H100 has 132 multiprocessors, and each holds two
-# blocks of these kernels.
-BLOCKS = 264  # attention_decode: most blocks, all of them running at once
-CLUSTER = 8  # most blocks of a cluster that every device with clusters accepts
-LEAST_TILES = 16  # attention_decode: tiles of a block where several clusters share the cells
+# These figures are for an H100: 132 multiprocessors, which hold two blocks of these kernels each.
+BLOCKS = 264  # attention_decode: the most blocks; all of them run at once
+CLUSTER = 8  # the most blocks of a cluster that every device with clusters accepts
+LEAST_TILES = 16  # attention_decode: least tiles of a block where several clusters share the cells
 SETS = (1, 2, 4)
-ENOUGH_BLOCKS = 66  # attention_prefill: with fewer, attention_decode shares the cells as well
+ENOUGH_BLOCKS = 66  # attention_prefill: with fewer blocks, attention_decode is used instead
 
 
 class AttentionShape(NamedTuple):
-    """What attention is computed of; see `graph/ops.py`. n_kv: the padded cells of each kv head.
-    n_regions: sequences with cells of their own; 0: all have the same. skip, kv_parts, kernel:
-    values of the toggles. k_type, v_type: names of the cache's types, for `attending.py`."""
+    """The shapes of an attention node (`graph/ops.py`), and how it is computed.
+
+    n_kv: the padded cells of each kv head.
+    n_regions: sequences with cells of their own; 0: all sequences share the cells.
+    skip, kv_parts, kernel: values of the toggles.
+    k_type, v_type: names of the cache's types, for `attending.py`.
+    """
 
     n_tokens: int
     n_head: int
@@ -59,7 +62,8 @@ class AttentionShape(NamedTuple):
         return self.n_regions > 1 and not self.each_one
 
     def row_groups(self, rows: int) -> int:
-        """Groups of `rows` rows of a kv head, of sequences of their own at most."""
+        """Groups of `rows` rows of a kv head. Where sequences have cells of their own, no group
+        spans two of them; the number is then the most there can be."""
         if self.each_one:
             return self.n_tokens * blocks(self.group, rows)
         if self.ragged:
@@ -73,14 +77,18 @@ class AttentionShape(NamedTuple):
 
     @property
     def few(self) -> bool:
-        """Whether the tokens are so few that attention_decode alone takes them."""
+        """Whether the tokens are so few that attention_decode computes all of them."""
         return self.each_one or self.n_tokens <= FEW_TOKENS
 
 
 class AttentionAt(NamedTuple):
-    """Addresses in bytes. dst (n_tokens, n_head * head_dim) is F32 or Q8_ACT; q, k, v and mask are
-    as `graph/ops.py` has them. scratch: see `scratch_bytes`. counters: u32, zero before the launch
-    and zero again after; a launch wants groups * cluster of them, at most BLOCKS."""
+    """Addresses in bytes.
+
+    dst: (n_tokens, n_head * head_dim), F32 or Q8_ACT.
+    q, k, v, mask: as in `graph/ops.py`.
+    scratch: of `scratch_bytes`.
+    counters: u32, zero before and after a launch; a launch needs groups * cluster, at most BLOCKS.
+    """
 
     dst: int
     q: int
@@ -95,8 +103,13 @@ class AttentionAt(NamedTuple):
 
 
 class AttentionTuning(NamedTuple):
-    """Macros of one compilation. sets: 8 rows each, of a block (decode). warps of a block; stages:
-    tiles in shared memory; cells of a tile."""
+    """Macros of one compilation.
+
+    sets: sets of 8 rows of a block (decode).
+    warps: of a block.
+    stages: tiles in shared memory.
+    cells: of a tile.
+    """
 
     sets: int
     warps: int
@@ -104,16 +117,21 @@ class AttentionTuning(NamedTuple):
     cells: int
 
 
-# Many tokens over few cells: blocks of 16 rows and 8 warps, one a multiprocessor, one tile a warp;
-# blocks of a cluster -> clusters that a device has room for (cuOccupancyMaxActiveClusters, H100).
+# Many tokens over few cells: blocks of 16 rows and 8 warps, a block a multiprocessor, a tile a
+# warp. CLUSTERS: blocks of a cluster -> clusters that run at once (cuOccupancyMaxActiveClusters,
+# H100).
 MANY, MANY_TILES = AttentionTuning(2, 8, 1, CELLS), 64
 CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
 
 
 class DecodeGrid(NamedTuple):
-    """The grid of attention_decode: (n_head_kv * row groups, kv_parts). `cluster` blocks whose
-    parts of the cells follow each other are a cluster. With stream_k it is (blocks, 1) instead, and
-    kv_parts and cluster are 1."""
+    """The grid of attention_decode: (groups, kv_parts). With stream_k the grid is (blocks, 1)
+    instead (`StreamGrid`), and kv_parts and cluster are 1.
+
+    groups: n_head_kv * row groups.
+    kv_parts: parts of the cells, a block for each.
+    cluster: so many blocks with neighbouring parts form a cluster.
+    """
 
     tuning: AttentionTuning
     groups: int
@@ -122,8 +140,11 @@ class DecodeGrid(NamedTuple):
 
 
 class StreamGrid(NamedTuple):
-    """How stream_k cuts the tiles of all row groups, one behind the other: so many blocks, each
-    with `piece` of the tiles."""
+    """How stream_k cuts the tiles of all row groups, one group after another, into pieces.
+
+    blocks: of the grid.
+    piece: tiles of a block.
+    """
 
     blocks: int
     piece: int
@@ -134,7 +155,7 @@ def _dim(head_dim: int) -> int:
 
 
 def check(head_dim: int) -> None:
-    """Raises DeviceError for a head_dim that no kernel has."""
+    """Raises DeviceError for a head_dim that no kernel takes."""
     if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
         raise DeviceError(
             f"attention: head_dim {head_dim} is not supported on cuda (multiples of 8 up to "
@@ -143,7 +164,8 @@ def check(head_dim: int) -> None:
 
 
 def decode_tuning(rows: int, head_dim: int) -> AttentionTuning:
-    """For blocks that hold `rows` query rows: as many sets as the rows take and registers allow."""
+    """The tuning of blocks with `rows` query rows: as many sets as the rows need and registers
+    allow."""
     dim = _dim(head_dim)
     if dim > 128:
         return AttentionTuning(1, 2, 2, CELLS)
@@ -159,25 +181,25 @@ def prefill_tuning(head_dim: int) -> AttentionTuning:
 
 
 def stream(groups: int, tiles: int, least: int) -> StreamGrid:
-    """The pieces of `tiles` tiles of each group: as many as run at once, of `least` tiles or more.
-    Follows from shapes and the padded n_kv alone."""
+    """The pieces of `groups` groups of `tiles` tiles: as many as run at once, each of at least
+    `least` tiles. Only shapes and the padded n_kv decide."""
     piece = max(least, blocks(groups * tiles, BLOCKS))
     return StreamGrid(blocks(groups * tiles, piece), piece)
 
 
 def parts_of(shape: AttentionShape, groups: int, warps: int) -> tuple[int, int]:
-    """As `kv_parts`, for a shape that may want one part, or parts that no row has to itself."""
+    """As `kv_parts`; (1, 1) where the shape has the toggle kv_parts=off or stream_k."""
     if shape.kv_parts != KVParts.PARALLEL_BLOCKS:
         return 1, 1
     return kv_parts(groups, shape.n_kv, warps)
 
 
 def kv_parts(groups: int, n_kv: int, warps: int) -> tuple[int, int]:
-    """Blocks that share the cells of one kv head and group of rows, and how many are a cluster.
+    """How many blocks share the cells of a group of rows, and how many of them form a cluster.
 
-    One cluster has no more blocks than have a tile for each warp, and merges without leaving the
-    chip's multiprocessors. Several clusters merge through memory; each of their blocks has at least
-    LEAST_TILES."""
+    One cluster merges in shared memory. It has no more blocks than there are tiles for all their
+    warps. Several clusters merge through memory, so each of their blocks has at least LEAST_TILES.
+    """
     tiles, most = blocks(n_kv, CELLS), max(1, BLOCKS // groups)
     useful = 1 << (blocks(tiles, warps) - 1).bit_length()
     cluster = min(CLUSTER, useful, 1 << (most.bit_length() - 1))
@@ -188,8 +210,11 @@ def kv_parts(groups: int, n_kv: int, warps: int) -> tuple[int, int]:
 
 
 def decode_grid(shape: AttentionShape) -> DecodeGrid:
-    """Sets are few while the cells are few. Other blocks then read the cells again from L2, and
-    would have no work otherwise. With many cells there are as many sets as the rows fill."""
+    """The grid of attention_decode for a shape.
+
+    With few cells, blocks have few sets: more blocks then read the same cells from L2, and would
+    have no work otherwise. With many cells, blocks have as many sets as the rows fill.
+    """
     rows, dim, tiles = shape.rows, _dim(shape.head_dim), blocks(shape.n_kv, CELLS)
     many = not shape.few and 64 < dim <= 128 and shape.kv_parts == KVParts.PARALLEL_BLOCKS
     groups = shape.n_head_kv * blocks(rows, 8 * MANY.sets)
@@ -200,7 +225,7 @@ def decode_grid(shape: AttentionShape) -> DecodeGrid:
     if many and tiles <= MANY_TILES and groups <= CLUSTERS[1]:
         cluster = next(size for size, room in CLUSTERS.items() if groups <= room)
         return DecodeGrid(MANY, groups, cluster, cluster)
-    # tiles a block should have left
+    # the least tiles that a block should have
     each = 4 if shape.few else 16 if many and tiles <= 16 else 8
     for sets in SETS:
         tuning = decode_tuning(min(rows, 8 * sets), shape.head_dim)
@@ -208,12 +233,13 @@ def decode_grid(shape: AttentionShape) -> DecodeGrid:
         if rows <= 8 * sets or groups * blocks(tiles, each) <= BLOCKS:
             break
     if tuning.sets == 1 and 64 < dim <= 128 and 4 * CLUSTER < tiles <= 8 * CLUSTER:
-        tuning = AttentionTuning(1, 8, 1, CELLS)  # one tile a warp
+        tuning = AttentionTuning(1, 8, 1, CELLS)  # a tile a warp
     return DecodeGrid(tuning, groups, *parts_of(shape, groups, tuning.warps))
 
 
 def uses_prefill(shape: AttentionShape) -> bool:
-    """Whether the tokens are so many that blocks of 64 rows over all cells fill the device."""
+    """Whether attention_prefill computes the shape: blocks of 64 rows, each over all cells, are
+    enough to fill the device."""
     tall = blocks(shape.rows, 16 * prefill_tuning(shape.head_dim).warps)
     alone = shape.kv_parts != KVParts.PARALLEL_BLOCKS
     enough = shape.n_head_kv * tall >= ENOUGH_BLOCKS or alone
@@ -221,12 +247,12 @@ def uses_prefill(shape: AttentionShape) -> bool:
 
 
 def tile_bytes(head_dim: int, cells: int, rows: int) -> int:
-    """A Tile of attention.cuh: K and V, and the mask for as many tokens as there can be."""
+    """Bytes of a Tile of attention.cuh: K, V, and the mask of at most `rows` tokens."""
     return 2 * (2 * cells * (_dim(head_dim) + CELL_PAD) + rows * (cells + CELL_PAD))
 
 
 def _stored_bytes(head_dim: int, sets: int) -> int:
-    """Rows::STORED_BYTES: queries that lie in shared memory."""
+    """Bytes of the queries in shared memory: Rows::STORED_BYTES."""
     steps = _dim(head_dim) // 16
     return steps * sets * 32 * 8 if steps * sets > 16 else 0
 
@@ -242,10 +268,11 @@ def prefill_shared(head_dim: int, t: AttentionTuning) -> int:
 
 
 def scratch_bytes(shape: AttentionShape, grid: DecodeGrid | None = None) -> int:
-    """Bytes for what the parts of attention_decode leave to the last block: for each part and row,
-    head_dim sums, a maximum and a weight. With clusters only some of it is used."""
+    """Bytes of the partial results that the last block merges: for each part and row head_dim sums,
+    a maximum and a weight. Clusters use only some of these bytes."""
     row = (shape.head_dim + 2) * 4
-    if shape.kv_parts == KVParts.STREAM_K:  # two parts of each block, of its widest kernel
+    if shape.kv_parts == KVParts.STREAM_K:
+        # A block leaves at most two parts. attention_prefill has the most rows.
         return BLOCKS * 2 * row * (16 * prefill_tuning(shape.head_dim).warps)
     if uses_prefill(shape) and not shape.ragged:
         return 0
@@ -256,8 +283,8 @@ def scratch_bytes(shape: AttentionShape, grid: DecodeGrid | None = None) -> int:
 
 
 def can_quantise(shape: AttentionShape) -> bool:
-    """Whether `launches` can give its result as Q8_ACT: attention_decode does, where a block of 32
-    lies in one head."""
+    """Whether `launches` can give its result as Q8_ACT: attention_decode can, where heads consist
+    of whole blocks of 32."""
     return shape.head_dim % 32 == 0 and not uses_prefill(shape)
 
 
@@ -269,11 +296,13 @@ def launches(
     tuning: AttentionTuning | None = None,
     grid: DecodeGrid | None = None,
 ) -> list[Kernel]:
-    """The launch that computes attention.
+    """The launches that compute attention.
 
-    quantised: whether dst is Q8_ACT (where `can_quantise`) rather than F32. tuning (prefill) and
-    grid (decode): in place of the usual ones, for measuring. Raises DeviceError for a head_dim that
-    no kernel has.
+    quantised: whether dst is Q8_ACT rather than F32; only where `can_quantise`.
+    tuning: of attention_prefill, in place of the usual tuning, for measurements.
+    grid: of attention_decode, in place of the usual grid, for measurements.
+
+    Raises DeviceError for a head_dim that no kernel takes.
     """
     check(shape.head_dim)
     if not shape.n_tokens:
@@ -281,7 +310,7 @@ def launches(
     if not uses_prefill(shape):
         return [_decode(shape, at, scale, quantised, grid or decode_grid(shape), MOST_TOKENS)]
     works = [_prefill(shape, at, scale, tuning or prefill_tuning(shape.head_dim))]
-    if shape.ragged:  # sequences of few tokens by themselves
+    if shape.ragged:  # a second launch, for the sequences of few tokens
         works.append(_decode(shape, at, scale, quantised, grid or decode_grid(shape), FEW_TOKENS))
     return works
 
@@ -290,7 +319,7 @@ def _prefill(shape: AttentionShape, at: AttentionAt, scale: float, t: AttentionT
     least = FEW_TOKENS + 1 if shape.ragged else 1
     rows = 16 * t.warps
     groups = shape.row_groups(rows)
-    if shape.ragged:  # of sequences that have `least` tokens
+    if shape.ragged:  # only sequences of at least `least` tokens have groups
         groups = min(shape.n_regions, shape.n_tokens // least) + shape.rows // rows
     defines = (*_defines(shape, t, True), f"TILE_CELLS={t.cells}")
     grid, cut = _cut(shape, (groups, shape.n_head_kv), blocks(shape.n_kv, t.cells), 1)
@@ -305,7 +334,7 @@ def _decode(
     shape: AttentionShape, at: AttentionAt, scale: float, quantised: bool, grid: DecodeGrid,
     most: int,
 ) -> Kernel:  # fmt: skip
-    """most: tokens of a sequence that is computed."""
+    """most: sequences with more tokens are not computed."""
     t = grid.tuning
     defines = (
         *_defines(shape, t, False), f"ROW_SETS={t.sets}", f"CLUSTER={grid.cluster}",
@@ -322,7 +351,11 @@ def _decode(
 def _cut(
     shape: AttentionShape, grid: tuple[int, int], tiles: int, least: int
 ) -> tuple[tuple[int, int], list[int]]:
-    """The grid of a kernel, and its arguments n_groups and piece. grid: without stream_k."""
+    """The grid of a kernel, and its arguments n_groups and piece.
+
+    grid: the grid without stream_k.
+    least: the least tiles of a piece.
+    """
     if shape.kv_parts != KVParts.STREAM_K:
         return grid, [0, 0]
     groups = grid[0] * grid[1]
@@ -338,7 +371,7 @@ _SKIPS: dict[str, int] = {SkipMaskedKV.IN_LOOP: 1, SkipMaskedKV.TAIL: 2, SkipMas
 
 
 def _defines(shape: AttentionShape, t: AttentionTuning, prefill: bool) -> tuple[str, ...]:
-    """Macros of a compilation; what a shape does without is not named."""
+    """Macros of a compilation. A feature that the shape does not use has no macro."""
     regions, skip = shape.n_regions > 0, _SKIPS.get(shape.skip)
     stream_k = shape.kv_parts == KVParts.STREAM_K
     return (

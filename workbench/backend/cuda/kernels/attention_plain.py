@@ -1,9 +1,10 @@
 """Launches of attention without tensor cores: grids and scratch for `kernels/attention_vec.cu` and
 `kernels/attention_tile.cu`, which read K and V of any type of the cache.
 
-Pure, as `attention.py`. A group of query rows has its cells in tiles. One block has all tiles of a
-group, or several share them (`parallel_blocks`), or the tiles of all groups are cut into equal
-pieces (`stream_k`). What several blocks find of a group, a second launch combines.
+Pure, as `attention.py`. The cells of a group of query rows are cut into tiles. The toggle kv_parts
+deals the tiles out to blocks. With `off` a block has all tiles of a group. With `parallel_blocks`
+several blocks share them. With `stream_k` the tiles of all groups are cut into equal pieces. Where
+a group has several blocks, a second launch combines their results.
 """
 
 from collections.abc import Callable
@@ -26,9 +27,9 @@ VEC_WARPS, VEC_CELLS, VEC_ROWS = 4, 32, (1, 2, 4, 8)
 # attention_tile: warps of a block, rows of a group; large heads have fewer cells in a tile
 TILE_WARPS, TILE_ROWS = 8, 32
 COMBINE_THREADS = 128
-BLOCKS = 528  # that share the cells at most: four for each of an H100's multiprocessors
-MOST_PARTS = 8192  # groups times shares, where many groups have nothing to do
-LEAST_TILES = 4  # of a piece (stream_k)
+BLOCKS = 528  # the most blocks with work where blocks share cells: 4 an H100's multiprocessor
+MOST_PARTS = 8192  # the most groups times shares, also where many groups have no work
+LEAST_TILES = 4  # least tiles of a piece (stream_k)
 SKIPS: dict[str, int] = {
     SkipMaskedKV.IN_LOOP: 1,
     SkipMaskedKV.TAIL: 2,
@@ -37,17 +38,23 @@ SKIPS: dict[str, int] = {
 
 
 class TokenCounts(NamedTuple):
-    """Which sequences a launch computes, where they have cells of their own: those with `least` to
-    `most` tokens in the step."""
+    """The sequences that a launch computes, where sequences have cells of their own: all that have
+    `least` to `most` tokens in the step."""
 
     least: int = 1
     most: int = MOST_TOKENS
 
 
 class PlainGrid(NamedTuple):
-    """Groups of at most `rows` rows, each with tiles of `cells` cells. entries: most partial
-    results of a group, one for each block that has some of its tiles. piece: 0, or the tiles of a
-    block with stream_k; then there are n_pieces blocks."""
+    """Groups of query rows, and the blocks that compute them.
+
+    rows: the most rows of a group.
+    cells: cells of a tile.
+    groups: how many groups there are.
+    entries: the most partial results of a group, one for each block that has some of its tiles.
+    piece: with stream_k the tiles of a block, else 0.
+    n_pieces: with stream_k the number of blocks.
+    """
 
     rows: int
     cells: int
@@ -62,7 +69,7 @@ class PlainGrid(NamedTuple):
 
 
 def check(shape: AttentionShape) -> None:
-    """Raises DeviceError for heads that no kernel has."""
+    """Raises DeviceError for heads that no kernel takes."""
     if shape.head_dim % 8 or not 0 < shape.head_dim <= MAX_HEAD_DIM:
         raise DeviceError(
             f"attention: head_dim {shape.head_dim} is not supported on cuda (multiples of 8 up to "
@@ -77,8 +84,8 @@ def check(shape: AttentionShape) -> None:
 
 
 def kernels_of(shape: AttentionShape) -> list[tuple[str, TokenCounts]]:
-    """Which kernels compute attention, each for some sequences. What nobody chose goes by the
-    number of tokens."""
+    """The kernels that compute attention, and the sequences of each. Without a choice the number of
+    tokens decides."""
     if shape.kernel in (AttnKernel.VEC, AttnKernel.TILE):
         return [(shape.kernel, TokenCounts())]
     if shape.ragged:
@@ -90,7 +97,7 @@ def kernels_of(shape: AttentionShape) -> list[tuple[str, TokenCounts]]:
 def vec_grid(shape: AttentionShape, tokens: TokenCounts) -> PlainGrid:
     rows = next((n for n in VEC_ROWS if n >= shape.group), VEC_ROWS[-1])
     each = shape.n_head_kv * blocks(shape.group, rows)
-    # most tokens that are computed; other tokens have groups, too
+    # the most tokens that this launch computes; the other tokens have groups without work
     n = min(shape.n_tokens, max(1, shape.n_regions) * tokens.most)
     return _shared(shape, rows, VEC_CELLS, shape.n_tokens * each, n * each, VEC_WARPS)
 
@@ -107,7 +114,8 @@ def tile_grid(shape: AttentionShape, tokens: TokenCounts) -> PlainGrid:
 def _shared(
     shape: AttentionShape, rows: int, cells: int, groups: int, busy: int, warps: int
 ) -> PlainGrid:
-    """busy: groups that have something to do. warps: of a block that have tiles of their own."""
+    """busy: groups that have work. warps: of a block, where warps have tiles of their own; else
+    1."""
     tiles = blocks(shape.n_kv, cells)
     if shape.kv_parts == KVParts.OFF:
         return PlainGrid(rows, cells, groups, 1)
@@ -126,7 +134,7 @@ _GRIDS: dict[str, Callable[[AttentionShape, TokenCounts], PlainGrid]] = {
 
 
 def shared_bytes(kernel: str, head_dim: int, grid: PlainGrid) -> int:
-    """The struct Memory of a kernel."""
+    """Bytes of the struct Memory of a kernel."""
     if kernel == AttnKernel.VEC:
         of_warp = grid.rows * (grid.cells + head_dim + 2)
         return 4 * (grid.rows * head_dim + VEC_WARPS * of_warp)
@@ -135,8 +143,9 @@ def shared_bytes(kernel: str, head_dim: int, grid: PlainGrid) -> int:
 
 
 def scratch_bytes(shape: AttentionShape) -> int:
-    """For what blocks leave to be combined: of each group, entry and row head_dim sums, a maximum
-    and a weight. Launches use it one after the other."""
+    """Bytes of the partial results that the second launch combines: for each group, entry and row
+    head_dim sums, a maximum and a weight. The launches of a node use the same bytes one after
+    another."""
     most = 0
     for kernel, tokens in kernels_of(shape):
         grid = _GRIDS[kernel](shape, tokens)
@@ -146,8 +155,8 @@ def scratch_bytes(shape: AttentionShape) -> int:
 
 
 def launches(shape: AttentionShape, at: AttentionAt, scale: float) -> list[Kernel]:
-    """The launches that compute attention, as floats. Raises DeviceError for heads that no kernel
-    has."""
+    """The launches that compute attention, with results in F32. Raises DeviceError for heads that
+    no kernel takes."""
     check(shape)
     works: list[Kernel] = []
     for kernel, tokens in kernels_of(shape):
@@ -184,7 +193,7 @@ def _launched(
 
 
 def _defines(shape: AttentionShape, kernel: str, grid: PlainGrid) -> tuple[str, ...]:
-    """Macros of a compilation; what a shape does without is not named."""
+    """Macros of a compilation. A feature that the shape does not use has no macro."""
     tiling = f"GROUP_ROWS={grid.rows}" if kernel == AttnKernel.VEC else f"TILE_CELLS={grid.cells}"
     skip = SKIPS.get(shape.skip)
     return (

@@ -1,10 +1,10 @@
 """Matrix products by cuBLAS, prepared once and issued with one call.
 
-Calls go through ctypes. CuPy's wrapper moves its handle to CuPy's current stream at every call, and
-has no cublasSetWorkspace. The library is CuPy's own: both CuPy and cuda-bindings rely on
-cuda.pathfinder, which finds what the process has loaded or would load.
+Calls go through ctypes. CuPy's wrapper would set the stream of its handle at every call, and it has
+no cublasSetWorkspace. The library is the same that CuPy uses: CuPy and cuda-bindings both rely on
+cuda.pathfinder, which finds the library that the process has loaded or would load.
 
-Importing this module loads nothing; `Blas()` does.
+Importing this module loads nothing; `Blas()` loads cuBLAS.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from workbench.backend.issue.issued import Issued, Words
 from workbench.common.errors import DeviceError
 from workbench.common.extras import install
 
-# A workspace of one size for each stream: so the library gives the same results every time. NVIDIA
-# recommends 32 MiB for compute capability 9.0.
+# Each stream has a workspace of this size. With a fixed workspace cuBLAS gives the same results
+# every time. NVIDIA recommends 32 MiB for compute capability 9.0.
 WORKSPACE_BYTES = 32 << 20
 
 # cublas_api.h, library_types.h
@@ -28,27 +28,27 @@ TRANSPOSED, AS_IT_IS = 1, 0
 TYPES = {"F32": 0, "F16": 2, "BF16": 14}
 PRODUCT = "cublasGemmEx"
 COMPUTE_F32, DEFAULT_ALGORITHM = 68, -1
-MATH_FULL_SUMS = 16  # default math, sums of split products not in 16 bits; no TF32 either
+MATH_FULL_SUMS = 16  # default math: no sums in 16 bits, no TF32
 
 
 class Blas:
-    """cuBLAS on the calling thread's device. Each stream has a handle and a workspace of its own:
-    streams side by side share nothing. Raises DeviceError where the library cannot be used."""
+    """cuBLAS on the calling thread's current device. Each stream has its own handle and workspace,
+    so products may run side by side. Raises DeviceError where the library cannot be used."""
 
     def __init__(self) -> None:
         self._library, self.path = _load()
-        self._handles: dict[int, ctypes.c_void_p] = {}  # by stream
+        self._handles: dict[int, ctypes.c_void_p] = {}  # stream -> handle
         self._workspaces: list[Any] = []
-        self._loaded: set[tuple[Hashable, ...]] = set()  # products that a capture bears
+        self._loaded: set[tuple[Hashable, ...]] = set()  # products whose code is loaded
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
     def prepare(self, gemm: Gemm, stream: int) -> Issued:
-        """Issues `gemm` when called, on `stream` (a CUstream's address). Everything is bound here.
-        The call raises DeviceError where cuBLAS refuses."""
+        """The command that issues `gemm` on `stream` (a CUstream's address), with every argument
+        bound. The command raises DeviceError where cuBLAS refuses."""
         library, check = self._library, self._check
         call = library.cublasGemmEx
         kind, wide = TYPES[gemm.dtype], TYPES["F32"]
-        # cuBLAS counts by columns: it sees w as (cols, rows), x as (cols, n_tokens), and makes
+        # cuBLAS is column-major: it sees w as (cols, rows) and x as (cols, n_tokens), and makes
         # (rows, n_tokens), which is dst.
         i32 = ctypes.c_int
         block = (ctypes.c_int64 * 3)(gemm.w, gemm.x, gemm.dst)
@@ -70,8 +70,11 @@ class Blas:
         return Issued(issue, (PRODUCT, *sizes), Words(block, (0, 1, 2)))
 
     def load(self, product: Issued) -> None:
-        """Makes `product`, from `prepare`, one that a capture bears: the first of its shape loads
-        code. It runs once, into memory that goes again. Where there is none, nothing happens."""
+        """Loads the code of `product`, a command of `prepare`, so that it can be captured.
+
+        The first product of a shape loads code, and a capture forbids that. The product runs once,
+        into memory that is then freed. Without such memory nothing happens.
+        """
         if product.same in self._loaded:
             return
         import cupy
@@ -87,11 +90,11 @@ class Blas:
                 product.call()
             finally:
                 block[2] = dst
-                runtime.free(there)  # behind the product
+                runtime.free(there)  # waits for the product
             self._loaded.add(product.same)
 
     def close(self) -> None:
-        """Destroys the handles; what `prepare` gave must not be called any more."""
+        """Destroys the handles. The commands of `prepare` must not be called afterwards."""
         for handle in self._handles.values():
             self._library.cublasDestroy_v2(handle)
         self._handles.clear()
@@ -114,7 +117,7 @@ class Blas:
                     "smaller model or n_ctx"
                 ) from None
             self._workspaces.append(workspace)
-            # after the stream: setting a stream takes the workspace away again
+            # after the stream: setting a stream resets the workspace
             address, size = ctypes.c_void_p(workspace.ptr), ctypes.c_size_t(WORKSPACE_BYTES)
             check("cublasSetWorkspace", library.cublasSetWorkspace_v2(handle, address, size))
             mode = ctypes.c_int(MATH_FULL_SUMS)
@@ -128,7 +131,7 @@ class Blas:
 
 
 def _load() -> tuple[ctypes.CDLL, str]:
-    """cuBLAS, and where it was found."""
+    """cuBLAS, and the path at which it was found."""
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 

@@ -1,7 +1,7 @@
-"""Launches of what is neither a product nor attention: element-wise ops, rows, norms, heads.
+"""Launches of all ops but products and attention: element-wise ops, rows, norms, heads.
 
-Pure. `backend/issue/args.py` gives the argument order of an op's kernel, the source file the order
-of any other kernel. The constants below repeat the sources'.
+Pure. `backend/issue/args.py` gives the argument order of an op's kernel. For the other kernels the
+source file gives it. The constants below repeat constants of the sources.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from workbench.graph.ir import Node, Tensor
 
 ROPE_HEADS, ROPE_THREADS = 4, 64  # rope, rope_shift: heads and threads of a block
 SEEN_WARPS = 8  # kv_extents, kv_classes: warps of a block
-DRAW_THREADS, DRAW_BYTES = 1024, 2048 * (8 + 4 + 8) + 1024  # draw: of a block
+DRAW_THREADS, DRAW_BYTES = 1024, 2048 * (8 + 4 + 8) + 1024  # draw: threads, shared bytes of a block
 HEADS_PER_BLOCK = 4  # rope_store: heads of a block, a warp each
 
 
 def second(node: Node | None) -> Tensor | None:
-    """What is added, or multiplied by; none where there is no such part."""
+    """The second operand of an add or a mul; None without such a part."""
     return None if node is None else node.inputs[1]
 
 
@@ -29,8 +29,14 @@ def second(node: Node | None) -> Tensor | None:
 
 
 class _Grid(NamedTuple):
-    """rows: which argument counts the rows, or tokens; the columns, or heads, are the next one.
-    cols: of them that a block takes."""
+    """The grid of an op.
+
+    source: the source file.
+    rows: the number of the argument that counts rows or tokens. The next argument counts columns or
+        heads.
+    cols: columns or heads of a block.
+    threads: of a block.
+    """
 
     source: str
     rows: int
@@ -55,7 +61,7 @@ GRIDS = {
 
 
 def elementwise(node: Node, p: Operands) -> list[Work]:
-    """The one kernel of an op of GRIDS: a block for each row and each stretch of columns."""
+    """The kernel of an op of GRIDS: a block for each row and each `cols` columns."""
     source, rows, cols, threads = GRIDS[node.op]
     args = pack(node, p.at)
     grid = int(args[rows]), blocks(int(args[rows + 1]), cols)
@@ -63,7 +69,7 @@ def elementwise(node: Node, p: Operands) -> list[Work]:
 
 
 def swiglu_quantize(parts: Sequence[Node], p: Operands) -> list[Work]:
-    """swiglu quantize, the product in registers."""
+    """swiglu and quantize in one launch. The product stays in registers."""
     swiglu, quantize = parts
     gate, up = swiglu.inputs
     args: Args = [p.at(quantize.output), p.at(gate), p.at(up), gate.rows, gate.cols]
@@ -99,7 +105,8 @@ def copy_cells(node: Node, p: Operands) -> list[Work]:
 
 
 def norm(node: Node, p: Operands, parts: Sequence[Node] = ()) -> list[Work]:
-    """rms_norm, or a fused norm, or of `node` the parts [add] [rms_norm] [mul] [quantize]."""
+    """The launch of an rms_norm, of a fused norm, or of these `parts` of `node`: [add] [rms_norm]
+    [mul] [quantize]."""
     by_op = {part.op: part for part in parts or node.parts or (node,)}
     add, rms, mul, quantize = (by_op.get(op) for op in ("add", "rms_norm", "mul", "quantize"))
     first = add or rms or mul
@@ -108,7 +115,8 @@ def norm(node: Node, p: Operands, parts: Sequence[Node] = ()) -> list[Work]:
     outputs = set(node.outputs)
 
     def wanted(part: Node | None, last: bool) -> int:
-        """Address for the result of `part`: 0 if no other node reads it."""
+        """The address for the result of `part`; 0 where no node reads the result. last: whether
+        `part` is the last part."""
         return p.at(part.output) if part is not None and (last or part.output in outputs) else 0
 
     dst_sum = wanted(add, False)
@@ -120,7 +128,7 @@ def norm(node: Node, p: Operands, parts: Sequence[Node] = ()) -> list[Work]:
     ]  # fmt: skip
     threads = min(1024, blocks(blocks(a.cols, 4), 32) * 32)
     if quantize:
-        threads = max(threads, 64)  # zero_padding wants as many
+        threads = max(threads, 64)  # zero_padding needs 64
     return [Kernel("norm", "norm_row", (a.rows, 1), threads, args, waits=True)]
 
 
@@ -128,7 +136,7 @@ def norm(node: Node, p: Operands, parts: Sequence[Node] = ()) -> list[Work]:
 
 
 def rotation(rope: Node, k_store: Node | None, v_store: Node | None, p: Operands) -> Rotate:
-    """What kernels that rotate Q and K and store K and V are told."""
+    """The arguments of kernels that rotate Q and K and store K and V."""
     _, positions, *factors = rope.inputs
     r, store = rope.params, k_store or v_store
     k_rows, v_rows = (0 if one is None else p.at(one.inputs[2]) for one in (k_store, v_store))
@@ -140,8 +148,11 @@ def rotation(rope: Node, k_store: Node | None, v_store: Node | None, p: Operands
 
 
 class _Heads(NamedTuple):
-    """The heads of Q or K, from the product to where attention has them. store: of K, where it is
-    the launch's."""
+    """The parts that the heads of Q or K pass between their product and attention.
+
+    norm, weight: of the heads; None without a norm.
+    store: of K, where the launch stores K.
+    """
 
     norm: Node | None
     weight: Tensor | None
@@ -150,7 +161,7 @@ class _Heads(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Node]) -> _Heads:
-        """[rms_norm mul] rope [set_rows]"""
+        """The heads of the parts [rms_norm mul] rope [set_rows]."""
         by_op = {part.op: part for part in parts}
         weight = second(by_op.get("mul"))
         return cls(by_op.get("rms_norm"), weight, by_op["rope"], by_op.get("set_rows"))
@@ -165,19 +176,20 @@ class _Heads(NamedTuple):
 
 
 def rope_store(parts: Sequence[Node], p: Operands) -> list[Work]:
-    """[rms_norm mul rms_norm mul] rope rope set_rows set_rows: a warp for each head of Q, K, V."""
+    """The launch of [rms_norm mul rms_norm mul] rope rope set_rows set_rows: a warp for each head
+    of Q, K and V."""
     *norms, q_rope, k_rope, k_store, v_store = parts
     q, k = _Heads.of([*norms[:2], q_rope]), _Heads.of([*norms[2:], k_rope, k_store])
     return _heads(q, k, v_store, p)
 
 
 def q_heads(parts: Sequence[Node], p: Operands) -> list[Work]:
-    """rms_norm mul rope: the heads of Q alone."""
+    """The launch of rms_norm mul rope: the heads of Q."""
     return _heads(_Heads.of(parts), None, None, p)
 
 
 def k_heads(parts: Sequence[Node], p: Operands) -> list[Work]:
-    """[rms_norm mul] rope set_rows: the heads of K alone."""
+    """The launch of [rms_norm mul] rope set_rows: the heads of K."""
     return _heads(None, _Heads.of(parts), None, p)
 
 
@@ -202,8 +214,8 @@ def _heads(q: _Heads | None, k: _Heads | None, v_store: Node | None, p: Operands
 
 
 def unread(node: Node) -> bool:
-    """Whether no node reads the rotated Q, as in a last layer without outputs. It is written all
-    the same, to scratch."""
+    """Whether no node reads the rotated Q, as in a last layer without outputs. The kernel then
+    writes Q to scratch."""
     if node.op not in ("rope_store", "qkv_rope_store"):
         return False
     q_rope = next(part for part in node.parts if part.op == "rope")

@@ -1,16 +1,17 @@
-"""Products of several tokens on the cuda backend: which kernels, or which cuBLAS products.
+"""Products of more than 8 tokens on the cuda backend: the launches of kernels and of cuBLAS.
 
-Pure. Two ways, both on tensor cores with sums in float32:
+Pure. There are two ways. Both use tensor cores and sum in float32:
 
-* `cublas`: quantised weights are expanded to F16 in scratch, some rows at a time, then multiplied
-  by cuBLAS. Float weights need no expanding.
-* `tile`: kernels/tensor_product.cu decodes quantised weights in registers; they are read once. One
-  launch has up to three weights of one x and type, or gate and up and what they are for.
+* `tile`: kernels/tensor_product.cu decodes quantised weights in registers, and so reads them once.
+  One launch has up to three weights of one x and one type, or gate and up with their swiglu.
+* `cublas`: F16, BF16 and F32 weights are multiplied by cuBLAS as they are. Quantised weights are
+  first expanded to F16 in scratch, some rows at a time.
 
-Expanding writes and reads 2 bytes a weight where a Q4_0 file has 0.56. cuBLAS pays once tensor
-cores, not the memory, take most of the time; the tables below say from where. Measured: us of the
-products of a layer of an 8B model, tile and cuBLAS, random weights (one H100 80GB HBM3;
-data/results/tuning/tensor_product-5.json; cuBLAS is timed without the swiglu that tiles include):
+Expanding writes and reads 2 bytes a weight; a Q4_0 file has 0.56. So `cublas` is faster only once
+the tensor cores, not the memory, take most of the time. WARPGROUP_TILES_UP_TO and TILES_UP_TO hold
+these limits. They come from this table: us of the products of a layer of an 8B model, `tile` then
+`cublas`, random weights, one H100 80GB HBM3 (data/results/tuning/tensor_product-5.json). The times
+of `tile` include the swiglu, those of `cublas` do not:
 
     tokens        128       256       512       640       768      1024      1536
     Q4_0     134  390  219  446  401  549  549  627  637  681  776  814 1172 1124
@@ -20,14 +21,20 @@ data/results/tuning/tensor_product-5.json; cuBLAS is timed without the swiglu th
     Q5_K     175  402  300  458  547  563  712  639  841  693 1023  826 1550 1127
     Q6_K     174  413  294  468  556  572  724  648  852  705 1042  832 1567 1136
 
-Without warpgroups tiles of 128 tokens take 1.8 times as long (7.01 ms of a step for 3.87), more
-than half of what cuBLAS takes, and 256 would be slower. With cuBLAS, float weights reach 79 to 83 %
-of what memory allows at 16 to 128 tokens: they have no tile.
+Without warpgroups a step of 128 tokens takes 1.8 times as long with tiles (7.01 ms, not 3.87). That
+is more than half of the time of cuBLAS, so 256 tokens would be slower than cuBLAS. Float weights
+have no tiles: with cuBLAS they reach 79 to 83 % of the memory's limit at 16 to 128 tokens.
 
-Activations are converted first, to the start of scratch. Quantised weights want F16, in the order
-of kernels/halves.cuh or the tiles of kernels/tensor_product.cu; F16 and BF16 want plain rows; F32
-is taken as it is. F16 and BF16 rows lie apart in scratch: a conversion that a product before made
-for the same x is left out.
+x is converted first, to the start of scratch:
+
+    weights              x
+    quantised, `tile`    F16 in the tiles of kernels/tensor_product.cu
+    quantised, `cublas`  F16 in the column order of kernels/halves.cuh
+    F16                  F16 rows
+    BF16                 BF16 rows, in a second area of scratch
+    F32                  as it is
+
+A conversion of the same x to the same place is not repeated.
 """
 
 from collections.abc import Sequence
@@ -38,16 +45,16 @@ from workbench.backend.cuda.kernels.tiling import Build, Epilogue, build_for, ti
 from workbench.backend.issue.args import Args
 from workbench.graph.ir import QUANTISED
 
-# Most tokens for which quantised weights take way `tile`: with warpgroups (compute capability 9.0)
-# and without. Float weights never do.
+# The most tokens for which quantised weights use `tile`: with warpgroups (compute capability 9.0),
+# and without them.
 WARPGROUP_TILES_UP_TO = {
     "Q8_0": 640, "Q4_0": 1024, "MXFP4": 640, "Q4_K": 512, "Q5_K": 512, "Q6_K": 512,
 }  # fmt: skip
 TILES_UP_TO = 128
 MOST_TILED = max(WARPGROUP_TILES_UP_TO.values())
 
-EXPANDED_BYTES = 64 << 20  # of weights expanded at a time
-UNITS_IN_FLIGHT = 2  # of a thread of `dequantise`
+EXPANDED_BYTES = 64 << 20  # F16 weights that are expanded at a time
+UNITS_IN_FLIGHT = 2  # units of a thread of `dequantise`: IN_FLIGHT of kernels/dequantise.cu
 _QUANTISED = frozenset(t.name for t in QUANTISED)
 
 
@@ -57,14 +64,14 @@ def padded(dtype: str, cols: int) -> int:
 
 
 def by_tile(dtype: str, n_tokens: int, hopper: bool) -> bool:
-    """Whether weights are decoded in the tile."""
+    """Whether a product uses `tile`. hopper: whether the compute capability is 9.0."""
     if dtype not in _QUANTISED:
         return False
     return n_tokens <= (WARPGROUP_TILES_UP_TO[dtype] if hopper else TILES_UP_TO)
 
 
 def _x_bytes(cols: int, n_tokens: int, hopper: bool) -> int:
-    """Bytes of either area for converted activations, whatever the weights' type: in tiles, too."""
+    """Bytes of each of the two areas for converted activations: enough for weights of any type."""
     n = tile_tokens(n_tokens, hopper) if n_tokens <= MOST_TILED else 1
     tokens = blocks(n_tokens, n) * n
     return blocks(tokens * blocks(cols, 512) * 512 * 2, 256) * 256
@@ -76,15 +83,19 @@ def _rows_at_once(cols: int) -> int:
 
 
 def can_glu(dtype: str, rows: int, n_tokens: int, quantised: bool, hopper: bool) -> bool:
-    """Whether `glu` takes gate and up of so many rows each. Quantised rows are whole blocks."""
+    """Whether `glu` takes gate and up of `rows` rows each. A quantised result needs whole blocks of
+    32 rows."""
     return by_tile(dtype, n_tokens, hopper) and not (quantised and rows % 32)
 
 
 def scratch_bytes(
     dtype: str, rows: Sequence[int], cols: int, n_tokens: int, end: Epilogue = Epilogue.PLAIN
 ) -> int:
-    """Bytes of scratch that `product` or `glu` uses on any device, for weights of one type and so
-    many rows each: two areas for activations, then expanded weights or sums."""
+    """Bytes of scratch that `product` or `glu` needs on any device: two areas for activations, then
+    expanded weights or sums.
+
+    rows: of each weight; all weights have type `dtype`.
+    """
     return max(_scratch_bytes(dtype, rows, cols, n_tokens, end, hopper) for hopper in (False, True))
 
 
@@ -94,16 +105,16 @@ def _scratch_bytes(
     if by_tile(dtype, n_tokens, hopper):
         shape, k_parts, _ = build_for(dtype, rows, cols, n_tokens, end, hopper)
         tiles = shape.tiles(rows, n_tokens, end)
-        behind = tiles * k_parts * shape.n * shape.rows * 4 if k_parts > 1 else 0
+        rest = tiles * k_parts * shape.n * shape.rows * 4 if k_parts > 1 else 0
     elif dtype in _QUANTISED:
-        behind = min(max(rows), _rows_at_once(cols)) * padded(dtype, cols) * 2
+        rest = min(max(rows), _rows_at_once(cols)) * padded(dtype, cols) * 2
     else:
-        behind = 0
-    return 2 * _x_bytes(cols, n_tokens, hopper) + behind
+        rest = 0
+    return 2 * _x_bytes(cols, n_tokens, hopper) + rest
 
 
 def by_type(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """The segments of each weight type together, in the order in which types come."""
+    """The segments of each weight type, in the order in which the types first occur."""
     found: dict[str, list[Segment]] = {}
     for segment in segments:
         found.setdefault(segment.dtype, []).append(segment)
@@ -113,11 +124,12 @@ def by_type(segments: Sequence[Segment]) -> list[list[Segment]]:
 def product(
     segments: Sequence[Segment], x: X, scratch: int, counters: int, hopper: bool = False
 ) -> list[Work]:
-    """The products of one x with up to three weights, plus biases.
+    """The products of one x with up to three weights, plus biases. x is converted once for all
+    weights that need the same conversion.
 
-    `scratch` has `scratch_bytes` for the type that wants most. `counters` are MOST_COUNTERS u32,
-    zero before and after. hopper: whether the device is of compute capability 9.0. x is converted
-    once for all types of one kind.
+    scratch: the largest `scratch_bytes` of the types.
+    counters: MOST_COUNTERS u32, zero before and after.
+    hopper: whether the device has compute capability 9.0.
     """
     made: list[Work] = []
     for same in by_type(segments):
@@ -132,8 +144,8 @@ def glu(
     gate: Segment, up: Segment, x: X, quantised: bool, scratch: int, counters: int,
     hopper: bool = False,
 ) -> list[Work]:  # fmt: skip
-    """silu(gate) * up to gate's dst, F32 (n_tokens, rows), or with `quantised` Q8_ACT rows, where
-    `can_glu`. The rest is as for `product`."""
+    """silu(gate) * up, stored at gate's dst: F32 (n_tokens, rows), or with `quantised` Q8_ACT rows.
+    Only where `can_glu`. The other arguments are as for `product`."""
     end = Epilogue.GLU_Q8 if quantised else Epilogue.GLU
     return _tiled([gate, up], x, scratch, counters, hopper, end)
 
@@ -151,7 +163,7 @@ def _tiled(
 
 
 def _by_blas(segment: Segment, x: X, scratch: int, hopper: bool) -> list[Work]:
-    """A product by cuBLAS, weights expanded and x converted first where they need to be."""
+    """A product by cuBLAS. Before it, x is converted and weights are expanded where necessary."""
     dtype, _, rows, bias, dst = segment
     x_bytes = _x_bytes(x.cols, x.n_tokens, hopper)
     converted = scratch + (x_bytes if dtype == "BF16" else 0)
@@ -180,7 +192,8 @@ def _conversion(dtype: str, dst: int, x: X) -> Kernel:
 
 
 def tiles(n: int, dst: int, x: X) -> Kernel:
-    """Activations as `tile` takes them: the same for every type and build of tiles of n tokens."""
+    """The conversion of x to tiles of n tokens. Weights of every type, in every build of that n,
+    read the same tiles."""
     name = "half_tiles_Q8" if x.quantised else "half_tiles_F32"
     grid = (blocks(x.n_tokens, n) * n, blocks(blocks(x.cols, 512) * 32, 256))
     args: Args = [dst, x.at, x.cols, x.n_tokens, n]
@@ -191,8 +204,11 @@ def tile(
     build: Build, segments: Sequence[Segment], x: X, partial: int, counters: int,
     end: Epilogue = Epilogue.PLAIN,
 ) -> Kernel:  # fmt: skip
-    """kernels/tensor_product.cu on weights of one type and activations in tiles. partial: F32, a
-    tile of results for each block where several share one."""
+    """The launch of kernels/tensor_product.cu for weights of one type.
+
+    x: activations in tiles.
+    partial: F32, a tile of results for each block, where several blocks share a tile.
+    """
     shape, dtype = build.shape, segments[0].dtype
     args: Args = [*segment_args(segments), x.at, partial, counters, x.cols, x.n_tokens]
     grid = (shape.tiles([s.rows for s in segments], x.n_tokens, end) * build.k_parts, 1)
@@ -203,7 +219,8 @@ def tile(
 
 
 def _blas(segment: Segment, x: int, cols: int, n_tokens: int, expanded: int) -> list[Work]:
-    """cuBLAS on weights as they are, or as F16, `_rows_at_once` rows after another."""
+    """The products by cuBLAS: of float weights in one call, of quantised weights in a call for each
+    `_rows_at_once` rows, which are expanded before it."""
     dtype, w, rows, _, dst = segment
     if dtype not in _QUANTISED:
         return [Gemm(dtype, dst, w, x, rows, cols, n_tokens, rows)]
@@ -218,7 +235,8 @@ def _blas(segment: Segment, x: int, cols: int, n_tokens: int, expanded: int) -> 
 
 
 def dequantise(dtype: str, dst: int, w: int, first: int, n: int, rows: int, cols: int) -> Kernel:
-    """Rows first .. first + n - 1 of a weight of `rows` rows to F16 (n, padded cols)."""
+    """The launch that expands rows first .. first + n - 1 of a weight of `rows` rows to F16
+    (n, padded cols)."""
     grid = (blocks(n * padded(dtype, cols) // 32, 256 * UNITS_IN_FLIGHT), 1)
     args: Args = [dst, w, first, n, rows, cols]
     return Kernel("dequantise", f"dequantise_{dtype}", grid, 256, args, waits=True)

@@ -1,7 +1,7 @@
-"""What the launch functions of the cuda backend are given, and what they return: kernels, and
-products for cuBLAS.
+"""The data of a launch on CUDA: operands go into the launch functions; kernels, and products for
+cuBLAS, come out.
 
-Pure data. `op_table.py` says which of them compute a node; `backend.py` issues them.
+Pure data. `op_table.py` chooses the launches of a node; `backend.py` issues them.
 """
 
 from __future__ import annotations
@@ -20,34 +20,43 @@ HOPPER = 90  # compute capability of the devices with wgmma
 
 
 class Operands(NamedTuple):
-    """Addresses for the kernels of a node: tensors, scratch, and counters (u32, all zero) that only
-    kernels of the same stream use."""
+    """Addresses for the kernels of a node.
+
+    at: of each tensor.
+    scratch: memory for the node's intermediate results.
+    counters: u32, all zero, which only kernels of the same stream use.
+    sm: compute capability of the device, times ten.
+    """
 
     at: AddressOf
     scratch: int
     counters: int
-    sm: int = CLUSTERS  # compute capability of the device, times ten
+    sm: int = CLUSTERS
 
     def inside(self, node: Node) -> Operands:
-        """For the parts of a fused node that run as launches of their own."""
+        """The operands of the parts of a fused node, where parts are separate launches."""
         at, scratch = parts_addresses(node, self.at, self.scratch)
         return self._replace(at=at, scratch=scratch)
 
     def at_if(self, tensor: Tensor | None) -> int:
-        """Address 0 where there is no tensor."""
+        """The address of `tensor`; 0 for None."""
         return 0 if tensor is None else self.at(tensor)
 
 
 class Kernel(NamedTuple):
     """One kernel launch.
 
-    file: name of a `kernels/*.cu` without its suffix; function: an `extern "C"` kernel in it;
-    sources: the folder of the file, where it is not `kernels/`;
-    grid: blocks (x, y); block: threads; args: every argument as an int of 8 bytes or a float.
-    defines: macros (`"ROWS=2"`) that the file is compiled with for this kernel alone, when it is
-    first prepared. shared: bytes of dynamic shared memory. waits: the kernel executes
-    `griddepcontrol.wait` on every path before its first dependent read and before every write. Only
-    then may it be launched programmatically.
+    file: name of a `kernels/*.cu` without its suffix.
+    function: an `extern "C"` kernel in the file.
+    grid: blocks (x, y).
+    block: threads.
+    args: every argument, as an int of 8 bytes or a float.
+    defines: macros (`"ROWS=2"`) of a compilation of the file for this kernel alone. It happens when
+        the launch is first prepared.
+    shared: bytes of dynamic shared memory.
+    waits: the kernel executes `griddepcontrol.wait` on every path before its first dependent read
+        and before every write. Only such a kernel may be launched programmatically.
+    sources: the folder of the file; None for `kernels/`.
     """
 
     file: str
@@ -62,9 +71,14 @@ class Kernel(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """One product for cuBLAS: dst (n_tokens, rows) F32 = x (n_tokens, cols) times w (rows, cols)
-    transposed, w and x both of `dtype` (F16, BF16 or F32), summed in float32. dst_stride: elements
-    from one token's results to the next. Addresses in bytes."""
+    """One product for cuBLAS: dst = x times w transposed, summed in float32. Addresses in bytes.
+
+    dtype: type of w and x: F16, BF16 or F32.
+    dst: F32 (n_tokens, rows).
+    w: (rows, cols).
+    x: (n_tokens, cols).
+    dst_stride: elements from a token's results to the next token's.
+    """
 
     dtype: str
     dst: int
@@ -80,8 +94,11 @@ Work = Kernel | Gemm
 
 
 def packed(args: Args) -> tuple[Any, int]:
-    """The argument block of a kernel: the values, 8 bytes each, and behind them their addresses,
-    which are what cuLaunchKernel calls kernelParams; and the address of these."""
+    """The argument block of a kernel, and the address of its second half.
+
+    The first half holds the values, 8 bytes each. The second half holds their addresses, which
+    cuLaunchKernel calls kernelParams.
+    """
     n = len(args)
     kind, layout = _argument_block(n)
     block = kind()
@@ -93,15 +110,15 @@ def packed(args: Args) -> tuple[Any, int]:
 
 @functools.cache
 def _argument_block(n: int) -> tuple[Any, struct.Struct]:
-    """Type and layout of a block of n arguments and their n addresses."""
+    """The type and the layout of a block of n arguments and their n addresses."""
     return ctypes.c_int64 * (2 * n), struct.Struct(f"<{2 * n}q")
 
 
 def _bits(argument: float) -> int:
-    """The 8 bytes a kernel reads for a real argument: a float32 in the low four."""
+    """The 8 bytes of a real argument: a float32 in the low four."""
     return struct.unpack("<I", struct.pack("<f", argument))[0]
 
 
 def blocks(n: int, size: int) -> int:
-    """Blocks of `size` that cover n."""
+    """How many blocks of `size` cover n."""
     return -(-n // size)

@@ -1,11 +1,10 @@
-"""Products of up to 8 tokens on CUDA: which variant of kernels/product.cu or product_qkv.cu, with
-which grid.
+"""Products of up to 8 tokens on CUDA: launches of kernels/product.cu and kernels/product_qkv.cu.
 
-Pure. A product's kernel is compiled for its weight types and a tuning. `tuning.py` chooses the
-tuning by type, shape, tokens and epilogue. The order in which an element is summed follows from
-`Tuning.row_warps` alone, for any number of tokens: a token's result does not depend on its batch.
-Fused and unfused products may differ in their last bits, because the table may give their columns
-to different numbers of warps.
+Pure. A kernel is compiled for its weight types and a tuning. `tuning.py` chooses the tuning by
+type, shape, tokens and epilogue. Only `Tuning.row_warps` decides the order in which an element is
+summed. It is the same for any number of tokens, so a token's result does not depend on its batch.
+Fused and unfused products may differ in their last bits, because the tables may give them different
+`row_warps`.
 """
 
 from collections.abc import Sequence
@@ -18,11 +17,11 @@ from workbench.common.errors import DeviceError
 
 MOST_TOKENS = 8
 MOST_SEGMENTS = 3
-MOST_CLUSTER = 8  # blocks that every device with clusters runs together
-MOST_SCALED = 16384  # columns of x, with half a norm: MOST_SQUARES of kernels/rms.cuh
+MOST_CLUSTER = 8  # the most blocks of a cluster that every device with clusters accepts
+MOST_SCALED = 16384  # the most columns of x with half a norm: MOST_SQUARES of kernels/rms.cuh
 WARP = 32
-_QUANTISE = {"glu_q8": "GLU_Q8", "norm_q8": "NORM_Q8"}  # results that are quantised: the macro
-# name -> source file, kernel, its EPILOGUE
+_QUANTISE = {"glu_q8": "GLU_Q8", "norm_q8": "NORM_Q8"}  # epilogue with a quantised result -> macro
+# name -> source file, kernel, macro EPILOGUE
 EPILOGUES = {
     "plain": ("product", "product_plain", 0),
     "qkv": ("product_qkv", "product_qkv", 1),
@@ -36,9 +35,11 @@ _WIDE = 8  # float weights of a unit
 
 
 class Segment(NamedTuple):
-    """One weight (rows, cols) of `dtype` at `w`, and where its products go. Addresses in bytes.
+    """One weight of a launch, and its results. Addresses in bytes.
 
-    bias: float32 (rows,), 0 for none. dst: float32 (n_tokens, rows) unless the launch says else.
+    dtype, w, rows: the weight (rows, cols).
+    bias: float32 (rows,); 0 without a bias.
+    dst: float32 (n_tokens, rows), unless the function of the launch names another type.
     """
 
     dtype: str
@@ -49,8 +50,12 @@ class Segment(NamedTuple):
 
 
 class X(NamedTuple):
-    """What is multiplied: (n_tokens, cols) at its address, F32, or Q8_ACT if `quantised`. Up to
-    MOST_TOKENS tokens, quantised weights want Q8_ACT and float weights F32; see also `gemm.py`."""
+    """The activations of a product, (n_tokens, cols). Here quantised weights need Q8_ACT, and float
+    weights need F32; `gemm.py` also takes others.
+
+    at: address in bytes.
+    quantised: Q8_ACT, rather than F32.
+    """
 
     at: int
     quantised: bool
@@ -59,7 +64,10 @@ class X(NamedTuple):
 
 
 class HeadNorm(NamedTuple):
-    """The norm of the query and key heads before they are rotated; factors: float32 (head_dim,)."""
+    """The norm of the query and key heads before they are rotated.
+
+    q_factors, k_factors: float32 (head_dim,), the weights of the norm.
+    """
 
     q_factors: int
     k_factors: int
@@ -67,10 +75,13 @@ class HeadNorm(NamedTuple):
 
 
 class Rotate(NamedTuple):
-    """How Q and K are rotated and where K and V are stored.
+    """How Q and K are rotated, and the cells in which K and V are stored.
 
-    positions: int32 (n_tokens,); freq_factors: float32 (n_rot / 2,), 0 for none; k_indices,
-    v_indices: int64 (n_tokens,), rows of the caches, stored where 0 <= index < n_kv.
+    positions: int32 (n_tokens,).
+    freq_factors: float32 (n_rot / 2,); 0 without factors.
+    k_indices, v_indices: int64 (n_tokens,), rows of the caches. A row outside 0 .. n_kv - 1 is not
+        stored.
+    norm: of the heads; None without a norm.
     """
 
     positions: int
@@ -87,20 +98,25 @@ class Rotate(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Half a norm: results are scaled by 1 / sqrt(mean of squares + eps) of their row of x.
-    squares: float32 (n_tokens, cols / 32), the sums of squares of each 32 columns of x."""
+    """The second half of a norm: results are scaled by 1 / sqrt(mean of squares + eps) of their row
+    of x.
+
+    squares: float32 (n_tokens, cols / 32), the sum of squares of each 32 columns before x was
+        multiplied by the norm's weight.
+    """
 
     squares: int
     eps: float
 
 
 class Norm(NamedTuple):
-    """What follows a product if its sum with a residual is normed. All rows have segment.rows
-    columns.
+    """The first half of a norm, after a product and a residual add. Rows have segment.rows columns.
 
-    sum: float32, residual + product; squares: float32, the sums of squares of `sum`; residual:
-    float32; factors: float32 (rows,), the norm's weight. quantised: whether segment.dst, the sum
-    times the factors, is Q8_ACT rather than float32.
+    sum: float32 (n_tokens, rows): residual + product.
+    squares: float32 (n_tokens, rows / 32): the sum of squares of each 32 columns of `sum`.
+    residual: float32 (n_tokens, rows).
+    factors: float32 (rows,): the norm's weight.
+    quantised: whether segment.dst, the sum times the factors, is Q8_ACT rather than float32.
     """
 
     sum: int
@@ -111,7 +127,8 @@ class Norm(NamedTuple):
 
 
 def whole_groups(rows: int) -> bool:
-    """Whether `glu` can quantise its result, and `normed` takes a weight of so many rows."""
+    """Whether a weight has whole groups of 32 rows. `normed` needs them, and so does `glu` with a
+    quantised result."""
     return rows % GROUP == 0
 
 
@@ -121,7 +138,7 @@ def whole_groups(rows: int) -> bool:
 def defines(
     dtypes: Sequence[str], cols: int, n_tokens: int, epilogue: str, t: Tuning, scaled: bool = False
 ) -> tuple[str, ...]:
-    """The macros of a variant; dtypes: of the segments."""
+    """The macros of a compilation. dtypes: of the segments."""
     wanted = [f"TYPE_{i}={name}" for i, name in enumerate(dtypes)]
     wanted += [f"EPILOGUE={EPILOGUES[epilogue][2]}", f"N={together(n_tokens)}", *t.defines()]
     wanted += [_QUANTISE[epilogue]] if epilogue in _QUANTISE else []
@@ -135,7 +152,9 @@ def plain(
 ) -> Kernel:
     """The products of one x with 1 to 3 weights, plus biases.
 
-    tune: in place of the tuning in the tables. Raises DeviceError for what no kernel takes.
+    tune: in place of the tuning in the tables.
+
+    Raises DeviceError for types, tokens or columns that no kernel takes.
     """
     t = tune or _tuning(segments, x, "plain")
     args, grid = segment_args(segments), _grid(segments, t)
@@ -149,27 +168,28 @@ def qkv(
     scale: Scale | None = None,
     tune: Tuning | None = None,
 ) -> Kernel:
-    """Q, K, V; RoPE of Q and K; K and V to the cache.
+    """The products Q, K and V, the norm of the heads (where `rotate.norm`), RoPE of Q and K, and
+    the stores of K and V.
 
-    segments: Q with dst float32 (n_tokens, rows), K and V with caches F16 (cells, rows) as dst.
+    segments: Q with dst float32 (n_tokens, rows); K and V with an F16 cache (cells, rows) as dst.
     """
     heads = all(s.rows % rotate.head_dim == 0 for s in segments)
     if len(segments) != MOST_SEGMENTS or rotate.head_dim % 2 or rotate.n_rot % 2 or not heads:
         raise DeviceError(
-            f"q, k, v of {[s.rows for s in segments]} rows are no heads of {rotate.head_dim} with "
-            f"{rotate.n_rot} rotated that one launch can turn on cuda (both even); use "
-            "fuse_rope_store=off"
+            f"q, k, v of {[s.rows for s in segments]} rows are no whole heads that one launch can "
+            f"rotate on cuda (head_dim {rotate.head_dim}, n_rot {rotate.n_rot}, both to be even); "
+            "use fuse_rope_store=off"
         )
     t = tune or _tuning(segments, x, "qkv")
     if rotate.norm is not None and tune is None:
         t = _heads_tuning(segments, x, rotate.head_dim)
     r = rotate
-    behind: Args = [
+    rest: Args = [
         r.positions, r.freq_factors, r.k_indices, r.v_indices, r.n_kv, r.head_dim, r.n_rot,
         int(r.neox), float(r.theta_base), float(r.freq_scale), *(r.norm or HeadNorm(0, 0, 0.0)),
     ]  # fmt: skip
     args, grid = segment_args(segments), _grid(segments, t)
-    made = _kernel("qkv", segments, x, scale, t, grid, args, behind)
+    made = _kernel("qkv", segments, x, scale, t, grid, args, rest)
     if r.norm is None:
         return made
     return made._replace(defines=(*made.defines, f"HEAD_BLOCKS={r.head_dim // t.lines}"))
@@ -179,7 +199,8 @@ def can_norm_heads(
     dtypes: Sequence[str], rows: Sequence[int], cols: int, n_tokens: int, head_dim: int
 ) -> bool:
     """Whether `qkv` can norm the heads of Q, K, V of these types and rows, on a device with
-    clusters. A few whole blocks must make each head, and their pairs of lines must fit a warp."""
+    clusters. A head must be made by whole blocks, at most a cluster of them. The pairs of lines of
+    a block must fit a warp."""
     segments = [Segment(dtype, 0, n, 0, 0) for dtype, n in zip(dtypes, rows, strict=True)]
     lines = _heads_tuning(segments, X(0, True, cols, n_tokens), head_dim).lines
     whole = all(n % head_dim == 0 for n in rows) and head_dim % lines == 0
@@ -195,7 +216,8 @@ def glu(
     scale: Scale | None = None,
     tune: Tuning | None = None,
 ) -> Kernel:
-    """silu(gate) * up to gate's dst: float32 (n_tokens, rows), or with `quantised` Q8_ACT rows."""
+    """silu(gate) * up, stored at gate's dst: float32 (n_tokens, rows), or with `quantised` Q8_ACT
+    rows."""
     if (gate.dtype, gate.rows) != (up.dtype, up.rows) or (
         quantised and not whole_groups(gate.rows)
     ):
@@ -213,7 +235,7 @@ def glu(
 def normed(
     segment: Segment, x: X, norm: Norm, scale: Scale | None = None, tune: Tuning | None = None
 ) -> Kernel:
-    """A product, its bias, the residual add and half a norm."""
+    """A product, its bias, the residual add and the first half of a norm."""
     epilogue = "norm_q8" if norm.quantised else "norm"
     t = tune or _tuning([segment], x, epilogue)
     args: Args = [
@@ -225,24 +247,24 @@ def normed(
 
 
 def _heads_tuning(segments: Sequence[Segment], x: X, head_dim: int) -> Tuning:
-    """As `_tuning`, with so many passes that a head is no more blocks than a cluster has."""
+    """As `_tuning`, but with enough passes for a cluster of blocks to make a whole head."""
     t = _tuning(segments, x, "qkv")
     return t._replace(passes=max(t.passes, head_dim // (MOST_CLUSTER * t.lines)))
 
 
 def _tuning(segments: Sequence[Segment], x: X, epilogue: str) -> Tuning:
-    """For the segments of one launch: the tuning of the type with the most rows."""
+    """The tuning of a launch: that of the weight type with the most rows."""
     rows: dict[str, int] = {}
     for s in segments:
         rows[s.dtype] = rows.get(s.dtype, 0) + s.rows
     most = max(rows, key=lambda dtype: rows[dtype])
     found = tuning(most, sum(rows.values()), x.cols, x.n_tokens, epilogue)
-    # types differ in the registers they need: the limit of one would make another spill
+    # Types differ in the registers that they need: one type's limit would make another type spill.
     return found if len(rows) == 1 else found._replace(per_sm=1)
 
 
 def segment_args(segments: Sequence[Segment]) -> Args:
-    """dst, w, bias, rows of up to MOST_SEGMENTS segments; zeros for those there are not."""
+    """dst, w, bias and rows of MOST_SEGMENTS segments; zeros for missing segments."""
     args: Args = []
     for s in segments:
         args += [s.dst, s.w, s.bias, s.rows]
@@ -250,7 +272,7 @@ def segment_args(segments: Sequence[Segment]) -> Args:
 
 
 def _grid(segments: Sequence[Segment], t: Tuning) -> int:
-    """Blocks of a launch whose segments have blocks of their own."""
+    """Blocks of a launch in which a block has lines of one segment."""
     return sum(blocks(s.rows, t.lines) for s in segments)
 
 
@@ -262,9 +284,9 @@ def _kernel(
     t: Tuning,
     grid: int,
     args: Args,
-    behind: Sequence[int | float] = (),
+    rest: Sequence[int | float] = (),
 ) -> Kernel:
-    """args: what stands before x among the arguments; behind: what stands behind the scale."""
+    """args: the arguments before x. rest: the arguments after the scale."""
     cols, n_tokens, dtypes = x.cols, x.n_tokens, [s.dtype for s in segments]
     if len({name in _FLOATS for name in dtypes}) != 1 or not 1 <= n_tokens <= MOST_TOKENS:
         raise DeviceError(
@@ -279,5 +301,5 @@ def _kernel(
     macros = defines(dtypes, cols, n_tokens, epilogue, t, scale is not None)
     given: Args = [x.at, cols, n_tokens, scale.squares if scale else 0, scale.eps if scale else 0.0]
     file, function, _ = EPILOGUES[epilogue]
-    everything = [*args, *given, *behind]
+    everything = [*args, *given, *rest]
     return Kernel(file, function, (grid, 1), WARP * t.warps, everything, macros, waits=True)

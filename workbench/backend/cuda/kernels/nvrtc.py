@@ -1,11 +1,11 @@
-"""The sources of the CUDA kernels, how they are compiled, and where the results are kept.
+"""The compilation of the CUDA kernels, and the cache of the results.
 
 Pure Python apart from NVRTC, which needs no GPU: `cubin("rows", "sm_90")` works on any machine with
-the compiler library. Nothing here talks to a device.
+the compiler library. Nothing here uses a device.
 
-A file is compiled when one of its kernels is first wanted: as it is, or with macros of that kernel
-(`kernel.py`). So tile sizes and weight types are constants, and only what a model needs is
-compiled.
+A file is compiled when a launch first needs one of its kernels: as it is, or with macros of that
+kernel (`kernel.py`). So tile sizes and weight types are constants, and only the kernels that a
+model needs are compiled.
 """
 
 import hashlib
@@ -29,13 +29,14 @@ from workbench.common.shipped import shipped
 
 _INCLUDED = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 OPTIONS = ("-std=c++17", "-default-device")
-# Files with instructions of one architecture alone, and what they are compiled for there. Elsewhere
-# they do without.
+# Files that use instructions of a single architecture -> the architecture to compile them for. On
+# other devices these files use other instructions.
 SPECIFIC = {("tensor_product", "sm_90"): "sm_90a"}
 
 
 def source_dir() -> Path:
-    """kernels/ of the checkout, or its copy in a wheel; WorkbenchError where neither is."""
+    """kernels/ of the checkout, or its copy in a wheel. Raises WorkbenchError where both are
+    missing."""
     return shipped("kernels", "common.cuh")
 
 
@@ -44,7 +45,7 @@ def _headers() -> dict[str, bytes]:
 
 
 def included(source: bytes, headers: dict[str, bytes]) -> dict[str, bytes]:
-    """What a source includes of these headers, and what they include; by name, sorted."""
+    """The headers that a source includes, directly or through other headers; sorted by name."""
     found, left = dict[str, bytes](), [source]
     while left:
         for name in map(bytes.decode, _INCLUDED.findall(left.pop())):
@@ -55,7 +56,7 @@ def included(source: bytes, headers: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def _nvrtc() -> Any:
-    """cuda.bindings.nvrtc with its library loaded; DeviceError where one is missing."""
+    """cuda.bindings.nvrtc with its library loaded. Raises DeviceError where either is missing."""
     try:
         from cuda.bindings import nvrtc
 
@@ -78,7 +79,8 @@ def _call(nvrtc: Any, function: str, *args: Any) -> Any:
 def compile_source(
     name: str, source: bytes, headers: dict[str, bytes], arch: str, defines: Sequence[str] = ()
 ) -> bytes:
-    """One source as a cubin for `arch` (`sm_90`). DeviceError with the compiler's first error."""
+    """The cubin of one source for `arch` (`sm_90`). Raises DeviceError with the compiler's first
+    error."""
     nvrtc = _nvrtc()
     program = _call(
         nvrtc, "nvrtcCreateProgram", source, name.encode(), len(headers),
@@ -88,7 +90,7 @@ def compile_source(
         options = [o.encode() for o in (f"-arch={arch}", *OPTIONS, *(f"-D{d}" for d in defines))]
         (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if error:
-            log = bytes(_call(nvrtc, "nvrtcGetProgramLogSize", program))  # filled in place
+            log = bytes(_call(nvrtc, "nvrtcGetProgramLogSize", program))  # the next call fills it
             _call(nvrtc, "nvrtcGetProgramLog", program, log)
             lines = log.rstrip(b"\0\n").decode(errors="replace").splitlines()
             first = next((line for line in lines if "error" in line), f"{error!r}")
@@ -107,13 +109,15 @@ def cubin(
     folder: Path | None = None,
     sources: Path | None = None,
 ) -> bytes:
-    """`kernels/<file>.cu` compiled for `arch`, or what SPECIFIC has instead, with macros `defines`
-    ("ROWS=2"). With macro NOTING its kernels note when they ran (`noting.py`).
+    """The cubin of `kernels/<file>.cu`, from the cache or compiled now.
 
-    Taken from `folder` (default `cache_dir()`) where it is there, under a key of everything that
-    decides its bytes, of headers those that it includes; else compiled and kept there. sources: the
-    folder of the .cu file, where it is not `kernels/`; headers come from `kernels/`. Raises
-    DeviceError.
+    arch: the architecture; SPECIFIC may replace it.
+    defines: macros ("ROWS=2"). With macro NOTING the kernels note when they ran (`noting.py`).
+    folder: of the cache; None for `cache_dir()`. The name of a cubin holds a hash of all that
+        decides its bytes, with the headers that the source includes.
+    sources: the folder of the .cu file; None for `kernels/`. Headers come from `kernels/`.
+
+    Raises DeviceError.
     """
     arch = SPECIFIC.get((file, arch), arch)
     folder = folder or cache_dir()
@@ -139,14 +143,14 @@ def cubin(
 def compile_many(
     wanted: Iterable[tuple[str, tuple[str, ...]]], arch: str, left: Bar = HIDDEN
 ) -> None:
-    """Compiles each (file, defines) that is not in the cache, several at a time. left: told of
-    each."""
+    """Compiles each (file, defines) that is not in the cache, several at a time. left: advances
+    with each build."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for _ in pool.map(lambda w: cubin(w[0], arch, w[1]), dict.fromkeys(wanted)):
             left.update()
 
 
 def _keep(path: Path, content: bytes) -> None:
-    """Writes where there is room; without, the next process compiles again."""
+    """Writes a cubin to the cache. Where that fails, the next process compiles again."""
     with suppress(UsageError), writing(path) as file:
         file.write(content)

@@ -1,9 +1,8 @@
-"""Which CUDA kernels compute a node, with which grid and block.
+"""The launches that compute a node on CUDA, and the scratch that they need.
 
-Pure: `launches` makes data of a node and its addresses (`kernel.py`); nothing here compiles or
-talks to a device. Products have a file of their own (`products.py`), attention too
-(`attending.py`), and all other ops are in `elementwise.py`. The table of ops is here, and how much
-scratch a node needs.
+Pure: `launches` turns a node and addresses into data (`kernel.py`). Nothing here compiles or uses a
+device. The table of ops names the function for each op: products are in `products.py`, attention is
+in `attending.py`, all other ops are in `elementwise.py`.
 """
 
 from collections.abc import Callable
@@ -80,8 +79,8 @@ _LAUNCHES: dict[str, Callable[[Node, Operands], list[Work]]] = {
 
 
 def launches(node: Node, operands: Operands) -> list[Work]:
-    """The kernels and cuBLAS products that compute `node`, in order; none where it has nothing to
-    compute. Raises DeviceError for a head_dim no kernel has."""
+    """The kernels and cuBLAS products that compute `node`, in order; none where its outputs are
+    empty. Raises DeviceError for a shape that no kernel takes."""
     if not any(t.nbytes for t in node.outputs):
         return []
     works = _LAUNCHES[node.op](node, operands)
@@ -89,8 +88,8 @@ def launches(node: Node, operands: Operands) -> list[Work]:
 
 
 def begins_early(node: Node) -> bool:
-    """Whether every kernel of `node` declares its wait (`Kernel.waits`). Kernels of this folder do,
-    cuBLAS does not: where it may be asked, the launches are made to see."""
+    """Whether every kernel of `node` declares its wait (`Kernel.waits`). Kernels of `kernels/` do;
+    cuBLAS does not. Only where cuBLAS may be used are the launches made, to look."""
     multiplied = [part for part in node.parts or (node,) if part.op == "mul_mat"]
     if all(part.inputs[1].shape[0] <= matvec.MOST_TOKENS for part in multiplied):
         return True
@@ -99,9 +98,9 @@ def begins_early(node: Node) -> bool:
 
 
 def scratch_bytes(node: Node) -> int:
-    """Bytes that the kernels of `node` want for partial results, converted activations and
-    dequantised weights. Parts of a fused node with launches of their own also share results
-    there."""
+    """Bytes of scratch that `node` needs for partial results, converted activations and expanded
+    weights. Where the parts of a fused node are separate launches, scratch also holds the results
+    that they share."""
     if not node.parts:
         return _own_scratch(node)
     if node.op in ("norm", "rope_store", "rope_set_rows", "norm_rope", "swiglu_quantize"):
@@ -110,7 +109,7 @@ def scratch_bytes(node: Node) -> int:
         own = _own_scratch(node.parts[0])
         return own + (0 if _attention_can_quantise(node) else interior_bytes(node))
     if products.few(node) and _IS_ONE.get(node.op, products.few)(node):
-        # a sum that nobody else reads; heads that are normed by a launch of their own after all
+        # Space for a sum that no other node reads, or for heads where a separate launch norms them.
         uses = node.op == "product_norm" or any(part.op == "rms_norm" for part in node.parts)
         return interior_bytes(node) if uses or elementwise.unread(node) else 0
     together = products.scratch_bytes(node)
@@ -119,7 +118,7 @@ def scratch_bytes(node: Node) -> int:
     return interior_bytes(node) + max(together, *(_own_scratch(part) for part in node.parts))
 
 
-# Ops of several parts. Of few tokens they are one launch where their shapes allow it.
+# Fused ops -> whether one launch computes them, where the tokens are few.
 _IS_ONE: dict[str, Callable[[Node], bool]] = {
     "glu": products.glu_is_one,
     "product_norm": products.product_norm_is_one,

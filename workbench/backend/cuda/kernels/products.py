@@ -1,10 +1,21 @@
-"""Launches of products and of what is fused with them.
+"""Launches of products, alone or fused with the ops around them.
 
-Pure. `matvec.py` has the products of up to 8 tokens, `gemm.py` of more. This file puts fused
-nodes together from them. A fused node that no single kernel takes becomes its parts, one after the
-other. With every pattern of `graph/fuse.py` a llama layer of more than 8 tokens and one quantised
-type is 12 launches, while tiles decode it (`gemm.by_tile`): norm, Q + K + V, rope and store,
-attention, output, norm, gate + up + swiglu, down, and x to tiles before each of the four products.
+Pure. The weight type and the number of tokens choose the kernel of a product:
+
+    weights      tokens      launch                                  file
+    any          1 to 8      kernels/product.cu, product_qkv.cu      matvec.py
+    quantised    9 to 128    kernels/tensor_product.cu               gemm.py
+                 to 512..1024, by type, with warpgroups (9.0)
+    quantised    more        kernels/dequantise.cu, then cuBLAS      gemm.py
+    F16, BF16    9 or more   kernels/dequantise.cu (x), then cuBLAS  gemm.py
+    F32          9 or more   cuBLAS                                  gemm.py
+    any          any, with   kernels/mul_mat_float.cu                here
+                 activations=float
+
+A fused node that no single kernel computes becomes the launches of its parts. Take a llama layer of
+one quantised type with more than 8 tokens, every pattern of `graph/fuse.py` and tiles
+(`gemm.by_tile`). It is 12 launches: norm, Q + K + V, rope and store, attention, output, norm, gate
++ up + swiglu, down, and a conversion of x to tiles before each of the four products.
 """
 
 from collections.abc import Sequence
@@ -26,7 +37,7 @@ def mul_mat(node: Node, p: Operands) -> list[Work]:
 
 
 def _float_product(node: Node, p: Operands) -> list[Work]:
-    """The float path: dequantised weights, float32 activations."""
+    """A product of the float path: decoded weights times float32 activations."""
     args = pack(node, p.at)
     rows, tokens = int(args[3]), int(args[5])
     grid = (blocks(rows, 8) * blocks(tokens, 8), 1)
@@ -38,7 +49,8 @@ def _is_float(product: Product) -> bool:
 
 
 def _segment(product: Product, p: Operands, output: Tensor | None = None) -> Segment:
-    """What a launch is told of one product; its result goes to `output`, or where it belongs."""
+    """The data of one product in a launch. output: where its result is stored; None for the
+    product's own output."""
     w = product.mul_mat.inputs[0]
     out = output or product.output
     bias = p.at_if(elementwise_.second(product.bias))
@@ -46,14 +58,14 @@ def _segment(product: Product, p: Operands, output: Tensor | None = None) -> Seg
 
 
 def _scale(product: Product, p: Operands) -> Scale | None:
-    """The half of a norm that a product's results are scaled by; products of one x share it."""
+    """The half of a norm that scales a product's results. Products of one x have the same."""
     if product.scale is None:
         return None
     return Scale(p.at(product.scale.inputs[1]), float(product.scale.params["eps"]))
 
 
 def _products_of(parts: Sequence[Node]) -> tuple[list[Product], list[Node]]:
-    """The products at the head of `parts`, and the other parts."""
+    """The products at the begin of `parts`, and the other parts."""
     products: list[Product] = []
     at = 0
     while product := product_at(parts, at):
@@ -63,7 +75,7 @@ def _products_of(parts: Sequence[Node]) -> tuple[list[Product], list[Node]]:
 
 
 def few(node: Node) -> bool:
-    """Whether the products of `node` are for so few tokens that one launch makes them all."""
+    """Whether the tokens of `node` are so few that one launch makes all its products."""
     products = [part for part in node.parts or (node,) if part.op == "mul_mat"]
     return products[0].inputs[1].shape[0] <= matvec.MOST_TOKENS and all(
         variant(product)[0] != "mul_mat_float" for product in products
@@ -71,7 +83,7 @@ def few(node: Node) -> bool:
 
 
 def _one_product(product: Product, p: Operands) -> list[Work]:
-    """One product of any number of tokens, with what stands behind it."""
+    """One product of any number of tokens, with its scale and its bias."""
     tokens = product.mul_mat.inputs[1].shape[0]
     if not tokens:
         return []
@@ -86,13 +98,13 @@ def _one_product(product: Product, p: Operands) -> list[Work]:
 
 
 def _in_one(products: list[Product], p: Operands) -> list[Work]:
-    """Up to three products of one x and few tokens."""
+    """Up to three products of one x of few tokens, in one launch."""
     segments = [_segment(product, p) for product in products]
     return [matvec.plain(segments, _x(products[0], p), _scale(products[0], p))]
 
 
 def many(product: Product) -> bool:
-    """Whether `gemm.py` makes the product."""
+    """Whether `gemm.py` makes the product: its tokens are many."""
     tokens = product.mul_mat.inputs[1].shape[0]
     return not _is_float(product) and product.scale is None and tokens > matvec.MOST_TOKENS
 
@@ -103,14 +115,14 @@ def _x(product: Product, p: Operands) -> X:
 
 
 def _together(products: list[Product], p: Operands) -> list[Work]:
-    """Products of one x and many tokens: one launch for all of one type."""
+    """Products of one x of many tokens, with one launch for all weights of one type."""
     segments = [_segment(product, p) for product in products]
     return gemm.product(segments, _x(products[0], p), p.scratch, p.counters, hopper=p.sm == HOPPER)
 
 
 def _one_by_one(products: list[Product], p: Operands) -> list[Work]:
-    """Several products of one x. x is converted once: the same conversion to the same address is
-    not repeated."""
+    """Products of one x, in separate launches where necessary. A conversion of x to the same
+    address is not repeated."""
     if all(many(product) for product in products):
         return _together(products, p)
     works: list[Work] = []
@@ -120,7 +132,7 @@ def _one_by_one(products: list[Product], p: Operands) -> list[Work]:
 
 
 def fused_products(node: Node, p: Operands) -> list[Work]:
-    """product and qkv."""
+    """The launches of the fused ops product and qkv."""
     products, _ = _products_of(node.parts)
     return _in_one(products, p) if few(node) else _one_by_one(products, p.inside(node))
 
@@ -129,7 +141,7 @@ def fused_products(node: Node, p: Operands) -> list[Work]:
 
 
 def product_norm(node: Node, p: Operands) -> list[Work]:
-    """One launch, or a launch for each part."""
+    """The launches of product_norm: one launch, or a launch for each part."""
     (product,), (add, squares, mul, *quantize) = _products_of(node.parts)
     inside = p.inside(node)
     if not product_norm_is_one(node):
@@ -148,7 +160,8 @@ def product_norm(node: Node, p: Operands) -> list[Work]:
 
 
 def product_norm_is_one(node: Node) -> bool:
-    """Whether one launch makes it: few tokens, and no row that is read quantised and in float."""
+    """Whether one launch computes product_norm: for few tokens, whole groups of rows, and a result
+    that is not read both quantised and in float."""
     (product,), (_, _, mul, *quantize) = _products_of(node.parts)
     rows = product.mul_mat.inputs[0].shape[0]
     both = bool(quantize) and mul.output in node.outputs
@@ -156,7 +169,7 @@ def product_norm_is_one(node: Node) -> bool:
 
 
 def qkv_rope_store(node: Node, p: Operands) -> list[Work]:
-    """One launch, or the products and then rope_store."""
+    """The launches of qkv_rope_store: one launch, or the products and then rope_store."""
     products, tail = _products_of(node.parts)
     if not qkv_is_one(node) or (len(tail) > 4 and p.sm < CLUSTERS):
         inside = p.inside(node)
@@ -177,7 +190,8 @@ def qkv_rope_store(node: Node, p: Operands) -> list[Work]:
 
 
 def qkv_is_one(node: Node) -> bool:
-    """Whether one launch makes all of it, on a device that has clusters where heads are normed."""
+    """Whether one launch computes qkv_rope_store. Where heads are normed, the device must also have
+    clusters."""
     products, tail = _products_of(node.parts)
     if not few(node) or tail[0].op == "rope":
         return few(node)
@@ -190,7 +204,8 @@ def qkv_is_one(node: Node) -> bool:
 
 
 def glu(node: Node, p: Operands) -> list[Work]:
-    """One launch, for many tokens behind the conversion of x; or the products and then swiglu."""
+    """The launches of glu: one launch, for many tokens after the conversion of x; or the products
+    and then swiglu."""
     products, (swiglu, *quantize) = _products_of(node.parts)
     quantised = bool(quantize)
     if few(node) and glu_is_one(node):
@@ -211,13 +226,13 @@ def glu(node: Node, p: Operands) -> list[Work]:
 
 
 def glu_is_one(node: Node) -> bool:
-    """Whether one launch makes it, of few tokens."""
+    """Whether one launch computes glu, where the tokens are few."""
     quantised = node.parts[-1].op == "quantize"
     return not quantised or matvec.whole_groups(node.parts[0].inputs[0].shape[0])
 
 
 def glu_in_tiles(node: Node, hopper: bool) -> bool:
-    """Whether one launch of `gemm.py` makes it, of many tokens."""
+    """Whether `gemm.glu` computes glu: tiles of many tokens."""
     products, tail = _products_of(node.parts)
     w, x = products[0].mul_mat.inputs
     quantised = tail[-1].op == "quantize"
@@ -227,8 +242,8 @@ def glu_in_tiles(node: Node, hopper: bool) -> bool:
 
 
 def scratch_bytes(node: Node) -> int:
-    """Scratch that `gemm.py` wants for the products of a node, the weights of one type together; 0
-    where it makes none."""
+    """Bytes of scratch that `gemm.py` needs for the products of a node; 0 where it makes none.
+    Weights of one type share a launch."""
     rows: dict[str, list[int]] = {}
     for product in _products_of(node.parts or (node,))[0]:
         if many(product):
