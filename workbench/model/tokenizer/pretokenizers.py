@@ -1,7 +1,7 @@
-"""How byte-level BPE splits text into words before merging, by the name a GGUF file gives it.
+"""Pre-tokenizers: how byte-level BPE splits text into words before merging. A GGUF file names one.
 
-Patterns are facts of the models' published tokenizer.json. Those here were checked against
-llama.cpp's ids on prose, code and random Unicode. (tekken's is Mistral's own; llama.cpp
+The patterns are facts of the models' published tokenizer.json. They were checked against
+llama.cpp's ids on prose, code and random Unicode. (tekken's pattern is Mistral's own. llama.cpp
 approximates it, and differs where combining marks follow letters of another script.)
 """
 
@@ -26,10 +26,10 @@ _DEEPSEEK3 = (
 
 
 class PreTokenizer(NamedTuple):
-    """How text falls into words before merging: each pattern splits what the last one left.
+    """How text is split into words before merging: each pattern splits the pieces of the last.
 
-    ignore_merges: a word that is a token is that token, whatever the merges would build.
-    add_bos: a BOS token goes first where the file does not say.
+    ignore_merges: a word that is a token becomes that token, whatever the merges would build.
+    add_bos: whether a BOS token comes first, if the file does not say.
     """
 
     patterns: tuple[str, ...]
@@ -39,7 +39,7 @@ class PreTokenizer(NamedTuple):
 
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}{_TAIL}"
 
-# `tokenizer.ggml.pre`, several of one kind -> split.
+# values of `tokenizer.ggml.pre` -> their pre-tokenizer
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     name: how
     for names, how in {
@@ -64,7 +64,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 def pre_tokenizer(name: str) -> Any:
     """The `tokenizers` pre-tokenizer called `name`; raises ModelFileError for an unknown one.
 
-    Refused rather than guessed: with the wrong split a model still answers, only worse.
+    A guess would be worse than the error: with the wrong split a model still answers, but badly.
     """
     from tokenizers import Regex, pre_tokenizers
 

@@ -1,7 +1,7 @@
-"""Which tokens are special by their text, and which of them end generation.
+"""Tokens that are special by their text, and tokens that end generation.
 
-Files often give such tokens a wrong type. So llama.cpp knows them by their texts, whatever type
-they have (`llama_vocab::impl::load`). The names and the exceptions here are the ones it has.
+Files often give such tokens a wrong type. So llama.cpp recognises them by their texts, whatever
+type they have (`llama_vocab::impl::load`). The texts and the exceptions here are llama.cpp's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
-# end a turn or an answer, and print nothing
+# texts of tokens that end a turn or an answer, and print nothing
 END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
@@ -20,16 +20,16 @@ END_TEXTS = (
 )  # fmt: skip
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # after `tokenizer.ggml.`
 
-# are always printed, and one token also where text is taken as text
+# texts that are always printed, and always one token, even if special tokens are not parsed
 SHOWN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 
 
 class Role(NamedTuple):
-    """A part that a token plays where gaps in code are filled.
+    """The role of a token in filling gaps in code.
 
-    keys: metadata that names the token, the last one counts.
-    texts: of the token, where no key names it. Such a token prints nothing.
-    ends: whether it ends generation.
+    keys: metadata keys that name the token; the last key counts.
+    texts: texts of the token, if no key names it. Such a token prints nothing.
+    ends: whether the token ends generation.
     """
 
     keys: tuple[str, ...]
@@ -56,10 +56,10 @@ ROLES = (
 
 
 class NoEnd(NamedTuple):
-    """A text that is no end beside certain other ends.
+    """A text that does not end generation if certain other ends exist.
 
-    beside: sets of other ends; any one of each set must be there.
-    type: what the token is then.
+    beside: sets of other ends; one end of each set must exist.
+    type: the type of the token then.
     """
 
     text: str
@@ -75,15 +75,22 @@ NO_ENDS = (
 
 
 class Special(NamedTuple):
-    """ends: ids that end generation. types: of tokens whose text decides it, by id."""
+    """The special tokens of a file.
+
+    ends: ids that end generation.
+    types: by id, the types of tokens whose text decides the type.
+    """
 
     ends: frozenset[int]
     types: dict[int, int]
 
 
 def special_tokens(ids: Mapping[str, int], named: Mapping[str, int]) -> Special:
-    """ids: of each token by its text. named: of the tokens that the file names, by the key after
-    `tokenizer.ggml.`."""
+    """Finds the special tokens.
+
+    ids: the id of each token, by its text.
+    named: the ids that the file names, by the key after `tokenizer.ggml.`.
+    """
 
     def found(texts: Iterable[str]) -> list[int]:
         return [ids[text] for text in texts if text in ids]

@@ -1,12 +1,11 @@
 """Text to token ids and back, rebuilt from a GGUF file's own metadata.
 
-`tokenizer.ggml.model` says which kind: `gpt2` is byte-level BPE (run by the `tokenizers` package),
+`tokenizer.ggml.model` names the kind: `gpt2` is byte-level BPE (run by the `tokenizers` package),
 `llama` is SentencePiece BPE (run by `sentencepiece`). Both packages are imported when a tokenizer
 is built, not with this module.
 
-Before either runs, control and user-defined tokens are cut out of the text. Each is one token
-wherever its text stands, the longest first, as in llama.cpp. `decode` gives back the text that was
-encoded.
+First, control and user-defined tokens are cut out of the text. Each becomes one token wherever its
+text stands, the longest first, as in llama.cpp. `decode` gives back the encoded text.
 """
 
 from __future__ import annotations
@@ -40,14 +39,16 @@ _REWRITE = "convert the model again with a current converter"
 _NAMED = (*END_KEYS, *(key for role in ROLES for key in role.keys))  # keys of token ids
 LONG_TEXT = 1 << 16  # characters; more are tokenised in pieces
 
-# --- what every tokenizer is -----------------------------------------------------------------
+# --- every tokenizer -----------------------------------------------------------------
 
 
 class Tokenizer:
     """Text to ids and back. `None` stands for a special token that the file does not name.
 
-    Here is everything but the merging itself: special tokens, ends, pieces. eog_ids: any of these
-    ends generation. space_prefix: whether `encode` puts a space before each text.
+    This class has everything except the merging itself: special tokens, ends, pieces.
+
+    eog_ids: tokens that end generation.
+    space_prefix: whether `encode` puts a space before each text.
     """
 
     def __init__(self, gguf: GGUFFile, kind: str):
@@ -99,17 +100,18 @@ class Tokenizer:
         self._encode_text, self._normal_piece = _ENCODERS[kind](self, gguf)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled is where the file is: who unpickles it reads that."""
+        """Pickles the path of the file; unpickling reads the file again."""
         return _load_from, (self._file,)
 
     def encode(
         self, text: str, add_bos: bool | None = None, parse_special: bool = True
     ) -> list[int]:
-        """Token ids of `text`. add_bos: None does as the file says (EOS at the end included, where
-        it asks for one), True puts BOS first, False adds nothing. parse_special: False takes the
-        names of control tokens for text. Lone surrogates become `?`.
+        """Token ids of `text`. Lone surrogates become `?`.
 
-        Other threads run meanwhile: the packages release Python's lock. Raises UsageError for
+        add_bos: True: BOS comes first. False: no token is added. None: as the file says, EOS at the
+            end included.
+        parse_special: False: the names of control tokens are text.
+        Other threads can run meanwhile: the packages release Python's lock. Raises UsageError for
         add_bos=True with a model that has no BOS.
         """
         if add_bos and self.bos_id is None:
@@ -127,7 +129,7 @@ class Tokenizer:
         return ids + [self.eos_id] * after  # type: ignore[list-item]
 
     def n_added(self, add_bos: bool | None = None) -> tuple[int, int]:
-        """How many ids `encode` puts before a text's own ids, and after them."""
+        """How many ids `encode` adds before a text's own ids, and after them."""
         if add_bos is None:
             return int(self._add_bos), int(self._add_eos)
         return int(add_bos), 0
@@ -139,7 +141,7 @@ class Tokenizer:
         return "".join([stream.feed(i) for i in ids]) + stream.flush()
 
     def piece(self, token: int, special: bool = False) -> bytes:
-        """The bytes one token stands for, leading space included; see `decode`."""
+        """The bytes of one token, leading space included; see `decode`."""
         if not 0 <= token < self.n_vocab:
             raise UsageError(f"token id {token} is not in 0..{self.n_vocab - 1}, the vocabulary")
         if token in self._literal:
@@ -148,12 +150,13 @@ class Tokenizer:
         return self._normal_piece(token)
 
     def starts_text(self, token: int) -> bool:
-        """Whether text after this token begins afresh, so that a prefix space is not part of it."""
+        """Whether a new text begins after this token, so that a prefix space is not part of it."""
         return token in self._literal
 
     def _parts(self, text: str, parse_special: bool) -> Iterator[str | int]:
-        """Texts and special token ids, in order. Longest special token first over the whole text,
-        not leftmost first: that is llama.cpp's order, and tells where two of them overlap."""
+        """Texts and special token ids, in order. The longest special token is cut out first over
+        the whole text, not the leftmost: llama.cpp's order, which decides where two tokens
+        overlap."""
         parts: list[str | int] = [text] if text else []
         for token, i in self._specials:
             if token in text and (parse_special or i not in self._silent):
@@ -174,9 +177,11 @@ class Tokenizer:
 class StreamDecoder:
     """Text from ids that come one at a time; never half a UTF-8 character.
 
-    `feed` returns what is certain: bytes of an unfinished character are held until it is complete
-    or turns out not to be UTF-8. `flush` ends the stream. at_start: the first id begins a text (as
-    in `decode`); False where the ids continue a prompt, as in generation.
+    `feed` returns the text that is certain. Bytes of an unfinished character are held back until
+    the character is complete or is found not to be UTF-8. `flush` ends the stream.
+
+    at_start: True: the first id begins a text, as in `decode`. False: the ids continue a prompt, as
+        in generation.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, special: bool = False, at_start: bool = False):
@@ -202,9 +207,9 @@ class StreamDecoder:
 def load_tokenizer(gguf: GGUFFile) -> Tokenizer:
     """The tokenizer that `gguf` describes.
 
-    Raises ModelFileError where the description is missing, inconsistent, or of a kind or
-    pre-tokenizer that is not known. It also does where the file has more or fewer tokens than rows
-    of the embedding (`check_vocabulary`), and for keys that are refused (`metadata.py`).
+    Raises ModelFileError where the description is missing or inconsistent, or names an unknown kind
+    or pre-tokenizer; where the file has more or fewer tokens than rows of the embedding
+    (`check_vocabulary`); and for keys that are refused (`metadata.py`).
     """
     kind = gguf.get(_KEY + "model", str)
     if kind not in _ENCODERS:
@@ -223,7 +228,7 @@ def _load_from(path: Path) -> Tokenizer:
 
 
 def _cut(part: str | int, token: str, i: int) -> Iterator[str | int]:
-    """The pieces of a text between occurrences of `token`, and its id `i` for each of those."""
+    """The pieces of a text between occurrences of `token`, with its id `i` between them."""
     if isinstance(part, int):
         yield part
         return
@@ -234,12 +239,13 @@ def _cut(part: str | int, token: str, i: int) -> Iterator[str | int]:
             yield text
 
 
-# In no pattern of `PRE_TOKENIZERS` does a word reach over this place.
+# No word of any pattern of `PRE_TOKENIZERS` reaches over such a place.
 _WORD_ENDS = re.compile("(?<=[A-Za-z])(?= [A-Za-z])")
 
 
 def _pieces(text: str, least: int) -> Iterator[str]:
-    """The text in pieces, cut where words end. least: characters of all but the last, 1 or more."""
+    """The text in pieces, cut where words end. least: characters of every piece except the last, 1
+    or more."""
     at = 0
     while (found := _WORD_ENDS.search(text, at + least)) is not None:
         yield text[at : found.start()]
@@ -249,12 +255,12 @@ def _pieces(text: str, least: int) -> Iterator[str]:
 
 # --- the two kinds ---------------------------------------------------------------------------
 
-# What a kind gives: text without special tokens -> ids, and a normal token's bytes.
+# The two functions of a kind: text without special tokens -> ids; a normal token -> its bytes.
 _Codec = tuple[Callable[[str], list[int]], Callable[[int], bytes]]
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: themselves where visible, else from U+0100 up."""
+    """GPT-2's printable characters for bytes: a visible byte's own, else characters from U+0100."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in visible]
     return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
@@ -288,7 +294,7 @@ def _bpe(base: Tokenizer, gguf: GGUFFile) -> _Codec:
         text = base._tokens[token]
         try:
             return bytes([alphabet[c] for c in text])
-        except KeyError:  # not written in the byte alphabet: the text itself
+        except KeyError:  # the token is not written in the byte alphabet: its text itself
             return text.encode()
 
     def encode(text: str) -> list[int]:
@@ -326,7 +332,9 @@ def _spm(base: Tokenizer, gguf: GGUFFile) -> _Codec:
     proto.trainer_spec.byte_fallback = len(set(bytes_of.values())) == 256
     proto.trainer_spec.unk_id = base._types.index(UNKNOWN)
     proto.normalizer_spec.name = "identity"
-    proto.normalizer_spec.add_dummy_prefix = False  # `encode` does, after special tokens too
+    proto.normalizer_spec.add_dummy_prefix = (
+        False  # `encode` adds the prefix, after special tokens too
+    )
     proto.normalizer_spec.remove_extra_whitespaces = False
     processor = sentencepiece.SentencePieceProcessor()
     try:

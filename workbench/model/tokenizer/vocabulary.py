@@ -1,7 +1,7 @@
-"""What a file says of its vocabulary in several ways, compared.
+"""Compares the statements of a file about its vocabulary.
 
 The token list, its scores and types, the rows of embedding and output, `vocab_size` and the special
-ids must all speak of the same tokens.
+ids must all agree on the number of tokens.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from workbench.model.gguf.walk import REWRITE, StringArray, shown
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 _PREFIX = "tokenizer.ggml."
 _TOKENS = f"{_PREFIX}tokens"
-# what older converters wrote where there is no such token; let pass in keys without effect
+# older converters wrote this for a missing token; allowed in keys without effect
 _NO_TOKEN = (-1, (1 << 32) - 1)
 _IDS = {key.name: key.use for key in TOKENIZER_KEYS if key.name.endswith("_token_id")}
 
 
 def check_vocabulary(file: GGUFFile) -> None:
-    """Compares all numbers of tokens in a file, and looks whether special ids are tokens.
+    """Compares all numbers of tokens in a file, and checks that special ids are tokens.
 
-    The measure is the list of tokens, or without one the rows of the embedding; a file with neither
-    passes. Raises ModelFileError, one line with both numbers, where the scores, the types, the rows
-    of embedding and output, or `vocab_size` are more or fewer. It also does for a special id that
-    is no token; an id without effect may say that there is none.
+    Every number is compared with the length of the token list, or else with the rows of the
+    embedding; a file with neither passes. Raises ModelFileError, one line with both numbers, where
+    the scores, the types, the rows of embedding and output, or `vocab_size` differ. Raises
+    ModelFileError for a special id that is no token; an id without effect may stand for no token.
     """
     listed = _length(file, _TOKENS)
     if listed is not None:
@@ -51,7 +51,7 @@ def check_vocabulary(file: GGUFFile) -> None:
 
 
 def _counts(file: GGUFFile) -> Iterator[tuple[str, int]]:
-    """What has, or says, how many tokens: in words, and as a number."""
+    """The statements of a file about its number of tokens: in words, with the number."""
     for name in (EMBEDDING, OUTPUT):
         if name in file.tensors:
             rows = file.tensors[name].shape[0]
@@ -67,6 +67,6 @@ def _counts(file: GGUFFile) -> Iterator[tuple[str, int]]:
 
 
 def _length(file: GGUFFile, key: str) -> int | None:
-    """Entries of an array; None for what is none, which its reader refuses."""
+    """The length of an array; None for a value that is no array, which its reader refuses."""
     values = file.metadata.get(key)
     return len(values) if isinstance(values, StringArray | np.ndarray | list) else None
