@@ -52,30 +52,27 @@ class Trace:
 
 def token(step: int, at: int, n_launches: int = 4) -> list[Span]:
     """The spans of one token: a host split, a copy, a device split, as the engine records them."""
-    spans = [
-        Span("inp", "write", HOST_LANE, at + 10, at + 20, {"index": 0, "step": step, "split": -1}),
-        Span("embd", "launch", HOST_LANE, at + 30, at + 90, {"index": 1, "step": step, "split": 0}),
-        Span("split 0", "split", HOST_LANE, at + 30, at + 100, {"split": 0, "backend": "host"}),
-    ]
     copy = {"index": 2, "step": step, "split": 1, "stream": 1, "bytes": 4096}
-    spans.append(Span("embd", "copy", HOST_LANE, at + 100, at + 110, copy))
-    device = [
-        Span("embd", "device", "embedded stream 1", at + 111, at + 140, copy | {"kind": "copy"})
-    ]
+    spans, host = [], HOST_LANE
+
+    def add(name: str, category: str, lane: str, start: int, end: int, **args: Any) -> None:
+        spans.append(Span(name, category, lane, at + start, at + end, args))
+
+    add("inp", "write", host, 10, 20, index=0, step=step, split=-1)
+    add("embd", "launch", host, 30, 90, index=1, step=step, split=0)
+    add("split 0", "split", host, 30, 100, split=0, backend="host")
+    add("embd", "copy", host, 100, 110, **copy)
+    add("embd", "device", "embedded stream 1", 111, 140, **copy, kind="copy")
     for i in range(n_launches):
         args = {"index": 3 + i, "step": step, "split": 1, "stream": 0, "op": "mul_mat"}
-        start = at + 110 + 10 * i
-        spans.append(Span(f"node-{i}", "launch", HOST_LANE, start, start + 10, args))
-        start = at + 150 + 50 * i
-        kind = args | {"kind": "launch"}
-        device.append(Span(f"node-{i}", "device", "embedded stream 0", start, start + 50, kind))
-    start_sync, end = spans[-1].end_ns + 10, device[-1].end_ns
-    spans += [
-        Span("split 1", "split", HOST_LANE, at + 100, at + 110 + 10 * n_launches, {"split": 1}),
-        Span("logits", "sync", HOST_LANE, start_sync, end + 5, {"index": 99, "step": step}),
-        Span("step", "step", HOST_LANE, at, end + 10, {"step": step, "n_tokens": 1}),
-    ]
-    return spans + device
+        add(f"node-{i}", "launch", host, 110 + 10 * i, 120 + 10 * i, **args)
+        start = 150 + 50 * i
+        add(f"node-{i}", "device", "embedded stream 0", start, start + 50, **args, kind="launch")
+    end = 150 + 50 * n_launches
+    add("split 1", "split", host, 100, 110 + 10 * n_launches, split=1)
+    add("logits", "sync", host, 120 + 10 * n_launches, end + 5, index=99, step=step)
+    add("step", "step", host, 0, end + 10, step=step, n_tokens=1)
+    return spans
 
 
 def test_a_wait_leads_back_to_the_latest_record_of_its_event() -> None:
