@@ -184,16 +184,6 @@ def test_a_body_that_takes_too_much_memory_is_refused(spec, monkeypatch):
     reading(spec, work)
 
 
-def test_what_a_method_raises_stays_with_its_body(spec, capfd):
-    class Broken:
-        def request(self, body: bytes) -> BodyRead:
-            raise ZeroDivisionError("a bug")
-
-    found = aside.made(Broken(), "request", b"", ())  # type: ignore[arg-type]
-    assert isinstance(found, ApiError) and found.status == 500
-    assert "a bug" in capfd.readouterr().err
-
-
 def test_streams_go_on_while_a_body_is_read(texts):
     """The process that reads it is stopped: meanwhile a stream gets its tokens, and nobody else
     answers. How long streams wait beside a body is measured (`tests/bench/stalls.py`)."""
@@ -212,7 +202,7 @@ def test_streams_go_on_while_a_body_is_read(texts):
                     reader.suspend()
                     with connected(server.url) as sock:
                         sock.sendall(posted(body, path, "1.1", "connection: close"))
-                        assert all("error" not in next(lines) for _ in range(200))
+                        assert all("error" not in next(lines) for _ in range(50))
                         assert not select.select([sock], [], [], 0)[0], f"{path} is answered"
                         reader.resume()
                         assert everything(sock)[9:12] in (b"200", b"400")

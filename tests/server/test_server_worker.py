@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -38,11 +39,9 @@ class Front:
 
     def __init__(self, pipe: Connection):
         self.pipe = pipe
-        self.ready: Ready | None = None
-        self.prepares = False  # it has said so
+        self.begun: list[Any] = []
         self.tokens: dict[int, list[int]] = {}
-        self.ended: dict[int, Ended] = {}
-        self.refused: dict[int, Refused] = {}
+        self.over: dict[int, Ended | Refused] = {}
         self.made: list[Made] = []
 
     def ask(self, number: int, n_prompt: int = 5, most: int = 4, **more: Any) -> Ask:
@@ -54,39 +53,35 @@ class Front:
         assert self.pipe.poll(PATIENCE_S), "the engine process says nothing"
         message = self.pipe.recv()
         if isinstance(message, Preparing | Ready):
-            assert self.ready is None and self.prepares == isinstance(message, Ready)
-            self.prepares, self.ready = True, message if self.prepares else None
+            self.begun.append(message)
+            assert [type(one) for one in self.begun] == [Preparing, Ready][: len(self.begun)]
             return
-        assert self.ready is not None, "it is ready before anything else"
+        assert len(self.begun) == 2, "it is ready before anything else"
         if isinstance(message, Refused):
-            self._over(message.number)
-            self.refused[message.number] = message
+            self._end(message)
             return
         self.made.append(message)
         numbers = message.numbers.tolist()
         # a step has a token for each; where all begin to wait for results, two steps come at once
         assert len(numbers) == len(message.tokens) <= 2 * len({*numbers})
         for number, token in zip(numbers, message.tokens.tolist(), strict=True):
-            self._over(number)
+            assert number not in self.over
             self.tokens.setdefault(number, []).append(token)
         for end in message.ended:
-            self._over(end.number)
-            self.ended[end.number] = end
+            self._end(end)
 
-    def _over(self, number: int) -> None:
-        assert number not in self.ended and number not in self.refused, f"{number} is over"
+    def _end(self, end: Ended | Refused) -> None:
+        assert end.number not in self.over, f"{end.number} is over"
+        self.over[end.number] = end
 
     def until(self, condition: Callable[[], Any]) -> None:
         while not condition():
             self.hear()
 
-    def finish(self) -> None:
-        """Says that nothing more will be asked, and hears the rest."""
-        self.pipe.send(Finish())
-        self.to_the_end()
-
-    def to_the_end(self) -> None:
-        """Until the pipe is closed."""
+    def to_the_end(self, says_finish: bool = True) -> None:
+        """Says that nothing more will be asked, and hears the rest, until the pipe is closed."""
+        if says_finish:
+            self.pipe.send(Finish())
         with pytest.raises((EOFError, ConnectionResetError)):
             while True:
                 self.hear()
@@ -132,8 +127,8 @@ def running(
 def test_each_request_has_its_answer_as_alone(model, twin):
     """Of two fronts, which have numbers of their own, and one message of each step."""
     with running(settings(model), 2) as ((front, other), process):
-        front.until(lambda: front.ready)
-        ready = front.ready
+        front.until(lambda: len(front.begun) == 2)
+        ready = front.begun[-1]
         assert (ready.n_ctx, ready.n_slots, ready.n_waiting) == (ROOM, N_SLOTS, 64)
         assert (ready.device, ready.n_vocab) == ("embedded", 1024) and "tiny" in ready.model
         os.kill(process.pid, signal.SIGINT)  # from the keyboard: the fronts' to handle
@@ -145,15 +140,14 @@ def test_each_request_has_its_answer_as_alone(model, twin):
         asks.append((front, front.ask(9 + 100, 1, 5, ends=frozenset({stop}), n_logprobs=2)))
         asks += [(other, other.ask(i, 3 + i, 6)) for i in range(4)]
         other.pipe.send(Finish())
-        front.finish()  # is the end behind all that was asked
-        other.to_the_end()
+        front.to_the_end()  # is the end behind all that was asked
+        other.to_the_end(False)
     assert process.exitcode == 0
     for to, ask in asks:
-        if same(ask, to.tokens[ask.number], twin(ask)):
-            assert to.ended[ask.number].reason in (LENGTH, STOP)
-        timings = to.ended[ask.number].timings
-        n_made = len(to.tokens[ask.number])
-        assert (timings.n_prompt, timings.n_made) == (len(ask.tokens), n_made)
+        end, tokens = to.over[ask.number], to.tokens[ask.number]
+        if same(ask, tokens, twin(ask)):
+            assert end.reason in (LENGTH, STOP)
+        assert (end.timings.n_prompt, end.timings.n_made) == (len(ask.tokens), len(tokens))
     n_known = sum(109 in made.logprobs for made in front.made)
     assert n_known == len(front.tokens[109]) and all(m.logprobs.keys() <= {109} for m in front.made)
     for to in (front, other):
@@ -162,46 +156,50 @@ def test_each_request_has_its_answer_as_alone(model, twin):
     last = max(front.made[-1].totals, other.made[-1].totals, key=lambda totals: totals.n_steps)
     n_made = sum(len(to.tokens[ask.number]) for to, ask in asks)
     assert (last.n_made_tokens, last.n_running, last.n_waiting) == (n_made, 0, 0)
-    assert (len(front.ended), len(other.ended)) == (11, 4)
+    assert (len(front.over), len(other.over)) == (11, 4)
 
 
-def test_a_cancelled_request_frees_its_slot(model):
-    """And a request that cannot be served is refused for good, or until later."""
-    with running(settings(model, n_waiting=2)) as ((front,), _):
+def test_a_cancelled_request_frees_its_slot(model, capfd):
+    """A request that cannot be served is refused for good, or until later; one that cannot be taken
+    fails alone."""
+    target = partial(main_that_breaks, ZeroDivisionError("thirteen"), 13)
+    with running(settings(model, n_waiting=2), 1, target) as ((front,), process):
+        over = front.over
+        front.ask(13, 13)
+        front.until(lambda: 13 in over)
+        assert (over.pop(13).why, 13 in front.tokens) == ("thirteen", False)
         front.ask(100, ROOM + 1)
         front.ask(101, 5, -1)
-        front.until(lambda: len(front.refused) == 2)
-        assert front.refused[100].retry_after_s is None is front.refused[101].retry_after_s
-        assert f"{ROOM + 1} tokens" in front.refused[100].why
+        front.until(lambda: len(over) == 2)
+        assert over[100].retry_after_s is None is over[101].retry_after_s
+        assert f"{ROOM + 1} tokens" in over[100].why
         for number in range(N_SLOTS):
             front.ask(number, 5, LONG)
         front.until(lambda: len(front.tokens) == N_SLOTS)
         for number in (10, 11, 50):
             front.ask(number, 5, 2)
-        front.until(lambda: 50 in front.refused)
-        assert "busy" in front.refused[50].why and front.refused[50].retry_after_s >= 1
-        assert len(front.refused) == 3 and not front.ended
+        front.until(lambda: 50 in over)
+        assert "busy" in over[50].why and over[50].retry_after_s >= 1 and len(over) == 3
         for number in (0, 0, 77):  # twice, and one that nobody asked
             front.pipe.send(Cancel(number))
-        front.until(lambda: {0, 10, 11} <= front.ended.keys())
-        assert [front.ended[n].reason for n in (0, 10, 11)] == [CANCELLED, LENGTH, LENGTH]
-        assert 0 < len(front.tokens[0]) < LONG and len(front.ended) == 3
+        front.until(lambda: {0, 10, 11} <= over.keys())
+        assert [over[n].reason for n in (0, 10, 11)] == [CANCELLED, LENGTH, LENGTH]
+        assert 0 < len(front.tokens[0]) < LONG and len(over) == 6
         for number in (1, 2):
             front.pipe.send(Cancel(number))
-        front.finish()
-    assert {front.ended[n].reason for n in (1, 2)} == {CANCELLED}
+        front.to_the_end()
+    assert {over[n].reason for n in (1, 2)} == {CANCELLED} and process.exitcode == 0
+    assert capfd.readouterr().err.count("ZeroDivisionError: thirteen") == 1
 
 
 def test_a_front_that_is_gone_has_its_requests_cancelled(model):
     with running(settings(model), 2) as ((stays, goes), process):
-        goes.until(lambda: goes.ready)
         for number in range(2 * N_SLOTS):  # half of them wait
             goes.ask(number, 5, LONG)
         goes.until(lambda: len(goes.tokens) == N_SLOTS)
         goes.pipe.close()
-        stays.until(lambda: stays.ready)
         stays.ask(0, 5, 20)
-        stays.until(lambda: 0 in stays.ended)
+        stays.until(lambda: 0 in stays.over)
         totals = stays.made[-1].totals
         assert (totals.n_running, totals.n_waiting) == (0, 0)
         assert totals.n_made_tokens < N_SLOTS * LONG  # nobody made what nobody reads
@@ -213,42 +211,31 @@ def test_a_front_that_is_gone_has_its_requests_cancelled(model):
 # how it ends badly --------------------------------------------------------------------------------
 
 
-def main_that_breaks(error: BaseException, fronts: list[Connection], wanted: WorkerSettings):
-    """The engine of this process fails in its tenth step; it takes no first ones."""
-    worker.first_steps = lambda engine, n_slots: 0  # type: ignore[assignment]
-    submit, left = engine_room.Engine.submit, [9]
+def main_that_breaks(
+    error: BaseException, n_prompt: int, fronts: list[Connection], wanted: WorkerSettings
+) -> None:
+    """The engine of this process fails in its tenth step (it takes no first ones); or where
+    n_prompt is given, a request of so many tokens cannot be taken."""
+    if n_prompt:
+        take = Slots.ask
 
-    def fails(self: Any, *more: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise error
-        return submit(self, *more)
+        def takes(self: Any, ask: Ask) -> None:
+            if len(ask.tokens) == n_prompt:
+                raise error
+            take(self, ask)
 
-    engine_room.Engine.submit = fails  # type: ignore[method-assign]
+        Slots.ask = takes  # type: ignore[method-assign]
+    else:
+        worker.first_steps = lambda engine, n_slots: 0  # type: ignore[assignment]
+        submit, left = engine_room.Engine.submit, itertools.count()
+
+        def fails(self: Any, *more: Any) -> Any:
+            if next(left) >= 9:
+                raise error
+            return submit(self, *more)
+
+        engine_room.Engine.submit = fails  # type: ignore[method-assign]
     worker.main(fronts, wanted)
-
-
-def main_that_cannot_take_a_request(fronts: list[Connection], wanted: WorkerSettings) -> None:
-    take = Slots.ask
-
-    def takes(self: Any, ask: Ask) -> None:
-        if len(ask.tokens) == 13:
-            raise ZeroDivisionError("thirteen")
-        take(self, ask)
-
-    Slots.ask = takes  # type: ignore[method-assign]
-    worker.main(fronts, wanted)
-
-
-def test_a_request_that_cannot_be_taken_fails_alone(model, capfd):
-    with running(settings(model), 1, main_that_cannot_take_a_request) as ((front,), process):
-        for number, n_prompt in enumerate((5, 13, 6)):
-            front.ask(number, n_prompt)
-        front.finish()
-    assert process.exitcode == 0
-    assert [front.ended[n].reason for n in range(3)] == [LENGTH, FAILED, LENGTH]
-    assert front.ended[1].why == "thirteen" and 1 not in front.tokens
-    assert capfd.readouterr().err.count("ZeroDivisionError: thirteen") == 1
 
 
 @pytest.mark.parametrize(
@@ -260,15 +247,15 @@ def test_a_request_that_cannot_be_taken_fails_alone(model, capfd):
 )
 def test_a_step_that_fails_ends_all(model, capfd, error, status, line):
     """Each request is told, and the process ends."""
-    with running(settings(model), 2, partial(main_that_breaks, error)) as (fronts, process):
+    target = partial(main_that_breaks, error, 0)
+    with running(settings(model), 2, target) as (fronts, process):
         for front in fronts:
-            front.until(lambda f=front: f.ready)
             for number in range(3):
                 front.ask(number, 5, LONG)
         for front in fronts:
-            front.to_the_end()
+            front.to_the_end(False)
     assert process.exitcode == status
-    ends = [end for front in fronts for end in front.ended.values()]
+    ends = [end for front in fronts for end in front.over.values()]
     assert len(ends) == 6 and {end.reason for end in ends} == {FAILED}
     assert all(str(end.why).startswith("the step failed: ") for end in ends)
     assert capfd.readouterr().err.strip().splitlines()[-1] == line

@@ -8,7 +8,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,15 +20,12 @@ from tests.profiles import share
 from tests.trace import chrome_decode, perfetto_decode
 from workbench.backend.cpu.device.embedded import EmbeddedDevice
 from workbench.backend.issue.issued import Issued
-from workbench.benchmarks.times.gaps import host_gaps
-from workbench.benchmarks.times.profiling import profile_test, runs_on_device
-from workbench.benchmarks.workload import Workload
 from workbench.common import checkout
 from workbench.config import Toggles
 from workbench.graph.ops import touched_bytes
 from workbench.program import commands as c
-from workbench.program.commands import Copy, Launch, Program, Record, Replay, Space, Sync, Wait
-from workbench.report.timelines import LOOKS, timeline
+from workbench.program.commands import Copy, Launch, Program, Replay, Space, Sync, Wait
+from workbench.report.timelines import LOOKS
 from workbench.trace.lanes import ABOUT
 from workbench.trace.profile import Profile, profile, profile_each
 from workbench.trace.spans import CATEGORIES, HOST_LANE, Span
@@ -46,11 +43,6 @@ WAYS: dict[str, dict[str, str]] = {
     "a plan of two streams": STEP | {"sync": "event_guarded", "copy_stream": "own"},
     "branches in plans": {"plans": "ours", "streams": "3"},
     "branches in a plan": STEP | ONE | {"streams": "8", "fork": "any"},
-}
-ELSEWHERE = WAYS | {
-    "pageable": {"sync": "copy_boundary", "host_source": "pageable"},
-    "with copies": RING | {"sync": "event_guarded", "n_copies": "4"},
-    "llama.cpp's pipeline": {"n_copies": "4", "step_wait": "outputs"},
 }
 STEPS, PROMPT = 3, [1, 2, 3, 4]
 
@@ -103,25 +95,6 @@ def key(span: Span) -> tuple[int, int]:
     return span.args["index"], span.args.get("part", 0)
 
 
-def behind(program: Program) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Pairs of launches, the first of which ends before the second begins: of each stream, and
-    by each Wait of a fork or a join."""
-    last: dict[c.Stream, set[tuple[int, int]]] = defaultdict(set)
-    recorded: dict[str, set[tuple[int, int]]] = {}
-    pairs = []
-    for at in program.located():
-        command, number = at.command, (at.index, at.part or 0)
-        match command:
-            case Record(forks=True):
-                recorded[command.event] = set(last[command.stream])
-            case Wait(forks=True):
-                last[command.stream] |= recorded[command.event]
-            case Launch(by_host=False) if command.stream.backend:
-                pairs += [(before, number) for before in sorted(last[command.stream])]
-                last[command.stream] = {number}
-    return pairs
-
-
 def test_host_spans_are_the_commands_one_to_one(traced):
     for n_past, (step, program) in enumerate(traced.programs.items(), len(PROMPT)):
         host = traced.of_step(step, device=False)
@@ -158,11 +131,8 @@ def test_device_spans_are_asynchronous_commands_and_parts(traced):
             ordered = sorted((s for s in device if s.lane == lane), key=lambda s: s.start_ns)
             assert all(a.end_ns <= b.start_ns for a, b in pairwise(ordered)), "a stream is a queue"
             assert [*map(key, ordered)] == sorted(map(key, ordered))
-        # a branch lies between its fork and its join, on whichever lane that is
-        pairs = behind(program)
-        assert all(found[a].end_ns <= found[b].start_ns for a, b in pairs)
-        if traced.toggles.streams != "1":
-            assert sum(found[a].lane != found[b].lane for a, b in pairs) >= 8
+        lanes = {s.lane for s in device if s.name in ("Qcur-0", "Kcur-0", "Vcur-0")}
+        assert len(lanes) == (1 if traced.toggles.streams == "1" else 3)
 
 
 def test_summaries_and_patterns_are_those_of_the_program(traced):
@@ -171,8 +141,6 @@ def test_summaries_and_patterns_are_those_of_the_program(traced):
     for name in ("waits", "copies", "launches", "copied_bytes", "replays"):
         if name in table or name in counts:
             assert (table[name] == counts[name]).all(), name
-    assert (table["device_us"] > 0).all() and (table["idle_us"] >= 0).all()
-    assert (table[["build_us", "host_us", "wait_us"]].sum(axis=1) <= table["step_us"]).all()
     assert trace_pattern(traced.prof) == traced.program.pattern()
     built = traced.toggles.graph_reuse == "rebuild"
     every = {"batch", "graph", "fuse", "split", "layout", "lower", "prepare"}
@@ -193,11 +161,6 @@ def test_tables_have_every_launch_and_its_bytes(traced):
     has_plans = traced.toggles.plans != "off"
     assert ("replay" in set(traced.prof.phases()["part"])) == has_plans
     assert set(traced.prof.gaps()["after"]) <= set(table.index) | {"replay"}
-    figure = timeline(traced.prof)
-    labels = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert (LOOKS["replay"].word in labels) == has_plans
-    shown = {text.get_text() for text in figure.axes[0].get_yticklabels()}
-    assert {s.lane for s in traced.prof.timeline.spans} <= shown
 
 
 # the files ----------------------------------------------------------------------------------------
@@ -282,11 +245,11 @@ def placed(request, tiny_model):
         yield made
 
 
-@pytest.mark.parametrize("way", share(ELSEWHERE, every=5))
+@pytest.mark.parametrize("way", share(WAYS, every=5))
 def test_runs_on_every_placement_are_as_programmed(placed, way):
     """Step by step: a prompt of three ubatches, then tokens. Whether a copy was held takes many
     steps alike to tell, which a prompt has not: hidden waits have tests of their own."""
-    with placed.variant(toggles_of(ELSEWHERE[way])) as engine:
+    with placed.variant(toggles_of(WAYS[way])) as engine:
         programs = engine.programs(24, 3)
         with profile(engine, nvtx=False) as prof:
             engine.prefill(list(range(3, 27)))
@@ -367,15 +330,3 @@ def test_variants_are_traced_by_name(base):
     found = profile_each(base, arms, n_tokens=4)
     waits = {name: int(trace.summary()["waits"].iloc[0]) for name, trace in found.items()}
     assert waits == {"every wait": 13, "packed": 3}
-
-
-@pytest.mark.slow
-def test_what_measures_takes_a_replay_for_work_of_the_device(base):
-    whole: dict[str, Any] = STEP | ONE
-    toggles = {n: toggles_of(whole | {"sync": n}) for n in ("implicit", "packed_implicit")}
-    with base.variant(toggles["implicit"]) as engine:
-        assert runs_on_device(engine)
-        found = profile_test(engine, Workload(0, 12), repetitions=1)
-        assert (found.steps["kernels_us"] > 0).all() and found.steps["gap_us"].notna().sum() > 0
-        gaps = host_gaps(engine, toggles, n_tokens=4, rounds=2)
-    assert set(gaps.table()["arm"]) >= {*toggles}
