@@ -15,7 +15,6 @@ import re
 import signal
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,12 +22,10 @@ import numpy as np
 import psutil
 import pytest
 
-import workbench as wb
 from tests.profiles import tiers
-from tests.served import Ask, alone, ids
+from tests.served import ids
 from tests.server.command import served
-from tests.server.live import texts_of, wait_for
-from workbench.config import Toggles
+from tests.server.live import wait_for
 
 MOST = 48  # tokens that a request makes
 KINDS = {
@@ -39,20 +36,18 @@ N_SLOTS, ROOM, N_WAITING, N_CLIENTS = 16, 128, 4, 32
 # How much a process may grow from the first to the last quarter of the requests that count. Others
 # come before: a new process grows until every shape of a step has its program, and a leak grows on.
 MOST_GROWTH_MB = 3.0
-SIZES = (1, 2, 3, 5, 8, 13, 20, 33, 34, 50, 60, 70)
+SIZES = (1, 2, 3, 5, 8, 13, 20, 33, 34, 50, 60, 70)  # of prompts, some of which begin alike
 URL = "/v1/completions"
-Prompt = tuple[list[int], list[str]]  # its tokens, and texts of its first n tokens alone, by n - 1
 
 
 class Soak:
     """Requests from a number of clients at once. came: by kind and what came of it."""
 
-    def __init__(self, prompts: list[Prompt], processes: list[psutil.Process], seed: int):
-        self.prompts, self.processes = prompts, processes
+    def __init__(self, processes: list[psutil.Process], seed: int):
+        self.processes = processes
         self.came: Counter[tuple[str, str]] = Counter()
         self.memory: list[list[int]] = []  # bytes of each process, each time a request is over
         self.n_refused = self.n_opened = self.n_maybe = self.n_made = 0
-        self.n_same = self.n_other = 0
         self._random = random.Random(seed)
 
     async def run(self, url: str, n: int) -> None:
@@ -72,7 +67,7 @@ class Soak:
     async def _one(self, http: httpx.AsyncClient, number: int) -> None:
         draw = self._random
         (kind,) = draw.choices([*KINDS], [*KINDS.values()])
-        tokens, texts = draw.choice(self.prompts)
+        tokens = ids(draw.choice(SIZES), draw.randrange(3)).tolist()
         body: dict[str, Any] = {
             "prompt": tokens, "max_tokens": draw.randint(1, MOST), "ignore_eos": True,
             "seed": number, "temperature": 0.9 if draw.random() < 0.3 else 0.0,
@@ -80,17 +75,15 @@ class Soak:
         }  # fmt: skip
         body |= {
             "several": {"n": 2}, "late": {"timeout": 0.001},
-            "stops": {"stop": [texts[-1][2:4] or "e", "zz"], "temperature": 0.0},
+            "stops": {"stop": ["e", "zz"]},
             "too long": {"prompt": [5] * (ROOM + 1)},
         }.get(kind, {})  # fmt: skip
-        while (came := await self._tried(http, kind, body, texts)) == "refused":
+        while (came := await self._tried(http, kind, body)) == "refused":
             self.n_refused += 1
             await asyncio.sleep(draw.uniform(0.002, 0.03))
         self.came[kind, came] += 1
 
-    async def _tried(
-        self, http: httpx.AsyncClient, kind: str, body: dict[str, Any], texts: list[str]
-    ) -> str:
+    async def _tried(self, http: httpx.AsyncClient, kind: str, body: dict[str, Any]) -> str:
         if kind == "hangs up":
             self.n_maybe += 1
             post = asyncio.ensure_future(http.post(URL, json=body))
@@ -114,11 +107,11 @@ class Soak:
         assert answer.status_code == 200, events
         assert not body["stream"] or (events.pop() == "[DONE]" and "[DONE]" not in events)
         told = [json.loads(event) for event in events]
-        self._check(kind, told, body, texts)
+        self._check(kind, told, body)
         return "done"
 
-    def _check(self, kind: str, told: list[Any], body: dict[str, Any], texts: list[str]) -> None:
-        """As many ends and tokens as were asked for, and the texts of an engine alone."""
+    def _check(self, kind: str, told: list[Any], body: dict[str, Any]) -> None:
+        """As many ends and tokens as were asked for."""
         choices = [choice for part in told for choice in part.get("choices", ())]
         reasons = [c["finish_reason"] for c in choices if c["finish_reason"]]
         made = next(part["usage"] for part in told[::-1] if part.get("usage"))["completion_tokens"]
@@ -128,27 +121,6 @@ class Soak:
             assert reasons in (["stop"], ["length"]) and 0 < made <= body["max_tokens"]
         else:
             assert reasons == ["length"] * n and made == n * body["max_tokens"]
-        if body["temperature"]:
-            return
-        wanted = texts[body["max_tokens"] - 1]
-        for index in range(n):
-            text = "".join(c["text"] for c in choices if c["index"] == index)
-            same = wanted.startswith(text) if kind == "stops" else text == wanted
-            self.n_same += same
-            self.n_other += not same
-
-
-def prompts_of(path: Path) -> list[Prompt]:
-    """Some begin alike. With each is what it is continued with alone."""
-    decode, found = texts_of(path).tokenizer.decode, []
-    with wb.Engine.load(
-        path, device="embedded", n_ctx=ROOM, n_seqs=1, n_ubatch=ROOM, threads=1, toggles=Toggles()
-    ) as engine:
-        for i, n in enumerate(SIZES):
-            tokens = ids(n, i % 3)
-            made = alone(engine, Ask(0, tokens, MOST)).tokens
-            found.append((tokens.tolist(), [decode(made[: n + 1]) for n in range(len(made))]))
-    return found
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the memory as Linux has it")
@@ -158,14 +130,13 @@ def test_none_is_lost_or_answered_twice_and_nothing_leaks(tmp_path, tiny_model, 
     path = tiny_model("tiny-llama", "F32")
     flags = ["-m", path, "--slots", N_SLOTS, "-c", N_SLOTS * ROOM, "-ub", 64, "--threads", 1]
     flags += ["--device", "embedded", "--max-waiting", N_WAITING, "--n-kv-pad", 32]
-    prompts = prompts_of(path)
     with (
         served(tmp_path, *flags, module=("workbench", "serve")) as (process, url, log),
         httpx.Client(base_url=url, timeout=20) as http,
     ):
         front = psutil.Process(process.pid)
         engine = max(front.children(), key=lambda child: child.memory_info().rss)
-        soak = Soak(prompts, [front, engine], seed=n)
+        soak = Soak([front, engine], seed=n)
         asyncio.run(soak.run(url, n))
 
         def now() -> dict[str, float]:
@@ -205,4 +176,3 @@ def check(n: int, soak: Soak, found: dict[str, float]) -> None:
     assert found["requests_processing"] == found["requests_deferred"] == 0
     assert found["engine_tokens"] == found["tokens_predicted"]
     assert soak.n_made < found["tokens_predicted"]  # who left has some, too
-    assert soak.n_same > 50 * soak.n_other  # rounding decides few

@@ -6,12 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trace import chrome_decode, perfetto_decode
-from workbench.common.errors import UsageError
 from workbench.trace import chrome, perfetto
 from workbench.trace.flows import EVENT, ISSUE, WAIT, flows_of
 from workbench.trace.lanes import nesting_order
@@ -171,16 +169,3 @@ def test_a_span_costs_well_under_100_bytes(tmp_path: Path) -> None:
     assert 0 < perfetto.write(spans, tmp_path / "t.pftrace") < 100 * len(spans)
     assert perfetto.write([], tmp_path / "t.pftrace") > 0
     assert perfetto_decode.decode((tmp_path / "t.pftrace").read_bytes()).slices == []
-
-
-@pytest.mark.parametrize("name", ["t.pftrace", "t.pftrace.gz"])
-def test_a_trace_goes_through_a_link_and_never_over_a_device(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).symlink_to("real")
-    size = perfetto.write(token(0, 0), tmp_path / name)
-    assert (tmp_path / name).is_symlink() and (tmp_path / "real").stat().st_size == size
-    full = tmp_path / f"full-{name}"
-    full.symlink_to("/dev/full")
-    with pytest.raises(UsageError, match="no space is left"):
-        perfetto.write(token(0, 0), full)
-    assert Path("/dev/full").is_char_device() and full.is_symlink()
-    assert len(list(tmp_path.iterdir())) == 3

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 
 import workbench as wb
@@ -18,13 +17,11 @@ from tests.oracles.trace_pattern import HIDDEN, LETTERS, trace_pattern
 from tests.orderings import PLACED
 from tests.profiles import share
 from tests.trace import chrome_decode, perfetto_decode
-from workbench.backend.cpu.device.embedded import EmbeddedDevice
-from workbench.backend.issue.issued import Issued
 from workbench.common import checkout
 from workbench.config import Toggles
 from workbench.graph.ops import touched_bytes
 from workbench.program import commands as c
-from workbench.program.commands import Copy, Launch, Program, Replay, Space, Sync, Wait
+from workbench.program.commands import Copy, Launch, Program, Replay, Sync, Wait
 from workbench.report.timelines import LOOKS
 from workbench.trace.lanes import ABOUT
 from workbench.trace.profile import Profile, profile, profile_each
@@ -257,44 +254,6 @@ def test_runs_on_every_placement_are_as_programmed(placed, way):
                 engine.step([token])
         found = [trace_pattern(prof, step=n).replace(HIDDEN, "") for n in range(len(programs))]
     assert found == [p.pattern() for p in programs]
-
-
-@pytest.mark.parametrize("waits", [False, True], ids=["queued", "held"])
-def test_a_copy_that_holds_the_host_shows_in_the_trace(base, monkeypatch, waits):
-    """Input copies behind a long one: only where their call waits for it do they hold the host.
-    The long one is queued by the first input's call, so that it is part of that copy's span."""
-    original, nbytes = EmbeddedDevice.copy, 16 << 20
-    engine = base.variant(toggles_of(ONE))
-    blocks = [engine.backend.allocate(nbytes, Space.DEVICE) for _ in range(2)]
-
-    def copy(self, dst, src, n, stream, to_host):
-        issue = original(self, dst, src, n, stream, to_host)
-        if to_host:
-            return issue
-        large = original(self, blocks[0].address, blocks[1].address, nbytes, stream, False)
-        wait = self.sync_stream(stream)
-
-        def slow() -> None:
-            large()
-            issue()
-            if waits:
-                wait()
-
-        return Issued(slow, ("copy",))
-
-    monkeypatch.setattr(EmbeddedDevice, "copy", copy)
-    with engine:
-        first = engine.step([1])
-        pattern = engine.program(n_past=engine.n_past).pattern()
-        with profile(engine, nvtx=False) as prof:
-            for token in range(5, 10):
-                engine.step([token])
-        engine.reset()
-        assert np.array_equal(engine.step([1]), first)
-    assert pattern.startswith("h a") and "c" not in pattern
-    assert trace_pattern(prof) == (pattern.replace("a", "a(s)") if waits else pattern)
-    for block in blocks:
-        block.free()
 
 
 # what has no program of its own -------------------------------------------------------------------
