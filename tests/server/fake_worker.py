@@ -16,18 +16,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from workbench.engine.slots.asks import (
-    CANCELLED,
-    FAILED,
-    LENGTH,
-    STOP,
-    TIMEOUT,
-    Ask,
-    Ended,
-    Logprobs,
-    Timings,
-    Totals,
-)
+from workbench.engine.slots import asks
+from workbench.engine.slots.asks import Ask, Ended, Logprobs, Timings, Totals
 from workbench.server.wire.messages import Cancel, Finish, Made, Preparing, Ready, Refused
 
 
@@ -110,9 +100,9 @@ class FakeWorker:
                 self.cancelled.append(message.number)
                 for ask in [a for a in self._waiting if a.number == message.number]:
                     self._waiting.remove(ask)
-                    self._end(_Seat(ask), CANCELLED)
+                    self._end(_Seat(ask), asks.CANCELLED)
                 if message.number in self._seats:
-                    self._end(self._seats[message.number], CANCELLED)
+                    self._end(self._seats[message.number], asks.CANCELLED)
             elif isinstance(message, Finish):
                 self._no_more = True
 
@@ -145,13 +135,13 @@ class FakeWorker:
         for number, seat in list(self._seats.items()):
             ask, n = seat.ask, seat.ask.n_logprobs
             if self.fails(ask):
-                self._end(seat, FAILED, "the fake was told to")
+                self._end(seat, asks.FAILED, "the fake was told to")
                 continue
             if ask.scores_prompt and not seat.n_made:
                 scores[number] = [self._logprobs(t, n or 0) for t in ask.tokens[1:].tolist()]
             token = self._next(seat)
             if not ask.max_tokens or token in ask.ends:
-                self._end(seat, STOP if ask.max_tokens else LENGTH)
+                self._end(seat, asks.STOP if ask.max_tokens else asks.LENGTH)
                 continue
             seat.n_made += 1
             made[number] = token
@@ -159,7 +149,7 @@ class FakeWorker:
                 logprobs[number] = self._logprobs(token, n)
             late = ask.timeout_s is not None and time.perf_counter() - seat.began > ask.timeout_s
             if late or seat.n_made == ask.max_tokens:
-                self._end(seat, TIMEOUT if late else LENGTH)
+                self._end(seat, asks.TIMEOUT if late else asks.LENGTH)
         self._steps += 1
         self.n_made += len(made)
         ended, self._ended = tuple(self._ended), []

@@ -78,9 +78,7 @@ def test_the_page_has_every_metric(found):
 def test_counters_rise_while_requests_run(texts):
     body = {"prompt": [1, 2, 3], "max_tokens": 300, "stream": True}
     with live(texts, step_s=0.01) as server, server.http() as http:
-        empty = read(http)  # of a server that did nothing
-        assert empty.value("tokens_predicted_total") == 0
-        assert empty.value("e2e_request_latency_seconds_count") == 0
+        assert read(http).value("e2e_request_latency_seconds_count") == 0
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = (line for line in answer.iter_lines() if line)
             first, later = ([next(lines) for _ in range(5)] and read(http) for _ in range(2))

@@ -206,6 +206,9 @@ def test_every_way_to_ask_has_the_same_answer(real):
     first, again, other = (ask(temperature=1, seed=s, n=2).choices for s in (7, 7, 9))
     assert [c.text for c in first] == [c.text for c in again] != [c.text for c in other]
     assert first[0].text != first[1].text
+    for kept in (True, False):  # of its prompt, which the slot has; unless it wants no cells
+        usage = ask(extra_body={"cache_prompt": kept}).usage
+        assert usage.prompt_tokens_details.cached_tokens == (len(ids) - 1 if kept else 0)
     # more requests than slots
     made = ask(prompt=[[i] * 20 for i in range(1, 13)], max_tokens=9)
     assert [c.index for c in made.choices] == list(range(12))
@@ -222,15 +225,6 @@ def test_every_way_to_ask_has_the_same_answer(real):
     assert chat.choices[0].message.content == ask(prompt=prompt).choices[0].text
     alone = [{"role": "user", "content": "a\ud800"}]  # a surrogate without its other half
     assert post(real, "/apply-template", messages=alone)["prompt"] == "<user>a?\n<assistant>"
-
-
-def test_cells_are_kept_unless_a_request_wants_none(real):
-    body = {"prompt": [7] * 40, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    text = post(real, URL, **body)["choices"][0]["text"]
-    for kept in (True, False):
-        answer = post(real, URL, **body, cache_prompt=kept)
-        assert answer["choices"][0]["text"] == text
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == (39 if kept else 0)
 
 
 def test_loglikelihoods_are_those_of_the_engines_logits(real, model):

@@ -106,14 +106,6 @@ def test_a_frame_and_a_summary_of_two_steps() -> None:
     assert host.launches == 3 and pd.isna(host.device_us) and pd.isna(host.gap_us)
 
 
-def test_nothing_recorded_gives_empty_tables() -> None:
-    host = [s for s in step(0, 0) if s.lane == HOST_LANE and s.category != "launch"]
-    for spans in ([], host):
-        empty = Timeline(spans).to_frame()
-        assert analysis.kernels(empty).empty and analysis.gaps(empty).empty
-    assert len(Timeline([]).summary()) == 0
-
-
 def test_kernels_by_op_and_by_node() -> None:
     table = analysis.kernels(frame(step(0, 0), step(1, 120)), read_gbps=2.0).set_index("op")
     product, rows = table.loc["mul_mat"], table.loc["get_rows"]
