@@ -72,7 +72,7 @@ def test_every_record_of_a_replay_finds_its_part(wanted, chance, late):
 
 
 @given(plans, st.randoms(use_true_random=False))
-def test_parts_issued_one_by_one_are_told_by_names_where_products_stand_alone(wanted, chance):
+def test_parts_issued_one_by_one_are_told_by_names(wanted, chance):
     rows, _, owner = recorded(wanted, chance)
     found, reason = parted([row._replace(node=0) for row in rows], wanted, None)
     assert reason == ""
@@ -100,7 +100,7 @@ def test_a_record_too_few_is_never_taken_for_another(wanted, chance, data):
 
 
 @given(plans, st.randoms(use_true_random=False))
-def test_kernels_with_names_of_others_are_told_by_what_was_launched(wanted, chance):
+def test_kernels_with_names_of_others_are_told(wanted, chance):
     """Some have a name of another kernel. Only between products of cuBLAS does it stay."""
     rows, nodes, owner = recorded(wanted, chance)
     names = [kernel.function for kernel in KERNELS if kernel.function]
