@@ -160,9 +160,12 @@ def test_a_stop_text_ends_the_request_in_the_engine(texts, n_behind):
     ask = {"prompt": "a", "max_tokens": n_found + n_behind, "stop": ["aits f", "zzz"]}
     with live(texts, script=tokens, step_s=0.002) as server:
         chunks = server.complete(**ask, stream=True)
-        (whole,) = server.complete(**ask).choices
+        made = server.complete(**ask)
         asked, cancelled = server.worker.asked, server.worker.cancelled
+    (whole,) = made.choices
     assert said(chunks) == whole.text == "the engine w"
+    # tokens that come until it hears of it count for nothing
+    assert made.usage.completion_tokens == n_found
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason == "stop"
     assert n_behind < 100 or cancelled == [ask.number for ask in asked]
 
