@@ -16,18 +16,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from workbench.engine.slots.asks import (
-    CANCELLED,
-    FAILED,
-    LENGTH,
-    STOP,
-    TIMEOUT,
-    Ask,
-    Ended,
-    Logprobs,
-    Timings,
-    Totals,
-)
+from workbench.engine.slots import asks
+from workbench.engine.slots.asks import Ask, Ended, Logprobs, Timings, Totals
 from workbench.server.wire.messages import Cancel, Finish, Made, Preparing, Ready, Refused
 
 
@@ -42,36 +32,27 @@ class _Seat:
 class FakeWorker:
     """Both ends of the pipe, and the thread at one of them.
 
-    step_s: of a step. load_s: the longest until it has loaded; `loaded` ends it. prepare_s: the
-    same of what it prepares behind that, and `prepared`. script: tokens that every answer is made
-    of, in turn; None: counting. asked, cancelled: what came, for tests to look at.
-    """
+    step_s: of a step. load_s, prepare_s: the longest until it has loaded, and is prepared; `loaded`
+    and `prepared` end it. script: tokens that every answer is made of, in turn; None: counting.
+    asked, cancelled: what came, for tests to look at."""
 
     def __init__(
-        self,
-        n_vocab: int,
-        n_ctx: int = 512,
-        n_slots: int = 8,
-        n_waiting: int = 64,
-        step_s: float = 0.0,
-        script: Sequence[int] | None = None,
-        fails: Callable[[Ask], bool] = lambda ask: False,
-        load_s: float = 0.0,
+        self, n_vocab: int, n_ctx: int = 512, n_slots: int = 8, n_waiting: int = 64,
+        step_s: float = 0.0, script: Sequence[int] | None = None,
+        fails: Callable[[Ask], bool] = lambda ask: False, load_s: float = 0.0,
         prepare_s: float = 0.0,
-    ):
+    ):  # fmt: skip
         self.ready = Ready("fake.gguf", "no device", n_vocab, n_ctx, n_slots, n_waiting)
-        self.step_s, self.script, self.fails, self.load_s = step_s, script, fails, load_s
-        self.prepare_s = prepare_s
+        self.step_s, self.script, self.fails = step_s, script, fails
+        self.load_s, self.prepare_s = load_s, prepare_s
         self.asked: list[Ask] = []
         self.cancelled: list[int] = []
-        self.finished = threading.Event()
-        self.killed = False
+        self.finished, self.loaded, self.prepared = (threading.Event() for _ in range(3))
+        self.killed = self._no_more = False
         self._seats: dict[int, _Seat] = {}
         self._waiting: deque[Ask] = deque()
         self._ended: list[Ended] = []
-        self._no_more = False
         self._steps = self.n_made = self._prompt = 0
-        self.loaded, self.prepared = threading.Event(), threading.Event()
 
     def start(self, n_fronts: int = 1) -> tuple[list[Connection], FakeWorker]:
         """As `server.Start`, for one front."""
@@ -104,21 +85,24 @@ class FakeWorker:
                 self._read()
                 self._step()
             self.finished.set()
-        except (EOFError, OSError):  # the front has gone
-            pass
+        except (EOFError, OSError):
+            return  # the front has gone
         finally:
             self.own.close()
 
     def _read(self) -> None:
         idle = not (self._seats or self._waiting or self._ended)
         while self.own.poll(0.002 if idle else 0):
-            message = self.own.recv()
-            idle = False
+            message, idle = self.own.recv(), False
             if isinstance(message, Ask):
                 self._asked(message)
             elif isinstance(message, Cancel):
                 self.cancelled.append(message.number)
-                self._cancel(message.number)
+                for ask in [a for a in self._waiting if a.number == message.number]:
+                    self._waiting.remove(ask)
+                    self._end(_Seat(ask), asks.CANCELLED)
+                if message.number in self._seats:
+                    self._end(self._seats[message.number], asks.CANCELLED)
             elif isinstance(message, Finish):
                 self._no_more = True
 
@@ -131,17 +115,10 @@ class FakeWorker:
         else:
             self._waiting.append(ask)
 
-    def _cancel(self, number: int) -> None:
-        if number in self._seats:
-            self._end(self._seats[number], CANCELLED)
-        for ask in [a for a in self._waiting if a.number == number]:
-            self._waiting.remove(ask)
-            self._end(_Seat(ask), CANCELLED)
-
     def _end(self, seat: _Seat, reason: str, why: str = "") -> None:
         self._seats.pop(seat.ask.number, None)
-        took = time.perf_counter() - seat.began
-        timings = Timings(0.0, len(seat.ask.tokens), 0, took / 2, seat.n_made, took / 2, 0.0)
+        took = (time.perf_counter() - seat.began) / 2
+        timings = Timings(0.0, len(seat.ask.tokens), 0, took, seat.n_made, took, 0.0)
         self._ended.append(Ended(seat.ask.number, reason, timings, why))
 
     def _step(self) -> None:
@@ -153,45 +130,36 @@ class FakeWorker:
             return
         if self.step_s:
             time.sleep(self.step_s)
-        numbers, tokens, logprobs, scores = [], [], {}, {}
-        for seat in list(self._seats.values()):
-            ask = seat.ask
+        made: dict[int, int] = {}
+        logprobs, scores = {}, {}
+        for number, seat in list(self._seats.items()):
+            ask, n = seat.ask, seat.ask.n_logprobs
             if self.fails(ask):
-                self._end(seat, FAILED, "the fake was told to")
+                self._end(seat, asks.FAILED, "the fake was told to")
                 continue
             if ask.scores_prompt and not seat.n_made:
-                assert ask.n_logprobs is not None
-                scores[ask.number] = [
-                    self._logprobs(t, ask.n_logprobs) for t in ask.tokens[1:].tolist()
-                ]
-            if not ask.max_tokens:
-                self._end(seat, LENGTH)
-                continue
+                scores[number] = [self._logprobs(t, n or 0) for t in ask.tokens[1:].tolist()]
             token = self._next(seat)
-            if token in ask.ends:
-                self._end(seat, STOP)
+            if not ask.max_tokens or token in ask.ends:
+                self._end(seat, asks.STOP if ask.max_tokens else asks.LENGTH)
                 continue
             seat.n_made += 1
-            self.n_made += 1
-            numbers.append(ask.number)
-            tokens.append(token)
-            if ask.n_logprobs is not None:
-                logprobs[ask.number] = self._logprobs(token, ask.n_logprobs)
+            made[number] = token
+            if n is not None:
+                logprobs[number] = self._logprobs(token, n)
             late = ask.timeout_s is not None and time.perf_counter() - seat.began > ask.timeout_s
             if late or seat.n_made == ask.max_tokens:
-                self._end(seat, TIMEOUT if late else LENGTH)
+                self._end(seat, asks.TIMEOUT if late else asks.LENGTH)
         self._steps += 1
+        self.n_made += len(made)
         ended, self._ended = tuple(self._ended), []
-        self.own.send(
-            Made(
-                np.array(numbers, np.int64), np.array(tokens, np.int32), logprobs, ended,
-                Totals(
-                    self._steps, self._prompt, 0, self.n_made, 0.0, 0.0, len(self._seats),
-                    len(self._waiting), sum(s.n_made for s in self._seats.values()), 4096,
-                ),
-                scores,
-            )
+        n_used = sum(s.n_made for s in self._seats.values())
+        totals = Totals(
+            self._steps, self._prompt, 0, self.n_made, 0.0, 0.0, len(self._seats),
+            len(self._waiting), n_used, 4096,
         )  # fmt: skip
+        numbers, tokens = np.array([*made], np.int64), np.array([*made.values()], np.int32)
+        self.own.send(Made(numbers, tokens, logprobs, ended, totals, scores))
 
     def _next(self, seat: _Seat) -> int:
         if self.script is not None:

@@ -86,9 +86,12 @@ class Live(NamedTuple):
 
     def post(self, path: str, **body: Any) -> Any:
         """The JSON that answers."""
-        answer = httpx.post(self.url + path, json=body, timeout=20)
+        answer = self.answer(path, body)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    def answer(self, path: str, body: Any, **settings: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=20, **settings)
 
 
 @contextlib.contextmanager
@@ -99,10 +102,11 @@ def live(
     settings: FrontSettings | None = None,
     drain_s: float = 5.0,
     until: str = "ready",
+    **fake: Any,
 ) -> Iterator[Live]:
     """A server with an engine process that is none, until the body ends. until: the body begins
-    when a line that begins so was said."""
-    worker = worker or FakeWorker(texts.tokenizer.n_vocab)
+    when a line that begins so was said. fake: of the `FakeWorker`."""
+    worker = worker or FakeWorker(texts.tokenizer.n_vocab, **fake)
     said: list[str] = []
     servers: list[FrontServer] = []
     failed: list[BaseException] = []

@@ -16,8 +16,9 @@ from workbench.server.render import answer, compiled
 
 USER = [{"role": "user", "content": "a < b"}]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-THINK = Path(__file__).with_name("think.jinja").read_text()
-TOOLS = Path(__file__).with_name("tools.jinja").read_text()
+THINK, TOOLS = (
+    Path(__file__).with_name(f"{name}.jinja").read_text() for name in ("think", "tools")
+)
 
 
 async def prompt(template: ChatTemplate, **body: Any) -> str:
@@ -47,7 +48,6 @@ def here(texts, source, messages=USER, **body) -> str:
 @pytest.mark.parametrize(
     ("source", "wanted"),
     [
-        ("{{ messages[0].content }}", "a < b"),
         ("{{ messages[0] | tojson }}", '{"role": "user", "content": "a < b"}'),
         ("{{ {'é': 1} | tojson(indent=1) }}", '{\n "é": 1\n}'),
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
@@ -56,10 +56,14 @@ def here(texts, source, messages=USER, **body) -> str:
         ("{% set ns = namespace(n=1) %}{% set ns.n = 2 %}{{ ns.n }}", "2"),
         ("{{ ' a '.strip() ~ 'b'.upper() }}", "aB"),
         ("{{ strftime_now('%Y-%m') }}", r"20\d\d-\d\d"),
+        # what there is none of
+        ("{{ tools is none }} {{ documents is none }}", "True True"),
+        (TOOLS, "<user>a < b</user><assistant>"),
+        (None, "<|im_start|>user\na < b<|im_end|>\n<|im_start|>assistant\n"),  # as in llama.cpp
     ],
 )
-def test_templates_have_what_hugging_faces_have(source, wanted):
-    said = answer(compiled(source), {"messages": USER})["text"]
+def test_templates_have_what_hugging_faces_have(texts, source, wanted):
+    said = here(texts, source, tools=[])
     assert said == wanted or re.fullmatch(wanted, said)
 
 
@@ -75,6 +79,20 @@ def test_a_template_is_given_tokens_and_what_is_said(texts):
     wanted = f"{eos}|system:a\nb;assistant:;False3"
     assert rendered(texts, source, messages, **more) == wanted
     assert here(texts, source, messages, **more) == wanted
+
+
+def test_every_field_of_a_message_reaches_the_template(texts):
+    message = {
+        "role": "assistant", "reasoning_content": "hm", "content": "a", "name": "bo",
+        "tool_calls": [CALL], "tool_call_id": "7", "own": {"b": [None]},
+    }  # fmt: skip
+    found = json.loads(here(texts, "{{ messages[0] | tojson }}", [message]))
+    assert found == message and list(found) == list(message)
+    said = here(texts, THINK, [message, {"role": "tool", "content": "3"}])
+    assert "<|im_start|>assistant\n<think>hm</think>a<|im_end|>" in said
+    assert said.endswith("<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n")
+    with_tools = here(texts, TOOLS, tools=[{"name": "f"}], add_generation_prompt=False)
+    assert with_tools == '<tools>{"name": "f"}</tools><user>a < b</user>'
 
 
 @pytest.mark.parametrize(
@@ -120,37 +138,6 @@ def test_a_template_that_never_ends_is_ended(texts):
     assert asyncio.run(both()) == "done"
 
 
-# what a request gives -----------------------------------------------------------------------------
-
-
-def test_tools_and_documents_are_none_where_there_are_none(texts):
-    seen = "{{ tools is none }} {{ documents is none }}"
-    assert here(texts, seen) == here(texts, seen, tools=[], documents=None) == "True True"
-    assert here(texts, seen, tools=[CALL], documents=[{"text": "t"}]) == "False False"
-    assert here(texts, TOOLS) == "<user>a < b</user><assistant>"
-    with_tools = here(texts, TOOLS, tools=[{"name": "f"}], add_generation_prompt=False)
-    assert with_tools == '<tools>{"name": "f"}</tools><user>a < b</user>'
-
-
-def test_every_field_of_a_message_reaches_the_template(texts):
-    message = {
-        "role": "assistant", "reasoning_content": "hm", "content": "a", "name": "bo",
-        "tool_calls": [CALL], "tool_call_id": "7", "own": {"b": [None]},
-    }  # fmt: skip
-    found = json.loads(here(texts, "{{ messages[0] | tojson }}", [message]))
-    assert found == message and list(found) == list(message)
-    said = here(texts, THINK, [message, {"role": "tool", "content": "3"}])
-    assert "<|im_start|>assistant\n<think>hm</think>a<|im_end|>" in said
-    assert said.endswith("<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_no_template_is_chatml_as_in_llama_cpp(texts):
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    wanted = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n"
-    assert here(texts, None, messages) == wanted + "<|im_start|>assistant\n"
-    assert here(texts, None, messages, add_generation_prompt=False) == wanted
-
-
 @pytest.mark.parametrize("trimmed", ["", " | trim"])
 def test_the_last_message_can_be_left_open(texts, trimmed):
     source = (
@@ -164,18 +151,19 @@ def test_the_last_message_can_be_left_open(texts, trimmed):
         messages = [*USER, {"role": "assistant", "content": content}]
         said = here(texts, source, messages, continue_final_message=True)
         assert said == "<user>a < b<end><assistant>" + shown
-    hidden = "{% for m in messages %}{{ m.role }}{% endfor %}"
-    with pytest.raises(ApiError, match="does not show the last message") as caught:
-        here(texts, hidden, messages, continue_final_message=True)
-    assert caught.value.param == "continue_final_message"
 
 
-def test_an_effort_reaches_a_template_that_knows_it(texts):
+def test_what_a_template_does_not_read_is_refused(texts):
     source = "{{ reasoning_effort }}{{ messages[0].content }}"
     assert here(texts, source, reasoning_effort="high") == "higha < b"
-    with pytest.raises(ApiError, match="reasoning_effort is not read by") as caught:
-        here(texts, "a", reasoning_effort="high")
-    assert caught.value.param == "reasoning_effort"
+    for source, param, value, words in (
+        ("a", "reasoning_effort", "high", "is not read by"),
+        ("{{ messages[0].role }}", "continue_final_message", True, "not show the last message"),
+    ):
+        messages = [*USER, {"role": "assistant", "content": "x"}]
+        with pytest.raises(ApiError, match=words) as caught:
+            here(texts, source, messages, **{param: value})
+        assert caught.value.param == param
 
 
 def test_a_bos_that_the_tokenizer_adds_is_left_out(texts):

@@ -1,14 +1,17 @@
 """The fields of requests: a table without gaps, the schemas that are made of it, and the checks of
-requests, which keep to both."""
+requests, which keep to both. And requests that are fuzzed from the schemas and in their bytes:
+whatever comes, never a 5xx, and the server goes on."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 from hypothesis import given, settings
@@ -16,9 +19,8 @@ from hypothesis import strategies as st
 
 import workbench.server
 from tests.profiles import examples
-from tests.server.fake_worker import FakeWorker
-from tests.server.from_schema import bodies, bounded, from_schema
-from tests.server.live import USER, Live, events_of, live
+from tests.server.from_schema import VALUES, bodies, bounded
+from tests.server.live import USER, Live, connected, events_of, posted
 from workbench.server.api.faults import ApiError
 from workbench.server.api.fields import (
     ANSWERS,
@@ -76,15 +78,9 @@ def refusal(body: Any, schema: dict[str, Any]) -> ApiError | None:
     try:
         check(body, schema)
     except ApiError as error:
-        assert error.status == 400 and error.param in error.message
+        assert error.status == 400 and (error.param or "body") in error.message
         return error
     return None
-
-
-def status_and_error(server: Live, path: str, body: Any) -> tuple[int, dict[str, Any]]:
-    with server.http() as http:
-        answer = http.post(path, json=body)
-    return answer.status_code, {} if answer.status_code == 200 else answer.json()["error"]
 
 
 def published(path: str) -> dict[str, Any]:
@@ -144,27 +140,95 @@ def test_the_page_lists_the_table():
 # the schemas --------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def http(server):
+    with server.http() as client:
+        yield client
+
+
+def sent(http: httpx.Client, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
+    """The status, and the error. Every answer is well made, and none is left behind it."""
+    answer = http.post(path, content=raw, headers={"content-type": "application/json"})
+    error = {}
+    assert answer.status_code < 500, (raw, answer.text)
+    if answer.status_code != 200:
+        error = answer.json()["error"]
+        assert error["message"] and set(error) == {"message", "type", "param", "code"}
+    elif not answer.headers["content-type"].startswith("text/event-stream"):
+        answer.json()
+    else:
+        events_of(answer)
+    assert "workbench:requests_pending 0.0" in http.get("/metrics").text
+    return answer.status_code, error
+
+
 @pytest.mark.parametrize("path", SCHEMAS)
 @given(data=st.data())
 @settings(max_examples=examples(150))
-def test_a_body_is_refused_where_json_schema_refuses_it(path, data):
-    body = data.draw(bodies(path))
+def test_a_body_is_answered_where_json_schema_allows_it(http, path, data):
+    """And refused where it does not."""
+    body = data.draw(bodies(path).map(bounded) | VALUES)
+    if path in CHATS and isinstance(body, dict):  # what the template of the tests does not do
+        body.pop("reasoning_effort", None)
+        if isinstance(messages := body.get("messages"), list) and messages:
+            messages[-1] = {"role": "assistant", "content": "x"}
     allowed = jsonschema.Draft202012Validator(SCHEMAS[path]).is_valid(body)
     assert (refusal(body, SCHEMAS[path]) is None) == allowed, body
+    status, error = sent(http, path, json.dumps(body).encode())
+    assert allowed or status == 400
+    if jsonschema.Draft202012Validator(published(path)).is_valid(body):
+        # what no field shows, but the request as a whole
+        whole = error.get("code") == "context_length_exceeded"
+        assert status == 200 or whole or "no tokens" in error.get("message", ""), (body, error)
 
 
-@pytest.mark.parametrize("path", SCHEMAS)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @given(data=st.data())
 @settings(max_examples=examples(60))
-def test_what_the_schema_allows_is_answered(server, path, data):
-    body = bounded(data.draw(from_schema(published(path))))
-    if path in CHATS:  # what the template of the tests does not do
-        body.pop("reasoning_effort", None)
-        body["messages"][-1] = {"role": "assistant", "content": "x"}
-    status, error = status_and_error(server, path, body)
-    # what no field shows, but the request as a whole
-    whole = error.get("code") == "context_length_exceeded"
-    assert status == 200 or whole or "no tokens" in error.get("message", ""), (body, error)
+def test_bytes_that_are_nearly_json(http, path, data):
+    raw = bytearray(json.dumps(bounded(data.draw(bodies(path)))).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    sent(http, path, bytes(raw))
+
+
+REQUESTS = [
+    b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n",
+    posted({"prompt": [1, 2], "max_tokens": 3}),
+    b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    b'12\r\n{"content": "waits\r\n2\r\n"}\r\n0\r\n\r\n',
+]
+
+
+def answers_to(server: Live, data: bytes, cuts: list[int], quiet_s: float = 0.1) -> list[int]:
+    """Statuses that come back for bytes sent in pieces, until no more comes for a moment."""
+    said = b""
+    with connected(server.url) as sock, contextlib.suppress(OSError):
+        for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            sock.sendall(data[begin:end])
+        sock.settimeout(quiet_s)  # an error: no more came, or it was closed with bytes unread
+        while part := sock.recv(1 << 16):
+            said += part
+    return [int(found) for found in re.findall(rb"HTTP/1\.1 (\d{3}) ", said)]
+
+
+@given(data=st.data())
+@settings(max_examples=examples(60))
+def test_bytes_that_are_nearly_http(server, http, data):
+    raw = bytearray(
+        b"".join(data.draw(st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=3)))
+    )
+    for _ in range(data.draw(st.integers(0, 4))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=4)))
+    assert all(200 <= status < 500 for status in answers_to(server, bytes(raw), cuts)), raw
+    assert http.get("/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("raw", REQUESTS)
+def test_the_requests_that_are_spoiled_are_good_ones(server, raw):
+    assert answers_to(server, raw, [], 0.5) == [200]
 
 
 @pytest.mark.parametrize(
@@ -178,11 +242,10 @@ def test_what_the_schema_allows_is_answered(server, path, data):
         (CHAT, CHATTED | {"top_logprobs": 3, "logprobs": False}),
     ],
 )
-def test_what_is_out_of_range_the_schema_does_not_allow(server, texts, path, body):
+def test_what_is_out_of_range_the_schema_does_not_allow(http, texts, path, body):
     assert texts.tokenizer.n_vocab == N_VOCAB
     assert not jsonschema.Draft202012Validator(published(path)).is_valid(body)
-    status, error = status_and_error(server, path, body)
-    assert status == 400 and error["message"]
+    assert sent(http, path, json.dumps(body).encode())[0] == 400
 
 
 OPEN = {"add_generation_prompt": True, "continue_final_message": True}
@@ -242,67 +305,3 @@ def test_schemas_and_the_description_are_right_themselves():
     ref = posts[0]["responses"]["default"]["content"]["application/json"]["schema"]["$ref"]
     schema = document["components"]["schemas"][ref.rpartition("/")[2]]
     jsonschema.Draft202012Validator.check_schema(schema)
-
-
-# what is honoured ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("route", ANSWERS)
-def test_what_a_request_says_of_its_end_is_honoured(server, texts, route):
-    def asked(**more: Any):
-        server.post(route, **BODIES[route] | more)
-        return server.worker.asked[-1]
-
-    eog, more = texts.tokenizer.eog_ids, {"stop_token_ids": [7, 9], "cache_prompt": False}
-    for more_ends, ends in (({}, eog | {7, 9}), ({"ignore_eos": True}, {7, 9})):
-        ask = asked(**more, **more_ends)
-        assert ask.ends == ends and ask.cache_prompt is False
-    assert asked(cache_prompt=None).cache_prompt is True
-    # every name of a length
-    assert asked(max_tokens=3).max_tokens == 3
-    assert asked(max_tokens=3, max_completion_tokens=4).max_tokens == 4
-    assert asked(max_tokens=3, max_completion_tokens=4, n_predict=5).max_tokens == 5
-    ask = asked(max_tokens=-1)
-    assert ask.max_tokens == 512 - len(ask.tokens)
-
-
-def test_a_stop_token_of_the_request_ends_its_answer(server, texts):
-    more = {"stop_token_ids": [104]}
-    (choice,) = server.complete(prompt=[100], max_tokens=50, extra_body=more).choices
-    assert (choice.text, choice.finish_reason) == (texts.text([101, 102, 103]), "stop")
-
-
-@pytest.mark.parametrize("route", [COMPLETIONS, NATIVE])
-def test_a_text_without_special_tokens_has_no_bos(server, texts, route):
-    for wanted in (True, False):
-        server.post(route, prompt="engine", max_tokens=1, add_special_tokens=wanted)
-        bos = [texts.tokenizer.bos_id] if wanted else []
-        ids = bos + texts.tokenizer.encode("engine", add_bos=False)
-        assert server.worker.asked[-1].tokens.tolist() == ids
-
-
-def test_n_probs_is_the_same_at_every_path(server, texts):
-    body = {"prompt": [100], "max_tokens": 4}
-    logprobs = server.post(COMPLETIONS, **body, n_probs=2)["choices"][0]["logprobs"]
-    native = server.post(NATIVE, **body, n_probs=2)
-    known = native["completion_probabilities"]
-    assert [bytes(k["bytes"]) for k in known] == [texts.shown(t) for t in range(101, 105)]
-    assert [k["logprob"] for k in known] == logprobs["token_logprobs"]
-    assert [k["id"] for k in known] == native["tokens"] == [101, 102, 103, 104]
-    assert all([t["id"] for t in k["top_logprobs"]] == [k["id"], k["id"] + 1] for k in known)
-    chat = server.post(CHAT, **BODIES[CHAT] | {"n_probs": 2})
-    assert all(len(c["top_logprobs"]) == 2 for c in chat["choices"][0]["logprobs"]["content"])
-    assert "completion_probabilities" not in server.post(NATIVE, **body)
-
-
-@pytest.mark.parametrize("stop", [None, "aits f"])
-def test_streamed_probabilities_are_those_of_the_whole(texts, stop):
-    tokens = texts.tokenizer.encode("the engine 🙂 waits for the end", add_bos=False)
-    body = {"prompt": [1], "n_predict": len(tokens), "n_probs": 2, "stop": stop}
-    worker = FakeWorker(texts.tokenizer.n_vocab, script=tokens)
-    with live(texts, worker) as server, server.http() as http:
-        whole = server.post(NATIVE, **body)
-        events = events_of(http.post(NATIVE, json=body | {"stream": True}))
-    parts = [k for e in events for k in e.get("completion_probabilities", [])]
-    assert parts == whole["completion_probabilities"] and parts
-    assert len(parts) == len(tokens) if stop is None else len(parts) < len(tokens)

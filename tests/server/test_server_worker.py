@@ -1,13 +1,13 @@
-"""The engine process: a process of its own, with a tiny model on the embedded device."""
+"""What an engine process does, with a tiny model on the embedded device: in a thread, but for how
+the process ends."""
 
 from __future__ import annotations
 
 import gc
-import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,89 +19,37 @@ import workbench as wb
 from tests.served import Alone, alone, ids, same
 from workbench.common.errors import DeviceError
 from workbench.config import BEST, EngineConfig, TogglePreset, Toggles
-from workbench.engine import engine as engine_room
-from workbench.engine.slots.asks import CANCELLED, FAILED, LENGTH, STOP, Ask, Ended
+from workbench.engine.engine import Engine
+from workbench.engine.slots import asks
+from workbench.engine.slots.asks import Ask, Ended
 from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampling
 from workbench.program.commands import Program
 from workbench.server.wire import worker
-from workbench.server.wire.messages import Cancel, Finish, Made, Preparing, Ready, Refused
-from workbench.server.wire.worker import WorkerSettings, start
+from workbench.server.wire.messages import Cancel, Finish, Made, Ready, Refused
+from workbench.server.wire.worker import EngineCore, WorkerSettings
 
 N_SLOTS, ROOM, LONG = 3, 512, 400
 PATIENCE_S = 60.0
-FLOAT = TogglePreset(BEST, {"activations": "float"})
 
 
-class Front:
-    """A front's end of the pipe, and what has come. Each request is answered once."""
-
-    def __init__(self, pipe: Connection):
-        self.pipe = pipe
-        self.ready: Ready | None = None
-        self.prepares = False  # it has said so
-        self.tokens: dict[int, list[int]] = {}
-        self.ended: dict[int, Ended] = {}
-        self.refused: dict[int, Refused] = {}
-        self.made: list[Made] = []
-
-    def ask(self, number: int, n_prompt: int = 5, most: int = 4, **more: Any) -> Ask:
-        ask = Ask(number, ids(n_prompt, number), most, **more)
-        self.pipe.send(ask)
-        return ask
-
-    def hear(self) -> None:
-        assert self.pipe.poll(PATIENCE_S), "the engine process says nothing"
-        message = self.pipe.recv()
-        if isinstance(message, Preparing | Ready):
-            assert self.ready is None and self.prepares == isinstance(message, Ready)
-            self.prepares, self.ready = True, message if self.prepares else None
-            return
-        assert self.ready is not None, "it is ready before anything else"
-        if isinstance(message, Refused):
-            self._over(message.number)
-            self.refused[message.number] = message
-            return
-        self.made.append(message)
-        numbers = message.numbers.tolist()
-        # a step has a token for each; where all begin to wait for results, two steps come at once
-        assert len(numbers) == len(message.tokens) <= 2 * len({*numbers})
-        for number, token in zip(numbers, message.tokens.tolist(), strict=True):
-            self._over(number)
-            self.tokens.setdefault(number, []).append(token)
-        for end in message.ended:
-            self._over(end.number)
-            self.ended[end.number] = end
-
-    def _over(self, number: int) -> None:
-        assert number not in self.ended and number not in self.refused, f"{number} is over"
-
-    def until(self, condition: Callable[[], Any]) -> None:
-        while not condition():
-            self.hear()
-
-    def finish(self) -> None:
-        """Says that nothing more will be asked, and hears the rest."""
-        self.pipe.send(Finish())
-        self.to_the_end()
-
-    def to_the_end(self) -> None:
-        """Until the pipe is closed."""
-        with pytest.raises((EOFError, ConnectionResetError)):
-            while True:
-                self.hear()
-
-
-def settings(path: Path, n_waiting: int = 64, **more: Any) -> WorkerSettings:
+def settings(path: Path, **more: Any) -> WorkerSettings:
     config = EngineConfig(
         device="embedded", n_ctx=N_SLOTS * ROOM, n_seqs=N_SLOTS, n_ubatch=32, threads=1
     )
-    return WorkerSettings(str(path), config, N_SLOTS, FLOAT, n_waiting)._replace(**more)
+    toggles = TogglePreset(BEST, {"activations": "float"})
+    return WorkerSettings(str(path), config, N_SLOTS, toggles)._replace(**more)
 
 
 @pytest.fixture(scope="module")
 def model(tiny_model) -> Path:
     return tiny_model("tiny-llama", "F32")
+
+
+@pytest.fixture(scope="module")
+def engine(model) -> Iterator[Engine]:
+    with worker.open_engine(settings(model)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -112,183 +60,210 @@ def twin(model) -> Iterator[Callable[[Ask], Alone]]:
         yield lambda ask: alone(engine, ask)
 
 
+class Front:
+    """A front's end of the pipe, and what has come. Each request is answered once."""
+
+    def __init__(self, pipe: Connection):
+        self.pipe = pipe
+        self.ready: Ready | None = None
+        self.tokens: dict[int, list[int]] = {}
+        self.over: dict[int, Ended | Refused] = {}
+        self.made: list[Made] = []
+
+    def ask(self, number: int, n_prompt: int = 5, most: int = 4, **more: Any) -> Ask:
+        ask = Ask(number, ids(n_prompt, number), most, **more)
+        self.pipe.send(ask)
+        return ask
+
+    def hear(self) -> None:
+        assert self.pipe.poll(PATIENCE_S), "the engine process says nothing"
+        message = self.pipe.recv()
+        if isinstance(message, Ready):
+            assert self.ready is None
+            self.ready = message
+            return
+        assert self.ready is not None, "it is ready before anything else"
+        ended = [message] if isinstance(message, Refused) else message.ended
+        if isinstance(message, Made):
+            self.made.append(message)
+            numbers = message.numbers.tolist()
+            # a step has a token for each; where all begin to wait for results, two steps come
+            assert len(numbers) == len(message.tokens) <= 2 * len({*numbers})
+            for number, token in zip(numbers, message.tokens.tolist(), strict=True):
+                assert number not in self.over
+                self.tokens.setdefault(number, []).append(token)
+        for end in ended:
+            assert end.number not in self.over, f"{end.number} is over"
+            self.over[end.number] = end
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        while not condition():
+            self.hear()
+
+    def to_the_end(self) -> None:
+        """Until the pipe is closed."""
+        with pytest.raises((EOFError, ConnectionResetError)):
+            while True:
+                self.hear()
+
+
 @contextmanager
-def running(
-    wanted: WorkerSettings, n_fronts: int = 1, target: Callable[..., None] | None = None
-) -> Iterator[tuple[list[Front], Any]]:
-    """The process, which has to end by itself when the body has ended."""
-    pipes, process = start(wanted, n_fronts, target)
-    try:
-        yield [Front(pipe) for pipe in pipes], process
-        process.join(PATIENCE_S)
-        assert not process.is_alive(), "it goes on"
-    finally:
-        process.kill()
-        process.join()
-        for pipe in pipes:
-            pipe.close()
+def running(engine: Engine, n_fronts: int = 1, n_waiting: int = 64) -> Iterator[Any]:
+    """Fronts of an engine, and the errors it ends with. It has to end by itself after the body."""
+    pipes, errors = [Pipe() for _ in range(n_fronts)], list[BaseException]()
+    core = EngineCore(Slots(engine, N_SLOTS, n_waiting), [theirs for _, theirs in pipes])
+
+    def run() -> None:
+        try:
+            core.run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield [Front(ours) for ours, _ in pipes], errors
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive(), "it goes on"
 
 
-def test_each_request_has_its_answer_as_alone(model, twin):
+def test_each_request_has_its_answer_as_alone(engine, twin):
     """Of two fronts, which have numbers of their own, and one message of each step."""
-    with running(settings(model), 2) as ((front, other), process):
-        front.until(lambda: front.ready)
-        ready = front.ready
-        assert (ready.n_ctx, ready.n_slots, ready.n_waiting) == (ROOM, N_SLOTS, 64)
-        assert (ready.device, ready.n_vocab) == ("embedded", 1024) and "tiny" in ready.model
-        os.kill(process.pid, signal.SIGINT)  # from the keyboard: the fronts' to handle
-        asks = []
+    with running(engine, 2) as ((front, other), errors):
+        asked = []
         for i in range(10):
             sampling = Sampling(0.8 * (i % 2), 8, 1.0)
-            asks.append((front, front.ask(i, 1 + 7 * i, 1 + i, sampling=sampling, seed=i)))
-        stop = twin(asks[9][1]).tokens[3]
-        asks.append((front, front.ask(9 + 100, 1, 5, ends=frozenset({stop}), n_logprobs=2)))
-        asks += [(other, other.ask(i, 3 + i, 6)) for i in range(4)]
-        other.pipe.send(Finish())
-        front.finish()  # is the end behind all that was asked
+            asked.append((front, front.ask(i, 1 + 7 * i, 1 + i, sampling=sampling, seed=i)))
+        stop = twin(asked[9][1]).tokens[3]
+        asked.append((front, front.ask(109, 1, 5, ends=frozenset({stop}), n_logprobs=2)))
+        asked += [(other, other.ask(i, 3 + i, 6)) for i in range(4)]
+        for to in (front, other):  # is the end behind all that was asked
+            to.pipe.send(Finish())
+        front.to_the_end()
         other.to_the_end()
-    assert process.exitcode == 0
-    for to, ask in asks:
-        if same(ask, to.tokens[ask.number], twin(ask)):
-            assert to.ended[ask.number].reason in (LENGTH, STOP)
-        timings = to.ended[ask.number].timings
-        n_made = len(to.tokens[ask.number])
-        assert (timings.n_prompt, timings.n_made) == (len(ask.tokens), n_made)
+    ready = front.ready
+    assert not errors and (ready.n_ctx, ready.n_slots, ready.n_waiting) == (ROOM, N_SLOTS, 64)
+    assert (ready.device, ready.n_vocab) == ("embedded", 1024) and "tiny" in ready.model
+    for to, ask in asked:
+        end, tokens = to.over[ask.number], to.tokens[ask.number]
+        if same(ask, tokens, twin(ask)):
+            assert end.reason in (asks.LENGTH, asks.STOP)
+        assert (end.timings.n_prompt, end.timings.n_made) == (len(ask.tokens), len(tokens))
     n_known = sum(109 in made.logprobs for made in front.made)
     assert n_known == len(front.tokens[109]) and all(m.logprobs.keys() <= {109} for m in front.made)
     for to in (front, other):
         steps = [made.totals.n_steps for made in to.made if len(made.numbers)]
         assert steps == sorted(steps) and len(steps) <= steps[-1]
     last = max(front.made[-1].totals, other.made[-1].totals, key=lambda totals: totals.n_steps)
-    n_made = sum(len(to.tokens[ask.number]) for to, ask in asks)
+    n_made = sum(len(to.tokens[ask.number]) for to, ask in asked)
     assert (last.n_made_tokens, last.n_running, last.n_waiting) == (n_made, 0, 0)
-    assert (len(front.ended), len(other.ended)) == (11, 4)
+    assert (len(front.over), len(other.over)) == (11, 4)
 
 
-def test_a_cancelled_request_frees_its_slot(model):
-    """And a request that cannot be served is refused for good, or until later."""
-    with running(settings(model, n_waiting=2)) as ((front,), _):
-        front.ask(100, ROOM + 1)
-        front.ask(101, 5, -1)
-        front.until(lambda: len(front.refused) == 2)
-        assert front.refused[100].retry_after_s is None is front.refused[101].retry_after_s
-        assert f"{ROOM + 1} tokens" in front.refused[100].why
+def test_a_cancelled_request_frees_its_slot(engine, monkeypatch, capfd):
+    """A request that cannot be served is refused for good, or until later; one that cannot be taken
+    fails alone."""
+    take = Slots.ask
+
+    def takes(self: Slots, ask: Ask) -> None:
+        if len(ask.tokens) == 13:
+            raise ZeroDivisionError("thirteen")
+        take(self, ask)
+
+    monkeypatch.setattr(Slots, "ask", takes)
+    with running(engine, n_waiting=2) as ((front,), errors):
+        over = front.over
+        for n, (n_prompt, most) in enumerate(((ROOM + 1, 4), (5, -1), (13, 4))):
+            front.ask(100 + n, n_prompt, most)
+        front.until(lambda: len(over) == 3)
+        assert over[100].retry_after_s is None is over[101].retry_after_s
+        assert f"{ROOM + 1} tokens" in over[100].why
+        assert (over[102].reason, over[102].why) == (asks.FAILED, "thirteen")
         for number in range(N_SLOTS):
             front.ask(number, 5, LONG)
         front.until(lambda: len(front.tokens) == N_SLOTS)
         for number in (10, 11, 50):
             front.ask(number, 5, 2)
-        front.until(lambda: 50 in front.refused)
-        assert "busy" in front.refused[50].why and front.refused[50].retry_after_s >= 1
-        assert len(front.refused) == 3 and not front.ended
+        front.until(lambda: 50 in over)
+        assert "busy" in over[50].why and over[50].retry_after_s >= 1 and len(over) == 4
         for number in (0, 0, 77):  # twice, and one that nobody asked
             front.pipe.send(Cancel(number))
-        front.until(lambda: {0, 10, 11} <= front.ended.keys())
-        assert [front.ended[n].reason for n in (0, 10, 11)] == [CANCELLED, LENGTH, LENGTH]
-        assert 0 < len(front.tokens[0]) < LONG and len(front.ended) == 3
-        for number in (1, 2):
-            front.pipe.send(Cancel(number))
-        front.finish()
-    assert {front.ended[n].reason for n in (1, 2)} == {CANCELLED}
-
-
-def test_a_front_that_is_gone_has_its_requests_cancelled(model):
-    with running(settings(model), 2) as ((stays, goes), process):
-        goes.until(lambda: goes.ready)
-        for number in range(2 * N_SLOTS):  # half of them wait
-            goes.ask(number, 5, LONG)
-        goes.until(lambda: len(goes.tokens) == N_SLOTS)
-        goes.pipe.close()
-        stays.until(lambda: stays.ready)
-        stays.ask(0, 5, 20)
-        stays.until(lambda: 0 in stays.ended)
-        totals = stays.made[-1].totals
-        assert (totals.n_running, totals.n_waiting) == (0, 0)
-        assert totals.n_made_tokens < N_SLOTS * LONG  # nobody made what nobody reads
-        stays.ask(1, 5, LONG)
-        stays.pipe.close()  # the last: the process ends
-    assert process.exitcode == 0 and len(stays.tokens[0]) == 20
-
-
-# how it ends badly --------------------------------------------------------------------------------
-
-
-def main_that_breaks(error: BaseException, fronts: list[Connection], wanted: WorkerSettings):
-    """The engine of this process fails in its tenth step; it takes no first ones."""
-    worker.first_steps = lambda engine, n_slots: 0  # type: ignore[assignment]
-    submit, left = engine_room.Engine.submit, [9]
-
-    def fails(self: Any, *more: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise error
-        return submit(self, *more)
-
-    engine_room.Engine.submit = fails  # type: ignore[method-assign]
-    worker.main(fronts, wanted)
-
-
-def main_that_cannot_take_a_request(fronts: list[Connection], wanted: WorkerSettings) -> None:
-    take = Slots.ask
-
-    def takes(self: Any, ask: Ask) -> None:
-        if len(ask.tokens) == 13:
-            raise ZeroDivisionError("thirteen")
-        take(self, ask)
-
-    Slots.ask = takes  # type: ignore[method-assign]
-    worker.main(fronts, wanted)
-
-
-def test_a_request_that_cannot_be_taken_fails_alone(model, capfd):
-    with running(settings(model), 1, main_that_cannot_take_a_request) as ((front,), process):
-        for number, n_prompt in enumerate((5, 13, 6)):
-            front.ask(number, n_prompt)
-        front.finish()
-    assert process.exitcode == 0
-    assert [front.ended[n].reason for n in range(3)] == [LENGTH, FAILED, LENGTH]
-    assert front.ended[1].why == "thirteen" and 1 not in front.tokens
+        front.until(lambda: {0, 10, 11} <= over.keys())
+        assert [over[n].reason for n in (0, 10, 11)] == [asks.CANCELLED, asks.LENGTH, asks.LENGTH]
+        assert 0 < len(front.tokens[0]) < LONG and len(over) == 7
+        for message in (Cancel(1), Cancel(2), Finish()):
+            front.pipe.send(message)
+        front.to_the_end()
+    assert not errors and {over[n].reason for n in (1, 2)} == {asks.CANCELLED}
     assert capfd.readouterr().err.count("ZeroDivisionError: thirteen") == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "line"),
-    [
-        (DeviceError("the device is gone"), DeviceError.exit_status, "error: the device is gone"),
-        (ZeroDivisionError("a bug"), 1, "ZeroDivisionError: a bug"),
-    ],
-)
-def test_a_step_that_fails_ends_all(model, capfd, error, status, line):
-    """Each request is told, and the process ends."""
-    with running(settings(model), 2, partial(main_that_breaks, error)) as (fronts, process):
+def test_a_front_that_is_gone_has_its_requests_cancelled(engine):
+    with running(engine, 2) as ((stays, goes), errors):
+        stays.ask(0, 5, 100)
+        for number in range(2 * N_SLOTS):  # half of them wait
+            goes.ask(number, 5, LONG)
+        goes.until(lambda: len(goes.tokens) >= N_SLOTS - 1)
+        goes.pipe.close()
+        stays.until(lambda: 0 in stays.over)
+        stays.ask(1, 5, 20)
+        stays.until(lambda: 1 in stays.over)
+        assert [stays.over[n].reason for n in (0, 1)] == [asks.LENGTH] * 2
+        totals = stays.made[-1].totals
+        assert (totals.n_running, totals.n_waiting) == (0, 0)
+        assert totals.n_made_tokens < N_SLOTS * LONG  # nobody made what nobody reads
+        stays.ask(2, 5, LONG)
+        stays.pipe.close()  # the last: it ends
+    assert not errors and len(stays.tokens[0]) == 100
+
+
+def test_a_step_that_fails_ends_all(engine, monkeypatch):
+    """Each request is told."""
+    submit, left = Engine.submit, iter(range(9))
+
+    def fails(self: Engine, *more: Any) -> Any:
+        if next(left, None) is None:
+            raise ZeroDivisionError("a bug")
+        return submit(self, *more)
+
+    monkeypatch.setattr(Engine, "submit", fails)
+    with running(engine, 2) as (fronts, errors):
         for front in fronts:
-            front.until(lambda f=front: f.ready)
             for number in range(3):
                 front.ask(number, 5, LONG)
         for front in fronts:
             front.to_the_end()
-    assert process.exitcode == status
-    ends = [end for front in fronts for end in front.ended.values()]
-    assert len(ends) == 6 and {end.reason for end in ends} == {FAILED}
+    ends = [end for front in fronts for end in front.over.values()]
+    assert len(ends) == 6 and {end.reason for end in ends} == {asks.FAILED}
     assert all(str(end.why).startswith("the step failed: ") for end in ends)
-    assert capfd.readouterr().err.strip().splitlines()[-1] == line
+    assert str(*errors) == "a bug"
 
 
 @pytest.mark.parametrize(
-    ("change", "line"),
+    ("change", "error", "status", "line"),
     [
-        ({"model": "no/such.gguf"}, "no/such.gguf"),
-        ({"n_slots": N_SLOTS + 1}, f"this engine has {N_SLOTS} sequences"),
-        ({"toggles": TogglePreset(BEST, {"graph_reuse": "pointer_table"})}, "clash"),
+        ({"model": "no/such.gguf"}, None, 1, "no/such.gguf"),
+        ({"n_slots": N_SLOTS + 1}, None, 2, f"this engine has {N_SLOTS} sequences"),
+        ({"toggles": TogglePreset(BEST, {"graph_reuse": "pointer_table"})}, None, 2, "clash"),
+        ({}, DeviceError("it is gone"), DeviceError.exit_status, "error: it is gone"),
+        ({}, ZeroDivisionError("a bug"), 1, "ZeroDivisionError: a bug"),
     ],
 )
-def test_what_cannot_begin_says_why_in_a_line(model, capfd, change, line):
+def test_what_ends_a_process_is_said_in_a_line(
+    model, capfd, monkeypatch, change, error, status, line
+):
+    def breaks(self: EngineCore) -> None:
+        raise error
+
+    monkeypatch.setattr(EngineCore, "run", breaks)
+    monkeypatch.setattr(worker, "first_steps", lambda engine, n_slots: 0)
     ours, theirs = Pipe()
+    before = signal.getsignal(signal.SIGINT)
     with ours, pytest.raises(SystemExit) as ended:
-        worker.main([theirs], settings(model)._replace(**change))
-    assert ended.value.code not in (0, None)
+        worker.main([theirs], settings(model, **change))
+    assert signal.signal(signal.SIGINT, before) == signal.SIG_IGN  # the fronts' to handle
+    assert ended.value.code == status
     said = capfd.readouterr().err.strip().splitlines()
-    assert len(said) == 1 and said[0].startswith("error: ") and line in said[0]
+    assert line in said[-1] and (len(said) == 1 or isinstance(error, ZeroDivisionError))
 
 
 def test_the_collector_leaves_first_programs_alone(model):
@@ -302,7 +277,7 @@ def test_the_collector_leaves_first_programs_alone(model):
         assert Slots(engine, N_SLOTS).room == ROOM  # of the engine, not of the settings
         try:
             before = programs()
-            worker.EngineCore(Slots(engine, N_SLOTS), []).prepare()
+            EngineCore(Slots(engine, N_SLOTS), []).prepare()
             assert programs() <= before and engine.counters["programs_built"] > 0
         finally:
             gc.unfreeze()

@@ -7,11 +7,12 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 
-class Event(NamedTuple):
-    """A complete event; times are whole ns from the first span."""
+class Slice(NamedTuple):
+    """Times are ns; of Chrome's, from the first span."""
 
     process: str
     thread: str
+    track: Any
     name: str
     category: str
     start_ns: int
@@ -20,17 +21,15 @@ class Event(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    kind: str
-    source: Event
-    sink: Event
-    source_ns: int
-    sink_ns: int
+    kind: str  # of Perfetto's nothing: its flows have no names
+    source: Slice
+    sink: Slice
 
 
-class Chrome(NamedTuple):
-    slices: list[Event]
+class Decoded(NamedTuple):
+    slices: list[Slice]
     arrows: list[Arrow]
-    instants: dict[str, dict[str, Any]]
+    instants: dict[str, dict[str, Any]]  # name -> args
     other: dict[str, Any]
 
 
@@ -40,55 +39,49 @@ def ns(us: float) -> int:
     return whole
 
 
-def decode(data: bytes) -> Chrome:
+def decode(data: bytes) -> Decoded:
     """Asserts what readers rely on: threads are named, their slices nest, arrows have two ends, in
     order, each inside a slice."""
     made = json.loads(data)
     names: dict[tuple[str, int, int], str] = {}
-    on: dict[tuple[int, int], list[Event]] = defaultdict(list)
-    ends: dict[int, dict[str, tuple[int, int, int, str]]] = defaultdict(dict)
-    slices, instants = [], {}
+    on: dict[tuple[int, int], list[Slice]] = defaultdict(list)
+    ends: dict[int, dict[str, tuple[tuple[int, int], int, str]]] = defaultdict(dict)
+    instants = {}
     for e in made["traceEvents"]:
         here = e["pid"], e["tid"]
         match e["ph"]:
             case "M":
                 names[e["name"], *here] = e["args"]["name"]
             case "X":
+                where = names["process_name", e["pid"], 0], names["thread_name", *here], here
                 start = ns(e["ts"])
-                event = Event(
-                    names["process_name", e["pid"], 0], names["thread_name", *here], e["name"],
-                    e["cat"], start, start + ns(e["dur"]), e["args"],
-                )  # fmt: skip
-                slices.append(event)
-                on[here].append(event)
+                times = start, start + ns(e["dur"])
+                on[here].append(Slice(*where, e["name"], e["cat"], *times, e["args"]))
             case "i":
                 instants[e["name"]] = e["args"]
             case "s" | "f" as end:
                 assert end not in ends[e["id"]], "an arrow has one start and one end"
                 assert end == "s" or e["bp"] == "e"
-                ends[e["id"]][end] = *here, ns(e["ts"]), e["name"]
+                ends[e["id"]][end] = here, ns(e["ts"]), e["name"]
             case other:
                 raise AssertionError(other)
     for thread in on.values():
-        _check_nesting(thread)
+        stack: list[Slice] = []
+        for one in thread:
+            while stack and stack[-1].end_ns <= one.start_ns:
+                stack.pop()
+            assert not stack or one.end_ns <= stack[-1].end_ns, "slices of a thread nest"
+            stack.append(one)
     arrows = []
     for pair in ends.values():
-        (sp, st, at, kind), (fp, ft, to, _) = pair["s"], pair["f"]
+        (source, at, kind), (sink, to, _) = pair["s"], pair["f"]
         assert at <= to, "arrows run forwards"
-        arrows.append(Arrow(kind, _open(on[sp, st], at), _open(on[fp, ft], to), at, to))
-    return Chrome(slices, arrows, instants, made["otherData"])
+        arrows.append(Arrow(kind, _open(on[source], at), _open(on[sink], to)))
+    slices = [one for thread in on.values() for one in thread]
+    return Decoded(slices, arrows, instants, made["otherData"])
 
 
-def _check_nesting(slices: list[Event]) -> None:
-    stack: list[Event] = []
-    for event in slices:
-        while stack and stack[-1].end_ns <= event.start_ns and stack[-1] is not event:
-            stack.pop()
-        assert not stack or event.end_ns <= stack[-1].end_ns, "slices of a thread nest"
-        stack.append(event)
-
-
-def _open(slices: list[Event], at: int) -> Event:
+def _open(slices: list[Slice], at: int) -> Slice:
     """The innermost slice that is open at a time, as a reader finds it."""
     inside = [s for s in slices if s.start_ns <= at < max(s.end_ns, s.start_ns + 1)]
     assert inside, "an arrow ends at a slice"

@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
-
-class Slice(NamedTuple):
-    track: int
-    name: str
-    category: str
-    start_ns: int
-    end_ns: int
-    depth: int
-    args: dict[str, Any]
-    starts: list[int]
-    ends: list[int]
-
-
-class Decoded(NamedTuple):
-    processes: dict[int, str]  # pid -> name
-    tracks: dict[int, tuple[str, str]]  # uuid -> (process, thread); of slices
-    slices: list[Slice]
-    instants: dict[str, dict[str, Any]]  # name -> args
-    flows: dict[int, list[tuple[int, bool]]]  # number -> (time, whether it ends there)
+from tests.trace.chrome_decode import Arrow, Decoded, Slice
 
 
 def decode(data: bytes) -> Decoded:
-    """Reads a trace as the format defines it, resolving interned names as packets are read."""
-    trace = Trace.FromString(data)
+    """Resolves interned names as packets are read. Asserts that packets of a track are in order,
+    that what begins ends, and that flows have two ends and run forwards."""
     processes: dict[int, str] = {}
-    tracks: dict[int, tuple[str, str]] = {}
+    tracks: dict[int, tuple[str, str]] = {}  # (process, thread)
     names: dict[str, dict[int, str]] = defaultdict(dict)
     open_: dict[int, list[tuple[TrackEvent, int]]] = defaultdict(list)
     last: dict[int, int] = {}
     slices: list[Slice] = []
     instants: dict[str, dict[str, Any]] = {}
-    flows: dict[int, list[tuple[int, bool]]] = defaultdict(list)
+    times: dict[int, dict[bool, int]] = defaultdict(dict)  # of flows, by whether it ends there
+    flows: dict[int, dict[bool, Slice]] = defaultdict(dict)
 
     def args_of(event: TrackEvent) -> dict[str, Any]:
         known = names["debug_annotation_names"]
@@ -46,7 +29,7 @@ def decode(data: bytes) -> Decoded:
             known[a.name_iid]: getattr(a, a.WhichOneof("value")) for a in event.debug_annotations
         }
 
-    for packet in trace.packet:
+    for packet in Trace.FromString(data).packet:
         for table in ("event_names", "event_categories", "debug_annotation_names"):
             for entry in getattr(packet.interned_data, table):
                 names[table][entry.iid] = entry.name
@@ -57,36 +40,31 @@ def decode(data: bytes) -> Decoded:
             else:
                 tracks[d.uuid] = (processes[d.thread.pid], d.thread.thread_name)
                 assert d.thread.tid != d.thread.pid
-        if packet.HasField("track_event"):
-            event, at = packet.track_event, packet.timestamp
-            assert at >= last.get(event.track_uuid, 0), "a track's packets are in order of time"
-            last[event.track_uuid] = at
-            for number in event.flow_ids:
-                flows[number].append((at, False))
-            for number in event.terminating_flow_ids:
-                flows[number].append((at, True))
-            if event.type == TrackEvent.TYPE_INSTANT:
-                instants[names["event_names"][event.name_iid]] = args_of(event)
-                del tracks[event.track_uuid]
-                continue
-            stack = open_[event.track_uuid]
-            if event.type == TrackEvent.TYPE_SLICE_BEGIN:
-                stack.append((event, at))
-                continue
+        if not packet.HasField("track_event"):
+            continue
+        event, at, track = packet.track_event, packet.timestamp, packet.track_event.track_uuid
+        assert at >= last.get(track, 0), "a track's packets are in order of time"
+        last[track] = at
+        ends = [(n, False) for n in event.flow_ids] + [
+            (n, True) for n in event.terminating_flow_ids
+        ]
+        for number, is_end in ends:
+            assert is_end not in times[number], "a flow has one start and one end"
+            times[number][is_end] = at
+        if event.type == TrackEvent.TYPE_INSTANT:
+            instants[names["event_names"][event.name_iid]] = args_of(event)
+        elif event.type == TrackEvent.TYPE_SLICE_BEGIN:
+            open_[track].append((event, at))
+        else:
             assert event.type == TrackEvent.TYPE_SLICE_END
-            begun, start = stack.pop()
-            slices.append(
-                Slice(
-                    event.track_uuid,
-                    names["event_names"][begun.name_iid],
-                    names["event_categories"][begun.category_iids[0]],
-                    start,
-                    at,
-                    len(stack),
-                    args_of(begun),
-                    [*begun.flow_ids, *event.flow_ids],
-                    [*begun.terminating_flow_ids, *event.terminating_flow_ids],
-                )
-            )
+            begun, start = open_[track].pop()
+            name = names["event_names"][begun.name_iid]
+            category = names["event_categories"][begun.category_iids[0]]
+            made = Slice(*tracks[track], track, name, category, start, at, args_of(begun))
+            slices.append(made)
+            for one in (begun, event):
+                flows |= {n: flows[n] | {False: made} for n in one.flow_ids}
+                flows |= {n: flows[n] | {True: made} for n in one.terminating_flow_ids}
     assert not any(open_.values()), "every slice that begins ends"
-    return Decoded(processes, tracks, slices, instants, dict(flows))
+    assert all(of[False] <= of[True] for of in times.values()), "flows run forwards"
+    return Decoded(slices, [Arrow("", of[False], of[True]) for of in flows.values()], instants, {})

@@ -22,28 +22,26 @@ LANE = "embedded stream 0"
 def step(n: int, at: int, late: int = 0) -> list[Span]:
     """us: host   step 0..100: batch 0..5, write 5..8, host launch 8..12, launch 20..22, launch
     30..32, wait 40..90, read 90..95; device launches 25..35 and, `late` us later, 36..86."""
-    made: list[Span] = []
-
-    def add(name: str, kind: str, lane: str, start: int, end: int, **args: Any) -> None:
-        category = "device" if lane != HOST_LANE else kind
-        args = {"step": n, "kind": kind} | args if category == "device" else {"step": n} | args
-        made.append(Span(name, category, lane, 1000 * (at + start), 1000 * (at + end), args))
-
-    add("batch", "build", HOST_LANE, 0, 5)
-    add("token", "write", HOST_LANE, 5, 8, index=0, split=-1)
-    add("embd", "launch", HOST_LANE, 8, 12, index=1, split=0, op="get_rows", bytes=4000,
-        on="host stream 0")  # fmt: skip
-    for i, (name, op, nbytes) in enumerate(
-        (("q-0", "mul_mat", 10_000), ("q-1", "mul_mat", 50_000))
-    ):
-        what = {"index": 2 + i, "split": 1, "op": op, "bytes": nbytes, "on": LANE}
-        add(name, "launch", HOST_LANE, 20 + 10 * i, 22 + 10 * i, **what)
-        start, end = ((25, 35), (36 + late, 86 + late))[i]
-        add(name, "launch", LANE, start, end, **what)
-    add(LOGITS_WAIT, "sync", HOST_LANE, 40, 90, index=4, split=-1)
-    add("logits", "read", HOST_LANE, 90, 95, index=5, split=-1)
-    add(f"step {n}", "step", HOST_LANE, 0, 100, n_tokens=1)
-    return made
+    first = {"index": 2, "split": 1, "op": "mul_mat", "bytes": 10_000, "on": LANE}
+    second = first | {"index": 3, "bytes": 50_000}
+    embd = {"index": 1, "split": 0, "op": "get_rows", "bytes": 4000, "on": "host stream 0"}
+    rows: list[tuple[str, str, int, int, dict[str, Any]]] = [
+        ("batch", "build", 0, 5, {}),
+        ("token", "write", 5, 8, {"index": 0, "split": -1}),
+        ("embd", "launch", 8, 12, embd),
+        ("q-0", "launch", 20, 22, first),
+        ("q-0", "device", 25, 35, first | {"kind": "launch"}),
+        ("q-1", "launch", 30, 32, second),
+        ("q-1", "device", 36 + late, 86 + late, second | {"kind": "launch"}),
+        (LOGITS_WAIT, "sync", 40, 90, {"index": 4, "split": -1}),
+        ("logits", "read", 90, 95, {"index": 5, "split": -1}),
+        (f"step {n}", "step", 0, 100, {"n_tokens": 1}),
+    ]
+    return [
+        Span(name, kind, LANE if kind == "device" else HOST_LANE, 1000 * (at + a), 1000 * (at + b),
+             args | {"step": n})
+        for name, kind, a, b, args in rows
+    ]  # fmt: skip
 
 
 def frame(*steps: list[Span]) -> pd.DataFrame:
@@ -61,16 +59,12 @@ def test_a_recorder_keeps_order_times_and_a_failing_body() -> None:
     assert (inner.args, outer.args) == ({"bytes": 8}, {"step": 3})
 
 
-def test_a_window_holds_so_many_steps_from_its_first() -> None:
+def test_a_window_holds_so_many_steps_from_its_first(engine: Any) -> None:
     recorder = WindowRecorder((2, 2), nvtx=False)
     assert [n for n in range(10, 16) if recorder.wants(n)] == [12, 13]
-    assert all(WindowRecorder(nvtx=False).wants(n) for n in (0, 1000))
-
-
-@pytest.mark.parametrize("window", [(-1, 2), (0, 0), (3,)])
-def test_a_window_without_a_step_is_refused(engine: Any, window: Any) -> None:
-    with pytest.raises(UsageError, match="holds no step"), profile(engine, window=window):
-        pass
+    for window in ((-1, 2), (0, 0), (3,)):
+        with pytest.raises(UsageError, match="holds no step"), profile(engine, window=window):
+            pass
 
 
 def test_slowdown_compares_steps_of_as_many_tokens() -> None:
@@ -100,7 +94,7 @@ def test_the_recorder_before_is_put_back(engine: Any) -> None:
 def test_a_frame_and_a_summary_of_two_steps() -> None:
     made = frame(step(0, 0), step(1, 120))
     assert {c: str(t) for c, t in made.dtypes.items()} == COLUMNS
-    assert made["start_us"].is_monotonic_increasing and made["start_us"][0] == 0
+    assert made["start_us"].is_monotonic_increasing
     table = Timeline([*step(0, 0), *step(1, 120)]).summary()
     row = table.loc[1]
     assert (row.waits, row.copies, row.launches, row.n_tokens) == (1, 0, 3, 1)
@@ -110,15 +104,6 @@ def test_a_frame_and_a_summary_of_two_steps() -> None:
     assert pd.isna(table.loc[0].gap_us)
     host = Timeline([s for s in step(0, 0) if s.lane == HOST_LANE]).summary().loc[0]
     assert host.launches == 3 and pd.isna(host.device_us) and pd.isna(host.gap_us)
-
-
-def test_nothing_recorded_gives_empty_tables() -> None:
-    assert list(Timeline([]).to_frame().columns) == list(COLUMNS)
-    assert len(Timeline([]).summary()) == 0
-    for spans in ([], [s for s in step(0, 0) if s.lane == HOST_LANE and s.category != "launch"]):
-        empty = Timeline(spans).to_frame()
-        assert analysis.kernels(empty).empty and analysis.gaps(empty).empty
-        assert "traced_us" in analysis.kernels(empty)
 
 
 def test_kernels_by_op_and_by_node() -> None:
@@ -134,14 +119,9 @@ def test_kernels_by_op_and_by_node() -> None:
     assert table["traced_share"].sum() == pytest.approx(1)
     named = analysis.kernels(frame(step(0, 0)), by="node")
     assert list(named["node"]) == ["q", "embd"], "the layers of a model are one row"
-    assert all(c.startswith("traced") for c in table.columns if c.endswith(("us", "gbps", "share")))
-
-
-def test_kernels_are_refused_by_what_no_span_tells() -> None:
-    with pytest.raises(UsageError, match="only CUPTI does; use by=op"):
-        analysis.kernels(frame(step(0, 0)), by="kernel")
-    with pytest.raises(UsageError, match="by='layer' does not exist"):
-        analysis.kernels(frame(step(0, 0)), by="layer")
+    for by, words in (("kernel", "only CUPTI does; use by=op"), ("layer", "does not exist")):
+        with pytest.raises(UsageError, match=words):
+            analysis.kernels(frame(step(0, 0)), by=by)
 
 
 def test_phases_are_the_host_s_and_add_up() -> None:

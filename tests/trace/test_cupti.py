@@ -1,226 +1,235 @@
-"""The CUPTI collector against a CUPTI that replays records: complete, spoiled, refused."""
+"""Records of CUPTI and the commands that they belong to: complete, spoiled, refused."""
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import workbench as wb
 from tests.oracles.trace_pattern import trace_pattern
-from tests.trace.fake_cupti import (
+from tests.trace.activity_rows import (
     CUBLAS,
-    DIMS,
     FIRST_NODE,
     CuptiError,
-    FakeCupti,
     Kind,
-    Result,
-    engine_on,
+    Module,
+    Recording,
+    kernels_of,
+    single_kernels_of,
     wanted,
 )
+from workbench.backend import null
+from workbench.backend.base import NO_PART, open_backend
 from workbench.backend.plan import gate
 from workbench.common.errors import DeviceError, UsageError
+from workbench.engine import load
 from workbench.graph.ops import touched_bytes
-from workbench.program.commands import Copy, Launch, Space
+from workbench.program.commands import Copy, Launch, Replay, Space
 from workbench.trace.cupti import collector
-from workbench.trace.cupti.activity import Activity
+from workbench.trace.cupti.activity import COPY, DRIVER, KERNEL, Activity
 from workbench.trace.cupti.clock import Clock, Reading, read_clocks
-from workbench.trace.cupti.correlate import match
+from workbench.trace.cupti.correlate import Match, match
 from workbench.trace.profile import profile
 from workbench.trace.spans import HOST_LANE
 
-KERNEL, COPY = Kind.CONCURRENT_KERNEL, Kind.MEMCPY
-WHOLE = {"plans": "ours", "plan_scope": "step", "sync": "packed_implicit",
-         "copy_stream": "compute"}  # fmt: skip
-TODAY = "plans of splits, as llama.cpp's"
+KEPT = {"graph_reuse": "set_rows"}
+WHOLE = KEPT | {
+    "plans": "ours", "plan_scope": "step", "sync": "packed_implicit", "copy_stream": "compute"
+}  # fmt: skip
 WAYS: dict[str, dict[str, str]] = {
-    "no plans": {},
-    "plans of splits": {"plans": "ours"},
-    TODAY: {"plans": "today"},
+    "no plans": KEPT,
+    "plans of splits": KEPT | {"plans": "ours"},
     "a plan of the step": WHOLE,
-    "branches": {"streams": "3"},
-    "branches in plans": {"plans": "ours", "streams": "3"},
-    "branches in a plan of the step": WHOLE | {"streams": "3"},
+    "branches": KEPT | {"streams": "3"},
+    "branches in plans": KEPT | {"plans": "ours", "streams": "3"},
+    "branches in a plan": WHOLE | {"streams": "3"},
 }
 
 
 @pytest.fixture(scope="module")
 def base(tiny_model) -> Iterator[wb.Engine]:
-    path = tiny_model("tiny-llama", "Q8_0")
-    with pytest.MonkeyPatch.context() as patch, engine_on(patch, path, FakeCupti()) as made:
-        yield made
+    """An engine on a null device that is called cuda."""
+    made = null.open_backend(name="cuda", capture=True)
+    made.kernels_of = kernels_of  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        opened = lambda name, *how: made if name == "cuda" else open_backend(name, *how)  # noqa: E731
+        patch.setattr(load, "open_backend", opened)
+        path, toggles = tiny_model("tiny-llama", "Q8_0"), wb.Toggles(**KEPT)
+        with wb.Engine.load(path, device="cuda", n_ctx=64, toggles=toggles) as engine:
+            yield engine
 
 
-@pytest.fixture
-def cupti(base, monkeypatch) -> FakeCupti:
-    base.backend.cupti = FakeCupti().install(monkeypatch)
-    return base.backend.cupti
+# rows of programs ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def engine(base, cupti) -> wb.Engine:
-    base.reset()
-    return base
+def recorded(base: wb.Engine, way: str = "no plans", graphs: bool = True, n: int = 2) -> Recording:
+    """Steps that end alike."""
+    with base.variant(wb.Toggles(**WAYS[way])) as engine:
+        program = engine.program(n_past=2)
+    made = Recording()
+    for step in range(n):
+        made.step(step, program, graphs)
+    return made
 
 
-def traced(engine: wb.Engine, n: int = 3, window: Any = (1, 1), **options: Any) -> Any:
-    with profile(engine, window=window, nvtx=False, **options) as prof:
-        for token in range(n):
-            engine.step([token])
-    return prof
+def ran(found: Match) -> dict[int, list[tuple[Any, ...]]]:
+    """By step, what `wanted` says of a program."""
+    made: dict[int, list[tuple[Any, ...]]] = {}
+    for s in found.spans:
+        if s.category == "device":
+            what = str(s.args.get("kernel", s.args.get("bytes")))
+            row = s.args["index"], s.args.get("part"), s.name, s.lane, s.args["kind"], what
+            made.setdefault(s.args["step"], []).append(row)
+    return {step: sorted(rows, key=str) for step, rows in made.items()}
 
 
-def device(prof: Any) -> list[Any]:
-    return [s for s in prof.timeline.spans if s.category == "device"]
-
-
-def ran(prof: Any) -> dict[int, list[tuple[Any, ...]]]:
-    """By step, what `fake_cupti.wanted` says of a program."""
-    found: dict[int, list[tuple[Any, ...]]] = {}
-    for s in device(prof):
-        what = s.args.get("kernel", s.args.get("bytes"))
-        row = s.args["index"], s.args.get("part"), s.name, s.lane, s.args["kind"], str(what)
-        found.setdefault(s.args["step"], []).append(row)
-    return {step: sorted(rows, key=str) for step, rows in found.items()}
-
-
-# complete -----------------------------------------------------------------------------------------
-
-
-def stale(records: list) -> list:
+def stale(made: Recording) -> None:
     """A name of an unloaded module's kernel for each that is no product's of cuBLAS."""
-    for r in records:
-        if r.kind == KERNEL and r.name not in CUBLAS:
-            r.name = "add_bias" if r.name == "half_rows" else "half_rows"
-    return records
+    other = {"half_rows": "add_bias"}
+    made.rows = [
+        row._replace(name=other.get(row.name, "half_rows"))
+        if row.kind == KERNEL and row.name not in CUBLAS else row
+        for row in made.rows
+    ]  # fmt: skip
 
 
-CASES = [*((way, None) for way in WAYS), *((way, stale) for way in WAYS if way != TODAY),
-         ("plans of splits", "reversed")]  # fmt: skip
+def reversed_nodes(made: Recording) -> None:
+    """CUPTI's numbers of nodes are in another order than the capture's."""
+    made.rows = [row._replace(node=row.node and 10_000 - row.node) for row in made.rows]
 
 
-@pytest.mark.parametrize("window", [(0, 1), (1, 2)], ids=["captured", "replayed"])
-@pytest.mark.parametrize(("way", "spoil"), CASES)
-def test_every_kernel_and_copy_is_a_span_of_its_command(base, cupti, way, window, spoil):
-    """Replayed, captured in the window, or issued part by part. Neither names of other kernels nor
-    numbers of nodes in another order than the capture's do harm."""
-    with base.variant(wb.Toggles(graph_reuse="set_rows", **WAYS[way])) as engine:
-        if spoil == "reversed":
-            base.backend.graphs.clear()
-            engine.step([0])
-            engine.reset()
-            for graph in base.backend.graphs:
-                graph.ids.reverse()
-        elif spoil:
-            cupti.spoil = spoil
-        prof = traced(engine, 4, window)
-        program = engine.program(n_past=2)
-    assert prof.collector == "cupti" and prof.complete and not prof.missing, prof.missing
-    assert not prof.fallback and ("kernels named by their launches" in prof.note) == (
-        spoil is stale
+def gated(made: Recording) -> None:
+    """Each plan begins with a kernel in place of its first copy, and ends with one more."""
+    for n, row in enumerate(made.rows):
+        if row.node == FIRST_NODE:
+            assert row.kind == COPY
+            made.rows[n] = row._replace(kind=KERNEL, name=gate.KERNEL, nbytes=0)
+    for nodes in made.replayed.values():
+        nodes.append(NO_PART)
+    end = FIRST_NODE + len(nodes) - 1
+    last = [row for row in made.rows if row.node == end - 1]
+    made.rows += [
+        row._replace(kind=KERNEL, name=gate.END_KERNEL, start=row.end, end=row.end + 9, node=end)
+        for row in last
+    ]
+
+
+PLANS = [way for way in WAYS if "plan" in way and way != "no plans"]
+CASES = [
+    *(
+        (way, graphs, None)
+        for way in WAYS
+        for graphs in ([True, False] if way in PLANS else [True])
+    ),
+    *((way, True, stale) for way in WAYS),
+    ("plans of splits", True, reversed_nodes),
+    ("a plan of the step", True, gated),
+]
+
+
+@pytest.mark.parametrize(("way", "graphs", "change"), CASES)
+def test_every_kernel_and_copy_is_a_span_of_its_command(base, way, graphs, change):
+    """Issued one by one or replayed. Neither names of other kernels nor numbers of nodes in another
+    order than the capture's do harm."""
+    made = recorded(base, way, graphs)
+    if change:
+        change(made)
+    found, program = made.match(), made.programs[0]
+    assert not found.faults and not found.early_ns and bool(found.n_named) == (change is stale)
+    assert ran(found) == {0: wanted(program), 1: wanted(program)}
+    lanes = {s.lane for s in found.spans if s.name in ("Qcur-0", "Kcur-0") and s.lane != HOST_LANE}
+    assert len(lanes) == (2 if "branches" in way else 1)
+    assert {s.args["api"] for s in found.spans if s.lane == HOST_LANE} >= {"driver", "sync"}
+
+
+def without(gone: Callable[[Any], bool]) -> Callable[[Recording], None]:
+    return lambda made: made.__setattr__("rows", [row for row in made.rows if not gone(row)])
+
+
+def edited(kind: str, n: int, **changes: Any) -> Callable[[Recording], None]:
+    return lambda made: made.edit(kind, n, **changes)
+
+
+def more(kind: str, **changes: Any) -> Callable[[Recording], None]:
+    return lambda made: made.rows.append(
+        next(row for row in made.rows if row.kind == kind)._replace(**changes)
     )
-    assert list(ran(prof).values()) == [wanted(program)] * window[1]
-    lanes = {s.lane for s in device(prof) if s.name in ("Qcur-0", "Kcur-0", "Vcur-0")}
-    assert len(lanes) == (3 if "branches" in way else 1)
-    slack = prof.windows[0].clock_error_ns
-    for step in (s for s in prof.timeline.spans if s.category == "step"):
-        mine = [s for s in device(prof) if s.args["step"] == step.args["step"]]
-        assert all(step.start_ns - slack <= s.start_ns < s.end_ns <= step.end_ns + slack
-                   for s in mine)  # fmt: skip
 
 
-@pytest.mark.parametrize("ends", [False, True])
-def test_kernels_at_a_gate_and_at_the_end_are_no_commands(base, cupti, monkeypatch, ends):
-    """With launch_ahead=on a plan begins with a kernel in place of its first copy, with
-    plan_end=word it ends with one more."""
-
-    def gated(records: list) -> list:
-        for r in records:
-            if r.kind == COPY and r.graph_node_id == FIRST_NODE:
-                r.kind, r.name = int(KERNEL), gate.KERNEL
-                del r.bytes
-        return records
-
-    monkeypatch.setattr(base.backend, "ends", ends)
-    cupti.spoil = gated
-    with base.variant(wb.Toggles(graph_reuse="set_rows", **WHOLE)) as engine:
-        prof = traced(engine, 3, (1, 1))
-        program = engine.program(n_past=2)
-    assert prof.complete and not prof.missing, prof.missing
-    assert [*ran(prof).values()] == [wanted(program)]
+def out_of_order(made: Recording) -> None:
+    first, second = [row for row in made.rows if row.kind == COPY][:2]
+    made.edit(COPY, 0, start=second.start, end=second.end)
+    made.edit(COPY, 1, start=first.start, end=first.end)
 
 
-def test_calls_and_synchronizations_lie_in_their_commands(engine):
-    prof = traced(engine)
-    host = {s.args["index"]: s for s in prof.timeline.spans if "index" in s.args
-            and s.lane == HOST_LANE}  # fmt: skip
-    calls = [s for s in prof.timeline.spans if s.category == "call"]
-    assert {s.args["api"] for s in calls} == {"driver", "runtime", "sync"}
-    names = {s.name for s in calls}
-    assert {"cuLaunchKernel", "cudaLaunchKernel", "stream synchronize", "event synchronize"} < names
-    slack = prof.windows[0].clock_error_ns
-    assert 0 < slack < 1_000_000
-    for call in calls:
-        command = host[call.args["command"]]
-        assert command.start_ns - slack <= call.start_ns <= call.end_ns <= command.end_ns + slack
-    waited = max(s.end_ns for s in calls if s.name == "event synchronize")
-    assert waited + slack >= max(s.end_ns for s in device(prof))
+def half(made: Recording) -> None:
+    del made.rows[len(made.rows) // 2 :]
 
 
-def test_tables_and_patterns_take_the_spans_as_they_are(engine):
-    prof, program = traced(engine, n=6, window=(2, 2)), engine.program(n_past=5)
-    assert "cupti" in prof.to_frame().attrs["collector"]
-    table, counts = prof.summary(), program.counts()
-    for name in ("waits", "copies", "launches", "copied_bytes"):
-        assert (table[name] == counts[name]).all() and len(table) == 2, name
-    assert trace_pattern(prof) == program.pattern()
-    slowdown = prof.slowdown
-    assert (slowdown.n_traced, slowdown.n_untraced, slowdown.n_tokens) == (2, 4, 1)
-    assert str(slowdown) in prof.note
-    # bytes come from the op table; a launch of several kernels is counted once
-    launches = [c for c in program.commands if isinstance(c, Launch) and not c.by_host]
-    products = [c.node for c in launches if c.node.op == "mul_mat"]
-    by_op = prof.kernels().set_index("op")
-    assert by_op.loc["mul_mat", "calls"] == 2 * len(products)
-    assert by_op.loc["mul_mat", "bytes"] == 2 * sum(map(touched_bytes, products))
-    by_kernel = prof.kernels(by="kernel").set_index("kernel")
-    assert by_kernel.loc["half_rows", "calls"] == 2 * len(products)
-    on_device, ours = (t[t["on"] != HOST_LANE] for t in (by_op, by_kernel))
-    assert ours["traced_us"].sum() == pytest.approx(on_device["traced_us"].sum())
+SPOILED: dict[str, tuple[Callable[[Recording], None], str]] = {
+    "the last kernel": (
+        lambda made: made.rows.pop(max(i for i, r in enumerate(made.rows) if r.kind == KERNEL)),
+        "1 x command with fewer kernels than launch calls"),
+    "half": (half, "command not as recorded"),
+    "all": (without(lambda r: True), "command not as recorded"),
+    "a part of a product": (
+        without(lambda r: r.name == "splitKreduce"),
+        "fewer kernels than launch calls (first: step 0"),
+    "a second copy": (more(COPY), "2 records for 1"),
+    "a kernel behind the last": (more(KERNEL, name="theirs"), "records for 1"),
+    "another kernel": (
+        edited(KERNEL, 0, name="memset_kernel", dims=(99, 1, 1, 1, 1, 1)),
+        "kernel memset_kernel (grid 99x"),
+    "fewer bytes": (edited(COPY, 0, nbytes=5), "copy copy instead of "),
+    "a zero end": (edited(KERNEL, 2, end=0), "1 x zero timestamp (first: step "),
+    "a call without times": (edited(DRIVER, 3, start=0, end=0), "1 x zero timestamp"),
+    "out of order": (out_of_order, "1 x record out of order"),
+    "another stream": (
+        edited(KERNEL, 0, stream=99),
+        "cuda stream 0 has CUPTI's (device, stream) [(0, 13), (0, 99)]"),
+    "another device": (
+        edited(KERNEL, 0, device=1), "has CUPTI's (device, stream) [(0, 13), (1, 13)]"),
+    "two streams on one": (
+        lambda made: made.__setattr__("rows", [
+            row._replace(stream=13) if row.stream > 0 else row for row in made.rows]),
+        "stream that is not one of CUPTI's"),
+    "no correlation": (lambda made: made.external.clear(), "kernel of no command (first: "),
+    "somebody else's work": (
+        more(KERNEL, correlation=7, name="theirs"), "1 x kernel of no command (first: theirs)"),
+}  # fmt: skip
 
 
-def test_long_windows_are_taken_in_parts(engine, cupti, monkeypatch):
-    """One that is spoiled makes the profile incomplete. CUPTI is let go behind each."""
-    monkeypatch.setattr(collector, "WINDOW_STEPS", 2)
-    flushed = []
-
-    def second_only(records: list) -> list:
-        flushed.append(1)
-        return records[: len(records) // 2] if len(flushed) == 2 else records
-
-    cupti.spoil, first = second_only, engine.n_steps + 1
-    prof = traced(engine, n=6, window=(1, 5))
-    assert [[n - first for n in w.steps] for w in prof.windows] == [[0, 1], [2, 3], [4]]
-    assert [w.complete for w in prof.windows] == [True, False, True] and prof.complete is False
-    assert prof.missing == prof.windows[1].missing and len(prof.summary()) == 5
-    assert cupti.most_enabled == set(Kind)
-    assert not cupti.enabled and not cupti.stack and not cupti.subscribers
-    engine.step([1])
-    assert not cupti.records
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_spoiled_window_says_what_is_missing(base, what):
+    spoil, said = SPOILED[what]
+    made = recorded(base)
+    spoil(made)
+    found = made.match()
+    assert any(said in line for line in found.faults), found.faults
+    assert all(s.start_ns and s.end_ns >= s.start_ns for s in found.spans)
 
 
-def test_cupti_attaches_before_the_step_that_it_traces(engine, cupti, monkeypatch):
-    """And when what was asked of the device before is over. CUPTI's first call to the driver takes
-    milliseconds, which are no step's."""
-    waited = []
-    monkeypatch.setattr(engine.backend, "synchronize", lambda: waited.append(bool(cupti.enabled)))
-    with profile(engine, nvtx=False):
-        engine.step([0])
-        assert waited[-2:] == [False, True]
+def test_a_record_before_its_call_is_an_error_of_the_clock(base):
+    made = recorded(base)
+    (kernel, *_) = [row for row in made.rows if row.kind == KERNEL]
+    made.edit(KERNEL, 0, start=kernel.start - 5_000)
+    assert 4_000 < made.match().early_ns < 5_000
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["part by part", "replayed"])
+def test_a_plan_with_a_lost_record_is_said_once(base, graphs):
+    made = recorded(base, "plans of splits", graphs)
+    without(lambda row: row.name == "add_bias")(made)
+    found = made.match()
+    assert [line.partition(" (")[0] for line in found.faults if "calls" not in line] == [
+        "2 x plan not as recorded"
+    ]
+    assert not [s for s in found.spans if "part" in s.args]
 
 
 @pytest.mark.parametrize(("second", "as_one"), [(64, True), (32, False)])
@@ -245,167 +254,154 @@ def test_a_copy_through_the_hosts_memory_is_one_copy(tiny_model, second, as_one)
 
 
 def test_the_narrowest_bracket_of_both_clocks_counts():
+    """And between two readings of clocks that part the offset is interpolated."""
     ticks = iter([0, 100, *[1000 + 50 * i for i in range(4)], *range(10_000, 30_000, 100)])
     # brackets: 0..100, 1000..1050, 1100..1150, then 100 wide
     assert read_clocks(lambda: 5_000, lambda: next(ticks)) == Reading(1025, 5_000, 25)
-
-
-def test_clocks_that_part_are_interpolated():
     clock = Clock(Reading(1_000, 501_000, 40), Reading(2_100, 502_000, 30))
     assert [clock.to_host(t) for t in (501_000, 501_500, 502_000)] == [1_000, 1_550, 2_100]
     assert clock.error_ns == 40 + 100
 
 
-# incomplete ---------------------------------------------------------------------------------------
+# the collector ------------------------------------------------------------------------------------
 
 
-def of_kind(records: list, kind: Kind) -> list:
-    return [r for r in records if r.kind == kind]
+def installed(base: wb.Engine, monkeypatch: pytest.MonkeyPatch) -> Module:
+    package = ModuleType("cupti")
+    package.cupti = Module(base.backend)
+    monkeypatch.setitem(sys.modules, "cupti", package)
+    base.reset()
+    return package.cupti
 
 
-def edited(kind: Kind, n: int, **changes: Any) -> Callable[[list], list]:
-    """Spoils the n-th record of a kind."""
-
-    def spoil(records: list) -> list:
-        vars(of_kind(records, kind)[n]).update(changes)
-        return records
-
-    return spoil
+@pytest.fixture
+def cupti(base, monkeypatch) -> Module:
+    return installed(base, monkeypatch)
 
 
-def more(kind: Kind, **changes: Any) -> Callable[[list], list]:
-    def spoil(records: list) -> list:
-        first = of_kind(records, kind)[0]
-        return [*records, type(first)(**vars(first) | changes)]
-
-    return spoil
-
-
-def without(gone: Callable[[Any], bool]) -> Callable[[list], list]:
-    return lambda records: [r for r in records if not gone(r)]
+def traced(engine: wb.Engine, n: int = 3, window: Any = (1, 1), **options: Any) -> Any:
+    if cupti := getattr(sys.modules.get("cupti"), "cupti", None):
+        cupti.program = engine.program(n_past=engine.n_past + 1)
+    with profile(engine, window=window, nvtx=False, **options) as prof:
+        for token in range(n):
+            engine.step([token])
+    return prof
 
 
-def out_of_order(records: list) -> list:
-    first, second = of_kind(records, COPY)[:2]
-    times = vars(first)["start"], vars(first)["end"], second.start, second.end
-    second.start, second.end, first.start, first.end = times
-    return records
+def let_go(cupti: Module) -> bool:
+    return not cupti.enabled and not cupti.stack and not cupti.subscribers
 
 
-def unreadable(records: list) -> list:
-    del of_kind(records, KERNEL)[0].stream_id
-    return records
+@pytest.mark.parametrize("way", ["no plans", "plans of splits", "a plan of the step"])
+def test_a_window_is_complete_with_and_without_plans(base, monkeypatch, way):
+    """Captured in the window, and replayed. Spans lie in their steps and commands."""
+    monkeypatch.setattr(base.backend, "kernels_of", single_kernels_of)
+    cupti = installed(base, monkeypatch)
+    with base.variant(wb.Toggles(**WAYS[way])) as engine:
+        prof = traced(engine, 4, (0, 3))
+        program = cupti.program
+    assert prof.collector == "cupti" and prof.complete and not prof.missing, prof.missing
+    assert not prof.fallback and "cupti" in prof.to_frame().attrs["collector"]
+    spans, slack = prof.timeline.spans, prof.windows[0].clock_error_ns
+    assert 0 < slack < 1_000_000 and trace_pattern(prof) == program.pattern()
+    found = {key: [s for s in spans if s.category == key] for key in ("step", "device", "call")}
+    launches = [c for c in program.singly() if isinstance(c, Launch) and not c.by_host]
+    for step in found["step"]:
+        mine = [s for s in found["device"] if s.args["step"] == step.args["step"]]
+        assert all(step.start_ns - slack <= s.start_ns < s.end_ns <= step.end_ns + slack
+                   for s in mine)  # fmt: skip
+        assert sum(s.args["kind"] == "launch" for s in mine) == len(launches)
+    of = {s.args["step"]: s for s in found["step"]}
+    assert {s.args["api"] for s in found["call"]} == {"driver", "sync"}
+    for call in found["call"]:
+        step = of[call.args["step"]]
+        assert step.start_ns - slack <= call.start_ns <= call.end_ns <= step.end_ns + slack
+    assert any(isinstance(c, Replay) for c in program.commands) == (way != "no plans")
 
 
-SPOILED: dict[str, tuple[Callable[[list], list], str]] = {
-    "the last kernel": (
-        lambda records: [r for r in records if r is not of_kind(records, KERNEL)[-1]],
-        "1 x command with fewer kernels than launch calls"),
-    "half": (lambda records: records[: len(records) // 2], "command not as recorded"),
-    "all": (lambda records: [], "command not as recorded"),
-    "a part of a product": (
-        without(lambda r: getattr(r, "name", "") == "splitKreduce"),
-        "fewer kernels than launch calls (first: step "),
-    "a second copy": (more(COPY), "2 records for 1"),
-    "another kernel": (
-        edited(KERNEL, 0, name="memset_kernel", grid_x=99), "kernel memset_kernel (grid 99x"),
-    "fewer bytes": (edited(COPY, 0, bytes=5), "copy copy instead of "),
-    "a zero end": (edited(KERNEL, 2, end=0), "1 x zero timestamp (first: step "),
-    "a call without times": (edited(Kind.DRIVER, 3, start=0, end=0), "1 x zero timestamp"),
-    "out of order": (out_of_order, "1 x record out of order"),
-    "another stream": (
-        edited(KERNEL, 0, stream_id=99),
-        "cuda stream 0 has CUPTI's (device, stream) [(0, 13), (0, 99)]"),
-    "another device": (
-        edited(KERNEL, 0, device_id=1), "has CUPTI's (device, stream) [(0, 13), (1, 13)]"),
-    "no correlation": (
-        without(lambda r: r.kind == Kind.EXTERNAL_CORRELATION), "kernel of no command (first: "),
-    "somebody else's work": (
-        more(KERNEL, correlation_id=7, name="theirs"), "1 x kernel of no command (first: theirs)"),
-    "unreadable": (unreadable, "a buffer of records was lost"),
-}  # fmt: skip
+def test_tables_take_the_spans_as_they_are(base, cupti):
+    prof = traced(base, n=6, window=(2, 2))
+    assert (prof.summary()["copied_bytes"] == cupti.program.counts()["copied_bytes"]).all()
+    slowdown = prof.slowdown
+    assert (slowdown.n_traced, slowdown.n_untraced, slowdown.n_tokens) == (2, 4, 1)
+    assert str(slowdown) in prof.note
+    # bytes come from the op table; a launch of several kernels is counted once
+    launches = [c for c in cupti.program.commands if isinstance(c, Launch) and not c.by_host]
+    products = [c.node for c in launches if c.node.op == "mul_mat"]
+    by_op = prof.kernels().set_index("op")
+    assert by_op.loc["mul_mat", "calls"] == 2 * len(products)
+    assert by_op.loc["mul_mat", "bytes"] == 2 * sum(map(touched_bytes, products))
+    by_kernel = prof.kernels(by="kernel").set_index("kernel")
+    assert by_kernel.loc["half_rows", "calls"] == 2 * len(products)
+    on_device, ours = (t[t["on"] != HOST_LANE] for t in (by_op, by_kernel))
+    assert ours["traced_us"].sum() == pytest.approx(on_device["traced_us"].sum())
 
 
-@pytest.mark.parametrize("what", SPOILED)
-def test_a_spoiled_window_says_what_is_missing(engine, cupti, what):
-    cupti.spoil, said = SPOILED[what]
-    prof = traced(engine)
-    assert prof.complete is False and said in prof.missing and "\n" not in prof.missing, (
-        prof.missing
-    )
-    assert f"incomplete: {prof.missing}" in prof.note
-    assert any(s.category == "step" for s in prof.timeline.spans)
-    assert all(s.start_ns and s.end_ns >= s.start_ns for s in prof.timeline.spans)
+def test_long_windows_are_taken_in_parts(base, cupti, monkeypatch):
+    """One that is spoiled makes the profile incomplete. CUPTI is let go behind each."""
+    monkeypatch.setattr(collector, "WINDOW_STEPS", 2)
+    flushed: list[int] = []
+
+    def second_only(made: Recording) -> None:
+        flushed.append(1)
+        if len(flushed) == 2:
+            half(made)
+
+    cupti.spoil, first = second_only, base.n_steps + 1
+    prof = traced(base, n=7, window=(1, 5))
+    assert [[n - first for n in w.steps] for w in prof.windows] == [[0, 1], [2, 3], [4]]
+    assert [w.complete for w in prof.windows] == [True, False, True] and prof.complete is False
+    assert prof.missing == prof.windows[1].missing and len(prof.summary()) == 5
+    assert f"incomplete: {prof.missing}" in prof.note and "\n" not in prof.missing
+    assert cupti.most_enabled == set(Kind) and let_go(cupti)
 
 
-def test_a_record_before_its_call_shows_in_the_stated_error(engine, cupti):
-    def early(records: list) -> list:
-        of_kind(records, KERNEL)[0].start -= 30_000_000
-        return records
-
-    cupti.spoil = early
-    assert traced(engine).windows[0].clock_error_ns > 20_000_000
-
-
-@pytest.mark.parametrize("window", [(0, 1), (1, 1)], ids=["part by part", "replayed"])
-def test_a_plan_with_a_lost_record_is_said_once(base, cupti, window):
-    cupti.spoil = without(lambda r: r.kind == KERNEL and r.name == "add_bias")
-    with base.variant(wb.Toggles(graph_reuse="set_rows", plans="ours")) as engine:
-        prof = traced(engine, n=2, window=window)
-    assert not prof.complete and "1 x plan not as recorded (first: step" in prof.missing
-    assert "command not as recorded" not in prof.missing
-    assert not [s for s in prof.timeline.spans if s.args.get("part") is not None]
+def test_cupti_attaches_before_the_step_that_it_traces(base, cupti, monkeypatch):
+    """And when what was asked of the device before is over. CUPTI's first call to the driver takes
+    milliseconds, which are no step's."""
+    waited: list[bool] = []
+    monkeypatch.setattr(base.backend, "synchronize", lambda: waited.append(bool(cupti.enabled)))
+    traced(base, 1, None)
+    assert [False, True] in [waited[n : n + 2] for n in range(len(waited))]
 
 
-def test_dropped_records_are_said(engine, cupti):
+def test_what_a_window_lost_is_said_and_cupti_let_go(base, cupti, monkeypatch):
     cupti.dropped = 12
-    assert "12 records dropped for want of buffers" in traced(engine).missing
+    assert "12 records dropped for want of buffers" in traced(base).missing
+    cupti.spoil = edited(KERNEL, 0, stream=None)
+    assert "a buffer of records was lost" in traced(base).missing
+    with monkeypatch.context() as patch:
+        patch.setattr(base.backend, "kernels_of", lambda node: None)
+        assert "the backend does not say which kernels a launch is made" in traced(base).missing
+    with monkeypatch.context() as patch:
+        patch.setattr(collector.CuptiRecorder, "runs", lambda self, program, step: None)
+        assert "the program of step" in traced(base).missing
+    cupti.refuse["activity_flush_all"] = CuptiError(15)
+    prof = traced(base)
+    assert not prof.complete and "at the end of a window" in prof.missing and let_go(cupti)
 
 
-def test_a_flush_that_fails_is_said_and_lets_go(engine, cupti):
-    cupti.refuse["activity_flush_all"] = CuptiError(Result.ERROR_NOT_INITIALIZED)
-    prof = traced(engine)
-    assert not prof.complete and "at the end of a window" in prof.missing
+@pytest.mark.parametrize("broken", [KeyboardInterrupt, DeviceError])
+def test_a_failing_body_keeps_its_trace_and_lets_go(base, cupti, monkeypatch, broken):
+    """Or a device that fails at the end of the window."""
+
+    def fails(*_: object) -> None:
+        raise broken("it fell off")
+
+    cupti.program = base.program(n_past=1)
+    with contextlib.suppress(KeyboardInterrupt), profile(base, nvtx=False) as prof:
+        base.step([0])
+        if broken is DeviceError:
+            monkeypatch.setattr(base.backend, "synchronize", fails)
+        else:
+            monkeypatch.setattr(cupti, "activity_pop_external_correlation_id", fails)
+            base.step([1])
+    monkeypatch.undo()
+    base.reset()
+    assert base.recorder is None and prof.complete is False
+    assert broken is KeyboardInterrupt or "it fell off" in prof.missing
+    assert [s for s in prof.timeline.spans if s.category == "device"]
     assert not cupti.enabled and not cupti.subscribers
-
-
-def test_what_nobody_told_of_is_said(engine, monkeypatch):
-    monkeypatch.setattr(engine.backend, "kernels_of", lambda node: None)
-    assert "the backend does not say which kernels a launch is made" in traced(engine).missing
-    monkeypatch.setattr(collector.CuptiRecorder, "runs", lambda self, program, step: None)
-    assert "the program of step" in traced(engine).missing
-
-
-def test_a_failing_body_keeps_its_trace_and_lets_go(engine, cupti, monkeypatch):
-    call = cupti.call
-
-    def interrupted(name: str, *nested: str) -> int:
-        if name == "cudaLaunchKernel":
-            raise KeyboardInterrupt
-        return call(name, *nested)
-
-    with pytest.raises(KeyboardInterrupt), profile(engine, nvtx=False) as prof:
-        engine.step([0])
-        cupti.call = interrupted
-        engine.step([1])
-    assert engine.recorder is None
-    assert not cupti.enabled and not cupti.stack and not cupti.subscribers
-    assert prof.complete is False and "launch mul_mat" in prof.missing
-    assert len({s.args["step"] for s in device(prof)}) == 2
-
-
-def test_a_device_that_fails_at_the_end_of_a_window_is_said(engine, monkeypatch):
-    def broken() -> None:
-        raise DeviceError("the device fell off")
-
-    with profile(engine, nvtx=False) as prof:
-        engine.step([0])
-        monkeypatch.setattr(engine.backend, "synchronize", broken)
-    assert prof.complete is False and "the device fell off" in prof.missing
-    assert device(prof)
-
-
-# refused ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -420,51 +416,28 @@ def test_a_device_that_fails_at_the_end_of_a_window_is_said(engine, monkeypatch)
     ],
 )
 @pytest.mark.parametrize("later", [False, True])
-def test_a_refusal_at_the_start_is_answered_with_events(
-    engine, cupti, function, error, said, later
-):
+def test_a_refusal_is_answered_with_events(base, cupti, function, error, said, later):
     """later: a profiler attaches before the window."""
-    with profile(engine, window=(1, 1), collector="cupti", nvtx=False) as prof:
-        if later:
-            engine.step([0])
+    if not later:
         cupti.refuse[function] = error
-        engine.step([1])
-        engine.step([2])
+    with profile(base, window=(1, 1), collector="cupti", nvtx=False) as prof:
+        base.step([0])
+        cupti.refuse[function] = error
+        base.step([1])
+        base.step([2])
     assert prof.collector == "events" and prof.complete is None
     assert said in prof.fallback and prof.fallback in prof.note and "\n" not in prof.fallback
-    assert len({s.args["step"] for s in device(prof)}) == 1
     assert not cupti.enabled and not cupti.subscribers
 
 
-def test_without_the_package_events_answer(engine, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupti", None)
-    assert "cupti-python cannot be imported" in traced(engine).fallback
-    monkeypatch.delattr(FakeCupti, "subscribe_v2")
-    FakeCupti().install(monkeypatch)
-    prof = traced(engine)
-    assert prof.collector == "events" and "has no subscribe_v2" in prof.fallback
-
-
-def test_events_are_taken_where_asked_for_and_without_cuda(engine, cupti, loaded):
-    prof = traced(engine, collector="events")
-    assert prof.collector == "events" and not prof.fallback and not cupti.most_enabled
+def test_events_are_taken_where_cupti_is_not(base, cupti, monkeypatch, loaded):
+    assert traced(base, collector="events").fallback == traced(loaded).fallback == ""
     assert "embedded device" in traced(loaded, collector="cupti").fallback
-    assert traced(loaded).fallback == "" and not cupti.most_enabled
+    assert not cupti.most_enabled
     with pytest.raises(UsageError, match="choose one of auto, events, cupti"):
-        traced(engine, collector="nsys")
-
-
-def test_the_real_bindings_have_what_is_asked_for():
-    real = pytest.importorskip("cupti.cupti")
-    assert [name for name in collector.NEEDED if not hasattr(real, name)] == []
-    records = [getattr(real, name) for name in dir(real) if name.startswith("ActivityKernel")]
-    assert records and all(field in dir(of) for of in records for field in DIMS)
-    assert {k.name: int(k) for k in Kind} == {k.name: int(real.ActivityKind[k.name]) for k in Kind}
-    assert {*collector.KINDS, collector.EXTERNAL} == {k.name for k in Kind}
-    assert all(int(real.Result[r.name]) == r for r in Result)
-    assert real.cuptiError(39).status == 39
-    try:
-        ctypes.CDLL("libcuda.so.1")  # with it: tests/gpu/test_cuda_cupti.py
-    except OSError:
-        with pytest.raises(collector.Unavailable, match="driver"):
-            collector.probe(real)
+        traced(base, collector="nsys")
+    monkeypatch.delattr(Module, "subscribe_v2")
+    prof = traced(base)
+    assert prof.collector == "events" and "has no subscribe_v2" in prof.fallback
+    monkeypatch.setitem(sys.modules, "cupti", None)
+    assert "cupti-python cannot be imported" in traced(base).fallback

@@ -6,15 +6,10 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import workbench as wb
-from tests.backend.cuda.fake_cuda import fake_backend
 from workbench.backend.base import KernelName
-from workbench.config import Toggles
-from workbench.program.commands import Launch, Replay
 from workbench.trace.cupti.activity import COPY, COUNTED, KERNEL, MEMSET, Activity, Want, named
 from workbench.trace.cupti.parted import parted
 
@@ -29,11 +24,10 @@ plans = st.lists(st.one_of(launches, launches, copies, st.just([])), min_size=1,
 
 
 def recorded(
-    wanted: Sequence[Sequence[Want]], chance: random.Random, products: int = 0
+    wanted: Sequence[Sequence[Want]], chance: random.Random
 ) -> tuple[list[Activity], list[int], dict[Activity, int]]:
-    """Records of a replay, the part of each node, and the part of each record. A product has
-    kernels of cuBLAS's own (products: so many), and maybe a memset in front. Copies are on a stream
-    of their own."""
+    """Records of a replay, the part of each node, and the part of each record. A product has some
+    kernels of cuBLAS's own, and maybe a memset before. Copies are on a stream of their own."""
     rows: list[Activity] = []
     nodes: list[int] = []
     clocks = {COPY: chance.randrange(500), KERNEL: 0}
@@ -55,9 +49,9 @@ def recorded(
                 assert want.function is not None
                 ran(part, KERNEL, want.function, dims=want.dims)
             else:
-                if not products and chance.random() < 0.3:
+                if chance.random() < 0.3:
                     ran(part, MEMSET, MEMSET, 4)
-                for i in range(products or chance.randrange(1, 4)):
+                for i in range(chance.randrange(1, 4)):
                     ran(part, KERNEL, f"gemm_{i}", dims=GEMM_DIMS)
     return rows, nodes, owner
 
@@ -78,7 +72,7 @@ def test_every_record_of_a_replay_finds_its_part(wanted, chance, late):
 
 
 @given(plans, st.randoms(use_true_random=False))
-def test_parts_issued_one_by_one_are_told_by_names_where_products_stand_alone(wanted, chance):
+def test_parts_issued_one_by_one_are_told_by_names(wanted, chance):
     rows, _, owner = recorded(wanted, chance)
     found, reason = parted([row._replace(node=0) for row in rows], wanted, None)
     assert reason == ""
@@ -106,7 +100,7 @@ def test_a_record_too_few_is_never_taken_for_another(wanted, chance, data):
 
 
 @given(plans, st.randoms(use_true_random=False))
-def test_kernels_with_names_of_others_are_told_by_what_was_launched(wanted, chance):
+def test_kernels_with_names_of_others_are_told(wanted, chance):
     """Some have a name of another kernel. Only between products of cuBLAS does it stay."""
     rows, nodes, owner = recorded(wanted, chance)
     names = [kernel.function for kernel in KERNELS if kernel.function]
@@ -129,6 +123,22 @@ def test_kernels_with_names_of_others_are_told_by_what_was_launched(wanted, chan
     assert all(told[row] == part for row, part in owner.items() if part not in between)
 
 
+def test_what_ran_for_a_capture_is_no_node_of_the_graph():
+    """And a part begins behind the last kernel of the part that it waits for."""
+    norm, product, rope = ([kernel] for kernel in KERNELS)
+    rows = [
+        Activity(KERNEL, k.function or "", at, at + 5, 7, 40, node=501 + n, dims=k.dims)
+        for n, (k, at) in enumerate(zip((KERNELS[0], *KERNELS), (10, 20, 30, 40), strict=True))
+    ]
+    wants, nodes = [norm * 2, product, rope], [0, 0, 1, 2]
+    outside = rows[0]._replace(node=0)
+    assert parted([outside, *rows], wants, nodes)[0] == {0: rows[:2], 1: [rows[2]], 2: [rows[3]]}
+    behind = [(), (0,), (1,)]
+    assert parted(rows, wants, nodes, behind)[1] == ""
+    early = [rows[0], rows[1]._replace(start=35), *rows[2:]]
+    assert "it began before part 0" in parted(early, wants, nodes, behind)[1]
+
+
 def test_a_name_is_given_only_to_what_was_launched_so():
     one, other = KERNELS[:2]
     row = Activity(KERNEL, "stale", 10, 20, 7, 13, dims=one.dims)
@@ -136,40 +146,3 @@ def test_a_name_is_given_only_to_what_was_launched_so():
     for wants in ([other], [one, other], [None], [KernelName("norm", False)]):
         assert named([row], wants) == [row], wants
     assert named([row, row], [one]) == [row, row], "one too many"
-
-
-@pytest.mark.parametrize("quant", ["Q4_0", "F16"])
-def test_a_prompt_s_replay_is_told_where_cupti_has_names_of_another_engine(
-    monkeypatch, tiny_model, quant
-):
-    """The nodes that the cuda device captures for 400 tokens. Behind other engines of a process
-    that were closed, an H200 gave `attention_decode` for `tensor_product`."""
-    fake_backend(monkeypatch)
-    toggles = Toggles(graph_reuse="set_rows", plans="ours")
-    with wb.Engine.load(
-        tiny_model("tiny-llama", quant), device="cuda", n_ctx=512, toggles=toggles
-    ) as engine:
-        engine.prefill([1] * 400)
-        program, backend = engine.program(400), engine.backend
-        (plan,) = [c for c in program.commands if isinstance(c, Replay)]
-        (captured,) = [kept.captured for kept in engine.issuer.plans]  # type: ignore
-    wanted = [
-        [k if k.function else None for k in backend.kernels_of(part.node)]
-        for part in plan.parts
-        if isinstance(part, Launch)
-    ]
-    assert len(wanted) == len(plan.parts)
-    rows, nodes, owner = recorded(wanted, random.Random(0), products=2)
-    assert tuple(nodes) == captured.nodes
-    other = "tensor_product" if quant == "Q4_0" else "half_rows"
-    for stale in (
-        {other: "attention_decode"},
-        dict.fromkeys(("norm_row", "mul", "quantize"), other),
-    ):
-        given = [row._replace(name=stale.get(row.name, row.name)) for row in rows]
-        assert given != rows
-        found, reason = parted(given, wanted, nodes)
-        assert not reason and {r: part for part, of in found.items() for r in of} == owner
-        unlike = [row._replace(dims=(2, 2, 1, 64, 1, 1)) for row in given]
-        found, reason = parted(unlike, wanted, nodes)
-        assert not found and "(grid 2x2x1, block 64x1x1) instead of " in reason

@@ -8,42 +8,32 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 import workbench as wb
-from tests.oracles.trace_pattern import LETTERS, trace_pattern
+from tests.oracles.trace_pattern import HIDDEN, LETTERS, trace_pattern
+from tests.orderings import PLACED
+from tests.profiles import share
 from tests.trace import chrome_decode, perfetto_decode
-from workbench.benchmarks.times.gaps import host_gaps
-from workbench.benchmarks.times.profiling import profile_test, runs_on_device
-from workbench.benchmarks.workload import Workload
 from workbench.common import checkout
 from workbench.config import Toggles
 from workbench.graph.ops import touched_bytes
-from workbench.program import commands
-from workbench.program.commands import (
-    Command,
-    Copy,
-    Launch,
-    Program,
-    Record,
-    Replay,
-    Stream,
-    Sync,
-    Wait,
-)
-from workbench.report.timelines import LOOKS, timeline
+from workbench.program import commands as c
+from workbench.program.commands import Copy, Launch, Program, Replay, Sync, Wait
+from workbench.report.timelines import LOOKS
 from workbench.trace.lanes import ABOUT
 from workbench.trace.profile import Profile, profile, profile_each
 from workbench.trace.spans import CATEGORIES, HOST_LANE, Span
 
 STEP = {"plans": "ours", "plan_scope": "step"}
 ONE = {"sync": "implicit", "copy_stream": "compute"}
+RING = {"host_source": "pinned_ring_2", "step_wait": "outputs"}
 WAYS: dict[str, dict[str, str]] = {
     "every wait": {"graph_reuse": "rebuild"},
     "two streams, an event": {"sync": "event_guarded"},
-    "a ring of staging": ONE | {"host_source": "pinned_ring_2", "step_wait": "outputs"},
+    "a ring of staging": ONE | RING,
     "branches": {"streams": "3"},
     "plans of splits": {"plans": "ours"},
     "a plan of the step": STEP | ONE,
@@ -65,6 +55,15 @@ class Traced(NamedTuple):
     def program(self) -> Program:
         return next(iter(self.programs.values()))
 
+    def of_step(self, step: int, device: bool) -> list[Span]:
+        """The commands that the host issued in a step, or what the device ran of it."""
+        spans = [s for s in self.prof.recorder.spans if s.args.get("step") == step]
+        return [s for s in spans if (s.lane != HOST_LANE) == device and "index" in s.args]
+
+
+def toggles_of(way: dict[str, str]) -> Toggles:
+    return Toggles(**{"graph_reuse": "set_rows"} | way)
+
 
 @pytest.fixture(scope="module")
 def base(tiny_model) -> Iterator[wb.Engine]:
@@ -75,7 +74,7 @@ def base(tiny_model) -> Iterator[wb.Engine]:
 
 @pytest.fixture(scope="module", params=WAYS)
 def traced(request, base) -> Traced:
-    toggles = Toggles(**{"graph_reuse": "set_rows"} | WAYS[request.param])
+    toggles = toggles_of(WAYS[request.param])
     with base.variant(toggles) as engine:
         engine.prefill(PROMPT[:-1])
         engine.step(PROMPT[-1:])
@@ -89,38 +88,13 @@ def traced(request, base) -> Traced:
     return Traced(toggles, prof, programs)
 
 
-def of_step(traced: Traced, step: int, device: bool) -> list[Span]:
-    """The commands that the host issued in a step, or what the device ran of it."""
-    spans = [s for s in traced.prof.recorder.spans if s.args.get("step") == step]
-    return [s for s in spans if (s.lane != HOST_LANE) == device and "index" in s.args]
-
-
 def key(span: Span) -> tuple[int, int]:
     return span.args["index"], span.args.get("part", 0)
 
 
-def behind(program: Program) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Pairs of launches, the first of which ends before the second begins: of each stream, and
-    by each Wait of a fork or a join."""
-    last: dict[Stream, set[tuple[int, int]]] = defaultdict(set)
-    recorded: dict[str, set[tuple[int, int]]] = {}
-    pairs = []
-    for at in program.located():
-        command, number = at.command, (at.index, at.part or 0)
-        match command:
-            case Record(forks=True):
-                recorded[command.event] = set(last[command.stream])
-            case Wait(forks=True):
-                last[command.stream] |= recorded[command.event]
-            case Launch(by_host=False) if command.stream.backend:
-                pairs += [(before, number) for before in sorted(last[command.stream])]
-                last[command.stream] = {number}
-    return pairs
-
-
 def test_host_spans_are_the_commands_one_to_one(traced):
     for n_past, (step, program) in enumerate(traced.programs.items(), len(PROMPT)):
-        host = of_step(traced, step, device=False)
+        host = traced.of_step(step, device=False)
         assert [(s.category, s.args["index"], s.args["split"]) for s in host] == [
             (c.kind, i, c.split) for i, c in enumerate(program.commands)
         ]
@@ -135,8 +109,8 @@ def test_host_spans_are_the_commands_one_to_one(traced):
 
 def test_device_spans_are_asynchronous_commands_and_parts(traced):
     for step, program in traced.programs.items():
-        host = {s.args["index"]: s for s in of_step(traced, step, device=False)}
-        device = of_step(traced, step, device=True)
+        host = {s.args["index"]: s for s in traced.of_step(step, device=False)}
+        device = traced.of_step(step, device=True)
         wanted = {
             (at.index, at.part or 0): (
                 at.command.label, at.command.kind, at.command.split,
@@ -149,17 +123,13 @@ def test_device_spans_are_asynchronous_commands_and_parts(traced):
         assert len(found) == len(device)
         told = {k: (s.name, s.args["kind"], s.args["split"], s.lane) for k, s in found.items()}
         assert told == wanted
-        for s in device:
-            assert host[s.args["index"]].start_ns <= s.end_ns, "nothing ends before it is issued"
+        assert all(host[s.args["index"]].start_ns <= s.end_ns for s in device)
         for lane in {s.lane for s in device}:
             ordered = sorted((s for s in device if s.lane == lane), key=lambda s: s.start_ns)
             assert all(a.end_ns <= b.start_ns for a, b in pairwise(ordered)), "a stream is a queue"
             assert [*map(key, ordered)] == sorted(map(key, ordered))
-        # a branch lies between its fork and its join, on whichever lane that is
-        pairs = behind(program)
-        assert all(found[a].end_ns <= found[b].start_ns for a, b in pairs)
-        if "streams" in traced.toggles.to_dict() and traced.toggles.streams != "1":
-            assert sum(found[a].lane != found[b].lane for a, b in pairs) >= 8
+        lanes = {s.lane for s in device if s.name in ("Qcur-0", "Kcur-0", "Vcur-0")}
+        assert len(lanes) == (1 if traced.toggles.streams == "1" else 3)
 
 
 def test_summaries_and_patterns_are_those_of_the_program(traced):
@@ -168,81 +138,61 @@ def test_summaries_and_patterns_are_those_of_the_program(traced):
     for name in ("waits", "copies", "launches", "copied_bytes", "replays"):
         if name in table or name in counts:
             assert (table[name] == counts[name]).all(), name
-    assert (table["device_us"] > 0).all() and (table["idle_us"] >= 0).all()
-    assert (table[["build_us", "host_us", "wait_us"]].sum(axis=1) <= table["step_us"]).all()
     assert trace_pattern(traced.prof) == traced.program.pattern()
     built = traced.toggles.graph_reuse == "rebuild"
+    every = {"batch", "graph", "fuse", "split", "layout", "lower", "prepare"}
     names = set(traced.prof.to_frame().query("category == 'build'")["name"])
-    assert names == (
-        {"batch", "graph", "fuse", "split", "layout", "lower", "prepare"}
-        if built else {"batch", "reuse"}
-    )  # fmt: skip
-    begins = {s.args["step"]: s.start_ns for s in traced.prof.timeline.spans
-              if s.category == "step"}  # fmt: skip
-    host = [s for s in traced.prof.timeline.spans if s.lane == HOST_LANE and "step" in s.args]
-    assert all(s.start_ns >= begins[s.args["step"]] for s in host), "time of another step"
+    assert names == (every if built else {"batch", "reuse"})
 
 
 def test_tables_have_every_launch_and_its_bytes(traced):
     """In plans or not: bytes are those of the op table."""
     launches: dict[str, list[int]] = defaultdict(list)
-    for c in traced.program.singly():
-        if isinstance(c, Launch):
-            launches[c.node.op].append(touched_bytes(c.node))
+    for command in traced.program.singly():
+        if isinstance(command, Launch):
+            launches[command.node.op].append(touched_bytes(command.node))
     table = traced.prof.kernels().groupby("op")[["calls", "bytes"]].sum()
     assert {op: (row.calls, row.bytes) for op, row in table.iterrows()} == {
         op: (STEPS * len(of), STEPS * sum(of)) for op, of in launches.items()
     }
-    gaps, phases = traced.prof.gaps(), traced.prof.phases()
-    assert ("replay" in set(phases["part"])) == (traced.toggles.plans != "off")
-    assert set(gaps["after"]) <= set(table.index) | {"replay"}
-    own = gaps.columns.drop(
-        ["step", "between", "before", "after", "traced_us", "host_us", "device_us"]
-    )
-    assert (gaps[own].sum(axis=1) - gaps["traced_us"]).abs().max() < 1e-6
-    figure = timeline(traced.prof)
-    labels = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert (LOOKS["replay"].word in labels) == (traced.toggles.plans != "off")
-    shown = {text.get_text() for text in figure.axes[0].get_yticklabels()}
-    assert {s.lane for s in traced.prof.timeline.spans} <= shown
+    has_plans = traced.toggles.plans != "off"
+    assert ("replay" in set(traced.prof.phases()["part"])) == has_plans
+    assert set(traced.prof.gaps()["after"]) <= set(table.index) | {"replay"}
 
 
 # the files ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def files(traced, tmp_path):
+def files(traced, tmp_path) -> list[chrome_decode.Decoded]:
     """Both formats of the trace, read back."""
-    for name in ("t.pftrace.gz", "t.json"):
+    found = []
+    for name, decode in (("t.pftrace.gz", perfetto_decode), ("t.json.gz", chrome_decode)):
         assert traced.prof.save(tmp_path / name) == (tmp_path / name).stat().st_size
-    packed = gzip.decompress((tmp_path / "t.pftrace.gz").read_bytes())
-    plain = (tmp_path / "t.json").read_bytes()
-    return perfetto_decode.decode(packed), chrome_decode.decode(plain)
+        found.append(decode.decode(gzip.decompress((tmp_path / name).read_bytes())))
+    return found
 
 
-def arrows(found: perfetto_decode.Decoded) -> list[tuple[str, str, str, str]]:
-    """(category, name) of either end of each flow."""
-    starts = {n: s for s in found.slices for n in s.starts}
-    ends = {n: s for s in found.slices for n in s.ends}
-    assert starts.keys() == ends.keys() == found.flows.keys(), "both ends of a flow exist"
-    return [(starts[n].category, starts[n].name, ends[n].category, ends[n].name) for n in starts]
+def ends(a: chrome_decode.Arrow) -> tuple[str, str, str, str]:
+    return a.source.category, a.source.name, a.sink.category, a.sink.name
 
 
 def test_both_formats_hold_the_same(traced, files):
     packed, plain = files
     spans = traced.prof.timeline.spans
     origin = min(s.start_ns for s in spans)
-    wanted = Counter((s.name, s.category, s.start_ns, s.end_ns) for s in spans)
-    assert Counter((s.name, s.category, s.start_ns, s.end_ns) for s in packed.slices) == wanted
     assert plain.other["origin_ns"] == origin
-    moved = ((s.name, s.category, s.start_ns + origin, s.end_ns + origin) for s in plain.slices)
-    assert Counter(moved) == wanted
-    where = Counter((*s.lane.split(" ", 1), s.name) if " " in s.lane else (s.lane, s.lane, s.name)
-                    for s in spans)  # fmt: skip
-    assert Counter((*packed.tracks[s.track], s.name) for s in packed.slices) == where
-    assert Counter((s.process, s.thread, s.name) for s in plain.slices) == where
-    mine = [(a.source.category, a.source.name, a.sink.category, a.sink.name) for a in plain.arrows]
-    assert Counter(mine) == Counter(arrows(packed))
+    wanted = Counter(
+        (*(s.lane.split(" ", 1) if " " in s.lane else (s.lane, s.lane)), s.name, s.category,
+         s.start_ns, s.end_ns)
+        for s in spans
+    )  # fmt: skip
+    for read, begin in ((packed, 0), (plain, origin)):
+        assert wanted == Counter(
+            (s.process, s.thread, s.name, s.category, s.start_ns + begin, s.end_ns + begin)
+            for s in read.slices
+        )
+    assert Counter(map(ends, plain.arrows)) == Counter(map(ends, packed.arrows))
     args = {json.dumps(s.args, sort_keys=True) for s in packed.slices}
     assert {json.dumps(s.args, sort_keys=True) for s in plain.slices} == args
     for about in (packed.instants[ABOUT], plain.instants[ABOUT]):
@@ -250,12 +200,11 @@ def test_both_formats_hold_the_same(traced, files):
         assert {n: about[f"toggles.{n}"] for n in Toggles.names()} == traced.toggles.to_dict()
         assert about["commit"].split()[0] == checkout.commit()["hash"]
         assert about["traced"].startswith("traced, not for throughput")
-        assert about["config.threads"] == 2 and "embedded device" in about["device"]
 
 
 def test_arrows_lead_to_the_device_to_waits_and_back(traced, files):
     packed, plain = files
-    found = Counter((source, sink) for source, _, sink, _ in arrows(packed))
+    found = Counter((a.source.category, a.sink.category) for a in packed.arrows)
     every = [c for p in traced.programs.values() for c in p.commands]
     device = sum(s.category == "device" and "part" not in s.args
                  for s in traced.prof.timeline.spans)  # fmt: skip
@@ -273,28 +222,49 @@ def test_arrows_lead_to_the_device_to_waits_and_back(traced, files):
     n_syncs, n_all = found["device", "sync"], sum(isinstance(c, Sync) for c in every)
     assert n_all - n_all // STEPS <= n_syncs <= n_all and n_syncs >= STEPS
     assert sum(found.values()) == device + replays + waits.total() + n_syncs
-    for times in packed.flows.values():
-        (begin, is_end), (end, ends) = sorted(times, key=lambda t: t[1])
-        assert begin <= end and not is_end and ends, "flows run forwards"
     logits = [a for a in plain.arrows if a.sink.name == "wait logits"]
     assert {(a.kind, a.source.name) for a in logits} == {("wait", "result_output")}
     assert len(logits) == STEPS and all(a.source.end_ns <= a.sink.end_ns for a in logits)
+
+
+# patterns -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=PLACED)
+def placed(request, tiny_model):
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=128, n_ubatch=8, threads=2,
+        toggles=Toggles(), **PLACED[request.param],
+    ) as made:  # fmt: skip
+        yield made
+
+
+@pytest.mark.parametrize("way", share(WAYS, every=5))
+def test_runs_on_every_placement_are_as_programmed(placed, way):
+    """Step by step: a prompt of three ubatches, then tokens. Whether a copy was held takes many
+    steps alike to tell, which a prompt has not: hidden waits have tests of their own."""
+    with placed.variant(toggles_of(WAYS[way])) as engine:
+        programs = engine.programs(24, 3)
+        with profile(engine, nvtx=False) as prof:
+            engine.prefill(list(range(3, 27)))
+            for token in range(5, 8):
+                engine.step([token])
+        found = [trace_pattern(prof, step=n).replace(HIDDEN, "") for n in range(len(programs))]
+    assert found == [p.pattern() for p in programs]
 
 
 # what has no program of its own -------------------------------------------------------------------
 
 
 def test_a_plan_issued_part_by_part_is_one_span_and_no_ops(base):
-    toggles = Toggles(graph_reuse="set_rows", plans="ours", plan_batch="one", plan_warmup="2",
-                      plan_evict="never")  # fmt: skip
-    with base.variant(toggles) as engine:
+    way = {"plans": "ours", "plan_batch": "one", "plan_warmup": "2", "plan_evict": "never"}
+    with base.variant(toggles_of(way)) as engine:
         engine.prefill(PROMPT)
         with profile(engine, nvtx=False) as made:
             for token in range(STEPS):
                 engine.step([token])
     frame = made.to_frame()
-    whole = frame[(frame["category"] == "device") & (frame["kind"] == "replay")]
-    assert len(whole) == 1  # then two equal calls have come
+    assert len(frame[(frame["category"] == "device") & (frame["kind"] == "replay")]) == 1
     by_op = made.kernels().set_index("op")
     assert by_op.loc["replay", "calls"] == 1 and by_op["bytes"].isna()["replay"]
 
@@ -302,8 +272,8 @@ def test_a_plan_issued_part_by_part_is_one_span_and_no_ops(base):
 def test_every_kind_of_command_is_known_to_all_that_draw_it():
     kinds = {
         found.kind
-        for found in vars(commands).values()
-        if isinstance(found, type) and issubclass(found, Command) and "kind" in vars(found)
+        for found in vars(c).values()
+        if isinstance(found, type) and issubclass(found, c.Command) and "kind" in vars(found)
     }
     assert kinds == {"write", "read", "copy", "launch", "record", "wait", "sync", "replay"}
     assert kinds <= set(CATEGORIES) and kinds <= set(LOOKS)
@@ -316,15 +286,3 @@ def test_variants_are_traced_by_name(base):
     found = profile_each(base, arms, n_tokens=4)
     waits = {name: int(trace.summary()["waits"].iloc[0]) for name, trace in found.items()}
     assert waits == {"every wait": 13, "packed": 3}
-
-
-@pytest.mark.slow
-def test_what_measures_takes_a_replay_for_work_of_the_device(base):
-    whole: dict[str, Any] = {"graph_reuse": "set_rows"} | STEP | ONE
-    toggles = {name: Toggles(**whole | {"sync": name}) for name in ("implicit", "packed_implicit")}
-    with base.variant(toggles["implicit"]) as engine:
-        assert runs_on_device(engine)
-        found = profile_test(engine, Workload(0, 12), repetitions=1)
-        assert (found.steps["kernels_us"] > 0).all() and found.steps["gap_us"].notna().sum() > 0
-        gaps = host_gaps(engine, toggles, n_tokens=4, rounds=2)
-    assert set(gaps.table()["arm"]) >= {*toggles}
