@@ -102,8 +102,8 @@ def _waited_for(found: hazards.Findings, wait: CommandAt) -> str:
         return "the wait for the logits"
     if isinstance(command, Sync) and command.blocks is not None:
         return f"the wait for the copy of {command.blocks.name}"
-    behind = any(isinstance(c, Copy) and c.split == command.split for c in commands[: wait.index])
-    return f"the wait {'behind' if behind else 'before'} the copies"
+    after = any(isinstance(c, Copy) and c.split == command.split for c in commands[: wait.index])
+    return f"the wait {'after' if after else 'before'} the copies"
 
 
 def _once_each(kept: Sequence[str]) -> str:

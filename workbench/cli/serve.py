@@ -1,4 +1,4 @@
-"""`workbench serve`: a model behind OpenAI's HTTP interface."""
+"""`workbench serve`: serves a model over OpenAI's HTTP interface."""
 
 from __future__ import annotations
 

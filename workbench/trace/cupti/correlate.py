@@ -46,7 +46,7 @@ from workbench.trace.cupti.activity import (
     differs,
     named,
 )
-from workbench.trace.cupti.parted import Behind, parted
+from workbench.trace.cupti.parted import EndsBefore, parted
 from workbench.trace.spans import HOST_LANE, Span
 
 LAUNCH_CALLS = ("cuLaunchKernel", "cudaLaunchKernel", "cuLaunchCooperative", "cudaLaunchCoop")
@@ -218,7 +218,9 @@ def _by_part(
         if len(told) < len(wanted):
             continue  # `match` reports the parts whose kernels are not known
         mine, nodes = _without_end(rows, replayed.get(key))
-        found, reason = parted(_with_inputs(mine, plan, nodes), told, nodes, _behind(plan, told))
+        found, reason = parted(
+            _with_inputs(mine, plan, nodes), told, nodes, _ends_before(plan, told)
+        )
         if reason:
             untold.add(key)
             faults.add("plan not as recorded", f"{commands.at(key)}: {reason}")
@@ -226,7 +228,7 @@ def _by_part(
     return made, untold
 
 
-def _behind(plan: Replay, wanted: Sequence[Sequence[Want]]) -> Behind | None:
+def _ends_before(plan: Replay, wanted: Sequence[Sequence[Want]]) -> EndsBefore | None:
     """For each part, the parts with records that must end before it begins, by its stream and by
     events. None where all kernels are on one stream."""
     if len({part.stream for part in plan.parts if isinstance(part, Launch)}) < 2:

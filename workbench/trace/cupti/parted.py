@@ -45,23 +45,23 @@ from workbench.trace.cupti.activity import (
 
 Wanted = Sequence[Sequence[Want]]  # for each part, its work on the device
 Parted = dict[int, list[Activity]]  # part -> its records, in order
-Behind = Sequence[Collection[int]]  # for each part, parts that must end before it begins
+EndsBefore = Sequence[Collection[int]]  # for each part, parts that must end before it begins
 
 
 def parted(
     rows: Sequence[Activity],
     wanted: Wanted,
     nodes: Sequence[int] | None,
-    behind: Behind | None = None,
+    ends_before: EndsBefore | None = None,
 ) -> tuple[Parted, str]:
     """The records of each part, and ""; or no records, and the reason.
 
     nodes: the part of each node of the replayed graph; None where the parts were issued one by one.
-    behind: for each part of a plan with branches, the parts that must end before it begins; None
-        for a plan without branches.
+    ends_before: for each part of a plan with branches, the parts that must end before it begins;
+        None for a plan without branches.
     """
     if nodes is None:
-        order = _start if behind is None else _call
+        order = _start if ends_before is None else _call
         in_order = sorted(rows, key=order)
         found, reason = _by_names(in_order, wanted)
         if reason:
@@ -72,8 +72,12 @@ def parted(
     if len(rows) != len(nodes):
         return {}, f"{len(rows)} records for {len(nodes)} nodes"
     reasons = []
-    for found in _readings(rows, wanted, nodes, behind):
-        reason = _first_difference(found, wanted) or (behind and _too_early(found, behind)) or ""
+    for found in _readings(rows, wanted, nodes, ends_before):
+        reason = (
+            _first_difference(found, wanted)
+            or (ends_before and _too_early(found, ends_before))
+            or ""
+        )
         if not reason:
             return found, ""
         reasons.append(reason)
@@ -82,24 +86,24 @@ def parted(
 
 
 def _readings(
-    rows: Sequence[Activity], wanted: Wanted, nodes: Sequence[int], behind: Behind | None
+    rows: Sequence[Activity], wanted: Wanted, nodes: Sequence[int], ends_before: EndsBefore | None
 ) -> Iterator[Parted]:
     """The three assignments to try, in order (see the module)."""
-    if behind is None:
+    if ends_before is None:
         first = _of_parts(_by_start(rows, wanted, nodes))
         yield first
         yield _of_parts(_by_node(rows, nodes))
     else:
         first = _of_parts(_by_node(rows, nodes))
         yield first
-        yield _of_parts(_by_readiness(rows, wanted, nodes, behind))
+        yield _of_parts(_by_readiness(rows, wanted, nodes, ends_before))
     yield {part: named(of_part, wanted[part]) for part, of_part in first.items()}
 
 
-def _too_early(found: Parted, behind: Behind) -> str:
+def _too_early(found: Parted, ends_before: EndsBefore) -> str:
     """The first part that began before a part for which it waits; empty without such a part."""
     for part, rows in found.items():
-        for other in behind[part]:
+        for other in ends_before[part]:
             if other in found and rows[0].start < max(row.start for row in found[other]):
                 return f"part {part}: it began before part {other}"
     return ""
@@ -134,7 +138,7 @@ def _by_node(rows: Sequence[Activity], nodes: Sequence[int]) -> Iterable[tuple[i
 
 
 def _by_readiness(
-    rows: Sequence[Activity], wanted: Wanted, nodes: Sequence[int], behind: Behind
+    rows: Sequence[Activity], wanted: Wanted, nodes: Sequence[int], ends_before: EndsBefore
 ) -> Iterable[tuple[int, Activity]]:
     """Assigns each record, in the order of time, to the first node that may begin and fits. Ends at
     the first record without such a node."""
@@ -146,14 +150,14 @@ def _by_readiness(
 
         def follows(node: int, stream: int = row.stream) -> bool:
             part = nodes[node]
-            before = [part] if part in last else behind[part]
+            before = [part] if part in last else ends_before[part]
             return any(last[other].stream == stream for other in before if other in last)
 
         seen: set[int] = set()  # parts with an earlier node that has not run
         ready = []
         for node in left:
             part = nodes[node]
-            may = part not in seen and not any(to_do[other] for other in behind[part])
+            may = part not in seen and not any(to_do[other] for other in ends_before[part])
             if may and _may_be(row, wants[node]):
                 ready.append(node)
             seen.add(part)
@@ -215,13 +219,13 @@ def _walk(
     """
     at = 0
     for n, (part, want) in enumerate(wants):
-        behind = wants[n + 1][1] if n + 1 < len(wants) else None
-        alone = n + 1 < len(wants) and behind is None  # the next is a product too
+        following = wants[n + 1][1] if n + 1 < len(wants) else None
+        alone = n + 1 < len(wants) and following is None  # the next is a product too
         first = at
         if want is not None:
             at += at < len(rows) and fits(rows[at], want)
         else:
-            while at < len(rows) and (behind is None or not fits(rows[at], behind)):
+            while at < len(rows) and (following is None or not fits(rows[at], following)):
                 at += 1
                 if alone:
                     break
