@@ -70,21 +70,32 @@ class Copy:
             path.write_text(source)
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
-    def _run(self, tests: Sequence[str]) -> tuple[str, str]:
-        if not tests:
-            return MISSED, ""
+    def check(self, tests: Sequence[str]) -> None:
+        """Raises FaultError where the copy cannot load the tests without a fault."""
+        process = self._pytest(tests, "--collect-only")
+        said, _ = process.communicate()
+        if process.returncode:
+            raise FaultError(f"no test runs in a copy of the checkout: {said.strip()[-300:]}")
+
+    def _pytest(self, tests: Sequence[str], *more: str) -> subprocess.Popen[str]:
         listed = self.root.parent / "tests"
         listed.write_text("\n".join(tests))
-        env = os.environ | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1",
+        paths = filter(None, (str(self.root), os.environ.get("PYTHONPATH")))
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1",
                             "GIT_OPTIONAL_LOCKS": "0", "CI": "1"}  # fmt: skip
         command = [
-            sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no",
+            sys.executable, "-m", "pytest", *more, "-q", "-p", "no:cacheprovider", "--tb=no",
             f"@{listed}",
         ]  # fmt: skip
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command, cwd=self.root, env=env, text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
+
+    def _run(self, tests: Sequence[str]) -> tuple[str, str]:
+        if not tests:
+            return MISSED, ""
+        process = self._pytest(tests, "-x")
         try:
             said, _ = process.communicate(timeout=MOST_S)
         except subprocess.TimeoutExpired:
@@ -104,6 +115,7 @@ def plant(wanted: Sequence[Fault], record: Rows, jobs: int) -> None:
     known = touched.load()
     with tempfile.TemporaryDirectory(prefix="workbench-faults-") as folder:
         copies = [Copy(Path(folder) / str(n)) for n in range(jobs)]
+        copies[0].check([*known.seconds])
         free = threading.Semaphore(jobs)
 
         def one(fault: Fault) -> None:
