@@ -117,23 +117,17 @@ struct Attention {
     DEVICE void attend(const Piece& piece) const;
 };
 
-#if !PREFILL
-
-#if __CUDA_ARCH__ >= 900 && CLUSTER > 1
-#define IN_CLUSTERS __cluster_dims__(1, CLUSTER, 1)
-constexpr int TEAM = CLUSTER;
-#else  // no clusters: blocks work alone, and the last block merges all
-#define IN_CLUSTERS
-constexpr int TEAM = 1;
+// A ring of tiles in shared memory. In attention_decode each warp has a ring; in attention_prefill
+// the block has a single ring. FIRST: tiles that are requested before the first is used.
+#if PREFILL
+constexpr int SETS = 2, GROUP_ROWS = 16 * WARPS, CELLS = TILE_CELLS, FIRST = STAGES - 1;
+#else
+constexpr int SETS = ROW_SETS, GROUP_ROWS = 8 * SETS, CELLS = 16, FIRST = STAGES;
 #endif
-constexpr int SETS = ROW_SETS, GROUP_ROWS = 8 * SETS;
-using Ring = Tile<16, GROUP_ROWS>[STAGES];
-using WarpSums = float[GROUP_ROWS][DIM + 4];  // 4 more: rows of a store are on different banks
-static_assert(sizeof(WarpSums) <= sizeof(Ring), "sums of a warp lie where its tiles were");
+using Ring = Tile<CELLS, GROUP_ROWS>[STAGES];
+using Tiles = Walk<CELLS, bool(PREFILL)>;
 
-using Tiles = Walk<16, false>;
-
-// The requested tiles of a warp. n: how many. masked: bit `entry`: that tile has a mask.
+// The requested tiles of a ring. n: how many. masked: bit `entry`: that tile has a mask.
 struct Asked {
     int n;
     u32 masked;
@@ -143,20 +137,33 @@ struct Asked {
 DEVICE void ask(Asked& asked, Ring& ring, int entry, Tiles& tiles) {
     const int tile = tiles.next();
     if (tile >= 0) {
-        tiles.cells.request<32>(ring[entry], 16ll * tile, threadIdx.x % 32, tiles.masked);
+        tiles.cells.request<PREFILL ? THREADS : 32>(
+            ring[entry], i64(tile) * CELLS, PREFILL ? threadIdx.x : threadIdx.x % 32, tiles.masked);
         asked.n++;
         if (SKIP == 3) asked.masked = (asked.masked & ~(1u << entry)) | u32(tiles.masked) << entry;
     }
     copies_group();
 }
 
-// Requests the first tiles of the warp.
+// Requests the first tiles.
 DEVICE Asked start(Ring& ring, Tiles& tiles) {
     Asked asked = {0, 0};
 #pragma unroll
-    for (int s = 0; s < STAGES; s++) ask(asked, ring, s, tiles);
+    for (int s = 0; s < FIRST; s++) ask(asked, ring, s, tiles);
     return asked;
 }
+
+#if !PREFILL
+
+#if __CUDA_ARCH__ >= 900 && CLUSTER > 1
+#define IN_CLUSTERS __cluster_dims__(1, CLUSTER, 1)
+constexpr int TEAM = CLUSTER;
+#else  // no clusters: blocks work alone, and the last block merges all
+#define IN_CLUSTERS
+constexpr int TEAM = 1;
+#endif
+using WarpSums = float[GROUP_ROWS][DIM + 4];  // 4 more: rows of a store are on different banks
+static_assert(sizeof(WarpSums) <= sizeof(Ring), "sums of a warp lie where its tiles were");
 
 // Goes through the warp's tiles.
 template <bool CAREFUL>
@@ -355,41 +362,10 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 
 
 #else
 
-constexpr int GROUP_ROWS = 16 * WARPS;
-using Ring = Tile<TILE_CELLS, GROUP_ROWS>[STAGES];
-
-using Tiles = Walk<TILE_CELLS, true>;
-
-// The requested tiles of the block. n: how many. masked: bit `entry`: that tile has a mask.
-struct Asked {
-    int n;
-    u32 masked;
-};
-
-// Requests a tile for an entry of the ring, if there is one.
-DEVICE void ask(Asked& asked, Ring& ring, int entry, Tiles& tiles) {
-    const int tile = tiles.next();
-    if (tile >= 0) {
-        tiles.cells.request<THREADS>(ring[entry], i64(tile) * TILE_CELLS, threadIdx.x,
-                                     tiles.masked);
-        asked.n++;
-        if (SKIP == 3) asked.masked = (asked.masked & ~(1u << entry)) | u32(tiles.masked) << entry;
-    }
-    copies_group();
-}
-
-// Requests the first tiles.
-DEVICE Asked start(Ring& ring, Tiles& tiles) {
-    Asked asked = {0, 0};
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) ask(asked, ring, s, tiles);
-    return asked;
-}
-
 // Goes through all tiles, with all warps of the block.
 template <bool CAREFUL>
-DEVICE void gather(Rows<2>& rows, Ring& ring, Tiles& tiles, Asked asked,
-                   const int (&mask_row)[2]) {
+DEVICE void gather(Rows<SETS>& rows, Ring& ring, Tiles& tiles, Asked asked,
+                   const int (&mask_row)[SETS]) {
     int entry = 0;
     for (int done = 0; done < asked.n; done++) {
         copies_wait<STAGES - 2>();

@@ -64,6 +64,13 @@ DEVICE uint4 stream16(const void* p) {
 
 DEVICE u16 load_u16(const u8* p) { return __ldg(reinterpret_cast<const u16*>(p)); }
 
+// The device's time, %globaltimer, in ns.
+DEVICE i64 now_ns() {
+    i64 t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+    return t;
+}
+
 // programmatic dependent launch (sm_90 and later; elsewhere nothing) -----------------------------
 
 // Lets the next kernel of the stream start while this kernel runs.

@@ -6,12 +6,11 @@
 // Holds its stream until *open is not 0, or until `timeout_ns` nanoseconds have passed: a forgotten
 // gate cannot hang the device. `open` is pinned memory of the host. One thread.
 extern "C" __global__ void gate(const volatile int* open, i64 timeout_ns) {
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-    now = start;
-    while (!*open && i64(now - start) < timeout_ns) {
+    const i64 start = now_ns();
+    i64 now = start;
+    while (!*open && now - start < timeout_ns) {
         __nanosleep(1000);
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        now = now_ns();
     }
 }
 

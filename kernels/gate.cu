@@ -53,12 +53,6 @@ DEVICE uint4 read_staged(const uint4* p) {
     return v;
 }
 
-DEVICE i64 now_ns() {
-    i64 now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-    return now;
-}
-
 DEVICE void answer(volatile i64* control, i64 number, i64 went) {
     control[WENT + number % N_WENT] = went;
     control[RAN] = number;

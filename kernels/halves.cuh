@@ -63,11 +63,6 @@ DEVICE u32 fma2(u32 a, u32 b, u32 c) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
     return v;
 }
-DEVICE u32 pick(u32 a, u32 b, u32 select) {
-    u32 v;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(select));
-    return v;
-}
 DEVICE float within_half(float f) { return fminf(fmaxf(f, -65504.f), 65504.f); }
 DEVICE u32 halves(float low, float high) {  // saturating
     u32 v;
@@ -106,10 +101,10 @@ DEVICE void nibble_pairs(u32 v, const Masks& by, u32 (&q)[4]) {
 // Two words of 4 unsigned bytes as the pairs (0, 2), (1, 3) of `lo`, then of `hi`. A byte n becomes
 // 1024 + n, to which `minus` is added.
 DEVICE void byte_pairs(u32 lo, u32 hi, u32 minus, u32 (&q)[4]) {
-    q[0] = add2(pick(lo, 0x64646464u, 0x4240), minus);
-    q[1] = add2(pick(lo, 0x64646464u, 0x4341), minus);
-    q[2] = add2(pick(hi, 0x64646464u, 0x4240), minus);
-    q[3] = add2(pick(hi, 0x64646464u, 0x4341), minus);
+    q[0] = add2(permute(lo, 0x64646464u, 0x4240), minus);
+    q[1] = add2(permute(lo, 0x64646464u, 0x4341), minus);
+    q[2] = add2(permute(hi, 0x64646464u, 0x4240), minus);
+    q[3] = add2(permute(hi, 0x64646464u, 0x4341), minus);
 }
 
 // weights ----------------------------------------------------------------------------------------
@@ -129,7 +124,7 @@ struct TwoFactors {
 template <>
 struct Halves<Q4_0> {
     using Factors = OneFactor;
-    static DEVICE Factors factors(const Q4_0::Raw& r, int) { return {pick(r.d, 0, 0x1010)}; }
+    static DEVICE Factors factors(const Q4_0::Raw& r, int) { return {permute(r.d, 0, 0x1010)}; }
     static DEVICE void pairs(const Q4_0::Raw& r, int, const Factors& by, int i, u32 (&h)[4],
                              Masks masks = Masks()) {
         nibble_pairs<8>(word(r.q, i), masks, h);
@@ -141,7 +136,7 @@ struct Halves<Q4_0> {
 template <>
 struct Halves<Q8_0> {
     using Factors = OneFactor;
-    static DEVICE Factors factors(const Q8_0::Raw& r, int) { return {pick(r.d, 0, 0x1010)}; }
+    static DEVICE Factors factors(const Q8_0::Raw& r, int) { return {permute(r.d, 0, 0x1010)}; }
     static DEVICE void pairs(const Q8_0::Raw& r, int, const Factors& by, int i, u32 (&h)[4],
                              Masks = Masks()) {
         byte_pairs(word(r.a, i) ^ 0x80808080u, word(r.b, i) ^ 0x80808080u,
@@ -170,8 +165,8 @@ struct Halves<MXFP4> {
     static DEVICE void pairs(const MXFP4::Raw& r, int, const Factors& by, int i, u32 (&h)[4],
                              Masks = Masks()) {
         const u32 select = i % 2 ? 0x3424 : 0x1404;  // puts two bytes above a zero each
-        four(pick(word(r.q, i / 2), 0, select), by.f, h[0], h[1]);
-        four(pick(word(r.q, 2 + i / 2), 0, select), by.f, h[2], h[3]);
+        four(permute(word(r.q, i / 2), 0, select), by.f, h[0], h[1]);
+        four(permute(word(r.q, 2 + i / 2), 0, select), by.f, h[2], h[3]);
     }
 };
 

@@ -18,19 +18,13 @@ struct LaunchSpan {
     unsigned long long* const note;
 
     DEVICE explicit LaunchSpan(unsigned long long* note_) : note(note_) {
-        if (threadIdx.x == 0) sink(0, now());
+        if (threadIdx.x == 0) sink(0, now_ns());
     }
 
     // Runs at every return of the kernel, after the last store of the threads that return there.
     // These threads may be only a part of their warp.
     DEVICE ~LaunchSpan() {
-        if (threadIdx.x % 32 == __ffs(__activemask()) - 1) sink(1, ~now());
-    }
-
-    DEVICE static unsigned long long now() {
-        unsigned long long ns;
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");
-        return ns;
+        if (threadIdx.x % 32 == __ffs(__activemask()) - 1) sink(1, ~now_ns());
     }
 
     DEVICE void sink(int word, unsigned long long value) const {

@@ -22,12 +22,6 @@
 #define CHANGES 256       // changes of the clock from which its step is taken
 #define MOST_READS (1 << 20)
 
-DEVICE i64 now_ns() {
-    i64 now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-    return now;
-}
-
 extern "C" __global__ void stamp(volatile i64* counter, volatile i64* ring, i64 n_pairs,
                                  i64 is_end) {
     const i64 early = now_ns();

@@ -50,8 +50,8 @@ struct Units : QuantisedUnits<W> {};
 template <>
 struct Units<MXFP4> : QuantisedUnits<MXFP4> {
     static DEVICE int four(u32 codes, u32 inverted) {  // weights of the low 16 bits
-        return MXFP4::permute(0x0f0e0d0cu, 0x18141210u, codes) |
-               MXFP4::permute(0x090a0b0cu, 0x00040608u, inverted);
+        return permute(0x0f0e0d0cu, 0x18141210u, codes) |
+               permute(0x090a0b0cu, 0x00040608u, inverted);
     }
     static DEVICE MXFP4::Ints expand(const MXFP4::Raw& r, int) {
         MXFP4::Ints w;

@@ -58,6 +58,12 @@ struct Acts {
 // Four 4-bit numbers: the low, or the high, halves of four bytes.
 DEVICE u32 low_nibbles(u32 v) { return v & 0x0f0f0f0fu; }
 DEVICE u32 high_nibbles(u32 v) { return (v >> 4) & 0x0f0f0f0fu; }
+// Four bytes of the eight of a and b. Each of the four nibbles of select's low 16 bits chooses one.
+DEVICE u32 permute(u32 a, u32 b, u32 select) {
+    u32 v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(select));
+    return v;
+}
 DEVICE u32 word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 DEVICE int dot_half(const int* q, int4 x, int sum) {
@@ -221,11 +227,6 @@ struct MXFP4 : Scaled<MXFP4, 0> {  // quants are twice the E2M1 values; the scal
         const u32 plus = permute(0x03020100u, 0x0c080604u, magnitudes);
         const u32 minus = permute(0xfdfeff00u, 0xf4f8fafcu, magnitudes);
         return permute(plus, minus, choice);
-    }
-    static DEVICE u32 permute(u32 a, u32 b, u32 select) {  // reads the low 16 bits of select
-        u32 v;
-        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(select));
-        return v;
     }
     static DEVICE void eight(u32 codes, int* q) {
         const u32 magnitudes = codes & 0x77777777u;

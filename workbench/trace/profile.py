@@ -11,7 +11,7 @@
     prof.save("t.pftrace.gz")  # opens in Perfetto; t.json.gz: Chrome's JSON
 
 A traced run shows where time goes. It does not measure throughput, because recording a span costs
-the host about as much as issuing a command. Every table made here says so.
+the host about as much as issuing a command. Every table made here carries that note.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Profile:
 
     @property
     def complete(self) -> bool | None:
-        """Whether all work of the programs was recorded; None without CUPTI, which cannot tell."""
+        """Whether all work of the programs was recorded; None without CUPTI."""
         windows = self.windows
         if not windows or self.recorder.marks:
             return None

@@ -367,12 +367,13 @@ def _sizes(shape: AttentionShape) -> list[int]:
     return [shape.n_tokens, shape.n_head, shape.n_head_kv, shape.n_kv, shape.n_regions]
 
 
-_SKIPS: dict[str, int] = {SkipMaskedKV.IN_LOOP: 1, SkipMaskedKV.TAIL: 2, SkipMaskedKV.CLASSES: 3}
+# Macro SKIP.
+SKIPS: dict[str, int] = {SkipMaskedKV.IN_LOOP: 1, SkipMaskedKV.TAIL: 2, SkipMaskedKV.CLASSES: 3}
 
 
 def _defines(shape: AttentionShape, t: AttentionTuning, prefill: bool) -> tuple[str, ...]:
     """Macros of a compilation. A feature that the shape does not use has no macro."""
-    regions, skip = shape.n_regions > 0, _SKIPS.get(shape.skip)
+    regions, skip = shape.n_regions > 0, SKIPS.get(shape.skip)
     stream_k = shape.kv_parts == KVParts.STREAM_K
     return (
         f"PREFILL={int(prefill)}", f"HEAD_DIM={shape.head_dim}", f"WARPS={t.warps}",

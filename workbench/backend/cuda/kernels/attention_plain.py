@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 from workbench.backend.cuda.kernels.attention import (
     FEW_TOKENS,
-    MAX_HEAD_DIM,
     MOST_TOKENS,
+    SKIPS,
     AttentionAt,
     AttentionShape,
+    check,
 )
 from workbench.backend.cuda.kernels.kernel import Kernel, blocks
 from workbench.common.errors import DeviceError
-from workbench.config import AttnKernel, KVParts, SkipMaskedKV
+from workbench.config import AttnKernel, KVParts
 from workbench.graph.ir import DTYPES
 
 # attention_vec: warps of a block, cells of a tile, most rows of a block
@@ -30,11 +31,6 @@ COMBINE_THREADS = 128
 BLOCKS = 528  # the most blocks with work where blocks share cells: 4 an H100's multiprocessor
 MOST_PARTS = 8192  # the most groups times shares, also where many groups have no work
 LEAST_TILES = 4  # least tiles of a piece (stream_k)
-SKIPS: dict[str, int] = {
-    SkipMaskedKV.IN_LOOP: 1,
-    SkipMaskedKV.TAIL: 2,
-    SkipMaskedKV.CLASSES: 3,
-}
 
 
 class TokenCounts(NamedTuple):
@@ -68,13 +64,9 @@ class PlainGrid(NamedTuple):
         return (self.n_pieces, 1) if self.piece else (self.groups, self.entries)
 
 
-def check(shape: AttentionShape) -> None:
+def _check(shape: AttentionShape) -> None:
     """Raises DeviceError for heads that no kernel takes."""
-    if shape.head_dim % 8 or not 0 < shape.head_dim <= MAX_HEAD_DIM:
-        raise DeviceError(
-            f"attention: head_dim {shape.head_dim} is not supported on cuda (multiples of 8 up to "
-            f"{MAX_HEAD_DIM}); use device=host or embedded"
-        )
+    check(shape.head_dim)
     for name in (shape.k_type, shape.v_type):
         if shape.head_dim % (block := DTYPES[name].block):
             raise DeviceError(
@@ -157,7 +149,7 @@ def scratch_bytes(shape: AttentionShape) -> int:
 def launches(shape: AttentionShape, at: AttentionAt, scale: float) -> list[Kernel]:
     """The launches that compute attention, with results in F32. Raises DeviceError for heads that
     no kernel takes."""
-    check(shape)
+    _check(shape)
     works: list[Kernel] = []
     for kernel, tokens in kernels_of(shape):
         grid = _GRIDS[kernel](shape, tokens)
