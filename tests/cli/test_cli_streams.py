@@ -83,7 +83,7 @@ def test_ctrl_c_keeps_the_tokens_made_so_far(model):
     running = subprocess.Popen([*COMMAND, *ask], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert running.stderr is not None
     running.stderr.readline()  # the device is named: loaded, and about to generate
-    time.sleep(0.5)
+    time.sleep(2.0)
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)
     assert running.returncode == 130 and b"," in out

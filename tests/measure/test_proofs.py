@@ -38,7 +38,7 @@ def test_waits_of_modes_are_enough_and_more_or_less(rows):
     assert rows["per_copy, compute", "decode"]["because"] == "enough: the wait for the logits"
     own, compute = (rows[f"copy_boundary, {s}", "decode"] for s in ("own", "compute"))
     assert own["races"] == compute["races"] == 0
-    assert own["because"] == "enough: the wait behind the copies, the wait for the logits"
+    assert own["because"] == "enough: the wait after the copies, the wait for the logits"
     assert compute["because"] == "enough: the wait for the logits"
 
 

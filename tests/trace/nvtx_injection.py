@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -183,8 +184,9 @@ def environment(folder: Path) -> dict[str, str]:
     site.mkdir(parents=True)
     (site / "sitecustomize.py").write_text(_SITE)
     write_library(library)
+    paths = filter(None, (str(site), os.environ.get("PYTHONPATH")))
     return {
-        "PYTHONPATH": str(site), "NVTX_INJECTION64_PATH": str(library),
+        "PYTHONPATH": os.pathsep.join(paths), "NVTX_INJECTION64_PATH": str(library),
         "NVTX_TOOL_HELPER": str(Path(__file__).parent), "NVTX_TOOL_LOGS": str(folder),
     }  # fmt: skip
 

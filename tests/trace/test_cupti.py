@@ -280,8 +280,8 @@ def cupti(base, monkeypatch) -> Module:
 
 
 def traced(engine: wb.Engine, n: int = 3, window: Any = (1, 1), **options: Any) -> Any:
-    if cupti := getattr(sys.modules.get("cupti"), "cupti", None):
-        cupti.program = engine.program(n_past=engine.n_past + 1)
+    if package := sys.modules.get("cupti"):
+        package.cupti.program = engine.program(n_past=engine.n_past + 1)
     with profile(engine, window=window, nvtx=False, **options) as prof:
         for token in range(n):
             engine.step([token])

@@ -180,7 +180,7 @@ def test_auto_chooses_what_is_safe(hostile, copy_stream, step_wait):
 @pytest.mark.parametrize(("sync", "step_wait"), [*itertools.product(RINGS, StepWait)])
 def test_rings_are_right_or_refused(hostile, sync, step_wait):
     """Of inputs; where no event stands for copies a ring of staging memory is refused."""
-    with pytest.raises(DeviceError, match="cannot honour host_source=pinned_ring_2: an event does"):
+    with pytest.raises(DeviceError, match="cannot honour host_source=pinned_ring_2: its events do"):
         hostile[0].variant(Toggles(sync=sync, host_source="pinned_ring_2"))
     is_right(hostile, Toggles(sync=sync, n_copies="4", step_wait=step_wait))
 
