@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from workbench.backend.base import Backend
     from workbench.engine.engine import Engine
 
+DISTRIBUTION = "token-workbench"  # recorded as `workbench`
 PACKAGES = (
     "workbench", "numpy", "numba", "llvmlite", "scipy", "pandas", "pyarrow", "gguf", "tokenizers",
     "cupy-cuda13x", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc",
@@ -44,7 +45,8 @@ def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            wanted = DISTRIBUTION if name == "workbench" else name
+            found[name] = importlib.metadata.version(wanted)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
