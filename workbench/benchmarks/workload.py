@@ -371,12 +371,20 @@ def _take_alone(
             untold, due_ns = 0, left.due_ns
             stood_ns = now_ns() - stamps[i]
     left.update(untold)
-    counts = ([len(tokens.prompt)] if tokens.prompt else []) + [1] * len(tokens.gen)
+    return _sample(workload, tokens, stamps, logits, engine.model.n_vocab)
+
+
+def _sample(
+    workload: Workload, tokens: Tokens, stamps: list[int], logits: np.ndarray | None, n_vocab: int
+) -> Sample:
+    """stamps: before the first step, and after each entry, ns. logits: float32, the last ones."""
+    width, n_prompt = workload.width, len(tokens.prompt)
+    counts = [n_prompt] * bool(n_prompt) + [width] * (len(tokens.gen) // width)
     return Sample(
         stamps[-1] - stamps[0],
         np.diff(np.array(stamps, np.int64)),
         np.array(counts, np.int64),
-        np.array(logits, np.float32).reshape(-1, engine.model.n_vocab)[-1],
+        np.array(logits, np.float32).reshape(-1, n_vocab)[-1],
     )
 
 
@@ -427,13 +435,7 @@ def _take_together(
             left.update(untold)
             untold, stood_ns = 0, now_ns() - stamps[-1]
     left.update(untold)
-    counts = ([len(tokens.prompt)] if prompt else []) + [width] * workload.n_gen
-    return Sample(
-        stamps[-1] - stamps[0],
-        np.diff(np.array(stamps, np.int64)),
-        np.array(counts, np.int64),
-        np.array(logits, np.float32).reshape(-1, engine.model.n_vocab)[-1],
-    )
+    return _sample(workload, tokens, stamps, logits, engine.model.n_vocab)
 
 
 WARM_MIN, WARM_MAX, WARM_SECONDS, WARM_GAIN = 2, 8, 30.0, 0.05

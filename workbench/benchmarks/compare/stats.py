@@ -82,10 +82,9 @@ def speedup(
     gives the same interval. One pair gives NaN bounds. Raises ValueError where lengths differ, both
     are empty, or a rate is not a positive number.
     """
-    pairs = np.stack([np.asarray(baseline, float), np.asarray(toggled, float)])
-    if pairs.shape[1] == 0 or not np.all(np.isfinite(pairs) & (pairs > 0)):
-        raise ValueError("rates must be positive numbers, and at least one pair of them")
-    return _ratio(pairs[0], pairs[1], seed, confidence)
+    if len(baseline) != len(toggled):
+        raise ValueError(f"{len(baseline)} rates cannot be paired with {len(toggled)}")
+    return _ratio(baseline, toggled, seed, confidence, paired=True)
 
 
 def independent_ratio(
@@ -94,16 +93,16 @@ def independent_ratio(
     """Ratio of medians toggled/baseline of rates that were not interleaved, float (n,) and (m,):
     each side is resampled on its own. n of the result is the smaller of the two. Raises
     ValueError where a side is empty or a rate is not a positive number."""
-    sides = [np.asarray(side, float) for side in (baseline, toggled)]
-    if any(not len(s) or not np.all(np.isfinite(s) & (s > 0)) for s in sides):
-        raise ValueError("rates must be positive numbers, and at least one on each side")
-    return _ratio(sides[0], sides[1], seed, confidence, paired=False)
+    return _ratio(baseline, toggled, seed, confidence, paired=False)
 
 
 def _ratio(
-    baseline: np.ndarray, toggled: np.ndarray, seed: int, confidence: float, paired: bool = True
+    baseline: np.ndarray, toggled: np.ndarray, seed: int, confidence: float, paired: bool
 ) -> Ratio:
-    logs = (np.log(baseline), np.log(toggled))
+    sides = [np.asarray(side, float) for side in (baseline, toggled)]
+    if any(not len(s) or not np.all(np.isfinite(s) & (s > 0)) for s in sides):
+        raise ValueError("rates must be positive numbers, and at least one on each side")
+    logs = (np.log(sides[0]), np.log(sides[1]))
     value, n = float(_log_ratio(*logs)), min(map(len, logs))
     if n < 2:
         return Ratio(math.exp(value), math.nan, math.nan, n)

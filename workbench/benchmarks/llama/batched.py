@@ -130,14 +130,9 @@ def line(row: BenchRow) -> str:
 def format_rows(rows: Sequence[BenchRow], wanted: str = "md", width: int | None = None) -> str:
     """Rows as text in one of llama-bench's formats, ending in a newline. Raises UsageError for an
     unknown format. width: of the terminal, for md."""
-    fmt.check_format(wanted)
     if wanted == "md":
         return _md(rows, width)
-    if wanted == "csv":
-        return fmt.csv_of(FIELDS, map(values, rows))
-    if wanted == "sql":
-        return fmt.sql_of(TABLE, FIELDS, map(values, rows))
-    return (fmt.json_of if wanted == "json" else fmt.jsonl_of)(map(_object, rows))
+    return fmt.data_of(wanted, TABLE, FIELDS, map(values, rows), map(_object, rows))
 
 
 def _object(row: BenchRow) -> dict[str, Any]:

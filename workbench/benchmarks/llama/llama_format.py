@@ -112,18 +112,29 @@ def format_rows(rows: Sequence[BenchRow], fmt: str = "md", width: int | None = N
     width: of the terminal, for md. Where llama-bench's table is wider, the columns that are the
         same in all rows are printed above a narrower table.
     """
-    writers: dict[str, Callable[[Sequence[BenchRow]], str]] = {
-        "md": lambda rows: _md(rows, width), "csv": _csv, "json": _json, "jsonl": _jsonl,
-        "sql": _sql,
-    }  # fmt: skip
-    check_format(fmt)
-    return writers[fmt](rows)
+    if fmt == "md":
+        return _md(rows, width)
+    return data_of(fmt, TABLE, FIELDS, (row.values() for row in rows), map(_object, rows))
 
 
-def check_format(fmt: str) -> None:
-    """Raises UsageError where `fmt` is not in FORMATS."""
-    if fmt not in FORMATS:
-        raise UsageError(f"format {fmt!r} does not exist; choose one of {', '.join(FORMATS)}")
+def data_of(
+    fmt: str,
+    table: str,
+    fields: Mapping[str, type],
+    rows: Iterable[Mapping[str, Any]],
+    objects: Iterable[Mapping[str, Any]],
+) -> str:
+    """Rows as text in one of FORMATS but md; raises UsageError for another format. rows: the values
+    of `fields`, for csv and sql (as a `table`). objects: for json and jsonl."""
+    if fmt == "csv":
+        return csv_of(fields, rows)
+    if fmt == "sql":
+        return sql_of(table, fields, rows)
+    if fmt == "json":
+        return json_of(objects)
+    if fmt == "jsonl":
+        return "".join(json.dumps(one) + "\n" for one in objects)
+    raise UsageError(f"format {fmt!r} does not exist; choose one of {', '.join(FORMATS)}")
 
 
 def _plain(value: Any) -> str:
@@ -131,10 +142,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return str(int(value))
     return f"{value:.6f}" if isinstance(value, float) else str(value)
-
-
-def _csv(rows: Iterable[BenchRow]) -> str:
-    return csv_of(FIELDS, (row.values() for row in rows))
 
 
 def csv_of(fields: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -159,10 +166,6 @@ def _object(row: BenchRow) -> dict[str, Any]:
     )
 
 
-def _json(rows: Iterable[BenchRow]) -> str:
-    return json_of(map(_object, rows))
-
-
 def json_of(objects: Iterable[Mapping[str, Any]]) -> str:
     lines = [
         "  {\n"
@@ -171,18 +174,6 @@ def json_of(objects: Iterable[Mapping[str, Any]]) -> str:
         for one in objects
     ]
     return "[\n" + ",\n".join(lines) + "\n]\n"
-
-
-def _jsonl(rows: Iterable[BenchRow]) -> str:
-    return jsonl_of(map(_object, rows))
-
-
-def jsonl_of(objects: Iterable[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(one) + "\n" for one in objects)
-
-
-def _sql(rows: Iterable[BenchRow]) -> str:
-    return sql_of(TABLE, FIELDS, (row.values() for row in rows))
 
 
 def sql_of(table: str, fields: Mapping[str, type], rows: Iterable[Mapping[str, Any]]) -> str:

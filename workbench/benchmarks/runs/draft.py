@@ -153,7 +153,9 @@ def open_outs(outs: Sequence[Path | None], resume: bool) -> list[results.Run | N
     and the other runs begin. Raises UsageError where no run has a folder."""
     if not resume:
         for out in filter(None, outs):
-            _check_new(out)
+            check_folder(out)
+            if out.exists():
+                raise UsageError(f"{out} exists already; resume it, or choose another folder")
         return [None] * len(outs)
     given = [out for out in outs if out is not None]
     if len(given) < len(outs):
@@ -163,12 +165,6 @@ def open_outs(outs: Sequence[Path | None], resume: bool) -> list[results.Run | N
     for out in given:
         check_folder(out)
     return found
-
-
-def _check_new(out: Path) -> None:
-    check_folder(out)
-    if out.exists():
-        raise UsageError(f"{out} exists already; resume it, or choose another folder")
 
 
 def check_same(

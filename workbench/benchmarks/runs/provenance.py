@@ -93,18 +93,14 @@ def cpu() -> dict[str, Any]:
     }
 
 
-def _memory_bytes() -> int | None:
-    found = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo") or "", re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
 def machine() -> dict[str, Any]:
     """Platform, CPU, memory, load average at this moment, and every NVIDIA GPU the driver shows."""
+    memory = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo") or "", re.MULTILINE)
     return {
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpu": cpu(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": int(memory[1]) * 1024 if memory else None,
     } | state()
 
 

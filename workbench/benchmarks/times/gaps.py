@@ -30,6 +30,7 @@ from workbench.benchmarks.compare.rounds import interleave
 from workbench.benchmarks.compare.stats import Band, Ratio, aa_band, median_interval, speedup
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
+from workbench.benchmarks.times.token_parts import WARM_UP, stamped_steps
 from workbench.benchmarks.workload import Tokens, Workload, draw_tokens
 from workbench.common.errors import UsageError
 from workbench.common.progress import bar
@@ -52,7 +53,6 @@ DIFFERENCES = {
     (SyncMode.COPY_BOUNDARY, SyncMode.EVENT_GUARDED): "the wait after the copies, for an event",
     (SyncMode.COPY_BOUNDARY, SyncMode.PACKED): "copies but one",
 }
-WARM_UP = 2  # first tokens of each repetition, not counted: caches are still another arm's
 
 
 class Fit(NamedTuple):
@@ -311,9 +311,7 @@ def _gaps_of(engine: Engine, tokens: Tokens) -> np.ndarray:
     engine.reset()
     for token in tokens.gen[:WARM_UP]:
         engine.step([token])
-    with engine.stamped() as stamps:
-        for token in tokens.gen[WARM_UP:]:
-            engine.step([token])
+    _, stamps = stamped_steps(engine, tokens.gen[WARM_UP:])
     begun, ended = np.array(stamps, np.int64).T
     return begun[1:] - ended[:-1]
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
-from workbench.benchmarks.times.token_parts import parts_us, stamped_steps
+from workbench.benchmarks.times.token_parts import WARM_UP, parts_us, stamped_steps
 from workbench.benchmarks.workload import Workload, draw_tokens
 from workbench.common.errors import UsageError
 from workbench.engine.look.kernel_spans import kernel_spans, number_of
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
 RESOLVED_TICKS = 10
-WARM_UP = 2  # tokens that do not count
 BRANCHES = ("token", "region", "stream", "first", "n", "us", "resolved")
 
 
