@@ -73,9 +73,7 @@ def rounds_for(n: int, reached: float, wanted: float) -> float:
     return math.ceil(n * (reached / wanted) ** 2) if wanted > 0 else math.inf
 
 
-def speedup(
-    baseline: np.ndarray, toggled: np.ndarray, seed: int = 0, confidence: float = CONFIDENCE
-) -> Ratio:
+def speedup(baseline: np.ndarray, toggled: np.ndarray, seed: int = 0) -> Ratio:
     """Ratio of medians toggled/baseline with its paired bootstrap interval.
 
     baseline, toggled: t/s, one per round, float (n,), entry i of both from round i. The same seed
@@ -84,21 +82,17 @@ def speedup(
     """
     if len(baseline) != len(toggled):
         raise ValueError(f"{len(baseline)} rates cannot be paired with {len(toggled)}")
-    return _ratio(baseline, toggled, seed, confidence, paired=True)
+    return _ratio(baseline, toggled, seed, paired=True)
 
 
-def independent_ratio(
-    baseline: np.ndarray, toggled: np.ndarray, seed: int = 0, confidence: float = CONFIDENCE
-) -> Ratio:
+def independent_ratio(baseline: np.ndarray, toggled: np.ndarray) -> Ratio:
     """Ratio of medians toggled/baseline of rates that were not interleaved, float (n,) and (m,):
     each side is resampled on its own. n of the result is the smaller of the two. Raises
     ValueError where a side is empty or a rate is not a positive number."""
-    return _ratio(baseline, toggled, seed, confidence, paired=False)
+    return _ratio(baseline, toggled, 0, paired=False)
 
 
-def _ratio(
-    baseline: np.ndarray, toggled: np.ndarray, seed: int, confidence: float, paired: bool
-) -> Ratio:
+def _ratio(baseline: np.ndarray, toggled: np.ndarray, seed: int, paired: bool) -> Ratio:
     sides = [np.asarray(side, float) for side in (baseline, toggled)]
     if any(not len(s) or not np.all(np.isfinite(s) & (s > 0)) for s in sides):
         raise ValueError("rates must be positive numbers, and at least one on each side")
@@ -108,13 +102,11 @@ def _ratio(
         return Ratio(math.exp(value), math.nan, math.nan, n)
     if np.ptp(logs[0]) == 0 and np.ptp(logs[1]) == 0:
         return Ratio(math.exp(value), math.exp(value), math.exp(value), n)
-    low, high = _bounds(logs, _log_ratio, seed, confidence, paired)
+    low, high = _bounds(logs, _log_ratio, seed, paired)
     return Ratio(math.exp(value), math.exp(low), math.exp(high), n)
 
 
-def median_interval(
-    values: np.ndarray, seed: int = 0, confidence: float = CONFIDENCE
-) -> tuple[float, float, float]:
+def median_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
     """Median of `values`, float (n,), one per round, and its percentile bootstrap interval; the
     bounds are NaN where n is below 2."""
     values = np.asarray(values, float)
@@ -123,15 +115,14 @@ def median_interval(
         return middle, math.nan, math.nan
     if np.ptp(values) == 0:
         return middle, middle, middle
-    return middle, *_bounds((values,), np.median, seed, confidence)
+    return middle, *_bounds((values,), np.median, seed)
 
 
 def _bounds(
     samples: tuple[np.ndarray, ...],
     statistic: Callable,
     seed: int,
-    confidence: float,
-    paired: bool = True,
+    paired: bool = False,
 ) -> tuple[float, float]:
     """The percentile bootstrap interval of a statistic; paired: entry i of every sample is from
     round i."""
@@ -140,11 +131,11 @@ def _bounds(
     found = bootstrap(
         samples,
         statistic,
-        paired=paired and len(samples) > 1,
+        paired=paired,
         vectorized=True,
         n_resamples=N_RESAMPLES,
         batch=max(1, BATCH // max(map(len, samples))),
-        confidence_level=confidence,
+        confidence_level=CONFIDENCE,
         method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval

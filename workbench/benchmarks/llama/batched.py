@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.benchmarks.compare.until import AT_MOST_S
 from workbench.benchmarks.llama import llama_format as fmt
 from workbench.benchmarks.llama.llama_bench import measured
 from workbench.benchmarks.llama.llama_format import BenchRow, Column
@@ -52,7 +51,8 @@ def workloads(
 ) -> list[Workload]:
     """llama-batched-bench's tests in its order: by prompt, by generated tokens, by sequences.
 
-    Raises UsageError where one of the numbers is below 1.
+    shared: all sequences share one prompt, computed once and copied. Raises UsageError for a number
+    below 1.
     """
     for what, values in (
         ("tokens of a prompt", n_prompt), ("tokens to generate", n_gen), ("sequences", n_seqs),
@@ -77,25 +77,12 @@ def batched(
     n_seqs: Sequence[int] = (1, 8, 32),
     repetitions: int = 5,
     *,
-    shared: bool = False,
     seed: int = 0,
-    build: str | None = None,
     out: str | Path | None = None,
-    resume: bool = False,
-    until: float | None = None,
-    at_most_s: float = AT_MOST_S,
-    on_row: Callable[[BenchRow], None] | None = None,
 ) -> list[BenchRow]:
-    """Measures every test of the matrix on `engine`; one row per test.
-
-    shared: all sequences share one prompt, computed once and copied. Other arguments: as for
-        `bench`.
-    Raises UsageError for tests that do not fit the engine, and as `workloads` does.
-    """
-    return measured(
-        engine, workloads(n_prompt, n_gen, n_seqs, shared), repetitions, seed=seed, build=build,
-        out=out, resume=resume, until=until, at_most_s=at_most_s, on_row=on_row,
-    )  # fmt: skip
+    """Measures every test of the matrix on `engine`; one row per test. Arguments as for `bench`.
+    Raises UsageError for tests that do not fit the engine, and as `workloads` does."""
+    return measured(engine, workloads(n_prompt, n_gen, n_seqs), repetitions, seed=seed, out=out)
 
 
 def values(row: BenchRow) -> dict[str, Any]:

@@ -109,7 +109,6 @@ def ask(file: Path | None, tokens_from: str | None) -> AskedTokens:
     wanted = _SAMPLE.fullmatch(str(tokens_from))
     if wanted is not None:
         n, seed = int(wanted[1]), int(wanted[2] or 0)
-        _check_sample(n)
         return AskedTokens(_sample_label(n, seed), n=n, seed=seed)
     if str(tokens_from).startswith("sample:"):
         raise UsageError(f"{tokens_from!r} names no sample; write sample:2048, or sample:2048:SEED")
@@ -152,16 +151,12 @@ def sample(engine: Engine, n: int, seed: int) -> Source:
     Equal seeds and engines give equal tokens. Without a BOS the first input is drawn uniformly.
     Raises UsageError for n below 1.
     """
-    _check_sample(n)
     return Source(_sample_label(n, seed), n, seed, _Drawn(engine, n, seed))
 
 
-def _check_sample(n: int) -> None:
+def _sample_label(n: int, seed: int) -> str:
     if n < 1:
         raise UsageError(f"sample:{n} draws nothing; give 1 token or more")
-
-
-def _sample_label(n: int, seed: int) -> str:
     return f"sample:{n}:{seed}"
 
 

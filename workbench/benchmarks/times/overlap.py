@@ -166,9 +166,7 @@ class Overlap:
         return "\n".join(lines)
 
 
-def measure_overlap(
-    engine: Engine, n_tokens: int = 16, seed: int = 0, collector: str | None = "auto"
-) -> Overlap:
+def measure_overlap(engine: Engine, n_tokens: int = 16, collector: str | None = "auto") -> Overlap:
     """Decodes n_tokens single tokens three times, each time from an empty cache: with kernels that
     note their times, with plain kernels, and traced. collector: of the trace (`trace.profile`);
     None: no trace.
@@ -178,7 +176,7 @@ def measure_overlap(
     if n_tokens < 1:
         raise UsageError(f"n_tokens={n_tokens}: an overlap is measured over tokens; give 1 or more")
     test = Workload(0, WARM_UP + n_tokens)
-    tokens = draw_tokens(test, engine.model.n_vocab, seed, 0).gen
+    tokens = draw_tokens(test, engine.model.n_vocab, 0).gen
     engine.reset()
     with kernel_spans(engine) as found:
         for token in tokens:
