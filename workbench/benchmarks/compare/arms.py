@@ -159,7 +159,7 @@ def comparison_spec(
     background: Toggles,
     smoke: bool = False,
 ) -> ComparisonSpec:
-    """The arms and tests that these arguments of `ab` mean. Raises UsageError as `ab` does."""
+    """The comparison for these arguments of `ab`. Raises UsageError as `ab` does."""
     spec = toggle if values is None else f"{toggle}={','.join(values)}"
     if rounds < MIN_REPETITIONS and not (smoke and rounds > 0):
         raise UsageError(

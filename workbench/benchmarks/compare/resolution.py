@@ -13,7 +13,7 @@ import pandas as pd
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.stats import Band, Ratio
 
-MOST_ROUNDS = 1000  # more are no advice
+MOST_ROUNDS = 1000  # advice never names more
 
 
 def lines(summary: pd.DataFrame) -> Iterator[str]:

@@ -28,7 +28,7 @@ H100_FLOOR = 3000.0  # GB/s; a sound SXM card reads at 3.1 to 3.2 TB/s
 
 
 class Repeats(Protocol):
-    """Launches that can be repeated; `backend.cuda_replay.TimedReplay` is one."""
+    """Launches that can be repeated, such as `backend.cuda.device.replay.TimedReplay`."""
 
     def time_us(self, n: int) -> list[float]:
         """The times of n repetitions, in us, after one untimed repetition."""

@@ -126,8 +126,7 @@ def _scored(opened: Engine | Loaded, label: str, ids: list[int]) -> tuple[list[i
     n = len(ids) - (bos is None)
     if n < 1:
         raise UsageError(
-            f"{label} holds {len(ids)} tokens, and with none before it nothing can be scored; "
-            "give a longer one"
+            f"{label} holds {len(ids)} tokens, and none of them can be scored; give more tokens"
         )
     return ids, n
 

@@ -93,8 +93,8 @@ def window_of(
     """
     if workload.n_seqs:
         raise UsageError(
-            f"{workload.name} has several sequences, and a profile is of one; name a test such as "
-            "tg32, or measure this one with `workbench bench -npl`"
+            f"{workload.name} has several sequences, and a profile is of one sequence; name a test "
+            "such as tg32, or measure this one with `workbench bench -npl`"
         )
     n_steps = n_steps_of(workload, n_ubatch)
     first, n = asked or last_steps(n_steps)
