@@ -203,7 +203,11 @@ class AB:
                 f"A/A band {stats.interval(row.band_low, row.band_high)}); {row.answer}"
             )
         lines += resolution.lines(self.summary())
-        lines += self._until_lines()
+        # for a run that was repeated until its intervals were narrow
+        asked = self.run["result"].get("until")
+        if asked:
+            ends = asked["tests"].items()
+            lines += [f"{test}: {RepeatEnd(**ended).line()}" for test, ended in ends]
         control = self.answer(self.run["arms"][-1]["name"])
         if control is not None and not control.holds:
             lines.append(f"the A/A control's own answer is {control}: the engine is not repeatable")
@@ -211,7 +215,6 @@ class AB:
             if not (warm["stable"] or self.run["result"]["smoke"]):
                 lines.append(f"{test}: times had not settled after {warm['rounds']} warm-up rounds")
         if self.interrupted:
-            asked = self.run["result"].get("until")
             cut = (
                 f"before {stats.percent(asked['half_width'])} was reached"
                 if asked
@@ -219,13 +222,6 @@ class AB:
             )
             lines.append(f"interrupted: {cut}")
         return "\n".join(lines)
-
-    def _until_lines(self) -> Iterator[str]:
-        """For a run with `until`: how the repeating of each test ended."""
-        asked = self.run["result"].get("until")
-        if asked:
-            for test, ended in asked["tests"].items():
-                yield f"{test}: {RepeatEnd(**ended).line()}"
 
     def percentiles(self) -> Table:
         """How long single tokens took, a row per test and arm: see `results.percentiles`."""

@@ -152,11 +152,12 @@ class Trials:
         return rows
 
     def _bar(self, workload: w.Workload, n_left: int) -> AbstractContextManager[Bar]:
+        """Labelled `tg128`, or `tg128 (test 2 of 3)` where there are several tests."""
+        number, n = self.workloads.index(workload) + 1, len(self.workloads)
+        label = f"{workload} (test {number} of {n})" if n > 1 else workload.name
         limit_s = self.until.at_most_s if self.until else math.inf
         expected_s = min(n_left * self._each_s, limit_s)
-        return bar(
-            label_of(workload, self.workloads), n_left * workload.n_cells, "tokens", expected_s
-        )
+        return bar(label, n_left * workload.n_cells, "tokens", expected_s)
 
     def _rounds(self, workload: w.Workload) -> Iterator[tuple[int, int]]:
         """The rounds to run, each with the expected number of rounds. The engines are warmed up
@@ -195,9 +196,3 @@ class Trials:
             seconds_before=before,
         )
         self._spent_s += self.ended[test]["seconds"] - before
-
-
-def label_of(workload: w.Workload, every: Sequence[w.Workload]) -> str:
-    """`tg128`, or `tg128 (test 2 of 3)` where there are several tests."""
-    where = f" (test {every.index(workload) + 1} of {len(every)})" if len(every) > 1 else ""
-    return f"{workload}{where}"

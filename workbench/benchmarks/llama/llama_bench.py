@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -179,7 +180,7 @@ def measured(
             )
             draft.checkpoint()
 
-    with sides, kept(*drafts, raises=True):
+    with closing(sides), kept(*drafts, raises=True):
         for test in tests:
             side = sides.engine_of(test)
             trials.engines = [side]
@@ -245,12 +246,6 @@ class Sides:
             self._closed.update(self._variant.counters)
             self._variant.close()
             self._variant = None
-
-    def __enter__(self) -> Sides:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _new_run(
