@@ -300,7 +300,8 @@ def _boxes(
         edgecolors=edge or "none",
         linewidth=(0.3 if narrow else 0.7) if edge else 0,
         hatch=look.hatch or None,
-        snap=False,  # snapping to pixels would show a gap of a third of a pixel as a whole one or as none
+        # snapping would show a gap of a third of a pixel as a whole pixel or as none
+        snap=False,
         zorder=3,
     )
     if kind in LABELS:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from workbench.benchmarks.runs import results
 from workbench.benchmarks.workload import Tokens, Workload, bos_token, draw_tokens
 from workbench.common.progress import HIDDEN, Bar, bar
 from workbench.config import EXACT
@@ -58,7 +59,7 @@ class Answer(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """For run.json: null stands for infinity, which JSON does not have."""
-        return self._asdict() | {"nmse": self.nmse if math.isfinite(self.nmse) else None}
+        return dict(results.finite(self._asdict()))
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Answer:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -86,8 +85,7 @@ class BenchRow(NamedTuple):
         after_prompt = slice(1 if self.workload.n_prompt else 0, None)
         single = np.concatenate([s.token_ns[after_prompt] for s in self.samples])
         first = np.array([s.token_ns[0] for s in self.samples])
-        found = results.token_times(single, first)
-        return {name: None if math.isnan(us) else us for name, us in found.items()}
+        return dict(results.finite(results.token_times(single, first)))
 
     def values(self) -> dict[str, Any]:
         """The row under llama-bench's names, in its order and types."""

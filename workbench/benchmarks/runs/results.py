@@ -293,6 +293,13 @@ def _holds(folder: Path, run: Mapping[str, Any]) -> bool:
         return False
 
 
+def finite(value: Any) -> Any:
+    """`value`, with None for NaN and infinity, which JSON does not have. Goes into dicts."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _plain(value: Any) -> Any:
     """NumPy scalars and paths as plain numbers and text, for JSON."""
     if isinstance(value, np.generic):

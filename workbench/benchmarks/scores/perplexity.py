@@ -34,7 +34,6 @@ once. A further file, `tokens.parquet`, has a row per scored token:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -318,7 +317,7 @@ class _Record:
             ENGINE_ARM: found.engine, REFERENCE_ARM: found.reference, "agreement": found.agreement
         }  # fmt: skip
         for key, part in parts.items():
-            run["result"][key] = None if part is None else _finite(part._asdict())
+            run["result"][key] = None if part is None else results.finite(part._asdict())
         run["repetitions"] = len(self.windows)
         run["arms"] = [_arm(*arm, self.test) for arm in self.arms]
         for arm in run["arms"]:
@@ -333,11 +332,6 @@ def _arm(name: str, engine: Engine, size: int, test: str) -> dict[str, Any]:
     issued = {test: {"n_tokens": n, "counts": program.counts()}}
     toggles = engine.toggles.to_dict()
     return new_arm(name, toggles, False, engine.sync_mode, issued, counters)
-
-
-def _finite(found: dict[str, Any]) -> dict[str, Any]:
-    """For run.json: null stands for NaN and infinity, which JSON does not have."""
-    return {k: v if math.isfinite(v) else None for k, v in found.items()}
 
 
 def folders_of(folder: Path, sizes: Sequence[int]) -> dict[int, Path]:
