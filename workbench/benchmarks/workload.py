@@ -1,15 +1,15 @@
-"""What is timed: the tests of llama-bench, by their names and with their scope.
+"""The tests that are timed: those of llama-bench, with the same names and the same scope.
 
     pp512          a prompt of 512 tokens, whole, in ubatches, into an empty cache
     tg128          128 tokens one by one, the first into an empty cache
-    tg128@d4096    the same behind 4096 cells that were filled untimed
+    tg128@d4096    the same after 4096 cells that were filled untimed
     pp512+tg128    a prompt and then 128 tokens, timed together
-    pp512+tg128@b8 as llama-batched-bench has it: 8 sequences with a prompt each, packed into
-                   ubatches, and then 128 steps with a token of each; @s8: they share one prompt
+    pp512+tg128@b8 as in llama-batched-bench: 8 sequences with a prompt each, packed into ubatches,
+                   and then 128 steps with a token of each sequence; @s8: they share one prompt
 
-Tokens are random (BOS first), nothing is sampled or tokenised, and a token ends when its float32
-logits are on the host. llama-bench (`tools/llama-bench`) times the same thing: there a token ends
-at `llama_synchronize`, after the copy of the logits.
+Tokens are random (BOS first), and nothing is sampled or tokenised. A token ends when its float32
+logits are on the host. llama-bench (`tools/llama-bench`) times the same: there a token ends at
+`llama_synchronize`, after the copy of the logits.
 """
 
 from __future__ import annotations
@@ -46,10 +46,14 @@ _NAME = re.compile(
 
 
 class Workload(NamedTuple):
-    """One test: tokens prefilled, tokens generated, cells filled (untimed) before either.
+    """One test.
 
-    n_seqs: sequences that do so together, each a prompt and tokens of its own, 0 for a test of
-    llama-bench. shared: their prompt is one, and theirs all.
+    n_prompt: tokens of a prompt.
+    n_gen: tokens that a sequence generates.
+    n_depth: cells filled before, untimed.
+    n_seqs: sequences computed together, each with its own prompt and tokens; 0: a test of
+        llama-bench, with one sequence.
+    shared: all sequences share one prompt.
     """
 
     n_prompt: int = 0
@@ -60,12 +64,12 @@ class Workload(NamedTuple):
 
     @property
     def n_prompt_tokens(self) -> int:
-        """Tokens of all prompts that are computed."""
+        """Computed tokens of all prompts; a shared prompt counts once."""
         return self.n_prompt * (1 if self.shared else self.width)
 
     @property
     def width(self) -> int:
-        """Tokens of a generating step."""
+        """How many tokens a generating step has."""
         return max(1, self.n_seqs)
 
     @property
@@ -80,23 +84,24 @@ class Workload(NamedTuple):
 
     @property
     def n_cells_seq(self) -> int:
-        """KV cells that one of the sequences needs, depth and a shared prompt included."""
+        """KV cells of one sequence, depth and a shared prompt included."""
         return self.n_depth + self.n_prompt + self.n_gen
 
     def n_ctx(self, n_regions: int) -> int:
-        """The context needed: of all cells, where sequences share them or have a region each."""
+        """The context needed. n_regions: 1 where all sequences share the cells; else each sequence
+        has a region of equal size."""
         return self.n_cells if n_regions == 1 else n_regions * self.n_cells_seq
 
     def step_bytes(self, weights: float, cell: float) -> float:
-        """Bytes that a generating step has to read: the weights once, and each cell once that a
-        sequence has, the step's own among them; the mean over the steps. weights, cell: bytes of
-        all weights of a token, and of K and V of a cell in all layers."""
+        """Bytes that a generating step must read, as the mean over the steps: the weights once, and
+        every cell of a sequence once, the step's own cells included. weights: bytes of all weights
+        of a token. cell: bytes of K and V of a cell in all layers."""
         before = self.n_depth + self.n_prompt_tokens
         return weights + cell * (before + self.width * (self.n_gen + 1) / 2)
 
     @property
     def name(self) -> str:
-        """`pp512`, `tg128@d4096`, `pp512+tg128`: the names compare-llama-bench.py prints."""
+        """`pp512`, `tg128@d4096`, `pp512+tg128`: the names that compare-llama-bench.py prints."""
         parts = [f"pp{self.n_prompt}"] if self.n_prompt else []
         parts += [f"tg{self.n_gen}"] if self.n_gen else []
         at = f"@d{self.n_depth}" if self.n_depth else ""
@@ -110,7 +115,7 @@ class Workload(NamedTuple):
 def parse(name: str | Workload) -> Workload:
     """`tg128@d4096` (or `tg128 @ d4096`, as llama-bench prints it) -> Workload(0, 128, 4096).
 
-    Raises UsageError for anything that is no test name.
+    Raises UsageError for text that is no test name.
     """
     if isinstance(name, Workload):
         return name
@@ -128,7 +133,7 @@ def parse(name: str | Workload) -> Workload:
 
 
 def parse_tests(tests: str | Workload | Sequence[str | Workload]) -> list[Workload]:
-    """`"pp512,tg32"` or a sequence of names -> workloads; raises UsageError where none is named."""
+    """`"pp512,tg32"` or a sequence of names -> workloads; raises UsageError without any name."""
     names: Sequence[Any]
     if isinstance(tests, Workload):
         names = [tests]
@@ -146,21 +151,21 @@ def parse_tests(tests: str | Workload | Sequence[str | Workload]) -> list[Worklo
 
 
 def wide_enough(workloads: Sequence[Workload], config: Config) -> Config:
-    """The configuration with as many sequences as the widest of the tests names."""
+    """The configuration with at least as many sequences as the widest test."""
     return replace(config, n_seqs=max(config.n_seqs, *(w.width for w in workloads)))
 
 
 def long_enough(
     workloads: Sequence[Workload], toggles: Toggles, config: EngineConfig
 ) -> EngineConfig:
-    """The configuration with as long a context as the longest of the tests needs."""
+    """The configuration with at least the context of the longest test."""
     regions = n_regions(toggles, config)
     return replace(config, n_ctx=max(config.n_ctx, *(w.n_ctx(regions) for w in workloads)))
 
 
 def check_fits(toggles: Toggles, config: EngineConfig, workload: Workload) -> None:
-    """Raises UsageError where the test is longer than the context of an engine with these, and
-    where it has more sequences than the engine."""
+    """Raises UsageError where the test needs a longer context, or more sequences, than an engine
+    with these toggles and this configuration has."""
     regions = n_regions(toggles, config)
     needed = workload.n_ctx(regions)
     if needed > config.n_ctx and regions == 1:
@@ -185,8 +190,8 @@ def check_fits(toggles: Toggles, config: EngineConfig, workload: Workload) -> No
 
 
 class Tokens(NamedTuple):
-    """The token ids of one repetition, made before the clock starts: of several sequences prompt
-    behind prompt, and step behind step."""
+    """The token ids of one repetition, drawn before the clock starts. With several sequences the
+    prompts follow each other, and `gen` holds step after step."""
 
     depth: list[int]
     prompt: list[int]
@@ -196,11 +201,11 @@ class Tokens(NamedTuple):
 def draw_tokens(
     workload: Workload, n_vocab: int, seed: int, repetition: int = 0, bos: int | None = None
 ) -> Tokens:
-    """Random tokens: uniform ids that follow from test, seed and repetition alone.
+    """Random tokens: uniform ids, the same for the same test, seed and repetition.
 
-    BOS goes first into an empty cache and first into the generation, as in llama-bench; of several
-    sequences it begins each prompt.
-    Raises UsageError for a negative seed.
+    BOS is the first token of an empty cache and the first token of the generation, as in
+    llama-bench. With several sequences BOS begins each prompt. Raises UsageError for a negative
+    seed.
     """
     if seed < 0:
         raise UsageError(f"seed={seed} must be 0 or more")
@@ -222,22 +227,23 @@ def draw_tokens(
 
 
 def prompt_steps(workload: Workload, prompt: Sequence[int], n_ubatch: int) -> list[Work]:
-    """The prompts of all sequences, one behind the other, in full ubatches. As in
-    llama-batched-bench the last token of all has logits."""
+    """The prompts of all sequences, one after the other, in full ubatches. As in
+    llama-batched-bench only the very last token has logits."""
     ends: list[int] = [*range(0, len(prompt), max(1, workload.n_prompt)), len(prompt)]
     steps: list[Work] = []
     for begin in range(0, len(prompt), n_ubatch):
         end, work = min(begin + n_ubatch, len(prompt)), list[Entry]()
-        for sequence, (first, behind) in enumerate(itertools.pairwise(ends)):
-            part = prompt[max(first, begin) : min(behind, end)]
+        for sequence, (first, last) in enumerate(itertools.pairwise(ends)):
+            part = prompt[max(first, begin) : min(last, end)]
             if part:
-                work.append((sequence, part, "last" if end == behind == len(prompt) else "none"))
+                work.append((sequence, part, "last" if end == last == len(prompt) else "none"))
         steps.append(work)
     return steps
 
 
 def gen_steps(workload: Workload, gen: Sequence[int], n_ubatch: int) -> list[list[Work]]:
-    """A token of each sequence, so often: one step, or as many as n_ubatch asks for."""
+    """For each generated token, the steps that compute it for all sequences: one step, or more
+    where n_ubatch is below the number of sequences."""
     width, every = workload.width, list[list[Work]]()
     for begin in range(0, len(gen), width):
         row: Work = [(i, gen[begin + i : begin + i + 1], "last") for i in range(width)]
@@ -246,13 +252,13 @@ def gen_steps(workload: Workload, gen: Sequence[int], n_ubatch: int) -> list[lis
 
 
 def share_prompt(workload: Workload, cache: KVCache) -> None:
-    """Gives every sequence the cells of the first, where their prompt is one."""
+    """Gives every sequence the cells of the first sequence, where they share a prompt."""
     for sequence in range(1, workload.n_seqs if workload.shared and workload.n_prompt else 1):
         cache.copy(0, sequence)
 
 
 def acts(workload: Workload, n_ubatch: int) -> list[Act]:
-    """All that a repetition of a test does to an empty cache, whatever its tokens are."""
+    """All acts of a repetition on an empty cache; its token ids do not matter."""
     if workload.n_seqs:
         return [
             *prompt_steps(workload, range(workload.n_prompt_tokens), n_ubatch),
@@ -273,12 +279,13 @@ def acts(workload: Workload, n_ubatch: int) -> list[Act]:
 
 
 class Sample(NamedTuple):
-    """One repetition, with a time for every token it timed.
+    """One repetition, with a time for every timed token.
 
-    ns_total: from the first call to the last logits on the host. token_ns, token_n: int64 arrays
-    of one length; entry i took token_ns[i] and counted token_n[i] tokens. A prompt is one entry
-    (of n_prompt tokens), every generated token is one. token_ns sums up to ns_total.
-    last_logits: float32 (n_vocab,), the last token's, this repetition's own copy.
+    ns_total: from the first call until the last logits are on the host.
+    token_ns, token_n: int64 (n,); entry i took token_ns[i] ns and has token_n[i] tokens. A prompt
+        is one entry (of n_prompt tokens); every generated token is one entry. The sum of token_ns
+        is ns_total.
+    last_logits: float32 (n_vocab,), of the last token, an own copy.
     """
 
     ns_total: int
@@ -292,9 +299,9 @@ class Sample(NamedTuple):
 
 
 def bos_token(opened: Engine | Loaded) -> int | None:
-    """The id of BOS where the model's file names one and does not say to leave it out, else None.
+    """The id of BOS; None where the model's file names no BOS or says to leave it out.
 
-    Read from the metadata: a tokenizer, which a random-weight model may lack, is not needed.
+    The id is read from the metadata, since a random-weight model may lack a tokenizer.
     """
     get = opened.model.file.get
     bos = get("tokenizer.ggml.bos_token_id", int, -1)
@@ -303,7 +310,7 @@ def bos_token(opened: Engine | Loaded) -> int | None:
 
 
 def check_untraced(engine: Engine) -> None:
-    """Raises UsageError while the engine is traced: no throughput comes from a traced run."""
+    """Raises UsageError while the engine is traced, because a traced run is slower."""
     if engine.recorder is not None:
         raise UsageError(
             "the engine has a recorder, and a traced run is slower than the engine is; "
@@ -314,16 +321,18 @@ def check_untraced(engine: Engine) -> None:
 def take_sample(
     engine: Engine, workload: Workload, tokens: Tokens, left: Bar = HIDDEN, warming: bool = False
 ) -> Sample:
-    """One repetition on `engine`, timed; the cache is emptied first and left filled.
+    """One timed repetition on `engine`. The cache is emptied first, and stays filled at the end.
 
-    left: told of every token, n_cells in all. It may write between two generated tokens. The clock
-    stands still then, and the device has nothing to do. Nothing is written while a prompt is timed,
-    since the device computes from its first ubatch to its last; with `warming` it is written.
+    left: the progress bar, updated by n_cells in all. The bar may be drawn between two generated
+        tokens: the clock is stopped then, and the device is idle. It is not drawn while a prompt is
+        timed, since the device computes from the first ubatch to the last.
+    warming: the bar is drawn during a prompt, too.
 
-    Filling to n_depth is not timed, nor is a wait at the end: a token that was launched ahead and
-    that nobody wants holds up nobody else. The young garbage is collected before the clock starts,
-    and the collector stays on: a step that makes garbage pays for it, and not for another's. Raises
-    UsageError where the test does not fit the context or the engine is being traced.
+    Filling to n_depth is not timed. Neither is the wait at the end for a token that was launched
+    ahead and is not needed; without the wait this token would delay the next repetition. Young
+    garbage is collected before the clock starts, and the collector stays on. So a step pays for
+    its own garbage only. Raises UsageError where the test does not fit the context or the engine is
+    traced.
     """
     check_fits(engine.toggles, engine.config, workload)
     check_untraced(engine)
@@ -336,7 +345,7 @@ def take_sample(
 def _take_alone(
     engine: Engine, workload: Workload, tokens: Tokens, left: Bar, warming: bool
 ) -> Sample:
-    """`take_sample` for one sequence: an entry for the prompt, and one for each token."""
+    """`take_sample` for one sequence: an entry for the prompt, and an entry for each token."""
     engine.reset()
     if tokens.depth:
         engine.prefill(tokens.depth, left=left)
@@ -344,7 +353,7 @@ def _take_alone(
     step, i = engine.step, 0
     untold, due_ns, stood_ns = 0, left.due_ns, 0
     logits = None
-    gc.collect(1)  # a full collection takes tens of ms, more than many a repetition
+    gc.collect(1)  # a full collection takes tens of ms, longer than some repetitions
     stamps[0] = now_ns()
     if tokens.prompt:
         logits = engine.prefill(tokens.prompt, left=left if warming else HIDDEN)
@@ -362,19 +371,28 @@ def _take_alone(
             untold, due_ns = 0, left.due_ns
             stood_ns = now_ns() - stamps[i]
     left.update(untold)
-    counts = ([len(tokens.prompt)] if tokens.prompt else []) + [1] * len(tokens.gen)
+    return _sample(workload, tokens, stamps, logits, engine.model.n_vocab)
+
+
+def _sample(
+    workload: Workload, tokens: Tokens, stamps: list[int], logits: np.ndarray | None, n_vocab: int
+) -> Sample:
+    """stamps: before the first step, and after each entry, ns. logits: float32, the last ones."""
+    width, n_prompt = workload.width, len(tokens.prompt)
+    counts = [n_prompt] * bool(n_prompt) + [width] * (len(tokens.gen) // width)
     return Sample(
         stamps[-1] - stamps[0],
         np.diff(np.array(stamps, np.int64)),
         np.array(counts, np.int64),
-        np.array(logits, np.float32).reshape(-1, engine.model.n_vocab)[-1],
+        np.array(logits, np.float32).reshape(-1, n_vocab)[-1],
     )
 
 
 def _of_each(engine: Engine, gen: list[list[Work]]) -> Iterator[np.ndarray]:
-    """The last logits of each token of all sequences, as they come. Its ids are known before, so a
-    step is submitted while the one before is under way, where the engine can have two."""
-    under_way: deque[tuple[Pending, bool]] = deque()  # and whether a token of all ends there
+    """The last logits of each token of all sequences, as they arrive. Token ids are known
+    beforehand. So a step is submitted before the previous step has ended, where the engine can have
+    two."""
+    under_way: deque[tuple[Pending, bool]] = deque()  # bool: the last step of a token
     most = 2 if engine.issuer.is_ahead else 1
     for works in gen:
         for work in works:
@@ -391,8 +409,8 @@ def _of_each(engine: Engine, gen: list[list[Work]]) -> Iterator[np.ndarray]:
 def _take_together(
     engine: Engine, workload: Workload, tokens: Tokens, left: Bar, warming: bool
 ) -> Sample:
-    """`take_sample` for several sequences: an entry for all prompts, and one for each token that
-    every sequence has generated."""
+    """`take_sample` for several sequences: an entry for all prompts together, and an entry for each
+    generated token of all sequences."""
     n_ubatch, submit, width = engine.config.n_ubatch, engine.submit, workload.width
     prompt = prompt_steps(workload, tokens.prompt, n_ubatch)
     gen = gen_steps(workload, tokens.gen, n_ubatch)
@@ -409,7 +427,7 @@ def _take_together(
         share_prompt(workload, engine.cache)
         stamps.append(now_ns())
     untold = 0 if warming else workload.n_prompt_tokens
-    for logits in _of_each(engine, gen):  # noqa: B007, the last ones are kept
+    for logits in _of_each(engine, gen):  # noqa: B007, the last logits are kept
         now = now_ns()
         stamps.append(now - stood_ns)
         untold += width
@@ -417,20 +435,14 @@ def _take_together(
             left.update(untold)
             untold, stood_ns = 0, now_ns() - stamps[-1]
     left.update(untold)
-    counts = ([len(tokens.prompt)] if prompt else []) + [width] * workload.n_gen
-    return Sample(
-        stamps[-1] - stamps[0],
-        np.diff(np.array(stamps, np.int64)),
-        np.array(counts, np.int64),
-        np.array(logits, np.float32).reshape(-1, engine.model.n_vocab)[-1],
-    )
+    return _sample(workload, tokens, stamps, logits, engine.model.n_vocab)
 
 
 WARM_MIN, WARM_MAX, WARM_SECONDS, WARM_GAIN = 2, 8, 30.0, 0.05
 
 
 class WarmUp(NamedTuple):
-    """How warming up went: rounds run, and whether the times had settled at the end."""
+    """The result of a warm-up: how many rounds were run, and whether the times settled."""
 
     rounds: int
     stable: bool
@@ -439,11 +451,11 @@ class WarmUp(NamedTuple):
 def warm_up(
     engines: Sequence[Engine], workload: Workload, seed: int, bos: int | None, once: bool = False
 ) -> WarmUp:
-    """Runs the whole test on one engine after the other, untimed, until the times have settled.
+    """Runs the whole test on one engine after the other, without samples, until the times settle.
 
-    The rule: at least 2 rounds; settled when no engine beats its own best round so far by more than
-    5 % (noise slows rounds down, warming up makes them faster); given up after 8 rounds or 30 s.
-    `once`: one round, whatever it takes.
+    The rule has at least 2 rounds. The times have settled when no engine beats its own best round
+    so far by more than 5 %. (Noise makes rounds slower, warming up makes them faster.) The warm-up
+    gives up after 8 rounds or 30 s. once: exactly one round.
     """
     for engine in engines:
         engine.make_ready(engine.rehearsal.from_empty(acts(workload, engine.config.n_ubatch)))
@@ -464,4 +476,4 @@ def warm_up(
     return WarmUp(n, stable)
 
 
-_WARM_UP = 1 << 30  # repetition numbers of warm-up rounds start here: other tokens than the timed
+_WARM_UP = 1 << 30  # first repetition number of a warm-up: its tokens differ from timed tokens

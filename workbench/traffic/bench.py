@@ -27,7 +27,7 @@ import pandas as pd
 
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
-from workbench.benchmarks.runs.results import REQUESTS
+from workbench.benchmarks.runs.results import REQUESTS, finite
 from workbench.common.checkout import UNKNOWN
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.output import check_folder
@@ -285,13 +285,6 @@ def engine_figures(before: Totals | None, after: Totals | None) -> dict[str, flo
         return {}
     begun = dict.fromkeys(COUNTED, 0) if before is None else before._asdict()
     return {name: value - begun[name] for name, value in after._asdict().items() if name in COUNTED}
-
-
-def finite(value: Any) -> Any:
-    """`value`, with None for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def load_served(folder: str | Path, slo: Slo | None = None) -> ServeBench:

@@ -13,9 +13,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from workbench.benchmarks.runs.results import finite
 from workbench.common.errors import UsageError
 from workbench.common.tables import Table, markdown
-from workbench.traffic.bench import ServedRow, finite
+from workbench.traffic.bench import ServedRow
 from workbench.traffic.latency import METRICS, Figures
 from workbench.traffic.load import CLOSED
 from workbench.traffic.summary import table_of

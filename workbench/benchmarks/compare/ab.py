@@ -1,9 +1,9 @@
 """Is the toggled engine faster, and is its answer the same? One comparison, interleaved.
 
-`rounds.py` shows the order in which the arms are measured. Before that every arm is warmed up until
-its times settle (`workload.warm_up`), and its logits are compared with the baseline's. The last
-logits of every timed repetition are compared, too, since all arms of a round are fed the same
-tokens. Nothing here draws, and nothing is timed while traced.
+`rounds.py` shows the order in which the arms are measured. Before a test every arm is warmed up
+until its times settle (`workload.warm_up`). The arms' logits are compared with the baseline's once
+at the start. The last logits of every timed repetition are compared, too, since all arms of a round
+are fed the same tokens. Nothing here draws, and nothing is timed while traced.
 """
 
 from __future__ import annotations
@@ -61,19 +61,22 @@ def ab(
     """Compares values of one toggle, or sets of toggles, on the weights of `engine`.
 
     toggle: `"sync=per_copy,copy_boundary"` or the name alone, with `values`; the first value is the
-    baseline. Or sets: `"plans=off | plans=ours plan_scope=step"`, the first the baseline.
-    background: all other toggles (default: the engine's). tests: llama-bench test names.
-    rounds: repetitions of every arm, at least 5; fewer only with smoke=True, which also warms up
-    only once and ends in the verdict "too few repetitions". out: a run folder, written whole at the
-    end and every 10 s on the way. resume: continue the run in `out`, skipping what it holds. until:
-    repeat until the half-width of every speedup's interval is that share (0.01 for 1 %), the A/A
-    control's too; `rounds` (and 10) is then the least, and at_most_s of measuring, over all tests,
-    ends it in any case; a run that is resumed has all of that again. It stops on the width, never
-    on what the interval excludes. progress(done, total, what) is called between repetitions; with
-    until, total is an estimate.
+        baseline. Or sets: `"plans=off | plans=ours plan_scope=step"`; the first is the baseline.
+    background: all other toggles (default: the engine's).
+    tests: llama-bench test names.
+    rounds: repetitions of every arm, at least 5. smoke=True allows fewer; it also warms up only
+        once, and ends in the verdict "too few repetitions".
+    out: a run folder, written whole at the end and every 10 s on the way.
+    resume: continue the run in `out`, without the repetitions that it holds.
+    until: repeat until the half-width of the interval of every speedup, the A/A control's too, is
+        at most this share (0.01 for 1 %). The measuring stops on the width, never on the values
+        that the interval excludes. At least max(`rounds`, 10) rounds are run.
+    at_most_s: seconds of measuring, over all tests, after which `until` gives up. A resumed run has
+        all of this time again.
+    progress(done, total, what): called between repetitions; with `until`, total is an estimate.
 
-    Ctrl-C ends the measuring: what is finished is kept, saved and returned, marked interrupted. It
-    is saved, too, when the device fails, before the error is raised. Raises UsageError for a
+    Ctrl-C ends the measuring: finished repetitions are saved and returned, marked interrupted. They
+    are saved, too, when the device fails, before the error is raised. Raises UsageError for a
     request that cannot be measured, DeviceError where the device cannot honour a value.
     """
     exclusive.check(engine._loaded)
@@ -100,7 +103,7 @@ class _Comparison:
         smoke: bool,
         asked: Until | None,
     ):
-        """Arguments as for `ab`. asked: what `until` and `at_most_s` mean."""
+        """Arguments as for `ab`. asked: `until` and `at_most_s` as one value."""
         self.engine, self.toggle, self.arms = engine, made.toggle, made.arms
         self.smoke, self.until = smoke, asked
         self.trials = Trials([], made.workloads, rounds, seed, asked, once=smoke)
@@ -110,7 +113,8 @@ class _Comparison:
     # the run folder -----------------------------------------------------------------------------
 
     def open(self, out: Path | None, name: str, resume: bool) -> None:
-        """Takes or makes the run that is written to. Raises UsageError where that cannot be."""
+        """Begins a new run, or resumes the run in `out`. Raises UsageError as `open_out` and
+        `check_same`."""
         earlier = open_out(out, resume)
         run_id = (out or results.new_run_folder(name=name)).name
         record = self._new_record(run_id, name)
@@ -142,7 +146,7 @@ class _Comparison:
         return made
 
     def _take_over(self, earlier: results.Run, record: dict[str, Any]) -> None:
-        """What a resumed run has already: its name, repetitions, answers, counters and sessions."""
+        """Takes the name, repetitions, answers, counters and sessions from a resumed run."""
         old, found = earlier.run, earlier.run["result"]
         take_over(old, record)
         self.trials.take_over(earlier, [arm.name for arm in self.arms])
@@ -153,7 +157,7 @@ class _Comparison:
                 known.append(answers.Answer.from_dict(found["answers"][one.name]))
 
     def _complete(self) -> dict[str, pd.DataFrame]:
-        """Completes run.json before it is saved; no further tables."""
+        """Completes run.json before a save; returns no further tables."""
         record, trials = self.draft.run, self.trials
         record["result"]["warm_up"] = trials.warm_ups
         if self.until is not None:
@@ -171,7 +175,7 @@ class _Comparison:
     # measuring ----------------------------------------------------------------------------------
 
     def measure(self, progress: Callable[[int, int, str], None] | None) -> AB:
-        """All tests, as `ab` says; the result, also where it is interrupted."""
+        """Measures all tests, as `ab` says; returns the result, finished or interrupted."""
         trials, draft = self.trials, self.draft
         with ExitStack() as stack:
             trials.engines = [
@@ -210,7 +214,7 @@ class _Comparison:
             tell(total, total, test)
 
     def _taken(self, one: Repetition, sample: Sample) -> None:
-        """Adds a repetition's times, and what it counted."""
+        """Adds a repetition's times and counters."""
         arm = self.arms[one.arm]
         self.draft.samples.add(
             arm.name, arm.is_control, one.workload.name, one.round_,
@@ -221,7 +225,7 @@ class _Comparison:
             sums[key] = sums.get(key, 0) + value - self._before[key]
 
     def _compare_round(self, round_: int, taken: dict[int, Sample]) -> None:
-        """Holds every arm's last logits of a round against the baseline's of the same round."""
+        """Compares every arm's last logits of a round with the baseline's."""
         if 0 in taken:
             row = taken[0].last_logits[None]
             for i, sample in taken.items():
@@ -232,8 +236,9 @@ class _Comparison:
 
 
 def describe(engine: Engine, workload: Workload) -> dict[str, Any]:
-    """What a token of the test (or its first ubatch, if it generates none) issues: the pattern, and
-    per step the waits, copies, launches and bytes. It is the proof that a toggle removed work."""
+    """The commands of a token of the test, or of its first ubatch if the test generates no token:
+    the pattern, and the waits, copies, launches and bytes of a step. These counts prove that a
+    toggle removed work."""
     n_ubatch, prompt = engine.config.n_ubatch, workload.n_prompt
     if workload.n_gen:
         n_tokens = n_seqs = n_outputs = min(workload.width, n_ubatch)

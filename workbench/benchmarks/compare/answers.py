@@ -1,8 +1,9 @@
-"""The same answer? Logits of two engines after the same tokens, by the class that was promised.
+"""Do two engines give the same answer? Their logits after the same tokens are compared.
 
-Every toggle value declares itself `exact` (logits bit-equal to the baseline's) or `rounding`
-(close, and equal in every decision that the baseline made clearly). Tokens are forced: both engines
-are fed the same ones, whatever they would have chosen, so a difference does not feed on itself.
+Every toggle value declares a class. `exact`: the logits are bit-equal to the baseline's.
+`rounding`: the logits are close, and every clear decision of the baseline is the same. Both engines
+are fed the same fixed tokens, not tokens of their own choice. So one difference causes no further
+differences.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from workbench.benchmarks.runs import results
 from workbench.benchmarks.workload import Tokens, Workload, bos_token, draw_tokens
 from workbench.common.progress import HIDDEN, Bar, bar
 from workbench.config import EXACT
@@ -28,9 +30,12 @@ N_PREFILL, N_STEPS = 24, 12
 class Answer(NamedTuple):
     """Whether two engines gave the same answer.
 
-    kind: `exact` or `rounding`. n_rows of logits were compared, n_differ of them broke the rule.
-    nmse: normalised mean square error, the worst of the comparisons (0.0 where bit-equal).
-    equal: every row is bit-equal, whatever the class allows.
+    kind: the class, `exact` or `rounding`.
+    holds: the rule of the class holds.
+    n_rows: how many rows of logits were compared.
+    n_differ: how many of them broke the rule.
+    nmse: normalised mean square error, of the worst comparison (0.0 where bit-equal).
+    equal: every row is bit-equal, also where the class allows a difference.
     """
 
     kind: str
@@ -53,18 +58,19 @@ class Answer(NamedTuple):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For run.json, which knows no infinity: null stands for it."""
-        return self._asdict() | {"nmse": self.nmse if math.isfinite(self.nmse) else None}
+        """For run.json: null stands for infinity, which JSON does not have."""
+        return dict(results.finite(self._asdict()))
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Answer:
-        """From run.json. An old run does not say `equal`; no error of any logit is taken for it."""
+        """From run.json. Old runs lack `equal`; it is true where the answer holds with nmse 0."""
         nmse = math.inf if found["nmse"] is None else found["nmse"]
         return cls(**({"equal": nmse == 0 and found["holds"]} | found | {"nmse": nmse}))
 
 
 def force(engine: Engine, tokens: Tokens, left: Bar = HIDDEN) -> np.ndarray:
-    """Feeds `tokens` into an empty cache: the prompt in ubatches, then one by one; tells `left`.
+    """Feeds `tokens` into an empty cache: the prompt in ubatches, then token by token. Updates the
+    bar `left`.
 
     Returns float32 (1 + len(tokens.gen), n_vocab): the logits after the prompt and each token.
     """
@@ -77,8 +83,8 @@ def force(engine: Engine, tokens: Tokens, left: Bar = HIDDEN) -> np.ndarray:
 
 
 def compare_engines(engines: Sequence[Engine], kinds: Sequence[str], seed: int) -> list[Answer]:
-    """Feeds the same tokens to every engine, a prompt and then one by one, and compares the logits
-    with the first one's. kinds: the class that each of the others is held to."""
+    """Feeds the same tokens to every engine, a prompt and then token by token, and compares the
+    logits with the first engine's. kinds: the class for each further engine."""
     room = min(engine.cache.n_ctx_seq for engine in engines)
     n_steps = min(N_STEPS, room - 1)
     fixed = Workload(min(N_PREFILL, room - n_steps), n_steps)
@@ -96,10 +102,10 @@ def compare_logits(
 ) -> Answer:
     """Compares logits, both float32 (n_rows, n_vocab), row i of both after the same tokens.
 
-    exact: every row bit-equal. rounding: two conditions. The normalised mean square error of all
+    exact: every row is bit-equal. rounding: two conditions. The normalised mean square error of all
     rows together is at most `tolerance`. And a row's argmax is the same wherever the baseline's
-    margin (best minus second) exceeds four times the rms of the row's differences. A row with a
-    logit that is no finite number never passes. Raises ValueError where the shapes differ.
+    margin (best minus second) exceeds four times the rms of the row's differences. A row with a NaN
+    or an infinity never passes. Raises ValueError where the shapes differ.
     """
     a = np.ascontiguousarray(baseline, np.float32)
     b = np.ascontiguousarray(toggled, np.float32)
@@ -122,7 +128,7 @@ def compare_logits(
 
 
 def merge(answers: Iterable[Answer]) -> Answer:
-    """One answer from several comparisons of one arm; it holds where each of them does."""
+    """One answer from several comparisons of one arm; it holds where all of them hold."""
     every = list(answers)
     return Answer(
         every[0].kind,

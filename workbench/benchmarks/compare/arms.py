@@ -1,4 +1,4 @@
-"""What a comparison will measure: its arms and its tests, before there is an engine."""
+"""The arms and tests of a comparison, parsed and checked before there is an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workbench.config import (
 
 
 class Arm(NamedTuple):
-    """One side of the comparison. `answer` is the class its logits are held to."""
+    """One side of the comparison. answer: the class that its logits must satisfy."""
 
     name: str
     toggles: Toggles
@@ -32,7 +32,7 @@ class Arm(NamedTuple):
 
 def parse_toggle_spec(spec: str) -> tuple[str, list[str]]:
     """`sync=per_copy,copy_boundary` -> ("sync", ["per_copy", "copy_boundary"]); the first is the
-    baseline. Raises UsageError for a toggle or a value that does not exist, or one given twice."""
+    baseline. Raises UsageError for an unknown toggle or value, and for a value given twice."""
     name, equals, rest = spec.partition("=")
     name, values = name.strip(), [v.strip() for v in rest.split(",") if v.strip()]
     known = Toggles.values(name)
@@ -51,8 +51,8 @@ def parse_toggle_spec(spec: str) -> tuple[str, list[str]]:
 def make_arms(toggle: str, values: Sequence[str], background: Toggles) -> list[Arm]:
     """The arms in order: baseline (the first value), the toggled ones, the A/A control.
 
-    A single value is compared with the background's own. Raises UsageError where that leaves
-    nothing to compare, and for toggles that clash.
+    A single value is compared with the background's value. Raises UsageError where both are the
+    same, and for toggles that clash.
     """
     own = background.value_of(toggle)
     values = list(values) if len(values) > 1 else [own, *values]
@@ -66,14 +66,14 @@ def make_arms(toggle: str, values: Sequence[str], background: Toggles) -> list[A
     return [*arms, Arm(f"{values[0]} (A/A)", arms[0].toggles, True, EXACT)]
 
 
-SETS = "|"  # between sets of toggles: `plans=off | plans=ours plan_scope=step`
+SETS = "|"  # separates sets of toggles: `plans=off | plans=ours plan_scope=step`
 
 
 def arms_of(spec: str, background: Toggles) -> tuple[str, list[Arm]]:
     """The toggle that a spec compares, and the arms in order, the A/A control last.
 
-    Of sets of toggles there is no such toggle: an empty name. The first set is the baseline, and an
-    arm's name is its set. Raises UsageError as `parse_toggle_spec` and `make_arms` do.
+    A spec of sets compares no single toggle: its name is empty. The first set is the baseline, and
+    an arm is named by its set. Raises UsageError as `parse_toggle_spec` and `make_arms` do.
     """
     if SETS not in spec:
         toggle, values = parse_toggle_spec(spec)
@@ -91,7 +91,8 @@ def arms_of(spec: str, background: Toggles) -> tuple[str, list[Arm]]:
 
 
 def switched(background: Toggles, changes: str) -> Toggles:
-    """The background with `NAME=VALUE NAME=VALUE...`; raises UsageError for what does not exist."""
+    """The background with the changes `NAME=VALUE NAME=VALUE...`. Raises UsageError for an unknown
+    toggle or value."""
     given: dict[str, str] = {}
     for name, value in parse_changes(changes).items():
         given |= dict.fromkeys(Toggles.members(name), value)
@@ -99,8 +100,8 @@ def switched(background: Toggles, changes: str) -> Toggles:
 
 
 def parse_changes(changes: str) -> dict[str, str]:
-    """`NAME=VALUE NAME=VALUE...` by name; raises UsageError for a name that does not exist, and for
-    one without a value."""
+    """`NAME=VALUE NAME=VALUE...` as value by name. Raises UsageError for an unknown name, and for a
+    name without a value."""
     given: dict[str, str] = {}
     for change in changes.split():
         name, equals, value = change.partition("=")
@@ -112,33 +113,32 @@ def parse_changes(changes: str) -> dict[str, str]:
 
 
 def answer_between(before: Toggles, after: Toggles) -> str:
-    """The class that the logits of `after` are held to: `rounding` where a toggle of that class
-    differs, or one that asks for a launch which only one side can have."""
+    """The class for the logits of `after`: `rounding` where a toggle of that class differs, or
+    where only one side can have a fused launch. Otherwise `exact`."""
     was, now = before.to_dict(), after.to_dict()
     rounds = any(was[name] != now[name] and Toggles.answer_class(name) == ROUNDING for name in was)
     return ROUNDING if rounds or _joins(was) != _joins(now) or _splits(was, now) else EXACT
 
 
-# Copies as cache stores are never joined with RoPE. On CUDA the launch of all that is joined sums
-# the squares of a head (of qwen3, up to 8 tokens) in another order than a norm of its own.
+# A cache store by copies is never joined with RoPE. On CUDA the joined launch sums the squares of a
+# head (of qwen3, up to 8 tokens) in another order than a separate norm.
 JOINED, NEVER_JOINED = "fuse_rope_store", (GraphReuse.PATCH_POINTERS, GraphReuse.POINTER_TABLE)
 
 
 def _joins(toggles: Mapping[str, str]) -> bool:
-    """Whether RoPE and the cache store are one launch, where a backend has it."""
+    """Whether RoPE and the cache store are one launch, on a backend that has such a launch."""
     return toggles[JOINED] == Switch.ON and toggles["graph_reuse"] not in NEVER_JOINED
 
 
 def _splits(was: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether only one side may have its fused nodes kept inside branches, by their costs."""
+    """Whether costs may keep fused nodes inside branches on only one side."""
     fused = any(was[name] == Switch.ON for name in Toggles.members("fuse"))
     auto = was["branch_fusion"] == BranchFusion.AUTO
     return fused and auto and any(was[name] != now[name] for name in ("streams", "fork"))
 
 
 class ComparisonSpec(NamedTuple):
-    """What a comparison will measure, before there is an engine to measure it on. toggle: empty
-    where sets of toggles are compared."""
+    """The arms and tests of a comparison. toggle: empty where sets of toggles are compared."""
 
     spec: str
     toggle: str
@@ -146,7 +146,7 @@ class ComparisonSpec(NamedTuple):
     workloads: list[Workload]
 
     def check_arms(self, config: EngineConfig) -> None:
-        """Raises UsageError for a test that does not fit an arm of such an engine."""
+        """Raises UsageError for a test that does not fit an arm's engine of this `config`."""
         for workload, arm in product(self.workloads, self.arms):
             check_fits(arm.toggles, config, workload)
 
@@ -159,7 +159,7 @@ def comparison_spec(
     background: Toggles,
     smoke: bool = False,
 ) -> ComparisonSpec:
-    """The arms and tests that these arguments of `ab` mean. Raises UsageError as `ab` does."""
+    """The comparison for these arguments of `ab`. Raises UsageError as `ab` does."""
     spec = toggle if values is None else f"{toggle}={','.join(values)}"
     if rounds < MIN_REPETITIONS and not (smoke and rounds > 0):
         raise UsageError(

@@ -1,16 +1,16 @@
-"""What changed between runs that were measured apart: run folders, across commits and machines.
+"""Compares runs that were measured apart: run folders, across commits and machines.
 
-The first run is the baseline. A ratio is (median t/s of the run) / (median t/s of the baseline);
-its interval is a percentile bootstrap of the log ratio in which each side's repetitions are
-resampled on their own, since no round holds both. So the interval has the noise within either run,
-and not what changed between them: clocks, neighbours, temperature. Where a run has an A/A control,
-its band counts as well, the wider of the two sides'.
+The first run is the baseline. A ratio is (median t/s of the run) / (median t/s of the baseline).
+Its interval is a percentile bootstrap of the log ratio. Each side's repetitions are resampled on
+their own, since no round holds both sides. So the interval covers the noise within each run. It
+does not cover changes between the runs: clocks, neighbours, temperature. Where runs have an A/A
+control, the wider A/A band of the two sides counts as well.
 
-The smallest effect that a row can tell is the one that would have had a verdict: outside the band,
-and with an interval that excludes 1 (`stats.resolution`).
+The column `can tell` of a row is the smallest effect that would have had a verdict: outside the
+band, and with an interval that excludes 1 (`stats.resolution`).
 
-Runs on another device, processor or driver, or of another day, are history: their rows are shown
-without a verdict, unless `across` asks for one.
+Runs of another device, processor, driver or day are history. Their rows have no verdict, except
+with `across`.
 """
 
 import html
@@ -34,18 +34,21 @@ from workbench.common.tables import Table, to_html
 
 KINDS = ("ab", "bench")
 HISTORY = "history"
-LIFTED = ("Run", "Model", "Arm", "Toggles")  # above the table where every row says the same
+LIFTED = ("Run", "Model", "Arm", "Toggles")  # above the table where the same in every row
 METHOD = (
-    "The runs were not interleaved: each side's repetitions were resampled on their own, so what "
-    "changed between the runs counts as a difference.",
-    "What a row can tell is the smallest effect that would have had a verdict: its interval "
-    "excludes 1, and it is outside the A/A band where a run has one.",
+    "The runs were not interleaved: each side's repetitions were resampled on their own. So a "
+    "change between the runs counts as a difference.",
+    "A row can tell the smallest effect that would have had a verdict: its interval excludes 1, "
+    "and it is outside the A/A band where a run has one.",
 )
 
 
 class ComparedRow(NamedTuple):
-    """A test and arm of the baseline beside the same of another run. band: the A/A band of either
-    run, NaN without one; least: the smallest effect that the row can tell, as a share."""
+    """A test and arm of the baseline, and its counterpart in another run.
+
+    band: the wider A/A band of the two runs, NaN without any.
+    least: the smallest effect that the row can tell, as a share.
+    """
 
     run_id: str
     sides: Matched
@@ -60,9 +63,13 @@ class ComparedRow(NamedTuple):
 
 
 class Compared:
-    """Two or more runs beside each other. rows: what matches; left: what has no counterpart, by the
-    run that has it and the run that has not; lines: what differs between the runs, and why one is
-    history. Never draws."""
+    """Two or more compared runs. Never draws.
+
+    rows: the pairs.
+    left: repetitions without a counterpart: the run that has them, the run that lacks them, and
+        the repetitions.
+    lines: the differences between the runs, and why a run is history.
+    """
 
     def __init__(
         self,
@@ -80,8 +87,8 @@ class Compared:
     def summary(self) -> pd.DataFrame:
         """One row per pair, all numbers, with the columns that `plots.speedup` takes: run, model,
         test, arm, label (for a picture), toggles, is_control (never), tps_baseline, tps_toggled
-        (medians), speedup, low, high, n_baseline, n_toggled, band_low, band_high (1 where no run
-        has a control), least, verdict."""
+        (medians), speedup, low, high, n_baseline, n_toggled, band_low, band_high (1 without a
+        control), least, verdict."""
         rows = []
         for row in self.rows:
             before, after, _ = row.sides
@@ -101,7 +108,7 @@ class Compared:
         return pd.DataFrame(rows, columns=_COLUMNS)
 
     def table(self) -> Table:
-        """For people. What every row shares is in `attrs["constant"]`."""
+        """The rows as text. Columns that are the same in every row are in `attrs["constant"]`."""
         s = self.summary()
         table = Table(
             {
@@ -134,7 +141,7 @@ class Compared:
         return f"{row.run_id} {arm}".strip() if len(self.runs) > 2 or not arm else arm
 
     def unmatched(self) -> Table:
-        """What has no counterpart: columns Only in, Not in, Model, Toggles, Tests."""
+        """Repetitions without a counterpart: columns Only in, Not in, Model, Toggles, Tests."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for run, other, side in self.left:
             key = (run, other, " ".join(side.model[1:]), side.label)
@@ -143,7 +150,7 @@ class Compared:
         return Table(rows, columns=["Only in", "Not in", "Model", "Toggles", "Tests"])
 
     def tables(self) -> list[Table]:
-        """`table` and `unmatched`, but for empty ones."""
+        """`table` and `unmatched`, without an empty table."""
         return [table for table in (self.table(), self.unmatched()) if len(table)]
 
     def __repr__(self) -> str:
@@ -162,10 +169,11 @@ _COLUMNS = [
 
 
 def compare(*folders: str | Path, across: bool = False) -> Compared:
-    """Run folders beside the first of them; kinds `ab` and `bench`.
+    """Compares run folders of kinds `ab` and `bench` with the first folder.
 
-    across: judge rows of another device, driver or day, too. Raises UsageError for fewer than two
-    folders, one that is none, and a baseline or only others of a kind that has no t/s.
+    across: rows of another device, driver or day have a verdict, too.
+    Raises UsageError for fewer than two folders and for a folder that is no run folder. Also for a
+    baseline of another kind, and where all further runs are of other kinds.
     """
     if len(folders) < 2:
         raise UsageError("compare needs two run folders or more; the first is the baseline")
@@ -227,7 +235,7 @@ def _row(
 
 
 def _bands(run: results.Run) -> dict[str, Band]:
-    """By test: the A/A band of a comparison that has one."""
+    """The A/A band by test; empty for a run without a control."""
     if run.run["kind"] != "ab":
         return {}
     found = AB(run.run, run.samples).summary()
@@ -242,8 +250,8 @@ def _toggles(sides: Matched) -> str:
 
 
 def why_history(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Why two runs (`run.json` as dicts) are no comparison: other device, card, processor, driver,
-    day; empty where all are alike."""
+    """Why a run is history: its device, card, processor, driver or day differs. Empty where all are
+    alike. before, after: `run.json` as dicts."""
     return [
         f"another {what} ({a[what]}, and {b[what]})"
         for a, b in [(_circumstances(before), _circumstances(after))]
@@ -253,7 +261,7 @@ def why_history(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def _circumstances(run: dict[str, Any]) -> dict[str, str]:
-    """What must be alike for a verdict. The day is the UTC one on which the run started."""
+    """The circumstances that must be alike for a verdict. The day is the UTC day of the start."""
     engine, machine = run["engine"], run["machine"]
     device, _, software = str(engine.get("device_description")).partition(", driver ")
     gpus = machine.get("gpus") or [] if is_gpu(str(engine.get("device"))) else []
@@ -268,7 +276,7 @@ def _circumstances(run: dict[str, Any]) -> dict[str, str]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """What else differs between two runs: commits, versions, the engine's settings."""
+    """The further differences between two runs: commits, versions, the engine's settings."""
     a, b = (_commit(run["commit"]) for run in (before, after))
     yield f"commit {a} -> {b}" if a != b else f"the same commit {a}"
     for what, old, new in (

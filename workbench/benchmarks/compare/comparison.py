@@ -1,7 +1,7 @@
-"""What a comparison found: tables and sentences from a run folder of kind `ab`, measured or read.
+"""The result of a comparison: tables and sentences from a run of kind `ab`, measured or read.
 
-Everything here follows from `run.json` and the samples, so a folder copied from another machine
-gives the same table there as here.
+Everything here follows from `run.json` and the samples. So a folder gives the same table on every
+machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTROL = "A/A control"
 
 
 def background(run: dict[str, Any]) -> str:
-    """The toggles that all sides of a run of kind `ab` share and that are not off, as
+    """The toggles that all arms of a run of kind `ab` share and that are not off, as
     `copy_stream=own, fuse=on, all else off`."""
     toggle = run["result"]["toggle"]
     first, *others = (arm["toggles"] for arm in run["arms"])
@@ -45,8 +45,9 @@ def background(run: dict[str, Any]) -> str:
 class AB:
     """A finished or interrupted comparison.
 
-    run: `run.json` as a dict. samples: every timed token (see `results`). Never draws; the plots
-    take these tables.
+    run: `run.json` as a dict.
+    samples: every timed token (see `results`).
+    Never draws; the plots take these tables.
     """
 
     def __init__(self, run: dict[str, Any], samples: pd.DataFrame):
@@ -54,7 +55,7 @@ class AB:
 
     @classmethod
     def load(cls, folder: str | Path) -> AB:
-        """From a run folder; raises UsageError where it is none, or of another kind."""
+        """Reads a run folder. Raises UsageError where it is no run folder, or of another kind."""
         found = results.load_run(folder)
         if found.run["kind"] != "ab":
             raise UsageError(f"{folder} holds a run of kind {found.run['kind']!r}, no comparison")
@@ -85,22 +86,23 @@ class AB:
         return f"{self.run['model']['name']} {self.run['model']['quant']}"
 
     def answer(self, arm: str) -> Answer | None:
-        """Whether `arm` gave the baseline's answer; None for an arm that was never compared."""
+        """Whether `arm` gave the baseline's answer; None: the arm was never compared."""
         found = self.run["result"]["answers"].get(arm)
         return None if found is None else Answer.from_dict(found)
 
     def label(self, arm: dict[str, Any]) -> str:
-        """The arm's value; for sync=auto also the mode that was chosen."""
+        """The arm's value; for sync=auto also the chosen mode."""
         chose = arm["toggles"].get("sync") == "auto" and self.run["result"]["toggle"] == "sync"
         return f"{arm['name']} ({arm['sync_mode']})" if chose else arm["name"]
 
     def assigned(self, label: str) -> str:
-        """`sync=per_copy`; of sets of toggles the set."""
+        """`sync=per_copy`, or the set where sets of toggles are compared."""
         toggle = self.run["result"]["toggle"]
         return f"{toggle}={label}" if toggle else label
 
     def summary(self) -> pd.DataFrame:
-        """One row per test and arm beside the baseline, the control included; all numbers.
+        """One row per test and arm except the baseline, with all numbers; the control has rows,
+        too.
 
         Columns: test, arm, label, is_control, tps_baseline and tps_toggled (medians, tokens/s),
         speedup, low, high (95 % interval), n (pairs), band_low, band_high (A/A), verdict, answer.
@@ -154,9 +156,9 @@ class AB:
         return stats.speedup(pairs[a].to_numpy(), pairs[b].to_numpy(), self.run["seed"])
 
     def table(self) -> pd.DataFrame:
-        """The speedup table, as the threads print it, with interval, verdict and answer beside.
+        """The speedup table of compare-llama-bench.py, with interval, verdict and answer.
 
-        The last row of each test is the A/A control: what no change looks like on this machine.
+        The last row of each test is the A/A control. It shows how large an effect noise alone has.
         """
         s = self.summary()
         return Table(
@@ -176,7 +178,7 @@ class AB:
 
     @property
     def caption(self) -> str:
-        """One line under a table: on what background, device and commit it was measured; when."""
+        """One line under a table: baseline, background, device, commit and time of the run."""
         run, baseline = self.run, self.run["arms"][0]
         device = run["engine"]["device_description"]
         own = "" if is_gpu(run["engine"]["device"]) else "timings of this device, not of a GPU; "
@@ -188,8 +190,8 @@ class AB:
 
     @property
     def verdict(self) -> str:
-        """A sentence per test and toggled arm; then what this machine could not resolve, how the
-        repeating ended, and what else a reader must know before believing the rest."""
+        """A sentence per test and toggled arm; then the smallest effect that this machine could
+        resolve, how the repeating ended, and further reasons for doubt."""
         toggle, baseline = self.run["result"]["toggle"], self.label(self.run["arms"][0])
         lines = []
         for row in self.summary().itertuples():
@@ -201,7 +203,11 @@ class AB:
                 f"A/A band {stats.interval(row.band_low, row.band_high)}); {row.answer}"
             )
         lines += resolution.lines(self.summary())
-        lines += self._until_lines()
+        # for a run that was repeated until its intervals were narrow
+        asked = self.run["result"].get("until")
+        if asked:
+            ends = asked["tests"].items()
+            lines += [f"{test}: {RepeatEnd(**ended).line()}" for test, ended in ends]
         control = self.answer(self.run["arms"][-1]["name"])
         if control is not None and not control.holds:
             lines.append(f"the A/A control's own answer is {control}: the engine is not repeatable")
@@ -209,7 +215,6 @@ class AB:
             if not (warm["stable"] or self.run["result"]["smoke"]):
                 lines.append(f"{test}: times had not settled after {warm['rounds']} warm-up rounds")
         if self.interrupted:
-            asked = self.run["result"].get("until")
             cut = (
                 f"before {stats.percent(asked['half_width'])} was reached"
                 if asked
@@ -218,19 +223,13 @@ class AB:
             lines.append(f"interrupted: {cut}")
         return "\n".join(lines)
 
-    def _until_lines(self) -> Iterator[str]:
-        """Of a run that was repeated until it was known: how that ended, test by test."""
-        asked = self.run["result"].get("until")
-        if asked:
-            for test, ended in asked["tests"].items():
-                yield f"{test}: {RepeatEnd(**ended).line()}"
-
     def percentiles(self) -> Table:
         """How long single tokens took, a row per test and arm: see `results.percentiles`."""
         return results.percentiles(self.samples)
 
     def evidence(self) -> pd.DataFrame:
-        """Per test and arm, what a step issues: pattern, waits, copies, launches, bytes copied."""
+        """The commands of a step by test and arm: pattern, waits, copies, launches, bytes
+        copied."""
         rows: list[dict[str, Any]] = [
             {"Test": test, "Arm": self.label(arm), "pattern": program["folded_pattern"]}
             | program["counts"]

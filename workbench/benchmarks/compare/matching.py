@@ -1,7 +1,7 @@
-"""Which repetitions of two run folders measured the same thing: by test, model and toggles.
+"""Pairs of repetitions in two run folders that measured the same: by test, model and toggles.
 
-Nothing is dropped: what has no counterpart is listed. Older runs lack toggles that came later; what
-they did is what those toggles do when they are off, so they count as off.
+Nothing is dropped: repetitions without a counterpart are listed. Older runs lack newer toggles. A
+missing toggle counts as off, since an older engine did what the toggle does when it is off.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -14,8 +14,12 @@ from workbench.config import Toggles, folded, said_toggles
 
 
 class Repeated(NamedTuple):
-    """One arm's repetitions of one test. model: hash, name and type; toggles: of this version,
-    and of the run where only it knows them. tps: t/s, float (n,), in the order taken."""
+    """One arm's repetitions of one test.
+
+    model: hash, name and type.
+    toggles: all toggles of today, and the run's further toggles that no longer exist.
+    tps: t/s, float (n,), in the order taken.
+    """
 
     test: str
     arm: str
@@ -25,12 +29,12 @@ class Repeated(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What of the toggles is not off: `sync=packed, fuse=on, all else off`."""
+        """The toggles that are not off: `sync=packed, fuse=on, all else off`."""
         return said_toggles(self.toggles)
 
 
 class Matched(NamedTuple):
-    """Two sides of a row, and the toggles in which they differ, as (name, before, after)."""
+    """A pair, and the toggles in which its sides differ, as (name, before, after)."""
 
     before: Repeated
     after: Repeated
@@ -38,7 +42,7 @@ class Matched(NamedTuple):
 
 
 class Matching(NamedTuple):
-    """What matches, in the order of the first folder, and what is left of either."""
+    """The pairs, in the order of the first folder, and the repetitions without a counterpart."""
 
     matched: list[Matched]
     only_before: list[Repeated]
@@ -46,7 +50,7 @@ class Matching(NamedTuple):
 
 
 def repeated(run: results.Run) -> Iterator[Repeated]:
-    """Every test and arm of a run folder; the A/A control is no arm of its own."""
+    """Every test and arm of a run folder, except the A/A control."""
     model = run.run["model"]
     identity = (model.get("hash"), str(model.get("name")), str(model.get("quant")))
     toggles = {arm["name"]: arm["toggles"] for arm in run.run["arms"]}
@@ -60,8 +64,8 @@ def repeated(run: results.Run) -> Iterator[Repeated]:
 def match(before: Sequence[Repeated], after: Sequence[Repeated]) -> Matching:
     """Pairs of the same test, model (by its hash, else by name and type) and toggles.
 
-    The rest of a test and model is a pair, too, if the arms have one name, or if one arm is left on
-    either side. Only the toggles differ in such a pair, and they are named.
+    Then arms of one test and model are a pair if they have the same name, or if each side has one
+    arm left. Such a pair differs in toggles only, and names them.
     """
     found: dict[int, int] = {}
     for rule in _RULES:
@@ -81,7 +85,7 @@ def _frozen(repeated: Repeated) -> frozenset[tuple[str, str]]:
     return frozenset(repeated.toggles.items())
 
 
-# from the strictest; a key with None (a hash that is not known) matches nothing
+# the strictest rule first; a key with None (an unknown hash) matches nothing
 _Rule = Callable[[Repeated], tuple[Hashable, ...]]
 _EXACT: list[_Rule] = [
     lambda r: (r.test, r.model[0], _frozen(r)),
@@ -102,7 +106,7 @@ def _left(
     found: dict[int, int],
     rule: _Rule,
 ) -> dict[Any, tuple[list[int], list[int]]]:
-    """The numbers of what has no counterpart yet, on both sides, by what the rule makes of them."""
+    """The indices without a counterpart yet, on both sides, by the key that the rule gives."""
     groups: dict[Any, tuple[list[int], list[int]]] = {}
     taken = set(found.values())
     for side, (sides, done) in enumerate(((before, set(found)), (after, taken))):
@@ -113,7 +117,8 @@ def _left(
 
 
 def _differ(before: Repeated, after: Repeated) -> list[tuple[str, str, str]]:
-    """By name; a family is named once where either side has all of it at one value."""
+    """The differing toggles, by name. A family is named once where each side has one value for
+    all its members."""
     old, new = folded(before.toggles), folded(after.toggles)
     if old.keys() != new.keys():
         old, new = before.toggles, after.toggles

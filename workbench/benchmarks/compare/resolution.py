@@ -1,7 +1,7 @@
-"""What a comparison could not have seen, in words: how noisy the machine was, and what would help.
+"""Sentences about effects that a comparison cannot resolve: how noisy it was, and what helps.
 
-"No difference" says little on a machine that cannot tell 30 %. So the smallest effect that would
-have had a verdict stands beside it, and how to see smaller ones.
+"No difference" says little on a machine that cannot resolve 30 %. So the report also gives the
+smallest effect that would have had a verdict, and how to resolve smaller effects.
 """
 
 import math
@@ -13,11 +13,11 @@ import pandas as pd
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.stats import Band, Ratio
 
-MOST_ROUNDS = 1000  # more are no advice
+MOST_ROUNDS = 1000  # advice never names more
 
 
 def lines(summary: pd.DataFrame) -> Iterator[str]:
-    """A line for each test whose control excludes 1, or that has an effect inside what it resolves.
+    """A line for each test whose control excludes 1, or that has an effect too small to resolve.
 
     summary: the frame of `AB.summary`.
     """
@@ -35,10 +35,10 @@ def _ratio(row: object) -> Ratio:
 
 
 def sentence(arms: dict[str, Ratio], band: Band, control: Ratio | None) -> str:
-    """What one test cannot resolve, and what helps; empty where every arm's effect is resolved and
-    the control's interval holds 1, and where there are too few repetitions to say.
+    """The effects that one test cannot resolve, and what helps. Empty where every arm's effect is
+    resolved and the control's interval holds 1, and where there are too few repetitions.
 
-    arms: the toggled arms' ratios to the baseline, by what they are called.
+    arms: the toggled arms' ratios to the baseline, by label.
     """
     unclear = {a: r for a, r in arms.items() if stats.verdict(r, band) == stats.SAME}
     enough = [r for r in arms.values() if stats.verdict(r, band) != stats.TOO_FEW]
@@ -46,7 +46,7 @@ def sentence(arms: dict[str, Ratio], band: Band, control: Ratio | None) -> str:
     if not enough or not (unclear or apart):
         return ""
     least = max([band.high - 1, *(stats.resolution(r, band) for r in unclear.values())])
-    if least < 1e-6:  # no noise at all: a device that was told how long to take
+    if least < 1e-6:  # no noise at all: a simulated device with fixed times
         return ""
     said = f"this machine cannot resolve less than {stats.percent(least)} here now"
     if unclear:
@@ -61,7 +61,7 @@ def sentence(arms: dict[str, Ratio], band: Band, control: Ratio | None) -> str:
 
 
 def _advice(least: float, unclear: dict[str, Ratio], n: int) -> str:
-    """What would resolve the largest of the unclear effects, or half of what is resolved now."""
+    """How to resolve the largest unclear effect, or half of the effect that is resolved now."""
     largest = max((stats.effect(r) for r in unclear.values()), default=0.0)
     rounds = stats.rounds_for(n, least, largest)
     if rounds > MOST_ROUNDS or rounds <= n:

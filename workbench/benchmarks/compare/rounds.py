@@ -1,12 +1,12 @@
-"""The one loop of whatever is measured in rounds: every arm once a round, and none favoured.
+"""The loop of all experiments in rounds: every arm once a round, in an order that favours no arm.
 
-    round 0   A B A'        every arm is measured once per round; each second round runs
-    round 1   A' B A        backwards (ABBA), and each pair of rounds starts one arm further on, so
-    round 2   B A' A        that no arm always follows the same one. A' is the A/A control: the
-    round 3   A A' B        baseline again, an engine of its own.
+    round 0   A B A'        Every arm is measured once per round. Each second round runs backwards
+    round 1   A' B A        (ABBA), and each pair of rounds starts one arm further on. So no arm
+    round 2   B A' A        always follows the same arm. A' is the A/A control: the baseline again,
+    round 3   A A' B        on an engine of its own.
 
-`interleave` is that loop. `Trials` measures workloads on engines with it: warmed up first, then a
-fixed number of rounds, or until the result is known (`until`).
+`interleave` is this loop. `Trials` measures workloads on engines with it: first the warm-up, then a
+fixed number of rounds, or rounds until the interval is narrow enough (`until`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def interleave(
 ) -> None:
     """Measures every arm once in every round, in the order of `order_of`.
 
-    measure(round, arm) is one repetition; None says that there is nothing to measure.
-    whole(round, found) is called after each round, with what each arm found.
+    measure(round, arm): one repetition; returns None where it was skipped.
+    whole(round, found): called after each round, with the results by arm.
     """
     for round_ in rounds:
         found: dict[int, Found] = {}
@@ -57,7 +57,7 @@ def interleave(
 
 
 class Repetition(NamedTuple):
-    """One arm's part in one round of a test. n_rounds: how many there will probably be."""
+    """One arm's part in one round of a test. n_rounds: the expected number of rounds."""
 
     workload: w.Workload
     round_: int
@@ -66,10 +66,11 @@ class Repetition(NamedTuple):
 
 
 class Trials:
-    """Workloads on engines, one for each arm, the first the baseline.
+    """Measures workloads on engines, one engine for each arm; the first is the baseline.
 
-    rates: t/s by test, round and arm. What is there already, of a resumed run, is not measured
-    again. warm_ups, ended: by test, as run.json has them (`workload.WarmUp`, `until.RepeatEnd`).
+    rates: t/s by test, round and arm. Repetitions with a rate (of a resumed run) are not measured
+        again.
+    warm_ups, ended: by test, as in run.json (`workload.WarmUp`, `until.RepeatEnd`).
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Trials:
         until: Until | None = None,
         once: bool = False,
     ):
-        """rounds: of each test, with `until` the least. once: warms up with a single round."""
+        """rounds: of each test; with `until` the minimum. once: the warm-up is a single round."""
         self.engines, self.workloads = engines, workloads
         self.rounds, self.seed, self.until, self.once = rounds, seed, until, once
         self.rates: dict[tuple[str, int, int], float] = {}
@@ -89,10 +90,10 @@ class Trials:
         self.ended: dict[str, dict[str, Any]] = {}
         self._rows: dict[str, list[list[float]]] = {}  # `rates` of whole rounds, by test
         self._spent_s = 0.0  # of `until.at_most_s`
-        self._each_s = 0.0  # what a repetition took in the warm-up
+        self._each_s = 0.0  # the time of a repetition in the warm-up
 
     def take_over(self, earlier: results.Run, arms: Sequence[str]) -> None:
-        """What a resumed run has measured already. arms: the name of each engine's."""
+        """Takes the rates of a resumed run. arms: the arm's name of each engine."""
         number, found = {name: i for i, name in enumerate(arms)}, earlier.run["result"]
         cells = results.rates(earlier.samples)[["arm", "test", "repetition", "tps"]]
         self.rates = {
@@ -109,10 +110,11 @@ class Trials:
         begins: Callable[[Repetition], None] = lambda one: None,
         whole: Callable[[int, dict[int, w.Sample]], None] = lambda round_, found: None,
     ) -> None:
-        """All rounds of one of the workloads that are still missing.
+        """Measures the missing rounds of one workload.
 
-        begins(one) is called before a repetition, taken(one, sample) after it, and whole(round,
-        samples) after each round. All arms of a round are fed the same tokens.
+        begins(one): called before a repetition. taken(one, sample): called after it.
+        whole(round, samples): called after each round, with the samples by arm.
+        All arms of a round are fed the same tokens.
         """
         test, n_arms = workload.name, len(self.engines)
         n_vocab, bos = self.engines[0].model.n_vocab, w.bos_token(self.engines[0])
@@ -150,18 +152,19 @@ class Trials:
         return rows
 
     def _bar(self, workload: w.Workload, n_left: int) -> AbstractContextManager[Bar]:
+        """Labelled `tg128`, or `tg128 (test 2 of 3)` where there are several tests."""
+        number, n = self.workloads.index(workload) + 1, len(self.workloads)
+        label = f"{workload} (test {number} of {n})" if n > 1 else workload.name
         limit_s = self.until.at_most_s if self.until else math.inf
         expected_s = min(n_left * self._each_s, limit_s)
-        return bar(
-            label_of(workload, self.workloads), n_left * workload.n_cells, "tokens", expected_s
-        )
+        return bar(label, n_left * workload.n_cells, "tokens", expected_s)
 
     def _rounds(self, workload: w.Workload) -> Iterator[tuple[int, int]]:
-        """The rounds to run, and how many there will be: a fixed number, or until it is known.
-        The engines are warmed up before the first.
+        """The rounds to run, each with the expected number of rounds. The engines are warmed up
+        before the first round.
 
-        What is left of `at_most_s` is shared among the tests that are left. A resumed run has all
-        of it again.
+        The tests that are left share the rest of `at_most_s`. A resumed run has all of this time
+        again.
         """
         test, n_arms = workload.name, len(self.engines)
 
@@ -193,9 +196,3 @@ class Trials:
             seconds_before=before,
         )
         self._spent_s += self.ended[test]["seconds"] - before
-
-
-def label_of(workload: w.Workload, every: Sequence[w.Workload]) -> str:
-    """`tg128`, and of several tests `tg128 (test 2 of 3)`."""
-    where = f" (test {every.index(workload) + 1} of {len(every)})" if len(every) > 1 else ""
-    return f"{workload}{where}"

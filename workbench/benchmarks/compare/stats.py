@@ -1,14 +1,15 @@
-"""What a comparison says: a ratio of medians, an interval, and a verdict that knows the noise.
+"""Statistics of a comparison: a ratio of medians, its interval, and a verdict that allows for
+noise.
 
 The speedup of an arm is (median t/s toggled) / (median t/s baseline). Its interval is a bootstrap
-over *rounds*. A round holds one repetition of every arm, taken one after the other. So what drifts
-over seconds (clocks, neighbours) strikes both sides of a resampled pair alike. The interval is the
+over *rounds*. A round holds one repetition of every arm, taken one after the other. So a drift over
+seconds (clocks, neighbours) affects both sides of a resampled pair alike. The interval is the
 percentile interval of the log ratio; BCa is not used, since its acceleration comes from a
 jackknife, which fails for a median (Efron & Tibshirani, An Introduction to the Bootstrap, ch. 11).
 
-The A/A control is the baseline measured a second time as an arm of its own. Its interval says what
-"no difference" looks like here and now: the A/A band is the smallest interval around 1, symmetric
-in the log, that contains the control's whole interval.
+The A/A control is the baseline measured a second time as an arm of its own. Its interval shows how
+large an effect noise alone has. The A/A band is the smallest interval around 1, symmetric in the
+log, that contains the control's whole interval.
 """
 
 import math
@@ -27,7 +28,8 @@ TOO_FEW = "too few repetitions"
 
 
 class Ratio(NamedTuple):
-    """A speedup with its confidence interval; n pairs went into it. NaN bounds: n is below 2."""
+    """A speedup with its confidence interval, from n pairs. The bounds are NaN where n is below
+    2."""
 
     value: float
     low: float
@@ -36,14 +38,14 @@ class Ratio(NamedTuple):
 
 
 class Band(NamedTuple):
-    """The A/A band: ratios in low..high are what this machine makes of no change at all."""
+    """The A/A band: without any change, this machine measures ratios in low..high."""
 
     low: float
     high: float
 
 
 def interval(low: float, high: float) -> str:
-    """`0.987..1.012`, as tables print it; `-` where there is none."""
+    """An interval as tables print it: `0.987..1.012`; `-` without an interval."""
     return "-" if math.isnan(low) else f"{low:.3f}..{high:.3f}"
 
 
@@ -55,65 +57,56 @@ def percent(share: float) -> str:
 
 
 def two_digits(n: float) -> str:
-    """`560` or `15,000`: a number that is only estimated."""
+    """An estimated number, with two digits: `560` or `15,000`."""
     return f"{float(f'{n:.2g}'):,.0f}"
 
 
 def half_width(low: float, high: float) -> float:
-    """Of an interval of positive numbers, as a share of its middle in the log: 0.01 where the truth
-    is within 1 %. NaN where there is no interval."""
+    """The half-width of an interval of positive numbers, as a share of its middle in the log: 0.01
+    where the truth is within 1 %. NaN without an interval."""
     return math.sqrt(high / low) - 1
 
 
 def rounds_for(n: int, reached: float, wanted: float) -> float:
-    """How many rounds narrow an interval to `wanted` that n rounds narrowed to `reached`: a width
-    goes with the square root of their number. Infinite where nothing is wanted."""
+    """How many rounds give an interval of width `wanted`, where n rounds gave `reached`. The width
+    falls with the square root of the number of rounds. Infinite where `wanted` is 0."""
     return math.ceil(n * (reached / wanted) ** 2) if wanted > 0 else math.inf
 
 
-def speedup(
-    baseline: np.ndarray, toggled: np.ndarray, seed: int = 0, confidence: float = CONFIDENCE
-) -> Ratio:
+def speedup(baseline: np.ndarray, toggled: np.ndarray, seed: int = 0) -> Ratio:
     """Ratio of medians toggled/baseline with its paired bootstrap interval.
 
     baseline, toggled: t/s, one per round, float (n,), entry i of both from round i. The same seed
-    gives the same interval. One pair gives NaN bounds. Raises ValueError where lengths differ,
-    there is nothing, or a rate is not a positive number.
+    gives the same interval. One pair gives NaN bounds. Raises ValueError where lengths differ, both
+    are empty, or a rate is not a positive number.
     """
-    pairs = np.stack([np.asarray(baseline, float), np.asarray(toggled, float)])
-    if pairs.shape[1] == 0 or not np.all(np.isfinite(pairs) & (pairs > 0)):
-        raise ValueError("rates must be positive numbers, and at least one pair of them")
-    return _ratio(pairs[0], pairs[1], seed, confidence)
+    if len(baseline) != len(toggled):
+        raise ValueError(f"{len(baseline)} rates cannot be paired with {len(toggled)}")
+    return _ratio(baseline, toggled, seed, paired=True)
 
 
-def independent_ratio(
-    baseline: np.ndarray, toggled: np.ndarray, seed: int = 0, confidence: float = CONFIDENCE
-) -> Ratio:
+def independent_ratio(baseline: np.ndarray, toggled: np.ndarray) -> Ratio:
     """Ratio of medians toggled/baseline of rates that were not interleaved, float (n,) and (m,):
     each side is resampled on its own. n of the result is the smaller of the two. Raises
     ValueError where a side is empty or a rate is not a positive number."""
+    return _ratio(baseline, toggled, 0, paired=False)
+
+
+def _ratio(baseline: np.ndarray, toggled: np.ndarray, seed: int, paired: bool) -> Ratio:
     sides = [np.asarray(side, float) for side in (baseline, toggled)]
     if any(not len(s) or not np.all(np.isfinite(s) & (s > 0)) for s in sides):
         raise ValueError("rates must be positive numbers, and at least one on each side")
-    return _ratio(sides[0], sides[1], seed, confidence, paired=False)
-
-
-def _ratio(
-    baseline: np.ndarray, toggled: np.ndarray, seed: int, confidence: float, paired: bool = True
-) -> Ratio:
-    logs = (np.log(baseline), np.log(toggled))
+    logs = (np.log(sides[0]), np.log(sides[1]))
     value, n = float(_log_ratio(*logs)), min(map(len, logs))
     if n < 2:
         return Ratio(math.exp(value), math.nan, math.nan, n)
     if np.ptp(logs[0]) == 0 and np.ptp(logs[1]) == 0:
         return Ratio(math.exp(value), math.exp(value), math.exp(value), n)
-    low, high = _bounds(logs, _log_ratio, seed, confidence, paired)
+    low, high = _bounds(logs, _log_ratio, seed, paired)
     return Ratio(math.exp(value), math.exp(low), math.exp(high), n)
 
 
-def median_interval(
-    values: np.ndarray, seed: int = 0, confidence: float = CONFIDENCE
-) -> tuple[float, float, float]:
+def median_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
     """Median of `values`, float (n,), one per round, and its percentile bootstrap interval; the
     bounds are NaN where n is below 2."""
     values = np.asarray(values, float)
@@ -122,28 +115,27 @@ def median_interval(
         return middle, math.nan, math.nan
     if np.ptp(values) == 0:
         return middle, middle, middle
-    return middle, *_bounds((values,), np.median, seed, confidence)
+    return middle, *_bounds((values,), np.median, seed)
 
 
 def _bounds(
     samples: tuple[np.ndarray, ...],
     statistic: Callable,
     seed: int,
-    confidence: float,
-    paired: bool = True,
+    paired: bool = False,
 ) -> tuple[float, float]:
     """The percentile bootstrap interval of a statistic; paired: entry i of every sample is from
     round i."""
-    from scipy.stats import bootstrap  # slow to import, and only a finished comparison needs it
+    from scipy.stats import bootstrap  # slow to import, and rarely needed
 
     found = bootstrap(
         samples,
         statistic,
-        paired=paired and len(samples) > 1,
+        paired=paired,
         vectorized=True,
         n_resamples=N_RESAMPLES,
         batch=max(1, BATCH // max(map(len, samples))),
-        confidence_level=confidence,
+        confidence_level=CONFIDENCE,
         method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval
@@ -163,15 +155,15 @@ def aa_band(control: Ratio) -> Band:
 
 
 def excludes_1(ratio: Ratio) -> bool:
-    """Whether the whole interval lies on one side of 1; false where there is none."""
+    """Whether the whole interval lies on one side of 1; false without an interval."""
     return ratio.low > 1 or ratio.high < 1
 
 
 def resolution(ratio: Ratio, band: Band) -> float:
     """The smallest effect that would have had a verdict, as a share: 0.3 for 30 %.
 
-    An effect must leave the A/A band, and its interval must exclude 1. So `verdict` says "no
-    difference" exactly where the effect is not above this. NaN where there is no interval.
+    For a verdict an effect must be outside the A/A band, and its interval must exclude 1. So
+    `verdict` is "no difference" exactly where the effect is at most this. NaN without an interval.
     """
     if math.isnan(band.low) or math.isnan(ratio.low):
         return math.nan
@@ -180,7 +172,7 @@ def resolution(ratio: Ratio, band: Band) -> float:
 
 
 def effect(ratio: Ratio) -> float:
-    """How far a speedup is from 1, as a share, either way: 0.25 for 1.25 and for 0.8."""
+    """How far a speedup is from 1, as a share, in either direction: 0.25 for 1.25 and for 0.8."""
     return max(ratio.value, 1 / ratio.value) - 1
 
 

@@ -1,16 +1,16 @@
-"""Repetition until it is known: when is an interval narrow enough to stop?
+"""When to stop repeating a test: as soon as its interval is narrow enough.
 
-The rule looks at the interval's width and at the clock, never at the ratio itself. Whoever stops
-as soon as an interval excludes 1 finds a difference in nothing, given time; whoever stops at a
-width has the same chance of a false verdict as at a number of rounds fixed before.
+The rule looks at the interval's width and at the clock, never at the ratio itself. A rule that
+stops as soon as an interval excludes 1 finds a difference sooner or later, even without one. A rule
+that stops at a width has the same chance of a false verdict as a number of rounds fixed beforehand.
 
     rounds   0 1 | 2 3 | ... | 8 9 | 10 11 | 12 13 | ...        a block: an order and its reverse
     looks                        ^       ^             ^        from the 10th, then 10 % apart
 
-The interval is a bootstrap over rounds (`stats`): the repetitions of one round stay together. That
-the looks cost nothing is measured. `tests/benchmarks/test_compare_until.py` runs 1,000 comparisons
-of a thing with itself through this rule and the verdict. Their noise drifts, lasts, jumps and has
-outliers; at most 5 % of the verdicts may be false.
+The interval is a bootstrap over rounds (`stats`): the repetitions of one round stay together.
+A test shows that the looks add no false verdicts. `tests/benchmarks/test_compare_until.py` runs
+1,000 comparisons of equal arms through this rule and the verdict. Their noise has drifts,
+correlations, jumps and outliers; at most 5 % of the verdicts may be false.
 """
 
 import math
@@ -27,25 +27,28 @@ from workbench.common.progress import duration
 
 LEAST_ROUNDS = 10
 BLOCK = 2  # rounds: an order of the arms, and the same backwards
-LOOK = 1.1  # the next look, once there are so many times the rounds of this one
+LOOK = 1.1  # the next look comes after this many times the rounds
 AT_MOST_S = 600.0
 
-WIDTH, TIME, INTERRUPTED = "width", "time", "interrupted"  # why a test was repeated no further
+WIDTH, TIME, INTERRUPTED = "width", "time", "interrupted"  # why repeating a test ended
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Until(NamedTuple):
-    """What is asked for. half_width: of the interval, as a share of the ratio (0.01 for 1 %).
-    at_most_s: when to give up, seconds of measuring over all tests."""
+    """When to stop repeating.
+
+    half_width: of the interval, as a share of the ratio (0.01 for 1 %).
+    at_most_s: when to give up, in seconds of measuring over all tests.
+    """
 
     half_width: float
     at_most_s: float = AT_MOST_S
 
 
 def make_until(half_width: float | None, at_most_s: float = AT_MOST_S) -> Until | None:
-    """None where no width is asked for. Raises UsageError for a width that is no share between 0
-    and 1, and for a time that is not above 0."""
+    """The arguments as an `Until`; None where half_width is None. Raises UsageError for a width
+    that is not between 0 and 1, and for a time that is not above 0."""
     if half_width is None:
         return None
     if not 0 < half_width < 1:
@@ -56,7 +59,7 @@ def make_until(half_width: float | None, at_most_s: float = AT_MOST_S) -> Until 
 
 
 def parse_share(flag: str, text: str) -> float:
-    """`1%` or `0.01` -> 0.01. Raises UsageError for anything that is no share between 0 and 1."""
+    """`1%` or `0.01` -> 0.01. Raises UsageError for any text but a share between 0 and 1."""
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%?)\s*", text, re.ASCII)
     share = float(found[1]) / (100 if found[2] else 1) if found else math.nan
     if not 0 < share < 1:
@@ -65,7 +68,7 @@ def parse_share(flag: str, text: str) -> float:
 
 
 def parse_duration(flag: str, text: str) -> float:
-    """`30s`, `10m` or `1.5h` -> seconds. Raises UsageError for anything else, and for 0."""
+    """`30s`, `10m` or `1.5h` -> seconds. Raises UsageError for any other text, and for 0."""
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([smh])\s*", text, re.ASCII)
     seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not 0 < seconds < math.inf:
@@ -77,10 +80,10 @@ Rates = Sequence[Sequence[float]] | np.ndarray  # t/s, (rounds, arms)
 
 
 def half_width(tps: Rates, seed: int = 0) -> float:
-    """How closely a test is known, as a share; NaN with one round.
+    """The half-width of the interval of a test, as a share; NaN with one round.
 
-    tps: t/s, float (rounds, arms), the first arm the baseline: the half-width of the widest ratio,
-    the A/A control's included. With one arm: of its median.
+    tps: t/s, float (rounds, arms); the first arm is the baseline. With several arms the interval is
+        the widest of the ratios', the A/A control's included. With one arm it is the median's.
     """
     first, *others = np.asarray(tps, float).T
     if not others:
@@ -90,9 +93,10 @@ def half_width(tps: Rates, seed: int = 0) -> float:
 
 
 class Stopping:
-    """Says after each round whether a test is repeated further; one for each test.
+    """Decides after each round whether a test is repeated further. Each test has its own
+    `Stopping`.
 
-    width: the half-width at the last look, NaN before the first.
+    width: the half-width at the last look, NaN before the first look.
     """
 
     def __init__(self, until: Until, seed: int = 0, least: int = LEAST_ROUNDS):
@@ -102,10 +106,11 @@ class Stopping:
         self._next = max(least, LEAST_ROUNDS)
 
     def reason(self, tps: Rates, spent_s: float, round_s: float = 0.0) -> str | None:
-        """`width` or `time` where the test ends here, None where it goes on.
+        """`width` or `time` where the test ends now, None where it goes on.
 
-        tps: of all whole rounds so far, float (rounds, arms). spent_s: of this test's time;
-        round_s: what one round takes. A block that would end too late is not begun.
+        tps: t/s of all whole rounds so far, float (rounds, arms).
+        spent_s: seconds of measuring this test.
+        round_s: seconds of one round. A block that would end too late is not begun.
         """
         self._n = len(tps)
         if self._n == 0 or self._n % BLOCK:
@@ -120,7 +125,7 @@ class Stopping:
         return TIME if late else None
 
     def expected_rounds(self, spent_s: float, round_s: float) -> int:
-        """How many rounds there will be in the end, by the width and by the clock."""
+        """The expected number of rounds at the end, by the width and by the clock."""
         wanted = self._next if math.isnan(self.width) else self.needed()
         if round_s > 0:
             left = (self.until.at_most_s - spent_s) / round_s
@@ -128,16 +133,18 @@ class Stopping:
         return max(self._n + 1, wanted)
 
     def needed(self) -> int:
-        """How many rounds the width asks for: it shrinks with the square root of their number."""
+        """The number of rounds for the wanted width, by the width at the last look."""
         return int(stats.rounds_for(self._looked, self.width, self.until.half_width))
 
 
 class RepeatEnd(NamedTuple):
-    """How the repeating of a test ended, as `run.json` has it under `result.until.tests`.
+    """How repeating a test ended, as in `run.json` under `result.until.tests`.
 
-    rounds: made; half_width: of the interval at the last look, null before the first; wanted: what
-    was asked for; stopped: `width`, `time` or `interrupted`; seconds: spent on this test, over all
-    sessions.
+    rounds: how many were run.
+    half_width: of the interval at the last look, null before the first look.
+    wanted: the half-width that was asked for.
+    stopped: `width`, `time` or `interrupted`.
+    seconds: of measuring this test, over all sessions.
     """
 
     rounds: int
@@ -147,8 +154,12 @@ class RepeatEnd(NamedTuple):
     seconds: float
 
     def line(self, rounds: str = "rounds", of: str = "the interval's") -> str:
-        """One sentence: how well the test is known, and what would do where that is not enough.
-        rounds: what they are called; of: what the half-width belongs to."""
+        """One sentence: the half-width that was reached, and the effort for the wanted half-width
+        where it was not reached.
+
+        rounds: the word for rounds.
+        of: the owner of the half-width.
+        """
         wanted, known = stats.percent(self.wanted), self.half_width
         made = f"after {self.rounds} {rounds}"
         if known is None:
@@ -174,12 +185,12 @@ def rounds_of(
     least: int = LEAST_ROUNDS,
     seconds_before: float = 0.0,
 ) -> Iterator[tuple[int, int]]:
-    """The rounds of one test, each with the number that there will probably be, until it is known.
+    """The rounds of one test, each with the expected number of rounds, until `until` is fulfilled.
 
-    whole(): t/s of the rounds that were run, float (rounds, arms), asked for before each round.
-    note(ended): how it would end now, told before each round and at the end. prepare(): called once
-    before the first round, where there is one; its time is not counted. seconds_before: spent on
-    this test by earlier sessions; they do not count for `until.at_most_s`.
+    whole(): t/s of the rounds that were run, float (rounds, arms); called before each round.
+    note(ended): called before each round and at the end, with the `RepeatEnd` of this moment.
+    prepare(): called once before the first round, if any round is run; its time does not count.
+    seconds_before: seconds of earlier sessions; they do not count for `until.at_most_s`.
     """
     stopping, begun, round_s = Stopping(until, seed, least), time.monotonic(), 0.0
     prepared = False
@@ -200,12 +211,12 @@ def rounds_of(
 
 
 def share_of(until: Until, spent_s: float, tests_left: int) -> Until:
-    """The same for the next test: it has its share of the time that is left."""
+    """`until` for the next test, with its share of the time that is left."""
     return until._replace(at_most_s=max(until.at_most_s - spent_s, 0.0) / tests_left)
 
 
 def reached(ended: Mapping[str, Any] | None) -> str:
-    """What a progress bar says: `half-width 1.8 %, 1 % asked`; empty before the first look."""
+    """Text for a progress bar: `half-width 1.8 %, 1 % asked`; empty before the first look."""
     if not ended or ended["half_width"] is None:
         return ""
     return (

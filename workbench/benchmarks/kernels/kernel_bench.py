@@ -1,19 +1,22 @@
-"""Which share of the memory's bandwidth the products of a model reach: `workbench bench-kernels`.
+"""The share of the memory's bandwidth that the products of a model reach: `workbench
+bench-kernels`.
 
-Each measurement is one weight type, shape and batch (`kernel_cases.py`), cold: copies of the
-weights go round, in all more than four times the last cache. A *replay* is a series of launches
-over one copy after the other, as the device can do it best (`kernel_rigs.py`), timed whole. Its
-time divided by its launches is one sample. Plain launches and programmatic ones (`pdl`) alternate,
-ABBA. The bandwidth they are held against is measured in the same run: the best of several reading
-kernels.
+Each measurement is one weight type, shape and batch (`kernel_cases.py`). Caches are cold: launches
+rotate over copies of the weights that together have more than four times the size of the last
+cache. A *replay* is a series of launches over one copy after the other, timed as a whole; each
+device replays in its best way (`kernel_rigs.py`). The time of a replay divided by its number of
+launches is one sample. Plain and programmatic launches (`pdl`) alternate, ABBA. The read bandwidth
+of the memory is measured in the same run, as the best of several reading kernels.
 
-A run folder of kind `kernels` (`results.py`): an arm is a way to launch, a test is a measurement,
-`Q4_0 8b.o b1`; in samples.parquet a row is a replay, `n_tokens` its launches of all weights of the
-shape. `result` has the rows of the table (`KernelRow`), the measurements left out and why, and
+The run folder has kind `kernels` (`results.py`). An arm is a way to launch, a test is a
+measurement: `Q4_0 8b.o b1`. In samples.parquet a row is a replay, and `n_tokens` is how often it
+reads all weights of the shape. `result` has the rows of the table (`KernelRow`), the skipped
+measurements with reasons, and
 
-    read_gbps     the bandwidth: the fastest replay of the fastest kernel; read_rates: of every one
-    read_after    the same kernels once more when all was measured: what the device drifted by
-    void          why the run says nothing; empty where it counts
+    read_gbps     the read bandwidth: the fastest replay of the fastest reading kernel
+    read_rates    the fastest replay of each reading kernel
+    read_after    the same as read_rates after all measurements: shows the device's drift
+    void          why the run is not valid; empty where it is valid
     cache_bytes, rotating_bytes, how, quick
 """
 
@@ -49,8 +52,8 @@ QUICK_ROUNDS, QUICK_REPLAYS = 2, 1
 
 @dataclass(frozen=True)
 class KernelMatrix:
-    """What is measured: every type by every shape by every batch. quick: too little and too warm
-    for figures, enough to see that it works."""
+    """The measurements: every type by every shape by every batch. quick: a trial run, too short and
+    with too warm caches for valid figures."""
 
     types: Sequence[DType]
     shapes: Sequence[WeightShape]
@@ -72,10 +75,13 @@ class KernelMatrix:
 
 
 class KernelRow(NamedTuple):
-    """One measurement of one way to launch. us: of all launches that read the shape's weights once.
+    """One measurement of one way to launch.
 
-    share: of the read bandwidth, by the median. spread: (slowest - fastest) / median replay.
-    intensity: arithmetic operations for each byte of weights. rows: of all weights together.
+    rows: of all weights together.
+    us, us_min: time of the launches that read the shape's weights once: median, and minimum.
+    spread: (slowest - fastest) / median replay.
+    share: of the read bandwidth, by the median.
+    intensity: arithmetic operations per byte of weights.
     """
 
     type: str
@@ -92,9 +98,9 @@ class KernelRow(NamedTuple):
     gflops: float
     intensity: float
     bytes: int
-    launches: int  # nodes launched for one activation
-    copies: int  # of the weights, one after the other
-    per_replay: int  # times the weights are read in one replay
+    launches: int  # nodes for one activation
+    copies: int  # of the weights
+    per_replay: int  # how often one replay reads the weights
     replays: int
 
     def __str__(self) -> str:
@@ -121,7 +127,7 @@ class KernelRun(NamedTuple):
 
     @classmethod
     def load(cls, folder: str | Path) -> KernelRun:
-        """A run folder of kind `kernels`; raises UsageError for any other."""
+        """Reads a run folder of kind `kernels`; raises UsageError for any other folder."""
         found = results.load_run(folder)
         if found.run["kind"] != "kernels":
             raise UsageError(f"{folder} is a run of kind {found.run['kind']!r}, not 'kernels'")
@@ -139,14 +145,18 @@ def bench_kernels(
     on_note: Callable[[str], None] | None = None,
     ranges: NoRanges = OFF,
 ) -> KernelRun:
-    """Measures `matrix` on an open backend. out: a run folder, written whole at the end and every
-    10 s on the way. reason: why this device. on_row(row) is called as soon as a row is measured,
-    on_note(line) for what else there is to say. rig: instead of the device's own. ranges: each
-    measurement is one of them in each round.
+    """Measures `matrix` on an open backend.
 
-    Ctrl-C ends the measuring: what is finished is kept, saved and returned, marked interrupted. It
-    is saved, too, when the device fails, before the error is raised. Raises UsageError where
-    nothing is left to measure or `out` exists.
+    out: a run folder, written whole at the end and every 10 s on the way.
+    reason: why this device was chosen.
+    rig: replaces the device's own rig.
+    on_row(row): called as soon as a row is measured.
+    on_note(line): called with each note on the run.
+    ranges: NVTX ranges; each measurement has a range in each round.
+
+    Ctrl-C ends the measuring: finished rows are saved and returned, marked interrupted. They are
+    saved, too, when the device fails, before the error is raised. Raises UsageError where nothing
+    is left to measure or `out` exists.
     """
     if out is not None:
         check_folder(out, new=True)
@@ -155,7 +165,7 @@ def bench_kernels(
 
 
 class _Bench:
-    """The state of one run while it is measured; it lives in `bench_kernels`."""
+    """The state of one call of `bench_kernels`."""
 
     def __init__(
         self,
@@ -310,8 +320,8 @@ def make_row(
     copies: int,
     per_replay: int,
 ) -> KernelRow:
-    """The row of one measurement. us: float64 (replays,), the time in which a replay read the
-    weights of the case once."""
+    """The row of one measurement. us: float64 (replays,), the time for reading the weights of the
+    case once, by replay."""
     median = float(np.median(us))
     gbps = case.nbytes / median / 1e3
     return KernelRow(

@@ -1,13 +1,13 @@
-"""What `bench-kernels` measures: weight types by named matrices of real models by batch.
+"""The measurements of `bench-kernels`: weight types by named shapes of real models by batch.
 
-A shape is the weights that one operation of a layer multiplies one activation with:
+A shape names the weights that multiply one activation in an operation of a layer:
 
     qkv      Q, K and V in one launch          o, down, head   one product each
     glu      gate, up and swiglu in one launch, with the quantisation that follows it
     gate_up  the same two weights as two products
-    expert   one expert's product; gate and down of an expert where they differ
+    expert   one expert's product; gate and down, where their shapes differ
 
-Every launch reads its weights once. So its bytes are the weights' alone.
+Every launch reads its weights once. Its bytes are counted as those of the weights only.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ FUSIONS = ("fuse_qkv", "fuse_glu", "fuse_epilogue_quantize")
 
 
 class WeightShape(NamedTuple):
-    """Weights of `rows` and `cols` that multiply one activation; how: product, qkv or glu."""
+    """Weights of `rows` and `cols` that multiply one activation. how: product, qkv or glu."""
 
     name: str
     rows: tuple[int, ...]
@@ -71,7 +71,7 @@ class KernelCase(NamedTuple):
 
     @property
     def misfit(self) -> str | None:
-        """Why there is no such weight, in one line; None where there is."""
+        """Why such a weight is impossible, in one line; None where it is possible."""
         cols, block = self.shape.cols, self.dtype.block
         if cols % block == 0:
             return None
@@ -84,8 +84,8 @@ class KernelCase(NamedTuple):
         )
 
     def nodes(self, weights: Sequence[ir.Tensor], batch: int) -> list[ir.Node]:
-        """What is launched for one activation `x` of `batch` tokens, in order; each node that
-        can be is fused. Results are of Kind.OUTPUT."""
+        """The nodes for one activation `x` of `batch` tokens, in order. qkv and glu are fused.
+        Results are of Kind.OUTPUT."""
         quantised = self.dtype in ir.QUANTISED
         x = ir.Input("x", ir.Q8_ACT if quantised else ir.F32, (batch, self.shape.cols))
         nodes = [ops.make("mul_mat", f"y{i}", w, x) for i, w in enumerate(weights)]
@@ -102,14 +102,15 @@ class KernelCase(NamedTuple):
 
 
 def parse_types(text: str) -> list[ir.DType]:
-    """`Q4_0,F16` as types, `all` as every one of TYPES; raises UsageError naming what exists."""
+    """`Q4_0,F16` as types; `all`: every type of TYPES. Raises UsageError, with the known names, for
+    an unknown name."""
     known = {dtype.name: dtype for dtype in TYPES}
     return [known[name] for name in _chosen(text, "type", {n: [n] for n in known}, str.upper)]
 
 
 def parse_shapes(text: str) -> list[WeightShape]:
-    """`8b.o,1b` as shapes (a model alone: all of its shapes), `all` as every one; raises UsageError
-    naming what exists."""
+    """`8b.o,1b` as shapes (a model alone: all of its shapes); `all`: every shape. Raises
+    UsageError, with the known names, for an unknown name."""
     known = {name: [name] for name in SHAPES}
     for name in SHAPES:
         known.setdefault(name.rpartition(".")[0], []).append(name)
@@ -134,7 +135,7 @@ def _chosen(
 
 
 def parse_batches(text: str) -> list[int]:
-    """`1,2,8` or `1-8` as numbers of tokens; raises UsageError for anything else."""
+    """`1,2,8` or `1-8` as numbers of tokens. Raises UsageError for any other text."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")

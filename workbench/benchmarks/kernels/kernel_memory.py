@@ -1,4 +1,4 @@
-"""What a measured kernel works on: copies of its weights, activations, results, scratch."""
+"""The memory of a measured kernel: copies of its weights, activations, results, scratch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.graph.ir import F32, Kind, Node, Tensor
 from workbench.model.gguf import quants
 from workbench.program.commands import COMPUTE_STREAM, Space
 
-RANDOM_BYTES = 16 << 20  # random weights are made once and repeated: their values do not matter
+RANDOM_BYTES = 16 << 20  # larger weights repeat these bytes, since values do not matter
 
 
 class Copies:
@@ -29,7 +29,7 @@ class Copies:
         try:
             data = [_random_weight(rng, tensor) for tensor in self.tensors]
             for _ in range(max(2, math.ceil(nbytes / case.nbytes))):
-                # its own bytes for each copy: where memory is the host's, they are used as they are
+                # each copy needs its own bytes: a host backend uses the array itself
                 loaded = [
                     backend.load_weight(tensor, rows.copy())
                     for tensor, rows in zip(self.tensors, data, strict=True)
@@ -82,7 +82,8 @@ class Launches:
         return self._memory[-1]
 
     def _upload(self, x: Tensor, seed: int) -> int:
-        """The address of activations of mean 0 and deviation 1, quantised where x is."""
+        """Uploads activations of mean 0 and deviation 1, quantised where `x` is; returns their
+        address."""
         rng, backend = np.random.default_rng(seed), self._backend
         values = rng.standard_normal(x.shape, np.float32)
         data = values if x.dtype == F32 else quants.quantize_activations(values)

@@ -1,7 +1,7 @@
-"""How kernels are timed on each kind of device, and what reading memory reaches there.
+"""How kernels are timed, and how the read bandwidth is measured, on each kind of device.
 
-A rig says how much weight must go round so that no cache can hold it, repeats launches, and times
-them: on a GPU by replays of a captured graph, on the CPU backends by calling them.
+A rig knows how many bytes of weights must rotate so that no cache can hold them. It repeats
+launches and times them: on a GPU by replays of a captured graph, on the CPU backends by calls.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ if TYPE_CHECKING:
     from workbench.backend.cuda.device.backend import CudaBackend
 
 PLAIN, PDL = "plain", "pdl"
-MIN_ROTATING, MIN_CACHES = 256 << 20, 4  # weights that go round: bytes, and times the cache
+MIN_ROTATING, MIN_CACHES = 256 << 20, 4  # rotating weights: bytes, and times the cache
 QUICK_ROTATING = 64 << 20
 H100_FLOOR = 3000.0  # GB/s; a sound SXM card reads at 3.1 to 3.2 TB/s
 
 
 class Repeats(Protocol):
-    """Launches that can be repeated; `backend.cuda_replay.TimedReplay` is one."""
+    """Launches that can be repeated, such as `backend.cuda.device.replay.TimedReplay`."""
 
     def time_us(self, n: int) -> list[float]:
-        """How long each of n repetitions took, in us; one untimed repetition goes before them."""
+        """The times of n repetitions, in us, after one untimed repetition."""
 
     def close(self) -> None: ...
 
 
 class Rig(Protocol):
-    """One device as `bench-kernels` sees it."""
+    """One device for `bench-kernels`."""
 
     kinds: tuple[str, ...]  # ways to launch: PLAIN, and PDL where the device has it
-    how: str  # one line: what one repetition is
-    cache_bytes: int  # of the last cache before memory
-    least_launches: int  # of one repetition
-    pass_bytes: int  # of weights that one repetition reads, about
+    how: str  # one line that describes a repetition
+    cache_bytes: int  # size of the last cache before memory
+    least_launches: int  # at least so many in one repetition
+    pass_bytes: int  # about so many bytes of weights in one repetition
 
     def repeats(self, issues: Sequence[Issue]) -> Repeats: ...
 
     def read_rates(self) -> dict[str, float]:
-        """GB/s at which each of several ways reads memory, each its fastest of some replays."""
+        """The read bandwidth in GB/s, by way of reading: the fastest of several replays."""
 
     def void(self, read_gbps: float) -> str:
-        """Why a run with this read bandwidth says nothing, in one line; empty where it counts."""
+        """Why a run with this read bandwidth is not valid, in one line; empty where it is valid."""
 
 
 def rotating_bytes(cache_bytes: int, quick: bool) -> int:
-    """Bytes of weights that go round, at least: more than four times the cache. quick: less, and
-    what a large cache keeps between two rounds is not cold."""
+    """The least bytes of weights that rotate: more than four times the cache. quick: fewer bytes,
+    so that a large cache is not cold."""
     if quick:
         return QUICK_ROTATING
     return max(MIN_ROTATING, MIN_CACHES * cache_bytes + 1)
 
 
 class CudaRig:
-    """A GPU: graphs of launches, replayed, timed by events of the device."""
+    """A GPU: captured graphs of launches are replayed, and timed by the device's events."""
 
     how = "a captured graph of launches, replayed"
     least_launches = 20
@@ -96,7 +96,8 @@ class CudaRig:
 
 
 class Calls:
-    """Launches on a CPU backend, called in order and waited for, by the host's clock."""
+    """Launches on a CPU backend, called in order with a wait at the end, timed by the host's
+    clock."""
 
     def __init__(self, issues: Sequence[Issue], wait: Issue):
         self._issues, self._wait = tuple(issues), wait
@@ -115,8 +116,8 @@ class Calls:
         self._issues = ()
 
 
-# Ways to go through memory that NumPy has vector code for; which is quickest depends on the
-# processor. The argument is one thread's part, int64.
+# Ways of reading memory for which NumPy has vector code; the fastest depends on the processor. The
+# argument is one thread's part, int64.
 READERS: dict[str, Callable[[np.ndarray], Any]] = {
     "max int32": lambda part: np.maximum.reduce(part.view(np.int32)),
     "max int64": np.maximum.reduce,
@@ -126,7 +127,7 @@ PARTS_PER_THREAD = 8
 
 
 class CpuRig:
-    """The CPU backends: no graph, launches called one after the other."""
+    """The CPU backends: launches are called one after the other, without a graph."""
 
     kinds: tuple[str, ...] = (PLAIN,)
     how = "launches called and waited for"
@@ -142,8 +143,8 @@ class CpuRig:
         return Calls(issues, self._backend.sync_stream(COMPUTE_STREAM))
 
     def read_rates(self) -> dict[str, float]:
-        """By NumPy, on as many threads as the backend has."""
-        # filled: a page that nobody has written to is not memory yet
+        """Reads with NumPy, on as many threads as the backend has."""
+        # filled, because a page gets memory at its first write
         data = np.full(rotating_bytes(self.cache_bytes, self._quick) // 8, 1, np.int64)
         parts = np.array_split(data, self.n_threads * PARTS_PER_THREAD)
         rates = {}
@@ -170,7 +171,7 @@ def rig_of(backend: Backend, quick: bool) -> Rig:
 
 
 def last_cache_bytes() -> int:
-    """Bytes of the largest cache of the first core, 32 MB where the system does not tell."""
+    """Bytes of the first core's largest cache; 32 MB where the system does not report it."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()

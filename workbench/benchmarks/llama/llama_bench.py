@@ -1,18 +1,19 @@
 """`workbench bench`: llama-bench's measurement, reported under its field names.
 
-What this engine has no counterpart for has the value that llama-bench prints when the option is
-off. To let compare-llama-bench.py compare two of our files, give each its own `build` (default: the
-commit), since it tells the sides apart by build_commit alone.
+An option without a counterpart in this engine has the value that llama-bench prints when the option
+is off. For compare-llama-bench.py, two of our files need different values of `build` (default: the
+commit), since the script tells its two sides apart by build_commit alone.
 
 Preset `best` has a set of toggles for one sequence and a set for several. An engine takes the set
-for the most sequences that its tests name. A test of another number runs on a variant of the
-engine, with the set for its own (`Sides`).
+for the largest number of sequences in its tests. A test with another number runs on a variant of
+the engine, with the set for this number (`Sides`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FIELDS", "FORMATS", "BenchRow", "bench", "format_rows", "workloads"]
 
-# what llama-bench says of an option that is off, or that this engine does not have
+# llama-bench's values for options that are off, or that this engine does not have
 _OFF: dict[str, Any] = {
     "cpu_mask": "0x0", "cpu_strict": False, "poll": 0,
     "n_cpu_moe": 0, "split_mode": "none", "main_gpu": 0, "no_kv_offload": False, "flash_attn": 1,
@@ -57,7 +58,7 @@ _OFF: dict[str, Any] = {
 
 
 ARM = "engine"
-NO_LOGITS = np.empty(0, np.float32)  # a repetition's are of no use here, and there may be many
+NO_LOGITS = np.empty(0, np.float32)  # logits are not needed, and would fill memory
 
 
 def workloads(
@@ -101,12 +102,17 @@ def bench(
 ) -> list[BenchRow]:
     """Measures every test of the matrix on `engine`, as llama-bench does; one row per test.
 
-    The engine's context must hold the longest test. build: goes to build_commit, instead of the
-    commit. out: a run folder to write, too (per-token times). resume: continue the run in `out`:
-    repetitions that it holds are kept, and not measured again. until: repeat each test until the
-    half-width of its median t/s has that share (0.01 for 1 %); `repetitions` (and 10) is then the
-    least, and at_most_s of measuring, over all tests, ends it in any case. on_row(row) is called as
-    soon as a test is done. Ctrl-C writes the run folder with what is finished before it goes on.
+    The engine's context must hold the longest test.
+
+    build: the value of build_commit, in place of the commit.
+    out: a run folder to write, too (times of every token).
+    resume: continue the run in `out`; its repetitions are kept, and not measured again.
+    until: repeat each test until the half-width of the interval of its median t/s is at most this
+        share (0.01 for 1 %). At least max(`repetitions`, 10) repetitions are run.
+    at_most_s: seconds of measuring, over all tests, after which `until` gives up.
+    on_row(row): called as soon as a test is finished.
+
+    On Ctrl-C the run folder is written with the finished repetitions, and the interrupt is raised.
     Raises UsageError for tests that do not fit and for fewer than 1 repetition.
     """
     return measured(
@@ -130,9 +136,12 @@ def measured(
     on_side: Callable[[Engine], None] = lambda side: None,
     on_end: Callable[[dict[str, int]], None] = lambda counters: None,
 ) -> list[BenchRow]:
-    """`bench` of the tests given. Where the engine has preset `best`, a test of another number of
-    sequences runs on a variant with the set for its own (`Sides`); on_side is told of it. on_end
-    is told what all of them have counted."""
+    """`bench` of the given tests. Where the engine has preset `best`, a test with another number of
+    sequences runs on a variant with the set for this number (`Sides`).
+
+    on_side(variant): called with each new variant.
+    on_end(counters): called at the end, with the counters of the engine and its variants.
+    """
     if repetitions < 1:
         raise UsageError(f"repetitions={repetitions}: give 1 or more")
     check_untraced(engine)
@@ -171,7 +180,7 @@ def measured(
             )
             draft.checkpoint()
 
-    with sides, kept(*drafts, raises=True):
+    with closing(sides), kept(*drafts, raises=True):
         for test in tests:
             side = sides.engine_of(test)
             trials.engines = [side]
@@ -192,7 +201,8 @@ def measured(
 
 
 class Sides:
-    """The engine and, while its test runs, one variant of it. on_side: told of a new variant."""
+    """The engine and, while a test needs it, one variant. on_side(variant): called with each new
+    variant."""
 
     def __init__(self, engine: Engine, on_side: Callable[[Engine], None] = lambda side: None):
         self._engine, self._on_side = engine, on_side
@@ -206,12 +216,12 @@ class Sides:
         return wanted.for_sequences(test.width)
 
     def toggles_of(self, test: Workload) -> Toggles:
-        """The toggles that `test` runs with."""
+        """The toggles for `test`."""
         return self._engine.resolve(self._wanted(test))
 
     def engine_of(self, test: Workload) -> Engine:
-        """The engine that `test` runs on. The variant of an earlier test is closed, where this one
-        needs another."""
+        """The engine for `test`. The variant of an earlier test is closed where `test` needs
+        another variant."""
         toggles = self.toggles_of(test)
         if toggles == self._engine.toggles:
             return self._engine
@@ -223,7 +233,7 @@ class Sides:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What the engine and its variants have counted, added up."""
+        """The sums of the counters of the engine and its variants."""
         found = Counter(self._engine.counters)
         found.update(self._closed)
         if self._variant is not None:
@@ -231,17 +241,11 @@ class Sides:
         return dict(found)
 
     def close(self) -> None:
-        """Closes the variant; the engine is its owner's."""
+        """Closes the variant; the owner of the engine closes the engine."""
         if self._variant is not None:
             self._closed.update(self._variant.counters)
             self._variant.close()
             self._variant = None
-
-    def __enter__(self) -> Sides:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _new_run(
@@ -255,8 +259,12 @@ def _new_run(
 
 
 class _Before(NamedTuple):
-    """What earlier sessions of a run measured. samples: the repetitions of each test; most: of one
-    test; counters: the engine's."""
+    """Measurements of a run's earlier sessions.
+
+    samples: the repetitions by test.
+    counters: the engine's.
+    most: the largest number of repetitions of a test.
+    """
 
     samples: dict[str, list[Sample]]
     counters: dict[str, int]
@@ -267,8 +275,7 @@ NOTHING = _Before({}, {}, 0)
 
 
 def _take_over(earlier: Run, run: dict[str, Any], trials: Trials, out: Path) -> _Before:
-    """Makes `run` go on where `earlier` ended. Raises UsageError where that measured another
-    thing."""
+    """Makes `run` continue `earlier`. Raises UsageError as `check_same`."""
     check_same(earlier.run, run, out)
     take_over(earlier.run, run)
     trials.take_over(earlier, [ARM])
@@ -284,7 +291,8 @@ def _take_over(earlier: Run, run: dict[str, Any], trials: Trials, out: Path) -> 
 def describe_engine(
     engine: Engine, test: Workload, commit: dict[str, Any], build: str | None = None
 ) -> dict[str, Any]:
-    """Every field of a row that is known before it is measured, and n_kv_max of others' rows."""
+    """The fields of a row that are known before the test is measured; also n_kv_max, for
+    `batched`."""
     model, gpu = engine.model, is_gpu(engine.device)
     cuda_names = ", ".join(str(g["name"]) for g in provenance.gpus())
     return _OFF | {
@@ -298,7 +306,7 @@ def describe_engine(
         "model_size": sum(t.nbytes for t in model.weights),
         "model_n_params": model.n_params,
         "n_kv_max": engine.config.n_ctx,
-        "n_batch": engine.config.n_ubatch,  # a prompt is submitted ubatch by ubatch
+        "n_batch": engine.config.n_ubatch,  # prompts are submitted by ubatch
         "n_ubatch": engine.config.n_ubatch,
         "n_threads": engine.config.threads or provenance.usable_cores(),
         "type_k": engine.config.cache_type_k,
@@ -313,13 +321,13 @@ def describe_engine(
 
 
 def _gpu_layers(config: EngineConfig, gpu: bool) -> int:
-    """As llama-bench names them: 99 for everything on a GPU, 0 without one; else what was asked."""
+    """As llama-bench has it: 99 for everything on a GPU, 0 without a GPU; else the given number."""
     everything = 99 if gpu else 0
     return everything if config.n_gpu_layers < 0 else config.n_gpu_layers
 
 
 def model_type(model: Model) -> str:
-    """`llama 1B Q4_0`: architecture, size and type, in the way of `llama_model_desc`."""
+    """`llama 1B Q4_0`: architecture, size and type, as of `llama_model_desc`."""
     n = model.n_params
     size = f"{n / 1e9:.0f}B" if n >= 0.95e9 else f"{n / 1e6:.0f}M" if n >= 0.95e6 else "?B"
     return f"{model.architecture} {size} {model.quant}"

@@ -2,9 +2,9 @@
 
 FIELDS is the contract: names, order and types of the columns that `tools/llama-bench` writes
 (`test::get_fields`, `get_field_type`) and that `scripts/compare-llama-bench.py` reads
-(LLAMA_BENCH_DB_FIELDS). The script takes CSV and JSON files by the pair, and JSONL or SQLite as one
-file that holds both sides; it tells them apart by build_commit alone, and wants `-t llama-bench`
-with everything but SQLite:
+(LLAMA_BENCH_DB_FIELDS). The script reads two files of CSV or JSON, or one file of JSONL or SQLite
+with both sides. It tells the sides apart by build_commit alone. All formats but SQLite need the
+option `-t llama-bench`:
 
     compare-llama-bench.py -t llama-bench -b <build A> -c <build B> -i a.json -i b.json
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,7 +39,7 @@ FIELDS: dict[str, type] = {
     "fit_min_ctx": int, "n_prompt": int, "n_gen": int, "n_depth": int, "test_time": str,
     "avg_ns": int, "stddev_ns": int, "avg_ts": float, "stddev_ts": float,
 }  # fmt: skip
-# ours, behind llama-bench's where its reader passes over what it does not know: json and jsonl
+# ours, after llama-bench's fields in json and jsonl, whose reader skips unknown fields
 TOKEN_FIELDS = ("p50_us", "p90_us", "p99_us", "ttft_us")
 SQL_TYPES: dict[type, str] = {str: "TEXT", int: "INTEGER", bool: "INTEGER", float: "REAL"}
 TABLE = "llama_bench"
@@ -48,10 +47,13 @@ FORMATS = ("md", "csv", "json", "jsonl", "sql")
 
 
 class BenchRow(NamedTuple):
-    """One test, measured. `fields` holds every name of FIELDS but the four statistics.
+    """A measured test.
 
-    samples: the repetitions, in the order taken. toggles: the engine's, all of them. ended: how the
-    repeating ended (`until.RepeatEnd` as a dict), empty for a fixed number of repetitions.
+    samples: the repetitions, in the order taken.
+    fields: every name of FIELDS but the four statistics.
+    toggles: all toggles of the engine.
+    ended: how repeating ended (`until.RepeatEnd` as a dict); empty for a fixed number of
+        repetitions.
     """
 
     workload: Workload
@@ -70,7 +72,7 @@ class BenchRow(NamedTuple):
         return [1e9 * self.workload.n_tokens / ns for ns in self.samples_ns]
 
     def line(self) -> str:
-        """The rate, and how the repeating ended where it was not a fixed number."""
+        """The rate, and how repeating ended where the number was not fixed."""
         said = f"{self.workload.name}: {self.values()['avg_ts']:.2f} t/s"
         if not self.ended:
             return said
@@ -78,13 +80,12 @@ class BenchRow(NamedTuple):
         return f"{said}; {ended}"
 
     def tokens(self) -> dict[str, Any]:
-        """TOKEN_FIELDS: how long single tokens took (null where the test generates none) and time
-        to first token, us; see `results.percentiles`."""
-        behind = slice(1 if self.workload.n_prompt else 0, None)
-        single = np.concatenate([s.token_ns[behind] for s in self.samples])
+        """TOKEN_FIELDS, us: percentiles of single tokens (None where the test generates none) and
+        the time to first token; see `results.percentiles`."""
+        after_prompt = slice(1 if self.workload.n_prompt else 0, None)
+        single = np.concatenate([s.token_ns[after_prompt] for s in self.samples])
         first = np.array([s.token_ns[0] for s in self.samples])
-        found = results.token_times(single, first)
-        return {name: None if math.isnan(us) else us for name, us in found.items()}
+        return dict(results.finite(results.token_times(single, first)))
 
     def values(self) -> dict[str, Any]:
         """The row under llama-bench's names, in its order and types."""
@@ -99,28 +100,39 @@ class BenchRow(NamedTuple):
 
 
 def _stddev(values: np.ndarray) -> float:
-    """Of the sample (n - 1); 0 for one repetition, as llama-bench says."""
+    """Standard deviation of the sample (n - 1); 0 for one repetition, as in llama-bench."""
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
 def format_rows(rows: Sequence[BenchRow], fmt: str = "md", width: int | None = None) -> str:
     """Rows as text in one of FORMATS, ending in a newline; raises UsageError for another format.
 
-    width: of the terminal, for md: where llama-bench's table is wider, what all rows share stands
-    above a narrower one.
+    width: of the terminal, for md. Where llama-bench's table is wider, the columns that are the
+        same in all rows are printed above a narrower table.
     """
-    writers: dict[str, Callable[[Sequence[BenchRow]], str]] = {
-        "md": lambda rows: _md(rows, width), "csv": _csv, "json": _json, "jsonl": _jsonl,
-        "sql": _sql,
-    }  # fmt: skip
-    check_format(fmt)
-    return writers[fmt](rows)
+    if fmt == "md":
+        return _md(rows, width)
+    return data_of(fmt, TABLE, FIELDS, (row.values() for row in rows), map(_object, rows))
 
 
-def check_format(fmt: str) -> None:
-    """Raises UsageError where a format is none of FORMATS."""
-    if fmt not in FORMATS:
-        raise UsageError(f"format {fmt!r} does not exist; choose one of {', '.join(FORMATS)}")
+def data_of(
+    fmt: str,
+    table: str,
+    fields: Mapping[str, type],
+    rows: Iterable[Mapping[str, Any]],
+    objects: Iterable[Mapping[str, Any]],
+) -> str:
+    """Rows as text in one of FORMATS but md; raises UsageError for another format. rows: the values
+    of `fields`, for csv and sql (as a `table`). objects: for json and jsonl."""
+    if fmt == "csv":
+        return csv_of(fields, rows)
+    if fmt == "sql":
+        return sql_of(table, fields, rows)
+    if fmt == "json":
+        return json_of(objects)
+    if fmt == "jsonl":
+        return "".join(json.dumps(one) + "\n" for one in objects)
+    raise UsageError(f"format {fmt!r} does not exist; choose one of {', '.join(FORMATS)}")
 
 
 def _plain(value: Any) -> str:
@@ -128,10 +140,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return str(int(value))
     return f"{value:.6f}" if isinstance(value, float) else str(value)
-
-
-def _csv(rows: Iterable[BenchRow]) -> str:
-    return csv_of(FIELDS, (row.values() for row in rows))
 
 
 def csv_of(fields: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -143,7 +151,7 @@ def csv_of(fields: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _object(row: BenchRow) -> dict[str, Any]:
-    """llama-bench's JSON object, and behind it what it does not have: times of single tokens."""
+    """llama-bench's JSON object, and after its keys ours: times of single tokens, toggles."""
     return (
         row.values()
         | row.tokens()
@@ -156,10 +164,6 @@ def _object(row: BenchRow) -> dict[str, Any]:
     )
 
 
-def _json(rows: Iterable[BenchRow]) -> str:
-    return json_of(map(_object, rows))
-
-
 def json_of(objects: Iterable[Mapping[str, Any]]) -> str:
     lines = [
         "  {\n"
@@ -168,18 +172,6 @@ def json_of(objects: Iterable[Mapping[str, Any]]) -> str:
         for one in objects
     ]
     return "[\n" + ",\n".join(lines) + "\n]\n"
-
-
-def _jsonl(rows: Iterable[BenchRow]) -> str:
-    return jsonl_of(map(_object, rows))
-
-
-def jsonl_of(objects: Iterable[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(one) + "\n" for one in objects)
-
-
-def _sql(rows: Iterable[BenchRow]) -> str:
-    return sql_of(TABLE, FIELDS, (row.values() for row in rows))
 
 
 def sql_of(table: str, fields: Mapping[str, type], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -192,7 +184,7 @@ def sql_of(table: str, fields: Mapping[str, type], rows: Iterable[Mapping[str, A
 
 
 class Column(NamedTuple):
-    """A column of the md table: heading, width (negative: left), text of a row."""
+    """A column of the md table: heading, width (negative: aligned left), text of a row."""
 
     heading: str
     width: int
@@ -209,10 +201,11 @@ def _toggle(name: str) -> Column:
 
 
 def _md(rows: Sequence[BenchRow], width: int | None) -> str:
-    """llama-bench's table: threads on a CPU, ngl on a GPU, else only options that differ or are on.
+    """llama-bench's table: threads on a CPU, ngl on a GPU, and options that vary or are not
+    default.
 
-    The toggles that all rows share stand above it. Toggles that vary have columns. A second
-    table has the percentiles of single tokens and the time to first token.
+    The toggles that all rows share are printed above the table. Toggles that vary have columns. A
+    second table has the percentiles of single tokens and the time to first token.
     """
     if not rows:
         return ""

@@ -1,13 +1,13 @@
 """A run while it is measured: the one builder of `run.json`, and the folder that grows with it.
 
-`new_run` makes the record of every kind of run, with the keys that `results` lists. A `Draft` keeps
-it together with its samples and the folder where both are saved: every 10 s on the way, and at the
-end. `kept` says what an interruption leaves: Ctrl-C and a failing device save what is finished.
+`new_run` makes the record of every kind of run, with the keys that `results` lists. A `Draft` holds
+the record, the samples, and the folder where both are saved: every 10 s on the way, and at the end.
+`kept` saves the finished part of a run after Ctrl-C or a failure of the device.
 
-A run goes on where it ended: what its folder holds is kept, and only what is missing is measured.
-`ab`, `bench` and `perplexity` resume alike. The folder must hold a run of the same kind, of the
-same arms, tests, seed, model, engine, device and commit (`check_same`); else it is refused, with
-the first difference. How many repetitions are wanted may be another number.
+A resumed run keeps the samples of its folder, and measures only the missing ones. `ab`, `bench` and
+`perplexity` resume alike. The folder must hold a run of the same kind, arms, tests, seed, model,
+engine, device and commit (`check_same`). Otherwise the run is refused, with the first difference.
+The number of repetitions may differ.
 """
 
 import time
@@ -33,7 +33,8 @@ def new_arm(
     program: dict[str, Any] | None = None,
     counters: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One of `arms` in run.json. What is only known later is empty, and filled in then."""
+    """An entry of `arms` in run.json. Keys that are not known yet are empty, and filled in
+    later."""
     return {
         "name": name,
         "is_control": is_control,
@@ -54,10 +55,10 @@ def new_run(
     repetitions: int,
     seed: int,
 ) -> dict[str, Any]:
-    """The run.json of a run that begins now. It counts as interrupted until it is complete.
+    """The run.json of a run that begins now. Its status is interrupted until it is complete.
 
-    found: what `provenance.collect` says of the machine, the model and the engine. `result` is
-    empty: its keys belong to the kind.
+    found: the machine, the model and the engine, from `provenance.collect`. `result` is empty: its
+    keys belong to the kind.
     """
     return {
         "schema": results.SCHEMA,
@@ -77,7 +78,11 @@ def new_run(
 
 
 class Draft:
-    """A run while it is measured. run: its run.json. samples: every timed token so far."""
+    """A run while it is measured.
+
+    run: its run.json.
+    samples: every timed token so far.
+    """
 
     def __init__(
         self,
@@ -87,17 +92,19 @@ class Draft:
         earlier: pd.DataFrame | None = None,
         new: bool = False,
     ):
-        """out: the run folder, None for a run that nobody keeps. complete: called before each
-        saving; it completes `run`, and returns what else the folder has, by file name. earlier:
-        samples of a run that is resumed, and `run` has the seconds it took. new: saving raises
-        UsageError where the folder has another run, that was quicker."""
+        """out: the run folder; None: the run is not saved.
+        complete: called before each saving; it completes `run`, and returns further tables of the
+            folder, by file name.
+        earlier: samples of a resumed run; `run` then holds the seconds of its earlier sessions.
+        new: saving raises UsageError where another process has put a run into the folder.
+        """
         self.run, self.out, self._complete, self._new = run, out, complete, new
         self.samples = SampleTable(run["run_id"], earlier)
         self.seconds_before: float = run["duration_s"]
         self.begun = self.saved = time.monotonic()
 
     def save(self, status: str) -> None:
-        """Writes what there is so far to the run folder, where there is one."""
+        """Writes the run so far to the run folder, if there is one."""
         tables = self._complete()
         seconds = self.seconds_before + time.monotonic() - self.begun
         self.run |= {"status": status, "duration_s": round(seconds, 3)}
@@ -106,7 +113,7 @@ class Draft:
         self.saved = time.monotonic()
 
     def checkpoint(self) -> None:
-        """Saves what is finished, where the last time was long ago."""
+        """Saves the run so far if the last save is more than CHECKPOINT_SECONDS ago."""
         late = time.monotonic() - self.saved > results.CHECKPOINT_SECONDS
         if self.out is not None and late:
             self.save(INTERRUPTED)
@@ -114,10 +121,10 @@ class Draft:
 
 @contextmanager
 def kept(*drafts: Draft, raises: bool = False) -> Iterator[None]:
-    """In the body `drafts` are measured; at its end they are saved.
+    """Measures `drafts` in the body, and saves them at its end.
 
-    Ctrl-C ends the body, and the drafts are saved as interrupted. It is raised again where nothing
-    was finished, and with `raises`. A failure saves what is finished and is raised.
+    Ctrl-C ends the body, and drafts with samples are saved as interrupted. The interrupt is raised
+    again with `raises`, or where no draft has samples. A failure saves them as well, and is raised.
     """
     try:
         yield
@@ -136,17 +143,19 @@ def kept(*drafts: Draft, raises: bool = False) -> Iterator[None]:
 
 
 def open_out(out: Path | None, resume: bool) -> results.Run | None:
-    """The run to continue, None for a new one. Raises UsageError for a folder that is there and not
-    to be resumed, and for one to be resumed that is not."""
+    """The run to continue; None for a new run. Raises UsageError for a folder that exists without
+    `resume`, and for a missing folder or None with `resume`."""
     return open_outs([out], resume)[0]
 
 
 def open_outs(outs: Sequence[Path | None], resume: bool) -> list[results.Run | None]:
-    """As `open_out`, of a command with several runs, one after another: those that have a folder
-    go on, and the others begin. Raises UsageError where none has."""
+    """As `open_out`, for a command with several runs. With `resume`, runs that have a folder go on,
+    and the other runs begin. Raises UsageError where no run has a folder."""
     if not resume:
         for out in filter(None, outs):
-            _check_new(out)
+            check_folder(out)
+            if out.exists():
+                raise UsageError(f"{out} exists already; resume it, or choose another folder")
         return [None] * len(outs)
     given = [out for out in outs if out is not None]
     if len(given) < len(outs):
@@ -158,19 +167,11 @@ def open_outs(outs: Sequence[Path | None], resume: bool) -> list[results.Run | N
     return found
 
 
-def _check_new(out: Path) -> None:
-    check_folder(out)
-    if out.exists():
-        raise UsageError(f"{out} exists already; resume it, or choose another folder")
-
-
 def check_same(
     old: Mapping[str, Any], new: Mapping[str, Any], out: Path | None, of_result: Sequence[str] = ()
 ) -> None:
-    """Raises UsageError, naming the difference, where `old` measured something else.
-
-    of_result: keys of `result` that must be equal, too.
-    """
+    """Raises UsageError, with the first difference, where `old` is not the same measurement as
+    `new`. of_result: keys of `result` that must be equal, too."""
     was, now = _identity(old, of_result), _identity(new, of_result)
     for key, value in was.items():
         if now[key] != value:
@@ -193,12 +194,12 @@ def _identity(run: Mapping[str, Any], of_result: Sequence[str]) -> dict[str, Any
 
 
 def take_over(old: Mapping[str, Any], new: dict[str, Any]) -> None:
-    """What a resumed run has from before: its name, its first start, its time, its sessions."""
+    """Copies the name, first start, duration and sessions of the resumed run `old` to `new`."""
     new |= {key: old[key] for key in ("run_id", "name", "started", "duration_s")}
     before = old["result"].get("sessions") or [session_of(old)]
     new["result"]["sessions"] = [*before, *new["result"]["sessions"]]
 
 
 def session_of(run: Mapping[str, Any]) -> dict[str, Any]:
-    """When one session of a run began, and its commit."""
+    """The start of one session of a run, and its commit."""
     return {"started": run["started"], "commit": run["commit"]}

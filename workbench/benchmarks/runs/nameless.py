@@ -1,9 +1,9 @@
-"""What a run folder says of programs and files: their names. Nothing in it tells whose machine it
-was: no folders, no hosts, no user names, no serial numbers.
+"""Text for run folders that does not reveal whose machine it was. Run folders have names of
+programs and files, and no folders, hosts, user names or serial numbers.
 
-A command keeps its words, and a path among them its last name: `-m /home/me/x.gguf` is `-m x.gguf`.
-In all other text only absolute paths and addresses lose their places. An address on this machine
-stays as it is; of another one the scheme and the port stay, without the host and a user's key.
+In a command line every path is cut to its last name: `-m /home/me/x.gguf` becomes `-m x.gguf`. In
+all other text absolute paths are cut likewise. An address on this machine (`HERE`) stays. Any other
+address keeps its scheme, port and path, and loses its host and a user's key.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _SHORT_FLAG = re.compile(r"-[A-Za-z](?=.*/)")
 
 
 def nameless_command(words: Sequence[str]) -> list[str]:
-    """The words of a command line, and of each path its last name."""
+    """The words of a command line, each path cut to its last name."""
     return [_word(word) for word in words]
 
 
 def portable(value: Any, key: str = "") -> Any:
-    """The same, as JSON has it, with all text as the module says; the list of a key `command` is
-    a command line."""
+    """`value` (as of JSON) with all text made nameless. A list under the key `command` is a command
+    line."""
     if isinstance(value, Mapping):
         return {name: portable(one, name) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -41,7 +41,7 @@ def portable(value: Any, key: str = "") -> Any:
 
 
 def nameless_text(said: str) -> str:
-    """`said` without folders and hosts."""
+    """`said`, with paths cut to their last names, and without hosts."""
     parts, end = [], 0
     for found in _ADDRESS.finditer(said):
         parts += [_ABSOLUTE.sub(_last, said[end : found.start()]), _address(found)]
@@ -50,8 +50,7 @@ def nameless_text(said: str) -> str:
 
 
 def card_number(uuid: str | None) -> str | None:
-    """8 hexadecimal digits that tell one GPU from another, and from which its number does not
-    follow: of BLAKE2s."""
+    """8 hexadecimal digits that tell GPUs apart, and do not reveal the uuid (BLAKE2s)."""
     return None if uuid is None else hashlib.blake2s(uuid.encode(), digest_size=4).hexdigest()
 
 

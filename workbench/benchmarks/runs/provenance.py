@@ -1,8 +1,8 @@
 """Where a number comes from: everything a run folder records about versions, machine and model.
 
-Programs and files have their names, and no paths; GPUs have no serial numbers (`nameless.py`).
-What cannot be found out is `"unknown"` or null, never left out: two run folders are compared key by
-key, perhaps years apart and on machines that no longer exist.
+Programs and files are recorded by name, without paths, and GPUs without serial numbers
+(`nameless.py`). An unknown value is `"unknown"` or null, and its key is never left out. Two run
+folders are compared key by key, perhaps years apart and on machines that no longer exist.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from workbench.backend.base import Backend
     from workbench.engine.engine import Engine
 
+DISTRIBUTION = "token-workbench"  # recorded as `workbench`
 PACKAGES = (
     "workbench", "numpy", "numba", "llvmlite", "scipy", "pandas", "pyarrow", "gguf", "tokenizers",
     "cupy-cuda13x", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc",
@@ -40,11 +41,12 @@ def utc_now() -> str:
 
 @cache
 def versions() -> dict[str, str | None]:
-    """Installed versions of what the numbers depend on, and Python's; null: not installed."""
+    """Installed versions of Python and of PACKAGES; null: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            wanted = DISTRIBUTION if name == "workbench" else name
+            found[name] = importlib.metadata.version(wanted)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
@@ -58,22 +60,22 @@ def _read(path: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """The processor's own name, as llama-bench prints it in cpu_info."""
+    """The processor's name, as llama-bench prints it in cpu_info."""
     info = _read("/proc/cpuinfo") or ""
     found = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine() or UNKNOWN
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """How many cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu() -> dict[str, Any]:
-    """Name, cores, what the process may use, frequency governor and limits in MHz, instruction
-    sets that matter to the kernels."""
+    """Name, cores, usable cores, frequency governor, frequencies in MHz, and the instruction sets
+    that matter to the kernels."""
     base = "/sys/devices/system/cpu/cpu0/cpufreq/"
     khz = {k: _read(base + k) for k in ("cpuinfo_max_freq", "scaling_cur_freq")}
     info = _read("/proc/cpuinfo") or ""
@@ -91,32 +93,28 @@ def cpu() -> dict[str, Any]:
     }
 
 
-def _memory_bytes() -> int | None:
-    found = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo") or "", re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
 def machine() -> dict[str, Any]:
     """Platform, CPU, memory, load average at this moment, and every NVIDIA GPU the driver shows."""
+    memory = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo") or "", re.MULTILINE)
     return {
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpu": cpu(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": int(memory[1]) * 1024 if memory else None,
     } | state()
 
 
 def state() -> dict[str, Any]:
-    """What changes while measuring: load average, and clocks and temperatures of every GPU."""
+    """The load average, and the state of every GPU: these change while a run is measured."""
     load = list(os.getloadavg()) if hasattr(os, "getloadavg") else None
     return {"load_average": load, "gpus": gpus()}
 
 
 def gpus() -> list[dict[str, Any]]:
     """Name, driver, memory, clocks (MHz), power (W), temperature, throttle reasons of every GPU;
-    `card` tells one from another.
+    `card` tells the GPUs apart.
 
-    Empty where there is no GPU or no nvidia-ml-py. A query that the driver refuses gives null.
+    Empty without a GPU or without nvidia-ml-py. A query that the driver refuses gives null.
     """
     try:
         import pynvml as nvml  # the module that nvidia-ml-py installs
@@ -167,7 +165,8 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
 
 
 def model(engine: Engine) -> dict[str, Any]:
-    """The model file of an engine: what identifies it, and what a token must read of it."""
+    """The model file of an engine: its identity and sizes, and the bytes of weights that a token
+    reads."""
     m = engine.model
     names = (
         "hash", "architecture", "name", "quant", "n_params", "n_layer", "n_embd", "n_vocab",
@@ -177,15 +176,16 @@ def model(engine: Engine) -> dict[str, Any]:
 
 
 def engine(engine: Engine) -> dict[str, Any]:
-    """How an engine was made: its configuration, the device it took and why, and whether its NVTX
-    ranges cost it time."""
+    """How an engine was made: its configuration, its device and the reason for it, and its NVTX
+    ranges."""
     config = engine.config.to_dict()
     made = device(config, engine.device, engine.device_reason, engine.backend)
     return made | {"nvtx": engine.ranges.words}
 
 
 def device(config: dict[str, Any], name: str, reason: str, backend: Backend) -> dict[str, Any]:
-    """`engine` of run.json: what was configured, the device, why that one, and its host waits."""
+    """`engine` of run.json: the configuration, the device, the reason for it, and its host
+    waits."""
     return {
         "config": config,
         "device": name,
@@ -198,8 +198,8 @@ def device(config: dict[str, Any], name: str, reason: str, backend: Backend) -> 
 
 
 def _timer(backend: Backend) -> dict[str, int] | None:
-    """The clock that stamps are read from: the step in which it goes on, and by how much it can be
-    off the host's; null: the device has none of its own, or it does not answer."""
+    """The device's clock, which gives the stamps: its tick, and its error against the host's clock,
+    in ns. None: the device has no clock of its own, or its clock does not answer."""
     try:
         clock = backend.clock()
     except DeviceError:
@@ -208,7 +208,7 @@ def _timer(backend: Backend) -> dict[str, int] | None:
 
 
 def _idle_sync_us(backend: Backend) -> float:
-    """What a host wait costs on a stream with nothing queued: median of 200, in us."""
+    """The time of a host wait on an idle stream: median of 200, in us."""
     sync = backend.sync_stream(0)
     taken = []
     for _ in range(200):
@@ -219,7 +219,8 @@ def _idle_sync_us(backend: Backend) -> float:
 
 
 def collect(engine_: Engine | None = None) -> dict[str, Any]:
-    """Everything of this module at once: the part of `run.json` that no experiment chooses."""
+    """The part of `run.json` that every kind of run has alike: command, commit, versions, machine,
+    and with an engine also `model` and `engine`."""
     found = {
         "command": list(sys.argv),
         "commit": commit(),

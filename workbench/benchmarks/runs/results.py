@@ -1,43 +1,43 @@
-"""A run is a folder: `run.json`, `samples.parquet`, and a timeline where there is one.
+"""Run folders: `run.json`, `samples.parquet`, and for some kinds a timeline or another table.
 
 `run.json`, schema 1; every key is always there:
 
     schema       int     1
     run_id       str     the folder's name when it was made; every sample carries it
-    kind         str     what made it: `ab`, `bench`, `kernels`, `perplexity`, `sweep`, ...
-    name         str     what the user called it
+    kind         str     which experiment: `ab`, `bench`, `kernels`, `perplexity`, `sweep`, ...
+    name         str     the user's name for the run
     status       str     `complete` or `interrupted`
     started      str     RFC 3339, UTC
-    duration_s   float   wall-clock seconds, of all sessions where it was resumed
+    duration_s   float   wall-clock seconds, over all sessions
     command      [str]   the command line
     commit       {hash, number, dirty}              of the checkout, `unknown` outside one
-    versions     {package: version | null}          Python and what the numbers depend on
+    versions     {package: version | null}          Python and `provenance.PACKAGES`
     machine      {platform, machine, cpu, memory_bytes, load_average, gpus}
     model        {file, hash, architecture, name, quant, n_params, file_bytes, ...}
     engine       {config, device, device_reason, device_description,
-                  waiting: how a host wait waits, idle_sync_us: what one costs on an idle stream,
-                  timer: {tick_ns, error_ns} of the clock that stamps are read from | null,
-                  nvtx: whether there were NVTX ranges, which take time, and a tool for them}
+                  waiting: how the host waits, idle_sync_us: its time on an idle stream,
+                  timer: {tick_ns, error_ns} of the device's clock | null,
+                  nvtx: whether there were NVTX ranges, which take time, and a tool to read them}
     seed         int     of every random choice
     tests        [str]   llama-bench test names
-    repetitions  int     wanted per arm and test; most that were made, where `result` has `until`
+    repetitions  int     asked for per arm and test; with `until` in `result`, the most made
     arms         [{name, is_control, toggles, sync_mode, program, counters}]   first: the baseline
-    result       {...}   what the experiment concluded; its keys belong to `kind`
+    result       {...}   the experiment's own results; its keys belong to `kind`
 
-`samples.parquet`: one row per timed token, in the order taken; a prompt is one row (`perplexity`
-has a row per ubatch, and beside it `tokens.parquet`; see the module of that name):
+`samples.parquet`: one row per timed token, in the order taken; a prompt is one row. (A run of kind
+`perplexity` has a row per ubatch, and another file, `tokens.parquet`: see `perplexity.py`.)
 
     run_id string, arm string, is_control bool, test string,
     repetition int32   from 0, within arm and test
     order int32        running number of the repetition in the run, over all arms
     token int32        from 0, within the repetition
-    n_tokens int32     tokens this row counts: the prompt's length, or 1
-    ns int64           nanoseconds it took
+    n_tokens int32     tokens of this row: the prompt's length, or 1
+    ns int64           the time of this row, nanoseconds
 
-A save replaces the folder as a whole (`workbench/common/output_swap.py`). Whenever its process was
-killed, the folder holds the files of one save, and the next save removes what the killed one left
-beside it. `load_run` reads all files of one save while others are written, too; by hand that takes
-a folder that nobody writes. Folders can be copied between machines.
+A save replaces the folder as a whole (`workbench/common/output_swap.py`). If its process is killed,
+the folder holds the files of one save, and the next save removes the leftovers. `load_run` reads
+files of one save even during another save. Files read by other means may be of two saves while the
+folder is written. Folders can be copied between machines.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ SCHEMA = 1
 RUN_JSON, SAMPLES = "run.json", "samples.parquet"
 TABLES = TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"  # of `perplexity`, and of `serve`
 COMPLETE, INTERRUPTED = "complete", "interrupted"
-CHECKPOINT_SECONDS = 10.0  # what is finished is saved so often while an experiment runs
+CHECKPOINT_SECONDS = 10.0  # between two saves while an experiment runs
 DEFAULT_ROOT = Path("data/runs")
 
 RUN_KEYS: dict[str, type | tuple[type, ...]] = {
@@ -108,16 +108,20 @@ _DTYPES = {field.name: field.type.to_pandas_dtype() for field in SAMPLE_SCHEMA}
 
 
 class Run(NamedTuple):
-    """A run folder as read: `run` is run.json, `samples` the table of every timed token."""
+    """A run folder as read.
+
+    run: run.json as a dict.
+    samples: the table of every timed token.
+    """
 
     folder: Path
     run: dict[str, Any]
     samples: pd.DataFrame
 
     def _repr_html_(self) -> str:
-        """What was run, on what and whether to its end; then a row per test and arm.
+        """The run's kind, status, model, device and commit; then a row per test and arm.
 
-        A run folder may be anyone's: nothing of it reaches the page unescaped.
+        A run folder may come from anyone, so all its text is escaped.
         """
         run = self.run
         facts = {
@@ -137,7 +141,7 @@ class Run(NamedTuple):
 
 
 class SampleTable:
-    """Collects samples while a run goes on: one `add` per repetition, arrays kept as they come."""
+    """Collects the samples of a run while it is measured, one `add` per repetition."""
 
     def __init__(self, run_id: str, earlier: pd.DataFrame | None = None):
         self.run_id = run_id
@@ -192,8 +196,8 @@ PERCENTILES = (50, 90, 99)
 
 
 def token_times(single_ns: np.ndarray, first_ns: np.ndarray) -> dict[str, float]:
-    """p50_us, p90_us and p99_us of generated tokens, NaN where there is none, and ttft_us, the
-    median of the times to first token. single_ns, first_ns: int64 (n,), ns."""
+    """p50_us, p90_us and p99_us of generated tokens, NaN without any, and ttft_us, the median of
+    the times to first token. single_ns, first_ns: int64 (n,), ns."""
     found = np.percentile(single_ns / 1e3, PERCENTILES) if len(single_ns) else [math.nan] * 3
     named = {f"p{p}_us": float(us) for p, us in zip(PERCENTILES, found, strict=True)}
     return named | {"ttft_us": float(np.median(first_ns)) / 1e3}
@@ -203,9 +207,9 @@ def percentiles(samples: pd.DataFrame) -> Table:
     """How long single tokens took: one row per test and arm, in the order measured; us.
 
     Columns: test, arm, is_control, n_tokens (generated tokens of all repetitions), p50_us, p90_us,
-    p99_us (of these; NaN where the test generates none), ttft_us: time to first token, the median
-    over the repetitions of their first logits. It is the whole prompt where the test has one, else
-    the first generated token. Nothing is tokenised or sampled.
+    p99_us (of these tokens; NaN where the test generates none), ttft_us (time to first token:
+    median over the repetitions). The first token of a test with a prompt takes the whole prompt;
+    without a prompt it is the first generated token. Nothing is tokenised or sampled.
     """
     rows = []
     for (test, arm, is_control), part in samples.groupby(["test", "arm", "is_control"], sort=False):
@@ -220,7 +224,7 @@ def percentiles(samples: pd.DataFrame) -> Table:
 
 
 def check_run(run: Mapping[str, Any], where: str | Path) -> None:
-    """Raises UsageError, naming `where` and the key, where `run` is not schema 1."""
+    """Raises UsageError, with `where` and the key, where `run` is not of schema 1."""
     if run.get("schema") != SCHEMA:
         raise UsageError(f"{where}: schema {run.get('schema')!r} of run.json is not {SCHEMA}")
     for key, kind in RUN_KEYS.items():
@@ -253,12 +257,13 @@ def write_run(
     tables: Mapping[str, pd.DataFrame] | None = None,
     new: bool = False,
 ) -> Path:
-    """Writes `run`, `samples` and other `tables` by file name as a run folder; returns its path.
+    """Writes `run`, `samples` and further `tables` (by file name) as a run folder; returns its
+    path.
 
-    A folder that is there already is replaced as a whole: a reader finds the files of this save or
-    of an earlier one, never of both. Other files (a timeline) stay, but for tables of another run.
-    new: the folder must not be there, but for an earlier save of this run. Raises UsageError where
-    `run` is not schema 1 or the folder cannot be written.
+    An existing folder is replaced as a whole: a reader finds the files of this save or of an
+    earlier save, never a mixture. Other files (a timeline) stay, except tables of another run.
+    new: the folder must not exist, except as an earlier save of this run.
+    Raises UsageError where `run` is not of schema 1 or the folder cannot be written.
     """
     folder = Path(folder)
     check_run(run, folder)
@@ -280,7 +285,7 @@ def write_run(
 
 
 def _holds(folder: Path, run: Mapping[str, Any]) -> bool:
-    """Whether an earlier save of the same run is there."""
+    """Whether the folder holds an earlier save of the same run."""
     try:
         old = json.loads((folder / RUN_JSON).read_text(encoding="utf-8"))
         return all(old[key] == run[key] for key in ("run_id", "kind", "started"))
@@ -288,8 +293,15 @@ def _holds(folder: Path, run: Mapping[str, Any]) -> bool:
         return False
 
 
+def finite(value: Any) -> Any:
+    """`value`, with None for NaN and infinity, which JSON does not have. Goes into dicts."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _plain(value: Any) -> Any:
-    """NumPy scalars and paths as JSON knows them."""
+    """NumPy scalars and paths as plain numbers and text, for JSON."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Path):
@@ -297,7 +309,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} does not belong into run.json")
 
 
-# Words of a device that changed: its key of `engine`, the old words, and today's with their groups.
+# Reworded texts of a device: the key of `engine`, a pattern of the old words, today's words.
 REWORDED = (
     ("device_description", r"^(embedded device, \d+) lanes\b", r"\1 workers"),
     ("waiting", r"\bidle lanes\b", "idle workers"),
@@ -305,19 +317,20 @@ REWORDED = (
 SETTINGS = {
     field.name: list(field.default) if isinstance(field.default, tuple) else field.default
     for field in dataclasses.fields(EngineConfig)
-    if field.name not in ("device", "n_ctx", "n_ubatch", "n_kv_pad", "threads")  # runs always say
+    if field.name not in ("device", "n_ctx", "n_ubatch", "n_kv_pad", "threads")  # in every run.json
 }
 
 
 def in_todays_words(run: dict[str, Any]) -> dict[str, Any]:
-    """A run.json of any commit, changed in place: with today's words, and with what it leaves
-    unsaid. A recorded run folder is never rewritten. Who renames a toggle, a value or a key of
-    run.json renames it here, too.
+    """Changes a run.json of any commit in place: today's words, and today's keys. A recorded run
+    folder is never rewritten. A commit that renames a toggle, a value or a key of run.json adds the
+    renaming here.
 
-    What a run leaves unsaid: before a toggle or a setting existed, engines did what its default
-    does now. A perplexity run computed as many tokens at once as its engine's n_ubatch. (One toggle
-    is otherwise: attention on a GPU shared out its cells, kv_parts=parallel_blocks, before anybody
-    could say so. Such a run is read as what its pages call it, with everything off.)
+    A missing toggle or setting gets its default: before it existed, engines did what the default
+    does now. A perplexity run without result.n_ubatch computed its engine's n_ubatch tokens at
+    once. One toggle is an exception: attention on a GPU split its cells
+    (kv_parts=parallel_blocks) before the toggle existed. Such a run is read with the toggle off,
+    because its pages show it with everything off.
     """
     engine = run["engine"]
     for key, old, new in REWORDED:
@@ -328,7 +341,7 @@ def in_todays_words(run: dict[str, Any]) -> dict[str, Any]:
         return run
     config.update(SETTINGS | config)
     for arm in run["arms"]:
-        if isinstance(toggles := arm["toggles"], dict) and toggles:  # another engine has none
+        if isinstance(toggles := arm["toggles"], dict) and toggles:  # empty: not our engine
             toggles.update(Toggles().to_dict() | toggles)
     if run["kind"] == "perplexity":
         run["result"].setdefault("n_ubatch", config.get("n_ubatch"))
@@ -336,13 +349,13 @@ def in_todays_words(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Reads a run folder, in today's words (`in_todays_words`); raises UsageError, in one line,
-    where it is none or is damaged."""
+    """Reads a run folder, in today's words (`in_todays_words`). Raises UsageError, in one line,
+    where the folder is no run folder or is damaged."""
     return load_tables(folder)[0]
 
 
 def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame]]:
-    """As `load_run`, and the tables of these file names; all of them are of one save."""
+    """As `load_run`, with the tables of these file names. All files are of one save."""
     folder = Path(folder)
     try:
         text, *contents = read_files(folder, RUN_JSON, SAMPLES, *names)
@@ -369,7 +382,7 @@ def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame
 
 
 def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
-    """The runs under `root`, oldest first: one row per folder with a run.json, read or not.
+    """The runs under `root`, oldest first: one row per folder with a run.json, readable or not.
 
     Columns: run_id, started, kind, name, status, model, device, tests, arms, repetitions, commit,
     duration_s, folder. A folder that cannot be read has the reason as its status.
@@ -377,7 +390,7 @@ def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
     rows = []
     for path in sorted(Path(root).glob(f"**/{RUN_JSON}")):
         inside = path.relative_to(root).parts
-        if any(part.startswith(TEMPORARY) for part in inside):  # being written, or left over
+        if any(part.startswith(TEMPORARY) for part in inside):  # a save, or its leftovers
             continue
         try:
             rows.append(_row(path.parent))

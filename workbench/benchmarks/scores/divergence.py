@@ -1,9 +1,9 @@
-"""Rows of logits reduced: the NLL of a target, and how far one side's rows are from another's;
-and what these say together (`Estimate`, `Agreement`).
+"""Scores of logits: the NLL of targets, and the differences between two engines' rows. `Estimate`
+and `Agreement` are their means over all rows.
 
 Logits arrive as float32 and are reduced in float64, a few rows at a time. 512 rows of a vocabulary
-of 128,256 are 263 MB in float32; several float64 copies of them would not stay in any cache.
-Threads share the pieces (NumPy lets others run meanwhile). A piece has the same sums in any thread.
+of 128,256 are 263 MB in float32; several float64 copies of them would not fit in any cache. Threads
+share the pieces (NumPy releases the GIL). The sums of a piece are the same in every thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHUNK = 1 << 19  # logits reduced at once: 4 MB in float64
 def score(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """NLL in nats of `targets` (n,) int, by `logits` (n, n_vocab) float32: float64 (n,).
 
-    A row with a logit that is no finite number gives NaN.
+    A row with a NaN or an infinity gives NaN.
     """
     return _in_chunks(_score, logits, targets)["nll"]
 
@@ -36,10 +36,11 @@ def score(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
 def compare_rows(
     logits: np.ndarray, reference: np.ndarray, targets: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Both sides' rows, float32 (n, n_vocab), as the columns of `tokens.parquet` from nll on, each
-    (n,), and `breaks_rule` int64 (n_chunks,): rows that break the rule of `answers.compare_logits`.
+    """The columns of `tokens.parquet` from nll on, each (n,), and `breaks_rule` int64 (n_chunks,):
+    how many rows of each chunk break the rule of `answers.compare_logits`.
 
-    A row in which either side has a logit that is no finite number gives NaN, and breaks the rule.
+    logits, reference: float32 (n, n_vocab). targets: int (n,). A row with a NaN or an infinity on
+    either side gives NaN, and breaks the rule.
     """
     return _in_chunks(_compare, logits, reference, targets)
 
@@ -48,7 +49,7 @@ def _in_chunks(reduce: Callable[..., dict[str, np.ndarray]], *rows: Any) -> dict
     size = max(1, _CHUNK // rows[0].shape[1])
 
     def piece(i: int) -> dict[str, np.ndarray]:
-        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # of this thread
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # per thread
             return reduce(*(r[i : i + size] for r in rows))
 
     starts = range(0, len(rows[0]), size)
@@ -125,8 +126,13 @@ class Estimate(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """How far an engine is from its reference. kl_*: nats a token; nmse_worst: of the worst row;
-    same_argmax: share of rows; n_broken: rows that break the rule of `answers.compare_logits`."""
+    """How far an engine is from its reference.
+
+    kl_mean, kl_p99, kl_max: nats a token.
+    nmse, nmse_worst: of all rows together, and of the worst row.
+    same_argmax: the share of rows with the same argmax.
+    n_broken: how many rows break the rule of `answers.compare_logits`.
+    """
 
     kl_mean: float
     kl_p99: float
@@ -163,7 +169,7 @@ class Agreement(NamedTuple):
         ]
 
     def outside(self, dtype: str, n_ubatch: int) -> str | None:
-        """One line that says which bound of `bound_of` does not hold; None where both do.
+        """One line with the first bound of `bound_of` that does not hold; None where both hold.
 
         n_ubatch: tokens that the engine computed at once.
         """

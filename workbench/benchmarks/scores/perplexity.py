@@ -1,32 +1,31 @@
-"""How well does the model foresee these tokens, and does a faster engine foresee the same?
+"""Perplexity: how well a model predicts tokens, and whether a faster engine predicts the same.
 
-Every token is scored by the logits of the token before it, in windows of n_ctx that each begin with
-an empty cache:
+Every token is scored by the logits of the token before it, in windows of n_ctx. Each window begins
+with an empty cache:
 
-    inputs    BOS t1 t2 ... t(n-1)      what is computed, in ubatches, with the logits of every row
-    targets   t1  t2 t3 ... tn          what is scored: NLL = -log softmax(row)[target], natural log
+    inputs    BOS t1 t2 ... t(n-1)      computed in ubatches, with the logits of every row
+    targets   t1  t2 t3 ... tn          scored: NLL = -log softmax(row)[target], natural log
 
-A model whose file names no BOS (or says to leave it out) takes the token before instead. Its very
-first token is context only. llama-perplexity differs in one thing: it scores the second half
-of every window alone, so that its tokens have more context and its perplexity is lower.
+Some models' files name no BOS, or say to leave it out. Then the first input is the token before the
+window, and the very first token is not scored. llama-perplexity differs in one point: it scores
+only the second half of every window. So its tokens have more context, and its perplexity is lower.
 
-With a second engine on the same weights (`against`) both are fed the same tokens. Every row of
-logits a is compared with the reference's row b:
+With a second engine on the same weights (`against`) both engines are fed the same tokens. Every row
+of logits a is compared with the reference's row b:
 
-    KL      sum softmax(b) * (log softmax(b) - log softmax(a)), in nats: what it costs to believe a
+    KL      sum softmax(b) * (log softmax(b) - log softmax(a)), in nats: the loss of using a for b
     NMSE    sum (a - b)^2 / sum b^2, over all rows together, and of the worst row
-    argmax  share of rows with the same one, and rows that break the rule of `compare_logits`
+    argmax  share of rows with the same argmax, and rows that break the rule of `compare_logits`
 
-How many tokens an engine computes at once decides which of its kernels are judged: at 1 the decode
-kernels, at hundreds the prefill kernels. So it can be asked for the same tokens at several `sizes`,
-each a run of its own. All of them are held to one reference, which computes n_ubatch tokens at a
-time, once.
+The number of tokens computed at once decides which kernels are judged: at 1 the decode kernels, at
+hundreds the prefill kernels. So the same tokens can be scored at several sizes, each as a run of
+its own. One reference serves all sizes. It computes the tokens once, n_ubatch at a time.
 
-Logits arrive as float32 and are reduced in float64, n_ubatch rows after another. All logits of
-2,048 tokens of a vocabulary of 128,256 would be 1 GB for each size.
+Logits arrive as float32 and are reduced in float64, n_ubatch rows at a time. All logits of 2,048
+tokens of a vocabulary of 128,256 would be 1 GB for each size.
 
-The run folder (kind `perplexity`; result.n_ubatch: tokens that the engine computed at once) has one
-more file, `tokens.parquet`, a row per scored token:
+The run folder has kind `perplexity`; its result.n_ubatch is how many tokens the engine computed at
+once. A further file, `tokens.parquet`, has a row per scored token:
 
     run_id string, window int32, place int32 (row in the window), token int32 (the target),
     nll float64, and with a reference: nll_reference float64, kl float64,
@@ -35,7 +34,6 @@ more file, `tokens.parquet`, a row per scored token:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -71,16 +69,20 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
 ENGINE_ARM, REFERENCE_ARM = "engine", "reference"
-Times = list[tuple[int, int]]  # of every step: ns, tokens
+Times = list[tuple[int, int]]  # (ns, tokens) of every step
 
 
 # the result --------------------------------------------------------------------------------------
 
 
 class Perplexity(NamedTuple):
-    """What was measured. run: as in run.json; tokens: as in tokens.parquet; folder: where both are.
+    """The result of a run.
 
-    reference and agreement are None where there was no second engine.
+    run: run.json as a dict.
+    tokens: the table tokens.parquet.
+    folder: the run folder.
+    engine: the engine's estimate.
+    reference, agreement: None without a second engine.
     """
 
     run: dict[str, Any]
@@ -92,7 +94,7 @@ class Perplexity(NamedTuple):
 
     @property
     def n_ubatch(self) -> int:
-        """Tokens that the engine computed at once."""
+        """How many tokens the engine computed at once."""
         return int(self.run["result"]["n_ubatch"])
 
     @property
@@ -125,16 +127,16 @@ def perplexity(
 ) -> Perplexity:
     """Scores the tokens of `source` with `engine`, window by window, n_ubatch tokens at a time.
 
-    against: also with an engine of these toggles on the same weights, and compares the two. out:
-    the run folder to write (default: a new one in `data/runs`), written at the end and on the way.
-    resume: continue the run in `out`: windows that it holds are kept, and not scored again.
-    progress(tokens scored, tokens in all) is called after every window.
+    against: toggles of a reference engine on the same weights; the two are compared.
+    out: the run folder (default: a new folder in `data/runs`), written at the end and on the way.
+    resume: continue the run in `out`; its windows are kept, and not scored again.
+    progress(tokens scored, tokens in all): called after every window.
 
-    Ctrl-C ends the measuring: finished windows are kept, saved and returned, marked interrupted.
-    They are saved, too, when the device fails, before the error is raised. Raises UsageError for a
-    folder that is there already (or, with `resume`, that holds another run), and for a traced
-    engine. Raises DeviceError for toggles the device
-    cannot honour, ModelFileError or WorkbenchError for logits that are not finite.
+    Ctrl-C ends the measuring: finished windows are saved and returned, marked interrupted. They are
+    saved, too, when the device fails, before the error is raised. Raises UsageError for a folder
+    that exists (or, with `resume`, holds another run), and for a traced engine. Raises DeviceError
+    for toggles that the device cannot honour. Raises ModelFileError or WorkbenchError for logits
+    that are not finite.
     """
     if out is None:
         open_out(out, resume)
@@ -154,11 +156,12 @@ def perplexity_by_size(
     resume: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Perplexity]:
-    """As `perplexity`, once for each size of `folders`: how many tokens to compute at once, and the
-    run folder to write. The reference computes n_ubatch at a time, once for all of them. With
-    `resume` each size goes on with the windows it lacks; one without a folder begins.
+    """As `perplexity`, once for each size: how many tokens to compute at once.
 
-    Raises UsageError also for no size, and for one that is not in 1..n_ubatch.
+    folders: the run folder by size. The reference computes n_ubatch tokens at a time, once for all
+    sizes. With `resume` each size scores its missing windows; a size without a folder begins.
+
+    Raises UsageError also for no size, and for a size outside 1..n_ubatch.
     """
     check_untraced(engine)
     earlier = check_folders(folders, engine.config.n_ubatch, resume)
@@ -171,7 +174,7 @@ def perplexity_by_size(
         records: list[_Record] = []
         for (size, folder), held in zip(folders.items(), earlier, strict=True):
             side = engine
-            if records:  # each has a cache of its own
+            if records:  # each size needs its own cache
                 side = engine.variant(engine.toggles)
                 opened.callback(side.close)
             records.append(_Record(side, reference, source, folder, size, held is not None))
@@ -186,7 +189,7 @@ def perplexity_by_size(
                     continue
                 try:
                     _measure(missing, reference, window, number, left)
-                except KeyboardInterrupt:  # the step cut short still reads staging memory
+                except KeyboardInterrupt:  # the interrupted step still reads staging memory
                     engine.backend.synchronize()
                     raise
                 if progress is not None:
@@ -199,7 +202,7 @@ def perplexity_by_size(
 def _measure(
     records: list[_Record], reference: Engine | None, window: TokenWindow, number: int, left: Bar
 ) -> None:
-    """Adds a window to every record once all have finished it."""
+    """Computes a window for all records, and then adds it to every record."""
     sides = [record.engine for record in records]
     for side in (*sides, *([] if reference is None else [reference])):
         side.reset()
@@ -228,8 +231,8 @@ def _measure(
 
 
 def _rows(engine: Engine, inputs: Sequence[int], size: int, times: Times, left: Bar) -> np.ndarray:
-    """The logits of `inputs`, float32 (n, n_vocab), computed `size` at a time; adds to `times`, and
-    tells `left`."""
+    """The logits of `inputs`, float32 (n, n_vocab), computed `size` at a time. Adds to `times`, and
+    updates the bar `left`."""
     begins, parts = range(0, len(inputs), size), []
     counts = [min(size, len(inputs) - i) for i in begins]
     engine.make_ready(engine.rehearsal.alone(0, [(n, n) for n in counts]))
@@ -242,8 +245,11 @@ def _rows(engine: Engine, inputs: Sequence[int], size: int, times: Times, left: 
 
 
 class _Record:
-    """One run folder as it grows, finished windows only; size: tokens the engine computes at
-    once. windows: the targets of each."""
+    """The run folder of a size while it is measured; it has finished windows only.
+
+    size: how many tokens the engine computes at once.
+    windows: the targets of each window.
+    """
 
     def __init__(
         self, engine: Engine, reference: Engine | None, source: Source, folder: Path, size: int,
@@ -270,8 +276,8 @@ class _Record:
         self.draft = Draft(run, folder, self._complete, samples, new=not resume)
 
     def _take_over(self, run: dict[str, Any]) -> pd.DataFrame:
-        """Makes `run` go on where the one in the folder ended; the samples of that. Raises
-        UsageError where it measured another thing."""
+        """Makes `run` continue the run in the folder; returns the samples of the latter. Raises
+        UsageError as `check_same`."""
         earlier, (tokens,) = results.load_tables(self.folder, TOKENS)
         check_same(earlier.run, run, self.folder, ("source", "n_ctx", "n_ubatch"))
         take_over(earlier.run, run)
@@ -282,7 +288,7 @@ class _Record:
         return earlier.samples
 
     def add(self, number: int, columns: dict[str, np.ndarray], times: list[Times]) -> None:
-        """A finished window: its columns, and by arm the times of its steps."""
+        """Adds a finished window: its columns, and the times of its steps by arm."""
         self.n_broken += int(columns.pop("breaks_rule", np.zeros(1)).sum())
         n = len(columns["nll"])
         begin = {"run_id": self.draft.run["run_id"], "window": np.int32(number)}
@@ -296,7 +302,7 @@ class _Record:
         self.n_tokens += n
 
     def found(self) -> Perplexity:
-        """What the finished windows say."""
+        """The result of the finished windows."""
         tokens = pd.concat(self._parts, ignore_index=True)
         engine, reference, agreement = Estimate.of_nll(tokens["nll"].to_numpy()), None, None
         if len(self.arms) > 1:
@@ -305,13 +311,13 @@ class _Record:
         return Perplexity(self.draft.run, tokens, self.folder, engine, reference, agreement)
 
     def _complete(self) -> dict[str, pd.DataFrame]:
-        """Completes run.json; the table of tokens beside it."""
+        """Completes run.json before a save; returns the table of tokens."""
         found, run = self.found(), self.draft.run
         parts = {
             ENGINE_ARM: found.engine, REFERENCE_ARM: found.reference, "agreement": found.agreement
         }  # fmt: skip
         for key, part in parts.items():
-            run["result"][key] = None if part is None else _finite(part._asdict())
+            run["result"][key] = None if part is None else results.finite(part._asdict())
         run["repetitions"] = len(self.windows)
         run["arms"] = [_arm(*arm, self.test) for arm in self.arms]
         for arm in run["arms"]:
@@ -328,13 +334,8 @@ def _arm(name: str, engine: Engine, size: int, test: str) -> dict[str, Any]:
     return new_arm(name, toggles, False, engine.sync_mode, issued, counters)
 
 
-def _finite(found: dict[str, Any]) -> dict[str, Any]:
-    """For run.json, which knows no NaN and no infinity: null stands for them."""
-    return {k: v if math.isfinite(v) else None for k, v in found.items()}
-
-
 def folders_of(folder: Path, sizes: Sequence[int]) -> dict[int, Path]:
-    """Where the run of each size goes: `folder`, and of several sizes `folder-ubN`."""
+    """The run folder of each size: `folder`, or `folder-ubN` where there are several sizes."""
     if len(sizes) == 1:
         return {sizes[0]: folder}
     return {size: folder.with_name(f"{folder.name}-ub{size}") for size in sizes}
@@ -343,8 +344,8 @@ def folders_of(folder: Path, sizes: Sequence[int]) -> dict[int, Path]:
 def check_folders(
     folders: dict[int, Path], n_ubatch: int, resume: bool = False
 ) -> list[results.Run | None]:
-    """The runs to continue, None for a new one. Raises UsageError for no size, one that is not in
-    1..n_ubatch, and as `draft.open_outs`."""
+    """The run to continue for each size; None for a new run. Raises UsageError for no size, for a
+    size outside 1..n_ubatch, and as `draft.open_outs`."""
     for size in folders:
         if not 1 <= size <= n_ubatch:
             raise UsageError(
@@ -357,11 +358,11 @@ def check_folders(
 
 
 def parse_against(text: str) -> Toggles:
-    """`base`, the name of a fixed preset, or the baseline with other values:
+    """The toggles of `base`, of a fixed preset, or of the baseline with other values, as
     `activations=float,fuse=on`.
 
-    A toggle that is named itself has that value, wherever its family stands. Raises UsageError for
-    a toggle or value that does not exist, and for two that clash.
+    A toggle named on its own has its value, before or after its family. Raises UsageError for an
+    unknown toggle or value, and for two that clash.
     """
     name = BASELINE if text.strip() == "base" else text.strip()
     if name in fixed_presets():

@@ -1,8 +1,7 @@
 """Tokens to score: of a text, of a file of ids, or drawn from the model itself; cut into windows.
 
-A window begins with an empty cache. Its first input is BOS where the model wants one, else the
-token before; each further input is the target before it (`benchmarks/scores/perplexity.py` draws
-it).
+A window begins with an empty cache. Its first input is BOS where the model wants a BOS, else the
+token before the window. Each further input is the target before it (drawn in `perplexity.py`).
 """
 
 from __future__ import annotations
@@ -37,9 +36,12 @@ class TokenWindow(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where tokens come from. n_tokens: how many will be scored; seed: 0 where nothing is drawn.
+    """The tokens of a run.
 
-    windows are made as they are asked for. A sampling source computes its windows.
+    label: the name of the source.
+    n_tokens: how many tokens will be scored.
+    seed: 0 where nothing is drawn.
+    windows: made one at a time; a sampling source computes each.
     """
 
     label: str
@@ -48,8 +50,8 @@ class Source(NamedTuple):
     windows: Iterable[TokenWindow]
 
     def after(self, known: Sequence[Sequence[int]]) -> Iterator[TokenWindow]:
-        """All windows. known: the targets of the first ones; a sampling source does not compute
-        those again. Raises UsageError where the tokens are others by now."""
+        """All windows. known: the targets of the first windows, which a sampling source does not
+        compute again. Raises UsageError where the source now has other tokens."""
         if isinstance(self.windows, _Drawn):
             self.windows.known = known
         windows = iter(self.windows)
@@ -64,7 +66,7 @@ class Source(NamedTuple):
 
 @dataclass
 class AskedTokens:
-    """Tokens as they were asked for: of a text, given ids, or a sample of n. Of no model yet."""
+    """Tokens as the user asks for them, before there is a model: a text, ids, or a sample of n."""
 
     label: str
     text: str | None = None
@@ -76,7 +78,7 @@ class AskedTokens:
         """Raises UsageError for ids outside the vocabulary and for too few tokens, ModelFileError
         for a text where the model has no tokenizer. A text is tokenised here, once.
 
-        opened: an engine, or what its weights are yet to be loaded into (`engine.loaded.Loaded`).
+        opened: an engine, or an `engine.load.Loaded` before its weights are loaded.
         """
         if self.ids is None and self.text is not None:
             self.ids = opened.tokenizer.encode(self.text, add_bos=False)
@@ -84,7 +86,7 @@ class AskedTokens:
             _scored(opened, self.label, self.ids)
 
     def open(self, engine: Engine) -> Source:
-        """The windows of `engine`, as long as a sequence may be. Raises as `check_tokens` does."""
+        """The windows for `engine`, as long as its context. Raises as `check_tokens` does."""
         self.check_tokens(engine)
         if self.ids is None:
             return sample(engine, self.n, self.seed)
@@ -93,12 +95,12 @@ class AskedTokens:
 
 
 def ask(file: Path | None, tokens_from: str | None) -> AskedTokens:
-    """The tokens of a UTF-8 text `file`, or of `tokens_from`; files are read, and no model is.
+    """The tokens of a UTF-8 text `file`, or of `tokens_from`. Reads these files, and no model.
 
-    tokens_from: `sample:N` or `sample:N:SEED`, or a file of ids. The file's name says how it is
-    read: `.npy` (integers, one dimension), `.jsonl` (a line is an id, a list of ids, or an object
-    with a list `tokens`), any other (ids between spaces, commas or line ends).
-    Raises UsageError, in one line, for neither or both, and a file that cannot be read.
+    tokens_from: `sample:N` or `sample:N:SEED`, or a file of ids. The suffix of the file decides how
+        it is read: `.npy` (integers, one dimension); `.jsonl` (a line is an id, a list of ids, or
+        an object with a list `tokens`); any other (ids between spaces, commas or line ends).
+    Raises UsageError, in one line, for neither or both, and for a file that cannot be read.
     """
     if (file is None) == (tokens_from is None):
         raise UsageError("give either a text file (-f) or token ids (--tokens-from)")
@@ -107,7 +109,6 @@ def ask(file: Path | None, tokens_from: str | None) -> AskedTokens:
     wanted = _SAMPLE.fullmatch(str(tokens_from))
     if wanted is not None:
         n, seed = int(wanted[1]), int(wanted[2] or 0)
-        _check_sample(n)
         return AskedTokens(_sample_label(n, seed), n=n, seed=seed)
     if str(tokens_from).startswith("sample:"):
         raise UsageError(f"{tokens_from!r} names no sample; write sample:2048, or sample:2048:SEED")
@@ -116,7 +117,7 @@ def ask(file: Path | None, tokens_from: str | None) -> AskedTokens:
 
 
 def _scored(opened: Engine | Loaded, label: str, ids: list[int]) -> tuple[list[int], int]:
-    """`ids` without a leading BOS (every window begins with it anyway), and how many of them will
+    """`ids` without a leading BOS (every window begins with BOS anyway), and how many of them will
     be scored."""
     check_ids(ids, opened.model.n_vocab)
     bos = bos_token(opened)
@@ -125,14 +126,13 @@ def _scored(opened: Engine | Loaded, label: str, ids: list[int]) -> tuple[list[i
     n = len(ids) - (bos is None)
     if n < 1:
         raise UsageError(
-            f"{label} holds {len(ids)} tokens, and with none before it nothing can be scored; "
-            "give a longer one"
+            f"{label} holds {len(ids)} tokens, and none of them can be scored; give more tokens"
         )
     return ids, n
 
 
 def windows(ids: list[int], size: int, bos: int | None) -> Iterator[TokenWindow]:
-    """Windows of `size` over `ids`, every id scored once (with no BOS: all but the first)."""
+    """Windows of `size` over `ids`. Every id is scored once; without BOS all but the first."""
     first, targets = (ids[0], ids[1:]) if bos is None else (bos, ids)
     for i in range(0, len(targets), size):
         here = targets[i : i + size]
@@ -145,26 +145,23 @@ def windows(ids: list[int], size: int, bos: int | None) -> Iterator[TokenWindow]
 
 
 def sample(engine: Engine, n: int, seed: int) -> Source:
-    """`n` tokens drawn by `engine` at temperature 1 from its whole vocabulary, and then scored.
+    """`n` tokens drawn by `engine` at temperature 1 from its whole vocabulary, to be scored.
 
     Equal seeds and engines give equal tokens. Without a BOS the first input is drawn uniformly.
     Raises UsageError for n below 1.
     """
-    _check_sample(n)
     return Source(_sample_label(n, seed), n, seed, _Drawn(engine, n, seed))
 
 
-def _check_sample(n: int) -> None:
+def _sample_label(n: int, seed: int) -> str:
     if n < 1:
         raise UsageError(f"sample:{n} draws nothing; give 1 token or more")
-
-
-def _sample_label(n: int, seed: int) -> str:
     return f"sample:{n}:{seed}"
 
 
 class _Drawn:
-    """Windows as they are drawn. known: the targets of the first ones, which are not drawn."""
+    """Windows drawn one at a time. known: the targets of the first windows, which are not drawn
+    again."""
 
     def __init__(self, engine: Engine, n: int, seed: int):
         self._engine, self._n, self._seed = engine, n, seed
@@ -178,7 +175,7 @@ class _Drawn:
         while n > 0:
             targets = list(next(known, ()))
             if targets:
-                rng.random(len(targets))  # what drawing them took
+                rng.random(len(targets))  # as many as drawing them took
             else:
                 targets = self._draw(first, min(n, engine.cache.n_ctx_seq), rng)
             yield TokenWindow([first, *targets[:-1]], targets)
@@ -186,7 +183,7 @@ class _Drawn:
             first = targets[-1] if bos is None else bos
 
     def _draw(self, first: int, n: int, rng: np.random.Generator) -> list[int]:
-        """n tokens behind `first`, from an empty cache."""
+        """Draws n tokens after `first`, from an empty cache."""
         self._engine.reset()
         inputs, targets = [first], list[int]()
         while True:
@@ -201,7 +198,8 @@ class _Drawn:
 def draw(logits: np.ndarray, u: float) -> int:
     """The token at `u` in [0, 1) of the cumulative softmax of `logits`, float32 (n_vocab,), finite.
 
-    Unlike `Sampler` it keeps the whole vocabulary and sorts nothing: ten times as fast at 128,256.
+    Unlike `Sampler` it keeps the whole vocabulary and does not sort. At 128,256 logits it is ten
+    times as fast.
     """
     wide = logits.astype(np.float64)
     total = np.cumsum(np.exp(wide - wide.max()))
@@ -212,7 +210,7 @@ def draw(logits: np.ndarray, u: float) -> int:
 
 
 def read_ids(path: Path) -> list[int]:
-    """Token ids of a file, as `ask` says. Raises UsageError in one line."""
+    """The token ids of a file, read as in `ask`. Raises UsageError in one line."""
     return _READERS.get(path.suffix.lower(), _read_text)(path)
 
 

@@ -1,16 +1,17 @@
-"""How long no kernel runs between two tokens, and what one wait adds to that.
+"""How long no kernel runs between two tokens, and how much of this time one wait adds.
 
 The *host gap* is the time from the end of a token's last kernel to the next token's first kernel.
-The device's own clock measures it (`Engine.stamped`), in untraced steps: plans are stamped inside,
-at their kernels. Without plans the gap ends where the stream comes to the first kernel. In it are
-the logits' way to the host, what the host does, the inputs' way to the device, and the waits around
-them. Orderings that differ in their waits differ in their gaps. A line through gap over waits gives
-the cost of one wait, without the noise of everything else that a token takes. One line does not
-tell kinds of waits apart: `Gaps.differences` has the cost of each, a mode against the next.
+The device's own clock measures the gap (`Engine.stamped`), in untraced steps: plans are stamped
+inside, at their kernels. Without plans the gap ends when the stream reaches the first kernel. The
+gap holds the copy of the logits to the host, the host's work, the copies of inputs to the device,
+and the waits around all copies. Orderings with different waits have different gaps. A line is laid
+through the gaps over the number of waits. Its slope is the cost of one wait, without the noise of
+the rest of a token. Such a line does not tell kinds of waits apart. `Gaps.differences` has the cost
+of each kind, from one mode to the next.
 
-A host that slows down for a tenth of a second doubles the gaps of that time. So every arm decodes
-only a few tokens before the next one does. Arms are compared within a round, in which all of them
-meet the same host, and what counts is the median over the rounds.
+A host that slows down for a tenth of a second doubles the gaps of this time. So every arm decodes
+only a few tokens before the next arm. Arms are compared within a round, in which all arms have the
+same host. The result is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from workbench.benchmarks.compare.rounds import interleave
 from workbench.benchmarks.compare.stats import Band, Ratio, aa_band, median_interval, speedup
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
+from workbench.benchmarks.times.token_parts import WARM_UP, stamped_steps
 from workbench.benchmarks.workload import Tokens, Workload, draw_tokens
 from workbench.common.errors import UsageError
 from workbench.common.progress import bar
@@ -41,24 +43,26 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
 CONTROL = " (A/A)"
-COUNTED = ("waits", "stream_waits", "copies")  # of a token's commands
-# from one mode to another, and what goes
+COUNTED = ("waits", "stream_waits", "copies")  # among a token's commands
+# (mode, next mode) -> the removed waits or copies
 DIFFERENCES = {
-    (SyncMode.PER_COPY, SyncMode.BLOCKING_COPIES): "waits before copies but one, for one behind",
+    (SyncMode.PER_COPY, SyncMode.BLOCKING_COPIES): "waits before copies but one, for one after",
     (SyncMode.BLOCKING_COPIES, SyncMode.COPY_BOUNDARY): "a wait for each copy",
-    (SyncMode.COPY_BOUNDARY, SyncMode.WRITE_READ_BOUNDARY): "the wait before",
-    (SyncMode.WRITE_READ_BOUNDARY, SyncMode.IMPLICIT): "the wait behind",
-    (SyncMode.COPY_BOUNDARY, SyncMode.EVENT_GUARDED): "the wait behind, for an event",
+    (SyncMode.COPY_BOUNDARY, SyncMode.WRITE_READ_BOUNDARY): "the wait before the copies",
+    (SyncMode.WRITE_READ_BOUNDARY, SyncMode.IMPLICIT): "the wait after the copies",
+    (SyncMode.COPY_BOUNDARY, SyncMode.EVENT_GUARDED): "the wait after the copies, for an event",
     (SyncMode.COPY_BOUNDARY, SyncMode.PACKED): "copies but one",
 }
-WARM_UP = 2  # tokens of each repetition that do not count: the arm before has left its own
 
 
 class Fit(NamedTuple):
-    """gap = base_us + wait_us * waits. wait_us: median over the rounds of the slopes, by least
-    squares through the medians of a round's arms; low_us, high_us: its 95 % interval, a bootstrap
-    over rounds, NaN with one round. base_us: so that the line goes through the middle of the arms'
-    medians."""
+    """The line gap = base_us + wait_us * waits.
+
+    wait_us: the median over the rounds of the slopes. A round's slope is by least squares through
+        the medians of its arms.
+    low_us, high_us: the 95 % interval of wait_us, a bootstrap over rounds; NaN with one round.
+    base_us: chosen so that the line goes through the middle of the arms' medians.
+    """
 
     wait_us: float
     low_us: float
@@ -66,13 +70,17 @@ class Fit(NamedTuple):
     base_us: float
 
 
-GAPS = ("gap_us", "low_us", "high_us")  # of a table: median and quartiles
+GAPS = ("gap_us", "low_us", "high_us")  # columns of a table: median and quartiles
 
 
 class Difference(NamedTuple):
-    """By how much one mode's gap is shorter than another's on a copy stream. us: the median over
-    the rounds of the difference within a round, with its 95 % interval. what: the waits or copies
-    that go."""
+    """How much shorter the gap of mode `after` is than that of mode `before`, on a copy stream.
+
+    what: the removed waits or copies.
+    n_waits: how many host waits were removed.
+    us, low_us, high_us: the median over the rounds of the difference within a round, with its 95 %
+        interval.
+    """
 
     copy_stream: str
     before: str
@@ -85,7 +93,7 @@ class Difference(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """A run of `host_gaps`: run.json and a row for each gap, its ns in column `ns`."""
+    """A run of `host_gaps`: run.json, and a row for each gap (column `ns`)."""
 
     run: dict[str, Any]
     samples: pd.DataFrame
@@ -114,8 +122,8 @@ class Gaps(NamedTuple):
 
     @property
     def fits(self) -> dict[str, Fit]:
-        """By copy stream: the line through the arms that copy as often as its first arm, and that
-        wait on the device as often."""
+        """The line of each copy stream, through the arms with as many copies and as many device
+        waits as its first arm."""
         found, rounds = {}, self._rounds()
         others = [name for name in COUNTED if name != "waits"]
         for stream, part in self.table().set_index("arm").groupby("copy_stream", sort=False):
@@ -126,7 +134,7 @@ class Gaps(NamedTuple):
 
     @property
     def differences(self) -> list[Difference]:
-        """What goes from mode to mode (`DIFFERENCES`), as far as the run has the modes."""
+        """The entries of `DIFFERENCES` whose modes the run has, on each copy stream."""
         found, rounds = [], self._rounds()
         for stream, arms in self._modes():
             for (before, after), what in DIFFERENCES.items():
@@ -137,12 +145,12 @@ class Gaps(NamedTuple):
         return found
 
     def less(self, before: str, after: str, copy_stream: str) -> np.ndarray:
-        """By how much the mode `after` has a shorter gap than `before`, us, (rounds,). Raises
-        KeyError where the run has not both on that copy stream."""
+        """How much shorter the gap of mode `after` is than that of `before`, us, (rounds,). Raises
+        KeyError where the run lacks one of the modes on this copy stream."""
         return _less(self._rounds(), dict(self._modes())[copy_stream], before, after)
 
     def ratio(self, before: str, after: str, copy_stream: str) -> tuple[Ratio, Band]:
-        """How many times shorter the gap is under the mode `after` than under `before`, by round;
+        """The ratio of the gaps of the modes `before` and `after` (above 1: `after` is shorter),
         and the A/A band of the run's control. Raises KeyError as `less` does."""
         rounds, arms = 1 / self._rounds(), dict(self._modes())[copy_stream]["arm"]
         first = self.run["arms"][0]["name"]
@@ -150,14 +158,14 @@ class Gaps(NamedTuple):
         return speedup(rounds[arms[before]].to_numpy(), rounds[arms[after]].to_numpy()), band
 
     def _modes(self) -> Iterator[tuple[str, pd.DataFrame]]:
-        """By copy stream: the rows of `table` but for the control's, by mode."""
+        """The rows of `table` by copy stream, with the mode as the index, without the control."""
         table = self.table()
         table = table[~table["arm"].str.endswith(CONTROL)]
         for stream, part in table.groupby("copy_stream", sort=False):
             yield str(stream), part.set_index("sync")
 
     def _rounds(self) -> pd.DataFrame:
-        """Median gap by round and arm, us."""
+        """The median gap by round and arm, us."""
         return (
             self.samples.pivot_table(
                 index="repetition", columns="arm", values="ns", aggfunc="median"
@@ -167,7 +175,7 @@ class Gaps(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """A line for each copy stream: what a wait adds; then the device."""
+        """A line for each copy stream: the cost of a wait; then the device."""
         n, device = len(self._rounds()), self.run["engine"].get("device_description")
         lines = [
             f"copy_stream={stream}: one wait adds {fit.wait_us:.2f} us to the gap (95% CI "
@@ -181,8 +189,8 @@ class Gaps(NamedTuple):
 
     @property
     def unresolved(self) -> str:
-        """What this machine could not tell, by the A/A control; empty where it is less than every
-        difference and the control's interval holds 0, and with one round."""
+        """The smallest difference that this machine can resolve, by the A/A control. Empty where
+        every difference is larger and the control's interval holds 0, and with one round."""
         rounds = self._rounds()
         control = next(name for name in rounds if str(name).endswith(CONTROL))
         apart = rounds[control] - rounds[str(control).removesuffix(CONTROL)]
@@ -214,13 +222,13 @@ class Gaps(NamedTuple):
 
 
 def _less(rounds: pd.DataFrame, arms: pd.DataFrame, before: str, after: str) -> np.ndarray:
-    """`Gaps.less`, of `Gaps._rounds` and the rows of a copy stream."""
+    """`Gaps.less`, from `Gaps._rounds` and the rows of a copy stream."""
     return (rounds[arms["arm"][before]] - rounds[arms["arm"][after]]).to_numpy()
 
 
 def fit_line(waits: np.ndarray, gap_us: np.ndarray) -> Fit:
-    """waits: of each arm, (arms,). gap_us: medians, (rounds, arms). Raises UsageError where all
-    arms have as many waits: nothing tells what one costs."""
+    """The `Fit` of gaps over waits. waits: of each arm, (arms,). gap_us: medians, (rounds, arms).
+    Raises UsageError where all arms have the same number of waits, since no slope exists."""
     if len(set(waits.tolist())) < 2:
         raise UsageError("every arm waits as often; compare orderings with different waits")
     slope = median_interval(np.polyfit(waits, gap_us.T, 1)[0])
@@ -238,14 +246,14 @@ def host_gaps(
     out: str | Path | None = None,
     name: str = "gaps",
 ) -> Gaps:
-    """Decodes n_tokens random tokens with each arm, in `rounds` rounds (`rounds.py`), the first arm
-    once more as its own control; a repetition gives n_tokens - 1 gaps. A run folder is written to
-    `out` where it is given, every 10 s on the way and at the end. Ctrl-C keeps the rounds that are
-    whole.
+    """Decodes n_tokens random tokens with each arm, in `rounds` rounds (`rounds.py`). The first arm
+    is measured once more as the A/A control. A repetition gives n_tokens - 1 gaps.
+
+    out: a run folder, written every 10 s on the way and at the end. Ctrl-C keeps the whole rounds.
 
     Raises UsageError for no arms, for an arm with the control's name, and for a device without a
-    clock or streams (the host). Also for tokens that do not fit the context, and for fewer than
-    two.
+    clock or streams (the host). Also for tokens that do not fit the context, and for fewer than two
+    tokens.
     """
     if not arms:
         raise UsageError("there are no arms to compare; name some, as {'per_copy': Toggles()}")
@@ -269,7 +277,7 @@ def host_gaps(
         for arm, side in zip(run["arms"], sides, strict=True):
             arm["sync_mode"] = side.sync_mode
             arm["program"] = {test: describe(side, Workload(0, n_tokens))}
-        for side in sides:  # whatever is made at the first step
+        for side in sides:  # so that no first step is timed
             _gaps_of(side, draw_tokens(decoded, engine.model.n_vocab, seed, 0))
         left = stack.enter_context(bar(name, rounds * len(sides), "repetitions"))
 
@@ -279,7 +287,7 @@ def host_gaps(
             return ns
 
         def whole(round_: int, found: dict[int, np.ndarray]) -> None:
-            """A round counts once all arms have met the same host in it."""
+            """Adds a round. Only whole rounds count, in which all arms had the same host."""
             for i, ns in found.items():
                 arm = run["arms"][i]
                 draft.samples.add(
@@ -293,19 +301,17 @@ def host_gaps(
 
 
 def load(folder: str | Path) -> Gaps:
-    """A run folder that `host_gaps` wrote."""
+    """Reads a run folder of `host_gaps`."""
     found = results.load_run(folder)
     return Gaps(found.run, found.samples)
 
 
 def _gaps_of(engine: Engine, tokens: Tokens) -> np.ndarray:
-    """Gaps between the tokens behind the warm-up, ns, int64."""
+    """The gaps between the tokens after the warm-up, ns, int64."""
     engine.reset()
     for token in tokens.gen[:WARM_UP]:
         engine.step([token])
-    with engine.stamped() as stamps:
-        for token in tokens.gen[WARM_UP:]:
-            engine.step([token])
+    _, stamps = stamped_steps(engine, tokens.gen[WARM_UP:])
     begun, ended = np.array(stamps, np.int64).T
     return begun[1:] - ended[:-1]
 

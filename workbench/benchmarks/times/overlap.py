@@ -1,5 +1,5 @@
-"""How much of a token's device time has two kernels or more in flight, untraced; and beside it what
-a trace shows, and how much that slowed the token down.
+"""How much of a token's device time has two or more kernels in flight. Measured without a trace; a
+trace is taken as well, to compare its overlap and to measure its slowdown.
 
     stream 0   |--norm--|----Q----|         |--attention--|
     stream 2            |------K------|
@@ -7,13 +7,12 @@ a trace shows, and how much that slowed the token down.
     beside               =========                              two or more run
     overlap    beside / total
 
-Kernels note their own times (`engine/look/kernel_spans.py`); nothing stands between two of them.
-What the noting costs is in the table, too: a token's device time with it and without. The clock
-goes on in ticks. A span of fewer than RESOLVED_TICKS ticks has no length that could be told, and
-neither has such a branch: it counts as unresolved.
+Kernels note their own times (`engine/look/kernel_spans.py`), so nothing is launched between them.
+The report has a token's device time with and without the noting. The clock advances in ticks. The
+length of a span of fewer than RESOLVED_TICKS ticks is unknown. Such a branch counts as unresolved.
 
-A trace sees a launch that begins early (`pdl`) from its start, while it waits for the one in front.
-So on each lane a kernel begins here, too, when the one in front has ended.
+A trace shows a launch that begins early (`pdl`) from its start, while it still waits for the kernel
+before it. So here a kernel begins, in traces too, only after the kernel before it on its lane.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
-from workbench.benchmarks.times.token_parts import parts_us, stamped_steps
+from workbench.benchmarks.times.token_parts import WARM_UP, parts_us, stamped_steps
 from workbench.benchmarks.workload import Workload, draw_tokens
 from workbench.common.errors import UsageError
 from workbench.engine.look.kernel_spans import kernel_spans, number_of
@@ -37,24 +36,23 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
 RESOLVED_TICKS = 10
-WARM_UP = 2  # tokens that do not count
 BRANCHES = ("token", "region", "stream", "first", "n", "us", "resolved")
 
 
 class InFlight(NamedTuple):
-    """Time in which at least one kernel ran, and in which two or more did, ns."""
+    """The times in which at least one kernel ran, and in which two or more kernels ran, ns."""
 
     total_ns: int
     beside_ns: int
 
     @property
     def overlap(self) -> float:
-        """The part of the time that has two or more; 0 without any time."""
+        """The share of time with two or more kernels; 0 without any time."""
         return self.beside_ns / self.total_ns if self.total_ns else 0.0
 
 
 def in_flight(spans: Iterable[tuple[int, int]]) -> InFlight:
-    """spans: begin and end of each kernel, in any order."""
+    """The times of kernels in flight. spans: begin and end of each kernel, in any order, ns."""
     edges = sorted(
         (at, step) for begin, end in spans if end > begin for at, step in ((begin, 1), (end, -1))
     )
@@ -67,7 +65,8 @@ def in_flight(spans: Iterable[tuple[int, int]]) -> InFlight:
 
 
 def in_stream_order(spans: Iterable[Span]) -> list[Span]:
-    """The spans by their begins; on each lane none begins before the one in front has ended."""
+    """The spans in order of their begins. A span that begins before the end of the span before it
+    on its lane is cut at that end."""
     ends: dict[str, int] = {}
     found = []
     for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):
@@ -78,9 +77,15 @@ def in_stream_order(spans: Iterable[Span]) -> list[Span]:
 
 
 class Traced(NamedTuple):
-    """What a trace of as many tokens shows. collector: where its spans come from. us: a token's
-    device time, median. slowdown: that over the untraced. step_slowdown: of a step by the host's
-    clock. fallback: why the spans are from another collector than the one asked for."""
+    """The result of a trace of as many tokens.
+
+    collector: the source of the spans.
+    overlap: median over the tokens.
+    us: a token's device time, median.
+    slowdown: `us` over the untraced device time.
+    step_slowdown: the same for a step, by the host's clock; None: unknown.
+    fallback: why the spans are from another collector than the requested one.
+    """
 
     collector: str
     overlap: float
@@ -91,13 +96,15 @@ class Traced(NamedTuple):
 
 
 class Overlap:
-    """What `measure_overlap` found.
+    """The result of `measure_overlap`.
 
-    tick_ns: the step in which the device's clock goes on. tokens: a row for each: `us` from its
-    first kernel to the end of its last, `total_us`, `beside_us`, `overlap`; n_kernels, n_short (of
-    fewer than RESOLVED_TICKS ticks), n_silent (kernels of libraries, which are in no span).
-    branches: a row for each token, region and branch; see BRANCHES. plain_us: a token's device time
-    by kernels that note nothing, median. traced: what a trace shows, if one was asked for.
+    tick_ns: the tick of the device's clock.
+    tokens: a row for each token: `us` from its first kernel to the end of its last, `total_us`,
+        `beside_us`, `overlap`, n_kernels, n_short (kernels of fewer than RESOLVED_TICKS ticks), and
+        n_silent (kernels of libraries, which have no span).
+    branches: a row for each token, region and branch; see BRANCHES.
+    plain_us: a token's device time with kernels that do not note their times, median.
+    traced: the result of the trace; None without a trace.
     """
 
     def __init__(
@@ -113,19 +120,19 @@ class Overlap:
 
     @property
     def overlap(self) -> float:
-        """Median over the tokens."""
+        """The median over the tokens."""
         return float(self.tokens["overlap"].median())
 
     @property
     def by_branch(self) -> pd.DataFrame:
-        """The branches of a token: medians of `us` over the tokens, and `resolved`, where they
-        are in most of them."""
+        """A row for each branch: the median of `us` over the tokens, and whether the branch is
+        `resolved` in most tokens."""
         groups = self.branches.groupby(["region", "stream", "first"], sort=False)
         found = groups.agg(n=("n", "first"), us=("us", "median"), resolved=("resolved", "median"))
         return found.assign(resolved=found["resolved"] > 0.5).reset_index()
 
     def record(self) -> dict[str, Any]:
-        """All of it as JSON: medians over the tokens, and every branch, column by column."""
+        """The result for JSON: medians over the tokens, and every branch, column by column."""
         middle = self.tokens.median()
         of_branches = self.by_branch.assign(us=lambda frame: frame["us"].round(3))
         return {
@@ -159,18 +166,17 @@ class Overlap:
         return "\n".join(lines)
 
 
-def measure_overlap(
-    engine: Engine, n_tokens: int = 16, seed: int = 0, collector: str | None = "auto"
-) -> Overlap:
+def measure_overlap(engine: Engine, n_tokens: int = 16, collector: str | None = "auto") -> Overlap:
     """Decodes n_tokens single tokens three times, each time from an empty cache: with kernels that
-    note, plainly, and traced. collector: of the trace (`trace.profile`); None for none.
+    note their times, with plain kernels, and traced. collector: of the trace (`trace.profile`);
+    None: no trace.
 
-    Raises UsageError for no tokens, and as `kernel_spans` does: of an engine that launches ahead.
+    Raises UsageError for no tokens, and as `kernel_spans` for an engine that launches ahead.
     """
     if n_tokens < 1:
         raise UsageError(f"n_tokens={n_tokens}: an overlap is measured over tokens; give 1 or more")
     test = Workload(0, WARM_UP + n_tokens)
-    tokens = draw_tokens(test, engine.model.n_vocab, seed, 0).gen
+    tokens = draw_tokens(test, engine.model.n_vocab, 0).gen
     engine.reset()
     with kernel_spans(engine) as found:
         for token in tokens:
@@ -212,7 +218,7 @@ def _token(spans: Sequence[Span], tick_ns: int, n_silent: int) -> dict[str, floa
 
 
 def _extent_us(spans: Sequence[Span]) -> float:
-    """From the first begin to the last end."""
+    """The time from the first begin to the last end."""
     if not spans:
         return 0.0
     return (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e3
@@ -221,7 +227,7 @@ def _extent_us(spans: Sequence[Span]) -> float:
 def _branches(
     beside: Sequence[Sequence[Branch]], token: int, spans: Sequence[Span], tick_ns: int
 ) -> Iterator[tuple[Any, ...]]:
-    """The rows of a token's branches. A branch of library kernels alone has none."""
+    """The rows of a token's branches. A branch with library kernels only has no row."""
     of_number: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
         of_number.setdefault(number_of(span), []).append(span)
@@ -237,7 +243,7 @@ def _branches(
 
 def _traced(engine: Engine, tokens: Sequence[int], collector: str, plain_us: float) -> Traced:
     with profile(engine, (len(tokens) + WARM_UP, len(tokens)), False, collector) as found:
-        for _ in range(2):  # plainly, for the slowdown; then traced
+        for _ in range(2):  # untraced, for the slowdown; then traced
             engine.reset()
             for token in tokens:
                 engine.step([token])

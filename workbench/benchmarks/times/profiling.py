@@ -1,13 +1,13 @@
-"""A test measured untraced and then traced: how long a token takes, and where that time goes.
+"""How long a token takes, and where the time goes: a test is measured untraced, and then traced.
 
-Time comes from untraced steps, by the device's own stamps (`Engine.stamped`). What it went to comes
-from a trace of the same test, taken after them in the same process: by kernel, by phase of the host
-and by gap (`trace/analysis.py`). Tracing slows the host, and the profile says how much.
+The times of tokens come from untraced steps, by the device's own stamps (`Engine.stamped`). The
+shares of kernels, host phases and gaps come from a trace of the same test, taken afterwards in the
+same process (`trace/analysis.py`). Tracing slows the host, and the profile reports the slowdown.
 
     untraced, stamped   | step 0 | step 1 | ... | step n-1 |   repeated
     traced              |  not traced   |  window  |  not  |   once
 
-The read bandwidth, against which kernels are held, is measured first, by `kernel_rigs`.
+The read bandwidth, to which kernels are compared, is measured first, by `kernel_rigs`.
 """
 
 from __future__ import annotations
@@ -35,27 +35,33 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
 MOST_TRACED = 8  # steps of the default window
-WRITE_EVERY = 4  # steps: what is left is written behind no more than one in so many
+WRITE_EVERY = 4  # steps between two updates of the progress bar, at least
 STEPS = ["repetition", "step", "n_tokens", "host_us", "kernels_us", "gap_us", "step_us"]
-# of Engine.counters
+# their counters are in Engine.counters
 PHASES = list(OF_ENGINE)
 
 
 class Bandwidth(NamedTuple):
-    """What reading memory reaches. gbps is None where it could not be measured; note: how it was,
-    or why it was not, and whether the card is sound."""
+    """The read bandwidth.
+
+    gbps: None where it could not be measured.
+    note: the way of reading, or why nothing was measured; and a warning for a faulty card.
+    """
 
     gbps: float | None
     note: str
 
 
 class Profiled(NamedTuple):
-    """What `profile_test` found.
+    """The result of `profile_test`.
 
-    steps: a row for each untraced step (see `stamped_steps`). phases: what the host spent on what
-    in an untraced step (`counted_steps`). stamped: whether `steps` has the device's times; where it
-    computes inside the host's call, they are the host's. window: (first, n) of the steps traced.
-    trace: the trace. read: the bandwidth.
+    steps: a row for each untraced step (`stamped_steps`).
+    phases: the host's time by phase, a row for each untraced step (`counted_steps`).
+    stamped: whether `steps` has the device's times. False for a device that computes inside the
+        host's call: then the host's times are the device's.
+    window: (first, n) of the traced steps.
+    trace: the trace.
+    read: the read bandwidth.
     """
 
     test: str
@@ -69,27 +75,26 @@ class Profiled(NamedTuple):
 
 
 def n_steps_of(workload: w.Workload, n_ubatch: int) -> int:
-    """How many steps the test has, without the steps that fill its depth."""
+    """The number of steps of the test, without the steps that fill its depth."""
     return math.ceil(workload.n_prompt / n_ubatch) + workload.n_gen
 
 
 def last_steps(n_steps: int) -> tuple[int, int]:
-    """The last MOST_TRACED of so many steps, (first, n): enough for a typical step."""
+    """The window of the last MOST_TRACED steps, (first, n): enough for a typical step."""
     return max(0, n_steps - MOST_TRACED), min(n_steps, MOST_TRACED)
 
 
 def window_of(
     workload: w.Workload, n_ubatch: int, asked: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """The steps to trace, (first, n): those asked for, or the last 8 (all, where there are fewer).
+    """The steps to trace, (first, n): the window `asked`, or the last 8 steps (or all, if fewer).
 
-    Raises UsageError for a window that does not lie in the test, and for a test of several
-    sequences.
+    Raises UsageError for a window outside the test, and for a test of several sequences.
     """
     if workload.n_seqs:
         raise UsageError(
-            f"{workload.name} has several sequences, and a profile is of one; name a test such as "
-            "tg32, or measure this one with `workbench bench -npl`"
+            f"{workload.name} has several sequences, and a profile is of one sequence; name a test "
+            "such as tg32, or measure this one with `workbench bench -npl`"
         )
     n_steps = n_steps_of(workload, n_ubatch)
     first, n = asked or last_steps(n_steps)
@@ -140,8 +145,8 @@ def trace_steps(
     collector: str = "auto",
     untraced: Sequence[tuple[int, float]] = (),
 ) -> Profile:
-    """Traces the steps of a test in `window`. untraced: tokens and us of steps measured before,
-    beside which the profile sets its own."""
+    """Traces the steps of a test in `window`. untraced: tokens and us of steps measured before; the
+    profile compares its steps with them."""
     engine.reset()
     _fill(engine, tokens)
     with profile(engine, window=window, collector=collector) as trace:
@@ -159,7 +164,7 @@ def trace_last(engine: Engine, workload: w.Workload, seed: int) -> Profile:
 
 
 def runs_on_device(engine: Engine) -> bool:
-    """Whether a token launches anything on a device that computes beside the host."""
+    """Whether a token has launches on a device that computes while the host goes on."""
     if engine.backend.capabilities.synchronous:
         return False
     commands = engine.program().singly()
@@ -167,13 +172,19 @@ def runs_on_device(engine: Engine) -> bool:
 
 
 def stamped_steps(engine: Engine, drawn: list[w.Tokens], stamped: bool = True) -> pd.DataFrame:
-    """A row for each step of each repetition, untraced. drawn: the tokens of the repetitions.
+    """A row for each step of each repetition, untraced.
+
+    drawn: the tokens of the repetitions.
     stamped: whether the device has times (`runs_on_device`).
 
-    host_us: the call of the step. By the device's clock, missing where it has none: kernels_us from
-    the first kernel to the last one's end; gap_us from the step before's last kernel to this one's
-    first, step_us to this one's last; both missing in the first step, and in one that waited until
-    something was written.
+    host_us is the time of the step's call. The other times are by the device's clock, and missing
+    without stamps:
+
+        kernels_us   from the first kernel of the step to the end of its last kernel
+        gap_us       from the end of the previous step's last kernel to the first kernel
+        step_us      from the end of the previous step's last kernel to the end of the last kernel
+
+    gap_us and step_us are missing in the first step, and in a step after a progress update.
     """
     cells = sum(map(len, drawn[0]))
     rows = []
@@ -185,7 +196,7 @@ def stamped_steps(engine: Engine, drawn: list[w.Tokens], stamped: bool = True) -
 
 
 def _repetition(engine: Engine, tokens: w.Tokens, stamped: bool, left: Bar) -> pd.DataFrame:
-    """One repetition's rows. A step that began after something was written has no gap."""
+    """The rows of a repetition. A step after an update of the progress bar has no gap."""
     engine.reset()
     _fill(engine, tokens)
     untold, written = len(tokens.depth), []
@@ -219,8 +230,9 @@ def _stamps(engine: Engine, stamped: bool) -> AbstractContextManager[Sequence[tu
 
 
 def counted_steps(engine: Engine, tokens: w.Tokens) -> pd.DataFrame:
-    """A row for each step of one more repetition, untraced: n_tokens, and what the host spent on
-    each of PHASES, us. Apart from the stamped ones, for reading the counters lengthens a gap."""
+    """A row for each step of a further untraced repetition: n_tokens, and the host's time in each
+    phase of PHASES, us. The repetition is not stamped, since reading the counters lengthens
+    gaps."""
     engine.reset()
     _fill(engine, tokens)
     rows, before = [], engine.counters
@@ -234,8 +246,8 @@ def counted_steps(engine: Engine, tokens: w.Tokens) -> pd.DataFrame:
 
 
 def read_bandwidth(engine: Engine) -> Bandwidth:
-    """GB/s at which memory of the engine's device is read, the best of several ways. Takes up to
-    4 GiB of it for a moment; without that much room there is no figure, and the note says so."""
+    """The read bandwidth of the engine's device, the best of several ways. Allocates up to 4 GiB
+    for a moment. Where the memory is not free, gbps is None and the note has the reason."""
     rig = rig_of(engine.backend, quick=False)
     try:
         rates = rig.read_rates()
@@ -249,7 +261,8 @@ def read_bandwidth(engine: Engine) -> Bandwidth:
 
 
 def _steps(engine: Engine, tokens: w.Tokens) -> list[tuple[list[int], Outputs]]:
-    """The calls of `Engine.step` that the test is: what each computes, and which logits of it."""
+    """The arguments of the test's calls of `Engine.step`: the tokens, and which logits are
+    wanted."""
     n = engine.config.n_ubatch
     parts = [tokens.prompt[i : i + n] for i in range(0, len(tokens.prompt), n)]
     calls: list[tuple[list[int], Outputs]] = [(part, "none") for part in parts[:-1]]

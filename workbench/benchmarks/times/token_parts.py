@@ -1,14 +1,14 @@
-"""Where a token's time goes, by the device's clock and without a trace: `Engine.stamped`.
+"""Where a token's time goes, by the device's clock and without a trace (`Engine.stamped`).
 
     token    from the first kernel of a token to the first kernel of the next
-    device   from there to the end of the last kernel
-    gap      from there to the first kernel of the next token, copies included
-    host     from the logits on the host to the first kernel of the next token
-    plain    a token of the same turn that is not stamped, by the host's clock
+    device   from the first kernel of a token to the end of its last kernel
+    gap      from the end of the last kernel to the first kernel of the next token, copies included
+    host     from the arrival of the logits on the host to the first kernel of the next token
+    plain    a whole token of the same turn, without stamps, by the host's clock
 
 Plans are stamped inside, at their first and last kernels (`backend/clock/stamps.py`). A stamped
-token is longer than a plain one by what the stamps take. Without plans a token begins where the
-stream comes to its first launch, before that is issued (`engine/look/watch.py`).
+token takes longer than a plain token by the time of the stamps. Without plans a token begins when
+the stream reaches its first launch, before the launch is issued (`engine/look/watch.py`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 PARTS = ("token", "device", "gap", "host", "plain")
 STAMPED = PARTS[:-1]
-WARM_UP = 2  # tokens of each turn that do not count: the arm before has left its own
+WARM_UP = 2  # first tokens of each turn, not counted: caches are still another arm's
 
 
 def stamped_steps(engine: Any, tokens: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Decodes tokens; when each one's logits were on the host, and its stamps, in ns."""
+    """Decodes tokens; returns when the logits of each were on the host, and the stamps of each,
+    ns."""
     ends = []
     with engine.stamped() as stamps:
         for token in tokens:
@@ -44,12 +45,12 @@ def stamped_steps(engine: Any, tokens: Sequence[int]) -> tuple[list[int], list[t
 
 
 def logits_to_launch_ns(ends: Sequence[int], stamps: Sequence[tuple[int, int]]) -> list[int]:
-    """From each token's logits to the first kernel of the next."""
+    """The times from each token's logits to the first kernel of the next token."""
     return [stamp[0] - end for end, stamp in zip(ends, stamps[1:], strict=False)]
 
 
 def parts_us(ends: Sequence[int], stamps: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Medians of STAMPED, us, of the tokens between the first and the last."""
+    """The medians of STAMPED over the tokens, us."""
     begun, ended = np.array(stamps, np.int64).T
     ns = {
         "token": np.diff(begun),
@@ -63,12 +64,15 @@ def parts_us(ends: Sequence[int], stamps: Sequence[tuple[int, int]]) -> dict[str
 def token_parts(
     engine: Engine, arms: Mapping[str, Toggles], rounds: int, n_tokens: int = 12
 ) -> dict[str, dict[str, Any]]:
-    """By arm: its PARTS, a list with an entry for each round, us; `counters` of the arm's engine
-    in its first turn, which is not stamped; `nodes`: kernels and copies that a token gives the
-    device, and `calls`: of the host for them, a plan one call.
+    """The parts of a token by arm, each a dict with these keys:
 
-    Arms take turns (`benchmarks/compare/rounds.py`): all meet the same host in a round. A turn is
-    n_tokens stamped tokens, and half as many plain ones.
+    PARTS: a list with an entry for each round, us.
+    counters: of the arm's engine, in a first turn without stamps.
+    nodes: kernels and copies of a token on the device.
+    calls: how many calls the host makes for the nodes; a plan is one call.
+
+    Arms take turns (`benchmarks/compare/rounds.py`), so that all arms of a round have the same
+    host. A turn is half of n_tokens plain tokens, and then n_tokens stamped tokens.
     """
     n_plain = WARM_UP + max(1, n_tokens // 2)
     test = Workload(0, n_plain + n_tokens)
@@ -82,7 +86,7 @@ def token_parts(
             return parts_us(*stamped_steps(sides[i], tokens[n_plain:])) | own
 
         counters = []
-        for i, side in enumerate(sides):  # whatever is made at the first step
+        for i, side in enumerate(sides):  # so that no first step is timed
             plain_us(side, draw_tokens(test, engine.model.n_vocab, 0, 0).gen)
             counters.append(side.counters)
             measure(0, i)
@@ -95,8 +99,8 @@ def token_parts(
 
 
 def plain_us(engine: Engine, tokens: Sequence[int]) -> float:
-    """Decodes tokens from an empty cache: the median time of a token behind the warm-up, us, from
-    logits to logits."""
+    """Decodes tokens from an empty cache; returns the median time of a token after the warm-up, us,
+    from logits to logits."""
     engine.reset()
     ends = []
     for token in tokens:
@@ -106,10 +110,10 @@ def plain_us(engine: Engine, tokens: Sequence[int]) -> float:
 
 
 def issued(engine: Engine) -> dict[str, int]:
-    """`nodes` and `calls` of a token; see `token_parts`."""
+    """The keys `nodes` and `calls` of `token_parts`."""
 
     def n_nodes(command: Command) -> int:
-        """Kernels and copies that a command gives the device."""
+        """How many kernels and copies a command gives the device."""
         if isinstance(command, Launch) and not command.by_host:
             kernels = engine.backend.kernels_of(command.node)
             return 1 if kernels is None else len(kernels)
@@ -124,5 +128,5 @@ def issued(engine: Engine) -> dict[str, int]:
 
 
 def medians_us(parts: Mapping[str, Any]) -> dict[str, float]:
-    """Medians of PARTS over the rounds, us. parts: of an arm of `token_parts`."""
+    """The medians of PARTS over the rounds, us. parts: an arm's entry of `token_parts`."""
     return {part: float(np.median(parts[part])) for part in PARTS}
