@@ -101,7 +101,7 @@ CHEAP, FROM_THE_BEGIN = "fork: x, a*: fork, b: fork, all: a b", "a*: x, b*: y, a
     [
         (LAYER, Fork, {}, BRANCHES),
         (LAYER, (ANY,), {"rows": 5}, BRANCHES),
-        (LAYER.replace("k_rope: k,", "k_rope*: k,"), (QKV, ANY), {}, K_LONGEST),  # on the first stream
+        (LAYER.replace("k_rope: k,", "k_rope*: k,"), (QKV, ANY), {}, K_LONGEST),
         # the shorter branches share a stream
         (LAYER.replace("q_rope: q,", "q_rope*: q,"), (QKV,), {"n_streams": 2}, ON_TWO),
         (LAYER, (QKV, THREE_WAY), {"rows": 2}, [in_turn(LAYER)]),
