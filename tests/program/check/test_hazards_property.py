@@ -217,8 +217,9 @@ def test_pieces_are_the_bytes_that_matter_cut_at_every_end(touched, needed):
     by_byte = set()
     for buffer in BUFFERS:
         for byte in range(8):
-            here = frozenset(r for r in touched
-                             if r.buffer is buffer and byte in range(r.offset, sum(r[1:])))  # fmt: skip
+            here = frozenset(
+                r for r in touched if r.buffer is buffer and 0 <= byte - r.offset < r.nbytes
+            )
             if matters(reduce(or_, map(touched.get, here), 0)):
                 by_byte.add(here)
     assert {frozenset(ranges) for ranges in covering.values()} == by_byte
