@@ -32,18 +32,10 @@ BPE = {
     T + "token_type": [1] * 258 + [3, 3] + [1] * 7, T + "merges": ["h e", "he y"],
     T + "bos_token_id": 258, T + "eos_token_id": 259,
 }  # fmt: skip
-SPM_TOKENS = [
-    "<unk>",
-    "<s>",
-    "</s>",
-    *(f"<0x{b:02X}>" for b in range(256)),
-    "▁",
-    *"hey",
-    "he",
-    "ey",
-]
+BYTES_IN_SPM = [f"<0x{b:02X}>" for b in range(256)]
 SPM = {
-    T + "model": "llama", T + "tokens": SPM_TOKENS,
+    T + "model": "llama",
+    T + "tokens": ["<unk>", "<s>", "</s>", *BYTES_IN_SPM, "▁", *"hey", "he", "ey"],
     T + "token_type": [2, 3, 3] + [6] * 256 + [1] * 6,
     T + "scores": [0.0] * 259 + [-float(i) for i in range(6)],
 }  # fmt: skip
