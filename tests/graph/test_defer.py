@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,19 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.graphs import PRODUCTS, Decoder
+from tests.graph.test_fuse import models
+from tests.graphs import Decoder
 from tests.profiles import examples
 from workbench.graph.defer import MOST_TOKENS, defer
 from workbench.graph.ir import (
-    BF16,
-    F16,
     F32,
     I32,
-    Q4_0,
-    Q4_K,
     Q8_0,
     Q8_ACT,
-    DType,
     Graph,
     Kind,
     Node,
@@ -33,37 +28,23 @@ from workbench.graph.ir import (
 from workbench.graph.ops import OPS, make
 from workbench.graph.shapes import SQUARES
 
-MODELS = ["tiny-llama", "tiny-qwen3", "tiny-llama-bias"]
-MIXED = {"attn_v": F16, "ffn_up": F16}  # of x once quantised and once as floats
-
 
 def halved(graph: Graph) -> set[str]:
     """The names of the norms that `defer` halves; nothing else may become of them."""
     deferred = defer(graph)
     kept = {n.name for n in deferred.nodes if n.op == "rms_norm"}
     found = {n.name for n in graph.nodes if n.op == "rms_norm"} - kept
-    assert {n.name.removesuffix(" (squares)") for n in deferred.nodes if n.op == "square_sums"} == (
-        found
-    )
+    assert found == {
+        n.name.removesuffix(" (squares)") for n in deferred.nodes if n.op == "square_sums"
+    }
     return found
 
 
 def expected(n_layer: int, outputs: bool) -> set[str]:
-    """All norms of rows but the first, and the one behind the gather of the rows asked for."""
+    """All norms of rows but the first, and the one after the gather of the rows asked for."""
     last = n_layer - 1
     names = {f"attn_norm-{i}" for i in range(1, n_layer)} | {f"ffn_norm-{i}" for i in range(last)}
     return names | ({"result_norm"} if outputs else set())
-
-
-@pytest.mark.parametrize("dtypes", [{}, MIXED], ids=["alike", "mixed"])
-@pytest.mark.parametrize("preset", MODELS)
-def test_norms_behind_a_product_are_halved(preset: str, dtypes: dict[str, DType]):
-    for n_layer, (tokens, outputs) in product((1, 3), ((1, 1), (MOST_TOKENS, 3), (3, 0))):
-        graph = Decoder(preset, Q8_0, dtypes, n_layer=n_layer).graph(tokens, outputs)
-        assert halved(graph) == expected(n_layer, outputs > 0)
-
-
-# graphs in which something is in the way ----------------------------------------------------------
 
 
 def small(cols: int = 64, tokens: int = 2, **changed: Callable[..., Any]) -> Graph:
@@ -92,6 +73,12 @@ def small(cols: int = 64, tokens: int = 2, **changed: Callable[..., Any]) -> Gra
     return Graph(nodes, inputs, outputs, StepShape(tokens, tokens, 0))
 
 
+def read_by(op: str, which: int, *more: Tensor | None) -> Graph:
+    """One more node reads the sum, the norm or the weighted norm, and `more` (None: it twice)."""
+    return small(readers=lambda add, *made: [
+        add(op, "r", made[which], *(made[which] if t is None else t for t in more))])  # fmt: skip
+
+
 ROW = Tensor("row", F32, (64,), Kind.WEIGHT)
 UNTOUCHED = {
     "no product": lambda: small(product=lambda add, p, inputs: add("swiglu", "s", p, p)),
@@ -99,17 +86,11 @@ UNTOUCHED = {
         product=lambda add, p, inputs: add("get_rows", "g", p, Tensor("i", I32, (2,), Kind.INPUT))
     ),
     "no whole sums": lambda: small(cols=SQUARES + 16),
-    "the norm is read without its weight": lambda: small(
-        readers=lambda add, total, norm, y: [add("mul", "m", norm, ROW)]
-    ),
+    "the norm is read without its weight": lambda: read_by("mul", 1, ROW),
     "the norm is an output": lambda: small(readers=lambda add, total, norm, y: [norm]),
     "the weighted norm is an output": lambda: small(readers=lambda add, total, norm, y: [y]),
-    "something else reads it": lambda: small(
-        readers=lambda add, total, norm, y: [add("swiglu", "s", y, y)]
-    ),
-    "something else reads it quantised": lambda: small(
-        readers=lambda add, total, norm, y: [add("quantize", "q", y)]
-    ),
+    "something else reads it": lambda: read_by("swiglu", 2, None),
+    "something else reads it quantised": lambda: read_by("quantize", 2),
 }
 
 
@@ -117,15 +98,6 @@ UNTOUCHED = {
 def test_what_is_left_alone(what: str):
     graph = UNTOUCHED[what]()
     assert defer(graph) is graph
-
-
-def test_a_bias_and_readers_of_the_sum_are_no_obstacle():
-    biased = small(product=lambda add, p, inputs: add("add", "b", p, ROW))
-    assert halved(biased) == {"n"}
-    assert halved(small(readers=lambda add, total, norm, y: [add("swiglu", "s", total, total)]))
-
-
-# the graph ----------------------------------------------------------------------------------------
 
 
 def check_dataflow(before: Graph, after: Graph) -> None:
@@ -154,8 +126,6 @@ def check_dataflow(before: Graph, after: Graph) -> None:
     assert {n.output for n in gone} - dropped <= made  # what others read is the tensor it was
 
 
-# the numbers --------------------------------------------------------------------------------------
-
 EVALUATE: dict[str, Callable[..., np.ndarray]] = {
     "rms_norm": lambda x, eps: x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps),
     "mul": lambda a, b: a * b,
@@ -177,12 +147,9 @@ def evaluated(graph: Graph, values: dict[Tensor, np.ndarray]) -> dict[Tensor, np
 
 
 @given(
-    cols=st.sampled_from([32, 64, 96]),
-    tokens=st.integers(1, MOST_TOKENS),
-    biases=st.integers(0, 2),
-    magnitude=st.sampled_from([1e-4, 1.0]),
-    seed=st.integers(0, 99),
-)
+    st.sampled_from([32, 64, 96]), st.integers(1, MOST_TOKENS), st.integers(0, 2),
+    st.sampled_from([1e-4, 1.0]), st.integers(0, 99),
+)  # fmt: skip
 @settings(max_examples=examples(100))
 def test_halves_make_the_whole(cols, tokens, biases, magnitude, seed):
     """Where rows are small eps counts."""
@@ -191,13 +158,9 @@ def test_halves_make_the_whole(cols, tokens, biases, magnitude, seed):
     if biases:
         changed["product"] = lambda add, p, inputs: add("add", "b", p, bias)
     if biases == 2:
+        w2 = Tensor("w2", F32, (cols, cols), Kind.WEIGHT)
         changed["readers"] = lambda add, total, norm, y: [
-            add(
-                "add",
-                "z2",
-                add("mul_mat", "p2", Tensor("w2", F32, (cols, cols), Kind.WEIGHT), y),
-                total,
-            )
+            add("add", "z2", add("mul_mat", "p2", w2, y), total)
         ]
     graph = small(cols, tokens, **changed)
     deferred = defer(graph)
@@ -211,30 +174,15 @@ def test_halves_make_the_whole(cols, tokens, biases, magnitude, seed):
         np.testing.assert_allclose(found[t], wanted[t], rtol=1e-7, atol=1e-15, err_msg=t.name)
 
 
-DTYPES = st.sampled_from([F32, F16, BF16, Q8_0, Q4_0, Q4_K])
-
-
-@given(
-    preset=st.sampled_from(MODELS),
-    dtype=DTYPES,
-    dtypes=st.dictionaries(st.sampled_from(PRODUCTS), DTYPES),
-    biases=st.sets(st.sampled_from(PRODUCTS)),
-    n_layer=st.integers(1, 3),
-    n_tokens=st.integers(1, 2 * MOST_TOKENS),
-    outputs=st.integers(0, 3),
-    activations=st.sampled_from(["q8", "float"]),
-)
+@given(models, st.integers(1, 2 * MOST_TOKENS), st.integers(0, 3), st.sampled_from(["q8", "float"]))
 @settings(max_examples=examples(150))
-def test_any_model_stays_whole(
-    preset, dtype, dtypes, biases, n_layer, n_tokens, outputs, activations
-):
-    model = Decoder(preset, dtype, dtypes, biases, n_layer=n_layer)
+def test_any_model_stays_whole(model, n_tokens, outputs, activations):
     outputs = min(outputs, n_tokens)
     graph = model.graph(n_tokens, outputs, activations=activations)
     deferred = defer(graph)
     check_dataflow(graph, deferred)
     few = n_tokens <= MOST_TOKENS
-    assert halved(graph) == (expected(n_layer, outputs > 0) if few else set())
+    assert halved(graph) == (expected(model.hparams.n_layer, outputs > 0) if few else set())
     makers = {n.output: n for n in deferred.nodes}
     weighted = {n.output for n in deferred.nodes if n.op == "mul" and n not in graph.nodes}
     for node in deferred.nodes:  # what reads a row without its scale is scaled, by that row's

@@ -1,5 +1,5 @@
 """Forks and joins of graphs made by hand, as pictures. A line is a stream: its nodes in order, each
-behind what its stream waits for, in brackets. `[...]` at the end of the first is what it joins.
+after what its stream waits for, in brackets. `[...]` at the end of the first is what it joins.
 
 A product stands for a node that takes long, an `add` for one that takes next to nothing.
 """
@@ -26,7 +26,6 @@ from workbench.graph.forks import (
     estimate_us,
     fork,
     interleaved,
-    ordered,
 )
 from workbench.graph.ir import F32, Kind, Node, Tensor
 from workbench.graph.ops import make
@@ -59,23 +58,16 @@ def nodes_of(spec: str, rows: int = 1) -> list[Node]:
     return nodes
 
 
-def drawn(branches: Branches) -> list[str]:
+def picture(spec: str, rule: str, n_streams: int = 8, rows: int = 1) -> list[str]:
+    branches = fork(nodes_of(spec, rows), n_streams, rule, COSTS)
     names = [node.name for node in branches.nodes]
     lines: list[list[str]] = [[] for _ in range(branches.n_streams)]
-    rows = zip(names, branches.streams, branches.waits, strict=True)
-    for name, stream, waits in rows:
-        if waits:
-            lines[stream].append(
-                f"[{' '.join('start' if i == START else names[i] for i in sorted(waits))}]"
-            )
-        lines[stream].append(name)
-    if branches.joins:
-        lines[0].append(f"[{' '.join(names[i] for i in sorted(branches.joins))}]")
+    names = [*names, "start"]  # START is -1
+    placed = zip(names, branches.streams, branches.waits, strict=False)
+    for name, stream, waits in (*placed, ("", 0, branches.joins)):
+        lines[stream] += [f"[{' '.join(names[i] for i in sorted(waits))}]"] if waits else []
+        lines[stream] += [name] if name else []
     return [" ".join(line) for line in lines]
-
-
-def picture(spec: str, rule: str, n_streams: int = 8, rows: int = 1) -> list[str]:
-    return drawn(fork(nodes_of(spec, rows), n_streams, rule, COSTS))
 
 
 LAYER = (
@@ -85,78 +77,50 @@ LAYER = (
 FEED_FORWARD = "ffn_norm: x, gate*: ffn_norm, up*: ffn_norm, glu: gate up, down*: glu"
 
 
-# three branches -----------------------------------------------------------------------------------
+seeds, streams = st.integers(0, 2**32 - 1).map(Random), st.integers(1, 8)
 
 
-@pytest.mark.parametrize("rule", [QKV, THREE_WAY])
-def test_a_layer_forks_at_its_norm(rule):
-    assert picture(LAYER, rule) == [
-        "attn_norm q q_rope [k_rope] scores [v] mixed out sum",
-        "[attn_norm] k k_rope",
-        "[attn_norm] v",
-    ]
-
-
-def test_the_longest_branch_stays_on_the_first_stream():
-    spec = LAYER.replace("k_rope: k,", "k_rope*: k,")
-    assert picture(spec, QKV)[0] == "attn_norm k k_rope [q_rope] scores [v] mixed out sum"
-    assert picture(spec, ANY)[0].startswith("attn_norm k k_rope [q_rope] scores")
-
-
-def test_on_two_streams_the_shorter_branches_share_one():
-    spec = LAYER.replace("q_rope: q,", "q_rope*: q,")
-    assert picture(spec, QKV, n_streams=2) == [
-        "attn_norm q q_rope [k_rope] scores mixed out sum",
-        "[attn_norm] k v k_rope",
-    ]
-
-
-@pytest.mark.parametrize("rows", [2, 5])
-def test_of_several_rows_only_any_forks(rows):
-    for rule in (QKV, THREE_WAY):
-        assert picture(LAYER, rule, rows=rows) == [spec_order(LAYER)]
-    assert picture(LAYER, ANY, rows=rows) == picture(LAYER, ANY) != [spec_order(LAYER)]
-
-
-def spec_order(spec: str) -> str:
+def in_turn(spec: str) -> str:
     """All nodes on one stream."""
     return " ".join(line.split(":")[0].strip().rstrip("*") for line in spec.split(","))
 
 
-# any shape ----------------------------------------------------------------------------------------
+BRANCHES = [
+    "attn_norm q q_rope [k_rope] scores [v] mixed out sum", "[attn_norm] k k_rope", "[attn_norm] v",
+]  # fmt: skip
+K_LONGEST = [
+    "attn_norm k k_rope [q_rope] scores [v] mixed out sum", "[attn_norm] q q_rope", "[attn_norm] v",
+]  # fmt: skip
+ON_TWO = ["attn_norm q q_rope [k_rope] scores mixed out sum", "[attn_norm] k v k_rope"]
+GATE_AND_UP = ["ffn_norm gate [up] glu down", "[ffn_norm] up"]
+CHEAP, FROM_THE_BEGIN = "fork: x, a*: fork, b: fork, all: a b", "a*: x, b*: y, a2*: a, all: a2 b"
 
 
-def test_gate_and_up():
-    for rule in (QKV, THREE_WAY):
-        assert picture(FEED_FORWARD, rule) == [spec_order(FEED_FORWARD)]
-    for rows in (1, 4):
-        assert picture(FEED_FORWARD, ANY, rows=rows) == [
-            "ffn_norm gate [up] glu down",
-            "[ffn_norm] up",
-        ]
-
-
-def test_what_costs_less_than_its_events_stays():
-    spec = "fork: x, a*: fork, b: fork, all: a b"
-    assert picture(spec, ANY) == [spec_order(spec)]
-
-
-def test_what_needs_nothing_waits_for_the_splits_begin():
-    spec = "a*: x, b*: y, a2*: a, all: a2 b"
-    assert picture(spec, ANY) == ["a a2 [b] all", "[start] b"]
-
-
-# events only where no order follows ---------------------------------------------------------------
-
-
-seeds = st.integers(0, 2**32 - 1).map(Random)
-sizes = st.integers(0, 40)
-streams = st.integers(1, 8)
+@pytest.mark.parametrize(
+    ("spec", "rules", "how", "wanted"),
+    [
+        (LAYER, Fork, {}, BRANCHES),
+        (LAYER, (ANY,), {"rows": 5}, BRANCHES),
+        (LAYER.replace("k_rope: k,", "k_rope*: k,"), (QKV, ANY), {}, K_LONGEST),
+        # the shorter branches share a stream
+        (LAYER.replace("q_rope: q,", "q_rope*: q,"), (QKV,), {"n_streams": 2}, ON_TWO),
+        (LAYER, (QKV, THREE_WAY), {"rows": 2}, [in_turn(LAYER)]),
+        (LAYER, (QKV, THREE_WAY), {"rows": 5}, [in_turn(LAYER)]),
+        (FEED_FORWARD, (QKV, THREE_WAY), {}, [in_turn(FEED_FORWARD)]),
+        (FEED_FORWARD, (ANY,), {}, GATE_AND_UP),
+        (FEED_FORWARD, (ANY,), {"rows": 4}, GATE_AND_UP),
+        (CHEAP, (ANY,), {}, [in_turn(CHEAP)]),  # it costs less than its events
+        (FROM_THE_BEGIN, (ANY,), {}, ["a a2 [b] all", "[start] b"]),  # b needs nothing
+    ],
+)  # fmt: skip
+def test_forks_and_joins_are_as_drawn(spec, rules, how, wanted):
+    for rule in rules:
+        assert picture(spec, rule, **how) == wanted
 
 
 def needed_orders(branches: Branches) -> list[set[int]]:
-    """What must be in the closure: all dependencies, START in front of everything, and all nodes in
-    front of the end."""
+    """What must be in the closure: all dependencies, START before everything, and all nodes before
+    the end."""
     before = [{*some, START} for some in dependencies(branches.nodes)]
     return [*before, set(range(len(branches.nodes)))]
 
@@ -171,14 +135,17 @@ def missing(branches: Branches, without: tuple[int, int] | None = None) -> bool:
 def forked(rng: Random, n: int, n_streams: int) -> list[Branches]:
     nodes = random_nodes(rng, n)
     by_rule = [fork(nodes, n_streams, rule) for rule in Fork]
+    assert all(branches.n_streams <= n_streams for branches in by_rule)
     return [*by_rule, random_branches(rng, n, n_streams)]
 
 
+several = st.builds(forked, seeds, st.integers(0, 40), streams)
+
+
 @settings(max_examples=examples(150))
-@given(seeds, sizes, streams)
-def test_every_order_is_there_and_no_event_too_many(rng, n, n_streams):
-    for branches in forked(rng, n, n_streams):
-        assert branches.n_streams <= n_streams
+@given(several)
+def test_every_order_is_there_and_no_event_too_many(several):
+    for branches in several:
         assert not missing(branches)
         every = [(i, k) for i, waits in enumerate(branches.waits) for k in range(len(waits))]
         every += [(-1, k) for k in range(len(branches.joins))]
@@ -187,27 +154,27 @@ def test_every_order_is_there_and_no_event_too_many(rng, n, n_streams):
 
 
 @settings(max_examples=examples(150))
-@given(seeds, sizes, streams)
-def test_clocks_and_pairs_are_those_of_the_closure(rng, n, n_streams):
-    for branches in forked(rng, n, n_streams):
+@given(several)
+def test_clocks_and_pairs_are_those_of_the_closure(several):
+    for branches in several:
         place: dict[int, int] = {}
         count = [0] * branches.n_streams
         for i, stream in enumerate(branches.streams):
             place[i] = count[stream]
             count[stream] += 1
         over = closure(branches)
-        for clock, behind in zip(branches.clocks(), over, strict=False):
+        for clock, earlier in zip(branches.clocks(), over, strict=False):
             known = {i for i in place if place[i] < clock[branches.streams[i]]}
-            assert known == behind - {START}
+            assert known == earlier - {START}
         number = {node: i for i, node in enumerate(branches.nodes)}
         found = {(number[a], number[b]) for a, b in branches.side_by_side()}
-        assert found == {(i, j) for j in range(n) for i in range(j) if i not in over[j]}
+        assert found == {(i, j) for j in place for i in range(j) if i not in over[j]}
 
 
 @settings(max_examples=examples(100))
-@given(seeds, sizes, streams)
-def test_other_orders_keep_nodes_behind_what_they_need(rng, n, n_streams):
-    for branches in forked(rng, n, n_streams):
+@given(several)
+def test_other_orders_keep_nodes_after_what_they_need(several):
+    for branches in several:
         numbers = branch_of(branches)
         for order in (interleaved(branches), sorted(branches.nodes, key=numbers.__getitem__)):
             assert sorted(map(id, order)) == sorted(map(id, branches.nodes))
@@ -217,9 +184,9 @@ def test_other_orders_keep_nodes_behind_what_they_need(rng, n, n_streams):
 
 
 @settings(max_examples=examples(100))
-@given(seeds, sizes, streams)
-def test_nodes_of_one_branch_are_neighbours(rng, n, n_streams):
-    for branches in forked(rng, n, n_streams):
+@given(several)
+def test_nodes_of_one_branch_are_neighbours(several):
+    for branches in several:
         numbers, waited = branch_of(branches), {i for w in branches.waits for i in w}
         tail: dict[int, int] = {}
         for i, (node, stream) in enumerate(zip(branches.nodes, branches.streams, strict=True)):
@@ -233,7 +200,7 @@ def test_nodes_of_one_branch_are_neighbours(rng, n, n_streams):
 
 @settings(max_examples=examples(100))
 @given(seeds, st.lists(st.integers(1, 12), min_size=2, max_size=4), streams)
-def test_a_split_begins_behind_all_of_the_one_before(rng, lengths, n_streams):
+def test_a_split_begins_after_all_of_the_one_before(rng, lengths, n_streams):
     several = [random_branches(rng, n, n_streams) for n in lengths]
     whole = chained(several)
     assert [node for one in several for node in one.nodes] == list(whole.nodes)
@@ -246,27 +213,11 @@ def test_a_split_begins_behind_all_of_the_one_before(rng, lengths, n_streams):
         first += len(one.nodes)
 
 
-EVENT_COSTS = Costs(bytes_per_us=100.0, flops_per_us=1e9, launch_us=3.0, event_us=2.0)
-WORK = 3 * 4 * 100 / 100  # of a node of `alone`, in us
-
 magnitudes = st.floats(-2, 2).map(lambda exponent: 10.0**exponent)
 some_costs = st.builds(
     Costs, magnitudes.map(lambda x: 100 * x), magnitudes.map(lambda x: 10 * x), magnitudes,
     magnitudes,
 )  # fmt: skip
-
-
-def alone(n: int) -> list[Node]:
-    """Nodes that need nothing of each other: 400 bytes each from two inputs to a result."""
-    made = []
-    for i in range(n):
-        x, y = (Tensor(f"{name}{i}", F32, (1, 100), Kind.INPUT) for name in "xy")
-        made.append(make("add", f"n{i}", x, y))
-    return made
-
-
-def on(nodes: list[Node], streams: list[int]) -> Branches:
-    return ordered(nodes, streams, dependencies(nodes))
 
 
 def simulated_us(branches: Branches, costs: Costs) -> float:
@@ -278,9 +229,8 @@ def simulated_us(branches: Branches, costs: Costs) -> float:
     while len(over) < n:
         for j in range(n):
             ahead = [i for i in range(j) if branches.streams[i] == branches.streams[j]][-1:]
-            needs = {i: costs.event_us for i in branches.waits[j] if i >= 0} | dict.fromkeys(
-                ahead, 0
-            )
+            needs = {i: costs.event_us for i in branches.waits[j] if i >= 0}
+            needs |= dict.fromkeys(ahead, 0)
             if launched[j] == math.inf and needs.keys() <= over.keys():
                 ready = max([over[i] + lag for i, lag in needs.items()], default=0.0)
                 launched[j] = ready + costs.launch_us
@@ -298,22 +248,9 @@ def simulated_us(branches: Branches, costs: Costs) -> float:
 
 
 @settings(max_examples=examples(200))
-@given(st.integers(0, 2**32 - 1).map(Random), st.integers(0, 25), st.integers(1, 8), some_costs)
+@given(seeds, st.integers(0, 25), streams, some_costs)
 def test_the_estimate_is_that_of_the_simulation(rng, n, n_streams, costs):
     branches = random_branches(rng, n, n_streams)
     found = estimate_us(branches, costs)
     assert found == pytest.approx(simulated_us(branches, costs), rel=1e-9)
     assert found >= sum(costs.work_us(node) for node in branches.nodes) * (1 - 1e-9)
-
-
-def test_a_launch_goes_by_while_others_work():
-    """Two on one stream, and one beside them that has the device with the first."""
-    found = estimate_us(on(alone(3), [0, 0, 1]), EVENT_COSTS)
-    assert found == 3.0 + 2 * WORK + 3.0 + WORK
-
-
-def test_an_event_takes_its_time():
-    nodes = alone(1)
-    nodes.append(make("add", "last", nodes[0].output, nodes[0].output))
-    apart, together = (estimate_us(on(nodes, streams), EVENT_COSTS) for streams in ([0, 1], [0, 0]))
-    assert apart == together + EVENT_COSTS.event_us

@@ -8,24 +8,34 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from workbench.graph.ir import F32
+from workbench.graph.ir import F32, DType
 from workbench.model.gguf.quants import random_blocks
 
-# --- files, made with the gguf package --------------------------------------------------------
+Value = gguf.GGUFValueType
+SCALARS = {bool: Value.BOOL, float: Value.FLOAT32, str: Value.STRING}
 
 
-def write(path: Path, tensors=(), keys=None, arch="llama") -> Path:
-    """A model file by gguf's writer: (name, dtype, shape) tensors, `keys(writer)` for metadata."""
+def write(path: Path, tensors=(), keys=None, arch="llama", a_part=0) -> Path:
+    """A model file by gguf's writer, in parts of `a_part` tensors (0: in one). Tensors are (name,
+    dtype, shape), of random blocks, or (name, bytes or values, name of the type); keys are a
+    mapping, lists as arrays, or a function of the writer."""
     rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, arch)
-    if keys:
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=a_part)
+    if callable(keys):
         keys(writer)
-    for name, dtype, shape in tensors:
-        rows = int(np.prod(shape[:-1]))
-        data = random_blocks(rng, dtype, rows, shape[-1], 0.1)
-        data = data.reshape(*shape[:-1], -1)
-        kind = gguf.GGMLQuantizationType[dtype.name]
-        writer.add_tensor(name, data.view(np.float32) if dtype == F32 else data, raw_dtype=kind)
+    for key, value in () if callable(keys) else (keys or {}).items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            number = Value.INT32 if isinstance(value, int) and value < 0 else Value.UINT32
+            writer.add_key_value(key, value, SCALARS.get(type(value), number))
+    for name, data, how in tensors:
+        if isinstance(data, DType):
+            dtype, shape, how = data, how, data.name
+            data = random_blocks(rng, dtype, int(np.prod(shape[:-1])), shape[-1], 0.1)
+            data = data.reshape(*shape[:-1], -1)
+            data = data.view(np.float32) if dtype == F32 else data
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[how])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

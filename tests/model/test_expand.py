@@ -68,31 +68,28 @@ def test_values_are_the_packages_own(kind, rows, blocks, to, n_workers, log_std)
         assert (found.reshape(rows, -1) == gguf.quants.quantize(values, Kind.Q8_0)).all()
 
 
-def spoiled(kind: str, at: int, value: float, rows=40, cols=256) -> tuple[np.ndarray, TensorInfo]:
-    data = stored_blocks(np.random.default_rng(0), kind, rows, cols, 0.03)
-    data.reshape(-1)[at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
-    return data.reshape(-1), info(kind, rows, cols)
+ROW_33 = 33 * STORED["Q4_1"].row_bytes(256) + 20  # a scale in it
 
 
-def test_what_is_not_finite_is_refused_by_position():
-    row = STORED["Q4_1"].row_bytes(256)
-    for value in (np.nan, np.inf, -np.inf):
-        for to in (F16, Q8_0):
-            data, of = spoiled("Q4_1", 33 * row + 20, value)
-            with pytest.raises(ModelFileError) as caught:
-                expanded(data, of, to, 2)
-            said = str(caught.value)
-            assert "tensor a.Q4_1 (Q4_1) is not finite in row 33, column 32" in said
+def spoiled(value: float) -> tuple[np.ndarray, TensorInfo]:
+    data = stored_blocks(np.random.default_rng(0), "Q4_1", 40, 256, 0.03).reshape(-1)
+    data[ROW_33 : ROW_33 + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+    return data, info("Q4_1", 40, 256)
+
+
+@pytest.mark.parametrize("to", [F16, Q8_0])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_refused_by_position(value, to):
+    said = r"tensor a\.Q4_1 \(Q4_1\) is not finite in row 33, column 32"
+    with pytest.raises(ModelFileError, match=said):
+        expanded(*spoiled(value), to, 2)
 
 
 def test_what_a_type_cannot_hold_is_refused():
-    row = STORED["Q4_1"].row_bytes(256)
-    data, of = spoiled("Q4_1", 33 * row + 20, 60000.0)
-    with pytest.raises(ModelFileError) as caught:
+    data, of = spoiled(60000.0)
+    said = r"the value 9e\+05 in row 33, column.*which F16 cannot hold; use --expand q8_0"
+    with pytest.raises(ModelFileError, match=said):
         expanded(data, of, F16)
-    said = str(caught.value)
-    assert "has the value 9e+05 in row 33, column" in said
-    assert "which F16 cannot hold; use --expand q8_0" in said
     values = gguf.quants.dequantize(data.reshape(40, -1), Kind.Q4_1)
     kept = gguf.quants.dequantize(expanded(data, of, Q8_0).reshape(40, -1), Kind.Q8_0)
     assert np.abs(kept - values).max() <= np.abs(values).max() / 127
@@ -124,30 +121,22 @@ def small(tiny_model, tmp_path_factory):
 def test_types_against_float64(small, tmp_path, first):
     """Nine matrices, each of a type of its own, the embedding and the head among them."""
     kinds = iter([*TYPES[first:], *TYPES])
-    check(retyped(small, tmp_path / "m.gguf", lambda name: next(kinds)))
-
-
-def check(path) -> None:
+    path = retyped(small, tmp_path / "m.gguf", lambda name: next(kinds))
     wanted = reference.forward(path, TOKENS)
     for expand, bound in BOUND.items():
         found = reference.nmse(logits(path, expand=expand), wanted)
-        assert found < bound, (expand, found)
-        assert (found > 1e-5) == (expand == "q8_0")
+        assert found < bound and (found > 1e-5) == (expand == "q8_0"), (expand, found)
 
 
 MIXED = {"attn_q": "Q2_K", "attn_v": "Q3_K", "ffn_down": "IQ4_XS", "token_embd": "Q5_0"}
 
 
-def mixed(name: str) -> str | None:
-    """Types as a file of many has them: some matrices stay what they are."""
-    return MIXED.get(name.split(".")[-2])
-
-
 @pytest.fixture(scope="module")
 def file(tiny_model, tmp_path_factory):
-    """A qwen3 of Q8_0 and four types without kernels; the head is the embedding."""
-    folder = tmp_path_factory.mktemp("mixed")
-    return retyped(tiny_model("tiny-qwen3", "Q8_0"), folder / "mixed.gguf", mixed)
+    """A qwen3 of Q8_0 and four types without kernels, as a file of many has them; the head is the
+    embedding."""
+    path = tmp_path_factory.mktemp("mixed") / "mixed.gguf"
+    return retyped(tiny_model("tiny-qwen3", "Q8_0"), path, lambda n: MIXED.get(n.split(".")[-2]))
 
 
 @pytest.mark.parametrize(
@@ -179,15 +168,13 @@ def test_inspect_says_types_and_bytes_after_expansion(file, capsys):
         assert {t.dtype.name for t in engine.model.weights} == {"Q8_0", "F32"}
     capsys.readouterr()
     main(["model", "inspect", str(file), "--expand", "q8_0"])
-    out = capsys.readouterr().out
-    (line,) = (line for line in out.splitlines() if line.startswith("IQ4_XS"))
-    assert "expanded to Q8_0, " in line
-    read, stored, cached = out.splitlines()[-3:]
-    assert f"({each:,} bytes) after expansion" in read
-    assert stored.startswith("as stored ") and cached.startswith("KV cache per token ")
+    out = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in out if line.startswith("IQ4_XS"))
+    assert "expanded to Q8_0, " in line and out[-2].startswith("as stored ")
+    assert f"({each:,} bytes) after expansion" in out[-3]
     main(["model", "inspect", str(file), "--json"])
     made = json.loads(capsys.readouterr().out)
     assert made["weight_bytes_per_token"] > made["stored_bytes_per_token"]
     assert {t["dtype"]: t["loaded_as"] for t in made["types"]} == {
-        "Q5_0": "F16", "Q2_K": "F16", "Q3_K": "F16", "IQ4_XS": "F16", "Q8_0": "Q8_0", "F32": "F32",
+        **dict.fromkeys(MIXED.values(), "F16"), "Q8_0": "Q8_0", "F32": "F32",
     }  # fmt: skip

@@ -1,7 +1,9 @@
-"""The model-file reader: what it reads, and each way in which it refuses a file."""
+"""The model-file reader: what it reads, each way in which it refuses a file, what a file is called,
+and how many bytes of it a token reads."""
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import tracemalloc
@@ -12,8 +14,9 @@ import pytest
 
 from tests.model.gguf_files import GOOD, build, items, pair, tensor, text, u32, write
 from workbench.common.errors import ModelFileError
-from workbench.graph.ir import F32, Q4_0, WEIGHT_DTYPES
-from workbench.model.gguf.file import StringArray, open_gguf
+from workbench.graph.ir import F32, Q4_0, Q6_K, WEIGHT_DTYPES
+from workbench.model.gguf.file import StringArray, model_hash, open_gguf
+from workbench.model.gguf.inspect import summary
 
 
 def test_reads_what_gguf_wrote(tmp_path):
@@ -64,13 +67,8 @@ def test_reads_what_gguf_wrote(tmp_path):
 
 
 def test_get_is_typed(tmp_path):
-    def keys(writer):
-        writer.add_block_count(2)
-        writer.add_float32("eps", 1e-5)
-        writer.add_bool("flag", True)
-        writer.add_array("ints", [1, 2])
-        writer.add_token_list(["a"])
-
+    keys = {"llama.block_count": 2, "eps": 1e-5, "flag": True, "ints": [1, 2]}
+    keys["tokenizer.ggml.tokens"] = ["a"]
     with open_gguf(write(tmp_path / "m.gguf", [], keys)) as file:
         assert file.get("llama.block_count", int) == 2
         assert file.get("llama.block_count", float) == 2.0
@@ -244,3 +242,57 @@ def test_allocation_is_bounded_by_the_file(case, tmp_path):
         tracemalloc.stop()
     limit = {"a wide string": 7, "keys and tensors": 20}.get(case, 2)
     assert peak < limit * len(GREEDY[case]) + (64 << 10)
+
+
+def test_hash_of_a_large_file_reads_samples(tmp_path):
+    """A sparse file of 1 GiB: blocks from its first byte to its last, and every tensor's start."""
+    n = 1 << 28
+    path = tmp_path / "m.gguf"
+    path.write_bytes(build((), [tensor("v", (n - 64,)), tensor("w", (64,), offset=4 * (n - 64))]))
+    start = path.stat().st_size
+    os.truncate(path, start + 4 * n)
+    first = model_hash(path)
+    seen = {first}
+    for at in (start, start + 4 * n - 1, start + 4 * n - 256):
+        with open(path, "r+b") as file:
+            file.seek(at)
+            file.write(b"\1")
+        seen.add(model_hash(path))
+    assert len(seen) == 4
+
+
+TINY = [
+    ("token_embd.weight", Q4_0, (100, 256)),
+    ("blk.0.attn_q.weight", Q4_0, (256, 256)),
+    ("blk.1.attn_q.weight", Q4_0, (256, 256)),
+    ("blk.0.attn_norm.weight", F32, (256,)),
+    ("blk.1.attn_norm.weight", F32, (256,)),
+    ("output_norm.weight", F32, (256,)),
+]
+
+
+LLAMA = {
+    "general.name": "tiny", "llama.block_count": 2, "llama.attention.head_count_kv": [2, 4],
+    "tokenizer.ggml.tokens": [str(i) for i in range(100)],
+}  # fmt: skip
+
+
+def test_summary_of_an_untied_model(tmp_path):
+    path = write(tmp_path / "m.gguf", [*TINY, ("output.weight", Q6_K, (100, 256))], LLAMA)
+    s = summary(path)
+    row, matrix = 256 // 32 * 18, 256 * 256 // 32 * 18
+    assert s.weight_bytes_per_token == row + 2 * matrix + 3 * 1024 + 100 * 210
+    assert not s.tied_output
+    assert (s.architecture, s.name, s.version) == ("llama", "tiny", 3)
+    assert s.parameters == 2 * 100 * 256 + 2 * 256 * 256 + 3 * 256
+    assert s.hash == model_hash(path) and s.file_bytes == path.stat().st_size
+    assert s.hyperparameters == {"layers": 2, "kv_heads": "2..4", "vocabulary": 100}
+    assert [(t.dtype, t.n_tensors) for t in s.types] == [("Q4_0", 3), ("Q6_K", 1), ("F32", 3)]
+    assert [(t.name, t.n_tensors, t.bytes) for t in s.tensors][1:3] == [
+        ("blk.*.attn_q.weight", 2, 2 * matrix), ("blk.*.attn_norm.weight", 2, 2048),
+    ]  # fmt: skip
+    assert json.loads(json.dumps(s.to_dict()))["tensors"][0]["shape"] == [100, 256]
+    tied = summary(write(tmp_path / "tied.gguf", TINY, LLAMA))  # it reads the whole embedding
+    assert tied.tied_output and tied.weight_bytes_per_token == 100 * 144 + 2 * matrix + 3 * 1024
+    printed = "\n".join(s.lines())
+    assert all(part in printed for part in ("tiny (llama)", s.hash, "256 x 256", "read per"))

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.model.gguf_files import build, items, pair, tensor, text, u32
+from tests.model.gguf_files import build, items, pair, tensor, text, u32, write
 from tests.oracles.dequantize import dequantize
 from tests.profiles import examples
 from workbench.common.errors import ModelFileError
@@ -48,33 +48,23 @@ DAMAGE = st.one_of(
 @cache
 def original() -> tuple[bytes, int]:
     """A small model with every kind of metadata, and where its tensor data starts."""
+    weights = np.random.default_rng(0).standard_normal((4, 64), np.float32)
+    keys = {
+        "general.name": "fuzz é", "general.alignment": 32, "llama.block_count": 1,
+        "llama.expert_used_count": 2, "flag": True, "f": 0.5, "flags": [True, False, True],
+        "tokenizer.ggml.tokens": [f"tök{i}" for i in range(40)],
+        "tokenizer.ggml.token_type": [1] * 40,
+        "tokenizer.ggml.merges": [f"a b{i}" for i in range(30)],
+    }  # fmt: skip
+    tensors = [("token_embd.weight", weights, "F32"), ("blk.0.attn_norm.weight", weights[0], "F32")]
+    for name, kind in (
+        ("blk.0.ffn_up_exps.weight", "Q4_0"), ("output.weight", "Q8_0"),
+        ("blk.0.attn_k.weight", "Q5_1"),
+    ):  # fmt: skip
+        data = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[kind])
+        tensors.append((name, data, kind))
     with TemporaryDirectory() as directory:
-        path = Path(directory) / "m.gguf"
-        writer = gguf.GGUFWriter(path, "llama")
-        writer.add_name("fuzz é")
-        writer.add_custom_alignment(32)
-        writer.add_block_count(1)
-        writer.add_expert_used_count(2)
-        writer.add_bool("flag", True)
-        writer.add_float64("f64", 0.5)
-        writer.add_token_list([f"tök{i}" for i in range(40)])
-        writer.add_token_types([1] * 40)
-        writer.add_token_merges([f"a b{i}" for i in range(30)])
-        writer.add_array("flags", [True, False, True])
-        rng = np.random.default_rng(0)
-        weights = rng.standard_normal((4, 64), np.float32)
-        writer.add_tensor("token_embd.weight", weights)
-        writer.add_tensor("blk.0.attn_norm.weight", weights[0])
-        for name, kind in (
-            ("blk.0.ffn_up_exps.weight", "Q4_0"), ("output.weight", "Q8_0"),
-            ("blk.0.attn_k.weight", "Q5_1"),
-        ):  # fmt: skip
-            of = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(name, gguf.quants.quantize(weights, of), raw_dtype=of)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        path = write(Path(directory) / "m.gguf", tensors, keys)
         with open_gguf(path) as file:
             return path.read_bytes(), file.data_offset
 
@@ -157,25 +147,18 @@ def test_any_bytes(tmp_path, content, header):
 N = 3
 
 
-def write(path: Path, a_part: int, n_tensors: int = 5, value: float = 0.0) -> Path:
+def in_parts(path: Path, a_part: int, n_tensors: int = 5) -> Path:
     """A model of n_tensors, in parts of `a_part` tensors (0: in one file), by the gguf package."""
-    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=a_part)
-    writer.add_name("in parts")
-    writer.add_token_list([f"t{i}" for i in range(9)])
-    for i in range(n_tensors):
-        writer.add_tensor(f"blk.{i}.w", np.full((2, 8), i + value, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    keys = {"general.name": "in parts", "tokenizer.ggml.tokens": [f"t{i}" for i in range(9)]}
+    tensors = [(f"blk.{i}.w", np.full((2, 8), i, np.float32), "F32") for i in range(n_tensors)]
+    return write(path, tensors, keys, a_part=a_part)
 
 
 @cache
 def originals() -> dict[str, bytes]:
     """The parts of one model, by name."""
     with TemporaryDirectory() as directory:
-        write(Path(directory) / "m.gguf", 2)
+        in_parts(Path(directory) / "m.gguf", 2)
         return {p.name: p.read_bytes() for p in sorted(Path(directory).iterdir())}
 
 
@@ -201,24 +184,22 @@ def refusal(path: Path) -> str:
 
 
 def test_any_part_opens_the_model(parts, tmp_path):
-    whole = write(tmp_path / "whole.gguf", 0)
-    hashes = {model_hash(whole)}
-    for i in range(N):
-        with open_gguf(parts / name(i + 1)) as file, open_gguf(whole) as one:
-            assert list(file.tensors) == list(one.tensors) == [f"blk.{k}.w" for k in range(5)]
+    whole = in_parts(tmp_path / "whole.gguf", 0)
+    hashes, paths = {model_hash(whole)}, [parts / name(k + 1) for k in range(N)]
+    for path in paths:
+        with open_gguf(path) as file:
+            assert list(file.tensors) == [f"blk.{k}.w" for k in range(5)]
             assert [t.part for t in file.tensors.values()] == [0, 0, 1, 1, 2]
             for k in range(5):
                 assert (file.data(f"blk.{k}.w").view("<f4") == k).all()
                 assert file.tensors[f"blk.{k}.w"].shape == (2, 8)
             assert file.metadata["general.name"] == "in parts"
             assert file.metadata["tokenizer.ggml.tokens"].tolist() == [f"t{k}" for k in range(9)]
-            assert file.path == str(parts / name(i + 1))
-            assert [f.path for f in file.files] == [str(parts / name(k + 1)) for k in range(N)]
+            assert file.path == str(path) and [f.path for f in file.files] == [*map(str, paths)]
             assert file.file_bytes == sum(f.nbytes for f in file.files)
-            assert file.file_bytes == sum((parts / name(k + 1)).stat().st_size for k in range(N))
-            hashes.add(model_hash(file))
-        hashes.add(model_hash(parts / name(i + 1)))
-        found = summary(parts / name(i + 1))
+            assert file.file_bytes == sum(p.stat().st_size for p in paths)
+            hashes |= {model_hash(file), model_hash(path)}
+        found = summary(path)
         assert len(found.files) == N and "in 3 files" in found.lines()[0]
     assert len(hashes) == 2, "one for the parts, whichever is opened, and one for the whole"
 
@@ -231,7 +212,7 @@ def test_parts_that_are_not_there_or_misnamed_are_named(parts, tmp_path):
     assert f"{name(3)}: part 2 of 3 of a model is not called so" in refusal(parts / name(3))
     assert f"{name(3)}: split.no is 1, 2 is expected of part 3 of 3" in refusal(parts / name(1))
     (tmp_path / "other").mkdir()
-    write(tmp_path / "other" / "m.gguf", 2, n_tensors=6)
+    in_parts(tmp_path / "other" / "m.gguf", 2, n_tensors=6)
     shutil.copy(tmp_path / "other" / name(3), parts / name(3))
     assert "split.tensors.count is 6, 5 is expected of part 3" in refusal(parts / name(1))
     (parts / name(2)).rename(parts / "blob")  # as a download cache keeps them

@@ -17,23 +17,13 @@ from typing import cast
 import pytest
 
 from tests.graphs import Decoder
-from tests.planned import SCOPES, only_adds_order
 from tests.profiles import share
-from workbench.common.errors import UsageError
-from workbench.config import CopyStream, SyncMode
-from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
-from workbench.graph.ir import F16, F32, I32, Q8_0, Graph, Kind, StepShape, Tensor
+from workbench.graph.ir import F16, I32, Q8_0, Graph, Kind, StepShape, Tensor
 from workbench.model.cache_graphs import shift_graph
-from workbench.model.decoder import Model, build_graph
+from workbench.model.decoder import Model
 from workbench.model.inputs import DELTAS
 from workbench.model.synth.shapes import PRESETS
-from workbench.program.check.hazards import check_cycle
-from workbench.program.commands import DEVICE, HOST, Buffer, Launch, Range, Space
-from workbench.program.layout import Target, lay_out
-from workbench.program.lower import lower
-from workbench.program.split import split
-from workbench.program.sync_modes import RULES, Ordering
 
 RECORD = json.loads(Path(__file__).with_name("graphs_of_record.json").read_text())
 SHAPES = ((1, 1, 256), (1, 0, 256), (5, 2, 512), (8, 8, 256), (64, 1, 512))
@@ -60,7 +50,7 @@ def text(graph: Graph) -> str:
 
 
 def graphs(preset: str) -> Iterator[tuple[str, Graph]]:
-    """(name, graph): every combination of activations, shape, halved norms and fusion."""
+    """Name and graph: every combination of activations, shape, halved norms and fusion."""
     more = ("ffn_up", "attn_output") if preset == "tiny-llama-bias" else ()
     model = Decoder(preset, Q8_0, {"attn_v": F16}, biases=more)
     for activations, shape, halved in product(("q8", "float"), SHAPES, (False, True)):
@@ -71,17 +61,12 @@ def graphs(preset: str) -> Iterator[tuple[str, Graph]]:
         yield f"{name} fused", fuse(graph, FUSIONS)
 
 
-def digest(preset: str) -> str:
-    """One hash for all graphs of a preset."""
+@pytest.mark.parametrize("preset", share(PRESETS, every=3))
+def test_graphs_are_those_of_record(preset: str):
     whole = hashlib.sha256()
     for name, graph in graphs(preset):
         whole.update(f"{name}\n{text(graph)}\n".encode())
-    return whole.hexdigest()
-
-
-@pytest.mark.parametrize("preset", share(PRESETS, every=3))
-def test_graphs_are_those_of_record(preset: str):
-    assert digest(preset) == RECORD["graphs"][preset]
+    assert whole.hexdigest() == RECORD["graphs"][preset]
 
 
 @pytest.mark.parametrize("preset,quant", FILES)
@@ -113,47 +98,3 @@ def test_k_of_every_layer_turns_as_the_model_turned_it(preset: str):
         rope = step[f"Kcur_rope-{i}"]
         assert node.inputs[2:] == rope.inputs[2:]
         assert node.params == {"n_head_kv": model.hparams.n_head_kv, **rope.params}
-
-
-def test_rope_shift_says_what_it_may_touch():
-    cache, deltas = Tensor("k", F16, (N_CELLS, 64), Kind.CACHE), Tensor("d", I32, (32,))
-    factors = Tensor("f", F32, (8,))
-    turn = {"n_rot": 16, "neox": False, "theta_base": 1e4, "freq_scale": 1.0}
-    node = ops.make("rope_shift", "k_shift", cache, deltas, factors, n_head_kv=2, **turn)
-    below = (cache, 0, 32 * 64 * 2)
-    assert ops.writes(node) == [below]
-    assert ops.reads(node) == [below, (deltas, 0, 128), (factors, 0, 32)]
-    assert ops.touched_bytes(node) == 2 * below[2] + 128 + 32
-    for wrong in ({"n_rot": 15}, {"n_rot": 64}, {"n_head_kv": 3}):
-        with pytest.raises(UsageError, match="rope_shift"):
-            ops.make("rope_shift", "k", cache, deltas, factors, **{"n_head_kv": 2} | turn | wrong)
-    with pytest.raises(UsageError, match="frequency factors"):
-        ops.make("rope_shift", "k", cache, deltas, Tensor("f", F32, (7,)), n_head_kv=2, **turn)
-
-
-@pytest.mark.parametrize("copy_stream", [CopyStream.OWN, CopyStream.COMPUTE])
-@pytest.mark.parametrize("sync", list(RULES))
-def test_a_shift_between_steps_is_as_safe_as_the_steps(sync: SyncMode, copy_stream: CopyStream):
-    """Step, shift, step: the shift's program is lowered and checked as theirs are."""
-    model = Decoder("tiny-llama", Q8_0)
-    caches = model.caches(N_CELLS)
-    step = build_graph(cast(Model, model), StepShape(1, 1, 64), caches)
-    kept = {t.storage for node in step.nodes for t in node.inputs}
-    residents: list[dict[Tensor, Range]] = [
-        {t: Range(Buffer(t.name, Space.DEVICE, t.nbytes, b), 0, t.nbytes)
-         for t in kept if t.kind in (Kind.WEIGHT, Kind.CACHE)} for b in (HOST, DEVICE)
-    ]  # fmt: skip
-    buffers: dict[str, Buffer] = {}
-    targets = [Target(name, lambda node: 0) for name in ("host", "dev")]
-    ordering, programs = Ordering(sync, copy_stream), []
-    for graph in (step, shift_graph(cast(Model, model), caches, N_CELLS), step):
-        splits = split(graph, lambda n: HOST if n.name == "inp_embd" else DEVICE)
-        layout = lay_out(graph, splits, residents, targets, ordering, known=buffers)
-        programs.append(lower(graph, splits, layout, targets, ordering))
-    launched = [c for c in programs[1].commands if isinstance(c, Launch)]
-    assert [c.node.op for c in launched] == ["rope_shift"] * model.hparams.n_layer
-    unordered = sync in (SyncMode.IMPLICIT, SyncMode.PACKED_IMPLICIT)
-    safe = copy_stream == CopyStream.COMPUTE or not unordered
-    assert check_cycle(programs[:1]).safe == check_cycle(programs).safe == safe
-    for scope in SCOPES:
-        only_adds_order(programs * 2, scope)

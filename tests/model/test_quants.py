@@ -1,59 +1,14 @@
-"""The reference dequantisation, the packed activations, and random blocks."""
+"""The packed activations, and random blocks."""
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 
 from tests.oracles.dequantize import dequantize
 from tests.planes import activation_planes
-from workbench.graph.ir import (
-    BF16,
-    MXFP4,
-    Q4_0,
-    Q8_0,
-    Q8_ACT,
-    WEIGHT_DTYPES,
-)  # fmt: skip
-from workbench.model.gguf.quants import (
-    quantize_activations,
-    random_blocks,
-    unpack_activations,
-)
-
-every_type = pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: d.name)
-
-
-def _peer(data: np.ndarray, dtype) -> np.ndarray:
-    return gguf.quants.dequantize(data, gguf.GGMLQuantizationType[dtype.name])
-
-
-def _bits(a: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(a).view(np.uint32)
-
-
-@every_type
-def test_dequantize_is_bit_equal_to_gguf_on_any_bytes(dtype):
-    """Random bytes: every quant, scale and sign; infinities and NaN among the scales."""
-    rng = np.random.default_rng(7)
-    data = rng.integers(0, 256, (300, dtype.row_bytes(512)), np.uint8)
-    with np.errstate(all="ignore"):
-        np.testing.assert_array_equal(
-            _bits(dequantize(data, dtype, (300, 512))), _bits(_peer(data, dtype))
-        )
-
-
-@pytest.mark.parametrize("dtype", [Q8_0, Q4_0, MXFP4, BF16], ids=lambda d: d.name)
-def test_dequantize_is_bit_equal_to_gguf_on_weights(dtype):
-    weights = np.random.default_rng(8).standard_normal((9, 5, 64), np.float32)
-    weights[0, 0] = 0
-    data = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[dtype.name])
-    got = dequantize(data, dtype, weights.shape)
-    np.testing.assert_array_equal(_bits(got), _bits(_peer(data, dtype)))
-    step = {Q8_0: 1 / 127, Q4_0: 1 / 7, MXFP4: 1 / 2, BF16: 1 / 128}[dtype]
-    largest = np.abs(weights).reshape(-1, 32).max(axis=1).repeat(32).reshape(weights.shape)
-    assert (np.abs(got - weights) <= step * largest).all()
+from workbench.graph.ir import Q8_ACT, WEIGHT_DTYPES
+from workbench.model.gguf.quants import quantize_activations, random_blocks, unpack_activations
 
 
 @pytest.mark.parametrize("cols", [32, 64, 96, 2048])
@@ -90,15 +45,14 @@ def test_activations_at_the_edges():
 
 
 @pytest.mark.parametrize("std", [1 / 8, 1 / 128])
-@every_type
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: d.name)
 def test_random_blocks_have_mean_and_std(dtype, std):
     rows, cols = 512, 2048
     data = random_blocks(np.random.default_rng(3), dtype, rows, cols, std)
     assert data.shape == (rows, dtype.row_bytes(cols)) and data.dtype == np.uint8
     x = dequantize(data, dtype, (rows, cols)) / np.float32(std)
     assert np.isfinite(x).all()
-    assert abs(x.std() - 1) < 0.01
-    assert abs(x.mean()) < 0.01
+    assert abs(x.std() - 1) < 0.01 and abs(x.mean()) < 0.01
     # A row's mean is the mean of 2048 draws, not much wider: blocks do not share an offset.
     assert x.mean(axis=1).std() * np.sqrt(cols) < 1.8
     assert len(np.unique(data, axis=0)) == rows

@@ -27,11 +27,6 @@ from workbench.model.synth.shapes import (
 from workbench.model.synth.vocab import build_vocab
 
 
-def types_of(preset: str, quant: str, head: str | None = None) -> dict[str, str]:
-    shape = find_preset(preset)
-    return {s.name: tensor_type(s, shape, quant, head).name for s in tensors(shape)}
-
-
 def bytes_per_token(preset: str, quant: str) -> int:
     """Weights a token reads: everything but the rows of an untied embedding."""
     shape = find_preset(preset)
@@ -43,10 +38,11 @@ def bytes_per_token(preset: str, quant: str) -> int:
 
 
 def test_weights_read_per_token_are_the_known_sizes():
-    assert round(bytes_per_token("llama-3-8b", "Q4_0") / 1e9, 2) == 4.36
-    assert round(bytes_per_token("llama-3.2-1b", "BF16") / 1e9, 2) == 2.47
-    assert round(bytes_per_token("llama-3-8b", "Q8_0") / 1e9, 2) == 7.97
-    assert round(bytes_per_token("qwen3-8b", "BF16") / 1e9, 2) == 15.14
+    for preset, quant, gb in (
+        ("llama-3-8b", "Q4_0", 4.36), ("llama-3.2-1b", "BF16", 2.47), ("llama-3-8b", "Q8_0", 7.97),
+        ("qwen3-8b", "BF16", 15.14),
+    ):  # fmt: skip
+        assert round(bytes_per_token(preset, quant) / 1e9, 2) == gb
 
 
 # What llama-quantize wrote for the F16 file of the same preset (Q4_K is its Q4_K_M, and so on).
@@ -68,7 +64,8 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("preset", "quant", "expected"), CHOSEN)
 def test_types_are_those_of_llama_quantize(preset, quant, expected):
-    types = types_of(preset, quant)
+    shape = find_preset(preset)
+    types = {s.name: tensor_type(s, shape, quant).name for s in tensors(shape)}
     assert {name: types[f"{name}.weight"] for name in expected} == expected
 
 

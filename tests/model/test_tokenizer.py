@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import sentencepiece
 import tokenizers
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import models, trainers
 
 from tests.edited import edited
+from tests.model.gguf_files import write
 from tests.profiles import examples
 from workbench.common.errors import ModelFileError, UsageError
 from workbench.model.decoder import Model
@@ -26,55 +26,29 @@ from workbench.model.tokenizer.pretokenizers import PRE_TOKENIZERS, pre_tokenize
 from workbench.model.tokenizer.tokenizer import StreamDecoder, load_tokenizer
 
 TEXTS = [
-    "",
-    " ",
-    "Hello world",
-    "  two  and   three ",
-    "\n\n\tx\r\n ",
-    "1234567 89,012.5",
-    "don't DON'T we've",
-    "灯台の明かり 等待",
-    "Смотритель é e\u0301",
-    "🌊⛵ 👩‍🔧",
-    "\x00\x01",
-    "<tag/> [x] {y}",
-    "a" * 100,
-    corpus(),
-]
+    "", " ", "Hello world", "  two  and   three ", "\n\n\tx\r\n ", "1234567 89,012.5",
+    "don't DON'T we've", "灯台の明かり 等待", "Смотритель é e\u0301", "🌊⛵ 👩‍🔧", "\x00\x01",
+    "<tag/> [x] {y}", "a" * 100, corpus(),
+]  # fmt: skip
 
 
 def describe(path, values: dict[str, Any]):
     """An open GGUF file that holds nothing but these `tokenizer.ggml.*` keys."""
-    kinds = {str: "string", bool: "bool", int: "int32", float: "float32", list: "array"}
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in values.items():
-        getattr(writer, f"add_{kinds[type(value)]}")(f"tokenizer.ggml.{key}", value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    return open_gguf(path)
+    return open_gguf(write(path, keys={f"tokenizer.ggml.{k}": v for k, v in values.items()}))
 
 
-def byte_tokens() -> list[str]:
-    return sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+BYTE_TOKENS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+SPM_BYTES = [f"<0x{b:02X}>" for b in range(256)]
 
 
 def bpe_keys(**changes: Any) -> dict[str, Any]:
     """A BPE vocabulary: bytes, two merged tokens, two control tokens, one user-defined."""
     keys: dict[str, Any] = {
-        "model": "gpt2",
-        "pre": "llama-bpe",
-        "tokens": [*byte_tokens(), "he", "hey", "<s>", "<s><s>", "<tool>"],
-        "token_type": [1] * 258 + [3, 3, 4],
-        "merges": ["h e", "he y"],
-        "bos_token_id": 258,
-        "eos_token_id": 259,
-    }
+        "model": "gpt2", "pre": "llama-bpe", "merges": ["h e", "he y"],
+        "tokens": [*BYTE_TOKENS, "he", "hey", "<s>", "<s><s>", "<tool>"],
+        "token_type": [1] * 258 + [3, 3, 4], "bos_token_id": 258, "eos_token_id": 259,
+    }  # fmt: skip
     return {k: v for k, v in (keys | changes).items() if v is not None}
-
-
-SPM_BYTES = [f"<0x{b:02X}>" for b in range(256)]
 
 
 def spm_keys(**changes: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from workbench.program.commands import (
     HOST,
     RESULT,
     Buffer,
+    Command,
     Copy,
     Launch,
     Program,
@@ -31,7 +32,7 @@ from workbench.program.lower import lower
 from workbench.program.split import split
 from workbench.program.sync_modes import RULES, Ordering
 
-DECODE = StepShape(1, 1, 256)
+DECODE, BOUNDARY = StepShape(1, 1, 256), Ordering("copy_boundary")
 # the patterns as the thread writes them, for the device split of a step with six inputs; and how
 # often the host waits, the blocking copies' own among them
 PATTERNS = {
@@ -58,9 +59,9 @@ def model(tiny_model):
 class House:
     """A model placed on a host and a device that exist only as names."""
 
-    def __init__(self, model: Model, n_cells: int = 512, on_host=()):
+    def __init__(self, model: Model, on_host=()):
         self.model, self.on_host = model, on_host
-        self.caches = model.caches(n_cells)
+        self.caches = model.caches(512)
         tensors = [*model.weights, *(t for pair in self.caches for t in pair)]
         self.residents = [
             {t: Range(Buffer(t.name, Space.DEVICE, t.nbytes, b), 0, t.nbytes) for t in tensors}
@@ -75,20 +76,12 @@ class House:
         return build_graph(self.model, shape, self.caches)
 
     def program(self, sync, copy_stream="own", shape=DECODE, **others) -> Program:
-        graph = self.graph(shape)
-        splits = split(graph, self.backend_of)
-        targets = [Target(name, lambda node: 0) for name in ("host", "dev")]
-        ordering = Ordering(sync, copy_stream, **others)
-        layout = lay_out(graph, splits, self.residents, targets, ordering)
-        return lower(graph, splits, layout, targets, ordering)
+        return self.lowered(self.graph(shape), ordering=Ordering(sync, copy_stream, **others))
 
-    def lowered(self, graph, scratch=lambda node: 0, early=None) -> Program:
-        """Any graph, in one mode."""
+    def lowered(self, graph, scratch=lambda node: 0, early=None,
+                ordering=BOUNDARY) -> Program:  # fmt: skip
         splits = split(graph, self.backend_of)
-        targets, ordering = (
-            [Target("host", scratch), Target("dev", scratch, early)],
-            Ordering("copy_boundary"),
-        )
+        targets = [Target("host", scratch), Target("dev", scratch, early)]
         layout = lay_out(graph, splits, self.residents, targets, ordering)
         return lower(graph, splits, layout, targets, ordering)
 
@@ -96,6 +89,19 @@ class House:
 @pytest.fixture(scope="module")
 def house(model):
     return House(model)
+
+
+def inputs(program: Program) -> list[Copy]:
+    return [c for c in program.commands if isinstance(c, Copy) and c.split != RESULT]
+
+
+def launched(program: Program) -> list[Launch]:
+    return [c for c in program.commands if isinstance(c, Launch)]
+
+
+def plain(c: Command) -> tuple:
+    """A command with its ranges by name, so that two programs' commands compare equal."""
+    return c.kind, c.split, *([(r.buffer.name, *r[1:]) for r in rs] for rs in (c.reads, c.writes))
 
 
 @pytest.mark.parametrize("copy_stream", [CopyStream.OWN, CopyStream.COMPUTE])
@@ -115,10 +121,6 @@ def test_patterns_are_those_of_the_thread(house, sync, copy_stream):
             assert r.offset >= 0 and r.offset + r.nbytes <= r.buffer.nbytes, command
 
 
-def inputs(program: Program) -> list[Copy]:
-    return [c for c in program.commands if isinstance(c, Copy) and c.split != RESULT]
-
-
 @pytest.mark.parametrize("order", ["graph", "user_first"])
 @pytest.mark.parametrize(("source", "space"), [("pinned", Space.PINNED), ("pageable", Space.HOST)])
 def test_each_input_is_copied_once_from_where_it_should(house, order, source, space):
@@ -131,59 +133,47 @@ def test_each_input_is_copied_once_from_where_it_should(house, order, source, sp
     assert read.staging.buffer.space == Space.PINNED, "logits land in pinned memory"
 
 
-def test_direct_results_need_no_copy_behind_the_last_kernel(house):
+def test_direct_results_need_no_copy_after_the_last_kernel(house):
     copied, direct = house.program("implicit"), house.program("implicit", results="direct")
     assert copied.pattern(result=True) == "h aaaaaagas"
     assert direct.pattern(result=True) == "h aaaaaags"
     (read,) = [c for c in direct.commands if isinstance(c, Read)]
-    launch = [c for c in direct.commands if isinstance(c, Launch)][-1]
-    assert launch.writes[0] == read.staging and read.staging.buffer.space == Space.PINNED
-    assert read.staging.buffer.lands
-
-
-@pytest.mark.parametrize(("n_outputs", "direct"), [(0, False), (8, True), (9, False)])
-def test_many_rows_of_results_are_copied(house, n_outputs, direct):
-    """Kernels for many rows would wait for the host's memory."""
-    program = house.program("implicit", shape=StepShape(9, n_outputs, 256), results="direct")
-    copies = [c for c in program.commands if isinstance(c, Copy) and c.name == "result_output"]
-    assert len(copies) == (0 if direct or not n_outputs else 1)
+    assert launched(direct)[-1].writes[0] == read.staging
+    assert read.staging.buffer.space == Space.PINNED and read.staging.buffer.lands
+    for n_outputs, n_copies in ((0, 0), (8, 0), (9, 1)):
+        # kernels for many rows would wait for the host's memory
+        many = house.program("implicit", shape=StepShape(9, n_outputs, 256), results="direct")
+        copies = [c for c in many.commands if isinstance(c, Copy) and c.name == "result_output"]
+        assert len(copies) == n_copies
 
 
 def test_modes_move_waits_and_nothing_else(house):
-    def work(program):
-        kept = [c for c in program.commands if not isinstance(c, Sync | Wait | Record)]
-        return [(c.kind, c.split, c.reads, c.writes) for c in map(_plain, kept)]
+    def work(sync):
+        commands = house.program(sync).commands
+        return [plain(c) for c in commands if not isinstance(c, Sync | Wait | Record)]
 
-    unpacked = [sync for sync, rule in RULES.items() if not rule.packed]
-    first, *others = [work(house.program(sync, "own")) for sync in unpacked]
+    first, *others = [work(sync) for sync, rule in RULES.items() if not rule.packed]
     assert all(other == first for other in others)
 
 
 def test_packed_inputs_are_one_copy_of_the_same_bytes(house):
     """What several copies bring, one brings too: the same bytes to the same addresses."""
-
-    def bytes_of(program):
-        copies = [c for c in program.commands if isinstance(c, Copy) and c.split != RESULT]
-        return [(c.src.offset, c.dst.offset, c.src.nbytes, c.dst.nbytes) for c in copies]
-
-    single, (packed,) = bytes_of(house.program("copy_boundary")), bytes_of(house.program("packed"))
-    assert len(single) == 6 and packed[:2] == single[0][:2]
-    assert packed[2] == packed[3]
-    assert [packed[i] + packed[2] for i in (0, 1)] == [
-        single[-1][i] + single[-1][2] for i in (0, 1)
-    ]
-    launches = [[c.reads for c in map(_plain, house.program(sync).commands) if c.kind == "launch"]
-                for sync in ("copy_boundary", "packed")]  # fmt: skip
-    assert launches[0] == launches[1]
+    several, packed = house.program("copy_boundary"), house.program("packed")
+    first, *_, last = inputs(several)
+    (one,) = inputs(packed)
+    assert len(inputs(several)) == 6 and one.src.nbytes == one.dst.nbytes
+    for begin, end, whole in ((first.src, last.src, one.src), (first.dst, last.dst, one.dst)):
+        assert whole.offset == begin.offset
+        assert whole.offset + whole.nbytes == end.offset + end.nbytes
+    assert [*map(plain, launched(several))] == [*map(plain, launched(packed))]
 
 
 def test_a_train_ends_with_the_way_of_its_logits(house):
-    """As the threads write it: `aaaag aaaag aaaagas`, here with the host's split in front."""
-    shapes = [StepShape(4, 0, 256), StepShape(4, 0, 256), StepShape(4, 1, 256)]
-    train = [house.program("implicit", shape=s, step_wait="outputs", copy_stream="compute")
-             for s in shapes]  # fmt: skip
-    found = [program.pattern(fold=True, result=True) for program in train]
-    assert found == ["h aaaag", "h aaaag", "h aaaagas"]
+    """As the threads write it: `aaaag aaaag aaaagas`, here with the host's split before."""
+    how = {"sync": "implicit", "step_wait": "outputs", "copy_stream": "compute"}
+    for n_outputs, wanted in ((0, "h aaaag"), (1, "h aaaagas")):
+        program = house.program(shape=StepShape(4, n_outputs, 256), **how)
+        assert program.pattern(fold=True, result=True) == wanted
     assert house.program("per_copy").pattern(fold=True, result=True) == "h scscgas"
 
 
@@ -198,67 +188,36 @@ def test_a_step_without_outputs_ends_without_a_wait(house, sync):
     assert with_logits[0] == with_logits[1]
 
 
-class _plain:
-    """A command with its ranges by name, so that two programs' commands compare equal."""
-
-    def __init__(self, c):
-        self.kind, self.split = c.kind, c.split
-        self.reads = [(r.buffer.name, r.offset, r.nbytes) for r in c.reads]
-        self.writes = [(r.buffer.name, r.offset, r.nbytes) for r in c.writes]
-
-
 def test_layers_may_lie_on_the_host_between_device_splits(model):
-    house = House(model, on_host=(1,))
-    program = house.program("copy_boundary")
+    program = House(model, on_host=(1,)).program("copy_boundary")
     first, second, third, last = program.pattern(fold=True).split()
     assert (first, second) == ("h", "saaaasg")
     assert third.startswith("c") and third.endswith("h")  # brought to the host, then computed
     assert last.startswith("sa") and last.endswith("sg")
 
 
-# fused nodes and programmatic launches ------------------------------------------------------------
-
-
-def launched(program: Program) -> list[Launch]:
-    return [c for c in program.commands if isinstance(c, Launch)]
-
-
-def test_a_fused_launch_reads_and_writes_what_its_parts_do(house):
-    """A fused launch has the ranges of its parts' launches, less what stays inside it."""
+def test_a_fused_launch_touches_what_its_parts_do(house):
+    """It has the ranges of its parts' launches, less what stays inside it, and scratch of its own
+    for that, which no live tensor shares."""
     graph = house.graph(StepShape(3, 1, 256))
-    plain, fused = (house.lowered(g) for g in (graph, fuse(graph, FUSIONS)))
-    named = {c.node: c for c in launched(plain)}
-    assert len(launched(fused)) < len(launched(plain)) / 2
-    for command in launched(fused):
-        parts = [named[part] for part in command.node.parts or (command.node,)]
-        inside = {t.name for t in ops.interior(command.node)}
-        made = {part.node.output.storage for part in parts}
-        sizes = [
-            sorted(
-                (t.name, n) for c in parts for t, _, n in ops.writes(c.node) if t.name not in inside
-            ),
-            sorted((t.name, n) for t, _, n in ops.writes(command.node)),
-        ]
-        assert sizes[0] == sizes[1]
-        assert [r.nbytes for r in command.writes[: len(sizes[1])]] == [
-            n for _, _, n in ops.writes(command.node)
-        ]
-        assert not any(t in made for t, _, _ in ops.reads(command.node))
-
-
-def test_a_fused_launch_has_scratch_of_its_own(house):
-    """What its parts hand to each other lies in scratch that no live tensor shares."""
-    graph = fuse(house.graph(StepShape(3, 1, 256)), FUSIONS)
-    program = house.lowered(graph, lambda node: 512 if node.parts else 0)
-    for command in launched(program):
-        assert (command.scratch is not None) == bool(command.node.parts)
-        if command.scratch is not None:
-            assert command.scratch.nbytes == 512
-            assert command.scratch in command.reads and command.scratch in command.writes
-            begin, end = command.scratch.offset, command.scratch.offset + 512
+    few = house.lowered(fuse(graph, FUSIONS), lambda node: 512 if node.parts else 0)
+    assert len(launched(few)) < len(launched(house.lowered(graph))) / 2
+    for command in launched(few):
+        node, scratch = command.node, command.scratch
+        parts, inside = node.parts or (node,), {t.name for t in ops.interior(node)}
+        own = [(t.name, n) for t, _, n in ops.writes(node)]
+        of_parts = [(t.name, n) for part in parts for t, _, n in ops.writes(part)]
+        assert sorted(own) == sorted(one for one in of_parts if one[0] not in inside)
+        assert [r.nbytes for r in command.writes[: len(own)]] == [n for _, n in own]
+        made = {part.output.storage for part in parts}
+        assert not any(t in made for t, _, _ in ops.reads(node))
+        assert (scratch is not None) == bool(node.parts)
+        if scratch is not None:
+            assert scratch.nbytes == 512
+            assert scratch in command.reads and scratch in command.writes
             for r in (*command.reads, *command.writes):
-                if r.buffer is command.scratch.buffer and r is not command.scratch:
-                    assert r.offset >= end or r.offset + r.nbytes <= begin
+                if r.buffer is scratch.buffer and r is not scratch:
+                    assert r.offset >= scratch.offset + 512 or r.offset + r.nbytes <= scratch.offset
 
 
 def test_launches_are_programmatic_where_their_kernels_wait(house):

@@ -1,8 +1,8 @@
 """Breaking the contract of an asynchronous copy gives wrong numbers; the wait mends it (#17795).
 
-Each case takes the program of a decode step, removes the waits around its input copies, and holds
-the streams with a gate, as work in flight holds a GPU's. Step n is issued, then the host writes the
-inputs of step n + 1 into the same staging memory, then the gates open:
+Each case removes the waits around the input copies of a decode step, and gates hold its streams, as
+work in flight holds a GPU's. Step n is issued, the host writes the inputs of step n + 1 into the
+same staging memory, and the gates open:
 
     host     W W W W . C C C C . g g g . | W' W' W' W' | open . S R
     streams                    [gate  ..................... ] c' c' c' c' g' g' g'
@@ -42,7 +42,7 @@ from workbench.program.commands import (
 PROMPT, NEXT = [5, 900, 17, 403, 77], [250, 611]
 MODELS = [("tiny-llama", "F32"), ("tiny-qwen3", "Q8_0")]
 GATE_S = 0.03  # when gates open by themselves where the host waits behind them
-NEVER_S = 30.0  # and where it must not: late enough to matter to a broken test only
+NEVER_S = 30.0  # and where it must not: only a broken test waits so long
 # In these the host never waits for the copies themselves, only, at the end, for the logits.
 WITHOUT_COPY_WAITS = (
     SyncMode.IMPLICIT, SyncMode.PACKED_IMPLICIT, SyncMode.EVENT_GUARDED, SyncMode.AUTO,
@@ -51,8 +51,12 @@ WITHOUT_COPY_WAITS = (
 pytestmark = pytest.mark.parametrize(("preset", "quant"), MODELS)
 
 
-def is_input_wait(command: Command) -> bool:
-    return isinstance(command, Sync) and command.split != RESULT
+def everything(command: Command) -> bool:
+    return True
+
+
+def no_input_waits(command: Command) -> bool:
+    return not (isinstance(command, Sync) and command.split != RESULT)
 
 
 class Step:
@@ -65,9 +69,8 @@ class Step:
         self.batch = self._batch(NEXT[0])
 
     def _batch(self, token: int) -> Batch:
-        config, model = self.engine.config, self.engine.model
-        work = [(0, [token], "last")]
-        return make_batch(work, self.engine.cache, model.n_vocab, config.n_ubatch)
+        engine, work = self.engine, [(0, [token], "last")]
+        return make_batch(work, engine.cache, engine.model.n_vocab, engine.config.n_ubatch)
 
     def following(self) -> Batch:
         """The inputs of the step after this one; they have its shape."""
@@ -165,83 +168,56 @@ def held(engine: wb.Engine, seconds: float) -> Iterator[Callable[[], None]]:
         open_all()
 
 
-def overwritten(step: Step, monkeypatch, keep: Callable[[Command], bool]) -> np.ndarray:
-    """Issues the step behind gates, overwrites staging with the next step's inputs, and only then
-    opens them (where the host had to wait, they are open by then). Returns the logits."""
+def late(step: Step, monkeypatch, keep: Callable[[Command], bool], rewritten=True) -> np.ndarray:
+    """Issues the step behind gates, overwrites staging with the next step's inputs (`rewritten`),
+    and only then opens them (where the host had to wait, they are open by then). The logits."""
     after = step.following()
     issue = step.prepare(monkeypatch, keep)
     rewrite = step.prepare(monkeypatch, lambda command: isinstance(command, Write))
     with held(step.engine, GATE_S if keep is everything else NEVER_S) as open_gates:
         issue.run(step.batch.values, issue.head)
-        rewrite.run(after.values, rewrite.head)
+        if rewritten:
+            rewrite.run(after.values, rewrite.head)
         open_gates()
         return step.logits(issue)
 
 
-def everything(command: Command) -> bool:
-    return True
+def unheld(step: Step, monkeypatch, keep: Callable[[Command], bool]) -> np.ndarray:
+    """The logits of a step whose copies alone are held: only the compute stream is waited for."""
+    issue = step.prepare(monkeypatch, keep)
+    with hold(step.engine.backend, COPY_STREAM):
+        return step.answer(issue)
 
 
-def no_input_waits(command: Command) -> bool:
-    return not is_input_wait(command)
-
-
-@pytest.mark.parametrize(
-    ("sync", "copy_stream"),
-    [
-        (sync, copy_stream)
-        for copy_stream in (CopyStream.OWN, CopyStream.COMPUTE)
-        for sync in SyncMode
-        if sync not in WITHOUT_COPY_WAITS
-    ],
-)
+@pytest.mark.parametrize("copy_stream", [CopyStream.OWN, CopyStream.COMPUTE])
+@pytest.mark.parametrize("sync", [mode for mode in SyncMode if mode not in WITHOUT_COPY_WAITS])
 def test_staging_overwritten_before_the_copy(step, right, monkeypatch, sync, copy_stream):
     """Without the waits the late copy takes the next step's inputs; with them it cannot."""
-    wrong = overwritten(step(sync, copy_stream), monkeypatch, no_input_waits)
-    assert is_wrong(wrong, right)
-    restored = overwritten(step(sync, copy_stream), monkeypatch, everything)
-    assert np.array_equal(restored, right)
+    assert is_wrong(late(step(sync, copy_stream), monkeypatch, no_input_waits), right)
+    assert np.array_equal(late(step(sync, copy_stream), monkeypatch, everything), right)
 
 
 def test_the_write_is_what_harms(step, right, monkeypatch):
     """The same gates and the same missing waits with staging left alone: the logits are right."""
-    late = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
-    issue = late.prepare(monkeypatch, no_input_waits)
-    with held(late.engine, NEVER_S) as open_gates:
-        issue.run(late.batch.values, issue.head)
-        open_gates()
-        assert np.array_equal(late.logits(issue), right)
+    one = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
+    assert np.array_equal(late(one, monkeypatch, no_input_waits, rewritten=False), right)
 
 
 def test_launch_before_its_copy_has_landed(step, right, monkeypatch):
-    """Copies on a stream of their own: without the wait nothing keeps the launches behind them."""
+    """Copies on a stream of their own: without the wait nothing keeps the launches after them."""
     early = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
-    issue = early.prepare(monkeypatch, no_input_waits)
-    with hold(early.engine.backend, COPY_STREAM):
-        wrong = early.answer(issue)  # waits for the compute stream alone
-    assert is_wrong(wrong, right)
+    assert is_wrong(unheld(early, monkeypatch, no_input_waits), right)
     waiting = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
     issue = waiting.prepare(monkeypatch, everything)
     with held(waiting.engine, GATE_S):
-        restored = waiting.answer(issue)
-    assert np.array_equal(restored, right)
+        assert np.array_equal(waiting.answer(issue), right)
 
 
-def test_an_event_keeps_launches_behind_their_copies(step, right, monkeypatch):
-    """No host waits for the copies: the compute stream does, on the device."""
-    guarded = step(SyncMode.EVENT_GUARDED, CopyStream.OWN)
-    issue = guarded.prepare(monkeypatch, no_input_waits)
-    with held(guarded.engine, NEVER_S) as open_gates:
-        issue.run(guarded.batch.values, issue.head)
-        open_gates()
-        assert np.array_equal(guarded.logits(issue), right)
-    unguarded = step(SyncMode.EVENT_GUARDED, CopyStream.OWN)
-    issue = unguarded.prepare(monkeypatch, lambda c: no_input_waits(c) and not isinstance(c, Wait))
-    with hold(unguarded.engine.backend, COPY_STREAM):
-        assert is_wrong(unguarded.answer(issue), right)
-
-
-def test_an_event_on_the_device_keeps_no_host_from_staging(step, right, monkeypatch):
-    """What the step's logits wait is for: without it the next inputs are in time to be copied."""
-    guarded = step(SyncMode.EVENT_GUARDED, CopyStream.OWN)
-    assert is_wrong(overwritten(guarded, monkeypatch, no_input_waits), right)
+def test_an_event_orders_launches_and_no_host(step, right, monkeypatch):
+    """The compute stream waits for the copies, on the device. The host does not, and what the next
+    step writes is in time to be copied: the wait for the step's logits is for that."""
+    guarded, of_own = step(SyncMode.EVENT_GUARDED, CopyStream.OWN), CopyStream.OWN
+    assert np.array_equal(late(guarded, monkeypatch, no_input_waits, rewritten=False), right)
+    assert is_wrong(late(step(SyncMode.EVENT_GUARDED, of_own), monkeypatch, no_input_waits), right)
+    no_waits = lambda c: no_input_waits(c) and not isinstance(c, Wait)  # noqa: E731
+    assert is_wrong(unheld(step(SyncMode.EVENT_GUARDED, of_own), monkeypatch, no_waits), right)

@@ -1,5 +1,5 @@
 """Rings of staging memory and several buffers for a device's inputs: each step of a train takes the
-next, and a step behind a wait of the host the first."""
+next, and a step after a wait of the host the first."""
 
 from __future__ import annotations
 
@@ -30,30 +30,26 @@ def buffers(program: Program) -> tuple[set[str], set[str]]:
     return written, brought
 
 
-def of_turn(source: str, n_copies: str, turn: int) -> tuple[set[str], set[str]]:
-    """What `buffers` finds in a program of this turn."""
-    host, device = RINGS[source], int(n_copies)
-    return (
-        {"staging"} if host == 1 else {f"staging.{turn % host}"},
-        {"arena.1"} if device == 1 else {f"inputs.1.{turn % device}"},
-    )
-
-
 @pytest.mark.parametrize("n_copies", ["1", "4"])
 @pytest.mark.parametrize("source", RINGS)
 def test_rings_come_round_in_a_train(engine, source, n_copies):
-    """A train of nine ubatches; tokens behind it, and the next train, begin anew."""
+    """A train of nine ubatches; tokens after it, and the next train, begin anew."""
     toggles = Toggles(
         sync="copy_boundary", host_source=source, n_copies=n_copies, step_wait="outputs"
     )
     with engine.variant(toggles) as variant:
         found = [buffers(program) for program in variant.programs(9 * 8, 2, laps=2)]
-    wanted = [of_turn(source, n_copies, turn) for turn in (*range(9), 0, 0)]
+    host, device = RINGS[source], int(n_copies)
+    wanted = [
+        ({"staging"} if host == 1 else {f"staging.{turn % host}"},
+         {"arena.1"} if device == 1 else {f"inputs.1.{turn % device}"})
+        for turn in (*range(9), 0, 0)
+    ]  # fmt: skip
     assert found == wanted * 2
 
 
-def test_a_ring_is_written_behind_the_copies_from_it(engine):
-    """The host waits for the event that was recorded behind the copies of the turn's last step."""
+def test_a_ring_is_written_after_the_copies_from_it(engine):
+    """The host waits for the event that was recorded after the copies of the turn's last step."""
     with engine.variant(Toggles(sync="implicit", copy_stream="compute", step_wait="outputs",
                                 host_source="pinned_ring_2")) as variant:  # fmt: skip
         first, second, third, _ = variant.programs(4 * 8)

@@ -43,24 +43,22 @@ def wanted(engine) -> np.ndarray:
 
 @pytest.fixture
 def forced(monkeypatch) -> None:
-    """An arena in which WRITER lies where SOURCE does, behind everything else."""
+    """An arena in which WRITER lies where SOURCE does, after everything else."""
     plain = arena.layout
 
     def layout(nodes, *given, **named):
         made = plain(nodes, *given, **named)
-        by_name = {t.name: t for t in made.offsets}
-        if not {SOURCE, WRITER} <= set(by_name):
+        two = [t for t in made.offsets if t.name in (SOURCE, WRITER)]
+        if len(two) < 2:
             return made
-        source, writer = by_name[SOURCE], by_name[WRITER]
-        there = dict.fromkeys((source, writer), made.nbytes)
-        nbytes = made.nbytes + max(source.nbytes, writer.nbytes)
-        return made._replace(offsets=made.offsets | there, nbytes=nbytes)
+        there = made.offsets | dict.fromkeys(two, made.nbytes)
+        return made._replace(offsets=there, nbytes=made.nbytes + max(t.nbytes for t in two))
 
     monkeypatch.setattr(arena, "layout", layout)
 
 
 def decoded(engine: wb.Engine, toggles: dict[str, str], held: bool = False) -> np.ndarray:
-    """Logits behind PROMPT and NEXT. held: while the stream of READER is held for a while."""
+    """Logits after PROMPT and NEXT. held: while the stream of READER is held for a while."""
     with engine.variant(wb.Toggles(**toggles)) as one:
         one.prefill(PROMPT[:-1])
         one.step(PROMPT[-1:])
@@ -75,8 +73,7 @@ def decoded(engine: wb.Engine, toggles: dict[str, str], held: bool = False) -> n
 
 
 def launch(program: Program, name: str) -> Launch:
-    found = [c for c in program.commands if isinstance(c, Launch) and c.node.name == name]
-    return found[0]
+    return next(c for c in program.commands if isinstance(c, Launch) and c.node.name == name)
 
 
 def n_streams(program: Program) -> int:
@@ -94,27 +91,25 @@ def test_the_checker_names_both_and_the_adversary_reads_it(engine, forced):
         assert {READER, OTHER} & {w.reader.command.label for w in wrong if w.reader}
 
 
-def test_writes_against_writes_see_nothing_and_everything_does(engine, forced):
-    for validate, streams, dropped in (("off", 3, 0), ("writes", 3, 0), ("all", 1, 1)):
-        with engine.variant(wb.Toggles(**STREAMS, validate=validate)) as one:
+@pytest.mark.parametrize(
+    ("validate", "streams", "right"), [("off", 3, False), ("writes", 3, False), ("all", 1, True)]
+)
+def test_logits_are_wrong_unless_everything_is_checked(
+    engine, wanted, request, validate, streams, right
+):
+    """Writes against writes see nothing. An arena by visibility passes every check."""
+    toggles = STREAMS | {"validate": validate}
+    for is_forced in (False, True):
+        if is_forced:
+            request.getfixturevalue("forced")
+        with engine.variant(wb.Toggles(**toggles)) as one:
             before = one.counters["programs_unforked"]
-            assert n_streams(one.program()) == streams, validate
+            assert n_streams(one.program()) == (streams if is_forced else 3)
+            dropped = is_forced and streams == 1
             assert one.counters["programs_unforked"] == before + dropped
-
-
-def test_logits_are_wrong_unless_everything_is_checked(engine, wanted, forced):
+        found = decoded(engine, toggles, held=True)
+        assert np.array_equal(found, wanted) == (right or not is_forced)
     np.testing.assert_array_equal(decoded(engine, {"graph_reuse": "set_rows"}), wanted)
-    for validate, right in (("off", False), ("writes", False), ("all", True)):
-        found = decoded(engine, STREAMS | {"validate": validate}, held=True)
-        assert np.array_equal(found, wanted) == right, validate
-
-
-def test_an_arena_by_visibility_passes_every_check(engine, wanted):
-    for validate in ("off", "writes", "all"):
-        with engine.variant(wb.Toggles(**STREAMS, validate=validate)) as one:
-            assert n_streams(one.program()) == 3 and one.counters["programs_unforked"] == 0
-        found = decoded(engine, STREAMS | {"validate": validate}, held=True)
-        np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("lifetimes", ["serial", "interleaved"])
@@ -128,6 +123,6 @@ def test_what_a_check_drops_runs_on_one_stream_and_is_right(engine, wanted, life
     ) as unsafe:
         with unsafe.variant(wb.Toggles(**toggles)) as one:
             safe = check_cycle([one.program()]).safe
-            assert safe or validate == "writes"
+        assert safe or validate == "writes"
         if safe:
             np.testing.assert_array_equal(decoded(unsafe, toggles), wanted)

@@ -8,7 +8,7 @@ commands of the next. The checker is given the programs in that order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ from workbench.program.check.hazards import races
 from workbench.program.commands import (
     COPY_STREAM,
     Buffer,
-    Command,
     Copy,
     Launch,
     Program,
@@ -162,13 +161,24 @@ def as_programs(engine: Engine, parts: list[Part], scope: str = "") -> list[Prog
     return [cut[part] for part in parts if cut[part].commands]
 
 
-def order_of(engine: Engine, values: dict[str, str]) -> list[Program]:
+def order_of(engine: Engine, values: dict[str, str], scope: str = "") -> list[Program]:
     with engine.variant(Toggles(**values)) as variant:
-        return as_programs(variant, issued(variant))
+        return as_programs(variant, issued(variant), scope)
+
+
+def launched(steps: list[Program]) -> list[Launch]:
+    return [c for p in steps for c in p.singly() if isinstance(c, Launch)]
 
 
 def ops_of(steps: list[Program]) -> set[str]:
-    return {c.node.op for p in steps for c in p.singly() if isinstance(c, Launch)}
+    return {c.node.op for c in launched(steps)}
+
+
+def spoiled(steps: list[Program], gone: Callable[[Any], bool]) -> list[Program]:
+    """The steps without the commands that `gone` says of."""
+    made = {p: replace(p, commands=[c for c in p.commands if not gone(c)]) for p in {*steps}}
+    assert any(len(made[p].commands) < len(p.commands) for p in steps)
+    return [made[p] for p in steps]
 
 
 @pytest.mark.parametrize(
@@ -184,10 +194,7 @@ def test_batched_steps_are_free_of_races(engine, values):
     assert ("copy_cells" in found) == (values["kv_cache"] == "per_sequence")
     assert "rope_shift" in found
     # and it would see it: nothing waits any more
-    bare = [replace(p, commands=[c for c in p.commands if not isinstance(c, Sync | Wait)])
-            for p in dict.fromkeys(steps)]  # fmt: skip
-    without = dict(zip(dict.fromkeys(steps), bare, strict=True))
-    assert races([without[p] for p in steps])
+    assert races(spoiled(steps, lambda c: isinstance(c, Sync | Wait)))
 
 
 # as programs of one sequence are lowered for a GPU
@@ -200,6 +207,10 @@ LOWERED: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
+def is_halved(launches: list[Launch]) -> bool:
+    return any(p.op == "square_sums" for c in launches for p in c.node.parts or (c.node,))
+
+
 @pytest.mark.parametrize("cache", Toggles.values("kv_cache"))
 @pytest.mark.parametrize("name", LOWERED)
 def test_batched_steps_lowered_for_a_gpu_do_not_race(engine, name, cache):
@@ -207,34 +218,21 @@ def test_batched_steps_lowered_for_a_gpu_do_not_race(engine, name, cache):
     steps = order_of(engine, BEHIND | {"kv_cache": cache} | values)
     assert not races(steps * 2)
     # that programs of several sequences are what the toggles say
-    several = [p for p in steps if p.shape.n_seqs > 1]
-    on_device = [c for p in several for c in p.singly()
-                 if isinstance(c, Launch) and c.stream.backend == 1]  # fmt: skip
+    of_several = launched([p for p in steps if p.shape.n_seqs > 1])
+    on_device = [c for c in of_several if c.stream.backend == 1]
     assert any(c.node.parts for c in on_device) == ("fuse" in values)
     assert any(c.programmatic for c in on_device) == ("pdl" in values)
-    n_streams = len({c.stream for c in on_device})
-    assert n_streams > 1 if "streams" in values else n_streams == 1
-    assert is_halved(several) == (values.get("defer_norm") == "on")
-    assert is_halved(steps) == ("defer_norm" in values)
+    assert (len({c.stream for c in on_device}) > 1) == ("streams" in values)
+    assert is_halved(of_several) == (values.get("defer_norm") == "on")
+    assert is_halved(launched(steps)) == ("defer_norm" in values)
     if "streams" in values:  # and it would see it: no stream waits for another any more
-        assert races(spoiled(steps, is_wait_of_branches))
-
-
-def is_halved(steps: list[Program]) -> bool:
-    nodes = [c.node for p in steps for c in p.singly() if isinstance(c, Launch)]
-    return any(part.op == "square_sums" for node in nodes for part in node.parts or (node,))
-
-
-def is_wait_of_branches(command: Command) -> bool:
-    """A stream's wait for another one that computes beside it."""
-    return isinstance(command, Wait) and command.forks
+        assert races(spoiled(steps, lambda c: isinstance(c, Wait) and c.forks))
 
 
 @pytest.mark.parametrize("scope", Toggles.values("plan_scope"))
 @pytest.mark.parametrize("results", Toggles.values("results"))
 def test_batched_steps_in_plans_are_free_of_races(engine, results, scope):
-    with engine.variant(Toggles(**BEHIND | {"results": results})) as variant:
-        steps = as_programs(variant, issued(variant), scope)
+    steps = order_of(engine, BEHIND | {"results": results}, scope)
     assert not races(steps * 2)
     assert sum(p.counts().get("replays", 0) for p in steps) > 10
 
@@ -252,35 +250,16 @@ def test_the_host_goes_on_before_results_are_there(engine, results):
             assert races(as_programs(variant, same))
 
 
-# faults that are planted --------------------------------------------------------------------------
-
-
-def spoiled(steps: list[Program], gone: Any) -> list[Program]:
-    """The steps without the commands that `gone` says of."""
-    made = {p: replace(p, commands=[c for c in p.commands if not gone(c)]) for p in {*steps}}
-    assert any(len(made[p].commands) < len(p.commands) for p in steps)
-    return [made[p] for p in steps]
-
-
-def is_wait_of_results(command: Command) -> bool:
-    """The copy stream's wait for what the graph computes."""
-    return isinstance(command, Wait) and command.event == events.computed("null")
-
-
-def is_wait_for_results(command: Command) -> bool:
-    """The host's wait for the copies of results."""
-    arrived = {events.arrived("null", turn) for turn in range(2)}
-    return isinstance(command, Sync) and command.event in arrived
-
-
 def test_results_copied_or_read_too_early_are_found(engine):
-    steps = order_of(engine, BEHIND)
-    found = races(spoiled(steps, is_wait_of_results))
+    """Without the copy stream's wait for the graph, and the host's for the copies of results."""
+    steps, of_graph = order_of(engine, BEHIND), events.computed("null")
+    found = races(spoiled(steps, lambda c: isinstance(c, Wait) and c.event == of_graph))
     assert found
     for race in found:
         copy = next(at.command for at in (race.first, race.second) if isinstance(at.command, Copy))
         assert copy.stream.id == COPY_STREAM
-    found = races(spoiled(steps, is_wait_for_results))
+    arrived = {events.arrived("null", turn) for turn in range(2)}
+    found = races(spoiled(steps, lambda c: isinstance(c, Sync) and c.event in arrived))
     assert any(isinstance(race.second.command, Read) for race in found)
 
 
@@ -298,9 +277,6 @@ def test_staging_memory_without_a_ring_is_refused_and_races(engine, tiny_model):
         safe.variant(Toggles(**BEHIND)).close()
 
 
-# every ordering of results behind -----------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def two_devices(tiny_model) -> Iterator[Engine]:
     with wb.Engine.load(
@@ -313,8 +289,8 @@ def two_devices(tiny_model) -> Iterator[Engine]:
 @pytest.mark.parametrize("every", [37, *tiers(5, 1)], ids=["some", "more", "all"])
 def test_what_is_said_to_race_with_results_behind_does_and_nothing_else(engine, two_devices, every):
     """`race_of` against the checker. It knows nothing of devices. On one, copies of inputs that
-    ride a stream of their own come behind the results there, and so behind the graph that they
-    wait for. The first of two devices has no results."""
+    ride a stream of their own come after the results there, and so after the graph that they wait
+    for. The first of two devices has no results."""
     more = {"results": "behind", "graph_reuse": "set_rows"}
     said = set()
     for toggles in [*every_ordering(**more)][::every]:

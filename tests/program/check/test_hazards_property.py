@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import combinations, product
+from operator import or_
+from random import Random
 
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
@@ -16,99 +19,51 @@ from hypothesis import strategies as st
 from tests.oracles.adversary import Adversary
 from tests.oracles.happens_before import racing_pairs, seen_both_ways
 from tests.oracles.interleavings import Interleavings, TooManyStates, Wrong, ends_wrong
-from tests.oracles.random_runs import PRODUCT, random_commands, random_run
-from tests.oracles.random_runs import program as of_commands
+from tests.oracles.random_runs import program, random_commands, random_run
 from tests.oracles.walked_again import WalkedAgain
 from tests.planned import SCOPES, only_adds_order
 from tests.profiles import examples
 from tests.removable import sufficient, superfluous
-from workbench.graph.ir import F32, StepShape, Tensor
+from workbench.graph.ir import F32, Tensor
 from workbench.graph.ops import make
 from workbench.program.check.hazards import Race, races
 from workbench.program.check.intervals import cut, tags
 from workbench.program.commands import (
-    HOST,
     Buffer,
     Command,
-    Copy,
     Launch,
     Program,
     Range,
-    Read,
     Record,
     Replay,
     Space,
     Stream,
     Sync,
     Wait,
-    Write,
 )
 
-BUFFERS = [Buffer(f"b{i}", Space.DEVICE, 8, 1) for i in range(2)]
-STREAMS = [Stream(1, 0), Stream(1, 1), Stream(2, 0)]
-ADD = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))
-
-ranges = st.builds(
-    lambda buffer, ends: Range(buffer, min(ends), abs(ends[1] - ends[0])),
-    st.sampled_from(BUFFERS),
-    st.tuples(st.integers(0, 8), st.integers(0, 8)),
-)
-streams, events = st.sampled_from(STREAMS), st.integers(0, 1)
-some_ranges = st.lists(ranges, max_size=2).map(tuple)
-work = st.one_of(
-    st.builds(Write, ranges, st.just("in")),
-    st.builds(Read, ranges, st.just("out")),
-    st.builds(Copy, ranges, ranges, streams, st.just("x"), st.just(0)),
-    st.builds(
-        Launch, st.just(ADD), st.sampled_from([*STREAMS, Stream(HOST, 0)]), some_ranges,
-        some_ranges, st.none(), st.just(0),
-    ),
-    st.builds(  # a programmatic one, which reads its first range early
-        Launch, st.just(PRODUCT), st.sampled_from([*STREAMS, Stream(HOST, 0)]),
-        st.tuples(ranges, ranges), some_ranges, st.none(), st.just(0), st.just(True),
-    ),
-)  # fmt: skip
-ordering = st.one_of(
-    st.builds(Record, events, streams, st.just(0)),
-    st.builds(Wait, events, streams, st.just(0)),
-    st.builds(lambda s: Sync(0, stream=s), streams),
-    st.builds(lambda e: Sync(0, event=e), events),
-)
+rngs = st.randoms(use_true_random=False)
+small = rngs.map(random_run)
 
 
-def in_plans(most: int) -> st.SearchStrategy[Replay]:
-    """Plans of device 1, of parts on its streams."""
-    here, there = st.sampled_from(STREAMS[:2]), st.integers(0, 1)
-    part = st.one_of(
-        st.builds(Copy, ranges, ranges, here, st.just("x"), st.just(0)),
-        st.builds(Launch, st.just(ADD), here, some_ranges, some_ranges, st.none(), st.just(0)),
-        st.builds(  # a programmatic one
-            Launch, st.just(PRODUCT), here, st.tuples(ranges, ranges), some_ranges, st.none(),
-            st.just(0), st.just(True),
-        ),
-        st.builds(Record, there, here, st.just(0)),
-        st.builds(Wait, there, here, st.just(0)),
-    )  # fmt: skip
-    parts = st.lists(part, min_size=1, max_size=most).map(tuple)
-    return st.builds(Replay, parts, here, st.just(0))
+def runs(most_steps: int) -> st.SearchStrategy[list[Program]]:
+    """Runs of one to three programs, in any order."""
 
+    def run(rng: Random, n: int) -> list[Program]:
+        made = random_run(rng)
+        return [rng.choice(made) for _ in range(n)]
 
-def program(commands: list[Command]) -> Program:
-    backends = ("host", "dev", "two")
-    return Program(commands, BUFFERS, [], [1], backends, StepShape(1, 1, 256), "any", "own")
-
-
-def runs(most: int, most_steps: int, parts: int = 5) -> st.SearchStrategy[list[Program]]:
-    """Runs of one or two programs, in any order. parts: of a plan, at most."""
-    command = st.one_of(work, ordering, in_plans(parts))
-    some = st.lists(st.lists(command, max_size=most).map(program), min_size=1, max_size=2)
-    return some.flatmap(
-        lambda made: st.lists(st.sampled_from(made), min_size=1, max_size=most_steps)
-    )
+    return st.builds(run, rngs, st.integers(1, most_steps))
 
 
 def commands_of(found: list[Race]) -> set[tuple[Command, Command]]:
     return {(race.first.command, race.second.command) for race in found}
+
+
+def command_at(run: list[Program], key) -> Command:
+    """By step, index and part; of a CommandAt, too."""
+    command = run[key[0]].commands[key[1]]
+    return command if key[-1] is None else command.parts[key[-1]]
 
 
 def commands_at(run: list[Program], pairs) -> set[tuple[Command, Command]]:
@@ -116,18 +71,7 @@ def commands_at(run: list[Program], pairs) -> set[tuple[Command, Command]]:
     return {(command_at(run, first), command_at(run, second)) for first, second in pairs}
 
 
-def command_at(run: list[Program], key) -> Command:
-    step, index, part = key
-    command = run[step].commands[index]
-    return command if part is None else command.parts[part]
-
-
-def key_of(at) -> tuple[int, int, int | None]:
-    """Of a CommandAt, or of such a key."""
-    return at[0], at[1], at[-1]
-
-
-@given(runs(4, 3, parts=3), st.booleans())
+@given(small, st.booleans())
 @settings(max_examples=examples(300))
 def test_races_are_what_interleavings_do_in_either_order(run, one_order):
     seen = seen_both_ways(run, one_order)
@@ -135,7 +79,7 @@ def test_races_are_what_interleavings_do_in_either_order(run, one_order):
     assert commands_of(races(run, one_order=one_order)) == commands_at(run, seen)
 
 
-@given(runs(30, 5), st.booleans())
+@given(runs(5), st.booleans())
 @settings(max_examples=examples(300))
 def test_races_are_conflicts_without_a_path(run, one_order):
     naive = racing_pairs(run, one_order)
@@ -146,15 +90,14 @@ def test_races_are_conflicts_without_a_path(run, one_order):
         doing, done = race.kind.split("-")
         for how, at in ((doing, race.first), (done, race.second)):
             assert any(
-                r.buffer is race.buffer
-                and r.offset <= race.offset
+                r.buffer is race.buffer and r.offset <= race.offset
                 and race.offset + race.nbytes <= r.offset + r.nbytes
                 for r in (at.command.reads if how == "read" else at.command.writes)
-            )
+            )  # fmt: skip
         assert race.nbytes > 0 and not race.may and "\n" not in race.missing
 
 
-@given(runs(16, 6), st.booleans(), st.sampled_from([None, True, False]))
+@given(runs(6), st.booleans(), st.sampled_from([None, True, False]))
 @settings(max_examples=examples(200))
 def test_findings_are_those_of_walking_all_again(run, one_order, declares):
     declared = None if declares is None else lambda node: declares
@@ -168,13 +111,13 @@ def test_findings_are_those_of_walking_all_again(run, one_order, declares):
 def bytes_of(run: list[Program], found) -> set[tuple]:
     """The bytes that commands dispute, one by one: how they are cut is not compared."""
     return {
-        (command_at(run, key_of(r.first)), command_at(run, key_of(r.second)), r.buffer, i)
+        (command_at(run, r.first), command_at(run, r.second), r.buffer, i)
         for r in found
         for i in range(r.offset, r.offset + r.nbytes)
     }
 
 
-@given(runs(12, 2), st.booleans())
+@given(small, st.booleans())
 @settings(max_examples=examples(200))
 def test_a_race_shows_within_two_laps_or_never(cycle, one_order):
     two, five = (races(cycle * laps, one_order=one_order) for laps in (2, 5))
@@ -201,7 +144,7 @@ def naive_races(run: list[Program], gone: set[Command]) -> set[tuple[Command, Co
     return commands_at(less, racing_pairs(less))
 
 
-@given(runs(14, 3))
+@given(runs(3))
 @settings(max_examples=examples(150))
 def test_without_waits_that_could_go_nothing_more_races(run):
     anyway = naive_races(run, set())
@@ -228,23 +171,34 @@ def smallest(run: list[Program], waits: set[Command], anyway) -> int:
 
 
 def test_an_inclusion_minimal_set_need_not_be_the_smallest():
-    """The first sync does what the two behind it do together, and greedy removal tries it first."""
+    """The first sync does what the two after it do together, and greedy removal tries it first."""
+    node = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))
     x, y, z = Range(BUFFERS[0], 0, 4), Range(BUFFERS[1], 0, 8), Range(BUFFERS[0], 4, 4)
-    a, b, c = STREAMS
-    wait, first = Wait(1, b, 0), Sync(0, stream=b)
-    later = [Sync(0, stream=a), Sync(0, event=0)]
+    a, b, c = Stream(1, 0), Stream(1, 1), Stream(2, 0)
+
+    def launch(stream: Stream, reads=(), writes=()) -> Launch:
+        return Launch(node, stream, reads, writes, None, 0)
+
+    wait, first = Wait("1", b, 0), Sync(0, stream=b)
+    later = [Sync(0, stream=a), Sync(0, event="0")]
     run = [
         program([
-            Launch(ADD, b, (), (y,), None, 0), Record(0, b, 0),
-            Launch(ADD, a, (), (x,), None, 0), Record(1, a, 0),
-            wait, Launch(ADD, b, (x,), (z,), None, 0),
-            first, *later, Launch(ADD, c, (x, y), (), None, 0),
+            launch(b, (), (y,)), Record("0", b, 0), launch(a, (), (x,)), Record("1", a, 0),
+            wait, launch(b, (x,), (z,)), first, *later, launch(c, (x, y)),
         ])
     ]  # fmt: skip
     assert not races(run)
     assert [at.command for at in sufficient(run)] == [wait, *later]
     assert smallest(run, {wait, first, *later}, set()) == 2
     assert naive_races(run, set(later)) == set()
+
+
+BUFFERS = [Buffer(f"b{i}", Space.DEVICE, 8, 1) for i in range(2)]
+ranges = st.builds(
+    lambda buffer, ends: Range(buffer, min(ends), abs(ends[1] - ends[0])),
+    st.sampled_from(BUFFERS),
+    st.tuples(st.integers(0, 8), st.integers(0, 8)),
+)
 
 
 @given(st.dictionaries(ranges, st.integers(0, 7), max_size=12), st.integers(0, 7))
@@ -264,13 +218,9 @@ def test_pieces_are_the_bytes_that_matter_cut_at_every_end(touched, needed):
     for buffer in BUFFERS:
         for byte in range(8):
             here = frozenset(
-                r for r in touched
-                if r.buffer is buffer and r.offset <= byte < r.offset + r.nbytes
-            )  # fmt: skip
-            bits = 0
-            for r in here:
-                bits |= touched[r]
-            if matters(bits):
+                r for r in touched if r.buffer is buffer and 0 <= byte - r.offset < r.nbytes
+            )
+            if matters(reduce(or_, map(touched.get, here), 0)):
                 by_byte.add(here)
     assert {frozenset(ranges) for ranges in covering.values()} == by_byte
 
@@ -289,11 +239,6 @@ def test_tags_meet_where_ranges_overlap(some):
     )
 
 
-# small runs, against every interleaving and the adversary -----------------------------------------
-
-small = st.randoms(use_true_random=False).map(random_run)
-
-
 def explored(steps: Sequence[Program], one_order: bool, within: Range | None = None) -> set[Wrong]:
     """What some interleaving makes wrong; a run with too many is no example."""
     try:
@@ -306,13 +251,10 @@ def explored(steps: Sequence[Program], one_order: bool, within: Range | None = N
 @given(small, st.booleans())
 def test_without_races_no_interleaving_is_wrong(steps, one_order):
     found = races(steps, one_order=one_order)
-    disputed = {
-        (race.buffer, byte)
-        for race in found
-        for byte in range(race.offset, race.offset + race.nbytes)
-    }
+    disputed = {(r.buffer, r.offset + i) for r in found for i in range(r.nbytes)}
     for w in explored(steps, one_order):
-        assert {(w.buffer, byte) for byte in range(w.offset, w.offset + w.nbytes)} <= disputed
+        assert {(w.buffer, w.offset + i) for i in range(w.nbytes)} <= disputed
+    assert found or Adversary(steps, one_order).search() == []  # no seed finds anything
 
 
 @settings(max_examples=examples(150))
@@ -328,15 +270,8 @@ def test_every_race_is_one(steps, one_order):
             assert explored(steps, one_order, bytes_), race
 
 
-@settings(max_examples=examples(100))
-@given(small, st.booleans())
-def test_no_seed_finds_anything_in_a_run_without_races(steps, one_order):
-    if not races(steps, one_order=one_order):
-        assert Adversary(steps, one_order).search() == []
-
-
-@given(st.randoms(use_true_random=False), st.sampled_from(SCOPES), st.integers(1, 3))
+@given(rngs, st.sampled_from(SCOPES), st.integers(1, 3))
 @settings(max_examples=examples(300))
 def test_plans_only_add_order_to_any_program(rng, scope, laps):
     made = [Buffer(name, Space.PINNED, 4, 1) for name in "xyz"]
-    only_adds_order([of_commands(random_commands(rng, made, rng.randint(1, 20)))] * laps, scope)
+    only_adds_order([program(random_commands(rng, made, rng.randint(1, 20)))] * laps, scope)
