@@ -361,8 +361,13 @@ def test_a_second_panel_stops_a_run_that_the_page_has_lost(held, panel):
 def test_an_interrupt_of_whoever_waits_ends_the_run(held):
     one, ends = held()
     main = threading.main_thread().ident
-    threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
-    threading.Timer(0.3, ends).start()
+
+    def interrupt():
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.3)
+        ends()
+
+    threading.Timer(0.05, interrupt).start()
     one.wait()
     assert one.result.speedup.n == 2 and one.result.stopped
 
