@@ -20,10 +20,10 @@ from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.engine.choose import settle
 from workbench.graph.ir import StepShape
+from workbench.program import commands as cmd
 from workbench.program.capabilities import Capabilities
 from workbench.program.check import hazards
 from workbench.program.check.hazards import apart, check_cycle
-from workbench.program.commands import Buffer, Command, Copy, Program, Record, Replay, Stream
 from workbench.program.plans import with_plans
 from workbench.program.sync_modes import race_of
 
@@ -106,9 +106,9 @@ MIXED = [
 ]  # fmt: skip
 
 
-def mixed(engine: wb.Engine) -> Iterator[Program]:
+def mixed(engine: wb.Engine) -> Iterator[cmd.Program]:
     """Steps of `MIXED` twice over, each of the turn that an engine gives it."""
-    made, buffers, turn = dict[tuple[StepShape, int], Program](), dict[str, Buffer](), 0
+    made, buffers, turn = dict[tuple[StepShape, int], cmd.Program](), dict[str, cmd.Buffer](), 0
     for shape in MIXED * 2:
         if (shape, turn) not in made:
             made[shape, turn] = engine._step_programs.of(shape, turn, buffers)
@@ -127,7 +127,7 @@ def test_what_is_safe_is_safe_whatever_shapes_steps_have(engine, share):
             said, steps = race_of(variant._ordering, engine.backend.capabilities), [*mixed(variant)]
             several = [*steps, *variant.programs(20, 2), variant.program(8, n_outputs=0)]
         recorded = {(c.event, c.stream.backend)
-                    for p in several for c in p.commands if isinstance(c, Record)}  # fmt: skip
+                    for p in several for c in p.commands if isinstance(c, cmd.Record)}  # fmt: skip
         assert len(recorded) == len(dict(recorded)), toggles
         found = hazards.races(steps)
         racing += bool(found)
@@ -181,20 +181,20 @@ def test_most_waits_of_llama_cpp_are_in_vain(one, stream, needed):
     assert train.safe and train.waits[2] in train.sufficient  # of the second ubatch
 
 
-def one_copy_on_the_wrong_stream(parts: list[Command]) -> list[Command]:
+def one_copy_on_the_wrong_stream(parts: list[cmd.Command]) -> list[cmd.Command]:
     """Nothing forks to it and nothing joins it: the launches do not wait."""
-    n = next(i for i, c in enumerate(parts) if isinstance(c, Copy))
+    n = next(i for i, c in enumerate(parts) if isinstance(c, cmd.Copy))
     assert parts[n].stream.id == 0
-    return [*parts[:n], replace(parts[n], stream=Stream(1, 1)), *parts[n + 1 :]]
+    return [*parts[:n], replace(parts[n], stream=cmd.Stream(1, 1)), *parts[n + 1 :]]
 
 
-def no_record(parts: list[Command]) -> list[Command]:
-    return [c for c in parts if not isinstance(c, Record)]
+def no_record(parts: list[cmd.Command]) -> list[cmd.Command]:
+    return [c for c in parts if not isinstance(c, cmd.Record)]
 
 
-def results_in_front(parts: list[Command]) -> list[Command]:
-    (results,) = [c for c in parts if isinstance(c, Copy) and c.split < 0]
-    return [replace(results, stream=Stream(1, 1)), *(c for c in parts if c is not results)]
+def results_in_front(parts: list[cmd.Command]) -> list[cmd.Command]:
+    (results,) = [c for c in parts if isinstance(c, cmd.Copy) and c.split < 0]
+    return [replace(results, stream=cmd.Stream(1, 1)), *(c for c in parts if c is not results)]
 
 
 ONE = Toggles(sync="implicit", copy_stream="compute")
@@ -213,7 +213,7 @@ def test_a_bug_planted_in_a_plan_is_found_and_told_in_a_line(one, bug, toggles):
         assert sound.pattern(result=True) == "h ps"
     assert check_cycle([sound]).safe and not Adversary([sound] * 3).search()
     broken = replace(sound, commands=[
-        replace(c, parts=tuple(bug(list(c.parts)))) if isinstance(c, Replay) else c
+        replace(c, parts=tuple(bug(list(c.parts)))) if isinstance(c, cmd.Replay) else c
         for c in sound.commands
     ])  # fmt: skip
     told = [race.missing for race in check_cycle([broken]).races]

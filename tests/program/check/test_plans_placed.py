@@ -12,16 +12,8 @@ import pytest
 
 import workbench as wb
 from tests.gates import hold
+from workbench.program import commands as cmd
 from workbench.program.check.hazards import check_cycle
-from workbench.program.commands import (
-    COPY_STREAM,
-    Copy,
-    Program,
-    Record,
-    Replay,
-    Stream,
-    Wait,
-)
 
 PROMPT = list(range(1, 25))
 
@@ -42,20 +34,20 @@ def test_what_plans_of_several_devices_wait_for(tiny_model, plans, n_copies, bac
         n_devices=2, toggles=toggles,
     ) as engine:  # fmt: skip
         steps = engine.programs(6 * 8)
-    recorded = [{c.event for c in step.commands if isinstance(c, Record)} for step in steps]
-    first = next(n for n, c in enumerate(steps[-1].commands) if isinstance(c, Replay))
-    waits = [c.event for c in steps[-1].commands[:first] if isinstance(c, Wait)]
+    recorded = [{c.event for c in step.commands if isinstance(c, cmd.Record)} for step in steps]
+    first = next(n for n, c in enumerate(steps[-1].commands) if isinstance(c, cmd.Replay))
+    waits = [c.event for c in steps[-1].commands[:first] if isinstance(c, cmd.Wait)]
     found = [next(n for n in range(1, 6) if event in recorded[5 - n]) for event in waits]
     assert found == ([] if back is None else [back])
 
 
-def first_copy_elsewhere(program: Program) -> Program:
+def first_copy_elsewhere(program: cmd.Program) -> cmd.Program:
     """The first copy in a plan is recorded on the copy stream. No launch waits for it there."""
-    (number,) = [n for n, c in enumerate(program.commands) if isinstance(c, Replay)]
+    (number,) = [n for n, c in enumerate(program.commands) if isinstance(c, cmd.Replay)]
     whole: Any = program.commands[number]
     parts = list(whole.parts)
-    first = next(n for n, part in enumerate(parts) if isinstance(part, Copy))
-    parts[first] = replace(parts[first], stream=Stream(whole.stream.backend, COPY_STREAM))
+    first = next(n for n, part in enumerate(parts) if isinstance(part, cmd.Copy))
+    parts[first] = replace(parts[first], stream=cmd.Stream(whole.stream.backend, cmd.COPY_STREAM))
     program.commands[number] = replace(whole, parts=tuple(parts))
     return program
 
@@ -76,7 +68,7 @@ def test_a_copy_recorded_on_the_wrong_stream_is_found(tiny_model, monkeypatch, p
         if planted:
             monkeypatch.setattr(made, "of", lambda *a, **k: first_copy_elsewhere(whole(*a, **k)))
         found = check_cycle(engine.programs(1))
-        gate = hold(engine.backend, COPY_STREAM)
+        gate = hold(engine.backend, cmd.COPY_STREAM)
         timer = threading.Timer(0.05, gate.open)
         timer.start()
         got = engine.step([5])
