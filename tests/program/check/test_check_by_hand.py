@@ -401,9 +401,7 @@ def test_most_groups_are_held_and_the_others_are_counted():
     told = json.loads(json.dumps(found.to_dict()))
     assert (told["n_races"], told["more"]) == (found.n_races, found.more)
     assert [race["count"] for race in told["races"]] == [1] * MOST_RACES
-    said = lines([found.steps[0]], found)
-    assert f"races        {found.n_races}" in said
-    assert f"  and {found.more} more, of other commands" in said
+    assert f"  and {found.more} more, of other commands" in lines([found.steps[0]], found)
 
 
 def test_findings_are_json():
