@@ -13,23 +13,13 @@ from hypothesis import strategies as st
 from tests.graph.test_fuse import models
 from tests.graphs import Decoder
 from tests.profiles import examples
+from workbench.graph import ir
 from workbench.graph.defer import MOST_TOKENS, defer
-from workbench.graph.ir import (
-    F32,
-    I32,
-    Q8_0,
-    Q8_ACT,
-    Graph,
-    Kind,
-    Node,
-    StepShape,
-    Tensor,
-)
 from workbench.graph.ops import OPS, make
 from workbench.graph.shapes import SQUARES
 
 
-def halved(graph: Graph) -> set[str]:
+def halved(graph: ir.Graph) -> set[str]:
     """The names of the norms that `defer` halves; nothing else may become of them."""
     deferred = defer(graph)
     kept = {n.name for n in deferred.nodes if n.op == "rms_norm"}
@@ -47,15 +37,15 @@ def expected(n_layer: int, outputs: bool) -> set[str]:
     return names | ({"result_norm"} if outputs else set())
 
 
-def small(cols: int = 64, tokens: int = 2, **changed: Callable[..., Any]) -> Graph:
+def small(cols: int = 64, tokens: int = 2, **changed: Callable[..., Any]) -> ir.Graph:
     """product + residual -> norm -> product; `changed[stage](nodes, tensors)` spoils a stage."""
-    nodes: list[Node] = []
-    w = Tensor("w", F32, (cols, 64), Kind.WEIGHT)
-    head = Tensor("head", F32, (48, cols), Kind.WEIGHT)
+    nodes: list[ir.Node] = []
+    w = ir.Tensor("w", ir.F32, (cols, 64), ir.Kind.WEIGHT)
+    head = ir.Tensor("head", ir.F32, (48, cols), ir.Kind.WEIGHT)
     shapes = {"x": (tokens, 64), "residual": (tokens, cols)}
-    inputs = [Tensor(name, F32, shape, Kind.INPUT) for name, shape in shapes.items()]
+    inputs = [ir.Tensor(name, ir.F32, shape, ir.Kind.INPUT) for name, shape in shapes.items()]
 
-    def add(op: str, name: str, *sources: Tensor, **params) -> Tensor:
+    def add(op: str, name: str, *sources: ir.Tensor, **params) -> ir.Tensor:
         nodes.append(make(op, name, *sources, **params))
         return nodes[-1].output
 
@@ -64,26 +54,29 @@ def small(cols: int = 64, tokens: int = 2, **changed: Callable[..., Any]) -> Gra
         product = changed["product"](add, product, inputs)
     total = add("add", "sum", product, inputs[1])
     norm = add("rms_norm", "n", total, eps=1e-5)
-    y = add("mul", "y", norm, Tensor("factors", F32, (cols,), Kind.WEIGHT))
+    y = add("mul", "y", norm, ir.Tensor("factors", ir.F32, (cols,), ir.Kind.WEIGHT))
     outputs = [add("mul_mat", "z", head, y)]
     if "readers" in changed:
         outputs += changed["readers"](add, total, norm, y)
     for t in outputs:
-        t.kind = Kind.OUTPUT
-    return Graph(nodes, inputs, outputs, StepShape(tokens, tokens, 0))
+        t.kind = ir.Kind.OUTPUT
+    return ir.Graph(nodes, inputs, outputs, ir.StepShape(tokens, tokens, 0))
 
 
-def read_by(op: str, which: int, *more: Tensor | None) -> Graph:
+def read_by(op: str, which: int, *more: ir.Tensor | None) -> ir.Graph:
     """One more node reads the sum, the norm or the weighted norm, and `more` (None: it twice)."""
     return small(readers=lambda add, *made: [
         add(op, "r", made[which], *(made[which] if t is None else t for t in more))])  # fmt: skip
 
 
-ROW = Tensor("row", F32, (64,), Kind.WEIGHT)
+ROW = ir.Tensor("row", ir.F32, (64,), ir.Kind.WEIGHT)
+IDS = ir.Tensor("ids", ir.I32, (2,), ir.Kind.INPUT)
 UNTOUCHED = {
     "no product": lambda: small(product=lambda add, p, inputs: add("swiglu", "s", p, p)),
     "gathered rows": lambda: small(
-        product=lambda add, p, inputs: add("get_rows", "g", p, Tensor("i", I32, (2,), Kind.INPUT))
+        product=lambda add, p, inputs: add(
+            "get_rows", "g", p, ir.Tensor("i", ir.I32, (2,), ir.Kind.INPUT)
+        )
     ),
     "no whole sums": lambda: small(cols=SQUARES + 16),
     "the norm is read without its weight": lambda: read_by("mul", 1, ROW),
@@ -100,18 +93,18 @@ def test_what_is_left_alone(what: str):
     assert defer(graph) is graph
 
 
-def check_dataflow(before: Graph, after: Graph) -> None:
+def check_dataflow(before: ir.Graph, after: ir.Graph) -> None:
     """Every tensor is made once, before it is read, of the shape its op gives; what comes out is
     what came out; and all that was not halved is the very node it was."""
-    made: set[Tensor] = set()
+    made: set[ir.Tensor] = set()
     for node in after.nodes:
         for t in node.inputs:
-            known = t.kind in (Kind.WEIGHT, Kind.CACHE, Kind.INPUT)
+            known = t.kind in (ir.Kind.WEIGHT, ir.Kind.CACHE, ir.Kind.INPUT)
             assert t.storage in made or known, (node, t)
         assert OPS[node.op].infer(node.op, node.inputs, node.params) == (
             node.output.dtype, node.output.shape,
         )  # fmt: skip
-        assert node.output.kind == Kind.CACHE or node.output.storage not in made
+        assert node.output.kind == ir.Kind.CACHE or node.output.storage not in made
         made.add(node.output.storage)
     assert all(t in made for t in after.outputs)
     assert (after.inputs, after.outputs, after.shape) == (
@@ -138,7 +131,7 @@ EVALUATE: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-def evaluated(graph: Graph, values: dict[Tensor, np.ndarray]) -> dict[Tensor, np.ndarray]:
+def evaluated(graph: ir.Graph, values: dict[ir.Tensor, np.ndarray]) -> dict[ir.Tensor, np.ndarray]:
     """All tensors of `graph`, in float64, from its inputs and weights."""
     found = dict(values)
     for node in graph.nodes:
@@ -153,12 +146,12 @@ def evaluated(graph: Graph, values: dict[Tensor, np.ndarray]) -> dict[Tensor, np
 @settings(max_examples=examples(100))
 def test_halves_make_the_whole(cols, tokens, biases, magnitude, seed):
     """Where rows are small eps counts."""
-    bias = Tensor("bias", F32, (cols,), Kind.WEIGHT)
+    bias = ir.Tensor("bias", ir.F32, (cols,), ir.Kind.WEIGHT)
     changed: dict[str, Callable[..., Any]] = {}
     if biases:
         changed["product"] = lambda add, p, inputs: add("add", "b", p, bias)
     if biases == 2:
-        w2 = Tensor("w2", F32, (cols, cols), Kind.WEIGHT)
+        w2 = ir.Tensor("w2", ir.F32, (cols, cols), ir.Kind.WEIGHT)
         changed["readers"] = lambda add, total, norm, y: [
             add("add", "z2", add("mul_mat", "p2", w2, y), total)
         ]
@@ -167,7 +160,9 @@ def test_halves_make_the_whole(cols, tokens, biases, magnitude, seed):
     check_dataflow(graph, deferred)
     assert halved(graph) == {"n"}
     rng = np.random.default_rng(seed)
-    known = {t for node in graph.nodes for t in node.inputs if t.kind in (Kind.WEIGHT, Kind.INPUT)}
+    known = {
+        t for node in graph.nodes for t in node.inputs if t.kind in (ir.Kind.WEIGHT, ir.Kind.INPUT)
+    }
     values = {t: magnitude * rng.standard_normal(t.shape) for t in sorted(known, key=str)}
     wanted, found = evaluated(graph, values), evaluated(deferred, values)
     for t in graph.outputs:
@@ -188,7 +183,7 @@ def test_any_model_stays_whole(model, n_tokens, outputs, activations):
     for node in deferred.nodes:  # what reads a row without its scale is scaled, by that row's
         if node.op == "mul_mat":
             x = node.inputs[1]
-            x = makers[x].inputs[0] if x.dtype == Q8_ACT else x
+            x = makers[x].inputs[0] if x.dtype == ir.Q8_ACT else x
             scaled = [
                 n for n in deferred.nodes if n.op == "rms_scale" and n.inputs[0] is node.output
             ]
@@ -197,6 +192,6 @@ def test_any_model_stays_whole(model, n_tokens, outputs, activations):
 
 
 def test_the_toggle_bounds_the_tokens():
-    one, two = (Decoder("tiny-llama", Q8_0).graph(n, n) for n in (1, 2))
+    one, two = (Decoder("tiny-llama", ir.Q8_0).graph(n, n) for n in (1, 2))
     assert defer(one, "one") is not one and defer(two, "one") is two
     assert defer(two, "on") is not two and defer(one, "off") is one

@@ -56,6 +56,8 @@ F32S, NOT_USED = np.ones(1024, np.float32), "is not used by architecture"
 REFUSED = [
     ("llama", {"rope.scaling.factor": -2.0}, {}, "must be 0"),
     ("llama", {"rope.scale_linear": float("nan")}, {}, "must be 0"),
+    ("llama", {"rope.scaling.attn_factor": 1.2}, {}, "attn_factor"),
+    ("llama", {"rope.scaling.type": "yarn"}, {}, "yarn"),
     ("llama", {"embedding_length": 128}, {}, r"token_embd.weight has shape \[1024, 256\]"),
     ("llama", {"attention.head_count": 2}, {}, r"blk.0.attn_q.weight has shape \[256, 256\]"),
     ("llama", {"attention.head_count_kv": 4}, {}, r"blk.0.attn_k.weight has shape \[128, 256\]"),

@@ -9,24 +9,8 @@ from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model, build_graph
+from workbench.program import commands as cmd
 from workbench.program.as_json import program_as_json
-from workbench.program.commands import (
-    DEVICE,
-    HOST,
-    RESULT,
-    Buffer,
-    Command,
-    Copy,
-    Launch,
-    Program,
-    Range,
-    Read,
-    Record,
-    Space,
-    Sync,
-    Wait,
-    Write,
-)
 from workbench.program.layout import Target, lay_out
 from workbench.program.lower import lower
 from workbench.program.split import split
@@ -64,22 +48,25 @@ class House:
         self.caches = model.caches(512)
         tensors = [*model.weights, *(t for pair in self.caches for t in pair)]
         self.residents = [
-            {t: Range(Buffer(t.name, Space.DEVICE, t.nbytes, b), 0, t.nbytes) for t in tensors}
-            for b in (HOST, DEVICE)
+            {
+                t: cmd.Range(cmd.Buffer(t.name, cmd.Space.DEVICE, t.nbytes, b), 0, t.nbytes)
+                for t in tensors
+            }
+            for b in (cmd.HOST, cmd.DEVICE)
         ]
 
     def backend_of(self, node) -> int:
         embeds = node.op == "get_rows" and node.inputs[0] is self.model.embedding
-        return HOST if embeds or node.layer in self.on_host else DEVICE
+        return cmd.HOST if embeds or node.layer in self.on_host else cmd.DEVICE
 
     def graph(self, shape: StepShape):
         return build_graph(self.model, shape, self.caches)
 
-    def program(self, sync, copy_stream="own", shape=DECODE, **others) -> Program:
+    def program(self, sync, copy_stream="own", shape=DECODE, **others) -> cmd.Program:
         return self.lowered(self.graph(shape), ordering=Ordering(sync, copy_stream, **others))
 
     def lowered(self, graph, scratch=lambda node: 0, early=None,
-                ordering=BOUNDARY) -> Program:  # fmt: skip
+                ordering=BOUNDARY) -> cmd.Program:  # fmt: skip
         splits = split(graph, self.backend_of)
         targets = [Target("host", scratch), Target("dev", scratch, early)]
         layout = lay_out(graph, splits, self.residents, targets, ordering)
@@ -91,15 +78,15 @@ def house(model):
     return House(model)
 
 
-def inputs(program: Program) -> list[Copy]:
-    return [c for c in program.commands if isinstance(c, Copy) and c.split != RESULT]
+def inputs(program: cmd.Program) -> list[cmd.Copy]:
+    return [c for c in program.commands if isinstance(c, cmd.Copy) and c.split != cmd.RESULT]
 
 
-def launched(program: Program) -> list[Launch]:
-    return [c for c in program.commands if isinstance(c, Launch)]
+def launched(program: cmd.Program) -> list[cmd.Launch]:
+    return [c for c in program.commands if isinstance(c, cmd.Launch)]
 
 
-def plain(c: Command) -> tuple:
+def plain(c: cmd.Command) -> tuple:
     """A command with its ranges by name, so that two programs' commands compare equal."""
     return c.kind, c.split, *([(r.buffer.name, *r[1:]) for r in rs] for rs in (c.reads, c.writes))
 
@@ -115,42 +102,44 @@ def test_patterns_are_those_of_the_thread(house, sync, copy_stream):
     rides = {c.stream.id for c in inputs(program)}
     assert rides == {1 if copy_stream == CopyStream.OWN else 0}
     kinds = [type(c) for c in program.commands]
-    assert kinds[:6] == [Write] * 6 and kinds[-2:] == [Sync, Read]
+    assert kinds[:6] == [cmd.Write] * 6 and kinds[-2:] == [cmd.Sync, cmd.Read]
     for command in program.commands:
         for r in (*command.reads, *command.writes):
             assert r.offset >= 0 and r.offset + r.nbytes <= r.buffer.nbytes, command
 
 
 @pytest.mark.parametrize("order", ["graph", "user_first"])
-@pytest.mark.parametrize(("source", "space"), [("pinned", Space.PINNED), ("pageable", Space.HOST)])
+@pytest.mark.parametrize(
+    ("source", "space"), [("pinned", cmd.Space.PINNED), ("pageable", cmd.Space.HOST)]
+)
 def test_each_input_is_copied_once_from_where_it_should(house, order, source, space):
     """The embedding, which the host computes, is the first input that the graph wants."""
     program = house.program("copy_boundary", input_order=order, host_source=source)
     names = INPUTS if order == "graph" else [*INPUTS[1:], INPUTS[0]]
     assert [c.name for c in inputs(program)] == names
     assert {c.src.buffer.space for c in inputs(program)} == {space}
-    (read,) = [c for c in program.commands if isinstance(c, Read)]
-    assert read.staging.buffer.space == Space.PINNED, "logits land in pinned memory"
+    (read,) = [c for c in program.commands if isinstance(c, cmd.Read)]
+    assert read.staging.buffer.space == cmd.Space.PINNED, "logits land in pinned memory"
 
 
 def test_direct_results_need_no_copy_after_the_last_kernel(house):
     copied, direct = house.program("implicit"), house.program("implicit", results="direct")
     assert copied.pattern(result=True) == "h aaaaaagas"
     assert direct.pattern(result=True) == "h aaaaaags"
-    (read,) = [c for c in direct.commands if isinstance(c, Read)]
+    (read,) = [c for c in direct.commands if isinstance(c, cmd.Read)]
     assert launched(direct)[-1].writes[0] == read.staging
-    assert read.staging.buffer.space == Space.PINNED and read.staging.buffer.lands
+    assert read.staging.buffer.space == cmd.Space.PINNED and read.staging.buffer.lands
     for n_outputs, n_copies in ((0, 0), (8, 0), (9, 1)):
         # kernels for many rows would wait for the host's memory
         many = house.program("implicit", shape=StepShape(9, n_outputs, 256), results="direct")
-        copies = [c for c in many.commands if isinstance(c, Copy) and c.name == "result_output"]
+        copies = [c for c in many.commands if isinstance(c, cmd.Copy) and c.name == "result_output"]
         assert len(copies) == n_copies
 
 
 def test_modes_move_waits_and_nothing_else(house):
     def work(sync):
         commands = house.program(sync).commands
-        return [plain(c) for c in commands if not isinstance(c, Sync | Wait | Record)]
+        return [plain(c) for c in commands if not isinstance(c, cmd.Sync | cmd.Wait | cmd.Record)]
 
     first, *others = [work(sync) for sync, rule in RULES.items() if not rule.packed]
     assert all(other == first for other in others)
@@ -183,7 +172,7 @@ def test_a_step_without_outputs_ends_without_a_wait(house, sync):
     every, train = (house.program(sync, shape=shape, step_wait=w) for w in ("every", "outputs"))
     assert every.pattern() == train.pattern()
     assert every.counts()["waits"] == train.counts()["waits"] + 1
-    assert isinstance(train.commands[-1], Launch) and isinstance(every.commands[-1], Sync)
+    assert isinstance(train.commands[-1], cmd.Launch) and isinstance(every.commands[-1], cmd.Sync)
     with_logits = [house.program(sync, step_wait=w).counts() for w in ("every", "outputs")]
     assert with_logits[0] == with_logits[1]
 
@@ -226,6 +215,6 @@ def test_launches_are_programmatic_where_their_kernels_wait(house):
     assert not any(c.programmatic for c in launched(house.lowered(graph)))
     program = house.lowered(graph, early=lambda node: node.op != "attention")
     for c in launched(program):
-        assert c.programmatic == (c.stream.backend == DEVICE and c.node.op != "attention")
+        assert c.programmatic == (c.stream.backend == cmd.DEVICE and c.node.op != "attention")
     shown = [c for c in program_as_json(program)["commands"] if c.get("programmatic")]
     assert len(shown) == sum(c.programmatic for c in launched(program)) > 0

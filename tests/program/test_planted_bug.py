@@ -28,16 +28,7 @@ from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.batch import Batch, make_batch
 from workbench.engine.look.phases import Phases
 from workbench.engine.programs import Key
-from workbench.program.commands import (
-    COMPUTE_STREAM,
-    COPY_STREAM,
-    RESULT,
-    Command,
-    Program,
-    Sync,
-    Wait,
-    Write,
-)
+from workbench.program import commands as cmd
 
 PROMPT, NEXT = [5, 900, 17, 403, 77], [250, 611]
 MODELS = [("tiny-llama", "F32"), ("tiny-qwen3", "Q8_0")]
@@ -51,12 +42,15 @@ WITHOUT_COPY_WAITS = (
 pytestmark = pytest.mark.parametrize(("preset", "quant"), MODELS)
 
 
-def everything(command: Command) -> bool:
+Keep = Callable[[cmd.Command], bool]
+
+
+def everything(command: cmd.Command) -> bool:
     return True
 
 
-def no_input_waits(command: Command) -> bool:
-    return not (isinstance(command, Sync) and command.split != RESULT)
+def no_input_waits(command: cmd.Command) -> bool:
+    return not (isinstance(command, cmd.Sync) and command.split != cmd.RESULT)
 
 
 class Step:
@@ -81,12 +75,12 @@ class Step:
         assert after.shape == now.shape
         return after
 
-    def prepare(self, monkeypatch: pytest.MonkeyPatch, keep: Callable[[Command], bool]):
+    def prepare(self, monkeypatch: pytest.MonkeyPatch, keep: Keep):
         """The step's program with only the commands that `keep` keeps, bound to its memory."""
         made = self.engine._step_programs
         whole = made.of
 
-        def lower(*shape, **others) -> Program:
+        def lower(*shape, **others) -> cmd.Program:
             program = whole(*shape, **others)
             program.commands = [c for c in program.commands if keep(c)]
             return program
@@ -147,7 +141,7 @@ def held(engine: wb.Engine, seconds: float) -> Iterator[Callable[[], None]]:
     first and the compute stream's once the copies have landed; or by themselves after `seconds`,
     for which a host that waits for a stream is blocked."""
     backend: Any = engine.backend  # every device that is tricked here has gates
-    gates = [hold(backend, stream) for stream in (COPY_STREAM, COMPUTE_STREAM)]
+    gates = [hold(backend, stream) for stream in (cmd.COPY_STREAM, cmd.COMPUTE_STREAM)]
 
     def open_all() -> None:
         for gate in gates:
@@ -155,7 +149,7 @@ def held(engine: wb.Engine, seconds: float) -> Iterator[Callable[[], None]]:
 
     def open_in_order() -> None:
         gates[0].open()
-        backend.sync_stream(COPY_STREAM)()
+        backend.sync_stream(cmd.COPY_STREAM)()
         gates[1].open()
 
     timer = threading.Timer(seconds, open_all)
@@ -168,12 +162,14 @@ def held(engine: wb.Engine, seconds: float) -> Iterator[Callable[[], None]]:
         open_all()
 
 
-def late(step: Step, monkeypatch, keep: Callable[[Command], bool], rewritten=True) -> np.ndarray:
+def late(
+    step: Step, monkeypatch, keep: Callable[[cmd.Command], bool], rewritten=True
+) -> np.ndarray:
     """Issues the step behind gates, overwrites staging with the next step's inputs (`rewritten`),
     and only then opens them (where the host had to wait, they are open by then). The logits."""
     after = step.following()
     issue = step.prepare(monkeypatch, keep)
-    rewrite = step.prepare(monkeypatch, lambda command: isinstance(command, Write))
+    rewrite = step.prepare(monkeypatch, lambda command: isinstance(command, cmd.Write))
     with held(step.engine, GATE_S if keep is everything else NEVER_S) as open_gates:
         issue.run(step.batch.values, issue.head)
         if rewritten:
@@ -182,10 +178,10 @@ def late(step: Step, monkeypatch, keep: Callable[[Command], bool], rewritten=Tru
         return step.logits(issue)
 
 
-def unheld(step: Step, monkeypatch, keep: Callable[[Command], bool]) -> np.ndarray:
+def unheld(step: Step, monkeypatch, keep: Keep) -> np.ndarray:
     """The logits of a step whose copies alone are held: only the compute stream is waited for."""
     issue = step.prepare(monkeypatch, keep)
-    with hold(step.engine.backend, COPY_STREAM):
+    with hold(step.engine.backend, cmd.COPY_STREAM):
         return step.answer(issue)
 
 
@@ -219,5 +215,5 @@ def test_an_event_orders_launches_and_no_host(step, right, monkeypatch):
     guarded, of_own = step(SyncMode.EVENT_GUARDED, CopyStream.OWN), CopyStream.OWN
     assert np.array_equal(late(guarded, monkeypatch, no_input_waits, rewritten=False), right)
     assert is_wrong(late(step(SyncMode.EVENT_GUARDED, of_own), monkeypatch, no_input_waits), right)
-    no_waits = lambda c: no_input_waits(c) and not isinstance(c, Wait)  # noqa: E731
+    no_waits = lambda c: no_input_waits(c) and not isinstance(c, cmd.Wait)  # noqa: E731
     assert is_wrong(unheld(step(SyncMode.EVENT_GUARDED, of_own), monkeypatch, no_waits), right)

@@ -7,7 +7,7 @@ import pytest
 
 import workbench as wb
 from workbench.config import Toggles
-from workbench.program.commands import RESULT, Copy, Program, Record, Sync, Write
+from workbench.program import commands as cmd
 
 PROMPT = [5, 900, 17, 403, 77, 12, 99, 3] * 12  # twelve ubatches
 RINGS = {"pinned": 1, "pinned_ring_2": 2, "pinned_ring_4": 4}
@@ -22,11 +22,11 @@ def engine(tiny_model):
         yield made
 
 
-def buffers(program: Program) -> tuple[set[str], set[str]]:
+def buffers(program: cmd.Program) -> tuple[set[str], set[str]]:
     """The buffers that values are written to, and those that copies bring inputs to."""
-    written = {c.staging.buffer.name for c in program.commands if isinstance(c, Write)}
+    written = {c.staging.buffer.name for c in program.commands if isinstance(c, cmd.Write)}
     brought = {c.dst.buffer.name for c in program.commands
-               if isinstance(c, Copy) and c.split != RESULT}  # fmt: skip
+               if isinstance(c, cmd.Copy) and c.split != cmd.RESULT}  # fmt: skip
     return written, brought
 
 
@@ -55,10 +55,10 @@ def test_a_ring_is_written_after_the_copies_from_it(engine):
         first, second, third, _ = variant.programs(4 * 8)
     for program in (first, second, third):
         wait, write = program.commands[:2]
-        assert isinstance(wait, Sync) and isinstance(write, Write)
-        copies = [i for i, c in enumerate(program.commands) if isinstance(c, Copy)]
+        assert isinstance(wait, cmd.Sync) and isinstance(write, cmd.Write)
+        copies = [i for i, c in enumerate(program.commands) if isinstance(c, cmd.Copy)]
         record = program.commands[copies[-1] + 1]
-        assert isinstance(record, Record) and record.event == wait.event
+        assert isinstance(record, cmd.Record) and record.event == wait.event
     events = [program.commands[0].event for program in (first, second, third)]
     assert events[0] == events[2] != events[1]
 
@@ -69,7 +69,7 @@ def test_with_several_copies_the_host_waits_for_an_event(engine):
         with engine.variant(Toggles(sync=sync, n_copies="4", step_wait="outputs")) as variant:
             *programs, _ = variant.programs(6 * 8)
         assert programs[0].pattern().endswith("gr")
-        before = [[c for c in p.commands if isinstance(c, Sync) and c.split != RESULT
+        before = [[c for c in p.commands if isinstance(c, cmd.Sync) and c.split != cmd.RESULT
                    and c.event is not None] for p in programs]  # fmt: skip
         assert all(len(found) == waits for found in before)
         events = [found[0].event for found in before]

@@ -26,19 +26,9 @@ from workbench.engine import load as loaded
 from workbench.engine.engine import Engine
 from workbench.engine.programs import Key
 from workbench.engine.slots.draws import FED
+from workbench.program import commands as cmd
 from workbench.program import events
 from workbench.program.check.hazards import races
-from workbench.program.commands import (
-    COPY_STREAM,
-    Buffer,
-    Copy,
-    Launch,
-    Program,
-    Read,
-    Sync,
-    Wait,
-    Write,
-)
 from workbench.program.plans import with_plans
 from workbench.program.sync_modes import race_of
 
@@ -146,10 +136,10 @@ def serve(engine: Engine) -> None:
         step.wait()
 
 
-def as_programs(engine: Engine, parts: list[Part], scope: str = "") -> list[Program]:
+def as_programs(engine: Engine, parts: list[Part], scope: str = "") -> list[cmd.Program]:
     """The programs of the parts, on common buffers, for the checker to read. scope: of plans."""
-    buffers, made = dict[str, Buffer](), dict[Key, Program]()
-    cut: dict[Part, Program] = {}
+    buffers, made = dict[str, cmd.Buffer](), dict[Key, cmd.Program]()
+    cut: dict[Part, cmd.Program] = {}
     for part in parts:
         if part.key not in made:
             program = engine._step_programs.of(*part.key, buffers)
@@ -161,20 +151,20 @@ def as_programs(engine: Engine, parts: list[Part], scope: str = "") -> list[Prog
     return [cut[part] for part in parts if cut[part].commands]
 
 
-def order_of(engine: Engine, values: dict[str, str], scope: str = "") -> list[Program]:
+def order_of(engine: Engine, values: dict[str, str], scope: str = "") -> list[cmd.Program]:
     with engine.variant(Toggles(**values)) as variant:
         return as_programs(variant, issued(variant), scope)
 
 
-def launched(steps: list[Program]) -> list[Launch]:
-    return [c for p in steps for c in p.singly() if isinstance(c, Launch)]
+def launched(steps: list[cmd.Program]) -> list[cmd.Launch]:
+    return [c for p in steps for c in p.singly() if isinstance(c, cmd.Launch)]
 
 
-def ops_of(steps: list[Program]) -> set[str]:
+def ops_of(steps: list[cmd.Program]) -> set[str]:
     return {c.node.op for c in launched(steps)}
 
 
-def spoiled(steps: list[Program], gone: Callable[[Any], bool]) -> list[Program]:
+def spoiled(steps: list[cmd.Program], gone: Callable[[Any], bool]) -> list[cmd.Program]:
     """The steps without the commands that `gone` says of."""
     made = {p: replace(p, commands=[c for c in p.commands if not gone(c)]) for p in {*steps}}
     assert any(len(made[p].commands) < len(p.commands) for p in steps)
@@ -194,7 +184,7 @@ def test_batched_steps_are_free_of_races(engine, values):
     assert ("copy_cells" in found) == (values["kv_cache"] == "per_sequence")
     assert "rope_shift" in found
     # and it would see it: nothing waits any more
-    assert races(spoiled(steps, lambda c: isinstance(c, Sync | Wait)))
+    assert races(spoiled(steps, lambda c: isinstance(c, cmd.Sync | cmd.Wait)))
 
 
 # as programs of one sequence are lowered for a GPU
@@ -207,7 +197,7 @@ LOWERED: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def is_halved(launches: list[Launch]) -> bool:
+def is_halved(launches: list[cmd.Launch]) -> bool:
     return any(p.op == "square_sums" for c in launches for p in c.node.parts or (c.node,))
 
 
@@ -226,7 +216,7 @@ def test_batched_steps_lowered_for_a_gpu_do_not_race(engine, name, cache):
     assert is_halved(of_several) == (values.get("defer_norm") == "on")
     assert is_halved(launched(steps)) == ("defer_norm" in values)
     if "streams" in values:  # and it would see it: no stream waits for another any more
-        assert races(spoiled(steps, lambda c: isinstance(c, Wait) and c.forks))
+        assert races(spoiled(steps, lambda c: isinstance(c, cmd.Wait) and c.forks))
 
 
 @pytest.mark.parametrize("scope", Toggles.values("plan_scope"))
@@ -253,21 +243,23 @@ def test_the_host_goes_on_before_results_are_there(engine, results):
 def test_results_copied_or_read_too_early_are_found(engine):
     """Without the copy stream's wait for the graph, and the host's for the copies of results."""
     steps, of_graph = order_of(engine, BEHIND), events.computed("null")
-    found = races(spoiled(steps, lambda c: isinstance(c, Wait) and c.event == of_graph))
+    found = races(spoiled(steps, lambda c: isinstance(c, cmd.Wait) and c.event == of_graph))
     assert found
     for race in found:
-        copy = next(at.command for at in (race.first, race.second) if isinstance(at.command, Copy))
-        assert copy.stream.id == COPY_STREAM
+        copy = next(
+            at.command for at in (race.first, race.second) if isinstance(at.command, cmd.Copy)
+        )
+        assert copy.stream.id == cmd.COPY_STREAM
     arrived = {events.arrived("null", turn) for turn in range(2)}
-    found = races(spoiled(steps, lambda c: isinstance(c, Sync) and c.event in arrived))
-    assert any(isinstance(race.second.command, Read) for race in found)
+    found = races(spoiled(steps, lambda c: isinstance(c, cmd.Sync) and c.event in arrived))
+    assert any(isinstance(race.second.command, cmd.Read) for race in found)
 
 
 def test_staging_memory_without_a_ring_is_refused_and_races(engine, tiny_model):
     """The guard of results=behind: the host writes the next step's inputs."""
     values = BEHIND | {"host_source": "pinned"}
     found = races(order_of(engine, values))
-    assert any(isinstance(race.second.command, Write) for race in found)
+    assert any(isinstance(race.second.command, cmd.Write) for race in found)
     with wb.Engine.load(
         tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256, n_seqs=4, threads=1,
         toggles=Toggles(),

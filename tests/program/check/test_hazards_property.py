@@ -26,47 +26,38 @@ from tests.profiles import examples
 from tests.removable import sufficient, superfluous
 from workbench.graph.ir import F32, Tensor
 from workbench.graph.ops import make
+from workbench.program import commands as cmd
 from workbench.program.check.hazards import Race, races
 from workbench.program.check.intervals import cut, tags
-from workbench.program.commands import (
-    Buffer,
-    Command,
-    Launch,
-    Program,
-    Range,
-    Record,
-    Replay,
-    Space,
-    Stream,
-    Sync,
-    Wait,
-)
 
 rngs = st.randoms(use_true_random=False)
 small = rngs.map(random_run)
 
 
-def runs(most_steps: int) -> st.SearchStrategy[list[Program]]:
+def runs(most_steps: int) -> st.SearchStrategy[list[cmd.Program]]:
     """Runs of one to three programs, in any order."""
 
-    def run(rng: Random, n: int) -> list[Program]:
+    def run(rng: Random, n: int) -> list[cmd.Program]:
         made = random_run(rng)
         return [rng.choice(made) for _ in range(n)]
 
     return st.builds(run, rngs, st.integers(1, most_steps))
 
 
-def commands_of(found: list[Race]) -> set[tuple[Command, Command]]:
+Pairs = set[tuple[cmd.Command, cmd.Command]]
+
+
+def commands_of(found: list[Race]) -> Pairs:
     return {(race.first.command, race.second.command) for race in found}
 
 
-def command_at(run: list[Program], key) -> Command:
+def command_at(run: list[cmd.Program], key) -> cmd.Command:
     """By step, index and part; of a CommandAt, too."""
     command = run[key[0]].commands[key[1]]
     return command if key[-1] is None else command.parts[key[-1]]
 
 
-def commands_at(run: list[Program], pairs) -> set[tuple[Command, Command]]:
+def commands_at(run: list[cmd.Program], pairs) -> Pairs:
     """The same for pairs of (step, index, part); whatever recurs in other steps is once in it."""
     return {(command_at(run, first), command_at(run, second)) for first, second in pairs}
 
@@ -108,7 +99,7 @@ def test_findings_are_those_of_walking_all_again(run, one_order, declares):
     assert [at.key for at in sufficient(run, **how)] == twin.sufficient()
 
 
-def bytes_of(run: list[Program], found) -> set[tuple]:
+def bytes_of(run: list[cmd.Program], found) -> set[tuple]:
     """The bytes that commands dispute, one by one: how they are cut is not compared."""
     return {
         (command_at(run, r.first), command_at(run, r.second), r.buffer, i)
@@ -125,12 +116,12 @@ def test_a_race_shows_within_two_laps_or_never(cycle, one_order):
     assert [r._replace(missing="") for r in two] == [r._replace(missing="") for r in five]
 
 
-def without(run: list[Program], gone: set[Command]) -> list[Program]:
+def without(run: list[cmd.Program], gone: set[cmd.Command]) -> list[cmd.Program]:
     """The run, with some commands really gone."""
 
-    def left(commands: Iterable[Command]) -> list[Command]:
+    def left(commands: Iterable[cmd.Command]) -> list[cmd.Command]:
         return [
-            replace(c, parts=tuple(left(c.parts))) if isinstance(c, Replay) else c
+            replace(c, parts=tuple(left(c.parts))) if isinstance(c, cmd.Replay) else c
             for c in commands
             if c not in gone
         ]
@@ -139,7 +130,9 @@ def without(run: list[Program], gone: set[Command]) -> list[Program]:
     return [made[id(p)] for p in run]
 
 
-def naive_races(run: list[Program], gone: set[Command]) -> set[tuple[Command, Command]]:
+def naive_races(
+    run: list[cmd.Program], gone: set[cmd.Command]
+) -> set[tuple[cmd.Command, cmd.Command]]:
     less = without(run, gone)
     return commands_at(less, racing_pairs(less))
 
@@ -148,7 +141,7 @@ def naive_races(run: list[Program], gone: set[Command]) -> set[tuple[Command, Co
 @settings(max_examples=examples(150))
 def test_without_waits_that_could_go_nothing_more_races(run):
     anyway = naive_races(run, set())
-    waits = {c for p in run for c in p.singly() if isinstance(c, (Sync, Wait))}
+    waits = {c for p in run for c in p.singly() if isinstance(c, (cmd.Sync, cmd.Wait))}
     alone = {w for w in waits if naive_races(run, {w}) == anyway}
     assert {at.command for at in superfluous(run)} == alone
     kept = {at.command for at in sufficient(run)}
@@ -160,7 +153,7 @@ def test_without_waits_that_could_go_nothing_more_races(run):
         assert len(kept) >= smallest(run, waits, anyway)
 
 
-def smallest(run: list[Program], waits: set[Command], anyway) -> int:
+def smallest(run: list[cmd.Program], waits: set[cmd.Command], anyway) -> int:
     """The least number of waits that keep what all keep, by trying all sets."""
     return next(
         n
@@ -173,17 +166,17 @@ def smallest(run: list[Program], waits: set[Command], anyway) -> int:
 def test_an_inclusion_minimal_set_need_not_be_the_smallest():
     """The first sync does what the two after it do together, and greedy removal tries it first."""
     node = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))
-    x, y, z = Range(BUFFERS[0], 0, 4), Range(BUFFERS[1], 0, 8), Range(BUFFERS[0], 4, 4)
-    a, b, c = Stream(1, 0), Stream(1, 1), Stream(2, 0)
+    x, y, z = cmd.Range(BUFFERS[0], 0, 4), cmd.Range(BUFFERS[1], 0, 8), cmd.Range(BUFFERS[0], 4, 4)
+    a, b, c = cmd.Stream(1, 0), cmd.Stream(1, 1), cmd.Stream(2, 0)
 
-    def launch(stream: Stream, reads=(), writes=()) -> Launch:
-        return Launch(node, stream, reads, writes, None, 0)
+    def launch(stream: cmd.Stream, reads=(), writes=()) -> cmd.Launch:
+        return cmd.Launch(node, stream, reads, writes, None, 0)
 
-    wait, first = Wait("1", b, 0), Sync(0, stream=b)
-    later = [Sync(0, stream=a), Sync(0, event="0")]
+    wait, first = cmd.Wait("1", b, 0), cmd.Sync(0, stream=b)
+    later = [cmd.Sync(0, stream=a), cmd.Sync(0, event="0")]
     run = [
         program([
-            launch(b, (), (y,)), Record("0", b, 0), launch(a, (), (x,)), Record("1", a, 0),
+            launch(b, (), (y,)), cmd.Record("0", b, 0), launch(a, (), (x,)), cmd.Record("1", a, 0),
             wait, launch(b, (x,), (z,)), first, *later, launch(c, (x, y)),
         ])
     ]  # fmt: skip
@@ -193,9 +186,9 @@ def test_an_inclusion_minimal_set_need_not_be_the_smallest():
     assert naive_races(run, set(later)) == set()
 
 
-BUFFERS = [Buffer(f"b{i}", Space.DEVICE, 8, 1) for i in range(2)]
+BUFFERS = [cmd.Buffer(f"b{i}", cmd.Space.DEVICE, 8, 1) for i in range(2)]
 ranges = st.builds(
-    lambda buffer, ends: Range(buffer, min(ends), abs(ends[1] - ends[0])),
+    lambda buffer, ends: cmd.Range(buffer, min(ends), abs(ends[1] - ends[0])),
     st.sampled_from(BUFFERS),
     st.tuples(st.integers(0, 8), st.integers(0, 8)),
 )
@@ -239,7 +232,9 @@ def test_tags_meet_where_ranges_overlap(some):
     )
 
 
-def explored(steps: Sequence[Program], one_order: bool, within: Range | None = None) -> set[Wrong]:
+def explored(
+    steps: Sequence[cmd.Program], one_order: bool, within: cmd.Range | None = None
+) -> set[Wrong]:
     """What some interleaving makes wrong; a run with too many is no example."""
     try:
         return Interleavings(steps, one_order, within).wrong
@@ -266,12 +261,12 @@ def test_every_race_is_one(steps, one_order):
         assert not race.may
         assert ends_wrong(steps, race, one_order), race
         if race.kind != "write-write":
-            bytes_ = Range(race.buffer, race.offset, race.nbytes)
+            bytes_ = cmd.Range(race.buffer, race.offset, race.nbytes)
             assert explored(steps, one_order, bytes_), race
 
 
 @given(rngs, st.sampled_from(SCOPES), st.integers(1, 3))
 @settings(max_examples=examples(300))
 def test_plans_only_add_order_to_any_program(rng, scope, laps):
-    made = [Buffer(name, Space.PINNED, 4, 1) for name in "xyz"]
+    made = [cmd.Buffer(name, cmd.Space.PINNED, 4, 1) for name in "xyz"]
     only_adds_order([program(random_commands(rng, made, rng.randint(1, 20)))] * laps, scope)

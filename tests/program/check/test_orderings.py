@@ -1,15 +1,19 @@
 """What `race_of` says of every ordering is what the checker proves of its programs: of tokens one
 by one, of a train of ubatches, of layers over two devices and of some on the host. What is safe is
-safe where steps of other shapes come between, too."""
+safe where steps of other shapes come between, too. And bugs that are planted in plans."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 import workbench as wb
+from tests.gates import hold
 from tests.oracles.adversary import Adversary
 from tests.oracles.interleavings import ends_wrong
 from tests.oracles.walked_again import WalkedAgain
@@ -20,10 +24,10 @@ from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.engine.choose import settle
 from workbench.graph.ir import StepShape
+from workbench.program import commands as cmd
 from workbench.program.capabilities import Capabilities
 from workbench.program.check import hazards
 from workbench.program.check.hazards import apart, check_cycle
-from workbench.program.commands import Buffer, Command, Copy, Program, Record, Replay, Stream
 from workbench.program.plans import with_plans
 from workbench.program.sync_modes import race_of
 
@@ -106,9 +110,9 @@ MIXED = [
 ]  # fmt: skip
 
 
-def mixed(engine: wb.Engine) -> Iterator[Program]:
+def mixed(engine: wb.Engine) -> Iterator[cmd.Program]:
     """Steps of `MIXED` twice over, each of the turn that an engine gives it."""
-    made, buffers, turn = dict[tuple[StepShape, int], Program](), dict[str, Buffer](), 0
+    made, buffers, turn = dict[tuple[StepShape, int], cmd.Program](), dict[str, cmd.Buffer](), 0
     for shape in MIXED * 2:
         if (shape, turn) not in made:
             made[shape, turn] = engine._step_programs.of(shape, turn, buffers)
@@ -127,7 +131,7 @@ def test_what_is_safe_is_safe_whatever_shapes_steps_have(engine, share):
             said, steps = race_of(variant._ordering, engine.backend.capabilities), [*mixed(variant)]
             several = [*steps, *variant.programs(20, 2), variant.program(8, n_outputs=0)]
         recorded = {(c.event, c.stream.backend)
-                    for p in several for c in p.commands if isinstance(c, Record)}  # fmt: skip
+                    for p in several for c in p.commands if isinstance(c, cmd.Record)}  # fmt: skip
         assert len(recorded) == len(dict(recorded)), toggles
         found = hazards.races(steps)
         racing += bool(found)
@@ -181,20 +185,20 @@ def test_most_waits_of_llama_cpp_are_in_vain(one, stream, needed):
     assert train.safe and train.waits[2] in train.sufficient  # of the second ubatch
 
 
-def one_copy_on_the_wrong_stream(parts: list[Command]) -> list[Command]:
+def one_copy_on_the_wrong_stream(parts: list[cmd.Command]) -> list[cmd.Command]:
     """Nothing forks to it and nothing joins it: the launches do not wait."""
-    n = next(i for i, c in enumerate(parts) if isinstance(c, Copy))
+    n = next(i for i, c in enumerate(parts) if isinstance(c, cmd.Copy))
     assert parts[n].stream.id == 0
-    return [*parts[:n], replace(parts[n], stream=Stream(1, 1)), *parts[n + 1 :]]
+    return [*parts[:n], replace(parts[n], stream=cmd.Stream(1, 1)), *parts[n + 1 :]]
 
 
-def no_record(parts: list[Command]) -> list[Command]:
-    return [c for c in parts if not isinstance(c, Record)]
+def no_record(parts: list[cmd.Command]) -> list[cmd.Command]:
+    return [c for c in parts if not isinstance(c, cmd.Record)]
 
 
-def results_in_front(parts: list[Command]) -> list[Command]:
-    (results,) = [c for c in parts if isinstance(c, Copy) and c.split < 0]
-    return [replace(results, stream=Stream(1, 1)), *(c for c in parts if c is not results)]
+def results_in_front(parts: list[cmd.Command]) -> list[cmd.Command]:
+    (results,) = [c for c in parts if isinstance(c, cmd.Copy) and c.split < 0]
+    return [replace(results, stream=cmd.Stream(1, 1)), *(c for c in parts if c is not results)]
 
 
 ONE = Toggles(sync="implicit", copy_stream="compute")
@@ -213,7 +217,7 @@ def test_a_bug_planted_in_a_plan_is_found_and_told_in_a_line(one, bug, toggles):
         assert sound.pattern(result=True) == "h ps"
     assert check_cycle([sound]).safe and not Adversary([sound] * 3).search()
     broken = replace(sound, commands=[
-        replace(c, parts=tuple(bug(list(c.parts)))) if isinstance(c, Replay) else c
+        replace(c, parts=tuple(bug(list(c.parts)))) if isinstance(c, cmd.Replay) else c
         for c in sound.commands
     ])  # fmt: skip
     told = [race.missing for race in check_cycle([broken]).races]
@@ -224,3 +228,68 @@ def test_a_bug_planted_in_a_plan_is_found_and_told_in_a_line(one, bug, toggles):
     steps = apart([broken] * 3)
     assert Adversary(steps).search()
     assert all(ends_wrong(steps, race, True) for race in hazards.races(steps))
+
+
+PROMPT = list(range(1, 25))
+
+
+@pytest.mark.parametrize(
+    ("plans", "n_copies", "back"),
+    [("split", "1", None), ("step", "1", 1), ("step", "4", 4)],
+)
+def test_what_plans_of_several_devices_wait_for(tiny_model, plans, n_copies, back):
+    """back: how many steps back the last device's plan is that the first device's waits for. A plan
+    of launches waits for none; a copy after it does."""
+    toggles = wb.Toggles(
+        sync="implicit", step_wait="outputs", host_source="pinned_ring_4", graph_reuse="set_rows",
+        plans="ours", plan_scope=plans, n_copies=n_copies,
+    )  # fmt: skip
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=64, n_ubatch=8, threads=1,
+        n_devices=2, toggles=toggles,
+    ) as engine:  # fmt: skip
+        steps = engine.programs(6 * 8)
+    recorded = [{c.event for c in step.commands if isinstance(c, cmd.Record)} for step in steps]
+    first = next(n for n, c in enumerate(steps[-1].commands) if isinstance(c, cmd.Replay))
+    waits = [c.event for c in steps[-1].commands[:first] if isinstance(c, cmd.Wait)]
+    found = [next(n for n in range(1, 6) if event in recorded[5 - n]) for event in waits]
+    assert found == ([] if back is None else [back])
+
+
+def first_copy_elsewhere(program: cmd.Program) -> cmd.Program:
+    """The first copy in a plan is recorded on the copy stream. No launch waits for it there."""
+    (number,) = [n for n, c in enumerate(program.commands) if isinstance(c, cmd.Replay)]
+    whole: Any = program.commands[number]
+    parts = list(whole.parts)
+    first = next(n for n, part in enumerate(parts) if isinstance(part, cmd.Copy))
+    parts[first] = replace(parts[first], stream=cmd.Stream(whole.stream.backend, cmd.COPY_STREAM))
+    program.commands[number] = replace(whole, parts=tuple(parts))
+    return program
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["sound", "planted"])
+def test_a_copy_recorded_on_the_wrong_stream_is_found(tiny_model, monkeypatch, planted):
+    """A gate holds the copy stream, as work in flight would."""
+    toggles = wb.Toggles(plans="ours", plan_scope="step", sync="implicit", copy_stream="compute")
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "F32"), device="embedded", n_ctx=64, threads=2, toggles=toggles
+    ) as engine:
+        engine.prefill(PROMPT)
+        with engine.variant(wb.Toggles()) as other:
+            other.prefill(PROMPT)
+            wanted = other.step([5])
+        made = engine._step_programs
+        whole = made.of
+        if planted:
+            monkeypatch.setattr(made, "of", lambda *a, **k: first_copy_elsewhere(whole(*a, **k)))
+        found = check_cycle(engine.programs(1))
+        gate = hold(engine.backend, cmd.COPY_STREAM)
+        timer = threading.Timer(0.05, gate.open)
+        timer.start()
+        got = engine.step([5])
+        timer.join()
+    assert found.safe == (not planted)
+    assert np.allclose(got, wanted, rtol=0, atol=1e-3) == (not planted)
+    for race in found.races[:1]:
+        assert race.missing.startswith("nothing orders copy inp_embd on embedded:1 before")
+        assert "in a plan: record an event after the copy" in race.missing
