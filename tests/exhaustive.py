@@ -5,7 +5,7 @@
 That is every test marked `exhaustive`: the full products of toggles, which take hours, and the rest
 of what the other targets try a share of (`tests/profiles.py`). And it is every property, with the
 examples of the profile `exhaustive`. --only: those whose names begin with one of these paths, such
-as `tests/graph/test_ranges.py` or `tests/program/check/test_mutations.py::test_without_any_two`.
+as `tests/graph/test_ops.py` or `tests/program/check/test_mutations.py::test_without_any_two`.
 
 Writes data/results/exhaustive.json (or FILE) whenever a test is over: for each test its commit, its
 seconds, its outcome and how many runs it judged where it counts them (safe; unsafe; unsafe though
