@@ -32,7 +32,8 @@ from data.measure.plan_tables import (
     planned,
     plans_of,
 )
-from data.measure.recorded import NOT_MEASURED, Recorded, Toggled, commit_of, model_of, title_of
+from data.measure.recorded import NOT_MEASURED, Recorded, Toggled, as_launched, commit_of, title_of
+from data.measure.tables import span
 from workbench.answers import kept
 from workbench.benchmarks.compare.stats import SLOWER
 from workbench.benchmarks.kernels.kernel_cases import MODELS
@@ -74,21 +75,6 @@ def read_us(nbytes: float, gbps: float) -> float:
     return nbytes / gbps / 1e3
 
 
-def launch_us(launches: dict[str, Any] | None, kind: str) -> float | None:
-    """What each empty launch of a graph takes; kind: `plain` or `pdl`."""
-    found = (launches or {}).get("graph_us", {}).get(kind)
-    return None if found is None else float(found["median"])
-
-
-def reading_us(launches: dict[str, Any] | None, nbytes: int) -> float | None:
-    """What the fastest reading kernel takes for so many bytes, launched plainly; None where that
-    size was not measured."""
-    for row in (launches or {}).get("reads", ()):
-        if row["bytes"] == nbytes:
-            return float(row["us"]["median"])
-    return None
-
-
 def product(row: dict[str, Any], gbps: float, launches: dict[str, Any] | None) -> str:
     """What the launches of one row of `bench-kernels` cannot do without, and what is left.
 
@@ -96,9 +82,10 @@ def product(row: dict[str, Any], gbps: float, launches: dict[str, Any] | None) -
     plainly, the two hardly overlap. A kernel that only reads shows what filling and draining the
     memory system adds. The rest of the product's time is the product's own.
     """
-    cost = launch_us(launches, row["launch"])
-    if cost is None:
+    if launches is None or row["launch"] not in launches["graph_us"]:
         return NOT_MEASURED
+    cost = launches["graph_us"][row["launch"]]["median"]
+    alone = {of["bytes"]: of["us"]["median"] for of in launches["reads"]}
     n = row["launches"]
     each = row["bytes"] // n
     read, us = read_us(each, gbps), row["us"] / n
@@ -107,8 +94,8 @@ def product(row: dict[str, Any], gbps: float, launches: dict[str, Any] | None) -
         f"a launch takes {us:.2f} us; reading {each / 1e6:.1f} MB {read:.2f} and an empty launch "
         f"{cost:.2f}, one after the other, would be {_percent(read / best)}"
     ]
-    reading = reading_us(launches, each) if row["launch"] == "plain" else None
-    if reading is not None and launches is not None:
+    reading = alone.get(each) if row["launch"] == "plain" else None
+    if reading is not None:
         share = read_us(each, launches["read_gbps"]) / reading
         said.append(f"a kernel that only reads takes {reading:.2f} ({_percent(share)})")
     floor = best if reading is None else max(best, reading)
@@ -132,8 +119,8 @@ def step(found: dict[str, Any] | None) -> tuple[str, ...]:
     if found is None:
         return (NOT_MEASURED,)
     whole, graph = found["step_us"]["median"], found["graph_us"]["median"]
-    # costs are differences to the graph whose tensors share no memory; older files have none
-    apart = found.get("apart_us", found["graph_us"])["median"]
+    # costs are differences to the graph whose tensors share no memory
+    apart = found["apart_us"]["median"]
     gbps, tflops = found["read_gbps"], found.get("product_tflops")
     bounds = [f"reading weights {read_us(found['weight_bytes'], gbps):.0f}"]
     if tflops and found["n_tokens"] > 1:
@@ -144,8 +131,7 @@ def step(found: dict[str, Any] | None) -> tuple[str, ...]:
     rest = apart - sum(kinds[kind]["us"]["median"] for kind in named)
     said = [
         f"step {whole:.0f} us, its {found['launches']} launches as one graph {graph:.0f} "
-        f"({', '.join(bounds)})"
-        + (f", no two tensors in the same memory {apart:.0f}" if "apart_us" in found else ""),
+        f"({', '.join(bounds)}), no two tensors in the same memory {apart:.0f}",
         f"left out, they save: {', '.join(_kind(kind, kinds[kind], apart, gbps) for kind in named)}"
         f"; not of any one of these {rest:.0f}",
     ]
@@ -154,9 +140,7 @@ def step(found: dict[str, Any] | None) -> tuple[str, ...]:
     ]
     longer = ", ".join(f"{kind} {-kinds[kind]['us']['median']:.0f}" for kind in slower)
     said += [f"without these the graph takes longer: {longer}"] if longer else []
-    if "apart_us" not in found:
-        said.append("rough: what is left out here leaves the others other bytes to compute on")
-    if not found.get("unchanged", True):
+    if not found["unchanged"]:
         said.append("void: the others computed on other values")
     return tuple(said)
 
@@ -247,8 +231,8 @@ def of_products(
     return [
         Bind(
             f"{row['type']} {row['shape']}, {launch}", f"{_percent(row['share'])}",
-            _some(product(row, run.run["result"]["read_gbps"], launches),
-                  by_counters(counters, row)),
+            tuple(filter(None, (product(row, run.run["result"]["read_gbps"], launches),
+                                by_counters(counters, row)))),
         )
         for row in run.run["result"]["rows"]
         if row["batch"] == 1 and row["launch"] == launch and row["share"] < least
@@ -263,19 +247,13 @@ def of_batched_product(
     run = recorded.run("kernels-batches")
     if run is None:
         return []
-    result = run.run["result"]
-    rows = [
-        row for row in result["rows"]
-        if row["type"] == dtype and row["shape"] == shape and row["batch"] == batch
-    ]  # fmt: skip
-    return [
-        Bind(
-            f"{dtype} {shape}, {batch} tokens", _percent(share),
-            _some(batched_product(row, result["read_gbps"], result["product_tflops"]),
-                  by_counters(recorded.file("counters"), row)),
-        )
-        for row in rows[-1:]  # plain, then pdl
-    ]  # fmt: skip
+    result, rows = run.run["result"], as_launched(run, dtype)
+    (row,) = rows[(rows["shape"] == shape) & (rows["batch"] == batch)].to_dict("records")
+    said = (
+        batched_product(row, result["read_gbps"], result["product_tflops"]),
+        by_counters(recorded.file("counters"), row),
+    )
+    return [Bind(f"{dtype} {shape}, {batch} tokens", _percent(share), tuple(filter(None, said)))]
 
 
 def of_step(recorded: Recorded, run: str, model: str, n_tokens: int, measured: str) -> Bind:
@@ -314,10 +292,6 @@ def origins(recorded: Recorded) -> list[str]:
     ]
 
 
-def _some(*statements: str) -> tuple[str, ...]:
-    return tuple(statement for statement in statements if statement)
-
-
 def _sizes(recorded: Recorded, model: str) -> dict[int, str]:
     """The sizes of a model's steps that were taken apart, above one token: size to name suffix."""
     start = f"{recorded.device}-ablation-{model}-"
@@ -330,16 +304,8 @@ def _sizes(recorded: Recorded, model: str) -> dict[int, str]:
 PHASES = {"batch": "inputs", "reuse": "looking the program up", "issue": "issuing"}
 
 
-def _row_of(one: Planned) -> str:
-    return f"{model_of(one.ab.run)}, pdl {one.toggles['pdl']}"
-
-
 def _above(us: float, bound: float) -> str:
     return f"{us:.0f} us, {100 * (us / bound - 1):.1f} % above {bound:.0f}"
-
-
-def _span(values: list[float]) -> str:
-    return f"{min(values):.0f} to {max(values):.0f}"
 
 
 def token_parts(one: Planned) -> str:
@@ -367,13 +333,13 @@ def plan_gaps(recorded: Recorded, most_gap: float, most_host: float) -> Iterator
                 for part, most in (("gap", most_gap), ("host", most_host))}  # fmt: skip
         if not any(over.values()):
             continue
-        said = {part: _span([one.us[part] for one in rows]) for part in over}
+        said = {part: span([one.us[part] for one in rows]) for part in over}
         yield Bind(
             f"plans=ours, {kind}",
             f"gap {said['gap']} us, {over['gap']} of {len(rows)} rows above {most_gap:.0f}; host "
             f"{said['host']} us, {over['host']} above {most_host:.0f}",
             tuple(
-                f"{name}, {_row_of(one)}: {token_parts(one)}; the host's phases: {host_phases(one)}"
+                f"{name}, {one.named}: {token_parts(one)}; the host's phases: {host_phases(one)}"
                 for name, one in dict(zip(("the longest gap", "the shortest"), (rows[-1], rows[0]),
                                           strict=True)).items()
             ),
@@ -397,11 +363,11 @@ def plan_kernels(recorded: Recorded, bounds: Mapping[str, Mapping[str, float]]) 
             == (one.model, one.toggles["pdl"])
         ]  # fmt: skip
         yield Bind(
-            f"{_row_of(one)}, a token's kernels",
+            f"{one.named}, a token's kernels",
             _above(us, bound),
             (
-                f"the same kernels as plans of any rule in the same run: {_span(same)} us; its "
-                f"rounds {_span(one.ab.run['result']['parts'][one.arm['name']]['device'])}",
+                f"the same kernels as plans of any rule in the same run: {span(same)} us; its "
+                f"rounds {span(one.ab.run['result']['parts'][one.arm['name']]['device'])}",
             ),
         )
 

@@ -22,6 +22,7 @@ from workbench.benchmarks.workload import parse
 from workbench.config import LaunchAhead, PlanEnd, PlanRule, PlanScope, Results
 
 OFF, OURS = PlanRule.OFF.value, PlanRule.OURS.value
+SPEEDUP = "{speedup:.3f} ({low:.3f}..{high:.3f})"  # of a row of `AB.summary`
 MADE = ("captured", "updated", "reinstantiated", "replayed", "ahead")  # of an engine's plans
 # how an arm has its plans, by toggles: what a target is told of
 KINDS = ("a split", "a step", "a step, direct", "a step, ahead", "a step, direct, ahead",
@@ -77,6 +78,10 @@ class Planned(NamedTuple):
                 "plans": plans or OFF, "a plan is": self.kind if plans else ""}  # fmt: skip
 
     @property
+    def named(self) -> str:
+        return f"{model_of(self.ab.run)}, pdl {self.toggles['pdl']}"
+
+    @property
     def tried(self) -> int:
         """Updates, refused ones among them."""
         return self.plans["plans_updated"] + self.plans["plans_reinstantiated"]
@@ -125,8 +130,7 @@ def rules(recorded: Recorded) -> Iterator[Line]:
         cells = one.where | {
             "t/s off": f"{row['tps_baseline']:.1f}" if beside else "",
             "t/s": f"{row['tps_toggled']:.1f}",
-            "Speedup": f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})"
-            if beside else "",
+            "Speedup": SPEEDUP.format_map(row) if beside else "",
             "verdict": row["verdict"] if beside else "",
             "calls": str(one.calls), "nodes": str(one.nodes),
         }  # fmt: skip
@@ -186,17 +190,14 @@ def plans_of(one: Toggled) -> Mapping[str, int]:
     return found
 
 
-def first_ms(one: Toggled) -> tuple[float, float]:
-    """ms of the first tokens of fresh engines, the baseline's and the arm's."""
-    seconds, test = _seconds(one.ab.samples), one.found["test"]
-    before, after = (arm["name"] for arm in (one.ab.run["arms"][0], one.arm))
-    return 1e3 * seconds[before, test], 1e3 * seconds[after, test]
-
-
 def first_tokens(recorded: Recorded) -> Iterator[Line]:
     """A model and arm: ms of the first tokens, all that is made for them included."""
     for one in recorded.toggled("plans", "fresh"):
-        plans, (before, after) = plans_of(one), first_ms(one)
+        plans, seconds = plans_of(one), _seconds(one.ab.samples)
+        before, after = (
+            1e3 * seconds[arm["name"], one.found["test"]]
+            for arm in (one.ab.run["arms"][0], one.arm)
+        )
         making = plans["plans_capture_ns"] + plans["plans_instantiate_ns"]
         cells = {
             "Model": one.model, "plans": one.arm["toggles"]["plans"],
@@ -219,16 +220,14 @@ def sweep(recorded: Recorded) -> Iterator[Line]:
         for arm in (first, *others):
             for pp, tg in zip(tests[::2], tests[1::2], strict=True):
                 t_pp, t_tg = (seconds[arm["name"], test.name] for test in (pp, tg))
-                found, said = speedups.get((arm["name"], tg.name)), ""
-                if found is not None:
-                    said = f"{found['speedup']:.3f} ({found['low']:.3f}..{found['high']:.3f})"
+                found = speedups.get((arm["name"], tg.name))
                 yield Line(
                     {
                         "Model": model_of(ab.run), "plans": arm["toggles"]["plans"],
                         "PP": str(pp.n_prompt), "TG": str(tg.n_gen), "N_KV": str(tg.n_depth),
                         "T_PP s": f"{t_pp:.4f}", "S_PP t/s": f"{pp.n_prompt / t_pp:.1f}",
                         "T_TG s": f"{t_tg:.4f}", "S_TG t/s": f"{tg.n_gen / t_tg:.1f}",
-                        "Speedup of TG": said,
+                        "Speedup of TG": SPEEDUP.format_map(found) if found else "",
                     },
                     [ab],
                 )  # fmt: skip
@@ -241,6 +240,7 @@ def _seconds(samples: pd.DataFrame) -> dict[tuple[str, str], float]:
 
 
 # of data.measure.plan_costs: what it times -> column
+PLAN_COSTS = "plan-costs"
 TIMED = {
     "issue_us": "issued singly", "capture_us": "capture", "instantiate_us": "instantiate",
     "upload_us": "upload", "exec_update_us": "update", "refused_update_us": "update refused",
@@ -258,13 +258,11 @@ def timed(recorded: Recorded) -> Iterator[Line]:
     """A model and scope: each call for a plan, timed by itself, us."""
     for row in timed_rows(recorded):
         cells = {"Model": title_of(row["model"]), "a plan is": f"a {row['scope']}",
-                 "nodes": row["nodes"], "edges": row["edges"],
-                 "programmatic": row["programmatic_edges"]}  # fmt: skip
-        times = {
-            column: f"{row[name]['median']:.1f}" if name in row else ""
-            for name, column in TIMED.items()
-        }
-        yield Line({name: str(value) for name, value in cells.items()} | times)
+                 "nodes": str(row["nodes"]), "edges": str(row["edges"]),
+                 "programmatic": str(row["programmatic_edges"])}  # fmt: skip
+        cells |= {column: f"{row[name]['median']:.1f}" if name in row else ""
+                  for name, column in TIMED.items()}  # fmt: skip
+        yield Line(cells)
 
 
 def timed_where(recorded: Recorded) -> str:
@@ -276,70 +274,15 @@ def timed_where(recorded: Recorded) -> str:
     )
 
 
-PLAN_COSTS = "plan-costs"
-
-
 def replayed_us(recorded: Recorded, model: str) -> dict[str, Any] | None:
     """What the launches of a token take as a plan that is replayed behind itself."""
-    for row in timed_rows(recorded):
-        if (row["model"], row["scope"]) == (model, PlanScope.SPLIT):
-            return {"us": row["device_us"]["median"]}
-    return None
+    rows = {(row["model"], row["scope"]): row for row in timed_rows(recorded)}
+    found = rows.get((model, PlanScope.SPLIT))
+    return {"us": found["device_us"]["median"]} if found else None
 
 
-# figures of targets -------------------------------------------------------------------------------
-
-
-def worst(recorded: Recorded, kind: str, part: str, most: float) -> dict[str, Any] | None:
-    """Of all rows of ours whose plans are of a kind, the one whose part of a token takes longest;
-    how many there are (n), and how many of them take longer than `most` (over)."""
-    ours = [one for one in planned(recorded) if (one.rule, one.kind) == (OURS, kind)]
-    if not ours:
-        return None
-    found = max(ours, key=lambda one: one.us[part])
-    where = f"{model_of(found.ab.run)}, pdl {found.toggles['pdl']}"
-    over = sum(one.us[part] > most for one in ours)
-    return {"us": found.us[part], "where": where, "n": len(ours), "over": over}
-
-
-def device_us(recorded: Recorded, model: str, pdl: str) -> Mapping[str, Any] | None:
-    """What the kernels of a token take where they are one plan of a step, with ours."""
-    for one in planned(recorded):
-        same = one.toggles["pdl"], one.rule, one.kind
-        if one.model == model and same == (pdl, OURS, KINDS[1]):
-            return one.us
-    return None
-
-
-def never_cost(recorded: Recorded, model: str) -> dict[str, Any] | None:
-    """The first tokens of fresh engines, ours beside off. slower: of how many kinds of plans they
-    took longer."""
-    fresh = (one for one in recorded.toggled("plans", "fresh") if one.row.model == model)
-    rows = {kind_of(one.arm["toggles"]): one for one in fresh}
-    if not rows:
-        return None
-    said = (f"{one.found['speedup']:.3f} ({kind}, {one.found['verdict']})"
-            for kind, one in rows.items())  # fmt: skip
-    slower = sum(one.found["verdict"] == SLOWER for one in rows.values())
-    return {"slower": slower, "said": ", ".join(said)}
-
-
-BLOCKS: dict[str, list[Part]] = {
-    "plans-cuda": [
-        Table("Graph plans", rules, None,
-              "{tests}, {n} interleaved repetitions; calls of the host and nodes on the device for "
-              "a token; us: medians{tick}; what was captured and replayed: in an engine's first "
-              "tokens"),
-        "What direct results and launches ahead add to a plan of a step, in the same run:",
-        Table("", added, None, "{tests}, {n} interleaved repetitions, plans=ours"),
-    ],
-    "plans-costs": [
-        Table("Costs of plans", costs, None, "means of an engine's first tokens"),
-        Table("Calls for a plan", timed, said=timed_where),
-    ],
-    "plans-fresh": [Table("First tokens", first_tokens, None, "{tests}, {n} interleaved engines")],
-    "sweep-cuda": [Table("Depth", sweep, None, "{n} interleaved repetitions, medians")],
-}  # fmt: skip
+_first, *_others = (arm.split() for arm in SETS["cuda"][1:])
+SHARED = [word for word in _first if all(word in other for other in _others)]  # of all sets
 
 
 def sets_of_best(recorded: Recorded) -> Iterator[Line]:
@@ -390,21 +333,65 @@ def _engines(one: Toggled) -> str:
 
 
 def _set_name(arm: str) -> str:
-    """What of a set tells it from the others on CUDA; the caption has what they share."""
-    shared = _shared()
-    return " ".join(f"`{word}`" for word in arm.split() if word not in shared)
+    """The toggles of a set that not all sets on CUDA have; the caption has the others."""
+    return " ".join(f"`{word}`" for word in arm.split() if word not in SHARED)
 
 
-def _shared() -> list[str]:
-    first, *others = (arm.split() for arm in SETS["cuda"][1:])
-    return [word for word in first if all(word in other for other in others)]
+# figures of targets -------------------------------------------------------------------------------
 
 
-BLOCKS |= {
+def worst(recorded: Recorded, kind: str, part: str, most: float) -> dict[str, Any] | None:
+    """Of all rows of ours whose plans are of a kind, the one whose part of a token takes longest;
+    how many there are (n), and how many of them take longer than `most` (over)."""
+    ours = [one for one in planned(recorded) if (one.rule, one.kind) == (OURS, kind)]
+    if not ours:
+        return None
+    found = max(ours, key=lambda one: one.us[part])
+    over = sum(one.us[part] > most for one in ours)
+    return {"us": found.us[part], "where": found.named, "n": len(ours), "over": over}
+
+
+def device_us(recorded: Recorded, model: str, pdl: str) -> Mapping[str, Any] | None:
+    """What the kernels of a token take where they are one plan of a step, with ours."""
+    for one in planned(recorded):
+        same = one.toggles["pdl"], one.rule, one.kind
+        if one.model == model and same == (pdl, OURS, KINDS[1]):
+            return one.us
+    return None
+
+
+def never_cost(recorded: Recorded, model: str) -> dict[str, Any] | None:
+    """The first tokens of fresh engines, ours beside off. slower: of how many kinds of plans they
+    took longer."""
+    fresh = (one for one in recorded.toggled("plans", "fresh") if one.row.model == model)
+    rows = {kind_of(one.arm["toggles"]): one for one in fresh}
+    if not rows:
+        return None
+    said = (f"{one.found['speedup']:.3f} ({kind}, {one.found['verdict']})"
+            for kind, one in rows.items())  # fmt: skip
+    slower = sum(one.found["verdict"] == SLOWER for one in rows.values())
+    return {"slower": slower, "said": ", ".join(said)}
+
+
+BLOCKS: dict[str, list[Part]] = {
+    "plans-cuda": [
+        Table("Graph plans", rules, None,
+              "{tests}, {n} interleaved repetitions; calls of the host and nodes on the device for "
+              "a token; us: medians{tick}; what was captured and replayed: in an engine's first "
+              "tokens"),
+        "What direct results and launches ahead add to a plan of a step, in the same run:",
+        Table("", added, None, "{tests}, {n} interleaved repetitions, plans=ours"),
+    ],
+    "plans-costs": [
+        Table("Costs of plans", costs, None, "means of an engine's first tokens"),
+        Table("Calls for a plan", timed, said=timed_where),
+    ],
+    "plans-fresh": [Table("First tokens", first_tokens, None, "{tests}, {n} interleaved engines")],
     "sets-cuda": [
         Table("Sets of toggles for best", sets_of_best, None,
               "{n} interleaved repetitions or engines; each set has "
-              + ", ".join(f"`{word}`" for word in _shared())),
+              + ", ".join(f"`{word}`" for word in SHARED)),
         won,
     ],
+    "sweep-cuda": [Table("Depth", sweep, None, "{n} interleaved repetitions, medians")],
 }  # fmt: skip

@@ -15,21 +15,13 @@ from workbench.answers import kept
 from workbench.benchmarks.compare.comparison import AB
 from workbench.config import GraphReuse, Redo, Toggles
 
-REDO, WAYS, REBUILD, KEPT = (
-    "redo",
-    "graph_reuse",
-    GraphReuse.REBUILD.value,
-    GraphReuse.SET_ROWS.value,
-)
-
-
-def phases_us(arm: dict[str, Any]) -> dict[str, float]:
-    """us a token by phase, of what an arm counted."""
-    return kept.phases_us(arm["counters"])
+REDO, WAYS = "redo", "graph_reuse"
+REBUILD, KEPT = GraphReuse.REBUILD.value, GraphReuse.SET_ROWS.value
 
 
 def _cells(arm: dict[str, Any]) -> dict[str, str]:
-    return {phase: f"{us:.1f}" for phase, us in phases_us(arm).items()}
+    """us a token by phase, from an arm's counters."""
+    return {phase: f"{us:.1f}" for phase, us in kept.phases_us(arm["counters"]).items()}
 
 
 def ways(recorded: Recorded) -> Iterator[Line]:

@@ -118,7 +118,8 @@ def issued(recorded: Recorded) -> Iterator[Line]:
 def syncs(recorded: Recorded) -> Iterator[Line]:
     """A test: t/s under the mode before the change and under the one that was merged, then the
     speedup of every other. Outside the A/A band with an interval that excludes 1 it is bold."""
-    for row, ab in _of(recorded, "sync", "sync"):
+    for row, run in recorded.of("sync", "ab", "sync"):
+        ab = AB(run.run, run.samples)
         for test, part in ab.summary().groupby("test", sort=False):
             arms = part.set_index("arm")
             merged, control = arms.loc[MERGED], part[part["is_control"]].iloc[0]
@@ -143,7 +144,8 @@ def by_median_token(recorded: Recorded) -> Iterator[Line]:
     """us of the median token, and its speedup by mode: a repetition counts by its median token,
     which some hundred slow ones in a row do not touch; a throughput pays for each of them."""
     saved = {tuple(found.where.values()): found.saved for found in _streams(recorded)}
-    for row, ab in _of(recorded, "sync", "sync"):
+    for row, run in recorded.of("sync", "ab", "sync"):
+        ab = AB(run.run, run.samples)
         where = _where(row, ab.run, ab.run["arms"][0]["toggles"]["copy_stream"])
         less = saved.get(tuple(where.values()))
         us = ab.samples.groupby(["arm", "test", "repetition"])["ns"].median().unstack("arm") / 1e3
@@ -165,11 +167,6 @@ def by_median_token(recorded: Recorded) -> Iterator[Line]:
 
 def _bold(ratio: float, judged: str) -> str:
     return f"**{ratio:.3f}**" if judged in (FASTER, SLOWER) else f"{ratio:.3f}"
-
-
-def _of(recorded: Recorded, step: str, toggle: str = "") -> Iterator[tuple[Row, AB]]:
-    for row, run in recorded.of(step, "ab", toggle):
-        yield row, AB(run.run, run.samples)
 
 
 def comparisons(

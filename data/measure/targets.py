@@ -293,25 +293,19 @@ def batch_binds(recorded: Recorded) -> Iterator[Bind]:
             yield from binds.of_batched_product(recorded, dtype, *found)
 
 
-def plan_kinds(recorded: Recorded) -> Iterator[Bind]:
-    return binds.plan_gaps(recorded, MOST_GAP_US, MOST_HOST_US)
-
-
 def captured_kernels(recorded: Recorded) -> Iterator[Bind]:
     yield from binds.plan_kernels(recorded, CAPTURED)
     yield from binds.replayed_launches(recorded, CAPTURED[Pdl.ON])
-
-
-def tokens_beside(recorded: Recorded) -> Iterator[Bind]:
-    return binds.beside(recorded, BESIDE, MOST_GAP_US)
 
 
 BINDS: dict[str, Callable[[Recorded], Iterator[Bind]]] = {
     "products of one token": kernel_binds,
     "decode": decode_binds,
     "9 to 128 tokens, shares of the bound": batch_binds,
-    "tg128 beside llama.cpp": tokens_beside,
-    "the gap between tokens with plans, and the host": plan_kinds,
+    "tg128 beside llama.cpp": partial(binds.beside, bounds=BESIDE, most_gap=MOST_GAP_US),
+    "the gap between tokens with plans, and the host": partial(
+        binds.plan_gaps, most_gap=MOST_GAP_US, most_host=MOST_HOST_US
+    ),
     "kernels in plans": captured_kernels,
     "first tokens of a fresh engine": binds.first_tokens,
 }
