@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,9 +85,8 @@ def step(shape: Shape, kv_parts: str, way: str) -> list[Node]:
     """The nodes of attention in LAYERS layers, and in front what finds masked cells."""
     rows, cols = shape.width * shape.depth, shape.n_head_kv * shape.head_dim
     q = Input("q", F32, (shape.width, shape.n_head, shape.head_dim))
-    mask, regions = Input("mask", F16, (shape.width, shape.depth)), Input(
-        REGIONS, I32, (shape.width, 2)
-    )  # fmt: skip
+    mask = Input("mask", F16, (shape.width, shape.depth))
+    regions = Input(REGIONS, I32, (shape.width, 2))
     nodes = [
         ops.make(
             "attention", f"attended-{i}", q,
@@ -238,8 +237,7 @@ def main(
     folder = options.out or call.out / options.device
 
     def measure() -> None:
-        backend = open_backend(options.device)
-        try:
+        with closing(open_backend(options.device)) as backend:
             about: dict[str, Any] = {"widths": sizes, "depth": depth}
             found = provenance.collect() | {
                 "model": {"name": " ".join(names), "quant": "F16"},
@@ -253,8 +251,6 @@ def main(
             recording = Recording(RUNS.name, folder, found, toggles, tests, rounds)
             with recording.kept():
                 measured(backend, recording, arms, shapes, quick)
-        finally:
-            backend.close()
 
     call.make(options.device, folder, measure, RUNS.shown)
 

@@ -31,7 +31,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ from data.measure.in_rounds import Recording, same_answers
 from data.measure.launches import graph_us
 from data.measure.peer import LLAMA, OURS
 from data.measure.recorded import PHASES, Arms, Recorded, Share, spread
-from data.measure.session import cell_bytes, parsed, toggles_of
+from data.measure.session import cell_bytes, memory, parsed, toggles_of
 from data.measure.tables import Folder, Line, Part, Table, caption, filled
 from tests.peer.llama_bench import LlamaBench, find, last_line
 from workbench.backend.base import open_backend
@@ -55,8 +55,8 @@ from workbench.benchmarks.times.gaps import CONTROL
 from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
 from workbench.common.sizes import round_up
-from workbench.config import BEST, Toggles
-from workbench.program.commands import COMPUTE_STREAM, Launch, Program, Space
+from workbench.config import BEST
+from workbench.program.commands import COMPUTE_STREAM, Launch, Space
 
 PROGRAM = "llama-batched-bench"
 WIDTHS, N_PROMPT, N_GEN, N_UBATCH = "1,2,4,8,16,32,64,128", 1024, 128, 512
@@ -86,19 +86,19 @@ class Wanted(NamedTuple):
 
 
 class Own:
-    """An arm of ours: an engine for each set of toggles that its tests have. setting: as rows of
-    the campaign say it."""
+    """An arm of ours: an engine for each set of toggles that its tests have."""
 
-    def __init__(self, opened: wb.Engine, config: wb.EngineConfig, setting: str, wanted: Wanted):
+    def __init__(
+        self, stack: ExitStack, opened: wb.Engine, config: wb.EngineConfig, setting: str,
+        wanted: Wanted,
+    ):  # fmt: skip
+        """stack: closes the engines. setting: as rows of the matrix name it."""
         self._of = {test: toggles_of(setting, opened, test.width) for test in wanted.tests}
         self.toggles = self._of[max(wanted.tests, key=lambda test: test.width)]
-        self.engines: dict[Toggles, wb.Engine] = {}
-        try:
-            for toggles in dict.fromkeys(self._of.values()):
-                self.engines[toggles] = wb.Engine(opened._open, config, toggles)
-        except BaseException:
-            self.close()
-            raise
+        self.engines = {
+            toggles: stack.enter_context(wb.Engine(opened._open, config, toggles))
+            for toggles in dict.fromkeys(self._of.values())
+        }
 
     def of(self, test: w.Workload) -> wb.Engine:
         return self.engines[self._of[test]]
@@ -122,10 +122,12 @@ class Own:
         for test in sorted(wanted.tests, key=lambda test: -test.width):
             engine = self.of(test)
             w.warm_up([engine], test, SEED, bos, once=True)
+            each = (min(wanted.n_ubatch, test.width - i)
+                    for i in range(0, test.width, wanted.n_ubatch))  # fmt: skip
             found[test.name] = sum(
                 isinstance(command, Launch)
-                for i in range(0, test.width, wanted.n_ubatch)
-                for command in _step(engine, test, min(wanted.n_ubatch, test.width - i)).singly()
+                for n in each  # sequences of a generating step after the test
+                for command in engine.program(n, n, test.n_prompt + test.n_gen, n).singly()
             )
         return found
 
@@ -134,15 +136,6 @@ class Own:
         return w.take_sample(
             engine, test, w.draw_tokens(test, engine.model.n_vocab, SEED, round_, bos)
         )
-
-    def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
-
-
-def _step(engine: wb.Engine, test: w.Workload, n: int) -> Program:
-    """A generating step after a test, of n of its sequences."""
-    return engine.program(n, n, test.n_prompt + test.n_gen, n)
 
 
 def about_peer(bench: LlamaBench | None) -> dict[str, Any] | None:
@@ -195,20 +188,15 @@ def device_rates(engine: wb.Engine, quick: bool = False) -> dict[str, float]:
 
 def to_host_gbps(backend: Any, nbytes: int) -> float:
     """GB/s of the fastest of TIMES copies to page-locked memory, each to its end."""
-    source, target = backend.allocate(nbytes, Space.DEVICE), backend.allocate(nbytes, Space.PINNED)
-    try:
+    took = []
+    with memory(backend, (nbytes, Space.DEVICE), (nbytes, Space.PINNED)) as (source, target):
         copy = backend.copy(target.address, source.address, nbytes, COMPUTE_STREAM, True)
-        took = []
         for _ in range(TIMES):
             backend.synchronize()
             begin = time.perf_counter_ns()
             copy()
             backend.synchronize()
             took.append(time.perf_counter_ns() - begin)
-    finally:
-        backend.synchronize()
-        source.free()
-        target.free()
     return nbytes / min(took)
 
 
@@ -277,7 +265,7 @@ def _measured(
         settings = {f"{OURS} {setting}": setting for setting in ours}
         first = next(iter(settings))
         every = {
-            name: stack.enter_context(closing(Own(engine, config, setting, wanted)))
+            name: Own(stack, engine, config, setting, wanted)
             for name, setting in (settings | {first + CONTROL: settings[first]}).items()
         }
         toggles = {name: own.toggles.to_dict() for name, own in every.items()}

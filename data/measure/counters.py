@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ import numpy as np
 from data.measure.binds import READ
 from data.measure.launches import fastest_reads, reading
 from data.measure.matrix import Row
-from data.measure.session import Session
+from data.measure.session import Session, memory
 from workbench.backend.base import open_backend
 from workbench.benchmarks.kernels.kernel_cases import SHAPES, TYPES, KernelCase, WeightShape
 from workbench.benchmarks.kernels.kernel_memory import Copies, Launches
@@ -139,17 +140,7 @@ def products(quick: bool) -> list[Counted]:
     return found
 
 
-def yardsticks(backend: Any, sizes: Iterable[int], quick: bool) -> list[Counted]:
-    """The quickest reading kernel for each number of bytes."""
-    rows = fastest_reads(backend, sorted(set(sizes)), quick)
-    return [Counted(READ, row["kernel"], 1, row["bytes"], row["kernel"].split()[0]) for row in rows]
-
-
 # what ncu is asked, and what is kept --------------------------------------------------------------
-
-
-def all_metrics() -> list[str]:
-    return [m for names in COUNTERS.values() for m in names] + [STALL.format(r) for r in REASONS]
 
 
 def figures(launch: dict[str, tuple[str, str]]) -> dict[str, Any]:
@@ -258,16 +249,17 @@ def counters(session: Session, _: None, rows: list[Row]) -> None:
         print("counters: no ncu on the PATH nor in /usr/local/cuda/bin; left out", flush=True)
         return
     chosen = products(session.quick)
-    backend: Any = open_backend("cuda")
-    try:
+    with closing[Any](open_backend("cuda")) as backend:
         found: dict[str, Any] = {"device_description": backend.description, "quick": session.quick}
         found |= session.rates(backend)
-        reads = yardsticks(backend, (c.bytes for c in chosen if c.batch == 1), session.quick)
+        sizes = sorted({one.bytes for one in chosen if one.batch == 1})
+        reads = [
+            Counted(READ, row["kernel"], 1, row["bytes"], row["kernel"].split()[0])
+            for row in fastest_reads(backend, sizes, session.quick)
+        ]
         nodes = [node for one in chosen for node in one.nodes()]
         with bar("compiling kernels", len(nodes), "launches") as left:
             backend.make_ready(nodes, left)
-    finally:
-        backend.close()
     chosen = [*reads, *chosen]
     try:
         metrics = available(tool, reads[:1])
@@ -292,7 +284,8 @@ def _said(case: dict[str, Any]) -> str:
 def available(tool: Path, small: Sequence[Counted]) -> list[str]:
     """The metrics that ncu can count here, one for each of COUNTERS: it counts one small launch.
     ncu may refuse several metrics before it counts any."""
-    metrics = all_metrics()
+    metrics = [m for names in COUNTERS.values() for m in names]
+    metrics += [STALL.format(reason) for reason in REASONS]
     for _ in range(MOST_TRIES):
         log, output, rows = run(tool, metrics, small)
         absent = unknown(log + "\n" + output, metrics)
@@ -372,42 +365,27 @@ def _counted(backend: Any, issues: Sequence[Any]) -> None:
 
 
 def _product(backend: Any, one: Counted) -> None:
-    weights = Copies(backend, one.case, 1, 0)
-    try:
+    with ExitStack() as stack:
+        weights = Copies(backend, one.case, 1, 0)
+        stack.callback(weights.free)
         launched = Launches(backend, one.case.nodes(weights.tensors, one.batch), weights, 0)
-        try:
-            _counted(backend, launched.issues(programmatic=False))
-        finally:
-            backend.synchronize()
-            launched.free()
-    finally:
-        weights.free()
+        stack.callback(launched.free)
+        stack.callback(backend.synchronize)
+        _counted(backend, launched.issues(programmatic=False))
 
 
 def _reads(backend: Any, one: Counted) -> None:
-    n_sm, stream = (
-        backend._driver.properties["multiProcessorCount"],
-        backend._stream(COMPUTE_STREAM),
-    )
-    first, second, sink = (backend.allocate(n, Space.DEVICE) for n in (one.bytes, one.bytes, 4))
-    try:
-        works = [
-            reading(one.shape, memory.address, one.bytes, sink.address, n_sm)
-            for memory in (first, second)
-        ]
+    n_sm = backend._driver.properties["multiProcessorCount"]
+    stream = backend._stream(COMPUTE_STREAM)
+    blocks = ((n, Space.DEVICE) for n in (4, one.bytes, one.bytes))
+    with memory(backend, *blocks) as (sink, *copies):
+        works = [reading(one.shape, it.address, one.bytes, sink.address, n_sm) for it in copies]
         _counted(backend, [backend._prepare(work, stream, one.shape) for work in works])
-    finally:
-        backend.synchronize()
-        for memory in (first, second, sink):
-            memory.free()
 
 
 def _child(cases: Path) -> None:
-    backend: Any = open_backend("cuda")
-    try:
+    with closing(open_backend("cuda")) as backend:
         launch_all(backend, [Counted(*one) for one in json.loads(cases.read_text())])
-    finally:
-        backend.close()
 
 
 if __name__ == "__main__":

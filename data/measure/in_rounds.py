@@ -1,35 +1,26 @@
-"""Comparisons of the campaign: `wb.ab` of a row, and runs whose repetitions are not `wb.ab`'s.
+"""Runs whose repetitions are not `wb.ab`'s: a run folder that grows while arms take their turns.
 
-`Recording` is for the second kind: a run folder that grows while arms take their turns. What a
-repetition does, its kind says; arms, rounds, order and run folder are as in `wb.ab`. `Turns` is a
-recording of a row, whose arms are engines: their answers are checked, and `AB` reads it.
+The kind of a run says what a repetition does. Arms, rounds, order and run folder are as in `wb.ab`.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 import workbench as wb
-from data.measure.matrix import Row
-from data.measure.session import Session, toggles_of
 from workbench.benchmarks.compare import answers
-from workbench.benchmarks.compare.ab import describe
-from workbench.benchmarks.compare.arms import Arm, answer_between, arms_of
-from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.arms import answer_between
 from workbench.benchmarks.compare.rounds import interleave
-from workbench.benchmarks.runs import provenance
 from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
 from workbench.benchmarks.times.gaps import CONTROL
-from workbench.benchmarks.workload import Sample, Workload
 
 Found = TypeVar("Found")
-Samples = Mapping[str, Sample]  # of one repetition, by test
 
 
 class Recording:
@@ -89,75 +80,6 @@ class Recording:
         interleave(wanted, len(self.arms), lambda round_, i: turn(round_, self.arms[i]), ended)
 
 
-def compared(session: Session, engine: wb.Engine, row: Row) -> AB:
-    """The comparison of a row, in its folder. Raises KeyboardInterrupt where it was interrupted."""
-    folder = session.emptied(row)
-    found = wb.ab(
-        engine, row.compared, tests="tg8" if session.quick else row.test,
-        rounds=1 if session.quick else row.rounds,
-        background=toggles_of(row.toggles, engine), out=folder, name=folder.name,
-        smoke=session.quick,
-    )  # fmt: skip
-    print(found.table().to_string(index=False), found.verdict, sep="\n", flush=True)
-    if found.interrupted:
-        raise KeyboardInterrupt
-    return found
-
-
-class Turns:
-    """The recording of a row whose arms are engines."""
-
-    def __init__(self, session: Session, engine: wb.Engine, row: Row, tests: Sequence[Workload]):
-        toggle, self.arms = arms_of(row.compared, toggles_of(row.toggles, engine))
-        self._by_name = {arm.name: arm for arm in self.arms}
-        toggles = {arm.name: arm.toggles.to_dict() for arm in self.arms}
-        out, rounds = session.at(row), 1 if session.quick else row.rounds
-        self._recording = Recording(
-            row.kind, out, provenance.collect(engine), toggles, [test.name for test in tests],
-            rounds, out.name, self._complete,
-        )  # fmt: skip
-        self._result = self._recording.result
-        self._result |= {"toggle": toggle, "smoke": session.quick, "answers": {}, "counters": {}}
-        self._result |= {"warm_up": {}, "until": None}
-        self._answers: dict[str, list[answers.Answer]] = {}
-
-    def note(self, arm: Arm, engine: wb.Engine, *tests: Workload) -> None:
-        """At the end of a repetition: what an arm's engine issues for tests, and counted since it
-        was made. Of the counters the latest stand in the run's result, by arm and test."""
-        record = self._recording.arm(arm.name)
-        record["sync_mode"] = engine.sync_mode
-        for test in tests:
-            self._result["counters"].setdefault(arm.name, {})[test.name] = engine.counters
-            if test.name not in record["program"]:
-                record["program"][test.name] = describe(engine, test)
-
-    def take(self, one: Callable[[int, Arm], Samples]) -> AB:
-        """Measures all rounds. one(round, arm) is a repetition; round -1 warms up and does not
-        count."""
-        recording = self._recording
-        with recording.kept():
-            for arm in self.arms:
-                one(-1, arm)
-            recording.take(lambda round_, name: one(round_, self._by_name[name]), whole=self._add)
-        return AB(recording.run, recording.draft.samples.frame())
-
-    def _add(self, round_: int, found: dict[str, Samples]) -> None:
-        """The samples of a round, and the answers beside the baseline's."""
-        baseline = found[self.arms[0].name]
-        for name, samples in found.items():
-            for test, sample in samples.items():
-                self._recording.add(name, test, round_, sample.token_ns, sample.token_n)
-                if samples is not baseline:
-                    before, after = (s.last_logits[None] for s in (baseline[test], sample))
-                    answer = answers.compare_logits(before, after, self._by_name[name].answer)
-                    self._answers.setdefault(name, []).append(answer)
-
-    def _complete(self) -> dict[str, Any]:
-        merged = {name: answers.merge(of).to_dict() for name, of in self._answers.items()}
-        self._result["answers"] = merged
-        return {}
-
-
 def same_answers(engines: Mapping[str, wb.Engine], seed: int) -> dict[str, Any]:
     """The answers of the engines of arms beside the first one's, by name. The last is the first
     one's control, `A/A`."""
@@ -166,8 +88,3 @@ def same_answers(engines: Mapping[str, wb.Engine], seed: int) -> dict[str, Any]:
     found = answers.compare_engines([first, *others], kinds, seed)
     names = [*list(engines)[1:-1], "A/A"]
     return {name: answer.to_dict() for name, answer in zip(names, found, strict=True)}
-
-
-def variants(stack: ExitStack, engine: wb.Engine, arms: Sequence[Arm]) -> dict[str, wb.Engine]:
-    """An engine for each arm, by name, until `stack` ends."""
-    return {arm.name: stack.enter_context(engine.variant(arm.toggles)) for arm in arms}

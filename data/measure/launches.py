@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 
 from data.measure.matrix import Row
-from data.measure.session import Session
+from data.measure.session import Session, memory
 from tests.gates import hold
 from workbench.backend.base import Issue, open_backend
 from workbench.backend.cuda.kernels.kernel import Kernel, blocks
@@ -35,8 +36,7 @@ def launches(session: Session, _: None, rows: list[Row]) -> None:
     if session.device != "cuda":
         print("launches: a GPU alone can tell; left out", flush=True)
         return
-    backend: Any = open_backend("cuda")
-    try:
+    with closing[Any](open_backend("cuda")) as backend:
         early = (PLAIN, PDL) if backend.capabilities.programmatic else (PLAIN,)
         empty = {kind: _empty(backend, kind == PDL) for kind in early}
         every, sizes = range(2 if session.quick else 9), product_sizes()
@@ -52,8 +52,6 @@ def launches(session: Session, _: None, rows: list[Row]) -> None:
             "graph_us": {k: spread(_replayed_us(backend, i, len(every))) for k, i in empty.items()},
             "reads": fastest_reads(backend, sizes[:2] if session.quick else sizes, session.quick),
         }
-    finally:
-        backend.close()
     session.write(rows[0], provenance.collect() | found)
     said = (f"{where} {found[f'{where}_us'][k]['median']:.2f} {k}"
             for where in ("stream", "graph") for k in early)  # fmt: skip
@@ -125,12 +123,11 @@ def fastest_reads(backend: Any, sizes: Sequence[int], quick: bool) -> list[dict[
 
     n_sm = backend._driver.properties["multiProcessorCount"]
     room = max(rotating_bytes(l2_bytes(backend), quick), *sizes)
-    memory, sink = (backend.allocate(n, Space.DEVICE) for n in (room, 4))
     stream, found = backend._stream(COMPUTE_STREAM), []
-    try:
+    with memory(backend, (room, Space.DEVICE), (4, Space.DEVICE)) as (weights, sink):
         for nbytes in sizes:
             apart = blocks(nbytes, 256) * 256
-            starts = [memory.address + i * apart for i in range(max(memory.nbytes // apart, 1))]
+            starts = [weights.address + i * apart for i in range(max(weights.nbytes // apart, 1))]
             best: dict[str, Any] | None = None
             for words, grid in itertools.product(READ_WORDS, READ_GRIDS):
                 label = f"read_{words} {grid}"
@@ -143,10 +140,6 @@ def fastest_reads(backend: Any, sizes: Sequence[int], quick: bool) -> list[dict[
                     best = {"bytes": nbytes, "kernel": label, "us": us}
             assert best is not None
             found.append(best)
-    finally:
-        backend.synchronize()
-        memory.free()
-        sink.free()
     return found
 
 

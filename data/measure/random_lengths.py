@@ -129,6 +129,10 @@ class Quadratic(NamedTuple):
     def __call__(self, x: float) -> float:
         return self.a + self.b * x + self.c * x * x
 
+    def __str__(self) -> str:
+        b, c = (f"{'-' if value < 0 else '+'} {abs(value):.3g}" for value in (self.b, self.c))
+        return f"{self.a:.3g} {b} x {c} x²"
+
 
 def quadratic(
     lengths: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray
@@ -140,17 +144,14 @@ def quadratic(
         raise UsageError(f"{len(set(x.tolist()))} lengths fix no quadratic; measure three or more")
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise UsageError("a quadratic is fitted to finite numbers; leave the other points out")
-    scale = np.abs(x).max()  # so that the three columns are of one size
-    matrix = np.vander(x / scale, 3, increasing=True)
-    found = np.linalg.lstsq(matrix, y, rcond=None)[0]
     errors = np.full(3, math.nan)
     if len(x) > 3:
-        residual = y - matrix @ found
-        variance = residual @ residual / (len(x) - 3)
-        errors = np.sqrt(variance * np.diag(np.linalg.inv(matrix.T @ matrix)))
-    by = scale ** -np.arange(3.0)
-    a, b, c = (found * by).tolist()
-    return Quadratic(a, b, c, tuple((errors * by).tolist()))
+        found, covariance = np.polyfit(x, y, 2, cov=True)
+        errors = np.sqrt(np.diag(covariance))
+    else:
+        found = np.polyfit(x, y, 2)
+    (c, b, a), (of_c, of_b, of_a) = found.tolist(), errors.tolist()
+    return Quadratic(a, b, c, (of_a, of_b, of_c))
 
 
 def asymptotic_ratio(slower: Quadratic, faster: Quadratic) -> tuple[float, float]:
@@ -205,24 +206,14 @@ class RandomRun:
         off, on = fits[OFF], fits[ON]
         if off is None or on is None:
             return ""
-        texts = [f"skip_masked_kv={arm}: {_words(fit)}" for arm, fit in fits.items() if fit]
+        texts = [f"skip_masked_kv={arm}: {fit}" for arm, fit in fits.items()]
         ratio, error = asymptotic_ratio(off, on)
-        tends = (
-            "the points show no limit"
-            if math.isnan(ratio)
-            else f"for prompts without end {ratio:.2f}"
-            + ("" if math.isnan(error) else f" (standard error {error:.2f})")
-        )
+        tends = "the points show no limit"
+        if not math.isnan(ratio):
+            known = "" if math.isnan(error) else f" (standard error {error:.2f})"
+            tends = f"for prompts without end {ratio:.2f}{known}"
         name = model_of(self.run)
         return f"{name}: seconds by the mean length x: {'; '.join(texts)}; {tends}."
-
-
-def _words(fit: Quadratic) -> str:
-    return f"{fit.a:.3g} {_signed(fit.b)} x {_signed(fit.c)} x²"
-
-
-def _signed(value: float) -> str:
-    return f"{'-' if value < 0 else '+'} {abs(value):.3g}"
 
 
 def fits(recorded: Recorded) -> str:

@@ -41,11 +41,8 @@ def offer(target: LoadTarget, point: Point) -> ServedRow:
 
 def about_engine(path: Path, device: str) -> dict[str, Any]:
     """What a run says of the machine, the model, and an engine of another process."""
-    backend = open_backend(device)
-    try:
+    with contextlib.closing(open_backend(device)) as backend:
         engine = {"device": device, "device_description": backend.description}
-    finally:
-        backend.close()
     return provenance.collect() | {"model": model_facts(path), "engine": engine}
 
 
@@ -82,9 +79,7 @@ def front_time(pid: int) -> ProcessTime | None:
     process with the most memory is the engine's."""
     tree = [pid]
     for other in tree:
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{other}/task").iterdir():
-                tree += map(int, (task / "children").read_text().split())
+        tree += children_of(other)
     try:
         stats = {each: Path(f"/proc/{each}/stat").read_text() for each in tree}
         words = {each: Path(f"/proc/{each}/cmdline").read_text() for each in tree}

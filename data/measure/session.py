@@ -241,6 +241,21 @@ def _parts(node: Node) -> Iterator[Node]:
         yield from _parts(part)
 
 
+@contextmanager
+def memory(backend: Any, *wanted: tuple[int, Space]) -> Iterator[list[Any]]:
+    """Blocks of so many bytes in some spaces of a backend. They are freed at the end, once the
+    backend is idle."""
+    found = list[Any]()
+    try:
+        for block in wanted:
+            found.append(backend.allocate(*block))
+        yield found
+    finally:
+        backend.synchronize()
+        for one in found:
+            one.free()
+
+
 def product_tflops(backend: Any) -> float:
     """TFLOP/s of the fastest replay of PRODUCTS large F16 products by cuBLAS. The numbers are
     random: on zeros a device draws less power, and is faster than it can be with data."""
@@ -248,20 +263,14 @@ def product_tflops(backend: Any) -> float:
 
     rng, nbytes = np.random.default_rng(0), SIZE * SIZE * 2
     some = rng.standard_normal((SIZE // 8, SIZE), np.float32).astype(np.float16)
-    staging = backend.allocate(nbytes, Space.PINNED)
-    x, w, dst = (backend.allocate(n, Space.DEVICE) for n in (nbytes, nbytes, 2 * nbytes))
-    try:
+    blocks = (nbytes, Space.PINNED), *((n, Space.DEVICE) for n in (nbytes, nbytes, 2 * nbytes))
+    with memory(backend, *blocks) as (staging, x, w, dst):
         staging.array[:] = np.tile(some, (8, 1)).reshape(-1).view(np.uint8)
-        for memory in (x, w):
-            copy = backend.copy(memory.address, staging.address, nbytes, COMPUTE_STREAM, False)
-            copy()
+        for one in (x, w):
+            backend.copy(one.address, staging.address, nbytes, COMPUTE_STREAM, False)()
         backend.synchronize()
         gemm = Gemm("F16", dst.address, w.address, x.address, SIZE, SIZE, SIZE, SIZE)
         issue = backend._prepare(gemm, backend._stream(COMPUTE_STREAM), "large product")
         with TimedReplay(backend, [issue] * PRODUCTS) as replay:
             us = min(replay.time_us(5)) / PRODUCTS
-    finally:
-        backend.synchronize()
-        for memory in (staging, x, w, dst):
-            memory.free()
     return 2 * SIZE**3 / us / 1e6

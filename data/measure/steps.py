@@ -9,17 +9,16 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import workbench as wb
 from data.measure.ablation import ablation
 from data.measure.counters import counters
-from data.measure.in_rounds import compared
 from data.measure.launches import launches
 from data.measure.matrix import FIRST, Row, modes_on
-from data.measure.planned import fresh, plans, sweep
+from data.measure.planned import compared, fresh, plans, sweep
 from data.measure.racing import racing
 from data.measure.session import (
     FILES,
@@ -161,15 +160,12 @@ def kernels(session: Session, _: None, rows: list[Row]) -> None:
         folder, shapes, batches = session.emptied(row), parse_shapes(row.test), row.sizes
         if session.quick:
             shapes, batches = parse_shapes("qwen3-30b-a3b.gate"), batches[:2]
-        backend = open_backend(chosen, 0)
-        try:
+        with closing(open_backend(chosen, 0)) as backend:
             rate = {"product_tflops": product_tflops(backend)} if chosen == "cuda" else {}
             made = bench_kernels(
                 backend, KernelMatrix(TYPES, shapes, batches, session.quick), folder, reason=reason,
                 on_row=lambda row: print(row, flush=True), on_note=lambda s: print(s, flush=True),
             )  # fmt: skip
-        finally:
-            backend.close()
         if made.interrupted:
             raise KeyboardInterrupt
         roofline.save(made.run, folder)

@@ -15,7 +15,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 from data.measure.matrix import DIRECT, ONE_COPY
-from data.measure.peer import LLAMA, OURS, PeerRun, recorded_peer, recorded_peers, where
+from data.measure.peer import LLAMA, OURS, PeerRun, recorded_peers, where
 from data.measure.recorded import NOT_MEASURED, Recorded, spread
 from data.measure.tables import Line, Part, Table
 from workbench.benchmarks.compare.stats import Ratio
@@ -68,7 +68,6 @@ OVERLAPS = {
     f"plans, no fusion, {several}": f"best {PLAN} {NOT_AHEAD} {UNFUSED} {several}"
     for several in (ONE, THREE, ANY)
 }
-THEIRS = Pair("llama.cpp, GGML_CUDA_GRAPH_OPT", "")
 FASTER, SAME = "faster", "no difference"
 
 
@@ -84,12 +83,12 @@ def verdict_of(test: str, found: str, ours: Ratio, theirs: Ratio) -> str:
 
 def lines(recorded: Recorded) -> Iterator[Line]:
     """A model, a pair and a test: t/s with one stream and with several, speedup, verdicts."""
-    for model in MODELS:
-        peer = recorded_peer(recorded, model, FOLDER)
-        for test in reversed(peer.run["tests"]) if peer else ():
-            assert peer is not None
+    for peer in recorded_peers(recorded, MODELS, FOLDER):
+        for test in reversed(peer.run["tests"]):
             theirs = peer.ratio(test, LLAMA, f"{LLAMA} graph_opt=1")
-            yield _line(peer, THEIRS.name, test, LLAMA, f"{LLAMA} graph_opt=1", None)
+            yield _line(
+                peer, "llama.cpp, GGML_CUDA_GRAPH_OPT", test, LLAMA, f"{LLAMA} graph_opt=1", None
+            )
             for pair in PAIRS:
                 yield _line(peer, pair.name, test, *pair.arms, theirs)
             yield _line(peer, EITHER.name, test, *EITHER.arms, None)
