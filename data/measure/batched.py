@@ -32,6 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,20 +238,16 @@ def main(
     if bench is None and is_gpu(options.device):
         print("no --peer: ours alone", file=sys.stderr)
     for name in names:
-        folder = call.out / name
-
-        def measured(name: str = name, folder: Path = folder) -> None:
-            path = call.model_file(name)
-            _measured(call, bench, path, folder, wanted, ours.split(","), rounds, quick)
-
-        call.make(name, folder, measured, RUNS.shown)
+        given = call, name, bench, wanted, ours.split(","), rounds, quick
+        call.make(name, call.out / name, partial(_measured, *given), RUNS.shown)
 
 
 def _measured(
-    call: Call, bench: LlamaBench | None, path: Path, out: Path, wanted: Wanted,
-    ours: Sequence[str], rounds: int, quick: bool,
+    call: Call, name: str, bench: LlamaBench | None, wanted: Wanted, ours: Sequence[str],
+    rounds: int, quick: bool,
 ) -> None:  # fmt: skip
-    """Both sides on the file at `path`, into the run folder `out`."""
+    """Measures both sides on the file of a model, into its run folder."""
+    path, out = call.model_file(name), call.out / name
     with ExitStack() as stack:
         # an engine that only has the weights: the arms' caches fill the memory
         engine = stack.enter_context(
@@ -282,17 +279,16 @@ def _measured(
         }  # fmt: skip
 
         def take(round_: int, name: str) -> None:
-            if name in every:
-                for test in wanted.tests:
-                    sample = every[name].take(test, round_)
-                    recording.add(name, test.name, round_, sample.token_ns, sample.token_n)
+            if bench is not None and name == LLAMA:
+                rows = batched_rows(bench, path, wanted)
+                for test, row in zip(wanted.tests, rows, strict=True):
+                    ns = np.array([row["t_pp"], row["t_tg"]]) * 1e9
+                    n = [test.n_prompt_tokens, test.width * test.n_gen]
+                    recording.add(name, test.name, round_, ns, n)
                 return
-            assert bench is not None
-            rows = batched_rows(bench, path, wanted)
-            for test, row in zip(wanted.tests, rows, strict=True):
-                ns = np.array([row["t_pp"], row["t_tg"]]) * 1e9
-                n = [test.n_prompt_tokens, test.width * test.n_gen]
-                recording.add(name, test.name, round_, ns, n)
+            for test in wanted.tests:
+                sample = every[name].take(test, round_)
+                recording.add(name, test.name, round_, sample.token_ns, sample.token_n)
 
         def whole(round_: int, _: dict[str, None]) -> None:
             said = f"round {round_ + 1}/{rounds}, {call.seconds:.0f} s"
@@ -329,19 +325,6 @@ class Bounds(NamedTuple):
         return sum(self)
 
 
-def bounds(
-    rates: dict[str, float], weight_bytes: float, cache_bytes: float, logit_bytes: float,
-    n_launches: int,
-) -> Bounds:  # fmt: skip
-    """Of a step that reads and writes so many bytes with so many launches."""
-    return Bounds(
-        weight_bytes / rates["read_gbps"] / 1e3,
-        cache_bytes / rates["read_gbps"] / 1e3,
-        logit_bytes / rates["to_host_gbps"] / 1e3,
-        n_launches * rates["launch_us"],
-    )
-
-
 class BatchedRun(Arms):
     """A run of kind `batched`, read."""
 
@@ -365,11 +348,15 @@ class BatchedRun(Arms):
 
     def bounds(self, test: w.Workload, arm: str) -> Bounds:
         """Of a generating step, the mean over the test."""
-        result = self.run["result"]
+        result, rates = self.run["result"], self.run["result"]["rates"]
         weights = self.run["model"]["weight_bytes_per_token"]
         cache = test.step_bytes(0, result["cell_bytes"])
         logits = 4 * result["n_vocab"] * test.width
-        return bounds(result["rates"], weights, cache, logits, result["launches"][arm][test.name])
+        return Bounds(
+            weights / rates["read_gbps"] / 1e3, cache / rates["read_gbps"] / 1e3,
+            logits / rates["to_host_gbps"] / 1e3,
+            result["launches"][arm][test.name] * rates["launch_us"],
+        )  # fmt: skip
 
     def lines(self) -> Iterator[Line]:
         """A width: both sides' rates, the ratio, and what a step of ours is bound by."""

@@ -158,8 +158,12 @@ def main(
             print(f"  warmed up: {call.seconds:.0f} s", flush=True)
 
             def take(round_: int, arm: str) -> None:
-                if arm == LLAMA:
-                    theirs(round_)
+                if bench is not None and arm == LLAMA:
+                    rows = batched.batched_rows(bench, path, wanted)
+                    for point, one in zip(points, rows, strict=True):
+                        seconds, n = one["t_pp"] + one["t_tg"], point.n_in_flight * n_gen
+                        add_load(recording, arm, round_, point.test, seconds, n)
+                        said(arm, point, n / seconds)
                     return
                 own = by[arm]
                 for number, point in enumerate(points):
@@ -175,14 +179,6 @@ def main(
                         "n_warm_up": point.spec.n_warm_up,
                     }  # fmt: skip
                     said(arm, point, row.figures["output_throughput"])
-
-            def theirs(round_: int) -> None:
-                assert bench is not None
-                rows = batched.batched_rows(bench, path, wanted)
-                for point, row in zip(points, rows, strict=True):
-                    seconds, n = row["t_pp"] + row["t_tg"], point.n_in_flight * n_gen
-                    add_load(recording, LLAMA, round_, point.test, seconds, n)
-                    said(LLAMA, point, n / seconds)
 
             recording.take(take, call.rounds(rounds))
 
@@ -204,10 +200,6 @@ class HttpRun(Arms):
         shape, peer = self.run["tests"][0].partition("@")[0], self.run["result"].get("peer")
         said = f"{shape} a request, rounds in turn: {self.run['repetitions']}"
         return said + (f"; llama.cpp {peer['version']}" if peer else "")
-
-    def times(self, test: str, arm: str, of: str = PIPE) -> float | None:
-        """An arm's throughput over another's; None without the other."""
-        return self.ratio(test, of, arm).value if of in self.names else None
 
     def event_us(self, test: str) -> dict[str, Any]:
         """CPU time of an event, us: of the server's processes but the engine's, and the client's.
@@ -233,9 +225,10 @@ class HttpRun(Arms):
             values: dict[str, Any] = {
                 "model": self.model, "n": int(first["in_flight"]), "n_requests": first["completed"],
                 "pipe": medians[PIPE], "whole": medians[WHOLE], "streamed": medians[STREAMED],
-                "whole_ratio": self.times(test, WHOLE), "theirs": medians.get(LLAMA),
-                "streamed_ratio": self.times(test, STREAMED),
-                "of_theirs": self.times(test, PIPE, LLAMA), **self.event_us(test),
+                "whole_ratio": self.ratio(test, PIPE, WHOLE).value, "theirs": medians.get(LLAMA),
+                "streamed_ratio": self.ratio(test, PIPE, STREAMED).value,
+                "of_theirs": self.ratio(test, LLAMA, PIPE).value if LLAMA in medians else None,
+                **self.event_us(test),
             }  # fmt: skip
             yield Line(values, [self])
 

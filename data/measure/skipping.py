@@ -41,7 +41,6 @@ from workbench.benchmarks.workload import gen_steps, prompt_steps
 from workbench.common.errors import UsageError
 from workbench.common.sizes import round_up
 from workbench.config import Toggles
-from workbench.engine.batch import Work
 from workbench.engine.cache.extent import WAYS
 from workbench.graph.attend import PARTS
 
@@ -138,32 +137,17 @@ def visited(
             tokens = w.draw_tokens(test, own.model.n_vocab, 0)
             if tokens.depth:
                 own.prefill(tokens.depth)
-            prompts, made = steps(test, tokens, config.n_ubatch)
-            found[test.name] = {
-                name: _counted(own, works)
-                for name, works in (("prompts", prompts), ("generated", made))
-            }
+            prompts = prompt_steps(test, tokens.prompt, config.n_ubatch)
+            if not test.n_seqs:  # every ubatch of a prompt of one sequence has logits here
+                prompts = [[(0, part, "last")] for ((_, part, _),) in prompts]
+            made = [work for of in gen_steps(test, tokens.gen, config.n_ubatch) for work in of]
+            found[test.name] = {}
+            for phase, works in zip(PHASES, (prompts, made), strict=True):
+                with wb.kv_visits(own) as visits:
+                    for work in works:
+                        own.submit(work).wait()
+                found[test.name][phase] = [visits.visited, visits.skipped]
     return found
-
-
-def steps(test: w.Workload, tokens: w.Tokens, n_ubatch: int) -> tuple[list[Work], list[Work]]:
-    """What a repetition submits: of prompts, and of generated tokens."""
-    if test.n_seqs:
-        made = gen_steps(test, tokens.gen, n_ubatch)
-        return prompt_steps(test, tokens.prompt, n_ubatch), [work for of in made for work in of]
-    prompt = tokens.prompt
-    begins = range(0, len(prompt), n_ubatch)
-    return (
-        [[(0, prompt[i : i + n_ubatch], "last")] for i in begins],
-        [[(0, [token], "last")] for token in tokens.gen],
-    )
-
-
-def _counted(engine: wb.Engine, works: Sequence[Work]) -> list[int]:
-    with wb.kv_visits(engine) as visits:
-        for work in works:
-            engine.submit(work).wait()
-    return [visits.visited, visits.skipped]
 
 
 @app.default
@@ -321,8 +305,8 @@ TABLES = (
 def shown(folder: Path) -> str:
     """The tables of a folder of runs, as text."""
     recorded = Recorded(folder.parent)
-    every = [(list(table.lines(recorded)), table.cells) for table in TABLES]
-    return "\n\n".join(as_text(lines, cells) for lines, cells in every if lines)
+    every = ((table, list(table.lines(recorded))) for table in TABLES)
+    return "\n\n".join(as_text(lines, table.cells) for table, lines in every if lines)
 
 
 BLOCKS: dict[str, list[Part]] = {
