@@ -24,7 +24,7 @@ from pathlib import Path
 from cyclopts import App
 
 from data.measure.command import start
-from data.measure.matrix import CPU_STEP, STEPS, Row, rows
+from data.measure.matrix import CPU_STEP, STEPS, rows
 from data.measure.session import Session
 from data.measure.steps import run
 from workbench.common.errors import UsageError, WorkbenchError
@@ -68,16 +68,16 @@ def measure(
     for name in names or STEPS:
         begin = time.monotonic()
         print(f"== {name}: about {STEPS.get(name, CPU_SECONDS)} s", flush=True)
-        of_device = [row for row in rows(name) if name != CPU_STEP or row.device == device]
-        failed += run(session, [row for row in of_device if _named(row, like)])
+        wanted = [
+            row for row in rows(name)
+            if (name != CPU_STEP or row.device == device)
+            and any(fnmatch(row.folder, pattern) for pattern in like.split(","))
+        ]  # fmt: skip
+        failed += run(session, wanted)
         now = time.monotonic()
         print(f"== {name}: {now - begin:.0f} s, {now - begun:.0f} s in all", flush=True)
     if failed:
         raise WorkbenchError(f"{len(failed)} failed: {', '.join(failed)}")
-
-
-def _named(row: Row, like: str) -> bool:
-    return any(fnmatch(row.folder, pattern) for pattern in like.split(","))
 
 
 if __name__ == "__main__":

@@ -80,24 +80,18 @@ def made(folders: Iterable[Path]) -> dict[str, dict[str, dict[str, dict[str, Any
     """The table: kind of device -> one or several sequences -> toggle -> value, by what it won, and
     the runs."""
     runs = {f.name: results.load_run(f) for f in sorted(folders, key=lambda f: f.name)}
-    found = {name: (_device(run.run), _for(run.run)) for name, run in runs.items()}
+    found = dict[str, tuple[str, str]]()  # of whole runs: device, one or several sequences
+    for name, (_, run, _) in runs.items():
+        if run["status"] == results.COMPLETE and not run["result"].get("smoke"):
+            widths = (parse(test).width for test in run["tests"])
+            found[name] = run["engine"].get("device", ""), set_for(max(widths, default=1))
     return {
         kind: {
-            wanted: of_kind({name: runs[name] for name in runs if found[name] == (kind, wanted)})
+            wanted: of_kind({name: runs[name] for name in found if found[name] == (kind, wanted)})
             for wanted in (ONE, SEVERAL)
         }
         for kind in KINDS
     }
-
-
-def _for(run: dict[str, Any]) -> str:
-    """Whether a run is of one sequence or of several: of the most that a test of it has."""
-    return set_for(max((parse(test).width for test in run["tests"]), default=1))
-
-
-def _device(run: dict[str, Any]) -> str:
-    whole = run["status"] == results.COMPLETE and not run.get("result", {}).get("smoke")
-    return run.get("engine", {}).get("device", "") if whole else ""
 
 
 def of_kind(runs: dict[str, results.Run]) -> dict[str, dict[str, Any]]:
@@ -181,7 +175,10 @@ def _winner(
     }
     if faster:
         return {"value": max(faster, key=faster.__getitem__), "by": "faster", "runs": folders}
-    found = {f: run for f, run in gap_runs.items() if len(_values(run.run, name)) > 1}
+    found = {
+        f: run for f, run in gap_runs.items()
+        if len({arm["toggles"].get(name, "") for arm in run.run["arms"]}) > 1
+    }  # fmt: skip
     if found:
         richest = max(_background(run.run, name) for run in found.values())
         found = {f: run for f, run in found.items() if _background(run.run, name) == richest}
@@ -225,10 +222,6 @@ def _trials(folder: str, ab: AB) -> Iterator[Trial]:
             folder, baseline["name"], row.arm, row.verdict, row.speedup,
             answer is not None and answer.holds, before["waits"] - after["waits"],
         )  # fmt: skip
-
-
-def _values(run: dict[str, Any], name: str) -> set[str]:
-    return {arm["toggles"].get(name, "") for arm in run["arms"]}
 
 
 def _shortest(found: gaps.Gaps, name: str) -> str:

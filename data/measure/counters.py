@@ -282,7 +282,8 @@ def _said(case: dict[str, Any]) -> str:
 
 
 def available(tool: Path, small: Sequence[Counted]) -> list[str]:
-    """The metrics that ncu can count here, one for each of COUNTERS: it counts one small launch.
+    """The metrics that ncu can count here, the first of each of COUNTERS, and the stalls: it counts
+    one small launch.
     ncu may refuse several metrics before it counts any."""
     metrics = [m for names in COUNTERS.values() for m in names]
     metrics += [STALL.format(reason) for reason in REASONS]
@@ -290,19 +291,13 @@ def available(tool: Path, small: Sequence[Counted]) -> list[str]:
         log, output, rows = run(tool, metrics, small)
         absent = unknown(log + "\n" + output, metrics)
         if rows:
-            return chosen_of(
-                [m for m in metrics if number(rows[0].get(m, ("", ""))[0]) is not None]
-            )
+            there = [m for m in metrics if number(rows[0].get(m, ("", ""))[0]) is not None]
+            firsts = (next((m for m in names if m in there), "") for names in COUNTERS.values())
+            return [*filter(None, firsts), *(m for r in REASONS if (m := STALL.format(r)) in there)]
         if not absent:
             raise NoCounters(f"ncu counts nothing: {refusal(log, output)}")
         metrics = [m for m in metrics if m not in absent]
     raise NoCounters(f"ncu does not know {', '.join(absent)}")
-
-
-def chosen_of(there: Sequence[str]) -> list[str]:
-    """The first metric of each of COUNTERS that is `there`, and the stalls that are."""
-    firsts = [next((m for m in names if m in there), None) for names in COUNTERS.values()]
-    return [m for m in firsts if m] + [m for r in REASONS if (m := STALL.format(r)) in there]
 
 
 def count(tool: Path, metrics: Sequence[str], chosen: Sequence[Counted]) -> list[dict[str, Any]]:

@@ -88,12 +88,14 @@ class Session:
         """Whether a model is wanted and small enough; says so where it is too large."""
         if self.only and model not in self.only.split(","):
             return False
-        gb = 0.0 if self.quick else file_gb(model)
-        if gb > self.most_gb:
-            print(
-                f"{' '.join(parsed(model))}: left out, {gb:.1f} GB is above the limit", flush=True
-            )
-        return gb <= self.most_gb
+        preset, quant = parsed(model)
+        shape = find_preset(preset)
+        typed = ((s.shape, tensor_type(s, shape, quant_name(quant))) for s in tensors(shape))
+        gb = sum(math.prod(s[:-1]) * dtype.row_bytes(s[-1]) for s, dtype in typed) / 1e9
+        fits = self.quick or gb <= self.most_gb
+        if not fits:
+            print(f"{preset} {quant}: left out, {gb:.1f} GB is above the limit", flush=True)
+        return fits
 
     def late(self, row: Row) -> bool:
         """Whether a run would probably end behind the deadline; says so."""
@@ -183,14 +185,6 @@ def parsed(model: str) -> tuple[str, str]:
         raise UsageError(f"{model}: no such model; give one as folders do, llama-3-8b-q8_0")
     preset = max(named, key=len)
     return preset, model.removeprefix(f"{preset}-").upper()
-
-
-def file_gb(model: str) -> float:
-    """About the size of a model's file, in GB."""
-    preset, quant = parsed(model)
-    shape, quant = find_preset(preset), quant_name(quant)
-    typed = ((spec.shape, tensor_type(spec, shape, quant)) for spec in tensors(shape))
-    return sum(math.prod(s[:-1]) * dtype.row_bytes(s[-1]) for s, dtype in typed) / 1e9
 
 
 def model_file(preset: str, quant: str, folder: Path) -> Path:

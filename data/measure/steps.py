@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import workbench as wb
@@ -220,11 +221,6 @@ def is_there(session: Session, row: Row) -> bool:
     return is_complete(session.at(row), "product_tflops" if on_gpu else kind.needs)
 
 
-def _loaded(row: Row) -> tuple[str, int, int, int, int, int]:
-    """What rows share that one engine serves."""
-    return row.model, row.n_ctx, row.n_ubatch, row.n_seqs, row.n_kv_pad, row.n_devices
-
-
 def run(session: Session, rows: Sequence[Row]) -> list[str]:
     """Makes the runs of some rows that are not there yet, each model loaded once. Rows that would
     end behind the session's deadline are left, and named. The folders of rows that failed: one that
@@ -234,7 +230,9 @@ def run(session: Session, rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if is_there(session, row):
             print(f"{session.at(row).name}: there already, of this commit", flush=True)
-    for _, alike in groupby(rows, key=_loaded):
+    # what rows share that one engine serves
+    loaded = attrgetter("model", "n_ctx", "n_ubatch", "n_seqs", "n_kv_pad", "n_devices")
+    for _, alike in groupby(rows, key=loaded):
         group = [row for row in alike if not (is_there(session, row) or session.late(row))]
         if not group:
             continue

@@ -133,16 +133,13 @@ def rendered(table: Table, lines: Sequence[Line], recorded: Recorded) -> str:
 
 
 def as_text(lines: Iterable[Line], cells: Mapping[str, str] | None) -> str:
-    """Lines as Markdown."""
-    rows = [shown(cells, line.values) for line in lines]
+    """Lines as Markdown; a cell that shows a value which is None is empty."""
+    rows = [
+        line.values if cells is None
+        else {column: filled(template, line.values) for column, template in cells.items()}
+        for line in lines
+    ]  # fmt: skip
     return markdown(pd.DataFrame(rows).fillna(""))
-
-
-def shown(cells: Mapping[str, str] | None, values: Mapping[str, Any]) -> dict[str, str]:
-    """The cells of a line; one that shows a value which is None is empty."""
-    if cells is None:
-        return dict(values)
-    return {column: filled(template, values) for column, template in cells.items()}
 
 
 def filled(template: str, values: Mapping[str, Any]) -> str:
