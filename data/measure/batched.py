@@ -2,20 +2,21 @@
 
     python -m data.measure.batched [MODELS] [--peer DIR] [--widths 1,8,32,128] [--rounds N]
 
-For each model a run folder `data/results/batched/MODEL/`. A test is llama-batched-bench's: so many
-sequences have a prompt each, and then a token each in every step. Token ids are drawn before, the
-cache is empty, nothing is sampled, and every step's logits reach the host. `--peer` names a folder
-with llama.cpp's programs (or an archive of it, as `make peer-cuda` takes it); without it our side
-runs alone.
+Each model has a run folder `data/results/batched/MODEL/`. A test is llama-batched-bench's: a number
+of sequences have a prompt each, and then a token each in every step. Token ids are drawn before,
+the cache is empty, nothing is sampled, and every step's logits reach the host. `--peer` names a
+folder with llama.cpp's programs, or an archive of the folder, as for `make peer-cuda`. Without
+`--peer` our side runs alone.
 
-* A round runs every arm once, all widths of it, in an order that turns. The last arm is our first
+* A round runs every arm once with all widths, in an order that turns. The last arm is our first arm
   once more: the A/A control.
-* llama.cpp's turn is one process, `llama-batched-bench`. Of its steps it says the sum.
-* Ours are what `workbench bench -npl WIDTHS -p 1024 -n 128` runs: preset `best`, for one sequence
-  or for several.
+* llama.cpp's turn is one process, `llama-batched-bench`, which reports the sum over its steps.
+* Our arms run what `workbench bench -npl WIDTHS -p 1024 -n 128` runs: preset `best`, for one
+  sequence or for several.
 
-`result`: `launches` of a generating step by arm and test, `cell_bytes` of K and V in all layers,
-`answers` of our arms beside our first, and `rates`, what the device can do at most:
+`result` has the `launches` of a generating step by arm and test, `cell_bytes` of K and V in all
+layers, the `answers` of our arms beside our first arm's, and `rates`, the most that the device can
+do:
 
     read_gbps      the fastest of several reading kernels (`session.rates`)
     to_host_gbps   a copy of COPIED bytes from the device to page-locked memory, the fastest of some
@@ -69,7 +70,11 @@ app = App(help=__doc__, result_action="return_none")
 
 
 class Wanted(NamedTuple):
-    """The tests of both sides. widths: numbers of sequences. n_ubatch: tokens computed at once."""
+    """The tests of both sides.
+
+    widths: numbers of sequences.
+    n_ubatch: tokens computed at once.
+    """
 
     widths: Sequence[int]
     n_prompt: int = N_PROMPT
@@ -82,7 +87,8 @@ class Wanted(NamedTuple):
 
     @property
     def n_ctx(self) -> int:
-        """Cells of all sequences; of each a step more than a test has, and a multiple of PAD."""
+        """Cells of all sequences. Each sequence has room for one step more than its test, rounded
+        up to a multiple of PAD."""
         return max(self.widths) * round_up(self.n_prompt + self.n_gen + 1, PAD)
 
 
@@ -117,8 +123,8 @@ class Own:
         return dict(found)
 
     def warm_up(self, wanted: Wanted) -> dict[str, int]:
-        """Every test once, untimed; then how many launches a generating step of it has. The widest
-        goes first: it takes the most memory, and where that grows programs are made anew."""
+        """Runs every test once, untimed, and returns the launches of a generating step by test. The
+        widest test comes first: where the arena grows, programs are made anew."""
         found, bos = dict[str, int](), w.bos_token(self.widest)
         for test in sorted(wanted.tests, key=lambda test: -test.width):
             engine = self.of(test)
@@ -145,7 +151,8 @@ def about_peer(bench: LlamaBench | None) -> dict[str, Any] | None:
 
 
 def batched_rows(bench: LlamaBench, path: Path, wanted: Wanted) -> list[dict[str, Any]]:
-    """What llama-batched-bench says of every width. Raises RuntimeError where it says less."""
+    """What llama-batched-bench reports for every width. Raises RuntimeError where a width is
+    missing."""
     command = [
         str(bench.program.with_name(PROGRAM)), "-m", str(path), "-ngl", "99", "-fa", "on",
         "-c", str(wanted.n_ctx), "-b", "2048", "-ub", str(wanted.n_ubatch),
@@ -164,8 +171,8 @@ def batched_rows(bench: LlamaBench, path: Path, wanted: Wanted) -> list[dict[str
 
 
 def bench_of(peer: Path | None) -> LlamaBench | None:
-    """llama.cpp's programs at `peer`, llama-batched-bench among them; None without a path. Raises
-    UsageError where it is missing."""
+    """llama.cpp's programs at `peer`; None without a path. Raises UsageError where
+    llama-batched-bench is not among them."""
     if peer is None:
         return None
     bench = find(peer)
@@ -175,7 +182,7 @@ def bench_of(peer: Path | None) -> LlamaBench | None:
 
 
 def device_rates(engine: wb.Engine, quick: bool = False) -> dict[str, float]:
-    """The figures of `rates`, of an engine's device and toggles."""
+    """The figures of `rates`, for an engine's device and toggles."""
     backend: Any = engine.backend
     found = {
         "read_gbps": max(rig_of(backend, quick).read_rates().values()),
@@ -249,7 +256,7 @@ def _measured(
     """Measures both sides on the file of a model, into its run folder."""
     path, out = call.model_file(name), call.out / name
     with ExitStack() as stack:
-        # an engine that only has the weights: the arms' caches fill the memory
+        # this engine holds the weights alone: the arms' caches fill the memory
         engine = stack.enter_context(
             wb.Engine.load(
                 path, device=call.options.device, n_ctx=PAD, n_seqs=1, n_ubatch=1, n_kv_pad=PAD,
@@ -311,8 +318,12 @@ def _measured(
 
 
 class Bounds(NamedTuple):
-    """What a generating step cannot take less than, us, each by itself. weights, cache: to read
-    them once. logits: to bring them to the host. launches: one behind the other."""
+    """The least time of a generating step, us, by cause.
+
+    weights, cache: to read them once.
+    logits: to bring them to the host.
+    launches: one after the other.
+    """
 
     weights: float
     cache: float
@@ -321,12 +332,13 @@ class Bounds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """One behind the other. Logits that travel while the next step runs hide some of it."""
+        """All causes one after the other. Logits that travel while the next step runs hide a part
+        of it."""
         return sum(self)
 
 
 class BatchedRun(Arms):
-    """A run of kind `batched`, read."""
+    """A run of kind `batched`, as read."""
 
     def about(self) -> str:
         run, first, peer = self.run, self.tests[0], self.run["result"]["peer"]
@@ -343,11 +355,11 @@ class BatchedRun(Arms):
         return [w.parse(name) for name in self.run["tests"]]
 
     def best(self, test: str) -> str:
-        """Our arm that generates the fastest, by its median."""
+        """Our arm with the fastest generation, by its median."""
         return str(self.rates(test, PHASES[1])[self.side(OURS)].median().idxmax())
 
     def bounds(self, test: w.Workload, arm: str) -> Bounds:
-        """Of a generating step, the mean over the test."""
+        """The bounds of a generating step, the mean over the test."""
         result, rates = self.run["result"], self.run["result"]["rates"]
         weights = self.run["model"]["weight_bytes_per_token"]
         cache = test.step_bytes(0, result["cell_bytes"])
@@ -359,7 +371,7 @@ class BatchedRun(Arms):
         )  # fmt: skip
 
     def lines(self) -> Iterator[Line]:
-        """A width: both sides' rates, the ratio, and what a step of ours is bound by."""
+        """A line for each width: both sides' rates, the ratio, and the bounds of a step of ours."""
         for test in self.tests:
             name, arm = test.name, self.best(test.name)
             fastest = self.bounds(test, arm)
@@ -391,12 +403,12 @@ TYPED = RUNS._replace(name="plain-batched")  # what `workbench bench -npl` itsel
 
 
 def beside_llama(recorded: Recorded) -> BatchedRun | None:
-    """The first run that llama.cpp's batched bench is in."""
+    """The first run that has llama.cpp's batched bench as an arm."""
     return next((found for found in RUNS.runs(recorded) if found.side(LLAMA)), None)
 
 
 def in_short(recorded: Recorded) -> Iterator[Line]:
-    """Generated t/s of the first model beside llama.cpp: a column for each width."""
+    """Generated t/s of the first model, ours beside llama.cpp's; a column for each width."""
     found = beside_llama(recorded)
     if found is None:
         return
@@ -409,7 +421,7 @@ def in_short(recorded: Recorded) -> Iterator[Line]:
 
 
 def first(recorded: Recorded) -> str:
-    """The caption; before it the commands that print our figures, and both sides'."""
+    """The commands that print our figures and both sides' figures, and then the caption."""
     found = beside_llama(recorded)
     if found is None:
         return ""
@@ -418,7 +430,7 @@ def first(recorded: Recorded) -> str:
 
 
 def as_typed(recorded: Recorded) -> Iterator[Line]:
-    """What `bench -npl` itself measured, with no flag but the tests: a line for each width."""
+    """A line for each width of the runs that `bench -npl` itself wrote."""
     for found in TYPED.runs(recorded):
         for test in found.tests:
             prompt, made = (

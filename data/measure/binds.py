@@ -7,13 +7,12 @@ Pure functions of what `data.measure` recorded:
     cuda-ablation-MODEL[-N].json         where the time of a step goes
     cuda-counters.json                   how busy a product keeps each part of the device
 
-A time and the bandwidth that it is compared with are of one file. Only the cost of a launch is
-compared across processes.
+A time and the bandwidth beside it come from one file. Only the cost of a launch is compared across
+processes.
 
-A token of a plan is what the device takes and a gap. The gap is what passes until the host has the
-logits, and what the host takes from there to the next token's first kernel.
-`benchmarks/times/token_parts.py` measures them by the device's clock. The phases of the host come
-from an arm's counters.
+A token of a plan is the device's time and a gap. The gap is the time until the host has the logits,
+and then the host's time to the next token's first kernel. `benchmarks/times/token_parts.py`
+measures both by the device's clock. The phases of the host come from an arm's counters.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from workbench.config import Pdl, PlanScope
 READ = "read"  # the type that counters give to kernels that only read
 LEAST_SHARE = 0.03  # of a step, from which a kind of launch is named
 
-# A part of the device binds from FULL percent on. Memory binds, too, from LIKE_READING times what a
-# kernel reaches that only reads as many bytes.
+# A part of the device binds from FULL percent on. Memory also binds from LIKE_READING times the
+# percentage of a kernel that only reads as many bytes.
 FULL, LIKE_READING = 80.0, 0.95
 PARTS = {
     "issue_pct": "issue slots", "alu_pct": "integer units", "fma_pct": "multiply-add units",
@@ -64,7 +63,12 @@ WAITS = {
 
 
 class Bind(NamedTuple):
-    """What is missed, how far it comes, and what binds it, a statement each."""
+    """A missed target.
+
+    missed: what is missed.
+    measured: the figure that was reached.
+    binds: the reasons, a statement each.
+    """
 
     missed: str
     measured: str
@@ -76,7 +80,7 @@ def read_us(nbytes: float, gbps: float) -> float:
 
 
 def product(row: dict[str, Any], gbps: float, launches: dict[str, Any] | None) -> str:
-    """What the launches of one row of `bench-kernels` cannot do without, and what is left.
+    """The least time of the launches in one row of `bench-kernels`, and the time that is left.
 
     Reading takes its time at the full bandwidth, and an empty launch takes its own time. Launched
     plainly, the two hardly overlap. A kernel that only reads shows what filling and draining the
@@ -113,9 +117,10 @@ def batched_product(row: dict[str, Any], gbps: float, tflops: float) -> str:
 
 
 def step(found: dict[str, Any] | None) -> tuple[str, ...]:
-    """Where the time of a step goes: host, launches, and the kinds of launch by what leaving each
-    out saves, the most first. A kind with weights also says how long reading the weights takes.
-    Kinds without which the rest takes longer are named: they show how far costs do not add up."""
+    """Where the time of a step goes: the host, the launches, and the kinds of launch that save most
+    when they are left out. For a kind with weights, also the time that reading the weights takes.
+    Kinds without which the rest takes longer are named: they show how far the costs do not add up.
+    """
     if found is None:
         return (NOT_MEASURED,)
     whole, graph = found["step_us"]["median"], found["graph_us"]["median"]
@@ -156,8 +161,8 @@ def _percent(share: float) -> str:
 
 
 def counted(case: dict[str, Any], reading: dict[str, Any] | None = None) -> str:
-    """What a launch kept busy, by hardware counters, and what follows. Memory binds, or the parts
-    of a multiprocessor that are full. Where neither is full, what the warps waited for tells why.
+    """What a launch kept busy, by hardware counters, and what binds it: memory, or parts of a
+    multiprocessor that are full. Where none is full, the reasons for which warps waited are named.
     reading: the launch that only reads as many bytes."""
     memory = case.get("memory_pct")
     parts = sorted((key for key in PARTS if key in case), key=lambda key: -case[key])[:MOST_PARTS]
@@ -192,16 +197,16 @@ def _case(
 
 
 def by_counters(counters: dict[str, Any] | None, row: dict[str, Any]) -> str:
-    """What counters say of a launch of a row of `bench-kernels`; empty where it was not counted.
-    A row of several launches of equal weights is read as each of them."""
+    """What the counters say of a launch in a row of `bench-kernels`; empty where it was not
+    counted. A row of several launches with equal weights is read as each of them."""
     nbytes = row["bytes"] // row.get("launches", 1)
     case = _case(counters, row["type"], nbytes, row["batch"])
     return f"by counters: {counted(case, _case(counters, READ, nbytes, 1))}" if case else ""
 
 
 def step_by_counters(counters: dict[str, Any] | None, model: str, n_tokens: int) -> tuple[str, ...]:
-    """What counters say of each product in a model's step of n_tokens, or of the nearest number
-    that was counted; empty where no product of the model was counted."""
+    """What the counters say of each product in a model's step of n_tokens, or of the nearest number
+    of tokens that was counted; empty where no product of the model was counted."""
     ours = [
         case for case in (counters or {}).get("cases", ()) if case["batch"] > 1
         and f"{MODELS.get(case['shape'].partition('.')[0])}-{case['type'].lower()}" == model
@@ -257,8 +262,8 @@ def of_batched_product(
 
 
 def of_step(recorded: Recorded, run: str, model: str, n_tokens: int, measured: str) -> Bind:
-    """The line of a model's step of `run`. Where no step of n_tokens was taken apart, the step of
-    the nearest number stands for it."""
+    """The line of a model's step of `run`. Where no step of n_tokens was taken apart, the step with
+    the nearest number of tokens stands in its place."""
     what, sizes = f"{model}, tg128", {1: ""}
     counters: tuple[str, ...] = ()
     if n_tokens > 1:
@@ -283,7 +288,7 @@ def _commits(found: dict[str, Any] | None, run: Run | None) -> list[str]:
 
 
 def origins(recorded: Recorded) -> list[str]:
-    """The files that tell what a launch takes and keeps busy, each with its commit."""
+    """The files with launches and counters, each with its commit."""
     found = {name: recorded.file(name) for name in ("launches", "counters")}
     return [
         f"`{recorded.device}-{name}.json` is of commit {commit_of(file)}"
@@ -293,7 +298,8 @@ def origins(recorded: Recorded) -> list[str]:
 
 
 def _sizes(recorded: Recorded, model: str) -> dict[int, str]:
-    """The sizes of a model's steps that were taken apart, above one token: size to name suffix."""
+    """The steps of more than one token that were taken apart: their number of tokens to the suffix
+    of their file."""
     start = f"{recorded.device}-ablation-{model}-"
     stems = (path.stem.removeprefix(start) for path in recorded.folder.glob(f"{start}*.json"))
     return {int(stem): f"-{stem}" for stem in stems if stem.isdigit()}
@@ -318,14 +324,14 @@ def token_parts(one: Planned) -> str:
 
 
 def host_phases(one: Planned) -> str:
-    """What the host does for a token beside waiting, us, of the arm's timed repetitions."""
+    """The host's work for a token, without waiting, us; from the arm's timed repetitions."""
     found = kept.phases_us(one.arm["counters"])
     return ", ".join(f"{name} {found[phase]:.0f}" for phase, name in PHASES.items())
 
 
 def plan_gaps(recorded: Recorded, most_gap: float, most_host: float) -> Iterator[Bind]:
-    """An item for each kind of plan with ours: how many rows miss a target, the worst row and the
-    best one taken apart."""
+    """An item for each kind of plan with plans=ours: how many rows miss a target, and the parts of
+    the worst and of the best row."""
     ours = [one for one in planned(recorded) if one.rule == OURS]
     for kind in KINDS:
         rows = sorted((one for one in ours if one.kind == kind), key=lambda one: one.us["gap"])
@@ -347,8 +353,8 @@ def plan_gaps(recorded: Recorded, most_gap: float, most_host: float) -> Iterator
 
 
 def plan_kernels(recorded: Recorded, bounds: Mapping[str, Mapping[str, float]]) -> Iterator[Bind]:
-    """An item for each model whose kernels take longer than they did as captured. bounds: of each
-    value of `pdl`, us by model."""
+    """An item for each model whose kernels take longer than they did as captured. bounds: us by
+    model, for each value of `pdl`."""
     for one in planned(recorded):
         bound = bounds.get(one.toggles["pdl"], {}).get(one.model)
         if bound is None or (one.rule, one.kind) != (OURS, KINDS[1]):
@@ -373,8 +379,8 @@ def plan_kernels(recorded: Recorded, bounds: Mapping[str, Mapping[str, float]]) 
 
 
 def replayed_launches(recorded: Recorded, bounds: Mapping[str, float]) -> Iterator[Bind]:
-    """An item for each model whose launches, replayed behind themselves, take longer than they did
-    as captured."""
+    """An item for each model whose launches take longer, as a plan replayed one replay after the
+    other, than they did as captured."""
     for row in plan_tables.timed_rows(recorded):
         bound, us = bounds.get(row["model"]), row["device_us"]
         if row["scope"] == PlanScope.SPLIT and bound is not None and us["median"] > bound:
@@ -387,9 +393,9 @@ def replayed_launches(recorded: Recorded, bounds: Mapping[str, float]) -> Iterat
 
 
 def beside(recorded: Recorded, bounds: Mapping[str, float], most_gap: float) -> Iterator[Bind]:
-    """An item for each model whose tg128 misses its times of llama.cpp's best: how much of a token
-    is too much, where a token's time goes, and what it would be with the gap that is wanted. The
-    parts are those of the same kind of plan, from the model's comparison of plans."""
+    """An item for each model whose tg128 misses its target against llama.cpp's best: by how much a
+    token is too long, where its time goes, and how long it would be with the target's gap. The
+    parts come from the model's comparison of plans, of the same kind of plan."""
     parted = {
         (one.model, one.kind): one
         for one in planned(recorded)
@@ -416,7 +422,7 @@ def beside(recorded: Recorded, bounds: Mapping[str, float], most_gap: float) -> 
 
 def first_tokens(recorded: Recorded) -> Iterator[Bind]:
     """An item for each kind of plan whose first tokens take longer than without plans: which tokens
-    cost more, and what the others save."""
+    cost more, and how much the others save."""
     warm = {row["model"]: row for row in plan_tables.timed_rows(recorded)
             if row["scope"] == PlanScope.STEP}  # fmt: skip
     for one in recorded.toggled("plans", "fresh"):

@@ -34,7 +34,8 @@ SWITCHED_OFF = ("unfused", "plain")  # suffixes of folders
 
 
 def decodes(recorded: Recorded) -> Iterator[Line]:
-    """A model: decode with everything on but plans, without fusion, without pdl; its prompt."""
+    """A line for each model: decode with everything on except plans, without fusion, and without
+    pdl; and its prompt."""
     for name in DECODED:
         full = decode(recorded, name)
         if full is not None:
@@ -46,7 +47,8 @@ def decodes(recorded: Recorded) -> Iterator[Line]:
 
 
 def batches(recorded: Recorded) -> Iterator[Line]:
-    """A model and tokens computed at once: speed, and the share of either bound."""
+    """A line for each model and number of tokens computed at once: the speed, and the share of its
+    bound."""
     for row, run in recorded.of("batches"):
         for step in batch_steps(recorded, row.model):
             derived = {"share": step.share, "bound": step.bound}
@@ -54,13 +56,15 @@ def batches(recorded: Recorded) -> Iterator[Line]:
 
 
 def sequences(recorded: Recorded) -> Iterator[Line]:
-    """A number of sequences that go on together: tokens of all of them, beside the bound."""
+    """A line for each number of sequences side by side: the tokens of all of them, beside the
+    bound."""
     for _, run in recorded.of("together"):
         yield Line(together(run), [run])
 
 
 def kernels(recorded: Recorded) -> Iterator[Line]:
-    """A type: share of the read bandwidth by shape of llama-3-8b, one token, plain / pdl."""
+    """A line for each type: its share of the read bandwidth for one token, by shape of llama-3-8b;
+    plain / pdl."""
     shapes = (*LARGE, *SMALL)
     for _, run in recorded.of("kernels"):
         rows = kernel_rows(run)
@@ -72,7 +76,8 @@ def kernels(recorded: Recorded) -> Iterator[Line]:
 
 
 def products(recorded: Recorded) -> Iterator[Line]:
-    """A type: share of the bound by tokens, the least and the most of the shapes of llama-3-8b."""
+    """A line for each type: its share of the bound by number of tokens, the least and the most of
+    the shapes of llama-3-8b."""
     for (_, run), dtype in itertools.product(recorded.of("kernels-batches"), TYPES):
         shares = as_launched(run, dtype).groupby("batch")["of_bound"]
         cells = {str(n): f"{100 * of.min():.0f}..{100 * of.max():.0f}" for n, of in shares}
@@ -81,7 +86,7 @@ def products(recorded: Recorded) -> Iterator[Line]:
 
 
 def fusion(recorded: Recorded) -> Iterator[Line]:
-    """A model and toggle: what it brings alone, and what it brings to all the others."""
+    """A line for each model and toggle: its gain alone, and its gain beside all other toggles."""
     found: dict[tuple[str, str], list[Toggled]] = {}
     for one in recorded.toggled("fusion"):
         found.setdefault((one.model, one.ab.run["result"]["toggle"]), []).append(one)
@@ -99,8 +104,8 @@ def fusion(recorded: Recorded) -> Iterator[Line]:
 
 
 def perplexities(recorded: Recorded) -> Iterator[Line]:
-    """A type: the fast path against the float path on tokens drawn from the model, by how many of
-    them the fast path computed at once."""
+    """A line for each type: the fast path against the float path on tokens drawn from the model, by
+    the number of tokens that the fast path computed at once."""
     every = [found for quant in SCORED if (found := scored(recorded, quant))]
     sizes = sorted({answer.n_ubatch for found in every for answer in found}, reverse=True)
     for found in every:
@@ -117,7 +122,7 @@ def perplexities(recorded: Recorded) -> Iterator[Line]:
 
 
 def _both(found: Answer | Bound | None, digits: int = 1) -> str:
-    """KL / NMSE."""
+    """`KL / NMSE` of an answer or of a bound; empty without one."""
     if found is None:
         return ""
     values = (found.kl, found.nmse)

@@ -2,14 +2,15 @@
 
 Nsight Compute (`ncu`) runs this module as a child. The child launches each case plainly, on one
 copy of its weights after the other. ncu empties the caches before each launch, leaves the clocks
-alone, and repeats a launch until it has read every counter. Beside the products run the quickest
-kernels that only read as many bytes: what memory gives to so short a launch.
+alone, and repeats a launch until it has read every counter. The quickest kernels that only read as
+many bytes are counted, too: they show what memory gives to so short a launch.
 
-    cases   for each: type, shape, batch, bytes of weights, kernel; us; and of COUNTERS what there
-            was, percentages of what the device can do while the kernel runs; stalls: for how many
-            cycles a warp waited for what between two instructions it issued, the most first
+    cases   for each: type, shape, batch, bytes of weights, kernel; us; the counters of COUNTERS
+            that the device has, as percentages of what the device can do while the kernel runs;
+            stalls: cycles that a warp waited between two instructions by reason, the most first
 
-All are medians over LAUNCHES launches. us is longer than in a graph: the launch stands alone.
+All figures are medians over LAUNCHES launches. A launch that stands alone takes more us than in a
+graph.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from workbench.graph.ir import Node
 from workbench.program.commands import COMPUTE_STREAM, Space
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCHES = 2  # of each case that are counted; one more goes before them
-LIMIT_S, MOST_TRIES = 75, 5  # seconds of one run of ncu; runs to find out what it knows
+LAUNCHES = 2  # counted launches of each case; one more comes before them
+LIMIT_S, MOST_TRIES = 75, 5  # seconds of one run of ncu; runs to find the metrics that it has
 MODULE = "data.measure.counters"
 
-# gate alone, as `bench-kernels` launches it within gate_up
+# gate alone; `bench-kernels` launches it within gate_up
 GATE = SHAPES["8b.gate_up"]
 ALL_SHAPES = SHAPES | {"8b.gate": WeightShape("8b.gate", GATE.rows[:1], GATE.cols)}
-FILES = ("product", "tensor_product")  # of the kernels that are counted
+FILES = ("product", "tensor_product")  # source files of the counted kernels
 # shape -> types, batches
 FEW = {
     "8b.gate": (("Q4_0", "Q4_K", "Q5_K", "MXFP4"), (1,)),
@@ -64,7 +65,7 @@ MANY = {
 }
 QUICK = {"qwen3-30b-a3b.gate": (("Q4_0",), (1, 16))}
 
-# What is kept of a launch -> its metrics; the first one that the device has counts.
+# figure of a launch -> its metrics; the first metric that the device has is taken
 COUNTERS: dict[str, tuple[str, ...]] = {
     "us": ("gpu__time_duration.sum",),
     "dram_bytes": ("dram__bytes_read.sum",),
@@ -85,7 +86,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "warps_pct": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
     "registers": ("launch__registers_per_thread",),
 }  # fmt: skip
-# Why a warp that could not issue waited, by the names of sm_90.
+# reasons for which a warp that could not issue waited, as sm_90 names them
 REASONS = (
     "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle",
     "long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction",
@@ -101,12 +102,17 @@ SCALES = {
 
 
 class NoCounters(Exception):
-    """Why there are none, in one line."""
+    """There are no counters; the message says why, in one line."""
 
 
 class Counted(NamedTuple):
-    """A launch that is counted. type: the weights', or READ; shape: a product's, or the label of a
-    reading kernel; bytes: what it reads of weights; kernel: the function counted."""
+    """A launch that is counted.
+
+    type: the weights' type, or READ.
+    shape: the shape of a product, or the label of a reading kernel.
+    bytes: bytes of weights that it reads.
+    kernel: the function that is counted.
+    """
 
     type: str
     shape: str
@@ -124,7 +130,7 @@ class Counted(NamedTuple):
 
 
 def products(quick: bool) -> list[Counted]:
-    """The products of FEW and MANY that are counted, each one kernel among its launches."""
+    """The products of FEW and MANY, each with the one of its kernels that is counted."""
     from workbench.backend.cuda.kernels import op_table
     from workbench.backend.cuda.kernels.kernel import Kernel
 
@@ -144,8 +150,8 @@ def products(quick: bool) -> list[Counted]:
 
 
 def figures(launch: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """What is kept of a launch: every counter of COUNTERS that was counted (times in us, sizes in
-    bytes), and every stall."""
+    """The kept figures of a launch: every counter of COUNTERS that was counted (times in us, sizes
+    in bytes), and every stall."""
     found: dict[str, Any] = {}
     for key, metrics in COUNTERS.items():
         for metric in metrics:
@@ -159,7 +165,8 @@ def figures(launch: dict[str, tuple[str, str]]) -> dict[str, Any]:
 
 
 def summary(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of some launches' figures, the KEPT_STALLS longest stalls, and how many they were."""
+    """Medians of the figures of some launches, the KEPT_STALLS longest stalls, and the number of
+    launches."""
     found: dict[str, Any] = {"launches": len(each)}
     for key in COUNTERS:
         values = [one[key] for one in each if key in one]
@@ -177,7 +184,7 @@ def summary(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def find_ncu() -> Path | None:
-    """ncu on the PATH, or of an installed CUDA toolkit."""
+    """The path of ncu: on the PATH, or in an installed CUDA toolkit."""
     paths = [Path(found)] if (found := shutil.which("ncu")) else []
     paths.append(Path("/usr/local/cuda/bin/ncu"))
     return next((path for path in paths if path.is_file()), None)
@@ -186,8 +193,8 @@ def find_ncu() -> Path | None:
 def command(
     tool: Path, metrics: Sequence[str], functions: Iterable[str], log: Path, child: Sequence[str]
 ) -> list[str]:
-    """How `tool` is called to count the launches of `functions` that `child` makes between
-    cuProfilerStart and cuProfilerStop; what it says goes to `log`."""
+    """The command line with which `tool` counts the launches of `functions` that `child` makes
+    between cuProfilerStart and cuProfilerStop. ncu writes to `log`."""
     wanted = "|".join(sorted(set(functions)))
     return [
         str(tool), "--clock-control", "none", "--cache-control", "all", "--target-processes", "all",
@@ -198,8 +205,8 @@ def command(
 
 
 def launches_counted(log: str) -> list[dict[str, tuple[str, str]]]:
-    """The launches in what ncu wrote (a line of names, one of units, then one for each launch):
-    names of columns to value and unit. Lines around the table are passed over."""
+    """The launches in ncu's log, each as column to value and unit. The log has a line of names, a
+    line of units, and a line for each launch; other lines are passed over."""
     table = [line for line in log.splitlines() if not line.startswith("==")]
     begin = next((i for i, line in enumerate(table) if line.startswith('"ID"')), len(table))
     rows = list(csv.reader(table[begin:]))
@@ -214,7 +221,7 @@ def launches_counted(log: str) -> list[dict[str, tuple[str, str]]]:
 
 
 def number(value: str) -> float | None:
-    """`1,234.5` as a number; None where there is none (`n/a`, `nan`, empty)."""
+    """`1,234.5` as a number; None for text that is no finite number (`n/a`, `nan`, empty)."""
     try:
         found = float(value.replace(",", ""))
     except ValueError:
@@ -229,7 +236,8 @@ def unknown(log: str, metrics: Iterable[str]) -> list[str]:
 
 
 def refusal(log: str, output: str) -> str:
-    """The line that says why not all was counted: ncu's own error, or the child's last line."""
+    """The line that says why not all launches were counted: ncu's own error, or the child's last
+    line."""
     errors = re.findall(r"^==ERROR== (.*\S)", log + "\n" + output, re.MULTILINE)
     own = [line for line in errors if "application returned" not in line]
     lines = [line for line in output.strip().splitlines() if not line.startswith("==")]
@@ -240,7 +248,7 @@ def refusal(log: str, output: str) -> str:
 
 
 def counters(session: Session, _: None, rows: list[Row]) -> None:
-    """Writes DEVICE-counters.json; where there is no ncu, or it may not count, says so."""
+    """Writes DEVICE-counters.json. Where there is no ncu, or ncu may not count, a line says so."""
     if session.device != "cuda":
         print("counters: a GPU alone has them; left out", flush=True)
         return
@@ -282,9 +290,8 @@ def _said(case: dict[str, Any]) -> str:
 
 
 def available(tool: Path, small: Sequence[Counted]) -> list[str]:
-    """The metrics that ncu can count here, the first of each of COUNTERS, and the stalls: it counts
-    one small launch.
-    ncu may refuse several metrics before it counts any."""
+    """The metrics that ncu can count here: the first of each figure in COUNTERS, and the stalls.
+    Found by counting one small launch. ncu may refuse several metrics before it counts any."""
     metrics = [m for names in COUNTERS.values() for m in names]
     metrics += [STALL.format(reason) for reason in REASONS]
     for _ in range(MOST_TRIES):
@@ -301,7 +308,7 @@ def available(tool: Path, small: Sequence[Counted]) -> list[str]:
 
 
 def count(tool: Path, metrics: Sequence[str], chosen: Sequence[Counted]) -> list[dict[str, Any]]:
-    """The cases of the module's docstring, in the order in which they were launched."""
+    """The cases of the module's docstring, in the order of their launches."""
     log, output, rows = run(tool, metrics, chosen)
     n = LAUNCHES * len(chosen)
     if len(rows) != n:
@@ -319,7 +326,7 @@ def count(tool: Path, metrics: Sequence[str], chosen: Sequence[Counted]) -> list
 def run(
     tool: Path, metrics: Sequence[str], chosen: Sequence[Counted]
 ) -> tuple[str, str, list[dict[str, tuple[str, str]]]]:
-    """ncu's log, what it and the child wrote otherwise, and the launches counted."""
+    """ncu's log, the other output of ncu and the child, and the counted launches."""
     with tempfile.TemporaryDirectory() as folder:
         log, asked = Path(folder) / "ncu.csv", Path(folder) / "cases.json"
         asked.write_text(json.dumps(list(chosen)))
@@ -343,7 +350,8 @@ def run(
 
 
 def launch_all(backend: Any, chosen: Sequence[Counted]) -> None:
-    """Launches each case once, then LAUNCHES times between cuProfilerStart and cuProfilerStop."""
+    """Launches each case once, and then LAUNCHES times between cuProfilerStart and
+    cuProfilerStop."""
     for one in chosen:
         (_reads if one.type == READ else _product)(backend, one)
 

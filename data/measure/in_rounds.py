@@ -1,4 +1,4 @@
-"""Runs whose repetitions are not `wb.ab`'s: a run folder that grows while arms take their turns.
+"""The recorder of runs that `wb.ab` cannot make: a run folder that grows while arms take turns.
 
 The kind of a run says what a repetition does. Arms, rounds, order and run folder are as in `wb.ab`.
 """
@@ -24,7 +24,12 @@ Found = TypeVar("Found")
 
 
 class Recording:
-    """A run folder that grows by the turns of its arms. run: its run.json. arms: their names."""
+    """A run folder that grows by the turns of its arms.
+
+    run: its run.json.
+    arms: their names.
+    result: the `result` of run.json.
+    """
 
     def __init__(
         self,
@@ -37,9 +42,12 @@ class Recording:
         name: str = "",
         complete: Callable[[], Mapping[str, Any]] = dict,
     ):
-        """out: the run folder, which is emptied. found: what `provenance.collect` says. arms:
-        toggles by name, the baseline's first. name: of the run; else its kind. complete: as `Draft`
-        has it."""
+        """out: the run folder, which is emptied.
+        found: what `provenance.collect` returned.
+        arms: toggles by name, the baseline's first.
+        name: of the run; by default its kind.
+        complete: as for `Draft`.
+        """
         shutil.rmtree(out, ignore_errors=True)
         made = [new_arm(arm, dict(toggles), arm.endswith(CONTROL)) for arm, toggles in arms.items()]
         self.run = new_run(kind, out.name, name or kind, found, made, list(tests), rounds, seed=0)
@@ -48,18 +56,19 @@ class Recording:
         self.draft = Draft(self.run, out, complete)
 
     def arm(self, name: str) -> dict[str, Any]:
-        """An arm as run.json has it."""
+        """The record of an arm in run.json."""
         found: dict[str, Any] = self.run["arms"][self.arms.index(name)]
         return found
 
     def add(self, arm: str, test: str, round_: int, ns: Any, n_tokens: Any) -> None:
-        """Adds what the parts of a repetition took, ns, and how many tokens each had."""
+        """Adds a repetition: the ns of its parts, and the tokens of each part."""
         taken, n = np.rint(ns).astype(np.int64), np.array(n_tokens, np.int64)
         self.draft.samples.add(arm, arm.endswith(CONTROL), test, round_, taken, n)
         self.draft.checkpoint()
 
     def kept(self) -> AbstractContextManager[None]:
-        """In the body the run is measured; at its end it is saved, whatever ended it."""
+        """In the body the run is measured. At the end of the body the run is saved, also after an
+        error."""
         return kept(self.draft, raises=True)
 
     def take(
@@ -68,8 +77,8 @@ class Recording:
         rounds: Iterable[int] | None = None,
         whole: Callable[[int, dict[str, Found]], None] = lambda round_, found: None,
     ) -> None:
-        """Every arm has its turn in every round. rounds: those that there is time for.
-        whole(round, found) is called after each round with what each arm found."""
+        """Calls turn(round, arm) for every arm in every round. rounds: by default all. whole(round,
+        found) is called after each round with what each arm's turn returned."""
 
         def ended(round_: int, found: dict[int, Found]) -> None:
             if rounds is not None:
@@ -81,8 +90,8 @@ class Recording:
 
 
 def same_answers(engines: Mapping[str, wb.Engine], seed: int) -> dict[str, Any]:
-    """The answers of the engines of arms beside the first one's, by name. The last is the first
-    one's control, `A/A`."""
+    """The answers of each arm's engine beside the first engine's, by arm. The last engine is the
+    first arm's control; its name is `A/A`."""
     first, *others = engines.values()
     kinds = [answer_between(first.toggles, other.toggles) for other in others]
     found = answers.compare_engines([first, *others], kinds, seed)

@@ -1,6 +1,5 @@
-"""The tables of graph plans: each rule and scope, what capture and update cost, the first tokens of
-an engine, and a sweep over depth. Then the sets of toggles that preset `best` could take as a
-whole, and which won."""
+"""The tables of graph plans: each rule and scope, the costs of capture and update, the first tokens
+of an engine, and a sweep over depth; and the sets of toggles that preset `best` could have."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ from workbench.config import LaunchAhead, PlanEnd, PlanRule, PlanScope, Results
 OFF, OURS = PlanRule.OFF.value, PlanRule.OURS.value
 SPEEDUP = "{speedup:.3f} ({low:.3f}..{high:.3f})"  # of a row of `AB.summary`
 MADE = ("captured", "updated", "reinstantiated", "replayed", "ahead")  # of an engine's plans
-# how an arm has its plans, by toggles: what a target is told of
+# kinds of plans, by the toggles of an arm
 KINDS = ("a split", "a step", "a step, direct", "a step, ahead", "a step, direct, ahead",
          "a step, direct, ahead, word")  # fmt: skip
 
 
 def kind_of(toggles: Mapping[str, str]) -> str:
-    """One of KINDS: what is in a plan, and what is added to it."""
+    """The kind of plans, one of KINDS: the scope of a plan, and the additions to it."""
     added = {"direct": toggles["results"] == Results.DIRECT,
              "ahead": toggles["launch_ahead"] == LaunchAhead.ON,
              "word": toggles["plan_end"] == PlanEnd.WORD}  # fmt: skip
@@ -38,20 +37,25 @@ def kind_of(toggles: Mapping[str, str]) -> str:
 
 
 def captured(plans: Mapping[str, int]) -> str:
-    """How many plans an engine captured, and made as twins of these. plans: its counters; a run
-    from before there were twins has none."""
+    """How many plans an engine captured, and how many twins it made of them. plans: its counters;
+    runs from before there were twins have no counter of twins."""
     twins = plans.get("plans_twinned")
     return str(plans.get("plans_captured", "")) + (f" and {twins} twinned" if twins else "")
 
 
 class Planned(NamedTuple):
-    """An arm of a comparison of plans. model: as folders name it. us: `token_parts.PARTS`, medians
-    over the rounds. plans: counters of an engine's plans in its first tokens; empty without plans.
+    """An arm of a comparison of plans.
+
+    model: its name in folders.
+    row: of `AB.summary`; for the baseline its t/s alone.
+    us: `token_parts.PARTS`, medians over the rounds.
+    calls, nodes: calls of the host and nodes on the device for a token.
+    plans: counters of an engine's plans in its first tokens; empty without plans.
     """
 
     model: str
     arm: dict[str, Any]
-    row: dict[str, Any]  # of `AB.summary`; the baseline's t/s alone for the baseline
+    row: dict[str, Any]
     us: Mapping[str, float]
     calls: int
     nodes: int
@@ -72,7 +76,7 @@ class Planned(NamedTuple):
 
     @property
     def where(self) -> dict[str, str]:
-        """The cells that name it."""
+        """The cells that name the arm."""
         plans = self.rule if self.rule != OFF else ""
         return {"Model": model_of(self.ab.run), "pdl": self.toggles["pdl"],
                 "plans": plans or OFF, "a plan is": self.kind if plans else ""}  # fmt: skip
@@ -83,7 +87,7 @@ class Planned(NamedTuple):
 
     @property
     def tried(self) -> int:
-        """Updates, refused ones among them."""
+        """Updates, the refused ones included."""
         return self.plans["plans_updated"] + self.plans["plans_reinstantiated"]
 
     @property
@@ -99,12 +103,12 @@ class Planned(NamedTuple):
 
 @lru_cache(maxsize=4)
 def planned(recorded: Recorded) -> list[Planned]:
-    """Every arm of every comparison of plans but the controls. Many tables and targets ask."""
+    """Every arm of every comparison of plans except the controls."""
     return [one for row, run in recorded.of("plans", "plans") for one in arms(row.model, run)]
 
 
 def arms(model: str, run: results.Run) -> Iterator[Planned]:
-    """The arms of a comparison of plans, the baseline first, but the control. None of a run that
+    """The arms of a comparison of plans except the control, the baseline first. None for a run that
     was cut off before the parts of its tokens were measured."""
     if "parts" not in run.run["result"]:
         return
@@ -123,7 +127,8 @@ def arms(model: str, run: results.Run) -> Iterator[Planned]:
 
 
 def rules(recorded: Recorded) -> Iterator[Line]:
-    """An arm: speed beside the run's own without plans, launches, the parts of a token."""
+    """A line for each arm: its speed beside the run without plans, its launches, and the parts of a
+    token."""
     for one in planned(recorded):
         row = one.row
         beside = "speedup" in row and one.toggles["pdl"] == one.ab.run["arms"][0]["toggles"]["pdl"]
@@ -135,15 +140,15 @@ def rules(recorded: Recorded) -> Iterator[Line]:
             "calls": str(one.calls), "nodes": str(one.nodes),
         }  # fmt: skip
         cells |= {f"{part} us": f"{one.us[part]:.0f}" for part in ("host", "gap", "device")}
-        cells["stamps us"] = f"{one.us['token'] - one.us['plain']:.1f}"  # what measuring adds
+        cells["stamps us"] = f"{one.us['token'] - one.us['plain']:.1f}"  # the cost of measuring
         cells |= {name: str(one.plans.get(f"plans_{name}", "")) for name in MADE}
         cells["captured"] = captured(one.plans)
         yield Line(cells, [one.ab])
 
 
 def added(recorded: Recorded) -> Iterator[Line]:
-    """A model: what direct results and launches ahead add to a plan of a step with ours, in the
-    same run; us a token, the difference within a round."""
+    """A line for each model and addition to a plan of a step with plans=ours: us a token with it
+    and without, from the same rounds."""
     for _, run in recorded.of("plans", "plans"):
         arms = Arms(run)
         pdl = run.run["arms"][0]["toggles"]["pdl"]
@@ -166,7 +171,8 @@ def added(recorded: Recorded) -> Iterator[Line]:
 
 
 def costs(recorded: Recorded) -> Iterator[Line]:
-    """An arm: what its captures and updates took, each; no column for updates that no arm had."""
+    """A line for each arm: the time of a capture and of an update. Without any updates there is no
+    column for them."""
     made = [one for one in planned(recorded) if one.rule != OFF and one.made]
     updated = any(one.tried for one in made)
     for one in made:
@@ -185,13 +191,14 @@ def costs(recorded: Recorded) -> Iterator[Line]:
 
 
 def plans_of(one: Toggled) -> Mapping[str, int]:
-    """What the plans of a fresh engine had counted at its end."""
+    """The counters of a fresh engine's plans at its end."""
     found: Mapping[str, int] = one.ab.run["result"]["counters"][one.arm["name"]][one.found["test"]]
     return found
 
 
 def first_tokens(recorded: Recorded) -> Iterator[Line]:
-    """A model and arm: ms of the first tokens, all that is made for them included."""
+    """A line for each model and arm: ms of an engine's first tokens, with everything that is made
+    for them."""
     for one in recorded.toggled("plans", "fresh"):
         plans, seconds = plans_of(one), _seconds(one.ab.samples)
         before, after = (
@@ -211,7 +218,8 @@ def first_tokens(recorded: Recorded) -> Iterator[Line]:
 
 
 def sweep(recorded: Recorded) -> Iterator[Line]:
-    """A model, plans and depth, in the columns of llama.cpp's sweep-bench; the speedup of TG."""
+    """A line for each model, plans and depth, in the columns of llama.cpp's sweep-bench, with the
+    speedup of TG."""
     for _, run in recorded.of("grown", "sweep"):
         ab = AB(run.run, run.samples)
         tests = [parse(test) for test in ab.run["tests"]]
@@ -234,12 +242,12 @@ def sweep(recorded: Recorded) -> Iterator[Line]:
 
 
 def _seconds(samples: pd.DataFrame) -> dict[tuple[str, str], float]:
-    """Of an arm and test: the median over the rounds of its repetition."""
+    """Seconds of a repetition by arm and test, the median over the rounds."""
     total = samples.groupby(["arm", "test", "repetition"])["ns"].sum()
     return (total.groupby(["arm", "test"]).median() / 1e9).to_dict()
 
 
-# of data.measure.plan_costs: what it times -> column
+# times of data.measure.plan_costs -> columns
 PLAN_COSTS = "plan-costs"
 TIMED = {
     "issue_us": "issued singly", "capture_us": "capture", "instantiate_us": "instantiate",
@@ -250,12 +258,12 @@ TIMED = {
 
 
 def timed_rows(recorded: Recorded) -> Sequence[dict[str, Any]]:
-    """What `data.measure.plan_costs` timed, a row for each model and scope."""
+    """The rows that `data.measure.plan_costs` wrote, one for each model and scope."""
     return (recorded.file(PLAN_COSTS) or {"rows": ()})["rows"]
 
 
 def timed(recorded: Recorded) -> Iterator[Line]:
-    """A model and scope: each call for a plan, timed by itself, us."""
+    """A line for each model and scope: the time of each call for a plan, us."""
     for row in timed_rows(recorded):
         cells = {"Model": title_of(row["model"]), "a plan is": f"a {row['scope']}",
                  "nodes": str(row["nodes"]), "edges": str(row["edges"]),
@@ -266,7 +274,7 @@ def timed(recorded: Recorded) -> Iterator[Line]:
 
 
 def timed_where(recorded: Recorded) -> str:
-    """Device, what the columns are, sources."""
+    """The caption: device, columns, sources."""
     found = recorded.file(PLAN_COSTS) or {}
     return (
         f"{found['device_description']}; us, medians, everything on: one call each; a replay "
@@ -275,7 +283,7 @@ def timed_where(recorded: Recorded) -> str:
 
 
 def replayed_us(recorded: Recorded, model: str) -> dict[str, Any] | None:
-    """What the launches of a token take as a plan that is replayed behind itself."""
+    """The time of a token's launches as a plan that is replayed one replay after the other."""
     rows = {(row["model"], row["scope"]): row for row in timed_rows(recorded)}
     found = rows.get((model, PlanScope.SPLIT))
     return {"us": found["device_us"]["median"]} if found else None
@@ -286,8 +294,8 @@ SHARED = [word for word in _first if all(word in other for other in _others)]  #
 
 
 def sets_of_best(recorded: Recorded) -> Iterator[Line]:
-    """A set of toggles that preset `best` could have: beside what won one by one, in engines that
-    are warm or made anew."""
+    """A line for each set of toggles that preset `best` could have: beside the values that won one
+    by one, in warm engines and in engines that are made anew."""
     for one in recorded.toggled("best"):
         found = one.found
         cells = {
@@ -302,7 +310,7 @@ def sets_of_best(recorded: Recorded) -> Iterator[Line]:
 
 
 def won(recorded: Recorded) -> str:
-    """Which sets won and which did not, and where they are slower, as `best_table` judges."""
+    """A sentence for each set: whether it won, and where it is slower, as `best_table` judges."""
     verdicts: dict[str, list[tuple[str, str]]] = {}
     for one in recorded.toggled("best"):
         found, answer = one.found, one.ab.answer(one.arm["name"])
@@ -333,7 +341,7 @@ def _engines(one: Toggled) -> str:
 
 
 def _set_name(arm: str) -> str:
-    """The toggles of a set that not all sets on CUDA have; the caption has the others."""
+    """The toggles of a set that not all sets on CUDA share."""
     return " ".join(f"`{word}`" for word in arm.split() if word not in SHARED)
 
 
@@ -341,8 +349,8 @@ def _set_name(arm: str) -> str:
 
 
 def worst(recorded: Recorded, kind: str, part: str, most: float) -> dict[str, Any] | None:
-    """Of all rows of ours whose plans are of a kind, the one whose part of a token takes longest;
-    how many there are (n), and how many of them take longer than `most` (over)."""
+    """Of all rows with plans=ours and a kind of plan, the row whose part of a token takes longest;
+    the number of rows (n), and of rows above `most` (over)."""
     ours = [one for one in planned(recorded) if (one.rule, one.kind) == (OURS, kind)]
     if not ours:
         return None
@@ -352,7 +360,7 @@ def worst(recorded: Recorded, kind: str, part: str, most: float) -> dict[str, An
 
 
 def device_us(recorded: Recorded, model: str, pdl: str) -> Mapping[str, Any] | None:
-    """What the kernels of a token take where they are one plan of a step, with ours."""
+    """The time of a token's kernels as one plan of a step, with plans=ours."""
     for one in planned(recorded):
         same = one.toggles["pdl"], one.rule, one.kind
         if one.model == model and same == (pdl, OURS, KINDS[1]):
@@ -361,8 +369,8 @@ def device_us(recorded: Recorded, model: str, pdl: str) -> Mapping[str, Any] | N
 
 
 def never_cost(recorded: Recorded, model: str) -> dict[str, Any] | None:
-    """The first tokens of fresh engines, ours beside off. slower: of how many kinds of plans they
-    took longer."""
+    """The first tokens of fresh engines, plans=ours beside off. slower: for how many kinds of plans
+    they took longer."""
     fresh = (one for one in recorded.toggled("plans", "fresh") if one.row.model == model)
     rows = {kind_of(one.arm["toggles"]): one for one in fresh}
     if not rows:

@@ -35,7 +35,8 @@ QUICK_SWEPT, QUICK_PROMPT, QUICK_GEN = (0, 256), 128, 4
 
 
 def compared(session: Session, engine: wb.Engine, row: Row) -> AB:
-    """The comparison of a row, in its folder. Raises KeyboardInterrupt where it was interrupted."""
+    """Makes the comparison of a row in its folder. Raises KeyboardInterrupt where it was
+    interrupted."""
     folder = session.emptied(row)
     found = wb.ab(
         engine, row.compared, tests="tg8" if session.quick else row.test,
@@ -50,7 +51,8 @@ def compared(session: Session, engine: wb.Engine, row: Row) -> AB:
 
 
 class Turns:
-    """The recording of a row whose arms are engines."""
+    """The recording of a row whose arms are engines. Answers are checked, and `AB` reads the
+    run."""
 
     def __init__(self, session: Session, engine: wb.Engine, row: Row, tests: Sequence[Workload]):
         toggle, self.arms = arms_of(row.compared, toggles_of(row.toggles, engine))
@@ -67,8 +69,8 @@ class Turns:
         self._answers: dict[str, list[answers.Answer]] = {}
 
     def note(self, arm: Arm, engine: wb.Engine, *tests: Workload) -> None:
-        """At the end of a repetition: what an arm's engine issues for tests, and counted since it
-        was made. Of the counters the latest stand in the run's result, by arm and test."""
+        """Notes, after a repetition, what the engine of an arm issues for tests, and its counters.
+        Later counters replace earlier ones."""
         record = self._recording.arm(arm.name)
         record["sync_mode"] = engine.sync_mode
         for test in tests:
@@ -77,7 +79,7 @@ class Turns:
                 record["program"][test.name] = describe(engine, test)
 
     def take(self, one: Callable[[int, Arm], Samples]) -> AB:
-        """Measures all rounds. one(round, arm) is a repetition; round -1 warms up and does not
+        """Measures all rounds. one(round, arm) makes a repetition; round -1 warms up and does not
         count."""
         recording = self._recording
         with recording.kept():
@@ -87,7 +89,7 @@ class Turns:
         return AB(recording.run, recording.draft.samples.frame())
 
     def _add(self, round_: int, found: dict[str, Samples]) -> None:
-        """The samples of a round, and the answers beside the baseline's."""
+        """Adds the samples of a round, and compares the answers with the baseline's."""
         baseline = found[self.arms[0].name]
         for name, samples in found.items():
             for test, sample in samples.items():
@@ -104,7 +106,7 @@ class Turns:
 
 
 def plans(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """t/s of each arm; then, in turns again, the parts of a token."""
+    """Measures t/s of each arm, and then, in turns again, the parts of a token."""
     for row in rows:
         ab = compared(session, engine, row)
         sides = {arm["name"]: Toggles(**arm["toggles"]) for arm in ab.run["arms"][:-1]}
@@ -118,10 +120,10 @@ def plans(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 
 
 def fresh(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """The first tokens of engines that are made anew for every test of every repetition: programs
-    are built and plans captured in them. To make an engine, its memory among it, takes no time
-    here. Behind so many new objects Python's collector looks through all there are, which may take
-    longer than the test. So it does before the test, and not at a token of whichever arm."""
+    """Measures the first tokens of engines that are made anew for every test of every repetition:
+    they build programs and capture plans. Making the engine is not timed. After so many new
+    objects, Python's collector goes through all objects, which may take longer than the test. So it
+    runs before the test, and not at a token of some arm."""
     for row in rows:
         tests = parse_tests(QUICK_FRESH["pp" in row.test] if session.quick else row.test)
         turns = Turns(session, engine, row, tests)
@@ -142,8 +144,8 @@ def fresh(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 
 
 def sweep(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """As llama.cpp's sweep-bench: at each depth tokens one by one, which are removed again, and
-    then a prompt, on which the next depth builds."""
+    """Measures as llama.cpp's sweep-bench: at each depth tokens one by one, which are removed
+    again, and then a prompt, on which the next depth builds."""
     full = SWEPT, N_PROMPT, N_GEN
     depths, n_prompt, n_gen = (QUICK_SWEPT, QUICK_PROMPT, QUICK_GEN) if session.quick else full
     tests = [Workload(*pair, depth) for depth in depths for pair in ((n_prompt, 0), (0, n_gen))]
@@ -179,7 +181,7 @@ def _decoded(engine: wb.Engine, tokens: list[int]) -> Sample:
     for token in tokens:
         logits = engine.step((token,))
         stamps.append(now_ns())
-    engine.synchronize()  # what was launched ahead holds up no prompt
+    engine.synchronize()  # so no step launched ahead delays a prompt
     return _sample(np.diff(np.array(stamps, np.int64)), np.ones(len(tokens), np.int64), logits)
 
 

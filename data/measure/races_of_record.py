@@ -1,19 +1,20 @@
-"""The races of record: those really found in llama.cpp's scheduler, before and after their fix.
+"""The races of record: races that were found in llama.cpp's scheduler, before and after their fix.
 
-Each is a small run of a few steps, with the names that its thread uses. The checker
-(`workbench/program/check/hazards.py`) finds the racing pair before the fix and nothing after it.
-`models` tells what of the thread a case models, and what it leaves out. Where the threads establish
-which wait was missing but not which two accesses raced, the pair is ours, and the case is marked
-reconstructed.
+Each race is a small run of a few steps, with the names that its thread uses. The checker
+(`workbench/program/check/hazards.py`) finds the racing pair before the fix, and no race after it.
+`models` says what of the thread a case models, and what the case leaves out. Some threads establish
+which wait was missing, but not which two accesses raced. There the pair is ours, and the case is
+marked reconstructed.
 
-llama.cpp is getting a checker of its own, open as this was written: the scheduler sanitizer of
-#26167 (`GGML_SCHED_SANITIZE=1`). It too keeps vector clocks, one per backend; it follows the
-computation as it runs, looks at the accesses that this one run makes, and aborts at the first race
-(a variant of it in #27311 can go on). It found the race of #26040. Ours needs no run, no device and
-no model: it reads the program, and so answers for every timing. It is given consecutive steps,
-where all of these races but one are: the host or a copy of a later ubatch overtakes the work of an
-earlier one. It reports every race with both commands, the bytes, and the order that is missing. And
-it answers the opposite question, which a sanitizer cannot: which waits are superfluous.
+llama.cpp is getting a checker of its own, not merged as this was written: the scheduler sanitizer
+of
+#26167 (`GGML_SCHED_SANITIZE=1`). It also keeps vector clocks, one for each backend. It follows the
+computation as it runs, checks the accesses of this one run, and aborts at the first race (a variant
+in #27311 can go on). It found the race of #26040. Our checker needs no run, no device and no model:
+it reads the program, and so answers for every timing. It reads consecutive steps. All of these
+races except one lie between steps: the host or a copy of a later ubatch overtakes the work of an
+earlier ubatch. It reports every race with both commands, the bytes, and the missing order. It also
+says which waits are superfluous, which a sanitizer cannot.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from workbench.program.commands import (
     Write,
 )
 
-BY_HAND = "by hand"  # what such programs give as their sync mode and copy stream
+BY_HAND = "by hand"  # sync mode and copy stream of such programs
 SHAPE = StepShape(1, 1, 0)  # one token, one row of logits, no cache
 
 
@@ -135,7 +136,8 @@ class Script:
         """An asynchronous copy, as `ggml_backend_cuda_cpy_tensor_async` issues it.
 
         From host memory it rides the destination's compute stream (since #17795), from another
-        device the source's; that records an event behind it, for which the destination waits.
+        device the source's. The source then records an event after the copy, and the destination
+        waits for it.
         """
         there, here = self._owner(to), self._owner(source)
         rides = there if here == HOST else here
@@ -146,10 +148,10 @@ class Script:
             self.wait(event, self.backends[there])
 
     def blocking_copy(self, to: str, source: str) -> None:
-        """A copy and the wait for it, on a stream of its own: nothing orders it behind launches.
+        """A copy and the wait for it, on a stream of its own: nothing orders it after launches.
 
         `ggml_backend_tensor_copy` does this on CUDA: on `cudaStreamPerThread`, while compute
-        streams are non-blocking ones.
+        streams are non-blocking.
         """
         stream = Stream(self._owner(to), COPY_STREAM)
         copy = self._copy(to, source, stream)
@@ -172,7 +174,7 @@ class Script:
         self._emit(Sync(self._split, event=event))
 
     def result(self, memory: str) -> None:
-        """The step ends: copied to the host, waited for, read."""
+        """Ends the step: its result is copied to the host, waited for, and read."""
         self._split = RESULT
         backend, landing = (
             self.backends[self._owner(memory)],
@@ -245,8 +247,7 @@ ROW, ONE = (1, COLS), (1,)
 
 
 class Named(NamedTuple):
-    """A command as threads speak of it: a kind and a tensor, in a split (or none: RESULT) of a
-    step."""
+    """A command as threads name it: its kind and tensor, in a split of a step (RESULT: in none)."""
 
     step: int
     split: int
@@ -258,8 +259,13 @@ class Named(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One race. before, after: runs, each a list of steps; expected: the pair that races in before,
-    in host order. reconstructed: the threads do not establish it (`models` says what they do)."""
+    """One race.
+
+    models: what of the thread the case models, and what it leaves out.
+    reconstructed: the threads do not establish the pair.
+    before, after: the runs without and with the fix, each a list of steps.
+    expected: the pair that races in `before`, in host order.
+    """
 
     name: str
     thread: str
@@ -272,7 +278,7 @@ class Case(NamedTuple):
 
 
 def named(step: int, command: Command) -> Named:
-    """How a case calls `command` of step number `step`."""
+    """The name of `command` of step number `step` in a case."""
     return Named(step, command.split, command.kind, command.label)
 
 
@@ -374,9 +380,9 @@ def _inputs_read_in_place(fixed: bool) -> list[Program]:
 def two_devices(n_steps: int, n_copies: int, drained: bool) -> list[Program]:
     """A train of ubatches over two devices, as llama.cpp issues it with blocking copies of inputs.
 
-    n_copies: of every split input, used in turn; 1 is what a reused graph comes to, since the copy
-    index moves on only when a graph is allocated. drained: the host waits for both devices before
-    it writes inputs, as #20927 does.
+    n_copies: copies of every split input, used in turn. A reused graph has 1, because the copy
+        index moves on only when a graph is allocated.
+    drained: the host waits for both devices before it writes inputs, as in #20927.
     """
     s = Script("CPU", "CUDA0", "CUDA1")
     for n in range(n_steps):

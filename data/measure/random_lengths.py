@@ -40,7 +40,7 @@ from workbench.traffic.load import normal_ids
 from workbench.traffic.served import reached
 
 OFF, ON = "off", "tail"
-# both with llama.cpp's extents: with a server's own, reading all would read more than there
+# both with llama.cpp's extents of the cache: a server's own extents would make reading all longer
 ARMS = {way: TogglePreset(BEST, {"skip_masked_kv": way, "kv_growth": "step"}) for way in (OFF, ON)}
 
 app = App(help=__doc__, result_action="return_none")
@@ -63,7 +63,7 @@ def main(
     Parameters
     ----------
     model: as folders name it.
-    means: mean lengths of prompts; a quadratic wants three or more.
+    means: mean lengths of prompts; a quadratic needs three or more.
     prompts: requests of each point.
     slots: requests served at once, and in flight.
     n_gen: tokens that each request generates.
@@ -107,7 +107,8 @@ def main(
 
 
 def _points(lengths: list[int], prompts: int, slots: int, n_gen: int, path: Path) -> list[Point]:
-    """Both arms are sent the same prompts; those of each length are others."""
+    """A point for each mean length, with prompts of its own. Both arms are sent the same
+    prompts."""
     ids, found = normal_ids(path), list[Point]()
     for seed, mean in enumerate(lengths):
         spec = BenchSpec.of(
@@ -155,9 +156,9 @@ def quadratic(
 
 
 def asymptotic_ratio(slower: Quadratic, faster: Quadratic) -> tuple[float, float]:
-    """How many times faster the second is for prompts without end, and its standard error.
+    """How many times faster `faster` is for prompts without end, and the standard error of that.
 
-    NaN, twice, where a fit has no growing quadratic part: then the points do not show a limit.
+    Both are NaN where a fit has no growing quadratic part: then the points show no limit.
     """
     if slower.c <= 0 or faster.c <= 0:
         return math.nan, math.nan
@@ -167,7 +168,10 @@ def asymptotic_ratio(slower: Quadratic, faster: Quadratic) -> tuple[float, float
 
 
 class RandomRun:
-    """A run, read. points: a row for each arm, length and round."""
+    """A run, as read.
+
+    points: a row for each arm, length and round.
+    """
 
     def __init__(self, found: results.Run):
         self.run = found.run
@@ -185,7 +189,7 @@ class RandomRun:
         return quadratic(own["mean"].to_numpy(), own["duration"].to_numpy())
 
     def lines(self) -> Iterator[Line]:
-        """A mean length: runtimes, medians over rounds, and what skipping gains."""
+        """A line for each mean length: runtimes, medians over rounds, and the gain of skipping."""
         for test in dict.fromkeys(self.points["test"]):
             of = self.points[self.points["test"] == test].groupby("arm").median(numeric_only=True)
             if not {OFF, ON} <= set(of.index):

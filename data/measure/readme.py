@@ -78,8 +78,8 @@ THREADS = ("#17795", "#8366", "#16548", "#16991", "#14924")
 
 
 def rooms(_: Recorded) -> Iterator[Line]:
-    """A thread of llama.cpp: its rooms with the toggles that only they read, from the table of
-    toggles; at the end all other rooms."""
+    """A line for each thread of llama.cpp: its rooms, with the toggles that only they read, from
+    the table of toggles. The last line has all other rooms."""
     found: dict[str, list[Row]] = {}
     for row in ROWS.values():
         found.setdefault(row.room, []).append(row)
@@ -241,7 +241,7 @@ def _line(cells: dict[str, str], of: OfARun, found: Between, command: str) -> Li
 
 
 def _gap(cells: dict[str, str], found: Gaps, command: str) -> Line:
-    """The same of the gap under both values; copies ride their own stream."""
+    """The same for a host gap under both values, with copies on their own stream."""
     own, us = CopyStream.OWN.value, found.table().set_index("arm")["gap_us"]
     arms = {
         arm["sync_mode"]: arm["name"]
@@ -267,9 +267,9 @@ def presets(_: Recorded) -> Iterator[Line]:
 
 
 def best(_: Recorded) -> Iterator[Line]:
-    """A toggle of `best` on a kind of device, for one sequence or several: its value, how it won,
-    and where. Of values that won together also what stands for each where a device cannot have them
-    all."""
+    """A line for each toggle of `best` on a kind of device, for one sequence or several: its value,
+    how the value won, and in which runs. Of values that won together, also the value for a device
+    that cannot have them all."""
     rows = [
         (kind, wanted, *row)
         for kind, sets in best_rows().items()
@@ -304,14 +304,15 @@ for _module in (
 
 
 def made(name: str, recorded: Recorded) -> str:
-    """The block of a name; raises WorkbenchError for one nobody fills."""
+    """The content of a block. Raises WorkbenchError for a name that is not in BLOCKS."""
     if name not in BLOCKS:
         raise WorkbenchError(f"block {name!r} is not one of {', '.join(BLOCKS)}")
     return block(BLOCKS[name], recorded)
 
 
 def fill(text: str, folder: Path = RESULTS) -> str:
-    """`text` with every block regenerated; raises WorkbenchError for a block nobody fills."""
+    """`text` with every block made anew. Raises WorkbenchError for a block that is not in
+    BLOCKS."""
     recorded = Recorded(folder)
 
     def filled(match: re.Match[str]) -> str:
