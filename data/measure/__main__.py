@@ -3,15 +3,17 @@
     python -m data.measure [NAMES] [--out DIR] [--models DIR] [--most-gb N] [--only MODELS]
                              [--like FOLDER] [--at-most-s N]
 
-NAMES are steps (`matrix.STEPS`), the most important first. Without any, all steps are made in that
-order. A folder that holds a complete run of this commit is kept: a call that was cut off goes on
-where it was. The tree must be committed, for a run names its commit. A GPU is needed, and 45 GB of
-disk for every model. --most-gb leaves the larger models out. --only llama-3-8b-q8_0 leaves all but
-one out; several have commas between them. --like 'plans-*,fresh-*' takes rows with such folders
-alone. A row that would not end within --at-most-s seconds is left for the next call; how long each
-took is printed.
-How long a step takes on one H100 stands beside its name. `pipeline` needs two GPUs and is left out
-where there is one. Step `cpu` is for `--device embedded` and `--device host`.
+NAMES are steps (`matrix.STEPS`, the most important first); without names all steps are made in that
+order. A folder that holds a complete run of this commit is kept, so a call that was cut off goes on
+where it ended. The tree must be committed, because a run names its commit. The steps need a GPU,
+and 45 GB of disk for all models.
+
+--most-gb leaves out models with larger files. --only takes some models alone, with commas between
+their names: llama-3-8b-q8_0. --like takes rows with such folders alone: 'plans-*,fresh-*'. A row
+that would not end within --at-most-s seconds is left for the next call. The seconds that a step
+takes on one H100 are printed beside its name, and after each row the seconds that it took.
+`pipeline` needs two GPUs and is left out where there is one. Step `cpu` is for `--device embedded`
+and `--device host`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 from cyclopts import App
 
 from data.measure.command import start
-from data.measure.matrix import CPU_STEP, STEPS, Row, rows
+from data.measure.matrix import CPU_STEP, STEPS, rows
 from data.measure.session import Session
 from data.measure.steps import run
 from workbench.common.errors import UsageError, WorkbenchError
@@ -49,8 +51,8 @@ def measure(
     quick: bool = False,
     at_most_s: float = math.inf,
 ) -> None:
-    """Runs the steps; raises UsageError for a name that is none, and at the end WorkbenchError
-    where runs failed."""
+    """Makes the runs of the steps. Raises UsageError for a step or a model that does not exist, and
+    at the end WorkbenchError where runs failed."""
     for name in names:
         if name not in (*STEPS, CPU_STEP):
             known = ", ".join((*STEPS, CPU_STEP))
@@ -61,23 +63,23 @@ def measure(
                 f"--only {model}: no such model; give one as folders do, llama-3-8b-q8_0"
             )
     if CPU_STEP in names and device == "cuda":
-        raise UsageError(f"step {CPU_STEP} is of a CPU's devices; give --device embedded or host")
+        raise UsageError(f"step {CPU_STEP} measures a CPU; give --device embedded or host")
     begun = time.monotonic()
     session = Session(out, models, device, most_gb, quick, only, begun + at_most_s)
     failed = list[str]()
     for name in names or STEPS:
         begin = time.monotonic()
         print(f"== {name}: about {STEPS.get(name, CPU_SECONDS)} s", flush=True)
-        of_device = [row for row in rows(name) if name != CPU_STEP or row.device == device]
-        failed += run(session, [row for row in of_device if _named(row, like)])
+        wanted = [
+            row for row in rows(name)
+            if (name != CPU_STEP or row.device == device)
+            and any(fnmatch(row.folder, pattern) for pattern in like.split(","))
+        ]  # fmt: skip
+        failed += run(session, wanted)
         now = time.monotonic()
         print(f"== {name}: {now - begin:.0f} s, {now - begun:.0f} s in all", flush=True)
     if failed:
         raise WorkbenchError(f"{len(failed)} failed: {', '.join(failed)}")
-
-
-def _named(row: Row, like: str) -> bool:
-    return any(fnmatch(row.folder, pattern) for pattern in like.split(","))
 
 
 if __name__ == "__main__":

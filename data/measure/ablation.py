@@ -1,7 +1,7 @@
 """Where the time of a step goes, for data/results: DEVICE-ablation-MODEL[-N].json.
 
-A step of N tokens (1 where the name has no number), everything on but plans. A step with
-plans can be taken apart, too: its launches are the same, and step_us alone is of the plans.
+A step of N tokens (1 where the name has no number) is taken apart, with everything on except plans.
+A step with plans has the same launches; only step_us would then be of the plans.
 
     step_us    as the engine runs it, by the host's clock
     eager_us   its launches on the device alone, issued one after another, waited for at the end
@@ -11,19 +11,19 @@ plans can be taken apart, too: its launches are the same, and step_us alone is o
                costs by that (us: the difference to apart_us of the same round)
     weight_bytes, product_flops   with read_gbps and product_tflops: what the step cannot do without
 
-A kernel's time can depend on its input: attention takes another path where its sums are no finite
-numbers. The engine's arena gives a tensor's bytes to another tensor as soon as nobody reads them.
-Behind a launch that is left out, the others would find what came last there, often no numbers.
-Here each tensor, and the scratch of each node, has memory of its own (`apart`). What a left-out
-launch would have written is still there from the whole step. Every other launch computes on the
-values of the whole step, and writes them again. At the end a check says whether anything in the
-arena and the caches has changed (`unchanged`).
+A kernel's time can depend on its input: attention takes another path where its sums are not finite.
+The engine's arena gives a tensor's bytes to another tensor once they are read for the last time.
+So after a launch that is left out, later launches would read whatever lies in those bytes. Here
+each tensor, and the scratch of each node, has memory of its own (`apart`). There the result of the
+left-out launch still lies from the whole step. All other launches compute on the values of the
+whole step, and write them again. At the end a check says whether the arena and the caches are
+unchanged (`unchanged`).
 
-What remains doubtful: the costs of kinds need not add up to the graph. Neighbours overlap where
-launches begin early. A product whose weights were requested early waits less than it reads. A
-launch behind a gap finds in the cache what the gap did not evict: a kind can cost a little less
-than nothing. Tensors apart are cached less than tensors that share memory; apart_us - graph_us is
-the difference. Where there are no graphs (CPU devices), launches are called one by one.
+The costs of kinds need not add up to the graph. Neighbours overlap where launches begin early. A
+product whose weights were requested early waits for less than it reads. The launch after a left-out
+launch finds more of its data in the cache, so a kind can cost a little less than nothing. Tensors
+apart are cached less than tensors that share memory; the difference is apart_us - graph_us. Where
+there are no graphs (CPU devices), launches are called one by one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from workbench.program.commands import (
 
 ROUNDS, STEPS_A_ROUND, REPLAYS = 7, 8, 4
 
-# What a launch is for, by its kernel (`file.function`); the others compute their node's kind.
+# The kind of a launch by its kernel (`file.function`). Other kernels have the kind of their node,
 KERNEL_KINDS = {
     "dequantise.half": "activations to halves",
     "dequantise.dequantise": "weights to halves",
@@ -72,7 +72,7 @@ KERNEL_KINDS = {
     "norm.": "norm",
     "rope_store.": "rope_store",
 }
-# And by its node: names of products without their layer, ops of all others.
+# which is the name of a product without its layer, or the op.
 PRODUCT_KINDS = {"qkv": "qkv", "attn_out": "attn_out", "ffn_glu": "glu", "ffn_out": "ffn_down"}
 OP_KINDS = {"attention_quantize": "attention"}
 
@@ -85,7 +85,8 @@ class Piece(NamedTuple):
 
 
 def kind_of(node: Node, work: Work | None = None) -> str:
-    """What a launch is called here. work: one of the node's kernels; None stands for all."""
+    """The kind of a launch of `node`. work: the kernel that is launched; None for all of the node's
+    kernels."""
     if isinstance(work, Kernel):
         name = f"{work.file}.{work.function}"
         for start, kind in KERNEL_KINDS.items():
@@ -102,8 +103,8 @@ def is_product(node: Node) -> bool:
 
 
 def pieces(prepared: Prepared, backend: Any) -> list[Piece]:
-    """The launches of a step on `backend` in order; on cuda every kernel and every cuBLAS product
-    is one, elsewhere every node. A launch in a plan is one like any other."""
+    """The launches of a step on `backend`, in order. On cuda every kernel and every cuBLAS product
+    is a launch, elsewhere every node. The launches in a plan are listed one by one."""
     found: list[Piece] = []
     for command, issued in _singly(prepared):
         if not isinstance(command, Launch) or command.stream.backend != DEVICE:
@@ -117,7 +118,7 @@ def pieces(prepared: Prepared, backend: Any) -> list[Piece]:
 
 
 def _singly(prepared: Prepared) -> Iterator[tuple[Command, Issued]]:
-    """What devices are asked, the parts of a plan one by one."""
+    """The commands of a step with the calls that issue them; the parts of a plan one by one."""
     for number, issued in prepared.issued.items():
         command = prepared.program.commands[number]
         if isinstance(command, Replay):
@@ -138,16 +139,16 @@ def weight_bytes(prepared: Prepared) -> dict[str, int]:
 
 
 class _NeverAgain(arena.FreeList):
-    """Bytes that have been given out are not given out again."""
+    """A free list that never gives bytes out a second time."""
 
     def give(self, offset: int, nbytes: int, clock: arena.Clock = arena.ALL) -> None:
-        """They stay their tensor's."""
+        """Does nothing: the bytes stay with their tensor."""
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Within, programs are lowered to arenas in which no two tensors share memory, nor the scratch
-    of two nodes."""
+    """In the body, programs are lowered to arenas in which no two tensors share memory, nor the
+    scratch of two nodes."""
     before, arena.FreeList = arena.FreeList, _NeverAgain  # type: ignore[misc]
     try:
         yield
@@ -181,7 +182,7 @@ def content(prepared: Prepared) -> list[np.ndarray]:
 
 
 def ablation(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """The steps of some rows taken apart, each into a file."""
+    """Takes the step of each row apart, and writes its file."""
     rates = session.rates(engine.backend)
     for row in rows:
         with session.variant(engine, row) as side:
@@ -199,7 +200,7 @@ def _said(found: dict[str, Any]) -> str:
 
 
 def take_apart(engine: wb.Engine, n_tokens: int, quick: bool = False) -> dict[str, Any]:
-    """The numbers of the module's docstring for steps of n_tokens into an empty cache."""
+    """The figures of the module's docstring, for steps of n_tokens into an empty cache."""
     rounds, times = (2, 1) if quick else (ROUNDS, REPLAYS)
     steps = 2 if quick else STEPS_A_ROUND
     stepped: list[float] = []
@@ -258,8 +259,8 @@ def take_apart(engine: wb.Engine, n_tokens: int, quick: bool = False) -> dict[st
 
 
 def _step_us(engine: wb.Engine, n_tokens: int, n: int) -> list[float]:
-    """The host's time of n steps of one shape, us. Steps of one token follow each other; a step of
-    more goes into an empty cache."""
+    """The host's time for each of n steps of one shape, us. Steps of one token follow each other; a
+    step of more tokens goes into an empty cache."""
     rng = np.random.default_rng(0)
     tokens = [int(token) for token in rng.integers(0, engine.model.n_vocab, n_tokens)]
     found = []
@@ -270,7 +271,7 @@ def _step_us(engine: wb.Engine, n_tokens: int, n: int) -> list[float]:
         begin = time.perf_counter_ns()
         engine.step(tokens)
         found.append((time.perf_counter_ns() - begin) / 1e3)
-    engine.synchronize()  # lets go a step that was launched ahead
+    engine.synchronize()  # drops a step that was launched ahead
     return found
 
 

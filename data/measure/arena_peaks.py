@@ -2,8 +2,8 @@
 data/results/arena-peaks.json, which README's table is made of and `make test` computes again.
 
 Nothing is measured and no device is needed: graphs of real shapes are laid out as on a GPU, with
-the scratch of its kernels. Beside the bytes stands how many ranges each kind of lifetimes would
-overwrite while they are in use.
+the scratch of its kernels. A row has the arena's bytes by kind of lifetimes, and how many ranges
+that kind would overwrite while they are in use.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WHAT = (
 
 
 class Step(NamedTuple):
-    """A step with its branches: what is laid out. branches: of the device."""
+    """A step with the branches of its device: the input of a layout."""
 
     graph: Graph
     splits: list[Split]
@@ -66,7 +66,7 @@ class Step(NamedTuple):
 
 
 def steps(model: str, n_tokens: int, patterns: Iterable[str], rule: str) -> Iterator[Step]:
-    """As an engine with kv_parts=parallel_blocks makes them, for each of N_STREAMS. The host looks
+    """The steps of an engine with kv_parts=parallel_blocks, for each of N_STREAMS. The host looks
     up embeddings."""
     decoder = Decoder(model, MODELS[model])
 
@@ -83,8 +83,8 @@ def steps(model: str, n_tokens: int, patterns: Iterable[str], rule: str) -> Iter
 
 
 def figures(step: Step) -> dict[str, Any]:
-    """The arena's bytes by kind of lifetimes, the least that would do, and pairs of ranges that are
-    overwritten. Weights and caches have no range here: they lie outside of the arena."""
+    """The arena's bytes by kind of lifetimes, the least bytes that would do, and the pairs of
+    ranges that are overwritten. Weights and caches lie outside the arena."""
     crossing = [s for part in step.splits for s in part.inputs]
     found: dict[str, Any] = {"used": step.branches.n_streams, "bytes": {}, "overwritten": {}}
     for kind in KINDS:
@@ -109,7 +109,7 @@ def peaks(models: Iterable[str] = MODELS) -> Iterator[dict[str, Any]]:
 
 
 def lines(recorded: Recorded) -> Iterator[Line]:
-    """The rows that have branches; those that differ in `streams` alone are one."""
+    """The rows that have branches. Rows that differ in `streams` alone are one line."""
     rows = [row for row in (recorded.alone(NAME) or {"rows": ()})["rows"] if row["used"] > 1]
 
     def but_streams(row: dict[str, Any]) -> dict[str, Any]:

@@ -2,24 +2,25 @@
 
     python -m data.measure.attention [--widths 32] [--depth 8192] [--rounds N]
 
-The run folder `data/results/attention/cuda/`. A repetition is the attention of a whole step: a
-token of each sequence, each with cells of its own, in every layer, and what `skip_masked_kv` finds
-out before. Launches are captured and replayed. The caches of LAYERS layers go round, in all more
-than the last cache of the device holds.
+A repetition is the attention of a whole step: one token of each sequence, in every layer, each
+sequence with cells of its own; and before it the launches that find masked cells for
+`skip_masked_kv`. Launches are captured and replayed. The caches of LAYERS layers take turns;
+together they are larger than the last cache of the device. The run folder is
+`data/results/attention/cuda/`.
 
     full    every sequence sees all its cells: nothing can be skipped
-    half    a sequence sees 1 to all of its cells, as drawn; half of them in the mean
+    half    each sequence sees a random number of its cells; half of them in the mean
 
-An arm is a way to deal out the cells (`kv_parts`) with a way to skip (`skip_masked_kv`); the last
-is the first once more. `result`: `read_gbps`, `bytes` that an attention launch must read by test,
-`per_replay` attention launches of a replay.
+An arm has a value of `kv_parts` and a value of `skip_masked_kv`; the last arm is the first once
+more. `result` has `read_gbps`, and by test the `bytes` that an attention launch must read and the
+attention launches of a replay (`per_replay`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,10 +29,11 @@ from cyclopts import App
 
 from data.measure.command import USUAL, Call, Options, numbers, start
 from data.measure.in_rounds import Recording
+from data.measure.recorded import Arms
 from data.measure.tables import Folder, Line, Part
 from workbench.backend.base import Backend, Issue, open_backend
 from workbench.benchmarks.kernels.kernel_rigs import PDL, Repeats, rig_of
-from workbench.benchmarks.runs import provenance, results
+from workbench.benchmarks.runs import provenance
 from workbench.benchmarks.times.gaps import CONTROL
 from workbench.common.errors import UsageError
 from workbench.common.progress import bar
@@ -82,12 +84,11 @@ class Shape(NamedTuple):
 
 
 def step(shape: Shape, kv_parts: str, way: str) -> list[Node]:
-    """The nodes of attention in LAYERS layers, and in front what finds masked cells."""
+    """The nodes of attention in LAYERS layers, after the nodes that find masked cells."""
     rows, cols = shape.width * shape.depth, shape.n_head_kv * shape.head_dim
     q = Input("q", F32, (shape.width, shape.n_head, shape.head_dim))
-    mask, regions = Input("mask", F16, (shape.width, shape.depth)), Input(
-        REGIONS, I32, (shape.width, 2)
-    )  # fmt: skip
+    mask = Input("mask", F16, (shape.width, shape.depth))
+    regions = Input(REGIONS, I32, (shape.width, 2))
     nodes = [
         ops.make(
             "attention", f"attended-{i}", q,
@@ -138,7 +139,7 @@ class Bench:
         self._at[name] = there.address
 
     def masked(self, mask: str) -> None:
-        """From now on sequences see what `mask` says."""
+        """Writes the mask: from now on sequences see as many cells as `mask` says."""
         lengths = self._shape.lengths(mask, self._seed)
         seen = np.arange(self._shape.depth) < lengths[:, None]
         self._fill("mask", np.where(seen, 0, -np.inf).astype(np.float16))
@@ -168,7 +169,8 @@ class Bench:
 
 
 def arms_of(kinds: Sequence[str], ways: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Arms by name: each way with the first of `kinds`, and the others with those at its ends."""
+    """Arms by name: the first of `kinds` with each of `ways`, and the other kinds with the first
+    way."""
     first, *others = kinds
     found = [(first, way) for way in ways] + [(kind, ways[0]) for kind in others]
     return {f"{kind} {way}": (kind, way) for kind, way in found}
@@ -178,7 +180,7 @@ def measured(
     backend: Backend, recording: Recording, arms: dict[str, tuple[str, str]],
     shapes: Sequence[Shape], quick: bool,
 ) -> None:  # fmt: skip
-    """Every test and arm of the recording's run."""
+    """Measures every test and arm of the recording's run."""
     rig, result, seed = rig_of(backend, quick), recording.result, recording.run["seed"]
     read_gbps = max(rig.read_rates().values())
     result |= {"read_gbps": read_gbps, "bytes": {}, "per_replay": {}, "void": rig.void(read_gbps)}
@@ -238,8 +240,7 @@ def main(
     folder = options.out or call.out / options.device
 
     def measure() -> None:
-        backend = open_backend(options.device)
-        try:
+        with closing(open_backend(options.device)) as backend:
             about: dict[str, Any] = {"widths": sizes, "depth": depth}
             found = provenance.collect() | {
                 "model": {"name": " ".join(names), "quant": "F16"},
@@ -253,17 +254,12 @@ def main(
             recording = Recording(RUNS.name, folder, found, toggles, tests, rounds)
             with recording.kept():
                 measured(backend, recording, arms, shapes, quick)
-        finally:
-            backend.close()
 
     call.make(options.device, folder, measure, RUNS.shown)
 
 
-class AttentionRun:
-    """A run of kind `attention`, read."""
-
-    def __init__(self, found: results.Run):
-        self.run, self._samples = found.run, found.samples
+class AttentionRun(Arms):
+    """A run of kind `attention`, as read."""
 
     def about(self) -> str:
         return (
@@ -271,23 +267,20 @@ class AttentionRun:
             f"{self.run['repetitions']} rounds; *GB/s* counts K and V of the cells that are seen"
         )
 
-    @property
-    def arms(self) -> list[str]:
-        return [arm["name"] for arm in self.run["arms"]]
-
     def us(self, test: str) -> pd.DataFrame:
         """us of an attention launch, by round and arm: the median of a round's replays."""
-        rows = self._samples[self._samples["test"] == test]
+        rows = self.samples[self.samples["test"] == test]
         table = rows.groupby(["repetition", "arm"])["ns"].median().unstack().dropna()
         return table / 1e3 / self.run["result"]["per_replay"][test]
 
     def lines(self) -> Iterator[Line]:
-        """A test and an arm: how long, how much of the bandwidth, and against the first arm."""
+        """A line for each test and arm: its time, its share of the bandwidth, and its time over the
+        first arm's."""
         result = self.run["result"]
         for test in self.run["tests"]:
             table = self.us(test)
             shape, _, mask = test.rpartition(" ")
-            for arm in self.arms:
+            for arm in (one["name"] for one in self.run["arms"]):
                 took = float(table[arm].median())
                 kv_parts, way, *control = arm.split(" ", 2)
                 gbps = result["bytes"][test] / took / 1e3
@@ -295,7 +288,7 @@ class AttentionRun:
                     "shape": shape, "mask": mask, "kv_parts": kv_parts,
                     "way": " ".join([way, *control]), "us": took, "gbps": gbps,
                     "share": 100 * gbps / result["read_gbps"],
-                    "times": took / float(table[self.arms[0]].median()),
+                    "times": took / float(table[self.names[0]].median()),
                 }  # fmt: skip
                 yield Line(values, [self])
 

@@ -2,20 +2,21 @@
 
     python -m data.measure.batched [MODELS] [--peer DIR] [--widths 1,8,32,128] [--rounds N]
 
-For each model a run folder `data/results/batched/MODEL/`. A test is llama-batched-bench's: so many
-sequences have a prompt each, and then a token each in every step. Token ids are drawn before, the
-cache is empty, nothing is sampled, and every step's logits reach the host. `--peer` names a folder
-with llama.cpp's programs (or an archive of it, as `make peer-cuda` takes it); without it our side
-runs alone.
+Each model has a run folder `data/results/batched/MODEL/`. A test is llama-batched-bench's: a number
+of sequences have a prompt each, and then a token each in every step. Token ids are drawn before,
+the cache is empty, nothing is sampled, and every step's logits reach the host. `--peer` names a
+folder with llama.cpp's programs, or an archive of the folder, as for `make peer-cuda`. Without
+`--peer` our side runs alone.
 
-* A round runs every arm once, all widths of it, in an order that turns. The last arm is our first
+* A round runs every arm once with all widths, in an order that turns. The last arm is our first arm
   once more: the A/A control.
-* llama.cpp's turn is one process, `llama-batched-bench`. Of its steps it says the sum.
-* Ours are what `workbench bench -npl WIDTHS -p 1024 -n 128` runs: preset `best`, for one sequence
-  or for several.
+* llama.cpp's turn is one process, `llama-batched-bench`, which reports the sum over its steps.
+* Our arms run what `workbench bench -npl WIDTHS -p 1024 -n 128` runs: preset `best`, for one
+  sequence or for several.
 
-`result`: `launches` of a generating step by arm and test, `cell_bytes` of K and V in all layers,
-`answers` of our arms beside our first, and `rates`, what the device can do at most:
+`result` has the `launches` of a generating step by arm and test, `cell_bytes` of K and V in all
+layers, the `answers` of our arms beside our first arm's, and `rates`, the most that the device can
+do:
 
     read_gbps      the fastest of several reading kernels (`session.rates`)
     to_host_gbps   a copy of COPIED bytes from the device to page-locked memory, the fastest of some
@@ -31,7 +32,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +46,7 @@ from data.measure.in_rounds import Recording, same_answers
 from data.measure.launches import graph_us
 from data.measure.peer import LLAMA, OURS
 from data.measure.recorded import PHASES, Arms, Recorded, Share, spread
-from data.measure.session import cell_bytes, parsed, toggles_of
+from data.measure.session import cell_bytes, memory, parsed, toggles_of
 from data.measure.tables import Folder, Line, Part, Table, caption, filled
 from tests.peer.llama_bench import LlamaBench, find, last_line
 from workbench.backend.base import open_backend
@@ -55,8 +57,8 @@ from workbench.benchmarks.times.gaps import CONTROL
 from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
 from workbench.common.sizes import round_up
-from workbench.config import BEST, Toggles
-from workbench.program.commands import COMPUTE_STREAM, Launch, Program, Space
+from workbench.config import BEST
+from workbench.program.commands import COMPUTE_STREAM, Launch, Space
 
 PROGRAM = "llama-batched-bench"
 WIDTHS, N_PROMPT, N_GEN, N_UBATCH = "1,2,4,8,16,32,64,128", 1024, 128, 512
@@ -68,7 +70,11 @@ app = App(help=__doc__, result_action="return_none")
 
 
 class Wanted(NamedTuple):
-    """The tests of both sides. widths: numbers of sequences. n_ubatch: tokens computed at once."""
+    """The tests of both sides.
+
+    widths: numbers of sequences.
+    n_ubatch: tokens computed at once.
+    """
 
     widths: Sequence[int]
     n_prompt: int = N_PROMPT
@@ -81,24 +87,25 @@ class Wanted(NamedTuple):
 
     @property
     def n_ctx(self) -> int:
-        """Cells of all sequences; of each a step more than a test has, and a multiple of PAD."""
+        """Cells of all sequences. Each sequence has room for one step more than its test, rounded
+        up to a multiple of PAD."""
         return max(self.widths) * round_up(self.n_prompt + self.n_gen + 1, PAD)
 
 
 class Own:
-    """An arm of ours: an engine for each set of toggles that its tests have. setting: as rows of
-    the campaign say it."""
+    """An arm of ours: an engine for each set of toggles that its tests have."""
 
-    def __init__(self, opened: wb.Engine, config: wb.EngineConfig, setting: str, wanted: Wanted):
+    def __init__(
+        self, stack: ExitStack, opened: wb.Engine, config: wb.EngineConfig, setting: str,
+        wanted: Wanted,
+    ):  # fmt: skip
+        """stack: closes the engines. setting: as rows of the matrix name it."""
         self._of = {test: toggles_of(setting, opened, test.width) for test in wanted.tests}
         self.toggles = self._of[max(wanted.tests, key=lambda test: test.width)]
-        self.engines: dict[Toggles, wb.Engine] = {}
-        try:
-            for toggles in dict.fromkeys(self._of.values()):
-                self.engines[toggles] = wb.Engine(opened._open, config, toggles)
-        except BaseException:
-            self.close()
-            raise
+        self.engines = {
+            toggles: stack.enter_context(wb.Engine(opened._open, config, toggles))
+            for toggles in dict.fromkeys(self._of.values())
+        }
 
     def of(self, test: w.Workload) -> wb.Engine:
         return self.engines[self._of[test]]
@@ -116,16 +123,18 @@ class Own:
         return dict(found)
 
     def warm_up(self, wanted: Wanted) -> dict[str, int]:
-        """Every test once, untimed; then how many launches a generating step of it has. The widest
-        goes first: it takes the most memory, and where that grows programs are made anew."""
+        """Runs every test once, untimed, and returns the launches of a generating step by test. The
+        widest test comes first: where the arena grows, programs are made anew."""
         found, bos = dict[str, int](), w.bos_token(self.widest)
         for test in sorted(wanted.tests, key=lambda test: -test.width):
             engine = self.of(test)
             w.warm_up([engine], test, SEED, bos, once=True)
+            each = (min(wanted.n_ubatch, test.width - i)
+                    for i in range(0, test.width, wanted.n_ubatch))  # fmt: skip
             found[test.name] = sum(
                 isinstance(command, Launch)
-                for i in range(0, test.width, wanted.n_ubatch)
-                for command in _step(engine, test, min(wanted.n_ubatch, test.width - i)).singly()
+                for n in each  # sequences of a generating step after the test
+                for command in engine.program(n, n, test.n_prompt + test.n_gen, n).singly()
             )
         return found
 
@@ -135,15 +144,6 @@ class Own:
             engine, test, w.draw_tokens(test, engine.model.n_vocab, SEED, round_, bos)
         )
 
-    def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
-
-
-def _step(engine: wb.Engine, test: w.Workload, n: int) -> Program:
-    """A generating step after a test, of n of its sequences."""
-    return engine.program(n, n, test.n_prompt + test.n_gen, n)
-
 
 def about_peer(bench: LlamaBench | None) -> dict[str, Any] | None:
     """What a run says of llama.cpp's programs."""
@@ -151,7 +151,8 @@ def about_peer(bench: LlamaBench | None) -> dict[str, Any] | None:
 
 
 def batched_rows(bench: LlamaBench, path: Path, wanted: Wanted) -> list[dict[str, Any]]:
-    """What llama-batched-bench says of every width. Raises RuntimeError where it says less."""
+    """What llama-batched-bench reports for every width. Raises RuntimeError where a width is
+    missing."""
     command = [
         str(bench.program.with_name(PROGRAM)), "-m", str(path), "-ngl", "99", "-fa", "on",
         "-c", str(wanted.n_ctx), "-b", "2048", "-ub", str(wanted.n_ubatch),
@@ -170,8 +171,8 @@ def batched_rows(bench: LlamaBench, path: Path, wanted: Wanted) -> list[dict[str
 
 
 def bench_of(peer: Path | None) -> LlamaBench | None:
-    """llama.cpp's programs at `peer`, llama-batched-bench among them; None without a path. Raises
-    UsageError where it is missing."""
+    """llama.cpp's programs at `peer`; None without a path. Raises UsageError where
+    llama-batched-bench is not among them."""
     if peer is None:
         return None
     bench = find(peer)
@@ -181,7 +182,7 @@ def bench_of(peer: Path | None) -> LlamaBench | None:
 
 
 def device_rates(engine: wb.Engine, quick: bool = False) -> dict[str, float]:
-    """The figures of `rates`, of an engine's device and toggles."""
+    """The figures of `rates`, for an engine's device and toggles."""
     backend: Any = engine.backend
     found = {
         "read_gbps": max(rig_of(backend, quick).read_rates().values()),
@@ -195,20 +196,15 @@ def device_rates(engine: wb.Engine, quick: bool = False) -> dict[str, float]:
 
 def to_host_gbps(backend: Any, nbytes: int) -> float:
     """GB/s of the fastest of TIMES copies to page-locked memory, each to its end."""
-    source, target = backend.allocate(nbytes, Space.DEVICE), backend.allocate(nbytes, Space.PINNED)
-    try:
+    took = []
+    with memory(backend, (nbytes, Space.DEVICE), (nbytes, Space.PINNED)) as (source, target):
         copy = backend.copy(target.address, source.address, nbytes, COMPUTE_STREAM, True)
-        took = []
         for _ in range(TIMES):
             backend.synchronize()
             begin = time.perf_counter_ns()
             copy()
             backend.synchronize()
             took.append(time.perf_counter_ns() - begin)
-    finally:
-        backend.synchronize()
-        source.free()
-        target.free()
     return nbytes / min(took)
 
 
@@ -249,22 +245,18 @@ def main(
     if bench is None and is_gpu(options.device):
         print("no --peer: ours alone", file=sys.stderr)
     for name in names:
-        folder = call.out / name
-
-        def measured(name: str = name, folder: Path = folder) -> None:
-            path = call.model_file(name)
-            _measured(call, bench, path, folder, wanted, ours.split(","), rounds, quick)
-
-        call.make(name, folder, measured, RUNS.shown)
+        given = call, name, bench, wanted, ours.split(","), rounds, quick
+        call.make(name, call.out / name, partial(_measured, *given), RUNS.shown)
 
 
 def _measured(
-    call: Call, bench: LlamaBench | None, path: Path, out: Path, wanted: Wanted,
-    ours: Sequence[str], rounds: int, quick: bool,
+    call: Call, name: str, bench: LlamaBench | None, wanted: Wanted, ours: Sequence[str],
+    rounds: int, quick: bool,
 ) -> None:  # fmt: skip
-    """Both sides on the file at `path`, into the run folder `out`."""
+    """Measures both sides on the file of a model, into its run folder."""
+    path, out = call.model_file(name), call.out / name
     with ExitStack() as stack:
-        # an engine that only has the weights: the arms' caches fill the memory
+        # this engine holds the weights alone: the arms' caches fill the memory
         engine = stack.enter_context(
             wb.Engine.load(
                 path, device=call.options.device, n_ctx=PAD, n_seqs=1, n_ubatch=1, n_kv_pad=PAD,
@@ -277,7 +269,7 @@ def _measured(
         settings = {f"{OURS} {setting}": setting for setting in ours}
         first = next(iter(settings))
         every = {
-            name: stack.enter_context(closing(Own(engine, config, setting, wanted)))
+            name: Own(stack, engine, config, setting, wanted)
             for name, setting in (settings | {first + CONTROL: settings[first]}).items()
         }
         toggles = {name: own.toggles.to_dict() for name, own in every.items()}
@@ -294,17 +286,16 @@ def _measured(
         }  # fmt: skip
 
         def take(round_: int, name: str) -> None:
-            if name in every:
-                for test in wanted.tests:
-                    sample = every[name].take(test, round_)
-                    recording.add(name, test.name, round_, sample.token_ns, sample.token_n)
+            if bench is not None and name == LLAMA:
+                rows = batched_rows(bench, path, wanted)
+                for test, row in zip(wanted.tests, rows, strict=True):
+                    ns = np.array([row["t_pp"], row["t_tg"]]) * 1e9
+                    n = [test.n_prompt_tokens, test.width * test.n_gen]
+                    recording.add(name, test.name, round_, ns, n)
                 return
-            assert bench is not None
-            rows = batched_rows(bench, path, wanted)
-            for test, row in zip(wanted.tests, rows, strict=True):
-                ns = np.array([row["t_pp"], row["t_tg"]]) * 1e9
-                n = [test.n_prompt_tokens, test.width * test.n_gen]
-                recording.add(name, test.name, round_, ns, n)
+            for test in wanted.tests:
+                sample = every[name].take(test, round_)
+                recording.add(name, test.name, round_, sample.token_ns, sample.token_n)
 
         def whole(round_: int, _: dict[str, None]) -> None:
             said = f"round {round_ + 1}/{rounds}, {call.seconds:.0f} s"
@@ -327,8 +318,12 @@ def _measured(
 
 
 class Bounds(NamedTuple):
-    """What a generating step cannot take less than, us, each by itself. weights, cache: to read
-    them once. logits: to bring them to the host. launches: one behind the other."""
+    """The least time of a generating step, us, by cause.
+
+    weights, cache: to read them once.
+    logits: to bring them to the host.
+    launches: one after the other.
+    """
 
     weights: float
     cache: float
@@ -337,25 +332,13 @@ class Bounds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """One behind the other. Logits that travel while the next step runs hide some of it."""
+        """All causes one after the other. Logits that travel while the next step runs hide a part
+        of it."""
         return sum(self)
 
 
-def bounds(
-    rates: dict[str, float], weight_bytes: float, cache_bytes: float, logit_bytes: float,
-    n_launches: int,
-) -> Bounds:  # fmt: skip
-    """Of a step that reads and writes so many bytes with so many launches."""
-    return Bounds(
-        weight_bytes / rates["read_gbps"] / 1e3,
-        cache_bytes / rates["read_gbps"] / 1e3,
-        logit_bytes / rates["to_host_gbps"] / 1e3,
-        n_launches * rates["launch_us"],
-    )
-
-
 class BatchedRun(Arms):
-    """A run of kind `batched`, read."""
+    """A run of kind `batched`, as read."""
 
     def about(self) -> str:
         run, first, peer = self.run, self.tests[0], self.run["result"]["peer"]
@@ -372,19 +355,23 @@ class BatchedRun(Arms):
         return [w.parse(name) for name in self.run["tests"]]
 
     def best(self, test: str) -> str:
-        """Our arm that generates the fastest, by its median."""
+        """Our arm with the fastest generation, by its median."""
         return str(self.rates(test, PHASES[1])[self.side(OURS)].median().idxmax())
 
     def bounds(self, test: w.Workload, arm: str) -> Bounds:
-        """Of a generating step, the mean over the test."""
-        result = self.run["result"]
+        """The bounds of a generating step, the mean over the test."""
+        result, rates = self.run["result"], self.run["result"]["rates"]
         weights = self.run["model"]["weight_bytes_per_token"]
         cache = test.step_bytes(0, result["cell_bytes"])
         logits = 4 * result["n_vocab"] * test.width
-        return bounds(result["rates"], weights, cache, logits, result["launches"][arm][test.name])
+        return Bounds(
+            weights / rates["read_gbps"] / 1e3, cache / rates["read_gbps"] / 1e3,
+            logits / rates["to_host_gbps"] / 1e3,
+            result["launches"][arm][test.name] * rates["launch_us"],
+        )  # fmt: skip
 
     def lines(self) -> Iterator[Line]:
-        """A width: both sides' rates, the ratio, and what a step of ours is bound by."""
+        """A line for each width: both sides' rates, the ratio, and the bounds of a step of ours."""
         for test in self.tests:
             name, arm = test.name, self.best(test.name)
             fastest = self.bounds(test, arm)
@@ -416,12 +403,12 @@ TYPED = RUNS._replace(name="plain-batched")  # what `workbench bench -npl` itsel
 
 
 def beside_llama(recorded: Recorded) -> BatchedRun | None:
-    """The first run that llama.cpp's batched bench is in."""
+    """The first run that has llama.cpp's batched bench as an arm."""
     return next((found for found in RUNS.runs(recorded) if found.side(LLAMA)), None)
 
 
 def in_short(recorded: Recorded) -> Iterator[Line]:
-    """Generated t/s of the first model beside llama.cpp: a column for each width."""
+    """Generated t/s of the first model, ours beside llama.cpp's; a column for each width."""
     found = beside_llama(recorded)
     if found is None:
         return
@@ -434,7 +421,7 @@ def in_short(recorded: Recorded) -> Iterator[Line]:
 
 
 def first(recorded: Recorded) -> str:
-    """The caption; before it the commands that print our figures, and both sides'."""
+    """The commands that print our figures and both sides' figures, and then the caption."""
     found = beside_llama(recorded)
     if found is None:
         return ""
@@ -443,7 +430,7 @@ def first(recorded: Recorded) -> str:
 
 
 def as_typed(recorded: Recorded) -> Iterator[Line]:
-    """What `bench -npl` itself measured, with no flag but the tests: a line for each width."""
+    """A line for each width of the runs that `bench -npl` itself wrote."""
     for found in TYPED.runs(recorded):
         for test in found.tests:
             prompt, made = (

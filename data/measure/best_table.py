@@ -3,22 +3,22 @@
     python -m data.measure.best_table            writes workbench/config/best.json from data/results
     python -m data.measure.best_table RUNS...    takes the run folders in these folders, too
 
-A kind of device has two sets of values: for one sequence, of runs whose tests have one, and for
-several, of runs whose tests have several.
+A kind of device has two sets of values: for one sequence, from runs whose tests have one sequence,
+and for several sequences, from runs whose tests have several.
 
-For each toggle the comparisons on the richest background count: the one with most else switched on.
-A value wins where it is faster in more than half of them and slower in none. One that acts in some
-tests alone (ACTS_IN_SOME) wins where it is faster in some and slower in none. Where tokens per
-second cannot tell, the shortest gap between tokens wins (runs of kind `gaps`), then fewer waits.
-With as few waits `auto` wins: it is safe beside any other toggle. A value whose answer did not hold
-is out, and one that not every step can have (NARROW). What no run of a kind of device compares
-stays as in the baseline, but for SAFE.
+For each toggle, the comparisons on the richest background count: the background with most other
+toggles switched on. A value wins that is faster in more than half of them and slower in none. A
+value that acts in some tests alone (ACTS_IN_SOME) wins where it is faster in some and slower in
+none. Where tokens per second show no difference, the shortest gap between tokens wins (runs of kind
+`gaps`), and then the fewest waits; with equally few waits `auto` wins, which is safe beside any
+other toggle. A value is out whose answer did not hold, or that not every step can have (NARROW). A
+toggle that no run of a kind of device compares stays as in the baseline, except for SAFE.
 
-Toggles of TOGETHER can need each other: a plan of a step wants one copy of all inputs. Comparisons
-of sets of them decide them as a whole, beside what won one by one. A set wins where it is faster in
-some test and slower in none, of warm engines and of fresh ones. Of several the fastest by the mean
-wins, where a speedup inside its A/A band counts as 1.
-What won one by one stays in the table, for devices that cannot honour the whole.
+Toggles of TOGETHER can need each other: a plan of a step needs one copy of all inputs. Comparisons
+of sets decide them as a whole, against the values that won one by one. A set wins that is faster in
+some test and slower in none, in warm engines and in fresh ones. Of several sets the fastest by the
+mean wins; a speedup inside its A/A band counts as 1. The values that won one by one stay in the
+table, for devices that cannot honour the whole set.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ TOGETHER = (
     "sync", "copy_stream", "host_source", "n_copies", "step_wait", "results", "plans", "plan_scope",
     "plan_warmup", "plan_evict", "plan_batch", "launch_ahead", "plan_end",
 )  # fmt: skip
-# stores that want the cells of a step in a row, and are joined with no other launch
+# these stores need the cells of a step in a row, and are joined with no other launch
 NARROW = {"graph_reuse": NEVER_JOINED}
-# values that do nothing in many tests: they go by the size of a step, or are of prompts alone
+# these values do nothing in many tests: they depend on the size of a step, or act on prompts alone
 ACTS_IN_SOME = {
     ("skip_masked_kv", SkipMaskedKV.AUTO), ("kv_parts", KVParts.AUTO),
     ("step_wait", StepWait.OUTPUTS),
@@ -61,7 +61,7 @@ SAFE = {"sync": "auto", "graph_reuse": "set_rows"}  # proved, or obvious; until 
 
 
 class Trial(NamedTuple):
-    """A value against the baseline's, in one test of one run."""
+    """A value against the baseline's value, in one test of one run."""
 
     folder: str
     before: str
@@ -77,32 +77,26 @@ class Trial(NamedTuple):
 
 
 def made(folders: Iterable[Path]) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """The table: kind of device -> one or several sequences -> toggle -> value, by what it won, and
-    the runs."""
+    """The table: kind of device -> one or several sequences -> toggle -> its value, how the value
+    won, and the runs."""
     runs = {f.name: results.load_run(f) for f in sorted(folders, key=lambda f: f.name)}
-    found = {name: (_device(run.run), _for(run.run)) for name, run in runs.items()}
+    found = dict[str, tuple[str, str]]()  # of whole runs: device, one or several sequences
+    for name, (_, run, _) in runs.items():
+        if run["status"] == results.COMPLETE and not run["result"].get("smoke"):
+            widths = (parse(test).width for test in run["tests"])
+            found[name] = run["engine"].get("device", ""), set_for(max(widths, default=1))
     return {
         kind: {
-            wanted: of_kind({name: runs[name] for name in runs if found[name] == (kind, wanted)})
+            wanted: of_kind({name: runs[name] for name in found if found[name] == (kind, wanted)})
             for wanted in (ONE, SEVERAL)
         }
         for kind in KINDS
     }
 
 
-def _for(run: dict[str, Any]) -> str:
-    """Whether a run is of one sequence or of several: of the most that a test of it has."""
-    return set_for(max((parse(test).width for test in run["tests"]), default=1))
-
-
-def _device(run: dict[str, Any]) -> str:
-    whole = run["status"] == results.COMPLETE and not run.get("result", {}).get("smoke")
-    return run.get("engine", {}).get("device", "") if whole else ""
-
-
 def of_kind(runs: dict[str, results.Run]) -> dict[str, dict[str, Any]]:
-    """Toggle to its row, for values that are not the baseline's. Then come members of a family that
-    lost where the others won. What no run compares is as SAFE has it."""
+    """Toggle to its row, for values that differ from the baseline's. Then come the members of a
+    winning family that lost. A toggle that no run compares is as SAFE says."""
     comparisons = {f: AB(r.run, r.samples) for f, r in runs.items() if r.run["kind"] == "ab"}
     gap_runs = {f: gaps.Gaps(r.run, r.samples) for f, r in runs.items() if r.run["kind"] == "gaps"}
     members = {m: f for f in FAMILIES for m in Toggles.members(f)}
@@ -126,8 +120,9 @@ def of_kind(runs: dict[str, results.Run]) -> dict[str, dict[str, Any]]:
 def _together(
     runs: dict[str, results.Run], rows: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Rows of toggles that the set that won has otherwise than `rows`, what won one by one; that
-    stands in them as `alone`, None where it is as in the baseline. Empty where no set won."""
+    """The rows of toggles for which the winning set has other values than `rows`, the values that
+    won one by one. A row's `alone` is that earlier row, None for the baseline's value. Empty where
+    no set won."""
     off = Toggles().to_dict()
     singly = {name: rows[name]["value"] if name in rows else off[name] for name in TOGETHER}
     trials: dict[tuple[str, ...], list[Trial]] = {}
@@ -181,7 +176,10 @@ def _winner(
     }
     if faster:
         return {"value": max(faster, key=faster.__getitem__), "by": "faster", "runs": folders}
-    found = {f: run for f, run in gap_runs.items() if len(_values(run.run, name)) > 1}
+    found = {
+        f: run for f, run in gap_runs.items()
+        if len({arm["toggles"].get(name, "") for arm in run.run["arms"]}) > 1
+    }  # fmt: skip
     if found:
         richest = max(_background(run.run, name) for run in found.values())
         found = {f: run for f, run in found.items() if _background(run.run, name) == richest}
@@ -195,14 +193,14 @@ def _winner(
 
 
 def _background(run: dict[str, Any], name: str) -> int:
-    """How many other toggles are not as in the baseline; the stream of copies is neither."""
+    """How many other toggles differ from the baseline; the stream of copies does not count."""
     off, own = Toggles().to_dict(), {*Toggles.members(name), "copy_stream"}
     given = run["arms"][0]["toggles"]
     return sum(v != off.get(k, v) for k, v in given.items() if k not in own)
 
 
 def _trials_of(name: str, comparisons: dict[str, AB]) -> list[Trial]:
-    """On the richest background there is."""
+    """The trials of a toggle on the richest background."""
     own = {f: ab for f, ab in comparisons.items() if ab.run["result"]["toggle"] == name}
     richest = max((_background(ab.run, name) for ab in own.values()), default=0)
     return [
@@ -227,10 +225,6 @@ def _trials(folder: str, ab: AB) -> Iterator[Trial]:
         )  # fmt: skip
 
 
-def _values(run: dict[str, Any], name: str) -> set[str]:
-    return {arm["toggles"].get(name, "") for arm in run["arms"]}
-
-
 def _shortest(found: gaps.Gaps, name: str) -> str:
     """The value of toggle `name` in the arm with the shortest median gap."""
     table = found.table()
@@ -239,8 +233,8 @@ def _shortest(found: gaps.Gaps, name: str) -> str:
 
 
 def folders_in(*roots: Path) -> list[Path]:
-    """The folders of comparisons and gaps in `roots`; a root may be such a folder itself. Notebooks
-    show one small model, and decide nothing."""
+    """The folders of comparisons and gaps in `roots`; a root may itself be such a folder. Runs of
+    notebooks show one small model, and are left out."""
     found = [f.parent for p in roots for f in (*p.glob("run.json"), *p.glob("*/run.json"))]
     kinds = {f: json.loads((f / "run.json").read_text())["kind"] for f in found}
     return [

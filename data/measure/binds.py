@@ -7,13 +7,12 @@ Pure functions of what `data.measure` recorded:
     cuda-ablation-MODEL[-N].json         where the time of a step goes
     cuda-counters.json                   how busy a product keeps each part of the device
 
-A time and the bandwidth that it is compared with are of one file. Only the cost of a launch is
-compared across processes.
+A time and the bandwidth beside it come from one file. Only the cost of a launch is compared across
+processes.
 
-A token of a plan is what the device takes and a gap. The gap is what passes until the host has the
-logits, and what the host takes from there to the next token's first kernel.
-`benchmarks/times/token_parts.py` measures them by the device's clock. The phases of the host come
-from an arm's counters.
+A token of a plan is the device's time and a gap. The gap is the time until the host has the logits,
+and then the host's time to the next token's first kernel. `benchmarks/times/token_parts.py`
+measures both by the device's clock. The phases of the host come from an arm's counters.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ from data.measure.plan_tables import (
     planned,
     plans_of,
 )
-from data.measure.recorded import NOT_MEASURED, Recorded, Toggled, commit_of, model_of, title_of
+from data.measure.recorded import NOT_MEASURED, Recorded, Toggled, as_launched, commit_of, title_of
+from data.measure.tables import span
 from workbench.answers import kept
 from workbench.benchmarks.compare.stats import SLOWER
 from workbench.benchmarks.kernels.kernel_cases import MODELS
@@ -42,8 +42,8 @@ from workbench.config import Pdl, PlanScope
 READ = "read"  # the type that counters give to kernels that only read
 LEAST_SHARE = 0.03  # of a step, from which a kind of launch is named
 
-# A part of the device binds from FULL percent on. Memory binds, too, from LIKE_READING times what a
-# kernel reaches that only reads as many bytes.
+# A part of the device binds from FULL percent on. Memory also binds from LIKE_READING times the
+# percentage of a kernel that only reads as many bytes.
 FULL, LIKE_READING = 80.0, 0.95
 PARTS = {
     "issue_pct": "issue slots", "alu_pct": "integer units", "fma_pct": "multiply-add units",
@@ -63,7 +63,12 @@ WAITS = {
 
 
 class Bind(NamedTuple):
-    """What is missed, how far it comes, and what binds it, a statement each."""
+    """A missed target.
+
+    missed: what is missed.
+    measured: the figure that was reached.
+    binds: the reasons, a statement each.
+    """
 
     missed: str
     measured: str
@@ -74,31 +79,17 @@ def read_us(nbytes: float, gbps: float) -> float:
     return nbytes / gbps / 1e3
 
 
-def launch_us(launches: dict[str, Any] | None, kind: str) -> float | None:
-    """What each empty launch of a graph takes; kind: `plain` or `pdl`."""
-    found = (launches or {}).get("graph_us", {}).get(kind)
-    return None if found is None else float(found["median"])
-
-
-def reading_us(launches: dict[str, Any] | None, nbytes: int) -> float | None:
-    """What the fastest reading kernel takes for so many bytes, launched plainly; None where that
-    size was not measured."""
-    for row in (launches or {}).get("reads", ()):
-        if row["bytes"] == nbytes:
-            return float(row["us"]["median"])
-    return None
-
-
 def product(row: dict[str, Any], gbps: float, launches: dict[str, Any] | None) -> str:
-    """What the launches of one row of `bench-kernels` cannot do without, and what is left.
+    """The least time of the launches in one row of `bench-kernels`, and the time that is left.
 
     Reading takes its time at the full bandwidth, and an empty launch takes its own time. Launched
     plainly, the two hardly overlap. A kernel that only reads shows what filling and draining the
     memory system adds. The rest of the product's time is the product's own.
     """
-    cost = launch_us(launches, row["launch"])
-    if cost is None:
+    if launches is None or row["launch"] not in launches["graph_us"]:
         return NOT_MEASURED
+    cost = launches["graph_us"][row["launch"]]["median"]
+    alone = {of["bytes"]: of["us"]["median"] for of in launches["reads"]}
     n = row["launches"]
     each = row["bytes"] // n
     read, us = read_us(each, gbps), row["us"] / n
@@ -107,8 +98,8 @@ def product(row: dict[str, Any], gbps: float, launches: dict[str, Any] | None) -
         f"a launch takes {us:.2f} us; reading {each / 1e6:.1f} MB {read:.2f} and an empty launch "
         f"{cost:.2f}, one after the other, would be {_percent(read / best)}"
     ]
-    reading = reading_us(launches, each) if row["launch"] == "plain" else None
-    if reading is not None and launches is not None:
+    reading = alone.get(each) if row["launch"] == "plain" else None
+    if reading is not None:
         share = read_us(each, launches["read_gbps"]) / reading
         said.append(f"a kernel that only reads takes {reading:.2f} ({_percent(share)})")
     floor = best if reading is None else max(best, reading)
@@ -126,14 +117,15 @@ def batched_product(row: dict[str, Any], gbps: float, tflops: float) -> str:
 
 
 def step(found: dict[str, Any] | None) -> tuple[str, ...]:
-    """Where the time of a step goes: host, launches, and the kinds of launch by what leaving each
-    out saves, the most first. A kind with weights also says how long reading the weights takes.
-    Kinds without which the rest takes longer are named: they show how far costs do not add up."""
+    """Where the time of a step goes: the host, the launches, and the kinds of launch that save most
+    when they are left out. For a kind with weights, also the time that reading the weights takes.
+    Kinds without which the rest takes longer are named: they show how far the costs do not add up.
+    """
     if found is None:
         return (NOT_MEASURED,)
     whole, graph = found["step_us"]["median"], found["graph_us"]["median"]
-    # costs are differences to the graph whose tensors share no memory; older files have none
-    apart = found.get("apart_us", found["graph_us"])["median"]
+    # costs are differences to the graph whose tensors share no memory
+    apart = found["apart_us"]["median"]
     gbps, tflops = found["read_gbps"], found.get("product_tflops")
     bounds = [f"reading weights {read_us(found['weight_bytes'], gbps):.0f}"]
     if tflops and found["n_tokens"] > 1:
@@ -144,8 +136,7 @@ def step(found: dict[str, Any] | None) -> tuple[str, ...]:
     rest = apart - sum(kinds[kind]["us"]["median"] for kind in named)
     said = [
         f"step {whole:.0f} us, its {found['launches']} launches as one graph {graph:.0f} "
-        f"({', '.join(bounds)})"
-        + (f", no two tensors in the same memory {apart:.0f}" if "apart_us" in found else ""),
+        f"({', '.join(bounds)}), no two tensors in the same memory {apart:.0f}",
         f"left out, they save: {', '.join(_kind(kind, kinds[kind], apart, gbps) for kind in named)}"
         f"; not of any one of these {rest:.0f}",
     ]
@@ -154,9 +145,7 @@ def step(found: dict[str, Any] | None) -> tuple[str, ...]:
     ]
     longer = ", ".join(f"{kind} {-kinds[kind]['us']['median']:.0f}" for kind in slower)
     said += [f"without these the graph takes longer: {longer}"] if longer else []
-    if "apart_us" not in found:
-        said.append("rough: what is left out here leaves the others other bytes to compute on")
-    if not found.get("unchanged", True):
+    if not found["unchanged"]:
         said.append("void: the others computed on other values")
     return tuple(said)
 
@@ -172,8 +161,8 @@ def _percent(share: float) -> str:
 
 
 def counted(case: dict[str, Any], reading: dict[str, Any] | None = None) -> str:
-    """What a launch kept busy, by hardware counters, and what follows. Memory binds, or the parts
-    of a multiprocessor that are full. Where neither is full, what the warps waited for tells why.
+    """What a launch kept busy, by hardware counters, and what binds it: memory, or parts of a
+    multiprocessor that are full. Where none is full, the reasons for which warps waited are named.
     reading: the launch that only reads as many bytes."""
     memory = case.get("memory_pct")
     parts = sorted((key for key in PARTS if key in case), key=lambda key: -case[key])[:MOST_PARTS]
@@ -208,16 +197,16 @@ def _case(
 
 
 def by_counters(counters: dict[str, Any] | None, row: dict[str, Any]) -> str:
-    """What counters say of a launch of a row of `bench-kernels`; empty where it was not counted.
-    A row of several launches of equal weights is read as each of them."""
+    """What the counters say of a launch in a row of `bench-kernels`; empty where it was not
+    counted. A row of several launches with equal weights is read as each of them."""
     nbytes = row["bytes"] // row.get("launches", 1)
     case = _case(counters, row["type"], nbytes, row["batch"])
     return f"by counters: {counted(case, _case(counters, READ, nbytes, 1))}" if case else ""
 
 
 def step_by_counters(counters: dict[str, Any] | None, model: str, n_tokens: int) -> tuple[str, ...]:
-    """What counters say of each product in a model's step of n_tokens, or of the nearest number
-    that was counted; empty where no product of the model was counted."""
+    """What the counters say of each product in a model's step of n_tokens, or of the nearest number
+    of tokens that was counted; empty where no product of the model was counted."""
     ours = [
         case for case in (counters or {}).get("cases", ()) if case["batch"] > 1
         and f"{MODELS.get(case['shape'].partition('.')[0])}-{case['type'].lower()}" == model
@@ -247,8 +236,8 @@ def of_products(
     return [
         Bind(
             f"{row['type']} {row['shape']}, {launch}", f"{_percent(row['share'])}",
-            _some(product(row, run.run["result"]["read_gbps"], launches),
-                  by_counters(counters, row)),
+            tuple(filter(None, (product(row, run.run["result"]["read_gbps"], launches),
+                                by_counters(counters, row)))),
         )
         for row in run.run["result"]["rows"]
         if row["batch"] == 1 and row["launch"] == launch and row["share"] < least
@@ -263,24 +252,18 @@ def of_batched_product(
     run = recorded.run("kernels-batches")
     if run is None:
         return []
-    result = run.run["result"]
-    rows = [
-        row for row in result["rows"]
-        if row["type"] == dtype and row["shape"] == shape and row["batch"] == batch
-    ]  # fmt: skip
-    return [
-        Bind(
-            f"{dtype} {shape}, {batch} tokens", _percent(share),
-            _some(batched_product(row, result["read_gbps"], result["product_tflops"]),
-                  by_counters(recorded.file("counters"), row)),
-        )
-        for row in rows[-1:]  # plain, then pdl
-    ]  # fmt: skip
+    result, rows = run.run["result"], as_launched(run, dtype)
+    (row,) = rows[(rows["shape"] == shape) & (rows["batch"] == batch)].to_dict("records")
+    said = (
+        batched_product(row, result["read_gbps"], result["product_tflops"]),
+        by_counters(recorded.file("counters"), row),
+    )
+    return [Bind(f"{dtype} {shape}, {batch} tokens", _percent(share), tuple(filter(None, said)))]
 
 
 def of_step(recorded: Recorded, run: str, model: str, n_tokens: int, measured: str) -> Bind:
-    """The line of a model's step of `run`. Where no step of n_tokens was taken apart, the step of
-    the nearest number stands for it."""
+    """The line of a model's step of `run`. Where no step of n_tokens was taken apart, the step with
+    the nearest number of tokens stands in its place."""
     what, sizes = f"{model}, tg128", {1: ""}
     counters: tuple[str, ...] = ()
     if n_tokens > 1:
@@ -305,7 +288,7 @@ def _commits(found: dict[str, Any] | None, run: Run | None) -> list[str]:
 
 
 def origins(recorded: Recorded) -> list[str]:
-    """The files that tell what a launch takes and keeps busy, each with its commit."""
+    """The files with launches and counters, each with its commit."""
     found = {name: recorded.file(name) for name in ("launches", "counters")}
     return [
         f"`{recorded.device}-{name}.json` is of commit {commit_of(file)}"
@@ -314,12 +297,9 @@ def origins(recorded: Recorded) -> list[str]:
     ]
 
 
-def _some(*statements: str) -> tuple[str, ...]:
-    return tuple(statement for statement in statements if statement)
-
-
 def _sizes(recorded: Recorded, model: str) -> dict[int, str]:
-    """The sizes of a model's steps that were taken apart, above one token: size to name suffix."""
+    """The steps of more than one token that were taken apart: their number of tokens to the suffix
+    of their file."""
     start = f"{recorded.device}-ablation-{model}-"
     stems = (path.stem.removeprefix(start) for path in recorded.folder.glob(f"{start}*.json"))
     return {int(stem): f"-{stem}" for stem in stems if stem.isdigit()}
@@ -330,16 +310,8 @@ def _sizes(recorded: Recorded, model: str) -> dict[int, str]:
 PHASES = {"batch": "inputs", "reuse": "looking the program up", "issue": "issuing"}
 
 
-def _row_of(one: Planned) -> str:
-    return f"{model_of(one.ab.run)}, pdl {one.toggles['pdl']}"
-
-
 def _above(us: float, bound: float) -> str:
     return f"{us:.0f} us, {100 * (us / bound - 1):.1f} % above {bound:.0f}"
-
-
-def _span(values: list[float]) -> str:
-    return f"{min(values):.0f} to {max(values):.0f}"
 
 
 def token_parts(one: Planned) -> str:
@@ -352,14 +324,14 @@ def token_parts(one: Planned) -> str:
 
 
 def host_phases(one: Planned) -> str:
-    """What the host does for a token beside waiting, us, of the arm's timed repetitions."""
+    """The host's work for a token, without waiting, us; from the arm's timed repetitions."""
     found = kept.phases_us(one.arm["counters"])
     return ", ".join(f"{name} {found[phase]:.0f}" for phase, name in PHASES.items())
 
 
 def plan_gaps(recorded: Recorded, most_gap: float, most_host: float) -> Iterator[Bind]:
-    """An item for each kind of plan with ours: how many rows miss a target, the worst row and the
-    best one taken apart."""
+    """An item for each kind of plan with plans=ours: how many rows miss a target, and the parts of
+    the worst and of the best row."""
     ours = [one for one in planned(recorded) if one.rule == OURS]
     for kind in KINDS:
         rows = sorted((one for one in ours if one.kind == kind), key=lambda one: one.us["gap"])
@@ -367,13 +339,13 @@ def plan_gaps(recorded: Recorded, most_gap: float, most_host: float) -> Iterator
                 for part, most in (("gap", most_gap), ("host", most_host))}  # fmt: skip
         if not any(over.values()):
             continue
-        said = {part: _span([one.us[part] for one in rows]) for part in over}
+        said = {part: span([one.us[part] for one in rows]) for part in over}
         yield Bind(
             f"plans=ours, {kind}",
             f"gap {said['gap']} us, {over['gap']} of {len(rows)} rows above {most_gap:.0f}; host "
             f"{said['host']} us, {over['host']} above {most_host:.0f}",
             tuple(
-                f"{name}, {_row_of(one)}: {token_parts(one)}; the host's phases: {host_phases(one)}"
+                f"{name}, {one.named}: {token_parts(one)}; the host's phases: {host_phases(one)}"
                 for name, one in dict(zip(("the longest gap", "the shortest"), (rows[-1], rows[0]),
                                           strict=True)).items()
             ),
@@ -381,8 +353,8 @@ def plan_gaps(recorded: Recorded, most_gap: float, most_host: float) -> Iterator
 
 
 def plan_kernels(recorded: Recorded, bounds: Mapping[str, Mapping[str, float]]) -> Iterator[Bind]:
-    """An item for each model whose kernels take longer than they did as captured. bounds: of each
-    value of `pdl`, us by model."""
+    """An item for each model whose kernels take longer than they did as captured. bounds: us by
+    model, for each value of `pdl`."""
     for one in planned(recorded):
         bound = bounds.get(one.toggles["pdl"], {}).get(one.model)
         if bound is None or (one.rule, one.kind) != (OURS, KINDS[1]):
@@ -397,18 +369,18 @@ def plan_kernels(recorded: Recorded, bounds: Mapping[str, Mapping[str, float]]) 
             == (one.model, one.toggles["pdl"])
         ]  # fmt: skip
         yield Bind(
-            f"{_row_of(one)}, a token's kernels",
+            f"{one.named}, a token's kernels",
             _above(us, bound),
             (
-                f"the same kernels as plans of any rule in the same run: {_span(same)} us; its "
-                f"rounds {_span(one.ab.run['result']['parts'][one.arm['name']]['device'])}",
+                f"the same kernels as plans of any rule in the same run: {span(same)} us; its "
+                f"rounds {span(one.ab.run['result']['parts'][one.arm['name']]['device'])}",
             ),
         )
 
 
 def replayed_launches(recorded: Recorded, bounds: Mapping[str, float]) -> Iterator[Bind]:
-    """An item for each model whose launches, replayed behind themselves, take longer than they did
-    as captured."""
+    """An item for each model whose launches take longer, as a plan replayed one replay after the
+    other, than they did as captured."""
     for row in plan_tables.timed_rows(recorded):
         bound, us = bounds.get(row["model"]), row["device_us"]
         if row["scope"] == PlanScope.SPLIT and bound is not None and us["median"] > bound:
@@ -421,9 +393,9 @@ def replayed_launches(recorded: Recorded, bounds: Mapping[str, float]) -> Iterat
 
 
 def beside(recorded: Recorded, bounds: Mapping[str, float], most_gap: float) -> Iterator[Bind]:
-    """An item for each model whose tg128 misses its times of llama.cpp's best: how much of a token
-    is too much, where a token's time goes, and what it would be with the gap that is wanted. The
-    parts are those of the same kind of plan, from the model's comparison of plans."""
+    """An item for each model whose tg128 misses its target against llama.cpp's best: by how much a
+    token is too long, where its time goes, and how long it would be with the target's gap. The
+    parts come from the model's comparison of plans, of the same kind of plan."""
     parted = {
         (one.model, one.kind): one
         for one in planned(recorded)
@@ -450,7 +422,7 @@ def beside(recorded: Recorded, bounds: Mapping[str, float], most_gap: float) -> 
 
 def first_tokens(recorded: Recorded) -> Iterator[Bind]:
     """An item for each kind of plan whose first tokens take longer than without plans: which tokens
-    cost more, and what the others save."""
+    cost more, and how much the others save."""
     warm = {row["model"]: row for row in plan_tables.timed_rows(recorded)
             if row["scope"] == PlanScope.STEP}  # fmt: skip
     for one in recorded.toggled("plans", "fresh"):

@@ -34,7 +34,8 @@ SWITCHED_OFF = ("unfused", "plain")  # suffixes of folders
 
 
 def decodes(recorded: Recorded) -> Iterator[Line]:
-    """A model: decode with everything on but plans, without fusion, without pdl; its prompt."""
+    """A line for each model: decode with everything on except plans, without fusion, and without
+    pdl; and its prompt."""
     for name in DECODED:
         full = decode(recorded, name)
         if full is not None:
@@ -45,48 +46,25 @@ def decodes(recorded: Recorded) -> Iterator[Line]:
             yield Line(full | tps, runs)
 
 
-DECODE = Table(
-    "Decode", decodes,
-    {"Model": "{model}", "GB a token": "{gb:.2f}", "t/s tg128": "{tg:.1f}",
-     "% of read": "{share:.1f}", "unfused": "{unfused:.1f}", "no pdl": "{plain:.1f}",
-     "launches": "{launches}", "t/s pp512": "{pp:.0f}", "% of product": "{product_share:.1f}"},
-    "read bandwidth {read} GB/s, medians of 5 repetitions",
-)  # fmt: skip
-
-
 def batches(recorded: Recorded) -> Iterator[Line]:
-    """A model and tokens computed at once: speed, and the share of either bound."""
+    """A line for each model and number of tokens computed at once: the speed, and the share of its
+    bound."""
     for row, run in recorded.of("batches"):
         for step in batch_steps(recorded, row.model):
             derived = {"share": step.share, "bound": step.bound}
             yield Line({"model": model_of(run.run)} | step._asdict() | derived, [run])
 
 
-BATCHES = Table(
-    "Batches", batches,
-    {"Model": "{model}", "tokens": "{n_tokens}", "t/s": "{tps:.0f}", "% of read": "{read:.1f}",
-     "% of product": "{product:.1f}", "bound": "{bound}", "% of bound": "{share:.1f}"},
-    "read bandwidth {read} GB/s, large product {peak} TFLOP/s",
-)  # fmt: skip
-
-
 def sequences(recorded: Recorded) -> Iterator[Line]:
-    """A number of sequences that go on together: tokens of all of them, beside the bound."""
+    """A line for each number of sequences side by side: the tokens of all of them, beside the
+    bound."""
     for _, run in recorded.of("together"):
         yield Line(together(run), [run])
 
 
-TOGETHER = Table(
-    "Sequences together", sequences,
-    {"Model": "{model}", "sequences": "{n_seqs}", "t/s prompts": "{pp:.0f}",
-     "t/s generated": "{tg:.0f}", "of each": "{each:.1f}", "ms a step": "{step_ms:.2f}",
-     "GB a step": "{step_gb:.2f}", "t/s bound": "{bound:.0f}", "% of bound": "{share:.1f}"},
-    "{tests}; read bandwidth {read} GB/s; the bound reads the weights once and every cell once",
-)  # fmt: skip
-
-
 def kernels(recorded: Recorded) -> Iterator[Line]:
-    """A type: share of the read bandwidth by shape of llama-3-8b, one token, plain / pdl."""
+    """A line for each type: its share of the read bandwidth for one token, by shape of llama-3-8b;
+    plain / pdl."""
     shapes = (*LARGE, *SMALL)
     for _, run in recorded.of("kernels"):
         rows = kernel_rows(run)
@@ -97,11 +75,9 @@ def kernels(recorded: Recorded) -> Iterator[Line]:
             yield Line({"type": dtype} | cells, [run])
 
 
-KERNELS = Table("Kernels", kernels, None, "% of {read} GB/s, launched plainly / with pdl")
-
-
 def products(recorded: Recorded) -> Iterator[Line]:
-    """A type: share of the bound by tokens, the least and the most of the shapes of llama-3-8b."""
+    """A line for each type: its share of the bound by number of tokens, the least and the most of
+    the shapes of llama-3-8b."""
     for (_, run), dtype in itertools.product(recorded.of("kernels-batches"), TYPES):
         shares = as_launched(run, dtype).groupby("batch")["of_bound"]
         cells = {str(n): f"{100 * of.min():.0f}..{100 * of.max():.0f}" for n, of in shares}
@@ -109,14 +85,8 @@ def products(recorded: Recorded) -> Iterator[Line]:
             yield Line({"type": dtype} | cells, [run])
 
 
-PRODUCTS = Table(
-    "Kernels of many tokens", products, None,
-    "% of the bound by tokens, the worst and the best of {shapes}; {read} GB/s, {peak} TFLOP/s",
-)  # fmt: skip
-
-
 def fusion(recorded: Recorded) -> Iterator[Line]:
-    """A model and toggle: what it brings alone, and what it brings to all the others."""
+    """A line for each model and toggle: its gain alone, and its gain beside all other toggles."""
     found: dict[tuple[str, str], list[Toggled]] = {}
     for one in recorded.toggled("fusion"):
         found.setdefault((one.model, one.ab.run["result"]["toggle"]), []).append(one)
@@ -133,12 +103,9 @@ def fusion(recorded: Recorded) -> Iterator[Line]:
         yield Line(cells, [one.ab for one in comparisons])
 
 
-FUSION = Table("Fusion", fusion, None, "off -> on, {tests}, {n} interleaved repetitions")
-
-
 def perplexities(recorded: Recorded) -> Iterator[Line]:
-    """A type: the fast path against the float path on tokens drawn from the model, by how many of
-    them the fast path computed at once."""
+    """A line for each type: the fast path against the float path on tokens drawn from the model, by
+    the number of tokens that the fast path computed at once."""
     every = [found for quant in SCORED if (found := scored(recorded, quant))]
     sizes = sorted({answer.n_ubatch for found in every for answer in found}, reverse=True)
     for found in every:
@@ -155,17 +122,12 @@ def perplexities(recorded: Recorded) -> Iterator[Line]:
 
 
 def _both(found: Answer | Bound | None, digits: int = 1) -> str:
-    """KL / NMSE."""
+    """`KL / NMSE` of an answer or of a bound; empty without one."""
     if found is None:
         return ""
     values = (found.kl, found.nmse)
     return " / ".join("no number" if v is None else f"{v:.{digits}e}" for v in values)
 
-
-PERPLEXITY = Table(
-    "Perplexity", perplexities, None,
-    "{scored} tokens: mean KL in nats a token / NMSE of the logits",
-)  # fmt: skip
 
 # what each run of gpu-sanitizer.json looks for
 CHECKS = {
@@ -248,15 +210,6 @@ def peer_where(recorded: Recorded) -> str:
     )
 
 
-PEER = Table(
-    "Beside llama.cpp", peer,
-    {"Model": "{preset} {quant}", "Test": "{test}", "t/s llama.cpp": "{theirs:.1f}",
-     "t/s workbench": "{ours:.1f}", "Ratio": "{ratio:.2f}",
-     "95% CI": "{low:.2f}..{high:.2f}"},
-    said=peer_where,
-)  # fmt: skip
-
-
 def peer_files(recorded: Recorded) -> Iterator[Line]:
     """How far llama.cpp and the engine are from float64 on files of each kind, from `make peer`."""
     worst: dict[str, dict[str, float]] = {}
@@ -317,17 +270,50 @@ def stalls_where(recorded: Recorded) -> str:
 
 
 BLOCKS: dict[str, list[Part]] = {
-    "decode-cuda": [DECODE],
-    "batches-cuda": [BATCHES],
-    "together-cuda": [TOGETHER],
-    "kernels-cuda": [KERNELS],
-    "kernels-batches-cuda": [PRODUCTS],
-    "fusion-cuda": [FUSION],
-    "perplexity-cuda": [PERPLEXITY],
+    "decode-cuda": [Table(
+        "Decode", decodes,
+        {"Model": "{model}", "GB a token": "{gb:.2f}", "t/s tg128": "{tg:.1f}",
+         "% of read": "{share:.1f}", "unfused": "{unfused:.1f}", "no pdl": "{plain:.1f}",
+         "launches": "{launches}", "t/s pp512": "{pp:.0f}", "% of product": "{product_share:.1f}"},
+        "read bandwidth {read} GB/s, medians of 5 repetitions",
+    )],
+    "batches-cuda": [Table(
+        "Batches", batches,
+        {"Model": "{model}", "tokens": "{n_tokens}", "t/s": "{tps:.0f}", "% of read": "{read:.1f}",
+         "% of product": "{product:.1f}", "bound": "{bound}", "% of bound": "{share:.1f}"},
+        "read bandwidth {read} GB/s, large product {peak} TFLOP/s",
+    )],
+    "together-cuda": [Table(
+        "Sequences together", sequences,
+        {"Model": "{model}", "sequences": "{n_seqs}", "t/s prompts": "{pp:.0f}",
+         "t/s generated": "{tg:.0f}", "of each": "{each:.1f}", "ms a step": "{step_ms:.2f}",
+         "GB a step": "{step_gb:.2f}", "t/s bound": "{bound:.0f}", "% of bound": "{share:.1f}"},
+        "{tests}; read bandwidth {read} GB/s; the bound reads the weights once and every cell once",
+    )],
+    "kernels-cuda": [
+        Table("Kernels", kernels, None, "% of {read} GB/s, launched plainly / with pdl"),
+    ],
+    "kernels-batches-cuda": [Table(
+        "Kernels of many tokens", products, None,
+        "% of the bound by tokens, the worst and the best of {shapes}; {read} GB/s, {peak} TFLOP/s",
+    )],
+    "fusion-cuda": [
+        Table("Fusion", fusion, None, "off -> on, {tests}, {n} interleaved repetitions"),
+    ],
+    "perplexity-cuda": [Table(
+        "Perplexity", perplexities, None,
+        "{scored} tokens: mean KL in nats a token / NMSE of the logits",
+    )],
     "correctness-cuda": [Table("Correctness", checks, said=checked_where)],
-    "peer-cpu": [PEER],
+    "peer-cpu": [Table(
+        "Beside llama.cpp", peer,
+        {"Model": "{preset} {quant}", "Test": "{test}", "t/s llama.cpp": "{theirs:.1f}",
+         "t/s workbench": "{ours:.1f}", "Ratio": "{ratio:.2f}",
+         "95% CI": "{low:.2f}..{high:.2f}"},
+        said=peer_where,
+    )],
     "peer-files": [Table("Files of others", peer_files, said=peer_files_where)],
     STALLS: [
         Table("Gaps between tokens beside large bodies", stalls, STALL_CELLS, said=stalls_where)
     ],
-}
+}  # fmt: skip

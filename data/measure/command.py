@@ -1,7 +1,7 @@
-"""What the commands of their own share: flags, which runs are kept, and how a call ends.
+"""The common part of the commands `python -m data.measure.NAME`: flags, runs that stay, errors.
 
-`python -m data.measure.NAME` measures run folders, one after the other, and prints their tables. A
-call that was cut off goes on where it was: a folder that holds a complete run of this commit stays.
+A command measures run folders, one after the other, and prints their tables. A folder that holds a
+complete run of this commit stays, so a call that was cut off goes on where it ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workbench.common.errors import UsageError, WorkbenchError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, MODELS = ROOT / "data" / "results", ROOT / "data" / "models"
-PAD = 256  # what the cells of a step are rounded up to
+PAD = 256  # the cells of a step are rounded up to a multiple of it
 
 
 @Parameter(name="*")
@@ -32,10 +32,10 @@ class Options:
     Parameters
     ----------
     device: cuda, embedded or host.
-    out: where the run folders go; default: the command's folder in data/results.
-    files: where model files are, and where missing ones are written, of a command that takes any.
-    again: measure what was measured, too.
-    at_most_s: after so many seconds nothing begins: no run, and of a run no round but its first.
+    out: folder for the run folders; default: the command's folder in data/results.
+    files: folder with model files; a missing file is written there.
+    again: measure runs again that are there already.
+    at_most_s: after so many seconds no run begins, and no round except a run's first.
     """
 
     device: str = "cuda"
@@ -49,10 +49,13 @@ USUAL = Options()
 
 
 class Call:
-    """One call of a command. out: where its run folders go."""
+    """One call of a command.
+
+    out: folder for its run folders.
+    """
 
     def __init__(self, folder: str, options: Options):
-        """folder: the command's, in data/results."""
+        """folder: name of the command's folder in data/results."""
         self.options, self.out = options, options.out or RESULTS / folder
         self._begun = time.monotonic()
 
@@ -65,11 +68,11 @@ class Call:
         return self.seconds > self.options.at_most_s
 
     def model_file(self, model: str) -> Path:
-        """The file of a model as folders name it, written where it is missing."""
+        """The file of a model by its name in folders. A missing file is written."""
         return model_file(*parsed(model), self.options.files)
 
     def rounds(self, n: int) -> Iterator[int]:
-        """0 to n - 1. After the first round none begins late."""
+        """The rounds 0 to n - 1. After the first, none begins once the time is over."""
         for round_ in range(n):
             if round_ and self.late:
                 return
@@ -82,8 +85,9 @@ class Call:
         measure: Callable[[], None],
         shown: Callable[[Path], str] | None = None,
     ) -> None:
-        """Measures into a folder, and prints what it shows and how long it took. Leaves a run that
-        is there already, or for which no time is left, and says so."""
+        """Measures a run into `folder`, and prints what `shown` says of it and the seconds it took.
+        A run that is there already is left, and so is a run for which no time is left; a line says
+        so."""
         if is_complete(folder) and not self.options.again:
             print(f"{name}: there already, of this commit", flush=True)
         elif self.late:
@@ -97,7 +101,7 @@ class Call:
 
 
 def numbers(flag: str, text: str) -> list[int]:
-    """`1,8,32` as numbers. Raises UsageError where one of them is none."""
+    """`1,8,32` as numbers. Raises UsageError for anything else."""
     try:
         return [int(n) for n in text.split(",")]
     except ValueError:
@@ -105,7 +109,7 @@ def numbers(flag: str, text: str) -> list[int]:
 
 
 def at_least_one(*values: int, flags: str) -> None:
-    """Raises UsageError where one of the values of some flags is less."""
+    """Raises UsageError where a value is below 1. flags: their names, for the message."""
     if min(values) < 1:
         raise UsageError(f"{flags} are 1 or more")
 

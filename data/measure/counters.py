@@ -2,25 +2,31 @@
 
 Nsight Compute (`ncu`) runs this module as a child. The child launches each case plainly, on one
 copy of its weights after the other. ncu empties the caches before each launch, leaves the clocks
-alone, and repeats a launch until it has read every counter. Beside the products run the quickest
-kernels that only read as many bytes: what memory gives to so short a launch.
+alone, and repeats a launch until it has read every counter. The quickest kernels that only read as
+many bytes are counted, too: they show what memory gives to so short a launch.
 
-    cases   for each: type, shape, batch, bytes of weights, kernel; us; and of COUNTERS what there
-            was, percentages of what the device can do while the kernel runs; stalls: for how many
-            cycles a warp waited for what between two instructions it issued, the most first
+    cases   for each: type, shape, batch, bytes of weights, kernel; us; the counters of COUNTERS
+            that the device has, as percentages of what the device can do while the kernel runs;
+            stalls: cycles that a warp waited between two instructions by reason, the most first
 
-All are medians over LAUNCHES launches. us is longer than in a graph: the launch stands alone.
+All figures are medians over LAUNCHES launches. A launch that stands alone takes more us than in a
+graph.
 """
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +35,7 @@ import numpy as np
 from data.measure.binds import READ
 from data.measure.launches import fastest_reads, reading
 from data.measure.matrix import Row
-from data.measure.nsight import command, find_ncu, launches_counted, number, refusal, unknown
-from data.measure.session import Session
+from data.measure.session import Session, memory
 from workbench.backend.base import open_backend
 from workbench.benchmarks.kernels.kernel_cases import SHAPES, TYPES, KernelCase, WeightShape
 from workbench.benchmarks.kernels.kernel_memory import Copies, Launches
@@ -40,14 +45,14 @@ from workbench.graph.ir import Node
 from workbench.program.commands import COMPUTE_STREAM, Space
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCHES = 2  # of each case that are counted; one more goes before them
-LIMIT_S, MOST_TRIES = 75, 5  # seconds of one run of ncu; runs to find out what it knows
+LAUNCHES = 2  # counted launches of each case; one more comes before them
+LIMIT_S, MOST_TRIES = 75, 5  # seconds of one run of ncu; runs to find the metrics that it has
 MODULE = "data.measure.counters"
 
-# gate alone, as `bench-kernels` launches it within gate_up
+# gate alone; `bench-kernels` launches it within gate_up
 GATE = SHAPES["8b.gate_up"]
 ALL_SHAPES = SHAPES | {"8b.gate": WeightShape("8b.gate", GATE.rows[:1], GATE.cols)}
-FILES = ("product", "tensor_product")  # of the kernels that are counted
+FILES = ("product", "tensor_product")  # source files of the counted kernels
 # shape -> types, batches
 FEW = {
     "8b.gate": (("Q4_0", "Q4_K", "Q5_K", "MXFP4"), (1,)),
@@ -60,7 +65,7 @@ MANY = {
 }
 QUICK = {"qwen3-30b-a3b.gate": (("Q4_0",), (1, 16))}
 
-# What is kept of a launch -> its metrics; the first one that the device has counts.
+# figure of a launch -> its metrics; the first metric that the device has is taken
 COUNTERS: dict[str, tuple[str, ...]] = {
     "us": ("gpu__time_duration.sum",),
     "dram_bytes": ("dram__bytes_read.sum",),
@@ -81,7 +86,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "warps_pct": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
     "registers": ("launch__registers_per_thread",),
 }  # fmt: skip
-# Why a warp that could not issue waited, by the names of sm_90.
+# reasons for which a warp that could not issue waited, as sm_90 names them
 REASONS = (
     "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle",
     "long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction",
@@ -97,12 +102,17 @@ SCALES = {
 
 
 class NoCounters(Exception):
-    """Why there are none, in one line."""
+    """There are no counters; the message says why, in one line."""
 
 
 class Counted(NamedTuple):
-    """A launch that is counted. type: the weights', or READ; shape: a product's, or the label of a
-    reading kernel; bytes: what it reads of weights; kernel: the function counted."""
+    """A launch that is counted.
+
+    type: the weights' type, or READ.
+    shape: the shape of a product, or the label of a reading kernel.
+    bytes: bytes of weights that it reads.
+    kernel: the function that is counted.
+    """
 
     type: str
     shape: str
@@ -120,7 +130,7 @@ class Counted(NamedTuple):
 
 
 def products(quick: bool) -> list[Counted]:
-    """The products of FEW and MANY that are counted, each one kernel among its launches."""
+    """The products of FEW and MANY, each with the one of its kernels that is counted."""
     from workbench.backend.cuda.kernels import op_table
     from workbench.backend.cuda.kernels.kernel import Kernel
 
@@ -136,22 +146,12 @@ def products(quick: bool) -> list[Counted]:
     return found
 
 
-def yardsticks(backend: Any, sizes: Iterable[int], quick: bool) -> list[Counted]:
-    """The quickest reading kernel for each number of bytes."""
-    rows = fastest_reads(backend, sorted(set(sizes)), quick)
-    return [Counted(READ, row["kernel"], 1, row["bytes"], row["kernel"].split()[0]) for row in rows]
-
-
 # what ncu is asked, and what is kept --------------------------------------------------------------
 
 
-def all_metrics() -> list[str]:
-    return [m for names in COUNTERS.values() for m in names] + [STALL.format(r) for r in REASONS]
-
-
 def figures(launch: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """What is kept of a launch: every counter of COUNTERS that was counted (times in us, sizes in
-    bytes), and every stall."""
+    """The kept figures of a launch: every counter of COUNTERS that was counted (times in us, sizes
+    in bytes), and every stall."""
     found: dict[str, Any] = {}
     for key, metrics in COUNTERS.items():
         for metric in metrics:
@@ -165,7 +165,8 @@ def figures(launch: dict[str, tuple[str, str]]) -> dict[str, Any]:
 
 
 def summary(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of some launches' figures, the KEPT_STALLS longest stalls, and how many they were."""
+    """Medians of the figures of some launches, the KEPT_STALLS longest stalls, and the number of
+    launches."""
     found: dict[str, Any] = {"launches": len(each)}
     for key in COUNTERS:
         values = [one[key] for one in each if key in one]
@@ -179,11 +180,75 @@ def summary(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found | {"stalls": {reason: stalls[reason] for reason in longest}}
 
 
+# Nsight Compute's command line, and its log -------------------------------------------------------
+
+
+def find_ncu() -> Path | None:
+    """The path of ncu: on the PATH, or in an installed CUDA toolkit."""
+    paths = [Path(found)] if (found := shutil.which("ncu")) else []
+    paths.append(Path("/usr/local/cuda/bin/ncu"))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def command(
+    tool: Path, metrics: Sequence[str], functions: Iterable[str], log: Path, child: Sequence[str]
+) -> list[str]:
+    """The command line with which `tool` counts the launches of `functions` that `child` makes
+    between cuProfilerStart and cuProfilerStop. ncu writes to `log`."""
+    wanted = "|".join(sorted(set(functions)))
+    return [
+        str(tool), "--clock-control", "none", "--cache-control", "all", "--target-processes", "all",
+        "--profile-from-start", "off", "--kernel-name-base", "function",
+        "--kernel-name", f"regex:^({wanted})$", "--metrics", ",".join(metrics),
+        "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log), *child,
+    ]  # fmt: skip
+
+
+def launches_counted(log: str) -> list[dict[str, tuple[str, str]]]:
+    """The launches in ncu's log, each as column to value and unit. The log has a line of names, a
+    line of units, and a line for each launch; other lines are passed over."""
+    table = [line for line in log.splitlines() if not line.startswith("==")]
+    begin = next((i for i, line in enumerate(table) if line.startswith('"ID"')), len(table))
+    rows = list(csv.reader(table[begin:]))
+    if len(rows) < 3:
+        return []
+    names, units = rows[0], rows[1] + [""] * len(rows[0])
+    return [
+        dict(zip(names, zip(row, units, strict=False), strict=True))
+        for row in rows[2:]
+        if len(row) == len(names)
+    ]
+
+
+def number(value: str) -> float | None:
+    """`1,234.5` as a number; None for text that is no finite number (`n/a`, `nan`, empty)."""
+    try:
+        found = float(value.replace(",", ""))
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def unknown(log: str, metrics: Iterable[str]) -> list[str]:
+    """The metrics that an error or a warning of ncu names."""
+    complaints = " ".join(re.findall(r"^==(?:ERROR|WARNING)== .*$", log, re.MULTILINE))
+    return [m for m in metrics if re.search(rf"(?<![\w.]){re.escape(m)}(?!\.?\w)", complaints)]
+
+
+def refusal(log: str, output: str) -> str:
+    """The line that says why not all launches were counted: ncu's own error, or the child's last
+    line."""
+    errors = re.findall(r"^==ERROR== (.*\S)", log + "\n" + output, re.MULTILINE)
+    own = [line for line in errors if "application returned" not in line]
+    lines = [line for line in output.strip().splitlines() if not line.startswith("==")]
+    return next(iter(own or lines[-1:] or errors), "ncu gave no reason")
+
+
 # the measuring ------------------------------------------------------------------------------------
 
 
 def counters(session: Session, _: None, rows: list[Row]) -> None:
-    """Writes DEVICE-counters.json; where there is no ncu, or it may not count, says so."""
+    """Writes DEVICE-counters.json. Where there is no ncu, or ncu may not count, a line says so."""
     if session.device != "cuda":
         print("counters: a GPU alone has them; left out", flush=True)
         return
@@ -192,16 +257,17 @@ def counters(session: Session, _: None, rows: list[Row]) -> None:
         print("counters: no ncu on the PATH nor in /usr/local/cuda/bin; left out", flush=True)
         return
     chosen = products(session.quick)
-    backend: Any = open_backend("cuda")
-    try:
+    with closing[Any](open_backend("cuda")) as backend:
         found: dict[str, Any] = {"device_description": backend.description, "quick": session.quick}
         found |= session.rates(backend)
-        reads = yardsticks(backend, (c.bytes for c in chosen if c.batch == 1), session.quick)
+        sizes = sorted({one.bytes for one in chosen if one.batch == 1})
+        reads = [
+            Counted(READ, row["kernel"], 1, row["bytes"], row["kernel"].split()[0])
+            for row in fastest_reads(backend, sizes, session.quick)
+        ]
         nodes = [node for one in chosen for node in one.nodes()]
         with bar("compiling kernels", len(nodes), "launches") as left:
             backend.make_ready(nodes, left)
-    finally:
-        backend.close()
     chosen = [*reads, *chosen]
     try:
         metrics = available(tool, reads[:1])
@@ -224,30 +290,25 @@ def _said(case: dict[str, Any]) -> str:
 
 
 def available(tool: Path, small: Sequence[Counted]) -> list[str]:
-    """The metrics that ncu can count here, one for each of COUNTERS: it counts one small launch.
-    ncu may refuse several metrics before it counts any."""
-    metrics = all_metrics()
+    """The metrics that ncu can count here: the first of each figure in COUNTERS, and the stalls.
+    Found by counting one small launch. ncu may refuse several metrics before it counts any."""
+    metrics = [m for names in COUNTERS.values() for m in names]
+    metrics += [STALL.format(reason) for reason in REASONS]
     for _ in range(MOST_TRIES):
         log, output, rows = run(tool, metrics, small)
         absent = unknown(log + "\n" + output, metrics)
         if rows:
-            return chosen_of(
-                [m for m in metrics if number(rows[0].get(m, ("", ""))[0]) is not None]
-            )
+            there = [m for m in metrics if number(rows[0].get(m, ("", ""))[0]) is not None]
+            firsts = (next((m for m in names if m in there), "") for names in COUNTERS.values())
+            return [*filter(None, firsts), *(m for r in REASONS if (m := STALL.format(r)) in there)]
         if not absent:
             raise NoCounters(f"ncu counts nothing: {refusal(log, output)}")
         metrics = [m for m in metrics if m not in absent]
     raise NoCounters(f"ncu does not know {', '.join(absent)}")
 
 
-def chosen_of(there: Sequence[str]) -> list[str]:
-    """The first metric of each of COUNTERS that is `there`, and the stalls that are."""
-    firsts = [next((m for m in names if m in there), None) for names in COUNTERS.values()]
-    return [m for m in firsts if m] + [m for r in REASONS if (m := STALL.format(r)) in there]
-
-
 def count(tool: Path, metrics: Sequence[str], chosen: Sequence[Counted]) -> list[dict[str, Any]]:
-    """The cases of the module's docstring, in the order in which they were launched."""
+    """The cases of the module's docstring, in the order of their launches."""
     log, output, rows = run(tool, metrics, chosen)
     n = LAUNCHES * len(chosen)
     if len(rows) != n:
@@ -265,7 +326,7 @@ def count(tool: Path, metrics: Sequence[str], chosen: Sequence[Counted]) -> list
 def run(
     tool: Path, metrics: Sequence[str], chosen: Sequence[Counted]
 ) -> tuple[str, str, list[dict[str, tuple[str, str]]]]:
-    """ncu's log, what it and the child wrote otherwise, and the launches counted."""
+    """ncu's log, the other output of ncu and the child, and the counted launches."""
     with tempfile.TemporaryDirectory() as folder:
         log, asked = Path(folder) / "ncu.csv", Path(folder) / "cases.json"
         asked.write_text(json.dumps(list(chosen)))
@@ -289,7 +350,8 @@ def run(
 
 
 def launch_all(backend: Any, chosen: Sequence[Counted]) -> None:
-    """Launches each case once, then LAUNCHES times between cuProfilerStart and cuProfilerStop."""
+    """Launches each case once, and then LAUNCHES times between cuProfilerStart and
+    cuProfilerStop."""
     for one in chosen:
         (_reads if one.type == READ else _product)(backend, one)
 
@@ -306,42 +368,27 @@ def _counted(backend: Any, issues: Sequence[Any]) -> None:
 
 
 def _product(backend: Any, one: Counted) -> None:
-    weights = Copies(backend, one.case, 1, 0)
-    try:
+    with ExitStack() as stack:
+        weights = Copies(backend, one.case, 1, 0)
+        stack.callback(weights.free)
         launched = Launches(backend, one.case.nodes(weights.tensors, one.batch), weights, 0)
-        try:
-            _counted(backend, launched.issues(programmatic=False))
-        finally:
-            backend.synchronize()
-            launched.free()
-    finally:
-        weights.free()
+        stack.callback(launched.free)
+        stack.callback(backend.synchronize)
+        _counted(backend, launched.issues(programmatic=False))
 
 
 def _reads(backend: Any, one: Counted) -> None:
-    n_sm, stream = (
-        backend._driver.properties["multiProcessorCount"],
-        backend._stream(COMPUTE_STREAM),
-    )
-    first, second, sink = (backend.allocate(n, Space.DEVICE) for n in (one.bytes, one.bytes, 4))
-    try:
-        works = [
-            reading(one.shape, memory.address, one.bytes, sink.address, n_sm)
-            for memory in (first, second)
-        ]
+    n_sm = backend._driver.properties["multiProcessorCount"]
+    stream = backend._stream(COMPUTE_STREAM)
+    blocks = ((n, Space.DEVICE) for n in (4, one.bytes, one.bytes))
+    with memory(backend, *blocks) as (sink, *copies):
+        works = [reading(one.shape, it.address, one.bytes, sink.address, n_sm) for it in copies]
         _counted(backend, [backend._prepare(work, stream, one.shape) for work in works])
-    finally:
-        backend.synchronize()
-        for memory in (first, second, sink):
-            memory.free()
 
 
 def _child(cases: Path) -> None:
-    backend: Any = open_backend("cuda")
-    try:
+    with closing(open_backend("cuda")) as backend:
         launch_all(backend, [Counted(*one) for one in json.loads(cases.read_text())])
-    finally:
-        backend.close()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python -m data.measure.first_requests [MODEL] [--starts N] [--device DEVICE]
 
-Each start is a new server with the kernels of the starts before it. As soon as it is healthy, so
-many requests are kept in flight, 64 and another 64 of them. A start says how long the slowest of
-the first 64 took, from when it was due to its end, beside the slowest of the next 64. One start
-that nobody counts comes first, so that kernels are kept. The run folder is
-`data/results/first-requests/MODEL`: a sample for each request, and in `result` the `starts`.
+Each start is a new server, which finds the kernels of earlier starts on disk. As soon as it is
+healthy, 128 requests are sent, with a fixed number in flight. A start records the slowest of the
+first 64 requests beside the slowest of the next 64, each from when it was due to its end. One start
+that is not counted comes first, so that all kernels are on disk. The run folder
+`data/results/first-requests/MODEL` has a sample for each request, and in `result` the `starts`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ app = App(help=__doc__, result_action="return_none")
 
 
 class Start(NamedTuple):
-    """One start of a server. begin_s: from the command to a healthy server. first_ms, next_ms: the
-    slowest request of the first and of the next, from when it was due to its end."""
+    """One start of a server.
+
+    begin_s: from the command to a healthy server.
+    first_ms, next_ms: the slowest of the first and of the next requests, from when it was due to
+        its end.
+    """
 
     begin_s: float
     first_ms: float
@@ -55,8 +59,8 @@ class Start(NamedTuple):
 
 
 def started(command: ServeCommand, spec: BenchSpec, in_flight: int) -> tuple[Start, np.ndarray]:
-    """Starts a server and asks it spec.n_requests; and what each request took, ns, in the order in
-    which they were sent. Raises WorkbenchError where one fails."""
+    """Starts a server and sends spec.n_requests. Returns the start, and the ns of each request in
+    the order of sending. Raises WorkbenchError where a request fails."""
     begun = time.monotonic()
     with reached(command) as target:
         begin_s = time.monotonic() - begun
@@ -86,8 +90,8 @@ def main(
     Parameters
     ----------
     model: as folders name it.
-    starts: of the server; one more comes before them.
-    requests: the first ones, and as many behind them.
+    starts: counted starts of the server; one more comes before them.
+    requests: number of first requests; as many follow them.
     in_flight: requests in flight together, and slots.
     n_prompt, n_gen: tokens of each request.
     """
@@ -126,7 +130,7 @@ def main(
 
 
 class FirstRun:
-    """A run, read."""
+    """A run, as read."""
 
     def __init__(self, found: results.Run):
         self.run = found.run
@@ -134,7 +138,7 @@ class FirstRun:
 
     @property
     def ratio(self) -> float:
-        """The median over the starts."""
+        """The median of the ratios over the starts."""
         return float(np.median([one.ratio for one in self.starts]))
 
     def about(self) -> str:

@@ -1,20 +1,21 @@
 """What launches and plain reading cost, for data/results: DEVICE-launches.json.
 
-An empty kernel of 2 blocks on each of 132 multiprocessors is timed in a stream and in a graph,
+An empty kernel with 2 blocks for each of 132 multiprocessors is timed in a stream and in a graph,
 launched plainly and programmatically. For the weights of every product of an 8B model, the fastest
-of several reading kernels is timed: the most that a plainly launched kernel can reach.
+of several reading kernels is timed. It is the most that a plainly launched kernel can reach.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 
 from data.measure.matrix import Row
-from data.measure.session import Session
+from data.measure.session import Session, memory
 from tests.gates import hold
 from workbench.backend.base import Issue, open_backend
 from workbench.backend.cuda.kernels.kernel import Kernel, blocks
@@ -24,19 +25,18 @@ from workbench.benchmarks.runs import provenance
 from workbench.program.commands import COMPUTE_STREAM, Space
 
 EMPTY_BLOCKS, EMPTY_THREADS = 264, 256
-IN_GRAPH, IN_STREAM = 200, 400  # launches; more than a thousand do not wait in a stream
+IN_GRAPH, IN_STREAM = 200, 400  # launches; a stream holds no more than a thousand
 TILES = "tiles"
 READ_GRIDS = ("x8", "x16", TILES)  # blocks for each multiprocessor, or one for each tile
-LEAST_READS = 20  # of one replay
+LEAST_READS = 20  # launches of one replay, at least
 
 
 def launches(session: Session, _: None, rows: list[Row]) -> None:
-    """Writes DEVICE-launches.json, on a GPU alone."""
+    """Writes DEVICE-launches.json; on a GPU alone."""
     if session.device != "cuda":
         print("launches: a GPU alone can tell; left out", flush=True)
         return
-    backend: Any = open_backend("cuda")
-    try:
+    with closing[Any](open_backend("cuda")) as backend:
         early = (PLAIN, PDL) if backend.capabilities.programmatic else (PLAIN,)
         empty = {kind: _empty(backend, kind == PDL) for kind in early}
         every, sizes = range(2 if session.quick else 9), product_sizes()
@@ -52,8 +52,6 @@ def launches(session: Session, _: None, rows: list[Row]) -> None:
             "graph_us": {k: spread(_replayed_us(backend, i, len(every))) for k, i in empty.items()},
             "reads": fastest_reads(backend, sizes[:2] if session.quick else sizes, session.quick),
         }
-    finally:
-        backend.close()
     session.write(rows[0], provenance.collect() | found)
     said = (f"{where} {found[f'{where}_us'][k]['median']:.2f} {k}"
             for where in ("stream", "graph") for k in early)  # fmt: skip
@@ -72,8 +70,8 @@ def graph_us(backend: Any, kind: str) -> float:
 
 
 def _queued_us(backend: Any, issue: Issue) -> float:
-    """us for each of IN_STREAM launches. All wait in the stream until the last is there: the host
-    holds up none."""
+    """us of a launch, the mean of IN_STREAM launches. The stream is held until all of them are
+    queued, so the host delays none."""
     begin, end = (backend._driver.event(timing=True) for _ in range(2))
     with hold(backend, COMPUTE_STREAM):
         backend.record(begin, COMPUTE_STREAM)()
@@ -93,7 +91,7 @@ def _replayed_us(backend: Any, issue: Issue, n: int) -> list[float]:
 
 
 def product_sizes() -> list[int]:
-    """Bytes that the launches of `bench-kernels` for an 8B model read, of every type and shape."""
+    """Bytes that the launches of `bench-kernels` read for an 8B model, of every type and shape."""
     shapes = [shape for name, shape in SHAPES.items() if name.startswith("8b.")]
     return sorted(
         {
@@ -106,8 +104,10 @@ def product_sizes() -> list[int]:
 
 
 def reading(label: str, at: int, nbytes: int, sink: int, n_sm: int) -> Kernel:
-    """The reading kernel of a label of `fastest_reads` on `nbytes` bytes at address `at`; sink: the
-    address of 4 bytes it may write. n_sm: multiprocessors."""
+    """The reading kernel that a label of `fastest_reads` names, on `nbytes` bytes at address `at`.
+    sink: address of 4 bytes that it may write.
+    n_sm: multiprocessors of the device.
+    """
     from workbench.backend.cuda.device.replay import READ_THREADS, WORD_BYTES
 
     name, grid = label.split()
@@ -118,19 +118,18 @@ def reading(label: str, at: int, nbytes: int, sink: int, n_sm: int) -> Kernel:
 
 
 def fastest_reads(backend: Any, sizes: Sequence[int], quick: bool) -> list[dict[str, Any]]:
-    """For every size in bytes: the quickest reading kernel (`read_8 x16`: 16 blocks for each
-    multiprocessor; `read_8 tiles`: one for each tile) and its us, launched plainly, memory never
-    cached."""
+    """For every size in bytes the quickest reading kernel and its us, launched plainly on memory
+    that is never cached. A label names kernel and grid: `read_8 x16` has 16 blocks for each
+    multiprocessor, `read_8 tiles` a block for each tile."""
     from workbench.backend.cuda.device.replay import READ_WORDS, TimedReplay, l2_bytes
 
     n_sm = backend._driver.properties["multiProcessorCount"]
     room = max(rotating_bytes(l2_bytes(backend), quick), *sizes)
-    memory, sink = (backend.allocate(n, Space.DEVICE) for n in (room, 4))
     stream, found = backend._stream(COMPUTE_STREAM), []
-    try:
+    with memory(backend, (room, Space.DEVICE), (4, Space.DEVICE)) as (weights, sink):
         for nbytes in sizes:
             apart = blocks(nbytes, 256) * 256
-            starts = [memory.address + i * apart for i in range(max(memory.nbytes // apart, 1))]
+            starts = [weights.address + i * apart for i in range(max(weights.nbytes // apart, 1))]
             best: dict[str, Any] | None = None
             for words, grid in itertools.product(READ_WORDS, READ_GRIDS):
                 label = f"read_{words} {grid}"
@@ -143,10 +142,6 @@ def fastest_reads(backend: Any, sizes: Sequence[int], quick: bool) -> list[dict[
                     best = {"bytes": nbytes, "kernel": label, "us": us}
             assert best is not None
             found.append(best)
-    finally:
-        backend.synchronize()
-        memory.free()
-        sink.free()
     return found
 
 

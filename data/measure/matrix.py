@@ -1,14 +1,13 @@
-"""Every run of the campaign: model, test, toggles, folder. What is measured and what the tables
-read follow from these rows.
+"""Every run of the campaign, as a row: model, test, toggles, folder.
 
-A row is one run folder, or one JSON file, of data/results. `python -m data.measure` makes the runs;
-tables and targets look rows up by their step. No folder is named a second time.
+A row is one run folder, or one JSON file, of data/results. `python -m data.measure` makes the runs,
+and tables and targets look rows up by their step, so each folder is named once.
 
     toggles    a background, and changes to it: `all`, `all fuse=off`, `kept sync=packed`
-    compared   what an A/B compares: `TOGGLE=BASELINE,VALUE...`, or sets of toggles,
+    compared   the values that an A/B compares, `TOGGLE=BASELINE,VALUE...`, or its sets of toggles,
                `plans=off | plans=ours plan_scope=step`; of a perplexity run, the reference
 
-Backgrounds: `baseline` (everything off), `kept` (programs kept, all else off), `all` (all on but
+Backgrounds: `baseline` (everything off), `kept` (programs kept, all else off), `all` (all on except
 plans; `pdl` where the device has it), `best` (the preset).
 """
 
@@ -27,8 +26,8 @@ STEPS = {
     "ablation": 60, "counters": 80, "gaps": 60, "sync": 480, "pipeline": 420, "together": 150,
     "several": 300, "skip": 180,
 }  # fmt: skip
-SEVERAL, SKIP_STEP = "several", "skip"  # what `best` has for several sequences, for long prompts
-CPU_STEP = "cpu"  # of the devices of a CPU, hence only where it is named
+SEVERAL, SKIP_STEP = "several", "skip"  # for `best` with several sequences; for long prompts
+CPU_STEP = "cpu"  # on the devices of a CPU; made only where it is named
 FIRST = ("llama-3-8b-q4_0", "llama-3.2-1b-bf16")  # models measured before others
 
 DECODED = (
@@ -37,13 +36,13 @@ DECODED = (
 # suffix of the folder -> what is switched off
 WITHOUT = {
     "": "all",
-    "-unfused": "all fuse=off defer_norm=off",  # a halved norm that nothing joins is a launch more
+    "-unfused": "all fuse=off defer_norm=off",  # a halved norm not joined is one launch more
     "-plain": "all pdl=off",
 }
 BATCHED = DECODED[:3]  # with steps of 9 to 128 tokens
-TOGETHER = "llama-3.2-1b-q4_k_m"  # its steps take several sequences
-# sequences -> what the cells of a step are rounded up to: by 256, steps of many sequences would
-# have another shape, and so another program, every time
+TOGETHER = "llama-3.2-1b-q4_k_m"  # measured with several sequences
+# sequences -> the cells of a step are rounded up to a multiple of this; with 256, every step of
+# many sequences would have another shape, and so another program
 PADS = {1: 256, 8: 256, 32: 1024, 128: 4096}
 SCORED = ("f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k", "mxfp4")  # llama-3.2-1b
 # Tokens computed at once: tensor cores with cuBLAS, tensor cores on decoded tiles, decode kernels.
@@ -53,8 +52,8 @@ APART = {"qwen3-4b-q4_k_m": (1,), "llama-3-8b-q4_0": (1, 64), "llama-3-8b-q8_0":
 
 LLAMA_8B, BF16 = "llama-3-8b-q4_0", "llama-3.2-1b-bf16"
 ALONE_AND_WITH_ALL = {"alone": "kept", "with-all": "all"}
-# Llama has no biases, and BF16 quantises nothing. The half of a norm is joined to a product only
-# where norms are halved, hence not alone.
+# Llama has no biases, and BF16 quantises nothing. Half of a norm is joined to a product only where
+# norms are halved, so not alone.
 FUSED = {
     LLAMA_8B: ("fuse", "pdl", "defer_norm", "fuse_norm_mul", "fuse_add_norm", "fuse_qkv",
                "fuse_rope_store", "fuse_glu", "fuse_norm_quantize", "fuse_epilogue_quantize",
@@ -72,12 +71,12 @@ RACED = "llama-3.2-1b-q4_0"
 RING = "all host_source=pinned_ring_4"
 
 
-# plans and reuse are taken apart on the first three; of the others tg128 is compared
+# plans and reuse are taken apart on three models; on the others tg128 is compared
 PLANNED = (BF16, LLAMA_8B, "llama-3-8b-q8_0")
 COMPARED = ("llama-3.2-1b-q4_k_m", "qwen3-4b-q4_k_m", "llama-3.2-3b-q4_k_m", "llama-3-8b-f16")
-ONE_COPY = "sync=packed_implicit copy_stream=compute"  # what a plan of a step wants of its inputs
+ONE_COPY = "sync=packed_implicit copy_stream=compute"  # a plan of a step needs it
 OFF, STEP = "plans=off", "plans=ours plan_scope=step"
-# what can be added to it
+# additions to a plan of a step
 DIRECT, AHEAD, WORD = "results=direct", "launch_ahead=on", "plan_end=word"
 WHOLE = f"{STEP} {DIRECT} {AHEAD}"
 RULES = tuple(
@@ -90,8 +89,8 @@ ADDED = {
     "on": (f"{STEP} {DIRECT}", f"{STEP} {AHEAD}", WHOLE, f"{WHOLE} {WORD}"),
     "off": (WHOLE, f"{WHOLE} {WORD}"),
 }
-# toggles that make sense together alone: preset `best` has a set of them that won as a whole.
-# kind of device -> what won one by one, then the sets, on a background with everything else
+# Toggles that make sense only together: preset `best` takes the set that won as a whole. Kind of
+# device -> the values that won one by one, then the sets, on a background with everything else.
 EARLY = f"{WHOLE} {ONE_COPY} plan_batch=one"
 TRAIN = f"{EARLY} step_wait=outputs host_source=pinned_ring_2"
 ANY = TRAIN.replace("plan_batch=one", "plan_batch=any")
@@ -100,8 +99,8 @@ SETS = {
              TRAIN.replace(f" {AHEAD}", ""), ANY, f"{ANY} plan_warmup=2", f"{ANY} {WORD}"),
     "embedded": (f"{OFF} sync=auto", EARLY, EARLY.replace(f" {AHEAD}", "")),
 }  # fmt: skip
-# As `SETS`, for several sequences: what won there one by one; results that travel while the next
-# step runs, without plans and with; what won for one sequence.
+# The same for several sequences: the values that won one by one; results that travel while the next
+# step runs, without plans and with plans; the set that won for one sequence.
 SERVED = ("sync=packed_implicit copy_stream=compute host_source=pinned_ring_2 step_wait=outputs "
           "results=behind")  # fmt: skip
 SINGLY = f"{OFF} sync=auto copy_stream=auto"
@@ -116,15 +115,21 @@ SWEPT = (0, 1024, 2048, 4096, 8192, 12288, 16384)  # depths
 
 
 def sets(*arms: str) -> str:
-    """What a row compares: sets of toggles, the baseline first."""
+    """`compared` of a row that compares sets of toggles, the baseline first."""
     return " | ".join(arms)
 
 
 class Row(NamedTuple):
-    """One run. kind: what measures it (`steps.KINDS`). model: as folders name it, empty where none
-    is loaded. label: what a table calls the row. sizes: tokens computed at once, where the
-    kind asks. gpus: what the machine must have. device: `cuda`, or the CPU's. seconds: about how
-    long it takes on one H200, the model loaded; 0 where nobody knows."""
+    """One run.
+
+    kind: the function that measures it (`steps.KINDS`).
+    model: its name in folders; empty where no model is loaded.
+    label: the name of the row in a table.
+    sizes: tokens computed at once, for kinds that ask.
+    gpus: GPUs that the machine must have.
+    device: `cuda`, or a device of the CPU.
+    seconds: about how long it takes on one H200, the model loaded; 0 where unknown.
+    """
 
     step: str
     folder: str
@@ -161,7 +166,8 @@ def _is_safe(mode: str, stream: str) -> bool:
 
 
 def _fusion() -> Iterator[Row]:
-    """Every pattern of graph/fuse.py, all of them, halved norms and pdl: off against on."""
+    """Every pattern of graph/fuse.py, all patterns together, halved norms and pdl: off against
+    on."""
     for model, toggles in FUSED.items():
         for name in toggles:
             for background, spec in ALONE_AND_WITH_ALL.items():
@@ -172,7 +178,8 @@ def _fusion() -> Iterator[Row]:
 
 def _sync() -> Iterator[Row]:
     """Every sync mode on both copy streams and backgrounds, in the thread's tests. The first model
-    also has graph reuse, and traces of some tokens: with every wait, and with the logits' alone."""
+    also has graph reuse, and traces of some tokens: with every wait, and with the wait for logits
+    alone."""
     for model in SYNCED:
         for name, spec in OFF_AND_ON.items():
             for stream in sorted(map(str, (CopyStream.OWN, CopyStream.COMPUTE))):
@@ -190,10 +197,10 @@ def _sync() -> Iterator[Row]:
 
 
 def _pipeline() -> Iterator[Row]:
-    """A long prompt and single tokens over two GPUs. The host waits for each ubatch or for the last
-    one. Inputs have one buffer or four, with stream order in their stead and with waits of the
-    host. Every sync mode that is safe in a train. Then the same on one GPU. At last what orderings
-    that race do (`racing.py`)."""
+    """A long prompt and single tokens over two GPUs: the host waits for each ubatch or for the
+    last; inputs have one buffer or four, with stream order or with waits of the host; every sync
+    mode that is safe in a train. Then the same on one GPU, and what orderings that race do
+    (`racing.py`)."""
     train, n_ctx = f"{RING} step_wait=outputs", N_PIPELINED + 256
     modes = f"sync={','.join(modes_on(CopyStream.OWN))}"
     for name, compared, toggles, label, n_devices in (
@@ -214,27 +221,28 @@ def _pipeline() -> Iterator[Row]:
     yield Row("pipeline", f"pipeline-races-{RACED}", "races", RACED, n_devices=2, gpus=2)
 
 
-# model -> a token, about, ms on one H200: what the rows below expect to take follows from it
+# model -> ms of a token on one H200, about; the expected seconds of rows follow from it
 TOKEN_MS = {
     BF16: 0.9, LLAMA_8B: 1.8, "llama-3-8b-q8_0": 2.5, "llama-3.2-1b-q4_k_m": 0.6,
     "llama-3.2-3b-q4_k_m": 1.1, "qwen3-4b-q4_k_m": 1.6, "llama-3-8b-f16": 4.2,
 }  # fmt: skip
 
 
-# tokens of a round of `plans`, all told: half as many plain ones, and two to warm up
+# tokens of a round of `plans`: with half as many plain tokens, and two to warm up
 N_TOLD = 128 + PARTS_ROUNDS * (1.5 * PARTS_TOKENS + 2) / 7.5
 
 
 def _seconds(model: str, n_tokens: float, n_arms: int, more_s: float = 0.0) -> int:
-    """Of a comparison with a control: five rounds, two or three to warm up, its engines."""
+    """Expected seconds of a comparison with a control: five rounds, two or three rounds to warm up,
+    and its engines."""
     taken = 7.5 * n_tokens * TOKEN_MS[model] / 1e3
     return round((n_arms + 1) * (taken + 0.2 + more_s))
 
 
 def _plans() -> Iterator[Row]:
-    """Every rule, what is in a plan, what is added to it, and with dependent launch or without, in
-    one run; then the first tokens of an engine. Of the models that are only compared: plans of
-    steps. All arms have one ordering, as plans of steps want it."""
+    """Every rule and scope of plans, and the additions to a plan of a step, with dependent launch
+    and without; then the first tokens of an engine. On models that are only compared: plans of
+    steps. All arms have the ordering that plans of steps need."""
     for model in PLANNED:
         for pdl, added in ADDED.items():
             suffix, arms = {"on": "", "off": "-plain"}[pdl], (OFF, *RULES, *added)
@@ -256,8 +264,8 @@ def _plans() -> Iterator[Row]:
 
 
 def _sets() -> Iterator[Row]:
-    """The sets that preset `best` could have, beside what won one by one: tokens and prompts, of
-    one ubatch and of four; then the same in engines that are made anew."""
+    """The sets that preset `best` could have, beside the values that won one by one: tokens, and
+    prompts of one ubatch and of four; then the same in engines that are made anew."""
     compared, n = sets(*SETS["cuda"]), len(SETS["cuda"])
     yield Row("best", f"best-fresh-{BF16}", "fresh", BF16, f"tg{N_FRESH},pp512", "all", compared,
               rounds=8, n_ctx=2048, seconds=_seconds(BF16, N_FRESH, n, 4.0))  # fmt: skip
@@ -267,8 +275,8 @@ def _sets() -> Iterator[Row]:
 
 
 def _reuse() -> Iterator[Row]:
-    """Every way to keep a graph, and each layer of reuse disabled: what it costs is what it saves.
-    A graph built anew takes so long that 32 tokens of it tell enough (#16490)."""
+    """Every way to keep a graph, and each layer of reuse disabled: its cost then is what the layer
+    saves. A graph built anew takes so long that 32 tokens are enough (#16490)."""
     ways = f"graph_reuse={','.join(Toggles.values('graph_reuse'))}"
     arms = ("redo=off", *(f"{layer}=on" for layer in LAYERS))
     for model in PLANNED:
@@ -292,8 +300,7 @@ def _depths() -> Iterator[Row]:
                   )  # fmt: skip
 
 
-# what is compared for several sequences, on all the others of a kind of device: values, and whether
-# prompts alone tell
+# comparisons for several sequences, each on a background with all the others of a kind of device
 REGIONS = "kv_cache=per_sequence kv_parts=parallel_blocks skip_masked_kv=auto"
 OTHERS = {
     "cuda": f"all defer_norm=one {REGIONS} {STEP} {SERVED}",
@@ -312,13 +319,13 @@ COMPARED_TOGETHER = {
 }  # fmt: skip
 
 
-SMALL = ("defer-norm", "pdl")  # their effects on a GPU are some percent
+SMALL = ("defer-norm", "pdl")  # effects of a few percent on a GPU
 
 
 def _several() -> Iterator[Row]:
-    """What preset `best` has for several sequences: toggles one by one, then sets of them."""
+    """The values of preset `best` for several sequences: toggles one by one, and then sets."""
     yield from _several_on("cuda", TOGETHER, "pp512+tg32@b8,pp512+tg32@b32", 32 * 768, 32)
-    # on a CPU the weights of a real model hide what caches cost, and those of a tiny one do not
+    # on a CPU, reading the weights of a real model hides what caches cost
     many = "pp128+tg32@b8,pp128+tg32@b32"
     for device in ("embedded", "host"):
         yield from _several_on(device, "llama-3.2-1b-q4_0", "pp32+tg16@b8", 8 * 256, 8)
@@ -328,7 +335,7 @@ def _several() -> Iterator[Row]:
 def _several_on(
     device: str, model: str, tests: str, n_ctx: int, n_seqs: int, rounds: int = 5
 ) -> Iterator[Row]:
-    """The same on one kind of device."""
+    """The rows of `_several` for one kind of device."""
     on_gpu = device == "cuda"
     suffix = "" if model == "llama-3.2-1b-q4_0" else f"-{model}"
     common = Row(
@@ -347,7 +354,7 @@ def _several_on(
             yield row(name, compared, test=some.replace("tg32", "tg128"), rounds=10)
         else:
             yield row(name, compared, test=some)
-    if on_gpu:  # prompts that are longer than the gate wants of a region
+    if on_gpu:  # prompts longer than a region that the gate asks for
         yield row("skip-prompts", SKIPS, test="pp4096+tg8@b4,pp8192+tg8@b4", n_ctx=4 * 8448,
                   n_seqs=4, n_ubatch=4096)  # fmt: skip
         yield row("deep-parts", PARTS, test="pp4096+tg64@b2,pp4096+tg64@b4", n_ctx=4 * 4352,
@@ -358,8 +365,8 @@ def _several_on(
 
 
 def _skipped() -> Iterator[Row]:
-    """Every way to leave masked cells unread in prompts of one sequence, gate and all, and how many
-    parts attention splits deep caches into."""
+    """Every way to leave masked cells unread in prompts of one sequence, with the gate and with the
+    gate open; and the number of parts into which attention splits deep caches."""
     ways = (*(f"skip_masked_kv={way}" for way in Toggles.values("skip_masked_kv")),
             "skip_masked_kv=tail skip_gate=always", "skip_masked_kv=classes skip_gate=always",
             "skip_masked_kv=auto skip_gate=always")  # fmt: skip
@@ -375,7 +382,7 @@ def _skipped() -> Iterator[Row]:
 
 
 def _cpu() -> Iterator[Row]:
-    """What preset `best` leaves out or takes on the devices of a CPU."""
+    """What preset `best` takes and leaves out on the devices of a CPU."""
     modes = [mode for mode in MODES if mode != SyncMode.IMPLICIT]
     every = {
         "defer_norm=off,on": f"best {OFF} fuse=on", "fuse=off,on": f"best {OFF}",
@@ -436,7 +443,7 @@ MATRIX: tuple[Row, ...] = (
 
 
 def rows(step: str, kind: str = "", toggle: str = "") -> list[Row]:
-    """The rows of a step; where a kind or a compared toggle is named, only its rows."""
+    """The rows of a step, or only those of a kind or of a compared toggle."""
     return [
         row for row in MATRIX
         if row.step == step and kind in ("", row.kind)
@@ -445,7 +452,7 @@ def rows(step: str, kind: str = "", toggle: str = "") -> list[Row]:
 
 
 def the(folder: str, kind: str = "", device: str = "cuda") -> Row:
-    """The row of a folder, of a kind where one is named."""
+    """The row of a folder; kind: where several kinds share the folder."""
     (found,) = (
         row
         for row in MATRIX

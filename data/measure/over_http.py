@@ -2,14 +2,14 @@
 
     python -m data.measure.over_http [MODEL] [--peer DIR] [--in-flight 1,8,32,128] [--rounds N]
 
-Three arms take every number of requests in flight in turn: an engine process over its pipe, as the
-server's own front has it; `workbench serve` with answers that come whole; and with answers streamed
-by server-sent events. The client of the last two is a process of its own. With `--peer`, as
-`data.measure.batched` has it, llama.cpp's batched bench is the fourth arm. It has as many sequences
-as requests are in flight, all at once. The run folder is `data/results/over-http/MODEL`.
+Three arms take turns with every number of requests in flight: an engine process over its pipe, as
+the server's own front uses it; `workbench serve` with whole answers; and `workbench serve` with
+answers streamed by server-sent events. The client of the last two is a process of its own. With
+`--peer`, as in `data.measure.batched`, llama.cpp's batched bench is the fourth arm. It runs as many
+sequences as requests are in flight, all at once. The run folder is `data/results/over-http/MODEL`.
 
-`result`: `points` (`served_arms.py`), each with `front_cpu_s`, the CPU time of the server's
-processes but the engine's, and `n_fronts`, how many these are.
+`result` has `points` (`served_arms.py`). Each point has `front_cpu_s`, the CPU time of the server's
+processes except the engine's, and `n_fronts`, the number of these processes.
 """
 
 from __future__ import annotations
@@ -54,13 +54,17 @@ from workbench.traffic.targets import Asking, LoadTarget
 PIPE, WHOLE, STREAMED = "in process", "HTTP whole", "HTTP streamed"
 OURS = (PIPE, WHOLE, STREAMED)
 LEAST_REQUESTS = 16
-UNCOUNTED = 1 << 20  # from here on: seeds of what is sent before anything counts
+UNCOUNTED = 1 << 20  # seeds of requests that warm up begin here
 
 app = App(help=__doc__, result_action="return_none")
 
 
 class Reached(NamedTuple):
-    """A target, and its server's first process where there is one."""
+    """A target.
+
+    pid: its server's first process; None for an engine process.
+    streamed: whether its answers are streamed.
+    """
 
     target: LoadTarget
     pid: int | None
@@ -74,7 +78,7 @@ class Reached(NamedTuple):
 def reached(
     path: Path, config: EngineConfig, slots: int, processes: int
 ) -> Iterator[dict[str, Reached]]:
-    """Our arms: an engine process, and a server for the other two."""
+    """Our arms by name: an engine process, and a server for the other two."""
     toggles = TogglePreset(BEST)
     flags = (
         "--device", config.device, "--n-ctx", str(config.n_ctx), "--n-ubatch", str(config.n_ubatch),
@@ -114,10 +118,10 @@ def main(
     peer: a folder with llama.cpp's programs, or an archive of one.
     in_flight: requests in flight together.
     n_prompt, n_gen: tokens of each request.
-    each: requests of a point, in times of those in flight; at least 16.
+    each: requests of a point, as a multiple of those in flight; at least 16 requests.
     n_ubatch: tokens computed at once.
     rounds: how often each point is measured.
-    client_processes: that send what goes through HTTP.
+    client_processes: processes that send the HTTP requests.
     """
     wanted = batched.Wanted(
         sorted(set(numbers("--in-flight", in_flight))), n_prompt, n_gen, n_ubatch
@@ -152,19 +156,22 @@ def main(
             return point._replace(spec=point.spec._replace(seed=seed, asking=Asking(own.streamed)))
 
         with recording.kept(), reached(path, config, slots, client_processes) as by:
-            # while requests come and go, steps have other shapes than in a warm-up before a point
+            # the steps of a load have shapes that the warm-up before a point does not have
             for n, (own, point) in enumerate(itertools.product(by.values(), points)):
                 offer(own.target, asked(point, own, UNCOUNTED + n))
             print(f"  warmed up: {call.seconds:.0f} s", flush=True)
 
             def take(round_: int, arm: str) -> None:
-                if arm == LLAMA:
-                    theirs(round_)
+                if bench is not None and arm == LLAMA:
+                    rows = batched.batched_rows(bench, path, wanted)
+                    for point, one in zip(points, rows, strict=True):
+                        seconds, n = one["t_pp"] + one["t_tg"], point.n_in_flight * n_gen
+                        add_load(recording, arm, round_, point.test, seconds, n)
+                        said(arm, point, n / seconds)
                     return
                 own = by[arm]
                 for number, point in enumerate(points):
-                    # other prompts than any arm has sent: no server finds their beginnings in its
-                    # cache
+                    # prompts that no arm has sent before: no cache has their beginnings
                     seed = (round_ * len(OURS) + OURS.index(arm)) * len(points) + number
                     before = own.time()
                     row = measure(recording, arm, round_, own.target, asked(point, own, seed))
@@ -176,14 +183,6 @@ def main(
                     }  # fmt: skip
                     said(arm, point, row.figures["output_throughput"])
 
-            def theirs(round_: int) -> None:
-                assert bench is not None
-                rows = batched.batched_rows(bench, path, wanted)
-                for point, row in zip(points, rows, strict=True):
-                    seconds, n = row["t_pp"] + row["t_tg"], point.n_in_flight * n_gen
-                    add_load(recording, LLAMA, round_, point.test, seconds, n)
-                    said(LLAMA, point, n / seconds)
-
             recording.take(take, call.rounds(rounds))
 
     call.make(model, folder, measured, RUNS.shown)
@@ -194,7 +193,10 @@ def said(arm: str, point: Point, tps: float) -> None:
 
 
 class HttpRun(Arms):
-    """A run, read. points: a row for each arm, number of requests in flight, and round."""
+    """A run, as read.
+
+    points: a row for each arm, number of requests in flight, and round.
+    """
 
     def __init__(self, found: results.Run):
         super().__init__(found)
@@ -205,16 +207,12 @@ class HttpRun(Arms):
         said = f"{shape} a request, rounds in turn: {self.run['repetitions']}"
         return said + (f"; llama.cpp {peer['version']}" if peer else "")
 
-    def times(self, test: str, arm: str, of: str = PIPE) -> float | None:
-        """An arm's throughput over another's; None without the other."""
-        return self.ratio(test, of, arm).value if of in self.names else None
-
     def event_us(self, test: str) -> dict[str, Any]:
-        """CPU time of an event, us: of the server's processes but the engine's, and the client's.
-        Requests that warm up count for neither."""
+        """CPU time of an event, us: of the server's processes except the engine's, and of the
+        client. Requests that warm up are left out."""
         own = self.points[(self.points["test"] == test) & (self.points["arm"] == STREAMED)]
         n = own["total_output_tokens"] / own["tokens_per_chunk"]
-        warm = 1 + own["n_warm_up"] / own["completed"]  # their share of what the front did
+        warm = 1 + own["n_warm_up"] / own["completed"]  # with the share of requests that warm up
         known = own["front_cpu_s"].notna().all()
         client = pd.DataFrame(list(own["client"]))
         return {
@@ -226,16 +224,18 @@ class HttpRun(Arms):
         }
 
     def lines(self) -> Iterator[Line]:
-        """Requests in flight: the three arms, their ratios, and what an event costs."""
+        """A line for each number of requests in flight: the three arms, their ratios, and the cost
+        of an event."""
         for test in self.run["tests"]:
             medians = self.rates(test).median()
             first = self.points[self.points["test"] == test].iloc[0]
             values: dict[str, Any] = {
                 "model": self.model, "n": int(first["in_flight"]), "n_requests": first["completed"],
                 "pipe": medians[PIPE], "whole": medians[WHOLE], "streamed": medians[STREAMED],
-                "whole_ratio": self.times(test, WHOLE), "theirs": medians.get(LLAMA),
-                "streamed_ratio": self.times(test, STREAMED),
-                "of_theirs": self.times(test, PIPE, LLAMA), **self.event_us(test),
+                "whole_ratio": self.ratio(test, PIPE, WHOLE).value, "theirs": medians.get(LLAMA),
+                "streamed_ratio": self.ratio(test, PIPE, STREAMED).value,
+                "of_theirs": self.ratio(test, LLAMA, PIPE).value if LLAMA in medians else None,
+                **self.event_us(test),
             }  # fmt: skip
             yield Line(values, [self])
 

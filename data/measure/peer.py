@@ -2,7 +2,7 @@
 
 `tests/peer/cuda.py` records a run folder for each model, `data/results/peer-cuda/MODEL/`. A round
 runs every arm once. A sample is one repetition as llama-bench counts it, so both sides have the
-same rows. A round's speed is that of all its counted repetitions together.
+same rows. The speed of a round is that of all its counted repetitions together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODELS = (
 TESTS = ("pp512", "tg128")  # llama-bench's order
 SHOWN = "tg128"  # on the first screen
 LLAMA, OURS = "llama.cpp", "workbench"
-# what is switched in llama.cpp -> the variables that do it; it reads each once in a process
+# switch of llama.cpp -> the variables that set it; a process reads each variable once
 SWITCHES: dict[str, dict[str, str]] = {
     "default": {},
     "graphs=off": {"GGML_CUDA_DISABLE_GRAPHS": "1"},
@@ -44,12 +44,12 @@ REUSE_PAIRS = (("default", "reuse=off"), ("graphs=off", "graphs=off reuse=off"))
 
 
 def theirs(switch: str) -> str:
-    """The arm of a switch of llama.cpp."""
+    """The name of llama.cpp's arm with a switch."""
     return LLAMA if switch == "default" else f"{LLAMA} {switch}"
 
 
 class Best(NamedTuple):
-    """A test of one model: the fastest arm of each side, ours beside theirs."""
+    """A test of one model: the fastest arm of each side, and ours beside theirs."""
 
     arm_theirs: str
     arm_ours: str
@@ -57,9 +57,13 @@ class Best(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """What llama.cpp's reuse of a graph saves, us a token: its own build, and all that a new graph
-    entails. kept, built: us a token with reuse and without; low, high: 95 % interval of us;
-    speedup: of a token with reuse."""
+    """What llama.cpp saves by reusing a graph: its build, and all else that a new graph entails.
+
+    with_: the switch that both arms share.
+    kept, built: us a token with reuse, and without.
+    us, low, high: us saved of a token, with its 95 % interval.
+    speedup: of a token with reuse.
+    """
 
     with_: str
     kept: float
@@ -71,16 +75,17 @@ class Saving(NamedTuple):
 
 
 class PeerRun(Arms):
-    """A run of kind `peer`, read. The control is our first arm once more."""
+    """A run of kind `peer`, as read. The control is our first arm once more."""
 
     def best(self, test: str) -> Best:
-        """The fastest arms by their medians."""
+        """The fastest arm of each side, by its median."""
         medians = self.rates(test).median()
         a, b = (str(medians[self.side(side)].idxmax()) for side in (LLAMA, OURS))
         return Best(a, b, self.between(test, a, b))
 
     def savings(self, test: str) -> Iterator[Saving]:
-        """For each pair of arms that differ in reuse alone; differences within a round."""
+        """The saving of each pair of arms that differ in reuse alone, from differences within a
+        round."""
         us = 1e6 / self.rates(test)
         for kept, built in REUSE_PAIRS:
             a, b = theirs(kept), theirs(built)
@@ -120,8 +125,8 @@ def recorded_peers(
 
 
 def bests(recorded: Recorded) -> Iterator[Line]:
-    """A column for each model: the fastest arm of each side in SHOWN, and the ratio. One without a
-    run says so."""
+    """A column for each model: the fastest arm of each side in SHOWN, and the ratio. The column of
+    a model without a run says so."""
     peers = {name: recorded_peer(recorded, name) for name in MODELS}
     shown = {
         name: (peer, peer.best(SHOWN))
@@ -154,7 +159,7 @@ def fastest(recorded: Recorded) -> str:
 
 
 def arms(recorded: Recorded) -> Iterator[Line]:
-    """A model and arm: its speed, and how much faster our fastest arm is."""
+    """A line for each model and arm: its speed, and how much faster our fastest arm is."""
     for peer in recorded_peers(recorded):
         fastest = {test: peer.best(test).arm_ours for test in reversed(peer.run["tests"])}
         for arm in peer.run["arms"]:
@@ -170,7 +175,7 @@ def arms(recorded: Recorded) -> Iterator[Line]:
 
 
 def savings(recorded: Recorded) -> Iterator[Line]:
-    """A model: what llama.cpp's reuse of a graph saves of a token."""
+    """A line for each model: what llama.cpp's reuse of a graph saves of a token."""
     for peer in recorded_peers(recorded):
         for test in peer.run["tests"]:
             for one in peer.savings(test) if test.startswith("tg") else ():
@@ -193,7 +198,7 @@ def _said(peers: Sequence[PeerRun]) -> str:
 
 
 def answers_hold(run: dict[str, Any]) -> bool:
-    """Whether our arms gave one answer, each by its class."""
+    """Whether all our arms gave the same answer, each held to its class."""
     return all(answer["holds"] for answer in run["result"]["answers"].values())
 
 

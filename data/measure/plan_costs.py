@@ -3,17 +3,17 @@
     python -m data.measure.plan_costs [--models DIR] [--out FILE] [--only MODELS] [--rounds N]
                                       [--quick]
 
-For a step of one token of each model, everything on: its plan is captured, made executable and
-uploaded, updated by another capture and node by node, and launched; several times each, in us.
+The plan of a step of one token, with everything on, is captured, made executable and uploaded,
+updated by another capture and node by node, and launched; several times each, in us.
 
-    issue_us             its parts, issued one by one
-    capture_us           calls of all parts while the stream is captured, and what each added
+    issue_us             the parts of the step, issued one by one
+    capture_us           calls of all parts while the stream is captured
     instantiate_us, upload_us   the upload to its end on the device
-    exec_update_us       the parameters of another capture; without the capture
-    refused_update_us    of another topology, without the capture
+    exec_update_us       an update with the parameters of another capture; without that capture
+    refused_update_us    an update with another topology; without that capture
     set_kernel_us, set_copy_us   one node; `_first`: the first time, when its parameters are read
-    launch_us            on an idle device; launch_behind_us: behind another launch that runs
-    device_us            from one replay's end to the end of the next behind it
+    launch_us            on an idle device; launch_behind_us: after another launch that still runs
+    device_us            from the end of one replay to the end of the next
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure(
     rounds: int = ROUNDS,
     quick: bool = False,
 ) -> None:
-    """Measures the models; raises UsageError for a number of rounds that is none."""
+    """Measures the models. Raises UsageError for fewer than one round."""
     if rounds < 1:
         raise UsageError(f"--rounds {rounds} measures nothing; give 1 or more")
     session = Session(out.parent, models, "cuda", 40.0, quick, only)
@@ -89,7 +89,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def of_engine(engine: Any, rounds: int) -> dict[str, Any]:
-    """What the plan of one token costs on an engine with plans."""
+    """The costs of the plan of one token, on an engine with plans."""
     for token in (1, 2):
         engine.step([token])
     engine.synchronize()
@@ -106,7 +106,8 @@ def of_engine(engine: Any, rounds: int) -> dict[str, Any]:
 
 
 def plan_costs(backend: CudaBackend, work: Plannable, rounds: int) -> Costs:
-    """Each cost, `rounds` times or more. Every round computes the same into the same memory."""
+    """Each cost, `rounds` times or more. Every round computes the same values into the same
+    memory."""
     found: Costs = defaultdict(list)
     more = _longer(work)
     _round(backend, work, more, defaultdict(list))  # warm
@@ -161,7 +162,7 @@ def _set(graph: CudaGraph, work: Plannable, found: Costs) -> None:
         for name in (f"set_{kind}_first_us", f"set_{kind}_us"):
             before, start = graph.nodes_set, time.perf_counter_ns()
             graph.update(work, parts)
-            if graph.nodes_set > before:  # else the driver wants such nodes captured anew
+            if graph.nodes_set > before:  # else the driver needs such nodes captured anew
                 found[name].append((time.perf_counter_ns() - start) / 1e3 / n)
 
 
@@ -194,7 +195,7 @@ def _launch(backend: CudaBackend, graph: CudaGraph, found: Costs) -> None:
 
 
 def _longer(work: Plannable) -> Plannable:
-    """`work` and its last launch once more: another topology."""
+    """`work` with its last kernel launched once more: another topology."""
     again: Sequence[int] = [
         i for i, part in enumerate(work.parts) if all(map(_is_kernel, commands_of(part)))
     ]

@@ -1,6 +1,5 @@
-"""The tables of graph plans: each rule and scope, what capture and update cost, the first tokens of
-an engine, and a sweep over depth. Then the sets of toggles that preset `best` could take as a
-whole, and which won."""
+"""The tables of graph plans: each rule and scope, the costs of capture and update, the first tokens
+of an engine, and a sweep over depth; and the sets of toggles that preset `best` could have."""
 
 from __future__ import annotations
 
@@ -22,14 +21,15 @@ from workbench.benchmarks.workload import parse
 from workbench.config import LaunchAhead, PlanEnd, PlanRule, PlanScope, Results
 
 OFF, OURS = PlanRule.OFF.value, PlanRule.OURS.value
+SPEEDUP = "{speedup:.3f} ({low:.3f}..{high:.3f})"  # of a row of `AB.summary`
 MADE = ("captured", "updated", "reinstantiated", "replayed", "ahead")  # of an engine's plans
-# how an arm has its plans, by toggles: what a target is told of
+# kinds of plans, by the toggles of an arm
 KINDS = ("a split", "a step", "a step, direct", "a step, ahead", "a step, direct, ahead",
          "a step, direct, ahead, word")  # fmt: skip
 
 
 def kind_of(toggles: Mapping[str, str]) -> str:
-    """One of KINDS: what is in a plan, and what is added to it."""
+    """The kind of plans, one of KINDS: the scope of a plan, and the additions to it."""
     added = {"direct": toggles["results"] == Results.DIRECT,
              "ahead": toggles["launch_ahead"] == LaunchAhead.ON,
              "word": toggles["plan_end"] == PlanEnd.WORD}  # fmt: skip
@@ -37,20 +37,25 @@ def kind_of(toggles: Mapping[str, str]) -> str:
 
 
 def captured(plans: Mapping[str, int]) -> str:
-    """How many plans an engine captured, and made as twins of these. plans: its counters; a run
-    from before there were twins has none."""
+    """How many plans an engine captured, and how many twins it made of them. plans: its counters;
+    runs from before there were twins have no counter of twins."""
     twins = plans.get("plans_twinned")
     return str(plans.get("plans_captured", "")) + (f" and {twins} twinned" if twins else "")
 
 
 class Planned(NamedTuple):
-    """An arm of a comparison of plans. model: as folders name it. us: `token_parts.PARTS`, medians
-    over the rounds. plans: counters of an engine's plans in its first tokens; empty without plans.
+    """An arm of a comparison of plans.
+
+    model: its name in folders.
+    row: of `AB.summary`; for the baseline its t/s alone.
+    us: `token_parts.PARTS`, medians over the rounds.
+    calls, nodes: calls of the host and nodes on the device for a token.
+    plans: counters of an engine's plans in its first tokens; empty without plans.
     """
 
     model: str
     arm: dict[str, Any]
-    row: dict[str, Any]  # of `AB.summary`; the baseline's t/s alone for the baseline
+    row: dict[str, Any]
     us: Mapping[str, float]
     calls: int
     nodes: int
@@ -71,14 +76,18 @@ class Planned(NamedTuple):
 
     @property
     def where(self) -> dict[str, str]:
-        """The cells that name it."""
+        """The cells that name the arm."""
         plans = self.rule if self.rule != OFF else ""
         return {"Model": model_of(self.ab.run), "pdl": self.toggles["pdl"],
                 "plans": plans or OFF, "a plan is": self.kind if plans else ""}  # fmt: skip
 
     @property
+    def named(self) -> str:
+        return f"{model_of(self.ab.run)}, pdl {self.toggles['pdl']}"
+
+    @property
     def tried(self) -> int:
-        """Updates, refused ones among them."""
+        """Updates, the refused ones included."""
         return self.plans["plans_updated"] + self.plans["plans_reinstantiated"]
 
     @property
@@ -94,12 +103,12 @@ class Planned(NamedTuple):
 
 @lru_cache(maxsize=4)
 def planned(recorded: Recorded) -> list[Planned]:
-    """Every arm of every comparison of plans but the controls. Many tables and targets ask."""
+    """Every arm of every comparison of plans except the controls."""
     return [one for row, run in recorded.of("plans", "plans") for one in arms(row.model, run)]
 
 
 def arms(model: str, run: results.Run) -> Iterator[Planned]:
-    """The arms of a comparison of plans, the baseline first, but the control. None of a run that
+    """The arms of a comparison of plans except the control, the baseline first. None for a run that
     was cut off before the parts of its tokens were measured."""
     if "parts" not in run.run["result"]:
         return
@@ -118,28 +127,28 @@ def arms(model: str, run: results.Run) -> Iterator[Planned]:
 
 
 def rules(recorded: Recorded) -> Iterator[Line]:
-    """An arm: speed beside the run's own without plans, launches, the parts of a token."""
+    """A line for each arm: its speed beside the run without plans, its launches, and the parts of a
+    token."""
     for one in planned(recorded):
         row = one.row
         beside = "speedup" in row and one.toggles["pdl"] == one.ab.run["arms"][0]["toggles"]["pdl"]
         cells = one.where | {
             "t/s off": f"{row['tps_baseline']:.1f}" if beside else "",
             "t/s": f"{row['tps_toggled']:.1f}",
-            "Speedup": f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})"
-            if beside else "",
+            "Speedup": SPEEDUP.format_map(row) if beside else "",
             "verdict": row["verdict"] if beside else "",
             "calls": str(one.calls), "nodes": str(one.nodes),
         }  # fmt: skip
         cells |= {f"{part} us": f"{one.us[part]:.0f}" for part in ("host", "gap", "device")}
-        cells["stamps us"] = f"{one.us['token'] - one.us['plain']:.1f}"  # what measuring adds
+        cells["stamps us"] = f"{one.us['token'] - one.us['plain']:.1f}"  # the cost of measuring
         cells |= {name: str(one.plans.get(f"plans_{name}", "")) for name in MADE}
         cells["captured"] = captured(one.plans)
         yield Line(cells, [one.ab])
 
 
 def added(recorded: Recorded) -> Iterator[Line]:
-    """A model: what direct results and launches ahead add to a plan of a step with ours, in the
-    same run; us a token, the difference within a round."""
+    """A line for each model and addition to a plan of a step with plans=ours: us a token with it
+    and without, from the same rounds."""
     for _, run in recorded.of("plans", "plans"):
         arms = Arms(run)
         pdl = run.run["arms"][0]["toggles"]["pdl"]
@@ -162,7 +171,8 @@ def added(recorded: Recorded) -> Iterator[Line]:
 
 
 def costs(recorded: Recorded) -> Iterator[Line]:
-    """An arm: what its captures and updates took, each; no column for updates that no arm had."""
+    """A line for each arm: the time of a capture and of an update. Without any updates there is no
+    column for them."""
     made = [one for one in planned(recorded) if one.rule != OFF and one.made]
     updated = any(one.tried for one in made)
     for one in made:
@@ -181,22 +191,20 @@ def costs(recorded: Recorded) -> Iterator[Line]:
 
 
 def plans_of(one: Toggled) -> Mapping[str, int]:
-    """What the plans of a fresh engine had counted at its end."""
+    """The counters of a fresh engine's plans at its end."""
     found: Mapping[str, int] = one.ab.run["result"]["counters"][one.arm["name"]][one.found["test"]]
     return found
 
 
-def first_ms(one: Toggled) -> tuple[float, float]:
-    """ms of the first tokens of fresh engines, the baseline's and the arm's."""
-    seconds, test = _seconds(one.ab.samples), one.found["test"]
-    before, after = (arm["name"] for arm in (one.ab.run["arms"][0], one.arm))
-    return 1e3 * seconds[before, test], 1e3 * seconds[after, test]
-
-
 def first_tokens(recorded: Recorded) -> Iterator[Line]:
-    """A model and arm: ms of the first tokens, all that is made for them included."""
+    """A line for each model and arm: ms of an engine's first tokens, with everything that is made
+    for them."""
     for one in recorded.toggled("plans", "fresh"):
-        plans, (before, after) = plans_of(one), first_ms(one)
+        plans, seconds = plans_of(one), _seconds(one.ab.samples)
+        before, after = (
+            1e3 * seconds[arm["name"], one.found["test"]]
+            for arm in (one.ab.run["arms"][0], one.arm)
+        )
         making = plans["plans_capture_ns"] + plans["plans_instantiate_ns"]
         cells = {
             "Model": one.model, "plans": one.arm["toggles"]["plans"],
@@ -210,7 +218,8 @@ def first_tokens(recorded: Recorded) -> Iterator[Line]:
 
 
 def sweep(recorded: Recorded) -> Iterator[Line]:
-    """A model, plans and depth, in the columns of llama.cpp's sweep-bench; the speedup of TG."""
+    """A line for each model, plans and depth, in the columns of llama.cpp's sweep-bench, with the
+    speedup of TG."""
     for _, run in recorded.of("grown", "sweep"):
         ab = AB(run.run, run.samples)
         tests = [parse(test) for test in ab.run["tests"]]
@@ -219,28 +228,27 @@ def sweep(recorded: Recorded) -> Iterator[Line]:
         for arm in (first, *others):
             for pp, tg in zip(tests[::2], tests[1::2], strict=True):
                 t_pp, t_tg = (seconds[arm["name"], test.name] for test in (pp, tg))
-                found, said = speedups.get((arm["name"], tg.name)), ""
-                if found is not None:
-                    said = f"{found['speedup']:.3f} ({found['low']:.3f}..{found['high']:.3f})"
+                found = speedups.get((arm["name"], tg.name))
                 yield Line(
                     {
                         "Model": model_of(ab.run), "plans": arm["toggles"]["plans"],
                         "PP": str(pp.n_prompt), "TG": str(tg.n_gen), "N_KV": str(tg.n_depth),
                         "T_PP s": f"{t_pp:.4f}", "S_PP t/s": f"{pp.n_prompt / t_pp:.1f}",
                         "T_TG s": f"{t_tg:.4f}", "S_TG t/s": f"{tg.n_gen / t_tg:.1f}",
-                        "Speedup of TG": said,
+                        "Speedup of TG": SPEEDUP.format_map(found) if found else "",
                     },
                     [ab],
                 )  # fmt: skip
 
 
 def _seconds(samples: pd.DataFrame) -> dict[tuple[str, str], float]:
-    """Of an arm and test: the median over the rounds of its repetition."""
+    """Seconds of a repetition by arm and test, the median over the rounds."""
     total = samples.groupby(["arm", "test", "repetition"])["ns"].sum()
     return (total.groupby(["arm", "test"]).median() / 1e9).to_dict()
 
 
-# of data.measure.plan_costs: what it times -> column
+# times of data.measure.plan_costs -> columns
+PLAN_COSTS = "plan-costs"
 TIMED = {
     "issue_us": "issued singly", "capture_us": "capture", "instantiate_us": "instantiate",
     "upload_us": "upload", "exec_update_us": "update", "refused_update_us": "update refused",
@@ -250,25 +258,23 @@ TIMED = {
 
 
 def timed_rows(recorded: Recorded) -> Sequence[dict[str, Any]]:
-    """What `data.measure.plan_costs` timed, a row for each model and scope."""
+    """The rows that `data.measure.plan_costs` wrote, one for each model and scope."""
     return (recorded.file(PLAN_COSTS) or {"rows": ()})["rows"]
 
 
 def timed(recorded: Recorded) -> Iterator[Line]:
-    """A model and scope: each call for a plan, timed by itself, us."""
+    """A line for each model and scope: the time of each call for a plan, us."""
     for row in timed_rows(recorded):
         cells = {"Model": title_of(row["model"]), "a plan is": f"a {row['scope']}",
-                 "nodes": row["nodes"], "edges": row["edges"],
-                 "programmatic": row["programmatic_edges"]}  # fmt: skip
-        times = {
-            column: f"{row[name]['median']:.1f}" if name in row else ""
-            for name, column in TIMED.items()
-        }
-        yield Line({name: str(value) for name, value in cells.items()} | times)
+                 "nodes": str(row["nodes"]), "edges": str(row["edges"]),
+                 "programmatic": str(row["programmatic_edges"])}  # fmt: skip
+        cells |= {column: f"{row[name]['median']:.1f}" if name in row else ""
+                  for name, column in TIMED.items()}  # fmt: skip
+        yield Line(cells)
 
 
 def timed_where(recorded: Recorded) -> str:
-    """Device, what the columns are, sources."""
+    """The caption: device, columns, sources."""
     found = recorded.file(PLAN_COSTS) or {}
     return (
         f"{found['device_description']}; us, medians, everything on: one call each; a replay "
@@ -276,75 +282,20 @@ def timed_where(recorded: Recorded) -> str:
     )
 
 
-PLAN_COSTS = "plan-costs"
-
-
 def replayed_us(recorded: Recorded, model: str) -> dict[str, Any] | None:
-    """What the launches of a token take as a plan that is replayed behind itself."""
-    for row in timed_rows(recorded):
-        if (row["model"], row["scope"]) == (model, PlanScope.SPLIT):
-            return {"us": row["device_us"]["median"]}
-    return None
+    """The time of a token's launches as a plan that is replayed one replay after the other."""
+    rows = {(row["model"], row["scope"]): row for row in timed_rows(recorded)}
+    found = rows.get((model, PlanScope.SPLIT))
+    return {"us": found["device_us"]["median"]} if found else None
 
 
-# figures of targets -------------------------------------------------------------------------------
-
-
-def worst(recorded: Recorded, kind: str, part: str, most: float) -> dict[str, Any] | None:
-    """Of all rows of ours whose plans are of a kind, the one whose part of a token takes longest;
-    how many there are (n), and how many of them take longer than `most` (over)."""
-    ours = [one for one in planned(recorded) if (one.rule, one.kind) == (OURS, kind)]
-    if not ours:
-        return None
-    found = max(ours, key=lambda one: one.us[part])
-    where = f"{model_of(found.ab.run)}, pdl {found.toggles['pdl']}"
-    over = sum(one.us[part] > most for one in ours)
-    return {"us": found.us[part], "where": where, "n": len(ours), "over": over}
-
-
-def device_us(recorded: Recorded, model: str, pdl: str) -> Mapping[str, Any] | None:
-    """What the kernels of a token take where they are one plan of a step, with ours."""
-    for one in planned(recorded):
-        same = one.toggles["pdl"], one.rule, one.kind
-        if one.model == model and same == (pdl, OURS, KINDS[1]):
-            return one.us
-    return None
-
-
-def never_cost(recorded: Recorded, model: str) -> dict[str, Any] | None:
-    """The first tokens of fresh engines, ours beside off. slower: of how many kinds of plans they
-    took longer."""
-    fresh = (one for one in recorded.toggled("plans", "fresh") if one.row.model == model)
-    rows = {kind_of(one.arm["toggles"]): one for one in fresh}
-    if not rows:
-        return None
-    said = (f"{one.found['speedup']:.3f} ({kind}, {one.found['verdict']})"
-            for kind, one in rows.items())  # fmt: skip
-    slower = sum(one.found["verdict"] == SLOWER for one in rows.values())
-    return {"slower": slower, "said": ", ".join(said)}
-
-
-BLOCKS: dict[str, list[Part]] = {
-    "plans-cuda": [
-        Table("Graph plans", rules, None,
-              "{tests}, {n} interleaved repetitions; calls of the host and nodes on the device for "
-              "a token; us: medians{tick}; what was captured and replayed: in an engine's first "
-              "tokens"),
-        "What direct results and launches ahead add to a plan of a step, in the same run:",
-        Table("", added, None, "{tests}, {n} interleaved repetitions, plans=ours"),
-    ],
-    "plans-costs": [
-        Table("Costs of plans", costs, None, "means of an engine's first tokens"),
-        Table("Calls for a plan", timed, said=timed_where),
-    ],
-    "plans-fresh": [Table("First tokens", first_tokens, None, "{tests}, {n} interleaved engines")],
-    "sweep-cuda": [Table("Depth", sweep, None, "{n} interleaved repetitions, medians")],
-}  # fmt: skip
+_first, *_others = (arm.split() for arm in SETS["cuda"][1:])
+SHARED = [word for word in _first if all(word in other for other in _others)]  # of all sets
 
 
 def sets_of_best(recorded: Recorded) -> Iterator[Line]:
-    """A set of toggles that preset `best` could have: beside what won one by one, in engines that
-    are warm or made anew."""
+    """A line for each set of toggles that preset `best` could have: beside the values that won one
+    by one, in warm engines and in engines that are made anew."""
     for one in recorded.toggled("best"):
         found = one.found
         cells = {
@@ -359,7 +310,7 @@ def sets_of_best(recorded: Recorded) -> Iterator[Line]:
 
 
 def won(recorded: Recorded) -> str:
-    """Which sets won and which did not, and where they are slower, as `best_table` judges."""
+    """A sentence for each set: whether it won, and where it is slower, as `best_table` judges."""
     verdicts: dict[str, list[tuple[str, str]]] = {}
     for one in recorded.toggled("best"):
         found, answer = one.found, one.ab.answer(one.arm["name"])
@@ -390,21 +341,65 @@ def _engines(one: Toggled) -> str:
 
 
 def _set_name(arm: str) -> str:
-    """What of a set tells it from the others on CUDA; the caption has what they share."""
-    shared = _shared()
-    return " ".join(f"`{word}`" for word in arm.split() if word not in shared)
+    """The toggles of a set that not all sets on CUDA share."""
+    return " ".join(f"`{word}`" for word in arm.split() if word not in SHARED)
 
 
-def _shared() -> list[str]:
-    first, *others = (arm.split() for arm in SETS["cuda"][1:])
-    return [word for word in first if all(word in other for other in others)]
+# figures of targets -------------------------------------------------------------------------------
 
 
-BLOCKS |= {
+def worst(recorded: Recorded, kind: str, part: str, most: float) -> dict[str, Any] | None:
+    """Of all rows with plans=ours and a kind of plan, the row whose part of a token takes longest;
+    the number of rows (n), and of rows above `most` (over)."""
+    ours = [one for one in planned(recorded) if (one.rule, one.kind) == (OURS, kind)]
+    if not ours:
+        return None
+    found = max(ours, key=lambda one: one.us[part])
+    over = sum(one.us[part] > most for one in ours)
+    return {"us": found.us[part], "where": found.named, "n": len(ours), "over": over}
+
+
+def device_us(recorded: Recorded, model: str, pdl: str) -> Mapping[str, Any] | None:
+    """The time of a token's kernels as one plan of a step, with plans=ours."""
+    for one in planned(recorded):
+        same = one.toggles["pdl"], one.rule, one.kind
+        if one.model == model and same == (pdl, OURS, KINDS[1]):
+            return one.us
+    return None
+
+
+def never_cost(recorded: Recorded, model: str) -> dict[str, Any] | None:
+    """The first tokens of fresh engines, plans=ours beside off. slower: for how many kinds of plans
+    they took longer."""
+    fresh = (one for one in recorded.toggled("plans", "fresh") if one.row.model == model)
+    rows = {kind_of(one.arm["toggles"]): one for one in fresh}
+    if not rows:
+        return None
+    said = (f"{one.found['speedup']:.3f} ({kind}, {one.found['verdict']})"
+            for kind, one in rows.items())  # fmt: skip
+    slower = sum(one.found["verdict"] == SLOWER for one in rows.values())
+    return {"slower": slower, "said": ", ".join(said)}
+
+
+BLOCKS: dict[str, list[Part]] = {
+    "plans-cuda": [
+        Table("Graph plans", rules, None,
+              "{tests}, {n} interleaved repetitions; calls of the host and nodes on the device for "
+              "a token; us: medians{tick}; what was captured and replayed: in an engine's first "
+              "tokens"),
+        "What direct results and launches ahead add to a plan of a step, in the same run:",
+        Table("", added, None, "{tests}, {n} interleaved repetitions, plans=ours"),
+    ],
+    "plans-costs": [
+        Table("Costs of plans", costs, None, "means of an engine's first tokens"),
+        Table("Calls for a plan", timed, said=timed_where),
+    ],
+    "plans-fresh": [Table("First tokens", first_tokens, None, "{tests}, {n} interleaved engines")],
     "sets-cuda": [
         Table("Sets of toggles for best", sets_of_best, None,
               "{n} interleaved repetitions or engines; each set has "
-              + ", ".join(f"`{word}`" for word in _shared())),
+              + ", ".join(f"`{word}`" for word in SHARED)),
         won,
     ],
+    "sweep-cuda": [Table("Depth", sweep, None, "{n} interleaved repetitions, medians")],
 }  # fmt: skip

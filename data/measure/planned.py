@@ -1,21 +1,28 @@
-"""What measures graph plans: comparisons with the parts of a token, fresh engines, depth.
+"""Comparisons that rows of the matrix name: by `wb.ab`, with the parts of a token, of engines that
+are made anew, and by depth.
 
-`plans` adds to the result of a comparison `parts` (see `token_parts`), by arm. Its engines are made
-anew and count what their plans did from the first token on.
+`plans` adds `parts` to the result of a comparison: the parts of a token by arm (`token_parts`). Its
+engines are made anew, and count what their plans did from the first token on.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
 import workbench as wb
-from data.measure.in_rounds import Samples, Turns, compared, variants
+from data.measure.in_rounds import Recording
 from data.measure.matrix import PARTS_ROUNDS, PARTS_TOKENS, SWEPT, Row
-from data.measure.session import Session, add_to_result
-from workbench.benchmarks.compare.arms import Arm
+from data.measure.session import Session, add_to_result, toggles_of
+from workbench.benchmarks.compare import answers
+from workbench.benchmarks.compare.ab import describe
+from workbench.benchmarks.compare.arms import Arm, arms_of
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.runs import provenance
 from workbench.benchmarks.times.token_parts import token_parts
 from workbench.benchmarks.workload import Sample, Workload, draw_tokens, parse_tests, take_sample
 from workbench.config import Toggles
@@ -23,11 +30,83 @@ from workbench.trace.spans import now_ns
 
 N_PROMPT, N_GEN = 512, 32  # of a row of the sweep
 QUICK_FRESH = {False: "tg4", True: "tg4,pp16"}
+Samples = Mapping[str, Sample]  # of one repetition, by test
 QUICK_SWEPT, QUICK_PROMPT, QUICK_GEN = (0, 256), 128, 4
 
 
+def compared(session: Session, engine: wb.Engine, row: Row) -> AB:
+    """Makes the comparison of a row in its folder. Raises KeyboardInterrupt where it was
+    interrupted."""
+    folder = session.emptied(row)
+    found = wb.ab(
+        engine, row.compared, tests="tg8" if session.quick else row.test,
+        rounds=1 if session.quick else row.rounds,
+        background=toggles_of(row.toggles, engine), out=folder, name=folder.name,
+        smoke=session.quick,
+    )  # fmt: skip
+    print(found.table().to_string(index=False), found.verdict, sep="\n", flush=True)
+    if found.interrupted:
+        raise KeyboardInterrupt
+    return found
+
+
+class Turns:
+    """The recording of a row whose arms are engines. Answers are checked, and `AB` reads the
+    run."""
+
+    def __init__(self, session: Session, engine: wb.Engine, row: Row, tests: Sequence[Workload]):
+        toggle, self.arms = arms_of(row.compared, toggles_of(row.toggles, engine))
+        self._by_name = {arm.name: arm for arm in self.arms}
+        toggles = {arm.name: arm.toggles.to_dict() for arm in self.arms}
+        out, rounds = session.at(row), 1 if session.quick else row.rounds
+        self._recording = Recording(
+            row.kind, out, provenance.collect(engine), toggles, [test.name for test in tests],
+            rounds, out.name, self._complete,
+        )  # fmt: skip
+        self._result = self._recording.result
+        self._result |= {"toggle": toggle, "smoke": session.quick, "answers": {}, "counters": {}}
+        self._result |= {"warm_up": {}, "until": None}
+        self._answers: dict[str, list[answers.Answer]] = {}
+
+    def note(self, arm: Arm, engine: wb.Engine, *tests: Workload) -> None:
+        """Notes, after a repetition, what the engine of an arm issues for tests, and its counters.
+        Later counters replace earlier ones."""
+        record = self._recording.arm(arm.name)
+        record["sync_mode"] = engine.sync_mode
+        for test in tests:
+            self._result["counters"].setdefault(arm.name, {})[test.name] = engine.counters
+            if test.name not in record["program"]:
+                record["program"][test.name] = describe(engine, test)
+
+    def take(self, one: Callable[[int, Arm], Samples]) -> AB:
+        """Measures all rounds. one(round, arm) makes a repetition; round -1 warms up and does not
+        count."""
+        recording = self._recording
+        with recording.kept():
+            for arm in self.arms:
+                one(-1, arm)
+            recording.take(lambda round_, name: one(round_, self._by_name[name]), whole=self._add)
+        return AB(recording.run, recording.draft.samples.frame())
+
+    def _add(self, round_: int, found: dict[str, Samples]) -> None:
+        """Adds the samples of a round, and compares the answers with the baseline's."""
+        baseline = found[self.arms[0].name]
+        for name, samples in found.items():
+            for test, sample in samples.items():
+                self._recording.add(name, test, round_, sample.token_ns, sample.token_n)
+                if samples is not baseline:
+                    before, after = (s.last_logits[None] for s in (baseline[test], sample))
+                    answer = answers.compare_logits(before, after, self._by_name[name].answer)
+                    self._answers.setdefault(name, []).append(answer)
+
+    def _complete(self) -> dict[str, Any]:
+        merged = {name: answers.merge(of).to_dict() for name, of in self._answers.items()}
+        self._result["answers"] = merged
+        return {}
+
+
 def plans(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """t/s of each arm; then, in turns again, the parts of a token."""
+    """Measures t/s of each arm, and then, in turns again, the parts of a token."""
     for row in rows:
         ab = compared(session, engine, row)
         sides = {arm["name"]: Toggles(**arm["toggles"]) for arm in ab.run["arms"][:-1]}
@@ -41,10 +120,10 @@ def plans(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 
 
 def fresh(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """The first tokens of engines that are made anew for every test of every repetition: programs
-    are built and plans captured in them. To make an engine, its memory among it, takes no time
-    here. Behind so many new objects Python's collector looks through all there are, which may take
-    longer than the test. So it does before the test, and not at a token of whichever arm."""
+    """Measures the first tokens of engines that are made anew for every test of every repetition:
+    they build programs and capture plans. Making the engine is not timed. After so many new
+    objects, Python's collector goes through all objects, which may take longer than the test. So it
+    runs before the test, and not at a token of some arm."""
     for row in rows:
         tests = parse_tests(QUICK_FRESH["pp" in row.test] if session.quick else row.test)
         turns = Turns(session, engine, row, tests)
@@ -65,8 +144,8 @@ def fresh(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 
 
 def sweep(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """As llama.cpp's sweep-bench: at each depth tokens one by one, which are removed again, and
-    then a prompt, on which the next depth builds."""
+    """Measures as llama.cpp's sweep-bench: at each depth tokens one by one, which are removed
+    again, and then a prompt, on which the next depth builds."""
     full = SWEPT, N_PROMPT, N_GEN
     depths, n_prompt, n_gen = (QUICK_SWEPT, QUICK_PROMPT, QUICK_GEN) if session.quick else full
     tests = [Workload(*pair, depth) for depth in depths for pair in ((n_prompt, 0), (0, n_gen))]
@@ -74,7 +153,9 @@ def sweep(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     for row in rows:
         with ExitStack() as stack:
             turns = Turns(session, engine, row, tests)
-            sides = variants(stack, engine, turns.arms)
+            sides = {
+                arm.name: stack.enter_context(engine.variant(arm.toggles)) for arm in turns.arms
+            }
 
             def swept(
                 round_: int, arm: Arm, turns: Turns = turns, sides: dict[str, wb.Engine] = sides
@@ -100,7 +181,7 @@ def _decoded(engine: wb.Engine, tokens: list[int]) -> Sample:
     for token in tokens:
         logits = engine.step((token,))
         stamps.append(now_ns())
-    engine.synchronize()  # what was launched ahead holds up no prompt
+    engine.synchronize()  # so no step launched ahead delays a prompt
     return _sample(np.diff(np.array(stamps, np.int64)), np.ones(len(tokens), np.int64), logits)
 
 

@@ -28,7 +28,7 @@ from workbench.program.commands import Program
 
 FILE = "proofs.json"
 OUT = ROOT / "data" / "results" / FILE
-# what each test of `make test-exhaustive` judges
+# tests of `make test-exhaustive` -> what they judge
 EXHAUSTIVE = {
     "test_of_every_ordering_on_every_placement_the_checker_is_right": (
         "two models on four placements, copies in order and, with one device, in none: every sync "
@@ -94,14 +94,14 @@ def proved(path: Path) -> dict:
 
 
 def proofs(recorded: Recorded) -> Iterator[Line]:
-    """The rows of proofs.json, patterns as code."""
+    """The rows of proofs.json, with patterns as code."""
     if found := recorded.alone("proofs"):
         for row in proof_frame(found["rows"]).to_dict("records"):
             yield Line(row | {"pattern": f"`{row['pattern']}`"})
 
 
 def racing(recorded: Recorded) -> Iterator[Line]:
-    """By where inputs lie: every ordering that races anywhere."""
+    """A line for each ordering that races for any place of inputs, by place."""
     for row in (recorded.alone("proofs") or {"sources": ()})["sources"]:
         if any(row["races"].values()):
             names = {name: row[name] for name in ("ordering", "run")}
@@ -109,7 +109,7 @@ def racing(recorded: Recorded) -> Iterator[Line]:
 
 
 def exhaustive(recorded: Recorded) -> Iterator[Line]:
-    """How many runs each of the tests of exhaustive.json judged."""
+    """How many runs each test in exhaustive.json judged."""
     tests = (recorded.alone("exhaustive") or {"tests": {}})["tests"]
     for test, what in EXHAUSTIVE.items() if tests else ():
         of_test = [row for name, row in tests.items() if _function(name) == test]

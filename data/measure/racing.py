@@ -1,17 +1,17 @@
 """What the races of a pipeline do on real devices: data/results/DEVICE-pipeline-races-MODEL.json.
 
 llama.cpp #20463: two devices, and ubatches without a wait of the host, gave a perplexity of 2382.
-The checker says which orderings race, and refuses them; here they run all the same (`unsafe`). A
-prompt of several ubatches is computed with `step_wait=outputs` and every ordering of copies and
-waits, inputs in one place of pinned memory (SOURCES) or in a ring of four.
-The rows of its last ubatch are compared with those of an ordering with every wait in place:
+The checker finds the orderings that race, and refuses them; here they run all the same (`unsafe`).
+A prompt of several ubatches is computed with `step_wait=outputs` and every ordering of copies and
+waits, with inputs in one place of pinned memory or in a ring of four (SOURCES). The logits of the
+last ubatch are compared with those of an ordering that has every wait:
 
-    orderings   toggles; races, the pairs of commands that the checker finds; and of each run, how
+    orderings   toggles; races, the pairs of commands that the checker finds; and for each run, how
                 many logits are not bit-equal
 
-An ordering without a race must have none in any run. One with races has some where a device was
-slow or quick enough: a run with none proves nothing, and the checker needs no luck. RACES is the
-table of what was recorded.
+An ordering without a race must have no such logits in any run. An ordering with races has some
+where a device was slow or quick enough, so a run without any proves nothing. The checker needs no
+luck.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SOURCES = [HostSource.PINNED, HostSource.PINNED_RING_4]  # one place for inputs,
 
 
 def orderings() -> Iterator[Toggles]:
-    """Every ordering of a train that names what it means, `auto` in none."""
+    """Every ordering of a train, each named by values other than `auto`."""
     of = {name: Toggles.values(name) for name in NAMES} | {"host_source": SOURCES}
     for values in itertools.product(*of.values()):
         wanted = dict(zip(NAMES, values, strict=True))
@@ -52,7 +52,7 @@ def orderings() -> Iterator[Toggles]:
 
 
 def racing(session: Session, _: None, rows: list[Row]) -> None:
-    """Writes the file of each row."""
+    """Measures each row, and writes its file."""
     for row in rows:
         with wb.Engine.load(
             session.path(row.model), device=session.device, n_ctx=N_UBATCH * (UBATCHES + 1),
@@ -65,7 +65,7 @@ def racing(session: Session, _: None, rows: list[Row]) -> None:
 
 
 def compared(engine: wb.Engine, quick: bool = False) -> dict[str, Any]:
-    """See the module. engine: unsafe, every wait in place."""
+    """The figures of the module's docstring. engine: unsafe, with every wait."""
     runs = 1 if quick else RUNS
     n, vocabulary = N_UBATCH * UBATCHES, engine.model.n_vocab
     tokens = np.random.default_rng(20463).integers(3, vocabulary, n).tolist()
@@ -86,7 +86,7 @@ def compared(engine: wb.Engine, quick: bool = False) -> dict[str, Any]:
 
 
 def last_rows(engine: wb.Engine, tokens: list[int]) -> np.ndarray:
-    """The logits of the last ubatch of a prompt, whose other ubatches nobody waits for."""
+    """The logits of the last ubatch of a prompt; nothing waits for its other ubatches."""
     engine.reset()
     engine.prefill(tokens[:-N_UBATCH], outputs="none")
     return engine.prefill(tokens[-N_UBATCH:], outputs="all")
@@ -96,7 +96,7 @@ NAMES = ("sync", "copy_stream", "host_source", "n_copies")  # what an ordering i
 
 
 def lines(recorded: Recorded) -> Iterator[Line]:
-    """A line for each sync mode and copy stream: what its orderings did. What `racing` recorded."""
+    """A line for each sync mode and copy stream of the recorded orderings."""
     found = recorded.file(f"pipeline-races-{RACED}")
     judged = found["orderings"] if found else []
     keys = dict.fromkeys((o["toggles"]["sync"], o["toggles"]["copy_stream"]) for o in judged)

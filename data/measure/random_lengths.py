@@ -4,29 +4,33 @@
 
 As llama.cpp's `server-bench.py` has it: as many requests in flight as there are slots, prompts of 0
 to twice a mean length, and 256 tokens each. Each arm is an engine process of its own, and both take
-every mean length in turn. Runtime is fitted by a quadratic in the mean length (`fits.py`).
+every mean length in turn. Runtime is fitted by a quadratic in the mean length: products cost as
+much for each token, attention as much as there are tokens before it. Runtime is a + b x + c x^2
+in the mean length x. The ratio of two c is the gain for prompts without end, by which llama.cpp
+#14924 judges the skipping of masked cache.
 The run folder is `data/results/random-lengths/MODEL`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 from cyclopts import App
 
 from data.measure.command import PAD, USUAL, Call, Options, at_least_one, numbers, start
-from data.measure.fits import Quadratic, asymptotic_ratio, quadratic
 from data.measure.in_rounds import Recording
 from data.measure.recorded import Recorded, model_of
 from data.measure.served_arms import Point, about_engine, measure
 from data.measure.tables import Folder, Line, Part
 from workbench.benchmarks.compare.rounds import interleave
 from workbench.benchmarks.runs import results
+from workbench.common.errors import UsageError
 from workbench.common.sizes import round_up
 from workbench.config import BEST, EngineConfig, TogglePreset
 from workbench.server.serving import serving
@@ -36,7 +40,7 @@ from workbench.traffic.load import normal_ids
 from workbench.traffic.served import reached
 
 OFF, ON = "off", "tail"
-# both with llama.cpp's extents: with a server's own, reading all would read more than there
+# both with llama.cpp's extents of the cache: a server's own extents would make reading all longer
 ARMS = {way: TogglePreset(BEST, {"skip_masked_kv": way, "kv_growth": "step"}) for way in (OFF, ON)}
 
 app = App(help=__doc__, result_action="return_none")
@@ -59,7 +63,7 @@ def main(
     Parameters
     ----------
     model: as folders name it.
-    means: mean lengths of prompts; a quadratic wants three or more.
+    means: mean lengths of prompts; a quadratic needs three or more.
     prompts: requests of each point.
     slots: requests served at once, and in flight.
     n_gen: tokens that each request generates.
@@ -103,7 +107,8 @@ def main(
 
 
 def _points(lengths: list[int], prompts: int, slots: int, n_gen: int, path: Path) -> list[Point]:
-    """Both arms are sent the same prompts; those of each length are others."""
+    """A point for each mean length, with prompts of its own. Both arms are sent the same
+    prompts."""
     ids, found = normal_ids(path), list[Point]()
     for seed, mean in enumerate(lengths):
         spec = BenchSpec.of(
@@ -114,8 +119,59 @@ def _points(lengths: list[int], prompts: int, slots: int, n_gen: int, path: Path
     return found
 
 
+class Quadratic(NamedTuple):
+    """a + b x + c x^2. errors: standard errors of a, b, c; NaN where three points fix all three."""
+
+    a: float
+    b: float
+    c: float
+    errors: tuple[float, float, float]
+
+    def __call__(self, x: float) -> float:
+        return self.a + self.b * x + self.c * x * x
+
+    def __str__(self) -> str:
+        b, c = (f"{'-' if value < 0 else '+'} {abs(value):.3g}" for value in (self.b, self.c))
+        return f"{self.a:.3g} {b} x {c} x²"
+
+
+def quadratic(
+    lengths: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray
+) -> Quadratic:
+    """The least-squares fit of runtimes to mean lengths. Raises UsageError for fewer than three
+    different lengths, and for runtimes that are no numbers."""
+    x, y = np.asarray(lengths, float), np.asarray(seconds, float)
+    if x.shape != y.shape or len(set(x.tolist())) < 3:
+        raise UsageError(f"{len(set(x.tolist()))} lengths fix no quadratic; measure three or more")
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise UsageError("a quadratic is fitted to finite numbers; leave the other points out")
+    errors = np.full(3, math.nan)
+    if len(x) > 3:
+        found, covariance = np.polyfit(x, y, 2, cov=True)
+        errors = np.sqrt(np.diag(covariance))
+    else:
+        found = np.polyfit(x, y, 2)
+    (c, b, a), (of_c, of_b, of_a) = found.tolist(), errors.tolist()
+    return Quadratic(a, b, c, (of_a, of_b, of_c))
+
+
+def asymptotic_ratio(slower: Quadratic, faster: Quadratic) -> tuple[float, float]:
+    """How many times faster `faster` is for prompts without end, and the standard error of that.
+
+    Both are NaN where a fit has no growing quadratic part: then the points show no limit.
+    """
+    if slower.c <= 0 or faster.c <= 0:
+        return math.nan, math.nan
+    ratio = slower.c / faster.c
+    parts = [fit.errors[2] / fit.c for fit in (slower, faster)]
+    return ratio, ratio * math.hypot(*parts)
+
+
 class RandomRun:
-    """A run, read. points: a row for each arm, length and round."""
+    """A run, as read.
+
+    points: a row for each arm, length and round.
+    """
 
     def __init__(self, found: results.Run):
         self.run = found.run
@@ -133,7 +189,7 @@ class RandomRun:
         return quadratic(own["mean"].to_numpy(), own["duration"].to_numpy())
 
     def lines(self) -> Iterator[Line]:
-        """A mean length: runtimes, medians over rounds, and what skipping gains."""
+        """A line for each mean length: runtimes, medians over rounds, and the gain of skipping."""
         for test in dict.fromkeys(self.points["test"]):
             of = self.points[self.points["test"] == test].groupby("arm").median(numeric_only=True)
             if not {OFF, ON} <= set(of.index):
@@ -154,24 +210,14 @@ class RandomRun:
         off, on = fits[OFF], fits[ON]
         if off is None or on is None:
             return ""
-        texts = [f"skip_masked_kv={arm}: {_words(fit)}" for arm, fit in fits.items() if fit]
+        texts = [f"skip_masked_kv={arm}: {fit}" for arm, fit in fits.items()]
         ratio, error = asymptotic_ratio(off, on)
-        tends = (
-            "the points show no limit"
-            if math.isnan(ratio)
-            else f"for prompts without end {ratio:.2f}"
-            + ("" if math.isnan(error) else f" (standard error {error:.2f})")
-        )
+        tends = "the points show no limit"
+        if not math.isnan(ratio):
+            known = "" if math.isnan(error) else f" (standard error {error:.2f})"
+            tends = f"for prompts without end {ratio:.2f}{known}"
         name = model_of(self.run)
         return f"{name}: seconds by the mean length x: {'; '.join(texts)}; {tends}."
-
-
-def _words(fit: Quadratic) -> str:
-    return f"{fit.a:.3g} {_signed(fit.b)} x {_signed(fit.c)} x²"
-
-
-def _signed(value: float) -> str:
-    return f"{'-' if value < 0 else '+'} {abs(value):.3g}"
 
 
 def fits(recorded: Recorded) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from data.measure import (
     arena_peaks,
@@ -17,11 +18,10 @@ from data.measure import (
     batched,
     blocks,
     first_requests,
-    mechanisms,
+    matrix,
     over_http,
     peer,
     plan_tables,
-    presets,
     proofs,
     random_lengths,
     reuse_tables,
@@ -32,12 +32,25 @@ from data.measure import (
     targets,
     two_commits,
 )
-from data.measure.recorded import NOT_MEASURED, Recorded, commit_of, model_of
+from data.measure.recorded import (
+    NOT_MEASURED,
+    PHASES,
+    Arms,
+    Between,
+    Recorded,
+    commit_of,
+    model_of,
+    spread,
+)
 from data.measure.same_logits import block as same_logits
-from data.measure.tables import Line, Part, Table, block
+from data.measure.tables import Line, OfARun, Part, Table, block
+from workbench.benchmarks.compare.arms import SETS
+from workbench.benchmarks.compare.stats import FASTER, SLOWER, verdict
+from workbench.benchmarks.times.gaps import Gaps
 from workbench.common.errors import WorkbenchError
 from workbench.common.output import write_text
-from workbench.config import EXACT, FAMILIES, ROUNDING
+from workbench.config import EXACT, FAMILIES, ROUNDING, CopyStream, SyncMode, Toggles
+from workbench.config.presets import best_rows, fixed_presets
 from workbench.config.table import ROWS, Row
 from workbench.model.gguf.metadata import KEYS, Use
 
@@ -65,14 +78,14 @@ THREADS = ("#17795", "#8366", "#16548", "#16991", "#14924")
 
 
 def rooms(_: Recorded) -> Iterator[Line]:
-    """A thread of llama.cpp: its rooms with the toggles that only they read, from the table of
-    toggles; at the end all other rooms."""
+    """A line for each thread of llama.cpp: its rooms, with the toggles that only they read, from
+    the table of toggles. The last line has all other rooms."""
     found: dict[str, list[Row]] = {}
     for row in ROWS.values():
         found.setdefault(row.room, []).append(row)
     of: dict[str, list[str]] = {thread: [] for thread in (*THREADS, "others")}
-    for room, rows in found.items():
-        thread = next((t for t in _threads(rows) if t in THREADS), "others")
+    for room, its_rows in found.items():
+        thread = next((t for t in _threads(its_rows) if t in THREADS), "others")
         of[thread].append(room)
     for thread, own in of.items():
         texts = [
@@ -109,42 +122,197 @@ def keys(_: Recorded) -> Iterator[Line]:
         )
 
 
+BEFORE, AFTER = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value
+GAP = "host gap"
+COMMAND = "python -m"  # the heading of the column with the command that prints a row
+
+
+class Mechanism(NamedTuple):
+    """A mechanism that a row of the matrix compares.
+
+    folder, kind: of the row.
+    on: the value that the mechanism is switched to.
+    test: the test that is shown; GAP for the host gap of a run of gaps.
+    later: without a run there is no row in the table.
+    """
+
+    name: str
+    folder: str
+    on: str
+    test: str
+    kind: str = "ab"
+    later: bool = False
+
+
+MECHANISMS = tuple(Mechanism(*row) for row in (
+    ("fewer synchronizations (#17795)", "gaps-on-llama-3.2-1b-f16", AFTER, GAP, "gaps"),
+    ("", "sync-own-on-llama-3.2-1b-f16", AFTER, "tg512"),
+    ("graph reuse (#8366), in Python", "reuse-ways-llama-3.2-1b-bf16", "set_rows", "tg32"),
+    ("a plan for each split (#16548)", "plans-llama-3.2-1b-bf16", "plans=ours plan_scope=split",
+     "tg128", "plans", True),
+    ("a step is one plan, launched ahead", "plans-llama-3.2-1b-bf16",
+     f"{matrix.WHOLE} {matrix.WORD}", "tg128", "plans", True),
+    ("fusion", "fusion-fuse-with-all-llama-3-8b-q4_0", "on", "tg32"),
+    ("norms in halves", "fusion-defer-norm-with-all-llama-3-8b-q4_0", "on", "tg32"),
+    ("dependent launch", "fusion-pdl-with-all-llama-3-8b-q4_0", "on", "tg32"),
+    ("no wait between ubatches", "pipeline-one-device-llama-3-8b-q4_0", "outputs", "pp8192"),
+    ("the same, layers over two GPUs", "pipeline-step-wait-llama-3-8b-q4_0", "outputs", "pp8192"),
+    ("four input buffers, two GPUs", "pipeline-n-copies-llama-3-8b-q4_0", "4", "pp8192"),
+))  # fmt: skip
+# branches side by side: name, model of the campaign, pair of arms, both values
+_PLANNED, _ANYWHERE, *_ = streams.PAIRS
+SIDE_BY_SIDE = (
+    ("Q, K and V side by side (#16991)", "llama-3-8b-q4_0", _PLANNED, streams.ONE, "3"),
+    ("all branches side by side", "llama-3-8b-q4_0", _ANYWHERE, streams.ONE, "4 fork=any"),
+    ("streams, or fusion across branches", "llama-3-8b-q4_0", streams.EITHER,
+     "branch_fusion=joined", "inside streams=3"),
+)  # fmt: skip
+# what attention reads: name, folder of `data.measure.skipping`, prompts or generated tokens, both
+# arms, and what else they have
+_ALONE, _TAIL, _OWN = "skip_masked_kv=off", "skip_masked_kv=tail", "kv_cache=per_sequence"
+_SERVED = "what a server has"
+ATTENTION_MODEL = "llama-3.2-1b-q4_k_m"
+ATTENTION = (
+    ("masked cells left unread (#14924)", "ub2048", "prompts", _ALONE, _TAIL, _SERVED),
+    ("", "ub8192", "prompts", _ALONE, _TAIL, _SERVED),
+    ("cells of its own for each sequence", "together-512", "generated",
+     f"kv_cache=unified {_ALONE}", f"{_OWN} {_ALONE}", f"{_SERVED}, no skipping"),
+    ("blocks share a sequence's cells", "depth", "generated", "kv_parts=off",
+     "kv_parts=parallel_blocks", _SERVED),
+)  # fmt: skip
+
+
+def mechanisms(recorded: Recorded) -> Iterator[Line]:
+    """A line for each mechanism: the toggle values compared, and what the recorded comparison
+    says."""
+    yield from _of_the_matrix(recorded)
+    for name, model, pair, off, on in SIDE_BY_SIDE:
+        if found := peer.recorded_peer(recorded, model, streams.FOLDER):
+            beside = ", no fusion" if streams.UNFUSED in pair.setting else ""
+            cells = {
+                "mechanism": name, "off": off, "on": on,
+                "workload": f"{found.model}, {streams.DECODED}", "with": f"all else on{beside}",
+            }  # fmt: skip
+            between = found.between(streams.DECODED, *pair.arms)
+            yield _line(cells, found, between, f"tests.peer.cuda --campaign streams {model}")
+    skipped = skipping.runs(recorded, ATTENTION_MODEL)
+    for name, folder, phase, off, on, beside in ATTENTION:
+        if run := skipped.get(folder):
+            test, n_ubatch = run.run["tests"][-1], run.run["result"]["n_ubatch"]
+            what = f"{n_ubatch} at once" if phase == PHASES[0] else phase
+            cells = {
+                "mechanism": name, "off": off.split()[0], "on": on.split()[0].partition("=")[2],
+                "workload": f"{run.model}, {test}, {what}", "with": beside,
+            }  # fmt: skip
+            command = f"data.measure.skipping {ATTENTION_MODEL} --only {folder.split('-')[0]}"
+            yield _line(cells, run, run.between(test, off, on, phase), command)
+
+
+def _of_the_matrix(recorded: Recorded) -> Iterator[Line]:
+    """A line for each of MECHANISMS. A mechanism without a run has a line that says so."""
+    for name, folder, on, test, kind, later in MECHANISMS:
+        row = matrix.the(folder, kind)
+        off = row.compared.split("," if SETS not in row.compared else SETS)[0].strip()
+        off = off or f"sync={BEFORE}"
+        toggle = off.partition("=")[0]
+        cells = {"mechanism": name, "off": off, "on": on.removeprefix(f"{toggle}=")}
+        run = recorded.run(folder)
+        if run is None or (test != GAP and test not in run.run["tests"]):
+            if not later:
+                yield Line(cells | {"verdict": NOT_MEASURED})
+            continue
+        beside = "all else off" if row.toggles == "baseline" else "all else on"
+        cells |= {"workload": f"{model_of(run.run)}, {test}", "with": beside}
+        command = f"data.measure {row.step} --like {row.folder}"
+        if test == GAP:
+            yield _gap(cells, Gaps(run.run, run.samples), command)
+        else:
+            found = Arms(run)
+            yield _line(cells, found, found.between(test, found.names[0], on), command)
+
+
+def _line(cells: dict[str, str], of: OfARun, found: Between, command: str) -> Line:
+    """The cells that name a row, then tokens a second under both values, and what prints them."""
+    numbers = {
+        "at off": f"{found.before:.1f} t/s", "at on": f"{found.after:.1f} t/s",
+        "speedup": spread(found.ratio), "verdict": found.verdict, COMMAND: f"`{command}`",
+    }  # fmt: skip
+    return Line(cells | numbers, [of])
+
+
+def _gap(cells: dict[str, str], found: Gaps, command: str) -> Line:
+    """The same for a host gap under both values, with copies on their own stream."""
+    own, us = CopyStream.OWN.value, found.table().set_index("arm")["gap_us"]
+    arms = {
+        arm["sync_mode"]: arm["name"]
+        for arm in found.run["arms"]
+        if arm["toggles"]["copy_stream"] == own and not arm["is_control"]
+    }
+    ratio, band = found.ratio(BEFORE, AFTER, own)
+    judged = verdict(ratio, band)
+    judged = {FASTER: "shorter", SLOWER: "longer"}.get(judged, judged)
+    numbers = {
+        "at off": f"{us[arms[BEFORE]]:.0f} us", "at on": f"{us[arms[AFTER]]:.0f} us",
+        "speedup": spread(ratio), "verdict": judged,
+        COMMAND: f"`{command}`",
+    }  # fmt: skip
+    return Line(cells | numbers, [found])
+
+
+def presets(_: Recorded) -> Iterator[Line]:
+    """A fixed preset: its toggles that are not as in the baseline."""
+    for name, values in fixed_presets().items():
+        toggles = ", ".join(f"`{k}={v}`" for k, v in values.items()) or "every one off"
+        yield Line({"preset": f"`{name}`", "what it is": values.about, "toggles": toggles})
+
+
+def best(_: Recorded) -> Iterator[Line]:
+    """A line for each toggle of `best` on a kind of device, for one sequence or several: its value,
+    how the value won, and in which runs. Of values that won together, also the value for a device
+    that cannot have them all."""
+    rows = [
+        (kind, wanted, *row)
+        for kind, sets in best_rows().items()
+        for wanted, every in sets.items()
+        for row in every.items()
+    ]
+    together = any("alone" in row for *_, row in rows)
+    for kind, wanted, name, row in rows:
+        runs = ", ".join(f"`{run}`" for run in row["runs"])
+        cells = {"device": kind, "sequences": wanted, "toggle": f"`{name}={row['value']}`",
+                 "won by": row["by"]}  # fmt: skip
+        if together:
+            alone = row.get("alone") or {"value": Toggles().value_of(name)}
+            cells["alone"] = f"`{name}={alone['value']}`" if "alone" in row else ""
+        yield Line(cells | {"runs": runs})
+
+
 BLOCKS: dict[str, list[Part]] = {
+    "mechanisms": [Table("Mechanisms", mechanisms, None, "", by_device=True)],
+    "presets": [Table("Presets", presets)],
+    "best": [Table("Best", best)],
     "rooms": [Table("Rooms", rooms)],
     "keys": [Table("Keys", keys)],
     "timelines": [picture],
-    **mechanisms.BLOCKS,
-    **blocks.BLOCKS,
-    **peer.BLOCKS,
-    **attention.BLOCKS,
-    **batched.BLOCKS,
-    **first_requests.BLOCKS,
-    **skipping.BLOCKS,
-    **random_lengths.BLOCKS,
-    **over_http.BLOCKS,
-    **streams.BLOCKS,
-    **targets.BLOCKS,
-    **presets.BLOCKS,
-    **scheduling.BLOCKS,
-    **reuse_tables.BLOCKS,
-    **plan_tables.BLOCKS,
-    **proofs.BLOCKS,
-    **arena_peaks.BLOCKS,
-    **same_logits.BLOCKS,
-    **two_commits.BLOCKS,
     "sources": [sources.commits],
 }
+for _module in (
+    arena_peaks, attention, batched, blocks, first_requests, over_http, peer, plan_tables, proofs,
+    random_lengths, reuse_tables, same_logits, scheduling, skipping, streams, targets, two_commits,
+):  # fmt: skip
+    BLOCKS |= _module.BLOCKS
 
 
 def made(name: str, recorded: Recorded) -> str:
-    """The block of a name; raises WorkbenchError for one nobody fills."""
+    """The content of a block. Raises WorkbenchError for a name that is not in BLOCKS."""
     if name not in BLOCKS:
         raise WorkbenchError(f"block {name!r} is not one of {', '.join(BLOCKS)}")
     return block(BLOCKS[name], recorded)
 
 
 def fill(text: str, folder: Path = RESULTS) -> str:
-    """`text` with every block regenerated; raises WorkbenchError for a block nobody fills."""
+    """`text` with every block made anew. Raises WorkbenchError for a block that is not in
+    BLOCKS."""
     recorded = Recorded(folder)
 
     def filled(match: re.Match[str]) -> str:

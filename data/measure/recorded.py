@@ -1,8 +1,8 @@
-"""What the runs recorded on a GPU machine say, as numbers; `blocks.py` makes tables of them.
+"""The figures of the runs that were recorded on a GPU machine; `blocks.py` makes tables of them.
 
-`data.measure` writes the run folders. Every share is one of the read bandwidth, or of a large
-matrix product's rate, that the run's own process measured. Nothing here measures. What is not
-recorded is None, or a line that says so.
+`data.measure` writes the run folders, and nothing here measures. A share is of the read bandwidth,
+or of the rate of a large matrix product, that the run's own process measured. A figure that was not
+recorded is None.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from workbench.benchmarks.workload import parse
 NOT_MEASURED = "not measured"
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 PHASES = ("prompts", "generated")  # of a test
+MANY = 9  # tokens, and more
 LARGE, SMALL = ("8b.glu", "8b.gate_up", "8b.head"), ("8b.qkv", "8b.o", "8b.down")
 
 
@@ -45,7 +46,7 @@ class Share(float):
 
 
 def complete_run(folder: Path) -> results.Run | None:
-    """The run in a folder; None where there is none, or one that was cut off."""
+    """The run in a folder. None without a run, or where the run was cut off."""
     if not (folder / results.RUN_JSON).is_file():
         return None
     found = results.load_run(folder)
@@ -59,14 +60,14 @@ def complete_runs(folder: Path) -> list[results.Run]:
 
 
 class Recorded:
-    """The runs of one device in a folder of results; each is read once."""
+    """The runs of one device in a folder of results. Each run is read once."""
 
     def __init__(self, folder: Path, device: str = "cuda"):
         self.folder, self.device = folder, device
         self._runs: dict[str, results.Run | None] = {}
 
     def run(self, name: str) -> results.Run | None:
-        """The run in `DEVICE-NAME`; None where there is none, or one that counts for nothing
+        """The run in `DEVICE-NAME`. None where there is none, or where the run does not count
         (`left_out` says why)."""
         if name not in self._runs:
             folder = self.folder / f"{self.device}-{name}"
@@ -75,14 +76,14 @@ class Recorded:
         return self._runs[name]
 
     def of(self, step: str, kind: str = "", toggle: str = "") -> Iterator[tuple[Row, results.Run]]:
-        """The rows of the matrix that were measured, each with its run."""
+        """The measured rows of the matrix, each with its run."""
         for row in rows(step, kind, toggle):
             run = self.run(row.folder)
             if run is not None and (step != CPU_STEP or row.device == self.device):
                 yield row, run
 
     def toggled(self, step: str, kind: str = "", toggle: str = "") -> Iterator[Toggled]:
-        """The arms of the comparisons of a step but baseline and control, each in every test."""
+        """The arms of a step's comparisons except baseline and control, each in every test."""
         for row, run in self.of(step, kind, toggle):
             ab = AB(run.run, run.samples)
             arms = {arm["name"]: arm for arm in ab.run["arms"]}
@@ -91,7 +92,7 @@ class Recorded:
                     yield Toggled(row, ab, arms[found["arm"]], found)
 
     def left_out(self) -> list[str]:
-        """A line for each run that counts for nothing."""
+        """A line for each run that does not count."""
         said = []
         for path in sorted(self.folder.glob(f"{self.device}-*/{results.RUN_JSON}")):
             why = _useless(json.loads(path.read_text()))
@@ -99,25 +100,29 @@ class Recorded:
         return said
 
     def file(self, name: str) -> dict[str, Any] | None:
-        """What `DEVICE-name.json` holds; None where there is none."""
+        """The content of `DEVICE-name.json`; None without the file."""
         return self.alone(f"{self.device}-{name}")
 
     def alone(self, name: str) -> dict[str, Any] | None:
-        """What `name.json` holds, a file of no device's; None where there is none."""
+        """The content of `name.json`, a file of no device; None without the file."""
         path = self.folder / f"{name}.json"
         return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _useless(run: dict[str, Any]) -> str:
-    """Why a run counts for nothing; empty where it counts."""
+    """Why a run does not count; empty where it counts."""
     if run["status"] != results.COMPLETE:
         return f"is {run['status']}"
     return f"is {run['result']['void']}" if run["result"].get("void") else ""
 
 
 class Toggled(NamedTuple):
-    """An arm of a comparison beside its baseline, in one test. row: of the matrix. arm: as run.json
-    has it. found: its row of `AB.summary`."""
+    """An arm of a comparison beside its baseline, in one test.
+
+    row: of the matrix.
+    arm: its record in run.json.
+    found: its row of `AB.summary`.
+    """
 
     row: Row
     ab: AB
@@ -138,8 +143,11 @@ class Toggled(NamedTuple):
 
 
 class Between(NamedTuple):
-    """An arm beside another of the same run: t/s of both, medians of the same rounds. band: what
-    the run's A/A control spans."""
+    """An arm beside another arm of the same run.
+
+    before, after: t/s of both, medians of the same rounds.
+    band: the band of the run's A/A control.
+    """
 
     before: float
     after: float
@@ -152,7 +160,10 @@ class Between(NamedTuple):
 
 
 class Arms:
-    """A run, read arm by arm. names: of its arms, the baseline's first, without the control."""
+    """A run, read arm by arm.
+
+    names: of its arms except the control, the baseline's first.
+    """
 
     def __init__(self, found: results.Run):
         self.run, self.samples = found.run, found.samples
@@ -177,7 +188,7 @@ class Arms:
 
     def rates(self, test: str, phase: str = "") -> pd.DataFrame:
         """t/s of a test, or of one of its phases: a row for each round, a column for each arm, the
-        control among them. A round's speed is that of all its tokens together."""
+        control included. The speed of a round is that of all its tokens together."""
         rows = self.samples[self.samples["test"] == test]
         if phase and len(self.phases(test)) > 1:
             rows = rows[(rows["token"] == 0) == (phase == PHASES[0])]
@@ -195,7 +206,7 @@ class Arms:
         return speedup(pairs[before].to_numpy(), pairs[after].to_numpy(), self.run["seed"])
 
     def band(self, test: str, phase: str = "") -> Band:
-        """What an arm says beside itself."""
+        """The band of the A/A control."""
         control = next(arm["name"] for arm in self.run["arms"] if arm["is_control"])
         return aa_band(self.ratio(test, control.removesuffix(CONTROL), control, phase))
 
@@ -212,10 +223,15 @@ def spread(ratio: Ratio, digits: int = 2) -> str:
 
 
 def decode(recorded: Recorded, name: str) -> dict[str, Any] | None:
-    """What run `decode-NAME` says of a model's decode and prompt, by name. share: of the read
-    bandwidth that tg128 reads weights at. product_share: of the large product's rate that pp512
-    computes at, None where not measured; of_product: the same in words. per_layer: launches; the
-    rest are the embedding, last norm and head."""
+    """Decode and prompt of run `decode-NAME`, by name.
+
+    share: of the read bandwidth, at which tg128 reads the weights.
+    product_share: of the large product's rate, at which pp512 computes; None where the rate was not
+        measured.
+    of_product: product_share in words.
+    per_layer: launches of a layer; the remaining launches are the embedding, the last norm and the
+        head.
+    """
     run = recorded.run(f"decode-{name}")
     if run is None or not {"tg128", "pp512"} <= set(run.samples["test"]):
         return None
@@ -239,14 +255,14 @@ def model_of(run: dict[str, Any]) -> str:
 
 
 def title_of(name: str) -> str:
-    """What `model_of` says of a model that folders name so."""
+    """The result of `model_of` for a model by its name in folders."""
     preset, _, quant = name.rpartition("-")
     return f"{preset} {quant.upper().removesuffix('_M')}"
 
 
 def depth_ratio(recorded: Recorded, _: str = "") -> dict[str, float] | None:
     """ratio: what the deepest test of `depth-llama-3-8b-q4_0` adds to a token over an empty cache,
-    in times of reading the cache at the run's read bandwidth."""
+    as a multiple of the time that reading the cache takes at the run's read bandwidth."""
     run = recorded.run("depth-llama-3-8b-q4_0")
     if run is None:
         return None
@@ -262,8 +278,11 @@ def depth_ratio(recorded: Recorded, _: str = "") -> dict[str, float] | None:
 
 
 class Step(NamedTuple):
-    """A step of many tokens. read, product: shares of the read bandwidth at which it reads the
-    weights, once, and of the large product's rate at which it computes the products."""
+    """A step of many tokens.
+
+    read: share of the read bandwidth, at which it reads the weights once.
+    product: share of the large product's rate, at which it computes the products.
+    """
 
     n_tokens: int
     tps: float
@@ -272,7 +291,7 @@ class Step(NamedTuple):
 
     @property
     def share(self) -> Share:
-        """Of the bound that applies: the longer of reading and computing alone."""
+        """The share of the bound that applies: the longer of reading and computing alone."""
         return max(self.read, self.product)
 
     @property
@@ -296,10 +315,13 @@ def batch_steps(recorded: Recorded, name: str) -> list[Step]:
 
 
 def together(run: results.Run) -> dict[str, Any]:
-    """What a run of sequences that go on together says; medians of steps and of repetitions. Tokens
-    of all of them per second, of prompts (pp) and generated (tg), and each sequence's. bound: what
-    could be generated if a step took no longer than to read the weights once and the cells in use
-    once. share: of the bound."""
+    """The figures of a run of sequences side by side; medians of steps and of repetitions.
+
+    pp, tg: tokens of all sequences per second, of prompts and generated.
+    each: generated tokens of a sequence per second.
+    bound: tg of a step that takes no longer than to read the weights and the used cells once.
+    share: of the bound.
+    """
     (name,), result = run.run["tests"], run.run["result"]
     test, samples = parse(name), run.samples
     prompts, steps = samples[samples["token"] == 0], samples[samples["token"] > 0]
@@ -315,9 +337,12 @@ def together(run: results.Run) -> dict[str, Any]:
 
 
 def kernel_rows(run: results.Run | None, dtype: str = "") -> pd.DataFrame:
-    """The rows that `bench-kernels` measured; where a type is named, only its rows. share: of the
-    read bandwidth. of_bound: of the bound, the longer of reading the weights and computing at the
-    large product's rate; NaN where that rate was not measured."""
+    """The rows that `bench-kernels` measured, of a type where one is named.
+
+    share: of the read bandwidth.
+    of_bound: share of the bound, the longer of reading the weights and computing at the large
+        product's rate; NaN where that rate was not measured.
+    """
     if run is None:
         return pd.DataFrame({"type": [], "shape": [], "launch": [], "batch": [], "share": []})
     result = run.run["result"]
@@ -332,8 +357,8 @@ def kernel_rows(run: results.Run | None, dtype: str = "") -> pd.DataFrame:
 def worst_share(
     run: results.Run | None, dtype: str, shapes: Sequence[str], launch: str
 ) -> tuple[float, str] | None:
-    """The least share of the read bandwidth of a type and one token, and the shape that has it;
-    None unless every one of `shapes` was measured."""
+    """The least share of the read bandwidth of a type for one token, and its shape. None unless
+    every one of `shapes` was measured."""
     rows = kernel_rows(run, dtype)
     ours = rows[(rows["launch"] == launch) & (rows["batch"] == 1) & rows["shape"].isin(shapes)]
     if set(ours["shape"]) != set(shapes):
@@ -343,19 +368,16 @@ def worst_share(
 
 
 def as_launched(run: results.Run | None, dtype: str) -> pd.DataFrame:
-    """The products of a type whose share of the bound is known, each launched as the engine does:
+    """The products of a type with a known share of the bound, each launched as the engine does:
     programmatically where the kernels can be."""
     rows = kernel_rows(run, dtype).dropna(subset=["of_bound"] if run else None)
     return rows.drop_duplicates(["shape", "batch"], keep="last")  # plain, then pdl
 
 
-def worst_batch(
-    run: results.Run | None, dtype: str, least: int = 9
-) -> tuple[float, str, int] | None:
-    """Of the products of `least` and more tokens: the least share of the bound, its shape and
-    batch."""
+def worst_batch(run: results.Run | None, dtype: str) -> tuple[float, str, int] | None:
+    """The product of many tokens with the least share of the bound: share, shape, batch."""
     rows = as_launched(run, dtype)
-    rows = rows[rows["batch"] >= least]
+    rows = rows[rows["batch"] >= MANY]
     if rows.empty:
         return None
     worst = rows.loc[rows["of_bound"].idxmin()]
@@ -363,8 +385,11 @@ def worst_batch(
 
 
 class Answer(NamedTuple):
-    """The fast path against the float path. n_ubatch: tokens that the fast path computed at once;
-    kl, nmse: None where they are no finite numbers."""
+    """The fast path against the float path.
+
+    n_ubatch: tokens that the fast path computed at once.
+    kl, nmse: None where they are not finite.
+    """
 
     n_ubatch: int
     kl: float | None
@@ -379,10 +404,10 @@ class Answer(NamedTuple):
 
 
 def scored(recorded: Recorded, quant: str) -> list[Answer]:
-    """What the runs of a type of llama-3.2-1b say, most tokens at once first.
+    """The answers of a type of llama-3.2-1b, most tokens at once first.
 
-    One whose logits are equal to the last bit is left out: both of its sides took the same path,
-    hence it compares nothing.
+    A run with bit-equal logits is left out: both of its sides took the same path, so it compares
+    nothing.
     """
     found, name = [], f"perplexity-llama-3.2-1b-{quant}"
     for run in (recorded.run(f"{name}{suffix}") for suffix in SIZES.values()):
@@ -397,6 +422,6 @@ def scored(recorded: Recorded, quant: str) -> list[Answer]:
 
 
 def commit_of(found: dict[str, Any]) -> str:
-    """The commit that a run or a file names, short, and whether changes were on top of it."""
+    """The short commit of a run or a file, with a note where changes were not committed."""
     commit = found["commit"]
     return str(commit["hash"])[:8] + (" with uncommitted changes" if commit.get("dirty") else "")

@@ -1,5 +1,5 @@
-"""The tables of graph reuse: each way to keep a graph, each layer of reuse disabled, how the cache
-grows, and what #8366 would be worth to an engine whose build costs so and so much."""
+"""The tables of graph reuse: each way to keep a graph, each layer of reuse disabled, growth of the
+cache, and the worth of #8366 to an engine by the time that its build takes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,17 @@ from workbench.answers import kept
 from workbench.benchmarks.compare.comparison import AB
 from workbench.config import GraphReuse, Redo, Toggles
 
-REDO, WAYS, REBUILD, KEPT = (
-    "redo",
-    "graph_reuse",
-    GraphReuse.REBUILD.value,
-    GraphReuse.SET_ROWS.value,
-)
-
-
-def phases_us(arm: dict[str, Any]) -> dict[str, float]:
-    """us a token by phase, of what an arm counted."""
-    return kept.phases_us(arm["counters"])
+REDO, WAYS = "redo", "graph_reuse"
+REBUILD, KEPT = GraphReuse.REBUILD.value, GraphReuse.SET_ROWS.value
 
 
 def _cells(arm: dict[str, Any]) -> dict[str, str]:
-    return {phase: f"{us:.1f}" for phase, us in phases_us(arm).items()}
+    """us a token by phase, from an arm's counters."""
+    return {phase: f"{us:.1f}" for phase, us in kept.phases_us(arm["counters"]).items()}
 
 
 def ways(recorded: Recorded) -> Iterator[Line]:
-    """A model and way: t/s beside rebuilding, and us a token in each phase."""
+    """A line for each model and way: t/s beside rebuilding, and us a token in each phase."""
     models = set[str]()
     for one in recorded.toggled("reuse", "ab", WAYS):
         before, first = f"{one.found['tps_baseline']:.1f}", one.ab.run["arms"][0]
@@ -48,8 +40,8 @@ def ways(recorded: Recorded) -> Iterator[Line]:
 
 
 def layers(recorded: Recorded) -> Iterator[Line]:
-    """A model and layer of reuse: what a token costs more where the layer is disabled, and us in
-    each phase then."""
+    """A line for each model and layer of reuse: what a token costs more with the layer disabled,
+    and us in each phase then."""
     for one in recorded.toggled("reuse", "ab", REDO):
         done = [name for name in LAYERS if one.arm["toggles"][name] == Redo.ON]
         before, after = (one.found[f"tps_{which}"] for which in ("baseline", "toggled"))
@@ -63,10 +55,14 @@ def layers(recorded: Recorded) -> Iterator[Line]:
 
 
 class Worth(NamedTuple):
-    """What keeping a graph is worth to a model's token. us: a token with a kept graph. own_us: all
-    phases of this engine's build; own: the speedup that was measured, with its interval. theirs:
-    what llama.cpp's reuse saves of the same model's token on a GPU; None where that was not
-    measured."""
+    """The worth of a kept graph to a model's token.
+
+    us: of a token with a kept graph.
+    own_us: of all phases of this engine's build.
+    own: the measured speedup, with its interval.
+    theirs: the saving of llama.cpp's reuse for the same model on a GPU; None where it was not
+        measured.
+    """
 
     model: str
     us: float
@@ -76,11 +72,11 @@ class Worth(NamedTuple):
     ab: AB
 
     def ratio(self, build_us: float) -> float:
-        """The speedup for an engine whose build costs so much, with the device idle meanwhile."""
+        """The speedup for an engine whose build takes build_us, while the device is idle."""
         return kept.speedup(self.us, max(build_us, 0))
 
     def said(self, theirs: peer.Saving) -> str:
-        """The speedup at what llama.cpp's reuse saves, with its interval."""
+        """The speedup at llama.cpp's saving, with its interval."""
         value, low, high = (self.ratio(us) for us in (theirs.us, theirs.low, theirs.high))
         return f"{value:.2f} ({low:.2f}..{high:.2f})"
 
@@ -105,7 +101,8 @@ def worths(recorded: Recorded) -> list[Worth]:
 
 
 def verdicts(recorded: Recorded) -> Iterator[Line]:
-    """A model: the speedup by what a build costs; at llama.cpp's cost; and this engine's own."""
+    """A line for each model: the speedup by the time of a build, at llama.cpp's build, and at this
+    engine's."""
     for one in worths(recorded):
         low, high = (kept.build_us(one.us, claim) for claim in kept.CLAIMED)
         of = one.theirs
@@ -125,7 +122,7 @@ def verdicts(recorded: Recorded) -> Iterator[Line]:
 
 
 def verdict(recorded: Recorded) -> str:
-    """#8366 at llama.cpp's own build time: measured where a peer run did, else by its thread."""
+    """#8366 at llama.cpp's own build time: measured in a peer run, else as its thread says."""
     found = worths(recorded)
     measured = [one for one in found if one.theirs is not None]
     if not measured:
@@ -154,7 +151,7 @@ KEEPING = [way for way in Toggles.values(WAYS) if way != REBUILD]
 
 def graph_work(recorded: Recorded, way: str) -> dict[str, Any] | None:
     """us before the first command of a token is issued, where `way` keeps the graph: the most of
-    the benchmarks of it, and each. One that names no way is of set_rows."""
+    its benchmarks, and each. A benchmark that names no way is of set_rows."""
     every = (recorded.alone("benchmarks") or {}).get("benchmarks", {})
     found = {}
     for name, of in every.items():
@@ -167,7 +164,7 @@ def graph_work(recorded: Recorded, way: str) -> dict[str, Any] | None:
 
 
 def growth(recorded: Recorded) -> Iterator[Line]:
-    """A model, test and plans: n_kv that is full beside n_kv that grows, of one run."""
+    """A line for each model, test and plans: kv_growth=full beside kv_growth=step, in one run."""
     for _, run in recorded.of("grown", "ab"):
         arms = Arms(run)
         for test in run.run["tests"]:

@@ -1,5 +1,5 @@
-"""The tables of scheduling, as data: what a wait costs, what the sync modes are worth, what
-rebuilding costs, and what a second device adds. A table without runs is a line that says so."""
+"""The tables of scheduling: the cost of a wait, the worth of the sync modes, the cost of
+rebuilding, and the gain of a second device."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ def _where(row: Row, run: dict[str, Any], stream: str) -> dict[str, str]:
 
 
 class Stream(NamedTuple):
-    """The gaps of one run with copies on one stream. where: the cells that name it; us: median gap
-    by mode; again: of the baseline's control, None without one; saved: us that the gap is shorter
-    under the merged mode, median over the rounds."""
+    """The gaps of one run with copies on one stream.
+
+    where: the cells that name it.
+    us: median gap by mode.
+    again: median gap of the baseline's control; None without a control.
+    saved: by how many us the gap is shorter under the merged mode, median over the rounds.
+    """
 
     run: Gaps
     where: dict[str, str]
@@ -67,8 +71,8 @@ def _streams(recorded: Recorded) -> list[Stream]:
 
 
 def gaps(recorded: Recorded) -> Iterator[Line]:
-    """A model, background and copy stream: the gap under every mode, and what a wait adds to it by
-    the line."""
+    """A line for each model, background and copy stream: the gap under every mode, and the cost of
+    a wait by the fit."""
     for found in _streams(recorded):
         fit, again = found.fit, found.again
         cells = {mode: f"{found.us[mode]:.0f}" if mode in found.us else "" for mode in MODES} | {
@@ -79,7 +83,7 @@ def gaps(recorded: Recorded) -> Iterator[Line]:
 
 
 def differences(recorded: Recorded) -> Iterator[Line]:
-    """The same rows: what goes from mode to mode."""
+    """The same lines, with the difference from mode to mode."""
     for found in _streams(recorded):
         went = {
             (d.before, d.after): f"{d.us:.0f} ({d.low_us:.0f}..{d.high_us:.0f})"
@@ -101,7 +105,7 @@ def from_row_to_row(recorded: Recorded) -> str:
 
 
 def issued(recorded: Recorded) -> Iterator[Line]:
-    """What each mode issues for a token."""
+    """A line for each mode: what it issues for a token."""
     modes: dict[str, dict[str, Any]] = {}
     for found in _streams(recorded):
         for row in found.issued:
@@ -116,9 +120,11 @@ def issued(recorded: Recorded) -> Iterator[Line]:
 
 
 def syncs(recorded: Recorded) -> Iterator[Line]:
-    """A test: t/s under the mode before the change and under the one that was merged, then the
-    speedup of every other. Outside the A/A band with an interval that excludes 1 it is bold."""
-    for row, ab in _of(recorded, "sync", "sync"):
+    """A line for each test: t/s under the mode before the change and under the mode that was
+    merged, and the speedups of the others. A speedup is bold that lies outside the A/A band, with
+    an interval that excludes 1."""
+    for row, run in recorded.of("sync", "ab", "sync"):
+        ab = AB(run.run, run.samples)
         for test, part in ab.summary().groupby("test", sort=False):
             arms = part.set_index("arm")
             merged, control = arms.loc[MERGED], part[part["is_control"]].iloc[0]
@@ -140,10 +146,11 @@ def syncs(recorded: Recorded) -> Iterator[Line]:
 
 
 def by_median_token(recorded: Recorded) -> Iterator[Line]:
-    """us of the median token, and its speedup by mode: a repetition counts by its median token,
-    which some hundred slow ones in a row do not touch; a throughput pays for each of them."""
+    """us of the median token, and its speedup by mode. A repetition counts by its median token,
+    which some hundred slow tokens in a row do not change; each of them lowers a throughput."""
     saved = {tuple(found.where.values()): found.saved for found in _streams(recorded)}
-    for row, ab in _of(recorded, "sync", "sync"):
+    for row, run in recorded.of("sync", "ab", "sync"):
+        ab = AB(run.run, run.samples)
         where = _where(row, ab.run, ab.run["arms"][0]["toggles"]["copy_stream"])
         less = saved.get(tuple(where.values()))
         us = ab.samples.groupby(["arm", "test", "repetition"])["ns"].median().unstack("arm") / 1e3
@@ -167,15 +174,10 @@ def _bold(ratio: float, judged: str) -> str:
     return f"**{ratio:.3f}**" if judged in (FASTER, SLOWER) else f"{ratio:.3f}"
 
 
-def _of(recorded: Recorded, step: str, toggle: str = "") -> Iterator[tuple[Row, AB]]:
-    for row, run in recorded.of(step, "ab", toggle):
-        yield row, AB(run.run, run.samples)
-
-
 def comparisons(
     recorded: Recorded, step: str, toggle: str = "", device: str = ""
 ) -> Iterator[Line]:
-    """Each toggled arm of the comparisons of a step. device: the runs of another one."""
+    """A line for each toggled arm in a step's comparisons. device: of another device's runs."""
     of_device = Recorded(recorded.folder, device) if device else recorded
     for one in of_device.toggled(step, "ab", toggle):
         name, before = one.ab.run["result"]["toggle"], one.ab.label(one.ab.run["arms"][0])

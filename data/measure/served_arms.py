@@ -1,7 +1,7 @@
 """Loads that a measuring command gives to engine processes and servers, point by point.
 
-A point is one setting of one arm in one round: requests that are in flight together, until all have
-ended. `samples.parquet` has a row for each: its generated tokens, and the ns that all took.
+A point is one setting of one arm in one round: requests are kept in flight until all have ended.
+`samples.parquet` has a row for each point: its generated tokens, and the ns of all its requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ KEPT = (
 
 
 class Point(NamedTuple):
-    """A setting: its test, the requests in flight, and what is sent."""
+    """A setting.
+
+    test: its name.
+    n_in_flight: requests in flight together.
+    spec: the requests.
+    """
 
     test: str
     n_in_flight: int
@@ -35,29 +40,25 @@ class Point(NamedTuple):
 
 
 def offer(target: LoadTarget, point: Point) -> ServedRow:
-    """A point's load on a target; what came of it."""
+    """Offers a point's load to a target, and returns its figures."""
     return serve_bench(target, [Arrivals(CLOSED, point.n_in_flight)], point.spec).rows[0]
 
 
 def about_engine(path: Path, device: str) -> dict[str, Any]:
-    """What a run says of the machine, the model, and an engine of another process."""
-    backend = open_backend(device)
-    try:
+    """The facts of a run about the machine, the model, and an engine of another process."""
+    with contextlib.closing(open_backend(device)) as backend:
         engine = {"device": device, "device_description": backend.description}
-    finally:
-        backend.close()
     return provenance.collect() | {"model": model_facts(path), "engine": engine}
 
 
 def measure(
-    recording: Recording, arm: str, round_: int, target: LoadTarget, point: Point, **more: Any
+    recording: Recording, arm: str, round_: int, target: LoadTarget, point: Point
 ) -> ServedRow:
-    """Offers a point's load and notes what came of it, in `points` of the run's result. more: of
-    the point's entry."""
+    """Offers a point's load, and adds its figures to the `points` of the run's result."""
     row = offer(target, point)
     entry = {"arm": arm, "test": point.test, "round": round_, "in_flight": point.n_in_flight}
     figures = {name: row.figures[name] for name in KEPT}
-    recording.result["points"].append(entry | finite(figures) | {"client": row.client} | more)
+    recording.result["points"].append(entry | finite(figures) | {"client": row.client})
     n_generated = row.figures["total_output_tokens"]
     add_load(recording, arm, round_, point.test, row.figures["duration"], n_generated)
     return row
@@ -66,25 +67,27 @@ def measure(
 def add_load(
     recording: Recording, arm: str, round_: int, test: str, seconds: float, n_generated: float
 ) -> None:
-    """Adds a sample: so many generated tokens, and what they took with their prompts."""
+    """Adds a sample: the generated tokens, and the seconds that they took with their prompts."""
     recording.add(arm, test, round_, [seconds * 1e9], [n_generated])
 
 
 class ProcessTime(NamedTuple):
-    """The CPU time of the processes of a server but the engine's, s, and how many there are."""
+    """The processes of a server except the engine's.
+
+    cpu_s: their CPU time, s.
+    n_fronts: their number.
+    """
 
     cpu_s: float
     n_fronts: int
 
 
 def front_time(pid: int) -> ProcessTime | None:
-    """Of a server's first process and those that it began; None where there is no /proc. The
-    process with the most memory is the engine's."""
+    """The time of a server's processes: the first, and those that it began. The process with the
+    most memory is taken for the engine's. None without /proc."""
     tree = [pid]
     for other in tree:
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{other}/task").iterdir():
-                tree += map(int, (task / "children").read_text().split())
+        tree += children_of(other)
     try:
         stats = {each: Path(f"/proc/{each}/stat").read_text() for each in tree}
         words = {each: Path(f"/proc/{each}/cmdline").read_text() for each in tree}

@@ -1,7 +1,7 @@
-"""What the steps of `data.measure` share: where runs go, which are kept, models, devices.
+"""The common part of the steps of `data.measure`: folders, kept runs, models, devices.
 
-Every run records in `result` the read bandwidth that its own process measured. A share of the
-bandwidth hence compares nothing across processes:
+Every run records in `result` the read bandwidth that its own process measured, so a share of the
+bandwidth compares nothing across processes:
 
     read_gbps      GB/s of the fastest of several reading kernels; read_rates: of each of them
     product_tflops of an F16 product of 8192 x 8192 x 8192 by cuBLAS, where there is cuBLAS
@@ -39,16 +39,21 @@ from workbench.program.commands import COMPUTE_STREAM, Launch, Space
 from workbench.server.serving import serving
 
 FILES = ("load", "ablation", "launches", "counters", "races")  # kinds that write one JSON file
-QUICK_CELLS = {"perplexity": 64}  # of the cache, where runs are quick; else 1,024
+QUICK_CELLS = {"perplexity": 64}  # cells of the cache in quick runs; else 1,024
 SIZE = 8192  # of the large product: rows, columns and tokens
 PRODUCTS = 8  # of them in one replay
 
 
 @dataclass(frozen=True)
 class Session:
-    """One call of `measure`. most_gb: models with larger files are left out. quick: tiny models of
-    the same types and few repetitions, to see that every step works; no figures. only: the models
-    that are taken, as folders name them (`llama-3-8b-q8_0,llama-3.2-1b-bf16`); empty for all."""
+    """One call of `measure`.
+
+    most_gb: models with larger files are left out.
+    quick: tiny models of the same types and few repetitions show that every step works; no figures.
+    only: names of models in folders (`llama-3-8b-q8_0,llama-3.2-1b-bf16`) that are measured; empty
+        for all.
+    deadline: no row begins that would probably end later (`time.monotonic`).
+    """
 
     out: Path
     models: Path
@@ -60,15 +65,15 @@ class Session:
 
     @property
     def prefix(self) -> str:
-        """What names begin with: quick runs must not be taken for real ones."""
+        """The beginning of names. Quick runs must not be taken for real ones."""
         return f"quick-{self.device}" if self.quick else self.device
 
     def at(self, row: Row) -> Path:
-        """The folder of a row; the file, where its kind writes one."""
+        """The folder of a row, or its file, where its kind writes one file."""
         return self.out / f"{self.prefix}-{row.folder}{'.json' if row.kind in FILES else ''}"
 
     def emptied(self, row: Row) -> Path:
-        """The folder of a row, with nothing in it."""
+        """The emptied folder of a row."""
         shutil.rmtree(self.at(row), ignore_errors=True)
         return self.at(row)
 
@@ -80,23 +85,25 @@ class Session:
             return False
 
     def write(self, row: Row, found: dict[str, Any]) -> None:
-        """Writes what was found, with the date, as one JSON file that appears whole."""
+        """Writes a row's record, with the date, as one JSON file that appears whole."""
         record = {"date": provenance.utc_now()} | found
         write_text(self.at(row), json.dumps(record, indent=1) + "\n", parents=True)
 
     def takes(self, model: str) -> bool:
-        """Whether a model is wanted and small enough; says so where it is too large."""
+        """Whether a model is asked for and small enough. Where it is too large, a line says so."""
         if self.only and model not in self.only.split(","):
             return False
-        gb = 0.0 if self.quick else file_gb(model)
-        if gb > self.most_gb:
-            print(
-                f"{' '.join(parsed(model))}: left out, {gb:.1f} GB is above the limit", flush=True
-            )
-        return gb <= self.most_gb
+        preset, quant = parsed(model)
+        shape = find_preset(preset)
+        typed = ((s.shape, tensor_type(s, shape, quant_name(quant))) for s in tensors(shape))
+        gb = sum(math.prod(s[:-1]) * dtype.row_bytes(s[-1]) for s, dtype in typed) / 1e9
+        fits = self.quick or gb <= self.most_gb
+        if not fits:
+            print(f"{preset} {quant}: left out, {gb:.1f} GB is above the limit", flush=True)
+        return fits
 
     def late(self, row: Row) -> bool:
-        """Whether a run would probably end behind the deadline; says so."""
+        """Whether a row would probably end after the deadline. Then a line says so."""
         late = time.monotonic() + row.seconds > self.deadline
         if late:
             print(f"{self.at(row).name}: left, {row.seconds} s are too many; call again",
@@ -104,7 +111,7 @@ class Session:
         return late
 
     def has(self, row: Row) -> bool:
-        """Whether the machine has the GPUs that a row asks for; says so where it has not."""
+        """Whether the machine has as many GPUs as a row needs. If not, a line says so."""
         if row.gpus == 1:
             return True
         last = {"number": row.gpus - 1} if self.device == "cuda" else {}
@@ -116,7 +123,7 @@ class Session:
         return True
 
     def path(self, model: str) -> Path:
-        """The model's file, written where it is missing."""
+        """The model's file. A missing file is written."""
         preset, quant = parsed(model)
         if self.quick:
             preset = "tiny-qwen3" if preset.startswith("qwen3") else "tiny-llama"
@@ -124,7 +131,8 @@ class Session:
 
     @contextmanager
     def engine(self, row: Row) -> Iterator[wb.Engine]:
-        """An engine of a row's model, everything off but kept programs; run its variants."""
+        """An engine of a row's model, with programs kept and everything else off; run variants of
+        it."""
         path, kept = self.path(row.model), wb.Toggles(graph_reuse="set_rows")
         most = QUICK_CELLS.get(row.kind, 1024) if self.quick else row.n_ctx
         with wb.Engine.load(
@@ -140,7 +148,7 @@ class Session:
         return engine.variant(toggles_of(row.toggles, engine))
 
     def rates(self, backend: Any) -> dict[str, Any]:
-        """What the device can do, measured now: the keys of the docstring above."""
+        """The rates of a device, measured now: the keys of the module's docstring."""
         read = rig_of(backend, self.quick).read_rates()
         found: dict[str, Any] = {"read_gbps": max(read.values()), "read_rates": read}
         if backend.name == "cuda":
@@ -149,14 +157,14 @@ class Session:
 
 
 def everything(engine: wb.Engine) -> wb.Toggles:
-    """Everything on but plans; pdl where the device has it."""
+    """The toggles with everything on except plans; pdl where the device has it."""
     toggles = wb.Toggles(graph_reuse="set_rows", sync="implicit", copy_stream="compute")
     pdl = "on" if engine.backend.capabilities.programmatic else "off"
     return toggles.switched("fuse", "on").switched("defer_norm", "on").switched("pdl", pdl)
 
 
-SERVED = "serving"  # what `workbench serve` has
-RESOLVED = (BEST, SERVED)  # for a device and a number of sequences, each with its changes
+SERVED = "serving"  # the toggles of `workbench serve`
+RESOLVED = (BEST, SERVED)  # chosen for a device and a number of sequences
 BACKGROUNDS: dict[str, Callable[[wb.Engine], wb.Toggles]] = {
     "baseline": lambda engine: wb.Toggles(),
     "kept": lambda engine: wb.Toggles(graph_reuse="set_rows"),
@@ -165,9 +173,9 @@ BACKGROUNDS: dict[str, Callable[[wb.Engine], wb.Toggles]] = {
 
 
 def toggles_of(spec: str, engine: wb.Engine, n_seqs: int = 0) -> wb.Toggles:
-    """What a row's `toggles` say: a background, then each `NAME=VALUE` on top of it. Preset `best`
-    is resolved with them, for n_seqs sequences (0: the engine's), and so is what `workbench serve`
-    adds to it (`serving`)."""
+    """The toggles of a row: a background, and then each `NAME=VALUE`. Preset `best` is resolved
+    with these changes for n_seqs sequences (0: as many as the engine's), and so are the toggles of
+    `workbench serve` (`serving`)."""
     background, _, changes = spec.partition(" ")
     if background not in RESOLVED:
         return switched(BACKGROUNDS[background](engine), changes)
@@ -176,8 +184,8 @@ def toggles_of(spec: str, engine: wb.Engine, n_seqs: int = 0) -> wb.Toggles:
 
 
 def parsed(model: str) -> tuple[str, str]:
-    """Preset and type of a model as folders name it: `llama-3-8b-q4_0` -> llama-3-8b, Q4_0; raises
-    UsageError where there is no such preset."""
+    """Preset and type of a model by its name in folders: `llama-3-8b-q4_0` -> llama-3-8b, Q4_0.
+    Raises UsageError for a preset that does not exist."""
     named = [preset for preset in PRESETS if model.startswith(f"{preset}-")]
     if not named:
         raise UsageError(f"{model}: no such model; give one as folders do, llama-3-8b-q8_0")
@@ -185,16 +193,8 @@ def parsed(model: str) -> tuple[str, str]:
     return preset, model.removeprefix(f"{preset}-").upper()
 
 
-def file_gb(model: str) -> float:
-    """About the size of a model's file, in GB."""
-    preset, quant = parsed(model)
-    shape, quant = find_preset(preset), quant_name(quant)
-    typed = ((spec.shape, tensor_type(spec, shape, quant)) for spec in tensors(shape))
-    return sum(math.prod(s[:-1]) * dtype.row_bytes(s[-1]) for s, dtype in typed) / 1e9
-
-
 def model_file(preset: str, quant: str, folder: Path) -> Path:
-    """The file of a model in a folder, written where it is missing."""
+    """The file of a model in a folder. A missing file is written."""
     quant = quant_name(quant)
     return write_model(preset, quant, folder / f"{preset}-{quant}.gguf")
 
@@ -206,8 +206,8 @@ def _is_ours(found: dict[str, Any]) -> bool:
 
 
 def is_complete(folder: Path, needs: str = "") -> bool:
-    """Whether a run folder has a complete run of the commit that is checked out. needs: a key
-    without which the `result` of a run is not complete."""
+    """Whether a folder holds a complete run of the commit that is checked out. needs: a key that
+    the `result` of a complete run has."""
     try:
         run = json.loads((folder / results.RUN_JSON).read_text())
     except (OSError, ValueError):
@@ -217,14 +217,15 @@ def is_complete(folder: Path, needs: str = "") -> bool:
 
 
 def add_to_result(folder: Path, **found: Any) -> None:
-    """Writes more keys into the `result` of a run folder."""
+    """Adds keys to the `result` of a run folder."""
     run = results.load_run(folder)
     run.run["result"] |= found
     results.write_run(folder, run.run, run.samples)
 
 
-def cell_bytes(engine: wb.Engine, cells: int = 256) -> int:
+def cell_bytes(engine: wb.Engine) -> int:
     """Bytes of K and V of a cell, in all layers."""
+    cells = 256
     return sum(t.nbytes for pair in engine.model.caches(cells) for t in pair) // cells
 
 
@@ -241,6 +242,21 @@ def _parts(node: Node) -> Iterator[Node]:
         yield from _parts(part)
 
 
+@contextmanager
+def memory(backend: Any, *wanted: tuple[int, Space]) -> Iterator[list[Any]]:
+    """In the body, blocks of a backend's memory, each of so many bytes in a space. At the end they
+    are freed, once the backend is idle."""
+    found = list[Any]()
+    try:
+        for block in wanted:
+            found.append(backend.allocate(*block))
+        yield found
+    finally:
+        backend.synchronize()
+        for one in found:
+            one.free()
+
+
 def product_tflops(backend: Any) -> float:
     """TFLOP/s of the fastest replay of PRODUCTS large F16 products by cuBLAS. The numbers are
     random: on zeros a device draws less power, and is faster than it can be with data."""
@@ -248,20 +264,14 @@ def product_tflops(backend: Any) -> float:
 
     rng, nbytes = np.random.default_rng(0), SIZE * SIZE * 2
     some = rng.standard_normal((SIZE // 8, SIZE), np.float32).astype(np.float16)
-    staging = backend.allocate(nbytes, Space.PINNED)
-    x, w, dst = (backend.allocate(n, Space.DEVICE) for n in (nbytes, nbytes, 2 * nbytes))
-    try:
+    blocks = (nbytes, Space.PINNED), *((n, Space.DEVICE) for n in (nbytes, nbytes, 2 * nbytes))
+    with memory(backend, *blocks) as (staging, x, w, dst):
         staging.array[:] = np.tile(some, (8, 1)).reshape(-1).view(np.uint8)
-        for memory in (x, w):
-            copy = backend.copy(memory.address, staging.address, nbytes, COMPUTE_STREAM, False)
-            copy()
+        for one in (x, w):
+            backend.copy(one.address, staging.address, nbytes, COMPUTE_STREAM, False)()
         backend.synchronize()
         gemm = Gemm("F16", dst.address, w.address, x.address, SIZE, SIZE, SIZE, SIZE)
         issue = backend._prepare(gemm, backend._stream(COMPUTE_STREAM), "large product")
         with TimedReplay(backend, [issue] * PRODUCTS) as replay:
             us = min(replay.time_us(5)) / PRODUCTS
-    finally:
-        backend.synchronize()
-        for memory in (staging, x, w, dst):
-            memory.free()
     return 2 * SIZE**3 / us / 1e6

@@ -5,16 +5,17 @@
 Run folders of `wb.ab` in `data/results/skipping/MODEL/`, each with an A/A control:
 
     ub512          pp8192 of one sequence, computed 512 tokens at once: each way to skip. Below 64
-                   tokens a prompt takes seconds, so there are fewer ways
-    together-512   8 sequences, prompts of 1024 tokens and then a token each: skipping with a region
-                   for each sequence, and with one for all, where the gate is closed to them
-    parts          the same with kv_parts off and on, with skipping and without
-    depth          one sequence, pp8192 and tokens behind it: kv_parts alone
+                   tokens at once a prompt takes seconds, so there are fewer ways
+    together-512   8 sequences, prompts of 1024 tokens and then a token each: each way to skip, with
+                   a region of the cache for each sequence, and with one region, which closes the
+                   gate
+    parts          the same with each kv_parts, with skipping and without
+    depth          one sequence, pp8192, and tokens after it: kv_parts alone
 
-Background: what `workbench serve` has, but for `kv_growth=step`. `result` of a run has `n_ubatch`,
-and `visits`: by arm and test, the blocks that attention visits and skips
-(`workbench.engine.cache.visits`), of prompts and of generated tokens. They are counted on the null
-device, which computes nothing.
+The background is that of `workbench serve`, except for `kv_growth=step`. `result` of a run has
+`n_ubatch`, and `visits`: the blocks that attention visits and skips, by arm and test, for prompts
+and for generated tokens (`workbench.engine.cache.visits`). They are counted on the null device,
+which computes nothing.
 """
 
 from __future__ import annotations
@@ -41,13 +42,12 @@ from workbench.benchmarks.workload import gen_steps, prompt_steps
 from workbench.common.errors import UsageError
 from workbench.common.sizes import round_up
 from workbench.config import Toggles
-from workbench.engine.batch import Work
 from workbench.engine.cache.extent import WAYS
 from workbench.graph.attend import PARTS
 
 FOLDER = "skipping"
 UBATCHES = ",".join(str(1 << i) for i in range(14))
-# with llama.cpp's extents: with a server's own, reading all would read more than there
+# with llama.cpp's extents of the cache: a server's own extents would make reading all longer
 BACKGROUND, LEAST_GATED = "serving kv_growth=step", 1024
 OFF, IN_LOOP, TAIL, CLASSES = (f"skip_masked_kv={way}" for way in WAYS)
 ALWAYS = "skip_gate=always"
@@ -56,7 +56,11 @@ app = App(help=__doc__, result_action="return_none")
 
 
 class Compared(NamedTuple):
-    """A run folder: its arms, the first the baseline, and tests. n_seqs: regions of its cache."""
+    """A run folder.
+
+    arms: sets of toggles, the baseline first.
+    n_seqs: regions of its cache.
+    """
 
     folder: str
     arms: Sequence[str]
@@ -72,7 +76,7 @@ class Compared(NamedTuple):
 
 
 def ways(n_ubatch: int) -> list[str]:
-    """What is compared at a ubatch size. The reference gate is open from LEAST_GATED tokens on."""
+    """The arms at a ubatch size. The gate of the reference is open from LEAST_GATED tokens on."""
     found = [OFF, IN_LOOP, TAIL, *([CLASSES] if n_ubatch >= 16 else [])]
     if 64 <= n_ubatch < LEAST_GATED:
         found += [f"{TAIL} {ALWAYS}", f"{CLASSES} {ALWAYS}"]
@@ -80,7 +84,7 @@ def ways(n_ubatch: int) -> list[str]:
 
 
 def comparisons(n_prompt: int, ubatches: Sequence[int], n_gen: int, rounds: int) -> list[Compared]:
-    """Every run folder. n_prompt: tokens of the long prompt; 8 sequences share as many."""
+    """All run folders. n_prompt: tokens of the long prompt, which 8 sequences share among them."""
     alone, n_seqs = w.Workload(n_prompt), 8
     together = w.Workload(max(1, n_prompt // n_seqs), n_gen, 0, n_seqs)
     behind = w.Workload(0, n_gen, n_prompt)
@@ -102,7 +106,7 @@ def comparisons(n_prompt: int, ubatches: Sequence[int], n_gen: int, rounds: int)
 
 
 def measured(engine: wb.Engine, null: wb.Engine, one: Compared, out: Path) -> None:
-    """The comparison, in its folder, with the blocks that each arm visits."""
+    """Makes a comparison in its folder, and adds the blocks that each arm visits."""
     config = dataclasses.replace(
         engine.config, n_ubatch=one.n_ubatch, n_seqs=one.n_seqs, n_ctx=one.n_ctx
     )
@@ -126,8 +130,10 @@ Counted = dict[str, dict[str, list[int]]]  # by test, of prompts and of generate
 def visited(
     null: wb.Engine, config: wb.EngineConfig, arm: str, tests: Sequence[w.Workload]
 ) -> Counted:
-    """The blocks that an arm visits and skips in each test, of all layers. null: an engine of the
-    null device with the model. config: of the steps."""
+    """The blocks that an arm visits and skips in each test, in all layers.
+    null: an engine of the null device with the model.
+    config: of the steps.
+    """
     toggles = switched(
         Toggles(graph_reuse="set_rows", kv_cache="per_sequence", batch_sizes="padded"), arm
     )
@@ -138,32 +144,17 @@ def visited(
             tokens = w.draw_tokens(test, own.model.n_vocab, 0)
             if tokens.depth:
                 own.prefill(tokens.depth)
-            prompts, made = steps(test, tokens, config.n_ubatch)
-            found[test.name] = {
-                name: _counted(own, works)
-                for name, works in (("prompts", prompts), ("generated", made))
-            }
+            prompts = prompt_steps(test, tokens.prompt, config.n_ubatch)
+            if not test.n_seqs:  # every ubatch of a prompt of one sequence has logits here
+                prompts = [[(0, part, "last")] for ((_, part, _),) in prompts]
+            made = [work for of in gen_steps(test, tokens.gen, config.n_ubatch) for work in of]
+            found[test.name] = {}
+            for phase, works in zip(PHASES, (prompts, made), strict=True):
+                with wb.kv_visits(own) as visits:
+                    for work in works:
+                        own.submit(work).wait()
+                found[test.name][phase] = [visits.visited, visits.skipped]
     return found
-
-
-def steps(test: w.Workload, tokens: w.Tokens, n_ubatch: int) -> tuple[list[Work], list[Work]]:
-    """What a repetition submits: of prompts, and of generated tokens."""
-    if test.n_seqs:
-        made = gen_steps(test, tokens.gen, n_ubatch)
-        return prompt_steps(test, tokens.prompt, n_ubatch), [work for of in made for work in of]
-    prompt = tokens.prompt
-    begins = range(0, len(prompt), n_ubatch)
-    return (
-        [[(0, prompt[i : i + n_ubatch], "last")] for i in begins],
-        [[(0, [token], "last")] for token in tokens.gen],
-    )
-
-
-def _counted(engine: wb.Engine, works: Sequence[Work]) -> list[int]:
-    with wb.kv_visits(engine) as visits:
-        for work in works:
-            engine.submit(work).wait()
-    return [visits.visited, visits.skipped]
 
 
 @app.default
@@ -184,9 +175,9 @@ def main(
     model: as folders name it.
     ubatches: tokens computed at once.
     n_prompt: tokens of the prompt.
-    n_gen: tokens that are generated behind prompts.
+    n_gen: tokens that are generated after prompts.
     rounds: how often each arm is measured.
-    only: how the names of the folders begin that are measured; without it, all are.
+    only: measure only folders whose names begin so.
     """
     sizes = sorted(set(numbers("--ubatches", ubatches)))
     if sizes[0] < 1 or n_prompt < 8 or n_gen < 1 or rounds < 1:
@@ -200,7 +191,7 @@ def main(
         wb.Engine.load(path, config=config, toggles=kept) as engine,
         wb.Engine.load(path, config=on_null, toggles=kept) as null,
     ):
-        # what takes long comes last: prompts in small ubatches
+        # prompts in small ubatches take long, so they come last
         for one in sorted(every, key=lambda one: one.n_ubatch < 64):
             folder = call.out / model / one.folder
             if one.folder.startswith(only):
@@ -219,7 +210,7 @@ COLUMNS = {
 
 
 class SkipRun(Arms):
-    """A comparison, read: rates of prompts and of generated tokens apart."""
+    """A comparison, as read, with the rates of prompts and of generated tokens apart."""
 
     def skipped(self, test: str, phase: str, arm: str) -> Share | None:
         """The share of blocks that an arm leaves unread; None where they were not counted."""
@@ -244,7 +235,8 @@ def every(recorded: Recorded) -> Iterator[tuple[str, SkipRun]]:
 
 
 def by_ubatch(recorded: Recorded) -> Iterator[Line]:
-    """A ubatch size: t/s without skipping, and what each way gains; the blocks that are skipped."""
+    """A line for each ubatch size: t/s without skipping, the gain of each way, and the share of
+    skipped blocks."""
     for folder, run in every(recorded):
         if not re.fullmatch(r"ub\d+", folder):
             continue
@@ -264,7 +256,7 @@ def by_ubatch(recorded: Recorded) -> Iterator[Line]:
 
 
 def side_by_side(recorded: Recorded) -> Iterator[Line]:
-    """Several sequences: an arm of `together-...`, beside the same cache without skipping."""
+    """A line for each arm of `together-...`, beside the same cache without skipping."""
     for folder, run in every(recorded):
         if folder.startswith("together-"):
             for arm in run.names:
@@ -274,7 +266,7 @@ def side_by_side(recorded: Recorded) -> Iterator[Line]:
 
 
 def parts(recorded: Recorded) -> Iterator[Line]:
-    """kv_parts, beside `off` with the same skipping; one sequence at depth behind them."""
+    """A line for each kv_parts, beside `off` with the same skipping; then one sequence at depth."""
     for run in (run for name in ("parts", "depth") for of, run in every(recorded) if of == name):
         for test in run.run["tests"]:
             for arm in run.names:
@@ -284,7 +276,8 @@ def parts(recorded: Recorded) -> Iterator[Line]:
 
 
 def _line(run: SkipRun, arm: str, before: str, named: dict[str, str], test: str) -> Line:
-    """An arm in a test, beside another; the phases that the test has not are left empty."""
+    """The line of an arm in a test, beside another arm. Phases that the test does not have are
+    empty."""
     n_ubatch = run.run["result"]["n_ubatch"]
     values: dict[str, Any] = {"model": run.model, "test": test, "n": n_ubatch, **named}
     for phase in PHASES:
@@ -321,8 +314,8 @@ TABLES = (
 def shown(folder: Path) -> str:
     """The tables of a folder of runs, as text."""
     recorded = Recorded(folder.parent)
-    every = [(list(table.lines(recorded)), table.cells) for table in TABLES]
-    return "\n\n".join(as_text(lines, cells) for lines, cells in every if lines)
+    every = ((table, list(table.lines(recorded))) for table in TABLES)
+    return "\n\n".join(as_text(lines, table.cells) for table, lines in every if lines)
 
 
 BLOCKS: dict[str, list[Part]] = {

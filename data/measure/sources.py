@@ -1,8 +1,8 @@
-"""Which sources a recorded run was made of, and whether this checkout has other ones.
+"""The sources that a recorded run was made with, and whether they have changed since.
 
-A run on a GPU speaks for the sources that it ran. Nothing fails where the sources have changed
-since: the pages name a run's sources, and mark the run where they are older. The mark says for what
-the run is no evidence. (Two GPUs stopped working behind a record that was 500 commits old.)
+A run on a GPU is evidence for the sources that it ran. No test fails where these have changed
+since. The pages name a run's sources, and mark a run of older sources: the mark says for what the
+run is no evidence. (Two GPUs stopped working, and a record that was 500 commits old hid it.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from data.measure.recorded import Recorded
 from workbench.benchmarks.runs import results
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("kernels", "workbench/backend")  # what a figure of a device depends on first
+FOLDERS = ("kernels", "workbench/backend")  # figures of a device depend on these first
 OLDER = " (older sources: no evidence {of})"
 # what a run of today's sources would be evidence of
 TIMES, TESTS, ANSWERS = "of today's times", "that today's pass", "of today's answers"
@@ -28,7 +28,7 @@ _MARK = re.compile(re.escape(OLDER).replace(re.escape("{of}"), "[^)]*"))
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """SHA-256 over names and contents of FOLDERS, as the recorded GPU tests keep it."""
+    """SHA-256 over names and contents of FOLDERS; the recorded GPU tests keep it."""
     files = [*(root / FOLDERS[0]).glob("*.cu*"), *(root / FOLDERS[1]).rglob("*.py")]
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -38,10 +38,11 @@ def source_hash(root: Path = ROOT) -> str:
 
 
 def age(found: Mapping[str, Any], of: str = TIMES) -> str:
-    """`sources 741a99c4, 2026-11-21`, or `commit 209afd4e, 2026-11-21`: what a run was made of.
+    """`sources 741a99c4, 2026-11-21`, or `commit 209afd4e, 2026-11-21`: the sources of a run.
 
-    found: a run.json, or a recorded file with a source_hash. It ends with OLDER where FOLDERS have
-    changed since; where no history tells, it does not. of: what the run is then no evidence of.
+    found: a run.json, or a recorded file with a source_hash. The text ends with OLDER where FOLDERS
+        have changed since; without a history it does not.
+    of: for what the run is then no evidence.
     """
     date = str(found.get("started") or found.get("date") or "")[:10]
     if "source_hash" in found:
@@ -64,8 +65,8 @@ def _is_older(found: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def _has_changed(commit: str) -> bool:
-    """Whether a file in FOLDERS differs from what it was in `commit`, also where the difference is
-    not committed; False where no history tells."""
+    """Whether a file in FOLDERS differs from `commit`; changes that are not committed count. False
+    without a history."""
     command = ["git", "-C", str(ROOT), "diff", "--name-only", commit, "--", *FOLDERS]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -75,7 +76,7 @@ def _has_changed(commit: str) -> bool:
 
 
 def unmarked(page: str) -> str:
-    """A page without its marks. They change with the sources, and the page with its runs."""
+    """A page without its marks: they change with the sources, the page with its runs."""
     return _MARK.sub("", page)
 
 

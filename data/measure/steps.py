@@ -1,7 +1,7 @@
-"""What measures each kind of row of the matrix: `KINDS`.
+"""The functions that measure each kind of row of the matrix: `KINDS`.
 
-Every function takes the session, an engine, and the rows that are still to be made. The engine has
-the rows' model; it is None where they name none.
+Every function takes the session, an engine with the rows' model, and the rows that are still to be
+made. The engine is None for kinds that load their own.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import workbench as wb
 from data.measure.ablation import ablation
 from data.measure.counters import counters
-from data.measure.in_rounds import compared
 from data.measure.launches import launches
 from data.measure.matrix import FIRST, Row, modes_on
-from data.measure.planned import fresh, plans, sweep
+from data.measure.planned import compared, fresh, plans, sweep
 from data.measure.racing import racing
 from data.measure.session import (
     FILES,
@@ -51,8 +51,13 @@ TRACE = "timeline.pftrace.gz"
 
 
 class Kind(NamedTuple):
-    """measure: makes the runs of some rows. needs: the key of `result` without which a run is not
-    complete. loads: it wants an engine. at_once: rows of a model share what is measured first."""
+    """A kind of row.
+
+    measure: makes the runs of some rows.
+    needs: a key of `result` that a complete run has.
+    loads: whether it takes an engine.
+    at_once: rows of a model share what is measured first.
+    """
 
     measure: Callable[[Session, Any, list[Row]], None]
     needs: str = ""
@@ -61,7 +66,8 @@ class Kind(NamedTuple):
 
 
 def bench(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """llama-bench's tests; the folder also says what a step computes and what the device can do."""
+    """llama-bench's tests. The folder also has the operations of a step and the rates of the
+    device."""
     rates = session.rates(engine.backend)
     cache = cell_bytes(engine)
     for row in rows:
@@ -84,7 +90,7 @@ def bench(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 
 
 def together(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """llama-batched-bench's tests; the folder also says what a step has to read."""
+    """llama-batched-bench's tests. The folder also has the bytes that a step reads."""
     rates = session.rates(engine.backend)
     for row in rows:
         folder, test = session.emptied(row), workload.parse(row.test)
@@ -124,7 +130,7 @@ def gaps(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 
 
 def trace(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """A few tokens, as a trace beside the run of the row's folder."""
+    """Saves a trace of a few tokens in the row's folder."""
     for row in rows:
         with session.variant(engine, row) as side:
             side.generate(tokens=[1, 2, 3], max_tokens=8)
@@ -134,7 +140,7 @@ def trace(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 
 
 def perplexities(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """Tokens drawn from the model and fed back, everything on against the float path with
+    """Scores tokens that the model draws and is fed: everything on against the float path with
     everything off, for every number of tokens computed at once."""
     begin, first = time.monotonic(), rows[0]
     source_name = f"sample:{QUICK_SCORED}" if session.quick else first.test
@@ -161,15 +167,12 @@ def kernels(session: Session, _: None, rows: list[Row]) -> None:
         folder, shapes, batches = session.emptied(row), parse_shapes(row.test), row.sizes
         if session.quick:
             shapes, batches = parse_shapes("qwen3-30b-a3b.gate"), batches[:2]
-        backend = open_backend(chosen, 0)
-        try:
+        with closing(open_backend(chosen, 0)) as backend:
             rate = {"product_tflops": product_tflops(backend)} if chosen == "cuda" else {}
             made = bench_kernels(
                 backend, KernelMatrix(TYPES, shapes, batches, session.quick), folder, reason=reason,
                 on_row=lambda row: print(row, flush=True), on_note=lambda s: print(s, flush=True),
             )  # fmt: skip
-        finally:
-            backend.close()
         if made.interrupted:
             raise KeyboardInterrupt
         roofline.save(made.run, folder)
@@ -177,7 +180,7 @@ def kernels(session: Session, _: None, rows: list[Row]) -> None:
 
 
 def load(session: Session, engine: None, rows: list[Row]) -> None:
-    """Time until a model is ready, LOADS times, its file in the page cache."""
+    """Measures the seconds until a model is ready, LOADS times, with its file in the page cache."""
     for row in rows:
         path, seconds = session.path(row.model), list[float]()
         with open(path, "rb", buffering=0) as file:
@@ -224,21 +227,18 @@ def is_there(session: Session, row: Row) -> bool:
     return is_complete(session.at(row), "product_tflops" if on_gpu else kind.needs)
 
 
-def _loaded(row: Row) -> tuple[str, int, int, int, int, int]:
-    """What rows share that one engine serves."""
-    return row.model, row.n_ctx, row.n_ubatch, row.n_seqs, row.n_kv_pad, row.n_devices
-
-
 def run(session: Session, rows: Sequence[Row]) -> list[str]:
-    """Makes the runs of some rows that are not there yet, each model loaded once. Rows that would
-    end behind the session's deadline are left, and named. The folders of rows that failed: one that
-    fails costs the others nothing."""
+    """Makes the missing runs of some rows, and loads each model once. A row that would end after
+    the session's deadline is left, and a line names it. Returns the folders of rows that failed;
+    other rows go on after a failure."""
     failed = list[str]()
     rows = sorted(rows, key=lambda row: row.model not in FIRST)
     for row in rows:
         if is_there(session, row):
             print(f"{session.at(row).name}: there already, of this commit", flush=True)
-    for _, alike in groupby(rows, key=_loaded):
+    # what rows share that one engine serves
+    loaded = attrgetter("model", "n_ctx", "n_ubatch", "n_seqs", "n_kv_pad", "n_devices")
+    for _, alike in groupby(rows, key=loaded):
         group = [row for row in alike if not (is_there(session, row) or session.late(row))]
         if not group:
             continue
@@ -254,7 +254,7 @@ def run(session: Session, rows: Sequence[Row]) -> list[str]:
 
 
 def _measure(session: Session, engine: Any, kind: Kind, rows: list[Row]) -> list[str]:
-    """Measures rows of a kind, and says how long each took; the failed ones."""
+    """Measures rows of a kind, and prints how long each took. Returns the rows that failed."""
     failed = list[str]()
     for part in [rows] if kind.at_once else [[row] for row in rows]:
         if session.late(part[0]):

@@ -2,10 +2,10 @@
 
 `python -m tests.peer.cuda --campaign streams` records a run folder for each model,
 `data/results/peer-streams/MODEL/`: llama.cpp with and without GGML_CUDA_GRAPH_OPT, and this engine
-with one stream and with several. It is there without plans and with one plan of each step, without
-fusion and with fusion that stays inside branches. Both arms of a pair have the same fused nodes.
-Another line has fusion across branches against streams. Behind all turns the overlap of kernels is
-measured (`workbench/benchmarks/times/overlap.py`), with plans that are not launched ahead.
+with one stream and with several. Our arms are without plans and with one plan of each step, without
+fusion and with fusion inside branches. Both arms of a pair have the same fused nodes. One more line
+compares fusion across branches with streams. After all turns the overlap of kernels is measured
+(`workbench/benchmarks/times/overlap.py`), with plans that are not launched ahead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 from data.measure.matrix import DIRECT, ONE_COPY
-from data.measure.peer import LLAMA, OURS, PeerRun, recorded_peer, recorded_peers, where
+from data.measure.peer import LLAMA, OURS, PeerRun, recorded_peers, where
 from data.measure.recorded import NOT_MEASURED, Recorded, spread
 from data.measure.tables import Line, Part, Table
 from workbench.benchmarks.compare.stats import Ratio
@@ -33,8 +33,12 @@ PLAN = f"plans=ours plan_scope=step {DIRECT} {ONE_COPY}"
 
 
 class Pair(NamedTuple):
-    """One stream against several. name: what a table calls it. setting: what both arms have.
-    several: what the second has besides."""
+    """One stream against several.
+
+    name: in a table.
+    setting: the toggles of both arms.
+    several: what the second arm has besides.
+    """
 
     name: str
     setting: str
@@ -46,35 +50,35 @@ class Pair(NamedTuple):
         return f"{OURS} {self.setting} {ONE}", f"{OURS} {self.setting} {self.several}"
 
 
-# The first arm is measured against itself, too. Without plans it would tell of the host's noise.
+# The first arm is also the A/A control. Without plans the control would show the host's noise.
 PAIRS = (
     Pair("plans, no fusion", f"best {PLAN} {UNFUSED}"),
     Pair("plans, no fusion, any fork", f"best {PLAN} {UNFUSED}", ANY),
-    # llama.cpp launches nothing before what is in front of it has ended
+    # llama.cpp launches no kernel before the one before it has ended
     Pair("plans, no fusion, pdl=off", f"best {PLAN} {UNFUSED} pdl=off"),
     Pair("no plans, no fusion", f"best {NO_PLANS} {UNFUSED}"),
     Pair("no plans, fusion inside branches", f"best {NO_PLANS} {INSIDE}"),
     Pair("plans, fusion inside branches", f"best {PLAN} {INSIDE}"),
 )
-# which of the two a preset takes; what is fused differs here
+# the two values that a preset can take; they fuse different nodes
 EITHER = Pair("plans, fusion across branches or streams", f"best {PLAN}", f"{INSIDE} {THREE}")
-# what a run has of ours, each once
+# settings of our arms in a run, each once
 SETTINGS = (
     *dict.fromkeys(arm.removeprefix(f"{OURS} ") for pair in (*PAIRS, EITHER) for arm in pair.arms),
 )
-# of which the overlap of kernels in flight is measured, by name; a launch ahead notes nothing
+# settings whose overlap of kernels is measured, by name; a launch ahead notes no times
 NOT_AHEAD = "launch_ahead=off plan_end=event"
 OVERLAPS = {
     f"plans, no fusion, {several}": f"best {PLAN} {NOT_AHEAD} {UNFUSED} {several}"
     for several in (ONE, THREE, ANY)
 }
-THEIRS = Pair("llama.cpp, GGML_CUDA_GRAPH_OPT", "")
 FASTER, SAME = "faster", "no difference"
 
 
 def verdict_of(test: str, found: str, ours: Ratio, theirs: Ratio) -> str:
-    """What a row says of the thread's claim: tokens are faster, prompts as they were. Reproduced is
-    what gains at least what llama.cpp gains in the same run, within both intervals."""
+    """A row's verdict on the thread's claim: tokens get faster, and prompts stay as they were. A
+    gain is reproduced where it is at least llama.cpp's gain in the same run, within both intervals.
+    """
     if test == CONTROL:
         return "reproduced" if found == SAME else f"not reproduced: {found}"
     if found != FASTER:
@@ -83,13 +87,14 @@ def verdict_of(test: str, found: str, ours: Ratio, theirs: Ratio) -> str:
 
 
 def lines(recorded: Recorded) -> Iterator[Line]:
-    """A model, a pair and a test: t/s with one stream and with several, speedup, verdicts."""
-    for model in MODELS:
-        peer = recorded_peer(recorded, model, FOLDER)
-        for test in reversed(peer.run["tests"]) if peer else ():
-            assert peer is not None
+    """A line for each model, pair and test: t/s with one stream and with several, speedup,
+    verdicts."""
+    for peer in recorded_peers(recorded, MODELS, FOLDER):
+        for test in reversed(peer.run["tests"]):
             theirs = peer.ratio(test, LLAMA, f"{LLAMA} graph_opt=1")
-            yield _line(peer, THEIRS.name, test, LLAMA, f"{LLAMA} graph_opt=1", None)
+            yield _line(
+                peer, "llama.cpp, GGML_CUDA_GRAPH_OPT", test, LLAMA, f"{LLAMA} graph_opt=1", None
+            )
             for pair in PAIRS:
                 yield _line(peer, pair.name, test, *pair.arms, theirs)
             yield _line(peer, EITHER.name, test, *EITHER.arms, None)
@@ -112,7 +117,7 @@ def caption(recorded: Recorded) -> str:
 
 
 def either(recorded: Recorded) -> str:
-    """On which models streams win over fusion across branches: why a preset has one or several."""
+    """The models on which streams win over fusion across branches, for the choice of a preset."""
     found: dict[str, list[str]] = {}
     for peer in recorded_peers(recorded, MODELS, FOLDER):
         beside = peer.between(DECODED, *EITHER.arms)
@@ -125,7 +130,7 @@ def either(recorded: Recorded) -> str:
 
 
 def overlaps(recorded: Recorded) -> Iterator[Line]:
-    """A model and a setting: the part of a token that has two kernels or more in flight."""
+    """A line for each model and setting: the part of a token with two or more kernels in flight."""
     for peer in recorded_peers(recorded, MODELS, FOLDER):
         every = peer.run["result"].get("overlap", {})
         for name, setting in OVERLAPS.items():
@@ -134,7 +139,7 @@ def overlaps(recorded: Recorded) -> Iterator[Line]:
 
 
 def _overlap(named: dict[str, str], found: dict[str, Any]) -> dict[str, str]:
-    """The cells of what `Overlap.record` says."""
+    """The cells of a record of `Overlap`."""
     if "failed" in found:
         why = f": {found['failed']}" if found["failed"] else ""
         return named | {"Overlap": f"{NOT_MEASURED}{why}"}
@@ -156,7 +161,7 @@ def _overlap(named: dict[str, str], found: dict[str, Any]) -> dict[str, str]:
 
 
 def ticks(recorded: Recorded) -> str:
-    """What the clock of the notes can tell, and where it ran."""
+    """The resolution of the notes' clock, and the caption."""
     found = [
         one["tick_ns"]
         for peer in recorded_peers(recorded, MODELS, FOLDER)

@@ -1,7 +1,7 @@
 """One way to make every table of the pages: lines of values, a template for each cell, a caption.
 
-A `Table` is data. Its `lines` are what was recorded; `cells` says what each column shows of a
-line; `more` says what its caption tells beside device, commits and date. Nothing here measures.
+A `Table` is data: `lines` are the recorded values, `cells` has a template for each column, and
+`more` is the caption's text beside device, commits and date.
 """
 
 from __future__ import annotations
@@ -20,24 +20,32 @@ from workbench.report.tables import markdown
 
 
 class OfARun(Protocol):
-    """A run, or what was made of one: a comparison, gaps."""
+    """A run, or an object made from a run: a comparison, gaps."""
 
     @property
     def run(self) -> dict[str, Any]: ...
 
 
 class Line(NamedTuple):
-    """values: by name, what cells show. runs: what they are of."""
+    """A line of a table.
+
+    values: of its cells, by name.
+    runs: the runs that they come from.
+    """
 
     values: Mapping[str, Any]
     runs: Sequence[OfARun] = ()
 
 
 class Table(NamedTuple):
-    """title: what is said to be not measured where there are no lines; a table without a title is
-    then left out. cells: column to template; None where a line's values are its cells. more: the
-    caption's own words, a template of `facts`; None for no caption. said: a caption made of
-    something else than runs. by_device: a caption for each device.
+    """A table of a page.
+
+    title: named in the line that stands in place of a table without lines. A table without a title
+        is left out then.
+    cells: column to template; None where the values of a line are its cells.
+    more: the caption's own words, a template of `facts`; None for no caption.
+    said: makes a caption from something else than runs.
+    by_device: a caption for each device.
     """
 
     title: str
@@ -52,14 +60,14 @@ Part = Table | str | Callable[[Recorded], str]
 
 
 class Reader(OfARun, Protocol):
-    """A run folder of a command, read."""
+    """A run folder of a command, as read."""
 
     def lines(self) -> Iterator[Line]:
-        """Its lines of the command's table."""
+        """The run's lines in the command's table."""
         ...
 
     def about(self) -> str:
-        """What a caption tells of it beside device, commit and date."""
+        """The caption's text on the run, beside device, commit and date."""
         ...
 
 
@@ -67,8 +75,10 @@ R = TypeVar("R", bound=Reader)
 
 
 class Folder(NamedTuple, Generic[R]):
-    """The folder of a command in data/results, with a run folder for each model, and the table of
-    them all. read: makes a reader of a run."""
+    """The folder of a command in data/results: a run folder for each model, and the table of all.
+
+    read: makes a reader of a run.
+    """
 
     name: str
     title: str
@@ -101,8 +111,8 @@ class Folder(NamedTuple, Generic[R]):
 
 
 def block(parts: Sequence[Part], recorded: Recorded) -> str:
-    """Tables and the sentences between them, as Markdown. Sentences stand behind what was measured
-    alone."""
+    """Tables and the sentences between them, as Markdown. Sentences are left out until a table has
+    lines."""
     texts, measured = list[str](), False
     for part in parts:
         if isinstance(part, Table):
@@ -115,7 +125,8 @@ def block(parts: Sequence[Part], recorded: Recorded) -> str:
 
 
 def rendered(table: Table, lines: Sequence[Line], recorded: Recorded) -> str:
-    """The lines as Markdown with their caption; a line that says so where none was measured."""
+    """The lines as Markdown with their caption. Without lines, a line says that nothing was
+    measured."""
     runs = [run for line in lines for run in line.runs]
     if not lines or (table.more is not None and not runs):
         return f"{table.title}: {NOT_MEASURED}." if table.title else ""
@@ -133,16 +144,13 @@ def rendered(table: Table, lines: Sequence[Line], recorded: Recorded) -> str:
 
 
 def as_text(lines: Iterable[Line], cells: Mapping[str, str] | None) -> str:
-    """Lines as Markdown."""
-    rows = [shown(cells, line.values) for line in lines]
+    """Lines as Markdown. A cell whose value is None is empty."""
+    rows = [
+        line.values if cells is None
+        else {column: filled(template, line.values) for column, template in cells.items()}
+        for line in lines
+    ]  # fmt: skip
     return markdown(pd.DataFrame(rows).fillna(""))
-
-
-def shown(cells: Mapping[str, str] | None, values: Mapping[str, Any]) -> dict[str, str]:
-    """The cells of a line; one that shows a value which is None is empty."""
-    if cells is None:
-        return dict(values)
-    return {column: filled(template, values) for column, template in cells.items()}
 
 
 def filled(template: str, values: Mapping[str, Any]) -> str:
@@ -152,7 +160,7 @@ def filled(template: str, values: Mapping[str, Any]) -> str:
 
 
 def caption(runs: Iterable[OfARun], more: str = "") -> str:
-    """Device, commits and date of runs that stand in one table."""
+    """Device, commits and date of the runs in one table."""
     found = [run.run for run in runs]
     devices = dict.fromkeys(str(run["engine"].get("device_description")) for run in found)
     commits = dict.fromkeys(commit_of(run) for run in found)
@@ -163,9 +171,14 @@ def caption(runs: Iterable[OfARun], more: str = "") -> str:
 
 
 def facts(runs: Iterable[OfARun]) -> dict[str, str]:
-    """What captions tell of all runs of a table: the read bandwidth and the rate of a large
-    product (read, peak), repetitions (n), tests, shapes of kernels, tokens scored; the step in
-    which the clock of stamps goes on (tick), with what stands in front of it."""
+    """Facts for the caption of a table, over all its runs.
+
+    read, peak: the read bandwidth, and the rate of a large product.
+    n: repetitions.
+    tests, shapes: their names; shapes of kernels.
+    scored: tokens scored.
+    tick: the step of the clock of stamps, with the words before it.
+    """
     every = [run.run for run in runs]
     made = [run["result"] for run in every]
     scored = dict.fromkeys(str(of["engine"]["n"]) for of in made if "agreement" in of)
@@ -184,6 +197,6 @@ def facts(runs: Iterable[OfARun]) -> dict[str, str]:
 
 
 def span(values: Iterable[float]) -> str:
-    """The least and the most, rounded; one number where they are the same."""
+    """The least and the most, rounded; one number where they are equal."""
     texts = [f"{value:.0f}" for value in sorted(values)]
     return " to ".join(dict.fromkeys((texts[0], texts[-1]))) if texts else ""

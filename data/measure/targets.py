@@ -1,10 +1,10 @@
 """What kernels and decode are meant to reach on one GPU, and whether the recorded runs do.
 
 `python -m data.measure.targets [DIR]` prints the table of the results page. A target is a row of
-`TARGETS`: a figure for each model, type or size that it is about, and its bound. A missed target is
-shown as missed, one without a run as not measured. Some are held against numbers of llama.cpp: its
-best on the same kind of card (one H100 80GB HBM3, driver 580, 8 repetitions, random weights of the
-same shapes). BESIDE is held against llama.cpp's best of the same run on the same card.
+`TARGETS`: a figure and a bound for each of its models, types or sizes. A missed target is shown as
+missed, and a target without a run as not measured. Some bounds are numbers of llama.cpp: its best
+on the same kind of card (one H100 80GB HBM3, driver 580, 8 repetitions, random weights of the same
+shapes). BESIDE is held against llama.cpp's best in the same run on the same card.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ from data.measure.tables import Line, Part, Table, block
 from workbench.benchmarks.kernels.bounds import FEW
 from workbench.config import Pdl
 
-Values = Mapping[str, Any]  # of a figure, by name
+Values = Mapping[str, Any]  # the values of a figure, by name
 
 
 class Target(NamedTuple):
-    """bounds: of each model, type or size that it is about; a single one is not named in the table.
-    figure: what was measured of a label, None where it was not. said: how the table says it. key:
-    the value that is held against the bound. meets: value and bound, whether the target is met."""
+    """A target.
+
+    bounds: by model, type or size (labels); a single label is not named in the table.
+    figure: the measured values for a label; None where it was not measured.
+    said: a template for the table.
+    key: the value that is held against the bound.
+    meets: whether a value meets a bound.
+    """
 
     what: str
     bounds: Mapping[str, float]
@@ -52,15 +57,18 @@ class Target(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A target, and of each label what was measured and whether it is enough; None where nothing
-    was measured."""
+    """A target held against the runs.
+
+    found: by label, the measured figure and whether it meets the bound; None where it was not
+        measured.
+    """
 
     what: str
     found: Mapping[str, tuple[str, bool] | None]
 
     @property
     def _comma(self) -> str:
-        """What stands between labels: they can have commas of their own."""
+        """The text between labels; labels can have commas of their own."""
         return "; " if any("," in label for label in self.found) else ", "
 
     @property
@@ -72,7 +80,7 @@ class Result(NamedTuple):
 
     @property
     def met(self) -> str:
-        """`yes`, or which labels are missed and which were not measured."""
+        """`yes`, or the labels that are missed and those that were not measured."""
         missed = [label for label, of in self.found.items() if of and not of[1]]
         absent = [label for label, of in self.found.items() if of is None]
         if len(absent) == len(self.found):
@@ -83,7 +91,7 @@ class Result(NamedTuple):
 
 
 def held(target: Target, recorded: Recorded) -> Result:
-    """A target against the run folders."""
+    """A target, held against the run folders."""
     found: dict[str, tuple[str, bool] | None] = {}
     for label, bound in target.bounds.items():
         values, name = target.figure(recorded, label), label if len(target.bounds) > 1 else ""
@@ -103,7 +111,7 @@ def targets(recorded: Recorded) -> list[Result]:
 
 
 def kernel(recorded: Recorded, dtype: str, shapes: Sequence[str], launch: str) -> Values | None:
-    """The least share of the read bandwidth, one token."""
+    """The least share of the read bandwidth for one token."""
     found = figures.worst_share(recorded.run("kernels"), dtype, shapes, launch)
     return found and {"share": Share(found[0]), "where": found[1][3:]}
 
@@ -126,7 +134,7 @@ def load(recorded: Recorded, name: str) -> Values | None:
 
 
 def answer(recorded: Recorded, quant: str, belongs: Callable[[int], bool]) -> Values | None:
-    """The worst of the sizes that belong to a way; n_out: how many are outside their bounds."""
+    """The worst of the sizes that belong to a way. n_out: how many are outside their bounds."""
     found = [a for a in figures.scored(recorded, quant) if belongs(a.n_ubatch)]
     pairs = [(a.kl, a.nmse) for a in found]
     said = "no number"
@@ -139,8 +147,8 @@ TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck", "repetitions")
 
 
 def checks(recorded: Recorded, _: str) -> Values | None:
-    """What compute-sanitizer and the poisoned repetitions found. clean_s: how long they took,
-    without end where a tool did not run or found something."""
+    """The findings of compute-sanitizer and the poisoned repetitions. clean_s: the seconds they
+    took; infinite where a tool did not run or found an error."""
     found = recorded.alone("gpu-sanitizer")
     if found is None:
         return None
@@ -182,17 +190,17 @@ KERNELS = (
 DECODE = dict(zip(DECODED, (0.86, 0.70, 0.60, 0.62, 0.45), strict=True))
 LLAMA_CPP = dict(zip(DECODED, (169.5, 236.1, 325.1, 700.2, 346.1), strict=True))
 MOST_LAUNCHES = {name: 8 if name.startswith("qwen3") else 7 for name in DECODED}  # of a layer
-# pp512: t/s of llama.cpp, its times what
+# pp512: t/s of llama.cpp, and the multiple of it
 PROMPTS = {"llama-3-8b-f16": (24_100, 1.0), "llama-3-8b-q4_0": (11_200, 1.3)}
 LEAST_OF_BOUND = 0.5
 MOST_DEPTH, MOST_LOAD_S, MOST_CHECKS_S = 1.35, 10.0, 480
-# What computes so many tokens at once.
+# the kernels that compute so many tokens at once
 WAYS: dict[str, Callable[[int], bool]] = {
     "prefill kernels": lambda n_ubatch: n_ubatch > FEW,
     "decode kernels": lambda n_ubatch: n_ubatch == 1,
 }
 LEAST_OF_PEER = 0.9
-# tg128 with everything on, in times of llama.cpp's best arm
+# tg128 with everything on, as a multiple of llama.cpp's best arm
 BESIDE = dict(zip(peer.MODELS, (1.47, 1.16, 1.58, 1.72, 2.2, 2.15, 1.93), strict=True))
 CPU_MODELS = ("llama-3.2-1b Q8_0", "llama-3.2-1b Q4_0")
 
@@ -293,33 +301,27 @@ def batch_binds(recorded: Recorded) -> Iterator[Bind]:
             yield from binds.of_batched_product(recorded, dtype, *found)
 
 
-def plan_kinds(recorded: Recorded) -> Iterator[Bind]:
-    return binds.plan_gaps(recorded, MOST_GAP_US, MOST_HOST_US)
-
-
 def captured_kernels(recorded: Recorded) -> Iterator[Bind]:
     yield from binds.plan_kernels(recorded, CAPTURED)
     yield from binds.replayed_launches(recorded, CAPTURED[Pdl.ON])
-
-
-def tokens_beside(recorded: Recorded) -> Iterator[Bind]:
-    return binds.beside(recorded, BESIDE, MOST_GAP_US)
 
 
 BINDS: dict[str, Callable[[Recorded], Iterator[Bind]]] = {
     "products of one token": kernel_binds,
     "decode": decode_binds,
     "9 to 128 tokens, shares of the bound": batch_binds,
-    "tg128 beside llama.cpp": tokens_beside,
-    "the gap between tokens with plans, and the host": plan_kinds,
+    "tg128 beside llama.cpp": partial(binds.beside, bounds=BESIDE, most_gap=MOST_GAP_US),
+    "the gap between tokens with plans, and the host": partial(
+        binds.plan_gaps, most_gap=MOST_GAP_US, most_host=MOST_HOST_US
+    ),
     "kernels in plans": captured_kernels,
     "first tokens of a fresh engine": binds.first_tokens,
 }
 
 
 def binds_lists(recorded: Recorded) -> str:
-    """For each missed target of the kernels and of steps what binds, a list for each kind; empty
-    where none is missed."""
+    """For each missed target of kernels and steps what binds, a list for each kind; empty where
+    none is missed."""
     parts = []
     for title, group in BINDS.items():
         lines = [line for bind in group(recorded) for line in _item(bind)]
@@ -339,7 +341,7 @@ def _lines(recorded: Recorded) -> Iterator[Line]:
         yield Line({"target": found.what, "measured": found.measured, "met": found.met})
 
 
-# Below the table: what binds where one is missed; the runs that count for nothing, and why.
+# below the table: what binds where a target is missed; the runs that do not count, and why
 BLOCKS: dict[str, list[Part]] = {
     "targets-cuda": [
         Table("Targets", _lines), binds_lists, lambda recorded: "\n\n".join(recorded.left_out()),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from data.measure.matrix import SETS
-from data.measure.presets import best
+from data.measure.readme import best
 from data.measure.recorded import Recorded
 from tests.clashes import clashing, spread
 from tests.profiles import examples
@@ -152,7 +152,7 @@ def won(monkeypatch):
              for name, value in WHOLE.items()}  # fmt: skip
     sets = {"one": rows, "several": {}}
     table = json.loads(json.dumps(dict.fromkeys(("cuda", "embedded", "host"), sets)))
-    for module in ("workbench.config.presets", "data.measure.presets"):
+    for module in ("workbench.config.presets", "data.measure.readme"):
         monkeypatch.setattr(f"{module}.best_rows", lambda: table)
     return table
 

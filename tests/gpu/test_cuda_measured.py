@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data.measure import __main__ as measure
-from data.measure import nsight
+from data.measure import counters
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, bench_kernels
 from workbench.benchmarks.kernels.kernel_cases import parse_shapes, parse_types
@@ -80,7 +80,7 @@ RANGES = [  # least and most kernels in it
 
 @pytest.mark.parametrize(("wanted", "toggles", "least", "most"), RANGES, ids=str)
 def test_ncu_finds_what_is_in_a_range(tiny_model, tmp_path, wanted, toggles, least, most):
-    tool, log = nsight.find_ncu(), tmp_path / "ncu.csv"
+    tool, log = counters.find_ncu(), tmp_path / "ncu.csv"
     if tool is None:
         pytest.skip("there is no ncu")
     done = subprocess.run(
@@ -96,8 +96,8 @@ def test_ncu_finds_what_is_in_a_range(tiny_model, tmp_path, wanted, toggles, lea
     )  # fmt: skip
     text, said = log.read_text() if log.is_file() else "", done.stdout + done.stderr
     if "ERR_NVGPUCTRPERM" in text + said or "LibraryNotLoaded" in text + said:
-        pytest.skip(f"ncu may not measure here: {nsight.refusal(text, said)}")
+        pytest.skip(f"ncu may not measure here: {counters.refusal(text, said)}")
     assert done.returncode == 0, text + said
     assert ("NVTX ranges: on, a tool listens" in said) == ("off" not in toggles)
-    found = len(nsight.launches_counted(text))
+    found = len(counters.launches_counted(text))
     assert least <= found <= most and (most > 9 or found % 3 == 0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from data.measure import ablation, counters, nsight, session
+from data.measure import ablation, counters, session
 from data.measure.counters import COUNTERS, STALL
 from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.engine.programs import Key
@@ -85,7 +85,7 @@ LOG = f"""==PROF== Profiling "product_plain": 0%....50%....100% - 9 passes
 
 
 def test_medians_and_the_longest_stalls_are_kept():
-    each = [counters.figures(launch) for launch in nsight.launches_counted(LOG)]
+    each = [counters.figures(launch) for launch in counters.launches_counted(LOG)]
     assert counters.summary(each) == {
         "launches": 2, "us": 13.5, "memory_pct": 77.0,
         "stalls": {"long_scoreboard": 4.5, "wait": 1.5, "barrier": 0.25},
@@ -93,4 +93,4 @@ def test_medians_and_the_longest_stalls_are_kept():
     other_units = {US: ("0.013", "msecond"), COUNTERS["dram_bytes"][0]: ("33.5", "Mbyte")}
     assert counters.figures(other_units) == {"us": 13.0, "dram_bytes": 33.5e6, "stalls": {}}
     for log in ("", "==ERROR== no\n", '"ID","a"\n"","%"\n'):
-        assert nsight.launches_counted(log) == []
+        assert counters.launches_counted(log) == []

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from data.measure.races_of_record import CASES, N_COPIES, Named, named, two_devices
-from data.measure.script import Script
+from data.measure.races_of_record import CASES, N_COPIES, Named, Script, named, two_devices
 from tests.oracles import adversary
 from workbench.common.errors import UsageError
 from workbench.graph import ops

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data.measure.fits import Quadratic, asymptotic_ratio, quadratic
+from data.measure.random_lengths import Quadratic, asymptotic_ratio, quadratic
 from workbench.common.errors import UsageError
 from workbench.traffic.latency import Served, Slo, figures, good, latencies, warnings
 from workbench.traffic.records import OK, REFUSED, TIMEOUT, UNFINISHED, RequestRecord
