@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.graph.random_branches import random_branches
 from tests.profiles import examples
 from workbench.common.sizes import round_up
-from workbench.graph.arena import ALL, ArenaLayout, FreeList, layout, visibility
+from workbench.graph.arena import ALL, ArenaLayout, FreeList, layout
 from workbench.graph.forks import START, Branches, fork, interleaved, serial
 from workbench.graph.ir import ALIGN, F32, Kind, Node, Tensor
 from workbench.graph.lifetimes import BEFORE, least_bytes, lifetimes
@@ -102,18 +102,17 @@ def scratch_of(rng: Random):
 def test_what_can_be_alive_together_shares_no_bytes(rng, n, n_streams):
     branches = random_branches(rng, n, n_streams)
     kept = [branches.nodes[-1].output] if branches.nodes[-1].op == "add" else []
-    made = layout(branches.nodes, [], kept, scratch_of(rng), visible=visibility(branches))
+    made = layout(branches.nodes, [], kept, scratch_of(rng), visible=branches)
     assert not overwritten(branches, made, kept)
 
 
 @settings(max_examples=examples(80), deadline=None)
 @given(seeds, st.integers(10, 120), st.integers(1, 8))
 def test_in_large_graphs_all_users_before_are_over(rng, n, n_streams):
-    """By their clocks, which find what the oracle finds; one stream needs none."""
+    """By their clocks, which find what the oracle finds."""
     branches = random_branches(rng, n, n_streams)
-    assert n_streams > 1 or visibility(branches) is None
     inputs = list({t for node in branches.nodes for t in node.inputs if t.kind == Kind.INPUT})
-    made = layout(branches.nodes, inputs, [], scratch_of(rng), visible=visibility(branches))
+    made = layout(branches.nodes, inputs, [], scratch_of(rng), visible=branches)
     assert all(at % ALIGN == 0 and at + t.nbytes <= made.nbytes for t, at in made.offsets.items())
     of_all = lifetimes(made, branches)
     assert len(of_all) == len(made.offsets) + len(made.scratch)
@@ -233,7 +232,7 @@ def test_clocks_find_what_the_oracle_finds(rng, n, n_streams, how):
     branches = random_branches(rng, n, n_streams)
     kept = [branches.nodes[-1].output] if branches.nodes[-1].op == "add" else []
     nodes = interleaved(branches) if how == "in turn" else branches.nodes
-    visible = visibility(branches) if how == "seen" else None
+    visible = branches if how == "seen" else None
     made = layout(nodes, [], kept, scratch_of(rng), visible=visible)
     assert by_clocks(branches, made, kept) == overwritten(branches, made, kept)
 
@@ -279,7 +278,7 @@ def test_least_bytes_are_the_heaviest_set_alive_together(rng, n, n_streams):
     """Against every set of ranges. Two are alive together that are overwritten where all ranges
     begin at 0."""
     branches = random_branches(rng, n, n_streams)
-    made = layout(branches.nodes, [], [], scratch_of(rng), visible=visibility(branches))
+    made = layout(branches.nodes, [], [], scratch_of(rng), visible=branches)
     on_top = ArenaLayout(
         dict.fromkeys(made.offsets, 0),
         {node: (0, nbytes) for node, (_, nbytes) in made.scratch.items()},
