@@ -317,7 +317,7 @@ class Plans:
 
     def call_of(
         self, program: Program, gate: Gate | None = None
-    ) -> Callable[[Plannable], Planned | Gated | None] | None:
+    ) -> Callable[[Plannable], Planned | Gated] | None:
         """A function that makes the call of each plan of a program, asked in the order of the
         plans; None where the program replays none. gate: of an engine that launches ahead."""
         if self.policy is None:
