@@ -126,7 +126,7 @@ CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
 
 class DecodeGrid(NamedTuple):
     """The grid of attention_decode: (groups, kv_parts). With stream_k the grid is (blocks, 1)
-    instead (`StreamGrid`), and kv_parts and cluster are 1.
+    instead (`_cut`), and kv_parts and cluster are 1.
 
     groups: n_head_kv * row groups.
     kv_parts: parts of the cells, a block for each.
@@ -137,17 +137,6 @@ class DecodeGrid(NamedTuple):
     groups: int
     kv_parts: int
     cluster: int
-
-
-class StreamGrid(NamedTuple):
-    """How stream_k cuts the tiles of all row groups, one group after another, into pieces.
-
-    blocks: of the grid.
-    piece: tiles of a block.
-    """
-
-    blocks: int
-    piece: int
 
 
 def _dim(head_dim: int) -> int:
@@ -178,13 +167,6 @@ def decode_tuning(rows: int, head_dim: int) -> AttentionTuning:
 
 def prefill_tuning(head_dim: int) -> AttentionTuning:
     return AttentionTuning(2, 4, 2, 64 if _dim(head_dim) <= 128 else 16)
-
-
-def stream(groups: int, tiles: int, least: int) -> StreamGrid:
-    """The pieces of `groups` groups of `tiles` tiles: as many as run at once, each of at least
-    `least` tiles. Only shapes and the padded n_kv decide."""
-    piece = max(least, blocks(groups * tiles, BLOCKS))
-    return StreamGrid(blocks(groups * tiles, piece), piece)
 
 
 def parts_of(shape: AttentionShape, groups: int, warps: int) -> tuple[int, int]:
@@ -353,14 +335,18 @@ def _cut(
 ) -> tuple[tuple[int, int], list[int]]:
     """The grid of a kernel, and its arguments n_groups and piece.
 
+    stream_k cuts the tiles of all row groups, one group after another, into pieces of `piece`
+    tiles. A block has a piece, and all blocks run at once.
+
     grid: the grid without stream_k.
+    tiles: of a group.
     least: the least tiles of a piece.
     """
     if shape.kv_parts != KVParts.STREAM_K:
         return grid, [0, 0]
     groups = grid[0] * grid[1]
-    cut = stream(groups, tiles, least)
-    return (cut.blocks, 1), [groups, cut.piece]
+    piece = max(least, blocks(groups * tiles, BLOCKS))
+    return (blocks(groups * tiles, piece), 1), [groups, piece]
 
 
 def _sizes(shape: AttentionShape) -> list[int]:
