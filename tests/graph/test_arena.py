@@ -9,13 +9,14 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.measure.arena_peaks import least_bytes
 from tests.graph.random_branches import random_branches
 from tests.profiles import examples
 from workbench.common.sizes import round_up
 from workbench.graph.arena import ALL, ArenaLayout, FreeList, layout
 from workbench.graph.forks import START, Branches, fork, interleaved, serial
 from workbench.graph.ir import ALIGN, F32, Kind, Node, Tensor
-from workbench.graph.lifetimes import BEFORE, least_bytes, lifetimes
+from workbench.graph.lifetimes import BEFORE, lifetimes
 from workbench.graph.lifetimes import overwritten as overwritten_by_clocks
 from workbench.graph.ops import make
 

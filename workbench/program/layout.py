@@ -78,17 +78,6 @@ class Layout(NamedTuple):
             at += t.nbytes
         return found
 
-    def in_arena(self, backend: int) -> arena.ArenaLayout:
-        """The arena of a backend, as `graph/lifetimes.py` wants it. It is as large as the largest
-        step so far."""
-        memory = self.known[f"arena.{backend}"]
-        mine, both = self.ranges[backend].items(), self.scratch.items()
-        return arena.ArenaLayout(
-            {t: r.offset for t, r in mine if r.buffer is memory},
-            {node: (r.offset, r.nbytes) for node, r in both if r.buffer is memory},
-            memory.nbytes,
-        )
-
 
 def lay_out(
     graph: Graph,
