@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.backend.cpu.kernel_runs import check_shares, run, run_parts
+from tests.backend.cpu.kernel_runs import check_shares, repack, run, run_parts
 from tests.oracles.dequantize import dequantize
 from tests.profiles import share
 from workbench.backend.cpu.compile import host_isas
@@ -49,7 +49,7 @@ class Case:
         size = op_table.repacked_bytes(self.dtype, self.rows, self.cols, layout)
         guarded = np.full(size + 128, 0xA5, np.uint8)
         source = np.ascontiguousarray(self.blocks)
-        op_table.repack(
+        repack(
             int(guarded.ctypes.data) + 64, int(source.ctypes.data), self.dtype, self.rows,
             self.cols, layout,
         )  # fmt: skip

@@ -12,7 +12,6 @@ types only). Both give the same bits.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
@@ -191,16 +190,3 @@ def repacked_bytes(dtype: DType, rows: int, cols: int, layout: str) -> int:
     if layout == "rows16":
         rows = round_up(rows, GROUP)
     return rows * dtype.row_bytes(cols)
-
-
-def repack(dst: int, src: int, dtype: DType, rows: int, cols: int, layout: str) -> None:
-    """Copies a weight in the file's layout at address src to address dst, in `layout` (about
-    10 GB/s).
-
-    The ranges must not overlap; dst has `repacked_bytes`. Runs without the GIL.
-    """
-    if layout == "file":
-        ctypes.memmove(dst, src, rows * dtype.row_bytes(cols))
-        return
-    args = (ctypes.c_int64 * 4)(dst, src, rows, cols)
-    kernel(("repack", dtype.name)).ctypes(ctypes.addressof(args), 0, 1)
