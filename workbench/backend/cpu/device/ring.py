@@ -16,7 +16,7 @@ import numpy as np
 
 from workbench.backend.cpu.device import loops, signals
 from workbench.backend.cpu.device.loops import push
-from workbench.backend.issue.issued import Issued
+from workbench.backend.issue.issued import Block, Issued
 from workbench.common.errors import DeviceError
 
 
@@ -46,7 +46,7 @@ def _float_bits(number: float) -> int:
     return struct.unpack("<q", struct.pack("<d", number))[0]
 
 
-class MemoryBlock:
+class MemoryBlock(Block):
     """The argument block of a command that compiled code reads. A plan has a copy of the block's
     words (`recorded.py`).
 
@@ -55,7 +55,7 @@ class MemoryBlock:
     first, n: the first word that is a field, and the number of fields.
     """
 
-    __slots__ = ("address", "first", "memory", "n", "pointers")
+    __slots__ = ("address", "first", "memory", "n")
 
     def __init__(self, memory: array[int], pointers: tuple[int, ...], first: int, n: int):
         self.memory = memory
