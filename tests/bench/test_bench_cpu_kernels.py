@@ -108,7 +108,7 @@ def test_repack(benchmark, name: str) -> None:
 
 def mul_mat(benchmark, name, rows, cols, n_tokens, cold, layout=None) -> None:
     dtype = DTYPES[name]
-    layout = layout or op_table.weight_layout(dtype, rows, cols)
+    layout = layout or op_table.weight_layout(dtype)
     copies = cold_copies(dtype, rows, cols, layout) if cold and benchmark.enabled else 1
     weights = copies_of(dtype, layout, rows, cols, copies)
     work = product(dtype, layout, weights, rows, cols, n_tokens)

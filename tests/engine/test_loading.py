@@ -212,7 +212,7 @@ def test_workers_together_load_what_one_would(dtype: DType, device, monkeypatch)
     for rows, part_bytes in ((1, 100), (17, 1), (100, 100), (100, 1 << 30)):
         tensor = Tensor("w", dtype, (rows, 512), Kind.WEIGHT)
         data = np.random.default_rng(rows).integers(0, 256, tensor.nbytes, np.uint8)
-        layout = op_table.weight_layout(dtype, rows, 512)
+        layout = op_table.weight_layout(dtype)
         alone = np.zeros(op_table.repacked_bytes(dtype, rows, 512, layout), np.uint8)
         repack(alone.ctypes.data, data.ctypes.data, dtype, rows, 512, layout)
         assert (layout == "file") == (dtype not in QUANTISED)

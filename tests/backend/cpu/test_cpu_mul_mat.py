@@ -162,7 +162,7 @@ def test_instruction_sets_and_layouts_are_chosen() -> None:
         assert available(every | {lacking: False})[0].name != "avx512vnni"
     assert [isa.name for isa in available({"avx2": True, "fma": True})] == ["avx2", "generic"]
     for dtype in WEIGHT_DTYPES:
-        layout = op_table.weight_layout(dtype, 17, 256)
+        layout = op_table.weight_layout(dtype)
         rows = 32 if layout == "rows16" else 17
         assert op_table.repacked_bytes(dtype, 17, 256, layout) == rows * dtype.row_bytes(256)
         assert (layout == "rows16") == (dtype in QUANTISED)

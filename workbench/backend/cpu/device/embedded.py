@@ -174,7 +174,7 @@ class EmbeddedDevice(base.CpuBackend):
         return memory
 
     def layout_of(self, weight: Tensor) -> str:
-        return op_table.weight_layout(weight.dtype, weight.rows, weight.cols)
+        return op_table.weight_layout(weight.dtype)
 
     def _retire(self, address: int, block: np.ndarray) -> None:
         """Forgets the memory at `address`; keeps `block` until all work queued so far is done."""

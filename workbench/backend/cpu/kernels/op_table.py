@@ -162,8 +162,8 @@ def kernels_of(node: Node) -> list[tuple[str, ...]]:
     return [first]
 
 
-def weight_layout(dtype: DType, rows: int, cols: int) -> str:
-    """The fastest layout for a (rows, cols) weight that may be repacked: rows16, or file.
+def weight_layout(dtype: DType) -> str:
+    """The fastest layout for a weight that may be repacked: rows16, or file.
 
     Every quantised type was measured, and rows16 won for each. The table has the time with rows16
     as a share of the time with file, by two threads from cold memory. Each cell has the least and

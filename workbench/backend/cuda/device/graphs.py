@@ -96,13 +96,11 @@ class Owner(NamedTuple):
     """The parts of a backend that a graph uses.
 
     driver: the backend's driver.
-    attach: makes the device the calling thread's current device.
     stream_of: the CUstream of a stream's number.
     graphs: all living graphs of the backend.
     """
 
     driver: Driver
-    attach: Callable[[], None]
     stream_of: Callable[[int], Any]
     graphs: weakref.WeakSet[CudaGraph]
 
@@ -201,7 +199,7 @@ class CudaGraph(Captured):
         return self.template
 
     def launch(self) -> None:
-        self.owner.attach()
+        self._driver.attach()
         if self._executable is None:
             self._alive("cannot be launched")
         error = self._launch(self._executable, self._there)[0]
@@ -210,7 +208,7 @@ class CudaGraph(Captured):
 
     def update(self, work: Plannable, changed: Sequence[int] | None) -> bool:
         template = self._alive("cannot be updated")
-        self.owner.attach()
+        self._driver.attach()
         if work.stream != self._stream:
             return False
         changes = None
@@ -229,7 +227,7 @@ class CudaGraph(Captured):
 
     def twin(self, work: Plannable, changed: Sequence[int]) -> CudaGraph | None:
         template = self._alive("cannot have a twin")
-        self.owner.attach()
+        self._driver.attach()
         if work.stream != self._stream or self._moved is None:
             return None
         moved = self._moved.union(changed)
@@ -264,7 +262,7 @@ class CudaGraph(Captured):
     def destroy(self) -> None:
         if self.template is not None:
             self._executable = None
-            self.owner.attach()
+            self._driver.attach()
             self._give_back()
             self.template = None
 

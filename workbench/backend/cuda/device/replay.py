@@ -28,7 +28,7 @@ READ_BYTES = 4 << 30  # read in one replay
 
 
 class TimedReplay(AbstractContextManager["TimedReplay"]):
-    """A graph of `issues`, captured in order from one stream, that can be replayed.
+    """A graph of `issues`, captured in order from the compute stream, that can be replayed.
 
     The memory and kernels of the issues must live as long as the replay. Only one thread may use
     it. `close`, or the end of a `with`, gives everything back.
@@ -37,8 +37,8 @@ class TimedReplay(AbstractContextManager["TimedReplay"]):
     DeviceError where an issue does something that a capture forbids.
     """
 
-    def __init__(self, backend: CudaBackend, issues: Sequence[Issue], stream: int = COMPUTE_STREAM):
-        self._driver = backend._driver
+    def __init__(self, backend: CudaBackend, issues: Sequence[Issue]):
+        self._driver, stream = backend._driver, COMPUTE_STREAM
         self._stream = backend._stream(stream)
         self._what = f"replay of {len(issues)} launches"
         self._graph: Captured | None = None

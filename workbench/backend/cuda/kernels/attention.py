@@ -169,20 +169,16 @@ def prefill_tuning(head_dim: int) -> AttentionTuning:
     return AttentionTuning(2, 4, 2, 64 if _dim(head_dim) <= 128 else 16)
 
 
-def parts_of(shape: AttentionShape, groups: int, warps: int) -> tuple[int, int]:
-    """As `kv_parts`; (1, 1) where the shape has the toggle kv_parts=off or stream_k."""
-    if shape.kv_parts != KVParts.PARALLEL_BLOCKS:
-        return 1, 1
-    return kv_parts(groups, shape.n_kv, warps)
-
-
-def kv_parts(groups: int, n_kv: int, warps: int) -> tuple[int, int]:
-    """How many blocks share the cells of a group of rows, and how many of them form a cluster.
+def kv_parts(shape: AttentionShape, groups: int, warps: int) -> tuple[int, int]:
+    """How many blocks share the cells of a group of rows, and how many of them form a cluster;
+    (1, 1) where the shape has the toggle kv_parts=off or stream_k.
 
     One cluster merges in shared memory. It has no more blocks than there are tiles for all their
     warps. Several clusters merge through memory, so each of their blocks has at least LEAST_TILES.
     """
-    tiles, most = blocks(n_kv, CELLS), max(1, BLOCKS // groups)
+    if shape.kv_parts != KVParts.PARALLEL_BLOCKS:
+        return 1, 1
+    tiles, most = blocks(shape.n_kv, CELLS), max(1, BLOCKS // groups)
     useful = 1 << (blocks(tiles, warps) - 1).bit_length()
     cluster = min(CLUSTER, useful, 1 << (most.bit_length() - 1))
     if cluster < CLUSTER:
@@ -203,7 +199,7 @@ def decode_grid(shape: AttentionShape) -> DecodeGrid:
     if shape.n_regions > 1:
         tuning = decode_tuning(min(shape.group, 8), shape.head_dim)
         groups = shape.n_head_kv * shape.row_groups(8 * tuning.sets)
-        return DecodeGrid(tuning, groups, *parts_of(shape, groups, tuning.warps))
+        return DecodeGrid(tuning, groups, *kv_parts(shape, groups, tuning.warps))
     if many and tiles <= MANY_TILES and groups <= CLUSTERS[1]:
         cluster = next(size for size, room in CLUSTERS.items() if groups <= room)
         return DecodeGrid(MANY, groups, cluster, cluster)
@@ -216,7 +212,7 @@ def decode_grid(shape: AttentionShape) -> DecodeGrid:
             break
     if tuning.sets == 1 and 64 < dim <= 128 and 4 * CLUSTER < tiles <= 8 * CLUSTER:
         tuning = AttentionTuning(1, 8, 1, CELLS)  # a tile a warp
-    return DecodeGrid(tuning, groups, *parts_of(shape, groups, tuning.warps))
+    return DecodeGrid(tuning, groups, *kv_parts(shape, groups, tuning.warps))
 
 
 def uses_prefill(shape: AttentionShape) -> bool:
@@ -275,13 +271,11 @@ def launches(
     at: AttentionAt,
     scale: float,
     quantised: bool,
-    tuning: AttentionTuning | None = None,
     grid: DecodeGrid | None = None,
 ) -> list[Kernel]:
     """The launches that compute attention.
 
     quantised: whether dst is Q8_ACT rather than F32; only where `can_quantise`.
-    tuning: of attention_prefill, in place of the usual tuning, for measurements.
     grid: of attention_decode, in place of the usual grid, for measurements.
 
     Raises DeviceError for a head_dim that no kernel takes.
@@ -291,7 +285,7 @@ def launches(
         return []
     if not uses_prefill(shape):
         return [_decode(shape, at, scale, quantised, grid or decode_grid(shape), MOST_TOKENS)]
-    works = [_prefill(shape, at, scale, tuning or prefill_tuning(shape.head_dim))]
+    works = [_prefill(shape, at, scale, prefill_tuning(shape.head_dim))]
     if shape.ragged:  # a second launch, for the sequences of few tokens
         works.append(_decode(shape, at, scale, quantised, grid or decode_grid(shape), FEW_TOKENS))
     return works
