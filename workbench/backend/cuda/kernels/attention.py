@@ -30,7 +30,7 @@ class AttentionShape(NamedTuple):
     n_kv: the padded cells of each kv head.
     n_regions: sequences with cells of their own; 0: all sequences share the cells.
     skip, kv_parts, kernel: values of the toggles.
-    k_type, v_type: names of the cache's types, for `attending.py`.
+    k_type, v_type: names of the cache's types, for `is_mma`.
     """
 
     n_tokens: int
@@ -137,6 +137,23 @@ class DecodeGrid(NamedTuple):
     groups: int
     kv_parts: int
     cluster: int
+
+
+def is_mma(shape: AttentionShape) -> bool:
+    """Whether kernels with tensor cores compute attention. Raises DeviceError where they are chosen
+    and read no such cache.
+
+    mma        this module: tensor cores; K and V are F16
+    vec, tile  `attention_plain.py`: no tensor cores; K and V of any type of the cache
+    auto       mma where the types allow it; else vec for few tokens of a sequence, tile for many
+    """
+    types = dict.fromkeys(t for t in (shape.k_type, shape.v_type) if t != "F16")
+    if types and shape.kernel == AttnKernel.MMA:
+        raise DeviceError(
+            f"attn_kernel=mma reads no cache of {' and '.join(types)}; use attn_kernel=auto, vec "
+            "or tile, or a cache of f16"
+        )
+    return not types and shape.kernel in (AttnKernel.AUTO, AttnKernel.MMA)
 
 
 def _dim(head_dim: int) -> int:
