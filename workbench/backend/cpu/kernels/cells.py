@@ -25,10 +25,6 @@ class CellType(NamedTuple):
     load: Callable[[Emit, Value, Value, int], Value]
     store: Callable[[Emit, Value, Value, int], None]
 
-    def offset(self, cell: Value, cols: Value, head: Value, head_dim: Value) -> Value:
-        """Bytes from the first cell to a head of a cell."""
-        return self.nbytes(cell * cols + head * head_dim)
-
     def nbytes(self, n: Value) -> Value:
         """Bytes of n elements, whole blocks."""
         return n // self.dtype.block * self.dtype.block_bytes

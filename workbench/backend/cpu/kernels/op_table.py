@@ -16,13 +16,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
+from workbench.backend.cpu.kernels.kv_shares import SKIPS, TOKENS, Shares, shares_of
 from workbench.backend.issue.args import AddressOf, Args, pack, variant
 from workbench.common.sizes import round_up
 from workbench.config import AttnKernel, KVParts, SkipMaskedKV
 from workbench.graph.ir import DTYPES, Q8_ACT, QUANTISED, DType, Node
 
 if TYPE_CHECKING:
-    from workbench.backend.cpu.kernels.kv_shares import Shares
     from workbench.backend.cpu.kernels.vector import Body
 
 GROUP = 16
@@ -129,8 +129,6 @@ def scratch_bytes(node: Node, n_parts: int) -> int:
 
 def shares(node: Node) -> Shares:
     """How an attention node deals out its tiles of cells."""
-    from workbench.backend.cpu.kernels.kv_shares import shares_of
-
     n_tokens, n_head_kv = node.inputs[0].shape[0], node.params["n_head_kv"]
     kv_parts = node.params.get("kv_parts", KVParts.OFF)
     return shares_of(kv_parts, n_tokens, n_head_kv, node.params["n_kv"])
@@ -146,10 +144,8 @@ def arguments(node: Node, address_of: AddressOf, scratch: int) -> Args:
     if node.op == "rope_shift":
         args[3:3] = [scratch]
     if node.op == "attention":
-        from workbench.backend.cpu.kernels.kv_shares import SKIPS, tokens_of
-
         skip = SKIPS[node.params.get("skip", SkipMaskedKV.OFF)]
-        tokens = tokens_of(node.params.get("kernel", AttnKernel.AUTO))
+        tokens = 1 if node.params.get("kernel") == AttnKernel.VEC else TOKENS
         args[-1:-1] = [skip, *shares(node), tokens]
     return args
 
