@@ -25,6 +25,7 @@ from workbench.graph.ir import Graph, Node, Tensor
 from workbench.graph.ops import REGIONS
 
 EXTENTS, CLASSES, SINKS = "extents", "classes", "sinks"
+_ATTEND = frozenset({"attention"})
 # how a node can split its cells; `auto` is one of these, by size
 PARTS = (KVParts.OFF, KVParts.PARALLEL_BLOCKS, KVParts.STREAM_K)
 AUTO_ELEMENTS = 256 * 128  # cells by elements of a head
@@ -67,7 +68,7 @@ def attend_by(graph: Graph, kernel: str, kv_parts: str) -> Graph:
         return graph
     nodes = [
         with_inputs(n, {"kernel": str(kernel), "kv_parts": parts_of(n, kv_parts)})
-        if n.op == "attention"
+        if n.op in _ATTEND
         else n
         for n in graph.nodes
     ]

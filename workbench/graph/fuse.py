@@ -162,7 +162,7 @@ def reads(nodes: Sequence[Node], at: int, op: str, made: Tensor) -> Node | None:
 
 def product_at(nodes: Sequence[Node], at: int) -> Product | None:
     """The product that begins with node `at`, if one does."""
-    if at >= len(nodes) or nodes[at].op != "mul_mat":
+    if at >= len(nodes) or nodes[at].op not in _MULTIPLIES:
         return None
     last = mul_mat = nodes[at]
     scale = reads(nodes, at + 1, "rms_scale", last.output)
@@ -345,6 +345,7 @@ def _stores_halves(parts: Sequence[Node]) -> bool:
 
 _Taken = tuple[list[tuple[str, str, list[Node]]], int] | None
 
+_MULTIPLIES = frozenset({"mul_mat"})
 _RESIDUAL_HALF = ("add", "square_sums", "mul")
 _ROPE_STORE = ("rope", "rope", "set_rows", "set_rows")
 _NORMED_ROPE_STORE = ("rms_norm", "mul", "rms_norm", "mul", *_ROPE_STORE)

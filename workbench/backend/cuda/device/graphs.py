@@ -10,11 +10,9 @@ neither CuPy nor the driver.
 
 from __future__ import annotations
 
-import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from workbench.backend.base import NO_PART, Captured
@@ -28,6 +26,7 @@ from workbench.backend.cuda.device.graph_nodes import (
 )
 from workbench.backend.issue.issued import Plannable
 from workbench.backend.issue.issued import changed as changed_parts
+from workbench.common.collector import nothing_collected
 from workbench.common.errors import DeviceError
 
 
@@ -38,19 +37,6 @@ def _order(
     for before, after, event in zip(first, then, events, strict=True):
         driver.call("cuEventRecord", what, event.handle, before)
         driver.call("cuStreamWaitEvent", what, after, event.handle, 0)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Switches the cyclic collector off. It would wait for the device before it frees pinned
-    memory, and such a wait would end the capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Tape:
@@ -114,10 +100,11 @@ class Owner(NamedTuple):
         driver, stream = self.driver, self.stream_of(work.stream)
         others = [self.stream_of(s) for s in sorted(set(work.streams) - {work.stream})]
         tape = Tape(driver, what, stream, work)
-        # The collector may free device memory at any moment, and a library may load code. Only the
-        # relaxed mode allows this during a capture.
+        # Python may free device memory at any moment, and a library may load code. Only the
+        # relaxed mode allows this during a capture. The collector would wait for the device before
+        # it frees pinned memory, and such a wait would end the capture.
         mode = driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        with CAPTURES, _no_collection():
+        with CAPTURES, nothing_collected():
             driver.call("cuStreamBeginCapture", what, stream, mode)
             try:
                 events = [driver.event() for _ in others]
