@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
@@ -21,16 +21,18 @@ from tests.graphs import Decoder
 from workbench.backend.cuda.kernels.op_table import scratch_bytes
 from workbench.benchmarks.runs import provenance
 from workbench.common.output import write_text
+from workbench.common.sizes import round_up
 from workbench.config import AttnKernel, BranchFusion, Fork, KVParts, Lifetimes, Results, SyncMode
+from workbench.graph.arena import ArenaLayout
 from workbench.graph.attend import attend_by
 from workbench.graph.branch_fusion import fused
 from workbench.graph.forks import Branches, chained
 from workbench.graph.fuse import FUSIONS
-from workbench.graph.ir import BF16, F16, Q4_0, Q4_K, DType, Graph, Node
-from workbench.graph.lifetimes import least_bytes, lifetimes, overwritten
+from workbench.graph.ir import ALIGN, BF16, F16, Q4_0, Q4_K, DType, Graph, Node, Tensor
+from workbench.graph.lifetimes import Lifetime, alive_together, lifetimes, overwritten
 from workbench.program.branches import forked
 from workbench.program.commands import DEVICE, HOST
-from workbench.program.layout import Target, lay_out
+from workbench.program.layout import Layout, Target, lay_out
 from workbench.program.split import Split, split
 from workbench.program.sync_modes import Ordering
 
@@ -82,6 +84,48 @@ def steps(model: str, n_tokens: int, patterns: Iterable[str], rule: str) -> Iter
         yield Step(graph, splits, chained(own))
 
 
+def in_arena(layout: Layout, backend: int) -> ArenaLayout:
+    """The arena of a backend, as `graph/lifetimes.py` wants it. It is as large as the largest step
+    so far."""
+    memory = layout.known[f"arena.{backend}"]
+    mine, both = layout.ranges[backend].items(), layout.scratch.items()
+    return ArenaLayout(
+        {t: r.offset for t, r in mine if r.buffer is memory},
+        {node: (r.offset, r.nbytes) for node, r in both if r.buffer is memory},
+        memory.nbytes,
+    )
+
+
+def least_bytes(found: Sequence[Lifetime], branches: Branches) -> int:
+    """The bytes that every arena needs which overwrites nothing: the most bytes of ranges that are
+    pairwise in use together. The search is exhaustive, with bounds. It is quick where few ranges
+    are in use together, as in decoders."""
+    nbytes = {one.of: round_up(one.nbytes, ALIGN) for one in found}
+    beside: dict[Tensor | Node, list[Tensor | Node]] = {one.of: [] for one in found}
+    for lost, by in alive_together(found, branches):
+        beside[by.of].append(lost.of)
+
+    def most(all_of: int, others: Sequence[Tensor | Node], known: int) -> int:
+        """The bytes of the heaviest set, or `known` where no set has more.
+
+        all_of: the bytes in the set so far.
+        others: what may join all of the set, by first node.
+        """
+        known, left = max(known, all_of), sum(map(nbytes.__getitem__, others))
+        for one in reversed(others):
+            if all_of + left <= known:
+                break
+            left -= nbytes[one]
+            with_one = set(beside[one])
+            known = most(all_of + nbytes[one], [t for t in others if t in with_one], known)
+        return known
+
+    least = 0
+    for of, others in beside.items():
+        least = most(nbytes[of], others, least)
+    return least
+
+
 def figures(step: Step) -> dict[str, Any]:
     """The arena's bytes by kind of lifetimes, the least bytes that would do, and the pairs of
     ranges that are overwritten. Weights and caches lie outside the arena."""
@@ -89,7 +133,7 @@ def figures(step: Step) -> dict[str, Any]:
     found: dict[str, Any] = {"used": step.branches.n_streams, "bytes": {}, "overwritten": {}}
     for kind in KINDS:
         layout = lay_out(step.graph, step.splits, [{}, {}], TARGETS, ORDERING, lifetimes=kind)
-        made = layout.in_arena(DEVICE)
+        made = in_arena(layout, DEVICE)
         ranges = lifetimes(made, step.branches, [*crossing, *step.graph.outputs])
         found["bytes"][kind.value] = made.nbytes
         found["overwritten"][kind.value] = len(overwritten(ranges, step.branches))

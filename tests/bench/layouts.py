@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tests.backend.cpu.kernel_runs import repack
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.cpu.kernels import op_table
 from workbench.benchmarks.runs import provenance
@@ -65,7 +66,7 @@ def copies_of(dtype: DType, layout: str, rows: int, cols: int, copies: int) -> n
     """(copies, bytes) u8: the same random weight in a layout, every copy in its own memory."""
     blocks = random_blocks(np.random.default_rng(0), dtype, rows, cols, 0.02)
     weights = np.empty((copies, op_table.repacked_bytes(dtype, rows, cols, layout)), np.uint8)
-    op_table.repack(weights.ctypes.data, blocks.ctypes.data, dtype, rows, cols, layout)
+    repack(weights.ctypes.data, blocks.ctypes.data, dtype, rows, cols, layout)
     weights[1:] = weights[0]
     return weights
 

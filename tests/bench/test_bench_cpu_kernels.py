@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from tests.backend.cpu.kernel_runs import repack
 from tests.bench.layouts import COLD_BYTES, N_THREADS, SHAPES, cold_copies, copies_of, product
 from workbench.backend.cpu.compile import compile_kernel
 from workbench.backend.cpu.kernels import op_table
@@ -99,9 +100,7 @@ def test_repack(benchmark, name: str) -> None:
     source = random_blocks(np.random.default_rng(0), dtype, rows, cols, 0.02)
     target = np.zeros(op_table.repacked_bytes(dtype, rows, cols, "rows16"), np.uint8)
     benchmark.group = "repack"
-    benchmark(
-        lambda: op_table.repack(target.ctypes.data, source.ctypes.data, dtype, rows, cols, "rows16")
-    )
+    benchmark(lambda: repack(target.ctypes.data, source.ctypes.data, dtype, rows, cols, "rows16"))
     if benchmark.enabled:
         benchmark.extra_info["GB/s"] = round(source.nbytes / 1e9 / benchmark.stats.stats.min, 2)
     assert target.any()
@@ -109,7 +108,7 @@ def test_repack(benchmark, name: str) -> None:
 
 def mul_mat(benchmark, name, rows, cols, n_tokens, cold, layout=None) -> None:
     dtype = DTYPES[name]
-    layout = layout or op_table.weight_layout(dtype, rows, cols)
+    layout = layout or op_table.weight_layout(dtype)
     copies = cold_copies(dtype, rows, cols, layout) if cold and benchmark.enabled else 1
     weights = copies_of(dtype, layout, rows, cols, copies)
     work = product(dtype, layout, weights, rows, cols, n_tokens)

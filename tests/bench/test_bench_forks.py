@@ -11,7 +11,7 @@ import pytest
 
 from tests.graphs import Decoder
 from workbench.config import BranchFusion
-from workbench.graph.arena import layout, visibility
+from workbench.graph.arena import layout
 from workbench.graph.branch_fusion import fused
 from workbench.graph.forks import fork
 from workbench.graph.fuse import FUSIONS
@@ -47,8 +47,7 @@ def graph(plain) -> Graph:
 
 
 def laid_out(graph: Graph, branches):
-    seen = visibility(branches)
-    return layout(graph.nodes, graph.inputs, graph.outputs, lambda node: 0, visible=seen)
+    return layout(graph.nodes, graph.inputs, graph.outputs, lambda node: 0, visible=branches)
 
 
 @pytest.mark.parametrize("fusions", [(), FUSIONS], ids=["unfused", "fused"])

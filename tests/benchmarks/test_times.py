@@ -26,7 +26,8 @@ from workbench.benchmarks.workload import draw_tokens, parse
 from workbench.common.errors import UsageError
 from workbench.common.progress import Bar
 from workbench.config import Toggles
-from workbench.program.commands import DEVICE, Launch, Record, Stream, Wait, compute_stream
+from workbench.graph.ir import StepShape
+from workbench.program.commands import DEVICE, Launch, Program, Record, Stream, Wait, compute_stream
 from workbench.program.side_by_side import regions
 from workbench.trace.lanes import ABOUT
 from workbench.trace.spans import Span
@@ -153,7 +154,8 @@ def program(does: list[tuple[str, int]]) -> Any:
             latest.append((f"e{i}", k))
         elif others := [name for name, by in latest if by != k]:
             commands.append(Wait(others[-1], stream, 0, forks=True))
-    return SimpleNamespace(commands=commands)
+    shape = StepShape(1, 1, 32)
+    return Program(commands, [], [], [0], ("host", "device"), shape, "implicit", "own")
 
 
 def slow_regions(made: Any) -> list[list[list[int]]]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.backend.cpu.kernel_runs import repack
 from workbench.backend.cpu.device import embedded
 from workbench.backend.cpu.device.ring import Ring
 from workbench.backend.cpu.kernels import op_table
@@ -211,9 +212,9 @@ def test_workers_together_load_what_one_would(dtype: DType, device, monkeypatch)
     for rows, part_bytes in ((1, 100), (17, 1), (100, 100), (100, 1 << 30)):
         tensor = Tensor("w", dtype, (rows, 512), Kind.WEIGHT)
         data = np.random.default_rng(rows).integers(0, 256, tensor.nbytes, np.uint8)
-        layout = op_table.weight_layout(dtype, rows, 512)
+        layout = op_table.weight_layout(dtype)
         alone = np.zeros(op_table.repacked_bytes(dtype, rows, 512, layout), np.uint8)
-        op_table.repack(alone.ctypes.data, data.ctypes.data, dtype, rows, 512, layout)
+        repack(alone.ctypes.data, data.ctypes.data, dtype, rows, 512, layout)
         assert (layout == "file") == (dtype not in QUANTISED)
         monkeypatch.setattr(embedded, "LOAD_PART_BYTES", part_bytes)
         with pytest.raises(DeviceError, match=rf"w.* wants {len(data)} bytes, not {len(data) - 1}"):

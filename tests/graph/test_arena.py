@@ -9,13 +9,14 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.measure.arena_peaks import least_bytes
 from tests.graph.random_branches import random_branches
 from tests.profiles import examples
 from workbench.common.sizes import round_up
-from workbench.graph.arena import ALL, ArenaLayout, FreeList, layout, visibility
+from workbench.graph.arena import ALL, ArenaLayout, FreeList, layout
 from workbench.graph.forks import START, Branches, fork, interleaved, serial
 from workbench.graph.ir import ALIGN, F32, Kind, Node, Tensor
-from workbench.graph.lifetimes import BEFORE, least_bytes, lifetimes
+from workbench.graph.lifetimes import BEFORE, lifetimes
 from workbench.graph.lifetimes import overwritten as overwritten_by_clocks
 from workbench.graph.ops import make
 
@@ -99,7 +100,7 @@ def test_clocks_find_what_the_oracle_finds(rng, n, n_streams, how):
     branches = random_branches(rng, n, n_streams)
     kept = [branches.nodes[-1].output] if branches.nodes[-1].op == "add" else []
     nodes = interleaved(branches) if how == "in turn" else branches.nodes
-    visible = visibility(branches) if how == "seen" else None
+    visible = branches if how == "seen" else None
     made = layout(nodes, [], kept, scratch_of(rng), visible=visible)
     found = overwritten_by_clocks(lifetimes(made, branches, kept), branches)
     wanted = overwritten(branches, made, kept)
@@ -113,11 +114,10 @@ def test_clocks_find_what_the_oracle_finds(rng, n, n_streams, how):
 @settings(max_examples=examples(120), deadline=None)
 @given(seeds, st.integers(10, 120), st.integers(1, 8), st.booleans())
 def test_in_large_graphs_all_users_before_are_over(rng, n, n_streams, seen):
-    """Pair by pair, by what each node knows to be over when it begins; one stream needs none."""
+    """Pair by pair, by what each node knows to be over when it begins."""
     branches = random_branches(rng, n, n_streams)
-    assert n_streams > 1 or visibility(branches) is None
     inputs = list({t for node in branches.nodes for t in node.inputs if t.kind == Kind.INPUT})
-    visible = visibility(branches) if seen else None
+    visible = branches if seen else None
     made = layout(branches.nodes, inputs if seen else [], [], scratch_of(rng), visible=visible)
     assert all(at % ALIGN == 0 and at + t.nbytes <= made.nbytes for t, at in made.offsets.items())
     of_all = lifetimes(made, branches)
@@ -254,7 +254,7 @@ def test_least_bytes_are_the_heaviest_set_alive_together(rng, n, n_streams):
     """Against every set of ranges. Two are alive together that are overwritten where all ranges
     begin at 0."""
     branches = random_branches(rng, n, n_streams)
-    made = layout(branches.nodes, [], [], scratch_of(rng), visible=visibility(branches))
+    made = layout(branches.nodes, [], [], scratch_of(rng), visible=branches)
     scratch = {node: (0, nbytes) for node, (_, nbytes) in made.scratch.items()}
     on_top = ArenaLayout(dict.fromkeys(made.offsets, 0), scratch, 0)
     together = overwritten(branches, on_top, [])

@@ -100,7 +100,7 @@ class _ForkedStep:
 
     def layout(self, lifetimes: str) -> list[Lifetime]:
         """The arena's layout with these lifetimes."""
-        visible = arena.visibility(self.branches) if lifetimes == "visibility" else None
+        visible = self.branches if lifetimes == "visibility" else None
         nodes = interleaved(self.branches) if lifetimes == "interleaved" else self.branches.nodes
         made = arena.layout(nodes, self.given, self.keep, self.scratch_bytes, (), visible)
         return lifetimes_of(made, self.branches, self.keep)

@@ -11,10 +11,13 @@ import stat
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from workbench.common import progress
+from workbench.common.errors import UsageError
+from workbench.common.output import writing
 
 WORTH_SAYING_NS = 100_000_000
 
@@ -84,6 +87,13 @@ def cache_dir() -> Path:
         if mine and stat.S_ISDIR(info.st_mode) and os.access(folder, os.W_OK):
             return folder
     return Path(tempfile.mkdtemp(prefix="workbench-kernels-"))
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Writes a kernel to the cache where the disk has room. Without the file, the next process
+    compiles again."""
+    with suppress(UsageError), writing(path) as file:
+        file.write(content)
 
 
 def _user() -> str:

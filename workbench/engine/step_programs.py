@@ -29,7 +29,7 @@ from workbench.graph.ir import Graph, Node, StepShape, Tensor
 from workbench.model.blocks import CacheStores
 from workbench.model.cache_graphs import copy_graph, shift_graph
 from workbench.model.decoder import Model, build_graph
-from workbench.program.branches import check_of, forked, on_one_stream, refuse_races
+from workbench.program.branches import CHECKS, forked, on_one_stream, refuse_races
 from workbench.program.commands import Buffer, Program
 from workbench.program.first_cell import at_cell
 from workbench.program.layout import Layout, Target, lay_out
@@ -95,7 +95,7 @@ class StepPrograms:
         self._loaded, self._config = loaded, config
         self._n_regions = n_regions(have.settled, config)
         self._toggles, self._ordering, self._n_streams = have.settled, have.ordering, have.n_streams
-        self._check = check_of(have.settled.validate)
+        self._check = CHECKS[have.settled.validate]
         self.n_unforked = 0  # programs whose branches failed that check
         self._plan_scope = have.plan_scope
         self._residents = residents

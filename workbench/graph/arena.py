@@ -105,31 +105,13 @@ class FreeList:
         self._free.insert(i, (offset, size, clock))
 
 
-class Visibility(NamedTuple):
-    """What streams know of each other.
-
-    streams: the stream of each node.
-    clocks: the clock of each node (`Branches.clocks`).
-    """
-
-    streams: Sequence[int]
-    clocks: Sequence[Clock]
-
-
-def visibility(branches: Branches) -> Visibility | None:
-    """What the streams of these branches know of each other; None where there is one stream."""
-    if branches.n_streams == 1:
-        return None
-    return Visibility(branches.streams, branches.clocks())
-
-
 def layout(
     nodes: Sequence[Node],
     inputs: Iterable[Tensor],
     keep: Iterable[Tensor],
     scratch_bytes: Callable[[Node], int],
     elsewhere: Container[Tensor] = (),
-    visible: Visibility | None = None,
+    visible: Branches | None = None,
 ) -> ArenaLayout:
     """Offsets for every activation that `nodes` make, for `inputs`, and for scratch.
 
@@ -137,7 +119,7 @@ def layout(
     keep: tensors that are read after the last node.
     elsewhere: activations that have a range outside of the arena. They get no offset, as weights
         and caches get none.
-    visible: what streams know of each other; None: all nodes are on one stream.
+    visible: the nodes on their streams; None: all nodes are on one stream.
     """
     touched = [{t.storage for t in node.inputs} for node in nodes]
     last_use = {s: i for i, read in enumerate(touched) for s in read}
@@ -175,10 +157,11 @@ def layout(
 class _Now:
     """The node at hand, and what it sees. On one stream every clock is ALL."""
 
-    def __init__(self, visible: Visibility | None):
-        self._visible = visible
-        n_streams = 1 + max(visible.streams, default=0) if visible else 0
-        self._begun = [0] * n_streams  # nodes of each stream so far, this one included
+    def __init__(self, visible: Branches | None):
+        self._visible = visible if visible and visible.n_streams > 1 else None
+        self._clocks = self._visible.clocks() if self._visible else []
+        # nodes of each stream so far, this one included
+        self._begun = [0] * (self._visible.n_streams if self._visible else 0)
         self._stream = 0
 
     def begin(self, i: int) -> Clock:
@@ -187,7 +170,7 @@ class _Now:
             return ALL
         self._stream = self._visible.streams[i]
         self._begun[self._stream] += 1
-        return self._visible.clocks[i]
+        return self._clocks[i]
 
     def nobody(self) -> list[int]:
         """The clock of bytes that no node has used."""

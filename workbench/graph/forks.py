@@ -66,7 +66,7 @@ class Branches(NamedTuple):
             own = now[stream]
             for other in waits:
                 if other != START:
-                    own = _later(own, reached[other])
+                    own = later(own, reached[other])
             found.append(tuple(own))
             own = own.copy()
             own[stream] += 1
@@ -90,7 +90,8 @@ class Branches(NamedTuple):
             earlier[self.streams[j]].append(j)
 
 
-def _later(a: Sequence[int], b: Sequence[int]) -> list[int]:
+def later(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    """The clock of what comes after both."""
     return [x if x > y else y for x, y in zip(a, b, strict=True)]
 
 
@@ -342,7 +343,7 @@ def ordered(
         for i in sorted(before, reverse=True):  # a later one may follow an earlier one
             if own[streams[i]] <= number[i]:
                 some.append(i)
-                own, own_begun = _later(own, reached[i]), own_begun or since[i]
+                own, own_begun = later(own, reached[i]), own_begun or since[i]
         if not own_begun:
             some.append(START)
         number.append(own[stream])
@@ -357,7 +358,7 @@ def ordered(
     for i in sorted(last.values(), reverse=True):
         if own[streams[i]] <= number[i]:
             joins.append(i)
-            own = _later(own, reached[i])
+            own = later(own, reached[i])
     return Branches(nodes, streams, waits, joins)
 
 

@@ -162,7 +162,6 @@ def reads(nodes: Sequence[Node], at: int, op: str, made: Tensor) -> Node | None:
 
 def product_at(nodes: Sequence[Node], at: int) -> Product | None:
     """The product that begins with node `at`, if one does."""
-
     if at >= len(nodes) or nodes[at].op not in _MULTIPLIES:
         return None
     last = mul_mat = nodes[at]

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import lt
 from typing import NamedTuple
 
-from workbench.common.sizes import round_up
 from workbench.graph.arena import ArenaLayout
 from workbench.graph.forks import Branches, Clock
-from workbench.graph.ir import ALIGN, Node, Tensor
+from workbench.graph.ir import Node, Tensor
 
 BEFORE = -1  # in place of a node's number: written before the first node
 
@@ -89,43 +88,13 @@ def overwritten(found: Sequence[Lifetime], branches: Branches) -> list[Overwritt
     gives them."""
     return [
         Overwritten(lost, by, begin, end - begin)
-        for lost, by in _alive_together(found, branches)
+        for lost, by in alive_together(found, branches)
         if (begin := max(lost.offset, by.offset))
         < (end := min(lost.offset + lost.nbytes, by.offset + by.nbytes))
     ]
 
 
-def least_bytes(found: Sequence[Lifetime], branches: Branches) -> int:
-    """The bytes that every arena needs which overwrites nothing: the most bytes of ranges that are
-    pairwise in use together. The search is exhaustive, with bounds. It is quick where few ranges
-    are in use together, as in decoders."""
-    nbytes = {one.of: round_up(one.nbytes, ALIGN) for one in found}
-    beside: dict[Tensor | Node, list[Tensor | Node]] = {one.of: [] for one in found}
-    for lost, by in _alive_together(found, branches):
-        beside[by.of].append(lost.of)
-
-    def most(all_of: int, others: Sequence[Tensor | Node], known: int) -> int:
-        """The bytes of the heaviest set, or `known` where no set has more.
-
-        all_of: the bytes in the set so far.
-        others: what may join all of the set, by first node.
-        """
-        known, left = max(known, all_of), sum(map(nbytes.__getitem__, others))
-        for one in reversed(others):
-            if all_of + left <= known:
-                break
-            left -= nbytes[one]
-            with_one = set(beside[one])
-            known = most(all_of + nbytes[one], [t for t in others if t in with_one], known)
-        return known
-
-    least = 0
-    for of, others in beside.items():
-        least = most(nbytes[of], others, least)
-    return least
-
-
-def _alive_together(
+def alive_together(
     found: Sequence[Lifetime], branches: Branches
 ) -> Iterator[tuple[Lifetime, Lifetime]]:
     """Pairs that may be in use together; first comes the one that is issued first."""

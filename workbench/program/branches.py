@@ -41,11 +41,6 @@ def on_one_stream(splits: Sequence[Split], lifetimes: str) -> list[Split]:
     ]
 
 
-def check_of(validate: str) -> Callable[[Sequence[Split], Layout, Program], str]:
-    """What checks a step with branches: (splits, layout, program) -> what is wrong, in words."""
-    return _CHECKS[validate]
-
-
 def _writes(splits: Sequence[Split], layout: Layout, program: Program) -> str:
     """llama.cpp's check: whether nodes that may run side by side write the same bytes. It does not
     look at what they read."""
@@ -82,7 +77,8 @@ def told(race: Race, program: Program) -> str:
     )
 
 
-_CHECKS: dict[str, Callable[[Sequence[Split], Layout, Program], str]] = {
+# what checks a step with branches: (splits, layout, program) -> what is wrong, in words
+CHECKS: dict[str, Callable[[Sequence[Split], Layout, Program], str]] = {
     Validate.OFF: lambda splits, layout, program: "",
     Validate.WRITES: _writes,
     Validate.ALL: _everything,

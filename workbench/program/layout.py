@@ -10,7 +10,7 @@ from typing import NamedTuple
 from workbench.common.sizes import round_up
 from workbench.config import HostSource, Lifetimes, Results
 from workbench.graph import arena
-from workbench.graph.forks import chained, interleaved
+from workbench.graph.forks import Branches, chained, interleaved
 from workbench.graph.ir import ALIGN, Graph, Kind, Node, Tensor
 from workbench.program.commands import HOST, Buffer, Range, Space
 from workbench.program.split import Split
@@ -77,17 +77,6 @@ class Layout(NamedTuple):
             found[t] = Range(landing, at, t.nbytes)
             at += t.nbytes
         return found
-
-    def in_arena(self, backend: int) -> arena.ArenaLayout:
-        """The arena of a backend, as `graph/lifetimes.py` wants it. It is as large as the largest
-        step so far."""
-        memory = self.known[f"arena.{backend}"]
-        mine, both = self.ranges[backend].items(), self.scratch.items()
-        return arena.ArenaLayout(
-            {t: r.offset for t, r in mine if r.buffer is memory},
-            {node: (r.offset, r.nbytes) for node, r in both if r.buffer is memory},
-            memory.nbytes,
-        )
 
 
 def lay_out(
@@ -159,17 +148,15 @@ def lay_out(
     return layout
 
 
-def _in_order(
-    parts: Sequence[Split], lifetimes: str
-) -> tuple[Sequence[Node], arena.Visibility | None]:
-    """What the arena is given of a backend's splits: the nodes in order, and what each stream knows
-    of the others. None for the latter where the arena is to know of no streams."""
+def _in_order(parts: Sequence[Split], lifetimes: str) -> tuple[Sequence[Node], Branches | None]:
+    """What the arena is given of a backend's splits: the nodes in order, and these nodes on their
+    streams. None for the latter where the arena is to know of no streams."""
     if not any(part.forked for part in parts):
         return [node for part in parts for node in part.nodes], None
     branches = chained([part.branches for part in parts])
     if lifetimes == Lifetimes.INTERLEAVED:
         return interleaved(branches), None
-    return branches.nodes, arena.visibility(branches) if lifetimes == Lifetimes.VISIBILITY else None
+    return branches.nodes, branches if lifetimes == Lifetimes.VISIBILITY else None
 
 
 def _is_direct(graph: Graph, ordering: Ordering, last: Target) -> bool:

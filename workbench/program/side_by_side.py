@@ -13,10 +13,9 @@ Pure: a program goes in, numbers of its commands come out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from workbench.program.commands import Command, Launch, Program, Record, Replay, Stream, Wait
+from workbench.program.commands import Launch, Program, Record, Stream, Wait
 
 Number = tuple[int, int]  # a command's number, and its number in its plan; 0 outside of plans
 
@@ -79,7 +78,7 @@ def _pieces(program: Program) -> list[_Piece]:
             clock[stream] = clock.get(stream, 0) + 1
         return clock
 
-    for number, command in _in_order(program):
+    for _, index, command, part in program.located():
         match command:
             case Record(forks=True):
                 recorded[command.event] = dict(cut(command.stream))
@@ -93,12 +92,6 @@ def _pieces(program: Program) -> list[_Piece]:
                     clock = clocks.setdefault(stream, {})
                     under_way[stream] = _Piece(stream, clock.get(stream, 0), dict(clock))
                     found.append(under_way[stream])
-                under_way[stream].numbers.append(number)
+                under_way[stream].numbers.append((index, part or 0))
                 under_way[stream].launches.append(command)
     return found
-
-
-def _in_order(program: Program) -> Iterator[tuple[Number, Command]]:
-    for number, command in enumerate(program.commands):
-        parts = command.parts if isinstance(command, Replay) else (command,)
-        yield from (((number, part), one) for part, one in enumerate(parts))

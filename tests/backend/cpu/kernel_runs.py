@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 
 import numpy as np
 
 from workbench.backend.cpu.kernels import op_table
 from workbench.backend.issue import args
-from workbench.graph.ir import Node, Tensor
+from workbench.graph.ir import DType, Node, Tensor
 
 GUARD = 256  # bytes before and after every output
 PARTS = (1, 2, 3, 5)
@@ -21,6 +22,19 @@ def words(values: args.Args) -> np.ndarray:
         struct.unpack("<q", struct.pack("<d", v))[0] if isinstance(v, float) else v for v in values
     ]
     return np.array(bits, np.int64)
+
+
+def repack(dst: int, src: int, dtype: DType, rows: int, cols: int, layout: str) -> None:
+    """Copies a weight in the file's layout at address src to address dst, in `layout` (about
+    10 GB/s).
+
+    The ranges must not overlap; dst has `repacked_bytes`. Runs without the GIL.
+    """
+    if layout == "file":
+        ctypes.memmove(dst, src, rows * dtype.row_bytes(cols))
+        return
+    args = (ctypes.c_int64 * 4)(dst, src, rows, cols)
+    op_table.kernel(("repack", dtype.name)).ctypes(ctypes.addressof(args), 0, 1)
 
 
 def _call(node: Node, given: Arrays, out: int, scratch: int, parts, n_parts, layout, isa=None):

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from tests import draws
 from tests.attention import stored
-from tests.backend.cpu.kernel_runs import check_shares, run, run_parts
+from tests.backend.cpu.kernel_runs import check_shares, repack, run, run_parts
 from tests.draws import Draw
 from tests.oracles.dequantize import dequantize
 from tests.profiles import examples
@@ -157,7 +157,7 @@ def test_get_rows_gives_the_reference_bits(dtype: DType) -> None:
     assert np.array_equal(out[:5], other[ids[:5]])
     if dtype in ir.QUANTISED:
         packed = np.zeros(op_table.repacked_bytes(dtype, 11, 512, "rows16"), np.uint8)
-        op_table.repack(packed.ctypes.data, raw.ctypes.data, dtype, 11, 512, "rows16")
+        repack(packed.ctypes.data, raw.ctypes.data, dtype, 11, 512, "rows16")
         assert np.array_equal(_rows(dtype, packed, (11, 512), ids, "rows16")[:5], out[:5])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.backend.cpu.kernel_runs import check_shares, run, run_parts
+from tests.backend.cpu.kernel_runs import check_shares, repack, run, run_parts
 from tests.oracles.dequantize import dequantize
 from tests.profiles import share
 from workbench.backend.cpu.compile import host_isas
@@ -49,7 +49,7 @@ class Case:
         size = op_table.repacked_bytes(self.dtype, self.rows, self.cols, layout)
         guarded = np.full(size + 128, 0xA5, np.uint8)
         source = np.ascontiguousarray(self.blocks)
-        op_table.repack(
+        repack(
             int(guarded.ctypes.data) + 64, int(source.ctypes.data), self.dtype, self.rows,
             self.cols, layout,
         )  # fmt: skip
@@ -162,7 +162,7 @@ def test_instruction_sets_and_layouts_are_chosen() -> None:
         assert available(every | {lacking: False})[0].name != "avx512vnni"
     assert [isa.name for isa in available({"avx2": True, "fma": True})] == ["avx2", "generic"]
     for dtype in WEIGHT_DTYPES:
-        layout = op_table.weight_layout(dtype, 17, 256)
+        layout = op_table.weight_layout(dtype)
         rows = 32 if layout == "rows16" else 17
         assert op_table.repacked_bytes(dtype, 17, 256, layout) == rows * dtype.row_bytes(256)
         assert (layout == "rows16") == (dtype in QUANTISED)

@@ -233,7 +233,7 @@ def compile_ptx(name: str, source: bytes, defines: Sequence[str] = ()) -> str:
     key = hashlib.sha256(decides.encode()).hexdigest()[:24]
     kept = nvrtc.cache_dir() / f"{name}-{arch}-{key}.ptx"
     if not kept.is_file():
-        nvrtc._keep(kept, compiled(name, source, headers, defines, [f"-arch={arch}"])[0])
+        nvrtc.compiled.keep(kept, compiled(name, source, headers, defines, [f"-arch={arch}"])[0])
     return kept.read_text()
 
 

@@ -19,7 +19,7 @@ from tests.draws import Draw
 from tests.gpu.test_cuda_attention_ways import masks
 from tests.profiles import examples, rest, tiers
 from workbench.backend.cuda.device import weights
-from workbench.backend.cuda.kernels import attending, nvrtc, op_table
+from workbench.backend.cuda.kernels import attention, attention_plain, nvrtc, op_table
 from workbench.backend.cuda.kernels.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernels.attention_plain import TokenCounts, tile_grid, vec_grid
 from workbench.backend.cuda.kernels.kernel import Kernel, Operands, blocks
@@ -155,7 +155,10 @@ def one(dim: int, k: str, v: str, kernel: str, way: str, regions: int, sinks: bo
     shape = AttentionShape(
         12, 8, 2, dim, 512, regions, way, "stream_k", sinks, kernel, k, v
     )  # fmt: skip
-    return attending.launches(shape, AttentionAt(*range(0, 160, 16)), 1.0, False)
+    at = AttentionAt(*range(0, 160, 16))
+    if attention.is_mma(shape):
+        return attention.launches(shape, at, 1.0, False)
+    return attention_plain.launches(shape, at, 1.0)
 
 
 @pytest.mark.timeout(0)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.planes import planes, repacked
 from workbench.backend.cuda.device import weights as cuda_weights
-from workbench.backend.cuda.device.weights import MOST_TOKENS, Uploader, refuses
+from workbench.backend.cuda.device.weights import KINDS, Uploader, refuses
 from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.common.errors import DeviceError
 from workbench.graph import ir
@@ -187,10 +187,7 @@ def test_a_type_without_a_kernel_is_refused(monkeypatch):
     for dtype in ir.WEIGHT_DTYPES:
         for tokens in (1, 8, 9, 512):
             assert refused(dtype, tokens) == refused(dtype, tokens, activations="float") == ""
-    monkeypatch.setitem(MOST_TOKENS, ("mul_mat", "F16"), 8)
-    assert refused(ir.F16, 8) == ""
-    why = refused(ir.F16, 9)
-    assert "no mul_mat kernel for F16 weights and 9 tokens; use a smaller n_ubatch" in why
-    monkeypatch.delitem(MOST_TOKENS, ("mul_mat_float", "Q4_K"))
+    fewer = tuple(kind for kind in KINDS if kind != ("mul_mat_float", "Q4_K"))
+    monkeypatch.setattr(cuda_weights, "KINDS", fewer)
     why = refused(ir.Q4_K, 1)
     assert "no mul_mat_float kernel for Q4_K weights" in why and "\n" not in why

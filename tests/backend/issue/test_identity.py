@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.backend.cpu.device.ring import KernelBlock
+from workbench.backend.cpu.device.ring import MemoryBlock
 from workbench.backend.cuda.device.graph_nodes import GraphArguments
 from workbench.backend.issue.issued import Issued, Looks, Plannable, Words, changed, together
 
@@ -27,7 +27,7 @@ def block(kind: str, fields: list[int]) -> Any:
     if kind == "words":
         return Words(list(fields), POINTERS)
     if kind == "memory":
-        return KernelBlock(array("q", [9, 1, len(fields), *fields]), POINTERS, 3, len(fields))
+        return MemoryBlock(array("q", [9, 1, len(fields), *fields]), POINTERS, 3, len(fields))
     both = (ctypes.c_int64 * (2 * len(fields)))(*fields)
     return GraphArguments(both, len(fields), POINTERS, 77, (1, 1))
 

@@ -26,7 +26,7 @@ from workbench.backend.issue.args import AddressOf
 from workbench.backend.issue.bind import Launching
 from workbench.backend.issue.issued import Issued
 from workbench.common.errors import DeviceError
-from workbench.program.commands import COMPUTE_STREAM, Launch, Program, Replay, Space
+from workbench.program.commands import COMPUTE_STREAM, Launch, Program, Space
 
 CELLS, CELL_WORDS = 64, 2  # as in kernels/launch_span.cuh
 NOTE_BYTES = 8 * CELL_WORDS * CELLS
@@ -69,7 +69,9 @@ class LaunchNotes(Launching):
         self.n_silent = 0
         self._first: dict[Launch, int] = {}  # a launch's first note
         self._n = [0] * len(backends)
-        for number, part, command in _launches(program):
+        for _, number, command, part in program.located():
+            if not isinstance(command, Launch) or command.by_host:
+                continue
             if backends[command.stream.backend].note_bytes:
                 self._seat(number, part, command)
         self._device: dict[int, Memory] = {}
@@ -161,12 +163,3 @@ def times_of(notes: np.ndarray) -> np.ndarray:
     words = notes.view(np.uint64).reshape(-1, CELLS, CELL_WORDS).min(axis=1)
     words[:, 1] = ~words[:, 1]
     return words
-
-
-def _launches(program: Program) -> Iterator[tuple[int, int | None, Launch]]:
-    """The launches on devices, each with the number of its command, and its number in a plan."""
-    for number, command in enumerate(program.commands):
-        plan = isinstance(command, Replay)
-        for part, one in enumerate(command.parts if isinstance(command, Replay) else (command,)):
-            if isinstance(one, Launch) and not one.by_host:
-                yield number, part if plan else None, one

@@ -204,8 +204,9 @@ class StampRings:
     """The rings of one engine, each made when it is first asked for. n_pairs: the pairs of a
     ring."""
 
-    def __init__(self, n_pairs: int = N_PAIRS):
-        self.n_pairs = n_pairs
+    n_pairs = N_PAIRS
+
+    def __init__(self) -> None:
         self._rings: dict[tuple[Backend, int], StampRing] = {}
 
     def of(self, backend: Backend, stream: int) -> StampRing:

@@ -35,8 +35,6 @@ from workbench.backend.clock import stamps
 from workbench.backend.cpu.isa import Isa, available
 from workbench.backend.cpu.kernels.vector import Body, Emit, Value
 from workbench.backend.plan import gate
-from workbench.common.errors import UsageError
-from workbench.common.output import writing
 from workbench.model import draw_weights
 
 ENTRY = "kernel"  # the function's name in its text
@@ -112,16 +110,9 @@ def _of_text(text: str, folder: Path, by_name: Path) -> bytes:
         begun_ns = time.perf_counter_ns()
         code = _machine_code(text)
         compiled.took(begun_ns, folder)
-        _keep(by_text, hashlib.sha256(code).digest() + code)
-    _keep(by_name, by_text.name.encode())
+        compiled.keep(by_text, hashlib.sha256(code).digest() + code)
+    compiled.keep(by_name, by_text.name.encode())
     return code
-
-
-def _keep(path: Path, content: bytes) -> None:
-    """Writes the file where the disk has room. Without the file, the next process compiles
-    again."""
-    with suppress(UsageError), writing(path) as file:
-        file.write(content)
 
 
 def _read(path: Path) -> bytes | None:

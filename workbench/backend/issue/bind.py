@@ -48,14 +48,14 @@ class Launching:
         return None
 
 
-class LandingBlock:
+class LandingBlock(Block):
     """The arguments of a command that writes to a `Landing`. There is a command for each block of
     the landing; these are the arguments of the one for the block where results land next.
 
     each: the command for each block.
     """
 
-    __slots__ = ("_each", "landing", "pointers")
+    __slots__ = ("_each", "landing")
 
     def __init__(self, landing: Landing, each: Sequence[Issued]):
         self.landing = landing
@@ -69,17 +69,11 @@ class LandingBlock:
     def __len__(self) -> int:
         return len(self.current)
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.current)
-
     def __getitem__(self, field: int) -> int:
         return self.current[field]
 
     def __setitem__(self, field: int, value: int) -> None:
         self.current[field] = value
-
-    def held(self, field: int) -> tuple[LandingBlock, int]:
-        return self, field
 
     def taken(self) -> bytes:
         return self.current.taken()

@@ -8,10 +8,10 @@ are the bytes sorted into addresses and values.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 
 class Address(int):
@@ -25,7 +25,7 @@ class Address(int):
     __radd__ = __add__
 
 
-class Block(Protocol):
+class Block:
     """The argument block of a prepared command: fields of 8 bytes, patchable between two calls. A
     patched field holds for every later call.
 
@@ -33,33 +33,36 @@ class Block(Protocol):
         bits.
     """
 
+    __slots__ = ("pointers",)
     pointers: tuple[int, ...]
 
-    def __len__(self) -> int: ...
+    # no ABC: to ask for its class would be slow
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-    def __iter__(self) -> Iterator[int]: ...
+    def __getitem__(self, field: int) -> int:
+        raise NotImplementedError
 
-    def __getitem__(self, field: int) -> int: ...
+    def __setitem__(self, field: int, value: int) -> None:
+        raise NotImplementedError
 
-    def __setitem__(self, field: int, value: int) -> None: ...
+    def __iter__(self) -> Iterator[int]:
+        return map(self.__getitem__, range(len(self)))
 
     def held(self, field: int) -> tuple[Any, int]:
         """The object that holds a field, and the field's number there: for patches of every
         token."""
+        return self, field
 
     def taken(self) -> bytes:
         """All fields as they are now, 8 bytes each."""
+        return array("q", self).tobytes()
 
 
-def as_bytes(fields: Iterable[int]) -> bytes:
-    """Fields of a block, 8 bytes each."""
-    return array("q", fields).tobytes()
-
-
-class Words:
+class Words(Block):
     """A Block in memory that the command reads: `words`, a mutable sequence of int64."""
 
-    __slots__ = ("_words", "pointers")
+    __slots__ = ("_words",)
 
     def __init__(self, words: Any, pointers: tuple[int, ...]):
         self._words = words
@@ -79,9 +82,6 @@ class Words:
 
     def held(self, field: int) -> tuple[Any, int]:
         return self._words, field
-
-    def taken(self) -> bytes:
-        return as_bytes(self)
 
 
 EMPTY: Block = Words([], ())

@@ -38,8 +38,8 @@ def _array(block: Memory) -> Any:
     return block.array
 
 
-def _nobody() -> None:
-    """In place of a weak reference: no array of the block has been handed out."""
+def nobody() -> None:
+    """In place of a weak reference: there is no object yet."""
 
 
 class Landing:
@@ -57,7 +57,7 @@ class Landing:
         # on another array would not be: it may die before its views.
         kind = ctypes.c_uint8 * nbytes
         self._buffers: list[Any] = [kind.from_buffer(_array(b)) for b in self.blocks]
-        self._held: list[Callable[[], np.ndarray | None]] = [_nobody] * N_BLOCKS
+        self._held: list[Callable[[], np.ndarray | None]] = [nobody] * N_BLOCKS
         self.now = 0  # number of the block that results land in
         self._reserved: int | None = None  # the number of the block after it, if it was chosen
         self._early: np.ndarray | None = None  # the array of the next `take`, made in advance

@@ -15,7 +15,7 @@ bound program never changes. Stamps, notes or a gate are asked for when it is bo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,23 +24,9 @@ from workbench.backend.issue.bind import Binding, Launching
 from workbench.backend.issue.issued import Issued, Plannable, in_order
 from workbench.backend.plan.ahead import number_ahead
 from workbench.backend.plan.gate import Gate
-from workbench.backend.plan.life import Gated, Plans
+from workbench.backend.plan.life import Gated, Planned, Plans
 from workbench.program.commands import Buffer, Program, Read, Sync, Write
 from workbench.program.first_cell import at_cell
-
-
-class Call(Protocol):
-    """Issues a command of a device, as often as wanted.
-
-    call: issues it.
-    replayed: the recording that the latest call launched; None where it issued commands one by one.
-    """
-
-    @property
-    def call(self) -> Issue: ...
-
-    @property
-    def replayed(self) -> Captured | None: ...
 
 
 class Prepared:
@@ -85,7 +71,7 @@ class Prepared:
         self.launches = launches or Launching()
         self.binding = Binding(program, backends, memory, known, self.launches, gate)
         self.issued: dict[int, Issued] = {}
-        self._calls: dict[int, Call] = {}  # of plans, by number of the command
+        self._calls: dict[int, Planned | Gated] = {}  # of plans, by number of the command
         calls = self._bound(None if plans is None else plans.call_of(program, gate))
         n = program.first_of_tail
         at = None if gate is None else number_ahead(program)
@@ -104,7 +90,7 @@ class Prepared:
             self._part(self.number_ahead, late)
         self._n_reads = sum(isinstance(command, Read) for command in program.commands)
 
-    def _bound(self, call_of: Callable[[Plannable], Call | None] | None) -> list[Issue]:
+    def _bound(self, call_of: Callable[[Plannable], Planned | Gated] | None) -> list[Issue]:
         """The call of each command. call_of: makes the calls of plans."""
         made: list[Issue] = []
         for number, command in enumerate(self._program.commands):
@@ -112,14 +98,11 @@ class Prepared:
                 made.append(self.binding.call(command))
                 continue
             issued = self.issued[number] = self.binding.issued(command)
-            call = None
             if call_of is not None and isinstance(issued, Plannable):
-                call = call_of(issued)
-            if call is None:
-                made.append(issued.call)
-            else:
-                self._calls[number] = call
+                call = self._calls[number] = call_of(issued)
                 made.append(call.call)
+            else:
+                made.append(issued.call)
         return made
 
     def _gated(self, number: int) -> Gated | None:

@@ -49,7 +49,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from workbench.backend.base import Backend, Captured
 from workbench.backend.issue.issued import Identity, Plannable, changed
-from workbench.backend.issue.landing import landing_in
+from workbench.backend.issue.landing import landing_in, nobody
 from workbench.backend.plan.gate import COUNTS as GATE_COUNTS
 from workbench.backend.plan.gate import Gate
 from workbench.common.errors import DeviceError
@@ -109,7 +109,7 @@ class Plan:
         self.recorded: Identity | None = None
         self.uid = self.alike = 0
         self.used = 0.0
-        self.work: Callable[[], Plannable | None] = _nobody
+        self.work: Callable[[], Plannable | None] = nobody
         self.queue: Callable[[Callable[[], Any]], Any] | None = None
 
     def launch(self) -> None:
@@ -130,10 +130,6 @@ class Plan:
         captured, self.captured, self.recorded, self.fits = self.captured, None, None, False
         if captured is not None:
             captured.destroy()
-
-
-def _nobody() -> None:
-    """In place of a weak reference: no work has come yet."""
 
 
 # calls ------------------------------------------------------------------------------------------
@@ -317,7 +313,7 @@ class Plans:
 
     def call_of(
         self, program: Program, gate: Gate | None = None
-    ) -> Callable[[Plannable], Planned | Gated | None] | None:
+    ) -> Callable[[Plannable], Planned | Gated] | None:
         """A function that makes the call of each plan of a program, asked in the order of the
         plans; None where the program replays none. gate: of an engine that launches ahead."""
         if self.policy is None:

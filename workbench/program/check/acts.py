@@ -15,12 +15,11 @@ the plan alone:
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
+from workbench.common.collector import nothing_collected
 from workbench.graph import ops
 from workbench.graph.ir import Kind, Node
 from workbench.program import commands as cmd
@@ -108,7 +107,9 @@ class StepActs:
         self._recorded: set[str] = set()  # events, in the plan under way
         self._drafts: list[Act | None] = []  # none: the next accessor's
         drafted = []
-        with _nothing_collected():
+        # The collector looks at every object again whenever enough new ones stay. It would take
+        # half the time of a million commands.
+        with nothing_collected():
             for self._program, program in enumerate(programs):
                 self._drafts = []
                 number = 0
@@ -281,19 +282,6 @@ _ACTS: dict[type[cmd.Command], Callable[[StepActs, int, Any], None]] = {
     cmd.Replay: StepActs._replay,
 }
 _IN_A_PLAN = "in a plan"  # an event of this name outside is another
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Without Python's garbage collector, which looks at every object again whenever enough new
-    ones stay. It would take half the time of a million commands."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _merged(acts: Iterable[Act]) -> Iterator[Act]:

@@ -13,6 +13,8 @@ Mattern 1988). The host needs no number: everything issued later comes after wha
 
 from collections.abc import Hashable, Iterable, Sequence
 
+from workbench.graph.forks import later
+
 Clock = list[int]  # of each timeline, the number of its latest work that is over
 HOST_CLOCK, EARLY_CLOCK = -1, -2  # in place of a timeline: work that begins at the host's, or early
 
@@ -51,7 +53,7 @@ class Clocks:
     def early(self, t: int, accessor: int, looks: Sequence[int], marks: Sequence[int]) -> None:
         """As `in_order`, but the accesses may come before earlier work of t is over: at any time
         after the gate of t and the issue."""
-        self._look(_later(self.gates[t], self.host), EARLY_CLOCK, accessor, looks)
+        self._look(later(self.gates[t], self.host), EARLY_CLOCK, accessor, looks)
         self._enter(t, accessor, marks)
 
     def loose(self, t: int, accessor: int, looks: Sequence[int], marks: Sequence[int]) -> None:
@@ -106,20 +108,16 @@ class Clocks:
     # inside -------------------------------------------------------------------------------------
 
     def _follow(self, t: int, reached: Clock) -> None:
-        self.streams[t] = _later(self._issued(t), reached)
-        self.gates[t] = _later(self.gates[t], reached)
+        self.streams[t] = later(self._issued(t), reached)
+        self.gates[t] = later(self.gates[t], reached)
 
     def _know(self, clock: Clock) -> None:
-        self.host = _later(self.host, clock)
+        self.host = later(self.host, clock)
         self._host_version += 1
 
     def _issued(self, t: int) -> Clock:
         """The clock of t's next work: after t's earlier work, and after what the host knows."""
         if self._seen_version[t] != self._host_version:
             self._seen_version[t] = self._host_version
-            self.streams[t] = _later(self.streams[t], self.host)
+            self.streams[t] = later(self.streams[t], self.host)
         return self.streams[t]
-
-
-def _later(a: Clock, b: Clock) -> Clock:
-    return [x if x > y else y for x, y in zip(a, b, strict=True)]

@@ -36,13 +36,7 @@ from workbench.backend.base import Captured, DeviceClock, Issue
 from workbench.backend.cpu.device import base, loops, signals
 from workbench.backend.cpu.device.loops import record
 from workbench.backend.cpu.device.recorded import EmbeddedPlan
-from workbench.backend.cpu.device.ring import (
-    RecordBlock,
-    Ring,
-    WaitBlock,
-    aligned_zeros,
-    command_words,
-)
+from workbench.backend.cpu.device.ring import MemoryBlock, Ring, aligned_zeros, command_words
 from workbench.backend.cpu.kernels import op_table
 from workbench.backend.issue.args import AddressOf
 from workbench.backend.issue.issued import Issued, Plannable, Words, together
@@ -180,7 +174,7 @@ class EmbeddedDevice(base.CpuBackend):
         return memory
 
     def layout_of(self, weight: Tensor) -> str:
-        return op_table.weight_layout(weight.dtype, weight.rows, weight.cols)
+        return op_table.weight_layout(weight.dtype)
 
     def _retire(self, address: int, block: np.ndarray) -> None:
         """Forgets the memory at `address`; keeps `block` until all work queued so far is done."""
@@ -252,7 +246,7 @@ class EmbeddedDevice(base.CpuBackend):
     def record(self, event: Event, stream: int) -> Issued:
         ring = self.streams[stream]
         event.rings[ring.address + loops.COMPLETED] = ring
-        block = RecordBlock(array("q", (event.address,)), (0,), 0, 1)
+        block = MemoryBlock(array("q", (event.address,)), (0,), 0, 1)
         control, address = ring.address, block.address
 
         def issue(_kept: object = (event, block)) -> None:
@@ -264,7 +258,7 @@ class EmbeddedDevice(base.CpuBackend):
         ring = self.streams[stream]
         ring.start()
         command = command_words(loops.AWAIT, 1, (0, 0, ring.address))
-        block = WaitBlock(array("q", (event.address, *command)), (0,), 0, 1)
+        block = MemoryBlock(array("q", (event.address, *command)), (0,), 0, 1)
         control, address, slow = ring.address, block.address, ring.push_slowly
 
         def issue(_kept: object = (event, block)) -> None:

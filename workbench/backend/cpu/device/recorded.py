@@ -28,14 +28,7 @@ from typing import Any, NamedTuple
 from workbench.backend.base import NO_PART, Captured, Issue
 from workbench.backend.cpu.device import loops, signals
 from workbench.backend.cpu.device.loops import push_walks
-from workbench.backend.cpu.device.ring import (
-    KernelBlock,
-    RecordBlock,
-    Ring,
-    WaitBlock,
-    aligned_zeros,
-    command_words,
-)
+from workbench.backend.cpu.device.ring import MemoryBlock, Ring, aligned_zeros, command_words
 from workbench.backend.issue.bind import LandingBlock
 from workbench.backend.issue.issued import Issued, Plannable
 from workbench.common.errors import DeviceError
@@ -71,14 +64,12 @@ class _Nodes:
             self.all.append(_Node(stream, NO_PART, (loops.AWAIT_LIST, begin)))
         for number, (part, stream) in enumerate(zip(work.recorded, work.streams, strict=True)):
             for leaf in _leaves(part):
-                block = _block(leaf)
-                add = _ADD.get(type(block), _refuse)
-                add(self, _Node(stream, number, leaf.same, block))
+                self._add(stream, number, leaf)
         for stream in others:
             end = self._raised(stream, NO_PART)
             self.all.append(_Node(work.stream, NO_PART, (loops.AWAIT_LIST, end)))
         if work.end is not None:
-            self._kernel(_Node(work.stream, NO_PART, work.end.same, _block(work.end)))
+            self._add(work.stream, NO_PART, work.end)
         self.blocks = {i: node.block for i, node in enumerate(self.all) if node.block is not None}
         if not self.blocks:
             raise DeviceError("a plan without launches and copies; capture at least one")
@@ -92,34 +83,29 @@ class _Nodes:
         self.all.append(_Node(stream, part, (loops.RAISE, signal)))
         return signal
 
-    def _kernel(self, node: _Node) -> None:
-        self.all.append(node)
-
-    def _record(self, node: _Node) -> None:
-        self._recorded[node.block[0]] = node.stream, self._raised(node.stream, node.part)
-
-    def _wait(self, node: _Node) -> None:
-        event = node.block[0]
-        if event not in self._recorded:
-            raise DeviceError("a plan waits for an event that it does not record; record it first")
-        by, signal = self._recorded[event]
-        if by != node.stream:
-            self.all.append(_Node(node.stream, node.part, (loops.AWAIT_LIST, signal)))
-
-
-def _refuse(nodes: _Nodes, node: _Node) -> None:
-    raise DeviceError(
-        f"a {node.work[0]} copy takes its bytes at the call, so no plan can have it; use "
-        "host_source=pinned or plan_scope=split"
-    )
+    def _add(self, stream: int, part: int, leaf: Issued) -> None:
+        """Adds the nodes of a command, by its kind. Only a kernel has its function there."""
+        kind, block = leaf.same[0], _block(leaf)
+        if kind == "record":
+            self._recorded[block[0]] = stream, self._raised(stream, part)
+        elif kind == "wait":
+            if block[0] not in self._recorded:
+                raise DeviceError(
+                    "a plan waits for an event that it does not record; record it first"
+                )
+            by, signal = self._recorded[block[0]]
+            if by != stream:
+                self.all.append(_Node(stream, part, (loops.AWAIT_LIST, signal)))
+        elif kind == "snapshot":
+            raise DeviceError(
+                f"a {kind} copy takes its bytes at the call, so no plan can have it; use "
+                "host_source=pinned or plan_scope=split"
+            )
+        else:
+            self.all.append(_Node(stream, part, leaf.same, block))
 
 
 _DESTROYED = "this plan is destroyed; capture its commands again"
-_ADD: dict[type, Callable[[_Nodes, _Node], None]] = {
-    KernelBlock: _Nodes._kernel,
-    RecordBlock: _Nodes._record,
-    WaitBlock: _Nodes._wait,
-}
 
 
 def _leaves(issued: Issued) -> Sequence[Issued]:
@@ -194,7 +180,7 @@ class EmbeddedPlan(Captured):
         self._make_launchable(nodes.blocks)
         self.instantiate_ns = time.perf_counter_ns() - start - self.capture_ns
 
-    def _make_launchable(self, blocks: Mapping[int, KernelBlock]) -> None:
+    def _make_launchable(self, blocks: Mapping[int, MemoryBlock]) -> None:
         """blocks: of the nodes whose entries are missing, or have changed."""
         for i, node in self._orders.items():
             command = self._lists.command(i, node)
@@ -221,7 +207,7 @@ class EmbeddedPlan(Captured):
     def _entry(self, node: int) -> int:
         return int(self._memory.ctypes.data) + self._lists.entry_of[node] * loops.ENTRY_BYTES
 
-    def _fill(self, blocks: Mapping[int, KernelBlock]) -> None:
+    def _fill(self, blocks: Mapping[int, MemoryBlock]) -> None:
         """Writes the entries of kernels. blocks: by node."""
         base, entry_of = int(self._memory.ctypes.data), self._lists.entry_of
         for node, block in blocks.items():
@@ -290,10 +276,10 @@ class EmbeddedPlan(Captured):
 
     def _changed_blocks(
         self, work: Plannable, changed: Sequence[int] | None
-    ) -> Mapping[int, KernelBlock] | None:
+    ) -> Mapping[int, MemoryBlock] | None:
         """The blocks of nodes that may have changed; None where the topology has changed."""
         if changed is not None and all(part in self._nodes_of for part in changed):
-            found: dict[int, KernelBlock] = {}
+            found: dict[int, MemoryBlock] = {}
             recorded = work.recorded
             for part in changed:
                 blocks = map(_block, _leaves(recorded[part]))

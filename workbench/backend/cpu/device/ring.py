@@ -16,7 +16,7 @@ import numpy as np
 
 from workbench.backend.cpu.device import loops, signals
 from workbench.backend.cpu.device.loops import push
-from workbench.backend.issue.issued import Issued
+from workbench.backend.issue.issued import Block, Issued
 from workbench.common.errors import DeviceError
 
 
@@ -46,16 +46,16 @@ def _float_bits(number: float) -> int:
     return struct.unpack("<q", struct.pack("<d", number))[0]
 
 
-class MemoryBlock:
-    """The argument block of a command that compiled code reads. Its class says which command it is;
-    a plan records the command by its class (`recorded.py`), with a copy of the block's words.
+class MemoryBlock(Block):
+    """The argument block of a command that compiled code reads. A plan has a copy of the block's
+    words (`recorded.py`).
 
     memory: all of the command, int64.
     address: of `memory`.
     first, n: the first word that is a field, and the number of fields.
     """
 
-    __slots__ = ("address", "first", "memory", "n", "pointers")
+    __slots__ = ("address", "first", "memory", "n")
 
     def __init__(self, memory: array[int], pointers: tuple[int, ...], first: int, n: int):
         self.memory = memory
@@ -88,24 +88,6 @@ class MemoryBlock:
         return self.first + field
 
 
-class KernelBlock(MemoryBlock):
-    """The command of `push` for a kernel or a copy. Its fields are the arguments."""
-
-    __slots__ = ()
-
-
-class RecordBlock(MemoryBlock):
-    """The block of `record`: the event's address."""
-
-    __slots__ = ()
-
-
-class WaitBlock(MemoryBlock):
-    """The block of `push_wait`: the event's address, then a command of `await_kernel`."""
-
-    __slots__ = ()
-
-
 @cache
 def kernel_work(function: int, parts: int) -> tuple[int, int]:
     """`Issued.same` of a kernel. All its launches share one object, which spares the garbage
@@ -115,9 +97,9 @@ def kernel_work(function: int, parts: int) -> tuple[int, int]:
 
 def kernel_block(
     function: int, parts: int, args: Sequence[int | float], pointers: tuple[int, ...]
-) -> KernelBlock:
+) -> MemoryBlock:
     """A kernel's command for `push`, with the arguments as fields. Raises DeviceError."""
-    return KernelBlock(command_words(function, parts, args), pointers, 3, len(args))
+    return MemoryBlock(command_words(function, parts, args), pointers, 3, len(args))
 
 
 class Ring:

@@ -170,7 +170,7 @@ def _attention(
                         # past n_kv, the last cell stands in, with mask -inf
                         cell = base + e.min(cell0 + c, a.n_kv - 1)
                         for types, cells, tile in ((k_cells, a.k, k_tile), (v_cells, a.v, v_tile)):
-                            at = cells + types.offset(cell, kv_cols, kv_head, head_dim)
+                            at = cells + types.nbytes(cell * kv_cols + kv_head * head_dim)
                             _widen(e, types, at, tile, c, head_dim, dim)
                     n_cells = e.min(a.n_kv - cell0, CELLS)
                     with pairs() as (token, _, state):

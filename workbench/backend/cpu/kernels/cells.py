@@ -1,4 +1,5 @@
-"""The types that K and V have in the cache: how kernels read and write them.
+"""The types that K and V have in the cache: how kernels read and write them. Float weights are
+read in the same way.
 
 A row of the cache is a cell, (kv_heads * head_dim) elements of one type.
 """
@@ -15,8 +16,8 @@ from workbench.graph.ir import CACHE_DTYPES, Q8_0, DType
 class CellType(NamedTuple):
     """A type of cells.
 
-    load: n float32 of a head's elements from number `at` on. n is 16 or 1, and `at` a multiple of
-        n. The head begins at address `src`.
+    load: n float32 of a head's elements from number `at` on. The head begins at address `src`. Of
+        a type with blocks, n is 16 or 1, and `at` a multiple of n.
     store: n float32 from one address to another. n is 16, 1, or a block.
     """
 
@@ -24,13 +25,14 @@ class CellType(NamedTuple):
     load: Callable[[Emit, Value, Value, int], Value]
     store: Callable[[Emit, Value, Value, int], None]
 
-    def offset(self, cell: Value, cols: Value, head: Value, head_dim: Value) -> Value:
-        """Bytes from the first cell to a head of a cell."""
-        return self.nbytes(cell * cols + head * head_dim)
-
     def nbytes(self, n: Value) -> Value:
         """Bytes of n elements, whole blocks."""
         return n // self.dtype.block * self.dtype.block_bytes
+
+    def share(self, e: Emit, n: Value, part: Value, n_parts: Value) -> tuple[Value, Value]:
+        """The elements start..stop-1 of n that part `part` has, whole blocks."""
+        start, stop = e.share(n // self.dtype.block, part, n_parts)
+        return start * self.dtype.block, stop * self.dtype.block
 
     def read(self, e: Emit, src: Value, dst: Value, n: Value) -> None:
         """The first n elements from address src on, as float32 to address dst."""

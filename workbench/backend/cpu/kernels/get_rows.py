@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from workbench.backend.cpu.kernels.cells import CELL_TYPES
 from workbench.backend.cpu.kernels.decode import e8m0_half
 from workbench.backend.cpu.kernels.interleave import FORMATS, GROUP, unpack_block
-from workbench.backend.cpu.kernels.matvec import FLOAT_LOADS
 from workbench.backend.cpu.kernels.vector import Body, Emit, Value
+from workbench.graph.ir import DTYPES, QUANTISED
 
 _E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 
@@ -93,24 +94,15 @@ def get_rows_body(dtype: str, layout: str) -> Body:
     """Kernel get_rows for tables of `dtype`. Parts are ranges of ids. An id outside the table
     gives a row of NaN."""
 
-    def row_bytes(cols: Value) -> Value:
-        if dtype in FLOAT_LOADS:
-            return cols * FLOAT_LOADS[dtype][0]
-        return cols // FORMATS[dtype].cols * FORMATS[dtype].block_bytes
-
     def float_row(e: Emit, dst: Value, table: Value, index: Value, cols: Value) -> None:
-        size, load = FLOAT_LOADS[dtype]
-        source = table + index * row_bytes(cols)
-
-        def step(c: Value, n: int) -> None:
-            e.store(load(e, source + c * size, n), dst + c * 4)
-
-        e.flat_loops(e.const("i64", 0), cols, 16, step)
+        types = CELL_TYPES[dtype]
+        types.read(e, table + index * types.nbytes(cols), dst, cols)
 
     def block_row(e: Emit, dst: Value, table: Value, index: Value, cols: Value) -> None:
         fmt = FORMATS[dtype]
         packed = layout == "rows16"
-        source = table + (index // GROUP * GROUP if packed else index) * row_bytes(cols)
+        row_bytes = cols // fmt.cols * fmt.block_bytes
+        source = table + (index // GROUP * GROUP if packed else index) * row_bytes
         block = e.stack(fmt.block_bytes)
         with e.loop(0, cols // fmt.cols) as b:
             if packed:
@@ -121,7 +113,7 @@ def get_rows_body(dtype: str, layout: str) -> Body:
 
     def body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
         dst, table, ids, n_ids, cols, table_rows = e.arguments(args, "iiiiii")
-        copy_row = float_row if dtype in FLOAT_LOADS else block_row
+        copy_row = block_row if DTYPES[dtype] in QUANTISED else float_row
         start, stop = e.share(n_ids, part, n_parts)
         with e.loop(start, stop) as i:
             index = e.load("i32", ids + i * 4).to("i64")

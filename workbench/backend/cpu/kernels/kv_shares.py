@@ -6,10 +6,10 @@ their results in the order of the shares.
 
 from typing import NamedTuple
 
-from workbench.config import AttnKernel, KVParts, SkipMaskedKV
+from workbench.config import KVParts, SkipMaskedKV
 
 CELLS = 16  # of a tile
-TOKENS = 8  # most tokens of a sequence that a tile serves at once
+TOKENS = 8  # most tokens of a sequence that a tile serves at once; attn_kernel=vec: one
 SHARES = 8  # most parts that the cells of a token are split into
 LEAST_TILES = 8  # of a share
 STREAM_PIECES = 16  # into how many the tiles of all rows are cut (stream_k)
@@ -46,12 +46,6 @@ def shares_of(kv_parts: str, n_tokens: int, n_head_kv: int, n_kv: int) -> Shares
     rows = n_tokens * n_head_kv
     piece = max(LEAST_TILES, -(-rows * tiles // STREAM_PIECES))
     return Shares(-(-tiles // piece) + 1, piece) if piece < rows * tiles else Shares(1, 0)
-
-
-def tokens_of(kernel: str) -> int:
-    """How many tokens of a sequence a tile serves at once, for a value of the toggle
-    `attn_kernel`."""
-    return 1 if kernel == AttnKernel.VEC else TOKENS
 
 
 def found_bytes(n_tokens: int, n_head: int, head_dim: int, n_shares: int) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from workbench.backend.cpu.isa import Isa, dot4, pair_sums
+from workbench.backend.cpu.kernels.cells import CELL_TYPES
 from workbench.backend.cpu.kernels.decode import Code, CodeBlock, code_of
 from workbench.backend.cpu.kernels.interleave import (
     FORMATS,
@@ -25,6 +26,7 @@ from workbench.backend.cpu.kernels.interleave import (
     row_addresses,
 )
 from workbench.backend.cpu.kernels.vector import Body, Emit, Value, Variable
+from workbench.graph.ir import DTYPES, QUANTISED
 
 CHUNK = 64  # tokens whose activations stay in the second cache level while all rows pass
 TILE_COLS = 256  # columns packed at a time in layout `file`
@@ -145,7 +147,9 @@ def token_blocks(
 
 def product_body(dtype: str, layout: str, isa: Isa) -> Body:
     """Kernel mul_mat for any weight type; float types have layout file only."""
-    return float_body(dtype, isa) if dtype in FLOAT_LOADS else quantised_body(dtype, layout, isa)
+    if DTYPES[dtype] in QUANTISED:
+        return quantised_body(dtype, layout, isa)
+    return float_body(dtype, isa)
 
 
 def quantised_body(dtype: str, layout: str, isa: Isa) -> Body:
@@ -234,17 +238,10 @@ def store_group(
                     e.store(values.element(i), at + 4 * i)
 
 
-# bytes of a weight, and the function that loads n weights as float32
-FLOAT_LOADS: dict[str, tuple[int, Callable[[Emit, Value, int], Value]]] = {
-    "F32": (4, lambda e, at, n: e.load("f32", at, n)),
-    "F16": (2, lambda e, at, n: e.load("f16", at, n).to("f32")),
-    "BF16": (2, lambda e, at, n: (e.load("u16", at, n).to("u32") << 16).bits("f32")),
-}
-
-
 def float_body(dtype: str, isa: Isa) -> Body:
     """Kernel mul_mat for F32, F16 or BF16 weights. Parts are groups of FLOAT_ROWS rows."""
-    size, load = FLOAT_LOADS[dtype]
+    types = CELL_TYPES[dtype]
+    size = types.dtype.block_bytes
     n = isa.float_elements
 
     def body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
@@ -264,7 +261,7 @@ def float_body(dtype: str, isa: Isa) -> Body:
                 for r, at in enumerate(ws):
                     if width > 1:
                         e.prefetch(at + c * size + ROW_PREFETCH)
-                    weights = load(e, at + c * size, width)
+                    weights = types.load(e, at, c, width)
                     for i, value in enumerate(values):
                         acc[r][i].set(e.fma(weights, value, acc[r][i].get()))
 

@@ -12,18 +12,17 @@ types only). Both give the same bits.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
+from workbench.backend.cpu.kernels.kv_shares import SKIPS, TOKENS, Shares, shares_of
 from workbench.backend.issue.args import AddressOf, Args, pack, variant
 from workbench.common.sizes import round_up
 from workbench.config import AttnKernel, KVParts, SkipMaskedKV
 from workbench.graph.ir import DTYPES, Q8_ACT, QUANTISED, DType, Node
 
 if TYPE_CHECKING:
-    from workbench.backend.cpu.kernels.kv_shares import Shares
     from workbench.backend.cpu.kernels.vector import Body
 
 GROUP = 16
@@ -130,8 +129,6 @@ def scratch_bytes(node: Node, n_parts: int) -> int:
 
 def shares(node: Node) -> Shares:
     """How an attention node deals out its tiles of cells."""
-    from workbench.backend.cpu.kernels.kv_shares import shares_of
-
     n_tokens, n_head_kv = node.inputs[0].shape[0], node.params["n_head_kv"]
     kv_parts = node.params.get("kv_parts", KVParts.OFF)
     return shares_of(kv_parts, n_tokens, n_head_kv, node.params["n_kv"])
@@ -147,10 +144,8 @@ def arguments(node: Node, address_of: AddressOf, scratch: int) -> Args:
     if node.op == "rope_shift":
         args[3:3] = [scratch]
     if node.op == "attention":
-        from workbench.backend.cpu.kernels.kv_shares import SKIPS, tokens_of
-
         skip = SKIPS[node.params.get("skip", SkipMaskedKV.OFF)]
-        tokens = tokens_of(node.params.get("kernel", AttnKernel.AUTO))
+        tokens = 1 if node.params.get("kernel") == AttnKernel.VEC else TOKENS
         args[-1:-1] = [skip, *shares(node), tokens]
     return args
 
@@ -163,8 +158,8 @@ def kernels_of(node: Node) -> list[tuple[str, ...]]:
     return [first]
 
 
-def weight_layout(dtype: DType, rows: int, cols: int) -> str:
-    """The fastest layout for a (rows, cols) weight that may be repacked: rows16, or file.
+def weight_layout(dtype: DType) -> str:
+    """The fastest layout for a weight that may be repacked: rows16, or file.
 
     Every quantised type was measured, and rows16 won for each. The table has the time with rows16
     as a share of the time with file, by two threads from cold memory. Each cell has the least and
@@ -191,16 +186,3 @@ def repacked_bytes(dtype: DType, rows: int, cols: int, layout: str) -> int:
     if layout == "rows16":
         rows = round_up(rows, GROUP)
     return rows * dtype.row_bytes(cols)
-
-
-def repack(dst: int, src: int, dtype: DType, rows: int, cols: int, layout: str) -> None:
-    """Copies a weight in the file's layout at address src to address dst, in `layout` (about
-    10 GB/s).
-
-    The ranges must not overlap; dst has `repacked_bytes`. Runs without the GIL.
-    """
-    if layout == "file":
-        ctypes.memmove(dst, src, rows * dtype.row_bytes(cols))
-        return
-    args = (ctypes.c_int64 * 4)(dst, src, rows, cols)
-    kernel(("repack", dtype.name)).ctypes(ctypes.addressof(args), 0, 1)

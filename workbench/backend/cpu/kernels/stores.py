@@ -18,8 +18,7 @@ def set_rows(dtype: str) -> Body:
 
     def body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
         cache, x, indices, n_tokens, cols, n_kv = e.arguments(args, "iiiiii")
-        block = types.dtype.block
-        start, stop = (at * block for at in e.share(cols // block, part, n_parts))
+        start, stop = types.share(e, cols, part, n_parts)
         row_bytes = types.nbytes(cols)
         with e.loop(0, n_tokens) as t:
             index = e.load("i64", indices + t * 8)
@@ -35,9 +34,7 @@ def copy_to_view(dtype: str) -> Body:
 
     def body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
         dst, x, n_tokens, cols = e.arguments(args, "iiii")
-        block = types.dtype.block
-        shared = e.share(n_tokens * cols // block, part, n_parts)
-        start, stop = (at * block for at in shared)
+        start, stop = types.share(e, n_tokens * cols, part, n_parts)
         types.write(e, x, dst, start, stop)
 
     return body
@@ -50,9 +47,7 @@ def copy_by_table(dtype: str) -> Body:
 
     def body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
         cache, x, table, store, n_tokens, cols, n_kv = e.arguments(args, "iiiiiii")
-        block = types.dtype.block
-        shared = e.share(n_tokens * cols // block, part, n_parts)
-        start, stop = (at * block for at in shared)
+        start, stop = types.share(e, n_tokens * cols, part, n_parts)
         row = e.load("i64", table + store * 8)
         with e.when((row + n_tokens).compare(">", 0)), e.when(row.compare("<", n_kv)):
             first = e.max(start, (0 - row) * cols)

@@ -346,7 +346,7 @@ class CudaBackend(Backend):
             for issued in commands_of(work):
                 if issued.same[:1] == (PRODUCT,):
                     self._blas.load(issued)
-        owner = graphs.Owner(self._driver, self.attach, self._stream, self._graphs)
+        owner = graphs.Owner(self._driver, self._stream, self._graphs)
         return graphs.capture(owner, work)
 
     # time ------------------------------------------------------------------------------------

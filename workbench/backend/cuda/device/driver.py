@@ -10,12 +10,12 @@ import ctypes
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 
-from workbench.backend.issue.issued import Issued, as_bytes
+from workbench.backend.issue.issued import Block, Issued
 from workbench.common.errors import DeviceError
 from workbench.common.extras import install
 from workbench.common.sizes import round_up, size
@@ -125,12 +125,12 @@ class CudaEvent:
         self.handle = api.CUevent(self.owner.ptr)
 
 
-class CallArguments:
+class CallArguments(Block):
     """The addresses among the arguments of a driver call, as a Block. `args` holds each address in
     the form that the call takes: an int, or a handle made of an int. A caller that patches in
     another event keeps that event alive."""
 
-    __slots__ = ("_args", "_numbers", "pointers")
+    __slots__ = ("_args", "_numbers")
 
     def __init__(self, args: list[Any], numbers: tuple[int, ...]):
         self._args = args
@@ -140,21 +140,12 @@ class CallArguments:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __iter__(self) -> Iterator[int]:
-        return map(self.__getitem__, range(len(self)))
-
     def __getitem__(self, field: int) -> int:
         return int(self._args[self._numbers[field]])
 
     def __setitem__(self, field: int, value: int) -> None:
         number = self._numbers[field]
         self._args[number] = type(self._args[number])(value)
-
-    def held(self, field: int) -> tuple[CallArguments, int]:
-        return self, field
-
-    def taken(self) -> bytes:
-        return as_bytes(self)
 
 
 class Driver:

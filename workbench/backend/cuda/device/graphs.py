@@ -10,11 +10,9 @@ neither CuPy nor the driver.
 
 from __future__ import annotations
 
-import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from workbench.backend.base import NO_PART, Captured
@@ -28,47 +26,8 @@ from workbench.backend.cuda.device.graph_nodes import (
 )
 from workbench.backend.issue.issued import Plannable
 from workbench.backend.issue.issued import changed as changed_parts
+from workbench.common.collector import nothing_collected
 from workbench.common.errors import DeviceError
-
-# the capture ------------------------------------------------------------------------------------
-
-
-def record(
-    driver: Driver,
-    what: str,
-    stream: Any,
-    others: Sequence[Any],
-    issue: Callable[[], None],
-    end: Callable[[], None] = lambda: None,
-) -> Any:
-    """A graph of the commands that `issue` and then `end` queue. None of them runs.
-
-    what: the graph's name in messages.
-    stream: the CUstream on which the graph begins and ends.
-    others: CUstreams that `issue` also uses. They fork from `stream` before, and join it after.
-    end: queues on `stream`, after the commands of all streams.
-
-    Raises DeviceError where the driver refuses, and every error of `issue`. The streams have then
-    left the capture, and no graph remains.
-    """
-    # The collector may free device memory at any moment, and a library may load code. Only the
-    # relaxed mode allows this during a capture.
-    mode = driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    with CAPTURES, _no_collection():
-        driver.call("cuStreamBeginCapture", what, stream, mode)
-        try:
-            events = [driver.event() for _ in others]
-            _order(driver, what, [stream] * len(events), others, events)
-            issue()
-            _order(driver, what, others, [stream] * len(events), events)
-            end()
-        except BaseException:
-            # The streams must leave the capture, in whatever state the failure left it.
-            _, graph = driver.api.cuStreamEndCapture(stream)
-            if graph is not None and int(graph):
-                driver.api.cuGraphDestroy(graph)
-            raise
-        return driver.call("cuStreamEndCapture", what, stream)
 
 
 def _order(
@@ -80,55 +39,6 @@ def _order(
         driver.call("cuStreamWaitEvent", what, after, event.handle, 0)
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Switches the cyclic collector off. It would wait for the device before it frees pinned
-    memory, and such a wait would end the capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def instantiate(
-    driver: Driver,
-    what: str,
-    graph: Any,
-    stream: Any,
-    finish: Callable[[Any], None] = lambda executable: None,
-) -> Any:
-    """The executable form of `graph`. Its upload to the device has been queued.
-
-    finish: called with the form before the upload.
-
-    Raises DeviceError, and every error of `finish`.
-    """
-    executable = driver.call("cuGraphInstantiate", what, graph, 0)
-    try:
-        finish(executable)
-        driver.call("cuGraphUpload", what, executable, stream)
-    except BaseException:
-        driver.api.cuGraphExecDestroy(executable)
-        raise
-    return executable
-
-
-def give_back(api: Any, graph: Any, executable: Any) -> None:
-    """Destroys both forms. The driver frees an executable graph when its queued launches have
-    ended.
-    """
-    if executable is not None:
-        api.cuGraphExecDestroy(executable)
-    if graph is not None:
-        api.cuGraphDestroy(graph)
-
-
-# what is captured ---------------------------------------------------------------------------------
-
-
 class Tape:
     """Issues the parts of `work` during a capture, and notes the nodes that each call adds."""
 
@@ -137,7 +47,7 @@ class Tape:
         self.nodes: tuple[int, ...] = ()  # for each node, its part
         self.made: list[list[range]] = []  # for each part, the numbers of the nodes of each call
 
-    def __call__(self) -> None:
+    def issue(self) -> None:
         get_nodes = self._driver.api.cuGraphGetNodes
         info = self._driver.api.cuStreamGetCaptureInfo(self._stream)
         if info[0]:
@@ -172,22 +82,43 @@ class Owner(NamedTuple):
     """The parts of a backend that a graph uses.
 
     driver: the backend's driver.
-    attach: makes the device the calling thread's current device.
     stream_of: the CUstream of a stream's number.
     graphs: all living graphs of the backend.
     """
 
     driver: Driver
-    attach: Callable[[], None]
     stream_of: Callable[[int], Any]
     graphs: weakref.WeakSet[CudaGraph]
 
     def record(self, what: str, work: Plannable) -> tuple[Any, Tape]:
-        """The graph of `work`, and the tape that knows the part of each node."""
-        there = self.stream_of(work.stream)
+        """The graph of `work`, none of which runs, and the tape that knows the part of each node.
+        The graph begins and ends on the stream of `work`; other streams fork from it, and join it.
+
+        Raises DeviceError where the driver refuses, and every error of the parts. The streams have
+        then left the capture, and no graph remains.
+        """
+        driver, stream = self.driver, self.stream_of(work.stream)
         others = [self.stream_of(s) for s in sorted(set(work.streams) - {work.stream})]
-        tape = Tape(self.driver, what, there, work)
-        return record(self.driver, what, there, others, tape, tape.end), tape
+        tape = Tape(driver, what, stream, work)
+        # Python may free device memory at any moment, and a library may load code. Only the
+        # relaxed mode allows this during a capture. The collector would wait for the device before
+        # it frees pinned memory, and such a wait would end the capture.
+        mode = driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        with CAPTURES, nothing_collected():
+            driver.call("cuStreamBeginCapture", what, stream, mode)
+            try:
+                events = [driver.event() for _ in others]
+                _order(driver, what, [stream] * len(events), others, events)
+                tape.issue()
+                _order(driver, what, others, [stream] * len(events), events)
+                tape.end()
+            except BaseException:
+                # The streams must leave the capture, in whatever state the failure left it.
+                _, graph = driver.api.cuStreamEndCapture(stream)
+                if graph is not None and int(graph):
+                    driver.api.cuGraphDestroy(graph)
+                raise
+            return driver.call("cuStreamEndCapture", what, stream), tape
 
 
 def capture(owner: Owner, work: Plannable) -> CudaGraph:
@@ -233,14 +164,14 @@ class CudaGraph(Captured):
         self.template: Template | None = template
         self._moved: frozenset[int] | None = moved  # None: every part may have moved
         self._known = True  # whether nodes have the same numbers as in the template
-        start = time.perf_counter_ns()
-
-        def set_nodes(executable: Any) -> None:
+        call, start = self._driver.call, time.perf_counter_ns()
+        executable = call("cuGraphInstantiate", self._what, template.graph, 0)
+        try:
             template.apply(changes, executable)
-
-        executable = instantiate(
-            self._driver, self._what, template.graph, self._there, set_nodes
-        )  # fmt: skip
+            call("cuGraphUpload", self._what, executable, self._there)
+        except BaseException:
+            self._driver.api.cuGraphExecDestroy(executable)
+            raise
         self.instantiate_ns = time.perf_counter_ns() - start
         # Also frees the executable form where nobody calls `destroy`.
         template.n_forms += 1
@@ -255,7 +186,7 @@ class CudaGraph(Captured):
         return self.template
 
     def launch(self) -> None:
-        self.owner.attach()
+        self._driver.attach()
         if self._executable is None:
             self._alive("cannot be launched")
         error = self._launch(self._executable, self._there)[0]
@@ -264,7 +195,7 @@ class CudaGraph(Captured):
 
     def update(self, work: Plannable, changed: Sequence[int] | None) -> bool:
         template = self._alive("cannot be updated")
-        self.owner.attach()
+        self._driver.attach()
         if work.stream != self._stream:
             return False
         changes = None
@@ -283,7 +214,7 @@ class CudaGraph(Captured):
 
     def twin(self, work: Plannable, changed: Sequence[int]) -> CudaGraph | None:
         template = self._alive("cannot have a twin")
-        self.owner.attach()
+        self._driver.attach()
         if work.stream != self._stream or self._moved is None:
             return None
         moved = self._moved.union(changed)
@@ -318,7 +249,7 @@ class CudaGraph(Captured):
     def destroy(self) -> None:
         if self.template is not None:
             self._executable = None
-            self.owner.attach()
+            self._driver.attach()
             self._give_back()
             self.template = None
 

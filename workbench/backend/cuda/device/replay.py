@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from workbench.backend.base import Issue
-from workbench.backend.cuda.device.graphs import give_back, instantiate, record
+from workbench.backend.base import Captured, Issue
 from workbench.backend.cuda.kernels.kernel import Kernel, blocks
-from workbench.backend.issue.issued import in_order
+from workbench.backend.issue.bind import plannable
+from workbench.backend.issue.issued import Issued
 from workbench.common.errors import DeviceError, UsageError
 from workbench.program.commands import COMPUTE_STREAM, Space
 
@@ -28,7 +28,7 @@ READ_BYTES = 4 << 30  # read in one replay
 
 
 class TimedReplay(AbstractContextManager["TimedReplay"]):
-    """A graph of `issues`, captured in order from one stream, that can be replayed.
+    """A graph of `issues`, captured in order from the compute stream, that can be replayed.
 
     The memory and kernels of the issues must live as long as the replay. Only one thread may use
     it. `close`, or the end of a `with`, gives everything back.
@@ -37,13 +37,11 @@ class TimedReplay(AbstractContextManager["TimedReplay"]):
     DeviceError where an issue does something that a capture forbids.
     """
 
-    def __init__(self, backend: CudaBackend, issues: Sequence[Issue], stream: int = COMPUTE_STREAM):
-        self._driver = backend._driver
+    def __init__(self, backend: CudaBackend, issues: Sequence[Issue]):
+        self._driver, stream = backend._driver, COMPUTE_STREAM
         self._stream = backend._stream(stream)
         self._what = f"replay of {len(issues)} launches"
-        self._issues = tuple(issues)  # they own the memory that the graph names
-        self._graph: Any = None
-        self._executable: Any = None
+        self._graph: Captured | None = None
         self._events: list[Any] = []
         if not issues:
             raise UsageError("a replay of no launches; give at least one")
@@ -54,23 +52,18 @@ class TimedReplay(AbstractContextManager["TimedReplay"]):
         for issue in dict.fromkeys(issues):
             issue()
         self._call("cuStreamSynchronize", self._stream)
-        try:
-            self._capture()
-        except BaseException:
-            self.close()
-            raise
+        # they own the memory that the graph names
+        self._parts = [Issued(issue, ("timed",)) for issue in issues]
+        work = plannable(backend, self._parts, stream, [stream] * len(issues))
+        self._graph = backend.capture(work)
 
     def _call(self, function: str, *args: Any) -> Any:
         return self._driver.call(function, self._what, *args)
 
-    def _capture(self) -> None:
-        self._graph = record(self._driver, self._what, self._stream, (), in_order(self._issues))
-        self._executable = instantiate(self._driver, self._what, self._graph, self._stream)
-
     def _queue(self) -> None:
-        if self._executable is None:
+        if self._graph is None:
             raise UsageError(f"{self._what} is closed; capture again")
-        self._call("cuGraphLaunch", self._executable, self._stream)
+        self._graph.launch()
 
     def run(self, n: int = 1) -> None:
         """Replays n times, then waits."""
@@ -99,14 +92,12 @@ class TimedReplay(AbstractContextManager["TimedReplay"]):
 
     def close(self) -> None:
         """Waits for what is queued, then destroys the graph and the events. Safe to call twice."""
-        api = self._driver.api
-        graph, executable = self._graph, self._executable
-        self._graph = self._executable = None
-        if executable is not None:
-            api.cuStreamSynchronize(self._stream)  # another call reports a failure
-        give_back(api, graph, executable)
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            self._driver.api.cuStreamSynchronize(self._stream)  # another call reports a failure
+            graph.destroy()
         self._events.clear()
-        self._issues = ()
+        self._parts.clear()
 
     def __exit__(self, *error: object) -> None:
         self.close()

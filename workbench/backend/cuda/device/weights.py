@@ -49,18 +49,13 @@ WORD = 16  # bytes that kernels load at once; zeros fill a weight's memory up to
 UNIT, THREADS = 32, 256  # repack: weights of a thread, threads of a block
 REPACKED = frozenset(d.name for d in QUANTISED)  # kernels/repack.cu has a kernel for each
 
-# The nodes that kernels compute: (op or its variant, types) -> the most tokens of a node, of
-# get_rows the most rows.
-ANY = 1 << 31
 CACHE_STORES = ("set_rows", "copy_to_view", "copy_by_table")
-_PRODUCTS = [d.name for d in WEIGHT_DTYPES]
-MOST_TOKENS: dict[tuple[str, ...], int] = {
-    **{("mul_mat", name): ANY for name in _PRODUCTS},
-    **{("mul_mat_float", name): ANY for name in _PRODUCTS},
-    **{("get_rows", name): ANY for name in _PRODUCTS},
-    **{(op, d.name): ANY for op in (*CACHE_STORES, "rope_shift") for d in CACHE_DTYPES},
-    **{("attention", k.name, v.name): ANY for k, v in product(CACHE_DTYPES, repeat=2)},
-}
+# What kernels compute: an op or its variant, and types. Each has kernels for any number of tokens.
+KINDS: tuple[tuple[str, ...], ...] = (
+    *product(("mul_mat", "mul_mat_float", "get_rows"), [d.name for d in WEIGHT_DTYPES]),
+    *product((*CACHE_STORES, "rope_shift"), [d.name for d in CACHE_DTYPES]),
+    *(("attention", k.name, v.name) for k, v in product(CACHE_DTYPES, repeat=2)),
+)
 
 
 def refuses(node: Node, launches: Callable[[Node], Any]) -> str:
@@ -69,24 +64,20 @@ def refuses(node: Node, launches: Callable[[Node], Any]) -> str:
     launches: makes the node's launches without a device. Raises DeviceError where no kernel takes
         the shape.
 
-    Types and numbers of tokens are looked up in MOST_TOKENS: launches name their kernel, and a
-    missing kernel would show only in its compilation.
+    Types are looked up in KINDS: launches name their kernel, and a missing kernel would show only
+    in its compilation.
     """
     kind = variant(node)
-    if len(kind) > 1:
-        tokens, most = node.output.rows, MOST_TOKENS.get(kind, 0)
-        if tokens > most:
-            able = [" and ".join(names) for op, *names in MOST_TOKENS if op == kind[0]]
-            why = f"{tokens} tokens" if most else f"any batch (it has {', '.join(able) or 'none'})"
-            of_cache = kind[0] in ("attention", *CACHE_STORES)
-            what, do = ("cells", "use a cache of another type") if of_cache else (
-                "weights", "quantise the model anew"
-            )  # fmt: skip
-            do = "use a smaller n_ubatch" if most else do
-            return (
-                f"cuda has no {kind[0]} kernel for {' and '.join(kind[1:])} {what} and {why}; {do},"
-                " or use device=host or embedded"
-            )
+    if len(kind) > 1 and node.output.rows and kind not in KINDS:
+        able = [" and ".join(names) for op, *names in KINDS if op == kind[0]]
+        of_cache = kind[0] in ("attention", *CACHE_STORES)
+        what, do = ("cells", "use a cache of another type") if of_cache else (
+            "weights", "quantise the model anew"
+        )  # fmt: skip
+        return (
+            f"cuda has no {kind[0]} kernel for {' and '.join(kind[1:])} {what} and any batch (it "
+            f"has {', '.join(able) or 'none'}); {do}, or use device=host or embedded"
+        )
     try:
         launches(node)
     except DeviceError as error:

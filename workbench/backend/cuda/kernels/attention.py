@@ -30,7 +30,7 @@ class AttentionShape(NamedTuple):
     n_kv: the padded cells of each kv head.
     n_regions: sequences with cells of their own; 0: all sequences share the cells.
     skip, kv_parts, kernel: values of the toggles.
-    k_type, v_type: names of the cache's types, for `attending.py`.
+    k_type, v_type: names of the cache's types, for `is_mma`.
     """
 
     n_tokens: int
@@ -126,7 +126,7 @@ CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
 
 class DecodeGrid(NamedTuple):
     """The grid of attention_decode: (groups, kv_parts). With stream_k the grid is (blocks, 1)
-    instead (`StreamGrid`), and kv_parts and cluster are 1.
+    instead (`_cut`), and kv_parts and cluster are 1.
 
     groups: n_head_kv * row groups.
     kv_parts: parts of the cells, a block for each.
@@ -139,15 +139,21 @@ class DecodeGrid(NamedTuple):
     cluster: int
 
 
-class StreamGrid(NamedTuple):
-    """How stream_k cuts the tiles of all row groups, one group after another, into pieces.
+def is_mma(shape: AttentionShape) -> bool:
+    """Whether kernels with tensor cores compute attention. Raises DeviceError where they are chosen
+    and read no such cache.
 
-    blocks: of the grid.
-    piece: tiles of a block.
+    mma        this module: tensor cores; K and V are F16
+    vec, tile  `attention_plain.py`: no tensor cores; K and V of any type of the cache
+    auto       mma where the types allow it; else vec for few tokens of a sequence, tile for many
     """
-
-    blocks: int
-    piece: int
+    types = dict.fromkeys(t for t in (shape.k_type, shape.v_type) if t != "F16")
+    if types and shape.kernel == AttnKernel.MMA:
+        raise DeviceError(
+            f"attn_kernel=mma reads no cache of {' and '.join(types)}; use attn_kernel=auto, vec "
+            "or tile, or a cache of f16"
+        )
+    return not types and shape.kernel in (AttnKernel.AUTO, AttnKernel.MMA)
 
 
 def _dim(head_dim: int) -> int:
@@ -180,27 +186,16 @@ def prefill_tuning(head_dim: int) -> AttentionTuning:
     return AttentionTuning(2, 4, 2, 64 if _dim(head_dim) <= 128 else 16)
 
 
-def stream(groups: int, tiles: int, least: int) -> StreamGrid:
-    """The pieces of `groups` groups of `tiles` tiles: as many as run at once, each of at least
-    `least` tiles. Only shapes and the padded n_kv decide."""
-    piece = max(least, blocks(groups * tiles, BLOCKS))
-    return StreamGrid(blocks(groups * tiles, piece), piece)
-
-
-def parts_of(shape: AttentionShape, groups: int, warps: int) -> tuple[int, int]:
-    """As `kv_parts`; (1, 1) where the shape has the toggle kv_parts=off or stream_k."""
-    if shape.kv_parts != KVParts.PARALLEL_BLOCKS:
-        return 1, 1
-    return kv_parts(groups, shape.n_kv, warps)
-
-
-def kv_parts(groups: int, n_kv: int, warps: int) -> tuple[int, int]:
-    """How many blocks share the cells of a group of rows, and how many of them form a cluster.
+def kv_parts(shape: AttentionShape, groups: int, warps: int) -> tuple[int, int]:
+    """How many blocks share the cells of a group of rows, and how many of them form a cluster;
+    (1, 1) where the shape has the toggle kv_parts=off or stream_k.
 
     One cluster merges in shared memory. It has no more blocks than there are tiles for all their
     warps. Several clusters merge through memory, so each of their blocks has at least LEAST_TILES.
     """
-    tiles, most = blocks(n_kv, CELLS), max(1, BLOCKS // groups)
+    if shape.kv_parts != KVParts.PARALLEL_BLOCKS:
+        return 1, 1
+    tiles, most = blocks(shape.n_kv, CELLS), max(1, BLOCKS // groups)
     useful = 1 << (blocks(tiles, warps) - 1).bit_length()
     cluster = min(CLUSTER, useful, 1 << (most.bit_length() - 1))
     if cluster < CLUSTER:
@@ -221,7 +216,7 @@ def decode_grid(shape: AttentionShape) -> DecodeGrid:
     if shape.n_regions > 1:
         tuning = decode_tuning(min(shape.group, 8), shape.head_dim)
         groups = shape.n_head_kv * shape.row_groups(8 * tuning.sets)
-        return DecodeGrid(tuning, groups, *parts_of(shape, groups, tuning.warps))
+        return DecodeGrid(tuning, groups, *kv_parts(shape, groups, tuning.warps))
     if many and tiles <= MANY_TILES and groups <= CLUSTERS[1]:
         cluster = next(size for size, room in CLUSTERS.items() if groups <= room)
         return DecodeGrid(MANY, groups, cluster, cluster)
@@ -234,7 +229,7 @@ def decode_grid(shape: AttentionShape) -> DecodeGrid:
             break
     if tuning.sets == 1 and 64 < dim <= 128 and 4 * CLUSTER < tiles <= 8 * CLUSTER:
         tuning = AttentionTuning(1, 8, 1, CELLS)  # a tile a warp
-    return DecodeGrid(tuning, groups, *parts_of(shape, groups, tuning.warps))
+    return DecodeGrid(tuning, groups, *kv_parts(shape, groups, tuning.warps))
 
 
 def uses_prefill(shape: AttentionShape) -> bool:
@@ -293,13 +288,11 @@ def launches(
     at: AttentionAt,
     scale: float,
     quantised: bool,
-    tuning: AttentionTuning | None = None,
     grid: DecodeGrid | None = None,
 ) -> list[Kernel]:
     """The launches that compute attention.
 
     quantised: whether dst is Q8_ACT rather than F32; only where `can_quantise`.
-    tuning: of attention_prefill, in place of the usual tuning, for measurements.
     grid: of attention_decode, in place of the usual grid, for measurements.
 
     Raises DeviceError for a head_dim that no kernel takes.
@@ -309,7 +302,7 @@ def launches(
         return []
     if not uses_prefill(shape):
         return [_decode(shape, at, scale, quantised, grid or decode_grid(shape), MOST_TOKENS)]
-    works = [_prefill(shape, at, scale, tuning or prefill_tuning(shape.head_dim))]
+    works = [_prefill(shape, at, scale, prefill_tuning(shape.head_dim))]
     if shape.ragged:  # a second launch, for the sequences of few tokens
         works.append(_decode(shape, at, scale, quantised, grid or decode_grid(shape), FEW_TOKENS))
     return works
@@ -353,14 +346,18 @@ def _cut(
 ) -> tuple[tuple[int, int], list[int]]:
     """The grid of a kernel, and its arguments n_groups and piece.
 
+    stream_k cuts the tiles of all row groups, one group after another, into pieces of `piece`
+    tiles. A block has a piece, and all blocks run at once.
+
     grid: the grid without stream_k.
+    tiles: of a group.
     least: the least tiles of a piece.
     """
     if shape.kv_parts != KVParts.STREAM_K:
         return grid, [0, 0]
     groups = grid[0] * grid[1]
-    cut = stream(groups, tiles, least)
-    return (cut.blocks, 1), [groups, cut.piece]
+    piece = max(least, blocks(groups * tiles, BLOCKS))
+    return (blocks(groups * tiles, piece), 1), [groups, piece]
 
 
 def _sizes(shape: AttentionShape) -> list[int]:

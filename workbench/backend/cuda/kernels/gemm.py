@@ -103,7 +103,7 @@ def _scratch_bytes(
     dtype: str, rows: Sequence[int], cols: int, n_tokens: int, end: Epilogue, hopper: bool
 ) -> int:
     if by_tile(dtype, n_tokens, hopper):
-        shape, k_parts, _ = build_for(dtype, rows, cols, n_tokens, end, hopper)
+        shape, k_parts, _ = build_for(dtype, tuple(rows), cols, n_tokens, end, hopper)
         tiles = shape.tiles(rows, n_tokens, end)
         rest = tiles * k_parts * shape.n * shape.rows * 4 if k_parts > 1 else 0
     elif dtype in _QUANTISED:
@@ -153,7 +153,7 @@ def glu(
 def _tiled(
     segments: Sequence[Segment], x: X, scratch: int, counters: int, hopper: bool, end: Epilogue
 ) -> list[Work]:
-    rows = [segment.rows for segment in segments]
+    rows = tuple([segment.rows for segment in segments])
     build = build_for(segments[0].dtype, rows, x.cols, x.n_tokens, end, hopper)
     partial = scratch + 2 * _x_bytes(x.cols, x.n_tokens, hopper)
     return [

@@ -161,13 +161,7 @@ def plain(
     return _kernel("plain", segments, x, scale, t, grid, args)
 
 
-def qkv(
-    segments: Sequence[Segment],
-    x: X,
-    rotate: Rotate,
-    scale: Scale | None = None,
-    tune: Tuning | None = None,
-) -> Kernel:
+def qkv(segments: Sequence[Segment], x: X, rotate: Rotate, scale: Scale | None = None) -> Kernel:
     """The products Q, K and V, the norm of the heads (where `rotate.norm`), RoPE of Q and K, and
     the stores of K and V.
 
@@ -180,10 +174,8 @@ def qkv(
             f"rotate on cuda (head_dim {rotate.head_dim}, n_rot {rotate.n_rot}, both to be even); "
             "use fuse_rope_store=off"
         )
-    t = tune or _tuning(segments, x, "qkv")
-    if rotate.norm is not None and tune is None:
-        t = _heads_tuning(segments, x, rotate.head_dim)
     r = rotate
+    t = _heads_tuning(segments, x, r.head_dim) if r.norm else _tuning(segments, x, "qkv")
     rest: Args = [
         r.positions, r.freq_factors, r.k_indices, r.v_indices, r.n_kv, r.head_dim, r.n_rot,
         int(r.neox), float(r.theta_base), float(r.freq_scale), *(r.norm or HeadNorm(0, 0, 0.0)),
@@ -232,12 +224,10 @@ def glu(
     return _kernel(epilogue, [gate], x, scale, t, grid, args)
 
 
-def normed(
-    segment: Segment, x: X, norm: Norm, scale: Scale | None = None, tune: Tuning | None = None
-) -> Kernel:
+def normed(segment: Segment, x: X, norm: Norm, scale: Scale | None = None) -> Kernel:
     """A product, its bias, the residual add and the first half of a norm."""
     epilogue = "norm_q8" if norm.quantised else "norm"
-    t = tune or _tuning([segment], x, epilogue)
+    t = _tuning([segment], x, epilogue)
     args: Args = [
         segment.dst, segment.w, segment.bias, segment.rows, norm.sum, norm.squares,
         norm.residual, norm.factors,

@@ -14,16 +14,14 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from workbench.backend import compiled
 from workbench.backend.compiled import cache_dir
 from workbench.backend.cuda.kernels.noting import NOTING, noting
-from workbench.common.errors import DeviceError, UsageError
+from workbench.common.errors import DeviceError
 from workbench.common.extras import install
-from workbench.common.output import writing
 from workbench.common.progress import HIDDEN, Bar
 from workbench.common.shipped import shipped
 
@@ -136,7 +134,7 @@ def cubin(
     begun_ns = time.perf_counter_ns()
     made = compile_source(f"{file}.cu", source, headers, arch, defines)
     compiled.took(begun_ns, folder)
-    _keep(kept, made)
+    compiled.keep(kept, made)
     return made
 
 
@@ -148,9 +146,3 @@ def compile_many(
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for _ in pool.map(lambda w: cubin(w[0], arch, w[1]), dict.fromkeys(wanted)):
             left.update()
-
-
-def _keep(path: Path, content: bytes) -> None:
-    """Writes a cubin to the cache. Where that fails, the next process compiles again."""
-    with suppress(UsageError), writing(path) as file:
-        file.write(content)

@@ -2,12 +2,12 @@
 
 Pure: `launches` turns a node and addresses into data (`kernel.py`). Nothing here compiles or uses a
 device. The table of ops names the function for each op: products are in `products.py`, attention is
-in `attending.py`, all other ops are in `elementwise.py`.
+in `attention.py` and `attention_plain.py`, all other ops are in `elementwise.py`.
 """
 
 from collections.abc import Callable
 
-from workbench.backend.cuda.kernels import attending, elementwise, matvec, products
+from workbench.backend.cuda.kernels import attention, attention_plain, elementwise, matvec, products
 from workbench.backend.cuda.kernels.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernels.kernel import Kernel, Operands, Work
 from workbench.config import AttnKernel, KVParts, SkipMaskedKV
@@ -27,7 +27,9 @@ def _attend(node: Node, quantize: Node | None, p: Operands) -> list[Work]:
         p.at_if(a.regions), p.at_if(a.extents or a.classes), p.at_if(a.sinks),
     )  # fmt: skip
     shape, scale = _shape(node), float(node.params["scale"])
-    return list(attending.launches(shape, at, scale, quantize is not None))
+    if attention.is_mma(shape):
+        return list(attention.launches(shape, at, scale, quantize is not None))
+    return list(attention_plain.launches(shape, at, scale))
 
 
 def _attention_quantize(node: Node, p: Operands) -> list[Work]:
@@ -39,7 +41,9 @@ def _attention_quantize(node: Node, p: Operands) -> list[Work]:
 
 
 def _attention_can_quantise(node: Node) -> bool:
-    return attending.can_quantise(_shape(node.parts[0]))
+    """Whether attention gives its result as Q8_ACT. Kernels without tensor cores cannot."""
+    shape = _shape(node.parts[0])
+    return attention.is_mma(shape) and attention.can_quantise(shape)
 
 
 def _shape(attend: Node) -> AttentionShape:
@@ -128,5 +132,6 @@ _IS_ONE: dict[str, Callable[[Node], bool]] = {
 
 def _own_scratch(node: Node) -> int:
     if node.op == "attention":
-        return attending.scratch_bytes(_shape(node))
+        shape = _shape(node)
+        return (attention if attention.is_mma(shape) else attention_plain).scratch_bytes(shape)
     return products.scratch_bytes(node) if node.op == "mul_mat" else 0

@@ -191,18 +191,13 @@ def cost(dtype: str, build: Build, tiles: int, cols: int) -> float:
     return blocks(tiles * k_parts, room) * (steps * load**PACE + FILL) + adding
 
 
+@cache  # layers have the same shapes, and a program asks several times
 def build_for(
-    dtype: str, rows: Sequence[int], cols: int, n_tokens: int,
+    dtype: str, rows: tuple[int, ...], cols: int, n_tokens: int,
     end: Epilogue = Epilogue.PLAIN, hopper: bool = False,
 ) -> Build:  # fmt: skip
     """The build of a launch with the least cost. Only shapes decide. rows: of each weight."""
-    return _build_for(dtype, tuple(rows), cols, n_tokens, end, hopper)
 
-
-@cache  # layers have the same shapes, and a program asks several times
-def _build_for(
-    dtype: str, rows: tuple[int, ...], cols: int, n_tokens: int, end: Epilogue, hopper: bool
-) -> Build:
     def builds() -> Iterator[tuple[float, Build]]:
         for shape in shapes_for(dtype, n_tokens, hopper):
             tiles = shape.tiles(rows, n_tokens, end)
