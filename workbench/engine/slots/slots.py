@@ -35,8 +35,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from workbench.common.errors import UsageError
-from workbench.engine.batch import Entry, Outputs
-from workbench.engine.cache.defrag import Defragmenting
+from workbench.config import Defrag
+from workbench.engine.batch import Entry, Outputs, n_tokens
+from workbench.engine.cache.defrag import make_way
 from workbench.engine.slots.asks import (
     CANCELLED,
     FAILED,
@@ -115,13 +116,13 @@ class Slots:
         engine.reset()
         self._seats = Seats(engine.cache, n_slots, engine.toggles.slot_choice)
         self.slots = self._seats.slots
-        self.defrag = Defragmenting(engine.toggles)
+        self._defrags = engine.toggles.defrag == Defrag.CELLS
         self._on_device = engine.can_draw
         self._running: dict[int, _Row] = {}  # by number, in the order in which they began
         self._waiting: dict[int, Request] = {}
         self._under_way: deque[_Step] = deque()
         self._ended: list[Ended] = []
-        self.n_steps = self.n_prompt = self.n_cached = self.n_made = 0
+        self.n_steps = self.n_prompt = self.n_cached = self.n_made = self.n_moved = 0
         self.step_ns = self.sampling_ns = self._busy_until = 0
         self.recent_ns = 0.0  # average time of a step; the first, slow steps fade out of it
 
@@ -199,7 +200,7 @@ class Slots:
         if work:
             begun = now_ns()
             with self._failing():
-                self.defrag(self.engine.cache, sum(len(tokens) for _, tokens, _ in work))
+                self.n_moved += make_way(self.engine.cache, n_tokens(work), self._defrags)
                 pending = self.engine.submit(work, draws)
             self._under_way.append(_Step(pending, rows, draws, begun, over))
             self.n_steps += 1
