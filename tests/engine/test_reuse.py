@@ -193,7 +193,7 @@ def test_inputs_of_another_shape_are_refused_at_once(base, name, scope):
         found = [engine.step([token]) for token in TOKENS[:3]]
         replayed = grown(engine, "plans_replayed")
         batch = engine.steps.batches.take([(0, [1], "last")])
-        prepared = engine.steps.programs.get(Key(batch.shape, engine.turn))
+        prepared = engine.steps.programs.get(Key(batch.shape, engine.issuer.turn))
         value, says = batch.values[name], rf"input {name} is \[.*\] where its program has \["
         for other in (value.reshape(-1, 1)[:1], np.repeat(value, 2, axis=0)):
             with pytest.raises(UsageError, match=says):

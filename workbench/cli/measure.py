@@ -10,7 +10,6 @@ from typing import Annotated
 from workbench.cli import flags as f
 from workbench.cli.common import MODELS, RUNS, app, check_new, load, say, say_ranges, say_replays
 from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
-from workbench.cli.repeat import DEFAULT_REPEAT, RepeatFlags, Resume
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.config import BASELINE, EngineConfig, Toggles
 
@@ -60,8 +59,8 @@ def bench(
     out: Annotated[
         Path | None, f.flag("run folder to write, too; OUT-1, OUT-2, ... for several engines")
     ] = None,
-    resume: Resume = False,
-    repeat: RepeatFlags = DEFAULT_REPEAT,
+    resume: f.Resume = False,
+    repeat: f.RepeatFlags = f.DEFAULT_REPEAT,
     config: BenchFlags = DEFAULT_BENCH,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
@@ -134,8 +133,8 @@ def ab(
     ] = 10,
     seed: f.Seed = 0,
     out: Annotated[Path | None, f.flag("run folder to write", "--out -o")] = None,
-    resume: Resume = False,
-    repeat: RepeatFlags = DEFAULT_REPEAT,
+    resume: f.Resume = False,
+    repeat: f.RepeatFlags = f.DEFAULT_REPEAT,
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:

@@ -444,11 +444,6 @@ class Engine:
         return self._residents.last_tokens is not None
 
     @property
-    def turn(self) -> int:
-        """Which copy of the rings the next step takes."""
-        return self.issuer.turn
-
-    @property
     def n_steps(self) -> int:
         """Steps that have ended."""
         return self.issuer.n_steps

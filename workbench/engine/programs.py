@@ -24,8 +24,7 @@ import numpy as np
 
 from workbench.backend.issue.prepared import Prepared
 from workbench.config import EngineConfig, GraphReuse, Redo, Toggles
-from workbench.engine.batch import Values, row_values
-from workbench.engine.batches import Batches
+from workbench.engine.batch import Batches, Values, row_values
 from workbench.engine.cache.growth import Growth
 from workbench.engine.cache.kv_cache import KVCache
 from workbench.engine.look.phases import PhaseClock, Phases

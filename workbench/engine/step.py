@@ -37,8 +37,7 @@ from workbench.backend.issue.prepared import Prepared
 from workbench.backend.plan.gate import Gate
 from workbench.backend.plan.life import Plans, gate_of, plans_of
 from workbench.common.errors import UsageError
-from workbench.engine.batch import Batch, Work, copy_batch, shift_batch
-from workbench.engine.batches import Batches
+from workbench.engine.batch import Batch, Batches, Work, copy_batch, shift_batch
 from workbench.engine.cache.kv_cache import KVCache
 from workbench.engine.choose import Chosen
 from workbench.engine.load import Loaded

@@ -121,13 +121,13 @@ class StepPrograms:
     ) -> Program:
         """The program of a step of `shape` that stores from `cell` on; turn and buffers as
         `lay_out` has them. phases: does them, and can do each again."""
-        do = (phases or Phases(self._clock)).do
+        do, toggles = (phases or Phases(self._clock)).do, self._toggles
         graph = do("graph", self._unfused, shape, cell)
         joined, backend_of = do("fuse", self._fused, graph)
         splits = do("split", self._cut, joined, backend_of)
         layout = do(
             "layout", lay_out, joined, splits, self._residents.ranges, self._targets,
-            self._ordering, turn, buffers, self._toggles.lifetimes,
+            self._ordering, turn, buffers, toggles.lifetimes,
         )  # fmt: skip
         return do("lower", self._lowered, joined, splits, layout)
 
@@ -154,19 +154,19 @@ class StepPrograms:
         return fused_graph(graph, self._toggles, self._loaded.placement, self._n_streams)
 
     def _cut(self, graph: Graph, backend_of: BackendOf) -> list[Split]:
-        splits, n_streams = split(graph, backend_of), self._n_streams
-        return splits if n_streams == 1 else forked(splits, n_streams, self._toggles.fork)
+        splits, toggles = split(graph, backend_of), self._toggles
+        return splits if self._n_streams == 1 else forked(splits, self._n_streams, toggles.fork)
 
     def _lowered(self, graph: Graph, splits: list[Split], layout: Layout) -> Program:
-        lifetimes = self._toggles.lifetimes
+        toggles = self._toggles
         program = lower(graph, splits, layout, self._targets, self._ordering)
         if any(part.forked for part in splits):
             if self._check(splits, layout, program):
                 self.n_unforked += 1
-                apart = on_one_stream(splits, lifetimes)
+                apart = on_one_stream(splits, toggles.lifetimes)
                 program = lower(graph, apart, layout, self._targets, self._ordering)
             elif not self._loaded.config.unsafe:
-                refuse_races(lifetimes, self._n_streams, program)
+                refuse_races(toggles.lifetimes, self._n_streams, program)
         return with_plans(program, self._plan_scope) if self._plan_scope else program
 
     def several(self, n_prompt: int, n_decoded: int, laps: int) -> list[Program]:

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.config import Defrag, Toggles
+
 if TYPE_CHECKING:
     from workbench.engine.cache.kv_cache import KVCache
 
@@ -54,12 +56,12 @@ def pays(cache: KVCache, n_new: int) -> bool:
     return cache.growth.extent(used + n_new) < cache.growth.extent(last)
 
 
-def make_way(cache: KVCache, n_new: int, wanted: bool) -> int:
-    """Moves cells before a step of n_new tokens, where `wanted` and where it pays. Where the step
-    needs its cells in a row and finds none, holes are closed also if not wanted, because the step
+def make_way(cache: KVCache, n_new: int, toggles: Toggles) -> int:
+    """Moves cells before a step of n_new tokens, as the toggle `defrag` says. Where the step needs
+    its cells in a row and finds none, holes are closed whatever the toggle says, because the step
     would fail otherwise. Returns how many cells have moved."""
     if cache.n_regions > 1:
         return 0
-    if (wanted and pays(cache, n_new)) or not cache.has_room([(0, n_new)]):
+    if (toggles.defrag == Defrag.CELLS and pays(cache, n_new)) or not cache.has_room([(0, n_new)]):
         return defragment(cache)
     return 0

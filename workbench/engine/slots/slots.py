@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from workbench.common.errors import UsageError
-from workbench.config import Defrag
 from workbench.engine.batch import Entry, Outputs, n_tokens
 from workbench.engine.cache.defrag import make_way
 from workbench.engine.slots.asks import (
@@ -47,11 +46,15 @@ from workbench.engine.slots.asks import (
     Ask,
     Ended,
     Logprobs,
+    Request,
+    Scores,
+    Stepped,
+    Token,
     Totals,
     foremost,
+    logprobs,
 )
 from workbench.engine.slots.draws import FED
-from workbench.engine.slots.requests import Request, Scores, Stepped, Token, logprobs
 from workbench.engine.slots.seats import Seats, Slot, check_cells
 from workbench.trace.spans import now_ns
 
@@ -116,7 +119,6 @@ class Slots:
         engine.reset()
         self._seats = Seats(engine.cache, n_slots, engine.toggles.slot_choice)
         self.slots = self._seats.slots
-        self._defrags = engine.toggles.defrag == Defrag.CELLS
         self._on_device = engine.can_draw
         self._running: dict[int, _Row] = {}  # by number, in the order in which they began
         self._waiting: dict[int, Request] = {}
@@ -200,7 +202,7 @@ class Slots:
         if work:
             begun = now_ns()
             with self._failing():
-                self.n_moved += make_way(self.engine.cache, n_tokens(work), self._defrags)
+                self.n_moved += make_way(self.engine.cache, n_tokens(work), self.engine.toggles)
                 pending = self.engine.submit(work, draws)
             self._under_way.append(_Step(pending, rows, draws, begun, over))
             self.n_steps += 1
