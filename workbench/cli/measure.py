@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 from workbench.cli import flags as f
-from workbench.cli.common import MODELS, RUNS, app, check_new, load, say, say_ranges, say_replays
+from workbench.cli.common import MODELS, RUNS, app, load, say, say_ranges, say_replays
 from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
 from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.output import check_folder
 from workbench.config import BASELINE, EngineConfig, Toggles
 
 NOTEBOOKS = Path("notebooks")
@@ -258,7 +259,7 @@ def bench_kernels(
         kernel_cases.parse_batches(batch), quick, seed,
     )  # fmt: skip
     folder = out or results.new_run_folder(RUNS, "bench-kernels")
-    check_new(folder)
+    check_folder(folder, new=True)
     chosen, reason = choose_device(device)
     backend = open_backend(chosen, threads)
     say(f"device: {backend.description} ({reason})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,10 @@ from workbench.common.errors import UsageError
 from workbench.common.progress import HIDDEN, Bar, bar
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import exclusive
-from workbench.engine.batch import Outputs, Work, check_prompt, step_shape
+from workbench.engine.batch import Batches, Outputs, Work, check_prompt, step_shape
 from workbench.engine.bound import BoundPrograms
 from workbench.engine.cache.growth import growth_of
-from workbench.engine.cache.kv_cache import n_regions
+from workbench.engine.cache.kv_cache import KVCache, n_regions
 from workbench.engine.choose import Variants, Wanted, as_preset, choose, resolve
 from workbench.engine.exclusive import STATE
 from workbench.engine.finite import require_finite
@@ -75,15 +75,20 @@ class Engine:
         self._counts = PhaseCounts()
         self.period = self._ordering.period
         self._loaded: Loaded | None = loaded.share()
-        regions = n_regions(have.toggles, config)
-        self.cache, batches = reuse_of(have.toggles).cache(
+        model, reuse, regions = (
             loaded.model,
-            config,
-            growth_of(have.toggles, config, regions),
-            regions,
-            sizes_of(have.toggles),
-            self._spent,
+            reuse_of(have.toggles),
+            n_regions(have.toggles, config),
         )
+        growth = growth_of(have.toggles, config, regions)
+        self.cache = KVCache(
+            config.n_ctx, growth.pad, config.n_seqs, reuse.in_a_row, regions, growth,
+            model.hparams.window,
+        )  # fmt: skip
+        batches = Batches(
+            self.cache, model.n_vocab, config.n_ubatch, self._spent,
+            partial(reuse.values, model.n_layer), sizes_of(have.toggles),
+        )  # fmt: skip
         self.draws = batches.draws
         self.rehearsal = Rehearsal(self.cache, batches.sizes, config.n_ubatch)
         last_tokens = draws.last_tokens(have.toggles, loaded, config.n_seqs)
