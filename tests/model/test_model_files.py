@@ -176,7 +176,7 @@ def test_generation_ends_with_the_name_of_a_bad_weight(tiny_model, tmp_path):
     ):  # fmt: skip
         with (
             wb.Engine.load(path, device="embedded", n_ctx=256, threads=2) as engine,
-            pytest.raises(WorkbenchError, match="logits behind token 7 are not finite") as caught,
+            pytest.raises(WorkbenchError, match="logits after token 7 are not finite") as caught,
         ):
             engine.generate(tokens=TOKENS, max_tokens=4)
         assert wanted in str(caught.value) and str(caught.value).isprintable()

@@ -28,9 +28,9 @@ from workbench.engine.generation import CONTEXT_FULL, END_OF_TEXT, INTERRUPTED, 
 from workbench.engine.load import Fit, Loaded, config_of
 from workbench.engine.look.nvtx_ranges import ranges_of
 from workbench.engine.look.phases import PhaseCounts, PhaseTimes, per_step
-from workbench.engine.look.ranged import ranged
+from workbench.engine.look.ranged import chosen
 from workbench.engine.look.stamps import Stamp, Stamps
-from workbench.engine.look.watch import PLAIN, Watch, chosen
+from workbench.engine.look.watch import PLAIN, Watch
 from workbench.engine.memory import Residents
 from workbench.engine.opened import Opened
 from workbench.engine.programs import programs_of, reuse_of
@@ -216,9 +216,8 @@ class Engine:
         traced."""
         self.untraced = untraced
         self.steps.forget_coming()
-        around = ranged(self.ranges, recorder, self._coming)
-        alone = recorder is not None or untraced.alone
-        self.issuer.look(recorder, chosen(recorder, untraced, around), alone)
+        watch_of = chosen(self.ranges, recorder, untraced, self._coming)
+        self.issuer.look(recorder, watch_of, recorder is not None or untraced.alone)
 
     def _coming(self) -> tuple[int, int]:
         """The number of the step that comes, and the cells that are in use before it."""
@@ -491,7 +490,7 @@ class Engine:
             return
         exclusive.check_others(self._loaded)
         loaded, self._loaded = self._loaded, None
-        self.issuer.give_up()
+        self.issuer.fail()
         self.issuer.release()
         for backend in loaded.backends:
             backend.synchronize()

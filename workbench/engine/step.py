@@ -129,11 +129,6 @@ class Pending:
         self.step.watch.lost()
         self.failed = True
 
-    def give_up(self) -> None:
-        """The engine is closed. The memory of the results is freed."""
-        self.step.watch.lost()
-        self.failed = True
-
 
 class Issuer:
     """Binds the programs of an engine, issues its steps, and ends them in their order.
@@ -336,14 +331,10 @@ class Issuer:
         return found[:n]
 
     def fail(self) -> None:
-        """A step has failed, so the steps after it have no results either."""
+        """A step has failed, so the steps after it have no results either. Or the engine is closed,
+        so nobody waits for steps any more."""
         while self._under_way:
             self._under_way.pop().fail()
-
-    def give_up(self) -> None:
-        """The engine is closed, so nobody waits for steps any more."""
-        while self._under_way:
-            self._under_way.pop().give_up()
 
 
 def issuer_of(have: Chosen, loaded: Loaded, counts: PhaseCounts) -> Issuer:
