@@ -19,12 +19,11 @@ from workbench.common.errors import ModelFileError
 from workbench.config import EXPAND, Activations
 from workbench.graph.ir import F32, DType, Graph, Kind, StepShape, Tensor
 from workbench.model.blocks import BLOCKS, SET_ROWS, Caches, CacheStores, Step, WeightSpec
-from workbench.model.cache_types import DEFAULT, CacheTypes, cache_dtypes
 from workbench.model.gguf.expand import expanded, loaded_as
 from workbench.model.gguf.file import GGUFFile, TensorInfo, model_hash, open_gguf
 from workbench.model.gguf.metadata import notes
 from workbench.model.gguf.walk import shown
-from workbench.model.hparams import HParams, read_hparams
+from workbench.model.hparams import DEFAULT, CacheTypes, HParams, cache_dtypes, read_hparams
 from workbench.model.inputs import DRAWS, OUT_SEQS, input_of
 from workbench.model.tokenizer.vocabulary import EMBEDDING, OUTPUT, check_vocabulary
 
