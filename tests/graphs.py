@@ -13,7 +13,7 @@ from workbench.graph.branch_fusion import branch_numbers
 from workbench.graph.defer import defer
 from workbench.graph.fuse import fuse
 from workbench.graph.ir import F16, F32, I64, Q8_ACT, DType, Graph, Kind, Node, StepShape, Tensor
-from workbench.model.blocks import BLOCKS, Caches, WeightSpec, blocks_of
+from workbench.model.blocks import BLOCKS, Caches, WeightSpec
 from workbench.model.decoder import build_graph
 from workbench.model.gguf.quants import quantize_activations, random_blocks
 from workbench.model.hparams import HParams
@@ -49,7 +49,7 @@ class Decoder:
         self.output = found.get("output.weight", self.embedding)
         self.output_norm = found["output_norm.weight"]
         self.rope_freqs = found.get("rope_freqs.weight")
-        self.blocks = blocks_of(self.hparams)
+        self.blocks = [BLOCKS[name] for name in self.hparams.traits.blocks]
         self.layers = [self._layer(found, i, biases) for i in range(p.n_layer)]
 
     def _layer(self, found: dict[str, Tensor], i: int, biases: Collection[str]) -> tuple[Any, ...]:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workbench.engine.engine import Engine
-from workbench.engine.slots.asks import LENGTH, STOP, Ask, Ended, Logprobs
-from workbench.engine.slots.requests import Stepped
+from workbench.engine.slots.asks import LENGTH, STOP, Ask, Ended, Logprobs, Stepped
 from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampler, drawn
 

@@ -17,7 +17,7 @@ import pytest
 from tests.bench.steps import Steps
 from workbench.backend.issue.prepared import Prepared
 from workbench.backend.null import open_backend
-from workbench.engine.batches import NOBODY
+from workbench.engine.batch import NOBODY
 from workbench.engine.cache.masks import HIDDEN, fill
 from workbench.engine.programs import KeepByShape, Key
 from workbench.graph.ir import StepShape

@@ -100,7 +100,7 @@ def room(tiny_model, tmp_path_factory) -> Iterator[Callable[[str, str], Room]]:
     shape = replace(presets.find_preset("tiny-llama"), window=21)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(presets.PRESETS, "windowed", shape)
-        synth.write_model("windowed", "Q8_0", windowed, progress=False)
+        synth.write_model("windowed", "Q8_0", windowed)
 
     def get(shape: str, device: str) -> Room:
         if (shape, device) not in rooms:

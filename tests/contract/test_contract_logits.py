@@ -59,7 +59,7 @@ def written(preset: str, path, **fields):
     with pytest.MonkeyPatch.context() as patch:
         shape = dataclasses.replace(presets.find_preset(preset), **fields)
         patch.setitem(presets.PRESETS, "other", shape)
-        return synth.write_model("other", "F32", path, progress=False)
+        return synth.write_model("other", "F32", path)
 
 
 @pytest.fixture(scope="module")

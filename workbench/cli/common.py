@@ -14,7 +14,6 @@ from cyclopts import App
 from workbench import __version__
 from workbench.cli.flags import EngineSettings, GivenToggles, check_computes
 from workbench.common.errors import UsageError
-from workbench.common.output import check_folder
 from workbench.config import BEST, EngineConfig
 
 if TYPE_CHECKING:
@@ -105,12 +104,6 @@ def load(
             "worse answers beyond"
         )
     return engine
-
-
-def check_new(folder: Path | None) -> None:
-    """Raises UsageError where the run folder exists already, or cannot be written."""
-    if folder is not None:
-        check_folder(folder, new=True)
 
 
 def as_typed(flag: str, text: str) -> str:

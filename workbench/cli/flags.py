@@ -1,4 +1,4 @@
-"""Flags that many commands take, with their help: settings of an engine, and toggles.
+"""Flags that many commands take, with their help: settings of an engine, toggles, repetitions.
 
 Flags with llama.cpp's names have llama.cpp's meaning. The flags of toggles are made from the rows
 of the table, so a new toggle needs no line here.
@@ -255,3 +255,37 @@ DEFAULT_SERVED = ServedSettings()
 EngineFlags = Annotated[EngineSettings, Parameter(name="*", group=ENGINE)]
 ServedFlags = Annotated[ServedSettings, Parameter(name="*", group=ENGINE)]
 ToggleFlags = Annotated[EveryToggle, Parameter(name="*", group=TOGGLES, show_default=False)]
+
+
+# repetitions --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`--until` and `--at-most`, as they were typed."""
+
+    until: Annotated[
+        str | None, flag("repeat until the 95 % interval's half-width is that small, as 1%")
+    ] = None
+    at_most: Annotated[
+        str | None, flag("with --until: end after so much measuring, as 30s or 1h; default 10m")
+    ] = None
+
+    def arguments(self, n: int = 1) -> dict[str, Any]:
+        """The keyword arguments of `ab` and `bench`; n calls share the time. Raises UsageError for
+        a text that is no share or no length of time, and for a time without a share."""
+        from workbench.benchmarks.compare import until
+
+        if self.until is None:
+            if self.at_most is not None:
+                raise UsageError("--at-most ends what --until repeats; add --until 1%, say")
+            return {}
+        share, at_most_s = until.parse_share("--until", self.until), until.AT_MOST_S
+        if self.at_most is not None:
+            at_most_s = until.parse_duration("--at-most", self.at_most)
+        return {"until": share, "at_most_s": at_most_s / n}
+
+
+Resume = Annotated[bool, flag("continue the run in --out; with --until for --at-most again")]
+RepeatFlags = Annotated[Repeat, Parameter(name="*")]
+DEFAULT_REPEAT = Repeat()

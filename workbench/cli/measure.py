@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 from workbench.cli import flags as f
-from workbench.cli.common import MODELS, RUNS, app, check_new, load, say, say_ranges, say_replays
+from workbench.cli.common import MODELS, RUNS, app, load, say, say_ranges, say_replays
 from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
-from workbench.cli.repeat import DEFAULT_REPEAT, RepeatFlags, Resume
 from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.output import check_folder
 from workbench.config import BASELINE, EngineConfig, Toggles
 
 NOTEBOOKS = Path("notebooks")
@@ -60,8 +60,8 @@ def bench(
     out: Annotated[
         Path | None, f.flag("run folder to write, too; OUT-1, OUT-2, ... for several engines")
     ] = None,
-    resume: Resume = False,
-    repeat: RepeatFlags = DEFAULT_REPEAT,
+    resume: f.Resume = False,
+    repeat: f.RepeatFlags = f.DEFAULT_REPEAT,
     config: BenchFlags = DEFAULT_BENCH,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
@@ -134,8 +134,8 @@ def ab(
     ] = 10,
     seed: f.Seed = 0,
     out: Annotated[Path | None, f.flag("run folder to write", "--out -o")] = None,
-    resume: Resume = False,
-    repeat: RepeatFlags = DEFAULT_REPEAT,
+    resume: f.Resume = False,
+    repeat: f.RepeatFlags = f.DEFAULT_REPEAT,
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
@@ -259,7 +259,7 @@ def bench_kernels(
         kernel_cases.parse_batches(batch), quick, seed,
     )  # fmt: skip
     folder = out or results.new_run_folder(RUNS, "bench-kernels")
-    check_new(folder)
+    check_folder(folder, new=True)
     chosen, reason = choose_device(device)
     backend = open_backend(chosen, threads)
     say(f"device: {backend.description} ({reason})")

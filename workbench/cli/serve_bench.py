@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 
 from workbench.cli import flags as f
-from workbench.cli.common import app, check_new, say
+from workbench.cli.common import app, say
 from workbench.common.errors import UsageError
+from workbench.common.output import check_folder
 
 if TYPE_CHECKING:
     from workbench.traffic.bench import BenchSpec
@@ -118,7 +119,8 @@ def serve_bench(
     if url is not None and given:
         raise UsageError(f"{given[0]} is the server's; give it where the server of --url begins")
     spec = _spec(load, client, slots)
-    check_new(out)
+    if out is not None:
+        check_folder(out, new=True)
     if model is not None:
         served: Served = ServeCommand(model, slots or 8, config.device, given)
     else:

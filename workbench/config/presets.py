@@ -38,9 +38,6 @@ class BestSet(NamedTuple):
     together: dict[str, str]
 
 
-NOTHING = BestSet({}, {}, {})
-
-
 @functools.cache
 def fixed_presets() -> dict[str, Fixed]:
     """The presets that no device has to resolve, by name (`presets.json`)."""

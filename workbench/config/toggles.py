@@ -273,10 +273,7 @@ class TogglePreset:
                 f"preset {name!r} does not exist; choose one of {', '.join(preset_names())}"
             )
         self.name, self.n_seqs = name, n_seqs
-        own: dict[str, str] = {}
-        for key, value in sorted((changes or {}).items(), key=lambda c: c[0] not in FAMILIES):
-            _check_value(key, value, Toggles.values(key))
-            own |= dict.fromkeys(Toggles.members(key), value)
+        own = _spread(changes or {})
         self.changes = {key: own[key] for key in Toggles.names() if key in own}
 
     @property
@@ -324,7 +321,10 @@ class TogglePreset:
 
 
 def _spread(values: Mapping[str, str]) -> dict[str, str]:
-    """The values by toggle. A family's value is for each of its members that is not named
-    itself."""
-    wide = {m: v for k, v in values.items() if k in FAMILIES for m in Toggles.members(k)}
-    return wide | {k: v for k, v in values.items() if k not in FAMILIES}
+    """The values by toggle. A family's value is for each of its members that is not named itself.
+    Raises UsageError for a name or a value that does not exist."""
+    own: dict[str, str] = {}
+    for key, value in sorted(values.items(), key=lambda c: c[0] not in FAMILIES):
+        _check_value(key, value, Toggles.values(key))
+        own |= dict.fromkeys(Toggles.members(key), value)
+    return own

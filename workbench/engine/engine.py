@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,10 @@ from workbench.common.errors import UsageError
 from workbench.common.progress import HIDDEN, Bar, bar
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import exclusive
-from workbench.engine.batch import Outputs, Work, check_prompt, step_shape
+from workbench.engine.batch import Batches, Outputs, Work, check_prompt, step_shape
 from workbench.engine.bound import BoundPrograms
 from workbench.engine.cache.growth import growth_of
-from workbench.engine.cache.kv_cache import n_regions
+from workbench.engine.cache.kv_cache import KVCache, n_regions
 from workbench.engine.choose import Variants, Wanted, as_preset, choose, resolve
 from workbench.engine.exclusive import STATE
 from workbench.engine.finite import require_finite
@@ -28,9 +28,9 @@ from workbench.engine.generation import CONTEXT_FULL, END_OF_TEXT, INTERRUPTED, 
 from workbench.engine.load import Fit, Loaded, config_of
 from workbench.engine.look.nvtx_ranges import ranges_of
 from workbench.engine.look.phases import PhaseCounts, PhaseTimes, per_step
-from workbench.engine.look.ranged import ranged
+from workbench.engine.look.ranged import chosen
 from workbench.engine.look.stamps import Stamp, Stamps
-from workbench.engine.look.watch import PLAIN, Watch, chosen
+from workbench.engine.look.watch import PLAIN, Watch
 from workbench.engine.memory import Residents
 from workbench.engine.opened import Opened
 from workbench.engine.programs import programs_of, reuse_of
@@ -75,15 +75,20 @@ class Engine:
         self._counts = PhaseCounts()
         self.period = self._ordering.period
         self._loaded: Loaded | None = loaded.share()
-        regions = n_regions(have.toggles, config)
-        self.cache, batches = reuse_of(have.toggles).cache(
+        model, reuse, regions = (
             loaded.model,
-            config,
-            growth_of(have.toggles, config, regions),
-            regions,
-            sizes_of(have.toggles),
-            self._spent,
+            reuse_of(have.toggles),
+            n_regions(have.toggles, config),
         )
+        growth = growth_of(have.toggles, config, regions)
+        self.cache = KVCache(
+            config.n_ctx, growth.pad, config.n_seqs, reuse.in_a_row, regions, growth,
+            model.hparams.window,
+        )  # fmt: skip
+        batches = Batches(
+            self.cache, model.n_vocab, config.n_ubatch, self._spent,
+            partial(reuse.values, model.n_layer), sizes_of(have.toggles),
+        )  # fmt: skip
         self.draws = batches.draws
         self.rehearsal = Rehearsal(self.cache, batches.sizes, config.n_ubatch)
         last_tokens = draws.last_tokens(have.toggles, loaded, config.n_seqs)
@@ -211,9 +216,8 @@ class Engine:
         traced."""
         self.untraced = untraced
         self.steps.forget_coming()
-        around = ranged(self.ranges, recorder, self._coming)
-        alone = recorder is not None or untraced.alone
-        self.issuer.look(recorder, chosen(recorder, untraced, around), alone)
+        watch_of = chosen(self.ranges, recorder, untraced, self._coming)
+        self.issuer.look(recorder, watch_of, recorder is not None or untraced.alone)
 
     def _coming(self) -> tuple[int, int]:
         """The number of the step that comes, and the cells that are in use before it."""
@@ -444,11 +448,6 @@ class Engine:
         return self._residents.last_tokens is not None
 
     @property
-    def turn(self) -> int:
-        """Which copy of the rings the next step takes."""
-        return self.issuer.turn
-
-    @property
     def n_steps(self) -> int:
         """Steps that have ended."""
         return self.issuer.n_steps
@@ -491,7 +490,7 @@ class Engine:
             return
         exclusive.check_others(self._loaded)
         loaded, self._loaded = self._loaded, None
-        self.issuer.give_up()
+        self.issuer.fail()
         self.issuer.release()
         for backend in loaded.backends:
             backend.synchronize()

@@ -160,10 +160,9 @@ class Loaded:
 
     def reside(self, b: int, tensor: Tensor, memory: Memory) -> None:
         """Notes that backend b keeps `tensor` in `memory`."""
-        space = Space.HOST if b == HOST else Space.DEVICE
-        buffer = Buffer(tensor.name, space, memory.nbytes, b)
-        self.memory[buffer] = memory
-        self.residents[b][tensor] = Range(buffer, 0, tensor.nbytes)
+        kept = resident(b, tensor, memory.nbytes)
+        self.memory[kept.buffer] = memory
+        self.residents[b][tensor] = kept
 
     def share(self) -> Loaded:
         self._users += 1
@@ -210,6 +209,12 @@ def config_of(fields: dict[str, Any]) -> EngineConfig:
         if name not in known:
             raise UsageError(f"setting {name!r} does not exist; choose one of {', '.join(known)}")
     return EngineConfig(**fields)
+
+
+def resident(b: int, tensor: Tensor, nbytes: int) -> Range:
+    """Where backend b keeps `tensor` in memory of its own, of nbytes bytes."""
+    space = Space.HOST if b == HOST else Space.DEVICE
+    return Range(Buffer(tensor.name, space, nbytes, b), 0, tensor.nbytes)
 
 
 def kind(node: Node) -> tuple:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from workbench.backend.base import Backend, Memory
 from workbench.backend.issue.landing import Landing, hands_out
-from workbench.engine.load import Loaded
+from workbench.engine.load import Loaded, resident
 from workbench.graph.ir import Tensor
-from workbench.program.commands import HOST, Buffer, Program, Range, Space
+from workbench.program.commands import Buffer, Program, Range
 
 
 class Residents:
@@ -39,12 +39,11 @@ class Residents:
             self._keep(loaded, len(loaded.backends) - 1, self.last_tokens)
 
     def _keep(self, loaded: Loaded, b: int, tensor: Tensor) -> None:
-        space = Space.HOST if b == HOST else Space.DEVICE
-        memory = loaded.backends[b].allocate(tensor.nbytes, space)
+        kept = self.ranges[b][tensor] = resident(b, tensor, tensor.nbytes)
+        memory = self.memory[kept.buffer] = loaded.backends[b].allocate(
+            tensor.nbytes, kept.buffer.space
+        )
         self._own.append(memory)
-        buffer = Buffer(tensor.name, space, tensor.nbytes, b)
-        self.memory[buffer] = memory
-        self.ranges[b][tensor] = Range(buffer, 0, tensor.nbytes)
 
     def free(self) -> None:
         """Gives the caches back. Weights belong to the model."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
@@ -20,27 +19,24 @@ class Opened(Generic[E]):
     """The open engines, in the order in which they were made."""
 
     def __init__(self) -> None:
-        self._engines: WeakValueDictionary[int, E] = WeakValueDictionary()
-        self._numbers = count()
+        self._engines: WeakValueDictionary[int, E] = WeakValueDictionary()  # by id
         self._tells: list[Callable[[E], None]] = []
 
     def add(self, engine: E) -> None:
         """Called by an engine that is complete."""
-        self._engines[next(self._numbers)] = engine
+        self._engines[id(engine)] = engine
         for tell in tuple(self._tells):
             tell(engine)
 
     def remove(self, engine: E) -> None:
         """Called by an engine that is closed."""
-        for number, other in list(self._engines.items()):
-            if other is engine:
-                del self._engines[number]
+        self._engines.pop(id(engine), None)
 
     def __iter__(self) -> Iterator[E]:
-        return iter([engine for _, engine in sorted(self._engines.items())])
+        return iter([*self._engines.values()])
 
     def __contains__(self, engine: object) -> bool:
-        return any(engine is other for other in self._engines.values())
+        return id(engine) in self._engines
 
     @contextmanager
     def told(self, tell: Callable[[E], None]) -> Iterator[None]:

@@ -17,21 +17,15 @@ result is dropped.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from workbench.backend.issue.prepared import Prepared
-from workbench.config import EngineConfig, GraphReuse, Redo, Toggles
+from workbench.config import GraphReuse, Redo, Toggles
 from workbench.engine.batch import Values, row_values
-from workbench.engine.batches import Batches
-from workbench.engine.cache.growth import Growth
-from workbench.engine.cache.kv_cache import KVCache
 from workbench.engine.look.phases import PhaseClock, Phases
-from workbench.engine.slots.padding import Rule
 from workbench.graph.ir import StepShape
-from workbench.model.decoder import Model
 from workbench.model.inputs import STORE_TABLE
 
 KEPT = 256  # the most programs that are kept; beyond that the least recently used is dropped
@@ -186,24 +180,6 @@ class Reuse(NamedTuple):
     store: str
     in_a_row: bool
     values: Callable[[int, np.ndarray], Values]
-
-    def cache(
-        self,
-        model: Model,
-        config: EngineConfig,
-        growth: Growth,
-        regions: int,
-        sizes: Rule,
-        clock: PhaseClock,
-    ) -> tuple[KVCache, Batches]:
-        """The cache of an engine, and its batches. regions: as `KVCache` has them. sizes: as
-        `Batches` has it."""
-        cache = KVCache(
-            config.n_ctx, growth.pad, config.n_seqs, self.in_a_row, regions, growth,
-            model.hparams.window,
-        )  # fmt: skip
-        values = partial(self.values, model.n_layer)
-        return cache, Batches(cache, model.n_vocab, config.n_ubatch, clock, values, sizes)
 
 
 _ROWS = ("set_rows", False, lambda n_layer, cells: row_values(cells))

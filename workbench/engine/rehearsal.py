@@ -49,9 +49,9 @@ class Rehearsal:
     def __init__(self, cache: KVCache, sizes: Rule, n_ubatch: int):
         self._cache, self._sizes, self._n_ubatch = cache, sizes, n_ubatch
 
-    def from_empty(self, acts: Iterable[Act], draws: bool = False) -> list[StepShape]:
-        """The shapes of steps that begin with an empty cache, each once, in their order. draws: the
-        device draws tokens. Raises UsageError where a step finds no cells."""
+    def from_empty(self, acts: Iterable[Act]) -> list[StepShape]:
+        """The shapes of steps that begin with an empty cache, each once, in their order.
+        Raises UsageError where a step finds no cells."""
         cache, found = empty_like(self._cache), dict[StepShape, None]()
         for act in acts:
             if callable(act):
@@ -60,7 +60,7 @@ class Rehearsal:
             for copies in cache.copied:
                 found[copy_shape(size_of_copies(len(copies)))] = None
             cache.copied.clear()
-            found[self.shape_of(act, cache, draws)] = None
+            found[self.shape_of(act, cache)] = None
             take(act, cache)
         return [*found]
 

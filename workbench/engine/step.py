@@ -37,8 +37,7 @@ from workbench.backend.issue.prepared import Prepared
 from workbench.backend.plan.gate import Gate
 from workbench.backend.plan.life import Plans, gate_of, plans_of
 from workbench.common.errors import UsageError
-from workbench.engine.batch import Batch, Work, copy_batch, shift_batch
-from workbench.engine.batches import Batches
+from workbench.engine.batch import Batch, Batches, Work, copy_batch, shift_batch
 from workbench.engine.cache.kv_cache import KVCache
 from workbench.engine.choose import Chosen
 from workbench.engine.load import Loaded
@@ -127,11 +126,6 @@ class Pending:
     def fail(self) -> None:
         """The step has no results. Its cells are free again."""
         self.step.undo()
-        self.step.watch.lost()
-        self.failed = True
-
-    def give_up(self) -> None:
-        """The engine is closed. The memory of the results is freed."""
         self.step.watch.lost()
         self.failed = True
 
@@ -337,14 +331,10 @@ class Issuer:
         return found[:n]
 
     def fail(self) -> None:
-        """A step has failed, so the steps after it have no results either."""
+        """A step has failed, so the steps after it have no results either. Or the engine is closed,
+        so nobody waits for steps any more."""
         while self._under_way:
             self._under_way.pop().fail()
-
-    def give_up(self) -> None:
-        """The engine is closed, so nobody waits for steps any more."""
-        while self._under_way:
-            self._under_way.pop().give_up()
 
 
 def issuer_of(have: Chosen, loaded: Loaded, counts: PhaseCounts) -> Issuer:

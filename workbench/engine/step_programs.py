@@ -121,35 +121,19 @@ class StepPrograms:
     ) -> Program:
         """The program of a step of `shape` that stores from `cell` on; turn and buffers as
         `lay_out` has them. phases: does them, and can do each again."""
-        loaded, residents, toggles = self._loaded, self._residents, self._toggles
-        do = (phases or Phases(self._clock)).do
-        graph = do(
-            "graph", unfused_graph, loaded.model, shape, residents.caches, toggles, cell,
-            residents.last_tokens, self._n_regions > 1,
-        )  # fmt: skip
-        joined, backend_of = do(
-            "fuse", fused_graph, graph, toggles, loaded.placement, self._n_streams
-        )
-        splits = do("split", self._cut, joined, backend_of, toggles.fork)
+        do, toggles = (phases or Phases(self._clock)).do, self._toggles
+        graph = do("graph", self._unfused, shape, cell)
+        joined, backend_of = do("fuse", self._fused, graph)
+        splits = do("split", self._cut, joined, backend_of)
         layout = do(
-            "layout", lay_out, joined, splits, residents.ranges, self._targets, self._ordering,
-            turn, buffers, toggles.lifetimes,
+            "layout", lay_out, joined, splits, self._residents.ranges, self._targets,
+            self._ordering, turn, buffers, toggles.lifetimes,
         )  # fmt: skip
-        return do("lower", self._lowered, joined, splits, layout, toggles.lifetimes)
+        return do("lower", self._lowered, joined, splits, layout)
 
     def nodes_of(self, shape: StepShape) -> list[tuple[Node, int]]:
         """The nodes that a step of `shape` launches, in order, and the backend of each."""
-        residents, toggles, loaded = self._residents, self._toggles, self._loaded
-        graph = unfused_graph(
-            loaded.model,
-            shape,
-            residents.caches,
-            toggles,
-            0,
-            residents.last_tokens,
-            self._n_regions > 1,
-        )
-        joined, backend_of = fused_graph(graph, toggles, loaded.placement, self._n_streams)
+        joined, backend_of = self._fused(self._unfused(shape, 0))
         return [(node, backend_of(node)) for node in joined.nodes]
 
     def refuse_races(self, most_tokens: int, n_cells: int, pad: int) -> None:
@@ -159,21 +143,30 @@ class StepPrograms:
             for n_tokens, n_kv in product({1, most_tokens}, {min(pad, n_cells), n_cells}):
                 self.of(StepShape(n_tokens, 1, n_kv), buffers={})
 
-    def _cut(self, graph: Graph, backend_of: BackendOf, rule: str) -> list[Split]:
-        splits = split(graph, backend_of)
-        return splits if self._n_streams == 1 else forked(splits, self._n_streams, rule)
+    def _unfused(self, shape: StepShape, cell: int) -> Graph:
+        model, residents = self._loaded.model, self._residents
+        return unfused_graph(
+            model, shape, residents.caches, self._toggles, cell, residents.last_tokens,
+            self._n_regions > 1,
+        )  # fmt: skip
 
-    def _lowered(
-        self, graph: Graph, splits: list[Split], layout: Layout, lifetimes: str
-    ) -> Program:
+    def _fused(self, graph: Graph) -> tuple[Graph, BackendOf]:
+        return fused_graph(graph, self._toggles, self._loaded.placement, self._n_streams)
+
+    def _cut(self, graph: Graph, backend_of: BackendOf) -> list[Split]:
+        splits, toggles = split(graph, backend_of), self._toggles
+        return splits if self._n_streams == 1 else forked(splits, self._n_streams, toggles.fork)
+
+    def _lowered(self, graph: Graph, splits: list[Split], layout: Layout) -> Program:
+        toggles = self._toggles
         program = lower(graph, splits, layout, self._targets, self._ordering)
         if any(part.forked for part in splits):
             if self._check(splits, layout, program):
                 self.n_unforked += 1
-                apart = on_one_stream(splits, lifetimes)
+                apart = on_one_stream(splits, toggles.lifetimes)
                 program = lower(graph, apart, layout, self._targets, self._ordering)
             elif not self._loaded.config.unsafe:
-                refuse_races(lifetimes, self._n_streams, program)
+                refuse_races(toggles.lifetimes, self._n_streams, program)
         return with_plans(program, self._plan_scope) if self._plan_scope else program
 
     def several(self, n_prompt: int, n_decoded: int, laps: int) -> list[Program]:

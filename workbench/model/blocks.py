@@ -298,8 +298,3 @@ BLOCKS: dict[str, DecoderBlock] = {
         dense_ffn,
     ),
 }
-
-
-def blocks_of(h: HParams) -> list[DecoderBlock]:
-    """The blocks of a layer of this architecture, in order."""
-    return [BLOCKS[name] for name in h.traits.blocks]

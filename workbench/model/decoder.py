@@ -18,13 +18,12 @@ import numpy as np
 from workbench.common.errors import ModelFileError
 from workbench.config import EXPAND, Activations
 from workbench.graph.ir import F32, DType, Graph, Kind, StepShape, Tensor
-from workbench.model.blocks import SET_ROWS, Caches, CacheStores, Step, WeightSpec, blocks_of
-from workbench.model.cache_types import DEFAULT, CacheTypes, cache_dtypes
+from workbench.model.blocks import BLOCKS, SET_ROWS, Caches, CacheStores, Step, WeightSpec
 from workbench.model.gguf.expand import expanded, loaded_as
 from workbench.model.gguf.file import GGUFFile, TensorInfo, model_hash, open_gguf
 from workbench.model.gguf.metadata import notes
 from workbench.model.gguf.walk import shown
-from workbench.model.hparams import HParams, read_hparams
+from workbench.model.hparams import DEFAULT, CacheTypes, HParams, cache_dtypes, read_hparams
 from workbench.model.inputs import DRAWS, OUT_SEQS, input_of
 from workbench.model.tokenizer.vocabulary import EMBEDDING, OUTPUT, check_vocabulary
 
@@ -78,7 +77,7 @@ class Model:
         self.rope_freqs = (
             self._need("rope_freqs.weight", h.n_rot // 2, dtype=F32) if slowed else None
         )
-        self.blocks = blocks_of(h)
+        self.blocks = [BLOCKS[name] for name in h.traits.blocks]
         self.layers = [self._layer(i) for i in range(h.n_layer)]
         self._refuse_unused()
 

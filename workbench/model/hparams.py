@@ -1,4 +1,5 @@
-"""Hyper-parameters of a model, read from GGUF metadata and checked against one another.
+"""Hyper-parameters of a model, read from GGUF metadata and checked against one another. Also the
+types that K and V may have in its cache.
 
 Key names follow the GGUF specification (`docs/gguf.md` of ggml): `<architecture>.<key>`.
 """
@@ -6,15 +7,22 @@ Key names follow the GGUF specification (`docs/gguf.md` of ggml): `<architecture
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from workbench.common.errors import ModelFileError
+from workbench.common.errors import ModelFileError, UsageError
+from workbench.config import CACHE_TYPES
+from workbench.graph.ir import CACHE_DTYPES, DType
 from workbench.model.architectures import ARCHITECTURES, Architecture
 from workbench.model.gguf.file import GGUFFile
 from workbench.model.gguf.metadata import ARCHITECTURE_KEYS, refuse
+
+CacheTypes = tuple[str, str]  # names in settings and flags, of K and of V
+DEFAULT: CacheTypes = (CACHE_TYPES[0], CACHE_TYPES[0])
+_BY_NAME = dict(zip(CACHE_TYPES, CACHE_DTYPES, strict=True))
 
 
 @dataclass(frozen=True)
@@ -155,3 +163,18 @@ def _freq_scale(file: GGUFFile, arch: str) -> float:
     if not 0 <= factor < math.inf:
         raise ModelFileError(f"{file.path}: {key} = {factor} must be 0 (none) or above")
     return 1 / factor if factor else 1.0
+
+
+def cache_dtypes(
+    path: str | os.PathLike[str], types: CacheTypes, head_dims: tuple[int, int]
+) -> tuple[DType, DType]:
+    """The types of K and V for a model at `path`, whose heads have so many elements. Raises
+    UsageError where whole blocks of a type do not fill a head."""
+    found = _BY_NAME[types[0]], _BY_NAME[types[1]]
+    for which, name, dtype, head_dim in zip("kv", types, found, head_dims, strict=True):
+        if head_dim % dtype.block:
+            raise UsageError(
+                f"cache_type_{which}={name}: heads of {os.fspath(path)} have {head_dim} elements, "
+                f"no multiple of {dtype.block}; use f16, bf16 or f32"
+            )
+    return found

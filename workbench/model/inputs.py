@@ -7,6 +7,7 @@ reused, and the counters name it.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from workbench.graph.ir import F16, F32, I32, I64, DType, Input, StepShape
 from workbench.graph.shapes import DRAW_SETTINGS
@@ -53,13 +54,9 @@ def _per_output(step: StepShape) -> tuple[int, ...]:
     return (step.n_outputs,)
 
 
-def _made(name: str, dtype: DType, shape_of: ShapeOf) -> Callable[[StepShape], Input]:
-    return lambda step: StepInput(name, dtype, shape_of, step)
-
-
 # by name: the input of a graph for steps of a shape
 INPUTS: dict[str, Callable[[StepShape], Input]] = {
-    name: _made(name, dtype, shape_of)
+    name: partial(StepInput, name, dtype, shape_of)
     for name, dtype, shape_of in (
         (TOKENS, I32, _per_token),
         (POSITIONS, I32, _per_token),

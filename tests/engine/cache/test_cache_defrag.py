@@ -123,7 +123,7 @@ def test_a_gap_between_regions_costs_nothing(tiny_model):
         assert found[0] == found[1] and engine.counters["programs_built"] == built
         assert defragment(engine.cache) == 0
         slots = Slots(engine, 4)
-        assert len(serve(slots, load()).ended) == 16 and slots.defrag.n_moved == 0
+        assert len(serve(slots, load()).ended) == 16 and slots.n_moved == 0
 
 
 def load() -> list[Ask]:
@@ -143,7 +143,7 @@ def test_steps_that_want_cells_in_a_row_find_some(tiny_model, engine, value, reu
         told = serve(slots, asks)
         for ask in asks:
             same(ask, told.tokens[ask.number], alone(engine, ask))
-        assert slots.defrag.n_moved > 0
+        assert slots.n_moved > 0
         check_cells(slots)
 
 

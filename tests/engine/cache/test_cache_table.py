@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from workbench.common.errors import UsageError
 from workbench.common.sizes import round_up
-from workbench.engine.batch import copy_batch, make_batch, shift_batch
-from workbench.engine.batches import Batches
+from workbench.engine.batch import Batches, copy_batch, make_batch, shift_batch
 from workbench.engine.cache.defrag import defragment
 from workbench.engine.cache.kv_cache import EMPTY, KVCache
 from workbench.engine.slots.draws import FED

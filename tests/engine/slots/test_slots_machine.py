@@ -22,8 +22,16 @@ from tests.served import APART, BEHIND, Alone, Told, alone, check_cells, go_on, 
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.engine.slots import slots as slots_room
-from workbench.engine.slots.asks import CANCELLED, LENGTH, STOP, TIMEOUT, Ask, Logprobs
-from workbench.engine.slots.requests import NEVER, logprobs
+from workbench.engine.slots.asks import (
+    CANCELLED,
+    LENGTH,
+    NEVER,
+    STOP,
+    TIMEOUT,
+    Ask,
+    Logprobs,
+    logprobs,
+)
 from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampling
 

@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.config import Defrag
+from workbench.config import Defrag, Toggles
 
 if TYPE_CHECKING:
-    from workbench.config import Toggles
     from workbench.engine.cache.kv_cache import KVCache
 
 LEAST_HOLES = 0.1  # the share of holes from which moving pays (llama.cpp: 0.1)
@@ -57,17 +56,12 @@ def pays(cache: KVCache, n_new: int) -> bool:
     return cache.growth.extent(used + n_new) < cache.growth.extent(last)
 
 
-class Defragmenting:
-    """Moves cells before steps, as the toggle `defrag` says. n_moved: how many cells have moved."""
-
-    def __init__(self, toggles: Toggles):
-        self._wanted = toggles.defrag == Defrag.CELLS
-        self.n_moved = 0
-
-    def __call__(self, cache: KVCache, n_new: int) -> None:
-        """Call it before a step of n_new tokens. Where the step needs its cells in a row and finds
-        none, holes are closed whatever the toggle says, because the step would fail otherwise."""
-        if cache.n_regions > 1:
-            return
-        if (self._wanted and pays(cache, n_new)) or not cache.has_room([(0, n_new)]):
-            self.n_moved += defragment(cache)
+def make_way(cache: KVCache, n_new: int, toggles: Toggles) -> int:
+    """Moves cells before a step of n_new tokens, as the toggle `defrag` says. Where the step needs
+    its cells in a row and finds none, holes are closed whatever the toggle says, because the step
+    would fail otherwise. Returns how many cells have moved."""
+    if cache.n_regions > 1:
+        return 0
+    if (toggles.defrag == Defrag.CELLS and pays(cache, n_new)) or not cache.has_room([(0, n_new)]):
+        return defragment(cache)
+    return 0

@@ -68,12 +68,8 @@ class VisitTable(list[Visits]):
         for row in self:
             found.setdefault(row.step, []).append(row)
         rows = [
-            {
-                "step": step, "tokens": of[0].n_tokens, "n_kv": of[0].n_kv,
-                "regions": max(1, of[0].n_regions), "skip_masked_kv": of[0].way,
-                "visited": sum(one.visited for one in of),
-                "skipped": sum(one.skipped for one in of),
-            }
+            (step, of[0].n_tokens, of[0].n_kv, max(1, of[0].n_regions), of[0].way,
+             sum(one.visited for one in of), sum(one.skipped for one in of))
             for step, of in found.items()
         ]  # fmt: skip
         columns = ["step", "tokens", "n_kv", "regions", "skip_masked_kv", "visited", "skipped"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from workbench.backend.base import Issue
 from workbench.backend.issue.prepared import Prepared
@@ -20,7 +21,7 @@ from workbench.program import commands as c
 from workbench.trace.spans import Span
 
 
-class KernelSpans:
+class KernelSpans(NamedTuple):
     """The spans of steps.
 
     steps: for each step its launches, in the order of issue, as device spans (args `index`, `part`,
@@ -28,9 +29,8 @@ class KernelSpans:
     n_silent: for each step, how many kernels are a library's, which have no span.
     """
 
-    def __init__(self) -> None:
-        self.steps: list[list[Span]] = []
-        self.n_silent: list[int] = []
+    steps: list[list[Span]]
+    n_silent: list[int]
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def kernel_spans(engine: Engine) -> Iterator[KernelSpans]:
         )
     if all(backend.capabilities.synchronous for backend in engine.backends):
         raise UsageError(f"the {engine.device} device has no kernels of its own; use another")
-    found, before = KernelSpans(), engine.recorder
+    found, before = KernelSpans([], []), engine.recorder
     notes = engine.backend.note_bytes
     times = ByNotes(engine.backends, engine.bound.again) if notes else ByMarks()
     engine.look(None, _Launches(found, times))

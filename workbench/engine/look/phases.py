@@ -15,9 +15,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 from workbench.trace.spans import now_ns
+
+if TYPE_CHECKING:
+    from workbench.common.tables import Table
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,22 +109,18 @@ class PhaseTimes(list[PhaseTime]):
         """The phases that took any time: `batch 25.4, issue 38.0, wait 412.3`."""
         return ", ".join(f"{row.phase} {row.us:.1f}" for row in self if row.us)
 
+    def table(self) -> Table:
+        from workbench.common.tables import Table
+
+        rows = [(row.phase, row.times, row.us, f"{row.share:.1%}") for row in self]
+        columns = ["phase", "times a step", "us a step", "share"]
+        return Table(rows, columns=columns).shown(right=["share"])
+
     def __repr__(self) -> str:
-        rows = [
-            f"{row.phase:<10}{row.times:>14.2f}{row.us:>12.2f}{row.share:>8.1%}" for row in self
-        ]
-        return "\n".join([f"{'phase':<10}{'times a step':>14}{'us a step':>12}{'share':>8}", *rows])
+        return repr(self.table())
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{row.phase}</td><td>{row.times:.2f}</td><td>{row.us:.2f}</td>"
-            f"<td>{row.share:.1%}</td></tr>"
-            for row in self
-        )
-        head = "".join(
-            f"<th>{name}</th>" for name in ("phase", "times a step", "us a step", "share")
-        )
-        return f"<table><tr>{head}</tr>{rows}</table>"
+        return self.table()._repr_html_()
 
 
 def per_step(after: Mapping[str, int], before: Mapping[str, int] | None = None) -> PhaseTimes:

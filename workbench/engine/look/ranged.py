@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from workbench.backend.base import Issue
 from workbench.backend.issue.prepared import Prepared
 from workbench.engine.batch import Batch, Work, n_tokens
-from workbench.engine.look.nvtx_ranges import NoRanges, NvtxRanges, ranges_of
-from workbench.engine.look.watch import Watch, described, split_name
+from workbench.engine.look.nvtx_ranges import OFF, NoRanges, NvtxRanges, ranges_of
+from workbench.engine.look.watch import Trace, Untraced, Watch, described, split_name
 from workbench.program import commands as c
 from workbench.trace.spans import Recorder
 
@@ -188,18 +188,25 @@ def _range_of(prepared: Prepared, number: int) -> tuple[str, str, int]:
     return name, kind, args.get("bytes", number)
 
 
-def ranged(
-    own: NoRanges, recorder: Recorder | None, coming: Callable[[], tuple[int, int]]
-) -> Callable[[Watch, bool], Watch]:
-    """What puts ranges around a watch, where there are any. Traced steps have them as `recorder`
-    says, else all do as the engine's own setting says. coming: as `RangedWatch` has it."""
+def chosen(
+    own: NoRanges,
+    recorder: Recorder | None,
+    plain: Watch,
+    coming: Callable[[], tuple[int, int]],
+) -> Callable[[int], Watch]:
+    """From the number of a step to its watch, for an engine with this recorder.
 
-    def around(watch: Watch, traced: bool) -> Watch:
-        ranges = own
-        if traced and recorder is not None:
-            if not recorder.nvtx:
-                return watch
-            ranges = ranges if ranges.on else ranges_of("auto")
+    own: the ranges that the engine's setting asks for. Traced steps have ranges as `recorder` says.
+    plain: the watch of untraced steps.
+    coming: as `RangedWatch` has it.
+    """
+
+    def around(watch: Watch, ranges: NoRanges) -> Watch:
         return RangedWatch(watch, ranges, coming) if isinstance(ranges, NvtxRanges) else watch
 
-    return around
+    if recorder is None:
+        watch = around(plain, own)
+        return lambda step: watch
+    traced = OFF if not recorder.nvtx else own if own.on else ranges_of("auto")
+    trace, untraced = around(Trace(recorder), traced), around(Untraced(recorder, plain), own)
+    return lambda step: trace if recorder.wants(step) else untraced

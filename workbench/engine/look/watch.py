@@ -1,12 +1,12 @@
 """Who watches while a step is issued: nobody, the stamps of `Engine.stamped`, or a recorder.
 
-A watch is chosen once, outside of the step (`chosen`). It hands out the calls of a program one
-after the other (`backend/issue/prepared.py`), so one loop of calls serves every watch.
+A watch is chosen once, outside of the step (`chosen` in `ranged.py`). It hands out the calls of a
+program one after the other (`backend/issue/prepared.py`), so one loop of calls serves every watch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any
@@ -178,24 +178,6 @@ class Untraced(Watch):
     def end(self, waited: bool) -> None:
         self._inner.end(waited)
         self._recorder.untraced(self._n_tokens, now_ns() - self._start)
-
-
-def chosen(
-    recorder: Recorder | None,
-    plain: Watch,
-    ranged: Callable[[Watch, bool], Watch] = lambda watch, traced: watch,
-) -> Callable[[int], Watch]:
-    """From the number of a step to its watch, for an engine with this recorder.
-
-    plain: the watch of untraced steps.
-    ranged: puts NVTX ranges around the calls of a watch; the flag says whether its steps are
-    traced.
-    """
-    if recorder is None:
-        watch = ranged(plain, False)
-        return lambda step: watch
-    trace, untraced = ranged(Trace(recorder), True), ranged(Untraced(recorder, plain), False)
-    return lambda step: trace if recorder.wants(step) else untraced
 
 
 # commands in words ------------------------------------------------------------------------------

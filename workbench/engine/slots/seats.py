@@ -19,8 +19,8 @@ import numpy as np
 
 from workbench.common.errors import UsageError
 from workbench.config import SlotChoice
+from workbench.engine.slots.asks import Request
 from workbench.engine.slots.draws import FED
-from workbench.engine.slots.requests import Request
 from workbench.trace.spans import now_ns
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from workbench.common.errors import UsageError
-from workbench.engine.batch import Entry, Outputs
-from workbench.engine.cache.defrag import Defragmenting
+from workbench.engine.batch import Entry, Outputs, n_tokens
+from workbench.engine.cache.defrag import make_way
 from workbench.engine.slots.asks import (
     CANCELLED,
     FAILED,
@@ -46,11 +46,15 @@ from workbench.engine.slots.asks import (
     Ask,
     Ended,
     Logprobs,
+    Request,
+    Scores,
+    Stepped,
+    Token,
     Totals,
     foremost,
+    logprobs,
 )
 from workbench.engine.slots.draws import FED
-from workbench.engine.slots.requests import Request, Scores, Stepped, Token, logprobs
 from workbench.engine.slots.seats import Seats, Slot, check_cells
 from workbench.trace.spans import now_ns
 
@@ -115,13 +119,12 @@ class Slots:
         engine.reset()
         self._seats = Seats(engine.cache, n_slots, engine.toggles.slot_choice)
         self.slots = self._seats.slots
-        self.defrag = Defragmenting(engine.toggles)
         self._on_device = engine.can_draw
         self._running: dict[int, _Row] = {}  # by number, in the order in which they began
         self._waiting: dict[int, Request] = {}
         self._under_way: deque[_Step] = deque()
         self._ended: list[Ended] = []
-        self.n_steps = self.n_prompt = self.n_cached = self.n_made = 0
+        self.n_steps = self.n_prompt = self.n_cached = self.n_made = self.n_moved = 0
         self.step_ns = self.sampling_ns = self._busy_until = 0
         self.recent_ns = 0.0  # average time of a step; the first, slow steps fade out of it
 
@@ -199,7 +202,7 @@ class Slots:
         if work:
             begun = now_ns()
             with self._failing():
-                self.defrag(self.engine.cache, sum(len(tokens) for _, tokens, _ in work))
+                self.n_moved += make_way(self.engine.cache, n_tokens(work), self.engine.toggles)
                 pending = self.engine.submit(work, draws)
             self._under_way.append(_Step(pending, rows, draws, begun, over))
             self.n_steps += 1

@@ -16,10 +16,10 @@ import numpy as np
 
 from workbench.common.sizes import size
 from workbench.config import EXPAND
-from workbench.model.cache_types import DEFAULT, CacheTypes, cache_dtypes
 from workbench.model.gguf.expand import loaded_as, loaded_bytes
 from workbench.model.gguf.file import GGUFFile, StringArray, TensorInfo, model_hash, open_gguf
 from workbench.model.gguf.walk import shown
+from workbench.model.hparams import DEFAULT, CacheTypes, cache_dtypes
 from workbench.model.tokenizer.vocabulary import EMBEDDING, OUTPUT
 
 LINE = 79  # columns of a line of text

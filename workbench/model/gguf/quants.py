@@ -46,13 +46,6 @@ MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
 _CHUNK = 4096  # blocks finished together: temporaries stay in the cache
 
 
-def e8m0_half(e: np.ndarray) -> np.ndarray:
-    """2^(e - 128) as float32, for uint8 exponents e (e < 2 gives subnormal numbers)."""
-    e = e.astype(np.uint32)
-    bits = np.where(e < 2, np.uint32(0x00200000) << np.minimum(e, 1), (e - 1) << 23)
-    return bits.astype(np.uint32).view(np.float32)
-
-
 def quantize_activations(x: np.ndarray) -> np.ndarray:
     """float32 (T, cols), finite, to Q8_ACT rows: uint8 (T, row_bytes), padding zero.
 

@@ -57,14 +57,12 @@ def write_model(
     head: str | None = None,
     seed: int = 0,
     force: bool = False,
-    progress: bool = True,
 ) -> Path:
     """Write a model of shape `preset` in the types of `quant` to `out`; returns `out`.
 
     head: type of the output head instead of the one `llama-quantize` would choose. An existing
     file made from the same arguments is kept; any other is overwritten only with `force`.
-    The file appears under its name only when it is complete. progress: tell what is left of it
-    (`workbench/common/progress.py`).
+    The file appears under its name only when it is complete.
 
     Raises UsageError for an unknown preset, quant or head type, and for a file that is in the way.
     It also does where the disk is too small or does not let us write.
@@ -85,7 +83,7 @@ def write_model(
     check_writable(out, parents=True, n_bytes=total)
     with writing(out, parents=True) as file:
         writer = _begun(file, preset, shape, quant, typed, record)
-        with bar(out.name, total if progress else 0, BYTES) as left:
+        with bar(out.name, total, BYTES) as left:
             for spec, dtype in typed:
                 for chunk in _chunks(spec, dtype, shape, seed):
                     file.write(np.ascontiguousarray(chunk).data.cast("B"))

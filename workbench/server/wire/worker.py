@@ -27,9 +27,8 @@ import numpy as np
 from workbench.common.errors import WorkbenchError
 from workbench.common.progress import shown_on
 from workbench.config import BEST, EngineConfig, TogglePreset
-from workbench.engine.slots.asks import FAILED, Ask, Ended, Timings, Totals
+from workbench.engine.slots.asks import FAILED, Ask, Ended, Scores, Stepped, Timings, Token, Totals
 from workbench.engine.slots.first_steps import first_steps
-from workbench.engine.slots.requests import Scores, Stepped, Token
 from workbench.engine.slots.slots import Slots
 from workbench.server.serving import serving
 from workbench.server.wire.messages import Cancel, Finish, Made, Preparing, Ready, Refused
