@@ -340,3 +340,15 @@ def _covered(spans: pd.DataFrame, begin: np.ndarray, end: np.ndarray) -> np.ndar
         return done[n] - np.where(n > 0, over, 0.0)
 
     return until(end) - until(begin)
+
+
+def busy_us(spans: pd.DataFrame) -> float:
+    """The time that at least one of the spans covers, us; NaN where there are no spans."""
+    if spans.empty:
+        return np.nan
+    ordered = spans.sort_values("start_us")
+    starts = ordered["start_us"].to_numpy()
+    ends = starts + ordered["dur_us"].to_numpy()
+    # A span adds the time by which it ends after all spans before it.
+    reached = np.concatenate(([starts[0]], np.maximum.accumulate(ends)[:-1]))
+    return float(np.clip(ends - np.maximum(starts, reached), 0, None).sum())

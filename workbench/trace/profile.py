@@ -130,7 +130,8 @@ class Timeline:
         for step, part in frame[frame["step"].notna()].groupby("step"):
             host = part[part["lane"] == HOST_LANE]
             device = part[part["category"] == "device"]
-            start, end, busy = _extent(device)
+            start, end = device["start_us"].min(), (device["start_us"] + device["dur_us"]).max()
+            busy = analysis.busy_us(device)
             shape = shapes.get(int(step), {})
             copies, replays = host["category"] == "copy", host["category"] == "replay"
             commands = host[~host["category"].isin(["step", "split", "build", CALL])]
@@ -394,16 +395,3 @@ def _steps_of(spans: list[Span]) -> list[int | None]:
             step = current.args.get("step") if span.end_ns <= current.end_ns else None
         steps.append(step)
     return steps
-
-
-def _extent(device: pd.DataFrame) -> tuple[float, float, float]:
-    """The first start, the last end, and the time that at least one span covers, in us. NaN where
-    there are no spans."""
-    if device.empty:
-        return np.nan, np.nan, np.nan
-    starts = device["start_us"].to_numpy()  # in order, as the frame
-    ends = starts + device["dur_us"].to_numpy()
-    # A span adds the time by which it ends after all spans before it.
-    reached = np.concatenate(([starts[0]], np.maximum.accumulate(ends)[:-1]))
-    covered = np.clip(ends - np.maximum(starts, reached), 0, None).sum()
-    return float(starts[0]), float(ends.max()), float(covered)
