@@ -18,7 +18,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO
 
 LENGTH_BYTES = 8
@@ -31,7 +31,7 @@ class Child:
 
     module: its `main` calls `serve`.
     setup: the first question.
-    environment: variables of the process beside the front's own.
+    environment: variables of the process beside the front's own, as `NAME=value`.
     most: bytes of an answer; None where the process is trusted.
     """
 
@@ -39,11 +39,11 @@ class Child:
         self,
         module: str,
         setup: bytes,
-        environment: Mapping[str, str] | None = None,
+        environment: Sequence[str] = (),
         most: int | None = None,
     ):
         self._module, self._setup, self._most = module, setup, most
-        self._environment = environment or {}
+        self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
         self._alone = asyncio.Lock()
 
@@ -77,8 +77,8 @@ class Child:
         if self._process is None:
             code = f"import sys; sys.path[:] = {sys.path!r}; from {self._module} import main"
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", f"{code}; main()", stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE, env={**os.environ, **self._environment},
+                "env", *self._environment, sys.executable, "-c", f"{code}; main()",
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             )  # fmt: skip
             assert self._process.stdin is not None
             self._process.stdin.write(framed(self._setup) + framed(b""))

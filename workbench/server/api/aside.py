@@ -25,7 +25,7 @@ from workbench.server.child import Answer, Child, serve
 MOST_BYTES = 2 << 30  # of memory, and for each byte of a body:
 BYTES_OF_ONE = 100
 # a thread for each core would take most of that memory
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+ONE_THREAD = ("OPENBLAS_NUM_THREADS=1", "RAYON_NUM_THREADS=1")
 LONG = 4000  # bytes; a shorter body is read in the event loop
 HUGE = 1 << 18  # bytes; huge bodies are read one at a time, to bound time and memory
 MOST_HUGE = 16
