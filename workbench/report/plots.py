@@ -45,7 +45,7 @@ VERDICT_LOOKS = {
 # speedups, and times of tokens -------------------------------------------------------------------
 
 
-def speedup(summary: Any) -> Figure:
+def speedup(summary: Any) -> style.Picture:
     """A dot with its 95 % interval for every test and arm, on the A/A band of its test.
 
     summary: a comparison, or the frame of `AB.summary()` or `tables.summary`. The verdict stands at

@@ -94,7 +94,7 @@ def timeline_pair(
     labels: Sequence[str] = ("off", "on"),
     step: int | None = None,
     window_us: Shown = None,
-) -> Figure:
+) -> style.Picture:
     """The same token twice on one time axis, before above after, each from its own start.
 
     before, after: as for `timeline`.
@@ -111,7 +111,7 @@ def timelines(
     sources: Mapping[str, Any],
     step: int | None = None,
     window_us: Shown = None,
-) -> Figure:
+) -> style.Picture:
     """As `timeline_pair`, for any number of timelines by name, the first on top."""
     return _stacked([_frame(s) for s in sources.values()], list(sources), step, window_us)
 
@@ -121,7 +121,7 @@ def _stacked(
     labels: list[str],
     step: int | None,
     window_us: Shown,
-) -> Figure:
+) -> style.Picture:
     numbers = [step] * len(frames) if step is not None else _typical(frames, window_us)
     parts = [_steps(frame, number) for frame, number in zip(frames, numbers, strict=True)]
     lanes = _lanes(pd.concat(parts))
