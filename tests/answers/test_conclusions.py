@@ -23,10 +23,10 @@ from workbench.answers import (
     proofs,
     skipped,
 )
+from workbench.answers.conclusions import effects
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.runs.results import load_run
 from workbench.benchmarks.times.gaps import Gaps
-from workbench.report.sentences import effects
 from workbench.trace.profile import Timeline
 from workbench.trace.spans import HOST_LANE, Span
 from workbench.traffic.bench import load_served

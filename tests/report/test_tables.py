@@ -21,7 +21,7 @@ from workbench.jupyter.pair import Pair
 from workbench.report import profiles, tables
 from workbench.trace.analysis import LAUNCHES
 from workbench.trace.profile import Profile
-from workbench.trace.window import WindowRecorder
+from workbench.trace.spans import Recorder
 
 
 def test_a_table_has_the_comparison_s_numbers():
@@ -117,7 +117,7 @@ def hostile() -> AB:
 
 
 def pair() -> Pair:
-    traces = Profile(WindowRecorder(nvtx=False)), Profile(WindowRecorder(nvtx=False))
+    traces = Profile(Recorder(nvtx=False)), Profile(Recorder(nvtx=False))
     return Pair(
         "tg4", Toggles(), Toggles(sync="packed"), (EVIL, EVIL), (1.0, 2.0),
         stats.Ratio(2.0, 1.9, 2.1, 5), stats.Band(0.9, 1.1), Answer("exact", True, 3, 0, 0.0),

@@ -14,7 +14,6 @@ from workbench.report import profiles
 from workbench.trace import analysis
 from workbench.trace.profile import COLUMNS, Timeline, profile
 from workbench.trace.spans import HOST_LANE, LOGITS_WAIT, Recorder, Span
-from workbench.trace.window import WindowRecorder
 
 LANE = "embedded stream 0"
 
@@ -60,7 +59,7 @@ def test_a_recorder_keeps_order_times_and_a_failing_body() -> None:
 
 
 def test_a_window_holds_so_many_steps_from_its_first(engine: Any) -> None:
-    recorder = WindowRecorder((2, 2), nvtx=False)
+    recorder = Recorder((2, 2), nvtx=False)
     assert [n for n in range(10, 16) if recorder.wants(n)] == [12, 13]
     for window in ((-1, 2), (0, 0), (3,)):
         with pytest.raises(UsageError, match="holds no step"), profile(engine, window=window):
@@ -68,7 +67,7 @@ def test_a_window_holds_so_many_steps_from_its_first(engine: Any) -> None:
 
 
 def test_slowdown_compares_steps_of_as_many_tokens() -> None:
-    recorder = WindowRecorder((0, 4), nvtx=False)
+    recorder = Recorder((0, 4), nvtx=False)
     for n, (tokens, us) in enumerate([(64, 9000), (1, 300), (1, 320), (1, 310)]):
         recorder.add(f"step {n}", "step", HOST_LANE, 0, 1000 * us, step=n, n_tokens=tokens)
     for ns in (200_000, 150_000, 155_000):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from workbench.common.errors import UsageError
-from workbench.traffic.bench import ServedRow
-from workbench.traffic.bench_text import format_rows, points, report, summary
+from workbench.traffic.bench import ServedRow, table_of
+from workbench.traffic.bench_text import format_rows, points, report
 from workbench.traffic.latency import Served, Slo, figures
 from workbench.traffic.load import CLOSED, POISSON, Arrivals
 from workbench.traffic.records import OK, REFUSED, RequestRecord
@@ -56,7 +56,7 @@ def test_what_is_not_known_has_no_line():
 
 def test_several_settings_have_a_row_each():
     other = ROW._replace(setting=Arrivals(POISSON, float("inf")))
-    table = summary([ROW, other])
+    table = table_of([ROW, other])
     assert table["setting"].tolist() == ["concurrency=2", "rate=inf"]
     assert table["failed"].tolist() == [1, 1] and "good/s" in table
     assert table["median"].tolist() == [ROW.figures["median_ttft_ms"]] * 2

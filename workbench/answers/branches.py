@@ -106,15 +106,13 @@ class _ForkedStep:
         return lifetimes_of(made, self.branches, self.keep)
 
 
-def layer_frames(
-    engine: Any, toggles: Toggles, layer: int, lifetimes: tuple[str, ...] = LIFETIMES
-) -> dict[str, pd.DataFrame]:
-    """For `plots.lifetimes`: the tensors of a layer in memory, with each of these lifetimes."""
+def layer_frames(engine: Any, toggles: Toggles, layer: int) -> dict[str, pd.DataFrame]:
+    """For `plots.lifetimes`: the tensors of a layer in memory, with each of the lifetimes."""
     step = _ForkedStep(engine, toggles)
     nodes = step.branches.nodes
     inside = {i for i, node in enumerate(nodes) if node.layer == layer}
     frames = {}
-    for value in lifetimes:
+    for value in LIFETIMES:
         found = step.layout(value)
         lost: dict[Any, list[tuple[int, int, int]]] = {}
         for one in overwritten(found, step.branches):

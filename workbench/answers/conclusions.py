@@ -1,7 +1,8 @@
 """The answers of notebooks in sentences, each to the question in the notebook's title.
 
-Tables and comparisons go in, sentences come out. Nothing is measured here. Every figure comes from
-the notebook's own run, so a notebook that runs elsewhere answers for that machine.
+Tables and comparisons go in, sentences come out, shown as prose in a notebook and on a terminal.
+Nothing is measured here. Every figure comes from the notebook's own run, so a notebook that runs
+elsewhere answers for that machine.
 """
 
 from __future__ import annotations
@@ -9,14 +10,65 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
-from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.comparison import AB, background
 from workbench.benchmarks.runs import results
-from workbench.report.sentences import DECIDED, Conclusion, effects, listed, time
+from workbench.common.tables import prose_html
 
 if TYPE_CHECKING:
     from workbench.benchmarks.times.gaps import Gaps
+
+DECIDED = ("faster", "slower")
+
+
+class Conclusion(str):
+    """Sentences, a line for each; shows itself as prose in a notebook and on a terminal."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f'<p class="wb-answer">{"<br>".join(map(prose_html, self.splitlines()))}</p>'
+
+
+def concluded(lines: Iterable[str], *comparisons: AB) -> Conclusion:
+    """The lines, and then the sentences about the comparisons."""
+    return Conclusion("\n".join([*lines, *(line for one in comparisons for line in effects(one))]))
+
+
+def effects(comparison: AB) -> Iterable[str]:
+    """A sentence for each test and verdict: the arms that differ from the baseline, and by how
+    much."""
+    run, summary = comparison.run, comparison.summary()
+    what = comparison.assigned(comparison.label(run["arms"][0]))
+    beside = f" (beside {background(run)})"
+    for test, rows in summary[~summary["is_control"]].groupby("test", sort=False):
+        decided = rows[rows["verdict"].isin(DECIDED)].sort_values("speedup", ascending=False)
+        for row in decided.itertuples():
+            arm = comparison.assigned(row.label)
+            yield (
+                f"In {test}{beside}, {arm} is {row.speedup:.3f} times as fast as {what} "
+                f"(95% CI {row.low:.3f}..{row.high:.3f})."
+            )
+        undecided = rows[~rows["verdict"].isin(DECIDED)]
+        for verdict, part in undecided.groupby("verdict", sort=False):
+            yield f"In {test}{beside}, {verdict} from {what}: {listed(part['label'])}."
+
+
+def time(us: float) -> str:
+    """`3.10 ms`, `746 us` or `12.3 us`; `unknown` for NaN."""
+    if not np.isfinite(us):
+        return "unknown"
+    if us >= 1000:
+        return f"{us / 1000:.2f} ms"
+    return f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"
+
+
+def listed(words: Iterable[str]) -> str:
+    *first, last = map(str, words)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def token(traced: Any, comparison: AB) -> Conclusion:
@@ -39,7 +91,7 @@ def token(traced: Any, comparison: AB) -> Conclusion:
         f"The device works {time(s['device_us'])} of that. It stands still {time(s['idle_us'])} "
         "between its first and its last work.",
     ]
-    return Conclusion("\n".join([*lines, *effects(comparison)]))
+    return concluded(lines, comparison)
 
 
 def launches(layers: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
@@ -49,8 +101,7 @@ def launches(layers: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion
     """
     counts = [f"{len(nodes)} {name}" for name, nodes in layers.items()]
     counts[0] = counts[0].replace(" ", " launches ", 1)
-    first = f"A layer takes {listed(counts)}."
-    return Conclusion("\n".join([first, *(line for ab in comparisons for line in effects(ab))]))
+    return concluded([f"A layer takes {listed(counts)}."], *comparisons)
 
 
 def waits(decode: pd.DataFrame, train: pd.DataFrame, gaps: Gaps, *comparisons: AB) -> Conclusion:
@@ -74,7 +125,7 @@ def waits(decode: pd.DataFrame, train: pd.DataFrame, gaps: Gaps, *comparisons: A
         )
     for when, proved in (("Between tokens", decode), ("Between ubatches of a prompt", train)):
         lines += _proved(proved, when)
-    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in effects(ab))]))
+    return concluded(lines, *comparisons)
 
 
 def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Conclusion:
@@ -113,7 +164,7 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Co
         "token.",
         *filter(None, [theirs]),
     ]
-    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in effects(ab))]))
+    return concluded(lines, *comparisons)
 
 
 def plans(planned: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
@@ -133,7 +184,7 @@ def plans(planned: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
         *_left(gap),
         *_as_eager(planned["proof"].set_index("ordering")),
     ]  # fmt: skip
-    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in effects(ab))]))
+    return concluded(lines, *comparisons)
 
 
 def _repaid(made: pd.DataFrame, repaid: pd.DataFrame) -> Iterable[str]:
@@ -216,7 +267,7 @@ def streams(forks: pd.DataFrame, lifetimes: pd.DataFrame, *comparisons: AB) -> C
         lines.append(f"A check of writes against writes misses that of {listed(missed)}.")
     more = rows.loc["visibility", "arena bytes"] - rows.loc["serial", "arena bytes"]
     lines.append(f"An arena that is right takes {more:,} bytes more than the serial one.")
-    return Conclusion("\n".join([*lines, *(s for one in comparisons for s in effects(one))]))
+    return concluded(lines, *comparisons)
 
 
 def skipping(
@@ -267,7 +318,7 @@ def skipping(
         f"Of {row.comparison}, {row.arms.replace('; ', ', ')} beside {row.baseline}: {row.answer}."
         for row in answers[~exact].itertuples()
     ]
-    return Conclusion("\n".join([*lines, *effects(parts)]))
+    return concluded(lines, parts)
 
 
 def _by_verdict(rows: pd.DataFrame) -> str:
@@ -326,7 +377,7 @@ def serving(figures: pd.DataFrame, sampling: pd.DataFrame, ways: pd.DataFrame) -
         said = (f"{row['of this process']} ({row['way']})" for row in of.to_dict("records")[1:])
         lines.append(f"Of the tokens a second in this process, {n} in flight: {listed(said)}.")
     lines.append(ONCE)
-    return Conclusion("\n".join(lines))
+    return concluded(lines)
 
 
 RATE, TPOT, TTFT = "output_throughput", "mean_tpot_ms", "mean_ttft_ms"

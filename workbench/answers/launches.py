@@ -4,23 +4,16 @@ launches of a layer."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 
 from workbench.common.tables import Table
 from workbench.config import Toggles
+from workbench.program.commands import Launch, Program
 
 
-class HasCounts(Protocol):
-    """The methods of a program that tables call; `program.commands.Program` is one."""
-
-    def pattern(self, fold: bool = False) -> str: ...
-
-    def counts(self) -> dict[str, int]: ...
-
-
-def counts_table(programs: Mapping[str, HasCounts]) -> pd.DataFrame:
+def counts_table(programs: Mapping[str, Program]) -> pd.DataFrame:
     """The commands of each program for one step, by its label: the pattern, then the counts."""
     rows = [
         {"program": label, "pattern": program.pattern(fold=True)} | program.counts()
@@ -51,17 +44,16 @@ def launches_table(engine: Any) -> pd.DataFrame:
     return Table(rows)
 
 
-def nodes_table(program: Any, layer: int | None = None) -> pd.DataFrame:
+def nodes_table(program: Program) -> pd.DataFrame:
     """The launches of a layer of a program, in order: op, name, and the ops of a fused node's
     parts.
 
-    A launch with a product belongs to the product's layer; a norm fused after it may belong to the
-    next layer. layer: default: a layer in the middle, or the first of fewer than three.
+    The layer is one in the middle, or the first of fewer than three. A launch with a product
+    belongs to the product's layer; a norm fused after it may belong to the next layer.
     """
-    nodes = [c.node for c in program.singly() if c.kind == "launch"]
-    if layer is None:
-        layers = sorted({_layer(node) for node in nodes if _layer(node) >= 0})
-        layer = layers[len(layers) // 2] if len(layers) > 2 else 0
+    nodes = [c.node for c in program.singly() if isinstance(c, Launch)]
+    layers = sorted({_layer(node) for node in nodes if _layer(node) >= 0})
+    layer = layers[len(layers) // 2] if len(layers) > 2 else 0
     rows = [
         {"op": node.op, "node": node.name, "parts": " + ".join(_ops(node)) if node.parts else ""}
         for node in nodes

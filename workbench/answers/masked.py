@@ -4,7 +4,6 @@ Nothing is timed here; `skipped.py` measures times."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 import workbench as wb
+from workbench.answers.skipped import sized
 from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.workload import Workload, draw_tokens, gen_steps, parse, prompt_steps
-from workbench.common.sizes import round_up
 from workbench.common.tables import Table
 from workbench.config import Toggles
 from workbench.engine.batch import Work
@@ -40,8 +39,7 @@ TOGETHER = {
         f"unified {way}": f"{ONE_REGION} skip_masked_kv={way}" for way in ("off", "in_loop", "tail")
     },
 }
-PAD = 256
-DRAWN = ("off", "tail")
+DRAWN = ("off", "tail")  # ways of the traces
 DEPTHS = (30, 300, 80, 150, 60, 480, 120, 220)  # of 8 sequences, cells
 Begun = list[tuple[int, int]]  # sequences and their tokens
 
@@ -96,11 +94,11 @@ class _Masks(Watch):
         self.sequences = batch.sequences.copy()
 
 
-def mask_frames(engine: wb.Engine, which: Sequence[Scene] = ()) -> dict[str, pd.DataFrame]:
+def mask_frames(engine: wb.Engine) -> dict[str, pd.DataFrame]:
     """For `plots.kv_blocks`: the blocks that each way visits in the masks of some steps, as if its
     gate were open."""
     frames = {}
-    for scene in which or scenes():
+    for scene in scenes():
         with engine.variant(switched(engine.toggles, scene.cache)) as side:
             _fill(side, scene.before)
             masks, before = _Masks(), side.untraced
@@ -161,12 +159,10 @@ def visits_table(engine: wb.Engine, most: int) -> pd.DataFrame:
     return Table(rows).shown(keys=["step", "cache"])
 
 
-def prompt_traces(
-    engine: wb.Engine, background: Toggles, n_tokens: int, ways: Sequence[str] = DRAWN
-) -> dict[str, Profile]:
+def prompt_traces(engine: wb.Engine, background: Toggles, n_tokens: int) -> dict[str, Profile]:
     """Traces of a prompt of n_tokens, computed at once, by way; the gate is open."""
     found = {}
-    for way in ways:
+    for way in DRAWN:
         toggles = switched(background, f"skip_masked_kv={way} {ALWAYS}")
         with engine.variant(toggles) as side:
             _fill(side, [(0, n_tokens)])
@@ -184,12 +180,9 @@ def blocks_by_test(
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     n_seqs = max(parse(test).width for test in tests)
     each = max(-(-parse(test).n_cells // parse(test).width) for test in tests)
-    config = dataclasses.replace(
-        engine.config, n_seqs=n_seqs, n_ctx=n_seqs * round_up(each, PAD),
-        n_ubatch=min(512, engine.config.n_ubatch),
-    )  # fmt: skip
+    n_ubatch = min(512, engine.config.n_ubatch)
     for name, arm in arms.items():
-        with wb.Engine(engine._open, config, switched(engine.toggles, arm)) as side:
+        with sized(engine, switched(engine.toggles, arm), n_seqs, each, n_ubatch) as side:
             for test in map(parse, tests):
                 for phase, works in _works(side, test).items():
                     with wb.kv_visits(side) as counted:

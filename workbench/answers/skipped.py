@@ -23,7 +23,7 @@ from workbench.engine.cache.extent import WAYS
 from workbench.server.serving import serving
 from workbench.traffic.bench import ServeBench
 
-PHASES = ("prompts", "generated")
+PROMPTS, GENERATED = PHASES = ("prompts", "generated")
 PLAIN = {"skip_masked_kv": "off", "kv_cache": "unified", "kv_growth": "step"}
 PAD, LEAST = 256, stats.MIN_REPETITIONS
 MARKS = {"faster": "faster", "slower": "slower", "no difference": "="}  # of verdicts
@@ -137,7 +137,7 @@ def phase_summary(comparison: AB, arms: Mapping[str, str]) -> pd.DataFrame:
         shape = parse(test)
         for phase in PHASES:
             part = samples[samples["test"] == test]
-            part = part[(part["token"] == 0) == (phase == PHASES[0])]
+            part = part[(part["token"] == 0) == (phase == PROMPTS)]
             sums = part.groupby(["repetition", "arm"])[["n_tokens", "ns"]].sum()
             tps = (sums["n_tokens"] * 1e9 / sums["ns"]).unstack()[names].dropna()
             own = {name: stats.speedup(tps[names[0]].to_numpy(), tps[name].to_numpy(), seed)
@@ -160,15 +160,15 @@ def phase_summary(comparison: AB, arms: Mapping[str, str]) -> pd.DataFrame:
     return found
 
 
-def scaling_frames(phases: pd.DataFrame, phase: str = "generated") -> dict[str, pd.DataFrame]:
-    """For `plots.speedup_by`: by the number of sequences, and by their depth."""
-    rows = phases[(phases["phase"] == phase) & ~phases["is_control"]]
+def scaling_frames(phases: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """For `plots.speedup_by`: generated tokens by the number of sequences, and by their depth."""
+    rows = phases[(phases["phase"] == GENERATED) & ~phases["is_control"]]
     most, depth = rows["n_seqs"].max(), _fixed_depth(rows)
     by_slots, by_depth = rows[rows["depth"] == depth], rows[rows["n_seqs"] == most]
     by_slots, by_depth = by_slots.assign(x=by_slots["n_seqs"]), by_depth.assign(x=by_depth["depth"])
     by_slots.attrs["x"], by_depth.attrs["x"] = "sequences", "cells of each, before a token"
     return {
-        f"{phase}, {depth} cells each": by_slots, f"{phase}, {most} sequences": by_depth,
+        f"{GENERATED}, {depth} cells each": by_slots, f"{GENERATED}, {most} sequences": by_depth,
     }  # fmt: skip
 
 

@@ -47,8 +47,7 @@ def profile(
     from workbench.common.tables import show, terminal_columns
     from workbench.report import profiles
     from workbench.trace.analysis import BY
-    from workbench.trace.profile import COLLECTORS
-    from workbench.trace.window import parse_window
+    from workbench.trace.profile import COLLECTORS, parse_window
 
     workload, asked = parse(test), parse_window(window)
     for flag, value, known in (("--by", by, BY), ("--collector", collector, COLLECTORS)):

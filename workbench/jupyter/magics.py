@@ -37,9 +37,16 @@ from workbench.common.sizes import size
 from workbench.engine.engine import OPENED, Engine
 from workbench.report.timelines import timeline, timeline_pair
 from workbench.trace import perfetto
-from workbench.trace.profile import COLLECTORS, TRACED, Profile, Timeline, origin, profile
+from workbench.trace.profile import (
+    COLLECTORS,
+    TRACED,
+    Profile,
+    Timeline,
+    origin,
+    parse_window,
+    profile,
+)
 from workbench.trace.spans import Span
-from workbench.trace.window import parse_window
 
 EVENTS = "events"
 MOST_DRAWN = 3  # steps of one engine: the spans of more are too narrow to read

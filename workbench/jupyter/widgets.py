@@ -6,14 +6,12 @@ line here. The panel only calls `jupyter.pair.compare`, which anyone can call.
 
 import contextvars
 import html
-import io
 import textwrap
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from ipywidgets import HTML, Accordion, Box, Button, Dropdown, HBox, Image, Layout, VBox
-from matplotlib.figure import Figure
 
 from workbench.benchmarks.workload import parse
 from workbench.common.errors import UsageError, WorkbenchError
@@ -326,7 +324,7 @@ class Panel(VBox):
         self.picture.layout.display = "none"
         if found.traces is not None:
             labels = [textwrap.fill(label, TITLE_COLUMNS) for label in found.labels]
-            self.picture.value = _png(plots.timeline_pair(*found.traces, labels))
+            self.picture.value, _ = plots.timeline_pair(*found.traces, labels)._repr_png_()
             self.picture.layout.display = None
         self.result = found
         self._mark()
@@ -359,9 +357,3 @@ def _choice(toggles: Toggles, name: str, values: list[str] | None = None) -> Dro
 
 def _wrapped(choices: list[Dropdown]) -> Box:
     return Box(choices, layout=Layout(flex_flow="row wrap"))
-
-
-def _png(figure: Figure) -> bytes:
-    written = io.BytesIO()
-    figure.savefig(written, format="png")
-    return written.getvalue()

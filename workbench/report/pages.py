@@ -177,7 +177,7 @@ def compared_page(found: Compared) -> str:
     summary = found.summary()
     picture, alt = "", ""
     if len(summary):
-        png, words = plots.speedup(summary)._repr_png_()  # type: ignore[attr-defined]
+        png, words = plots.speedup(summary)._repr_png_()
         picture, alt = base64.b64encode(png).decode(), words["alt"]
     table, left = found.table(), found.unmatched()
     environment = Environment(autoescape=True, undefined=StrictUndefined)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -21,9 +20,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import (
     FixedLocator,
     FuncFormatter,
-    LogLocator,
     MaxNLocator,
-    NullFormatter,
     NullLocator,
 )
 from matplotlib.transforms import Bbox
@@ -48,7 +45,7 @@ VERDICT_LOOKS = {
 # speedups, and times of tokens -------------------------------------------------------------------
 
 
-def speedup(summary: Any) -> Figure:
+def speedup(summary: Any) -> style.Picture:
     """A dot with its 95 % interval for every test and arm, on the A/A band of its test.
 
     summary: a comparison, or the frame of `AB.summary()` or `tables.summary`. The verdict stands at
@@ -194,11 +191,7 @@ def _draw_speedups(ax: Axes, frame: pd.DataFrame, labels: list[str]) -> None:
 # throughput against latency -----------------------------------------------------------------------
 
 HALO = [withStroke(linewidth=2, foreground="white")]  # makes a number on a line legible
-LETTERS, HANDLE_LETTERS = (
-    110,
-    10,
-)  # letters in a line of the legend, and the width of a curve's sample
-DECADES = 0.7  # an axis with less has more ticks than 1, 2, 5
+LETTERS, HANDLE_LETTERS = 110, 10  # in a line of the legend, and the width of a curve's sample
 
 
 def throughput_against_latency(
@@ -225,7 +218,7 @@ def throughput_against_latency(
     ax.set_yscale("log")
     ax.margins(0.08, 0.12)
     for axis, values in ((ax.xaxis, known["latency_ms"]), (ax.yaxis, known["tokens_per_s"])):
-        _plain_ticks(axis, values.to_numpy(float))
+        style.plain_ticks(axis, values.to_numpy(float))
     ax.set_xlabel(str(frame.attrs.get("latency", "latency (ms)")), fontsize=style.FONT)
     ax.set_ylabel("output tokens/s", fontsize=style.FONT)
     ax.set_title(title, loc="left", fontsize=style.FONT + 2, fontweight="bold")
@@ -246,15 +239,6 @@ def _name_points(ax: Axes, part: pd.DataFrame, colour: str, above: bool) -> None
             str(label), (x, y), xytext=offset, textcoords="offset points", ha=ha, va=va,
             color=colour, fontsize=style.FONT, path_effects=HALO,
         )  # fmt: skip
-
-
-def _plain_ticks(axis: Axis, values: np.ndarray) -> None:
-    """Plain numbers at 1, 2 and 5 of each decade; at more places on an axis with less than
-    DECADES."""
-    wide = np.log10(values.max() / values.min()) > DECADES
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if wide else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)))
-    axis.set_major_formatter(FuncFormatter(style.plain_number))
-    axis.set_minor_formatter(NullFormatter())
 
 
 # masks --------------------------------------------------------------------------------------------

@@ -96,7 +96,6 @@ def render_all(
     *,
     device: str | None = None,
     runs_dir: str | PathLike[str] = "data/runs",
-    timeout_s: int = 600,
 ) -> list[Path]:
     """Renders each notebook to `<out_dir>/<name>.html` and prints where the reports are.
 
@@ -115,8 +114,7 @@ def render_all(
                 page = page_of(path, out_dir)
                 pages.append(
                     render_notebook(
-                        path, page, chosen, device=device, runs_dir=runs_dir,
-                        timeout_s=timeout_s, left=left,
+                        path, page, chosen, device=device, runs_dir=runs_dir, left=left,
                     )
                 )  # fmt: skip
     finally:

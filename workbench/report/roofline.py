@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from workbench.common.output import writing
@@ -76,8 +77,6 @@ def roofline(run: Mapping[str, Any]) -> Any:
     Each type has a colour and a marker. Filled: the last way to launch (pdl where the run has it);
     hollow: plain. Raises ValueError where the run has no rows, ImportError without matplotlib.
     """
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     from workbench.report.style import (
         FONT,
         INK,
@@ -85,7 +84,7 @@ def roofline(run: Mapping[str, Any]) -> Any:
         handles_of,
         legend,
         picture,
-        plain_number,
+        plain_ticks,
     )  # fmt: skip
 
     rows, result = pd.DataFrame(run["result"]["rows"]), run["result"]
@@ -110,13 +109,9 @@ def roofline(run: Mapping[str, Any]) -> Any:
             right.plot(100 * points.loc[at, "share"], ys, **look)
     left.set_xscale("log")
     left.set_yscale("log")
-    for axis in (
-        left.xaxis,
-        left.yaxis,
-    ):  # numbers, not powers of ten: the axes span little more than a decade
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter(FuncFormatter(plain_number))
-        axis.set_minor_formatter(NullFormatter())
+    # numbers, not powers of ten: the axes span little more than a decade
+    for axis in (left.xaxis, left.yaxis):
+        plain_ticks(axis, np.array(axis.get_view_interval()))
     left.set_xlabel("operations for each byte of weights", fontsize=FONT)
     left.set_ylabel("GFLOP/s", fontsize=FONT)
     right.axvline(100, color=INK, lw=1)

@@ -7,7 +7,9 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from PIL import Image
 
 # Okabe and Ito's colours (https://jfly.uni-koeln.de/color/), told apart by the colour-blind
@@ -19,6 +21,7 @@ SERIES = (INK, BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)  # colours of curves
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 FONT = 8
+DECADES = 0.7  # an axis with less has more ticks than 1, 2, 5
 
 
 class Picture(Figure):
@@ -57,6 +60,15 @@ def picture(width: float, height: float) -> Picture:
 def plain_number(value: float, _: int = 0) -> str:
     """A tick's number in plain form, never `1e+04`: 0.5, 8,000, 10,000."""
     return f"{value:,.6f}".rstrip("0").rstrip(".")
+
+
+def plain_ticks(axis: Axis, values: np.ndarray) -> None:
+    """Plain numbers at 1, 2 and 5 of each decade of a logarithmic axis; at more places on an axis
+    with less than DECADES."""
+    wide = np.log10(values.max() / values.min()) > DECADES
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if wide else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)))
+    axis.set_major_formatter(FuncFormatter(plain_number))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def plain_axes(ax: Axes) -> None:

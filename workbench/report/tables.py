@@ -6,12 +6,12 @@ numbers are the comparison's own (`AB.summary`). Only the geometric mean is comp
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from workbench.benchmarks.compare.comparison import background
+from workbench.benchmarks.compare.comparison import AB, background
 from workbench.benchmarks.compare.stats import interval
 from workbench.common.tables import Table, markdown, show
 
@@ -29,18 +29,7 @@ ORIGIN = {
 IF_VARYING = (*ORIGIN, "answer")
 
 
-class Comparison(Protocol):
-    """The methods of a comparison that tables call; `comparison.AB` is one."""
-
-    run: dict[str, Any]
-
-    @property
-    def model(self) -> str: ...
-
-    def summary(self) -> pd.DataFrame: ...
-
-
-def summary(*comparisons: Comparison) -> pd.DataFrame:
+def summary(*comparisons: AB) -> pd.DataFrame:
     """The summaries of several comparisons as one frame of numbers, with the origin of each row.
 
     Columns: model, device, toggle, baseline, background, commit, run_id, date, comparison (its
@@ -71,7 +60,7 @@ def summary(*comparisons: Comparison) -> pd.DataFrame:
     return table.sort_values("device", key=lambda d: d.map(order), kind="stable", ignore_index=True)
 
 
-def speedup_table(*comparisons: Comparison) -> pd.DataFrame:
+def speedup_table(*comparisons: AB) -> pd.DataFrame:
     """The speedup table of one or more comparisons: a row per test and toggled arm.
 
     Columns: those of ORIGIN that vary, then Test, Toggled, t/s baseline, t/s toggled, Speedup, 95%

@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from workbench.report import style
+from workbench.trace.analysis import busy_us
 from workbench.trace.spans import HOST_LANE
 
 NOTE = "traced: shows where time goes, not throughput"
@@ -93,7 +94,7 @@ def timeline_pair(
     labels: Sequence[str] = ("off", "on"),
     step: int | None = None,
     window_us: Shown = None,
-) -> Figure:
+) -> style.Picture:
     """The same token twice on one time axis, before above after, each from its own start.
 
     before, after: as for `timeline`.
@@ -110,7 +111,7 @@ def timelines(
     sources: Mapping[str, Any],
     step: int | None = None,
     window_us: Shown = None,
-) -> Figure:
+) -> style.Picture:
     """As `timeline_pair`, for any number of timelines by name, the first on top."""
     return _stacked([_frame(s) for s in sources.values()], list(sources), step, window_us)
 
@@ -120,7 +121,7 @@ def _stacked(
     labels: list[str],
     step: int | None,
     window_us: Shown,
-) -> Figure:
+) -> style.Picture:
     numbers = [step] * len(frames) if step is not None else _typical(frames, window_us)
     parts = [_steps(frame, number) for frame, number in zip(frames, numbers, strict=True)]
     lanes = _lanes(pd.concat(parts))
@@ -242,7 +243,7 @@ def _draw(
         for kind, look in LOOKS.items():
             _boxes(ax, spans[kinds == kind], look, kind, bottom, width)
         if lane != HOST_LANE and len(spans):
-            busy, plural = _time(_busy_us(spans)), "" if len(spans) == 1 else "s"
+            busy, plural = _time(busy_us(spans)), "" if len(spans) == 1 else "s"
             ax.annotate(
                 f"{len(spans)} span{plural}\n{busy} busy", (1.005, centres[-1]),
                 xycoords=("axes fraction", "data"), fontsize=style.FONT - 1, va="center",
@@ -335,15 +336,6 @@ def _sync_points(
         ax.vlines(
             ends, bottom, top, color=style.VERMILION, lw=0.6, ls=(0, (3, 3)), alpha=0.7, zorder=1
         )
-
-
-def _busy_us(spans: pd.DataFrame) -> float:
-    """The time of a lane that is covered by at least one span, us."""
-    ordered = spans.sort_values("start_us")
-    starts = ordered["start_us"].to_numpy()
-    ends = starts + ordered["dur_us"].to_numpy()
-    reached = np.concatenate(([starts[0]], np.maximum.accumulate(ends)[:-1]))
-    return float(np.clip(ends - np.maximum(starts, reached), 0, None).sum())
 
 
 def _time(us: float) -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from workbench.model.tokenizer.tokenizer import Tokenizer
 from workbench.server.api.faults import ApiError, bad
+from workbench.server.child import Child
 
 KEY = "tokenizer.chat_template"
 MOST_LINE = 128 << 20  # bytes of an answer
-PART_BYTES = 1 << 17  # long data is copied in parts: copying it whole would delay a stream
 # llama.cpp's template for files without a template (common/chat.cpp: CHATML_TEMPLATE_SRC)
 CHATML = """\
 {%- for message in messages -%}
@@ -30,7 +27,7 @@ NO_TEMPLATE = (
 )
 
 
-class ChatTemplate:
+class ChatTemplate(Child):
     """A chat template, and the process that renders it. source: None for CHATML.
 
     A rendering has limit_s seconds. A rendering that takes longer is ended with its process, and
@@ -39,14 +36,15 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, tokenizer: Tokenizer, limit_s: float = 5.0):
         self.source, self._limit_s = CHATML if source is None else source, limit_s
+        super().__init__(
+            "workbench.server.render", json.dumps(self.source).encode(), most=MOST_LINE
+        )
         self._tokens = {
             name: "" if token is None else tokenizer.piece(token, special=True).decode()
             for name, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id))
         }
         first = tokenizer.encode("")[:1]
         self._adds_bos = first == [tokenizer.bos_id] and bool(self._tokens["bos_token"])
-        self._process: asyncio.subprocess.Process | None = None
-        self._alone = asyncio.Lock()
 
     def values(self, body: dict[str, Any]) -> bytes:
         """The renderer's question for a checked body: a line of JSON. Raises ApiError (400) where
@@ -72,59 +70,15 @@ class ChatTemplate:
         bos = "" if keeps_bos else self._tokens["bos_token"]
         return json.dumps({"values": values, "goes_on": goes_on, "bos": bos}).encode()
 
-    async def begin(self) -> None:
-        """Starts the process, so that the first request does not wait for its start."""
-        if self._process is None:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "workbench.server.render",
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(self.source).encode() + b"\n")
-
-    async def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-
     async def rendered(self, values: Sequence[bytes]) -> Sequence[bytes]:
         """The renderer's answer to `values`, both in parts: a line for `text_of`. Raises ApiError
         (400) where the renderer takes too long, or dies."""
-        async with self._alone:
-            try:
-                async with asyncio.timeout(self._limit_s):
-                    line = await self._asked(values)
-            except TimeoutError:
-                await self.close()
-                raise _failed(f"it takes longer than {self._limit_s:g} s") from None
-            except OSError:
-                line = []
-            except asyncio.CancelledError:  # else the next request would read this one's answer
-                await self.close()
-                raise
-            if not line:
-                await self.close()
-                raise _failed("its process died; it may take too much memory")
-        return line
-
-    async def _asked(self, values: Sequence[bytes]) -> Sequence[bytes]:
-        """The renderer's line; empty where the process ends, or the line exceeds MOST_LINE."""
-        await self.begin()
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        for part in (*values, b"\n"):
-            process.stdin.write(part)
-            await process.stdin.drain()
-        line, n = list[bytes](), 0
-        while not (line and line[-1].endswith(b"\n")):  # a line of JSON holds no other newline
-            part = await process.stdout.read(PART_BYTES)
-            n += len(part)
-            if not part or n > MOST_LINE:
-                return []
-            line.append(part)
-        return line
+        try:
+            return await self.ask(values, self._limit_s)
+        except TimeoutError:
+            raise _failed(f"it takes longer than {self._limit_s:g} s") from None
+        except (OSError, EOFError):
+            raise _failed("its process died; it may take too much memory") from None
 
 
 def text_of(line: bytes) -> str:

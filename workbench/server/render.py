@@ -1,9 +1,9 @@
-"""Renders a chat template, in a process of its own: `python -m workbench.server.render`.
+"""Renders a chat template, in a process of its own (`child.py`).
 
 A template comes with the model file, so it is not trusted. It runs in Jinja's sandbox, in a process
-whose memory the system bounds and whose time the caller bounds. The first line of standard input is
-the template. Each further line has the arguments of `answer`. The process answers each with a line
-that has `text` or `error`; `broken` says that the template itself is invalid. All lines are JSON.
+whose memory the system bounds and whose time the caller bounds. The process is set up with the
+template. A question has the arguments of `answer`. The answer has `text` or `error`; `broken` says
+that the template itself is invalid. All of them are JSON.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import resource
 import secrets
-import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -21,6 +20,8 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from workbench.server.child import Answer, cut, serve
 
 MOST_BYTES = 1 << 30  # of memory, the interpreter's included
 MOST_TEXT = 16 << 20  # characters of a prompt
@@ -101,18 +102,19 @@ def answer(
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to this process, too
+    serve(_begin)
+
+
+def _begin(template: bytes) -> Answer:
     if sys.platform == "linux":  # macOS has no such bound
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    template = json.loads(sys.stdin.readline())
     failed: dict[str, Any] = {}
     try:
-        render = compiled(template)
+        render = compiled(json.loads(template))
     except (TemplateError, RecursionError, MemoryError) as error:
         failed = {"error": f"{error or type(error).__name__}", "broken": True}
-    for line in sys.stdin:
-        print(json.dumps(failed or answer(render, **json.loads(line))), flush=True)
 
+    def answered(question: Sequence[bytes]) -> Sequence[bytes]:
+        return cut(json.dumps(failed or answer(render, **json.loads(b"".join(question)))).encode())
 
-if __name__ == "__main__":
-    main()
+    return answered

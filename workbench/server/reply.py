@@ -136,7 +136,7 @@ class Continuation:
             return text
         text = self._search.feed(text)
         if self._is_cut:
-            self.reply.stop(self)
+            self.reply.cancel(self.number)
         return text
 
     def end(self, ended: Ended) -> None:
@@ -181,7 +181,7 @@ class Reply:
         cancel: Callable[[int], None],
         touched: list[Reply],
     ):
-        self.wanted, self.form, self.texts, self._cancel = wanted, form, texts, cancel
+        self.wanted, self.form, self.texts, self.cancel = wanted, form, texts, cancel
         self._touched = touched
         every = [prompt for prompt in prompts for _ in range(wanted.n)]
         self.parts = [Continuation(self, i, next(numbers), each) for i, each in enumerate(every)]
@@ -246,10 +246,6 @@ class Reply:
             if len(self._events) > MOST_EVENTS:
                 self.fail(ApiError(408, SLOW, code="slow_client"))
 
-    def stop(self, part: Continuation) -> None:
-        """Stops a continuation in the engine: a stop text was found."""
-        self._cancel(part.number)
-
     def ended(self, part: Continuation, rest: str, ended: Ended) -> None:
         """Notes the end of a continuation."""
         self.left -= 1
@@ -278,4 +274,4 @@ class Reply:
     def _cancel_all(self) -> None:
         for part in self.parts:
             if part.reason is None:
-                self._cancel(part.number)
+                self.cancel(part.number)

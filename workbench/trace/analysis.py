@@ -330,13 +330,23 @@ def _meanwhile(frame: pd.DataFrame, begin: np.ndarray, end: np.ndarray) -> dict[
 
 def _covered(spans: pd.DataFrame, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """How much of each interval begin..end the spans cover, us. The spans do not overlap."""
+    if spans.empty:
+        return np.zeros(len(begin))
     starts = spans["start_us"].to_numpy()
     ends = starts + spans["dur_us"].to_numpy()
     done = np.concatenate(([0.0], np.cumsum(ends - starts)))
+    # the time covered so far grows within a span, and stands still between two
+    at, covered = np.column_stack((starts, ends)).ravel(), np.repeat(done, 2)[1:-1]
+    return np.interp(end, at, covered) - np.interp(begin, at, covered)
 
-    def until(at: np.ndarray) -> np.ndarray:
-        n = np.searchsorted(starts, at, side="right")
-        over = np.clip(ends[n - 1] - at, 0, None) if len(ends) else np.zeros(len(at))
-        return done[n] - np.where(n > 0, over, 0.0)
 
-    return until(end) - until(begin)
+def busy_us(spans: pd.DataFrame) -> float:
+    """The time that at least one of the spans covers, us; NaN where there are no spans."""
+    if spans.empty:
+        return np.nan
+    ordered = spans.sort_values("start_us")
+    starts = ordered["start_us"].to_numpy()
+    ends = starts + ordered["dur_us"].to_numpy()
+    # A span adds the time by which it ends after all spans before it.
+    reached = np.concatenate(([starts[0]], np.maximum.accumulate(ends)[:-1]))
+    return float(np.clip(ends - np.maximum(starts, reached), 0, None).sum())

@@ -17,6 +17,7 @@ the host about as much as issuing a command. Every table made here carries that 
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
@@ -36,8 +37,7 @@ from workbench.trace.cupti import collector as cupti
 from workbench.trace.cupti.collector import CuptiRecorder, Unavailable
 from workbench.trace.cupti.correlate import CALL
 from workbench.trace.lanes import nesting_order
-from workbench.trace.spans import CATEGORIES, HOST_LANE, Span
-from workbench.trace.window import Slowdown, Window, WindowRecorder
+from workbench.trace.spans import CATEGORIES, HOST_LANE, Recorder, Slowdown, Span, Window
 
 if TYPE_CHECKING:
     from workbench.config import Toggles
@@ -130,7 +130,8 @@ class Timeline:
         for step, part in frame[frame["step"].notna()].groupby("step"):
             host = part[part["lane"] == HOST_LANE]
             device = part[part["category"] == "device"]
-            start, end, busy = _extent(device)
+            start, end = device["start_us"].min(), (device["start_us"] + device["dur_us"]).max()
+            busy = analysis.busy_us(device)
             shape = shapes.get(int(step), {})
             copies, replays = host["category"] == "copy", host["category"] == "replay"
             commands = host[~host["category"].isin(["step", "split", "build", CALL])]
@@ -189,9 +190,7 @@ class Profile:
     about: data about the engine, for the file; the caller may add more.
     """
 
-    def __init__(
-        self, recorder: WindowRecorder, fallback: str = "", about: dict[str, Any] | None = None
-    ):
+    def __init__(self, recorder: Recorder, fallback: str = "", about: dict[str, Any] | None = None):
         self.recorder = recorder
         self._fallback = fallback
         self.about: dict[str, Any] = about or {}
@@ -312,6 +311,10 @@ def profile(
         raise UsageError(
             f"collector={collector!r} does not exist; choose one of {', '.join(COLLECTORS)}"
         )
+    if window is not None and (len(window) != 2 or window[0] < 0 or window[1] < 1):
+        raise UsageError(
+            f"window={window!r} holds no step; give (first, n) with first >= 0 and n >= 1"
+        )
     recorder, fallback = _recorder(engine, window, nvtx, collector)
     engine.synchronize()  # a step that was launched ahead is not traced
     before = engine.recorder
@@ -322,6 +325,19 @@ def profile(
         engine.recorder = before
         if isinstance(recorder, CuptiRecorder):
             recorder.close_window()
+
+
+def parse_window(text: str | None) -> tuple[int, int] | None:
+    """Parses `8,1` to (first step, number of steps); None stays None. Raises UsageError."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+),(\d+)", text)
+    if found is None or int(found[2]) < 1:
+        raise UsageError(
+            f"--window {text!r} holds no step; write FIRST,N without a space, "
+            "FIRST from 0 and N from 1, as 8,1"
+        )
+    return int(found[1]), int(found[2])
 
 
 def profile_each(
@@ -368,17 +384,17 @@ def origin(note: str) -> dict[str, Any]:
 
 def _recorder(
     engine: Engine, window: tuple[int, int] | None, nvtx: bool, collector: str
-) -> tuple[WindowRecorder, str]:
+) -> tuple[Recorder, str]:
     """The recorder for a collector, and why CUPTI is not used where it was asked for; else ""."""
     if collector == "events" or (collector == "auto" and not is_gpu(engine.device)):
-        return WindowRecorder(window, nvtx), ""
+        return Recorder(window, nvtx), ""
     try:
         if not is_gpu(engine.device):
             raise Unavailable(f"CUPTI sees CUDA devices, and this is the {engine.device} device")
         module = cupti.load()
         cupti.probe(module)
     except Unavailable as reason:
-        return WindowRecorder(window, nvtx), str(reason)
+        return Recorder(window, nvtx), str(reason)
     return CuptiRecorder(module, engine, window, nvtx), ""
 
 
@@ -394,16 +410,3 @@ def _steps_of(spans: list[Span]) -> list[int | None]:
             step = current.args.get("step") if span.end_ns <= current.end_ns else None
         steps.append(step)
     return steps
-
-
-def _extent(device: pd.DataFrame) -> tuple[float, float, float]:
-    """The first start, the last end, and the time that at least one span covers, in us. NaN where
-    there are no spans."""
-    if device.empty:
-        return np.nan, np.nan, np.nan
-    starts = device["start_us"].to_numpy()  # in order, as the frame
-    ends = starts + device["dur_us"].to_numpy()
-    # A span adds the time by which it ends after all spans before it.
-    reached = np.concatenate(([starts[0]], np.maximum.accumulate(ends)[:-1]))
-    covered = np.clip(ends - np.maximum(starts, reached), 0, None).sum()
-    return float(starts[0]), float(ends.max()), float(covered)

@@ -37,11 +37,19 @@ from workbench.engine.slots.asks import Totals
 from workbench.traffic.latency import COLUMNS, Figures, Served, Slo, figures, warnings
 from workbench.traffic.load import CLOSED, Arrivals, Lengths, Load, draw, lengths
 from workbench.traffic.records import OK, RequestRecord, Spent
-from workbench.traffic.summary import table_of
 from workbench.traffic.targets import Asking, LoadTarget
 
 ASKING = Asking()
 NOT_TOLD: Mapping[str, float] = MappingProxyType({})
+# heading, key, digits
+_COLUMNS = (
+    ("ok", "completed", 0), ("failed", "failed", 0), ("req/s", "request_throughput", 2),
+    ("good/s", "request_goodput", 2), ("out t/s", "output_throughput", 1),
+    ("total t/s", "total_token_throughput", 1), ("peak", "max_concurrent_requests", 0),
+    ("TTFT ms", "mean_ttft_ms", 2), ("median", "median_ttft_ms", 2), ("P99", "p99_ttft_ms", 2),
+    ("TPOT ms", "mean_tpot_ms", 2), ("P99 TPOT", "p99_tpot_ms", 2), ("P99 ITL", "p99_itl_ms", 2),
+    ("E2EL ms", "mean_e2el_ms", 1), ("P99 E2EL", "p99_e2el_ms", 1), ("lag ms", "mean_lag_ms", 2),
+)  # fmt: skip
 COUNTED = ("n_steps", "n_prompt_tokens", "n_made_tokens", "step_s", "sampling_s")  # of Totals
 
 
@@ -131,13 +139,25 @@ class ServeBench(NamedTuple):
 
     def table(self) -> Table:
         """A row for each setting."""
-        return table_of([(row.setting.name, row.figures) for row in self.rows])
+        return table_of(self.rows)
 
     def __repr__(self) -> str:
         return markdown(self.table(), terminal_columns())
 
     def _repr_html_(self) -> str:
         return to_html(self.table())
+
+
+def table_of(rows: Sequence[ServedRow]) -> Table:
+    """A row for each setting, by its name. Figures that no setting has are left out."""
+    made = [
+        {"setting": row.setting.name} | {head: row.figures[key] for head, key, _ in _COLUMNS}
+        for row in rows
+    ]
+    table = Table(made, columns=["setting", *(head for head, _, _ in _COLUMNS)])
+    table = Table(table.dropna(axis=1, how="all"))
+    table.attrs = {"keys": ["setting"], "digits": {head: n for head, _, n in _COLUMNS}}
+    return table
 
 
 def serve_bench(

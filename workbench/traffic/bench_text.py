@@ -16,10 +16,9 @@ from typing import Any
 from workbench.benchmarks.runs.results import finite
 from workbench.common.errors import UsageError
 from workbench.common.tables import Table, markdown
-from workbench.traffic.bench import ServedRow
+from workbench.traffic.bench import ServedRow, table_of
 from workbench.traffic.latency import METRICS, Figures
 from workbench.traffic.load import CLOSED
-from workbench.traffic.summary import table_of
 
 FORMATS = ("table", "md", "json", "jsonl")
 WIDTH, LABEL = 50, 40
@@ -119,11 +118,6 @@ def _lines(keys: dict[str, str], found: Figures) -> Iterator[str]:
             yield f"{label:<{LABEL}} {value:<10.2f}"
 
 
-def summary(rows: Sequence[ServedRow]) -> Table:
-    """One row per setting; figures that no setting has are left out."""
-    return table_of([(row.setting.name, row.figures) for row in rows])
-
-
 def points(rows: Sequence[ServedRow], curve: str, latency: str = "mean_tpot_ms") -> Table:
     """The rows for `report.plots.throughput_against_latency`: columns curve, label (the setting's
     number), latency_ms (the figure named `latency`), tokens_per_s."""
@@ -159,7 +153,7 @@ def format_rows(rows: Sequence[ServedRow], wanted: str = "table", width: int | N
         return json.dumps(objects, indent=1) + "\n"
     if wanted == "jsonl":
         return "".join(json.dumps(each) + "\n" for each in objects)
-    below = markdown(summary(rows), width) + "\n"
+    below = markdown(table_of(rows), width) + "\n"
     if wanted == "md":
         return below
     tables = [f"{row.setting.name}\n{report(row)}\n" for row in rows]

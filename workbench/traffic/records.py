@@ -17,7 +17,6 @@ MALFORMED = "malformed"  # the answer is no HTTP, or no JSON
 FAILED = "failed"  # the server says so, in the stream or at its end
 NO_TOKEN = "no token"  # the answer ended well, and was empty
 UNFINISHED = "unfinished"  # the measuring ended first
-NO_TIMES = np.empty(0, np.int64)
 
 
 class RequestRecord(NamedTuple):

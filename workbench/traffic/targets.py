@@ -51,6 +51,7 @@ from workbench.traffic.records import (
 )
 
 HEAD_START_NS = 20_000_000  # from when the last client is ready to the beginning
+ANSWER_S = 10.0  # for a server to name its models
 GRACE_S = 10.0  # for client processes or an engine to end the requests in flight, after StopSending
 TIMER_S = 0.001  # the lateness of a timer; so long before a moment, the clock is polled instead
 
@@ -190,7 +191,7 @@ def start_client() -> tuple[Connection, subprocess.Popen[bytes]]:
     return ours, child
 
 
-def model_of(url: str, key: str | None = None, timeout_s: float = 10.0) -> tuple[str, int | None]:
+def model_of(url: str, key: str | None = None) -> tuple[str, int | None]:
     """The first model that a server names, and the size of its vocabulary where the server names
     it.
 
@@ -199,7 +200,7 @@ def model_of(url: str, key: str | None = None, timeout_s: float = 10.0) -> tuple
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         asked = urllib.request.Request(f"{url.rstrip('/')}/v1/models", headers=headers)
-        with without_proxy().open(asked, timeout=timeout_s) as answer:
+        with without_proxy().open(asked, timeout=ANSWER_S) as answer:
             first = json.load(answer)["data"][0]
         meta = first.get("meta") or {}
         return str(first["id"]), meta.get("n_vocab")

@@ -58,19 +58,20 @@ class _OpenAI:
         self._head = b"data: " + head[:-1] + b',"choices":[{"index":'
 
     def token(self, part: Continuation, text: str) -> bytes:
+        begin = self._begin(part) if len(part.tokens) == 1 else b""
         if part.logprobs:
-            choice = self._choice(part.index, text, None) | self._log(part)
-            return event(self._of_event | {"choices": [choice]} | self._usage_later)
-        return b"%b%d%b%b%b" % (
-            self._head, part.index, self._text_head, quoted(text), self._tail,
+            return begin + self._event(self._choice(part.index, text, None) | self._log(part))
+        return b"%b%b%d%b%b%b" % (
+            begin, self._head, part.index, self._text_head, quoted(text), self._tail,
         )  # fmt: skip
 
     def end(self, part: Continuation, text: str, last: bool) -> bytes:
+        begin = b"" if part.tokens else self._begin(part)
         choice = self._choice(part.index, text, part.reason) | self._log(part)
         value = self._of_event | {"choices": [choice]} | self._usage_later
         if last and not self._usage_later:
             value["timings"] = timings_of(part.reply.parts)
-        return event(value)
+        return begin + event(value)
 
     def last(self, reply: Reply) -> bytes:
         if not self._usage_later:
@@ -85,6 +86,13 @@ class _OpenAI:
             "timings": timings_of(reply.parts),
         }
         return json.dumps(value).encode()
+
+    def _event(self, choice: Json) -> bytes:
+        return event(self._of_event | {"choices": [choice]} | self._usage_later)
+
+    def _begin(self, part: Continuation) -> bytes:
+        """The event of a choice before all others; empty where there is none."""
+        raise NotImplementedError
 
     def _choice(self, index: int, text: str, reason: str | None) -> Json:
         raise NotImplementedError
@@ -108,22 +116,14 @@ class Completions(_OpenAI):
     kind, kind_of_event, id_prefix = "text_completion", "text_completion", "cmpl"
     _text_head, _tail = b',"text":', b',"logprobs":null,"finish_reason":null}]}\n\n'
 
-    def token(self, part: Continuation, text: str) -> bytes:
-        made = super().token(part, text)
-        return self._echoed(part) + made if len(part.tokens) == 1 else made
-
-    def end(self, part: Continuation, text: str, last: bool) -> bytes:
-        made = super().end(part, text, last)
-        return made if part.tokens else self._echoed(part) + made
-
-    def _echoed(self, part: Continuation) -> bytes:
-        """The event of the prompt, before all others; empty without `echo`."""
+    def _begin(self, part: Continuation) -> bytes:
+        """The event of the prompt; empty without `echo`."""
         if part.echo is None:
             return b""
         choice = self._choice(part.index, part.echo.text, None)
         if part.reply.wanted.n_logprobs is not None:
             choice["logprobs"] = self._of_prompt(part.echo)
-        return event(self._of_event | {"choices": [choice]} | self._usage_later)
+        return self._event(choice)
 
     def _choice(self, index: int, text: str, reason: str | None) -> Json:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
@@ -185,18 +185,10 @@ class Chat(_OpenAI):
     _text_head = b',"delta":{"content":'
     _tail = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
-    def token(self, part: Continuation, text: str) -> bytes:
-        made = super().token(part, text)
-        return self._role(part) + made if len(part.tokens) == 1 else made
-
-    def end(self, part: Continuation, text: str, last: bool) -> bytes:
-        made = super().end(part, text, last)
-        return made if part.tokens else self._role(part) + made
-
-    def _role(self, part: Continuation) -> bytes:
+    def _begin(self, part: Continuation) -> bytes:
         choice = self._choice(part.index, "", None)
         choice["delta"] = {"role": "assistant", "content": ""}
-        return event(self._of_event | {"choices": [choice]} | self._usage_later)
+        return self._event(choice)
 
     def _choice(self, index: int, text: str, reason: str | None) -> Json:
         delta = {"content": text} if text else {}
@@ -212,23 +204,29 @@ class Chat(_OpenAI):
         }
 
     def _logprobs(self, part: Continuation, begin: int, end: int) -> Json:
-        content = [
-            _logprob(self._texts, token, of.drawn)
-            | {
-                "top_logprobs": [
-                    _logprob(self._texts, int(t), float(v))
-                    for t, v in zip(of.tokens, of.values, strict=True)
-                ]
-            }
-            for token, of in zip(part.tokens[begin:end], part.logprobs[begin:end], strict=True)
-        ]
+        content = _logprobs(self._texts, part, begin, end, with_ids=False)
         return {"content": content, "refusal": None}
 
 
-def _logprob(texts: TokenTexts, token: int, value: float) -> Json:
-    """A token with its log-probability, in the form of chats and of llama.cpp."""
-    raw = texts.shown(token)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": value, "bytes": list(raw)}
+def _logprobs(
+    texts: TokenTexts, part: Continuation, begin: int, end: int, with_ids: bool
+) -> list[Json]:
+    """Tokens with their log-probabilities, in the form of chats, and with ids in llama.cpp's."""
+
+    def shown(token: int, value: float) -> Json:
+        raw = texts.shown(token)
+        found = {"token": raw.decode("utf-8", "replace"), "logprob": value, "bytes": list(raw)}
+        return {"id": token} | found if with_ids else found
+
+    return [
+        shown(token, of.drawn)
+        | {
+            "top_logprobs": [
+                shown(int(t), float(v)) for t, v in zip(of.tokens, of.values, strict=True)
+            ]
+        }
+        for token, of in zip(part.tokens[begin:end], part.logprobs[begin:end], strict=True)
+    ]
 
 
 class Native:
@@ -259,15 +257,7 @@ class Native:
 
     def _known(self, part: Continuation, begin: int, end: int) -> Json:
         """`completion_probabilities`, where the request asks for them."""
-        values = [
-            {"id": token} | _logprob(self._texts, token, of.drawn) | {
-                "top_logprobs": [
-                    {"id": int(t)} | _logprob(self._texts, int(t), float(v))
-                    for t, v in zip(of.tokens, of.values, strict=True)
-                ]
-            }
-            for token, of in zip(part.tokens[begin:end], part.logprobs[begin:end], strict=True)
-        ]  # fmt: skip
+        values = _logprobs(self._texts, part, begin, end, with_ids=True)
         return {"completion_probabilities": values} if values else {}
 
     def _ended(self, part: Continuation, text: str, tokens: list[int]) -> Json:

@@ -29,7 +29,8 @@ from workbench.server.api.fields import (
 )
 from workbench.server.api.schema import check, parse
 from workbench.server.api.shapes import AS_MANY, MAX_CHOICES, MAX_PROMPTS
-from workbench.server.chat import PART_BYTES, ChatTemplate, text_of
+from workbench.server.chat import ChatTemplate, text_of
+from workbench.server.child import cut
 
 AT_ONCE = 10_000  # entries of a list in one part of an answer
 COMPLETION_TOKENS = 16  # of /v1/completions, where the request names no number
@@ -226,11 +227,6 @@ def check_model(model: str, served: str) -> None:
             "model",
             "model_not_found",
         )
-
-
-def cut(data: bytes) -> tuple[bytes, ...]:
-    """Bytes in parts. Copying a part delays no stream."""
-    return tuple(data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES))
 
 
 # --- the meaning of fields ---------------------------------------------------------------------

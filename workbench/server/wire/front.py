@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from workbench.server.api.faults import FAILED_HERE, ApiError, bad
@@ -60,29 +61,17 @@ class FrontSettings(NamedTuple):
 
 
 class Front:
-    """Hands requests to the engine process, and each token to the request it belongs to.
+    """Hands requests to the engine process, and each token to the request it belongs to."""
 
-    number, step: the front's requests have the numbers number, number + step, ... so that several
-        fronts can share an engine process.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        texts: TokenTexts,
-        settings: FrontSettings,
-        number: int = 0,
-        step: int = 1,
-    ):
+    def __init__(self, link: Link, texts: TokenTexts, settings: FrontSettings):
         self.texts, self.settings, self.counted = texts, settings, Counted()
         self.state = LOADING
         self.ready: Ready | None = None
         self.totals: Totals | None = None
-        self.on_state: Callable[[], None] = (
-            _nothing  # called when the engine prepares, serves, is dead
-        )
+        # called when the engine prepares, serves, is dead
+        self.on_state: Callable[[], None] = _nothing
         self._link = link
-        self._numbers = itertools.count(number, step)
+        self._numbers = itertools.count()
         self._parts: dict[int, Continuation] = {}
         self._take: dict[int, Callable[[int], None]] = {}
         self._touched: list[Reply] = []  # by the present message
@@ -121,7 +110,7 @@ class Front:
         for at, part in enumerate(reply.parts):
             which, i = divmod(at, wanted.n)
             self._parts[part.number] = part
-            self._take[part.number] = _First(self, part)
+            self._take[part.number] = partial(self._first, part)
             self._link.send(
                 Ask(
                     part.number, prompts[which].ids, prompts[which].most, wanted.sampling,
@@ -247,18 +236,6 @@ class Front:
             self.counted.outcomes["failed"] += 1
             part.reply.fail(ApiError(503, NOT_NOW[DEAD], code=DEAD))
         self.on_state()
-
-
-class _First:
-    """Takes the first token of a continuation."""
-
-    __slots__ = ("_front", "_part")
-
-    def __init__(self, front: Front, part: Continuation):
-        self._front, self._part = front, part
-
-    def __call__(self, token: int) -> None:
-        self._front._first(self._part, token)
 
 
 def _nothing() -> None:

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,14 +57,12 @@ class WorkerSettings(NamedTuple):
     n_waiting: int = 1024
 
 
-def start(
-    settings: WorkerSettings, n_fronts: int = 1, target: Callable[..., None] | None = None
-) -> tuple[list[Connection], SpawnProcess]:
+def start(settings: WorkerSettings, n_fronts: int = 1) -> tuple[list[Connection], SpawnProcess]:
     """Starts the process. Returns it with one end of a pipe for each front."""
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(n_fronts)]
     theirs = [pipe[1] for pipe in pipes]
-    process = context.Process(target=target or main, args=(theirs, settings), name="engine")
+    process = context.Process(target=main, args=(theirs, settings), name="engine")
     process.start()
     for end in theirs:
         end.close()

@@ -34,7 +34,7 @@ from workbench.common.extras import install
 from workbench.trace.cupti import correlate
 from workbench.trace.cupti.activity import COPY, DRIVER, KERNEL, MEMSET, RUNTIME, SYNC, Activity
 from workbench.trace.cupti.clock import Clock, read_clocks
-from workbench.trace.window import Window, WindowRecorder
+from workbench.trace.spans import Recorder, Window
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
@@ -277,7 +277,7 @@ def _no_callback(*_: Any) -> None:
 # the recorder -------------------------------------------------------------------------------------
 
 
-class CuptiRecorder(WindowRecorder):
+class CuptiRecorder(Recorder):
     """A recorder whose device spans, and spans of calls, come from CUPTI. Host spans are as usual.
 
     engine: its `backend.kernels_of` and its `synchronize` are used.
