@@ -79,7 +79,8 @@ def test_sigterm_leaves_nothing_of_a_model_half_written(tmp_path):
 
 
 def test_ctrl_c_keeps_the_tokens_made_so_far(model):
-    ask = ["run", "-m", str(model), "--tokens", "1,2,3", "-n", "100000", "--n-ctx", "120000"]
+    ask = ["run", "-m", str(model), "--device", "embedded", "--tokens", "1,2,3", "-n", "100000",
+           "--n-ctx", "120000"]  # fmt: skip
     warm = ["1" if word == "100000" else word for word in ask]
     subprocess.run([*COMMAND, *warm], capture_output=True, check=True)  # kernels are compiled
     running = subprocess.Popen([*COMMAND, *ask], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
