@@ -62,18 +62,27 @@ _MEASURED: dict[str, Any] = json.loads(Path(__file__).with_name("tuning.json").r
 
 # A plain product of gate or up of an 8B model has blocks of 14 warps with 56 lines: all blocks run
 # at once, with none left over. In % of 3195 GB/s, launched alone and with dependent launch
-# (data/results/tuning/product-5.csv); other types gain nothing:             one_token     these
-# blocks     Q4_0    75.5  84.8    75.7  86.4     MXFP4   70.1  82.0    73.9  87.2     Q4_K    71.0
-# 83.3    73.6  84.7
+# (data/results/tuning/product-5.csv); other types gain nothing:
+#
+#             one_token     these blocks
+#     Q4_0    75.5  84.8    75.7  86.4
+#     MXFP4   70.1  82.0    73.9  87.2
+#     Q4_K    71.0  83.3    73.6  84.7
 _GATE_ROWS, _GATE_COLS = 14336, 4096
 
 # A product that quantises its result has blocks with whole groups of columns, and all blocks run at
 # once. glu_q8 has a choice for up to 2 groups per multiprocessor, up to 3, and more. A block has
 # one group, except with more than 3: then a choice with passes has one block of 16 warps for each
 # multiprocessor, with a group for every so many passes. In % as above, 28672 x 4096:
-# one group a block    with passes     Q4_0    78.5  82.5           79.7  85.9     MXFP4   73.4
-# 75.4           79.4  83.7     Q4_K    75.1  78.2           77.0  82.2     Q5_K    75.9  78.7
-# 78.1  82.7     Q6_K    80.0  80.8           81.9  85.1     Q8_0    87.6  91.0           90.5  91.5
+#
+#             one group a block    with passes
+#     Q4_0    78.5  82.5           79.7  85.9
+#     MXFP4   73.4  75.4           79.4  83.7
+#     Q4_K    75.1  78.2           77.0  82.2
+#     Q5_K    75.9  78.7           78.1  82.7
+#     Q6_K    80.0  80.8           81.9  85.1
+#     Q8_0    87.6  91.0           90.5  91.5
+#
 # Q8_0 has no passes all the same: in data/results/cuda-kernels (commits 992bec8 and 995f655) passes
 # have 93.5 with dependent launch, one group a block has 99.8.
 _GROUPS = (2 * 132, 3 * 132)
@@ -87,8 +96,11 @@ _GLU_Q8_LINES = 2 * GROUP
 
 # KB that a block requests into L2 beyond its first loads. Small weights have none, because the
 # first loads already read most of them. More KB make the loads of other blocks wait. us of a token
-# of llama-3-8b:     KB      0     4     8    16    32     F16  5500  5384  5408  5456  5474
-# Q4_0 2193  2151  2153  2144  2164
+# of llama-3-8b:
+#
+#     KB      0     4     8    16    32
+#     F16  5500  5384  5408  5456  5474
+#     Q4_0 2193  2151  2153  2144  2164
 _AHEAD_ROWS = 4608
 _AHEAD = {"F32": 4, "float": 4, "Q8_0": 4, "Q4_0": 8, "MXFP4": 8, "Q4_K": 8, "K": 8}
 
