@@ -28,7 +28,7 @@ def steps_table(steps: pd.DataFrame) -> Table:
     """A row for each size of step, untraced: the number of steps; then medians and quartiles in us
     of a step's time, the time without a kernel before it, and the time of its kernels.
 
-    steps: `bench.profiling.stamped_steps`. The first step of a test has no step before it. A test
+    steps: `times.profiling.stamped_steps`. The first step of a test has no step before it. A test
     of one step is measured from its first kernel to its last. A device without stamps is measured
     by the host's clock.
     """
@@ -81,7 +81,7 @@ def kernels_table(kernels: pd.DataFrame, n_steps: Mapping[int, int]) -> Table:
 def phases_table(phases: pd.DataFrame, untraced: pd.DataFrame) -> Table:
     """`Profile.phases` for reading, with the engine's own counters for untraced steps.
 
-    untraced: a row for each untraced step (`bench.profiling.counted_steps`); medians are shown.
+    untraced: a row for each untraced step (`times.profiling.counted_steps`); medians are shown.
     """
     several = phases["step_tokens"].nunique() > 1
     medians = untraced.groupby("n_tokens").median()
