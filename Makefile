@@ -19,7 +19,7 @@ GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu$(comma)cupti,)
 
 help:
 	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
-	@echo "make test     all tests, of what is long a little;  make test-slow  more of that"
+	@echo "make test     all quick tests, of what is long a little;  make test-slow  more"
 	@echo "make test-exhaustive  all of it and the full product of toggles: hours, recorded"
 	@echo "make test-faults  which of many planted faults the tests see: an hour, recorded"
 	@echo "make lab      JupyterLab on the notebooks"
@@ -67,7 +67,7 @@ test: .venv/.dev
 	$(PARALLEL) --durations=25 $(PYTEST_ARGS)
 
 test-slow: .venv/.dev
-	$(PARALLEL) -m "(slow or hypothesis) and not gpu and not exhaustive and not browser" \
+	$(PARALLEL) -m "(slow or long or hypothesis) and not gpu and not exhaustive and not browser" \
 	  --hypothesis-profile=slow --durations=25 $(PYTEST_ARGS)
 
 test-exhaustive: .venv/.dev

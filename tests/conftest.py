@@ -23,6 +23,16 @@ for number, handler in HANDLERS.items():
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
 
 
+ELSEWHERE = {"browser": "tests/browser/test_panel_*", "gpu": "tests/gpu/test_cuda_*"}  # by mark
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files whose tests are all deselected by their mark are not read, which takes seconds."""
+    chosen = config.getoption("markexpr")
+    left = [path for mark, path in ELSEWHERE.items() if f"not {mark}" in chosen]
+    return any(collection_path.match(path) for path in left) or None
+
+
 def pytest_collection() -> None:
     """Thousands of tests and all modules stay to the end: the collector need not look at them while
     they come, nor again and again behind that."""
@@ -32,6 +42,12 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """The process ends, and looks for no garbage before: that takes ten seconds after all tests."""
+    gc.disable()
     gc.freeze()
 
 

@@ -4,8 +4,8 @@ more, `make test-exhaustive` all.
 Properties have as many examples as the profile of their target says: `quick`, `slow` or
 `exhaustive` (`--hypothesis-profile`). Where CI is set the examples are always the same: a gate
 judges the change, not the draw. Of long products of parameters `share` and `tiers` mark what is
-`slow` or `exhaustive`; what they leave unmarked is quick. Each target tries something of each: none
-of them leaves a test out altogether.
+`slow` or `exhaustive`; what they leave unmarked is quick. A single test that takes a second or more
+is marked `long`, and is for `make test-slow`, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-SHARES = {"quick": 20, "slow": 50, "exhaustive": 1000}  # of a hundred
+SHARES = {"quick": 10, "slow": 25, "exhaustive": 1000}  # of a hundred
 
 
 def register() -> None:
@@ -56,6 +56,11 @@ def tiers(slow: Any, exhaustive: Any) -> list[Any]:
     """Of a parameter that says how much a test tries, the value for `make test-slow` and the one
     for `make test-exhaustive`; those in front of them are for `make test`."""
     return [_marked(slow, "slow"), _marked(exhaustive, "exhaustive")]
+
+
+def exhaustive(*parameters: Any) -> Any:
+    """Parameters of a test for `make test-exhaustive` alone."""
+    return _marked(parameters, "exhaustive")
 
 
 def _marked(value: Any, mark: str) -> Any:

@@ -28,7 +28,7 @@ from data.measure.recorded import (
 )
 from data.measure.sources import TESTS, age
 from data.measure.tables import Line, Part, Table
-from workbench.benchmarks.kernels.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
+from workbench.benchmarks.scores.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
 
 SWITCHED_OFF = ("unfused", "plain")  # suffixes of folders
 

@@ -30,7 +30,6 @@ from data.measure import (
     sources,
     streams,
     targets,
-    two_commits,
 )
 from data.measure.recorded import (
     NOT_MEASURED,
@@ -42,7 +41,6 @@ from data.measure.recorded import (
     model_of,
     spread,
 )
-from data.measure.same_logits import block as same_logits
 from data.measure.tables import Line, OfARun, Part, Table, block
 from workbench.benchmarks.compare.arms import SETS
 from workbench.benchmarks.compare.stats import FASTER, SLOWER, verdict
@@ -298,7 +296,7 @@ BLOCKS: dict[str, list[Part]] = {
 }
 for _module in (
     arena_peaks, attention, batched, blocks, first_requests, over_http, peer, plan_tables, proofs,
-    random_lengths, reuse_tables, same_logits, scheduling, skipping, streams, targets, two_commits,
+    random_lengths, reuse_tables, scheduling, skipping, streams, targets,
 ):  # fmt: skip
     BLOCKS |= _module.BLOCKS
 

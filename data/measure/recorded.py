@@ -26,8 +26,8 @@ from workbench.benchmarks.compare.stats import (
     speedup,
     verdict,
 )
-from workbench.benchmarks.kernels.bounds import Bound, bound_of
 from workbench.benchmarks.runs import results
+from workbench.benchmarks.scores.bounds import Bound, bound_of
 from workbench.benchmarks.times.gaps import CONTROL
 from workbench.benchmarks.workload import parse
 

@@ -32,7 +32,7 @@ from data.measure.recorded import (
     depth_ratio,
 )
 from data.measure.tables import Line, Part, Table, block
-from workbench.benchmarks.kernels.bounds import FEW
+from workbench.benchmarks.scores.bounds import FEW
 from workbench.config import Pdl
 
 Values = Mapping[str, Any]  # the values of a figure, by name

@@ -147,6 +147,7 @@ def test_the_recorded_verdict_is_quoted(tmp_path, block, said):
 # masked cells -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_picture_shows_what_the_device_is_given(engine):
     """The slow twin: blocks counted while the step is taken, with an open gate."""
     frames = masked.mask_frames(engine)
@@ -174,6 +175,7 @@ def visits(engine):
     return masked.visits_table(engine, 256)
 
 
+@pytest.mark.long
 def test_the_gate_is_closed_to_few_tokens_of_one_region(visits):
     table = visits.set_index(["step", "cache"])
     assert list(table["gate"]) == ["closed", "closed", "open", "closed", "open", "closed"]
@@ -195,6 +197,7 @@ def by_size(engine, tmp_path_factory):
     )
 
 
+@pytest.mark.long
 def test_prompts_are_computed_by_so_many_tokens(by_size):
     prompts, *_, runs = by_size
     assert list(prompts) == [2, 8, 32]

@@ -73,6 +73,7 @@ def test_a_million_commands_of_one_program(benchmark, decoded):
     assert benchmark.pedantic(races, (steps,), rounds=3) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.25, 1.0])
 def test_commands_all_different(benchmark, share):
     """A test of what is recorded sees that time grows as they do."""
@@ -88,6 +89,7 @@ def test_all_of_a_decode(benchmark, decoded):
     assert found.safe and len(found.superfluous) == 11
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("apart_from_another", [False, True])
 def test_all_of_a_thousand_decoded_tokens(benchmark, decoded, apart_from_another):
     """Of one after the other, with a wait for every copy: steps of one shape share a program, or

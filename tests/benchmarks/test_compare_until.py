@@ -12,6 +12,7 @@ from scipy.stats import binomtest
 
 from tests.benchmarks.fake_engine import timed
 from tests.benchmarks.test_compare_ab import SPEC
+from tests.profiles import exhaustive
 from workbench.benchmarks.compare import stats, until
 from workbench.benchmarks.compare.ab import ab
 from workbench.benchmarks.compare.comparison import AB
@@ -146,7 +147,7 @@ def test_the_clock_ends_it_before_a_late_block():
 
 
 @pytest.mark.parametrize(("n_trials", "n_rounds", "widths"), [
-    (150, 30, (0.02, 0.05)), pytest.param(1000, 120, (0.01, 0.02, 0.05), marks=pytest.mark.slow),
+    (150, 30, (0.02, 0.05)), exhaustive(1000, 120, (0.01, 0.02, 0.05)),
 ])  # fmt: skip
 def test_few_verdicts_on_nothing_are_false(n_trials, n_rounds, widths):
     """Comparisons of a thing with itself, each kind of noise and width in turn, through the rule

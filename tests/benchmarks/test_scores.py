@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 
 from tests.benchmarks.fake_engine import BOS, N_VOCAB, Clock, FakeEngine
+from tests.profiles import share
 from workbench.backend.cuda.kernels import matvec
-from workbench.benchmarks.kernels import bounds
 from workbench.benchmarks.runs.results import load_run
-from workbench.benchmarks.scores import divergence
+from workbench.benchmarks.scores import bounds, divergence
 from workbench.benchmarks.scores import perplexity as ppl
 from workbench.benchmarks.scores.token_source import (
     TokenWindow,
@@ -255,7 +255,10 @@ def test_a_text_is_scored_as_its_prefill_says(tiny_model, tmp_path, preset, devi
     np.testing.assert_allclose(first["nll"], -np.log(p[np.arange(64), first["token"]]), rtol=1e-10)
 
 
-@pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "F16"])
+QUANTS = ["Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "F16"]
+
+
+@pytest.mark.parametrize("quant", share(QUANTS, every=4))
 def test_eight_bit_activations_are_within_bounds(call, tiny_model, tmp_path, monkeypatch, quant):
     """Computed 24 or 1 at once; a bound that does not hold is one line and status 1."""
     ask = (

@@ -43,6 +43,8 @@ def found(loaded, tmp_path_factory) -> Gaps:
     out = tmp_path_factory.mktemp("gaps") / "run"
     made = host_gaps(loaded, ARMS, n_tokens=10, rounds=3, out=out, name="run")
     assert load(out).table().equals(made.table())
+    with pytest.raises(UsageError, match="exists already"):
+        host_gaps(loaded, ARMS, n_tokens=10, rounds=3, out=out, name="run")
     return made
 
 
@@ -270,6 +272,6 @@ def test_a_step_that_waited_for_a_written_line_has_no_gap(engine, monkeypatch):
     monkeypatch.setattr(Told, "update", lambda self, n=1: told.append(n))
     monkeypatch.setattr(profiling, "bar", lambda *_: nullcontext(Told("x", 1, "tokens", None)))
     drawn = draw_tokens(parse("tg10"), engine.model.n_vocab, 0)
-    steps = profiling.stamped_steps(engine, [drawn])
+    steps = profiling.step_times(engine, [drawn])
     assert told == [4, 4, 2] and steps["kernels_us"].notna().all()
     assert steps.index[steps["gap_us"].isna()].tolist() == [0, 4, 8]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.clashes import clashing
-from tests.profiles import examples
+from tests.profiles import examples, share
 from workbench.cli import generate, main, measure
 from workbench.cli.common import app
 from workbench.cli.flags import EngineSettings
@@ -166,7 +166,8 @@ def test_every_parameter_has_a_line_and_whole_numbers():
 
 
 @pytest.mark.parametrize(
-    "words", [w for w, leaves in EVERY.items() if any("--preset" in a.names for a in leaves)]
+    "words",
+    share([w for w, leaves in EVERY.items() if any("--preset" in a.names for a in leaves)], 4),
 )
 def test_toggles_list_their_values_with_a_word_on_each(call, words):
     text = " ".join(re.sub(r"[│╭╮╰╯─•*]", " ", call(*words, "--help")[1]).split())

@@ -46,6 +46,7 @@ def test_a_lost_stream_ends_a_command_in_one_line_or_none(model, tail, status, s
     assert err.startswith("error: " if says else "")
 
 
+@pytest.mark.long
 def test_an_ascii_terminal_takes_every_token_and_message(model, capsys):
     """Where both streams go to one file, the text ends before the figures after it."""
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -78,6 +79,7 @@ def test_sigterm_leaves_nothing_of_a_model_half_written(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"] and out.read_bytes() == b"old"
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_the_tokens_made_so_far(model):
     ask = ["run", "-m", str(model), "--device", "embedded", "--tokens", "1,2,3", "-n", "100000",
            "--n-ctx", "120000"]  # fmt: skip

@@ -157,7 +157,6 @@ def test_toggles_are_read_in_their_room_and_where_all_is_chosen():
 ASKED = {
     "os", "error", "shell", "getattr(shell, 'kernel', None)", "sys.modules.get('IPython')",
     "shell.displayhook.exec_result", "cupti", "params", "p", "kinds", "real",
-    "value", "lab",  # of the inventory
     "c", "s", "r", "trace", "source",  # of tests: commands, slices, records and spans of two kinds
     "one",  # of tests: a parameter, with marks or without
 }  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 EVERYTHING = """
 import pkgutil, importlib, types
 import workbench as wb
@@ -17,6 +19,7 @@ print(*(name for name in shown if isinstance(getattr(wb, name), types.ModuleType
 """
 
 
+@pytest.mark.long
 def test_no_public_name_is_a_module_once_all_are_imported():
     said = subprocess.check_output([sys.executable, "-c", EVERYTHING], text=True)
     shown, modules = said.split("\n")[:2]

@@ -120,7 +120,7 @@ def room(tiny_model, tmp_path_factory) -> Iterator[Callable[[str, str], Room]]:
 EACH = [(shape, device, case) for case in CASES for device in DEVICES for shape in SHAPES]
 
 
-@pytest.mark.parametrize(("shape", "device", "case"), share(EACH, every=7, slow=2), ids=str)
+@pytest.mark.parametrize(("shape", "device", "case"), share(EACH, every=11, slow=5), ids=str)
 def test_a_value_answers_as_the_baseline(room, shape, device, case):
     here = room(shape, device)
     if says := here.refusal(case):
@@ -360,7 +360,10 @@ SHOWS: dict[str, Shown] = {
 assert SHOWS.keys() <= {*map(str, CASES)}, "of values alone"
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if str(c) not in REFUSED], ids=str)
+SHOWN = [(case,) for case in CASES if str(case) not in REFUSED]
+
+
+@pytest.mark.parametrize(("case",), share(SHOWN, every=5, slow=2), ids=str)
 def test_a_value_shows_what_it_does(room, case):
     here = room("qwen2", "embedded")
     if here.refusal(case):

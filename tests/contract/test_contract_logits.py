@@ -24,7 +24,7 @@ import workbench as wb
 from tests import reference
 from tests.nll import N_UBATCH, N_WINDOW, ORDERINGS, is_the_same_under_every_ordering, nll
 from tests.orderings import PLACED
-from tests.profiles import examples, share, tiers
+from tests.profiles import examples, exhaustive, share
 from workbench.common.errors import ModelFileError, UsageError
 from workbench.config import CACHE_TYPES, Toggles
 from workbench.engine.cache.kv_cache import KVCache
@@ -108,7 +108,7 @@ def check(logits: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
 ON_EACH = [(*of, device) for of in ALL for device in ("embedded", "host")]
 
 
-@pytest.mark.parametrize(("preset", "quant", "device"), share(ON_EACH, every=3))
+@pytest.mark.parametrize(("preset", "quant", "device"), share(ON_EACH, every=7, slow=3))
 def test_logits_are_the_reference_s(engine, path, preset, quant, device):
     """In one go, token by token, and in ubatches of 7; with halved norms and float activations."""
     tokens = tokens_for(preset, 37 if preset == "windowed" else 16)
@@ -128,7 +128,7 @@ def test_logits_are_the_reference_s(engine, path, preset, quant, device):
 SHARP = [(*of, toggles) for of in ALL for toggles in (KEPT, HALVED)]
 
 
-@pytest.mark.parametrize(("preset", "quant", "toggles"), share(SHARP, every=3), ids=str)
+@pytest.mark.parametrize(("preset", "quant", "toggles"), share(SHARP, every=7, slow=3), ids=str)
 def test_it_rounds_where_it_should_and_nowhere_else(engine, path, preset, quant, toggles):
     """Twelve short sequences, so that a tipped value spoils few rows."""
     rows = []
@@ -156,7 +156,7 @@ def test_beyond_one_pad_of_the_cache(engine, path, preset, quant, device):
     check(np.concatenate(rows), asked, TOLERANCE[quant])
 
 
-@pytest.mark.parametrize(("k", "v"), [*itertools.product(CACHE_TYPES, CACHE_TYPES)])
+@pytest.mark.parametrize(("k", "v"), share(itertools.product(CACHE_TYPES, CACHE_TYPES), every=3))
 def test_caches_of_any_types_are_close_and_devices_agree(engine, path, k, v):
     tokens = tokens_for("tiny-qwen3", 40)
     types = {"cache_type_k": k, "cache_type_v": v}
@@ -253,8 +253,8 @@ def test_the_mask_is_what_can_be_said_of_each_cell(data: st.DataObject) -> None:
 # a text ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [7, *tiers(3, 1)], ids=["some", "more", "all"])
-@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("part", [7, exhaustive(1)], ids=["some", "all"])
+@pytest.mark.parametrize("placed", share(PLACED, every=5))
 def test_every_token_has_the_same_nll_under_every_safe_ordering(engine, placed, part):
     """Of several ubatches: what #20463 was found by (a perplexity of 2382 with two devices)."""
     more = {"n_ctx": 128, "n_ubatch": N_UBATCH, "toggles": Toggles()} | PLACED[placed]

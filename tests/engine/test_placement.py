@@ -73,7 +73,7 @@ def two(load):
         yield engine
 
 
-@pytest.mark.parametrize(("placed", "preset", "quant"), share(EACH, every=5))
+@pytest.mark.parametrize(("placed", "preset", "quant"), share(EACH, every=11, slow=3))
 def test_the_answer_is_the_same_wherever_weights_are(load, placed, preset, quant):
     """Host and embedded device compute with the same kernels: bit by bit, fused and not, with and
     without a wait for each ubatch."""

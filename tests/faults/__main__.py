@@ -85,7 +85,7 @@ class Copy:
                             "GIT_OPTIONAL_LOCKS": "0", "CI": "1"}  # fmt: skip
         command = [
             sys.executable, "-m", "pytest", *more, "-q", "-p", "no:cacheprovider", "--tb=no",
-            f"@{listed}",
+            "-m", touched.QUICK_AND_LONG, f"@{listed}",
         ]  # fmt: skip
         return subprocess.Popen(
             command, cwd=self.root, env=env, text=True, start_new_session=True,

@@ -46,6 +46,7 @@ def fault(function: str, old: str, new: str, tests: tuple[str, ...] = ()) -> Fau
     return Fault("name", "It is wrong.", "numbers_of.py", function, old, new, tests)
 
 
+@pytest.mark.long
 def test_every_fault_can_be_planted():
     assert planted.problems() == []
 
@@ -103,6 +104,7 @@ def test_tests_that_touch_little_come_first():
     assert known.tests(fault("least", "", "", ("t/b",)), 9.0)[0] == "t/b.py::other"
 
 
+@pytest.mark.long
 def test_a_fault_is_planted_alone_judged_and_taken_back(tmp_path):
     source = tmp_path / "source"
     source.mkdir()

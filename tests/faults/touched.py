@@ -1,4 +1,4 @@
-"""Which tests touch which function: coverage by test, of a whole `make test`.
+"""Which tests touch which function: coverage by test, of `make test` and of the long tests.
 
 Coverage writes down the lines that each test executes, in processes that the test starts, too. From
 that follow the tests that touch a function, and how many functions a test touches. The run takes
@@ -24,6 +24,7 @@ from tests.faults.planted import ROOT, Fault, functions
 
 FOLDER = ROOT / "data" / "runs" / "faults"
 MAP, DATA, REPORT = FOLDER / "touched.json", FOLDER / "coverage", FOLDER / "tests.xml"
+QUICK_AND_LONG = "not slow and not gpu and not exhaustive and not browser"
 NAMED = "WORKBENCH_TEST"  # the test that a process was started by
 CONFIG = f"""\
 [run]
@@ -83,7 +84,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def measure(jobs: int, *paths: str) -> None:
-    """Runs the quick tests under coverage, or those of some paths, and writes MAP."""
+    """Runs the quick and the long tests under coverage, or those of some paths, and writes MAP."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     for old in FOLDER.glob("coverage*"):
         old.unlink()
@@ -93,7 +94,7 @@ def measure(jobs: int, *paths: str) -> None:
         sys.executable, "-m", "pytest", "-p", "tests.faults.touched", "-n", str(jobs), "--dist",
         "loadfile", "-p", "no:cacheprovider", "--cov", "--cov-config", str(config),
         "--cov-context=test", "--cov-report=", f"--junitxml={REPORT}", "-o",
-        "junit_family=xunit1", "--timeout=600", *paths,
+        "junit_family=xunit1", "--timeout=600", "-m", QUICK_AND_LONG, *paths,
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, env=os.environ | {"CI": "1"}, check=False)
     write()

@@ -126,6 +126,7 @@ del e"""
         assert other.recorder is None, "nobody is told of it any more"
 
 
+@pytest.mark.long
 def test_named_engines_alone_are_traced_and_closed_refused(profiled, shell, engine):
     cell = "logits = eng.step([1]); logits = other.step([1])"
     with engine.variant(engine.toggles) as other:

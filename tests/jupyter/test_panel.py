@@ -349,6 +349,7 @@ def test_a_run_does_not_begin_while_a_cell_uses_an_engine(engine, panel):
     assert clicked(one).result is not None
 
 
+@pytest.mark.long
 def test_a_second_panel_stops_a_run_that_the_page_has_lost(held, panel):
     lost, ends = held()
     one = clicked(panel())
@@ -359,6 +360,7 @@ def test_a_second_panel_stops_a_run_that_the_page_has_lost(held, panel):
     assert not clicked(one).result.stopped
 
 
+@pytest.mark.long
 def test_an_interrupt_of_whoever_waits_ends_the_run(held):
     one, ends = held()
     main = threading.main_thread().ident

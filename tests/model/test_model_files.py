@@ -39,6 +39,7 @@ SCALING = {
 }
 
 
+@pytest.mark.long
 def test_rope_scaling_is_read_as_llama_cpp_reads_it(tiny_model, tmp_path):
     source = tiny_model("tiny-qwen2", "F32")
     plain = logits(source)

@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 
 from tests.network import network_loads
 from tests.notebooks import record
-from tests.profiles import share
+from tests.profiles import rest
 from workbench.common.errors import UsageError
 from workbench.report.render import render_notebook
 
@@ -27,7 +27,7 @@ def by_name(path: Path) -> str:
     return path.stem
 
 
-@pytest.mark.parametrize("path", share(NOTEBOOKS, every=4, slow=3), ids=by_name)
+@pytest.mark.parametrize("path", rest(NOTEBOOKS, slow=4), ids=by_name)
 def test_it_runs_on_the_embedded_device(path, tiny_models, tmp_path):
     given = {"device": "embedded", "repeats": 1, "workload": "tg8", "runs": str(tmp_path)}
     page = render_notebook(path, tmp_path / "page.html", given, runs_dir=tmp_path).read_text()
@@ -75,9 +75,9 @@ def test_committed_outputs_are_of_one_run_and_small(path):
     assert code[-1].outputs and code[-1].outputs[0].data["text/plain"]
 
 
-@pytest.mark.slow
-def test_they_run_as_make_lab_opens_them_in_a_fresh_clone(tiny_models, tmp_path):
-    """Nothing is given to them but what they name: the models, and what is committed in data/."""
+@pytest.mark.parametrize("path", rest(NOTEBOOKS[::-1], slow=4), ids=by_name)
+def test_it_runs_as_make_lab_opens_it_in_a_fresh_clone(path, tiny_models, tmp_path):
+    """Nothing is given to it but what it names: the models, and what is committed in data/."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "models").symlink_to(tiny_models)
     (tmp_path / "data" / "results").symlink_to(ROOT / "data" / "results")
@@ -85,13 +85,12 @@ def test_they_run_as_make_lab_opens_them_in_a_fresh_clone(tiny_models, tmp_path)
     for path in (ROOT / "notebooks").glob("*.py"):
         (tmp_path / "notebooks" / path.name).symlink_to(path)
     resources = {"metadata": {"path": str(tmp_path / "notebooks")}}
-    for path in NOTEBOOKS:
-        book = nbformat.read(path, 4)
-        for cell in book.cells:
-            if "parameters" in cell.metadata.get("tags", []):
-                cell.source += '\nrepeats, workload = 1, "tg8"'
-        NotebookClient(book, timeout=300, kernel_name="python3", resources=resources).execute()
-    assert len(list((tmp_path / "data" / "runs").glob("*/run.json"))) >= len(NOTEBOOKS)
+    book = nbformat.read(path, 4)
+    for cell in book.cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            cell.source += '\nrepeats, workload = 1, "tg8"'
+    NotebookClient(book, timeout=300, kernel_name="python3", resources=resources).execute()
+    assert list((tmp_path / "data" / "runs").glob("*/run.json"))
 
 
 def test_the_python_of_readme_runs(tiny_models, tmp_path, monkeypatch, capsys):

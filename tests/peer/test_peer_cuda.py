@@ -46,6 +46,7 @@ def measured(program, tmp_path, tiny_models):
     return measure
 
 
+@pytest.mark.long
 def test_both_sides_in_turn(program, measured, monkeypatch, capsys):
     """From the call to the table: arms, order, samples, what is recorded, what is made of it."""
     monkeypatch.setenv("GGML_CUDA_GRAPH_OPT", "1")  # what happens to be set switches nothing
@@ -231,6 +232,7 @@ def test_make_passes_what_it_is_given():
     assert words.endswith('-m tests.peer.cuda m n --peer "a b" --rounds 7'), done.stderr
 
 
+@pytest.mark.long
 def test_the_campaign_of_streams_has_each_pair_in_one_run(measured):
     """One stream and several, with the same fused nodes and the same logits, to the bit."""
     assert len(set(streams.SETTINGS)) == len(streams.SETTINGS)

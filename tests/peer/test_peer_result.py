@@ -149,6 +149,7 @@ def test_files_are_those_we_make_now(rows, tiny_model, tmp_path):
 # our side's process -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_our_side_computes_times_and_survives_failures(tiny_model, tmp_path):
     path, other = tiny_model("tiny-llama", "F32"), tiny_model("tiny-qwen3", "Q8_0")
     with compare.Worker(OURS, sys.executable) as worker:

@@ -23,6 +23,7 @@ import pytest
 
 import workbench as wb
 from tests.gates import hold
+from tests.profiles import share
 from workbench.backend.issue.prepared import Prepared
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.batch import Batch, make_batch
@@ -186,7 +187,9 @@ def unheld(step: Step, monkeypatch, keep: Keep) -> np.ndarray:
 
 
 @pytest.mark.parametrize("copy_stream", [CopyStream.OWN, CopyStream.COMPUTE])
-@pytest.mark.parametrize("sync", [mode for mode in SyncMode if mode not in WITHOUT_COPY_WAITS])
+@pytest.mark.parametrize(
+    "sync", share([mode for mode in SyncMode if mode not in WITHOUT_COPY_WAITS], 4)
+)
 def test_staging_overwritten_before_the_copy(step, right, monkeypatch, sync, copy_stream):
     """Without the waits the late copy takes the next step's inputs; with them it cannot."""
     assert is_wrong(late(step(sync, copy_stream), monkeypatch, no_input_waits), right)

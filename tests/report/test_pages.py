@@ -54,6 +54,7 @@ class Told(Bar):
         self.__dict__.setdefault("said", []).append(re.sub(r"about \d+ s left, ", "", str(self)))
 
 
+@pytest.mark.long
 def test_a_page_shows_its_notebook_offline(tmp_path):
     """Parameters, pictures, tables, the banner, the trace; and how far it is, meanwhile."""
     path = notebook(tmp_path / "07_question.ipynb", *CELLS.split("---"))
@@ -85,6 +86,7 @@ def test_a_page_shows_its_notebook_offline(tmp_path):
     assert (runs / path.name).is_file() and [*out.parent.iterdir()] == [out]
 
 
+@pytest.mark.long
 def test_a_failing_notebook_leaves_its_page(tmp_path, capsys):
     bad = notebook(tmp_path / "bad.ipynb", "print('before')", "raise OSError('no\\nway')", "1")
     out, said = tmp_path / "reports", r"^bad.ipynb: cell 5 failed: OSError: no; see .*html$"

@@ -13,6 +13,7 @@ from matplotlib.colors import to_rgba
 from PIL import Image
 
 from tests.benchmarks.comparisons import comparison
+from tests.profiles import share
 from tests.trace.test_trace_files import token
 from workbench.report import plots, roofline, tables
 from workbench.report.plots import BLOCK_LOOKS
@@ -63,7 +64,7 @@ LONG = ("sync=per_copy, copy_stream=own, graph_reuse=rebuild " * 4, "sync=packed
 
 
 @pytest.mark.parametrize("titles", [("off", "on"), LONG], ids=["short", "long"])
-@pytest.mark.parametrize("n_launches", [(3, 400), (400, 3), (350, 400)])
+@pytest.mark.parametrize(("n_launches",), share([((350, 400),), ((400, 3),), ((3, 400),)], every=3))
 def test_no_text_lies_on_another_or_leaves_the_picture(titles, n_launches):
     fig = plots.timeline_pair(*(timeline(n_launches=n) for n in n_launches), titles)
     fig.draw_without_rendering()
@@ -75,7 +76,7 @@ def test_no_text_lies_on_another_or_leaves_the_picture(titles, n_launches):
             assert not box.overlaps(other.get_window_extent()), f"{text} lies on {other}"
 
 
-@pytest.mark.parametrize("n_colours", [256, 3000])
+@pytest.mark.parametrize("n_colours", share([256, 3000], every=2))
 def test_a_palette_keeps_the_most_frequent_colours(n_colours):
     rng = np.random.default_rng(n_colours)
     colours = rng.permutation(1 << 24)[:n_colours]

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from tests.profiles import share
 from tests.server.fake_worker import FakeWorker
 from tests.server.live import TEMPLATE, events_of, live, wait_for
 from workbench.cli.serve import DEFAULT_SERVER
@@ -154,7 +155,7 @@ def test_a_failed_step_is_an_error_of_the_server(texts):
 
 @pytest.mark.parametrize(
     "more",
-    [{"stream": True}, {"stop": ["never"]}, {}, {"stream": True, "logprobs": 2, "n": 3}],
+    share([{"stream": True, "logprobs": 2, "n": 3}, {"stop": ["never"]}, {}, {"stream": True}], 4),
     ids=str,
 )
 def test_a_token_without_a_text_fails_its_reply_alone(texts, monkeypatch, capfd, more):

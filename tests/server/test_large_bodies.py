@@ -90,6 +90,7 @@ def told(read: BodyRead) -> tuple[Any, ...]:
     return read.wanted, b"".join(read.parts), prompts
 
 
+@pytest.mark.long
 def test_a_body_is_read_elsewhere_as_it_is_here(spec):
     here = Reader(spec)
 
@@ -132,6 +133,7 @@ def test_small_bodies_are_read_here_long_and_huge_aside(spec, monkeypatch):
     assert asyncio.run(run()) == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_a_process_that_dies_is_an_error_of_one_body(spec):
     """And who goes away leaves it to the next."""
     method, body, args = BODIES[0]
@@ -155,6 +157,7 @@ def test_a_process_that_dies_is_an_error_of_one_body(spec):
     reading(spec, work)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the system has no such bound")
 def test_a_body_that_takes_too_much_memory_is_refused(spec, monkeypatch):
     monkeypatch.setattr(aside, "MOST_BYTES", 300 << 20)
@@ -170,6 +173,7 @@ def test_a_body_that_takes_too_much_memory_is_refused(spec, monkeypatch):
     reading(spec, work)
 
 
+@pytest.mark.long
 def test_streams_go_on_while_a_body_is_read(texts):
     """The process that reads it is stopped: meanwhile a stream gets its tokens, and nobody else
     answers. How long streams wait beside a body is measured (`tests/bench/stalls.py`)."""

@@ -61,6 +61,7 @@ def post(http: httpx.Client, path: str, **body: Any) -> Any:
 # the command, with an engine process that is none -------------------------------------------------
 
 
+@pytest.mark.long
 def test_flags_reach_the_engine_and_a_signal_ends_it(tmp_path, plain):
     template, keys = tmp_path / "t.jinja", tmp_path / "keys"
     template.write_text("{{ messages[0].content }}!")
@@ -89,6 +90,7 @@ def test_flags_reach_the_engine_and_a_signal_ends_it(tmp_path, plain):
     assert text.splitlines()[-1].startswith("error: terminated")
 
 
+@pytest.mark.long
 def test_what_no_flag_says_is_said_at_the_start(tmp_path, plain):
     """Of a file without a template, and of an address for all without a key; a second signal ends
     it at once."""
@@ -148,6 +150,7 @@ def test_wrong_flags_are_refused_before_a_model_is_loaded(
 # with an engine -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_killed_engine_process_ends_the_server(model, tmp_path):
     """Behind what was pending: six times the slots, so that most of them wait."""
     flags = ("-m", model, *FLAGS[:-1], 3 << 14)

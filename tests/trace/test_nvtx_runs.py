@@ -172,6 +172,7 @@ def told(tiny_model, tmp_path_factory) -> dict[str, Told]:
     }
 
 
+@pytest.mark.long
 def test_every_range_ends_and_has_a_registered_name(told):
     for name, one in told.items():
         one.check_balanced()

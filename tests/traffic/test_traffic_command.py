@@ -23,6 +23,7 @@ from workbench.traffic.served import ServeCommand, is_healthy, model_facts, reac
 SHORT = ("-p", "uniform:2-9", "-n", "3", "--n-requests", 6)
 
 
+@pytest.mark.long
 def test_each_rate_and_concurrency_has_a_row(call, tmp_path):
     (tmp_path / "key").write_text("sesame\n")
     with serving(key="sesame") as server:
@@ -82,6 +83,7 @@ def test_a_server_that_serves_nobody_is_one_line(call):
     assert err.startswith(f"error: {server.url} names no models: ")
 
 
+@pytest.mark.long
 def test_ctrl_c_prints_and_saves_what_has_ended(tmp_path):
     with serving(Delays(0.01, 0.02)) as server:
         arguments = [

@@ -108,6 +108,7 @@ def test_an_engine_process_is_begun_and_ended(tiny_model):
     assert made.run["model"]["architecture"] == "llama"
 
 
+@pytest.mark.long
 def test_a_server_is_reached_by_its_address():
     """What its client processes took is that of one setting."""
     with fake_server() as server:

@@ -221,7 +221,7 @@ class Engine:
 
     def _coming(self) -> tuple[int, int]:
         """The number of the step that comes, and the cells that are in use before it."""
-        return self.n_steps + len(self.issuer), self.cache.n_used
+        return self.n_steps + len(self.issuer.under_way), self.cache.n_used
 
     @contextmanager
     def stamped(self) -> Iterator[list[Stamp]]:

@@ -139,6 +139,7 @@ class Issuer:
     launches_ahead: whether the next step's plan is launched before the step is submitted.
     n_steps: steps that have ended.
     n_untraced: those of them that no recorder saw.
+    under_way: the steps that are issued and have not ended, oldest first.
     turn: which copy of the rings the next step takes (`program/layout.py`). Unless results=behind,
         it is the turn of the step under way until that step ends.
     recorder: collects the spans of steps; None for nothing.
@@ -160,7 +161,7 @@ class Issuer:
         self._gate_of = gate_of
         self.gate: Gate | None = None
         self.rings = StampRings()
-        self._under_way: deque[Pending] = deque()  # oldest first
+        self.under_way: deque[Pending] = deque()
         self.n_steps = self.n_untraced = self.turn = 0
         self.recorder: Recorder | None = None
         self.alone = False
@@ -225,10 +226,6 @@ class Issuer:
 
     # steps ------------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        """How many steps are under way."""
-        return len(self._under_way)
-
     @property
     def _most(self) -> int:
         """How many steps may be under way."""
@@ -246,8 +243,8 @@ class Issuer:
 
     def end_all_but(self, n: int) -> None:
         """Waits until no more than n steps are under way."""
-        while len(self._under_way) > n:
-            self._under_way[0].wait()
+        while len(self.under_way) > n:
+            self.under_way[0].wait()
 
     def begin(self, work: Work, n_past: int) -> Watch:
         """The watch of the step that begins. n_past: the cells in use."""
@@ -261,7 +258,7 @@ class Issuer:
         """Issues a step: its commands one by one, or the replay of its plan, or the opening of the
         gate that its plan waits at. meanwhile: the host's work before it waits for the results."""
         program, watch = step.program, step.watch
-        with watch:
+        try:
             if watch.looks_at_batches:
                 watch.batch(step.batch, program.program)
             start = now_ns()
@@ -272,7 +269,10 @@ class Issuer:
             if watch.counts:
                 self._counts.add("issue", now_ns() - start)
             pending = Pending(step, self._end, meanwhile)
-            self._under_way.append(pending)
+            self.under_way.append(pending)
+        except BaseException:
+            watch.fail()
+            raise
         if self._ordering.result_ring > 1:
             self.turn = self._ordering.turn_after(self.turn, False)
         return pending
@@ -290,7 +290,7 @@ class Issuer:
 
     def _end(self, pending: Pending) -> None:
         """Ends the steps before this one, then waits for its results."""
-        step, under_way = pending.step, self._under_way
+        step, under_way = pending.step, self.under_way
         program, watch = step.program, step.watch
         waits = bool(program.tail)
         while under_way and under_way[0] is not pending:
@@ -333,8 +333,8 @@ class Issuer:
     def fail(self) -> None:
         """A step has failed, so the steps after it have no results either. Or the engine is closed,
         so nobody waits for steps any more."""
-        while self._under_way:
-            self._under_way.pop().fail()
+        while self.under_way:
+            self.under_way.pop().fail()
 
 
 def issuer_of(have: Chosen, loaded: Loaded, counts: PhaseCounts) -> Issuer:
@@ -378,7 +378,7 @@ class Steps:
         """Whether the step that was made ahead is the step of `work`. If so, its tokens are put
         in."""
         start = now_ns()
-        if len(self._issuer) or self.batches.made_ahead(work, draws) is not coming.batch:
+        if self._issuer.under_way or self.batches.made_ahead(work, draws) is not coming.batch:
             return False
         coming.work = work
         coming.spent.append(("batch", now_ns() - start))

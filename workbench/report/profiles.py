@@ -28,7 +28,7 @@ def steps_table(steps: pd.DataFrame) -> Table:
     """A row for each size of step, untraced: the number of steps; then medians and quartiles in us
     of a step's time, the time without a kernel before it, and the time of its kernels.
 
-    steps: `times.profiling.stamped_steps`. The first step of a test has no step before it. A test
+    steps: `times.profiling.step_times`. The first step of a test has no step before it. A test
     of one step is measured from its first kernel to its last. A device without stamps is measured
     by the host's clock.
     """

@@ -232,6 +232,7 @@ else:
 LOST = "embedded stream {} has lost its threads; open the backend after a fork, not before"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("code", "said", "status"), [
     (LEAK, ["leaking"], 0), (LEAK + "device.not_there", ["leaking"], 1),
     (FORKED, [LOST.format(0), LOST.format(3), "7"], 0),

@@ -13,11 +13,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests import profiles
 from tests.backend.cuda import launch_cases, ptx
 from tests.backend.cuda.launch_cases import TOKENS, chosen_works, one_of_each, some_works
 from tests.gpu.twins import attention as simple
@@ -52,9 +54,8 @@ def has(cubin: bytes, function: str) -> bool:
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(
     ("works", "share"),
-    [(one_of_each, 4 * len(ARCHITECTURES)),
-     *tiers((chosen_works, len(ARCHITECTURES)), (chosen_works, 1))],
-    ids=["a quarter in turn", "in turn", "all"],
+    tiers((one_of_each, 4 * len(ARCHITECTURES)), (chosen_works, 1)),
+    ids=["a quarter in turn", "all"],
 )  # fmt: skip
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile(arch: str, works: Callable[[int], Iterable[Kernel]], share: int):
@@ -87,8 +88,7 @@ def test_the_slow_twins_compile():
     assert all(has(made[kernel.file], kernel.function) for kernel in launched)
 
 
-@pytest.mark.parametrize("sm", MOST_SHARED)
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("tokens", "sm"), profiles.share(product(TOKENS, MOST_SHARED), every=5))
 def test_every_launch_is_possible(tokens: int, sm: int):
     """Addresses in scratch that it is given lie inside what `scratch_bytes` declares. A node of few
     tokens is one launch, which begins early; only norms of heads take clusters."""
@@ -137,7 +137,7 @@ def test_a_layer_of_many_tokens(tokens: int, mixed: bool):
     assert all(op_table.begins_early(node) for node in layer)
 
 
-@pytest.mark.parametrize("works", [one_of_each, *tiers(some_works, chosen_works)])
+@pytest.mark.parametrize("works", tiers(some_works, chosen_works))
 def test_arguments_are_those_the_compiler_saw(works: Callable[[], Iterable[Kernel]]):
     """As many as declared, reals where reals are, 8 bytes everywhere else."""
     for kernel in (*works(), *REPACKS):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.backend.cuda import ptx
 from tests.backend.cuda.launch_cases import chosen_works, one_of_each, some_works
-from tests.profiles import tiers
+from tests.profiles import exhaustive, tiers
 from workbench.backend.cuda.kernels import nvrtc
 from workbench.backend.cuda.kernels.kernel import Kernel
 
@@ -60,12 +60,14 @@ Modules = dict[tuple[str, tuple[str, ...]], set[str]]
 # are takes seconds, too long for what every worker does to find the tests.
 FILES = sorted(path.stem for path in nvrtc.source_dir().glob("*.cu"))
 # `make test` compiles those that take a second
-SLOW = ("attention", "attention_tile", "product", "product_qkv", "sampling", "tensor_product")
+SLOW = (
+    "attention", "attention_tile", "attention_vec", "product", "product_qkv", "sampling",
+    "tensor_product",
+)  # fmt: skip
 ASKED = [
     *(pytest.param(file, one_of_each, marks=[pytest.mark.slow] if file in SLOW else [])
       for file in FILES),
-    *(pytest.param(file, *one.values, marks=one.marks)
-      for file in FILES for one in tiers(some_works, chosen_works)),
+    *(exhaustive(file, chosen_works) for file in FILES),
 ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "two workers": partial(embedded.open_backend, threads=2),
     "snapshot": partial(embedded.open_backend, threads=2, pageable="snapshot"),
 }
-# on two workers every third at once; of the host's and the other devices' fewer
+# on two workers every fifth at once; of the host's and the other devices' fewer
 CLAUSES = [(name, check) for check in CHECKS for name in BACKENDS if name != "two workers"]
 OF_HOST = {"no streams": True, "blocking": True, "one order": True, "in front": True}
 OF_ALL = {"any": True, "one order": True, "in front": True}
@@ -36,8 +36,8 @@ OF_ALL = {"any": True, "one order": True, "in front": True}
 
 @pytest.mark.parametrize(
     ("backend", "check"),
-    [*share([("two workers", check) for check in CHECKS], every=3),
-     *share(CLAUSES, every=7, slow=3)],
+    [*share([("two workers", check) for check in CHECKS], every=5, slow=3),
+     *share(CLAUSES, every=16, slow=7)],
 )  # fmt: skip
 def test_clause(backend, check):
     claim = CHECKS[check].claim
@@ -307,7 +307,7 @@ BROKEN: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("check", "broken"), share(zip(CHECKS, BROKEN, strict=True), 3, slow=2))
+@pytest.mark.parametrize(("check", "broken"), share(zip(CHECKS, BROKEN, strict=True), 7, slow=4))
 def test_a_device_that_breaks_a_clause_is_found_out(check, broken):
     """In one of ten tries: a busy machine may do meanwhile what the device did not wait for. Where
     it did half of it, the row is torn."""

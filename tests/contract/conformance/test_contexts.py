@@ -14,6 +14,7 @@ from tests.contract.conformance import contexts
 from tests.contract.test_contract import N_SEQS, answers
 from tests.nll import nll
 from tests.orderings import PLACED, every_ordering
+from tests.profiles import share
 from workbench.benchmarks.compare.answers import compare_logits
 from workbench.common import devices
 from workbench.common.errors import DeviceError, UsageError
@@ -99,7 +100,7 @@ def test_a_handle_of_another_device_is_refused():
         second.close()
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", share(SETS, every=3))
 def test_two_contexts_give_the_answer_of_one_device(two, right, name):
     """Cells move, too. Traced, stamped and noted: rings of stamps, marks, the clock."""
     both = {f"{contexts.NAME} 0", f"{contexts.NAME} 1"}
@@ -123,7 +124,7 @@ def test_two_contexts_give_the_answer_of_one_device(two, right, name):
     assert all(backend.checks for backend in two._open.backends[1:])
 
 
-@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("placed", share(PLACED, every=5))
 def test_every_placement_and_ordering_finds_its_handles(load, placed):
     alone = {"n_devices": 1, "n_ctx": 128, "n_seqs": 1, "n_kv_pad": 256}
     with load(**alone | PLACED[placed]) as engine:

@@ -34,7 +34,7 @@ AS_A_QUEUE = partial(DetachedCopies, capabilities=OutOfOrderCopies.HONEST)
 
 @pytest.mark.parametrize(
     ("check", "name"),
-    share([(check, name) for check in CHECKS for name in DEVICES], every=5, slow=2),
+    share([(check, name) for check in CHECKS for name in DEVICES], every=13, slow=5),
 )
 def test_an_honest_device_keeps_what_it_claims(name, check):
     run_check(check, partial(DEVICES[name], threads=2, seed=len(check)))
@@ -59,11 +59,12 @@ KEPT = (  # for it lies about copies alone
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lie", "broken"),
     [
         (BELIEVED["out_of_order"], ORDERED),
-        *rest([(BELIEVED["detached"], ORDERED + DRAINED), (AS_A_QUEUE, DRAINED)], slow=1),
+        *rest([(BELIEVED["detached"], ORDERED + DRAINED), (AS_A_QUEUE, DRAINED)], slow=2),
     ],
     ids=["out of order as embedded", "detached as embedded", "detached as out of order"],
 )
@@ -147,7 +148,7 @@ REFUSED = {  # what the refusal says on the out-of-order device; the detached on
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("sync", "copy_stream", "step_wait"), share(ORDERINGS, every=3))
+@pytest.mark.parametrize(("sync", "copy_stream", "step_wait"), share(ORDERINGS, every=7, slow=3))
 def test_refused_or_right(hostile, sync, copy_stream, step_wait):
     """Where only outputs are waited for, launches of the step before may still read."""
     toggles = Toggles(sync=sync, copy_stream=copy_stream, step_wait=step_wait)
@@ -177,7 +178,7 @@ def test_auto_chooses_what_is_safe(hostile, copy_stream, step_wait):
     assert re.fullmatch(wanted, split), split
 
 
-@pytest.mark.parametrize(("sync", "step_wait"), [*itertools.product(RINGS, StepWait)])
+@pytest.mark.parametrize(("sync", "step_wait"), share(itertools.product(RINGS, StepWait), every=5))
 def test_rings_are_right_or_refused(hostile, sync, step_wait):
     """Of inputs; where no event stands for copies a ring of staging memory is refused."""
     with pytest.raises(DeviceError, match="cannot honour host_source=pinned_ring_2: its events do"):

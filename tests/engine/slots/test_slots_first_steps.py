@@ -66,7 +66,9 @@ def test_first_requests_build_little_and_compile_nothing(path, monkeypatch, more
         op_table.kernel.cache_clear()
         n_ready = first_steps(engine, SLOTS)
         assert engine.cache.n_used == 0 and slots.totals() == plain.totals()
-        assert not engine.issuer and engine.cache.moved is None and not engine.cache.copied
+        assert (
+            not engine.issuer.under_way and engine.cache.moved is None and not engine.cache.copied
+        )
         before, n_compiled = engine.counters, len(compiled)
         assert n_compiled > 5 and n_ready == before["programs_built"] // engine.period
         found = serve(slots, asks(16, 1)).tokens

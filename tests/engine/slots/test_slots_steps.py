@@ -137,7 +137,7 @@ def test_a_step_is_issued_ahead_where_results_are_behind(
         begun = now_ns()
         while not made.idle:
             made.go(1)
-            counts.append(len(engine.issuer))
+            counts.append(len(engine.issuer.under_way))
         # time that two steps share is counted once
         assert 0 < made.totals().step_s <= (now_ns() - begun) / 1e9
     assert found == order and counts == under_way
@@ -147,12 +147,12 @@ def test_who_wants_logprobs_has_all_wait_a_while(tiny_model):
     with opened(tiny_model, BEHIND | APART) as engine, Watched(engine) as made:
         made.ask(Ask(0, ids(5), 30))
         made.go(3)
-        assert len(engine.issuer) == 1
+        assert len(engine.issuer.under_way) == 1
         made.ask(Ask(1, ids(5, 1), 3, n_logprobs=2))
         made.go(2)
-        assert len(engine.issuer) == 0
+        assert len(engine.issuer.under_way) == 0
         made.go(3)
-        assert 1 in made.told.ended and len(engine.issuer) == 1
+        assert 1 in made.told.ended and len(engine.issuer.under_way) == 1
         made.finish()
         # an end is known when the next token is under way already: nobody looks at it
         first = made.told.tokens[0]

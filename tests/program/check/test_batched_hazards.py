@@ -172,7 +172,7 @@ def spoiled(steps: list[cmd.Program], gone: Callable[[Any], bool]) -> list[cmd.P
 
 
 @pytest.mark.parametrize(
-    "values", share(EVERY, every=23, slow=3), ids=lambda v: "-".join(v.values())
+    "values", share(EVERY, every=47, slow=7), ids=lambda v: "-".join(v.values())
 )
 def test_batched_steps_are_free_of_races(engine, values):
     steps = order_of(engine, SERVED | values)
@@ -278,7 +278,7 @@ def two_devices(tiny_model) -> Iterator[Engine]:
         yield made
 
 
-@pytest.mark.parametrize("every", [37, *tiers(5, 1)], ids=["some", "more", "all"])
+@pytest.mark.parametrize("every", [37, *tiers(13, 1)], ids=["some", "more", "all"])
 def test_what_is_said_to_race_with_results_behind_does_and_nothing_else(engine, two_devices, every):
     """`race_of` against the checker. It knows nothing of devices. On one, copies of inputs that
     ride a stream of their own come after the results there, and so after the graph that they wait

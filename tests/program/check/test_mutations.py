@@ -22,7 +22,7 @@ import pytest
 
 from tests.oracles.adversary import SEEDS, Adversary
 from tests.oracles.interleavings import ends_wrong
-from tests.profiles import tiers
+from tests.profiles import exhaustive, share, tiers
 from workbench.common.errors import DeviceError, UsageError
 from workbench.config import (
     BranchFusion,
@@ -247,15 +247,16 @@ TRIED: dict[str, tuple[list[Toggles], bool, int, tuple[int, int], int]] = {
 }
 
 
-@pytest.mark.parametrize("all_of_them", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize("all_of_them", [False, exhaustive(True)])
+@pytest.mark.parametrize("name", share(TRIED, every=3))
 def test_without_any_one_command_the_checker_is_right(base, name, all_of_them):
     chosen, one_order, share, least, seen = TRIED[name]
     found = mutants(base, chosen, one_order)[:: 1 if all_of_them else share]
     judge(found, least[all_of_them], seen)
 
 
-@pytest.mark.parametrize("one_order", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.long
+@pytest.mark.parametrize("one_order", [True, False])
 def test_orderings_are_refused_as_racing_where_they_race(base, one_order):
     """And nowhere else: `lower` knows by rule what the checker proves and the adversary tries."""
     able = Capabilities(True, True, one_order, False, 2)
@@ -299,21 +300,21 @@ WITHIN: dict[str, Any] = {
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("share", tiers(23, 1), ids=["more", "all"])
+@pytest.mark.parametrize("share", tiers(61, 1), ids=["more", "all"])
 def test_on_all_of_this_mechanism_and_across_mechanisms_the_checker_is_right(base, share):
     asked = list(dict.fromkeys([*orderings(**WITHIN), *across()]))
     judge(whole(base, asked[::share]), 50 // share)
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize(("share", "least"), tiers((11, 80), (1, 1000)), ids=["more", "all"])
+@pytest.mark.parametrize(("share", "least"), tiers((37, 20), (1, 1000)), ids=["more", "all"])
 def test_of_all_of_this_mechanism_without_any_one_command_the_checker_is_right(base, share, least):
     found = judge(mutants(base, list(orderings(**WITHIN))[::share], one_order=True), least)
     assert not found["unseen"]
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize(("share", "least"), tiers((5, 20), (1, 100)), ids=["more", "all"])
+@pytest.mark.parametrize(("share", "least"), tiers((11, 8), (1, 100)), ids=["more", "all"])
 def test_of_all_of_this_mechanism_with_plans_too(base, share, least):
     """A share of the orderings; the exhaustive test of placements has most of the others."""
     chosen = list(orderings(**WITHIN))[:: 13 * share]

@@ -36,7 +36,7 @@ TOKENS = {"decode": 1, "train": 48}  # six ubatches: more than there are places
 
 
 # of the orderings a share, which has every value of every toggle over all placements, a fifth, all
-SHARES = pytest.mark.parametrize("share", [37, *tiers(5, 1)], ids=["some", "more", "all"])
+SHARES = pytest.mark.parametrize("share", [74, *tiers(13, 1)], ids=["some", "more", "all"])
 
 
 def some(engine: wb.Engine, share: int) -> list[Toggles]:
@@ -155,7 +155,7 @@ SCOPED = [(way, scope) for way in WAYS for scope in ("", *SCOPES)
           if not scope or not refuses(way, scope)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("way", "scope"), share(SCOPED, every=10, slow=2))
+@pytest.mark.parametrize(("way", "scope"), share(SCOPED, every=23, slow=5))
 def test_waits_that_could_go_are_found_by_walking_again(one, way, scope):
     """Of prompts of three ubatches with tokens after them; steps of one shape share a program."""
     with one.variant(way) as engine:

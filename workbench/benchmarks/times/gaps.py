@@ -29,7 +29,7 @@ from workbench.benchmarks.compare.ab import describe
 from workbench.benchmarks.compare.rounds import interleave
 from workbench.benchmarks.compare.stats import Band, Ratio, aa_band, median_interval, speedup
 from workbench.benchmarks.runs import provenance, results
-from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
+from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run, open_out
 from workbench.benchmarks.times.token_parts import WARM_UP, stamped_steps
 from workbench.benchmarks.workload import Tokens, Workload, draw_tokens
 from workbench.common.errors import UsageError
@@ -252,8 +252,8 @@ def host_gaps(
     out: a run folder, written every 10 s on the way and at the end. Ctrl-C keeps the whole rounds.
 
     Raises UsageError for no arms, for an arm with the control's name, and for a device without a
-    clock or streams (the host). Also for tokens that do not fit the context, and for fewer than two
-    tokens.
+    clock or streams (the host). Also for tokens that do not fit the context, for fewer than two
+    tokens, and for a folder that exists already.
     """
     if not arms:
         raise UsageError("there are no arms to compare; name some, as {'per_copy': Toggles()}")
@@ -270,8 +270,10 @@ def host_gaps(
     every = {**arms, baseline + CONTROL: arms[baseline]}
     decoded = Workload(0, n_tokens + WARM_UP)
     test = f"tg{n_tokens}"
+    folder = Path(out) if out is not None else None
+    open_out(folder, resume=False)
     run = _new_run(engine, every, test, rounds, seed, name)
-    draft = Draft(run, Path(out) if out is not None else None)
+    draft = Draft(run, folder)
     with ExitStack() as stack:
         sides = [stack.enter_context(engine.variant(toggles)) for toggles in every.values()]
         for arm, side in zip(run["arms"], sides, strict=True):

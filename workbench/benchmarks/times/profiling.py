@@ -55,7 +55,7 @@ class Bandwidth(NamedTuple):
 class Profiled(NamedTuple):
     """The result of `profile_test`.
 
-    steps: a row for each untraced step (`stamped_steps`).
+    steps: a row for each untraced step (`step_times`).
     phases: the host's time by phase, a row for each untraced step (`counted_steps`).
     stamped: whether `steps` has the device's times. False for a device that computes inside the
         host's call: then the host's times are the device's.
@@ -130,7 +130,7 @@ def profile_test(
     w.warm_up([engine], workload, seed, bos)
     stamped = runs_on_device(engine)
     drawn = [w.draw_tokens(workload, n_vocab, seed, n, bos) for n in range(repetitions + 1)]
-    steps = stamped_steps(engine, drawn[:-1], stamped)
+    steps = step_times(engine, drawn[:-1], stamped)
     phases = counted_steps(engine, drawn[-1])
     untraced = steps[["n_tokens", "host_us"]].itertuples(index=False)
     trace = trace_steps(engine, drawn[-1], window, collector, list(untraced))
@@ -171,7 +171,7 @@ def runs_on_device(engine: Engine) -> bool:
     return any(isinstance(c, Launch) and c.stream.backend != HOST for c in commands)
 
 
-def stamped_steps(engine: Engine, drawn: list[w.Tokens], stamped: bool = True) -> pd.DataFrame:
+def step_times(engine: Engine, drawn: list[w.Tokens], stamped: bool = True) -> pd.DataFrame:
     """A row for each step of each repetition, untraced.
 
     drawn: the tokens of the repetitions.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
 
 from workbench.backend.base import Issue
 from workbench.backend.clock.stamps import StampRing, StepPairs, StepStamps
@@ -31,13 +33,12 @@ class Stamps(Watch):
         return self._with_stamps(prepared)
 
     def head(self, prepared: Prepared) -> Iterable[Issue]:
-        return self._issued(prepared, prepared.head)
+        return chain(prepared.head, (partial(self._issued, prepared),))
 
     def late(self, prepared: Prepared) -> Iterable[Issue]:
-        return self._issued(prepared, prepared.late)
+        return chain(prepared.late, (partial(self._issued, prepared),))
 
-    def _issued(self, prepared: Prepared, calls: Iterable[Issue]) -> Iterator[Issue]:
-        yield from calls
+    def _issued(self, prepared: Prepared) -> None:
         self._under_way.append(_stamps_of(prepared).latest())
 
     def tail(self, prepared: Prepared) -> Iterable[Issue]:

@@ -1,6 +1,6 @@
 """How far a fast path may differ from the float path, by weight type and tokens computed at once.
 
-The table and its reasons. `benchmarks/scores` and reports use it.
+The table and its reasons. Reports use it too.
 """
 
 from typing import NamedTuple
