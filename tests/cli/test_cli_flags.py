@@ -166,8 +166,8 @@ def test_every_parameter_has_a_line_and_whole_numbers():
 
 
 @pytest.mark.parametrize(
-    "words",
-    share([w for w, leaves in EVERY.items() if any("--preset" in a.names for a in leaves)], 4),
+    ("words",),
+    share([(w,) for w, of in EVERY.items() if any("--preset" in a.names for a in of)], every=4),
 )
 def test_toggles_list_their_values_with_a_word_on_each(call, words):
     text = " ".join(re.sub(r"[│╭╮╰╯─•*]", " ", call(*words, "--help")[1]).split())

@@ -121,6 +121,9 @@ def test_check_is_of_all_ubatches_of_a_prompt_and_its_tokens(check):
     made = json.loads(out)
     assert status == 3 and made["patterns"] == ["h aaaaag", "h aaaaag", "h aaaaaag"]
     assert [w["event"] for w in made["sufficient"]] == ["end of step on null"]
+    said = [check(*ask, "--n-tokens", n, "--n-ubatch", 8)[1] for n in (16, 24)]
+    two, three = (int(re.search(r"programs, 3 times: (\d+)", out)[1]) for out in said)
+    assert three > two  # a program counts as often as it is issued
     # a train takes the ring's buffers in turn, and tokens after its wait the first
     ask = ("--sync", "write_read_boundary", "--copy-stream", "compute", "--n-tokens", 20)
     ask += ("--host-source", "pinned_ring_2", "--step-wait", "outputs", "--n-ubatch", 8, "--json")

@@ -22,7 +22,7 @@ from workbench.server.wire.messages import Ended, Logprobs, Timings
 
 @pytest.mark.parametrize("which", ["texts", "spm_texts"])
 @given(data=st.data())
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(400))
 def test_text_is_that_of_the_stream_decoder(request, which, data):
     texts = request.getfixturevalue(which)
     n_vocab = texts.tokenizer.n_vocab
@@ -53,7 +53,7 @@ def cut(text: str, stops: list[str]) -> str:
 
 
 @given(data=st.data())
-@settings(max_examples=examples(400))
+@settings(max_examples=examples(800))
 def test_a_token_begins_where_its_first_byte_does(texts, data):
     tokens = data.draw(st.lists(some_tokens(texts), max_size=12))
     decoder, before = texts.measuring(), b""
@@ -68,7 +68,7 @@ def test_a_token_begins_where_its_first_byte_does(texts, data):
 
 
 @given(data=st.data())
-@settings(max_examples=examples(400))
+@settings(max_examples=examples(800))
 def test_a_stream_has_the_logprobs_of_the_whole_answer(texts, data):
     runs = [texts.tokenizer.encode(stop, add_bos=False) for stop in STOPS]
     some = some_tokens(texts).map(lambda token: [token]) | st.sampled_from(runs)
@@ -107,7 +107,7 @@ LETTERS = st.text("ab", max_size=4)
     parts=st.lists(LETTERS, max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
 )
-@settings(max_examples=examples(1000))
+@settings(max_examples=examples(2000))
 def test_a_stop_text_is_found_across_parts(parts, stops):
     search = StopSearch(stops)
     given_out, seen = "", ""
