@@ -44,9 +44,9 @@ class Touched(NamedTuple):
     seconds: dict[str, float]
 
     def tests(self, fault: Fault, at_most_s: float) -> list[str]:
-        """The tests to run for a fault, those that touch little first: they say most. After them
-        come tests of the same files, which share what a file sets up once. All together take at
-        most so many seconds."""
+        """The tests to run for a fault: those of its room first, and of these, as of the others,
+        those that touch little, because they say most. After them come tests of the same files,
+        which share what a file sets up once. All together take at most so many seconds."""
         at = f"{fault.path}::{fault.function}" if fault.function else ""
         wanted = self.functions.get(at, [])
         folder = fault.path.rpartition("/")[0]
@@ -57,8 +57,11 @@ class Touched(NamedTuple):
                     {test for name, tests in self.functions.items()
                      if name.startswith(near) for test in tests}
                 )  # fmt: skip
-        n_touched = self._n_touched()
-        first = sorted(wanted, key=lambda test: (n_touched[test], self.seconds[test]))
+        n_touched, room = self._n_touched(), f"tests/{folder.removeprefix('workbench/')}/"
+        first = sorted(
+            wanted,
+            key=lambda test: (not test.startswith(room), n_touched[test], self.seconds[test]),
+        )
         named = [test for test in self.seconds if test.startswith(fault.tests or ("?",))]
         files = {test.partition("::")[0] for test in wanted}
         same = [test for test in self.seconds if test.partition("::")[0] in files]
