@@ -14,6 +14,7 @@ that it has of this commit are not planted again, so a run that was cut off goes
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -28,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.faults import touched
+from tests.faults import chosen, touched
 from tests.faults.planted import ROOT, Fault, FaultError, every, problems
 from tests.rows import Rows
 
@@ -79,13 +80,16 @@ class Copy:
 
     def _pytest(self, tests: Sequence[str], *more: str) -> subprocess.Popen[str]:
         listed = self.root.parent / "tests"
-        listed.write_text("\n".join(tests))
+        listed.write_text(json.dumps(list(tests)))
         paths = filter(None, (str(self.root), os.environ.get("PYTHONPATH")))
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1",
-                            "GIT_OPTIONAL_LOCKS": "0", "CI": "1"}  # fmt: skip
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1",
+            "GIT_OPTIONAL_LOCKS": "0", "CI": "1", chosen.LISTED: str(listed),
+        }  # fmt: skip
         command = [
             sys.executable, "-m", "pytest", *more, "-q", "-p", "no:cacheprovider", "--tb=no",
-            "-m", touched.QUICK_AND_LONG, f"@{listed}",
+            "-m", touched.QUICK_AND_LONG, "-p", chosen.__name__,
+            *dict.fromkeys(test.partition("::")[0] for test in tests),
         ]  # fmt: skip
         return subprocess.Popen(
             command, cwd=self.root, env=env, text=True, start_new_session=True,
