@@ -5,10 +5,11 @@
     python -m tests.faults --touched    which tests touch which function? (before the first run)
 
 Each fault is planted in a copy of the checkout, alone. There run the tests that touch its function,
-those that touch little first, until one fails: the fault is *seen*. It is *missed* where all pass,
-and *late* where they take more than a minute. --only: faults of a room, or whose names begin so:
-`engine`, `engine/reuse-`. data/results/faults.json (or FILE) is written after each fault. Those
-that it has of this commit are not planted again, so a run that was cut off goes on.
+those of its room first, and of these those that touch little, until one fails: the fault is *seen*.
+It is *missed* where all pass, and *late* where they take more than a minute. --only: faults of a
+room, or whose names begin so: `engine`, `engine/reuse-`. data/results/faults.json (or FILE) is
+written after each fault. Those that it has of this commit are not planted again, so a run that was
+cut off goes on.
 """
 
 from __future__ import annotations
