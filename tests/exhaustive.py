@@ -78,8 +78,12 @@ def main() -> int:
     record, chosen = Record(args.out), collected(args.only)
     if not args.only:
         record.rows = {test: row for test, row in record.rows.items() if test in chosen}
-    if wanted := [test for test in chosen if not record.is_done(test)]:
-        shared = ["-n", str(args.jobs), "--dist", "worksteal", f"--timeout={MOST_SECONDS}"]
+    took = {test: row["seconds"] for test, row in record.rows.items()}
+    wanted = [test for test in chosen if not record.is_done(test)]
+    wanted.sort(key=lambda test: took.get(test, 0), reverse=True)  # so that all end together
+    if wanted:
+        shared = ["-n", str(args.jobs), "--dist", "load", "--maxschedchunk=1"]
+        shared += [f"--timeout={MOST_SECONDS}"]
         status = pytest.main([*wanted, *PYTEST, *shared, "-vv"], plugins=[record])
         if status == pytest.ExitCode.INTERRUPTED:
             return 130
