@@ -17,7 +17,7 @@ WORDS = re.compile(r"mark\.exhaustive|\b(share|tiers|rest|exhaustive)\(")
 
 @pytest.mark.slow
 def test_nothing_leaves_the_gate_altogether():
-    """Of what the exhaustive tests try the others try something, but for the full product."""
+    """Of what the exhaustive tests try the others try something, but for the full products."""
     files = [p for p in (ROOT / "tests").rglob("test_*.py") if WORDS.search(p.read_text())]
     found = {}
     for markers in ("exhaustive", "not exhaustive and not gpu and not browser"):

@@ -266,7 +266,7 @@ def without_folder(test: str) -> str:
 
 
 def test_every_exhaustive_test_has_passed():
-    """The full product whole. Of the rest, properties and shares, whatever is recorded."""
+    """The full products whole. Of the rest, properties and shares, whatever is recorded."""
     found = file("exhaustive")
     assert all(is_ours(about["commit"]) for about in found["commits"].values())
     assert not [test for test, row in found["tests"].items() if row["outcome"] == "failed"]

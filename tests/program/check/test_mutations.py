@@ -327,6 +327,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "a device split between host splits": {"override_tensor": ("blk.1.ffn_(gate|up)=host",)},
     "a layer on each of two devices": {"n_devices": 2},
 }
+PARTS = 4  # of the mutants of a placement, so that a run cut off goes on
 # devices are ordered by events after copies, so that two of them want an order of copies: without
 # it every ordering races, and an engine refuses to open them
 PLACED = [
@@ -339,37 +340,40 @@ PLACED = [
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize(("placement", "one_order"), PLACED)
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3"])
 def test_of_every_ordering_on_every_placement_the_checker_is_right(
-    tiny_model, record_property, preset, placement, one_order
+    tiny_model, record_property, preset, placement, one_order, part
 ):
     chosen = [*orderings(step_wait=StepWait, input_order=InputOrder),
               *orderings(host_source=HostSource, n_copies=NCopies)]  # fmt: skip
     with opened(tiny_model(preset, "F16"), **PLACEMENTS[placement]) as engine:
-        record_property("runs", judge(mutants(engine, chosen, one_order, PlanScope), 50))
+        every = mutants(engine, chosen, one_order, PlanScope)
+        record_property("runs", judge(every[part::PARTS], 12))
 
 
-SHARDS = 16  # of the graphs that toggles make, so that a run cut off goes on
-# change no graph: what orders, and what is done again (graph_reuse changes the cache stores)
-ORDERED_BY = (*Ordering._fields, "pdl", *(
-    name for name in Toggles.names() if name.startswith(("redo_", "plan", "launch_ahead"))
-))  # fmt: skip
+SHARDS = 48  # of the graphs that toggles make, so that a run cut off goes on
 FUSIONS = Toggles.members("fuse")
-FORKED: dict[str, Any] = {
-    "streams": ["3"], "fork": Fork, "branch_fusion": BranchFusion, "lifetimes": Lifetimes,
-}  # fmt: skip
-LESS_FORKED = ("validate",)  # a check that fails leaves the program of one stream
+ALL_FUSIONS = {"fuse": Toggles.values(FUSIONS[0])}
+GRAPHS = ("graph_reuse", "defer_norm")
+# Toggles that change a graph; those that order its commands are in WITHIN. The product of all of
+# them makes too many graphs to judge, so each of these products is full, and what it does not name
+# is as it is by default: what one stream does; every choice of fusions; and on three streams
+# all that changes branches, with every fusion and with none.
+PRODUCTS: list[dict[str, Any]] = [
+    {name: Toggles.values(name) for name in (*GRAPHS, "skip_masked_kv", "skip_gate", "activations")}
+    | ALL_FUSIONS,
+    {name: Toggles.values(name) for name in FUSIONS},
+    {name: Toggles.values(name) for name in GRAPHS}
+    | ALL_FUSIONS
+    | {"streams": ["3"], "fork": Fork, "branch_fusion": BranchFusion, "lifetimes": Lifetimes},
+]
 
 
 def combined() -> Iterator[dict[str, str]]:
-    """All combinations of the toggles that change a graph of one stream. And on three streams of
-    all that change its branches, with every fusion and with none."""
-    names = [name for name in Toggles.names() if name not in (*ORDERED_BY, *FORKED, *LESS_FORKED)]
-    values = {name: Toggles.values(name) for name in names}
-    beside = {name: values[name] for name in names if name not in FUSIONS}
-    beside |= {"fuse": Toggles.values(FUSIONS[0]), **FORKED}
-    for of in (values, beside):
+    """All combinations of each of these products."""
+    for of in PRODUCTS:
         for some in product(*of.values()):
             yield dict(zip(of, map(str, some), strict=True))
 
@@ -389,7 +393,7 @@ def graphs(base: Engine) -> Iterator[Toggles]:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_of_the_full_product_of_toggles_the_checker_is_right(tiny_model, record_property, shard):
+def test_of_the_full_products_of_toggles_the_checker_is_right(tiny_model, record_property, shard):
     """Every ordering of every graph. (The null device has no programmatic launches.)"""
     every = [{name: getattr(o, name) for name in Ordering._fields} for o in orderings(**WITHIN)]
     found = Counter[str]()
