@@ -1,7 +1,6 @@
 """What CUPTI would record of programs, as rows; and a `cupti.cupti` that delivers them.
 
-A mul_mat is a conversion, a product of cuBLAS (a memset and two kernels of its own) and a bias;
-every other op is one kernel. Work takes RUN_NS on each stream, beginning behind its call."""
+Work takes RUN_NS on each stream, beginning behind its call."""
 
 from __future__ import annotations
 
@@ -32,12 +31,10 @@ def dims(function: str) -> tuple[int, ...]:
     return 1 + len(function), sum(function.encode()), 1, 32, 1, 1
 
 
-def made_of(node: Node) -> list[str | None]:
-    return ["half_rows", None, "add_bias"] if node.op == "mul_mat" else [node.op]
-
-
 def kernels_of(node: Node) -> list[KernelName]:
-    return [KernelName(name, False, dims(name) if name else ()) for name in made_of(node)]
+    """A mul_mat is a conversion, a product of cuBLAS and a bias; every other op is one kernel."""
+    names = ["half_rows", None, "add_bias"] if node.op == "mul_mat" else [node.op]
+    return [KernelName(name, False, dims(name) if name else ()) for name in names]
 
 
 def single_kernels_of(node: Node) -> list[KernelName]:
@@ -170,10 +167,6 @@ class Result(enum.IntEnum):
     ERROR_INSUFFICIENT_PRIVILEGES, ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED = 35, 39
 
 
-class SyncType(enum.IntEnum):
-    EVENT_SYNCHRONIZE, STREAM_SYNCHRONIZE = 1, 3
-
-
 class CuptiError(Exception):
     def __init__(self, status: int):
         super().__init__(f"{Result(status).name} ({status})")
@@ -193,7 +186,10 @@ class Module:
 
     It can refuse functions (`refuse`), spoil what it delivers (`spoil`), drop records."""
 
-    ActivityKind, Result, ActivitySynchronizationType = Kind, Result, SyncType
+    ActivityKind, Result = Kind, Result
+    ActivitySynchronizationType = enum.IntEnum(
+        "SyncType", {"EVENT_SYNCHRONIZE": 1, "STREAM_SYNCHRONIZE": 3}
+    )
     ActivityFlag = SimpleNamespace(FLUSH_FORCED=1)
     CallbackDomain = SimpleNamespace(DRIVER_API=1, RUNTIME_API=2)
     ExternalCorrelationKind = SimpleNamespace(CUSTOM0=3)
@@ -208,7 +204,7 @@ class Module:
         self.enabled: set[int] = set()
         self.most_enabled: set[int] = set()
         self.stack: list[int] = []
-        self._log, self._of = backend.log, backend.kernels_of
+        self.of, self._log = kernels_of, backend.log
         self._commands: list[tuple[int, int, bool]] = []  # number, ns, whether a graph was launched
         self._pushed = 0, 0  # when, and what the backend had logged
         self._names: list[str] = []
@@ -247,7 +243,7 @@ class Module:
         commands, self._commands = self._commands, []
         if not commands:
             return
-        recording = Recording(self._of)
+        recording = Recording(self.of)
         for n, (number, at, graph) in enumerate(commands):
             command = self.program.commands[n % len(self.program.commands)]
             recording.command(number, command, at, graph)
@@ -265,7 +261,7 @@ class Module:
             self._names.append(row.name)
             more["cbid"] = len(self._names) - 1
         elif row.kind == SYNC:
-            more["type"] = SyncType[row.name.upper().replace(" ", "_")]
+            more["type"] = self.ActivitySynchronizationType[row.name.upper().replace(" ", "_")]
         if row.stream is not None:
             more["stream_id"] = row.stream
         more |= {"device_id": row.device, "graph_node_id": row.node, "bytes": row.nbytes}
