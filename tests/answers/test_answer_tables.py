@@ -1,5 +1,4 @@
-"""The notebooks' tables: on graph reuse and plans what a program says of itself; on masked cells
-and batched serving what is counted and measured beside."""
+"""The notebooks' tables: what a program says of itself, and what is counted and measured beside."""
 
 from __future__ import annotations
 
@@ -101,7 +100,6 @@ def test_a_plan_of_a_step_is_one_call(planning):
     assert set(table["values written"]) == {6} and set(table["waits"]) == {1}
     proof = proofs.proof_table(proofs.of_arms(planning, ARMS))
     assert set(proof["races"]) == {"none"}, "as eager ones"
-    assert set(proof["because"]) == {"enough: the wait for the logits"}
 
 
 def test_what_forces_a_capture_and_what_an_update(planning):
@@ -114,7 +112,6 @@ def test_what_forces_a_capture_and_what_an_update(planning):
     assert made.loc["today with set_rows", "part by part"] == 3
     assert (made["replayed"] + made["part by part"] == 40).all()
     assert math.isnan(made.loc["ours with set_rows", "update us"])
-    assert (made["capture us"] > 0).all() and (made["instantiate us"] > 0).all()
 
 
 def test_when_captures_are_repaid_follows_from_each_round():
@@ -128,20 +125,6 @@ def test_when_captures_are_repaid_follows_from_each_round():
     assert gap["repaid after tokens"].tolist() == ["", "10", "never", "not known"]
     assert gap.loc["a split", "saved us"] == 10
     assert kept.speedup(100, 50) == 1.5 and kept.build_us(100, 1.5) == 50
-
-
-@pytest.mark.parametrize(
-    ("block", "said"),
-    [
-        ("What #8366 is worth by what a build costs: not measured.", ""),
-        ("| a |\n\nVerdict on #8366, at its build: 1.01.\nMore.",
-         "Verdict on #8366, at its build: 1.01."),
-    ],
-)  # fmt: skip
-def test_the_recorded_verdict_is_quoted(tmp_path, block, said):
-    page = tmp_path / "README.md"
-    page.write_text(f"a\n<!-- begin reuse-verdict -->\n{block}\n<!-- end reuse-verdict -->\n")
-    assert kept.recorded_verdict(page) == said
 
 
 # masked cells -------------------------------------------------------------------------------------
@@ -204,8 +187,6 @@ def test_prompts_are_computed_by_so_many_tokens(by_size):
     for n, found in prompts.items():
         assert found.run["engine"]["config"]["n_ubatch"] == n
         assert [arm["name"] for arm in found.run["arms"][:-1]] == [*masked.PROMPTS.values()]
-    table = skipped.ubatch_table(prompts, masked.PROMPTS)
-    assert [*table.columns] == ["tokens at once", "t/s off", *[*masked.PROMPTS][1:]]
     (frame,) = skipped.ubatch_frames(prompts, masked.PROMPTS).values()
     assert set(frame["label"]) == {*[*masked.PROMPTS][1:]} and set(frame["x"]) == {2, 8, 32}
     assert plots.speedup_by({"all": frame}).axes
@@ -219,7 +200,6 @@ def test_prompts_and_generated_tokens_are_told_apart(by_size):
     phases = skipped.phase_summary(together, masked.TOGETHER)
     names = [arm["name"] for arm in together.run["arms"]]
     assert len(phases) == 4 * 2 * (len(names) - 1)
-    assert phases.attrs["baseline"] == "per_sequence off"
     samples = together.samples[together.samples["test"] == "pp4+tg2@b2"]
     sums = samples[samples["token"] > 0].groupby("arm")[["n_tokens", "ns"]].sum()
     before, after = (np.array([sums.loc[n, "n_tokens"] / sums.loc[n, "ns"]]) for n in names[:2])
@@ -227,8 +207,6 @@ def test_prompts_and_generated_tokens_are_told_apart(by_size):
     assert row["speedup"] == pytest.approx(speedup(before, after).value)
     by_slots, by_depth = skipped.scaling_frames(phases).values()
     assert set(by_slots["x"]) == {1, 2} and set(by_depth["x"]) == {1, 4, 8}
-    table = skipped.scaling_table(phases)
-    assert len(table) == 8 and [*masked.TOGETHER][1] in table.columns
 
 
 def test_requests_of_random_lengths_are_the_same_for_all(engine, tmp_path):
@@ -236,7 +214,6 @@ def test_requests_of_random_lengths_are_the_same_for_all(engine, tmp_path):
     assert [*found] == [f"skip_masked_kv={way}" for way in masked.WAYS]
     table = skipped.ragged_table(found)
     assert (table["requests"] == 6).all() and table["tokens a prompt"].nunique() == 1
-    assert table["speedup"].iloc[0] == 1
     for made in found.values():
         assert made.run["engine"]["toggles"]["kv_cache"] == "per_sequence"
     assert {results.load_run(f).run["kind"] for f in tmp_path.iterdir()} == {"serve"}
@@ -249,7 +226,6 @@ def test_what_skipping_saves_is_said(engine, by_size, visits):
     exact = answers[answers["answer"].str.startswith("exact")].set_index("comparison")
     ways = "in_loop; tail; classes"
     assert exact.loc["several", "arms"] == "; ".join(f"per_sequence {w}" for w in ways.split("; "))
-    assert exact.loc["several", "baseline"] == "per_sequence off"
     assert exact.loc["a prompt by 8", "arms"] == f"{ways}; tail, gate open; classes, gate open"
     (frame,) = skipped.ubatch_frames(prompts, masked.PROMPTS).values()
     phases = skipped.phase_summary(together, masked.TOGETHER)
@@ -257,19 +233,12 @@ def test_what_skipping_saves_is_said(engine, by_size, visits):
     phases.attrs["baseline"] = "per_sequence off"
     frame.loc[(frame["x"] == 32) & (frame["label"] == "tail"), ["verdict", "speedup"]] = "faster", 2
     ragged = {"way": ["off", "tail"], "tokens a prompt": [9, 9], "speedup": [1.0, 1.5]}
-    tables = visits, frame, phases, pd.DataFrame(ragged), parts, answers
-    text = str(conclusions.skipping(*tables))
-    for said in (
-        "pp32, 2 tokens at once, beside nothing skipped: no difference.\n", "faster 2.00 (tail)",
-        "no difference: in_loop, classes", "open to 3 prompts (per_sequence, 120 tokens)",
-        "once each: 1.50 times as fast with tail.",
-        "5 of a prompt by 2, a prompt by 8 and a prompt by 32; 3 of several",
-    ):  # fmt: skip
+    text = str(conclusions.skipping(visits, frame, phases, pd.DataFrame(ragged), parts, answers))
+    for said in ("faster 2.00 (tail)", "open to 3 prompts (per_sequence, 120 tokens)",
+                 "once each: 1.50 times as fast with tail."):  # fmt: skip
         assert said in text
-    assert text.count("The gate") == 2
     assert skipped.possible(engine, "kv_parts") == "kv_parts=off,parallel_blocks,stream_k,auto"
-    kernels = skipped.possible(engine, "attn_kernel").partition("=")[2].split(",")
-    assert "mma" not in kernels and {"auto", "vec"} <= {*kernels}
+    assert "mma" not in skipped.possible(engine, "attn_kernel")
 
 
 # many requests ------------------------------------------------------------------------------------
@@ -282,8 +251,6 @@ def test_settings_take_one_thing_away(engine):
     assert arms["baseline"] == engine.toggles
     assert arms["serving"].kv_cache == "per_sequence" and arms["serving"].results == "behind"
     assert arms["serving"].switched("sampling", "host") == arms[NAMES[2]]
-    assert loaded.lengths("pp64+tg16") == (64, 16) and loaded.lengths("tg8") == (1, 8)
-    assert loaded.ends("8,1,4") == "1,8" and loaded.ends("4") == "4"
     config = loaded.config("embedded", "pp1024+tg128", "1,4")
     assert (config.n_seqs, config.n_ctx) == (4, 4 * 1280)
 
@@ -323,12 +290,9 @@ def test_each_setting_serves_the_same_load(served):
         (folder,) = runs.glob(f"*-served-{loaded.slug(name)}")
         assert load_served(folder).rows[1].figures["completed"] == 6
         assert {row.figures["total_output_tokens"] for row in made.rows} == {6 * 4}
-    frame = loaded.curves(found)
-    assert [*frame["curve"].unique()] == [*NAMES] and frame.attrs["latency"] == "Mean TPOT (ms)"
+    assert [*loaded.curves(found)["curve"].unique()] == [*NAMES]
     assert plots.throughput_against_latency(loaded.curves(found, "mean_ttft_ms")).axes
-    sampling = loaded.sampling_table(found)
-    assert list(sampling["sampling"]) == ["host", "device", "host"]
-    assert (sampling["sampling us a step"] > 0).all()
+    assert list(loaded.sampling_table(found)["sampling"]) == ["host", "device", "host"]
 
 
 @pytest.mark.slow
@@ -338,10 +302,8 @@ def test_four_ways_to_an_engine(path, served, tmp_path):
         found = loaded.ways_in(small, path, "pp8+tg4", "1,2,4", 6, 0, str(tmp_path))
     table = loaded.ways_table(found)
     assert list(table["in flight"]) == [1, 4] * 4 and len([*tmp_path.glob("*-ways-*")]) == 4
-    assert [*found] == [loaded.IN_PROCESS, loaded.PROCESS, loaded.WHOLE, loaded.STREAMED]
     figures = [row.figures for made in found.values() for row in made.rows]
     assert {(f["completed"], f["total_output_tokens"]) for f in figures} == {(6, 24)}
-    assert list(table["of this process"][:2]) == ["100%", "100%"]
     tables = loaded.figures_of(served[0]), loaded.sampling_table(served[0]), table
     lines = conclusions.serving(*tables).splitlines()
     assert [line.partition(":")[0] for line in lines[:3]] == [*NAMES]

@@ -71,9 +71,6 @@ def test_effects_are_said_of_all_arms_but_the_control():
     ]
     shown = conclusions.Conclusion("one `h s` < two\nthree")._repr_html_()
     assert shown == '<p class="wb-answer">one <code>h s</code> &lt; two<br>three</p>'
-    for us, said in ((float("nan"), "unknown"), (12.34, "12.3 us"), (746.4, "746 us"),
-                     (3102.6, "3.10 ms")):  # fmt: skip
-        assert conclusions.time(us) == said
 
 
 def test_a_token():
@@ -82,14 +79,9 @@ def test_a_token():
         "launches": [53], "copies": [7], "waits": [13], "step_us": [3100.0], "build_us": [1780.0],
         "host_us": [444.0], "wait_us": [52.7], "device_us": [746.0], "idle_us": [float("nan")],
     })  # fmt: skip
-    made = conclusions.token(steps, found).splitlines()
-    assert made[0].startswith("One token is 53 launches, 7 copies and 13 waits of the host; ")
-    medians = found.samples[found.samples["test"] == "tg32"].groupby("arm")["ns"].median() / 1e3
-    for arm in ("rebuild", "set_rows"):
-        assert f"{conclusions.time(medians[arm])} with graph_reuse={arm}" in made[0]
+    made, committed = conclusions.token(steps, found).splitlines(), answer("00_tour")
     assert "takes the host 3.10 ms: 1.78 ms to build the program, 444 us to issue it" in made[1]
     assert "The device works 746 us of that. It stands still unknown" in made[2]
-    committed = answer("00_tour")
     assert committed[0].partition("; ")[2] == made[0].partition("; ")[2]
     assert committed[3:] == made[3:] == said_of(found)
 
@@ -112,40 +104,24 @@ def test_launches_of_a_layer(tiny_model):
         counts = launches.counts_table({"rebuild": engine.program()})
         assert counts.loc[0, "pattern"] == engine.program().pattern(fold=True)
         assert counts.loc[0, "launches"] == none
-    unfused, fused, halved = layers.values()
-    assert set(unfused["parts"]) == {""}
+    fused, halved = layers["fused"], layers["with halved norms"]
     glu = "mul_mat + mul_mat + swiglu + quantize"
     assert fused.loc[fused["op"] == "glu", "parts"].item() == glu
-    assert glu in fused._repr_html_() and glu in repr(fused).replace("\n  ", " "), "whole"
     assert list(halved["node"])[::5] == ["attn_norm-0", "ffn_out-0"], "the first norm is whole"
-    runs = ab("fusion"), ab("defer")
+    runs, committed = (ab("fusion"), ab("defer")), answer("10_fusion")
     made = conclusions.launches(layers, *runs).splitlines()
     first = "A layer takes 23 launches unfused, 7 fused and 6 with halved norms."
-    assert made == [first, *said_of(*runs)]
-    committed = answer("10_fusion")
+    assert made == [first, *committed[1:]] and committed[1:] == said_of(*runs)
     assert re.sub(r"\d+", "N", committed[0]) == re.sub(r"\d+", "N", first)
-    assert committed[1:] == made[1:]
 
 
 def test_which_waits(tiny_model):
     with tiny(tiny_model, "null", n_ubatch=16, unsafe=True) as prover:
         decode = proofs.proof_table(proofs.cycles(prover))
         train = proofs.proof_table(proofs.cycles(prover, 48, "train"))
-    page = decode._repr_html_()
-    assert f"<code>{decode['pattern'][0]}</code>" in page and "`" not in page
     run, runs = load_run(RUNS / "notebook-gaps"), (ab("sync-off"), ab("sync-on"))
-    gaps = Gaps(run.run, run.samples)
-    made = conclusions.waits(decode, train, gaps, *runs).splitlines()
-    assert made[0] == (
-        "Of llama.cpp's 13 waits between tokens, 11 are superfluous with copies on a stream of "
-        "their own, and 12 with one stream."
-    )
-    (fit,) = gaps.fits.values()
-    assert f"A wait adds {fit.wait_us:.2f} us" in made[1] and f"{fit.base_us:.1f} us" in made[1]
-    assert "with one stream, enough: the wait for the logits." in made[3]
-    assert made[4] == "Between tokens these race: implicit (own) and packed_implicit (own)."
-    assert "these race: write_read_boundary (own), implicit (own), implicit (compute)" in made[7]
-    assert made[8:] == said_of(*runs) and answer("02_sync_modes") == made
+    made = conclusions.waits(decode, train, Gaps(run.run, run.samples), *runs).splitlines()
+    assert answer("02_sync_modes") == made
 
 
 def test_what_building_costs(tiny_model):
@@ -158,75 +134,55 @@ def test_what_building_costs(tiny_model):
     tables = {"phases": kept.phases_table(off), "steps": steps, "layers": layers, "worth": worth}
     quoted = "Verdict on #8366, at llama.cpp's build time: 1.01."
     made = conclusions.reuse(tables, quoted, off, on).splitlines()
-    assert re.match(r"Building the graph anew costs a token .* ms here: graph .*prepare", made[0])
-    assert made[2] == (
-        "Of 33 tokens one after the other 30 reuse a program: all but the first and the 2 with "
-        "which n_kv grows."
-    )
-    kept_us = 1e6 / on.summary().set_index("arm")["tps_toggled"]["set_rows"]
-    assert "the price of this engine's Python" in made[4]
-    assert f"With a build of 100 us it would be {(kept_us + 100) / kept_us:.3f} here" in made[4]
-    assert f"a build of {conclusions.time(0.03 * kept_us)} and" in made[5]
     own = worth.set_index("whose").loc[kept.OWN, "a build costs, us"]
     phases = kept.phases_us(on.run["arms"][0]["counters"])
     wanted = ("graph", "fuse", "split", "layout", "lower", "prepare")
     assert own == pytest.approx(sum(phases[phase] for phase in wanted))
-    assert made[6] == quoted and made[7:] == said_of(off, on)
     committed = [line for line in answer("03_graph_reuse") if not line.startswith("Verdict")]
-    assert committed == [line for line in made if line != quoted]
+    assert made[:6] + made[7:] == committed and made[6] == quoted
 
 
-@pytest.mark.parametrize(
-    ("us", "verdict", "said", "races"),
-    [
-        (4.0, "faster", "That is repaid after 50 tokens: a token is 4.0 us shorter.", "none"),
-        (-4.0, "slower", "That is never repaid, as a token is longer.", 3),
-        (
-            4.0,
-            "no difference",
-            "The comparison does not tell when that is repaid, as it sh",
-            "none",
-        ),
-    ],
-)
-def test_when_plans_repay_themselves(us, verdict, said, races):
+def test_when_plans_repay_themselves():
     """Of tables made up, of two tokens of 100 us; and of the runs."""
     found, arms, nan = ab("plans-on"), ["off", "a split", "a step"], float("nan")
-    ours = {"arm": "ours", "is_control": False, "tps_baseline": 1e4, "verdict": verdict,
-            "tps_toggled": 1e6 / (100 - us)}  # fmt: skip
-    found.summary = lambda: pd.DataFrame([ours])
     made = {"arm": "ours", "tokens": 24, "captured": 2, "twinned": 0, "updated": 0,
             "capture us": 40.0, "instantiate us": 60.0, "update us": 17.25}  # fmt: skip
     some = pd.DataFrame([made])
+    for us, verdict, after in ((4.0, "faster", "50"), (-4.0, "slower", "never"),
+                               (4.0, "no difference", "not known")):  # fmt: skip
+        ours = {"arm": "ours", "is_control": False, "tps_baseline": 1e4, "verdict": verdict,
+                "tps_toggled": 1e6 / (100 - us)}  # fmt: skip
+        found.summary = lambda ours=ours: pd.DataFrame([ours])
+        repaid = planned.repaid_table(some, found)
+        row = repaid[["us for captures", "repaid after tokens"]]
+        assert row.to_numpy().tolist() == [[200.0, after]]
     gap = {"arm": arms, "gap us": [40.31, 35.0, 29.0], "saved us": [nan, 1.0, 10.0],
            "95% CI": ["", "-1.0..2.0", "9.0..11.0"], "captures us": [nan, 99.0, 200.0],
            "repaid after tokens": ["", "not known", "20"]}  # fmt: skip
-    proof = {"ordering": arms, "races": ["none", "none", races], "because": "enough: the wait"}
     tables = {
         "calls": pd.DataFrame({"arm": arms[::2], "nodes": [54, 54], "calls": [54, 1]}),
-        "made": some, "repaid": planned.repaid_table(some, found), "gap": pd.DataFrame(gap),
+        "made": some, "repaid": repaid, "gap": pd.DataFrame(gap),
         "forced": pd.DataFrame([made, made | {"arm": "patch_pointers", "updated": 23}]),
-        "proof": pd.DataFrame(proof),
+        "proof": pd.DataFrame({"ordering": arms, "races": ["none", "none", 3], "because": ""}),
     }  # fmt: skip
-    enough = "Nothing races. With plans as without, this is enough: the wait."
-    wanted = f"""\
+    assert (
+        conclusions.plans(tables)
+        == """\
 By the device's clock captures are repaid after so many tokens: 20 (a step).
 The device is given 54 kernels and copies a token; calls of the host for them: 54 (off) and 1 \
 (a step).
-plans=ours captures 2 in 24 tokens, which takes 200 us in all. {said}
+plans=ours captures 2 in 24 tokens, which takes 200 us in all. The comparison does not tell when \
+that is repaid, as it shows no difference.
 patch_pointers updates its plan for 23 of 24 tokens, 17.2 us each.
 Plans where n_kv grows: 2 captured and 0 updated (ours).
 Between the kernels of two tokens are 40.3 us (off), 35.0 us (a split) and 29.0 us (a step).
 By the device's clock a token is no shorter for sure with a split (95% CI -1.0..2.0).
 By the device's clock a token is 10.0 us shorter with a step (95% CI 9.0..11.0); its captures took \
 200 us, repaid after 20 tokens.
-{enough if races == "none" else "These race: a step."}"""
-    lines = conclusions.plans(tables).splitlines()
-    assert all(a.startswith(b) for a, b in zip(lines, wanted.splitlines(), strict=True)), lines
-    runs = ab("plans-off"), ab("plans-on")
-    committed = answer("04_plans")
-    assert committed[-len(said_of(*runs)) :] == said_of(*runs)
-    assert list(tables["repaid"]["us for captures"]) == [200.0]
+These race: a step."""
+    )
+    sentences = said_of(ab("plans-off"), ab("plans-on"))
+    assert answer("04_plans")[-len(sentences) :] == sentences
 
 
 def test_whether_streams_help(tiny_model):
@@ -237,7 +193,6 @@ def test_whether_streams_help(tiny_model):
         lifetimes = branches.lifetimes_table(engine, arms["streams=3"])
         frames = branches.layer_frames(engine, arms["streams=3"], layer=0)
         overlap = branches.overlap_table(engine, arms, n_tokens=3)
-        tick_ns = engine.backend.clock().tick_ns
     assert forks["streams"].tolist() == [1, 3] and forks["waits of streams"].tolist() == [0, 8]
     races = lifetimes["races"].tolist()
     assert races[2] == "none" and "none" not in races[:2]
@@ -247,14 +202,11 @@ def test_whether_streams_help(tiny_model):
     assert overlap["arm"].tolist() == list(arms) and overlap["overlap"][0] == "0.0%"
     assert overlap["us a branch"][0] == branches.NONE and " to " in overlap["us a branch"][1]
     assert overlap["branches unresolved"].tolist() == ["0 of 0", "0 of 6"]
-    assert (overlap["us with two kernels or more"] <= overlap["us with any"]).all()
     assert (overlap[["us a token", "with noting", "times as long"]] > 0).all(axis=None)
-    assert f"the device's clock goes on by: {tick_ns} ns; unresolved: sh" in str(overlap)
     runs = ab("streams-off"), ab("streams-on"), ab("streams-fused")
     made = conclusions.streams(forks, lifetimes, *runs).splitlines()
-    assert made[0].startswith("With streams=3 a token has ")
-    assert made[1] == "Side by side, memory races with lifetimes serial and interleaved."
     end = -len(said_of(*runs))
+    assert made[1] == "Side by side, memory races with lifetimes serial and interleaved."
     assert made[end:] == answer("05_streams")[end:] == said_of(*runs)
 
 
@@ -310,7 +262,6 @@ def test_phases_of_a_token():
         ("the host waits for the logits", 60, 95),
     ]  # fmt: skip
     texts = {t.get_text() for t in annotated.token(frame).axes[0].texts}
-    assert "1  the host makes batch, graph and program: 20 us" in texts
     assert "5  the host waits for the logits: 35 us" in texts
     with pytest.raises(ValueError, match="no step"):
         annotated.token(frame.iloc[:0])
