@@ -31,6 +31,7 @@ from workbench.benchmarks.kernels.kernel_rigs import (
 )
 from workbench.common.errors import UsageError
 from workbench.graph.ir import F16, MXFP4, Q4_0
+from workbench.report import roofline
 
 
 class FakeRepeats:
@@ -150,6 +151,18 @@ def test_ways_to_launch_alternate_and_rows_say_so(backend, tmp_path):
     assert first.share == pytest.approx(first.gbps / 1000)
     assert first.intensity == pytest.approx(2 * 32 / 18) == seen[2].intensity / 2
     assert first.per_replay % first.copies == 0 and first.replays == 15
+    table = roofline.table(made.run)
+    assert list(table["batch"]) == [1, 2] * 3 and dict(table.iloc[0])["us pdl"] == "8.00"
+    made.run["result"]["void"] = "void: it reads slowly"
+    assert roofline.caption(made.run).endswith("void: it reads slowly")
+    left, right = roofline.roofline(made.run).axes
+    assert "VOID" in left.get_title(loc="left"), "its shares do not count"
+    roof, *points = left.get_lines()
+    assert roof.get_ydata() == pytest.approx(1000 * np.asarray(roof.get_xdata()))
+    drawn = sorted(xy for line in points for xy in zip(*line.get_data(), strict=True))
+    assert np.array(drawn) == pytest.approx(np.array(sorted((r.intensity, r.gflops) for r in seen)))
+    shares = sorted(x for line in right.get_lines()[:-1] for x in line.get_data()[0])
+    assert shares == pytest.approx(sorted(100 * r.share for r in seen if r.batch == 1))
 
 
 def test_a_run_reads_back_and_ctrl_c_keeps_the_finished(backend, tmp_path):

@@ -15,7 +15,7 @@ from PIL import Image
 from tests.benchmarks.comparisons import comparison
 from tests.profiles import share
 from tests.trace.test_trace_files import token
-from workbench.report import plots, roofline, tables
+from workbench.report import plots, tables
 from workbench.report.plots import BLOCK_LOOKS
 from workbench.report.style import few_colours
 from workbench.trace.profile import Timeline
@@ -45,7 +45,7 @@ def texts(fig) -> list[str]:
 
 
 def first_step(fig) -> list[str]:
-    return [t.get_text() for ax in fig.axes for t in ax.texts if t.get_text().startswith("step")]
+    return [text for text in texts(fig) if text.startswith("step")]
 
 
 def test_the_step_drawn_is_typical_of_both_sides():
@@ -69,11 +69,9 @@ def test_no_text_lies_on_another_or_leaves_the_picture(titles, n_launches):
     fig = plots.timeline_pair(*(timeline(n_launches=n) for n in n_launches), titles)
     fig.draw_without_rendering()
     said = [t for ax in fig.axes for t in (ax._left_title, *ax.texts) if t.get_text().strip()]
-    for i, text in enumerate(said):
-        box = text.get_window_extent()
-        assert fig.bbox.x0 <= box.x0 and box.x1 <= fig.bbox.x1 + 1, text
-        for other in said[i + 1 :]:
-            assert not box.overlaps(other.get_window_extent()), f"{text} lies on {other}"
+    for i, box in enumerate(found := [text.get_window_extent() for text in said]):
+        assert fig.bbox.x0 <= box.x0 and box.x1 <= fig.bbox.x1 + 1, said[i]
+        assert not any(box.overlaps(other) for other in found[i + 1 :]), said[i]
 
 
 @pytest.mark.parametrize("n_colours", share([256, 3000], every=2))
@@ -97,7 +95,6 @@ def test_a_speedup_has_a_row_for_each_arm_and_verdict():
     rows = found.summary()
     assert [t.get_text() for t in ax.get_yticklabels()] == list(rows["test"] + "  " + rows["label"])
     assert [t.get_text().split("  ")[1] for t in ax.texts] == list(rows["verdict"])
-    assert ax.get_xlim()[0] <= 0.98 and ax.get_xlim()[1] >= 1.02
     markers = {line.get_marker() for line in ax.lines}
     assert {">", "<", "o"} <= markers, "faster, slower and no difference differ in shape"
     several = tables.summary(found, comparison(device="cuda", model="other"))
@@ -110,17 +107,14 @@ def test_a_speedup_has_a_row_for_each_arm_and_verdict():
 def test_per_token_draws_each_arm_of_a_generating_test():
     samples = comparison().samples
     left, right = plots.per_token(samples).axes
-    assert left.get_title(loc="left") == "tg32"
     assert len(left.lines) == len(right.lines) == samples["arm"].nunique()
     assert len({(line.get_linestyle(), line.get_marker()) for line in left.lines}) == 5
     for line, (_, part) in zip(left.lines, samples.groupby("arm", sort=False), strict=True):
         x, y = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
         assert y[-1] == 1 and (np.diff(y) >= 0).all()
         assert x == pytest.approx(np.sort(part[part["test"] == "tg32"]["ns"] / 1e6)), "in ms"
-    assert len(right.lines[0].get_xdata()) == 32
-    for given in ({"samples": samples[samples["test"] == "pp512"]}, {"test": "pp512"}):
-        with pytest.raises(ValueError, match="no test that times single tokens"):
-            plots.per_token(**{"samples": samples} | given)
+    with pytest.raises(ValueError, match="no test that times single tokens"):
+        plots.per_token(samples, test="pp512")
 
 
 def by_size(*labels: str, xs=(64, 512)) -> pd.DataFrame:
@@ -134,41 +128,33 @@ def by_size(*labels: str, xs=(64, 512)) -> pd.DataFrame:
 
 def test_an_arm_looks_the_same_in_every_panel():
     fig = plots.speedup_by({"one": by_size("tail", "classes"), "two": by_size("classes")})
-    left, right = fig.axes
     one, two = (
         {c.get_label(): (c[0].get_color(), c[0].get_marker()) for c in ax.containers}
         for ax in fig.axes
     )
     assert set(one) == {"tail", "classes"} and one["classes"] != one["tail"]
     assert two == {"classes": one["classes"]}
-    (bars,) = left.containers[0][2]
+    (bars,) = fig.axes[0].containers[0][2]
     assert bars.get_segments()[0][:, 1] == pytest.approx([0.95, 1.3])
-    assert left.get_xlabel() == "tokens at once" and right.get_title(loc="left") == "two"
-    assert [t.get_text() for t in left.get_xticklabels()] == ["64", "512"]
-    shown = [text.get_text() for text in fig.legends[0].get_texts()]
-    assert shown == ["tail", "classes", "A/A band: what no change looks like"]
+    assert [t.get_text() for t in fig.axes[0].get_xticklabels()] == ["64", "512"]
     bare = by_size("tail", xs=(64,)).assign(low=np.nan, high=np.nan, band_low=np.nan)
     assert plots.speedup_by({"one": bare})._repr_png_()
 
 
-@pytest.mark.parametrize("n_letters", [1, 6])
-def test_a_range_has_its_name_where_it_has_room(n_letters):
+def test_a_range_has_its_name_where_it_has_room():
     sizes = [(64, 0, 20), (64, 3, 3), (1, 0, 20), (64, 18, 20), (64, 5, 12), (2, 2, 2)]
-    frame = pd.DataFrame([
-        {"name": f"{'a' * n_letters}{at}", "offset": 64 * at, "nbytes": nbytes, "first": first,
-         "last": last, "stream": at % 3, "lost": []} for at, (nbytes, first, last) in
-        enumerate(sizes)
-    ])  # fmt: skip
-    fig = plots.lifetimes({"one": frame, "other": frame})
+    frame = pd.DataFrame(sizes, columns=["nbytes", "first", "last"])
+    at = frame.index
+    frame = frame.assign(name=[f"aaa{n}" for n in at], offset=64 * at, stream=at % 3, lost="")
+    fig = plots.lifetimes({"one": frame})
     fig.canvas.draw()
-    for ax in fig.axes:
-        of = dict(zip(frame["name"], ax.patches, strict=False))
-        drawn = [text for text in ax.texts if text.get_text() in of]
-        assert len(drawn) < len(frame) and drawn
-        for text in drawn:
-            name, room = text.get_window_extent(), of[text.get_text()].get_window_extent()
-            assert room.x0 <= name.x0 and name.x1 <= room.x1
-            assert room.y0 <= name.y0 and name.y1 <= room.y1
+    of = dict(zip(frame["name"], fig.axes[0].patches, strict=False))
+    drawn = [text for text in fig.axes[0].texts if text.get_text() in of]
+    assert len(drawn) < len(frame) and drawn
+    for text in drawn:
+        name, room = text.get_window_extent(), of[text.get_text()].get_window_extent()
+        assert room.x0 <= name.x0 and name.x1 <= room.x1
+        assert room.y0 <= name.y0 and name.y1 <= room.y1
 
 
 def test_timelines_draw_every_span_on_one_axis():
@@ -180,19 +166,15 @@ def test_timelines_draw_every_span_on_one_axis():
     n_spans = int((slow.to_frame()["step"] == 1).sum())
     assert len(boxes(above)) == n_spans + len(labels)  # each lane has a background of its own
     assert above.get_xlim() == below.get_xlim() and above.get_xlim()[0] == 0, "the step's start"
-    assert above.get_position().y0 > below.get_position().y0
     said = texts(fig)
     assert said[-2:] == ["off: per_copy", "on: implicit"]
-    for words in ("launch", "sync (the host waits)", "600 spans\n30 us busy", "10 us in all"):
-        assert words in said
+    assert {"sync (the host waits)", "600 spans\n30 us busy", "10 us in all"} <= set(said)
     part = plots.timeline(slow, steps=0, window_us=(0.0, 0.2))
     assert part.axes[0].get_xlim()[1] < 0.21 and "2 spans\n0.1 us busy" in texts(part)
     assert plots.timeline(Timeline([])).axes and len(plots.timelines({"a": fast}).axes) == 1
-    for wrong in (
-        lambda: plots.timeline(slow, steps=9),
-        lambda: plots.timeline_pair(*[slow] * 2, step=9),
-    ):
-        with pytest.raises(ValueError, match=r"9"):
+    for wrong in (lambda: plots.timeline(slow, steps=9),
+                  lambda: plots.timeline_pair(slow, slow, step=9)):  # fmt: skip
+        with pytest.raises(ValueError, match="9"):
             wrong()
 
 
@@ -239,38 +221,3 @@ def test_a_block_is_drawn_by_what_is_seen_and_visited():
     assert corners == {(0, 0), (16, 0), (16, 8), (0, 8)}
     broken = plots.kv_blocks({"broken": off.assign(visited=False)})
     assert "left unread, though all of it is seen" in texts(broken)
-
-
-def test_the_roof_is_the_bandwidth_and_a_row_is_a_point(tmp_path):
-    """Of a run of `bench-kernels`, and a table of it."""
-    made = [("Q4_0", "8b.o", 1, "plain", 5.4), ("Q4_0", "8b.o", 1, "pdl", 4.2),
-            ("Q4_0", "8b.o", 8, "plain", 6.0), ("F16", "8b.qkv", 1, "plain", 9.0)]  # fmt: skip
-    same = {"rows": 4096, "cols": 4096, "spread": 0.05, "bytes": 9_437_184, "launches": 1,
-            "copies": 29, "per_replay": 348, "replays": 15}  # fmt: skip
-    rows = [
-        {"type": type_, "shape": shape, "batch": n, "launch": launch, "us": us, "us_min": us,
-         "gbps": 9437.184 / us, "share": 9437.184 / us / 3100, "gflops": 33554.432 * n / us,
-         "intensity": 3.5556 * n, **same} for type_, shape, n, launch, us in made
-    ]  # fmt: skip
-    result = {"rows": rows, "read_gbps": 3100.0, "void": "void: it reads 2500 GB/s", "quick": True,
-              "cache_bytes": 50 << 20, "rotating_bytes": 256 << 20, "how": "replayed"}  # fmt: skip
-    run = {"engine": {"device_description": "a GPU, CUDA 13.0"}, "result": result,
-           "arms": [{"name": "plain"}, {"name": "pdl"}]}  # fmt: skip
-    table = roofline.table(run)
-    assert list(table["type"]) == ["Q4_0", "Q4_0", "F16"] and list(table["batch"]) == [1, 8, 1]
-    wanted = {"us plain": "5.40", "us pdl": "4.20", "GB/s plain": "1747.6", "% pdl": "72.5",
-              "MB": "9.44", "F/B": "3.56", "spread plain": "5.0"}  # fmt: skip
-    assert wanted.items() <= dict(table.iloc[0]).items() and table.iloc[1]["us pdl"] == ""
-    assert "read bandwidth 3100.0 GB/s" in roofline.caption(run)
-    assert roofline.caption(run).endswith("void: it reads 2500 GB/s")
-    left, right = roofline.roofline(run).axes
-    assert "VOID" in left.get_title(loc="left"), "its shares do not count"
-    roof, *points = left.get_lines()
-    assert roof.get_ydata() == pytest.approx(3100 * np.asarray(roof.get_xdata()))
-    drawn = sorted(xy for line in points for xy in zip(*line.get_data(), strict=True))
-    assert np.array(drawn) == pytest.approx(
-        np.array(sorted((r["intensity"], r["gflops"]) for r in rows))
-    )
-    shares = sorted(x for line in right.get_lines()[:-1] for x in line.get_data()[0])
-    assert shares == pytest.approx(sorted(100 * r["share"] for r in rows if r["batch"] == 1))
-    assert roofline.save(run, tmp_path).stat().st_size > 5000

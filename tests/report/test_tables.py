@@ -44,8 +44,6 @@ def test_a_table_has_the_comparison_s_numbers():
     }  # fmt: skip
     few = tables.speedup_table(comparison(rounds=1, tests=("tg32",)))
     assert set(few["95% CI"]) == {"-"}
-    assert set(few["verdict"]) == {"too few repetitions", "A/A control"}
-    assert tables.markdown(tables.speedup_table()).startswith("| Test")
 
 
 def test_the_geometric_mean_comes_last_without_the_control():
@@ -117,7 +115,7 @@ def hostile() -> AB:
 
 
 def pair() -> Pair:
-    traces = Profile(Recorder(nvtx=False)), Profile(Recorder(nvtx=False))
+    traces = [Profile(Recorder(nvtx=False))] * 2
     return Pair(
         "tg4", Toggles(), Toggles(sync="packed"), (EVIL, EVIL), (1.0, 2.0),
         stats.Ratio(2.0, 1.9, 2.1, 5), stats.Band(0.9, 1.1), Answer("exact", True, 3, 0, 0.0),
@@ -126,8 +124,7 @@ def pair() -> Pair:
 
 
 def recorded() -> results.Run:
-    made = hostile()
-    return results.Run(Path(EVIL), made.run, made.samples)
+    return results.Run(Path(EVIL), hostile().run, hostile().samples)
 
 
 @pytest.mark.parametrize("make", [hostile, pair, recorded, lambda: Generation(text=EVIL * 2)])
@@ -137,17 +134,13 @@ def test_names_from_files_are_text_and_never_tags(make):
 
 
 def test_results_show_their_tables_and_sentences(tmp_path):
-    made = comparison(rounds=5)
-    page = Page(made._repr_html_())
+    made, one = comparison(rounds=5), pair()
     for said in (*made.table()["Toggled"], *made.verdict.splitlines(), made.caption):
-        assert said in page.text
+        assert said in Page(made._repr_html_()).text
     shown = results.Run(tmp_path, made.run, made.samples)._repr_html_()
-    for word in ("tiny Q8_0", made.run["run_id"], "ab, complete", str(tmp_path)):
-        assert word in Page(shown).text
     assert shown.count("<tr") == 1 + len(made.run["tests"]) * len(made.run["arms"])
     empty = results.Run(tmp_path, made.run, pd.DataFrame(made.samples.iloc[:0]))
     assert Page(empty._repr_html_()).tags >= {"table", "p"}, "an interrupted run may have no sample"
-    one = pair()
     assert Page(one._repr_html_()).text == one.line == repr(one)
     for said in ("faster, 2.000x", "bit-equal", "not of a GPU"):
         assert said in one.line
