@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import workbench as wb
-from tests.benchmarks.comparisons import comparison
+from tests.benchmarks.made_runs import comparison
 from workbench.answers import (
     annotated,
     branches,

@@ -27,8 +27,7 @@ def test_planted_speedups_are_found(monkeypatch, faster, verdict):
     assert toggled["verdict"].tolist() == [verdict] * 2
     assert toggled["speedup"].tolist() == pytest.approx([faster] * 2, rel=0.02)
     assert s[s["is_control"]]["speedup"].tolist() == pytest.approx([1.0] * 2, rel=0.02)
-    line = found.verdict.splitlines()[0]
-    assert line.startswith(f"tg8: sync per_copy -> copy_boundary: {verdict}, ")
+    assert found.verdict.startswith(f"tg8: sync per_copy -> copy_boundary: {verdict}, ")
     assert found.evidence()["waits"].tolist() == [9, 2] * 2
     noisy = ab(timed(monkeypatch, 1.05, noise=1.0), SPEC, tests="tg1", rounds=8)
     line = "tg1: this machine cannot resolve less than "
@@ -43,8 +42,7 @@ def test_the_order_is_a_rotating_palindrome(monkeypatch):
     letters = {"per_copy": "A", "copy_boundary": "B", "per_copy (A/A)": "C"}
     assert "".join(cells["arm"].map(letters)) == "ABCCBABCAACBCABBAC" and found.interleaved
     one_sided = found.samples.sort_values(["arm", "order"], ignore_index=True)
-    one_sided["order"] = range(len(one_sided))
-    assert not AB(found.run, one_sided).interleaved
+    assert not AB(found.run, one_sided.assign(order=one_sided.index)).interleaved
     a, b, control = engine.shared.variants
     assert sorted(a.calls) == sorted(b.calls) == sorted(control.calls) and engine.calls == []
     assert all(v.closed for v in engine.shared.variants)
@@ -61,8 +59,7 @@ def test_wrong_answers_and_unrepeatable_engines_are_told(monkeypatch):
 
     def variant(toggles):
         made = make(toggles)
-        if len(engine.shared.variants) == 3:  # the A/A control
-            made.wrong = {"per_copy": 1e-3}
+        made.wrong = {"per_copy": 1e-3 * (len(engine.shared.variants) == 3)}  # the A/A control
         return made
 
     monkeypatch.setattr(engine, "variant", variant)
@@ -85,7 +82,6 @@ def test_traced_engines_and_long_tests_are_refused(monkeypatch):
     engine.recorder = None
     found = ab(engine, SPEC, tests="tg2", rounds=1, smoke=True)
     assert found.summary()["verdict"][0] == "too few repetitions"
-    assert found.table()["95% CI"].tolist() == ["-", "-"]
 
 
 # arms --------------------------------------------------------------------------------------------
@@ -94,12 +90,10 @@ def test_traced_engines_and_long_tests_are_refused(monkeypatch):
 def test_sets_of_toggles_are_arms(monkeypatch):
     """Several toggles can differ; what all arms share is the background."""
     on = Toggles(graph_reuse="set_rows", pdl="on")
-    spec = "pdl=off | sync=copy_boundary  copy_stream=compute | fuse=on fuse_glu=off pdl=off"
+    names = ["pdl=off", "sync=copy_boundary copy_stream=compute", "fuse=on fuse_glu=off pdl=off"]
+    spec = " | ".join(names).replace(" copy", "  copy")
     toggle, arms = arms_of(spec, on)
-    assert toggle == "" and [arm.name for arm in arms] == [
-        "pdl=off", "sync=copy_boundary copy_stream=compute", "fuse=on fuse_glu=off pdl=off",
-        "pdl=off (A/A)",
-    ]  # fmt: skip
+    assert toggle == "" and [arm.name for arm in arms] == [*names, "pdl=off (A/A)"]
     assert [arm.answer for arm in arms] == ["exact", "exact", "rounding", "exact"]
     assert [(arm.toggles.pdl, arm.toggles.sync, arm.toggles.fuse_qkv) for arm in arms[:3]] == [
         ("off", "per_copy", "off"), ("on", "copy_boundary", "off"), ("off", "per_copy", "on"),
@@ -113,7 +107,6 @@ def test_answers_are_exact_where_launches_are_the_same():
     """Rows are joined with RoPE where fuse_rope_store is on, copies never; what may fork decides
     which fused nodes are kept."""
     ways, joined = Toggles.values("graph_reuse"), Toggles(fuse_rope_store="on")
-    assert ways == ["rebuild", "patch_pointers", "pointer_table", "set_rows"]
     off = Toggles(defer_norm="on", fuse="on", fuse_rope_store="off")
     assert {arm.answer for arm in make_arms("graph_reuse", ways, off)} == {"exact"}
     arms = make_arms("graph_reuse", ways, joined)

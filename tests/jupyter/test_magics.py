@@ -177,13 +177,15 @@ def test_an_interrupted_cell_keeps_its_trace(profiled, engine, monkeypatch):
 def test_a_wrong_line_is_refused_before_the_cell_runs(profiled, shell):
     for line, says in (
         ("nobody", "nobody is no engine; there is eng"),
-        ("--window 3", "--window '3' holds no step"), ("--window 0,0", "holds no step"),
-        ("--window -1,2", "expected one argument"), ("--as 3x", "--as '3x' cannot be bound"),
+        ("--window 3", "--window '3' holds no step"),
+        ("--window 0,0", "holds no step"),
+        ("--window -1,2", "expected one argument"),
+        ("--as 3x", "--as '3x' cannot be bound"),
         ("--as class", "--as 'class' cannot be bound"),
         ("--out nowhere/t.pftrace", "nowhere does not exist; make it first"),
         ("--out /tmp", "--out /tmp cannot be written: it is a folder"),
         ("--collector nsys", "invalid choice: 'nsys'"),
-    ):  # fmt: skip
+    ):
         shown = profiled(line, "ran = True")
         assert shown.error is not None and "ran" not in shell.user_ns
         said = (shown.err + shown.out).strip()

@@ -12,7 +12,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgba
 from PIL import Image
 
-from tests.benchmarks.comparisons import comparison
+from tests.benchmarks.made_runs import comparison
 from tests.profiles import share
 from tests.trace.test_trace_files import token
 from workbench.report import plots, tables

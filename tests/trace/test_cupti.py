@@ -58,10 +58,8 @@ def base(tiny_model) -> Iterator[wb.Engine]:
     made = null.open_backend(name="cuda", capture=True)
     made.kernels_of = kernels_of  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            load, "open_backend",
-            lambda name, *how: made if name == "cuda" else open_backend(name, *how),
-        )  # fmt: skip
+        opened = lambda name, *how: made if name == "cuda" else open_backend(name, *how)  # noqa: E731
+        patch.setattr(load, "open_backend", opened)
         path, toggles = tiny_model("tiny-llama", "Q8_0"), wb.Toggles(**KEPT)
         with wb.Engine.load(path, device="cuda", n_ctx=64, toggles=toggles) as engine:
             yield engine
