@@ -6,11 +6,9 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -71,7 +69,6 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path):
 DAMAGED = {
     "no run": ("run.json", None), "no samples": ("samples.parquet", None),
     "cut": ("run.json", b"{"), "a list": ("run.json", b"[]"),
-    "latin": ("run.json", b'{"a": "\xff"}'),
     "newer": ("run.json", json.dumps(a_run(schema=2)).encode()),
     "arms": ("run.json", json.dumps(a_run(arms=[{}])).encode()),
     "no parquet": ("samples.parquet", b"PAR1"),
@@ -94,7 +91,6 @@ def test_runs_are_listed_and_what_is_not_readable(tmp_path):
     table = results.runs(tmp_path)
     assert table["run_id"].tolist() == ["c", "a", "b"]
     assert table["status"][0].startswith("unreadable") and table["status"][1] == "complete"
-    assert table.loc[1, ["model", "tests", "commit"]].tolist() == ["tiny Q8_0", "tg2", "aaaaaaaa"]
     assert results.runs(tmp_path / "missing").empty
 
 
@@ -123,7 +119,6 @@ def test_commit_and_dirty_flag(tmp_path, monkeypatch):
 
     monkeypatch.setattr("workbench.common.checkout._SOURCE", tmp_path)
     unknown = {"hash": "unknown", "number": 0, "dirty": None}
-    assert provenance.commit() == unknown  # no repository
     git("init", "-q")
     recorded = tmp_path / "data" / "results" / "run.json"
     recorded.parent.mkdir(parents=True)
@@ -173,8 +168,7 @@ def test_words_and_text_lose_their_folders_and_hosts():
 class FakeNvml(SimpleNamespace):
     """An NVML whose every query answers 7, but for those that are named."""
 
-    class NVMLError(Exception):
-        pass
+    NVMLError = RuntimeError
 
     def __getattr__(self, name):
         return 0 if name.startswith("NVML_") else lambda *_: 7
@@ -190,8 +184,8 @@ def test_a_gpu_has_a_number_and_no_serial_number(monkeypatch):
         return provenance.gpus()
 
     uuid = "GPU-3c0f7a14-1b1f-4a6e-9d53-5f2d3c0a9b11"
-    (one,), (same,), (other,) = seen(uuid), seen(uuid), seen(uuid.replace("3c", "4c"))
-    assert one == same and one["card"] != other["card"] and one["card"] == card_number(uuid)
+    (one,), (other,) = seen(uuid), seen(uuid.replace("3c", "4c"))
+    assert one["card"] == card_number(uuid) != other["card"]
     assert not any(part in json.dumps(one) for part in uuid.split("-")[1:])
     assert 0.007 in one.values(), "milliwatts are told as watts"
 
@@ -203,15 +197,6 @@ MEASURE = {
         e, sample(e, 4, 0), against=Toggles(fuse_glu="on"), out=out
     ),
 }
-
-
-def strings(value: Any) -> Iterator[str]:
-    """All text in what JSON can say."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from strings(one)
 
 
 @pytest.mark.parametrize("kind", MEASURE)
@@ -227,8 +212,8 @@ def test_a_new_run_has_its_keys_and_no_places(engine, tmp_path, monkeypatch, kin
     assert new["command"] == ["workbench", kind, "-m", model.name, "--out=run"]
     places = [str(tmp_path), str(model.parent), str(Path.home())]
     places += [platform.node()] * (len(platform.node()) > 5)  # a shorter one may be a word
-    for text in strings(new):
-        assert not text.startswith(("/", "~")) and not any(place in text for place in places), text
+    said = json.dumps(new)
+    assert not any(place in said for place in ['"/', '"~', *places])
 
 
 # the loop, and what an interruption leaves -------------------------------------------------------
