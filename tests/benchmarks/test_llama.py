@@ -12,7 +12,7 @@ import pytest
 
 import workbench as wb
 from tests.benchmarks.fake_engine import Clock, FakeEngine
-from workbench.benchmarks.llama import batched, llama_bench
+from workbench.benchmarks.llama import batched
 from workbench.benchmarks.llama.llama_bench import bench, workloads
 from workbench.benchmarks.llama.llama_format import FIELDS, SQL_TYPES, TOKEN_FIELDS, format_rows
 from workbench.benchmarks.runs import results
@@ -202,6 +202,3 @@ def test_each_row_has_the_best_set_for_its_sequences(call, engine, tmp_path, mon
     ]  # fmt: skip
     run = results.load_run(tmp_path / "run").run
     assert run["arms"][0]["counters"]["plans_captured"] > 0, "of the variant, too"
-    with wb.Engine.load(engine.model.path, device="embedded", n_ctx=256, n_seqs=4, threads=1) as of:
-        (one,) = llama_bench.bench(of, [8], [], repetitions=1)
-        assert one.toggles["plans"] == "ours"
