@@ -293,18 +293,3 @@ def test_each_setting_serves_the_same_load(served):
     assert [*loaded.curves(found)["curve"].unique()] == [*NAMES]
     assert plots.throughput_against_latency(loaded.curves(found, "mean_ttft_ms")).axes
     assert list(loaded.sampling_table(found)["sampling"]) == ["host", "device", "host"]
-
-
-@pytest.mark.slow
-def test_four_ways_to_an_engine(path, served, tmp_path):
-    config = EngineConfig("embedded", n_ctx=4 * 256, n_seqs=4, n_ubatch=64)
-    with wb.Engine.load(path, config=config, toggles="baseline") as small:
-        found = loaded.ways_in(small, path, "pp8+tg4", "1,2,4", 6, 0, str(tmp_path))
-    table = loaded.ways_table(found)
-    assert list(table["in flight"]) == [1, 4] * 4 and len([*tmp_path.glob("*-ways-*")]) == 4
-    figures = [row.figures for made in found.values() for row in made.rows]
-    assert {(f["completed"], f["total_output_tokens"]) for f in figures} == {(6, 24)}
-    tables = loaded.figures_of(served[0]), loaded.sampling_table(served[0]), table
-    lines = conclusions.serving(*tables).splitlines()
-    assert [line.partition(":")[0] for line in lines[:3]] == [*NAMES]
-    assert "(HTTP, whole answers)" in lines[-2] and lines[-1] == conclusions.ONCE

@@ -21,9 +21,17 @@ def call(call, tmp_path):
 
 
 def test_a_row_for_each_test(tmp_path, call):
-    a = write(tmp_path, "a", {"tg8": 100.0, "pp16": 900.0, "tg4": 50.0})
-    b = write(tmp_path, "b", {"tg8": 110.0, "pp16": 900.0, "tg4": 40.0}, run_id="<b>&")
+    old = {k: v for k, v in Toggles().to_dict().items() if k != "pdl"}  # it lacks what is off
+    a = write(tmp_path, "a", {"tg8": 100.0, "pp16": 900.0, "tg4": 50.0}, toggles=[old])
+    b = write(
+        tmp_path, "b", {"tg8": 110.0, "pp16": 900.0, "tg4": 40.0}, run_id="<b>&",
+        status="interrupted", commit={"hash": "b" * 40, "number": 2, "dirty": True},
+        toggles=[{"sync": "packed"}], model={"name": "tiny", "quant": "Q8_0", "hash": "h2"},
+    )  # fmt: skip
     found = compare(a, b)
+    assert found.rows[0].sides.differ == [("sync", "per_copy", "packed")]
+    for words in ("commit aaaaaaaa -> bbbbbbbb with changes", "another hash", "was interrupted"):
+        assert words in "\n".join(found.lines)
     s = found.summary().set_index("test")
     assert s["verdict"].to_dict() == {"tg8": "faster", "pp16": "no difference", "tg4": "slower"}
     assert s["speedup"].tolist() == pytest.approx([1.1, 1.0, 0.8], rel=0.02)
@@ -48,20 +56,6 @@ def test_the_band_of_a_control_counts(tmp_path):
     found = compare(wide, quiet)
     assert all(row.band.high > 1.02 and row.least >= row.band.high - 1 for row in found.rows)
     assert {row.verdict for row in found.rows} == {"no difference"}
-
-
-def test_differences_are_named(tmp_path):
-    old = {k: v for k, v in Toggles().to_dict().items() if k != "pdl"}
-    a = write(tmp_path, "a", toggles=[old])  # an older run lacks toggles that are off
-    b = write(
-        tmp_path, "b", commit={"hash": "b" * 40, "number": 2, "dirty": True}, status="interrupted",
-        toggles=[{"sync": "packed"}], model={"name": "tiny", "quant": "Q8_0", "hash": "h2"},
-    )  # fmt: skip
-    found = compare(a, b)
-    assert found.rows[0].sides.differ == [("sync", "per_copy", "packed")]
-    said = "\n".join(found.lines)
-    for words in ("commit aaaaaaaa -> bbbbbbbb with changes", "another hash", "b was interrupted"):
-        assert words in said
 
 
 def test_what_is_not_compared_is_told(tmp_path, call):

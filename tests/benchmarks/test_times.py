@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.oracles.reading import read
-from tests.trace import chrome_decode
+from tests.trace import decoded
 from workbench.benchmarks.times import profiling, token_parts
 from workbench.benchmarks.times.gaps import Gaps, fit_line, host_gaps, load
 from workbench.benchmarks.times.overlap import in_flight, in_stream_order
@@ -236,7 +236,7 @@ def test_a_profile_is_untraced_times_tables_and_a_trace(call, tmp_path):
     assert [t.split(" (")[0] for t in titles] == ["Kernels", "The host", "No kernel runs"]
     assert re.search(r"traced, \d+\.\d\d times as slow as untraced; steps 2 to 4", titles[0])
     assert {"op", "calls", "traced us", "traced GB/s", "traced % read"} <= columns(text, "Kernels")
-    made = chrome_decode.decode(out.read_bytes())
+    made = decoded.chrome(out.read_bytes())
     steps = [s for s in made.slices if s.category == "step"]
     assert len(steps) == 3 and {s.args["n_tokens"] for s in steps} == {1}
     assert made.instants[ABOUT]["test"] == "tg6"

@@ -1,7 +1,8 @@
-"""`%%wb_profile` as Jupyter runs it, in an IPython shell without a browser."""
+"""`%%wb_profile` as Jupyter runs it, in an IPython shell without a browser; and what is shown."""
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
 from workbench.common.errors import UsageError
+from workbench.config import Toggles
 from workbench.jupyter.magics import MOST_DRAWN
 
 
@@ -210,3 +212,30 @@ def test_a_disk_that_fails_is_said_in_one_line(profiled, tmp_path):
     assert shown.pictures and len(shown.trace.engines["eng"]) == 1, "all else is there"
     failing = profiled(f"--as t --out {out}", "logits = eng.step([1])\n1 / 0")
     assert isinstance(failing.error, ZeroDivisionError) and "cannot be written" in failing.err
+
+
+def test_what_a_user_can_mend_is_shown_in_one_line(shell):
+    for cell, line in (
+        ("eng.step([10**6])", ""),
+        ("token = 10**6\neng.step([token])", "  in line 2: eng.step([token])"),
+        # raises below a frame of contextlib's
+        ("import workbench as wb\nwith wb.profile(eng, window=(0, 0)):\n    pass",
+         "  in line 2: with wb.profile(eng, window=(0, 0)):"),
+    ):  # fmt: skip
+        with capture_output() as shown:
+            shell.run_cell(cell)
+        first, *more = shown.stdout.splitlines()
+        assert first.startswith("UsageError: ") and more == [line] * bool(line)
+
+
+def test_engines_toggles_and_programs_show_themselves(engine):
+    page = Toggles(sync="packed", fuse_glu="on")._repr_html_()
+    cells = re.sub(" style=[^>]*", "", page)
+    rows = re.findall(r"<tr><td>(\w+)</td><td><b>(\w+)</b></td><td>(\w+)</td></tr>", cells)
+    assert rows == [("sync", "packed", "per_copy"), ("fuse_glu", "on", "off")]
+    program = engine.program(n_tokens=4)
+    for shown in (repr(program), program._repr_html_()):
+        for what, number in program.counts().items():
+            assert f"{number} {what.replace('_', ' ')}" in shown
+    for shown in (repr(engine), engine._repr_html_()):
+        assert "sync mode per_copy; 0 of 128 cells used" in shown

@@ -6,7 +6,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 import types
 
 import pytest
@@ -296,31 +295,6 @@ def test_a_run_does_not_begin_while_a_cell_uses_an_engine(engine, panel):
         thread.join()
     assert "while a cell is in Engine.generate" in one.message.value and one.result is None
     assert clicked(one).result is not None
-
-
-@pytest.mark.long
-def test_a_second_panel_stops_a_run_that_the_page_has_lost(held, panel):
-    lost, ends = held()
-    one = clicked(panel())
-    assert ON_THIS in one.message.value and one.result is None and not one.stop_button.disabled
-    one.stop_button.click()
-    ends()
-    assert lost.result.stopped and one.stop_button.disabled
-
-
-@pytest.mark.long
-def test_an_interrupt_of_whoever_waits_ends_the_run(held):
-    one, ends = held()
-    main = threading.main_thread().ident
-
-    def interrupt():
-        signal.pthread_kill(main, signal.SIGINT)
-        time.sleep(0.3)
-        ends()
-
-    threading.Timer(0.05, interrupt).start()
-    one.wait()
-    assert one.result.speedup.n == 2 and one.result.stopped
 
 
 def test_an_interrupt_of_the_idle_kernel_stops_the_run(monkeypatch):

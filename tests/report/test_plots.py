@@ -141,22 +141,6 @@ def test_an_arm_looks_the_same_in_every_panel():
     assert plots.speedup_by({"one": bare})._repr_png_()
 
 
-def test_a_range_has_its_name_where_it_has_room():
-    sizes = [(64, 0, 20), (64, 3, 3), (1, 0, 20), (64, 18, 20), (64, 5, 12), (2, 2, 2)]
-    frame = pd.DataFrame(sizes, columns=["nbytes", "first", "last"])
-    at = frame.index
-    frame = frame.assign(name=[f"aaa{n}" for n in at], offset=64 * at, stream=at % 3, lost="")
-    fig = plots.lifetimes({"one": frame})
-    fig.canvas.draw()
-    of = dict(zip(frame["name"], fig.axes[0].patches, strict=False))
-    drawn = [text for text in fig.axes[0].texts if text.get_text() in of]
-    assert len(drawn) < len(frame) and drawn
-    for text in drawn:
-        name, room = text.get_window_extent(), of[text.get_text()].get_window_extent()
-        assert room.x0 <= name.x0 and name.x1 <= room.x1
-        assert room.y0 <= name.y0 and name.y1 <= room.y1
-
-
 def test_timelines_draw_every_span_on_one_axis():
     slow, fast = timeline(n_launches=600), timeline(n_launches=200)
     fig = plots.timeline_pair(slow, fast, ("off: per_copy", "on: implicit"), step=1)

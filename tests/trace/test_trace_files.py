@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trace import chrome_decode, perfetto_decode
+from tests.trace import decoded
 from workbench.trace import chrome, perfetto
 from workbench.trace.flows import EVENT, ISSUE, WAIT, flows_of
 from workbench.trace.lanes import nesting_order
@@ -123,8 +123,8 @@ def test_both_ends_of_an_arrow_exist_and_none_runs_backwards(actions, off: int) 
         else:
             trace.host(action, on=on, event=event)
     # asserts that both ends are there, in order
-    packed = perfetto_decode.decode(perfetto.encode(trace.spans))
-    plain = chrome_decode.decode(chrome.encode(trace.spans))
+    packed = decoded.perfetto(perfetto.encode(trace.spans))
+    plain = decoded.chrome(chrome.encode(trace.spans))
     assert len(packed.arrows) == len(plain.arrows)
     if off == 0:
         launches = sum(action == "launch" for action, *_ in actions)
@@ -144,21 +144,16 @@ def test_empty_touching_and_overlapping_spans() -> None:
         Span("x", "device", STREAMS[0], 10, 40, {}),
         Span("y", "device", STREAMS[0], 30, 60, {}),  # overlaps x: a track of its own
     ]
-    decoded = perfetto_decode.decode(perfetto.encode(spans))
-    slices = {s.name: s for s in decoded.slices}
+    slices = {s.name: s for s in decoded.perfetto(perfetto.encode(spans)).slices}
     assert {slices[name].track for name in "abcd"} == {slices["step"].track}
-    assert slices["a"].args == spans[1].args
-    assert {s.name: (s.start_ns, s.end_ns) for s in decoded.slices} == {
-        s.name: (s.start_ns, s.end_ns) for s in spans
-    }
-    assert slices["x"].track != slices["y"].track
-    assert {s.name: (s.process, s.thread) for s in decoded.slices if s.name in "xyd"} == {
-        "x": ("cuda", "stream 0"), "y": ("cuda", "stream 0"), "d": ("host", "host")
-    }  # fmt: skip
+    assert slices["a"].args == spans[1].args and slices["x"].track != slices["y"].track
+    found = {(s.name, s.start_ns, s.end_ns, f"{s.process} {s.thread}") for s in slices.values()}
+    lanes = {HOST_LANE: "host host"}
+    assert found == {(s.name, s.start_ns, s.end_ns, lanes.get(s.lane, s.lane)) for s in spans}
 
 
 def test_a_command_recorded_twice_keeps_its_pairs() -> None:
-    arrows = perfetto_decode.decode(perfetto.encode(token(0, 0) + token(0, 5000))).arrows
+    arrows = decoded.perfetto(perfetto.encode(token(0, 0) + token(0, 5000))).arrows
     assert len(arrows) == 10  # per token a copy and four launches; the host's own launch has none
     assert all((a.source.start_ns < 5000) == (a.sink.start_ns < 5000) for a in arrows)
 
@@ -167,4 +162,4 @@ def test_a_span_costs_well_under_100_bytes(tmp_path: Path) -> None:
     spans = token(0, 0, 500)
     assert 0 < perfetto.write(spans, tmp_path / "t.pftrace") < 100 * len(spans)
     assert perfetto.write([], tmp_path / "t.pftrace") > 0
-    assert perfetto_decode.decode((tmp_path / "t.pftrace").read_bytes()).slices == []
+    assert decoded.perfetto((tmp_path / "t.pftrace").read_bytes()).slices == []
