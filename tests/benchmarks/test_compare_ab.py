@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tests.benchmarks.fake_engine import timed
 from workbench.benchmarks.compare.ab import ab
 from workbench.benchmarks.compare.arms import answer_between, arms_of, make_arms
 from workbench.benchmarks.compare.comparison import AB
-from workbench.benchmarks.runs.results import rates
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
 
@@ -131,19 +129,3 @@ def test_answers_are_exact_where_launches_are_the_same():
 def test_what_cannot_be_compared_is_refused(monkeypatch, spec, message):
     with pytest.raises(UsageError, match=message):
         ab(timed(monkeypatch), spec)
-
-
-# whole runs --------------------------------------------------------------------------------------
-
-
-def test_a_real_comparison_is_a_whole_run(engine):
-    found = ab(engine, "sync", ["per_copy", "copy_boundary", "auto"], "pp24+tg6@d40", 5)
-    assert [found.answer(arm["name"]).holds for arm in found.run["arms"][1:]] == [True] * 3
-    waits = found.evidence().set_index("Arm")["waits"]
-    assert waits["per_copy"] > waits["copy_boundary"] > 0
-    s = found.samples
-    assert len(s) == 4 * 5 * 7 and s.groupby("order")["n_tokens"].sum().eq(30).all()
-    assert np.allclose(rates(s)["tps"], 30e9 / s.groupby("order")["ns"].sum().to_numpy())
-    assert engine.n_past == 0  # the engine itself was left alone
-    with pytest.raises(UsageError, match="race on the embedded device"):
-        ab(engine, "sync=per_copy,implicit", background=Toggles(copy_stream="own"))

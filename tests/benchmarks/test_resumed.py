@@ -17,7 +17,7 @@ from workbench.benchmarks.llama.llama_bench import bench
 from workbench.benchmarks.runs.results import Run, load_run
 from workbench.benchmarks.scores import perplexity as ppl
 from workbench.benchmarks.scores.token_source import ask, sample
-from workbench.common.errors import DeviceError, UsageError
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
 
 
@@ -120,17 +120,6 @@ def ids_of(folder: Path, seed: int = 0) -> str:
     return str(folder / "ids")
 
 
-def test_a_failing_device_saves_and_other_tokens_are_refused(tmp_path):
-    engine = interrupted(FakeEngine(Clock(), n_ctx=40), 3 * 2 + 1)
-    engine.shared.error = DeviceError("the device fell off")
-    with pytest.raises(DeviceError, match="fell off"):
-        _perplexity(engine, tokens=ids_of(tmp_path), out=tmp_path / "run")
-    assert len(pd.read_parquet(tmp_path / "run" / ppl.TOKENS)) == 80
-    engine.shared.stop_at = None
-    with pytest.raises(UsageError, match="ids has other tokens than the run to resume"):
-        _perplexity(engine, tokens=ids_of(tmp_path, 1), out=tmp_path / "run", resume=True)
-
-
 def test_each_size_goes_on_with_what_it_lacks(tmp_path):
     """One folder is there whole, one has a window less, and one has none."""
     engine = FakeEngine(Clock(), n_ctx=40)
@@ -145,6 +134,8 @@ def test_each_size_goes_on_with_what_it_lacks(tmp_path):
     for made in runs:
         assert made.run["repetitions"] == 3
         assert made.tokens["nll"].tolist() == runs[0].tokens["nll"].tolist()
+    with pytest.raises(UsageError, match="ids has other tokens than the run to resume"):
+        _perplexity(engine, tokens=ids_of(tmp_path, 1), out=folders[16], resume=True)
 
 
 def test_a_sample_that_goes_on_is_not_drawn_again(tmp_path):

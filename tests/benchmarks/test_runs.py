@@ -17,7 +17,6 @@ import pytest
 
 from tests.benchmarks.made_runs import a_run
 from workbench.benchmarks.compare.ab import ab
-from workbench.benchmarks.compare.rounds import interleave
 from workbench.benchmarks.llama.llama_bench import bench
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
@@ -216,19 +215,7 @@ def test_a_new_run_has_its_keys_and_no_places(engine, tmp_path, monkeypatch, kin
     assert not any(place in said for place in ['"/', '"~', *places])
 
 
-# the loop, and what an interruption leaves -------------------------------------------------------
-
-
-def test_each_arm_is_measured_once_a_round_if_not_known():
-    seen, rounds = [], {}
-
-    def measure(round_: int, arm: int) -> str | None:
-        seen.append((round_, arm))
-        return None if (round_, arm) == (0, 1) else f"{round_}{arm}"
-
-    interleave([0, 1, 5], 3, measure, lambda round_, found: rounds.update({round_: found}))
-    assert [arm for _, arm in seen] == [0, 1, 2, 2, 1, 0, 1, 0, 2]
-    assert rounds[0] == {0: "00", 2: "02"} and list(rounds) == [0, 1, 5]
+# what an interruption leaves ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

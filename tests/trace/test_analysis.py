@@ -58,14 +58,6 @@ def test_a_recorder_keeps_order_times_and_a_failing_body() -> None:
     assert (inner.args, outer.args) == ({"bytes": 8}, {"step": 3})
 
 
-def test_a_window_holds_so_many_steps_from_its_first(engine: Any) -> None:
-    recorder = Recorder((2, 2), nvtx=False)
-    assert [n for n in range(10, 16) if recorder.wants(n)] == [12, 13]
-    for window in ((-1, 2), (0, 0), (3,)):
-        with pytest.raises(UsageError, match="holds no step"), profile(engine, window=window):
-            pass
-
-
 def test_slowdown_compares_steps_of_as_many_tokens() -> None:
     recorder = Recorder((0, 4), nvtx=False)
     for n, (tokens, us) in enumerate([(64, 9000), (1, 300), (1, 320), (1, 310)]):
