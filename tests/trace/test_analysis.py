@@ -83,10 +83,9 @@ def test_the_recorder_before_is_put_back(engine: Any) -> None:
 
 
 def test_a_frame_and_a_summary_of_two_steps() -> None:
-    made = frame(step(0, 0), step(1, 120))
-    assert {c: str(t) for c, t in made.dtypes.items()} == COLUMNS
-    assert made["start_us"].is_monotonic_increasing
-    table = Timeline([*step(0, 0), *step(1, 120)]).summary()
+    made = Timeline([*step(0, 0), *step(1, 120)])
+    assert {c: str(t) for c, t in made.to_frame().dtypes.items()} == COLUMNS
+    table = made.summary()
     row = table.loc[1]
     assert (row.waits, row.copies, row.launches, row.n_tokens) == (1, 0, 3, 1)
     assert (row.step_us, row.build_us, row.host_us, row.wait_us) == (100, 5, 16, 50)
@@ -133,7 +132,6 @@ def test_gaps_and_who_is_to_blame() -> None:
     assert list(table["between"]) == ["launches", "steps", "launches"]
     assert list(table["traced_us"]) == [1, 59, 5]
     first, between, last = table.to_dict("records")
-    assert (first["before"], first["after"]) == ("mul_mat", "mul_mat")
     # the device was through at 86; the next launch was called at 140 and began at 145
     assert (between["host_us"], between["device_us"]) == (54, 5)
     assert (first["host_us"], first["device_us"]) == (0, 1) and last["device_us"] == 5
@@ -141,19 +139,16 @@ def test_gaps_and_who_is_to_blame() -> None:
     assert {k: between[k] for k in kinds} == {
         "build": 5, "write": 3, "launch": 6, "sync": 4, "read": 5, "python": 16, "outside": 20,
     }  # fmt: skip
-    assert table[kinds].sum(axis=1).tolist() == pytest.approx(table["traced_us"].tolist())
 
 
 def test_a_gap_is_behind_what_ended_last_on_any_stream() -> None:
     """us: q 0..30, and beside it k 5..10 on another stream; out 40..50."""
     made = []
-    for n, (op, lane, start, end) in enumerate(
-        (("q", 0, 0, 30), ("k", 2, 5, 10), ("out", 0, 40, 50))
-    ):
+    for n, (op, k, start, end) in enumerate((("q", 0, 0, 30), ("k", 2, 5, 10), ("out", 0, 40, 50))):
         args = {"step": 0, "index": n, "split": 1, "op": op, "kind": "launch"}
-        on = f"embedded stream {lane}"
-        made.append(Span(op, "launch", HOST_LANE, 1000 * n, 1000 * n + 500, args | {"on": on}))
-        made.append(Span(op, "device", on, 1000 * start, 1000 * end, args))
+        lane = f"embedded stream {k}"
+        made.append(Span(op, "launch", HOST_LANE, 1000 * n, 1000 * n + 500, args | {"on": lane}))
+        made.append(Span(op, "device", lane, 1000 * start, 1000 * end, args))
     (gap,) = analysis.gaps(frame(made)).to_dict("records")
     assert (gap["before"], gap["after"], gap["traced_us"]) == ("q", "out", 10)
 

@@ -3,9 +3,6 @@ marks, untraced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -23,15 +20,6 @@ WAYS: dict[str, dict[str, str]] = {
     "no plans": {}, "a plan of the step": STEP, "plans of splits": {"plans": "ours"}
 }  # fmt: skip
 TOKENS = [5, 900, 17]
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_model) -> Iterator[wb.Engine]:
-    path = tiny_model("tiny-llama", "Q8_0")
-    with wb.Engine.load(
-        path, device="embedded", n_ctx=128, threads=2, toggles=wb.Toggles()
-    ) as made:
-        yield made
 
 
 def toggles(way: dict[str, str], streams: str) -> wb.Toggles:
@@ -86,22 +74,17 @@ def test_an_overlap_is_told_with_its_branches_and_tick(loaded, way):
     assert alone.tokens["overlap"].tolist() == [0.0] * 3 and alone.branches.empty
 
 
-def test_what_cannot_be_measured_is_refused(loaded, tiny_model):
-    """And an error in the body ends the looking."""
-    with pytest.raises(RuntimeError, match="of the caller"), kernel_spans(loaded):
-        loaded.step([1])
-        raise RuntimeError("of the caller")
-    assert loaded.recorder is None
-    loaded.reset()
-    ahead: Any = STEP | {"launch_ahead": "on"}
+def test_what_cannot_be_measured_is_refused(engine, tiny_model):
+    """And an error in the body ends the looking, which the fixture asserts."""
+    with pytest.raises(OSError), kernel_spans(engine):
+        raise OSError
     with (
-        loaded.variant(toggles(ahead, "1")) as used,
+        engine.variant(toggles(STEP | {"launch_ahead": "on"}, "1")) as used,
         pytest.raises(UsageError, match="launch_ahead=on queues the next"),
     ):
         measure_overlap(used, 2)
-    path = tiny_model("tiny-llama", "Q8_0")
     with (
-        wb.Engine.load(path, device="host", n_ctx=64, toggles=wb.Toggles()) as host,
+        wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64) as host,
         pytest.raises(UsageError, match="the host device has no kernels of its own"),
     ):
         measure_overlap(host, 2)

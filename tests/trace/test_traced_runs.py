@@ -6,7 +6,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -54,17 +53,10 @@ def toggles_of(way: dict[str, str]) -> Toggles:
     return Toggles(**{"graph_reuse": "set_rows"} | way)
 
 
-@pytest.fixture(scope="module")
-def base(tiny_model) -> Iterator[wb.Engine]:
-    path = tiny_model("tiny-llama", "Q8_0")
-    with wb.Engine.load(path, device="embedded", n_ctx=64, threads=2, toggles=Toggles()) as made:
-        yield made
-
-
 @pytest.fixture(scope="module", params=WAYS)
-def traced(request, base) -> Traced:
+def traced(request, loaded) -> Traced:
     toggles = toggles_of(WAYS[request.param])
-    with base.variant(toggles) as engine:
+    with loaded.variant(toggles) as engine:
         engine.prefill(PROMPT[:-1])
         engine.step(PROMPT[-1:])
         programs = {
@@ -233,9 +225,9 @@ def test_runs_on_every_placement_are_as_programmed(placed, way):
 # what has no program of its own -------------------------------------------------------------------
 
 
-def test_a_plan_issued_part_by_part_is_one_span_and_no_ops(base):
+def test_a_plan_issued_part_by_part_is_one_span_and_no_ops(loaded):
     way = {"plans": "ours", "plan_batch": "one", "plan_warmup": "2", "plan_evict": "never"}
-    with base.variant(toggles_of(way)) as engine:
+    with loaded.variant(toggles_of(way)) as engine:
         engine.prefill(PROMPT)
         with profile(engine, nvtx=False) as made:
             for token in range(STEPS):
@@ -246,9 +238,8 @@ def test_a_plan_issued_part_by_part_is_one_span_and_no_ops(base):
     assert by_op.loc["replay", "calls"] == 1 and by_op["bytes"].isna()["replay"]
 
 
-def test_variants_are_traced_by_name(base):
+def test_variants_are_traced_by_name(engine):
     arms = {"every wait": Toggles(), "packed": Toggles(sync="packed")}
-    base.reset()
-    found = profile_each(base, arms, n_tokens=4)
+    found = profile_each(engine, arms, n_tokens=4)
     waits = {name: int(trace.summary()["waits"].iloc[0]) for name, trace in found.items()}
     assert waits == {"every wait": 13, "packed": 3}
