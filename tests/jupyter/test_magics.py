@@ -43,14 +43,12 @@ def profiled(shell):
         shell.user_ns.pop("t", None)
         with capture_output() as shown:
             result = shell.run_cell(f"{magic} {line}\n{cell}", store_history=False)
+        pictures = [o.data["image/png"] for o in shown.outputs if "image/png" in o.data]
+        error, trace = result.error_before_exec or result.error_in_exec, shell.user_ns.get("t")
         return SimpleNamespace(
-            trace=shell.user_ns.get("t"),
-            error=result.error_before_exec or result.error_in_exec,
-            value=result.result,
-            pictures=[o.data["image/png"] for o in shown.outputs if "image/png" in o.data],
-            out=shown.stdout,
-            err=shown.stderr,
-        )
+            trace=trace, error=error, value=result.result, pictures=pictures,
+            out=shown.stdout, err=shown.stderr,
+        )  # fmt: skip
 
     return run
 
@@ -93,12 +91,8 @@ def test_a_window_bounds_what_is_kept_and_one_is_drawn(profiled, engine):
     steps = "for i in range(1, {n}):\n    eng.step([i])"
     few = profiled("--window 2,3 --as t", steps.format(n=8)).trace
     assert list(few.summary().index) == [first + 2, first + 3, first + 4]
-    trace = profiled("--as t", steps.format(n=20)).trace
-    times = trace.summary()["step_us"]
-    [drawn] = trace._drawn(trace.to_frame(), trace.engines["eng"])
-    assert len(times) == 19 > MOST_DRAWN
-    nearest = (times - times.median()).abs().min()
-    assert abs(times[drawn] - times.median()) == pytest.approx(nearest), "a typical one"
+    shown = profiled("--as t", steps.format(n=20))
+    assert len(shown.trace.summary()) == 19 > MOST_DRAWN and len(shown.pictures) == 1
 
 
 def test_without_names_every_engine_is_traced(profiled, shell, engine):
