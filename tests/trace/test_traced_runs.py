@@ -1,5 +1,5 @@
 """Traces of real runs: spans are the program's commands, with parts of plans and branches, and so
-are tables, patterns and both formats of the file."""
+are tables, patterns and files; and when kernels ran, by the device's marks, untraced."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 import workbench as wb
@@ -16,13 +17,17 @@ from tests.oracles.trace_pattern import HIDDEN, trace_pattern
 from tests.orderings import PLACED
 from tests.profiles import share
 from tests.trace import decoded
+from workbench.benchmarks.times.overlap import WARM_UP, measure_overlap
 from workbench.common import checkout
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
+from workbench.engine.look.kernel_spans import kernel_spans, number_of
 from workbench.graph.ops import touched_bytes
 from workbench.program.commands import Copy, Launch, Program, Replay, Sync, Wait
+from workbench.program.side_by_side import regions
 from workbench.trace.lanes import ABOUT
 from workbench.trace.profile import Profile, profile, profile_each
-from workbench.trace.spans import HOST_LANE, Span
+from workbench.trace.spans import HOST_LANE, Span, now_ns
 
 STEP = {"plans": "ours", "plan_scope": "step"}
 ONE = {"sync": "implicit", "copy_stream": "compute"}
@@ -243,3 +248,74 @@ def test_variants_are_traced_by_name(engine):
     found = profile_each(engine, arms, n_tokens=4)
     waits = {name: int(trace.summary()["waits"].iloc[0]) for name, trace in found.items()}
     assert waits == {"every wait": 13, "packed": 3}
+
+
+# when kernels ran ---------------------------------------------------------------------------------
+
+PACKED = STEP | ONE | {"sync": "packed_implicit"}
+MARKED = {"no plans": {}, "a plan of the step": PACKED, "plans of splits": {"plans": "ours"}}
+TOKENS = [5, 900, 17]
+
+
+def launched(program: Program) -> list[Launch]:
+    return [c for c in program.singly() if isinstance(c, Launch) and not c.by_host]
+
+
+@pytest.mark.parametrize("streams", ["1", "3"])
+@pytest.mark.parametrize("way", MARKED)
+def test_every_launch_of_a_step_has_its_span_in_it(loaded, way, streams):
+    with loaded.variant(toggles_of(MARKED[way] | {"streams": streams})) as used:
+        wanted, around, rows = [used.step([token]).copy() for token in TOKENS], [], []
+        used.reset()
+        with kernel_spans(used) as found:
+            for token in TOKENS:
+                begin = now_ns()
+                rows.append(used.step([token]).copy())
+                around.append((begin, now_ns()))
+        np.testing.assert_array_equal(rows, wanted)
+        assert used.recorder is None and found.n_silent == [0] * len(TOKENS)
+        for number, (spans, (called, returned)) in enumerate(zip(found.steps, around, strict=True)):
+            assert {s.args["step"] for s in spans} == {spans[0].args["step"]}
+            assert [number_of(s) for s in spans] == sorted(number_of(s) for s in spans)
+            assert all(called <= s.start_ns <= s.end_ns <= returned for s in spans)
+            launches = launched(used.program(n_past=number))
+            assert [s.name for s in spans] == [c.node.name for c in launches]
+            assert [s.args["stream"] for s in spans] == [c.stream.id for c in launches]
+
+
+@pytest.mark.parametrize("way", MARKED)
+def test_an_overlap_is_told_with_its_branches_and_tick(loaded, way):
+    with loaded.variant(toggles_of(MARKED[way] | {"streams": "3"})) as used:
+        found, own = measure_overlap(used, 4), regions(used.program(n_past=WARM_UP))
+        launches = launched(used.program(n_past=3))
+    assert found.tick_ns == loaded.backend.clock().tick_ns >= 1
+    assert len(found.tokens) == 4 and (found.tokens["n_kernels"] == len(launches)).all()
+    assert (found.tokens["beside_us"] <= found.tokens["total_us"]).all()
+    assert [len(branches) for branches in own] == [3, 3], "Q, K and V in each of two layers"
+    shown = found.by_branch[["region", "stream", "first", "n"]].itertuples(index=False)
+    assert [tuple(row) for row in shown] == [
+        (region, b.stream.id, b.launches[0].node.name, len(b.launches))
+        for region, branches in enumerate(own)
+        for b in branches
+    ]
+    assert found.by_branch["resolved"].all() and found.traced.collector == "events"
+    assert found.traced.slowdown > 0 and 0 <= found.traced.overlap <= 1
+    with loaded.variant(toggles_of(MARKED[way])) as used:
+        alone = measure_overlap(used, 3, collector=None)
+    assert alone.tokens["overlap"].tolist() == [0.0] * 3 and alone.branches.empty
+
+
+def test_what_cannot_be_measured_is_refused(engine, tiny_model):
+    """And an error in the body ends the looking, which the fixture asserts."""
+    with pytest.raises(OSError), kernel_spans(engine):
+        raise OSError
+    with (
+        engine.variant(toggles_of(PACKED | {"launch_ahead": "on"})) as used,
+        pytest.raises(UsageError, match="launch_ahead=on queues the next"),
+    ):
+        measure_overlap(used, 2)
+    with (
+        wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64) as host,
+        pytest.raises(UsageError, match="the host device has no kernels of its own"),
+    ):
+        measure_overlap(host, 2)
