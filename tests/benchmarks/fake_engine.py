@@ -15,6 +15,7 @@ from workbench.engine.look.nvtx_ranges import OFF
 from workbench.engine.rehearsal import Rehearsal
 from workbench.engine.slots.padding import as_they_are
 
+SPEC = "sync=per_copy,copy_boundary"  # the arms of `timed`
 N_VOCAB = 50
 BOS = 7
 
