@@ -11,7 +11,8 @@ import pytest
 
 from tests.oracles.dequantize import dequantize
 from workbench.backend.null import NullBackend, open_backend
-from workbench.benchmarks.kernels import kernel_cases, kernel_rigs
+from workbench.benchmarks.kernels import kernel_cases as cases
+from workbench.benchmarks.kernels import kernel_rigs
 from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, KernelRun, bench_kernels
 from workbench.benchmarks.kernels.kernel_cases import SHAPES, KernelCase
 from workbench.benchmarks.kernels.kernel_memory import Copies, Launches
@@ -31,7 +32,7 @@ class FakeRig:
         self.order: list[str] = []
 
     def repeats(self, issues) -> SimpleNamespace:
-        name = (PLAIN, PDL)[self.n_made % 2]  # plain is asked for first
+        name, us = ((PLAIN, 10.0), (PDL, 8.0))[self.n_made % 2]  # plain is asked for first
         self.n_made, self.n_open = self.n_made + 1, self.n_open + 1
 
         def time_us(n: int) -> list[float]:
@@ -39,7 +40,7 @@ class FakeRig:
             self.left -= 1
             if self.left < 0:
                 raise KeyboardInterrupt
-            return [len(issues) * {PLAIN: 10.0, PDL: 8.0}[name]] * n
+            return [len(issues) * us] * n
 
         def close() -> None:
             self.n_open -= 1
@@ -59,33 +60,24 @@ def backend() -> NullBackend:
 
 
 def matrix(types="Q4_0", shapes="qwen3-30b-a3b.gate", batches="1", quick=True) -> KernelMatrix:
-    return KernelMatrix(
-        kernel_cases.parse_types(types),
-        kernel_cases.parse_shapes(shapes),
-        kernel_cases.parse_batches(batches),
-        quick,
-    )
+    chosen = cases.parse_types(types), cases.parse_shapes(shapes), cases.parse_batches(batches)
+    return KernelMatrix(*chosen, quick)
 
 
 def test_names_choose_types_shapes_and_batches():
-    assert kernel_cases.parse_types("q4_0,F16,Q4_0") == [Q4_0, F16] and kernel_cases.parse_types(
-        "all"
-    ) == list(kernel_cases.TYPES)
-    assert [s.name for s in kernel_cases.parse_shapes("8b.O,gpt-oss-20b")] == [
-        "8b.o",
-        "gpt-oss-20b.expert",
-    ]
-    assert [s.name for s in kernel_cases.parse_shapes("1b")][:2] == ["1b.qkv", "1b.o"]
-    assert [s.name for s in kernel_cases.parse_shapes("all")] == list(SHAPES)
-    assert kernel_cases.parse_batches("1,2-4,8") == [1, 2, 3, 4, 8]
+    assert cases.parse_types("q4_0,F16,Q4_0") == [Q4_0, F16]
+    assert cases.parse_types("all") == list(cases.TYPES)
+    for text, names in (
+        ("8b.O,gpt-oss-20b", ["8b.o", "gpt-oss-20b.expert"]),
+        ("4b.o", ["4b.o"]),
+        ("all", [*SHAPES]),
+    ):
+        assert [shape.name for shape in cases.parse_shapes(text)] == names
+    assert cases.parse_batches("1,2-4,8") == [1, 2, 3, 4, 8]
     for parse, text, says in (
-        (
-            kernel_cases.parse_types,
-            "Q4_0,Q3_K",
-            "type 'Q3_K' does not exist; choose from all, F16, BF16, Q8_0",
-        ),
-        (kernel_cases.parse_shapes, "8b.ffn", "shape '8b.ffn' does not exist"),
-        (kernel_cases.parse_batches, "4-2", "batch '4-2' is no"),
+        (cases.parse_types, "Q4_0,Q3_K", "type 'Q3_K' does not exist; choose from all, F16"),
+        (cases.parse_shapes, "8b.ffn", "shape '8b.ffn' does not exist"),
+        (cases.parse_batches, "4-2", "batch '4-2' is no"),
     ):
         with pytest.raises(UsageError, match=says):
             parse(text)

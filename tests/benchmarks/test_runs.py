@@ -69,14 +69,6 @@ def test_what_is_written_is_read(tmp_path):
     assert found["ttft_us"].tolist() == [3.0005] * 2 and found["p99_us"].tolist() == [1.0, 1.0]
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path):
-    with pytest.raises(UsageError, match="arms"):
-        write_run(tmp_path / "r1", {k: v for k, v in a_run().items() if k != "arms"}, None)
-    with pytest.raises(TypeError, match="does not belong"):
-        write_run(tmp_path / "r1", a_run(result={"x": object()}), some_samples())
-    assert not [*tmp_path.iterdir()]
-
-
 DAMAGED = {
     "no run": ("run.json", None), "no samples": ("samples.parquet", None),
     "cut": ("run.json", b"{"), "a list": ("run.json", b"[]"),
@@ -93,6 +85,9 @@ def test_a_damaged_folder_is_refused_in_one_line(tmp_path, how):
     with pytest.raises(UsageError) as error:
         load_run(folder)
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(TypeError, match="does not belong"):
+        write_run(tmp_path / "other", a_run(result={"x": object()}), some_samples())
+    assert [*tmp_path.iterdir()] == [folder], "what cannot be written leaves nothing"
 
 
 def test_runs_are_listed_and_what_is_not_readable(tmp_path):
