@@ -73,9 +73,6 @@ def engine(path):
         yield opened
 
 
-# graph reuse and plans ----------------------------------------------------------------------------
-
-
 def test_ways_differ_in_their_stores_and_what_tells_them(null):
     table, n = kept.ways_table(null).set_index("graph_reuse"), 2 * null.model.n_layer
     keys = "attn_inp_k_idxs, attn_inp_v_idxs"
@@ -133,9 +130,6 @@ def test_when_captures_are_repaid_follows_from_each_round():
     assert gap["repaid after tokens"].tolist() == ["", "10", "never", "not known"]
     assert gap.loc["a split", "saved us"] == 10
     assert kept.speedup(100, 50) == 1.5 and kept.build_us(100, 1.5) == 50
-
-
-# masked cells -------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -245,8 +239,6 @@ def test_what_skipping_saves_is_said(engine, by_size, visits):
     assert skipped.possible(engine, "kv_parts") == "kv_parts=off,parallel_blocks,stream_k,auto"
     assert "mma" not in skipped.possible(engine, "attn_kernel")
 
-
-# many requests ------------------------------------------------------------------------------------
 
 NAMES = ("baseline", "serving", "serving sampling=host")
 

@@ -194,8 +194,6 @@ def test_verdicts(ratio, expected):
         assert verdict(ratio, band) == expected
 
 
-# what could not have been seen -------------------------------------------------------------------
-
 SHARES = st.floats(0.001, 2.0)
 
 
@@ -221,9 +219,6 @@ def test_whatever_is_not_resolved_is_said(value, below, above, middle, half, n):
     quiet = ratio_of(1.0, 0.3, 0.3)
     said = sentence({"packed": ratio_of(1.1, 0.02, 0.02)}, stats.aa_band(quiet), quiet)
     assert said.endswith("or --until 5% (in Python until=0.05)"), "half of the effect"
-
-
-# answers -----------------------------------------------------------------------------------------
 
 
 def test_exact_answers_are_bit_equal():

@@ -53,8 +53,6 @@ def test_anything_else_is_refused():
             until.make_until(*wrong)
 
 
-# the rule -----------------------------------------------------------------------------------------
-
 # machines whose truth is known: no arm is faster than another, whatever the noise says
 N_ARMS = 3  # baseline, toggled, A/A control: all the same
 
@@ -272,9 +270,6 @@ def test_traced_engines_and_long_tests_are_refused(monkeypatch):
     engine.recorder = None
     found = ab(engine, SPEC, tests="tg2", rounds=1, smoke=True)
     assert found.summary()["verdict"][0] == "too few repetitions"
-
-
-# arms --------------------------------------------------------------------------------------------
 
 
 def test_sets_of_toggles_are_arms(monkeypatch):

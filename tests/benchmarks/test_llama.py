@@ -108,9 +108,6 @@ def test_csv_and_sql_load(rows):
     assert f"{v['avg_ts']:.2f} ± {v['stddev_ts']:.2f}" in narrow and "| pp16+tg4 " in narrow
 
 
-# several sequences -------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def engine(tiny_model):
     with wb.Engine.load(

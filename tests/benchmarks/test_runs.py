@@ -115,9 +115,6 @@ def test_older_runs_are_read_in_todays_words():
     assert results.in_todays_words(json.loads(json.dumps(kernels))) == kernels
 
 
-# where it was made -------------------------------------------------------------------------------
-
-
 def test_commit_and_dirty_flag(tmp_path, monkeypatch):
     def git(*args):
         user = ("-c", "user.name=t", "-c", "user.email=t@t")
@@ -220,9 +217,6 @@ def test_a_new_run_has_its_keys_and_no_places(engine, tmp_path, monkeypatch, kin
     places += [platform.node()] * (len(platform.node()) > 5)  # a shorter one may be a word
     said = json.dumps(new)
     assert not any(place in said for place in ['"/', '"~', *places])
-
-
-# what an interruption leaves ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -341,9 +335,6 @@ def test_only_the_same_run_is_resumed(monkeypatch, tmp_path, kind, key):
     with pytest.raises(UsageError, match=f"its {key} is"):
         KINDS[kind].measure(engine, out=tmp_path / "r", resume=True, **change)
     assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()} == before
-
-
-# perplexity --------------------------------------------------------------------------------------
 
 
 def ids_of(folder: Path, seed: int = 0) -> str:

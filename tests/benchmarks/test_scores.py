@@ -103,9 +103,6 @@ def test_bounds_name_what_is_outside():
     assert found.error == pytest.approx(np.std([1.0, 2.0, 4.0], ddof=1) / math.sqrt(3))
 
 
-# windows and sources -----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine(Clock(), n_ctx=40, wrong={"auto": 0.5})
@@ -175,9 +172,6 @@ def test_bad_files_are_refused_in_one_line(engine, tmp_path, name):
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-# runs --------------------------------------------------------------------------------------------
-
-
 def test_sizes_share_one_reference(engine, tmp_path):
     """Each size is a run of its own, and its figures are those of one token at a time; the
     reference computes every row once, n_ubatch at a time."""
@@ -219,9 +213,6 @@ def test_figures_that_are_no_numbers(engine, tmp_path):
     engine.wrong = {"per_copy": math.nan}
     with pytest.raises(WorkbenchError, match=r"logits after token 0 are not finite"):
         ppl.perplexity(engine, asked.open(engine), out=tmp_path / "other")
-
-
-# real engines ------------------------------------------------------------------------------------
 
 
 # with a BOS, and without

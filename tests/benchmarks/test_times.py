@@ -32,8 +32,6 @@ from workbench.program.side_by_side import regions
 from workbench.trace.lanes import ABOUT
 from workbench.trace.spans import Span
 
-# gaps --------------------------------------------------------------------------------------------
-
 KEPT = {"graph_reuse": "set_rows", "copy_stream": "compute"}
 ARMS = {sync: Toggles(sync=sync, **KEPT) for sync in ("per_copy", "copy_boundary", "packed")}
 
@@ -106,8 +104,6 @@ def test_a_launch_counts_as_its_kernels(engine, monkeypatch):
     monkeypatch.setattr(engine.backend, "kernels_of", lambda node: several.get(node.name))
     assert token_parts.issued(engine) == {part: n + 2 for part, n in whole.items()}
 
-
-# overlap -----------------------------------------------------------------------------------------
 
 TIMES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
 
@@ -203,9 +199,6 @@ def test_a_plan_s_event_is_recorded_for_the_next_step_too():
     made = with_plans(program([Wait("e", two, split=1), *planned]), "split").commands
     after = made[[c.kind for c in made].index("replay") :]
     assert [c.event for c in after if isinstance(c, Record)][-1] == "e"
-
-
-# profile -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -109,8 +109,6 @@ def test_warm_up_ends_when_times_settle(monkeypatch):
     assert workload.warm_up([FakeEngine(clock)], Workload(0, 4), 0, None, once=True) == (1, False)
 
 
-# what is compiled before -------------------------------------------------------------------------
-
 TOGGLES = {
     "plain": Toggles(graph_reuse="set_rows"),
     "served": Toggles(

@@ -57,9 +57,6 @@ def is_closed(engine: Engine) -> bool:
     return "closed" in repr(engine)
 
 
-# the form -----------------------------------------------------------------------------------------
-
-
 def test_a_choice_for_every_toggle_and_family(engine, panel):
     form, fuse = panel().form, Toggles.members("fuse")
     assert list(form.choices) == Toggles.names() and list(form.families) == list(FAMILIES)
@@ -110,9 +107,6 @@ def test_a_panel_that_could_never_run_is_refused(engine, panel, monkeypatch):
     monkeypatch.delitem(sys.modules, "workbench.jupyter.widgets")
     with pytest.raises(UsageError, match=r"pip install -e '.\[lab\]' in the checkout"):
         wb.lab.panel(engine)
-
-
-# a run --------------------------------------------------------------------------------------------
 
 
 def test_run_times_both_sides_and_draws_them(engine, panel, variants):
@@ -175,9 +169,6 @@ def test_the_baseline_is_a_preset_or_the_engine_s_own(engine, panel):
         found = clicked(chosen(one, redo="on")).result
         assert found.baseline == kept.toggles and found.labels == ("redo=off", "redo=on")
         assert found.traces[0].summary()["n_tokens"].tolist() == [4]
-
-
-# stopping, and keeping out ------------------------------------------------------------------------
 
 
 @pytest.fixture

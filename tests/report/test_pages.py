@@ -141,9 +141,6 @@ def test_a_large_trace_is_linked_and_a_device_named(tmp_path, monkeypatch):
     assert "the host device" in render.banner_html("host")
 
 
-# questions, answers and the index -----------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def page() -> str:
     return pages.export_html(FUSION, ABOUT, "<b>HEAD</b>", "<i>TAIL</i>")

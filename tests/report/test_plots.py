@@ -262,8 +262,6 @@ def test_steps_without_gaps_count_for_the_one_in_the_middle():
         assert table.loc["gaps", f"between {LAUNCHES}"] == n_gaps
 
 
-# in a notebook ------------------------------------------------------------------------------------
-
 EVIL = "<script>alert('&\"')</script><img src=x onerror=alert(1)>"
 OWN_TAGS = {"table", "caption", "thead", "tbody", "tr", "th", "td", "p", "br", "small", "b", "code"}
 

@@ -154,9 +154,6 @@ def wanted(program: Program) -> list[tuple[Any, ...]]:
     return sorted(found, key=str)
 
 
-# the module ---------------------------------------------------------------------------------------
-
-
 class Kind(enum.IntEnum):
     MEMCPY, MEMSET, MEMCPY2, DRIVER, RUNTIME = 1, 2, 22, 4, 5
     CONCURRENT_KERNEL, SYNCHRONIZATION, EXTERNAL_CORRELATION = 10, 38, 39

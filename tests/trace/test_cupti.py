@@ -61,9 +61,6 @@ def base(tiny_model) -> Iterator[wb.Engine]:
             yield engine
 
 
-# rows of programs ---------------------------------------------------------------------------------
-
-
 def recorded(base: wb.Engine, way: str = "no plans", graphs: bool = True, n: int = 2) -> Recording:
     """Steps that end alike."""
     with base.variant(wb.Toggles(**WAYS[way])) as engine:
@@ -245,9 +242,6 @@ def test_the_narrowest_bracket_of_both_clocks_counts():
     assert clock.error_ns == 40 + 100
 
 
-# the collector ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def cupti(base, monkeypatch) -> Module:
     package = ModuleType("cupti")
@@ -400,8 +394,6 @@ def test_events_are_taken_where_cupti_is_not(base, cupti, monkeypatch, loaded):
     monkeypatch.setitem(sys.modules, "cupti", None)
     assert "cupti-python cannot be imported" in traced(base).fallback
 
-
-# parts of random plans, however their copies lie in time ------------------------------------------
 
 KERNELS = [
     KernelName(name, False, (8 + i, 1, 1, 32, 1, 1))

@@ -42,9 +42,6 @@ AHEAD = PLANS.switched("launch_ahead", "on")
 BEHIND = PLANS.switched("results", "behind").switched("host_source", "pinned_ring_2")
 
 
-# what the process does ----------------------------------------------------------------------------
-
-
 def kinds(engine: wb.Engine, n_past: int) -> dict[str, int]:
     """How many commands of each kind a step of one token has."""
     return dict(Counter(c.kind for c in engine.program(n_past=n_past).commands))
@@ -141,9 +138,6 @@ def unheard(has_package: bool) -> list[str]:
 def in_a_child(function: Callable[..., Any], *given: object) -> Any:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *given).result(300)
-
-
-# what it said -------------------------------------------------------------------------------------
 
 
 class Told(NamedTuple):

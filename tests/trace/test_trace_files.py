@@ -131,9 +131,6 @@ def test_both_ends_of_an_arrow_exist_and_none_runs_backwards(actions, off: int) 
     assert off or len(trace.flows(ISSUE)) == launches, "none is left out"
 
 
-# slices -------------------------------------------------------------------------------------------
-
-
 def test_empty_touching_and_overlapping_spans() -> None:
     spans = [
         Span("step", "step", HOST_LANE, 0, 100, {}),

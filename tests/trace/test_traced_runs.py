@@ -135,9 +135,6 @@ def test_tables_and_patterns_are_those_of_the_program(traced):
     assert set(traced.prof.gaps()["after"]) <= set(table.index) | {"replay"}
 
 
-# the files ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def files(traced, tmp_path) -> list[decoded.Decoded]:
     """Both formats of the trace, read back."""
@@ -201,9 +198,6 @@ def test_arrows_lead_to_the_device_to_waits_and_back(traced, files):
     assert len(logits) == STEPS and all(a.source.end_ns <= a.sink.end_ns for a in logits)
 
 
-# patterns -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", params=PLACED)
 def placed(request, tiny_model):
     with wb.Engine.load(
@@ -227,9 +221,6 @@ def test_runs_on_every_placement_are_as_programmed(placed, way):
     assert found == [p.pattern() for p in programs]
 
 
-# what has no program of its own -------------------------------------------------------------------
-
-
 def test_a_plan_issued_part_by_part_is_one_span_and_no_ops(loaded):
     way = {"plans": "ours", "plan_batch": "one", "plan_warmup": "2", "plan_evict": "never"}
     with loaded.variant(toggles_of(way)) as engine:
@@ -249,8 +240,6 @@ def test_variants_are_traced_by_name(engine):
     waits = {name: int(trace.summary()["waits"].iloc[0]) for name, trace in found.items()}
     assert waits == {"every wait": 13, "packed": 3}
 
-
-# when kernels ran ---------------------------------------------------------------------------------
 
 PACKED = STEP | ONE | {"sync": "packed_implicit"}
 MARKED = {"no plans": {}, "a plan of the step": PACKED, "plans of splits": {"plans": "ours"}}
