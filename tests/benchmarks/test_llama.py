@@ -159,17 +159,15 @@ def test_what_is_measured_is_what_a_user_does(engine, name):
     assert np.sum((alone - found) ** 2) < 1e-3 * np.sum(alone**2)
 
 
-REFUSED = [
-    (["-npl", "2,-3"], "-3 sequences cannot be measured with several sequences; give 1 or more"),
-    (["-npl", "2", "-d", "16"], "-npl goes with -p and -n alone; leave -d and -pg out"),
-    (["-npl", "many"], "-npl 'many' is no list of whole numbers"),
-    (["-pps"], "-pps shares a prompt among sequences; give their numbers with -npl"),
-]
-
-
 def test_what_does_not_fit_is_refused_in_one_line(call, engine):
-    for given, said in REFUSED:
-        status, out, err = call("bench", "-m", engine.model.path, "--device", "embedded", *given)
+    for given, said in (
+        ("-npl 2,-3", "-3 sequences cannot be measured with several sequences; give 1 or more"),
+        ("-npl 2 -d 16", "-npl goes with -p and -n alone; leave -d and -pg out"),
+        ("-npl many", "-npl 'many' is no list of whole numbers"),
+        ("-pps", "-pps shares a prompt among sequences; give their numbers with -npl"),
+    ):
+        ask = ("bench", "-m", engine.model.path, "--device", "embedded", *given.split())
+        status, out, err = call(*ask)
         (line,) = err.strip().splitlines()
         assert status == 2 and out == "" and said in line
     for given, said in (([9], [3], [3, 30]), "needs 360 KV cells"), (([3], [3], [21]), "n_seqs=20"):

@@ -232,10 +232,9 @@ def test_a_text_is_scored_as_its_prefill_says(tiny_model, tmp_path, preset, devi
     np.testing.assert_allclose(first["nll"], wanted, rtol=1e-10)
 
 
-QUANTS = ["Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "F16"]
-
-
-@pytest.mark.parametrize("quant", share(QUANTS, every=4))
+@pytest.mark.parametrize(
+    "quant", share(["Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "F16"], every=4)
+)
 def test_eight_bit_activations_are_within_bounds(call, tiny_model, tmp_path, monkeypatch, quant):
     """Computed 24 or 1 at once; a bound that does not hold is one line and status 1."""
     ask = (

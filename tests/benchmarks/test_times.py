@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.oracles.reading import read
 from tests.trace import decoded
 from workbench.benchmarks.times import profiling, token_parts
-from workbench.benchmarks.times.gaps import Gaps, fit_line, host_gaps, load
+from workbench.benchmarks.times.gaps import fit_line, host_gaps, load
 from workbench.benchmarks.times.overlap import in_flight, in_stream_order
 from workbench.benchmarks.times.profiling import Bandwidth, profile_test
 from workbench.benchmarks.workload import draw_tokens, parse
@@ -32,16 +32,10 @@ from workbench.program.side_by_side import regions
 from workbench.trace.lanes import ABOUT
 from workbench.trace.spans import Span
 
-KEPT = {"graph_reuse": "set_rows", "copy_stream": "compute"}
-ARMS = {sync: Toggles(sync=sync, **KEPT) for sync in ("per_copy", "copy_boundary", "packed")}
-
-
-@pytest.fixture(scope="module")
-def found(loaded, tmp_path_factory) -> Gaps:
-    out = tmp_path_factory.mktemp("gaps") / "run"
-    made = host_gaps(loaded, ARMS, n_tokens=10, rounds=3, out=out, name="run")
-    assert load(out).table().equals(made.table())
-    return made
+ARMS = {
+    sync: Toggles(sync=sync, graph_reuse="set_rows", copy_stream="compute")
+    for sync in ("per_copy", "copy_boundary", "packed")
+}
 
 
 def test_stamps_lie_in_their_step_in_order_and_are_let_go(engine):
@@ -59,8 +53,10 @@ def test_stamps_lie_in_their_step_in_order_and_are_let_go(engine):
     assert len(stamps) == 3 and (np.diff(np.array(stamps).ravel()) > 0).all()
 
 
-def test_gaps_have_a_row_for_each_arm_and_a_line(found):
+def test_gaps_have_a_row_for_each_arm_and_a_line(loaded, tmp_path):
     """Lines and steps are of arms that copy alike."""
+    found = host_gaps(loaded, ARMS, n_tokens=10, rounds=3, out=tmp_path / "run", name="run")
+    assert load(tmp_path / "run").table().equals(found.table())
     table = found.table().set_index("arm")
     assert table.index.tolist() == ["per_copy", "copy_boundary", "packed", "per_copy (A/A)"]
     assert table["waits"].tolist() == [13, 3, 3, 13] and table["copies"].tolist() == [7, 7, 2, 7]
@@ -105,10 +101,7 @@ def test_a_launch_counts_as_its_kernels(engine, monkeypatch):
     assert token_parts.issued(engine) == {part: n + 2 for part, n in whole.items()}
 
 
-TIMES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
-
-
-@given(TIMES)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12))
 def test_time_in_flight_is_counted_ns_by_ns(spans):
     running = [sum(begin <= ns < end for begin, end in spans) for ns in range(40)]
     found = in_flight(spans)

@@ -225,22 +225,19 @@ def test_a_stop_at_any_time_leaves_what_there_is(panel, held, monkeypatch):
     assert clicked(early).result is None and "nothing was measured" in early.message.value
 
 
-USES = (
-    lambda e: e.step([1]),
-    lambda e: e.prefill([1, 2]),
-    lambda e: e.generate(tokens=[1], max_tokens=1),
-    lambda e: e.variant(Toggles()),
-    lambda e: wb.profile(e).__enter__(),
-    lambda e: wb.ab(e, "sync=per_copy,packed"),
-)
-
-
 def test_while_a_run_is_on_no_other_uses_an_engine(held, engine, tiny_model):
     sibling, model = engine.variant(Toggles()), tiny_model("tiny-llama", "Q8_0")
     with wb.Engine.load(model, device="host", n_ctx=64) as other:
         before = [each.n_steps for each in (engine, other, sibling)]
         one, ends = held()
-        for use in USES:
+        for use in (
+            lambda e: e.step([1]),
+            lambda e: e.prefill([1, 2]),
+            lambda e: e.generate(tokens=[1], max_tokens=1),
+            lambda e: e.variant(Toggles()),
+            lambda e: wb.profile(e).__enter__(),
+            lambda e: wb.ab(e, "sync=per_copy,packed"),
+        ):
             for used in (engine, sibling):
                 with pytest.raises(UsageError, match=f"^{ON_THIS}$"):
                     use(used)
