@@ -32,7 +32,6 @@ from workbench.benchmarks.runs import results
 from workbench.benchmarks.runs.results import load_run
 from workbench.benchmarks.times.gaps import Gaps
 from workbench.benchmarks.times.token_parts import PARTS
-from workbench.config import EngineConfig
 from workbench.engine.programs import WAYS
 from workbench.report import plots
 from workbench.trace.profile import Timeline
@@ -49,27 +48,30 @@ ARMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def path(tiny_model) -> str:
-    return str(tiny_model("tiny-llama", "Q8_0"))
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = ROOT / "data" / "results"
+
+
+def tiny(tiny_model, device: str, toggles: object = "baseline", **options) -> wb.Engine:
+    path = tiny_model("tiny-llama", "Q8_0")
+    return wb.Engine.load(path, device=device, toggles=toggles, **options)
 
 
 @pytest.fixture(scope="module")
-def planning(path):
-    with wb.Engine.load(path, device="embedded", n_kv_pad=16, toggles="baseline") as engine:
+def planning(tiny_model):
+    with tiny(tiny_model, "embedded", n_kv_pad=16) as engine:
         yield engine
 
 
 @pytest.fixture
-def null(path):
-    with wb.Engine.load(path, device="null", n_seqs=2, n_kv_pad=16, toggles=KEPT) as engine:
+def null(tiny_model):
+    with tiny(tiny_model, "null", KEPT, n_seqs=2, n_kv_pad=16) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def engine(path):
-    config = EngineConfig("embedded", n_ctx=4096, n_seqs=8, n_ubatch=256)
-    with wb.Engine.load(path, config=config, toggles="baseline") as opened:
+def engine(tiny_model):
+    with tiny(tiny_model, "embedded", n_ctx=4096, n_seqs=8, n_ubatch=256) as opened:
         yield opened
 
 
@@ -263,37 +265,26 @@ def test_batched_bench_s_table(engine, tmp_path):
 def test_a_mixed_step_has_tokens_and_a_part_of_a_prompt(engine):
     serving = loaded.settings(engine, "serving")["serving"]
     traces = loaded.step_traces(engine, serving, n_running=3, n_steps=2)
-    sizes = {}
-    for name, trace in traces.items():
-        steps = [s for s in trace.timeline.spans if s.category == "step"]
-        sizes[name] = {s.args["n_tokens"] for s in steps}
-        assert "times an untraced one" in trace.note
+    sizes = {
+        name: {s.args["n_tokens"] for s in trace.timeline.spans if s.category == "step"}
+        for name, trace in traces.items()
+    }
     beside = "253 tokens of a prompt beside them"
     assert sizes == {"a token of each of 3 requests": {3}, beside: {256}}
 
 
-@pytest.fixture(scope="module")
-def served(engine, tmp_path_factory):
-    runs = tmp_path_factory.mktemp("served")
+def test_each_setting_serves_the_same_load(engine, tmp_path):
     arms = loaded.settings(engine, *NAMES)
-    return loaded.measured(engine, arms, "pp8+tg4", "1,2", 6, 0, str(runs)), runs
-
-
-def test_each_setting_serves_the_same_load(served):
-    found, runs = served
+    found = loaded.measured(engine, arms, "pp8+tg4", "1,2", 6, 0, str(tmp_path))
     table = loaded.latency_table(found)
     assert list(table["in flight"]) == [1, 2] * 3 and (table["failed"] == 0).all()
     for name, made in found.items():
-        (folder,) = runs.glob(f"*-served-{loaded.slug(name)}")
+        (folder,) = tmp_path.glob(f"*-served-{loaded.slug(name)}")
         assert load_served(folder).rows[1].figures["completed"] == 6
         assert {row.figures["total_output_tokens"] for row in made.rows} == {6 * 4}
     assert [*loaded.curves(found)["curve"].unique()] == [*NAMES]
     assert plots.throughput_against_latency(loaded.curves(found, "mean_ttft_ms")).axes
     assert list(loaded.sampling_table(found)["sampling"]) == ["host", "device", "host"]
-
-
-ROOT = Path(__file__).resolve().parents[2]
-RUNS = ROOT / "data" / "results"
 
 
 def ab(name: str) -> AB:
@@ -314,11 +305,6 @@ def outputs(notebook: str) -> list[str]:
 
 def answer(notebook: str) -> list[str]:
     return outputs(notebook)[-1].splitlines()
-
-
-def tiny(tiny_model, device: str, toggles: object = "baseline", **options) -> wb.Engine:
-    path = tiny_model("tiny-llama", "Q8_0")
-    return wb.Engine.load(path, device=device, toggles=toggles, **options)
 
 
 def test_effects_are_said_of_all_arms_but_the_control():
@@ -386,11 +372,8 @@ def test_which_waits(tiny_model):
     assert answer("02_sync_modes") == made
 
 
-def test_what_building_costs(tiny_model):
-    off, on = ab("reuse-off"), ab("reuse-on")
-    toggles = wb.Toggles(graph_reuse="set_rows")
-    with tiny(tiny_model, "null", toggles, n_kv_pad=16, n_seqs=2) as counter:
-        steps = kept.reuse_table(counter)
+def test_what_building_costs(null):
+    off, on, steps = ab("reuse-off"), ab("reuse-on"), kept.reuse_table(null)
     names, worth = wb.Toggles.members("redo"), kept.worth_table(on)
     layers = kept.layers_table({name: ab(name.replace("_", "-")) for name in names})
     tables = {"phases": kept.phases_table(off), "steps": steps, "layers": layers, "worth": worth}
