@@ -109,6 +109,11 @@ def perfetto(data: bytes) -> Decoded:
             known[a.name_iid]: getattr(a, a.WhichOneof("value")) for a in event.debug_annotations
         }
 
+    def ends_of(event: TrackEvent) -> list[tuple[int, bool]]:
+        return [(n, False) for n in event.flow_ids] + [
+            (n, True) for n in event.terminating_flow_ids
+        ]
+
     for packet in Trace.FromString(data).packet:
         for table in ("event_names", "event_categories", "debug_annotation_names"):
             for entry in getattr(packet.interned_data, table):
@@ -125,10 +130,7 @@ def perfetto(data: bytes) -> Decoded:
         event, at, track = packet.track_event, packet.timestamp, packet.track_event.track_uuid
         assert at >= last.get(track, 0), "a track's packets are in order of time"
         last[track] = at
-        ends = [(n, False) for n in event.flow_ids] + [
-            (n, True) for n in event.terminating_flow_ids
-        ]
-        for number, is_end in ends:
+        for number, is_end in ends_of(event):
             assert is_end not in times[number], "a flow has one start and one end"
             times[number][is_end] = at
         if event.type == TrackEvent.TYPE_INSTANT:
@@ -142,9 +144,8 @@ def perfetto(data: bytes) -> Decoded:
             category = names["event_categories"][begun.category_iids[0]]
             made = Slice(*tracks[track], track, name, category, start, at, args_of(begun))
             slices.append(made)
-            for one in (begun, event):
-                flows |= {n: flows[n] | {False: made} for n in one.flow_ids}
-                flows |= {n: flows[n] | {True: made} for n in one.terminating_flow_ids}
+            for number, is_end in (*ends_of(begun), *ends_of(event)):
+                flows[number][is_end] = made
     assert not any(open_.values()), "every slice that begins ends"
     assert all(of[False] <= of[True] for of in times.values()), "flows run forwards"
     return Decoded(slices, [Arrow("", of[False], of[True]) for of in flows.values()], instants, {})
