@@ -84,6 +84,7 @@ def test_what_is_not_compared_is_told(tmp_path, call):
     [
         ({"card": "NVIDIA H200"}, "another device (NVIDIA H100 (sm_90), and NVIDIA H200 (sm_90))"),
         ({"number": "2222"}, "another card (1111, and 2222)"),
+        ({"driver": "570.2"}, "another driver (580.1, and 570.2)"),
         ({"day": "2026-11-22"}, "another day (2026-11-21, and 2026-11-22)"),
         ({"cpu": "Another CPU"}, "another processor (A CPU, and Another CPU)"),
     ],

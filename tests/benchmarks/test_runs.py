@@ -72,6 +72,7 @@ def test_what_is_written_is_read(tmp_path):
 DAMAGED = {
     "no run": ("run.json", None), "no samples": ("samples.parquet", None),
     "cut": ("run.json", b"{"), "a list": ("run.json", b"[]"),
+    "latin": ("run.json", b'{"a": "\xff"}'),
     "newer": ("run.json", json.dumps(a_run(schema=2)).encode()),
     "arms": ("run.json", json.dumps(a_run(arms=[{}])).encode()),
     "no parquet": ("samples.parquet", b"PAR1"),

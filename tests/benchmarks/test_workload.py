@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -131,15 +132,11 @@ def load(tiny_model):
     return made
 
 
-def shapes_taken(monkeypatch: pytest.MonkeyPatch, engine: wb.Engine) -> list[Any]:
-    """The shapes of the programs that an engine asks for from now on."""
-    found: list[Any] = []
-    get = engine.steps.programs.get
-    monkeypatch.setattr(
-        engine.steps.programs, "get",
-        lambda key, cell=0: (found.append(key.shape), get(key, cell))[1],
-    )  # fmt: skip
-    return found
+def taken_by(monkeypatch: pytest.MonkeyPatch, engine: wb.Engine) -> Mock:
+    """What an engine asks its programs for from now on."""
+    asked = Mock(wraps=engine.steps.programs.get)
+    monkeypatch.setattr(engine.steps.programs, "get", asked)
+    return asked
 
 
 @pytest.mark.parametrize("toggles", TOGGLES)
@@ -148,9 +145,9 @@ def test_a_rehearsal_has_the_shapes_of_the_steps(load, monkeypatch, toggles, tes
     """What launches on CUDA ask NVRTC for then was asked of many at once before."""
     with load("null", toggles, test) as engine:
         wanted = engine.rehearsal.from_empty(workload.acts(parse(test), engine.config.n_ubatch))
-        taken = shapes_taken(monkeypatch, engine)
+        taken = taken_by(monkeypatch, engine)
         take_sample(engine, parse(test), draw_tokens(parse(test), engine.model.n_vocab, 0))
-        assert wanted == [*dict.fromkeys(taken)]
+        assert wanted == [*dict.fromkeys(c.args[0].shape for c in taken.call_args_list)]
     fake_backend(monkeypatch)
     ready, late, cubin = set[Any](), set[Any](), nvrtc.cubin
 
@@ -172,20 +169,18 @@ def test_a_rehearsal_has_the_shapes_of_the_steps(load, monkeypatch, toggles, tes
 )  # fmt: skip
 def test_no_repetition_compiles_a_cpu_kernel(load, monkeypatch, device, toggles, test):
     """From an empty cache: each kernel that this process has is forgotten."""
-    compiled, seen = list[str](), list[int]()
-    compile_kernel = compiler.compile_kernel
+    compiled, seen = Mock(wraps=compiler.compile_kernel), list[int]()
 
     def take(*given: Any, **named: Any) -> Any:
-        seen.append(len(compiled))
+        seen.append(compiled.call_count)
         return take_sample(*given, **named)
 
     with load(device, toggles, test) as engine:
-        monkeypatch.setattr(compiler, "compile_kernel", lambda name, body: (
-            compiled.append(name), compile_kernel(name, body))[1])  # fmt: skip
+        monkeypatch.setattr(compiler, "compile_kernel", compiled)
         monkeypatch.setattr(workload, "take_sample", take)
         op_table.kernel.cache_clear()
         workload.warm_up([engine], parse(test), 0, None, once=True)
-    assert seen == [len(compiled)] and seen[0] > 5
+    assert seen == [compiled.call_count] and seen[0] > 5
 
 
 def test_a_prompt_and_its_tokens_find_theirs(load, monkeypatch):
@@ -194,6 +189,7 @@ def test_a_prompt_and_its_tokens_find_theirs(load, monkeypatch):
         engine.prefill([1] * 21)
         made: list[Any] = []
         monkeypatch.setattr(engine, "make_ready", made.extend)
-        taken = shapes_taken(monkeypatch, engine)
+        taken = taken_by(monkeypatch, engine)
         engine.generate(tokens=[5] * 18, max_tokens=10)
-        assert {*taken} and {*taken} <= {*made}
+        shapes = {c.args[0].shape for c in taken.call_args_list}
+        assert shapes and shapes <= {*made}
