@@ -32,19 +32,8 @@ from workbench.engine import load
 from workbench.graph.ir import Node
 from workbench.graph.ops import touched_bytes
 from workbench.program.commands import Copy, Launch, Program, Record, Replay, Space, Sync, Wait
-from workbench.trace.cupti import collector, correlate
-from workbench.trace.cupti.activity import (
-    COPY,
-    COUNTED,
-    DRIVER,
-    KERNEL,
-    MEMSET,
-    RUNTIME,
-    SYNC,
-    Activity,
-    Want,
-    named,
-)
+from workbench.trace.cupti import activity, collector, correlate
+from workbench.trace.cupti.activity import COPY, KERNEL, Activity, Want
 from workbench.trace.cupti.clock import Clock, Reading, read_clocks
 from workbench.trace.cupti.correlate import Match, match
 from workbench.trace.cupti.parted import parted
@@ -81,7 +70,7 @@ def works(command: Any, of: Callable[[Node], list[KernelName]] = kernels_of) -> 
     elif isinstance(command, Launch) and not command.by_host:
         for kernel in of(command.node):
             for name in (kernel.function,) if kernel.function else CUBLAS:
-                kind = MEMSET if name == MEMSET else KERNEL
+                kind = activity.MEMSET if name == activity.MEMSET else KERNEL
                 yield blank._replace(kind=kind, name=name, dims=dims(name))
 
 
@@ -119,13 +108,13 @@ class Recording:
         elif isinstance(command, Sync):
             made = self._call(number, f"cu{'Event' if command.event else 'Stream'}Synchronize", at)
             what = "event synchronize" if command.event else "stream synchronize"
-            self.rows.append(Activity(SYNC, what, at, at + CALL_NS, made))
+            self.rows.append(Activity(activity.SYNC, what, at, at + CALL_NS, made))
         elif isinstance(command, Record | Wait):
             self._call(number, "cuEventRecord", at)
         for n, work in enumerate(works(command, self.of)):
             own = ("cudaLaunchKernel", "cuLaunchKernel") if work.name in CUBLAS[1:] else (
                 "cuMemcpyAsync" if work.kind == COPY else "cuMemsetD8Async"
-                if work.kind == MEMSET else "cuLaunchKernel",
+                if work.kind == activity.MEMSET else "cuLaunchKernel",
             )  # fmt: skip
             made = self._call(number, own[0], at + 2 * CALL_NS * n, *own[1:])
             self._ran(work, made, 13 + command.stream.id, at + 100)
@@ -135,9 +124,10 @@ class Recording:
         """The host calls the driver, through the runtime where `nested` is the call inside."""
         made = next(self._numbers)
         self.external[made] = number
-        self.rows.append(Activity(RUNTIME if nested else DRIVER, name, at, at + CALL_NS, made))
+        kind = activity.RUNTIME if nested else activity.DRIVER
+        self.rows.append(Activity(kind, name, at, at + CALL_NS, made))
         if nested:
-            self.rows.append(Activity(DRIVER, nested, at + 1, at + CALL_NS - 1, made))
+            self.rows.append(Activity(activity.DRIVER, nested, at + 1, at + CALL_NS - 1, made))
         return made
 
     def _ran(self, work: Activity, made: int, stream: int, at: int, node: int = 0) -> None:
@@ -202,8 +192,9 @@ class CuptiError(Exception):
 
 
 KIND_OF = {
-    KERNEL: Kind.CONCURRENT_KERNEL, COPY: Kind.MEMCPY, MEMSET: Kind.MEMSET, DRIVER: Kind.DRIVER,
-    RUNTIME: Kind.RUNTIME, SYNC: Kind.SYNCHRONIZATION,
+    KERNEL: Kind.CONCURRENT_KERNEL, COPY: Kind.MEMCPY, activity.MEMSET: Kind.MEMSET,
+    activity.DRIVER: Kind.DRIVER, activity.RUNTIME: Kind.RUNTIME,
+    activity.SYNC: Kind.SYNCHRONIZATION,
 }  # fmt: skip
 DIMS = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")
 
@@ -285,10 +276,10 @@ class Module:
     def _record(self, row: Activity) -> Any:
         times = {"start": row.start + OFFSET_NS, "end": row.end + OFFSET_NS}
         more: dict[str, Any] = {"correlation_id": row.correlation, "name": row.name}
-        if row.kind in (DRIVER, RUNTIME):
+        if row.kind in (activity.DRIVER, activity.RUNTIME):
             self._names.append(row.name)
             more["cbid"] = len(self._names) - 1
-        elif row.kind == SYNC:
+        elif row.kind == activity.SYNC:
             more["type"] = self.ActivitySynchronizationType[row.name.upper().replace(" ", "_")]
         if row.stream is not None:
             more["stream_id"] = row.stream
@@ -717,7 +708,7 @@ def replayed(
                 ran(part, KERNEL, want.function, dims=want.dims)
             else:
                 if chance.random() < 0.3:
-                    ran(part, MEMSET, MEMSET, 4)
+                    ran(part, activity.MEMSET, activity.MEMSET, 4)
                 for i in range(chance.randrange(1, 4)):
                     ran(part, KERNEL, f"gemm_{i}", dims=GEMM_DIMS)
     return rows, nodes, owner
@@ -753,7 +744,7 @@ def test_parts_issued_one_by_one_are_told_by_names(wanted, chance):
         for part in (one, two)
     }  # products in a row: nobody knows how many kernels each has
     for row, part in owner.items():
-        if row.kind in COUNTED and part not in near:
+        if row.kind in activity.COUNTED and part not in near:
             assert told[row._replace(node=0)] == part
 
 
@@ -809,7 +800,7 @@ def test_what_ran_for_a_capture_is_no_node_of_the_graph():
 def test_a_name_is_given_only_to_what_was_launched_so():
     one, other = KERNELS[:2]
     row = Activity(KERNEL, "stale", 10, 20, 7, 13, dims=one.dims)
-    assert [r.name for r in named([row], [one])] == ["norm"]
+    assert [r.name for r in activity.named([row], [one])] == ["norm"]
     for wants in ([other], [one, other], [None], [KernelName("norm", False)]):
-        assert named([row], wants) == [row], wants
-    assert named([row, row], [one]) == [row, row], "one too many"
+        assert activity.named([row], wants) == [row], wants
+    assert activity.named([row, row], [one]) == [row, row], "one too many"
