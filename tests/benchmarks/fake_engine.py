@@ -1,14 +1,10 @@
-"""An engine whose clock is a counter: it computes nothing, and takes exactly as long as it is told.
-
-It has what workbench.benchmarks asks of an engine, and nothing else.
-"""
+"""An engine whose clock is a counter: it computes nothing, and takes as long as it is told."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 
@@ -19,6 +15,7 @@ from workbench.engine.look.nvtx_ranges import OFF
 from workbench.engine.rehearsal import Rehearsal
 from workbench.engine.slots.padding import as_they_are
 
+SPEC = "sync=per_copy,copy_boundary"  # the arms of `timed`
 N_VOCAB = 50
 BOS = 7
 
@@ -35,16 +32,6 @@ class Clock:
     def install(self, monkeypatch) -> Clock:
         monkeypatch.setattr("workbench.benchmarks.workload.now_ns", self)
         return self
-
-
-class FakeFile:
-    tensors: ClassVar[dict] = {}
-
-    def __init__(self):
-        self.metadata = {"tokenizer.ggml.bos_token_id": BOS}
-
-    def get(self, key, kind, default=None):
-        return self.metadata.get(key, default)
 
 
 class FakeEngine:
@@ -81,10 +68,13 @@ class FakeEngine:
             clock=lambda: None,
             synchronize=lambda: self.shared.waits.append(self.shared.steps),
         )
+        metadata = {"tokenizer.ggml.bos_token_id": BOS}
+        get = lambda key, kind, default=None: metadata.get(key, default)  # noqa: E731
         self.model = SimpleNamespace(
             path=Path("models/fake.gguf"), hash="h" * 64, architecture="llama", name="fake",
             quant="Q4_0", n_params=1_236_000_000, n_layer=2, n_embd=8, n_vocab=N_VOCAB,
-            file_bytes=770_000_000, weight_bytes_per_token=700_000_000, file=FakeFile(),
+            file_bytes=770_000_000, weight_bytes_per_token=700_000_000,
+            file=SimpleNamespace(tensors={}, metadata=metadata, get=get),
             weights=[SimpleNamespace(nbytes=500_000_000), SimpleNamespace(nbytes=260_000_000)],
         )  # fmt: skip
         self.counters = {"steps": 0, "wait_ns": 0}

@@ -1,4 +1,4 @@
-"""Run folders that nobody measured: the smallest that is one, and runs of given rates."""
+"""Runs that nobody measured: the smallest that is one, those of given rates, and a comparison."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.runs.results import SampleTable, write_run
 
 DEVICE = "embedded device, 2 workers, A CPU"
+# arm -> factor on the baseline's t/s, of `comparison`
+FACTORS = {
+    "per_copy": 1.0,
+    "copy_boundary": 1.05,
+    "write_read_boundary": 0.95,
+    "blocking_copies": 1.0,
+    "per_copy (A/A)": 1.0,
+}
+TESTS = {"tg32": (32, 1, 100.0), "pp512": (1, 512, 2000.0)}  # rows, tokens a row, t/s
 
 
 def a_run(run_id: str = "r1", **changes: Any) -> dict[str, Any]:
@@ -62,3 +72,33 @@ def gpu(number="1111", driver="580.1", card="NVIDIA H100", day="2026-11-21", cpu
         "machine": {"cpu": {"name": cpu}, "gpus": [{"card": number, "driver": driver}]},
         "started": f"{day}T10:00:00Z",
     }
+
+
+def comparison(
+    device: str = "embedded", model: str = "tiny", rounds: int = 10, tests: tuple = tuple(TESTS)
+) -> AB:
+    """What `wb.ab` would have measured of known speedups."""
+    rng, samples = np.random.default_rng(7), SampleTable("run")
+    for test in tests:
+        n_rows, n_tokens, tps = TESTS[test]
+        for repetition in range(rounds):
+            for arm, factor in FACTORS.items():
+                ns = (1 + 0.01 * rng.random(n_rows)) * 1e9 * n_tokens / tps / factor
+                counts = np.full(n_rows, n_tokens)
+                samples.add(arm, "A/A" in arm, test, repetition, ns.astype(int), counts)
+    arms = [
+        {
+            "name": arm, "is_control": "A/A" in arm, "program": {}, "counters": {},
+            "toggles": {"sync": arm.split()[0], "copy_stream": "own"}, "sync_mode": arm.split()[0],
+        }
+        for arm in FACTORS
+    ]  # fmt: skip
+    answer = {"kind": "exact", "holds": True, "n_rows": 9, "n_differ": 0, "nmse": 0.0}
+    answers = dict.fromkeys(list(FACTORS)[1:], answer)
+    run = a_run(
+        "20261121-000000-sync", tests=list(tests), arms=arms, repetitions=rounds,
+        model={"name": model, "quant": "Q8_0", "file": "m.gguf", "hash": "abc"},
+        engine={"config": {}, "device": device, "device_description": f"{device}, 2 workers"},
+        result={"toggle": "sync", "smoke": False, "warm_up": {}, "answers": answers},
+    )  # fmt: skip
+    return AB(run, samples.frame())

@@ -12,7 +12,7 @@ import pytest
 
 import workbench as wb
 from tests.benchmarks.fake_engine import Clock, FakeEngine
-from workbench.benchmarks.llama import batched, llama_bench
+from workbench.benchmarks.llama import batched
 from workbench.benchmarks.llama.llama_bench import bench, workloads
 from workbench.benchmarks.llama.llama_format import FIELDS, SQL_TYPES, TOKEN_FIELDS, format_rows
 from workbench.benchmarks.runs import results
@@ -108,9 +108,6 @@ def test_csv_and_sql_load(rows):
     assert f"{v['avg_ts']:.2f} ± {v['stddev_ts']:.2f}" in narrow and "| pp16+tg4 " in narrow
 
 
-# several sequences -------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def engine(tiny_model):
     with wb.Engine.load(
@@ -162,17 +159,15 @@ def test_what_is_measured_is_what_a_user_does(engine, name):
     assert np.sum((alone - found) ** 2) < 1e-3 * np.sum(alone**2)
 
 
-REFUSED = [
-    (["-npl", "2,-3"], "-3 sequences cannot be measured with several sequences; give 1 or more"),
-    (["-npl", "2", "-d", "16"], "-npl goes with -p and -n alone; leave -d and -pg out"),
-    (["-npl", "many"], "-npl 'many' is no list of whole numbers"),
-    (["-pps"], "-pps shares a prompt among sequences; give their numbers with -npl"),
-]
-
-
 def test_what_does_not_fit_is_refused_in_one_line(call, engine):
-    for given, said in REFUSED:
-        status, out, err = call("bench", "-m", engine.model.path, "--device", "embedded", *given)
+    for given, said in (
+        ("-npl 2,-3", "-3 sequences cannot be measured with several sequences; give 1 or more"),
+        ("-npl 2 -d 16", "-npl goes with -p and -n alone; leave -d and -pg out"),
+        ("-npl many", "-npl 'many' is no list of whole numbers"),
+        ("-pps", "-pps shares a prompt among sequences; give their numbers with -npl"),
+    ):
+        ask = ("bench", "-m", engine.model.path, "--device", "embedded", *given.split())
+        status, out, err = call(*ask)
         (line,) = err.strip().splitlines()
         assert status == 2 and out == "" and said in line
     for given, said in (([9], [3], [3, 30]), "needs 360 KV cells"), (([3], [3], [21]), "n_seqs=20"):
@@ -202,6 +197,3 @@ def test_each_row_has_the_best_set_for_its_sequences(call, engine, tmp_path, mon
     ]  # fmt: skip
     run = results.load_run(tmp_path / "run").run
     assert run["arms"][0]["counters"]["plans_captured"] > 0, "of the variant, too"
-    with wb.Engine.load(engine.model.path, device="embedded", n_ctx=256, n_seqs=4, threads=1) as of:
-        (one,) = llama_bench.bench(of, [8], [], repetitions=1)
-        assert one.toggles["plans"] == "ours"

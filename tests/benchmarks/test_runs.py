@@ -1,4 +1,5 @@
-"""Run folders: what is written is what is read, and says nothing of where it was made."""
+"""Run folders: what is written is what is read, and says nothing of where it was made; runs that a
+Ctrl-C cut go on."""
 
 from __future__ import annotations
 
@@ -6,27 +7,35 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
+from tests.benchmarks.fake_engine import N_VOCAB, SPEC, Clock, FakeEngine, interrupted, timed
 from tests.benchmarks.made_runs import a_run
 from workbench.benchmarks.compare.ab import ab
-from workbench.benchmarks.compare.rounds import interleave
 from workbench.benchmarks.llama.llama_bench import bench
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
 from workbench.benchmarks.runs.nameless import card_number, nameless_command, nameless_text
-from workbench.benchmarks.runs.results import ARM_KEYS, RUN_KEYS, SampleTable, load_run, write_run
+from workbench.benchmarks.runs.results import (
+    ARM_KEYS,
+    RUN_KEYS,
+    Run,
+    SampleTable,
+    load_run,
+    write_run,
+)
+from workbench.benchmarks.scores import perplexity as ppl
 from workbench.benchmarks.scores.perplexity import perplexity
-from workbench.benchmarks.scores.token_source import sample
+from workbench.benchmarks.scores.token_source import ask, sample
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
 
@@ -60,14 +69,6 @@ def test_what_is_written_is_read(tmp_path):
     assert found["ttft_us"].tolist() == [3.0005] * 2 and found["p99_us"].tolist() == [1.0, 1.0]
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path):
-    with pytest.raises(UsageError, match="arms"):
-        write_run(tmp_path / "r1", {k: v for k, v in a_run().items() if k != "arms"}, None)
-    with pytest.raises(TypeError, match="does not belong"):
-        write_run(tmp_path / "r1", a_run(result={"x": object()}), some_samples())
-    assert not [*tmp_path.iterdir()]
-
-
 DAMAGED = {
     "no run": ("run.json", None), "no samples": ("samples.parquet", None),
     "cut": ("run.json", b"{"), "a list": ("run.json", b"[]"),
@@ -85,6 +86,9 @@ def test_a_damaged_folder_is_refused_in_one_line(tmp_path, how):
     with pytest.raises(UsageError) as error:
         load_run(folder)
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(TypeError, match="does not belong"):
+        write_run(tmp_path / "other", a_run(result={"x": object()}), some_samples())
+    assert [*tmp_path.iterdir()] == [folder], "what cannot be written leaves nothing"
 
 
 def test_runs_are_listed_and_what_is_not_readable(tmp_path):
@@ -94,7 +98,6 @@ def test_runs_are_listed_and_what_is_not_readable(tmp_path):
     table = results.runs(tmp_path)
     assert table["run_id"].tolist() == ["c", "a", "b"]
     assert table["status"][0].startswith("unreadable") and table["status"][1] == "complete"
-    assert table.loc[1, ["model", "tests", "commit"]].tolist() == ["tiny Q8_0", "tg2", "aaaaaaaa"]
     assert results.runs(tmp_path / "missing").empty
 
 
@@ -113,9 +116,6 @@ def test_older_runs_are_read_in_todays_words():
     assert results.in_todays_words(json.loads(json.dumps(kernels))) == kernels
 
 
-# where it was made -------------------------------------------------------------------------------
-
-
 def test_commit_and_dirty_flag(tmp_path, monkeypatch):
     def git(*args):
         user = ("-c", "user.name=t", "-c", "user.email=t@t")
@@ -123,7 +123,6 @@ def test_commit_and_dirty_flag(tmp_path, monkeypatch):
 
     monkeypatch.setattr("workbench.common.checkout._SOURCE", tmp_path)
     unknown = {"hash": "unknown", "number": 0, "dirty": None}
-    assert provenance.commit() == unknown  # no repository
     git("init", "-q")
     recorded = tmp_path / "data" / "results" / "run.json"
     recorded.parent.mkdir(parents=True)
@@ -173,8 +172,7 @@ def test_words_and_text_lose_their_folders_and_hosts():
 class FakeNvml(SimpleNamespace):
     """An NVML whose every query answers 7, but for those that are named."""
 
-    class NVMLError(Exception):
-        pass
+    NVMLError = RuntimeError
 
     def __getattr__(self, name):
         return 0 if name.startswith("NVML_") else lambda *_: 7
@@ -190,8 +188,8 @@ def test_a_gpu_has_a_number_and_no_serial_number(monkeypatch):
         return provenance.gpus()
 
     uuid = "GPU-3c0f7a14-1b1f-4a6e-9d53-5f2d3c0a9b11"
-    (one,), (same,), (other,) = seen(uuid), seen(uuid), seen(uuid.replace("3c", "4c"))
-    assert one == same and one["card"] != other["card"] and one["card"] == card_number(uuid)
+    (one,), (other,) = seen(uuid), seen(uuid.replace("3c", "4c"))
+    assert one["card"] == card_number(uuid) != other["card"]
     assert not any(part in json.dumps(one) for part in uuid.split("-")[1:])
     assert 0.007 in one.values(), "milliwatts are told as watts"
 
@@ -203,15 +201,6 @@ MEASURE = {
         e, sample(e, 4, 0), against=Toggles(fuse_glu="on"), out=out
     ),
 }
-
-
-def strings(value: Any) -> Iterator[str]:
-    """All text in what JSON can say."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from strings(one)
 
 
 @pytest.mark.parametrize("kind", MEASURE)
@@ -227,23 +216,8 @@ def test_a_new_run_has_its_keys_and_no_places(engine, tmp_path, monkeypatch, kin
     assert new["command"] == ["workbench", kind, "-m", model.name, "--out=run"]
     places = [str(tmp_path), str(model.parent), str(Path.home())]
     places += [platform.node()] * (len(platform.node()) > 5)  # a shorter one may be a word
-    for text in strings(new):
-        assert not text.startswith(("/", "~")) and not any(place in text for place in places), text
-
-
-# the loop, and what an interruption leaves -------------------------------------------------------
-
-
-def test_each_arm_is_measured_once_a_round_if_not_known():
-    seen, rounds = [], {}
-
-    def measure(round_: int, arm: int) -> str | None:
-        seen.append((round_, arm))
-        return None if (round_, arm) == (0, 1) else f"{round_}{arm}"
-
-    interleave([0, 1, 5], 3, measure, lambda round_, found: rounds.update({round_: found}))
-    assert [arm for _, arm in seen] == [0, 1, 2, 2, 1, 0, 1, 0, 2]
-    assert rounds[0] == {0: "00", 2: "02"} and list(rounds) == [0, 1, 5]
+    said = json.dumps(new)
+    assert not any(place in said for place in ['"/', '"~', *places])
 
 
 @pytest.mark.parametrize(
@@ -272,3 +246,125 @@ def test_the_finished_is_saved_whatever_ends_it(tmp_path, monkeypatch, error, ra
     with pytest.raises(error), kept(draft_of(tmp_path / "none")):
         raise error
     assert not (tmp_path / "none").exists(), "nothing was measured, and nothing is written"
+
+
+class Kind(NamedTuple):
+    """at: the step of all engines that is cut, in the fifth repetition or the third window."""
+
+    measure: Callable[..., Any]
+    at: int
+    n_kept: int
+    changes: dict[str, dict[str, Any]]  # by what the refusal names
+
+
+def _perplexity(engine, *, tokens="sample:110:0", size=16, out, resume=False, **how):
+    source = ask(None, tokens).open(engine)
+    return ppl.perplexity_by_size(engine, source, {size: out}, resume=resume, **how)
+
+
+BENCH = {"n_prompt": [4], "n_gen": [2], "repetitions": 3}
+KINDS = {
+    "ab": Kind(
+        lambda engine, **how: ab(engine, **({"toggle": SPEC, "tests": "tg2", "rounds": 5} | how)),
+        3 * 14 + 3 * 2 * 2 + 9, 2 * 4,  # 13 forced steps for each arm, 2 warm-ups of 2 tokens
+        {"arms": {"toggle": "sync=per_copy,auto"}, "tests": {"tests": "tg3"}, "seed": {"seed": 1}},
+    ),
+    "bench": Kind(
+        lambda engine, **how: bench(engine, **(BENCH | how)), 9, 3,
+        {"tests": {"n_gen": [3]}, "seed": {"seed": 1}, "engine": {"of": {"n_ctx": 300}},
+         "arms": {"of": {"toggles": Toggles(sync="packed")}}},
+    ),
+    "perplexity": Kind(
+        _perplexity, 2 * 43 + 5, 6,  # each token of a window is drawn, then scored in 3 steps
+        {"seed": {"tokens": "sample:110:1"}, "source": {"tokens": "sample:111:0"},
+         "arms": {"against": Toggles()}, "n_ubatch": {"size": 8}},
+    ),
+}  # fmt: skip
+
+
+def engine_of(monkeypatch, kind: str, **changes) -> FakeEngine:
+    return timed(monkeypatch, 1.5, **({"n_ctx": 40} if kind == "perplexity" else {}) | changes)
+
+
+def cut(monkeypatch, kind: str, out: Path) -> Run:
+    engine = interrupted(engine_of(monkeypatch, kind), KINDS[kind].at)
+    try:
+        KINDS[kind].measure(engine, out=out)
+    except KeyboardInterrupt:
+        assert kind == "bench"
+    return load_run(out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_finished_is_kept_and_the_rest_follows(monkeypatch, tmp_path, kind):
+    measure, out = KINDS[kind].measure, tmp_path / "r"
+    before = cut(monkeypatch, kind, out)
+    assert before.run["status"] == "interrupted"
+    assert len(before.samples) == KINDS[kind].n_kept
+    engine, straight = engine_of(monkeypatch, kind), tmp_path / "straight"
+    measure(engine, out=out, resume=True)
+    whole = load_run(out)
+    assert whole.run["status"] == "complete" and len(whole.run["result"]["sessions"]) == 2
+    assert whole.run["started"] == before.run["started"]
+    assert whole.samples.iloc[: len(before.samples)].equals(before.samples)
+    assert not whole.samples.duplicated(["arm", "test", "repetition", "token"]).any()
+    measure(engine_of(monkeypatch, kind), out=straight)
+    same = ["arm", "test", "repetition", "order", "token", "n_tokens"]
+    assert whole.samples[same].equals(load_run(straight).samples[same])
+    steps = [[a["counters"]["steps"] for a in of.run["arms"]] for of in (before, whole)]
+    if kind == "ab":  # what its repetitions did alone
+        assert steps[1] == [10, 10, 10]
+    else:
+        assert steps[1] == [steps[0][0] + engine.counters["steps"]]
+    if kind == "perplexity":
+        tokens = [pd.read_parquet(f / ppl.TOKENS).drop(columns="run_id") for f in (out, straight)]
+        pd.testing.assert_frame_equal(*tokens)
+    again = engine_of(monkeypatch, kind)
+    measure(again, out=out, resume=True)  # finished: nothing is measured
+    assert load_run(out).samples.equals(whole.samples)
+    assert kind == "ab" or again.shared.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [(kind, key) for kind, of in KINDS.items() for key in of.changes]
+)
+def test_only_the_same_run_is_resumed(monkeypatch, tmp_path, kind, key):
+    cut(monkeypatch, kind, tmp_path / "r")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()}
+    change = dict(KINDS[kind].changes[key])
+    engine = engine_of(monkeypatch, kind, **change.pop("of", {}))
+    with pytest.raises(UsageError, match=f"its {key} is"):
+        KINDS[kind].measure(engine, out=tmp_path / "r", resume=True, **change)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()} == before
+
+
+def ids_of(folder: Path, seed: int = 0) -> str:
+    ids = np.random.default_rng(seed).integers(0, N_VOCAB, 110)
+    (folder / "ids").write_text(" ".join(map(str, ids)))
+    return str(folder / "ids")
+
+
+def test_each_size_goes_on_with_what_it_lacks(tmp_path):
+    """One folder is there whole, one has a window less, and one has none."""
+    engine = FakeEngine(Clock(), n_ctx=40)
+    asked, folders = ids_of(tmp_path), ppl.folders_of(tmp_path / "run", [16, 8, 4])
+    _perplexity(engine, tokens=asked, out=folders[16])
+    interrupted(engine, 8 + 5 * 2 + 1)
+    _perplexity(engine, tokens=asked, size=8, out=folders[8])  # two of three windows
+    assert engine.shared.waits == [8 + 5 * 2 + 1], "nothing is freed that the device reads"
+    engine.shared.stop_at, engine.shared.steps = None, 0
+    runs = ppl.perplexity_by_size(engine, ask(None, asked).open(engine), folders, resume=True)
+    assert engine.shared.steps == 4 + (10 + 10 + 8)
+    for made in runs:
+        assert made.run["repetitions"] == 3
+        assert made.tokens["nll"].tolist() == runs[0].tokens["nll"].tolist()
+    with pytest.raises(UsageError, match="ids has other tokens than the run to resume"):
+        _perplexity(engine, tokens=ids_of(tmp_path, 1), out=folders[16], resume=True)
+
+
+def test_a_sample_that_goes_on_is_not_drawn_again(tmp_path):
+    engine = interrupted(FakeEngine(Clock(), n_ctx=40), 2 * 43 + 5)  # while the third is drawn
+    ppl.perplexity(engine, sample(engine, 110, 3), out=tmp_path / "r")
+    engine.shared.stop_at, engine.shared.steps = None, 0
+    ppl.perplexity(engine, sample(engine, 110, 3), out=tmp_path / "r", resume=True)
+    assert engine.shared.steps == 30 + 2

@@ -16,14 +16,7 @@ from workbench.backend.cuda.kernels import matvec
 from workbench.benchmarks.runs.results import load_run
 from workbench.benchmarks.scores import bounds, divergence
 from workbench.benchmarks.scores import perplexity as ppl
-from workbench.benchmarks.scores.token_source import (
-    TokenWindow,
-    ask,
-    draw,
-    read_ids,
-    sample,
-    windows,
-)
+from workbench.benchmarks.scores.token_source import TokenWindow, ask, draw, sample, windows
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
@@ -41,7 +34,7 @@ def log_softmax(row: np.ndarray) -> list[float]:
     return [v - total for v in values]
 
 
-@pytest.mark.parametrize(("n", "vocabulary"), [(1, 2), (7, 33), (130, 9000)])
+@pytest.mark.parametrize(("n", "vocabulary"), [(7, 33), (130, 9000)])
 def test_nll_is_minus_log_softmax(n, vocabulary):
     """130 x 9000 is more than is reduced at once."""
     rows = logits(n, vocabulary)
@@ -64,8 +57,8 @@ def test_comparison_is_the_direct_formula(error):
         p, q = log_softmax(b[i]), log_softmax(a[i])
         kl = math.fsum(math.exp(x) * (x - y) for x, y in zip(p, q, strict=True))
         assert found["kl"][i] == pytest.approx(kl, abs=1e-13, rel=1e-9)
-        assert found["nll"][i] == pytest.approx(-q[targets[i]], rel=1e-12)
-        assert found["nll_reference"][i] == pytest.approx(-p[targets[i]], rel=1e-12)
+        nll = found["nll"][i], found["nll_reference"][i]
+        assert nll == pytest.approx((-q[targets[i]], -p[targets[i]]), rel=1e-12)
         pairs = [(float(x), float(y)) for x, y in zip(a[i], b[i], strict=True)]
         assert found["error"][i] == pytest.approx(math.fsum((x - y) ** 2 for x, y in pairs))
         assert found["power"][i] == pytest.approx(math.fsum(y * y for _, y in pairs))
@@ -110,9 +103,6 @@ def test_bounds_name_what_is_outside():
     assert found.error == pytest.approx(np.std([1.0, 2.0, 4.0], ddof=1) / math.sqrt(3))
 
 
-# windows and sources -----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine(Clock(), n_ctx=40, wrong={"auto": 0.5})
@@ -148,7 +138,7 @@ def test_a_sample_follows_from_its_seed_alone(engine, bos):
 
 def write(path: Path, content) -> str:
     if isinstance(content, np.ndarray):
-        np.save(path, content, allow_pickle=True)
+        np.save(path, content)
     else:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return str(path)
@@ -167,9 +157,7 @@ def test_ids_are_read_from_every_format(engine, tmp_path, name, content):
 BAD_FILES = {
     "text.npy": ("1 2 3", "cannot be read as .npy"), "floats.npy": (np.zeros(3), "float64 of"),
     "square.npy": (np.zeros((3, 3), int), "int64 of shape (3, 3)"),
-    "objects.npy": (np.array([None, {}]), "cannot be read as .npy"),
     "a.jsonl": ("[1]\n[1,", "line 2: no JSON"), "c.jsonl": ("[true]", "line 1: a line is an id"),
-    "b.jsonl": ('[1]\n{"text": "x"}', "line 2: a line is an id"),
     "a.txt": ("1\n2 the", "line 2: 'the' is no"), "b.txt": (b"1 \xff", "no UTF-8 text: byte 2"),
     "d.txt": (str(BOS), "d.txt holds 0 tokens"), "f.txt": ("1 -1", "token id -1 at index 1"),
     "e.txt": (f"1 {N_VOCAB}", f"token id {N_VOCAB} at index 1"),
@@ -184,14 +172,10 @@ def test_bad_files_are_refused_in_one_line(engine, tmp_path, name):
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-# runs --------------------------------------------------------------------------------------------
-
-
 def test_sizes_share_one_reference(engine, tmp_path):
     """Each size is a run of its own, and its figures are those of one token at a time; the
     reference computes every row once, n_ubatch at a time."""
     folders = ppl.folders_of(tmp_path / "run", [16, 5, 1])
-    assert [f.name for f in folders.values()] == ["run-ub16", "run-ub5", "run-ub1"]
     fast = engine.variant(Toggles(sync="auto"))  # wrong by 0.5 in one logit
     asked = write(tmp_path / "ids", "1 2 " * 29)
     runs = ppl.perplexity_by_size(fast, ask(None, asked).open(fast), folders, against=Toggles())
@@ -200,7 +184,7 @@ def test_sizes_share_one_reference(engine, tmp_path):
         calls[v.toggles.sync] += [len(call) for call in v.calls]
     assert calls["per_copy"] == [16, 16, 8, 16, 2]  # windows of 40 and 18
     assert calls["auto"].count(1) == 58 + 3  # fives leave one of every 16
-    ids, nll = read_ids(Path(asked)), []
+    ids, nll = [1, 2] * 29, []
     for begin in range(0, 58, 40):  # one token at a time, the slow way
         fast.reset()
         for token, last in zip(ids[begin:], [BOS, *ids[begin : begin + 39]], strict=False):
@@ -231,14 +215,6 @@ def test_figures_that_are_no_numbers(engine, tmp_path):
         ppl.perplexity(engine, asked.open(engine), out=tmp_path / "other")
 
 
-# real engines ------------------------------------------------------------------------------------
-
-
-def softmax64(rows: np.ndarray) -> np.ndarray:
-    e = np.exp(rows.astype(np.float64) - rows.max(axis=1, keepdims=True))
-    return e / e.sum(axis=1, keepdims=True)
-
-
 # with a BOS, and without
 @pytest.mark.parametrize(("preset", "device"), [("tiny-llama", "host"), ("tiny-qwen3", "embedded")])
 def test_a_text_is_scored_as_its_prefill_says(tiny_model, tmp_path, preset, device):
@@ -250,15 +226,15 @@ def test_a_text_is_scored_as_its_prefill_says(tiny_model, tmp_path, preset, devi
         assert found["token"].tolist() == ids[1:]  # encode puts BOS before where there is one
         assert found["window"].nunique() == -(-(len(ids) - 1) // 64)
         engine.reset()
-        p = softmax64(engine.prefill(ids[:64], outputs="all"))
+        rows = engine.prefill(ids[:64], outputs="all")
     first = found[found["window"] == 0]
-    np.testing.assert_allclose(first["nll"], -np.log(p[np.arange(64), first["token"]]), rtol=1e-10)
+    wanted = [-log_softmax(row)[token] for row, token in zip(rows, first["token"], strict=True)]
+    np.testing.assert_allclose(first["nll"], wanted, rtol=1e-10)
 
 
-QUANTS = ["Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "F16"]
-
-
-@pytest.mark.parametrize("quant", share(QUANTS, every=4))
+@pytest.mark.parametrize(
+    "quant", share(["Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "F16"], every=4)
+)
 def test_eight_bit_activations_are_within_bounds(call, tiny_model, tmp_path, monkeypatch, quant):
     """Computed 24 or 1 at once; a bound that does not hold is one line and status 1."""
     ask = (

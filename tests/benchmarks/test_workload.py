@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,20 +17,7 @@ from workbench.backend.cpu import compile as compiler
 from workbench.backend.cpu.kernels import op_table
 from workbench.backend.cuda.kernels import nvrtc
 from workbench.benchmarks import workload
-from workbench.benchmarks.workload import (
-    WARM_MAX,
-    Workload,
-    acts,
-    bos_token,
-    draw_tokens,
-    gen_steps,
-    parse,
-    parse_tests,
-    prompt_steps,
-    take_sample,
-    warm_up,
-    wide_enough,
-)
+from workbench.benchmarks.workload import Workload, draw_tokens, parse, take_sample
 from workbench.common.errors import UsageError
 from workbench.config import EngineConfig, Toggles
 
@@ -46,28 +34,28 @@ def test_names_of_tests():
         ("pp512+tg128@b8", (512, 128, 0, 8, False)), ("pp512+tg128 @ s32", (512, 128, 0, 32, True)),
     ):  # fmt: skip
         assert parse(name) == Workload(*expected) == parse(parse(name).name)
-    assert parse_tests("pp8, tg4, tg4") == [Workload(8), Workload(0, 4)]
+    assert workload.parse_tests("pp8, tg4, tg4") == [Workload(8), Workload(0, 4)]
     for name in ("", "pp", "tg0", "pp0+tg4", "pp4tg4", "+tg4", "pp4+", "tg4@4", "tg-4", "xx8",
                  "tg4@d", "@d7", "tg4 tg5", "pp1@b0", "tg1@d3@b2", "tg1@x2"):  # fmt: skip
         with pytest.raises(UsageError, match="does not exist; name it as llama-bench does"):
             parse(name)
     tests = [parse("tg1@b3"), parse("tg1@b2")]
-    assert [wide_enough(tests, EngineConfig(n_seqs=n)).n_seqs for n in (1, 8)] == [3, 8]
+    assert [workload.wide_enough(tests, EngineConfig(n_seqs=n)).n_seqs for n in (1, 8)] == [3, 8]
 
 
 def test_tokens_follow_from_seed_test_and_repetition():
     w = Workload(30, 20, 10)
     a = draw_tokens(w, N_VOCAB, 1, 0, bos=BOS)
     assert a == draw_tokens(w, N_VOCAB, 1, 0, bos=BOS)
-    assert a != draw_tokens(w, N_VOCAB, 1, 1, bos=BOS) != draw_tokens(w, N_VOCAB, 2, 0, bos=BOS)
+    assert a not in (draw_tokens(w, N_VOCAB, 1, 1, bos=BOS), draw_tokens(w, N_VOCAB, 2, 0, bos=BOS))
     assert [len(part) for part in a] == [10, 30, 20]
     assert a.depth[0] == a.gen[0] == BOS  # BOS into the empty cache, and before the generation
     without = draw_tokens(Workload(900), N_VOCAB, 1)
     assert min(without.prompt) == 0 and max(without.prompt) == N_VOCAB - 1
     engine = FakeEngine(Clock())
-    assert bos_token(engine) == BOS
+    assert workload.bos_token(engine) == BOS
     engine.model.file.metadata["tokenizer.ggml.add_bos_token"] = False
-    assert bos_token(engine) is None
+    assert workload.bos_token(engine) is None
 
 
 def test_scope_of_a_repetition(monkeypatch):
@@ -84,12 +72,10 @@ def test_scope_of_a_repetition(monkeypatch):
     assert engine.n_waits == 1  # at the end, so that nothing is left for whoever is next
     again = take_sample(engine, parse("pp20+tg3@d32"), tokens)  # the cache was emptied first
     np.testing.assert_array_equal(sample.last_logits, again.last_logits)
-    long = parse("tg33@d32")
-    with pytest.raises(UsageError, match="n_ctx=65"):
-        take_sample(engine, long, draw_tokens(long, N_VOCAB, 0))
-    engine.recorder = object()
-    with pytest.raises(UsageError, match="recorder"):
-        take_sample(engine, Workload(0, 2), draw_tokens(Workload(0, 2), N_VOCAB, 0))
+    for refused, says in (("tg33@d32", "n_ctx=65"), ("tg2", "recorder")):
+        with pytest.raises(UsageError, match=says):
+            take_sample(engine, parse(refused), draw_tokens(parse(refused), N_VOCAB, 0))
+        engine.recorder = object()
 
 
 def test_several_sequences_are_packed_into_steps():
@@ -102,10 +88,14 @@ def test_several_sequences_are_packed_into_steps():
     assert tokens.prompt[::5] == [1] * 4 and len(tokens.gen) == 12
     assert len({tuple(tokens.prompt[i : i + 5]) for i in range(0, 20, 5)}) == 4
     # prompts are packed into ubatches of 10, each the end of a prompt; steps of 9 tokens are two
-    found = [[(s, len(ids), out) for s, ids, out in w] for w in prompt_steps(own, range(20), 10)]
+    found = [
+        [(s, len(ids), out) for s, ids, out in w] for w in workload.prompt_steps(own, range(20), 10)
+    ]
     assert found == [[(0, 5, "none"), (1, 5, "none")], [(2, 5, "none"), (3, 5, "last")]]
     for test, n, lengths in ((own, 12, [[4]] * 3), (parse("tg1@b9"), 9, [[8, 1]])):
-        assert [[len(work) for work in row] for row in gen_steps(test, range(n), 8)] == lengths
+        assert [
+            [len(work) for work in row] for row in workload.gen_steps(test, range(n), 8)
+        ] == lengths
 
 
 def test_warm_up_ends_when_times_settle(monkeypatch):
@@ -113,22 +103,21 @@ def test_warm_up_ends_when_times_settle(monkeypatch):
     for ns_of, ends in (
         (lambda toggles, n, nth: 9000 if nth <= 4 else 1000, (3, True)),
         (lambda toggles, n, nth: 1000 if nth <= 4 else 1000 * nth, (2, True)),  # slower: no warm-up
-        (lambda toggles, n, nth: 10**6 * 0.97**nth, (WARM_MAX, False)),
+        (lambda toggles, n, nth: 10**6 * 0.97**nth, (workload.WARM_MAX, False)),
         (lambda toggles, n, nth: 10**11 / nth, (2, False)),
     ):
-        assert warm_up([FakeEngine(clock, ns_of=ns_of)], Workload(0, 4), 0, None) == ends
-    assert warm_up([FakeEngine(clock)], Workload(0, 4), 0, None, once=True) == (1, False)
+        assert workload.warm_up([FakeEngine(clock, ns_of=ns_of)], Workload(0, 4), 0, None) == ends
+    assert workload.warm_up([FakeEngine(clock)], Workload(0, 4), 0, None, once=True) == (1, False)
 
 
-# what is compiled before -------------------------------------------------------------------------
-
-SERVED = Toggles(
-    kv_cache="per_sequence", graph_reuse="set_rows", batch_sizes="padded", kv_growth="geometric",
-    skip_masked_kv="tail",
-)  # fmt: skip
-TOGGLES = {"plain": Toggles(graph_reuse="set_rows"), "served": SERVED}
+TOGGLES = {
+    "plain": Toggles(graph_reuse="set_rows"),
+    "served": Toggles(
+        kv_cache="per_sequence", graph_reuse="set_rows", batch_sizes="padded",
+        kv_growth="geometric", skip_masked_kv="tail",
+    ),
+}  # fmt: skip
 TESTS = ("tg40", "pp37+tg3", "tg3@d33", "pp20+tg4@b3", "pp20+tg4@s3", "tg2@b19")
-both = pytest.mark.parametrize("toggles", TOGGLES)
 
 
 @pytest.fixture
@@ -143,26 +132,22 @@ def load(tiny_model):
     return made
 
 
-def shapes_taken(monkeypatch: pytest.MonkeyPatch, engine: wb.Engine) -> list[Any]:
-    """The shapes of the programs that an engine asks for from now on."""
-    found: list[Any] = []
-    get = engine.steps.programs.get
-    monkeypatch.setattr(
-        engine.steps.programs, "get",
-        lambda key, cell=0: (found.append(key.shape), get(key, cell))[1],
-    )  # fmt: skip
-    return found
+def taken_by(monkeypatch: pytest.MonkeyPatch, engine: wb.Engine) -> Mock:
+    """What an engine asks its programs for from now on."""
+    asked = Mock(wraps=engine.steps.programs.get)
+    monkeypatch.setattr(engine.steps.programs, "get", asked)
+    return asked
 
 
-@both
+@pytest.mark.parametrize("toggles", TOGGLES)
 @pytest.mark.parametrize("test", TESTS)
 def test_a_rehearsal_has_the_shapes_of_the_steps(load, monkeypatch, toggles, test):
     """What launches on CUDA ask NVRTC for then was asked of many at once before."""
     with load("null", toggles, test) as engine:
-        wanted = engine.rehearsal.from_empty(acts(parse(test), engine.config.n_ubatch))
-        taken = shapes_taken(monkeypatch, engine)
+        wanted = engine.rehearsal.from_empty(workload.acts(parse(test), engine.config.n_ubatch))
+        taken = taken_by(monkeypatch, engine)
         take_sample(engine, parse(test), draw_tokens(parse(test), engine.model.n_vocab, 0))
-        assert wanted == [*dict.fromkeys(taken)]
+        assert wanted == [*dict.fromkeys(c.args[0].shape for c in taken.call_args_list)]
     fake_backend(monkeypatch)
     ready, late, cubin = set[Any](), set[Any](), nvrtc.cubin
 
@@ -173,7 +158,7 @@ def test_a_rehearsal_has_the_shapes_of_the_steps(load, monkeypatch, toggles, tes
     monkeypatch.setattr(nvrtc, "compile_many", lambda wanted, arch, left: ready.update(wanted))
     with load("cuda", toggles, test, "Q4_K") as engine:
         monkeypatch.setattr(nvrtc, "cubin", noted)
-        warm_up([engine], parse(test), 0, None, once=True)
+        workload.warm_up([engine], parse(test), 0, None, once=True)
     assert len(ready) > 3 and not late
 
 
@@ -184,20 +169,18 @@ def test_a_rehearsal_has_the_shapes_of_the_steps(load, monkeypatch, toggles, tes
 )  # fmt: skip
 def test_no_repetition_compiles_a_cpu_kernel(load, monkeypatch, device, toggles, test):
     """From an empty cache: each kernel that this process has is forgotten."""
-    compiled, seen = list[str](), list[int]()
-    compile_kernel = compiler.compile_kernel
+    compiled, seen = Mock(wraps=compiler.compile_kernel), list[int]()
 
     def take(*given: Any, **named: Any) -> Any:
-        seen.append(len(compiled))
+        seen.append(compiled.call_count)
         return take_sample(*given, **named)
 
     with load(device, toggles, test) as engine:
-        monkeypatch.setattr(compiler, "compile_kernel", lambda name, body: (
-            compiled.append(name), compile_kernel(name, body))[1])  # fmt: skip
+        monkeypatch.setattr(compiler, "compile_kernel", compiled)
         monkeypatch.setattr(workload, "take_sample", take)
         op_table.kernel.cache_clear()
-        warm_up([engine], parse(test), 0, None, once=True)
-    assert seen == [len(compiled)] and seen[0] > 5
+        workload.warm_up([engine], parse(test), 0, None, once=True)
+    assert seen == [compiled.call_count] and seen[0] > 5
 
 
 def test_a_prompt_and_its_tokens_find_theirs(load, monkeypatch):
@@ -206,6 +189,7 @@ def test_a_prompt_and_its_tokens_find_theirs(load, monkeypatch):
         engine.prefill([1] * 21)
         made: list[Any] = []
         monkeypatch.setattr(engine, "make_ready", made.extend)
-        taken = shapes_taken(monkeypatch, engine)
+        taken = taken_by(monkeypatch, engine)
         engine.generate(tokens=[5] * 18, max_tokens=10)
-        assert {*taken} and {*taken} <= {*made}
+        shapes = {c.args[0].shape for c in taken.call_args_list}
+        assert shapes and shapes <= {*made}

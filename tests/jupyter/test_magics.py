@@ -1,4 +1,4 @@
-"""`%%wb_profile` as Jupyter runs it, in an IPython shell without a browser."""
+"""`%%wb_profile` as Jupyter runs it, in an IPython shell without a browser; and what is shown."""
 
 from __future__ import annotations
 
@@ -41,14 +41,12 @@ def profiled(shell):
         shell.user_ns.pop("t", None)
         with capture_output() as shown:
             result = shell.run_cell(f"{magic} {line}\n{cell}", store_history=False)
+        pictures = [o.data["image/png"] for o in shown.outputs if "image/png" in o.data]
+        error, trace = result.error_before_exec or result.error_in_exec, shell.user_ns.get("t")
         return SimpleNamespace(
-            trace=shell.user_ns.get("t"),
-            error=result.error_before_exec or result.error_in_exec,
-            value=result.result,
-            pictures=[o.data["image/png"] for o in shown.outputs if "image/png" in o.data],
-            out=shown.stdout,
-            err=shown.stderr,
-        )
+            trace=trace, error=error, value=result.result, pictures=pictures,
+            out=shown.stdout, err=shown.stderr,
+        )  # fmt: skip
 
     return run
 
@@ -63,7 +61,7 @@ def test_a_cell_is_traced_drawn_bound_and_written(profiled, shell, engine, tmp_p
     for name in ("waits", "copies", "launches"):
         assert (steps[name] == counts[name]).all(), name
     assert out.stat().st_size > 0 and f"wrote {out}" in found.out
-    assert "2 steps of eng" in found.out and "not for throughput" in found.out
+    assert "2 steps of eng" in found.out
     assert shell.user_ns["x"].shape == (1, engine.model.n_vocab)
 
 
@@ -91,12 +89,8 @@ def test_a_window_bounds_what_is_kept_and_one_is_drawn(profiled, engine):
     steps = "for i in range(1, {n}):\n    eng.step([i])"
     few = profiled("--window 2,3 --as t", steps.format(n=8)).trace
     assert list(few.summary().index) == [first + 2, first + 3, first + 4]
-    trace = profiled("--as t", steps.format(n=20)).trace
-    times = trace.summary()["step_us"]
-    [drawn] = trace._drawn(trace.to_frame(), trace.engines["eng"])
-    assert len(times) == 19 > MOST_DRAWN
-    nearest = (times - times.median()).abs().min()
-    assert abs(times[drawn] - times.median()) == pytest.approx(nearest), "a typical one"
+    shown = profiled("--as t", steps.format(n=20))
+    assert len(shown.trace.summary()) == 19 > MOST_DRAWN and len(shown.pictures) == 1
 
 
 def test_without_names_every_engine_is_traced(profiled, shell, engine):
@@ -174,26 +168,22 @@ def test_an_interrupted_cell_keeps_its_trace(profiled, engine, monkeypatch):
     assert np.array_equal(engine.step([1]), right), "and the engine goes on"
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
+def test_a_wrong_line_is_refused_before_the_cell_runs(profiled, shell):
+    for line, says in (
         ("nobody", "nobody is no engine; there is eng"),
         ("--window 3", "--window '3' holds no step"),
-        ("--window 0,0", "--window '0,0' holds no step"),
+        ("--window 0,0", "holds no step"),
         ("--window -1,2", "expected one argument"),
         ("--as 3x", "--as '3x' cannot be bound"),
         ("--as class", "--as 'class' cannot be bound"),
         ("--out nowhere/t.pftrace", "nowhere does not exist; make it first"),
         ("--out /tmp", "--out /tmp cannot be written: it is a folder"),
         ("--collector nsys", "invalid choice: 'nsys'"),
-        ("--slow", "unrecognized arguments: --slow"),
-    ],
-)
-def test_a_wrong_line_is_refused_before_the_cell_runs(profiled, shell, line, says):
-    shown = profiled(line, "ran = True")
-    assert shown.error is not None and "ran" not in shell.user_ns
-    said = (shown.err + shown.out).strip()
-    assert says in said and "Traceback" not in said
+    ):
+        shown = profiled(line, "ran = True")
+        assert shown.error is not None and "ran" not in shell.user_ns
+        said = (shown.err + shown.out).strip()
+        assert says in said and "Traceback" not in said
 
 
 def test_a_collector_that_cannot_be_used_is_named(profiled):
@@ -201,8 +191,7 @@ def test_a_collector_that_cannot_be_used_is_named(profiled):
     trace, found = shown.trace, shown.trace.profiles["eng"]
     assert shown.error is None and trace.note in shown.out
     assert found.collector == "events" and found.fallback and found.fallback in trace.note
-    page = trace._repr_html_()
-    assert "<table>" in page and "1 step of eng" in page and "device spans from events" in page
+    assert "device spans from events" in trace._repr_html_()
     timed = profiled("", "import workbench as wb\nwb.ab(eng, 'sync', ['packed'])")
     assert isinstance(timed.error, UsageError) and "recorder" in str(timed.error), "not traced"
 
@@ -215,3 +204,26 @@ def test_a_disk_that_fails_is_said_in_one_line(profiled, tmp_path):
     assert shown.pictures and len(shown.trace.engines["eng"]) == 1, "all else is there"
     failing = profiled(f"--as t --out {out}", "logits = eng.step([1])\n1 / 0")
     assert isinstance(failing.error, ZeroDivisionError) and "cannot be written" in failing.err
+
+
+def test_what_a_user_can_mend_is_shown_in_one_line(shell):
+    for cell, line in (
+        ("eng.step([10**6])", ""),
+        ("token = 10**6\neng.step([token])", "  in line 2: eng.step([token])"),
+        # raises below a frame of contextlib's
+        ("import workbench as wb\nwith wb.profile(eng, window=(0, 0)):\n    pass",
+         "  in line 2: with wb.profile(eng, window=(0, 0)):"),
+    ):  # fmt: skip
+        with capture_output() as shown:
+            shell.run_cell(cell)
+        first, *more = shown.stdout.splitlines()
+        assert first.startswith("UsageError: ") and more == [line] * bool(line)
+
+
+def test_engines_and_programs_show_themselves(engine):
+    program = engine.program(n_tokens=4)
+    for shown in (repr(program), program._repr_html_()):
+        for what, number in program.counts().items():
+            assert f"{number} {what.replace('_', ' ')}" in shown
+    for shown in (repr(engine), engine._repr_html_()):
+        assert "sync mode per_copy; 0 of 128 cells used" in shown

@@ -1,21 +1,16 @@
 """A tool for NVTX, made without a compiler: the library it loads, and the counting in it.
 
-NVTX finds a tool through the variable NVTX_INJECTION64_PATH: it opens that shared library and calls
-its `InitializeInjectionNvtx2` (nvtx3, nvtxDetail/nvtxInit.h). `write_library` writes such a
-library: the exported function is one jump through the exported word `nvtx_tool_entry`. `Counter`
-opens the library first and puts the address of its own function into that word. When NVTX calls, it
-takes over the entries of NVTX's function tables that it wants (nvtxDetail/nvtxTypes.h has their
-numbers and signatures). So NVTX goes the whole way it goes for a real tool.
+NVTX opens the library in NVTX_INJECTION64_PATH and calls its `InitializeInjectionNvtx2` (nvtx3,
+nvtxDetail/nvtxInit.h): in the one that `write_library` writes, a jump through the exported word
+`nvtx_tool_entry`, where `Counter` has put the address of its own function before. That takes over
+the entries of NVTX's function tables (nvtxDetail/nvtxTypes.h) that it wants.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
-import os
 import platform
 import sys
-from collections.abc import Sequence
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from struct import pack, unpack
@@ -96,13 +91,11 @@ class Event(NamedTuple):
 class Counter:
     """The tool in the library at `path`. Make it before the first NVTX call of the process.
 
-    events: what NVTX said, in order. log: a file that has each as a line of JSON at once, for
-    processes that end as they like."""
+    events: what NVTX said, in order."""
 
-    def __init__(self, path: Path, log: Path | None = None):
+    def __init__(self, path: Path):
         self.loaded = False
         self.events: list[Event] = []
-        self._log = None if log is None else log.open("w", buffering=1)
         self._names: list[bytes] = [b""]  # what handles stand for: domains and strings, by number
         self._categories: dict[tuple[int, int], str] = {}  # by domain and number
         self._n_started = 0
@@ -142,8 +135,6 @@ class Counter:
     def _add(self, kind: str, domain: int, *more: Any, number: int = 0) -> int:
         event = Event(kind, self._names[domain].decode(), *more)._replace(number=number)
         self.events.append(event)
-        if self._log is not None:
-            self._log.write(json.dumps(event) + "\n")
         return 0
 
     def _begun(self, kind: str, domain: int, attributes: int, number: int = 0) -> int:
@@ -164,39 +155,3 @@ class Counter:
         self._n_started += 1
         self._begun("start", domain, attributes, self._n_started)
         return self._n_started
-
-
-# every Python that begins with the variables of `environment` has a tool, whoever starts it
-_SITE = """
-import os, sys
-from pathlib import Path
-sys.path.append(os.environ["NVTX_TOOL_HELPER"])
-import nvtx_injection
-logs, library = os.environ["NVTX_TOOL_LOGS"], os.environ["NVTX_INJECTION64_PATH"]
-tool = nvtx_injection.Counter(Path(library), Path(logs, f"{os.getpid()}.jsonl"))
-"""
-
-
-def environment(folder: Path) -> dict[str, str]:
-    """Variables with which Python processes, and those that they start, have a tool from their
-    begin. What NVTX says goes to files in `folder` (`logged`)."""
-    site, library = folder / "site", folder / "libnvtxtool.so"
-    site.mkdir(parents=True)
-    (site / "sitecustomize.py").write_text(_SITE)
-    write_library(library)
-    paths = filter(None, (str(site), os.environ.get("PYTHONPATH")))
-    return {
-        "PYTHONPATH": os.pathsep.join(paths), "NVTX_INJECTION64_PATH": str(library),
-        "NVTX_TOOL_HELPER": str(Path(__file__).parent), "NVTX_TOOL_LOGS": str(folder),
-    }  # fmt: skip
-
-
-def logged(folder: Path) -> list[list[Event]]:
-    """What the tool of each process heard, of processes that said anything."""
-    found = [path.read_text().splitlines() for path in sorted(folder.glob("*.jsonl"))]
-    return [[as_event(json.loads(line)) for line in lines] for lines in found if lines]
-
-
-def as_event(row: Sequence[Any]) -> Event:
-    """An event that JSON gives back."""
-    return Event(*(tuple(value) if isinstance(value, list) else value for value in row))

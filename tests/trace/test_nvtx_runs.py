@@ -1,16 +1,16 @@
 """What a tool that listens to NVTX hears of runs: steps, phases, commands, replays, requests.
 
-`python -m tests.trace.test_nvtx_runs MODEL` does what the tests look at, in a process that has a
-tool from its begin: on stdout, of each scenario, its facts and what NVTX said."""
+NVTX looks for its tool once, at a process's first call: what is looked at is done in children."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -23,16 +23,16 @@ from tests.trace import nvtx_injection
 from tests.trace.nvtx_injection import Event
 from workbench.common.errors import UsageError
 from workbench.config import EngineConfig, Toggles
+from workbench.engine.look.nvtx_ranges import ranges_of
 from workbench.engine.slots.asks import Ask
 from workbench.model.sampler import Sampling
+from workbench.server.wire import worker
 from workbench.server.wire.messages import Finish
-from workbench.server.wire.worker import WorkerSettings, start
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
     not nvtx_injection.supported(), reason="the injection library is written for Linux only"
 )
-PHASES_BUILT = {"batch", "graph", "fuse", "split", "layout", "lower", "prepare"}
+TOOL = "NVTX_INJECTION64_PATH"
 PROMPT = [1, 2, 3, 4, 5]
 PLANS = Toggles(
     graph_reuse="set_rows", plans="ours", plan_scope="step", sync="packed_implicit",
@@ -40,9 +40,6 @@ PLANS = Toggles(
 )  # fmt: skip
 AHEAD = PLANS.switched("launch_ahead", "on")
 BEHIND = PLANS.switched("results", "behind").switched("host_source", "pinned_ring_2")
-
-
-# what the process does ----------------------------------------------------------------------------
 
 
 def kinds(engine: wb.Engine, n_past: int) -> dict[str, int]:
@@ -101,11 +98,21 @@ class Scenarios:
             pending.wait()
         return base.n_past
 
+    def served(self, base: wb.Engine) -> Any:
+        """As the engine process of a server does."""
+        ours, theirs = multiprocessing.Pipe()
+        for number in range(3):
+            tokens = np.arange(1, 6 + number, dtype=np.int32)
+            ours.send(Ask(number, tokens, 4, Sampling(), 0))
+        ours.send(Finish())
+        config = EngineConfig(device="embedded", n_ctx=128, n_seqs=2, n_ubatch=32, threads=1)
+        worker.main([theirs], worker.WorkerSettings(str(base.model.path), config, 2))
 
-def main(model: str) -> None:
-    import sitecustomize  # the tool is there (`nvtx_injection.environment`)
 
-    found, tool = {}, sitecustomize.tool
+def listened(model: Path, library: Path) -> dict[str, tuple[Any, list[Event]]]:
+    """Of each scenario its facts and what NVTX said."""
+    os.environ[TOOL] = str(library)
+    found, tool = {}, nvtx_injection.Counter(library)
     with wb.Engine.load(
         model, device="embedded", n_ctx=64, n_ubatch=2, threads=1, toggles=Toggles()
     ) as base:
@@ -113,10 +120,21 @@ def main(model: str) -> None:
             base.reset()
             tool.events.clear()
             found[name] = getattr(Scenarios(), name)(base), tool.events[:]
-    json.dump(found, sys.stdout)
+    return found
 
 
-# what it said -------------------------------------------------------------------------------------
+def without_the_package() -> list[str]:
+    os.environ.pop(TOOL, None)
+    sys.modules["nvtx"] = None  # type: ignore[assignment]
+    said = [ranges_of(setting).words for setting in ("off", "auto")]
+    with pytest.raises(UsageError) as error:
+        ranges_of("on")
+    return [*said, str(error.value)]
+
+
+def in_a_child(function: Callable[..., Any], *given: object) -> Any:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *given).result(300)
 
 
 class Told(NamedTuple):
@@ -137,45 +155,28 @@ class Told(NamedTuple):
     def of(self, category: str) -> list[Event]:
         return [e for e in self.begun if e.category == category]
 
-    def check_balanced(self) -> None:
-        """Every range has ended, once, and no thread's range ended before it began."""
-        depth, open_ones = 0, set[int]()
-        for event in self.events:
-            depth += {"push": 1, "pop": -1}.get(event.kind, 0)
-            assert depth >= 0
-            if event.kind == "start":
-                open_ones.add(event.number)
-            elif event.kind == "end":
-                open_ones.remove(event.number)
-        assert depth == 0 and not open_ones
-
-
-def ran(folder: Path, *command: object, tool: bool = True) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k != "NVTX_INJECTION64_PATH"}
-    env |= nvtx_injection.environment(folder) if tool else {}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], env=env, cwd=ROOT, capture_output=True, text=True,
-        timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done
-
 
 @pytest.fixture(scope="module")
 def told(tiny_model, tmp_path_factory) -> dict[str, Told]:
     """By scenario."""
-    model, folder = tiny_model("tiny-llama", "Q8_0"), tmp_path_factory.mktemp("nvtx") / "tool"
-    said = json.loads(ran(folder, "-m", "tests.trace.test_nvtx_runs", model).stdout)
-    return {
-        name: Told(facts, [nvtx_injection.as_event(event) for event in events])
-        for name, (facts, events) in said.items()
-    }
+    library = tmp_path_factory.mktemp("nvtx") / "libnvtxtool.so"
+    nvtx_injection.write_library(library)
+    found = in_a_child(listened, tiny_model("tiny-llama", "Q8_0"), library)
+    return {name: Told(*one) for name, one in found.items()}
 
 
-@pytest.mark.long
 def test_every_range_ends_and_has_a_registered_name(told):
+    """Once, and no thread's range before it began."""
     for name, one in told.items():
-        one.check_balanced()
+        depth, open_ones = 0, set[int]()
+        for event in one.events:
+            depth += {"push": 1, "pop": -1}.get(event.kind, 0)
+            assert depth >= 0, name
+            if event.kind == "start":
+                open_ones.add(event.number)
+            elif event.kind == "end":
+                open_ones.remove(event.number)
+        assert depth == 0 and not open_ones, name
         assert {e.domain for e in one.events} == {"workbench"}, name
         assert all(e.registered and e.category and e.payload is not None for e in one.begun), name
     assert len(told["failing"].of("step")) == 2 and told["failing"].facts == 0
@@ -193,7 +194,8 @@ def test_each_command_of_a_step_is_a_range(told):
     assert {kind: last.n[kind] for kind in one.facts} == one.facts
     splits = [(e.name, e.payload) for e in last.of("split")]
     assert splits == [("split 0 (host)", 0), ("split 1 (embedded)", 1)]
-    assert {(e.name, e.payload) for e in last.of("build")} == {(name, 4) for name in PHASES_BUILT}
+    built = {"batch", "graph", "fuse", "split", "layout", "lower", "prepare"}
+    assert {(e.name, e.payload) for e in last.of("build")} == {(name, 4) for name in built}
     # bytes of copies: a token's id is int32, its row of the cache int64
     sizes = {e.name: e.payload for e in last.of("copy")}
     assert (sizes["inp_pos"], sizes["attn_inp_k_idxs"]) == (4, 8)
@@ -234,58 +236,16 @@ def test_stamped_and_traced_steps_have_the_same_ranges(told):
     assert told["traced_alone"].n == alone
 
 
-# the setting --------------------------------------------------------------------------------------
-
-# Runs in a process of its own: NVTX looks for its tool once, at its first call.
-PROGRAM = """
-import sys
-if sys.argv[2:]:
-    sys.modules["nvtx"] = None
-from workbench.engine.look.nvtx_ranges import ranges_of
-try:
-    ranges = ranges_of(sys.argv[1])
-    print(ranges.on, ranges.words, sep=": ")
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-
-
-@pytest.mark.parametrize(
-    ("setting", "tool", "said"),
-    [
-        (["off"], True, "False: off"),
-        (["auto"], False, "False: off"),
-        (["on"], False, "True: on, no tool listens"),
-        (["auto", "no package"], False, "False: off"),
-        (["on", "no package"], False, "UsageError nvtx=on: the package nvtx is not installed"),
-    ],
-)
-def test_without_a_tool_there_are_no_ranges(tmp_path, setting, tool, said):
-    assert ran(tmp_path, "-c", PROGRAM, *setting, tool=tool).stdout.startswith(said)
-    assert not nvtx_injection.logged(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_served_request_is_a_range_over_steps(tiny_model, tmp_path, monkeypatch):
-    """The engine process of a server has the setting, and hears of the tool by itself."""
-    for name, value in nvtx_injection.environment(tmp_path / "tool").items():
-        monkeypatch.setenv(name, value)
-    config = EngineConfig(device="embedded", n_ctx=128, n_seqs=2, n_ubatch=32, threads=1)
-    (pipe,), process = start(WorkerSettings(str(tiny_model("tiny-llama", "Q8_0")), config, 2))
-    for number in range(3):
-        pipe.send(Ask(number, np.arange(1, 6 + number, dtype=np.int32), 4, Sampling(), 0))
-    pipe.send(Finish())
-    process.join(120)
-    assert process.exitcode == 0
-    (events,) = nvtx_injection.logged(tmp_path / "tool")  # of the one process that said anything
-    one = Told({}, events)
-    one.check_balanced()
-    requests, servers = one.of("request"), one.of("server")
+def test_a_served_request_is_a_range_over_steps(told):
+    requests, servers = (told["served"].of(category) for category in ("request", "server"))
     assert [(e.name, e.payload) for e in requests] == [("request", n) for n in range(3)]
-    assert {e.number for e in requests} < {e.number for e in one.events if e.kind == "end"}
+    assert {e.number for e in requests} < {e.number for e in told["served"].events}
     assert len(servers) >= 4 and {e.name for e in servers} == {"server step"}
     assert max(e.payload for e in servers) == 2  # that run when it begins
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+def test_without_a_tool_there_are_no_ranges():
+    said = [ranges_of(setting).words for setting in ("off", "auto", "on")]
+    assert said == ["off", "off", "on, no tool listens"]
+    missing = "nvtx=on: the package nvtx is not installed here; use nvtx=off"
+    assert in_a_child(without_the_package) == ["off", "off", missing]

@@ -1,31 +1,33 @@
 """Traces of real runs: spans are the program's commands, with parts of plans and branches, and so
-are tables, patterns and both formats of the file."""
+are tables, patterns and files; and when kernels ran, by the device's marks, untraced."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 import workbench as wb
-from tests.oracles.trace_pattern import HIDDEN, LETTERS, trace_pattern
+from tests.oracles.trace_pattern import HIDDEN, trace_pattern
 from tests.orderings import PLACED
 from tests.profiles import share
-from tests.trace import chrome_decode, perfetto_decode
+from tests.trace import decoded
+from workbench.benchmarks.times.overlap import WARM_UP, measure_overlap
 from workbench.common import checkout
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
+from workbench.engine.look.kernel_spans import kernel_spans, number_of
 from workbench.graph.ops import touched_bytes
-from workbench.program import commands as c
 from workbench.program.commands import Copy, Launch, Program, Replay, Sync, Wait
-from workbench.report.timelines import LOOKS
+from workbench.program.side_by_side import regions
 from workbench.trace.lanes import ABOUT
 from workbench.trace.profile import Profile, profile, profile_each
-from workbench.trace.spans import CATEGORIES, HOST_LANE, Span
+from workbench.trace.spans import HOST_LANE, Span, now_ns
 
 STEP = {"plans": "ours", "plan_scope": "step"}
 ONE = {"sync": "implicit", "copy_stream": "compute"}
@@ -51,31 +53,15 @@ class Traced(NamedTuple):
     prof: Profile
     programs: dict[int, Program]
 
-    @property
-    def program(self) -> Program:
-        return next(iter(self.programs.values()))
-
-    def of_step(self, step: int, device: bool) -> list[Span]:
-        """The commands that the host issued in a step, or what the device ran of it."""
-        spans = [s for s in self.prof.recorder.spans if s.args.get("step") == step]
-        return [s for s in spans if (s.lane != HOST_LANE) == device and "index" in s.args]
-
 
 def toggles_of(way: dict[str, str]) -> Toggles:
     return Toggles(**{"graph_reuse": "set_rows"} | way)
 
 
-@pytest.fixture(scope="module")
-def base(tiny_model) -> Iterator[wb.Engine]:
-    path = tiny_model("tiny-llama", "Q8_0")
-    with wb.Engine.load(path, device="embedded", n_ctx=64, threads=2, toggles=Toggles()) as made:
-        yield made
-
-
 @pytest.fixture(scope="module", params=WAYS)
-def traced(request, base) -> Traced:
+def traced(request, loaded) -> Traced:
     toggles = toggles_of(WAYS[request.param])
-    with base.variant(toggles) as engine:
+    with loaded.variant(toggles) as engine:
         engine.prefill(PROMPT[:-1])
         engine.step(PROMPT[-1:])
         programs = {
@@ -92,63 +78,52 @@ def key(span: Span) -> tuple[int, int]:
     return span.args["index"], span.args.get("part", 0)
 
 
-def test_host_spans_are_the_commands_one_to_one(traced):
+def test_host_spans_are_commands_and_device_spans_their_work(traced):
     for n_past, (step, program) in enumerate(traced.programs.items(), len(PROMPT)):
-        host = traced.of_step(step, device=False)
+        every = [s for s in traced.prof.recorder.spans if s.args.get("step") == step]
+        host = [s for s in every if s.lane == HOST_LANE and "index" in s.args]
         assert [(s.category, s.args["index"], s.args["split"]) for s in host] == [
             (c.kind, i, c.split) for i, c in enumerate(program.commands)
         ]
         assert [s.start_ns for s in host] == sorted(s.start_ns for s in host)
-        every = [s for s in traced.prof.recorder.spans if s.args.get("step") == step]
         (whole,) = [s for s in every if s.category == "step"]
         assert whole.args == {"step": step, "n_tokens": 1, "n_past": n_past}
-        assert all(whole.start_ns <= s.start_ns <= s.end_ns <= whole.end_ns
-                   for s in every if s.lane == HOST_LANE)  # fmt: skip
         assert sum(s.category == "split" for s in every) == len(program.splits)
-
-
-def test_device_spans_are_asynchronous_commands_and_parts(traced):
-    for step, program in traced.programs.items():
-        host = {s.args["index"]: s for s in traced.of_step(step, device=False)}
-        device = traced.of_step(step, device=True)
-        wanted = {
-            (at.index, at.part or 0): (
-                at.command.label, at.command.kind, at.command.split,
-                f"embedded stream {at.command.stream.id}",
-            )
+        for s in every:
+            within = whole.start_ns <= s.start_ns <= s.end_ns <= whole.end_ns
+            assert within or s.lane != HOST_LANE, s
+        device = {key(s): s for s in every if s.category == "device"}
+        told = {k: (s.name, s.args["kind"], s.args["split"], s.lane) for k, s in device.items()}
+        assert told == {
+            (at.index, at.part or 0): (c.label, c.kind, c.split, f"embedded stream {c.stream.id}")
             for at in program.located()
-            if isinstance(at.command, Copy | Launch) and at.command.stream.backend
-        }  # fmt: skip
-        found = {key(s): s for s in device}
-        assert len(found) == len(device)
-        told = {k: (s.name, s.args["kind"], s.args["split"], s.lane) for k, s in found.items()}
-        assert told == wanted
-        assert all(host[s.args["index"]].start_ns <= s.end_ns for s in device)
-        for lane in {s.lane for s in device}:
-            ordered = sorted((s for s in device if s.lane == lane), key=lambda s: s.start_ns)
+            if isinstance(c := at.command, Copy | Launch) and c.stream.backend
+        }
+        assert sum(s.category == "device" for s in every) == len(device)
+        assert all(host[index].start_ns <= s.end_ns for (index, _), s in device.items())
+        for lane in {s.lane for s in device.values()}:
+            ordered = sorted((s for s in device.values() if s.lane == lane), key=lambda s: s[3:])
             assert all(a.end_ns <= b.start_ns for a, b in pairwise(ordered)), "a stream is a queue"
             assert [*map(key, ordered)] == sorted(map(key, ordered))
-        lanes = {s.lane for s in device if s.name in ("Qcur-0", "Kcur-0", "Vcur-0")}
+        lanes = {s.lane for s in device.values() if s.name in ("Qcur-0", "Kcur-0", "Vcur-0")}
         assert len(lanes) == (1 if traced.toggles.streams == "1" else 3)
 
 
-def test_summaries_and_patterns_are_those_of_the_program(traced):
-    table, counts = traced.prof.summary(), traced.program.counts()
+def test_tables_and_patterns_are_those_of_the_program(traced):
+    """Bytes are those of the op table, in plans or not."""
+    table, program = traced.prof.summary(), next(iter(traced.programs.values()))
     assert list(table["n_past"]) == [len(PROMPT) + i for i in range(STEPS)]
+    counts = program.counts()
     for name in ("waits", "copies", "launches", "copied_bytes", "replays"):
         if name in table or name in counts:
             assert (table[name] == counts[name]).all(), name
-    assert trace_pattern(traced.prof) == traced.program.pattern()
+    assert trace_pattern(traced.prof) == program.pattern()
     built = traced.toggles.graph_reuse == "rebuild"
     every = {"batch", "graph", "fuse", "split", "layout", "lower", "prepare"}
     names = set(traced.prof.to_frame().query("category == 'build'")["name"])
     assert names == (every if built else {"batch", "reuse"})
-
-
-def test_tables_have_every_launch_and_its_bytes(traced):
-    """In plans or not: bytes are those of the op table."""
     launches: dict[str, list[int]] = defaultdict(list)
-    for command in traced.program.singly():
+    for command in program.singly():
         if isinstance(command, Launch):
             launches[command.node.op].append(touched_bytes(command.node))
     table = traced.prof.kernels().groupby("op")[["calls", "bytes"]].sum()
@@ -160,20 +135,17 @@ def test_tables_have_every_launch_and_its_bytes(traced):
     assert set(traced.prof.gaps()["after"]) <= set(table.index) | {"replay"}
 
 
-# the files ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def files(traced, tmp_path) -> list[chrome_decode.Decoded]:
+def files(traced, tmp_path) -> list[decoded.Decoded]:
     """Both formats of the trace, read back."""
     found = []
-    for name, decode in (("t.pftrace.gz", perfetto_decode), ("t.json.gz", chrome_decode)):
+    for name, decode in (("t.pftrace.gz", decoded.perfetto), ("t.json.gz", decoded.chrome)):
         assert traced.prof.save(tmp_path / name) == (tmp_path / name).stat().st_size
-        found.append(decode.decode(gzip.decompress((tmp_path / name).read_bytes())))
+        found.append(decode(gzip.decompress((tmp_path / name).read_bytes())))
     return found
 
 
-def ends(a: chrome_decode.Arrow) -> tuple[str, str, str, str]:
+def ends(a: decoded.Arrow) -> tuple[str, str, str, str]:
     return a.source.category, a.source.name, a.sink.category, a.sink.name
 
 
@@ -193,13 +165,12 @@ def test_both_formats_hold_the_same(traced, files):
             for s in read.slices
         )
     assert Counter(map(ends, plain.arrows)) == Counter(map(ends, packed.arrows))
-    args = {json.dumps(s.args, sort_keys=True) for s in packed.slices}
-    assert {json.dumps(s.args, sort_keys=True) for s in plain.slices} == args
+    args = [{json.dumps(s.args, sort_keys=True) for s in read.slices} for read in files]
+    assert args[0] == args[1]
     for about in (packed.instants[ABOUT], plain.instants[ABOUT]):
-        assert about["model.name"].startswith("tiny-llama") and about["model.quant"] == "Q8_0"
         assert {n: about[f"toggles.{n}"] for n in Toggles.names()} == traced.toggles.to_dict()
+        assert about["model.quant"] == "Q8_0"
         assert about["commit"].split()[0] == checkout.commit()["hash"]
-        assert about["traced"].startswith("traced, not for throughput")
 
 
 def test_arrows_lead_to_the_device_to_waits_and_back(traced, files):
@@ -227,9 +198,6 @@ def test_arrows_lead_to_the_device_to_waits_and_back(traced, files):
     assert len(logits) == STEPS and all(a.source.end_ns <= a.sink.end_ns for a in logits)
 
 
-# patterns -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", params=PLACED)
 def placed(request, tiny_model):
     with wb.Engine.load(
@@ -253,12 +221,9 @@ def test_runs_on_every_placement_are_as_programmed(placed, way):
     assert found == [p.pattern() for p in programs]
 
 
-# what has no program of its own -------------------------------------------------------------------
-
-
-def test_a_plan_issued_part_by_part_is_one_span_and_no_ops(base):
+def test_a_plan_issued_part_by_part_is_one_span_and_no_ops(loaded):
     way = {"plans": "ours", "plan_batch": "one", "plan_warmup": "2", "plan_evict": "never"}
-    with base.variant(toggles_of(way)) as engine:
+    with loaded.variant(toggles_of(way)) as engine:
         engine.prefill(PROMPT)
         with profile(engine, nvtx=False) as made:
             for token in range(STEPS):
@@ -269,20 +234,77 @@ def test_a_plan_issued_part_by_part_is_one_span_and_no_ops(base):
     assert by_op.loc["replay", "calls"] == 1 and by_op["bytes"].isna()["replay"]
 
 
-def test_every_kind_of_command_is_known_to_all_that_draw_it():
-    kinds = {
-        found.kind
-        for found in vars(c).values()
-        if isinstance(found, type) and issubclass(found, c.Command) and "kind" in vars(found)
-    }
-    assert kinds == {"write", "read", "copy", "launch", "record", "wait", "sync", "replay"}
-    assert kinds <= set(CATEGORIES) and kinds <= set(LOOKS)
-    assert kinds - {"write", "read"} == set(LETTERS)
-
-
-def test_variants_are_traced_by_name(base):
+def test_variants_are_traced_by_name(engine):
     arms = {"every wait": Toggles(), "packed": Toggles(sync="packed")}
-    base.reset()
-    found = profile_each(base, arms, n_tokens=4)
+    found = profile_each(engine, arms, n_tokens=4)
     waits = {name: int(trace.summary()["waits"].iloc[0]) for name, trace in found.items()}
     assert waits == {"every wait": 13, "packed": 3}
+
+
+PACKED = STEP | ONE | {"sync": "packed_implicit"}
+MARKED = {"no plans": {}, "a plan of the step": PACKED, "plans of splits": {"plans": "ours"}}
+TOKENS = [5, 900, 17]
+
+
+def launched(program: Program) -> list[Launch]:
+    return [c for c in program.singly() if isinstance(c, Launch) and not c.by_host]
+
+
+@pytest.mark.parametrize("streams", ["1", "3"])
+@pytest.mark.parametrize("way", MARKED)
+def test_every_launch_of_a_step_has_its_span_in_it(loaded, way, streams):
+    with loaded.variant(toggles_of(MARKED[way] | {"streams": streams})) as used:
+        wanted, around, rows = [used.step([token]).copy() for token in TOKENS], [], []
+        used.reset()
+        with kernel_spans(used) as found:
+            for token in TOKENS:
+                begin = now_ns()
+                rows.append(used.step([token]).copy())
+                around.append((begin, now_ns()))
+        np.testing.assert_array_equal(rows, wanted)
+        assert used.recorder is None and found.n_silent == [0] * len(TOKENS)
+        for number, (spans, (called, returned)) in enumerate(zip(found.steps, around, strict=True)):
+            assert {s.args["step"] for s in spans} == {spans[0].args["step"]}
+            assert [number_of(s) for s in spans] == sorted(number_of(s) for s in spans)
+            assert all(called <= s.start_ns <= s.end_ns <= returned for s in spans)
+            launches = launched(used.program(n_past=number))
+            assert [s.name for s in spans] == [c.node.name for c in launches]
+            assert [s.args["stream"] for s in spans] == [c.stream.id for c in launches]
+
+
+@pytest.mark.parametrize("way", MARKED)
+def test_an_overlap_is_told_with_its_branches_and_tick(loaded, way):
+    with loaded.variant(toggles_of(MARKED[way] | {"streams": "3"})) as used:
+        found, own = measure_overlap(used, 4), regions(used.program(n_past=WARM_UP))
+        launches = launched(used.program(n_past=3))
+    assert found.tick_ns == loaded.backend.clock().tick_ns >= 1
+    assert len(found.tokens) == 4 and (found.tokens["n_kernels"] == len(launches)).all()
+    assert (found.tokens["beside_us"] <= found.tokens["total_us"]).all()
+    assert [len(branches) for branches in own] == [3, 3], "Q, K and V in each of two layers"
+    shown = found.by_branch[["region", "stream", "first", "n"]].itertuples(index=False)
+    assert [tuple(row) for row in shown] == [
+        (region, b.stream.id, b.launches[0].node.name, len(b.launches))
+        for region, branches in enumerate(own)
+        for b in branches
+    ]
+    assert found.by_branch["resolved"].all() and found.traced.collector == "events"
+    assert found.traced.slowdown > 0 and 0 <= found.traced.overlap <= 1
+    with loaded.variant(toggles_of(MARKED[way])) as used:
+        alone = measure_overlap(used, 3, collector=None)
+    assert alone.tokens["overlap"].tolist() == [0.0] * 3 and alone.branches.empty
+
+
+def test_what_cannot_be_measured_is_refused(engine, tiny_model):
+    """And an error in the body ends the looking, which the fixture asserts."""
+    with pytest.raises(OSError), kernel_spans(engine):
+        raise OSError
+    with (
+        engine.variant(toggles_of(PACKED | {"launch_ahead": "on"})) as used,
+        pytest.raises(UsageError, match="launch_ahead=on queues the next"),
+    ):
+        measure_overlap(used, 2)
+    with (
+        wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64) as host,
+        pytest.raises(UsageError, match="the host device has no kernels of its own"),
+    ):
+        measure_overlap(host, 2)
