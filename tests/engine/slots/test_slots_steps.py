@@ -106,6 +106,8 @@ def test_a_step_scores_few_tokens_and_leaves_their_cells(engine, monkeypatch):
         told = made.told
         assert [told.ended[i].timings.n_cached for i in range(3)] == [0, 0, 39]
         assert told.tokens[2] == told.tokens[0] and len(told.scores[1]) == 39
+        with engine.variant(Toggles()) as own:
+            check_rows(told.scores[1], prompt[1:], own.prefill(prompt.tolist(), "all"), 0)
         assert 0 < len(told.scores[3]) < 39 and 3 not in told.tokens
 
 
