@@ -16,17 +16,8 @@ from tests.reuse import N_CTX, N_UBATCH, mixed_run
 from workbench.backend.cpu.device.embedded import EmbeddedDevice
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
-from workbench.program.commands import (
-    DEVICE,
-    HOST,
-    RESULT,
-    Copy,
-    Launch,
-    Record,
-    Space,
-    Sync,
-    Wait,
-)
+from workbench.program import commands as c
+from workbench.program.commands import Copy, Launch, Space, Sync
 
 PROMPT = [5, 900, 17, 403, 77, 12, 99, 3] * 8
 PLACED = {  # and the work of the splits, without waits and copies
@@ -92,26 +83,26 @@ def test_splits_alternate_where_weights_do(load, placed):
     config, wanted = PLACED[placed]
     with load(**config) as engine:
         program = engine.program()
-    work = ["".join(c for c in group if c in "gh") for group in program.pattern().split()]
+    work = ["".join(x for x in group if x in "gh") for group in program.pattern().split()]
     assert " ".join(work) == wanted
     for i, command in enumerate(program.commands):
-        of_host = isinstance(command, Copy) and command.split != RESULT
-        if of_host and program.splits[command.split] == HOST:
+        of_host = isinstance(command, Copy) and command.split != c.RESULT
+        if of_host and program.splits[command.split] == c.HOST:
             wait = program.commands[i + 1]
             assert isinstance(wait, Sync) and wait.blocks is command
-    stores = {(c.node.layer, c.stream.backend) for c in program.commands
-              if isinstance(c, Launch) and c.node.op in ("set_rows", "attention")}  # fmt: skip
+    stores = {(x.node.layer, x.stream.backend) for x in program.commands
+              if isinstance(x, Launch) and x.node.op in ("set_rows", "attention")}  # fmt: skip
     n_on_host = {"the last layer and the output": 1, "the output": 2}.get(placed, 0)
     n_on_host = 2 if config.get("n_gpu_layers") == 0 else n_on_host
-    last = 2 if placed == "two devices" else DEVICE
-    where = [*[HOST] * n_on_host, DEVICE, last][:2]
+    last = 2 if placed == "two devices" else c.DEVICE
+    where = [*[c.HOST] * n_on_host, c.DEVICE, last][:2]
     assert stores == {(0, where[0]), (1, where[1])}
 
 
 def test_a_node_of_several_weights_is_fused_only_in_one_place(load):
     """Q on the host, K and V on the device: no product of all three."""
     with load(override_tensor=("attn_q=host",), toggles=FUSED) as engine:
-        ops = [c.node.op for c in engine.program().commands if isinstance(c, Launch)]
+        ops = [x.node.op for x in engine.program().commands if isinstance(x, Launch)]
     assert "glu" in ops and not {"qkv", "qkv_rope_store"} & set(ops)
 
 
@@ -122,17 +113,17 @@ def test_devices_are_ordered_by_events_and_not_by_the_host(two):
     with two.variant(Toggles(**TRAINS[3])) as variant:
         program = variant.program()
     crossing = [
-        i for i, c in enumerate(program.commands)
-        if isinstance(c, Copy) and c.split != RESULT and c.src.buffer.space == Space.DEVICE
+        i for i, x in enumerate(program.commands)
+        if isinstance(x, Copy) and x.split != c.RESULT and x.src.buffer.space == Space.DEVICE
     ]  # fmt: skip
     before, after = program.commands[crossing[0] - 1], program.commands[crossing[-1] + 1]
     behind = program.commands[crossing[-1] + 2]
-    assert isinstance(before, Wait) and before.stream.backend == 1, "its place was read"
-    assert isinstance(after, Record) and after.stream.backend == 1
-    assert isinstance(behind, Wait) and behind.stream.backend == 2 and behind.event == after.event
+    assert isinstance(before, c.Wait) and before.stream.backend == 1, "its place was read"
+    assert isinstance(after, c.Record) and after.stream.backend == 1
+    assert isinstance(behind, c.Wait) and behind.stream.backend == 2 and behind.event == after.event
     first = program.commands[crossing[0]].split
-    hosts = [c for c in program.commands if isinstance(c, Sync) and c.split == first]
-    assert all(c.event is not None or c.blocks is not None for c in hosts)
+    hosts = [x for x in program.commands if isinstance(x, Sync) and x.split == first]
+    assert all(x.event is not None or x.blocks is not None for x in hosts)
 
 
 @pytest.mark.parametrize(("n_copies", "ahead"), [("1", 1), ("4", 4)])
@@ -170,10 +161,8 @@ def test_what_another_device_made_has_its_place_among_inputs(two, order, first):
     """In the order of first use it is what the second device's first node reads (#28874)."""
     with two.variant(Toggles(sync="copy_boundary", input_order=order)) as variant:
         program = variant.program()
-    copies = [c for c in program.commands if isinstance(c, Copy) and c.split == 2]
-    sources = [
-        program.backends[1] if c.src.buffer.space == Space.DEVICE else "host" for c in copies
-    ]
+    sources = [program.backends[1] if x.src.buffer.space == Space.DEVICE else "host"
+               for x in program.commands if isinstance(x, Copy) and x.split == 2]  # fmt: skip
     assert sources[0] == first and set(sources) == {"host", "embedded 0"}
 
 
