@@ -46,7 +46,7 @@ SHAPES: dict[str, tuple[str, dict[str, str]]] = {
 }
 DEVICES = ["embedded", "host"]
 CASES = cases()
-N_CTX, PAD, N_UBATCH, N_SEQS = 480, 32, 12, 3
+N_CTX, PAD, N_UBATCH, N_SEQS, WINDOW = 480, 32, 12, 3, 21
 TEXT = np.random.default_rng(5).integers(3, 600, 80).tolist()
 # what no capability says
 REFUSED = {
@@ -73,6 +73,14 @@ def answers(engine: wb.Engine) -> np.ndarray:
     return np.concatenate(rows)
 
 
+def written(quant: str, path, **fields):
+    """A model file of tiny-llama with other fields."""
+    with pytest.MonkeyPatch.context() as patch:
+        shape = replace(presets.find_preset("tiny-llama"), **fields)
+        patch.setitem(presets.PRESETS, "other", shape)
+        return synth.write_model("other", quant, path)
+
+
 class Room:
     """The baseline's engine for a shape and a device, and answers that were asked for."""
 
@@ -96,11 +104,7 @@ class Room:
 @pytest.fixture(scope="module")
 def room(tiny_model, tmp_path_factory) -> Iterator[Callable[[str, str], Room]]:
     rooms: dict[tuple[str, str], Room] = {}
-    windowed = tmp_path_factory.mktemp("windowed") / "m.gguf"
-    shape = replace(presets.find_preset("tiny-llama"), window=21)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(presets.PRESETS, "windowed", shape)
-        synth.write_model("windowed", "Q8_0", windowed)
+    windowed = written("Q8_0", tmp_path_factory.mktemp("windowed") / "m.gguf", window=WINDOW)
 
     def get(shape: str, device: str) -> Room:
         if (shape, device) not in rooms:

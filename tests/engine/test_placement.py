@@ -161,8 +161,9 @@ def test_what_another_device_made_has_its_place_among_inputs(two, order, first):
     """In the order of first use it is what the second device's first node reads (#28874)."""
     with two.variant(Toggles(sync="copy_boundary", input_order=order)) as variant:
         program = variant.program()
-    sources = [program.backends[1] if x.src.buffer.space == Space.DEVICE else "host"
-               for x in program.commands if isinstance(x, Copy) and x.split == 2]  # fmt: skip
+    copies = [x for x in program.commands if isinstance(x, Copy) and x.split == 2]
+    places = {Space.DEVICE: program.backends[1]}
+    sources = [places.get(x.src.buffer.space, "host") for x in copies]
     assert sources[0] == first and set(sources) == {"host", "embedded 0"}
 
 
