@@ -150,29 +150,18 @@ def test_a_prefix_of_another_sequence_is_copied_or_shared(roomy, gain):
 # what is kept -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [CANCELLED, LENGTH])
-@pytest.mark.parametrize("n_steps", [1, 3, 6])
-def test_cells_that_are_kept_are_of_tokens_that_are_known(roomy, how, n_steps):
-    """Of a prompt, which takes three steps, and of its tokens but the last, which was never given
-    to the model."""
-    slots, prompt, told = Slots(roomy, N_SLOTS), ids(40), Told()
-    slots.ask(Ask(0, prompt, 30 if how == CANCELLED else 4))
-    go_on(slots, n_steps, told)
-    if how == CANCELLED:
-        slots.cancel(0)
+def test_a_prompt_that_was_cancelled_leaves_what_was_computed(roomy):
+    slots, prompt = Slots(roomy, N_SLOTS), ids(40)
+    slots.ask(Ask(0, prompt, 30))
+    go_on(slots, 1, told := Told())
+    slots.cancel(0)
     serve(slots, (), told=told)
-    n = min(40, 16 * n_steps) if how == CANCELLED else 40
-    kept = slots.slots[0].kept.tokens.tolist()
-    assert kept == [*prompt[:n], *told.tokens.get(0, [])[:-1]]
-    assert roomy.cache.n_used == len(kept)
-    check_cells(slots)
-    again = Ask(1, prompt, 6)
-    told = serve(slots, [again])  # goes on from there
-    assert told.ended[1].timings.n_cached == min(n, 39)
-    same(again, told.tokens[1], alone(roomy, again))
+    assert slots.slots[0].kept.tokens.tolist() == prompt[:16].tolist()
+    assert served_at(slots, 1, prompt) == (0, 16)
 
 
 def test_idle_cells_go_for_who_needs_them_oldest_first(small):
+    """A request's last token was never given to the model."""
     slots = Slots(small, N_SLOTS)
     for number in range(3):  # 15 cells each
         serve(slots, [Ask(number, ids(12, number), 4)])
@@ -192,29 +181,6 @@ def test_cells_that_a_prompt_is_to_share_do_not_go_for_it(small):
         told = serve(slots, [again], check_cells)
     assert told.ended[2].timings.n_cached == 36
     same(again, told.tokens[2], alone(small, again))
-
-
-def test_cells_of_who_runs_are_told_from_those_kept(roomy):
-    """Also where a request shares cells with what an idle slot keeps: these are held."""
-    slots, prompt, cache = Slots(roomy, N_SLOTS), ids(LEAST_GAIN + 10), roomy.cache
-
-    def counted() -> tuple[int, int, int]:
-        totals = slots.totals()
-        return totals.n_running, totals.n_cells_used, totals.n_cells_kept
-
-    serve(slots, [Ask(0, prompt, 4)])
-    assert counted() == (0, 0, len(prompt) + 3)
-    for number in (1, 2):  # one takes the slot with these cells, the other one a copy
-        slots.ask(Ask(number, prompt, 9))
-    go_on(slots, 1, told := Told())
-    assert counted() == (2, cache.n_used, 0)
-    slots.cancel(1)
-    owned = [cache.owners(c) for c in range(cache.n_cells) if cache.owners(c)]
-    (held,) = (slot.sequence for slot in slots.slots if slot.request is not None)
-    n_held = sum(held in owners for owners in owned)
-    assert counted() == (1, n_held, len(owned) - n_held) and n_held < len(owned)
-    serve(slots, (), told=told)
-    assert counted() == (0, 0, cache.n_used) and cache.n_used
 
 
 # shapes of steps ----------------------------------------------------------------------------------
