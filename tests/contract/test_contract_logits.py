@@ -15,19 +15,15 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import workbench as wb
 from tests import reference
 from tests.contract.test_contract import WINDOW, written
 from tests.nll import N_UBATCH, N_WINDOW, ORDERINGS, is_the_same_under_every_ordering, nll
 from tests.orderings import PLACED
-from tests.profiles import examples, exhaustive, share
+from tests.profiles import exhaustive, share
 from workbench.common.errors import UsageError
 from workbench.config import CACHE_TYPES, Toggles
-from workbench.engine.cache.kv_cache import KVCache
-from workbench.engine.cache.masks import HIDDEN
 
 # NMSE against float64, by the type of the file: three times what was measured (2.1e-7 and 3.4e-4)
 # over the presets, devices and ways of feeding below. llama.cpp itself measures 7e-7 for F32 (its
@@ -195,31 +191,6 @@ def test_cells_outside_the_window_may_go(engine, device):
         used.cache.remove(0, 0, gone)
         off = reference.nmse(used.step(tokens[-1:]), wanted)
         assert off < 1e-10 if same else off > 1e-6
-
-
-@given(st.data())
-@settings(max_examples=examples(60))
-def test_the_mask_is_what_can_be_said_of_each_cell(data: st.DataObject) -> None:
-    """Several sequences in one region or each in its own, in steps of any lengths."""
-    window, regions = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([1, 3]))
-    cache = KVCache(96, 8, 3, n_regions=regions, window=window)
-    known: dict[int, list[tuple[int, int]]] = {s: [] for s in range(3)}  # cells and positions
-    for _ in range(data.draw(st.integers(1, 6))):
-        sequence, n = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 5))
-        cells = cache.find([(sequence, n)])
-        positions = cache.length(sequence) + np.arange(n, dtype=np.int32)
-        n_kv = cache.extent(cells)
-        mask = np.full((n, n_kv), 1, np.uint16)
-        if n == 1:
-            cache.masks_of_one([sequence], cells, [0], mask)
-        else:
-            cache.mask(sequence, positions, cells, mask)
-        known[sequence] += zip(cache.in_region(cells).tolist(), positions.tolist(), strict=True)
-        for row, position in zip(mask, positions.tolist(), strict=True):
-            seen = {cell for cell, at in known[sequence] if position - window < at <= position}
-            assert set(np.flatnonzero(row == 0)) == seen
-            assert set(np.unique(row)) <= {0, int(HIDDEN)}
-        cache.store(np.full(n, sequence), positions, cells)
 
 
 # a text ------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from workbench.model.inputs import COPIES, MASK, REGIONS, input_of
 
 N_CTX, PAD, N_SEQS, N_UBATCH = 21, 4, 3, 8
 NUMPY = {I32: np.int32, I64: np.int64, F16: np.float16, F32: np.float32}
-LAYOUTS = {"shared": (1,), "in a row": (1, True), "regions": (3,), "window": (3, False, 3)}
+LAYOUTS = {"shared": (1,), "in a row": (1, True), "regions": (3,)}
+LAYOUTS |= {f"window {w}, {n}": (n, False, w) for w, n in ((3, 3), (1, 1), (6, 1), (1, 3))}
 
 
 def take(cache: KVCache, work):
@@ -227,9 +228,9 @@ class Twin:
         positions = [begin + i for s, begin in begins.items() for i in range(n_each[s])]
         assert batch.positions.tolist() == positions
         new: list[dict[int, int]] = [{} for _ in range(N_SEQS)]
-        for row, s, p, cell in zip(
-            batch.values[MASK], batch.sequences, positions, wanted, strict=True
-        ):
+        mask = batch.values[MASK]
+        assert ((mask == 0) | np.isneginf(mask)).all()
+        for row, s, p, cell in zip(mask, batch.sequences, positions, wanted, strict=True):
             new[s][p] = cell  # each token sees what its sequence has up to itself
             there = (self.own[s] | new[s]).items()
             seen = sorted(c % self.size for q, c in there if q > p - self.window)
