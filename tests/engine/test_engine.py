@@ -16,6 +16,7 @@ from tests.reuse import view_addresses, views_of
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.engine import programs as programs_room
+from workbench.engine.engine import OPENED
 from workbench.engine.look.phases import PHASES, Phases
 from workbench.engine.programs import Key
 from workbench.graph.ir import I32, Input, StepShape
@@ -83,6 +84,7 @@ def test_an_engine_outlives_the_one_it_came_from(tiny_model):
     assert (first.n_past, second.n_past) == (7, 0) and first.backend is second.backend
     first.close()
     first.close()
+    assert second in OPENED and first not in OPENED
     assert np.array_equal(second.prefill(TOKENS[:7]), wanted)
     second.close()
     with pytest.raises(UsageError, match="closed"):

@@ -104,12 +104,9 @@ def batches(draw: st.DrawFn) -> list[list[Entry]]:
 def together(engine: Engine, steps: list[list[Entry]]) -> dict[int, np.ndarray]:
     """Logits of each sequence, whose entries take its text in turn. Each step is submitted before
     anybody waits for the one before."""
-    at, pending = [0] * N_SEQS, []
+    texts, pending = [iter(text) for text in TEXTS], []
     for step in steps:
-        work = []
-        for sequence, n, outputs in step:
-            work.append((sequence, TEXTS[sequence][at[sequence] : at[sequence] + n], outputs))
-            at[sequence] += n
+        work = [(s, [*itertools.islice(texts[s], n)], outputs) for s, n, outputs in step]
         pending.append((step, engine.submit(work)))
     found: dict[int, list[np.ndarray]] = {}
     for step, submitted in pending:
