@@ -183,6 +183,21 @@ def test_cells_that_a_prompt_is_to_share_do_not_go_for_it(small):
     same(again, told.tokens[2], alone(small, again))
 
 
+def test_cells_of_who_runs_are_told_from_those_kept(roomy):
+    """Also where a request shares cells with what an idle slot keeps: these are held."""
+    slots, prompt, cache = Slots(roomy, N_SLOTS), ids(LEAST_GAIN + 10), roomy.cache
+    serve(slots, [Ask(0, prompt, 4)])
+    for number in (1, 2):  # one takes the slot with these cells, the other one a copy
+        slots.ask(Ask(number, prompt, 9))
+    go_on(slots, 1, told := Told())
+    slots.cancel(1)
+    (n,) = [len(cache.cells(slot.sequence)) for slot in slots.slots if slot.request is not None]
+    totals = slots.totals()
+    assert (totals.n_cells_used, totals.n_cells_kept) == (n, cache.n_used - n)
+    assert totals.n_cells_kept > 0
+    serve(slots, (), told=told)
+
+
 # shapes of steps ----------------------------------------------------------------------------------
 
 
