@@ -1,36 +1,29 @@
 """The engine's logits against the float64 reference: every type of weights and of caches, all
 architectures, a sliding window, both devices.
 
-Two references, two kinds of tolerance. Against float64 throughout, the engine's own roundings show:
-K and V are kept in F16, and activations that meet a quantised weight have 8 bits. Against a
-reference that makes the same two roundings almost nothing is left, except where a sum in another
-order tipped a value over a rounding edge, which every later row then inherits; so there it is the
-best rows that are judged, and to a thousand-millionth of the plain tolerance.
+Against float64 throughout, the engine's own roundings show: K and V are kept in F16, and
+activations that meet a quantised weight have 8 bits. Against a reference that makes the same two
+roundings almost nothing is left, except where a sum in another order tipped a value over a rounding
+edge, which every later row inherits; so there the best rows are judged.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import workbench as wb
 from tests import reference
+from tests.contract.test_contract import WINDOW, written
 from tests.nll import N_UBATCH, N_WINDOW, ORDERINGS, is_the_same_under_every_ordering, nll
 from tests.orderings import PLACED
-from tests.profiles import examples, exhaustive, share
-from workbench.common.errors import ModelFileError, UsageError
+from tests.profiles import exhaustive, share
+from workbench.common.errors import UsageError
 from workbench.config import CACHE_TYPES, Toggles
-from workbench.engine.cache.kv_cache import KVCache
-from workbench.engine.cache.masks import HIDDEN
-from workbench.model.synth import models as synth
-from workbench.model.synth import shapes as presets
 
 # NMSE against float64, by the type of the file: three times what was measured (2.1e-7 and 3.4e-4)
 # over the presets, devices and ways of feeding below. llama.cpp itself measures 7e-7 for F32 (its
@@ -45,7 +38,7 @@ SHARP_TOLERANCE = 1e-12
 # What K, or V, of a type may add to the NMSE. Measured at most: 1.1e-7 (F32; the rounding to F16
 # that it lacks), 6.5e-6 (BF16), 7.0e-5 (Q8_0).
 OF_CACHES = {"f16": 0.0, "f32": 4e-7, "bf16": 2e-5, "q8_0": 2e-4}
-WINDOW, N_LONG = 21, 300  # N_LONG crosses one n_kv_pad of 256
+N_LONG = 300  # crosses one n_kv_pad of 256
 ALL = [(p, q) for p in ("tiny-llama", "tiny-qwen3") for q in TOLERANCE]
 ALL += [("tiny-llama-bias", "F32"), ("tiny-llama-bias", "Q8_0"), ("tiny-qwen2", "Q8_0"),
         ("tiny-llama-spm", "F16"), ("tiny-llama-spm", "Q4_0"), ("windowed", "F32")]  # fmt: skip
@@ -54,17 +47,9 @@ HALVED = Toggles(graph_reuse="set_rows", defer_norm="on")
 FLOAT = Toggles(graph_reuse="set_rows", activations="float")
 
 
-def written(preset: str, path, **fields):
-    """A model file of a preset with other fields."""
-    with pytest.MonkeyPatch.context() as patch:
-        shape = dataclasses.replace(presets.find_preset(preset), **fields)
-        patch.setitem(presets.PRESETS, "other", shape)
-        return synth.write_model("other", "F32", path)
-
-
 @pytest.fixture(scope="module")
 def path(tiny_model, tmp_path_factory) -> Callable:
-    made = written("tiny-llama", tmp_path_factory.mktemp("w") / "m.gguf", window=WINDOW)
+    made = written("F32", tmp_path_factory.mktemp("w") / "m.gguf", window=WINDOW)
     return lambda preset, quant: made if preset == "windowed" else tiny_model(preset, quant)
 
 
@@ -164,9 +149,8 @@ def test_caches_of_any_types_are_close_and_devices_agree(engine, path, k, v):
     found = used.prefill(tokens, "all")
     wanted = reference.forward(path("tiny-qwen3", "F32"), tokens)
     check(found, wanted, TOLERANCE["F32"] + OF_CACHES[k] + OF_CACHES[v])
-    assert np.array_equal(
-        engine("tiny-qwen3", "F32", "host", **types).prefill(tokens, "all"), found
-    )
+    of_host = engine("tiny-qwen3", "F32", "host", **types).prefill(tokens, "all")
+    assert np.array_equal(of_host, found)
     n_cells, width = used.cache.n_cells, used.model.hparams.n_embd_kv
     for pair in used._residents.caches:
         assert [t.nbytes for t in pair] == [n_cells * t.dtype.row_bytes(width) for t in pair]
@@ -174,7 +158,7 @@ def test_caches_of_any_types_are_close_and_devices_agree(engine, path, k, v):
 
 
 def test_heads_that_blocks_do_not_fill_are_refused(tmp_path):
-    odd = written("tiny-llama", tmp_path / "odd.gguf", head_dim=48)
+    odd = written("F32", tmp_path / "odd.gguf", head_dim=48)
     for which in ("k", "v"):
         what = f"cache_type_{which}=q8_0: heads of {odd} have 48 elements, no multiple of 32; use"
         with pytest.raises(UsageError) as caught:
@@ -186,12 +170,10 @@ def test_types_of_caches_stand_in_rows_and_in_what_a_token_takes(call, path):
     """2 layers of 2 kv heads with 128 elements."""
     model, types = path("tiny-qwen3", "F32"), ("-ctk", "q8_0", "-ctv", "bf16")
     asked = ("--device", "embedded", "-r", 1, "-p", 4, "-n", 0, "-o", "json")
-    status, out, _ = call("bench", "-m", model, *types, *asked)
-    (row,) = json.loads(out)
-    assert status == 0 and (row["type_k"], row["type_v"]) == ("q8_0", "bf16")
-    status, out, _ = call("model", "inspect", model, "--json", *types)
-    assert status == 0
-    assert json.loads(out)["cache_bytes_per_token"] == (34 / 32 + 2) * 2 * 2 * 128
+    (row,) = json.loads(call("bench", "-m", model, *types, *asked)[1])
+    assert (row["type_k"], row["type_v"]) == ("q8_0", "bf16")
+    said = json.loads(call("model", "inspect", model, "--json", *types)[1])
+    assert said["cache_bytes_per_token"] == (34 / 32 + 2) * 2 * 2 * 128
 
 
 # a window ----------------------------------------------------------------------------------------
@@ -209,45 +191,6 @@ def test_cells_outside_the_window_may_go(engine, device):
         used.cache.remove(0, 0, gone)
         off = reference.nmse(used.step(tokens[-1:]), wanted)
         assert off < 1e-10 if same else off > 1e-6
-
-
-def test_a_window_of_some_layers_is_refused(tmp_path, monkeypatch):
-    added = synth._add_metadata
-
-    def with_pattern(writer, *rest):
-        added(writer, *rest)
-        writer.add_sliding_window_pattern([True, False])
-
-    monkeypatch.setattr(synth, "_add_metadata", with_pattern)
-    path = written("tiny-qwen3", tmp_path / "m.gguf", window=WINDOW)
-    what = "qwen3.attention.sliding_window_pattern is not supported; use a model whose layers all"
-    with pytest.raises(ModelFileError, match=f"{path}: {what} have the window$"):
-        wb.Engine.load(path, device="embedded")
-
-
-@given(st.data())
-@settings(max_examples=examples(60))
-def test_the_mask_is_what_can_be_said_of_each_cell(data: st.DataObject) -> None:
-    """Several sequences in one region or each in its own, in steps of any lengths."""
-    window, regions = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([1, 3]))
-    cache = KVCache(96, 8, 3, n_regions=regions, window=window)
-    known: dict[int, list[tuple[int, int]]] = {s: [] for s in range(3)}  # cells and positions
-    for _ in range(data.draw(st.integers(1, 6))):
-        sequence, n = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 5))
-        cells = cache.find([(sequence, n)])
-        positions = cache.length(sequence) + np.arange(n, dtype=np.int32)
-        n_kv = cache.extent(cells)
-        mask = np.full((n, n_kv), 1, np.uint16)
-        if n == 1:
-            cache.masks_of_one([sequence], cells, [0], mask)
-        else:
-            cache.mask(sequence, positions, cells, mask)
-        known[sequence] += zip(cache.in_region(cells).tolist(), positions.tolist(), strict=True)
-        for row, position in zip(mask, positions.tolist(), strict=True):
-            seen = {cell for cell, at in known[sequence] if position - window < at <= position}
-            assert set(np.flatnonzero(row == 0)) == seen
-            assert set(np.unique(row)) <= {0, int(HIDDEN)}
-        cache.store(np.full(n, sequence), positions, cells)
 
 
 # a text ------------------------------------------------------------------------------------------

@@ -1,10 +1,6 @@
-"""The KV cache against a plain model of it: who owns which cell at which position, what a step sees
-of it, and what the cells hold.
-
-Memory is a list of words, one for each token: what a step stores, and what is copied before one, is
-done to the list as a device would. Whatever is done in whatever order, cache and model agree on
-owners, lengths, free cells, extents, masks, copies and turns of K; what is refused changes nothing.
-"""
+"""The KV cache against a plain model of it: owners, lengths, free cells, extents, masks, copies and
+turns of K. Memory is a list of words, one for each token: what a step stores, and what is copied
+before one, is done to the list as a device would."""
 
 from __future__ import annotations
 
@@ -28,7 +24,8 @@ from workbench.model.inputs import COPIES, MASK, REGIONS, input_of
 
 N_CTX, PAD, N_SEQS, N_UBATCH = 21, 4, 3, 8
 NUMPY = {I32: np.int32, I64: np.int64, F16: np.float16, F32: np.float32}
-LAYOUTS = {"shared": (1,), "in a row": (1, True), "regions": (3,), "window": (3, False, 3)}
+LAYOUTS = {"shared": (1,), "in a row": (1, True), "regions": (3,)}
+LAYOUTS |= {f"window {w}, {n}": (n, False, w) for w, n in ((3, 3), (1, 1), (6, 1), (1, 3))}
 
 
 def take(cache: KVCache, work):
@@ -80,6 +77,7 @@ REFUSED = [
     (work((1, [1]), (0, [1]), (1, [1])), "sequence 1 is given twice in one step; give it once"),
     (work((1, [1, 10])), "token id 10 at index 1"),
     (lambda c: take(c, [(1, [1], "first")]), "outputs=.first. does not"),
+    (lambda c: KVCache(2, PAD, 3, n_regions=3), "n_ctx=2 cells cannot be shared out to 3 seq"),
 ]
 
 
@@ -230,9 +228,9 @@ class Twin:
         positions = [begin + i for s, begin in begins.items() for i in range(n_each[s])]
         assert batch.positions.tolist() == positions
         new: list[dict[int, int]] = [{} for _ in range(N_SEQS)]
-        for row, s, p, cell in zip(
-            batch.values[MASK], batch.sequences, positions, wanted, strict=True
-        ):
+        mask = batch.values[MASK]
+        assert ((mask == 0) | np.isneginf(mask)).all()
+        for row, s, p, cell in zip(mask, batch.sequences, positions, wanted, strict=True):
             new[s][p] = cell  # each token sees what its sequence has up to itself
             there = (self.own[s] | new[s]).items()
             seen = sorted(c % self.size for q, c in there if q > p - self.window)
@@ -354,16 +352,6 @@ def test_copies_read_where_the_words_are_before_they_go():
     cache.remove(0)
     cache.copy(2, 0, 1)
     assert cache.copied[1:] == [{0: 17}]
-
-
-def test_a_region_that_is_full_refuses_and_others_go_on():
-    cache = Twin(3).cache
-    stored(cache, (0, 7))
-    stored(cache, (1, 1))
-    refused(lambda: stored(cache, (0, 1)), r"7 \+ 1 tokens do not fit the context of 7")
-    assert cache.has_room([(1, 1), (2, 1)]) and not cache.has_room([(1, 1), (0, 1)])
-    stored(cache, (1, 1), (2, 1))
-    refused(lambda: KVCache(2, PAD, 3, n_regions=3), "n_ctx=2 cells cannot be shared out to 3 seq")
 
 
 @pytest.mark.parametrize("n", [1, 257, 600])

@@ -1,29 +1,38 @@
-"""Who gets a slot, which one, with which cells; and who waits, or is refused."""
+"""Who gets a slot, which one, with which cells; who waits, or is refused; the shapes of steps; and
+what a server does before it takes requests."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-import workbench as wb
 from tests.served import APART, Told, alone, check_cells, go_on, ids, same, serve
+from workbench.backend.cpu import compile as compiler
+from workbench.backend.cpu.kernels import op_table
 from workbench.common.errors import UsageError
-from workbench.config import Toggles
+from workbench.config import BEST, KVGrowth, TogglePreset, Toggles
 from workbench.engine.engine import Engine
+from workbench.engine.slots import first_steps as first_steps_room
 from workbench.engine.slots.asks import CANCELLED, LENGTH, Ask
+from workbench.engine.slots.first_steps import first_steps
+from workbench.engine.slots.padding import Sizes, padded
 from workbench.engine.slots.seats import LEAST_GAIN
 from workbench.engine.slots.slots import Slots
+from workbench.model.sampler import Sampling
+from workbench.server.serving import serving
 
-N_SLOTS = 4
+N_SLOTS, ROOM = 4, 96
+PLANNED = {"plans": "ours", "plan_scope": "step"}
 
 
-def opened(tiny_model, n_ctx: int, n_ubatch: int = 16, device="embedded", **toggles: str) -> Engine:
-    return wb.Engine.load(
-        tiny_model("tiny-llama", "F32"), device=device, n_seqs=N_SLOTS, n_ubatch=n_ubatch,
-        n_ctx=n_ctx, threads=1, toggles=Toggles(**toggles),
-    )  # fmt: skip
+def opened(tiny_model, n_ctx: int, device="embedded", quant="F32", **more) -> Engine:
+    given = {"n_seqs": N_SLOTS, "n_ubatch": 16, "threads": 1, "toggles": Toggles()} | more
+    return Engine.load(tiny_model("tiny-llama", quant), device=device, n_ctx=n_ctx, **given)
 
 
 @pytest.fixture(scope="module")
@@ -33,22 +42,15 @@ def small(tiny_model) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def apart(tiny_model) -> Iterator[Engine]:
-    """A region of 80 cells for each sequence."""
-    with opened(tiny_model, N_SLOTS * 80, **APART) as engine:
-        yield engine
-
-
 @pytest.fixture(scope="module", params=[APART, {}], ids=["apart", "wide"])
 def roomy(request, tiny_model) -> Iterator[Engine]:
-    """A region for each, and one that all share with room for all."""
-    with opened(tiny_model, N_SLOTS * 80, **request.param) as engine:
+    """A region of 80 cells for each sequence, or one that all share with room for all."""
+    with opened(tiny_model, N_SLOTS * 80, toggles=Toggles(**request.param)) as engine:
         yield engine
 
 
-def test_what_can_never_fit_is_refused_with_the_reason(small, apart):
-    for engine, room in ((small, 64), (apart, 80)):
+def test_what_can_never_fit_is_refused_with_the_reason(small, roomy):
+    for engine, room in ((small, 64), (roomy, 80 if roomy.cache.n_regions > 1 else 320)):
         slots, n = Slots(engine, N_SLOTS), engine.model.n_vocab
         assert not slots.refusal(Ask(0, ids(room), 1))
         too_long = f"{room + 1} tokens, and the context of a request is {room}"
@@ -61,28 +63,28 @@ def test_what_can_never_fit_is_refused_with_the_reason(small, apart):
 
 
 @pytest.mark.parametrize(
-    ("n_slots", "n_ctx", "n_ubatch", "toggles", "said"),
-    [(0, 64, 16, {}, "0 slots; this engine has 4 sequences"),
-     (5, 64, 16, {}, "5 slots; this engine has 4 sequences"),
-     (3, 64, 2, {}, "larger n_ubatch"), (4, 7, 16, {}, "4 slots cannot be used together"),
-     (4, 7, 16, APART, "4 slots cannot be used together"),
-     (4, 8, 16, {}, ""), (4, 8, 16, APART, "")],
+    ("n", "n_ctx", "n_ubatch", "said"),
+    [(0, 64, 16, "0 slots; this engine has 4 sequences"),
+     (5, 64, 16, "5 slots; this engine has 4 sequences"), (3, 64, 2, "larger n_ubatch"),
+     (4, 7, 16, "4 slots cannot be used together"), (4, 8, 16, "")],
 )  # fmt: skip
+@pytest.mark.parametrize("toggles", [APART, {}], ids=["apart", "wide"])
 def test_more_slots_than_an_engine_serves_are_refused(
-    tiny_model, n_slots, n_ctx, n_ubatch, toggles, said
+    tiny_model, n, n_ctx, n_ubatch, toggles, said
 ):
-    with opened(tiny_model, n_ctx, n_ubatch, "null", **toggles) as engine:
+    sizes = {"n_ubatch": n_ubatch, "toggles": Toggles(**toggles)}
+    with opened(tiny_model, n_ctx, "null", **sizes) as engine:
         if said:
             with pytest.raises(UsageError, match=said):
-                Slots(engine, n_slots)
+                Slots(engine, n)
             return
         told = serve(Slots(engine, N_SLOTS), [Ask(n, ids(1, n), 1) for n in range(N_SLOTS)])
         assert {end.reason for end in told.ended.values()} == {LENGTH}
 
 
 @pytest.mark.parametrize("n_waiting", [0, 3])
-def test_a_full_queue_says_so_and_when_to_come_again(apart, n_waiting):
-    slots, n = Slots(apart, 2, n_waiting), 2 + n_waiting  # two find free slots
+def test_a_full_queue_says_so_and_when_to_come_again(roomy, n_waiting):
+    slots, n = Slots(roomy, 2, n_waiting), 2 + n_waiting  # two find free slots
     for number in range(n):
         assert not slots.is_full
         slots.ask(Ask(number, ids(3), 40))
@@ -148,29 +150,18 @@ def test_a_prefix_of_another_sequence_is_copied_or_shared(roomy, gain):
 # what is kept -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [CANCELLED, LENGTH])
-@pytest.mark.parametrize("n_steps", [1, 3, 6])
-def test_cells_that_are_kept_are_of_tokens_that_are_known(apart, how, n_steps):
-    """Of a prompt, which takes three steps, and of its tokens but the last, which was never given
-    to the model."""
-    slots, prompt, told = Slots(apart, N_SLOTS), ids(40), Told()
-    slots.ask(Ask(0, prompt, 30 if how == CANCELLED else 4))
-    go_on(slots, n_steps, told)
-    if how == CANCELLED:
-        slots.cancel(0)
+def test_a_prompt_that_was_cancelled_leaves_what_was_computed(roomy):
+    slots, prompt = Slots(roomy, N_SLOTS), ids(40)
+    slots.ask(Ask(0, prompt, 30))
+    go_on(slots, 1, told := Told())
+    slots.cancel(0)
     serve(slots, (), told=told)
-    n = min(40, 16 * n_steps) if how == CANCELLED else 40
-    kept = slots.slots[0].kept.tokens.tolist()
-    assert kept == [*prompt[:n], *told.tokens.get(0, [])[:-1]]
-    assert apart.cache.n_used == len(kept)
-    check_cells(slots)
-    again = Ask(1, prompt, 6)
-    told = serve(slots, [again])  # goes on from there
-    assert told.ended[1].timings.n_cached == min(n, 39)
-    same(again, told.tokens[1], alone(apart, again))
+    assert slots.slots[0].kept.tokens.tolist() == prompt[:16].tolist()
+    assert served_at(slots, 1, prompt) == (0, 16)
 
 
 def test_idle_cells_go_for_who_needs_them_oldest_first(small):
+    """A request's last token was never given to the model."""
     slots = Slots(small, N_SLOTS)
     for number in range(3):  # 15 cells each
         serve(slots, [Ask(number, ids(12, number), 4)])
@@ -195,21 +186,128 @@ def test_cells_that_a_prompt_is_to_share_do_not_go_for_it(small):
 def test_cells_of_who_runs_are_told_from_those_kept(roomy):
     """Also where a request shares cells with what an idle slot keeps: these are held."""
     slots, prompt, cache = Slots(roomy, N_SLOTS), ids(LEAST_GAIN + 10), roomy.cache
-
-    def counted() -> tuple[int, int, int]:
-        totals = slots.totals()
-        return totals.n_running, totals.n_cells_used, totals.n_cells_kept
-
     serve(slots, [Ask(0, prompt, 4)])
-    assert counted() == (0, 0, len(prompt) + 3)
     for number in (1, 2):  # one takes the slot with these cells, the other one a copy
         slots.ask(Ask(number, prompt, 9))
     go_on(slots, 1, told := Told())
-    assert counted() == (2, cache.n_used, 0)
     slots.cancel(1)
-    owned = [cache.owners(c) for c in range(cache.n_cells) if cache.owners(c)]
-    (held,) = (slot.sequence for slot in slots.slots if slot.request is not None)
-    n_held = sum(held in owners for owners in owned)
-    assert counted() == (1, n_held, len(owned) - n_held) and n_held < len(owned)
+    (n,) = [len(cache.cells(slot.sequence)) for slot in slots.slots if slot.request is not None]
+    totals = slots.totals()
+    assert (totals.n_cells_used, totals.n_cells_kept) == (n, cache.n_used - n)
+    assert totals.n_cells_kept > 0
     serve(slots, (), told=told)
-    assert counted() == (0, 0, cache.n_used) and cache.n_used
+
+
+# shapes of steps ----------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_as_many_sequences_as_tokens_is_a_token_each(data):
+    """Kernels take a step with as many regions as tokens for one of single tokens."""
+    n_ubatch = data.draw(st.integers(1, 600))
+    n_tokens = data.draw(st.integers(1, n_ubatch))
+    n_seqs = data.draw(st.integers(1, n_tokens))
+    n_outputs = data.draw(st.integers(0, n_seqs))
+    found = padded(Sizes(n_tokens, n_seqs, n_outputs), n_ubatch)
+    assert n_tokens <= found.n_tokens <= n_ubatch and n_seqs <= found.n_seqs <= found.n_tokens
+    assert n_outputs <= found.n_outputs <= found.n_tokens
+    assert (found.n_seqs == found.n_tokens) == (n_seqs == n_tokens)
+    if found.n_tokens > n_tokens and n_seqs > 1:  # what is added belongs to none of them
+        assert found.n_seqs > n_seqs
+
+
+def test_a_server_has_few_shapes():
+    """Whatever mixture of prompts and sequences a step has."""
+    every = {
+        padded(Sizes(n_tokens, n_seqs, n_outputs), 512)
+        for n_tokens in range(1, 513)
+        for n_seqs in range(1, min(n_tokens, 128) + 1, 3)
+        for n_outputs in {0, 1, n_seqs // 2, n_seqs}
+    }
+    mixed = {found for found in every if found.n_seqs != found.n_tokens}
+    assert len(every) - len(mixed) <= 2 * 11 and len(mixed) <= 200
+    assert {found.n_tokens for found in mixed} == {16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512}
+
+
+# first steps --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(tiny_model, monkeypatch):
+    """`served(device, **toggles)`: an engine with a server's toggles. There is no limit of time for
+    first steps, which a busy machine would reach."""
+    monkeypatch.setattr(first_steps_room, "AT_MOST_S", 600.0)
+    monkeypatch.setattr(first_steps_room, "BUILDING_S", 600.0)
+    return lambda device="embedded", **more: opened(
+        tiny_model, N_SLOTS * ROOM, device, "Q8_0", n_kv_pad=32,
+        toggles=serving(device, TogglePreset(BEST, more)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, PLANNED], ids=["plain", "planned"])
+def test_first_requests_build_little_and_compile_nothing(served, monkeypatch, more):
+    """And get the same tokens as of an engine that took no first steps; nothing is left behind."""
+    compiled, compile_kernel = list[str](), compiler.compile_kernel
+
+    def noted(name, body):
+        compiled.append(name)
+        return compile_kernel(name, body)
+
+    monkeypatch.setattr(compiler, "compile_kernel", noted)
+    sizes = np.random.default_rng(1).integers((1, 1), (60, 30), (16, 2)).tolist()
+    asks = [Ask(i, ids(n, 99 + i), most, Sampling(0.8), i) for i, (n, most) in enumerate(sizes)]
+    with served(**more) as engine, engine.variant(engine.toggles) as other:
+        slots, plain, cache = Slots(engine, N_SLOTS), Slots(other, N_SLOTS), engine.cache
+        op_table.kernel.cache_clear()
+        n_ready = first_steps(engine, N_SLOTS)
+        assert cache.n_used == 0 and slots.totals() == plain.totals()
+        assert not engine.issuer.under_way and cache.moved is None and not cache.copied
+        before, n_compiled = engine.counters, len(compiled)
+        assert n_compiled > 5 and n_ready == before["programs_built"] // engine.period
+        found = serve(slots, asks).tokens
+        made = Counter(engine.counters)
+        made.subtract(before)
+        assert len(compiled) == n_compiled, compiled[n_compiled:]
+        assert made["steps"] > 60 and made["programs_built"] < made["steps"] / 10
+        assert made["plans_captured"] <= made["programs_built"]
+        assert not more or before["plans_captured"] >= n_ready
+        assert found == serve(plain, asks).tokens
+
+
+def test_copies_of_cells_and_logits_find_all_made(served, monkeypatch):
+    """Neither a copy of cells nor an answer with log-probabilities drops the programs kept."""
+    with served() as engine:
+        slots, dropped, told = Slots(engine, N_SLOTS), list[str](), Told()
+        first_steps(engine, N_SLOTS)
+        n_kept, forget = len(engine.steps.programs._kept), engine.bound.workspace._on_grow
+        monkeypatch.setattr(
+            engine.bound.workspace, "_on_grow", lambda: (dropped.append("all"), forget())
+        )
+        for number in range(N_SLOTS):
+            slots.ask(Ask(number, np.arange(3, 60, dtype=np.int32), 8, n_logprobs=2))
+            go_on(slots, 1, told)
+        scored = np.arange(3, 90, dtype=np.int32)
+        serve(slots, [Ask(N_SLOTS, scored, 1, n_logprobs=2, scores_prompt=True)], told=told)
+        assert slots.totals().n_cached_tokens > 50 and not dropped
+        assert len(engine.steps.programs._kept) >= n_kept
+
+
+@pytest.mark.parametrize("growth", KVGrowth)
+def test_every_extent_and_width_is_made_ready(served, growth, monkeypatch):
+    with served(kv_growth=growth) as engine:
+        first_steps(engine, N_SLOTS)
+        built, pads = engine.counters["programs_built"], engine.cache.growth
+        for extent in {pads.extent(n) for n in range(1, ROOM)}:
+            for n in range(1, N_SLOTS + 1):
+                engine.reset()
+                for s in range(n):
+                    engine.prefill([5] * (min(extent, ROOM) - 2), "none", sequence=s)
+                before = engine.counters["programs_built"]
+                for _ in range(2):
+                    engine.submit([(s, [5], "last") for s in range(n)], engine.can_draw).wait()
+                assert engine.counters["programs_built"] == before, (extent, n)
+        assert built > 6
+    monkeypatch.setattr(first_steps_room, "BUILDING_S", 0.0)
+    with served("host") as engine:  # which a limit of time ends
+        assert first_steps(engine, N_SLOTS) <= 1
+        assert engine.cache.n_used == 0

@@ -1,47 +1,55 @@
-"""What is in each step: tokens of all that generate, prompts in the room beside them, and which
-step is issued before the results of the one before are looked at."""
+"""What is in each step, which is issued before the results of the one before are looked at, and how
+requests end; and slots under anything that a server can do: every request ends once, with the
+tokens it has alone (a beginning of them where it was broken off), and no cell is lost.
+
+The slow twin of a request has the engine to itself (`tests/served.py`). Among others it has other
+cells, and a prompt in other steps, so logits may differ by rounding. A token that differs is right
+only where the twin's logits say that rounding decides it (`same`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-import workbench as wb
-from tests.served import APART, BEHIND, Told, check_cells, go_on, ids, serve
+from tests.profiles import examples
+from tests.served import APART, BEHIND, Alone, Told, alone, check_cells, go_on, ids, same, serve
 from workbench.common.errors import DeviceError
 from workbench.config import Toggles
 from workbench.engine import step as step_room
 from workbench.engine.engine import Engine
+from workbench.engine.slots import asks
 from workbench.engine.slots import slots as slots_room
-from workbench.engine.slots.asks import FAILED, LENGTH, TIMEOUT, Ask
+from workbench.engine.slots.asks import Ask, Logprobs, logprobs
 from workbench.engine.slots.draws import UNKEPT, Draws
 from workbench.engine.slots.slots import Slots
 from workbench.model.sampler import Sampler, Sampling
 from workbench.trace.spans import now_ns
 
-N_SLOTS, N_UBATCH = 4, 12
-SETTINGS = {"host": APART, "behind": BEHIND}
+
+def opened(tiny_model, toggles: dict[str, str], **sizes) -> Engine:
+    given = {"n_ctx": 4 * 96, "n_seqs": 4, "n_ubatch": 12} | sizes
+    return Engine.load(
+        tiny_model("tiny-llama", "F32"), device="embedded", threads=1, toggles=Toggles(**toggles),
+        **given,
+    )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS)
+@pytest.fixture(scope="module", params=[APART, BEHIND], ids=["host", "behind"])
 def engine(request, tiny_model) -> Iterator[Engine]:
     with opened(tiny_model, request.param) as made:
         yield made
 
 
-def opened(tiny_model, toggles: dict[str, str]) -> Engine:
-    return wb.Engine.load(
-        tiny_model("tiny-llama", "F32"), device="embedded", n_ctx=N_SLOTS * 96, n_seqs=N_SLOTS,
-        n_ubatch=N_UBATCH, threads=1, toggles=Toggles(**toggles),
-    )  # fmt: skip
-
-
 class Watched(Slots):
     """Slots that note their steps, sequence -> its tokens in a step, and what they tell."""
 
-    def __init__(self, engine: Engine, n: int = N_SLOTS, on_step=lambda what: None):
+    def __init__(self, engine: Engine, n: int = 4, on_step=lambda what: None):
         super().__init__(engine, n)
         self.told, self.steps, submit = Told(), list[dict[int, int]](), engine.submit
 
@@ -99,11 +107,7 @@ def test_a_step_scores_few_tokens_and_leaves_their_cells(engine, monkeypatch):
         assert [told.ended[i].timings.n_cached for i in range(3)] == [0, 0, 39]
         assert told.tokens[2] == told.tokens[0] and len(told.scores[1]) == 39
         with engine.variant(Toggles()) as own:
-            rows = own.prefill(prompt.tolist(), outputs="all").astype(np.float64)
-        wanted = [
-            row[t] - np.logaddexp.reduce(row) for row, t in zip(rows, prompt[1:], strict=False)
-        ]
-        assert np.allclose([known.drawn for known in told.scores[1]], wanted, atol=2e-3)
+            check_rows(told.scores[1], prompt[1:], own.prefill(prompt.tolist(), "all"), 0)
         assert 0 < len(told.scores[3]) < 39 and 3 not in told.tokens
 
 
@@ -187,10 +191,10 @@ def test_a_limit_of_time_ends_what_waits_and_what_runs(engine, monkeypatch):
         made.ask(Ask(0, ids(5), 60, timeout_s=3600.0))
         made.ask(Ask(1, ids(5), 60, timeout_s=0.0))
         made.go(2)
-        assert {n: e.reason for n, e in made.told.ended.items()} == {1: TIMEOUT}
+        assert {n: e.reason for n, e in made.told.ended.items()} == {1: asks.TIMEOUT}
         now[0] = 3601 * 10**9
         made.finish()
-        assert made.told.ended[0].reason == TIMEOUT
+        assert made.told.ended[0].reason == asks.TIMEOUT
         assert 1 <= made.told.ended[0].timings.n_made < 60
         wait = step_room.Pending.wait
 
@@ -201,7 +205,7 @@ def test_a_limit_of_time_ends_what_waits_and_what_runs(engine, monkeypatch):
         made.ask(Ask(2, ids(5), 1, timeout_s=1e5))
         monkeypatch.setattr(step_room.Pending, "wait", waits)
         made.finish()
-        assert made.told.ended[2].reason == TIMEOUT
+        assert made.told.ended[2].reason == asks.TIMEOUT
 
 
 # failures -----------------------------------------------------------------------------------------
@@ -224,8 +228,8 @@ def test_logits_not_finite_end_their_request_alone(engine, monkeypatch):
             made.go(1)
         made.finish()
         end = made.told.ended[1]
-        assert end.reason == FAILED and "not finite" in end.why and end.timings.n_made < 9
-        assert made.told.ended[0].reason == LENGTH and len(made.told.tokens[0]) == 9
+        assert end.reason == asks.FAILED and "not finite" in end.why and end.timings.n_made < 9
+        assert made.told.ended[0].reason == asks.LENGTH and len(made.told.tokens[0]) == 9
         # what broken cells hold is no prefix of anything
         assert len(made.slots[1].kept) == 0 and engine.cache.length(1) == 0
 
@@ -248,9 +252,194 @@ def test_a_step_that_fails_ends_all_and_raises(engine, monkeypatch, where):
             with pytest.raises(DeviceError, match="gone"):
                 made.step()
         assert engine.cache.n_used == 0 and not made.idle
-        ends = made.drop()
-        assert sorted(end.number for end in ends) == [0, 1, 2]
-        assert {end.reason for end in ends} == {FAILED}
-        assert all("the device is gone" in end.why for end in ends)
+        ends = {end.number: (end.reason, end.why) for end in made.drop()}
+        assert ends == dict.fromkeys(range(3), (asks.FAILED, "the step failed: the device is gone"))
         assert made.idle and made.drop() == []
         check_cells(made)
+
+
+# whatever comes -----------------------------------------------------------------------------------
+
+N_SLOTS, ROOM, MOST, N_UBATCH = 3, 64, 14, 8
+SETTINGS: dict[str, dict[str, str]] = {
+    "shared": {},
+    "shared, in a row": {"graph_reuse": "pointer_table"},
+    "shared, cells moved": BEHIND | {"defrag": "cells", "batch_sizes": "padded"},
+    "apart": BEHIND | APART | {"batch_sizes": "padded"},
+    "apart, lowest free": APART | {"slot_choice": "lowest_free"},
+    "apart, drawn by the device": APART | {"sampling": "device", "skip_masked_kv": "tail",
+                                           "batch_sizes": "padded"},
+}  # fmt: skip
+LONG = [ids(40, seed) for seed in (1, 2)]
+PROMPTS = [
+    ids(1), ids(3), ids(64, 3), *LONG, ids(60, 2), *(np.append(LONG[0], ids(n, n)) for n in (1, 9)),
+    np.append(LONG[1][:39], ids(17, 5)), np.append(LONG[1][:5], ids(2, 6)),
+]  # fmt: skip
+SAMPLINGS = [Sampling(), Sampling(0.8, 8, 1.0), Sampling(1.5, 0, 1.0)]
+
+
+@pytest.fixture(scope="module")
+def own(tiny_model) -> Iterator[Engine]:
+    """For requests that are alone."""
+    with opened(tiny_model, {}, n_ctx=96, n_seqs=1, n_ubatch=96, n_kv_pad=8) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS)
+def shared(request, tiny_model) -> Iterator[Engine]:
+    n_ctx = ROOM * (N_SLOTS if "kv_cache" in request.param else 1)
+    sizes = {"n_ctx": n_ctx, "n_seqs": N_SLOTS, "n_ubatch": N_UBATCH, "n_kv_pad": 8}
+    with opened(tiny_model, request.param, **sizes) as engine:
+        yield engine
+
+
+_known: dict[tuple[bytes, Sampling], Alone] = {}
+_scores: dict[bytes, np.ndarray] = {}  # of a prompt: logits of each token
+
+
+def twin(engine: Engine, ask: Ask) -> Alone:
+    key = ask.tokens.tobytes(), ask.sampling
+    if key not in _known:
+        _known[key] = alone(engine, Ask(0, ask.tokens, MOST, ask.sampling, ask.seed))
+    made, _, logits = _known[key]
+    made = made[: min(ask.max_tokens, ROOM - len(ask.tokens) + 1)]
+    end = next((i for i, token in enumerate(made) if token in ask.ends), None)
+    reason = asks.LENGTH if end is None else asks.STOP
+    return Alone(made[:end], reason, logits[: len(made[:end]) + 1])
+
+
+def check_rows(found: Sequence[Logprobs], tokens, logits: np.ndarray, n: int) -> None:
+    rows = logits.astype(np.float64)
+    rows -= np.logaddexp.reduce(rows, axis=1, keepdims=True)
+    for ours, token, row in zip(found, tokens, rows, strict=False):
+        assert len(ours.values) == len(ours.tokens) == n and abs(ours.drawn - row[token]) < 2e-3
+        assert np.allclose(np.sort(row)[::-1][:n], ours.values, atol=2e-3)
+        assert np.allclose(row[ours.tokens], ours.values, atol=2e-3)
+
+
+def check_scores(ask: Ask, told: Told, own: Engine, is_whole: bool) -> None:
+    """Of a prompt that is scored a logprob of each token but the first, of no other prompt any."""
+    found = told.scores.get(ask.number, [])
+    n = len(ask.tokens) - 1 if ask.scores_prompt else 0
+    assert len(found) == n or (not is_whole and len(found) < n)
+    assert told.ended[ask.number].timings.n_cached == 0 or not ask.scores_prompt
+    if found and (key := ask.tokens.tobytes()) not in _scores:
+        own.reset()
+        _scores[key] = own.prefill(ask.tokens.tolist(), outputs="all")
+    if found:
+        check_rows(found, ask.tokens[1:], _scores[key], ask.n_logprobs)
+
+
+class Machine(RuleBasedStateMachine):
+    own: Engine
+    shared: Engine
+    submit: Callable
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots, self.told = Slots(self.shared, N_SLOTS), Told()
+        self.asks: list[Ask] = []
+        self.order: list[int] = []
+        self.broken: dict[int, tuple[str, ...]] = {}  # how a request that was broken off may end
+        self.shared.submit = self.submitted
+
+    def submitted(self, work, draws=False):
+        """No step is too large, and nobody is left out who has a token, or room for a prompt."""
+        n_each = {sequence: len(tokens) for sequence, tokens, _ in work}
+        assert len(n_each) == len(work) and 0 < sum(n_each.values()) <= N_UBATCH
+        for slot in self.slots.slots:
+            if (request := slot.request) is not None and slot.sequence not in n_each:
+                assert request.todo or request.planned == request.most
+            if request is not None and request.todo and not request.ask.scores_prompt:
+                assert sum(n_each.values()) == N_UBATCH
+        return self.submit(work, draws)
+
+    @property
+    def n_open(self) -> int:
+        totals = self.slots.totals()
+        return totals.n_running + totals.n_waiting
+
+    @rule(
+        which=st.integers(0, len(PROMPTS) - 1), most=st.integers(0, MOST),
+        sampling=st.sampled_from(SAMPLINGS), end=st.sampled_from([None, None, 0, 2, 7]),
+        late=st.sampled_from([False] * 5 + [True]), n_logprobs=st.sampled_from([None] * 4 + [0, 3]),
+        scores=st.booleans(),
+    )  # fmt: skip
+    def ask(self, which, most, sampling, end, late, n_logprobs, scores):
+        scores, limit = scores and n_logprobs is not None, 0.0 if late else None
+        ask = Ask(len(self.asks), PROMPTS[which], most, sampling, which, frozenset(), n_logprobs,
+                  limit, scores_prompt=scores)  # fmt: skip
+        made = twin(self.own, ask).tokens
+        if end is not None and end < len(made):
+            ask = ask._replace(ends=frozenset({made[end], 1023}))
+        assert not self.slots.refusal(ask)
+        self.asks.append(ask)
+        self.slots.ask(ask)
+        if late:
+            self.broken[ask.number] = (asks.TIMEOUT, asks.CANCELLED)
+
+    @rule(back=st.integers(0, 6))
+    def cancel(self, back):
+        number, n_open = len(self.asks) - 1 - back, self.n_open
+        self.slots.cancel(number)  # below 0 nobody was
+        if self.n_open < n_open:
+            assert number not in self.told.ended
+            self.broken[number] = (asks.CANCELLED,)
+
+    @rule(n=st.integers(1, 6))
+    def step(self, n):
+        go_on(self.slots, n, self.told)
+
+    @invariant()
+    def every_request_is_somewhere_once(self):
+        totals = self.slots.totals()
+        n_untold = len(self.asks) - self.n_open - len(self.told.ended)
+        assert n_untold >= 0 and totals.n_running <= N_SLOTS
+        assert not self.slots.idle or self.n_open == n_untold == 0
+        check_cells(self.slots)
+        at_work = {slot.request.ask.number for slot in self.slots.slots if slot.request is not None}
+        self.order += sorted(at_work - {*self.order})
+        assert self.order == sorted(self.order), "who came first begins first"
+        cache, running = self.shared.cache, [slot for slot in self.slots.slots if slot.request]
+        held = {(cache.region(s.sequence), c) for s in running for c in cache.cells(s.sequence)}
+        assert totals.n_cells_used == len(held), "also where an idle slot shares them"
+        assert totals.n_cells_used + totals.n_cells_kept == cache.n_used
+
+    def teardown(self):
+        serve(self.slots, (), told=self.told)
+        assert [*sorted(self.told.ended)] == [ask.number for ask in self.asks]
+        for ask in self.asks:
+            found, reason = self.told.tokens.get(ask.number, []), self.told.ended[ask.number].reason
+            wanted = twin(self.own, ask)
+            check_scores(ask, self.told, self.own, ask.number not in self.broken)
+            if ask.number in self.broken:
+                assert reason in self.broken[ask.number]
+                n = min(len(found), len(wanted.tokens))
+                same(ask._replace(ends=frozenset()), found[:n],
+                     wanted._replace(tokens=wanted.tokens[:n]))  # fmt: skip
+            elif same(ask, found, wanted):
+                assert reason == wanted.reason
+                known = self.told.logprobs.get(ask.number, [])
+                if ask.n_logprobs is None:
+                    assert known == [None] * len(wanted.tokens)
+                else:
+                    check_rows(known, wanted.tokens, wanted.logits, ask.n_logprobs)
+
+
+def test_whatever_comes_in_whatever_order(own, shared, monkeypatch):
+    monkeypatch.setattr(slots_room, "SCORED", 5)
+    monkeypatch.setattr(shared, "submit", submit := shared.submit)
+    run_state_machine_as_test(
+        type("Here", (Machine,), {"own": own, "shared": shared, "submit": staticmethod(submit)}),
+        settings=settings(max_examples=examples(30), stateful_step_count=30, deadline=None),
+    )
+
+
+@pytest.mark.parametrize("n", [0, 2, 9])
+def test_logprobs_are_of_the_whole_row(n):
+    """Ties go to the lowest id. What cannot come has a logarithm, too."""
+    row = np.array([0, 1.5, -np.inf, 1.5], np.float32)
+    values = [*np.log(np.exp([1.5, 1.5, 0]) / np.exp(row).sum()), asks.NEVER]
+    known = logprobs(row, 2, n)
+    assert known.tokens.tolist() == [1, 3, 0, 2][:n] and known.drawn == asks.NEVER
+    assert np.allclose(known.values, values[:n], atol=1e-6)
