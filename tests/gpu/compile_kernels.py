@@ -1,48 +1,36 @@
 """Compiles what the GPU tests want, before they begin: `python -m tests.gpu.compile_kernels [SM]`.
 
-Test modules that want many kernels say which (`kernels(sm)`). They are compiled once, into the
-cache on disk, by one process for each core. In a single process only one thread at a time can be in
-the compiler's front end, and several processes of tests would compile the same kernels. What a test
-wants besides is compiled at its first launch.
+Into the cache on disk, by one process for each core: in a single process only one thread at a time
+can be in the compiler's front end. What a test wants besides is compiled at its first launch.
 
 SM: what to compile for, 90 for 9.0; else the capability of the GPU. Compiling needs no GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.harness import Wanted
 from tests.gpu.twins.product import FOLDER
 from workbench.backend.cuda.device.driver import device_properties, libraries
 from workbench.backend.cuda.kernels import nvrtc
 from workbench.common.errors import WorkbenchError
 
-MODULES = ("attention_ways", "debug_arena", "products", "repetitions", "tiles", "tunings")
+TESTS = sorted(Path(__file__).parent.glob("test_cuda_*.py"))
+MODULES = [path.stem for path in TESTS if "\ndef kernels(sm: int)" in path.read_text()]
 HELPERS = ("device", "gate", "read", "repack", "stamp")  # files without macros that no module names
 Source = tuple[str, tuple[str, ...], Path | None]  # as `nvrtc.cubin` has them
 
 
-def of_module(name: str, sm: int) -> Wanted:
-    module: Any = importlib.import_module(f"tests.gpu.test_cuda_{name}")
-    found: Wanted = module.kernels(sm)
-    return found
-
-
-def of_tests(lists: Iterable[Wanted]) -> list[Source]:
-    """What the modules want, each once, with the helpers and the slow twins."""
-    wanted: Wanted = set().union(*lists, {(file, ()) for file in HELPERS})
-    twins: list[Source] = [(path.stem, (), FOLDER) for path in sorted(FOLDER.glob("*.cu"))]
-    return [*twins, *((file, defines, None) for file, defines in sorted(wanted))]
+def of_module(name: str, sm: int) -> set:
+    module: Any = importlib.import_module(f"tests.gpu.{name}")
+    return module.kernels(sm)
 
 
 def compile_one(source: Source, sm: int) -> None:
@@ -51,16 +39,19 @@ def compile_one(source: Source, sm: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sm", type=int, nargs="?")
-    sm, start, n = parser.parse_args().sm, time.perf_counter(), len(os.sched_getaffinity(0))
+    start, n = time.perf_counter(), len(os.sched_getaffinity(0))
     try:
-        if not sm:
+        if sys.argv[1:]:
+            sm = int(sys.argv[1])
+        else:
             properties = device_properties(libraries()[0], 0)
             sm = 10 * int(properties["major"]) + int(properties["minor"])
         # a fresh interpreter for each: CUDA does not survive a fork
         with ProcessPoolExecutor(n, multiprocessing.get_context("spawn")) as pool:
-            sources = of_tests(pool.map(of_module, MODULES, [sm] * len(MODULES)))
+            lists = pool.map(of_module, MODULES, [sm] * len(MODULES))
+            wanted = set().union(*lists, {(file, ()) for file in HELPERS})
+            sources: list[Source] = [(file, defines, None) for file, defines in sorted(wanted)]
+            sources += [(path.stem, (), FOLDER) for path in sorted(FOLDER.glob("*.cu"))]
             list(pool.map(compile_one, sources, [sm] * len(sources), chunksize=2))
     except WorkbenchError as error:
         print(f"kernels are compiled as tests want them: {error}", file=sys.stderr)

@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -44,8 +43,6 @@ RUNS = {
 MOST_PROCESSES, CORES_EACH = 6, 2
 # libraries below NumPy that would start a thread for each core in every process
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-DURATIONS = 25  # slowest tests of a pass that are named
-INTERRUPTED, NOTHING_RUN = int(pytest.ExitCode.INTERRUPTED), int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 class Counts:
@@ -61,44 +58,13 @@ class Counts:
         self.outcomes[report.nodeid] = worst
 
 
-class Pass(NamedTuple):
-    """Tests by their markers, and how many processes share them; 0: this one alone."""
-
-    markers: str
-    processes: int = 0
-
-
-def passes(two: bool, wanted: int | None = None) -> list[Pass]:
-    """What is run, in order. wanted: processes; else as many as there are cores for."""
-    cores = len(os.sched_getaffinity(0))
-    processes = min(MOST_PROCESSES, cores // CORES_EACH) if wanted is None else wanted
-    if not two and processes > 1 and importlib.util.find_spec("xdist") is None:
+def passes(n: int) -> list[tuple[str, int]]:
+    """What is run, in order: tests by their markers, and how many processes share them; 0: none
+    but this one."""
+    if n > 1 and importlib.util.find_spec("xdist") is None:
         print("pytest-xdist is not installed: one process runs all tests, which takes longer")
-        processes = 0
-    if two or processes < 2:
-        return [Pass("gpu")]
-    return [Pass("gpu and not alone", processes), Pass("gpu and alone")]
-
-
-def compile_kernels() -> None:
-    """In processes of their own. Where it fails, tests compile what they want, and tell."""
-    subprocess.run([sys.executable, "-m", "tests.gpu.compile_kernels"], cwd=ROOT, check=False)
-
-
-def run(each: Pass, tests: Path, counts: Counts, more: list[str]) -> int:
-    """pytest's status. Processes that are started have their share of the cores for NumPy."""
-    n = each.processes
-    print(f"{each.markers}: {n or 1} at a time", flush=True)
-    shared = ["-n", str(n), "--dist", "worksteal"] if n else []
-    share = max(1, len(os.sched_getaffinity(0)) // max(1, n))
-    with patch.dict(os.environ, dict.fromkeys(THREADS, str(share)) if n else {}):
-        arguments = [str(tests), "-p", "no:cacheprovider", f"--durations={DURATIONS}"]
-        return int(pytest.main([*arguments, "-m", each.markers, *shared, *more], plugins=[counts]))
-
-
-def worst(statuses: list[int]) -> int:
-    """Of all passes; one without any test says nothing where another has some."""
-    return max((s for s in statuses if s != NOTHING_RUN), default=NOTHING_RUN)
+        n = 0
+    return [("gpu", 0)] if n < 2 else [("gpu and not alone", n), ("gpu and alone", 0)]
 
 
 def main() -> int:
@@ -111,11 +77,18 @@ def main() -> int:
     tests, out = RUNS[args.two]
     device, _, driver = probe().partition(", driver ")
     counts, start, statuses = Counts(), time.perf_counter(), list[int]()
-    if not args.two:
-        compile_kernels()
-    for each in passes(args.two, args.processes):
-        statuses.append(run(each, tests, counts, args.pytest_args))
-        if statuses[-1] == INTERRUPTED:
+    if not args.two:  # where it fails, tests compile what they want, and tell
+        subprocess.run([sys.executable, "-m", "tests.gpu.compile_kernels"], cwd=ROOT, check=False)
+    cores = len(os.sched_getaffinity(0))
+    wanted = min(MOST_PROCESSES, cores // CORES_EACH) if args.processes is None else args.processes
+    for markers, n in passes(0 if args.two else wanted):
+        print(f"{markers}: {n or 1} at a time", flush=True)
+        given = [str(tests), "-p", "no:cacheprovider", "--durations=25", "-m", markers]
+        given += ["-n", str(n), "--dist", "worksteal"] if n else []
+        # processes that are started have their share of the cores for NumPy
+        with patch.dict(os.environ, dict.fromkeys(THREADS, str(max(1, cores // n))) if n else {}):
+            statuses.append(int(pytest.main([*given, *args.pytest_args], plugins=[counts])))
+        if statuses[-1] == pytest.ExitCode.INTERRUPTED:
             break
     found = Counter(counts.outcomes.values())
     record = {
@@ -128,7 +101,9 @@ def main() -> int:
     }
     write_text(args.out or out, json.dumps(record, indent=1) + "\n", parents=True)
     print(json.dumps(record))
-    return worst(statuses)
+    # a pass without any test says nothing where another has some
+    nothing = int(pytest.ExitCode.NO_TESTS_COLLECTED)
+    return max((status for status in statuses if status != nothing), default=nothing)
 
 
 if __name__ == "__main__":

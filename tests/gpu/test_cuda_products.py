@@ -21,11 +21,9 @@ import pytest
 
 from tests.gpu.harness import (
     MOST_TOKENS,
-    Compute,
     Guards,
     Wanted,
     assert_counters_are_zero,
-    compile_side_by_side,
     distance,
     kernels_of,
     operands,
@@ -65,11 +63,6 @@ def kernels(sm: int) -> Wanted:
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(backend: CudaBackend) -> None:
-    compile_side_by_side(backend, kernels(backend._sm))
-
-
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", TYPES)
 def test_a_product_and_its_slow_twin(backend: CudaBackend, name: str, tokens: int):
@@ -92,7 +85,7 @@ def test_a_product_and_its_slow_twin(backend: CudaBackend, name: str, tokens: in
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_the_float_path_rounds_only_its_sums(compute: Compute, name: str):
+def test_the_float_path_rounds_only_its_sums(compute, name: str):
     """Also of outliers, as activations have them. Of tokens that are one activation and zeros, a
     product is one float32 multiplication, to the bit."""
     cols = COLS[DTYPES[name].block]

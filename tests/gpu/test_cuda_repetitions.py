@@ -21,14 +21,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import pytest
 
-from tests.gpu.harness import (
-    Wanted,
-    assert_counters_are_zero,
-    attention,
-    compile_side_by_side,
-    kernels_of,
-    product,
-)
+from tests.gpu.harness import Wanted, assert_counters_are_zero, attention, kernels_of, product
 from tests.graphs import Decoder, values_for
 from tests.ranges import meaningful
 from workbench.backend.base import Issue, Memory
@@ -193,7 +186,6 @@ def kernels(sm: int) -> Wanted:
 
 
 def test_a_thousand_repetitions_give_the_first_bytes(backend: CudaBackend):
-    compile_side_by_side(backend, kernels(backend._sm))
     rng = np.random.default_rng(1)
     with Rig(backend, STREAMS[0], apart=True) as one, Rig(backend, STREAMS[1], apart=False) as two:
         wanted = {rig: rig.alone(POISONS[0]) for rig in (one, two)}

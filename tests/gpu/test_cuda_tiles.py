@@ -15,14 +15,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.debug_arena import Block
-from tests.gpu.harness import (
-    Guards,
-    Wanted,
-    assert_counters_are_zero,
-    compile_side_by_side,
-    distance,
-    operands,
-)
+from tests.gpu.harness import Guards, Wanted, assert_counters_are_zero, distance, operands
 from tests.gpu.test_cuda_products import QUANTISED_TOLERANCE
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import gemm
@@ -105,11 +98,6 @@ def kernels(sm: int) -> Wanted:
         for end in case.ends
     }
     return {("dequantise", ()), *tiles}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(backend: CudaBackend) -> None:
-    compile_side_by_side(backend, kernels(backend._sm))
 
 
 def run(guards: Guards, several: Several, build: Build, end: Epilogue, into: list[Block]) -> list:
