@@ -25,7 +25,7 @@ from workbench.model.gguf.quants import quantize_activations, random_blocks, unp
 
 MOST_TOKENS = 1030  # of any product here
 # Files of kernels/, each with its macros. What a module's `kernels(sm)` names is compiled side by
-# side before its tests (`conftest.py`), and before a record (`compile_kernels.py`).
+# side before its tests (`conftest.py`), and before a record (`record.py`).
 Wanted = set[tuple[str, tuple[str, ...]]]
 
 
