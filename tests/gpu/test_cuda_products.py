@@ -57,10 +57,8 @@ def shapes(name: str, tokens: int) -> list[tuple[int, int]]:
 
 
 def kernels(sm: int) -> Wanted:
-    return kernels_of(
-        (product(name, *shape, n) for name in TYPES for n in TOKENS for shape in shapes(name, n)),
-        sm,
-    )
+    every = ((name, *shape, n) for name in TYPES for n in TOKENS for shape in shapes(name, n))
+    return kernels_of((product(*given) for given in every), sm)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
