@@ -22,11 +22,7 @@ from workbench.graph.ops import make
 FAR = 1 << 40  # between tensors, beyond every shape
 SCRATCH, COUNTERS = 1 << 60, 1 << 61
 NORM, EMPTY = (make("rms_norm", "n", Tensor("x", F32, (n, 256)), eps=1e-5) for n in (2, 0))
-
-
-@pytest.fixture
-def fake(monkeypatch) -> tuple[CudaBackend, list[Call]]:
-    return fake_backend(monkeypatch)
+fake = pytest.fixture(fake_backend)
 
 
 class Map:
