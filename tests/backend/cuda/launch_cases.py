@@ -70,11 +70,8 @@ def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[LaunchCase]:
     for dtype in ir.WEIGHT_DTYPES:
         w, y = Tensor("w", dtype, (19, 1280), Kind.WEIGHT), Tensor("y", F32, (tokens, 1280))
         fast = Tensor("y", ir.Q8_ACT if dtype in ir.QUANTISED else F32, y.shape)
-        found = (
-            make("get_rows", "e", w, Tensor("ids", I32, (tokens,))),
-            make("mul_mat", "z", w, fast),
-        )
-        for node in (*found, make("mul_mat", "z", w, y, activations="float")):
+        ids, plain = Tensor("ids", I32, (tokens,)), make("mul_mat", "z", w, y, activations="float")
+        for node in (make("get_rows", "e", w, ids), make("mul_mat", "z", w, fast), plain):
             yield LaunchCase(node, tokens, dtype)
 
 
@@ -157,7 +154,7 @@ def chosen_works(sm: int = CLUSTERS) -> tuple[Kernel, ...]:
     for each kind of activations in every tuning and epilogue, of every other type for one token,
     unfused."""
     found: dict[tuple, Kernel] = {}
-    for node, tokens, dtype in (case for tokens in TOKENS for case in every(tokens)):
+    for node, tokens, dtype in (case for n in TOKENS for case in every(n)):
         if dtype is None or dtype in TUNED or (tokens == 1 and not node.parts):
             for work in works(node, sm):
                 if isinstance(work, Kernel):

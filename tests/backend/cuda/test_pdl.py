@@ -90,7 +90,8 @@ def test_nothing_dependent_comes_before_the_wait(file: str, works):
 )
 def test_products_request_weights_before_they_wait(works, every):
     """What the toggle is for: a product that loads nothing early gains nothing from it."""
-    assert (products := list(waiting(works, "product").items())[::every])
+    products = list(waiting(works, "product").items())[::every]
+    assert products
     for (file, defines), names in products:
         for name in names:
             assert ptx.check(ptx.kernel_ptx(file, defines), name).early_loads, (name, defines)
