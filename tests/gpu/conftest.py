@@ -53,14 +53,6 @@ def engine(tiny_model) -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.fixture
-def programmatic(backend: CudaBackend) -> CudaBackend:
-    """The backend, where a launch may begin before the one ahead of it has ended."""
-    if not backend.capabilities.programmatic:
-        pytest.skip("no programmatic dependent launch below compute capability 9.0")
-    return backend
-
-
-@pytest.fixture
 def guards(backend: CudaBackend) -> Iterator[Guards]:
     with Guards(backend) as made:
         yield made

@@ -98,10 +98,7 @@ class Run(NamedTuple):
     errors: int | None
     seconds: float
     exit: int
-
-    @property
-    def clean(self) -> bool:
-        return self.exit == 0 and self.errors == 0 and self.tests > 0
+    clean = property(lambda run: run.exit == 0 and run.errors == 0 and run.tests > 0)
 
 
 def find_tool() -> Path:
