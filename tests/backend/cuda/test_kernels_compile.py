@@ -20,7 +20,7 @@ from tests import profiles
 from tests.backend.cuda import launch_cases, ptx
 from tests.backend.cuda.launch_cases import TOKENS, chosen_works, one_of_each, some_works
 from tests.gpu.twins import attention as simple
-from tests.gpu.twins.product import FOLDER, simple_product
+from tests.gpu.twins.product import FOLDER
 from tests.graphs import Decoder, fused_nodes
 from tests.profiles import tiers
 from workbench.backend.cuda.device import backend as cuda
@@ -32,14 +32,14 @@ from workbench.backend.issue.args import variant
 from workbench.common.errors import DeviceError
 from workbench.graph.attend import attend_by
 from workbench.graph.fuse import FUSIONS, fuse
-from workbench.graph.ir import F16, Q4_K, Q6_K, Q8_0, WEIGHT_DTYPES
+from workbench.graph.ir import F16, Q4_K, Q6_K, Q8_0
 from workbench.graph.shapes import SQUARES
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 # of a block, by compute capability; 8.6 and 12.0 have the least
 MOST_SHARED = {80: 99 << 10, 90: 227 << 10}
-HELPERS = ("device gate", "device nothing", "gate gate_copy", "gate gate_end", "stamp stamp",
-           "stamp answer")  # fmt: skip
+HELPERS = {"device": {"gate", "nothing"}, "gate": {"gate_copy", "gate_end"},
+           "stamp": {"stamp", "answer"}}  # fmt: skip
 REPACKS = [weights.repack(dtype, 0, 0, 0, 1, 1) for dtype in sorted(weights.REPACKED)]
 BUILD = tuple[str, tuple[str, ...]]
 
@@ -48,12 +48,11 @@ def has(cubin: bytes, function: str) -> bool:
     return b".text." + function.encode() + b"\0" in cubin
 
 
+SHARES = tiers((one_of_each, 4 * len(ARCHITECTURES)), (chosen_works, 1))
+
+
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize(
-    ("works", "share"),
-    tiers((one_of_each, 4 * len(ARCHITECTURES)), (chosen_works, 1)),
-    ids=["a quarter in turn", "all"],
-)  # fmt: skip
+@pytest.mark.parametrize(("works", "share"), SHARES, ids=["a quarter in turn", "all"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile(arch: str, works: Callable[[int], Iterable[Kernel]], share: int):
     """Also those that note when they ran."""
@@ -61,28 +60,12 @@ def test_kernels_compile(arch: str, works: Callable[[int], Iterable[Kernel]], sh
     for work in (*works(int(arch.removeprefix("sm_"))), *REPACKS):
         found.setdefault((work.file, work.defines), set()).add(work.function)
         found.setdefault((work.file, (noting.NOTING,)), set())
-    for helper in HELPERS:
-        file, function = helper.split()
-        found.setdefault((file, ()), set()).add(function)
+    found |= {(file, ()): functions for file, functions in HELPERS.items()}
     made = dict(list(found.items())[ARCHITECTURES.index(arch) % share :: share])
     nvrtc.compile_many(made, arch)
     for (file, defines), functions in made.items():
         for name in functions:
             assert has(nvrtc.cubin(file, arch, defines), name), f"{name} is not in {file}.cu"
-
-
-def test_the_slow_twins_compile():
-    """Tests on a GPU compare with them. Their sources stand beside their launches, in no wheel."""
-    found = sorted(FOLDER.glob("*.cu"))
-    assert [path.stem for path in found] == ["attention_simple", "mul_mat"]
-    made = {path.stem: nvrtc.cubin(path.stem, "sm_90", sources=FOLDER) for path in found}
-    shapes = [AttentionShape(n, 8, 2, dim, 4096) for n in (1, 9) for dim in (32, 64, 128, 256)]
-    launched = [k for s in shapes for k in simple.launches(s, AttentionAt(*range(7)), 1.0)]
-    for node, *_ in (case for n in (1, 4, 9) for case in launch_cases.plain_nodes(n)):
-        if node.op == "mul_mat" and node.params.get("activations") != "float":
-            launched.append(simple_product(node, lambda t: 4096))
-    assert len({kernel.function for kernel in launched}) == 2 + 4 + 3 * len(WEIGHT_DTYPES)
-    assert all(has(made[kernel.file], kernel.function) for kernel in launched)
 
 
 @pytest.mark.parametrize(("tokens", "sm"), profiles.share(product(TOKENS, MOST_SHARED), every=5))
@@ -141,8 +124,7 @@ def test_arguments_are_those_the_compiler_saw(works: Callable[[], Iterable[Kerne
 
 @pytest.mark.parametrize("shape", [
     AttentionShape(1, 32, 8, 64, 8192), AttentionShape(128, 32, 8, 64, 1280, 128),
-    AttentionShape(50, 8, 8, 256, 777, 7, "tail"),
-    pytest.param(AttentionShape(500, 32, 8, 128, 1024), marks=pytest.mark.slow),
+    AttentionShape(50, 8, 8, 256, 777, 7, "tail"), AttentionShape(500, 32, 8, 128, 1024),
 ])  # fmt: skip
 def test_stream_k_gives_every_tile_to_one_block(shape: AttentionShape):
     """Blocks have equal pieces of all tiles, no more blocks than run at once, and room for two
