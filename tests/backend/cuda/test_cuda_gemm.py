@@ -16,6 +16,7 @@ from workbench.backend.cuda.kernels.gemm import X, glu, product, scratch_bytes
 from workbench.backend.cuda.kernels.kernel import Kernel, blocks
 from workbench.backend.cuda.kernels.matvec import Segment
 from workbench.backend.cuda.kernels.tiling import Build, Epilogue, build_for, shapes_for
+from workbench.graph.ir import DTYPES
 
 TYPES = sorted(tiling.PLANES)
 TOKENS = (9, 16, 17, 33, 64, 65, 100, 128)
@@ -39,6 +40,9 @@ def test_builds_fit_the_device(dtype: str, hopper: bool):
         for shape in shapes_for(dtype, tokens, hopper):
             assert shape.n == n and shape.shared_bytes(dtype) <= most
             assert 2 <= shape.stages < 8 and shape.wm % 4 == 0
+            weights = shape.rows * DTYPES[dtype].row_bytes(256 * shape.steps) // 2
+            stages = shape.stages * (shape.n * shape.steps * 256 + weights)
+            assert stages + 128 <= shape.shared_bytes(dtype), "no room for barriers"
             sums = shape.n * shape.rows * 4  # which lie where stages were
             results = shape.n * (shape.rows // 2 + 4) * 4  # after them, to be quantised
             assert sums + results <= shape.shared_bytes(dtype) - 128
