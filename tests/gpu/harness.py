@@ -42,9 +42,6 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / (np.linalg.norm(expected) or 1.0))
 
 
-# products -----------------------------------------------------------------------------------------
-
-
 def floats_of(raw: np.ndarray, cols: int) -> np.ndarray:
     """The values of rows of Q8_ACT, float64."""
     quants, scales, _ = unpack_activations(raw, cols)
@@ -97,9 +94,6 @@ def kernels_of(nodes: Iterable[Node], sm: int) -> Wanted:
     every = (each for node in nodes for each in (node, *node.parts))
     works = (work for each in every for work in op_table.launches(each, operands))
     return {(work.file, work.defines) for work in works if isinstance(work, Kernel)}
-
-
-# memory and launches ------------------------------------------------------------------------------
 
 
 def fetched(backend: CudaBackend, address: int, nbytes: int, stream: int = 0) -> np.ndarray:
@@ -176,9 +170,6 @@ class Guards(AbstractContextManager["Guards"]):
             block.free()
         for memory in self._weights:
             memory.free()
-
-
-# engines ------------------------------------------------------------------------------------------
 
 
 def skip_where_refused(values: Mapping[str, str], backend: Any) -> None:

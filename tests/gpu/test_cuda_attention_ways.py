@@ -72,8 +72,6 @@ TYPED = {
 }
 
 
-# heads, lengths and groups; the slow twin ---------------------------------------------------------
-
 NOWHERE = ca.AttentionAt(*(0,) * 7)
 HEAD_DIMS = (8, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 TOKENS = (1, 2, 8, 9, 17, 40)
@@ -162,9 +160,6 @@ def test_its_slow_twin_and_every_way_to_share_cells(guards: Guards, shape: Shape
     if ca.can_quantise(shape):
         assert np.array_equal(found(True), guards.quantised(raw, shape.n_tokens))
     assert_counters_are_zero(guards.backend)
-
-
-# every way and every type -------------------------------------------------------------------------
 
 
 def masks(case: Case) -> dict[str, np.ndarray]:

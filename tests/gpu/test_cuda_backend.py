@@ -80,9 +80,6 @@ def test_errors_say_what_failed(backend: CudaBackend):
     assert probe() == backend.description
 
 
-# loading ------------------------------------------------------------------------------------------
-
-
 def weight(dtype: DType, rows: int, cols: int) -> tuple[Tensor, np.ndarray]:
     tensor = Tensor(f"{dtype.name} {rows}", dtype, (rows, cols), Kind.WEIGHT)
     rng = np.random.default_rng([rows, cols, dtype.block_bytes])
@@ -147,8 +144,6 @@ def test_interrupted_loading_gives_the_gpu_back(backend, tiny_model, monkeypatch
     assert not any(t.name.startswith("loading") for t in threading.enumerate())
     assert np.array_equal(answer(), whole)
 
-
-# plans --------------------------------------------------------------------------------------------
 
 TAKEN, ROW = [4], [3, 4]  # parts of a work that another `taken`, or `row`, has changed
 

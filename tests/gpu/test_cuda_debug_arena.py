@@ -133,8 +133,6 @@ def test_declared_ranges_hold(backend: CudaBackend, name: str, monkeypatch):
     ranges.check(backend, *RANGES[name])
 
 
-# fused nodes against their parts ------------------------------------------------------------------
-
 TOKENS = (1, 3, 8, 9, 33, 100)
 N_KV, CELLS = 64, 96  # twice for more tokens than that
 FEW = 8  # tokens up to which a product fused with what follows has the arithmetic of the parts

@@ -111,8 +111,6 @@ def test_the_clock_goes_on_in_steps_and_is_the_hosts(backend: CudaBackend):
     assert apart <= first.error_ns + clock.error_ns + 10_000  # of drift
 
 
-# real steps ---------------------------------------------------------------------------------------
-
 STEP = {
     "plans": "ours", "plan_scope": "step", "sync": "packed_implicit", "copy_stream": "compute",
     "results": "direct",

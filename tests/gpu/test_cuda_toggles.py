@@ -170,9 +170,6 @@ def test_every_safe_ordering_has_the_bits_of_one(engine):
     assert safe > racing > 0
 
 
-# plans -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("reuse", ["patch_pointers", "pointer_table"])
 def test_stores_that_move_with_every_token_are_followed(engine, reuse, scope):
@@ -242,9 +239,6 @@ def test_twins_are_made_in_place_of_captures(engine, monkeypatch, scope):
         assert np.array_equal(one_by_one(slow, tokens), found)
         counters = slow.counters
         assert (counters["plans_captured"], counters["plans_twinned"]) == (3, 0), counters
-
-
-# gates --------------------------------------------------------------------------------------------
 
 
 class Gate(AbstractContextManager["Gate"]):

@@ -57,8 +57,6 @@ class Verdict(NamedTuple):
     triggers: bool
 
 
-# reading ------------------------------------------------------------------------------------------
-
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 # a result list may stand before the name, the parameters stand after it
 _BEGIN = re.compile(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)[^{;]*\{")

@@ -32,8 +32,6 @@ HEADS = (48, 64, 80, 96, 128, 256)
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 NOWHERE = Operands(lambda tensor: 4096, 8192, 0)
 
-# what its kernels compute ------------------------------------------------------------------------
-
 CASES = {
     "one token": Case((1,), 8, 2, 64, 200),
     "a chunk": Case((9,), 6, 2, 48, 150, sinks=True, k_type=BF16, v_type=F32),
@@ -98,9 +96,6 @@ def test_a_barrier_that_is_missing_shows(kernel: str):
     with np.errstate(invalid="ignore"):
         wrong = [np.abs(compute(node, arrays, seed, edits) - twin).max() for seed in range(3)]
     assert not all(w < 1e-3 for w in wrong)
-
-
-# launches ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -182,9 +177,6 @@ def test_nothing_comes_before_the_wait_in_what_is_compiled():
             assert ptx.parameters(text, work.function) == given_
             verdict = ptx.check(text, work.function)
             assert work.waits and verdict.violations == () and verdict.triggers
-
-
-# tokens -------------------------------------------------------------------------------------------
 
 
 def drawn_by_kernel(asked: list[Draw], seed: int = 0) -> list[int]:

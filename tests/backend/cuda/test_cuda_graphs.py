@@ -100,9 +100,6 @@ def rig(monkeypatch) -> Rig:
     return Rig(monkeypatch)
 
 
-# capture ------------------------------------------------------------------------------------------
-
-
 def test_a_replay_queues_what_the_parts_do(rig):
     """A kernel is a node of its part, a conversion and its product are three. A copy on another
     stream begins with the plan, and orders only what waits for it. Before the first capture a
@@ -168,9 +165,6 @@ def test_a_gate_and_an_end_are_nodes_of_the_plan(rig, programmatic):
         assert {5 * FAR, 6 * FAR} <= set(end.args)
 
 
-# failures -----------------------------------------------------------------------------------------
-
-
 def raised(error: BaseException) -> None:
     raise error
 
@@ -219,9 +213,6 @@ def test_what_the_driver_refuses_is_told_and_changes_nothing(rig, act, function)
     rig.api.refuse.clear()
     graph = graph or rig.backend.capture(work)
     assert graph.update(work, None) and rig.replays(graph, work)
-
-
-# updates and twins --------------------------------------------------------------------------------
 
 
 def test_what_no_node_sets_is_captured_anew(rig):
@@ -345,9 +336,6 @@ def test_a_destroyed_plan_is_refused(rig, monkeypatch, by):
                     partial(twin.twin, work, [])):  # fmt: skip
         with pytest.raises(DeviceError, match="plan of 7 commands was destroyed"):
             refused()
-
-
-# timed replays ------------------------------------------------------------------------------------
 
 
 def test_times_lie_between_events_after_a_replay(rig):

@@ -63,9 +63,6 @@ def test_every_address_is_marked_and_nothing_else_is(tokens: int, sm: int):
         assert {addresses.asked[t] for t in touched} <= passed, node
 
 
-# what makes two commands the same work ------------------------------------------------------------
-
-
 def passed(log: list[Call], issued: Issued) -> list[Call]:
     log.clear()
     issued()

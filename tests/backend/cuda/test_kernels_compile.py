@@ -141,9 +141,6 @@ def test_stream_k_gives_every_tile_to_one_block(shape: AttentionShape):
         assert attention.scratch_bytes(shape) >= needed
 
 
-# the compiler and its cache -----------------------------------------------------------------------
-
-
 def test_what_does_not_compile_is_told_in_one_line():
     """Also a tuning that the source cannot be compiled for, by name."""
     with pytest.raises(DeviceError, match=r'x\.cu does not compile for sm_90: .*"y" is undefined'):
