@@ -1,4 +1,4 @@
-"""What the GPU tests share: the backend, engines, weights that are given back, and `compute`, which
+"""What the GPU tests share: the backend, engines, kernels compiled beforehand, and `compute`, which
 runs one node in guarded memory."""
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from tests.gpu.debug_arena import Mode, run_alone
-from tests.gpu.harness import Compute, Guards
+from tests.gpu.harness import Guards
 from workbench.backend.cuda.device.backend import CudaBackend, open_backend
+from workbench.backend.cuda.kernels import nvrtc
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.graph.ir import Node, Tensor
@@ -22,6 +23,15 @@ def backend() -> Iterator[CudaBackend]:
     made = open_backend()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request) -> None:
+    """What the module's tests launch, several at a time: a quarter of a second each, at its first
+    launch, would be most of what tests of many small nodes take."""
+    if wanted := getattr(request.module, "kernels", None):
+        backend = request.getfixturevalue("backend")
+        nvrtc.compile_many(sorted({("repack", ()), *wanted(backend._sm)}), backend._arch)
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +53,13 @@ def engine(tiny_model) -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.fixture
-def programmatic(backend: CudaBackend) -> CudaBackend:
-    """The backend, where a launch may begin before the one ahead of it has ended."""
-    if not backend.capabilities.programmatic:
-        pytest.skip("no programmatic dependent launch below compute capability 9.0")
-    return backend
-
-
-@pytest.fixture
 def guards(backend: CudaBackend) -> Iterator[Guards]:
     with Guards(backend) as made:
         yield made
 
 
 @pytest.fixture
-def compute(backend: CudaBackend) -> Compute:
+def compute(backend: CudaBackend) -> Callable[..., np.ndarray]:
     """`compute(node, {tensor: array}) -> bytes of the output`: in guarded memory, and a second run
     must give the same bits. A tensor the node stores into starts as its array says."""
 

@@ -1,9 +1,8 @@
 """A debug arena: every tensor of a step alone in memory, so that a stray access shows.
 
-The engine puts the tensors of a step into one arena, whose bytes are used again as soon as nobody
-reads them (`graph/arena.py`): an access beside its tensor lands in another's, and nothing notices.
-Here every tensor, and the scratch of every node, is an allocation of its own (cudaMalloc, there is
-no pool), nodes run one by one, and `Mode` says what is around and in the allocations:
+In an engine's arena (`graph/arena.py`) an access beside its tensor lands in another's, and nothing
+notices. Here every tensor, and the scratch of every node, is an allocation of its own (cudaMalloc,
+there is no pool), nodes run one by one, and `Mode` says what is around and in the allocations:
 
     guarded  red zones on both sides, checked after every node; NaN in every byte before a tensor
              is made, and again once nobody reads it, kept to the end and checked then. Without any
@@ -14,21 +13,20 @@ no pool), nodes run one by one, and `Mode` says what is around and in the alloca
     bare     as exact, but written by kernels alone: for initcheck, which takes a poisoned byte for
              an initialised one. Caches are zeros, as the engine's are: attention asks for whole
              tiles and drops what its mask hides.
-
-It runs on any backend of the engine, so that it is tested without a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from workbench.backend.base import Backend, Memory
-from workbench.backend.cuda.device import driver
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.engine.batch import make_batch
 from workbench.engine.cache.kv_cache import KVCache
@@ -48,39 +46,24 @@ class Mode(StrEnum):
     BARE = "bare"
 
 
-@contextlib.contextmanager
-def exact_sizes() -> Iterator[None]:
-    """Within, the cuda backend asks for as many bytes as it was asked for, not for multiples of
-    256, weights included: memcheck then knows where each ends. Multiples of 16 they are still: so
-    much may be read (kernels/common.cuh)."""
-    before, driver.ALIGN = driver.ALIGN, 16
-    try:
-        yield
-    finally:
-        driver.ALIGN = before
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 class Block:
-    """The memory of one tensor, or of a node's scratch: `nbytes` bytes at `address`.
-
-    what: its name, for messages. Every method waits until it is done.
-    """
+    """`nbytes` bytes at `address`. what: its name, for messages. Every method waits to its end."""
 
     def __init__(self, backend: Backend, nbytes: int, mode: Mode, what: str):
-        self.nbytes, self.what = nbytes, what
-        self._backend, self._mode = backend, mode
+        self.nbytes, self.what, self._backend = nbytes, what, backend
         self._zone = ZONE if mode == Mode.GUARDED else 0
         # on a GPU without the zeros that would make every byte initialised
         allocate = backend._allocate if isinstance(backend, CudaBackend) else backend.allocate
         self._memory: Memory = allocate(nbytes + 2 * self._zone, Space.DEVICE)
+        self.free, self.address = self._memory.free, self._memory.address + self._zone
         if mode != Mode.BARE:
             image = np.full(nbytes + 2 * self._zone, POISON, np.uint8)
             image[: self._zone] = image[self._zone + nbytes :] = ZONE_BYTE
             self._copy(0, image, to_host=False)
-
-    @property
-    def address(self) -> int:
-        return self._memory.address + self._zone
 
     def _copy(self, at: int, array: np.ndarray, to_host: bool) -> None:
         there, here = self._memory.address + at, array.ctypes.data
@@ -89,8 +72,7 @@ class Block:
         self._backend.sync_stream(0)()
 
     def fill(self, content: np.ndarray) -> None:
-        """content: any array of `nbytes` bytes."""
-        raw = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
+        raw = as_bytes(content)
         assert raw.nbytes == self.nbytes, (self.what, raw.nbytes, self.nbytes)
         self._copy(self._zone, raw, to_host=False)
 
@@ -101,18 +83,11 @@ class Block:
         """uint8 (nbytes,). The red zones, where there are any, must be untouched."""
         whole = np.zeros(self.nbytes + 2 * self._zone, np.uint8)
         self._copy(0, whole, to_host=True)
-        first, zone_after = self._zone, whole[self._zone + self.nbytes :]
-        for where, zone in (("before", whole[:first]), ("behind", zone_after)):
+        before, own, behind = np.split(whole, [self._zone, self._zone + self.nbytes])
+        for where, zone in (("before", before), ("behind", behind)):
             strays = np.count_nonzero(zone != ZONE_BYTE)
             assert not strays, f"{strays} bytes written {where} {self.what} by {writer}"
-        return whole[first : first + self.nbytes]
-
-    def check(self, writer: str) -> None:
-        if self._zone:
-            self.content(writer)
-
-    def free(self) -> None:
-        self._memory.free()
+        return own
 
 
 class DebugArena(contextlib.AbstractContextManager["DebugArena"]):
@@ -122,10 +97,9 @@ class DebugArena(contextlib.AbstractContextManager["DebugArena"]):
     """
 
     def __init__(
-        self, backend: Backend, mode: Mode, residents: Mapping[Tensor, int] | None = None
-    ) -> None:
-        self._backend, self._mode = backend, mode
-        self._residents = dict(residents or {})
+        self, backend: Backend, mode: Mode, residents: Mapping[Tensor, int] = MappingProxyType({})
+    ):
+        self._backend, self._mode, self._residents = backend, mode, residents
         self._live: dict[Tensor, Block] = {}
         self._retired: list[Block] = []
 
@@ -146,9 +120,7 @@ class DebugArena(contextlib.AbstractContextManager["DebugArena"]):
         s = tensor.storage
         return self._live[s].address if s in self._live else self._residents[s]
 
-    def run(
-        self, nodes: Sequence[Node], keep: Collection[Tensor], programmatic: bool = False
-    ) -> None:
+    def run(self, nodes: Sequence[Node], keep: Collection[Tensor], programmatic=False) -> None:
         """Computes `nodes`, each to its end before the next. What they make is dropped after its
         last use, except `keep` (storages). programmatic: as in `Backend.launch`, where the kernels
         allow it."""
@@ -167,15 +139,14 @@ class DebugArena(contextlib.AbstractContextManager["DebugArena"]):
 
     def _launch(self, node: Node, programmatic: bool) -> None:
         backend, need = self._backend, self._backend.scratch_bytes(node)
-        scratch = Block(backend, need, self._mode, f"scratch of {node.name}") if need else None
-        address = scratch.address if scratch else 0
+        scratch = [Block(backend, need, self._mode, f"scratch of {node.name}")] if need else []
+        address = scratch[0].address if scratch else 0
         early = programmatic and backend.begins_early(node)
         backend.launch(node, self.address_of, address, 0, early)()
         backend.sync_stream(0)()
-        for block in [*self._live.values(), *([scratch] if scratch else [])]:
-            block.check(f"{node.op} {node.name}")
-        if scratch:
-            self._retire(scratch)
+        self.check(f"{node.op} {node.name}", *scratch)
+        for block in scratch:
+            self._retire(block)
 
     def _retire(self, block: Block) -> None:
         """After the last use: poisons the memory, to be looked at again, or gives it back."""
@@ -185,41 +156,35 @@ class DebugArena(contextlib.AbstractContextManager["DebugArena"]):
         else:
             block.free()
 
-    def check(self, writer: str) -> None:
+    def check(self, writer: str, *more: Block) -> None:
         """Holds every live tensor's red zones to be untouched."""
-        for block in self._live.values():
-            block.check(writer)
+        if self._mode == Mode.GUARDED:
+            for block in (*self._live.values(), *more):
+                block.content(writer)
 
     def __exit__(self, kind: object, *_: object) -> None:
         """Gives everything back; asserts that what was retired has not been written."""
-        retired, written = self._retired, []
-        if kind is None:
-            found = [block.content("a node after its last use") for block in retired]
-            written = [
-                b.what for b, raw in zip(retired, found, strict=True) if (raw != POISON).any()
-            ]
-        for block in [*self._live.values(), *retired]:
+        written = []
+        for block in self._retired if kind is None else ():
+            if (block.content("a node after its last use") != POISON).any():
+                written.append(block.what)
+        for block in [*self._live.values(), *self._retired]:
             block.free()
         assert not written, f"written after the last use: {', '.join(written)}"
 
 
 class DebugSteps(contextlib.AbstractContextManager["DebugSteps"]):
-    """The steps of an engine's model in debug arenas, on a cache of its own: a twin of
-    `Engine.step`, which must give the same logits.
-
-    The engine lends its backends, weights and toggles (patterns of fusion, activations, pdl). Each
-    step has new arenas; caches live through all of them.
-    """
+    """Steps of an engine's model with its backends, weights and toggles in debug arenas, new ones
+    for each step, on a cache of its own: a twin of `Engine.step`, which must give the same."""
 
     def __init__(self, engine: Engine, mode: Mode):
         self._engine, self._mode, self._loaded = engine, mode, engine._open
         self._cache = KVCache(engine.config.n_ctx, engine.config.n_kv_pad)
         self._pairs = engine.model.caches(self._cache.n_cells)
-        self._cached = [t for pair in self._pairs for t in pair]
         # Cells no token sees hold NaN where that can be: a kernel that used one would show it.
         byte = 0 if mode == Mode.BARE else POISON
         self._cells = DebugArena(self._loaded.backend, mode)
-        for t in self._cached:
+        for t in itertools.chain(*self._pairs):
             self._cells.hold(t, np.full(t.nbytes, byte, np.uint8))
 
     def step(self, tokens: Sequence[int]) -> np.ndarray:
@@ -234,9 +199,8 @@ class DebugSteps(contextlib.AbstractContextManager["DebugSteps"]):
         # what goes from a split to another, and the outputs, by storage
         crossing = {t for part in parts for t in part.inputs} | {t.storage for t in graph.outputs}
         with contextlib.ExitStack() as open_arenas:
-            arenas = {
-                b: open_arenas.enter_context(self._arena(b)) for b in {p.backend for p in parts}
-            }
+            used = {part.backend for part in parts}
+            arenas = {b: open_arenas.enter_context(self._arena(b)) for b in used}
             for part in parts:
                 arena = arenas[part.backend]
                 for t in part.inputs:
@@ -251,29 +215,20 @@ class DebugSteps(contextlib.AbstractContextManager["DebugSteps"]):
 
     def _arena(self, b: int) -> DebugArena:
         loaded = self._loaded
-        residents = {
-            t: loaded.memory[there.buffer].address + there.offset
-            for t, there in loaded.residents[b].items()
-        }
-        residents |= {t: self._cells.address_of(t) for t in self._cached}
+        at = lambda there: loaded.memory[there.buffer].address + there.offset  # noqa: E731
+        residents = {t: at(there) for t, there in loaded.residents[b].items()}
+        residents |= {t: self._cells.address_of(t) for t in itertools.chain(*self._pairs)}
         return DebugArena(loaded.backends[b], self._mode, residents)
 
     def __exit__(self, *error: Any) -> None:
         self._cells.__exit__(*error)
 
 
-def run_alone(
-    backend: Backend,
-    node: Node,
-    values: Mapping[Tensor, np.ndarray],
-    mode: Mode,
-    in_parts: bool = False,
-    times: int = 1,
-) -> dict[Tensor, np.ndarray]:
+def run_alone(backend: Backend, node: Node, values, mode: Mode, in_parts=False, times=1):
     """Bytes of what `node` makes, or its parts one by one, by storage. values: of all it reads, by
     storage, weights as in the file; these are loaded as the backend likes. What the node does not
     make must stay as it is, and each time it must make the same."""
-    raw = {t: np.ascontiguousarray(a).reshape(-1).view(np.uint8) for t, a in values.items()}
+    raw = {t: as_bytes(a) for t, a in values.items()}
     weights = {t: backend.load_weight(t, a) for t, a in raw.items() if t.kind == Kind.WEIGHT}
     outputs = {t.storage for t in node.outputs}
     given = {t: a for t, a in raw.items() if t not in weights}
@@ -281,10 +236,9 @@ def run_alone(
     try:
         with DebugArena(backend, mode, {t: m.address for t, m in weights.items()}) as arena:
             for _ in range(times):
-                again = outputs if found else set()  # which are held by now
-                for t, a in (
-                    {t: np.full(t.nbytes, POISON, np.uint8) for t in again} | given
-                ).items():
+                for t in outputs if found else ():  # which are held by now
+                    arena.hold(t, np.full(t.nbytes, POISON, np.uint8))
+                for t, a in given.items():
                     arena.hold(t, a)
                 arena.run(node.parts if in_parts else [node], outputs)
                 for t in given.keys() - outputs:

@@ -1,10 +1,10 @@
-"""Operands of products, memory between guards, kernels compiled side by side, how far what was
-found is from what was expected, and tokens that engines are fed with."""
+"""Operands of products, memory between guards, how far what was found is from what was expected,
+and tokens that engines are fed with."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests.gpu.debug_arena import POISON, Block, Mode
+from tests.gpu.debug_arena import POISON, Block, Mode, as_bytes
 from tests.oracles.dequantize import dequantize
 from workbench.backend.base import Issue, Memory
 from workbench.backend.cuda.device.backend import CudaBackend
-from workbench.backend.cuda.kernels import nvrtc, op_table
+from workbench.backend.cuda.kernels import op_table
 from workbench.backend.cuda.kernels.kernel import Kernel, Work
 from workbench.engine.engine import Engine
 from workbench.graph.ir import DTYPES, F16, F32, Q8_ACT, QUANTISED, Kind, Node, Tensor
@@ -24,8 +24,9 @@ from workbench.graph.ops import make
 from workbench.model.gguf.quants import quantize_activations, random_blocks, unpack_activations
 
 MOST_TOKENS = 1030  # of any product here
-Compute = Callable[..., np.ndarray]
-Wanted = set[tuple[str, tuple[str, ...]]]  # files of kernels/, each with its macros
+# Files of kernels/, each with its macros. What a module's `kernels(sm)` names is compiled side by
+# side before its tests (`conftest.py`), and before a record (`record.py`).
+Wanted = set[tuple[str, tuple[str, ...]]]
 
 
 def generator(*key: object) -> np.random.Generator:
@@ -38,11 +39,13 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
     assert found.shape == expected.shape
     if not np.isfinite(found).all():
         return float("inf")
-    norm = float(np.linalg.norm(expected))
-    return float(np.linalg.norm(found - expected)) / (norm or 1.0)
+    return float(np.linalg.norm(found - expected) / (np.linalg.norm(expected) or 1.0))
 
 
-# products -----------------------------------------------------------------------------------------
+def floats_of(raw: np.ndarray, cols: int) -> np.ndarray:
+    """The values of rows of Q8_ACT, float64."""
+    quants, scales, _ = unpack_activations(raw, cols)
+    return quants.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, axis=1)
 
 
 class Operands(NamedTuple):
@@ -59,28 +62,22 @@ class Operands(NamedTuple):
 
 @lru_cache(maxsize=32)  # of one type
 def operands(name: str, rows: int, cols: int) -> Operands:
-    dtype = DTYPES[name]
-    rng = generator(name, rows, cols)
+    dtype, rng = DTYPES[name], generator(name, rows, cols)
     data = random_blocks(rng, dtype, rows, cols, cols**-0.5).reshape(-1)
     values = dequantize(data, dtype, (rows, cols)).astype(np.float64)
     floats = x = rng.standard_normal((MOST_TOKENS, cols), dtype=np.float32)
-    x_values = x.astype(np.float64)
     if dtype in QUANTISED:
-        x = quantize_activations(x)
-        quants, scales, _ = unpack_activations(x, cols)
-        x_values = quants.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, axis=1)
+        x = quantize_activations(floats)
+    x_values = floats_of(x, cols) if dtype in QUANTISED else x.astype(np.float64)
     weight = Tensor("w", dtype, (rows, cols), Kind.WEIGHT)
     return Operands(weight, data, values, floats, x, x_values)
 
 
 def product(name: str, rows: int, cols: int, tokens: int, rounded: bool = True) -> Node:
     """As the decoder makes it; rounded: activations of quantised weights are quantised, too."""
-    dtype = DTYPES[name]
-    w = Tensor("w", dtype, (rows, cols), Kind.WEIGHT)
-    if not rounded:
-        return make("mul_mat", "y", w, Tensor("x", F32, (tokens, cols)), activations="float")
-    x = Tensor("x", Q8_ACT if dtype in QUANTISED else F32, (tokens, cols))
-    return make("mul_mat", "y", w, x)
+    w = Tensor("w", DTYPES[name], (rows, cols), Kind.WEIGHT)
+    x = Tensor("x", Q8_ACT if rounded and w.dtype in QUANTISED else F32, (tokens, cols))
+    return make("mul_mat", "y", w, x, **({} if rounded else {"activations": "float"}))
 
 
 def attention(tokens: int, heads: int, heads_kv: int, head_dim: int, n_kv: int) -> Node:
@@ -91,7 +88,12 @@ def attention(tokens: int, heads: int, heads_kv: int, head_dim: int, n_kv: int) 
     return make("attention", "o", q, k, v, mask, n_kv=n_kv, n_head_kv=heads_kv, scale=scale)
 
 
-# memory and launches ------------------------------------------------------------------------------
+def kernels_of(nodes: Iterable[Node], sm: int) -> Wanted:
+    """What launches of `nodes` and of their parts need."""
+    operands = op_table.Operands(lambda tensor: 0, 0, 0, sm)
+    every = (each for node in nodes for each in (node, *node.parts))
+    works = (work for each in every for work in op_table.launches(each, operands))
+    return {(work.file, work.defines) for work in works if isinstance(work, Kernel)}
 
 
 def fetched(backend: CudaBackend, address: int, nbytes: int, stream: int = 0) -> np.ndarray:
@@ -107,13 +109,6 @@ def assert_counters_are_zero(backend: CudaBackend, stream: int = 0) -> None:
     assert not fetched(backend, address, backend._counters[stream].nbytes, stream).any()
 
 
-def free_bytes(backend: CudaBackend) -> int:
-    backend.synchronize()
-    error, free, _ = backend._driver.api.cuMemGetInfo()
-    assert not error
-    return int(free)
-
-
 class Guards(AbstractContextManager["Guards"]):
     """Device memory between guards, given back together by the end of a `with`, where no guard may
     have been touched and inputs must be as they were; and weights."""
@@ -123,16 +118,15 @@ class Guards(AbstractContextManager["Guards"]):
         self._blocks: list[tuple[Block, np.ndarray | None]] = []  # with the content of an input
         self._weights: list[Memory] = []
 
-    def room(self, nbytes: int) -> Block:
+    def room(self, nbytes: int, given: np.ndarray | None = None) -> Block:
         """All of it NaN."""
-        self._blocks.append((Block(self.backend, nbytes, Mode.GUARDED, "a block"), None))
+        self._blocks.append((Block(self.backend, nbytes, Mode.GUARDED, "a block"), given))
         return self._blocks[-1][0]
 
     def put(self, content: np.ndarray) -> Block:
-        raw = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
-        made = Block(self.backend, raw.nbytes, Mode.GUARDED, "an input")
+        raw = as_bytes(content)
+        made = self.room(raw.nbytes, raw)
         made.fill(raw)
-        self._blocks.append((made, raw))
         return made
 
     def load(self, weight: Tensor, data: np.ndarray) -> int:
@@ -144,11 +138,7 @@ class Guards(AbstractContextManager["Guards"]):
         return [self.backend._prepare(work, stream, "a test") for work in works]
 
     def twice(
-        self,
-        into: Sequence[Block],
-        issues: Iterable[Issue],
-        *scratch: Block,
-        poisons: Iterable[int] = (POISON, POISON),
+        self, into: Sequence[Block], issues: list[Issue], *scratch: Block, poisons=(POISON, POISON)
     ) -> list[np.ndarray]:
         """What launches leave in `into`, each as bytes; it and scratch are poisoned first. The same
         each time."""
@@ -180,30 +170,6 @@ class Guards(AbstractContextManager["Guards"]):
             block.free()
         for memory in self._weights:
             memory.free()
-
-
-def kernels_of(nodes: Iterable[Node], sm: int) -> Wanted:
-    """What launches of `nodes` and of their parts need."""
-    operands = op_table.Operands(lambda tensor: 0, 0, 0, sm)
-    return {
-        (work.file, work.defines)
-        for node in nodes
-        for each in (node, *node.parts)
-        for work in op_table.launches(each, operands)
-        if isinstance(work, Kernel)
-    }
-
-
-def compile_side_by_side(backend: CudaBackend, wanted: Wanted) -> None:
-    """Compiles several variants at a time. Left to the first launch of each they are compiled one
-    after another, a quarter of a second each, which is most of what tests of many small nodes take.
-
-    A module whose fixture calls this has `kernels(sm)`, and a record compiles these of all modules
-    at once (`tests/gpu/compile_kernels.py`)."""
-    nvrtc.compile_many(sorted({("repack", ()), *wanted}), backend._arch)
-
-
-# engines ------------------------------------------------------------------------------------------
 
 
 def skip_where_refused(values: Mapping[str, str], backend: Any) -> None:

@@ -1,8 +1,8 @@
 """Runs the GPU tests and records what came of them: `python tests/gpu/record.py [--out FILE]`.
 
-First every kernel that many tests want is compiled (`compile_kernels.py`). Then processes side by
-side share the tests, and at last this one runs what wants the GPU to itself (marker `alone`).
-Without pytest-xdist, or with few cores, this process runs them all.
+First every kernel that many tests want is compiled. Then processes side by side share the tests,
+and at last this one runs what wants the GPU to itself (marker `alone`). Without pytest-xdist, or
+with few cores, this process runs them all.
 
 Writes data/results/gpu-tests.json (or FILE): date, device, driver, hash of the sources tested
 (`data/measure/sources.py`), counts and duration of everything together. Exits with the worst status
@@ -15,14 +15,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -31,7 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from data.measure.sources import source_hash  # noqa: E402
+from tests.gpu.twins.product import FOLDER  # noqa: E402
 from workbench.backend.cuda.device.backend import probe  # noqa: E402
+from workbench.backend.cuda.device.driver import device_properties, libraries  # noqa: E402
+from workbench.backend.cuda.kernels import nvrtc  # noqa: E402
+from workbench.common.errors import WorkbenchError  # noqa: E402
 from workbench.common.output import write_text  # noqa: E402
 
 RESULTS, TESTS = ROOT / "data" / "results", ROOT / "tests" / "gpu"
@@ -44,8 +48,7 @@ RUNS = {
 MOST_PROCESSES, CORES_EACH = 6, 2
 # libraries below NumPy that would start a thread for each core in every process
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-DURATIONS = 25  # slowest tests of a pass that are named
-INTERRUPTED, NOTHING_RUN = int(pytest.ExitCode.INTERRUPTED), int(pytest.ExitCode.NO_TESTS_COLLECTED)
+HELPERS = ("device", "gate", "read", "repack", "stamp")  # files without macros that no module names
 
 
 class Counts:
@@ -61,44 +64,36 @@ class Counts:
         self.outcomes[report.nodeid] = worst
 
 
-class Pass(NamedTuple):
-    """Tests by their markers, and how many processes share them; 0: this one alone."""
-
-    markers: str
-    processes: int = 0
+def kernels_of(module: str, sm: int) -> set:
+    return importlib.import_module(f"tests.gpu.{module}").kernels(sm)
 
 
-def passes(two: bool, wanted: int | None = None) -> list[Pass]:
-    """What is run, in order. wanted: processes; else as many as there are cores for."""
-    cores = len(os.sched_getaffinity(0))
-    processes = min(MOST_PROCESSES, cores // CORES_EACH) if wanted is None else wanted
-    if not two and processes > 1 and importlib.util.find_spec("xdist") is None:
+def compile_one(file: str, defines: tuple[str, ...], folder: Path | None, sm: int) -> None:
+    nvrtc.cubin(file, f"sm_{sm}", defines, sources=folder)
+
+
+def compile_kernels(sm: int, n: int) -> None:
+    """What modules name in `kernels(sm)`, into the cache on disk, by n processes: in a single one
+    only one thread at a time can be in the compiler's front end. A fresh interpreter for each:
+    CUDA does not survive a fork."""
+    files = sorted(TESTS.glob("test_cuda_*.py"))
+    telling = [path.stem for path in files if "\ndef kernels(sm: int)" in path.read_text()]
+    with ProcessPoolExecutor(n, multiprocessing.get_context("spawn")) as pool:
+        lists = pool.map(kernels_of, telling, [sm] * len(telling))
+        wanted = set().union(*lists, {(file, ()) for file in HELPERS})
+        sources = [(path.stem, (), FOLDER, sm) for path in sorted(FOLDER.glob("*.cu"))]
+        sources += [(file, defines, None, sm) for file, defines in sorted(wanted)]
+        list(pool.map(compile_one, *zip(*sources, strict=True), chunksize=2))
+    print(f"{len(sources)} kernels compiled or found, {n} at a time", flush=True)
+
+
+def passes(n: int) -> list[tuple[str, int]]:
+    """What is run, in order: tests by their markers, and how many processes share them; 0: none
+    but this one."""
+    if n > 1 and importlib.util.find_spec("xdist") is None:
         print("pytest-xdist is not installed: one process runs all tests, which takes longer")
-        processes = 0
-    if two or processes < 2:
-        return [Pass("gpu")]
-    return [Pass("gpu and not alone", processes), Pass("gpu and alone")]
-
-
-def compile_kernels() -> None:
-    """In processes of their own. Where it fails, tests compile what they want, and tell."""
-    subprocess.run([sys.executable, "-m", "tests.gpu.compile_kernels"], cwd=ROOT, check=False)
-
-
-def run(each: Pass, tests: Path, counts: Counts, more: list[str]) -> int:
-    """pytest's status. Processes that are started have their share of the cores for NumPy."""
-    n = each.processes
-    print(f"{each.markers}: {n or 1} at a time", flush=True)
-    shared = ["-n", str(n), "--dist", "worksteal"] if n else []
-    share = max(1, len(os.sched_getaffinity(0)) // max(1, n))
-    with patch.dict(os.environ, dict.fromkeys(THREADS, str(share)) if n else {}):
-        arguments = [str(tests), "-p", "no:cacheprovider", f"--durations={DURATIONS}"]
-        return int(pytest.main([*arguments, "-m", each.markers, *shared, *more], plugins=[counts]))
-
-
-def worst(statuses: list[int]) -> int:
-    """Of all passes; one without any test says nothing where another has some."""
-    return max((s for s in statuses if s != NOTHING_RUN), default=NOTHING_RUN)
+        n = 0
+    return [("gpu", 0)] if n < 2 else [("gpu and not alone", n), ("gpu and alone", 0)]
 
 
 def main() -> int:
@@ -111,11 +106,22 @@ def main() -> int:
     tests, out = RUNS[args.two]
     device, _, driver = probe().partition(", driver ")
     counts, start, statuses = Counts(), time.perf_counter(), list[int]()
-    if not args.two:
-        compile_kernels()
-    for each in passes(args.two, args.processes):
-        statuses.append(run(each, tests, counts, args.pytest_args))
-        if statuses[-1] == INTERRUPTED:
+    cores = len(os.sched_getaffinity(0))
+    try:
+        properties = device_properties(libraries()[0], 0)
+        if not args.two:
+            compile_kernels(10 * int(properties["major"]) + int(properties["minor"]), cores)
+    except WorkbenchError as error:
+        print(f"kernels are compiled as tests want them: {error}", file=sys.stderr)
+    wanted = min(MOST_PROCESSES, cores // CORES_EACH) if args.processes is None else args.processes
+    for markers, n in passes(0 if args.two else wanted):
+        print(f"{markers}: {n or 1} at a time", flush=True)
+        given = [str(tests), "-p", "no:cacheprovider", "--durations=25", "-m", markers]
+        given += ["-n", str(n), "--dist", "worksteal"] if n else []
+        # processes that are started have their share of the cores for NumPy
+        with patch.dict(os.environ, dict.fromkeys(THREADS, str(max(1, cores // n))) if n else {}):
+            statuses.append(int(pytest.main([*given, *args.pytest_args], plugins=[counts])))
+        if statuses[-1] == pytest.ExitCode.INTERRUPTED:
             break
     found = Counter(counts.outcomes.values())
     record = {
@@ -128,7 +134,9 @@ def main() -> int:
     }
     write_text(args.out or out, json.dumps(record, indent=1) + "\n", parents=True)
     print(json.dumps(record))
-    return worst(statuses)
+    # a pass without any test says nothing where another has some
+    nothing = int(pytest.ExitCode.NO_TESTS_COLLECTED)
+    return max((status for status in statuses if status != nothing), default=nothing)
 
 
 if __name__ == "__main__":

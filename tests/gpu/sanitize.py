@@ -1,9 +1,8 @@
 """Runs parts of the GPU tests under compute-sanitizer: `python -m tests.gpu.sanitize [--out FILE]`.
 
-What runs under which tool, and why, is the table SUBSETS below. Shapes are small, for a kernel is
-some ten to a thousand times slower there. First the whole of it runs without a tool, which compiles
-the kernels and shows that the tests pass; last come the poisoned repetitions, for what no tool
-sees: ordering through global memory.
+What runs under which tool, and why, is the table below; shapes are small, for kernels are slow
+there. First the whole of it runs without a tool, which compiles the kernels and shows that the
+tests pass; last come the poisoned repetitions: no tool sees ordering through global memory.
 
 Writes data/results/gpu-sanitizer.json (or FILE): date, device, driver, the tool's version, hash of
 the sources (`data/measure/sources.py`), and for each run tests, errors and seconds. Exits with
@@ -32,9 +31,6 @@ from workbench.common.output import write_text
 PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
 OUT = ROOT / "data" / "results" / "gpu-sanitizer.json"
 LIMIT_S = 480  # for everything
-ERROR_EXIT = 86
-CONNECT_S = 60  # the interpreter and its libraries load before the first call of CUDA
-REPETITIONS = "tests/gpu/test_cuda_repetitions.py"
 
 
 class Entry(NamedTuple):
@@ -89,8 +85,10 @@ SUBSETS: dict[str, tuple[Entry, ...]] = {
     )
     for tool, mode in MODES.items()
 }
-# A red zone or padding beside every allocation; calls that fail raise in the tests themselves.
-OPTIONS = {"memcheck": ("--padding", "512", "--report-api-errors", "no")}
+# Of every tool: the interpreter and its libraries load before the first call of CUDA.
+OPTIONS = ("--error-exitcode", "86", "--target-processes", "all", "--launch-timeout", "60")
+# padding beside every allocation; calls that fail raise in the tests themselves
+MORE_OPTIONS = {"memcheck": ("--padding", "512", "--report-api-errors", "no")}
 
 
 class Run(NamedTuple):
@@ -100,37 +98,21 @@ class Run(NamedTuple):
     errors: int | None
     seconds: float
     exit: int
-
-    @property
-    def clean(self) -> bool:
-        return self.exit == 0 and self.errors == 0 and self.tests > 0
+    clean = property(lambda run: run.exit == 0 and run.errors == 0 and run.tests > 0)
 
 
-def find_tool() -> Path | None:
-    """compute-sanitizer on the PATH, of an installed CUDA toolkit, or of NVIDIA's wheels."""
-    found = shutil.which("compute-sanitizer")
-    files = [Path(found)] if found else []
-    files.append(Path("/usr/local/cuda/bin/compute-sanitizer"))
+def find_tool() -> Path:
+    """compute-sanitizer on the PATH, of an installed CUDA toolkit, or of NVIDIA's wheels. Those
+    before 13.5 lack a helper (TreeLauncherSubreaper) without which no target starts."""
+    files = [Path(shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer")]
     for folder in sys.path:
-        nvidia = Path(folder) / "nvidia"
-        # wheels before 13.5 lack a helper (TreeLauncherSubreaper) without which no target starts
-        files += nvidia.glob("*/compute-sanitizer/compute-sanitizer")
-    return next((file for file in files if file.is_file()), None)
-
-
-def tests_run(text: str) -> int:
-    """Tests that passed or failed by pytest's last summary in `text`."""
-    lines = re.findall(r"^[= ]*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", text, re.MULTILINE)
-    if not lines:
-        return 0
-    return sum(int(n) for n in re.findall(r"(\d+) (?:passed|failed|errors?)\b", lines[-1]))
-
-
-def errors_found(text: str) -> int | None:
-    """Errors (racecheck: hazards, warnings too) by the tool's summaries; None without any."""
-    found = re.findall(r"ERROR SUMMARY: (\d+) error", text)
-    found += re.findall(r"RACECHECK SUMMARY: (\d+) hazard", text)
-    return sum(map(int, found)) if found else None
+        files += Path(folder).glob("nvidia/*/compute-sanitizer/compute-sanitizer")
+    if found := next((file for file in files if file.is_file()), None):
+        return found
+    raise WorkbenchError(
+        "compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin nor a wheel; "
+        "pip install 'nvidia-cuda-sanitizer-api>=13.5'"
+    )
 
 
 def collected(nodes: list[str]) -> list[str]:
@@ -139,8 +121,8 @@ def collected(nodes: list[str]) -> list[str]:
     shown = subprocess.run(
         [*PYTEST, "--collect-only", *files], cwd=ROOT, capture_output=True, text=True
     )
-    patterns = [re.compile(re.escape(node).replace(r"\*", ".*") + r"(\[.*\])?") for node in nodes]
     ids = shown.stdout.splitlines()
+    patterns = [re.compile(re.escape(node).replace(r"\*", ".*") + r"(\[.*\])?") for node in nodes]
     for node, pattern in zip(nodes, patterns, strict=True):
         if not any(pattern.fullmatch(i) for i in ids):
             raise SystemExit(f"{node} names no test; {shown.stdout[-300:]}{shown.stderr[-300:]}")
@@ -153,11 +135,8 @@ def run(tool: str, sanitizer: Path, ids: list[str], limit_s: float) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         log, under = Path(folder) / "log", list[str]()
         if tool != "plain":
-            under = [
-                str(sanitizer), "--tool", tool, "--log-file", str(log),
-                "--error-exitcode", str(ERROR_EXIT), "--target-processes", "all",
-                "--launch-timeout", str(CONNECT_S), *OPTIONS.get(tool, ()),
-            ]  # fmt: skip
+            under = [str(sanitizer), "--tool", tool, "--log-file", str(log), *OPTIONS]
+            under += MORE_OPTIONS.get(tool, ())
         try:
             done = subprocess.run(
                 [*under, *PYTEST, *ids], cwd=ROOT, timeout=max(limit_s, 1),
@@ -168,8 +147,12 @@ def run(tool: str, sanitizer: Path, ids: list[str], limit_s: float) -> Run:
             said, status = (late.stdout or b"") + f"\nstopped after {limit_s:.0f} s".encode(), 124
         report = log.read_text(errors="replace") if log.is_file() else ""
     seconds, output = round(time.perf_counter() - start, 1), said.decode(errors="replace")
-    errors = errors_found(report) if tool != "plain" else int(status != 0)
-    made = Run(tests_run(output), errors, seconds, status)
+    # of racecheck hazards, warnings too
+    found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", report)
+    errors = sum(map(int, found)) if found else None
+    lines = re.findall(r"^[= ]*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", output, re.MULTILINE)
+    ran = re.findall(r"(\d+) (?:passed|failed|errors?)\b", lines[-1] if lines else "")
+    made = Run(sum(map(int, ran)), int(status != 0) if tool == "plain" else errors, seconds, status)
     if not made.clean:
         print(f"--- {tool}: exit {status}", output[-3000:], report[:6000], sep="\n", flush=True)
     return made
@@ -180,13 +163,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--tools", nargs="*", choices=list(SUBSETS), default=list(SUBSETS))
     args = parser.parse_args()
-    sanitizer = find_tool()
     try:
-        if sanitizer is None:
-            raise WorkbenchError(
-                "compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin nor a wheel; "
-                "pip install 'nvidia-cuda-sanitizer-api>=13.5'"
-            )
+        sanitizer = find_tool()
         device, _, driver = probe().partition(", driver ")
     except WorkbenchError as error:
         print(error, file=sys.stderr)
@@ -196,7 +174,7 @@ def main() -> int:
     subsets = {tool: collected([e.node for e in SUBSETS[tool]]) for tool in args.tools}
     passes = {"before": ("plain", list(dict.fromkeys(i for ids in subsets.values() for i in ids)))}
     passes |= {tool: (tool, ids) for tool, ids in subsets.items()}
-    passes["repetitions"] = ("plain", [REPETITIONS])
+    passes["repetitions"] = ("plain", ["tests/gpu/test_cuda_repetitions.py"])
     runs: dict[str, Run] = {}
     print(f"{'run':12} {'tests':>6} {'errors':>7} {'seconds':>8}")
     for name, (tool, ids) in passes.items():

@@ -1,13 +1,12 @@
 """The cuda backend on a real GPU: its clock, errors, loading, and CUDA graphs with their twins.
-Changed addresses are set in their nodes, what cannot be captured is told, and everything goes
-without a trace. What every device keeps is in test_cuda_conformance.py."""
+What every device keeps is in test_cuda_conformance.py."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise, permutations
 from typing import Any
 
@@ -16,13 +15,13 @@ import pytest
 
 from tests.contract.conformance.conformance_rig import Rig, numbers
 from tests.gates import hold
-from tests.gpu.harness import fetched, free_bytes
+from tests.gpu.harness import fetched
 from tests.planes import repacked
 from workbench.backend.cuda.device import weights as cuda_weights
 from workbench.backend.cuda.device.backend import CudaBackend, open_backend, probe
 from workbench.backend.cuda.device.weights import ENTRY_BYTES, N_ENTRIES, Uploader
 from workbench.backend.issue.bind import plannable
-from workbench.backend.issue.issued import Issued, Plannable
+from workbench.backend.issue.issued import Issued
 from workbench.common.errors import DeviceError
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
@@ -47,8 +46,8 @@ def test_marks_are_on_the_hosts_clock_and_reused(backend: CudaBackend):
     after = time.perf_counter_ns()
     start_ns, end_ns = backend.resolve(begin, end)
     slack = 200_000
-    assert before - slack < start_ns < opened
-    assert opened - slack < end_ns < after + slack and end_ns - start_ns > 19e6
+    assert before - slack < start_ns < opened < end_ns + slack
+    assert end_ns < after + slack and end_ns - start_ns > 19e6
     for _ in range(3):
         marks = [backend.mark(COMPUTE_STREAM) for _ in range(10)]
         backend.synchronize()
@@ -81,9 +80,6 @@ def test_errors_say_what_failed(backend: CudaBackend):
     assert probe() == backend.description
 
 
-# loading ------------------------------------------------------------------------------------------
-
-
 def weight(dtype: DType, rows: int, cols: int) -> tuple[Tensor, np.ndarray]:
     tensor = Tensor(f"{dtype.name} {rows}", dtype, (rows, cols), Kind.WEIGHT)
     rng = np.random.default_rng([rows, cols, dtype.block_bytes])
@@ -105,8 +101,11 @@ def test_all_types_through_a_ring_that_is_used_again(backend: CudaBackend, monke
         there.free()
 
 
-def loaders() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("loading")]
+def free_bytes(backend: CudaBackend) -> int:
+    backend.synchronize()
+    error, free, _ = backend._driver.api.cuMemGetInfo()
+    assert not error
+    return int(free)
 
 
 def test_loading_holds_its_buffers_and_gives_them_back(backend: CudaBackend):
@@ -119,7 +118,8 @@ def test_loading_holds_its_buffers_and_gives_them_back(backend: CudaBackend):
     assert before - free_bytes(backend) <= tensor.nbytes + N_ENTRIES * ENTRY_BYTES + (4 << 20)
     backend.finish_loading()
     memory.free()
-    assert before - free_bytes(backend) <= 4 << 20 and not loaders()
+    assert before - free_bytes(backend) <= 4 << 20
+    assert not any(t.name.startswith("loading") for t in threading.enumerate())
 
 
 def test_interrupted_loading_gives_the_gpu_back(backend, tiny_model, monkeypatch):
@@ -140,11 +140,10 @@ def test_interrupted_loading_gives_the_gpu_back(backend, tiny_model, monkeypatch
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Uploader, "load", interrupted)
         answer()
-    assert before - free_bytes(backend) <= 4 << 20 and not loaders()
+    assert before - free_bytes(backend) <= 4 << 20
+    assert not any(t.name.startswith("loading") for t in threading.enumerate())
     assert np.array_equal(answer(), whole)
 
-
-# plans --------------------------------------------------------------------------------------------
 
 TAKEN, ROW = [4], [3, 4]  # parts of a work that another `taken`, or `row`, has changed
 
@@ -153,17 +152,14 @@ class Line:
     """host `given` -> a row; row b = that + 1; host `taken` = b. The first copy is on a stream of
     its own."""
 
-    def __init__(self, rig: Rig):
-        self.rig = rig
+    def __init__(self) -> None:
+        self.rig = rig = Rig(open_backend)
         self.backend: Any = rig.backend
         self.rows = [rig.device() for _ in range(3)]
-        self.given, self.taken = (
-            [rig.host(value) for value in values] for values in ((10.0, 20.0), (-1.0,) * 3)
-        )
+        self.given = [rig.host(10.0), rig.host(20.0)]
+        self.taken = [rig.host(-1.0) for _ in range(3)]
 
-    def work(
-        self, given: int = 0, taken: int = 0, row: int = 1, adds: int = 1, extra: Sequence = ()
-    ) -> Plannable:
+    def work(self, given=0, taken=0, row=1, adds=1, extra=()) -> Any:
         rig, event, b = self.rig, self.backend.event(), self.rows[row]
         parts = [
             (rig.up(self.rows[0], self.given[given], COPY_STREAM), COPY_STREAM),
@@ -174,23 +170,22 @@ class Line:
             (rig.down(self.taken[taken], b, COMPUTE_STREAM), COMPUTE_STREAM),
             *((issued, COPY_STREAM) for issued in extra),
         ]
-        issued, streams = zip(*parts, strict=True)
-        return plannable(self.backend, list(issued), COMPUTE_STREAM, list(streams))
+        issued: Any = [list(each) for each in zip(*parts, strict=True)]
+        return plannable(self.backend, issued[0], COMPUTE_STREAM, issued[1])
 
     def take(self, number: int = 0) -> float:
         """What landed in host memory `number`, which is cleared."""
         self.rig.settle()
-        found = numbers(self.taken[number]).copy()
+        (found,) = set(numbers(self.taken[number]).tolist())
         numbers(self.taken[number])[:] = -1.0
-        assert (found == found[0]).all()
-        return float(found[0])
+        return found
 
 
 @pytest.fixture
 def line() -> Iterator[Line]:
-    rig = Rig(open_backend)
-    yield Line(rig)
-    rig.close()
+    made = Line()
+    yield made
+    made.rig.close()
 
 
 def test_changed_addresses_are_set_in_their_nodes_alone(line):
@@ -216,11 +211,10 @@ def test_what_cannot_be_captured_is_told_and_leaves_nothing(line):
     def fails() -> None:
         raise DeviceError("told to")
 
-    sync = Issued(line.backend.sync_stream(COPY_STREAM), ("sync",))
-    for bad, reason in ((sync, "cuStreamSynchronize failed"), (Issued(fails, ("x",)), "told to")):
-        says = f"its command 5 cannot be captured.*{reason}"
-        with pytest.raises(DeviceError, match=says):
-            line.backend.capture(line.work(extra=[bad]))
+    sync = line.backend.sync_stream(COPY_STREAM)
+    for bad, reason in ((sync, "cuStreamSynchronize failed"), (fails, "told to")):
+        with pytest.raises(DeviceError, match=f"its command 5 cannot be captured.*{reason}"):
+            line.backend.capture(line.work(extra=[Issued(bad, ("x",))]))
         for call in (line.backend.capture(line.work()).launch, line.work().call):
             call()
             assert line.take() == 11.0
@@ -249,7 +243,7 @@ def test_twins_and_their_plan_are_destroyed_in_any_order(line):
 @pytest.mark.parametrize("first", [0, 1, None])
 def test_a_backend_is_closed_before_its_graphs_go(first):
     """A plan or its twin before, the rest after."""
-    own = Line(Rig(open_backend))
+    own = Line()
     graph = own.backend.capture(own.work())
     made = [graph, graph.twin(own.work(taken=1), TAKEN)]
     for one in made:
@@ -263,7 +257,6 @@ def test_a_backend_is_closed_before_its_graphs_go(first):
             one.launch()
 
 
-@pytest.mark.alone
 def test_hundred_graphs_and_twins_leak_nothing(line):
     first, second, longer = line.work(), line.work(taken=1, row=2), line.work(adds=2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 # the first two race, the last means nothing
 IMPOSSIBLE = {("implicit", "own"), ("packed_implicit", "own"), ("event_guarded", "compute")}
-MODES = [
-    (m.value, c.value)
-    for m in SyncMode
-    for c in (CopyStream.OWN, CopyStream.COMPUTE)
-    if m != SyncMode.AUTO and (m.value, c.value) not in IMPOSSIBLE
-]
+SYNCS = [mode.value for mode in SyncMode if mode != SyncMode.AUTO]
+EVERY = itertools.product(SYNCS, (CopyStream.OWN.value, CopyStream.COMPUTE.value))
+MODES = [mode for mode in EVERY if mode not in IMPOSSIBLE]
 MOST_CLOCK_ERROR_NS = 100_000
 
 
@@ -57,9 +55,8 @@ def traced(engine: wb.Engine, first: int, n: int) -> Profile:
         parts: Any = enumerate(command.parts) if isinstance(command, Replay) else [(None, command)]
         for number, part in parts:
             here = [s for s in spans if (s.args["index"], s.args.get("part")) == (i, number)]
-            assert {(s.args["kind"], s.name) for s in here} <= {
-                (part.kind, part.label or part.kind)
-            }
+            kind = part.kind, part.label or part.kind
+            assert {(s.args["kind"], s.name) for s in here} <= {kind}
             if names := kernel_names(engine, part):
                 assert [s.args["kernel"] for s in here] == names * n
                 assert {s.args["op"] for s in here} == {part.node.op}
@@ -130,8 +127,8 @@ def test_products_of_cublas_have_their_parts(tiny_model, quant, plans):
     steps = dict[int, list[tuple[int, str, str]]]()
     for s in device_spans(prof):
         if s.args["kind"] == "launch" and number in s.args:
-            row = s.args[number], s.name, s.args["kernel"]
-            steps.setdefault(s.args["step"], []).append(row)
+            rows = steps.setdefault(s.args["step"], [])
+            rows.append((s.args[number], s.name, s.args["kernel"]))
     first, *others = steps.values()
     assert len(first) > 20 and others == [first] * 2
     for i, (command, names) in enumerate(issued):

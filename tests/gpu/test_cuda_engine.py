@@ -1,5 +1,4 @@
-"""The engine on the GPU: logits against the float64 reference, a server's first steps, another
-thread, and results that outlive it."""
+"""The engine on the GPU: logits against the float64 reference, and who may use it when."""
 
 from __future__ import annotations
 

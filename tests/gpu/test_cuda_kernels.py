@@ -1,5 +1,4 @@
-"""Every CUDA kernel against a plain NumPy twin, with poisoned outputs and guarded memory; draws of
-tokens against the host's; and that memory which measures bandwidth is read once."""
+"""Every CUDA kernel against a plain NumPy twin, with poisoned outputs and guarded memory."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import pytest
 from tests import attention, draws, reference
 from tests.backend.cpu.test_cpu_kernels import TWINS, made
 from tests.draws import Draw
-from tests.gpu.harness import Compute, Guards, distance, generator, operands
+from tests.gpu.harness import Guards, distance, generator, operands
 from workbench.backend.cuda.device.replay import READ_WORDS
 from workbench.backend.cuda.kernels.kernel import Kernel
 from workbench.graph import ir
@@ -30,7 +29,7 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", [d.name for d in ir.WEIGHT_DTYPES])
-def test_get_rows(compute: Compute, name: str):
+def test_get_rows(compute, name: str):
     rows, cols = 19, 768
     w, data, values = operands(name, rows, cols)[:3]
     ids = np.array([0, 18, 7, 7, 19, -1, 3], np.int32)  # two of them outside
@@ -43,7 +42,7 @@ def test_get_rows(compute: Compute, name: str):
 
 
 @pytest.mark.parametrize("first", [0, 4, 10, 13, -1, -6, 1 << 62, -(1 << 63)])
-def test_stores_round_and_stay_inside(compute: Compute, first: int):
+def test_stores_round_and_stay_inside(compute, first: int):
     """Rows by index, by a table's cell and by a view's: all alike, none outside 0..n_kv-1."""
     rng = generator("copies")
     cells, n_kv, cols, tokens = 20, 13, 300, 6
@@ -70,7 +69,7 @@ def test_stores_round_and_stay_inside(compute: Compute, first: int):
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 33), (1, 4096), (5, 5001), (70, 128), (2, 8192)])
 @pytest.mark.parametrize("name", ["add", "add a row", "mul", "mul a row", "rms_norm", "swiglu"])
-def test_it_is_its_twin(compute: Compute, name: str, shape: tuple[int, int]):
+def test_it_is_its_twin(compute, name: str, shape: tuple[int, int]):
     """exp(-g) is off by 2^-22 |g|, which counts where g is below zero and silu next to nothing."""
     twin, rng = TWINS[name], generator(name, shape)
     given = [k * normal(rng, *s) for k, s in zip(twin.times, twin.shapes(shape), strict=False)]
@@ -84,7 +83,7 @@ def test_it_is_its_twin(compute: Compute, name: str, shape: tuple[int, int]):
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (3, 96), (1, 4096), (4, 1120), (33, 14336)])
-def test_quantize_is_bit_equal(compute: Compute, shape: tuple[int, int]):
+def test_quantize_is_bit_equal(compute, shape: tuple[int, int]):
     x = normal(generator(shape), *shape)
     x[0, :32] = 0
     x[-1, -32:] *= np.float32(1e-38)  # quants of a subnormal scale
@@ -96,12 +95,11 @@ def test_quantize_is_bit_equal(compute: Compute, shape: tuple[int, int]):
 
 
 ROPE = {"theta_base": 500000.0, "freq_scale": 0.25}
-neox_or_not = pytest.mark.parametrize("neox", [False, True])
 
 
-def factors_for(rng: np.random.Generator, n_rot: int) -> dict[Tensor, np.ndarray]:
-    factors = rng.uniform(1, 32, n_rot // 2).astype(np.float32)
-    return {Tensor("f", F32, factors.shape, Kind.WEIGHT): factors}
+def factors_for(rng: np.random.Generator, n_rot: int, there: bool) -> dict[Tensor, np.ndarray]:
+    tensor = Tensor("f", F32, (n_rot // 2,), Kind.WEIGHT)
+    return {tensor: rng.uniform(1, 32, n_rot // 2).astype(np.float32)} if there else {}
 
 
 def rotated(x: np.ndarray, positions: np.ndarray, neox: bool, n_rot: int, factors: dict):
@@ -109,37 +107,36 @@ def rotated(x: np.ndarray, positions: np.ndarray, neox: bool, n_rot: int, factor
     return reference.rotated(x, positions, pairs, n_rot, *ROPE.values(), more)
 
 
-@neox_or_not
+@pytest.mark.parametrize("neox", [False, True])
 @pytest.mark.parametrize("with_factors", [False, True])
 @pytest.mark.parametrize("shape", [(1, 64, 64), (6, 80, 32), (32, 128, 128), (5, 256, 256)])
-def test_rope(compute: Compute, neox, with_factors, shape):
+def test_rope(compute, neox, with_factors, shape):
     heads, head_dim, n_rot = shape
     rng = generator(neox, with_factors, heads)
     positions = np.array([0, 1, 77, 8191, 131071], np.int32)
     x = normal(rng, len(positions), heads, head_dim)
-    factors = factors_for(rng, n_rot) if with_factors else {}
+    factors = factors_for(rng, n_rot, with_factors)
     tx, tp = Tensor("x", F32, x.shape), Tensor("p", I32, positions.shape)
     node = make("rope", "y", tx, tp, *factors, n_rot=n_rot, neox=neox, **ROPE)
     found = compute(node, {tx: x, tp: positions, **factors}).view(np.float32)
     assert distance(found, rotated(x, positions, neox, n_rot, factors)) < 3e-7
 
 
-@neox_or_not
+@pytest.mark.parametrize("neox", [False, True])
 @pytest.mark.parametrize(("heads", "head_dim", "n_rot"), [(1, 64, 64), (6, 96, 34), (5, 256, 256)])
 @pytest.mark.parametrize("dtype", ir.CACHE_DTYPES, ids=lambda d: d.name)
-def test_rope_shift_of_every_type_of_cells(compute: Compute, dtype, neox, heads, head_dim, n_rot):
+def test_rope_shift_of_every_type_of_cells(compute, dtype, neox, heads, head_dim, n_rot):
     """What a shift leaves is the turned values, stored anew; other blocks and cells keep theirs."""
     rng = generator("shift", dtype.name, neox, heads)
     cells, n = 7, 6
     deltas = np.array([0, 1, -1, 0, -8191, 131071], np.int32)
     moved = np.append(deltas != 0, [False] * (cells - n))
     data, numbers = attention.stored(normal(rng, cells, heads * head_dim), dtype)
-    factors = factors_for(rng, n_rot) if heads != 6 else {}
+    factors = factors_for(rng, n_rot, heads != 6)
     cache = Tensor("c", dtype, (cells, heads * head_dim), Kind.CACHE)
     td = Tensor("d", I32, deltas.shape)
-    node = make(
-        "rope_shift", "k", cache, td, *factors, n_head_kv=heads, n_rot=n_rot, neox=neox, **ROPE
-    )
+    how = {"n_head_kv": heads, "n_rot": n_rot, "neox": neox, **ROPE}
+    node = make("rope_shift", "k", cache, td, *factors, **how)
     found = compute(node, {cache: data, td: deltas, **factors}).view(np.uint8)
     before, after = (x.view(np.uint8).reshape(cells, heads, -1) for x in (data, found))
     assert np.array_equal(after[~moved], before[~moved])
@@ -201,7 +198,7 @@ def test_rows_that_are_not_finite_draw_nothing(guards: Guards) -> None:
     assert found[:3] == [-1, -1, -1] and found[3] >= 0
 
 
-def test_feed_and_keep(compute: Compute) -> None:
+def test_feed_and_keep(compute) -> None:
     ids, last = np.array([5, -1, -3, 7, -9], np.int32), np.array([11, 12, 13], np.int32)
     ti, tl = Tensor("i", I32, ids.shape), Tensor("l", I32, last.shape, Kind.CACHE)
     fed = compute(make("feed", "f", ti, tl), {ti: ids, tl: last}).view(np.int32)

@@ -1,5 +1,4 @@
-"""What measures on a GPU, quick: the step `ablation`, kernels, and ncu,
-which finds the engine's NVTX ranges."""
+"""What measures on a GPU, quick: the step `ablation`, kernels, and ncu in NVTX ranges."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Overlap on the GPU, by what kernels note: branches of known length, whoever of a kernel returns
-first, and real steps, which compute what they did; and stamps, a pair of its own step each."""
+"""Overlap on the GPU, by what kernels note, in branches of known length and real steps; stamps."""
 
 from __future__ import annotations
 
@@ -90,15 +89,16 @@ def test_branches_of_known_length(backend: CudaBackend, name: str, captured: boo
         assert us - ticks_us <= length < us + slack + ticks_us
     overlap = median(in_flight(run).overlap for run in runs)
     assert (least if captured else 0) <= overlap <= (most + ticks_us / 10 if most else 0)
-    if not most:
-        assert all(run == sorted(run) for run in runs), "each begins when the one before has ended"
+    # each begins when the one before has ended
+    assert most or all(run == sorted(run) for run in runs)
 
 
-def test_a_dependent_launch_ends_after_the_one_before(programmatic: CudaBackend):
+def test_a_dependent_launch_ends_after_the_one_before(backend: CudaBackend):
     """It notes its begin while it waits, so the host leaves that out (`launch_notes.py`)."""
+    skip_where_refused({"pdl": "on"}, backend)
     launched = [("spin_behind", 20.0, FIRST), ("spin_behind", 5.0, FIRST)]
-    least_ns = 5_000 - 2 * programmatic.clock().tick_ns
-    runs = noted(programmatic, launched, captured=False)
+    least_ns = 5_000 - 2 * backend.clock().tick_ns
+    runs = noted(backend, launched, captured=False)
     assert all(second[1] - first[1] >= least_ns for first, second in runs)
 
 
@@ -110,8 +110,6 @@ def test_the_clock_goes_on_in_steps_and_is_the_hosts(backend: CudaBackend):
     apart = abs(first.ahead_ns - clock.ahead_ns)
     assert apart <= first.error_ns + clock.error_ns + 10_000  # of drift
 
-
-# real steps ---------------------------------------------------------------------------------------
 
 STEP = {
     "plans": "ours", "plan_scope": "step", "sync": "packed_implicit", "copy_stream": "compute",

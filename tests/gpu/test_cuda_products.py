@@ -21,11 +21,9 @@ import pytest
 
 from tests.gpu.harness import (
     MOST_TOKENS,
-    Compute,
     Guards,
     Wanted,
     assert_counters_are_zero,
-    compile_side_by_side,
     distance,
     kernels_of,
     operands,
@@ -59,15 +57,8 @@ def shapes(name: str, tokens: int) -> list[tuple[int, int]]:
 
 
 def kernels(sm: int) -> Wanted:
-    return kernels_of(
-        (product(name, *shape, n) for name in TYPES for n in TOKENS for shape in shapes(name, n)),
-        sm,
-    )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(backend: CudaBackend) -> None:
-    compile_side_by_side(backend, kernels(backend._sm))
+    every = ((name, *shape, n) for name in TYPES for n in TOKENS for shape in shapes(name, n))
+    return kernels_of((product(*given) for given in every), sm)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -92,7 +83,7 @@ def test_a_product_and_its_slow_twin(backend: CudaBackend, name: str, tokens: in
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_the_float_path_rounds_only_its_sums(compute: Compute, name: str):
+def test_the_float_path_rounds_only_its_sums(compute, name: str):
     """Also of outliers, as activations have them. Of tokens that are one activation and zeros, a
     product is one float32 multiplication, to the bit."""
     cols = COLS[DTYPES[name].block]

@@ -1,15 +1,11 @@
 """Ordering through global memory, by repetition: a thousand times the same launches in changing
 order and company, each time among poison, and each time the first bytes again.
 
-Racecheck sees shared memory alone. It cannot see whether a last block reads the partial sums that
-others wrote, and whether counters are zero again. It cannot see whether a programmatic launch reads
-what the launch before it has not written yet, or overwrites what that launch still reads.
-
-So steps of small decoders, fused and not, and single nodes whose blocks share columns or cells, are
-launched back to back, programmatically where the GPU can. Nothing between them would order them.
-Two streams run at once: blocks start and end at other times. On one stream every tensor has memory
-of its own, where a read too early finds poison. On the other, tensors share an arena as in the
-engine, where a write too early destroys what is still read.
+Racecheck sees shared memory alone: not whether a last block reads the partial sums that others
+wrote, nor whether a programmatic launch reads what the one before has not written yet, or writes
+what that still reads. So launches follow each other with nothing between that would order them, on
+two streams at once. On one every tensor has memory of its own, where a read too early finds poison.
+On the other, tensors share an arena, where a write too early destroys what is still read.
 """
 
 from __future__ import annotations
@@ -21,14 +17,8 @@ from contextlib import AbstractContextManager
 import numpy as np
 import pytest
 
-from tests.gpu.harness import (
-    Wanted,
-    assert_counters_are_zero,
-    attention,
-    compile_side_by_side,
-    kernels_of,
-    product,
-)
+from tests.gpu.debug_arena import as_bytes
+from tests.gpu.harness import Wanted, assert_counters_are_zero, attention, kernels_of, product
 from tests.graphs import Decoder, values_for
 from tests.ranges import meaningful
 from workbench.backend.base import Issue, Memory
@@ -112,7 +102,7 @@ class Rig(AbstractContextManager["Rig"]):
         assert log.array is not None
         self.log, self.logged = log.address, log.array.reshape(BATCH, self.nbytes)
         at, cache_at = 0, self.poisoned
-        self.cases: list[tuple[Issue, Issue]] = []
+        self.cases: list[tuple[Issue, ...]] = []
         for (graph, values), layout in zip(made, layouts, strict=True):
             addresses = {t: self.work + at + offset for t, offset in layout.offsets.items()}
             scratch = {n: self.work + at + offset for n, (offset, _) in layout.scratch.items()}
@@ -122,7 +112,7 @@ class Rig(AbstractContextManager["Rig"]):
                     self.used[first : first + t.nbytes] = meaningful(t)
             for t, array in values.items():
                 if t.kind == Kind.WEIGHT:
-                    self._memory.append(backend.load_weight(t, array.reshape(-1).view(np.uint8)))
+                    self._memory.append(backend.load_weight(t, as_bytes(array)))
                     addresses[t] = self._memory[-1].address
                 elif t.kind == Kind.CACHE:
                     addresses[t] = self.work + cache_at
@@ -139,7 +129,7 @@ class Rig(AbstractContextManager["Rig"]):
         outputs = [t for node in graph.nodes for t in node.outputs] if self.apart else graph.outputs
         return [t.storage for t in outputs]
 
-    def _case(self, nodes: list[Node], addresses: dict, scratch: dict) -> tuple[Issue, Issue]:
+    def _case(self, nodes: list[Node], addresses: dict, scratch: dict) -> tuple[Issue, ...]:
         backend, early = self.backend, self.backend.capabilities.programmatic
         assert not early or all(backend.begins_early(node) for node in nodes)
 
@@ -147,17 +137,14 @@ class Rig(AbstractContextManager["Rig"]):
             need = scratch.get(node, 0)
             return backend.launch(node, lambda t: addresses[t.storage], need, self.stream, way)
 
-        plain, programmatic = (
-            in_order([issue(node, way) for node in nodes]) for way in (False, early)
-        )
-        return plain, programmatic
+        return tuple(in_order([issue(node, way) for node in nodes]) for way in (False, early))
 
     def _allocate(self, nbytes: int, space: Space = Space.DEVICE) -> Memory:
         self._memory.append(self.backend.allocate(nbytes, space))
         return self._memory[-1]
 
     def _upload(self, address: int, array: np.ndarray) -> None:
-        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        raw = as_bytes(array)
         self.backend.copy(address, raw.ctypes.data, raw.nbytes, self.stream, to_host=False)()
         self.sync()
 
@@ -193,7 +180,6 @@ def kernels(sm: int) -> Wanted:
 
 
 def test_a_thousand_repetitions_give_the_first_bytes(backend: CudaBackend):
-    compile_side_by_side(backend, kernels(backend._sm))
     rng = np.random.default_rng(1)
     with Rig(backend, STREAMS[0], apart=True) as one, Rig(backend, STREAMS[1], apart=False) as two:
         wanted = {rig: rig.alone(POISONS[0]) for rig in (one, two)}

@@ -1,9 +1,8 @@
 """Every build of kernels/tensor_product.cu that `cuda_tiling` may choose, against float64.
 
-Which of them a launch gets follows from what it takes, and weights as small as a test's never get
-the wide ones, nor blocks that add up through memory where a cluster will do. So they are launched
-here by name: each shape of `shapes_for`, alone and shared by 2, 3 and 8 blocks, in clusters and
-not; three weights with biases in one launch, and gate and up as floats and as Q8_ACT.
+Weights as small as a test's never get the wide ones, nor blocks that add up through memory where a
+cluster will do. So they are launched here by name: three weights with biases in one launch, and
+gate and up as floats and as Q8_ACT.
 """
 
 from __future__ import annotations
@@ -15,14 +14,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.debug_arena import Block
-from tests.gpu.harness import (
-    Guards,
-    Wanted,
-    assert_counters_are_zero,
-    compile_side_by_side,
-    distance,
-    operands,
-)
+from tests.gpu.harness import Guards, Wanted, assert_counters_are_zero, distance, operands
 from tests.gpu.test_cuda_products import QUANTISED_TOLERANCE
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import gemm
@@ -51,10 +43,8 @@ class Several:
         biases = [None if i == 1 else np.linspace(-1, 1, n, dtype=np.float32)
                   for i, n in enumerate(rows)]  # fmt: skip
         x = given[0].x_values[:tokens]
-        self.expected = [
-            x @ g.values.T + (0 if bias is None else bias)
-            for g, bias in zip(given, biases, strict=True)
-        ]
+        added = [0 if bias is None else bias for bias in biases]
+        self.expected = [x @ g.values.T + bias for g, bias in zip(given, added, strict=True)]
         self.dst = [guards.room(4 * tokens * n) for n in rows]
         self.segments = [
             Segment(name, guards.load(g.weight, g.data), n,
@@ -105,11 +95,6 @@ def kernels(sm: int) -> Wanted:
         for end in case.ends
     }
     return {("dequantise", ()), *tiles}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(backend: CudaBackend) -> None:
-    compile_side_by_side(backend, kernels(backend._sm))
 
 
 def run(guards: Guards, several: Several, build: Build, end: Epilogue, into: list[Block]) -> list:

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from tests.gpu.debug_arena import Block
-from tests.gpu.harness import Guards, Wanted, compile_side_by_side, distance
+from tests.gpu.harness import Guards, Wanted, distance
 from tests.gpu.test_cuda_products import EXACT
 from tests.gpu.test_cuda_tiles import Several
-from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import matvec
 from workbench.backend.cuda.kernels.matvec import Segment, X
 from workbench.backend.cuda.kernels.tuning import Tuning, tuning
@@ -53,11 +52,6 @@ def kernels(sm: int) -> Wanted:
                  for t in tunings(name, n, "glu_q8") for to_q8 in (False, True)]  # fmt: skip
         wanted |= {(kernel.file, kernel.defines) for kernel in made}
     return wanted
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(backend: CudaBackend) -> None:
-    compile_side_by_side(backend, kernels(backend._sm))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

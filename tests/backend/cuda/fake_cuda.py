@@ -1,9 +1,8 @@
 """A CUDA driver and a cuBLAS without a GPU: they log each call with the arguments they would read.
 
-What is queued on a stream is a call in `log`. In a capture it is a node of a graph, and the launch
-of that graph's executable form puts the calls of all nodes into the log. Rules are the driver's:
-what a capture does not bear ends it, and its streams leave it where it began. Handles and launch
-configurations come from cuda-bindings, which needs no driver for them.
+In a capture a call is a node of a graph, and the launch of that graph's executable form logs the
+calls of all nodes. Rules are the driver's: what a capture does not bear ends it, and its streams
+leave it where it began. Handles and launch configurations are those of cuda-bindings.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import ctypes
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,11 +26,9 @@ bindings: Any = pytest.importorskip("cuda.bindings.driver")
 Result = bindings.CUresult
 HOST, DEVICE = bindings.CUmemorytype.CU_MEMORYTYPE_HOST, bindings.CUmemorytype.CU_MEMORYTYPE_DEVICE
 COPIES = ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync")
-ANSWERS: dict[str, tuple[Any, ...]] = {
-    "cuMemsetD8Async": (0,), "cuModuleUnload": (0,), "cuFuncLoad": (0,), "cuFuncSetAttribute": (0,),
-    "cuGetErrorString": (0, b"told to"), "cuDeviceCanAccessPeer": (0, 0),
-    "cuEventElapsedTime": (0, 0.25),
-}  # fmt: skip
+FINE = ("cuMemsetD8Async", "cuModuleUnload", "cuFuncLoad", "cuFuncSetAttribute")
+ANSWERS = dict.fromkeys(FINE, (0,)) | {"cuGetErrorString": (0, b"told to")}
+ANSWERS |= {"cuDeviceCanAccessPeer": (0, 0), "cuEventElapsedTime": (0, 0.25)}
 SPARE = 1 << 31  # memory that CuPy gives
 
 
@@ -58,16 +54,13 @@ class Node:
 class Graph:
     """A captured graph, or an executable form `of` one, which has calls of its own."""
 
-    _handles: ClassVar[itertools.count] = itertools.count(1 << 32)
-
     def __init__(self, of: Graph | None = None) -> None:
         self.nodes: list[Node] = [] if of is None else of.nodes
         self.calls = [node.call for node in self.nodes]
         self.shape = [] if of is None else of.topology()
-        self.handle = next(self._handles)
 
     def __int__(self) -> int:
-        return self.handle
+        return id(self)
 
     def topology(self) -> list[Any]:
         """What an update cannot change."""
@@ -94,9 +87,7 @@ class Function(str):
     """A CUfunction: its name, and a handle."""
 
     __slots__ = ()
-
-    def __int__(self) -> int:
-        return hash(self)
+    __int__ = str.__hash__
 
 
 def kernel_params(address: int) -> list[int]:
@@ -125,7 +116,7 @@ class FakeApi:
             return lambda *args: ANSWERS[name]
         raise AttributeError(name)
 
-    def _asked(self, function: str) -> int:
+    def _asked(self, function: str) -> Any:
         self.calls.append(function)
         return self.refuse.get(function, 0)
 
@@ -135,16 +126,11 @@ class FakeApi:
     def cuModuleGetFunction(self, module: str, name: bytes) -> tuple[int, Function]:
         return 0, Function(f"{name.decode()} of {module}")
 
-    # streams --------------------------------------------------------------------------------------
-
     def capture_of(self, stream: Any) -> Capture | None:
         return next((c for c in self.captures if int(stream) in c.ends), None)
 
-    def _queue(
-        self, stream: Any, function: str, *args: Any, early: bool = False, nodes: int = 1
-    ) -> tuple[int]:
-        """Queues a call on a stream. early: it may begin before what comes before it has ended.
-        nodes: that it is in a graph."""
+    def _queue(self, stream: Any, function: str, *args: Any, early=False, nodes=1) -> tuple[int]:
+        """early: it may begin before what is ahead has ended. nodes: that it is in a graph."""
         if error := self.refuse.get(function, 0):
             return (error,)
         call, capture = Call(function, args), self.capture_of(stream)
@@ -163,13 +149,11 @@ class FakeApi:
         return self._queue(stream, "cuLaunchKernel", function, *where, *kernel_params(params))
 
     def cuLaunchKernelEx(self, config: Any, function: str, params: int, extra: int) -> tuple[int]:
-        assert config.numAttrs == 1 and config.attrs[0].value.programmaticStreamSerializationAllowed
-        grid, block = (
-            [getattr(config, f"{x}Dim{axis}") for axis in "XYZ"] for x in ("grid", "block")
-        )
-        where = tuple(grid), tuple(block), config.sharedMemBytes, int(config.hStream)
-        read = (function, *where, *kernel_params(params))
-        return self._queue(config.hStream, "cuLaunchKernelEx", *read, early=True)
+        c = config
+        assert c.numAttrs == 1 and c.attrs[0].value.programmaticStreamSerializationAllowed
+        grid, block = (c.gridDimX, c.gridDimY, c.gridDimZ), (c.blockDimX, c.blockDimY, c.blockDimZ)
+        read = (function, grid, block, c.sharedMemBytes, int(c.hStream), *kernel_params(params))
+        return self._queue(c.hStream, "cuLaunchKernelEx", *read, early=True)
 
     def cuEventRecord(self, event: Any, stream: Any) -> tuple[int]:
         capture = self.capture_of(stream)
@@ -202,8 +186,6 @@ class FakeApi:
     def cuEventSynchronize(self, event: Any) -> tuple[int]:
         ended = int(event) in self._events  # last recorded in a capture
         return (Result.CUDA_ERROR_CAPTURED_EVENT if ended else 0,)
-
-    # captures -------------------------------------------------------------------------------------
 
     def cuStreamIsCapturing(self, stream: Any) -> tuple[int, Any]:
         return 0, self.CUstreamCaptureStatus(int(self.capture_of(stream) is not None))
@@ -240,8 +222,6 @@ class FakeApi:
             return error, None
         self.alive.add(capture.graph)
         return 0, capture.graph
-
-    # graphs ---------------------------------------------------------------------------------------
 
     def cuGraphGetNodes(self, graph: Graph, n: int = 0) -> tuple[int, Any, int]:
         return 0, graph.nodes[:n], n or len(graph.nodes)
@@ -289,9 +269,7 @@ class FakeApi:
         function, (x, y, z), *_ = node.call.args
         return 0, SimpleNamespace(func=function, gridDimX=x, gridDimY=y, gridDimZ=z, kernelParams=0)
 
-    def cuGraphExecKernelNodeSetParams(
-        self, executable: Any, node: Node, params: Any
-    ) -> tuple[int]:
+    def cuGraphExecKernelNodeSetParams(self, executable: Any, node: Node, params: Any) -> tuple:
         if error := self._asked("cuGraphExecKernelNodeSetParams"):
             return (error,)
         executable.set(node, slice(5, None), kernel_params(params.kernelParams))
@@ -303,25 +281,13 @@ class FakeApi:
         dst, src = (HOST if x in node.call.kind else DEVICE for x in ("DtoH", "HtoD"))
         return 0, SimpleNamespace(dstMemoryType=dst, srcMemoryType=src)
 
-    def cuGraphExecMemcpyNodeSetParams(
-        self, executable: Any, node: Node, params: Any, context: Any
-    ) -> tuple[int]:
+    def cuGraphExecMemcpyNodeSetParams(self, executable, node, params, context) -> tuple[int]:
         if error := self._asked("cuGraphExecMemcpyNodeSetParams"):
             return (error,)
         dst = params.dstHost if params.dstMemoryType == HOST else params.dstDevice
         src = params.srcHost if params.srcMemoryType == HOST else params.srcDevice
         executable.set(node, slice(2), (int(dst), int(src)))
         return (0,)
-
-
-@dataclass(eq=False)
-class Memory:
-    address: int
-    nbytes: int
-    array: np.ndarray | None
-
-    def free(self) -> None:
-        """Nobody looks."""
 
 
 class FakeDriver(Driver):
@@ -342,11 +308,13 @@ class FakeDriver(Driver):
         self._addresses = itertools.count(1 << 50, 1 << 40)
 
     def allocate(self, nbytes: int, space: Space) -> Any:
-        if space == Space.DEVICE:
-            return Memory(next(self._addresses), nbytes, None)
-        block = np.zeros(nbytes + ALIGN, np.uint8)  # the host computes there
-        array = block[-block.ctypes.data % ALIGN :][:nbytes]
-        return Memory(array.ctypes.data, nbytes, array)
+        memory: Any = type("Memory", (), {"free": lambda memory: None})()
+        memory.nbytes, memory.address, memory.array = nbytes, next(self._addresses), None
+        if space != Space.DEVICE:  # the host computes there
+            block = np.zeros(nbytes + ALIGN, np.uint8)
+            memory.array = block[-block.ctypes.data % ALIGN :][:nbytes]
+            memory.address = memory.array.ctypes.data
+        return memory
 
     def event(self, timing: bool = False) -> Any:
         return SimpleNamespace(handle=self.api.CUevent(next(self._events)))
@@ -385,9 +353,8 @@ def fake_backend(monkeypatch: pytest.MonkeyPatch) -> tuple[cuda.CudaBackend, lis
     """A CudaBackend on such a driver, and the log of both libraries. Other backends are made on
     drivers of their own; cuBLAS is the newest one's when it is first used."""
     cupy: Any = ModuleType("cupy")
-    runtime = SimpleNamespace(
-        CUDARuntimeError=RuntimeError, malloc=lambda nbytes: SPARE, free=lambda there: None
-    )
+    runtime: Any = SimpleNamespace(CUDARuntimeError=RuntimeError, free=lambda there: None)
+    runtime.malloc = lambda nbytes: SPARE
     cupy.cuda = SimpleNamespace(Memory=lambda nbytes: SimpleNamespace(ptr=1 << 30), runtime=runtime)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cuda, "Driver", FakeDriver)

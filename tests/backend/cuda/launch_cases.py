@@ -70,11 +70,8 @@ def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[LaunchCase]:
     for dtype in ir.WEIGHT_DTYPES:
         w, y = Tensor("w", dtype, (19, 1280), Kind.WEIGHT), Tensor("y", F32, (tokens, 1280))
         fast = Tensor("y", ir.Q8_ACT if dtype in ir.QUANTISED else F32, y.shape)
-        for node in (
-            make("get_rows", "e", w, Tensor("ids", I32, (tokens,))),
-            make("mul_mat", "z", w, fast),
-            make("mul_mat", "z", w, y, activations="float"),
-        ):
+        ids, plain = Tensor("ids", I32, (tokens,)), make("mul_mat", "z", w, y, activations="float")
+        for node in (make("get_rows", "e", w, ids), make("mul_mat", "z", w, fast), plain):
             yield LaunchCase(node, tokens, dtype)
 
 
@@ -84,14 +81,13 @@ def attending(tokens: int, n_kv: int) -> Iterator[LaunchCase]:
     for head_dim, extent, kv_parts in itertools.product((64, 128, 256), (256, n_kv), PARTS):
         yield LaunchCase(attention(tokens, head_dim, n_kv, extent, kv_parts), tokens, None)
     for n_regions, way, kv_parts in itertools.product((0, tokens, tokens // 2), WAYS, PARTS):
-        more: dict[str, Tensor] = {}
+        more: dict[str, Tensor] = {"sinks": Tensor("s", F32, (32,))}
         if n_regions > 1:
             more["regions"] = Tensor("r", I32, (n_regions, 2))
         if way == "tail":
             more["extents"] = Tensor("e", I32, (tokens,))
         if way == "classes":
             more["classes"] = Tensor("c", ir.U8, (tokens, n_kv // CLASS_CELLS))
-        more["sinks"] = Tensor("s", F32, (32,))
         plain = attention(tokens, 64, n_kv, n_kv, kv_parts)
         yield LaunchCase(with_inputs(plain, {"skip": way}, **more), tokens, None)
 
@@ -136,13 +132,6 @@ def works(node: Node, sm: int = CLUSTERS) -> list[Work]:
     return op_table.launches(node, Operands(lambda t: 4096, 8192, 16384, sm))
 
 
-def chosen(case: LaunchCase) -> bool:
-    """Whether what a node needs is compiled here: one weight type for each kind of activations in
-    every tuning and epilogue, every other type for one token, unfused."""
-    unfused = not case.node.parts
-    return case.dtype is None or case.dtype in TUNED or (case.tokens == 1 and unfused)
-
-
 @cache
 def one_of_each(sm: int = CLUSTERS) -> tuple[Kernel, ...]:
     """Of `chosen_works` one tuning of each kernel for each weight type and each way of ending."""
@@ -161,12 +150,13 @@ def some_works(sm: int = CLUSTERS) -> tuple[Kernel, ...]:
 
 @cache
 def chosen_works(sm: int = CLUSTERS) -> tuple[Kernel, ...]:
-    """The kernels of the nodes that are `chosen`, one of each (file, defines, function)."""
+    """The kernels that are compiled here, one of each (file, defines, function): of one weight type
+    for each kind of activations in every tuning and epilogue, of every other type for one token,
+    unfused."""
     found: dict[tuple, Kernel] = {}
-    for tokens in TOKENS:
-        for case in every(tokens):
-            if chosen(case):
-                for work in works(case.node, sm):
-                    if isinstance(work, Kernel):
-                        found.setdefault((work.file, work.defines, work.function), work)
+    for node, tokens, dtype in (case for n in TOKENS for case in every(n)):
+        if dtype is None or dtype in TUNED or (tokens == 1 and not node.parts):
+            for work in works(node, sm):
+                if isinstance(work, Kernel):
+                    found.setdefault((work.file, work.defines, work.function), work)
     return tuple(found.values())

@@ -1,8 +1,7 @@
 """Kernels of `kernels/` compiled as C++ for this machine, and run: their logic, without a GPU.
 
-What is CUDA's alone stands in `on_host.hpp`. Instructions in assembler are replaced by what they
-compute, and all others end the process. So this is for kernels that have few of them. Arithmetic is
-a CPU's: 2^x has another last bit.
+What is CUDA's alone stands in `on_host.hpp`. Some instructions in assembler are replaced by what
+they compute, all others end the process. Arithmetic is a CPU's: 2^x has another last bit.
 """
 
 from __future__ import annotations
@@ -56,9 +55,7 @@ def without_assembler(text: str) -> str:
 
 
 @cache
-def library(
-    file: str, defines: tuple[str, ...], edits: tuple[tuple[str, str], ...] = ()
-) -> ctypes.CDLL:
+def library(file: str, defines: tuple[str, ...], edits: tuple = ()) -> ctypes.CDLL:
     """A source with macros, compiled: `launch_` and a kernel's name. edits: of the source,
     old text and new."""
     folder = nvrtc.source_dir()
@@ -93,16 +90,10 @@ def library(
     return ctypes.CDLL(str(made))
 
 
-def run(kernel: Kernel, seed: int = 0, edits: tuple[tuple[str, str], ...] = ()) -> None:
-    """Runs a launch whose addresses are this process's. seed: the order of threads and blocks."""
-    block, _ = packed(kernel.args)
-    launch = getattr(library(kernel.file, kernel.defines, edits), f"launch_{kernel.function}")
-    launch(ctypes.byref(block), *map(ctypes.c_uint, (*kernel.grid, kernel.block, seed)))
-
-
 def compute(node: Node, arrays: dict[Tensor, np.ndarray], seed: int = 0, edits: Any = ()) -> Any:
     """The bytes of the node's output; fails where bytes beside it or beside the scratch are
-    written. edits: of every launch but those that combine."""
+    written. seed: the order of threads and blocks. edits: of every launch but those that combine.
+    """
     out = node.output
     nothing = np.full(max(out.nbytes, op_table.scratch_bytes(node)), 0xFF, np.uint8)
     rooms = {t: _aligned(a) for t, a in arrays.items()} | {out: _aligned(nothing[: out.nbytes])}
@@ -110,7 +101,9 @@ def compute(node: Node, arrays: dict[Tensor, np.ndarray], seed: int = 0, edits: 
     at = lambda tensor: int(rooms[tensor][1].ctypes.data)  # noqa: E731
     for work in op_table.launches(node, Operands(at, int(scratch[1].ctypes.data), 0)):
         assert isinstance(work, Kernel)
-        run(work, seed, edits if "combine" not in work.function else ())
+        own = library(work.file, work.defines, edits if "combine" not in work.function else ())
+        launch, (block, _) = getattr(own, f"launch_{work.function}"), packed(work.args)
+        launch(ctypes.byref(block), *map(ctypes.c_uint, (*work.grid, work.block, seed)))
     for room, body in (*rooms.values(), scratch):
         begin = body.ctypes.data - room.ctypes.data
         assert (room[:begin] == 0xA5).all() and (room[begin + body.nbytes :] == 0xA5).all()

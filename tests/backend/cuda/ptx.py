@@ -2,14 +2,11 @@
 
 A kernel launched programmatically begins while the one before it still runs. Until it has executed
 `griddepcontrol.wait` it may read constants and nothing else, and it must execute it before it ends,
-for the kernel after it counts on that. `check` proves both on every path: it walks the statements
-of a PTX text from the entry along every edge up to a wait. What it meets on the way must not be
-
-* a store, an atomic or a reduction to global memory, or to memory of no named space,
-* a load from there, unless it is non-coherent (`ld.global.nc`: weights),
-* an asynchronous copy from or to global memory (`cp.async`), unless it has an L2 prefetch size,
-  which kernels/staged.cuh gives to copies of weights and nothing else has,
-* the end of the kernel.
+for the kernel after it counts on that. `check` walks the statements of a PTX text from the entry
+along every edge up to a wait. On the way must be no end of the kernel, and of memory that is global
+or of no named space no store, atomic or reduction, no load but a non-coherent one (`ld.global.nc`:
+weights), and no `cp.async` but one with an L2 prefetch size, which kernels/staged.cuh gives to
+copies of weights and nothing else has.
 
 A wait under a predicate proves nothing. Shared, local, constant and parameter memory belong to the
 kernel. What `ld.global.nc` and such copies point to cannot be seen in PTX: they are listed, not
@@ -60,8 +57,6 @@ class Verdict(NamedTuple):
     triggers: bool
 
 
-# reading ------------------------------------------------------------------------------------------
-
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 # a result list may stand before the name, the parameters stand after it
 _BEGIN = re.compile(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)[^{;]*\{")
@@ -101,12 +96,9 @@ def _statements(body: str) -> Iterator[Statement]:
 def parameters(text: str, kernel: str) -> list[str]:
     """Types of the parameters of a kernel (`u64`, `f32`), in order."""
     begin = re.search(rf"\.entry\s+{re.escape(kernel)}\s*\(([^)]*)\)", _COMMENT.sub(" ", text))
-    if begin is None:
-        raise KeyError(kernel)
+    assert begin is not None, kernel
     return re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", begin[1])
 
-
-# judging ------------------------------------------------------------------------------------------
 
 _OWN = {"shared", "local", "param", "const"}  # spaces no other kernel sees
 _HARMLESS = ("wait_all", "wait_group", "commit_group", "mbarrier", "bulk.prefetch.L2")
@@ -179,38 +171,25 @@ def check(text: str, kernel: str) -> Verdict:
     """Judges one kernel of a PTX text; KeyError where it is not there."""
     called = functions(text)
     body = called[kernel]
-    reached = [body[at] if at < len(body) else Statement("ret", False, ()) for at in
-               _before(body, WAIT)]  # fmt: skip
+    reached = [[*body, Statement("ret", False, ())][at] for at in _before(body, WAIT)]
     violations = [f"{s.text}: {why}" for s in reached if (why := _why_not(s, called))]
     early = [s.text for s in reached if memory(s) == "early load"]
     waits = {i for i, s in enumerate(body) if s.opcode == WAIT}
     return Verdict(tuple(violations), tuple(early), not waits.intersection(_before(body, TRIGGER)))
 
 
-# compiling ----------------------------------------------------------------------------------------
-
-
-def compiled(
-    name: str,
-    source: bytes,
-    headers: dict[str, bytes],
-    defines: Sequence[str],
-    options: Sequence[str],
-) -> tuple[bytes, str]:
-    """PTX of a source, and what the compiler says; ValueError where it does not compile."""
+def compiled(name: str, source: bytes, headers: dict, defines, *options: str) -> tuple[bytes, str]:
+    """PTX of a source, and what the compiler says."""
     api, call = nvrtc._nvrtc(), nvrtc._call
-    names = [h.encode() for h in headers]
-    program = call(
-        api, "nvrtcCreateProgram", source, name.encode(), len(names), [*headers.values()], names
-    )
+    given = len(headers), [*headers.values()], [h.encode() for h in headers]
+    program = call(api, "nvrtcCreateProgram", source, name.encode(), *given)
     try:
         wanted = [o.encode() for o in (*options, *nvrtc.OPTIONS, *(f"-D{d}" for d in defines))]
         (error,) = api.nvrtcCompileProgram(program, len(wanted), wanted)
         log = bytes(call(api, "nvrtcGetProgramLogSize", program))
         call(api, "nvrtcGetProgramLog", program, log)
         said = log.rstrip(b"\0").decode()
-        if error:
-            raise ValueError(said)
+        assert not error, said
         text = bytes(call(api, "nvrtcGetPTXSize", program))
         call(api, "nvrtcGetPTX", program, text)
     finally:
@@ -219,12 +198,9 @@ def compiled(
 
 
 def compile_ptx(name: str, source: bytes, defines: Sequence[str] = ()) -> str:
-    """PTX of a CUDA source that may include the headers of kernels/, kept on disk by content.
-
-    name: of a file of kernels/, or any other. With macro NOTING its kernels note when they ran. The
-    virtual architecture is what an engine's cubin is made of: `sm_90`'s, or of what
-    `nvrtc.SPECIFIC` has in its place.
-    """
+    """PTX of a CUDA source that may include the headers of kernels/, kept on disk by content, for
+    the virtual architecture that an engine's cubin is made of. With macro NOTING its kernels note
+    when they ran."""
     headers = nvrtc._headers()
     arch = nvrtc.SPECIFIC.get((name, ARCH), ARCH).replace("sm_", "compute_")
     if NOTING in defines:
@@ -233,7 +209,7 @@ def compile_ptx(name: str, source: bytes, defines: Sequence[str] = ()) -> str:
     key = hashlib.sha256(decides.encode()).hexdigest()[:24]
     kept = nvrtc.cache_dir() / f"{name}-{arch}-{key}.ptx"
     if not kept.is_file():
-        nvrtc.compiled.keep(kept, compiled(name, source, headers, defines, [f"-arch={arch}"])[0])
+        nvrtc.compiled.keep(kept, compiled(name, source, headers, defines, f"-arch={arch}")[0])
     return kept.read_text()
 
 

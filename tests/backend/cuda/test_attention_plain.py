@@ -32,8 +32,6 @@ HEADS = (48, 64, 80, 96, 128, 256)
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 NOWHERE = Operands(lambda tensor: 4096, 8192, 0)
 
-# what its kernels compute ------------------------------------------------------------------------
-
 CASES = {
     "one token": Case((1,), 8, 2, 64, 200),
     "a chunk": Case((9,), 6, 2, 48, 150, sinks=True, k_type=BF16, v_type=F32),
@@ -54,8 +52,8 @@ def works(node: Node) -> list[Kernel]:
     return [w for w in op_table.launches(node, NOWHERE) if isinstance(w, Kernel)]
 
 
-def compute(node: Node, arrays: dict[Tensor, np.ndarray], seed: int = 0, edits=()) -> np.ndarray:
-    found = on_host.compute(node, arrays, seed, edits)
+def compute(node: Node, arrays: dict[Tensor, np.ndarray], *given) -> np.ndarray:
+    found = on_host.compute(node, arrays, *given)
     return found.view(np.float32).reshape(node.output.shape[0], -1).copy()
 
 
@@ -83,34 +81,29 @@ def test_it_is_its_twin_and_skipping_changes_no_bit(name: str, kernel: str):
             assert np.array_equal(again.view(np.uint32), found.view(np.uint32)), (kind, way)
 
 
+BARRIERS = {
+    "vec": "__syncwarp();  // the weights of all lanes are there",
+    "tile": "__syncthreads();  // the scores are there; none reads K any more",
+}
+
+
 @needs_compiler
-@pytest.mark.parametrize(
-    ("kernel", "barrier"),
-    [
-        ("vec", "__syncwarp();  // the weights of all lanes are there"),
-        ("tile", "__syncthreads();  // the scores are there; none reads K any more"),
-    ],
-)
-def test_a_barrier_that_is_missing_shows(kernel: str, barrier: str):
-    case = Case((3,), 4, 2, 64, 130)
+@pytest.mark.parametrize("kernel", BARRIERS)
+def test_a_barrier_that_is_missing_shows(kernel: str):
+    case, edits = Case((3,), 4, 2, 64, 130), ((BARRIERS[kernel], ""),)
     node, arrays, twin = attention_case(case, causal(case, 120))
     node = parted(node, "off", kernel)
     with np.errstate(invalid="ignore"):
-        wrong = [
-            np.abs(compute(node, arrays, seed, ((barrier, ""),)) - twin).max() for seed in range(3)
-        ]
+        wrong = [np.abs(compute(node, arrays, seed, edits) - twin).max() for seed in range(3)]
     assert not all(w < 1e-3 for w in wrong)
-
-
-# launches ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("k", "v", "said"), [(Q8_0, F16, "Q8_0"), (F16, F32, "F32"), (Q8_0, BF16, "Q8_0 and BF16")]
 )
 def test_what_mma_cannot_read_is_refused_in_one_line(k, v, said):
-    node = parted(attention_case(Case((1,), 4, 2, 64, 64, k_type=k, v_type=v),
-                                 np.ones((1, 64), bool))[0], "off", "mma")  # fmt: skip
+    case = Case((1,), 4, 2, 64, 64, k_type=k, v_type=v)
+    node = parted(attention_case(case, np.ones((1, 64), bool))[0], "off", "mma")
     what = f"attn_kernel=mma reads no cache of {said}; use attn_kernel=auto, vec or tile, or a"
     assert weights.refuses(node, lambda n: op_table.launches(n, NOWHERE)) == f"{what} cache of f16"
 
@@ -152,13 +145,9 @@ def test_every_tile_is_one_block_s_and_has_an_entry(shape: AttentionShape, grid_
 
 
 def one(dim: int, k: str, v: str, kernel: str, way: str, regions: int, sinks: bool) -> list[Kernel]:
-    shape = AttentionShape(
-        12, 8, 2, dim, 512, regions, way, "stream_k", sinks, kernel, k, v
-    )  # fmt: skip
-    at = AttentionAt(*range(0, 160, 16))
-    if attention.is_mma(shape):
-        return attention.launches(shape, at, 1.0, False)
-    return attention_plain.launches(shape, at, 1.0)
+    shape = AttentionShape(12, 8, 2, dim, 512, regions, way, "stream_k", sinks, kernel, k, v)
+    assert not attention.is_mma(shape)
+    return attention_plain.launches(shape, AttentionAt(*range(0, 160, 16)), 1.0)
 
 
 @pytest.mark.timeout(0)
@@ -188,9 +177,6 @@ def test_nothing_comes_before_the_wait_in_what_is_compiled():
             assert ptx.parameters(text, work.function) == given_
             verdict = ptx.check(text, work.function)
             assert work.waits and verdict.violations == () and verdict.triggers
-
-
-# tokens -------------------------------------------------------------------------------------------
 
 
 def drawn_by_kernel(asked: list[Draw], seed: int = 0) -> list[int]:

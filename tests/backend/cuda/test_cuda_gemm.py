@@ -15,13 +15,8 @@ from workbench.backend.cuda.kernels import nvrtc, tiling
 from workbench.backend.cuda.kernels.gemm import X, glu, product, scratch_bytes
 from workbench.backend.cuda.kernels.kernel import Kernel, blocks
 from workbench.backend.cuda.kernels.matvec import Segment
-from workbench.backend.cuda.kernels.tiling import (
-    Build,
-    Epilogue,
-    build_for,
-    shapes_for,
-    tile_tokens,
-)
+from workbench.backend.cuda.kernels.tiling import Build, Epilogue, build_for, shapes_for
+from workbench.graph.ir import DTYPES
 
 TYPES = sorted(tiling.PLANES)
 TOKENS = (9, 16, 17, 33, 64, 65, 100, 128)
@@ -40,11 +35,14 @@ def test_builds_fit_the_device(dtype: str, hopper: bool):
     """And every block has a stage."""
     most = tiling.HOPPER_SHARED if hopper else tiling.MOST_SHARED
     for tokens in TOKENS:
-        n = tile_tokens(tokens, hopper)
+        n = tiling.tile_tokens(tokens, hopper)
         assert n >= min(tokens, 64), "weights are read once, or twice beyond 64 tokens"
         for shape in shapes_for(dtype, tokens, hopper):
             assert shape.n == n and shape.shared_bytes(dtype) <= most
             assert 2 <= shape.stages < 8 and shape.wm % 4 == 0
+            weights = shape.rows * DTYPES[dtype].row_bytes(256 * shape.steps) // 2
+            stages = shape.stages * (shape.n * shape.steps * 256 + weights)
+            assert stages + 128 <= shape.shared_bytes(dtype), "no room for barriers"
             sums = shape.n * shape.rows * 4  # which lie where stages were
             results = shape.n * (shape.rows // 2 + 4) * 4  # after them, to be quantised
             assert sums + results <= shape.shared_bytes(dtype) - 128
@@ -58,9 +56,7 @@ def test_builds_fit_the_device(dtype: str, hopper: bool):
 
 def segments(*given: tuple[str, int]) -> list[Segment]:
     """Of types and rows; weights, biases and results at addresses that tell them apart."""
-    return [
-        Segment(dtype, 100 + i, rows, 200 + i, 300 + i) for i, (dtype, rows) in enumerate(given)
-    ]
+    return [Segment(name, 100 + i, rows, 200 + i, 300 + i) for i, (name, rows) in enumerate(given)]
 
 
 @pytest.mark.parametrize("hopper", [False, True])
@@ -100,8 +96,8 @@ def spilled(arch: str, dtype: str, build: Build, end: Epilogue) -> str:
     """What the compiler says of a build's local memory, `` where it uses none."""
     source = (nvrtc.source_dir() / "tensor_product.cu").read_bytes()
     defines = tuple(build.defines(dtype, end))
-    options = (f"-arch={arch}", "--ptxas-options=-v")
-    text = ptx.compiled("tensor_product", source, nvrtc._headers(), defines, options)[1]
+    given = "tensor_product", source, nvrtc._headers(), defines
+    text = ptx.compiled(*given, f"-arch={arch}", "--ptxas-options=-v")[1]
     found = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", text)
     assert found, f"nothing about spills in: {text}"
     serial = re.findall(r".*wgmma.* serialized.*", text)

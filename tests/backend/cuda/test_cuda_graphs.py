@@ -1,5 +1,4 @@
-"""Plans and timed replays of the cuda backend on a faked driver: what a capture asks for, what a
-failure leaves, which nodes updates and twins set, and who gives a graph back."""
+"""Plans and timed replays of the cuda backend on a faked driver."""
 
 from __future__ import annotations
 
@@ -8,8 +7,9 @@ import itertools
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import given, settings
@@ -19,11 +19,10 @@ from tests.backend.cuda.fake_cuda import Call, FakeApi, Result, fake_backend
 from tests.profiles import examples
 from workbench.backend.base import NO_PART
 from workbench.backend.cuda.device import driver
-from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.device.graphs import CudaGraph
 from workbench.backend.cuda.device.replay import READ_GRIDS, READ_WORDS, TimedReplay, read_rates
-from workbench.backend.issue.bind import LandingBlock
-from workbench.backend.issue.issued import Issued, Plannable, changed, in_order
+from workbench.backend.issue.bind import LandingBlock, plannable
+from workbench.backend.issue.issued import Issued, changed
 from workbench.backend.issue.landing import N_BLOCKS, Landing
 from workbench.common.errors import DeviceError, UsageError
 from workbench.graph.ir import F16, F32, Kind, Node, Tensor
@@ -43,29 +42,23 @@ def product() -> Node:
     return make("mul_mat", "y", w, x)
 
 
-class Rig(NamedTuple):
-    backend: CudaBackend
-    api: FakeApi
+class Rig:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.backend, self.log = fake_backend(monkeypatch)
+        self.api: FakeApi = self.backend._driver.api
 
-    @classmethod
-    def of(cls, monkeypatch: pytest.MonkeyPatch) -> Rig:
-        backend, _ = fake_backend(monkeypatch)
-        return cls(backend, backend._driver.api)
-
-    def launched(self, graph: CudaGraph) -> list[Call]:
-        self.api.log.clear()
-        graph.launch()
-        return list(self.api.log)
+    def launched(self, call: Any) -> list[Call]:
+        self.log.clear()
+        call()
+        return list(self.log)
 
     def replays(self, graph: CudaGraph, work: Issued) -> bool:
         """Whether a launch queues what the parts of `work` do. A product is two nodes; records and
         waits are edges."""
-        calls = self.launched(graph)
+        calls = self.launched(graph.launch)
         twice = [c.function == "cublasGemmEx" and c == b for b, c in itertools.pairwise(calls)]
         found = [c for c, again in zip(calls, [False, *twice], strict=True) if not again]
-        self.api.log.clear()
-        work.call()
-        return found == [c for c in self.api.log if "Event" not in c.function]
+        return found == [c for c in self.launched(work.call) if "Event" not in c.function]
 
     def nothing_left(self) -> bool:
         return not self.api.alive and not self.api.captures
@@ -75,12 +68,9 @@ class Rig(NamedTuple):
         at = lambda t: given.setdefault(t.storage, first + FAR * len(given))  # noqa: E731
         return self.backend.launch(node, at, first + (1 << 59), stream, early)
 
-    def work_of(self, parts: Sequence[tuple[int, Issued]], stream: int = COMPUTE) -> Any:
-        issued = tuple(part for _, part in parts)
-        return Plannable(
-            in_order([part.call for part in issued]), ("replay",), parts=issued,
-            backend=self.backend, stream=stream, streams=tuple(s for s, _ in parts),
-        )  # fmt: skip
+    def work_of(self, parts: Sequence[tuple[int, Issued]], stream=COMPUTE, landings=()) -> Any:
+        streams, issued = zip(*parts, strict=True)
+        return plannable(self.backend, issued, stream, streams, landings=landings)
 
     def step(self, first: int = FAR, cols: int = 256, landing: Landing | None = None) -> Any:
         """A copy on another stream, launches after it, of one kernel and of several and early
@@ -91,7 +81,7 @@ class Rig(NamedTuple):
         if landing is not None:
             each = [copy(block.address) for block in landing.blocks]
             last = Issued(lambda: each[landing.now](), each[0].same, LandingBlock(landing, each))
-        work = self.work_of([
+        return self.work_of([
             (COPIES, backend.copy(first, 9 * FAR, 64, COPIES, to_host=False)),
             (COPIES, backend.record(event, COPIES)),
             (COMPUTE, self.launch(norm(cols), first)),
@@ -99,9 +89,7 @@ class Rig(NamedTuple):
             (COMPUTE, self.launch(product(), first)),
             (COMPUTE, self.launch(norm(cols), first, early=True)),
             (COMPUTE, last),
-        ])  # fmt: skip
-        work.landings = () if landing is None else (landing,)
-        return work
+        ], landings=[] if landing is None else [landing])  # fmt: skip
 
 
 SINGLE = [0, 2, 5, 6]  # parts of a step that are single nodes
@@ -109,10 +97,7 @@ SINGLE = [0, 2, 5, 6]  # parts of a step that are single nodes
 
 @pytest.fixture
 def rig(monkeypatch) -> Rig:
-    return Rig.of(monkeypatch)
-
-
-# capture ------------------------------------------------------------------------------------------
+    return Rig(monkeypatch)
 
 
 def test_a_replay_queues_what_the_parts_do(rig):
@@ -122,18 +107,16 @@ def test_a_replay_queues_what_the_parts_do(rig):
     work = rig.step()
     before = work.addresses
     graph = rig.backend.capture(work)
-    assert [c.function for c in rig.api.log] == ["cublasGemmEx"] and work.addresses == before
-    loaded = rig.api.log[0].args
+    assert [c.function for c in rig.log] == ["cublasGemmEx"] and work.addresses == before
+    loaded = rig.log[0].args
     assert rig.replays(graph, work) and rig.replays(graph, work)
-    (own,) = [c.args for c in rig.api.log if c.function == "cublasGemmEx"]
+    (own,) = [c.args for c in rig.log if c.function == "cublasGemmEx"]
     assert [a == b for a, b in zip(loaded, own, strict=True)].count(False) == 1
     assert graph.capture_ns > 0 and graph.instantiate_ns > 0
     assert graph.nodes == (0, 2, 4, 4, 4, 5, 6)
     copy, first, converts, *_ = graph.template.graph.nodes
     assert copy.after == first.after == () and set(converts.after) == {copy, first}
-    rig.api.log.clear()
-    rig.backend.capture(rig.step(3 * FAR))
-    assert not rig.api.log, "its shape is known"
+    assert not rig.launched(lambda: rig.backend.capture(rig.step(3 * FAR))), "its shape is known"
 
 
 @pytest.mark.parametrize("stream", [COMPUTE, THIRD])
@@ -146,22 +129,19 @@ def test_streams_that_nobody_waits_for_are_joined(rig, stream):
 
 def test_a_capture_keeps_the_collector_and_frees_away(rig):
     """To free pinned memory is to wait for the device, and that would end the capture."""
-    done: list[Any] = []
-    runtime = SimpleNamespace(
-        CUDARuntimeError=RuntimeError, deviceSynchronize=lambda: done.append("wait"),
-        freeHost=lambda address: done.append("free"),
-    )  # fmt: skip
-    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    cupy = Mock()
+    cupy.cuda.runtime.CUDARuntimeError = RuntimeError
     thread = threading.Thread(target=driver._free_pinned, args=(cupy, nullcontext(), 0))
 
     def meanwhile() -> None:
         thread.start()
         thread.join(0.05)
-        assert thread.is_alive() and not done and not gc.isenabled()
+        assert thread.is_alive() and not cupy.mock_calls and not gc.isenabled()
 
     rig.backend.capture(rig.work_of([(COMPUTE, Issued(meanwhile, ("look",)))]))
     thread.join()
-    assert done == ["wait", "free"] and gc.isenabled()
+    freed = [call.cuda.runtime.deviceSynchronize(), call.cuda.runtime.freeHost(0)]
+    assert cupy.mock_calls == freed and gc.isenabled()
 
 
 @pytest.mark.parametrize("programmatic", [False, True])
@@ -179,33 +159,28 @@ def test_a_gate_and_an_end_are_nodes_of_the_plan(rig, programmatic):
     twin = graph.twin(work, [0])
     assert twin is not None and graph.update(work, [0]) and graph.nodes_set == 1
     for made in (graph, twin):
-        gate, _, end = rig.launched(made)
+        gate, _, end = rig.launched(made.launch)
         assert gate.function == "cuLaunchKernel" and 8 * FAR in gate.args
         assert end.function == ("cuLaunchKernelEx" if programmatic else "cuLaunchKernel")
         assert {5 * FAR, 6 * FAR} <= set(end.args)
 
 
-# failures -----------------------------------------------------------------------------------------
+def raised(error: BaseException) -> None:
+    raise error
 
 
-def fails() -> None:
-    raise DeviceError("told to")
-
-
-def interrupted() -> None:
-    raise KeyboardInterrupt
+FAILING = [
+    (partial(raised, DeviceError("told to")), "its command {} cannot be captured.*told to"),
+    (partial(raised, KeyboardInterrupt()), ""), (None, "STREAM_CAPTURE_UNSUPPORTED"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("at", [1, 7])
-@pytest.mark.parametrize(("part", "told"), [
-    (fails, "its command {} cannot be captured.*told to"), (interrupted, ""),
-    ("wait of the host", "STREAM_CAPTURE_UNSUPPORTED"),
-])  # fmt: skip
+@pytest.mark.parametrize(("part", "told"), FAILING, ids=["fails", "interrupted", "host's wait"])
 def test_a_failing_part_ends_the_capture_on_all_streams(rig, part, told, at):
     work = rig.step()
-    call: Any = part if callable(part) else rig.backend.sync_stream(COPIES)
     parts = list(zip(work.streams, work.parts, strict=True))
-    parts.insert(at, (COPIES, Issued(call, ("bad",))))
+    parts.insert(at, (COPIES, Issued(part or rig.backend.sync_stream(COPIES), ("bad",))))
     kind = DeviceError if told else KeyboardInterrupt
     with pytest.raises(kind, match=told.format(at) or None) as error:
         rig.backend.capture(rig.work_of(parts))
@@ -213,19 +188,17 @@ def test_a_failing_part_ends_the_capture_on_all_streams(rig, part, told, at):
     assert rig.replays(rig.backend.capture(work), work)
 
 
-REFUSED: list[tuple[str, str, Any]] = [
-    *(("capture", f, None) for f in (
-        "cuStreamBeginCapture", "cuStreamGetCaptureInfo", "cuStreamEndCapture",
-        "cuGraphInstantiate", "cuGraphUpload", "cuMemcpyHtoDAsync", "cuLaunchKernelEx",
-    )),
-    ("update", "cuGraphExecUpdate", None), ("update", "cuStreamBeginCapture", None),
-    ("update", "cuGraphExecKernelNodeSetParams", [2]), ("twin", "cuGraphInstantiate", [2]),
-    ("twin", "cuGraphUpload", [2]), ("twin", "cuGraphExecKernelNodeSetParams", [2]),
-]  # fmt: skip
+SET = "cuGraphExecKernelNodeSetParams"
+REFUSED = {
+    "capture": ("cuStreamBeginCapture", "cuStreamGetCaptureInfo", "cuStreamEndCapture",
+                "cuGraphInstantiate", "cuGraphUpload", "cuMemcpyHtoDAsync", "cuLaunchKernelEx"),
+    "update": ("cuGraphExecUpdate", "cuStreamBeginCapture", SET),
+    "twin": ("cuGraphInstantiate", "cuGraphUpload", SET),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("act", "function", "parts"), REFUSED)
-def test_what_the_driver_refuses_is_told_and_changes_nothing(rig, act, function, parts):
+@pytest.mark.parametrize(("act", "function"), [(act, f) for act in REFUSED for f in REFUSED[act]])
+def test_what_the_driver_refuses_is_told_and_changes_nothing(rig, act, function):
     work = rig.step()
     graph = None if act == "capture" else rig.backend.capture(work)
     n = len(rig.api.alive)
@@ -234,14 +207,12 @@ def test_what_the_driver_refuses_is_told_and_changes_nothing(rig, act, function,
         if graph is None:
             rig.backend.capture(work)
         else:
+            parts = [2] if act == "twin" or function == SET else None
             getattr(graph, act)(rig.step(5 * FAR), parts)
     assert "\n" not in str(told.value) and len(rig.api.alive) == n and not rig.api.captures
     rig.api.refuse.clear()
     graph = graph or rig.backend.capture(work)
     assert graph.update(work, None) and rig.replays(graph, work)
-
-
-# updates and twins --------------------------------------------------------------------------------
 
 
 def test_what_no_node_sets_is_captured_anew(rig):
@@ -276,8 +247,8 @@ def test_other_work_of_one_topology_is_taken_over(rig):
     assert (graph.nodes_set, graph.recaptured) == (0, 2)
     assert graph.update(rig.step(), None) and graph.update(rig.step(5 * FAR), [0, 2])
     assert (graph.nodes_set, graph.recaptured) == (1, 3), "back at the first"
-    more = rig.work_of([*zip(before.streams, before.parts, strict=True),
-                        (COMPUTE, rig.launch(norm(), FAR))])  # fmt: skip
+    last = COMPUTE, rig.launch(norm(), FAR)
+    more = rig.work_of([*zip(before.streams, before.parts, strict=True), last])
     elsewhere = rig.work_of([(COPIES, rig.launch(norm(), FAR, COPIES))], COPIES)
     for other in (more, elsewhere):
         assert not graph.update(other, None)
@@ -307,7 +278,7 @@ def test_whatever_came_before_a_twin_is_a_capture_anew(data):
     """Patches, updates of single nodes and of everything, twins of twins, and ends in any order.
     The captured graph stays as it is, and goes with its last form."""
     with pytest.MonkeyPatch.context() as patch:
-        rig = Rig.of(patch)
+        rig = Rig(patch)
         landing = Landing(rig.backend, 64)
         work = rig.step(landing=landing)
         has = {0: (rig.backend.capture(work), work.identity)}  # what each graph has recorded
@@ -350,61 +321,55 @@ def test_whatever_came_before_a_twin_is_a_capture_anew(data):
 @pytest.mark.parametrize("by", ["destroy", "close"])
 def test_a_destroyed_plan_is_refused(rig, monkeypatch, by):
     """A backend that closes gives its plans back before their kernels."""
-    work, order = rig.step(), list[str]()
+    work, seen = rig.step(), Mock()
     for function in ("cuModuleUnload", "cuGraphExecDestroy", "cuGraphDestroy"):
-        was = getattr(rig.api, function)
-        monkeypatch.setattr(
-            rig.api, function, lambda x, f=function, was=was: order.append(f) or was(x)
-        )
+        getattr(seen, function).side_effect = getattr(rig.api, function)
+        monkeypatch.setattr(rig.api, function, getattr(seen, function))
     graph = rig.backend.capture(work)
     twin, launch = graph.twin(work, []), graph.launch
     rig.backend.close() if by == "close" else (graph.destroy(), twin.destroy())
+    order = [call[0] for call in seen.mock_calls]
     assert order[:3] == ["cuGraphExecDestroy", "cuGraphExecDestroy", "cuGraphDestroy"]
     assert ("cuModuleUnload" in order) == (by == "close") and rig.nothing_left()
     graph.destroy()
-    for refused in (launch, graph.edges, lambda: graph.update(work, None),
-                    lambda: twin.twin(work, [])):  # fmt: skip
+    for refused in (launch, graph.edges, partial(graph.update, work, None),
+                    partial(twin.twin, work, [])):  # fmt: skip
         with pytest.raises(DeviceError, match="plan of 7 commands was destroyed"):
             refused()
-
-
-# timed replays ------------------------------------------------------------------------------------
 
 
 def test_times_lie_between_events_after_a_replay(rig):
     """Every kernel has run once before it is captured."""
     a, b = (rig.launch(norm(cols), FAR).call for cols in (256, 512))
     with TimedReplay(rig.backend, [a, b, a, b]) as replay:
-        ran = list(rig.api.log)
+        ran = list(rig.log)
         assert len(ran) == 2 and ran[0] != ran[1]
-        rig.api.log.clear()
+        rig.log.clear()
         assert replay.time_us(2) == [250.0, 250.0]
         kinds = [*[call.function for call in ran] * 2, "cuEventRecord"]
-        assert [c.function for c in rig.api.log] == kinds * 3
+        assert [c.function for c in rig.log] == kinds * 3
     assert rig.nothing_left()
-    for wrong, told in ((replay.run, "replay of 4 launches is closed; capture again"),
-                        (lambda: TimedReplay(rig.backend, []), "no launches")):  # fmt: skip
-        with pytest.raises(UsageError, match=told):
-            wrong()
+    with pytest.raises(UsageError, match="replay of 4 launches is closed; capture again"):
+        replay.run()
+    with pytest.raises(UsageError, match="no launches"):
+        TimedReplay(rig.backend, [])
 
 
 @pytest.mark.parametrize(("room", "mib"), [(1 << 10, 64), (20, 16), (7, 0)])
 def test_reading_is_tried_with_every_kernel_and_grid(rig, monkeypatch, room, mib):
     """On a small device a small buffer is read often. room: of the device, in MiB."""
-    backend, kernels = rig.backend, list[Any]()
-    prepare, allocate = backend._prepare, backend.allocate
-
-    def limited(wanted: int, space: Any) -> Any:
-        return fails() if wanted > room << 20 else allocate(wanted, space)
-
+    backend, allocate, full = rig.backend, rig.backend.allocate, DeviceError("told to")
+    monkeypatch.setattr(
+        backend, "allocate", lambda n, of: raised(full) if n > room << 20 else allocate(n, of)
+    )
+    prepare = Mock(side_effect=backend._prepare)
+    monkeypatch.setattr(backend, "_prepare", prepare)
     backend._driver.properties |= {"l2CacheSize": 1 << 20, "multiProcessorCount": 10}
-    monkeypatch.setattr(backend, "allocate", limited)
-    monkeypatch.setattr(backend, "_prepare", lambda k, *of: kernels.append(k) or prepare(k, *of))
     with pytest.raises(DeviceError, match="told to") if not mib else nullcontext():
-        found = read_rates(backend, 64 << 20, 1)
+        found, words = read_rates(backend, 64 << 20, 1), (mib << 20) // 16
         assert len(found) == len(READ_WORDS) * len(READ_GRIDS)
         assert all(rate == pytest.approx((64 << 20) / 250 / 1e3) for rate in found.values())
-        assert kernels[0].args[1] == (mib << 20) // 16  # words
-        grids = [k.grid[0] for k in kernels if k.function == "read_8"]
-        assert {40, 80, 160, 320, (mib << 20) // 16 // (256 * 8)} == set(grids)
+        kernels = [call.args[0] for call in prepare.mock_calls]
+        grids = {k.grid[0] for k in kernels if k.function == "read_8"}
+        assert kernels[0].args[1] == words and grids == {40, 80, 160, 320, words // (256 * 8)}
         assert rig.nothing_left()

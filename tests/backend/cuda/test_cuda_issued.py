@@ -1,10 +1,10 @@
-"""Prepared commands of the cuda backend without a GPU: what makes two of them the same work, which
-of their arguments are addresses, and that a patched argument is what the next call passes."""
+"""Prepared commands of the cuda backend without a GPU: what makes two of them the same work, and
+which of their arguments are addresses."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,11 +22,7 @@ from workbench.graph.ops import make
 FAR = 1 << 40  # between tensors, beyond every shape
 SCRATCH, COUNTERS = 1 << 60, 1 << 61
 NORM, EMPTY = (make("rms_norm", "n", Tensor("x", F32, (n, 256)), eps=1e-5) for n in (2, 0))
-
-
-@pytest.fixture
-def fake(monkeypatch) -> tuple[CudaBackend, list[Call]]:
-    return fake_backend(monkeypatch)
+fake = pytest.fixture(fake_backend)
 
 
 class Map:
@@ -40,13 +36,11 @@ class Map:
         return self.asked.setdefault(tensor.storage, self.first + FAR * len(self.asked))
 
 
-def fields(work: Kernel | Gemm) -> Iterator[tuple[int, bool]]:
+def fields(work: Kernel | Gemm) -> list[tuple[int, bool]]:
     """Every whole number among the arguments, and whether it is marked as an address."""
-    given = work.args if isinstance(work, Kernel) else [work.dst, work.w, work.x]
+    given = work.args if isinstance(work, Kernel) else work[1:]
     marked = pointers_of(given)
-    yield from ((int(a), i in marked) for i, a in enumerate(given) if isinstance(a, int))
-    if isinstance(work, Gemm):
-        yield from ((n, False) for n in (work.rows, work.cols, work.n_tokens, work.dst_stride))
+    return [(int(a), i in marked) for i, a in enumerate(given) if isinstance(a, int)]
 
 
 @pytest.mark.parametrize("sm", [CLUSTERS - 1, CLUSTERS])
@@ -67,9 +61,6 @@ def test_every_address_is_marked_and_nothing_else_is(tokens: int, sm: int):
         made = {t.storage for part in node.parts for t in part.outputs}
         assert addresses.asked.keys() <= touched | made
         assert {addresses.asked[t] for t in touched} <= passed, node
-
-
-# what makes two commands the same work ------------------------------------------------------------
 
 
 def passed(log: list[Call], issued: Issued) -> list[Call]:
@@ -101,9 +92,10 @@ def test_the_key_is_the_work_and_not_where_it_lies(fake, tokens):
     patched pointer is what the next launch passes. A programmatic launch is other work, and so is
     one with another parameter or other shapes."""
     backend, log = fake
-    launched = lambda node, at=FAR, early=False: backend.launch(  # noqa: E731
-        node, Map(at), at + SCRATCH, 0, early
-    )
+
+    def launched(node: Node, at=FAR, early=False) -> Issued:
+        return backend.launch(node, Map(at), at + SCRATCH, 0, early)
+
     for (node, *_), (more, *_) in zip(plain_nodes(tokens), plain_nodes(tokens + 1), strict=True):
         here, there = launched(node), launched(node, 512 * FAR)
         assert here.key == there.key and hash(here.key) == hash(there.key)
@@ -116,16 +108,8 @@ def test_the_key_is_the_work_and_not_where_it_lies(fake, tokens):
         for name, value in node.params.items():
             if isinstance(value, bool | float):
                 other = not value if isinstance(value, bool) else 2 * value
-                others.append(
-                    Node(
-                        node.op,
-                        node.name,
-                        node.output,
-                        node.inputs,
-                        {**node.params, name: other},
-                        -1,
-                    )
-                )
+                params = {**node.params, name: other}
+                others.append(Node(node.op, node.name, node.output, node.inputs, params, -1))
         assert here.key not in [launched(other).key for other in others], node
         if backend.begins_early(node):
             early = launched(node, early=True)
@@ -157,13 +141,9 @@ def test_each_part_of_a_launch_is_in_the_key(fake, one, others):
 def test_copies_records_and_waits_are_work_too(fake):
     backend, log = fake
     peer, event, other = CudaBackend(1), backend.event(), backend.event()
-    of: list[Callable[..., Issued]] = [
-        lambda dst, n: backend.copy(dst, 8 * FAR, n, 0, to_host=False),
-        lambda dst, n: backend.copy(dst, 8 * FAR, n, 0, to_host=True),
-        lambda dst, n: backend.copy_to_peer(peer, dst, 8 * FAR, n, 0),
-    ]
-    keys = []
-    for copy in of:
+    there, keys = partial(backend.copy_to_peer, peer), []
+    for act in (partial(backend.copy, to_host=False), partial(backend.copy, to_host=True), there):
+        copy = lambda dst, n, act=act: act(dst, 8 * FAR, n, 0)  # noqa: E731
         assert copy(FAR, 64).key == copy(2 * FAR, 64).key != copy(FAR, 128).key
         assert copy(FAR, 64).addresses == (FAR, 8 * FAR) and copy(FAR, 0).addresses == ()
         assert_patchable(log, copy(FAR, 64))

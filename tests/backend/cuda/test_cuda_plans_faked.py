@@ -1,5 +1,4 @@
-"""Engines with plans on a driver that notes what it is asked: a replayed step queues the launches
-and copies of an eager one, with the same arguments. And the GPU's clock."""
+"""Engines with plans on a driver that notes what it is asked, and the GPU's clock."""
 
 from __future__ import annotations
 
@@ -48,20 +47,16 @@ def step(used: wb.Engine, n: int, outputs: Any = "last") -> list[str]:
     return sorted(found)
 
 
-def feed(used: wb.Engine) -> list[list[str]]:
-    kinds = ((1, "last"), (8, "all"), (500, "last"), (1, "last"), (1, "last"))
-    return [step(used, n, outputs) for n, outputs in kinds for _ in range(3)]
-
-
 @pytest.mark.parametrize("more", [{}, {"fuse": "on", "pdl": "on"}], ids=["plain", "fused"])
 @pytest.mark.parametrize("scope", [{}, FORKED], ids=["split", "forked"])
 def test_a_replayed_step_queues_what_an_eager_one_does(engine, scope, more):
     eager = KEPT | more | {k: v for k, v in scope.items() if k != "plan_scope"}
+    kinds = [(1, "last")] * 3 + [(8, "all")] * 3 + [(500, "last")] * 3 + [(1, "last")] * 6
     with engine.variant(Toggles(**eager)) as used:
-        wanted = feed(used)
+        wanted = [step(used, *kind) for kind in kinds]
     for rule in ("ours", "today", "pr"):
         with engine.variant(Toggles(**eager | scope | {"plans": rule})) as used:
-            assert feed(used) == wanted, rule
+            assert [step(used, *kind) for kind in kinds] == wanted, rule
             assert used.counters["plans_replayed"] >= 5
             plans: Any = used.issuer.plans
             made = [plan.captured for plan in plans if plan.captured is not None]

@@ -60,15 +60,11 @@ Modules = dict[tuple[str, tuple[str, ...]], set[str]]
 # are takes seconds, too long for what every worker does to find the tests.
 FILES = sorted(path.stem for path in nvrtc.source_dir().glob("*.cu"))
 # `make test` compiles those that take a second
-SLOW = (
-    "attention", "attention_tile", "attention_vec", "product", "product_qkv", "sampling",
-    "tensor_product",
-)  # fmt: skip
-ASKED = [
-    *(pytest.param(file, one_of_each, marks=[pytest.mark.slow] if file in SLOW else [])
-      for file in FILES),
-    *(exhaustive(file, chosen_works) for file in FILES),
-]  # fmt: skip
+SLOW = ("product", "product_qkv", "sampling", "tensor_product")
+SLOW += ("attention", "attention_tile", "attention_vec")
+MARKS = {file: [pytest.mark.slow] if file in SLOW else [] for file in FILES}
+ASKED = [pytest.param(file, one_of_each, marks=MARKS[file]) for file in FILES]
+ASKED += [exhaustive(file, chosen_works) for file in FILES]
 
 
 def waiting(works: Callable[[], Iterable[Kernel]], file: str) -> Modules:

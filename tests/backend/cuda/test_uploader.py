@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,7 @@ class LateDriver:
         self.fail_at: tuple[str, int] = "", 0
 
     def event(self) -> Any:
-        return type("Event", (), {"handle": []})()  # (stream, commands before it), the latest last
+        return SimpleNamespace(handle=[])  # (stream, commands before it), the latest last
 
     def allocate(self, nbytes: int, space: Space) -> Memory:
         self.memory[space].append(Memory(nbytes))
@@ -104,20 +106,17 @@ def uploader(driver: Any) -> Uploader:
     return Uploader(driver, driver.allocate, driver.prepare, COPIES, REPACKS)
 
 
-def weight(name: str, dtype: ir.DType, rows: int, cols: int) -> tuple[ir.Tensor, np.ndarray]:
-    tensor = ir.Tensor(name, dtype, (rows, cols), ir.Kind.WEIGHT)
-    data = np.random.default_rng(len(name) + rows).integers(0, 256, tensor.nbytes, np.uint8)
+def weight(dtype: ir.DType, rows: int, cols: int) -> tuple[ir.Tensor, np.ndarray]:
+    tensor = ir.Tensor("w", dtype, (rows, cols), ir.Kind.WEIGHT)
+    data = np.random.default_rng(rows).integers(0, 256, tensor.nbytes, np.uint8)
     data.flags.writeable = False
     return tensor, data
 
 
 def test_every_byte_arrives_in_its_plane(late: LateDriver):
     """Odd sizes of every type, between them small ones; entries are reused many times."""
-    weights = []
-    for rows in (1, 3, 37):
-        for dtype in ir.WEIGHT_DTYPES:
-            weights.append(weight(f"{dtype.name}.{rows}", dtype, rows, 768))
-            weights.append(weight(f"norm.{dtype.name}.{rows}", ir.F32, 1, 5))
+    kinds = [(kind, rows) for rows in (1, 3, 37) for kind in ir.WEIGHT_DTYPES]
+    weights = [w for of in kinds for w in (weight(*of, 768), weight(ir.F32, 1, 5))]
     up = uploader(late)
     memory: list[Any] = [up.load(*w) for w in weights]
     assert "cuStreamSynchronize" not in late.calls, "a wait before the end"
@@ -133,34 +132,33 @@ def test_every_byte_arrives_in_its_plane(late: LateDriver):
 
 def test_a_block_as_large_as_an_entry_fits_and_no_more(late: LateDriver, monkeypatch):
     monkeypatch.setattr(cuda_weights, "ENTRY_BYTES", 256)
-    tensor, data = weight("w", ir.Q6_K, 5, 512)
+    tensor, data = weight(ir.Q6_K, 5, 512)
     up = uploader(late)
     there: Any = up.load(tensor, data)
     up.finish()
     assert np.array_equal(there.array, repacked(data, ir.Q6_K))
 
 
-@pytest.mark.parametrize(
-    "where", ["cuMemcpyHtoDAsync", "cuEventSynchronize", "cuStreamSynchronize"]
-)
-def test_interrupted_it_leaves_no_thread_nor_entry(late: LateDriver, where: str):
-    late.fail_at = (where, 2)
+@pytest.mark.parametrize("at", ["cuMemcpyHtoDAsync", "cuEventSynchronize", "cuStreamSynchronize"])
+def test_interrupted_it_leaves_no_thread_nor_entry(late: LateDriver, at: str):
+    late.fail_at = at, 2
     up = uploader(late)
     with pytest.raises(KeyboardInterrupt):
-        for i in range(9):
-            up.load(*weight(f"w{i}", ir.MXFP4, 64, 512))
+        for _ in range(9):
+            up.load(*weight(ir.MXFP4, 64, 512))
         up.finish()
     up.close()
     up.close()
-    pinned, device = late.memory[Space.PINNED], late.memory[Space.DEVICE]
+    pinned = late.memory[Space.PINNED]
     assert pinned and all(m.array is None for m in pinned)
-    freed = [m for m in device if m.array is None]  # weights are their owner's to free
+    # weights are their owner's to free
+    freed = [m for m in late.memory[Space.DEVICE] if m.array is None]
     assert [m.nbytes for m in freed] == [cuda_weights.ENTRY_BYTES] * len(pinned)
 
 
 def test_what_is_wrong_is_refused_and_a_workers_failure(late: LateDriver, monkeypatch):
     up = uploader(late)
-    tensor, data = weight("w", ir.Q4_0, 4, 64)
+    tensor, data = weight(ir.Q4_0, 4, 64)
     for wrong in (data[:-1], np.concatenate([data, data]), data[:0]):
         with pytest.raises(DeviceError, match=r"w:Q4_0\[4, 64\] wants 144 bytes, not \d+"):
             up.load(tensor, wrong)
@@ -180,13 +178,11 @@ def test_what_is_wrong_is_refused_and_a_workers_failure(late: LateDriver, monkey
 
 def test_a_type_without_a_kernel_is_refused(monkeypatch):
     def refused(dtype: ir.DType, tokens: int, **said: str) -> str:
-        w = ir.Tensor("w", dtype, (8, 256), ir.Kind.WEIGHT)
-        node = make("mul_mat", "p", w, ir.Tensor("x", ir.F32, (tokens, 256)), **said)
-        return refuses(node, lambda node: [])
+        x = ir.Tensor("x", ir.F32, (tokens, 256))
+        return refuses(make("mul_mat", "p", weight(dtype, 8, 256)[0], x, **said), lambda node: [])
 
-    for dtype in ir.WEIGHT_DTYPES:
-        for tokens in (1, 8, 9, 512):
-            assert refused(dtype, tokens) == refused(dtype, tokens, activations="float") == ""
+    for dtype, tokens in itertools.product(ir.WEIGHT_DTYPES, (1, 8, 9, 512)):
+        assert refused(dtype, tokens) == refused(dtype, tokens, activations="float") == ""
     fewer = tuple(kind for kind in KINDS if kind != ("mul_mat_float", "Q4_K"))
     monkeypatch.setattr(cuda_weights, "KINDS", fewer)
     why = refused(ir.Q4_K, 1)
