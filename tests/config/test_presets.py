@@ -187,8 +187,8 @@ def test_what_won_together_is_had_as_a_whole_or_not(tiny_model, won):
 
 
 def test_the_page_says_what_stands_for_each_value_alone(won):
-    lines = {line.values["toggle"]: line.values for line in best(Recorded(Path("nowhere")))}
-    assert lines["`sync=packed_implicit`"]["alone"] == "`sync=auto`"
-    assert lines["`plans=ours`"]["alone"] == "`plans=off`"
-    assert lines["`graph_reuse=set_rows`"]["alone"] == ""
+    found = {line.values["toggle"]: line.values for line in best(Recorded(Path("nowhere")))}
+    assert found["`sync=packed_implicit`"]["alone"] == "`sync=auto`"
+    assert found["`plans=ours`"]["alone"] == "`plans=off`"
+    assert found["`graph_reuse=set_rows`"]["alone"] == ""
     assert best_set("cuda", "one").together == WHOLE
