@@ -1,6 +1,5 @@
-"""A next step that is made ready, and launched ahead, while the device computes: the same logits to
-the bit and the same counts as a step that is made when it is submitted, whatever is done in between
-and however late the host is."""
+"""A next step that is made ready, and launched ahead, while the device computes: logits and counts
+are those of one made when it is submitted, whatever comes between, however late the host is."""
 
 from __future__ import annotations
 
