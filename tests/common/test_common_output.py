@@ -142,41 +142,35 @@ def test_a_save_killed_at_any_call_leaves_one_save_s_files(tmp_path, swap):
     subprocess.run(script, cwd=ROOT, check=True)
 
 
-def test_leftovers_are_removed_by_the_next_writing_there(tmp_path):
-    lefts = (tmp_path / LEFT / "in" / "x", tmp_path / LEFT.replace("0", "1"))
+def test_leftovers_are_removed_and_what_lives_is_left_alone(tmp_path, swap, monkeypatch):
+    """By the next writing there. Without locks a leftover is known by its age."""
+    young = LEFT.replace("0", "1")
     (tmp_path / ".workbench-mine").write_text("no name of ours")
-    save(tmp_path / "run", 1)
-    (tmp_path / "run" / LEFT).mkdir()  # as an older version left it
-    for write in (
-        lambda: save(tmp_path / "run", 1),
-        lambda: check_folder(tmp_path / "run"),
-        lambda: writing(tmp_path / "file").__enter__(),
-    ):
-        for left in lefts:
-            left.parent.mkdir(parents=True, exist_ok=True)
-            left.write_text("x")
-        write()
-        assert not (tmp_path / LEFT).exists() and not lefts[1].exists()
-    assert (tmp_path / ".workbench-mine").exists() and names(tmp_path / "run") == ["a", "b"]
-
-
-def test_what_a_living_process_writes_is_left_alone(tmp_path, swap, monkeypatch):
-    """Without locks a leftover is known by its age."""
+    save(tmp_path / "two", 0)
+    (tmp_path / "two" / LEFT).mkdir()  # as an older version left it
     with writing_folder(tmp_path / "one") as one, writing(tmp_path / "file", "t") as file:
-        for value in (1, 2):
-            save(tmp_path / "two", value)
-        assert len(names(tmp_path)) == 3
+        for write in (
+            lambda: save(tmp_path / "two", 1),
+            lambda: check_folder(tmp_path / "two"),
+            lambda: writing(tmp_path / "other").__enter__(),
+        ):
+            (tmp_path / LEFT / "in").mkdir(parents=True)
+            (tmp_path / LEFT / "in" / "x").write_text("x")
+            (tmp_path / young).write_text("x")
+            write()
+            assert not (tmp_path / LEFT).exists() and not (tmp_path / young).exists()
         file.write("content")
         with one.writing("a", "t") as a:
             a.write("content")
-    assert names(tmp_path) == ["file", "one", "two"]
+    assert names(tmp_path) == [".workbench-mine", "file", "one", "two"]
+    assert names(tmp_path / "two") == ["a", "b"]
     assert (tmp_path / "file").read_text() == (tmp_path / "one" / "a").read_text() == "content"
     monkeypatch.setattr(fcntl, "flock", no_call)
-    for name in (LEFT, young := LEFT.replace("0", "1")):
+    for name in (LEFT, young):
         (tmp_path / name).mkdir()
     os.utime(tmp_path / LEFT, (0, 0))
     save(tmp_path / "two", 3)
-    assert names(tmp_path) == [young, "file", "one", "two"]
+    assert names(tmp_path) == [young, ".workbench-mine", "file", "one", "two"]
 
 
 def test_a_save_between_two_files_mixes_none(tmp_path, swap, monkeypatch):
