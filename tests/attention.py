@@ -1,8 +1,5 @@
-"""Cases of attention for the kernel tests, and their twin in float64.
-
-A case has sequences with tokens of their own, in one region or each in its own; a mask; sinks or
-none; K and V of any cache type. Cells that nobody sees hold infinities and NaN.
-"""
+"""Cases of attention for the kernel tests, and their twin in float64. Cells that nobody sees hold
+infinities and NaN."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,15 +97,6 @@ def device(request):
 def two():
     """The embedded device with two workers."""
     yield from embedded(2)
-
-
-@pytest.fixture
-def no_handover():
-    """Python keeps the GIL unless it asks for something that gives it up."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
-    yield
-    sys.setswitchinterval(interval)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
-"""Model files made from others: other metadata, other tensors, other types, or in several parts.
-
-Written by the gguf package, so that llama.cpp and the reference read them as anybody's file.
-"""
+"""Model files made from others by the gguf package: other metadata, tensors or types, or in several
+parts."""
 
 from __future__ import annotations
 

@@ -2,16 +2,14 @@
 
     python -m tests.exhaustive [--only PREFIX ...] [--out FILE] [--jobs N]
 
-That is every test marked `exhaustive`: the full products of toggles, which take hours, and the rest
-of what the other targets try a share of (`tests/profiles.py`). And it is every property, with the
-examples of the profile `exhaustive`. --only: those whose names begin with one of these paths, such
-as `tests/graph/test_ops.py` or `tests/program/check/test_mutations.py::test_without_any_two`.
+That is every test marked `exhaustive` (`tests/profiles.py`), and every property, with the examples
+of that profile. --only: those whose names begin with one of these paths, such as
+`tests/program/check/test_mutations.py::test_without_any_two`.
 
-Writes data/results/exhaustive.json (or FILE) whenever a test is over: for each test its commit, its
-seconds, its outcome and how many runs it judged where it counts them (safe; unsafe; unsafe though
+Writes data/results/exhaustive.json (or FILE) whenever a test is over: for each test its commit,
+seconds and outcome, and how many runs it judged where it counts them (safe; unsafe; unsafe though
 no seed saw it); for each commit the date and the machine. Tests that FILE has of this commit are
-not run again, so that a run cut off goes on. Rows of other tests stay; without
---only those of tests that are gone go.
+not run again. Rows of other tests stay; without --only those of tests that are gone go.
 Exits with 1 where a test that is asked for failed.
 """
 

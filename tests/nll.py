@@ -1,8 +1,6 @@
-"""The NLL of every token of a text of several ubatches, under every ordering that is safe.
-
-As llama-perplexity does it, the first half of a window is context and returns no outputs, so that
-with `step_wait=outputs` its ubatches are a train that the host does not wait for; the second half
-is scored."""
+"""The NLL of every token of a text, under every ordering that is safe. As llama-perplexity does it,
+the first half of a window is context and returns no outputs, so that with `step_wait=outputs` its
+ubatches are a train that the host does not wait for; the second half is scored."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """How much of what is long is tried, by three targets: `make test` tries little, `make test-slow`
 more, `make test-exhaustive` all.
 
-Properties have as many examples as the profile of their target says: `quick`, `slow` or
-`exhaustive` (`--hypothesis-profile`). Where CI is set the examples are always the same: a gate
-judges the change, not the draw. Of long products of parameters `share` and `tiers` mark what is
-`slow` or `exhaustive`; what they leave unmarked is quick. A single test that takes a second or more
-is marked `long`, and is for `make test-slow`, too.
+Properties have as many examples as the profile of their target says (`--hypothesis-profile`).
+Where CI is set the examples are always the same: a gate judges the change, not the draw. A single
+test that takes a second or more is marked `long`, and is for `make test-slow`, too.
 """
 
 from __future__ import annotations
@@ -37,10 +35,8 @@ def examples(n: int) -> int:
 
 def share(values: Iterable[Any], every: int, slow: int = 1) -> list[Any]:
     """Of a test's parameters every so many-th for `make test`; of the others every slow-th for
-    `make test-slow`, and the rest for `make test-exhaustive`. A tuple is several parameters.
-
-    `every` should have no divisor in common with the inner length of a product: then each value
-    has its turn."""
+    `make test-slow`, and the rest for `make test-exhaustive`. A tuple is several parameters. Where
+    `every` has no divisor in common with the inner length of a product each value has its turn."""
     tried = list(values)
     others = iter(rest([value for n, value in enumerate(tried) if n % every], slow))
     return [next(others) if n % every else value for n, value in enumerate(tried)]

@@ -1,9 +1,8 @@
 """Ranges are true: runs an op on a backend and holds it to what it declares to read and write.
 
-Every tensor of the op lies in one block of device memory, with gaps between. All of it is filled
-with a poison byte, then only what the op declares to read is given values. After the run every
-byte outside the declared writes must be as before, and the written bytes must be the same
-whatever the poison was.
+Its tensors lie in one block of device memory, with gaps between. All of it is filled with a poison
+byte, then only what the op declares to read is given values. After the run every byte outside the
+declared writes must be as before, and the written bytes the same whatever the poison was.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """The slow twin: what a model file computes, in plain float64 NumPy.
 
-It shares nothing with the engine. Files are opened by the `gguf` package and dequantised by its
-`gguf.quants`; every formula is written out from the papers named beside it and checked against
-llama.cpp (`make peer`). There is no KV cache, no quantised activation and no ubatch: all positions
-are computed at once, and nothing is rounded after the weights were (float32, by `gguf.quants`).
-
-`rounded=True` makes the two roundings that the engine is meant to make, and no others: K and V to
-F16, and activations that meet a quantised weight to 8 bits in blocks of 32. What is left between
-such logits and the engine's is the order of float32 sums, and values that it tips over a rounding
-edge; so this is the sharper test of the engine, and the plain one tests its arithmetic.
-
+It shares nothing with the engine: files are opened and dequantised by the `gguf` package, formulas
+are those of the papers named beside them, checked against llama.cpp (`make peer`). All positions
+are computed at once. `rounded=True` makes the two roundings that the engine is meant to make, and
+no others: K and V to F16, and activations that meet a quantised weight to 8 bits in blocks of 32.
 T is the number of tokens throughout.
 """
 
@@ -31,9 +25,7 @@ UNQUANTISED = ("F32", "F16", "BF16")
 
 class ModelFile:
     """Metadata, and weights as float64 arrays (rows, cols), each dequantised once when first used.
-
-    Raises ValueError for an architecture or a RoPE scaling this reference does not know.
-    """
+    Raises ValueError for an architecture or a RoPE scaling this reference does not know."""
 
     def __init__(self, path: str | Path):
         reader = gguf.GGUFReader(path)
@@ -85,14 +77,8 @@ class ModelFile:
 
 
 @cache
-def _open(path: str, mtime_ns: int) -> ModelFile:
+def _open(path: Path, mtime_ns: int) -> ModelFile:
     return ModelFile(path)
-
-
-def open_model(path: str | Path) -> ModelFile:
-    """The model file at `path`, opened once a session (again when it was rewritten)."""
-    resolved = Path(path).resolve()
-    return _open(str(resolved), resolved.stat().st_mtime_ns)
 
 
 def round_to_8_bits(x: np.ndarray) -> np.ndarray:
@@ -104,10 +90,8 @@ def round_to_8_bits(x: np.ndarray) -> np.ndarray:
 
 def rope(model: ModelFile, x: np.ndarray) -> np.ndarray:
     """Turns the pairs of each head by their position (Su et al. 2021). x (T, heads, head_dim).
-
-    Factors come from rope_freqs.weight (Llama 3.1). Where scaling is linear, or has no type, scale
-    is 1 over rope.scaling.factor, or else over rope.scale_linear; 0 stands for 1.
-    """
+    Where scaling is linear, or has no type, scale is 1 over rope.scaling.factor, or else over
+    rope.scale_linear; 0 stands for 1."""
     scale = 1.0
     if model.rope_scaling == "linear":
         older = model.key("rope.scale_linear", 1.0)
@@ -124,10 +108,7 @@ def rotated(
 ) -> np.ndarray:  # fmt: skip
     """Pair i of every head of x (T, heads, head_dim) turned by position * scale * base^(-2i/n_rot)
     / factors[i]; float64. positions (T,), factors (n_rot/2,), pairs as `ROPE_PAIRS` has them.
-
-    It is RoPE of x, and where x is the K of a cache and positions are deltas, the shift of cells:
-    rotations by p and then by d are one rotation by p + d.
-    """
+    Where x is the K of a cache and positions are deltas, it is the shift of cells."""
     x, half = np.asarray(x, np.float64), n_rot // 2
     frequency = scale * base ** (-2.0 * np.arange(half) / n_rot)
     if factors is not None:
@@ -175,12 +156,11 @@ def feed_forward(model: ModelFile, block: str, x: np.ndarray, rounded: bool) -> 
 
 
 def forward(path: str | Path, tokens: Sequence[int], rounded: bool = False) -> np.ndarray:
-    """Logits after each of `tokens`, which start at position 0: float64 (T, n_vocab).
-
-    rounded: see the module. Raises ValueError where the file is of no kind known here, IndexError
-    for a token outside the vocabulary.
-    """
-    model = open_model(path)
+    """Logits after each of `tokens`, which start at position 0: float64 (T, n_vocab). Raises
+    ValueError where the file is of no kind known here, IndexError for a token outside the
+    vocabulary."""
+    resolved = Path(path).resolve()  # opened once a session, and again when it was rewritten
+    model = _open(resolved, resolved.stat().st_mtime_ns)
     embedding = model.weight("token_embd.weight")
     assert embedding is not None
     x = embedding[np.asarray(tokens)]  # (T, n_embd)

@@ -14,11 +14,8 @@ def superfluous(
     steps: Iterable[Program], steady: range | None = None, way: str = "alone", *,
     one_order: bool = True, declared: Any = None,
 ) -> list[CommandAt]:  # fmt: skip
-    """Every Sync and Wait of the steps `steady` (all, if not given) that is removable alone.
-
-    A wait is removed in every step that its program is issued in, and is named once, in the first
-    of the steady ones. What races with all waits in place may race without it too.
-    """
+    """Every Sync and Wait of the steps `steady` (all, if not given) that is removable alone, in all
+    steps of its program. What races with all waits in place may race without it."""
     acts = StepActs(list(steps), one_order, declared)
     waits = waits_of(acts, steady)
     return [waits[spot] for spot in getattr(trials_of(acts)[0], way)(list(waits))]

@@ -1,8 +1,5 @@
-"""Random blocks, as a quantiser could have written them, of types that have no kernels here.
-
-Every byte is random but a block's scale, which is chosen for weights of about a given standard
-deviation and a mean near zero.
-"""
+"""Random blocks, as a quantiser could have written them, of types that have no kernels here. A
+block's scale is chosen for weights of about a given standard deviation and a mean near zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was compiled is counted, said in a line of its own, and over before a clock runs."""
+"""What was compiled is counted, said in a line, and over before a clock runs."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def counted_from_nothing(monkeypatch):
         monkeypatch.setattr(compiled, name, nothing)
 
 
-@pytest.fixture
-def slow_compiler(monkeypatch):
-    """Kernels that take two seconds to compile, by the count; returns when each was wanted."""
-    wanted: list[int] = []
+@pytest.mark.parametrize("device", ["host", "embedded"])
+def test_kernels_are_compiled_before_the_prompt_is_timed(tiny_model, monkeypatch, request, device):
+    """Each takes two seconds, by the count."""
+    wanted, looked = list[int](), list[int]()  # when kernels were, and when the engine's clock was
     compile_kernel = compiler.compile_kernel
 
     def compile_slowly(name, body):
@@ -44,30 +44,18 @@ def slow_compiler(monkeypatch):
         return made
 
     op_table.kernel.cache_clear()
+    request.addfinalizer(op_table.kernel.cache_clear)
     monkeypatch.setattr(compiler, "compile_kernel", compile_slowly)
-    yield wanted
-    op_table.kernel.cache_clear()
-
-
-@pytest.mark.parametrize("device", ["host", "embedded"])
-def test_kernels_are_compiled_before_the_prompt_is_timed(
-    tiny_model, monkeypatch, slow_compiler, device
-):
-    looked: list[int] = []  # when the engine looked at its clock
-
-    def now_ns() -> int:
-        looked.append(time.perf_counter_ns())
-        return looked[-1]
-
     for name in ("SHOWN_AFTER_S", "LINE_EVERY_S"):
         monkeypatch.setattr(progress, name, 0.0)
     path = tiny_model("tiny-llama", "Q4_0")
     with wb.Engine.load(path, device=device, n_ctx=64, n_ubatch=16, toggles="baseline") as engine:
         with shown_on(io.StringIO()) as out:
             engine.make_ready([StepShape(1, 1, 256)])
-        monkeypatch.setattr(engine_module, "now_ns", now_ns)
+        clock = engine_module.now_ns
+        monkeypatch.setattr(engine_module, "now_ns", lambda: looked.append(clock()) or looked[-1])
         engine.generate(tokens=list(range(3, 23)), max_tokens=3)
-    assert len(slow_compiler) > 5 and max(slow_compiler) < min(looked)
+    assert len(wanted) > 5 and max(wanted) < min(looked)
     lines = [line for line in out.getvalue().splitlines() if line.startswith("compiling kernels: ")]
     assert re.match(r"compiling kernels: 1 of (\d+) launches, about \d+ s left", lines[0])
     assert len(lines) < 40, "of launches that are alike one"

@@ -1,9 +1,8 @@
-"""Saves of two files that are killed before their n-th call of the operating system, for every n.
+"""Saves of two files that are killed before their n-th call of the operating system, for every n:
+after each the folder has the files of one save, and one more save tidies up. A third file in the
+folder is somebody else's.
 
-    python killed_saves.py FOLDER exchange|two-renames
-
-A third file in the folder is somebody else's. After each kill the folder has the files of one save,
-and one more save tidies up.
+    python -m tests.common.killed_saves FOLDER exchange|two-renames
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from workbench.common import output_swap
 from workbench.common.output import writing_folder
@@ -24,7 +24,6 @@ from workbench.common.output_swap import read_files
 
 CALLS = ("open", "dup", "write", "close", "mkdir", "chmod", "fchmod", "rename", "link", "unlink",
          "rmdir", "exchange")  # fmt: skip
-HOMES = dict.fromkeys(CALLS, os) | {"exchange": output_swap}
 
 
 @contextmanager
@@ -43,14 +42,10 @@ def watched(look: Callable[[str, bool], None], most: int = 1 << 20) -> Iterator[
 
         return call
 
-    real = {name: getattr(home, name) for name, home in HOMES.items()}
-    for name, home in HOMES.items():
-        setattr(home, name, replaced(name, real[name]))
-    try:
+    of_os = {name: replaced(name, getattr(os, name)) for name in CALLS[:-1]}
+    swaps = replaced("exchange", output_swap.exchange)
+    with mock.patch.multiple(os, **of_os), mock.patch.object(output_swap, "exchange", swaps):
         yield
-    finally:
-        for name, home in HOMES.items():
-            setattr(home, name, real[name])
 
 
 def no_exchange(*_: object) -> None:

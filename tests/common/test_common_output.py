@@ -11,7 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,18 +33,29 @@ def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
 
-def test_a_new_file_has_the_umask_s_mode_an_old_one_its_own(tmp_path):
-    (tmp_path / "old").touch(0o604)
+def refused(says: str, call, *given, **named) -> None:
+    with pytest.raises(UsageError, match=says) as found:
+        call(*given, **named)
+    assert "\n" not in str(found.value)
+
+
+def test_a_file_has_its_mode_and_a_descriptor_stays_open(tmp_path):
+    old, log = tmp_path / "old", tmp_path / "log"
+    old.touch(0o604)
     before = os.umask(0o027)
     try:
-        for name in ("new", "old"):
-            with writing(tmp_path / name, "t") as file:
+        for path in (old, tmp_path / "new"):
+            with writing(path, "t") as file:
                 file.write("å\n")
     finally:
         os.umask(before)
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new", "old")]
-    assert modes == [0o640, 0o604]
-    assert (tmp_path / "old").read_bytes() == b"\xc3\xa5\n" and names(tmp_path) == ["new", "old"]
+    assert modes == [0o640, 0o604] and old.read_bytes() == b"\xc3\xa5\n"
+    with open(log, "ab") as opened:
+        for text in (b"one ", b"two"):
+            with writing(f"/proc/self/fd/{opened.fileno()}") as file:
+                file.write(text)
+    assert log.read_bytes() == b"one two" and names(tmp_path) == ["log", "new", "old"]
 
 
 def test_what_cannot_be_written_is_one_line_before_and_then(tmp_path, monkeypatch):
@@ -55,16 +66,19 @@ def test_what_cannot_be_written_is_one_line_before_and_then(tmp_path, monkeypatc
         "/proc/version": "cannot be written", "/dev/fd/99": "not open for writing",
     }.items():  # fmt: skip
         for attempt in (check_writable, lambda path: writing(path).__enter__()):
-            with pytest.raises(UsageError, match=says) as found:
-                attempt(tmp_path / path)
-            assert "\n" not in str(found.value) and names(tmp_path) == ["socket"]
-    with pytest.raises(UsageError, match=r"needs .* free; make room"):
-        check_writable(tmp_path / "x", n_bytes=1 << 60)
+            refused(says, attempt, tmp_path / path)
+            assert names(tmp_path) == ["socket"]
+    refused(r"needs .* free; make room", check_writable, tmp_path / "x", n_bytes=1 << 60)
+    save(tmp_path / "run", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "ismount", lambda path: str(path).endswith("run"))
+        for attempt in (check_folder, lambda path: save(path, "2")):
+            refused("something is mounted there", attempt, tmp_path / "run")
+    assert (tmp_path / "run" / "a").read_text() == "1"
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(UsageError, match="current folder was removed"):
-        check_writable("x")
+    refused("current folder was removed", check_writable, "x")
 
 
 def test_folders_above_are_made_but_steps_from_nowhere(tmp_path, monkeypatch):
@@ -73,36 +87,31 @@ def test_folders_above_are_made_but_steps_from_nowhere(tmp_path, monkeypatch):
     run = Path("..", "data", "runs", "first")  # as a notebook names it
     check_folder(run, new=True)
     assert names(tmp_path) == ["notebooks"]
-    with writing_folder(run) as folder, folder.writing("a") as file:
-        file.write(b"1")
-    assert (tmp_path / "data" / "runs" / "first" / "a").read_bytes() == b"1"
+    save(run, "1")
+    assert (tmp_path / "data" / "runs" / "first" / "a").read_text() == "1"
     for nowhere in (Path("no", "..", "x"), Path("..", "no", "..", "data", "x")):
-        with pytest.raises(UsageError, match=r"folder (../)?no does not exist; make it first"):
-            check_folder(nowhere)
+        refused(r"folder (../)?no does not exist; make it first", check_folder, nowhere)
 
 
 def test_a_fifo_without_a_reader_is_waited_for_and_says_so(tmp_path, monkeypatch):
-    pipe, got, said = tmp_path / "pipe", [], threading.Event()
-    os.mkfifo(pipe)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    monkeypatch.setattr("sys.stderr", err := io.StringIO())
+    end = time.monotonic() + 60
 
-    class Heard(io.StringIO):
-        def write(self, text: str) -> int:
-            if "has no reader yet; waiting for one" in text:
-                said.set()
-            return len(text)
+    def read() -> bytes:
+        while "has no reader yet; waiting for one" not in err.getvalue() and time.monotonic() < end:
+            time.sleep(0.01)
+        return pipe.read_bytes() if err.getvalue() else b"nothing was said"
 
-    monkeypatch.setattr("sys.stderr", Heard())
-    reader = threading.Thread(target=lambda: got.append(said.wait(60) and pipe.read_bytes()))
-    reader.start()
-    with writing(pipe) as file:
-        file.write(b"content")
-    reader.join()
-    assert got == [b"content"]
+    with ThreadPoolExecutor() as pool:
+        got = pool.submit(read)
+        with writing(pipe) as file:
+            file.write(b"content")
+        assert got.result() == b"content"
 
 
 def test_a_reader_that_ends_early_is_said_of_a_fifo_alone(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
+    os.mkfifo(pipe := tmp_path / "pipe")
     end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(UsageError, match="its reader ended early"), writing(pipe) as file:
         os.close(end)
@@ -112,14 +121,6 @@ def test_a_reader_that_ends_early_is_said_of_a_fifo_alone(tmp_path):
         os.close(end)
         file.write(b"x")
     os.close(other)
-
-
-def test_a_descriptor_is_written_on_and_stays_open(tmp_path):
-    with open(tmp_path / "log", "ab") as log:
-        for text in (b"one ", b"two"):
-            with writing(f"/proc/self/fd/{log.fileno()}") as file:
-                file.write(text)
-    assert (tmp_path / "log").read_bytes() == b"one two" and names(tmp_path) == ["log"]
 
 
 # folders ------------------------------------------------------------------------------------------
@@ -137,45 +138,39 @@ def swap(request, monkeypatch):
 
 
 def test_a_save_killed_at_any_call_leaves_one_save_s_files(tmp_path, swap):
-    script = [sys.executable, "tests/common/killed_saves.py", str(tmp_path), swap]
-    subprocess.run(script, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    script = [sys.executable, "-m", "tests.common.killed_saves", str(tmp_path), swap]
+    subprocess.run(script, cwd=ROOT, check=True)
 
 
-def test_leftovers_are_removed_by_the_next_writing_there(tmp_path):
-    lefts = (tmp_path / LEFT / "in" / "x", tmp_path / LEFT.replace("0", "1"))
+def test_leftovers_are_removed_and_what_lives_is_left_alone(tmp_path, swap, monkeypatch):
+    """By the next writing there. Without locks a leftover is known by its age."""
+    young = LEFT.replace("0", "1")
     (tmp_path / ".workbench-mine").write_text("no name of ours")
-    save(tmp_path / "run", 1)
-    (tmp_path / "run" / LEFT).mkdir()  # as an older version left it
-    for write in (
-        lambda: save(tmp_path / "run", 1),
-        lambda: check_folder(tmp_path / "run"),
-        lambda: writing(tmp_path / "file").__enter__(),
-    ):
-        for left in lefts:
-            left.parent.mkdir(parents=True, exist_ok=True)
-            left.write_text("x")
-        write()
-        assert not (tmp_path / LEFT).exists() and not lefts[1].exists()
-    assert (tmp_path / ".workbench-mine").exists() and names(tmp_path / "run") == ["a", "b"]
-
-
-def test_what_a_living_process_writes_is_left_alone(tmp_path, swap, monkeypatch):
-    """Without locks a leftover is known by its age."""
+    save(tmp_path / "two", 0)
+    (tmp_path / "two" / LEFT).mkdir()  # as an older version left it
     with writing_folder(tmp_path / "one") as one, writing(tmp_path / "file", "t") as file:
-        for value in (1, 2):
-            save(tmp_path / "two", value)
-        assert len(names(tmp_path)) == 3
+        for write in (
+            lambda: save(tmp_path / "two", 1),
+            lambda: check_folder(tmp_path / "two"),
+            lambda: writing(tmp_path / "other").__enter__(),
+        ):
+            (tmp_path / LEFT / "in").mkdir(parents=True)
+            (tmp_path / LEFT / "in" / "x").write_text("x")
+            (tmp_path / young).write_text("x")
+            write()
+            assert not (tmp_path / LEFT).exists() and not (tmp_path / young).exists()
         file.write("content")
         with one.writing("a", "t") as a:
             a.write("content")
-    assert names(tmp_path) == ["file", "one", "two"]
+    assert names(tmp_path) == [".workbench-mine", "file", "one", "two"]
+    assert names(tmp_path / "two") == ["a", "b"]
     assert (tmp_path / "file").read_text() == (tmp_path / "one" / "a").read_text() == "content"
     monkeypatch.setattr(fcntl, "flock", no_call)
-    for name in (LEFT, young := LEFT.replace("0", "1")):
+    for name in (LEFT, young):
         (tmp_path / name).mkdir()
     os.utime(tmp_path / LEFT, (0, 0))
     save(tmp_path / "two", 3)
-    assert names(tmp_path) == [young, "file", "one", "two"]
+    assert names(tmp_path) == [young, ".workbench-mine", "file", "one", "two"]
 
 
 def test_a_save_between_two_files_mixes_none(tmp_path, swap, monkeypatch):
@@ -194,25 +189,30 @@ def test_a_save_between_two_files_mixes_none(tmp_path, swap, monkeypatch):
     assert saved
 
 
-def test_two_writers_leave_the_folder_of_one(tmp_path, swap):
+def test_of_two_writers_one_has_the_folder_and_new_ones_are(tmp_path, swap):
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda v: [save(tmp_path / "run", v) for _ in range(40)], ("one", "two")))
     found = {p.name: p.read_text() for p in (tmp_path / "run").iterdir()}
     assert found in ({"a": v, "b": v} for v in ("one", "two")) and names(tmp_path) == ["run"]
-
-
-def test_of_two_new_runs_at_one_folder_the_second_is_refused(tmp_path):
-    first, second = (a_run(started=f"2025-11-2{i}T00:00:00Z") for i in (1, 2))
-    none = SampleTable("r1").frame()
-    for _ in range(2):  # its own saves it replaces
-        write_run(tmp_path / "r", first, none, new=True)
-        with pytest.raises(UsageError, match="exists already"):
-            write_run(tmp_path / "r", second, none, new=True)
-    assert load_run(tmp_path / "r").run["started"] == first["started"]
     x = tmp_path / "x"
     with pytest.raises(UsageError, match="exists already"), writing_folder(x, new=True):
         save(x, "meanwhile")
-    assert (x / "a").read_text() == "meanwhile" and names(tmp_path) == ["r", "x"]
+    assert (x / "a").read_text() == "meanwhile" and names(tmp_path) == ["run", "x"]
+
+
+def test_a_run_replaces_its_own_saves_alone(tmp_path):
+    """And its tables; those of another run do not stay."""
+    none, tokens = SampleTable("r1").frame(), {"tokens.parquet": SampleTable("r").frame()}
+    first = a_run(kind="perplexity", started="2025-11-21T00:00:00Z")
+    write_run(tmp_path / "r", first, none, tokens, new=True)
+    write_run(tmp_path / "r", first, none, new=True)  # the same, with more in `result`
+    other = a_run(kind="ab", started="2025-11-22T00:00:00Z")
+    with pytest.raises(UsageError, match="exists already"):
+        write_run(tmp_path / "r", other, none, new=True)
+    assert load_run(tmp_path / "r").run["started"] == first["started"]
+    assert "tokens.parquet" in names(tmp_path / "r")
+    write_run(tmp_path / "r", other, none)
+    assert names(tmp_path / "r") == ["run.json", "samples.parquet"]
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "copies"])
@@ -235,16 +235,6 @@ def test_other_files_folders_and_modes_stay(tmp_path, swap, monkeypatch, links):
     assert run.stat().st_mode & 0o777 == 0o750
 
 
-def test_tables_of_another_run_do_not_stay(tmp_path):
-    tokens = {"tokens.parquet": SampleTable("r").frame()}
-    none = SampleTable("r1").frame()
-    write_run(tmp_path / "r", a_run(kind="perplexity"), none, tokens)
-    write_run(tmp_path / "r", a_run(kind="perplexity"), none)  # the same, with more in `result`
-    assert "tokens.parquet" in names(tmp_path / "r")
-    write_run(tmp_path / "r", a_run(kind="ab"), none)
-    assert names(tmp_path / "r") == ["run.json", "samples.parquet"]
-
-
 def test_a_folder_that_a_link_leads_to_and_the_current_one(tmp_path, monkeypatch, swap):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -254,12 +244,3 @@ def test_a_folder_that_a_link_leads_to_and_the_current_one(tmp_path, monkeypatch
     for value in ("2", "3"):  # this process goes on in the new folder
         save(Path("."), value)
         assert Path("a").read_text() == (tmp_path / "real" / "a").read_text() == value
-
-
-def test_what_is_mounted_is_refused_before_the_writing_too(tmp_path, monkeypatch):
-    save(tmp_path / "run", "1")
-    monkeypatch.setattr(os.path, "ismount", lambda path: str(path).endswith("run"))
-    for attempt in (check_folder, lambda path: save(path, "2")):
-        with pytest.raises(UsageError, match="something is mounted there"):
-            attempt(tmp_path / "run")
-    assert (tmp_path / "run" / "a").read_text() == "1"

@@ -27,7 +27,6 @@ from workbench.common.errors import UsageError
 from workbench.common.output import check_folder, check_writable, writing, writing_folder
 
 OLD = b"what stood there"
-ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EPERM, errno.EFBIG, 121)
 Tree = dict[str, bytes | str | None]  # content of files, target of links, None for folders
 
 
@@ -39,18 +38,19 @@ class Fault(NamedTuple):
     what: BaseException
     after: bool
 
-    @property
-    def is_hopeless(self) -> bool:
-        """What cannot be removed stays, and no call fails that has renamed: no writer can help."""
-        renamed = self.call in ("rename", "exchange") and self.after
-        return isinstance(self.what, OSError) and (self.call in ("unlink", "rmdir") or renamed)
+
+def is_hopeless(fault: Fault) -> bool:
+    """What cannot be removed stays, and no call fails that has renamed: no writer can help."""
+    renamed = fault.call in ("rename", "exchange") and fault.after
+    return isinstance(fault.what, OSError) and (fault.call in ("unlink", "rmdir") or renamed)
 
 
+ERRORS = [OSError(n, os.strerror(n)) for n in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS,
+                                               errno.EPERM, errno.EFBIG, 121)]  # fmt: skip
 FAULTS = st.none() | st.builds(
     Fault, st.sampled_from([*CALLS, "write", "write"]), st.integers(0, 3),
-    st.sampled_from([*(OSError(n, os.strerror(n)) for n in ERRORS), *[KeyboardInterrupt()] * 3]),
-    st.booleans(),
-).filter(lambda fault: not fault.is_hopeless)  # fmt: skip
+    st.sampled_from([*ERRORS, *[KeyboardInterrupt()] * 3]), st.booleans(),
+).filter(lambda fault: not is_hopeless(fault))  # fmt: skip
 
 
 @contextmanager

@@ -51,8 +51,9 @@ def worked(out, clock, seconds: float, n: int = 100) -> Bar:
     return left
 
 
-def test_a_log_has_a_plain_line_now_and_then(clock):
-    out, lost = io.StringIO(), io.StringIO()
+def test_a_log_has_lines_and_a_terminal_one_bar(clock):
+    """A line now and then; a bar is wiped out at the end."""
+    out, lost, shown = io.StringIO(), io.StringIO(), Terminal()
     worked(out, clock, 0.1, 10).close()
     assert out.getvalue() == "", "short work leaves no trace"
     worked(out, clock, 0.3).close()
@@ -62,14 +63,11 @@ def test_a_log_has_a_plain_line_now_and_then(clock):
     ]  # fmt: skip
     lost.close()
     assert worked(lost, clock, 5.0).done == 100, "the work goes on"
-
-
-def test_a_terminal_has_one_bar_which_is_wiped_out(clock):
-    left = worked(out := Terminal(), clock, 1.0)
-    shown = out.getvalue()
-    assert "\rtg128: 50 of 100 tokens, about 50 s left |" in shown and "\n" not in shown
+    left = worked(shown, clock, 1.0)
+    assert "\rtg128: 50 of 100 tokens, about 50 s left |" in shown.getvalue()
     left.close()
-    assert out.getvalue().rpartition("|")[2].strip("\r ") == ""
+    assert "\n" not in shown.getvalue()
+    assert shown.getvalue().rpartition("|")[2].strip("\r ") == ""
 
 
 def test_what_is_left_in_words(clock):

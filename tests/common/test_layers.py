@@ -1,4 +1,5 @@
-"""The house: imports point down only, pure layers stay pure, and each toggle has one room."""
+"""The house: imports point down only, pure layers stay pure, each toggle has one room, and nothing
+leaves the gate altogether."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from data.measure.proofs import EXHAUSTIVE
 from workbench.config import FAMILIES, Toggles
 from workbench.config.table import ROWS
 from workbench.program.sync_modes import Ordering
@@ -70,15 +72,15 @@ def test_imports_point_down_and_go_in_no_circle():
     assert len(graph) > 150 and "workbench.graph.ir" in graph["workbench.program.lower"]
 
 
-def loaded_after(statement: str) -> set[str]:
-    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+def loaded_after(names: Collection[str], shown: str = "*sys.modules") -> set[str]:
+    """What is printed once these modules are imported."""
+    code = "".join(f"import {name}\n" for name in names) + f"import sys\nprint({shown})"
     return set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
 
 
 @pytest.mark.parametrize("layer", ["graph", "model", "program", "config", "trace.spans"])
 def test_pure_layers_load_no_device_and_nothing_above(layer):
-    names = [name for name in PATHS if layer_of(name) == layer]
-    loaded = loaded_after("\n".join(f"import {name}" for name in names))
+    loaded = loaded_after([name for name in PATHS if layer_of(name) == layer])
     assert not [m for m in loaded if m.split(".")[0] in ("cupy", "cuda", "numba")]
     ours = {m for m in loaded if m.startswith("workbench.")}
     # `trace` is the package of the leaf `trace.spans`
@@ -87,7 +89,16 @@ def test_pure_layers_load_no_device_and_nothing_above(layer):
 
 def test_import_workbench_is_light():
     heavy = {"pandas", "matplotlib", "scipy", "cupy", "numba", "cuda", "IPython", "ipywidgets"}
-    assert not heavy & {m.split(".")[0] for m in loaded_after("import workbench")}
+    assert not heavy & {m.split(".")[0] for m in loaded_after(["workbench"])}
+
+
+@pytest.mark.long
+def test_no_public_name_is_a_module_once_all_are_imported():
+    every = [name for name in PATHS if not name.endswith("__main__")]
+    kinds = "*(f'{n}:{type(getattr(workbench, n)).__name__}' for n in dir(workbench))"
+    shown = dict(pair.split(":") for pair in loaded_after(every, kinds) if pair[:2] != "__")
+    assert {"Engine", "Toggles", "ab", "lab", "profile"} <= set(shown)
+    assert "module" not in shown.values() and not any(name.startswith("_") for name in shown)
 
 
 @pytest.mark.parametrize(("pattern", "files"), [
@@ -162,36 +173,22 @@ ASKED = {
 }  # fmt: skip
 
 
-def asked_for_members(path: Path) -> Iterator[str]:
-    """The first argument of each `hasattr`, and of each `getattr` with a name or a default."""
-    text = path.read_text()
-    for node in ast.walk(ast.parse(text)) if "attr(" in text else ():
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            of, *name = (ast.unparse(arg) for arg in node.args) if node.args else ("",)
-            named = len(name) == 2 or (name[:1] and name[0][0] in "'\"")
-            if node.func.id == "hasattr" or (node.func.id == "getattr" and named):
-                yield of
-
-
 def test_nobody_probes_backends_engines_or_models():
-    """Their members are declared, with defaults (`backend/base.py`)."""
-    files = [
-        p for top in ("workbench", "tests", "data/measure") for p in (ROOT / top).rglob("*.py")
-    ]
-    assert not {f"{p.relative_to(ROOT)}: {of}" for p in files for of in asked_for_members(p)
-                if of not in ASKED}  # fmt: skip
+    """Their members are declared, with defaults (`backend/base.py`). A `getattr` with a name or a
+    default is a probe, as `hasattr` is."""
+    tops = [ROOT / "workbench", ROOT / "tests", ROOT / "data" / "measure"]
+    for path in (path for top in tops for path in top.rglob("*.py")):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "attr(" in text else ():
+            match node:
+                case ast.Call(func=ast.Name(id="hasattr"), args=[of, *_]):
+                    assert ast.unparse(of) in ASKED, path
+                case ast.Call(func=ast.Name(id="getattr"), args=[of, name, *default]):
+                    named = default or isinstance(name, ast.Constant)
+                    assert not named or ast.unparse(of) in ASKED, path
 
 
-# what is shipped and needed -----------------------------------------------------------------------
-
-
-def test_the_wheel_has_the_package_and_what_it_reads():
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
-    wheel = wheel["targets"]["wheel"]
-    assert wheel["packages"] == ["workbench"] and set(wheel["force-include"]) == {
-        "kernels", "notebooks", "data/prompts", "data/results/README.md",
-        "data/results/proofs.json",
-    }  # fmt: skip
+# what is needed -----------------------------------------------------------------------------------
 
 
 IMPORTED_AS = {
@@ -223,3 +220,21 @@ def test_every_dependency_is_imported():
             module = re.escape(IMPORTED_AS.get(name, name))
             assert re.search(rf"(?m)^\s*(?:import|from) {module}\b", text), name
     assert everything >= {*INDIRECT, *IMPORTED_AS}, "a package of the tables is no dependency"
+
+
+GATE = "not exhaustive and not gpu and not browser"
+
+
+@pytest.mark.slow
+def test_nothing_leaves_the_gate_altogether():
+    """Of what the exhaustive tests try the others try something, but for the full products."""
+    words, found = re.compile(r"mark\.exhaustive|\b(share|tiers|rest|exhaustive)\("), []
+    files = [p for p in (ROOT / "tests").rglob("test_*.py") if words.search(p.read_text())]
+    for markers in ("exhaustive", GATE):
+        ask = ["-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "-m", markers, *files]
+        said = subprocess.check_output([sys.executable, *ask], cwd=ROOT, text=True)
+        found.append({line.partition("[")[0] for line in said.splitlines() if "::" in line})
+    exhaustive, gate = found
+    product = {test for test in exhaustive if test.rpartition("::")[2] in EXHAUSTIVE}
+    assert len(product) == len(EXHAUSTIVE) and len(exhaustive) > 20
+    assert exhaustive - product <= gate

@@ -18,13 +18,7 @@ from tests.backend.cuda import ptx
 from tests.backend.cuda.fake_cuda import Call, fake_backend
 from tests.profiles import share
 from workbench.backend.base import DeviceClock
-from workbench.backend.clock.launch_notes import (
-    CELL_WORDS,
-    CELLS,
-    NOTE_BYTES,
-    LaunchNotes,
-    NotedSpan,
-)
+from workbench.backend.clock.launch_notes import CELLS, NOTE_BYTES, LaunchNotes, NotedSpan
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import noting, nvrtc
 from workbench.backend.null import open_backend
@@ -58,34 +52,18 @@ def engine(tiny_model) -> Iterator[wb.Engine]:
             yield made
 
 
-@pytest.fixture
-def done(monkeypatch) -> list[str]:
-    """Nothing computes here, so nothing is noted: kernel i ran from 10 i to 10 i + 5."""
-    did: list[str] = []
-    reset = LaunchNotes.reset
-
-    def read(notes: LaunchNotes) -> list[NotedSpan]:
-        did.append("read")
-        kernels = enumerate(notes.kernels)
-        return [NotedSpan(kernel, 10 * i, 10 * i + 5) for i, kernel in kernels]
-
-    monkeypatch.setattr(LaunchNotes, "read", read)
-    monkeypatch.setattr(LaunchNotes, "reset", lambda notes: did.append("reset") or reset(notes))
-    return did
-
-
-def plain(call: Call) -> tuple[Any, ...]:
-    return call.function, *(a for a in call.args if not isinstance(a, int) or a < FAR)
-
-
 def split_off(call: Call) -> tuple[tuple[Any, ...], int]:
-    """What a noting launch does besides, and its note. A function here says its file and macros."""
+    """What a noting launch does besides, and its note. Addresses are no part of what it does; a
+    function here says its file and macros."""
     function, *rest = call.args
     name, module = function.split(" of ")
     file, defines = ast.literal_eval(module)
     assert defines[-1] == noting.NOTING
-    kernel = f"{name} of {(file, defines[:-1])!r}"
-    return plain(Call(call.function, (kernel, *rest[:-1]))), rest[-1]
+    return plain(call, f"{name} of {(file, defines[:-1])!r}", *rest[:-1]), rest[-1]
+
+
+def plain(call: Call, *args: Any) -> tuple[Any, ...]:
+    return call.function, *(a for a in args or call.args if not isinstance(a, int) or a < FAR)
 
 
 def decode(used: wb.Engine, n: int = 4) -> list[list[Call]]:
@@ -100,9 +78,17 @@ def decode(used: wb.Engine, n: int = 4) -> list[list[Call]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_noting_step_launches_the_same_with_notes(engine, done, way):
+def test_a_noting_step_launches_the_same_with_notes(engine, monkeypatch, way):
     """Outside and inside plans: as many nodes and calls, in the same order, each with one argument
     more. So a kernel computes what it computed. Notes are read and emptied between steps."""
+    done, reset = list[str](), LaunchNotes.reset
+
+    def read(notes: LaunchNotes) -> list[NotedSpan]:  # nothing computes, so nothing is noted
+        done.append("read")
+        return [NotedSpan(kernel, 10 * i, 10 * i + 5) for i, kernel in enumerate(notes.kernels)]
+
+    monkeypatch.setattr(LaunchNotes, "read", read)
+    monkeypatch.setattr(LaunchNotes, "reset", lambda notes: done.append("reset") or reset(notes))
     with engine.variant(Toggles(**KEPT | WAYS[way])) as used:
         wanted = [[plain(call) for call in step] for step in decode(used)]
         with kernel_spans(used) as found:
@@ -124,7 +110,7 @@ def fill(notes: LaunchNotes, times: dict[int, tuple[int, int]]) -> None:
     rng = np.random.default_rng(0)
     ((_, memory),) = notes._host.items()
     assert memory.array is not None
-    words = memory.array.view(np.uint64).reshape(-1, CELLS, CELL_WORDS)
+    words = memory.array.view(np.uint64).reshape(-1, CELLS, NOTE_BYTES // CELLS // 8)
     words[:] = ~np.uint64(0)
     for note, (begin, end) in times.items():
         for cell in rng.choice(CELLS, 4, replace=False):
@@ -181,9 +167,6 @@ def test_what_notes_nothing_is_silent_or_refused(engine):
         raise AssertionError("refused beforehand")
 
 
-# what a source becomes ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_every_kernel_gets_a_note_and_keeps_its_lines(path: Path):
     source = path.read_bytes()
@@ -208,27 +191,26 @@ def test_every_kernel_notes_and_has_one_parameter_more(path: Path):
 def test_a_kernel_notes_at_every_return():
     """What returns early notes its own end; the threads that stay note theirs. No barrier is added,
     so those that are there bear early returns as before. Kernels of headers and macros note too."""
-    source = b"""
-extern "C" __global__ void __launch_bounds__(64)
+    header = b"""extern "C" __global__ void __launch_bounds__(64)
     early(float* dst, int n) {
     if (threadIdx.x % 3 == n) return;
     __syncthreads();
     if (threadIdx.x > n) { dst[0] = 1; return; }
     dst[threadIdx.x] = n;
 }
-#define ONE(NAME) extern "C" __global__ void NAME(int* a) { a[threadIdx.x] = 1; }
+"""
+    source = b"""#define ONE(NAME) extern "C" __global__ void NAME(int* a) { a[threadIdx.x] = 1; }
 ONE(first)
 ONE(second)
 """
-    functions = ptx.functions(ptx.compile_ptx("made_up", source, (noting.NOTING,)))
+    functions = ptx.functions(ptx.compile_ptx("made_up", header + source, (noting.NOTING,)))
     assert {"early", "first", "second"} <= set(functions)
     opcodes = [s.opcode for s in functions["early"]]
     assert opcodes.count("bar.sync") + opcodes.count("barrier.sync") == 1
     timers = sum("globaltimer" in s.text for s in functions["early"])
     assert timers == opcodes.count("red.global.min.u64") >= 2
-    header = b'extern "C" __global__ void k(int* a) {\n    *a = 1;\n}\n'
     _, headers = noting.noting(b'#include "k.cuh"\n', {"k.cuh": header, "none.cuh": b"int f();"})
-    changed = header.replace(b") {", f"{PARAMETER} {{ {OBJECT}".encode())
+    changed = header.replace(b") {\n", f"{PARAMETER} {{ {OBJECT}\n".encode(), 1)
     assert headers == {"k.cuh": changed, "none.cuh": b"int f();"}
     text = (nvrtc.source_dir() / noting.HEADER).read_text()
     assert re.findall(r"#define SPAN_CELLS (\d+)", text) == [str(CELLS)]

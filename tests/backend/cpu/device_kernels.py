@@ -1,6 +1,8 @@
-"""Small kernels and openers for the tests of streams, where only order and time matter."""
+"""Small kernels, and plans of them, for the tests of streams: only order and time matter."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numba import cfunc
@@ -9,6 +11,11 @@ from workbench.backend.cpu.device.atomics import fetch_add, load, put
 from workbench.backend.cpu.device.embedded import open_backend as open_backend
 from workbench.backend.cpu.device.loops import KERNEL
 from workbench.backend.cpu.device.signals import now_ns
+from workbench.backend.issue.bind import plannable
+from workbench.backend.issue.issued import Issued
+from workbench.program.commands import COMPUTE_STREAM
+
+Part = tuple[Issued, int]  # a command, and its stream
 
 
 @cfunc(KERNEL, cache=True)
@@ -37,16 +44,10 @@ def meet(args, part, n_parts):
 
 
 @cfunc(KERNEL, cache=True)
-def rotate(args, part, n_parts):
-    """args: words, shift. words[(part + shift) % n_parts] += 1, and not atomically."""
-    word = load(args) + 8 * ((part + load(args + 8)) % n_parts)
-    put(word, load(word) + 1)
-
-
-@cfunc(KERNEL, cache=True)
 def count_parts(args, part, n_parts):
-    """args: words. words[part] += 1."""
-    fetch_add(load(args) + 8 * part, 1)
+    """args: words. words[part] += 1, and not atomically."""
+    word = load(args) + 8 * part
+    put(word, load(word) + 1)
 
 
 @cfunc(KERNEL, cache=True)
@@ -63,3 +64,39 @@ def mix(args, part, n_parts):
 
 def address(array: np.ndarray) -> int:
     return int(array.ctypes.data)
+
+
+def planned(device: Any, parts: list[Part], stream: int = COMPUTE_STREAM) -> Any:
+    """The Plannable of `parts`, launched on `stream`."""
+    return plannable(device, [part for part, _ in parts], stream, [own for _, own in parts])
+
+
+class Log:
+    """What kernels append to, one after the other."""
+
+    def __init__(self, device: Any, room: int = 1000):
+        self.device, self.words = device, np.zeros(room + 1, np.int64)
+
+    def part(self, value: int, stream: int = 0) -> Part:
+        ring = self.device.streams[stream]
+        return ring.prepare(append.address, 1, (address(self.words), value), (0,)), stream
+
+    def __call__(self, value: int, stream: int = 0) -> None:
+        """Queues an append outside of any plan."""
+        self.part(value, stream)[0]()
+
+    @property
+    def values(self) -> list[int]:
+        return self.words[1 : self.words[0] + 1].tolist()
+
+
+def spins(device: Any, us: int, stream: int = 0, parts: int = 1) -> Part:
+    return device.streams[stream].prepare(spin.address, parts, (1000 * us,)), stream
+
+
+def records(device: Any, event: Any, stream: int) -> Part:
+    return device.record(event, stream), stream
+
+
+def waits(device: Any, event: Any, stream: int) -> Part:
+    return device.wait(event, stream), stream

@@ -25,11 +25,7 @@ def words(values: args.Args) -> np.ndarray:
 
 
 def repack(dst: int, src: int, dtype: DType, rows: int, cols: int, layout: str) -> None:
-    """Copies a weight in the file's layout at address src to address dst, in `layout` (about
-    10 GB/s).
-
-    The ranges must not overlap; dst has `repacked_bytes`. Runs without the GIL.
-    """
+    """Copies a weight in the file's layout at src to dst, in `layout`; dst has `repacked_bytes`."""
     if layout == "file":
         ctypes.memmove(dst, src, rows * dtype.row_bytes(cols))
         return

@@ -15,7 +15,7 @@ from tests.backend.cpu.kernel_runs import run, run_parts
 from tests.profiles import examples
 from workbench.engine.cache import extent as kv_extent
 from workbench.graph import ops
-from workbench.graph.ir import BF16, CACHE_DTYPES, F16, F32, Q8_0, Tensor
+from workbench.graph.ir import CACHE_DTYPES, F16, Q8_0, Tensor
 
 WAYS = ("off", "in_loop", "tail", "classes")
 PARTS = ("off", "parallel_blocks", "stream_k")
@@ -25,11 +25,7 @@ CASES = {
     "of several": Case((1, 1, 1, 1, 1, 1, 1, 1, 1, 1), 8, 2, 48, 272, regions=True),
     "ragged": Case((3, 1, 12, 1), 6, 3, 80, 513, regions=True),
     "sinks": Case((1, 2), 4, 1, 96, 200, regions=True, sinks=True),
-    "wide": Case((2,), 2, 1, 256, 130),
-    "BF16": Case((1, 1), 4, 2, 64, 256, regions=True, k_type=BF16, v_type=BF16),
-    "F32": Case((1,), 4, 2, 64, 256, k_type=F32, v_type=F32),
     "Q8_0": Case((2, 3), 4, 2, 64, 256, regions=True, k_type=Q8_0, v_type=Q8_0),
-    "mixed types": Case((5,), 4, 2, 32, 160, k_type=Q8_0, v_type=F16),
 }
 
 
@@ -40,15 +36,20 @@ def floats(found: np.ndarray, shape) -> np.ndarray:
 @pytest.mark.parametrize("kv_parts", PARTS)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_its_twin_and_skipping_changes_no_bit(name, kv_parts):
+    """Nor does how many tokens a tile serves: but with stream_k pieces follow from a tile's rows,
+    so that is rounding."""
     case = CASES[name]
     shared = broadcast(case, np.random.default_rng(case.n_kv))
     for mask in (causal(case, case.n_kv // 3), windowed(case, case.n_kv // 2, 40), shared):
         node, arrays, twin = attention_case(case, mask)
-        node = parted(node, kv_parts)
-        wanted = run_parts(node, arrays)
-        np.testing.assert_allclose(floats(wanted, twin.shape), twin, rtol=0, atol=4e-6)
+        wanted = run_parts(parted(node, kv_parts), arrays)
+        tile, vec = (run(parted(node, kv_parts, kernel), arrays, 3) for kernel in ("tile", "vec"))
+        for found in (wanted, vec):
+            np.testing.assert_allclose(floats(found, twin.shape), twin, rtol=0, atol=4e-6)
+        assert np.array_equal(tile, vec) or kv_parts == "stream_k"
         for way in WAYS[1:]:
-            assert np.array_equal(run(*skipping(node, arrays, way), 3), wanted), way
+            found = run(*skipping(parted(node, kv_parts), arrays, way), 3)
+            assert np.array_equal(found, wanted), way
 
 
 TYPED = [
@@ -73,22 +74,6 @@ def test_every_head_size_and_pair_of_types(n: int):
     assert np.array_equal(run(node, arrays), found)
 
 
-@pytest.mark.parametrize("name", ["many", "ragged", "Q8_0"])
-def test_how_many_tokens_a_tile_serves_changes_no_bit(name):
-    """With stream_k pieces follow from the rows of a tile, so that is rounding."""
-    case = CASES[name]
-    node, arrays, twin = attention_case(case, causal(case, case.n_kv // 3))
-    for kv_parts in PARTS:
-        tile, vec = (
-            run_parts(parted(node, kv_parts, kernel), arrays) for kernel in ("tile", "vec")
-        )
-        np.testing.assert_allclose(floats(vec, twin.shape), twin, rtol=0, atol=4e-6)
-        assert np.array_equal(tile, vec) or kv_parts == "stream_k"
-
-
-MASKS = st.sampled_from(["any", "tail", "holes", "none", "one", "broadcast"])
-
-
 @given(st.data())
 @settings(max_examples=examples(60))
 def test_any_mask(data: st.DataObject) -> None:
@@ -109,7 +94,7 @@ def test_any_mask(data: st.DataObject) -> None:
 
 def drawn_mask(data: st.DataObject, n_tokens: int, n_kv: int) -> np.ndarray:
     """(n_tokens, n_kv) bool, true where a cell is seen. broadcast: one row for all tokens."""
-    kind = data.draw(MASKS)
+    kind = data.draw(st.sampled_from(["any", "tail", "holes", "none", "one", "broadcast"]))
     mask = np.zeros((n_tokens, n_kv), bool)
     if kind == "any":
         return data.draw(hnp.arrays(bool, (n_tokens, n_kv)))

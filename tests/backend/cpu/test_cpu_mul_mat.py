@@ -95,16 +95,6 @@ def test_nothing_is_rounded_on_the_float_path(name: str) -> None:
         assert np.array_equal(out.reshape(512, 37), expected)
 
 
-def test_a_batch_s_size_and_type_choose_the_kernel() -> None:
-    for name, n_tokens, as_floats, kernel in (
-        ("Q4_0", op_table.BATCH, False, "mul_mat"), ("F16", op_table.BATCH + 1, False, "mul_mat"),
-        ("Q4_0", op_table.BATCH + 1, False, "mul_mat_blocked"),
-        ("Q6_K", 1, True, "mul_mat_float"), ("Q6_K", 100, True, "mul_mat_float"),
-    ):  # fmt: skip
-        node = Case(name, 1, 256, n_tokens, as_floats=as_floats).node
-        assert op_table.kernel_of(node) == (kernel, name)
-
-
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_token_alone_has_the_bits_it_has_in_a_batch(name: str) -> None:
     """Also where a batch is multiplied by blocks and a token alone is not."""
@@ -155,7 +145,7 @@ def test_other_instruction_sets_give_the_same_bits(
     assert np.array_equal(run(case.node, arrays, layout="rows16", isa=isa), best)
 
 
-def test_instruction_sets_and_layouts_are_chosen() -> None:
+def test_instruction_sets_layouts_and_kernels_are_chosen() -> None:
     every = dict.fromkeys(ISAS["avx512vnni"].needs, True)
     assert [isa.name for isa in available(every)] == ["avx512vnni", "generic"]
     for lacking in every:  # each of them counts
@@ -166,6 +156,13 @@ def test_instruction_sets_and_layouts_are_chosen() -> None:
         rows = 32 if layout == "rows16" else 17
         assert op_table.repacked_bytes(dtype, 17, 256, layout) == rows * dtype.row_bytes(256)
         assert (layout == "rows16") == (dtype in QUANTISED)
+    for name, n_tokens, as_floats, kernel in (
+        ("Q4_0", op_table.BATCH, False, "mul_mat"), ("F16", op_table.BATCH + 1, False, "mul_mat"),
+        ("Q4_0", op_table.BATCH + 1, False, "mul_mat_blocked"),
+        ("Q6_K", 1, True, "mul_mat_float"), ("Q6_K", 100, True, "mul_mat_float"),
+    ):  # fmt: skip
+        node = Case(name, 1, 256, n_tokens, as_floats=as_floats).node
+        assert op_table.kernel_of(node) == (kernel, name)
     for wrong in (("mul_mat", "Q4_0"), "rows4"), (("rms_norm",), "rows16"):
         with pytest.raises(KeyError):
             op_table.kernel(*wrong)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,22 +32,16 @@ def cache(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def counts(monkeypatch) -> Callable[[], tuple[int, int]]:
     """How many texts were written, and how many were compiled, since it was asked last."""
-    seen = {"text_of": 0, "_machine_code": 0}
-
-    def counted(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
-        def count(of: Any) -> Any:
-            seen[name] += 1
-            return made(of)
-
-        return count
+    texts, codes = Mock(wraps=compiler.text_of), Mock(wraps=compiler._machine_code)
+    monkeypatch.setattr(compiler, "text_of", texts)
+    monkeypatch.setattr(compiler, "_machine_code", codes)
 
     def take() -> tuple[int, int]:
-        texts, codes = seen.values()
-        seen.update(dict.fromkeys(seen, 0))
-        return texts, codes
+        found = texts.call_count, codes.call_count
+        texts.reset_mock()
+        codes.reset_mock()
+        return found
 
-    for name in seen:
-        monkeypatch.setattr(compiler, name, counted(name, getattr(compiler, name)))
     return take
 
 
@@ -114,8 +108,6 @@ def test_floats_are_neither_contracted_nor_reassociated(cache):
     assert words[3] == 2**-11 != np.float32((1 + 2**-12) ** 2 - 1)
 
 
-# loops that numba compiles ------------------------------------------------------------------------
-
 BEFORE = '''
 LIMIT = 3
 def below(x):
@@ -127,11 +119,9 @@ def outer(x):
 
 
 def digest(source: str, module: str = "sample") -> str:
-    """Of `outer`."""
     names: dict[str, Any] = {"__name__": module, "load": atomics.load}
     exec(source, names)
-    found: FunctionType = names["outer"]
-    return kept.digest_of(found)
+    return kept.digest_of(names["outer"])
 
 
 @pytest.mark.parametrize(("edit", "matters"), [

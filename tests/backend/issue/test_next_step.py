@@ -1,6 +1,5 @@
-"""A next step that is made ready, and launched ahead, while the device computes: the same logits to
-the bit and the same counts as a step that is made when it is submitted, whatever is done in between
-and however late the host is."""
+"""A next step that is made ready, and launched ahead, while the device computes: logits and counts
+are those of one made when it is submitted, whatever comes between, however late the host is."""
 
 from __future__ import annotations
 
@@ -203,9 +202,7 @@ def test_inputs_are_written_once_the_device_has_read(ahead, monkeypatch):
     engine = ahead.engine
     if engine.toggles.plans == "today":
         pytest.skip("what it has not seen twice has no gate")
-    decode(engine)
-    written = list[Prepared]()
-    write, made_next = Prepared.write_ahead, Steps._following
+    written, write, made_next = list[Prepared](), Prepared.write_ahead, Steps._following
 
     def once_read(steps: Steps, now: Any) -> Any:
         """However late a busy machine makes the device."""
@@ -214,12 +211,11 @@ def test_inputs_are_written_once_the_device_has_read(ahead, monkeypatch):
             assert time.monotonic() < until
         return made_next(steps, now)
 
-    monkeypatch.setattr(Steps, "_following", once_read)
     monkeypatch.setattr(Prepared, "write_ahead", lambda p, *of: written.append(p) or write(p, *of))
-    for i in range(12):
-        engine.step([i + 1])
+    with patch.object(Steps, "_following", once_read):
+        for i in range(12):
+            engine.step([i + 1])
     assert len(written) == 12 and all(len(p.late) < len(p.head) for p in written)
-    monkeypatch.setattr(Steps, "_following", made_next)
     monkeypatch.setattr(Gated, "has_read", False)
     for i in range(6):
         engine.step([i + 1])

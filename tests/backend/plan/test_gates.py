@@ -1,10 +1,8 @@
-"""Gates without a device that computes: what the host writes to one and reads from it, and which
-plans can stand behind one."""
+"""Gates: what the host writes to one and reads from it, and which plans can stand behind one."""
 
 from __future__ import annotations
 
 import platform
-import threading
 from typing import Any
 
 import pytest
@@ -151,21 +149,6 @@ def test_a_failed_launch_is_looked_for_on_the_device(ahead, queued):
     assert (rig.run() or 0) > 0 and ("synchronize",) in rig.device.log
 
 
-def test_ends_are_told_by_number_or_not_at_all(two, monkeypatch):
-    monkeypatch.setattr(words, "WORD_NS", 1_000_000)
-    plain, gate = Gate(two, {}), Gate(two, {}, by_word=True)
-    assert plain.end(0, False) is None and not plain.ended(1)
-    end = gate.end(0, False)
-    assert end is not None
-    assert not gate.ended(0) and not gate.ended(1)  # of no launch; of one that does not come
-    with hold(two, 0) as held:
-        end()
-        assert not gate.ended(1)
-        threading.Timer(0.01, held.open).start()
-        monkeypatch.setattr(words, "WORD_NS", 10 * 10**9)
-        assert gate.ended(1) and not gate.ended(0)
-
-
 def test_a_cancelled_gate_copies_nothing(two):
     """Though a later one was opened before the device came to it."""
     gate = Gate(two, {})
@@ -178,8 +161,6 @@ def test_a_cancelled_gate_copies_nothing(two):
     two.synchronize()
     assert not to.array.any() and other.array.all()
 
-
-# which plans --------------------------------------------------------------------------------------
 
 HERE, COPIES, SIDE, BESIDE = (c.Stream(1, i) for i in range(4))
 STAGING = c.Buffer("staging", c.Space.PINNED, 1 << 20, 1)

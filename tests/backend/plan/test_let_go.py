@@ -1,13 +1,9 @@
-"""What stands at a gate is let go before its device is asked anything else.
-
-The limit of a gate is a minute here. A command that queued behind one would fail its test at once,
-and not by a clock: every one looks whether a plan stands there.
-"""
+"""What stands at a gate is let go before its device is asked anything else. A gate's limit is a
+minute here, and every command looks whether a plan stands there: no clock decides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,51 +22,6 @@ PLANS: dict[str, dict[str, str]] = {
 }
 
 
-class Asked:
-    """What an engine's device is asked while a plan stands at the gate (`late`), and how often:
-    launches of plans, commands that are issued one by one, marks, waits and allocations."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, loaded: wb.Engine):
-        self.engine: Any = None
-        self.late, self.n = list[str](), 0
-        patch.setattr(life, "Gate", partial(Gate, limit_ns=60 * 10**9))
-        issued = Binding.issued
-
-        def looked_at(binding: Binding, command: Any) -> Any:
-            made = issued(binding, command)
-            made.call = self.looking(made.call, f"{type(command).__name__} on its own")
-            return made
-
-        patch.setattr(Binding, "issued", looked_at)
-        for of, name in ((Gate, "launch"), (loaded.backend, "synchronize"),
-                         (loaded.backend, "allocate"), (loaded.backend, "mark")):  # fmt: skip
-            looks = self.looking(getattr(of, name), name)
-            patch.setattr(of, name, lambda *args, looks=looks: looks(*args))
-
-    def looking(self, call: Callable[..., Any], what: str) -> Callable[..., Any]:
-        def looks(*args: Any) -> Any:
-            self.n += 1
-            if self.is_armed:
-                self.late.append(what)
-                self.engine.issuer.release()  # or the test would take a minute
-            return call(*args)
-
-        return looks
-
-    @property
-    def is_armed(self) -> bool:
-        gate = self.engine and self.engine.issuer.gate
-        return gate is not None and gate._armed is not None
-
-    def arm(self) -> None:
-        """A prompt, and tokens until the plan of the next one stands at the gate."""
-        self.engine.reset()
-        self.engine.prefill(list(range(1, 21)))
-        for token in range(12):
-            self.engine.step([token])
-        assert self.is_armed and not self.late
-
-
 @pytest.fixture(scope="module", params=[-1, 1], ids=["device", "output"])
 def loaded(request, tiny_model) -> Iterator[wb.Engine]:
     """All of a model on the device; and its output only, where steps without one are the host's."""
@@ -81,28 +32,73 @@ def loaded(request, tiny_model) -> Iterator[wb.Engine]:
         yield made
 
 
+@pytest.fixture
+def asked(monkeypatch, loaded) -> list[str]:
+    """What the device is asked: launches of plans, commands that are issued alone, marks, waits and
+    allocations. It fails where a plan stands at a gate meanwhile."""
+    found, gates, issued = list[str](), list[Gate](), Binding.issued
+
+    def looking(call: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def looks(*args: Any) -> Any:
+            found.append(what)
+            if armed := [gate for gate in gates if gate._armed is not None]:
+                armed[0].cancel()  # or the test would take a minute
+                raise AssertionError(f"{what} queues behind a gate")
+            return call(*args)
+
+        return looks
+
+    def gate(*args: Any, **named: Any) -> Gate:
+        gates.append(Gate(*args, **named, limit_ns=60 * 10**9))
+        return gates[-1]
+
+    def looked_at(binding: Binding, command: Any) -> Any:
+        made = issued(binding, command)
+        made.call = looking(made.call, f"{type(command).__name__} on its own")
+        return made
+
+    monkeypatch.setattr(life, "Gate", gate)
+    monkeypatch.setattr(Binding, "issued", looked_at)
+    for of, name in ((Gate, "launch"), (loaded.backend, "synchronize"),
+                     (loaded.backend, "allocate"), (loaded.backend, "mark")):  # fmt: skip
+        looks = looking(getattr(of, name), name)
+        monkeypatch.setattr(of, name, lambda *args, looks=looks: looks(*args))
+    return found
+
+
+def is_armed(engine: wb.Engine) -> bool:
+    gate = engine.issuer.gate
+    return gate is not None and gate._armed is not None
+
+
+def arm(engine: wb.Engine) -> None:
+    """A prompt, and tokens until the plan of the next one stands at the gate."""
+    engine.reset()
+    engine.prefill(list(range(1, 21)))
+    for token in range(12):
+        engine.step([token])
+    assert is_armed(engine)
+
+
 @pytest.mark.parametrize("plans", PLANS)
-def test_nothing_else_queues_behind_a_gate(loaded, monkeypatch, plans):
+def test_nothing_else_queues_behind_a_gate(loaded, asked, plans):
     """Whatever is asked next; when a benchmark's sample and the engine end. The plan's own step
     opens its gate."""
-    asked = Asked(monkeypatch, loaded)
     with loaded.variant(wb.Toggles(**KEPT | AHEAD | PLANS[plans])) as engine:
-        asked.engine = engine
         for what in DOES:
-            asked.arm()
-            before = asked.n
+            arm(engine)
+            before = len(asked)
             do(engine, what, 5)
             engine.step([3], sequence=1)
-            assert not asked.late and asked.n > before, what
-        asked.arm()
+            assert len(asked) > before, what
+        arm(engine)
         ahead = engine.counters["plans_ahead"]
         engine.step([3])
         assert engine.counters["plans_ahead"] == ahead + 1
         for test in ("tg4", "pp4+tg4@s2"):
             workload = parse(test)
             take_sample(engine, workload, draw_tokens(workload, 500, 0))
-            assert not asked.late and not asked.is_armed
-        asked.arm()
+            assert not is_armed(engine)
+        arm(engine)
         engine.close()
-        assert not asked.late and not asked.is_armed
-        asked.engine = None
+        assert not is_armed(engine)
