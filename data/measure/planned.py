@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
+from data.measure.in_rounds import Recording
 
 import workbench as wb
-from data.measure.in_rounds import Recording
 from data.measure.matrix import PARTS_ROUNDS, PARTS_TOKENS, SWEPT, Row
 from data.measure.session import Session, add_to_result, toggles_of
 from workbench.benchmarks.compare import answers
