@@ -51,8 +51,7 @@ def measure(
     quick: bool = False,
     at_most_s: float = math.inf,
 ) -> None:
-    """Makes the runs of the steps. Raises UsageError for a step or a model that does not exist, and
-    at the end WorkbenchError where runs failed."""
+    """Makes the runs of the steps."""
     for name in names:
         if name not in (*STEPS, CPU_STEP):
             known = ", ".join((*STEPS, CPU_STEP))

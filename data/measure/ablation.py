@@ -103,8 +103,7 @@ def is_product(node: Node) -> bool:
 
 
 def pieces(prepared: Prepared, backend: Any) -> list[Piece]:
-    """The launches of a step on `backend`, in order. On cuda every kernel and every cuBLAS product
-    is a launch, elsewhere every node. The launches in a plan are listed one by one."""
+    """The launches of a step on `backend`, in order."""
     found: list[Piece] = []
     for command, issued in _singly(prepared):
         if not isinstance(command, Launch) or command.stream.backend != DEVICE:
@@ -259,8 +258,7 @@ def take_apart(engine: wb.Engine, n_tokens: int, quick: bool = False) -> dict[st
 
 
 def _step_us(engine: wb.Engine, n_tokens: int, n: int) -> list[float]:
-    """The host's time for each of n steps of one shape, us. Steps of one token follow each other; a
-    step of more tokens goes into an empty cache."""
+    """The host's time for each of n steps of one shape, us."""
     rng = np.random.default_rng(0)
     tokens = [int(token) for token in rng.integers(0, engine.model.n_vocab, n_tokens)]
     found = []

@@ -68,8 +68,7 @@ class Step(NamedTuple):
 
 
 def steps(model: str, n_tokens: int, patterns: Iterable[str], rule: str) -> Iterator[Step]:
-    """The steps of an engine with kv_parts=parallel_blocks, for each of N_STREAMS. The host looks
-    up embeddings."""
+    """The steps of an engine with kv_parts=parallel_blocks, for each of N_STREAMS."""
     decoder = Decoder(model, MODELS[model])
 
     def backend_of(node: Node) -> int:
@@ -85,8 +84,7 @@ def steps(model: str, n_tokens: int, patterns: Iterable[str], rule: str) -> Iter
 
 
 def in_arena(layout: Layout, backend: int) -> ArenaLayout:
-    """The arena of a backend, as `graph/lifetimes.py` wants it. It is as large as the largest step
-    so far."""
+    """The arena of a backend, as `graph/lifetimes.py` wants it."""
     memory = layout.known[f"arena.{backend}"]
     mine, both = layout.ranges[backend].items(), layout.scratch.items()
     return ArenaLayout(
@@ -98,19 +96,14 @@ def in_arena(layout: Layout, backend: int) -> ArenaLayout:
 
 def least_bytes(found: Sequence[Lifetime], branches: Branches) -> int:
     """The bytes that every arena needs which overwrites nothing: the most bytes of ranges that are
-    pairwise in use together. The search is exhaustive, with bounds. It is quick where few ranges
-    are in use together, as in decoders."""
+    pairwise in use together."""
     nbytes = {one.of: round_up(one.nbytes, ALIGN) for one in found}
     beside: dict[Tensor | Node, list[Tensor | Node]] = {one.of: [] for one in found}
     for lost, by in alive_together(found, branches):
         beside[by.of].append(lost.of)
 
     def most(all_of: int, others: Sequence[Tensor | Node], known: int) -> int:
-        """The bytes of the heaviest set, or `known` where no set has more.
-
-        all_of: the bytes in the set so far.
-        others: what may join all of the set, by first node.
-        """
+        """The bytes of the heaviest set, or `known` where no set has more."""
         known, left = max(known, all_of), sum(map(nbytes.__getitem__, others))
         for one in reversed(others):
             if all_of + left <= known:

@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from cyclopts import App
-from data.measure.in_rounds import Recording
 
-from data.measure.command import USUAL, Call, Options, numbers, start
+from data.measure.command import USUAL, Call, Options, Recording, numbers, start
 from data.measure.recorded import Arms
 from data.measure.tables import Folder, Line, Part
 from workbench.backend.base import Backend, Issue, open_backend

@@ -124,8 +124,7 @@ class Own:
         return dict(found)
 
     def warm_up(self, wanted: Wanted) -> dict[str, int]:
-        """Runs every test once, untimed, and returns the launches of a generating step by test. The
-        widest test comes first: where the arena grows, programs are made anew."""
+        """Runs every test once, untimed, and returns the launches of a generating step by test."""
         found, bos = dict[str, int](), w.bos_token(self.widest)
         for test in sorted(wanted.tests, key=lambda test: -test.width):
             engine, most = self.of(test), wanted.n_ubatch
@@ -167,8 +166,7 @@ def batched_rows(bench: LlamaBench, path: Path, wanted: Wanted) -> list[dict[str
 
 
 def bench_of(peer: Path | None) -> LlamaBench | None:
-    """llama.cpp's programs at `peer`; None without a path. Raises UsageError where
-    llama-batched-bench is not among them."""
+    """llama.cpp's programs at `peer`; None without a path."""
     bench = find(peer) if peer is not None else None
     if bench is not None and not bench.program.with_name(PROGRAM).is_file():
         raise UsageError(f"{bench.program.parent}: no {PROGRAM} beside {bench.program.name}")

@@ -95,8 +95,7 @@ def made(folders: Iterable[Path]) -> dict[str, dict[str, dict[str, dict[str, Any
 
 
 def of_kind(runs: dict[str, results.Run]) -> dict[str, dict[str, Any]]:
-    """Toggle to its row, for values that differ from the baseline's. Then come the members of a
-    winning family that lost. A toggle that no run compares is as SAFE says."""
+    """Toggle to its row, for values that differ from the baseline's."""
     comparisons = {f: AB(r.run, r.samples) for f, r in runs.items() if r.run["kind"] == "ab"}
     gap_runs = {f: gaps.Gaps(r.run, r.samples) for f, r in runs.items() if r.run["kind"] == "gaps"}
     members = {m: f for f in FAMILIES for m in Toggles.members(f)}
@@ -121,8 +120,7 @@ def _together(
     runs: dict[str, results.Run], rows: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """The rows of toggles for which the winning set has other values than `rows`, the values that
-    won one by one. A row's `alone` is that earlier row, None for the baseline's value. Empty where
-    no set won."""
+    won one by one."""
     off = Toggles().to_dict()
     singly = {name: rows[name]["value"] if name in rows else off[name] for name in TOGETHER}
     trials: dict[tuple[str, ...], list[Trial]] = {}
@@ -233,8 +231,7 @@ def _shortest(found: gaps.Gaps, name: str) -> str:
 
 
 def folders_in(*roots: Path) -> list[Path]:
-    """The folders of comparisons and gaps in `roots`; a root may itself be such a folder. Runs of
-    notebooks show one small model, and are left out."""
+    """The folders of comparisons and gaps in `roots`; a root may itself be such a folder."""
     found = [f.parent for p in roots for f in (*p.glob("run.json"), *p.glob("*/run.json"))]
     kinds = {f: json.loads((f / "run.json").read_text())["kind"] for f in found}
     return [

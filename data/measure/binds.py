@@ -63,12 +63,7 @@ WAITS = {
 
 
 class Bind(NamedTuple):
-    """A missed target.
-
-    missed: what is missed.
-    measured: the figure that was reached.
-    binds: the reasons, a statement each.
-    """
+    """A missed target."""
 
     missed: str
     measured: str
@@ -80,12 +75,7 @@ def read_us(nbytes: float, gbps: float) -> float:
 
 
 def product(row: dict[str, Any], gbps: float, launches: dict[str, Any] | None) -> str:
-    """The least time of the launches in one row of `bench-kernels`, and the time that is left.
-
-    Reading takes its time at the full bandwidth, and an empty launch takes its own time. Launched
-    plainly, the two hardly overlap. A kernel that only reads shows what filling and draining the
-    memory system adds. The rest of the product's time is the product's own.
-    """
+    """The least time of the launches in one row of `bench-kernels`, and the time that is left."""
     if launches is None or row["launch"] not in launches["graph_us"]:
         return NOT_MEASURED
     cost = launches["graph_us"][row["launch"]]["median"]
@@ -118,9 +108,7 @@ def batched_product(row: dict[str, Any], gbps: float, tflops: float) -> str:
 
 def step(found: dict[str, Any] | None) -> tuple[str, ...]:
     """Where the time of a step goes: the host, the launches, and the kinds of launch that save most
-    when they are left out. For a kind with weights, also the time that reading the weights takes.
-    Kinds without which the rest takes longer are named: they show how far the costs do not add up.
-    """
+    when they are left out."""
     if found is None:
         return (NOT_MEASURED,)
     whole, graph = found["step_us"]["median"], found["graph_us"]["median"]
@@ -162,8 +150,7 @@ def _percent(share: float) -> str:
 
 def counted(case: dict[str, Any], reading: dict[str, Any] | None = None) -> str:
     """What a launch kept busy, by hardware counters, and what binds it: memory, or parts of a
-    multiprocessor that are full. Where none is full, the reasons for which warps waited are named.
-    reading: the launch that only reads as many bytes."""
+    multiprocessor that are full."""
     memory = case.get("memory_pct")
     parts = sorted((key for key in PARTS if key in case), key=lambda key: -case[key])[:MOST_PARTS]
     if memory is None or not parts:
@@ -262,8 +249,7 @@ def of_batched_product(
 
 
 def of_step(recorded: Recorded, run: str, model: str, n_tokens: int, measured: str) -> Bind:
-    """The line of a model's step of `run`. Where no step of n_tokens was taken apart, the step with
-    the nearest number of tokens stands in its place."""
+    """The line of a model's step of `run`."""
     what, sizes = f"{model}, tg128", {1: ""}
     counters: tuple[str, ...] = ()
     if n_tokens > 1:
@@ -394,8 +380,7 @@ def replayed_launches(recorded: Recorded, bounds: Mapping[str, float]) -> Iterat
 
 def beside(recorded: Recorded, bounds: Mapping[str, float], most_gap: float) -> Iterator[Bind]:
     """An item for each model whose tg128 misses its target against llama.cpp's best: by how much a
-    token is too long, where its time goes, and how long it would be with the target's gap. The
-    parts come from the model's comparison of plans, of the same kind of plan."""
+    token is too long, where its time goes, and how long it would be with the target's gap."""
     parted = {
         (one.model, one.kind): one
         for one in planned(recorded)

@@ -90,8 +90,7 @@ class Call:
         self, name: str, folder: Path, measure: Callable[[], None],
         shown: Callable[[Path], str] | None = None,
     ) -> None:  # fmt: skip
-        """Measures a run into `folder`, and prints what `shown` says of it. A run that is there
-        already is left, and so is a run for which no time is left; a line says so."""
+        """Measures a run into `folder`, and prints what `shown` says of it."""
         if is_complete(folder) and not self.options.again:
             print(f"{name}: there already, of this commit", flush=True)
         elif self.late:
@@ -178,8 +177,7 @@ class Recording:
 
 
 def same_answers(engines: Mapping[str, wb.Engine], seed: int) -> dict[str, Any]:
-    """The answers of each arm's engine beside the first engine's, by arm. The last engine is the
-    first arm's control; its name is `A/A`."""
+    """The answers of each arm's engine beside the first engine's, by arm."""
     first, *others = engines.values()
     kinds = [answer_between(first.toggles, other.toggles) for other in others]
     found = answers.compare_engines([first, *others], kinds, seed)

@@ -54,8 +54,7 @@ class Start(NamedTuple):
 
 
 def started(command: ServeCommand, spec: BenchSpec, in_flight: int) -> tuple[Start, np.ndarray]:
-    """Starts a server and sends spec.n_requests. Returns the start, and the ns of each request in
-    the order of sending. Raises WorkbenchError where a request fails."""
+    """Starts a server and sends spec.n_requests."""
     begun = time.monotonic()
     with reached(command) as target:
         begin_s = time.monotonic() - begun

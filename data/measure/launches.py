@@ -70,8 +70,7 @@ def graph_us(backend: Any, kind: str) -> float:
 
 
 def _queued_us(backend: Any, issue: Issue) -> float:
-    """us of a launch, the mean of IN_STREAM launches. The stream is held until all of them are
-    queued, so the host delays none."""
+    """us of a launch, the mean of IN_STREAM launches."""
     begin, end = (backend._driver.event(timing=True) for _ in range(2))
     with hold(backend, COMPUTE_STREAM):
         backend.record(begin, COMPUTE_STREAM)()
@@ -105,9 +104,7 @@ def product_sizes() -> list[int]:
 
 def reading(label: str, at: int, nbytes: int, sink: int, n_sm: int) -> Kernel:
     """The reading kernel that a label of `fastest_reads` names, on `nbytes` bytes at address `at`.
-    sink: address of 4 bytes that it may write.
-    n_sm: multiprocessors of the device.
-    """
+    sink: address of 4 bytes that it may write. n_sm: multiprocessors of the device."""
     from workbench.backend.cuda.device.replay import READ_THREADS, WORD_BYTES
 
     name, grid = label.split()
@@ -119,8 +116,7 @@ def reading(label: str, at: int, nbytes: int, sink: int, n_sm: int) -> Kernel:
 
 def fastest_reads(backend: Any, sizes: Sequence[int], quick: bool) -> list[dict[str, Any]]:
     """For every size in bytes the quickest reading kernel and its us, launched plainly on memory
-    that is never cached. A label names kernel and grid: `read_8 x16` has 16 blocks for each
-    multiprocessor, `read_8 tiles` a block for each tile."""
+    that is never cached."""
     from workbench.backend.cuda.device.replay import READ_WORDS, TimedReplay, l2_bytes
 
     n_sm = backend._driver.properties["multiProcessorCount"]

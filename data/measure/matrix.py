@@ -177,9 +177,7 @@ def _fusion() -> Iterator[Row]:
 
 
 def _sync() -> Iterator[Row]:
-    """Every sync mode on both copy streams and backgrounds, in the thread's tests. The first model
-    also has graph reuse, and traces of some tokens: with every wait, and with the wait for logits
-    alone."""
+    """Every sync mode on both copy streams and backgrounds, in the thread's tests."""
     for model in SYNCED:
         for name, spec in OFF_AND_ON.items():
             for stream in sorted(map(str, (CopyStream.OWN, CopyStream.COMPUTE))):
@@ -199,8 +197,7 @@ def _sync() -> Iterator[Row]:
 def _pipeline() -> Iterator[Row]:
     """A long prompt and single tokens over two GPUs: the host waits for each ubatch or for the
     last; inputs have one buffer or four, with stream order or with waits of the host; every sync
-    mode that is safe in a train. Then the same on one GPU, and what orderings that race do
-    (`racing.py`)."""
+    mode that is safe in a train."""
     train, n_ctx = f"{RING} step_wait=outputs", N_PIPELINED + 256
     modes = f"sync={','.join(modes_on(CopyStream.OWN))}"
     for name, compared, toggles, label, n_devices in (
@@ -241,8 +238,7 @@ def _seconds(model: str, n_tokens: float, n_arms: int, more_s: float = 0.0) -> i
 
 def _plans() -> Iterator[Row]:
     """Every rule and scope of plans, and the additions to a plan of a step, with dependent launch
-    and without; then the first tokens of an engine. On models that are only compared: plans of
-    steps. All arms have the ordering that plans of steps need."""
+    and without; then the first tokens of an engine."""
     for model in PLANNED:
         for pdl, added in ADDED.items():
             suffix, arms = {"on": "", "off": "-plain"}[pdl], (OFF, *RULES, *added)

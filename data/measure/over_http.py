@@ -78,8 +78,7 @@ def about_engine(path: Path, device: str) -> dict[str, Any]:
 def measure(
     recording: Recording, arm: str, round_: int, target: LoadTarget, point: Point
 ) -> ServedRow:
-    """Offers a point's load, and adds its figures to the `points` of the run's result. The sample
-    is its generated tokens, and the ns of all its requests."""
+    """Offers a point's load, and adds its figures to the `points` of the run's result."""
     row = offer(target, point)
     entry = {"arm": arm, "test": point.test, "round": round_, "in_flight": point.n_in_flight}
     figures = {name: row.figures[name] for name in KEPT}
@@ -90,8 +89,7 @@ def measure(
 
 
 def front_time(pid: int) -> tuple[float, int] | None:
-    """The CPU time of a server's processes except the engine's, s, and their number. The process
-    with the most memory is taken for the engine's. None without /proc."""
+    """The CPU time of a server's processes except the engine's, s, and their number."""
     tree = [pid]
     for other in tree:
         tree += children_of(other)

@@ -57,13 +57,7 @@ class Best(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """What llama.cpp saves by reusing a graph: its build, and all else that a new graph entails.
-
-    with_: the switch that both arms share.
-    kept, built: us a token with reuse, and without.
-    us, low, high: us saved of a token, with its 95 % interval.
-    speedup: of a token with reuse.
-    """
+    """What llama.cpp saves by reusing a graph: its build, and all else that a new graph entails."""
 
     with_: str
     kept: float
@@ -125,8 +119,7 @@ def recorded_peers(
 
 
 def bests(recorded: Recorded) -> Iterator[Line]:
-    """A column for each model: the fastest arm of each side in SHOWN, and the ratio. The column of
-    a model without a run says so."""
+    """A column for each model: the fastest arm of each side in SHOWN, and the ratio."""
     peers = {name: recorded_peer(recorded, name) for name in MODELS}
     shown = {
         name: (peer, peer.best(SHOWN))

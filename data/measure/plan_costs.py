@@ -106,8 +106,7 @@ def of_engine(engine: Any, rounds: int) -> dict[str, Any]:
 
 
 def plan_costs(backend: CudaBackend, work: Plannable, rounds: int) -> Costs:
-    """Each cost, `rounds` times or more. Every round computes the same values into the same
-    memory."""
+    """Each cost, `rounds` times or more."""
     found: Costs = defaultdict(list)
     more = _longer(work)
     _round(backend, work, more, defaultdict(list))  # warm

@@ -44,14 +44,7 @@ def captured(plans: Mapping[str, int]) -> str:
 
 
 class Planned(NamedTuple):
-    """An arm of a comparison of plans.
-
-    model: its name in folders.
-    row: of `AB.summary`; for the baseline its t/s alone.
-    us: `token_parts.PARTS`, medians over the rounds.
-    calls, nodes: calls of the host and nodes on the device for a token.
-    plans: counters of an engine's plans in its first tokens; empty without plans.
-    """
+    """An arm of a comparison of plans."""
 
     model: str
     arm: dict[str, Any]
@@ -108,8 +101,7 @@ def planned(recorded: Recorded) -> list[Planned]:
 
 
 def arms(model: str, run: results.Run) -> Iterator[Planned]:
-    """The arms of a comparison of plans except the control, the baseline first. None for a run that
-    was cut off before the parts of its tokens were measured."""
+    """The arms of a comparison of plans except the control, the baseline first."""
     if "parts" not in run.run["result"]:
         return
     ab = AB(run.run, run.samples)
@@ -171,8 +163,7 @@ def added(recorded: Recorded) -> Iterator[Line]:
 
 
 def costs(recorded: Recorded) -> Iterator[Line]:
-    """A line for each arm: the time of a capture and of an update. Without any updates there is no
-    column for them."""
+    """A line for each arm: the time of a capture and of an update."""
     made = [one for one in planned(recorded) if one.rule != OFF and one.made]
     updated = any(one.tried for one in made)
     for one in made:

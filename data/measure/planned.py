@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-from data.measure.in_rounds import Recording
 
 import workbench as wb
+from data.measure.command import Recording
 from data.measure.matrix import PARTS_ROUNDS, PARTS_TOKENS, SWEPT, Row
 from data.measure.session import Session, add_to_result, toggles_of
 from workbench.benchmarks.compare import answers
@@ -35,8 +35,7 @@ QUICK_SWEPT, QUICK_PROMPT, QUICK_GEN = (0, 256), 128, 4
 
 
 def compared(session: Session, engine: wb.Engine, row: Row) -> AB:
-    """Makes the comparison of a row in its folder. Raises KeyboardInterrupt where it was
-    interrupted."""
+    """Makes the comparison of a row in its folder."""
     folder = session.emptied(row)
     found = wb.ab(
         engine, row.compared, tests="tg8" if session.quick else row.test,
@@ -51,8 +50,7 @@ def compared(session: Session, engine: wb.Engine, row: Row) -> AB:
 
 
 class Turns:
-    """The recording of a row whose arms are engines. Answers are checked, and `AB` reads the
-    run."""
+    """The recording of a row whose arms are engines."""
 
     def __init__(self, session: Session, engine: wb.Engine, row: Row, tests: Sequence[Workload]):
         toggle, self.arms = arms_of(row.compared, toggles_of(row.toggles, engine))
@@ -121,9 +119,7 @@ def plans(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 
 def fresh(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     """Measures the first tokens of engines that are made anew for every test of every repetition:
-    they build programs and capture plans. Making the engine is not timed. After so many new
-    objects, Python's collector goes through all objects, which may take longer than the test. So it
-    runs before the test, and not at a token of some arm."""
+    they build programs and capture plans."""
     for row in rows:
         tests = parse_tests(QUICK_FRESH["pp" in row.test] if session.quick else row.test)
         turns = Turns(session, engine, row, tests)

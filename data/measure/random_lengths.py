@@ -129,8 +129,7 @@ class Quadratic(NamedTuple):
 def quadratic(
     lengths: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray
 ) -> Quadratic:
-    """The least-squares fit of runtimes to mean lengths. Raises UsageError for fewer than three
-    different lengths, and for runtimes that are no numbers."""
+    """The least-squares fit of runtimes to mean lengths."""
     x, y = np.asarray(lengths, float), np.asarray(seconds, float)
     if x.shape != y.shape or len(set(x.tolist())) < 3:
         raise UsageError(f"{len(set(x.tolist()))} lengths fix no quadratic; measure three or more")
@@ -147,8 +146,7 @@ def quadratic(
 
 
 def asymptotic_ratio(slower: Quadratic, faster: Quadratic) -> tuple[float, float]:
-    """How many times faster `faster` is for prompts without end, and the standard error of that.
-    Both are NaN where a fit has no growing quadratic part: then the points show no limit."""
+    """How many times faster `faster` is for prompts without end, and the standard error of that."""
     if slower.c <= 0 or faster.c <= 0:
         return math.nan, math.nan
     ratio = slower.c / faster.c

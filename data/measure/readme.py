@@ -126,13 +126,7 @@ COMMAND = "python -m"  # the heading of the column with the command that prints 
 
 
 class Mechanism(NamedTuple):
-    """A mechanism that a row of the matrix compares.
-
-    folder, kind: of the row.
-    on: the value that the mechanism is switched to.
-    test: the test that is shown; GAP for the host gap of a run of gaps.
-    later: without a run there is no row in the table.
-    """
+    """A mechanism that a row of the matrix compares."""
 
     name: str
     folder: str
@@ -266,8 +260,7 @@ def presets(_: Recorded) -> Iterator[Line]:
 
 def best(_: Recorded) -> Iterator[Line]:
     """A line for each toggle of `best` on a kind of device, for one sequence or several: its value,
-    how the value won, and in which runs. Of values that won together, also the value for a device
-    that cannot have them all."""
+    how the value won, and in which runs."""
     rows = [
         (kind, wanted, *row)
         for kind, sets in best_rows().items()
@@ -309,8 +302,7 @@ def made(name: str, recorded: Recorded) -> str:
 
 
 def fill(text: str, folder: Path = RESULTS) -> str:
-    """`text` with every block made anew. Raises WorkbenchError for a block that is not in
-    BLOCKS."""
+    """`text` with every block made anew."""
     recorded = Recorded(folder)
 
     def filled(match: re.Match[str]) -> str:

@@ -67,8 +67,7 @@ class Recorded:
         self._runs: dict[str, results.Run | None] = {}
 
     def run(self, name: str) -> results.Run | None:
-        """The run in `DEVICE-NAME`. None where there is none, or where the run does not count
-        (`left_out` says why)."""
+        """The run in `DEVICE-NAME`."""
         if name not in self._runs:
             folder = self.folder / f"{self.device}-{name}"
             found = results.load_run(folder) if (folder / results.RUN_JSON).is_file() else None
@@ -117,12 +116,7 @@ def _useless(run: dict[str, Any]) -> str:
 
 
 class Toggled(NamedTuple):
-    """An arm of a comparison beside its baseline, in one test.
-
-    row: of the matrix.
-    arm: its record in run.json.
-    found: its row of `AB.summary`.
-    """
+    """An arm of a comparison beside its baseline, in one test."""
 
     row: Row
     ab: AB
@@ -143,11 +137,7 @@ class Toggled(NamedTuple):
 
 
 class Between(NamedTuple):
-    """An arm beside another arm of the same run.
-
-    before, after: t/s of both, medians of the same rounds.
-    band: the band of the run's A/A control.
-    """
+    """An arm beside another arm of the same run."""
 
     before: float
     after: float
@@ -160,10 +150,7 @@ class Between(NamedTuple):
 
 
 class Arms:
-    """A run, read arm by arm.
-
-    names: of its arms except the control, the baseline's first.
-    """
+    """A run, read arm by arm."""
 
     def __init__(self, found: results.Run):
         self.run, self.samples = found.run, found.samples
@@ -337,12 +324,7 @@ def together(run: results.Run) -> dict[str, Any]:
 
 
 def kernel_rows(run: results.Run | None, dtype: str = "") -> pd.DataFrame:
-    """The rows that `bench-kernels` measured, of a type where one is named.
-
-    share: of the read bandwidth.
-    of_bound: share of the bound, the longer of reading the weights and computing at the large
-        product's rate; NaN where that rate was not measured.
-    """
+    """The rows that `bench-kernels` measured, of a type where one is named."""
     if run is None:
         return pd.DataFrame({"type": [], "shape": [], "launch": [], "batch": [], "share": []})
     result = run.run["result"]
@@ -357,8 +339,7 @@ def kernel_rows(run: results.Run | None, dtype: str = "") -> pd.DataFrame:
 def worst_share(
     run: results.Run | None, dtype: str, shapes: Sequence[str], launch: str
 ) -> tuple[float, str] | None:
-    """The least share of the read bandwidth of a type for one token, and its shape. None unless
-    every one of `shapes` was measured."""
+    """The least share of the read bandwidth of a type for one token, and its shape."""
     rows = kernel_rows(run, dtype)
     ours = rows[(rows["launch"] == launch) & (rows["batch"] == 1) & rows["shape"].isin(shapes)]
     if set(ours["shape"]) != set(shapes):
@@ -385,11 +366,7 @@ def worst_batch(run: results.Run | None, dtype: str) -> tuple[float, str, int] |
 
 
 class Answer(NamedTuple):
-    """The fast path against the float path.
-
-    n_ubatch: tokens that the fast path computed at once.
-    kl, nmse: None where they are not finite.
-    """
+    """The fast path against the float path."""
 
     n_ubatch: int
     kl: float | None
@@ -404,11 +381,7 @@ class Answer(NamedTuple):
 
 
 def scored(recorded: Recorded, quant: str) -> list[Answer]:
-    """The answers of a type of llama-3.2-1b, most tokens at once first.
-
-    A run with bit-equal logits is left out: both of its sides took the same path, so it compares
-    nothing.
-    """
+    """The answers of a type of llama-3.2-1b, most tokens at once first."""
     found, name = [], f"perplexity-llama-3.2-1b-{quant}"
     for run in (recorded.run(f"{name}{suffix}") for suffix in SIZES.values()):
         if run is None or run.run["result"]["agreement"]["nmse"] == 0:

@@ -55,14 +55,7 @@ def layers(recorded: Recorded) -> Iterator[Line]:
 
 
 class Worth(NamedTuple):
-    """The worth of a kept graph to a model's token.
-
-    us: of a token with a kept graph.
-    own_us: of all phases of this engine's build.
-    own: the measured speedup, with its interval.
-    theirs: the saving of llama.cpp's reuse for the same model on a GPU; None where it was not
-        measured.
-    """
+    """The worth of a kept graph to a model's token."""
 
     model: str
     us: float

@@ -30,13 +30,7 @@ def _where(row: Row, run: dict[str, Any], stream: str) -> dict[str, str]:
 
 
 class Stream(NamedTuple):
-    """The gaps of one run with copies on one stream.
-
-    where: the cells that name it.
-    us: median gap by mode.
-    again: median gap of the baseline's control; None without a control.
-    saved: by how many us the gap is shorter under the merged mode, median over the rounds.
-    """
+    """The gaps of one run with copies on one stream."""
 
     run: Gaps
     where: dict[str, str]
@@ -121,8 +115,7 @@ def issued(recorded: Recorded) -> Iterator[Line]:
 
 def syncs(recorded: Recorded) -> Iterator[Line]:
     """A line for each test: t/s under the mode before the change and under the mode that was
-    merged, and the speedups of the others. A speedup is bold that lies outside the A/A band, with
-    an interval that excludes 1."""
+    merged, and the speedups of the others."""
     for row, run in recorded.of("sync", "ab", "sync"):
         ab = AB(run.run, run.samples)
         for test, part in ab.summary().groupby("test", sort=False):
@@ -146,8 +139,7 @@ def syncs(recorded: Recorded) -> Iterator[Line]:
 
 
 def by_median_token(recorded: Recorded) -> Iterator[Line]:
-    """us of the median token, and its speedup by mode. A repetition counts by its median token,
-    which some hundred slow tokens in a row do not change; each of them lowers a throughput."""
+    """us of the median token, and its speedup by mode."""
     saved = {tuple(found.where.values()): found.saved for found in _streams(recorded)}
     for row, run in recorded.of("sync", "ab", "sync"):
         ab = AB(run.run, run.samples)

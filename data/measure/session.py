@@ -38,6 +38,7 @@ from workbench.model.synth.shapes import PRESETS, find_preset, quant_name, tenso
 from workbench.program.commands import COMPUTE_STREAM, Launch, Space
 from workbench.server.serving import serving
 
+ROOT = Path(__file__).resolve().parents[2]
 FILES = ("load", "ablation", "launches", "counters", "races")  # kinds that write one JSON file
 QUICK_CELLS = {"perplexity": 64}  # cells of the cache in quick runs; else 1,024
 SIZE = 8192  # of the large product: rows, columns and tokens
@@ -46,14 +47,7 @@ PRODUCTS = 8  # of them in one replay
 
 @dataclass(frozen=True)
 class Session:
-    """One call of `measure`.
-
-    most_gb: models with larger files are left out.
-    quick: tiny models of the same types and few repetitions show that every step works; no figures.
-    only: names of models in folders (`llama-3-8b-q8_0,llama-3.2-1b-bf16`) that are measured; empty
-        for all.
-    deadline: no row begins that would probably end later (`time.monotonic`).
-    """
+    """One call of `measure`."""
 
     out: Path
     models: Path
@@ -173,9 +167,7 @@ BACKGROUNDS: dict[str, Callable[[wb.Engine], wb.Toggles]] = {
 
 
 def toggles_of(spec: str, engine: wb.Engine, n_seqs: int = 0) -> wb.Toggles:
-    """The toggles of a row: a background, and then each `NAME=VALUE`. Preset `best` is resolved
-    with these changes for n_seqs sequences (0: as many as the engine's), and so are the toggles of
-    `workbench serve` (`serving`)."""
+    """The toggles of a row: a background, and then each `NAME=VALUE`."""
     background, _, changes = spec.partition(" ")
     if background not in RESOLVED:
         return switched(BACKGROUNDS[background](engine), changes)
@@ -184,8 +176,7 @@ def toggles_of(spec: str, engine: wb.Engine, n_seqs: int = 0) -> wb.Toggles:
 
 
 def parsed(model: str) -> tuple[str, str]:
-    """Preset and type of a model by its name in folders: `llama-3-8b-q4_0` -> llama-3-8b, Q4_0.
-    Raises UsageError for a preset that does not exist."""
+    """Preset and type of a model by its name in folders: `llama-3-8b-q4_0` -> llama-3-8b, Q4_0."""
     named = [preset for preset in PRESETS if model.startswith(f"{preset}-")]
     if not named:
         raise UsageError(f"{model}: no such model; give one as folders do, llama-3-8b-q8_0")
@@ -244,8 +235,7 @@ def _parts(node: Node) -> Iterator[Node]:
 
 @contextmanager
 def memory(backend: Any, *wanted: tuple[int, Space]) -> Iterator[list[Any]]:
-    """In the body, blocks of a backend's memory, each of so many bytes in a space. At the end they
-    are freed, once the backend is idle."""
+    """In the body, blocks of a backend's memory, each of so many bytes in a space."""
     found = list[Any]()
     try:
         for block in wanted:
@@ -258,8 +248,8 @@ def memory(backend: Any, *wanted: tuple[int, Space]) -> Iterator[list[Any]]:
 
 
 def product_tflops(backend: Any) -> float:
-    """TFLOP/s of the fastest replay of PRODUCTS large F16 products by cuBLAS. The numbers are
-    random: on zeros a device draws less power, and is faster than it can be with data."""
+    """TFLOP/s of the fastest replay of PRODUCTS large F16 products by cuBLAS, of random numbers: on
+    zeros a device draws less power, and is faster than it can be with data."""
     from workbench.backend.cuda.device.replay import TimedReplay
 
     rng, nbytes = np.random.default_rng(0), SIZE * SIZE * 2

@@ -56,11 +56,7 @@ app = App(help=__doc__, result_action="return_none")
 
 
 class Compared(NamedTuple):
-    """A run folder.
-
-    arms: sets of toggles, the baseline first.
-    n_seqs: regions of its cache.
-    """
+    """A run folder."""
 
     folder: str
     arms: Sequence[str]
@@ -130,10 +126,8 @@ Counted = dict[str, dict[str, list[int]]]  # by test, of prompts and of generate
 def visited(
     null: wb.Engine, config: wb.EngineConfig, arm: str, tests: Sequence[w.Workload]
 ) -> Counted:
-    """The blocks that an arm visits and skips in each test, in all layers.
-    null: an engine of the null device with the model.
-    config: of the steps.
-    """
+    """The blocks that an arm visits and skips in each test, in all layers. null: an engine of the
+    null device with the model. config: of the steps."""
     toggles = switched(
         Toggles(graph_reuse="set_rows", kv_cache="per_sequence", batch_sizes="padded"), arm
     )
@@ -276,8 +270,7 @@ def parts(recorded: Recorded) -> Iterator[Line]:
 
 
 def _line(run: SkipRun, arm: str, before: str, named: dict[str, str], test: str) -> Line:
-    """The line of an arm in a test, beside another arm. Phases that the test does not have are
-    empty."""
+    """The line of an arm in a test, beside another arm."""
     n_ubatch = run.run["result"]["n_ubatch"]
     values: dict[str, Any] = {"model": run.model, "test": test, "n": n_ubatch, **named}
     for phase in PHASES:

@@ -38,12 +38,7 @@ def source_hash(root: Path = ROOT) -> str:
 
 
 def age(found: Mapping[str, Any], of: str = TIMES) -> str:
-    """`sources 741a99c4, 2026-11-21`, or `commit 209afd4e, 2026-11-21`: the sources of a run.
-
-    found: a run.json, or a recorded file with a source_hash. The text ends with OLDER where FOLDERS
-        have changed since; without a history it does not.
-    of: for what the run is then no evidence.
-    """
+    """`sources 741a99c4, 2026-11-21`, or `commit 209afd4e, 2026-11-21`: the sources of a run."""
     date = str(found.get("started") or found.get("date") or "")[:10]
     if "source_hash" in found:
         named = f"sources {found['source_hash'][:8]}"
@@ -65,8 +60,7 @@ def _is_older(found: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def _has_changed(commit: str) -> bool:
-    """Whether a file in FOLDERS differs from `commit`; changes that are not committed count. False
-    without a history."""
+    """Whether a file in FOLDERS differs from `commit`; changes that are not committed count."""
     command = ["git", "-C", str(ROOT), "diff", "--name-only", commit, "--", *FOLDERS]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)

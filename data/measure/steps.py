@@ -51,13 +51,7 @@ TRACE = "timeline.pftrace.gz"
 
 
 class Kind(NamedTuple):
-    """A kind of row.
-
-    measure: makes the runs of some rows.
-    needs: a key of `result` that a complete run has.
-    loads: whether it takes an engine.
-    at_once: rows of a model share what is measured first.
-    """
+    """A kind of row."""
 
     measure: Callable[[Session, Any, list[Row]], None]
     needs: str = ""
@@ -66,8 +60,7 @@ class Kind(NamedTuple):
 
 
 def bench(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """llama-bench's tests. The folder also has the operations of a step and the rates of the
-    device."""
+    """llama-bench's tests."""
     rates = session.rates(engine.backend)
     cache = cell_bytes(engine)
     for row in rows:
@@ -159,9 +152,7 @@ def perplexities(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 
 
 def kernels(session: Session, _: None, rows: list[Row]) -> None:
-    """`bench-kernels` of every type, with its picture. A product of several tokens is bound by
-    memory or by tensor cores: `product_tflops` of the run says what tensor cores reach on a large
-    product."""
+    """`bench-kernels` of every type, with its picture."""
     chosen, reason = choose_device(session.device)
     for row in rows:
         folder, shapes, batches = session.emptied(row), parse_shapes(row.test), row.sizes
@@ -228,9 +219,7 @@ def is_there(session: Session, row: Row) -> bool:
 
 
 def run(session: Session, rows: Sequence[Row]) -> list[str]:
-    """Makes the missing runs of some rows, and loads each model once. A row that would end after
-    the session's deadline is left, and a line names it. Returns the folders of rows that failed;
-    other rows go on after a failure."""
+    """Makes the missing runs of some rows, and loads each model once."""
     failed = list[str]()
     rows = sorted(rows, key=lambda row: row.model not in FIRST)
     for row in rows:

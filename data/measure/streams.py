@@ -33,12 +33,7 @@ PLAN = f"plans=ours plan_scope=step {DIRECT} {ONE_COPY}"
 
 
 class Pair(NamedTuple):
-    """One stream against several.
-
-    name: in a table.
-    setting: the toggles of both arms.
-    several: what the second arm has besides.
-    """
+    """One stream against several."""
 
     name: str
     setting: str
@@ -76,9 +71,7 @@ FASTER, SAME = "faster", "no difference"
 
 
 def verdict_of(test: str, found: str, ours: Ratio, theirs: Ratio) -> str:
-    """A row's verdict on the thread's claim: tokens get faster, and prompts stay as they were. A
-    gain is reproduced where it is at least llama.cpp's gain in the same run, within both intervals.
-    """
+    """A row's verdict on the thread's claim: tokens get faster, and prompts stay as they were."""
     if test == CONTROL:
         return "reproduced" if found == SAME else f"not reproduced: {found}"
     if found != FASTER:

@@ -27,11 +27,7 @@ class OfARun(Protocol):
 
 
 class Line(NamedTuple):
-    """A line of a table.
-
-    values: of its cells, by name.
-    runs: the runs that they come from.
-    """
+    """A line of a table."""
 
     values: Mapping[str, Any]
     runs: Sequence[OfARun] = ()
@@ -75,10 +71,8 @@ R = TypeVar("R", bound=Reader)
 
 
 class Folder(NamedTuple, Generic[R]):
-    """The folder of a command in data/results: a run folder for each model, and the table of all.
-
-    read: makes a reader of a run.
-    """
+    """The folder of a command in data/results: a run folder for each model, and the table of
+    all."""
 
     name: str
     title: str
@@ -111,8 +105,7 @@ class Folder(NamedTuple, Generic[R]):
 
 
 def block(parts: Sequence[Part], recorded: Recorded) -> str:
-    """Tables and the sentences between them, as Markdown. Sentences are left out until a table has
-    lines."""
+    """Tables and the sentences between them, as Markdown."""
     texts, measured = list[str](), False
     for part in parts:
         if isinstance(part, Table):
@@ -125,8 +118,7 @@ def block(parts: Sequence[Part], recorded: Recorded) -> str:
 
 
 def rendered(table: Table, lines: Sequence[Line], recorded: Recorded) -> str:
-    """The lines as Markdown with their caption. Without lines, a line says that nothing was
-    measured."""
+    """The lines as Markdown with their caption."""
     runs = [run for line in lines for run in line.runs]
     if not lines or (table.more is not None and not runs):
         return f"{table.title}: {NOT_MEASURED}." if table.title else ""

@@ -57,11 +57,7 @@ class Target(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A target held against the runs.
-
-    found: by label, the measured figure and whether it meets the bound; None where it was not
-        measured.
-    """
+    """A target held against the runs."""
 
     what: str
     found: Mapping[str, tuple[str, bool] | None]

@@ -18,7 +18,6 @@ from data.measure import (
     plan_costs,
     random_lengths,
     readme,
-    served_arms,
 )
 from data.measure.__main__ import measure
 from data.measure.batched import BatchedRun
@@ -82,7 +81,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
     ):
         with pytest.raises(UsageError, match=says):
             call()
-    assert served_arms.front_time(2**22 + 1) is None, "no such process"
+    assert over_http.front_time(2**22 + 1) is None, "no such process"
 
 
 def test_each_cost_of_a_plan_is_measured(monkeypatch, tmp_path, tiny_models):

@@ -33,8 +33,7 @@ from cyclopts import App
 import workbench as wb
 from data.measure import peer as recorded
 from data.measure import streams
-from data.measure.command import USUAL, Call, Options, start
-from data.measure.in_rounds import Recording, same_answers
+from data.measure.command import USUAL, Call, Options, Recording, same_answers, start
 from data.measure.matrix import ANY, WORD
 from data.measure.peer import LLAMA, MODELS, OURS, SWITCHES, TESTS, PeerRun
 from data.measure.recorded import spread

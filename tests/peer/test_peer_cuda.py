@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from data.measure import matrix, streams
-from data.measure.command import Options
-from data.measure.in_rounds import Recording
+from data.measure.command import Options, Recording
 from data.measure.peer import FOLDER, SWITCHES, PeerRun, recorded_peers, theirs
 from data.measure.recorded import Recorded
 from data.measure.session import is_complete
