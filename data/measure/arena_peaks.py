@@ -9,7 +9,6 @@ that kind would overwrite while they are in use.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, product
 from typing import Any, NamedTuple
@@ -174,12 +173,7 @@ def said(recorded: Recorded) -> str:
 BLOCKS: dict[str, list[Part]] = {NAME: [Table("Memory by lifetimes", lines, said=said)]}
 
 
-def main() -> int:
+if __name__ == "__main__":
     record = {"date": provenance.utc_now(), "commit": provenance.commit(), "rows": list(peaks())}
     write_text(OUT, json.dumps(record, indent=1) + "\n")
     print(f"wrote {OUT}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,6 @@ from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import FASTER, SLOWER
-from workbench.benchmarks.runs import results
 from workbench.benchmarks.times.token_parts import medians_us
 from workbench.benchmarks.workload import parse
 from workbench.config import LaunchAhead, PlanEnd, PlanRule, PlanScope, Results
@@ -44,7 +43,13 @@ def captured(plans: Mapping[str, int]) -> str:
 
 
 class Planned(NamedTuple):
-    """An arm of a comparison of plans."""
+    """An arm of a comparison of plans.
+
+    row: of `AB.summary`; for the baseline its t/s alone.
+    us: `token_parts.PARTS`, medians over the rounds.
+    calls, nodes: of the host and on the device for a token.
+    plans: counters of an engine's plans in its first tokens; empty without plans.
+    """
 
     model: str
     arm: dict[str, Any]
@@ -70,9 +75,8 @@ class Planned(NamedTuple):
     @property
     def where(self) -> dict[str, str]:
         """The cells that name the arm."""
-        plans = self.rule if self.rule != OFF else ""
-        return {"Model": model_of(self.ab.run), "pdl": self.toggles["pdl"],
-                "plans": plans or OFF, "a plan is": self.kind if plans else ""}  # fmt: skip
+        return {"Model": model_of(self.ab.run), "pdl": self.toggles["pdl"], "plans": self.rule,
+                "a plan is": self.kind if self.rule != OFF else ""}  # fmt: skip
 
     @property
     def named(self) -> str:
@@ -96,31 +100,24 @@ class Planned(NamedTuple):
 
 @lru_cache(maxsize=4)
 def planned(recorded: Recorded) -> list[Planned]:
-    """Every arm of every comparison of plans except the controls."""
-    return [one for row, run in recorded.of("plans", "plans") for one in arms(row.model, run)]
-
-
-def arms(model: str, run: results.Run) -> Iterator[Planned]:
-    """The arms of a comparison of plans except the control, the baseline first."""
-    if "parts" not in run.run["result"]:
-        return
-    ab = AB(run.run, run.samples)
-    summary = {row["arm"]: row for row in ab.summary().to_dict("records")}
-    tps = next(iter(summary.values()))["tps_baseline"]
-    for arm in ab.run["arms"]:
-        if arm["is_control"]:
-            continue
-        own = ab.run["result"]["parts"][arm["name"]]
-        yield Planned(
-            model, arm, summary.get(arm["name"], {"tps_toggled": tps}),
-            medians_us(own), own["calls"], own["nodes"],
-            {k: n for k, n in own["counters"].items() if k.startswith("plans_")}, ab,
-        )  # fmt: skip
+    """Every arm of every comparison of plans except the controls, each baseline first. None of a
+    run that was cut off before the parts of its tokens were measured."""
+    found = []
+    for row, run in recorded.of("plans", "plans"):
+        ab, parts = AB(run.run, run.samples), run.run["result"].get("parts", {})
+        summary = {one["arm"]: one for one in ab.summary().to_dict("records")}
+        tps = next(iter(summary.values()))["tps_baseline"]
+        for arm in ab.run["arms"]:
+            if own := parts.get(arm["name"]):
+                beside = summary.get(arm["name"], {"tps_toggled": tps})
+                plans = {k: n for k, n in own["counters"].items() if k.startswith("plans_")}
+                us, calls, nodes = medians_us(own), own["calls"], own["nodes"]
+                found.append(Planned(row.model, arm, beside, us, calls, nodes, plans, ab))
+    return found
 
 
 def rules(recorded: Recorded) -> Iterator[Line]:
-    """A line for each arm: its speed beside the run without plans, its launches, and the parts of a
-    token."""
+    """A line for each arm: its speed beside the run without plans, and the parts of a token."""
     for one in planned(recorded):
         row = one.row
         beside = "speedup" in row and one.toggles["pdl"] == one.ab.run["arms"][0]["toggles"]["pdl"]
@@ -134,36 +131,29 @@ def rules(recorded: Recorded) -> Iterator[Line]:
         cells |= {f"{part} us": f"{one.us[part]:.0f}" for part in ("host", "gap", "device")}
         cells["stamps us"] = f"{one.us['token'] - one.us['plain']:.1f}"  # the cost of measuring
         cells |= {name: str(one.plans.get(f"plans_{name}", "")) for name in MADE}
-        cells["captured"] = captured(one.plans)
-        yield Line(cells, [one.ab])
+        yield Line(cells | {"captured": captured(one.plans)}, [one.ab])
 
 
 def added(recorded: Recorded) -> Iterator[Line]:
     """A line for each model and addition to a plan of a step with plans=ours: us a token with it
     and without, from the same rounds."""
     for _, run in recorded.of("plans", "plans"):
-        arms = Arms(run)
-        pdl = run.run["arms"][0]["toggles"]["pdl"]
+        arms, pdl = Arms(run), run.run["arms"][0]["toggles"]["pdl"]
         ours = {kind_of(arm["toggles"]): arm["name"] for arm in run.run["arms"]
                 if (arm["toggles"]["plans"], arm["toggles"]["pdl"]) == (OURS, pdl)}  # fmt: skip
-        plain = ours.get(KINDS[1])
         for kind in KINDS[2:]:
-            if plain is not None and kind in ours:
-                found = arms.between(run.run["tests"][0], plain, ours[kind])
-                yield Line(
-                    {
-                        "Model": arms.model, "pdl": pdl,
-                        "a plan is": kind, "us a step": f"{1e6 / found.before:.0f}",
-                        "us then": f"{1e6 / found.after:.0f}",
-                        "Speedup": spread(found.ratio, 3),
-                        "verdict": found.verdict,
-                    },
-                    [arms],
-                )  # fmt: skip
+            if KINDS[1] in ours and kind in ours:
+                found = arms.between(run.run["tests"][0], ours[KINDS[1]], ours[kind])
+                cells = {
+                    "Model": arms.model, "pdl": pdl, "a plan is": kind,
+                    "us a step": f"{1e6 / found.before:.0f}", "us then": f"{1e6 / found.after:.0f}",
+                    "Speedup": spread(found.ratio, 3), "verdict": found.verdict,
+                }  # fmt: skip
+                yield Line(cells, [arms])
 
 
 def costs(recorded: Recorded) -> Iterator[Line]:
-    """A line for each arm: the time of a capture and of an update."""
+    """A line for each arm: the time of a capture and of an update, where there were any."""
     made = [one for one in planned(recorded) if one.rule != OFF and one.made]
     updated = any(one.tried for one in made)
     for one in made:
@@ -188,8 +178,7 @@ def plans_of(one: Toggled) -> Mapping[str, int]:
 
 
 def first_tokens(recorded: Recorded) -> Iterator[Line]:
-    """A line for each model and arm: ms of an engine's first tokens, with everything that is made
-    for them."""
+    """A line for each model and arm: ms of an engine's first tokens, with all that is made."""
     for one in recorded.toggled("plans", "fresh"):
         plans, seconds = plans_of(one), _seconds(one.ab.samples)
         before, after = (
@@ -212,24 +201,21 @@ def sweep(recorded: Recorded) -> Iterator[Line]:
     """A line for each model, plans and depth, in the columns of llama.cpp's sweep-bench, with the
     speedup of TG."""
     for _, run in recorded.of("grown", "sweep"):
-        ab = AB(run.run, run.samples)
+        ab, seconds = AB(run.run, run.samples), _seconds(run.samples)
         tests = [parse(test) for test in ab.run["tests"]]
-        seconds, (first, *others) = _seconds(run.samples), ab.run["arms"][:-1]
         speedups = {(r["arm"], r["test"]): r for r in ab.summary().to_dict("records")}
-        for arm in (first, *others):
+        for arm in ab.run["arms"][:-1]:
             for pp, tg in zip(tests[::2], tests[1::2], strict=True):
                 t_pp, t_tg = (seconds[arm["name"], test.name] for test in (pp, tg))
                 found = speedups.get((arm["name"], tg.name))
-                yield Line(
-                    {
-                        "Model": model_of(ab.run), "plans": arm["toggles"]["plans"],
-                        "PP": str(pp.n_prompt), "TG": str(tg.n_gen), "N_KV": str(tg.n_depth),
-                        "T_PP s": f"{t_pp:.4f}", "S_PP t/s": f"{pp.n_prompt / t_pp:.1f}",
-                        "T_TG s": f"{t_tg:.4f}", "S_TG t/s": f"{tg.n_gen / t_tg:.1f}",
-                        "Speedup of TG": SPEEDUP.format_map(found) if found else "",
-                    },
-                    [ab],
-                )  # fmt: skip
+                cells = {
+                    "Model": model_of(ab.run), "plans": arm["toggles"]["plans"],
+                    "PP": str(pp.n_prompt), "TG": str(tg.n_gen), "N_KV": str(tg.n_depth),
+                    "T_PP s": f"{t_pp:.4f}", "S_PP t/s": f"{pp.n_prompt / t_pp:.1f}",
+                    "T_TG s": f"{t_tg:.4f}", "S_TG t/s": f"{tg.n_gen / t_tg:.1f}",
+                    "Speedup of TG": SPEEDUP.format_map(found) if found else "",
+                }  # fmt: skip
+                yield Line(cells, [ab])
 
 
 def _seconds(samples: pd.DataFrame) -> dict[tuple[str, str], float]:
@@ -320,10 +306,12 @@ def won(recorded: Recorded) -> str:
         said.append(f"- {name}: {'won' if wins else 'did not win'}; faster in "
                     f"{faster} of {len(them)}, {lost}")  # fmt: skip
     rule = "A set wins that is faster in some test and slower in none, warm and made anew"
-    mean = (
-        "Of these `best` has the fastest by the mean, where a speedup inside its band counts as 1."
-    )
-    left = mean if taken else "None did, so `best` keeps what won one by one."
+    left = "None did, so `best` keeps what won one by one."
+    if taken:
+        left = (
+            "Of these `best` has the fastest by the mean, where a speedup inside its band counts "
+            "as 1."
+        )
     return "\n".join([f"{rule}. {left}", "", *said])
 
 
@@ -343,25 +331,22 @@ def worst(recorded: Recorded, kind: str, part: str, most: float) -> dict[str, An
     """Of all rows with plans=ours and a kind of plan, the row whose part of a token takes longest;
     the number of rows (n), and of rows above `most` (over)."""
     ours = [one for one in planned(recorded) if (one.rule, one.kind) == (OURS, kind)]
-    if not ours:
-        return None
-    found = max(ours, key=lambda one: one.us[part])
+    found = max(ours, key=lambda one: one.us[part], default=None)
     over = sum(one.us[part] > most for one in ours)
-    return {"us": found.us[part], "where": found.named, "n": len(ours), "over": over}
+    said = found and {"us": found.us[part], "where": found.named, "n": len(ours), "over": over}
+    return said or None
 
 
 def device_us(recorded: Recorded, model: str, pdl: str) -> Mapping[str, Any] | None:
     """The time of a token's kernels as one plan of a step, with plans=ours."""
-    for one in planned(recorded):
-        same = one.toggles["pdl"], one.rule, one.kind
-        if one.model == model and same == (pdl, OURS, KINDS[1]):
-            return one.us
-    return None
+    wanted = model, pdl, OURS, KINDS[1]
+    every = planned(recorded)
+    same = (p for p in every if (p.model, p.toggles["pdl"], p.rule, p.kind) == wanted)
+    return next((one.us for one in same), None)
 
 
 def never_cost(recorded: Recorded, model: str) -> dict[str, Any] | None:
-    """The first tokens of fresh engines, plans=ours beside off. slower: for how many kinds of plans
-    they took longer."""
+    """The first tokens of fresh engines; slower: with how many kinds of plans they took longer."""
     fresh = (one for one in recorded.toggled("plans", "fresh") if one.row.model == model)
     rows = {kind_of(one.arm["toggles"]): one for one in fresh}
     if not rows:
