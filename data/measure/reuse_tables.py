@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 from data.measure import peer
@@ -83,14 +84,13 @@ def worths(recorded: Recorded) -> list[Worth]:
         for saving in (other.savings(test) if test.startswith("tg") else ())
         if saving.with_ == peer.REUSE_PAIRS[0][0]
     }
-    return [
-        Worth(
-            one.model, 1e6 / one.found["tps_toggled"], kept.own_build_us(one.ab.run["arms"][0]),
-            one.speedup(2), theirs.get(one.model), one.ab,
-        )
-        for one in recorded.toggled("reuse", "ab", WAYS)
-        if one.arm["name"] == KEPT
-    ]  # fmt: skip
+    found = []
+    for one in recorded.toggled("reuse", "ab", WAYS):
+        if one.arm["name"] == KEPT:
+            us, own_us = 1e6 / one.found["tps_toggled"], kept.own_build_us(one.ab.run["arms"][0])
+            of = theirs.get(one.model)
+            found.append(Worth(one.model, us, own_us, one.speedup(2), of, one.ab))
+    return found
 
 
 def verdicts(recorded: Recorded) -> Iterator[Line]:
@@ -117,24 +117,23 @@ def verdicts(recorded: Recorded) -> Iterator[Line]:
 def verdict(recorded: Recorded) -> str:
     """#8366 at llama.cpp's own build time: measured in a peer run, else as its thread says."""
     found = worths(recorded)
-    measured = [one for one in found if one.theirs is not None]
-    if not measured:
-        lows, highs = ([kept.build_us(one.us, c) for one in found] for c in kept.CLAIMED)
+    said = [
+        f"{one.model} {of.us:.0f} us beside a token of {one.us:.0f}, {one.said(of)} (of its own "
+        f"token {of.speedup.value:.2f})"
+        for one in found
+        if (of := one.theirs)
+    ]
+    if said:
         return (
-            "Verdict on #8366, at llama.cpp's build time: its own was not measured on this card. "
-            f"Its thread has 3 to 7 %, which here would be a build of {min(lows):.0f} to "
-            f"{max(highs):.0f} us. This engine's ratio is the price of its Python."
+            "Verdict on #8366, at llama.cpp's build time (what its reuse switch saves on the same "
+            f"files and card, with all that a new graph entails): {'; '.join(said)}. Its thread "
+            "had 3 to 7 %. This engine's ratio is the price of its Python."
         )
-    said = "; ".join(
-        f"{one.model} {one.theirs.us:.0f} us beside a token of {one.us:.0f}, "
-        f"{one.said(one.theirs)} (of its own token {one.theirs.speedup.value:.2f})"
-        for one in measured
-        if one.theirs is not None
-    )
+    lows, highs = ([kept.build_us(one.us, c) for one in found] for c in kept.CLAIMED)
     return (
-        "Verdict on #8366, at llama.cpp's build time (what its reuse switch saves on the same "
-        f"files and card, with all that a new graph entails): {said}. Its thread had 3 to 7 %. "
-        "This engine's ratio is the price of its Python."
+        "Verdict on #8366, at llama.cpp's build time: its own was not measured on this card. Its "
+        f"thread has 3 to 7 %, which here would be a build of {min(lows):.0f} to {max(highs):.0f} "
+        "us. This engine's ratio is the price of its Python."
     )
 
 
@@ -160,17 +159,15 @@ def growth(recorded: Recorded) -> Iterator[Line]:
     """A line for each model, test and plans: kv_growth=full beside kv_growth=step, in one run."""
     for _, run in recorded.of("grown", "ab"):
         arms = Arms(run)
-        for test in run.run["tests"]:
-            for step, full in zip(arms.names[::2], arms.names[1::2], strict=True):
-                found = arms.between(test, step, full)
-                yield Line(
-                    {
-                        "Model": arms.model, "Test": test, "plans": arms.toggles(step)["plans"],
-                        "t/s step": f"{found.before:.1f}", "t/s full": f"{found.after:.1f}",
-                        "Speedup": spread(found.ratio, 3), "verdict": found.verdict,
-                    },
-                    [arms],
-                )  # fmt: skip
+        for test, i in product(run.run["tests"], range(0, len(arms.names), 2)):
+            step, full = arms.names[i : i + 2]
+            found = arms.between(test, step, full)
+            cells = {
+                "Model": arms.model, "Test": test, "plans": arms.toggles(step)["plans"],
+                "t/s step": f"{found.before:.1f}", "t/s full": f"{found.after:.1f}",
+                "Speedup": spread(found.ratio, 3), "verdict": found.verdict,
+            }  # fmt: skip
+            yield Line(cells, [arms])
 
 
 BLOCKS: dict[str, list[Part]] = {
