@@ -32,7 +32,6 @@ from workbench.common.errors import DeviceError, UsageError
 from workbench.common.output import write_text
 from workbench.config import BEST, TogglePreset
 from workbench.graph import ops
-from workbench.graph.ir import Node
 from workbench.model.synth.models import write_model
 from workbench.model.synth.shapes import PRESETS, find_preset, quant_name, tensor_type, tensors
 from workbench.program.commands import COMPUTE_STREAM, Launch, Space
@@ -91,17 +90,16 @@ class Session:
         shape = find_preset(preset)
         typed = ((s.shape, tensor_type(s, shape, quant_name(quant))) for s in tensors(shape))
         gb = sum(math.prod(s[:-1]) * dtype.row_bytes(s[-1]) for s, dtype in typed) / 1e9
-        fits = self.quick or gb <= self.most_gb
-        if not fits:
-            print(f"{preset} {quant}: left out, {gb:.1f} GB is above the limit", flush=True)
-        return fits
+        if self.quick or gb <= self.most_gb:
+            return True
+        print(f"{preset} {quant}: left out, {gb:.1f} GB is above the limit", flush=True)
+        return False
 
     def late(self, row: Row) -> bool:
         """Whether a row would probably end after the deadline. Then a line says so."""
-        late = time.monotonic() + row.seconds > self.deadline
-        if late:
-            print(f"{self.at(row).name}: left, {row.seconds} s are too many; call again",
-                  flush=True)  # fmt: skip
+        if late := time.monotonic() + row.seconds > self.deadline:
+            said = f"left, {row.seconds} s are too many; call again"
+            print(f"{self.at(row).name}: {said}", flush=True)
         return late
 
     def has(self, row: Row) -> bool:
@@ -223,14 +221,9 @@ def cell_bytes(engine: wb.Engine) -> int:
 def product_flops(engine: wb.Engine, n_tokens: int) -> int:
     """Arithmetic operations of the products with weights in a step of n_tokens and one output."""
     nodes = [c.node for c in engine.program(n_tokens).singly() if isinstance(c, Launch)]
-    return sum(ops.flops(part) for node in nodes for part in _parts(node) if part.op == "mul_mat")
-
-
-def _parts(node: Node) -> Iterator[Node]:
-    if not node.parts:
-        yield node
-    for part in node.parts:
-        yield from _parts(part)
+    for node in nodes:
+        nodes += node.parts
+    return sum(ops.flops(n) for n in nodes if n.op == "mul_mat" and not n.parts)
 
 
 @contextmanager
