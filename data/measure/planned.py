@@ -119,7 +119,8 @@ def plans(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 
 def fresh(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     """Measures the first tokens of engines that are made anew for every test of every repetition:
-    they build programs and capture plans."""
+    they build programs and capture plans. Python's collector would go through all new objects at a
+    token of some arm, so it runs before the test."""
     for row in rows:
         tests = parse_tests(QUICK_FRESH["pp" in row.test] if session.quick else row.test)
         turns = Turns(session, engine, row, tests)
@@ -178,14 +179,13 @@ def _decoded(engine: wb.Engine, tokens: list[int]) -> Sample:
         logits = engine.step((token,))
         stamps.append(now_ns())
     engine.synchronize()  # so no step launched ahead delays a prompt
-    return _sample(np.diff(np.array(stamps, np.int64)), np.ones(len(tokens), np.int64), logits)
+    return _sample(np.diff(stamps), np.ones(len(tokens), np.int64), logits)
 
 
 def _prefilled(engine: wb.Engine, tokens: list[int]) -> Sample:
     start = now_ns()
     logits = engine.prefill(tokens)
-    ns = np.array([now_ns() - start], np.int64)
-    return _sample(ns, np.array([len(tokens)], np.int64), logits)
+    return _sample(np.array([now_ns() - start]), np.array([len(tokens)]), logits)
 
 
 def _sample(ns: np.ndarray, n: np.ndarray, logits: np.ndarray) -> Sample:

@@ -35,8 +35,7 @@ from workbench.backend.base import choose_device, open_backend
 from workbench.benchmarks import workload
 from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, bench_kernels
 from workbench.benchmarks.kernels.kernel_cases import TYPES, parse_shapes
-from workbench.benchmarks.llama.batched import batched
-from workbench.benchmarks.llama.batched import line as batched_line
+from workbench.benchmarks.llama import batched
 from workbench.benchmarks.llama.llama_bench import bench as llama_bench
 from workbench.benchmarks.runs import provenance
 from workbench.benchmarks.scores.perplexity import parse_against, perplexity_by_size
@@ -60,11 +59,10 @@ class Kind(NamedTuple):
 
 
 def bench(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """llama-bench's tests."""
-    rates = session.rates(engine.backend)
-    cache = cell_bytes(engine)
+    """llama-bench's tests; the folder also has the operations of a step and the device's rates."""
+    rates, cache = session.rates(engine.backend), cell_bytes(engine)
     for row in rows:
-        folder, tests = session.emptied(row), [workload.parse(t) for t in row.test.split(",")]
+        folder, tests = session.emptied(row), workload.parse_tests(row.test)
         prompts, gens, depths = (
             tuple(dict.fromkeys(min(n, most) if session.quick else n for n in wanted))
             for wanted, most in (
@@ -84,18 +82,17 @@ def bench(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 
 def together(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     """llama-batched-bench's tests. The folder also has the bytes that a step reads."""
-    rates = session.rates(engine.backend)
+    rates, cache = session.rates(engine.backend), cell_bytes(engine)
     for row in rows:
         folder, test = session.emptied(row), workload.parse(row.test)
         if session.quick:
             test = test._replace(n_prompt=4, n_gen=2)
         with session.variant(engine, row) as side:
             sizes = [test.n_prompt], [test.n_gen], [test.n_seqs]
-            (made,) = batched(side, *sizes, row.rounds, out=folder)
-        add_to_result(folder, **rates, cache_bytes_per_token=cell_bytes(engine))
-        print(
-            f"{folder.name}: {batched_line(made)}; {rates['read_gbps']:.0f} GB/s read", flush=True
-        )
+            (made,) = batched.batched(side, *sizes, row.rounds, out=folder)
+        add_to_result(folder, **rates, cache_bytes_per_token=cache)
+        said = f"{batched.line(made)}; {rates['read_gbps']:.0f} GB/s read"
+        print(f"{folder.name}: {said}", flush=True)
 
 
 def compare(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
@@ -111,13 +108,11 @@ def gaps(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     some = {"rounds": 2} if session.quick else {}
     for row in rows:
         folder = session.emptied(row)
-        arms = {
-            f"{mode}, {stream}": toggles_of(
-                f"{row.toggles} copy_stream={stream} sync={mode}", engine
-            )
-            for stream in (CopyStream.OWN, CopyStream.COMPUTE)
-            for mode in modes_on(stream)
-        }
+        arms = {}
+        for stream in (CopyStream.OWN, CopyStream.COMPUTE):
+            for mode in modes_on(stream):
+                spec = f"{row.toggles} copy_stream={stream} sync={mode}"
+                arms[f"{mode}, {stream}"] = toggles_of(spec, engine)
         found = host_gaps(engine, arms, out=folder, name=folder.name, **some)
         print(f"{folder.name}:\n{found}", flush=True)
 
@@ -209,13 +204,12 @@ KINDS: dict[str, Kind] = {
 
 def is_there(session: Session, row: Row) -> bool:
     """Whether a complete run of a row, of this commit, is there."""
-    kind = KINDS[row.kind]
     if row.kind in FILES:
         return session.holds_file(row)
     if row.kind == "trace":
         return (session.at(row) / TRACE).is_file()
     on_gpu = row.kind == "kernels" and session.device == "cuda"
-    return is_complete(session.at(row), "product_tflops" if on_gpu else kind.needs)
+    return is_complete(session.at(row), "product_tflops" if on_gpu else KINDS[row.kind].needs)
 
 
 def run(session: Session, rows: Sequence[Row]) -> list[str]:
