@@ -35,21 +35,19 @@ async def one(url: str, body: dict) -> None:
     writer.close()
 
 
-async def many(url: str, n: int, body: dict) -> None:
-    await asyncio.gather(*(one(url, body) for _ in range(n)))
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time of all threads of a process."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
-
-
 def used_s(pid: int, url: str, n: int, body: dict) -> tuple[float, float]:
-    """CPU time of the front for n requests at once, and how long they took."""
-    begin, began = cpu_s(pid), time.perf_counter()
-    asyncio.run(many(url, n, body))
-    return cpu_s(pid) - begin, time.perf_counter() - began
+    """CPU time of the front's threads for n requests at once, and how long they took."""
+
+    async def many() -> None:
+        await asyncio.gather(*(one(url, body) for _ in range(n)))
+
+    def cpu_s() -> float:
+        tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+    begin, began = cpu_s(), time.perf_counter()
+    asyncio.run(many())
+    return cpu_s() - begin, time.perf_counter() - began
 
 
 def main() -> None:
@@ -59,7 +57,7 @@ def main() -> None:
         for n in SIZES:
             for name, extra in WAYS.items():
                 few = SAME | extra | {"max_tokens": 1}
-                asyncio.run(many(url, n, few))
+                used_s(process.pid, url, n, few)
                 fixed, _ = used_s(process.pid, url, n, few)
                 used, took = used_s(process.pid, url, n, few | {"max_tokens": N_TOKENS})
                 made = n * (N_TOKENS - 1)

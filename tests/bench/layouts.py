@@ -53,9 +53,6 @@ class Product(NamedTuple):
         for block in self.blocks:
             self.kernel(int(block.ctypes.data), part, N_THREADS)
 
-    def run(self, pool: ThreadPoolExecutor) -> None:
-        list(pool.map(self.compute, range(N_THREADS)))
-
 
 def cold_copies(dtype: DType, rows: int, cols: int, layout: str) -> int:
     """How many copies of a weight take COLD_BYTES."""
@@ -79,11 +76,8 @@ def product(
     x = np.random.default_rng(1).standard_normal((n_tokens, cols)).astype(np.float32)
     given = quantize_activations(x) if dtype in QUANTISED else x
     y = np.full((n_tokens, rows), np.nan, np.float32)
-    shape = (rows, cols, n_tokens)
-    blocks = [
-        np.array([y.ctypes.data, w.ctypes.data, given.ctypes.data, *shape], np.int64)
-        for w in weights
-    ]
+    at = [[y.ctypes.data, w.ctypes.data, given.ctypes.data] for w in weights]
+    blocks = [np.array([*each, rows, cols, n_tokens], np.int64) for each in at]
     w = Tensor("w", dtype, (rows, cols), Kind.WEIGHT)
     node = make("mul_mat", "y", w, Tensor("x", Q8_ACT if dtype in QUANTISED else F32, x.shape))
     kernel = op_table.kernel(op_table.kernel_of(node), layout, isa).ctypes
@@ -96,7 +90,7 @@ def pairs(products: list[Product], pool: ThreadPoolExecutor, n: int) -> np.ndarr
     for i in range(-1, n):  # round -1 warms up
         for which in (0, 1) if i % 2 else (1, 0):
             begin = time.perf_counter()
-            products[which].run(pool)
+            list(pool.map(products[which].compute, range(N_THREADS)))
             seconds[i, which] = time.perf_counter() - begin
     return seconds
 
@@ -118,44 +112,36 @@ def measure(dtype: DType, rows: int, cols: int, isa: str, pool: ThreadPoolExecut
     found = []
     for n_tokens, parts in trials.items():
         seconds = np.concatenate(parts)
-        ratio = seconds[:, 1] / seconds[:, 0]
-        us = seconds * 1e6 / copies
-        found.append(
-            {
-                "isa": isa, "type": dtype.name, "rows": rows, "cols": cols, "batch": n_tokens,
-                "ratio": round(float(np.median(ratio)), 3),
-                "quartiles": [round(float(q), 3) for q in np.quantile(ratio, (0.25, 0.75))],
-                "trials": [round(float(np.median(p[:, 1] / p[:, 0])), 3) for p in parts],
-                "least_us": dict(zip(op_table.LAYOUTS, us.min(0).round(1).tolist(), strict=True)),
-                "median_us": dict(
-                    zip(op_table.LAYOUTS, np.median(us, 0).round(1).tolist(), strict=True)
-                ),
-            }
-        )  # fmt: skip
+        ratio, us = seconds[:, 1] / seconds[:, 0], seconds * 1e6 / copies
+        least, median = us.min(0).round(1).tolist(), np.median(us, 0).round(1).tolist()
+        found.append({
+            "isa": isa, "type": dtype.name, "rows": rows, "cols": cols, "batch": n_tokens,
+            "ratio": round(float(np.median(ratio)), 3),
+            "quartiles": [round(float(q), 3) for q in np.quantile(ratio, (0.25, 0.75))],
+            "trials": [round(float(np.median(p[:, 1] / p[:, 0])), 3) for p in parts],
+            "least_us": dict(zip(op_table.LAYOUTS, least, strict=True)),
+            "median_us": dict(zip(op_table.LAYOUTS, median, strict=True)),
+        })  # fmt: skip
         print(*found[-1].values(), flush=True)
     return found
 
 
 def main(path: str, isas: list[str]) -> None:
     record = {
-        "date": provenance.utc_now(),
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-        "threads": N_THREADS,
-        "cold_bytes": COLD_BYTES,
+        "date": provenance.utc_now(), "commit": provenance.commit(),
+        "machine": provenance.machine(), "threads": N_THREADS, "cold_bytes": COLD_BYTES,
         "pairs": TRIALS * PAIRS,
-    }
+    }  # fmt: skip
     with ThreadPoolExecutor(N_THREADS) as pool:
         rows = [
-            row
+            json.dumps(row)
             for isa in isas or [host_isas()[0].name]
             for dtype in (DTYPES[d.name] for d in WEIGHT_DTYPES if d in QUANTISED)
             for shape in SHAPES
             for row in measure(dtype, *shape, isa, pool)
         ]
-    lines = [json.dumps(record)[:-1] + ', "products": [']
-    lines += [json.dumps(row) + "," for row in rows[:-1]] + [json.dumps(rows[-1]), "]}"]
-    write_text(path, "\n".join(lines) + "\n")
+    every = ",\n".join(rows)
+    write_text(path, f'{json.dumps(record)[:-1]}, "products": [\n{every}\n]}}\n')
 
 
 if __name__ == "__main__":

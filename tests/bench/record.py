@@ -23,53 +23,37 @@ import pytest
 from workbench.benchmarks.runs import provenance
 from workbench.common.output import write_text
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "tests" / "bench"
-OUT = ROOT / "data" / "results" / "benchmarks.json"
+HERE = Path(__file__).resolve().parent
+OUT = HERE.parents[1] / "data" / "results" / "benchmarks.json"
 
 
 def main(files: Sequence[str]) -> int:
     about = {
-        "date": provenance.utc_now(),
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-        "versions": dict(provenance.versions()),
-    }
+        "date": provenance.utc_now(), "commit": provenance.commit(),
+        "machine": provenance.machine(), "versions": dict(provenance.versions()),
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "benchmarks.json"
         flags = ["-m", "not gpu", "--benchmark-enable", "--benchmark-only"]
-        here = [str(BENCHMARKS / name) for name in files or [""]]
+        here = [str(Path(__file__).with_name(name)) for name in files] or [str(HERE)]
         if status := pytest.main([*here, *flags, f"--benchmark-json={raw}"]):
             return int(status)
-        found = rows(json.loads(raw.read_text())["benchmarks"])
-    record = about | {"benchmarks": found}
-    if files:
-        record = merged(json.loads(OUT.read_text()), found, about)
-    write_text(OUT, json.dumps(record, indent=1) + "\n")
-    print(f"wrote {OUT}")
-    return 0
-
-
-def rows(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By name, what pytest-benchmark found."""
-    return {
+        found = json.loads(raw.read_text())["benchmarks"]
+    rows: dict[str, dict[str, Any]] = {
         b["fullname"].removeprefix("tests/bench/"): {
-            "median_us": round(b["stats"]["median"] * 1e6, 3),
-            "iqr_us": round(b["stats"]["iqr"] * 1e6, 3),
+            **{f"{what}_us": round(b["stats"][what] * 1e6, 3) for what in ("median", "iqr")},
             "rounds": b["stats"]["rounds"],
         }
         for b in found
     }
-
-
-def merged(
-    record: dict[str, Any], found: dict[str, dict[str, Any]], about: dict[str, Any]
-) -> dict[str, Any]:
-    """`record` with these rows, which say of when and where they are. Older rows of the same files
-    are gone."""
-    files = {name.partition("::")[0] for name in found}
-    kept = {n: row for n, row in record["benchmarks"].items() if n.partition("::")[0] not in files}
-    return record | {"benchmarks": kept | {n: row | {"of": about} for n, row in found.items()}}
+    record = about | {"benchmarks": rows}
+    if files:  # these rows say of when and where they are; older ones of the same files are gone
+        record, of = json.loads(OUT.read_text()), {name.partition("::")[0] for name in rows}
+        kept = {n: row for n, row in record["benchmarks"].items() if n.partition("::")[0] not in of}
+        record["benchmarks"] = kept | {n: row | {"of": about} for n, row in rows.items()}
+    write_text(OUT, json.dumps(record, indent=1) + "\n")
+    print(f"wrote {OUT}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -156,18 +156,6 @@ def measured(url: str, names: list[str], max_tokens: int, rounds: int = 1) -> di
     return {name: together(some) for name, some in found.items()}
 
 
-def record(load: str, found: dict[str, Waits]) -> None:
-    """Writes the file with this load's rows."""
-    known = json.loads(OUT.read_text()) if OUT.is_file() else {}
-    known[load] = {
-        "started": provenance.utc_now(), "commit": provenance.commit(),
-        "machine": provenance.machine(), "cores": len(os.sched_getaffinity(0)),
-        "streams": N_STREAMS, "rounds": ROUNDS, "body_bytes": MOST,
-        "rows": {name: one.row() for name, one in found.items()},
-    }  # fmt: skip
-    write_text(OUT, json.dumps(known, indent=1) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -185,13 +173,20 @@ def main() -> None:
         module, flags = NO_ENGINE, ["-m", tiny, "-c", 1 << 18]
     with tempfile.TemporaryDirectory() as log, served(Path(log), *flags, module=module) as one:
         found = measured(one[1], list(bodies()), most, ROUNDS)
-    print(f"{len(os.sched_getaffinity(0))} cores, {load}")
+    cores, rows = len(os.sched_getaffinity(0)), {name: one.row() for name, one in found.items()}
+    print(f"{cores} cores, {load}")
     print(f"{'':12}{'gaps':>8}{'median':>9}{'P99':>9}{'most':>9}")
-    for name, one in found.items():
+    for name, row in rows.items():
         said = "{n:8}{median:9.2f}{p99:9.2f}{most:9.2f}   {seconds:.2f} s {status}"
-        print(f"{name:12}" + said.format(**one.row()))
+        print(f"{name:12}" + said.format(**row))
     if args.record:
-        record(load, found)
+        known = json.loads(OUT.read_text()) if OUT.is_file() else {}
+        known[load] = {
+            "started": provenance.utc_now(), "commit": provenance.commit(),
+            "machine": provenance.machine(), "cores": cores, "streams": N_STREAMS,
+            "rounds": ROUNDS, "body_bytes": MOST, "rows": rows,
+        }  # fmt: skip
+        write_text(OUT, json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

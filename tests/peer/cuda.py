@@ -21,6 +21,7 @@ on the host.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,7 @@ CAMPAIGNS: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str], str, Seq
 }  # fmt: skip
 N_CTX, N_UBATCH = 1024, 512  # llama-bench's own ubatch
 OVERLAP_TOKENS = 8
+CLOCKS = ("clock_mhz", "power_w", "temperature_c", "throttle_reasons")
 
 app = App(help=__doc__, result_action="return_none")
 
@@ -120,7 +122,7 @@ class Turns:
             self.result["first_ns"].setdefault(name, {}).setdefault(test.name, []).append(first)
         self.result["turns"].append(
             {"round": round_, "arm": name, "seconds": round(time.monotonic() - begun, 3)}
-            | {"gpus": [_clocks(gpu) for gpu in provenance.gpus()]}
+            | {"gpus": [{key: gpu[key] for key in CLOCKS} for gpu in provenance.gpus()]}
         )
 
     def _theirs(self, name: str) -> dict[str, list[int]]:
@@ -148,16 +150,6 @@ class Turns:
             every = (w.draw_tokens(test, *of, round_ * n + i, bos) for i in range(n))
             found[test.name] = [w.take_sample(engine, test, one).ns_total for one in every]
         return found
-
-    def warm_up(self) -> None:
-        """Our arms once, untimed: programs are built, kernels compiled."""
-        for engine in self.engines.values():
-            for test in self.workloads:
-                w.warm_up([engine], test, self.wanted.seed, w.bos_token(engine), once=True)
-
-
-def _clocks(gpu: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: gpu[key] for key in ("clock_mhz", "power_w", "temperature_c", "throttle_reasons")}
 
 
 def settings_of(engine: wb.Engine, wanted: Wanted) -> dict[str, Toggles]:
@@ -195,7 +187,8 @@ def compare(bench: LlamaBench, path: Path, out: Path, wanted: Wanted) -> None:
             print(f"  {path.stem}: round {round_ + 1}/{wanted.rounds}", file=sys.stderr, flush=True)
 
         with recording.kept():
-            turns.warm_up()
+            for one, test in itertools.product(engines.values(), turns.workloads):
+                w.warm_up([one], test, wanted.seed, w.bos_token(one), once=True)
             recording.result["answers"] = same_answers(engines, wanted.seed)
             recording.take(turns.take, whole=whole)
             for name, one in engines.items():
@@ -207,9 +200,8 @@ def compare(bench: LlamaBench, path: Path, out: Path, wanted: Wanted) -> None:
 
 def overlaps(engine: wb.Engine, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     """How much of a token has two kernels or more in flight in each setting: what `Overlap.record`
-    says, and the seconds it took; `failed`: why it could not be measured, which ends no comparison.
-
-    After all turns: what a trace leaves in the process meets none of them."""
+    says, and the seconds it took, or why it `failed`. After all turns: what a trace leaves in the
+    process meets none of them."""
     found: dict[str, dict[str, Any]] = {}
     for spec in settings:
         begun = time.monotonic()
@@ -243,13 +235,11 @@ def _recording(
         made.arm(name).update(sync_mode=one.sync_mode, program=program)
     made.result |= {
         "peer": bench.about | {"arguments": arguments("FILE", names, wanted.repetitions)},
-        "env": env,
+        "env": env, "repetitions_of_a_turn": wanted.repetitions,
         "processes": "llama.cpp: one for each arm and round; ours: one, the engine stays loaded",
-        "repetitions_of_a_turn": wanted.repetitions,
         "first_ns": {},  # arm -> test -> ns of the repetition that does not count, of each round
-        "turns": [],
-        "answers": {},
-    }
+        "turns": [], "answers": {},
+    }  # fmt: skip
     return made
 
 

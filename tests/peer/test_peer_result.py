@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests import reference
+from tests.measure.made import is_ours
 from tests.peer import compare, files
 from tests.peer.compare import LLAMA, N_LOGITS_TOKENS, OURS, REFERENCE_TOLERANCE
 from workbench.config import EXPAND
@@ -51,12 +51,8 @@ def test_it_names_what_was_run_and_of_which_commit(result):
     assert result["sides"][LLAMA]["version"].endswith(compare.LLAMA_CPP_PYTHON)
     assert re.fullmatch(r"[0-9a-f]{40}", commit)
 
-    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", *arguments], cwd=compare.ROOT, capture_output=True, text=True)
-
     # a shallow clone and an unpacked archive lack the history
-    if git("rev-parse", "--is-shallow-repository").stdout.strip() == "false":
-        assert git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0, HINT
+    assert is_ours(result["commit"]), HINT
 
 
 def test_logits_agree_and_the_reference_is_entitled(result):
