@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,17 +36,14 @@ N_CORES, ROUNDS = 4, 3
 MOST = 16 << 20  # `--max-body`, where nobody says otherwise
 
 
-def _keys(n: int) -> bytes:
-    return json.dumps({"prompt": "a", "max_tokens": 1} | {f"k{i}": 1 for i in range(n)}).encode()
-
-
 def bodies(most: int = MOST) -> dict[str, tuple[str, bytes]]:
     """Path and body, by name; each of almost `most` bytes."""
     text = "the engine waits. " * (most // 19)
     ids, lists = (b",".join([b"7"] * (most // 2 - 99)), b",".join([b"[]"] * (most // 3 - 99)))
+    keys = {f"k{i}": 1 for i in range(most // 15)}
     chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
     return {
-        "keys": ("/v1/completions", _keys(most // 15)),
+        "keys": ("/v1/completions", json.dumps({"prompt": "a", "max_tokens": 1} | keys).encode()),
         "ids": ("/v1/completions", b'{"max_tokens":1,"prompt":[' + ids + b"]}"),
         "lists": ("/v1/completions", b'{"prompt":[' + lists + b"]}"),
         "text": ("/v1/completions", json.dumps({"prompt": text, "max_tokens": 1}).encode()),
@@ -66,11 +63,10 @@ class Waits(NamedTuple):
 
     def row(self) -> dict[str, Any]:
         """As it is recorded."""
-        shares = {"median": 50, "p99": 99, "most": 100}
-        found = {name: np.percentile(self.gaps, q) for name, q in shares.items()}
-        found |= {"seconds": self.seconds}
-        rounded = {name: round(float(value), 3) for name, value in found.items()}
-        return {"n": len(self.gaps), **rounded, "status": self.status}
+        found = {"n": len(self.gaps), "status": self.status, "seconds": round(self.seconds, 3)}
+        for name, q in {"median": 50, "p99": 99, "most": 100}.items():
+            found[name] = round(float(np.percentile(self.gaps, q)), 3)
+        return found
 
 
 class Streams:
@@ -78,21 +74,20 @@ class Streams:
     another begins; between them there is no gap."""
 
     def __init__(self, url: str, n: int, max_tokens: int):
-        self._url = url
-        self.times: list[list[int]] = []
+        self._url, self._stopped = url, False
+        self._times: list[list[int]] = []
         self._selector = selectors.DefaultSelector()
         asked = {"prompt": [1], "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
         self._asked = posted(asked)
         for _ in range(n):
             self._begin()
-        self._stopped = False
         self._thread = threading.Thread(target=self._read)
 
     def _begin(self) -> None:
         sock = connected(self._url)
         sock.sendall(self._asked)
-        self.times.append([])
-        self._selector.register(sock, selectors.EVENT_READ, self.times[-1])
+        self._times.append([])
+        self._selector.register(sock, selectors.EVENT_READ, self._times[-1])
 
     def _read(self) -> None:
         while not self._stopped:
@@ -109,7 +104,7 @@ class Streams:
         begin_ns, status, end_ns = time.perf_counter_ns(), work(), time.perf_counter_ns()
         time.sleep(0.3)
         found = [np.empty(0)]
-        for at in map(np.array, self.times):
+        for at in map(np.array, self._times):
             overlaps = (at[1:] > begin_ns) & (at[:-1] < end_ns)
             found.append(np.diff(at)[overlaps] / 1e6)
         return Waits(np.concatenate(found), (end_ns - begin_ns) / 1e9, status)
@@ -123,13 +118,6 @@ class Streams:
         self._thread.join()
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()
-
-
-def together(rounds: Sequence[Waits]) -> Waits:
-    """The gaps of several rounds, the median of their seconds, and each status once."""
-    seconds = float(np.median([one.seconds for one in rounds]))
-    status = ", ".join(dict.fromkeys(one.status for one in rounds))
-    return Waits(np.concatenate([one.gaps for one in rounds]), seconds, status)
 
 
 def post(url: str, path: str, body: bytes) -> str:
@@ -153,7 +141,14 @@ def measured(url: str, names: list[str], max_tokens: int, rounds: int = 1) -> di
             beside = streams.waits(lambda sent=sent: post(*sent))
         found.setdefault(name, []).append(beside)
         print(f"  {name}: {beside.seconds:.2f} s", file=sys.stderr, flush=True)
-    return {name: together(some) for name, some in found.items()}
+    return {
+        name: Waits(
+            np.concatenate([one.gaps for one in some]),
+            float(np.median([one.seconds for one in some])),
+            ", ".join(dict.fromkeys(one.status for one in some)),
+        )
+        for name, some in found.items()
+    }
 
 
 def main() -> None:

@@ -52,13 +52,11 @@ def launch(device, parts: int = 1):
 
 def test_push(timed, device):
     """Host time of 1000 launches, device running beside it."""
-    calls = [launch(device)] * CHAIN
-    assert timed(f"push x {CHAIN}", *calls, setup=device.synchronize)
+    assert timed(f"push x {CHAIN}", *[launch(device)] * CHAIN, setup=device.synchronize)
     assert device.streams[0].issued >= CHAIN
 
 
 def test_launch_and_sync(timed, device):
-    """One launch and the wait for it, while the workers are awake."""
     assert timed("launch and sync", launch(device), device.sync_stream(0), rounds=2000)
 
 
@@ -73,41 +71,30 @@ def test_chain(timed, device, parts):
             call()
         return (gate,), {}
 
-    def wait(gate) -> None:
+    def opened(gate) -> None:
+        gate.open()
         device.synchronize()
 
-    assert timed(f"chain x {CHAIN}", lambda gate: gate.open(), wait, setup=setup, rounds=100)
+    assert timed(f"chain x {CHAIN}", opened, setup=setup, rounds=100)
 
 
-def chain_plan(device, streams: int):
-    """The work of CHAIN kernels on one stream or two by turns, and a plan of it."""
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("what", ["capture", "launch", "chain"])
+def test_plan(timed, device, what, streams):
+    """A plan of CHAIN kernels on one stream or two by turns: its capture, its launch, and the time
+    from there to the last one's end."""
     calls = [ring.prepare(nothing.address, 1, [0] * 8) for ring in device.streams[:streams]]
     on = [i % streams for i in range(CHAIN)]
     work = plannable(device, [calls[stream] for stream in on], 0, on)
-    return work, device.capture(work)
-
-
-@pytest.mark.parametrize("streams", [1, 2])
-def test_plan_launch(timed, device, streams):
-    """Host time of a launch of a plan of 1000 kernels."""
-    _, plan = chain_plan(device, streams)
-    assert timed(f"launch of a plan of {CHAIN}", plan.launch, setup=device.synchronize)
-    assert plan.launches >= 1
-
-
-@pytest.mark.parametrize("streams", [1, 2])
-def test_plan_chain(timed, device, streams):
-    """A plan of 1000 kernels, from its launch to the last one's end."""
-    _, plan = chain_plan(device, streams)
-    assert timed(f"chain x {CHAIN}", plan.launch, device.synchronize)
-    assert len(plan.spans()) == CHAIN
-
-
-def test_plan_capture(timed, device):
-    """Host time of the capture of 1000 kernels."""
-    work, _ = chain_plan(device, 1)
-    assert timed(f"capture x {CHAIN}", lambda: device.capture(work), rounds=50)
-    assert device.streams[0].issued == 0
+    plan = device.capture(work)
+    if what == "capture":
+        assert timed(f"capture x {CHAIN}", lambda: device.capture(work), rounds=50)
+        assert device.streams[0].issued == 0
+    elif what == "launch":
+        assert timed(f"launch of a plan of {CHAIN}", plan.launch, setup=device.synchronize)
+    else:
+        assert timed(f"chain x {CHAIN}", plan.launch, device.synchronize)
+        assert len(plan.spans()) == CHAIN
 
 
 def test_small_copy(timed, device):

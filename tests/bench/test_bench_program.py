@@ -1,5 +1,4 @@
-"""What the host pays to build a program, to reuse one, for a prompt's mask, and to import the
-package.
+"""What the host pays to build a program, to reuse one, and to import the package.
 
 Requirements: at most 20 ms to build the program of a 32-layer llama from nothing (graph, splits,
 arena and commands, on one core), at most 100 us to find the kept one of a step's shape; `import
@@ -11,14 +10,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from tests.bench.steps import Steps
 from workbench.backend.issue.prepared import Prepared
 from workbench.backend.null import open_backend
 from workbench.engine.batch import NOBODY
-from workbench.engine.cache.masks import HIDDEN, fill
 from workbench.engine.programs import KeepByShape, Key
 from workbench.graph.ir import StepShape
 
@@ -59,25 +56,6 @@ def test_reuse(benchmark, steps, prepare):
     key = Key(StepShape(1, 1, 256), 0)
     first = kept.get(key)
     assert benchmark(kept.get, key) is first and kept.reused
-
-
-def by_comparing(out: np.ndarray, seen: np.ndarray, own: np.ndarray) -> None:
-    """What `fill` does, by a comparison of all tokens with all."""
-    out[:] = seen
-    out[:, own[0] : own[-1] + 1] = np.multiply((own > own[:, None]).view(np.uint8), HIDDEN)
-
-
-@pytest.mark.parametrize("way", [fill, by_comparing])
-@pytest.mark.parametrize("n_tokens", [512, 8192])
-def test_prompt(benchmark, n_tokens, way):
-    """The last n_tokens of so many cells, as a prompt's last step has them."""
-    n_cells = 8192 if benchmark.enabled else 1024
-    own = np.arange(max(0, n_cells - n_tokens), n_cells)
-    seen = np.where(np.arange(n_cells) < own[0], np.uint16(0), HIDDEN)
-    out, expected = np.empty((2, len(own), n_cells), np.uint16)
-    benchmark(way, out, seen, own)
-    by_comparing(expected, seen, own)
-    assert np.array_equal(out, expected)
 
 
 def test_import(benchmark):

@@ -1,12 +1,8 @@
 """What a token costs before its first command is issued, where programs are kept: inputs taken, the
-kept program found, and its 64 stores patched; and what reuse saves, phase by phase.
+kept program found, and its 64 stores patched.
 
 Requirement: at most 60 us in each of the three ways, for 32 layers on the embedded device, whether
 its workers are idle or busy.
-
-`test_phase` does one phase of a decode step again: what a token pays where nothing is kept.
-`test_step` times whole tokens, with each layer of reuse done again in turn: its difference from
-`kept` is that layer's cost.
 """
 
 from __future__ import annotations
@@ -20,21 +16,12 @@ from workbench.backend.base import Issue
 from workbench.backend.issue.prepared import Prepared
 from workbench.config import GraphReuse, Toggles
 from workbench.engine.engine import Engine
-from workbench.engine.look.phases import Phases
 from workbench.engine.look.watch import Watch
-from workbench.engine.programs import REDO, Key
 from workbench.model.synth import shapes as presets
 from workbench.model.synth.models import write_model
 
 REUSED = [way.value for way in GraphReuse if way != GraphReuse.REBUILD]
 N_LAYERS, N_KV, STEPS_QUEUED = 32, 256, 3
-KEPT = Toggles(graph_reuse="set_rows", sync="implicit", copy_stream="compute", fuse="on")
-ARMS = {
-    "rebuild": KEPT.switched("graph_reuse", "rebuild"),
-    "kept": KEPT,
-    **{name: KEPT.switched(name, "on") for name in (*REDO, "redo")},
-}
-PHASES = [phase for phases in REDO.values() for phase in phases]
 
 
 @pytest.fixture(scope="module")
@@ -83,31 +70,3 @@ def test_graph_work_of_a_token(benchmark, deep, way, workers):
             engine.synchronize()
         assert engine.counters["programs_built"] == 1
         assert engine.counters["programs_reused"] >= 2
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_phase(benchmark, deep, phase):
-    with deep.variant(KEPT) as engine:
-        phases = Phases(engine._spent)
-        prepared = engine.bound.build(Key(engine.program().shape, 0), phases, 0)
-        assert sum(c.kind == "launch" for c in prepared.program.commands) > 7 * N_LAYERS
-        benchmark(phases.again[phase])
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_step(benchmark, deep, arm):
-    with deep.variant(ARMS[arm]) as engine:
-
-        def step() -> None:
-            if engine.n_past == N_KV:
-                engine.reset()
-            engine.step([7])
-
-        step()
-        before = engine.counters
-        benchmark(step)
-        table = engine.phases(since=before)
-        benchmark.extra_info |= {f"{row.phase}_us": row.us for row in table}
-        done = {row.phase for row in table if row.us and row.phase in PHASES}
-        again = [n for n in Toggles.members("redo") if arm in ("rebuild", "redo", n)]
-        assert done == {phase for name in again for phase in REDO[name]}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from data.measure import streams
-from data.measure.command import Options, Recording
+from data.measure.command import Options
 from data.measure.peer import FOLDER, SWITCHES, PeerRun, recorded_peers, theirs
 from data.measure.recorded import Recorded
 from data.measure.session import is_complete
@@ -116,15 +116,13 @@ def test_what_the_program_says_is_not_believed(program):
             llama_bench.find(program).run(Path("m.gguf"), ["pp8", "tg4"], 3, {})
 
 
-def test_a_program_that_computed_without_a_gpu_is_refused(program, tmp_path):
+def test_a_program_that_computed_without_a_gpu_is_refused():
     """llama.cpp falls back to the CPU and says nothing."""
     engine = {"device": "cuda", "device_description": "NVIDIA H200 (sm_90), driver 1"}
-    recording = Recording("peer", tmp_path / "run", {"engine": engine}, {}, [], 1)
-    turns = cuda.Turns(llama_bench.find(program), Path("m"), {}, recording, cuda.Wanted())
-    turns.check_card({"gpu_info": "NVIDIA H200"})
+    cuda.check_card(Path("b"), {"gpu_info": "NVIDIA H200"}, engine)
     for card, named in (("", "no GPU"), ("NVIDIA L4", "NVIDIA L4")):
         with pytest.raises(RuntimeError, match=f"computed on {named}, and the engine on NVIDIA"):
-            turns.check_card({"gpu_info": card})
+            cuda.check_card(Path("b"), {"gpu_info": card}, engine)
 
 
 def test_what_cannot_be_compared_is_refused_first(program, measured):
