@@ -9,7 +9,6 @@ table; loads of other models stay.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import selectors
@@ -152,16 +151,11 @@ def measured(url: str, names: list[str], max_tokens: int, rounds: int = 1) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", nargs="?", metavar="MODEL")
-    parser.add_argument("--record", action="store_true")
-    args = parser.parse_args()
+    model = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:N_CORES])
-    if args.model is not None:
-        load, most = Path(args.model).stem, 4000
-        module, flags = ("workbench", "serve"), ["-m", args.model, "--slots", 8, "-c", 8 << 12]
+    if model is not None:
+        load, most = Path(model).stem, 4000
+        module, flags = ("workbench", "serve"), ["-m", model, "--slots", 8, "-c", 8 << 12]
     else:
         load, most = "no engine", 1 << 17
         tiny = write_tiny(ROOT / "data" / "models", "tiny-llama", "F16")
@@ -174,7 +168,7 @@ def main() -> None:
     for name, row in rows.items():
         said = "{n:8}{median:9.2f}{p99:9.2f}{most:9.2f}   {seconds:.2f} s {status}"
         print(f"{name:12}" + said.format(**row))
-    if args.record:
+    if "--record" in sys.argv:
         known = json.loads(OUT.read_text()) if OUT.is_file() else {}
         known[load] = {
             "started": provenance.utc_now(), "commit": provenance.commit(),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 
-import pandas as pd
 import pytest
 
 from data.measure import proofs
 from data.measure.arena_peaks import MODELS, peaks
 from data.measure.arena_peaks import OUT as PEAKS
 from data.measure.proofs import OUT, proved
-from data.measure.races_of_record import record_rows
 from tests.profiles import share
 from workbench.config import Lifetimes
 
@@ -69,14 +67,6 @@ def test_a_ring_mends_what_the_host_writes_and_nothing_else(found):
         ("packed_implicit, compute", "train"): rings,
         ("event_guarded, own", "train"): rings,
     }
-
-
-def test_every_race_of_record_is_gone_after_its_fix():
-    table = pd.DataFrame(record_rows())
-    assert set(table["thread"]) >= {"#20463", "#26040", "#20927", "#14855", "#8897"}
-    assert (table["before"] > 0).all() and (table["after"] == 0).all()
-    assert {"of the thread", "reconstructed"} == set(table["pair"])
-    assert "copy inp_embd (step 0, split 1)" in table["first"].tolist()
 
 
 @pytest.mark.parametrize("model", share(MODELS, every=4))

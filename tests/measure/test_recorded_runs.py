@@ -11,12 +11,7 @@ import nbformat
 import pandas as pd
 import pytest
 
-from data.measure import (
-    best_table,
-    matrix,
-    peer,
-    readme,
-)
+from data.measure import best_table, matrix, peer, readme
 from data.measure.peer import PeerRun
 from data.measure.proofs import EXHAUSTIVE
 from data.measure.recorded import Recorded

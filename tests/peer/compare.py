@@ -127,13 +127,15 @@ def build(venv: Path) -> Path:
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         raise RuntimeError(f"{wanted} is built from source and needs a C++ compiler; install g++")
     print(f"building {wanted} in {venv} (about ten minutes, once)", file=sys.stderr)
-    uv = shutil.which("uv")
-    if uv:
-        subprocess.run([uv, "venv", "--clear", "--python", sys.executable, venv], check=True)
-        subprocess.run([uv, "pip", "install", "--python", python, wanted, "numpy"], check=True)
+    if uv := shutil.which("uv"):
+        made, pip = (
+            [uv, "venv", "--python", sys.executable],
+            [uv, "pip", "install", "--python", python],
+        )
     else:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", wanted, "numpy"], check=True)
+        made, pip = [sys.executable, "-m", "venv"], [python, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*made, "--clear", venv], check=True)
+    subprocess.run([*pip, wanted, "numpy"], check=True)
     return python
 
 

@@ -1,8 +1,7 @@
 """One side of the comparison, in a process of its own: llama.cpp, or this engine.
 
 Usage: `python worker.py llama.cpp|workbench`. Requests come on stdin, one JSON object a line; each
-is answered by one JSON object a line on stdout. Neither side needs the other's package in its
-process, so that llama-cpp-python can live in an environment of its own.
+is answered by one on stdout. llama-cpp-python can live in an environment of its own.
 
     {"do": "about"}                                       -> {"version": ..., "settings": {...}}
     {"do": "load", "model": PATH, "threads": N, "n_ctx": C, "n_ubatch": U}
@@ -190,15 +189,14 @@ def serve(side: Side) -> None:
         request = json.loads(line)
         name = request.pop("do")
         try:
-            match name:
-                case "logits":
-                    reply = logits(side, **request)
-                case "decode":
-                    reply = {"token_ns": timed(side, [[t] for t in request["tokens"]])}
-                case "prefill":
-                    reply = {"step_ns": timed(side, [request["tokens"]])}
-                case _:
-                    reply = getattr(side, name)(**request) or {}
+            if name == "logits":
+                reply = logits(side, **request)
+            elif name == "decode":
+                reply = {"token_ns": timed(side, [[t] for t in request["tokens"]])}
+            elif name == "prefill":
+                reply = {"step_ns": timed(side, [request["tokens"]])}
+            else:
+                reply = getattr(side, name)(**request) or {}
         except Exception as error:  # the other process reports it and stops
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), flush=True)
