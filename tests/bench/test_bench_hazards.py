@@ -13,55 +13,41 @@ import pytest
 from tests.bench.steps import Steps
 from workbench.graph.ir import F32, StepShape, Tensor
 from workbench.graph.ops import make
+from workbench.program import commands as c
 from workbench.program.check.hazards import apart, check_cycle, races
-from workbench.program.commands import (
-    DEVICE,
-    Buffer,
-    Command,
-    Copy,
-    Launch,
-    Program,
-    Range,
-    Record,
-    Space,
-    Stream,
-    Sync,
-    Wait,
-    Write,
-)
 
 MILLION, SHAPE = 1_000_000, StepShape(1, 1, 1)
-COMPUTE, COPIES = Stream(DEVICE, 0), Stream(DEVICE, 1)
+COMPUTE, COPIES = c.Stream(c.DEVICE, 0), c.Stream(c.DEVICE, 1)
 NODE = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))
 
 
 @pytest.fixture(scope="module")
-def decoded() -> list[Program]:
+def decoded() -> list[c.Program]:
     """Decode steps whose cache has 256, 512, ... cells."""
     steps = Steps(n_cells=1280)
     return [steps.program(n_kv) for n_kv in range(256, 1281, 256)]
 
 
-def program(commands: list[Command]) -> Program:
-    return Program(commands, [], [], [DEVICE], ("host", "dev"), SHAPE, "by hand", "own")
+def program(commands: list[c.Command]) -> c.Program:
+    return c.Program(commands, [], [], [c.DEVICE], ("host", "dev"), SHAPE, "by hand", "own")
 
 
-def all_different(n_commands: int) -> list[Program]:
+def all_different(n_commands: int) -> list[c.Program]:
     """Steps of ten commands, every one a program of its own, all of which touch what others do: a
     pipeline of two streams over a ring of eight entries, with no wait that could go."""
-    memory = Buffer("memory", Space.DEVICE, 8 * 1024, DEVICE)
-    host = Buffer("staging", Space.PINNED, 8 * 1024, DEVICE)
+    memory = c.Buffer("memory", c.Space.DEVICE, 8 * 1024, c.DEVICE)
+    host = c.Buffer("staging", c.Space.PINNED, 8 * 1024, c.DEVICE)
     steps = []
     for n in range(n_commands // 10):
         at, ran, landed = n % 8 * 1024, str(n % 8), str(8 + n % 8)
-        staging, there = Range(host, at, 512), Range(memory, at, 512)
-        half, out = Range(memory, at + 256, 256), Range(memory, at + 512, 512)
+        staging, there = c.Range(host, at, 512), c.Range(memory, at, 512)
+        half, out = c.Range(memory, at + 256, 256), c.Range(memory, at + 512, 512)
         launches = (((there,), out), ((half, out), half), ((half,), out), ((out,), half))
         commands = [
-            Sync(0, event=ran), Write(staging, "inp"), Copy(there, staging, COPIES, "inp", 0),
-            Record(landed, COPIES, 0), Wait(landed, COMPUTE, 0),
-            *(Launch(NODE, COMPUTE, read, (to,), None, 0) for read, to in launches),
-            Record(ran, COMPUTE, 0),
+            c.Sync(0, event=ran), c.Write(staging, "inp"), c.Copy(there, staging, COPIES, "inp", 0),
+            c.Record(landed, COPIES, 0), c.Wait(landed, COMPUTE, 0),
+            *(c.Launch(NODE, COMPUTE, read, (to,), None, 0) for read, to in launches),
+            c.Record(ran, COMPUTE, 0),
         ]  # fmt: skip
         steps.append(program(commands))
     return steps
@@ -105,8 +91,8 @@ def test_all_of_a_thousand_decoded_tokens(benchmark, decoded, apart_from_another
 def test_nested_ranges(benchmark):
     """12,000 ranges of an arena, each inside of the one before."""
     n = 12_000 if benchmark.enabled else 1200
-    arena, commands = Buffer("arena", Space.DEVICE, 2 * n, DEVICE), list[Command]()
+    arena, commands = c.Buffer("arena", c.Space.DEVICE, 2 * n, c.DEVICE), list[c.Command]()
     for i in range(n):
-        stream, written = (COMPUTE, COPIES)[i % 2], Range(arena, i, 2 * n - 2 * i)
-        commands += [Launch(NODE, stream, (), (written,), None, 0), Sync(0, stream=stream)]
+        stream, written = (COMPUTE, COPIES)[i % 2], c.Range(arena, i, 2 * n - 2 * i)
+        commands += [c.Launch(NODE, stream, (), (written,), None, 0), c.Sync(0, stream=stream)]
     assert benchmark.pedantic(races, ([program(commands)],), rounds=1) == []

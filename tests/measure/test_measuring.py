@@ -98,9 +98,6 @@ def test_each_cost_of_a_plan_is_measured(monkeypatch, tmp_path, tiny_models):
         assert row["programmatic_edges"] > 0 and row["device_us"]["median"] == 250
 
 
-# the matrix --------------------------------------------------------------------------------------
-
-
 def test_every_row_of_the_matrix_can_be_measured(tiny_model):
     """Its kind, step, model, toggles, values compared and tests are known; a folder has one."""
     named = [(row.device, row.folder, row.kind) for row in matrix.MATRIX]

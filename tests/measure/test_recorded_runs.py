@@ -48,9 +48,6 @@ def runs() -> dict[str, list[results.Run]]:
     return found
 
 
-# pages -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("page", readme.PAGES, ids=str)
 def test_a_page_is_what_the_runs_say(page):
     text = (ROOT / page).read_text()
@@ -202,9 +199,6 @@ def figures(table: pd.DataFrame, found: results.Run) -> list[str]:
         rows = toggled
     spreads = [f"{row['low']:.3f}..{row['high']:.3f}" for row in toggled]
     return [f"{row['tps_toggled']:.2f}" for row in rows] + spreads
-
-
-# files -------------------------------------------------------------------------------------------
 
 
 def test_recorded_tests_passed_and_races_are_where_they_may_be():

@@ -137,27 +137,20 @@ def test_answers_depth_and_loading_are_held_to_bounds(tmp_path):
     assert target(tmp_path, "llama-3-8b Q4_0 ready").met == "**missed**"
 
 
-# what binds where a target is missed -------------------------------------------------------------
-
-
-def us(median: float) -> dict[str, float]:
-    return {"median": median, "min": median, "max": median, "n": 5}
-
-
 # weights of 3 GB at 3,000 GB/s: 1,000 us
-STEP: dict[str, Any] = {
+STEP: dict[str, Any] = GIVEN | {
     "n_tokens": 1, "launches": 180, "weight_bytes": 3_000_000_000, "product_flops": 6 * 10**12,
-    "step_us": us(2100.0), "eager_us": us(2050.0), "graph_us": us(2000.0), **GIVEN,
+    "step_us": {"median": 2100.0}, "eager_us": {"median": 2050.0}, "graph_us": {"median": 2000.0},
     "kinds": {
-        "attention": {"launches": 36, "weight_bytes": 0, "us": us(300.0)},
-        "norm": {"launches": 1, "weight_bytes": 0, "us": us(-120.0)},
-        "glu": {"launches": 36, "weight_bytes": 1_500_000_000, "us": us(900.0)},
+        "attention": {"launches": 36, "weight_bytes": 0, "us": {"median": 300.0}},
+        "norm": {"launches": 1, "weight_bytes": 0, "us": {"median": -120.0}},
+        "glu": {"launches": 36, "weight_bytes": 1_500_000_000, "us": {"median": 900.0}},
     },
 }  # fmt: skip
 
 
 def test_a_step_names_what_leaving_out_saves_most_first():
-    whole = STEP | {"apart_us": us(2500.0), "unchanged": True}
+    whole = STEP | {"apart_us": {"median": 2500.0}, "unchanged": True}
     first, saved, slower = binds.step(whole)
     assert first.startswith(
         "step 2100 us, its 180 launches as one graph 2000 (reading weights 1000)"

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cyclopts import App
 
+from data.measure.command import start
 from tests import reference
 from workbench.benchmarks.compare.stats import speedup
 from workbench.benchmarks.runs import provenance
@@ -251,14 +252,6 @@ def both(venv: Path) -> Iterator[tuple[dict[str, Worker], Path, dict[str, Any]]]
         yield sides, Path(scratch), about
 
 
-def started(app: App) -> None:
-    """What a person can mend is told in one line."""
-    try:
-        app()
-    except (RuntimeError, subprocess.CalledProcessError) as error:
-        sys.exit(f"error: {error}")
-
-
 @app.default
 def main(
     *,
@@ -309,4 +302,4 @@ def main(
 
 
 if __name__ == "__main__":
-    started(app)
+    start(app)

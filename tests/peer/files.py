@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from cyclopts import App
 
+from data.measure.command import start
 from tests import reference
 from tests.edited import edited, retyped
-from tests.peer.compare import LLAMA, OURS, ROOT, Worker, both, computed, model_file, started
+from tests.peer.compare import LLAMA, OURS, ROOT, Worker, both, computed, model_file
 from workbench.common.output import write_text
 from workbench.config import EXPAND
 from workbench.model.gguf.inspect import summary
@@ -169,4 +170,4 @@ def main(*, out: Path = RESULT, venv: Path = ROOT / ".venv-peer") -> None:
 
 
 if __name__ == "__main__":
-    started(app)
+    start(app)

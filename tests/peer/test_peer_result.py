@@ -34,9 +34,6 @@ def by_model(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]
     return {(row["preset"], row["quant"]): row for row in rows}
 
 
-# models -------------------------------------------------------------------------------------------
-
-
 def test_it_names_what_was_run_and_of_which_commit():
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", RESULT["date"])
     cpu, commit = RESULT["machine"]["cpu"], RESULT["commit"]["hash"]
@@ -95,9 +92,6 @@ def test_speed_is_fairly_measured(timed):
         assert timed.do == "prefill" or row["ratio"] >= compare.RATIO_TOLERANCE
 
 
-# files as people have them ------------------------------------------------------------------------
-
-
 def test_every_type_that_is_expanded_is_in_a_file():
     """Of the quantiser's, or else in random blocks."""
     found = {t for row in ROWS if row["kind"] == "quantised" for t in row["types"]}
@@ -132,9 +126,6 @@ def test_files_are_those_we_make_now(tiny_model, tmp_path):
         assert recorded["qwen2", quant] == model_hash(tiny_model("tiny-qwen2", quant)), HINT
     made = files.random_blocks(tiny_model("tiny-llama", "F32"), tmp_path, "IQ1_M")
     assert recorded["blocks", "llama IQ1_M"] == model_hash(made), HINT
-
-
-# our side's process -------------------------------------------------------------------------------
 
 
 @pytest.mark.long
