@@ -27,12 +27,10 @@ from cyclopts import App
 
 from data.measure.command import start
 from data.measure.matrix import CPU_STEP, STEPS, rows
-from data.measure.session import Session
+from data.measure.session import ROOT, Session
 from data.measure.steps import run
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.model.synth.shapes import PRESETS
-
-ROOT = Path(__file__).resolve().parents[2]
 
 CPU_SECONDS = 400
 

@@ -302,9 +302,6 @@ def _measured(
                 recording.arm(arm)["counters"] = own.counters
 
 
-# what the runs say --------------------------------------------------------------------------------
-
-
 class Bounds(NamedTuple):
     """The least time of a generating step, us: to read weights and cache once, to bring the logits
     to the host, and to launch one after the other."""

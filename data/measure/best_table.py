@@ -32,6 +32,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from data.measure.session import ROOT
 from workbench.benchmarks.compare.arms import NEVER_JOINED
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import FASTER, SLOWER
@@ -42,7 +43,6 @@ from workbench.common.output import write_text
 from workbench.config import FAMILIES, KVParts, SkipMaskedKV, StepWait, SyncMode, Toggles
 from workbench.config.presets import ONE, SEVERAL, set_for
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS, TABLE = ROOT / "data/results", ROOT / "workbench/config/best.json"
 KINDS = ("cuda", "embedded", "host")
 TOGETHER = (

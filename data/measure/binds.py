@@ -170,9 +170,6 @@ def step_by_counters(recorded: Recorded, model: str, n_tokens: int) -> list[str]
     ]  # fmt: skip
 
 
-# by target ----------------------------------------------------------------------------------------
-
-
 def of_products(
     recorded: Recorded, dtypes: Iterable[str], shapes: Iterable[str], launch: str, least: float
 ) -> Iterator[Bind]:
@@ -238,8 +235,6 @@ def origins(recorded: Recorded) -> list[str]:
         if file is not None and "commit" in file
     ]
 
-
-# by target: plans ---------------------------------------------------------------------------------
 
 PHASES = {"batch": "inputs", "reuse": "looking the program up", "issue": "issuing"}
 

@@ -148,9 +148,6 @@ def products(quick: bool) -> list[Counted]:
     return found
 
 
-# what ncu is asked, and what is kept --------------------------------------------------------------
-
-
 def figures(launch: Launched) -> dict[str, Any]:
     """Every counter of COUNTERS that was counted (times in us, sizes in bytes), and every stall."""
     found: dict[str, Any] = {}
@@ -177,9 +174,6 @@ def summary(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
     longest = sorted(stalls, key=lambda reason: -stalls[reason])[:KEPT_STALLS]
     return found | {"stalls": {reason: stalls[reason] for reason in longest}}
-
-
-# Nsight Compute's command line, and its log -------------------------------------------------------
 
 
 def find_ncu() -> Path | None:
@@ -233,9 +227,6 @@ def refusal(log: str, output: str) -> str:
     own = [line for line in errors if "application returned" not in line]
     lines = [line for line in output.strip().splitlines() if not line.startswith("==")]
     return next(iter(own or lines[-1:] or errors), "ncu gave no reason")
-
-
-# the measuring ------------------------------------------------------------------------------------
 
 
 def counters(session: Session, _: None, rows: list[Row]) -> None:
@@ -333,9 +324,6 @@ def run(
             raise NoCounters(f"ncu took more than {LIMIT_S} s") from None
         text = log.read_text() if log.is_file() else ""
     return text, output, launches_counted(text)
-
-
-# the child ----------------------------------------------------------------------------------------
 
 
 def launch_all(backend: Any, chosen: Sequence[Counted]) -> None:

@@ -119,7 +119,7 @@ def fastest_reads(backend: Any, sizes: Sequence[int], quick: bool) -> list[dict[
     stream, found = backend._stream(COMPUTE_STREAM), []
     with memory(backend, (room, Space.DEVICE), (4, Space.DEVICE)) as (weights, sink):
         for nbytes in sizes:
-            apart, every = blocks(nbytes, 256) * 256, []
+            apart, every = blocks(nbytes, 256) * 256, list[dict[str, Any]]()
             starts = [weights.address + i * apart for i in range(max(weights.nbytes // apart, 1))]
             for words, grid in itertools.product(READ_WORDS, READ_GRIDS):
                 label = f"read_{words} {grid}"

@@ -324,9 +324,6 @@ def _set_name(arm: str) -> str:
     return " ".join(f"`{word}`" for word in arm.split() if word not in SHARED)
 
 
-# figures of targets -------------------------------------------------------------------------------
-
-
 def worst(recorded: Recorded, kind: str, part: str, most: float) -> dict[str, Any] | None:
     """Of all rows with plans=ours and a kind of plan, the row whose part of a token takes longest;
     the number of rows (n), and of rows above `most` (over)."""

@@ -9,28 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-from data.measure import (
-    arena_peaks,
-    attention,
-    batched,
-    blocks,
-    first_requests,
-    matrix,
-    over_http,
-    peer,
-    plan_tables,
-    proofs,
-    random_lengths,
-    reuse_tables,
-    scheduling,
-    skipping,
-    sources,
-    streams,
-    targets,
-)
+from data.measure import matrix, peer, skipping, sources, streams
 from data.measure.recorded import (
     NOT_MEASURED,
     PHASES,
@@ -55,6 +38,11 @@ from workbench.model.gguf.metadata import KEYS, Use
 RESULTS = Path("data/results")
 PAGES = (  # the first screen; everything; model files
     Path("README.md"), RESULTS / "README.md", Path("workbench/model/README.md"),
+)  # fmt: skip
+TABLES = (
+    "arena_peaks", "attention", "batched", "blocks", "first_requests", "over_http", "peer",
+    "plan_tables", "proofs", "random_lengths", "reuse_tables", "scheduling", "skipping", "streams",
+    "targets",
 )  # fmt: skip
 ANSWERS = {EXACT: "bit-equal", ROUNDING: "within a tolerance"}
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
@@ -269,11 +257,8 @@ BLOCKS: dict[str, list[Part]] = {
     "timelines": [picture],
     "sources": [sources.commits],
 }
-for _module in (
-    arena_peaks, attention, batched, blocks, first_requests, over_http, peer, plan_tables, proofs,
-    random_lengths, reuse_tables, scheduling, skipping, streams, targets,
-):  # fmt: skip
-    BLOCKS |= _module.BLOCKS
+for _name in TABLES:
+    BLOCKS |= import_module(f"data.measure.{_name}").BLOCKS
 
 
 def made(name: str, recorded: Recorded) -> str:

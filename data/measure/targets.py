@@ -92,9 +92,6 @@ def targets(recorded: Recorded) -> list[Result]:
     return [held(target, recorded) for target in TARGETS]
 
 
-# figures ------------------------------------------------------------------------------------------
-
-
 def kernel(recorded: Recorded, dtype: str, shapes: Sequence[str], launch: str) -> Values | None:
     """The least share of the read bandwidth for one token."""
     found = figures.worst_share(recorded.run("kernels"), dtype, shapes, launch)
@@ -255,9 +252,6 @@ TARGETS: tuple[Target, ...] = (
            dict.fromkeys(reuse_tables.KEEPING, MOST_GRAPH_US), reuse_tables.graph_work, "{said}",
            "us", operator.le),
 )  # fmt: skip
-
-
-# what binds where one is missed -------------------------------------------------------------------
 
 
 def kernel_binds(recorded: Recorded) -> Iterator[Bind]:
