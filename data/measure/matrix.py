@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from workbench.common.errors import UsageError
 from workbench.config import CopyStream, SyncMode, Toggles
+from workbench.config.toggles import clash_of
 
 # step -> seconds it takes on one H100, models written included; the most important first
 STEPS = {
@@ -153,16 +153,9 @@ class Row(NamedTuple):
 
 def modes_on(stream: str) -> list[str]:
     """The sync modes that are safe with copies on `stream`, the baseline first."""
-    return [mode for mode in MODES if _is_safe(mode, stream)]
-
-
-def _is_safe(mode: str, stream: str) -> bool:
-    try:
-        Toggles(sync=mode, copy_stream=stream)
-    except UsageError:  # the two clash
-        return False
-    races = (SyncMode.IMPLICIT, SyncMode.PACKED_IMPLICIT)
-    return not (mode in races and stream == CopyStream.OWN)
+    races = (SyncMode.IMPLICIT, SyncMode.PACKED_IMPLICIT) if stream == CopyStream.OWN else ()
+    given = Toggles().to_dict() | {"copy_stream": stream}
+    return [m for m in MODES if m not in races and not clash_of(given | {"sync": m})]
 
 
 def _fusion() -> Iterator[Row]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data.measure import matrix, peer, skipping, sources, streams
 from data.measure.recorded import (
@@ -24,7 +24,7 @@ from data.measure.recorded import (
     spread,
     told,
 )
-from data.measure.tables import Line, OfARun, Part, Table, block
+from data.measure.tables import Line, Part, Table, block
 from workbench.benchmarks.compare.arms import SETS
 from workbench.benchmarks.compare.stats import FASTER, SLOWER, verdict
 from workbench.benchmarks.times.gaps import Gaps
@@ -197,7 +197,7 @@ def _of_the_matrix(recorded: Recorded) -> Iterator[Line]:
             yield _line(cells, found, found.between(test, found.names[0], on), command)
 
 
-def _line(cells: dict[str, str], of: OfARun, found: Between, command: str) -> Line:
+def _line(cells: dict[str, str], of: Any, found: Between, command: str) -> Line:
     """The cells that name a row, then tokens a second under both values, and what prints them."""
     numbers = {
         "at off": f"{found.before:.1f} t/s", "at on": f"{found.after:.1f} t/s",
