@@ -1,7 +1,6 @@
 """Where the time of a step goes, for data/results: DEVICE-ablation-MODEL[-N].json.
 
-A step of N tokens (1 where the name has no number) is taken apart, with everything on except plans.
-A step with plans has the same launches; only step_us would then be of the plans.
+A step of N tokens (1 where the name has no number) is taken apart, with everything on except plans:
 
     step_us    as the engine runs it, by the host's clock
     eager_us   its launches on the device alone, issued one after another, waited for at the end
@@ -12,18 +11,10 @@ A step with plans has the same launches; only step_us would then be of the plans
     weight_bytes, product_flops   with read_gbps and product_tflops: what the step cannot do without
 
 A kernel's time can depend on its input: attention takes another path where its sums are not finite.
-The engine's arena gives a tensor's bytes to another tensor once they are read for the last time.
-So after a launch that is left out, later launches would read whatever lies in those bytes. Here
-each tensor, and the scratch of each node, has memory of its own (`apart`). There the result of the
-left-out launch still lies from the whole step. All other launches compute on the values of the
-whole step, and write them again. At the end a check says whether the arena and the caches are
-unchanged (`unchanged`).
-
-The costs of kinds need not add up to the graph. Neighbours overlap where launches begin early. A
-product whose weights were requested early waits for less than it reads. The launch after a left-out
-launch finds more of its data in the cache, so a kind can cost a little less than nothing. Tensors
-apart are cached less than tensors that share memory; the difference is apart_us - graph_us. Where
-there are no graphs (CPU devices), launches are called one by one.
+So each tensor, and the scratch of each node, has memory of its own (`apart`): there the result of a
+launch that is left out still lies from the whole step, and the others compute what they did
+(`unchanged`). Costs need not add up to the graph: neighbours overlap, and the launch after a
+left-out one finds more of its data in the cache.
 """
 
 from __future__ import annotations

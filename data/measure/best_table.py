@@ -3,22 +3,19 @@
     python -m data.measure.best_table            writes workbench/config/best.json from data/results
     python -m data.measure.best_table RUNS...    takes the run folders in these folders, too
 
-A kind of device has two sets of values: for one sequence, from runs whose tests have one sequence,
-and for several sequences, from runs whose tests have several.
+A kind of device has two sets of values: from runs whose tests have one sequence, and several.
 
-For each toggle, the comparisons on the richest background count: the background with most other
-toggles switched on. A value wins that is faster in more than half of them and slower in none. A
-value that acts in some tests alone (ACTS_IN_SOME) wins where it is faster in some and slower in
-none. Where tokens per second show no difference, the shortest gap between tokens wins (runs of kind
-`gaps`), and then the fewest waits; with equally few waits `auto` wins, which is safe beside any
-other toggle. A value is out whose answer did not hold, or that not every step can have (NARROW). A
-toggle that no run of a kind of device compares stays as in the baseline, except for SAFE.
+For each toggle, the comparisons on the background with most other toggles switched on count. A
+value wins that is faster in more than half of them and slower in none; one of ACTS_IN_SOME where it
+is faster in some. Where there is no difference, the shortest gap between tokens wins, and then the
+fewest waits; with equally few `auto`, which is safe beside any other toggle. A value is out whose
+answer did not hold, or that not every step can have (NARROW). A toggle that no run compares stays
+as in the baseline, except for SAFE.
 
-Toggles of TOGETHER can need each other: a plan of a step needs one copy of all inputs. Comparisons
-of sets decide them as a whole, against the values that won one by one. A set wins that is faster in
-some test and slower in none, in warm engines and in fresh ones. Of several sets the fastest by the
-mean wins; a speedup inside its A/A band counts as 1. The values that won one by one stay in the
-table, for devices that cannot honour the whole set.
+Toggles of TOGETHER can need each other, so sets of them are compared with the values that won one
+by one. A set wins that is faster in some test and slower in none, in warm engines and in fresh
+ones; of several the fastest by the mean, where a speedup inside its A/A band counts as 1. The
+values that won one by one stay in the table, for devices that cannot honour the whole set.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """What the races of a pipeline do on real devices: data/results/DEVICE-pipeline-races-MODEL.json.
 
 llama.cpp #20463: two devices, and ubatches without a wait of the host, gave a perplexity of 2382.
-The checker finds the orderings that race, and refuses them; here they run all the same (`unsafe`).
-A prompt of several ubatches is computed with `step_wait=outputs` and every ordering of copies and
-waits, with inputs in one place of pinned memory or in a ring of four (SOURCES). The logits of the
-last ubatch are compared with those of an ordering that has every wait:
+The checker refuses the orderings that race; here they run all the same (`unsafe`), with inputs in
+one place of pinned memory or in a ring of four. The logits of a prompt's last ubatch are compared
+with those of an ordering that has every wait:
 
     orderings   toggles; races, the pairs of commands that the checker finds; and for each run, how
                 many logits are not bit-equal
 
-An ordering without a race must have no such logits in any run. An ordering with races has some
-where a device was slow or quick enough, so a run without any proves nothing. The checker needs no
-luck.
+An ordering without a race must have none. One with races has some where a device was slow or quick
+enough, so a run without any proves nothing. The checker needs no luck.
 """
 
 from __future__ import annotations

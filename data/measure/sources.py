@@ -1,8 +1,7 @@
 """The sources that a recorded run was made with, and whether they have changed since.
 
-A run on a GPU is evidence for the sources that it ran. No test fails where these have changed
-since. The pages name a run's sources, and mark a run of older sources: the mark says for what the
-run is no evidence. (Two GPUs stopped working, and a record that was 500 commits old hid it.)
+No test fails where they have: the pages name a run's sources, and mark for what a run of older
+sources is no evidence. (Two GPUs stopped working, and a record that was 500 commits old hid it.)
 """
 
 from __future__ import annotations

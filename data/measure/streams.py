@@ -1,11 +1,9 @@
 """Concurrent streams (#16991) in the thread's columns, beside llama.cpp's own in the same run.
 
-`python -m tests.peer.cuda --campaign streams` records a run folder for each model,
-`data/results/peer-streams/MODEL/`: llama.cpp with and without GGML_CUDA_GRAPH_OPT, and this engine
-with one stream and with several. Our arms are without plans and with one plan of each step, without
-fusion and with fusion inside branches. Both arms of a pair have the same fused nodes. One more line
-compares fusion across branches with streams. After all turns the overlap of kernels is measured
-(`workbench/benchmarks/times/overlap.py`), with plans that are not launched ahead.
+`python -m tests.peer.cuda --campaign streams` records `data/results/peer-streams/MODEL/`: llama.cpp
+with and without GGML_CUDA_GRAPH_OPT, and this engine with one stream and with several. Both arms of
+a pair have the same fused nodes; one more line compares fusion across branches with streams. After
+all turns the overlap of kernels is measured (`benchmarks/times/overlap.py`), not launched ahead.
 """
 
 from __future__ import annotations
