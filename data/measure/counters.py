@@ -94,14 +94,7 @@ REASONS = (
 )  # fmt: skip
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 KEPT_STALLS = 3
-SCALES = {
-    "us": {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3,
-           "s": 1e6, "second": 1e6},
-    "dram_bytes": {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9},
-}  # fmt: skip
-
-
-Launched = dict[str, tuple[str, str]]  # a launch in ncu's log: column to value and unit
+Launched = dict[str, str]  # a launch in ncu's log, by column; times in ns, sizes in bytes
 
 
 class NoCounters(Exception):
@@ -153,9 +146,8 @@ def figures(launch: Launched) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, metrics in COUNTERS.items():
         for metric in metrics:
-            value, (_, unit) = number(launch, metric), launch.get(metric, ("", ""))
-            if value is not None:
-                found[key] = value * SCALES.get(key, {}).get(unit, 1.0)
+            if (value := number(launch, metric)) is not None:
+                found[key] = value / 1e3 if key == "us" else value
                 break
     stalls = {reason: number(launch, STALL.format(reason)) for reason in REASONS}
     return found | {"stalls": {reason: v for reason, v in stalls.items() if v is not None}}
@@ -203,18 +195,13 @@ def launches_counted(log: str) -> list[Launched]:
     rows = list(csv.reader(table[begin:]))
     if len(rows) < 3:
         return []
-    names, units = rows[0], rows[1] + [""] * len(rows[0])
-    return [
-        dict(zip(names, zip(row, units, strict=False), strict=True))
-        for row in rows[2:]
-        if len(row) == len(names)
-    ]
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[2:] if len(row) == len(rows[0])]
 
 
 def number(launch: Launched, metric: str) -> float | None:
     """The value of a metric (`1,234.5`); None where it is no finite number (`n/a`, `nan`)."""
     try:
-        found = float(launch.get(metric, ("", ""))[0].replace(",", ""))
+        found = float(launch.get(metric, "").replace(",", ""))
     except ValueError:
         return None
     return found if math.isfinite(found) else None
@@ -297,7 +284,7 @@ def count(tool: Path, metrics: Sequence[str], chosen: Sequence[Counted]) -> list
     cases = []
     for i, one in enumerate(chosen):
         own = rows[LAUNCHES * i : LAUNCHES * (i + 1)]
-        names = {row.get("Kernel Name", ("", ""))[0].partition("(")[0] for row in own}
+        names = {row.get("Kernel Name", "").partition("(")[0] for row in own}
         if names != {one.kernel}:
             raise NoCounters(f"ncu counted {', '.join(sorted(names))} in place of {one.kernel}")
         cases.append(one._asdict() | summary([figures(row) for row in own]))
