@@ -27,10 +27,9 @@ from cyclopts import App
 
 from data.measure.command import start
 from data.measure.matrix import CPU_STEP, STEPS, rows
-from data.measure.session import ROOT, Session
+from data.measure.session import ROOT, Session, parsed
 from data.measure.steps import run
 from workbench.common.errors import UsageError, WorkbenchError
-from workbench.model.synth.shapes import PRESETS
 
 CPU_SECONDS = 400
 
@@ -50,15 +49,11 @@ def measure(
     at_most_s: float = math.inf,
 ) -> None:
     """Makes the runs of the steps."""
-    for name in names:
-        if name not in (*STEPS, CPU_STEP):
-            known = ", ".join((*STEPS, CPU_STEP))
-            raise UsageError(f"step {name!r} does not exist; choose from {known}")
+    for name in set(names) - {*STEPS, CPU_STEP}:
+        known = ", ".join((*STEPS, CPU_STEP))
+        raise UsageError(f"step {name!r} does not exist; choose from {known}")
     for model in filter(None, only.split(",")):
-        if not any(model.startswith(f"{preset}-") for preset in PRESETS):
-            raise UsageError(
-                f"--only {model}: no such model; give one as folders do, llama-3-8b-q8_0"
-            )
+        parsed(model)
     if CPU_STEP in names and device == "cuda":
         raise UsageError(f"step {CPU_STEP} measures a CPU; give --device embedded or host")
     begun = time.monotonic()

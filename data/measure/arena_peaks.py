@@ -147,21 +147,18 @@ def peaks(models: Iterable[str] = MODELS) -> Iterator[dict[str, Any]]:
 def lines(recorded: Recorded) -> Iterator[Line]:
     """The rows that have branches. Rows that differ in `streams` alone are one line."""
     rows = [row for row in (recorded.alone(NAME) or {"rows": ()})["rows"] if row["used"] > 1]
-
-    def but_streams(row: dict[str, Any]) -> dict[str, Any]:
-        return {name: row[name] for name in row if name not in ("streams", "used")}
-
-    for values, some in groupby(rows, but_streams):
+    for values, some in groupby(rows, lambda row: row | {"streams": 0, "used": 0}):
         sizes = {**values["bytes"], "least": values["least"]}
         serial, seen = (values["bytes"][kind] for kind in (Lifetimes.SERIAL, Lifetimes.VISIBILITY))
+        lost = values["overwritten"]
         yield Line({
             **{name: values[name] for name in ("model", "test", "fused", "fork")},
             "streams": " or ".join(str(row["streams"]) for row in some),
             **{name: f"{nbytes / 1024:.0f}" for name, nbytes in sizes.items()},
             "visibility over serial": f"{100 * (seen / serial - 1):+.1f} %",
-            "overwritten by serial": values["overwritten"][Lifetimes.SERIAL],
-            "by interleaved": values["overwritten"][Lifetimes.INTERLEAVED],
-            "by visibility": values["overwritten"][Lifetimes.VISIBILITY],
+            "overwritten by serial": lost[Lifetimes.SERIAL],
+            "by interleaved": lost[Lifetimes.INTERLEAVED],
+            "by visibility": lost[Lifetimes.VISIBILITY],
         })  # fmt: skip
 
 

@@ -70,13 +70,6 @@ class Session:
         shutil.rmtree(self.at(row), ignore_errors=True)
         return self.at(row)
 
-    def holds_file(self, row: Row) -> bool:
-        """Whether the file of a row is there, of this commit."""
-        try:
-            return _is_ours(json.loads(self.at(row).read_text()))
-        except (OSError, ValueError, KeyError):
-            return False
-
     def write(self, row: Row, found: dict[str, Any]) -> None:
         """Writes a row's record, with the date, as one JSON file that appears whole."""
         record = {"date": provenance.utc_now()} | found
@@ -188,21 +181,19 @@ def model_file(preset: str, quant: str, folder: Path) -> Path:
     return write_model(preset, quant, folder / f"{preset}-{quant}.gguf")
 
 
-def _is_ours(found: dict[str, Any]) -> bool:
-    """Whether a run or a file is of the commit that is checked out."""
-    commit = provenance.commit()
-    return bool(found["commit"] == commit and commit["hash"] != provenance.UNKNOWN)
-
-
-def is_complete(folder: Path, needs: str = "") -> bool:
-    """Whether a folder holds a complete run of the commit that is checked out. needs: a key that
-    the `result` of a complete run has."""
+def is_complete(path: Path, needs: str = "") -> bool:
+    """Whether a folder holds a complete run of the commit that is checked out, or a file is of it.
+    needs: a key that the `result` of a complete run has."""
+    file, commit = path if path.suffix == ".json" else path / results.RUN_JSON, provenance.commit()
     try:
-        run = json.loads((folder / results.RUN_JSON).read_text())
+        run = json.loads(file.read_text())
     except (OSError, ValueError):
         return False
-    whole = not needs or needs in run["result"]
-    return bool(_is_ours(run) and whole and run["status"] == results.COMPLETE)
+    ours = run.get("commit") == commit and commit["hash"] != provenance.UNKNOWN
+    whole = path is file or (
+        run["status"] == results.COMPLETE and (not needs or needs in run["result"])
+    )
+    return bool(ours and whole)
 
 
 def add_to_result(folder: Path, **found: Any) -> None:

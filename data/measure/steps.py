@@ -22,7 +22,6 @@ from data.measure.matrix import FIRST, Row, modes_on
 from data.measure.planned import compared, fresh, plans, sweep
 from data.measure.racing import racing
 from data.measure.session import (
-    FILES,
     Session,
     add_to_result,
     cell_bytes,
@@ -204,8 +203,6 @@ KINDS: dict[str, Kind] = {
 
 def is_there(session: Session, row: Row) -> bool:
     """Whether a complete run of a row, of this commit, is there."""
-    if row.kind in FILES:
-        return session.holds_file(row)
     if row.kind == "trace":
         return (session.at(row) / TRACE).is_file()
     on_gpu = row.kind == "kernels" and session.device == "cuda"

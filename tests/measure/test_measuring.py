@@ -76,7 +76,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
         (lambda: attention.main("no-such-model", options=given), "models are"),
         (lambda: plan_costs.measure(out=tmp_path / "x", rounds=0), "--rounds 0 measures nothing"),
         (lambda: measure("decod", out=tmp_path), "step 'decod' does not exist; choose from plans"),
-        (lambda: measure("decode", out=tmp_path, only="llama"), "--only llama: no such model"),
+        (lambda: measure("decode", out=tmp_path, only="llama"), "llama: no such model"),
         (lambda: measure("cpu", out=tmp_path), "give --device embedded"),
     ):
         with pytest.raises(UsageError, match=says):
