@@ -41,7 +41,7 @@ PAGES = (  # the first screen; everything; model files
 )  # fmt: skip
 TABLES = (
     "arena_peaks", "attention", "batched", "blocks", "first_requests", "over_http", "peer",
-    "plan_tables", "proofs", "random_lengths", "reuse_tables", "scheduling", "skipping", "streams",
+    "plan_tables", "proofs", "random_lengths", "scheduling", "skipping", "streams",
     "targets",
 )  # fmt: skip
 ANSWERS = {EXACT: "bit-equal", ROUNDING: "within a tolerance"}
