@@ -125,7 +125,7 @@ def test_a_program_that_computed_without_a_gpu_is_refused():
             cuda.check_card(Path("b"), {"gpu_info": card}, engine)
 
 
-def test_what_cannot_be_compared_is_refused_first(program, measured):
+def test_what_cannot_be_compared_is_refused_first(program, measured, capsys):
     for options, said in (
         ({"theirs": "graphs"}, "'graphs' is not one of default, graphs=off"),
         ({"tests": "pp8+tg4"}, "give ppN and tgN"), ({"tests": "tg4@d16"}, "give ppN and tgN"),
@@ -134,12 +134,9 @@ def test_what_cannot_be_compared_is_refused_first(program, measured):
     ):  # fmt: skip
         with pytest.raises(UsageError, match=said):
             measured(**options)
-    assert not (program.parent / "calls.jsonl").exists() and not measured.out.exists()
-
-
-def test_no_time_is_left_for_a_model(measured, capsys):
     measured(at_most_s=-1.0)
     assert capsys.readouterr().out == f"{MODEL}: left, -1 s are over; call again\n"
+    assert not (program.parent / "calls.jsonl").exists() and not measured.out.exists()
 
 
 def test_the_program_is_found_in_its_folder_or_archive(program, tmp_path, monkeypatch):
