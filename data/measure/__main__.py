@@ -27,12 +27,9 @@ from cyclopts import App
 
 from data.measure.command import start
 from data.measure.matrix import CPU_STEP, STEPS, rows
-from data.measure.session import Session
+from data.measure.session import ROOT, Session, parsed
 from data.measure.steps import run
 from workbench.common.errors import UsageError, WorkbenchError
-from workbench.model.synth.shapes import PRESETS
-
-ROOT = Path(__file__).resolve().parents[2]
 
 CPU_SECONDS = 400
 
@@ -53,15 +50,11 @@ def measure(
 ) -> None:
     """Makes the runs of the steps. Raises UsageError for a step or a model that does not exist, and
     at the end WorkbenchError where runs failed."""
-    for name in names:
-        if name not in (*STEPS, CPU_STEP):
-            known = ", ".join((*STEPS, CPU_STEP))
-            raise UsageError(f"step {name!r} does not exist; choose from {known}")
+    for name in set(names) - {*STEPS, CPU_STEP}:
+        known = ", ".join((*STEPS, CPU_STEP))
+        raise UsageError(f"step {name!r} does not exist; choose from {known}")
     for model in filter(None, only.split(",")):
-        if not any(model.startswith(f"{preset}-") for preset in PRESETS):
-            raise UsageError(
-                f"--only {model}: no such model; give one as folders do, llama-3-8b-q8_0"
-            )
+        parsed(model)
     if CPU_STEP in names and device == "cuda":
         raise UsageError(f"step {CPU_STEP} measures a CPU; give --device embedded or host")
     begun = time.monotonic()

@@ -51,15 +51,7 @@ from workbench.common.devices import is_gpu
 from workbench.engine.programs import Key
 from workbench.graph import arena
 from workbench.graph.ir import Kind, Node
-from workbench.program.commands import (
-    COMPUTE_STREAM,
-    DEVICE,
-    Buffer,
-    Command,
-    Launch,
-    Replay,
-    Space,
-)
+from workbench.program.commands import COMPUTE_STREAM, DEVICE, Command, Launch, Replay, Space
 
 ROUNDS, STEPS_A_ROUND, REPLAYS = 7, 8, 4
 
@@ -87,11 +79,10 @@ class Piece(NamedTuple):
 def kind_of(node: Node, work: Work | None = None) -> str:
     """The kind of a launch of `node`. work: the kernel that is launched; None for all of the node's
     kernels."""
-    if isinstance(work, Kernel):
-        name = f"{work.file}.{work.function}"
-        for start, kind in KERNEL_KINDS.items():
-            if name.startswith(start):
-                return kind
+    kernel = f"{work.file}.{work.function}" if isinstance(work, Kernel) else ""
+    for start, kind in KERNEL_KINDS.items():
+        if kernel.startswith(start):
+            return kind
     if is_product(node):
         name = re.sub(r"-\d+$", "", node.name)
         return PRODUCT_KINDS.get(name, name)
@@ -164,11 +155,8 @@ def prepared_of(engine: wb.Engine, n_tokens: int) -> Prepared:
 def content(prepared: Prepared) -> list[np.ndarray]:
     """Bytes of all that a step writes on its device: the arena and the caches, uint8 each."""
     placed = prepared.program.layout[-1].items()
-    buffers: dict[Buffer, None] = {
-        there.buffer: None for tensor, there in placed if tensor.kind != Kind.WEIGHT
-    }
     backend, found = prepared.backends[-1], []
-    for buffer in buffers:
+    for buffer in dict.fromkeys(at.buffer for t, at in placed if t.kind != Kind.WEIGHT):
         memory = prepared.binding.memory[buffer]
         if buffer.space != Space.DEVICE:
             assert memory.array is not None
@@ -188,23 +176,18 @@ def ablation(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
         with session.variant(engine, row) as side:
             found = take_apart(side, row.sizes[0], session.quick)
         session.write(row, provenance.collect(engine) | rates | found)
-        print(f"{row.folder}: {_said(found)}", flush=True)
-
-
-def _said(found: dict[str, Any]) -> str:
-    times = {way: found[f"{way}_us"] for way in ("step", "eager", "graph", "apart")}
-    costs = {kind: of["us"] for kind, of in found["kinds"].items()}
-    both = (", ".join(f"{k} {us['median']:.1f}" for k, us in d.items()) for d in (times, costs))
-    changed = "" if found["unchanged"] else "; VOID: launches left out changed what others read"
-    return "us: " + "; without each kind less ".join(both) + changed
+        times = {way: found[f"{way}_us"] for way in ("step", "eager", "graph", "apart")}
+        costs = {kind: of["us"] for kind, of in found["kinds"].items()}
+        both = (", ".join(f"{k} {us['median']:.1f}" for k, us in d.items()) for d in (times, costs))
+        said = "us: " + "; without each kind less ".join(both)
+        changed = "" if found["unchanged"] else "; VOID: launches left out changed what others read"
+        print(f"{row.folder}: {said}{changed}", flush=True)
 
 
 def take_apart(engine: wb.Engine, n_tokens: int, quick: bool = False) -> dict[str, Any]:
     """The figures of the module's docstring, for steps of n_tokens into an empty cache."""
-    rounds, times = (2, 1) if quick else (ROUNDS, REPLAYS)
-    steps = 2 if quick else STEPS_A_ROUND
-    stepped: list[float] = []
-    eager: list[float] = []
+    rounds, times, steps = (2, 1, 2) if quick else (ROUNDS, REPLAYS, STEPS_A_ROUND)
+    stepped, eager = list[float](), list[float]()
     with engine.variant(engine.toggles) as twin, ExitStack() as stack:
         with apart():
             _step_us(twin, n_tokens, 1)
@@ -235,27 +218,20 @@ def take_apart(engine: wb.Engine, n_tokens: int, quick: bool = False) -> dict[st
         read = weight_bytes(alone)
     whole = np.array(medians[1])
     return {
-        "quick": quick,
-        "toggles": engine.toggles.to_dict(),
-        "n_tokens": n_tokens,
+        "quick": quick, "toggles": engine.toggles.to_dict(), "n_tokens": n_tokens,
         "weight_bytes": engine.model.weight_bytes_per_token,
-        "product_flops": product_flops(engine, n_tokens),
-        "launches": len(chain),
-        "unchanged": same,
-        "step_us": spread(stepped),
-        "eager_us": spread(eager),
-        "graph_us": spread(graphs[0]),
-        "apart_us": spread(graphs[1]),
+        "product_flops": product_flops(engine, n_tokens), "launches": len(chain),
+        "unchanged": same, "step_us": spread(stepped), "eager_us": spread(eager),
+        "graph_us": spread(graphs[0]), "apart_us": spread(graphs[1]),
         "kinds": {
             kind: {
                 "launches": sum(piece.kind == kind for piece in chain),
-                "weight_bytes": read.get(kind, 0),
-                "without_us": spread(graphs[i]),
+                "weight_bytes": read.get(kind, 0), "without_us": spread(graphs[i]),
                 "us": spread(whole - np.array(medians[i])),
             }
             for i, kind in enumerate(kinds, 2)
         },
-    }
+    }  # fmt: skip
 
 
 def _step_us(engine: wb.Engine, n_tokens: int, n: int) -> list[float]:

@@ -9,7 +9,6 @@ that kind would overwrite while they are in use.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, product
 from typing import Any, NamedTuple
@@ -106,11 +105,7 @@ def least_bytes(found: Sequence[Lifetime], branches: Branches) -> int:
         beside[by.of].append(lost.of)
 
     def most(all_of: int, others: Sequence[Tensor | Node], known: int) -> int:
-        """The bytes of the heaviest set, or `known` where no set has more.
-
-        all_of: the bytes in the set so far.
-        others: what may join all of the set, by first node.
-        """
+        """The bytes of the heaviest set, or `known` where no set has more."""
         known, left = max(known, all_of), sum(map(nbytes.__getitem__, others))
         for one in reversed(others):
             if all_of + left <= known:
@@ -155,21 +150,18 @@ def peaks(models: Iterable[str] = MODELS) -> Iterator[dict[str, Any]]:
 def lines(recorded: Recorded) -> Iterator[Line]:
     """The rows that have branches. Rows that differ in `streams` alone are one line."""
     rows = [row for row in (recorded.alone(NAME) or {"rows": ()})["rows"] if row["used"] > 1]
-
-    def but_streams(row: dict[str, Any]) -> dict[str, Any]:
-        return {name: row[name] for name in row if name not in ("streams", "used")}
-
-    for values, some in groupby(rows, but_streams):
+    for values, some in groupby(rows, lambda row: row | {"streams": 0, "used": 0}):
         sizes = {**values["bytes"], "least": values["least"]}
         serial, seen = (values["bytes"][kind] for kind in (Lifetimes.SERIAL, Lifetimes.VISIBILITY))
+        lost = values["overwritten"]
         yield Line({
             **{name: values[name] for name in ("model", "test", "fused", "fork")},
             "streams": " or ".join(str(row["streams"]) for row in some),
             **{name: f"{nbytes / 1024:.0f}" for name, nbytes in sizes.items()},
             "visibility over serial": f"{100 * (seen / serial - 1):+.1f} %",
-            "overwritten by serial": values["overwritten"][Lifetimes.SERIAL],
-            "by interleaved": values["overwritten"][Lifetimes.INTERLEAVED],
-            "by visibility": values["overwritten"][Lifetimes.VISIBILITY],
+            "overwritten by serial": lost[Lifetimes.SERIAL],
+            "by interleaved": lost[Lifetimes.INTERLEAVED],
+            "by visibility": lost[Lifetimes.VISIBILITY],
         })  # fmt: skip
 
 
@@ -181,12 +173,7 @@ def said(recorded: Recorded) -> str:
 BLOCKS: dict[str, list[Part]] = {NAME: [Table("Memory by lifetimes", lines, said=said)]}
 
 
-def main() -> int:
+if __name__ == "__main__":
     record = {"date": provenance.utc_now(), "commit": provenance.commit(), "rows": list(peaks())}
     write_text(OUT, json.dumps(record, indent=1) + "\n")
     print(f"wrote {OUT}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

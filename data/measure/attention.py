@@ -24,11 +24,9 @@ from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 from cyclopts import App
 
-from data.measure.command import USUAL, Call, Options, numbers, start
-from data.measure.in_rounds import Recording
+from data.measure.command import USUAL, Call, Options, Recording, numbers, start
 from data.measure.recorded import Arms
 from data.measure.tables import Folder, Line, Part
 from workbench.backend.base import Backend, Issue, open_backend
@@ -62,11 +60,6 @@ class Shape(NamedTuple):
     n_head_kv: int
     head_dim: int
     n_layer: int
-
-    @classmethod
-    def of(cls, model: str, width: int, depth: int) -> Shape:
-        p = PRESETS[model]
-        return cls(model, width, depth, p.n_head, p.n_head_kv, p.head_dim, p.n_layer)
 
     def test(self, mask: str) -> str:
         return f"{self.model} b{self.width}@d{self.depth} {mask}"
@@ -104,76 +97,58 @@ def step(shape: Shape, kv_parts: str, way: str) -> list[Node]:
 
 
 class Bench:
-    """The memory of one shape, and launches on it."""
+    """The memory of one shape, where sequences see as many cells as `mask` says, and launches."""
 
-    def __init__(self, backend: Backend, shape: Shape, seed: int):
-        self._backend, self._shape, self._seed = backend, shape, seed
+    def __init__(self, backend: Backend, shape: Shape, mask: str, seed: int):
+        self._backend, self._shape = backend, shape
         self._memory: list[Any] = []
         self._at: dict[str, int] = {}  # by name: the ways to skip share caches and inputs
-        self._rng = np.random.default_rng(seed)
-        width, depth = shape.width, shape.depth
-        q = self._rng.standard_normal((width, shape.n_head, shape.head_dim), np.float32)
+        rng, (width, depth) = np.random.default_rng(seed), (shape.width, shape.depth)
+        self._fill("q", rng.standard_normal((width, shape.n_head, shape.head_dim), np.float32))
         table = np.stack([np.arange(width), np.arange(width) * depth], axis=1).astype(np.int32)
-        self._fill("q", q)
         self._fill(REGIONS, table)
-        piece = self._rng.standard_normal(RANDOM_BYTES // 2, np.float32).astype(np.float16)
+        piece = rng.standard_normal(RANDOM_BYTES // 2, np.float32).astype(np.float16)
         for i, name in itertools.product(range(LAYERS), "kv"):
             self._fill(f"{name}-{i}", piece, width * depth * shape.cell_bytes // 2)
+        seen = np.arange(depth) < shape.lengths(mask, seed)[:, None]
+        self._fill("mask", np.where(seen, 0, -np.inf).astype(np.float16))
 
-    def _allocate(self, nbytes: int, space: Space = Space.DEVICE) -> Any:
-        self._memory.append(self._backend.allocate(nbytes, space))
-        return self._memory[-1]
+    def _allocate(self, nbytes: int) -> int:
+        self._memory.append(self._backend.allocate(nbytes, Space.DEVICE))
+        return self._memory[-1].address
 
     def _fill(self, name: str, values: np.ndarray, nbytes: int = 0) -> None:
         """Memory with these values, repeated up to nbytes."""
         whole = nbytes or values.nbytes
-        there = self._allocate(whole)
+        self._at[name] = there = self._allocate(whole)
         staging = self._backend.allocate(min(values.nbytes, whole), Space.PINNED)
         assert staging.array is not None
         staging.array[:] = values.reshape(-1).view(np.uint8)[: staging.nbytes]
         for begin in range(0, whole, staging.nbytes):
             n = min(staging.nbytes, whole - begin)
-            self._backend.copy(there.address + begin, staging.address, n, COMPUTE_STREAM, False)()
+            self._backend.copy(there + begin, staging.address, n, COMPUTE_STREAM, False)()
         self._backend.sync_stream(COMPUTE_STREAM)()
         staging.free()
-        self._at[name] = there.address
-
-    def masked(self, mask: str) -> None:
-        """Writes the mask: from now on sequences see as many cells as `mask` says."""
-        lengths = self._shape.lengths(mask, self._seed)
-        seen = np.arange(self._shape.depth) < lengths[:, None]
-        self._fill("mask", np.where(seen, 0, -np.inf).astype(np.float16))
 
     def issues(self, kv_parts: str, way: str, n_layers: int, programmatic: bool) -> list[Issue]:
         """The launches of a step of n_layers layers."""
         nodes, at = step(self._shape, kv_parts, way), dict[Tensor, int]()
         need = max(self._backend.scratch_bytes(node) for node in nodes)
-        scratch = self._allocate(need).address if need else 0
-        for node in nodes:
-            for t in (*node.inputs, *node.outputs):
-                if t not in at:
-                    known = self._at.get(t.name)
-                    at[t] = self._allocate(t.nbytes).address if known is None else known
+        scratch = self._allocate(need) if need else 0
+        for t in (t for node in nodes for t in (*node.inputs, *node.outputs)):
+            if t not in at:
+                at[t] = self._at[t.name] if t.name in self._at else self._allocate(t.nbytes)
         finding = [node for node in nodes if node.op != "attention"]
-        attending = [node for node in nodes if node.op == "attention"]
-        whole = [*finding, *itertools.islice(itertools.cycle(attending), n_layers)]
+        attending = itertools.cycle([node for node in nodes if node.op == "attention"])
         return [
             self._backend.launch(node, at.__getitem__, scratch, COMPUTE_STREAM, programmatic)
-            for node in whole
+            for node in (*finding, *itertools.islice(attending, n_layers))
         ]
 
     def free(self) -> None:
         self._backend.synchronize()
         for memory in self._memory:
             memory.free()
-
-
-def arms_of(kinds: Sequence[str], ways: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Arms by name: the first of `kinds` with each of `ways`, and the other kinds with the first
-    way."""
-    first, *others = kinds
-    found = [(first, way) for way in ways] + [(kind, ways[0]) for kind in others]
-    return {f"{kind} {way}": (kind, way) for kind, way in found}
 
 
 def measured(
@@ -184,30 +159,27 @@ def measured(
     rig, result, seed = rig_of(backend, quick), recording.result, recording.run["seed"]
     read_gbps = max(rig.read_rates().values())
     result |= {"read_gbps": read_gbps, "bytes": {}, "per_replay": {}, "void": rig.void(read_gbps)}
-    early = PDL in rig.kinds
-    for shape in shapes:
-        n_layers = LAYERS if quick else shape.n_layer
+    for shape, mask in itertools.product(shapes, MASKS):
+        test, n_layers = shape.test(mask), LAYERS if quick else shape.n_layer
         with bar("compiling kernels", len(arms), "arms") as left:
             backend.make_ready([n for arm in arms.values() for n in step(shape, *arm)], left)
-        for mask in MASKS:
-            test, bench = shape.test(mask), Bench(backend, shape, seed)
-            result["bytes"][test] = int(shape.lengths(mask, seed).sum()) * shape.cell_bytes
-            result["per_replay"][test] = n_layers
-            with ExitStack() as stack:
-                stack.callback(bench.free)
-                bench.masked(mask)
-                repeats: dict[str, Repeats] = {}
-                for name, (kind, way) in arms.items():
-                    repeats[name] = rig.repeats(bench.issues(kind, way, n_layers, early))
-                    stack.callback(repeats[name].close)
+        result["bytes"][test] = int(shape.lengths(mask, seed).sum()) * shape.cell_bytes
+        result["per_replay"][test] = n_layers
+        with ExitStack() as stack:
+            bench, repeats = Bench(backend, shape, mask, seed), dict[str, Repeats]()
+            stack.callback(bench.free)
+            for name, (kind, way) in arms.items():
+                issues = bench.issues(kind, way, n_layers, PDL in rig.kinds)
+                repeats[name] = rig.repeats(issues)
+                stack.callback(repeats[name].close)
 
-                def one(
-                    round_: int, name: str, test: str = test, all_: dict[str, Repeats] = repeats
-                ) -> None:
-                    us = all_[name].time_us(1 if quick else REPLAYS)
-                    recording.add(name, test, round_, np.array(us) * 1e3, np.ones(len(us)))
+            def one(
+                round_: int, name: str, test: str = test, all_: dict[str, Repeats] = repeats
+            ) -> None:
+                us = all_[name].time_us(1 if quick else REPLAYS)
+                recording.add(name, test, round_, np.array(us) * 1e3, np.ones(len(us)))
 
-                recording.take(one)
+            recording.take(one)
 
 
 @app.default
@@ -233,9 +205,16 @@ def main(
     unknown = [name for name in names if name not in PRESETS]
     if unknown or min(*sizes, depth, rounds) < 1:
         raise UsageError(f"models are {', '.join(PRESETS)}; widths, depth and rounds 1 or more")
-    shapes = [Shape.of(*pair, depth) for pair in itertools.product(names, sizes)]
-    arms = arms_of(KINDS, [str(way) for way in WAYS])
-    arms |= {next(iter(arms)) + CONTROL: next(iter(arms.values()))}
+    shapes = [
+        Shape(name, n, depth, p.n_head, p.n_head_kv, p.head_dim, p.n_layer)
+        for name, n in itertools.product(names, sizes)
+        for p in [PRESETS[name]]
+    ]
+    # the first of KINDS with each way, and the other kinds with the first way
+    (first, *others), ways = KINDS, [str(way) for way in WAYS]
+    pairs = [(first, way) for way in ways] + [(kind, ways[0]) for kind in others]
+    arms = {f"{kind} {way}": (kind, way) for kind, way in pairs}
+    arms |= {f"{first} {ways[0]}{CONTROL}": (first, ways[0])}
     call = Call(RUNS.name, options)
     folder = options.out or call.out / options.device
 
@@ -267,28 +246,23 @@ class AttentionRun(Arms):
             f"{self.run['repetitions']} rounds; *GB/s* counts K and V of the cells that are seen"
         )
 
-    def us(self, test: str) -> pd.DataFrame:
-        """us of an attention launch, by round and arm: the median of a round's replays."""
-        rows = self.samples[self.samples["test"] == test]
-        table = rows.groupby(["repetition", "arm"])["ns"].median().unstack().dropna()
-        return table / 1e3 / self.run["result"]["per_replay"][test]
-
     def lines(self) -> Iterator[Line]:
-        """A line for each test and arm: its time, its share of the bandwidth, and its time over the
-        first arm's."""
+        """A line for each test and arm: us of a launch (the median of a round's replays), its share
+        of the bandwidth, and its time over the first arm's."""
         result = self.run["result"]
         for test in self.run["tests"]:
-            table = self.us(test)
+            rows = self.samples[self.samples["test"] == test]
+            table = rows.groupby(["repetition", "arm"])["ns"].median().unstack().dropna()
+            us = (table / 1e3 / result["per_replay"][test]).median()
             shape, _, mask = test.rpartition(" ")
             for arm in (one["name"] for one in self.run["arms"]):
-                took = float(table[arm].median())
+                took = float(us[arm])
                 kv_parts, way, *control = arm.split(" ", 2)
                 gbps = result["bytes"][test] / took / 1e3
                 values: dict[str, Any] = {
                     "shape": shape, "mask": mask, "kv_parts": kv_parts,
                     "way": " ".join([way, *control]), "us": took, "gbps": gbps,
-                    "share": 100 * gbps / result["read_gbps"],
-                    "times": took / float(table[self.names[0]].median()),
+                    "share": 100 * gbps / result["read_gbps"], "times": took / us[self.names[0]],
                 }  # fmt: skip
                 yield Line(values, [self])
 

@@ -41,8 +41,17 @@ import numpy as np
 from cyclopts import App
 
 import workbench as wb
-from data.measure.command import PAD, USUAL, Call, Options, at_least_one, numbers, start
-from data.measure.in_rounds import Recording, same_answers
+from data.measure.command import (
+    PAD,
+    USUAL,
+    Call,
+    Options,
+    Recording,
+    at_least_one,
+    numbers,
+    same_answers,
+    start,
+)
 from data.measure.launches import graph_us
 from data.measure.peer import LLAMA, OURS
 from data.measure.recorded import PHASES, Arms, Recorded, Share, spread
@@ -93,7 +102,8 @@ class Wanted(NamedTuple):
 
 
 class Own:
-    """An arm of ours: an engine for each set of toggles that its tests have."""
+    """An arm of ours: an engine for each set of toggles that its tests have. widest: the engine of
+    the test with the most sequences."""
 
     def __init__(
         self, stack: ExitStack, opened: wb.Engine, config: wb.EngineConfig, setting: str,
@@ -102,23 +112,19 @@ class Own:
         """stack: closes the engines. setting: as rows of the matrix name it."""
         self._of = {test: toggles_of(setting, opened, test.width) for test in wanted.tests}
         self.toggles = self._of[max(wanted.tests, key=lambda test: test.width)]
-        self.engines = {
+        self._engines = {
             toggles: stack.enter_context(wb.Engine(opened._open, config, toggles))
             for toggles in dict.fromkeys(self._of.values())
         }
+        self.widest = self._engines[self.toggles]
 
     def of(self, test: w.Workload) -> wb.Engine:
-        return self.engines[self._of[test]]
-
-    @property
-    def widest(self) -> wb.Engine:
-        """The engine of the test with the most sequences."""
-        return self.engines[self.toggles]
+        return self._engines[self._of[test]]
 
     @property
     def counters(self) -> dict[str, int]:
         found = Counter[str]()
-        for engine in self.engines.values():
+        for engine in self._engines.values():
             found.update(engine.counters)
         return dict(found)
 
@@ -127,22 +133,19 @@ class Own:
         widest test comes first: where the arena grows, programs are made anew."""
         found, bos = dict[str, int](), w.bos_token(self.widest)
         for test in sorted(wanted.tests, key=lambda test: -test.width):
-            engine = self.of(test)
+            engine, most = self.of(test), wanted.n_ubatch
             w.warm_up([engine], test, SEED, bos, once=True)
-            each = (min(wanted.n_ubatch, test.width - i)
-                    for i in range(0, test.width, wanted.n_ubatch))  # fmt: skip
             found[test.name] = sum(
                 isinstance(command, Launch)
-                for n in each  # sequences of a generating step after the test
+                for n in (min(most, test.width - i) for i in range(0, test.width, most))
                 for command in engine.program(n, n, test.n_prompt + test.n_gen, n).singly()
             )
         return found
 
     def take(self, test: w.Workload, round_: int) -> w.Sample:
         engine, bos = self.of(test), w.bos_token(self.widest)
-        return w.take_sample(
-            engine, test, w.draw_tokens(test, engine.model.n_vocab, SEED, round_, bos)
-        )
+        tokens = w.draw_tokens(test, engine.model.n_vocab, SEED, round_, bos)
+        return w.take_sample(engine, test, tokens)
 
 
 def about_peer(bench: LlamaBench | None) -> dict[str, Any] | None:
@@ -160,8 +163,7 @@ def batched_rows(bench: LlamaBench, path: Path, wanted: Wanted) -> list[dict[str
         "-npl", ",".join(map(str, wanted.widths)), "--output-format", "jsonl",
     ]  # fmt: skip
     done = bench.call(command)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    rows = [json.loads(line) for line in lines]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or [row["pl"] for row in rows] != list(wanted.widths):
         raise RuntimeError(
             f"{PROGRAM} ended with {done.returncode} and {len(rows)} of {len(wanted.widths)} "
@@ -173,10 +175,8 @@ def batched_rows(bench: LlamaBench, path: Path, wanted: Wanted) -> list[dict[str
 def bench_of(peer: Path | None) -> LlamaBench | None:
     """llama.cpp's programs at `peer`; None without a path. Raises UsageError where
     llama-batched-bench is not among them."""
-    if peer is None:
-        return None
-    bench = find(peer)
-    if not bench.program.with_name(PROGRAM).is_file():
+    bench = find(peer) if peer is not None else None
+    if bench is not None and not bench.program.with_name(PROGRAM).is_file():
         raise UsageError(f"{bench.program.parent}: no {PROGRAM} beside {bench.program.name}")
     return bench
 
@@ -184,14 +184,12 @@ def bench_of(peer: Path | None) -> LlamaBench | None:
 def device_rates(engine: wb.Engine, quick: bool = False) -> dict[str, float]:
     """The figures of `rates`, for an engine's device and toggles."""
     backend: Any = engine.backend
-    found = {
+    pdl = PDL if engine.toggles.pdl == "on" else PLAIN
+    return {
         "read_gbps": max(rig_of(backend, quick).read_rates().values()),
         "to_host_gbps": to_host_gbps(backend, COPIED // 64 if quick else COPIED),
-        "launch_us": 0.0,
+        "launch_us": graph_us(backend, pdl) if backend.name == "cuda" else 0.0,
     }
-    if backend.name == "cuda":
-        found["launch_us"] = graph_us(backend, PDL if engine.toggles.pdl == "on" else PLAIN)
-    return found
 
 
 def to_host_gbps(backend: Any, nbytes: int) -> float:
@@ -254,7 +252,7 @@ def _measured(
     rounds: int, quick: bool,
 ) -> None:  # fmt: skip
     """Measures both sides on the file of a model, into its run folder."""
-    path, out = call.model_file(name), call.out / name
+    path, tests = call.model_file(name), wanted.tests
     with ExitStack() as stack:
         # this engine holds the weights alone: the arms' caches fill the memory
         engine = stack.enter_context(
@@ -269,15 +267,14 @@ def _measured(
         settings = {f"{OURS} {setting}": setting for setting in ours}
         first = next(iter(settings))
         every = {
-            name: Own(stack, engine, config, setting, wanted)
-            for name, setting in (settings | {first + CONTROL: settings[first]}).items()
+            arm: Own(stack, engine, config, setting, wanted)
+            for arm, setting in (settings | {first + CONTROL: settings[first]}).items()
         }
-        toggles = {name: own.toggles.to_dict() for name, own in every.items()}
-        theirs: dict[str, dict[str, str]] = {LLAMA: {}} if bench is not None else {}
+        arms: dict[str, dict[str, str]] = {LLAMA: {}} if bench is not None else {}
+        arms |= {arm: own.toggles.to_dict() for arm, own in every.items()}
         recording = Recording(
-            "batched", out, provenance.collect(every[first].widest),
-            theirs | toggles,
-            [test.name for test in wanted.tests], rounds, f"{LLAMA}'s batched bench beside {OURS}",
+            "batched", call.out / name, provenance.collect(every[first].widest), arms,
+            [test.name for test in tests], rounds, f"{LLAMA}'s batched bench beside {OURS}",
         )  # fmt: skip
         result = recording.result
         result |= {
@@ -285,36 +282,32 @@ def _measured(
             "n_vocab": engine.model.n_vocab, "launches": {}, "rates": {}, "answers": {},
         }  # fmt: skip
 
-        def take(round_: int, name: str) -> None:
-            if bench is not None and name == LLAMA:
-                rows = batched_rows(bench, path, wanted)
-                for test, row in zip(wanted.tests, rows, strict=True):
+        def take(round_: int, arm: str) -> None:
+            if bench is not None and arm == LLAMA:
+                for test, row in zip(tests, batched_rows(bench, path, wanted), strict=True):
                     ns = np.array([row["t_pp"], row["t_tg"]]) * 1e9
                     n = [test.n_prompt_tokens, test.width * test.n_gen]
-                    recording.add(name, test.name, round_, ns, n)
+                    recording.add(arm, test.name, round_, ns, n)
                 return
-            for test in wanted.tests:
-                sample = every[name].take(test, round_)
-                recording.add(name, test.name, round_, sample.token_ns, sample.token_n)
+            for test in tests:
+                sample = every[arm].take(test, round_)
+                recording.add(arm, test.name, round_, sample.token_ns, sample.token_n)
 
         def whole(round_: int, _: dict[str, None]) -> None:
             said = f"round {round_ + 1}/{rounds}, {call.seconds:.0f} s"
             print(f"  {path.stem}: {said}", flush=True)
 
         with recording.kept():
-            for name, own in every.items():
-                result["launches"][name] = own.warm_up(wanted)
-                recording.arm(name)["sync_mode"] = own.widest.sync_mode
-                result["sides"] = {test.name: own.of(test).chosen for test in wanted.tests}
+            for arm, own in every.items():
+                result["launches"][arm] = own.warm_up(wanted)
+                recording.arm(arm)["sync_mode"] = own.widest.sync_mode
+                result["sides"] = {test.name: own.of(test).chosen for test in tests}
             result["rates"] = device_rates(every[first].widest, quick)
-            widest = {name: own.widest for name, own in every.items()}
+            widest = {arm: own.widest for arm, own in every.items()}
             result["answers"] = same_answers(widest, SEED)
             recording.take(take, call.rounds(rounds), whole)
-            for name, own in every.items():
-                recording.arm(name)["counters"] = own.counters
-
-
-# what the runs say --------------------------------------------------------------------------------
+            for arm, own in every.items():
+                recording.arm(arm)["counters"] = own.counters
 
 
 class Bounds(NamedTuple):
@@ -332,8 +325,6 @@ class Bounds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All causes one after the other. Logits that travel while the next step runs hide a part
-        of it."""
         return sum(self)
 
 
@@ -402,43 +393,40 @@ RUNS = Folder("batched", "Sequences side by side on a GPU", BatchedRun, {
 TYPED = RUNS._replace(name="plain-batched")  # what `workbench bench -npl` itself recorded
 
 
-def beside_llama(recorded: Recorded) -> BatchedRun | None:
+def beside_llama(recorded: Recorded) -> list[BatchedRun]:
     """The first run that has llama.cpp's batched bench as an arm."""
-    return next((found for found in RUNS.runs(recorded) if found.side(LLAMA)), None)
+    return [found for found in RUNS.runs(recorded) if found.side(LLAMA)][:1]
 
 
 def in_short(recorded: Recorded) -> Iterator[Line]:
     """Generated t/s of the first model, ours beside llama.cpp's; a column for each width."""
-    found = beside_llama(recorded)
-    if found is None:
-        return
-    of = [line.values for line in found.lines()]
-    for name, cell in (
-        (f"{LLAMA}, t/s", "{tg_theirs:.0f}"), (f"{OURS}, t/s", "{tg:.0f}"), ("ratio", "{ratio}")
-    ):  # fmt: skip
-        values = {str(v["n"]): filled(cell, v) for v in of}
-        yield Line({f"{found.model}, sequences": name} | values, [found])
+    for found in beside_llama(recorded):
+        of = [line.values for line in found.lines()]
+        for name, cell in (
+            (f"{LLAMA}, t/s", "{tg_theirs:.0f}"), (f"{OURS}, t/s", "{tg:.0f}"), ("ratio", "{ratio}")
+        ):  # fmt: skip
+            values = {str(v["n"]): filled(cell, v) for v in of}
+            yield Line({f"{found.model}, sequences": name} | values, [found])
 
 
 def first(recorded: Recorded) -> str:
     """The commands that print our figures and both sides' figures, and then the caption."""
-    found = beside_llama(recorded)
-    if found is None:
-        return ""
     both = "`python -m data.measure.batched --peer DIR` both"
-    return f"{_typed(found)} prints ours; {both}. " + caption([found], found.about())
+    return "".join(
+        f"{_typed(found)} prints ours; {both}. {caption([found], found.about())}"
+        for found in beside_llama(recorded)
+    )
 
 
 def as_typed(recorded: Recorded) -> Iterator[Line]:
     """A line for each width of the runs that `bench -npl` itself wrote."""
     for found in TYPED.runs(recorded):
         for test in found.tests:
-            prompt, made = (
-                "{:.0f} ({:.0f}..{:.0f})".format(*found.interval(test.name, "engine", phase))
-                for phase in PHASES
-            )
             values = {"Model": found.model, "sequences": str(test.width)}
-            yield Line(values | {"pp t/s": prompt, "tg t/s": made}, [found])
+            for name, phase in zip(("pp t/s", "tg t/s"), PHASES, strict=True):
+                middle = found.interval(test.name, "engine", phase)
+                values[name] = "{:.0f} ({:.0f}..{:.0f})".format(*middle)
+            yield Line(values, [found])
 
 
 def typed(recorded: Recorded) -> str:

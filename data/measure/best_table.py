@@ -32,6 +32,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from data.measure.session import ROOT
 from workbench.benchmarks.compare.arms import NEVER_JOINED
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import FASTER, SLOWER
@@ -42,7 +43,6 @@ from workbench.common.output import write_text
 from workbench.config import FAMILIES, KVParts, SkipMaskedKV, StepWait, SyncMode, Toggles
 from workbench.config.presets import ONE, SEVERAL, set_for
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS, TABLE = ROOT / "data/results", ROOT / "workbench/config/best.json"
 KINDS = ("cuda", "embedded", "host")
 TOGETHER = (
@@ -202,13 +202,9 @@ def _background(run: dict[str, Any], name: str) -> int:
 def _trials_of(name: str, comparisons: dict[str, AB]) -> list[Trial]:
     """The trials of a toggle on the richest background."""
     own = {f: ab for f, ab in comparisons.items() if ab.run["result"]["toggle"] == name}
-    richest = max((_background(ab.run, name) for ab in own.values()), default=0)
-    return [
-        trial
-        for folder, ab in own.items()
-        if _background(ab.run, name) == richest
-        for trial in _trials(folder, ab)
-    ]
+    rich = {f: _background(ab.run, name) for f, ab in own.items()}
+    kept = [f for f in own if rich[f] == max(rich.values())]
+    return [trial for folder in kept for trial in _trials(folder, own[folder])]
 
 
 def _trials(folder: str, ab: AB) -> Iterator[Trial]:
@@ -219,10 +215,8 @@ def _trials(folder: str, ab: AB) -> Iterator[Trial]:
             continue
         answer, arm = ab.answer(row.arm), arms[row.arm]
         before, after = (a["program"][row.test]["counts"] for a in (baseline, arm))
-        yield Trial(
-            folder, baseline["name"], row.arm, row.verdict, row.speedup,
-            answer is not None and answer.holds, before["waits"] - after["waits"],
-        )  # fmt: skip
+        holds, saved = answer is not None and answer.holds, before["waits"] - after["waits"]
+        yield Trial(folder, baseline["name"], row.arm, row.verdict, row.speedup, holds, saved)
 
 
 def _shortest(found: gaps.Gaps, name: str) -> str:

@@ -21,22 +21,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from data.measure import peer, plan_tables
-from data.measure.plan_tables import (
-    KINDS,
-    OFF,
-    OURS,
-    Planned,
-    captured,
-    kind_of,
-    planned,
-    plans_of,
-)
+from data.measure.plan_tables import KINDS, OFF, OURS, Planned, kind_of, planned
 from data.measure.recorded import NOT_MEASURED, Recorded, Toggled, as_launched, commit_of, title_of
 from data.measure.tables import span
 from workbench.answers import kept
 from workbench.benchmarks.compare.stats import SLOWER
 from workbench.benchmarks.kernels.kernel_cases import MODELS
-from workbench.benchmarks.runs.results import Run
 from workbench.config import Pdl, PlanScope
 
 READ = "read"  # the type that counters give to kernels that only read
@@ -54,9 +44,8 @@ WAITS = {
     "barrier": "barriers", "branch_resolving": "branches", "dispatch_stall": "dispatch",
     "drain": "stores to leave", "gmma": "warpgroup products", "imc_miss": "constants",
     "lg_throttle": "room in the queue of loads", "long_scoreboard": "memory",
-    "math_pipe_throttle": "a busy unit", "membar": "fences",
-    "misc": "other things", "mio_throttle": "room in the queue of shared memory",
-    "no_instruction": "instructions to come",
+    "math_pipe_throttle": "a busy unit", "membar": "fences", "misc": "other things",
+    "mio_throttle": "room in the queue of shared memory", "no_instruction": "instructions to come",
     "not_selected": "other warps' turn", "short_scoreboard": "shared memory", "sleeping": "sleep",
     "tex_throttle": "room in the texture queue", "wait": "fixed latencies",
 }  # fmt: skip
@@ -72,11 +61,15 @@ class Bind(NamedTuple):
 
     missed: str
     measured: str
-    binds: tuple[str, ...]
+    binds: Iterable[str]
 
 
 def read_us(nbytes: float, gbps: float) -> float:
     return nbytes / gbps / 1e3
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def product(row: dict[str, Any], gbps: float, launches: dict[str, Any] | None) -> str:
@@ -90,74 +83,49 @@ def product(row: dict[str, Any], gbps: float, launches: dict[str, Any] | None) -
         return NOT_MEASURED
     cost = launches["graph_us"][row["launch"]]["median"]
     alone = {of["bytes"]: of["us"]["median"] for of in launches["reads"]}
-    n = row["launches"]
-    each = row["bytes"] // n
-    read, us = read_us(each, gbps), row["us"] / n
-    best = read + cost
-    said = [
+    each = row["bytes"] // row["launches"]
+    read, us = read_us(each, gbps), row["us"] / row["launches"]
+    best = floor = read + cost
+    said = (
         f"a launch takes {us:.2f} us; reading {each / 1e6:.1f} MB {read:.2f} and an empty launch "
         f"{cost:.2f}, one after the other, would be {_percent(read / best)}"
-    ]
-    reading = alone.get(each) if row["launch"] == "plain" else None
-    if reading is not None:
-        share = read_us(each, launches["read_gbps"]) / reading
-        said.append(f"a kernel that only reads takes {reading:.2f} ({_percent(share)})")
-    floor = best if reading is None else max(best, reading)
-    said.append(f"the product's own {us - floor:.2f} us")
-    return "; ".join(said)
-
-
-def batched_product(row: dict[str, Any], gbps: float, tflops: float) -> str:
-    """The two bounds of a product of many tokens, and what it took."""
-    flops = 2 * row["rows"] * row["cols"] * row["batch"]
-    return (
-        f"{row['us']:.1f} us, of which reading alone would take "
-        f"{read_us(row['bytes'], gbps):.1f}, tensor cores alone {flops / tflops / 1e6:.1f}"
     )
+    if row["launch"] == "plain" and each in alone:
+        share, floor = read_us(each, launches["read_gbps"]) / alone[each], max(best, alone[each])
+        said += f"; a kernel that only reads takes {alone[each]:.2f} ({_percent(share)})"
+    return f"{said}; the product's own {us - floor:.2f} us"
 
 
-def step(found: dict[str, Any] | None) -> tuple[str, ...]:
+def step(found: dict[str, Any] | None) -> list[str]:
     """Where the time of a step goes: the host, the launches, and the kinds of launch that save most
     when they are left out. For a kind with weights, also the time that reading the weights takes.
     Kinds without which the rest takes longer are named: they show how far the costs do not add up.
     """
     if found is None:
-        return (NOT_MEASURED,)
-    whole, graph = found["step_us"]["median"], found["graph_us"]["median"]
+        return [NOT_MEASURED]
     # costs are differences to the graph whose tensors share no memory
-    apart = found["apart_us"]["median"]
+    whole, graph, apart = (found[f"{way}_us"]["median"] for way in ("step", "graph", "apart"))
     gbps, tflops = found["read_gbps"], found.get("product_tflops")
     bounds = [f"reading weights {read_us(found['weight_bytes'], gbps):.0f}"]
     if tflops and found["n_tokens"] > 1:
         bounds.append(f"tensor cores {found['product_flops'] / tflops / 1e6:.0f}")
-    kinds: dict[str, dict[str, Any]] = found["kinds"]
-    order = sorted(kinds, key=lambda kind: -kinds[kind]["us"]["median"])
-    named = [kind for kind in order if kinds[kind]["us"]["median"] >= LEAST_SHARE * apart]
-    rest = apart - sum(kinds[kind]["us"]["median"] for kind in named)
+    us = {kind: of["us"]["median"] for kind, of in found["kinds"].items()}
+    order = sorted(us, key=lambda kind: -us[kind])
+    saved = []
+    for kind in order:
+        nbytes = found["kinds"][kind]["weight_bytes"]
+        reads = f", reads for {read_us(nbytes, gbps):.0f}" if nbytes else ""
+        if us[kind] >= LEAST_SHARE * apart:
+            saved.append(f"{kind} {us[kind]:.0f} ({_percent(us[kind] / apart)}{reads})")
+    rest = apart - sum(us[kind] for kind in order[: len(saved)])
     said = [
         f"step {whole:.0f} us, its {found['launches']} launches as one graph {graph:.0f} "
         f"({', '.join(bounds)}), no two tensors in the same memory {apart:.0f}",
-        f"left out, they save: {', '.join(_kind(kind, kinds[kind], apart, gbps) for kind in named)}"
-        f"; not of any one of these {rest:.0f}",
+        f"left out, they save: {', '.join(saved)}; not of any one of these {rest:.0f}",
     ]
-    slower = [
-        kind for kind in reversed(order) if kinds[kind]["us"]["median"] <= -LEAST_SHARE * apart
-    ]
-    longer = ", ".join(f"{kind} {-kinds[kind]['us']['median']:.0f}" for kind in slower)
-    said += [f"without these the graph takes longer: {longer}"] if longer else []
-    if not found["unchanged"]:
-        said.append("void: the others computed on other values")
-    return tuple(said)
-
-
-def _kind(name: str, kind: dict[str, Any], graph: float, gbps: float) -> str:
-    us, nbytes = kind["us"]["median"], kind["weight_bytes"]
-    reads = f", reads for {read_us(nbytes, gbps):.0f}" if nbytes else ""
-    return f"{name} {us:.0f} ({_percent(us / graph)}{reads})"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    longer = [f"{k} {-us[k]:.0f}" for k in reversed(order) if us[k] <= -LEAST_SHARE * apart]
+    said += [f"without these the graph takes longer: {', '.join(longer)}"] if longer else []
+    return said + ([] if found["unchanged"] else ["void: the others computed on other values"])
 
 
 def counted(case: dict[str, Any], reading: dict[str, Any] | None = None) -> str:
@@ -187,104 +155,91 @@ def counted(case: dict[str, Any], reading: dict[str, Any] | None = None) -> str:
     return f"{', '.join(said)}: {verdict}" + (waited if waits else "")
 
 
-def _case(
-    counters: dict[str, Any] | None, dtype: str, nbytes: int, batch: int
-) -> dict[str, Any] | None:
-    """The counted launch of a type that reads so many bytes for so many tokens."""
-    wanted = {"type": dtype, "bytes": nbytes, "batch": batch}
-    cases = (counters or {}).get("cases", ())
-    return next((case for case in cases if wanted.items() <= case.items()), None)
+def cases(recorded: Recorded) -> list[dict[str, Any]]:
+    """The launches that were counted."""
+    return (recorded.file("counters") or {}).get("cases", [])
 
 
-def by_counters(counters: dict[str, Any] | None, row: dict[str, Any]) -> str:
+def by_counters(recorded: Recorded, row: dict[str, Any]) -> list[str]:
     """What the counters say of a launch in a row of `bench-kernels`; empty where it was not
     counted. A row of several launches with equal weights is read as each of them."""
     nbytes = row["bytes"] // row.get("launches", 1)
-    case = _case(counters, row["type"], nbytes, row["batch"])
-    return f"by counters: {counted(case, _case(counters, READ, nbytes, 1))}" if case else ""
+    case, reading = (
+        next((c for c in cases(recorded) if (c["type"], c["bytes"], c["batch"]) == wanted), None)
+        for wanted in ((row["type"], nbytes, row["batch"]), (READ, nbytes, 1))
+    )
+    return [f"by counters: {counted(case, reading)}"] if case else []
 
 
-def step_by_counters(counters: dict[str, Any] | None, model: str, n_tokens: int) -> tuple[str, ...]:
+def step_by_counters(recorded: Recorded, model: str, n_tokens: int) -> list[str]:
     """What the counters say of each product in a model's step of n_tokens, or of the nearest number
     of tokens that was counted; empty where no product of the model was counted."""
     ours = [
-        case for case in (counters or {}).get("cases", ()) if case["batch"] > 1
+        case for case in cases(recorded) if case["batch"] > 1
         and f"{MODELS.get(case['shape'].partition('.')[0])}-{case['type'].lower()}" == model
     ]  # fmt: skip
-    if not ours:
-        return ()
-    size = min((case["batch"] for case in ours), key=lambda n: (abs(n - n_tokens), n))
-    return tuple(
+    size = min({case["batch"] for case in ours}, key=lambda n: (abs(n - n_tokens), n), default=0)
+    return [
         f"by counters, {case['shape'].partition('.')[2]} of {size} tokens: "
         f"{case.get('us', 0.0):.1f} us, {counted(case)}"
         for case in ours if case["batch"] == size
-    )  # fmt: skip
-
-
-# by target ----------------------------------------------------------------------------------------
+    ]  # fmt: skip
 
 
 def of_products(
     recorded: Recorded, dtypes: Iterable[str], shapes: Iterable[str], launch: str, least: float
-) -> list[Bind]:
-    """A line for each product of `bench-kernels` below `least` of the read bandwidth."""
+) -> Iterator[Bind]:
+    """An item for each product of `bench-kernels` below `least` of the read bandwidth."""
     run, launches = recorded.run("kernels"), recorded.file("launches")
-    counters = recorded.file("counters")
-    if run is None:
-        return []
-    wanted, types = set(shapes), set(dtypes)
-    return [
-        Bind(
-            f"{row['type']} {row['shape']}, {launch}", f"{_percent(row['share'])}",
-            tuple(filter(None, (product(row, run.run["result"]["read_gbps"], launches),
-                                by_counters(counters, row)))),
-        )
-        for row in run.run["result"]["rows"]
-        if row["batch"] == 1 and row["launch"] == launch and row["share"] < least
-        and row["type"] in types and row["shape"] in wanted
-    ]  # fmt: skip
+    for row in run.run["result"]["rows"] if run else ():
+        below = (row["batch"], row["launch"]) == (1, launch) and row["share"] < least
+        if below and row["type"] in dtypes and row["shape"] in shapes:
+            assert run is not None
+            said = product(row, run.run["result"]["read_gbps"], launches)
+            name = f"{row['type']} {row['shape']}, {launch}"
+            yield Bind(name, _percent(row["share"]), [said, *by_counters(recorded, row)])
 
 
 def of_batched_product(
     recorded: Recorded, dtype: str, share: float, shape: str, batch: int
-) -> list[Bind]:
-    """The line of one product of many tokens, launched as the engine does. share: of its bound."""
-    run = recorded.run("kernels-batches")
-    if run is None:
-        return []
-    result, rows = run.run["result"], as_launched(run, dtype)
-    (row,) = rows[(rows["shape"] == shape) & (rows["batch"] == batch)].to_dict("records")
-    said = (
-        batched_product(row, result["read_gbps"], result["product_tflops"]),
-        by_counters(recorded.file("counters"), row),
-    )
-    return [Bind(f"{dtype} {shape}, {batch} tokens", _percent(share), tuple(filter(None, said)))]
+) -> Iterator[Bind]:
+    """The item of one product of many tokens, launched as the engine does: its two bounds, and what
+    it took. share: of its bound."""
+    if run := recorded.run("kernels-batches"):
+        result, rows = run.run["result"], as_launched(run, dtype)
+        (row,) = rows[(rows["shape"] == shape) & (rows["batch"] == batch)].to_dict("records")
+        flops = 2 * row["rows"] * row["cols"] * batch
+        said = (
+            f"{row['us']:.1f} us, of which reading alone would take "
+            f"{read_us(row['bytes'], result['read_gbps']):.1f}, tensor cores alone "
+            f"{flops / result['product_tflops'] / 1e6:.1f}"
+        )
+        named = f"{dtype} {shape}, {batch} tokens"
+        yield Bind(named, _percent(share), [said, *by_counters(recorded, row)])
 
 
 def of_step(recorded: Recorded, run: str, model: str, n_tokens: int, measured: str) -> Bind:
-    """The line of a model's step of `run`. Where no step of n_tokens was taken apart, the step with
-    the nearest number of tokens stands in its place."""
-    what, sizes = f"{model}, tg128", {1: ""}
-    counters: tuple[str, ...] = ()
+    """The item of a model's step of `run`, from the step of a number of tokens nearest to it that
+    was taken apart. Said is the commit at which it was, and the run's where it is another."""
+    what, sizes, counters = f"{model}, tg128", {1: ""}, list[str]()
     if n_tokens > 1:
-        what, sizes = model, _sizes(recorded, model)
-        counters = step_by_counters(recorded.file("counters"), model, n_tokens)
+        start = f"{recorded.device}-ablation-{model}-"
+        stems = (path.stem.removeprefix(start) for path in recorded.folder.glob(f"{start}*.json"))
+        what, sizes = model, {int(stem): f"-{stem}" for stem in stems if stem.isdigit()}
+        counters = step_by_counters(recorded, model, n_tokens)
     if not sizes:
-        return Bind(what, measured, counters or (NOT_MEASURED,))
+        return Bind(what, measured, counters or [NOT_MEASURED])
     size = min(sizes, key=lambda n: (abs(n - n_tokens), n))
     found = recorded.file(f"ablation-{model}{sizes[size]}")
-    first, *rest = step(found)
-    first = f"of {size} tokens: {first}" if n_tokens > 1 and found else first
-    rest += _commits(found, recorded.run(run))
-    return Bind(what, measured, (first, *rest, *counters))
-
-
-def _commits(found: dict[str, Any] | None, run: Run | None) -> list[str]:
-    """The commit at which a step was taken apart, and the run's commit where it is another."""
-    if found is None or "commit" not in found:
-        return []
-    apart, ours = commit_of(found), commit_of(run.run) if run else ""
-    return [f"taken apart at commit {apart}" + (f", the run is of {ours}" if ours != apart else "")]
+    said = step(found)
+    if n_tokens > 1 and found:
+        said[0] = f"of {size} tokens: {said[0]}"
+    if found and "commit" in found:
+        of = recorded.run(run)
+        apart, ours = commit_of(found), commit_of(of.run) if of else ""
+        other = f", the run is of {ours}" if ours != apart else ""
+        said.append(f"taken apart at commit {apart}{other}")
+    return Bind(what, measured, [*said, *counters])
 
 
 def origins(recorded: Recorded) -> list[str]:
@@ -296,16 +251,6 @@ def origins(recorded: Recorded) -> list[str]:
         if file is not None and "commit" in file
     ]
 
-
-def _sizes(recorded: Recorded, model: str) -> dict[int, str]:
-    """The steps of more than one token that were taken apart: their number of tokens to the suffix
-    of their file."""
-    start = f"{recorded.device}-ablation-{model}-"
-    stems = (path.stem.removeprefix(start) for path in recorded.folder.glob(f"{start}*.json"))
-    return {int(stem): f"-{stem}" for stem in stems if stem.isdigit()}
-
-
-# by target: plans ---------------------------------------------------------------------------------
 
 PHASES = {"batch": "inputs", "reuse": "looking the program up", "issue": "issuing"}
 
@@ -323,59 +268,47 @@ def token_parts(one: Planned) -> str:
     )
 
 
-def host_phases(one: Planned) -> str:
-    """The host's work for a token, without waiting, us; from the arm's timed repetitions."""
-    found = kept.phases_us(one.arm["counters"])
-    return ", ".join(f"{name} {found[phase]:.0f}" for phase, name in PHASES.items())
-
-
 def plan_gaps(recorded: Recorded, most_gap: float, most_host: float) -> Iterator[Bind]:
     """An item for each kind of plan with plans=ours: how many rows miss a target, and the parts of
     the worst and of the best row."""
-    ours = [one for one in planned(recorded) if one.rule == OURS]
     for kind in KINDS:
-        rows = sorted((one for one in ours if one.kind == kind), key=lambda one: one.us["gap"])
+        ours = [one for one in planned(recorded) if (one.rule, one.kind) == (OURS, kind)]
+        rows = sorted(ours, key=lambda one: one.us["gap"])
         over = {part: sum(one.us[part] > most for one in rows)
                 for part, most in (("gap", most_gap), ("host", most_host))}  # fmt: skip
         if not any(over.values()):
             continue
-        said = {part: span([one.us[part] for one in rows]) for part in over}
+        gap, host = (span([one.us[part] for one in rows]) for part in over)
+        said = []
+        for name, one in (("the longest gap", rows[-1]), ("the shortest", rows[0])):
+            us = kept.phases_us(one.arm["counters"])  # without waiting
+            phases = ", ".join(f"{what} {us[phase]:.0f}" for phase, what in PHASES.items())
+            said.append(f"{name}, {one.named}: {token_parts(one)}; the host's phases: {phases}")
         yield Bind(
             f"plans=ours, {kind}",
-            f"gap {said['gap']} us, {over['gap']} of {len(rows)} rows above {most_gap:.0f}; host "
-            f"{said['host']} us, {over['host']} above {most_host:.0f}",
-            tuple(
-                f"{name}, {one.named}: {token_parts(one)}; the host's phases: {host_phases(one)}"
-                for name, one in dict(zip(("the longest gap", "the shortest"), (rows[-1], rows[0]),
-                                          strict=True)).items()
-            ),
-        )  # fmt: skip
+            f"gap {gap} us, {over['gap']} of {len(rows)} rows above {most_gap:.0f}; host "
+            f"{host} us, {over['host']} above {most_host:.0f}",
+            said,
+        )
 
 
 def plan_kernels(recorded: Recorded, bounds: Mapping[str, Mapping[str, float]]) -> Iterator[Bind]:
     """An item for each model whose kernels take longer than they did as captured. bounds: us by
     model, for each value of `pdl`."""
     for one in planned(recorded):
-        bound = bounds.get(one.toggles["pdl"], {}).get(one.model)
-        if bound is None or (one.rule, one.kind) != (OURS, KINDS[1]):
-            continue
-        us = one.us["device"]
-        if us <= bound:
+        pdl, us = one.toggles["pdl"], one.us["device"]
+        bound = bounds.get(pdl, {}).get(one.model)
+        if bound is None or (one.rule, one.kind) != (OURS, KINDS[1]) or us <= bound:
             continue
         same = [
-            other.us["device"]
-            for other in planned(recorded)
-            if other.rule != OFF and (other.model, other.toggles["pdl"])
-            == (one.model, one.toggles["pdl"])
+            other.us["device"] for other in planned(recorded)
+            if other.rule != OFF and (other.model, other.toggles["pdl"]) == (one.model, pdl)
         ]  # fmt: skip
-        yield Bind(
-            f"{one.named}, a token's kernels",
-            _above(us, bound),
-            (
-                f"the same kernels as plans of any rule in the same run: {span(same)} us; its "
-                f"rounds {span(one.ab.run['result']['parts'][one.arm['name']]['device'])}",
-            ),
+        said = (
+            f"the same kernels as plans of any rule in the same run: {span(same)} us; its "
+            f"rounds {span(one.ab.run['result']['parts'][one.arm['name']]['device'])}"
         )
+        yield Bind(f"{one.named}, a token's kernels", _above(us, bound), [said])
 
 
 def replayed_launches(recorded: Recorded, bounds: Mapping[str, float]) -> Iterator[Bind]:
@@ -384,12 +317,12 @@ def replayed_launches(recorded: Recorded, bounds: Mapping[str, float]) -> Iterat
     for row in plan_tables.timed_rows(recorded):
         bound, us = bounds.get(row["model"]), row["device_us"]
         if row["scope"] == PlanScope.SPLIT and bound is not None and us["median"] > bound:
-            yield Bind(
-                f"{title_of(row['model'])}, replayed one behind the other",
-                _above(us["median"], bound),
-                (f"rounds of {us['min']:.0f} to {us['max']:.0f} us; {row['nodes']} nodes, "
-                 f"{row['programmatic_edges']} of {row['edges']} edges programmatic",),
-            )  # fmt: skip
+            said = (
+                f"rounds of {us['min']:.0f} to {us['max']:.0f} us; {row['nodes']} nodes, "
+                f"{row['programmatic_edges']} of {row['edges']} edges programmatic"
+            )
+            named = f"{title_of(row['model'])}, replayed one behind the other"
+            yield Bind(named, _above(us["median"], bound), [said])
 
 
 def beside(recorded: Recorded, bounds: Mapping[str, float], most_gap: float) -> Iterator[Bind]:
@@ -417,7 +350,7 @@ def beside(recorded: Recorded, bounds: Mapping[str, float], most_gap: float) -> 
                 f"{alone:.0f} us, which would be {1e6 / alone / found.before:.2f}",
                 f"there {token_parts(one)}",
             ]
-        yield Bind(f"{run.model}, tg128 beside llama.cpp", f"{found.ratio.value:.2f}", tuple(said))
+        yield Bind(f"{run.model}, tg128 beside llama.cpp", f"{found.ratio.value:.2f}", said)
 
 
 def first_tokens(recorded: Recorded) -> Iterator[Bind]:
@@ -431,7 +364,7 @@ def first_tokens(recorded: Recorded) -> Iterator[Bind]:
 
 
 def _first_tokens(one: Toggled, warm: Mapping[str, Any] | None) -> Bind:
-    plans = plans_of(one)
+    plans = plan_tables.plans_of(one)
     ms = one.ab.samples.groupby(["arm", "token"])["ns"].median() / 1e6
     more = ms[one.arm["name"]] - ms[one.ab.run["arms"][0]["name"]]
     n = plans["plans_captured"] + plans.get("plans_twinned", 0)
@@ -439,7 +372,7 @@ def _first_tokens(one: Toggled, warm: Mapping[str, Any] | None) -> Bind:
     dear = more.nlargest(n).sort_index()
     others = more.drop(dear.index)
     said = [
-        f"captured: {captured(plans)}; tokens {', '.join(map(str, dear.index))} take "
+        f"captured: {plan_tables.captured(plans)}; tokens {', '.join(map(str, dear.index))} take "
         f"{', '.join(f'{value:.1f}' for value in dear)} ms more than without plans, the "
         f"other {len(others)} together {-others.sum():.1f} ms less",
         f"capturing and making launchable take {making:.1f} ms of it; what else a first use costs, "
@@ -452,4 +385,4 @@ def _first_tokens(one: Toggled, warm: Mapping[str, Any] | None) -> Bind:
             f"{n * each / 1e3:.1f} ms"
         )
     name = f"{one.model}, first {len(more)} tokens, {kind_of(one.arm['toggles'])}"
-    return Bind(name, f"{one.found['speedup']:.3f} times as fast", tuple(said))
+    return Bind(name, f"{one.found['speedup']:.3f} times as fast", said)

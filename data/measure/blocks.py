@@ -9,23 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from data.measure import recorded as figures
 from data.measure.matrix import DECODED, SCORED
-from data.measure.recorded import (
-    LARGE,
-    SMALL,
-    TYPES,
-    Answer,
-    Recorded,
-    Toggled,
-    as_launched,
-    batch_steps,
-    commit_of,
-    decode,
-    kernel_rows,
-    model_of,
-    scored,
-    together,
-)
+from data.measure.recorded import LARGE, SMALL, TYPES, Answer, Recorded, Toggled, model_of, told
 from data.measure.sources import TESTS, age
 from data.measure.tables import Line, Part, Table
 from workbench.benchmarks.scores.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
@@ -37,20 +23,21 @@ def decodes(recorded: Recorded) -> Iterator[Line]:
     """A line for each model: decode with everything on except plans, without fusion, and without
     pdl; and its prompt."""
     for name in DECODED:
-        full = decode(recorded, name)
+        full = figures.decode(recorded, name)
         if full is not None:
-            others = {suffix: decode(recorded, f"{name}-{suffix}") for suffix in SWITCHED_OFF}
-            tps = {suffix: found and found["tg"] for suffix, found in others.items()}
+            others = {
+                suffix: figures.decode(recorded, f"{name}-{suffix}") for suffix in SWITCHED_OFF
+            }
             folders = (name, *(f"{name}-{suffix}" for suffix, found in others.items() if found))
             runs = [run for of in folders if (run := recorded.run(f"decode-{of}"))]
-            yield Line(full | tps, runs)
+            yield Line(full | {suffix: of and of["tg"] for suffix, of in others.items()}, runs)
 
 
 def batches(recorded: Recorded) -> Iterator[Line]:
     """A line for each model and number of tokens computed at once: the speed, and the share of its
     bound."""
     for row, run in recorded.of("batches"):
-        for step in batch_steps(recorded, row.model):
+        for step in figures.batch_steps(recorded, row.model):
             derived = {"share": step.share, "bound": step.bound}
             yield Line({"model": model_of(run.run)} | step._asdict() | derived, [run])
 
@@ -59,7 +46,7 @@ def sequences(recorded: Recorded) -> Iterator[Line]:
     """A line for each number of sequences side by side: the tokens of all of them, beside the
     bound."""
     for _, run in recorded.of("together"):
-        yield Line(together(run), [run])
+        yield Line(figures.together(run), [run])
 
 
 def kernels(recorded: Recorded) -> Iterator[Line]:
@@ -67,7 +54,7 @@ def kernels(recorded: Recorded) -> Iterator[Line]:
     plain / pdl."""
     shapes = (*LARGE, *SMALL)
     for _, run in recorded.of("kernels"):
-        rows = kernel_rows(run)
+        rows = figures.kernel_rows(run)
         rows = rows[(rows["batch"] == 1) & rows["shape"].isin(shapes)]
         for dtype, ours in rows.groupby("type", sort=False):
             shares = {s: ours.loc[ours["shape"] == s, "share"] for s in shapes}
@@ -79,7 +66,7 @@ def products(recorded: Recorded) -> Iterator[Line]:
     """A line for each type: its share of the bound by number of tokens, the least and the most of
     the shapes of llama-3-8b."""
     for (_, run), dtype in itertools.product(recorded.of("kernels-batches"), TYPES):
-        shares = as_launched(run, dtype).groupby("batch")["of_bound"]
+        shares = figures.as_launched(run, dtype).groupby("batch")["of_bound"]
         cells = {str(n): f"{100 * of.min():.0f}..{100 * of.max():.0f}" for n, of in shares}
         if cells:
             yield Line({"type": dtype} | cells, [run])
@@ -106,7 +93,7 @@ def fusion(recorded: Recorded) -> Iterator[Line]:
 def perplexities(recorded: Recorded) -> Iterator[Line]:
     """A line for each type: the fast path against the float path on tokens drawn from the model, by
     the number of tokens that the fast path computed at once."""
-    every = [found for quant in SCORED if (found := scored(recorded, quant))]
+    every = [found for quant in SCORED if (found := figures.scored(recorded, quant))]
     sizes = sorted({answer.n_ubatch for found in every for answer in found}, reverse=True)
     for found in every:
         by_size, first = {a.n_ubatch: a for a in found}, found[0].run.run
@@ -140,31 +127,26 @@ CHECKS = {
 }
 # what ran the GPU tests of each file, and what they look at
 GPU_TESTS = {
-    "gpu-tests": (
-        "make test-gpu",
-        "`tests/gpu`: every kernel beside its slow twin, every op, the engine",
-    ),
-    "gpu-tests-two": (
-        "record.py --two",
-        "layers over two GPUs: bit-equal under every safe ordering, CUPTI of both",
-    ),
-}
+    "gpu-tests": ("make test-gpu", "`tests/gpu`: every kernel beside its slow twin, every op, the "
+                  "engine"),
+    "gpu-tests-two": ("record.py --two", "layers over two GPUs: bit-equal under every safe "
+                      "ordering, CUPTI of both"),
+}  # fmt: skip
 
 
 def checks(recorded: Recorded) -> Iterator[Line]:
     """The GPU tests, and what compute-sanitizer and the poisoned repetitions found."""
+    rows = []
     for name, (run, what) in GPU_TESTS.items():
         if tests := recorded.alone(name):
             n, errors = tests["passed"] + tests["failed"], tests["failed"]
-            yield _checked(run, what, n, errors, tests["duration_s"])
-    for name, run in (recorded.alone("gpu-sanitizer") or {"runs": {}})["runs"].items():
-        yield _checked(name, CHECKS.get(name, ""), run["tests"], run["errors"], run["seconds"])
-
-
-def _checked(run: str, what: str, tests: int, errors: int | None, seconds: float) -> Line:
-    told = "none told" if errors is None else str(errors)
-    return Line({"run": run, "looks for": what, "tests": str(tests), "errors": told,
-                 "seconds": f"{seconds:.1f}"})  # fmt: skip
+            rows.append((run, what, n, errors, tests["duration_s"]))
+    for name, of in (recorded.alone("gpu-sanitizer") or {"runs": {}})["runs"].items():
+        rows.append((name, CHECKS.get(name, ""), of["tests"], of["errors"], of["seconds"]))
+    for run, what, n, errors, seconds in rows:
+        yield Line({"run": run, "looks for": what, "tests": str(n),
+                    "errors": "none told" if errors is None else str(errors),
+                    "seconds": f"{seconds:.1f}"})  # fmt: skip
 
 
 def checked_where(recorded: Recorded) -> str:
@@ -175,9 +157,8 @@ def checked_where(recorded: Recorded) -> str:
             skipped = f", {tests['skipped']} skipped" if tests["skipped"] else ""
             said.append(f"{run}: {tests['device']}, {age(tests, TESTS)}{skipped}")
     if tools := recorded.alone("gpu-sanitizer"):
-        said.append(
-            f"tools: {tools['device']}, {tools['duration_s']:.0f} s in all, {age(tools, TESTS)}"
-        )
+        took = f"{tools['duration_s']:.0f} s in all"
+        said.append(f"tools: {tools['device']}, {took}, {age(tools, TESTS)}")
         said.append(f"compute-sanitizer {tools['tool']}")
     return f"{'; '.join(said)}."
 
@@ -204,10 +185,8 @@ def peer(recorded: Recorded) -> Iterator[Line]:
 def peer_where(recorded: Recorded) -> str:
     found = recorded.alone("peer-cpu") or {}
     cpu, version = found["machine"]["cpu"]["name"], found["versions"]["llama-cpp-python"]
-    return (
-        f"{cpu}, 2 threads each, alternating in one run; llama-cpp-python {version}; "
-        f"commit {commit_of(found)}; {found['date'][:10]}."
-    )
+    how = f"{cpu}, 2 threads each, alternating in one run"
+    return told(found, how, f"llama-cpp-python {version}")
 
 
 def peer_files(recorded: Recorded) -> Iterator[Line]:
@@ -227,11 +206,11 @@ def peer_files(recorded: Recorded) -> Iterator[Line]:
 
 def peer_files_where(recorded: Recorded) -> str:
     found = recorded.alone("peer-files") or {}
-    return (
+    return told(
+        found,
         f"NMSE of {found['files'][0]['n_tokens']} tokens, one by one, against float64 of the "
         "file's own values; the worst of tiny-llama, tiny-qwen2 and tiny-qwen3. "
-        f"llama-cpp-python {found['versions']['llama-cpp-python']}; "
-        f"commit {commit_of(found)}; {found['date'][:10]}."
+        f"llama-cpp-python {found['versions']['llama-cpp-python']}",
     )
 
 
@@ -262,10 +241,10 @@ def stalls_where(recorded: Recorded) -> str:
         mib = found["body_bytes"] / 2**20
         gpus = [gpu["name"] for gpu in found["machine"]["gpus"]]
         on = ", ".join([f"{found['cores']} cores of {found['machine']['cpu']['name']}", *gpus])
-        said.append(
-            f"{load}: {found['streams']} streams, bodies of {mib:.0f} MiB, {found['rounds']} "
-            f"rounds; {on}; commit {commit_of(found)}; {found['started'][:10]}."
+        what = (
+            f"{load}: {found['streams']} streams, bodies of {mib:.0f} MiB, {found['rounds']} rounds"
         )
+        said.append(told(found, what, on))
     return " ".join(said)
 
 

@@ -1,4 +1,5 @@
-"""The common part of the commands `python -m data.measure.NAME`: flags, runs that stay, errors.
+"""The common part of the commands `python -m data.measure.NAME`: flags, runs that stay, and the
+recorder of runs that `wb.ab` cannot make: a run folder that grows while arms take turns.
 
 A command measures run folders, one after the other, and prints their tables. A folder that holds a
 complete run of this commit stays, so a call that was cut off goes on where it ended.
@@ -7,21 +8,31 @@ complete run of this commit stays, so a call that was cut off goes on where it e
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
+import numpy as np
 from cyclopts import App, Parameter
 
-from data.measure.session import is_complete, model_file, parsed
+import workbench as wb
+from data.measure.session import ROOT, is_complete, model_file, parsed
+from workbench.benchmarks.compare import answers
+from workbench.benchmarks.compare.arms import answer_between
+from workbench.benchmarks.compare.rounds import interleave
+from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
+from workbench.benchmarks.times.gaps import CONTROL
 from workbench.common.errors import UsageError, WorkbenchError
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS, MODELS = ROOT / "data" / "results", ROOT / "data" / "models"
 PAD = 256  # the cells of a step are rounded up to a multiple of it
+Found = TypeVar("Found")
 
 
 @Parameter(name="*")
@@ -79,12 +90,9 @@ class Call:
             yield round_
 
     def make(
-        self,
-        name: str,
-        folder: Path,
-        measure: Callable[[], None],
+        self, name: str, folder: Path, measure: Callable[[], None],
         shown: Callable[[Path], str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Measures a run into `folder`, and prints what `shown` says of it and the seconds it took.
         A run that is there already is left, and so is a run for which no time is left; a line says
         so."""
@@ -122,3 +130,67 @@ def start(app: App) -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+class Recording:
+    """A run folder that grows by the turns of its arms; arms and rounds are as in `wb.ab`, and the
+    kind of the run says what a repetition does. result: the `result` of run.json."""
+
+    def __init__(
+        self, kind: str, out: Path, found: Mapping[str, Any],
+        arms: Mapping[str, Mapping[str, str]], tests: Iterable[str], rounds: int, name: str = "",
+        complete: Callable[[], Mapping[str, Any]] = dict,
+    ):  # fmt: skip
+        """out: the run folder, which is emptied.
+        found: what `provenance.collect` returned.
+        arms: toggles by name, the baseline's first.
+        name: of the run; by default its kind.
+        complete: as for `Draft`.
+        """
+        shutil.rmtree(out, ignore_errors=True)
+        made = [new_arm(arm, dict(toggles), arm.endswith(CONTROL)) for arm, toggles in arms.items()]
+        self.run = new_run(kind, out.name, name or kind, found, made, list(tests), rounds, seed=0)
+        self.arms, self.rounds = list(arms), rounds
+        self.result: dict[str, Any] = self.run["result"]
+        self.draft = Draft(self.run, out, complete)
+
+    def arm(self, name: str) -> dict[str, Any]:
+        """The record of an arm in run.json."""
+        found: dict[str, Any] = self.run["arms"][self.arms.index(name)]
+        return found
+
+    def add(self, arm: str, test: str, round_: int, ns: Any, n_tokens: Any) -> None:
+        """Adds a repetition: the ns of its parts, and the tokens of each part."""
+        taken, n = np.rint(ns).astype(np.int64), np.array(n_tokens, np.int64)
+        self.draft.samples.add(arm, arm.endswith(CONTROL), test, round_, taken, n)
+        self.draft.checkpoint()
+
+    def kept(self) -> AbstractContextManager[None]:
+        """In the body the run is measured. At the end of the body the run is saved, also after an
+        error."""
+        return kept(self.draft, raises=True)
+
+    def take(
+        self, turn: Callable[[int, str], Found], rounds: Iterable[int] | None = None,
+        whole: Callable[[int, dict[str, Found]], None] = lambda round_, found: None,
+    ) -> None:  # fmt: skip
+        """Calls turn(round, arm) for every arm in every round. rounds: by default all. whole(round,
+        found) is called after each round with what each arm's turn returned."""
+
+        def ended(round_: int, found: dict[int, Found]) -> None:
+            if rounds is not None:
+                self.run["repetitions"] = round_ + 1
+            whole(round_, {self.arms[i]: found[i] for i in sorted(found)})
+
+        wanted = range(self.rounds) if rounds is None else rounds
+        interleave(wanted, len(self.arms), lambda round_, i: turn(round_, self.arms[i]), ended)
+
+
+def same_answers(engines: Mapping[str, wb.Engine], seed: int) -> dict[str, Any]:
+    """The answers of each arm's engine beside the first engine's, by arm. The last engine is the
+    first arm's control; its name is `A/A`."""
+    first, *others = engines.values()
+    kinds = [answer_between(first.toggles, other.toggles) for other in others]
+    found = answers.compare_engines([first, *others], kinds, seed)
+    names = [*list(engines)[1:-1], "A/A"]
+    return {name: answer.to_dict() for name, answer in zip(names, found, strict=True)}

@@ -27,6 +27,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ import numpy as np
 from data.measure.binds import READ
 from data.measure.launches import fastest_reads, reading
 from data.measure.matrix import Row
-from data.measure.session import Session, memory
+from data.measure.session import ROOT, Session, memory
 from workbench.backend.base import open_backend
 from workbench.benchmarks.kernels.kernel_cases import SHAPES, TYPES, KernelCase, WeightShape
 from workbench.benchmarks.kernels.kernel_memory import Copies, Launches
@@ -44,7 +45,6 @@ from workbench.common.progress import bar
 from workbench.graph.ir import Node
 from workbench.program.commands import COMPUTE_STREAM, Space
 
-ROOT = Path(__file__).resolve().parents[2]
 LAUNCHES = 2  # counted launches of each case; one more comes before them
 LIMIT_S, MOST_TRIES = 75, 5  # seconds of one run of ncu; runs to find the metrics that it has
 MODULE = "data.measure.counters"
@@ -94,11 +94,7 @@ REASONS = (
 )  # fmt: skip
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 KEPT_STALLS = 3
-SCALES = {
-    "us": {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3,
-           "s": 1e6, "second": 1e6},
-    "dram_bytes": {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9},
-}  # fmt: skip
+Launched = dict[str, str]  # a launch in ncu's log, by column; times in ns, sizes in bytes
 
 
 class NoCounters(Exception):
@@ -137,30 +133,23 @@ def products(quick: bool) -> list[Counted]:
     nowhere, found = op_table.Operands(lambda tensor: 0, 0, 0), []
     for table in (QUICK,) if quick else (FEW, MANY):
         for shape, (types, batches) in table.items():
-            for dtype in types:
-                for batch in batches:
-                    one = Counted(dtype, shape, batch, 0, "")
-                    works = [w for node in one.nodes() for w in op_table.launches(node, nowhere)]
-                    (kernel,) = (w for w in works if isinstance(w, Kernel) and w.file in FILES)
-                    found.append(one._replace(bytes=one.case.nbytes, kernel=kernel.function))
+            for dtype, batch in product(types, batches):
+                one = Counted(dtype, shape, batch, 0, "")
+                works = [w for node in one.nodes() for w in op_table.launches(node, nowhere)]
+                (kernel,) = (w for w in works if isinstance(w, Kernel) and w.file in FILES)
+                found.append(one._replace(bytes=one.case.nbytes, kernel=kernel.function))
     return found
 
 
-# what ncu is asked, and what is kept --------------------------------------------------------------
-
-
-def figures(launch: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """The kept figures of a launch: every counter of COUNTERS that was counted (times in us, sizes
-    in bytes), and every stall."""
+def figures(launch: Launched) -> dict[str, Any]:
+    """Every counter of COUNTERS that was counted (times in us, sizes in bytes), and every stall."""
     found: dict[str, Any] = {}
     for key, metrics in COUNTERS.items():
         for metric in metrics:
-            text, unit = launch.get(metric, ("", ""))
-            value = number(text)
-            if value is not None:
-                found[key] = value * SCALES.get(key, {}).get(unit, 1.0)
+            if (value := number(launch, metric)) is not None:
+                found[key] = value / 1e3 if key == "us" else value
                 break
-    stalls = {reason: number(launch.get(STALL.format(reason), ("", ""))[0]) for reason in REASONS}
+    stalls = {reason: number(launch, STALL.format(reason)) for reason in REASONS}
     return found | {"stalls": {reason: v for reason, v in stalls.items() if v is not None}}
 
 
@@ -180,13 +169,9 @@ def summary(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found | {"stalls": {reason: stalls[reason] for reason in longest}}
 
 
-# Nsight Compute's command line, and its log -------------------------------------------------------
-
-
 def find_ncu() -> Path | None:
     """The path of ncu: on the PATH, or in an installed CUDA toolkit."""
-    paths = [Path(found)] if (found := shutil.which("ncu")) else []
-    paths.append(Path("/usr/local/cuda/bin/ncu"))
+    paths = [Path(shutil.which("ncu") or "ncu"), Path("/usr/local/cuda/bin/ncu")]
     return next((path for path in paths if path.is_file()), None)
 
 
@@ -204,7 +189,7 @@ def command(
     ]  # fmt: skip
 
 
-def launches_counted(log: str) -> list[dict[str, tuple[str, str]]]:
+def launches_counted(log: str) -> list[Launched]:
     """The launches in ncu's log, each as column to value and unit. The log has a line of names, a
     line of units, and a line for each launch; other lines are passed over."""
     table = [line for line in log.splitlines() if not line.startswith("==")]
@@ -212,27 +197,16 @@ def launches_counted(log: str) -> list[dict[str, tuple[str, str]]]:
     rows = list(csv.reader(table[begin:]))
     if len(rows) < 3:
         return []
-    names, units = rows[0], rows[1] + [""] * len(rows[0])
-    return [
-        dict(zip(names, zip(row, units, strict=False), strict=True))
-        for row in rows[2:]
-        if len(row) == len(names)
-    ]
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[2:] if len(row) == len(rows[0])]
 
 
-def number(value: str) -> float | None:
-    """`1,234.5` as a number; None for text that is no finite number (`n/a`, `nan`, empty)."""
+def number(launch: Launched, metric: str) -> float | None:
+    """The value of a metric (`1,234.5`); None where it is no finite number (`n/a`, `nan`)."""
     try:
-        found = float(value.replace(",", ""))
+        found = float(launch.get(metric, "").replace(",", ""))
     except ValueError:
         return None
     return found if math.isfinite(found) else None
-
-
-def unknown(log: str, metrics: Iterable[str]) -> list[str]:
-    """The metrics that an error or a warning of ncu names."""
-    complaints = " ".join(re.findall(r"^==(?:ERROR|WARNING)== .*$", log, re.MULTILINE))
-    return [m for m in metrics if re.search(rf"(?<![\w.]){re.escape(m)}(?!\.?\w)", complaints)]
 
 
 def refusal(log: str, output: str) -> str:
@@ -244,15 +218,12 @@ def refusal(log: str, output: str) -> str:
     return next(iter(own or lines[-1:] or errors), "ncu gave no reason")
 
 
-# the measuring ------------------------------------------------------------------------------------
-
-
 def counters(session: Session, _: None, rows: list[Row]) -> None:
     """Writes DEVICE-counters.json. Where there is no ncu, or ncu may not count, a line says so."""
+    tool = find_ncu()
     if session.device != "cuda":
         print("counters: a GPU alone has them; left out", flush=True)
         return
-    tool = find_ncu()
     if tool is None:
         print("counters: no ncu on the PATH nor in /usr/local/cuda/bin; left out", flush=True)
         return
@@ -268,10 +239,9 @@ def counters(session: Session, _: None, rows: list[Row]) -> None:
         nodes = [node for one in chosen for node in one.nodes()]
         with bar("compiling kernels", len(nodes), "launches") as left:
             backend.make_ready(nodes, left)
-    chosen = [*reads, *chosen]
     try:
         metrics = available(tool, reads[:1])
-        cases = count(tool, metrics, chosen)
+        cases = count(tool, metrics, [*reads, *chosen])
     except NoCounters as why:
         print(f"counters: {why}; left out", flush=True)
         return
@@ -279,28 +249,28 @@ def counters(session: Session, _: None, rows: list[Row]) -> None:
     found |= {"ncu": (version.stdout.strip().splitlines() or [""])[-1], "metrics": metrics}
     session.write(rows[0], provenance.collect() | found | {"cases": cases})
     for case in cases:
-        print("counters: " + _said(case), flush=True)
-
-
-def _said(case: dict[str, Any]) -> str:
-    name = f"{case['type']} {case['shape']} batch {case['batch']}, {case['bytes'] / 1e6:.1f} MB"
-    values = ", ".join(f"{key} {case[key]:g}" for key in COUNTERS if key in case)
-    stalls = ", ".join(f"{reason} {cycles:.1f}" for reason, cycles in case["stalls"].items())
-    return f"{name}: {values}; {stalls}"
+        name = f"{case['type']} {case['shape']} batch {case['batch']}, {case['bytes'] / 1e6:.1f} MB"
+        values = ", ".join(f"{key} {case[key]:g}" for key in COUNTERS if key in case)
+        stalls = ", ".join(f"{reason} {cycles:.1f}" for reason, cycles in case["stalls"].items())
+        print(f"counters: {name}: {values}; {stalls}", flush=True)
 
 
 def available(tool: Path, small: Sequence[Counted]) -> list[str]:
     """The metrics that ncu can count here: the first of each figure in COUNTERS, and the stalls.
     Found by counting one small launch. ncu may refuse several metrics before it counts any."""
-    metrics = [m for names in COUNTERS.values() for m in names]
-    metrics += [STALL.format(reason) for reason in REASONS]
+    stalls = [STALL.format(reason) for reason in REASONS]
+    metrics = [*(m for names in COUNTERS.values() for m in names), *stalls]
     for _ in range(MOST_TRIES):
         log, output, rows = run(tool, metrics, small)
-        absent = unknown(log + "\n" + output, metrics)
         if rows:
-            there = [m for m in metrics if number(rows[0].get(m, ("", ""))[0]) is not None]
+            there = [m for m in metrics if number(rows[0], m) is not None]
             firsts = (next((m for m in names if m in there), "") for names in COUNTERS.values())
-            return [*filter(None, firsts), *(m for r in REASONS if (m := STALL.format(r)) in there)]
+            return [*filter(None, firsts), *(m for m in stalls if m in there)]
+        complaints = re.findall(r"^==(?:ERROR|WARNING)== .*$", f"{log}\n{output}", re.MULTILINE)
+        absent = [
+            m for m in metrics
+            if re.search(rf"(?<![\w.]){re.escape(m)}(?!\.?\w)", " ".join(complaints))
+        ]  # fmt: skip
         if not absent:
             raise NoCounters(f"ncu counts nothing: {refusal(log, output)}")
         metrics = [m for m in metrics if m not in absent]
@@ -316,7 +286,7 @@ def count(tool: Path, metrics: Sequence[str], chosen: Sequence[Counted]) -> list
     cases = []
     for i, one in enumerate(chosen):
         own = rows[LAUNCHES * i : LAUNCHES * (i + 1)]
-        names = {row.get("Kernel Name", ("", ""))[0].partition("(")[0] for row in own}
+        names = {row.get("Kernel Name", "").partition("(")[0] for row in own}
         if names != {one.kernel}:
             raise NoCounters(f"ncu counted {', '.join(sorted(names))} in place of {one.kernel}")
         cases.append(one._asdict() | summary([figures(row) for row in own]))
@@ -325,16 +295,15 @@ def count(tool: Path, metrics: Sequence[str], chosen: Sequence[Counted]) -> list
 
 def run(
     tool: Path, metrics: Sequence[str], chosen: Sequence[Counted]
-) -> tuple[str, str, list[dict[str, tuple[str, str]]]]:
+) -> tuple[str, str, list[Launched]]:
     """ncu's log, the other output of ncu and the child, and the counted launches."""
     with tempfile.TemporaryDirectory() as folder:
         log, asked = Path(folder) / "ncu.csv", Path(folder) / "cases.json"
         asked.write_text(json.dumps(list(chosen)))
         child = [sys.executable, "-m", MODULE, "--child", str(asked)]
-        call = command(tool, metrics, (one.kernel for one in chosen), log, child)
         process = subprocess.Popen(
-            call, cwd=ROOT, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            command(tool, metrics, (one.kernel for one in chosen), log, child), cwd=ROOT, text=True,
+            start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
             output, _ = process.communicate(timeout=LIMIT_S)
@@ -346,52 +315,40 @@ def run(
     return text, output, launches_counted(text)
 
 
-# the child ----------------------------------------------------------------------------------------
-
-
 def launch_all(backend: Any, chosen: Sequence[Counted]) -> None:
-    """Launches each case once, and then LAUNCHES times between cuProfilerStart and
-    cuProfilerStop."""
+    """Launches each case once, and then LAUNCHES times between cuProfilerStart and cuProfilerStop,
+    on one copy of its weights after the other."""
+    n_sm, stream = (
+        backend._driver.properties["multiProcessorCount"],
+        backend._stream(COMPUTE_STREAM),
+    )
     for one in chosen:
-        (_reads if one.type == READ else _product)(backend, one)
-
-
-def _counted(backend: Any, issues: Sequence[Any]) -> None:
-    """issues: a launch on each copy of the weights."""
-    issues[-1]()
-    backend.synchronize()
-    backend._driver.call("cuProfilerStart", "counters")
-    for i in range(LAUNCHES):
-        issues[i % len(issues)]()
-    backend.synchronize()
-    backend._driver.call("cuProfilerStop", "counters")
-
-
-def _product(backend: Any, one: Counted) -> None:
-    with ExitStack() as stack:
-        weights = Copies(backend, one.case, 1, 0)
-        stack.callback(weights.free)
-        launched = Launches(backend, one.case.nodes(weights.tensors, one.batch), weights, 0)
-        stack.callback(launched.free)
-        stack.callback(backend.synchronize)
-        _counted(backend, launched.issues(programmatic=False))
-
-
-def _reads(backend: Any, one: Counted) -> None:
-    n_sm = backend._driver.properties["multiProcessorCount"]
-    stream = backend._stream(COMPUTE_STREAM)
-    blocks = ((n, Space.DEVICE) for n in (4, one.bytes, one.bytes))
-    with memory(backend, *blocks) as (sink, *copies):
-        works = [reading(one.shape, it.address, one.bytes, sink.address, n_sm) for it in copies]
-        _counted(backend, [backend._prepare(work, stream, one.shape) for work in works])
-
-
-def _child(cases: Path) -> None:
-    with closing(open_backend("cuda")) as backend:
-        launch_all(backend, [Counted(*one) for one in json.loads(cases.read_text())])
+        with ExitStack() as stack:
+            if one.type == READ:
+                blocks = ((n, Space.DEVICE) for n in (4, one.bytes, one.bytes))
+                sink, *copies = stack.enter_context(memory(backend, *blocks))
+                works = [
+                    reading(one.shape, c.address, one.bytes, sink.address, n_sm) for c in copies
+                ]
+                issues = [backend._prepare(work, stream, one.shape) for work in works]
+            else:
+                weights = Copies(backend, one.case, 1, 0)
+                stack.callback(weights.free)
+                launched = Launches(backend, one.case.nodes(weights.tensors, one.batch), weights, 0)
+                stack.callback(launched.free)
+                stack.callback(backend.synchronize)
+                issues = launched.issues(programmatic=False)
+            issues[-1]()
+            backend.synchronize()
+            backend._driver.call("cuProfilerStart", "counters")
+            for i in range(LAUNCHES):
+                issues[i % len(issues)]()
+            backend.synchronize()
+            backend._driver.call("cuProfilerStop", "counters")
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] != "--child":
         sys.exit("error: this runs under ncu; use python -m data.measure counters")
-    _child(Path(sys.argv[2]))
+    with closing(open_backend("cuda")) as opened:
+        launch_all(opened, [Counted(*one) for one in json.loads(Path(sys.argv[2]).read_text())])

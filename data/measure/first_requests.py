@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from cyclopts import App
 
-from data.measure.command import PAD, USUAL, Call, Options, at_least_one, start
-from data.measure.in_rounds import Recording
+from data.measure.command import PAD, USUAL, Call, Options, Recording, at_least_one, start
+from data.measure.over_http import about_engine
 from data.measure.recorded import model_of
-from data.measure.served_arms import about_engine
 from data.measure.tables import Folder, Line, Part
 from workbench.benchmarks.runs import results
 from workbench.common.errors import WorkbenchError
@@ -101,14 +100,13 @@ def main(
     folder = call.out / model
 
     def measured() -> None:
-        path = call.model_file(model)
-        n_ctx = in_flight * round_up(n_prompt + n_gen, PAD)
+        path, n_ctx = call.model_file(model), in_flight * round_up(n_prompt + n_gen, PAD)
         flags = ("--device", options.device, "--n-ctx", str(n_ctx))
         command = ServeCommand(path, in_flight, options.device, flags)
         test = f"pp{n_prompt}+tg{n_gen}@b{in_flight}"
-        toggles = serving(options.device, TogglePreset(BEST)).changes
+        arms = {ARM: serving(options.device, TogglePreset(BEST)).changes}
         about = about_engine(path, options.device)
-        recording = Recording(RUNS.name, folder, about, {ARM: toggles}, [test], starts)
+        recording = Recording(RUNS.name, folder, about, arms, [test], starts)
         result = recording.result
         result |= {"starts": [], "requests": requests, "in_flight": in_flight}
         with recording.kept():
@@ -130,16 +128,12 @@ def main(
 
 
 class FirstRun:
-    """A run, as read."""
+    """A run, as read. ratio: the median over the starts."""
 
     def __init__(self, found: results.Run):
         self.run = found.run
         self.starts = [Start(**one) for one in found.run["result"]["starts"]]
-
-    @property
-    def ratio(self) -> float:
-        """The median of the ratios over the starts."""
-        return float(np.median([one.ratio for one in self.starts]))
+        self.ratio = float(np.median([one.ratio for one in self.starts]))
 
     def about(self) -> str:
         return (
@@ -155,7 +149,6 @@ class FirstRun:
 
 
 def shown(folder: Path) -> str:
-    """The starts of a run folder as a table, and the median of their ratios."""
     found = RUNS.load(folder)
     median = f"median ratio of {len(found.starts)} starts: {found.ratio:.2f}"
     return f"{RUNS.shown(folder)}\n\n{median}"

@@ -40,18 +40,16 @@ def launches(session: Session, _: None, rows: list[Row]) -> None:
         early = (PLAIN, PDL) if backend.capabilities.programmatic else (PLAIN,)
         empty = {kind: _empty(backend, kind == PDL) for kind in early}
         every, sizes = range(2 if session.quick else 9), product_sizes()
-        found: dict[str, Any] = {
-            "device_description": backend.description,
-            **session.rates(backend),
-            "quick": session.quick,
-            "blocks": EMPTY_BLOCKS,
-            "threads": EMPTY_THREADS,
-            "stream_us": {
-                k: spread(_queued_us(backend, i) for _ in every) for k, i in empty.items()
-            },
-            "graph_us": {k: spread(_replayed_us(backend, i, len(every))) for k, i in empty.items()},
-            "reads": fastest_reads(backend, sizes[:2] if session.quick else sizes, session.quick),
-        }
+        found: dict[str, Any] = {"device_description": backend.description}
+        found |= {**session.rates(backend), "quick": session.quick}
+        found |= {"blocks": EMPTY_BLOCKS, "threads": EMPTY_THREADS, "stream_us": {}, "graph_us": {}}
+        for k, issue in empty.items():
+            found["stream_us"][k] = spread(_queued_us(backend, issue) for _ in every)
+        for k, issue in empty.items():
+            found["graph_us"][k] = spread(_replayed_us(backend, issue, len(every)))
+        found["reads"] = fastest_reads(
+            backend, sizes[: 2 if session.quick else None], session.quick
+        )
     session.write(rows[0], provenance.collect() | found)
     said = (f"{where} {found[f'{where}_us'][k]['median']:.2f} {k}"
             for where in ("stream", "graph") for k in early)  # fmt: skip
@@ -92,15 +90,11 @@ def _replayed_us(backend: Any, issue: Issue, n: int) -> list[float]:
 
 def product_sizes() -> list[int]:
     """Bytes that the launches of `bench-kernels` read for an 8B model, of every type and shape."""
-    shapes = [shape for name, shape in SHAPES.items() if name.startswith("8b.")]
-    return sorted(
-        {
-            rows * dtype.row_bytes(shape.cols)
-            for shape in shapes
-            for rows in (shape.rows if shape.how == "product" else (sum(shape.rows),))
-            for dtype in TYPES
-        }
-    )
+    found = set[int]()
+    for shape in (shape for name, shape in SHAPES.items() if name.startswith("8b.")):
+        for rows in shape.rows if shape.how == "product" else (sum(shape.rows),):
+            found |= {rows * dtype.row_bytes(shape.cols) for dtype in TYPES}
+    return sorted(found)
 
 
 def reading(label: str, at: int, nbytes: int, sink: int, n_sm: int) -> Kernel:
@@ -128,9 +122,8 @@ def fastest_reads(backend: Any, sizes: Sequence[int], quick: bool) -> list[dict[
     stream, found = backend._stream(COMPUTE_STREAM), []
     with memory(backend, (room, Space.DEVICE), (4, Space.DEVICE)) as (weights, sink):
         for nbytes in sizes:
-            apart = blocks(nbytes, 256) * 256
+            apart, every = blocks(nbytes, 256) * 256, list[dict[str, Any]]()
             starts = [weights.address + i * apart for i in range(max(weights.nbytes // apart, 1))]
-            best: dict[str, Any] | None = None
             for words, grid in itertools.product(READ_WORDS, READ_GRIDS):
                 label = f"read_{words} {grid}"
                 kernels = [reading(label, at, nbytes, sink.address, n_sm) for at in starts]
@@ -138,19 +131,13 @@ def fastest_reads(backend: Any, sizes: Sequence[int], quick: bool) -> list[dict[
                 chain = issues * max(blocks(LEAST_READS, len(issues)), 1)
                 with TimedReplay(backend, chain) as replay:
                     us = spread(each / len(chain) for each in replay.time_us(2 if quick else 5))
-                if best is None or us["median"] < best["us"]["median"]:
-                    best = {"bytes": nbytes, "kernel": label, "us": us}
-            assert best is not None
-            found.append(best)
+                every.append({"bytes": nbytes, "kernel": label, "us": us})
+            found.append(min(every, key=lambda one: one["us"]["median"]))
     return found
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
     """Median, least, most and number of some times."""
-    found = np.array(list(values), float)
-    return {
-        "median": round(float(np.median(found)), 3),
-        "min": round(float(found.min()), 3),
-        "max": round(float(found.max()), 3),
-        "n": len(found),
-    }
+    of = np.array(list(values), float)
+    found = {"median": np.median(of), "min": of.min(), "max": of.max()}
+    return {name: round(float(us), 3) for name, us in found.items()} | {"n": len(of)}

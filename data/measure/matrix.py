@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from workbench.common.errors import UsageError
 from workbench.config import CopyStream, SyncMode, Toggles
+from workbench.config.toggles import clash_of
 
 # step -> seconds it takes on one H100, models written included; the most important first
 STEPS = {
@@ -153,16 +153,9 @@ class Row(NamedTuple):
 
 def modes_on(stream: str) -> list[str]:
     """The sync modes that are safe with copies on `stream`, the baseline first."""
-    return [mode for mode in MODES if _is_safe(mode, stream)]
-
-
-def _is_safe(mode: str, stream: str) -> bool:
-    try:
-        Toggles(sync=mode, copy_stream=stream)
-    except UsageError:  # the two clash
-        return False
-    races = (SyncMode.IMPLICIT, SyncMode.PACKED_IMPLICIT)
-    return not (mode in races and stream == CopyStream.OWN)
+    races = (SyncMode.IMPLICIT, SyncMode.PACKED_IMPLICIT) if stream == CopyStream.OWN else ()
+    given = Toggles().to_dict() | {"copy_stream": stream}
+    return [m for m in MODES if m not in races and not clash_of(given | {"sync": m})]
 
 
 def _fusion() -> Iterator[Row]:
@@ -239,86 +232,66 @@ def _seconds(model: str, n_tokens: float, n_arms: int, more_s: float = 0.0) -> i
     return round((n_arms + 1) * (taken + 0.2 + more_s))
 
 
-def _plans() -> Iterator[Row]:
-    """Every rule and scope of plans, and the additions to a plan of a step, with dependent launch
-    and without; then the first tokens of an engine. On models that are only compared: plans of
-    steps. All arms have the ordering that plans of steps need."""
+def _planned() -> Iterator[Row]:
+    """Plans, the sets of `best`, ways to keep a graph, and depth."""
+    # every rule and scope of plans, and the additions to a plan of a step, with dependent launch
+    # and without; then an engine's first tokens. All arms have the ordering that plans need.
+    background = f"all {ONE_COPY}"
     for model in PLANNED:
         for pdl, added in ADDED.items():
             suffix, arms = {"on": "", "off": "-plain"}[pdl], (OFF, *RULES, *added)
             yield Row(
                 "plans", f"plans{suffix}-{model}", "plans", model, "tg128",
-                f"all {ONE_COPY}" + (" pdl=off" if suffix else ""), sets(*arms),
+                background + (" pdl=off" if suffix else ""), sets(*arms),
                 seconds=_seconds(model, N_TOLD, len(arms)),
             )  # fmt: skip
         yield Row(
-            "plans", f"fresh-{model}", "fresh", model, f"tg{N_FRESH}", f"all {ONE_COPY}",
-            sets(OFF, STEP, f"{WHOLE} {WORD}"), rounds=8,
-            seconds=_seconds(model, N_FRESH, 3, 2.0),
+            "plans", f"fresh-{model}", "fresh", model, f"tg{N_FRESH}", background,
+            sets(OFF, STEP, f"{WHOLE} {WORD}"), rounds=8, seconds=_seconds(model, N_FRESH, 3, 2.0),
         )  # fmt: skip
     for model in COMPARED:
         arms = (OFF, STEP, f"{STEP} {DIRECT}", WHOLE, f"{WHOLE} {WORD}", f"{STEP} pdl=off")
-        yield Row("plans", f"plans-{model}", "plans", model, "tg128", f"all {ONE_COPY}",
-                  sets(*arms), seconds=_seconds(model, N_TOLD, len(arms)),
-                  )  # fmt: skip
-
-
-def _sets() -> Iterator[Row]:
-    """The sets that preset `best` could have, beside the values that won one by one: tokens, and
-    prompts of one ubatch and of four; then the same in engines that are made anew."""
+        yield Row("plans", f"plans-{model}", "plans", model, "tg128", background, sets(*arms),
+                  seconds=_seconds(model, N_TOLD, len(arms)))  # fmt: skip
+    # the sets that preset `best` could have, beside the values that won one by one
     compared, n = sets(*SETS["cuda"]), len(SETS["cuda"])
     yield Row("best", f"best-fresh-{BF16}", "fresh", BF16, f"tg{N_FRESH},pp512", "all", compared,
               rounds=8, n_ctx=2048, seconds=_seconds(BF16, N_FRESH, n, 4.0))  # fmt: skip
     for model, more_s in {BF16: 0.4, LLAMA_8B: 1.0}.items():
         yield Row("best", f"best-{model}", "ab", model, "tg128,pp512,pp2048", "all", compared,
                   n_ctx=2048, seconds=_seconds(model, 128, n, more_s))  # fmt: skip
-
-
-def _reuse() -> Iterator[Row]:
-    """Every way to keep a graph, and each layer of reuse disabled: its cost then is what the layer
-    saves. A graph built anew takes so long that 32 tokens are enough (#16490)."""
+    # each layer of reuse disabled: its cost then is what it saves; a graph that is built anew takes
+    # so long that 32 tokens are enough (#16490)
     ways = f"graph_reuse={','.join(Toggles.values('graph_reuse'))}"
-    arms = ("redo=off", *(f"{layer}=on" for layer in LAYERS))
+    layers = sets("redo=off", *(f"{layer}=on" for layer in LAYERS))
     for model in PLANNED:
         build_s = 12 if model == BF16 else 22
-        yield Row("reuse", f"reuse-layers-{model}", "ab", model, "tg128", "all", sets(*arms),
+        yield Row("reuse", f"reuse-layers-{model}", "ab", model, "tg128", "all", layers,
                   seconds=_seconds(model, 128, 6) + build_s)  # fmt: skip
         yield Row("reuse", f"reuse-ways-{model}", "ab", model, "tg32", "all", ways,
                   seconds=_seconds(model, 32, 4) + build_s)  # fmt: skip
-
-
-def _depths() -> Iterator[Row]:
-    """How the cache grows, and a sweep over depth, with plans and without."""
+    # how the cache grows, and a sweep over depth, with plans and without
     n_ctx = SWEPT[-1] + 1024
-    grown = tuple(f"kv_growth={how} {plans}" for plans in (OFF, WHOLE) for how in ("step", "full"))
+    grown = sets(
+        *(f"kv_growth={how} {plans}" for plans in (OFF, WHOLE) for how in ("step", "full"))
+    )
     for model, more_s in {BF16: 2.0, LLAMA_8B: 5.0}.items():
-        yield Row("grown", f"sweep-{model}", "sweep", model, toggles=f"all {ONE_COPY}",
-                  compared=sets(OFF, WHOLE), n_ctx=n_ctx,
-                  seconds=_seconds(model, 32 * len(SWEPT), 2, more_s))  # fmt: skip
-        yield Row("grown", f"growth-{model}", "ab", model, "tg64,tg64@d8192", f"all {ONE_COPY}",
-                  sets(*grown), n_ctx=n_ctx, seconds=_seconds(model, 160, 4, more_s / 2),
-                  )  # fmt: skip
+        yield Row("grown", f"sweep-{model}", "sweep", model, "", background, sets(OFF, WHOLE),
+                  n_ctx=n_ctx, seconds=_seconds(model, 32 * len(SWEPT), 2, more_s))  # fmt: skip
+        yield Row("grown", f"growth-{model}", "ab", model, "tg64,tg64@d8192", background, grown,
+                  n_ctx=n_ctx, seconds=_seconds(model, 160, 4, more_s / 2))  # fmt: skip
 
 
 # comparisons for several sequences, each on a background with all the others of a kind of device
 REGIONS = "kv_cache=per_sequence kv_parts=parallel_blocks skip_masked_kv=auto"
 OTHERS = {
     "cuda": f"all defer_norm=one {REGIONS} {STEP} {SERVED}",
-    "embedded": f"kept {REGIONS} sync=auto",
-    "host": f"kept {REGIONS} sync=auto",
+    **dict.fromkeys(("embedded", "host"), f"kept {REGIONS} sync=auto"),
 }
 PARTS = f"kv_parts={','.join(Toggles.values('kv_parts'))}"
 SKIPS = f"skip_masked_kv={','.join(Toggles.values('skip_masked_kv'))}"
-BOTH = ("kv_cache=unified,per_sequence", "kv_growth=step,geometric,full",
-        PARTS, SKIPS)  # fmt: skip
-COMPARED_TOGETHER = {
-    "cuda": (*BOTH, "fuse=off,on", "defer_norm=off,on,one", "pdl=off,on",
-             "graph_reuse=rebuild,set_rows"),
-    "embedded": (*BOTH, "graph_reuse=rebuild,set_rows"),
-    "host": (*BOTH, "graph_reuse=rebuild,set_rows"),
-}  # fmt: skip
-
-
+BOTH = ("kv_cache=unified,per_sequence", "kv_growth=step,geometric,full", PARTS, SKIPS)
+ON_GPU = ("fuse=off,on", "defer_norm=off,on,one", "pdl=off,on")  # compared there alone
 SMALL = ("defer-norm", "pdl")  # effects of a few percent on a GPU
 
 
@@ -347,7 +320,7 @@ def _several_on(
     def row(name: str, compared: str, **other: Any) -> Row:
         return common._replace(folder=f"several-{name}{suffix}", compared=compared, **other)
 
-    for compared in COMPARED_TOGETHER[device]:
+    for compared in (*BOTH, *(ON_GPU if on_gpu else ()), "graph_reuse=rebuild,set_rows"):
         name = compared.partition("=")[0].replace("_", "-")
         some = tests.split(",")[-1] if compared.startswith(("graph_reuse", "skip")) else tests
         if on_gpu and name in SMALL:
@@ -377,8 +350,7 @@ def _skipped() -> Iterator[Row]:
         yield Row(SKIP_STEP, f"skip-gate-{model}", "ab", model, "pp512,pp4096", "best",
                   sets(*ways), "prompts, 512 at once, gate open", n_ctx=8448)  # fmt: skip
         yield Row(SKIP_STEP, f"parts-one-{model}", "ab", model, "tg64,tg64@d2048,tg64@d8192",
-                  "best", PARTS, "deep caches",
-                  n_ctx=8448)  # fmt: skip
+                  "best", PARTS, "deep caches", n_ctx=8448)  # fmt: skip
 
 
 def _cpu() -> Iterator[Row]:
@@ -406,10 +378,7 @@ def _cpu() -> Iterator[Row]:
 
 
 MATRIX: tuple[Row, ...] = (
-    *_plans(),
-    *_sets(),
-    *_reuse(),
-    *_depths(),
+    *_planned(),
     *(Row("decode", f"decode-{model}{suffix}", "bench", model, "pp512,tg128", toggles)
       for model in DECODED for suffix, toggles in WITHOUT.items()),
     Row("kernels", "kernels", "kernels", test="all", sizes=(1,)),

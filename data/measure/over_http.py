@@ -8,12 +8,13 @@ answers streamed by server-sent events. The client of the last two is a process 
 `--peer`, as in `data.measure.batched`, llama.cpp's batched bench is the fourth arm. It runs as many
 sequences as requests are in flight, all at once. The run folder is `data/results/over-http/MODEL`.
 
-`result` has `points` (`served_arms.py`). Each point has `front_cpu_s`, the CPU time of the server's
-processes except the engine's, and `n_fronts`, the number of these processes.
+`result` has `points`: figures of one arm in one round. Each has `front_cpu_s`, the CPU time of the
+server's processes except the engine's, and `n_fronts`, the number of these processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -25,38 +26,94 @@ import pandas as pd
 from cyclopts import App
 
 from data.measure import batched
-from data.measure.command import PAD, USUAL, Call, Options, at_least_one, numbers, start
-from data.measure.in_rounds import Recording
+from data.measure.command import PAD, USUAL, Call, Options, Recording, at_least_one, numbers, start
 from data.measure.peer import LLAMA
 from data.measure.recorded import Arms, Share
-from data.measure.served_arms import (
-    Point,
-    ProcessTime,
-    about_engine,
-    add_load,
-    children_of,
-    front_time,
-    measure,
-    offer,
-)
 from data.measure.tables import Folder, Line, Part
-from workbench.benchmarks.runs import results
+from workbench.backend.base import open_backend
+from workbench.benchmarks.runs import provenance, results
 from workbench.common.sizes import round_up
 from workbench.config import BEST, EngineConfig, TogglePreset
 from workbench.server.serving import serving
 from workbench.server.wire.worker import WorkerSettings
 from workbench.traffic import served
-from workbench.traffic.bench import BenchSpec
-from workbench.traffic.load import normal_ids
-from workbench.traffic.served import ServeCommand
+from workbench.traffic.bench import BenchSpec, ServedRow, finite, serve_bench
+from workbench.traffic.load import CLOSED, Arrivals, normal_ids
+from workbench.traffic.served import ServeCommand, model_facts
 from workbench.traffic.targets import Asking, LoadTarget
 
 PIPE, WHOLE, STREAMED = "in process", "HTTP whole", "HTTP streamed"
 OURS = (PIPE, WHOLE, STREAMED)
 LEAST_REQUESTS = 16
 UNCOUNTED = 1 << 20  # seeds of requests that warm up begin here
+KEPT = (
+    "completed", "failed", "duration", "total_input_tokens", "total_output_tokens",
+    "output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_itl_ms",
+    "mean_e2el_ms", "tokens_per_chunk",
+)  # fmt: skip
 
 app = App(help=__doc__, result_action="return_none")
+
+
+class Point(NamedTuple):
+    """A setting of an arm in a round: so many requests are in flight until all have ended."""
+
+    test: str
+    n_in_flight: int
+    spec: BenchSpec
+
+
+def offer(target: LoadTarget, point: Point) -> ServedRow:
+    """Offers a point's load to a target, and returns its figures."""
+    return serve_bench(target, [Arrivals(CLOSED, point.n_in_flight)], point.spec).rows[0]
+
+
+def about_engine(path: Path, device: str) -> dict[str, Any]:
+    """The facts of a run about the machine, the model, and an engine of another process."""
+    with contextlib.closing(open_backend(device)) as backend:
+        engine = {"device": device, "device_description": backend.description}
+    return provenance.collect() | {"model": model_facts(path), "engine": engine}
+
+
+def measure(
+    recording: Recording, arm: str, round_: int, target: LoadTarget, point: Point
+) -> ServedRow:
+    """Offers a point's load, and adds its figures to the `points` of the run's result."""
+    row = offer(target, point)
+    entry = {"arm": arm, "test": point.test, "round": round_, "in_flight": point.n_in_flight}
+    figures = {name: row.figures[name] for name in KEPT}
+    recording.result["points"].append(entry | finite(figures) | {"client": row.client})
+    ns, n_generated = row.figures["duration"] * 1e9, row.figures["total_output_tokens"]
+    recording.add(arm, point.test, round_, [ns], [n_generated])
+    return row
+
+
+def front_time(pid: int) -> tuple[float, int] | None:
+    """The time of a server's processes: the first, and those that it began. The process with the
+    most memory is taken for the engine's. None without /proc."""
+    tree = [pid]
+    for other in tree:
+        tree += children_of(other)
+    try:
+        stats = {each: Path(f"/proc/{each}/stat").read_text() for each in tree}
+        words = {each: Path(f"/proc/{each}/cmdline").read_text() for each in tree}
+    except OSError:
+        return None
+    fields = {each: stat.rpartition(")")[2].split() for each, stat in stats.items()}
+    others = [each for each in tree if "resource_tracker" not in words[each]]
+    engine = max(others, key=lambda each: int(fields[each][21])) if len(others) > 1 else None
+    fronts = [each for each in others if each != engine]
+    ticks = sum(int(fields[each][11]) + int(fields[each][12]) for each in fronts)
+    return ticks / os.sysconf("SC_CLK_TCK"), len(fronts)
+
+
+def children_of(pid: int) -> set[int]:
+    """The processes that a process has begun and that have not ended; empty without /proc."""
+    found = set[int]()
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found |= {int(each) for each in (task / "children").read_text().split()}
+    return found
 
 
 class Reached(NamedTuple):
@@ -70,24 +127,19 @@ class Reached(NamedTuple):
     pid: int | None
     streamed: bool
 
-    def time(self) -> ProcessTime | None:
-        return None if self.pid is None else front_time(self.pid)
-
 
 @contextmanager
 def reached(
     path: Path, config: EngineConfig, slots: int, processes: int
 ) -> Iterator[dict[str, Reached]]:
     """Our arms by name: an engine process, and a server for the other two."""
-    toggles = TogglePreset(BEST)
     flags = (
         "--device", config.device, "--n-ctx", str(config.n_ctx), "--n-ubatch", str(config.n_ubatch),
         "--n-kv-pad", str(config.n_kv_pad),
     )  # fmt: skip
     with ExitStack() as stack:
-        pipe = stack.enter_context(
-            served.reached(WorkerSettings(str(path), config, slots, toggles))
-        )
+        settings = WorkerSettings(str(path), config, slots, TogglePreset(BEST))
+        pipe = stack.enter_context(served.reached(settings))
         before = children_of(os.getpid())
         command = ServeCommand(path, slots, config.device, flags)
         http = stack.enter_context(served.reached(command, processes=processes))
@@ -166,30 +218,27 @@ def main(
                     rows = batched.batched_rows(bench, path, wanted)
                     for point, one in zip(points, rows, strict=True):
                         seconds, n = one["t_pp"] + one["t_tg"], point.n_in_flight * n_gen
-                        add_load(recording, arm, round_, point.test, seconds, n)
-                        said(arm, point, n / seconds)
+                        recording.add(arm, point.test, round_, [seconds * 1e9], [n])
+                        print(f"  {point.test} {arm}: {n / seconds:.1f} t/s", flush=True)
                     return
                 own = by[arm]
                 for number, point in enumerate(points):
                     # prompts that no arm has sent before: no cache has their beginnings
                     seed = (round_ * len(OURS) + OURS.index(arm)) * len(points) + number
-                    before = own.time()
+                    before = front_time(own.pid) if own.pid else None
                     row = measure(recording, arm, round_, own.target, asked(point, own, seed))
-                    after = own.time()
-                    spent = None if before is None or after is None else after.cpu_s - before.cpu_s
+                    after = front_time(own.pid) if own.pid else None
+                    spent = None if before is None or after is None else after[0] - before[0]
                     recording.result["points"][-1] |= {
-                        "front_cpu_s": spent, "n_fronts": after.n_fronts if after else None,
+                        "front_cpu_s": spent, "n_fronts": after[1] if after else None,
                         "n_warm_up": point.spec.n_warm_up,
                     }  # fmt: skip
-                    said(arm, point, row.figures["output_throughput"])
+                    tps = row.figures["output_throughput"]
+                    print(f"  {point.test} {arm}: {tps:.1f} t/s", flush=True)
 
             recording.take(take, call.rounds(rounds))
 
     call.make(model, folder, measured, RUNS.shown)
-
-
-def said(arm: str, point: Point, tps: float) -> None:
-    print(f"  {point.test} {arm}: {tps:.1f} t/s", flush=True)
 
 
 class HttpRun(Arms):
@@ -224,8 +273,6 @@ class HttpRun(Arms):
         }
 
     def lines(self) -> Iterator[Line]:
-        """A line for each number of requests in flight: the three arms, their ratios, and the cost
-        of an event."""
         for test in self.run["tests"]:
             medians = self.rates(test).median()
             first = self.points[self.points["test"] == test].iloc[0]

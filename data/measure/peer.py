@@ -8,21 +8,12 @@ same rows. The speed of a round is that of all its counted repetitions together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from data.measure.recorded import (
-    NOT_MEASURED,
-    Arms,
-    Between,
-    Recorded,
-    complete_run,
-    spread,
-    title_of,
-)
+from data.measure.recorded import NOT_MEASURED, Arms, Between, Recorded, spread, title_of
+from data.measure.recorded import complete_run as complete
 from data.measure.tables import Line, Part, Table, caption
-from workbench.benchmarks.compare.rounds import order_of
 from workbench.benchmarks.compare.stats import Ratio, median_interval
-from workbench.benchmarks.runs import results
 
 FOLDER = "peer-cuda"
 MODELS = (
@@ -96,24 +87,10 @@ class PeerRun(Arms):
                     self.ratio(test, b, a),
                 )  # fmt: skip
 
-    @property
-    def interleaved(self) -> bool:
-        """Whether every round ran each arm once, one after the other, in turning order."""
-        names = [arm["name"] for arm in self.run["arms"]]
-        rates = results.rates(self.samples)
-        rounds = rates.groupby("repetition", sort=True)
-        return bool(len(rates)) and all(
-            rows["arm"].drop_duplicates().tolist()
-            == [names[i] for i in order_of(int(round_), len(names))]
-            and rows["arm"].ne(rows["arm"].shift()).sum() == len(names)
-            and rows["order"].diff().iloc[1:].eq(1).all()
-            for round_, rows in rounds
-        )
-
 
 def recorded_peer(recorded: Recorded, model: str, of: str = FOLDER) -> PeerRun | None:
     """The run of a model in folder `of`; None where there is none, or one that was cut off."""
-    found = complete_run(recorded.folder / of / model)
+    found = complete(recorded.folder / of / model)
     return PeerRun(found) if found is not None else None
 
 
@@ -128,23 +105,19 @@ def bests(recorded: Recorded) -> Iterator[Line]:
     """A column for each model: the fastest arm of each side in SHOWN, and the ratio. The column of
     a model without a run says so."""
     peers = {name: recorded_peer(recorded, name) for name in MODELS}
-    shown = {
-        name: (peer, peer.best(SHOWN))
-        for name, peer in peers.items()
-        if peer is not None and SHOWN in peer.run["tests"]
-    }
-    rows: dict[str, Callable[[Best], str]] = {
-        f"{LLAMA}, t/s": lambda best: f"{best.beside.before:.0f}",
-        f"{OURS}, t/s": lambda best: f"{best.beside.after:.0f}",
-        "ratio": lambda best: spread(best.beside.ratio),
+    shown = {name: peer for name, peer in peers.items() if peer and SHOWN in peer.run["tests"]}
+    best = {name: peer.best(SHOWN).beside for name, peer in shown.items()}
+    rows: dict[str, Callable[[Between], str]] = {
+        f"{LLAMA}, t/s": lambda beside: f"{beside.before:.0f}",
+        f"{OURS}, t/s": lambda beside: f"{beside.after:.0f}",
+        "ratio": lambda beside: spread(beside.ratio),
     }
     for row, cell in rows.items() if shown else ():
-        cells = {
-            shown[name][0].model if name in shown else title_of(name): cell(shown[name][1])
-            if name in shown else NOT_MEASURED
-            for name in MODELS
-        }  # fmt: skip
-        yield Line({SHOWN: row} | cells, [peer for peer, _ in shown.values()])
+        cells = {SHOWN: row}
+        for name in MODELS:
+            title = shown[name].model if name in shown else title_of(name)
+            cells[title] = cell(best[name]) if name in best else NOT_MEASURED
+        yield Line(cells, [*shown.values()])
 
 
 def fastest(recorded: Recorded) -> str:
@@ -195,11 +168,6 @@ def _said(peers: Sequence[PeerRun]) -> str:
     rounds = " and ".join(map(str, sorted({peer.run["repetitions"] for peer in peers})))
     versions = dict.fromkeys(peer.run["result"]["peer"]["version"] for peer in peers)
     return f"in turn in one run, {rounds} rounds; llama.cpp {', '.join(versions)}"
-
-
-def answers_hold(run: dict[str, Any]) -> bool:
-    """Whether all our arms gave the same answer, each held to its class."""
-    return all(answer["holds"] for answer in run["result"]["answers"].values())
 
 
 BLOCKS: dict[str, list[Part]] = {

@@ -32,7 +32,7 @@ import workbench as wb
 from data.measure.command import start
 from data.measure.launches import spread
 from data.measure.matrix import ONE_COPY, STEP
-from data.measure.session import Session, toggles_of
+from data.measure.session import ROOT, Session, toggles_of
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.device.graph_nodes import COPIES, GraphArguments, commands_of
 from workbench.backend.cuda.device.graphs import CudaGraph
@@ -41,7 +41,6 @@ from workbench.benchmarks.runs import provenance
 from workbench.common.errors import UsageError
 from workbench.common.output import write_text
 
-ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("llama-3.2-1b-bf16", "llama-3-8b-q4_0", "llama-3-8b-q8_0")
 SPECS = (f"all {ONE_COPY} {STEP}", "all plans=ours plan_scope=split")
 ROUNDS, LAUNCHES = 9, 20  # launches of each kind in a round
@@ -76,16 +75,12 @@ def measure(
                     row = of_engine(side, 2 if quick else rounds)
                 about = {"model": model, "scope": toggles.plan_scope, "toggles": toggles.changed()}
                 rows.append(about | row)
-                print(line(rows[-1]), flush=True)
+                said = ", ".join(f"{n[:-3]} {row[n]['median']:.1f}" for n in row["costs"])
+                scope, n = toggles.plan_scope, row["nodes"]
+                print(f"{model} {scope}: {n} nodes; us: {said}", flush=True)
     found = {"device_description": described, "quick": quick, "rows": rows}
     record = {"date": provenance.utc_now()} | provenance.collect() | found
     write_text(out, json.dumps(record, indent=1) + "\n", parents=True)
-
-
-def line(row: dict[str, Any]) -> str:
-    """The medians of a row, in words."""
-    said = [f"{name.removesuffix('_us')} {row[name]['median']:.1f}" for name in row["costs"]]
-    return f"{row['model']} {row['scope']}: {row['nodes']} nodes; us: {', '.join(said)}"
 
 
 def of_engine(engine: Any, rounds: int) -> dict[str, Any]:

@@ -1,26 +1,31 @@
 """The tables of graph plans: each rule and scope, the costs of capture and update, the first tokens
-of an engine, and a sweep over depth; and the sets of toggles that preset `best` could have."""
+of an engine, and a sweep over depth; the sets of toggles that preset `best` could have. Then those
+of graph reuse: each way to keep a graph, each layer disabled, growth of the cache, and the worth of
+#8366 to an engine by the time that its build takes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from data.measure.matrix import SETS
+from data.measure import peer
+from data.measure.matrix import LAYERS, SETS
 from data.measure.recorded import Arms, Recorded, Toggled, model_of, spread, title_of
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
+from workbench import config
+from workbench.answers import kept
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import FASTER, SLOWER
-from workbench.benchmarks.runs import results
 from workbench.benchmarks.times.token_parts import medians_us
 from workbench.benchmarks.workload import parse
-from workbench.config import LaunchAhead, PlanEnd, PlanRule, PlanScope, Results
 
-OFF, OURS = PlanRule.OFF.value, PlanRule.OURS.value
+OFF, OURS = config.PlanRule.OFF.value, config.PlanRule.OURS.value
 SPEEDUP = "{speedup:.3f} ({low:.3f}..{high:.3f})"  # of a row of `AB.summary`
 MADE = ("captured", "updated", "reinstantiated", "replayed", "ahead")  # of an engine's plans
 # kinds of plans, by the toggles of an arm
@@ -30,9 +35,9 @@ KINDS = ("a split", "a step", "a step, direct", "a step, ahead", "a step, direct
 
 def kind_of(toggles: Mapping[str, str]) -> str:
     """The kind of plans, one of KINDS: the scope of a plan, and the additions to it."""
-    added = {"direct": toggles["results"] == Results.DIRECT,
-             "ahead": toggles["launch_ahead"] == LaunchAhead.ON,
-             "word": toggles["plan_end"] == PlanEnd.WORD}  # fmt: skip
+    added = {"direct": toggles["results"] == config.Results.DIRECT,
+             "ahead": toggles["launch_ahead"] == config.LaunchAhead.ON,
+             "word": toggles["plan_end"] == config.PlanEnd.WORD}  # fmt: skip
     return ", ".join([f"a {toggles['plan_scope']}", *(name for name, on in added.items() if on)])
 
 
@@ -77,9 +82,8 @@ class Planned(NamedTuple):
     @property
     def where(self) -> dict[str, str]:
         """The cells that name the arm."""
-        plans = self.rule if self.rule != OFF else ""
-        return {"Model": model_of(self.ab.run), "pdl": self.toggles["pdl"],
-                "plans": plans or OFF, "a plan is": self.kind if plans else ""}  # fmt: skip
+        return {"Model": model_of(self.ab.run), "pdl": self.toggles["pdl"], "plans": self.rule,
+                "a plan is": self.kind if self.rule != OFF else ""}  # fmt: skip
 
     @property
     def named(self) -> str:
@@ -103,27 +107,20 @@ class Planned(NamedTuple):
 
 @lru_cache(maxsize=4)
 def planned(recorded: Recorded) -> list[Planned]:
-    """Every arm of every comparison of plans except the controls."""
-    return [one for row, run in recorded.of("plans", "plans") for one in arms(row.model, run)]
-
-
-def arms(model: str, run: results.Run) -> Iterator[Planned]:
-    """The arms of a comparison of plans except the control, the baseline first. None for a run that
-    was cut off before the parts of its tokens were measured."""
-    if "parts" not in run.run["result"]:
-        return
-    ab = AB(run.run, run.samples)
-    summary = {row["arm"]: row for row in ab.summary().to_dict("records")}
-    tps = next(iter(summary.values()))["tps_baseline"]
-    for arm in ab.run["arms"]:
-        if arm["is_control"]:
-            continue
-        own = ab.run["result"]["parts"][arm["name"]]
-        yield Planned(
-            model, arm, summary.get(arm["name"], {"tps_toggled": tps}),
-            medians_us(own), own["calls"], own["nodes"],
-            {k: n for k, n in own["counters"].items() if k.startswith("plans_")}, ab,
-        )  # fmt: skip
+    """Every arm of every comparison of plans except the controls, each baseline first. None of a
+    run that was cut off before the parts of its tokens were measured."""
+    found = []
+    for row, run in recorded.of("plans", "plans"):
+        ab, parts = AB(run.run, run.samples), run.run["result"].get("parts", {})
+        summary = {one["arm"]: one for one in ab.summary().to_dict("records")}
+        tps = next(iter(summary.values()))["tps_baseline"]
+        for arm in ab.run["arms"]:
+            if own := parts.get(arm["name"]):
+                beside = summary.get(arm["name"], {"tps_toggled": tps})
+                plans = {k: n for k, n in own["counters"].items() if k.startswith("plans_")}
+                us, calls, nodes = medians_us(own), own["calls"], own["nodes"]
+                found.append(Planned(row.model, arm, beside, us, calls, nodes, plans, ab))
+    return found
 
 
 def rules(recorded: Recorded) -> Iterator[Line]:
@@ -142,32 +139,25 @@ def rules(recorded: Recorded) -> Iterator[Line]:
         cells |= {f"{part} us": f"{one.us[part]:.0f}" for part in ("host", "gap", "device")}
         cells["stamps us"] = f"{one.us['token'] - one.us['plain']:.1f}"  # the cost of measuring
         cells |= {name: str(one.plans.get(f"plans_{name}", "")) for name in MADE}
-        cells["captured"] = captured(one.plans)
-        yield Line(cells, [one.ab])
+        yield Line(cells | {"captured": captured(one.plans)}, [one.ab])
 
 
 def added(recorded: Recorded) -> Iterator[Line]:
     """A line for each model and addition to a plan of a step with plans=ours: us a token with it
     and without, from the same rounds."""
     for _, run in recorded.of("plans", "plans"):
-        arms = Arms(run)
-        pdl = run.run["arms"][0]["toggles"]["pdl"]
+        arms, pdl = Arms(run), run.run["arms"][0]["toggles"]["pdl"]
         ours = {kind_of(arm["toggles"]): arm["name"] for arm in run.run["arms"]
                 if (arm["toggles"]["plans"], arm["toggles"]["pdl"]) == (OURS, pdl)}  # fmt: skip
-        plain = ours.get(KINDS[1])
         for kind in KINDS[2:]:
-            if plain is not None and kind in ours:
-                found = arms.between(run.run["tests"][0], plain, ours[kind])
-                yield Line(
-                    {
-                        "Model": arms.model, "pdl": pdl,
-                        "a plan is": kind, "us a step": f"{1e6 / found.before:.0f}",
-                        "us then": f"{1e6 / found.after:.0f}",
-                        "Speedup": spread(found.ratio, 3),
-                        "verdict": found.verdict,
-                    },
-                    [arms],
-                )  # fmt: skip
+            if KINDS[1] in ours and kind in ours:
+                found = arms.between(run.run["tests"][0], ours[KINDS[1]], ours[kind])
+                cells = {
+                    "Model": arms.model, "pdl": pdl, "a plan is": kind,
+                    "us a step": f"{1e6 / found.before:.0f}", "us then": f"{1e6 / found.after:.0f}",
+                    "Speedup": spread(found.ratio, 3), "verdict": found.verdict,
+                }  # fmt: skip
+                yield Line(cells, [arms])
 
 
 def costs(recorded: Recorded) -> Iterator[Line]:
@@ -221,24 +211,21 @@ def sweep(recorded: Recorded) -> Iterator[Line]:
     """A line for each model, plans and depth, in the columns of llama.cpp's sweep-bench, with the
     speedup of TG."""
     for _, run in recorded.of("grown", "sweep"):
-        ab = AB(run.run, run.samples)
+        ab, seconds = AB(run.run, run.samples), _seconds(run.samples)
         tests = [parse(test) for test in ab.run["tests"]]
-        seconds, (first, *others) = _seconds(run.samples), ab.run["arms"][:-1]
         speedups = {(r["arm"], r["test"]): r for r in ab.summary().to_dict("records")}
-        for arm in (first, *others):
+        for arm in ab.run["arms"][:-1]:
             for pp, tg in zip(tests[::2], tests[1::2], strict=True):
                 t_pp, t_tg = (seconds[arm["name"], test.name] for test in (pp, tg))
                 found = speedups.get((arm["name"], tg.name))
-                yield Line(
-                    {
-                        "Model": model_of(ab.run), "plans": arm["toggles"]["plans"],
-                        "PP": str(pp.n_prompt), "TG": str(tg.n_gen), "N_KV": str(tg.n_depth),
-                        "T_PP s": f"{t_pp:.4f}", "S_PP t/s": f"{pp.n_prompt / t_pp:.1f}",
-                        "T_TG s": f"{t_tg:.4f}", "S_TG t/s": f"{tg.n_gen / t_tg:.1f}",
-                        "Speedup of TG": SPEEDUP.format_map(found) if found else "",
-                    },
-                    [ab],
-                )  # fmt: skip
+                cells = {
+                    "Model": model_of(ab.run), "plans": arm["toggles"]["plans"],
+                    "PP": str(pp.n_prompt), "TG": str(tg.n_gen), "N_KV": str(tg.n_depth),
+                    "T_PP s": f"{t_pp:.4f}", "S_PP t/s": f"{pp.n_prompt / t_pp:.1f}",
+                    "T_TG s": f"{t_tg:.4f}", "S_TG t/s": f"{tg.n_gen / t_tg:.1f}",
+                    "Speedup of TG": SPEEDUP.format_map(found) if found else "",
+                }  # fmt: skip
+                yield Line(cells, [ab])
 
 
 def _seconds(samples: pd.DataFrame) -> dict[tuple[str, str], float]:
@@ -285,7 +272,7 @@ def timed_where(recorded: Recorded) -> str:
 def replayed_us(recorded: Recorded, model: str) -> dict[str, Any] | None:
     """The time of a token's launches as a plan that is replayed one replay after the other."""
     rows = {(row["model"], row["scope"]): row for row in timed_rows(recorded)}
-    found = rows.get((model, PlanScope.SPLIT))
+    found = rows.get((model, config.PlanScope.SPLIT))
     return {"us": found["device_us"]["median"]} if found else None
 
 
@@ -329,10 +316,12 @@ def won(recorded: Recorded) -> str:
         said.append(f"- {name}: {'won' if wins else 'did not win'}; faster in "
                     f"{faster} of {len(them)}, {lost}")  # fmt: skip
     rule = "A set wins that is faster in some test and slower in none, warm and made anew"
-    mean = (
-        "Of these `best` has the fastest by the mean, where a speedup inside its band counts as 1."
-    )
-    left = mean if taken else "None did, so `best` keeps what won one by one."
+    left = "None did, so `best` keeps what won one by one."
+    if taken:
+        left = (
+            "Of these `best` has the fastest by the mean, where a speedup inside its band counts "
+            "as 1."
+        )
     return "\n".join([f"{rule}. {left}", "", *said])
 
 
@@ -345,27 +334,22 @@ def _set_name(arm: str) -> str:
     return " ".join(f"`{word}`" for word in arm.split() if word not in SHARED)
 
 
-# figures of targets -------------------------------------------------------------------------------
-
-
 def worst(recorded: Recorded, kind: str, part: str, most: float) -> dict[str, Any] | None:
     """Of all rows with plans=ours and a kind of plan, the row whose part of a token takes longest;
     the number of rows (n), and of rows above `most` (over)."""
     ours = [one for one in planned(recorded) if (one.rule, one.kind) == (OURS, kind)]
-    if not ours:
-        return None
-    found = max(ours, key=lambda one: one.us[part])
+    found = max(ours, key=lambda one: one.us[part], default=None)
     over = sum(one.us[part] > most for one in ours)
-    return {"us": found.us[part], "where": found.named, "n": len(ours), "over": over}
+    said = found and {"us": found.us[part], "where": found.named, "n": len(ours), "over": over}
+    return said or None
 
 
 def device_us(recorded: Recorded, model: str, pdl: str) -> Mapping[str, Any] | None:
     """The time of a token's kernels as one plan of a step, with plans=ours."""
-    for one in planned(recorded):
-        same = one.toggles["pdl"], one.rule, one.kind
-        if one.model == model and same == (pdl, OURS, KINDS[1]):
-            return one.us
-    return None
+    wanted = model, pdl, OURS, KINDS[1]
+    every = planned(recorded)
+    same = (p for p in every if (p.model, p.toggles["pdl"], p.rule, p.kind) == wanted)
+    return next((one.us for one in same), None)
 
 
 def never_cost(recorded: Recorded, model: str) -> dict[str, Any] | None:
@@ -402,4 +386,185 @@ BLOCKS: dict[str, list[Part]] = {
         won,
     ],
     "sweep-cuda": [Table("Depth", sweep, None, "{n} interleaved repetitions, medians")],
+}  # fmt: skip
+
+
+REDO, WAYS = "redo", "graph_reuse"
+REBUILD, KEPT = config.GraphReuse.REBUILD.value, config.GraphReuse.SET_ROWS.value
+
+
+def _cells(arm: dict[str, Any]) -> dict[str, str]:
+    """us a token by phase, from an arm's counters."""
+    return {phase: f"{us:.1f}" for phase, us in kept.phases_us(arm["counters"]).items()}
+
+
+def ways(recorded: Recorded) -> Iterator[Line]:
+    """A line for each model and way: t/s beside rebuilding, and us a token in each phase."""
+    models = set[str]()
+    for one in recorded.toggled("reuse", "ab", WAYS):
+        before, first = f"{one.found['tps_baseline']:.1f}", one.ab.run["arms"][0]
+        if one.model not in models:
+            models.add(one.model)
+            rebuilt = {"Model": one.model, WAYS: first["name"], "t/s rebuilt": "", "t/s": before}
+            yield Line(rebuilt | _cells(first), [one.ab])
+        said = {"Model": one.model, WAYS: one.arm["name"], "t/s rebuilt": before,
+                "t/s": f"{one.found['tps_toggled']:.1f}", "Speedup": one.speedup(2),
+                "verdict": one.found["verdict"]}  # fmt: skip
+        yield Line(said | _cells(one.arm), [one.ab])
+
+
+def layers(recorded: Recorded) -> Iterator[Line]:
+    """A line for each model and layer of reuse: what a token costs more with the layer disabled,
+    and us in each phase then."""
+    for one in recorded.toggled("reuse", "ab", REDO):
+        done = [name for name in LAYERS if one.arm["toggles"][name] == config.Redo.ON]
+        before, after = (one.found[f"tps_{which}"] for which in ("baseline", "toggled"))
+        cells = {
+            "Model": one.model, "done again": ", ".join(n.removeprefix(f"{REDO}_") for n in done),
+            "t/s": f"{before:.1f}", "t/s then": f"{after:.1f}",
+            "us more": f"{1e6 / after - 1e6 / before:.0f}", "Speedup": one.speedup(2),
+            "verdict": one.found["verdict"],
+        }  # fmt: skip
+        yield Line(cells | _cells(one.arm), [one.ab])
+
+
+class Worth(NamedTuple):
+    """The worth of a kept graph to a model's token.
+
+    us: of a token with a kept graph.
+    own_us: of all phases of this engine's build.
+    own: the measured speedup, with its interval.
+    theirs: the saving of llama.cpp's reuse for the same model on a GPU; None where it was not
+        measured.
+    """
+
+    model: str
+    us: float
+    own_us: float
+    own: str
+    theirs: peer.Saving | None
+    ab: AB
+
+    def ratio(self, build_us: float) -> float:
+        """The speedup for an engine whose build takes build_us, while the device is idle."""
+        return kept.speedup(self.us, max(build_us, 0))
+
+    def said(self, theirs: peer.Saving) -> str:
+        """The speedup at llama.cpp's saving, with its interval."""
+        value, low, high = (self.ratio(us) for us in (theirs.us, theirs.low, theirs.high))
+        return f"{value:.2f} ({low:.2f}..{high:.2f})"
+
+
+def worths(recorded: Recorded) -> list[Worth]:
+    """A row for each model whose ways were compared."""
+    theirs = {
+        other.model: saving
+        for other in peer.recorded_peers(recorded)
+        for test in other.run["tests"]
+        for saving in (other.savings(test) if test.startswith("tg") else ())
+        if saving.with_ == peer.REUSE_PAIRS[0][0]
+    }
+    found = []
+    for one in recorded.toggled("reuse", "ab", WAYS):
+        if one.arm["name"] == KEPT:
+            us, own_us = 1e6 / one.found["tps_toggled"], kept.own_build_us(one.ab.run["arms"][0])
+            of = theirs.get(one.model)
+            found.append(Worth(one.model, us, own_us, one.speedup(2), of, one.ab))
+    return found
+
+
+def verdicts(recorded: Recorded) -> Iterator[Line]:
+    """A line for each model: the speedup by the time of a build, at llama.cpp's build, and at this
+    engine's."""
+    for one in worths(recorded):
+        low, high = (kept.build_us(one.us, claim) for claim in kept.CLAIMED)
+        of = one.theirs
+        yield Line(
+            {"Model": one.model, "us a token": f"{one.us:.0f}"}
+            | {f"{us} us": f"{one.ratio(us):.3f}" for us in kept.BUILD_US}
+            | {
+                "llama.cpp's build, us": f"{of.us:.0f} ({of.low:.0f}..{of.high:.0f})" if of else "",
+                "at llama.cpp's": one.said(of) if of else "",
+                "3 to 7 % is a build of": f"{low:.0f} to {high:.0f} us",
+                "this engine's build, us": f"{one.own_us:.0f}",
+                "at this engine's": f"{one.ratio(one.own_us):.2f}",
+                "measured here (Python)": one.own,
+            },
+            [one.ab],
+        )
+
+
+def verdict(recorded: Recorded) -> str:
+    """#8366 at llama.cpp's own build time: measured in a peer run, else as its thread says."""
+    found = worths(recorded)
+    said = [
+        f"{one.model} {of.us:.0f} us beside a token of {one.us:.0f}, {one.said(of)} (of its own "
+        f"token {of.speedup.value:.2f})"
+        for one in found
+        if (of := one.theirs)
+    ]
+    if said:
+        return (
+            "Verdict on #8366, at llama.cpp's build time (what its reuse switch saves on the same "
+            f"files and card, with all that a new graph entails): {'; '.join(said)}. Its thread "
+            "had 3 to 7 %. This engine's ratio is the price of its Python."
+        )
+    lows, highs = ([kept.build_us(one.us, c) for one in found] for c in kept.CLAIMED)
+    return (
+        "Verdict on #8366, at llama.cpp's build time: its own was not measured on this card. Its "
+        f"thread has 3 to 7 %, which here would be a build of {min(lows):.0f} to {max(highs):.0f} "
+        "us. This engine's ratio is the price of its Python."
+    )
+
+
+BENCHMARK = re.compile(r"test_bench_reuse\.py::test_graph_work\w*(?:\[(.+)\])?")
+KEEPING = [way for way in config.Toggles.values(WAYS) if way != REBUILD]
+
+
+def graph_work(recorded: Recorded, way: str) -> dict[str, Any] | None:
+    """us before the first command of a token is issued, where `way` keeps the graph: the most of
+    its benchmarks, and each. A benchmark that names no way is of set_rows."""
+    every = (recorded.alone("benchmarks") or {}).get("benchmarks", {})
+    found = {}
+    for name, of in every.items():
+        matched = BENCHMARK.fullmatch(name)
+        if matched and way in (matched[1] or KEPT):
+            rest = (matched[1] or "").replace(way, "").strip("-")
+            found[rest] = of["median_us"]
+    said = ", ".join(f"{us:.0f} us {rest}".strip() for rest, us in found.items())
+    return {"us": max(found.values()), "said": said} if found else None
+
+
+def growth(recorded: Recorded) -> Iterator[Line]:
+    """A line for each model, test and plans: kv_growth=full beside kv_growth=step, in one run."""
+    for _, run in recorded.of("grown", "ab"):
+        arms = Arms(run)
+        for test, i in product(run.run["tests"], range(0, len(arms.names), 2)):
+            step, full = arms.names[i : i + 2]
+            found = arms.between(test, step, full)
+            cells = {
+                "Model": arms.model, "Test": test, "plans": arms.toggles(step)["plans"],
+                "t/s step": f"{found.before:.1f}", "t/s full": f"{found.after:.1f}",
+                "Speedup": spread(found.ratio, 3), "verdict": found.verdict,
+            }  # fmt: skip
+            yield Line(cells, [arms])
+
+
+BLOCKS |= {
+    "reuse-cuda": [
+        Table("Ways to keep a graph", ways, None,
+              "{tests}; us a token in each phase; all else on; {n} interleaved repetitions"),
+        "One layer of reuse disabled: its phase is done again for every token, and the us in each "
+        "phase are those then; all else on:",
+        Table("", layers, None, "{tests}; {n} interleaved repetitions"),
+    ],
+    "reuse-verdict": [
+        Table("What #8366 is worth by what a build costs", verdicts, None,
+              "speedup of a kept graph: (token + build) / token"),
+        verdict,
+    ],
+    "growth-cuda": [
+        Table("How n_kv grows", growth, None, "kv_growth=step and full; {n} interleaved "
+              "repetitions"),
+    ],
 }  # fmt: skip

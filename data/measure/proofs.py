@@ -8,7 +8,6 @@ device that computes nothing.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import workbench as wb
 from data.measure.races_of_record import record_rows
-from data.measure.recorded import Recorded, commit_of
+from data.measure.recorded import Recorded, told
 from data.measure.sources import ROOT
 from data.measure.tables import Line, Part, Table
 from workbench.answers.proofs import cycles, proof_frame, proof_rows
@@ -65,8 +64,8 @@ def both(engine: wb.Engine) -> dict[tuple[str, str], list[Program]]:
     """The programs of a decode and of a train under every sync mode and copy stream."""
     decode, train = cycles(engine), cycles(engine, 3 * N_UBATCH, "train")
     names = dict.fromkeys(name for name, _ in decode)
-    return {key: rows[key] for name in names
-            for key, rows in (((name, "decode"), decode), ((name, "train"), train))}  # fmt: skip
+    return {(name, run): of[name, run] for name in names
+            for run, of in (("decode", decode), ("train", train))}  # fmt: skip
 
 
 def by_source(engine: Any, n_tokens: int = 1, run: str = "decode") -> list[dict[str, Any]]:
@@ -134,10 +133,7 @@ def exhaustive_where(recorded: Recorded) -> str:
     tests = found["tests"]
     n = sum(_function(name) in EXHAUSTIVE for name in tests)
     failed = sum(test["outcome"] == "failed" for test in tests.values())
-    runs = [
-        f"{about['machine']['cpu']['name']}; commit {commit_of(about)}; {about['date'][:10]}."
-        for about in found["commits"].values()
-    ]
+    runs = [told(about, about["machine"]["cpu"]["name"]) for about in found["commits"].values()]
     more = f", {len(tests) - n} of what the slow tests try a share of" if len(tests) > n else ""
     hours = f"{_hours(tests.values()):.1f} hours of one core"
     return f"{n} tests{more}, {failed} failed, {hours}; {' '.join(runs)}"
@@ -159,12 +155,7 @@ BLOCKS: dict[str, list[Part]] = {
 }
 
 
-def main() -> int:
+if __name__ == "__main__":
     path = write_model("tiny-llama", "Q8_0", Path("data/models/tiny-llama-Q8_0.gguf"))
     write_text(OUT, json.dumps(proved(path), indent=1) + "\n")
     print(f"wrote {OUT}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -34,6 +34,7 @@ from workbench.config import CopyStream, HostSource, StepWait, SyncMode, Toggles
 from workbench.program.check import hazards
 
 N_UBATCH, UBATCHES, RUNS = 128, 8, 3
+FILE = f"pipeline-races-{RACED}"
 KEPT = {"graph_reuse": "set_rows"}
 SOURCES = [HostSource.PINNED, HostSource.PINNED_RING_4]  # one place for inputs, or a ring of them
 
@@ -61,7 +62,15 @@ def racing(session: Session, _: None, rows: list[Row]) -> None:
         ) as engine:  # fmt: skip
             found = {**provenance.collect(engine), **compared(engine, session.quick)}
         session.write(row, found)
-        print(f"{session.at(row).name}: {said(found)}", flush=True)
+        raced, safe = (
+            [any(o["differing"]) for o in found["orderings"] if bool(o["races"]) == races]
+            for races in (True, False)
+        )
+        said = (
+            f"of {len(raced)} orderings that race, {sum(raced)} gave other logits; of "
+            f"{len(safe)} that do not, {sum(safe)}"
+        )
+        print(f"{session.at(row).name}: {said}", flush=True)
 
 
 def compared(engine: wb.Engine, quick: bool = False) -> dict[str, Any]:
@@ -97,28 +106,24 @@ NAMES = ("sync", "copy_stream", "host_source", "n_copies")  # what an ordering i
 
 def lines(recorded: Recorded) -> Iterator[Line]:
     """A line for each sync mode and copy stream of the recorded orderings."""
-    found = recorded.file(f"pipeline-races-{RACED}")
-    judged = found["orderings"] if found else []
-    keys = dict.fromkeys((o["toggles"]["sync"], o["toggles"]["copy_stream"]) for o in judged)
-    for sync, stream in keys:
-        of = [o for o in judged if (o["toggles"]["sync"], o["toggles"]["copy_stream"]) ==
-              (sync, stream)]  # fmt: skip
+    by: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in (recorded.file(FILE) or {"orderings": ()})["orderings"]:
+        by.setdefault((one["toggles"]["sync"], one["toggles"]["copy_stream"]), []).append(one)
+    for (sync, stream), of in by.items():
         raced = [o for o in of if o["races"]]
-        wrong = [n for o in raced for n in o["differing"] if n]
         yield Line({
             "sync": sync, "copy_stream": stream, "orderings": str(len(of)),
             "that race": str(len(raced)),
             "pairs that race": span(o["races"] for o in raced),
-            "gave other logits": str(sum(map(differs, raced))),
-            "logits that differ": span(wrong),
-            "safe ones that did": str(sum(differs(o) for o in of if not o["races"])),
+            "gave other logits": str(sum(any(o["differing"]) for o in raced)),
+            "logits that differ": span(n for o in raced for n in o["differing"] if n),
+            "safe ones that did": str(sum(any(o["differing"]) for o in of if not o["races"])),
         })  # fmt: skip
 
 
 def where(recorded: Recorded) -> str:
     """The caption of the table; empty where nothing is recorded."""
-    found = recorded.file(f"pipeline-races-{RACED}")
-    if not found:
+    if not (found := recorded.file(FILE)):
         return ""
     engine = found["engine"]
     return (
@@ -128,20 +133,6 @@ def where(recorded: Recorded) -> str:
         f"each ordering (`host_source` by `n_copies`), `unsafe`, beside those with every wait in "
         f"place; {age(found, ANSWERS)}."
     )
-
-
-def said(found: dict[str, Any]) -> str:
-    """How many orderings race and how many differ, in one line."""
-    racing = [o for o in found["orderings"] if o["races"]]
-    safe = [o for o in found["orderings"] if not o["races"]]
-    return (
-        f"of {len(racing)} orderings that race, {sum(map(differs, racing))} gave other logits; of "
-        f"{len(safe)} that do not, {sum(map(differs, safe))}"
-    )
-
-
-def differs(ordering: dict[str, Any]) -> bool:
-    return any(ordering["differing"])
 
 
 RACES = Table("Races on real devices", lines, said=where)

@@ -23,10 +23,9 @@ import numpy as np
 import pandas as pd
 from cyclopts import App
 
-from data.measure.command import PAD, USUAL, Call, Options, at_least_one, numbers, start
-from data.measure.in_rounds import Recording
+from data.measure.command import PAD, USUAL, Call, Options, Recording, at_least_one, numbers, start
+from data.measure.over_http import Point, about_engine, measure
 from data.measure.recorded import Recorded, model_of
-from data.measure.served_arms import Point, about_engine, measure
 from data.measure.tables import Folder, Line, Part
 from workbench.benchmarks.compare.rounds import interleave
 from workbench.benchmarks.runs import results
@@ -82,12 +81,17 @@ def main(
             device=options.device, n_ctx=slots * round_up(2 * lengths[-1] + n_gen, PAD),
             n_seqs=slots, n_ubatch=n_ubatch, n_kv_pad=PAD,
         )  # fmt: skip
-        points = _points(lengths, prompts, slots, n_gen, path)
+        ids, warm_up = normal_ids(path), min(slots, prompts)
+        points = [  # each with prompts of its own, which both arms are sent
+            Point(f"mean {mean}", slots, BenchSpec.of(
+                f"rng-0-{2 * mean}", str(n_gen), ids, n_requests=prompts, n_warm_up=warm_up,
+                seed=seed, parallel=slots,
+            ))
+            for seed, mean in enumerate(lengths)
+        ]  # fmt: skip
         toggles = {name: serving(options.device, arm).changes for name, arm in ARMS.items()}
-        recording = Recording(
-            RUNS.name, folder, about_engine(path, options.device), toggles,
-            [point.test for point in points], rounds,
-        )  # fmt: skip
+        about, tests = about_engine(path, options.device), [point.test for point in points]
+        recording = Recording(RUNS.name, folder, about, toggles, tests, rounds)
         recording.result |= {"points": [], "slots": slots, "n_ubatch": n_ubatch}
         with ExitStack() as stack, recording.kept():
             targets = [
@@ -104,19 +108,6 @@ def main(
             interleave(call.rounds(rounds * len(points)), len(ARMS), take)
 
     call.make(model, folder, measured, shown)
-
-
-def _points(lengths: list[int], prompts: int, slots: int, n_gen: int, path: Path) -> list[Point]:
-    """A point for each mean length, with prompts of its own. Both arms are sent the same
-    prompts."""
-    ids, found = normal_ids(path), list[Point]()
-    for seed, mean in enumerate(lengths):
-        spec = BenchSpec.of(
-            f"rng-0-{2 * mean}", str(n_gen), ids, n_requests=prompts,
-            n_warm_up=min(slots, prompts), seed=seed, parallel=slots,
-        )  # fmt: skip
-        found.append(Point(f"mean {mean}", slots, spec))
-    return found
 
 
 class Quadratic(NamedTuple):
@@ -163,8 +154,7 @@ def asymptotic_ratio(slower: Quadratic, faster: Quadratic) -> tuple[float, float
     if slower.c <= 0 or faster.c <= 0:
         return math.nan, math.nan
     ratio = slower.c / faster.c
-    parts = [fit.errors[2] / fit.c for fit in (slower, faster)]
-    return ratio, ratio * math.hypot(*parts)
+    return ratio, ratio * math.hypot(*(fit.errors[2] / fit.c for fit in (slower, faster)))
 
 
 class RandomRun:
@@ -180,13 +170,6 @@ class RandomRun:
 
     def about(self) -> str:
         return f"rounds: {self.run['repetitions']}"
-
-    def fit(self, arm: str) -> Quadratic | None:
-        """Runtime in s by the mean length of prompts; None for fewer than three lengths."""
-        own = self.points[self.points["arm"] == arm]
-        if own["test"].nunique() < 3:
-            return None
-        return quadratic(own["mean"].to_numpy(), own["duration"].to_numpy())
 
     def lines(self) -> Iterator[Line]:
         """A line for each mean length: runtimes, medians over rounds, and the gain of skipping."""
@@ -205,13 +188,17 @@ class RandomRun:
             yield Line(values, [self])
 
     def said(self) -> str:
-        """The fits, in words, and the ratio for prompts without end."""
-        fits = {arm: self.fit(arm) for arm in (OFF, ON)}
-        off, on = fits[OFF], fits[ON]
-        if off is None or on is None:
+        """The fits of runtime by the mean length, and the ratio for prompts without end; empty for
+        fewer than three lengths."""
+        own = {arm: self.points[self.points["arm"] == arm] for arm in (OFF, ON)}
+        if any(points["test"].nunique() < 3 for points in own.values()):
             return ""
+        fits = {
+            arm: quadratic(points["mean"].to_numpy(), points["duration"].to_numpy())
+            for arm, points in own.items()
+        }
         texts = [f"skip_masked_kv={arm}: {fit}" for arm, fit in fits.items()]
-        ratio, error = asymptotic_ratio(off, on)
+        ratio, error = asymptotic_ratio(fits[OFF], fits[ON])
         tends = "the points show no limit"
         if not math.isnan(ratio):
             known = "" if math.isnan(error) else f" (standard error {error:.2f})"

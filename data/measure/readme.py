@@ -8,40 +8,23 @@ disagree: no number is written by hand.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from data.measure import (
-    arena_peaks,
-    attention,
-    batched,
-    blocks,
-    first_requests,
-    matrix,
-    over_http,
-    peer,
-    plan_tables,
-    proofs,
-    random_lengths,
-    reuse_tables,
-    scheduling,
-    skipping,
-    sources,
-    streams,
-    targets,
-)
+from data.measure import matrix, peer, skipping, sources, streams
 from data.measure.recorded import (
     NOT_MEASURED,
     PHASES,
     Arms,
     Between,
     Recorded,
-    commit_of,
     model_of,
     spread,
+    told,
 )
-from data.measure.tables import Line, OfARun, Part, Table, block
+from data.measure.tables import Line, Part, Table, block
 from workbench.benchmarks.compare.arms import SETS
 from workbench.benchmarks.compare.stats import FASTER, SLOWER, verdict
 from workbench.benchmarks.times.gaps import Gaps
@@ -56,6 +39,11 @@ RESULTS = Path("data/results")
 PAGES = (  # the first screen; everything; model files
     Path("README.md"), RESULTS / "README.md", Path("workbench/model/README.md"),
 )  # fmt: skip
+TABLES = (
+    "arena_peaks", "attention", "batched", "blocks", "first_requests", "over_http", "peer",
+    "plan_tables", "proofs", "random_lengths", "scheduling", "skipping", "streams",
+    "targets",
+)  # fmt: skip
 ANSWERS = {EXACT: "bit-equal", ROUNDING: "within a tolerance"}
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
@@ -65,11 +53,9 @@ def picture(recorded: Recorded) -> str:
     found = recorded.alone("timelines")
     if found is None:
         return f"Timelines: {NOT_MEASURED}."
-    return (
-        f"`{'` and `'.join(found['arms'])}`, traced, so it shows where time goes and not how much: "
-        f"{model_of(found)}; {found['engine']['device_description']}; "
-        f"commit {commit_of(found)}; {found['date'][:10]}."
-    )
+    arms = f"`{'` and `'.join(found['arms'])}`"
+    what = f"{arms}, traced, so it shows where time goes and not how much: {model_of(found)}"
+    return told(found, what, found["engine"]["device_description"])
 
 
 THREADS = ("#17795", "#8366", "#16548", "#16991", "#14924")
@@ -82,13 +68,16 @@ def rooms(_: Recorded) -> Iterator[Line]:
     for row in ROWS.values():
         found.setdefault(row.room, []).append(row)
     of: dict[str, list[str]] = {thread: [] for thread in (*THREADS, "others")}
-    for room, its_rows in found.items():
-        thread = next((t for t in _threads(its_rows) if t in THREADS), "others")
-        of[thread].append(room)
+    for room, rows in found.items():
+        threads = (row.thread.removeprefix("llama.cpp ") for row in rows)
+        of[next((t for t in threads if t in THREADS), "others")].append(room)
+
+    def family(name: str) -> str:
+        return next((f"{f}_..." for f in FAMILIES if name.startswith(f"{f}_")), name)
+
     for thread, own in of.items():
         texts = [
-            f"`{room}`: "
-            + ", ".join(f"`{name}`" for name in _families(row.name for row in found[room]))
+            f"`{room}`: " + ", ".join(dict.fromkeys(f"`{family(row.name)}`" for row in found[room]))
             for room in own
         ]
         answers = dict.fromkeys(ANSWERS[row.answer] for room in own for row in found[room])
@@ -96,19 +85,6 @@ def rooms(_: Recorded) -> Iterator[Line]:
             "llama.cpp": thread, "rooms in `workbench/`, and the toggles that they read":
             "; ".join(texts), "answers stay": ", or ".join(answers),
         })  # fmt: skip
-
-
-def _threads(rows: Iterable[Row]) -> Iterable[str]:
-    """Numbers of llama.cpp's pull requests, each once."""
-    return dict.fromkeys(row.thread.removeprefix("llama.cpp ") for row in rows if row.thread)
-
-
-def _families(names: Iterable[str]) -> Iterable[str]:
-    """Toggles of a family as one name, `fuse_...`."""
-    return dict.fromkeys(
-        next((f"{family}_..." for family in FAMILIES if name.startswith(f"{family}_")), name)
-        for name in names
-    )
 
 
 def keys(_: Recorded) -> Iterator[Line]:
@@ -209,12 +185,10 @@ def mechanisms(recorded: Recorded) -> Iterator[Line]:
 def _of_the_matrix(recorded: Recorded) -> Iterator[Line]:
     """A line for each of MECHANISMS. A mechanism without a run has a line that says so."""
     for name, folder, on, test, kind, later in MECHANISMS:
-        row = matrix.the(folder, kind)
+        row, run = matrix.the(folder, kind), recorded.run(folder)
         off = row.compared.split("," if SETS not in row.compared else SETS)[0].strip()
         off = off or f"sync={BEFORE}"
-        toggle = off.partition("=")[0]
-        cells = {"mechanism": name, "off": off, "on": on.removeprefix(f"{toggle}=")}
-        run = recorded.run(folder)
+        cells = {"mechanism": name, "off": off, "on": on.removeprefix(f"{off.partition('=')[0]}=")}
         if run is None or (test != GAP and test not in run.run["tests"]):
             if not later:
                 yield Line(cells | {"verdict": NOT_MEASURED})
@@ -229,7 +203,7 @@ def _of_the_matrix(recorded: Recorded) -> Iterator[Line]:
             yield _line(cells, found, found.between(test, found.names[0], on), command)
 
 
-def _line(cells: dict[str, str], of: OfARun, found: Between, command: str) -> Line:
+def _line(cells: dict[str, str], of: Any, found: Between, command: str) -> Line:
     """The cells that name a row, then tokens a second under both values, and what prints them."""
     numbers = {
         "at off": f"{found.before:.1f} t/s", "at on": f"{found.after:.1f} t/s",
@@ -248,10 +222,10 @@ def _gap(cells: dict[str, str], found: Gaps, command: str) -> Line:
     }
     ratio, band = found.ratio(BEFORE, AFTER, own)
     judged = verdict(ratio, band)
-    judged = {FASTER: "shorter", SLOWER: "longer"}.get(judged, judged)
     numbers = {
         "at off": f"{us[arms[BEFORE]]:.0f} us", "at on": f"{us[arms[AFTER]]:.0f} us",
-        "speedup": spread(ratio), "verdict": judged,
+        "speedup": spread(ratio),
+        "verdict": {FASTER: "shorter", SLOWER: "longer"}.get(judged, judged),
         COMMAND: f"`{command}`",
     }  # fmt: skip
     return Line(cells | numbers, [found])
@@ -268,21 +242,16 @@ def best(_: Recorded) -> Iterator[Line]:
     """A line for each toggle of `best` on a kind of device, for one sequence or several: its value,
     how the value won, and in which runs. Of values that won together, also the value for a device
     that cannot have them all."""
-    rows = [
-        (kind, wanted, *row)
-        for kind, sets in best_rows().items()
-        for wanted, every in sets.items()
-        for row in every.items()
-    ]
-    together = any("alone" in row for *_, row in rows)
-    for kind, wanted, name, row in rows:
-        runs = ", ".join(f"`{run}`" for run in row["runs"])
-        cells = {"device": kind, "sequences": wanted, "toggle": f"`{name}={row['value']}`",
-                 "won by": row["by"]}  # fmt: skip
-        if together:
-            alone = row.get("alone") or {"value": Toggles().value_of(name)}
-            cells["alone"] = f"`{name}={alone['value']}`" if "alone" in row else ""
-        yield Line(cells | {"runs": runs})
+    every = {(kind, n): rows for kind, of in best_rows().items() for n, rows in of.items()}
+    together = any("alone" in row for rows in every.values() for row in rows.values())
+    for (kind, wanted), rows in every.items():
+        for name, row in rows.items():
+            cells = {"device": kind, "sequences": wanted, "toggle": f"`{name}={row['value']}`",
+                     "won by": row["by"]}  # fmt: skip
+            if together:
+                alone = row.get("alone") or {"value": Toggles().value_of(name)}
+                cells["alone"] = f"`{name}={alone['value']}`" if "alone" in row else ""
+            yield Line(cells | {"runs": ", ".join(f"`{run}`" for run in row["runs"])})
 
 
 BLOCKS: dict[str, list[Part]] = {
@@ -294,11 +263,8 @@ BLOCKS: dict[str, list[Part]] = {
     "timelines": [picture],
     "sources": [sources.commits],
 }
-for _module in (
-    arena_peaks, attention, batched, blocks, first_requests, over_http, peer, plan_tables, proofs,
-    random_lengths, reuse_tables, scheduling, skipping, streams, targets,
-):  # fmt: skip
-    BLOCKS |= _module.BLOCKS
+for _name in TABLES:
+    BLOCKS |= import_module(f"data.measure.{_name}").BLOCKS
 
 
 def made(name: str, recorded: Recorded) -> str:

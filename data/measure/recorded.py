@@ -17,15 +17,9 @@ import numpy as np
 import pandas as pd
 
 from data.measure.matrix import CPU_STEP, SIZES, Row, rows
+from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.comparison import AB
-from workbench.benchmarks.compare.stats import (
-    Band,
-    Ratio,
-    aa_band,
-    median_interval,
-    speedup,
-    verdict,
-)
+from workbench.benchmarks.compare.stats import Band, Ratio
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.scores.bounds import Bound, bound_of
 from workbench.benchmarks.times.gaps import CONTROL
@@ -47,10 +41,8 @@ class Share(float):
 
 def complete_run(folder: Path) -> results.Run | None:
     """The run in a folder. None without a run, or where the run was cut off."""
-    if not (folder / results.RUN_JSON).is_file():
-        return None
-    found = results.load_run(folder)
-    return found if found.run["status"] == results.COMPLETE else None
+    found = results.load_run(folder) if (folder / results.RUN_JSON).is_file() else None
+    return found if found and found.run["status"] == results.COMPLETE else None
 
 
 def complete_runs(folder: Path) -> list[results.Run]:
@@ -156,7 +148,7 @@ class Between(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        return verdict(self.ratio, self.band)
+        return stats.verdict(self.ratio, self.band)
 
 
 class Arms:
@@ -198,17 +190,17 @@ class Arms:
 
     def interval(self, test: str, arm: str, phase: str = "") -> tuple[float, float, float]:
         """Median t/s and its 95 % interval."""
-        return median_interval(self.rates(test, phase)[arm].dropna(), self.run["seed"])
+        return stats.median_interval(self.rates(test, phase)[arm].dropna(), self.run["seed"])
 
     def ratio(self, test: str, before: str, after: str, phase: str = "") -> Ratio:
         """How many times faster an arm is than another, paired by round."""
         pairs = self.rates(test, phase).dropna(subset=[before, after])
-        return speedup(pairs[before].to_numpy(), pairs[after].to_numpy(), self.run["seed"])
+        return stats.speedup(pairs[before].to_numpy(), pairs[after].to_numpy(), self.run["seed"])
 
     def band(self, test: str, phase: str = "") -> Band:
         """The band of the A/A control."""
         control = next(arm["name"] for arm in self.run["arms"] if arm["is_control"])
-        return aa_band(self.ratio(test, control.removesuffix(CONTROL), control, phase))
+        return stats.aa_band(self.ratio(test, control.removesuffix(CONTROL), control, phase))
 
     def between(self, test: str, before: str, after: str, phase: str = "") -> Between:
         middle = self.rates(test, phase).dropna(subset=[before, after]).median()
@@ -264,17 +256,13 @@ def depth_ratio(recorded: Recorded, _: str = "") -> dict[str, float] | None:
     """ratio: what the deepest test of `depth-llama-3-8b-q4_0` adds to a token over an empty cache,
     as a multiple of the time that reading the cache takes at the run's read bandwidth."""
     run = recorded.run("depth-llama-3-8b-q4_0")
-    if run is None:
+    ns = run.samples.groupby("test")["ns"].median() if run else {}
+    depths = {int(test.partition("@d")[2] or 0): us for test, us in ns.items()}
+    if run is None or 0 not in depths or not max(depths):
         return None
-    ns = run.samples.groupby("test")["ns"].median()
-    depths = {int(test.partition("@d")[2] or 0): test for test in ns.index}
-    cells = max(depths)
-    if not cells or 0 not in depths:
-        return None
-    cache = cells * run.run["result"]["cache_bytes_per_token"]
-    added = float(ns[depths[cells]] - ns[depths[0]])
+    cache = max(depths) * run.run["result"]["cache_bytes_per_token"]
     reading = cache / run.run["result"]["read_gbps"]  # bytes / (GB/s) is ns
-    return {"ratio": added / reading}
+    return {"ratio": float(depths[max(depths)] - depths[0]) / reading}
 
 
 class Step(NamedTuple):
@@ -409,16 +397,20 @@ def scored(recorded: Recorded, quant: str) -> list[Answer]:
     A run with bit-equal logits is left out: both of its sides took the same path, so it compares
     nothing.
     """
-    found, name = [], f"perplexity-llama-3.2-1b-{quant}"
-    for run in (recorded.run(f"{name}{suffix}") for suffix in SIZES.values()):
-        if run is None or run.run["result"]["agreement"]["nmse"] == 0:
-            continue
-        result = run.run["result"]
-        size = result["n_ubatch"]
-        bound = bound_of(run.run["model"]["quant"], size)
-        agreement = result["agreement"]
-        found.append(Answer(size, agreement["kl_mean"], agreement["nmse"], bound, run))
+    found = []
+    for suffix in SIZES.values():
+        run = recorded.run(f"perplexity-llama-3.2-1b-{quant}{suffix}")
+        if run and (agreement := run.run["result"]["agreement"])["nmse"] != 0:
+            size = run.run["result"]["n_ubatch"]
+            bound = bound_of(run.run["model"]["quant"], size)
+            found.append(Answer(size, agreement["kl_mean"], agreement["nmse"], bound, run))
     return sorted(found, key=lambda answer: -answer.n_ubatch)
+
+
+def told(found: dict[str, Any], *said: str) -> str:
+    """A caption: what is said, the commit of a file, and its date."""
+    date = (found.get("date") or found["started"])[:10]
+    return f"{'; '.join(said)}; commit {commit_of(found)}; {date}."
 
 
 def commit_of(found: dict[str, Any]) -> str:

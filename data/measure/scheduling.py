@@ -54,19 +54,17 @@ def _streams(recorded: Recorded) -> list[Stream]:
     found = []
     for row, run in recorded.of("gaps"):
         gaps = Gaps(run.run, run.samples)
-        table, fits, differences = gaps.table(), gaps.fits, gaps.differences
+        table, fits = gaps.table(), gaps.fits
         control = table["arm"].str.endswith(CONTROL)
         again = table[control].set_index("copy_stream")["gap_us"]
-        for stream, part in table[~control].groupby("copy_stream", sort=False):
+        for name, part in table[~control].groupby("copy_stream", sort=False):
+            stream, us = str(name), part.set_index("sync")["gap_us"].to_dict()
+            differ = [d for d in gaps.differences if d.copy_stream == stream]
+            saved = float(np.median(gaps.less(BASE, MERGED, stream)))
+            where, of = _where(row, run.run, stream), part.to_dict("records")
             found.append(
-                Stream(
-                    gaps, _where(row, run.run, str(stream)),
-                    part.set_index("sync")["gap_us"].to_dict(), again.get(stream),
-                    fits[str(stream)], [d for d in differences if d.copy_stream == stream],
-                    part.to_dict("records"),
-                    float(np.median(gaps.less(BASE, MERGED, str(stream)))),
-                )
-            )  # fmt: skip
+                Stream(gaps, where, us, again.get(stream), fits[stream], differ, of, saved)
+            )
     return found
 
 
@@ -125,24 +123,22 @@ def syncs(recorded: Recorded) -> Iterator[Line]:
     an interval that excludes 1."""
     for row, run in recorded.of("sync", "ab", "sync"):
         ab = AB(run.run, run.samples)
+        where = _where(row, ab.run, ab.run["arms"][0]["toggles"]["copy_stream"])
         for test, part in ab.summary().groupby("test", sort=False):
             arms = part.set_index("arm")
             merged, control = arms.loc[MERGED], part[part["is_control"]].iloc[0]
-            speedups = {
+            said = {
                 mode: _bold(arms.loc[mode, "speedup"], arms.loc[mode, "verdict"])
                 for mode in MODES
                 if mode in arms.index
             }
             cells = {
-                "Test": str(test),
-                f"t/s {BASE}": f"{merged['tps_baseline']:.1f}",
-                f"t/s {MERGED}": f"{merged['tps_toggled']:.1f}",
-                "Speedup": speedups[MERGED],
-                **{mode: speedups.get(mode, "") for mode in OTHERS},
+                "Test": str(test), f"t/s {BASE}": f"{merged['tps_baseline']:.1f}",
+                f"t/s {MERGED}": f"{merged['tps_toggled']:.1f}", "Speedup": said[MERGED],
+                **{mode: said.get(mode, "") for mode in OTHERS},
                 "A/A band": f"{control['band_low']:.2f}..{control['band_high']:.2f}",
-            }
-            stream = ab.run["arms"][0]["toggles"]["copy_stream"]
-            yield Line(_where(row, ab.run, stream) | cells, [ab])
+            }  # fmt: skip
+            yield Line(where | cells, [ab])
 
 
 def by_median_token(recorded: Recorded) -> Iterator[Line]:
@@ -154,19 +150,21 @@ def by_median_token(recorded: Recorded) -> Iterator[Line]:
         where = _where(row, ab.run, ab.run["arms"][0]["toggles"]["copy_stream"])
         less = saved.get(tuple(where.values()))
         us = ab.samples.groupby(["arm", "test", "repetition"])["ns"].median().unstack("arm") / 1e3
-        rates, token = 1e6 / us, us[BASE].median()
-        control = next(arm["name"] for arm in ab.run["arms"] if arm["is_control"])
-        band = aa_band(speedup(rates[BASE].to_numpy(), rates[control].to_numpy()))
-        made = {m: speedup(rates[BASE].to_numpy(), rates[m].to_numpy()) for m in MODES if m in us}
+        token, control = us[BASE].median(), ab.run["arms"][-1]["name"]
+        made = {
+            m: speedup((1e6 / us[BASE]).to_numpy(), (1e6 / us[m]).to_numpy())
+            for m in (*MODES, control)
+            if m in us
+        }
+        band = aa_band(made.pop(control))
         said = {mode: _bold(ratio.value, verdict(ratio, band)) for mode, ratio in made.items()}
         cells = {
-            f"us {BASE}": f"{token:.0f}",
-            f"us {MERGED}": f"{us[MERGED].median():.0f}",
+            f"us {BASE}": f"{token:.0f}", f"us {MERGED}": f"{us[MERGED].median():.0f}",
             "Speedup": said[MERGED],
             "by its gap": "" if less is None else f"{token / (token - less):.3f}",
             **{mode: said.get(mode, "") for mode in OTHERS},
             "A/A band": f"{band.low:.3f}..{band.high:.3f}",
-        }
+        }  # fmt: skip
         yield Line(where | cells, [ab])
 
 

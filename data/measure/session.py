@@ -32,12 +32,12 @@ from workbench.common.errors import DeviceError, UsageError
 from workbench.common.output import write_text
 from workbench.config import BEST, TogglePreset
 from workbench.graph import ops
-from workbench.graph.ir import Node
 from workbench.model.synth.models import write_model
 from workbench.model.synth.shapes import PRESETS, find_preset, quant_name, tensor_type, tensors
 from workbench.program.commands import COMPUTE_STREAM, Launch, Space
 from workbench.server.serving import serving
 
+ROOT = Path(__file__).resolve().parents[2]
 FILES = ("load", "ablation", "launches", "counters", "races")  # kinds that write one JSON file
 QUICK_CELLS = {"perplexity": 64}  # cells of the cache in quick runs; else 1,024
 SIZE = 8192  # of the large product: rows, columns and tokens
@@ -77,13 +77,6 @@ class Session:
         shutil.rmtree(self.at(row), ignore_errors=True)
         return self.at(row)
 
-    def holds_file(self, row: Row) -> bool:
-        """Whether the file of a row is there, of this commit."""
-        try:
-            return _is_ours(json.loads(self.at(row).read_text()))
-        except (OSError, ValueError, KeyError):
-            return False
-
     def write(self, row: Row, found: dict[str, Any]) -> None:
         """Writes a row's record, with the date, as one JSON file that appears whole."""
         record = {"date": provenance.utc_now()} | found
@@ -97,17 +90,16 @@ class Session:
         shape = find_preset(preset)
         typed = ((s.shape, tensor_type(s, shape, quant_name(quant))) for s in tensors(shape))
         gb = sum(math.prod(s[:-1]) * dtype.row_bytes(s[-1]) for s, dtype in typed) / 1e9
-        fits = self.quick or gb <= self.most_gb
-        if not fits:
-            print(f"{preset} {quant}: left out, {gb:.1f} GB is above the limit", flush=True)
-        return fits
+        if self.quick or gb <= self.most_gb:
+            return True
+        print(f"{preset} {quant}: left out, {gb:.1f} GB is above the limit", flush=True)
+        return False
 
     def late(self, row: Row) -> bool:
         """Whether a row would probably end after the deadline. Then a line says so."""
-        late = time.monotonic() + row.seconds > self.deadline
-        if late:
-            print(f"{self.at(row).name}: left, {row.seconds} s are too many; call again",
-                  flush=True)  # fmt: skip
+        if late := time.monotonic() + row.seconds > self.deadline:
+            said = f"left, {row.seconds} s are too many; call again"
+            print(f"{self.at(row).name}: {said}", flush=True)
         return late
 
     def has(self, row: Row) -> bool:
@@ -199,21 +191,19 @@ def model_file(preset: str, quant: str, folder: Path) -> Path:
     return write_model(preset, quant, folder / f"{preset}-{quant}.gguf")
 
 
-def _is_ours(found: dict[str, Any]) -> bool:
-    """Whether a run or a file is of the commit that is checked out."""
-    commit = provenance.commit()
-    return bool(found["commit"] == commit and commit["hash"] != provenance.UNKNOWN)
-
-
-def is_complete(folder: Path, needs: str = "") -> bool:
-    """Whether a folder holds a complete run of the commit that is checked out. needs: a key that
-    the `result` of a complete run has."""
+def is_complete(path: Path, needs: str = "") -> bool:
+    """Whether a folder holds a complete run of the commit that is checked out, or a file is of it.
+    needs: a key that the `result` of a complete run has."""
+    file, commit = path if path.suffix == ".json" else path / results.RUN_JSON, provenance.commit()
     try:
-        run = json.loads((folder / results.RUN_JSON).read_text())
+        run = json.loads(file.read_text())
     except (OSError, ValueError):
         return False
-    whole = not needs or needs in run["result"]
-    return bool(_is_ours(run) and whole and run["status"] == results.COMPLETE)
+    ours = run.get("commit") == commit and commit["hash"] != provenance.UNKNOWN
+    whole = path is file or (
+        run["status"] == results.COMPLETE and (not needs or needs in run["result"])
+    )
+    return bool(ours and whole)
 
 
 def add_to_result(folder: Path, **found: Any) -> None:
@@ -232,14 +222,9 @@ def cell_bytes(engine: wb.Engine) -> int:
 def product_flops(engine: wb.Engine, n_tokens: int) -> int:
     """Arithmetic operations of the products with weights in a step of n_tokens and one output."""
     nodes = [c.node for c in engine.program(n_tokens).singly() if isinstance(c, Launch)]
-    return sum(ops.flops(part) for node in nodes for part in _parts(node) if part.op == "mul_mat")
-
-
-def _parts(node: Node) -> Iterator[Node]:
-    if not node.parts:
-        yield node
-    for part in node.parts:
-        yield from _parts(part)
+    for node in nodes:
+        nodes += node.parts
+    return sum(ops.flops(n) for n in nodes if n.op == "mul_mat" and not n.parts)
 
 
 @contextmanager

@@ -21,10 +21,10 @@ which computes nothing.
 from __future__ import annotations
 
 import dataclasses
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,34 +75,28 @@ class Compared(NamedTuple):
         return self.n_seqs * round_up(each, PAD)
 
 
-def ways(n_ubatch: int) -> list[str]:
-    """The arms at a ubatch size. The gate of the reference is open from LEAST_GATED tokens on."""
-    found = [OFF, IN_LOOP, TAIL, *([CLASSES] if n_ubatch >= 16 else [])]
-    if 64 <= n_ubatch < LEAST_GATED:
-        found += [f"{TAIL} {ALWAYS}", f"{CLASSES} {ALWAYS}"]
-    return found
-
-
 def comparisons(n_prompt: int, ubatches: Sequence[int], n_gen: int, rounds: int) -> list[Compared]:
     """All run folders. n_prompt: tokens of the long prompt, which 8 sequences share among them."""
-    alone, n_seqs = w.Workload(n_prompt), 8
+    alone, n_seqs, most = w.Workload(n_prompt), 8, max(ubatches)
     together = w.Workload(max(1, n_prompt // n_seqs), n_gen, 0, n_seqs)
-    behind = w.Workload(0, n_gen, n_prompt)
     own, one = "kv_cache=per_sequence", "kv_cache=unified"
     regions = [f"{own} {way}" for way in (OFF, IN_LOOP, TAIL, CLASSES)]
     regions += [f"{one} {way}" for way in (OFF, IN_LOOP, TAIL)]
-    kinds = [str(kind) for kind in PARTS]
-    parts = [f"kv_parts={kind} {way}" for way in (OFF, TAIL) for kind in kinds]
-    usual = min(512, max(ubatches))
+    parts = [f"kv_parts={kind} {way}" for way in (OFF, TAIL) for kind in PARTS]
+    usual, found = min(512, most), []
+    for n in sorted(ubatches, reverse=True):
+        ways = [OFF, IN_LOOP, TAIL, *([CLASSES] if n >= 16 else [])]
+        if 64 <= n < LEAST_GATED:  # from there on the gate of the reference is open
+            ways += [f"{TAIL} {ALWAYS}", f"{CLASSES} {ALWAYS}"]
+        found.append(Compared(f"ub{n}", ways, [alone], n, rounds=rounds))
+    for n in sorted({usual, min(2048, most)}):
+        found.append(Compared(f"together-{n}", regions, [together], n, n_seqs, rounds))
+    depth, deep = [f"kv_parts={kind}" for kind in PARTS], [alone, w.Workload(0, n_gen, n_prompt)]
     return [
-        *(Compared(f"ub{n}", ways(n), [alone], n, rounds=rounds)
-          for n in sorted(ubatches, reverse=True)),
-        *(Compared(f"together-{n}", regions, [together], n, n_seqs, rounds)
-          for n in sorted({usual, min(2048, max(ubatches))})),
+        *found,
         Compared("parts", parts, [together], usual, n_seqs, rounds),
-        Compared("depth", [f"kv_parts={kind}" for kind in kinds], [alone, behind], usual,
-                 rounds=rounds),
-    ]  # fmt: skip
+        Compared("depth", depth, deep, usual, rounds=rounds),
+    ]
 
 
 def measured(engine: wb.Engine, null: wb.Engine, one: Compared, out: Path) -> None:
@@ -124,21 +118,14 @@ def measured(engine: wb.Engine, null: wb.Engine, one: Compared, out: Path) -> No
     add_to_result(out, visits=visits, n_ubatch=one.n_ubatch)
 
 
-Counted = dict[str, dict[str, list[int]]]  # by test, of prompts and of generated tokens
-
-
 def visited(
     null: wb.Engine, config: wb.EngineConfig, arm: str, tests: Sequence[w.Workload]
-) -> Counted:
-    """The blocks that an arm visits and skips in each test, in all layers.
-    null: an engine of the null device with the model.
-    config: of the steps.
-    """
-    toggles = switched(
-        Toggles(graph_reuse="set_rows", kv_cache="per_sequence", batch_sizes="padded"), arm
-    )
-    found: Counted = {}
-    with wb.Engine(null._open, config, toggles) as own:
+) -> dict[str, dict[str, list[int]]]:
+    """The blocks that an arm visits and skips in each test, in all layers, by test and phase.
+    null: an engine of the null device with the model. config: of the steps."""
+    kept = Toggles(graph_reuse="set_rows", kv_cache="per_sequence", batch_sizes="padded")
+    found: dict[str, dict[str, list[int]]] = {}
+    with wb.Engine(null._open, config, switched(kept, arm)) as own:
         for test in tests:
             own.reset()
             tokens = w.draw_tokens(test, own.model.n_vocab, 0)
@@ -226,20 +213,18 @@ def runs(recorded: Recorded, model: str) -> dict[str, SkipRun]:
     return {found.folder.name: SkipRun(found) for found in counted}
 
 
-def every(recorded: Recorded) -> Iterator[tuple[str, SkipRun]]:
-    """The runs of all models with their folders, small models first."""
+def every(recorded: Recorded, start: str = "") -> list[SkipRun]:
+    """The runs whose folders begin so, of small models first."""
     models = (path.name for path in (recorded.folder / FOLDER).glob("*"))
-    by_model = [list(runs(recorded, model).items()) for model in models]
-    for of in sorted(filter(None, by_model), key=lambda of: of[0][1].run["model"]["n_params"]):
-        yield from of
+    found = [list(runs(recorded, model).items()) for model in models]
+    found = sorted(filter(None, found), key=lambda of: of[0][1].run["model"]["n_params"])
+    return [run for of in found for folder, run in of if folder.startswith(start)]
 
 
 def by_ubatch(recorded: Recorded) -> Iterator[Line]:
     """A line for each ubatch size: t/s without skipping, the gain of each way, and the share of
     skipped blocks."""
-    for folder, run in every(recorded):
-        if not re.fullmatch(r"ub\d+", folder):
-            continue
+    for run in every(recorded, "ub"):
         (test,), baseline, *_ = run.run["tests"], run.names[0]
         values: dict[str, Any] = {
             "model": run.model, "test": test, "n": run.run["result"]["n_ubatch"],
@@ -257,22 +242,19 @@ def by_ubatch(recorded: Recorded) -> Iterator[Line]:
 
 def side_by_side(recorded: Recorded) -> Iterator[Line]:
     """A line for each arm of `together-...`, beside the same cache without skipping."""
-    for folder, run in every(recorded):
-        if folder.startswith("together-"):
-            for arm in run.names:
-                cache, _, way = arm.partition(" ")
-                before, named = f"{cache} {OFF}", {"cache": cache, "way": way}
-                yield _line(run, arm, before, named, run.run["tests"][0])
+    for run in every(recorded, "together-"):
+        for arm in run.names:
+            cache, _, way = arm.partition(" ")
+            named = {"cache": cache, "way": way}
+            yield _line(run, arm, f"{cache} {OFF}", named, run.run["tests"][0])
 
 
 def parts(recorded: Recorded) -> Iterator[Line]:
     """A line for each kv_parts, beside `off` with the same skipping; then one sequence at depth."""
-    for run in (run for name in ("parts", "depth") for of, run in every(recorded) if of == name):
-        for test in run.run["tests"]:
-            for arm in run.names:
-                kind, _, way = arm.partition(" ")
-                before = " ".join(filter(None, ("kv_parts=off", way)))
-                yield _line(run, arm, before, {"cache": kind, "way": way}, test)
+    for run in (*every(recorded, "parts"), *every(recorded, "depth")):
+        for test, arm in product(run.run["tests"], run.names):
+            kind, _, way = arm.partition(" ")
+            yield _line(run, arm, f"kv_parts=off {way}".strip(), {"cache": kind, "way": way}, test)
 
 
 def _line(run: SkipRun, arm: str, before: str, named: dict[str, str], test: str) -> Line:

@@ -2,27 +2,32 @@
 
 Every function takes the session, an engine with the rows' model, and the rows that are still to be
 made. The engine is None for kinds that load their own.
+
+Comparisons are by `wb.ab`; of engines that are made anew, and by depth, by `Turns`. `plans` adds
+the parts of a token by arm (`token_parts`) to the result, and what plans did from the first token.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
+
 import workbench as wb
 from data.measure.ablation import ablation
+from data.measure.command import Recording
 from data.measure.counters import counters
 from data.measure.launches import launches
-from data.measure.matrix import FIRST, Row, modes_on
-from data.measure.planned import compared, fresh, plans, sweep
+from data.measure.matrix import FIRST, PARTS_ROUNDS, PARTS_TOKENS, SWEPT, Row, modes_on
 from data.measure.racing import racing
 from data.measure.session import (
-    FILES,
     Session,
     add_to_result,
     cell_bytes,
@@ -33,17 +38,23 @@ from data.measure.session import (
 )
 from workbench.backend.base import choose_device, open_backend
 from workbench.benchmarks import workload
+from workbench.benchmarks.compare import answers
+from workbench.benchmarks.compare.ab import describe
+from workbench.benchmarks.compare.arms import Arm, arms_of
+from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, bench_kernels
 from workbench.benchmarks.kernels.kernel_cases import TYPES, parse_shapes
-from workbench.benchmarks.llama.batched import batched
-from workbench.benchmarks.llama.batched import line as batched_line
+from workbench.benchmarks.llama import batched
 from workbench.benchmarks.llama.llama_bench import bench as llama_bench
 from workbench.benchmarks.runs import provenance
 from workbench.benchmarks.scores.perplexity import parse_against, perplexity_by_size
 from workbench.benchmarks.scores.token_source import ask
 from workbench.benchmarks.times.gaps import host_gaps
-from workbench.config import CopyStream
+from workbench.benchmarks.times.token_parts import token_parts
+from workbench.benchmarks.workload import Sample, Workload, draw_tokens, parse_tests, take_sample
+from workbench.config import CopyStream, Toggles
 from workbench.report import roofline
+from workbench.trace.spans import now_ns
 
 QUICK_PROMPT, QUICK_GEN, QUICK_DEPTH, QUICK_SCORED = 128, 8, 512, 64
 LOADS = 3
@@ -68,10 +79,9 @@ class Kind(NamedTuple):
 def bench(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     """llama-bench's tests. The folder also has the operations of a step and the rates of the
     device."""
-    rates = session.rates(engine.backend)
-    cache = cell_bytes(engine)
+    rates, cache = session.rates(engine.backend), cell_bytes(engine)
     for row in rows:
-        folder, tests = session.emptied(row), [workload.parse(t) for t in row.test.split(",")]
+        folder, tests = session.emptied(row), workload.parse_tests(row.test)
         prompts, gens, depths = (
             tuple(dict.fromkeys(min(n, most) if session.quick else n for n in wanted))
             for wanted, most in (
@@ -91,18 +101,17 @@ def bench(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 
 def together(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     """llama-batched-bench's tests. The folder also has the bytes that a step reads."""
-    rates = session.rates(engine.backend)
+    rates, cache = session.rates(engine.backend), cell_bytes(engine)
     for row in rows:
         folder, test = session.emptied(row), workload.parse(row.test)
         if session.quick:
             test = test._replace(n_prompt=4, n_gen=2)
         with session.variant(engine, row) as side:
             sizes = [test.n_prompt], [test.n_gen], [test.n_seqs]
-            (made,) = batched(side, *sizes, row.rounds, out=folder)
-        add_to_result(folder, **rates, cache_bytes_per_token=cell_bytes(engine))
-        print(
-            f"{folder.name}: {batched_line(made)}; {rates['read_gbps']:.0f} GB/s read", flush=True
-        )
+            (made,) = batched.batched(side, *sizes, row.rounds, out=folder)
+        add_to_result(folder, **rates, cache_bytes_per_token=cache)
+        said = f"{batched.line(made)}; {rates['read_gbps']:.0f} GB/s read"
+        print(f"{folder.name}: {said}", flush=True)
 
 
 def compare(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
@@ -118,13 +127,11 @@ def gaps(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     some = {"rounds": 2} if session.quick else {}
     for row in rows:
         folder = session.emptied(row)
-        arms = {
-            f"{mode}, {stream}": toggles_of(
-                f"{row.toggles} copy_stream={stream} sync={mode}", engine
-            )
-            for stream in (CopyStream.OWN, CopyStream.COMPUTE)
-            for mode in modes_on(stream)
-        }
+        arms = {}
+        for stream in (CopyStream.OWN, CopyStream.COMPUTE):
+            for mode in modes_on(stream):
+                spec = f"{row.toggles} copy_stream={stream} sync={mode}"
+                arms[f"{mode}, {stream}"] = toggles_of(spec, engine)
         found = host_gaps(engine, arms, out=folder, name=folder.name, **some)
         print(f"{folder.name}:\n{found}", flush=True)
 
@@ -197,6 +204,172 @@ def load(session: Session, engine: None, rows: list[Row]) -> None:
         print(f"{session.at(row).name}: {seconds} s", flush=True)
 
 
+N_PROMPT, N_GEN = 512, 32  # of a row of the sweep
+QUICK_FRESH = {False: "tg4", True: "tg4,pp16"}
+Samples = Mapping[str, Sample]  # of one repetition, by test
+QUICK_SWEPT, QUICK_AFTER = (0, 256), 4
+
+
+def compared(session: Session, engine: wb.Engine, row: Row) -> AB:
+    """Makes the comparison of a row in its folder."""
+    folder = session.emptied(row)
+    found = wb.ab(
+        engine, row.compared, tests="tg8" if session.quick else row.test,
+        rounds=1 if session.quick else row.rounds,
+        background=toggles_of(row.toggles, engine), out=folder, name=folder.name,
+        smoke=session.quick,
+    )  # fmt: skip
+    print(found.table().to_string(index=False), found.verdict, sep="\n", flush=True)
+    if found.interrupted:
+        raise KeyboardInterrupt
+    return found
+
+
+class Turns:
+    """The recording of a row whose arms are engines. Answers are checked, and `AB` reads the
+    run."""
+
+    def __init__(self, session: Session, engine: wb.Engine, row: Row, tests: Sequence[Workload]):
+        toggle, self.arms = arms_of(row.compared, toggles_of(row.toggles, engine))
+        self._by_name = {arm.name: arm for arm in self.arms}
+        toggles = {arm.name: arm.toggles.to_dict() for arm in self.arms}
+        out, rounds = session.at(row), 1 if session.quick else row.rounds
+        self._recording = Recording(
+            row.kind, out, provenance.collect(engine), toggles, [test.name for test in tests],
+            rounds, out.name, self._complete,
+        )  # fmt: skip
+        self._result = self._recording.result
+        self._result |= {"toggle": toggle, "smoke": session.quick, "answers": {}, "counters": {}}
+        self._result |= {"warm_up": {}, "until": None}
+        self._answers: dict[str, list[answers.Answer]] = {}
+
+    def note(self, arm: Arm, engine: wb.Engine, *tests: Workload) -> None:
+        """Notes, after a repetition, what the engine of an arm issues for tests, and its counters.
+        Later counters replace earlier ones."""
+        record = self._recording.arm(arm.name)
+        record["sync_mode"] = engine.sync_mode
+        for test in tests:
+            self._result["counters"].setdefault(arm.name, {})[test.name] = engine.counters
+            if test.name not in record["program"]:
+                record["program"][test.name] = describe(engine, test)
+
+    def take(self, one: Callable[[int, Arm], Samples]) -> AB:
+        """Measures all rounds. one(round, arm) makes a repetition; round -1 warms up and does not
+        count."""
+        recording = self._recording
+        with recording.kept():
+            for arm in self.arms:
+                one(-1, arm)
+            recording.take(lambda round_, name: one(round_, self._by_name[name]), whole=self._add)
+        return AB(recording.run, recording.draft.samples.frame())
+
+    def _add(self, round_: int, found: dict[str, Samples]) -> None:
+        """Adds the samples of a round, and compares the answers with the baseline's."""
+        baseline = found[self.arms[0].name]
+        for name, samples in found.items():
+            for test, sample in samples.items():
+                self._recording.add(name, test, round_, sample.token_ns, sample.token_n)
+                if samples is not baseline:
+                    before, after = (s.last_logits[None] for s in (baseline[test], sample))
+                    answer = answers.compare_logits(before, after, self._by_name[name].answer)
+                    self._answers.setdefault(name, []).append(answer)
+
+    def _complete(self) -> dict[str, Any]:
+        merged = {name: answers.merge(of).to_dict() for name, of in self._answers.items()}
+        self._result["answers"] = merged
+        return {}
+
+
+def plans(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
+    """Measures t/s of each arm, and then, in turns again, the parts of a token."""
+    for row in rows:
+        ab = compared(session, engine, row)
+        sides = {arm["name"]: Toggles(**arm["toggles"]) for arm in ab.run["arms"][:-1]}
+        rounds = (2, 4) if session.quick else (PARTS_ROUNDS, PARTS_TOKENS)
+        found = token_parts(engine, sides, *rounds)
+        add_to_result(session.at(row), parts=found)
+        print(f"{session.at(row).name}: us of a token", flush=True)
+        for arm, of in found.items():
+            said = (f"{part} {np.median(of[part]):.0f}" for part in ("host", "gap", "device"))
+            print(f"  {', '.join(said)}: {arm}", flush=True)
+
+
+def fresh(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
+    """Measures the first tokens of engines that are made anew for every test of every repetition:
+    they build programs and capture plans. Making the engine is not timed. After so many new
+    objects, Python's collector goes through all objects, which may take longer than the test. So it
+    runs before the test, and not at a token of some arm."""
+    for row in rows:
+        tests = parse_tests(QUICK_FRESH["pp" in row.test] if session.quick else row.test)
+        turns = Turns(session, engine, row, tests)
+
+        def first(
+            round_: int, arm: Arm, tests: list[Workload] = tests, turns: Turns = turns
+        ) -> Samples:
+            found = dict[str, Sample]()
+            for test in tests:
+                tokens = draw_tokens(test, engine.model.n_vocab, 0, max(round_, 0))
+                with engine.variant(arm.toggles) as side:
+                    gc.collect()
+                    found[test.name] = take_sample(side, test, tokens)
+                    turns.note(arm, side, test)
+            return found
+
+        print(turns.take(first).verdict, flush=True)
+
+
+def sweep(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
+    """Measures as llama.cpp's sweep-bench: at each depth tokens one by one, which are removed
+    again, and then a prompt, on which the next depth builds."""
+    full = SWEPT, N_PROMPT, N_GEN
+    depths, n_prompt, n_gen = (QUICK_SWEPT, QUICK_PROMPT, QUICK_AFTER) if session.quick else full
+    tests = [Workload(*pair, depth) for depth in depths for pair in ((n_prompt, 0), (0, n_gen))]
+    cells = Workload(depths[-1] + n_prompt, n_gen)
+    for row in rows:
+        with ExitStack() as stack:
+            turns = Turns(session, engine, row, tests)
+            sides = {
+                arm.name: stack.enter_context(engine.variant(arm.toggles)) for arm in turns.arms
+            }
+
+            def swept(
+                round_: int, arm: Arm, turns: Turns = turns, sides: dict[str, wb.Engine] = sides
+            ) -> Samples:
+                side, found = sides[arm.name], dict[str, Sample]()
+                ids = draw_tokens(cells, engine.model.n_vocab, 0, max(round_, 0))
+                side.reset()
+                for depth in range(0, depths[-1] + 1, n_prompt):
+                    if depth in depths:
+                        found[Workload(0, n_gen, depth).name] = _decoded(side, ids.gen)
+                        side.cache.remove(0, depth)
+                    sample = _prefilled(side, ids.prompt[depth : depth + n_prompt])
+                    if depth in depths:
+                        found[Workload(n_prompt, 0, depth).name] = sample
+                turns.note(arm, side, *tests)
+                return found
+
+            print(turns.take(swept).verdict, flush=True)
+
+
+def _decoded(engine: wb.Engine, tokens: list[int]) -> Sample:
+    stamps, logits = [now_ns()], np.empty(0, np.float32)
+    for token in tokens:
+        logits = engine.step((token,))
+        stamps.append(now_ns())
+    engine.synchronize()  # so no step launched ahead delays a prompt
+    return _sample(np.diff(stamps), np.ones(len(tokens), np.int64), logits)
+
+
+def _prefilled(engine: wb.Engine, tokens: list[int]) -> Sample:
+    start = now_ns()
+    logits = engine.prefill(tokens)
+    return _sample(np.array([now_ns() - start]), np.array([len(tokens)]), logits)
+
+
+def _sample(ns: np.ndarray, n: np.ndarray, logits: np.ndarray) -> Sample:
+    return Sample(int(ns.sum()), ns, n, np.array(logits, np.float32)[-1])
+
+
 KINDS: dict[str, Kind] = {
     "bench": Kind(bench, needs="read_gbps", at_once=True),
     "together": Kind(together, needs="read_gbps", at_once=True),
@@ -218,13 +391,10 @@ KINDS: dict[str, Kind] = {
 
 def is_there(session: Session, row: Row) -> bool:
     """Whether a complete run of a row, of this commit, is there."""
-    kind = KINDS[row.kind]
-    if row.kind in FILES:
-        return session.holds_file(row)
     if row.kind == "trace":
         return (session.at(row) / TRACE).is_file()
     on_gpu = row.kind == "kernels" and session.device == "cuda"
-    return is_complete(session.at(row), "product_tflops" if on_gpu else kind.needs)
+    return is_complete(session.at(row), "product_tflops" if on_gpu else KINDS[row.kind].needs)
 
 
 def run(session: Session, rows: Sequence[Row]) -> list[str]:

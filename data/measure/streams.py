@@ -79,31 +79,26 @@ def verdict_of(test: str, found: str, ours: Ratio, theirs: Ratio) -> str:
     """A row's verdict on the thread's claim: tokens get faster, and prompts stay as they were. A
     gain is reproduced where it is at least llama.cpp's gain in the same run, within both intervals.
     """
-    if test == CONTROL:
-        return "reproduced" if found == SAME else f"not reproduced: {found}"
-    if found != FASTER:
+    if found != (SAME if test == CONTROL else FASTER):
         return f"not reproduced: {found}"
-    return "reproduced" if ours.high >= theirs.low else "direction only"
+    return "reproduced" if test == CONTROL or ours.high >= theirs.low else "direction only"
 
 
 def lines(recorded: Recorded) -> Iterator[Line]:
     """A line for each model, pair and test: t/s with one stream and with several, speedup,
     verdicts."""
+    switch = LLAMA, f"{LLAMA} graph_opt=1"
     for peer in recorded_peers(recorded, MODELS, FOLDER):
         for test in reversed(peer.run["tests"]):
-            theirs = peer.ratio(test, LLAMA, f"{LLAMA} graph_opt=1")
-            yield _line(
-                peer, "llama.cpp, GGML_CUDA_GRAPH_OPT", test, LLAMA, f"{LLAMA} graph_opt=1", None
-            )
+            theirs = peer.ratio(test, *switch)
+            yield _line(peer, "llama.cpp, GGML_CUDA_GRAPH_OPT", test, switch, None)
             for pair in PAIRS:
-                yield _line(peer, pair.name, test, *pair.arms, theirs)
-            yield _line(peer, EITHER.name, test, *EITHER.arms, None)
+                yield _line(peer, pair.name, test, pair.arms, theirs)
+            yield _line(peer, EITHER.name, test, EITHER.arms, None)
 
 
-def _line(
-    peer: PeerRun, name: str, test: str, one: str, several: str, theirs: Ratio | None
-) -> Line:
-    found = peer.between(test, one, several)
+def _line(peer: PeerRun, name: str, test: str, arms: tuple[str, str], theirs: Ratio | None) -> Line:
+    found = peer.between(test, *arms)
     values = {
         "model": peer.model, "setting": name, "test": test, "one": found.before,
         "several": found.after, "ratio": spread(found.ratio, 3), "found": found.verdict,
@@ -134,19 +129,18 @@ def overlaps(recorded: Recorded) -> Iterator[Line]:
     for peer in recorded_peers(recorded, MODELS, FOLDER):
         every = peer.run["result"].get("overlap", {})
         for name, setting in OVERLAPS.items():
-            found = every.get(setting, {"failed": ""})
-            yield Line(_overlap({"Model": peer.model, "Setting": name}, found), [peer])
+            cells = _overlap(every.get(setting, {"failed": ""}))
+            yield Line({"Model": peer.model, "Setting": name} | cells, [peer])
 
 
-def _overlap(named: dict[str, str], found: dict[str, Any]) -> dict[str, str]:
+def _overlap(found: dict[str, Any]) -> dict[str, str]:
     """The cells of a record of `Overlap`."""
     if "failed" in found:
         why = f": {found['failed']}" if found["failed"] else ""
-        return named | {"Overlap": f"{NOT_MEASURED}{why}"}
+        return {"Overlap": f"{NOT_MEASURED}{why}"}
     branches, traced = found["branches"], found["traced"]
-    us = list(compress(branches["us"], branches["resolved"]))
-    n_all = len(branches["us"])
-    return named | {
+    us, n_all = list(compress(branches["us"], branches["resolved"])), len(branches["us"])
+    return {
         "Overlap": f"{found['overlap']:.1%}",
         "us with two or more": f"{found['beside_us']:.1f} of {found['total_us']:.1f}",
         "us a branch": f"{min(us):.1f}..{max(us):.1f}" if us else "",
@@ -162,16 +156,14 @@ def _overlap(named: dict[str, str], found: dict[str, Any]) -> dict[str, str]:
 
 def ticks(recorded: Recorded) -> str:
     """The resolution of the notes' clock, and the caption."""
-    found = [
+    found = {
         one["tick_ns"]
         for peer in recorded_peers(recorded, MODELS, FOLDER)
         for one in peer.run["result"].get("overlap", {}).values()
         if "tick_ns" in one
-    ]
-    if not found:
-        return caption(recorded)
-    tick = " or ".join(map(str, sorted(set(found))))
-    return f"`%globaltimer` goes on by {tick} ns. {caption(recorded)}"
+    }
+    tick = f"`%globaltimer` goes on by {' or '.join(map(str, sorted(found)))} ns. " if found else ""
+    return tick + caption(recorded)
 
 
 CELLS = {

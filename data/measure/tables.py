@@ -9,7 +9,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -19,22 +19,11 @@ from workbench.benchmarks.runs import results
 from workbench.report.tables import markdown
 
 
-class OfARun(Protocol):
-    """A run, or an object made from a run: a comparison, gaps."""
-
-    @property
-    def run(self) -> dict[str, Any]: ...
-
-
 class Line(NamedTuple):
-    """A line of a table.
-
-    values: of its cells, by name.
-    runs: the runs that they come from.
-    """
+    """A line of a table: its values by name, and the runs that they come from, or what has one."""
 
     values: Mapping[str, Any]
-    runs: Sequence[OfARun] = ()
+    runs: Sequence[Any] = ()
 
 
 class Table(NamedTuple):
@@ -59,37 +48,20 @@ class Table(NamedTuple):
 Part = Table | str | Callable[[Recorded], str]
 
 
-class Reader(OfARun, Protocol):
-    """A run folder of a command, as read."""
-
-    def lines(self) -> Iterator[Line]:
-        """The run's lines in the command's table."""
-        ...
-
-    def about(self) -> str:
-        """The caption's text on the run, beside device, commit and date."""
-        ...
-
-
-R = TypeVar("R", bound=Reader)
-
-
-class Folder(NamedTuple, Generic[R]):
+class Folder(NamedTuple):
     """The folder of a command in data/results: a run folder for each model, and the table of all.
-
-    read: makes a reader of a run.
-    """
+    read: makes a reader of a run, with its `lines()`, and what a caption says `about()` it."""
 
     name: str
     title: str
-    read: Callable[[results.Run], R]
+    read: Callable[[results.Run], Any]
     cells: Mapping[str, str]
 
-    def load(self, folder: Path) -> R:
+    def load(self, folder: Path) -> Any:
         """One run folder, read."""
         return self.read(results.load_run(folder))
 
-    def runs(self, recorded: Recorded) -> list[R]:
+    def runs(self, recorded: Recorded) -> list[Any]:
         """The complete runs, small models first."""
         return [self.read(found) for found in complete_runs(recorded.folder / self.name)]
 
@@ -132,7 +104,7 @@ def rendered(table: Table, lines: Sequence[Line], recorded: Recorded) -> str:
         return f"{table.title}: {NOT_MEASURED}." if table.title else ""
     texts = [as_text(lines, table.cells)]
     if table.more is not None:
-        groups = dict[str, list[OfARun]]()
+        groups = dict[str, list[Any]]()
         for run in runs:
             device = str(run.run["engine"].get("device_description")) if table.by_device else ""
             groups.setdefault(device, []).append(run)
@@ -159,7 +131,7 @@ def filled(template: str, values: Mapping[str, Any]) -> str:
     return "" if any(values[name] is None for name in names) else template.format_map(values)
 
 
-def caption(runs: Iterable[OfARun], more: str = "") -> str:
+def caption(runs: Iterable[Any], more: str = "") -> str:
     """Device, commits and date of the runs in one table."""
     found = [run.run for run in runs]
     devices = dict.fromkeys(str(run["engine"].get("device_description")) for run in found)
@@ -170,7 +142,7 @@ def caption(runs: Iterable[OfARun], more: str = "") -> str:
     return "; ".join([*parts, f"commit {', '.join(commits)}", date]) + f"{mark(*found)}."
 
 
-def facts(runs: Iterable[OfARun]) -> dict[str, str]:
+def facts(runs: Iterable[Any]) -> dict[str, str]:
     """Facts for the caption of a table, over all its runs.
 
     read, peak: the read bandwidth, and the rate of a large product.

@@ -17,20 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.measure import binds, peer, plan_tables, reuse_tables
+from data.measure import binds, peer, plan_tables
 from data.measure import recorded as figures
 from data.measure.binds import Bind
 from data.measure.matrix import BATCHED, DECODED, PLANNED, SCORED
-from data.measure.recorded import (
-    LARGE,
-    NOT_MEASURED,
-    SMALL,
-    TYPES,
-    Recorded,
-    Share,
-    decode,
-    depth_ratio,
-)
+from data.measure.recorded import LARGE, NOT_MEASURED, SMALL, TYPES, Recorded, Share, decode
 from data.measure.tables import Line, Part, Table, block
 from workbench.benchmarks.scores.bounds import FEW
 from workbench.config import Pdl
@@ -95,19 +86,14 @@ def held(target: Target, recorded: Recorded) -> Result:
     found: dict[str, tuple[str, bool] | None] = {}
     for label, bound in target.bounds.items():
         values, name = target.figure(recorded, label), label if len(target.bounds) > 1 else ""
-        found[name] = None
-        if values is not None:
-            said = target.said.format_map({"bound": bound, **values})
-            found[name] = said, bool(target.meets(values[target.key], bound))
+        said = target.said.format_map({"bound": bound, **values}) if values is not None else ""
+        found[name] = (values and (said, bool(target.meets(values[target.key], bound)))) or None
     return Result(target.what, found)
 
 
 def targets(recorded: Recorded) -> list[Result]:
     """Every target, held against the run folders."""
     return [held(target, recorded) for target in TARGETS]
-
-
-# figures ------------------------------------------------------------------------------------------
 
 
 def kernel(recorded: Recorded, dtype: str, shapes: Sequence[str], launch: str) -> Values | None:
@@ -239,7 +225,8 @@ TARGETS: tuple[Target, ...] = (
     Target(f"products of 9 to 128 tokens, each of 8B: {HALF}",
            dict.fromkeys(TYPES, LEAST_OF_BOUND), worst_product, WHERE),
     Target(f"depth 16384 of llama-3-8b: adds {MOST_DEPTH} times what reading its cache takes",
-           {"llama-3-8b-q4_0": MOST_DEPTH}, depth_ratio, "{ratio:.2f} times", "ratio", operator.le),
+           {"llama-3-8b-q4_0": MOST_DEPTH}, figures.depth_ratio,
+           "{ratio:.2f} times", "ratio", operator.le),
     Target(f"llama-3-8b Q4_0 ready from the page cache in {MOST_LOAD_S:.0f} s",
            {"llama-3-8b-q4_0": MOST_LOAD_S}, load, "{each} s", "most", operator.lt),
     *(Target(f"{way} against the float path, 2,048 tokens: mean KL / NMSE in bounds",
@@ -266,12 +253,9 @@ TARGETS: tuple[Target, ...] = (
            dict.fromkeys(PLANNED, 0), plan_tables.never_cost, "{said}", "slower",
            operator.le),
     Target(f"graph work of a token, 32 layers, embedded device: at most {MOST_GRAPH_US} us",
-           dict.fromkeys(reuse_tables.KEEPING, MOST_GRAPH_US), reuse_tables.graph_work, "{said}",
+           dict.fromkeys(plan_tables.KEEPING, MOST_GRAPH_US), plan_tables.graph_work, "{said}",
            "us", operator.le),
 )  # fmt: skip
-
-
-# what binds where one is missed -------------------------------------------------------------------
 
 
 def kernel_binds(recorded: Recorded) -> Iterator[Bind]:
@@ -288,15 +272,13 @@ def decode_binds(recorded: Recorded) -> Iterator[Bind]:
 
 def batch_binds(recorded: Recorded) -> Iterator[Bind]:
     for name in BATCHED:
-        steps = figures.batch_steps(recorded, name)
-        missed = [step for step in steps if step.share < LEAST_OF_BOUND]
+        missed = [s for s in figures.batch_steps(recorded, name) if s.share < LEAST_OF_BOUND]
         if missed:
             said = ", ".join(f"{step.n_tokens} tokens {step.share:.1f} %" for step in missed)
             worst = min(missed, key=lambda step: step.share)
             yield binds.of_step(recorded, f"batches-{name}", name, worst.n_tokens, said)
-    run = recorded.run("kernels-batches")
     for dtype in TYPES:
-        found = figures.worst_batch(run, dtype)
+        found = figures.worst_batch(recorded.run("kernels-batches"), dtype)
         if found is not None and found[0] < LEAST_OF_BOUND:
             yield from binds.of_batched_product(recorded, dtype, *found)
 
@@ -324,16 +306,14 @@ def binds_lists(recorded: Recorded) -> str:
     none is missed."""
     parts = []
     for title, group in BINDS.items():
-        lines = [line for bind in group(recorded) for line in _item(bind)]
+        lines = []
+        for bind in group(recorded):
+            first, *rest = bind.binds
+            lines.append(f"- **{bind.missed}: {bind.measured}**. {first[:1].upper()}{first[1:]}")
+            lines += [f"  - {statement}" for statement in rest]
         parts += [f"What binds, {title}:", "\n".join(lines)] if lines else []
     told = binds.origins(recorded) if parts else []
     return "\n\n".join([*parts, *([f"{'; '.join(told)}."] if told else [])])
-
-
-def _item(bind: Bind) -> Iterator[str]:
-    first, *rest = bind.binds
-    yield f"- **{bind.missed}: {bind.measured}**. {first[:1].upper()}{first[1:]}"
-    yield from (f"  - {statement}" for statement in rest)
 
 
 def _lines(recorded: Recorded) -> Iterator[Line]:

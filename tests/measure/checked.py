@@ -25,8 +25,8 @@ READ = ("data", "README.md", "workbench/model/README.md", "notebooks", "workbenc
 
 
 def digest(root: Path = ROOT) -> str:
-    """SHA-256 over names and contents of the files under READ, as they are in the working tree:
-    those that git tracks, and new ones that it does not ignore. Empty where there is no git."""
+    """SHA-256 over names and contents of the files under READ that git tracks or does not ignore,
+    as they are in the working tree. Empty where there is no git."""
     listed = ("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *READ)
     try:
         said = subprocess.run(["git", "-C", str(root), *listed], check=True, capture_output=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data.measure import readme, targets
+from data.measure.peer import PeerRun
 from data.measure.recorded import Recorded
 from workbench.benchmarks.compare.arms import switched
+from workbench.benchmarks.compare.rounds import order_of
 from workbench.benchmarks.runs import results
 from workbench.config import Toggles
 from workbench.engine.look.phases import PHASES
@@ -73,6 +77,34 @@ def lines(folder: Path, block: str) -> list[dict[str, str]]:
     head, _, *rest = [line for line in text if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in (head, *rest)]
     return [dict(zip(rows[0], row, strict=True)) for row in rows[1:] if len(row) == len(rows[0])]
+
+
+def in_turn(peer: PeerRun) -> bool:
+    """Whether every round ran each arm once, one after the other, in turning order."""
+    names, rates = [arm["name"] for arm in peer.run["arms"]], results.rates(peer.samples)
+    return bool(len(rates)) and all(
+        rows["arm"].loc[rows["arm"].ne(rows["arm"].shift())].tolist()
+        == [names[i] for i in order_of(int(round_), len(names))]
+        and rows["order"].diff().iloc[1:].eq(1).all()
+        for round_, rows in rates.groupby("repetition", sort=True)
+    )
+
+
+@functools.cache
+def history() -> frozenset[str] | None:
+    """The commits behind HEAD; None where a shallow clone or an unpacked archive lacks them."""
+    shallow, commits = (
+        subprocess.run(
+            ["git", *asked], cwd=Path(__file__).parent, capture_output=True, text=True
+        ).stdout.split()
+        for asked in (("rev-parse", "--is-shallow-repository"), ("rev-list", "HEAD"))
+    )
+    return frozenset(commits) if shallow == ["false"] else None
+
+
+def is_ours(commit: dict) -> bool:
+    """A commit of this history, with nothing changed on top."""
+    return not commit["dirty"] and ((known := history()) is None or commit["hash"] in known)
 
 
 def target(folder: Path, start: str) -> targets.Result:

@@ -90,7 +90,5 @@ def test_medians_and_the_longest_stalls_are_kept():
         "launches": 2, "us": 13.5, "memory_pct": 77.0,
         "stalls": {"long_scoreboard": 4.5, "wait": 1.5, "barrier": 0.25},
     }  # fmt: skip
-    other_units = {US: ("0.013", "msecond"), COUNTERS["dram_bytes"][0]: ("33.5", "Mbyte")}
-    assert counters.figures(other_units) == {"us": 13.0, "dram_bytes": 33.5e6, "stalls": {}}
     for log in ("", "==ERROR== no\n", '"ID","a"\n"","%"\n'):
         assert counters.launches_counted(log) == []

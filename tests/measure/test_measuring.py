@@ -18,7 +18,6 @@ from data.measure import (
     plan_costs,
     random_lengths,
     readme,
-    served_arms,
 )
 from data.measure.__main__ import measure
 from data.measure.batched import BatchedRun
@@ -77,12 +76,12 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
         (lambda: attention.main("no-such-model", options=given), "models are"),
         (lambda: plan_costs.measure(out=tmp_path / "x", rounds=0), "--rounds 0 measures nothing"),
         (lambda: measure("decod", out=tmp_path), "step 'decod' does not exist; choose from plans"),
-        (lambda: measure("decode", out=tmp_path, only="llama"), "--only llama: no such model"),
+        (lambda: measure("decode", out=tmp_path, only="llama"), "llama: no such model"),
         (lambda: measure("cpu", out=tmp_path), "give --device embedded"),
     ):
         with pytest.raises(UsageError, match=says):
             call()
-    assert served_arms.front_time(2**22 + 1) is None, "no such process"
+    assert over_http.front_time(2**22 + 1) is None, "no such process"
 
 
 def test_each_cost_of_a_plan_is_measured(monkeypatch, tmp_path, tiny_models):
@@ -97,9 +96,6 @@ def test_each_cost_of_a_plan_is_measured(monkeypatch, tmp_path, tiny_models):
         assert row["nodes"] > 10 and row["edges"] == row["nodes"] - 1
         assert all(row[name]["median"] > 0 for name in row["costs"])
         assert row["programmatic_edges"] > 0 and row["device_us"]["median"] == 250
-
-
-# the matrix --------------------------------------------------------------------------------------
 
 
 def test_every_row_of_the_matrix_can_be_measured(tiny_model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import numpy as np
@@ -11,13 +10,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from data.measure import readme
-from data.measure.peer import FOLDER, MODELS, SWITCHES, PeerRun, recorded_peers, theirs
+from data.measure.peer import FOLDER, MODELS, recorded_peers
 from data.measure.recorded import Recorded
 from tests import peer_runs
 from tests.measure.made import target
-from tests.peer_runs import ARMS, BEST, CONTROL
+from tests.peer_runs import ARMS, CONTROL
 from workbench.benchmarks.compare import stats
-from workbench.benchmarks.runs import results
 
 # the control is the fastest, and counts for nothing
 US = dict(zip(ARMS, (1250.0, 1400.0, 1000.0, 1300.0, 600.0, 500.0, 400.0), strict=True))
@@ -90,17 +88,3 @@ def test_the_ratio_is_of_the_fastest_arms(tmp_path_factory, data, rounds, counte
     a, b = (np.array(us[arm]["tg128"]) for arm in ("llama.cpp", "llama.cpp reuse=off"))
     (one,) = peer.savings("tg128")
     assert one.us == pytest.approx(np.median(b - a), abs=0.1) and one.low <= one.us <= one.high
-
-
-def test_an_order_that_does_not_turn_is_seen(tmp_path):
-    peer = peer_runs.write(tmp_path / "run", steady())
-    assert peer.interleaved
-    swapped = peer.samples.copy()
-    second = swapped["repetition"] == 1
-    swapped.loc[second, "arm"] = swapped.loc[second, "arm"].replace({ARMS[0]: BEST, BEST: ARMS[0]})
-    found = results.load_run(tmp_path / "run")
-    for samples in (swapped, swapped.assign(arm=ARMS[0])):
-        assert not PeerRun(found._replace(samples=samples)).interleaved
-    names = [theirs(switch) for switch in SWITCHES]
-    assert len(set(names)) == len(names)
-    assert all(a != b for a, b in itertools.combinations(SWITCHES.values(), 2))

@@ -83,7 +83,6 @@ def test_costs_are_for_each_capture_and_each_update(tmp_path):
         "plans-costs", Recorded(tmp_path)
     )
     assert target(tmp_path, "a token's launches replayed").measured == f"{MODEL} 10 (809)"
-    assert plan_tables.captured({}) == ""
     assert plan_tables.captured({"plans_captured": 1, "plans_twinned": 2}) == "1 and 2 twinned"
 
 
@@ -126,9 +125,6 @@ def test_sets_for_best_stand_beside_what_won_singly(tmp_path, faster):
         assert verdict == ("faster" if wins else "no difference"), name
     said = plan_tables.won(Recorded(tmp_path))
     assert (": won; " in said) == faster == ("None did" not in said)
-
-
-# reuse --------------------------------------------------------------------------------------------
 
 
 def test_reuse_has_us_by_phase_and_a_verdict(tmp_path):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 
-import pandas as pd
 import pytest
 
 from data.measure import proofs
 from data.measure.arena_peaks import MODELS, peaks
 from data.measure.arena_peaks import OUT as PEAKS
 from data.measure.proofs import OUT, proved
-from data.measure.races_of_record import record_rows
 from tests.profiles import share
 from workbench.config import Lifetimes
 
@@ -21,17 +19,17 @@ def found(tiny_model) -> dict:
     return proved(tiny_model("tiny-llama", "Q8_0"))
 
 
-@pytest.fixture(scope="module")
-def rows(found) -> dict[tuple[str, str], dict]:
-    return {(row["ordering"], row["run"]): row for row in found["rows"]}
+def by_ordering(rows: list[dict]) -> dict[tuple[str, str], dict]:
+    return {(row["ordering"], row["run"]): row for row in rows}
 
 
 def test_what_is_recorded_is_proved_again(found):
     assert json.loads(OUT.read_text()) == found
 
 
-def test_waits_of_modes_are_enough_and_more_or_less(rows):
+def test_waits_of_modes_are_enough_and_more_or_less(found):
     """Before the change all but one copy are waited for in vain; what was merged is safe."""
+    rows = by_ordering(found["rows"])
     row = rows["per_copy, own", "decode"]
     assert (row["races"], row["waits"], row["sufficient"]) == (0, 13, 2) and row["superfluous"] >= 5
     assert row["because"] == "enough: the wait for the copy of inp_out_ids, the wait for the logits"
@@ -48,13 +46,14 @@ def test_waits_of_modes_are_enough_and_more_or_less(rows):
     ("implicit, compute", "train", "nothing orders copy inp_pos on null:0 before write inp_pos"),
     ("event_guarded, own", "train", "nothing orders copy inp_pos on null:1 before write inp_pos"),
 ])  # fmt: skip
-def test_what_races_says_between_which_commands(rows, ordering, run, says):
-    assert rows[ordering, run]["races"] > 0 and says in rows[ordering, run]["because"]
+def test_what_races_says_between_which_commands(found, ordering, run, says):
+    row = by_ordering(found["rows"])[ordering, run]
+    assert row["races"] > 0 and says in row["because"]
 
 
 def test_a_ring_mends_what_the_host_writes_and_nothing_else(found):
     """Pageable memory is no safer than pinned, and a ring on the device mends no mode."""
-    races = {(row["ordering"], row["run"]): row["races"] for row in found["sources"]}
+    races = {key: row["races"] for key, row in by_ordering(found["sources"]).items()}
     assert all(set(by) == set(proofs.SOURCES) for by in races.values())
     safe = {key: {source for source, n in by.items() if not n} for key, by in races.items()}
     rings = {"pinned_ring_2", "pinned_ring_4"}
@@ -69,14 +68,6 @@ def test_a_ring_mends_what_the_host_writes_and_nothing_else(found):
         ("packed_implicit, compute", "train"): rings,
         ("event_guarded, own", "train"): rings,
     }
-
-
-def test_every_race_of_record_is_gone_after_its_fix():
-    table = pd.DataFrame(record_rows())
-    assert set(table["thread"]) >= {"#20463", "#26040", "#20927", "#14855", "#8897"}
-    assert (table["before"] > 0).all() and (table["after"] == 0).all()
-    assert {"of the thread", "reconstructed"} == set(table["pair"])
-    assert "copy inp_embd (step 0, split 1)" in table["first"].tolist()
 
 
 @pytest.mark.parametrize("model", share(MODELS, every=4))

@@ -5,25 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import nbformat
 import pandas as pd
 import pytest
 
-from data.measure import (
-    best_table,
-    first_requests,
-    matrix,
-    over_http,
-    peer,
-    plan_tables,
-    random_lengths,
-    readme,
-)
-from data.measure.attention import AttentionRun
-from data.measure.batched import BatchedRun
+from data.measure import best_table, matrix, peer, readme
 from data.measure.peer import PeerRun
 from data.measure.proofs import EXHAUSTIVE
 from data.measure.recorded import Recorded
@@ -31,6 +19,7 @@ from data.measure.skipping import SkipRun
 from data.measure.sources import unmarked
 from tests.exhaustive import collected
 from tests.gpu import sanitize
+from tests.measure.made import in_turn, is_ours
 from tests.notebooks.record import MADE
 from workbench.benchmarks.compare.arms import answer_between
 from workbench.benchmarks.compare.comparison import AB
@@ -57,30 +46,6 @@ def runs() -> dict[str, list[results.Run]]:
         run = load_run(path.parent)
         found.setdefault(run.run["kind"], []).append(run)
     return found
-
-
-@functools.cache
-def history() -> frozenset[str] | None:
-    """The commits behind HEAD; None where a shallow clone or an unpacked archive lacks them."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
-
-    if git("rev-parse", "--is-shallow-repository").strip() != "false":
-        return None
-    return frozenset(git("rev-list", "HEAD").split())
-
-
-def is_ours(commit: dict) -> bool:
-    """A commit of this history, with nothing changed on top."""
-    return not commit["dirty"] and ((known := history()) is None or commit["hash"] in known)
-
-
-def file(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-# pages -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", readme.PAGES, ids=str)
@@ -110,18 +75,11 @@ def test_the_committed_best_is_what_the_runs_say():
             for name, row in rows.items():
                 assert row["runs"] or best_table.SAFE[name] == row["value"], f"{name}: on nothing"
                 assert all((RESULTS / run).is_dir() for run in row["runs"])
-    said = plan_tables.won(RECORDED)
-    won = any(row["by"] == "faster together" for row in made["cuda"]["one"].values())
-    assert won == (": won; " in said) == ("None did" not in said)
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 # runs --------------------------------------------------------------------------------------------
 
-HTTP = (random_lengths.RUNS.name, over_http.RUNS.name, first_requests.RUNS.name)
+HTTP = ("random-lengths", "over-http", "first-requests")
 # launches alone; or an engine of another process, of which a client knows what it asked for
 OF_NO_ENGINE = ("kernels", "attention", "serve", *HTTP)
 READERS = {
@@ -129,8 +87,7 @@ READERS = {
     "gaps": lambda run: Gaps(run.run, run.samples).table(),
     "kernels": lambda run: KernelRun.load(run.folder).rows,
     "serve": lambda run: load_served(run.folder).rows,
-    "attention": lambda run: list(AttentionRun(run).lines()),
-    "batched": lambda run: list(BatchedRun(run).lines()),
+    **dict.fromkeys(("attention", "batched"), lambda run: run.run["tests"]),
     "perplexity": lambda run: pd.read_parquet(run.folder / TOKENS),
     **dict.fromkeys(HTTP[:2], lambda run: run.run["result"]["points"]),
     **dict.fromkeys((HTTP[2], "bench", "fresh", "peer", "sweep"),
@@ -188,13 +145,12 @@ def test_llama_cpp_beside_us_is_what_the_samples_say():
         if found.folder.parent.name != peer.FOLDER:
             continue
         run = PeerRun(found)
-        assert run.interleaved and found.run["repetitions"] >= 5 and peer.answers_hold(found.run)
-        assert f" {run.model} " in shown
-        lines = [cells(x) for x in every.splitlines() if x.startswith(f"| {run.model} ")]
+        assert in_turn(run) and found.run["repetitions"] >= 5 and f" {run.model} " in shown
+        lines = [x.split("|") for x in every.splitlines() if x.startswith(f"| {run.model} ")]
         of = found.samples.groupby(["test", "arm", "repetition"])[["n_tokens", "ns"]].sum()
         tps = (1e9 * of["n_tokens"] / of["ns"]).groupby(["test", "arm"]).median()
-        for (_, arm, tg, *_), one in zip(lines, found.run["arms"], strict=False):
-            assert arm == one["name"] and tg.startswith(f"{tps['tg128', arm]:.1f} (")
+        for (_, _, arm, tg, *_), one in zip(lines, found.run["arms"], strict=False):
+            assert arm.strip() == one["name"] and f" {tps['tg128', one['name']]:.1f} (" in tg
 
 
 def test_perplexity_is_what_its_tokens_say():
@@ -245,36 +201,29 @@ def figures(table: pd.DataFrame, found: results.Run) -> list[str]:
     return [f"{row['tps_toggled']:.2f}" for row in rows] + spreads
 
 
-# files -------------------------------------------------------------------------------------------
-
-
 def test_recorded_tests_passed_and_races_are_where_they_may_be():
-    for name in ("gpu-tests", "gpu-tests-two"):
-        assert file(name)["failed"] == 0 < file(name)["passed"]
-    for run in file("gpu-sanitizer")["runs"].values():
+    for found in map(RECORDED.alone, ("gpu-tests", "gpu-tests-two")):
+        assert found["failed"] == 0 < found["passed"]
+    tools = RECORDED.alone("gpu-sanitizer")
+    for run in tools["runs"].values():
         assert (run["exit"], run["errors"]) == (0, 0) and run["tests"] > 0
-    assert file("gpu-sanitizer")["duration_s"] < sanitize.LIMIT_S == 480
-    raced = file(f"cuda-pipeline-races-{matrix.RACED}")["orderings"]
+    assert tools["duration_s"] < sanitize.LIMIT_S == 480
+    raced = RECORDED.file(f"pipeline-races-{matrix.RACED}")["orderings"]
     assert not any(any(o["differing"]) for o in raced if not o["races"])
-    pictured = file("timelines")
+    pictured = RECORDED.alone("timelines")
     assert is_ours(pictured["commit"]) and all("complete" in n for n in pictured["notes"].values())
-
-
-def without_folder(test: str) -> str:
-    path, _, name = test.partition("::")
-    return f"{path.rpartition('/')[2]}::{name}"
 
 
 def test_every_exhaustive_test_has_passed():
     """The full products whole. Of the rest, properties and shares, whatever is recorded."""
-    found = file("exhaustive")
+    found = RECORDED.alone("exhaustive")
     assert all(is_ours(about["commit"]) for about in found["commits"].values())
     assert not [test for test, row in found["tests"].items() if row["outcome"] == "failed"]
     product = [test for test in collected(["tests/program/check/test_mutations.py"])
                if test.partition("[")[0].rpartition("::")[2] in EXHAUSTIVE]  # fmt: skip
     # a row keeps the path that its test had; base names are unique over all of tests/
-    recorded = set(map(without_folder, found["tests"]))
-    assert len(product) > 30 and set(map(without_folder, product)) <= recorded
+    recorded = {re.sub(r"^[^:]*/", "", test) for test in found["tests"]}
+    assert len(product) > 30 and {re.sub(r"^[^:]*/", "", test) for test in product} <= recorded
 
 
 HAZARDS, REUSE = "test_bench_hazards.py::test_", "test_bench_reuse.py::test_graph_work_of_a_token"
@@ -293,7 +242,7 @@ MOST_US = {
 
 
 def test_recorded_benchmarks_meet_their_requirements():
-    found = file("benchmarks")
+    found = RECORDED.alone("benchmarks")
     for name, most in MOST_US.items():
         row = found["benchmarks"][name]
         assert row["median_us"] <= most and is_ours(row.get("of", found)["commit"]), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,37 +19,29 @@ OLDER = " (older sources: no evidence of today's times)"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def history(tmp_path, monkeypatch):
-    """A checkout of two commits; the second changed a kernel. Returns both."""
-
-    def git(*arguments: str) -> str:
-        who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
-        done = subprocess.run(
-            ["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
-        )
-        return done.stdout.strip()
-
-    git("init", "-q")
-    made = []
-    for content in ("old", "new"):
-        (tmp_path / "kernels").mkdir(exist_ok=True)
-        (tmp_path / "kernels" / "rows.cu").write_text(content)
-        git("add", "-A")
-        git("commit", "-qm", content)
-        made.append(git("rev-parse", "HEAD"))
-    monkeypatch.setattr(sources, "ROOT", tmp_path)
-    sources._has_changed.cache_clear()
-    yield made
-    sources._has_changed.cache_clear()
-
-
 def of(commit: str) -> dict:
     return {"commit": {"hash": commit, "dirty": False}, "started": "2026-01-02T03:04:05+00:00"}
 
 
-def test_a_run_of_older_sources_is_marked(history, tmp_path):
-    old, new = history
+def test_a_run_of_older_sources_is_marked(tmp_path, monkeypatch):
+    """In a checkout of two commits, of which the second changed a kernel."""
+
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "kernels").mkdir()
+    made = []
+    for content in ("old", "new"):
+        (tmp_path / "kernels" / "rows.cu").write_text(content)
+        git("add", "-A")
+        git("commit", "-qm", content)
+        made.append(git("rev-parse", "HEAD"))
+    old, new = made
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    monkeypatch.setattr(sources, "_has_changed", sources._has_changed.__wrapped__)
     assert age(of(new)) == f"commit {new[:8]}, 2026-01-02"
     assert age(of(old)) == f"commit {old[:8]}, 2026-01-02{OLDER}" != unmarked(age(of(old)))
     assert mark(of(new), of(old)) == OLDER and mark(of(new)) == mark(of("f" * 40)) == mark() == ""
@@ -61,7 +53,6 @@ def test_a_run_of_older_sources_is_marked(history, tmp_path):
         f"- commit {new[:8]}, 2026-01-02: 2 runs",
         f"- commit {old[:8]}, 2026-01-01{OLDER}: 1 run",
     ]
-    sources._has_changed.cache_clear()
     (tmp_path / "kernels" / "rows.cu").write_text("newer")
     assert mark(of(new)) == OLDER, "what is not committed counts"
 
@@ -80,15 +71,9 @@ def test_sources_are_kernels_and_backends(tmp_path):
     assert age(found | {"source_hash": "0123456789"}) == f"sources 01234567, 2026-01-02{OLDER}"
 
 
-class Made(NamedTuple):
-    run: dict
-
-
-def run_of(device: str, **result: object) -> Made:
-    return Made(
-        {"engine": {"device_description": device}, "commit": {"hash": "f" * 40, "dirty": False},
-         "started": "2026-01-02", "repetitions": 5, "tests": ["tg8"], "result": result}
-    )  # fmt: skip
+def run_of(device: str, **result: object) -> SimpleNamespace:
+    run = of("f" * 40) | {"engine": {"device_description": device}, "repetitions": 5}
+    return SimpleNamespace(run=run | {"tests": ["tg8"], "result": result})
 
 
 def test_a_table_is_its_lines_and_a_caption_of_its_runs():

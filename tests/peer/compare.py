@@ -8,13 +8,11 @@ own (`.venv-peer/`, needs a C++ compiler, about ten minutes once), starts one pr
   what entitles the reference to judge the engine.
 * logits: llama.cpp against this engine, every tensor type, teacher-forced token by token, with the
   F16 cache and the quantised activations that both use when they decode.
-* decode: tokens per second, side by side. Both processes live throughout with the model loaded and
-  only one computes at a time; repetitions alternate A B B A, B A A B, so that a drifting clock or a
-  noisy neighbour meets both. Same two threads, same tokens, from an empty cache; a token ends when
-  its float32 logits are on the host; no sampling. The A/A control compares each side with itself:
-  its first runs of the blocks with its second ones.
-* prefill: the same for one step of 128 tokens from an empty cache, until the float32 logits of the
-  last one are on the host.
+* decode: tokens per second. Both processes keep the model loaded, and one computes at a time;
+  repetitions alternate A B B A, B A A B, so that a drifting clock meets both. Two threads, the same
+  tokens, an empty cache; a token ends when its float32 logits are on the host. The A/A control
+  compares the first runs of a side's blocks with its second ones.
+* prefill: the same for one step of 128 tokens, until the last one's logits are on the host.
 
 `--no-speed` and `--no-logits` leave a part out, and then nothing is written unless --out is given.
 """
@@ -35,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cyclopts import App
 
+from data.measure.command import start
 from tests import reference
 from workbench.benchmarks.compare.stats import speedup
 from workbench.benchmarks.runs import provenance
@@ -51,7 +50,7 @@ LLAMA, OURS = "llama.cpp", "workbench"
 LOGITS_MODELS = [(preset, quant) for preset in ("tiny-llama", "tiny-qwen3") for quant in QUANTS]
 SPEED_MODELS = [("llama-3.2-1b", "Q8_0"), ("llama-3.2-1b", "Q4_0")]
 EXACT_MODELS = [("tiny-llama", "F32"), ("tiny-qwen3", "F32")]
-N_LOGITS_TOKENS, N_DECODE_TOKENS, N_PREFILL_TOKENS = 16, 32, 128
+N_LOGITS_TOKENS = 16
 N_CTX, N_UBATCH, THREADS = 512, 512, 2
 MIN_BLOCKS = 5
 
@@ -77,10 +76,7 @@ class Timed(NamedTuple):
     n_steps: int
 
 
-TIMED = [
-    Timed("decode", f"tg{N_DECODE_TOKENS}", N_DECODE_TOKENS, "token_ns", N_DECODE_TOKENS),
-    Timed("prefill", f"pp{N_PREFILL_TOKENS}", N_PREFILL_TOKENS, "step_ns", 1),
-]
+TIMED = [Timed("decode", "tg32", 32, "token_ns", 32), Timed("prefill", "pp128", 128, "step_ns", 1)]
 
 app = App(help=__doc__)
 
@@ -121,10 +117,7 @@ class Worker:
 
 
 def build(venv: Path) -> Path:
-    """The Python of `venv`, made and given llama-cpp-python where it is missing.
-
-    Raises RuntimeError where there is no compiler; a failing pip or uv raises CalledProcessError.
-    """
+    """The Python of `venv`, made and given llama-cpp-python where it is missing."""
     python = venv / "bin" / "python"
     wanted = f"llama-cpp-python=={LLAMA_CPP_PYTHON}"
     probe = "from importlib.metadata import version as v; print(v('llama-cpp-python'))"
@@ -135,13 +128,15 @@ def build(venv: Path) -> Path:
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         raise RuntimeError(f"{wanted} is built from source and needs a C++ compiler; install g++")
     print(f"building {wanted} in {venv} (about ten minutes, once)", file=sys.stderr)
-    uv = shutil.which("uv")
-    if uv:
-        subprocess.run([uv, "venv", "--clear", "--python", sys.executable, venv], check=True)
-        subprocess.run([uv, "pip", "install", "--python", python, wanted, "numpy"], check=True)
+    if uv := shutil.which("uv"):
+        made, pip = (
+            [uv, "venv", "--python", sys.executable],
+            [uv, "pip", "install", "--python", python],
+        )
     else:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", wanted, "numpy"], check=True)
+        made, pip = [sys.executable, "-m", "venv"], [python, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*made, "--clear", venv], check=True)
+    subprocess.run([*pip, wanted, "numpy"], check=True)
     return python
 
 
@@ -152,21 +147,16 @@ def model_file(preset: str, quant: str) -> Path:
     return write_model(preset, quant, MODELS / tiny_name(preset, quant))
 
 
-def random_tokens(n: int, n_vocab: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, n_vocab, n).tolist()
+def random_tokens(n: int, n_vocab: int) -> list[int]:
+    return np.random.default_rng(n).integers(0, n_vocab, n).tolist()
 
 
 def computed(
-    side: Worker,
-    path: Path,
-    scratch: Path,
-    n: int = N_LOGITS_TOKENS,
-    seed: int = 1,
-    one_by_one: bool = True,
+    side: Worker, path: Path, scratch: Path, n: int = N_LOGITS_TOKENS, one_by_one: bool = True,
     **options: Any,
-) -> tuple[np.ndarray, list[int]]:
+) -> tuple[np.ndarray, list[int]]:  # fmt: skip
     """Logits of a side, float64 (n, n_vocab), and the tokens. options: of `load`."""
-    tokens = random_tokens(n, side.load(path, **options)["n_vocab"], seed)
+    tokens = random_tokens(n, side.load(path, **options)["n_vocab"])
     out = scratch / "rows.npy"
     side.ask("logits", tokens=tokens, out=str(out), one_by_one=one_by_one)
     return np.load(out).astype(np.float64), tokens
@@ -183,19 +173,18 @@ def compare_logits(
     path = model_file(preset, quant)
     ours, theirs = (computed(sides[name], path, scratch)[0] for name in (OURS, LLAMA))
     return of_model(path, preset, quant) | {
-        "n_tokens": len(ours),
-        "nmse": reference.nmse(ours, theirs),
+        "n_tokens": len(ours), "nmse": reference.nmse(ours, theirs),
         "max_abs": float(np.abs(ours - theirs).max()),
         "rms_logit": float(np.sqrt(np.mean(theirs**2))),
         "argmax_agreement": float(np.mean(ours.argmax(-1) == theirs.argmax(-1))),
         "decided_mismatches": reference.decided_argmax_mismatches(ours, theirs),
-    }
+    }  # fmt: skip
 
 
 def check_reference(llama: Worker, preset: str, quant: str, scratch: Path) -> dict[str, Any]:
     """llama.cpp in F32 throughout against the float64 reference, a whole batch at once."""
     path = model_file(preset, quant)
-    rows, tokens = computed(llama, path, scratch, 40, seed=2, one_by_one=False, exact=True)
+    rows, tokens = computed(llama, path, scratch, 40, one_by_one=False, exact=True)
     nmse = reference.nmse(rows, reference.forward(path, tokens))
     return {"model": path.name, "hash": model_hash(path), "n_tokens": len(tokens), "nmse": nmse}
 
@@ -223,7 +212,7 @@ def compare_speed(
     """Speed of both, in n_blocks blocks of two runs each, alternating ABBA and BAAB."""
     path = model_file(preset, quant)
     loaded = {name: worker.load(path) for name, worker in sides.items()}
-    tokens = random_tokens(timed.n_tokens, loaded[OURS]["n_vocab"], seed=3)
+    tokens = random_tokens(timed.n_tokens, loaded[OURS]["n_vocab"])
     warm = {name: warm_up(worker, timed, tokens) for name, worker in sides.items()}
     samples = []
     for block in range(n_blocks):
@@ -237,17 +226,13 @@ def compare_speed(
         print(f"  {path.name} {timed.test} block {block + 1}/{n_blocks}", file=sys.stderr)
     speeds = {name: [s["t_s"] for s in samples if s["side"] == name] for name in sides}
     return of_model(path, preset, quant) | {
-        "test": timed.test,
-        "threads": THREADS,
-        "device": loaded[OURS]["device"],
-        "sync": loaded[OURS]["sync"],
-        "warm_up_runs": warm,
+        "test": timed.test, "threads": THREADS, "device": loaded[OURS]["device"],
+        "sync": loaded[OURS]["sync"], "warm_up_runs": warm,
         "order": "".join("A" if s["side"] == OURS else "B" for s in samples),
         "median_t_s": {name: float(np.median(s)) for name, s in speeds.items()},
         **ratio(speeds[OURS], speeds[LLAMA]),
-        "a_a": {name: ratio(s[0::2], s[1::2]) for name, s in speeds.items()},
-        "samples": samples,
-    }
+        "a_a": {name: ratio(s[0::2], s[1::2]) for name, s in speeds.items()}, "samples": samples,
+    }  # fmt: skip
 
 
 @contextmanager
@@ -260,25 +245,11 @@ def both(venv: Path) -> Iterator[tuple[dict[str, Worker], Path, dict[str, Any]]]
         tempfile.TemporaryDirectory() as scratch,
     ):
         sides = {OURS: ours, LLAMA: llama}
-        yield (
-            sides,
-            Path(scratch),
-            {
-                "date": provenance.utc_now(),
-                "commit": provenance.commit(),
-                "machine": provenance.machine(),
-                "versions": {**provenance.versions(), "llama-cpp-python": LLAMA_CPP_PYTHON},
-                "sides": {name: worker.ask("about") for name, worker in sides.items()},
-            },
-        )
-
-
-def started(app: App) -> None:
-    """What a person can mend is told in one line."""
-    try:
-        app()
-    except (RuntimeError, subprocess.CalledProcessError) as error:
-        sys.exit(f"error: {error}")
+        about: dict[str, Any] = {"date": provenance.utc_now(), "commit": provenance.commit()}
+        about["machine"] = provenance.machine()
+        about["versions"] = provenance.versions() | {"llama-cpp-python": LLAMA_CPP_PYTHON}
+        about["sides"] = {name: worker.ask("about") for name, worker in sides.items()}
+        yield sides, Path(scratch), about
 
 
 @app.default
@@ -303,12 +274,11 @@ def main(
         raise RuntimeError(f"a result needs {MIN_BLOCKS} blocks, not {n_blocks}; give --out")
     with both(venv) as (sides, scratch, result):
         if logits:
-            result["reference"] = [
-                check_reference(sides[LLAMA], *model, scratch) for model in EXACT_MODELS
-            ]
-            for row in result["reference"]:
+            result |= {"reference": [], "logits": []}
+            for model in EXACT_MODELS:
+                row = check_reference(sides[LLAMA], *model, scratch)
+                result["reference"].append(row)
                 print(f"{row['model']:28} llama.cpp against float64: NMSE {row['nmse']:.2e}")
-            result["logits"] = []
             for model in LOGITS_MODELS + (SPEED_MODELS if speed else []):
                 row = compare_logits(sides, *model, scratch)
                 result["logits"].append(row)
@@ -316,17 +286,15 @@ def main(
                     f"{row['model']:28} NMSE {row['nmse']:.2e}  max {row['max_abs']:.2e}  "
                     f"argmax {row['argmax_agreement']:.0%}  wrong {len(row['decided_mismatches'])}"
                 )
-        if speed:
-            for timed in TIMED:
-                result[timed.do] = [
-                    compare_speed(sides, timed, *model, n_blocks) for model in SPEED_MODELS
-                ]
-            for row in (row for timed in TIMED for row in result[timed.do]):
-                low, high = row["ci95"]
+        for timed in TIMED if speed else ():
+            result[timed.do] = []
+            for model in SPEED_MODELS:
+                row = compare_speed(sides, timed, *model, n_blocks)
+                result[timed.do].append(row)
+                (low, high), t_s = row["ci95"], row["median_t_s"]
                 print(
-                    f"{row['model']:28} {row['test']}: {row['median_t_s'][OURS]:.2f} t/s, "
-                    f"llama.cpp {row['median_t_s'][LLAMA]:.2f}; "
-                    f"ratio {row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+                    f"{row['model']:28} {row['test']}: {t_s[OURS]:.2f} t/s, llama.cpp "
+                    f"{t_s[LLAMA]:.2f}; ratio {row['ratio']:.2f} ({low:.2f} to {high:.2f})"
                 )
     if out := out or (RESULT if whole else None):
         write_text(out, json.dumps(result, indent=1) + "\n", parents=True)
@@ -334,4 +302,4 @@ def main(
 
 
 if __name__ == "__main__":
-    started(app)
+    start(app)

@@ -21,6 +21,7 @@ on the host.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -33,10 +34,9 @@ from cyclopts import App
 import workbench as wb
 from data.measure import peer as recorded
 from data.measure import streams
-from data.measure.command import USUAL, Call, Options, start
-from data.measure.in_rounds import Recording, same_answers
+from data.measure.command import USUAL, Call, Options, Recording, same_answers, start
 from data.measure.matrix import ANY, WORD
-from data.measure.peer import LLAMA, MODELS, OURS, SWITCHES, TESTS, PeerRun
+from data.measure.peer import LLAMA, MODELS, OURS, SWITCHES, TESTS, PeerRun, theirs
 from data.measure.recorded import spread
 from data.measure.session import parsed, toggles_of
 from tests.peer.llama_bench import LlamaBench, arguments, build, find, name_of
@@ -62,8 +62,13 @@ CAMPAIGNS: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str], str, Seq
         tuple(streams.OVERLAPS.values()),
     ),
 }  # fmt: skip
-N_CTX, N_UBATCH = 1024, 512  # llama-bench's own ubatch
+N_CTX, N_UBATCH, SEED = 1024, 512, 0  # llama-bench's own ubatch
 OVERLAP_TOKENS = 8
+SAME = (
+    "build_commit", "build_number", "gpu_info", "backends", "n_gpu_layers", "flash_attn", "type_k",
+    "type_v", "n_batch", "n_ubatch", "n_threads",
+)  # fmt: skip
+CLOCKS = ("clock_mhz", "power_w", "temperature_c", "throttle_reasons")
 
 app = App(help=__doc__, result_action="return_none")
 
@@ -73,13 +78,12 @@ class Wanted(NamedTuple):
     names in SWITCHES. repetitions: of a test in a turn, the first of which does not count.
     overlapped: settings of which the overlap of kernels is measured, after all turns."""
 
-    device: str = "cuda"
-    tests: Sequence[str] = TESTS
-    settings: Sequence[str] = SETTINGS
-    switched: Sequence[str] = SWITCHED
-    rounds: int = MIN_REPETITIONS
-    repetitions: int = 3
-    seed: int = 0
+    device: str
+    tests: Sequence[str]
+    settings: Sequence[str]
+    switched: Sequence[str]
+    rounds: int
+    repetitions: int
     overlapped: Sequence[str] = ()
 
     def check(self) -> None:
@@ -89,8 +93,6 @@ class Wanted(NamedTuple):
                 raise UsageError(f"test {test}: give ppN and tgN, which both sides name alike")
         if unknown := [name for name in self.switched if name not in SWITCHES]:
             raise UsageError(f"switch {unknown[0]!r} is not one of {', '.join(SWITCHES)}")
-        if not self.switched or not self.settings:
-            raise UsageError("a comparison needs an arm of each side")
         if self.rounds < MIN_REPETITIONS or self.repetitions < 2:
             raise UsageError(
                 f"rounds={self.rounds}, repetitions={self.repetitions}: "
@@ -98,67 +100,14 @@ class Wanted(NamedTuple):
             )
 
 
-class Turns:
-    """The arms of a comparison. A turn takes every test of one arm and adds what counts."""
-
-    def __init__(
-        self, bench: LlamaBench, path: Path, engines: Mapping[str, wb.Engine],
-        recording: Recording, wanted: Wanted,
-    ):  # fmt: skip
-        """engines: of our arms, by name; the arms themselves stand in the recording's run."""
-        self.bench, self.path, self.engines, self.recording = bench, path, engines, recording
-        self.wanted, self.workloads = wanted, w.parse_tests(list(wanted.tests))
-        self.result = recording.result
-
-    def take(self, round_: int, name: str) -> None:
-        """A turn, with the clocks after it."""
-        begun = time.monotonic()
-        taken = self._ours(name, round_) if name in self.engines else self._theirs(name)
-        for test in self.workloads:
-            first, *counted = taken[test.name]
-            n = [test.n_tokens] * len(counted)
-            self.recording.add(name, test.name, round_, counted, n)
-            self.result["first_ns"].setdefault(name, {}).setdefault(test.name, []).append(first)
-        self.result["turns"].append(
-            {"round": round_, "arm": name, "seconds": round(time.monotonic() - begun, 3)}
-            | {"gpus": [_clocks(gpu) for gpu in provenance.gpus()]}
+def check_card(program: Path, row: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raises RuntimeError where llama.cpp computed elsewhere: without a GPU it says nothing."""
+    card = row.get("gpu_info") or ""
+    if is_gpu(ours["device"]) and not (card and card in ours["device_description"]):
+        raise RuntimeError(
+            f"llama-bench computed on {card or 'no GPU'}, and the engine on "
+            f"{ours['device_description']}; see `{program} --list-devices`"
         )
-
-    def _theirs(self, name: str) -> dict[str, list[int]]:
-        env, tests = self.result["env"][name], [test.name for test in self.workloads]
-        rows = self.bench.run(self.path, tests, self.wanted.repetitions, env)
-        self.check_card(rows[0])
-        same = ("build_commit", "build_number", "gpu_info", "backends", "n_gpu_layers",
-                "flash_attn", "type_k", "type_v", "n_batch", "n_ubatch", "n_threads")  # fmt: skip
-        self.result["peer"]["says"] = {key: rows[0].get(key) for key in same}
-        return {name_of(row): list(row["samples_ns"]) for row in rows}
-
-    def check_card(self, row: Mapping[str, Any]) -> None:
-        """Raises RuntimeError where llama.cpp computed elsewhere: without a GPU it says nothing."""
-        card, ours = row.get("gpu_info") or "", self.recording.run["engine"]
-        if is_gpu(ours["device"]) and not (card and card in ours["device_description"]):
-            raise RuntimeError(
-                f"llama-bench computed on {card or 'no GPU'}, and the engine on "
-                f"{ours['device_description']}; see `{self.bench.program} --list-devices`"
-            )
-
-    def _ours(self, name: str, round_: int) -> dict[str, list[int]]:
-        engine, n, found = self.engines[name], self.wanted.repetitions, dict[str, list[int]]()
-        of, bos = (engine.model.n_vocab, self.wanted.seed), w.bos_token(engine)
-        for test in self.workloads:
-            every = (w.draw_tokens(test, *of, round_ * n + i, bos) for i in range(n))
-            found[test.name] = [w.take_sample(engine, test, one).ns_total for one in every]
-        return found
-
-    def warm_up(self) -> None:
-        """Our arms once, untimed: programs are built, kernels compiled."""
-        for engine in self.engines.values():
-            for test in self.workloads:
-                w.warm_up([engine], test, self.wanted.seed, w.bos_token(engine), once=True)
-
-
-def _clocks(gpu: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: gpu[key] for key in ("clock_mhz", "power_w", "temperature_c", "throttle_reasons")}
 
 
 def settings_of(engine: wb.Engine, wanted: Wanted) -> dict[str, Toggles]:
@@ -176,12 +125,12 @@ def settings_of(engine: wb.Engine, wanted: Wanted) -> dict[str, Toggles]:
 
 def compare(bench: LlamaBench, path: Path, out: Path, wanted: Wanted) -> None:
     """Both sides on the file at `path`, into the run folder `out`, which is emptied first."""
+    tests, n = w.parse_tests(list(wanted.tests)), wanted.repetitions
+    names, env = [test.name for test in tests], {theirs(s): SWITCHES[s] for s in wanted.switched}
     with ExitStack() as stack:
-        kept_programs = Toggles(graph_reuse="set_rows")
+        kept = Toggles(graph_reuse="set_rows")
         engine = stack.enter_context(
-            wb.Engine.load(
-                path, device=wanted.device, n_ctx=N_CTX, n_ubatch=N_UBATCH, toggles=kept_programs
-            )
+            wb.Engine.load(path, device=wanted.device, n_ctx=N_CTX, n_ubatch=N_UBATCH, toggles=kept)
         )
         settings = settings_of(engine, wanted)
         first = next(iter(settings))
@@ -189,28 +138,71 @@ def compare(bench: LlamaBench, path: Path, out: Path, wanted: Wanted) -> None:
             name: stack.enter_context(closing(engine.variant(toggles)))
             for name, toggles in (settings | {first + CONTROL: settings[first]}).items()
         }
-        recording = _recording(bench, engine, engines, out, wanted)
-        turns = Turns(bench, path, engines, recording, wanted)
+        # an arm of llama.cpp has variables, no toggles
+        arms: dict[str, dict[str, str]] = {arm: {} for arm in env}
+        arms |= {name: one.toggles.to_dict() for name, one in engines.items()}
+        about = provenance.collect(engine)
+        recording = Recording(
+            "peer", out, about, arms, names, wanted.rounds, f"{LLAMA} beside {OURS}"
+        )
+        result = recording.result
+        result |= {
+            "peer": bench.about | {"arguments": arguments("FILE", names, n)}, "env": env,
+            "processes": "llama.cpp: one for each arm and round; ours: one, the engine stays "
+            "loaded", "repetitions_of_a_turn": n, "turns": [], "answers": {},
+            "first_ns": {},  # by arm and test: of the repetitions that do not count
+        }  # fmt: skip
+        for name, one in engines.items():
+            program = {test.name: describe(one, test) for test in tests}
+            recording.arm(name).update(sync_mode=one.sync_mode, program=program)
+
+        def of_llama(name: str) -> dict[str, list[int]]:
+            rows = bench.run(path, names, n, env[name])
+            check_card(bench.program, rows[0], recording.run["engine"])
+            result["peer"]["says"] = {key: rows[0].get(key) for key in SAME}
+            return {name_of(row): list(row["samples_ns"]) for row in rows}
+
+        def of_ours(name: str, round_: int) -> dict[str, list[int]]:
+            one, found = engines[name], dict[str, list[int]]()
+            of, bos = (one.model.n_vocab, SEED), w.bos_token(one)
+            for test in tests:
+                every = (w.draw_tokens(test, *of, round_ * n + i, bos) for i in range(n))
+                found[test.name] = [w.take_sample(one, test, each).ns_total for each in every]
+            return found
+
+        def take(round_: int, name: str) -> None:
+            """Every test of an arm, of which the first repetition does not count; the clocks."""
+            begun = time.monotonic()
+            taken = of_ours(name, round_) if name in engines else of_llama(name)
+            for test in tests:
+                uncounted, *counted = taken[test.name]
+                recording.add(name, test.name, round_, counted, [test.n_tokens] * len(counted))
+                of_arm = result["first_ns"].setdefault(name, {})
+                of_arm.setdefault(test.name, []).append(uncounted)
+            result["turns"].append({
+                "round": round_, "arm": name, "seconds": round(time.monotonic() - begun, 3),
+                "gpus": [{key: gpu[key] for key in CLOCKS} for gpu in provenance.gpus()],
+            })  # fmt: skip
 
         def whole(round_: int, _: dict[str, None]) -> None:
             print(f"  {path.stem}: round {round_ + 1}/{wanted.rounds}", file=sys.stderr, flush=True)
 
         with recording.kept():
-            turns.warm_up()
-            recording.result["answers"] = same_answers(engines, wanted.seed)
-            recording.take(turns.take, whole=whole)
+            for one, test in itertools.product(engines.values(), tests):
+                w.warm_up([one], test, SEED, w.bos_token(one), once=True)
+            result["answers"] = same_answers(engines, SEED)
+            recording.take(take, whole=whole)
             for name, one in engines.items():
                 recording.arm(name)["counters"] = one.counters
-            recording.result["state_after"] = provenance.state()
+            result["state_after"] = provenance.state()
             if wanted.overlapped:
-                recording.result["overlap"] = overlaps(engine, wanted.overlapped)
+                result["overlap"] = overlaps(engine, wanted.overlapped)
 
 
 def overlaps(engine: wb.Engine, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     """How much of a token has two kernels or more in flight in each setting: what `Overlap.record`
-    says, and the seconds it took; `failed`: why it could not be measured, which ends no comparison.
-
-    After all turns: what a trace leaves in the process meets none of them."""
+    says, and the seconds it took, or why it `failed`. After all turns: what a trace leaves in the
+    process meets none of them."""
     found: dict[str, dict[str, Any]] = {}
     for spec in settings:
         begun = time.monotonic()
@@ -224,34 +216,6 @@ def overlaps(engine: wb.Engine, settings: Sequence[str]) -> dict[str, dict[str, 
         print(f"{spec}: {made}", flush=True)
         found[spec] = made.record() | {"seconds": round(time.monotonic() - begun, 3)}
     return found
-
-
-def _recording(
-    bench: LlamaBench, engine: wb.Engine, engines: Mapping[str, wb.Engine], out: Path,
-    wanted: Wanted,
-) -> Recording:  # fmt: skip
-    """A comparison that begins now. An arm of llama.cpp has variables, no toggles."""
-    tests = w.parse_tests(list(wanted.tests))
-    names = [test.name for test in tests]
-    env = {recorded.theirs(switch): SWITCHES[switch] for switch in wanted.switched}
-    toggles = {name: one.toggles.to_dict() for name, one in engines.items()}
-    made = Recording(
-        "peer", out, provenance.collect(engine), {arm: {} for arm in env} | toggles, names,
-        wanted.rounds, f"{LLAMA} beside {OURS}",
-    )  # fmt: skip
-    for name, one in engines.items():
-        program = {test.name: describe(one, test) for test in tests}
-        made.arm(name).update(sync_mode=one.sync_mode, program=program)
-    made.result |= {
-        "peer": bench.about | {"arguments": arguments("FILE", names, wanted.repetitions)},
-        "env": env,
-        "processes": "llama.cpp: one for each arm and round; ours: one, the engine stays loaded",
-        "repetitions_of_a_turn": wanted.repetitions,
-        "first_ns": {},  # arm -> test -> ns of the repetition that does not count, of each round
-        "turns": [],
-        "answers": {},
-    }
-    return made
 
 
 def shown(folder: Path) -> str:
@@ -304,7 +268,7 @@ def main(
     its_models, settings, switched, folder, overlapped = CAMPAIGNS[campaign]
     wanted = Wanted(
         options.device, tests.split(","), ours.split(",") if ours else settings,
-        theirs.split(",") if theirs else switched, rounds, repetitions, overlapped=overlapped,
+        theirs.split(",") if theirs else switched, rounds, repetitions, overlapped,
     )  # fmt: skip
     wanted.check()
     names, call = models or its_models, Call(folder, options)

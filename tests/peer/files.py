@@ -13,9 +13,8 @@ for each file:
 Every file is computed token by token by llama.cpp and by this engine, which expands what has no
 kernels to F16 and to Q8_0. Both are held against float64 of the file's own values
 (`tests/reference.py`), and against each other. llama.cpp rounds activations to 8 bits where it
-multiplies by such types; an engine that has expanded them to F16 rounds nothing. So the two differ
-by llama.cpp's rounding, and the engine is much nearer to float64. Files in F32 throughout are also
-computed by llama.cpp with F32 everywhere: that entitles the reference to judge these files.
+multiplies by such types, and an engine that expanded them to F16 rounds nothing. Files in F32 are
+also computed by llama.cpp with F32 everywhere: that entitles the reference to judge.
 """
 
 from __future__ import annotations
@@ -23,15 +22,17 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from cyclopts import App
 
+from data.measure.command import start
 from tests import reference
 from tests.edited import edited, retyped
-from tests.peer.compare import LLAMA, OURS, ROOT, Worker, both, computed, model_file, started
+from tests.peer.compare import LLAMA, OURS, ROOT, Worker, both, computed, model_file
 from workbench.common.output import write_text
 from workbench.config import EXPAND
 from workbench.model.gguf.inspect import summary
@@ -81,18 +82,15 @@ def quantised(llama: Worker, source: Path, out: Path, name: str, keep_split: boo
 def cases(llama: Worker, folder: Path) -> Iterator[Case]:
     """Every file, made in `folder` when it is wanted."""
     sources = {arch: model_file(f"tiny-{arch}", "F32") for arch in ("llama", "qwen2", "qwen3")}
-    for name in QUANTISED:
-        for arch, source in sources.items():
-            path = folder / f"{arch}-{name}.gguf"
-            yield Case("quantised", f"{arch} {name}", quantised(llama, source, path, name))
-    for name in BLOCKS:
-        for arch, source in sources.items():
-            yield Case("blocks", f"{arch} {name}", random_blocks(source, folder, name))
-    for name, keys in ROPE.items():
-        for arch, source in sources.items():
-            path = folder / f"{arch}-rope-{name}.gguf".replace(" ", "-")
-            made = edited(source, path, keys={f"{arch}.{k}": v for k, v in keys.items()})
-            yield Case("rope", f"{arch} {name}", made, expands=False)
+    for name, (arch, source) in product(QUANTISED, sources.items()):
+        path = folder / f"{arch}-{name}.gguf"
+        yield Case("quantised", f"{arch} {name}", quantised(llama, source, path, name))
+    for name, (arch, source) in product(BLOCKS, sources.items()):
+        yield Case("blocks", f"{arch} {name}", random_blocks(source, folder, name))
+    for (name, keys), (arch, source) in product(ROPE.items(), sources.items()):
+        path = folder / f"{arch}-rope-{name}.gguf".replace(" ", "-")
+        made = edited(source, path, keys={f"{arch}.{k}": v for k, v in keys.items()})
+        yield Case("rope", f"{arch} {name}", made, expands=False)
     for quant in ("F32", "Q8_0"):
         yield Case("qwen2", quant, model_file("tiny-qwen2", quant), expands=False)
     parts = edited(sources["qwen2"], folder / "parts.gguf", tensors_a_part=7)
@@ -111,32 +109,26 @@ def random_blocks(source: Path, folder: Path, kind: str) -> Path:
 def compared(sides: dict[str, Worker], case: Case, scratch: Path) -> dict[str, Any]:
     """Both sides on one file, and how far each is from float64 and from the other."""
     found = summary(case.path)
-    ours: dict[str, np.ndarray] = {}
     theirs, tokens = computed(sides[LLAMA], case.path, scratch)
-    for expand in EXPAND if case.expands else EXPAND[:1]:
-        ours[expand], _ = computed(sides[OURS], case.path, scratch, expand=expand)
+    ours = {
+        expand: computed(sides[OURS], case.path, scratch, expand=expand)[0]
+        for expand in (EXPAND if case.expands else EXPAND[:1])
+    }
     wanted = reference.forward(joined(case.path, scratch), tokens)
-    peer = {"nmse": reference.nmse(theirs, wanted)}
+    peer, workbench = {"nmse": reference.nmse(theirs, wanted)}, {}
     if {t.dtype for t in found.types} == {"F32"}:
         exact, _ = computed(sides[LLAMA], case.path, scratch, exact=True)
         peer["nmse_exact"] = reference.nmse(exact, wanted)
+    for expand, rows in ours.items():
+        workbench[expand] = {
+            "nmse": reference.nmse(rows, wanted), "nmse_llama.cpp": reference.nmse(rows, theirs),
+            "decided_mismatches": reference.decided_argmax_mismatches(rows, wanted),
+        }  # fmt: skip
     return {
-        "kind": case.kind,
-        "name": case.name,
-        "types": {t.dtype: t.n_tensors for t in found.types},
-        "n_files": len(found.files),
-        "hash": found.hash,
-        "n_tokens": len(tokens),
-        "llama.cpp": peer,
-        "workbench": {
-            expand: {
-                "nmse": reference.nmse(rows, wanted),
-                "nmse_llama.cpp": reference.nmse(rows, theirs),
-                "decided_mismatches": reference.decided_argmax_mismatches(rows, wanted),
-            }
-            for expand, rows in ours.items()
-        },
-    }
+        "kind": case.kind, "name": case.name,
+        "types": {t.dtype: t.n_tensors for t in found.types}, "n_files": len(found.files),
+        "hash": found.hash, "n_tokens": len(tokens), "llama.cpp": peer, "workbench": workbench,
+    }  # fmt: skip
 
 
 def joined(path: Path, scratch: Path) -> Path:
@@ -178,4 +170,4 @@ def main(*, out: Path = RESULT, venv: Path = ROOT / ".venv-peer") -> None:
 
 
 if __name__ == "__main__":
-    started(app)
+    start(app)

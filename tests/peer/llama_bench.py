@@ -38,12 +38,9 @@ class LlamaBench(NamedTuple):
     def run(
         self, model: Path, tests: Sequence[str], repetitions: int, env: Mapping[str, str]
     ) -> list[dict[str, Any]]:
-        """llama-bench's rows of the tests, ppN or tgN, in its order: prompts first.
-
-        Raises RuntimeError, in one line, where it fails or says something else.
-        """
-        command = [str(self.program), *arguments(model, tests, repetitions)]
-        done = self.call(command, env)
+        """llama-bench's rows of the tests, ppN or tgN, in its order: prompts first. Raises
+        RuntimeError, in one line, where it fails or says something else."""
+        done = self.call([str(self.program), *arguments(model, tests, repetitions)], env)
         try:
             rows = json.loads(done.stdout)
             names = [name_of(row) for row in rows]
@@ -88,15 +85,17 @@ class LlamaBench(NamedTuple):
         found = re.search(r"version: (.+)", done.stderr + done.stdout)
         if done.returncode or found is None:
             raise RuntimeError(f"{self.program} --version: {last_line(done)}")
-        return self._replace(
-            about={
-                "program": self.program.name,
-                "version": found[1],
-                "files": {path.name: _sha256(path) for path in _files(self.program)},
-                "build": _record(self.program),
-                "libraries": [folder.name for folder in self.libraries],
-            }
-        )
+        every, folders = _files(self.program), self.program.parents[:2]
+        hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in every}
+        # what `build-cuda.sh` wrote beside `bin/`: package, compilers, options
+        record = next((at / RECORD for at in folders if (at / RECORD).is_file()), None)
+        build = f"unknown: no {RECORD} beside the program"
+        about = {
+            "program": self.program.name, "version": found[1], "files": hashes,
+            "build": json.loads(record.read_text()) if record else build,
+            "libraries": [folder.name for folder in self.libraries],
+        }  # fmt: skip
+        return self._replace(about=about)
 
 
 def arguments(model: Path | str, tests: Sequence[str], repetitions: int) -> list[str]:
@@ -143,11 +142,8 @@ def _program(path: Path) -> Path:
 
 
 def build(check: bool = False) -> Path:
-    """The program in `.venv-peer/cuda`, built there where it is missing. Half an hour, once.
-
-    check: only whether it is there, or could be built. Raises RuntimeError, in one line, for what
-    is missing.
-    """
+    """The program in `.venv-peer/cuda`, built there where it is missing. check: only whether it is
+    there, or could be built. Raises RuntimeError, in one line, for what is missing."""
     program = BUILT / "bin" / PROGRAM
     if program.is_file() and (BUILT / RECORD).is_file():
         return program
@@ -201,16 +197,3 @@ def _files(program: Path) -> list[Path]:
     """The program and the libraries beside it, each once: links left out."""
     beside = sorted(program.parent.glob("lib*.so*"))
     return [program, *(path for path in beside if not path.is_symlink())]
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _record(program: Path) -> dict[str, Any] | str:
-    """What `build-cuda.sh` wrote beside `bin/`: package, compilers, options."""
-    for folder in program.parents[:2]:
-        if (folder / RECORD).is_file():
-            found: dict[str, Any] = json.loads((folder / RECORD).read_text())
-            return found
-    return f"unknown: no {RECORD} beside the program"

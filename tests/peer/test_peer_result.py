@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests import reference
+from tests.measure.made import is_ours
 from tests.peer import compare, files
 from tests.peer.compare import LLAMA, N_LOGITS_TOKENS, OURS, REFERENCE_TOLERANCE
 from workbench.config import EXPAND
@@ -26,41 +26,28 @@ from workbench.model.gguf.walk import EXPANDED_TYPES
 HINT = "run `make peer` on a quiet machine and commit the file"
 
 
-@pytest.fixture(scope="module")
-def result() -> dict[str, Any]:
-    return json.loads(compare.RESULT.read_text())
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    return json.loads(files.RESULT.read_text())["files"]
+RESULT: dict[str, Any] = json.loads(compare.RESULT.read_text())
+ROWS: list[dict[str, Any]] = json.loads(files.RESULT.read_text())["files"]
 
 
 def by_model(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["preset"], row["quant"]): row for row in rows}
 
 
-# models -------------------------------------------------------------------------------------------
-
-
-def test_it_names_what_was_run_and_of_which_commit(result):
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", result["date"])
-    cpu, commit = result["machine"]["cpu"], result["commit"]["hash"]
+def test_it_names_what_was_run_and_of_which_commit():
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", RESULT["date"])
+    cpu, commit = RESULT["machine"]["cpu"], RESULT["commit"]["hash"]
     assert cpu["name"] != "unknown" and cpu["usable_cores"] >= compare.THREADS
-    assert result["versions"]["llama-cpp-python"] == compare.LLAMA_CPP_PYTHON
-    assert result["sides"][LLAMA]["version"].endswith(compare.LLAMA_CPP_PYTHON)
+    assert RESULT["versions"]["llama-cpp-python"] == compare.LLAMA_CPP_PYTHON
+    assert RESULT["sides"][LLAMA]["version"].endswith(compare.LLAMA_CPP_PYTHON)
     assert re.fullmatch(r"[0-9a-f]{40}", commit)
 
-    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", *arguments], cwd=compare.ROOT, capture_output=True, text=True)
-
     # a shallow clone and an unpacked archive lack the history
-    if git("rev-parse", "--is-shallow-repository").stdout.strip() == "false":
-        assert git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0, HINT
+    assert is_ours(RESULT["commit"]), HINT
 
 
-def test_logits_agree_and_the_reference_is_entitled(result):
-    found = by_model(result["logits"])
+def test_logits_agree_and_the_reference_is_entitled():
+    found = by_model(RESULT["logits"])
     assert set(found) == {*compare.LOGITS_MODELS, *compare.SPEED_MODELS}
     for (preset, quant), row in found.items():
         assert row["n_tokens"] == N_LOGITS_TOKENS
@@ -68,26 +55,24 @@ def test_logits_agree_and_the_reference_is_entitled(result):
         assert 0 < row["nmse"] <= compare.NMSE_TOLERANCE[quant], f"{preset} {quant}"
         assert row["decided_mismatches"] == [], f"{preset} {quant}"
     exact = [f"{preset}-{quant}.gguf" for preset, quant in compare.EXACT_MODELS]
-    assert [row["model"] for row in result["reference"]] == exact
-    assert all(0 < row["nmse"] <= REFERENCE_TOLERANCE for row in result["reference"])
+    assert [row["model"] for row in RESULT["reference"]] == exact
+    assert all(0 < row["nmse"] <= REFERENCE_TOLERANCE for row in RESULT["reference"])
 
 
-def test_models_are_those_we_write_now(result, tiny_model):
-    hashes = {of: row["hash"] for of, row in by_model(result["logits"]).items()}
+def test_models_are_those_we_write_now(tiny_model):
+    hashes = {of: row["hash"] for of, row in by_model(RESULT["logits"]).items()}
     for of in compare.LOGITS_MODELS:
         assert hashes[of] == model_hash(tiny_model(*of)), f"{of} has changed; {HINT}"
-    for row in result["reference"]:
+    for row in RESULT["reference"]:
         preset, quant = row["model"].removesuffix(".gguf").rsplit("-", 1)
         assert row["hash"] == hashes[preset, quant]
-    for row in (row for timed in compare.TIMED for row in result.get(timed.do, [])):
+    for row in (row for timed in compare.TIMED for row in RESULT.get(timed.do, [])):
         assert row["hash"] == hashes[row["preset"], row["quant"]]
 
 
 @pytest.mark.parametrize("timed", compare.TIMED, ids=lambda timed: timed.do)
-def test_speed_is_fairly_measured(result, timed):
-    if timed.do == "prefill" and "prefill" not in result:
-        pytest.skip("recorded before prefill was compared")
-    found = by_model(result[timed.do])
+def test_speed_is_fairly_measured(timed):
+    found = by_model(RESULT[timed.do])
     assert set(found) == set(compare.SPEED_MODELS)
     for row in found.values():
         assert (row["threads"], row["test"]) == (compare.THREADS, timed.test)
@@ -107,22 +92,19 @@ def test_speed_is_fairly_measured(result, timed):
         assert timed.do == "prefill" or row["ratio"] >= compare.RATIO_TOLERANCE
 
 
-# files as people have them ------------------------------------------------------------------------
-
-
-def test_every_type_that_is_expanded_is_in_a_file(rows):
+def test_every_type_that_is_expanded_is_in_a_file():
     """Of the quantiser's, or else in random blocks."""
-    found = {t for row in rows if row["kind"] == "quantised" for t in row["types"]}
+    found = {t for row in ROWS if row["kind"] == "quantised" for t in row["types"]}
     assert {dtype.name for dtype in EXPANDED_TYPES.values()} - found == set(files.BLOCKS)
-    for row in rows:
+    for row in ROWS:
         if row["kind"] == "blocks":
             assert row["types"][row["name"].split()[1]] == 14  # the matrices of two layers
         both = row["kind"] in ("quantised", "blocks") or row["name"] == "by llama.cpp's quantiser"
         assert list(row["workbench"]) == list(EXPAND if both else EXPAND[:1])
 
 
-def test_both_agree_with_float64_and_one_another(rows):
-    for row in rows:
+def test_both_agree_with_float64_and_one_another():
+    for row in ROWS:
         assert row["n_tokens"] == N_LOGITS_TOKENS
         plain, theirs = not set(row["types"]) - {"F32"}, row["llama.cpp"]
         assert 0 < theirs["nmse"] < (files.PLAIN_TOLERANCE if plain else files.TOLERANCE)
@@ -138,15 +120,12 @@ def test_both_agree_with_float64_and_one_another(rows):
             assert found["decided_mismatches"] == [], said
 
 
-def test_files_are_those_we_make_now(rows, tiny_model, tmp_path):
-    recorded = {(row["kind"], row["name"]): row["hash"] for row in rows}
+def test_files_are_those_we_make_now(tiny_model, tmp_path):
+    recorded = {(row["kind"], row["name"]): row["hash"] for row in ROWS}
     for quant in ("F32", "Q8_0"):
         assert recorded["qwen2", quant] == model_hash(tiny_model("tiny-qwen2", quant)), HINT
     made = files.random_blocks(tiny_model("tiny-llama", "F32"), tmp_path, "IQ1_M")
     assert recorded["blocks", "llama IQ1_M"] == model_hash(made), HINT
-
-
-# our side's process -------------------------------------------------------------------------------
 
 
 @pytest.mark.long

@@ -1,8 +1,7 @@
 """One side of the comparison, in a process of its own: llama.cpp, or this engine.
 
 Usage: `python worker.py llama.cpp|workbench`. Requests come on stdin, one JSON object a line; each
-is answered by one JSON object a line on stdout. Neither side needs the other's package in its
-process, so that llama-cpp-python can live in an environment of its own.
+is answered by one on stdout. llama-cpp-python can live in an environment of its own.
 
     {"do": "about"}                                       -> {"version": ..., "settings": {...}}
     {"do": "load", "model": PATH, "threads": N, "n_ctx": C, "n_ubatch": U}
@@ -35,11 +34,8 @@ Reply = dict[str, Any]
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python's ctypes layer: no sampler, no copy it does not need.
-
-    Flash attention on, F16 KV cache, weights mapped, nothing offloaded, logits of the tokens asked
-    for only. The batch and its arrays are made once; a step fills them in.
-    """
+    """llama.cpp through llama-cpp-python's ctypes layer. Flash attention on, F16 KV cache, weights
+    mapped, nothing offloaded; the batch is made once, and a step fills it in."""
 
     def __init__(self) -> None:
         import llama_cpp
@@ -49,9 +45,7 @@ class LlamaCpp:
         self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._quiet, None)
         llama_cpp.llama_backend_init()
-        self.model: Any = None
-        self.context: Any = None
-        self.batch: Any = None
+        self.model = self.context = self.batch = None
         self.n_vocab = self.n_past = 0
 
     def about(self) -> Reply:
@@ -116,12 +110,11 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp does not quantise {model} to {ftype}")
 
     def close(self) -> None:
-        if self.batch is not None:
-            self.lib.llama_batch_free(self.batch)
-        if self.context is not None:
-            self.lib.llama_free(self.context)
-        if self.model is not None:
-            self.lib.llama_model_free(self.model)
+        lib, held = self.lib, (self.batch, self.context, self.model)
+        frees = lib.llama_batch_free, lib.llama_free, lib.llama_model_free
+        for one, free in zip(held, frees, strict=True):
+            if one is not None:
+                free(one)
         self.model = self.context = self.batch = None
 
 
@@ -180,14 +173,13 @@ def logits(side: Side, tokens: list[int], out: str, one_by_one: bool) -> Reply:
 def timed(side: Side, steps: list[list[int]]) -> list[int]:
     """Nanoseconds of each step, from an empty cache. Checks that the logits are finite."""
     side.reset()
-    step_ns, finite = [], True
+    step_ns = []
     for tokens in steps:
         start = time.perf_counter_ns()
         row = side.step(tokens, False)
         step_ns.append(time.perf_counter_ns() - start)
-        finite &= bool(np.isfinite(row).all())
-    if not finite:
-        raise RuntimeError("logits are not finite")
+        if not np.isfinite(row).all():
+            raise RuntimeError("logits are not finite")
     return step_ns
 
 
@@ -197,15 +189,14 @@ def serve(side: Side) -> None:
         request = json.loads(line)
         name = request.pop("do")
         try:
-            match name:
-                case "logits":
-                    reply = logits(side, **request)
-                case "decode":
-                    reply = {"token_ns": timed(side, [[t] for t in request["tokens"]])}
-                case "prefill":
-                    reply = {"step_ns": timed(side, [request["tokens"]])}
-                case _:
-                    reply = getattr(side, name)(**request) or {}
+            if name == "logits":
+                reply = logits(side, **request)
+            elif name == "decode":
+                reply = {"token_ns": timed(side, [[t] for t in request["tokens"]])}
+            elif name == "prefill":
+                reply = {"step_ns": timed(side, [request["tokens"]])}
+            else:
+                reply = getattr(side, name)(**request) or {}
         except Exception as error:  # the other process reports it and stops
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), flush=True)
