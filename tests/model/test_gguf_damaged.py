@@ -1,10 +1,5 @@
-"""Damaged model files, many of them: ModelFileError or a model, and nothing else.
-
-Each example takes a file that the gguf package wrote, damages it (bytes changed, cut, inserted,
-lengths and counts replaced by huge ones, parts moved) and opens it as a stranger's file is opened.
-Whatever opens is read to its end. What Python allocates is measured: at most 7 times the file (a
-string of one wide character in the worst place, see test_gguf) plus 64 KiB for the objects.
-"""
+"""Damaged model files, many of them: ModelFileError or a model, and nothing else. What Python
+allocates is at most 7 times the file (see test_gguf) plus 64 KiB for the objects."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.model.gguf_files import build, items, pair, tensor, text, u32, write
+from tests.model.gguf_files import build, pair, tensor, text, u32, write
 from tests.oracles.dequantize import dequantize
 from tests.profiles import examples
 from workbench.common.errors import ModelFileError
@@ -149,7 +144,7 @@ N = 3
 
 def in_parts(path: Path, a_part: int, n_tensors: int = 5) -> Path:
     """A model of n_tensors, in parts of `a_part` tensors (0: in one file), by the gguf package."""
-    keys = {"general.name": "in parts", "tokenizer.ggml.tokens": [f"t{i}" for i in range(9)]}
+    keys = {"general.name": "in parts", "tokenizer.ggml.tokens": ["t0", "t1"]}
     tensors = [(f"blk.{i}.w", np.full((2, 8), i, np.float32), "F32") for i in range(n_tensors)]
     return write(path, tensors, keys, a_part=a_part)
 
@@ -169,8 +164,7 @@ def name(part: int, of: int = N, stem: str = "m") -> str:
 @pytest.fixture
 def parts(tmp_path: Path) -> Path:
     """A folder with the parts of one model, 2 + 2 + 1 tensors."""
-    for own, content in originals().items():
-        (tmp_path / own).write_bytes(content)
+    in_parts(tmp_path / "m.gguf", 2)
     assert [p.name for p in sorted(tmp_path.iterdir())] == [name(i + 1) for i in range(N)]
     return tmp_path
 
@@ -184,20 +178,18 @@ def refusal(path: Path) -> str:
 
 
 def test_any_part_opens_the_model(parts, tmp_path):
-    whole = in_parts(tmp_path / "whole.gguf", 0)
-    hashes, paths = {model_hash(whole)}, [parts / name(k + 1) for k in range(N)]
+    hashes = {model_hash(in_parts(tmp_path / "whole.gguf", 0))}
+    paths = [parts / name(k + 1) for k in range(N)]
     for path in paths:
         with open_gguf(path) as file:
-            assert list(file.tensors) == [f"blk.{k}.w" for k in range(5)]
             assert [t.part for t in file.tensors.values()] == [0, 0, 1, 1, 2]
-            for k in range(5):
-                assert (file.data(f"blk.{k}.w").view("<f4") == k).all()
-                assert file.tensors[f"blk.{k}.w"].shape == (2, 8)
+            for k, tensor_name in enumerate(file.tensors):
+                assert tensor_name == f"blk.{k}.w" and file.tensors[tensor_name].shape == (2, 8)
+                assert (file.data(tensor_name).view("<f4") == k).all()
             assert file.metadata["general.name"] == "in parts"
-            assert file.metadata["tokenizer.ggml.tokens"].tolist() == [f"t{k}" for k in range(9)]
             assert file.path == str(path) and [f.path for f in file.files] == [*map(str, paths)]
-            assert file.file_bytes == sum(f.nbytes for f in file.files)
-            assert file.file_bytes == sum(p.stat().st_size for p in paths)
+            sizes = [f.nbytes for f in file.files]
+            assert sizes == [p.stat().st_size for p in paths] and file.file_bytes == sum(sizes)
             hashes |= {model_hash(file), model_hash(path)}
         found = summary(path)
         assert len(found.files) == N and "in 3 files" in found.lines()[0]
@@ -241,16 +233,12 @@ def two_parts(folder: Path, first: list[bytes], second: list[bytes], names=("v",
     ("first", "second", "said"),
     [
         (split_keys(0), [], "metadata key split.no is missing, and this is a part"),
-        (split_keys(0), split_keys(1)[1:], "metadata key split.no is missing"),
         (split_keys(0)[:2], split_keys(1), "split.tensors.count is missing"),
         (split_keys(0)[1:], split_keys(1), "metadata key split.no is missing"),
         (split_keys(0, n_tensors=3), split_keys(1, n_tensors=3), "parts hold 2 tensors and say 3"),
-        (split_keys(0, n_tensors=1), split_keys(1, n_tensors=1), "parts hold 2 tensors and say 1"),
         (split_keys(0, count=70000), split_keys(1), "split.count is 70000, not a number of parts"),
-        ([pair("split.count", 9, items(4, 0))], split_keys(1), "split.count is [], not a number"),
         ([pair("split.count", 7, b"\1")], split_keys(1), "split.count is True, not a number"),
         ([pair("split.count", 8, text("2\n"))], split_keys(1), "not a number of parts"),
-        ([pair("split.count", 5, b"\xfe\xff\xff\xff")], split_keys(1), "split.count is -2, not"),
         ([split_keys(0)[1], pair("split.no", 8, text("a"))], split_keys(1), "split.no is a, not"),
     ],
 )  # fmt: skip
