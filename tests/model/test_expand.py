@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import gguf
 import numpy as np
@@ -133,18 +132,17 @@ def file(tiny_model, tmp_path_factory):
     return retyped(tiny_model("tiny-qwen3", "Q8_0"), path, lambda n: MIXED.get(n.split(".")[-2]))
 
 
-PLACED: list[dict[str, Any]] = [
-    {"device": "host"}, {}, {"n_gpu_layers": 1}, {"override_tensor": ("attn_q=host",)},
-    {"n_devices": 2}, {"toggles": wb.Toggles().switched("fuse", "on")},
-]  # fmt: skip
+FUSED = wb.Toggles().switched("fuse", "on")
+PLACED = [("device", "host"), ("device", "embedded"), ("n_gpu_layers", 1), ("n_devices", 2),
+          ("override_tensor", ("attn_q=host",)), ("toggles", FUSED)]  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", PLACED, ids=str)
-def test_wherever_weights_are(file, fields):
+@pytest.mark.parametrize(("field", "value"), PLACED)
+def test_wherever_weights_are(file, field, value):
     """On the host, which looks up the embedding, on the device, and on both."""
     wanted = reference.forward(file, TOKENS)
     for expand in BOUND:
-        assert reference.nmse(logits(file, expand=expand, **fields), wanted) < 1e-3
+        assert reference.nmse(logits(file, **{field: value, "expand": expand}), wanted) < 1e-3
 
 
 def test_inspect_says_types_and_bytes_after_expansion(file, call):

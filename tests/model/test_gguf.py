@@ -238,11 +238,10 @@ def test_hash_of_a_large_file_reads_samples(tmp_path):
     assert len(seen) == 4
 
 
-TINY = [
-    ("token_embd.weight", Q4_0, (100, 256)), ("output_norm.weight", F32, (256,)),
-    *((f"blk.{i}.attn_q.weight", Q4_0, (256, 256)) for i in range(2)),
-    *((f"blk.{i}.attn_norm.weight", F32, (256,)) for i in range(2)),
-]  # fmt: skip
+TINY = [("token_embd.weight", Q4_0, (100, 256)), ("output_norm.weight", F32, (256,))]
+for layer in range(2):
+    TINY.append((f"blk.{layer}.attn_q.weight", Q4_0, (256, 256)))
+    TINY.append((f"blk.{layer}.attn_norm.weight", F32, (256,)))
 LLAMA = {
     "general.name": "tiny", "llama.block_count": 2, "llama.attention.head_count_kv": [2, 4],
     "tokenizer.ggml.tokens": [str(i) for i in range(100)],

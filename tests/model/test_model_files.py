@@ -122,18 +122,16 @@ def test_the_first_weight_that_is_not_finite_is_found(tiny_model, tmp_path, name
 def test_generation_ends_with_the_name_of_a_bad_weight(tiny_model, tmp_path):
     quant, tensor, at, value, where = WEIGHTS["F32"]
     source = tiny_model("tiny-llama", quant)
+    bad = spoiled(source, tmp_path / "m.gguf", tensor, at, value)
     huge = {"output_norm.weight": (np.full(256, 3e38, np.float32), "F32")}
-    for path, wanted in (
-        (
-            spoiled(source, tmp_path / "m.gguf", tensor, at, value),
-            f"{tensor} is not finite {where}",
-        ),
-        (edited(source, tmp_path / "n.gguf", tensors=huge), "not finite, though every weight is"),
-    ):
-        said = f"logits after token 7 are not finite.*{wanted}"
-        with wb.Engine.load(path, device="embedded", n_ctx=256, threads=2) as engine:
-            with pytest.raises(WorkbenchError, match=said) as caught:
-                engine.generate(tokens=TOKENS, max_tokens=4)
+    large = edited(source, tmp_path / "n.gguf", tensors=huge)
+    named = f"{tensor} is not finite {where}"
+    for path, wanted in ((bad, f"not finite.*{named}"), (large, "not finite, though every weight")):
+        with (
+            wb.Engine.load(path, device="embedded", n_ctx=256, threads=2) as engine,
+            pytest.raises(WorkbenchError, match=f"logits after token 7 are {wanted}") as caught,
+        ):
+            engine.generate(tokens=TOKENS, max_tokens=4)
         assert str(caught.value).isprintable()
 
 
