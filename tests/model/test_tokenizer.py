@@ -224,7 +224,7 @@ def test_lone_surrogates_and_ids_outside(tmp_path):
         (bpe_keys(model="t5"), "'t5'.*gpt2, llama"),
         (bpe_keys(pre="glm4"), "pre-tokenizer 'glm4'.*llama-bpe"),
         (bpe_keys(tokens=None), "tokenizer.ggml.tokens"),
-        (bpe_keys(tokens=["a", "b", "a"], token_type=[1, 1, 1], bos_token_id=0), "holds 'a' twice"),
+        (bpe_keys(tokens=[*BYTE_TOKENS, *"aaaaa"]), "holds 'a' twice"),
         (bpe_keys(token_type=[1, 3]), "token_type' has 2 entries for 261"),
         (bpe_keys(merges=None), "tokenizer.ggml.merges"),
         (bpe_keys(merges=["he"]), "merges' holds 'he' at 0"),
