@@ -1,8 +1,5 @@
 """Forks and joins of graphs made by hand, as pictures. A line is a stream: its nodes in order, each
-after what its stream waits for, in brackets. `[...]` at the end of the first is what it joins.
-
-A product stands for a node that takes long, an `add` for one that takes next to nothing.
-"""
+after what its stream waits for, in brackets. `[...]` at the end of the first is what it joins."""
 
 from __future__ import annotations
 
@@ -36,8 +33,8 @@ QKV, THREE_WAY, ANY = Fork.QKV, Fork.THREE_WAY, Fork.ANY
 
 
 def nodes_of(spec: str, rows: int = 1) -> list[Node]:
-    """A node for each `name: sources`, in order: `name*` is a product of one source. A source that
-    no node makes is an input."""
+    """A node for each `name: sources`, in order: `name*` is a product of one source, which takes
+    long; others take next to nothing. A source that no node makes is an input."""
     made: dict[str, Tensor] = {}
 
     def tensor(name: str) -> Tensor:
@@ -52,17 +49,15 @@ def nodes_of(spec: str, rows: int = 1) -> list[Node]:
             weight = Tensor(f"{name}.weight", F32, (N, N), Kind.WEIGHT)
             nodes.append(make("mul_mat", name, weight, first))
         else:
-            second = others[0] if others else first
-            nodes.append(make("add", name, first, second))
+            nodes.append(make("add", name, first, *(others or [first])))
         made[name] = nodes[-1].output
     return nodes
 
 
 def picture(spec: str, rule: str, n_streams: int = 8, rows: int = 1) -> list[str]:
     branches = fork(nodes_of(spec, rows), n_streams, rule, COSTS)
-    names = [node.name for node in branches.nodes]
     lines: list[list[str]] = [[] for _ in range(branches.n_streams)]
-    names = [*names, "start"]  # START is -1
+    names = [*(node.name for node in branches.nodes), "start"]  # START is -1
     placed = zip(names, branches.streams, branches.waits, strict=False)
     for name, stream, waits in (*placed, ("", 0, branches.joins)):
         lines[stream] += [f"[{' '.join(names[i] for i in sorted(waits))}]"] if waits else []
@@ -118,18 +113,13 @@ def test_forks_and_joins_are_as_drawn(spec, rules, how, wanted):
         assert picture(spec, rule, **how) == wanted
 
 
-def needed_orders(branches: Branches) -> list[set[int]]:
-    """What must be in the closure: all dependencies, START before everything, and all nodes before
-    the end."""
-    before = [{*some, START} for some in dependencies(branches.nodes)]
-    return [*before, set(range(len(branches.nodes)))]
-
-
 def missing(branches: Branches, without: tuple[int, int] | None = None) -> bool:
-    return any(
-        not need <= have
-        for need, have in zip(needed_orders(branches), closure(branches, without), strict=True)
-    )
+    """Is anything missing in the closure? All dependencies, START before everything, and all nodes
+    before the end."""
+    needed = [{*some, START} for some in dependencies(branches.nodes)]
+    needed.append(set(range(len(branches.nodes))))
+    found = closure(branches, without)
+    return any(not need <= have for need, have in zip(needed, found, strict=True))
 
 
 def forked(rng: Random, n: int, n_streams: int) -> list[Branches]:

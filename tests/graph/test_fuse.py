@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,38 +13,33 @@ from hypothesis import strategies as st
 from tests.graphs import PRODUCTS, Decoder
 from tests.profiles import examples
 from workbench.backend.issue.args import parts_addresses, parts_scratch_bytes
-from workbench.config import Switch, Toggles
-from workbench.graph import ops
+from workbench.graph import ir, ops
 from workbench.graph.arena import layout
 from workbench.graph.forks import serial
-from workbench.graph.fuse import FUSIONS, chosen, fuse
+from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import (
-    BF16,
     F16,
     F32,
-    MXFP4,
     Q4_0,
     Q4_K,
-    Q5_K,
     Q6_K,
     Q8_0,
     Graph,
     Kind,
     Node,
+    StepShape,
     Tensor,
 )
 from workbench.graph.lifetimes import lifetimes, overwritten
+from workbench.model.decoder import build_graph
 
 ALL = frozenset(FUSIONS)
-MIXED = {"attn_k": F16, "attn_v": Q6_K}
 MODELS = {
     "llama": lambda: Decoder("tiny-llama", Q8_0),
-    "llama F16": lambda: Decoder("tiny-llama", F16),
     "llama bias": lambda: Decoder("tiny-llama-bias", Q4_0, biases=("ffn_gate", "ffn_down")),
     "qwen3": lambda: Decoder("tiny-qwen3", Q4_K),
     "qwen3 F16": lambda: Decoder("tiny-qwen3", F16),
     "mixed K quants": lambda: Decoder("tiny-llama", Q4_K, {"attn_v": Q6_K, "ffn_down": Q6_K}),
-    "mixed": lambda: Decoder("tiny-qwen3", Q4_K, MIXED | {"ffn_up": F16}, biases=("attn_v",)),
 }
 
 
@@ -137,7 +133,7 @@ def check_memory(graph: Graph) -> None:
                     assert (at(t) < 0) == (t.storage in outside)
 
 
-TYPES = st.sampled_from([F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4])
+TYPES = st.sampled_from(ir.WEIGHT_DTYPES)
 
 
 models = st.builds(
@@ -170,7 +166,6 @@ LAYERS = {
     #                 none norm  norm  add   bias qkv rope  glu epilogue product all
     #                      mul   quant norm           store     quant    norm
     "llama":          (23, 2,    2,    2,    0,   2,  3,    2,  2,       0,      7),
-    "llama F16":      (19, 2,    0,    2,    0,   2,  3,    2,  0,       0,      7),
     "llama bias":     (29, 2,    2,    2,    6,   2,  3,    0,  2,       0,      7),
     "mixed K quants": (23, 2,    2,    2,    0,   2,  3,    2,  2,       0,      7),
     "qwen3":          (27, 4,    2,    2,    0,   2,  3,    2,  2,       0,      7),
@@ -201,7 +196,21 @@ def test_gate_and_up_of_two_types_stay_apart():
     assert fuse(graph, ()) is graph
 
 
-def test_toggles_choose_the_patterns():
-    assert chosen(Toggles()) == frozenset()
-    assert chosen(Toggles().switched("fuse", Switch.ON)) == ALL
-    assert chosen(Toggles(fuse_qkv="on", fuse_glu="on")) == {"fuse_qkv", "fuse_glu"}
+def test_ropes_are_fused_with_stores_into_f16_alone():
+    model: Any = Decoder("tiny-llama", Q8_0)
+    for dtype, fused in ((F16, True), (Q8_0, False)):
+        caches = [(k, Tensor(v.name, dtype, v.shape, v.kind)) for k, v in model.caches(96)]
+        graph = build_graph(model, StepShape(1, 1, 64), caches)
+        for fusions, op in ((ALL, "qkv_rope_store"), (["fuse_rope_store"], "rope_store")):
+            assert (op in {node.op for node in fuse(graph, fusions).nodes}) == fused
+
+
+def test_inner_results_are_each_aligned_in_scratch():
+    x, y = (Tensor(name, F32, (1, 40), Kind.INPUT) for name in "xy")
+    total = ops.make("add", "total", x, y)
+    norm = ops.make("rms_norm", "norm", total.output, eps=1e-5)
+    scaled = ops.make("mul", "scaled", norm.output, Tensor("w", F32, (40,), Kind.WEIGHT))
+    graph = Graph([total, norm, scaled], [x, y], [scaled.output], StepShape(1, 1, 0))
+    (node,) = (fused := fuse(graph, ALL)).nodes
+    assert ops.interior_bytes(node) == 2 * ir.ALIGN > 2 * x.nbytes
+    check_memory(fused)

@@ -12,28 +12,24 @@ import gguf
 import numpy as np
 import pytest
 
-from tests.model.gguf_files import GOOD, build, items, pair, tensor, text, u32, write
+from tests.model.gguf_files import GOOD, Value, build, items, pair, tensor, text, u32, write
 from workbench.common.errors import ModelFileError
 from workbench.graph.ir import F32, Q4_0, Q6_K, WEIGHT_DTYPES
 from workbench.model.gguf.file import StringArray, model_hash, open_gguf
 from workbench.model.gguf.inspect import summary
 
+SCALARS = {"UINT8": 255, "INT8": -128, "INT16": -3, "UINT64": 2**64 - 1, "INT64": -(2**62),
+           "FLOAT32": 0.5, "FLOAT64": 0.1, "BOOL": True, "STRING": "Größe 模型"}  # fmt: skip
+ARRAYS = {"ints": [1, -2, 3], "floats": [0.5, 1.5], "bools": [True, False],
+          "strings": ["a", "", "é中😀", "\x00"]}  # fmt: skip
+
 
 def test_reads_what_gguf_wrote(tmp_path):
     def keys(writer):
-        writer.add_name("Größe 模型")
-        writer.add_uint8("k.u8", 255)
-        writer.add_int8("k.i8", -128)
-        writer.add_int16("k.i16", -3)
-        writer.add_uint64("k.u64", 2**64 - 1)
-        writer.add_int64("k.i64", -(2**62))
-        writer.add_float32("k.f32", 0.1)
-        writer.add_float64("k.f64", 0.1)
-        writer.add_bool("k.yes", True)
-        writer.add_array("k.ints", [1, -2, 3])
-        writer.add_array("k.floats", [0.5, 1.5])
-        writer.add_array("k.bools", [True, False])
-        writer.add_array("k.strings", ["a", "", "é中😀", "\x00"])
+        for kind, value in SCALARS.items():
+            writer.add_key_value(kind, value, Value[kind])
+        for name, values in ARRAYS.items():
+            writer.add_array(name, values)
 
     tensors = [(f"t.{d.name}", d, (3, 256)) for d in WEIGHT_DTYPES] + [("cube", F32, (2, 3, 5))]
     path = write(tmp_path / "m.gguf", tensors, keys)
@@ -42,44 +38,40 @@ def test_reads_what_gguf_wrote(tmp_path):
         assert (file.version, file.alignment) == (3, 32)
         assert file.file_bytes == path.stat().st_size
         m = file.metadata
-        assert m["general.name"] == "Größe 模型" and m["general.architecture"] == "llama"
-        assert (m["k.u8"], m["k.i8"], m["k.i16"]) == (255, -128, -3)
-        assert (m["k.u64"], m["k.i64"]) == (2**64 - 1, -(2**62))
-        assert m["k.f32"] == np.float32(0.1) and m["k.f64"] == 0.1 and m["k.yes"] is True
-        assert m["k.ints"].tolist() == [1, -2, 3] and m["k.ints"].dtype == np.int32
-        assert m["k.floats"].tolist() == [0.5, 1.5] and m["k.bools"].tolist() == [True, False]
-        strings = m["k.strings"]
-        assert list(strings) == strings.tolist() == ["a", "", "é中😀", "\x00"]
+        assert {kind: m[kind] for kind in SCALARS} == SCALARS and m["BOOL"] is True
+        assert {name: m[name].tolist() for name in ARRAYS} == ARRAYS
+        assert m["ints"].dtype == np.int32
+        strings = m["strings"]
+        assert list(strings) == ARRAYS["strings"] and len(strings) == 4
         assert strings[2] == strings[-2] == "é中😀" and strings[1:3] == ["", "é中😀"]
-        assert len(strings) == 4 and "a" in strings and strings.index("") == 1
+        assert "a" in strings and strings.index("") == 1
         with pytest.raises(IndexError):
             strings[4]
         assert list(file.tensors) == [t.name for t in reader.tensors]
         for theirs in reader.tensors:
             ours = file.tensors[theirs.name]
             assert ours.shape == tuple(reversed(theirs.shape.tolist()))
-            assert ours.dtype.name == theirs.tensor_type.name
+            assert (ours.dtype.name, ours.n_elements) == (
+                theirs.tensor_type.name,
+                theirs.n_elements,
+            )
             assert (ours.offset, ours.nbytes) == (theirs.data_offset, theirs.n_bytes)
-            assert ours.n_elements == theirs.n_elements
             data = file.data(theirs.name)
             np.testing.assert_array_equal(data, theirs.data.view(np.uint8).reshape(-1))
             assert data.dtype == np.uint8 and not data.flags.writeable and not data.flags.owndata
 
 
 def test_get_is_typed(tmp_path):
-    keys = {"llama.block_count": 2, "eps": 1e-5, "flag": True, "ints": [1, 2]}
-    keys["tokenizer.ggml.tokens"] = ["a"]
+    keys = {"count": 2, "eps": 0.5, "flag": True, "ints": [1, 2], "tokens": ["a"]}
     with open_gguf(write(tmp_path / "m.gguf", [], keys)) as file:
-        assert file.get("llama.block_count", int) == 2
-        assert file.get("llama.block_count", float) == 2.0
-        assert file.get("eps", float) == np.float32(1e-5)
-        assert file.get("flag", bool) is True
-        assert file.get("ints", np.ndarray).tolist() == file.get("ints", list) == [1, 2]
-        assert file.get("tokenizer.ggml.tokens", StringArray)[0] == "a"
-        assert file.get("tokenizer.ggml.tokens", list) == ["a"]
+        for key, value in keys.items():
+            assert file.get(key, type(value)) == value
+        assert file.get("count", float) == 2.0 and file.get("flag", bool) is True
+        assert file.get("ints", np.ndarray).tolist() == [1, 2]
+        assert file.get("tokens", StringArray)[0] == "a"
         assert file.get("absent", int, None) is None and file.get("absent", int, 7) == 7
-        for key, kind in (("eps", int), ("flag", int), ("llama.block_count", bool),
-                          ("ints", int), ("general.architecture", list)):  # fmt: skip
+        for key, kind in (("eps", int), ("flag", int), ("count", bool), ("ints", int),
+                          ("general.architecture", list)):  # fmt: skip
             with pytest.raises(ModelFileError, match=f"'{key}' holds .*{kind.__name__} is wanted"):
                 file.get(key, kind)
         with pytest.raises(ModelFileError, match=r"m\.gguf: metadata key 'absent' is missing"):
@@ -97,10 +89,7 @@ BAD = {
     "big-endian": (build(version=0x03000000), "big-endian", 4),
     "tensor count": (build(n_tensors=HUGE), f"tensor count is {HUGE}, more than", 8),
     "tensor count < 0": (build(n_tensors=NEGATIVE), "tensor count is -5 (negative)", 8),
-    "key count": (build([u32("a", 1)], n_keys=HUGE), f"metadata count is {HUGE}", 16),
-    "key length": (build([struct.pack("<Q", HUGE) + ROW]), f"key has length {HUGE}", 24),
     "key too long": (build([u32("k" * 65536, 1)]), "length 65536, but 65535 is the limit", 24),
-    "key not UTF-8": (build([pair(b"a\xff", 4, ROW)]), "key is not UTF-8", 33),
     "key twice": (build([u32("a", 1), u32("a", 1)]), "key a appears twice", 24 + 17),
     "value type": (build([pair("a", 13, ROW)]), "key a has unknown type 13", 33),
     "bool": (build([pair("a", 7, b"\x02")]), "a is a bool with value 2", 37),
@@ -121,36 +110,27 @@ BAD = {
         build([pair("a", 9, items(9, 1, items(9, 1, items(9, 1, items(9, 1, items(4, 0))))))]),
         "nests arrays too deep", 37 + 3 * 12,
     ),
-    "nested too many": (
-        build([pair("a", 9, items(9, 65537, items(4, 0) * 65537))]), "too often", 37,
-    ),
     "nested too many in all": (
         build([pair(c, 9, items(9, 40000, items(4, 0) * 40000)) for c in "ab"]),
         "b nests arrays too deep or too often", 480062,
     ),
     "alignment 24": (build([u32("general.alignment", 24)]), "general.alignment is 24", 24),
     "name length": (build((), [struct.pack("<Q", HUGE) + ROW]), f"name has length {HUGE}", 24),
-    "name too long": (build((), [tensor("n" * 65)]), "length 65, but 64 is the limit", 24),
-    "name not UTF-8": (build((), [tensor(b"\x80")]), "a tensor name is not UTF-8", 32),
     "name twice": (build((), [tensor(), tensor(offset=32)], ROW * 2), "tensor w appears twice", 57),
     "5 dims": (build((), [tensor(dims=(1,) * 5)], ROW), "w has 5 dimensions", 33),
     "dim 0": (build((), [tensor(dims=(8, 0))], ROW), "dimensions 8x0, none may be 0", 37),
-    "dim huge": (build((), [tensor(dims=(HUGE,))], ROW), "more than the file can hold", 37),
     "dims overflow": (  # 2^64 elements: 0 in 64 bits
         build((), [tensor(dims=(2**32, 2**32))], ROW), "more than the file can hold", 37,
     ),
     "tensor type": (build((), [tensor(kind=99)], ROW), "tensor w has unknown type 99", 45),
     "Q8_K": (build((), [tensor(dims=(256,), kind=15)], bytes(292)), "type Q8_K, not supported", 45),
-    "IQ1_S": (build((), [tensor(dims=(256, 9), kind=19)], bytes(449)), "past the end", 24),
     "block": (build((), [tensor(dims=(8, 4), kind=2)], ROW), "rows of 8, not a multiple", 37),
     "misaligned": (build((), [tensor(offset=8)], ROW * 2), "offset 8, not a multiple", 49),
     "past the end": (build((), [tensor(dims=(9,))], ROW), "ends at byte 100, past the end", 24),
-    "offset huge": (build((), [tensor(offset=HUGE)], ROW), "past the end of the file", 24),
     "overlap": (
         build((), [tensor("v", (9,)), tensor("w", (8,), offset=32)], ROW * 2),
         "tensors v and w overlap", 96 + 32,
     ),
-    "same place": (build((), [tensor("v"), tensor("w")], ROW), "tensors v and w overlap", 96),
 }  # name -> file, part of the message, byte offset that it names  # fmt: skip
 
 
@@ -219,10 +199,8 @@ GREEDY = {
         bytes(32 * 2000),
     ),
     "empty strings": build([pair("a", 9, items(8, 1 << 17, bytes(8 << 17)))]),
-    "short strings": build([pair("a", 9, items(8, 1 << 16, text("é") * (1 << 16)))]),
     "a wide string": build([pair("a", 8, text("a" * (1 << 20) + "😀"))]),
     "wide strings": build([pair("a", 9, items(8, 8, text("a" * (1 << 17) + "😀") * 8))]),
-    "numbers": build([pair("a", 9, items(10, 1 << 17, bytes(8 << 17)))]),
     "claimed numbers": build([pair("a", 9, items(0, 1 << 20, bytes(1 << 19)))]),
     "claimed strings": build([pair("a", 9, items(8, 1 << 17, b"\1\0\0\0\0\0\0\0x" * (1 << 16)))]),
 }
@@ -246,14 +224,13 @@ def test_allocation_is_bounded_by_the_file(case, tmp_path):
 
 def test_hash_of_a_large_file_reads_samples(tmp_path):
     """A sparse file of 1 GiB: blocks from its first byte to its last, and every tensor's start."""
-    n = 1 << 28
+    n, k = 1 << 28, (1 << 28) // 24 * 8
     path = tmp_path / "m.gguf"
-    path.write_bytes(build((), [tensor("v", (n - 64,)), tensor("w", (64,), offset=4 * (n - 64))]))
+    path.write_bytes(build((), [tensor("v", (k,)), tensor("w", (n - k,), offset=4 * k)]))
     start = path.stat().st_size
     os.truncate(path, start + 4 * n)
-    first = model_hash(path)
-    seen = {first}
-    for at in (start, start + 4 * n - 1, start + 4 * n - 256):
+    seen = {model_hash(path)}
+    for at in (start, start + 4 * n - 1, start + 4 * k):
         with open(path, "r+b") as file:
             file.seek(at)
             file.write(b"\1")
@@ -261,16 +238,10 @@ def test_hash_of_a_large_file_reads_samples(tmp_path):
     assert len(seen) == 4
 
 
-TINY = [
-    ("token_embd.weight", Q4_0, (100, 256)),
-    ("blk.0.attn_q.weight", Q4_0, (256, 256)),
-    ("blk.1.attn_q.weight", Q4_0, (256, 256)),
-    ("blk.0.attn_norm.weight", F32, (256,)),
-    ("blk.1.attn_norm.weight", F32, (256,)),
-    ("output_norm.weight", F32, (256,)),
-]
-
-
+TINY = [("token_embd.weight", Q4_0, (100, 256)), ("output_norm.weight", F32, (256,))]
+for layer in range(2):
+    TINY.append((f"blk.{layer}.attn_q.weight", Q4_0, (256, 256)))
+    TINY.append((f"blk.{layer}.attn_norm.weight", F32, (256,)))
 LLAMA = {
     "general.name": "tiny", "llama.block_count": 2, "llama.attention.head_count_kv": [2, 4],
     "tokenizer.ggml.tokens": [str(i) for i in range(100)],
@@ -282,15 +253,13 @@ def test_summary_of_an_untied_model(tmp_path):
     s = summary(path)
     row, matrix = 256 // 32 * 18, 256 * 256 // 32 * 18
     assert s.weight_bytes_per_token == row + 2 * matrix + 3 * 1024 + 100 * 210
-    assert not s.tied_output
-    assert (s.architecture, s.name, s.version) == ("llama", "tiny", 3)
-    assert s.parameters == 2 * 100 * 256 + 2 * 256 * 256 + 3 * 256
+    assert s.parameters == 2 * 100 * 256 + 2 * 256 * 256 + 3 * 256 and not s.tied_output
     assert s.hash == model_hash(path) and s.file_bytes == path.stat().st_size
     assert s.hyperparameters == {"layers": 2, "kv_heads": "2..4", "vocabulary": 100}
     assert [(t.dtype, t.n_tensors) for t in s.types] == [("Q4_0", 3), ("Q6_K", 1), ("F32", 3)]
-    assert [(t.name, t.n_tensors, t.bytes) for t in s.tensors][1:3] == [
-        ("blk.*.attn_q.weight", 2, 2 * matrix), ("blk.*.attn_norm.weight", 2, 2048),
-    ]  # fmt: skip
+    assert ("blk.*.attn_q.weight", 2, 2 * matrix) in [
+        (t.name, t.n_tensors, t.bytes) for t in s.tensors
+    ]
     assert json.loads(json.dumps(s.to_dict()))["tensors"][0]["shape"] == [100, 256]
     tied = summary(write(tmp_path / "tied.gguf", TINY, LLAMA))  # it reads the whole embedding
     assert tied.tied_output and tied.weight_bytes_per_token == 100 * 144 + 2 * matrix + 3 * 1024

@@ -1,10 +1,5 @@
-"""Damaged model files, many of them: ModelFileError or a model, and nothing else.
-
-Each example takes a file that the gguf package wrote, damages it (bytes changed, cut, inserted,
-lengths and counts replaced by huge ones, parts moved) and opens it as a stranger's file is opened.
-Whatever opens is read to its end. What Python allocates is measured: at most 7 times the file (a
-string of one wide character in the worst place, see test_gguf) plus 64 KiB for the objects.
-"""
+"""Damaged model files, many of them: ModelFileError or a model, and nothing else. What Python
+allocates is at most 7 times the file (see test_gguf) plus 64 KiB for the objects."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.model.gguf_files import build, items, pair, tensor, text, u32, write
+from tests.model.gguf_files import build, pair, tensor, text, u32, write
 from tests.oracles.dequantize import dequantize
 from tests.profiles import examples
 from workbench.common.errors import ModelFileError
@@ -32,17 +27,20 @@ from workbench.model.gguf.walk import shown
 
 HUGE = [0, 1, 7, 8, 9, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**60, 2**61, 2**62,
         2**63 - 1, 2**63, 2**64 - 32, 2**64 - 8, 2**64 - 1]  # fmt: skip
+u64 = struct.Struct("<Q").pack
 POSITION = st.integers(0, 2**20)  # taken modulo the file's length
-DAMAGE = st.one_of(
-    st.tuples(st.just("byte"), POSITION, st.integers(0, 255)),
-    st.tuples(st.just("bit"), POSITION, st.integers(0, 7)),
-    st.tuples(st.just("u64"), POSITION, st.sampled_from(HUGE) | st.integers(0, 2**64 - 1)),
-    st.tuples(st.just("u32"), POSITION, st.integers(0, 45) | st.integers(0, 2**32 - 1)),
-    st.tuples(st.just("insert"), POSITION, st.binary(min_size=1, max_size=40)),
-    st.tuples(st.just("delete"), POSITION, st.integers(1, 64)),
-    st.tuples(st.just("move"), POSITION, POSITION),
-    st.tuples(st.just("cut"), POSITION, st.none()),
-)
+# how many bytes go, and what comes in their place: bytes, a bit that is turned, other bytes moved
+HOW = [
+    (st.just(1), st.binary(min_size=1, max_size=1)),
+    (st.just(1), st.integers(0, 7)),
+    (st.just(8), (st.sampled_from(HUGE) | st.integers(0, 2**64 - 1)).map(u64)),
+    (st.just(4), (st.integers(0, 45) | st.integers(0, 2**32 - 1)).map(struct.Struct("<I").pack)),
+    (st.just(0), st.binary(min_size=1, max_size=40)),
+    (st.integers(1, 64), st.just(b"")),
+    (st.just(24), POSITION),
+    (st.just(2**21), st.just(b"")),
+]
+DAMAGE = st.tuples(POSITION, st.one_of(st.tuples(n, new) for n, new in HOW))
 
 
 @cache
@@ -69,29 +67,18 @@ def original() -> tuple[bytes, int]:
             return path.read_bytes(), file.data_offset
 
 
-def damage(content: bytearray, how: str, at: int, value) -> bytearray:
-    at %= max(len(content), 1)
-    if how == "byte":
-        content[at : at + 1] = bytes([value])
-    elif how == "bit":
-        content[at : at + 1] = bytes(b ^ (1 << value) for b in content[at : at + 1])
-    elif how in ("u64", "u32"):
-        new = struct.pack("<Q" if how == "u64" else "<I", value)
-        content[at : at + len(new)] = new
-    elif how == "insert":
-        content[at:at] = value
-    elif how == "delete":
-        del content[at : at + value]
-    elif how == "move":
-        other = value % max(len(content), 1)
-        content[at : at + 24] = content[other : other + 24]
-    else:
-        del content[at:]
-    return content
+def damage(content: bytearray, at: int, how: tuple[int, bytes | int]) -> None:
+    length, (n, new) = max(len(content), 1), how
+    at %= length
+    if isinstance(new, int) and n == 1:
+        new = bytes(b ^ (1 << new) for b in content[at : at + 1])
+    elif isinstance(new, int):
+        new = content[new % length : new % length + n]
+    content[at : at + n] = new
 
 
-def opens_or_refuses(content: bytes, path: Path) -> bool:
-    """Opens the file and reads all of it; False where it was refused properly."""
+def opens_or_refuses(content: bytes, path: Path) -> None:
+    """Opens the file and reads all of it, or it is refused properly."""
     path.write_bytes(content)
     tracemalloc.start()
     try:
@@ -99,11 +86,9 @@ def opens_or_refuses(content: bytes, path: Path) -> bool:
             peak = tracemalloc.get_traced_memory()[1]
             read_all(file)
         assert summary(path).lines()
-        return True
     except ModelFileError as error:
         peak = tracemalloc.get_traced_memory()[1]
         assert str(error).isprintable() and len(str(error)) < 1000
-        return False
     finally:
         tracemalloc.stop()
         assert peak < 7 * len(content) + (64 << 10)
@@ -133,8 +118,8 @@ def test_damaged_files(tmp_path, changes, in_header):
     """Positions anywhere, or before the tensor data, where every byte means something."""
     content, data_offset = original()
     damaged = bytearray(content)
-    for how, at, value in changes:
-        damaged = damage(damaged, how, at % data_offset if in_header else at, value)
+    for at, how in changes:
+        damage(damaged, at % data_offset if in_header else at, how)
     opens_or_refuses(bytes(damaged), tmp_path / "m.gguf")
 
 
@@ -149,7 +134,7 @@ N = 3
 
 def in_parts(path: Path, a_part: int, n_tensors: int = 5) -> Path:
     """A model of n_tensors, in parts of `a_part` tensors (0: in one file), by the gguf package."""
-    keys = {"general.name": "in parts", "tokenizer.ggml.tokens": [f"t{i}" for i in range(9)]}
+    keys = {"general.name": "in parts", "tokenizer.ggml.tokens": ["t0", "t1"]}
     tensors = [(f"blk.{i}.w", np.full((2, 8), i, np.float32), "F32") for i in range(n_tensors)]
     return write(path, tensors, keys, a_part=a_part)
 
@@ -169,8 +154,7 @@ def name(part: int, of: int = N, stem: str = "m") -> str:
 @pytest.fixture
 def parts(tmp_path: Path) -> Path:
     """A folder with the parts of one model, 2 + 2 + 1 tensors."""
-    for own, content in originals().items():
-        (tmp_path / own).write_bytes(content)
+    in_parts(tmp_path / "m.gguf", 2)
     assert [p.name for p in sorted(tmp_path.iterdir())] == [name(i + 1) for i in range(N)]
     return tmp_path
 
@@ -184,20 +168,18 @@ def refusal(path: Path) -> str:
 
 
 def test_any_part_opens_the_model(parts, tmp_path):
-    whole = in_parts(tmp_path / "whole.gguf", 0)
-    hashes, paths = {model_hash(whole)}, [parts / name(k + 1) for k in range(N)]
+    hashes = {model_hash(in_parts(tmp_path / "whole.gguf", 0))}
+    paths = [parts / name(k + 1) for k in range(N)]
     for path in paths:
         with open_gguf(path) as file:
-            assert list(file.tensors) == [f"blk.{k}.w" for k in range(5)]
             assert [t.part for t in file.tensors.values()] == [0, 0, 1, 1, 2]
-            for k in range(5):
-                assert (file.data(f"blk.{k}.w").view("<f4") == k).all()
-                assert file.tensors[f"blk.{k}.w"].shape == (2, 8)
+            for k, tensor_name in enumerate(file.tensors):
+                assert tensor_name == f"blk.{k}.w" and file.tensors[tensor_name].shape == (2, 8)
+                assert (file.data(tensor_name).view("<f4") == k).all()
             assert file.metadata["general.name"] == "in parts"
-            assert file.metadata["tokenizer.ggml.tokens"].tolist() == [f"t{k}" for k in range(9)]
             assert file.path == str(path) and [f.path for f in file.files] == [*map(str, paths)]
-            assert file.file_bytes == sum(f.nbytes for f in file.files)
-            assert file.file_bytes == sum(p.stat().st_size for p in paths)
+            sizes = [f.nbytes for f in file.files]
+            assert sizes == [p.stat().st_size for p in paths] and file.file_bytes == sum(sizes)
             hashes |= {model_hash(file), model_hash(path)}
         found = summary(path)
         assert len(found.files) == N and "in 3 files" in found.lines()[0]
@@ -241,16 +223,12 @@ def two_parts(folder: Path, first: list[bytes], second: list[bytes], names=("v",
     ("first", "second", "said"),
     [
         (split_keys(0), [], "metadata key split.no is missing, and this is a part"),
-        (split_keys(0), split_keys(1)[1:], "metadata key split.no is missing"),
         (split_keys(0)[:2], split_keys(1), "split.tensors.count is missing"),
         (split_keys(0)[1:], split_keys(1), "metadata key split.no is missing"),
         (split_keys(0, n_tensors=3), split_keys(1, n_tensors=3), "parts hold 2 tensors and say 3"),
-        (split_keys(0, n_tensors=1), split_keys(1, n_tensors=1), "parts hold 2 tensors and say 1"),
         (split_keys(0, count=70000), split_keys(1), "split.count is 70000, not a number of parts"),
-        ([pair("split.count", 9, items(4, 0))], split_keys(1), "split.count is [], not a number"),
         ([pair("split.count", 7, b"\1")], split_keys(1), "split.count is True, not a number"),
         ([pair("split.count", 8, text("2\n"))], split_keys(1), "not a number of parts"),
-        ([pair("split.count", 5, b"\xfe\xff\xff\xff")], split_keys(1), "split.count is -2, not"),
         ([split_keys(0)[1], pair("split.no", 8, text("a"))], split_keys(1), "split.no is a, not"),
     ],
 )  # fmt: skip
@@ -267,8 +245,8 @@ def test_damaged_parts(changes, where, opened):
     with TemporaryDirectory() as directory:
         folder = Path(directory)
         damaged = {own: bytearray(content) for own, content in originals().items()}
-        for (how, at, value), part in zip(changes, where, strict=False):
-            damaged[name(part + 1)] = damage(damaged[name(part + 1)], how, at, value)
+        for (at, how), part in zip(changes, where, strict=False):
+            damage(damaged[name(part + 1)], at, how)
         for own, content in damaged.items():
             (folder / own).write_bytes(content)
         try:

@@ -1,9 +1,5 @@
-"""Graphs are as recorded: node for node what commit 7839203 built, before it had blocks.
-
-`graphs_of_record.json` holds a hash of each graph as text: every preset, activations rounded and
-not, steps with and without outputs, fused and with halved norms. It also has the order in which
-that commit took weights from files. To read a graph, print `text(graph)`.
-"""
+"""Graphs and the order of weights are as recorded: node for node what commit 7839203 built, before
+it had blocks, as hashes of the graph as text. To read a graph, print `text(graph)`."""
 
 from __future__ import annotations
 

@@ -56,20 +56,15 @@ F32S, NOT_USED = np.ones(1024, np.float32), "is not used by architecture"
 # the architecture, its keys, tensors that are added, and what is said
 REFUSED = [
     ("llama", {"rope.scaling.factor": -2.0}, {}, "must be 0"),
-    ("llama", {"rope.scale_linear": float("nan")}, {}, "must be 0"),
     ("llama", {"rope.scaling.attn_factor": 1.2}, {}, "attn_factor"),
-    ("llama", {"rope.scaling.type": "yarn"}, {}, "yarn"),
     ("llama", {"embedding_length": 128}, {}, r"token_embd.weight has shape \[1024, 256\]"),
-    ("llama", {"attention.head_count": 2}, {}, r"blk.0.attn_q.weight has shape \[256, 256\]"),
     ("llama", {"attention.head_count_kv": 4}, {}, r"blk.0.attn_k.weight has shape \[128, 256\]"),
     ("llama", {"attention.value_length": 32}, {}, "value_length differs from key_length"),
-    ("llama", {"feed_forward_length": 256}, {}, r"ffn_gate.weight has shape \[512, 256\]"),
     ("llama", {"rope.dimension_count": 32}, {}, r"rope_freqs.weight has shape \[32\]"),
     ("llama", {"block_count": 3}, {}, "blk.2.attn_norm.weight is missing"),
-    *(("llama", {}, {f"blk.{name}.weight": n}, f"tensor blk.{name}.weight {NOT_USED} 'llama'")
-      for name, n in (("0.attn_sub_norm", 256), ("1.attn_q_norm", 64), ("2.attn_norm", 256))),
+    ("llama", {}, {"blk.0.attn_sub_norm.weight": 256}, f"attn_sub_norm.weight {NOT_USED} 'llama'"),
+    ("llama", {}, {"blk.2.attn_norm.weight": 256}, f"blk.2.attn_norm.weight {NOT_USED} 'llama'"),
     ("qwen2", {}, {"rope_freqs.weight": 32}, f"tensor rope_freqs.weight {NOT_USED} 'qwen2'"),
-    ("qwen2", {}, {"output.bias": 1024}, f"tensor output.bias {NOT_USED} 'qwen2'"),
     ("llama", {}, {"a\nb": 4, "\x00": 4, "é": 4}, "and 2 more"),
 ]  # fmt: skip
 
@@ -127,18 +122,17 @@ def test_the_first_weight_that_is_not_finite_is_found(tiny_model, tmp_path, name
 def test_generation_ends_with_the_name_of_a_bad_weight(tiny_model, tmp_path):
     quant, tensor, at, value, where = WEIGHTS["F32"]
     source = tiny_model("tiny-llama", quant)
-    huge = {"output_norm.weight": (np.full(256, 3e38, np.float32), "F32")}
     bad = spoiled(source, tmp_path / "m.gguf", tensor, at, value)
-    for path, wanted in (
-        (bad, f"{tensor} is not finite {where}"),
-        (edited(source, tmp_path / "n.gguf", tensors=huge), "not finite, though every weight is"),
-    ):  # fmt: skip
+    huge = {"output_norm.weight": (np.full(256, 3e38, np.float32), "F32")}
+    large = edited(source, tmp_path / "n.gguf", tensors=huge)
+    named = f"{tensor} is not finite {where}"
+    for path, wanted in ((bad, f"not finite.*{named}"), (large, "not finite, though every weight")):
         with (
             wb.Engine.load(path, device="embedded", n_ctx=256, threads=2) as engine,
-            pytest.raises(WorkbenchError, match="logits after token 7 are not finite") as caught,
+            pytest.raises(WorkbenchError, match=f"logits after token 7 are {wanted}") as caught,
         ):
             engine.generate(tokens=TOKENS, max_tokens=4)
-        assert wanted in str(caught.value) and str(caught.value).isprintable()
+        assert str(caught.value).isprintable()
 
 
 def test_rows_that_are_large_are_not_bad():

@@ -30,22 +30,16 @@ from workbench.model.synth.shapes import (
 from workbench.model.synth.vocab import build_vocab
 
 
-def bytes_per_token(preset: str, quant: str) -> int:
-    """Weights a token reads: everything but the rows of an untied embedding."""
+@pytest.mark.parametrize(
+    ("preset", "quant", "gb"),
+    [("llama-3-8b", "Q4_0", 4.36), ("llama-3.2-1b", "BF16", 2.47), ("qwen3-8b", "BF16", 15.14)],
+)
+def test_weights_read_per_token_are_the_known_sizes(preset, quant, gb):
+    """Everything but the rows of an untied embedding."""
     shape = find_preset(preset)
-    return sum(
-        math.prod(spec.shape[:-1]) * tensor_type(spec, shape, quant).row_bytes(spec.shape[-1])
-        for spec in tensors(shape)
-        if spec.kind != "embed" or shape.tied
-    )
-
-
-def test_weights_read_per_token_are_the_known_sizes():
-    for preset, quant, gb in (
-        ("llama-3-8b", "Q4_0", 4.36), ("llama-3.2-1b", "BF16", 2.47), ("llama-3-8b", "Q8_0", 7.97),
-        ("qwen3-8b", "BF16", 15.14),
-    ):  # fmt: skip
-        assert round(bytes_per_token(preset, quant) / 1e9, 2) == gb
+    read = [spec for spec in tensors(shape) if spec.kind != "embed" or shape.tied]
+    rows = [(math.prod(s.shape[:-1]), tensor_type(s, shape, quant), s.shape[-1]) for s in read]
+    assert round(sum(n * dtype.row_bytes(cols) for n, dtype, cols in rows) / 1e9, 2) == gb
 
 
 # What llama-quantize wrote for the F16 file of the same preset (Q4_K is its Q4_K_M, and so on).
@@ -93,20 +87,19 @@ def test_vocabularies_fill_and_merge_only_tokens(preset):
 
 @pytest.mark.parametrize("quant", list(QUANTS))
 def test_weights_have_the_stated_statistics(tiny_model, quant):
+    shape = PRESETS["tiny-llama"]
     with open_gguf(tiny_model("tiny-llama", quant)) as file:
-        for spec in tensors(PRESETS["tiny-llama"]):
+        for spec in tensors(shape):
             info = file.tensors[spec.name]
-            assert info.shape == spec.shape
             w = dequantize(file.data(spec.name), DTYPES[info.dtype.name], spec.shape)
-            assert np.isfinite(w).all()
+            assert info.shape == spec.shape and np.isfinite(w).all()
             if spec.kind == "norm":
                 assert 0.05 < np.abs(w - 1).mean() < 0.15
             elif spec.kind == "rope":
-                assert np.array_equal(w, rope_factors(PRESETS["tiny-llama"]))
+                assert np.array_equal(w, rope_factors(shape))
             else:
                 std = 1 / math.sqrt(spec.shape[1])
-                assert abs(w.std() / std - 1) < 0.1
-                assert abs(w.mean()) < 0.05 * std
+                assert abs(w.std() / std - 1) < 0.1 and abs(w.mean()) < 0.05 * std
                 assert len(np.unique(w[:64], axis=0)) == len(w[:64])  # no row twice
 
 

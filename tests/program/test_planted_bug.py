@@ -1,21 +1,15 @@
 """Breaking the contract of an asynchronous copy gives wrong numbers; the wait mends it (#17795).
 
-Each case removes the waits around the input copies of a decode step, and gates hold its streams, as
-work in flight holds a GPU's. Step n is issued, the host writes the inputs of step n + 1 into the
-same staging memory, and the gates open:
-
-    host     W W W W . C C C C . g g g . | W' W' W' W' | open . S R
-    streams                    [gate  ..................... ] c' c' c' c' g' g' g'
-
-A copy reads what is there when it runs: c' instead of c. With the wait kept, the host cannot reach
-W' before the copies are done, whenever the gates open.
+Gates hold the streams of a decode step, as work in flight holds a GPU's. Step n is issued, the host
+writes the inputs of step n + 1 into the same staging memory, and the gates open. A copy reads what
+is there when it runs. With the wait kept, the host cannot write before the copies are done.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,7 +19,7 @@ import workbench as wb
 from tests.gates import hold
 from tests.profiles import share
 from workbench.backend.issue.prepared import Prepared
-from workbench.config import CopyStream, SyncMode, Toggles
+from workbench.config import SyncMode, Toggles
 from workbench.engine.batch import Batch, make_batch
 from workbench.engine.look.phases import Phases
 from workbench.engine.programs import Key
@@ -39,6 +33,7 @@ NEVER_S = 30.0  # and where it must not: only a broken test waits so long
 WITHOUT_COPY_WAITS = (
     SyncMode.IMPLICIT, SyncMode.PACKED_IMPLICIT, SyncMode.EVENT_GUARDED, SyncMode.AUTO,
 )  # fmt: skip
+WAITING = share([mode for mode in SyncMode if mode not in WITHOUT_COPY_WAITS], 4)
 
 pytestmark = pytest.mark.parametrize(("preset", "quant"), MODELS)
 
@@ -61,22 +56,17 @@ class Step:
         self.engine = engine
         engine.prefill(PROMPT[:-1])
         engine.step(PROMPT[-1:])  # a decode step of this shape, whose inputs are stale now
-        self.batch = self._batch(NEXT[0])
+        self.batch = now = self._batch(NEXT[0])
+        undo = engine.cache.store(now.sequences, now.positions, now.cells)
+        self.following = self._batch(NEXT[1])  # the inputs of the step after this one
+        undo()
+        assert self.following.shape == now.shape
 
     def _batch(self, token: int) -> Batch:
         engine, work = self.engine, [(0, [token], "last")]
         return make_batch(work, engine.cache, engine.model.n_vocab, engine.config.n_ubatch)
 
-    def following(self) -> Batch:
-        """The inputs of the step after this one; they have its shape."""
-        cache, now = self.engine.cache, self.batch
-        undo = cache.store(now.sequences, now.positions, now.cells)
-        after = self._batch(NEXT[1])
-        undo()
-        assert after.shape == now.shape
-        return after
-
-    def prepare(self, monkeypatch: pytest.MonkeyPatch, keep: Keep):
+    def prepare(self, monkeypatch: pytest.MonkeyPatch, keep: Keep) -> Prepared:
         """The step's program with only the commands that `keep` keeps, bound to its memory."""
         made = self.engine._step_programs
         whole = made.of
@@ -90,15 +80,6 @@ class Step:
             patch.setattr(made, "of", lower)
             return self.engine.bound.build(Key(self.batch.shape, 0), Phases(self.engine._spent))
 
-    def logits(self, issued: Prepared) -> np.ndarray:
-        (raw,) = issued.finish(issued.tail).values()
-        return raw.view(np.float32)
-
-    def answer(self, issued: Prepared) -> np.ndarray:
-        """Runs it and waits."""
-        issued.run(self.batch.values, issued.head)
-        return self.logits(issued)
-
 
 @pytest.fixture
 def device() -> str:
@@ -107,28 +88,24 @@ def device() -> str:
 
 
 @pytest.fixture
-def step(tiny_model, preset, quant, device) -> Iterator[Callable[[str, str], Step]]:
+def step(tiny_model, preset, quant, device) -> Iterator[Callable[..., Step]]:
     """`step(sync, copy_stream)`: a Step under these toggles."""
-    engine = wb.Engine.load(
-        tiny_model(preset, quant), device=device, n_ctx=256, threads=2, toggles=wb.Toggles()
-    )
+    with ExitStack() as stack:
+        path, off = tiny_model(preset, quant), Toggles()
+        engine = wb.Engine.load(path, device=device, n_ctx=256, threads=2, toggles=off)
+        stack.enter_context(engine)
 
-    def make(sync: str, copy_stream: str) -> Step:
-        made = engine.variant(Toggles(sync=sync, copy_stream=copy_stream))
-        variants.append(made)
-        return Step(made)
+        def make(sync: str, copy_stream: str = "own") -> Step:
+            variant = engine.variant(Toggles(sync=sync, copy_stream=copy_stream))
+            return Step(stack.enter_context(variant))
 
-    variants: list[wb.Engine] = []
-    yield make
-    for variant in variants:
-        variant.close()
-    engine.close()
+        yield make
 
 
 @pytest.fixture
 def right(step) -> np.ndarray:
     """Logits of the step with every wait in place and nothing held."""
-    return step(SyncMode.PER_COPY, CopyStream.OWN).engine.step([NEXT[0]])[0]
+    return step(SyncMode.PER_COPY).engine.step([NEXT[0]])[0]
 
 
 def is_wrong(logits: np.ndarray, right: np.ndarray) -> bool:
@@ -163,33 +140,34 @@ def held(engine: wb.Engine, seconds: float) -> Iterator[Callable[[], None]]:
         open_all()
 
 
-def late(
-    step: Step, monkeypatch, keep: Callable[[cmd.Command], bool], rewritten=True
-) -> np.ndarray:
+def logits(issued: Prepared) -> np.ndarray:
+    (raw,) = issued.finish(issued.tail).values()
+    return raw.view(np.float32)
+
+
+def late(step: Step, monkeypatch, keep: Keep, rewritten=True) -> np.ndarray:
     """Issues the step behind gates, overwrites staging with the next step's inputs (`rewritten`),
     and only then opens them (where the host had to wait, they are open by then). The logits."""
-    after = step.following()
     issue = step.prepare(monkeypatch, keep)
     rewrite = step.prepare(monkeypatch, lambda command: isinstance(command, cmd.Write))
     with held(step.engine, GATE_S if keep is everything else NEVER_S) as open_gates:
         issue.run(step.batch.values, issue.head)
         if rewritten:
-            rewrite.run(after.values, rewrite.head)
+            rewrite.run(step.following.values, rewrite.head)
         open_gates()
-        return step.logits(issue)
+        return logits(issue)
 
 
 def unheld(step: Step, monkeypatch, keep: Keep) -> np.ndarray:
     """The logits of a step whose copies alone are held: only the compute stream is waited for."""
     issue = step.prepare(monkeypatch, keep)
     with hold(step.engine.backend, cmd.COPY_STREAM):
-        return step.answer(issue)
+        issue.run(step.batch.values, issue.head)
+        return logits(issue)
 
 
-@pytest.mark.parametrize("copy_stream", [CopyStream.OWN, CopyStream.COMPUTE])
-@pytest.mark.parametrize(
-    "sync", share([mode for mode in SyncMode if mode not in WITHOUT_COPY_WAITS], 4)
-)
+@pytest.mark.parametrize("copy_stream", ["own", "compute"])
+@pytest.mark.parametrize("sync", WAITING)
 def test_staging_overwritten_before_the_copy(step, right, monkeypatch, sync, copy_stream):
     """Without the waits the late copy takes the next step's inputs; with them it cannot."""
     assert is_wrong(late(step(sync, copy_stream), monkeypatch, no_input_waits), right)
@@ -198,25 +176,22 @@ def test_staging_overwritten_before_the_copy(step, right, monkeypatch, sync, cop
 
 def test_the_write_is_what_harms(step, right, monkeypatch):
     """The same gates and the same missing waits with staging left alone: the logits are right."""
-    one = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
+    one = step(SyncMode.WRITE_READ_BOUNDARY)
     assert np.array_equal(late(one, monkeypatch, no_input_waits, rewritten=False), right)
 
 
 def test_launch_before_its_copy_has_landed(step, right, monkeypatch):
     """Copies on a stream of their own: without the wait nothing keeps the launches after them."""
-    early = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
+    early, waiting = (step(SyncMode.WRITE_READ_BOUNDARY) for _ in range(2))
     assert is_wrong(unheld(early, monkeypatch, no_input_waits), right)
-    waiting = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
-    issue = waiting.prepare(monkeypatch, everything)
-    with held(waiting.engine, GATE_S):
-        assert np.array_equal(waiting.answer(issue), right)
+    assert np.array_equal(late(waiting, monkeypatch, everything, rewritten=False), right)
 
 
 def test_an_event_orders_launches_and_no_host(step, right, monkeypatch):
     """The compute stream waits for the copies, on the device. The host does not, and what the next
     step writes is in time to be copied: the wait for the step's logits is for that."""
-    guarded, of_own = step(SyncMode.EVENT_GUARDED, CopyStream.OWN), CopyStream.OWN
+    guarded, other, loose = (step(SyncMode.EVENT_GUARDED) for _ in range(3))
     assert np.array_equal(late(guarded, monkeypatch, no_input_waits, rewritten=False), right)
-    assert is_wrong(late(step(SyncMode.EVENT_GUARDED, of_own), monkeypatch, no_input_waits), right)
+    assert is_wrong(late(other, monkeypatch, no_input_waits), right)
     no_waits = lambda c: no_input_waits(c) and not isinstance(c, cmd.Wait)  # noqa: E731
-    assert is_wrong(unheld(step(SyncMode.EVENT_GUARDED, of_own), monkeypatch, no_waits), right)
+    assert is_wrong(unheld(loose, monkeypatch, no_waits), right)

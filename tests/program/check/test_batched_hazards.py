@@ -1,9 +1,5 @@
 """The hazard checker on batched steps: prompts beside tokens, draws, copied and shifted cells.
-
-An engine issues real steps of several sequences, and the host's order is noted: which program it
-began when, and when it waited for which. With results=behind the wait for a step comes behind the
-commands of the next. The checker is given the programs in that order.
-"""
+It is given the programs in the order in which an engine's host began them, and waited for them."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from tests.orderings import every_ordering
 from tests.profiles import share, tiers
 from workbench.backend.base import Backend, open_backend
 from workbench.backend.issue.prepared import Prepared
-from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.engine import load as loaded
 from workbench.engine.engine import Engine
@@ -55,8 +50,7 @@ def engine(tiny_model) -> Iterator[Engine]:
     kernels may begin early, and steps may compute on several streams."""
 
     def able(name: str, threads: int) -> Backend:
-        early = {"programmatic": True} if name == "null" else {}
-        return open_backend(name, threads, **early)
+        return open_backend(name, threads, **({"programmatic": True} if name == "null" else {}))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loaded, "open_backend", able)
@@ -103,10 +97,9 @@ def issued(engine: Engine) -> list[Part]:
 
 def serve(engine: Engine) -> None:
     """Steps of several sequences. Each is submitted as soon as the engine takes it."""
-    draws, cache = engine.can_draw, engine.cache
-    numbers = np.random.default_rng(4)
+    cache, numbers = engine.cache, np.random.default_rng(4)
 
-    def submit(*work: tuple[int, int, Any], draws: bool = draws) -> None:
+    def submit(*work: tuple[int, int, Any], draws: bool = engine.can_draw) -> None:
         made = [
             (s, [FED] if draws and n == 1 else numbers.integers(3, 900, n).tolist(), outputs)
             for s, n, outputs in work
@@ -246,27 +239,11 @@ def test_results_copied_or_read_too_early_are_found(engine):
     found = races(spoiled(steps, lambda c: isinstance(c, cmd.Wait) and c.event == of_graph))
     assert found
     for race in found:
-        copy = next(
-            at.command for at in (race.first, race.second) if isinstance(at.command, cmd.Copy)
-        )
-        assert copy.stream.id == cmd.COPY_STREAM
+        copies = [at.command for at in race[:2] if isinstance(at.command, cmd.Copy)]
+        assert copies[0].stream.id == cmd.COPY_STREAM
     arrived = {events.arrived("null", turn) for turn in range(2)}
     found = races(spoiled(steps, lambda c: isinstance(c, cmd.Sync) and c.event in arrived))
     assert any(isinstance(race.second.command, cmd.Read) for race in found)
-
-
-def test_staging_memory_without_a_ring_is_refused_and_races(engine, tiny_model):
-    """The guard of results=behind: the host writes the next step's inputs."""
-    values = BEHIND | {"host_source": "pinned"}
-    found = races(order_of(engine, values))
-    assert any(isinstance(race.second.command, cmd.Write) for race in found)
-    with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256, n_seqs=4, threads=1,
-        toggles=Toggles(),
-    ) as safe:  # fmt: skip
-        with pytest.raises(UsageError, match="the next step's inputs are written where copies"):
-            safe.variant(Toggles(**values))
-        safe.variant(Toggles(**BEHIND)).close()
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,5 @@
-"""The hazard checker against brute force, on random runs.
-
-What races is held to every state that host and streams can be in, and on longer runs to paths in
-the whole relation; which waits could go, to programs from which they are really gone.
-"""
+"""The hazard checker on random runs: what races against every state that host and streams can be
+in, or paths in the whole relation; which waits could go against programs without them."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from random import Random
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from tests.by_hand import OTHER, A, B, X, Y, launch, part, record, sync, wait
 from tests.oracles.adversary import Adversary
 from tests.oracles.happens_before import racing_pairs, seen_both_ways
 from tests.oracles.interleavings import Interleavings, TooManyStates, Wrong, ends_wrong
@@ -24,8 +22,6 @@ from tests.oracles.walked_again import WalkedAgain
 from tests.planned import SCOPES, only_adds_order
 from tests.profiles import examples
 from tests.removable import sufficient, superfluous
-from workbench.graph.ir import F32, Tensor
-from workbench.graph.ops import make
 from workbench.program import commands as cmd
 from workbench.program.check.hazards import Race, races
 from workbench.program.check.intervals import cut, tags
@@ -130,9 +126,7 @@ def without(run: list[cmd.Program], gone: set[cmd.Command]) -> list[cmd.Program]
     return [made[id(p)] for p in run]
 
 
-def naive_races(
-    run: list[cmd.Program], gone: set[cmd.Command]
-) -> set[tuple[cmd.Command, cmd.Command]]:
+def naive_races(run: list[cmd.Program], gone: set[cmd.Command]) -> Pairs:
     less = without(run, gone)
     return commands_at(less, racing_pairs(less))
 
@@ -147,8 +141,8 @@ def test_without_waits_that_could_go_nothing_more_races(run):
     kept = {at.command for at in sufficient(run)}
     assert kept <= waits and waits - alone <= kept
     assert naive_races(run, waits - kept) == anyway
-    for wait in kept:  # none of them can go
-        assert naive_races(run, waits - kept | {wait}) != anyway
+    for one in kept:  # none of them can go
+        assert naive_races(run, waits - kept | {one}) != anyway
     if len(waits) <= 5:
         assert len(kept) >= smallest(run, waits, anyway)
 
@@ -165,24 +159,17 @@ def smallest(run: list[cmd.Program], waits: set[cmd.Command], anyway) -> int:
 
 def test_an_inclusion_minimal_set_need_not_be_the_smallest():
     """The first sync does what the two after it do together, and greedy removal tries it first."""
-    node = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))
-    x, y, z = cmd.Range(BUFFERS[0], 0, 4), cmd.Range(BUFFERS[1], 0, 8), cmd.Range(BUFFERS[0], 4, 4)
-    a, b, c = cmd.Stream(1, 0), cmd.Stream(1, 1), cmd.Stream(2, 0)
-
-    def launch(stream: cmd.Stream, reads=(), writes=()) -> cmd.Launch:
-        return cmd.Launch(node, stream, reads, writes, None, 0)
-
-    wait, first = cmd.Wait("1", b, 0), cmd.Sync(0, stream=b)
-    later = [cmd.Sync(0, stream=a), cmd.Sync(0, event="0")]
+    low, high = part(X, 0, 4), part(X, 4, 4)
+    held, first, later = wait(1, B), sync(B), [sync(A), sync(event=0)]
     run = [
         program([
-            launch(b, (), (y,)), cmd.Record("0", b, 0), launch(a, (), (x,)), cmd.Record("1", a, 0),
-            wait, launch(b, (x,), (z,)), first, *later, launch(c, (x, y)),
+            launch(B, (), (Y,)), record(0, B), launch(A, (), (low,)), record(1, A), held,
+            launch(B, (low,), (high,)), first, *later, launch(OTHER, (low, Y)),
         ])
     ]  # fmt: skip
     assert not races(run)
-    assert [at.command for at in sufficient(run)] == [wait, *later]
-    assert smallest(run, {wait, first, *later}, set()) == 2
+    assert [at.command for at in sufficient(run)] == [held, *later]
+    assert smallest(run, {held, first, *later}, set()) == 2
     assert naive_races(run, set(later)) == set()
 
 
@@ -227,9 +214,8 @@ def test_tags_meet_where_ranges_overlap(some):
         begin, end = max(r.offset, s.offset), min(r.offset + r.nbytes, s.offset + s.nbytes)
         meet = bool(set(found.looks[r]) & set(found.marks[s]))
         assert meet == (r.buffer is s.buffer and begin < end)
-    assert {n for some in (*found.looks.values(), *found.marks.values()) for n in some} <= set(
-        range(found.n)
-    )
+    numbers = {n for some in (*found.looks.values(), *found.marks.values()) for n in some}
+    assert numbers <= set(range(found.n))
 
 
 def explored(
