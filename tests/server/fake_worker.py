@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -64,13 +65,14 @@ class FakeWorker:
         self.killed = True
 
     def _serve(self) -> None:
-        with self._own:
+        with self._own, suppress(SystemExit):
             self.loaded.wait(self.load_s)
             if self.prepare_s:
                 self._own.send(Preparing())
                 self.prepared.wait(self.prepare_s)
-            EngineCore(self, [self._own]).run()  # type: ignore[arg-type]
-            self.finished.set()
+            if not self.killed:
+                EngineCore(self, [self._own]).run()  # type: ignore[arg-type]
+                self.finished.set()
 
     # its slots
 
