@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import nbformat
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
@@ -80,15 +80,10 @@ def jupyterlab(folder: Path) -> Iterator[str]:
         "--ServerApp.port_retries=50", *(["--allow-root"] if os.geteuid() == 0 else []),
     ]  # fmt: skip
     with open(folder / "jupyter.log", "w") as log:
-        server = subprocess.Popen(
-            command, env=os.environ | own,
-            stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        server = subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=log)
+        runtime = folder / "RUNTIME"
         try:
-            runtime = folder / "RUNTIME"
-            (found,) = until(
-                lambda: list(runtime.glob("jpserver-*.json")), f"JupyterLab, see {log.name}"
-            )
+            (found,) = until(lambda: [*runtime.glob("jpserver-*.json")], f"JupyterLab, {log.name}")
             yield json.loads(found.read_text())["url"]
         finally:
             server.terminate()
@@ -149,15 +144,10 @@ class Notebook:
     def close(self) -> None:
         """Leaves the page, and ends every kernel of the server."""
         self.driver.get("about:blank")
-        for kernel in self._ask("GET", "api/kernels"):
-            self._ask("DELETE", f"api/kernels/{kernel['id']}")
-
-    def _ask(self, method: str, path: str) -> Any:
-        request = urllib.request.Request(
-            self.url + path, method=method, headers={"Authorization": f"token {TOKEN}"}
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.loads(answer.read() or "null")
+        headers = {"Authorization": f"token {TOKEN}"}
+        with httpx.Client(base_url=self.url, headers=headers, timeout=30) as http:
+            for kernel in http.get("api/kernels").json():
+                http.delete(f"api/kernels/{kernel['id']}")
 
     def run(self, cell: int) -> str:
         """Runs a cell to its end; what it printed, or its error."""
@@ -176,7 +166,8 @@ class Notebook:
 
     def interrupt(self) -> None:
         """Jupyter's own stop, in the notebook's toolbar."""
-        self._toolbar("notebook:interrupt-kernel").click()
+        stop = '[data-command="notebook:interrupt-kernel"]'
+        self.driver.find_element(By.CSS_SELECTOR, stop).click()
 
     def interrupt_cell(self, cell: int) -> str:
         """Ends a cell that runs for ever; its output. Presses again where the cell runs on: a page
@@ -187,25 +178,14 @@ class Notebook:
                 return self.output(cell, PATIENCE_S / 3)
         return self.output(cell)
 
-    def _toolbar(self, command: str) -> WebElement:
-        return self.driver.find_element(By.CSS_SELECTOR, f'[data-command="{command}"]')
-
-    def _buttons(self, name: str) -> list[WebElement]:
-        every = self.driver.find_elements(By.CSS_SELECTOR, "button.widget-button")
-        return [b for b in every if b.text.strip() == name]
-
-    def is_enabled(self, name: str) -> bool:
-        """Whether a button of the panel can be pressed."""
-        return self._buttons(name)[0].is_enabled()
-
     def button(self, name: str) -> WebElement:
-        """A button of the panel by its name, once it can be pressed."""
-        return until(
-            lambda: next((b for b in self._buttons(name) if b.is_enabled()), None),
-            f"the button {name}",
-        )
+        """A button of the panel."""
+        every = self.driver.find_elements(By.CSS_SELECTOR, "button.widget-button")
+        return next(b for b in every if b.text.strip() == name)
 
     def press(self, name: str) -> None:
+        """Clicks on a button, once it can be pressed."""
+        until(lambda: self.button(name).is_enabled(), f"the button {name}")
         self._seen(self.button(name)).click()
 
     def choose(self, name: str, value: str) -> None:
@@ -222,20 +202,16 @@ class Notebook:
         self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
         return element
 
-    def texts(self) -> list[str]:
-        """The panel's lines."""
-        found = self.driver.find_elements(By.CSS_SELECTOR, ".widget-html-content")
-        return [f.text for f in found if f.text]
-
-    def says(self, pattern: str, patience_s: float = PATIENCE_S) -> str:
+    def says(self, pattern: str) -> str:
         """The panel's line in which a regular expression is found, once there is one."""
 
         def found() -> str | None:
-            return next((line for line in self.texts() if re.search(pattern, line)), None)
+            lines = self.driver.find_elements(By.CSS_SELECTOR, ".widget-html-content")
+            return next((line.text for line in lines if re.search(pattern, line.text)), None)
 
-        return until(found, f"a line with {pattern!r}; there are {self.texts()}", patience_s)
+        return until(found, f"a line with {pattern!r}")
 
-    def picture(self) -> WebElement | None:
+    def pictures(self) -> list[WebElement]:
         """The timelines, where they are shown."""
         found = self.driver.find_elements(By.CSS_SELECTOR, "img.widget-image")
-        return next((f for f in found if f.is_displayed()), None)
+        return [picture for picture in found if picture.is_displayed()]

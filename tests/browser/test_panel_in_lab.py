@@ -15,37 +15,37 @@ REFUSED = "UsageError: the panel is measuring on this engine; press Stop or wait
 THREAD = "import threading; {thread.name for thread in threading.enumerate()}"
 
 
-@pytest.fixture
-def took(record_property):
-    """Notes how long something took, for the record."""
-    return lambda what, begun: record_property(what, round(time.monotonic() - begun, 2))
+def begin(notebook):
+    notebook.press("Run")
+    notebook.says(UNDER_WAY)
 
 
-def test_stop_ends_the_first_run_and_the_second_and_keeps_their_rounds(panel, took):
+def end(notebook):
+    notebook.press("Stop")
+    notebook.says(ENDED)
+
+
+def test_stop_ends_the_first_run_and_the_second_and_keeps_their_rounds(panel, record_property):
     notebook = panel(THREAD)
     notebook.choose("sync", "packed")
     for nth in ("first", "second"):
-        notebook.press("Run")
-        notebook.says(UNDER_WAY)
+        begin(notebook)
         begun = time.monotonic()
-        notebook.press("Stop")
-        notebook.says(ENDED)
-        took(f"stop_{nth}_s", begun)
+        end(notebook)
+        record_property(f"stop_{nth}_s", round(time.monotonic() - begun, 2))
         assert "sync=per_copy -> sync=packed" in notebook.says(LINE)
-        assert notebook.picture() is None
-        assert notebook.button("Run")
+        assert not notebook.pictures()
     assert "subshell" in notebook.run(2), "clicks are answered in a thread beside the cells'"
 
 
-def test_jupyters_own_stop_ends_a_run_and_the_kernel_lives(panel, took):
+def test_jupyters_own_stop_ends_a_run_and_the_kernel_lives(panel, record_property):
     notebook = panel("eng.generate(tokens=[1], max_tokens=2).tokens")
     for nth in ("first", "second"):
-        notebook.press("Run")
-        notebook.says(UNDER_WAY)
+        begin(notebook)
         begun = time.monotonic()
         notebook.interrupt()
         notebook.says(ENDED)
-        took(f"interrupt_{nth}_s", begun)
+        record_property(f"interrupt_{nth}_s", round(time.monotonic() - begun, 2))
         notebook.says(LINE)
     assert notebook.run(2).startswith("["), "and the engine can be used again"
     notebook.interrupt()  # of an idle kernel: nothing is to happen
@@ -58,48 +58,38 @@ def test_other_cells_are_kept_out_in_one_line_and_the_run_goes_on(panel):
         "with wb.profile(eng): eng.step([1])", "1 + 1",
     )  # fmt: skip
     notebook = panel(*cells)
-    notebook.press("Run")
-    notebook.says(UNDER_WAY)
+    begin(notebook)
     for cell in (2, 3, 4):
         assert notebook.run(cell) == REFUSED
     assert notebook.run(5) == "2", "what uses no engine runs"
     notebook.says(UNDER_WAY)
-    notebook.press("Stop")
-    notebook.says(ENDED)
+    end(notebook)
 
 
 def test_a_cell_that_is_run_again_during_a_run_has_a_panel_that_stops_it(panel):
     notebook = panel()
-    notebook.press("Run")
-    notebook.says(UNDER_WAY)
+    begin(notebook)
     notebook.run(1)
     notebook.press("Run")
     notebook.says("^the panel is measuring on this engine; press Stop or wait$")
     notebook.press("Stop")
     time.sleep(2)  # the run that ends is of the panel that is gone, and nothing here shows it
-    notebook.press("Run")
-    notebook.says(UNDER_WAY)
-    notebook.press("Stop")
-    notebook.says(ENDED)
+    begin(notebook)
+    end(notebook)
 
 
 def test_a_run_does_not_begin_while_a_cell_uses_the_engine(panel):
     notebook = panel(
         "while not eng.generate(tokens=[1], max_tokens=200).interrupted:\n    eng.reset()"
     )
-
-    def begin_and_stop() -> None:
-        notebook.press("Run")
-        notebook.says(UNDER_WAY)
-        notebook.press("Stop")
-        notebook.says(ENDED)
-
-    begin_and_stop()  # a button's first click waits for the cell's end, the next one does not
+    begin(notebook)  # a button's first click waits for the cell's end, the next one does not
+    end(notebook)
     notebook.start(2)
     notebook.press("Run")
     notebook.says("the panel cannot measure while a cell is in Engine")
     notebook.interrupt_cell(2)
-    begin_and_stop()
+    begin(notebook)
+    end(notebook)
 
 
 def test_a_whole_run_draws_both_sides_and_is_marked_once_a_toggle_moves(panel):
@@ -107,8 +97,8 @@ def test_a_whole_run_draws_both_sides_and_is_marked_once_a_toggle_moves(panel):
     notebook.choose("fuse", "on")
     notebook.press("Run")
     line = notebook.says(r"^tg8: fuse=off -> fuse=on: (faster|slower|no difference)")
-    picture = notebook.picture()
-    assert picture is not None and picture.size["width"] > 600
+    (picture,) = notebook.pictures()
+    assert picture.size["width"] > 600
     notebook.choose("graph_reuse", "set_rows")
     assert notebook.says("^of older toggles: tg8: fuse=off -> fuse=on")
     notebook.choose("graph_reuse", "rebuild")
@@ -133,9 +123,9 @@ def test_a_clash_is_shown_when_it_is_chosen_and_names_both(panel):
     notebook.choose("sync", "event_guarded")
     notebook.choose("copy_stream", "compute")
     notebook.says("^toggles sync=event_guarded and copy_stream=compute clash: ")
-    assert not notebook.is_enabled("Run")
+    assert not notebook.button("Run").is_enabled()
     notebook.choose("copy_stream", "own")
     notebook.says(r"^wb.Toggles\(sync=.event_guarded., copy_stream=.own.\)$")
-    assert notebook.is_enabled("Run")
+    assert notebook.button("Run").is_enabled()
     notebook.choose("sync", "implicit")
     notebook.says("^toggles sync=implicit and copy_stream=own race ")

@@ -67,7 +67,7 @@ def test_a_run_that_fills_its_context_says_so(on, n):
 def test_logits_are_one_float32_row_per_token(on, tmp_path):
     assert on("logits", *IDS, "-o", tmp_path / "rows")[0] == 0
     found = np.load(tmp_path / "rows")
-    assert found.dtype == np.float32 and found.shape == (3, 1024) and np.isfinite(found).all()
+    assert (found.dtype, found.shape) == (np.float32, (3, 1024)) and np.isfinite(found).all()
 
 
 def test_program_prints_pattern_counts_and_plans(on):
@@ -85,9 +85,6 @@ def test_program_prints_pattern_counts_and_plans(on):
     assert f" {len(launches)} launches on embedded:0, embedded:1" in line
     assert all(part["reads"] and part["writes"] and part["stream"] for part in launches)
     assert made["counts"]["replays"] == made["counts"]["launches"] == 1
-
-
-# check -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -138,9 +135,6 @@ def test_check_is_of_all_ubatches_of_a_prompt_and_its_tokens(check):
     assert check(*ask, 65)[0] == 3
 
 
-# measuring ---------------------------------------------------------------------------------------
-
-
 def test_tables_fit_the_terminal(on, call, model, tmp_path, monkeypatch):
     """All that these commands print is tables and sentences."""
     monkeypatch.chdir(tmp_path)
@@ -154,7 +148,6 @@ def test_tables_fit_the_terminal(on, call, model, tmp_path, monkeypatch):
     assert [status for status, _, _ in said.values()] == [0] * 4
     printed = {name: out.splitlines() for name, (_, out, _) in said.items()}
     assert all(max(map(len, lines)) <= 80 for lines in printed.values())
-    assert len([line for line in printed["ab"] if line.startswith("|")]) >= 4
     assert printed["ab"][0].startswith("Model: tiny-llama")
     assert printed["bench"][0].startswith("toggles: sync=packed, ")
     assert "agreement   every logit is equal" in printed["perplexity"]
@@ -165,7 +158,6 @@ def test_bench_has_a_row_for_each_model_and_combination(on, tiny_model, tmp_path
     _, out, _ = on("bench", *ask, "-fa", "0,1", "-ub", 600, "--out", tmp_path / "run")
     rows = [line for line in out.splitlines() if "±" in line]
     assert [row.split("|")[1].split()[-1] for row in rows] == ["Q8_0"] * 4 + ["F16"] * 4
-    assert "threads " in out and "token p50 us" in out
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"run-{i}" for i in range(1, 5)]
     config = load_run(tmp_path / "run-1").run["engine"]["config"]
     assert (config["n_ubatch"], config["threads"]) == (600, 1)

@@ -84,18 +84,15 @@ KERNEL = {
 
 def stripped(notebook: Any) -> Any:
     """Without the cell of given parameters, counts, and what papermill notes."""
-    notebook.cells = [c for c in notebook.cells if "injected-parameters" not in _tags(c)]
-    for cell in notebook.cells:
-        cell.metadata = {"tags": ["parameters"]} if "parameters" in _tags(cell) else {}
+    tagged = [(c, c.metadata.get("tags", [])) for c in notebook.cells]
+    notebook.cells = [cell for cell, tags in tagged if "injected-parameters" not in tags]
+    for cell, tags in tagged:
+        cell.metadata = {"tags": ["parameters"]} if "parameters" in tags else {}
         counted = [o for o in cell.get("outputs", ()) if "execution_count" in o]
         for one in (*counted, *([cell] if cell.cell_type == "code" else [])):
             one.execution_count = None
     notebook.metadata = KERNEL
     return notebook
-
-
-def _tags(cell: Any) -> list[str]:
-    return cell.metadata.get("tags", [])
 
 
 def run(out: Path, names: Sequence[str] = (), device: str = "cuda") -> None:

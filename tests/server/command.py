@@ -51,10 +51,10 @@ def served(
 def start(settings: WorkerSettings, n_fronts: int) -> tuple[list[Connection], FakeWorker]:
     """As `workbench.server.wire.worker.start`."""
     config, n_slots, n_waiting = settings.config, settings.n_slots, settings.n_waiting
-    name = Path(settings.model).name
-    said = (name, config.device, n_slots, config.n_seqs, n_waiting, settings.toggles.changes)
+    path, changes = Path(settings.model), settings.toggles.changes
+    said = (path.name, config.device, n_slots, config.n_seqs, n_waiting, changes)
     print("started", *said, file=sys.stderr)
-    n_vocab = texts_of(Path(settings.model)).tokenizer.n_vocab
+    n_vocab = texts_of(path).tokenizer.n_vocab
     return FakeWorker(n_vocab, config.n_ctx, n_slots, n_waiting, step_s=0.005).start(n_fronts)
 
 

@@ -26,6 +26,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+SETTINGS = FrontSettings("tiny")
 USER = [{"role": "user", "content": "a"}]
 
 
@@ -65,6 +66,24 @@ def events_of(answer: httpx.Response) -> list[Any]:
     return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
 
 
+@contextlib.contextmanager
+def beside(work: Callable[..., Any], *args: Any) -> Iterator[list[BaseException]]:
+    """The errors of some work, in a thread. It has to end by itself after the body."""
+    errors = list[BaseException]()
+
+    def run() -> None:
+        try:
+            work(*args)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield errors
+    thread.join(60)
+    assert not thread.is_alive(), "it goes on"
+
+
 class Live(NamedTuple):
     """A server in a thread, at `url`."""
 
@@ -85,7 +104,6 @@ class Live(NamedTuple):
         return list(made) if body.get("stream") else made
 
     def post(self, path: str, **body: Any) -> Any:
-        """The JSON that answers."""
         answer = self.answer(path, body)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -97,37 +115,20 @@ class Live(NamedTuple):
 @contextlib.contextmanager
 def live(
     texts: TokenTexts,
-    worker: FakeWorker | None = None,
-    template: str | None = TEMPLATE,
-    settings: FrontSettings | None = None,
+    settings: FrontSettings = SETTINGS,
     drain_s: float = 5.0,
     until: str = "ready",
     **fake: Any,
 ) -> Iterator[Live]:
     """A server with an engine process that is none, until the body ends. until: the body begins
     when a line that begins so was said. fake: of the `FakeWorker`."""
-    worker = worker or FakeWorker(texts.tokenizer.n_vocab, **fake)
-    said: list[str] = []
-    servers: list[FrontServer] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            serve(
-                worker.start, texts, template, settings or FrontSettings("tiny"),
-                Listening(port=0, drain_s=drain_s), said.append, servers.append,
-            )  # fmt: skip
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
+    worker, said, servers = FakeWorker(texts.tokenizer.n_vocab, **fake), list[str](), []
+    more = Listening(port=0, drain_s=drain_s), said.append, servers.append
+    with beside(serve, worker.start, texts, TEMPLATE, settings, *more) as failed:
         wait_for(lambda: failed or any(line.startswith(until) for line in said), 20)
         wait_for(lambda: failed or servers[0].started)
-        yield Live(said[0].partition(" at ")[2].partition(";")[0], worker, servers[0], said)
-    finally:
-        if thread.is_alive():
+        try:
+            yield Live(said[0].partition(" at ")[2].partition(";")[0], worker, servers[0], said)
+        finally:
             servers[0].finish()
-        thread.join(20)
-    assert not thread.is_alive() and not failed
+    assert not failed

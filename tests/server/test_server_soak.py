@@ -28,9 +28,11 @@ from tests.server.command import served
 from tests.server.live import wait_for
 
 MOST = 48  # tokens that a request makes
-KINDS = {
-    "whole": 34, "stream": 30, "leaves": 14, "hangs up": 8, "stops": 4, "several": 4, "late": 3,
-    "too long": 3,
+# what a client does: its share of a hundred, and what it asks for
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "whole": (34, {}), "stream": (30, {"stream": True}), "leaves": (14, {"stream": True}),
+    "hangs up": (8, {}), "stops": (4, {"stop": ["e", "zz"]}), "several": (4, {"n": 2}),
+    "late": (3, {"timeout": 0.001}), "too long": (3, {"prompt": [5] * 129}),
 }  # fmt: skip
 N_SLOTS, ROOM, N_WAITING, N_CLIENTS = 16, 128, 4, 32
 # How much a process may grow from the first to the last quarter of the requests that count. Others
@@ -41,14 +43,14 @@ URL = "/v1/completions"
 
 
 class Soak:
-    """Requests from a number of clients at once. came: by kind and what came of it."""
+    """Requests from a number of clients at once. came: by kind and what came of it; and how many
+    were opened, perhaps were, and what they made."""
 
     def __init__(self, processes: list[psutil.Process], seed: int):
-        self.processes = processes
+        self.processes, self.draw = processes, random.Random(seed)
         self.came: Counter[tuple[str, str]] = Counter()
         self.memory: list[list[int]] = []  # bytes of each process, each time a request is over
         self.n_refused = self.n_opened = self.n_maybe = self.n_made = 0
-        self._random = random.Random(seed)
 
     async def run(self, url: str, n: int) -> None:
         left = iter(range(n))
@@ -60,24 +62,17 @@ class Soak:
                     await self._one(http, number)
                     self.memory.append([one.memory_info().rss for one in self.processes])
 
-            async with asyncio.TaskGroup() as group:
-                for _ in range(N_CLIENTS):
-                    group.create_task(client())
+            await asyncio.gather(*(client() for _ in range(N_CLIENTS)))
 
     async def _one(self, http: httpx.AsyncClient, number: int) -> None:
-        draw = self._random
-        (kind,) = draw.choices([*KINDS], [*KINDS.values()])
+        draw = self.draw
+        (kind,) = draw.choices([*KINDS], [share for share, _ in KINDS.values()])
         tokens = ids(draw.choice(SIZES), draw.randrange(3)).tolist()
         body: dict[str, Any] = {
             "prompt": tokens, "max_tokens": draw.randint(1, MOST), "ignore_eos": True,
             "seed": number, "temperature": 0.9 if draw.random() < 0.3 else 0.0,
-            "stream": kind in ("stream", "leaves"), "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        body |= {
-            "several": {"n": 2}, "late": {"timeout": 0.001},
-            "stops": {"stop": ["e", "zz"]},
-            "too long": {"prompt": [5] * (ROOM + 1)},
-        }.get(kind, {})  # fmt: skip
+            "stream": False, "stream_options": {"include_usage": True}, "n": 1,
+        } | KINDS[kind][1]  # fmt: skip
         while (came := await self._tried(http, kind, body)) == "refused":
             self.n_refused += 1
             await asyncio.sleep(draw.uniform(0.002, 0.03))
@@ -87,14 +82,14 @@ class Soak:
         if kind == "hangs up":
             self.n_maybe += 1
             post = asyncio.ensure_future(http.post(URL, json=body))
-            done, _ = await asyncio.wait([post], timeout=self._random.uniform(0, 0.1))
+            done, _ = await asyncio.wait([post], timeout=self.draw.uniform(0, 0.1))
             post.cancel()
             await asyncio.wait([post])
             return "refused" if done and post.result().status_code == 503 else "hung up"
-        leave_at = self._random.randint(1, 16) if kind == "leaves" else None
+        leave_at = self.draw.randint(1, 16) if kind == "leaves" else None
         events: list[str] = []
         async with http.stream("POST", URL, json=body) as answer:
-            self.n_opened += body.get("n", 1) * (kind != "too long")
+            self.n_opened += body["n"] * (kind != "too long")
             if answer.status_code == 503:
                 assert float(answer.headers["retry-after"]) >= 1
                 return "refused"
@@ -106,44 +101,42 @@ class Soak:
             return str(answer.status_code)
         assert answer.status_code == 200, events
         assert not body["stream"] or (events.pop() == "[DONE]" and "[DONE]" not in events)
+        # as many ends and tokens as were asked for
         told = [json.loads(event) for event in events]
-        self._check(kind, told, body)
-        return "done"
-
-    def _check(self, kind: str, told: list[Any], body: dict[str, Any]) -> None:
-        """As many ends and tokens as were asked for."""
         choices = [choice for part in told for choice in part.get("choices", ())]
         reasons = [c["finish_reason"] for c in choices if c["finish_reason"]]
         made = next(part["usage"] for part in told[::-1] if part.get("usage"))["completion_tokens"]
-        n = body.get("n", 1)
         self.n_made += made
         if kind == "stops":
             assert reasons in (["stop"], ["length"]) and 0 < made <= body["max_tokens"]
         else:
-            assert reasons == ["length"] * n and made == n * body["max_tokens"]
+            assert reasons == ["length"] * body["n"] and made == body["n"] * body["max_tokens"]
+        return "done"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the memory as Linux has it")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("n", "warm_up"), tiers((2000, 1000), (8000, 6000)))
 def test_none_is_lost_or_answered_twice_and_nothing_leaks(tmp_path, tiny_model, n, warm_up):
-    path = tiny_model("tiny-llama", "F32")
-    flags = ["-m", path, "--slots", N_SLOTS, "-c", N_SLOTS * ROOM, "-ub", 64, "--threads", 1]
-    flags += ["--device", "embedded", "--max-waiting", N_WAITING, "--n-kv-pad", 32]
+    flags = ["-m", tiny_model("tiny-llama", "F32"), "--slots", N_SLOTS, "-c", N_SLOTS * ROOM]
+    flags += ["-ub", 64, "--threads", 1, "--device", "embedded", "--n-kv-pad", 32]
     with (
-        served(tmp_path, *flags, module=("workbench", "serve")) as (process, url, log),
-        httpx.Client(base_url=url, timeout=20) as http,
+        served(
+            tmp_path, *flags, "--max-waiting", N_WAITING, module=("workbench", "serve")
+        ) as found,
+        httpx.Client(base_url=found[1], timeout=20) as http,
     ):
+        process, url, log = found
         front = psutil.Process(process.pid)
         engine = max(front.children(), key=lambda child: child.memory_info().rss)
         soak = Soak([front, engine], seed=n)
         asyncio.run(soak.run(url, n))
 
-        def now() -> dict[str, float]:
+        def now() -> Counter[str]:
             """The metrics by name, and by outcome."""
             told = http.get("/metrics").text
             rows = re.findall(r'^workbench:(\w+)(?:{outcome="(\w+)"})? (\S+)$', told, re.M)
-            return {outcome or name.removesuffix("_total"): float(v) for name, outcome, v in rows}
+            return Counter({of or name.removesuffix("_total"): float(v) for name, of, v in rows})
 
         wait_for(lambda: now()["requests_pending"] == 0, 20)
         check(n, soak, now())
@@ -152,27 +145,26 @@ def test_none_is_lost_or_answered_twice_and_nothing_leaks(tmp_path, tiny_model, 
         for i in range(N_SLOTS):
             body = {"prompt": [7 + i], "max_tokens": 1, "ignore_eos": True}
             assert http.post(URL, json=body).status_code == 200
-        found = now()
-        assert found["kv_cache_cells"] == N_SLOTS * ROOM
-        assert found["kv_cache_cells_kept"] == N_SLOTS and found["kv_cache_cells_used"] == 0
+        ended = now()
+        assert ended["kv_cache_cells"] == N_SLOTS * ROOM
+        assert ended["kv_cache_cells_kept"] == N_SLOTS and ended["kv_cache_cells_used"] == 0
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM and "Traceback" not in log.read_text()
-    if warm_up:
-        assert found["cancelled"] > 0 and soak.n_refused > 0 and found["timeout"] > 0
-        quarters = np.array_split(np.array(soak.memory[warm_up:]) / 1e6, 4)
-        growth = np.median(quarters[-1], axis=0) - np.median(quarters[0], axis=0)
-        assert (growth < MOST_GROWTH_MB).all(), growth
+    assert ended["cancelled"] > 0 and soak.n_refused > 0 and ended["timeout"] > 0
+    quarters = np.array_split(np.array(soak.memory[warm_up:]) / 1e6, 4)
+    growth = np.median(quarters[-1], axis=0) - np.median(quarters[0], axis=0)
+    assert (growth < MOST_GROWTH_MB).all(), growth
 
 
-def check(n: int, soak: Soak, found: dict[str, float]) -> None:
+def check(n: int, soak: Soak, found: Counter[str]) -> None:
     assert soak.came.total() == n
     final = ("whole", "stream", "stops", "several")
     assert {came for kind, came in soak.came if kind in final} == {"done"}
     # every answer that was begun has ended once; who hangs up may do so before it was begun
     reasons = ("stop", "length", "cancelled", "timeout", "failed", "refused")
-    ended = sum(found.get(reason, 0) for reason in reasons)
+    ended = sum(found[reason] for reason in reasons)
     assert soak.n_opened <= ended <= soak.n_opened + soak.n_maybe + soak.n_refused
-    assert not found.get("failed")
+    assert not found["failed"]
     assert found["requests_processing"] == found["requests_deferred"] == 0
     assert found["engine_tokens"] == found["tokens_predicted"]
     assert soak.n_made < found["tokens_predicted"]  # who left has some, too

@@ -15,10 +15,9 @@ from workbench.traffic.load import CLOSED, POISSON, Arrivals, Load, draw, length
 from workbench.traffic.targets import Asking, model_of, over_http
 
 ALL_AT_ONCE = Arrivals(POISSON, float("inf"))
-IDS = np.arange(100, 800, dtype=np.int32)
 
 
-def loaded(arriving, n, n_prompt="uniform:2-9", n_wanted="3", ids=IDS) -> Load:
+def loaded(arriving, n, n_prompt="uniform:2-9", n_wanted="3", ids=range(100, 800)) -> Load:
     return draw(arriving, n, lengths("-p", n_prompt), lengths("-n", n_wanted), np.array(ids))
 
 
@@ -59,15 +58,14 @@ def test_a_server_that_closes_its_connections_loses_none(streamed):
         records, _ = offered(server, load, Asking(streamed=streamed))
     assert {(r.status, r.why) for r in records} == {(rec.OK, "")} and len(records) == 40
     assert server.n_connections == len(server.seen) == 40, "each was heard once"
-    for r in records:
-        assert r.n_made == 2 and (streamed or r.times_ns.tolist() == [r.end_ns])
+    assert all(r.n_made == 2 and (streamed or [*r.times_ns] == [r.end_ns]) for r in records)
     assert streamed == any("stream_options" in body for body in server.seen)
 
 
 def test_open_arrivals_come_when_they_are_due():
     """However slow the server, and however few it serves at once."""
+    load = loaded(Arrivals(POISSON, 100.0), 5, n_wanted="1")
     with serving(Delays(0.1, n_slots=2)) as server:
-        load = loaded(Arrivals(POISSON, 100.0), 5, n_wanted="1")
         records, _ = offered(server, load)
     assert [r.due_ns for r in records] == load.due_ns().tolist()
     assert all(r.sent_ns >= r.due_ns for r in records) and server.most == 2
@@ -118,17 +116,33 @@ def test_every_failure_is_counted_by_its_kind():
 
 
 def test_who_is_not_there_or_wants_a_key_is_said():
+    one = loaded(ALL_AT_ONCE, 1)
     with serving(key="sesame") as server:
         assert model_of(server.url, "sesame") == ("fake", 800)
         with pytest.raises(WorkbenchError, match="HTTP Error 401"):
             model_of(server.url)
-        (record,), _ = offered(server, loaded(ALL_AT_ONCE, 1), key="sesame")
-        assert record.status == rec.OK
-        records, _ = offered(server, loaded(ALL_AT_ONCE, 1))
-        assert records[0].status == "http 401" and records[0].why == "no such key"
-    assert [r.status for r in offered(server, loaded(ALL_AT_ONCE, 3))[0]] == [rec.NO_CONNECTION] * 3
+        assert offered(server, one, key="sesame")[0][0].status == rec.OK
+        (refused,) = offered(server, one)[0]
+        assert (refused.status, refused.why) == ("http 401", "no such key")
+    assert offered(server, one)[0][0].status == rec.NO_CONNECTION
     with pytest.raises(WorkbenchError, match=r"names no models: .*refused"):
         model_of(server.url)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_who_stops_iterating_leaves_no_process(monkeypatch, dies):
+    """And a client process that dies is said."""
+    children, start = [], targets.start_client
+    monkeypatch.setattr(targets, "start_client", lambda: children.append(start()) or children[-1])
+    with serving(Delays(0.01)) as server:
+        offer = over_http(server.url, "fake").offer(loaded(Arrivals(CLOSED, 1), 500), Asking())
+        assert next(offer)
+        if dies:
+            children[0][1].kill()
+            with pytest.raises(WorkbenchError, match="a client process ended before its requests"):
+                list(offer)
+        offer.close()
+    assert [child.returncode for _, child in children] == [-9 if dies else 0]
 
 
 def test_the_end_of_the_time_ends_what_is_in_flight():
@@ -138,42 +152,14 @@ def test_the_end_of_the_time_ends_what_is_in_flight():
     assert [r.status for r in records] == [rec.UNFINISHED] * 2 and len(target.spent) == 1
 
 
-@pytest.mark.parametrize("dies", [False, True])
-def test_who_stops_iterating_leaves_no_process(monkeypatch, dies):
-    """And a client process that dies is said."""
-    children, start = [], targets.start_client
-
-    def noted():
-        pair = start()
-        children.append(pair[1])
-        return pair
-
-    monkeypatch.setattr(targets, "start_client", noted)
-    with serving(Delays(0.01)) as server:
-        offer = over_http(server.url, "fake").offer(loaded(Arrivals(CLOSED, 1), 500), Asking())
-        assert next(offer)
-        if dies:
-            children[0].kill()
-            with pytest.raises(WorkbenchError, match="a client process ended before its requests"):
-                list(offer)
-        offer.close()
-    assert [child.returncode for child in children] == [-9 if dies else 0]
-
-
-# an answer, cut anywhere -------------------------------------------------------------------------
-
-STREAM = b"".join(
-    fake.event({"choices": [{"text": t, "finish_reason": None}]}) for t in ("a", "", "\u20ac")
-) + (
-    b": a comment\n\n"
-    + fake.event({"choices": [{"text": "b", "finish_reason": "length"}]})
-    + fake.event({"choices": [], "usage": {"completion_tokens": 7}})
-    + b"data: [DONE]\n\n"
-)
-
-
-@pytest.mark.parametrize("stream", [STREAM, STREAM.replace(b"\n", b"\r\n")], ids=["lf", "crlf"])
-def test_a_stream_is_read_the_same_however_it_is_cut(stream):
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+def test_a_stream_is_read_the_same_however_it_is_cut(newline):
+    going, end = {"text": "a", "finish_reason": None}, {"text": "b", "finish_reason": "length"}
+    chat = {"delta": {"content": "x"}}  # counts, too; its end does not
+    events = [{"choices": [c]} for c in (going, going | {"text": "\u20ac"}, chat, end)]
+    usage = {"choices": [{"delta": {}}], "usage": {"completion_tokens": 7}}
+    stream = b": a comment\n\n".join(map(fake.event, [*events, usage])) + fake.DONE
+    stream = stream.replace(b"\n", newline)
     for size in range(1, len(stream) + 1):
         ended = []
         answer = HttpAnswer(True, ended.append)
@@ -184,9 +170,8 @@ def test_a_stream_is_read_the_same_however_it_is_cut(stream):
         assert ended == [answer] and answer.status == rec.OK, size
         assert (len(answer.times), answer.n_made, answer.finish) == (4, 7, "length")
         assert answer.times == sorted(answer.times)
-    answer = HttpAnswer(True, lambda _: None)  # chunks of a chat count, too
-    answer.head(200)
-    answer.body(fake.event({"choices": [{"delta": {"content": "x"}}]}), 5)
-    answer.body(fake.event({"choices": [{"delta": {}, "finish_reason": "stop"}]}), 6)
-    answer.lost(9, "gone")
-    assert answer.status == rec.DISCONNECTED and answer.times == [5]
+    cut = HttpAnswer(True, ended.append)
+    cut.head(200)
+    cut.body(stream[: len(stream) // 2], 5)
+    cut.lost(9, "gone")
+    assert cut.status == rec.DISCONNECTED and {*cut.times} == {5}

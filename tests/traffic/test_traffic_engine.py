@@ -1,22 +1,20 @@
-"""One call for a load: an engine of this process, an engine process, a server by its address."""
+"""One call for a load on an engine of this process, or an engine process; and its run folder."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 
 import numpy as np
 import pytest
 
 import workbench as wb
-from tests.traffic.fake_server import serving as fake_server
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.config import EngineConfig
-from workbench.engine.slots.asks import Ask, Totals
+from workbench.engine.slots.asks import Ask
 from workbench.server.wire import messages
 from workbench.server.wire.worker import OwnEngine, WorkerSettings
 from workbench.traffic import records as rec
-from workbench.traffic.bench import BenchSpec, engine_figures, load_served, serve_bench
+from workbench.traffic.bench import BenchSpec, load_served, serve_bench
 from workbench.traffic.bench_text import report, step_figures
 from workbench.traffic.latency import Slo
 from workbench.traffic.load import CLOSED, POISSON, Arrivals
@@ -35,41 +33,33 @@ def engine(tiny_model):
         yield loaded
 
 
-class Noted:
+class Noted(OwnEngine):
     """The pipe to an engine of this process, and what was sent through it. dies_after: so many
     messages. full: whether requests are refused, as with a queue that is full."""
 
-    def __init__(self, engine, n_slots: int = 4, dies_after: float = INF, full: bool = False):
-        self.own, self.left, self.full = OwnEngine(engine, n_slots), dies_after, full
-        self.asked, self.cancelled = list[Ask](), list[int]()
-        self.refused, self.most = deque[messages.Refused](), 0
+    def __init__(self, engine, dies_after: float = INF, full: bool = False):
+        super().__init__(engine, 4)
+        self.left, self.asked, self.cancelled, self.most = dies_after, list[Ask](), list[int](), 0
+        if full:
+            self.slots.n_waiting = -4  # as many as there are slots
 
     def send(self, message: Ask | messages.Cancel) -> None:
-        if isinstance(message, messages.Cancel):
-            self.cancelled.append(message.number)
-        else:
-            self.asked.append(message)
-        if self.full and isinstance(message, Ask):
-            self.refused.append(messages.Refused(message.number, "no room", 1.0))
-        else:
-            self.own.send(message)
+        (self.asked if isinstance(message, Ask) else self.cancelled).append(message)
+        super().send(message)
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        self.most = max(self.most, self.own.slots.totals().n_running)
-        return bool(self.refused) or self.own.poll(timeout)
+        self.most = max(self.most, self.slots.totals().n_running)
+        return super().poll(timeout)
 
     def recv(self):
         self.left -= 1
         if self.left < 0:
             raise EOFError
-        return self.refused.popleft() if self.refused else self.own.recv()
+        return super().recv()
 
 
 def spec(n_prompt="uniform:2-9", n_gen="uniform:1-5", **more) -> BenchSpec:
     return BenchSpec.of(n_prompt, n_gen, IDS, **({"n_requests": 12} | more))
-
-
-# what a user calls --------------------------------------------------------------------------------
 
 
 def test_an_engine_serves_every_request_itself(engine, tmp_path):
@@ -90,8 +80,8 @@ def test_an_engine_serves_every_request_itself(engine, tmp_path):
     assert one["n_steps"] > four["n_steps"] and one["tokens_per_step"] < four["tokens_per_step"]
     share = f"Sampling (share of the time):            {four['sampling_share']:.2f}"
     assert share in report(made.rows[2])
-    engine_of_run = made.run["engine"]
-    assert engine_of_run["slots"] == 4 and engine_of_run["toggles"] == engine.toggles.to_dict()
+    about = made.run["engine"]
+    assert about["slots"] == 4 and about["toggles"] == engine.toggles.to_dict()
     again = load_served(tmp_path / "run")
     assert [row.engine for row in again.rows] == [row.engine for row in made.rows]
     assert "| concurrency=4 |" in repr(made) and "<table" in made._repr_html_()
@@ -106,31 +96,6 @@ def test_an_engine_process_is_begun_and_ended(tiny_model):
     toggles = made.run["engine"]["toggles"]
     assert (toggles["preset"], toggles["kv_growth"]) == ("best", "geometric")
     assert made.run["model"]["architecture"] == "llama"
-
-
-@pytest.mark.long
-def test_a_server_is_reached_by_its_address():
-    """What its client processes took is that of one setting."""
-    with fake_server() as server:
-        made = wb.serve_bench(server.url, concurrency="2,1", **ASKED)
-    assert made.run["engine"]["url"] == server.url
-    for row in made.rows:
-        assert row.figures["completed"] == 9 and row.client["processes"] == 1
-        assert not row.engine and step_figures(row) == {} and "Engine" not in report(row)
-
-
-def test_counts_are_of_one_setting():
-    before = Totals(10, 100, 5, 50, 1.0, 0.25, 0, 0, 0, 0)
-    after = Totals(14, 130, 5, 62, 1.5, 0.375, 1, 2, 3, 4)
-    assert engine_figures(before, after) == {
-        "n_steps": 4, "n_prompt_tokens": 30, "n_made_tokens": 12, "step_s": 0.5,
-        "sampling_s": 0.125,
-    }  # fmt: skip
-    assert engine_figures(None, after)["n_steps"] == 14
-    assert engine_figures(before, None) == {}
-
-
-# the pipe of an engine ----------------------------------------------------------------------------
 
 
 def test_each_request_of_each_setting_is_asked_once(engine):
@@ -153,18 +118,14 @@ def test_each_request_of_each_setting_is_asked_once(engine):
     assert len({*prompts}) == len(prompts), "neither a warm-up nor a setting shares a prompt"
 
 
-@pytest.mark.parametrize(
-    ("full", "n_prompt", "status", "why"),
-    [(True, "5", rec.REFUSED, "no room"),
-     (False, "300", rec.FAILED, "the prompt has 300 tokens, and the context of a request is 256")],
-)  # fmt: skip
-def test_what_the_engine_refuses_is_counted(engine, full, n_prompt, status, why):
-    target, asked = over_pipe(Noted(engine, full=full)), spec(n_prompt=n_prompt, n_requests=3)
-    with pytest.raises(WorkbenchError, match=f"no warm-up request ended well .{status}: {why}"):
+def test_what_the_engine_refuses_is_counted(engine):
+    target, asked = over_pipe(Noted(engine)), spec(n_prompt="300", n_requests=3)
+    why = "the prompt has 300 tokens, and the context of a request is 256"
+    with pytest.raises(WorkbenchError, match=f"no warm-up request ended well .{rec.FAILED}: {why}"):
         serve_bench(target, [Arrivals(CLOSED, 2)], asked)
     made = serve_bench(target, [Arrivals(CLOSED, 2)], asked._replace(n_warm_up=0))
-    assert made.rows[0].figures["failures"] == {status: 3}
-    assert made.rows[0].warnings[0] == f"3 requests did not end well: 3 {status}"
+    assert made.rows[0].figures["failures"] == {rec.FAILED: 3}
+    assert made.rows[0].warnings[0] == f"3 requests did not end well: 3 {rec.FAILED}"
 
 
 def test_the_end_of_the_time_cancels_what_is_in_flight(engine):
@@ -172,7 +133,7 @@ def test_the_end_of_the_time_cancels_what_is_in_flight(engine):
     asked = spec(n_gen="200", n_prompt="9", n_warm_up=0, most_s=0.02)
     target = over_pipe(pipe := Noted(engine))
     made = serve_bench(target, [Arrivals(CLOSED, 2), Arrivals(CLOSED, 3)], asked)
-    assert not pipe.own.slots.totals().n_running
+    assert not pipe.slots.totals().n_running
     after = serve_bench(target, [Arrivals(CLOSED, 2)], spec())
     for row, n in zip(made.rows, (2, 3), strict=True):
         assert row.figures["unfinished"] == n and row.figures["failures"] == {}
@@ -184,19 +145,11 @@ def test_the_end_of_the_time_cancels_what_is_in_flight(engine):
 
 def test_what_cannot_be_measured_is_refused(engine):
     target, asked = over_pipe(Noted(engine)), spec(asking=Asking(streamed=False), n_warm_up=0)
-    closed = [Arrivals(CLOSED, 2)]
-    for settings, one, said in (
-        (closed, asked, "sends tokens as they come"),
-        (closed, asked._replace(slo=Slo.of("ttft:1s")), "whole answers show no TTFT and no TPOT"),
-        ([], asked, "there is no setting to measure"),
-    ):
+    for n, said in ((1, "sends tokens as they come"), (0, "there is no setting to measure")):
         with pytest.raises(UsageError, match=said):
-            serve_bench(target, settings, one)
+            serve_bench(target, [Arrivals(CLOSED, 2)] * n, asked)
     with pytest.raises(UsageError, match="5 slots; this engine has 4 sequences"):
         OwnEngine(engine, 5)
-
-
-# the run folder -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["served", "refused"])
@@ -209,8 +162,8 @@ def test_a_folder_gives_the_same_figures_again(engine, tmp_path, full):
     for one, again in zip(made.rows, found.rows, strict=True):
         assert repr(one.figures) == repr(again.figures)
         assert (one.n_requests, one.client) == (again.n_requests, again.client)
+        assert one.figures["failures"] == ({rec.REFUSED: 12} if full else {})
     assert found.run["result"]["spec"]["n_prompt"] == "uniform:2-9"
-    assert found.run["tests"] == ["uniform:2-9/uniform:1-5"]
     with pytest.raises(UsageError, match=r"is there already|exists"):
         serve_bench(None, settings, asked, out=tmp_path / "run")
     for slo, goodput in (("e2e:100s", "request_throughput"), ("e2e:1us", None)):

@@ -62,25 +62,21 @@ def test_rng_lengths_are_server_bench_s():
 
 NO_LENGTHS = ["", "0", "-1", "1.5", "uniform:5", "uniform:9-3", "rng-0-0", "rng:1-2", "many", "1e3"]
 REFUSED = [
-    *((lambda text=text: lengths("-p", text), "-p .* is no length; write it as")
-      for text in NO_LENGTHS),
-    (lambda: arrivals(POISSON, "nan", None), "--rate 'nan' is no rate"),
-    (lambda: arrivals(POISSON, "1,,2", None), "--rate '' is no rate"),
-    (lambda: arrivals(POISSON, None, "0"), "--concurrency '0' is no number"),
-    (lambda: arrivals(POISSON, None, "1.5"), "--concurrency '1.5' is no"),
-    (lambda: arrivals("gamma", "1", None), "--arrivals 'gamma': choose poisson or constant"),
-    (lambda: draw(Arrivals(CLOSED, 2), 0, FIXED, FIXED, IDS), "--n-requests 0 must be 1 to"),
-    (lambda: draw(Arrivals(CLOSED, 2), 1, FIXED, FIXED, IDS[:0]), "no token ids"),
-]  # fmt: skip
+    *((lengths, ("-p", text), "-p .* is no length; write it as") for text in NO_LENGTHS),
+    (arrivals, (POISSON, "nan", None), "--rate 'nan' is no rate"),
+    (arrivals, (POISSON, "1,,2", None), "--rate '' is no rate"),
+    (arrivals, (POISSON, None, "0"), "--concurrency '0' is no number"),
+    (arrivals, (POISSON, None, "1.5"), "--concurrency '1.5' is no"),
+    (arrivals, ("gamma", "1", None), "--arrivals 'gamma': choose poisson or constant"),
+    (draw, (Arrivals(CLOSED, 2), 0, FIXED, FIXED, IDS), "--n-requests 0 must be 1 to"),
+    (draw, (Arrivals(CLOSED, 2), 1, FIXED, FIXED, IDS[:0]), "no token ids"),
+]
 
 
-def test_what_is_no_load_is_refused():
-    for asked, said in REFUSED:
-        with pytest.raises(UsageError, match=said):
-            asked()
-
-
-# arrivals ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("asked", "given", "said"), REFUSED)
+def test_what_is_no_load_is_refused(asked, given, said):
+    with pytest.raises(UsageError, match=said):
+        asked(*given)
 
 
 @given(SETTINGS, st.integers(1, 200), st.integers(0, 9))
@@ -103,14 +99,9 @@ def test_poisson_gaps_are_exponential():
 
 
 def test_lists_of_rates_and_concurrencies():
-    found = arrivals(POISSON, "1,2.5,inf", "1,8,inf")
-    names = ["rate=1", "rate=2.5", "rate=inf", "concurrency=1", "concurrency=8"]
-    assert [a.name for a in found] == names
-    assert [a.name for a in arrivals(POISSON, None, None)] == ["rate=inf"]
-    assert [a.name for a in arrivals(CONSTANT, "4", None)] == ["rate=4 constant"]
-
-
-# prompts, and which may start --------------------------------------------------------------------
+    found = [*arrivals(POISSON, "1,2.5,inf", "8,inf"), *arrivals(CONSTANT, "4", None)]
+    wanted = ["rate=1", "rate=2.5", "rate=inf", "concurrency=8", "rate=4 constant", "rate=inf"]
+    assert [a.name for a in [*found, *arrivals(POISSON, None, None)]] == wanted
 
 
 @given(st.integers(0, 40), st.integers(0, 5), st.integers(0, 5))

@@ -49,15 +49,11 @@ def test_what_is_not_known_has_no_line():
     assert "Request rate configured (RPS):           2.50      " in text
     for word in ("TTFT", "TPOT", "ITL", "goodput", "nan", "concurrency:", "CPU", "Steady"):
         assert word not in text, word
-    assert "Mean E2EL (ms):                          100.00    " in text
-    heads = [line for line in text.splitlines() if line[0] in "-="]
-    assert all(len(line) == 50 for line in heads) and len(heads) == 4
 
 
 def test_several_settings_have_a_row_each():
     other = ROW._replace(setting=Arrivals(POISSON, float("inf")))
     table = table_of([ROW, other])
-    assert table["setting"].tolist() == ["concurrency=2", "rate=inf"]
     assert table["failed"].tolist() == [1, 1] and "good/s" in table
     assert table["median"].tolist() == [ROW.figures["median_ttft_ms"]] * 2
     text = format_rows([ROW, other])
@@ -66,22 +62,19 @@ def test_several_settings_have_a_row_each():
     assert text.startswith("concurrency=2\n" + TABLE) and text.count(" Serving B") == 2
     assert "| rate=inf " in text and text.endswith("|\n")
     assert format_rows([ROW]) == "concurrency=2\n" + TABLE, "one setting needs no summary"
-    md = format_rows([ROW, other], "md")
-    assert md.count("\n") == 4 and md.startswith("| setting ")
     narrow = format_rows([ROW, other], "md", 60)
-    assert max(map(len, narrow.splitlines())) <= 60
+    assert "| setting " in narrow and max(map(len, narrow.splitlines())) <= 60
 
 
 def test_json_has_vllm_s_keys_and_no_nan():
-    for text, wanted in (("json", json.loads), ("jsonl", lambda s: [json.loads(s)])):
-        (made,) = wanted(format_rows([ROW], text))
-        assert made["max_concurrency"] == 2 and made["request_rate"] == "inf"
-        assert made["completed"] == 3 and made["failures"] == {"refused": 1}
-        assert made["p99_itl_ms"] == pytest.approx(49.0) and made["num_prompts"] == 4
-        assert made["steady"]["mean_ttft_ms"] is None
-        assert made["server_bench"]["mean_depth"] == pytest.approx(12.0)
-        assert made["server_bench"]["generated_tokens_per_s_and_slot"] == pytest.approx(9 / 0.65)
-        assert made["client"] == CLIENT and "1 refused" in made["warnings"][0]
-    assert "NaN" not in format_rows([ROW], "json")
+    made = json.loads(format_rows([ROW], "jsonl"))
+    assert [made] == json.loads(format_rows([ROW], "json"))
+    assert made["max_concurrency"] == 2 and made["request_rate"] == "inf"
+    assert made["completed"] == 3 and made["failures"] == {"refused": 1}
+    assert made["p99_itl_ms"] == pytest.approx(49.0) and made["num_prompts"] == 4
+    assert made["steady"]["mean_ttft_ms"] is None and "NaN" not in format_rows([ROW], "json")
+    assert made["server_bench"]["mean_depth"] == pytest.approx(12.0)
+    assert made["server_bench"]["generated_tokens_per_s_and_slot"] == pytest.approx(9 / 0.65)
+    assert made["client"] == CLIENT and "1 refused" in made["warnings"][0]
     with pytest.raises(UsageError, match="-o 'csv': choose one of table, md, json, jsonl"):
         format_rows([ROW], "csv")

@@ -63,16 +63,12 @@ def built(folder: Path) -> Path:
     return wheel
 
 
-class Unexpected(Exception):
-    """A command did not do what it should; the message has what it printed."""
-
-
 class Environment:
     """A virtual environment without anything of the checkout's, and an empty home."""
 
     def __init__(self, version: str, python: str, folder: Path):
         self._version = version
-        self.work, self._bin = folder / "work", folder / "venv" / "bin"
+        self._work, self._bin = folder / "work", folder / "venv" / "bin"
         subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
         for made in ("work", "home"):
             (folder / made).mkdir()
@@ -81,43 +77,29 @@ class Environment:
             "PATH": f"{self._bin}:/usr/bin:/bin", "HOME": str(folder / "home"), "LANG": "C.UTF-8"
         }  # fmt: skip
 
-    def install(self, wheel: Path, extras: str = "") -> None:
-        begun = time.monotonic()
-        self._run([
-            "python", "-m", "pip", "install", "-q", "--disable-pip-version-check",
-            "-c", str(ROOT / "constraints.txt"), f"{wheel}{extras}",
-        ], 0, "")  # fmt: skip
-        self._say(begun, f"pip install {wheel.name}{extras}")
-
     def expects(self, arguments: Sequence[str], status: int, text: str) -> None:
-        """Runs a command. Raises Unexpected where the command does not do what it should."""
+        """Runs a command. Raises AssertionError, with what it printed, where it does not do what it
+        should."""
         begun = time.monotonic()
-        said = self._run(arguments, status, text)
-        if status and ("Traceback" in said or not said.splitlines()[-1].startswith("error: ")):
-            raise Unexpected(f"not an error of one line: {' '.join(arguments)}\n{said}")
-        self._say(begun, " ".join(arguments))
-
-    def _say(self, begun: float, what: str) -> None:
-        print(f"{self._version} {time.monotonic() - begun:6.1f} s  {what}", flush=True)
-
-    def _run(self, arguments: Sequence[str], status: int, text: str) -> str:
         done = subprocess.run(
-            [self._bin / arguments[0], *arguments[1:]], cwd=self.work, env=self._environment,
+            [self._bin / arguments[0], *arguments[1:]], cwd=self._work, env=self._environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
-        if done.returncode != status or text not in done.stdout:
-            raise Unexpected(
-                f"{' '.join(arguments)}: status {done.returncode} where {status} is expected, and "
-                f"{text!r} in:\n{done.stdout[-4000:]}"
-            )
-        return done.stdout
+        said, command = done.stdout, " ".join(arguments)
+        wanted = f"{command}: status {done.returncode} where {status} is expected, and {text!r} in:"
+        if done.returncode != status or text not in said:
+            raise AssertionError(f"{wanted}\n{said[-4000:]}")
+        if status and ("Traceback" in said or not said.splitlines()[-1].startswith("error: ")):
+            raise AssertionError(f"not an error of one line: {command}\n{said}")
+        print(f"{self._version} {time.monotonic() - begun:6.1f} s  {command}", flush=True)
 
 
 def tried(wheel: Path, version: str, python: str, folder: Path) -> None:
     environment = Environment(version, python, folder)
+    install = ["python", "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c"]
     for extras, commands in (("", WITHOUT_EXTRAS), ("[lab,serve]", WITH_EXTRAS)):
-        environment.install(wheel, extras)
+        environment.expects([*install, str(ROOT / "constraints.txt"), f"{wheel}{extras}"], 0, "")
         for command in commands:
             environment.expects(*command)
 
@@ -136,7 +118,7 @@ def main(wanted: Sequence[str]) -> None:
         try:
             for one in as_completed(tries):
                 one.result()
-        except (Unexpected, subprocess.TimeoutExpired) as error:
+        except (AssertionError, subprocess.TimeoutExpired) as error:
             pool.shutdown(cancel_futures=True)
             sys.exit(str(error))
     print("as it should be on Python " + ", ".join(version for version, _ in found))
