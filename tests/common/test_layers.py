@@ -227,7 +227,7 @@ GATE = "not exhaustive and not gpu and not browser"
 
 @pytest.mark.slow
 def test_nothing_leaves_the_gate_altogether():
-    """Of what the exhaustive tests try the others try something, but for the full products."""
+    """Of what the exhaustive tests try the others try something, but for the full product."""
     words, found = re.compile(r"mark\.exhaustive|\b(share|tiers|rest|exhaustive)\("), []
     files = [p for p in (ROOT / "tests").rglob("test_*.py") if words.search(p.read_text())]
     for markers in ("exhaustive", GATE):

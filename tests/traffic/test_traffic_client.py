@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -113,6 +115,16 @@ def test_every_failure_is_counted_by_its_kind():
         assert r.status == status and why in r.why, (r, fault)
         if status == rec.OK:
             assert r.n_made == len(r.times_ns) == (2 if fault == fake.SHORT else 4)
+
+
+def test_what_was_answered_by_half_is_not_sent_again():
+    """On a connection that had an answer before, so that a request unheard would be."""
+    load = loaded(Arrivals(CLOSED, 1), 12, "2", "4", [100, fake.HALF])
+    with serving() as server:
+        records, _ = offered(server, load, Asking(timeout_s=5))
+    first = [int(load.prompt(i)[0]) for i in range(load.n)]
+    assert (100, fake.HALF) in pairwise(first) and len(server.seen) == load.n
+    assert [r.status for r in records] == [FAULTS[i][0] for i in first]
 
 
 def test_who_is_not_there_or_wants_a_key_is_said():
