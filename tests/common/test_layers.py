@@ -166,8 +166,8 @@ def test_toggles_are_read_in_their_room_and_where_all_is_chosen():
 
 # what may be asked whether it has a member: the system, errors, and other people's libraries
 ASKED = {
-    "os", "error", "shell", "request.module", "getattr(shell, 'kernel', None)", "sys.modules.get('IPython')",
-    "shell.displayhook.exec_result", "cupti", "params", "p", "kinds", "real",
+    "os", "error", "shell", "getattr(shell, 'kernel', None)", "sys.modules.get('IPython')",
+    "request.module", "shell.displayhook.exec_result", "cupti", "params", "p", "kinds", "real",
     "c", "s", "r", "trace", "source",  # of tests: commands, slices, records and spans of two kinds
     "one",  # of tests: a parameter, with marks or without
 }  # fmt: skip
