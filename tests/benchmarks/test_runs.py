@@ -69,6 +69,15 @@ def test_what_is_written_is_read(tmp_path):
     assert found["ttft_us"].tolist() == [3.0005] * 2 and found["p99_us"].tolist() == [1.0, 1.0]
 
 
+def test_a_new_run_takes_no_other_runs_folder(tmp_path):
+    run, s = a_run(), some_samples()
+    folder = write_run(tmp_path / "r1", run, s, new=True)
+    write_run(folder, run | {"status": "interrupted"}, s, new=True)  # of the same run
+    with pytest.raises(UsageError, match="exists"):
+        write_run(folder, run | {"started": "2020-01-01T00:00:00Z"}, s, new=True)
+    assert load_run(folder).run["status"] == "interrupted"
+
+
 DAMAGED = {
     "no run": ("run.json", None), "no samples": ("samples.parquet", None),
     "cut": ("run.json", b"{"), "a list": ("run.json", b"[]"),
@@ -191,7 +200,7 @@ def test_a_gpu_has_a_number_and_no_serial_number(monkeypatch):
     (one,), (other,) = seen(uuid), seen(uuid.replace("3c", "4c"))
     assert one["card"] == card_number(uuid) != other["card"]
     assert not any(part in json.dumps(one) for part in uuid.split("-")[1:])
-    assert 0.007 in one.values(), "milliwatts are told as watts"
+    assert one["power_w"] == one["power_limit_w"] == 0.007, "NVML tells milliwatts"
 
 
 MEASURE = {

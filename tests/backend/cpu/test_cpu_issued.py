@@ -3,7 +3,9 @@ keys tell apart."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from workbench.backend.base import Backend, open_backend
 from workbench.backend.issue.args import view_address
 from workbench.backend.issue.bind import plannable
 from workbench.backend.issue.issued import Issued
+from workbench.common.devices import DEVICES
 from workbench.common.errors import DeviceError
 from workbench.graph import ops
 from workbench.graph.ir import F16, F32, I32, DType, Kind, Node, Tensor
@@ -140,3 +143,11 @@ def test_what_the_null_device_cannot_is_refused():
     ):
         with pytest.raises(DeviceError, match=says):
             ask()
+
+
+def test_a_numbered_device_is_opened_by_its_number(monkeypatch):
+    asked = SimpleNamespace(open_backend=lambda **options: options)
+    for name, device in DEVICES.items():
+        monkeypatch.setitem(sys.modules, device.module, asked)
+        wanted = {"threads": 2} | ({"device": 3} if device.numbered else {})
+        assert open_backend(name, threads=2, number=3) == wanted

@@ -104,6 +104,23 @@ def test_memory_freed_too_early_stays_until_a_stream_is_done(two, stream):
     assert not two._retired
 
 
+def test_a_wait_issued_again_waits_for_the_latest_record(two):
+    event, side = two.event(), SIDE[0]
+    record, wait = two.record(event, 0), two.wait(event, side)
+    source, result = (two.allocate(64, Space.PINNED) for _ in range(2))
+    source.array[:], result.array[:] = 3, 0
+    spins(two, 0, 0)[0]()
+    record(), wait()
+    two.sync_stream(side)()
+    with hold(two, 0):
+        record(), wait()
+        two.copy(result.address, source.address, 64, side, to_host=True)()
+        time.sleep(0.05)  # a copy that waits for nothing would be over
+        assert not result.array.any()
+    two.sync_stream(side)()
+    assert (result.array == 3).all()
+
+
 @pytest.mark.parametrize("workers", [1, 2, 9])
 def test_nobody_pays_for_a_stream_that_no_program_uses(workers):
     others = n_threads()
