@@ -53,6 +53,8 @@ AT_X = [*X, "--model-id", "m"]
 REFUSED = [
     ([], "name a server: --url http://127.0.0.1:8000, or -m and a GGUF file"),
     (["--url", "localhost:8000"], "is no address; write it as http://127.0.0.1:8000"),
+    ([*X, "-m", "y.gguf"], "name a server"),
+    ([*X, "--n-ctx", "512"], "--n-ctx is the server's"),
     ([*X, "--fuse", "on"], "--fuse is the server's"),
     ([*AT_X, "--slo", "ttft:200"], "--slo 'ttft:200' is no objective; write them as ttft:200ms"),
     ([*AT_X, "--timeout", "0"], "--timeout 0.0 is no length of"),
