@@ -51,6 +51,11 @@ BY_HAND = "by hand"  # sync mode and copy stream of such programs
 SHAPE = StepShape(1, 1, 0)  # one token, one row of logits, no cache
 
 
+class _Step(NamedTuple):
+    commands: list[Command]
+    splits: list[int]
+
+
 class Script:
     """A run of programs that is written by hand, command by command, as its timeline is read.
 
@@ -71,9 +76,8 @@ class Script:
     """
 
     def __init__(self, *backends: str):
-        """backends: in index order, the host's first."""
         self.backends = backends
-        self._steps: list[tuple[list[Command], list[int]]] = []  # commands, backends of splits
+        self._steps: list[_Step] = []
         self._split = RESULT
         self._buffers: dict[str, Buffer] = {}
         self._ranges: dict[str, Range] = {}
@@ -82,12 +86,12 @@ class Script:
 
     def step(self) -> None:
         """Begins the next step."""
-        self._steps.append(([], []))
+        self._steps.append(_Step([], []))
         self._split = RESULT
 
     def split(self, backend: str) -> None:
         """Begins the step's next split, on `backend`."""
-        _, splits = self._steps[-1]
+        splits = self._steps[-1].splits
         self._split = len(splits)
         splits.append(self._index(backend))
 
@@ -172,8 +176,10 @@ class Script:
     def result(self, memory: str) -> None:
         """Ends the step: its result is copied to the host, waited for, and read."""
         self._split = RESULT
-        backend = self.backends[self._owner(memory)]
-        landing = f"{self.backends[HOST]}#{_name(memory)}#0"
+        backend, landing = (
+            self.backends[self._owner(memory)],
+            f"{self.backends[HOST]}#{_name(memory)}#0",
+        )
         self._copy(landing, memory, self._stream(backend))
         self.record("logits", backend)
         self.sync_event("logits")
@@ -183,14 +189,14 @@ class Script:
         """The steps so far."""
         return [
             Program(
-                commands, list(self._buffers.values()), self._layout, splits, self.backends, SHAPE,
-                BY_HAND, BY_HAND,
+                step.commands, list(self._buffers.values()), self._layout, step.splits,
+                self.backends, SHAPE, BY_HAND, BY_HAND,
             )
-            for commands, splits in self._steps
+            for step in self._steps
         ]  # fmt: skip
 
     def _emit(self, command: Command) -> None:
-        self._steps[-1][0].append(command)
+        self._steps[-1].commands.append(command)
 
     def _copy(self, to: str, source: str, stream: Stream) -> Copy:
         tensor = self.tensor(source)
@@ -209,8 +215,10 @@ class Script:
         return self._ranges[memory]
 
     def _buffer(self, name: str, nbytes: int, owner: int) -> Buffer:
-        space = Space.PINNED if owner == HOST else Space.DEVICE
-        return self._buffers.setdefault(name, Buffer(name, space, nbytes, owner))
+        if name not in self._buffers:
+            space = Space.PINNED if owner == HOST else Space.DEVICE
+            self._buffers[name] = Buffer(name, space, nbytes, owner)
+        return self._buffers[name]
 
     def _owner(self, memory: str) -> int:
         return self._index(memory.partition("#")[0])
@@ -445,80 +453,133 @@ def _copy_from_the_host(blocking: bool, guarded: bool) -> list[Program]:
 
 CASES = (
     Case(
-        "asynchronous_copies", "#20463",
-        "wrong perplexity with two devices and pipelining, after the first merge of #17795",
-        "#17795 made the copies of a split's inputs asynchronous, with a wait before them and one "
-        "behind; a pipeline, guarded by events, had these alone: a perplexity of 2382. #20793 gave "
-        "pipelines the same two waits (the pattern saaasg; the events, which then do nothing, are "
-        "left out). No thread names the accesses. Modelled are the four ubatches of the "
-        "reproduction: the CPU's split of the next one overwrites inp_embd, which has one place on "
-        "the host, before its copy has run. Graph reuse was a second defect: see reused_copy.",
-        True, _asynchronous_copies(fixed=False), _asynchronous_copies(fixed=True),
-        (Named(0, 1, "copy", "inp_embd"), Named(1, 0, "launch", "inp_embd")),
+        name="asynchronous_copies",
+        thread="#20463",
+        title="wrong perplexity with two devices and pipelining, after the first merge of #17795",
+        models=(
+            "#17795 made the copies of a split's inputs asynchronous, with one wait before them "
+            "and one behind; a pipeline, whose splits are guarded by events, had its events alone. "
+            "ggerganov found a perplexity of 2382 in a pipeline and rolled it back. That was with "
+            "graph reuse too, a second defect (the case reused_copy): mending either alone did not "
+            "help. Without reuse blocking copies cure it, aendk found, and #20793 gave pipelines "
+            "the same two waits (the pattern saaasg; the events, which then do nothing, are left "
+            "out). No thread names the two accesses, and the case does not tell why two ubatches "
+            "with outputs were wanted. Modelled is what the missing wait leaves in the four "
+            "ubatches of the reproduction, each with a copy index of its own: the CPU's split of "
+            "the next ubatch overwrites inp_embd, which has one place on the host, before the copy "
+            "of it has run."
+        ),
+        reconstructed=True,
+        before=_asynchronous_copies(fixed=False),
+        after=_asynchronous_copies(fixed=True),
+        expected=(Named(0, 1, "copy", "inp_embd"), Named(1, 0, "launch", "inp_embd")),
     ),
     Case(
-        "split_without_inputs", "#26040",
-        "a split with no inputs does not wait for the one before it",
-        "0cc4m: with -nkvo a Vulkan split has model.input_embed as its input, and the CPU's split "
-        "behind it has none, so it waited for nothing; the allocator had given it the same host "
-        "memory. The sanitizer of #26167 names the pair. The fix waits for the backend of the "
-        "split before where a split has none. One GPU, so no events; each split is one launch.",
-        False, _split_without_inputs(fixed=False), _split_without_inputs(fixed=True),
-        (Named(0, 1, "copy", "model.input_embed"), Named(0, 2, "launch", "conv_states-0")),
+        name="split_without_inputs",
+        thread="#26040",
+        title="a split with no inputs does not wait for the one before it",
+        models=(
+            "0cc4m: with -nkvo a Vulkan split has model.input_embed as its input, and the CPU's "
+            "split behind it has none, so nothing made it wait; the allocator had given it the "
+            "same host memory, which it overwrote before the Vulkan split had read it. The "
+            "sanitizer of #26167 names the pair: the copy of model.input_embed, and conv_states-0. "
+            "The fix waits for the backend of the split before (or its event) where a split has no "
+            "inputs and another backend. One GPU, so no events; each split is one launch."
+        ),
+        reconstructed=False,
+        before=_split_without_inputs(fixed=False),
+        after=_split_without_inputs(fixed=True),
+        expected=(
+            Named(0, 1, "copy", "model.input_embed"), Named(0, 2, "launch", "conv_states-0")
+        ),
     ),
     Case(
-        "reused_inputs", "#20927",
-        "inputs rewritten under a running pipeline when the graph is reused",
-        "The fix waits for all backends before the inputs of a reused graph are written: the "
-        "computation before may still be reading them, by which command it does not say. Modelled "
-        "to the letter: kernels that read the host's memory itself, as integrated GPUs do (#27572 "
-        "and #27311 find it there). Where copies block, nothing reads the host's memory late; see "
-        "reused_copy. The second device is left out.",
-        True, _inputs_read_in_place(fixed=False), _inputs_read_in_place(fixed=True),
-        (Named(0, 0, "launch", "result_output"), Named(1, RESULT, "write", "inp_pos")),
+        name="reused_inputs",
+        thread="#20927",
+        title="inputs rewritten under a running pipeline when the graph is reused",
+        models=(
+            "The fix waits for all backends before the inputs of a reused graph are written; for, "
+            "as its comment says, the computation before may still be reading them. It does not "
+            "say by which command. Modelled to the letter: kernels that read the host's memory "
+            "itself, as integrated GPUs do. #27572 and #27311 find this very race on those, which "
+            "the fix, made for pipelines alone, does not reach. Where inputs are copied and the "
+            "copies block, as on discrete GPUs then, nothing reads the host's memory late; see "
+            "the case reused_copy. The second device is left out."
+        ),
+        reconstructed=True,
+        before=_inputs_read_in_place(fixed=False),
+        after=_inputs_read_in_place(fixed=True),
+        expected=(Named(0, 0, "launch", "result_output"), Named(1, RESULT, "write", "inp_pos")),
     ),
     Case(
-        "reused_copy", "#20927",
-        "a reused graph copies one device's output over the copy that the other still reads",
-        "In #20463 blocking copies alone did not bring the perplexity back; graph reuse had to go "
-        "too, and came back with the wait of #20927. Modelled is what the code then does: a copy "
-        "between CUDA devices rides the source's stream, but the wait for the copy's last reader "
-        "is on the destination's, which orders nothing. So output of device 0 lands on the copy "
-        "that device 1 reads for the ubatch before, if device 1 is slower. A stale index would "
-        "explain the perplexity as well, without a race; no thread says which. A ring of four "
-        "copies puts four ubatches between the two and orders them no better.",
-        True, two_devices(3, 1, drained=False), two_devices(3, 1, drained=True),
-        (Named(0, 2, "launch", "result_output"), Named(1, 2, "copy", "l_out-0")),
+        name="reused_copy",
+        thread="#20927",
+        title="a reused graph copies one device's output over the copy that the other still reads",
+        models=(
+            "In #20463 blocking copies alone did not bring the perplexity back; graph reuse had to "
+            "go too, and came back with the wait of #20927. ggerganov suspected the copy index, "
+            "which a reused graph does not move on. Modelled is what the code then does: a copy "
+            "between CUDA devices rides the source's stream, but the scheduler puts the wait for "
+            "the copy's last reader on the destination's, which orders nothing. So the output of "
+            "device 0 lands on the copy that device 1 reads for the ubatch before, if device 1 is "
+            "slower: where it computes logits, as in the reproduction. A stale copy index would "
+            "explain the perplexity as well, without a race. No thread says which, and "
+            "aendk takes the copy between devices for watertight (#20793). A ring of four copies "
+            "puts four ubatches between the two and orders them no better."
+        ),
+        reconstructed=True,
+        before=two_devices(n_steps=3, n_copies=1, drained=False),
+        after=two_devices(n_steps=3, n_copies=1, drained=True),
+        expected=(Named(0, 2, "launch", "result_output"), Named(1, 2, "copy", "l_out-0")),
     ),
     Case(
-        "bumped_copy_index", "#14855",
-        "the pipeline's ring evaluated again with a bumped copy index",
-        "slaren: computing a graph moved the copy index on, so inputs went to copies 1, 2, 3 while "
-        "the graph read copy 0: a stale read, in perfect order, and no race. A race is ours: when "
-        "the index comes round, the wait for copy 0's event is one for the first evaluation, and "
-        "copy 0 is overwritten under the fourth. The fix moves the index on where a graph is "
-        "allocated. The second device is left out.",
-        True, _bumped_copy_index(fixed=False), _bumped_copy_index(fixed=True),
-        (Named(3, 0, "launch", "result_output"), Named(4, 0, "copy", "inp_pos")),
+        name="bumped_copy_index",
+        thread="#14855",
+        title="the pipeline's ring evaluated again with a bumped copy index",
+        models=(
+            "slaren: computing a graph moved the copy index on, so that a graph evaluated again "
+            "used the wrong copy. Inputs went to copies 1, 2, 3 while the graph read copy 0, with "
+            "which it was allocated. That is a stale read, in perfect order, and no race. The race "
+            "is ours: it follows when the index comes round, for the wait for the event of copy 0 "
+            "is one for the first evaluation, and copy 0 is overwritten under the fourth. The fix "
+            "moves the index on where a graph is allocated. The second device is left out."
+        ),
+        reconstructed=True,
+        before=_bumped_copy_index(fixed=False),
+        after=_bumped_copy_index(fixed=True),
+        expected=(Named(3, 0, "launch", "result_output"), Named(4, 0, "copy", "inp_pos")),
     ),
     Case(
-        "host_source", "#8897",
-        "a copy from the host backend whose source the next batch overwrites",
-        "slaren: what the CPU had computed was copied asynchronously on the device's stream, and "
-        "the next batch could overwrite it before (#8685). The fix waits on the host for the event "
-        "of the copy's last reader, and blocks. The second device is left out.",
-        False, _copy_from_the_host(False, guarded=False), _copy_from_the_host(True, guarded=True),
-        (Named(0, 1, "copy", "inp_embd"), Named(1, 0, "launch", "inp_embd")),
+        name="host_source",
+        thread="#8897",
+        title="a copy from the host backend whose source the next batch overwrites",
+        models=(
+            "slaren: some copies from the CPU backend were not synchronized, and the next batch "
+            "could overwrite the data before they had run (#8685). What the CPU had computed was "
+            "copied asynchronously on the device's stream, behind a wait of that stream alone. "
+            "The fix waits on the host for the event of the copy's last reader and blocks. The "
+            "second device is left out."
+        ),
+        reconstructed=False,
+        before=_copy_from_the_host(blocking=False, guarded=False),
+        after=_copy_from_the_host(blocking=True, guarded=True),
+        expected=(Named(0, 1, "copy", "inp_embd"), Named(1, 0, "launch", "inp_embd")),
     ),
     Case(
-        "unguarded_copy", "#8897",
-        "the fix as first proposed: the copy blocks, and nothing guards what it overwrites",
-        "JohannesGaessler asked in review why the destination is not synchronized too; slaren: "
-        "events do that, but a wait of the host for one was missing. The pair is ours: a blocking "
-        "copy is on a stream of its own, so the device stream's wait does not order it behind the "
-        "layers that read the copy four batches ago.",
-        True, _copy_from_the_host(True, guarded=False), _copy_from_the_host(True, guarded=True),
-        (Named(0, 1, "launch", "result_output"), Named(4, 1, "copy", "inp_embd")),
+        name="unguarded_copy",
+        thread="#8897",
+        title="the fix as first proposed: the copy blocks, and nothing guards what it overwrites",
+        models=(
+            "JohannesGaessler asked in review why the destination is not synchronized in the "
+            "scheduler too; slaren: events do that, but one wait of the host for an event was "
+            "missing here. The pair is ours: a blocking copy is on a stream of its own, so the "
+            "device stream's wait does not order it behind the layers that read the copy four "
+            "batches ago."
+        ),
+        reconstructed=True,
+        before=_copy_from_the_host(blocking=True, guarded=False),
+        after=_copy_from_the_host(blocking=True, guarded=True),
+        expected=(Named(0, 1, "launch", "result_output"), Named(4, 1, "copy", "inp_embd")),
     ),
 )  # fmt: skip
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from data.measure.races_of_record import CASES, N_COPIES, Named, Script, named, two_devices
 from tests.oracles import adversary
 from workbench.common.errors import UsageError
+from workbench.graph import ops
+from workbench.graph.ir import F32
+from workbench.graph.ops import make
+from workbench.program.as_json import program_as_json
 from workbench.program.check import hazards
-from workbench.program.commands import Copy, Launch, Program
+from workbench.program.commands import RESULT, Copy, Launch, Program, Sync
 
 BY_NAME = {case.name: case for case in CASES}
 case_by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -29,6 +35,10 @@ def racing(steps: list[Program]) -> set[tuple[Named, Named]]:
     return {tuple(named(at.step, at.command) for at in race[:2]) for race in found}
 
 
+def commands(steps: list[Program]):
+    return [(n, command) for n, step in enumerate(steps) for command in step.commands]
+
+
 @case_by_case
 def test_each_case_races_before_its_fix_and_not_after(case):
     """On the named pair, which is there once and in host order; the adversary reads wrong values.
@@ -42,20 +52,22 @@ def test_each_case_races_before_its_fix_and_not_after(case):
     assert not race.may and race.nbytes > 0
     assert racing(case.after) == set()
     assert adversary.search(case.before) and adversary.search(case.after) == []
-    before, after = (
-        [named(n, command) for n, step in enumerate(steps) for command in step.commands]
-        for steps in (case.before, case.after)
-    )
-    assert [before.count(name) for name in case.expected] == [1, 1]
-    assert before.index(first) < before.index(second)
-    moved = ("write", "copy", "launch", "read")
-    assert [n for n in before if n.kind in moved] == [n for n in after if n.kind in moved]
+    every = [named(step, command) for step, command in commands(case.before)]
+    assert [every.count(name) for name in case.expected] == [1, 1]
+    assert every.index(first) < every.index(second)
+
+    def work(steps):
+        moved = ("write", "copy", "launch", "read")
+        return [named(n, c) for n, c in commands(steps) if c.kind in moved]
+
+    assert work(case.before) == work(case.after)
     patterns = ({step.pattern() for step in steps} for steps in (case.before, case.after))
     assert tuple(patterns) == tuple({pattern} for pattern in PATTERNS[case.name])
 
 
 def test_every_thread_of_record_has_a_case():
     assert {case.thread for case in CASES} == {"#20463", "#26040", "#20927", "#14855", "#8897"}
+    assert len(BY_NAME) == len(CASES) and all(case.title and case.models for case in CASES)
     within = {case.name for case in CASES if case.expected[0].step == case.expected[1].step}
     assert within == {"split_without_inputs"}, "all others are between steps"
 
@@ -91,10 +103,50 @@ def test_a_ring_only_moves_the_unordered_copy_away():
     assert racing(two_devices(N_COPIES + 1, N_COPIES, drained=True)) == set()
 
 
-def test_a_script_refuses_what_is_not_there():
-    s = Script("CPU", "CUDA0")
-    s.step()
-    with pytest.raises(UsageError, match="CPU#z#0 is read before anything is put there"):
-        s.copy("CUDA0#z#0", "CPU#z#0")
-    with pytest.raises(UsageError, match="no backend 'CUDA2'; there are CPU, CUDA0"):
-        s.sync("CUDA2")
+def test_programs_written_by_hand_are_programs():
+    """Launches read and write what their ops declare, buffers are the same in every step, and all
+    of it can be told as JSON."""
+    for case in CASES:
+        for steps in (case.before, case.after):
+            for _, c in commands(steps):
+                if isinstance(c, Launch):
+                    assert [r.nbytes for r in c.reads] == [n for _, _, n in ops.reads(c.node)]
+                    assert [r.nbytes for r in c.writes] == [n for _, _, n in ops.writes(c.node)]
+            buffers = {r.buffer for _, c in commands(steps) for r in (*c.reads, *c.writes)}
+            assert len({b.name for b in buffers}) == len(buffers)
+            told = json.loads(json.dumps([program_as_json(step) for step in steps]))
+            assert [len(step["commands"]) for step in told] == [len(s.commands) for s in steps]
+    blocked = [
+        c for _, c in commands(BY_NAME["host_source"].after)
+        if isinstance(c, Sync) and c.blocks is not None
+    ]  # fmt: skip
+    assert len(blocked) == N_COPIES + 1
+    assert all(c.stream == c.blocks.stream and c.stream.id == 1 for c in blocked)
+
+
+def test_a_script_keeps_memory_and_refuses_what_is_not_there():
+    s = Script("CPU", "CUDA0", "CUDA1")
+    for _ in range(2):
+        s.step()
+        s.write("CPU#x#0", F32, (1, 8))
+        s.resident("CPU#h#0", F32, (1, 8))
+        s.split("CUDA0")
+        s.sync_event("used")
+        s.blocking_copy("CUDA0#x#0", "CPU#x#0")
+        s.launch("CUDA0#y#0", make("rms_norm", "y", s.tensor("CUDA0#x#0"), eps=1e-5))
+        s.record("used", "CUDA0")
+        s.copy("CUDA1#y#0", "CUDA0#y#0")  # on the stream of the source
+    s.result("CUDA0#y#0")
+    one, two = s.run()
+    for a, b in zip(one.commands, two.commands, strict=False):
+        assert (a.kind, a.split, a.reads, a.writes) == (b.kind, b.split, b.reads, b.writes)
+    assert [c.kind for c in two.commands[-4:]] == ["copy", "record", "sync", "read"]
+    assert {c.split for c in two.commands[-4:]} == {RESULT}
+    peer = next(c for c in one.commands if isinstance(c, Copy) and c.dst.buffer.name[:5] == "CUDA1")
+    assert peer.stream.backend == 1
+    for wrong, says in (
+        (lambda: s.copy("CUDA0#z#0", "CPU#z#0"), "CPU#z#0 is read before anything is put there"),
+        (lambda: s.sync("CUDA2"), "no backend 'CUDA2'; there are CPU, CUDA0"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            wrong()

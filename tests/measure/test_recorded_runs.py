@@ -171,7 +171,7 @@ def test_shares_and_loads_are_of_the_same_run():
         assert len(load["seconds"]) == 3 and is_ours(load["commit"])
 
 
-# what these show is made of runs in ways of their own: tests/notebooks/test_skipping_and_serving.py
+# what these show is made of runs in ways of their own: tests/answers/test_answer_tables.py
 APART = ("06_masked_kv", "07_batched_serving")
 
 
