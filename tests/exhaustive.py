@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,11 @@ def main() -> int:
     took = {test: row["seconds"] for test, row in record.rows.items()}
     wanted = [test for test in chosen if not record.is_done(test)]
     wanted.sort(key=lambda test: took.get(test, 0), reverse=True)  # so that all end together
+    # a worker takes two tests when it begins: a long one, and a short one behind it
+    first, rest = wanted[: args.jobs], wanted[args.jobs :]
+    short = rest[max(0, len(rest) - len(first)) :]
+    pairs = [test for pair in zip_longest(first, short) for test in pair if test]
+    wanted = pairs + rest[: len(rest) - len(short)]
     if wanted:
         shared = ["-n", str(args.jobs), "--dist", "load", "--maxschedchunk=1"]
         shared += [f"--timeout={MOST_SECONDS}"]

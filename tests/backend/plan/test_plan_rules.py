@@ -180,11 +180,14 @@ def test_the_life_of_a_plan(rule, script, wanted):
         assert counts["plans_reinstantiated"] == 1
 
 
-def test_the_least_recently_replayed_of_too_many_goes(monkeypatch):
+@pytest.mark.parametrize(
+    ("rule", "works"), [("ours", "axq"), ("today plan_warmup=0", "acL"), ("pr", "acL")]
+)
+def test_the_least_recently_replayed_of_too_many_goes(monkeypatch, rule, works):
     monkeypatch.setattr(life, "KEPT", 2)
-    rig = Rig("ours")
-    assert rig.does("a +1 x +1 a") == "capture launch capture launch launch"
-    assert rig.does("q a x") == "destroy capture launch launch destroy capture launch"
+    rig, (a, b, c) = Rig(f"{rule} plan_evict=lru"), works
+    assert rig.does(f"{a} +1 {b} +1 {a}") == "capture launch capture launch launch"
+    assert rig.does(f"{c} {a} {b}") == "destroy capture launch launch destroy capture launch"
     assert rig.plans.counts["plans_evicted"] == 2
 
 

@@ -359,13 +359,14 @@ class Plans:
             number, outputs = seat
             also = () if self._rule == PlanRule.PR else (outputs,)
             # works of one program have one queue, whether it counts or not
-            return self._kept.setdefault((number, work.landing, work.queue, *also), Plan())
-        found = self._for_the_same(identity)
-        return self._keep(found or self._for_other_addresses(work, identity, had))
+            key = (number, work.landing, work.queue, *also)
+            return self._keep(key, self._kept.get(key) or Plan())
+        found = self._for_the_same(identity) or self._for_other_addresses(work, identity, had)
+        return self._keep(id(found), found)
 
-    def _keep(self, found: Plan) -> Plan:
+    def _keep(self, key: Hashable, found: Plan) -> Plan:
         assert self.policy is not None, "who plans has a policy"
-        self._kept[id(found)] = found
+        self._kept[key] = found
         while self.policy.evict == PlanEvict.LRU and len(self._kept) > KEPT:
             others = {key: plan.used for key, plan in self._kept.items() if plan is not found}
             self._give_up(min(others, key=others.__getitem__))
@@ -426,7 +427,7 @@ class Plans:
             found = self._for_the_same(identity) or Plan()
             if found.captured is None and not self._twin(found, work, identity):
                 return None  # the step that wants it captures it
-            self._take_in(self._keep(found), work, identity)
+            self._take_in(self._keep(id(found), found), work, identity)
             return found
 
     # capture, update, eviction ------------------------------------------------------------------
