@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,11 +62,18 @@ class Fault(NamedTuple):
             tree = ast.parse(changed)
         except SyntaxError as error:
             raise FaultError(f"{self.name}: with it, {self.path} is no Python: {error}") from None
-        if ast.dump(tree) == ast.dump(ast.parse(source)):
+        if ast.dump(tree) == dumped(source):
             raise FaultError(f"{self.name}: it changes nothing but text")
         return changed
 
 
+@cache
+def dumped(source: str) -> str:
+    """What a module says, without its layout. Many faults are of one module, so it is kept."""
+    return ast.dump(ast.parse(source))
+
+
+@cache
 def functions(source: str) -> dict[str, tuple[int, int, int]]:
     """Of each function and class of a module, by qualified name: its first line, decorators
     included; the first line of its body; its last line."""

@@ -24,7 +24,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_BYTES = 250_000
 
 
-@pytest.mark.parametrize("path", rest(NOTEBOOKS, slow=4), ids=attrgetter("stem"))
+@pytest.mark.parametrize("path", rest(NOTEBOOKS, slow=8), ids=attrgetter("stem"))
 def test_it_runs_on_the_embedded_device(path, tiny_models, tmp_path):
     given = {"device": "embedded", "repeats": 1, "workload": "tg8", "runs": str(tmp_path)}
     page = render_notebook(path, tmp_path / "page.html", given, runs_dir=tmp_path).read_text()
@@ -66,7 +66,7 @@ def test_it_asks_a_question_and_reads_as_prose(path):
     assert code[-1].outputs and code[-1].outputs[0].data["text/plain"]
 
 
-@pytest.mark.parametrize("path", rest(NOTEBOOKS[::-1], slow=4), ids=attrgetter("stem"))
+@pytest.mark.parametrize("path", rest(NOTEBOOKS[::-1], slow=8), ids=attrgetter("stem"))
 def test_it_runs_as_make_lab_opens_it_in_a_fresh_clone(path, tiny_models, tmp_path):
     """Nothing is given to it but what it names: the models, and what is committed in data/."""
     (tmp_path / "data").mkdir()

@@ -116,7 +116,7 @@ class Soak:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the memory as Linux has it")
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("n", "warm_up"), tiers((2000, 1000), (8000, 6000)))
+@pytest.mark.parametrize(("n", "warm_up"), tiers((1000, 500), (8000, 6000)))
 def test_none_is_lost_or_answered_twice_and_nothing_leaks(tmp_path, tiny_model, n, warm_up):
     flags = ["-m", tiny_model("tiny-llama", "F32"), "--slots", N_SLOTS, "-c", N_SLOTS * ROOM]
     flags += ["-ub", 64, "--threads", 1, "--device", "embedded", "--n-kv-pad", 32]

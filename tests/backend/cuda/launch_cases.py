@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -118,13 +118,19 @@ def fused(tokens: int, dtype: DType, n_kv: int = N_KV) -> Iterator[LaunchCase]:
 
 
 @cache
-def every(tokens: int) -> tuple[LaunchCase, ...]:
-    """All plain nodes, and of the fused ones one of each wiring: its launches are the others'."""
-    joined: dict[tuple, LaunchCase] = {}
-    for dtype in ir.WEIGHT_DTYPES:
-        for case in fused(tokens, dtype):
-            joined.setdefault((dtype, wiring(case.node)), case)
-    return (*plain_nodes(tokens), *joined.values())
+def joined(tokens: int, dtype: DType) -> tuple[LaunchCase, ...]:
+    """Of `fused` one node of each wiring: its launches are the others'."""
+    found: dict[tuple, LaunchCase] = {}
+    for case in fused(tokens, dtype):
+        found.setdefault(wiring(case.node), case)
+    return tuple(found.values())
+
+
+def every(tokens: int, dtypes: Iterable[DType] = ir.WEIGHT_DTYPES) -> Iterator[LaunchCase]:
+    """All plain nodes, and those fused whose weights are of these types."""
+    yield from plain_nodes(tokens)
+    for dtype in dtypes:
+        yield from joined(tokens, dtype)
 
 
 def works(node: Node, sm: int = CLUSTERS) -> list[Work]:
@@ -154,7 +160,8 @@ def chosen_works(sm: int = CLUSTERS) -> tuple[Kernel, ...]:
     for each kind of activations in every tuning and epilogue, of every other type for one token,
     unfused."""
     found: dict[tuple, Kernel] = {}
-    for node, tokens, dtype in (case for n in TOKENS for case in every(n)):
+    tuned = [dtype for dtype in ir.WEIGHT_DTYPES if dtype in TUNED]
+    for node, tokens, dtype in (case for n in TOKENS for case in every(n, tuned)):
         if dtype is None or dtype in TUNED or (tokens == 1 and not node.parts):
             for work in works(node, sm):
                 if isinstance(work, Kernel):

@@ -150,6 +150,7 @@ def one(dim: int, k: str, v: str, kernel: str, way: str, regions: int, sinks: bo
     return attention_plain.launches(shape, AttentionAt(*range(0, 160, 16)), 1.0)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("share", [48, exhaustive(1)], ids=["few", "all"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -104,6 +104,7 @@ def spilled(arch: str, dtype: str, build: Build, end: Epilogue) -> str:
     return " ".join(serial) if found == [("0", "0")] else f"{found} {serial}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("all_tokens", [[128], *tiers([64], [16, 32])], ids=str)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", *rest(["sm_90", "sm_100", "sm_120"], slow=1)])
 def test_builds_spill_nothing(arch: str, all_tokens: list[int]):

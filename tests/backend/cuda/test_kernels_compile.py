@@ -68,6 +68,7 @@ def test_kernels_compile(arch: str, works: Callable[[int], Iterable[Kernel]], sh
             assert has(nvrtc.cubin(file, arch, defines), name), f"{name} is not in {file}.cu"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("tokens", "sm"), profiles.share(product(TOKENS, MOST_SHARED), every=5))
 def test_every_launch_is_possible(tokens: int, sm: int):
     """Addresses in scratch that it is given lie inside what `scratch_bytes` declares. A node of few
