@@ -48,11 +48,13 @@ def deep(tmp_path_factory) -> Iterator[Engine]:
         yield engine
 
 
-class NothingIssued(Watch):
-    """Hands out no command."""
+class Withheld(Watch):
+    """Hands out no command while it is told so. A step that is made ahead keeps its watch."""
+
+    is_on = False
 
     def head(self, prepared: Prepared) -> Iterable[Issue]:
-        return ()
+        return () if self.is_on else prepared.head
 
 
 @pytest.mark.parametrize("workers", ["idle", "busy"])
@@ -60,27 +62,25 @@ class NothingIssued(Watch):
 def test_graph_work_of_a_token(benchmark, deep, way, workers):
     """`submit` of a token but for the commands. Busy: the workers compute steps that were queued
     before."""
+    watch = Withheld()
     with deep.variant(Toggles(graph_reuse=way, sync="implicit")) as engine:
+        engine.look(None, watch)
         engine.step([7])
-        plain = engine.issuer._watch_of
         (prepared,) = (kept.prepared for kept in engine.steps.programs._kept.values())
 
         def setup() -> None:
-            engine.issuer._watch_of = plain
+            watch.is_on = False
             if engine.n_past >= 250:
                 engine.reset()
             engine.step([7])  # the inputs of the next are made while it is waited for
-            engine.issuer._watch_of = lambda step: NothingIssued()
+            watch.is_on = True
             for _ in range(STEPS_QUEUED if workers == "busy" else 0):
                 for call in prepared.head:
                     call()
 
-        try:
-            benchmark.group = f"graph work of a token, workers {workers}"
-            benchmark.pedantic(engine.submit, ([(0, [7], "last")],), setup=setup, rounds=200)
-        finally:
-            engine.issuer._watch_of = plain
-            engine.synchronize()
+        benchmark.group = f"graph work of a token, workers {workers}"
+        benchmark.pedantic(engine.submit, ([(0, [7], "last")],), setup=setup, rounds=200)
+        engine.synchronize()
         assert engine.counters["programs_built"] == 1
         assert engine.counters["programs_reused"] >= 2
 
