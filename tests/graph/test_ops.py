@@ -54,6 +54,10 @@ def test_value_dependent_ops_say_which_access_is_vague():
 
 CASES = {n: (node, values) for n, node, values in (*ranges.cases(), *ranges.attention_cases())}
 FUSED = {name: (node, values) for name, node, values in ranges.fused_cases()}
+# most kernels of fused nodes take a second to compile
+FUSED_NAMES = [
+    pytest.param(name, marks=pytest.mark.long) if n % 3 else name for n, name in enumerate(FUSED)
+]
 
 
 @pytest.fixture(scope="module", params=["host", "embedded"])
@@ -63,7 +67,7 @@ def backend(request):
     b.close()
 
 
-@pytest.mark.parametrize("name", [*share(CASES, every=3, slow=2), *FUSED])
+@pytest.mark.parametrize("name", [*share(CASES, every=3, slow=2), *FUSED_NAMES])
 def test_declared_ranges_hold(backend, name):
     ranges.check(backend, *(CASES | FUSED)[name])
 

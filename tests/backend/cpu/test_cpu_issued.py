@@ -77,6 +77,7 @@ def test_pointers_are_addresses_and_the_key_is_the_work(backend, case):
     assert len(keys) == 1
 
 
+@pytest.mark.long
 def test_launches_of_other_work_have_other_keys(backend):
     """But for nodes that are one work: the same op on the same types, shapes and parameters."""
     keys: dict[Any, list[Node]] = {}
