@@ -54,7 +54,7 @@ def test_value_dependent_ops_say_which_access_is_vague():
 
 CASES = {n: (node, values) for n, node, values in (*ranges.cases(), *ranges.attention_cases())}
 FUSED = {name: (node, values) for name, node, values in ranges.fused_cases()}
-# most kernels of fused nodes take a second to compile
+# each fused node has a kernel of its own, which must be compiled where no cache has it
 FUSED_NAMES = [
     pytest.param(name, marks=pytest.mark.long) if n % 3 else name for n, name in enumerate(FUSED)
 ]

@@ -127,7 +127,7 @@ def joined(tokens: int, dtype: DType) -> tuple[LaunchCase, ...]:
 
 
 def every(tokens: int, dtypes: Iterable[DType] = ir.WEIGHT_DTYPES) -> Iterator[LaunchCase]:
-    """All plain nodes, and those fused whose weights are of these types."""
+    """All plain nodes; and of the fused ones whose weights have these types, one of each wiring."""
     yield from plain_nodes(tokens)
     for dtype in dtypes:
         yield from joined(tokens, dtype)

@@ -10,8 +10,9 @@ plans in `Plans`. A policy says which plan is for which work, and when it is cap
              Captured at the second equal call; a call that differs from the call before it is
              issued part by part
     ours     the plan of equal work; else a twin of a plan whose results land in another block; else
-             a plan whose work is gone, if only addresses differ; else a new plan. Where there are
-             too many, the least recently used is evicted
+             a plan whose work is gone, if only addresses differ; else a new plan
+
+Which plans are evicted is said by `plan_evict`, whatever the rule.
 
 `Planned` calls a work that has a plan. In each call:
 
@@ -368,7 +369,7 @@ class Plans:
         assert self.policy is not None, "who plans has a policy"
         self._kept[key] = found
         while self.policy.evict == PlanEvict.LRU and len(self._kept) > KEPT:
-            others = {key: plan.used for key, plan in self._kept.items() if plan is not found}
+            others = {other: plan.used for other, plan in self._kept.items() if plan is not found}
             self._give_up(min(others, key=others.__getitem__))
         return found
 
