@@ -20,7 +20,7 @@ GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu$(comma)cupti,)
 help:
 	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
 	@echo "make test     all quick tests, of what is long a little;  make test-slow  more"
-	@echo "make test-exhaustive  all of it and the full product of toggles: hours, recorded"
+	@echo "make test-exhaustive  all of it and full products of toggles: hours, recorded"
 	@echo "make test-faults  which of many planted faults the tests see: an hour, recorded"
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make setup    only prepare .venv/, with the workbench command in it"

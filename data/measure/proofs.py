@@ -34,8 +34,9 @@ EXHAUSTIVE = {
         "mode by step_wait and input_order, and by host_source and n_copies, whole and without any "
         "one wait or record"
     ),
-    "test_of_the_full_product_of_toggles_the_checker_is_right": (
-        "the full product of toggles: every ordering of every graph that they make"
+    "test_of_the_full_products_of_toggles_the_checker_is_right": (
+        "three full products of the toggles that change a graph: every ordering of every graph "
+        "that they make"
     ),
     "test_without_any_two_commands_the_checker_is_right": (
         "a llama on one device, copies in order and in none: every sync mode without any two"

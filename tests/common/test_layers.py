@@ -235,7 +235,7 @@ sys.exit(pytest.main(sys.argv[1:], [Marked()]))
 
 @pytest.mark.slow
 def test_nothing_leaves_the_gate_altogether():
-    """Of what the exhaustive tests try the others try something, but for the full product."""
+    """Of what the exhaustive tests try the others try something, but for the full products."""
     words = re.compile(r"mark\.exhaustive|\b(share|tiers|rest|exhaustive)\(")
     files = [p for p in (ROOT / "tests").rglob("test_*.py") if words.search(p.read_text())]
     ask = [sys.executable, "-c", MARKED, "--collect-only", "-m", "not gpu and not browser"]

@@ -215,7 +215,7 @@ def test_recorded_tests_passed_and_races_are_where_they_may_be():
 
 
 def test_every_exhaustive_test_has_passed():
-    """The full product whole. Of the rest, properties and shares, whatever is recorded."""
+    """The full products whole. Of the rest, properties and shares, whatever is recorded."""
     found = RECORDED.alone("exhaustive")
     assert all(is_ours(about["commit"]) for about in found["commits"].values())
     assert not [test for test, row in found["tests"].items() if row["outcome"] == "failed"]

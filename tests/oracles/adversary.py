@@ -124,7 +124,7 @@ class Adversary:
     """
 
     def __init__(self, steps: Sequence[Program], one_order: bool = True):
-        moments = read(steps, one_order)
+        self.moments = moments = read(steps, one_order)
         touches = [(_pieces(m, m.reads), _pieces(m, m.writes)) for m in moments]
         cells = Cells(r for both in touches for r in chain(*both))
         position = _position(moments, touches, cells)
@@ -167,6 +167,18 @@ class Adversary:
     def search(self, seeds: Iterable[int] = SEEDS) -> list[WrongRead]:
         """The wrong reads of the first of `seeds` that has any."""
         return next(filter(None, map(self.run, seeds)), [])
+
+    def form(self) -> Hashable:
+        """Equal for runs that go wrong under the same seeds: what their tasks do to which segments,
+        in what queues and behind what, and not the commands that they are of."""
+        numbers: dict[Hashable, int] = {HOST_QUEUE: 0}
+        tasks = [
+            (numbers.setdefault(task.queue, len(numbers)), task.before, task.copies,
+             *((op.reads, op.first, *op.versions) for op in task.orders[0]))
+            for task in self.tasks
+        ]  # fmt: skip
+        queues = [numbers.setdefault(queue, len(numbers)) for queue in self.queues]
+        return tuple(tasks), tuple(queues), len(self.bounds)
 
     def _told(self, wrong: dict[tuple[int, int], tuple[int, int]]) -> list[WrongRead]:
         """Segments grown together again: those side by side that went wrong alike."""
@@ -274,12 +286,18 @@ class _Schedule:
 
     def _finish(self, tasks: int) -> None:
         """The host waits: runs what must be done, and what the mood asks for in between."""
+        every = self._run.tasks
         while left := tasks & ~self._done:
-            n = left.bit_length() - 1
-            while holds := self._run.tasks[n].before & ~self._done:
-                n = holds.bit_length() - 1
-            self._advance(self._run.tasks[n].queue)
-            self._indulge()
+            chain = [left.bit_length() - 1]  # each, and the last that must be done before it
+            while chain:
+                n = chain[-1]
+                if self._done >> n & 1:
+                    chain.pop()
+                elif holds := every[n].before & ~self._done:
+                    chain.append(holds.bit_length() - 1)
+                else:
+                    self._advance(every[n].queue)
+                    self._indulge()
 
     def _wants(self, queue: Hashable) -> bool:
         """Whether the mood asks for the first of `queue`, and the contract lets it run."""

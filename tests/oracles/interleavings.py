@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from tests.oracles.reading import Cells, Key, Ranges, read
-from workbench.program.commands import Buffer, Program, Range
+from tests.oracles.reading import Cells, Key, Moment, Ranges
+from workbench.program.commands import Buffer, Range
 
 if TYPE_CHECKING:
     from workbench.program.check.hazards import Race
@@ -40,22 +40,22 @@ class Interleavings:
     """wrong: everything that some interleaving makes wrong. n_states: how many it took; raises
     TooManyStates above MOST_STATES.
 
-    within: look at these bytes only. among: only these commands touch memory. one_order: see
-    `Capabilities`.
+    moments: a run as `read` reads it. within: look at these bytes only. among: only these commands
+    touch memory.
     """
 
     def __init__(
         self,
-        steps: Sequence[Program],
-        one_order: bool = True,
+        moments: Sequence[Moment],
         within: Range | None = None,
         among: Collection[Key] | None = None,
     ):
         acting = []  # number, key, what is read and written
-        moments = read(steps, one_order)
         for n, m in enumerate(moments):
+            if among is not None and m.at.key not in among:
+                continue
             both = _clipped(m.reads, within), _clipped(m.writes, within)
-            if any(both) and (among is None or m.at.key in among):
+            if any(both):
                 acting.append((n, m.at.key, *both))
         found = Cells(r for _, _, *both in acting for ranges in both for r in ranges)
         self._cells = found.cells
@@ -110,12 +110,12 @@ class Interleavings:
         return tuple(n if cell in self._writes[n] else v for cell, v in enumerate(versions))
 
 
-def ends_wrong(steps: Sequence[Program], race: Race, one_order: bool) -> bool:
+def ends_wrong(moments: Sequence[Moment], race: Race) -> bool:
     """Whether some interleaving of the run reduced to a race's two commands, and to the bytes they
     dispute, is wrong."""
     disputed = Range(race.buffer, race.offset, race.nbytes)
     pair = {at.key for at in (race.first, race.second)}
-    return bool(Interleavings(steps, one_order, disputed, pair).wrong)
+    return bool(Interleavings(moments, disputed, pair).wrong)
 
 
 def _clipped(ranges: Ranges, within: Range | None) -> list[Range]:

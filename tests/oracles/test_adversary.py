@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.oracles.adversary import SEEDS, STRATEGIES, Adversary, search
 from tests.oracles.interleavings import Interleavings, TooManyStates
 from tests.oracles.random_runs import node, program, random_run
+from tests.oracles.reading import read
 from tests.profiles import examples
 from workbench.program.commands import Buffer, Copy, Launch, Program, Range, Space, Stream, Write
 
@@ -53,7 +54,7 @@ def tried(steps: Sequence[Program], one_order: bool) -> set:
 def possible(steps: Sequence[Program], one_order: bool) -> set:
     """What some interleaving makes wrong, byte by byte; a run with too many is no example."""
     try:
-        wrong = Interleavings(steps, one_order).wrong
+        wrong = Interleavings(read(steps, one_order)).wrong
     except TooManyStates:
         reject()
     return {

@@ -18,6 +18,7 @@ from tests.oracles.adversary import Adversary
 from tests.oracles.happens_before import racing_pairs, seen_both_ways
 from tests.oracles.interleavings import Interleavings, TooManyStates, Wrong, ends_wrong
 from tests.oracles.random_runs import program, random_commands, random_run
+from tests.oracles.reading import read
 from tests.oracles.walked_again import WalkedAgain
 from tests.planned import SCOPES, only_adds_order
 from tests.profiles import examples
@@ -223,7 +224,7 @@ def explored(
 ) -> set[Wrong]:
     """What some interleaving makes wrong; a run with too many is no example."""
     try:
-        return Interleavings(steps, one_order, within).wrong
+        return Interleavings(read(steps, one_order), within).wrong
     except TooManyStates:
         reject()
 
@@ -245,7 +246,7 @@ def test_every_race_is_one(steps, one_order):
     does so among all the others too."""
     for race in races(steps, one_order=one_order):
         assert not race.may
-        assert ends_wrong(steps, race, one_order), race
+        assert ends_wrong(read(steps, one_order), race), race
         if race.kind != "write-write":
             bytes_ = cmd.Range(race.buffer, race.offset, race.nbytes)
             assert explored(steps, one_order, bytes_), race

@@ -15,6 +15,7 @@ import workbench as wb
 from tests.gates import hold
 from tests.oracles.adversary import Adversary
 from tests.oracles.interleavings import ends_wrong
+from tests.oracles.reading import read
 from tests.oracles.walked_again import WalkedAgain
 from tests.orderings import PLACED, every_ordering
 from tests.planned import SCOPES, only_adds_order
@@ -223,7 +224,7 @@ def test_a_bug_planted_in_a_plan_is_found_and_told_in_a_line(one, bug, toggles):
     assert all("\n" not in line and "in a plan" in line for line in told)
     steps = apart([wrong] * 3)
     assert Adversary(steps).search()
-    assert all(ends_wrong(steps, race, True) for race in hazards.races(steps))
+    assert all(ends_wrong(read(steps), race) for race in hazards.races(steps))
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=["sound", "planted"])
