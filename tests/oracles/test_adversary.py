@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from random import Random
 
 from hypothesis import given, reject, settings
@@ -13,7 +13,17 @@ from tests.oracles.interleavings import Interleavings, TooManyStates
 from tests.oracles.random_runs import node, program, random_run
 from tests.oracles.reading import read
 from tests.profiles import examples
-from workbench.program.commands import Buffer, Copy, Launch, Program, Range, Space, Stream, Write
+from workbench.program.commands import (
+    Buffer,
+    Copy,
+    Launch,
+    Program,
+    Range,
+    Space,
+    Stream,
+    Sync,
+    Write,
+)
 
 STAGING, INPUT = (Buffer(name, Space.PINNED, 12, 1) for name in ("staging", "in"))
 S, IN = Range(STAGING, 0, 12), Range(INPUT, 0, 12)
@@ -60,6 +70,19 @@ def possible(steps: Sequence[Program], one_order: bool) -> set:
     return {
         (w.reader, w.buffer, byte) for w in wrong for byte in range(w.offset, w.offset + w.nbytes)
     }
+
+
+def test_runs_of_one_form_go_wrong_under_the_same_seeds():
+    """Whatever their commands, buffers and streams are called; and a wait that counts is a form."""
+    forms: dict[Hashable, list[int]] = {}
+    for number in range(30):
+        runs = [random_run(Random(number)), random_run(Random(number))]
+        without = [program([c for c in p.commands if not isinstance(c, Sync)]) for p in runs[0]]
+        for steps in (*runs, without):
+            adversary = Adversary(steps, number % 3 > 0)
+            wrong = [seed for seed in SEEDS if adversary.run(seed)]
+            assert forms.setdefault(adversary.form(), wrong) == wrong, number
+    assert 30 < len(forms) < 60
 
 
 @settings(max_examples=examples(150))
