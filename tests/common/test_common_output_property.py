@@ -169,6 +169,7 @@ FOLDERS: dict[str, Tree] = {
     st.sampled_from(list(FOLDERS)), st.binary(max_size=40), st.integers(1, 50), FAULTS,
     st.booleans(),
 )  # fmt: skip
+@example("old", b"", 1, Fault("rename", 2, ERRORS[0], False), False)  # the old folder stays aside
 def test_a_folder_is_whole_or_as_it_was(kind, content, most, fault, exchanges):
     before = FOLDERS[kind]
 

@@ -16,6 +16,7 @@ import pytest
 import workbench as wb
 from tests.gates import hold
 from tests.oracles.adversary import SEEDS, Adversary
+from workbench.common.errors import UsageError
 from workbench.graph import arena
 from workbench.program.check.hazards import check_cycle
 from workbench.program.commands import Launch, Program
@@ -100,6 +101,21 @@ def test_logits_are_wrong_unless_everything_is_checked(
         assert np.array_equal(decoded(engine, toggles), wanted) == is_right
         request.getfixturevalue("forced")
     np.testing.assert_array_equal(decoded(engine, ONE_STREAM), wanted)
+
+
+def test_a_race_of_a_step_that_rotates_cells_is_refused_at_loading(tiny_model):
+    """llama.cpp's check sees no scratch, in which rotations of two layers meet."""
+    path = tiny_model("tiny-llama", "Q8_0")
+    toggles = wb.Toggles(streams="3", fork="any", lifetimes="serial", validate="writes")
+    with pytest.raises(UsageError, match="streams=3 race: launch rope_shift k_shift-0"):
+        wb.Engine.load(path, device="embedded", toggles=toggles)
+    on_one = toggles.switched("validate", "all")
+    with wb.Engine.load(path, device="embedded", toggles=on_one) as engine:
+        engine.prefill([1, 2, 3], "last")
+        engine.cache.remove(0, 0, 1)
+        engine.cache.shift(0, -1, 1)
+        engine.step([4])
+        assert engine.counters["programs_unforked"] and engine.cache.moved is None
 
 
 @pytest.mark.parametrize("lifetimes", ["serial", "interleaved"])

@@ -95,6 +95,7 @@ def replace_folder(
     without: names in the old folder that do not stay.
     new: there must be no old folder.
     """
+    old = beside
     with _standing_where_we_stood():
         while True:
             try:
@@ -109,15 +110,19 @@ def replace_folder(
                 elif not absent and error.errno == errno.ENOENT:
                     absent = True
                 elif not absent and error.errno in _CANNOT:
-                    _replace_in_two(beside, target)
+                    old = _replace_in_two(beside, target)
                     break
                 else:
                     raise
-        _bring_latecomers(beside, target, without)
+        _bring_latecomers(old, target, without)
+        if old != beside:
+            with suppress(OSError):
+                surely(remove, old)
 
 
-def _replace_in_two(beside: str, target: str) -> None:
-    """As `exchange`, on a file system that cannot exchange."""
+def _replace_in_two(beside: str, target: str) -> str:
+    """As `exchange`, on a file system that cannot exchange. Returns the name that the old folder
+    then has: `beside`, or `aside` where the last rename failed."""
     old = aside(target)
     stopped: KeyboardInterrupt | None = None
     while True:
@@ -139,10 +144,14 @@ def _replace_in_two(beside: str, target: str) -> None:
                 os.rename(old, target)
             raise
         break
-    with suppress(OSError):
+    name = beside
+    try:
         surely(os.rename, old, beside)  # to be removed
+    except OSError:
+        name = old
     if stopped is not None:
         raise stopped
+    return name
 
 
 def aside(target: str) -> str:

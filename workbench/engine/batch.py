@@ -24,7 +24,7 @@ from workbench.engine.look.phases import PhaseClock
 from workbench.engine.slots.draws import FED, UNKEPT, Draws
 from workbench.engine.slots.padding import Rule, Sizes, as_they_are
 from workbench.graph.ir import StepShape
-from workbench.model.cache_graphs import copy_shape
+from workbench.model.cache_graphs import copy_shape, shift_shape
 from workbench.model.inputs import (
     COPIES,
     DELTAS,
@@ -201,7 +201,7 @@ def shift_batch(cache: KVCache) -> Batch:
     """The step, without tokens, that rotates the stored K of cells that have moved."""
     assert cache.moved is not None
     none = np.empty(0, np.int64)
-    shape = StepShape(0, 0, cache.n_cells, n_seqs=0)
+    shape = shift_shape(cache.n_cells)
     return Batch(shape, {DELTAS: cache.moved}, none, none.astype(np.int32), none, ())
 
 

@@ -27,7 +27,7 @@ from workbench.graph.defer import defer
 from workbench.graph.fuse import chosen
 from workbench.graph.ir import Graph, Node, StepShape, Tensor
 from workbench.model.blocks import CacheStores
-from workbench.model.cache_graphs import copy_graph, shift_graph
+from workbench.model.cache_graphs import copy_graph, copy_shape, shift_graph, shift_shape
 from workbench.model.decoder import Model, build_graph
 from workbench.program.branches import CHECKS, forked, on_one_stream, refuse_races
 from workbench.program.commands import Buffer, Program
@@ -138,10 +138,12 @@ class StepPrograms:
 
     def refuse_races(self, most_tokens: int, n_cells: int, pad: int) -> None:
         """Raises UsageError where lifetimes let steps race. Checked are steps of one token and of
-        many, at the begin of the cache and at its end."""
+        many, at the begin of the cache and at its end, and the steps that rotate and copy cells."""
         if self._toggles.lifetimes != Lifetimes.VISIBILITY and self._n_streams > 1:
-            for n_tokens, n_kv in product({1, most_tokens}, {min(pad, n_cells), n_cells}):
-                self.of(StepShape(n_tokens, 1, n_kv), buffers={})
+            several = product({1, most_tokens}, {min(pad, n_cells), n_cells})
+            shapes = [StepShape(n_tokens, 1, n_kv) for n_tokens, n_kv in several]
+            for shape in (*shapes, shift_shape(n_cells), copy_shape(n_cells)):
+                self.of(shape, buffers={})
 
     def _unfused(self, shape: StepShape, cell: int) -> Graph:
         model, residents = self._loaded.model, self._residents

@@ -11,8 +11,14 @@ from workbench.model.inputs import COPIES, DELTAS, input_of
 
 
 def copy_shape(n: int) -> StepShape:
-    """The shape of a step that copies n cells. (A shift has no sequence either.)"""
+    """The shape of a step that copies n cells."""
     return StepShape(0, 0, n, n_seqs=1)
+
+
+def shift_shape(n_cells: int) -> StepShape:
+    """The shape of a step that rotates K of n_cells cells. It has no sequence, and so is not that
+    of a copy."""
+    return StepShape(0, 0, n_cells, n_seqs=0)
 
 
 def copy_graph(caches: Caches, n: int) -> Graph:
@@ -44,7 +50,7 @@ def shift_graph(model: Model, caches: Caches, n_cells: int) -> Graph:
     fewer cells.
     """
     h = model.hparams
-    shape = StepShape(0, 0, n_cells, n_seqs=0)
+    shape = shift_shape(n_cells)
     deltas = input_of(DELTAS, shape)
     nodes = [
         make(
