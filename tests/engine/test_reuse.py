@@ -209,6 +209,12 @@ def test_an_input_that_does_not_answer_is_named(engine, monkeypatch, other):
 # what each layer saves ----------------------------------------------------------------------------
 
 
+def test_programs_for_reserved_memory_are_no_step(engine):
+    with engine.variant(KEPT) as fresh:
+        assert not any(n for name, n in fresh.counters.items() if name.endswith(("_n", "_ns")))
+        assert not any(row.us for row in fresh.phases())
+
+
 def test_phases_are_shown_us_a_step(engine):
     engine.prefill(TOKENS[:8])
     engine.step([1])

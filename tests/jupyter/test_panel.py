@@ -8,6 +8,7 @@ import sys
 import threading
 import types
 
+import numpy as np
 import pytest
 
 import workbench as wb
@@ -19,6 +20,7 @@ from workbench.config import EXACT, FAMILIES, Toggles
 from workbench.config.presets import preset_names
 from workbench.engine import exclusive
 from workbench.engine.engine import OPENED, Engine
+from workbench.engine.slots import slots
 from workbench.jupyter import interrupts, pair, widgets
 
 ON_THIS = "the panel is measuring on this engine; press Stop or wait"
@@ -257,10 +259,33 @@ def test_while_a_run_is_on_no_other_uses_an_engine(held, engine, tiny_model):
     sibling.close()
 
 
-def test_a_run_does_not_begin_while_a_cell_uses_an_engine(engine, panel):
+@pytest.mark.parametrize("use", ["Engine.generate", "Engine.submit", "Slots.step"])
+def test_a_run_does_not_begin_while_a_cell_uses_an_engine(engine, panel, monkeypatch, use):
     inside, go = threading.Event(), threading.Event()
-    told = {"on_text": lambda _: inside.set() or go.wait(60), "max_tokens": 2}
-    thread = threading.Thread(target=engine.generate, kwargs={"tokens": [1], **told})
+
+    def held(*_) -> None:
+        inside.set()
+        assert go.wait(60)
+
+    class Held(list):
+        def __iter__(self):
+            held()
+            return super().__iter__()
+
+    def served() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(slots, "make_way", lambda *_: held() or 0)
+            one = slots.Slots(engine, 1)
+            one.ask(slots.Ask(1, np.array([1], np.int32), 1))
+            one.step()
+        one.drop()
+
+    uses = {
+        "Engine.generate": lambda: engine.generate(tokens=[1], max_tokens=2, on_text=held),
+        "Engine.submit": lambda: engine.submit([(0, Held([1]), "last")]).wait(),
+        "Slots.step": served,
+    }
+    thread = threading.Thread(target=uses[use])
     thread.start()
     try:
         assert inside.wait(60)
@@ -268,7 +293,7 @@ def test_a_run_does_not_begin_while_a_cell_uses_an_engine(engine, panel):
     finally:
         go.set()
         thread.join()
-    assert "while a cell is in Engine.generate" in one.message.value and one.result is None
+    assert f"while a cell is in {use}" in one.message.value and one.result is None
     assert clicked(one).result is not None
 
 

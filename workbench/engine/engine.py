@@ -106,6 +106,7 @@ class Engine:
         except BaseException:
             self.close()
             raise
+        self._counts.clear()  # the programs that memory was reserved for are no step's
         OPENED.add(self)
 
     @classmethod
@@ -169,6 +170,7 @@ class Engine:
 
     # the step -----------------------------------------------------------------------------------
 
+    @exclusive.door
     def submit(self, work: Work, draws: bool = False) -> Pending:
         """Issues a step: up to n_ubatch tokens of one or more sequences.
 

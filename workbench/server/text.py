@@ -1,6 +1,6 @@
 """Turns tokens into text, at once or as they come, and finds stop texts.
 
-`TokenTexts.text` is the fast twin of `model.tokenizer.StreamDecoder`: one join of byte strings in
+`TokenTexts.text` is the fast twin of `StreamDecoder` of the tokenizer: one join of byte strings in
 place of a call for each token.
 """
 

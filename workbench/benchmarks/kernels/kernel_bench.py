@@ -8,7 +8,7 @@ device replays in its best way (`kernel_rigs.py`). The time of a replay divided 
 launches is one sample. Plain and programmatic launches (`pdl`) alternate, ABBA. The read bandwidth
 of the memory is measured in the same run, as the best of several reading kernels.
 
-The run folder has kind `kernels` (`results.py`). An arm is a way to launch, a test is a
+The run folder has kind `kernels` (`runs/results.py`). An arm is a way to launch, a test is a
 measurement: `Q4_0 8b.o b1`. In samples.parquet a row is a replay, and `n_tokens` is how often it
 reads all weights of the shape. `result` has the rows of the table (`KernelRow`), the skipped
 measurements with reasons, and

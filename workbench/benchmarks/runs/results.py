@@ -25,7 +25,7 @@
     result       {...}   the experiment's own results; its keys belong to `kind`
 
 `samples.parquet`: one row per timed token, in the order taken; a prompt is one row. (A run of kind
-`perplexity` has a row per ubatch, and another file, `tokens.parquet`: see `perplexity.py`.)
+`perplexity` has a row per ubatch, and another file, `tokens.parquet`: see `scores/perplexity.py`.)
 
     run_id string, arm string, is_control bool, test string,
     repetition int32   from 0, within arm and test

@@ -246,8 +246,8 @@ def host_gaps(
     out: str | Path | None = None,
     name: str = "gaps",
 ) -> Gaps:
-    """Decodes n_tokens random tokens with each arm, in `rounds` rounds (`rounds.py`). The first arm
-    is measured once more as the A/A control. A repetition gives n_tokens - 1 gaps.
+    """Decodes n_tokens random tokens with each arm, in `rounds` rounds (`compare/rounds.py`). The
+    first arm is measured once more as the A/A control. A repetition gives n_tokens - 1 gaps.
 
     out: a run folder, written every 10 s on the way and at the end. Ctrl-C keeps the whole rounds.
 

@@ -81,6 +81,10 @@ class PhaseCounts:
     """How often each phase was done, and for how long in all, ns."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing was done yet."""
         self.n = dict.fromkeys(PHASES, 0)
         self.ns = dict.fromkeys(PHASES, 0)
 

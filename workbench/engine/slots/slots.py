@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from workbench.common.errors import UsageError
+from workbench.engine import exclusive
 from workbench.engine.batch import Entry, Outputs, n_tokens
 from workbench.engine.cache.defrag import make_way
 from workbench.engine.slots.asks import (
@@ -182,6 +183,7 @@ class Slots:
 
     # a step ------------------------------------------------------------------------------------
 
+    @exclusive.door
     def step(self) -> Stepped:
         """Issues a step if there is work. Returns what the step before has made, or this step where
         the host waits for it. Where a step fails, its error is raised, and all requests have ended

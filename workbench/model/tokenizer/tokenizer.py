@@ -209,7 +209,7 @@ def load_tokenizer(gguf: GGUFFile) -> Tokenizer:
 
     Raises ModelFileError where the description is missing or inconsistent, or names an unknown kind
     or pre-tokenizer; where the file has more or fewer tokens than rows of the embedding
-    (`check_vocabulary`); and for keys that are refused (`metadata.py`).
+    (`check_vocabulary`); and for keys that are refused (`gguf/metadata.py`).
     """
     kind = gguf.get(_KEY + "model", str)
     if kind not in _ENCODERS:
