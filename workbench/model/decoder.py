@@ -36,8 +36,8 @@ class Model:
 
     Raises ModelFileError where a tensor is missing, is not used by the architecture, or has a shape
     that the hyper-parameters rule out; where the file contradicts itself about its vocabulary
-    (`check_vocabulary`); and for metadata that is refused (`gguf/metadata.py`). Raises UsageError for
-    a cache type that heads of this size cannot have.
+    (`check_vocabulary`); and for metadata that is refused (`gguf/metadata.py`). Raises
+    UsageError for a cache type that heads of this size cannot have.
     """
 
     def __init__(
