@@ -259,18 +259,13 @@ def test_while_a_run_is_on_no_other_uses_an_engine(held, engine, tiny_model):
     sibling.close()
 
 
-@pytest.mark.parametrize("use", ["Engine.generate", "Engine.submit", "Slots.step"])
+@pytest.mark.parametrize("use", ["Engine.generate", "Slots.step"])
 def test_a_run_does_not_begin_while_a_cell_uses_an_engine(engine, panel, monkeypatch, use):
     inside, go = threading.Event(), threading.Event()
 
     def held(*_) -> None:
         inside.set()
         assert go.wait(60)
-
-    class Held(list):
-        def __iter__(self):
-            held()
-            return super().__iter__()
 
     def served() -> None:
         with monkeypatch.context() as patch:
@@ -282,7 +277,6 @@ def test_a_run_does_not_begin_while_a_cell_uses_an_engine(engine, panel, monkeyp
 
     uses = {
         "Engine.generate": lambda: engine.generate(tokens=[1], max_tokens=2, on_text=held),
-        "Engine.submit": lambda: engine.submit([(0, Held([1]), "last")]).wait(),
         "Slots.step": served,
     }
     thread = threading.Thread(target=uses[use])

@@ -170,7 +170,6 @@ class Engine:
 
     # the step -----------------------------------------------------------------------------------
 
-    @exclusive.door
     def submit(self, work: Work, draws: bool = False) -> Pending:
         """Issues a step: up to n_ubatch tokens of one or more sequences.
 

@@ -11,6 +11,10 @@ Python's lock, and mostly a device. So a measurement takes all engines for itsel
 A use and a measurement each register first and then look for the other. So at least one of them
 sees the other, without a lock: a measurement finds the uses that began before it, and a use that
 begins later finds the measurement.
+
+`Engine.submit` only looks: registering would add half a microsecond to each token. So a measurement
+may begin while a bare `submit` is at its step, and refuses the next. What calls it in a loop is a
+door: `step`, `prefill`, `generate`, a server's step.
 """
 
 import functools
