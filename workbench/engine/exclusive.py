@@ -12,9 +12,9 @@ A use and a measurement each register first and then look for the other. So at l
 sees the other, without a lock: a measurement finds the uses that began before it, and a use that
 begins later finds the measurement.
 
-`Engine.submit` only looks: registering would add half a microsecond to each token. So a measurement
-may begin while a bare `submit` is at its step, and refuses the next. What calls it in a loop is a
-door: `step`, `prefill`, `generate`, a server's step.
+`Engine.submit` does not register, because it lies between the logits of one token and the first
+launch of the next. So a measurement may begin while a bare `submit` is at its step; the next one is
+refused. `step`, `prefill`, `generate` and a server's step register, and call it.
 """
 
 import functools
