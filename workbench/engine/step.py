@@ -213,12 +213,11 @@ class Issuer:
 
     def forget(self) -> None:
         """Destroys all plans, because they hold addresses of memory that is about to change."""
-        self.release()
-        self.plans.clear()
+        self.plans.clear(self.gate)
 
     def free(self) -> None:
         """Gives everything back. Call it when nothing is queued any more."""
-        self.plans.clear()
+        self.plans.clear(self.gate)
         self.rings.free()
         if self.gate is not None:
             self.gate.free()

@@ -16,6 +16,7 @@ from workbench.backend.plan.gate import Gate
 from workbench.benchmarks.workload import draw_tokens, parse, take_sample
 
 PLANS: dict[str, dict[str, str]] = {
+    "pr": {"plans": "pr"},  # a program of another kind clears all plans
     "today": {"plans": "today"},  # what it has not seen twice is issued part by part
     "train": {"plan_batch": "one", "host_source": "pinned_ring_2", "step_wait": "outputs"},
     "word": {"plan_end": "word"},
@@ -60,7 +61,8 @@ def asked(monkeypatch, loaded) -> list[str]:
     monkeypatch.setattr(life, "Gate", gate)
     monkeypatch.setattr(Binding, "issued", looked_at)
     for of, name in ((Gate, "launch"), (loaded.backend, "synchronize"),
-                     (loaded.backend, "allocate"), (loaded.backend, "mark")):  # fmt: skip
+                     (loaded.backend, "allocate"), (loaded.backend, "mark"),
+                     (life.Plan, "destroy")):  # fmt: skip
         looks = looking(getattr(of, name), name)
         monkeypatch.setattr(of, name, lambda *args, looks=looks: looks(*args))
     return found

@@ -97,7 +97,7 @@ class Rig:
                 self.works.pop(rest, None)
                 gc.collect(0)
             elif name == "#":
-                self.plans.clear()
+                self.plans.clear(None)
             elif name == "%":
                 for plan in self.plans:
                     if plan.captured is not None:

@@ -32,10 +32,10 @@ call:
     not armed        what waits at the gate is cancelled; then as above  -> with an open gate
     arm              the plan of the next call is launched, and waits
 
-Two works are equal only if everything in them is (`issued.py`). Two calls with one `uid` are equal
-without a look; uid 0 is equal to nothing. Results land in several blocks by turns, and each block
-has a plan. `ours` captures one of these plans and makes the others as its twins. A twin is another
-executable form of the same recording, with other addresses.
+Two works are equal only if everything in them is (`issue/issued.py`). Two calls with one `uid` are
+equal without a look; uid 0 is equal to nothing. Results land in several blocks by turns, and each
+block has a plan. `ours` captures one of these plans and makes the others as its twins. A twin is
+another executable form of the same recording, with other addresses.
 
 Sources: llama.cpp #16548 (pr), #19754 (today's warm-up), #21764 (uid), #18583 (what is compared).
 """
@@ -320,7 +320,7 @@ class Plans:
         if self.policy is None:
             return None
         if self._rule == PlanRule.PR and self._splits != tuple(program.splits):
-            self.clear()
+            self.clear(gate)
             self._splits = tuple(program.splits)
         shape = program.shape
         if self.policy.batch != PlanBatch.ANY and shape.n_tokens != 1:
@@ -467,8 +467,11 @@ class Plans:
         self.counts["plans_evicted"] += 1
         self._kept.pop(key).destroy()
 
-    def clear(self) -> None:
-        """Destroys every plan. Works that are called later are captured anew."""
+    def clear(self, gate: Gate | None) -> None:
+        """Destroys every plan. Works that are called later are captured anew. gate: the engine's,
+        if it has one. A plan that waits there is cancelled first."""
+        if gate is not None:
+            gate.cancel()
         kept, self._kept = list(self._kept.values()), {}
         for plan in kept:
             plan.destroy()

@@ -32,9 +32,9 @@ BATCH = 8  # most tokens of an integer product whose weights are unpacked as the
 
 
 def kernel_of(node: Node) -> tuple[str, ...]:
-    """The variant that runs `node` here: `backend.args.variant`, with two exceptions. Quantised
-    weights times more than BATCH tokens are multiplied by blocks, with the same bits. Float weights
-    have one kernel, because it never rounds activations."""
+    """The variant that runs `node` here: `backend.issue.args.variant`, with two exceptions.
+    Quantised weights times more than BATCH tokens are multiplied by blocks, with the same bits.
+    Float weights have one kernel, because it never rounds activations."""
     op, *types = variant(node)
     if op == "mul_mat_float" and DTYPES[types[0]] not in QUANTISED:
         op = "mul_mat"
@@ -135,7 +135,7 @@ def shares(node: Node) -> Shares:
 
 
 def arguments(node: Node, address_of: AddressOf, scratch: int) -> Args:
-    """Arguments of the kernels of a node: those of `backend.args.pack`, and a CPU's own.
+    """Arguments of the kernels of a node: those of `backend.issue.args.pack`, and a CPU's own.
 
     Attention's own arguments stand before the scale: how it skips, its shares, their pieces, and
     how many tokens a tile serves. rope_shift's own argument is its scratch, after the factors.

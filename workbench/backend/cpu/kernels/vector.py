@@ -15,7 +15,7 @@ A `Value` is a scalar or a vector of one element kind:
 
 Operators work element by element; a Python number or a scalar is splatted to meet a vector. The IR
 is generic LLVM vector code, which LLVM lowers to the host's instructions. The few instructions that
-LLVM does not choose by itself (byte dot products) are in `isa.py`. Nothing is contracted or
+LLVM does not choose by itself (byte dot products) are in `cpu/isa.py`. Nothing is contracted or
 reassociated: only `fma` makes an fma, and sums keep the order in which they are written.
 """
 

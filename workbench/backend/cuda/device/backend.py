@@ -1,9 +1,10 @@
 """The cuda backend: NVIDIA GPUs of compute capability 8.0 and later.
 
 CuPy gives memory, streams and events. Kernels come from `kernels/*.cu` through NVRTC
-(`op_table.py`). Commands are issued through cuda-bindings, with every argument converted once. A
-launch is one call with a ready argument block. It takes 4 us of host time on the host of an H100;
-a CuPy kernel call took 5.7 us. Copies, records and waits are prepared in the same way.
+(`cuda/kernels/op_table.py`). Commands are issued through cuda-bindings, with every argument
+converted once. A launch is one call with a ready argument block. It takes 4 us of host time on the
+host of an H100; a CuPy kernel call took 5.7 us. Copies, records and waits are prepared in the same
+way.
 
 Importing this module loads neither CuPy nor the driver; `open_backend` and `probe` do.
 

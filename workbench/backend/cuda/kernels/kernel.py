@@ -1,7 +1,7 @@
 """The data of a launch on CUDA: operands go into the launch functions; kernels, and products for
 cuBLAS, come out.
 
-Pure data. `op_table.py` chooses the launches of a node; `backend.py` issues them.
+Pure data. `op_table.py` chooses the launches of a node; `cuda/device/backend.py` issues them.
 """
 
 from __future__ import annotations
