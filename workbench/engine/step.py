@@ -156,6 +156,7 @@ class Issuer:
     ):
         """gate_of: makes the gate of an engine that launches ahead; None for other engines."""
         self.plans, self._ordering, self._counts = plans, ordering, counts
+        self._result_ring = ordering.result_ring
         self._n_vocab = n_vocab
         self.launches_ahead = gate_of is not None
         self._gate_of = gate_of
@@ -228,7 +229,7 @@ class Issuer:
     @property
     def _most(self) -> int:
         """How many steps may be under way."""
-        return 1 if self.alone else self._ordering.result_ring
+        return 1 if self.alone else self._result_ring
 
     @property
     def is_ahead(self) -> bool:
@@ -272,7 +273,7 @@ class Issuer:
         except BaseException:
             watch.fail()
             raise
-        if self._ordering.result_ring > 1:
+        if self._result_ring > 1:
             self.turn = self._ordering.turn_after(self.turn, False)
         return pending
 
@@ -296,7 +297,7 @@ class Issuer:
             under_way[0].wait()
         if under_way:
             under_way.popleft()
-        if self._ordering.result_ring == 1:
+        if self._result_ring == 1:
             self.turn = self._ordering.turn_after(self.turn, waits)
         if pending.failed:  # with a step before it
             return

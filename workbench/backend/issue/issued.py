@@ -232,11 +232,6 @@ def _pointers(issued: Issued) -> tuple[int, ...]:
 # plans ----------------------------------------------------------------------------------------
 
 
-def _at_once(issue: Callable[[], Any]) -> None:
-    """Calls what queues commands; nobody counts it."""
-    issue()
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Plannable(Issued):
     """The commands of a plan, as parts. Called, it issues them one by one. (`bind.plannable`)
@@ -247,7 +242,8 @@ class Plannable(Issued):
     landings: where results land, in one of several blocks. Each block has a plan of its own.
     gate: recorded in place of the first part (`backend/plan/gate.py`).
     end: recorded after the last part, if anything is.
-    queue: calls whatever launches the plan or issues its parts, and counts that if it must.
+    queue: calls whatever launches the plan or issues its parts, and counts that. None where nobody
+        counts.
     moves: the parts that a patch gives other addresses, where it changes nothing else.
     uid: a number for the commands with these arguments; every patch gives a new one. 0 where
         nobody can tell whether they changed.
@@ -259,7 +255,7 @@ class Plannable(Issued):
     landings: tuple[Any, ...] = ()
     gate: Issued | None = None
     end: Issued | None = None
-    queue: Callable[[Callable[[], Any]], Any] = _at_once
+    queue: Callable[[Callable[[], Any]], Any] | None = None
     moves: tuple[int, ...] = ()
     uid: int = 0
     looks: Looks = field(default_factory=Looks, init=False, repr=False)

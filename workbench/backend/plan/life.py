@@ -115,8 +115,12 @@ class Plan:
 
     def launch(self) -> None:
         """Queues the recording."""
-        assert self.captured is not None and self.queue is not None, "what fits is captured"
-        self.queue(self.captured.launch)
+        captured, queue = self.captured, self.queue
+        assert captured is not None, "what fits is captured"
+        if queue is None:
+            captured.launch()
+        else:
+            queue(captured.launch)
 
     def ask(self, act: Callable[..., R], *given: Any) -> R:
         """Calls `act`, a method of the recording. Where it fails, the plan is destroyed, so that
@@ -162,7 +166,8 @@ class Planned:
         work = self.work
         landing = work.landing
         plan = self._by_landing.get(landing)
-        if plan is None or not self.fits(plan):
+        # as `fits` has it, without the call: the device stands still until the launch
+        if plan is None or not (plan.fits and plan.uid == work.uid != 0):
             plan = self._plans.arrive(work, self._seat, plan or Plan())
             self._by_landing[landing] = plan
         self._plans.use(plan)
@@ -181,7 +186,11 @@ class Planned:
             counts["plans_issued"] += 1
             self.work.call()
             return False
-        plan.ask(launch)
+        try:  # as `Plan.ask`, without the call
+            launch()
+        except DeviceError:
+            plan.destroy()
+            raise
         counts["plans_replayed"] += 1
         return True
 
