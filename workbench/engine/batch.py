@@ -370,14 +370,18 @@ class Batches:
         """The batch that `look_ahead` has made, with the tokens of `work` put in. None where it is
         for other work, or where the cache has changed. Raises UsageError for ids outside the
         vocabulary."""
-        batch, alike = self.next, self._next_is_for
-        if batch is None or alike is None or len(work) != len(alike) or batch.shape.draws != draws:
+        batch, alike, n_vocab = self._next, self._next_is_for, self._n_vocab
+        if batch is None or alike is None or self._next_is_of != self._cache.n_changes:
+            return None
+        if len(work) != len(alike) or batch.shape.draws != draws:
             return None
         ids = batch.values[TOKENS]  # the next step's own, not written yet
         for i, (sequence, tokens, outputs) in enumerate(work):
             if len(tokens) != 1 or (sequence, outputs) != alike[i]:
                 return None
-            ids[i] = known_id(tokens[0], i, sequence, self._n_vocab, draws)
+            token = tokens[0]  # an id is seen without a call: the device stands still meanwhile
+            known = 0 <= token < n_vocab
+            ids[i] = token if known else known_id(token, i, sequence, n_vocab, draws)
         return batch
 
     @property
