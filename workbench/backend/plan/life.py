@@ -154,45 +154,39 @@ class Planned:
         self._by_landing: dict[Hashable, Plan] = {}
         self.replayed: Captured | None = None
 
-    def call(self) -> None:
-        plan = self.fitting()
-        if self.issued(plan, plan.launch) and not plan.settled:
-            plan.settled = True
-            self.next()
+    def call(self, launch: Callable[[Plan], None] | None = None) -> None:
+        """Issues the work. After the first replay of a plan, the plan for the next landing is made.
+        All of this is one function, because the device stands still until the launch.
 
-    def fitting(self) -> Plan:
-        """The plan of the work for the block where its results land now. It fits, unless the policy
-        is still warming up."""
-        work = self.work
+        launch: launches the plan of a `Gated`, which makes the plan for the next landing itself.
+        """
+        work, plans = self.work, self._plans
         landing = work.landing
         plan = self._by_landing.get(landing)
-        # as `fits` has it, without the call: the device stands still until the launch
-        if plan is None or not (plan.fits and plan.uid == work.uid != 0):
-            plan = self._plans.arrive(work, self._seat, plan or Plan())
-            self._by_landing[landing] = plan
-        self._plans.use(plan)
-        return plan
+        if plan is None or not (plan.fits and plan.uid == work.uid != 0):  # as `fits` has it
+            plan = self._by_landing[landing] = plans.arrive(work, self._seat, plan or Plan())
+        plans.use(plan)
+        self.replayed = plan.captured if plan.fits else None
+        if self.replayed is None:  # the policy is still warming up
+            plans.counts["plans_issued"] += 1
+            work.call()
+            return
+        try:  # as in `Plan.ask`
+            if launch is None:
+                plan.launch()
+            else:
+                launch(plan)
+        except DeviceError:
+            plan.destroy()
+            raise
+        plans.counts["plans_replayed"] += 1
+        if launch is None and not plan.settled:
+            plan.settled = True
+            self.next()
 
     def fits(self, plan: Plan) -> bool:
         """Whether the plan has recorded the work as it is now. The work's uid tells."""
         return plan.fits and plan.uid == self.work.uid != 0
-
-    def issued(self, plan: Plan, launch: Callable[[], Any]) -> bool:
-        """Launches the plan by `launch` where it fits, else issues the parts. Returns whether it
-        fits."""
-        counts = self._plans.counts
-        self.replayed = plan.captured if plan.fits else None
-        if self.replayed is None:
-            counts["plans_issued"] += 1
-            self.work.call()
-            return False
-        try:  # as `Plan.ask`, without the call
-            launch()
-        except DeviceError:
-            plan.destroy()
-            raise
-        counts["plans_replayed"] += 1
-        return True
 
     def next(self) -> tuple[Plan, Hashable] | None:
         """The plan for the landing of the next call, and that landing. If it is missing, it is made
@@ -246,9 +240,7 @@ class Gated:
         if armed is None or not self._opens(*armed):
             self._gate.cancel()
             self._number = self._opened = 0
-            plan = self._planned.fitting()
-            launch = partial(self._launch_open, plan) if self.has_gate else plan.launch
-            self._planned.issued(plan, launch)
+            self._planned.call(self._launch_open if self.has_gate else Plan.launch)
 
     def _launch_open(self, plan: Plan) -> None:
         self._number = self._gate.launch(plan.launch)
