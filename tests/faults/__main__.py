@@ -32,6 +32,7 @@ from typing import Any
 
 from tests.faults import chosen, touched
 from tests.faults.planted import ROOT, Fault, FaultError, every, problems
+from tests.measure.checked import ALWAYS
 from tests.rows import Rows
 
 OUT = ROOT / "data" / "results" / "faults.json"
@@ -85,7 +86,7 @@ class Copy:
         paths = filter(None, (str(self.root), os.environ.get("PYTHONPATH")))
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1",
-            "GIT_OPTIONAL_LOCKS": "0", "CI": "1", chosen.LISTED: str(listed),
+            "GIT_OPTIONAL_LOCKS": "0", "CI": "1", ALWAYS: "1", chosen.LISTED: str(listed),
         }  # fmt: skip
         command = [
             sys.executable, "-m", "pytest", *more, "-q", "-p", "no:cacheprovider", "--tb=no",

@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.faults.planted import ROOT, Fault, functions
+from tests.measure.checked import ALWAYS
 
 FOLDER = ROOT / "data" / "runs" / "faults"
 MAP, DATA, REPORT = FOLDER / "touched.json", FOLDER / "coverage", FOLDER / "tests.xml"
@@ -99,7 +100,7 @@ def measure(jobs: int, *paths: str) -> None:
         "--cov-context=test", "--cov-report=", f"--junitxml={REPORT}", "-o",
         "junit_family=xunit1", "--timeout=600", "-m", QUICK_AND_LONG, *paths,
     ]  # fmt: skip
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"CI": "1"}, check=False)
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"CI": "1", ALWAYS: "1"}, check=False)
     write()
 
 
