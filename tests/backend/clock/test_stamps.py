@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.gates import hold
 from tests.late_host import late_looks, never_passed  # noqa: F401 - of every test
 from workbench.backend.clock.stamps import StampRing
 from workbench.backend.issue.issued import in_order
@@ -179,6 +180,21 @@ def test_every_pair_is_found_by_its_number(two, does):
     assert (np.diff(found.ravel()) >= 0).all() and (found[:, 0] > np.array(around)).all()
     clock = two.clock()
     assert clock.ahead_ns == clock.error_ns == 0 < clock.tick_ns, "the host's"
+    ring.free()
+
+
+def test_pairs_are_set_aside_once_they_are_written(two, monkeypatch):
+    """The device is held until the host waits for it."""
+    ring, begun = StampRing(two, COMPUTE_STREAM, 4), now_ns()
+    pair = in_order([ring.stamp(is_end=False), ring.stamp(is_end=True)])
+    with hold(two) as gate:
+        wait = two.synchronize
+        monkeypatch.setattr(two, "synchronize", lambda: (gate.open(), wait()))
+        for _ in range(5):
+            ring.ends(pair)
+    wait()
+    found = np.array([ring.pair(number) for number in range(5)]).ravel()
+    assert (np.diff([begun, *found]) >= 0).all()
     ring.free()
 
 
