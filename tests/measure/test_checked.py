@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 
 from tests.measure import checked
+
+
+def test_they_are_skipped_once_passed_unless_asked_for(tmp_path, monkeypatch):
+    passed = checked.passed.__wrapped__
+    monkeypatch.delenv(checked.ALWAYS, raising=False)
+    monkeypatch.setattr(checked, "FILE", tmp_path / "checked.json")
+    assert not passed(), "nothing is noted"
+    checked.FILE.write_text(json.dumps({"sha256": checked.digest()}))
+    assert passed()
+    monkeypatch.setenv(checked.ALWAYS, "1")
+    assert not passed()
 
 
 def test_the_digest_notices_a_byte_a_new_and_a_missing_file(tmp_path):
