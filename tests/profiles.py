@@ -3,7 +3,8 @@ more, `make test-exhaustive` all.
 
 Properties have as many examples as the profile of their target says (`--hypothesis-profile`).
 Where CI is set the examples are always the same: a gate judges the change, not the draw. A single
-test that takes a second or more is marked `long`, and is for `make test-slow`, too.
+test that takes a second or more is marked `long`, and is for `make test-slow`, too. So are single
+parameters with which a test takes as long.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ def tiers(slow: Any, exhaustive: Any) -> list[Any]:
     """Of a parameter that says how much a test tries, the value for `make test-slow` and the one
     for `make test-exhaustive`; those in front of them are for `make test`."""
     return [_marked(slow, "slow"), _marked(exhaustive, "exhaustive")]
+
+
+def long(*parameters: Any) -> Any:
+    """Parameters with which a test takes a second or more."""
+    return _marked(parameters, "long")
 
 
 def exhaustive(*parameters: Any) -> Any:

@@ -196,6 +196,7 @@ def test_prompts_are_computed_by_so_many_tokens(by_size):
     assert len(folders) == 5 and all(AB.load(f).summary()["n"].eq(1).all() for f in folders)
 
 
+@pytest.mark.long
 def test_prompts_and_generated_tokens_are_told_apart(by_size):
     together = by_size[1]
     assert together.run["tests"] == ["pp4+tg2@b1", "pp4+tg2@b2", "pp1+tg2@b2", "pp8+tg2@b2"]
@@ -221,6 +222,7 @@ def test_requests_of_random_lengths_are_the_same_for_all(engine, tmp_path):
     assert {results.load_run(f).run["kind"] for f in tmp_path.iterdir()} == {"serve"}
 
 
+@pytest.mark.long
 def test_what_skipping_saves_is_said(engine, by_size, visits):
     prompts, together, parts, _ = by_size
     compared = {f"a prompt by {n}": ab for n, ab in prompts.items()} | {"several": together}

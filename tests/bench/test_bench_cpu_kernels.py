@@ -21,6 +21,7 @@ from workbench.backend.cpu.kernels.vector import Emit, Value
 from workbench.graph.ir import DTYPES, QUANTISED, WEIGHT_DTYPES
 from workbench.model.gguf.quants import random_blocks
 
+pytestmark = pytest.mark.long  # there is a kernel to compile for each type
 WEIGHTS = [
     (d.name, layout)
     for d in WEIGHT_DTYPES

@@ -12,6 +12,7 @@ from workbench.graph.ir import Q4_0, Q4_K, Q6_K, Q8_0
 from workbench.model.gguf.file import model_hash, open_gguf
 from workbench.model.gguf.quants import random_blocks
 
+pytestmark = pytest.mark.long  # the vocabulary is large
 N_TOKENS, N_MERGES = 128_256, 280_147  # llama 3's
 TYPES = pytest.mark.parametrize("dtype", [Q4_0, Q8_0, Q4_K, Q6_K], ids=lambda d: d.name)
 

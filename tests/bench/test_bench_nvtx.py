@@ -19,9 +19,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "trace"))
 import nvtx_injection  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
+pytestmark = [pytest.mark.long, pytest.mark.skipif(
     not nvtx_injection.supported(), reason="the injection library is written for Linux only"
-)
+)]  # fmt: skip
 RANGES, TOKENS = 1000, 16
 
 

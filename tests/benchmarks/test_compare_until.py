@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from tests.benchmarks.fake_engine import SPEC, timed
-from tests.profiles import exhaustive
+from tests.profiles import exhaustive, long
 from workbench.benchmarks.compare import stats, until
 from workbench.benchmarks.compare.ab import ab
 from workbench.benchmarks.compare.arms import answer_between, arms_of, make_arms
@@ -147,7 +147,7 @@ def test_the_clock_ends_it_before_a_late_block():
 
 
 @pytest.mark.parametrize(("n_trials", "n_rounds", "widths"), [
-    (150, 30, (0.02, 0.05)), exhaustive(1000, 120, (0.01, 0.02, 0.05)),
+    long(150, 30, (0.02, 0.05)), exhaustive(1000, 120, (0.01, 0.02, 0.05)),
 ])  # fmt: skip
 def test_few_verdicts_on_nothing_are_false(n_trials, n_rounds, widths):
     """Comparisons of a thing with itself, each kind of noise and width in turn, through the rule
@@ -163,6 +163,7 @@ def test_few_verdicts_on_nothing_are_false(n_trials, n_rounds, widths):
     assert binomtest(found, n_trials, alternative="less").proportion_ci(0.95).high < 0.05, found
 
 
+@pytest.mark.long
 def test_ab_repeats_until_it_is_known(monkeypatch, tmp_path):
     """Each test to the width asked for; a run that was cut goes on, also to a lesser one."""
     how = {"tests": "tg4,pp4", "until": 0.005, "out": tmp_path / "r"}

@@ -211,6 +211,7 @@ def columns(out: str, title: str) -> set[str]:
     return {c.strip() for c in header.strip("|").split("|")}
 
 
+@pytest.mark.long
 def test_a_profile_is_untraced_times_tables_and_a_trace(call, tmp_path):
     out = tmp_path / "t.json"
     status, text, err = call("--test", "tg6", "--window", "2,3", "-o", out)

@@ -135,6 +135,7 @@ def test_check_is_of_all_ubatches_of_a_prompt_and_its_tokens(check):
     assert check(*ask, 65)[0] == 3
 
 
+@pytest.mark.long
 def test_tables_fit_the_terminal(on, call, model, tmp_path, monkeypatch):
     """All that these commands print is tables and sentences."""
     monkeypatch.chdir(tmp_path)

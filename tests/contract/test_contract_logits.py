@@ -197,7 +197,7 @@ def test_cells_outside_the_window_may_go(engine, device):
 
 
 @pytest.mark.parametrize("part", [7, exhaustive(1)], ids=["some", "all"])
-@pytest.mark.parametrize("placed", share(PLACED, every=5))
+@pytest.mark.parametrize("placed", share(PLACED, every=len(PLACED)))
 def test_every_token_has_the_same_nll_under_every_safe_ordering(engine, placed, part):
     """Of several ubatches: what #20463 was found by (a perplexity of 2382 with two devices)."""
     more = {"n_ctx": 128, "n_ubatch": N_UBATCH, "toggles": Toggles()} | PLACED[placed]

@@ -84,6 +84,7 @@ def test_a_cell_does_what_it_does_without_the_magic(profiled, shell):
         shell.run_cell_magic("wb_profile", "", "1 / 0")
 
 
+@pytest.mark.long
 def test_a_window_bounds_what_is_kept_and_one_is_drawn(profiled, engine):
     first = engine.n_steps
     steps = "for i in range(1, {n}):\n    eng.step([i])"
@@ -93,6 +94,7 @@ def test_a_window_bounds_what_is_kept_and_one_is_drawn(profiled, engine):
     assert len(shown.trace.summary()) == 19 > MOST_DRAWN and len(shown.pictures) == 1
 
 
+@pytest.mark.long
 def test_without_names_every_engine_is_traced(profiled, shell, engine):
     """Also those made in the cell, and with events of their own."""
     cell = """\
@@ -135,6 +137,7 @@ def test_named_engines_alone_are_traced_and_closed_refused(profiled, shell, engi
     assert rest.error is None and list(rest.trace.engines) == ["eng"], "closed ones are passed over"
 
 
+@pytest.mark.long
 def test_a_failing_cell_keeps_its_trace_and_its_exception(profiled, tmp_path):
     shown = profiled("", "logits = eng.step([1])\n1 / len(logits[1:])\n")
     assert isinstance(shown.error, ZeroDivisionError)
@@ -196,6 +199,7 @@ def test_a_collector_that_cannot_be_used_is_named(profiled):
     assert isinstance(timed.error, UsageError) and "recorder" in str(timed.error), "not traced"
 
 
+@pytest.mark.long
 def test_a_disk_that_fails_is_said_in_one_line(profiled, tmp_path):
     out = tmp_path / "t.pftrace"
     out.symlink_to("/dev/full")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.profiles import long
 from workbench.benchmarks import workload
 from workbench.benchmarks.compare.stats import TOO_FEW, Band, Ratio
 from workbench.benchmarks.workload import take_sample
@@ -135,6 +136,7 @@ def test_run_times_both_sides_and_draws_them(engine, panel, variants):
     assert (one.button.disabled, one.button.description) == (False, "Run")
 
 
+@pytest.mark.long
 def test_a_result_is_marked_once_toggles_or_baseline_move(panel):
     one, older = panel(), f"<b>{widgets.OF_OLDER}:</b>"
     baseline = one.baseline
@@ -156,6 +158,7 @@ def test_a_result_is_marked_once_toggles_or_baseline_move(panel):
     assert baseline.toggles().sync == "packed", "toggles that clash are no baseline"
 
 
+@pytest.mark.long
 def test_the_baseline_is_a_preset_or_the_engine_s_own(engine, panel):
     choice = (one := panel(baseline="llama.cpp@2025-09")).baseline.choice
     assert list(choice.options) == preset_names() and choice.value == "llama.cpp@2025-09"
@@ -214,6 +217,7 @@ def test_stop_keeps_the_finished_rounds(held):
     assert not one.running and not one.button.disabled and one.stop_button.disabled
 
 
+@pytest.mark.long
 def test_a_stop_at_any_time_leaves_what_there_is(panel, held, monkeypatch):
     one, ends = held(2)
     one.stop()
@@ -259,7 +263,7 @@ def test_while_a_run_is_on_no_other_uses_an_engine(held, engine, tiny_model):
     sibling.close()
 
 
-@pytest.mark.parametrize("use", ["Engine.generate", "Slots.step"])
+@pytest.mark.parametrize("use", ["Engine.generate", long("Slots.step")])
 def test_a_run_does_not_begin_while_a_cell_uses_an_engine(engine, panel, monkeypatch, use):
     inside, go = threading.Event(), threading.Event()
 

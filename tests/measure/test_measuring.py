@@ -36,6 +36,7 @@ from workbench.config import Toggles
 MODEL = "tiny-llama-q8_0"
 
 
+@pytest.mark.long
 def test_sequences_are_measured_beside_llama_cpp(tmp_path, tiny_models):
     """Both sides take every width in turn; rates of all sequences, and the bounds of a step."""
     peer = fake_llama_bench.install(tmp_path / "built").parent

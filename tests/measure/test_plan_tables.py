@@ -13,6 +13,7 @@ from data.measure import binds, plan_tables, readme
 from data.measure.matrix import OFF, SETS, STEP, WHOLE
 from data.measure.recorded import Recorded
 from tests.measure.made import COUNTERS, MODEL, arm, lines, record, sets, target
+from tests.profiles import long
 from workbench.config import Toggles
 
 WARM = {"plans_captured": 2, "plans_updated": 3, "plans_reinstantiated": 1, "plans_replayed": 40,
@@ -105,7 +106,7 @@ def test_first_tokens_of_an_engine_are_not_to_cost(tmp_path, ours, verdict):
         assert bound.binds[1].startswith("capturing and making launchable take 9.0 ms of it")
 
 
-@pytest.mark.parametrize("faster", [True, False])
+@pytest.mark.parametrize("faster", [True, long(False)])
 def test_sets_for_best_stand_beside_what_won_singly(tmp_path, faster):
     """Where none is faster, none has won."""
     first, *others = SETS["cuda"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from random import Random
 
+import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
@@ -72,6 +73,7 @@ def possible(steps: Sequence[Program], one_order: bool) -> set:
     }
 
 
+@pytest.mark.long
 def test_runs_of_one_form_go_wrong_under_the_same_seeds():
     """Whatever their commands, buffers and streams are called; and a wait that counts is a form."""
     forms: dict[Hashable, list[int]] = {}
@@ -92,6 +94,7 @@ def test_the_adversary_finds_only_what_can_be(steps, one_order):
     assert Adversary(steps, one_order).run(0, "eager") == []
 
 
+@pytest.mark.long
 def test_the_adversary_misses_no_unsafe_run():
     unsafe = found_whole = 0
     for number in range(100):

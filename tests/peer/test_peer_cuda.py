@@ -215,6 +215,7 @@ def test_the_campaign_of_streams_has_each_pair_in_one_run(measured):
     assert all(answer["holds"] for answer in run["result"]["answers"].values())
 
 
+@pytest.mark.long
 def test_the_campaign_of_streams_says_the_overlap(measured, tmp_path, monkeypatch, capsys):
     """Of one stream and of several, after all turns. A setting that cannot be measured says why,
     and the run counts."""

@@ -15,7 +15,7 @@ from matplotlib.colors import to_rgba
 from PIL import Image
 
 from tests.benchmarks.made_runs import comparison
-from tests.profiles import share
+from tests.profiles import long, rest, share
 from tests.trace.test_trace_files import token
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.answers import Answer
@@ -84,7 +84,7 @@ def test_no_text_lies_on_another_or_leaves_the_picture(titles, n_launches):
         assert not any(box.overlaps(other) for other in found[i + 1 :]), said[i]
 
 
-@pytest.mark.parametrize("n_colours", share([256, 3000], every=2))
+@pytest.mark.parametrize("n_colours", [long(256), *rest([3000], slow=1)])
 def test_a_palette_keeps_the_most_frequent_colours(n_colours):
     rng = np.random.default_rng(n_colours)
     colours = rng.permutation(1 << 24)[:n_colours]

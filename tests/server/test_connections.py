@@ -199,6 +199,7 @@ def test_more_connections_than_there_may_be_are_503(texts, monkeypatch):
         wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200)
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_is_told(texts, monkeypatch):
     """It costs no more tokens. What was made till then comes, in order, and behind it the
     reason."""

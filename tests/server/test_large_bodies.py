@@ -113,6 +113,7 @@ def test_a_body_is_read_elsewhere_as_it_is_here(spec):
     reading(spec, work)
 
 
+@pytest.mark.long
 def test_small_bodies_are_read_here_long_and_huge_aside(spec, monkeypatch):
     """In two processes. Huge ones wait for each other, and not without end."""
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 import requests
 
-from tests.profiles import share
+from tests.profiles import long, share
 from tests.server.live import USER, events_of, live
 from workbench.engine.slots.asks import REASONS, foremost
 from workbench.model.sampler import Sampling
@@ -98,6 +98,7 @@ def test_streamed_logprobs_are_those_of_the_whole(texts, stop):
     assert (stop or "none") in text or len(heard) == 1 + len(tokens) + 1
 
 
+@pytest.mark.long
 def test_what_a_request_says_reaches_the_engine(server, texts):
     more = {"top_k": 3, "min_p": 0.05, "ignore_eos": True, "timeout": 50}
     server.complete(prompt=[9], max_tokens=2, temperature=0.25, top_p=0.5, seed=11, extra_body=more)
@@ -293,7 +294,7 @@ def test_the_native_endpoint_streams_as_llama_cpp_does(server, texts):
     assert server.post("/completion", prompt=[1] * 510, n_predict=100)["tokens_predicted"] == 2
 
 
-@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("pieces", [True, long(False)])
 def test_tokens_and_their_text_in_llama_cpps_words(server, texts, pieces):
     """Names of control tokens are text where asked; long lists come in parts."""
     name = texts.shown(texts.tokenizer.eos_id).decode()

@@ -169,6 +169,7 @@ def test_a_killed_engine_process_ends_the_server(model, tmp_path):
         assert log.read_text().splitlines()[-1].startswith("error: the engine process has died")
 
 
+@pytest.mark.long
 def test_every_way_to_ask_has_the_same_answer(real):
     client = openai.OpenAI(base_url=f"{real.base_url}/v1", api_key="none", max_retries=0)
 
@@ -212,6 +213,7 @@ def test_every_way_to_ask_has_the_same_answer(real):
     assert chat["message"]["content"] == ask(prompt=prompt).choices[0].text
 
 
+@pytest.mark.long
 def test_loglikelihoods_are_those_of_the_engines_logits(real, model):
     """What lm-eval 0.4.13 sends for `local-completions`, and how it reads the answer; also of a
     prompt whose cells the server has."""

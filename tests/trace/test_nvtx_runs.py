@@ -29,9 +29,9 @@ from workbench.model.sampler import Sampling
 from workbench.server.wire import worker
 from workbench.server.wire.messages import Finish
 
-pytestmark = pytest.mark.skipif(
+pytestmark = [pytest.mark.long, pytest.mark.skipif(
     not nvtx_injection.supported(), reason="the injection library is written for Linux only"
-)
+)]  # fmt: skip
 TOOL = "NVTX_INJECTION64_PATH"
 PROMPT = [1, 2, 3, 4, 5]
 PLANS = Toggles(

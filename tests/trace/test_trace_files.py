@@ -299,6 +299,7 @@ def test_a_gap_is_behind_what_ended_last_on_any_stream() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), min_size=1, max_size=5))
+@pytest.mark.long
 def test_gaps_are_what_kernels_leave_of_the_time(starts: list[tuple[int, int]]) -> None:
     """pauses between steps, and lateness of each step's second kernel."""
     at, steps = 0, []

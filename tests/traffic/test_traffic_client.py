@@ -74,6 +74,7 @@ def test_open_arrivals_come_when_they_are_due():
     assert max(r.times_ns[0] for r in records) >= 2 * 100e6
 
 
+@pytest.mark.long
 def test_several_processes_share_a_load():
     """Tokens may share an event; the server counts them."""
     with serving(Delays(0.005, per_event=4)) as server:
@@ -127,6 +128,7 @@ def test_what_was_answered_by_half_is_not_sent_again():
     assert [r.status for r in records] == [FAULTS[i][0] for i in first]
 
 
+@pytest.mark.long
 def test_who_is_not_there_or_wants_a_key_is_said():
     one = loaded(ALL_AT_ONCE, 1)
     with serving(key="sesame") as server:

@@ -110,6 +110,7 @@ def test_a_server_that_does_not_begin_says_why(tiny_model):
         pass
 
 
+@pytest.mark.long
 def test_a_server_is_begun_as_typed_and_stopped(call, monkeypatch, tiny_model):
     """The command itself is tested with the server; here a fake one stands for it. A server ends
     with the process that began it, too."""

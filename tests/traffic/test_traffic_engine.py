@@ -87,6 +87,7 @@ def test_an_engine_serves_every_request_itself(engine, tmp_path):
     assert "| concurrency=4 |" in repr(made) and "<table" in made._repr_html_()
 
 
+@pytest.mark.long
 def test_an_engine_process_is_begun_and_ended(tiny_model):
     settings = WorkerSettings(str(tiny_model("tiny-llama", "Q8_0")), CONFIG, 4)
     made = wb.serve_bench(settings, concurrency="3", **ASKED)

@@ -178,6 +178,7 @@ def test_every_kernel_gets_a_note_and_keeps_its_lines(path: Path):
     assert rest.replace(f" {OBJECT}", "").replace(PARAMETER, ")") == source.decode()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", share(SOURCES, every=5, slow=3), ids=lambda p: p.stem)
 def test_every_kernel_notes_and_has_one_parameter_more(path: Path):
     own, noted = ptx.kernel_ptx(path.stem), ptx.kernel_ptx(path.stem, (noting.NOTING,))

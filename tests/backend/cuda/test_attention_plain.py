@@ -17,7 +17,7 @@ from tests.attention import Case, attention_case, causal, parted, skipping
 from tests.backend.cuda import on_host, ptx
 from tests.draws import Draw
 from tests.gpu.test_cuda_attention_ways import masks
-from tests.profiles import examples, exhaustive, rest
+from tests.profiles import examples, exhaustive, long, rest
 from workbench.backend.cuda.device import weights
 from workbench.backend.cuda.kernels import attention, attention_plain, nvrtc, op_table
 from workbench.backend.cuda.kernels.attention import AttentionAt, AttentionShape
@@ -43,7 +43,7 @@ CASES = {
 }
 QUICK = [("a chunk", "tile")]
 REST = [pair for pair in itertools.product(CASES, ("vec", "tile")) if pair not in QUICK]
-PAIRS = [*QUICK, *rest(REST, slow=7)]
+PAIRS = [*(long(*pair) for pair in QUICK), *rest(REST, slow=7)]
 needs_compiler = pytest.mark.skipif(on_host.COMPILER is None, reason="no g++")
 
 
@@ -88,6 +88,7 @@ BARRIERS = {
 
 
 @needs_compiler
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", BARRIERS)
 def test_a_barrier_that_is_missing_shows(kernel: str):
     case, edits = Case((3,), 4, 2, 64, 130), ((BARRIERS[kernel], ""),)
@@ -168,6 +169,7 @@ def test_every_kernel_compiles_for_every_type_and_head(arch: str, share: int):
         assert nvrtc.cubin(file, arch, defines).startswith(b"\x7fELF")
 
 
+@pytest.mark.long
 def test_nothing_comes_before_the_wait_in_what_is_compiled():
     for kernel in ("vec", "tile"):
         launched = one(64, "Q8_0", "F16", kernel, "classes", 3, True)
@@ -193,6 +195,7 @@ def test_a_draw_is_the_hosts(asked, seed):
 
 
 @needs_compiler
+@pytest.mark.long
 @pytest.mark.parametrize("s", [Sampling(0.8, 40, 0.95, 0.05), Sampling(100.0, 0, 1.0)], ids=str)
 def test_a_draw_at_an_edge_is_the_hosts(s):
     row = np.array([0.0, -37.0, -1.0, 0.0, -2.9, -3.0], np.float32)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.backend.cuda.fake_cuda import Call, fake_backend
 from tests.backend.cuda.launch_cases import every, plain_nodes
+from tests.profiles import long
 from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import op_table
 from workbench.backend.cuda.kernels.kernel import CLUSTERS, Gemm, Kernel
@@ -44,7 +45,7 @@ def fields(work: Kernel | Gemm) -> list[tuple[int, bool]]:
 
 
 @pytest.mark.parametrize("sm", [CLUSTERS - 1, CLUSTERS])
-@pytest.mark.parametrize("tokens", [1, 33, 512])
+@pytest.mark.parametrize("tokens", [1, long(33), long(512)])
 def test_every_address_is_marked_and_nothing_else_is(tokens: int, sm: int):
     """Of every op, fused and not: what is given as an address stays one through all arithmetic."""
     for case in every(tokens):

@@ -124,7 +124,7 @@ def test_two_contexts_give_the_answer_of_one_device(two, right, name):
     assert all(backend.checks for backend in two._open.backends[1:])
 
 
-@pytest.mark.parametrize("placed", share(PLACED, every=5))
+@pytest.mark.parametrize("placed", share(PLACED, every=len(PLACED)))
 def test_every_placement_and_ordering_finds_its_handles(load, placed):
     alone = {"n_devices": 1, "n_ctx": 128, "n_seqs": 1, "n_kv_pad": 256}
     with load(**alone | PLACED[placed]) as engine:

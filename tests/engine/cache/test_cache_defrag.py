@@ -204,6 +204,7 @@ def test_steps_that_want_cells_in_a_row_find_some(tiny_model, value, reuse):
         check_cells(slots)
 
 
+@pytest.mark.long
 def test_cells_that_move_between_steps_race_with_none(tiny_model, monkeypatch):
     """A step with results behind it is under way when the next step's cells are copied."""
     monkeypatch.setattr(hazards_room, "serve", lambda engine: serve(Slots(engine, 4), load()))

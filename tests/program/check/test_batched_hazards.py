@@ -13,7 +13,7 @@ import pytest
 
 import workbench as wb
 from tests.orderings import every_ordering
-from tests.profiles import share, tiers
+from tests.profiles import long, share, tiers
 from workbench.backend.base import Backend, open_backend
 from workbench.backend.issue.prepared import Prepared
 from workbench.config import Toggles
@@ -255,7 +255,7 @@ def two_devices(tiny_model) -> Iterator[Engine]:
         yield made
 
 
-@pytest.mark.parametrize("every", [37, *tiers(13, 1)], ids=["some", "more", "all"])
+@pytest.mark.parametrize("every", [long(37), *tiers(13, 1)], ids=["some", "more", "all"])
 def test_what_is_said_to_race_with_results_behind_does_and_nothing_else(engine, two_devices, every):
     """`race_of` against the checker. It knows nothing of devices. On one, copies of inputs that
     ride a stream of their own come after the results there, and so after the graph that they wait
