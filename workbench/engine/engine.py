@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from workbench.engine.bound import BoundPrograms
 from workbench.engine.cache.growth import growth_of
 from workbench.engine.cache.kv_cache import KVCache, n_regions
 from workbench.engine.choose import Variants, Wanted, as_preset, choose, resolve
-from workbench.engine.exclusive import STATE
+from workbench.engine.exclusive import STATE, USERS
 from workbench.engine.finite import require_finite
 from workbench.engine.generation import CONTEXT_FULL, END_OF_TEXT, INTERRUPTED, Generation
 from workbench.engine.load import Fit, Loaded, config_of
@@ -191,7 +192,6 @@ class Engine:
         self.steps.store(step, self._counts)  # the cells are the sequences' now
         return pending
 
-    @exclusive.door
     def step(
         self, tokens: Sequence[int], outputs: Outputs = "last", sequence: int = 0
     ) -> np.ndarray:
@@ -199,7 +199,14 @@ class Engine:
         (n_outputs, n_vocab), on the host. With step_wait=outputs a step without outputs may still
         be under way. Raises UsageError as `submit` does.
         """
-        return self.submit([(sequence, tokens, outputs)]).wait()
+        thread = get_ident()
+        if thread in USERS:
+            return self.submit([(sequence, tokens, outputs)]).wait()
+        try:  # what `exclusive.door` does, without its call: the device stands still meanwhile
+            USERS[thread] = "Engine.step"
+            return self.submit([(sequence, tokens, outputs)]).wait()
+        finally:
+            USERS.pop(thread, None)
 
     # who looks on -------------------------------------------------------------------------------
 

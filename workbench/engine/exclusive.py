@@ -53,7 +53,7 @@ class State:
 
 STATE = State()
 _begins = threading.Lock()  # held while a measurement begins
-_users: dict[int, str] = {}  # thread -> the outermost function in which it uses an engine
+USERS: dict[int, str] = {}  # thread -> the outermost function in which it uses an engine
 
 
 def door(function: _Function) -> _Function:
@@ -65,13 +65,13 @@ def door(function: _Function) -> _Function:
     @functools.wraps(function)
     def entered(*args: Any, **named: Any) -> Any:
         thread = threading.get_ident()
-        if thread in _users:
+        if thread in USERS:
             return function(*args, **named)
         try:
-            _users[thread] = name
+            USERS[thread] = name
             return function(*args, **named)
         finally:
-            _users.pop(thread, None)
+            USERS.pop(thread, None)
 
     return cast(_Function, entered)
 
@@ -126,7 +126,7 @@ def measuring(who: str, engine: Any) -> Iterator[Measurement]:
 def _refuse_users(who: str) -> None:
     """Raises UsageError where another thread uses an engine, naming the function that it is in."""
     own = threading.get_ident()
-    for name in (name for thread, name in dict(_users).items() if thread != own):
+    for name in (name for thread, name in dict(USERS).items() if thread != own):
         raise UsageError(
             f"{who} cannot measure while a cell is in {name}: each would spoil the other's "
             "times; wait for the cell or interrupt it"

@@ -48,6 +48,15 @@ def loaded(tiny_model) -> Iterator[wb.Engine]:
         yield made
 
 
+def plans_of(counters: dict[str, int]) -> dict[str, int]:
+    """What was done to plans. A step whose gate was opened too late is replayed twice; on a busy
+    machine that happens."""
+    names = ("captured", "twinned", "reinstantiated", "updated", "replayed")
+    found = {name: counters[f"plans_{name}"] for name in names}
+    found["replayed"] -= counters.get("plans_ahead_missed", 0)
+    return found
+
+
 def decode(engine: wb.Engine) -> np.ndarray:
     engine.reset()
     return np.concatenate([engine.step([token]).copy() for token in TOKENS])
@@ -80,9 +89,10 @@ def test_stamps_lie_in_their_steps_and_change_nothing(loaded, way):
             assert np.array_equal(decode(engine), wanted)
             plain = engine.counters
             assert np.array_equal(decode_stamped(engine), wanted)
-        for name in ("captured", "twinned", "reinstantiated", "updated", "replayed"):
-            name = f"plans_{name}"
-            assert engine.counters[name] - plain[name] == plain[name] - before[name], name
+        moments = [plans_of(counts) for counts in (before, plain, engine.counters)]
+        for name in moments[0]:
+            start, middle, end = (counts[name] for counts in moments)
+            assert end - middle == middle - start, name
         if way == "ahead":
             with late_looks(engine, 5):  # misses before the host's look and after it
                 assert np.array_equal(decode_stamped(engine), wanted)

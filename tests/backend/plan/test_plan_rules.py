@@ -162,7 +162,7 @@ LIVES: list[tuple[str, str, str]] = [
     # which are kept
     ("ours plan_batch=one", "p a q p", "issue capture launch capture launch issue"),
     ("today plan_warmup=0", "a c +6 a +6 a +6 a c",
-     "capture launch capture launch launch destroy launch launch capture launch"),
+     "capture launch capture launch launch launch destroy launch capture launch"),
 ]  # fmt: skip
 
 

@@ -161,13 +161,13 @@ class Planned:
         launch: launches the plan of a `Gated`, which makes the plan for the next landing itself.
         """
         work, plans = self.work, self._plans
-        landing = work.landing
+        landing = tuple([landing.now for landing in work.landings])  # as `work.landing`
         plan = self._by_landing.get(landing)
         if plan is None or not (plan.fits and plan.uid == work.uid != 0):  # as `fits` has it
             plan = self._by_landing[landing] = plans.arrive(work, self._seat, plan or Plan())
-        plans.use(plan)
         self.replayed = plan.captured if plan.fits else None
         if self.replayed is None:  # the policy is still warming up
+            plans.use(plan)
             plans.counts["plans_issued"] += 1
             work.call()
             return
@@ -179,6 +179,7 @@ class Planned:
         except DeviceError:
             plan.destroy()
             raise
+        plans.use(plan)
         plans.counts["plans_replayed"] += 1
         if launch is None and not plan.settled:
             plan.settled = True
@@ -456,7 +457,7 @@ class Plans:
         counts["plans_instantiate_ns"] += made.instantiate_ns
 
     def use(self, plan: Plan) -> None:
-        """Tells that a plan is about to be launched. Evicts plans that nobody has used for long,
+        """Tells that a plan is launched. Evicts plans that nobody has used for long,
         where the policy says so."""
         plan.used = now = self._clock()
         if self._sweeps and now >= self._next_sweep:
