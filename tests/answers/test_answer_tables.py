@@ -275,6 +275,7 @@ def test_a_mixed_step_has_tokens_and_a_part_of_a_prompt(engine):
     assert sizes == {"a token of each of 3 requests": {3}, beside: {256}}
 
 
+@pytest.mark.long
 def test_each_setting_serves_the_same_load(engine, tmp_path):
     arms = loaded.settings(engine, *NAMES)
     found = loaded.measured(engine, arms, "pp8+tg4", "1,2", 6, 0, str(tmp_path))
@@ -365,6 +366,7 @@ def test_launches_of_a_layer(tiny_model):
     assert re.sub(r"\d+", "N", committed[0]) == re.sub(r"\d+", "N", first)
 
 
+@pytest.mark.long
 def test_which_waits(tiny_model):
     with tiny(tiny_model, "null", n_ubatch=16, unsafe=True) as prover:
         decode = proofs.proof_table(proofs.cycles(prover))

@@ -12,6 +12,7 @@ import pytest
 
 import workbench as wb
 from tests.benchmarks.fake_engine import Clock, FakeEngine
+from tests.profiles import long
 from workbench.benchmarks.llama import batched
 from workbench.benchmarks.llama.llama_bench import bench, workloads
 from workbench.benchmarks.llama.llama_format import FIELDS, SQL_TYPES, TOKEN_FIELDS, format_rows
@@ -117,7 +118,7 @@ def engine(tiny_model):
         yield made
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [long(False), True])
 def test_its_arithmetic_and_a_run(call, engine, tmp_path, shared):
     """A shared prompt is computed once."""
     status, text, said = call(

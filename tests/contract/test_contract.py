@@ -145,6 +145,7 @@ def test_a_value_answers_as_the_baseline(room, shape, device, case):
 SOME = st.lists(st.sampled_from(CASES), min_size=2, max_size=4, unique_by=lambda case: case.name)
 
 
+@pytest.mark.long
 @given(SOME, st.sampled_from([*SHAPES]), st.sampled_from(DEVICES))
 @settings(max_examples=examples(80), suppress_health_check=[HealthCheck.filter_too_much])
 def test_values_together_answer_as_what_of_them_rounds(room, some, shape, device):

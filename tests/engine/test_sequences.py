@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.cache.test_cache_table import looks
-from tests.profiles import examples
+from tests.profiles import examples, long
 from tests.served import ids
 from workbench.backend.issue.prepared import Prepared
 from workbench.benchmarks.compare.answers import compare_logits
@@ -58,10 +58,13 @@ Entry = tuple[int, int, str]  # sequence, tokens, outputs
 Room = Callable[..., Engine]
 
 
+QUICK = [("embedded", "Q8_0", "f16"), ("host", "F32", "f32")]
+WAYS = [(device, *of) for device in ("embedded", "host") for of in TOLERANCE]
+
+
 @pytest.fixture(
-    scope="module", params=[(d, *of) for d in ("embedded", "host") for of in TOLERANCE],
-    ids="-".join,
-)  # fmt: skip
+    scope="module", params=[way if way in QUICK else long(way) for way in WAYS], ids="-".join
+)
 def room(request, tiny_model) -> Iterator[tuple[Room, str, float]]:
     """An empty engine of these toggles; the device; and the tolerance."""
     device, quant, cache = request.param

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.profiles import long
 from workbench.benchmarks import workload
 from workbench.benchmarks.compare.stats import TOO_FEW, Band, Ratio
 from workbench.benchmarks.workload import take_sample
@@ -263,7 +262,8 @@ def test_while_a_run_is_on_no_other_uses_an_engine(held, engine, tiny_model):
     sibling.close()
 
 
-@pytest.mark.parametrize("use", ["Engine.generate", long("Slots.step")])
+@pytest.mark.long
+@pytest.mark.parametrize("use", ["Engine.generate", "Slots.step"])
 def test_a_run_does_not_begin_while_a_cell_uses_an_engine(engine, panel, monkeypatch, use):
     inside, go = threading.Event(), threading.Event()
 

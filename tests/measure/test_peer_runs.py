@@ -34,6 +34,7 @@ def steady(rounds: int = 5, us: dict[str, float] = US) -> dict[str, dict[str, li
     }
 
 
+@pytest.mark.long
 def test_tables_are_what_the_samples_say(tmp_path):
     """The best arm of each side; a model that was not measured has a column that says so, and a run
     that was cut counts for nothing."""
@@ -61,6 +62,7 @@ def test_tables_are_what_the_samples_say(tmp_path):
 RATES = st.floats(50.0, 5000.0, allow_nan=False)
 
 
+@pytest.mark.long
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=(Phase.explicit, Phase.generate),  # each example writes a folder

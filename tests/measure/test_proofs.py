@@ -13,6 +13,8 @@ from data.measure.proofs import OUT, proved
 from tests.profiles import share
 from workbench.config import Lifetimes
 
+pytestmark = pytest.mark.long  # all orderings are proved
+
 
 @pytest.fixture(scope="module")
 def found(tiny_model) -> dict:

@@ -13,7 +13,7 @@ import openai
 import pytest
 import requests
 
-from tests.profiles import long, share
+from tests.profiles import share
 from tests.server.live import USER, events_of, live
 from workbench.engine.slots.asks import REASONS, foremost
 from workbench.model.sampler import Sampling
@@ -294,7 +294,8 @@ def test_the_native_endpoint_streams_as_llama_cpp_does(server, texts):
     assert server.post("/completion", prompt=[1] * 510, n_predict=100)["tokens_predicted"] == 2
 
 
-@pytest.mark.parametrize("pieces", [True, long(False)])
+@pytest.mark.long
+@pytest.mark.parametrize("pieces", [False, True])
 def test_tokens_and_their_text_in_llama_cpps_words(server, texts, pieces):
     """Names of control tokens are text where asked; long lists come in parts."""
     name = texts.shown(texts.tokenizer.eos_id).decode()

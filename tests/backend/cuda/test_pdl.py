@@ -76,6 +76,7 @@ def waiting(works: Callable[[], Iterable[Kernel]], file: str) -> Modules:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("file", "works"), ASKED)
 def test_nothing_dependent_comes_before_the_wait(file: str, works):
     for (own, defines), names in waiting(works, file).items():
@@ -85,6 +86,7 @@ def test_nothing_dependent_comes_before_the_wait(file: str, works):
             assert verdict.triggers, f"{name} {defines} does not let the next kernel begin"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("works", "every"), [(one_of_each, 8), *tiers((some_works, 1), (chosen_works, 1))]
 )

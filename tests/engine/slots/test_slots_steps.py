@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from tests.profiles import examples
+from tests.profiles import examples, long
 from tests.served import APART, BEHIND, Alone, Told, alone, check_cells, go_on, ids, same, serve
 from workbench.common.errors import DeviceError
 from workbench.config import Toggles
@@ -270,6 +270,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "apart, drawn by the device": APART | {"sampling": "device", "skip_masked_kv": "tail",
                                            "batch_sizes": "padded"},
 }  # fmt: skip
+TRIED = [long(of) if n % 2 else of for n, of in enumerate(SETTINGS.values())]
 LONG = [ids(40, seed) for seed in (1, 2)]
 PROMPTS = [
     ids(1), ids(3), ids(64, 3), *LONG, ids(60, 2), *(np.append(LONG[0], ids(n, n)) for n in (1, 9)),
@@ -285,7 +286,7 @@ def own(tiny_model) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS)
+@pytest.fixture(scope="module", params=TRIED, ids=SETTINGS)
 def shared(request, tiny_model) -> Iterator[Engine]:
     n_ctx = ROOM * (N_SLOTS if "kv_cache" in request.param else 1)
     sizes = {"n_ctx": n_ctx, "n_seqs": N_SLOTS, "n_ubatch": N_UBATCH, "n_kv_pad": 8}

@@ -19,7 +19,7 @@ from tests.oracles.reading import read
 from tests.oracles.walked_again import WalkedAgain
 from tests.orderings import PLACED, every_ordering
 from tests.planned import SCOPES, only_adds_order
-from tests.profiles import share, tiers
+from tests.profiles import long, share, tiers
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
 from workbench.engine.choose import settle
@@ -151,7 +151,7 @@ SCOPED = [(way, scope) for way in WAYS for scope in ("", *SCOPES)
           if not scope or not refuses(way, scope)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("way", "scope"), share(SCOPED, every=23, slow=5))
+@pytest.mark.parametrize(("way", "scope"), [long(*SCOPED[0]), *share(SCOPED, every=23, slow=5)[1:]])
 def test_waits_that_could_go_are_found_by_walking_again(one, way, scope):
     """Of prompts of three ubatches with tokens after them; steps of one shape share a program."""
     with one.variant(way) as engine:
