@@ -17,7 +17,7 @@ from workbench.model.gguf.quants import quantize_activations, random_blocks, unp
 
 BY_NAME = {d.name: d for d in WEIGHT_DTYPES}
 QUANTISED_NAMES = [name for name, dtype in BY_NAME.items() if dtype in QUANTISED]
-# the kernels of a type in blocks of 256 take six seconds to compile, those of others one
+# of a type in blocks of 256 the kernels take by far the longest to compile
 NAMES = [long(name) if name.endswith("_K") else name for name in BY_NAME]
 QUANTISED_PARAMETERS = [
     p for p, name in zip(NAMES, BY_NAME, strict=True) if name in QUANTISED_NAMES
