@@ -16,7 +16,7 @@ from workbench.backend import compiled
 from workbench.backend.base import Backend
 from workbench.common.errors import UsageError
 from workbench.common.progress import HIDDEN, Bar, bar
-from workbench.config import EngineConfig, Toggles
+from workbench.config import EngineConfig, Toggles, asked_toggles
 from workbench.engine import exclusive
 from workbench.engine.batch import Batches, Outputs, Work, check_prompt, step_shape
 from workbench.engine.bound import BoundPrograms
@@ -123,10 +123,12 @@ class Engine:
         fit: Fit | None = None,
         **fields: Any,
     ) -> Engine:
-        """Opens a GGUF file on a device.
+        """Opens a GGUF file on a device. Returns the engine, which the caller closes (`with`).
 
+        path: of the file; of a file in parts, the first.
         toggles: Toggles, or a preset, also by name. None is `best`: what won on devices of this
-            kind.
+            kind. A mapping, as `{"sync": "packed"}`, or a text, as `sync=packed pdl=on`, changes
+            `best`; a preset's name before the changes changes that preset.
         config, fields: an EngineConfig, or its fields (device, n_ctx, ...). n_seqs is 1 unless it
             is given.
         variants: toggles that variants will have, or a function from the engine's own to these.
@@ -161,13 +163,23 @@ class Engine:
             loaded.release()
 
     def variant(self, toggles: Wanted) -> Engine:
-        """An engine with other toggles on the same backends and weights; its cache is its own."""
-        return Engine(self._open, self.config, toggles)
+        """An engine with other toggles on the same backends and weights; its cache is its own.
+
+        toggles: as `load` takes them. Changes (`sync=packed`, or a mapping) are of this engine's
+            own toggles. None: `best`.
+
+        Raises UsageError and DeviceError as `load` does.
+        """
+        return Engine(self._open, self.config, self._asked(toggles))
 
     def resolve(self, wanted: Wanted) -> Toggles:
         """The toggles that `variant(wanted)` would have. Raises what `variant` would raise, and
         makes nothing."""
-        return choose(wanted, self._open).toggles
+        return choose(self._asked(wanted), self._open).toggles
+
+    def _asked(self, wanted: Wanted) -> Wanted:
+        """`wanted`, with changes made to this engine's preset, or to its toggles."""
+        return None if wanted is None else asked_toggles(wanted, self.wanted or self.toggles)
 
     # the step -----------------------------------------------------------------------------------
 

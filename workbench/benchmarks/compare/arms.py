@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -18,7 +17,9 @@ from workbench.config import (
     GraphReuse,
     Switch,
     Toggles,
+    parse_changes,
 )
+from workbench.config.toggles import as_value
 
 
 class Arm(NamedTuple):
@@ -38,11 +39,7 @@ def parse_toggle_spec(spec: str) -> tuple[str, list[str]]:
     known = Toggles.values(name)
     if not equals or not values:
         raise UsageError(f"toggle {spec!r} has no values; write {name}={known[0]},{known[-1]}")
-    for value in values:
-        if value not in known:
-            raise UsageError(
-                f"toggle {name}={value!r} does not exist; choose one of {', '.join(known)}"
-            )
+    values = [as_value(name, value, known) for value in values]
     if len(set(values)) < len(values):
         raise UsageError(f"toggle {spec!r} names a value twice; the A/A control is added anyway")
     return name, values
@@ -93,23 +90,7 @@ def arms_of(spec: str, background: Toggles) -> tuple[str, list[Arm]]:
 def switched(background: Toggles, changes: str) -> Toggles:
     """The background with the changes `NAME=VALUE NAME=VALUE...`. Raises UsageError for an unknown
     toggle or value."""
-    given: dict[str, str] = {}
-    for name, value in parse_changes(changes).items():
-        given |= dict.fromkeys(Toggles.members(name), value)
-    return dataclasses.replace(background, **given)
-
-
-def parse_changes(changes: str) -> dict[str, str]:
-    """`NAME=VALUE NAME=VALUE...` as value by name. Raises UsageError for an unknown name, and for a
-    name without a value."""
-    given: dict[str, str] = {}
-    for change in changes.split():
-        name, equals, value = change.partition("=")
-        known = Toggles.values(name)
-        if not equals:
-            raise UsageError(f"toggle {name} has no value; write {name}={known[-1]}")
-        given[name] = value
-    return given
+    return background.changed_by(parse_changes(changes))
 
 
 def answer_between(before: Toggles, after: Toggles) -> str:
