@@ -14,6 +14,7 @@ from workbench.engine.cache.kv_cache import KVCache
 from workbench.engine.look.nvtx_ranges import OFF
 from workbench.engine.rehearsal import Rehearsal
 from workbench.engine.slots.padding import as_they_are
+from workbench.program.commands import Program, Sync
 
 SPEC = "sync=per_copy,copy_boundary"  # the arms of `timed`
 N_VOCAB = 50
@@ -128,6 +129,18 @@ class FakeEngine:
             commands=(), singly=tuple, counts=lambda: counts,
             pattern=lambda fold=False: "s" * waits + "g",
         )  # fmt: skip
+
+    @property
+    def settled(self):
+        return self.toggles
+
+    def programs_of(self, shapes):
+        """As many commands as there are waits, and one more with other toggles that are exact."""
+        names = [f"{n}={v}" for n, v in self.toggles.changed().items() if n != "sync"]
+        waits = 9 if self.toggles.sync == "per_copy" else 2
+        syncs = [Sync(0, event=name) for name in ["wait"] * waits + names]
+        for shape in shapes:
+            yield Program(syncs, [], [], [], ("fake",), shape, self.toggles.sync, "own")
 
     def synchronize(self):
         self.n_waits += 1

@@ -123,7 +123,8 @@ def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
     """The toggles that `wanted` means on a device. Of `best` they are the values that won on such a
     device, for one sequence or for several, and that the device can honour. Values that won
     together are taken together, with the changes, or not at all. A value that refines another is
-    left out where the other is left out. Raises UsageError for a change that clashes with a preset.
+    left out where the other is changed to off. Raises UsageError for a change that clashes with a
+    preset.
     """
     if isinstance(wanted, Toggles):
         return wanted
@@ -137,7 +138,7 @@ def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
         if _honours(TogglePreset(BEST), more, loaded):
             values = more
     together = best.together
-    gone = {name for name, value in together.items() if preset.changes.get(name, value) != value}
+    gone = {name for name, value in preset.changes.items() if value == ROWS[name].off}
     whole = values | {k: v for k, v in together.items() if ROWS[k].refines not in gone}
     return preset.toggles(whole if _honours(preset, whole, loaded) else values)
 

@@ -70,6 +70,7 @@ class Engine:
         exclusive.check(loaded)
         have = choose(wanted, loaded)
         self.config, self.toggles, self._ordering = config, have.toggles, have.ordering
+        self.settled = have.settled  # the toggles with a value for each `auto` that is no step's
         self.wanted, self.preset, self.chosen = as_preset(wanted), have.preset, have.words
         self.ranges = ranges_of(config.nvtx)
         self._spent = self.ranges.clock(self._count, lambda: self.n_steps)
@@ -407,6 +408,15 @@ class Engine:
         """The programs of a prompt and n_decoded single tokens after it, on an empty cache; all of
         it `laps` times. Buffers of one name are one Buffer."""
         return self._made.several(n_prompt, n_decoded, laps)
+
+    def programs_of(self, shapes: Iterable[StepShape]) -> Iterator[Program]:
+        """The programs of steps of these shapes, one after the other. Where steps of a shape may
+        follow each other without a wait, a program for each turn of the rings."""
+        for shape in shapes:
+            program = self._made.of(shape)
+            yield program
+            for turn in range(1, 1 if program.waited else self.period):
+                yield self._made.of(shape, turn)
 
     def cycle(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
         """The programs of a prompt and n_decoded tokens after it, as a checker repeats them: the

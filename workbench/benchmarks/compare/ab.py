@@ -18,6 +18,7 @@ import pandas as pd
 from workbench.benchmarks.compare import answers
 from workbench.benchmarks.compare.arms import ComparisonSpec, comparison_spec
 from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.idle import check_engines
 from workbench.benchmarks.compare.rounds import Repetition, Trials, order_of
 from workbench.benchmarks.compare.until import AT_MOST_S, Until, make_until
 from workbench.benchmarks.runs import provenance, results
@@ -140,6 +141,7 @@ class _Comparison:
             "smoke": self.smoke,
             "warm_up": {},
             "until": None,
+            "idle": {},
             "answers": {},
             "sessions": [session_of(made)],
         }
@@ -181,6 +183,8 @@ class _Comparison:
             trials.engines = [
                 stack.enter_context(closing(self.engine.variant(arm.toggles))) for arm in self.arms
             ]
+            idle = check_engines(trials.engines, self.arms, trials.workloads)
+            draft.run["result"]["idle"] = idle
             with kept(draft):
                 kinds = [arm.answer for arm in self.arms[1:]]
                 found = answers.compare_engines(trials.engines, kinds, trials.seed)

@@ -19,6 +19,7 @@ from workbench.config import (
     Toggles,
     parse_changes,
 )
+from workbench.config.table import idle
 from workbench.config.toggles import as_value
 
 
@@ -118,6 +119,28 @@ def _splits(was: Mapping[str, str], now: Mapping[str, str]) -> bool:
     return fused and auto and any(was[name] != now[name] for name in ("streams", "fork"))
 
 
+class IdleToggles(UsageError):
+    """A comparison whose arms do the same work (`idle.py`)."""
+
+
+def idle_refusal(arms: Sequence[str], why: Sequence[str]) -> str:
+    """The line on arms that do the baseline's work, each for a reason."""
+    does = "does" if len(arms) == 1 else "do"
+    return (
+        f"{' and '.join(arms)} {does} what the baseline does, so there is nothing to measure: "
+        f"{'; '.join(dict.fromkeys(why))}"
+    )
+
+
+def check_acting(arms: Sequence[Arm]) -> None:
+    """Raises IdleToggles where the table of toggles says that no arm differs from the baseline in
+    any test. No engine is needed for that."""
+    baseline, *others = [arm for arm in arms if not arm.is_control]
+    why = [idle(baseline.toggles.to_dict(), arm.toggles.to_dict()) for arm in others]
+    if all(why):
+        raise IdleToggles(idle_refusal([arm.name for arm in others], why))
+
+
 class ComparisonSpec(NamedTuple):
     """The arms and tests of a comparison. toggle: empty where sets of toggles are compared."""
 
@@ -146,4 +169,6 @@ def comparison_spec(
         raise UsageError(
             f"rounds={rounds} is too few to compare anything; take {MIN_REPETITIONS} or more"
         )
-    return ComparisonSpec(spec, *arms_of(spec, background), parse_tests(tests))
+    name, arms = arms_of(spec, background)
+    check_acting(arms)
+    return ComparisonSpec(spec, name, arms, parse_tests(tests))

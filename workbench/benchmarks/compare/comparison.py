@@ -22,6 +22,7 @@ from workbench.benchmarks.compare.until import RepeatEnd
 from workbench.benchmarks.runs import results
 from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
+from workbench.common.framed import Framed
 from workbench.common.tables import Table, markdown, terminal_columns, to_html
 from workbench.config import said_toggles
 
@@ -42,12 +43,16 @@ def background(run: dict[str, Any]) -> str:
     return said_toggles(shared)
 
 
-class AB:
-    """A finished or interrupted comparison.
+class AB(Framed):
+    """A finished or interrupted comparison: what `wb.ab` returns.
 
     run: `run.json` as a dict.
-    samples: every timed token (see `results`).
-    Never draws; the plots take these tables.
+    samples: every timed token, with the columns of samples.parquet (`benchmarks/README.md`).
+
+    Printed, it is a speedup table with intervals, verdicts and answers. `to_frame` has the numbers,
+    `table` the speedup table, `verdict` the sentences, `percentiles` the times of single tokens,
+    `evidence` the commands of a step, `samples` every time. `plot`, `to_csv`, `to_parquet` and
+    `save` draw and write.
     """
 
     def __init__(self, run: dict[str, Any], samples: pd.DataFrame):
@@ -99,6 +104,28 @@ class AB:
         """`sync=per_copy`, or the set where sets of toggles are compared."""
         toggle = self.run["result"]["toggle"]
         return f"{toggle}={label}" if toggle else label
+
+    def to_frame(self) -> pd.DataFrame:
+        """All numbers, with the origin of each row, so that frames of several comparisons can be
+        concatenated. A row per test and arm except the baseline; the control has rows, too.
+
+        Columns: model, device, toggle (empty where sets of toggles are compared), baseline (its
+        value, or its set), background, commit, run_id, date, test, and the further columns of
+        `summary`.
+        """
+        run = self.run
+        origin = {
+            "model": self.model,
+            "device": run["engine"].get("device_description") or run["engine"].get("device"),
+            "toggle": run["result"]["toggle"],
+            "baseline": run["arms"][0]["name"],
+            "background": background(run),
+            "commit": str(run["commit"]["hash"])[:8],
+            "run_id": run["run_id"],
+            "date": str(run["started"])[:10],
+        }
+        numbers = self.summary()
+        return pd.DataFrame(origin, index=numbers.index).join(numbers)
 
     def summary(self) -> pd.DataFrame:
         """One row per test and arm except the baseline, with all numbers; the control has rows,
@@ -202,6 +229,8 @@ class AB:
                 f"{row.speedup:.3f}x (95% CI {stats.interval(row.low, row.high)}, n={row.n}, "
                 f"A/A band {stats.interval(row.band_low, row.band_high)}); {row.answer}"
             )
+        for test, arms in self.run["result"].get("idle", {}).items():  # older runs do not say
+            lines += [f"{test}: {arm} does what the baseline does: {why}" for arm, why in arms.items()]
         lines += resolution.lines(self.summary())
         # for a run that was repeated until its intervals were narrow
         asked = self.run["result"].get("until")
