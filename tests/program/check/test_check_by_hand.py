@@ -37,7 +37,7 @@ from tests.oracles.adversary import Adversary
 from tests.oracles.happens_before import racing_pairs
 from tests.planned import SCOPES, only_adds_order
 from tests.removable import superfluous
-from workbench.cli.check import lines
+from workbench.program.check.report import lines
 from workbench.common.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
