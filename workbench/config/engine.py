@@ -11,6 +11,7 @@ from typing import Any
 
 from workbench.common import devices
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 
 ON_HOST = {devices.HOST: True, "device": False, "CPU": True, "CUDA0": False}  # also llama.cpp's
 
@@ -85,7 +86,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise UsageError(
-                f"device {self.device!r} does not exist; choose one of {', '.join(DEVICES)}"
+                f"device {self.device!r} does not exist; {choices(self.device, DEVICES)}"
             )
         for name, least in {
             "n_ctx": 0,
@@ -105,7 +106,7 @@ class EngineConfig:
         types = {"cache_type_k": CACHE_TYPES, "cache_type_v": CACHE_TYPES}
         for name, known in {"expand": EXPAND, **types, "nvtx": NVTX}.items():
             if (value := getattr(self, name)) not in known:
-                raise UsageError(f"{name}={value!r} must be one of {', '.join(known)}")
+                raise UsageError(f"{name}={value!r} does not exist; {choices(value, known)}")
         for override in self.override_tensor:
             parse_override(override)
 

@@ -11,6 +11,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.config.presets import BEST, fixed_presets, preset_names
 from workbench.config.table import CLASHES, FAMILIES, ROWS, Row
 
@@ -130,8 +131,8 @@ class Toggles:
             return [name]
         family = [n for n in cls.names() if n.startswith(f"{name}_")] if name in FAMILIES else []
         if not family:
-            known = ", ".join((*FAMILIES, *cls.names()))
-            raise UsageError(f"toggle {name!r} does not exist; choose one of {known}")
+            known = choices(name, (*FAMILIES, *cls.names()))
+            raise UsageError(f"toggle {name!r} does not exist; {known}")
         return family
 
     @classmethod
@@ -204,9 +205,7 @@ for _family in FAMILIES:
 
 def _check_value(name: str, value: str, known: list[str]) -> None:
     if value not in known:
-        raise UsageError(
-            f"toggle {name}={value!r} does not exist; choose one of {', '.join(known)}"
-        )
+        raise UsageError(f"toggle {name}={value!r} does not exist; {choices(value, known)}")
 
 
 def clash_of(values: Mapping[str, str], preset: str = "", own: Collection[str] = ()) -> str:
@@ -269,9 +268,7 @@ class TogglePreset:
 
     def __init__(self, name: str, changes: Mapping[str, str] | None = None, n_seqs: int = 0):
         if name not in preset_names():
-            raise UsageError(
-                f"preset {name!r} does not exist; choose one of {', '.join(preset_names())}"
-            )
+            raise UsageError(f"preset {name!r} does not exist; {choices(name, preset_names())}")
         self.name, self.n_seqs = name, n_seqs
         own = _spread(changes or {})
         self.changes = {key: own[key] for key in Toggles.names() if key in own}

@@ -17,6 +17,7 @@ from workbench.backend.base import Backend, Memory, choose_device, open_backend
 from workbench.backend.cpu.device.base import n_workers
 from workbench.common import devices
 from workbench.common.errors import DeviceError, UsageError
+from workbench.common.nearest import choices
 from workbench.common.progress import BYTES, bar
 from workbench.config import Activations, EngineConfig, Toggles
 from workbench.engine.placement import Placement
@@ -207,7 +208,7 @@ def config_of(fields: dict[str, Any]) -> EngineConfig:
     known = EngineConfig.__dataclass_fields__
     for name in fields:
         if name not in known:
-            raise UsageError(f"setting {name!r} does not exist; choose one of {', '.join(known)}")
+            raise UsageError(f"setting {name!r} does not exist; {choices(name, known)}")
     return EngineConfig(**fields)
 
 

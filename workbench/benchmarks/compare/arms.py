@@ -10,6 +10,7 @@ from typing import NamedTuple
 from workbench.benchmarks.compare.stats import MIN_REPETITIONS
 from workbench.benchmarks.workload import Workload, check_fits, parse_tests
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.config import (
     EXACT,
     ROUNDING,
@@ -40,9 +41,7 @@ def parse_toggle_spec(spec: str) -> tuple[str, list[str]]:
         raise UsageError(f"toggle {spec!r} has no values; write {name}={known[0]},{known[-1]}")
     for value in values:
         if value not in known:
-            raise UsageError(
-                f"toggle {name}={value!r} does not exist; choose one of {', '.join(known)}"
-            )
+            raise UsageError(f"toggle {name}={value!r} does not exist; {choices(value, known)}")
     if len(set(values)) < len(values):
         raise UsageError(f"toggle {spec!r} names a value twice; the A/A control is added anyway")
     return name, values
