@@ -56,7 +56,8 @@ def test_the_matrix_is_llama_benchs(monkeypatch, tmp_path):
     ]  # fmt: skip
     engine = engine_of(monkeypatch, n_ctx=8)
     for refused, says in (
-        (lambda: workloads([0], [0]), "no test"), (lambda: measured(engine, workloads([16]), 5), "n_ctx"),
+        (lambda: workloads([0], [0]), "no test"),
+        (lambda: measured(engine, workloads([16]), 5), "n_ctx"),
         (lambda: measured(engine, workloads([4]), 0), "repetitions"),
         (lambda: measured(engine, workloads([4], [0]), 5, out=tmp_path), "exists"),
     ):  # fmt: skip

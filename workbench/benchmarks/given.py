@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.benchmarks.workload import Workload, long_enough, wide_enough
 from workbench.common.errors import UsageError
-from workbench.common.nearest import unknown
+from workbench.common.nearest import choices
 from workbench.config import EngineConfig
 from workbench.engine.choose import Wanted
 from workbench.engine.engine import Engine
@@ -42,7 +42,8 @@ def given_engine(
     known = EngineConfig.__dataclass_fields__
     for name in settings:
         if name not in known:
-            raise UsageError(unknown(f"argument {name!r}", name, (*own, *known)))
+            said = choices(name, (*own, *known))
+            raise UsageError(f"argument {name!r} does not exist; {said}")
     if isinstance(given, Engine):
         if settings:
             raise UsageError(

@@ -127,23 +127,27 @@ def parse(name: str | Workload) -> Workload:
         none_is_zero = all(found[key] is None or int(found[key]) for key in ("pp", "tg", "n_seqs"))
         if pp + tg and none_is_zero and both == bool(found["plus"]):
             return Workload(pp, tg, depth, n_seqs, found["kind"] == "s")
-    meant = nearest("+".join(sorted(str(name).split("+"))), _like(str(name)))  # pp comes first
+    meant = _meant(str(name))
     raise UsageError(
-        f"test {str(name)!r} does not exist; {f'did you mean {meant}? N' if meant else 'n'}ame it "
-        "as llama-bench does: pp512, tg128, tg128@d4096 or pp512+tg128; of 8 sequences "
-        "pp512+tg128@b8"
+        f"test {str(name)!r} does not exist; {f'did you mean {meant}? ' if meant else ''}"
+        "name it as llama-bench does: "
+        "pp512, tg128, tg128@d4096 or pp512+tg128; of 8 sequences pp512+tg128@b8"
     )
 
 
-def _like(name: str) -> list[str]:
-    """Names of tests with the numbers of a name that is none, in the order of the name."""
-    numbers = [n for n in re.findall(r"\d+", name) if int(n)]
-    forms = {
-        1: ["pp{0}", "tg{0}"],
-        2: ["pp{0}+tg{1}", "pp{1}+tg{0}", "tg{0}@d{1}", "pp{0}@d{1}"],
-        3: ["pp{0}+tg{1}@b{2}", "pp{0}+tg{1}@d{2}", "pp{0}+tg{1}@s{2}"],
-    }
-    return [form.format(*numbers) for form in forms.get(len(numbers), [])]
+def _meant(text: str) -> str | None:
+    """The test with the numbers of `text` whose name is most like it."""
+    first, second, third = [*re.findall(r"[1-9]\d*", text, re.ASCII), "", "", ""][:3]
+    both = f"pp{first}+tg{second}"
+    forms = [
+        *(
+            f"{kind}{first}{at}"
+            for at in ("", f"@d{second}", f"@b{second}")
+            for kind in ("pp", "tg")
+        ),
+        *(f"{both}{at}" for at in ("", f"@d{third}", f"@b{third}")),
+    ]
+    return nearest(text, [f for f in forms if _NAME.fullmatch(f)])
 
 
 def parse_tests(tests: str | Workload | Sequence[str | Workload]) -> list[Workload]:

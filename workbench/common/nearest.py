@@ -1,29 +1,28 @@
-"""The refusal of a name that does not exist: the nearest name that does, and all names."""
+"""A name that does not exist, and the known name that was probably meant."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-ALIKE = 0.6  # of two names, by difflib's ratio, from which the one is proposed for the other
+ALIKE = 0.6  # the least share of equal letters of two names that may be meant for each other
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
-    """The known name that is most like `name`, in any case of letters; empty where none is
-    alike."""
-    by_lower = {one.lower(): one for one in known}
-    found = difflib.get_close_matches(str(name).lower(), by_lower, 1, ALIKE)
-    return by_lower[found[0]] if found else ""
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The known name most like `name`, whatever its case, `-` or `_`; None where none is alike."""
+    plain = {_plain(one): one for one in known}
+    found = difflib.get_close_matches(_plain(str(name)), plain, n=1, cutoff=ALIKE)
+    return plain[found[0]] if found else None
 
 
-def unknown(what: str, name: object, known: Iterable[str]) -> str:
-    """The line on a name that does not exist: `toggle 'snyc' does not exist; did you mean sync?
-    Choose one of ...`.
+def choices(name: object, known: Iterable[str]) -> str:
+    """The end of a refusal of `name`: `choose one of a, b, c`. The name that was probably meant
+    stands first: `did you mean a? choose one of a, b, c`."""
+    known = list(known)
+    meant = nearest(name, known)
+    first = "" if meant is None else f"did you mean {meant}? "
+    return f"{first}choose one of {', '.join(known)}"
 
-    what: the name as the line has it, as `toggle 'snyc'`.
-    """
-    names = list(known)
-    meant, every = nearest(name, names), f"one of {', '.join(names)}"
-    if not meant:
-        return f"{what} does not exist; choose {every}"
-    return f"{what} does not exist; did you mean {meant}? Choose {every}"
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from workbench.common import devices
 from workbench.common.errors import UsageError
-from workbench.common.nearest import unknown
+from workbench.common.nearest import choices
 
 ON_HOST = {devices.HOST: True, "device": False, "CPU": True, "CUDA0": False}  # also llama.cpp's
 
@@ -92,12 +92,15 @@ class EngineConfig:
         TypeError."""
         for name in given:
             if name not in cls.__dataclass_fields__:
-                raise UsageError(unknown(f"setting {name!r}", name, cls.__dataclass_fields__))
+                known = choices(name, cls.__dataclass_fields__)
+                raise UsageError(f"setting {name!r} does not exist; {known}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
-            raise UsageError(unknown(f"device {self.device!r}", self.device, DEVICES))
+            raise UsageError(
+                f"device {self.device!r} does not exist; {choices(self.device, DEVICES)}"
+            )
         for name, least in {
             "n_ctx": 0,
             "n_seqs": 1,
@@ -116,7 +119,7 @@ class EngineConfig:
         types = {"cache_type_k": CACHE_TYPES, "cache_type_v": CACHE_TYPES}
         for name, known in {"expand": EXPAND, **types, "nvtx": NVTX}.items():
             if (value := getattr(self, name)) not in known:
-                raise UsageError(f"{name}={value!r} must be one of {', '.join(known)}")
+                raise UsageError(f"{name}={value!r} does not exist; {choices(value, known)}")
         for override in self.override_tensor:
             parse_override(override)
 

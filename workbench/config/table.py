@@ -201,7 +201,17 @@ def toggle(
         baseline = next(value for value in values if value == off or not off)
         instead = use or f"{name}={baseline}"
         ROWS[name] = Row(
-            name, values, about, room, answer, thread, baseline, family, refines, instead, acts,
+            name,
+            values,
+            about,
+            room,
+            answer,
+            thread,
+            baseline,
+            family,
+            refines,
+            instead,
+            acts,
             needs,
         )
         return values
@@ -210,7 +220,10 @@ def toggle(
 
 
 def family(
-    name: str, members: Mapping[str, tuple[str, ...]], room: str, answer: str,
+    name: str,
+    members: Mapping[str, tuple[str, ...]],
+    room: str,
+    answer: str,
     acts: Acts = Acts.PROGRAM,
 ) -> Callable[[C], C]:
     """Enters a class of values as the rows of several toggles that are alike. members: what each

@@ -12,7 +12,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any, Self
 
 from workbench.common.errors import UsageError
-from workbench.common.nearest import nearest, unknown
+from workbench.common.nearest import choices, nearest
 from workbench.config.presets import BEST, fixed_presets, preset_names
 from workbench.config.table import CLASHES, FAMILIES, ROWS, Row
 
@@ -229,7 +229,7 @@ def as_value(name: str, value: Any, known: list[str]) -> str:
     elif isinstance(value, int):
         word = str(value)
     if word not in known:
-        raise UsageError(unknown(f"toggle {name}={value!r}", value, known))
+        raise UsageError(f"toggle {name}={value!r} does not exist; {choices(value, known)}")
     return word
 
 
@@ -240,7 +240,7 @@ def unknown_toggle(name: str) -> str:
             f"toggle {name!r} does not exist, but a preset of this name does: "
             f"Toggles.preset({name!r})"
         )
-    return unknown(f"toggle {name!r}", name, (*FAMILIES, *Toggles.names()))
+    return f"toggle {name!r} does not exist; {choices(name, (*FAMILIES, *Toggles.names()))}"
 
 
 def parse_changes(changes: str | Iterable[str]) -> dict[str, str]:
@@ -397,7 +397,7 @@ class TogglePreset:
 def _unknown_preset(name: str) -> str:
     """The line on a preset that does not exist; of a name that is nearly a toggle's, what to
     write."""
-    line = unknown(f"preset {name!r}", name, preset_names())
+    line = f"preset {name!r} does not exist; {choices(name, preset_names())}"
     toggle = nearest(name, (*FAMILIES, *Toggles.names()))
     if toggle and not nearest(name, preset_names()):
         line += f"; a toggle is written {toggle}={Toggles.values(toggle)[-1]}"

@@ -17,7 +17,7 @@ from workbench.backend.base import Backend, Memory, choose_device, open_backend
 from workbench.backend.cpu.device.base import n_workers
 from workbench.common import devices
 from workbench.common.errors import DeviceError, UsageError
-from workbench.common.nearest import unknown
+from workbench.common.nearest import choices
 from workbench.common.progress import BYTES, bar
 from workbench.config import FAMILIES, Activations, EngineConfig, Toggles
 from workbench.engine.placement import Placement
@@ -213,7 +213,8 @@ def config_of(fields: dict[str, Any]) -> EngineConfig:
                 f"{name} is a toggle and no setting; give toggles={{{name!r}: {value!r}}}"
             )
         if name not in known:
-            raise UsageError(unknown(f"setting {name!r}", name, ("toggles", "config", *known)))
+            said = choices(name, ("toggles", "config", *known))
+            raise UsageError(f"setting {name!r} does not exist; {said}")
     return EngineConfig(**fields)
 
 

@@ -31,6 +31,7 @@ from workbench import __version__
 from workbench.common.checkout import commit
 from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.engine import exclusive
 from workbench.trace import analysis, perfetto
 from workbench.trace.cupti import collector as cupti
@@ -309,7 +310,7 @@ def profile(
     exclusive.check(engine._loaded)
     if collector not in COLLECTORS:
         raise UsageError(
-            f"collector={collector!r} does not exist; choose one of {', '.join(COLLECTORS)}"
+            f"collector={collector!r} does not exist; {choices(collector, COLLECTORS)}"
         )
     if window is not None and (len(window) != 2 or window[0] < 0 or window[1] < 1):
         raise UsageError(

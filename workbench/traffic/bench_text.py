@@ -15,6 +15,7 @@ from typing import Any
 
 from workbench.benchmarks.runs.results import finite
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.common.tables import Table, markdown
 from workbench.traffic.bench import ServedRow, table_of
 from workbench.traffic.latency import METRICS, Figures
@@ -162,4 +163,4 @@ def format_rows(rows: Sequence[ServedRow], wanted: str = "table", width: int | N
 
 def check_format(wanted: str) -> None:
     if wanted not in FORMATS:
-        raise UsageError(f"-o {wanted!r}: choose one of {', '.join(FORMATS)}")
+        raise UsageError(f"-o {wanted!r}: {choices(wanted, FORMATS)}")

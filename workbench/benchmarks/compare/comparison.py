@@ -230,7 +230,9 @@ class AB(Framed):
                 f"A/A band {stats.interval(row.band_low, row.band_high)}); {row.answer}"
             )
         for test, arms in self.run["result"].get("idle", {}).items():  # older runs do not say
-            lines += [f"{test}: {arm} does what the baseline does: {why}" for arm, why in arms.items()]
+            lines += [
+                f"{test}: {arm} does what the baseline does: {why}" for arm, why in arms.items()
+            ]
         lines += resolution.lines(self.summary())
         # for a run that was repeated until its intervals were narrow
         asked = self.run["result"].get("until")
