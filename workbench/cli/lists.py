@@ -1,4 +1,6 @@
-"""llama-bench's lists: `512,1024`, `1-8`, `128-512+128`, `1-8*2`, or a flag given several times."""
+"""llama-bench's lists: `512,1024`, `1-8`, `128-512+128`, `1-8*2`, or a flag given several times.
+Toggles take lists of their values in the same way: `--sync per_copy,packed`.
+"""
 
 import dataclasses
 import itertools
@@ -9,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
-from workbench.cli.flags import ENGINE, EngineSettings
+from workbench.cli.flags import ENGINE, TOGGLES, EngineSettings, EveryToggle
 from workbench.common.errors import UsageError
+from workbench.config import BEST, TogglePreset
 
 MOST_NUMBERS = 1000  # that one list may stand for
 _RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?", re.ASCII)
@@ -83,6 +86,30 @@ def _as_numbers(texts: Sequence[str]) -> list[str]:
     return [{"all": "-1", "auto": "-1"}.get(text, text) for text in texts]
 
 
+class SeveralToggles:
+    """`EveryToggle` in which a preset and every toggle take lists. Its fields are made by
+    `_several_toggles`."""
+
+    def given(self) -> dict[str, list[str]]:
+        """The values of every flag that was given, by its name."""
+        lists = {f.name: getattr(self, f.name) for f in fields(EveryToggle)}
+        return {
+            name: [part for text in texts for part in map(str.strip, text.split(","))]
+            for name, texts in lists.items()
+            if texts is not None
+        }
+
+    def each(self, start: str = BEST) -> list[TogglePreset]:
+        """A preset for each combination of values that differs, in order. Raises UsageError as
+        `GivenToggles.wanted` does."""
+        given = self.given()
+        every = [
+            EveryToggle(**dict(zip(given, chosen, strict=True))).wanted(start)
+            for chosen in itertools.product(*given.values())
+        ]
+        return list(dict.fromkeys(every))  # alike: one
+
+
 def _several() -> type[SeveralSettings]:
     hints = get_type_hints(EngineSettings, include_extras=True)
     made = []
@@ -101,9 +128,25 @@ def _several() -> type[SeveralSettings]:
     return several
 
 
+def _several_toggles() -> type[SeveralToggles]:
+    hints = get_type_hints(EveryToggle, include_extras=True)
+    several = dataclasses.make_dataclass(
+        "SeveralEveryToggle",
+        [
+            (f.name, Annotated[Listed | None, *hints[f.name].__metadata__], field(default=None))
+            for f in fields(EveryToggle)
+        ],
+        bases=(SeveralToggles,),
+        frozen=True,
+    )
+    several.__module__ = __name__
+    return several
+
+
 if TYPE_CHECKING:
-    SeveralEngines = SeveralSettings
+    SeveralEngines, SeveralEveryToggle = SeveralSettings, SeveralToggles
 else:
-    SeveralEngines = _several()
+    SeveralEngines, SeveralEveryToggle = _several(), _several_toggles()
 BenchFlags = Annotated[SeveralEngines, Parameter(name="*", group=ENGINE)]
-DEFAULT_BENCH = SeveralEngines()
+BenchToggles = Annotated[SeveralEveryToggle, Parameter(name="*", group=TOGGLES, show_default=False)]
+DEFAULT_BENCH, DEFAULT_BENCH_TOGGLES = SeveralEngines(), SeveralEveryToggle()
