@@ -144,7 +144,8 @@ def _several_toggles() -> type[SeveralToggles]:
 
 
 if TYPE_CHECKING:
-    SeveralEngines, SeveralEveryToggle = SeveralSettings, SeveralToggles
+    SeveralEngines = SeveralSettings
+    SeveralEveryToggle = SeveralToggles
 else:
     SeveralEngines, SeveralEveryToggle = _several(), _several_toggles()
 BenchFlags = Annotated[SeveralEngines, Parameter(name="*", group=ENGINE)]
