@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from workbench.cli.flags import ENGINE, TOGGLES, EngineSettings, EveryToggle
 from workbench.common.errors import UsageError
-from workbench.config import BEST, TogglePreset
+from workbench.config import BEST, FAMILIES, TogglePreset, Toggles
 
 MOST_NUMBERS = 1000  # that one list may stand for
 _RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?", re.ASCII)
@@ -86,13 +86,16 @@ def _as_numbers(texts: Sequence[str]) -> list[str]:
     return [{"all": "-1", "auto": "-1"}.get(text, text) for text in texts]
 
 
+TOGGLE_FLAGS = ("preset", *FAMILIES, *Toggles.names())
+
+
 class SeveralToggles:
     """`EveryToggle` in which a preset and every toggle take lists. Its fields are made by
     `_several_toggles`."""
 
     def given(self) -> dict[str, list[str]]:
         """The values of every flag that was given, by its name."""
-        lists = {f.name: getattr(self, f.name) for f in fields(EveryToggle)}
+        lists = {name: getattr(self, name) for name in TOGGLE_FLAGS}
         return {
             name: [part for text in texts for part in map(str.strip, text.split(","))]
             for name, texts in lists.items()
@@ -133,8 +136,8 @@ def _several_toggles() -> type[SeveralToggles]:
     several = dataclasses.make_dataclass(
         "SeveralEveryToggle",
         [
-            (f.name, Annotated[Listed | None, *hints[f.name].__metadata__], field(default=None))
-            for f in fields(EveryToggle)
+            (name, Annotated[Listed | None, *hints[name].__metadata__], field(default=None))
+            for name in TOGGLE_FLAGS
         ],
         bases=(SeveralToggles,),
         frozen=True,
