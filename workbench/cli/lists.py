@@ -72,7 +72,7 @@ class SeveralSettings:
             elif f.name == "flash_attn":
                 given[f.name] = [part for text in value for part in text.split(",")]
             else:
-                given[f.name] = numbers(f"--{f.name.replace('_', '-')}", _as_numbers(value))
+                given[f.name] = numbers(f"--{f.name.replace('_', '-')}", as_numbers(value))
         names = list(given)
         every = [
             EngineSettings(**dict(zip(names, chosen, strict=True)))
@@ -81,8 +81,8 @@ class SeveralSettings:
         return list({settings.plain(): settings for settings in every}.values())  # alike: one
 
 
-def _as_numbers(texts: Sequence[str]) -> list[str]:
-    """As in llama.cpp, `all` stands for all layers."""
+def as_numbers(texts: Sequence[str]) -> list[str]:
+    """The texts of a list; as in llama.cpp, `all` stands for all layers."""
     return [{"all": "-1", "auto": "-1"}.get(text, text) for text in texts]
 
 

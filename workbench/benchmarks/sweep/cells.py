@@ -23,6 +23,7 @@ from workbench.config import EXACT, EngineConfig, TogglePreset, Toggles
 
 MOST_TOGETHER = 6  # engines of a comparison, beside its A/A control: each has a cache of its own
 KEY_DIGITS = 16
+FIRST = ("model", "test")  # the axes that name a cell without saying what they are
 
 
 class LeftOut(NamedTuple):
@@ -55,12 +56,11 @@ class Cell(NamedTuple):
             preset = self.wanted.toggles().to_dict()
         return _hash([model_hash, self.workload.name, self.config.to_dict(), preset, seed])
 
-    @property
-    def words(self) -> str:
-        """Its values as text: `tiny-llama-Q8_0 tg8 sync=packed n_ubatch=128`."""
-        named = ("model", "test")
-        first = [str(self.axes[name]) for name in named]
-        return " ".join([*first, *(f"{k}={v}" for k, v in self.axes.items() if k not in named)])
+    def words(self, varying: Collection[str] = ()) -> str:
+        """Its values as text: `tiny-llama-Q8_0 tg8 sync=packed n_ubatch=128`. varying: of the axes
+        but the model and the test only these."""
+        rest = [f"{k}={v}" for k, v in self.axes.items() if k not in FIRST and k in varying]
+        return " ".join([str(self.axes[name]) for name in FIRST] + rest)
 
     def arm_name(self, varying: Collection[str]) -> str:
         """What tells it from the cells measured with it. varying: axes with several values."""
@@ -87,7 +87,9 @@ class CellGroup(NamedTuple):
         """How many engines are measured, the A/A control included."""
         return len(self.cells) + (len(self.cells) > 1)
 
-    def spec(self, resolve: Callable[[TogglePreset], Toggles], varying: Iterable[str]):
+    def spec(
+        self, resolve: Callable[[TogglePreset], Toggles], varying: Iterable[str]
+    ) -> ComparisonSpec:
         """The comparison of its cells. resolve: the toggles of a preset on the device."""
         varying = set(varying)
         names = [cell.arm_name(varying) for cell in self.cells]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from workbench.benchmarks.compare.ab import compare_arms
@@ -36,23 +37,24 @@ def refusals(cells: Mapping[str, Cell]) -> dict[str, str]:
     for key, cell in cells.items():
         alike.setdefault((cell.path, cell.config), {})[key] = cell
     for (path, config), own in alike.items():
-
-        def look(loaded: Loaded, own: Mapping[str, Cell] = own) -> None:
-            for key, cell in own.items():
-                try:
-                    toggles = choose(cell.wanted, loaded).toggles
-                    check_fits(toggles, loaded.config, cell.workload)
-                except WorkbenchError as error:
-                    found[key] = str(error)
-            raise Enough
-
         try:
-            Engine.load(path, config=config, toggles=Toggles(), check=look).close()
+            Engine.load(path, config=config, toggles=Toggles(), check=partial(_ask, own, found))
         except Enough:
             continue
         except WorkbenchError as error:
             found |= dict.fromkeys(own, str(error))
     return found
+
+
+def _ask(cells: Mapping[str, Cell], found: dict[str, str], loaded: Loaded) -> None:
+    """Enters what an opened model and its device refuse. Raises Enough."""
+    for key, cell in cells.items():
+        try:
+            toggles = choose(cell.wanted, loaded).toggles
+            check_fits(toggles, loaded.config, cell.workload)
+        except WorkbenchError as error:
+            found[key] = str(error)
+    raise Enough
 
 
 class OneEngine:

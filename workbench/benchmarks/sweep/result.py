@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ DONE, PART, MISSING, FAILED, LEFT_OUT = "done", "interrupted", "missing", "faile
 COLUMNS = (
     "status", "tps", "tps_low", "tps_high", "n", "p50_us", "p90_us", "p99_us", "ttft_us",
     "baseline", "speedup", "low", "high", "band_low", "band_high", "verdict", "answer", "toggles",
-    "device", "commit", "started", "key", "group", "reason",
+    "device_description", "commit", "started", "key", "group", "reason",
 )  # fmt: skip
 # columns of `AB.summary` that a cell has under other names
 _NOT_PASSED = ("label", "arm", "test", "is_control", "tps_baseline", "tps_toggled", "n")
@@ -75,14 +77,14 @@ class Sweep:
         tokens/s and its 95 % interval); n (repetitions); p50_us, p90_us, p99_us (single tokens,
         us); ttft_us (first token, us); baseline (the cell that it is compared with), speedup, low,
         high (95 % interval), band_low, band_high (A/A), verdict, answer; toggles (all that are
-        on); device, commit, started, key, group (its run folder), reason. Cells without a baseline
-        have no speedup. Further columns of a comparison's summary pass through.
+        on); device_description, commit, started, key, group (its run folder), reason. Cells
+        without a baseline have no speedup. Further columns of a comparison's summary pass through.
         """
         rows, measured = [], self._measured()
         for key, axes in self._record.cells.items():
             failed = self._record.failed.get(key, "")
-            own = {"status": FAILED if failed else MISSING, "reason": failed} | measured.get(key, {})
-            rows.append(axes | {"key": key} | own)
+            own = {"key": key, "status": FAILED if failed else MISSING, "reason": failed}
+            rows.append(axes | own | measured.get(key, {}))
         for axes, reason in self._record.left_out:
             rows.append(axes | {"status": LEFT_OUT, "reason": reason})
         further = [name for row in rows for name in row if name not in (*self.axes, *COLUMNS)]
@@ -121,8 +123,8 @@ class Sweep:
                 f"{[*rows, *more]}"
             )
         made = frame.pivot(index=rows, columns=columns, values=values)
-        order = [value for value in self.axes.get(columns, []) if value in made]
-        return made[order] if order else made
+        in_order = frame[rows[0]] if len(rows) == 1 else pd.MultiIndex.from_frame(frame[rows])
+        return made.loc[in_order.drop_duplicates(), frame[columns].drop_duplicates()]
 
     def plot(self, **how: Any) -> Any:
         """A picture of the cells (`report/sweeps.py`); `how` as for `sweeps.sweep`."""
@@ -131,29 +133,34 @@ class Sweep:
         return workbench.plot(self, **how)
 
     def table(self) -> Table:
-        """The cells as people read them: axes that vary, t/s, interval, speedup, verdict, reason."""
+        """The cells that are not left out: axes that vary, t/s, interval, speedup, verdict and
+        answer; a status where a cell is not done."""
         frame = self.to_frame()
-        shown = [name for name in self.varying if name in frame] or [TEST]
-        span = [stats.interval(a, b) if a == a else "" for a, b in
-                zip(frame["tps_low"], frame["tps_high"], strict=True)]  # fmt: skip
-        table = Table(frame[shown].astype(object))
-        table["t/s"] = frame["tps"]
-        table["95% CI"] = [text.replace(".000", "") for text in span]
+        frame = frame[frame["status"] != LEFT_OUT]
+        table = Table(frame[self.varying or [TEST]].astype(object))
+        table["t/s"] = frame["tps"].astype(float)
+        span = zip(frame["tps_low"].astype(float), frame["tps_high"].astype(float), strict=True)
+        table["95% CI"] = ["" if math.isnan(a) else f"{a:.2f}..{b:.2f}" for a, b in span]
         if frame["speedup"].notna().any():
-            table["Speedup"] = frame["speedup"]
+            table["Speedup"] = frame["speedup"].astype(float)
             table["verdict"] = frame["verdict"].fillna("")
-            table["answer"] = frame["answer"].fillna("")
-        table["status"] = frame["status"]
-        if frame["reason"].fillna("").any():
-            table["reason"] = frame["reason"].fillna("")
-        return table.shown(keys=shown, digits={"Speedup": 3})
+            table["answer"] = [str(said).partition(" (")[0] for said in frame["answer"].fillna("")]
+        if (frame["status"] != DONE).any():
+            table["status"] = frame["status"]
+        keys = self.varying or [TEST]
+        return table.shown(keys=keys, groups=keys[:1], digits={"Speedup": 3})
 
     @property
     def summary(self) -> str:
-        """Sentences: how many cells there are of each status, where they are, and what is left."""
-        counts = self.to_frame()["status"].value_counts(sort=False)
+        """Sentences: how many cells there are of each status, where they are, why cells are left
+        out or failed, and what is left."""
+        frame = self.to_frame()
+        counts = frame["status"].value_counts(sort=False)
         said = ", ".join(f"{n} {status}" for status, n in counts.items())
-        lines = [f"{counts.sum()} cells: {said}; {self.folder}"]
+        lines = [f"{len(frame)} cells: {said}; {self.folder}"]
+        reasons = frame[frame["status"].isin([LEFT_OUT, FAILED])]
+        for (status, why), rows in reasons.groupby(["status", "reason"], sort=False):
+            lines.append(f"{len(rows)} {status}: {why}")
         if self.expected is not None and self.expected.cells:
             lines.append(str(self.expected))
         if self.interrupted:
@@ -164,7 +171,8 @@ class Sweep:
         return f"{markdown(self.table(), terminal_columns())}\n\n{self.summary}"
 
     def _repr_html_(self) -> str:
-        return to_html(self.table()) + f"<p>{self.summary.replace(chr(10), '<br>')}</p>"
+        lines = "<br>".join(map(html.escape, self.summary.splitlines()))
+        return to_html(self.table()) + f"<p>{lines}</p>"
 
 
 def _rows(group: FoundGroup) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -186,7 +194,7 @@ def _rows(group: FoundGroup) -> Iterator[tuple[str, dict[str, Any]]]:
             **times.loc[name, ["p50_us", "p90_us", "p99_us", "ttft_us"]].to_dict(),
             **compared.get(name, {}),
             "toggles": said_toggles(arm["toggles"]),
-            "device": run["engine"]["device_description"],
+            "device_description": run["engine"]["device_description"],
             "commit": str(run["commit"]["hash"])[:8],
             "started": run["started"],
             "group": group.name,

@@ -45,9 +45,7 @@ def measured_apart(
     with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
         out = Path(folder) / group.name
         try:
-            measure_group(
-                engines.of(group.cells[0]), group, out, repetitions, seed, varying
-            )
+            measure_group(engines.of(group.cells[0]), group, out, repetitions, seed, varying)
         except WorkbenchError as error:
             return Measured({}, pd.DataFrame(), str(error))
         finally:

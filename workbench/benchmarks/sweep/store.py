@@ -51,7 +51,9 @@ class SweepRecord(NamedTuple):
     commit: dict[str, Any]
 
     @classmethod
-    def of(cls, matrix: Matrix, cells: Mapping[str, Cell], left_out: Iterable[LeftOut]):
+    def of(
+        cls, matrix: Matrix, cells: Mapping[str, Cell], left_out: Iterable[LeftOut]
+    ) -> SweepRecord:
         """The record of a sweep that begins."""
         axes = {name: list(values) for name, values in matrix.axes.items()}
         axes[MODEL] = [Path(path).stem for path in axes[MODEL]]
@@ -130,9 +132,7 @@ class SweepFolder:
         if not resume:
             check_folder(self.path)
             if self.path.exists():
-                raise UsageError(
-                    f"{self.path} exists already; resume it, or choose another folder"
-                )
+                raise UsageError(f"{self.path} exists already; resume it, or choose another folder")
             return record, []
         old = self.read()
         for name, was, now in (

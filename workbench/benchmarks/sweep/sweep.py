@@ -130,7 +130,7 @@ class _UnderWay:
         for cell in cells:
             key = cell.key(hashes[str(cell.path)], matrix.seed)
             if key in self.cells:
-                same = self.cells[key].words
+                same = self.cells[key].words(matrix.varying)
                 left_out.append(LeftOut(cell.axes, f"the same toggles as in {same}"))
             else:
                 self.cells[key] = cell
@@ -219,7 +219,7 @@ class _UnderWay:
         about = f", about {duration(left.seconds)} left" if left.seconds else ""
         rates = results.rates(one.run.samples).groupby("arm", sort=False)["tps"].median()
         for cell, tps in zip(group.cells, rates, strict=False):
-            note(f"{cell.words}: {tps:.2f} t/s")
+            note(f"{cell.words(self.matrix.varying)}: {tps:.2f} t/s")
         note(f"sweep: {n - len(self.missing)} of {n} cells{about}")
         return True
 
@@ -228,7 +228,7 @@ class _UnderWay:
         self.groups.remove(group)
         failed = dict.fromkeys((k for k in group.keys if k in self.missing), reason)
         self.record.failed.update(failed)
-        note(f"failed: {group.cells[0].words}: {reason}")
+        note(f"failed: {group.cells[0].words(self.matrix.varying)}: {reason}")
 
     def result(self) -> Sweep:
         self.folder.write(self.record)
