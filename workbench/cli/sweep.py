@@ -85,8 +85,8 @@ def sweep(
     presets = given.pop("preset", None)
     made = measured(
         model, test, toggles=given or None, sets=set, presets=presets,
-        n_depth=n_depth and numbers("-d", n_depth),
-        n_parallel=n_parallel and numbers("-npl", n_parallel),
+        n_depth=None if n_depth is None else numbers("-d", n_depth),
+        n_parallel=None if n_parallel is None else numbers("-npl", n_parallel),
         exclude=exclude, repetitions=repetitions, seed=seed, matrix=matrix, out=out, resume=resume,
         dry_run=dry_run, calibrate=calibrate, scheduler=scheduler, **_settings(config),
     )  # fmt: skip

@@ -111,7 +111,7 @@ def grouped(
     alike: dict[Any, list[str]] = {}
     for key, cell in cells.items():
         alike.setdefault((cell.path, cell.config, cell.workload), []).append(key)
-    groups = []
+    groups = list[tuple[str, ...]]()
     for first, *others in alike.values():
         missing = [key for key in others if key not in found]
         if first not in found and not missing:

@@ -92,7 +92,7 @@ class SweepFolder:
         return self.path / GROUPS / name
 
     def write(self, record: SweepRecord) -> None:
-        content = {"schema": SCHEMA} | record._asdict()
+        content: dict[str, Any] = {"schema": SCHEMA} | record._asdict()
         content["left_out"] = [one._asdict() for one in record.left_out]
         text = json.dumps(portable(content), indent=1, ensure_ascii=False) + "\n"
         write_text(self.path / SWEEP_JSON, text, parents=True)
@@ -112,7 +112,7 @@ class SweepFolder:
             raise UsageError(f"{self.path}: schema {schema!r} of {SWEEP_JSON} is not {SCHEMA}")
         try:
             made = SweepRecord(**{name: found[name] for name in SweepRecord._fields})
-            left_out = [LeftOut(one["axes"], one["reason"]) for one in made.left_out]
+            left_out = [LeftOut(one["axes"], one["reason"]) for one in found["left_out"]]
         except (KeyError, TypeError) as error:
             raise UsageError(f"{self.path}: {SWEEP_JSON} has no valid {error}") from error
         return made._replace(left_out=left_out)
