@@ -16,7 +16,7 @@ from workbench.config import FAMILIES, Toggles
 
 # toggles without a clash or a need, so that every product is whole
 FREE = {"sync": ("per_copy", "packed", "auto"), "fuse": ("off", "on"), "pdl": ("off", "on"),
-        "kv_growth": ("step", "full"), "streams": ("1", "2", "3")}  # fmt: skip
+        "streams": ("1", "2", "3")}  # fmt: skip
 
 
 @st.composite
@@ -32,21 +32,20 @@ def axes(draw):
         "tests": some(["tg4", "pp8", "pp8+tg4"]),
         "n_depth": some([0, 16]),
         "toggles": {name: some(FREE[name]) for name in names},
-        "engine": {"n_ubatch": some([16, 32, 512]), "threads": some([1, 2])},
+        "engine": {"n_ubatch": some([16, 512]), "threads": some([1, 2])},
         "presets": some(["baseline", "best"]),
     }
 
 
 def flat(asked):
     """The axes by the names that a cell has."""
-    own = {"model": [p.rpartition("/")[2].removesuffix(".gguf") for p in asked["models"]],
+    return {"model": [p.rpartition("/")[2].removesuffix(".gguf") for p in asked["models"]],
            "test": asked["tests"], "n_depth": asked["n_depth"], **asked["engine"],
            "preset": asked["presets"], **asked["toggles"]}  # fmt: skip
-    return own
 
 
 @given(asked=axes(), data=st.data())
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(100))
 def test_cells_are_the_product_without_what_is_excluded(asked, data):
     own = flat(asked)
     some = data.draw(st.lists(st.sampled_from(sorted(own)), min_size=1, unique=True))
@@ -66,11 +65,12 @@ def test_cells_are_the_product_without_what_is_excluded(asked, data):
     for cell in cells:
         assert cell.config.n_ubatch == cell.axes["n_ubatch"]
         assert cell.workload.n_depth == cell.axes["n_depth"]
-        assert cell.config.n_ctx >= cell.workload.n_cells and cell.wanted.name == cell.axes["preset"]
+        assert cell.config.n_ctx >= cell.workload.n_cells
+        assert cell.wanted.name == cell.axes["preset"]
 
 
 @given(asked=axes(), data=st.data())
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(100))
 def test_a_key_names_a_cell_whatever_the_order_and_the_other_cells(asked, data):
     def keys(of):
         cells, _ = matrix_of(**of).cells()
@@ -96,7 +96,7 @@ def test_a_key_names_a_cell_whatever_the_order_and_the_other_cells(asked, data):
 
 
 @given(asked=axes(), data=st.data(), most=st.integers(2, 7))
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(100))
 def test_groups_have_every_missing_cell_once(asked, data, most):
     """But for baselines, which begin every comparison."""
     cells = {c.key(c.axes["model"], 0): c for c in matrix_of(**asked).cells()[0]}

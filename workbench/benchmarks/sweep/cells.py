@@ -11,6 +11,7 @@ with other settings, so they come one after the other.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -51,10 +52,8 @@ class Cell(NamedTuple):
 
     def key(self, model_hash: str, seed: int) -> str:
         """16 hex digits, the same for the same measurement. model_hash: of `gguf.model_hash`."""
-        preset: Any = [self.wanted.name, dict(self.wanted.changes), self.wanted.n_seqs]
-        if not self.wanted.of_device:  # then equal toggles are one cell, however they were named
-            preset = self.wanted.toggles().to_dict()
-        return _hash([model_hash, self.workload.name, self.config.to_dict(), preset, seed])
+        toggles = _toggles_key(self.wanted)
+        return _hash([model_hash, self.workload.name, self.config.to_dict(), toggles, seed])
 
     def words(self, varying: Collection[str] = ()) -> str:
         """Its values as text: `tiny-llama-Q8_0 tg8 sync=packed n_ubatch=128`. varying: of the axes
@@ -119,6 +118,15 @@ def grouped(
         for begin in range(0, len(missing), max(1, most - 1)):
             groups.append((first, *missing[begin : begin + max(1, most - 1)]))
     return [CellGroup(keys, tuple(cells[key] for key in keys)) for keys in groups]
+
+
+@functools.lru_cache(maxsize=4096)
+def _toggles_key(wanted: TogglePreset) -> str:
+    """What a cell's key has of its toggles. Those of a preset that no device has to resolve count
+    by their values: equal toggles are one cell, however they were named."""
+    if wanted.of_device:
+        return _hash([wanted.name, dict(wanted.changes), wanted.n_seqs])
+    return _hash(wanted.toggles().to_dict())
 
 
 def _hash(value: Any) -> str:

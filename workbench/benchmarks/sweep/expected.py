@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from workbench.benchmarks.sweep.cells import Cell, CellGroup
@@ -49,13 +50,15 @@ class Expected(NamedTuple):
         return f"{said}; {known}{rest}"
 
 
-def from_earlier(found: Sequence[FoundGroup], cells: Mapping[str, Cell]) -> dict[Alike, float]:
+def from_earlier(found: Sequence[FoundGroup]) -> dict[Alike, float]:
     """The median seconds of a repetition in finished groups, by model and test. Their warm-ups are
     a part of it."""
     known: dict[Alike, list[float]] = {}
     for group in found:
-        if group.complete and group.keys[0] in cells:
-            known.setdefault(alike(cells[group.keys[0]]), []).append(group.seconds)
+        if group.complete:
+            run = group.run.run
+            own = Path(run["model"]["file"]).stem, run["tests"][0]
+            known.setdefault(own, []).append(group.seconds)
     return {key: statistics.median(seconds) for key, seconds in known.items()}
 
 

@@ -10,6 +10,7 @@ exist, an axis without a value) raises UsageError before anything is opened.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -106,12 +107,17 @@ def _cell(given: Mapping[str, Any], shown: dict[str, Any]) -> Cell:
         if changes.get(name, value) != value:
             raise UsageError(f"set {given[SET]!r} has another {name} than {name}={changes[name]}")
         changes[name] = value
-    wanted = TogglePreset(given.get(PRESET, BEST), changes)
-    # `best` has its values once a device is known; a clash of two changes is known now
-    (TogglePreset(BASELINE, changes) if wanted.of_device else wanted).toggles()
-    if wanted.of_device:
-        wanted = wanted.for_sequences(workload.width)
+    wanted = _wanted(given.get(PRESET, BEST), tuple(changes.items()), workload.width)
     return Cell(shown, Path(given[MODEL]), workload, config, wanted)
+
+
+@functools.lru_cache(maxsize=4096)
+def _wanted(preset: str, changes: tuple[tuple[str, str], ...], n_seqs: int) -> TogglePreset:
+    """The toggles of a cell; many cells have the same. Raises UsageError where they clash."""
+    made = TogglePreset(preset, dict(changes))
+    # `best` has its values once a device is known; a clash of two changes is known now
+    (TogglePreset(BASELINE, dict(changes)) if made.of_device else made).toggles()
+    return made.for_sequences(n_seqs) if made.of_device else made
 
 
 def parse_set(text: str) -> dict[str, str]:

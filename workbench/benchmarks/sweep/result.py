@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,10 @@ class Sweep:
         on); device_description, commit, started, key, group (its run folder), reason. Cells
         without a baseline have no speedup. Further columns of a comparison's summary pass through.
         """
+        return self._frame.copy()
+
+    @cached_property
+    def _frame(self) -> pd.DataFrame:
         rows, measured = [], self._measured()
         for key, axes in self._record.cells.items():
             failed = self._record.failed.get(key, "")

@@ -158,7 +158,7 @@ class _UnderWay:
 
     def dry(self, calibrate: bool) -> Sweep:
         """The result with nothing measured, and nothing written."""
-        known, by = from_earlier(self.found, self.cells), EARLIER
+        known, by = from_earlier(self.found), EARLIER
         if calibrate:
             repetitions = self.matrix.repetitions
             more = calibrated(self.groups, known, repetitions, self.matrix.seed)
@@ -215,7 +215,7 @@ class _UnderWay:
             return False
         self.groups.remove(group)
         self.missing -= set(group.keys)
-        n, left = len(self.cells), self._expected(from_earlier(self.found, self.cells))
+        n, left = len(self.cells), self._expected(from_earlier(self.found))
         about = f", about {duration(left.seconds)} left" if left.seconds else ""
         rates = results.rates(one.run.samples).groupby("arm", sort=False)["tps"].median()
         for cell, tps in zip(group.cells, rates, strict=False):
@@ -232,5 +232,5 @@ class _UnderWay:
 
     def result(self) -> Sweep:
         self.folder.write(self.record)
-        left = self._expected(from_earlier(self.found, self.cells))
+        left = self._expected(from_earlier(self.found))
         return Sweep(self.folder.path, self.record, self.found, left, self.interrupted)
