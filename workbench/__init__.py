@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from workbench.benchmarks.compare.compare import compare as compare
     from workbench.benchmarks.runs.results import new_run_folder as new_run_folder
     from workbench.benchmarks.runs.results import runs as runs
+    from workbench.benchmarks.sweep.result import Sweep as Sweep
+    from workbench.benchmarks.sweep.sweep import sweep as sweep
     from workbench.config import EngineConfig as EngineConfig
     from workbench.config import Toggles as Toggles
     from workbench.engine.cache.visits import kv_visits as kv_visits
@@ -32,6 +34,8 @@ _LAZY = {
     "profile": "workbench.trace.profile",
     "runs": "workbench.benchmarks.runs.results",
     "serve_bench": "workbench.traffic.served",
+    "Sweep": "workbench.benchmarks.sweep.result",
+    "sweep": "workbench.benchmarks.sweep.sweep",
 }
 
 __all__ = list(_LAZY)

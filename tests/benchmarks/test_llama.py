@@ -200,3 +200,24 @@ def test_each_row_has_the_best_set_for_its_sequences(call, engine, tmp_path, mon
     ]  # fmt: skip
     run = results.load_run(tmp_path / "run").run
     assert run["arms"][0]["counters"]["plans_captured"] > 0, "of the variant, too"
+
+
+def test_toggles_take_lists_as_ubatches_do(call, engine):
+    """A row for each combination; what a device refuses is refused before anything is measured."""
+    ask = ("bench", "-m", engine.model.path, "--device", "embedded", "-r", 1, "-ub", "16,32")
+    status, text, _ = call(
+        *ask, "-p", 4, "-n", 0, "--sync", "per_copy,packed", "--fuse", "on", "-o", "jsonl"
+    )
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert status == 0
+    assert [(row["n_ubatch"], row["toggles"]["sync"]) for row in rows] == [
+        (16, "per_copy"), (16, "packed"), (32, "per_copy"), (32, "packed"),
+    ]  # fmt: skip
+    assert {row["toggles"]["fuse_qkv"] for row in rows} == {"on"}
+    for npl in (("-n", 0), ("-npl", 2, "-n", 2)):
+        table = call(*ask, "-p", 4, *npl, "--sync", "per_copy,packed")[1]
+        assert "| sync " in table and table.count("| packed ") >= 2
+    status, out, err = call(*ask, "-p", 4, "--pdl", "off,on")
+    assert (status, out) == (1, "") and "cannot honour pdl=on" in err and "pp4" not in err
+    status, _, err = call(*ask, "--sync", "packed,none")
+    assert status == 2 and err.startswith("error: toggle sync='none' does not exist; ")

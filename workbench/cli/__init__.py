@@ -23,6 +23,7 @@ from workbench.cli import (  # noqa: F401 - commands
     serve,
     serve_bench,
     streams,
+    sweep,
     toggles,
 )  # fmt: skip
 from workbench.cli.common import app, say

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 from workbench.cli import flags as f
 from workbench.cli.common import MODELS, RUNS, app, load, say, say_ranges, say_replays
-from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
+from workbench.cli.lists import (
+    DEFAULT_BENCH,
+    DEFAULT_BENCH_TOGGLES,
+    BenchFlags,
+    BenchToggles,
+    Listed,
+    numbers,
+)
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.output import check_folder
 from workbench.config import BASELINE, EngineConfig, Toggles
@@ -63,12 +71,12 @@ def bench(
     resume: f.Resume = False,
     repeat: f.RepeatFlags = f.DEFAULT_REPEAT,
     config: BenchFlags = DEFAULT_BENCH,
-    toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
+    toggles: BenchToggles = DEFAULT_BENCH_TOGGLES,
 ) -> None:
     """llama-bench's tests under its names, with its lists: 512,1024, 1-8, 128-512+128, 1-8*2.
 
-    A row for each test, model, and combination of -ngl, -t, -ub, -b and -fa. With -npl the tests
-    and the table are llama-batched-bench's.
+    A row for each test, model, and combination of -ngl, -t, -ub, -b, -fa and toggles, which take
+    lists, too: --sync per_copy,packed. With -npl the tests and the table are llama-batched-bench's.
     """
     from workbench.benchmarks.llama import batched, llama_bench
     from workbench.benchmarks.runs.draft import open_outs
@@ -91,14 +99,16 @@ def bench(
     else:
         tests = llama_bench.workloads(prompts, gens, depths, pairs)
         line, formatted = llama_bench.BenchRow.line, llama_bench.format_rows
-    engines = [(path, settings) for path in model for settings in config.each()]
+    sets = toggles.each()
+    engines = list(product(model, config.each(), sets))
     until = repeat.arguments(len(engines))
     folders = _folders(out, len(engines))
     earlier = open_outs(folders, resume)
     rows: list[llama_bench.BenchRow] = []
-    for (path, settings), folder, held in zip(engines, folders, earlier, strict=True):
+    for (path, settings, wanted), folder, held in zip(engines, folders, earlier, strict=True):
         fit = partial(long_enough, tests)  # as llama-bench: the context is what the tests need
-        with load(path, wide_enough(tests, settings), toggles, fit=fit) as engine:
+        # `sets`: what the device refuses is refused before the first engine is measured
+        with load(path, wide_enough(tests, settings), wanted, sets, fit=fit) as engine:
             rows += llama_bench.measured(
                 engine, tests, repetitions, seed=seed, build=build, out=folder,
                 resume=held is not None, on_row=lambda row: say(line(row)),

@@ -80,8 +80,30 @@ def ab(
     are saved, too, when the device fails, before the error is raised. Raises UsageError for a
     request that cannot be measured, DeviceError where the device cannot honour a value.
     """
-    exclusive.check(engine._loaded)
     made = comparison_spec(toggle, values, tests, rounds, background or engine.toggles, smoke)
+    return compare_arms(
+        engine, made, rounds, seed, out, name=name, smoke=smoke, resume=resume, until=until,
+        at_most_s=at_most_s, progress=progress,
+    )  # fmt: skip
+
+
+@exclusive.door
+def compare_arms(
+    engine: Engine,
+    made: ComparisonSpec,
+    rounds: int,
+    seed: int = 0,
+    out: str | Path | None = None,
+    *,
+    name: str | None = None,
+    smoke: bool = False,
+    resume: bool = False,
+    until: float | None = None,
+    at_most_s: float = AT_MOST_S,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> AB:
+    """As `ab`, with the arms and the tests of `made`. The last arm is the A/A control."""
+    exclusive.check(engine._loaded)
     check_untraced(engine)
     made.check_arms(engine.config)
     asked = make_until(until, at_most_s)
