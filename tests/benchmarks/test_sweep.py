@@ -215,7 +215,8 @@ def test_sigkill_at_any_time_loses_nothing(model, tmp_path, where):
     process = subprocess.Popen([sys.executable, "-c", RUN, model, out, json.dumps(cells)])
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        known = results.runs(out) if out.exists() else pd.DataFrame({"status": []})
+        known = [name for name in os.listdir(out / "groups") if name[0] != "."] if (
+            out / "groups").exists() else []  # fmt: skip
         if len(known) > (where == "after a group") or process.poll() is not None:
             break
         time.sleep(0.01)

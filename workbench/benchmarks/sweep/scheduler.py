@@ -80,7 +80,7 @@ class Workers:
             ): group
             for group in groups
         }  # fmt: skip
-        for future in as_completed(list(futures)):
+        for future in as_completed(list(futures), loop=self._client.loop):
             group = futures.pop(future)
             error = future.exception()
             if error is not None:
