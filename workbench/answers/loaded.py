@@ -11,12 +11,12 @@ import numpy as np
 import pandas as pd
 
 import workbench as wb
-from workbench.benchmarks.compare.arms import parse_changes, switched
+from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.llama import batched
 from workbench.benchmarks.workload import parse
 from workbench.common.sizes import round_up
 from workbench.common.tables import Table
-from workbench.config import BEST, TogglePreset, Toggles
+from workbench.config import BEST, TogglePreset, Toggles, parse_changes
 from workbench.engine.slots.asks import Ask
 from workbench.engine.slots.slots import Slots
 from workbench.server.serving import serving

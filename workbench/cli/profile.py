@@ -8,6 +8,7 @@ from typing import Annotated
 from workbench.cli import flags as f
 from workbench.cli.common import app, load, say
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.common.output import check_writable
 
 
@@ -52,7 +53,7 @@ def profile(
     workload, asked = parse(test), parse_window(window)
     for flag, value, known in (("--by", by, BY), ("--collector", collector, COLLECTORS)):
         if value not in known:
-            raise UsageError(f"{flag} {value!r} does not exist; choose one of {', '.join(known)}")
+            raise UsageError(f"{flag} {value!r} does not exist; {choices(value, known)}")
     steps = profiling.window_of(workload, config.n_ubatch, asked)
     if out is not None:
         check_writable(out)

@@ -7,10 +7,11 @@ live side by side in one process.
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from workbench.common import devices
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 
 ON_HOST = {devices.HOST: True, "device": False, "CPU": True, "CUDA0": False}  # also llama.cpp's
 
@@ -42,6 +43,8 @@ NVTX = ("auto", "on", "off")
 class EngineConfig:
     """What an engine is built with, apart from its toggles.
 
+    device: the kind of device: `auto` (a GPU where there is one), `cuda`, `embedded`, `host`, or
+        `null`, which computes nothing.
     n_ctx: cells in the KV cache; 0: as many tokens as the model was trained on.
     n_seqs: sequences that share the cache, numbered from 0 (llama.cpp's n_seq_max). With
         kv_cache=per_sequence each has its part of the cells.
@@ -65,6 +68,8 @@ class EngineConfig:
         (llama.cpp's -ctk and -ctv).
     nvtx: ranges for tools that listen to NVTX, as Nsight Systems does: `auto` (where a tool has
         announced itself to NVTX), `on` or `off`.
+
+    Raises UsageError for a setting that does not exist, and for a value outside what is said here.
     """
 
     device: str = "auto"
@@ -82,10 +87,19 @@ class EngineConfig:
     cache_type_v: str = "f16"
     nvtx: str = "auto"
 
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Refuses a name that does not exist, with the nearest name; `__init__` would raise a
+        TypeError."""
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                known = choices(name, cls.__dataclass_fields__)
+                raise UsageError(f"setting {name!r} does not exist; {known}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise UsageError(
-                f"device {self.device!r} does not exist; choose one of {', '.join(DEVICES)}"
+                f"device {self.device!r} does not exist; {choices(self.device, DEVICES)}"
             )
         for name, least in {
             "n_ctx": 0,
@@ -105,7 +119,7 @@ class EngineConfig:
         types = {"cache_type_k": CACHE_TYPES, "cache_type_v": CACHE_TYPES}
         for name, known in {"expand": EXPAND, **types, "nvtx": NVTX}.items():
             if (value := getattr(self, name)) not in known:
-                raise UsageError(f"{name}={value!r} must be one of {', '.join(known)}")
+                raise UsageError(f"{name}={value!r} does not exist; {choices(value, known)}")
         for override in self.override_tensor:
             parse_override(override)
 

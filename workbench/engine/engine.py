@@ -16,7 +16,7 @@ from workbench.backend import compiled
 from workbench.backend.base import Backend
 from workbench.common.errors import UsageError
 from workbench.common.progress import HIDDEN, Bar, bar
-from workbench.config import EngineConfig, Toggles
+from workbench.config import EngineConfig, Toggles, asked_toggles
 from workbench.engine import exclusive
 from workbench.engine.batch import Batches, Outputs, Work, check_prompt, step_shape
 from workbench.engine.bound import BoundPrograms
@@ -70,6 +70,7 @@ class Engine:
         exclusive.check(loaded)
         have = choose(wanted, loaded)
         self.config, self.toggles, self._ordering = config, have.toggles, have.ordering
+        self.settled = have.settled  # the toggles with a value for each `auto` that is no step's
         self.wanted, self.preset, self.chosen = as_preset(wanted), have.preset, have.words
         self.ranges = ranges_of(config.nvtx)
         self._spent = self.ranges.clock(self._count, lambda: self.n_steps)
@@ -123,10 +124,12 @@ class Engine:
         fit: Fit | None = None,
         **fields: Any,
     ) -> Engine:
-        """Opens a GGUF file on a device.
+        """Opens a GGUF file on a device. Returns the engine, which the caller closes (`with`).
 
+        path: of the file; of a file in parts, the first.
         toggles: Toggles, or a preset, also by name. None is `best`: what won on devices of this
-            kind.
+            kind. A mapping, as `{"sync": "packed"}`, or a text, as `sync=packed pdl=on`, changes
+            `best`; a preset's name before the changes changes that preset.
         config, fields: an EngineConfig, or its fields (device, n_ctx, ...). n_seqs is 1 unless it
             is given.
         variants: toggles that variants will have, or a function from the engine's own to these.
@@ -161,13 +164,23 @@ class Engine:
             loaded.release()
 
     def variant(self, toggles: Wanted) -> Engine:
-        """An engine with other toggles on the same backends and weights; its cache is its own."""
-        return Engine(self._open, self.config, toggles)
+        """An engine with other toggles on the same backends and weights; its cache is its own.
+
+        toggles: as `load` takes them. Changes (`sync=packed`, or a mapping) are of this engine's
+            own toggles. None: `best`.
+
+        Raises UsageError and DeviceError as `load` does.
+        """
+        return Engine(self._open, self.config, self._asked(toggles))
 
     def resolve(self, wanted: Wanted) -> Toggles:
         """The toggles that `variant(wanted)` would have. Raises what `variant` would raise, and
         makes nothing."""
-        return choose(wanted, self._open).toggles
+        return choose(self._asked(wanted), self._open).toggles
+
+    def _asked(self, wanted: Wanted) -> Wanted:
+        """`wanted`, with changes made to this engine's preset, or to its toggles."""
+        return None if wanted is None else asked_toggles(wanted, self.wanted or self.toggles)
 
     # the step -----------------------------------------------------------------------------------
 
@@ -395,6 +408,15 @@ class Engine:
         """The programs of a prompt and n_decoded single tokens after it, on an empty cache; all of
         it `laps` times. Buffers of one name are one Buffer."""
         return self._made.several(n_prompt, n_decoded, laps)
+
+    def programs_of(self, shapes: Iterable[StepShape]) -> Iterator[Program]:
+        """The programs of steps of these shapes, one after the other. Where steps of a shape may
+        follow each other without a wait, a program for each turn of the rings."""
+        for shape in shapes:
+            program = self._made.of(shape)
+            yield program
+            for turn in range(1, 1 if program.waited else self.period):
+                yield self._made.of(shape, turn)
 
     def cycle(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
         """The programs of a prompt and n_decoded tokens after it, as a checker repeats them: the

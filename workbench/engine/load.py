@@ -17,8 +17,9 @@ from workbench.backend.base import Backend, Memory, choose_device, open_backend
 from workbench.backend.cpu.device.base import n_workers
 from workbench.common import devices
 from workbench.common.errors import DeviceError, UsageError
+from workbench.common.nearest import choices
 from workbench.common.progress import BYTES, bar
-from workbench.config import Activations, EngineConfig, Toggles
+from workbench.config import FAMILIES, Activations, EngineConfig, Toggles
 from workbench.engine.placement import Placement
 from workbench.graph.ir import Kind, Node, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
@@ -203,11 +204,17 @@ def _read_ahead(model: Model, tensors: list[Tensor]) -> Generator[Tensor, None, 
 
 
 def config_of(fields: dict[str, Any]) -> EngineConfig:
-    """The configuration with these fields. Raises UsageError for a field that does not exist."""
+    """The configuration with these fields. Raises UsageError for a field that does not exist; of a
+    toggle the line says where toggles are given."""
     known = EngineConfig.__dataclass_fields__
-    for name in fields:
+    for name, value in fields.items():
+        if name in (*FAMILIES, *Toggles.names()):
+            raise UsageError(
+                f"{name} is a toggle and no setting; give toggles={{{name!r}: {value!r}}}"
+            )
         if name not in known:
-            raise UsageError(f"setting {name!r} does not exist; choose one of {', '.join(known)}")
+            said = choices(name, ("toggles", "config", *known))
+            raise UsageError(f"setting {name!r} does not exist; {said}")
     return EngineConfig(**fields)
 
 

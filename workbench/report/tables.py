@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench.benchmarks.compare.comparison import AB, background
+from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import interval
 from workbench.common.tables import Table, markdown, show
 
@@ -32,27 +32,10 @@ IF_VARYING = (*ORIGIN, "answer")
 def summary(*comparisons: AB) -> pd.DataFrame:
     """The summaries of several comparisons as one frame of numbers, with the origin of each row.
 
-    Columns: model, device, toggle, baseline, background, commit, run_id, date, comparison (its
-    number); then the columns of `AB.summary()`. Rows of one device stand together, devices in the
-    order in which they come.
+    Columns: those of `AB.to_frame()`, and comparison (its number). Rows of one device stand
+    together, devices in the order in which they come.
     """
-    parts = []
-    for number, comparison in enumerate(comparisons):
-        run = comparison.run
-        baseline, toggle = run["arms"][0], run["result"]["toggle"]
-        origin = {
-            "model": comparison.model,
-            "device": _device(run),
-            "toggle": toggle,
-            "baseline": baseline["name"],
-            "background": background(run),
-            "commit": str(run["commit"]["hash"])[:8],
-            "run_id": run["run_id"],
-            "date": str(run["started"])[:10],
-            "comparison": number,
-        }
-        part = comparison.summary()
-        parts.append(pd.DataFrame(origin, index=part.index).join(part))
+    parts = [one.to_frame().assign(comparison=n) for n, one in enumerate(comparisons)]
     if not parts:
         return pd.DataFrame()
     table = pd.concat(parts, ignore_index=True)

@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.graph.ops import touched_bytes
 from workbench.program.commands import Program, Replay
 from workbench.trace.spans import HOST_LANE, LOGITS_WAIT, Span
@@ -100,7 +101,7 @@ def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None)
     Raises UsageError for another `by`, and for `kernel` where no span names its function.
     """
     if by not in BY:
-        raise UsageError(f"by={by!r} does not exist; choose one of {', '.join(BY)}")
+        raise UsageError(f"by={by!r} does not exist; {choices(by, BY)}")
     if by == "kernel" and not frame["kernel"].notna().any():
         raise UsageError("no span names its kernel: only CUPTI does; use by=op or by=node")
     rows = _launches(frame, by_kernel=by == "kernel")

@@ -25,6 +25,7 @@ from workbench.benchmarks.compare.until import RepeatEnd
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.workload import Sample, Workload
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.common.tables import markdown
 from workbench.config import Toggles, said_toggles
 
@@ -132,7 +133,7 @@ def data_of(
         return json_of(objects)
     if fmt == "jsonl":
         return "".join(json.dumps(one) + "\n" for one in objects)
-    raise UsageError(f"format {fmt!r} does not exist; choose one of {', '.join(FORMATS)}")
+    raise UsageError(f"format {fmt!r} does not exist; {choices(fmt, FORMATS)}")
 
 
 def _plain(value: Any) -> str:
