@@ -76,6 +76,10 @@ def test_a_sweep_is_read_again_and_shown(whole):
     again = wb.Sweep.load(whole.folder)
     pd.testing.assert_frame_equal(again.to_frame(), whole.to_frame())
     assert alike(again, whole) and repr(again) == repr(whole)
+    assert alike(wb.load(whole.folder), whole) and alike(
+        wb.load(whole.folder / "sweep.json"), whole
+    )
+    assert len(pd.read_csv(whole.to_csv(whole.folder / "all.csv"))) == 12
     assert "9 done, 3 left out" in whole.summary and "3 left out: toggles " in whole.summary
     assert "<table>" in whole._repr_html_() and "clash" in whole._repr_html_()
     table = whole.pivot(["test", "redo_build"], "graph_reuse")
@@ -87,7 +91,7 @@ def test_a_sweep_is_read_again_and_shown(whole):
     assert table.isna().sum().sum() == 3, "what is left out has no value"
     with pytest.raises(UsageError, match="several cells have the same test, graph_reuse; give"):
         whole.pivot("test", "graph_reuse")
-    with pytest.raises(UsageError, match="column 'tpss' does not exist"):
+    with pytest.raises(UsageError, match="column 'tpss' does not exist; did you mean tps"):
         whole.pivot("test", "graph_reuse", values="tpss")
 
 
@@ -105,6 +109,8 @@ def test_a_picture_of_a_sweep(whole):
         assert sorted(drawn) == sorted(frame[frame["test"] == test]["tps"].dropna())
     fig = sweeps.sweep(frame, "graph_reuse", "speedup", by="redo_build", panels="test")
     assert fig.axes[-1].get_xlabel() == "graph_reuse" and fig._repr_png_()[0][:4] == b"\x89PNG"
+    assert len(wb.plot(whole).axes) == len(whole.plot(x="redo_build").axes) == 3
+    assert len(wb.plot(frame, panels="graph_reuse").axes) == 2
     with pytest.raises(UsageError, match="column 'x' does not exist"):
         sweeps.sweep(frame, "x")
     with pytest.raises(UsageError, match="no cell has tps"):
@@ -172,6 +178,24 @@ def test_what_a_device_refuses_is_left_out(model, tmp_path):
     same = wb.sweep(model, "tg2", sets=["", "sync=per_copy"], presets="baseline", device="embedded",
                     repetitions=1, out=tmp_path / "u")  # fmt: skip
     assert same.to_frame()["reason"].tolist()[1].startswith("the same toggles as in ")
+
+
+def test_cells_that_do_what_their_baseline_does_are_told(model, tmp_path):
+    """All of a group: left out, and the baseline measured alone. Some of a group: with a reason."""
+    ask = {"presets": "baseline", "device": "embedded", "repetitions": 1}
+    made = wb.sweep(
+        model, "tg2", toggles={"plan_scope": ["split", "step"]}, out=tmp_path / "s", **ask
+    )
+    frame = made.to_frame()
+    assert frame["status"].tolist() == ["done", "left out"]
+    assert "changes nothing while plans=off" in frame["reason"][1]
+    assert results.runs(made.folder)["kind"].tolist() == ["bench"]
+    made = wb.sweep(
+        model, "tg2", toggles={"sync": ["per_copy", "packed"], "fork": ["qkv", "any"]},
+        out=tmp_path / "t", **ask,
+    )  # fmt: skip
+    reasons = made.to_frame().set_index(["sync", "fork"])["reason"]
+    assert "streams=1" in reasons["per_copy", "any"] and reasons["packed", "any"] == ""
 
 
 @pytest.mark.parametrize("after", [long(0), 1, long(2)])
@@ -298,7 +322,7 @@ def test_the_command_takes_lists_and_a_file(call, model, tmp_path):
     ("-m MODEL -ub 0", "n_ubatch=0 must be at least 1"), ("-m MODEL -b 8", "n_batch changes no"),
     ("-m MODEL --calibrate", "--calibrate times a dry run; add --dry-run"),
     ("-m MODEL -o xml", "-o 'xml': choose one of md, csv, json, jsonl"),
-    ("-m MODEL --exclude sync=packed", "exclusion of axis 'sync': no such axis here; choose"),
+    ("-m MODEL --exclude sync=packed", "no cell has an axis 'sync' to exclude; choose"),
     ("-m none.gguf", "none.gguf"), ("-m MODEL --sync ,", "toggle sync='' does not exist"),
     ("-m MODEL --resume --out none", "none is no sweep: sweep.json is missing"),
     ("-m MODEL --scheduler tcp://127.0.0.1:1", "no scheduler answers at 'tcp://127.0.0.1:1'"),

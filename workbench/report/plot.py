@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from workbench.common.errors import UsageError
-from workbench.report import pictures, plots, roofline, tables
+from workbench.report import pictures, plots, roofline, sweeps, tables
 
 MOST_STEPS = 3  # of a trace that are drawn together: the spans of more are too narrow to read
 
@@ -30,13 +30,13 @@ def plot(result: Any, *more: Any, **how: Any) -> Figure:
         * a Profile, or the trace of a cell: the timeline of a typical step; several traces: one
           below the other.
         * the host gaps of orderings (Gaps), a load (ServeBench), a run of kernels (KernelRun), the
-          last run of the panel (Pair).
+          last run of the panel (Pair), a Sweep.
         * a frame: of `AB.to_frame` or `summary`, of a trace (`to_frame`), of `Profile.gaps`, or of
           samples.
         * a mapping: traces or loads by their names.
     more: further results of the same kind.
     how: as the picture's own function has it in `report/`: `steps` and `window_us` of a
-        timeline, `labels` of a pair.
+        timeline, `labels` of a pair, `x`, `by` and `panels` of a sweep.
 
     Raises UsageError for what has no picture, with what has one, and where there is nothing to
     draw.
@@ -104,10 +104,12 @@ OF_RESULT: dict[str, Callable[..., Figure]] = {
     "Gaps": lambda found, **how: pictures.gaps(found.table(), **how),
     "KernelRun": lambda found, **how: roofline.roofline(found.run, **how),
     "ServeBench": lambda found, **how: plots.throughput_against_latency(found.points(), **how),
+    "Sweep": lambda found, **how: sweeps.sweep(found.to_frame(), **how),
     "Run": lambda found, **how: pictures.rates(found.samples, **how),
 }
 # columns that a frame has -> its picture; the first entry whose columns are all there
 OF_FRAME: dict[tuple[str, ...], Callable[..., Figure]] = {
+    ("status", "tps", "tps_low", "tps_high", "key", "group"): sweeps.sweep,
     ("speedup", "low", "high", "band_low", "band_high", "verdict", "label"): plots.speedup,
     ("category", "lane", "start_us", "dur_us"): _trace,
     ("between", "traced_us", "host_us", "device_us"): pictures.gap_parts,
