@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from workbench.benchmarks.advise.advice import Advice as Advice
+    from workbench.benchmarks.advise.advise import advise as advise
     from workbench.benchmarks.compare.ab import ab as ab
     from workbench.benchmarks.compare.compare import compare as compare
     from workbench.benchmarks.compare.comparison import AB as AB
@@ -32,14 +34,17 @@ if TYPE_CHECKING:
 # public name -> its module, a line each
 _LAZY = {
     "AB": "workbench.benchmarks.compare.comparison",
+    "Advice": "workbench.benchmarks.advise.advice",
     "Engine": "workbench.engine.engine",
     "EngineConfig": "workbench.config",
     "Profile": "workbench.trace.profile",
     "Program": "workbench.program.commands",
     "Run": "workbench.benchmarks.runs.results",
     "Sampling": "workbench.model.sampler",
+    "Sweep": "workbench.benchmarks.sweep.result",
     "Toggles": "workbench.config",
     "ab": "workbench.benchmarks.compare.ab",
+    "advise": "workbench.benchmarks.advise.advise",
     "bench": "workbench.benchmarks.llama.bench",
     "check": "workbench.benchmarks.proof",
     "compare": "workbench.benchmarks.compare.compare",
@@ -51,7 +56,6 @@ _LAZY = {
     "profile": "workbench.trace.profile",
     "runs": "workbench.benchmarks.runs.results",
     "serve_bench": "workbench.traffic.served",
-    "Sweep": "workbench.benchmarks.sweep.result",
     "sweep": "workbench.benchmarks.sweep.sweep",
 }
 

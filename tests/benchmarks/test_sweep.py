@@ -248,7 +248,7 @@ def test_sigkill_at_any_time_loses_nothing(model, tmp_path, where):
     assert process.wait() == -signal.SIGKILL, "it was killed, and had not ended"
     held = {p.name: results.load_run(p) for p in (out / "groups").iterdir() if p.name[0] != "."}
     part = wb.Sweep.load(out).to_frame()
-    assert (part["status"] == "missing").any() and (part["n"] > 0).any()
+    assert part["status"].isin(["missing", "interrupted"]).any() and (part["n"] > 0).any()
     finished = wb.sweep(model, out=out, resume=True, **cells)
     frame = finished.to_frame()
     assert (frame["status"] != "left out").sum() == frame["key"].nunique() == 6
