@@ -227,8 +227,8 @@ class Advice(Framed):
             ]
             lines.append(f"not measured: {', '.join(said)}: {why}")
         if self.left_alone:
-            said = "; ".join(f"{name} ({why})" for name, why in self.left_alone.items())
-            lines.append(f"not asked about: {said}")
+            others = "; ".join(f"{name} ({why})" for name, why in self.left_alone.items())
+            lines.append(f"not asked about: {others}")
         return lines
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from workbench.benchmarks.advise.candidates import (
 )
 from workbench.benchmarks.advise.chunks import (
     ALONE,
-    MOST_ARMS,
     THE_REST,
     TOGETHER,
     Asked,
@@ -40,16 +39,24 @@ from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.idle import why_same
 from workbench.benchmarks.given import EngineOrPath, given_engine
 from workbench.benchmarks.runs import results
-from workbench.benchmarks.workload import Workload, check_fits, parse_tests
+from workbench.benchmarks.workload import (
+    Workload,
+    bos_token,
+    check_fits,
+    draw_tokens,
+    parse_tests,
+    take_sample,
+)
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.output import check_folder
 from workbench.common.progress import bar, duration, note
 from workbench.config import BEST, TogglePreset, Toggles
+from workbench.config.table import idle
 from workbench.engine.engine import Engine
 
 HALF_WIDTH = 0.01
 AT_MOST_S = 300.0
-LEAST_S = 0.05  # of measuring, for a comparison that the time left suffices for
+LEAST_ROUNDS = 6  # of a comparison that is begun: a verdict needs 5, and rounds come in pairs
 
 
 def advise(
@@ -119,6 +126,7 @@ class _Adviser:
         self.effects: dict[Asked, Effect] = {}
         self.runs: dict[int, AB] = {}  # by the number of the chunk
         self.overhead_s = 0.0  # of a comparison, beside its rounds
+        self.each_s: dict[str, float] = {}  # of a repetition, by ALONE and THE_REST
         self.interrupted = False
 
     @property
@@ -150,43 +158,60 @@ class _Adviser:
         """Finds the readings, and why others cannot be taken: refusals, and values that are idle.
         A value that stands for the same as another value is read once."""
         known: dict[tuple[str, str], Candidate] = {}
-        begun, n = time.monotonic(), 0
-        with bar("looking for switches that act", 2 * len(self.asked), "readings") as left:
+        with ExitStack() as stack, bar(
+            "looking for switches that act", 2 * len(self.asked), "readings"
+        ) as left:  # fmt: skip
+            sides = {made: stack.enter_context(closing(self.engine.variant(made)))
+                     for made in dict.fromkeys([self.off, self.best])}  # fmt: skip
+            for kind, made in ((ALONE, self.off), (THE_REST, self.best)):
+                self.each_s[kind] = self._repetition_s(sides[made])
             for asked in kinds_in_turn(self.asked):
-                one, kind = asked
-                assert one is not None
-                if self.left_s < 0:
-                    self.reasons[asked] = "not reached in the time"
-                    continue
-                try:
-                    read = alone if kind == ALONE else with_the_rest
-                    reading = read(one, self.off, self.best)
-                    why, is_now = self._why_same(reading)
-                    n += 1
-                    same = known.setdefault((kind, is_now), one)
-                    if same != one:
-                        why = why or f"stands for {same} here"
-                except WorkbenchError as error:
-                    why = str(error)
+                why = "not reached in the time"
+                if self.left_s > 0:
+                    why = self._why_not(asked, known, sides)
                 if why:
                     self.reasons[asked] = why
-                else:
-                    self.readings[asked] = reading
                 left.update()
-        # until a comparison was measured: what opening its engines takes, by what two took here
-        self.overhead_s = (time.monotonic() - begun) / max(n, 1) * MOST_ARMS / 2
 
-    def _why_same(self, reading: Reading) -> tuple[str, str]:
-        """Why both sides do the same work in the test (`compare/idle.py`), or empty; and what both
-        sides stand for on this device."""
-        for side in (reading.before, reading.after):
-            check_fits(self.engine.resolve(side), self.engine.config, self.workload)
-        with (
-            closing(self.engine.variant(reading.before)) as before,
-            closing(self.engine.variant(reading.after)) as after,
-        ):
-            stands_for = f"{before.settled.to_dict()} {after.settled.to_dict()}"
-            return why_same(before, after, self.workload), stands_for
+    def _repetition_s(self, side: Engine) -> float:
+        """How long a repetition of the test takes: the second of two."""
+        bos, n_vocab = bos_token(side), side.model.n_vocab
+        for repetition in range(2):
+            tokens = draw_tokens(self.workload, n_vocab, self.seed, repetition, bos)
+            taken = take_sample(side, self.workload, tokens)
+        return taken.ns_total / 1e9
+
+    def _why_not(
+        self, asked: Asked, known: dict[tuple[str, str], Candidate], sides: dict[Toggles, Engine]
+    ) -> str:
+        """Why a reading cannot be taken; else it is among the readings, and this is empty.
+
+        known: the candidates so far, by what their readings stand for on this device.
+        sides: engines that are open already.
+        """
+        one, kind = asked
+        assert one is not None
+        try:
+            reading = (alone if kind == ALONE else with_the_rest)(one, self.off, self.best)
+            if why := idle(reading.before.to_dict(), reading.after.to_dict()):
+                return why
+            with ExitStack() as stack:
+                before, after = (
+                    sides.get(side) or stack.enter_context(closing(self.engine.variant(side)))
+                    for side in (reading.before, reading.after)
+                )
+                for side in (before, after):
+                    check_fits(side.toggles, side.config, self.workload)
+                stands_for = f"{before.settled.to_dict()} {after.settled.to_dict()}"
+                why = why_same(before, after, self.workload)
+        except WorkbenchError as error:
+            return str(error)
+        same = known.setdefault((kind, stands_for), one)
+        if not why and same != one:
+            why = f"stands for {same} here"
+        if not why:
+            self.readings[asked] = reading
+        return why
 
     # measuring ----------------------------------------------------------------------------------
 
@@ -194,10 +219,14 @@ class _Adviser:
         """Measures chunks, each with its share of the time. first: the number of the first.
         reserved: comparisons that come later, with as large a share."""
         for n, chunk in enumerate(chunks):
+            left = self.left_s - self.overhead_s
             share = self.left_s / (len(chunks) - n + reserved) - self.overhead_s
-            if self.left_s - self.overhead_s < LEAST_S:
+            kinds = [self.each_s[THE_REST if kind == THE_REST else ALONE]
+                     for _, kind in chunk.readings]  # fmt: skip
+            enough = max(kinds, default=0.0) * (len(chunk.toggles) + 1) * LEAST_ROUNDS
+            if left < enough:  # a verdict needs so many rounds
                 return
-            self._compare(first + n, chunk, max(share, LEAST_S))
+            self._compare(first + n, chunk, max(share, enough))
 
     def _compare(self, number: int, chunk: Chunk, at_most_s: float, resume: bool = False) -> None:
         """Measures a chunk, or goes on with it."""
@@ -235,7 +264,7 @@ class _Adviser:
                 if n not in tried and self._ended(n).get("stopped") == "time"
             }
             share = (self.left_s - self.overhead_s) / (1 + reserved) - self.overhead_s * reserved
-            if not wide or share < max(LEAST_S, self.overhead_s):
+            if not wide or share < max(self.overhead_s, 0.1):
                 return
             widest = max(wide, key=lambda n: wide[n])
             tried.add(widest)

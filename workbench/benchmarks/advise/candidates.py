@@ -92,7 +92,7 @@ def alone(one: Candidate, background: Toggles, best: Toggles) -> Reading:
         toggle, wanted = missing
         have = best.value_of(toggle)
         if not wanted and have == ROWS[toggle].off:
-            raise UsageError(f"{one} changes nothing while {toggle}={have}")
+            raise UsageError(f"{one.name} changes nothing while {toggle}={have}")
         if toggle in own or toggle in beside:
             raise UsageError(f"{one} needs {toggle} to have two values at once")
         beside[toggle] = have if not wanted or have in wanted else wanted[0]
@@ -132,7 +132,7 @@ def _repaired(
         raise UsageError(
             f"{name}={value} needs {other}={wanted[0]}, not {has}"
             if wanted
-            else f"{name}={value} changes nothing while {has}"
+            else f"{name} changes nothing while {has}"
         )
     return toggles.changed_by(changes), tuple(gone)
 
