@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tests.profiles import long
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.sweep import sweep as sweeping
+from workbench.benchmarks.sweep.result import COLUMNS
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.report import sweeps
 
@@ -400,3 +402,33 @@ def test_a_scheduler_whose_workers_have_no_device_is_refused(model, tmp_path):
     ):
         wb.sweep(model, "tg2", out=tmp_path / "s", scheduler=cluster.scheduler_address)
     assert not (tmp_path / "s").exists()
+
+
+# the page -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_the_page_works_to_the_letter(call, model, tmp_path, monkeypatch):
+    """The commands and the Python of the README, in an empty folder with the tiny model."""
+    page = (Path(sweeping.__file__).with_name("README.md")).read_text()
+    blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "models").mkdir(parents=True)
+    (tmp_path / "data" / "models" / model.name).symlink_to(model)
+    ran, said = [], []
+    for kind, text in blocks:
+        if kind == "toml":
+            (tmp_path / "sweep.toml").write_text(text)
+        elif kind == "sh":
+            status, out, err = call(*shlex.split(text)[1:])
+            assert status == 0, err
+            ran.append(text)
+            said.append(out)
+        elif kind == "python":
+            exec(compile(text, "README.md", "exec"), names := {})
+    assert len(ran) == 4 and "about" in said[0] and "16 cells: 12 done, 4 left out" in said[1]
+    assert "done" in said[2] and "flags: --preset best" in said[3]
+    assert len(names["sweep"].to_frame()) == 16
+    columns = re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
+    known = {name for line in columns for name in re.findall(r"`(\w+)`", line)}
+    assert known == {*COLUMNS} - {"reason"} or known == {*COLUMNS}

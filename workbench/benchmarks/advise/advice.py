@@ -183,6 +183,8 @@ class Advice(Framed):
         return "\n".join([*lines, f"flags: {self.flags}", f"python: {self.python}"])
 
     def _together(self) -> list[str]:
+        if not self.effects:
+            return ["no comparison was measured: the time did not suffice, or nothing acts here"]
         lines = []
         for key, words in (
             ((None, TOGETHER), f"preset {BEST} beside everything off"),

@@ -37,6 +37,7 @@ from workbench.benchmarks.advise.chunks import (
 from workbench.benchmarks.compare.ab import compare_arms
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.idle import why_same
+from workbench.benchmarks.compare.stats import FASTER, SLOWER
 from workbench.benchmarks.given import EngineOrPath, given_engine
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.workload import (
@@ -275,35 +276,45 @@ class _Adviser:
         recommended = self.engine.resolve(self.preset.changed_by(self.changes()))
         readings: dict[Asked, Reading] = {}
         if self.best != self.off:
-            readings[None, TOGETHER] = Reading(self.off, self.best, {}, ())
+            readings[None, TOGETHER] = Reading(self.off, self.best, {}, {}, ())
         if recommended != self.best:
-            readings[None, BEST] = Reading(self.best, recommended, {}, ())
+            readings[None, BEST] = Reading(self.best, recommended, {}, {}, ())
         return Chunk(self.off, readings)
 
     # what is recommended ------------------------------------------------------------------------
 
     def changes(self) -> dict[str, str]:
         """Changes of `best` that were faster with the rest, and gave the right answer: the fastest
-        value of each toggle. A set that the device refuses is cut to its best change."""
-        found: dict[str, tuple[float, str]] = {}
+        value of each toggle, the largest gain first. A change that contradicts a larger one, or
+        that the device refuses beside it, is left out."""
+        found: dict[str, tuple[float, dict[str, str]]] = {}
         for (one, kind), effect in self.effects.items():
             if one is None or kind != THE_REST or not effect.holds:
                 continue
             ours = self._of_best(one)
-            if effect.verdict == ("slower" if ours else "faster"):
+            if effect.verdict == (SLOWER if ours else FASTER):
                 gain = 1 / effect.ratio.value if ours else effect.ratio.value
-                value = self.off.value_of(one.name) if ours else one.value
-                found[one.name] = max(found.get(one.name, (0.0, "")), (gain, value))
-        ranked = sorted(found, key=lambda name: -found[name][0])
+                more = self._changes_of(one)
+                if one.name not in found or gain > found[one.name][0]:
+                    found[one.name] = gain, more
         changes: dict[str, str] = {}
-        for name in ranked:
-            more = changes | {name: found[name][1]}
+        for _, more in sorted(found.values(), key=lambda one: -one[0]):
+            if any(changes.get(name, value) != value for name, value in more.items()):
+                continue
             try:
-                self.engine.resolve(self.preset.changed_by(more))
+                self.engine.resolve(self.preset.changed_by(changes | more))
             except WorkbenchError:
                 continue
-            changes = more
+            changes |= more
         return changes
+
+    def _changes_of(self, one: Candidate) -> dict[str, str]:
+        """What a reading with the rest changes of `best`: the candidate, what comes with it, and
+        what has to go."""
+        reading = self.readings[one, THE_REST]
+        value = self.off.value_of(one.name) if self._of_best(one) else one.value
+        off = {name: self.off.value_of(name) for name in reading.gone}
+        return reading.added | off | {one.name: value}
 
     def advice(self, engine: Engine, named: bool) -> Advice:
         left_alone = {} if named else LEFT_ALONE

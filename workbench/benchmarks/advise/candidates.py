@@ -4,8 +4,8 @@
     the rest  what is best with all other switches: with the value, and without
 
 A value may need others (`Want` and `refines` in the table of toggles). Then `alone` has the others
-on both sides, and says so. Without a value, those that need it are off as well, and `the rest` says
-so. Pure data: nothing is opened.
+on both sides, and `the rest` adds them to `best` with the value. Without a value, those that need
+it are off as well. A reading says all of this. Pure data: nothing is opened.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import NamedTuple
 from workbench.common.errors import UsageError
 from workbench.common.nearest import choices
 from workbench.config import FAMILIES, Toggles
+from workbench.config.presets import best_sets
 from workbench.config.table import ROWS, Want, facts_of
 
-AUTO = "auto"  # of another toggle: it may stand for what is wanted
+AUTO = "auto"
 # toggles that no advice asks about unless they are named, and why
 LEFT_ALONE = {
     "redo": "a step only costs more with it: it shows what reuse saves",
@@ -39,26 +40,36 @@ class Candidate(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Two sets of toggles that differ by a candidate, and by `gone`.
+    """Two sets of toggles that differ by a candidate, by `added` and by `gone`.
 
     beside: what both sides have because the candidate needs it.
+    added: what comes with it on one side, because it needs that there.
     gone: toggles that are off with it on one side, since they cannot be on there.
     """
 
     before: Toggles
     after: Toggles
     beside: dict[str, str]
+    added: dict[str, str]
     gone: tuple[str, ...]
 
     @property
     def words(self) -> str:
-        """`with plans=ours`, `without plan_scope, too`; empty where the candidate stands alone."""
+        """`plans=ours on both sides`, `together with plans=ours`, `plan_scope is off where it
+        changes`; empty where the candidate stands alone."""
         parts = []
         if self.beside:
-            parts.append("with " + " ".join(f"{k}={v}" for k, v in self.beside.items()))
+            parts.append(f"{_said(self.beside)} on both sides")
+        if self.added:
+            parts.append(f"together with {_said(self.added)}")
         if self.gone:
-            parts.append(f"without {', '.join(self.gone)}, too")
+            are = "is" if len(self.gone) == 1 else "are"
+            parts.append(f"{', '.join(self.gone)} {are} off where it changes")
         return "; ".join(parts)
+
+
+def _said(values: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def candidates(background: Toggles, names: Collection[str] = ()) -> list[Candidate]:
@@ -81,67 +92,70 @@ def candidates(background: Toggles, names: Collection[str] = ()) -> list[Candida
 
 def alone(one: Candidate, background: Toggles, best: Toggles) -> Reading:
     """The candidate on the background. Raises UsageError where it cannot be there."""
-    beside: dict[str, str] = {}
-    own = set(Toggles.members(one.name))
-    while True:
-        values = background.changed_by(beside | {one.name: one.value}).to_dict()
-        missing = next(_unmet([*own, *beside], values), None)
-        if missing is None:
-            before = background.changed_by(beside)
-            return Reading(before, before.switched(one.name, one.value), beside, ())
-        toggle, wanted = missing
-        have = best.value_of(toggle)
-        if not wanted and have == ROWS[toggle].off:
-            raise UsageError(f"{one.name} changes nothing while {toggle}={have}")
-        if toggle in own or toggle in beside:
-            raise UsageError(f"{one} needs {toggle} to have two values at once")
-        beside[toggle] = have if not wanted or have in wanted else wanted[0]
+    beside = _needs(one, background, best)
+    before = background.changed_by(beside)
+    return Reading(before, before.switched(one.name, one.value), beside, {}, ())
 
 
 def with_the_rest(one: Candidate, background: Toggles, best: Toggles) -> Reading:
     """The candidate with all that is best. Raises UsageError where it cannot be there.
 
-    A value that `best` has is compared with the background's value there; any other value with the
-    value that `best` has. Toggles that need what is taken away go with it.
+    A value that `best` has is compared with the background's value there. Any other value is
+    compared with `best` itself: `best` with the value, and with what the value needs. Toggles that
+    need what is taken away go with it.
     """
     if best.value_of(one.name) == one.value:
-        without, gone = _repaired(best, one.name, background.value_of(one.name), background)
-        return Reading(without, best, {}, gone)
-    changed, gone = _repaired(best, one.name, one.value, background)
-    return Reading(best, changed, {}, gone)
+        without, gone = _repaired(best, {one.name: background.value_of(one.name)})
+        return Reading(without, best, {}, {}, gone)
+    added = _needs(one, best, best)
+    changed, gone = _repaired(best, added | {one.name: one.value})
+    return Reading(best, changed, {}, added, gone)
 
 
-def _repaired(
-    toggles: Toggles, name: str, value: str, background: Toggles
-) -> tuple[Toggles, tuple[str, ...]]:
-    """`toggles` with a value, and without those that cannot be on beside it; also their names."""
-    own = set(Toggles.members(name))
-    changes, gone = dict.fromkeys(own, value), list[str]()
+def _needs(one: Candidate, toggles: Toggles, best: Toggles) -> dict[str, str]:
+    """What a candidate needs that `toggles` do not have, as `best` or a recorded best has it, else
+    the first value that serves."""
+    needs: dict[str, str] = {}
+    own = set(Toggles.members(one.name))
     while True:
-        values = toggles.to_dict() | changes
-        broken = next(
-            (n for n in values if n not in changes and next(_unmet([n], values), None)), None
-        )
+        changes = needs | dict.fromkeys(own, one.value)
+        missing = next(_unmet([*own, *needs], toggles.to_dict() | changes, auto=False), None)
+        if missing is None:
+            return needs
+        toggle, wanted = missing
+        if toggle in changes:
+            raise UsageError(f"{one} needs {toggle} to have two values at once")
+        known = [best.value_of(toggle), *_recorded(toggle), *wanted]
+        serve = [v for v in known if v in wanted or not (wanted or v == ROWS[toggle].off)]
+        if not serve:
+            raise UsageError(f"{one.name} changes nothing while {toggle}={ROWS[toggle].off}")
+        needs[toggle] = serve[0]
+
+
+def _recorded(toggle: str) -> list[str]:
+    """The values of a toggle in the recorded sets of `best`, of any device."""
+    return [found.values[toggle] for _, _, found in best_sets() if toggle in found.values]
+
+
+def _repaired(toggles: Toggles, changes: Mapping[str, str]) -> tuple[Toggles, tuple[str, ...]]:
+    """`toggles` with changes, and without those that cannot be on beside them; also their names."""
+    made = {member: value for name, value in changes.items() for member in Toggles.members(name)}
+    gone = list[str]()
+    while True:
+        values = toggles.to_dict() | made
+        others = (name for name in values if name not in made)
+        broken = next((name for name in others if next(_unmet([name], values), None)), None)
         if broken is None:
-            break
+            return toggles.changed_by(made), tuple(gone)
         gone.append(broken)
-        changes[broken] = str(ROWS[broken].off)
-    if missing := next(_unmet(own, toggles.to_dict() | changes), None):
-        other, wanted = missing
-        has = f"{other}={toggles.value_of(other)}"
-        raise UsageError(
-            f"{name}={value} needs {other}={wanted[0]}, not {has}"
-            if wanted
-            else f"{name} changes nothing while {has}"
-        )
-    return toggles.changed_by(changes), tuple(gone)
+        made[broken] = str(ROWS[broken].off)
 
 
 def _unmet(
-    names: Collection[str], values: Mapping[str, str]
+    names: Collection[str], values: Mapping[str, str], auto: bool = True
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """What toggles need and do not have: another toggle, and the values that it may have. No value:
-    any but off."""
+    any but off. auto: the other's `auto` may stand for what is needed."""
     for name in names:
         row, value = ROWS[name], values[name]
         if value == row.off:
@@ -150,5 +164,5 @@ def _unmet(
             yield row.refines, ()
         for want in facts_of(name, value, Want):
             counts = not want.beside or values[want.beside] != ROWS[want.beside].off
-            if counts and values[want.toggle] not in (*want.values, AUTO):
+            if counts and values[want.toggle] not in (*want.values, *[AUTO] * auto):
                 yield want.toggle, tuple(map(str, want.values))
