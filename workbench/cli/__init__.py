@@ -13,6 +13,7 @@ from pathlib import Path
 from cyclopts import CycloptsError
 
 from workbench.cli import (  # noqa: F401 - commands
+    advise,
     check,
     compare,
     generate,

@@ -306,16 +306,23 @@ def folded(toggles: Mapping[str, str]) -> dict[str, str]:
     return {agreed.get(name, name): value for name, value in toggles.items()}
 
 
-def differing(before: Toggles, after: Toggles) -> tuple[str, str]:
-    """What each of the two has where they differ: `sync=per_copy` and `sync=packed`. A family is
-    named once where all of its members differ and agree on each side. Two equal ones give twice
-    `the same toggles`."""
-    names = [n for n in before.names() if before.value_of(n) != after.value_of(n)]
+def names_that_differ(*sides: Toggles) -> list[str]:
+    """The toggles whose values are not the same on all sides. A family is named once where all of
+    its members differ and agree on each side."""
+    first, *others = sides
+    names = [n for n in first.names() if any(o.value_of(n) != first.value_of(n) for o in others)]
     for family in FAMILIES:
-        members = before.members(family)
-        whole = all(len({side.value_of(n) for n in members}) == 1 for side in (before, after))
+        members = first.members(family)
+        whole = all(len({side.value_of(n) for n in members}) == 1 for side in sides)
         if whole and set(members) <= set(names):
             names = [family if n == members[0] else n for n in names if n not in members[1:]]
+    return names
+
+
+def differing(before: Toggles, after: Toggles) -> tuple[str, str]:
+    """What each of the two has where they differ (`names_that_differ`): `sync=per_copy` and
+    `sync=packed`. Two equal ones give twice `the same toggles`."""
+    names = names_that_differ(before, after)
     sides = (", ".join(f"{n}={side.value_of(n)}" for n in names) for side in (before, after))
     first, second = (side or "the same toggles" for side in sides)
     return first, second

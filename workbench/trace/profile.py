@@ -31,6 +31,7 @@ from workbench import __version__
 from workbench.common.checkout import commit
 from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
+from workbench.common.framed import Framed
 from workbench.common.nearest import choices
 from workbench.engine import exclusive
 from workbench.trace import analysis, perfetto
@@ -182,7 +183,7 @@ SUMMARY_COLUMNS = [
 ]  # fmt: skip
 
 
-class Profile:
+class Profile(Framed):
     """The result of `profile`. All spans are there once the body has ended or has raised.
 
     collector: the source of the device spans, `events` or `cupti`.
@@ -248,11 +249,13 @@ class Profile:
         return "; ".join(parts)
 
     def to_frame(self) -> pd.DataFrame:
+        """One row per span; see `Timeline.to_frame`."""
         frame = self.timeline.to_frame()
         frame.attrs["collector"] = self.note
         return frame
 
     def summary(self) -> pd.DataFrame:
+        """One row per step; see `Timeline.summary`."""
         return self.timeline.summary()
 
     def kernels(self, by: str = "op", read_gbps: float | None = None) -> pd.DataFrame:

@@ -64,6 +64,7 @@ from workbench.config import EngineConfig, Toggles
 
 SCHEMA = 1
 RUN_JSON, SAMPLES = "run.json", "samples.parquet"
+SWEEP_JSON = "sweep.json"  # in a folder of run folders (`sweep/store.py`)
 TABLES = TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"  # of `perplexity`, and of `serve`
 COMPLETE, INTERRUPTED = "complete", "interrupted"
 CHECKPOINT_SECONDS = 10.0  # between two saves while an experiment runs
