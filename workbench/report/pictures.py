@@ -24,7 +24,13 @@ def rates(samples: pd.DataFrame) -> style.Picture:
     found = samples if "tps" in samples else results.rates(samples)
     if found.empty:
         raise ValueError("there is no repetition to draw")
-    rows = [*found.groupby(["test", "arm"], sort=False)]
+    parts = dict(iter(found.groupby(["test", "arm"], sort=False)))
+    order = {
+        name: {one: n for n, one in enumerate(found[name].unique())} for name in ("test", "arm")
+    }
+    rows = sorted(parts.items(), key=lambda row: tuple(
+        order[name][one] for name, one in zip(order, row[0], strict=True)
+    ))  # fmt: skip
     several = found["arm"].nunique() > 1
     fig = style.picture(9, 1.0 + 0.4 * len(rows))
     ax = fig.add_subplot()
