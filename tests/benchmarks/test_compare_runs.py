@@ -22,7 +22,7 @@ from workbench.config import Toggles
 
 @pytest.fixture
 def call(call, tmp_path):
-    return lambda *arguments: call("compare", "-o", tmp_path / "page.html", *arguments)
+    return lambda *arguments: call("compare", "--out", tmp_path / "page.html", *arguments)
 
 
 def test_a_row_for_each_test(tmp_path, call):

@@ -102,7 +102,7 @@ def test_any_whole_numbers_are_an_engine_or_one_line(flags):
 
 
 @pytest.mark.parametrize(("command", "more"), [
-    ("run", ["--tokens", "1"]), ("logits", ["--tokens", "1", "-o", "x.npy"]), ("bench", []),
+    ("run", ["--tokens", "1"]), ("logits", ["--tokens", "1", "--out", "x.npy"]), ("bench", []),
     ("perplexity", ["--tokens-from", "sample:8"]), ("program", []),
     ("ab", ["--toggle", "sync=per_copy,packed"]),
 ])  # fmt: skip

@@ -7,6 +7,7 @@ from cyclopts.validators import Number
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, say
+from workbench.cli.outputs import check_extension
 from workbench.common.errors import BelowLimit, WorkbenchError
 from workbench.common.output import check_writable, write_text
 
@@ -16,7 +17,7 @@ PAGE = Path("reports/compare.html")
 @app.command
 def compare(
     *runs: Annotated[Path, f.flag("run folders of ab or bench; the first is the baseline")],
-    out: Annotated[Path, f.flag("the HTML page to write", "--out -o")] = PAGE,
+    out: Annotated[Path, f.flag("the HTML page to write")] = PAGE,
     across: Annotated[
         bool, f.flag("judge runs on another card or driver, or of another day")
     ] = False,
@@ -37,6 +38,7 @@ def compare(
     from workbench.common.tables import show, show_prose
     from workbench.report.pages import compared_page
 
+    check_extension(out, ".html")
     check_writable(out, parents=True)
     found = folders.compare(*runs, across=across)
     write_text(out, compared_page(found), parents=True)

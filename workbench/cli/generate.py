@@ -11,6 +11,7 @@ from cyclopts.validators import Number
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, as_typed, load, parse_ids, say, say_replays
+from workbench.cli.outputs import check_extension
 from workbench.common.errors import UsageError
 from workbench.common.output import check_writable, writing
 from workbench.common.progress import bar
@@ -91,7 +92,7 @@ def logits(
     *,
     model: f.ModelPath,
     tokens: Annotated[str, f.flag("token ids, as 1,2,3")],
-    out: Annotated[Path, f.flag("file to write (.npy)", "--out -o")],
+    out: Annotated[Path, f.flag("file to write, .npy")],
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
@@ -105,6 +106,7 @@ def logits(
     from workbench.engine.finite import first_bad_row, not_finite
 
     ids = parse_ids(tokens)
+    check_extension(out, ".npy")
     check_writable(out)
 
     def check(opened: Loaded, room: Room) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated
 from workbench.cli import flags as f
 from workbench.cli.common import MODELS, RUNS, app, load, say, say_ranges, say_replays
 from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
+from workbench.cli.outputs import RowFormat, TableFormat, check_run_name, print_frame
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.output import check_folder
 from workbench.config import BASELINE, EngineConfig, Toggles
@@ -56,7 +57,7 @@ def bench(
     ] = 5,
     seed: f.Seed = 0,
     build: Annotated[str | None, f.flag("build_commit, to tell two files apart")] = None,
-    output: Annotated[str, f.flag("md, csv, json, jsonl or sql", "--output -o")] = "md",
+    output: Annotated[RowFormat, f.flag("format on standard output", "--output -o")] = "md",
     out: Annotated[
         Path | None, f.flag("run folder to write, too; OUT-1, OUT-2, ... for several engines")
     ] = None,
@@ -75,8 +76,7 @@ def bench(
     from workbench.benchmarks.workload import long_enough, wide_enough
     from workbench.common.tables import known_columns
 
-    if output not in llama_bench.FORMATS:
-        raise UsageError(f"-o {output!r}: choose one of {', '.join(llama_bench.FORMATS)}")
+    check_run_name(out)
     prompts, gens, depths = numbers("-p", n_prompt), numbers("-n", n_gen), numbers("-d", n_depth)
     pairs, together = [_pair(text) for text in pg or ()], numbers("-npl", n_parallel or ())
     if n_parallel and (pairs or depths != [0]):
@@ -133,7 +133,8 @@ def ab(
         f.Whole, f.flag("runs of each arm, interleaved; 5 or more; with --until the least")
     ] = 10,
     seed: f.Seed = 0,
-    out: Annotated[Path | None, f.flag("run folder to write", "--out -o")] = None,
+    output: Annotated[TableFormat, f.flag("format on standard output", "--output -o")] = "md",
+    out: Annotated[Path | None, f.flag("run folder to write")] = None,
     resume: f.Resume = False,
     repeat: f.RepeatFlags = f.DEFAULT_REPEAT,
     config: f.EngineFlags = f.DEFAULT_CONFIG,
@@ -145,7 +146,9 @@ def ab(
     from workbench.benchmarks.runs.draft import open_out
     from workbench.benchmarks.workload import parse_tests, wide_enough
     from workbench.common.tables import show, show_prose
+    from workbench.report.tables import summary
 
+    check_run_name(out)
     until = repeat.arguments()
     wanted, specs = toggles.wanted(BASELINE), list[ComparisonSpec]()
 
@@ -163,9 +166,12 @@ def ab(
         result = interleaved(
             engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume, **until
         )
-    show(result.table())
-    print()
-    show_prose(result.verdict)
+    if output == "md":
+        show(result.table())
+        print()
+        show_prose(result.verdict)
+    else:
+        print_frame(summary(result), output)
     if result.interrupted:
         raise KeyboardInterrupt
 
@@ -185,9 +191,7 @@ def perplexity(
     sizes: Annotated[
         str | None, f.flag("tokens computed at once, as 512,1: a run OUT-ubN for each")
     ] = None,
-    out: Annotated[
-        Path | None, f.flag(f"run folder; default: a new one in {RUNS}", "--out -o")
-    ] = None,
+    out: Annotated[Path | None, f.flag(f"run folder; default: a new one in {RUNS}")] = None,
     resume: Annotated[bool, f.flag("continue the run in --out")] = False,
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
@@ -201,6 +205,7 @@ def perplexity(
     from workbench.benchmarks.scores import perplexity as ppl
     from workbench.benchmarks.scores.token_source import ask
 
+    check_run_name(out)
     if check and against is None:
         raise UsageError("--check needs a reference; add --against activations=float")
     other = None if against is None else ppl.parse_against(against)
@@ -238,9 +243,7 @@ def bench_kernels(
     shapes: Annotated[str, f.flag("as 8b.o, or 8b for all of a model, or all")] = "all",
     batch: Annotated[str, f.flag("tokens, as 1,2,4,8 or 1-8")] = "1",
     seed: f.Seed = 0,
-    out: Annotated[
-        Path | None, f.flag(f"run folder; default: a new one in {RUNS}", "--out -o")
-    ] = None,
+    out: Annotated[Path | None, f.flag(f"run folder; default: a new one in {RUNS}")] = None,
     quick: Annotated[bool, f.flag("see that it works; no figures")] = False,
     nvtx: f.Nvtx = "auto",
 ) -> None:
@@ -252,6 +255,7 @@ def bench_kernels(
     from workbench.engine.look.nvtx_ranges import ranges_of
     from workbench.report import roofline
 
+    check_run_name(out)
     f.check_computes(device)
     ranges = ranges_of(EngineConfig(nvtx=nvtx).nvtx)
     matrix = kernel_bench.KernelMatrix(

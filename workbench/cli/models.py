@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from workbench.cli import flags as f
 from workbench.cli.common import MODELS, model_app, say
+from workbench.cli.outputs import check_extension
 from workbench.model.synth.shapes import PRESETS, QUANTS
 
 
@@ -13,8 +14,8 @@ from workbench.model.synth.shapes import PRESETS, QUANTS
 def synth(
     preset: Annotated[str, f.flag(f"shape: {', '.join(PRESETS)}")],
     quant: Annotated[str, f.flag(f"type of the weights: {', '.join(QUANTS)}")],
-    out: Annotated[Path, f.flag("GGUF file to write")],
     /,
+    out: Annotated[Path, f.flag("GGUF file to write", "--out")],
     *,
     head: Annotated[str | None, f.flag("type of the head alone")] = None,
     seed: f.Seed = 0,
@@ -23,11 +24,12 @@ def synth(
     """Write a model of a real shape with random weights (--head TYPE sets the head's type)."""
     from workbench.model.synth.models import write_model
 
+    check_extension(out, ".gguf")
     say(f"wrote {write_model(preset, quant, out, head=head, seed=seed, force=force)}")
 
 
 @model_app.command
-def tiny(out: Annotated[Path, f.flag("folder to write them in")] = MODELS, /) -> None:
+def tiny(out: Annotated[Path, f.flag("folder to write them in", "--out")] = MODELS) -> None:
     """Write the tiny models that tests and notebooks use."""
     from workbench.model.synth.models import write_tiny_models
 

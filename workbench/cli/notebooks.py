@@ -20,8 +20,7 @@ LINKED, COPIED = "../data/results/README.md", "recorded_results.md"
 
 @notebooks_app.command
 def copy(
-    out: Annotated[Path, f.flag("folder to copy them to")],
-    /,
+    out: Annotated[Path, f.flag("folder to copy them to", "--out")],
     *,
     force: Annotated[bool, f.flag("replace notebooks that differ from these")] = False,
 ) -> None:

@@ -7,12 +7,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, say
+from workbench.cli.outputs import check_run_name
 from workbench.common.errors import UsageError
 from workbench.common.output import check_folder
 
@@ -94,7 +95,10 @@ def serve_bench(
     slots: Annotated[
         f.Whole | None, f.flag("of the server; with -m it has 8", validator=f.AT_LEAST_1)
     ] = None,
-    output: Annotated[str, f.flag("table (vLLM's), md, json or jsonl", "--output -o")] = "table",
+    output: Annotated[
+        Literal["table", "md", "json", "jsonl"],
+        f.flag("format on standard output; table is vLLM's", "--output -o"),
+    ] = "table",
     out: Annotated[Path | None, f.flag("run folder to write, too")] = None,
     load: LoadFlags = DEFAULT_LOAD,
     client: ClientFlags = DEFAULT_CLIENT,
@@ -111,7 +115,7 @@ def serve_bench(
     from workbench.traffic.load import arrivals, id_range, normal_ids
     from workbench.traffic.served import ServeCommand, Served, reached
 
-    bench_text.check_format(output)
+    check_run_name(out)
     settings = arrivals(load.arrivals, load.rate, load.concurrency)
     if (url is None) == (model is None):
         raise UsageError("name a server: --url http://127.0.0.1:8000, or -m and a GGUF file")
