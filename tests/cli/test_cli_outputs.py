@@ -34,7 +34,8 @@ def model(tiny_model):
     (["profile", "-o", "t.json"], ["profile", "--out", "t.json"], 1),
     (["compare", "a", "b", "-o", "p.html"], ["compare", "a", "b", "--out", "p.html"], 1),
     (["run", "-o", "x"], ["run", "-o", "x"], 0),  # it writes nothing, and cyclopts refuses it
-    (["bench", "-o"], ["bench", "-o"], 0), (["bench", "-o", "--seed"], ["bench", "-o", "--seed"], 0),
+    (["bench", "-o"], ["bench", "-o"], 0),
+    (["bench", "-o", "--seed"], ["bench", "-o", "--seed"], 0),
     (["bench", "--", "-o", "x"], ["bench", "--", "-o", "x"], 0),
     (["-o", "x"], ["-o", "x"], 0), ([], [], 0),
 ])  # fmt: skip
