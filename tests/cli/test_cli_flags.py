@@ -158,7 +158,7 @@ def test_every_parameter_has_a_line_and_whole_numbers():
 
 
 def test_toggles_list_their_values_with_a_word_on_each(call):
-    text = " ".join(re.sub(r"[│╭╮╰╯─•*]", " ", call("run", "--help")[1]).split())
+    text = " ".join(re.sub(r"[│╭╮╰╯─•*]", " ", call("run", "--help", "toggles")[1]).split())
     for name in Toggles.names():
         row = Toggles.row(name)
         assert f"--{name.replace('_', '-')} STR {row.about}" in text

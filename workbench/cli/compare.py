@@ -29,7 +29,7 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Compare run folders that exist, across commits and machines: a table and an HTML page.
+    """Compare recorded runs, across commits and machines.
 
     Rows match by test, model and toggles; what does not match is listed. Runs on another card,
     processor or driver, or of another day, are history: shown without a verdict.

@@ -49,7 +49,9 @@ def run(
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Continue a prompt, or token ids; text appears as it is made (with --tokens: ids)."""
+    """Continue a prompt, or token ids.
+
+    Text appears as it is made; with --tokens ids are printed."""
     from workbench.engine.batch import check_prompt
     from workbench.engine.generation import CONTEXT_FULL
     from workbench.model.sampler import Sampling
@@ -96,9 +98,10 @@ def logits(
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Write the logits of every token: float32, one row per token, vocabulary wide.
+    """Write the logits of every token to a file.
 
-    Rows that are not finite are written too; a note on stderr names the first, and its cause.
+    float32, a row for each token, as wide as the vocabulary. Rows that are not finite are written
+    too; a note on stderr names the first, and its cause.
     """
     import numpy as np
 
@@ -133,7 +136,9 @@ def program(
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Print the program of one step: its pattern, and per token its waits, copies and launches."""
+    """Print the program of one step: its pattern and counts.
+
+    The counts are of waits, copies, launches and their like in the step."""
     from workbench.engine.batch import step_shape
     from workbench.engine.cache.growth import Growth
     from workbench.engine.cache.room import Room

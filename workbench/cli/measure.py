@@ -66,10 +66,11 @@ def bench(
     config: BenchFlags = DEFAULT_BENCH,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """llama-bench's tests under its names, with its lists: 512,1024, 1-8, 128-512+128, 1-8*2.
+    """Time prompts and tokens, as llama-bench does.
 
-    A row for each test, model, and combination of -ngl, -t, -ub, -b and -fa. With -npl the tests
-    and the table are llama-batched-bench's.
+    Tests, names and lists are llama-bench's. A list is 512,1024, 1-8, 128-512+128 or 1-8*2. A row
+    for each test, model, and combination of -ngl, -t, -ub, -b and -fa. With -npl the tests and
+    the table are llama-batched-bench's.
     """
     from workbench.benchmarks.llama import batched, llama_bench
     from workbench.benchmarks.runs.draft import open_outs
@@ -140,7 +141,9 @@ def ab(
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Compare values of a toggle, or sets of toggles, in turn, with an A/A control."""
+    """Compare values of a toggle, or sets of toggles.
+
+    All are measured in turn, and an A/A control tells the noise."""
     from workbench.benchmarks.compare.ab import ab as interleaved
     from workbench.benchmarks.compare.arms import ComparisonSpec, comparison_spec
     from workbench.benchmarks.runs.draft import open_out
@@ -196,9 +199,10 @@ def perplexity(
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Score tokens in windows of n_ctx, alone or against other toggles; keeps every token's NLL.
+    """Score tokens, alone or against other toggles.
 
-    Kernels differ by how many tokens are computed at once (--sizes, default n_ubatch): 1 is decode.
+    Tokens are scored in windows of n_ctx, and every token's NLL is kept. Kernels differ by how many
+    tokens are computed at once (--sizes, default n_ubatch): 1 is decode.
     """
     from workbench.benchmarks.runs import results
     from workbench.benchmarks.runs.draft import open_out
@@ -247,7 +251,9 @@ def bench_kernels(
     quick: Annotated[bool, f.flag("see that it works; no figures")] = False,
     nvtx: f.Nvtx = "auto",
 ) -> None:
-    """Time the products of real shapes, cold, against the read bandwidth; writes a run folder."""
+    """Time products of real shapes against the bandwidth.
+
+    The weights are cold. Writes a run folder."""
     from workbench.backend.base import choose_device, open_backend
     from workbench.benchmarks.kernels import kernel_bench, kernel_cases
     from workbench.benchmarks.runs import results
@@ -296,7 +302,7 @@ def report(
         f.flag("a notebook parameter, as: -p repeats 5", "--parameter -p", negative=None),
     ] = None,
 ) -> None:
-    """Run notebooks into offline HTML reports, and print the speedup table."""
+    """Run notebooks into HTML reports; print the speedups."""
     from workbench.backend.base import choose_device
     from workbench.benchmarks.compare.comparison import AB
     from workbench.benchmarks.runs import results

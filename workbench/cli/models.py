@@ -21,7 +21,7 @@ def synth(
     seed: f.Seed = 0,
     force: Annotated[bool, f.flag("write over a file that exists")] = False,
 ) -> None:
-    """Write a model of a real shape with random weights (--head TYPE sets the head's type)."""
+    """Write a model of a real shape with random weights."""
     from workbench.model.synth.models import write_model
 
     check_extension(out, ".gguf")
@@ -52,8 +52,9 @@ def inspect(
         f.CachedAs, f.flag("type of V in the cache", "--cache-type-v -ctv")
     ] = "f16",
 ) -> None:
-    """Print shapes, types, sizes, what is expanded when it is loaded, and the bytes of weights and
-    of KV cache per token."""
+    """Print shapes, types and sizes of a model file.
+
+    Also what is expanded at load, and the bytes of weights and KV cache that a token reads."""
     from workbench.model.gguf.inspect import summary
 
     found = summary(file, expand, (cache_type_k, cache_type_v))

@@ -41,7 +41,9 @@ def profile(
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Say where a token's time goes: by kernel, by phase of the host, by gap; write the trace.
+    """Say where a token's time goes; write the trace.
+
+    By kernel, by phase of the host, and by gap.
 
     The times of a token and of its gap come from untraced steps, by the device's own stamps.
     Figures of traced steps are labelled so: they attribute time, and do not measure it.

@@ -27,12 +27,10 @@ LOAD, CLIENT = Group("Load", sort_key=-2), Group("Client", sort_key=-1)
 class LoadSettings:
     """The requests, and when they are sent."""
 
-    rate: Annotated[
-        str | None, f.flag("requests a second, as 1,2.5,inf: a row each; inf: all at once")
-    ] = None
+    rate: Annotated[str | None, f.flag("requests a second, as 1,2.5,inf (all at once)")] = None
     concurrency: Annotated[
         str | None,
-        f.flag("requests in flight, as 1,8,32: a row each; one that ends starts the next"),
+        f.flag("requests always in flight, as 1,8,32"),
     ] = None
     arrivals: Annotated[str, f.flag("how --rate is kept: poisson or constant")] = "poisson"
     n_prompt: Annotated[
@@ -105,10 +103,11 @@ def serve_bench(
     config: f.ServedFlags = f.DEFAULT_SERVED,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Send requests to a server at given rates or concurrencies, and time every token.
+    """Put a load on a server, and time every token.
 
-    With --url: any server with OpenAI's /v1/completions that takes token ids. With -m: a server of
-    that file, with the flags of an engine and toggles. The client is a process of its own.
+    Requests come at given rates or concurrencies, a row for each. With --url: any server with
+    OpenAI's /v1/completions that takes token ids. With -m: a server of that file, with the
+    flags of an engine and toggles. The client is a process of its own.
     """
     from workbench.common.tables import known_columns
     from workbench.traffic import bench, bench_text
