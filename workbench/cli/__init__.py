@@ -20,6 +20,7 @@ from workbench.cli import (  # noqa: F401 - commands
     models,
     notebooks,
     profile,
+    runs,
     serve,
     serve_bench,
     streams,

@@ -37,7 +37,7 @@ def flag(help: str, names: str | None = None, **settings: Any) -> Parameter:
 
     Other arguments are settings of cyclopts. No flag has a form `--no-...`.
     """
-    usual = {"negative": "", "show_default": _default_in_words}
+    usual: dict[str, Any] = {"negative": "", "show_default": _default_in_words}
     return Parameter(names and names.split(), help=help, **(usual | settings))
 
 

@@ -45,7 +45,8 @@ class Screen:
 def _line(group: str, entries: Sequence[Any], width: int) -> str:
     """The line on a group that is not shown: how to see it, and as many of its flags as fit."""
     begin = f"--help {group:<8}{len(entries):>3} flags: "
-    shown, left = [], width - len(begin) - len(" ...")
+    shown: list[str] = []
+    left = width - len(begin) - len(" ...")
     for entry in entries:
         name = min((*entry.names, *entry.shorts), key=len)
         left -= len(name) + 1

@@ -77,8 +77,8 @@ def _one(found: Mapping[str, Any]) -> Iterator[str]:
         yield from _wrapped(f"    {'; '.join([*said, *_facts(found, value)])}", 6)
     for one, value, clash in CLASHES:
         if name in (one, clash.toggle):
-            said = f"{one}={value} clashes with {clash.toggle}={clash.value}: {clash.why}"
-            yield from _wrapped(f"  {said}", 4)
+            pair = f"{one}={value} clashes with {clash.toggle}={clash.value}"
+            yield from _wrapped(f"  {pair}: {clash.why}", 4)
 
 
 def _facts(found: Mapping[str, Any], value: str) -> Iterator[str]:
