@@ -15,6 +15,7 @@ from cyclopts import CycloptsError
 from workbench.cli import (  # noqa: F401 - commands
     check,
     compare,
+    doctor,
     generate,
     measure,
     models,
