@@ -109,6 +109,8 @@ SIDES = st.lists(
         st.tuples(st.sampled_from([None, "h1", "h2"]), st.sampled_from(["m", "n"]), st.just("Q")),
         st.fixed_dictionaries({"sync": st.sampled_from(["a", "b", "c"])}),
         st.just(np.ones(1)),
+        shape=st.just((None, "")),
+        foreign=st.just(""),
     ),
     max_size=6,
 )

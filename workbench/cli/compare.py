@@ -16,7 +16,13 @@ PAGE = Path("reports/compare.html")
 
 @app.command
 def compare(
-    *runs: Annotated[Path, f.flag("run folders of ab or bench; the first is the baseline")],
+    *runs: Annotated[
+        Path,
+        f.flag(
+            "run folders of ab or bench, or files of llama-bench (json, jsonl, csv, sql, SQLite); "
+            "the first is the baseline"
+        ),
+    ],
     out: Annotated[Path, f.flag("the HTML page to write")] = PAGE,
     across: Annotated[
         bool, f.flag("judge runs on another card or driver, or of another day")
