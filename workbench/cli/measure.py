@@ -10,17 +10,15 @@ from typing import Annotated
 from workbench.cli import flags as f
 from workbench.cli.common import MODELS, RUNS, app, load, say, say_ranges, say_replays
 from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
+from workbench.cli.notebooks import shipped_notebooks
 from workbench.cli.outputs import RowFormat, TableFormat, check_run_name, print_frame
 from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.nearest import choices
 from workbench.common.output import check_folder
 from workbench.config import BASELINE, EngineConfig, Toggles
 
 NOTEBOOKS = Path("notebooks")
 PROMPTS, GENS, DEPTHS = ["512"], ["128"], ["0"]  # llama-bench's
-DEFAULT_NOTEBOOKS = (
-    "00_tour", "02_sync_modes", "03_graph_reuse", "04_plans", "05_streams", "06_masked_kv",
-    "07_batched_serving", "10_fusion",
-)  # fmt: skip
 
 
 @app.command
@@ -293,7 +291,8 @@ def bench_kernels(
 @app.command
 def report(
     *notebooks: Annotated[
-        str, f.flag(f"names in {NOTEBOOKS}/; none: {', '.join(DEFAULT_NOTEBOOKS)}")
+        str,
+        f.flag(f"names in {NOTEBOOKS}/, or paths of .ipynb files; none: all that come with it"),
     ],
     out: Annotated[Path, f.flag("folder of the pages")] = Path("reports"),
     device: f.DeviceName = "auto",
@@ -311,7 +310,7 @@ def report(
     from workbench.report.tables import show, speedup_table
 
     f.check_computes(device)
-    paths = [NOTEBOOKS / f"{Path(name).stem}.ipynb" for name in notebooks or DEFAULT_NOTEBOOKS]
+    paths = [_notebook(name) for name in notebooks or shipped_notebooks()]
     check_pages(paths, out)
     chosen, reason = choose_device(device)
     say(f"device: {chosen} ({reason})")
@@ -330,6 +329,21 @@ def report(
     if comparisons:
         show(speedup_table(*comparisons))
     print(f"{len(pages)} reports in {out.resolve()}")
+
+
+def _notebook(name: str) -> Path:
+    """The notebook of that name. Raises UsageError for a name without a notebook."""
+    own = Path(name)
+    path = own if own.suffix == ".ipynb" and own.is_file() else NOTEBOOKS / f"{own.stem}.ipynb"
+    if path.is_file():
+        return path
+    known = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+    if not known:
+        raise UsageError(
+            f"there are no notebooks in {NOTEBOOKS}/; `workbench notebooks copy {NOTEBOOKS}` "
+            "writes them"
+        )
+    raise UsageError(f"notebook {path} does not exist; {choices(own.stem, known)}")
 
 
 def _literal(text: str) -> str | int | float:
