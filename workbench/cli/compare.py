@@ -7,6 +7,7 @@ from cyclopts.validators import Number
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, say
+from workbench.cli.outputs import check_extension
 from workbench.common.errors import BelowLimit, WorkbenchError
 from workbench.common.output import check_writable, write_text
 
@@ -15,8 +16,14 @@ PAGE = Path("reports/compare.html")
 
 @app.command
 def compare(
-    *runs: Annotated[Path, f.flag("run folders of ab or bench; the first is the baseline")],
-    out: Annotated[Path, f.flag("the HTML page to write", "--out -o")] = PAGE,
+    *runs: Annotated[
+        Path,
+        f.flag(
+            "run folders of ab or bench, or files of llama-bench (json, jsonl, csv, sql, SQLite); "
+            "the first is the baseline"
+        ),
+    ],
+    out: Annotated[Path, f.flag("the HTML page to write")] = PAGE,
     across: Annotated[
         bool, f.flag("judge runs on another card or driver, or of another day")
     ] = False,
@@ -28,7 +35,7 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Compare run folders that exist, across commits and machines: a table and an HTML page.
+    """Compare recorded runs, across commits and machines.
 
     Rows match by test, model and toggles; what does not match is listed. Runs on another card,
     processor or driver, or of another day, are history: shown without a verdict.
@@ -37,6 +44,7 @@ def compare(
     from workbench.common.tables import show, show_prose
     from workbench.report.pages import compared_page
 
+    check_extension(out, ".html")
     check_writable(out, parents=True)
     found = folders.compare(*runs, across=across)
     write_text(out, compared_page(found), parents=True)

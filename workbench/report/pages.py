@@ -172,7 +172,7 @@ def compared_page(found: Compared) -> str:
     All text of a run folder is escaped."""
     from jinja2 import Environment, StrictUndefined
 
-    first, *others = (str(run.run["run_id"]) for run in found.runs)
+    first, *others = (side.name for side in found.sides)
     title = f"Is it faster than {first}? {', '.join(others)}"
     summary = found.summary()
     picture, alt = "", ""
