@@ -44,10 +44,10 @@ def with_bytes(spans: Iterable[Span], program_of: Callable[[int], Program | None
     """
     spans = list(spans)
     known: dict[tuple[int, int, int], int] = {}  # program, position and part -> bytes
-    n_kernels: dict[tuple[int, int, int], int] = {}
+    n_kernels: dict[tuple[Any, Any, int], int] = {}
     for span in spans:
         if span.category == "device" and span.args.get("kind") == "launch":
-            launch_key = span.args["step"], span.args["index"], span.args.get("part", -1)
+            launch_key = span.args.get("step"), span.args.get("index"), span.args.get("part", -1)
             n_kernels[launch_key] = n_kernels.get(launch_key, 0) + 1
     found = []
     for span in spans:
@@ -187,8 +187,9 @@ def _launches(frame: pd.DataFrame, by_kernel: bool = False) -> pd.DataFrame:
 
 
 def _sizes(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """The tokens of each step, by the step's number; and the number of steps, by tokens."""
-    steps = frame[frame["category"] == "step"].set_index("step")["n_tokens"]
+    """The tokens of each step, by the step's number; and the number of steps, by tokens. 0 where a
+    trace does not say how many tokens a step had."""
+    steps = frame[frame["category"] == "step"].set_index("step")["n_tokens"].fillna(0)
     steps = steps[~steps.index.duplicated()]
     return steps, steps.groupby(steps).size()
 

@@ -35,7 +35,7 @@ class Flow(NamedTuple):
 
 def flows_of(spans: Sequence[Span]) -> list[Flow]:
     """All arrows between `spans`, which are sorted by start."""
-    ran = _device_spans(spans)
+    ran = device_spans(spans)
     made: list[Flow] = []
     last_on: dict[str, int] = {}  # lane -> the last device span queued there so far
     recorded: dict[str, tuple[int, int | None]] = {}  # event -> its record, the work before
@@ -75,7 +75,7 @@ def _arrow(kind: str, spans: Sequence[Span], source: int, sink: int, from_end: b
     return [] if backwards and not from_end else [Flow(kind, source, sink, from_end, to_end)]
 
 
-def _device_spans(spans: Sequence[Span]) -> dict[int, list[int]]:
+def device_spans(spans: Sequence[Span]) -> dict[int, list[int]]:
     """Number of a host span -> the device spans that it issued, by start.
 
     Where several runs of one step number were recorded, the device spans are shared out evenly: the
