@@ -301,7 +301,10 @@ def gaps(frame: pd.DataFrame) -> pd.DataFrame:
     made = pd.DataFrame(
         {
             "step": gap["step"],
-            "between": np.where(before["step"].to_numpy() != gap["step"], TOKENS, LAUNCHES),
+            # A trace may have no steps.
+            "between": np.where(
+                before["step"].fillna(-1).to_numpy() != gap["step"].fillna(-1), TOKENS, LAUNCHES
+            ),
             "before": before["op"].to_numpy(),
             "after": gap["op"],
             "traced_us": gap["start_us"] - begun,

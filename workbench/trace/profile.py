@@ -33,7 +33,7 @@ from workbench.common.checkout import commit
 from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
 from workbench.engine import exclusive
-from workbench.trace import analysis, perfetto
+from workbench.trace import analysis, critical, perfetto
 from workbench.trace.cupti import collector as cupti
 from workbench.trace.cupti.collector import CuptiRecorder, Unavailable
 from workbench.trace.cupti.correlate import CALL
@@ -298,6 +298,11 @@ class Profile:
     def gaps(self) -> pd.DataFrame:
         """A row for each time in which no kernel ran; see `analysis.gaps`."""
         return analysis.gaps(self.to_frame())
+
+    def critical_path(self, step: int | None = None) -> pd.DataFrame:
+        """What bounds each part of a step, from its begin to its end; see
+        `critical.critical_path`."""
+        return critical.critical_path(self.timeline.spans, step)
 
     def save(self, path: str | PathLike[str]) -> int:
         """Writes a trace with model, toggles and commit, and returns its size in bytes. The format

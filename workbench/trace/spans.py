@@ -232,5 +232,4 @@ class Recorded(NamedTuple):
         return self.collector == "events"
 
     def program_of(self, step: int) -> None:
-        """A file has no program; its launches have their bytes already."""
-        return None
+        """None: a file has no program, and its launches have their bytes already."""

@@ -32,8 +32,9 @@ CALLS = (
     (re.compile(r"(cuda|cu|hip)StreamWaitEvent"), "wait"),
 )
 CALL = "call"
-# ranges that tools make for each step: this package's, vLLM's, torch.profiler's
-STEPS = (r"step( \d+)?", r"execute_(context|new|model)\w*.*", r"ProfilerStep#\d+")
+# ranges that tools make for each step: this package's (and whoever numbers tokens), vLLM's,
+# torch.profiler's
+STEPS = (r"(step|token)( \d+)?", r"execute_(context|new|model)\w*.*", r"ProfilerStep#\d+")
 NAMED = 5  # how many names a message gives
 
 Thread = tuple[int, Any]  # process and thread
@@ -167,7 +168,7 @@ def _apart(found: list[Range | Call], trace: Trace) -> list[Step]:
         part.end_ns if isinstance(part, Range) else (starts[n + 1 : n + 2] or [last])[0]
         for n, part in enumerate(outer)
     ]
-    numbers = [re.search(r"(?:step|ProfilerStep)\s*#?(\d+)$", part.name) for part in outer]
+    numbers = [re.search(r"(?:step|token|ProfilerStep)\s*#?(\d+)$", part.name) for part in outer]
     told = [int(number[1]) if number else -1 for number in numbers]
     own = -1 not in told and len(set(told)) == len(told)
     return [
