@@ -16,16 +16,20 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine as Engine
     from workbench.jupyter import lab as lab
     from workbench.model.sampler import Sampling as Sampling
+    from workbench.trace.diff import diff as diff
+    from workbench.trace.profile import Profile as Profile
     from workbench.trace.profile import profile as profile
     from workbench.traffic.served import serve_bench as serve_bench
 
 _LAZY = {
     "Engine": "workbench.engine.engine",
     "EngineConfig": "workbench.config",
+    "Profile": "workbench.trace.profile",
     "Sampling": "workbench.model.sampler",
     "Toggles": "workbench.config",
     "ab": "workbench.benchmarks.compare.ab",
     "compare": "workbench.benchmarks.compare.compare",
+    "diff": "workbench.trace.diff",
     "kv_visits": "workbench.engine.cache.visits",
     "lab": "workbench.jupyter",
     "new_run_folder": "workbench.benchmarks.runs.results",

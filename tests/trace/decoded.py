@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
-
 KINDS = {"ac2g": "issue"}  # Kineto's name of an arrow -> ours
 
 

@@ -104,7 +104,7 @@ def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None)
     if by == "kernel" and not frame["kernel"].notna().any():
         raise UsageError("no span names its kernel: only CUPTI does; use by=op or by=node")
     rows = _launches(frame, by_kernel=by == "kernel")
-    sizes, n_steps = _sizes(frame)
+    sizes, n_steps = step_sizes(frame)
     rows["step_tokens"] = rows["step"].map(sizes)
     rows["node"] = rows["name"].str.replace(_LAYER, "", n=1, regex=True)
     keys = {"op": ["op"], "node": ["op", "node"], "kernel": ["kernel", "op"]}[by]
@@ -186,7 +186,7 @@ def _launches(frame: pd.DataFrame, by_kernel: bool = False) -> pd.DataFrame:
     return rows
 
 
-def _sizes(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+def step_sizes(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """The tokens of each step, by the step's number; and the number of steps, by tokens. 0 where a
     trace does not say how many tokens a step had."""
     steps = frame[frame["category"] == "step"].set_index("step")["n_tokens"].fillna(0)
@@ -232,7 +232,7 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
 
     traced_share: of the time from the start of a step to the start of the next step.
     """
-    sizes, n_steps = _sizes(frame)
+    sizes, n_steps = step_sizes(frame)
     host = frame[(frame["lane"] == HOST_LANE) & frame["step"].isin(sizes.index)]
     steps = host[host["category"] == "step"]
     leaves = host[(host["category"] == "build") | (host["index"].notna())].copy()

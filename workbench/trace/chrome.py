@@ -16,10 +16,10 @@ The `cuda_runtime` event is no span: it stands for the call that the command mad
 times, and carries `correlation`, which the device's work has, too. Backends that have no CUDA get
 these events as well, so that the same analyses run.
 
-Spans become complete events (`X`), and the arrows of `flows.py` become flow events (`s`, `f`), those
-from call to work with Kineto's name `ac2g`. Names are metadata events (`M`). One instant (`i`)
-carries the data about the trace. Times are microseconds from the first span, with three decimals:
-whole nanoseconds. Perfetto drops events of one thread that overlap without nesting. So a lane with
+Spans become complete events (`X`), and the arrows of `flows.py` flow events (`s`, `f`). Those from
+call to work have Kineto's name `ac2g`. Names are metadata events (`M`). One instant (`i`) carries
+the data about the trace. Times are microseconds from the first span, with three decimals: whole
+nanoseconds. Perfetto drops events of one thread that overlap without nesting. So a lane with
 such spans becomes several threads, as in Perfetto's own format.
 
 `decode` gives the spans back: each event has, under `span` in its args, what Kineto's conventions
@@ -54,6 +54,7 @@ CALLS = {
 }  # fmt: skip
 API = {"runtime": "cuda_runtime", "sync": "cuda_sync"}  # of a call, where CUPTI says it
 ARROW = "ac2g"  # Kineto's name of an arrow from a call to its work
+STREAM = "stream"  # arg of device work; an event of the host that had it would count as such
 FIRST_STREAM = 1  # HTA takes stream 0 for none
 
 
@@ -168,7 +169,7 @@ class _Kineto:
         digits = track.rpartition(" ")[2]
         where = {
             "device": self._device_of[process],
-            "stream": FIRST_STREAM + (int(digits) if digits.isdecimal() else 0),
+            STREAM: FIRST_STREAM + (int(digits) if digits.isdecimal() else 0),
         }
         name = name or str(span.args.get("kernel") or span.args.get("op") or span.name)
         return category, name, _args(span, name, where | known)
@@ -181,9 +182,10 @@ def _args(span: Span, name: str, kineto: dict[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {"category": span.category}
     if name != span.name:
         kept["name"] = span.name
-    if replaced := {arg: own[arg] for arg in kineto if arg in own}:
+    gone = [*kineto, STREAM]
+    if replaced := {arg: own.pop(arg) for arg in gone if arg in own}:
         kept["replaced"] = replaced
-    if added := [arg for arg in kineto if arg not in own]:
+    if added := [arg for arg in kineto if arg not in replaced]:
         kept["added"] = added
     return own | kineto | {SPAN: kept}
 

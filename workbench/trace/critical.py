@@ -58,7 +58,8 @@ def critical_path(spans: Sequence[Span], step: int | None = None) -> pd.DataFram
     * start_us: from the start of the first span of the trace, as in `Profile.to_frame`.
     * dur_us: the parts follow each other without gaps, so their sum is the step's time.
     * lane: the lane of the span on the path.
-    * what: the name of its command, or `python` for the host between commands.
+    * what: the name of its command. For the host between commands: `python`, or in a foreign
+      trace the innermost range around it.
     * bound: one of BOUNDS.
 
     `attrs`: `step`, `step_us`, `bounds` (bound -> us) and `line`, which says all of it.
@@ -127,10 +128,14 @@ class _Walk:
         self._ended = sorted(device, key=lambda n: (spans[n].end_ns, n))
         self._ends = np.array([spans[n].end_ns for n in self._ended], dtype=np.int64)
         self._call: dict[int, int] = {}  # work -> its call
+        self._works: dict[int, list[int]] = defaultdict(list)  # call -> its work, by start
         self._awaited: dict[int, int] = {}  # wait of the host -> the work that ends it
         self._before: dict[int, list[int]] = defaultdict(list)  # work -> what must be over
         self._relate(device)
         self._parts: list[Part] = []
+        self._ranges = _innermost([
+            s for s in spans if s.lane == HOST_LANE and s.category in ("op", "range")
+        ])  # fmt: skip
 
     def _relate(self, device: Sequence[int]) -> None:
         spans = self._spans
@@ -142,24 +147,23 @@ class _Walk:
                 waits[link.sink] = link.work
             elif link.kind == WAIT:
                 self._awaited[link.sink] = link.source
-        by_call: dict[int, list[int]] = defaultdict(list)
         latest: dict[str, int] = {}
         for n in device:  # by start
             if (before := latest.get(spans[n].lane)) is not None:
                 self._before[n].append(before)
             latest[spans[n].lane] = n
             if n in self._call:
-                by_call[self._call[n]].append(n)
+                self._works[self._call[n]].append(n)
         pending: dict[str, list[int]] = defaultdict(list)
         for n in self._host:
             on = str(spans[n].args.get("on"))
             if (work := waits.get(n)) is not None:
                 pending[on].append(work)
-            for m in by_call.get(n, ()):
+            for m in self._works.get(n, ()):
                 self._before[m] += pending.pop(spans[m].lane, [])
                 self._before[m] += pending.pop(on, [])
             if spans[n].category == "replay":
-                self._within_plan(by_call.get(n, ()))
+                self._within_plan(self._works.get(n, ()))
 
     def _within_plan(self, parts: Sequence[int]) -> None:
         """In a plan the part that ended last before another began counts as its cause."""
@@ -184,15 +188,22 @@ class _Walk:
             self._parts.append(Part(start, end, lane, what, bound))
         return min(start, end)
 
+    def _add_between(self, start: int, end: int) -> int:
+        """Adds the host's time between two commands."""
+        starts, names = self._ranges
+        at = int(np.searchsorted(starts, (start + end) // 2, side="right")) - 1
+        what = names[at] if at >= 0 and names[at] else PYTHON
+        return self._add(start, end, HOST_LANE, what, HOST)
+
     def _through_host(self, at: int, limit: int) -> tuple[int, int]:
         """From a time on the host to the begin of the command there, or through the device to the
         call that its wait leads back to. limit: the path is before this command."""
         place = min(limit, int(np.searchsorted(self._starts, at, side="left"))) - 1
         if place < 0:
-            return self._add(self._begin, at, HOST_LANE, PYTHON, HOST), place
+            return self._add_between(self._begin, at), place
         number = self._host[place]
         span = self._spans[number]
-        at = self._add(min(span.end_ns, at), at, HOST_LANE, PYTHON, HOST)
+        at = self._add_between(min(span.end_ns, at), at)
         if at <= self._begin:
             return at, place
         work = self._ending(number, span, at)
@@ -211,8 +222,7 @@ class _Walk:
             last = int(np.searchsorted(self._ends, at, side="right")) - 1
             work = self._ended[last] if last >= 0 else None
         if work is None and span.category == "copy":  # a copy that the host waits for
-            mine = [m for m, call in self._call.items() if call == number]
-            ends = [m for m in mine if self._spans[m].end_ns <= at]
+            ends = [m for m in self._works.get(number, ()) if self._spans[m].end_ns <= at]
             work = max(ends, key=lambda m: self._spans[m].end_ns) if ends else None
         if work is None or self._spans[work].end_ns <= span.start_ns:
             return None
@@ -249,3 +259,23 @@ class _Walk:
             work = cause
             seen.add(work)
         return at, place
+
+
+def _innermost(ranges: Sequence[Span]) -> tuple[np.ndarray, list[str]]:
+    """Which range is the innermost from each time on, to the next time; empty where there is none.
+    ranges: by start, nested."""
+    changes: list[tuple[int, str]] = []
+    stack: list[Span] = []
+
+    def close(until: float) -> None:
+        while stack and stack[-1].end_ns <= until:
+            ended = stack.pop()
+            changes.append((ended.end_ns, stack[-1].name if stack else ""))
+
+    for span in ranges:
+        close(span.start_ns)
+        stack.append(span)
+        changes.append((span.start_ns, span.name))
+    close(float("inf"))
+    changes.sort(key=lambda change: change[0])
+    return np.array([at for at, _ in changes], dtype=np.int64), [name for _, name in changes]

@@ -218,7 +218,7 @@ class Profile:
         step: for a foreign file, a regular expression that matches the whole name of a range, or
             of a call as `cudaGraphLaunch`. Each such range is a step; with a call a step lasts to
             the next call. None: the ranges that torch.profiler, vLLM or this package make for
-            each step. Without them the trace has no steps.
+            each step. Without them the trace has no steps. A file of `save` has its own steps.
 
         Raises UsageError, in one line, for a file that is missing, cut, of an unknown version or
         of another format, and where nothing matches `step`.

@@ -18,15 +18,17 @@ from workbench.trace.imports import kineto, nsys, saved
 from workbench.trace.spans import Recorded
 
 SQLITE, GZIP = b"SQLite format 3\0", b"\x1f\x8b"
-# the end of a name -> what to do with NVIDIA's own report, which only nsys can read
-REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")
+REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")  # the ends of names of files that only nsys reads
+PERFETTO = (".pftrace", ".perfetto-trace")
+KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"ph"')  # of which a trace in JSON has one
+HEAD_BYTES = 1 << 16  # a trace in JSON says within these that it is one
 
 
 def read(path: str | PathLike[str], step: str | None = None) -> tuple[Recorded, dict[str, Any]]:
     """The spans of a trace file, and the data about it.
 
-    step: a regular expression of the names of ranges or calls, each of which is a step; for
-        foreign files only. None: ranges that a known tool makes for each step.
+    step: a regular expression of the names of ranges or calls, each of which is a step. None:
+        ranges that a known tool makes for each step. Files of this package have their own steps.
 
     Raises UsageError for a file that cannot be read, is cut, has another format or version, or
     has no range that matches `step`.
@@ -52,15 +54,31 @@ def read(path: str | PathLike[str], step: str | None = None) -> tuple[Recorded, 
         try:
             data = gzip.decompress(data)
         except (EOFError, OSError, zlib.error) as error:
-            raise UsageError(
-                f"{path} is cut or damaged ({error}); copy it again, whole"
-            ) from None
+            raise UsageError(f"{path} is cut or damaged ({error}); copy it again, whole") from None
     if data.startswith(SQLITE):
         return nsys.read(path, step)
     if data.lstrip()[:1] in (b"{", b"["):
         return _json(path, data, step)
-    _no_step(path, step)
     return saved.perfetto(path, data)
+
+
+def is_trace(path: str | PathLike[str]) -> bool:
+    """Whether a file looks like a trace, by its first bytes: for commands that take other files,
+    too. False for what cannot be read."""
+    path = Path(path)
+    name = path.name.removesuffix(".gz")
+    if name.endswith((*REPORTS, *PERFETTO)):
+        return True
+    try:
+        with path.open("rb") as file:
+            zipped = file.read(len(GZIP)) == GZIP
+        with gzip.open(path) if zipped else path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except (OSError, EOFError, zlib.error):
+        return False
+    if head.startswith(SQLITE):
+        return nsys.is_export(path)
+    return head.lstrip()[:1] in (b"{", b"[") and any(key in head for key in KEYS)
 
 
 def _json(path: Path, data: bytes, step: str | None) -> tuple[Recorded, dict[str, Any]]:
@@ -80,11 +98,5 @@ def _json(path: Path, data: bytes, step: str | None) -> tuple[Recorded, dict[str
         )
     about = made if isinstance(made, dict) else {}
     if saved.is_own(about):
-        _no_step(path, step)
         return saved.chrome(path, about)
     return kineto.read(path, about, events, step)
-
-
-def _no_step(path: Path, step: str | None) -> None:
-    if step is not None:
-        raise UsageError(f"{path} says itself what its steps are; leave out step={step!r}")

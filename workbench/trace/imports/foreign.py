@@ -58,13 +58,14 @@ class Work(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of CUDA's runtime or driver."""
+    """A call of CUDA's runtime or driver. category: of its span, where the name does not tell."""
 
     name: str
     start_ns: int
     end_ns: int
     thread: Thread
     correlation: int
+    category: str = ""
 
 
 class Range(NamedTuple):
@@ -133,9 +134,10 @@ def short_name(function: str) -> str:
 
 
 def _steps(path: Path, trace: Trace, step: str | None) -> list[Step]:
-    """The steps, by start. They do not overlap: of ranges inside each other the outermost counts."""
+    """The steps, by start. They do not overlap: of nested ranges the outermost counts."""
     named: dict[str, list[Range | Call]] = defaultdict(list)
-    for part in (*trace.ranges, *trace.calls):
+    parts: list[Range | Call] = [*trace.ranges, *trace.calls]
+    for part in parts:
         named[part.name].append(part)
     for pattern in STEPS if step is None else (step,):
         try:
@@ -147,7 +149,7 @@ def _steps(path: Path, trace: Trace, step: str | None) -> list[Step]:
             return _apart(found, trace)
     if step is None:
         return []
-    frequent = Counter({n: len(parts) for n, parts in named.items()}).most_common(NAMED)
+    frequent = Counter(part.name for part in parts).most_common(NAMED)
     names = ", ".join(f"{name} ({n})" for name, n in frequent) or "none at all"
     raise UsageError(
         f"{path.name} has no range or call whose whole name matches step={step!r}; the most "
@@ -162,7 +164,10 @@ def _apart(found: list[Range | Call], trace: Trace) -> list[Step]:
     for part in ordered:
         if not outer or part.start_ns >= outer[-1].end_ns:
             outer.append(part)
-    last = max(part.end_ns for part in (*trace.works, *trace.calls, *trace.ranges))
+    last = max(
+        *(work.end_ns for work in trace.works), *(call.end_ns for call in trace.calls),
+        *(part.end_ns for part in trace.ranges), 0,
+    )  # fmt: skip
     starts = [part.start_ns for part in outer]
     ends = [
         part.end_ns if isinstance(part, Range) else (starts[n + 1 : n + 2] or [last])[0]
@@ -207,8 +212,8 @@ def _spans(trace: Trace, steps: list[Step]) -> list[Span]:
                 index[key], step_of[key] = n, args["step"]
                 if operators[n]:
                     op_of[key] = operators[n]
-            if work := started.get(key):
-                args |= {"on": lanes.of(work[0]), "bytes": work[0].nbytes}
+            if mine := started.get(key):
+                args |= {"on": lanes.of(mine[0]), "bytes": mine[0].nbytes}
             elif key in trace.stream_of:
                 args["on"] = lanes.device(call.thread[0], *trace.stream_of[key])
             if key in trace.event_of:
@@ -258,7 +263,7 @@ def _calls(calls: Iterable[Call]) -> list[tuple[Call, str]]:
     for call in sorted(calls, key=lambda c: (c.start_ns, -c.end_ns)):
         inside = call.start_ns < until.get(call.thread, -1)
         until[call.thread] = max(call.end_ns, until.get(call.thread, -1))
-        category = next((c for name, c in CALLS if name.match(call.name)), CALL)
+        category = call.category or next((c for n, c in CALLS if n.match(call.name)), CALL)
         found.append((call, CALL if inside else category))
     return found
 
@@ -290,7 +295,8 @@ class _Lanes:
         busiest = Counter(call.thread for call, category in calls if category != CALL)
         busiest = busiest or Counter(part.thread for part in trace.ranges)
         self._main = busiest.most_common(1)[0][0] if busiest else None
-        self._several = len({part.thread[0] for part in (*trace.calls, *trace.ranges)}) > 1
+        pids = {call.thread[0] for call in trace.calls}
+        self._several = len(pids | {part.thread[0] for part in trace.ranges}) > 1
         self._shared = len({work.pid for work in trace.works}) > 1
 
     def thread(self, thread: Thread) -> str:

@@ -40,10 +40,15 @@ COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     CALLS: (("start", "end", "nameId", "correlationId"), ("globalTid",)),
     SYNCS: (("streamId", "correlationId", "eventId"), ("deviceId", "globalPid")),
     EVENTS: (("streamId", "correlationId", "eventId"), ("deviceId", "globalPid")),
-    RANGES: (("start", "end", "text"), ("textId", "eventType", "globalTid")),
+    RANGES: (("start", "end", "text"),
+             ("textId", "eventType", "globalTid", "domainId", "category")),
     "StringIds": (("id", "value"), ()),
 }  # fmt: skip
-PUSH_POP, START_END = 59, 60  # NVTX_EVENTS.eventType of ranges
+# NVTX_EVENTS.eventType: ranges of a thread and of a process; the names of a category, of a domain
+PUSH_POP, START_END, CATEGORY, DOMAIN = 59, 60, 33, 75
+OWN_DOMAIN = "workbench"
+# category of this package's ranges that CUDA's calls do not show -> category of their spans
+OWN = {"sync": "sync", "build": "build", "split": "split"}
 NO_EVENT = 2**32 - 1
 # ENUM_CUDA_MEMCPY_OPER, whose numbers are CUPTI's CUpti_ActivityMemcpyKind
 COPY_KINDS = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA",
@@ -61,6 +66,24 @@ def read(path: Path, step: str | None) -> tuple[Recorded, dict[str, Any]]:
         raise UsageError(
             f"{path} is cut or damaged ({error}); export it again with nsys export --type sqlite"
         ) from None
+
+
+def is_export(path: Path) -> bool:
+    """Whether an SQLite file has the tables of nsys."""
+    try:
+        with closing(_opened(path)) as database:
+            return _is_export(_names(database))
+    except (sqlite3.Error, UsageError):
+        return False
+
+
+def _names(database: sqlite3.Connection) -> set[str]:
+    rows = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    return {name for (name,) in rows}
+
+
+def _is_export(names: set[str]) -> bool:
+    return "StringIds" in names and any(n.startswith((CUPTI, "NVTX", "TARGET")) for n in names)
 
 
 def _opened(path: Path) -> sqlite3.Connection:
@@ -86,13 +109,13 @@ def _opened(path: Path) -> sqlite3.Connection:
 def _read(
     path: Path, database: sqlite3.Connection, step: str | None
 ) -> tuple[Recorded, dict[str, Any]]:
-    found = [n for (n,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    if "StringIds" not in found or not any(n.startswith((CUPTI, "NVTX", "TARGET")) for n in found):
+    names = _names(database)
+    if not _is_export(names):
         raise UsageError(
             f"{path} is an SQLite file that nsys did not write (it has no StringIds and CUPTI "
             "tables); make it with nsys export --type sqlite"
         )
-    tables = _Tables(path, database, set(found))
+    tables = _Tables(path, database, names)
     strings = dict(tables.rows("StringIds"))
     trace = Trace()
     for start, end, device, stream, correlation, short, full, pid in tables.rows(KERNELS):
@@ -119,10 +142,7 @@ def _read(
         trace.stream_of[key] = device or 0, stream
         if event != NO_EVENT:
             trace.event_of[key] = str(event)
-    for start, end, text, text_id, kind, thread in tables.rows(RANGES):
-        if end is not None and kind in (PUSH_POP, START_END, None):
-            name = text or strings.get(text_id, "")
-            trace.ranges.append(Range(RANGE, name, start, end, _thread(thread)))
+    _take_ranges(trace, list(tables.rows(RANGES)), strings)
     if not trace.works:
         raise UsageError(
             f"{path} holds no work of a GPU ({tables.version}); profile with "
@@ -131,6 +151,23 @@ def _read(
     _one_process(trace)
     said = [f"nsys export: {tables.version}"]
     return foreign.recorded(path, "nsys", said, trace, step), {"exported_by": tables.version}
+
+
+def _take_ranges(trace: Trace, rows: list[tuple[Any, ...]], strings: dict[int, str]) -> None:
+    """Takes NVTX ranges. A wait of this package's domain counts as a call: the host may poll in it,
+    which CUDA's calls do not show."""
+    domains = {row[6] for row in rows if row[4] == DOMAIN and row[2] == OWN_DOMAIN}
+    own = {(row[6], row[7]): OWN.get(row[2]) for row in rows
+           if row[4] == CATEGORY and row[6] in domains}  # fmt: skip
+    for start, end, text, text_id, kind, thread, domain, category in rows:
+        if end is None or kind not in (PUSH_POP, START_END, None):
+            continue
+        name = text or strings.get(text_id, "")
+        category = own.get((domain, category)) or RANGE
+        if category == "sync":
+            trace.calls.append(Call(name, start, end, _thread(thread), 0, category))
+        else:
+            trace.ranges.append(Range(category, name, start, end, _thread(thread)))
 
 
 class _Tables:

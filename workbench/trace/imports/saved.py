@@ -26,7 +26,11 @@ _TABLES = ("event_names", "event_categories", "debug_annotation_names")
 
 
 def recording(
-    n_spans: int, note: str, collector: str, fallback: str, windows: list[Window],
+    n_spans: int,
+    note: str,
+    collector: str,
+    fallback: str,
+    windows: list[Window],
     slowdown: Slowdown | None,
 ) -> dict[str, Any]:
     """What a file keeps of a recorder besides its spans. n_spans tells a whole file from a cut
@@ -139,9 +143,7 @@ def _recorded(path: Path, spans: list[Span], about: dict[str, Any]) -> Recorded:
             raise _cut(path, f"it has {len(spans)} of {kept['n_spans']} spans")
         windows = tuple(Window(**w | {"steps": tuple(w["steps"])}) for w in kept["windows"])
         slowdown = kept["slowdown"] and Slowdown(**kept["slowdown"])
-        return Recorded(
-            spans, kept["collector"], kept["fallback"], windows, slowdown, kept["note"]
-        )
+        return Recorded(spans, kept["collector"], kept["fallback"], windows, slowdown, kept["note"])
 
 
 def _cut(path: Path, why: str) -> UsageError:
