@@ -377,5 +377,3 @@ def test_what_looks_like_a_trace(tmp_path: Path) -> None:
     assert is_trace(tmp_path / "t.pftrace.gz") and is_trace(tmp_path / "t.json")
     for name in ("runs.json", "bench.sqlite", "missing", "."):
         assert not is_trace(tmp_path / name), name
-
-

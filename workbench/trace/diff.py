@@ -124,7 +124,9 @@ def _side(frame: pd.DataFrame, size: int | None, by: str, full: bool) -> tuple[p
     else:
         device["what"] = device["op"]
         if by == "node":
-            device["what"] = device["op"] + " " + device["name"].str.replace(_LAYER, "", n=1)
+            device["what"] = (
+                device["op"] + " " + device["name"].str.replace(_LAYER, "", n=1, regex=True)
+            )
     device["what"] = device["what"].where(launch, device["kind"]).fillna(device["name"])
     device["layer"] = pd.NA
     if by != "kernel":
