@@ -262,7 +262,7 @@ def test_paths_do_as_well_and_what_cannot_be_compared_is_refused(tmp_path: Path)
     with pytest.raises(UsageError, match="by='layer' does not exist; choose one of auto, op, node"):
         wb.diff(tmp_path / "a.json", tmp_path / "a.json", by="layer")
     no_steps = FILES / "nsys-llama-node.sqlite.gz"
-    with pytest.raises(UsageError, match="llama-node.* has no steps .* step='cudaGraphLaunch'"):
+    with pytest.raises(UsageError, match=r"llama-node.* has no steps .* step='cudaGraphLaunch'"):
         wb.diff(no_steps, tmp_path / "a.json")
     assert wb.diff(no_steps, no_steps).attrs["line"].startswith("a whole trace, traced: ")
     prompt = [s._replace(args=s.args | ({"n_tokens": 64} if s.category == "step" else {}))

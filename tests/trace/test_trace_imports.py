@@ -62,8 +62,8 @@ ARGS = st.fixed_dictionaries(
         "part": st.integers(0, 3), "bytes": st.integers(0, 2**40), "op": st.text(max_size=5),
         "kind": st.sampled_from(["copy", "launch", "memset", "replay"]), "kernel": st.text(),
         "on": st.sampled_from([None, *STREAMS, "host stream 0"]), "event": st.sampled_from("ef"),
-        "stream": st.integers(0, 9), "correlation": st.integers(1, 9), "n_tokens": st.integers(1, 9),
-        "device": st.integers(0, 3), "External id": st.integers(0, 9), "more": VALUES,
+        "stream": st.integers(0, 9), "correlation": st.integers(1, 9), "device": st.integers(0, 3),
+        "External id": st.integers(0, 9), "n_tokens": st.integers(1, 9), "more": VALUES,
     },
 )  # fmt: skip
 KINDS = st.sampled_from([
@@ -324,7 +324,7 @@ def test_short_names() -> None:
     assert short_name("mul_mat_vec_q") == "mul_mat_vec_q"
 
 
-# our own Chrome JSON, by Kineto's conventions ------------------------------------------------------
+# our own Chrome JSON, by Kineto's conventions -----------------------------------------------------
 
 
 def kineto_view(path: Path, made: list[Span]) -> tuple[pd.DataFrame, dict[str, Any]]:

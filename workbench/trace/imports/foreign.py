@@ -32,9 +32,10 @@ CALLS = (
     (re.compile(r"(cuda|cu|hip)StreamWaitEvent"), "wait"),
 )
 CALL = "call"
+VLLM = r"execute_context_\d+\((\d+)\)_generation_\d+\((\d+)\)"  # tokens of prompts, and others
 # ranges that tools make for each step: this package's (and whoever numbers tokens), vLLM's,
 # torch.profiler's
-STEPS = (r"(step|token)( \d+)?", r"execute_(context|new|model)\w*.*", r"ProfilerStep#\d+")
+STEPS = (r"(step|token)( \d+)?", VLLM, r"ProfilerStep#\d+")
 NAMED = 5  # how many names a message gives
 
 Thread = tuple[int, Any]  # process and thread
@@ -246,9 +247,16 @@ def _spans(trace: Trace, steps: list[Step]) -> list[Span]:
             lane = lanes.thread(part.thread)
             made.append(Span(part.name, part.category, lane, part.start_ns, part.end_ns, {}))
     made += [
-        Span(s.name, "step", HOST_LANE, s.start_ns, s.end_ns, {"step": s.number}) for s in steps
-    ]
+        Span(s.name, "step", HOST_LANE, s.start_ns, s.end_ns,
+             {"step": s.number} | _tokens(s.name)) for s in steps
+    ]  # fmt: skip
     return sorted(made, key=nesting_order)
+
+
+def _tokens(name: str) -> dict[str, int]:
+    """How many tokens a step has, where the name of its range says it."""
+    found = re.fullmatch(VLLM, name)
+    return {"n_tokens": int(found[1]) + int(found[2])} if found else {}
 
 
 def _told(args: dict[str, Any]) -> dict[str, Any]:
