@@ -7,7 +7,7 @@ import pandas as pd
 from workbench.common.tables import Table, prose_html, to_html
 
 SHOWN = 20  # rows of a table on the terminal; the page has all
-WIDEST = 28  # letters of a name on the terminal
+WIDEST = 26  # letters of a name on the terminal
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>
