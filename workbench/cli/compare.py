@@ -8,7 +8,8 @@ from cyclopts.validators import Number
 from workbench.cli import flags as f
 from workbench.cli.common import app, say
 from workbench.cli.outputs import check_extension
-from workbench.common.errors import BelowLimit, WorkbenchError
+from workbench.cli.traces import are_traces, compare_traces
+from workbench.common.errors import BelowLimit, UsageError, WorkbenchError
 from workbench.common.output import check_writable, write_text
 
 PAGE = Path("reports/compare.html")
@@ -19,8 +20,8 @@ def compare(
     *runs: Annotated[
         Path,
         f.flag(
-            "run folders of ab or bench, or files of llama-bench (json, jsonl, csv, sql, SQLite); "
-            "the first is the baseline"
+            "run folders of ab or bench, or files of llama-bench (json, jsonl, csv, sql, SQLite), "
+            "or two traces; the first is the baseline"
         ),
     ],
     out: Annotated[Path, f.flag("the HTML page to write")] = PAGE,
@@ -34,8 +35,14 @@ def compare(
             validator=Number(gt=0),
         ),
     ] = None,
+    step: Annotated[
+        str | None,
+        f.flag("of a foreign trace: name of the ranges or calls that are steps (cudaGraphLaunch)"),
+    ] = None,
 ) -> None:
     """Compare recorded runs, across commits and machines.
+
+    Two traces (of profile, nsys export, torch.profiler) are compared by op and layer, or kernel.
 
     Rows match by test, model and toggles; what does not match is listed. Runs on another card,
     processor or driver, or of another day, are history: shown without a verdict.
@@ -45,6 +52,11 @@ def compare(
     from workbench.report.pages import compared_page
 
     check_extension(out, ".html")
+    if are_traces(runs):
+        if across or fail_below is not None:
+            raise UsageError("--across and --fail-below judge run folders; traces have no verdict")
+        compare_traces(runs, out, step)
+        return
     check_writable(out, parents=True)
     found = folders.compare(*runs, across=across)
     write_text(out, compared_page(found), parents=True)
