@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from workbench.answers import together as adding
+from workbench.answers import waiting as whom
 from workbench.benchmarks.compare.comparison import AB, background
+from workbench.benchmarks.compare.stats import interval
 from workbench.benchmarks.runs import results
 from workbench.common.tables import prose_html
 
@@ -102,6 +105,69 @@ def launches(layers: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion
     counts = [f"{len(nodes)} {name}" for name, nodes in layers.items()]
     counts[0] = counts[0].replace(" ", " launches ", 1)
     return concluded([f"A layer takes {listed(counts)}."], *comparisons)
+
+
+def waiting(
+    waits: pd.DataFrame, found: Mapping[str, Mapping[str, Any]], *comparisons: AB
+) -> Conclusion:
+    """Where the device waits in a token, and for whom, in the baseline and with `best`.
+
+    waits: `waiting.whom`, traced.
+    found: `waiting.parts`, untraced.
+    """
+    said = []
+    for arm, us in waits.iterrows():
+        parts, causes = whom.parts_us(found[str(arm)]), us[list(whom.CAUSES)]
+        share = 1 - parts[whom.RUN] / parts[whom.TOKEN]
+        most = causes.sort_values(ascending=False)
+        said.append(
+            f"in {share:.0%} of a token of {arm} ({time(parts[whom.TOKEN])}), most of it while "
+            f"{most.index[0]} ({most.iloc[0] / causes.sum():.0%} of the waiting in a trace)"
+        )
+    lines = [f"The device waits {'; '.join(said)}."]
+    for arm in waits.index:
+        parts = whom.parts_us(found[str(arm)])
+        lines.append(
+            f"Untraced, a token of {arm} has {time(parts[whom.RUN])} of kernels, "
+            f"{time(parts[whom.BETWEEN])} between them, {time(parts[whom.LOGITS])} from the last "
+            f"kernel to the logits and {time(parts[whom.HOST])} from there to the next kernel."
+        )
+    return concluded(lines, *comparisons)
+
+
+def together(gains: pd.DataFrame) -> Conclusion:
+    """Whether the gains of switches add.
+
+    gains: `together.gains`.
+    """
+    every = gains[gains["kind"] == adding.ALL].iloc[0]
+    verdicts = {
+        adding.MORE: "Together the switches gain more than the product of their gains",
+        adding.LESS: "Together the switches gain less than the product of their gains",
+        adding.AS: "Together the switches gain the product of their gains, as far as this run tells",
+    }
+    first = verdicts.get(every["together"], "Whether the gains multiply is not known")
+    lines = [
+        f"{first}: {every['label']} are {_speedup(every)}, the product is {every['product']:.2f}, "
+        f"an interaction of {every['interaction']:.2f} (95% CI "
+        f"{interval(every['inter_low'], every['inter_high'])}; {every['together']})."
+    ]
+    for verdict, words in ((adding.MORE, "need each other"), (adding.LESS, "share a gain")):
+        pairs = gains[(gains["kind"] == adding.PAIR) & (gains["together"] == verdict)]
+        if len(pairs):
+            found = (f"{row.label} ({row.interaction:.2f})" for row in pairs.itertuples())
+            lines.append(f"These pairs {words}: {listed(found)}.")
+    for row in gains[gains["kind"] == adding.ALONE].to_dict("records"):
+        rest = adding.without(gains, row["names"][0])
+        lines.append(
+            f"{row['label']} alone: {_speedup(row)} ({row['verdict']}); added to all others: "
+            f"{every['speedup'] / rest['speedup']:.2f}."
+        )
+    return concluded(lines)
+
+
+def _speedup(row: Mapping[str, Any]) -> str:
+    return f"{row['speedup']:.2f} times as fast (95% CI {interval(row['low'], row['high'])})"
 
 
 def waits(decode: pd.DataFrame, train: pd.DataFrame, gaps: Gaps, *comparisons: AB) -> Conclusion:

@@ -29,8 +29,8 @@ from workbench.report import style
 from workbench.report.timelines import timeline, timeline_pair, timelines
 
 __all__ = [
-    "kv_blocks", "lifetimes", "per_token", "speedup", "speedup_by", "throughput_against_latency",
-    "timeline", "timeline_pair", "timelines",
+    "kv_blocks", "lifetimes", "per_token", "shares", "speedup", "speedup_by",
+    "throughput_against_latency", "timeline", "timeline_pair", "timelines", "together",
 ]  # fmt: skip
 
 BAND_WORDS = "A/A band: what no change looks like"
@@ -391,3 +391,77 @@ def lifetimes(frames: dict[str, pd.DataFrame]) -> Figure:
 
 def _inside(box: Bbox, room: Bbox) -> bool:
     return bool(room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1)
+
+
+# waiting, and gains together ----------------------------------------------------------------------
+
+CAUSES = (
+    (style.BLUE, ""), (style.YELLOW, "\\\\"), (style.ORANGE, ""), (style.VERMILION, "xx"),
+    (style.PURPLE, "//"), (style.PALE, ".."),
+)  # fmt: skip
+
+
+def shares(table: pd.DataFrame) -> Figure:
+    """A bar for each row, divided by its columns: how large a share of the row each of them is.
+
+    table: numbers, at least 0, with names as index and columns (us, say). Each row's sum stands at
+    its end, in the unit of `attrs["unit"]`. Raises ValueError for more columns than there are looks
+    (CAUSES).
+    """
+    if len(table.columns) > len(CAUSES):
+        raise ValueError(f"{len(table.columns)} parts are more than {len(CAUSES)} looks")
+    fig = style.picture(10, 0.95 + 0.55 * len(table))
+    ax = fig.add_subplot()
+    ys, sums = np.arange(len(table))[::-1], table.sum(axis=1)
+    left = np.zeros(len(table))
+    for part, (colour, hatch) in zip(table.columns, CAUSES, strict=False):
+        width = (table[part] / sums).to_numpy(float)
+        ax.barh(ys, width, left=left, height=0.62, color=colour, hatch=hatch, ec=style.INK, lw=0.5,
+                label=str(part))  # fmt: skip
+        for y, begin, share in zip(ys, left, width, strict=True):
+            if share > 0.05:
+                ax.text(begin + share / 2, y, f"{share:.0%}", ha="center", va="center",
+                        fontsize=style.FONT, path_effects=HALO)  # fmt: skip
+        left += width
+    for y, total in zip(ys, sums, strict=True):
+        said = f"{total:,.0f} {table.attrs.get('unit', '')}".strip()
+        ax.annotate(said, (1.01, y), xycoords=("axes fraction", "data"), fontsize=style.FONT,
+                    va="center", annotation_clip=False)  # fmt: skip
+    ax.set_yticks(ys, [str(name) for name in table.index], fontsize=style.FONT)
+    ax.set_xlim(0, 1)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
+    ax.set_xlabel(str(table.attrs.get("x", "share")), fontsize=style.FONT)
+    style.plain_axes(ax)
+    style.legend(fig, style.handles_of([ax]), 6)
+    return fig
+
+
+def together(frame: pd.DataFrame) -> Figure:
+    """The speedup of several switches together, beside the product of their speedups alone.
+
+    frame: a row for each set of switches: label, speedup, low, high (95 % interval), product, and
+    band_low, band_high (of the A/A control). A set whose dot lies right of its diamond gains more
+    than its members promise. Raises ValueError for no rows.
+    """
+    if frame.empty:
+        raise ValueError("there is no set of switches to draw")
+    fig = style.picture(9, 1.25 + 0.3 * len(frame))
+    ax = fig.add_subplot()
+    ys = np.arange(len(frame))[::-1]
+    band = frame.iloc[0]
+    if pd.notna(band["band_low"]):
+        ax.axvspan(band["band_low"], band["band_high"], color=style.BAND, lw=0, label=BAND_WORDS)
+    ax.axvline(1, color=style.INK, lw=0.8, ls="--", zorder=1)
+    known = frame["low"].notna().to_numpy()
+    ax.hlines(ys[known], frame["low"][known], frame["high"][known], color=style.BLUE, lw=2)
+    ax.plot(frame["speedup"], ys, "o", color=style.BLUE, ms=6, label="measured together")
+    ax.plot(frame["product"], ys, "D", color=style.VERMILION, ms=6, mfc="none", mew=1.4,
+            label="product of the gains alone")  # fmt: skip
+    ax.set_yticks(ys, frame["label"].astype(str), fontsize=style.FONT)
+    ax.set_xscale("log")
+    values = frame[["speedup", "product"]].to_numpy(float).ravel()
+    style.plain_ticks(ax.xaxis, np.append(values, 1.0))
+    ax.set_xlabel("speedup over the baseline (bar: 95 % interval)", fontsize=style.FONT)
+    style.plain_axes(ax)
+    style.legend(fig, style.handles_of([ax]), 3)
+    return fig
