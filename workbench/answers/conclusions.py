@@ -312,14 +312,19 @@ def _updates(forced: pd.DataFrame) -> Iterable[str]:
         yield f"Plans where n_kv grows: {listed(said)}."
 
 
-def streams(forks: pd.DataFrame, lifetimes: pd.DataFrame, *comparisons: AB) -> Conclusion:
+def streams(
+    forks: pd.DataFrame, lifetimes: pd.DataFrame, planned: AB, *comparisons: AB
+) -> Conclusion:
     """Whether Q, K and V side by side help, and which tensors may share memory meanwhile.
 
     forks: `branches.forks_table`; lifetimes: `branches.lifetimes_table`.
+    planned: of streams, with a plan of the step: tests of tokens and of prompts.
     """
-    side = forks.set_index("arm")
+    side, tests = forks.set_index("arm"), planned.run["tests"]
     most = side["streams"].idxmax()
+    shown = {test: best_arm(planned, test) for test in tests}
     lines = [
+        f"Side by side, with plans, {'; '.join(f'{test}: {said}' for test, said in shown.items())}.",
         f"With {most} a token has {side.loc[most, 'launches beside']} of its launches beside the "
         f"first stream, on {side.loc[most, 'streams']} streams, and "
         f"{side.loc[most, 'waits of streams']} waits between them.",
@@ -333,7 +338,19 @@ def streams(forks: pd.DataFrame, lifetimes: pd.DataFrame, *comparisons: AB) -> C
         lines.append(f"A check of writes against writes misses that of {listed(missed)}.")
     more = rows.loc["visibility", "arena bytes"] - rows.loc["serial", "arena bytes"]
     lines.append(f"An arena that is right takes {more:,} bytes more than the serial one.")
-    return concluded(lines, *comparisons)
+    return concluded(lines, planned, *comparisons)
+
+
+def best_arm(comparison: AB, test: str) -> str:
+    """The verdict on a test, as a share: `9.4 % faster (streams=3)` for the arm that gains most of
+    those that differ, `no difference` where none does."""
+    summary = comparison.summary()
+    rows = summary[(summary["test"] == test) & ~summary["is_control"]]
+    decided = rows[rows["verdict"].isin(DECIDED)]
+    if decided.empty:
+        return listed(dict.fromkeys(rows["verdict"]))
+    best = decided.loc[decided["speedup"].idxmax()]
+    return f"{abs(best['speedup'] - 1):.1%} {best['verdict']} ({best['label']})"
 
 
 def skipping(

@@ -113,9 +113,12 @@ def _during(moments: np.ndarray, spans: pd.DataFrame) -> np.ndarray:
 
 
 def whom(traces: Mapping[str, Profile]) -> pd.DataFrame:
-    """The medians over the tokens of `causes`, us: a row for each arm, by its name."""
+    """The medians over the tokens of `causes`, us: a row for each arm, by its name. For
+    `plots.shares`."""
     rows = {name: causes(trace.to_frame()).median() for name, trace in traces.items()}
-    return pd.DataFrame(rows).T[[WORKS, *CAUSES]].rename_axis("arm")
+    made = pd.DataFrame(rows).T[[WORKS, *CAUSES]]
+    made.attrs = {"unit": "us, traced", "x": "share of a traced token"}
+    return made
 
 
 def whom_table(waits: pd.DataFrame) -> Table:

@@ -341,7 +341,8 @@ def lifetimes(frames: dict[str, pd.DataFrame]) -> Figure:
 
     frames: by name, a row for each range: name, offset and nbytes, first and last (numbers of
     nodes), stream, and lost. `lost` lists the bytes that another node writes while they may still
-    be in use: (offset, nbytes, number of the node that writes). A name is drawn where it has room.
+    be in use: (offset, nbytes, number of the node that writes, its name). Beside these bytes stand
+    writer and victim. Another name is drawn where it has room.
     """
     fig = style.picture(11, 4.4)
     axes = fig.subplots(1, len(frames), sharey=True, squeeze=False)[0]
@@ -358,14 +359,21 @@ def lifetimes(frames: dict[str, pd.DataFrame]) -> Figure:
             name_of = ax.text(*name_at, row["name"], fontsize=small, va="center")
             names.append((ax, made, name_of))
         for row in frame.to_dict("records"):
-            for offset, nbytes, by in row["lost"]:
+            for offset, nbytes, by, writer in row["lost"]:
+                width = max(row["last"] - by, 0) + 1
                 ax.add_patch(
                     Rectangle(
-                        (by, offset), max(row["last"] - by, 0) + 1, nbytes, fc="none",
-                        ec=style.VERMILION, hatch="////", lw=1.4,
+                        (by, offset), width, nbytes, fc="none", ec=style.VERMILION, hatch="////",
+                        lw=1.4,
                     )
                 )  # fmt: skip
-        lost = sum(n for row in frame["lost"] for _, n, _ in row)
+                ax.annotate(
+                    f"{writer} writes over\n{row['name']}", (by + width, offset + nbytes / 2),
+                    xytext=(10, -34), textcoords="offset points", fontsize=style.FONT - 0.5,
+                    color=style.VERMILION, fontweight="bold", path_effects=HALO, zorder=6,
+                    arrowprops={"arrowstyle": "->", "color": style.VERMILION, "lw": 1.2},
+                )  # fmt: skip
+        lost = sum(n for row in frame["lost"] for _, n, *_ in row)
         ax.set_title(f"{name}: {lost:,} bytes lost", loc="left", fontsize=style.FONT + 1)
         ax.set_xlim(frame["first"].min(), frame["last"].max() + 1)
         ax.set_ylim(0, top)
@@ -461,7 +469,7 @@ def together(frame: pd.DataFrame) -> Figure:
     ax.set_xscale("log")
     values = frame[["speedup", "product"]].to_numpy(float).ravel()
     style.plain_ticks(ax.xaxis, np.append(values, 1.0))
-    ax.set_xlabel("speedup over the baseline (bar: 95 % interval)", fontsize=style.FONT)
+    ax.set_xlabel("speedup over the start (bar: 95 % interval)", fontsize=style.FONT)
     style.plain_axes(ax)
     style.legend(fig, style.handles_of([ax]), 3)
     return fig
