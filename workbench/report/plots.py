@@ -29,7 +29,7 @@ from workbench.report import style
 from workbench.report.timelines import timeline, timeline_pair, timelines
 
 __all__ = [
-    "kv_blocks", "lifetimes", "per_token", "shares", "speedup", "speedup_by",
+    "fits", "kv_blocks", "lifetimes", "per_token", "shares", "speedup", "speedup_by",
     "throughput_against_latency", "timeline", "timeline_pair", "timelines", "together",
 ]  # fmt: skip
 
@@ -472,4 +472,59 @@ def together(frame: pd.DataFrame) -> Figure:
     ax.set_xlabel("speedup over the start (bar: 95 % interval)", fontsize=style.FONT)
     style.plain_axes(ax)
     style.legend(fig, style.handles_of([ax]), 3)
+    return fig
+
+
+def fits(frame: pd.DataFrame) -> Figure:
+    """Points, and the quadratic through them, for each curve.
+
+    frame: a row for each point: curve, x, y, and a, b, c of the curve's a + b x + c x^2;
+    `attrs["x"]` and `attrs["y"]` name the axes. No rows give an empty picture that says so.
+    """
+    fig = style.picture(8.5, 3.6)
+    ax = fig.add_subplot()
+    if frame.empty:
+        ax.text(0.5, 0.5, "nothing is recorded", ha="center", fontsize=style.FONT + 2)
+    for i, (curve, part) in enumerate(frame.groupby("curve", sort=False)):
+        look = style.curve(i)
+        x = np.linspace(0, part["x"].max(), 200)
+        a, b, c = part[["a", "b", "c"]].iloc[0]
+        ax.plot(x, a + b * x + c * x**2, color=look["color"], ls=look["ls"], lw=1.4)
+        ax.plot(part["x"], part["y"], ls="", ms=6, marker=look["marker"], color=look["color"],
+                mfc="white", label=str(curve))  # fmt: skip
+    ax.set_ylim(bottom=0)
+    ax.xaxis.set_major_formatter(FuncFormatter(style.plain_number))
+    ax.set_xlabel(str(frame.attrs.get("x", "")), fontsize=style.FONT)
+    ax.set_ylabel(str(frame.attrs.get("y", "")), fontsize=style.FONT)
+    style.grid(ax)
+    style.legend(fig, style.handles_of([ax]), 1)
+    return fig
+
+
+def scaling(frame: pd.DataFrame) -> Figure:
+    """Throughput by the number of requests in flight, as times that of one, a line for each curve.
+
+    frame: a row for each point: curve, x, y, and label, a text that stands at the point (may be
+    empty). Points without y are left out. Raises ValueError where no point has one.
+    """
+    known = frame.dropna(subset=["y"])
+    if known.empty:
+        raise ValueError("no point has a throughput")
+    fig = style.picture(8.5, 4.2)
+    ax = fig.add_subplot()
+    ideal = np.array([known["x"].min(), known["x"].max()], float)
+    ax.plot(ideal, ideal / ideal[0], color=style.GREY, lw=0.8, ls="--", label="as many times")
+    for i, (curve, part) in enumerate(known.groupby("curve", sort=False)):
+        look = style.curve(i)
+        ax.plot(part["x"], part["y"], label=str(curve), lw=1.4, ms=5, **look)
+        points = part.rename(columns={"x": "latency_ms", "y": "tokens_per_s"})
+        _name_points(ax, points, look["color"], above=i % 2 == 1)
+    for axis in (ax.xaxis, ax.yaxis):
+        (ax.set_xscale if axis is ax.xaxis else ax.set_yscale)("log", base=2)
+        axis.set_major_formatter(FuncFormatter(style.plain_number))
+        axis.set_minor_locator(NullLocator())
+    ax.set_xlabel("requests in flight", fontsize=style.FONT)
+    ax.set_ylabel("times the throughput of one in flight", fontsize=style.FONT)
+    style.grid(ax)
+    style.legend(fig, style.handles_of([ax]), 3, handlelength=4)
     return fig
