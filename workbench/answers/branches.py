@@ -73,7 +73,7 @@ def overlap_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int = 16) 
     for name, toggles in arms.items():
         with engine.variant(toggles) as side:
             found = measure_overlap(side, n_tokens)
-        middle, branches, traced = found.tokens.median(), found.by_branch, found.traced
+        branches, traced = found.by_branch, found.traced
         assert traced is not None
         known = branches["us"][branches["resolved"]]
         slower.append(f"{traced.slowdown:.2f}")
@@ -122,8 +122,8 @@ class _ForkedStep:
 
 
 def layer_frames(engine: Any, toggles: Toggles, layer: int) -> dict[str, pd.DataFrame]:
-    """For `plots.lifetimes`: the tensors of a layer in memory, with each of the lifetimes; `lost` of
-    a tensor names the writers of its bytes."""
+    """For `plots.lifetimes`: the tensors of a layer in memory, with each of the lifetimes. `lost`
+    names the writers of a tensor's bytes."""
     step = _ForkedStep(engine, toggles)
     nodes = step.branches.nodes
     inside = {i for i, node in enumerate(nodes) if node.layer == layer}

@@ -98,14 +98,19 @@ def token(traced: Any, comparison: AB) -> Conclusion:
     return concluded(lines, comparison)
 
 
-def launches(layers: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
+def launches(layers: Mapping[str, pd.DataFrame], fused: AB, deferred: AB) -> Conclusion:
     """How many launches a layer needs, and how much fewer launches gain.
 
     layers: by name, a row for each launch of a layer (`launches.nodes_table`).
+    fused, deferred: of `fuse`, and then of `defer_norm`.
     """
     counts = [f"{len(nodes)} {name}" for name, nodes in layers.items()]
     counts[0] = counts[0].replace(" ", " launches ", 1)
-    return concluded([f"A layer takes {listed(counts)}."], *comparisons)
+    gains = (
+        f"{best_arm(one, one.run['tests'][0])} with {name}"
+        for name, one in (("fuse", fused), ("defer_norm after it", deferred))
+    )
+    return concluded([f"A layer takes {listed(counts)}: {listed(gains)}."], fused, deferred)
 
 
 def waiting(
@@ -145,7 +150,7 @@ def together(gains: pd.DataFrame) -> Conclusion:
     verdicts = {
         adding.MORE: "Together the switches gain more than the product of their gains",
         adding.LESS: "Together the switches gain less than the product of their gains",
-        adding.AS: "Together the switches gain the product of their gains, as far as this run tells",
+        adding.AS: "Together the switches gain the product of their gains, as far as can be told",
     }
     first = verdicts.get(every["together"], "Whether the gains multiply is not known")
     lines = [
@@ -325,7 +330,8 @@ def streams(
     most = side["streams"].idxmax()
     shown = {test: best_arm(planned, test) for test in tests}
     lines = [
-        f"Side by side, with plans, {'; '.join(f'{test}: {said}' for test, said in shown.items())}.",
+        f"The thread {claims.verdict('05_streams').gain} in tg128; here, side by side with plans, "
+        f"{'; '.join(f'{test}: {said}' for test, said in shown.items())}.",
         f"With {most} a token has {side.loc[most, 'launches beside']} of its launches beside the "
         f"first stream, on {side.loc[most, 'streams']} streams, and "
         f"{side.loc[most, 'waits of streams']} waits between them.",
@@ -375,7 +381,8 @@ def skipping(
     most = prompts[prompts["x"] == prompts["x"].max()]
     ways = ragged.set_index("skip_masked_kv")["speedup"]
     lines = [
-        f"With tail: {most['x'].iloc[0]:,} tokens of a prompt at once, {_found(most, 'tail')}; "
+        f"The thread {claims.verdict('06_masked_kv').gain} on a server; here, with tail: "
+        f"{most['x'].iloc[0]:,} tokens of a prompt at once, {_found(most, 'tail')}; "
         f"prompts of random lengths, {_said_once(ways['tail'])}; tokens of several sequences, "
         f"{_found(phases[phases['phase'] == 'generated'], 'tail')}.",
         *(
@@ -442,9 +449,7 @@ def _by_verdict(rows: pd.DataFrame) -> str:
     return "; ".join(said)
 
 
-def serving(
-    figures: pd.DataFrame, speedups: pd.DataFrame, arrivals: pd.DataFrame
-) -> Conclusion:
+def serving(figures: pd.DataFrame, speedups: pd.DataFrame, arrivals: pd.DataFrame) -> Conclusion:
     """How throughput trades against latency, what of the suspects of #14924 costs it, and how
     requests that come at once differ from requests that come one by one.
 

@@ -60,13 +60,14 @@ def table(found: Fitted | None) -> Table:
 
 def curves(found: Fitted | None) -> pd.DataFrame:
     """For `plots.fits`: points and coefficients by curve."""
+    points = pd.DataFrame(columns=[MEAN, OFF, TAIL]) if found is None else found.points
     rows = []
-    for column in (OFF, TAIL) if found else ():
-        a, b, c = quadratic(found.points, column)
+    for column in (OFF, TAIL) if len(points) else ():
+        a, b, c = quadratic(points, column)
         name = f"skip_masked_kv={column.partition(' ')[2]}: {a:.2g} + {b:.2g} x + {c:.2g} x²"
         rows += [
             {"curve": name, "x": x, "y": y, "a": a, "b": b, "c": c}
-            for x, y in zip(found.points[MEAN], found.points[column], strict=True)
+            for x, y in zip(points[MEAN], points[column], strict=True)
         ]
     frame = pd.DataFrame(rows, columns=["curve", "x", "y", "a", "b", "c"])
     frame.attrs |= {"x": "mean length of a prompt, tokens", "y": "seconds for all requests"}

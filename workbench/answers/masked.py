@@ -28,7 +28,7 @@ PROMPTS = {
 }  # fmt: skip
 REGIONS_EACH, ONE_REGION = "kv_cache=per_sequence", "kv_cache=unified"
 # arms of several sequences: a region for each, and one for all
-TOGETHER = {
+TOGETHER: dict[str, str] = {
     **{way: f"{REGIONS_EACH} skip_masked_kv={way}" for way in WAYS},
     "unified tail": f"{ONE_REGION} skip_masked_kv=tail",
 }

@@ -77,7 +77,7 @@ def causes(frame: pd.DataFrame) -> pd.DataFrame:
     middle = (at[1:] + at[:-1]) / 2
     starts = kernels["start_us"].to_numpy()
     following = np.minimum(np.searchsorted(starts, middle), len(starts) - 1)
-    due = ~(called[following] <= middle)  # the host has not called the next kernel yet
+    due = called[following] > middle  # the host has not called the next kernel yet
     during = {
         kind: _during(middle, leaves[leaves["category"] == kind])
         for kind in ("build", "sync", "copy")
@@ -175,13 +175,14 @@ def parts_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
     us = {arm: parts_us(found[arm]) for arm in (first, *others)}
     rows = []
     for part in (RUN, BETWEEN, LOGITS, HOST, TOKEN):
-        row: dict[str, Any] = {"part of a token": part} | {f"{arm}, us": us[arm][part] for arm in us}
+        row: dict[str, Any] = {"part of a token": part}
+        row |= {f"{arm}, us": of[part] for arm, of in us.items()}
         if part in rounds[first]:
             saved = median_interval(rounds[first][part] - rounds[last][part])
             apart = median_interval(rounds[first][part] - rounds[control][part])
             row |= {"saved, us": saved[0], "95% CI": _interval(saved), "A/A": _interval(apart)}
         rows.append(row)
-    digits = {name: 1 for name in ("saved, us", *(f"{arm}, us" for arm in us))}
+    digits = dict.fromkeys(("saved, us", *(f"{arm}, us" for arm in us)), 1)
     return Table(rows).fillna({"95% CI": "", "A/A": ""}).shown(
         keys=["part of a token"], digits=digits
     )  # fmt: skip

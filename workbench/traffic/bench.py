@@ -96,9 +96,10 @@ class BenchSpec(NamedTuple):
 
     def load(self, arriving: Arrivals, row: int, n: int | None = None) -> Load:
         """The load of n requests, by default `requests`. Raises UsageError as `load.draw`."""
+        n = self.requests(arriving) if n is None else n
         return draw(
-            arriving, self.requests(arriving) if n is None else n, self.n_prompt, self.n_gen, self.ids,
-            n_shared=self.n_shared, seed=self.seed, row=row,
+            arriving, n, self.n_prompt, self.n_gen, self.ids, n_shared=self.n_shared,
+            seed=self.seed, row=row,
         )  # fmt: skip
 
     def requests(self, arriving: Arrivals) -> int:
