@@ -461,7 +461,7 @@ def test_launches_of_a_layer(tiny_model):
     glu = "mul_mat + mul_mat + swiglu + quantize"
     assert fused.loc[fused["op"] == "glu", "parts"].item() == glu
     assert list(halved["node"])[::5] == ["attn_norm-0", "ffn_out-0"], "the first norm is whole"
-    assert len(fused) == 7 and list(launches.shown_table(table)["toggle"]) == [
+    assert len(fused) == 7 and list(launches.shown_table(table.reset_index())["toggle"]) == [
         name
         for name in wb.Toggles.members("fuse")
         if name not in ("fuse_bias", "fuse_product_norm")

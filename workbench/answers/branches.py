@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.benchmarks.compare.arms import switched
+from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.times.overlap import RESOLVED_TICKS, measure_overlap
 from workbench.common.tables import Table
 from workbench.config import Toggles
@@ -95,6 +96,13 @@ def overlap_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int = 16) 
             "times as long when traced": ", ".join(slower),
         },
     )
+
+
+def by_test(comparison: AB) -> Table:
+    """The table of a comparison with several tests, without the baseline's tokens a second, which
+    stand in the row of the A/A control."""
+    table = comparison.table()
+    return Table(table.drop(columns="t/s baseline")).shown(**table.attrs)
 
 
 class _ForkedStep:
