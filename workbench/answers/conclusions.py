@@ -16,15 +16,20 @@ import pandas as pd
 from workbench.answers import claims
 from workbench.answers import together as adding
 from workbench.answers import waiting as whom
+from workbench.answers.kept import MEASURED
+from workbench.answers.kept import theirs as at_theirs
+from workbench.answers.waits import AFTER, BEFORE, HERE
 from workbench.benchmarks.compare.comparison import AB, background
-from workbench.benchmarks.compare.stats import interval
+from workbench.benchmarks.compare.stats import interval, median_interval
 from workbench.benchmarks.runs import results
 from workbench.common.tables import prose_html
+from workbench.config import PlanRule
 
 if TYPE_CHECKING:
     from workbench.benchmarks.times.gaps import Gaps
 
 DECIDED = ("faster", "slower")
+PR = PlanRule.PR.value
 
 
 class Conclusion(str):
@@ -75,6 +80,27 @@ def listed(words: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+def against(notebook: str, here: str) -> str:
+    """The first sentence of an answer: what the thread has, and what was found here."""
+    claim = claims.verdict(notebook)
+    of = f" ({claim.card})" if claim.card else ""
+    return f"The thread of {claim.thread} has {claim.gain}{of}; here {here}."
+
+
+def gained(comparison: AB, arm: str) -> str:
+    """`4.1 % more tokens a second (95% CI 2.0..6.3 %)` of an arm in a comparison's first test; with
+    its verdict in front where that does not decide."""
+    row = comparison.summary().set_index("arm").loc[arm]
+    if isinstance(row, pd.DataFrame):
+        row = row.iloc[0]
+    value, low, high = (100 * (row[name] - 1) for name in ("speedup", "low", "high"))
+    told = (
+        f"{abs(value):.1f} % {'more' if value >= 0 else 'fewer'} tokens a second (95% CI "
+        f"{low:.1f}..{high:.1f} %)"
+    )
+    return told if row["verdict"] in DECIDED else f"{row['verdict']}, {told}"
+
+
 def token(traced: Any, comparison: AB) -> Conclusion:
     """The parts of one token.
 
@@ -87,13 +113,15 @@ def token(traced: Any, comparison: AB) -> Conclusion:
     arms = [arm["name"] for arm in run["arms"] if not arm["is_control"]]
     toggle, test = run["result"]["toggle"], run["tests"][0]
     untraced = listed(f"{time(times[test, arm])} with {toggle}={arm}" for arm in arms)
+    (claim,) = claims.of("00_tour")
     lines = [
+        f'The thread of {claim.thread}: "{claim.words}"; here the device works '
+        f"{time(s['device_us'])} of a token of {time(s['step_us'])}, every switch off and traced.",
         f"One token is {s['launches']:.0f} launches, {s['copies']:.0f} copies and "
         f"{s['waits']:.0f} waits of the host; untraced it takes {untraced} ({test}).",
-        f"Traced, it takes the host {time(s['step_us'])}: {time(s['build_us'])} to build the "
-        f"program, {time(s['host_us'])} to issue it, {time(s['wait_us'])} in waits.",
-        f"The device works {time(s['device_us'])} of that. It stands still {time(s['idle_us'])} "
-        "between its first and its last work.",
+        f"Traced, the host takes {time(s['build_us'])} to build the program, "
+        f"{time(s['host_us'])} to issue it, {time(s['wait_us'])} in waits. The device stands still "
+        f"{time(s['idle_us'])} between its first and its last work.",
     ]
     return concluded(lines, comparison)
 
@@ -176,36 +204,69 @@ def _speedup(row: Mapping[str, Any]) -> str:
     return f"{row['speedup']:.2f} times as fast (95% CI {interval(row['low'], row['high'])})"
 
 
-def waits(decode: pd.DataFrame, train: pd.DataFrame, gaps: Gaps, *comparisons: AB) -> Conclusion:
-    """Which waits are superfluous and which suffice, the cost of waits, and the gain of fewer.
+def waits(
+    proved: Mapping[str, pd.DataFrame],
+    wrong: pd.DataFrame,
+    gaps: Gaps,
+    worth: pd.DataFrame,
+    comparison: AB,
+) -> Conclusion:
+    """Which waits are superfluous and which suffice, what goes wrong without them, the cost of
+    waits, and the gain of fewer.
 
-    decode, train: of `proofs.proof_table`.
-    gaps, comparisons: measured.
+    proved: `decode` and `train`, of `proofs.proof_table`.
+    wrong, worth: of `raced.wrong_table` and `waits.worth_table`.
+    gaps, comparison: measured.
     """
-    rows, table = decode.set_index("ordering"), gaps.table().set_index("arm")
+    rows, table = proved["decode"].set_index("ordering"), gaps.table().set_index("arm")
     own, one = (rows.loc[f"per_copy, {stream}"] for stream in ("own", "compute"))
+    here = worth[worth["where"] == HERE].iloc[-1]
+    shorter, low, high = median_interval(gaps.less(BEFORE, AFTER, next(iter(gaps.fits))))
     lines = [
+        against(
+            "02_sync_modes",
+            f"{AFTER} makes the gap between tokens {shorter:.1f} us shorter (95% CI {low:.1f}.."
+            f"{high:.1f}), beside a token of {time(here['a token, us'])} of {here['model']}; end "
+            f"to end: {gained(comparison, AFTER)}",
+        ),
         f"Of llama.cpp's {own['waits']} waits between tokens, {own['superfluous']} are superfluous "
-        f"with copies on a stream of their own, and {one['superfluous']} with one stream."
+        f"with copies on a stream of their own, and {one['superfluous']} with one stream.",
     ]
-    for stream, fit in gaps.fits.items():
-        most = table.loc[table.loc[table["copy_stream"] == stream, "waits"].idxmax()]
+    for fit in gaps.fits.values():
+        most = table.loc[table["waits"].idxmax()]
         lines.append(
             f"A wait adds {fit.wait_us:.2f} us to the gap between tokens (95% CI "
             f"{fit.low_us:.2f} to {fit.high_us:.2f}): it is {most['gap_us']:.1f} us with "
             f"{most['waits']} waits, {fit.base_us:.1f} us without any."
         )
-    for when, proved in (("Between tokens", decode), ("Between ubatches of a prompt", train)):
-        lines += _proved(proved, when)
-    return concluded(lines, *comparisons)
+    for when, run in (("Between tokens", "decode"), ("Between ubatches of a prompt", "train")):
+        lines += _proved(proved[run], when)
+    return concluded([*lines, _seen(wrong)], comparison)
 
 
-def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Conclusion:
+def _seen(wrong: pd.DataFrame) -> str:
+    """What went wrong where orderings that race were run, of `raced.wrong_table`."""
+    racing = wrong[wrong["pairs that race"] > 0]
+    seen = [f"{row.wrong} of {row.of} prompts with {row.ordering}" for row in racing.itertuples()]
+    safe = wrong.loc[wrong["pairs that race"] == 0, "ordering"]
+    if not racing["wrong"].any():
+        return (
+            f"On the embedded device no prompt went wrong with {listed(racing['ordering'])}: that "
+            "proves nothing, for the checker names what races. Run it again."
+        )
+    n = int(wrong.loc[wrong["pairs that race"] == 0, "wrong"].sum())
+    return (
+        f"On the embedded device wrong tokens came from {listed(seen)}; from {n or 'none'} with "
+        f"{listed(safe)}."
+    )
+
+
+def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, comparison: AB) -> Conclusion:
     """The cost of building the graph anew, and the gain of keeping it.
 
     kept: the tables of `kept.py`: `phases`, `steps`, `layers` and `worth`.
     theirs: the recorded sentence about llama.cpp's own build; may be empty.
-    comparisons: of `graph_reuse`, from `rebuild` on.
+    comparison: of `graph_reuse`, from `rebuild` on.
     """
     phases, steps, layers, worth = (kept[n] for n in ("phases", "steps", "layers", "worth"))
     by_phase = phases.set_index("phase")
@@ -216,10 +277,9 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Co
     tokens, reused = alike["steps"].sum(), alike["reused"].sum()
     costliest = once.loc[once["us more a token"].idxmax()]
     claimed = worth[worth["whose"].str.contains("#8366")]
-    shown = worth.set_index("a build costs, us")["speedup of a kept graph"]
-    own = worth[worth["whose"].str.contains("Python")].iloc[-1]
     issued = {way: by_phase.loc["issue", way] for way in ("rebuild", "set_rows")}
     lines = [
+        against("03_graph_reuse", _of_python(worth, theirs)),
         f"Building the graph anew costs a token {time(built.sum())} here: "
         f"{listed(f'{phase} {time(us)}' for phase, us in built.items())}.",
         f"Finding a kept program takes {finding}. Issuing it takes {time(issued['set_rows'])}, "
@@ -228,53 +288,51 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Co
         f"the {tokens - 1 - reused} with which n_kv grows.",
         f"Of the layers of reuse, {costliest['toggle']} costs most when it is done again: "
         f"{time(costliest['us more a token'])} a token.",
-        f"The speedup of {own['speedup of a kept graph']:.2f} that was measured is the price of "
-        "this engine's Python. "
-        f"With a build of {shown.index[3]:.0f} us it would be {shown.iloc[3]:.3f} here.",
         f"The {listed(f'{s - 1:.0%}' for s in claimed['speedup of a kept graph'])} of #8366 would "
         f"be a build of {listed(map(time, claimed['a build costs, us']))} beside this device's "
         "token.",
         *filter(None, [theirs]),
     ]
-    return concluded(lines, *comparisons)
+    return concluded(lines, comparison)
 
 
-def plans(planned: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
+def _of_python(worth: pd.DataFrame, theirs: str) -> str:
+    """The speedup that was measured, and that at llama.cpp's build time, recorded; without a record
+    that at the table's middle build time."""
+    shown = worth.set_index("whose")["speedup of a kept graph"]
+    found, between = f"{shown[MEASURED]:.1f} times as fast is Python's price", at_theirs(theirs)
+    if between is not None:
+        low, high = between
+        return f"{found}: at llama.cpp's build time, recorded, it is {low:.2f} to {high:.2f}"
+    middle = worth.iloc[1]
+    return (
+        f"{found}: with a build of {middle['a build costs, us']:.0f} us it would be "
+        f"{middle['speedup of a kept graph']:.3f}"
+    )
+
+
+def plans(planned: Mapping[str, pd.DataFrame], half: AB, whole: AB) -> Conclusion:
     """When a captured graph repays its capture, and how much of the gap is left.
 
-    planned: the tables of `planned.py`: `calls`, `made`, `forced`, `repaid` and `gap`; and `proof`
-        of `proofs.proof_table`, eager first.
-    comparisons: of `plans`, from `off` on.
+    planned: the tables of `planned.py`: `calls`, `forced` and `gap`; and `proof` of
+        `proofs.proof_table`, eager first.
+    half, whole: of `plans`, from `off` on, with half the layers on the host and with none.
     """
     calls, gap = (planned[name].set_index("arm") for name in ("calls", "gap"))
     lines = [
+        against(
+            "04_plans",
+            f"{gained(half, PR)} with half of the layers on the host, and {gained(whole, PR)} with "
+            f"none there (plans={PR})",
+        ),
         _by_the_clock(gap["repaid after tokens"]),
         f"The device is given {calls['nodes'].iloc[0]} kernels and copies a token; calls of the "
         f"host for them: {listed(f'{n} ({arm})' for arm, n in calls['calls'].items())}.",
-        *_repaid(planned["made"].set_index("arm"), planned["repaid"]),
         *_updates(planned["forced"]),
         *_left(gap),
         *_as_eager(planned["proof"].set_index("ordering")),
     ]  # fmt: skip
-    return concluded(lines, *comparisons)
-
-
-def _repaid(made: pd.DataFrame, repaid: pd.DataFrame) -> Iterable[str]:
-    for row in repaid.to_dict("records"):
-        own, after = made.loc[row["arm"]], row["repaid after tokens"]
-        yield (
-            f"plans={row['arm']} captures {own['captured']:.0f} in {own['tokens']:.0f} tokens, "
-            f"which takes {time(row['us for captures'])} in all. {_when(after)}"
-            + (f": a token is {time(row['us saved a token'])} shorter." if after.isdigit() else ".")
-        )
-
-
-def _when(after: str) -> str:
-    if after.isdigit():
-        return f"That is repaid after {after} tokens"
-    if after == "never":
-        return "That is never repaid, as a token is longer"
-    return "The comparison does not tell when that is repaid, as it shows no difference"
+    return concluded(lines, half, whole)
 
 
 def _by_the_clock(after: pd.Series) -> str:
@@ -290,16 +348,15 @@ def _left(gap: pd.DataFrame) -> Iterable[str]:
     between = listed(f"{time(us)} ({arm})" for arm, us in gap["gap us"].items())
     yield f"Between the kernels of two tokens are {between}."
     for arm, row in gap[gap["repaid after tokens"] != ""].iterrows():
-        after = row["repaid after tokens"]
+        after, saved = row["repaid after tokens"], row["saved us"]
         if after.isdigit():
             yield (
-                f"By the device's clock a token is {time(row['saved us'])} shorter with {arm} "
-                f"(95% CI {row['95% CI']}); its captures took {time(row['captures us'])}, repaid "
-                f"after {after} tokens."
+                f"A token is {saved} us shorter with {arm}; its captures took "
+                f"{time(row['captures us'])}, repaid after {after} tokens."
             )
         else:
             said = "longer" if after == "never" else "no shorter for sure"
-            yield f"By the device's clock a token is {said} with {arm} (95% CI {row['95% CI']})."
+            yield f"A token is {said} with {arm}: by {saved} us."
 
 
 def _updates(forced: pd.DataFrame) -> Iterable[str]:
@@ -307,11 +364,11 @@ def _updates(forced: pd.DataFrame) -> Iterable[str]:
     often = forced["updated"] > forced["tokens"] / 2
     for row in forced[often].to_dict("records"):
         yield (
-            f"{row['arm']} updates its plan for {row['updated']} of {row['tokens']} tokens, "
-            f"{time(row['update us'])} each."
+            f"{row['arm']} updates its plan for {row['updated']} of {row['tokens']} tokens; its "
+            f"plans take {time(row['us for these'])} in all."
         )
     said = (
-        f"{row['captured']} captured and {row['updated']} updated ({row['arm']})"
+        f"{row['made']} made and {row['updated']} updated ({row['arm']})"
         for row in forced[~often].to_dict("records")
     )
     if not often.all():
