@@ -259,9 +259,9 @@ def test_what_skipping_saves_is_said(engine, by_size, visits):
     text = str(conclusions.skipping(visits, frame, phases, ragged, kernels, compared, "Recorded."))
     first, *rest = text.splitlines()
     assert first == (
-        "The thread 0 to 15 % on a server; here, with tail: 32 tokens of a prompt at once, 100.0% "
-        "faster; prompts of random lengths, 1.50 times as fast, in one run; tokens of several "
-        "sequences, no difference."
+        "The thread of #14924 has 0 to 15 % (6x RTX 4090 at 1350 MHz, 32 slots); here with tail: "
+        "32 tokens of a prompt at once, 100.0% faster; prompts of random lengths, 1.50 times as "
+        "fast, in one run; tokens of several sequences, no difference."
     )
     for said in ("faster 2.00 (tail)", "open to 3 prompts (per_sequence)", "bit-equal in "):
         assert said in text
@@ -580,7 +580,10 @@ def test_whether_streams_help(tiny_model):
     texts = [text.get_text() for ax in plots.lifetimes(frames).axes for text in ax.texts]
     assert texts.count("Kcur_rope writes over\nattn_norm (w) (q8)") == 2
     made = conclusions.streams(forks, lifetimes, ab("streams-on"), ab("streams-off")).splitlines()
-    assert made[0].startswith("The thread 1 to 9 % in tg128; here, side by side with plans, tg32: ")
+    first = (
+        "The thread of #16991 has 1 to 9 % (RTX 5090, RTX 4090); here side by side, with plans, "
+    )
+    assert made[0].startswith(f"{first}tg32: ")
     assert made[2] == "Side by side, memory races with lifetimes serial and interleaved."
 
 

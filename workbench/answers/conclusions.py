@@ -387,8 +387,10 @@ def streams(
     most = side["streams"].idxmax()
     shown = {test: best_arm(planned, test) for test in tests}
     lines = [
-        f"The thread {claims.verdict('05_streams').gain} in tg128; here, side by side with plans, "
-        f"{'; '.join(f'{test}: {said}' for test, said in shown.items())}.",
+        against(
+            "05_streams",
+            f"side by side, with plans, {'; '.join(f'{t}: {said}' for t, said in shown.items())}",
+        ),
         f"With {most} a token has {side.loc[most, 'launches beside']} of its launches beside the "
         f"first stream, on {side.loc[most, 'streams']} streams, and "
         f"{side.loc[most, 'waits of streams']} waits between them.",
@@ -438,10 +440,13 @@ def skipping(
     most = prompts[prompts["x"] == prompts["x"].max()]
     ways = ragged.set_index("skip_masked_kv")["speedup"]
     lines = [
-        f"The thread {claims.verdict('06_masked_kv').gain} on a server; here, with tail: "
-        f"{most['x'].iloc[0]:,} tokens of a prompt at once, {_found(most, 'tail')}; "
-        f"prompts of random lengths, {_said_once(ways['tail'])}; tokens of several sequences, "
-        f"{_found(phases[phases['phase'] == 'generated'], 'tail')}.",
+        against(
+            "06_masked_kv",
+            f"with tail: {most['x'].iloc[0]:,} tokens of a prompt at once, "
+            f"{_found(most, 'tail')}; prompts of random lengths, {_said_once(ways['tail'])}; "
+            f"tokens of several sequences, "
+            f"{_found(phases[phases['phase'] == 'generated'], 'tail')}",
+        ),
         *(
             f"{of['test'].iloc[0]}, {n:,} tokens at once, beside nothing skipped: "
             f"{_by_verdict(of)}."
