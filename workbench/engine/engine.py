@@ -125,6 +125,9 @@ class Engine:
     ) -> Engine:
         """Opens a GGUF file on a device.
 
+        path: the file, or `auto`: a model of a real shape on a GPU, a tiny model on any other
+            device. Its weights are random, and it is written where it is not there yet
+            (`engine/load.py`).
         toggles: Toggles, or a preset, also by name. None is `best`: what won on devices of this
             kind.
         config, fields: an EngineConfig, or its fields (device, n_ctx, ...). n_seqs is 1 unless it
