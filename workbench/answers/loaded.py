@@ -4,7 +4,6 @@ prompt beside tokens, and the cost of a process and of HTTP."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -221,7 +220,6 @@ def sampling_table(served: Mapping[str, ServeBench]) -> pd.DataFrame:
 
 def ways_in(
     engine: wb.Engine,
-    path: str,
     workload: str,
     concurrency: str,
     n_requests: int,
@@ -229,9 +227,9 @@ def ways_in(
     runs: str,
 ) -> dict[str, ServeBench]:
     """The load of `serving` over four ways to the engine, with the fewest and the most requests in
-    flight. path: the engine's file."""
+    flight."""
     n_prompt, n_gen = lengths(workload)
-    slots, config = most(concurrency), engine.config
+    slots, config, path = most(concurrency), engine.config, engine.model.path
     asked: dict[str, Any] = {
         "concurrency": ends(concurrency), "n_prompt": str(n_prompt), "n_gen": str(n_gen),
         "n_requests": n_requests, "n_warm_up": slots,
@@ -241,7 +239,7 @@ def ways_in(
         found[IN_PROCESS] = wb.serve_bench(
             side, slots=slots, seed=seed, out=wb.new_run_folder(runs, "ways-own"), **asked
         )
-    process = WorkerSettings(path, config, slots)
+    process = WorkerSettings(str(path), config, slots)
     found[PROCESS] = wb.serve_bench(
         process, seed=seed, out=wb.new_run_folder(runs, "ways-process"), **asked
     )
@@ -250,7 +248,7 @@ def ways_in(
         "--n-kv-pad": config.n_kv_pad,
     }  # fmt: skip
     typed = tuple(str(word) for pair in flags.items() for word in pair)
-    with reached(ServeCommand(Path(path), slots, config.device, typed)) as server:
+    with reached(ServeCommand(path, slots, config.device, typed)) as server:
         for i, (name, streamed) in enumerate({WHOLE: False, STREAMED: True}.items()):
             # prompts that the server has not seen: it keeps the cells of prompts that it has seen
             found[name] = wb.serve_bench(

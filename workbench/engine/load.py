@@ -64,7 +64,7 @@ class Loaded:
         self.memory: dict[Buffer, Memory] = {}
         types = config.cache_type_k, config.cache_type_v
         self.device, self.device_reason = choose_device(config.device)
-        if str(path) == devices.AUTO:
+        if path == devices.AUTO:  # the word; Path("auto") is a file
             path = model_for(self.device)
         self.model = Model(path, config.expand, types)
         if config.n_ctx == 0:
