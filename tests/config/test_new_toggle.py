@@ -1,4 +1,4 @@
-"""`workbench/README.md` to the letter: the mechanism that it adds works, in a copy of the package."""
+"""`workbench/README.md` to the letter: the mechanism that it adds works, in a copy of the code."""
 
 from __future__ import annotations
 
