@@ -21,6 +21,12 @@ from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.idle import check_engines
 from workbench.benchmarks.compare.rounds import Repetition, Trials, order_of
 from workbench.benchmarks.compare.until import AT_MOST_S, Until, make_until
+from workbench.benchmarks.energy.windows import (
+    Energy,
+    EnergyAsked,
+    energy_of,
+    take_over_windows,
+)
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.runs.draft import (
     Draft,
@@ -57,6 +63,7 @@ def ab(
     resume: bool = False,
     until: float | None = None,
     at_most_s: float = AT_MOST_S,
+    energy: EnergyAsked = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> AB:
     """Compares values of one toggle, or sets of toggles, on the weights of `engine`.
@@ -74,16 +81,20 @@ def ab(
         that the interval excludes. At least max(`rounds`, 10) rounds are run.
     at_most_s: seconds of measuring, over all tests, after which `until` gives up. A resumed run has
         all of this time again.
+    energy: count joules a token, too, after all times: 5 windows of 5 s of each arm and test, from
+        the energy counter of the engine's GPU (`energy/windows.py`); or from a counter that is
+        given.
     progress(done, total, what): called between repetitions; with `until`, total is an estimate.
 
     Ctrl-C ends the measuring: finished repetitions are saved and returned, marked interrupted. They
     are saved, too, when the device fails, before the error is raised. Raises UsageError for a
-    request that cannot be measured, DeviceError where the device cannot honour a value.
+    request that cannot be measured, DeviceError where the device cannot honour a value, or has no
+    energy counter.
     """
     made = comparison_spec(toggle, values, tests, rounds, background or engine.toggles, smoke)
     return compare_arms(
         engine, made, rounds, seed, out, name=name, smoke=smoke, resume=resume, until=until,
-        at_most_s=at_most_s, progress=progress,
+        at_most_s=at_most_s, energy=energy, progress=progress,
     )  # fmt: skip
 
 
@@ -100,6 +111,7 @@ def compare_arms(
     resume: bool = False,
     until: float | None = None,
     at_most_s: float = AT_MOST_S,
+    energy: EnergyAsked = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> AB:
     """As `ab`, with the arms and the tests of `made`. The last arm is the A/A control."""
@@ -109,7 +121,8 @@ def compare_arms(
     asked = make_until(until, at_most_s)
     if asked is not None and smoke:
         raise UsageError("smoke=True measures next to nothing; leave out until, or smoke")
-    comparison = _Comparison(engine, made, rounds, seed, smoke, asked)
+    counted = energy_of(energy, engine, made.workloads, smoke)
+    comparison = _Comparison(engine, made, rounds, seed, smoke, asked, counted)
     comparison.open(Path(out) if out is not None else None, name or made.spec, resume)
     return comparison.measure(progress)
 
@@ -125,8 +138,10 @@ class _Comparison:
         seed: int,
         smoke: bool,
         asked: Until | None,
+        energy: Energy | None = None,
     ):
         """Arguments as for `ab`. asked: `until` and `at_most_s` as one value."""
+        self.energy = energy
         self.engine, self.toggle, self.arms = engine, made.toggle, made.arms
         self.smoke, self.until = smoke, asked
         self.trials = Trials([], made.workloads, rounds, seed, asked, once=smoke)
@@ -164,6 +179,7 @@ class _Comparison:
             "warm_up": {},
             "until": None,
             "idle": {},
+            "energy": self.energy and self.energy.record,
             "answers": {},
             "sessions": [session_of(made)],
         }
@@ -179,6 +195,7 @@ class _Comparison:
         for known, one in zip(self.answers, self.arms, strict=True):
             if one.name in found["answers"]:
                 known.append(answers.Answer.from_dict(found["answers"][one.name]))
+        take_over_windows(self.energy, old, record)
 
     def _complete(self) -> dict[str, pd.DataFrame]:
         """Completes run.json before a save; returns no further tables."""
@@ -214,6 +231,12 @@ class _Comparison:
                     known.append(answer)
                 for workload in trials.workloads:
                     self._measure_test(workload, progress)
+                if self.energy is not None:
+                    arms = [(arm.name, arm.is_control) for arm in self.arms]
+                    for workload in trials.workloads:
+                        self.energy.measure(
+                            trials.engines, arms, workload, trials.seed, draft.checkpoint
+                        )
         return AB(draft.run, draft.samples.frame())
 
     def _measure_test(
