@@ -11,10 +11,11 @@ import workbench as wb
 from tests.benchmarks.recorded_counter import RecordedCounter
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.energy import joules
-from workbench.benchmarks.energy.counter import Meter, NvmlCounter
-from workbench.benchmarks.energy.windows import WINDOW_S, Energy
+from workbench.benchmarks.energy.counter import Meter
+from workbench.benchmarks.energy.windows import WINDOW_S, Energy, counter_of
 from workbench.benchmarks.llama.llama_bench import format_rows, measured, workloads
 from workbench.benchmarks.runs import results
+from workbench.benchmarks.workload import parse_tests
 from workbench.cli import main
 from workbench.common.errors import DeviceError, UsageError
 
@@ -55,7 +56,7 @@ def test_a_counter_that_stands_still_or_is_too_coarse_is_refused():
 def test_windows_of_a_comparison(engine, tmp_path):
     """Each lies between two updates and has 5 s or more; arms take turns; the folder has them, and
     the tables are made from the folder."""
-    counter = RecordedCounter("read", work_ns=200_000_000)
+    counter = RecordedCounter("read", work_ns=1_300_000_000)
     found = wb.ab(
         engine, SPEC, tests="tg2", rounds=5, out=tmp_path / "run", energy=counter,
     )  # fmt: skip
@@ -66,15 +67,15 @@ def test_windows_of_a_comparison(engine, tmp_path):
     turns = [[one["arm"] for one in windows if one["window"] == n] for n in range(5)]
     assert turns[0] == names and turns[1] == names[::-1] and len(windows) == 15
     for one in windows:
-        assert one["seconds"] >= WINDOW_S and 0 < one["idle_s"] < 0.11 + 0.2
+        assert one["seconds"] >= WINDOW_S and 0 < one["idle_s"] < 0.11
         assert one["joules"] == pytest.approx(one["seconds"] * counter.watts(), rel=0.02)
-        assert one["n_tokens"] == 2 * one["repetitions"] > 20
+        assert one["n_tokens"] == 2 * one["repetitions"] >= 6
         assert one["uncertainty_j"] < 0.1 * one["joules"]
     read = AB.load(tmp_path / "run")
     row, control = read.summary().to_dict("records")
     each = [one["joules"] / one["n_tokens"] for one in windows if one["arm"] == names[0]]
     assert row["j_per_token_baseline"] == pytest.approx(sorted(each)[2])
-    assert row["energy_verdict"] == "no difference" and row["energy_low"] <= 1 <= row["energy_high"]
+    assert row["energy_verdict"] == "no difference"
     assert control["energy_verdict"] == "A/A control"
     assert list(read.table().columns[-2:]) == ["J/token", "energy"]
     assert "energy of copy_boundary: no difference" in read.verdict
@@ -85,8 +86,8 @@ def test_windows_are_resumed_and_kept(engine, tmp_path):
     """A run that ended between two windows goes on with the missing ones; a resumed run that does
     not ask for energy keeps them."""
     out, how = tmp_path / "run", {"tests": "tg2", "rounds": 5}
-    counter = RecordedCounter("matmul", work_ns=500_000_000)
-    stop, read = 400, counter.read_mj
+    counter = RecordedCounter("matmul", work_ns=1_300_000_000)
+    stop, read = 1200, counter.read_mj
 
     def interrupted():
         if counter.n_reads == stop:
@@ -97,7 +98,7 @@ def test_windows_are_resumed_and_kept(engine, tmp_path):
     cut = wb.ab(engine, SPEC, **how, out=out, energy=counter)
     had = cut.run["result"]["energy"]["windows"]
     assert cut.interrupted and 0 < len(had) < 15
-    again = RecordedCounter("matmul", work_ns=500_000_000)
+    again = RecordedCounter("matmul", work_ns=1_300_000_000)
     whole = wb.ab(engine, SPEC, **how, out=out, energy=again, resume=True)
     windows = whole.run["result"]["energy"]["windows"]
     assert windows[: len(had)] == had and len(windows) == 15 and not whole.interrupted
@@ -140,7 +141,7 @@ def test_there_is_no_figure_where_steps_are_too_coarse():
 
 
 def test_a_row_of_bench_has_joules(engine, tmp_path):
-    counter = RecordedCounter("read", work_ns=400_000_000)
+    counter = RecordedCounter("read", work_ns=1_300_000_000)
     rows = measured(
         engine, workloads((), (2,)), 1, out=tmp_path / "run", energy=counter,
     )  # fmt: skip
@@ -152,11 +153,11 @@ def test_a_row_of_bench_has_joules(engine, tmp_path):
     assert frame["arm"].tolist() == ["engine", "engine (A/A)"]
     assert frame["j_per_token"][0] == pytest.approx(one["energy"]["j_per_token"])
     plain = measured(engine, workloads((), (2,)), 1)
-    assert "J/token" not in format_rows(plain) and "energy" not in format_rows(plain, "json")
+    assert "J/token" not in format_rows(plain) and '"energy"' not in format_rows(plain, "json")
 
 
 def test_a_cell_of_a_sweep_has_joules(tiny_model, tmp_path):
-    counter = RecordedCounter("read", work_ns=600_000_000)
+    counter = RecordedCounter("read", work_ns=1_300_000_000)
     made = wb.sweep(
         tiny_model("tiny-llama", "Q8_0"), "tg2", toggles={"sync": ["per_copy", "copy_boundary"]},
         device="embedded", repetitions=1, out=tmp_path / "sweep", energy=counter,
@@ -177,14 +178,14 @@ def test_what_cannot_be_counted_is_refused_before_anything_is_measured(
     ):
         with pytest.raises(error, match=says):
             wb.ab(engine, SPEC, **{"tests": "tg2", "energy": True} | how, out=out)
-    with pytest.raises(UsageError, match="every cell is left out, .* counted by an NVIDIA GPU"):
+    with pytest.raises(UsageError, match=r"every cell is left out, .* counted by an NVIDIA GPU"):
         wb.sweep(file, "tg2", device="embedded", out=tmp_path / "sweep", energy=True)
     for command in (["bench", "-n", "2", "-p", "0"], ["ab", "--toggle", SPEC, "--test", "tg2"]):
         asked = [*command, "-m", str(file), "--device", "embedded", "--energy", "--out", str(out)]
-        assert main(asked) == 1
+        with pytest.raises(SystemExit):
+            main(asked)
         assert "error: energy is counted by an NVIDIA GPU" in capsys.readouterr().err
     assert not out.exists()
     two = dataclasses.replace(engine.config, n_devices=2)
-    with pytest.raises(DeviceError, match="computes on embedded"):
-        NvmlCounter(engine.backend)
-    assert two.n_devices == 2
+    with pytest.raises(UsageError, match="energy is counted for one GPU"):
+        counter_of(True, engine.backend, two, parse_tests("tg2"))

@@ -84,8 +84,8 @@ def _beside(each: pd.DataFrame, first: str, name: str, seed: int) -> stats.Ratio
 def of_test(run: Mapping[str, Any], test: str, arm: str) -> dict[str, Any]:
     """The figures of an arm in a test, by itself; empty where energy was not measured."""
     found = joules(run)
-    rows = found[(found["test"] == test) & (found["arm"] == arm)]
-    return {name: rows.iloc[0][name] for name in PER_TOKEN} if len(rows) else {}
+    rows = found.loc[(found["test"] == test) & (found["arm"] == arm), list(PER_TOKEN)]
+    return next(iter(rows.to_dict("records")), {})
 
 
 def beside(summary: pd.DataFrame, run: Mapping[str, Any]) -> pd.DataFrame:
