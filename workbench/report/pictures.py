@@ -24,7 +24,9 @@ def rates(samples: pd.DataFrame) -> style.Picture:
     found = samples if "tps" in samples else results.rates(samples)
     if found.empty:
         raise ValueError("there is no repetition to draw")
-    rows = [*found.groupby(["test", "arm"], sort=False)]
+    parts = dict(iter(found.groupby(["test", "arm"], sort=False)))
+    names = [(test, arm) for test in samples["test"].unique() for arm in samples["arm"].unique()]
+    rows = [(name, parts[name]) for name in names if name in parts]
     several = found["arm"].nunique() > 1
     fig = style.picture(9, 1.0 + 0.4 * len(rows))
     ax = fig.add_subplot()
@@ -42,8 +44,8 @@ def rates(samples: pd.DataFrame) -> style.Picture:
         style.plain_ticks(ax.xaxis, found["tps"].to_numpy(float))
     else:
         ax.ticklabel_format(axis="x", style="plain", useOffset=False)
-    names = [f"{test}  {arm}" if several else str(test) for (test, arm), _ in rows]
-    ax.set_yticks(range(len(rows))[::-1], names, fontsize=style.FONT)
+    labels = [f"{test}  {arm}" if several else str(test) for (test, arm), _ in rows]
+    ax.set_yticks(range(len(rows))[::-1], labels, fontsize=style.FONT)
     ax.set_ylim(-0.6, len(rows) - 0.4)
     ax.set_xlabel("tokens/s (dot: a repetition; bar: the median)", fontsize=style.FONT)
     style.plain_axes(ax)

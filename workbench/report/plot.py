@@ -20,7 +20,7 @@ MOST_STEPS = 3  # of a trace that are drawn together: the spans of more are too 
 
 
 def plot(result: Any, *more: Any, **how: Any) -> Figure:
-    """Draws any result, as a matplotlib figure that shows itself as the last line of a cell.
+    """Draws any result. Returns a matplotlib figure, which shows itself as the last line of a cell.
 
     result: what a function of `wb` returned or `wb.load` read:
 

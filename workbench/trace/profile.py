@@ -186,6 +186,7 @@ SUMMARY_COLUMNS = [
 class Profile(Framed):
     """The result of `profile`. All spans are there once the body has ended or has raised.
 
+    recorder: what collects the spans; `wb.profile` makes it.
     collector: the source of the device spans, `events` or `cupti`.
     fallback: why CUPTI was not used where it was asked for; else empty.
     windows: with CUPTI, the groups of steps that were recorded together.
@@ -259,7 +260,9 @@ class Profile(Framed):
         return self.timeline.summary()
 
     def kernels(self, by: str = "op", read_gbps: float | None = None) -> pd.DataFrame:
-        """A row per op, node or kernel; see `analysis.kernels`."""
+        """A row per op, node or kernel (`by`), the longest time first: calls, time in us, share,
+        bytes, GB/s, and the share of `read_gbps`, the read bandwidth of the device in GB/s.
+        `analysis.kernels` lists the columns. Raises UsageError for another `by`."""
         return analysis.kernels(self.to_frame(), by, read_gbps)
 
     def phases(self) -> pd.DataFrame:
@@ -271,7 +274,8 @@ class Profile(Framed):
         return analysis.gaps(self.to_frame())
 
     def save(self, path: str | PathLike[str]) -> int:
-        """Writes a trace with model, toggles and commit, and returns its size in bytes. The format
+        """Writes a trace with model, toggles and commit, and returns its size in bytes. Raises
+        UsageError where the file cannot be written. The format
         is Perfetto's, or Chrome's JSON where `path` ends in .json; .gz after either means gzipped.
         """
         return perfetto.write(self.timeline.spans, path, self.about | origin(self.note))
@@ -292,8 +296,8 @@ def profile(
     nvtx: bool = True,
     collector: str = "auto",
 ) -> Iterator[Profile]:
-    """Traces steps that `engine` makes in the body. Afterwards the engine has its earlier recorder.
-    Where the body raises, the spans up to then are kept.
+    """Traces steps that `engine` makes in the body (`with`), which is given a Profile. Afterwards
+    the engine has its earlier recorder. Where the body raises, the spans up to then are kept.
 
     window: (first, n) traces n steps, from number `first` of the steps in the body on, counted from
         0. So a trace stays small and leaves out the warm-up, and the other steps show the cost of

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import pandas as pd
 
@@ -23,7 +23,7 @@ from workbench.benchmarks.compare.forms import (
     One,
     ToggleSet,
     comparison_of,
-    is_list_of_names,
+    names_in,
     one_comparison,
 )
 from workbench.benchmarks.compare.idle import check_engines
@@ -140,14 +140,14 @@ def ab(
             )  # fmt: skip
 
         folder = None if out is None else Path(out)
-        if not is_list_of_names(toggle):
+        if not names_in(toggle):
             return measured(one_comparison(opened, toggle, values, background), folder, name)
         if values is not None:
             raise UsageError(f"{values!r} cannot be the values of several toggles; write each as "
                              "'sync=per_copy,packed'")  # fmt: skip
         found = Comparisons()
-        for one in cast(Sequence[str], toggle):
-            asked, left = comparison_of(opened, one, background)
+        each = [(one, *comparison_of(opened, one, background)) for one in names_in(toggle)]
+        for one, asked, left in each:
             found.left_out += left
             if asked is None:
                 found.left_out.append(f"{one} is left out: no other value can be measured here")

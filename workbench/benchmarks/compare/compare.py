@@ -169,7 +169,8 @@ _COLUMNS = [
 
 
 def compare(*folders: str | Path, across: bool = False) -> Compared:
-    """Compares run folders of kinds `ab` and `bench` with the first folder.
+    """Compares run folders of kinds `ab` and `bench` with the first folder. Returns a Compared,
+    which prints as a table; `summary` has its numbers.
 
     across: rows of another device, driver or day have a verdict, too.
     Raises UsageError for fewer than two folders and for a folder that is no run folder. Also for a

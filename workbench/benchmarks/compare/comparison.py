@@ -61,14 +61,15 @@ class AB(Framed):
 
     @classmethod
     def load(cls, folder: str | Path) -> AB:
-        """Reads a run folder. Raises UsageError where it is no run folder, or of another kind."""
+        """Returns the comparison in a run folder. Raises UsageError where it is no run folder, or
+        of another kind."""
         found = results.load_run(folder)
         if found.run["kind"] != "ab":
             raise UsageError(f"{folder} holds a run of kind {found.run['kind']!r}, no comparison")
         return cls(found.run, found.samples)
 
     def save(self, folder: str | Path) -> Path:
-        """Writes the run folder; returns its path."""
+        """Writes the run folder; returns its path. Raises UsageError where it cannot be written."""
         return results.write_run(folder, self.run, self.samples)
 
     @property

@@ -41,10 +41,12 @@ def background_of(engine: Engine, background: Any) -> Toggles:
     return background if isinstance(background, Toggles) else engine.resolve(background)
 
 
-def is_list_of_names(toggle: object) -> bool:
-    """Whether each of several toggles is to be compared by itself."""
-    several = isinstance(toggle, list | tuple) and bool(toggle)
-    return several and all(isinstance(one, str) for one in toggle)  # type: ignore[attr-defined]
+def names_in(toggle: object) -> list[str]:
+    """The toggles that are to be compared each by itself; empty for any other form."""
+    names = (
+        [one for one in toggle if isinstance(one, str)] if isinstance(toggle, list | tuple) else []
+    )
+    return names if isinstance(toggle, list | tuple) and len(names) == len(toggle) else []
 
 
 def one_comparison(engine: Engine, toggle: Any, values: Any, background: Any) -> Asked:

@@ -109,10 +109,11 @@ _DTYPES = {field.name: field.type.to_pandas_dtype() for field in SAMPLE_SCHEMA}
 
 
 class Run(NamedTuple):
-    """A run folder as read.
+    """A run folder of any kind, as read.
 
-    run: run.json as a dict.
-    samples: the table of every timed token.
+    folder: where it was read from.
+    run: run.json as a dict (`benchmarks/README.md` has its keys).
+    samples: the table of every timed token, with the columns of samples.parquet.
     """
 
     folder: Path
