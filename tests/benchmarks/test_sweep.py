@@ -20,7 +20,7 @@ from tests.profiles import long
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.sweep import sweep as sweeping
-from workbench.benchmarks.sweep.result import COLUMNS
+from workbench.benchmarks.sweep.result import COLUMNS, Sweep
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.report import sweeps
 
@@ -42,7 +42,7 @@ def whole(model, tmp_path_factory):
     return wb.sweep(model, out=tmp_path_factory.mktemp("whole") / "sweep", **CELLS)
 
 
-def alike(one: wb.Sweep, other: wb.Sweep) -> bool:
+def alike(one: Sweep, other: Sweep) -> bool:
     """Whether two sweeps have the same cells, measured equally often."""
     names = [*one.axes, "status", "n", "key", "reason", "toggles", "baseline"]
     a, b = (side.to_frame()[names] for side in (one, other))
@@ -75,7 +75,7 @@ def test_a_row_for_each_cell(whole, model):
 
 
 def test_a_sweep_is_read_again_and_shown(whole):
-    again = wb.Sweep.load(whole.folder)
+    again = Sweep.load(whole.folder)
     pd.testing.assert_frame_equal(again.to_frame(), whole.to_frame())
     assert alike(again, whole) and repr(again) == repr(whole)
     assert alike(wb.load(whole.folder), whole) and alike(
@@ -249,7 +249,7 @@ def test_sigkill_at_any_time_loses_nothing(model, tmp_path, where):
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "it was killed, and had not ended"
     held = {p.name: results.load_run(p) for p in (out / "groups").iterdir() if p.name[0] != "."}
-    part = wb.Sweep.load(out).to_frame()
+    part = Sweep.load(out).to_frame()
     assert part["status"].isin(["missing", "interrupted"]).any() and (part["n"] > 0).any()
     finished = wb.sweep(model, out=out, resume=True, **cells)
     frame = finished.to_frame()
@@ -261,7 +261,7 @@ def test_sigkill_at_any_time_loses_nothing(model, tmp_path, where):
         counted = now.samples.groupby(["arm", "repetition", "token"]).size()
         assert (counted == 1).all(), "nothing counts twice"
     assert sorted(p.name for p in (out / "groups").iterdir() if p.name[0] != ".") == sorted(
-        wb.Sweep.load(out).to_frame()["group"].dropna().unique()
+        Sweep.load(out).to_frame()["group"].dropna().unique()
     )
 
 
@@ -347,7 +347,7 @@ def test_a_damaged_sweep_is_one_line(whole, tmp_path):
     ):  # fmt: skip
         (tmp_path / "sweep.json").write_text(text)
         with pytest.raises(UsageError, match=re.escape(said)) as error:
-            wb.Sweep.load(tmp_path)
+            Sweep.load(tmp_path)
         assert "\n" not in str(error.value)
 
 
