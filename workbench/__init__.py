@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from workbench.model.sampler import Sampling as Sampling
     from workbench.program.commands import Program as Program
     from workbench.report.plot import plot as plot
+    from workbench.trace.diff import diff as diff
     from workbench.trace.profile import Profile as Profile
     from workbench.trace.profile import profile as profile
     from workbench.traffic.served import serve_bench as serve_bench
@@ -44,6 +45,7 @@ _LAZY = {
     "bench": "workbench.benchmarks.llama.bench",
     "check": "workbench.benchmarks.proof",
     "compare": "workbench.benchmarks.compare.compare",
+    "diff": "workbench.trace.diff",
     "kv_visits": "workbench.engine.cache.visits",
     "lab": "workbench.jupyter",
     "load": "workbench.benchmarks.runs.loading",

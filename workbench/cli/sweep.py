@@ -65,6 +65,7 @@ def sweep(
         str | None,
         f.flag("address of a dask.distributed scheduler whose workers have a device each"),
     ] = None,
+    energy: f.EnergyFlag = False,
     output: Annotated[str, f.flag(", ".join(FORMATS), "--output -o")] = "md",
     config: BenchFlags = DEFAULT_BENCH,
     toggles: BenchToggles = DEFAULT_BENCH_TOGGLES,
@@ -88,7 +89,8 @@ def sweep(
         n_depth=None if n_depth is None else numbers("-d", n_depth),
         n_parallel=None if n_parallel is None else numbers("-npl", n_parallel),
         exclude=exclude, repetitions=repetitions, seed=seed, matrix=matrix, out=out, resume=resume,
-        dry_run=dry_run, calibrate=calibrate, scheduler=scheduler, **_settings(config),
+        dry_run=dry_run, calibrate=calibrate, scheduler=scheduler, energy=energy,
+        **_settings(config),
     )  # fmt: skip
     frame = made.to_frame()
     if output == "csv":

@@ -9,6 +9,7 @@
     prof.gaps()               # one row per time in which no kernel ran
     prof.note                 # the source of the spans, and the cost of tracing
     prof.save("t.pftrace.gz")  # opens in Perfetto; t.json.gz: Chrome's JSON
+    wb.Profile.load("t.pftrace.gz")  # and files of torch.profiler and nsys
 
 A traced run shows where time goes. It does not measure throughput, because recording a span costs
 the host about as much as issuing a command. Every table made here carries that note.
@@ -34,12 +35,21 @@ from workbench.common.errors import UsageError
 from workbench.common.framed import Framed
 from workbench.common.nearest import choices
 from workbench.engine import exclusive
-from workbench.trace import analysis, perfetto
+from workbench.trace import analysis, critical, perfetto
 from workbench.trace.cupti import collector as cupti
 from workbench.trace.cupti.collector import CuptiRecorder, Unavailable
 from workbench.trace.cupti.correlate import CALL
+from workbench.trace.imports import files, saved
 from workbench.trace.lanes import nesting_order
-from workbench.trace.spans import CATEGORIES, HOST_LANE, Recorder, Slowdown, Span, Window
+from workbench.trace.spans import (
+    CATEGORIES,
+    HOST_LANE,
+    Recorded,
+    Recorder,
+    Slowdown,
+    Span,
+    Window,
+)
 
 if TYPE_CHECKING:
     from workbench.config import Toggles
@@ -193,10 +203,31 @@ class Profile(Framed):
     about: data about the engine, for the file; the caller may add more.
     """
 
-    def __init__(self, recorder: Recorder, fallback: str = "", about: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        recorder: Recorder | Recorded,
+        fallback: str = "",
+        about: dict[str, Any] | None = None,
+    ):
         self.recorder = recorder
         self._fallback = fallback
         self.about: dict[str, Any] = about or {}
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], step: str | None = None) -> Profile:
+        """Reads a trace file: what `save` wrote, without loss; Chrome's JSON of torch.profiler; or
+        the SQLite file of `nsys export --type sqlite`. All become the same table (`COLUMNS`).
+
+        step: for a foreign file, a regular expression that matches the whole name of a range, or
+            of a call as `cudaGraphLaunch`. Each such range is a step; with a call a step lasts to
+            the next call. None: the ranges that torch.profiler, vLLM or this package make for
+            each step. Without them the trace has no steps. A file of `save` has its own steps.
+
+        Raises UsageError, in one line, for a file that is missing, cut, of an unknown version or
+        of another format, and where nothing matches `step`.
+        """
+        recorded, about = files.read(path, step)
+        return cls(recorded, about=about)
 
     @property
     def timeline(self) -> Timeline:
@@ -204,7 +235,7 @@ class Profile(Framed):
 
     @property
     def collector(self) -> str:
-        return "events" if self.recorder.marks else "cupti"
+        return self.recorder.collector
 
     @property
     def fallback(self) -> str:
@@ -235,7 +266,9 @@ class Profile(Framed):
     @property
     def note(self) -> str:
         """One line: the source of the spans, what they lack, the largest error of the clocks, and
-        the cost of tracing."""
+        the cost of tracing. For a file: its own line."""
+        if self.recorder.source:
+            return self.recorder.source
         parts = [f"device spans from {self.collector}"]
         if self.fallback:
             parts[0] += f" ({self.fallback})"
@@ -273,12 +306,24 @@ class Profile(Framed):
         """A row for each time in which no kernel ran; see `analysis.gaps`."""
         return analysis.gaps(self.to_frame())
 
+    def critical_path(self, step: int | None = None) -> pd.DataFrame:
+        """What bounds each part of a step, from its begin to its end; see
+        `critical.critical_path`."""
+        return critical.critical_path(self.timeline.spans, step)
+
     def save(self, path: str | PathLike[str]) -> int:
         """Writes a trace with model, toggles and commit, and returns its size in bytes. Raises
         UsageError where the file cannot be written. The format
         is Perfetto's, or Chrome's JSON where `path` ends in .json; .gz after either means gzipped.
+        `load` reads both.
         """
-        return perfetto.write(self.timeline.spans, path, self.about | origin(self.note))
+        spans = self.timeline.spans
+        kept = saved.recording(
+            len(spans), self.note, self.collector, self.fallback, self.windows, self.slowdown
+        )
+        # A trace that was loaded says already which commit took it.
+        about = origin(self.note) | self.about | {saved.RECORDING: kept}
+        return perfetto.write(spans, path, about)
 
     def __repr__(self) -> str:
         spans = self.recorder.spans

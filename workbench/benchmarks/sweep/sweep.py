@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.benchmarks.compare.arms import IdleToggles
+from workbench.benchmarks.energy.windows import EnergyAsked
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.sweep.cells import Cell, CellGroup, LeftOut, grouped
 from workbench.benchmarks.sweep.expected import (
@@ -46,6 +47,7 @@ def sweep(
     dry_run: bool = False,
     calibrate: bool = False,
     scheduler: str | None = None,
+    energy: EnergyAsked = False,
     **engine: Any,
 ) -> Sweep:
     """Measures every cell of a matrix: models x tests x depths x sequences x settings x toggles.
@@ -70,6 +72,7 @@ def sweep(
     dry_run: nothing is measured; `Sweep.expected` says how many cells there are and how long they
         take. calibrate: a repetition of each test is timed for that.
     scheduler: the address of a dask.distributed scheduler (`scheduler.py`).
+    energy: count joules a token of every cell, too, as `wb.ab` does.
 
     Interleaved are cells that differ in toggles alone: up to 6 at once on one loaded model, in
     rounds, with the first as the baseline and an A/A control. They have a speedup, a verdict and
@@ -92,7 +95,7 @@ def sweep(
     }  # fmt: skip
     made = _asked(matrix, {name: value for name, value in given.items() if value is not None})
     folder = SweepFolder(out or results.new_run_folder(name="sweep"))
-    under_way = _UnderWay(made, folder, resume)
+    under_way = _UnderWay(made, folder, resume, energy)
     with _workers(scheduler) as workers:
         under_way.look(workers)
         if dry_run:
@@ -127,8 +130,10 @@ def _workers(scheduler: str | None) -> Iterator[Workers | None]:
 class _UnderWay:
     """A sweep while it is measured."""
 
-    def __init__(self, matrix: Matrix, folder: SweepFolder, resume: bool):
-        self.matrix, self.folder = matrix, folder
+    def __init__(
+        self, matrix: Matrix, folder: SweepFolder, resume: bool, energy: EnergyAsked = False
+    ):
+        self.matrix, self.folder, self.energy = matrix, folder, energy
         hashes = {path: model_hash(path) for path in matrix.axes[MODEL]}
         cells, left_out = matrix.cells()
         self.cells: dict[str, Cell] = {}
@@ -150,7 +155,8 @@ class _UnderWay:
         UsageError where the device refuses all."""
         complete = {key for group in self.found if group.complete for key in group.keys}
         ask = {key: cell for key, cell in self.cells.items() if key not in complete}
-        refused = refusals(ask) if workers is None else workers.refusals(ask)
+        asked = workers.refusals if workers is not None else refusals
+        refused = asked(ask, self.energy)
         for key, reason in refused.items():
             self.record.left_out.append(LeftOut(self.cells.pop(key).axes, reason))
             del self.record.cells[key]
@@ -189,7 +195,7 @@ class _UnderWay:
         try:
             measure_group(
                 engines.of(group.cells[0]), group, out, self.matrix.repetitions, self.matrix.seed,
-                self.matrix.varying, resume=out.exists(),
+                self.matrix.varying, resume=out.exists(), energy=self.energy,
             )  # fmt: skip
         except KeyboardInterrupt:
             return False
@@ -205,7 +211,7 @@ class _UnderWay:
             while self.groups:
                 self.record = self.folder.add(self.record, self.groups)
                 for group, one in workers.measured(
-                    list(self.groups), matrix.repetitions, matrix.seed, matrix.varying
+                    list(self.groups), matrix.repetitions, matrix.seed, matrix.varying, self.energy
                 ):
                     if one.error is not None:
                         self._failed(group, one.error)
