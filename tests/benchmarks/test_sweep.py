@@ -298,8 +298,8 @@ def test_the_command_takes_lists_and_a_file(call, model, tmp_path):
     assert status == 0 and not out.exists()
     assert "8 cells: 6 missing, 2 left out; " in text
     assert "6 cells to measure, in 9 repetitions; how long that takes is unknown" in text
-    status, text, err = call(*ask, "-o", "jsonl")
-    rows = [json.loads(line) for line in text.splitlines()]
+    status, text, err = call(*ask, "-o", "json")
+    rows = json.loads(text)
     assert status == 0 and len(rows) == 8 and [row["status"] for row in rows].count("done") == 6
     assert {"test", "n_ubatch", "sync", "tps", "verdict", "reason"} <= set(rows[0])
     assert "sweep: 6 of 6 cells" in err and "tg2 n_ubatch=32 sync=packed: " in err
@@ -323,7 +323,7 @@ def test_the_command_takes_lists_and_a_file(call, model, tmp_path):
     ("--test tg2", "the matrix has no model; give a GGUF file"),
     ("-m MODEL -ub 0", "n_ubatch=0 must be at least 1"), ("-m MODEL -b 8", "n_batch changes no"),
     ("-m MODEL --calibrate", "--calibrate times a dry run; add --dry-run"),
-    ("-m MODEL -o xml", "-o 'xml': choose one of md, csv, json, jsonl"),
+    ("-m MODEL --out rows.csv", "--out rows.csv would be a run folder"),
     ("-m MODEL --exclude sync=packed", "no cell has an axis 'sync' to exclude; choose"),
     ("-m none.gguf", "none.gguf"), ("-m MODEL --sync ,", "toggle sync='' does not exist"),
     ("-m MODEL --resume --out none", "none is no sweep: sweep.json is missing"),
