@@ -64,6 +64,7 @@ def sweep(
         n_ctx is as long as each test needs, unless it is given.
     exclude: cells to leave out, as `"sync=packed n_ubatch=128"` or `{"sync": ["packed"], ...}`.
     repetitions: of every cell; default 5. Below 5 no cell has a verdict.
+    seed: of the random tokens, and of the intervals; default 0.
     matrix: a TOML file with any of these (`read_matrix`); arguments win over the file.
     out: the folder of the sweep; default: a new one in data/runs.
     resume: go on with the sweep in `out`. Finished cells are found by their keys, whatever else the
@@ -80,9 +81,12 @@ def sweep(
     between those may be a drift of the machine.
 
     Cells that cannot be measured (clashing toggles, a value that the device cannot honour, a test
-    that does not fit) are left out; the result lists them with the reason. Ctrl-C keeps what is
-    finished, and the result says so. Raises UsageError for a matrix that is wrong altogether, and
-    ModelFileError for a file that cannot be believed, before anything is measured.
+    that does not fit) are left out; the result lists them with the reason.
+
+    Returns a `Sweep`: `to_frame` has a row for each cell, `pivot` a table of two axes, `plot` a
+    picture. `wb.load(out)` reads it again. Ctrl-C keeps what is finished, and the result says so.
+    Raises UsageError for a matrix that is wrong altogether, and ModelFileError for a file that
+    cannot be believed, before anything is measured.
     """
     given = {
         "models": models, "tests": tests, "toggles": toggles, "sets": sets, "presets": presets,
