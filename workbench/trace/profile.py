@@ -36,7 +36,6 @@ from workbench.engine import exclusive
 from workbench.trace import analysis, critical, perfetto
 from workbench.trace.cupti import collector as cupti
 from workbench.trace.cupti.collector import CuptiRecorder, Unavailable
-from workbench.trace.cupti.correlate import CALL
 from workbench.trace.imports import files, saved
 from workbench.trace.lanes import nesting_order
 from workbench.trace.spans import (
@@ -144,7 +143,7 @@ class Timeline:
             busy = analysis.busy_us(device)
             shape = shapes.get(int(step), {})
             copies, replays = host["category"] == "copy", host["category"] == "replay"
-            commands = host[~host["category"].isin(["step", "split", "build", CALL])]
+            commands = host[host["index"].notna()]
             syncs = commands["category"] == "sync"
             rows.append(
                 {
