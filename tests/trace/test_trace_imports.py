@@ -20,7 +20,7 @@ import workbench as wb
 from tests.profiles import examples
 from tests.trace.test_trace_files import STREAMS, step
 from workbench.common.errors import UsageError
-from workbench.trace import chrome
+from workbench.trace import chrome, perfetto
 from workbench.trace.imports import foreign, kineto
 from workbench.trace.imports.files import is_trace
 from workbench.trace.imports.foreign import Call, Range, Work, short_name
@@ -119,6 +119,17 @@ def test_a_run_comes_back_with_its_tables(engine: Any, tmp_path: Path, name: str
     assert loaded.about["commit"] and loaded.slowdown is not None
     for table in ("summary", "kernels", "phases", "gaps", "critical_path"):
         pd.testing.assert_frame_equal(getattr(loaded, table)(), getattr(prof, table)())
+
+
+def test_a_file_without_a_recording_says_what_it_can(tmp_path: Path) -> None:
+    """As a cell's trace of several engines is saved."""
+    for name in FORMATS[1:3]:
+        about = {"workbench": "0.1.0", "traced": "two engines", "arm": {"device": "embedded"}}
+        perfetto.write(step(0, 0), tmp_path / name, about)
+        loaded = wb.Profile.load(tmp_path / name)
+        assert (loaded.collector, loaded.note) == ("unknown", "two engines")
+        assert loaded.about["arm"] == {"device": "embedded"} and loaded.complete is None
+        assert loaded.timeline.spans == sorted(step(0, 0), key=nesting_order)
 
 
 def saved(path: Path) -> wb.Profile:
@@ -287,6 +298,12 @@ def test_tables_of_a_real_file_fit_its_steps_and_it_can_be_saved(tmp_path: Path,
     for format in FORMATS[1:3]:
         prof.save(tmp_path / format)
         same(wb.Profile.load(tmp_path / format), prof)
+    events = json.loads((tmp_path / "t.json").read_bytes())["traceEvents"]
+    host = [e for e in events if e.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset")]
+    told = [e["args"]["correlation"] for e in host if "correlation" in e.get("args", ())]
+    calls = Counter(told)
+    assert set(calls.values()) <= {1}, "a call is one event, or its work would count twice"
+    assert len(calls) == table[table["category"] == "device"]["index"].nunique()
 
 
 def test_threads_processes_and_devices_have_lanes_of_their_own() -> None:
@@ -456,6 +473,26 @@ def test_our_json_reads_as_kineto_s(loaded: Any, tmp_path: Path, toggles: dict[s
     assert on_host and not any("stream" in e["args"] for e in on_host)
     arrows = {e["name"] for e in content["traceEvents"] if e["ph"] in "sf"}
     assert "ac2g" in arrows and "issue" not in arrows
+
+
+def test_calls_of_the_driver_are_kineto_s_too() -> None:
+    """As CUPTI records them inside a command: only the command's own event has the correlation."""
+    launch = {"index": 3, "step": 0, "on": STREAMS[0], "op": "mul_mat"}
+    call = {"step": 0, "command": 3}
+    made = [
+        Span("q", "launch", HOST_LANE, 0, 9, launch),
+        Span("cuLaunchKernelEx", "call", HOST_LANE, 1, 5, call | {"api": "driver"}),
+        Span("cudaGetDevice", "call", HOST_LANE, 5, 6, call | {"api": "runtime"}),
+        Span("stream synchronize", "call", HOST_LANE, 6, 8, call | {"api": "sync"}),
+        Span("q", "device", STREAMS[0], 10, 20, launch | {"kind": "launch", "kernel": "mmvq"}),
+        Span("x", "launch", HOST_LANE, 20, 30, {"index": 4, "step": 0, "on": "host stream 0"}),
+    ]
+    events = [e for e in json.loads(chrome.encode(made))["traceEvents"] if e["ph"] == "X"]
+    assert [(e["cat"], e["name"], e["args"].get("correlation")) for e in events] == [
+        ("cpu_op", "q", None), ("cuda_runtime", "cudaLaunchKernel", 1),
+        ("cuda_driver", "cuLaunchKernelEx", None), ("cuda_runtime", "cudaGetDevice", None),
+        ("cuda_sync", "stream synchronize", None), ("cpu_op", "x", None), ("kernel", "mmvq", 1),
+    ]  # fmt: skip
 
 
 def test_what_looks_like_a_trace(tmp_path: Path) -> None:
