@@ -76,7 +76,9 @@ class Claim:
 
 
 TOUR, SYNC, REUSE, PLANS = ("00_tour",), ("02_sync_modes",), ("03_graph_reuse",), ("04_plans",)
-STREAMS, MASKED, SERVING = ("05_streams",), ("06_masked_kv",), ("07_batched_serving",)
+GAPS, STREAMS, MASKED, SERVING = (
+    ("01_baseline_gaps",), ("05_streams",), ("06_masked_kv",), ("07_batched_serving",),
+)  # fmt: skip
 
 CLAIMS = (
     # 00
@@ -84,7 +86,7 @@ CLAIMS = (
         "#7456", "agray3, 2024-05-22", QuoteKind.MEASUREMENT,
         "The remaining 10-15% of the time is taken by CPU activities",
         "(of each token's; the rest is the device's graph)",
-        card="A100, H100", model="Llama 2 7B and 13B Q4_K_M", notebooks=TOUR,
+        card="A100, H100", model="Llama 2 7B and 13B Q4_K_M", notebooks=(*TOUR, *GAPS),
     ),
     # 02
     Claim(
@@ -107,7 +109,7 @@ CLAIMS = (
     Claim(
         "#17795", "aendk", QuoteKind.MEASUREMENT, "",
         "20 waits of a token can be removed; each is 0.40 to 0.45 % of it (Windows)",
-        card="RTX Pro 6000 Blackwell", model="gpt-oss 20B", notebooks=SYNC,
+        card="RTX Pro 6000 Blackwell", model="gpt-oss 20B", notebooks=(*SYNC, *GAPS),
     ),
     Claim(
         "#17795", "aendk, 2026-01-13", QuoteKind.GUESS,

@@ -14,11 +14,13 @@ import numpy as np
 import pandas as pd
 
 from workbench.answers import claims
+from workbench.answers import together as adding
+from workbench.answers import waiting as whom
 from workbench.answers.kept import MEASURED
 from workbench.answers.kept import theirs as at_theirs
 from workbench.answers.waits import AFTER, BEFORE, HERE
 from workbench.benchmarks.compare.comparison import AB, background
-from workbench.benchmarks.compare.stats import median_interval
+from workbench.benchmarks.compare.stats import interval, median_interval
 from workbench.benchmarks.runs import results
 from workbench.common.tables import prose_html
 from workbench.config import PlanRule
@@ -124,14 +126,82 @@ def token(traced: Any, comparison: AB) -> Conclusion:
     return concluded(lines, comparison)
 
 
-def launches(layers: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
+def launches(layers: Mapping[str, pd.DataFrame], fused: AB, deferred: AB) -> Conclusion:
     """How many launches a layer needs, and how much fewer launches gain.
 
     layers: by name, a row for each launch of a layer (`launches.nodes_table`).
+    fused, deferred: of `fuse`, and then of `defer_norm`.
     """
     counts = [f"{len(nodes)} {name}" for name, nodes in layers.items()]
     counts[0] = counts[0].replace(" ", " launches ", 1)
-    return concluded([f"A layer takes {listed(counts)}."], *comparisons)
+    gains = (
+        f"{best_arm(one, one.run['tests'][0])} with {name}"
+        for name, one in (("fuse", fused), ("defer_norm after it", deferred))
+    )
+    return concluded([f"A layer takes {listed(counts)}: {listed(gains)}."], fused, deferred)
+
+
+def waiting(
+    waits: pd.DataFrame, found: Mapping[str, Mapping[str, Any]], *comparisons: AB
+) -> Conclusion:
+    """Where the device waits in a token, and for whom, in the baseline and with `best`.
+
+    waits: `waiting.whom`, traced.
+    found: `waiting.parts`, untraced.
+    """
+    said = []
+    for arm, us in waits.iterrows():
+        parts, causes = whom.parts_us(found[str(arm)]), us[list(whom.CAUSES)]
+        share = 1 - parts[whom.RUN] / parts[whom.TOKEN]
+        most = causes.sort_values(ascending=False)
+        said.append(
+            f"in {share:.0%} of a token of {arm} ({time(parts[whom.TOKEN])}), most of it while "
+            f"{most.index[0]} ({most.iloc[0] / causes.sum():.0%} of the waiting in a trace)"
+        )
+    lines = [f"The device waits {'; '.join(said)}."]
+    for arm in waits.index:
+        parts = whom.parts_us(found[str(arm)])
+        lines.append(
+            f"Untraced, a token of {arm} has {time(parts[whom.RUN])} of kernels, "
+            f"{time(parts[whom.BETWEEN])} between them, {time(parts[whom.LOGITS])} from the last "
+            f"kernel to the logits and {time(parts[whom.HOST])} from there to the next kernel."
+        )
+    return concluded(lines, *comparisons)
+
+
+def together(gains: pd.DataFrame) -> Conclusion:
+    """Whether the gains of switches add.
+
+    gains: `together.gains`.
+    """
+    every = gains[gains["kind"] == adding.ALL].iloc[0]
+    verdicts = {
+        adding.MORE: "Together the switches gain more than the product of their gains",
+        adding.LESS: "Together the switches gain less than the product of their gains",
+        adding.AS: "Together the switches gain the product of their gains, as far as can be told",
+    }
+    first = verdicts.get(every["together"], "Whether the gains multiply is not known")
+    lines = [
+        f"{first}: {every['label']} are {_speedup(every)}, the product is {every['product']:.2f}, "
+        f"an interaction of {every['interaction']:.2f} (95% CI "
+        f"{interval(every['inter_low'], every['inter_high'])}; {every['together']})."
+    ]
+    for verdict, words in ((adding.MORE, "need each other"), (adding.LESS, "share a gain")):
+        pairs = gains[(gains["kind"] == adding.PAIR) & (gains["together"] == verdict)]
+        if len(pairs):
+            found = (f"{row.label} ({row.interaction:.2f})" for row in pairs.itertuples())
+            lines.append(f"These pairs {words}: {listed(found)}.")
+    for row in gains[gains["kind"] == adding.ALONE].to_dict("records"):
+        rest = adding.without(gains, row["names"][0])
+        lines.append(
+            f"{row['label']} alone: {_speedup(row)} ({row['verdict']}); added to all others: "
+            f"{every['speedup'] / rest['speedup']:.2f}."
+        )
+    return concluded(lines)
+
+
+def _speedup(row: Mapping[str, Any]) -> str:
+    return f"{row['speedup']:.2f} times as fast (95% CI {interval(row['low'], row['high'])})"
 
 
 def waits(
@@ -305,14 +375,22 @@ def _updates(forced: pd.DataFrame) -> Iterable[str]:
         yield f"Plans where n_kv grows: {listed(said)}."
 
 
-def streams(forks: pd.DataFrame, lifetimes: pd.DataFrame, *comparisons: AB) -> Conclusion:
+def streams(
+    forks: pd.DataFrame, lifetimes: pd.DataFrame, planned: AB, *comparisons: AB
+) -> Conclusion:
     """Whether Q, K and V side by side help, and which tensors may share memory meanwhile.
 
     forks: `branches.forks_table`; lifetimes: `branches.lifetimes_table`.
+    planned: of streams, with a plan of the step: tests of tokens and of prompts.
     """
-    side = forks.set_index("arm")
+    side, tests = forks.set_index("arm"), planned.run["tests"]
     most = side["streams"].idxmax()
+    shown = {test: best_arm(planned, test) for test in tests}
     lines = [
+        against(
+            "05_streams",
+            f"side by side, with plans, {'; '.join(f'{t}: {said}' for t, said in shown.items())}",
+        ),
         f"With {most} a token has {side.loc[most, 'launches beside']} of its launches beside the "
         f"first stream, on {side.loc[most, 'streams']} streams, and "
         f"{side.loc[most, 'waits of streams']} waits between them.",
@@ -326,7 +404,19 @@ def streams(forks: pd.DataFrame, lifetimes: pd.DataFrame, *comparisons: AB) -> C
         lines.append(f"A check of writes against writes misses that of {listed(missed)}.")
     more = rows.loc["visibility", "arena bytes"] - rows.loc["serial", "arena bytes"]
     lines.append(f"An arena that is right takes {more:,} bytes more than the serial one.")
-    return concluded(lines, *comparisons)
+    return concluded(lines, planned, *comparisons)
+
+
+def best_arm(comparison: AB, test: str) -> str:
+    """The verdict on a test, as a share: `9.4 % faster (streams=3)` for the arm that gains most of
+    those that differ, `no difference` where none does."""
+    summary = comparison.summary()
+    rows = summary[(summary["test"] == test) & ~summary["is_control"]]
+    decided = rows[rows["verdict"].isin(DECIDED)]
+    if decided.empty:
+        return listed(dict.fromkeys(rows["verdict"]))
+    best = decided.loc[decided["speedup"].idxmax()]
+    return f"{abs(best['speedup'] - 1):.1%} {best['verdict']} ({best['label']})"
 
 
 def skipping(
@@ -334,50 +424,77 @@ def skipping(
     prompts: pd.DataFrame,
     phases: pd.DataFrame,
     ragged: pd.DataFrame,
-    parts: AB,
-    answers: pd.DataFrame,
+    kernels: pd.DataFrame,
+    compared: Mapping[str, AB],
+    recorded: str,
 ) -> Conclusion:
     """The gain of not reading masked cells, by tokens at once, sequences and depth.
 
     visits: `masked.visits_table`.
     prompts: of `skipped.ubatch_frames`.
-    phases, ragged, answers: `skipped.phase_summary`, `ragged_table`, `answers_table`.
-    parts: of `kv_parts`.
+    phases, kernels: `skipped.phase_summary` of ways, and of kernels of attention.
+    ragged: `skipped.ragged_table`.
+    compared: by name, the comparisons whose answers are counted.
+    recorded: the recorded fit in words; may be empty.
     """
+    most = prompts[prompts["x"] == prompts["x"].max()]
+    ways = ragged.set_index("skip_masked_kv")["speedup"]
     lines = [
-        f"A token of each of {row['tokens']} sequences visits {row['in_loop']} of the blocks with "
-        f"in_loop, {row['classes, gate open']} with classes and {row['tail, gate open']} with tail "
-        f"(kv_cache={row['cache']})."
-        for row in visits.to_dict("records")
-        if row["step"].startswith("a token of")
+        against(
+            "06_masked_kv",
+            f"with tail: {most['x'].iloc[0]:,} tokens of a prompt at once, "
+            f"{_found(most, 'tail')}; prompts of random lengths, {_said_once(ways['tail'])}; "
+            f"tokens of several sequences, "
+            f"{_found(phases[phases['phase'] == 'generated'], 'tail')}",
+        ),
+        *(
+            f"{of['test'].iloc[0]}, {n:,} tokens at once, beside nothing skipped: "
+            f"{_by_verdict(of)}."
+            for n, of in prompts.groupby("x")
+        ),
+        *_by_test(phases, "beside nothing skipped"),
+        *_by_test(kernels, f"beside the kernel {kernels.attrs['baseline']}"),
     ]
     for gate, of in visits.groupby("gate", sort=False):
-        steps = (f"{row.step} ({row.cache}, {row.tokens} tokens)" for row in of.itertuples())
+        steps = (f"{row.step} ({row.cache})" for row in of.itertuples())
         lines.append(f"The gate of #14924 is {gate} to {listed(steps)}.")
-    lines += [
-        f"{of['test'].iloc[0]}, {n:,} tokens at once, beside nothing skipped: {_by_verdict(of)}."
-        for n, of in prompts.groupby("x")
-    ]
-    lines += [
-        f"Generated by {n} sequences of {depth} cells, beside {phases.attrs['baseline']}: "
-        f"{_by_verdict(of)}."
-        for (n, depth), of in phases[
-            (phases["phase"] == "generated") & ~phases["is_control"]
-        ].groupby(["n_seqs", "depth"])
-    ]
-    faster = [f"{row.speedup:.2f} times as fast with {row.way}" for row in ragged.itertuples()]
-    lines.append(
-        f"Prompts of random lengths, {ragged['tokens a prompt'].iloc[0]} tokens in the mean, once "
-        f"each: {listed(faster[1:])}."
-    )
-    exact = answers["answer"].str.contains("bit-equal")
-    alike = "; ".join(f"{n} of {of}" for n, of in _counted(answers[exact]).items())
-    lines.append(f"Logits are bit-equal to the baseline's in so many arms: {alike or 'none'}.")
-    lines += [
-        f"Of {row.comparison}, {row.arms.replace('; ', ', ')} beside {row.baseline}: {row.answer}."
-        for row in answers[~exact].itertuples()
-    ]
-    return concluded(lines, parts)
+    lines.append(f"Answers: {listed(_answers(compared))}.")
+    return concluded([*lines, *filter(None, [recorded])])
+
+
+def _found(rows: pd.DataFrame, label: str) -> str:
+    """The gain of the arm with this label that is largest among verdicts: `21.8% faster`."""
+    own = rows[rows["label"] == label]
+    decided = own[own["verdict"].isin(DECIDED)]
+    if decided.empty:
+        return listed(dict.fromkeys(own["verdict"])) or "not measured"
+    best = decided.loc[decided["speedup"].idxmax()]
+    return f"{abs(best['speedup'] - 1):.1%} {best['verdict']}"
+
+
+def _said_once(speedup: str) -> str:
+    """The speedup of a single run, as `skipped.ragged_table` marks it."""
+    ratio, _, same = speedup.partition(" ")
+    return "no difference" if same else f"{float(ratio):.2f} times as fast, in one run"
+
+
+def _by_test(phases: pd.DataFrame, beside: str) -> Iterable[str]:
+    own = phases[(phases["phase"] == "generated") & ~phases["is_control"]]
+    for (n, depth), of in own.groupby(["n_seqs", "depth"]):
+        yield f"Generated by {n} sequences of {depth} cells, {beside}: {_by_verdict(of)}."
+
+
+def _answers(compared: Mapping[str, AB]) -> Iterable[str]:
+    """How the arms' logits differ from the baseline's: `bit-equal in 8 arms`."""
+    found: dict[str, int] = {}
+    for comparison in compared.values():
+        for arm in comparison.run["arms"][1:]:
+            answer = comparison.answer(arm["name"])
+            if not arm["is_control"] and answer is not None:
+                text = str(answer).partition(" (")[0].partition(": ")[2]
+                found[text] = found.get(text, 0) + 1
+    for text, n in sorted(found.items(), key=lambda item: -item[1]):
+        yield f"{text} in {n} arm{'s' if n > 1 else ''}"
 
 
 def _by_verdict(rows: pd.DataFrame) -> str:
@@ -394,53 +511,44 @@ def _by_verdict(rows: pd.DataFrame) -> str:
     return "; ".join(said)
 
 
-def _counted(answers: pd.DataFrame) -> dict[int, str]:
-    """Comparisons by the number of arms with equal answers: `5: prompts, 64 at once`."""
-    n_arms = answers["arms"].str.count(";") + 1
-    return {
-        int(n): listed(answers["comparison"][n_arms == n])
-        for n in sorted(set(n_arms), reverse=True)
-    }
+def serving(figures: pd.DataFrame, speedups: pd.DataFrame, arrivals: pd.DataFrame) -> Conclusion:
+    """How throughput trades against latency, what of the suspects of #14924 costs it, and how
+    requests that come at once differ from requests that come one by one.
 
-
-def serving(figures: pd.DataFrame, sampling: pd.DataFrame, ways: pd.DataFrame) -> Conclusion:
-    """How throughput trades against latency, by setting and by the way to the engine.
-
-    figures: `loaded.figures_of` with output_throughput, mean_tpot_ms and mean_ttft_ms.
-    sampling, ways: `loaded.sampling_table`, `ways_table`.
+    figures: `loaded.figures_of`.
+    speedups: `loaded.speedups`, of the steady load.
+    arrivals: `loaded.arrivals_table`.
     """
-    lines = []
-    for name, of in figures.groupby("setting", sort=False):
-        of = of.set_index("in_flight").sort_index()
-        few, many = of.iloc[0], of.iloc[-1]
-        lines.append(
-            f"{name}: from {of.index[0]} to {of.index[-1]} in flight {_times(many, few, RATE)} the "
-            f"tokens a second ({few[RATE]:,.0f} to {many[RATE]:,.0f}), for "
-            f"{_times(many, few, TPOT)} the time of a token ({few[TPOT]:.2f} to "
-            f"{many[TPOT]:.2f} ms) and {_times(many, few, TTFT)} the time to the first "
-            f"({few[TTFT]:.1f} to {many[TTFT]:.1f} ms)."
-        )
-    for n, of in figures.groupby("in_flight"):
-        best = of.loc[of[RATE].idxmax()]
-        soon = of.loc[of[TPOT].idxmin()]
-        lines.append(
-            f"At {n} in flight the most tokens a second has {best['setting']} ({best[RATE]:,.0f}), "
-            f"the shortest time of a token {soon['setting']} ({soon[TPOT]:.2f} ms)."
-        )
-    shares = (
-        f"{row['of all the time']} ({row['setting']}, {row['sampling']})"
-        for row in sampling.to_dict("records")
-    )
-    lines.append(f"Choosing tokens takes of all the time: {listed(shares)}.")
-    for n, of in ways.groupby("in flight"):
-        said = (f"{row['of this process']} ({row['way']})" for row in of.to_dict("records")[1:])
-        lines.append(f"Of the tokens a second in this process, {n} in flight: {listed(said)}.")
-    lines.append(ONCE)
+    first = speedups.attrs["first"]
+    of = figures[figures["setting"] == first].set_index("in_flight").sort_index()
+    few, many = of.iloc[0], of.iloc[-1]
+    thread = claims.SERVED_S
+    said = ""
+    if of.index[0] in thread and of.index[-1] in thread:
+        llama, vllm = (thread[of.index[0]][i] / thread[of.index[-1]][i] for i in (0, 1))
+        said = f", in the thread llama.cpp's {llama:.1f} times and vLLM's {vllm:.1f} times"
+    lines = [
+        f"From {of.index[0]} to {of.index[-1]} in flight the tokens a second grow "
+        f"{_times(many, few, RATE)}{said}, for {_times(many, few, TPOT)} the time of a token "
+        f"({few[TPOT]:.2f} to {many[TPOT]:.2f} ms) and {_times(many, few, TTFT)} the time to the "
+        f"first ({few[TTFT]:.1f} to {many[TTFT]:.1f} ms)."
+    ]
+    for row in speedups.to_dict("records"):
+        if row["verdict"] in DECIDED:
+            lines.append(
+                f"{row['setting']} has {row['speedup']:.2f} times the steady tokens a second of "
+                f"{first} (95% CI {interval(row['low'], row['high'])}): {row['verdict']}."
+            )
+    others = speedups[~speedups["verdict"].isin((*DECIDED, "A/A control"))]
+    for verdict, rows in others.groupby("verdict", sort=False):
+        lines.append(f"Beside {first}, {verdict}: {listed(rows['setting'])}.")
+    waits = (f"{row['TTFT ms']:.1f} ms ({row['requests come']})"
+             for row in arrivals.to_dict("records"))  # fmt: skip
+    lines.append(f"Until the first token of a request pass in the mean: {listed(waits)}.")
     return concluded(lines)
 
 
 RATE, TPOT, TTFT = "output_throughput", "mean_tpot_ms", "mean_ttft_ms"
-ONCE = "Each point is one run, so it has no interval: small differences may be none."
 
 
 def _times(many: pd.Series, few: pd.Series, name: str) -> str:
