@@ -14,16 +14,12 @@ import pytest
 import workbench as wb
 from tests.benchmarks.made_runs import comparison
 from workbench.answers import (
-    annotated,
     branches,
     conclusions,
     fitted,
-    kept,
     launches,
     loaded,
     masked,
-    planned,
-    proofs,
     skipped,
     together,
 )
@@ -31,13 +27,7 @@ from workbench.answers.conclusions import effects
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import speedup
 from workbench.benchmarks.runs import results
-from workbench.benchmarks.runs.results import load_run
-from workbench.benchmarks.times.gaps import Gaps
-from workbench.benchmarks.times.token_parts import PARTS
-from workbench.engine.programs import WAYS
 from workbench.report import plots
-from workbench.trace.profile import Timeline
-from workbench.trace.spans import HOST_LANE, Span
 from workbench.traffic.bench import ServedRow, load_served
 from workbench.traffic.load import Arrivals
 
@@ -76,65 +66,6 @@ def null(tiny_model):
 def engine(tiny_model):
     with tiny(tiny_model, "embedded", n_ctx=4096, n_seqs=8, n_ubatch=256) as opened:
         yield opened
-
-
-def test_ways_differ_in_their_stores_and_what_tells_them(null):
-    table, n = kept.ways_table(null).set_index("graph_reuse"), 2 * null.model.n_layer
-    keys = "attn_inp_k_idxs, attn_inp_v_idxs"
-    assert {way: tuple(row) for way, row in table.iloc[:, :4].iterrows()} == {
-        "rebuild": (f"{n} set_rows", keys, 0, 6),
-        "patch_pointers": (f"{n} copy_to_view", "their address", n, 4),
-        "pointer_table": (f"{n} copy_by_table", "inp_store_table", 0, 5),
-        "set_rows": (f"{n} set_rows", keys, 0, 6),
-    }
-    assert list(table.index) == list(WAYS)
-
-
-def test_each_input_answers_for_itself(null):
-    table = kept.inputs_table(null.program()).set_index("input")
-    assert set(table["the next token"]) == {"yes"}
-    refusing = {
-        "n_kv grows": {"attn_inp_kq_mask"}, "two outputs": {"inp_out_ids"},
-        "two tokens": set(table.index) - {"inp_out_ids"},
-    }  # fmt: skip
-    for step, names in refusing.items():
-        assert set(table.index[table[step] == "no"]) == names
-
-
-def test_a_plan_of_a_step_is_one_call(planning):
-    table = planned.calls_table(planning, ARMS).set_index("arm")
-    assert list(table["pattern"]) == ["h ag", "h ap", "h p", "h p"]
-    nodes = table.loc["off", "nodes"]
-    assert list(table["nodes"]) == [nodes, nodes, nodes, nodes - 1], "direct results spare a copy"
-    assert list(table["calls"]) == [nodes, 3, 1, 1]
-    assert set(table["values written"]) == {6} and set(table["waits"]) == {1}
-    proof = proofs.proof_table(proofs.of_arms(planning, ARMS))
-    assert set(proof["races"]) == {"none"}, "as eager ones"
-
-
-def test_what_forces_a_capture_and_what_an_update(planning):
-    made = planned.made_table(planning, planned.forcing(ARMS["a split"]), 40).set_index("arm")
-    for arm, captured, updated in (
-        ("ours with set_rows", 3, 0), ("ours with pointer_table", 3, 0),
-        ("ours with patch_pointers", 3, 37), ("pr with set_rows", 1, 2),
-    ):  # fmt: skip
-        assert made.loc[arm, ["captured", "updated"]].tolist() == [captured, updated], arm
-    assert made.loc["today with set_rows", "part by part"] == 3
-    assert (made["replayed"] + made["part by part"] == 40).all()
-    assert math.isnan(made.loc["ours with set_rows", "update us"])
-
-
-def test_when_captures_are_repaid_follows_from_each_round():
-    def of(token: list[float], ns: int | None) -> dict:
-        plans = {"plans_captured": 1, "plans_capture_ns": ns, "plans_instantiate_ns": 0}
-        return {"counters": plans if ns else {}, "calls": 1} | dict.fromkeys(PARTS, token)
-
-    parts = {"off": of([100, 200, 300], None), "a split": of([90, 190, 290], 95_000),
-             "a step": of([110, 210, 310], 9), "direct": of([90, 200, 310], 9)}  # fmt: skip
-    gap = planned.gap_table(parts, ARMS).set_index("arm")
-    assert gap["repaid after tokens"].tolist() == ["", "10", "never", "not known"]
-    assert gap.loc["a split", "saved us"] == 10
-    assert kept.speedup(100, 50) == 1.5 and kept.build_us(100, 1.5) == 50
 
 
 @pytest.mark.long
@@ -403,7 +334,10 @@ def said_of(*runs: AB) -> list[str]:
 def outputs(notebook: str) -> list[str]:
     """What cells of the committed notebook show as text; its answer is the last."""
     cells = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
-    assert "conclusions." in "".join(cells[-1]["source"])
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert "conclusions." in "".join(code[-1]["source"])
+    if not code[-1]["outputs"]:
+        pytest.skip(f"{notebook} is not recorded: tests/notebooks/test_notebooks.py says so")
     shown = [o for cell in cells for o in cell.get("outputs", ())]
     return ["".join(o.get("data", {}).get("text/plain", "")) for o in shown]
 
@@ -423,19 +357,6 @@ def test_effects_are_said_of_all_arms_but_the_control():
     ]
     shown = conclusions.Conclusion("one `h s` < two\nthree")._repr_html_()
     assert shown == '<p class="wb-answer">one <code>h s</code> &lt; two<br>three</p>'
-
-
-def test_a_token():
-    found = ab("tour")
-    steps = pd.DataFrame({
-        "launches": [53], "copies": [7], "waits": [13], "step_us": [3100.0], "build_us": [1780.0],
-        "host_us": [444.0], "wait_us": [52.7], "device_us": [746.0], "idle_us": [float("nan")],
-    })  # fmt: skip
-    made, committed = conclusions.token(steps, found).splitlines(), answer("00_tour")
-    assert "takes the host 3.10 ms: 1.78 ms to build the program, 444 us to issue it" in made[1]
-    assert "The device works 746 us of that. It stands still unknown" in made[2]
-    assert committed[0].partition("; ")[2] == made[0].partition("; ")[2]
-    assert committed[3:] == made[3:] == said_of(found)
 
 
 def test_launches_of_a_layer(tiny_model):
@@ -479,74 +400,6 @@ def test_launches_are_answered_by_the_runs_beside_them():
     gains = [conclusions.best_arm(run, run.run["tests"][0]) for run in runs]
     end = f"{gains[0]} with fuse and {gains[1]} with defer_norm after it."
     assert said[0].startswith("A layer takes ") and said[0].endswith(end)
-
-
-@pytest.mark.long
-def test_which_waits(tiny_model):
-    with tiny(tiny_model, "null", n_ubatch=16, unsafe=True) as prover:
-        decode = proofs.proof_table(proofs.cycles(prover))
-        train = proofs.proof_table(proofs.cycles(prover, 48, "train"))
-    run, runs = load_run(RUNS / "notebook-gaps"), (ab("sync-off"), ab("sync-on"))
-    made = conclusions.waits(decode, train, Gaps(run.run, run.samples), *runs).splitlines()
-    assert answer("02_sync_modes") == made
-
-
-def test_what_building_costs(null):
-    off, on, steps = ab("reuse-off"), ab("reuse-on"), kept.reuse_table(null)
-    names, worth = wb.Toggles.members("redo"), kept.worth_table(on)
-    layers = kept.layers_table({name: ab(name.replace("_", "-")) for name in names})
-    tables = {"phases": kept.phases_table(off), "steps": steps, "layers": layers, "worth": worth}
-    quoted = "Verdict on #8366, at llama.cpp's build time: 1.01."
-    made = conclusions.reuse(tables, quoted, off, on).splitlines()
-    own = worth.set_index("whose").loc[kept.OWN, "a build costs, us"]
-    phases = kept.phases_us(on.run["arms"][0]["counters"])
-    wanted = ("graph", "fuse", "split", "layout", "lower", "prepare")
-    assert own == pytest.approx(sum(phases[phase] for phase in wanted))
-    committed = [line for line in answer("03_graph_reuse") if not line.startswith("Verdict")]
-    assert made[:6] + made[7:] == committed and made[6] == quoted
-
-
-def test_when_plans_repay_themselves():
-    """Of tables made up, of two tokens of 100 us; and of the runs."""
-    found, arms, nan = ab("plans-on"), ["off", "a split", "a step"], float("nan")
-    made = {"arm": "ours", "tokens": 24, "captured": 2, "twinned": 0, "updated": 0,
-            "capture us": 40.0, "instantiate us": 60.0, "update us": 17.25}  # fmt: skip
-    some = pd.DataFrame([made])
-    for us, verdict, after in ((4.0, "faster", "50"), (-4.0, "slower", "never"),
-                               (4.0, "no difference", "not known")):  # fmt: skip
-        ours = {"arm": "ours", "is_control": False, "tps_baseline": 1e4, "verdict": verdict,
-                "tps_toggled": 1e6 / (100 - us)}  # fmt: skip
-        found.summary = lambda ours=ours: pd.DataFrame([ours])
-        repaid = planned.repaid_table(some, found)
-        row = repaid[["us for captures", "repaid after tokens"]]
-        assert row.to_numpy().tolist() == [[200.0, after]]
-    gap = {"arm": arms, "gap us": [40.31, 35.0, 29.0], "saved us": [nan, 1.0, 10.0],
-           "95% CI": ["", "-1.0..2.0", "9.0..11.0"], "captures us": [nan, 99.0, 200.0],
-           "repaid after tokens": ["", "not known", "20"]}  # fmt: skip
-    tables = {
-        "calls": pd.DataFrame({"arm": arms[::2], "nodes": [54, 54], "calls": [54, 1]}),
-        "made": some, "repaid": repaid, "gap": pd.DataFrame(gap),
-        "forced": pd.DataFrame([made, made | {"arm": "patch_pointers", "updated": 23}]),
-        "proof": pd.DataFrame({"ordering": arms, "races": ["none", "none", 3], "because": ""}),
-    }  # fmt: skip
-    assert (
-        conclusions.plans(tables)
-        == """\
-By the device's clock captures are repaid after so many tokens: 20 (a step).
-The device is given 54 kernels and copies a token; calls of the host for them: 54 (off) and 1 \
-(a step).
-plans=ours captures 2 in 24 tokens, which takes 200 us in all. The comparison does not tell when \
-that is repaid, as it shows no difference.
-patch_pointers updates its plan for 23 of 24 tokens, 17.2 us each.
-Plans where n_kv grows: 2 captured and 0 updated (ours).
-Between the kernels of two tokens are 40.3 us (off), 35.0 us (a split) and 29.0 us (a step).
-By the device's clock a token is no shorter for sure with a split (95% CI -1.0..2.0).
-By the device's clock a token is 10.0 us shorter with a step (95% CI 9.0..11.0); its captures took \
-200 us, repaid after 20 tokens.
-These race: a step."""
-    )
-    sentences = said_of(ab("plans-off"), ab("plans-on"))
-    assert answer("04_plans")[-len(sentences) :] == sentences
 
 
 def test_whether_streams_help(tiny_model):
@@ -647,28 +500,3 @@ def test_waiting_and_gains_are_answered_by_the_runs_beside_them():
              if changes in {arm["name"] for arm in found.run["arms"]}}  # fmt: skip
     gains = together.gains(found, alone)
     assert answer("09_together") == conclusions.together(gains).splitlines()
-
-
-def test_phases_of_a_token():
-    def host(category: str, start: int, end: int, **more: object) -> Span:
-        return Span(category, category, HOST_LANE, start * 1000, end * 1000, {"step": 8, **more})
-
-    device = {"step": 8, "kind": "launch", "split": 1}
-    spans = [
-        host("step", 0, 100), host("build", 0, 20), host("write", 20, 22, split=0),
-        host("launch", 22, 24, split=0), host("copy", 25, 30, split=1),
-        host("sync", 30, 34, split=1), host("launch", 40, 44, split=1),
-        host("launch", 50, 54, split=1), host("build", 56, 58), host("sync", 60, 90, split=1),
-        host("read", 90, 95, split=1),
-        Span("a", "device", "cuda stream 0", 45_000, 80_000, device),
-    ]  # fmt: skip
-    frame = Timeline(spans).to_frame()
-    assert [(p.what, p.start_us, p.end_us) for p in annotated.phases(frame)] == [
-        ("the host makes batch, graph and program", 0, 20), ("inputs go to the device", 20, 34),
-        ("the host launches", 40, 54), ("the device computes", 45, 80),
-        ("the host waits for the logits", 60, 95),
-    ]  # fmt: skip
-    texts = {t.get_text() for t in annotated.token(frame).axes[0].texts}
-    assert "5  the host waits for the logits: 35 us" in texts
-    with pytest.raises(ValueError, match="no step"):
-        annotated.token(frame.iloc[:0])

@@ -45,10 +45,11 @@ ARRIVING = [loaded.slug(name) for name in (loaded.ONE_BY_ONE, loaded.AT_ONCE)]
 MADE = {
     "00_tour": ["tour"],
     "01_baseline_gaps": ["waiting"],
-    "02_sync_modes": ["gaps", "sync-off", "sync-on"],
-    "03_graph_reuse": ["reuse-off", "reuse-on",
-                       *(name.replace("_", "-") for name in wb.Toggles.members("redo"))],
-    "04_plans": ["plans-off", "plans-on"],
+    "02_sync_modes": ["gaps", "sync-on"],
+    "03_graph_reuse": [
+        "reuse-on", *(name.replace("_", "-") for name in wb.Toggles.members("redo")),
+    ],
+    "04_plans": ["plans-half", "plans-on"],
     "05_streams": ["streams-off", "streams-on", "streams-fused"],
     "06_masked_kv": [
         *(f"prompts-in-{part}" for part in (16, 4, 1)), "side-by-side",

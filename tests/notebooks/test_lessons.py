@@ -13,11 +13,10 @@ import pytest
 from workbench.answers import claims
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
-LESSONS = (
-    "01_baseline_gaps", "05_streams", "06_masked_kv", "07_batched_serving", "09_together",
-    "10_fusion",
-)  # fmt: skip
-MOST_CODE, MOST_ROWS, MOST_COLUMNS, LEAST_EXERCISES = 10, 7, 6, 2
+LESSONS = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+MOST_CODE, MOST_ROWS, MOST_COLUMNS, LEAST_EXERCISES, MOST_LANES = 10, 7, 6, 2, 4
+DRAWN = re.compile(r"<Picture size .* with (\d+) Axes>")
+QUOTE = re.compile(r'"([^"\n]{12,})"')
 FOLDED = re.compile(r"<details><summary>Answer</summary>\n\n.+?\n\n</details>", re.S)
 
 
@@ -64,6 +63,10 @@ def test_it_is_a_lesson(name):
         shown = [out.data.get("text/html", "") for out in cell.outputs if "data" in out]
         for rows, columns in (size for html in shown for size in sizes(html)):
             assert rows <= MOST_ROWS and columns <= MOST_COLUMNS, (cell.source, rows, columns)
+        if "timeline" in cell.source:
+            said = [out.data.get("text/plain", "") for out in cell.outputs if "data" in out]
+            stacked = [int(n) for text in said for n in DRAWN.findall(text)]
+            assert all(n <= MOST_LANES for n in stacked), (cell.source, stacked)
 
 
 def test_a_table_s_size_is_read():

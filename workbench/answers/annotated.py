@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import pandas as pd
 from matplotlib.figure import Figure
 
+from workbench.common.tables import Table
 from workbench.report.style import FONT, INK
 from workbench.report.timelines import timeline
 from workbench.trace.spans import HOST_LANE
 
 ROW = 0.42  # height of a bracket's row, in lanes
 WIDE = 0.35  # of the picture: the text of a wider bracket stands on it
+COUNTED = ("launches", "copies", "waits", "step_us", "device_us")  # of a step, in a table
 HALF = 0.55  # of the picture: the text of a bracket that ends later stands on the left
 
 
@@ -53,6 +55,14 @@ def phases(step: pd.DataFrame) -> list[Phase]:
         _phase("the host waits for the logits", back),
     ]
     return sorted((phase for phase in found if phase is not None), key=lambda p: p.start_us)
+
+
+def counts_table(traced: Any) -> Table:
+    """A row for each step of a profile: what the host issues, and us of the host and the device.
+    traced: a profile, or its `summary()`."""
+    steps = traced if isinstance(traced, pd.DataFrame) else traced.summary()
+    few = steps[[*COUNTED]].rename(columns={"step_us": "host us", "device_us": "device us"})
+    return Table(few.reset_index()).shown(digits={"host us": 0, "device us": 0})
 
 
 def token(traced: Any, step: int | None = None, title: str | None = None) -> Figure:

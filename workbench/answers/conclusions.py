@@ -94,11 +94,13 @@ def gained(comparison: AB, arm: str) -> str:
     if isinstance(row, pd.DataFrame):
         row = row.iloc[0]
     value, low, high = (100 * (row[name] - 1) for name in ("speedup", "low", "high"))
+    if not np.isfinite(low):
+        return "too few repetitions to tell"
     told = (
         f"{abs(value):.1f} % {'more' if value >= 0 else 'fewer'} tokens a second (95% CI "
         f"{low:.1f}..{high:.1f} %)"
     )
-    return told if row["verdict"] in DECIDED else f"{row['verdict']}, {told}"
+    return told if row["verdict"] in DECIDED else f"{row['verdict']} ({told})"
 
 
 def token(traced: Any, comparison: AB) -> Conclusion:
@@ -221,13 +223,12 @@ def waits(
     rows, table = proved["decode"].set_index("ordering"), gaps.table().set_index("arm")
     own, one = (rows.loc[f"per_copy, {stream}"] for stream in ("own", "compute"))
     here = worth[worth["where"] == HERE].iloc[-1]
-    shorter, low, high = median_interval(gaps.less(BEFORE, AFTER, next(iter(gaps.fits))))
     lines = [
         against(
             "02_sync_modes",
-            f"{AFTER} makes the gap between tokens {shorter:.1f} us shorter (95% CI {low:.1f}.."
-            f"{high:.1f}), beside a token of {time(here['a token, us'])} of {here['model']}; end "
-            f"to end: {gained(comparison, AFTER)}",
+            f"with {AFTER} the gap between tokens is {_shorter(gaps)}, beside a token of "
+            f"{time(here['a token, us'])} of {here['model']}; end to end: "
+            f"{gained(comparison, AFTER)}",
         ),
         f"Of llama.cpp's {own['waits']} waits between tokens, {own['superfluous']} are superfluous "
         f"with copies on a stream of their own, and {one['superfluous']} with one stream.",
@@ -242,6 +243,14 @@ def waits(
     for when, run in (("Between tokens", "decode"), ("Between ubatches of a prompt", "train")):
         lines += _proved(proved[run], when)
     return concluded([*lines, _seen(wrong)], comparison)
+
+
+def _shorter(gaps: Gaps) -> str:
+    """How much shorter the gap is with AFTER than with BEFORE; not for sure where its interval
+    holds 0."""
+    us, low, high = median_interval(gaps.less(BEFORE, AFTER, next(iter(gaps.fits))))
+    said = f"{abs(us):.1f} us {'shorter' if us >= 0 else 'longer'} (95% CI {low:.1f}..{high:.1f})"
+    return said if low > 0 or high < 0 else f"not shorter for sure: {said}"
 
 
 def _seen(wrong: pd.DataFrame) -> str:
@@ -322,8 +331,8 @@ def plans(planned: Mapping[str, pd.DataFrame], half: AB, whole: AB) -> Conclusio
     lines = [
         against(
             "04_plans",
-            f"{gained(half, PR)} with half of the layers on the host, and {gained(whole, PR)} with "
-            f"none there (plans={PR})",
+            f"plans={PR} has {gained(half, PR)} with half of the layers on the host; with none "
+            f"there: {gained(whole, PR)}",
         ),
         _by_the_clock(gap["repaid after tokens"]),
         f"The device is given {calls['nodes'].iloc[0]} kernels and copies a token; calls of the "

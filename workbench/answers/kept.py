@@ -179,7 +179,7 @@ def worth_table(comparison: AB) -> pd.DataFrame:
     own_us = own_build_us(comparison.run["arms"][0])
     claim = claims.verdict(NOTEBOOK)
     rows: list[tuple[str, float, float]]
-    rows = [("", us, speedup(token_us, us)) for us in FEW_BUILD_US]
+    rows = [("some engine's", us, speedup(token_us, us)) for us in FEW_BUILD_US]
     rows += [
         (f"{gain - 1:.0%} in the thread of {claim.thread}", build_us(token_us, gain), gain)
         for gain in (claim.low, claim.high)
