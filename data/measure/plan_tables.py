@@ -19,7 +19,7 @@ from data.measure.recorded import Arms, Recorded, Toggled, model_of, spread, tit
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
 from workbench import config
-from workbench.answers import kept
+from workbench.answers import claims, kept
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import FASTER, SLOWER
 from workbench.benchmarks.times.token_parts import medians_us
@@ -390,6 +390,7 @@ BLOCKS: dict[str, list[Part]] = {
 
 
 REDO, WAYS = "redo", "graph_reuse"
+CLAIMED = claims.verdict("03_graph_reuse")
 REBUILD, KEPT = config.GraphReuse.REBUILD.value, config.GraphReuse.SET_ROWS.value
 
 
@@ -477,7 +478,7 @@ def verdicts(recorded: Recorded) -> Iterator[Line]:
     """A line for each model: the speedup by the time of a build, at llama.cpp's build, and at this
     engine's."""
     for one in worths(recorded):
-        low, high = (kept.build_us(one.us, claim) for claim in kept.CLAIMED)
+        low, high = (kept.build_us(one.us, gain) for gain in (CLAIMED.low, CLAIMED.high))
         of = one.theirs
         yield Line(
             {"Model": one.model, "us a token": f"{one.us:.0f}"}
@@ -485,7 +486,7 @@ def verdicts(recorded: Recorded) -> Iterator[Line]:
             | {
                 "llama.cpp's build, us": f"{of.us:.0f} ({of.low:.0f}..{of.high:.0f})" if of else "",
                 "at llama.cpp's": one.said(of) if of else "",
-                "3 to 7 % is a build of": f"{low:.0f} to {high:.0f} us",
+                f"{CLAIMED.gain} is a build of": f"{low:.0f} to {high:.0f} us",
                 "this engine's build, us": f"{one.own_us:.0f}",
                 "at this engine's": f"{one.ratio(one.own_us):.2f}",
                 "measured here (Python)": one.own,
@@ -507,13 +508,15 @@ def verdict(recorded: Recorded) -> str:
         return (
             "Verdict on #8366, at llama.cpp's build time (what its reuse switch saves on the same "
             f"files and card, with all that a new graph entails): {'; '.join(said)}. Its thread "
-            "had 3 to 7 %. This engine's ratio is the price of its Python."
+            f"had {CLAIMED.gain}. This engine's ratio is the price of its Python."
         )
-    lows, highs = ([kept.build_us(one.us, c) for one in found] for c in kept.CLAIMED)
+    lows, highs = (
+        [kept.build_us(one.us, gain) for one in found] for gain in (CLAIMED.low, CLAIMED.high)
+    )
     return (
         "Verdict on #8366, at llama.cpp's build time: its own was not measured on this card. Its "
-        f"thread has 3 to 7 %, which here would be a build of {min(lows):.0f} to {max(highs):.0f} "
-        "us. This engine's ratio is the price of its Python."
+        f"thread has {CLAIMED.gain}, which here would be a build of {min(lows):.0f} to "
+        f"{max(highs):.0f} us. This engine's ratio is the price of its Python."
     )
 
 

@@ -51,7 +51,7 @@ N_UBATCH = 8
 WHAT = (
     "A llama of two layers; decode: one token after the other, each with its logits; train: "
     "prompts of three ubatches with `step_wait=outputs`, of which the last has logits. Waits: of "
-    "the host and of streams. A race is shown by its first pair."
+    "the host; those of streams for events stand apart. A race is shown by its first pair."
 )
 LONG = 6  # ubatches: more than a ring has entries, so that every entry comes again
 OF_SOURCES = (

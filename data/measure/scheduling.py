@@ -14,13 +14,17 @@ from data.measure.matrix import CPU_STEP, MODES, Row
 from data.measure.racing import RACES
 from data.measure.recorded import Recorded, model_of
 from data.measure.tables import Line, Part, Table
+from workbench.answers import waits
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import FASTER, SLOWER, aa_band, speedup, verdict
+from workbench.benchmarks.runs import results
 from workbench.benchmarks.times.gaps import CONTROL, DIFFERENCES, Difference, Fit, Gaps
-from workbench.config import SyncMode
+from workbench.config import CopyStream, SyncMode
 
 BASE, MERGED = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value
 OTHERS = [mode for mode in MODES if mode not in (BASE, MERGED)]
+# the run whose wait stands beside tokens, and the runs of tokens, of the same device
+WAITED, DECODED = "gaps-on-llama-3.2-1b-f16", ("llama-3.2-1b-bf16", "llama-3-8b-q4_0")
 BACKGROUNDS = {"kept": "programs kept", "all": "all on"}
 
 
@@ -168,6 +172,24 @@ def by_median_token(recorded: Recorded) -> Iterator[Line]:
         yield Line(where | cells, [ab])
 
 
+def beside_tokens(recorded: Recorded) -> str:
+    """A sentence with the cost of one wait and tokens of the same device (`waits.said`); empty
+    where they were not measured on one device."""
+    run = recorded.run(WAITED)
+    if run is None:
+        return ""
+    device = run.run["engine"]["device_description"]
+    tokens = dict[str, float]()
+    for name in DECODED:
+        found = recorded.run(f"decode-{name}")
+        if found is not None and found.run["engine"]["device_description"] == device:
+            times = results.percentiles(found.samples).set_index("test")["p50_us"]
+            (us,) = times[times.index.str.startswith("tg")]
+            tokens[model_of(found.run)] = float(us)
+    fit = Gaps(run.run, run.samples).fits[CopyStream.OWN.value]
+    return waits.said(waits.RecordedWait(device, fit.wait_us, tokens)) if tokens else ""
+
+
 def _bold(ratio: float, judged: str) -> str:
     return f"**{ratio:.3f}**" if judged in (FASTER, SLOWER) else f"{ratio:.3f}"
 
@@ -202,6 +224,7 @@ BLOCKS: dict[str, list[Part]] = {
         "What goes from mode to mode, us (95 % interval), within a round:",
         Table("", differences),
         from_row_to_row,
+        beside_tokens,
         "What each mode issues for a token (of the bytes all but some kilobytes are logits):",
         Table("", issued),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tests.profiles import long
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.sweep import sweep as sweeping
+from workbench.benchmarks.sweep.result import COLUMNS
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.report import sweeps
 
@@ -76,6 +78,10 @@ def test_a_sweep_is_read_again_and_shown(whole):
     again = wb.Sweep.load(whole.folder)
     pd.testing.assert_frame_equal(again.to_frame(), whole.to_frame())
     assert alike(again, whole) and repr(again) == repr(whole)
+    assert alike(wb.load(whole.folder), whole) and alike(
+        wb.load(whole.folder / "sweep.json"), whole
+    )
+    assert len(pd.read_csv(whole.to_csv(whole.folder / "all.csv"))) == 12
     assert "9 done, 3 left out" in whole.summary and "3 left out: toggles " in whole.summary
     assert "<table>" in whole._repr_html_() and "clash" in whole._repr_html_()
     table = whole.pivot(["test", "redo_build"], "graph_reuse")
@@ -87,7 +93,7 @@ def test_a_sweep_is_read_again_and_shown(whole):
     assert table.isna().sum().sum() == 3, "what is left out has no value"
     with pytest.raises(UsageError, match="several cells have the same test, graph_reuse; give"):
         whole.pivot("test", "graph_reuse")
-    with pytest.raises(UsageError, match="column 'tpss' does not exist"):
+    with pytest.raises(UsageError, match="column 'tpss' does not exist; did you mean tps"):
         whole.pivot("test", "graph_reuse", values="tpss")
 
 
@@ -105,6 +111,8 @@ def test_a_picture_of_a_sweep(whole):
         assert sorted(drawn) == sorted(frame[frame["test"] == test]["tps"].dropna())
     fig = sweeps.sweep(frame, "graph_reuse", "speedup", by="redo_build", panels="test")
     assert fig.axes[-1].get_xlabel() == "graph_reuse" and fig._repr_png_()[0][:4] == b"\x89PNG"
+    assert len(wb.plot(whole).axes) == len(whole.plot(x="redo_build").axes) == 3
+    assert len(wb.plot(frame, panels="graph_reuse").axes) == 2
     with pytest.raises(UsageError, match="column 'x' does not exist"):
         sweeps.sweep(frame, "x")
     with pytest.raises(UsageError, match="no cell has tps"):
@@ -174,6 +182,24 @@ def test_what_a_device_refuses_is_left_out(model, tmp_path):
     assert same.to_frame()["reason"].tolist()[1].startswith("the same toggles as in ")
 
 
+def test_cells_that_do_what_their_baseline_does_are_told(model, tmp_path):
+    """All of a group: left out, and the baseline measured alone. Some of a group: with a reason."""
+    ask = {"presets": "baseline", "device": "embedded", "repetitions": 1}
+    made = wb.sweep(
+        model, "tg2", toggles={"plan_scope": ["split", "step"]}, out=tmp_path / "s", **ask
+    )
+    frame = made.to_frame()
+    assert frame["status"].tolist() == ["done", "left out"]
+    assert "changes nothing while plans=off" in frame["reason"][1]
+    assert results.runs(made.folder)["kind"].tolist() == ["bench"]
+    made = wb.sweep(
+        model, "tg2", toggles={"sync": ["per_copy", "packed"], "fork": ["qkv", "any"]},
+        out=tmp_path / "t", **ask,
+    )  # fmt: skip
+    reasons = made.to_frame().set_index(["sync", "fork"])["reason"]
+    assert "streams=1" in reasons["per_copy", "any"] and reasons["packed", "any"] == ""
+
+
 @pytest.mark.parametrize("after", [long(0), 1, long(2)])
 def test_ctrl_c_after_any_group_loses_nothing(model, whole, tmp_path, monkeypatch, after):
     measure, out, begun = sweeping.measure_group, tmp_path / "s", []
@@ -215,7 +241,8 @@ def test_sigkill_at_any_time_loses_nothing(model, tmp_path, where):
     process = subprocess.Popen([sys.executable, "-c", RUN, model, out, json.dumps(cells)])
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        known = results.runs(out) if out.exists() else pd.DataFrame({"status": []})
+        known = [name for name in os.listdir(out / "groups") if name[0] != "."] if (
+            out / "groups").exists() else []  # fmt: skip
         if len(known) > (where == "after a group") or process.poll() is not None:
             break
         time.sleep(0.01)
@@ -223,7 +250,7 @@ def test_sigkill_at_any_time_loses_nothing(model, tmp_path, where):
     assert process.wait() == -signal.SIGKILL, "it was killed, and had not ended"
     held = {p.name: results.load_run(p) for p in (out / "groups").iterdir() if p.name[0] != "."}
     part = wb.Sweep.load(out).to_frame()
-    assert (part["status"] == "missing").any() and (part["n"] > 0).any()
+    assert part["status"].isin(["missing", "interrupted"]).any() and (part["n"] > 0).any()
     finished = wb.sweep(model, out=out, resume=True, **cells)
     frame = finished.to_frame()
     assert (frame["status"] != "left out").sum() == frame["key"].nunique() == 6
@@ -297,7 +324,7 @@ def test_the_command_takes_lists_and_a_file(call, model, tmp_path):
     ("-m MODEL -ub 0", "n_ubatch=0 must be at least 1"), ("-m MODEL -b 8", "n_batch changes no"),
     ("-m MODEL --calibrate", "--calibrate times a dry run; add --dry-run"),
     ("-m MODEL -o xml", "-o 'xml': choose one of md, csv, json, jsonl"),
-    ("-m MODEL --exclude sync=packed", "exclusion of axis 'sync': no such axis here; choose"),
+    ("-m MODEL --exclude sync=packed", "no cell has an axis 'sync' to exclude; choose"),
     ("-m none.gguf", "none.gguf"), ("-m MODEL --sync ,", "toggle sync='' does not exist"),
     ("-m MODEL --resume --out none", "none is no sweep: sweep.json is missing"),
     ("-m MODEL --scheduler tcp://127.0.0.1:1", "no scheduler answers at 'tcp://127.0.0.1:1'"),
@@ -375,3 +402,33 @@ def test_a_scheduler_whose_workers_have_no_device_is_refused(model, tmp_path):
     ):
         wb.sweep(model, "tg2", out=tmp_path / "s", scheduler=cluster.scheduler_address)
     assert not (tmp_path / "s").exists()
+
+
+# the page -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_the_page_works_to_the_letter(call, model, tmp_path, monkeypatch):
+    """The commands and the Python of the README, in an empty folder with the tiny model."""
+    page = (Path(sweeping.__file__).with_name("README.md")).read_text()
+    blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "models").mkdir(parents=True)
+    (tmp_path / "data" / "models" / model.name).symlink_to(model)
+    ran, said = [], []
+    for kind, text in blocks:
+        if kind == "toml":
+            (tmp_path / "sweep.toml").write_text(text)
+        elif kind == "sh":
+            status, out, err = call(*shlex.split(text)[1:])
+            assert status == 0, err
+            ran.append(text)
+            said.append(out)
+        elif kind == "python":
+            exec(compile(text, "README.md", "exec"), names := {})
+    assert len(ran) == 4 and "about" in said[0] and "16 cells: 12 done, 4 left out" in said[1]
+    assert "done" in said[2] and "flags: --preset best" in said[3]
+    assert len(names["sweep"].to_frame()) == 16
+    columns = re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
+    known = {name for line in columns for name in re.findall(r"`(\w+)`", line)}
+    assert known == {*COLUMNS} - {"reason"} or known == {*COLUMNS}

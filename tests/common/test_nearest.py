@@ -30,5 +30,5 @@ def test_case_and_dashes_do_not_matter():
     (lambda: parse("pp0+tg4"), "tg4"),
 ])  # fmt: skip
 def test_what_does_not_exist_names_the_nearest(make, meant):
-    with pytest.raises(UsageError, match=re.escape(f"did you mean {meant}? ")):
+    with pytest.raises(UsageError, match=re.escape(f"did you mean {meant}?")):
         make()

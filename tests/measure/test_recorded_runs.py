@@ -172,7 +172,7 @@ def test_shares_and_loads_are_of_the_same_run():
 
 
 # what these show is made of runs in ways of their own: tests/answers/test_answer_tables.py
-APART = ("06_masked_kv", "07_batched_serving")
+APART = ("06_masked_kv", "07_batched_serving", "09_together")
 
 
 @pytest.mark.parametrize("notebook", MADE)

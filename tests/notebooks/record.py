@@ -25,6 +25,7 @@ from typing import Any
 import nbformat
 
 import workbench as wb
+from workbench.answers import loaded
 from workbench.backend.base import choose_device
 from workbench.benchmarks.compare.stats import MIN_REPETITIONS
 from workbench.benchmarks.runs import provenance
@@ -38,11 +39,12 @@ from workbench.trace.profile import profile_each
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = "runs.tar.gz"
-SERVED = ("baseline", "serving", "serving-skip-masked-kv-off", "serving-sampling-host",
-          "serving-kv-cache-unified")  # fmt: skip
+SERVED = [loaded.slug(name) for name in (loaded.SERVING, *loaded.SUSPECTS, loaded.CONTROL)]
+ARRIVING = [loaded.slug(name) for name in (loaded.ONE_BY_ONE, loaded.AT_ONCE)]
 # notebook -> the run folders it makes, by how their names end
 MADE = {
     "00_tour": ["tour"],
+    "01_baseline_gaps": ["waiting"],
     "02_sync_modes": ["gaps", "sync-off", "sync-on"],
     "03_graph_reuse": ["reuse-off", "reuse-on",
                        *(name.replace("_", "-") for name in wb.Toggles.members("redo"))],
@@ -50,28 +52,31 @@ MADE = {
     "05_streams": ["streams-off", "streams-on", "streams-fused"],
     "06_masked_kv": [
         *(f"prompts-in-{part}" for part in (16, 4, 1)), "side-by-side",
-        *(f"ragged-{way.replace('_', '-')}" for way in WAYS), "kv-parts",
+        *(f"ragged-{way.replace('_', '-')}" for way in WAYS), "ragged-off-again", "attn-kernel",
     ],
     "07_batched_serving": [
         "together-baseline", "together-serving", *(f"served-{name}" for name in SERVED),
-        *(f"ways-{way}" for way in ("own", "process", "http-whole", "http-streamed")),
+        *(f"arriving-{name}" for name in ARRIVING),
     ],
+    "09_together": ["together"],
     "10_fusion": ["fusion", "defer"],
 }  # fmt: skip
 # a layer of the tiny model is its first or its last: 10_fusion asks a model with one in the middle
 MODELS = {
-    "00_tour": ("tiny-llama", "Q8_0"), "02_sync_modes": ("tiny-llama", "Q8_0"),
+    "00_tour": ("tiny-llama", "Q8_0"), "01_baseline_gaps": ("llama-3.2-1b", "Q4_K_M"),
+    "02_sync_modes": ("tiny-llama", "Q8_0"),
     "03_graph_reuse": ("llama-3.2-1b", "Q8_0"), "04_plans": ("llama-3.2-1b", "Q8_0"),
     "05_streams": ("llama-3.2-1b", "BF16"), "06_masked_kv": ("llama-3.2-1b", "Q4_K_M"),
-    "07_batched_serving": ("llama-3.2-1b", "Q4_K_M"), "10_fusion": ("llama-3.2-1b", "Q8_0"),
+    "07_batched_serving": ("llama-3.2-1b", "Q4_K_M"), "09_together": ("llama-3.2-1b", "Q4_K_M"),
+    "10_fusion": ("llama-3.2-1b", "Q8_0"),
 }  # fmt: skip
 PARAMETERS: dict[str, dict[str, Any]] = {
     # a graph that is built for every token takes so long that the least repetitions tell enough
     "03_graph_reuse": {"repeats": MIN_REPETITIONS},
     # with one region for all, a step's mask spans the cells of every slot
     "06_masked_kv": {"n_prompt": 2048, "slots": "4,8,16", "workload": "tg32"},
-    # one request at a time takes every setting through n_requests * 128 steps
-    "07_batched_serving": {"workload": "pp1024+tg128", "concurrency": "1,8,32", "n_requests": 32},
+    # one request at a time takes every setting through 20 * 32 steps
+    "07_batched_serving": {"workload": "pp128+tg32", "concurrency": "1,4,16"},
     "10_fusion": {"quick": False},
 }
 PICTURE, ABOUT = "timelines.png", "timelines.json"

@@ -8,6 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from workbench.benchmarks.compare.arms import switched
+from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.times.overlap import RESOLVED_TICKS, measure_overlap
 from workbench.common.tables import Table
 from workbench.config import Toggles
@@ -23,6 +25,24 @@ from workbench.program.split import split
 
 LIFETIMES = tuple(Toggles.values("lifetimes"))
 NONE = "none"
+
+
+ARMS = ("streams=1", "streams=3", "streams=4 fork=any")
+
+
+def kept() -> Toggles:
+    """The toggles of all arms: programs are kept, and inputs are one copy without a wait."""
+    return Toggles(graph_reuse="set_rows", sync="packed_implicit")
+
+
+def planned() -> Toggles:
+    """`kept`, with a plan of the whole step."""
+    return switched(kept(), "plans=ours plan_scope=step")
+
+
+def arms(background: Toggles) -> dict[str, Toggles]:
+    """The arms of a comparison of streams, beside the background: as ARMS name them."""
+    return {changes: switched(background, changes) for changes in ARMS}
 
 
 def forks_table(engine: Any, arms: Mapping[str, Toggles]) -> pd.DataFrame:
@@ -49,27 +69,23 @@ def forks_table(engine: Any, arms: Mapping[str, Toggles]) -> pd.DataFrame:
 
 def overlap_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int = 16) -> pd.DataFrame:
     """The share of a token with two kernels or more in flight in each arm, untraced; then the same
-    share in a trace, and the cost of the trace. Medians over n_tokens tokens. Arms must not launch
-    ahead."""
-    rows = []
+    share in a trace. Medians over n_tokens tokens. Arms must not launch ahead."""
+    rows, slower = [], []
     for name, toggles in arms.items():
         with engine.variant(toggles) as side:
             found = measure_overlap(side, n_tokens)
-        middle, branches, traced = found.tokens.median(), found.by_branch, found.traced
+        branches, traced = found.by_branch, found.traced
         assert traced is not None
         known = branches["us"][branches["resolved"]]
+        slower.append(f"{traced.slowdown:.2f}")
         rows.append(
             {
                 "arm": name,
                 "overlap": f"{found.overlap:.1%}",
-                "us with two kernels or more": round(middle["beside_us"], 1),
-                "us with any": round(middle["total_us"], 1),
                 "us a branch": f"{known.min():.1f} to {known.max():.1f}" if len(known) else NONE,
                 "branches unresolved": f"{(~branches['resolved']).sum()} of {len(branches)}",
                 "us a token": round(found.plain_us, 1),
-                "with noting": round(middle["us"], 1),
                 "overlap traced": f"{traced.overlap:.1%}",
-                "times as long": round(traced.slowdown, 2),
             }
         )
     return Table(rows).shown(
@@ -77,9 +93,16 @@ def overlap_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int = 16) 
         constant={
             "the device's clock goes on by": f"{found.tick_ns} ns",
             "unresolved": f"shorter than {RESOLVED_TICKS} of these ticks",
-            "by libraries, which note nothing": f"{middle['n_silent']:.0f} kernels",
+            "times as long when traced": ", ".join(slower),
         },
     )
+
+
+def by_test(comparison: AB) -> Table:
+    """The table of a comparison with several tests, without the baseline's tokens a second, which
+    stand in the row of the A/A control."""
+    table = comparison.table()
+    return Table(table.drop(columns="t/s baseline")).shown(**table.attrs)
 
 
 class _ForkedStep:
@@ -107,17 +130,21 @@ class _ForkedStep:
 
 
 def layer_frames(engine: Any, toggles: Toggles, layer: int) -> dict[str, pd.DataFrame]:
-    """For `plots.lifetimes`: the tensors of a layer in memory, with each of the lifetimes."""
+    """For `plots.lifetimes`: the tensors of a layer in memory, with each of the lifetimes. `lost`
+    names the writers of a tensor's bytes."""
     step = _ForkedStep(engine, toggles)
     nodes = step.branches.nodes
     inside = {i for i, node in enumerate(nodes) if node.layer == layer}
     frames = {}
     for value in LIFETIMES:
         found = step.layout(value)
-        lost: dict[Any, list[tuple[int, int, int]]] = {}
+        lost: dict[Any, list[tuple[int, int, int, str]]] = {}
         for one in overwritten(found, step.branches):
             if one.by.first in inside:
-                lost.setdefault(one.lost.of, []).append((one.offset, one.nbytes, one.by.first))
+                writer = one.by.name.replace(f"-{layer}", "")
+                lost.setdefault(one.lost.of, []).append(
+                    (one.offset, one.nbytes, one.by.first, writer)
+                )
         frames[f"lifetimes={value}"] = pd.DataFrame(
             {
                 "name": each.name.replace(f"-{layer}", ""),
@@ -132,6 +159,37 @@ def layer_frames(engine: Any, toggles: Toggles, layer: int) -> dict[str, pd.Data
             if each.first in inside
         )
     return frames
+
+
+def victims_table(engine: Any, toggles: Toggles, layer: int) -> Table:
+    """Every tensor of a layer that loses bytes: its writer, and who may still read it then, by
+    lifetimes. Readers are nodes, each with its stream."""
+    step, rows = _ForkedStep(engine, toggles), []
+    branches, end = step.branches, f"-{layer}"
+    for value in LIFETIMES:
+        for one in overwritten(step.layout(value), branches):
+            writer = one.by.first
+            if branches.nodes[writer].layer != layer:
+                continue
+            readers = [i for i in one.lost.users if i != one.lost.first]
+            beside = [i for i in readers if branches.streams[i] != branches.streams[writer]]
+            rows.append(
+                {
+                    "lifetimes": value,
+                    "bytes": one.nbytes,
+                    "victim": one.lost.name.replace(end, ""),
+                    "writer": _on(branches, writer, end),
+                    "may still read it": ", ".join(_on(branches, i, end) for i in beside),
+                }
+            )
+    columns = ["lifetimes", "bytes", "victim", "writer", "may still read it"]
+    return Table(rows, columns=columns).shown(keys=["lifetimes", "victim"])
+
+
+def _on(branches: Branches, i: int, end: str) -> str:
+    """A node and its stream: `Kcur_rope (stream 0)`."""
+    name = branches.nodes[i].name.replace(end, "")
+    return f"{name} (stream {compute_stream(branches.streams[i])})"
 
 
 def lifetimes_table(unsafe: Any, toggles: Toggles) -> pd.DataFrame:

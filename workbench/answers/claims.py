@@ -23,7 +23,7 @@ SAID = ("thread", "who", "kind", "words or figures", "card", "model")
 LATER = ("thread", "who", "words")
 
 
-class Kind(StrEnum):
+class QuoteKind(StrEnum):
     """What a quote is; see the module."""
 
     CLAIM = "claim"
@@ -49,7 +49,7 @@ class Claim:
 
     thread: str
     who: str
-    kind: Kind
+    kind: QuoteKind
     words: str
     figures: str = ""
     low: float = 0.0
@@ -76,66 +76,68 @@ class Claim:
 
 
 TOUR, SYNC, REUSE, PLANS = ("00_tour",), ("02_sync_modes",), ("03_graph_reuse",), ("04_plans",)
-STREAMS, MASKED, SERVING = ("05_streams",), ("06_masked_kv",), ("07_batched_serving",)
+GAPS, STREAMS, MASKED, SERVING = (
+    ("01_baseline_gaps",), ("05_streams",), ("06_masked_kv",), ("07_batched_serving",),
+)  # fmt: skip
 
 CLAIMS = (
     # 00
     Claim(
-        "#7456", "agray3, 2024-05-22", Kind.MEASUREMENT,
+        "#7456", "agray3, 2024-05-22", QuoteKind.MEASUREMENT,
         "The remaining 10-15% of the time is taken by CPU activities",
         "(of each token's; the rest is the device's graph)",
-        card="A100, H100", model="Llama 2 7B and 13B Q4_K_M", notebooks=TOUR,
+        card="A100, H100", model="Llama 2 7B and 13B Q4_K_M", notebooks=(*TOUR, *GAPS),
     ),
     # 02
     Claim(
-        "#17795", "aendk, 2025-12-05", Kind.CLAIM,
+        "#17795", "aendk, 2025-12-05", QuoteKind.CLAIM,
         "I see between 1% and 2% perf gain depending on the model, GPU and settings.",
         "(Linux; gpt-oss 20B 1.4 % or less)", 1.01, 1.02, "RTX Pro 6000 Blackwell", "several", SYNC,
         verdict=True,
     ),
     Claim(
-        "#17795", "aendk, 2026-01-13", Kind.MEASUREMENT,
+        "#17795", "aendk, 2026-01-13", QuoteKind.MEASUREMENT,
         "I see speedups between 3-9% on windows", "(`aaaag`; gpt-oss 20B 8 to 9 %)", 1.03, 1.09,
         "RTX Pro 6000 Blackwell", "several", SYNC,
     ),
     Claim(
-        "#17795", "aendk, 2026-01-19", Kind.MEASUREMENT,
+        "#17795", "aendk, 2026-01-19", QuoteKind.MEASUREMENT,
         "On windows, we lose between ~1% and ~2% compared to earlier tests",
         "(`saaaasg`, as merged: 2 to 8 % more; gpt-oss 295.02 -> 317.25 t/s)", 1.02, 1.08,
         "RTX Pro 6000 Max-Q", "gpt-oss 20B MXFP4, Llama 3B Q4_K_M, Qwen3 4B Q4_K_M", SYNC,
     ),
     Claim(
-        "#17795", "aendk", Kind.MEASUREMENT, "",
+        "#17795", "aendk", QuoteKind.MEASUREMENT, "",
         "20 waits of a token can be removed; each is 0.40 to 0.45 % of it (Windows)",
-        card="RTX Pro 6000 Blackwell", model="gpt-oss 20B", notebooks=SYNC,
+        card="RTX Pro 6000 Blackwell", model="gpt-oss 20B", notebooks=(*SYNC, *GAPS),
     ),
     Claim(
-        "#17795", "aendk, 2026-01-13", Kind.GUESS,
+        "#17795", "aendk, 2026-01-13", QuoteKind.GUESS,
         "The likely reason for this is that the CUDA API is slower on windows.", notebooks=SYNC,
     ),
     Claim(
-        "#20463", "ggerganov, 2026-03-12", Kind.HISTORY,
+        "#20463", "ggerganov, 2026-03-12", QuoteKind.HISTORY,
         "So for now also reverting that change.",
         "(#17795 is rolled back: wrong perplexity on several GPUs)", notebooks=SYNC,
     ),
     Claim(
-        "#20793", "aendk, 2026-03-20", Kind.HISTORY,
+        "#20793", "aendk, 2026-03-20", QuoteKind.HISTORY,
         "it was rolled back due to a bug surfacing in multi-GPU pipeline parallel settings",
         "(merged again, with a fix)", notebooks=SYNC,
     ),
     Claim(
-        "#25138", "ORippler, 2026-06-29", Kind.HISTORY,
+        "#25138", "ORippler, 2026-06-29", QuoteKind.HISTORY,
         "Seems the perf regressions are not restriced to EOL AMD HW",
         "(#20793 is reverted)", notebooks=SYNC,
     ),
     Claim(
-        "#25319", "JohannesGaessler, 2026-07-05", Kind.HISTORY,
+        "#25319", "JohannesGaessler, 2026-07-05", QuoteKind.HISTORY,
         "Part of the problem is that the ggml backend interface is incomplete in some places",
         "(a redesign, open)", notebooks=SYNC,
     ),
     # 03
     Claim(
-        "#8366", "agray3, 2024-07-08", Kind.CLAIM,
+        "#8366", "agray3, 2024-07-08", QuoteKind.CLAIM,
         "Here are the BS 1 inference performance improvements I have measured for this "
         "optimization",
         "(3 to 7 % with 7B, 2 to 5 % with 13B)", 1.02, 1.07,
@@ -143,173 +145,173 @@ CLAIMS = (
         REUSE, verdict=True,
     ),
     Claim(
-        "ik_llama.cpp#94", "ikawrakow, 2024-10-18", Kind.MEASUREMENT,
+        "ik_llama.cpp#94", "ikawrakow, 2024-10-18", QuoteKind.MEASUREMENT,
         "Here is what we get in performance improvement on CUDA",
         "(1.017 with 8B, 1.029 with 3B, 1.038 with 1B, 1.117 with 46 MiB)", 1.017, 1.117,
         "RTX 4080", "Llama 8B, 3B and 1B Q4_0, TriLM 99.76 M", REUSE,
     ),
     Claim(
-        "#8366", "agray3, 2024-10-10", Kind.HISTORY,
+        "#8366", "agray3, 2024-10-10", QuoteKind.HISTORY,
         "It's not obvious to me that there's any way to adapt this patch",
         "(closed, not merged)", notebooks=REUSE,
     ),
     Claim(
-        "#14482", "ggerganov, 2025-07-01", Kind.HISTORY,
+        "#14482", "ggerganov, 2025-07-01", QuoteKind.HISTORY,
         "its topology (shapes, strides, parameters, etc.) has to be entirely defined by the set of "
         "input tensors",
         "(merged: `set_rows`, llama.cpp's way today)", notebooks=REUSE,
     ),
     # 04
     Claim(
-        "#16548", "wishstudio, 2025-10-13", Kind.CLAIM,
+        "#16548", "wishstudio, 2025-10-13", QuoteKind.CLAIM,
         "this universally accelerate hybrid inference tg performance by up to 30%",
         "", 1.0, 1.30, "", "", PLANS, verdict=True,
     ),
     Claim(
-        "#16548", "wishstudio, 2025-10-13", Kind.CLAIM,
+        "#16548", "wishstudio, 2025-10-13", QuoteKind.CLAIM,
         "even repeatitively build a graph then execute it only once is always faster than calling "
         "the kernels individually",
         notebooks=PLANS,
     ),
     Claim(
-        "#16548", "DocShotgun, 2025-10-16", Kind.MEASUREMENT,
+        "#16548", "DocShotgun, 2025-10-16", QuoteKind.MEASUREMENT,
         "Unfortunately appears to be non-beneficial on my setup (maybe very minmally "
         "detrimental).",
         "(Linux)", card="RTX PRO 6000 and a Xeon of the 5th generation",
         model="GLM-4.6, experts of most layers on the CPU", notebooks=PLANS,
     ),
     Claim(
-        "#16548", "testers on Linux", Kind.MEASUREMENT, "",
+        "#16548", "testers on Linux", QuoteKind.MEASUREMENT, "",
         "from a regression to a bit over 2 % more", 1.0, 1.02, notebooks=PLANS,
     ),
     Claim(
-        "#16548", "a tester on Windows", Kind.MEASUREMENT, "", "8 % fewer tokens a second",
+        "#16548", "a tester on Windows", QuoteKind.MEASUREMENT, "", "8 % fewer tokens a second",
         0.92, 0.92, notebooks=PLANS,
     ),
     Claim(
-        "#16548", "DocShotgun, 2025-10-17", Kind.GUESS,
+        "#16548", "DocShotgun, 2025-10-17", QuoteKind.GUESS,
         "perhaps the lower kernel launch overhead on Linux makes this not necessarily true there?",
         notebooks=PLANS,
     ),
     Claim(
-        "#18934", "am17an, 2026-01-19", Kind.HISTORY,
+        "#18934", "am17an, 2026-01-19", QuoteKind.HISTORY,
         "This PR adds a cuda graph per split (a split is keyed via the first node in the split)",
         "(merged; 4 to 10 % more, glm4moe 106B IQ4_XS, 8 to 64 layers' experts on the CPU)",
         1.04, 1.10, "2x RTX 4090, RTX 5090", "glm4moe 106B IQ4_XS", PLANS,
     ),
     # 05
     Claim(
-        "#16991", "am17an", Kind.CLAIM, "",
+        "#16991", "am17an", QuoteKind.CLAIM, "",
         "tg128 1.03 to 1.09 times as fast (RTX 5090), 1.01 to 1.08 (4090); fused inside branches",
         1.01, 1.09, "RTX 5090, RTX 4090",
         "gpt-oss 20B MXFP4, Llama 8B Q8_0, Qwen3 8B F16, Qwen3 30B.A3B Q4_K_M", STREAMS,
         verdict=True,
     ),
     Claim(
-        "#16991", "am17an", Kind.MEASUREMENT, "",
+        "#16991", "am17an", QuoteKind.MEASUREMENT, "",
         "without fusion 1.03 to 1.06 (RTX 5090), 1.01 to 1.06 (4090)", 1.01, 1.06,
         "RTX 5090, RTX 4090", "the same", STREAMS,
     ),
     Claim(
-        "#16991", "am17an", Kind.MEASUREMENT, "", "pp512 1.00 throughout: the control", 1.0, 1.0,
-        "RTX 5090, RTX 4090", "the same", STREAMS,
+        "#16991", "am17an", QuoteKind.MEASUREMENT, "", "pp512 1.00 throughout: the control",
+        1.0, 1.0, "RTX 5090, RTX 4090", "the same", STREAMS,
     ),
     Claim(
-        "#16991", "IMbackK, 2025-11-12", Kind.MEASUREMENT,
+        "#16991", "IMbackK, 2025-11-12", QuoteKind.MEASUREMENT,
         "the mi100 performance is indeed just unchanged. On the other hand rx6800xt sees a small "
         "perf decrease",
         "(0.97)", 0.97, 1.0, "MI100, RX 6800 XT", "Llama 7B Q4_0", STREAMS,
     ),
     Claim(
-        "#16991", "ORippler, 2025-11-17", Kind.GUESS,
+        "#16991", "ORippler, 2025-11-17", QuoteKind.GUESS,
         "I would still love to fully root-cause what happens in SET_ROWS for qwen3 when FA is "
         "enabled that leads to garbled output (which I presume is memory-related).",
         notebooks=STREAMS,
     ),
     Claim(
-        "#18496", "am17an, 2025-12-30", Kind.HISTORY,
+        "#18496", "am17an, 2025-12-30", QuoteKind.HISTORY,
         "To reduce surface area, the forking node needs to be of the form attn_norm, since that is "
         "only pattern (QKV) I've tested extensively",
         "(merged; off by default)", notebooks=STREAMS,
     ),
     Claim(
-        "#21897", "JohannesGaessler, 2026-04-15", Kind.HISTORY,
+        "#21897", "JohannesGaessler, 2026-04-15", QuoteKind.HISTORY,
         "Right now we are determining memory re-use under the assumption that nodes in a graph are "
         "executed in the exact order as their indices.",
         "(open: sources are not protected)", notebooks=STREAMS,
     ),
     # 06
     Claim(
-        "#14924", "JohannesGaessler, 2025-07-28", Kind.CLAIM,
+        "#14924", "JohannesGaessler, 2025-07-28", QuoteKind.CLAIM,
         "The main benefit is higher batched server throughput with LLAMA_SET_ROWS but it also "
         "makes prompt processing with batch sizes >= 1024 a bit faster.",
         "(server: up to 1.15 times as fast, 1.25 by the fit's asymptote)", 1.0, 1.15,
         "6x RTX 4090 at 1350 MHz, 32 slots", "Llama 3.2 1B Q4_K_M", MASKED, verdict=True,
     ),
     Claim(
-        "#14924", "JohannesGaessler", Kind.MEASUREMENT, "",
+        "#14924", "JohannesGaessler", QuoteKind.MEASUREMENT, "",
         "pp8192, 1024 tokens and more at once: P40 1.03 to 1.10, RTX 4090 1.00 to 1.02, RX 6800 "
         "1.08 to 1.18; fewer at once: 1.00",
         1.0, 1.18, "P40, RTX 4090, RX 6800", "Llama 8B Q4_0", MASKED,
     ),
     Claim(
-        "#14924", "JohannesGaessler, 2025-07-28", Kind.MEASUREMENT, "overhead <1% end-to-end",
+        "#14924", "JohannesGaessler, 2025-07-28", QuoteKind.MEASUREMENT, "overhead <1% end-to-end",
         "(of the kernel that looks at the mask)", notebooks=MASKED,
     ),
     Claim(
-        "#14924", "JohannesGaessler", Kind.GUESS, "",
+        "#14924", "JohannesGaessler", QuoteKind.GUESS, "",
         "the gain of batched decode comes about equally from skipping and from the mma kernel in "
         "place of the vector kernel",
         notebooks=MASKED,
     ),
     Claim(
-        "#14735", "JohannesGaessler, 2025-07-17", Kind.MEASUREMENT,
+        "#14735", "JohannesGaessler, 2025-07-17", QuoteKind.MEASUREMENT,
         "master and the PR are running different kernels for the RTX 4090, master is running the "
         "vector kernel, the PR is running the mma kernel",
         "(of an earlier attempt)", card="RTX 4090", model="Llama 3 8B Q4_0", notebooks=MASKED,
     ),
     Claim(
-        "#28943", "moristeven477-ship-it, 2026-09-15", Kind.HISTORY,
+        "#28943", "moristeven477-ship-it, 2026-09-15", QuoteKind.HISTORY,
         "It covers the measured -ub 512 --kv-unified configuration, in which the existing "
         "flash_attn_mask_to_KV_max helper is not launched.",
         "(closed: the gate of #14924 stays shut for the server's defaults)", notebooks=MASKED,
     ),
     # 07
     Claim(
-        "#14924", "JohannesGaessler, 2025-07-29", Kind.MEASUREMENT, "",
+        "#14924", "JohannesGaessler, 2025-07-29", QuoteKind.MEASUREMENT, "",
         "989 requests, 1.01 M tokens in, 121 k out: vLLM 130.76 s, llama.cpp 209.46 s",
         model="Qwen 2.5 (\"4b\" as written)", notebooks=SERVING, verdict=True,
     ),
     Claim(
-        "#14924", "JohannesGaessler, 2025-07-29", Kind.MEASUREMENT, "With 128 slots I get:",
+        "#14924", "JohannesGaessler, 2025-07-29", QuoteKind.MEASUREMENT, "With 128 slots I get:",
         "174.37 s, 5.67 requests/s, 693.41 tokens/s", model="the same", notebooks=SERVING,
     ),
     Claim(
-        "#14924", "JohannesGaessler, 2025-07-29", Kind.GUESS,
+        "#14924", "JohannesGaessler, 2025-07-29", QuoteKind.GUESS,
         "presumably since the requests sent by vllm is following a Poisson distribution some of "
         "the requests are stalling since all slots are in use",
         notebooks=SERVING,
     ),
     Claim(
-        "#14924", "in the thread", Kind.GUESS, "",
+        "#14924", "in the thread", QuoteKind.GUESS, "",
         "sampling on one thread of the host; streams sliced where active slots are not neighbours, "
         "at 128 slots",
         notebooks=SERVING,
     ),
     Claim(
-        "#14948", "JohannesGaessler, 2025-07-29", Kind.MEASUREMENT,
+        "#14948", "JohannesGaessler, 2025-07-29", QuoteKind.MEASUREMENT,
         "I doesn't seem to make a difference",
         "(another choice of slots; 349.66 s and 349.38 s with 8, 176.16 s and 174.51 s with 128)",
         notebooks=SERVING,
     ),
     Claim(
-        "#14948", "JohannesGaessler, 2025-07-30", Kind.HISTORY,
+        "#14948", "JohannesGaessler, 2025-07-30", QuoteKind.HISTORY,
         "Sorry, I did the benchmark wrong. The default of vllm bench is to front-load all of the "
         "requests (infinite rate) rather than to schedule them with a Poisson distribution.",
         notebooks=SERVING,
     ),
     Claim(
-        "#27050", "swiftjiang, 2026-08-14", Kind.HISTORY,
+        "#27050", "swiftjiang, 2026-08-14", QuoteKind.HISTORY,
         "backend sampling (-bs) gives +48% throughput at 32 slots (706 -> 1046 tok/s)",
         "(draws by the device)", 1.48, 1.48, "RTX 5090", "", SERVING,
     ),
@@ -356,7 +358,7 @@ def tables(notebook: str) -> tuple[Table, Table]:
     said, later = list[dict[str, str]](), list[dict[str, str]]()
     for one in of(notebook):
         row = {"thread": one.thread, "who": one.who}
-        if one.kind == Kind.HISTORY:
+        if one.kind == QuoteKind.HISTORY:
             later.append(row | {"words": one.said()})
         else:
             row |= {"kind": one.kind.value, "words or figures": one.said()}

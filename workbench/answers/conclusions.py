@@ -13,14 +13,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from workbench.answers import claims
+from workbench.answers import together as adding
+from workbench.answers import waiting as whom
+from workbench.answers.kept import MEASURED
+from workbench.answers.kept import theirs as at_theirs
+from workbench.answers.waits import AFTER, BEFORE, HERE
 from workbench.benchmarks.compare.comparison import AB, background
+from workbench.benchmarks.compare.stats import interval, median_interval
 from workbench.benchmarks.runs import results
 from workbench.common.tables import prose_html
+from workbench.config import PlanRule
 
 if TYPE_CHECKING:
     from workbench.benchmarks.times.gaps import Gaps
 
 DECIDED = ("faster", "slower")
+PR = PlanRule.PR.value
 
 
 class Conclusion(str):
@@ -71,6 +80,27 @@ def listed(words: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+def against(notebook: str, here: str) -> str:
+    """The first sentence of an answer: what the thread has, and what was found here."""
+    claim = claims.verdict(notebook)
+    of = f" ({claim.card})" if claim.card else ""
+    return f"The thread of {claim.thread} has {claim.gain}{of}; here {here}."
+
+
+def gained(comparison: AB, arm: str) -> str:
+    """`4.1 % more tokens a second (95% CI 2.0..6.3 %)` of an arm in a comparison's first test; with
+    its verdict in front where that does not decide."""
+    row = comparison.summary().set_index("arm").loc[arm]
+    if isinstance(row, pd.DataFrame):
+        row = row.iloc[0]
+    value, low, high = (100 * (row[name] - 1) for name in ("speedup", "low", "high"))
+    told = (
+        f"{abs(value):.1f} % {'more' if value >= 0 else 'fewer'} tokens a second (95% CI "
+        f"{low:.1f}..{high:.1f} %)"
+    )
+    return told if row["verdict"] in DECIDED else f"{row['verdict']}, {told}"
+
+
 def token(traced: Any, comparison: AB) -> Conclusion:
     """The parts of one token.
 
@@ -83,57 +113,160 @@ def token(traced: Any, comparison: AB) -> Conclusion:
     arms = [arm["name"] for arm in run["arms"] if not arm["is_control"]]
     toggle, test = run["result"]["toggle"], run["tests"][0]
     untraced = listed(f"{time(times[test, arm])} with {toggle}={arm}" for arm in arms)
+    (claim,) = claims.of("00_tour")
     lines = [
+        f'The thread of {claim.thread}: "{claim.words}"; here the device works '
+        f"{time(s['device_us'])} of a token of {time(s['step_us'])}, every switch off and traced.",
         f"One token is {s['launches']:.0f} launches, {s['copies']:.0f} copies and "
         f"{s['waits']:.0f} waits of the host; untraced it takes {untraced} ({test}).",
-        f"Traced, it takes the host {time(s['step_us'])}: {time(s['build_us'])} to build the "
-        f"program, {time(s['host_us'])} to issue it, {time(s['wait_us'])} in waits.",
-        f"The device works {time(s['device_us'])} of that. It stands still {time(s['idle_us'])} "
-        "between its first and its last work.",
+        f"Traced, the host takes {time(s['build_us'])} to build the program, "
+        f"{time(s['host_us'])} to issue it, {time(s['wait_us'])} in waits. The device stands still "
+        f"{time(s['idle_us'])} between its first and its last work.",
     ]
     return concluded(lines, comparison)
 
 
-def launches(layers: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
+def launches(layers: Mapping[str, pd.DataFrame], fused: AB, deferred: AB) -> Conclusion:
     """How many launches a layer needs, and how much fewer launches gain.
 
     layers: by name, a row for each launch of a layer (`launches.nodes_table`).
+    fused, deferred: of `fuse`, and then of `defer_norm`.
     """
     counts = [f"{len(nodes)} {name}" for name, nodes in layers.items()]
     counts[0] = counts[0].replace(" ", " launches ", 1)
-    return concluded([f"A layer takes {listed(counts)}."], *comparisons)
+    gains = (
+        f"{best_arm(one, one.run['tests'][0])} with {name}"
+        for name, one in (("fuse", fused), ("defer_norm after it", deferred))
+    )
+    return concluded([f"A layer takes {listed(counts)}: {listed(gains)}."], fused, deferred)
 
 
-def waits(decode: pd.DataFrame, train: pd.DataFrame, gaps: Gaps, *comparisons: AB) -> Conclusion:
-    """Which waits are superfluous and which suffice, the cost of waits, and the gain of fewer.
+def waiting(
+    waits: pd.DataFrame, found: Mapping[str, Mapping[str, Any]], *comparisons: AB
+) -> Conclusion:
+    """Where the device waits in a token, and for whom, in the baseline and with `best`.
 
-    decode, train: of `proofs.proof_table`.
-    gaps, comparisons: measured.
+    waits: `waiting.whom`, traced.
+    found: `waiting.parts`, untraced.
     """
-    rows, table = decode.set_index("ordering"), gaps.table().set_index("arm")
-    own, one = (rows.loc[f"per_copy, {stream}"] for stream in ("own", "compute"))
+    said = []
+    for arm, us in waits.iterrows():
+        parts, causes = whom.parts_us(found[str(arm)]), us[list(whom.CAUSES)]
+        share = 1 - parts[whom.RUN] / parts[whom.TOKEN]
+        most = causes.sort_values(ascending=False)
+        said.append(
+            f"in {share:.0%} of a token of {arm} ({time(parts[whom.TOKEN])}), most of it while "
+            f"{most.index[0]} ({most.iloc[0] / causes.sum():.0%} of the waiting in a trace)"
+        )
+    lines = [f"The device waits {'; '.join(said)}."]
+    for arm in waits.index:
+        parts = whom.parts_us(found[str(arm)])
+        lines.append(
+            f"Untraced, a token of {arm} has {time(parts[whom.RUN])} of kernels, "
+            f"{time(parts[whom.BETWEEN])} between them, {time(parts[whom.LOGITS])} from the last "
+            f"kernel to the logits and {time(parts[whom.HOST])} from there to the next kernel."
+        )
+    return concluded(lines, *comparisons)
+
+
+def together(gains: pd.DataFrame) -> Conclusion:
+    """Whether the gains of switches add.
+
+    gains: `together.gains`.
+    """
+    every = gains[gains["kind"] == adding.ALL].iloc[0]
+    verdicts = {
+        adding.MORE: "Together the switches gain more than the product of their gains",
+        adding.LESS: "Together the switches gain less than the product of their gains",
+        adding.AS: "Together the switches gain the product of their gains, as far as can be told",
+    }
+    first = verdicts.get(every["together"], "Whether the gains multiply is not known")
     lines = [
-        f"Of llama.cpp's {own['waits']} waits between tokens, {own['superfluous']} are superfluous "
-        f"with copies on a stream of their own, and {one['superfluous']} with one stream."
+        f"{first}: {every['label']} are {_speedup(every)}, the product is {every['product']:.2f}, "
+        f"an interaction of {every['interaction']:.2f} (95% CI "
+        f"{interval(every['inter_low'], every['inter_high'])}; {every['together']})."
     ]
-    for stream, fit in gaps.fits.items():
-        most = table.loc[table.loc[table["copy_stream"] == stream, "waits"].idxmax()]
+    for verdict, words in ((adding.MORE, "need each other"), (adding.LESS, "share a gain")):
+        pairs = gains[(gains["kind"] == adding.PAIR) & (gains["together"] == verdict)]
+        if len(pairs):
+            found = (f"{row.label} ({row.interaction:.2f})" for row in pairs.itertuples())
+            lines.append(f"These pairs {words}: {listed(found)}.")
+    for row in gains[gains["kind"] == adding.ALONE].to_dict("records"):
+        rest = adding.without(gains, row["names"][0])
+        lines.append(
+            f"{row['label']} alone: {_speedup(row)} ({row['verdict']}); added to all others: "
+            f"{every['speedup'] / rest['speedup']:.2f}."
+        )
+    return concluded(lines)
+
+
+def _speedup(row: Mapping[str, Any]) -> str:
+    return f"{row['speedup']:.2f} times as fast (95% CI {interval(row['low'], row['high'])})"
+
+
+def waits(
+    proved: Mapping[str, pd.DataFrame],
+    wrong: pd.DataFrame,
+    gaps: Gaps,
+    worth: pd.DataFrame,
+    comparison: AB,
+) -> Conclusion:
+    """Which waits are superfluous and which suffice, what goes wrong without them, the cost of
+    waits, and the gain of fewer.
+
+    proved: `decode` and `train`, of `proofs.proof_table`.
+    wrong, worth: of `raced.wrong_table` and `waits.worth_table`.
+    gaps, comparison: measured.
+    """
+    rows, table = proved["decode"].set_index("ordering"), gaps.table().set_index("arm")
+    own, one = (rows.loc[f"per_copy, {stream}"] for stream in ("own", "compute"))
+    here = worth[worth["where"] == HERE].iloc[-1]
+    shorter, low, high = median_interval(gaps.less(BEFORE, AFTER, next(iter(gaps.fits))))
+    lines = [
+        against(
+            "02_sync_modes",
+            f"{AFTER} makes the gap between tokens {shorter:.1f} us shorter (95% CI {low:.1f}.."
+            f"{high:.1f}), beside a token of {time(here['a token, us'])} of {here['model']}; end "
+            f"to end: {gained(comparison, AFTER)}",
+        ),
+        f"Of llama.cpp's {own['waits']} waits between tokens, {own['superfluous']} are superfluous "
+        f"with copies on a stream of their own, and {one['superfluous']} with one stream.",
+    ]
+    for fit in gaps.fits.values():
+        most = table.loc[table["waits"].idxmax()]
         lines.append(
             f"A wait adds {fit.wait_us:.2f} us to the gap between tokens (95% CI "
             f"{fit.low_us:.2f} to {fit.high_us:.2f}): it is {most['gap_us']:.1f} us with "
             f"{most['waits']} waits, {fit.base_us:.1f} us without any."
         )
-    for when, proved in (("Between tokens", decode), ("Between ubatches of a prompt", train)):
-        lines += _proved(proved, when)
-    return concluded(lines, *comparisons)
+    for when, run in (("Between tokens", "decode"), ("Between ubatches of a prompt", "train")):
+        lines += _proved(proved[run], when)
+    return concluded([*lines, _seen(wrong)], comparison)
 
 
-def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Conclusion:
+def _seen(wrong: pd.DataFrame) -> str:
+    """What went wrong where orderings that race were run, of `raced.wrong_table`."""
+    racing = wrong[wrong["pairs that race"] > 0]
+    seen = [f"{row.wrong} of {row.of} prompts with {row.ordering}" for row in racing.itertuples()]
+    safe = wrong.loc[wrong["pairs that race"] == 0, "ordering"]
+    if not racing["wrong"].any():
+        return (
+            f"On the embedded device no prompt went wrong with {listed(racing['ordering'])}: that "
+            "proves nothing, for the checker names what races. Run it again."
+        )
+    n = int(wrong.loc[wrong["pairs that race"] == 0, "wrong"].sum())
+    return (
+        f"On the embedded device wrong tokens came from {listed(seen)}; from {n or 'none'} with "
+        f"{listed(safe)}."
+    )
+
+
+def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, comparison: AB) -> Conclusion:
     """The cost of building the graph anew, and the gain of keeping it.
 
     kept: the tables of `kept.py`: `phases`, `steps`, `layers` and `worth`.
     theirs: the recorded sentence about llama.cpp's own build; may be empty.
-    comparisons: of `graph_reuse`, from `rebuild` on.
+    comparison: of `graph_reuse`, from `rebuild` on.
     """
     phases, steps, layers, worth = (kept[n] for n in ("phases", "steps", "layers", "worth"))
     by_phase = phases.set_index("phase")
@@ -144,10 +277,9 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Co
     tokens, reused = alike["steps"].sum(), alike["reused"].sum()
     costliest = once.loc[once["us more a token"].idxmax()]
     claimed = worth[worth["whose"].str.contains("#8366")]
-    shown = worth.set_index("a build costs, us")["speedup of a kept graph"]
-    own = worth[worth["whose"].str.contains("Python")].iloc[-1]
     issued = {way: by_phase.loc["issue", way] for way in ("rebuild", "set_rows")}
     lines = [
+        against("03_graph_reuse", _of_python(worth, theirs)),
         f"Building the graph anew costs a token {time(built.sum())} here: "
         f"{listed(f'{phase} {time(us)}' for phase, us in built.items())}.",
         f"Finding a kept program takes {finding}. Issuing it takes {time(issued['set_rows'])}, "
@@ -156,53 +288,51 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Co
         f"the {tokens - 1 - reused} with which n_kv grows.",
         f"Of the layers of reuse, {costliest['toggle']} costs most when it is done again: "
         f"{time(costliest['us more a token'])} a token.",
-        f"The speedup of {own['speedup of a kept graph']:.2f} that was measured is the price of "
-        "this engine's Python. "
-        f"With a build of {shown.index[3]:.0f} us it would be {shown.iloc[3]:.3f} here.",
         f"The {listed(f'{s - 1:.0%}' for s in claimed['speedup of a kept graph'])} of #8366 would "
         f"be a build of {listed(map(time, claimed['a build costs, us']))} beside this device's "
         "token.",
         *filter(None, [theirs]),
     ]
-    return concluded(lines, *comparisons)
+    return concluded(lines, comparison)
 
 
-def plans(planned: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
+def _of_python(worth: pd.DataFrame, theirs: str) -> str:
+    """The speedup that was measured, and that at llama.cpp's build time, recorded; without a record
+    that at the table's middle build time."""
+    shown = worth.set_index("whose")["speedup of a kept graph"]
+    found, between = f"{shown[MEASURED]:.1f} times as fast is Python's price", at_theirs(theirs)
+    if between is not None:
+        low, high = between
+        return f"{found}: at llama.cpp's build time, recorded, it is {low:.2f} to {high:.2f}"
+    middle = worth.iloc[1]
+    return (
+        f"{found}: with a build of {middle['a build costs, us']:.0f} us it would be "
+        f"{middle['speedup of a kept graph']:.3f}"
+    )
+
+
+def plans(planned: Mapping[str, pd.DataFrame], half: AB, whole: AB) -> Conclusion:
     """When a captured graph repays its capture, and how much of the gap is left.
 
-    planned: the tables of `planned.py`: `calls`, `made`, `forced`, `repaid` and `gap`; and `proof`
-        of `proofs.proof_table`, eager first.
-    comparisons: of `plans`, from `off` on.
+    planned: the tables of `planned.py`: `calls`, `forced` and `gap`; and `proof` of
+        `proofs.proof_table`, eager first.
+    half, whole: of `plans`, from `off` on, with half the layers on the host and with none.
     """
     calls, gap = (planned[name].set_index("arm") for name in ("calls", "gap"))
     lines = [
+        against(
+            "04_plans",
+            f"{gained(half, PR)} with half of the layers on the host, and {gained(whole, PR)} with "
+            f"none there (plans={PR})",
+        ),
         _by_the_clock(gap["repaid after tokens"]),
         f"The device is given {calls['nodes'].iloc[0]} kernels and copies a token; calls of the "
         f"host for them: {listed(f'{n} ({arm})' for arm, n in calls['calls'].items())}.",
-        *_repaid(planned["made"].set_index("arm"), planned["repaid"]),
         *_updates(planned["forced"]),
         *_left(gap),
         *_as_eager(planned["proof"].set_index("ordering")),
     ]  # fmt: skip
-    return concluded(lines, *comparisons)
-
-
-def _repaid(made: pd.DataFrame, repaid: pd.DataFrame) -> Iterable[str]:
-    for row in repaid.to_dict("records"):
-        own, after = made.loc[row["arm"]], row["repaid after tokens"]
-        yield (
-            f"plans={row['arm']} captures {own['captured']:.0f} in {own['tokens']:.0f} tokens, "
-            f"which takes {time(row['us for captures'])} in all. {_when(after)}"
-            + (f": a token is {time(row['us saved a token'])} shorter." if after.isdigit() else ".")
-        )
-
-
-def _when(after: str) -> str:
-    if after.isdigit():
-        return f"That is repaid after {after} tokens"
-    if after == "never":
-        return "That is never repaid, as a token is longer"
-    return "The comparison does not tell when that is repaid, as it shows no difference"
+    return concluded(lines, half, whole)
 
 
 def _by_the_clock(after: pd.Series) -> str:
@@ -218,16 +348,15 @@ def _left(gap: pd.DataFrame) -> Iterable[str]:
     between = listed(f"{time(us)} ({arm})" for arm, us in gap["gap us"].items())
     yield f"Between the kernels of two tokens are {between}."
     for arm, row in gap[gap["repaid after tokens"] != ""].iterrows():
-        after = row["repaid after tokens"]
+        after, saved = row["repaid after tokens"], row["saved us"]
         if after.isdigit():
             yield (
-                f"By the device's clock a token is {time(row['saved us'])} shorter with {arm} "
-                f"(95% CI {row['95% CI']}); its captures took {time(row['captures us'])}, repaid "
-                f"after {after} tokens."
+                f"A token is {saved} us shorter with {arm}; its captures took "
+                f"{time(row['captures us'])}, repaid after {after} tokens."
             )
         else:
             said = "longer" if after == "never" else "no shorter for sure"
-            yield f"By the device's clock a token is {said} with {arm} (95% CI {row['95% CI']})."
+            yield f"A token is {said} with {arm}: by {saved} us."
 
 
 def _updates(forced: pd.DataFrame) -> Iterable[str]:
@@ -235,25 +364,33 @@ def _updates(forced: pd.DataFrame) -> Iterable[str]:
     often = forced["updated"] > forced["tokens"] / 2
     for row in forced[often].to_dict("records"):
         yield (
-            f"{row['arm']} updates its plan for {row['updated']} of {row['tokens']} tokens, "
-            f"{time(row['update us'])} each."
+            f"{row['arm']} updates its plan for {row['updated']} of {row['tokens']} tokens; its "
+            f"plans take {time(row['us for these'])} in all."
         )
     said = (
-        f"{row['captured']} captured and {row['updated']} updated ({row['arm']})"
+        f"{row['made']} made and {row['updated']} updated ({row['arm']})"
         for row in forced[~often].to_dict("records")
     )
     if not often.all():
         yield f"Plans where n_kv grows: {listed(said)}."
 
 
-def streams(forks: pd.DataFrame, lifetimes: pd.DataFrame, *comparisons: AB) -> Conclusion:
+def streams(
+    forks: pd.DataFrame, lifetimes: pd.DataFrame, planned: AB, *comparisons: AB
+) -> Conclusion:
     """Whether Q, K and V side by side help, and which tensors may share memory meanwhile.
 
     forks: `branches.forks_table`; lifetimes: `branches.lifetimes_table`.
+    planned: of streams, with a plan of the step: tests of tokens and of prompts.
     """
-    side = forks.set_index("arm")
+    side, tests = forks.set_index("arm"), planned.run["tests"]
     most = side["streams"].idxmax()
+    shown = {test: best_arm(planned, test) for test in tests}
     lines = [
+        against(
+            "05_streams",
+            f"side by side, with plans, {'; '.join(f'{t}: {said}' for t, said in shown.items())}",
+        ),
         f"With {most} a token has {side.loc[most, 'launches beside']} of its launches beside the "
         f"first stream, on {side.loc[most, 'streams']} streams, and "
         f"{side.loc[most, 'waits of streams']} waits between them.",
@@ -267,7 +404,19 @@ def streams(forks: pd.DataFrame, lifetimes: pd.DataFrame, *comparisons: AB) -> C
         lines.append(f"A check of writes against writes misses that of {listed(missed)}.")
     more = rows.loc["visibility", "arena bytes"] - rows.loc["serial", "arena bytes"]
     lines.append(f"An arena that is right takes {more:,} bytes more than the serial one.")
-    return concluded(lines, *comparisons)
+    return concluded(lines, planned, *comparisons)
+
+
+def best_arm(comparison: AB, test: str) -> str:
+    """The verdict on a test, as a share: `9.4 % faster (streams=3)` for the arm that gains most of
+    those that differ, `no difference` where none does."""
+    summary = comparison.summary()
+    rows = summary[(summary["test"] == test) & ~summary["is_control"]]
+    decided = rows[rows["verdict"].isin(DECIDED)]
+    if decided.empty:
+        return listed(dict.fromkeys(rows["verdict"]))
+    best = decided.loc[decided["speedup"].idxmax()]
+    return f"{abs(best['speedup'] - 1):.1%} {best['verdict']} ({best['label']})"
 
 
 def skipping(
@@ -275,50 +424,77 @@ def skipping(
     prompts: pd.DataFrame,
     phases: pd.DataFrame,
     ragged: pd.DataFrame,
-    parts: AB,
-    answers: pd.DataFrame,
+    kernels: pd.DataFrame,
+    compared: Mapping[str, AB],
+    recorded: str,
 ) -> Conclusion:
     """The gain of not reading masked cells, by tokens at once, sequences and depth.
 
     visits: `masked.visits_table`.
     prompts: of `skipped.ubatch_frames`.
-    phases, ragged, answers: `skipped.phase_summary`, `ragged_table`, `answers_table`.
-    parts: of `kv_parts`.
+    phases, kernels: `skipped.phase_summary` of ways, and of kernels of attention.
+    ragged: `skipped.ragged_table`.
+    compared: by name, the comparisons whose answers are counted.
+    recorded: the recorded fit in words; may be empty.
     """
+    most = prompts[prompts["x"] == prompts["x"].max()]
+    ways = ragged.set_index("skip_masked_kv")["speedup"]
     lines = [
-        f"A token of each of {row['tokens']} sequences visits {row['in_loop']} of the blocks with "
-        f"in_loop, {row['classes, gate open']} with classes and {row['tail, gate open']} with tail "
-        f"(kv_cache={row['cache']})."
-        for row in visits.to_dict("records")
-        if row["step"].startswith("a token of")
+        against(
+            "06_masked_kv",
+            f"with tail: {most['x'].iloc[0]:,} tokens of a prompt at once, "
+            f"{_found(most, 'tail')}; prompts of random lengths, {_said_once(ways['tail'])}; "
+            f"tokens of several sequences, "
+            f"{_found(phases[phases['phase'] == 'generated'], 'tail')}",
+        ),
+        *(
+            f"{of['test'].iloc[0]}, {n:,} tokens at once, beside nothing skipped: "
+            f"{_by_verdict(of)}."
+            for n, of in prompts.groupby("x")
+        ),
+        *_by_test(phases, "beside nothing skipped"),
+        *_by_test(kernels, f"beside the kernel {kernels.attrs['baseline']}"),
     ]
     for gate, of in visits.groupby("gate", sort=False):
-        steps = (f"{row.step} ({row.cache}, {row.tokens} tokens)" for row in of.itertuples())
+        steps = (f"{row.step} ({row.cache})" for row in of.itertuples())
         lines.append(f"The gate of #14924 is {gate} to {listed(steps)}.")
-    lines += [
-        f"{of['test'].iloc[0]}, {n:,} tokens at once, beside nothing skipped: {_by_verdict(of)}."
-        for n, of in prompts.groupby("x")
-    ]
-    lines += [
-        f"Generated by {n} sequences of {depth} cells, beside {phases.attrs['baseline']}: "
-        f"{_by_verdict(of)}."
-        for (n, depth), of in phases[
-            (phases["phase"] == "generated") & ~phases["is_control"]
-        ].groupby(["n_seqs", "depth"])
-    ]
-    faster = [f"{row.speedup:.2f} times as fast with {row.way}" for row in ragged.itertuples()]
-    lines.append(
-        f"Prompts of random lengths, {ragged['tokens a prompt'].iloc[0]} tokens in the mean, once "
-        f"each: {listed(faster[1:])}."
-    )
-    exact = answers["answer"].str.contains("bit-equal")
-    alike = "; ".join(f"{n} of {of}" for n, of in _counted(answers[exact]).items())
-    lines.append(f"Logits are bit-equal to the baseline's in so many arms: {alike or 'none'}.")
-    lines += [
-        f"Of {row.comparison}, {row.arms.replace('; ', ', ')} beside {row.baseline}: {row.answer}."
-        for row in answers[~exact].itertuples()
-    ]
-    return concluded(lines, parts)
+    lines.append(f"Answers: {listed(_answers(compared))}.")
+    return concluded([*lines, *filter(None, [recorded])])
+
+
+def _found(rows: pd.DataFrame, label: str) -> str:
+    """The gain of the arm with this label that is largest among verdicts: `21.8% faster`."""
+    own = rows[rows["label"] == label]
+    decided = own[own["verdict"].isin(DECIDED)]
+    if decided.empty:
+        return listed(dict.fromkeys(own["verdict"])) or "not measured"
+    best = decided.loc[decided["speedup"].idxmax()]
+    return f"{abs(best['speedup'] - 1):.1%} {best['verdict']}"
+
+
+def _said_once(speedup: str) -> str:
+    """The speedup of a single run, as `skipped.ragged_table` marks it."""
+    ratio, _, same = speedup.partition(" ")
+    return "no difference" if same else f"{float(ratio):.2f} times as fast, in one run"
+
+
+def _by_test(phases: pd.DataFrame, beside: str) -> Iterable[str]:
+    own = phases[(phases["phase"] == "generated") & ~phases["is_control"]]
+    for (n, depth), of in own.groupby(["n_seqs", "depth"]):
+        yield f"Generated by {n} sequences of {depth} cells, {beside}: {_by_verdict(of)}."
+
+
+def _answers(compared: Mapping[str, AB]) -> Iterable[str]:
+    """How the arms' logits differ from the baseline's: `bit-equal in 8 arms`."""
+    found: dict[str, int] = {}
+    for comparison in compared.values():
+        for arm in comparison.run["arms"][1:]:
+            answer = comparison.answer(arm["name"])
+            if not arm["is_control"] and answer is not None:
+                text = str(answer).partition(" (")[0].partition(": ")[2]
+                found[text] = found.get(text, 0) + 1
+    for text, n in sorted(found.items(), key=lambda item: -item[1]):
+        yield f"{text} in {n} arm{'s' if n > 1 else ''}"
 
 
 def _by_verdict(rows: pd.DataFrame) -> str:
@@ -335,53 +511,44 @@ def _by_verdict(rows: pd.DataFrame) -> str:
     return "; ".join(said)
 
 
-def _counted(answers: pd.DataFrame) -> dict[int, str]:
-    """Comparisons by the number of arms with equal answers: `5: prompts, 64 at once`."""
-    n_arms = answers["arms"].str.count(";") + 1
-    return {
-        int(n): listed(answers["comparison"][n_arms == n])
-        for n in sorted(set(n_arms), reverse=True)
-    }
+def serving(figures: pd.DataFrame, speedups: pd.DataFrame, arrivals: pd.DataFrame) -> Conclusion:
+    """How throughput trades against latency, what of the suspects of #14924 costs it, and how
+    requests that come at once differ from requests that come one by one.
 
-
-def serving(figures: pd.DataFrame, sampling: pd.DataFrame, ways: pd.DataFrame) -> Conclusion:
-    """How throughput trades against latency, by setting and by the way to the engine.
-
-    figures: `loaded.figures_of` with output_throughput, mean_tpot_ms and mean_ttft_ms.
-    sampling, ways: `loaded.sampling_table`, `ways_table`.
+    figures: `loaded.figures_of`.
+    speedups: `loaded.speedups`, of the steady load.
+    arrivals: `loaded.arrivals_table`.
     """
-    lines = []
-    for name, of in figures.groupby("setting", sort=False):
-        of = of.set_index("in_flight").sort_index()
-        few, many = of.iloc[0], of.iloc[-1]
-        lines.append(
-            f"{name}: from {of.index[0]} to {of.index[-1]} in flight {_times(many, few, RATE)} the "
-            f"tokens a second ({few[RATE]:,.0f} to {many[RATE]:,.0f}), for "
-            f"{_times(many, few, TPOT)} the time of a token ({few[TPOT]:.2f} to "
-            f"{many[TPOT]:.2f} ms) and {_times(many, few, TTFT)} the time to the first "
-            f"({few[TTFT]:.1f} to {many[TTFT]:.1f} ms)."
-        )
-    for n, of in figures.groupby("in_flight"):
-        best = of.loc[of[RATE].idxmax()]
-        soon = of.loc[of[TPOT].idxmin()]
-        lines.append(
-            f"At {n} in flight the most tokens a second has {best['setting']} ({best[RATE]:,.0f}), "
-            f"the shortest time of a token {soon['setting']} ({soon[TPOT]:.2f} ms)."
-        )
-    shares = (
-        f"{row['of all the time']} ({row['setting']}, {row['sampling']})"
-        for row in sampling.to_dict("records")
-    )
-    lines.append(f"Choosing tokens takes of all the time: {listed(shares)}.")
-    for n, of in ways.groupby("in flight"):
-        said = (f"{row['of this process']} ({row['way']})" for row in of.to_dict("records")[1:])
-        lines.append(f"Of the tokens a second in this process, {n} in flight: {listed(said)}.")
-    lines.append(ONCE)
+    first = speedups.attrs["first"]
+    of = figures[figures["setting"] == first].set_index("in_flight").sort_index()
+    few, many = of.iloc[0], of.iloc[-1]
+    thread = claims.SERVED_S
+    said = ""
+    if of.index[0] in thread and of.index[-1] in thread:
+        llama, vllm = (thread[of.index[0]][i] / thread[of.index[-1]][i] for i in (0, 1))
+        said = f", in the thread llama.cpp's {llama:.1f} times and vLLM's {vllm:.1f} times"
+    lines = [
+        f"From {of.index[0]} to {of.index[-1]} in flight the tokens a second grow "
+        f"{_times(many, few, RATE)}{said}, for {_times(many, few, TPOT)} the time of a token "
+        f"({few[TPOT]:.2f} to {many[TPOT]:.2f} ms) and {_times(many, few, TTFT)} the time to the "
+        f"first ({few[TTFT]:.1f} to {many[TTFT]:.1f} ms)."
+    ]
+    for row in speedups.to_dict("records"):
+        if row["verdict"] in DECIDED:
+            lines.append(
+                f"{row['setting']} has {row['speedup']:.2f} times the steady tokens a second of "
+                f"{first} (95% CI {interval(row['low'], row['high'])}): {row['verdict']}."
+            )
+    others = speedups[~speedups["verdict"].isin((*DECIDED, "A/A control"))]
+    for verdict, rows in others.groupby("verdict", sort=False):
+        lines.append(f"Beside {first}, {verdict}: {listed(rows['setting'])}.")
+    waits = (f"{row['TTFT ms']:.1f} ms ({row['requests come']})"
+             for row in arrivals.to_dict("records"))  # fmt: skip
+    lines.append(f"Until the first token of a request pass in the mean: {listed(waits)}.")
     return concluded(lines)
 
 
 RATE, TPOT, TTFT = "output_throughput", "mean_tpot_ms", "mean_ttft_ms"
-ONCE = "Each point is one run, so it has no interval: small differences may be none."
 
 
 def _times(many: pd.Series, few: pd.Series, name: str) -> str:

@@ -44,6 +44,21 @@ def launches_table(engine: Any) -> pd.DataFrame:
     return Table(rows)
 
 
+def shown_table(table: pd.DataFrame) -> Table:
+    """`launches_table` without the patterns that have nothing to join here, which are named; and
+    the launches with no pattern and with all of them."""
+    every, each = table.iloc[-1], table.iloc[:-1]
+    idle = (each["removes"] == 0) & (each["without it"] == each["without it"].min())
+    none = ", ".join(each["toggle"][idle]) or "none"
+    return Table(each[~idle]).shown(
+        keys=["toggle"],
+        constant={
+            "no pattern": str(every["without it"]), "all patterns": str(every["alone"]),
+            "patterns with nothing to join here": none,
+        },
+    )  # fmt: skip
+
+
 def nodes_table(program: Program) -> pd.DataFrame:
     """The launches of a layer of a program, in order: op, name, and the ops of a fused node's
     parts.

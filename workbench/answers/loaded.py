@@ -1,18 +1,24 @@
-"""Tables and traces of many requests on one engine: settings under load, a step that serves a
-prompt beside tokens, and the cost of a process and of HTTP."""
+"""Tables and traces of many requests on one engine: settings under a steady load, a step that
+serves a prompt beside tokens, and requests that come at once or one by one."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 import workbench as wb
+from workbench.answers import claims, recorded
+from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.llama import batched
+from workbench.benchmarks.runs import results
+from workbench.benchmarks.runs.results import REQUESTS
 from workbench.benchmarks.workload import parse
 from workbench.common.sizes import round_up
 from workbench.common.tables import Table
@@ -20,25 +26,29 @@ from workbench.config import BEST, TogglePreset, Toggles, parse_changes
 from workbench.engine.slots.asks import Ask
 from workbench.engine.slots.slots import Slots
 from workbench.server.serving import serving
-from workbench.server.wire.worker import WorkerSettings
 from workbench.trace.profile import Profile, profile
-from workbench.traffic.bench import ServeBench
+from workbench.traffic.bench import ServeBench, load_served
 from workbench.traffic.bench_text import points, step_figures
-from workbench.traffic.served import ServeCommand, reached
-from workbench.traffic.targets import Asking
 
 FIGURES = ("output_throughput", "mean_tpot_ms", "mean_ttft_ms")
 SERVING = "serving"  # the toggles of `workbench serve`
-IN_PROCESS, PROCESS, WHOLE, STREAMED = (
-    "this process", "an engine process", "HTTP, whole answers", "HTTP, streamed",
+CONTROL = "serving (A/A)"
+# each takes one thing away from `serving`, or adds one, that the thread suspects
+SUSPECTS = (
+    "serving sampling=host", "serving slot_choice=lowest_free", "serving kv_cache=unified",
+    "serving kv_cache=unified defrag=cells",
 )  # fmt: skip
+PER_SLOT = 20  # requests for each in flight
+WINDOWS = 20  # of the steady part of a load, each with a rate of tokens
+CAPACITY = 0.8  # of the throughput under a constant load: the rate of a Poisson process
+ONE_BY_ONE, AT_ONCE = "one by one (Poisson)", "all at once"
 
 
 def settings(engine: wb.Engine, *names: str) -> dict[str, Toggles]:
-    """Toggles by name: `baseline`, `serving`, `serving sampling=host`."""
+    """Toggles by name: `baseline`, `serving`, `serving sampling=host`, and CONTROL."""
     found = {}
     for name in names:
-        background, _, changes = name.partition(" ")
+        background, _, changes = name.removesuffix(" (A/A)").partition(" ")
         if background == SERVING:
             wanted = TogglePreset(BEST, parse_changes(changes))
             found[name] = engine.resolve(serving(engine.device, wanted))
@@ -70,8 +80,10 @@ def together_table(
     seed: int,
     runs: str,
 ) -> pd.DataFrame:
-    """llama-batched-bench's table for each setting: without a server, requests or sampling."""
-    (n_prompt, n_gen), rows = lengths(workload), []
+    """Of llama-batched-bench's table, without a server, requests or sampling: a row for each number
+    of sequences B, with the t/s of prompts (S_PP) and of generated tokens (S_TG) in each setting,
+    and the tokens a second of each sequence in the last (S_TG / B)."""
+    (n_prompt, n_gen), rows = lengths(workload), dict[int, dict[str, Any]]()
     for name, toggles in arms.items():
         with engine.variant(toggles) as side:
             made = batched.batched(
@@ -79,22 +91,20 @@ def together_table(
                 out=wb.new_run_folder(runs, f"together-{slug(name)}"),
             )  # fmt: skip
         for found in map(batched.values, made):
-            rows.append(
-                {
-                    "setting": name, "PP": found["pp"], "TG": found["tg"], "B": found["pl"],
-                    "N_KV": found["n_kv"], "T_PP s": found["t_pp"], "S_PP t/s": found["speed_pp"],
-                    "T_TG s": found["t_tg"], "S_TG t/s": found["speed_tg"], "S t/s": found["speed"],
-                }
-            )  # fmt: skip
-    return Table(rows).shown(
-        keys=["setting", "B"],
-        digits={"T_PP s": 4, "T_TG s": 4, "S_PP t/s": 0, "S_TG t/s": 0, "S t/s": 0},
-    )
+            row = rows.setdefault(found["pl"], {"B": found["pl"]})
+            row[f"S_PP {name}"], row[f"S_TG {name}"] = found["speed_pp"], found["speed_tg"]
+            row["S_TG / B"] = found["speed_tg"] / found["pl"]
+    table = Table(list(rows.values()))
+    table = Table(table[[c for c in table if c != "S_TG / B"] + ["S_TG / B"]])
+    return table.shown(
+        keys=["B"], digits=dict.fromkeys(table.columns[1:], 0),
+        constant={"PP": str(n_prompt), "TG": str(n_gen), "the speeds are": "tokens a second"},
+    )  # fmt: skip
 
 
 def slug(name: str) -> str:
     """A setting in the name of a folder: `serving sampling=host` is `serving-sampling-host`."""
-    return name.replace("=", "-").replace(" ", "-").replace("_", "-")
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def step_traces(
@@ -141,26 +151,65 @@ def _ask(engine: wb.Engine, number: int, n_prompt: int, n_made: int) -> Ask:
     return Ask(number, ids.astype(np.int32), n_made)
 
 
+class Steady(NamedTuple):
+    """A load for one setting, measured.
+
+    served: its figures, a row for each number of requests in flight.
+    rates: output tokens a second in each window of the steady part, with the most in flight: from
+        the first request that ends to the last that starts, so that no slot is empty; (n,).
+    """
+
+    served: ServeBench
+    rates: np.ndarray
+
+
 def measured(
     engine: wb.Engine,
     arms: Mapping[str, Toggles],
     workload: str,
     concurrency: str,
-    n_requests: int,
+    per_slot: int,
     seed: int,
     runs: str,
-) -> dict[str, ServeBench]:
-    """The same load for each setting, served by this process. A run folder for each."""
-    (n_prompt, n_gen), found = lengths(workload), dict[str, ServeBench]()
+) -> dict[str, Steady]:
+    """The same load for each setting, served by this process: per_slot requests for each that is in
+    flight. A run folder for each."""
+    (n_prompt, n_gen), found = lengths(workload), dict[str, Steady]()
     slots = most(concurrency)
     for name, toggles in arms.items():
+        folder = wb.new_run_folder(runs, f"served-{slug(name)}")
         with engine.variant(toggles) as side:
-            found[name] = wb.serve_bench(
+            served = wb.serve_bench(
                 side, slots=slots, concurrency=concurrency, n_prompt=str(n_prompt),
-                n_gen=str(n_gen), n_requests=n_requests, n_warm_up=slots, seed=seed,
-                out=wb.new_run_folder(runs, f"served-{slug(name)}"),
+                n_gen=str(n_gen), n_requests=1, per_slot=per_slot, n_warm_up=slots, seed=seed,
+                out=folder,
             )  # fmt: skip
+        found[name] = Steady(served, rates(folder, served.rows[-1].setting.name))
     return found
+
+
+def load_steady(folder: str | Path) -> Steady:
+    """Reads a run folder of `measured`."""
+    served = load_served(folder)
+    return Steady(served, rates(folder, served.rows[-1].setting.name))
+
+
+def rates(folder: str | Path, arm: str) -> np.ndarray:
+    """`Steady.rates` of a setting of a run folder. Fewer windows where tokens are few."""
+    run, (requests,) = results.load_tables(folder, REQUESTS)
+    requests = requests[requests["arm"] == arm]
+    samples = run.samples[run.samples["arm"] == arm]
+    due = requests.assign(key=requests["request"].astype(int)).set_index("key")["due_ns"]
+    gone = samples.groupby("repetition", sort=False)["ns"].cumsum()
+    at = np.sort((gone + samples["repetition"].astype(int).map(due)).to_numpy())
+    begin, end = requests["end_ns"].min(), requests["sent_ns"].max()
+    inside = at[(at >= begin) & (at <= end)]
+    n = min(WINDOWS, len(inside) // 2)
+    if n < 1:
+        return np.empty(0)
+    counts, _ = np.histogram(inside, bins=n, range=(begin, end))
+    found = counts * 1e9 * n / (end - begin)
+    return np.asarray(found[found > 0], float)
 
 
 def most(concurrency: str) -> int:
@@ -168,128 +217,178 @@ def most(concurrency: str) -> int:
     return max(int(n) for n in concurrency.split(","))
 
 
-def ends(concurrency: str) -> str:
-    """The fewest and the most requests in flight: `1,128`."""
-    numbers = sorted({int(n) for n in concurrency.split(",")})
-    return ",".join(str(n) for n in dict.fromkeys((numbers[0], numbers[-1])))
-
-
-def curves(served: Mapping[str, ServeBench], latency: str = "mean_tpot_ms") -> pd.DataFrame:
-    """For `plots.throughput_against_latency`: a curve for each setting."""
-    parts = [points(made.rows, name, latency) for name, made in served.items()]
+def curves(found: Mapping[str, Steady], latency: str = "mean_tpot_ms") -> pd.DataFrame:
+    """For `plots.throughput_against_latency`: a curve for each setting but the control."""
+    parts = [
+        points(made.served.rows, name, latency) for name, made in found.items() if name != CONTROL
+    ]
     frame = pd.concat(parts, ignore_index=True)
     frame.attrs = parts[0].attrs
     return frame
 
 
-def latency_table(served: Mapping[str, ServeBench]) -> pd.DataFrame:
-    """Throughput and latencies for every setting and number of requests in flight."""
+def speedups(found: Mapping[str, Steady]) -> pd.DataFrame:
+    """A row for each setting but the first: its steady tokens a second over the first's.
+
+    Columns: setting, tps, speedup, low, high (95 % interval), verdict; `attrs`: first, tps and band
+    of the first setting. The A/A control is the first setting, served once more.
+    """
+    first = next(iter(found))
+    ratios = {name: _ratio(found[first].rates, made.rates) for name, made in found.items()}
+    band = stats.aa_band(ratios[CONTROL])
     rows = [
         {
-            "setting": name, "in flight": int(row.setting.value),
-            "req/s": row.figures["request_throughput"],
-            "out t/s": row.figures["output_throughput"],
-            "TTFT ms": row.figures["mean_ttft_ms"], "P99 TTFT": row.figures["p99_ttft_ms"],
-            "TPOT ms": row.figures["mean_tpot_ms"], "P99 TPOT": row.figures["p99_tpot_ms"],
-            "ITL ms": row.figures["mean_itl_ms"], "P99 ITL": row.figures["p99_itl_ms"],
-            "E2EL ms": row.figures["mean_e2el_ms"], "failed": row.figures["failed"],
+            "setting": name, "tps": _median(found[name].rates), "speedup": ratio.value,
+            "low": ratio.low, "high": ratio.high,
+            "verdict": "A/A control" if name == CONTROL else stats.verdict(ratio, band),
         }
-        for name, made in served.items()
-        for row in made.rows
+        for name, ratio in ratios.items()
+        if name != first
     ]  # fmt: skip
-    return Table(rows).shown(keys=["setting", "in flight"], digits={"req/s": 1, "out t/s": 0})
+    made = pd.DataFrame(rows)
+    made.attrs |= {"first": first, "tps": _median(found[first].rates), "band": band}
+    return made
 
 
-def sampling_table(served: Mapping[str, ServeBench]) -> pd.DataFrame:
-    """The time to choose tokens, with the most requests in flight of each setting."""
+def _ratio(before: np.ndarray, after: np.ndarray) -> stats.Ratio:
+    if not (len(before) and len(after)):
+        return stats.Ratio(math.nan, math.nan, math.nan, 0)
+    return stats.independent_ratio(before, after)
+
+
+def _median(rates: np.ndarray) -> float:
+    return float(np.median(rates)) if len(rates) else math.nan
+
+
+def settings_table(found: Mapping[str, Steady]) -> Table:
+    """Steady tokens a second of each setting with the most in flight, beside the first setting."""
+    frame = speedups(found)
+    made = frame[["setting", "tps", "speedup"]].rename(columns={"tps": "out t/s"})
+    made["95% CI"] = [stats.interval(*of) for of in frame[["low", "high"]].to_numpy()]
+    made["verdict"] = frame["verdict"]
+    setting = next(iter(found.values())).served.rows[-1].setting
+    about = {frame.attrs["first"]: f"{frame.attrs['tps']:.0f} t/s", "load": setting.name}
+    return Table(made).shown(keys=["setting"], digits={"out t/s": 0}, constant=about)
+
+
+def latency_table(found: Mapping[str, Steady]) -> Table:
+    """What requests see with the most in flight, and the share of all the time in which tokens are
+    chosen."""
     rows = []
-    for name, made in served.items():
-        row = made.rows[-1]
-        found = step_figures(row)
-        toggles = made.run["engine"]["toggles"]
+    for name, made in found.items():
+        row = made.served.rows[-1]
         rows.append(
             {
-                "setting": name, "sampling": toggles["sampling"], "results": toggles["results"],
-                "in flight": int(row.setting.value), "steps": found["n_steps"],
-                "tokens a step": found["tokens_per_step"],
-                "sampling us a step": 1e3 * found["sampling_ms"],
-                "of all the time": f"{found['sampling_share']:.1%}",
+                "setting": name, "TTFT ms": row.figures["mean_ttft_ms"],
+                "TPOT ms": row.figures["mean_tpot_ms"], "P99 ITL ms": row.figures["p99_itl_ms"],
+                "E2EL ms": row.figures["mean_e2el_ms"],
+                "choosing": f"{step_figures(row)['sampling_share']:.1%}",
             }
         )  # fmt: skip
-    return Table(rows).shown(keys=["setting"], digits={"tokens a step": 1, "sampling us a step": 1})
+    return Table(rows).shown(keys=["setting"], right=["choosing"])
 
 
-def ways_in(
+def arriving(
     engine: wb.Engine,
-    path: str,
+    toggles: Toggles,
+    capacity: float,
     workload: str,
     concurrency: str,
-    n_requests: int,
+    per_slot: int,
     seed: int,
     runs: str,
 ) -> dict[str, ServeBench]:
-    """The load of `serving` over four ways to the engine, with the fewest and the most requests in
-    flight. path: the engine's file."""
-    n_prompt, n_gen = lengths(workload)
-    slots, config = most(concurrency), engine.config
-    asked: dict[str, Any] = {
-        "concurrency": ends(concurrency), "n_prompt": str(n_prompt), "n_gen": str(n_gen),
-        "n_requests": n_requests, "n_warm_up": slots,
-    }  # fmt: skip
+    """The same requests, all at once and one by one, as a Poisson process of CAPACITY times the
+    requests a second that the engine can serve. capacity: those requests a second."""
+    (n_prompt, n_gen), slots = lengths(workload), most(concurrency)
     found = {}
-    with engine.variant(settings(engine, SERVING)[SERVING]) as side:
-        found[IN_PROCESS] = wb.serve_bench(
-            side, slots=slots, seed=seed, out=wb.new_run_folder(runs, "ways-own"), **asked
-        )
-    process = WorkerSettings(path, config, slots)
-    found[PROCESS] = wb.serve_bench(
-        process, seed=seed, out=wb.new_run_folder(runs, "ways-process"), **asked
-    )
-    flags = {
-        "--device": config.device, "--n-ctx": config.n_ctx, "--n-ubatch": config.n_ubatch,
-        "--n-kv-pad": config.n_kv_pad,
-    }  # fmt: skip
-    typed = tuple(str(word) for pair in flags.items() for word in pair)
-    with reached(ServeCommand(Path(path), slots, config.device, typed)) as server:
-        for i, (name, streamed) in enumerate({WHOLE: False, STREAMED: True}.items()):
-            # prompts that the server has not seen: it keeps the cells of prompts that it has seen
+    with engine.variant(toggles) as side:
+        for name, rate in ((ONE_BY_ONE, f"{CAPACITY * capacity:.4g}"), (AT_ONCE, "inf")):
             found[name] = wb.serve_bench(
-                server, asking=Asking(streamed=streamed), seed=seed + 1 + i,
-                out=wb.new_run_folder(runs, f"ways-http-{'streamed' if streamed else 'whole'}"),
-                **asked,
+                side, slots=slots, rate=rate, n_prompt=str(n_prompt), n_gen=str(n_gen),
+                n_requests=per_slot * slots, n_warm_up=slots, seed=seed,
+                out=wb.new_run_folder(runs, f"arriving-{slug(name)}"),
             )  # fmt: skip
     return found
 
 
-def ways_table(found: Mapping[str, ServeBench]) -> pd.DataFrame:
-    """Output tokens a second for each way to the engine, and their share of those in this
-    process."""
-    first = {row.setting.name: _rate(row) for row in next(iter(found.values())).rows}
+def arrivals_table(steady: Steady, arrived: Mapping[str, ServeBench]) -> Table:
+    """What requests see by how they come: as many in flight as there are slots; one by one; all at
+    once. A request's times count from when it was due."""
+    row = steady.served.rows[-1]
+    rows = [
+        {
+            "requests come": name, "out t/s": row.figures["output_throughput"],
+            "TTFT ms": row.figures["mean_ttft_ms"], "P99 TTFT ms": row.figures["p99_ttft_ms"],
+            "TPOT ms": row.figures["mean_tpot_ms"], "E2EL ms": row.figures["mean_e2el_ms"],
+        }
+        for name, row in {
+            f"{row.setting.value:g} in flight": row,
+            **{name: made.rows[0] for name, made in arrived.items()},
+        }.items()
+    ]  # fmt: skip
+    return Table(rows).shown(keys=["requests come"], digits={"out t/s": 0, "P99 TTFT ms": 1})
+
+
+SHOWN = (1, 2, 4, 8, 16, 32, 128)  # in flight, of the thread's table
+LLAMA, VLLM, OURS, HERE = (
+    "llama.cpp (#14924)", "vLLM (#14924)", "this engine, recorded", "this engine, here",
+)  # fmt: skip
+
+
+def scaling(found: Mapping[str, Steady], page: str | Path | None = None) -> pd.DataFrame:
+    """For `plots.scaling`: by requests in flight, how many times the tokens a second of one: in the
+    thread of #14924, of this engine as the results page has it, and here. Labels of the thread's
+    points are its seconds. page: as for `recorded.block`."""
+    rows = [
+        {"curve": curve, "x": n, "y": claims.SERVED_S[1][i] / seconds[i], "label": seconds[i]}
+        for i, curve in enumerate((LLAMA, VLLM))
+        for n, seconds in claims.SERVED_S.items()
+    ]
+    own = recorded.block("over-http", page)
+    if own is not None:
+        tps = own.rows[["in flight", "t/s in process"]].astype(float).to_numpy()
+        rows += [{"curve": OURS, "x": int(n), "y": t / tps[0, 1], "label": ""} for n, t in tps]
+    here = figures_of(found)
+    here = here[here["setting"] == next(iter(found))].sort_values("in_flight")
+    one = here[FIGURES[0]].iloc[0] if here["in_flight"].iloc[0] == 1 else math.nan
+    rows += [
+        {"curve": HERE, "x": n, "y": t / one, "label": ""}
+        for n, t in here[["in_flight", FIGURES[0]]].to_numpy()
+    ]
+    frame = pd.DataFrame(rows)
+    frame.attrs |= {"recorded": "" if own is None else f"{own.rows['Model'][0]}; {own.words[0]}"}
+    return frame
+
+
+def thread_table(frame: pd.DataFrame) -> Table:
+    """The thread's table beside ours: seconds of 989 requests of 1024 and 128 tokens, and how many
+    times the tokens a second of one in flight. The picture also has 3 and 64 in flight. frame: of
+    `scaling`."""
+    by = frame.set_index(["curve", "x"])["y"]
     rows = []
-    for name, made in found.items():
-        for row in made.rows:
-            client = row.client.get("us_per_chunk")
-            rows.append(
-                {
-                    "way": name, "in flight": int(row.setting.value), "out t/s": _rate(row),
-                    "of this process": f"{_rate(row) / first[row.setting.name]:.0%}",
-                    "E2EL ms": row.figures["mean_e2el_ms"],
-                    "client us a chunk": "" if client is None else f"{client:.0f}",
-                }
-            )  # fmt: skip
-    return Table(rows).shown(keys=["way", "in flight"], digits={"out t/s": 0, "E2EL ms": 1})
+    for n in SHOWN:
+        llama_s, vllm_s = claims.SERVED_S[n]
+        times = {curve: by.get((curve, n), math.nan) for curve in (LLAMA, VLLM, OURS)}
+        rows.append(
+            {
+                "in flight": n, "llama.cpp s": llama_s, "vLLM s": vllm_s,
+                "llama.cpp, times": times[LLAMA], "vLLM, times": times[VLLM],
+                "ours, times": times[OURS],
+            }
+        )  # fmt: skip
+    return Table(rows).shown(
+        keys=["in flight"], digits={"llama.cpp s": 1, "vLLM s": 1},
+        constant={"ours": str(frame.attrs["recorded"])},
+    )  # fmt: skip
 
 
-def _rate(row: Any) -> float:
-    return float(row.figures["output_throughput"])
-
-
-def figures_of(served: Mapping[str, ServeBench]) -> pd.DataFrame:
+def figures_of(found: Mapping[str, Steady]) -> pd.DataFrame:
     """Figures for sentences, by setting and number of requests in flight: tokens a second, mean
     TPOT and TTFT, under vLLM's names."""
     return pd.DataFrame(
         {"setting": name, "in_flight": int(row.setting.value)}
         | {key: float(row.figures[key]) for key in FIGURES}
-        for name, made in served.items()
-        for row in made.rows
+        for name, made in found.items()
+        for row in made.served.rows
     )

@@ -4,19 +4,15 @@ Nothing is timed here; `skipped.py` measures times."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 import workbench as wb
-from workbench.answers.skipped import sized
 from workbench.benchmarks.compare.arms import switched
-from workbench.benchmarks.workload import Workload, draw_tokens, gen_steps, parse, prompt_steps
 from workbench.common.tables import Table
 from workbench.config import Toggles
-from workbench.engine.batch import Work
 from workbench.engine.cache.extent import WAYS
 from workbench.engine.cache.visits import CELLS, groups, visited
 from workbench.engine.look.watch import Watch
@@ -25,19 +21,16 @@ from workbench.trace.profile import Profile, profile
 
 OFF, IN_LOOP, TAIL, CLASSES = (f"skip_masked_kv={way}" for way in WAYS)
 ALWAYS = "skip_gate=always"
-# arms of one sequence by name: with the gate of #14924; where a way has a gate, with an open one,
-# too
+# arms of one sequence by name: tail with the gate of #14924, and ways with an open gate
 PROMPTS = {
-    "off": OFF, "in_loop": IN_LOOP, "tail": TAIL, "classes": CLASSES,
-    "tail, gate open": f"{TAIL} {ALWAYS}", "classes, gate open": f"{CLASSES} {ALWAYS}",
+    "off": OFF, "in_loop": IN_LOOP, "tail": TAIL, "tail, gate open": f"{TAIL} {ALWAYS}",
+    "classes, gate open": f"{CLASSES} {ALWAYS}",
 }  # fmt: skip
 REGIONS_EACH, ONE_REGION = "kv_cache=per_sequence", "kv_cache=unified"
-# arms of several sequences
-TOGETHER = {
-    **{f"per_sequence {way}": f"{REGIONS_EACH} skip_masked_kv={way}" for way in WAYS},
-    **{
-        f"unified {way}": f"{ONE_REGION} skip_masked_kv={way}" for way in ("off", "in_loop", "tail")
-    },
+# arms of several sequences: a region for each, and one for all
+TOGETHER: dict[str, str] = {
+    **{way: f"{REGIONS_EACH} skip_masked_kv={way}" for way in WAYS},
+    "unified tail": f"{ONE_REGION} skip_masked_kv=tail",
 }
 DRAWN = ("off", "tail")  # ways of the traces
 DEPTHS = (30, 300, 80, 150, 60, 480, 120, 220)  # of 8 sequences, cells
@@ -59,7 +52,7 @@ def scenes() -> list[Scene]:
     token = [(i, 1) for i in range(len(DEPTHS))]
     three, more = [(0, 100), (1, 180), (2, 60)], [(0, 40), (1, 40), (2, 40)]
     return [
-        Scene("a prompt", ONE_REGION, [(0, 192)], [(0, 128)]),
+        Scene("128 of a prompt", ONE_REGION, [(0, 192)], [(0, 128)]),
         Scene("3 prompts", ONE_REGION, three, more),
         Scene("3 prompts", REGIONS_EACH, three, more),
         Scene("a token of 8", ONE_REGION, each, token),
@@ -136,27 +129,29 @@ def _blocks(masks: _Masks) -> pd.DataFrame:
 
 
 def visits_table(engine: wb.Engine, most: int) -> pd.DataFrame:
-    """The share of blocks that each way visits in some steps, counted as the steps are taken, and
-    whether the gate of #14924 is open. most: tokens of a prompt that is computed at once."""
-    whole = Scene(f"a prompt of {most}", ONE_REGION, [], [(0, most)])
+    """The share of blocks that each way visits with an open gate, counted as the steps are taken,
+    and whether the gate of #14924 is open. most: tokens of a prompt that is computed at once."""
+    whole = Scene(f"{most:,} of a prompt", ONE_REGION, [], [(0, most)])
+    opened = {"in_loop": IN_LOOP, "tail": f"{TAIL} {ALWAYS}", "classes": f"{CLASSES} {ALWAYS}"}
     rows: list[dict[str, Any]] = []
     for scene in [*scenes(), whole]:
-        cache = scene.cache.partition("=")[2]
-        row: dict[str, Any] = {"step": scene.name, "cache": cache}
-        for name, arm in PROMPTS.items():
-            with engine.variant(switched(engine.toggles, f"{scene.cache} {arm}")) as side:
-                _fill(side, scene.before)
-                with wb.kv_visits(side) as counted:
-                    _take(side, scene.work)
-            one, n = counted[0], counted.visited + counted.skipped
-            if arm == OFF:
-                regions = max(1, one.n_regions)
-                row |= {"tokens": one.n_tokens, "n_kv": one.n_kv, "regions": regions}
-            if arm == TAIL:
-                row["gate"] = "closed" if one.way == "off" else "open"
-            row[name] = f"{counted.visited / n:.0%}"
+        row: dict[str, Any] = {
+            "step": scene.name,
+            "cache": scene.cache.partition("=")[2],
+            "gate": "closed" if _visits(engine, scene, TAIL)[0] == "off" else "open",
+        }
+        row |= {way: f"{_visits(engine, scene, arm)[1]:.0%}" for way, arm in opened.items()}
         rows.append(row)
     return Table(rows).shown(keys=["step", "cache"])
+
+
+def _visits(engine: wb.Engine, scene: Scene, arm: str) -> tuple[str, float]:
+    """The way that a step takes with an arm, and the share of blocks that it visits."""
+    with engine.variant(switched(engine.toggles, f"{scene.cache} {arm}")) as side:
+        _fill(side, scene.before)
+        with wb.kv_visits(side) as counted:
+            _take(side, scene.work)
+    return str(counted[0].way), counted.visited / (counted.visited + counted.skipped)
 
 
 def prompt_traces(engine: wb.Engine, background: Toggles, n_tokens: int) -> dict[str, Profile]:
@@ -171,32 +166,3 @@ def prompt_traces(engine: wb.Engine, background: Toggles, n_tokens: int) -> dict
                     side.reset()
                     _take(side, [(0, n_tokens)])
     return found
-
-
-def blocks_by_test(
-    engine: wb.Engine, tests: Sequence[str], arms: Mapping[str, str]
-) -> pd.DataFrame:
-    """The share of blocks that arms visit in whole tests, for prompts and for generated tokens."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    n_seqs = max(parse(test).width for test in tests)
-    each = max(-(-parse(test).n_cells // parse(test).width) for test in tests)
-    n_ubatch = min(512, engine.config.n_ubatch)
-    for name, arm in arms.items():
-        with sized(engine, switched(engine.toggles, arm), n_seqs, each, n_ubatch) as side:
-            for test in map(parse, tests):
-                for phase, works in _works(side, test).items():
-                    with wb.kv_visits(side) as counted:
-                        for work in works:
-                            side.submit(work).wait()
-                    row = rows.setdefault((test.name, phase), {"test": test.name, "phase": phase})
-                    n = max(1, counted.visited + counted.skipped)
-                    row[name] = f"{counted.visited / n:.0%}"
-    return Table(list(rows.values())).shown(keys=["test", "phase"])
-
-
-def _works(engine: wb.Engine, test: Workload) -> dict[str, list[Work]]:
-    """The works that a repetition submits to an empty cache, by phase."""
-    engine.reset()
-    tokens, n_ubatch = draw_tokens(test, engine.model.n_vocab, 0), engine.config.n_ubatch
-    made = [work for of in gen_steps(test, tokens.gen, n_ubatch) for work in of]
-    return {"prompts": prompt_steps(test, tokens.prompt, n_ubatch), "generated": made}

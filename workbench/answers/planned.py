@@ -1,5 +1,5 @@
-"""Tables of graph plans: calls of the host, captures and updates, the number of tokens after which
-a capture has repaid itself, and the gap that is left."""
+"""Tables of graph plans: calls of the host, captures and updates, the gap that is left, and the
+number of tokens after which captures have repaid themselves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench.benchmarks.compare.comparison import AB
-from workbench.benchmarks.compare.stats import FASTER, SLOWER, median_interval
+from workbench.benchmarks.compare.stats import median_interval
 from workbench.benchmarks.times.token_parts import issued, medians_us
 from workbench.common.tables import Table
 from workbench.config import Toggles
@@ -21,7 +20,7 @@ FORCING = (
     ("set_rows", "pr"), ("set_rows", "today"), ("set_rows", "ours"),
     ("pointer_table", "ours"), ("patch_pointers", "ours"),
 )  # fmt: skip
-MADE = ("captured", "twinned", "updated", "reinstantiated", "replayed", "issued")
+MADE, COSTS = ("captured", "reinstantiated", "twinned"), ("capture", "instantiate", "update")
 NEVER, UNKNOWN = "never", "not known"
 
 
@@ -57,58 +56,26 @@ def forcing(toggles: Toggles) -> dict[str, Toggles]:
 
 def made_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int) -> pd.DataFrame:
     """What a fresh engine of each arm did with its plans in its first n_tokens tokens: how many
-    plans were captured, made as twins, updated in place, made anew, replayed, and issued part by
-    part. `capture us`: of one capture. `instantiate us`: of one instantiation, also of a twin.
-    `update us`: of one update."""
+    plans were made (captured, captured anew, or as twins), updated in place, replayed, and issued
+    part by part; and the time of all captures, instantiations and updates, us."""
     rows = []
     for name, toggles in arms.items():
         with engine.variant(toggles) as side:
             for token in range(n_tokens):
                 side.step([1 + token % (side.model.n_vocab - 1)])
             n = {key.removeprefix("plans_"): count for key, count in side.counters.items()}
-        captures, updates = n["captured"] + n["reinstantiated"], n["updated"]
         rows.append(
-            {"arm": name, "tokens": n_tokens}
-            | {what: n[what] for what in MADE}
-            | {
-                "capture us": _each(n["capture_ns"], captures),
-                "instantiate us": _each(n["instantiate_ns"], captures + n["twinned"]),
-                "update us": _each(n["update_ns"], updates),
+            {
+                "arm": name,
+                "tokens": n_tokens,
+                "made": sum(n[how] for how in MADE),
+                "updated": n["updated"],
+                "replayed": n["replayed"],
+                "part by part": n["issued"],
+                "us for these": sum(n[f"{what}_ns"] for what in COSTS) / 1e3,
             }
         )
-    return (
-        Table(rows)
-        .rename(columns={"reinstantiated": "made anew", "issued": "part by part"})
-        .shown(digits=dict.fromkeys(("capture us", "instantiate us", "update us"), 1))
-    )
-
-
-def _each(ns: int, n: int) -> float:
-    return ns / 1e3 / n if n else math.nan
-
-
-def repaid_table(made: pd.DataFrame, *comparisons: AB) -> pd.DataFrame:
-    """After how many tokens an arm has saved the cost of its captures: a row for each arm of a
-    comparison that is in `made` (of `made_table`). us saved: of a token, from medians of the
-    comparison. Unknown where the comparison found no difference."""
-    costs, rows = made.set_index("arm"), []
-    for comparison in comparisons:
-        summary = comparison.summary()
-        for row in summary[~summary["is_control"]].itertuples():
-            if row.arm not in costs.index:
-                continue
-            own = costs.loc[row.arm]
-            once = own["captured"] * own["capture us"]
-            once += (own["captured"] + own["twinned"]) * own["instantiate us"]
-            saved = 1e6 / row.tps_baseline - 1e6 / row.tps_toggled
-            known = (row.verdict == FASTER) - (row.verdict == SLOWER)
-            rows.append(
-                {"arm": row.arm, "us for captures": once, "us saved a token": saved}
-                | {"repaid after tokens": _after(once, saved, known), "verdict": row.verdict}
-            )
-    return Table(rows).shown(
-        digits={"us for captures": 1, "us saved a token": 1}, right=["repaid after tokens"]
-    )
+    return Table(rows).shown(digits={"us for these": 0})
 
 
 def _after(once: float, saved: float, known: int) -> str:
@@ -119,25 +86,25 @@ def _after(once: float, saved: float, known: int) -> str:
 
 
 def gap_table(parts: Mapping[str, Mapping[str, Any]], arms: Mapping[str, Toggles]) -> pd.DataFrame:
-    """The parts of a token's time in each arm, us, by the device's clock
-    (`benchmarks/times/token_parts.py`). Then the time that an arm saves of the first arm's plain
-    token, median over the rounds with its 95 % interval, and when that repays the captures."""
+    """A token in each arm by the device's clock (`benchmarks/times/token_parts.py`): its time, the
+    gap between its last kernel and the next token's first, us. Then the time that an arm saves of
+    the first arm's plain token, median over the rounds with its 95 % interval, the time of its
+    captures, and the number of tokens after which these are repaid."""
     rows: list[dict[str, Any]] = []
     first = np.array(parts[next(iter(arms))]["plain"], float)
     for name in arms:
-        own = medians_us(parts[name])
-        row = {"arm": name, "calls": parts[name]["calls"]}
-        rows.append(row | {f"{part} us": us for part, us in own.items()})
-        n = parts[name]["counters"]
+        own, n = medians_us(parts[name]), parts[name]["counters"]
+        rows.append({"arm": name, "token us": own["token"], "gap us": own["gap"], "saved us": "",
+                     "captures us": math.nan, "repaid after tokens": ""})  # fmt: skip
         if "plans_captured" in n:
             saved, low, high = median_interval(first - np.array(parts[name]["plain"], float))
             once = (n["plans_capture_ns"] + n["plans_instantiate_ns"]) / 1e3
             known = int(low > 0) - int(high < 0)
             rows[-1] |= {
-                "saved us": saved, "95% CI": f"{low:.1f}..{high:.1f}", "captures us": once,
+                "saved us": f"{saved:.1f} ({low:.1f}..{high:.1f})", "captures us": once,
                 "repaid after tokens": _after(once, saved, known),
             }  # fmt: skip
-    table = Table(rows).fillna({"95% CI": "", "repaid after tokens": ""})
-    table.attrs |= {"digits": {c: 1 for c in table if str(c).endswith(" us")},
-                    "keys": ["arm"], "right": ["repaid after tokens"]}  # fmt: skip
-    return table
+    return Table(rows).shown(
+        digits={"token us": 1, "gap us": 1, "captures us": 1}, keys=["arm"],
+        right=["saved us", "repaid after tokens"],
+    )  # fmt: skip

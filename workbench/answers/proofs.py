@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.common.errors import UsageError
+from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.shipped import shipped
 from workbench.common.tables import Table
 from workbench.config import CopyStream, StepWait, SyncMode, Toggles
@@ -20,7 +20,16 @@ from workbench.program.check import hazards
 from workbench.program.commands import RESULT, CommandAt, Copy, Program, Sync, Wait
 from workbench.program.letters import once
 
-COLUMNS = ("ordering", "run", "pattern", "waits", "superfluous", "sufficient", "races", "because")
+COLUMNS = (
+    "ordering", "run", "pattern", "waits", "stream_waits", "superfluous", "sufficient", "races",
+    "because",
+)  # fmt: skip
+OF_RECORD = ("thread", "what", "first", "and", "before", "after")
+# the modes of a lesson: the two that race and are left out have a twin among these
+SHOWN = (
+    SyncMode.PER_COPY, SyncMode.BLOCKING_COPIES, SyncMode.COPY_BOUNDARY, SyncMode.PACKED,
+    SyncMode.EVENT_GUARDED, SyncMode.WRITE_READ_BOUNDARY, SyncMode.IMPLICIT,
+)  # fmt: skip
 
 
 def cycles(
@@ -57,8 +66,9 @@ def of_arms(engine: Any, arms: Mapping[str, Toggles]) -> dict[tuple[str, str], A
 def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[dict[str, Any]]:
     """A row for each (ordering, run) and the programs that are repeated for it.
 
-    waits, superfluous, sufficient: of one repetition. Each superfluous wait can be removed alone;
-        all waits except the sufficient ones can be removed together.
+    waits: of the host, in one repetition. stream_waits: of streams, for events.
+    superfluous: the host's waits that can be removed, each alone.
+    sufficient: waits of both kinds; all others can be removed together.
     races: pairs of commands.
     because: the order that is missing between the first pair; without races, the waits that
     suffice.
@@ -70,8 +80,9 @@ def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[
             "ordering": ordering,
             "run": run,
             "pattern": " | ".join(once(p.pattern(True, result=len(cycle) > 1) for p in cycle)),
-            "waits": len(found.waits),
-            "superfluous": len(found.superfluous),
+            "waits": _n_of_host(found.waits),
+            "stream_waits": len(found.waits) - _n_of_host(found.waits),
+            "superfluous": _n_of_host(found.superfluous),
             "sufficient": len(found.sufficient),
             "races": found.n_races,
             "because": found.races[0].missing if found.races else _once_each(kept),
@@ -91,6 +102,35 @@ def proof_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         table[name] = table[name].astype(object).mask(racing, "")
     table["races"] = table["races"].astype(object).mask(~racing, "none")
     return table
+
+
+def superfluous_table(**runs: pd.DataFrame) -> Table:
+    """A row for each mode of SHOWN: its pattern, and by run and copy stream `11 of 13`, the host's
+    waits that are superfluous and all; or `races`, where commands have no order; empty where the
+    mode has no such ordering. runs: frames of `proof_table`."""
+    rows = []
+    for mode in SHOWN:
+        row: dict[str, str] = {"sync": mode.value, "pattern": ""}
+        for run, table in runs.items():
+            proved = table.set_index("ordering")
+            for stream in (CopyStream.OWN, CopyStream.COMPUTE):
+                name = f"{mode}, {stream}"
+                found = proved.loc[name] if name in proved.index else None
+                row[f"{run}, {stream}"] = "" if found is None else _of_all(found)
+                if found is not None and not row["pattern"]:
+                    row["pattern"] = str(found["pattern"])
+        rows.append(row)
+    return Table(rows).shown(code=["pattern"])
+
+
+def _of_all(proved: pd.Series) -> str:
+    if proved["races"] != "none":
+        return "races"
+    return f"{proved['superfluous']} of {proved['waits']}"
+
+
+def _n_of_host(waits: Sequence[CommandAt]) -> int:
+    return sum(not isinstance(wait.command, Wait) for wait in waits)
 
 
 def _waited_for(found: hazards.Findings, wait: CommandAt) -> str:
@@ -114,6 +154,11 @@ def _once_each(kept: Sequence[str]) -> str:
 
 def of_record_table() -> Table:
     """The recorded table of races found in llama.cpp's scheduler, before and after their fix
-    (`data/measure/races_of_record.py`)."""
-    page = shipped("data/results", "proofs.json") / "proofs.json"
-    return Table(json.loads(page.read_text())["of_record"])
+    (`data/measure/races_of_record.py`): a row for each, with its first pair. Empty where the
+    results did not come along."""
+    try:
+        page = shipped("data/results", "proofs.json") / "proofs.json"
+    except WorkbenchError:
+        return Table([], columns=list(OF_RECORD))
+    found = pd.DataFrame(json.loads(page.read_text())["of_record"])
+    return Table(found[list(OF_RECORD)])

@@ -4,6 +4,7 @@ and for requests of random lengths. Arms are given by name: sets of toggles."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,7 +19,7 @@ from workbench.benchmarks.workload import parse
 from workbench.common.errors import DeviceError, UsageError
 from workbench.common.sizes import round_up
 from workbench.common.tables import Table
-from workbench.config import BEST, TogglePreset, Toggles
+from workbench.config import BEST, AttnKernel, TogglePreset, Toggles
 from workbench.engine.cache.extent import WAYS
 from workbench.server.serving import serving
 from workbench.traffic.bench import ServeBench
@@ -26,6 +27,8 @@ from workbench.traffic.bench import ServeBench
 PROMPTS, GENERATED = PHASES = ("prompts", "generated")
 PLAIN = {"skip_masked_kv": "off", "kv_cache": "unified", "kv_growth": "step"}
 PAD, LEAST = 256, stats.MIN_REPETITIONS
+VEC = AttnKernel.VEC.value
+AGAIN = "off (A/A)"
 MARKS = {"faster": "faster", "slower": "slower", "no difference": "="}  # of verdicts
 
 
@@ -178,16 +181,18 @@ def _fixed_depth(rows: pd.DataFrame) -> int:
 
 
 def scaling_table(phases: pd.DataFrame) -> pd.DataFrame:
-    """The speedup of every arm with its verdict (`=`: no difference), by test and phase."""
-    rows = []
-    for (test, phase), part in phases[~phases["is_control"]].groupby(["test", "phase"], sort=False):
-        row: dict[str, Any] = {
-            "test": test, "phase": phase, "t/s baseline": round(part["tps_baseline"].iloc[0]),
-        }  # fmt: skip
+    """The speedup of every arm with its verdict (`=`: no difference) for generated tokens, by
+    test."""
+    rows, made = [], phases[(phases["phase"] == GENERATED) & ~phases["is_control"]]
+    for test, part in made.groupby("test", sort=False):
+        baseline = f"t/s {phases.attrs['baseline']}"
+        row: dict[str, Any] = {"test": test, baseline: round(part["tps_baseline"].iloc[0])}
         for one in part.itertuples():
             row[one.label] = f"{one.speedup:.2f} {mark(one.verdict)}".strip()
         rows.append(row)
-    return Table(rows).shown(keys=["test", "phase"])
+    control = phases[(phases["phase"] == GENERATED) & phases["is_control"]]
+    bands = f"{control['band_low'].min():.3f}..{control['band_high'].max():.3f}"
+    return Table(rows).shown(keys=["test"], constant={"the widest A/A band": bands})
 
 
 def side_by_side(
@@ -198,26 +203,34 @@ def side_by_side(
     rounds: int,
     seed: int,
     runs: str,
+    name: str = "side-by-side",
 ) -> AB:
-    """Compares each arm with the first, on tests of several sequences."""
+    """Compares each arm with the first, on tests of several sequences. name: of the run folder."""
     each = max(-(-test.n_cells // test.width) for test in map(parse, tests))
     n_seqs = max(test.width for test in map(parse, tests))
     with sized(engine, background, n_seqs, each, min(512, engine.config.n_ubatch)) as side:
         return wb.ab(
             side, " | ".join(arms.values()), tests=tests, rounds=rounds, seed=seed,
-            smoke=rounds < LEAST, out=wb.new_run_folder(runs, "side-by-side"),
+            smoke=rounds < LEAST, out=wb.new_run_folder(runs, name),
         )  # fmt: skip
 
 
-def parts(
+def kernels(engine: wb.Engine) -> dict[str, str]:
+    """The kernels of attention that the engine's device has, as arms by name: first the vector
+    kernel, which the author of #14924 compares with."""
+    _, _, values = possible(engine, "attn_kernel").partition("=")
+    names = sorted(values.split(","), key=lambda name: name != VEC)
+    return {name: f"attn_kernel={name}" for name in names}
+
+
+def by_kernel(
     engine: wb.Engine, background: Toggles, tests: Sequence[str], rounds: int, seed: int, runs: str
 ) -> AB:
-    """Compares values of `kv_parts`, with one sequence and without skipping."""
-    with sized(engine, background, 1, max(parse(test).n_cells for test in tests)) as side:
-        return wb.ab(
-            side, possible(side, "kv_parts"), tests=tests, rounds=rounds, seed=seed,
-            smoke=rounds < LEAST, out=wb.new_run_folder(runs, "kv-parts"),
-        )  # fmt: skip
+    """Compares the kernels of attention, where each sequence has a region and no cell is
+    skipped."""
+    regions = switched(background, "kv_cache=per_sequence")
+    arms = kernels(engine)
+    return side_by_side(engine, regions, arms, tests, rounds, seed, runs, "attn-kernel")
 
 
 def ragged(
@@ -231,53 +244,43 @@ def ragged(
     runs: str,
 ) -> dict[str, ServeBench]:
     """Serves requests with prompts of 1 to `most` tokens, as many in flight as there are slots:
-    without skipping and with each way. Each slot has a region."""
+    without skipping, with each way, and without skipping once more as the A/A control. Each slot
+    has a region."""
     found = {}
-    for way in WAYS:
+    for name in (*WAYS, AGAIN):
+        way = name.partition(" ")[0]
         toggles = switched(background, f"kv_cache=per_sequence skip_masked_kv={way}")
+        folder = f"ragged-{way.replace('_', '-')}{'-again' if name == AGAIN else ''}"
         with sized(engine, toggles, slots, most + n_gen, min(512, engine.config.n_ubatch)) as side:
-            found[f"skip_masked_kv={way}"] = wb.serve_bench(
+            found[name] = wb.serve_bench(
                 side, slots=slots, concurrency=str(slots), n_prompt=f"uniform:1-{most}",
                 n_gen=str(n_gen), n_requests=n_requests, n_warm_up=slots, seed=seed,
-                out=wb.new_run_folder(runs, f"ragged-{way.replace('_', '-')}"),
+                out=wb.new_run_folder(runs, folder),
             )  # fmt: skip
     return found
 
 
 def ragged_table(served: Mapping[str, ServeBench]) -> pd.DataFrame:
-    """Runtimes of the same requests, by way."""
+    """Runtimes of the same requests, by way. A speedup is marked `=` where it is no farther from 1
+    than that of the A/A control."""
     rows = []
+    seconds = {name: made.rows[0].figures["duration"] for name, made in served.items()}
+    first = next(iter(seconds.values()))
+    band = abs(math.log(first / seconds[AGAIN]))
     for name, made in served.items():
         (row,) = made.rows
-        first = next(iter(served.values())).rows[0].figures["duration"]
+        speedup = first / seconds[name]
+        same = abs(math.log(speedup)) <= band
         rows.append(
             {
-                "way": name, "requests": row.figures["completed"],
-                "tokens a prompt": round(row.figures["total_input_tokens"] / row.n_requests),
-                "s": row.figures["duration"], "speedup": first / row.figures["duration"],
+                "skip_masked_kv": name, "s": seconds[name],
+                "speedup": f"{speedup:.3f}{' =' if same else ''}",
                 "out t/s": row.figures["output_throughput"],
                 "TTFT ms": row.figures["mean_ttft_ms"], "TPOT ms": row.figures["mean_tpot_ms"],
-                "P99 ITL ms": row.figures["p99_itl_ms"],
             }
         )  # fmt: skip
-    return Table(rows).shown(keys=["way"], digits={"s": 3, "speedup": 3, "out t/s": 1})
-
-
-def answers_table(comparisons: Mapping[str, AB], *named: Mapping[str, str]) -> pd.DataFrame:
-    """How the arms' logits differ from the baseline's, a row for each comparison and answer.
-    named: arms by their names."""
-    rows, names = [], {sets: name for arms in named for sets, name in _names(arms).items()}
-    for name, comparison in comparisons.items():
-        first, *others = comparison.run["arms"]
-        first, arms = first["name"], [arm["name"] for arm in others if not arm["is_control"]]
-        answers = {arm: comparison.answer(arm) for arm in arms}
-        said = {arm: "not compared" if a is None else str(a) for arm, a in answers.items()}
-        for text in dict.fromkeys(said.values()):
-            alike = [arm for arm in arms if said[arm] == text]
-            rows.append(
-                {
-                    "comparison": name, "baseline": names.get(first, first), "answer": text,
-                    "arms": "; ".join(names.get(arm, arm) for arm in alike),
-                }
-            )  # fmt: skip
-    return Table(rows).shown(keys=["comparison", "answer"])
+    total = row.figures["total_input_tokens"] / row.n_requests
+    about = {"requests": str(row.n_requests), "tokens a prompt": f"{total:.0f}"}
+    return Table(rows).shown(
+        keys=["skip_masked_kv"], digits={"s": 3, "out t/s": 1}, constant=about, right=["speedup"]
+    )

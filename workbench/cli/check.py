@@ -27,9 +27,10 @@ def check(
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Prove that a decode, or a series of prompts with tokens after each, is free of races, and
-    list the waits that it could do without. Nothing is computed. Orderings that an engine refuses
-    without --unsafe can be checked too. Exit status 3 where commands race."""
+    """Prove steps free of races; list superfluous waits.
+
+    The steps are a decode, or prompts with tokens after each. Nothing is computed. Orderings that
+    an engine refuses without --unsafe can be checked too. Exit status 3 where commands race."""
     from workbench.benchmarks.proof import prove
     from workbench.engine.cache.room import Room
 

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 ALIKE = 0.6  # the least share of equal letters of two names that may be meant for each other
+MANY = 20  # names; more are not listed beside the one that was meant
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
@@ -17,11 +18,12 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 
 def choices(name: object, known: Iterable[str]) -> str:
     """The end of a refusal of `name`: `choose one of a, b, c`. The name that was probably meant
-    stands first: `did you mean a? choose one of a, b, c`."""
+    stands first: `did you mean a? choose one of a, b, c`; where many are known, alone."""
     known = list(known)
-    meant = nearest(name, known)
-    first = "" if meant is None else f"did you mean {meant}? "
-    return f"{first}choose one of {', '.join(known)}"
+    meant, every = nearest(name, known), f"choose one of {', '.join(known)}"
+    if meant is None:
+        return every
+    return f"did you mean {meant}?" + (f" {every}" if len(known) <= MANY else "")
 
 
 def _plain(name: str) -> str:

@@ -21,6 +21,7 @@ OF_KIND = {
     "kernels": "workbench.benchmarks.kernels.kernel_bench:KernelRun.load",
     "serve": "workbench.traffic.bench:load_served",
 }
+SWEEP = "workbench.benchmarks.sweep.result:Sweep.load"  # of a folder with a sweep.json
 # ending of a trace's file -> what reads it
 OF_TRACE = dict.fromkeys(
     (".pftrace", ".pftrace.gz", ".json", ".json.gz"), "workbench.trace.profile:Profile.load"

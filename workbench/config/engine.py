@@ -7,10 +7,11 @@ live side by side in one process.
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from workbench.common import devices
 from workbench.common.errors import UsageError
+from workbench.common.keywords import refusing_unknown
 from workbench.common.nearest import choices
 
 ON_HOST = {devices.HOST: True, "device": False, "CPU": True, "CUDA0": False}  # also llama.cpp's
@@ -39,6 +40,12 @@ CACHE_TYPES = ("f16", "bf16", "f32", "q8_0")
 NVTX = ("auto", "on", "off")
 
 
+def _unknown(name: str) -> str:
+    """The line on a setting that does not exist."""
+    return f"setting {name!r} does not exist; {choices(name, EngineConfig.__dataclass_fields__)}"
+
+
+@refusing_unknown(_unknown)
 @dataclass(frozen=True)
 class EngineConfig:
     """What an engine is built with, apart from its toggles.
@@ -86,15 +93,6 @@ class EngineConfig:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     nvtx: str = "auto"
-
-    def __new__(cls, *_: Any, **given: Any) -> Self:
-        """Refuses a name that does not exist, with the nearest name; `__init__` would raise a
-        TypeError."""
-        for name in given:
-            if name not in cls.__dataclass_fields__:
-                known = choices(name, cls.__dataclass_fields__)
-                raise UsageError(f"setting {name!r} does not exist; {known}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:

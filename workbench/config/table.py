@@ -11,9 +11,9 @@ what it does, and facts:
     Auto       what another toggle's `auto` stands for beside this value
     OfServer   a server has this value, where nobody says otherwise
 
-`Toggles`, presets, the flags of commands, `workbench toggles` and the README's table of rooms are
-made of these rows. `engine/choose.py` holds an engine to the facts. A new toggle is a row here, a
-field in `toggles.py`, and a room.
+`Toggles`, presets, the flags of commands, `workbench toggles` and the table of rooms are made of
+these rows. `engine/choose.py` holds an engine to the facts. A new toggle is a row here, a field in
+`toggles.py`, and a room; `workbench/README.md` adds one.
 """
 
 from __future__ import annotations

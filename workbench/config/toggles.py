@@ -9,9 +9,10 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from workbench.common.errors import UsageError
+from workbench.common.keywords import refusing_unknown
 from workbench.common.nearest import choices, nearest
 from workbench.config.presets import BEST, fixed_presets, preset_names
 from workbench.config.table import CLASHES, FAMILIES, ROWS, Row
@@ -31,6 +32,17 @@ def _toggle(name: str) -> Any:
     return field(default=_Held(row.off) if row.family else row.off.value)
 
 
+def unknown_toggle(name: str) -> str:
+    """The line on a toggle that does not exist."""
+    if name in preset_names():
+        return (
+            f"toggle {name!r} does not exist, but a preset of this name does: "
+            f"Toggles.preset({name!r})"
+        )
+    return f"toggle {name!r} does not exist; {choices(name, (*FAMILIES, *Toggles.names()))}"
+
+
+@refusing_unknown(unknown_toggle)
 @dataclass(frozen=True, repr=False)
 class Toggles:
     """One field per mechanism; `Toggles()` is everything off, the baseline.
@@ -93,14 +105,6 @@ class Toggles:
     validate: str = _toggle("validate")
     fuse: InitVar[str | None] = None  # every fuse_... that is not given itself
     redo: InitVar[str | None] = None
-
-    def __new__(cls, *_: Any, **given: Any) -> Self:
-        """Refuses a name that does not exist, with the nearest name; `__init__` would raise a
-        TypeError."""
-        for name in given:
-            if name not in cls.__dataclass_fields__:
-                raise UsageError(unknown_toggle(name))
-        return super().__new__(cls)
 
     def __post_init__(self, fuse: str | None, redo: str | None) -> None:
         for family, value in zip(FAMILIES, (fuse, redo), strict=True):
@@ -170,7 +174,8 @@ class Toggles:
         return found.pop() if len(found) == 1 else "mixed"
 
     def switched(self, name: str, value: str) -> Toggles:
-        """These toggles with `name`, or every member of a family, at `value`."""
+        """These toggles with `name`, or every member of a family, at `value`. Raises UsageError as
+        `changed_by`."""
         return self.changed_by({name: value})
 
     def changed_by(self, changes: Mapping[str, Any]) -> Toggles:
@@ -216,6 +221,9 @@ def _common_value(family: str) -> property:
     return property(lambda toggles: _Held(toggles.value_of(family)))
 
 
+Toggles.__doc__ = f"{Toggles.__doc__}\n" + "\n".join(  # what each field decides, of the table
+    f"    {row.name}: {row.about}: {' or '.join(row.values)}." for row in ROWS.values()
+)
 for _family in FAMILIES:
     setattr(Toggles, _family, _common_value(_family))
 
@@ -231,16 +239,6 @@ def as_value(name: str, value: Any, known: list[str]) -> str:
     if word not in known:
         raise UsageError(f"toggle {name}={value!r} does not exist; {choices(value, known)}")
     return word
-
-
-def unknown_toggle(name: str) -> str:
-    """The line on a toggle that does not exist."""
-    if name in preset_names():
-        return (
-            f"toggle {name!r} does not exist, but a preset of this name does: "
-            f"Toggles.preset({name!r})"
-        )
-    return f"toggle {name!r} does not exist; {choices(name, (*FAMILIES, *Toggles.names()))}"
 
 
 def parse_changes(changes: str | Iterable[str]) -> dict[str, str]:
@@ -306,16 +304,23 @@ def folded(toggles: Mapping[str, str]) -> dict[str, str]:
     return {agreed.get(name, name): value for name, value in toggles.items()}
 
 
-def differing(before: Toggles, after: Toggles) -> tuple[str, str]:
-    """What each of the two has where they differ: `sync=per_copy` and `sync=packed`. A family is
-    named once where all of its members differ and agree on each side. Two equal ones give twice
-    `the same toggles`."""
-    names = [n for n in before.names() if before.value_of(n) != after.value_of(n)]
+def names_that_differ(*sides: Toggles) -> list[str]:
+    """The toggles whose values are not the same on all sides. A family is named once where all of
+    its members differ and agree on each side."""
+    first, *others = sides
+    names = [n for n in first.names() if any(o.value_of(n) != first.value_of(n) for o in others)]
     for family in FAMILIES:
-        members = before.members(family)
-        whole = all(len({side.value_of(n) for n in members}) == 1 for side in (before, after))
+        members = first.members(family)
+        whole = all(len({side.value_of(n) for n in members}) == 1 for side in sides)
         if whole and set(members) <= set(names):
             names = [family if n == members[0] else n for n in names if n not in members[1:]]
+    return names
+
+
+def differing(before: Toggles, after: Toggles) -> tuple[str, str]:
+    """What each of the two has where they differ (`names_that_differ`): `sync=per_copy` and
+    `sync=packed`. Two equal ones give twice `the same toggles`."""
+    names = names_that_differ(before, after)
     sides = (", ".join(f"{n}={side.value_of(n)}" for n in names) for side in (before, after))
     first, second = (side or "the same toggles" for side in sides)
     return first, second

@@ -29,8 +29,8 @@ from workbench.report import style
 from workbench.report.timelines import timeline, timeline_pair, timelines
 
 __all__ = [
-    "kv_blocks", "lifetimes", "per_token", "speedup", "speedup_by", "throughput_against_latency",
-    "timeline", "timeline_pair", "timelines",
+    "fits", "kv_blocks", "lifetimes", "per_token", "shares", "speedup", "speedup_by",
+    "throughput_against_latency", "timeline", "timeline_pair", "timelines", "together",
 ]  # fmt: skip
 
 BAND_WORDS = "A/A band: what no change looks like"
@@ -341,7 +341,8 @@ def lifetimes(frames: dict[str, pd.DataFrame]) -> Figure:
 
     frames: by name, a row for each range: name, offset and nbytes, first and last (numbers of
     nodes), stream, and lost. `lost` lists the bytes that another node writes while they may still
-    be in use: (offset, nbytes, number of the node that writes). A name is drawn where it has room.
+    be in use: (offset, nbytes, number of the node that writes, its name). Beside these bytes stand
+    writer and victim. Another name is drawn where it has room.
     """
     fig = style.picture(11, 4.4)
     axes = fig.subplots(1, len(frames), sharey=True, squeeze=False)[0]
@@ -358,14 +359,21 @@ def lifetimes(frames: dict[str, pd.DataFrame]) -> Figure:
             name_of = ax.text(*name_at, row["name"], fontsize=small, va="center")
             names.append((ax, made, name_of))
         for row in frame.to_dict("records"):
-            for offset, nbytes, by in row["lost"]:
+            for offset, nbytes, by, writer in row["lost"]:
+                width = max(row["last"] - by, 0) + 1
                 ax.add_patch(
                     Rectangle(
-                        (by, offset), max(row["last"] - by, 0) + 1, nbytes, fc="none",
-                        ec=style.VERMILION, hatch="////", lw=1.4,
+                        (by, offset), width, nbytes, fc="none", ec=style.VERMILION, hatch="////",
+                        lw=1.4,
                     )
                 )  # fmt: skip
-        lost = sum(n for row in frame["lost"] for _, n, _ in row)
+                ax.annotate(
+                    f"{writer} writes over\n{row['name']}", (by + width, offset + nbytes / 2),
+                    xytext=(10, -34), textcoords="offset points", fontsize=style.FONT - 0.5,
+                    color=style.VERMILION, fontweight="bold", path_effects=HALO, zorder=6,
+                    arrowprops={"arrowstyle": "->", "color": style.VERMILION, "lw": 1.2},
+                )  # fmt: skip
+        lost = sum(n for row in frame["lost"] for _, n, *_ in row)
         ax.set_title(f"{name}: {lost:,} bytes lost", loc="left", fontsize=style.FONT + 1)
         ax.set_xlim(frame["first"].min(), frame["last"].max() + 1)
         ax.set_ylim(0, top)
@@ -391,3 +399,132 @@ def lifetimes(frames: dict[str, pd.DataFrame]) -> Figure:
 
 def _inside(box: Bbox, room: Bbox) -> bool:
     return bool(room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1)
+
+
+# waiting, and gains together ----------------------------------------------------------------------
+
+CAUSES = (
+    (style.BLUE, ""), (style.YELLOW, "\\\\"), (style.ORANGE, ""), (style.VERMILION, "xx"),
+    (style.PURPLE, "//"), (style.PALE, ".."),
+)  # fmt: skip
+
+
+def shares(table: pd.DataFrame) -> Figure:
+    """A bar for each row, divided by its columns: how large a share of the row each of them is.
+
+    table: numbers, at least 0, with names as index and columns (us, say). Each row's sum stands at
+    its end, in the unit of `attrs["unit"]`. Raises ValueError for more columns than there are looks
+    (CAUSES).
+    """
+    if len(table.columns) > len(CAUSES):
+        raise ValueError(f"{len(table.columns)} parts are more than {len(CAUSES)} looks")
+    fig = style.picture(10, 0.95 + 0.55 * len(table))
+    ax = fig.add_subplot()
+    ys, sums = np.arange(len(table))[::-1], table.sum(axis=1)
+    left = np.zeros(len(table))
+    for part, (colour, hatch) in zip(table.columns, CAUSES, strict=False):
+        width = (table[part] / sums).to_numpy(float)
+        ax.barh(ys, width, left=left, height=0.62, color=colour, hatch=hatch, ec=style.INK, lw=0.5,
+                label=str(part))  # fmt: skip
+        for y, begin, share in zip(ys, left, width, strict=True):
+            if share > 0.05:
+                ax.text(begin + share / 2, y, f"{share:.0%}", ha="center", va="center",
+                        fontsize=style.FONT, path_effects=HALO)  # fmt: skip
+        left += width
+    for y, total in zip(ys, sums, strict=True):
+        said = f"{total:,.0f} {table.attrs.get('unit', '')}".strip()
+        ax.annotate(said, (1.01, y), xycoords=("axes fraction", "data"), fontsize=style.FONT,
+                    va="center", annotation_clip=False)  # fmt: skip
+    ax.set_yticks(ys, [str(name) for name in table.index], fontsize=style.FONT)
+    ax.set_xlim(0, 1)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
+    ax.set_xlabel(str(table.attrs.get("x", "share")), fontsize=style.FONT)
+    style.plain_axes(ax)
+    style.legend(fig, style.handles_of([ax]), 6)
+    return fig
+
+
+def together(frame: pd.DataFrame) -> Figure:
+    """The speedup of several switches together, beside the product of their speedups alone.
+
+    frame: a row for each set of switches: label, speedup, low, high (95 % interval), product, and
+    band_low, band_high (of the A/A control). A set whose dot lies right of its diamond gains more
+    than its members promise. Raises ValueError for no rows.
+    """
+    if frame.empty:
+        raise ValueError("there is no set of switches to draw")
+    fig = style.picture(9, 1.25 + 0.3 * len(frame))
+    ax = fig.add_subplot()
+    ys = np.arange(len(frame))[::-1]
+    band = frame.iloc[0]
+    if pd.notna(band["band_low"]):
+        ax.axvspan(band["band_low"], band["band_high"], color=style.BAND, lw=0, label=BAND_WORDS)
+    ax.axvline(1, color=style.INK, lw=0.8, ls="--", zorder=1)
+    known = frame["low"].notna().to_numpy()
+    ax.hlines(ys[known], frame["low"][known], frame["high"][known], color=style.BLUE, lw=2)
+    ax.plot(frame["speedup"], ys, "o", color=style.BLUE, ms=6, label="measured together")
+    ax.plot(frame["product"], ys, "D", color=style.VERMILION, ms=6, mfc="none", mew=1.4,
+            label="product of the gains alone")  # fmt: skip
+    ax.set_yticks(ys, frame["label"].astype(str), fontsize=style.FONT)
+    ax.set_xscale("log")
+    values = frame[["speedup", "product"]].to_numpy(float).ravel()
+    style.plain_ticks(ax.xaxis, np.append(values, 1.0))
+    ax.set_xlabel("speedup over the start (bar: 95 % interval)", fontsize=style.FONT)
+    style.plain_axes(ax)
+    style.legend(fig, style.handles_of([ax]), 3)
+    return fig
+
+
+def fits(frame: pd.DataFrame) -> Figure:
+    """Points, and the quadratic through them, for each curve.
+
+    frame: a row for each point: curve, x, y, and a, b, c of the curve's a + b x + c x^2;
+    `attrs["x"]` and `attrs["y"]` name the axes. No rows give an empty picture that says so.
+    """
+    fig = style.picture(8.5, 3.6)
+    ax = fig.add_subplot()
+    if frame.empty:
+        ax.text(0.5, 0.5, "nothing is recorded", ha="center", fontsize=style.FONT + 2)
+    for i, (curve, part) in enumerate(frame.groupby("curve", sort=False)):
+        look = style.curve(i)
+        x = np.linspace(0, part["x"].max(), 200)
+        a, b, c = part[["a", "b", "c"]].iloc[0]
+        ax.plot(x, a + b * x + c * x**2, color=look["color"], ls=look["ls"], lw=1.4)
+        ax.plot(part["x"], part["y"], ls="", ms=6, marker=look["marker"], color=look["color"],
+                mfc="white", label=str(curve))  # fmt: skip
+    ax.set_ylim(bottom=0)
+    ax.xaxis.set_major_formatter(FuncFormatter(style.plain_number))
+    ax.set_xlabel(str(frame.attrs.get("x", "")), fontsize=style.FONT)
+    ax.set_ylabel(str(frame.attrs.get("y", "")), fontsize=style.FONT)
+    style.grid(ax)
+    style.legend(fig, style.handles_of([ax]), 1)
+    return fig
+
+
+def scaling(frame: pd.DataFrame) -> Figure:
+    """Throughput by the number of requests in flight, as times that of one, a line for each curve.
+
+    frame: a row for each point: curve, x, y, and label, a text that stands at the point (may be
+    empty). Points without y are left out. Raises ValueError where no point has one.
+    """
+    known = frame.dropna(subset=["y"])
+    if known.empty:
+        raise ValueError("no point has a throughput")
+    fig = style.picture(8.5, 4.2)
+    ax = fig.add_subplot()
+    ideal = np.array([known["x"].min(), known["x"].max()], float)
+    ax.plot(ideal, ideal / ideal[0], color=style.GREY, lw=0.8, ls="--", label="as many times")
+    for i, (curve, part) in enumerate(known.groupby("curve", sort=False)):
+        look = style.curve(i)
+        ax.plot(part["x"], part["y"], label=str(curve), lw=1.4, ms=5, **look)
+        points = part.rename(columns={"x": "latency_ms", "y": "tokens_per_s"})
+        _name_points(ax, points, look["color"], above=i % 2 == 1)
+    for axis in (ax.xaxis, ax.yaxis):
+        (ax.set_xscale if axis is ax.xaxis else ax.set_yscale)("log", base=2)
+        axis.set_major_formatter(FuncFormatter(style.plain_number))
+        axis.set_minor_locator(NullLocator())
+    ax.set_xlabel("requests in flight", fontsize=style.FONT)
+    ax.set_ylabel("times the throughput of one in flight", fontsize=style.FONT)
+    style.grid(ax)
+    style.legend(fig, style.handles_of([ax]), 3, handlelength=4)
+    return fig

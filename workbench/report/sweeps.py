@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.report import style
 
 WORDS = {"tps": "tokens/s", "speedup": "speedup", "p50_us": "time of a token, us (median)"}
@@ -31,7 +32,7 @@ def sweep(
 ) -> style.Picture:
     """The cells of a sweep: a panel for each value of one axis, a curve for each of another.
 
-    frame: of `Sweep.to_frame`, or a Sweep.
+    frame: of `Sweep.to_frame`.
     x: the axis that goes to the right; default: a number with several values, else the last axis.
     values: the column that goes up; tps and speedup have their 95 % intervals as bars.
     by: the axis of curves; default: all other axes that vary, together.
@@ -40,13 +41,9 @@ def sweep(
     Every curve has a colour, a line and a marker of its own. Raises UsageError for a name that is
     no column, and where no cell was measured.
     """
-    if not isinstance(frame, pd.DataFrame):
-        frame = frame.to_frame()
     for name in filter(None, (x, values, by, panels)):
         if name not in frame:
-            raise UsageError(
-                f"column {name!r} does not exist; choose one of {', '.join(map(str, frame))}"
-            )
+            raise UsageError(f"column {name!r} does not exist; {choices(name, frame)}")
     shown = frame[frame["tps"].notna() & frame[values].notna()]
     if shown.empty:
         raise UsageError(f"no cell has {values}, so there is nothing to draw; measure some")

@@ -59,6 +59,7 @@ class BenchSpec(NamedTuple):
     ids: (k,) int32, the token ids that prompts are drawn from.
     n_warm_up: requests that are sent before each setting and are not counted.
     most_s: the longest time of a setting, s.
+    per_slot: at least so many requests for each that is in flight, so that the load is steady.
     parallel: how many requests the server serves at once, where that is known.
     """
 
@@ -73,6 +74,7 @@ class BenchSpec(NamedTuple):
     slo: Slo | None = None
     asking: Asking = ASKING
     parallel: int | None = None
+    per_slot: int = 0
 
     @classmethod
     def of(cls, n_prompt: str, n_gen: str, ids: np.ndarray, **more: Any) -> BenchSpec:
@@ -93,11 +95,16 @@ class BenchSpec(NamedTuple):
             raise UsageError("whole answers show no TTFT and no TPOT; use e2e, or stream")
 
     def load(self, arriving: Arrivals, row: int, n: int | None = None) -> Load:
-        """The load of n requests, by default n_requests. Raises UsageError as `load.draw`."""
+        """The load of n requests, by default `requests`. Raises UsageError as `load.draw`."""
+        n = self.requests(arriving) if n is None else n
         return draw(
-            arriving, self.n_requests if n is None else n, self.n_prompt, self.n_gen, self.ids,
-            n_shared=self.n_shared, seed=self.seed, row=row,
+            arriving, n, self.n_prompt, self.n_gen, self.ids, n_shared=self.n_shared,
+            seed=self.seed, row=row,
         )  # fmt: skip
+
+    def requests(self, arriving: Arrivals) -> int:
+        """How many requests a setting has."""
+        return requests_of(self.n_requests, self.per_slot, arriving, self.parallel)
 
     def to_dict(self) -> dict[str, Any]:
         """The spec as run.json holds it."""
@@ -105,6 +112,12 @@ class BenchSpec(NamedTuple):
         made |= {"n_ids": len(self.ids), "asking": self.asking._asdict()}
         made |= {"slo": None if self.slo is None else self.slo._asdict()}
         return {name: value for name, value in made.items() if name != "ids"}
+
+
+def requests_of(n_requests: int, per_slot: int, arriving: Arrivals, parallel: int | None) -> int:
+    """How many requests a setting has: per_slot for each that is in flight, or that the server
+    serves at once; at least n_requests."""
+    return max(n_requests, per_slot * (arriving.in_flight or parallel or 0))
 
 
 class ServedRow(NamedTuple):
@@ -141,6 +154,11 @@ class ServeBench(NamedTuple):
         """A row for each setting."""
         return table_of(self.rows)
 
+    def points(self, curve: str = "load", latency: str = "mean_tpot_ms") -> Table:
+        """A row for each setting, for `plots.throughput_against_latency`: columns curve, label (the
+        setting's number), latency_ms (the figure named `latency`), tokens_per_s."""
+        return points(self.rows, curve, latency)
+
     def __repr__(self) -> str:
         return markdown(self.table(), terminal_columns())
 
@@ -158,6 +176,29 @@ def table_of(rows: Sequence[ServedRow]) -> Table:
     table = Table(table.dropna(axis=1, how="all"))
     table.attrs = {"keys": ["setting"], "digits": {head: n for head, _, n in _COLUMNS}}
     return table
+
+
+def points(rows: Sequence[ServedRow], curve: str, latency: str = "mean_tpot_ms") -> Table:
+    """The rows for `report.plots.throughput_against_latency`: columns curve, label (the setting's
+    number), latency_ms (the figure named `latency`), tokens_per_s."""
+    made = [
+        {
+            "curve": curve,
+            "label": f"{row.setting.value:g}",
+            "latency_ms": row.figures[latency],
+            "tokens_per_s": row.figures["output_throughput"],
+        }
+        for row in rows
+    ]
+    table = Table(made, columns=["curve", "label", "latency_ms", "tokens_per_s"])
+    word, name, _ = latency.split("_")
+    table.attrs["latency"] = latency_label(word, name).rstrip(":")
+    return table
+
+
+def latency_label(word: str, name: str) -> str:
+    """vLLM's words for a latency: `Mean TTFT (ms):` for mean and ttft."""
+    return f"{word.capitalize()} {name.upper()} (ms):"
 
 
 def serve_bench(
@@ -262,7 +303,8 @@ class _Recording:
         served = Served.of(self._records, spec.asking.streamed)
         client = client_figures(spent, len(self._records))
         found = figures(served, spec.slo, self._setting.in_flight or spec.parallel)
-        self.rows.append(ServedRow(self._setting, spec.n_requests, found, client, engine))
+        n_requests = spec.requests(self._setting)
+        self.rows.append(ServedRow(self._setting, n_requests, found, client, engine))
         self._run["result"]["client"][arm] = client
         self._run["result"]["engine"][arm] = engine
         self._run["result"]["figures"][arm] = finite(found)
@@ -332,8 +374,10 @@ def load_served(folder: str | Path, slo: Slo | None = None) -> ServeBench:
             served = Served(of_arm[list(COLUMNS)], times, streamed)
             made = figures(served, slo, setting.in_flight or spec["parallel"])
             client = result["client"].get(setting.name, {})
+            per_slot = int(spec.get("per_slot", 0))  # older runs have none
+            n_requests = requests_of(int(spec["n_requests"]), per_slot, setting, spec["parallel"])
             engine = result.get("engine", {}).get(setting.name, {})  # older runs have none
-            rows.append(ServedRow(setting, int(spec["n_requests"]), made, client, engine))
+            rows.append(ServedRow(setting, n_requests, made, client, engine))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{folder} is a damaged run of serve-bench: {error!r}") from error
     return ServeBench(rows, found.run)

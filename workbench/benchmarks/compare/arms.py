@@ -123,22 +123,25 @@ class IdleToggles(UsageError):
     """A comparison whose arms do the same work (`idle.py`)."""
 
 
-def idle_refusal(arms: Sequence[str], why: Sequence[str]) -> str:
-    """The line on arms that do the baseline's work, each for a reason."""
-    does = "does" if len(arms) == 1 else "do"
+def idle_refusal(toggle: str, arms: Sequence[Arm], why: Sequence[str]) -> str:
+    """The line on arms that do the baseline's work, each for a reason. arms: the baseline first.
+    toggle: empty where sets are compared."""
+    baseline, *others = (f"{toggle}={arm.name}" if toggle else arm.name for arm in arms)
+    does = "does" if len(others) == 1 else "do"
     return (
-        f"{' and '.join(arms)} {does} what the baseline does, so there is nothing to measure: "
+        f"{' and '.join(others)} {does} what {baseline} does, so there is nothing to measure: "
         f"{'; '.join(dict.fromkeys(why))}"
     )
 
 
-def check_acting(arms: Sequence[Arm]) -> None:
+def check_acting(toggle: str, arms: Sequence[Arm]) -> None:
     """Raises IdleToggles where the table of toggles says that no arm differs from the baseline in
     any test. No engine is needed for that."""
-    baseline, *others = [arm for arm in arms if not arm.is_control]
-    why = [idle(baseline.toggles.to_dict(), arm.toggles.to_dict()) for arm in others]
+    own = [arm for arm in arms if not arm.is_control]
+    was = own[0].toggles.to_dict()
+    why = [idle(was, arm.toggles.to_dict()) for arm in own[1:]]
     if all(why):
-        raise IdleToggles(idle_refusal([arm.name for arm in others], why))
+        raise IdleToggles(idle_refusal(toggle, own, why))
 
 
 class ComparisonSpec(NamedTuple):
@@ -170,5 +173,5 @@ def comparison_spec(
             f"rounds={rounds} is too few to compare anything; take {MIN_REPETITIONS} or more"
         )
     name, arms = arms_of(spec, background)
-    check_acting(arms)
+    check_acting(name, arms)
     return ComparisonSpec(spec, name, arms, parse_tests(tests))

@@ -7,9 +7,10 @@ machine.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -61,14 +62,15 @@ class AB(Framed):
 
     @classmethod
     def load(cls, folder: str | Path) -> AB:
-        """Reads a run folder. Raises UsageError where it is no run folder, or of another kind."""
+        """Returns the comparison in a run folder. Raises UsageError where it is no run folder, or
+        of another kind."""
         found = results.load_run(folder)
         if found.run["kind"] != "ab":
             raise UsageError(f"{folder} holds a run of kind {found.run['kind']!r}, no comparison")
         return cls(found.run, found.samples)
 
     def save(self, folder: str | Path) -> Path:
-        """Writes the run folder; returns its path."""
+        """Writes the run folder; returns its path. Raises UsageError where it cannot be written."""
         return results.write_run(folder, self.run, self.samples)
 
     @property
@@ -234,9 +236,8 @@ class AB(Framed):
                 f"A/A band {stats.interval(row.band_low, row.band_high)}); {row.answer}"
             )
         for test, arms in self.run["result"].get("idle", {}).items():  # older runs do not say
-            lines += [
-                f"{test}: {arm} does what the baseline does: {why}" for arm, why in arms.items()
-            ]
+            same = "does what the baseline does"
+            lines += [f"{test}: {arm} {same}: {why}" for arm, why in arms.items()]
         lines += joules.lines(self.run)
         lines += resolution.lines(self.summary())
         # for a run that was repeated until its intervals were narrow
@@ -285,6 +286,61 @@ class AB(Framed):
             to_html(self.table())
             + f"<p><small>{html.escape(self.caption)}</small></p><p>{lines}</p>"
         )
+
+
+class Comparisons(dict[str, AB], Framed):
+    """Several comparisons on one engine, each an `AB` by the name of its toggle: what `wb.ab`
+    returns for a list of names.
+
+    left_out: a line for each toggle or value that was not compared, with the reason.
+
+    `to_frame` has the rows of all of them, one after the other.
+    """
+
+    def __init__(self, found: Mapping[str, AB] = MappingProxyType({})):
+        super().__init__(found)
+        self.left_out: list[str] = []
+
+    @property
+    def interrupted(self) -> bool:
+        return any(one.interrupted for one in self.values())
+
+    def to_frame(self) -> pd.DataFrame:
+        """The rows of all comparisons; see `AB.to_frame`."""
+        return pd.concat([one.to_frame() for one in self.values()], ignore_index=True)
+
+    @property
+    def verdict(self) -> str:
+        """The sentences of all comparisons, then what was left out."""
+        return "\n".join([*(one.verdict for one in self.values()), *self.left_out])
+
+    def table(self) -> Table:
+        """A row per toggle, test and toggled value, in the columns of `AB.table`, without the A/A
+        controls."""
+        numbers = self.to_frame()
+        numbers = numbers[~numbers["is_control"]].reset_index(drop=True)
+        bounds = zip(numbers["low"], numbers["high"], strict=True)
+        return Table(
+            {
+                "Model": numbers["model"],
+                "Toggle": numbers["toggle"],
+                "Baseline": numbers["baseline"],
+                "Toggled": numbers["label"],
+                "Test": numbers["test"],
+                "Speedup": numbers["speedup"],
+                "95% CI": [stats.interval(*pair) for pair in bounds],
+                "n": numbers["n"],
+                "verdict": numbers["verdict"],
+                "answer": numbers["answer"],
+            }
+        ).shown(groups=["Toggle"], keys=["Toggle", "Toggled", "Test"], digits={"Speedup": 3})
+
+    def __repr__(self) -> str:
+        return "\n".join([markdown(self.table(), terminal_columns()), "", *self.left_out]).rstrip()
+
+    def _repr_html_(self) -> str:
+        left = "<br>".join(map(html.escape, self.left_out))
+        return to_html(self.table()) + (f"<p>{left}</p>" if left else "")
 
 
 _COLUMNS = [

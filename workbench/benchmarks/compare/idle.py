@@ -18,6 +18,7 @@ from workbench.benchmarks.compare.arms import Arm, IdleToggles, idle_refusal
 from workbench.benchmarks.workload import Workload, acts
 from workbench.config import Toggles, differing
 from workbench.config.table import ROWS, Acts, idle
+from workbench.config.toggles import names_that_differ
 from workbench.program.sameness import n_streams, same_work
 
 if TYPE_CHECKING:
@@ -25,19 +26,21 @@ if TYPE_CHECKING:
 
 
 def check_engines(
-    engines: Sequence[Engine], arms: Sequence[Arm], workloads: Sequence[Workload]
+    engines: Sequence[Engine], toggle: str, arms: Sequence[Arm], workloads: Sequence[Workload]
 ) -> dict[str, dict[str, str]]:
-    """Which arms do the baseline's work in a test, and why: test -> arm -> reason. engines: of the
-    arms. Raises IdleToggles where that is every arm in every test."""
+    """Which arms do the baseline's work in a test, and why: test -> arm -> reason.
+
+    engines: of the arms. toggle: that is compared; empty where sets are. Raises IdleToggles where
+    that is every arm in every test.
+    """
+    own = [(arm, side) for arm, side in zip(arms, engines, strict=True) if not arm.is_control]
     found: dict[str, dict[str, str]] = {}
-    others = [(arm, side) for arm, side in zip(arms, engines, strict=True) if not arm.is_control]
-    for workload in workloads:
-        reasons = {arm.name: why_same(engines[0], side, workload) for arm, side in others[1:]}
-        found[workload.name] = {name: why for name, why in reasons.items() if why}
-    n_idle = sum(map(len, found.values()))
-    if n_idle == (len(others) - 1) * len(found):
-        whys = [why for by_arm in found.values() for why in by_arm.values()]
-        raise IdleToggles(idle_refusal([arm.name for arm, _ in others[1:]], whys))
+    for test in workloads:
+        why = {arm.name: why_same(engines[0], side, test) for arm, side in own[1:]}
+        found[test.name] = {name: reason for name, reason in why.items() if reason}
+    reasons = [reason for by_arm in found.values() for reason in by_arm.values()]
+    if len(reasons) == len(found) * (len(own) - 1):
+        raise IdleToggles(idle_refusal(toggle, [arm for arm, _ in own], reasons))
     return {test: by_arm for test, by_arm in found.items() if by_arm}
 
 
@@ -46,35 +49,34 @@ def why_same(before: Engine, after: Engine, workload: Workload) -> str:
     was, now = before.settled.to_dict(), after.settled.to_dict()
     names = [name for name in was if was[name] != now[name]]
     if not names:
-        return f"{_asked(before.toggles, after.toggles)} stand for the same values here"
+        asked = " and ".join(differing(before.toggles, after.toggles))
+        return f"{asked} stand for the same here"
     if why := idle(was, now):
         return why
     outside = {ROWS[name].acts for name in names}
-    continues = workload.n_gen > 1
-    if Acts.STEPS in outside or (Acts.NEXT_STEPS in outside and continues):
+    if Acts.STEPS in outside or (Acts.NEXT_STEPS in outside and workload.n_gen > 1):
         return ""
-    shapes = [
-        side.rehearsal.from_empty(acts(workload, side.config.n_ubatch)) for side in (before, after)
-    ]
-    if Acts.LARGER_STEPS in outside and any(shape.n_tokens > 1 for shape in shapes[0]):
-        return ""
+    steps = acts(workload, before.config.n_ubatch)
+    shapes = [side.rehearsal.from_empty(steps) for side in (before, after)]
     if shapes[0] != shapes[1]:
         return ""
-    programs = before.programs_of(shapes[0]), after.programs_of(shapes[1])
-    for one, other in zip_longest(*programs):
+    if Acts.LARGER_STEPS in outside and any(shape.n_tokens > 1 for shape in shapes[0]):
+        return ""
+    for one, other in zip_longest(*(
+        side.programs_of(shapes[0]) for side in (before, after)
+    )):  # fmt: skip
         if one is None or other is None or not same_work(one, other):
             return ""
         if Acts.FORKED_STEPS in outside and n_streams(one) > 1:
             return ""
-    return f"the steps of {workload} have equal programs; " + "; ".join(map(_needs, names))
+    asked_names = names_that_differ(before.toggles, after.toggles) or names
+    needed = dict.fromkeys(map(_needs, [m for n in asked_names for m in Toggles.members(n)]))
+    return f"the steps of {workload} have equal programs; {'; '.join(needed)}"
 
 
 def _needs(name: str) -> str:
+    """What a toggle needs to act, in words."""
     row = ROWS[name]
     if row.acts != Acts.PROGRAM:
         return f"{name} acts {row.acts.words}"
-    return f"{name} needs {row.needs}" if row.needs else f"{name} changes none of their commands"
-
-
-def _asked(before: Toggles, after: Toggles) -> str:
-    return " and ".join(differing(before, after))
+    return f"{name} needs {row.needs}" if row.needs else f"{name} changes no command of theirs"

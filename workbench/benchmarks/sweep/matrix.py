@@ -22,6 +22,7 @@ from workbench.benchmarks.sweep.cells import Cell, LeftOut
 from workbench.benchmarks.workload import parse_tests
 from workbench.common import devices
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.config import BASELINE, BEST, EngineConfig, TogglePreset, Toggles
 from workbench.config.table import FAMILIES
 
@@ -175,7 +176,7 @@ def matrix_of(
                 raise UsageError(f"{name}={low[0]} must be {least} or more")
     for name in (engine := dict(engine or {})):
         if name not in SETTINGS:
-            raise UsageError(f"axis {name!r} does not exist; {_choose(SETTINGS, 'a setting')}")
+            raise UsageError(f"axis {name!r} does not exist; {choices(name, SETTINGS)}")
     for name in (n for n in SETTINGS if n in engine):
         if name == "override_tensor":  # a list is its one value
             axes[name] = (tuple(_several(engine[name])),)
@@ -198,9 +199,7 @@ def matrix_of(
         add(name, [str(value) for value in _several(values)])
         for value in axes[name]:
             if value not in known:
-                raise UsageError(
-                    f"toggle {name}={value!r} does not exist; choose one of {', '.join(known)}"
-                )
+                raise UsageError(f"toggle {name}={value!r} does not exist; {choices(value, known)}")
     _check(axes)
     if repetitions < 1:
         raise UsageError(f"repetitions={repetitions}: give 1 or more")
@@ -252,7 +251,7 @@ def _rules(exclude: Any, axes: Mapping[str, Sequence[Any]]) -> Iterable[dict[str
         made = {}
         for axis, values in rule.items():
             if axis not in axes:
-                raise UsageError(f"exclusion of axis {axis!r}: {_choose(axes, 'an axis')}")
+                raise UsageError(f"no cell has an axis {axis!r} to exclude; {choices(axis, axes)}")
             own = [Path(v).stem if axis == MODEL else str(v) for v in axes[axis]]
             made[axis] = tuple(_said(v, axis) for v in _several(values))
             for value in made[axis]:
@@ -273,10 +272,6 @@ def _pair(part: str) -> tuple[str, list[str]]:
 def _said(value: Any, axis: str) -> str:
     """A value of an exclusion as text. A model is named as a path, or as the frame names it."""
     return Path(str(value)).name.removesuffix(".gguf") if axis == MODEL else str(value)
-
-
-def _choose(known: Iterable[str], what: str) -> str:
-    return f"no such axis here; choose {what} of {', '.join(known)}"
 
 
 # from a file --------------------------------------------------------------------------------------
@@ -300,7 +295,7 @@ def read_matrix(path: str | Path) -> dict[str, Any]:
     known = (*KEYS, *NUMBERS, "toggles", "engine")
     for name, value in found.items():
         if name not in known:
-            raise UsageError(f"{path}: key {name!r} does not exist; use {', '.join(known)}")
+            raise UsageError(f"{path}: key {name!r} does not exist; {choices(name, known)}")
         if name in ("toggles", "engine") and not isinstance(value, dict):
             raise UsageError(f"{path}: {name} must be a table, as [{name}]")
         if name in NUMBERS and type(value) is not int:

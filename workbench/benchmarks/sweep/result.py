@@ -19,6 +19,8 @@ from workbench.benchmarks.sweep.expected import Expected
 from workbench.benchmarks.sweep.matrix import TEST
 from workbench.benchmarks.sweep.store import FoundGroup, SweepFolder, SweepRecord
 from workbench.common.errors import UsageError
+from workbench.common.framed import Framed
+from workbench.common.nearest import choices
 from workbench.common.tables import Table, markdown, terminal_columns, to_html
 from workbench.config import said_toggles
 
@@ -33,14 +35,15 @@ COLUMNS = (
 _NOT_PASSED = ("label", "arm", "test", "is_control", "tps_baseline", "tps_toggled", "n")
 
 
-class Sweep:
+class Sweep(Framed):
     """A sweep, finished or not.
 
     folder: where its run folders are.
     expected: what is left to measure, and how long it takes; None where the sweep was read.
     interrupted: it ended with Ctrl-C.
 
-    `to_frame` has a row for each cell, `pivot` a table of two axes, `plot` a picture.
+    `to_frame` has a row for each cell, `pivot` a table of two axes, `plot` a picture
+    (`report/sweeps.py`).
     """
 
     def __init__(
@@ -79,8 +82,9 @@ class Sweep:
         tokens/s and its 95 % interval); n (repetitions); p50_us, p90_us, p99_us (single tokens,
         us); ttft_us (first token, us); baseline (the cell that it is compared with), speedup, low,
         high (95 % interval), band_low, band_high (A/A), verdict, answer; toggles (all that are
-        on); device_description, commit, started, key, group (its run folder), reason. Cells
-        without a baseline have no speedup. Further columns of a comparison's summary pass through.
+        on); device_description, commit, started, key, group (its run folder); reason (why it is
+        left out, or failed, or does what its baseline does). Cells without a baseline have no
+        speedup. Further columns of a comparison's summary pass through.
         """
         return self._frame.copy()
 
@@ -119,9 +123,7 @@ class Sweep:
         rows = rows or [name for name in self.varying if name != columns] or ["model"]
         for name in (*rows, columns, values):
             if name not in frame:
-                raise UsageError(
-                    f"column {name!r} does not exist; choose one of {', '.join(map(str, frame))}"
-                )
+                raise UsageError(f"column {name!r} does not exist; {choices(name, frame)}")
         if frame.duplicated([*rows, columns]).any():
             more = [name for name in self.varying if name not in (*rows, columns)]
             raise UsageError(
@@ -131,12 +133,6 @@ class Sweep:
         made = frame.pivot(index=rows, columns=columns, values=values)
         in_order = frame[rows[0]] if len(rows) == 1 else pd.MultiIndex.from_frame(frame[rows])
         return made.loc[in_order.drop_duplicates(), frame[columns].drop_duplicates()]
-
-    def plot(self, **how: Any) -> Any:
-        """A picture of the cells (`report/sweeps.py`); `how` as for `sweeps.sweep`."""
-        import workbench
-
-        return workbench.plot(self, **how)
 
     def table(self) -> Table:
         """The cells that are not left out: axes that vary, t/s, interval, speedup, verdict and
@@ -166,7 +162,7 @@ class Sweep:
         counts = frame["status"].value_counts(sort=False)
         said = ", ".join(f"{n} {status}" for status, n in counts.items())
         lines = [f"{len(frame)} cells: {said}; {self.folder}"]
-        reasons = frame[frame["status"].isin([LEFT_OUT, FAILED])]
+        reasons = frame[frame["reason"].fillna("") != ""]
         for (status, why), rows in reasons.groupby(["status", "reason"], sort=False):
             lines.append(f"{len(rows)} {status}: {why}")
         if self.expected is not None and self.expected.cells:
@@ -189,7 +185,8 @@ def _rows(group: FoundGroup) -> Iterator[tuple[str, dict[str, Any]]]:
     arms = [arm for arm in run["arms"] if not arm["is_control"]]
     rates = results.rates(samples)
     times = results.percentiles(samples).set_index("arm")
-    compared = _compared(run, samples)
+    compared, test = _compared(run, samples), run["tests"][0]
+    idle = run["result"].get("idle", {}).get(test, {})
     for key, arm in zip(group.keys, arms, strict=True):
         name = arm["name"]
         tps = rates.loc[rates["arm"] == name, "tps"].to_numpy()
@@ -206,7 +203,7 @@ def _rows(group: FoundGroup) -> Iterator[tuple[str, dict[str, Any]]]:
             "commit": str(run["commit"]["hash"])[:8],
             "started": run["started"],
             "group": group.name,
-            "reason": "",
+            "reason": idle.get(name, ""),
         }  # fmt: skip
 
 

@@ -31,11 +31,18 @@ REACHED_S = 10.0
 
 
 class Measured(NamedTuple):
-    """A group as a worker has measured it; `failed` says why it has not."""
+    """A group as a worker has measured it.
+
+    error: why it has not been measured.
+    """
 
     run: dict[str, Any]
     samples: pd.DataFrame
-    failed: str = ""
+    error: WorkbenchError | None = None
+
+
+def _unmeasured(error: WorkbenchError) -> Measured:
+    return Measured({}, pd.DataFrame(), error)
 
 
 def measured_apart(
@@ -54,7 +61,7 @@ def measured_apart(
                 engines.of(group.cells[0]), group, out, repetitions, seed, varying, energy=energy
             )
         except WorkbenchError as error:
-            return Measured({}, pd.DataFrame(), str(error))
+            return _unmeasured(error)
         finally:
             engines.close()
         found = results.load_run(out)
@@ -92,12 +99,12 @@ class Workers:
             ): group
             for group in groups
         }  # fmt: skip
-        for future in as_completed(list(futures)):
+        for future in as_completed(list(futures), loop=self._client.loop):
             group = futures.pop(future)
             error = future.exception()
             if error is not None:
                 said = " ".join(str(error).split()) or type(error).__name__
-                yield group, Measured({}, pd.DataFrame(), f"its worker failed: {said}")
+                yield group, _unmeasured(WorkbenchError(f"its worker failed: {said}"))
             else:
                 yield group, future.result()
             future.release()

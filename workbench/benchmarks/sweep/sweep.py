@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from workbench.benchmarks.compare.arms import IdleToggles
 from workbench.benchmarks.energy.windows import EnergyAsked
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.sweep.cells import Cell, CellGroup, LeftOut, grouped
@@ -176,39 +177,43 @@ class _UnderWay:
 
     def measure_here(self) -> None:
         """Measures the missing groups in this process."""
-        self.record = self.folder.add(self.record, self.groups)
         with closing(OneEngine()) as engines:
-            for group in list(self.groups):
-                out = self.folder.group(group.name)
-                try:
-                    measure_group(
-                        engines.of(group.cells[0]), group, out, self.matrix.repetitions,
-                        self.matrix.seed, self.matrix.varying, resume=out.exists(),
-                        energy=self.energy,
-                    )  # fmt: skip
-                except KeyboardInterrupt:
-                    self.interrupted = True
-                except WorkbenchError as error:
-                    self._failed(group, str(error))
-                    continue
-                if self.interrupted or not self._taken(group):
-                    self.interrupted = True
-                    return
+            while self.groups and not self.interrupted:
+                self.record = self.folder.add(self.record, self.groups)
+                for group in list(self.groups):
+                    if not self._measure(group, engines):
+                        self.interrupted = True
+                        return
+
+    def _measure(self, group: CellGroup, engines: OneEngine) -> bool:
+        """Measures a group. Returns whether the sweep goes on."""
+        out = self.folder.group(group.name)
+        try:
+            measure_group(
+                engines.of(group.cells[0]), group, out, self.matrix.repetitions, self.matrix.seed,
+                self.matrix.varying, resume=out.exists(), energy=self.energy,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            return False
+        except WorkbenchError as error:
+            self._failed(group, error)
+            return True
+        return self._taken(group)
 
     def measure_on(self, workers: Workers) -> None:
         """Measures the missing groups on workers; only this process writes."""
-        self.record = self.folder.add(self.record, self.groups)
-        every = workers.measured(
-            list(self.groups), self.matrix.repetitions, self.matrix.seed, self.matrix.varying,
-            self.energy,
-        )  # fmt: skip
+        matrix = self.matrix
         try:
-            for group, one in every:
-                if one.failed:
-                    self._failed(group, one.failed)
-                    continue
-                write_group(self.folder.group(group.name), one.run, one.samples)
-                self._taken(group)
+            while self.groups:
+                self.record = self.folder.add(self.record, self.groups)
+                for group, one in workers.measured(
+                    list(self.groups), matrix.repetitions, matrix.seed, matrix.varying, self.energy
+                ):
+                    if one.error is not None:
+                        self._failed(group, one.error)
+                        continue
+                    write_group(self.folder.group(group.name), one.run, one.samples)
+                    self._taken(group)
         except KeyboardInterrupt:
             self.interrupted = True
 
@@ -231,12 +236,23 @@ class _UnderWay:
         note(f"sweep: {n - len(self.missing)} of {n} cells{about}")
         return True
 
-    def _failed(self, group: CellGroup, reason: str) -> None:
-        """Notes why a group could not be measured. The sweep goes on with the next one."""
+    def _failed(self, group: CellGroup, error: WorkbenchError) -> None:
+        """Notes why a group could not be measured; the sweep goes on. Of a group whose cells all do
+        what its baseline does, the baseline is left to measure."""
         self.groups.remove(group)
-        failed = dict.fromkeys((k for k in group.keys if k in self.missing), reason)
-        self.record.failed.update(failed)
-        note(f"failed: {group.cells[0].words(self.matrix.varying)}: {reason}")
+        first, *others = group.keys
+        words = group.cells[0].words(self.matrix.varying)
+        if isinstance(error, IdleToggles):
+            for key in others:
+                self.record.left_out.append(LeftOut(self.cells.pop(key).axes, str(error)))
+                del self.record.cells[key]
+            self.missing -= set(others)
+            if first in self.missing and not any(first in group.keys for group in self.groups):
+                self.groups.append(CellGroup((first,), group.cells[:1]))
+            note(f"left out: {words} and {len(others)} more: {error}")
+            return
+        self.record.failed.update((key, str(error)) for key in group.keys if key in self.missing)
+        note(f"failed: {words}: {error}")
 
     def result(self) -> Sweep:
         self.folder.write(self.record)

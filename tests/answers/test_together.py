@@ -1,0 +1,106 @@
+"""Whether gains add: of a comparison made up, and of an engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from workbench.answers import conclusions, together
+from workbench.benchmarks.compare.comparison import AB
+from workbench.report import plots
+
+THREE = {"waits": "sync=packed_implicit", "plans": "plans=ours", "fusion": "fuse=on"}
+KEPT = "graph_reuse=set_rows"
+FACTORS = {"waits": 1.2, "plans": 1.5, "fusion": 1.1}
+
+
+def test_each_set_of_switches_is_measured_once():
+    assert together.sets_of([*THREE]) == {
+        ("waits", "plans", "fusion"): "all", ("waits",): "alone", ("plans",): "alone",
+        ("fusion",): "alone", ("waits", "plans"): "pair", ("waits", "fusion"): "pair",
+        ("plans", "fusion"): "pair",
+    }  # fmt: skip
+    four = together.sets_of("abcd")
+    assert len(four) == 1 + 4 + 6 + 4 and four["b", "c", "d"] == "all but one"
+    assert together.sets_of(["waits"]) == {("waits",): "all"}
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_model, tmp_path_factory):
+    """A measured comparison of THREE."""
+    path, folder = tiny_model("tiny-llama", "Q8_0"), tmp_path_factory.mktemp("runs") / "run"
+    with wb.Engine.load(path, device="embedded", toggles=together.start(KEPT)) as engine:
+        found = together.measured(engine, THREE, "tg2", 5, 0, str(folder))
+    assert AB.load(folder).run["run_id"] == "run"
+    return found
+
+
+def made(measured: AB, tps) -> AB:
+    """The comparison, with the times that follow from `tps(names)`."""
+    names = [arm["name"] for arm in measured.run["arms"]]
+    rates = {names[0]: 1000.0, names[-1]: 1000.0}
+    rates |= {together.changes_of(on, THREE): tps(on) for on in together.sets_of([*THREE])}
+    rates |= dict(zip(together.anew(THREE).values(), (50.0, 52.0), strict=True))
+    assert sorted(rates) == sorted(names)
+    wobble = 1 + 0.001 * np.sin(np.arange(len(measured.samples)))  # so that there are intervals
+    ns = (1e9 / measured.samples["arm"].map(rates) * wobble).astype(int)
+    return AB(measured.run, measured.samples.assign(ns=ns))
+
+
+@pytest.mark.long
+def test_independent_gains_multiply(measured):
+    product = lambda names: 1000 * np.prod([FACTORS[name] for name in names])  # noqa: E731
+    gains = together.gains(made(measured, product), THREE)
+    several = gains[gains["product"].notna()]
+    assert set(several["together"]) == {together.AS}
+    assert np.allclose(several["interaction"], 1, atol=0.01)
+    table = together.alone_table(gains).set_index("mechanism")
+    assert list(table.index) == ["waits", "plans", "fusion", "reuse"]
+    assert table.loc["plans", "alone"] == "1.50 faster"
+    assert table.loc["plans", "as the last"] == pytest.approx(1.5, abs=0.01)
+    assert table.loc["reuse", "alone"] == "20.00 faster"
+    assert table.loc["reuse", "us saved alone"] == pytest.approx(1e6 / 50 - 1000, rel=0.01)
+    assert table.loc["reuse", "as the last"] == pytest.approx(1980 / 52, rel=0.01)
+    first = str(conclusions.together(gains)).splitlines()[0]
+    assert first.startswith("Together the switches gain the product of their gains")
+    assert "the product is 1.98" in first
+
+
+@pytest.mark.long
+def test_gains_that_need_or_rob_each_other_are_told(measured):
+    """waits and plans remove the same wait; fusion gains only beside plans."""
+    tps = {("waits",): 1200, ("plans",): 1200, ("fusion",): 1000, ("waits", "plans"): 1200,
+           ("waits", "fusion"): 1200, ("plans", "fusion"): 1500,
+           ("waits", "plans", "fusion"): 1500}  # fmt: skip
+    gains = together.gains(made(measured, tps.__getitem__), THREE)
+    told = gains.set_index("label")["together"]
+    assert told["waits + plans"] == together.LESS and told["plans + fusion"] == together.MORE
+    assert told["waits + fusion"] == together.AS and told["all 3"] == together.MORE
+    said = str(conclusions.together(gains)).splitlines()
+    assert "These pairs need each other: plans + fusion (1.25)." in said
+    assert "These pairs share a gain: waits + plans (0.83)." in said
+    table = together.together_table(gains)
+    assert len(table) == 4 and table["together"].iloc[0] == "all 3", "all of them come first"
+    drawn = together.drawn(gains)
+    ax = plots.together(drawn).axes[0]
+    assert [t.get_text() for t in ax.get_yticklabels()] == drawn["label"].tolist()
+    with pytest.raises(ValueError, match="no set"):
+        plots.together(drawn.iloc[:0])
+
+
+def test_a_device_has_the_mechanisms_that_it_can_honour(tiny_model):
+    path = tiny_model("tiny-llama", "Q8_0")
+    with wb.Engine.load(path, device="embedded", toggles=together.start(KEPT)) as engine:
+        assert [*together.possible(engine)] == ["waits", "plans", "fusion", "streams"]
+    with wb.Engine.load(path, device="host", toggles=together.start(KEPT)) as engine:
+        assert [*together.possible(engine)] == ["fusion"]
+
+
+@pytest.mark.long
+def test_few_repetitions_have_no_verdict(measured):
+    found = made(measured, lambda names: 1000.0 + len(names))
+    few = found.samples[found.samples["repetition"] < 2]
+    gains = together.gains(AB(found.run, few), THREE)
+    assert set(gains["together"].dropna()) == {"too few repetitions"}
+    assert str(conclusions.together(gains)).startswith("Whether the gains multiply is not known")

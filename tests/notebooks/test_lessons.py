@@ -1,0 +1,73 @@
+"""The shape of a lesson: what it assumes, a prediction, a line to change, exercises with folded
+answers, and tables and pictures that fit a screen."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from workbench.answers import claims
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+LESSONS = (
+    "01_baseline_gaps", "05_streams", "06_masked_kv", "07_batched_serving", "09_together",
+    "10_fusion",
+)  # fmt: skip
+MOST_CODE, MOST_ROWS, MOST_COLUMNS, LEAST_EXERCISES = 10, 7, 6, 2
+FOLDED = re.compile(r"<details><summary>Answer</summary>\n\n.+?\n\n</details>", re.S)
+
+
+class Tables(HTMLParser):
+    """Rows (without the heading) and columns of each table of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[list[int]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "table":
+            self.sizes.append([-1, 0])
+        elif tag == "tr":
+            self.sizes[-1][0] += 1
+        elif tag == "th":
+            self.sizes[-1][1] += 1
+
+
+def sizes(html: str) -> list[tuple[int, int]]:
+    """Rows and columns of each table."""
+    reader = Tables()
+    reader.feed(html)
+    return [(rows, columns) for rows, columns in reader.sizes]
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_it_is_a_lesson(name):
+    cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4).cells
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    texts = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    prose = "\n\n".join(texts)
+    assert re.search(r"^\*Assumes\* .+", texts[0], re.M), "what a reader must know, in a line"
+    assert re.search(r"^## .*Predict|^Predict", prose, re.M)
+    assert re.search(r"^## Change one line", prose, re.M)
+    assert len(code) <= MOST_CODE
+    exercises = re.findall(r"^\*\*(\d+)\.\*\* .+", texts[-1], re.M)
+    assert len(exercises) >= LEAST_EXERCISES == 2
+    assert len(FOLDED.findall(texts[-1])) == len(exercises), "each has its answer, folded"
+    assert "conclusions." in code[-1].source
+    said = claims.cell(name)
+    assert (said in texts) == bool(said), "the threads' own words, from the table of quotes"
+    for cell in code:
+        shown = [out.data.get("text/html", "") for out in cell.outputs if "data" in out]
+        for rows, columns in (size for html in shown for size in sizes(html)):
+            assert rows <= MOST_ROWS and columns <= MOST_COLUMNS, (cell.source, rows, columns)
+
+
+def test_a_table_s_size_is_read():
+    page = (
+        "<table><thead><tr><th>a</th><th>b</th></tr></thead><tr><td>1</td><td>2</td></tr></table>"
+    )
+    assert sizes(page * 2) == [(1, 2), (1, 2)]
