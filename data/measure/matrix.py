@@ -209,7 +209,7 @@ def _pipeline() -> Iterator[Row]:
     ):  # fmt: skip
         yield Row(
             "pipeline", f"pipeline-{name}-{LLAMA_8B}", "ab", LLAMA_8B, PIPELINED, toggles,
-            compared, label, n_ctx=n_ctx, n_devices=n_devices, gpus=2,
+            compared, label, n_ctx=n_ctx, n_devices=n_devices, gpus=n_devices,
         )  # fmt: skip
     yield Row("pipeline", f"pipeline-races-{RACED}", "races", RACED, n_devices=2, gpus=2)
 

@@ -13,6 +13,7 @@ from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.energy import joules
 from workbench.benchmarks.energy.counter import Meter
 from workbench.benchmarks.energy.windows import WINDOW_S, Energy, counter_of
+from workbench.benchmarks.llama.bench import Bench
 from workbench.benchmarks.llama.llama_bench import format_rows, measured, workloads
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.workload import parse_tests
@@ -82,6 +83,7 @@ def test_windows_of_a_comparison(engine, tmp_path):
     assert "idle it draws 3" in read.verdict and "of a window" in read.verdict
 
 
+@pytest.mark.long
 def test_windows_are_resumed_and_kept(engine, tmp_path):
     """A run that ended between two windows goes on with the missing ones; a resumed run that does
     not ask for energy keeps them."""
@@ -152,10 +154,14 @@ def test_a_row_of_bench_has_joules(engine, tmp_path):
     frame = joules.joules(run)
     assert frame["arm"].tolist() == ["engine", "engine (A/A)"]
     assert frame["j_per_token"][0] == pytest.approx(one["energy"]["j_per_token"])
+    made = Bench.load(tmp_path / "run")
+    assert made.to_frame()["j_per_token"][0] == frame["j_per_token"][0]
+    assert "J/token" in made.table() and "energy" not in made.table()
     plain = measured(engine, workloads((), (2,)), 1)
     assert "J/token" not in format_rows(plain) and '"energy"' not in format_rows(plain, "json")
 
 
+@pytest.mark.long
 def test_a_cell_of_a_sweep_has_joules(tiny_model, tmp_path):
     counter = RecordedCounter("read", work_ns=1_300_000_000)
     made = wb.sweep(

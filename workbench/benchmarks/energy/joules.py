@@ -118,6 +118,16 @@ def of_test(run: Mapping[str, Any], test: str, arm: str) -> dict[str, Any]:
     return next(iter(rows.to_dict("records")), {})
 
 
+def beside_tests(frame: pd.DataFrame, run: Mapping[str, Any]) -> pd.DataFrame:
+    """A frame with a row per test and the energy of the first arm; unchanged where energy was not
+    measured."""
+    found = joules(run)
+    if found.empty:
+        return frame
+    first = found[found["arm"] == run["arms"][0]["name"]]
+    return frame.merge(first[["test", *PER_TOKEN]], on="test", how="left")
+
+
 def beside(summary: pd.DataFrame, run: Mapping[str, Any]) -> pd.DataFrame:
     """`AB.summary` with the energy of each row's arm, and the baseline's; unchanged where energy
     was not measured."""
@@ -131,12 +141,13 @@ def beside(summary: pd.DataFrame, run: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def columns(summary: pd.DataFrame) -> dict[str, Any]:
-    """The columns of a table of comparisons: joules a token, and the ratio with its verdict; none
+    """The columns of a table: joules a token, and in comparisons the ratio with its verdict; none
     where energy was not measured."""
     if "j_per_token" not in summary:
         return {}
     rows = summary.to_dict("records")
-    return {"J/token": [cell(row) for row in rows], "energy": [_ratio(row) for row in rows]}
+    made = {"J/token": [cell(row) for row in rows]}
+    return made | ({"energy": [_ratio(row) for row in rows]} if "energy" in summary else {})
 
 
 def _ratio(row: Mapping[str, Any]) -> str:
