@@ -28,9 +28,9 @@ PAGES = (  # the first screen; everything; a new mechanism; model files
     Path("workbench/model/README.md"),
 )  # fmt: skip
 TABLES = (
-    "arena_peaks", "attention", "batched", "blocks", "first_requests", "mechanisms", "over_http",
-    "peer", "plan_tables", "proofs", "random_lengths", "scheduling", "skipping", "streams",
-    "targets",
+    "arena_peaks", "attention", "batched", "blocks", "energy_table", "first_requests", "mechanisms",
+    "over_http", "peer", "plan_tables", "proofs", "random_lengths", "scheduling", "skipping",
+    "streams", "targets",
 )  # fmt: skip
 ANSWERS = {EXACT: "bit-equal", ROUNDING: "within a tolerance"}
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)

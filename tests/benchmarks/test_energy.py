@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+import uuid
+from types import SimpleNamespace
 
 import pytest
+from cuda.bindings import driver
 
 import workbench as wb
 from tests.benchmarks.recorded_counter import RecordedCounter
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.energy import joules
-from workbench.benchmarks.energy.counter import Meter
+from workbench.benchmarks.energy.counter import Meter, NvmlCounter
 from workbench.benchmarks.energy.windows import WINDOW_S, Energy, counter_of
+from workbench.benchmarks.llama.bench import Bench
 from workbench.benchmarks.llama.llama_bench import format_rows, measured, workloads
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.workload import parse_tests
@@ -82,6 +87,7 @@ def test_windows_of_a_comparison(engine, tmp_path):
     assert "idle it draws 3" in read.verdict and "of a window" in read.verdict
 
 
+@pytest.mark.long
 def test_windows_are_resumed_and_kept(engine, tmp_path):
     """A run that ended between two windows goes on with the missing ones; a resumed run that does
     not ask for energy keeps them."""
@@ -152,10 +158,14 @@ def test_a_row_of_bench_has_joules(engine, tmp_path):
     frame = joules.joules(run)
     assert frame["arm"].tolist() == ["engine", "engine (A/A)"]
     assert frame["j_per_token"][0] == pytest.approx(one["energy"]["j_per_token"])
+    made = Bench.load(tmp_path / "run")
+    assert made.to_frame()["j_per_token"][0] == frame["j_per_token"][0]
+    assert "J/token" in made.table() and "energy" not in made.table()
     plain = measured(engine, workloads((), (2,)), 1)
     assert "J/token" not in format_rows(plain) and '"energy"' not in format_rows(plain, "json")
 
 
+@pytest.mark.long
 def test_a_cell_of_a_sweep_has_joules(tiny_model, tmp_path):
     counter = RecordedCounter("read", work_ns=1_300_000_000)
     made = wb.sweep(
@@ -189,3 +199,33 @@ def test_what_cannot_be_counted_is_refused_before_anything_is_measured(
     two = dataclasses.replace(engine.config, n_devices=2)
     with pytest.raises(UsageError, match="energy is counted for one GPU"):
         counter_of(True, engine.backend, two, parse_tests("tg2"))
+
+
+def test_the_counter_is_of_the_engines_own_gpu(monkeypatch):
+    """By its UUID: with CUDA_VISIBLE_DEVICES the first GPU of a process is any of the machine's."""
+    own, ok = uuid.uuid4(), driver.CUresult.CUDA_SUCCESS
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda number: (ok, number))
+    monkeypatch.setattr(driver, "cuDeviceGetUuid", lambda n: (ok, SimpleNamespace(bytes=own.bytes)))
+
+    class NVMLError(Exception):
+        """As pynvml has it."""
+
+    def energy(handle):
+        if handle != f"GPU-{own}":
+            raise NVMLError("Not Supported")
+        return 1234
+
+    nvml = SimpleNamespace(
+        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=str,
+        nvmlDeviceGetTotalEnergyConsumption=energy,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    backend = SimpleNamespace(name="cuda", description="a GPU")
+    counter = NvmlCounter(backend)
+    assert counter.read_mj() == 1234 and 0 < counter.now_ns() < counter.now_ns()
+    nvml.nvmlDeviceGetHandleByUUID = lambda name: "another"
+    with pytest.raises(DeviceError, match=r"a GPU has no energy counter \(NVML: Not Supported\)"):
+        NvmlCounter(backend)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(DeviceError, match="energy needs pynvml, which is not installed; pip"):
+        NvmlCounter(backend)

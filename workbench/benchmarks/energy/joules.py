@@ -34,34 +34,54 @@ def joules(run: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(_rows(run), columns=list(COLUMNS))
 
 
-def _rows(run: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def compared(run: Mapping[str, Any], test: str, before: str, after: str) -> tuple[stats.Ratio, str]:
+    """The ratio of the joules a token of two arms, after/before, and its verdict beside the run's
+    A/A band. NaN where a side has no windows."""
+    each = _counted(run).query("test == @test").pivot(index="window", columns="arm", values="each")
+    first = run["arms"][0]["name"]
+    found = _ratio_of(each, before, after, run["seed"])
+    controls = [arm["name"] for arm in run["arms"] if arm["is_control"]]
+    band = stats.aa_band(_ratio_of(each, first, controls[0], run["seed"]))
+    judged = stats.verdict(found, band)
+    return found, VERDICTS.get(judged, judged)
+
+
+def _counted(run: Mapping[str, Any]) -> pd.DataFrame:
+    """The windows that count, with J/token as `each`, and shares of step and uncertainty."""
     found = run["result"].get("energy") or {"windows": []}
     windows = pd.DataFrame(found["windows"])
     if windows.empty:
-        return
+        return windows
     windows["each"] = windows["joules"] / windows["n_tokens"]
-    windows["step_share"] = windows["step_j"] / windows["joules"]
-    windows["uncertainty_share"] = windows["uncertainty_j"] / windows["joules"]
-    windows = windows[windows["step_share"] <= COARSE]
+    for share, of in (("step_share", "step_j"), ("uncertainty_share", "uncertainty_j")):
+        windows[share] = windows[of] / windows["joules"]
+    return windows[windows["step_share"] <= COARSE]
+
+
+def _rows(run: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    windows = _counted(run)
+    if windows.empty:
+        return
+    idle_w = run["result"]["energy"]["idle_w"]
+    first, seed = run["arms"][0]["name"], run["seed"]
     for test, of_test in windows.groupby("test", sort=False):
         each = of_test.pivot(index="window", columns="arm", values="each")
         about = of_test.drop_duplicates("arm").set_index("arm")["is_control"]
         names = [arm["name"] for arm in run["arms"] if arm["name"] in about.index]
         names += [name for name in about.index if name not in names]  # the control of `bench`
         controls = [name for name in names if about[name]]
-        first, seed = run["arms"][0]["name"], run["seed"]
         band = stats.Band(math.nan, math.nan)
         if controls:
-            band = stats.aa_band(_beside(each, first, controls[0], seed))
+            band = stats.aa_band(_ratio_of(each, first, controls[0], seed))
         for name in names:
             own = of_test[of_test["arm"] == name]
             middle, low, high = stats.median_interval(own["each"].to_numpy(), seed)
-            beside = _beside(each, first, name, seed)
+            beside = _ratio_of(each, first, name, seed)
             judged = stats.verdict(beside, band)
             yield {
                 "test": test, "arm": name, "is_control": bool(about[name]), "j_per_token": middle,
                 "j_low": low, "j_high": high, "n_windows": len(own),
-                "mean_w": float(own["mean_w"].median()), "idle_w": found["idle_w"][test],
+                "mean_w": float(own["mean_w"].median()), "idle_w": idle_w[test],
                 "step_share": float(own["step_share"].max()),
                 "uncertainty_share": float(own["uncertainty_share"].max()),
                 "energy": beside.value, "energy_low": beside.low, "energy_high": beside.high,
@@ -69,6 +89,16 @@ def _rows(run: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 "energy_verdict": "" if name == first else CONTROL if about[name]
                 else VERDICTS.get(judged, judged),
             }  # fmt: skip
+
+
+def _ratio_of(each: pd.DataFrame, before: str, after: str, seed: int) -> stats.Ratio:
+    """The ratio of two arms. each: J/token, a row for each window, a column for each arm."""
+    if before == after or not {before, after} <= set(each):
+        return stats.Ratio(math.nan, math.nan, math.nan, 0)
+    pairs = each[[before, after]].dropna()
+    if pairs.empty:
+        return stats.Ratio(math.nan, math.nan, math.nan, 0)
+    return stats.speedup(pairs[before].to_numpy(), pairs[after].to_numpy(), seed)
 
 
 PER_TOKEN = COLUMNS[3:10]  # of an arm by itself
@@ -88,6 +118,16 @@ def of_test(run: Mapping[str, Any], test: str, arm: str) -> dict[str, Any]:
     return next(iter(rows.to_dict("records")), {})
 
 
+def beside_tests(frame: pd.DataFrame, run: Mapping[str, Any]) -> pd.DataFrame:
+    """A frame with a row per test and the energy of the first arm; unchanged where energy was not
+    measured."""
+    found = joules(run)
+    if found.empty:
+        return frame
+    first = found[found["arm"] == run["arms"][0]["name"]]
+    return frame.merge(first[["test", *PER_TOKEN]], on="test", how="left")
+
+
 def beside(summary: pd.DataFrame, run: Mapping[str, Any]) -> pd.DataFrame:
     """`AB.summary` with the energy of each row's arm, and the baseline's; unchanged where energy
     was not measured."""
@@ -101,12 +141,13 @@ def beside(summary: pd.DataFrame, run: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def columns(summary: pd.DataFrame) -> dict[str, Any]:
-    """The columns of a table of comparisons: joules a token, and the ratio with its verdict; none
+    """The columns of a table: joules a token, and in comparisons the ratio with its verdict; none
     where energy was not measured."""
     if "j_per_token" not in summary:
         return {}
     rows = summary.to_dict("records")
-    return {"J/token": [cell(row) for row in rows], "energy": [_ratio(row) for row in rows]}
+    made = {"J/token": [cell(row) for row in rows]}
+    return made | ({"energy": [_ratio(row) for row in rows]} if "energy" in summary else {})
 
 
 def _ratio(row: Mapping[str, Any]) -> str:
@@ -145,7 +186,7 @@ def lines(run: Mapping[str, Any]) -> list[str]:
             f"{test}: energy of the GPU's board without the host; {first['arm']} "
             f"{cell(first.to_dict())} J/token at {first['mean_w']:.0f} W; idle it draws "
             f"{first['idle_w']:.0f} W; a step of the counter is at most "
-            f"{stats.percent(rows['step_share'].max())} of a window, and its times are known to "
-            f"{stats.percent(rows['uncertainty_share'].max())}"
+            f"{stats.percent(rows['step_share'].max())} of a window; the ends of a window are "
+            f"uncertain by {stats.percent(rows['uncertainty_share'].max())} at most"
         )
     return said

@@ -22,7 +22,7 @@ windows come after the timed rounds of all tests: no throughput is from a window
                  idle_s, mean_w, step_j, uncertainty_j}]
 
 A step is the energy of one update at the window's power. The uncertainty is the energy of the two
-reads within which the window's updates came.
+reads within which the window's updates came, and of the idle time at its end.
 """
 
 from __future__ import annotations
@@ -103,7 +103,10 @@ class Energy:
                 if (round_, name) in there:
                     return None
                 tokens = w.draw_tokens(workload, n_vocab, seed, round_, bos)
-                found = self._window(lambda: w.take_sample(engines[arm], workload, tokens))
+                found = self._window(
+                    lambda: w.take_sample(engines[arm], workload, tokens),
+                    self.record["idle_w"][test],
+                )
                 found["n_tokens"] = found["repetitions"] * workload.n_tokens
                 named = {"test": test, "arm": name, "is_control": is_control, "window": round_}
                 windows.append(named | {"order": len(windows)} | found)
@@ -113,8 +116,8 @@ class Energy:
 
             interleave(rounds, len(arms), one)
 
-    def _window(self, repeat: Callable[[], Any]) -> dict[str, Any]:
-        """Repeats for WINDOW_S or more between two updates."""
+    def _window(self, repeat: Callable[[], Any], idle_w: float) -> dict[str, Any]:
+        """Repeats for WINDOW_S or more between two updates. idle_w: of the idle device."""
         meter, now_ns, n = self.meter, self.meter.counter.now_ns, 0
         repeat()
         begin = meter.update()
@@ -124,12 +127,12 @@ class Energy:
         ended = now_ns()
         end = meter.update()
         seconds, joules = (end.ns - begin.ns) / 1e9, (end.mj - begin.mj) / 1e3
-        mean_w = joules / seconds
+        mean_w, idle_s = joules / seconds, (end.ns - ended) / 1e9
         return {
             "joules": joules, "n_tokens": 0, "repetitions": n, "seconds": seconds,
-            "idle_s": (end.ns - ended) / 1e9, "mean_w": mean_w,
+            "idle_s": idle_s, "mean_w": mean_w,
             "step_j": mean_w * self.record["cadence_s"],
-            "uncertainty_j": mean_w * (begin.late_ns + end.late_ns) / 1e9,
+            "uncertainty_j": mean_w * (begin.late_ns + end.late_ns) / 1e9 + idle_w * idle_s,
         }  # fmt: skip
 
 
