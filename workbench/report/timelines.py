@@ -79,12 +79,13 @@ def timeline(
     lanes = _lanes(part)
     fig = style.picture(11, 1.35 + 0.52 * (len(lanes) + 1))
     ax = fig.add_subplot()
-    _draw(ax, part, lanes, _window(window_us, [part]))
+    window = _window(window_us, [part])
+    _draw(ax, part, lanes, window)
     if title is None:
         names = part.loc[part["category"] == "step", "name"]
         title = f"{len(names)} steps" if len(names) > 1 else next(iter(names), "timeline")
     _title(ax, title)
-    _finish(fig, [ax], part)
+    _finish(fig, [ax], _clip(part, *window))
     return fig
 
 
@@ -135,7 +136,7 @@ def _stacked(
     for ax in axes[:-1]:
         ax.tick_params(labelbottom=False)
         ax.set_xlabel("")
-    _finish(fig, axes, pd.concat(parts))
+    _finish(fig, axes, _clip(pd.concat(parts, ignore_index=True), *window))
     return fig
 
 
@@ -343,8 +344,8 @@ def _time(us: float) -> str:
 
 
 def _finish(fig: Figure, axes: list[Axes], part: pd.DataFrame) -> None:
-    """Draws one legend for all axes, with the kinds that occur, and the note that the run was
-    traced."""
+    """Draws one legend for all axes, with the kinds that are drawn, and the note that the run was
+    traced. part: the spans in the window."""
     kinds = set(part["category"]) | set(part.loc[part["category"] == "device", "kind"])
     handles = [
         Patch(
