@@ -402,9 +402,10 @@ def said_of(*runs: AB) -> list[str]:
 
 def outputs(notebook: str) -> list[str]:
     """What cells of the committed notebook show as text; its answer is the last."""
-    cells = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
+    every = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
+    cells = [cell for cell in every if cell["cell_type"] == "code"]
     assert "conclusions." in "".join(cells[-1]["source"])
-    shown = [o for cell in cells for o in cell.get("outputs", ())]
+    shown = [o for cell in cells for o in cell["outputs"]]
     return ["".join(o.get("data", {}).get("text/plain", "")) for o in shown]
 
 
