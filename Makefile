@@ -3,8 +3,9 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-NOTEBOOKS ?= 00_tour 02_sync_modes 03_graph_reuse 04_plans 05_streams 06_masked_kv 07_batched_serving 10_fusion
+NOTEBOOKS ?=
 REPORT_ARGS ?=
+LAB_ARGS ?=
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 PARALLEL = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
@@ -18,11 +19,11 @@ GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu$(comma)cupti,)
 .PHONY: help setup report test test-slow test-exhaustive test-faults test-gpu test-browser sanitize wheel lint bench lab peer peer-cuda models readme recorded clean
 
 help:
-	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
+	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table;  NOTEBOOKS='00_tour 04_plans'"
 	@echo "make test     all quick tests, of what is long a little;  make test-slow  more"
 	@echo "make test-exhaustive  all of it and full products of toggles: hours, recorded"
 	@echo "make test-faults  which of many planted faults the tests see: an hour, recorded"
-	@echo "make lab      JupyterLab on the notebooks"
+	@echo "make lab      JupyterLab on the notebooks;  LAB_ARGS='--no-browser --port 8888' on a remote machine"
 	@echo "make setup    only prepare .venv/, with the workbench command in it"
 	@echo "make lint     ruff and mypy;  make bench  benchmarks, recorded;  make peer  compare with llama.cpp"
 	@echo "make peer-cuda  compare with llama.cpp on this GPU, recorded;  PEER=llama-bench MODELS=... ROUNDS=5"
@@ -61,7 +62,7 @@ INSTALL = if command -v uv >/dev/null 2>&1; then \
 	@touch $@
 
 report: .venv/.lab
-	@$(BIN)/workbench report $(NOTEBOOKS) $(REPORT_ARGS)
+	@$(strip $(BIN)/workbench report $(NOTEBOOKS) $(REPORT_ARGS))
 
 test: .venv/.dev
 	$(PARALLEL) --durations=25 $(PYTEST_ARGS)
@@ -97,7 +98,7 @@ bench: .venv/.dev
 	$(BIN)/python -m tests.bench.record
 
 lab: models
-	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
+	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 models: .venv/.lab
 	@$(BIN)/workbench model tiny

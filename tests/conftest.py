@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import profiles
-from workbench.model.synth.models import write_tiny, write_tiny_models
+from workbench.model.synth.models import write_named, write_tiny_models
 
 profiles.register()
 # A shell that runs us behind a `&` ignores the one, and nohup the other. Children that tests
@@ -60,7 +60,7 @@ def tiny_models() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[[str, str], Path]:
     """`tiny_model(preset, quant)`: the path of one tiny model, written if missing."""
-    return lambda preset, quant: write_tiny(MODELS, preset, quant)
+    return lambda preset, quant: write_named(MODELS, preset, quant)
 
 
 @pytest.fixture

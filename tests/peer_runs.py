@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from data.measure.peer import OURS, SWITCHES, PeerRun, theirs
-from workbench.benchmarks.compare.arms import parse_changes
 from workbench.benchmarks.compare.rounds import interleave
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
-from workbench.config import Toggles
+from workbench.config import Toggles, parse_changes
 
 BEST, AGAIN = f"{OURS} best", " (A/A)"
 CONTROL = f"{BEST}{AGAIN}"

@@ -6,32 +6,59 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from workbench.benchmarks.advise.advice import Advice as Advice
+    from workbench.benchmarks.advise.advise import advise as advise
     from workbench.benchmarks.compare.ab import ab as ab
     from workbench.benchmarks.compare.compare import compare as compare
+    from workbench.benchmarks.compare.comparison import AB as AB
+    from workbench.benchmarks.llama.bench import bench as bench
+    from workbench.benchmarks.proof import check as check
+    from workbench.benchmarks.runs.loading import load as load
+    from workbench.benchmarks.runs.results import Run as Run
     from workbench.benchmarks.runs.results import new_run_folder as new_run_folder
     from workbench.benchmarks.runs.results import runs as runs
+    from workbench.benchmarks.sweep.result import Sweep as Sweep
+    from workbench.benchmarks.sweep.sweep import sweep as sweep
     from workbench.config import EngineConfig as EngineConfig
     from workbench.config import Toggles as Toggles
     from workbench.engine.cache.visits import kv_visits as kv_visits
     from workbench.engine.engine import Engine as Engine
     from workbench.jupyter import lab as lab
     from workbench.model.sampler import Sampling as Sampling
+    from workbench.program.commands import Program as Program
+    from workbench.report.plot import plot as plot
+    from workbench.trace.diff import diff as diff
+    from workbench.trace.profile import Profile as Profile
     from workbench.trace.profile import profile as profile
     from workbench.traffic.served import serve_bench as serve_bench
 
+# public name -> its module, a line each
 _LAZY = {
+    "AB": "workbench.benchmarks.compare.comparison",
+    "Advice": "workbench.benchmarks.advise.advice",
     "Engine": "workbench.engine.engine",
     "EngineConfig": "workbench.config",
+    "Profile": "workbench.trace.profile",
+    "Program": "workbench.program.commands",
+    "Run": "workbench.benchmarks.runs.results",
     "Sampling": "workbench.model.sampler",
+    "Sweep": "workbench.benchmarks.sweep.result",
     "Toggles": "workbench.config",
     "ab": "workbench.benchmarks.compare.ab",
+    "advise": "workbench.benchmarks.advise.advise",
+    "bench": "workbench.benchmarks.llama.bench",
+    "check": "workbench.benchmarks.proof",
     "compare": "workbench.benchmarks.compare.compare",
+    "diff": "workbench.trace.diff",
     "kv_visits": "workbench.engine.cache.visits",
     "lab": "workbench.jupyter",
+    "load": "workbench.benchmarks.runs.loading",
     "new_run_folder": "workbench.benchmarks.runs.results",
+    "plot": "workbench.report.plot",
     "profile": "workbench.trace.profile",
     "runs": "workbench.benchmarks.runs.results",
     "serve_bench": "workbench.traffic.served",
+    "sweep": "workbench.benchmarks.sweep.sweep",
 }
 
 __all__ = list(_LAZY)
@@ -39,12 +66,14 @@ __all__ = list(_LAZY)
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
+        # Python itself adds the nearest name of `dir(workbench)` to the traceback
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+    """The public names and nothing else. Python finds every other attribute without this list."""
+    return sorted(__all__)
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -25,12 +25,12 @@ import workbench as wb
 from data.measure.matrix import Row
 from workbench.backend.base import open_backend
 from workbench.backend.cuda.kernels.kernel import Gemm
-from workbench.benchmarks.compare.arms import parse_changes, switched
+from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.kernels.kernel_rigs import rig_of
 from workbench.benchmarks.runs import provenance, results
 from workbench.common.errors import DeviceError, UsageError
 from workbench.common.output import write_text
-from workbench.config import BEST, TogglePreset
+from workbench.config import BEST, TogglePreset, parse_changes
 from workbench.graph import ops
 from workbench.model.synth.models import write_model
 from workbench.model.synth.shapes import PRESETS, find_preset, quant_name, tensor_type, tensors

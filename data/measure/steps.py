@@ -45,7 +45,7 @@ from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.kernels.kernel_bench import KernelMatrix, bench_kernels
 from workbench.benchmarks.kernels.kernel_cases import TYPES, parse_shapes
 from workbench.benchmarks.llama import batched
-from workbench.benchmarks.llama.llama_bench import bench as llama_bench
+from workbench.benchmarks.llama.llama_bench import measured, workloads
 from workbench.benchmarks.runs import provenance
 from workbench.benchmarks.scores.perplexity import parse_against, perplexity_by_size
 from workbench.benchmarks.scores.token_source import ask
@@ -92,7 +92,7 @@ def bench(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
         )
         with session.variant(engine, row) as side:
             rounds = 2 if session.quick else row.rounds
-            made = llama_bench(side, prompts, gens, depths, rounds, out=folder)
+            made = measured(side, workloads(prompts, gens, depths), rounds, out=folder)
             flops = {f"pp{n}": product_flops(side, n) for n in prompts}
         add_to_result(folder, **rates, product_flops=flops, cache_bytes_per_token=cache)
         said = ", ".join(f"{one.workload.name} {one.values()['avg_ts']:.1f} t/s" for one in made)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from tests.server.command import ROOT, served
 from tests.server.live import posted
-from workbench.model.synth.models import write_tiny
+from workbench.model.synth.models import write_named
 
 N_TOKENS, SIZES = 1000, (1, 8, 32, 128)
 SAME = {"prompt": list(range(1000)), "ignore_eos": True}
@@ -53,7 +53,7 @@ def used_s(pid: int, url: str, n: int, body: dict) -> tuple[float, float]:
 
 
 def main() -> None:
-    model = write_tiny(ROOT / "data" / "models", "tiny-llama", "F16")
+    model = write_named(ROOT / "data" / "models", "tiny-llama", "F16")
     flags = ["-m", model, "-c", 1 << 20, "--slots", max(SIZES), "--max-waiting", 1024]
     with tempfile.TemporaryDirectory() as log, served(Path(log), *flags) as (process, url, _):
         for n in SIZES:

@@ -27,7 +27,7 @@ from tests.server.command import NO_ENGINE, served
 from tests.server.live import connected, everything, posted
 from workbench.benchmarks.runs import provenance
 from workbench.common.output import write_text
-from workbench.model.synth.models import write_tiny
+from workbench.model.synth.models import write_named
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "data" / "results" / "stalls.json"
@@ -181,7 +181,7 @@ def main() -> None:
         module, flags = ("workbench", "serve"), ["-m", args.model, "--slots", 8, "-c", 8 << 12]
     else:
         load, most = "no engine", 1 << 17
-        tiny = write_tiny(ROOT / "data" / "models", "tiny-llama", "F16")
+        tiny = write_named(ROOT / "data" / "models", "tiny-llama", "F16")
         module, flags = NO_ENGINE, ["-m", tiny, "-c", 1 << 18]
     with tempfile.TemporaryDirectory() as log, served(Path(log), *flags, module=module) as one:
         found = measured(one[1], list(bodies()), most, ROUNDS)

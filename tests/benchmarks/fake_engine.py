@@ -11,9 +11,11 @@ import numpy as np
 from workbench.common.progress import HIDDEN
 from workbench.config import EngineConfig, Toggles
 from workbench.engine.cache.kv_cache import KVCache
+from workbench.engine.engine import Engine
 from workbench.engine.look.nvtx_ranges import OFF
 from workbench.engine.rehearsal import Rehearsal
 from workbench.engine.slots.padding import as_they_are
+from workbench.program.commands import Program, Sync
 
 SPEC = "sync=per_copy,copy_boundary"  # the arms of `timed`
 N_VOCAB = 50
@@ -80,6 +82,11 @@ class FakeEngine:
         self.counters = {"steps": 0, "wait_ns": 0}
         self._open = self._loaded = SimpleNamespace(backends=[])
 
+    @property
+    def __class__(self):
+        """For `isinstance`: whoever asks is given an engine."""
+        return Engine
+
     def variant(self, toggles):
         made = FakeEngine(
             self.clock, toggles, self.ns_of, self.wrong, self.config.n_ctx, self.shared
@@ -128,6 +135,18 @@ class FakeEngine:
             commands=(), singly=tuple, counts=lambda: counts,
             pattern=lambda fold=False: "s" * waits + "g",
         )  # fmt: skip
+
+    @property
+    def settled(self):
+        return self.toggles
+
+    def programs_of(self, shapes):
+        """As many commands as there are waits, and one more with other toggles that are exact."""
+        names = [f"{n}={v}" for n, v in self.toggles.changed().items() if n != "sync"]
+        waits = 9 if self.toggles.sync == "per_copy" else 2
+        syncs = [Sync(0, event=name) for name in ["wait"] * waits + names]
+        for shape in shapes:
+            yield Program(syncs, [], [], [], ("fake",), shape, self.toggles.sync, "own")
 
     def synchronize(self):
         self.n_waits += 1

@@ -22,7 +22,7 @@ from workbench.config import Toggles
 
 @pytest.fixture
 def call(call, tmp_path):
-    return lambda *arguments: call("compare", "-o", tmp_path / "page.html", *arguments)
+    return lambda *arguments: call("compare", "--out", tmp_path / "page.html", *arguments)
 
 
 def test_a_row_for_each_test(tmp_path, call):
@@ -109,6 +109,8 @@ SIDES = st.lists(
         st.tuples(st.sampled_from([None, "h1", "h2"]), st.sampled_from(["m", "n"]), st.just("Q")),
         st.fixed_dictionaries({"sync": st.sampled_from(["a", "b", "c"])}),
         st.just(np.ones(1)),
+        shape=st.just((None, "")),
+        foreign=st.just(""),
     ),
     max_size=6,
 )

@@ -19,7 +19,7 @@ from workbench.benchmarks.compare.arms import answer_between, arms_of, make_arms
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.rounds import order_of
 from workbench.benchmarks.compare.until import BLOCK, LEAST_ROUNDS, TIME, WIDTH, Stopping, Until
-from workbench.benchmarks.llama.llama_bench import bench
+from workbench.benchmarks.llama.llama_bench import measured, workloads
 from workbench.benchmarks.runs.results import load_run
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
@@ -197,11 +197,12 @@ def test_time_ends_what_is_not_known(monkeypatch):
         assert ended["stopped"] == TIME and ended["rounds"] % BLOCK == 0
         assert ended["half_width"] > 0.001
     assert "tg4: 0.1 % was not reached: the interval's half-width is " in found.verdict
-    for row in bench(timed(monkeypatch, noise=0.02), [4], [2], repetitions=1, until=0.004):
+    for row in measured(timed(monkeypatch, noise=0.02), workloads([4], [2]), 1, until=0.004):
         median = stats.median_interval(np.array(row.samples_ts))
         assert row.ended["stopped"] == WIDTH and len(row.samples) == row.ended["rounds"] >= 10
         assert row.ended["half_width"] == stats.half_width(*median[1:]) <= 0.004
-    (row,) = bench(timed(monkeypatch, noise=0.5), [], [2], until=0.0001, at_most_s=0.05)
+    noisy = timed(monkeypatch, noise=0.5)
+    (row,) = measured(noisy, workloads([], [2]), 5, until=0.0001, at_most_s=0.05)
     assert row.ended["stopped"] == TIME and "0.01 % was not reached: " in row.line()
 
 

@@ -75,7 +75,7 @@ def test_names_choose_types_shapes_and_batches():
         assert [shape.name for shape in cases.parse_shapes(text)] == names
     assert cases.parse_batches("1,2-4,8") == [1, 2, 3, 4, 8]
     for parse, text, says in (
-        (cases.parse_types, "Q4_0,Q3_K", "type 'Q3_K' does not exist; choose from all, F16"),
+        (cases.parse_types, "Q4_0,Q3_K", "type 'Q3_K' does not exist; did you mean Q6_K"),
         (cases.parse_shapes, "8b.ffn", "shape '8b.ffn' does not exist"),
         (cases.parse_batches, "4-2", "batch '4-2' is no"),
     ):

@@ -14,7 +14,7 @@ import workbench as wb
 from tests.benchmarks.fake_engine import Clock, FakeEngine
 from tests.profiles import long
 from workbench.benchmarks.llama import batched
-from workbench.benchmarks.llama.llama_bench import bench, workloads
+from workbench.benchmarks.llama.llama_bench import measured, workloads
 from workbench.benchmarks.llama.llama_format import FIELDS, SQL_TYPES, TOKEN_FIELDS, format_rows
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.workload import draw_tokens, parse, take_sample
@@ -45,7 +45,8 @@ def engine_of(monkeypatch, **changes):
 
 @pytest.fixture
 def rows(monkeypatch):
-    return bench(engine_of(monkeypatch), [16], [4], [0, 8], 3, pg=[(16, 4)], build="abcdef12")
+    tests = workloads([16], [4], [0, 8], [(16, 4)])
+    return measured(engine_of(monkeypatch), tests, 3, build="abcdef12")
 
 
 def test_the_matrix_is_llama_benchs(monkeypatch, tmp_path):
@@ -55,9 +56,10 @@ def test_the_matrix_is_llama_benchs(monkeypatch, tmp_path):
     ]  # fmt: skip
     engine = engine_of(monkeypatch, n_ctx=8)
     for refused, says in (
-        (lambda: workloads([0], [0]), "no test"), (lambda: bench(engine, [16]), "n_ctx"),
-        (lambda: bench(engine, [4], repetitions=0), "repetitions"),
-        (lambda: bench(engine, [4], [0], out=tmp_path), "exists"),
+        (lambda: workloads([0], [0]), "no test"),
+        (lambda: measured(engine, workloads([16]), 5), "n_ctx"),
+        (lambda: measured(engine, workloads([4]), 0), "repetitions"),
+        (lambda: measured(engine, workloads([4], [0]), 5, out=tmp_path), "exists"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=says):
             refused()
@@ -79,7 +81,7 @@ def test_values_and_units(monkeypatch, rows):
         assert {k: entry[k] for k in FIELDS} == row.values()
         assert [sum(times) for times in entry["token_ns"]] == row.samples_ns
         assert {name: entry[name] for name in TOKEN_FIELDS} == row.tokens()
-    (row,) = bench(engine_of(monkeypatch), [], [2], repetitions=1)
+    (row,) = measured(engine_of(monkeypatch), workloads([], [2]), 1)
     assert row.values()["stddev_ns"] == 0 and row.values()["stddev_ts"] == 0.0
 
 
@@ -198,3 +200,24 @@ def test_each_row_has_the_best_set_for_its_sequences(call, engine, tmp_path, mon
     ]  # fmt: skip
     run = results.load_run(tmp_path / "run").run
     assert run["arms"][0]["counters"]["plans_captured"] > 0, "of the variant, too"
+
+
+def test_toggles_take_lists_as_ubatches_do(call, engine):
+    """A row for each combination; what a device refuses is refused before anything is measured."""
+    ask = ("bench", "-m", engine.model.path, "--device", "embedded", "-r", 1, "-ub", "16,32")
+    status, text, _ = call(
+        *ask, "-p", 4, "-n", 0, "--sync", "per_copy,packed", "--fuse", "on", "-o", "jsonl"
+    )
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert status == 0
+    assert [(row["n_ubatch"], row["toggles"]["sync"]) for row in rows] == [
+        (16, "per_copy"), (16, "packed"), (32, "per_copy"), (32, "packed"),
+    ]  # fmt: skip
+    assert {row["toggles"]["fuse_qkv"] for row in rows} == {"on"}
+    for npl in (("-n", 0), ("-npl", 2, "-n", 2)):
+        table = call(*ask, "-p", 4, *npl, "--sync", "per_copy,packed")[1]
+        assert "| sync " in table and table.count("| packed ") >= 2
+    status, out, err = call(*ask, "-p", 4, "--pdl", "off,on")
+    assert (status, out) == (1, "") and "cannot honour pdl=on" in err and "pp4" not in err
+    status, _, err = call(*ask, "--sync", "packed,none")
+    assert status == 2 and err.startswith("error: toggle sync='none' does not exist; ")

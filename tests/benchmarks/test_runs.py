@@ -21,7 +21,7 @@ import pytest
 from tests.benchmarks.fake_engine import N_VOCAB, SPEC, Clock, FakeEngine, interrupted, timed
 from tests.benchmarks.made_runs import a_run
 from workbench.benchmarks.compare.ab import ab
-from workbench.benchmarks.llama.llama_bench import bench
+from workbench.benchmarks.llama.llama_bench import measured, workloads
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
 from workbench.benchmarks.runs.nameless import card_number, nameless_command, nameless_text
@@ -205,7 +205,7 @@ def test_a_gpu_has_a_number_and_no_serial_number(monkeypatch):
 
 MEASURE = {
     "ab": lambda e, out: ab(e, "sync=per_copy,packed", None, "tg1", 1, out=out, smoke=True),
-    "bench": lambda e, out: bench(e, [2], [2], repetitions=1, out=out),
+    "bench": lambda e, out: measured(e, workloads([2], [2]), 1, out=out),
     "perplexity": lambda e, out: perplexity(
         e, sample(e, 4, 0), against=Toggles(fuse_glu="on"), out=out
     ),
@@ -271,7 +271,6 @@ def _perplexity(engine, *, tokens="sample:110:0", size=16, out, resume=False, **
     return ppl.perplexity_by_size(engine, source, {size: out}, resume=resume, **how)
 
 
-BENCH = {"n_prompt": [4], "n_gen": [2], "repetitions": 3}
 KINDS = {
     "ab": Kind(
         lambda engine, **how: ab(engine, **({"toggle": SPEC, "tests": "tg2", "rounds": 5} | how)),
@@ -279,7 +278,7 @@ KINDS = {
         {"arms": {"toggle": "sync=per_copy,auto"}, "tests": {"tests": "tg3"}, "seed": {"seed": 1}},
     ),
     "bench": Kind(
-        lambda engine, **how: bench(engine, **(BENCH | how)), 9, 3,
+        lambda engine, n_gen=(2,), **how: measured(engine, workloads([4], n_gen), 3, **how), 9, 3,
         {"tests": {"n_gen": [3]}, "seed": {"seed": 1}, "engine": {"of": {"n_ctx": 300}},
          "arms": {"of": {"toggles": Toggles(sync="packed")}}},
     ),

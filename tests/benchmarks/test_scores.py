@@ -238,7 +238,7 @@ def test_a_text_is_scored_as_its_prefill_says(tiny_model, tmp_path, preset, devi
 def test_eight_bit_activations_are_within_bounds(call, tiny_model, tmp_path, monkeypatch, quant):
     """Computed 24 or 1 at once; a bound that does not hold is one line and status 1."""
     ask = (
-        "perplexity", "-o", tmp_path / "run", "-m", tiny_model("tiny-llama", quant),
+        "perplexity", "--out", tmp_path / "run", "-m", tiny_model("tiny-llama", quant),
         "--tokens-from", "sample:70", "--n-ctx", 64, "--n-ubatch", 24, "--sizes", "24,1",
         "--device", "host", "--against", "activations=float", "--check",
     )  # fmt: skip

@@ -214,7 +214,7 @@ def columns(out: str, title: str) -> set[str]:
 @pytest.mark.long
 def test_a_profile_is_untraced_times_tables_and_a_trace(call, tmp_path):
     out = tmp_path / "t.json"
-    status, text, err = call("--test", "tg6", "--window", "2,3", "-o", out)
+    status, text, err = call("--test", "tg6", "--window", "2,3", "--out", out)
     assert status == 0, err
     wanted = {"untraced us", "untraced gap us", "untraced kernels us"}
     assert wanted <= columns(text, "tg6: untraced")
@@ -227,7 +227,7 @@ def test_a_profile_is_untraced_times_tables_and_a_trace(call, tmp_path):
     assert len(steps) == 3 and {s.args["n_tokens"] for s in steps} == {1}
     assert made.instants[ABOUT]["test"] == "tg6"
     out = tmp_path / "t.pftrace.gz"
-    status, text, _ = call("--test", "pp24+tg2", "--n-ubatch", 16, "--by", "node", "-o", out)
+    status, text, _ = call("--test", "pp24+tg2", "--n-ubatch", 16, "--by", "node", "--out", out)
     found = set(re.findall(r"^\| (token|ubatch of \d+) ", text, re.MULTILINE))
     assert status == 0 and found == {"token", "ubatch of 8", "ubatch of 16"}
     assert out.read_bytes()[:2] == b"\x1f\x8b"

@@ -102,7 +102,7 @@ def test_any_whole_numbers_are_an_engine_or_one_line(flags):
 
 
 @pytest.mark.parametrize(("command", "more"), [
-    ("run", ["--tokens", "1"]), ("logits", ["--tokens", "1", "-o", "x.npy"]), ("bench", []),
+    ("run", ["--tokens", "1"]), ("logits", ["--tokens", "1", "--out", "x.npy"]), ("bench", []),
     ("perplexity", ["--tokens-from", "sample:8"]), ("program", []),
     ("ab", ["--toggle", "sync=per_copy,packed"]),
 ])  # fmt: skip
@@ -158,7 +158,7 @@ def test_every_parameter_has_a_line_and_whole_numbers():
 
 
 def test_toggles_list_their_values_with_a_word_on_each(call):
-    text = " ".join(re.sub(r"[│╭╮╰╯─•*]", " ", call("run", "--help")[1]).split())
+    text = " ".join(re.sub(r"[│╭╮╰╯─•*]", " ", call("run", "--help", "toggles")[1]).split())
     for name in Toggles.names():
         row = Toggles.row(name)
         assert f"--{name.replace('_', '-')} STR {row.about}" in text

@@ -46,7 +46,7 @@ def refused(call, model):
 NULL = "error: --device null computes nothing: it has no answers and no times;"
 ARGUMENTS = [
     *(([*words, "--device", "null"], NULL) for words in (
-        ["run", *ONE], ["logits", *ONE, "-o", "x.npy"], ["bench"], AB, ["perplexity", *SAMPLE],
+        ["run", *ONE], ["logits", *ONE, "--out", "x.npy"], ["bench"], AB, ["perplexity", *SAMPLE],
         ["profile"], ["bench-kernels"], ["report"],
     )),
     *((["run", *ONE, flag, "1.5"], flag) for flag in ("-n", "-c", "-ub", "-ngl", "-t")),
@@ -66,7 +66,7 @@ ARGUMENTS = [
     (["program", "--n-past", "2048"], "2048 + 1 tokens do not fit"),
     (["program", "--n-tokens", "600"], "a step has 1 to 512 tokens"),
     (["check", "--n-tokens", "3000"], "3000 tokens do not fit the context"),
-    (["bench", "-o", "xml"], "choose one of"), (["bench", "-n=-1"], "cannot be measured"),
+    (["bench", "--output", "xml"], "Choose from"), (["bench", "-n=-1"], "cannot be measured"),
     (["bench", "-r", "0"], "Must be >= 1"), (["bench", "-p", "0", "-n", "0"], "there is no test"),
     (["bench", "--resume"], "give it as out"), (["bench", "--resume", "--out", "/no"], "is no run"),
     (["bench", "--until", "often"], "--until 'often' is no share between 0 and 1; write it as 1%"),
@@ -76,12 +76,12 @@ ARGUMENTS = [
     (["ab", "--toggle", "sync=per_copy"], "what the background has"),
     (["ab", "--toggle", "sync=event_guarded", "--copy-stream", "compute"], "compute clash"),
     ([*AB, "--rounds", "1"], "rounds=1 is too few"), ([*AB, "--test", "xx9"], "test 'xx9' does"),
-    ([*AB, "--resume"], "give it as out"), ([*AB, "--resume", "-o", "/no"], "is no run folder"),
+    ([*AB, "--resume"], "give it as out"), ([*AB, "--resume", "--out", "/no"], "is no run folder"),
     (["perplexity", *SAMPLE, "-f", "x"], "either a text file (-f)"),
     (["perplexity", "--tokens-from", "sample:xx"], "names no sample"),
     (["perplexity", "-f", "/no/such"], "/no/such cannot be read"),
     (["perplexity", *SAMPLE, "--sizes", "513"], "513 tokens cannot be"),
-    (["perplexity", *SAMPLE, "--resume", "-o", "/no"], "is no run folder"),
+    (["perplexity", *SAMPLE, "--resume", "--out", "/no"], "is no run folder"),
     (["perplexity", *SAMPLE, "--against", "x=1"], "'x' does not exist"),
     (["perplexity", *SAMPLE, "--check"], "--check needs a reference"),
 ]  # fmt: skip
@@ -102,12 +102,12 @@ OF_THE_MODEL = [
     )),
     (["run", *ONE, "--copy-stream", "own"], 1, "needs two streams"),
     (["run", "--tokens", "1,2,3,4", "--n-ctx", "3"], 2, "do not fit the context"),
-    (["logits", *ONE, "-o", "x.npy", "--sync", "copy_boundary"], 1, "honour sync=copy_boundary"),
+    (["logits", *ONE, "--out", "x.npy", "--sync", "copy_boundary"], 1, "honour sync=copy_boundary"),
     (["ab", "--toggle", "fuse=on", "--test", "tg9999"], 2, "needs 9999 KV cells"),
     (["run", *ONE, "--n-copies", "4", "--sync", "auto"], 1, "n_copies=4"),
     (["run", *ONE, "-ot", "ffn=device"], 2, "has no GPU to put weights on"),
     (["run", "--tokens", "1,99999"], 2, "token id 99999 at index 1"),
-    (["logits", "--tokens", "99999", "-o", "x.npy"], 2, "token id 99999"),
+    (["logits", "--tokens", "99999", "--out", "x.npy"], 2, "token id 99999"),
     (["run", "-p", "one two three", "--n-ctx", "2"], 2, "do not fit the context"),
     (["run", *ONE, "--device", "embedded", "--sync", "implicit", "--copy-stream", "own"],
      2, "sync=implicit and copy_stream=own race on the embedded device: nothing orders a copy"),
@@ -135,7 +135,7 @@ def test_damaged_files_are_refused_by_name(refused, model, tmp_path, damage):
     bad, out = tmp_path / "bad.gguf", tmp_path / "out.npy"
     if damage == "truncated":
         bad.write_bytes(model.read_bytes()[:5000])
-    status, line = refused(["logits", *ONE, "-o", out, "--device", "embedded"], bad)
+    status, line = refused(["logits", *ONE, "--out", out, "--device", "embedded"], bad)
     assert status == 1 and line.startswith(f"error: {bad}") and not out.exists()
 
 
@@ -154,18 +154,18 @@ def test_a_text_is_tokenised_once(model, tmp_path, monkeypatch):
 
 HOST = ["--device", "host"]
 FILES = {
-    "logits": ["logits", "-m", "MODEL", *ONE, "-o", "OUT", *HOST],
-    "profile": ["profile", "-m", "MODEL", "--test", "tg2", "-r", "1", "-o", "OUT", *HOST],
+    "logits": ["logits", "-m", "MODEL", *ONE, "--out", "OUT", *HOST],
+    "profile": ["profile", "-m", "MODEL", "--test", "tg2", "-r", "1", "--out", "OUT", *HOST],
     "model synth": ["model", "synth", "tiny-llama-spm", "Q4_0", "OUT"],
-    "compare": ["compare", "RUN", "RUN", "-o", "OUT"],
+    "compare": ["compare", "RUN", "RUN", "--out", "OUT"],
 }
 FOLDERS = {
     "bench": ["bench", "-m", "MODEL", "-p", "4", "-n", "2", "-r", "1", "--out", "OUT", *HOST],
-    "ab": ["ab", "-m", "MODEL", "--toggle", "graph_reuse=set_rows", "--test", "tg2", "-o", "OUT",
+    "ab": ["ab", "-m", "MODEL", "--toggle", "graph_reuse=set_rows", "--test", "tg2", "--out", "OUT",
            "--rounds", "5", *HOST],
-    "perplexity": ["perplexity", "-m", "MODEL", *SAMPLE, "-o", "OUT", *HOST],
+    "perplexity": ["perplexity", "-m", "MODEL", *SAMPLE, "--out", "OUT", *HOST],
     "bench-kernels": ["bench-kernels", "--types", "Q4_0", "--shapes", "qwen3-30b-a3b.gate",
-                      "--quick", "-o", "OUT", *HOST],
+                      "--quick", "--out", "OUT", *HOST],
 }  # fmt: skip
 MANY = {"model tiny": ["model", "tiny", "OUT"],
         "report": ["report", "00_tour", "--out", "OUT", *HOST]}  # fmt: skip
@@ -216,7 +216,7 @@ def test_an_output_is_refused_before_anything_is_opened(
 def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(into, monkeypatch, tmp_path, name):
     write, out = os.write, tmp_path / "deep" / "out.gz"
     if name in ("logits", "profile"):  # which make no folders
-        out = tmp_path / "out.gz"
+        out = tmp_path / "out"
 
     def full(descriptor: int, data: bytes) -> int:
         if len(data) > 1:

@@ -65,7 +65,7 @@ def test_a_run_that_fills_its_context_says_so(on, n):
 
 
 def test_logits_are_one_float32_row_per_token(on, tmp_path):
-    assert on("logits", *IDS, "-o", tmp_path / "rows")[0] == 0
+    assert on("logits", *IDS, "--out", tmp_path / "rows")[0] == 0
     found = np.load(tmp_path / "rows")
     assert (found.dtype, found.shape) == (np.float32, (3, 1024)) and np.isfinite(found).all()
 
@@ -165,7 +165,15 @@ def test_bench_has_a_row_for_each_model_and_combination(on, tiny_model, tmp_path
 
 
 def test_how_well_is_asked_in_words(on, tmp_path):
-    ask = ("ab", "--toggle", "sync=per_copy,copy_boundary", "--test", "tg1", "-o", tmp_path / "r")
+    ask = (
+        "ab",
+        "--toggle",
+        "sync=per_copy,copy_boundary",
+        "--test",
+        "tg1",
+        "--out",
+        tmp_path / "r",
+    )
     status, text, _ = on(*ask, "--until", "0.01%", "--at-most", "0.2s")
     asked = load_run(tmp_path / "r").run["result"]["until"]
     assert status == 0 and (asked["half_width"], asked["at_most_s"]) == (0.0001, 0.2)

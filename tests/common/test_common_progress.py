@@ -12,7 +12,7 @@ import pytest
 from tests.benchmarks.fake_engine import Clock, FakeEngine
 from workbench.benchmarks import workload
 from workbench.benchmarks.compare.ab import ab
-from workbench.benchmarks.llama.llama_bench import bench
+from workbench.benchmarks.llama.llama_bench import measured, workloads
 from workbench.benchmarks.workload import Workload, draw_tokens, take_sample
 from workbench.common import progress
 from workbench.common.progress import BYTES, NEVER, SHARE, Bar, bar, duration, note, shown_on
@@ -137,7 +137,7 @@ def test_what_is_written_between_tokens_is_in_nobody_s_time(
 def test_ab_and_bench_say_what_is_left_of_which_test(at_once):
     with shown_on(io.StringIO()) as out:
         ab(FakeEngine(Clock()), "sync=per_copy,copy_boundary", None, "tg2", 5)
-        bench(FakeEngine(Clock()), [8], [4], repetitions=2)
+        measured(FakeEngine(Clock()), workloads([8], [4]), 2)
     said = {re.sub(r", about.*", "", line) for line in out.getvalue().splitlines()}
     assert said >= {
         "tg2 warm-up: 5 of 12 tokens", "tg2: 15 of 30 tokens", "tg2: 30 of 30 tokens",

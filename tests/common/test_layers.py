@@ -102,8 +102,11 @@ def test_no_public_name_is_a_module_once_all_are_imported():
 
 
 @pytest.mark.parametrize(("pattern", "files"), [
-    # a module by its name in a string: public names and devices, which devices.py names
-    (r"importlib\.import_module|__import__\(", ["__init__.py", "backend/base.py"]),
+    # a module by its name in a string: public names; devices, which devices.py names; rooms above
+    (r"importlib\.import_module|__import__\(",
+     ["__init__.py", "backend/base.py", "common/upper.py"]),
+    # the one way up is for drawing a result and for reading a folder of any kind, and for no more
+    (r"(?<!\.)\bupper\(", ["benchmarks/runs/loading.py", "common/framed.py", "common/upper.py"]),
     # a value's needs are asked once, by `engine/choose.py`, and no room refuses it again
     (r"cannot honour \{", ["config/table.py"]),
     (r"os\.environ|os\.getenv|getenv\(", []),
@@ -194,6 +197,7 @@ def test_nobody_probes_backends_engines_or_models():
 IMPORTED_AS = {
     "cupti-python": "cupti", "cupy-cuda13x": "cupy", "nvidia-ml-py": "pynvml",
     "cuda-bindings": "cuda.bindings", "prometheus-client": "prometheus_client",
+    "HolisticTraceAnalysis": "hta",
 }  # fmt: skip
 # nobody imports them: front ends, pytest's plugins, uvicorn's parts, lint, headers and NVRTC's
 # library, and what papermill runs notebooks in

@@ -17,9 +17,8 @@ from data.measure.recorded import Recorded
 from tests.clashes import clashing, spread
 from tests.profiles import examples
 from workbench.backend.null import open_backend
-from workbench.benchmarks.compare.arms import parse_changes
 from workbench.common.errors import DeviceError, UsageError
-from workbench.config import FAMILIES, TogglePreset, Toggles
+from workbench.config import FAMILIES, TogglePreset, Toggles, parse_changes
 from workbench.config.presets import best_set, best_sets, fixed_presets, preset_names, preset_words
 from workbench.engine.choose import resolve
 from workbench.program.capabilities import Capabilities

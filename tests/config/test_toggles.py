@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from tests.profiles import examples
 from workbench.common.errors import UsageError
-from workbench.config import EXACT, ROUNDING, EngineConfig, TogglePreset, Toggles, folded
+from workbench.config import (
+    EXACT,
+    ROUNDING,
+    EngineConfig,
+    TogglePreset,
+    Toggles,
+    asked_toggles,
+    folded,
+    parse_changes,
+)
+from workbench.engine.load import config_of
 
 FUSIONS = Toggles.members("fuse")
 # the baseline, and whether a toggle may change the last bits: scheduling is exact; what another
@@ -47,7 +57,20 @@ def test_the_baseline_and_what_may_change_the_last_bits():
      "all of it; use graph_reuse=set_rows"),
     (Toggles, {"redo_bind": "on"}, "graph_reuse=rebuild and redo_bind=on clash"),
     (Toggles, {"fuse": "maybe"}, "toggle fuse='maybe' does not exist; choose one of off, on"),
-    (Toggles, {"pdl": True}, "pdl=True does not exist; choose one of off, on"),
+    (Toggles, {"pdl": 3}, "pdl=3 does not exist; choose one of off, on"),
+    (Toggles, {"streams": True}, "streams=True does not exist; choose one of 1, 2"),
+    (Toggles, {"snc": "auto"}, "toggle 'snc' does not exist; did you mean sync?"),
+    (Toggles, {"sync": "copyboundary"}, "does not exist; did you mean copy_boundary? choose one"),
+    (Toggles, {"best": "on"}, "but a preset of this name does: Toggles.preset('best')"),
+    (EngineConfig, {"devise": "host"}, "setting 'devise' does not exist; did you mean device?"),
+    (EngineConfig, {"device": "hots"}, "device 'hots' does not exist; did you mean host?"),
+    (Toggles.preset, {"name": "bset"}, "preset 'bset' does not exist; did you mean best?"),
+    (Toggles.preset, {"name": "sync"}, "a toggle is written sync=auto"),
+    (config_of, {"fields": {"n_ctxx": 1}}, "setting 'n_ctxx' does not exist; did you mean n_ctx?"),
+    (config_of, {"fields": {"toggle": 1}}, "setting 'toggle' does not exist; did you mean toggles"),
+    (config_of, {"fields": {"sync": "auto"}}, "sync is a toggle and no setting; give toggles={'sy"),
+    (asked_toggles, {"given": 3, "start": Toggles()}, "toggles 3 are none; give Toggles("),
+    (asked_toggles, {"given": "sync", "start": Toggles()}, "toggle sync has no value; write sync="),
     *((EngineConfig, {name: value}, name) for name, value in {
         "device": "tpu", "n_ctx": -1, "n_ubatch": -1, "n_kv_pad": 0, "threads": -2,
         "cache_type_k": "q4_0", "cache_type_v": "q4_0"}.items()),
@@ -56,6 +79,29 @@ def test_what_is_impossible_is_refused_in_one_line(made, fields, says):
     with pytest.raises(UsageError) as refused:
         made(**fields)
     assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_numbers_and_booleans_are_the_toggles_words():
+    assert Toggles(streams=3, pdl=True, n_copies=4) == Toggles(streams="3", pdl="on", n_copies="4")
+    assert Toggles(fuse=True, plans=False) == Toggles(fuse="on")
+    assert Toggles.preset("best", streams=3) == Toggles.preset("best", streams="3")
+    assert Toggles().switched("streams", 3).to_dict()["streams"] == "3"
+
+
+@pytest.mark.parametrize(("given", "made"), [
+    (None, "baseline plans=ours"), ("best", "best"), ("best sync=packed", "best sync=packed"),
+    ("sync=packed", "baseline plans=ours sync=packed"),
+    ({"sync": "packed", "streams": 3}, "baseline plans=ours sync=packed streams=3"),
+    ("sync=packed, fuse=on", "baseline plans=ours sync=packed fuse=on"),
+])  # fmt: skip
+def test_toggles_may_be_asked_for_in_words(given, made):
+    """Changes are of where one starts; a preset named before them is where they start."""
+    name, *changes = made.split()
+    expected = TogglePreset(name, parse_changes(changes))
+    assert asked_toggles(given, TogglePreset("baseline", {"plans": "ours"})) == expected
+    if name == "baseline":
+        assert asked_toggles(given, Toggles(plans="ours")) == expected.toggles()
+    assert asked_toggles(expected, Toggles()) == expected
 
 
 # families -----------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ def cases() -> list[Case]:
             if value != row.off:
                 on = {m: v for n, v in ON_WITH.get(name, {}).items() for m in Toggles.members(n)}
                 whole = beside(on | {name: str(value)})
-                base = {n: v for n, v in whole.items() if n not in (name, row.refines)}
+                wanted = {want.toggle for want in facts_of(name, str(value), Want)}
+                base = {n: v for n, v in whole.items() if n not in {name, *wanted & {row.refines}}}
                 made.append(Case(name, str(value), Toggles(**whole), Toggles(**beside(base))))
     return made

@@ -10,6 +10,7 @@ import io
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -28,12 +29,14 @@ from workbench.backend.cpu.device.ring import Ring
 from workbench.backend.cpu.kernels import op_table
 from workbench.backend.null import NullBackend
 from workbench.common import progress
+from workbench.common.devices import DEVICES
 from workbench.common.errors import DeviceError, UsageError
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import load
 from workbench.engine.engine import Engine
 from workbench.engine.load import Loaded
 from workbench.graph.ir import QUANTISED, WEIGHT_DTYPES, DType, Kind, Node, Tensor
+from workbench.model.synth import models
 from workbench.program import commands as c
 from workbench.program.capabilities import Capabilities
 from workbench.program.commands import Copy, Launch, Space, Sync
@@ -230,6 +233,30 @@ def test_workers_together_load_what_one_would(dtype: DType, device, monkeypatch)
         assert device._layouts.get(memory.address, "file") == layout
         memory.free()
     assert not device._layouts
+
+
+def test_auto_is_a_real_shape_on_a_gpu_and_a_tiny_model_elsewhere(tmp_path, monkeypatch):
+    """It is written once, and beside the folder of notebooks. A tiny model stands for the real
+    shape here, and the embedded device for a GPU."""
+    (inside := tmp_path / "notebooks").mkdir()
+    made = tmp_path / "data" / "models"
+    monkeypatch.chdir(inside)
+    assert models.ON_GPU == ("llama-3.2-1b", "Q4_K"), "a real shape, in seconds"
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(DeviceError, match="cuda needs CuPy"):
+        Engine.load("auto", device="cuda")
+    assert not made.exists(), "nothing is written for a GPU that is not there"
+    with Engine.load("auto", device="embedded") as engine:
+        assert engine.model.path.resolve() == made / "tiny-llama-Q8_0.gguf"
+    os.utime(made / "tiny-llama-Q8_0.gguf", ns=(1, 1))
+    monkeypatch.chdir(tmp_path)
+    with Engine.load("auto", device="null") as engine:
+        assert engine.model.path == Path("data/models/tiny-llama-Q8_0.gguf")
+        assert engine.model.path.stat().st_mtime_ns == 1, "it is kept"
+    monkeypatch.setitem(DEVICES, "embedded", DEVICES["embedded"]._replace(gpu=True))
+    monkeypatch.setattr(models, "ON_GPU", ("tiny-llama-bias", "F32"))
+    with Engine.load("auto", device="embedded") as engine:
+        assert engine.model.path.name == "tiny-llama-bias-F32.gguf"
 
 
 def test_the_host_uses_the_files_bytes_in_place(own_model):

@@ -7,11 +7,13 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
+import workbench as wb
 from workbench.common.errors import UsageError
 from workbench.jupyter.magics import MOST_DRAWN
 
@@ -63,6 +65,28 @@ def test_a_cell_is_traced_drawn_bound_and_written(profiled, shell, engine, tmp_p
     assert out.stat().st_size > 0 and f"wrote {out}" in found.out
     assert "2 steps of eng" in found.out
     assert shell.user_ns["x"].shape == (1, engine.model.n_vocab)
+
+
+def test_what_is_bound_has_the_tables_and_pictures_of_a_profile(profiled, shell, tmp_path):
+    """Of one engine those of its profile; of several with a column that names the engine."""
+    one = profiled("eng --as t", "for token in (1, 2):\n    x = eng.step([token])").trace
+    (own,) = one.profiles.values()
+    for name in ("kernels", "gaps", "phases"):
+        pd.testing.assert_frame_equal(getattr(one, name)(), getattr(own, name)())
+    assert set(one.kernels(by="node")["op"]) == set(own.kernels()["op"])
+    assert len(one.plot().axes) == 1 and len(wb.plot(one, one).axes) == 2
+    assert list(pd.read_csv(one.to_csv(tmp_path / "t.csv")).columns) == list(one.to_frame().columns)
+    cell = "with eng.variant('sync=packed') as packed:\n    x = eng.step([3]), packed.step([3])"
+    two = profiled("--as t", cell).trace
+    for name in ("kernels", "gaps", "phases"):
+        table = getattr(two, name)()
+        assert table.columns[0] == "engine" and set(table["engine"]) <= {"eng", "packed"}
+        assert list(table.columns[1:]) == list(getattr(own, name)().columns) or name == "gaps"
+    assert set(two.kernels()["engine"]) == {"eng", "packed"} and len(two.plot().axes) == 2
+    nothing = profiled("--as t", "pass").trace
+    for ask in (nothing.kernels, nothing.gaps, nothing.phases, nothing.plot):
+        with pytest.raises(UsageError, match="no engine that was traced made a step|no span"):
+            ask()
 
 
 def test_a_cell_does_what_it_does_without_the_magic(profiled, shell):

@@ -22,8 +22,8 @@ NAME = "data/results/checked.json"
 FILE = ROOT / NAME
 ALWAYS = "WORKBENCH_RECORDED"  # a variable: where it is set, no recorded test is skipped
 # pages, notebooks, what best takes, and the tests whose names `exhaustive.json` has
-READ = ("data", "README.md", "workbench/model/README.md", "notebooks", "workbench/config/best.json",
-        "tests/program/check/test_mutations.py")  # fmt: skip
+READ = ("data", "README.md", "workbench/README.md", "workbench/model/README.md", "notebooks",
+        "workbench/config/best.json", "tests/program/check/test_mutations.py")  # fmt: skip
 
 
 def digest(root: Path = ROOT) -> str:

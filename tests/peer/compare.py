@@ -39,7 +39,7 @@ from workbench.benchmarks.compare.stats import speedup
 from workbench.benchmarks.runs import provenance
 from workbench.common.output import write_text
 from workbench.model.gguf.file import model_hash
-from workbench.model.synth.models import tiny_name, write_model, write_tiny
+from workbench.model.synth.models import file_name, write_model, write_named
 from workbench.model.synth.shapes import QUANTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,8 +143,8 @@ def build(venv: Path) -> Path:
 def model_file(preset: str, quant: str) -> Path:
     """The file of a synth model under data/models, written where it is missing."""
     if preset.startswith("tiny-"):
-        return write_tiny(MODELS, preset, quant)
-    return write_model(preset, quant, MODELS / tiny_name(preset, quant))
+        return write_named(MODELS, preset, quant)
+    return write_model(preset, quant, MODELS / file_name(preset, quant))
 
 
 def random_tokens(n: int, n_vocab: int) -> list[int]:

@@ -6,6 +6,7 @@ import base64
 import gzip
 import html
 import re
+import shutil
 from pathlib import Path
 
 import nbformat
@@ -15,7 +16,8 @@ from tests.network import network_loads
 from workbench.benchmarks.compare.comparison import AB
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.progress import SHARE, Bar
-from workbench.report import pages, render
+from workbench.engine.engine import Engine
+from workbench.report import pages, render, tables
 from workbench.report.pages import About
 from workbench.trace import perfetto
 from workbench.trace.spans import HOST_LANE, Span
@@ -64,7 +66,12 @@ def test_a_page_shows_its_notebook_offline(tmp_path):
     assert "n is 3 and device embedded" in page
     assert "data:image/png;base64," in page and "1.19" in page
     assert f"Ran on the embedded device: {render.CPU_BANNER}." in page
-    assert page.index('class="wb-banner"') < page.index('<h1 id="A-question?')
+    body = page[page.index("<body") :]
+    order = ['<h1 id="A-question?', 'class="wb-answer"', 'class="wb-banner"', "data:image",
+             "n is 3"]  # fmt: skip
+    places = [body.index(part) for part in order]
+    assert places == sorted(places), "the answer, the picture, then how"
+    assert body.count("A question?") == 1 and "Recorded on" not in body
     data = re.search(r'id="wb-trace-data"[^>]*>([^<]*)</script>', page)
     assert data and base64.b64decode(data[1]) == trace.read_bytes()
     shares = [(0, 2), (25, 3), (25, 4), (50, 5), (75, 6), (100, 6)]  # 3: the given parameters
@@ -148,9 +155,47 @@ def test_a_page_has_its_question_and_its_answer(page):
     assert pages.question(book, "none") == "How many launches does a layer need?"
     assert pages.answer(book).startswith("A layer takes ")
     assert (pages.question(none, "10_fusion"), pages.answer(none)) == ("10_fusion", "")
+    assert pages.picture(none) is None
     assert network_loads(page) == [] and "<script" not in page and "mathjax" not in page.lower()
-    assert page.index("<b>HEAD</b>") < page.index("<h1") < page.index("<i>TAIL</i>")
+    assert page.index("<h1") < page.index("<b>HEAD</b>") < page.index("<i>TAIL</i>")
     assert 'href="index.html"' in page and 'alt="' in page
+    head = page[page.index('<header class="wb-head') : page.index("</header>")]
+    assert html.escape(ABOUT.answer, quote=False) in head.replace("&#34;", '"')
+
+
+def test_the_picture_of_a_page_is_tagged_or_its_first():
+    book = nbformat.read(FUSION, 4)
+    drawn = [cell for cell in book.cells if "image/png" in str(cell.get("outputs"))]
+    first = pages.picture(book)
+    drawn[-1].metadata["tags"] = [pages.PICTURE]
+    last = pages.picture(book)
+    assert len(drawn) > 1 and first is not None and last is not None and first != last
+    assert base64.b64decode(first.png)[:4] == base64.b64decode(last.png)[:4] == b"\x89PNG"
+
+
+def test_a_page_of_a_cpu_says_what_a_gpu_found(tmp_path, monkeypatch, tiny_model):
+    """From the outputs of the notebook that is run: the answer, the model and the device."""
+    found = pages.recorded(nbformat.read(FUSION, 4))
+    assert found is not None and found.answer == pages.answer(nbformat.read(FUSION, 4))
+    assert found.device.startswith("NVIDIA ") and "(sm_90" in found.device, "as the engine says it"
+    assert re.fullmatch(r"llama-3\.2-1b with random weights \w+", found.model)
+
+    def execute(source, executed, *_):
+        executed.parent.mkdir(exist_ok=True)
+        executed.write_text(source.read_text())
+
+    monkeypatch.setattr(render, "execute_notebook", execute)
+    for device, shown in (("embedded", True), ("cuda", False)):
+        out = tmp_path / f"{device}.html"
+        text = render.render_notebook(FUSION, out, device=device, runs_dir=tmp_path).read_text()
+        head = text[text.index('<header class="wb-head') : text.index("</header>")]
+        assert (f"Recorded on {found.device}" in head) == shown
+    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded") as engine:
+        said = pages.ENGINE.search(repr(engine))
+        assert said and said["model"] == f"{engine.model.name} {engine.model.quant}"
+        assert (said["device"], said["name"]) == (engine.backend.description, "embedded")
+    book = notebook(tmp_path / "mine.ipynb", "1")
+    assert pages.recorded(nbformat.read(book, 4)) is None
 
 
 def test_the_index_lists_the_pages_and_their_comparisons(tmp_path, page):
@@ -158,14 +203,50 @@ def test_the_index_lists_the_pages_and_their_comparisons(tmp_path, page):
     out.mkdir()
     (out / "b.html").write_text(page)
     alone = pages.write_index(out, runs).read_text()
-    assert "The comparisons" not in alone and alone.count("<tr>") == 2
+    assert "The comparisons" not in alone and alone.count("<tr>") == 1
     about = ABOUT._replace(runs=("notebook-fusion", "notebook-gone"))
     (out / "a.html").write_text(pages.export_html(FUSION, about))
     (out / "else.html").write_text("<html><head><title>x</title></head><body></body></html>")
     text = pages.write_index(out, runs).read_text()
     assert pages.listed(out) == [about, ABOUT._replace(file="b.html")], "and not itself"
     assert network_loads(text) == [] and 'href="b.html"' in text
-    assert text.count("Why &amp; &lt;when&gt;?") == 2
-    assert html.unescape(text).count(ABOUT.answer) == text.count("2026-11-22</td>") == 2
+    assert text.count("Why &amp; &lt;when&gt;?") == 2 + 1, "a group names its question again"
+    assert html.unescape(text).count(ABOUT.answer) == 2
+    assert text.count("2026-11-22") == 2, "said once, and in the complete table"
     found = AB.load(runs / "notebook-fusion")
     assert f"{found.summary().iloc[0]['speedup']:.3f}" in text
+
+
+def test_the_index_shows_in_what_comparisons_differ(tmp_path):
+    """Prompts in three sizes of ubatch, beside one background, which stands there once."""
+    runs = NOTEBOOKS.parent / "data" / "results"
+    own = tuple(f"notebook-prompts-in-{n}" for n in (16, 4, 1))
+    (tmp_path / "a.html").write_text(pages.export_html(FUSION, ABOUT._replace(runs=own)))
+    text = pages.write_index(tmp_path, runs).read_text()
+    short, _, complete = text.partition("<details>")
+    assert "<table>" in complete and "A/A control" in complete, "behind a click"
+    found = [AB.load(runs / name) for name in own]
+    (beside,) = tables.in_short(*found)
+    assert short.count(f"beside {beside.background}</p>") == 1 and "A/A control" not in short
+    assert list(beside.rows.columns) == ["settings", "toggled", "speedup", "verdict"]
+    sizes = {f"n_ubatch={n}" for n in (128, 512, 2048)}
+    assert set(beside.rows["settings"]) == sizes and all(size in short for size in sizes)
+    table = tables.speedup_table(*found)
+    names = [n for n in table if n in (*tables.ORIGIN, "Test", "Toggled")]
+    assert not table.duplicated(names).any(), "no two rows of one name"
+
+
+def test_a_run_without_a_device_names_none(tmp_path, monkeypatch):
+    """A load of a server over HTTP is no run of an engine here."""
+    runs = tmp_path / "runs"
+
+    def execute(source, executed, *_):
+        for name in ("notebook-ways-own", "notebook-ways-http-whole"):
+            shutil.copytree(NOTEBOOKS.parent / "data" / "results" / name, runs / name)
+        executed.write_text(source.read_text())
+
+    monkeypatch.setattr(render, "execute_notebook", execute)
+    runs.mkdir()
+    render.render_notebook(FUSION, tmp_path / "a.html", device="embedded", runs_dir=runs)
+    (about,) = pages.listed(tmp_path)
+    assert about.device.startswith("embedded device") and "None" not in about.device

@@ -214,7 +214,8 @@ def test_a_table_has_the_comparison_s_numbers():
     assert table.attrs["constant"] == {
         "Model": "tiny Q8_0", "Device": "embedded, 2 workers", "Toggle": "sync",
         "Baseline": "per_copy", "Background": "copy_stream=own, all else off",
-        "Commit": "aaaaaaaa", "Date": "2026-11-21", "answer": str(found.answer("copy_boundary")),
+        "Settings": "", "Commit": "aaaaaaaa", "Date": "2026-11-21",
+        "answer": str(found.answer("copy_boundary")),
     }  # fmt: skip
     arms = table[table["Test"] != tables.GEOMETRIC_MEAN]
     numbers = found.summary()

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
+KINDS = {"ac2g": "issue"}  # Kineto's name of an arrow -> ours
+
 
 class Slice(NamedTuple):
     """Times are ns; of Chrome's, from the first span."""
@@ -41,6 +43,18 @@ def whole_ns(us: float) -> int:
     return whole
 
 
+def own(e: dict[str, Any]) -> tuple[str, str]:
+    """Name and category of the span that an event is, before Kineto's; of no span: no category."""
+    kept = e["args"].get("span", {})
+    return kept.get("name", e["name"]), kept.get("category", "")
+
+
+def own_args(e: dict[str, Any]) -> dict[str, Any]:
+    kept = e["args"].get("span", {})
+    gone = {"span", *kept.get("added", ())}
+    return {k: v for k, v in e["args"].items() if k not in gone} | kept.get("replaced", {})
+
+
 def chrome(data: bytes) -> Decoded:
     """Asserts what readers rely on: threads are named, their slices nest, arrows have two ends, in
     order, each inside a slice."""
@@ -58,7 +72,7 @@ def chrome(data: bytes) -> Decoded:
                 where = names["process_name", e["pid"], 0], names["thread_name", *here], here
                 start = whole_ns(e["ts"])
                 times = start, start + whole_ns(e["dur"])
-                on[here].append(Slice(*where, e["name"], e["cat"], *times, e["args"]))
+                on[here].append(Slice(*where, *own(e), *times, own_args(e)))
             case "i":
                 instants[e["name"]] = e["args"]
             case "s" | "f" as end:
@@ -78,14 +92,15 @@ def chrome(data: bytes) -> Decoded:
     for pair in ends.values():
         (source, at, kind), (sink, to, _) = pair["s"], pair["f"]
         assert at <= to, "arrows run forwards"
-        arrows.append(Arrow(kind, _open(on[source], at), _open(on[sink], to)))
-    slices = [one for thread in on.values() for one in thread]
+        arrows.append(Arrow(KINDS.get(kind, kind), _open(on[source], at), _open(on[sink], to)))
+    slices = [one for thread in on.values() for one in thread if one.category]
     return Decoded(slices, arrows, instants, made["otherData"])
 
 
 def _open(slices: list[Slice], at: int) -> Slice:
-    """The innermost slice that is open at a time, as a reader finds it."""
-    inside = [s for s in slices if s.start_ns <= at < max(s.end_ns, s.start_ns + 1)]
+    """The innermost span that is open at a time, as a reader finds it."""
+    spans = (s for s in slices if s.category)
+    inside = [s for s in spans if s.start_ns <= at < max(s.end_ns, s.start_ns + 1)]
     assert inside, "an arrow ends at a slice"
     return min(inside, key=lambda s: s.end_ns - s.start_ns)
 

@@ -15,14 +15,14 @@ import pandas as pd
 import workbench as wb
 from workbench.answers import claims, recorded
 from workbench.benchmarks.compare import stats
-from workbench.benchmarks.compare.arms import parse_changes, switched
+from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.llama import batched
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.runs.results import REQUESTS
 from workbench.benchmarks.workload import parse
 from workbench.common.sizes import round_up
 from workbench.common.tables import Table
-from workbench.config import BEST, TogglePreset, Toggles
+from workbench.config import BEST, TogglePreset, Toggles, parse_changes
 from workbench.engine.slots.asks import Ask
 from workbench.engine.slots.slots import Slots
 from workbench.server.serving import serving

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from workbench.common.errors import UsageError
+from workbench.common.nearest import nearest
 from workbench.common.progress import HIDDEN, Bar, bar
 from workbench.config import EngineConfig, Toggles
 from workbench.engine.batch import Entry, Work, n_tokens
@@ -126,10 +127,27 @@ def parse(name: str | Workload) -> Workload:
         none_is_zero = all(found[key] is None or int(found[key]) for key in ("pp", "tg", "n_seqs"))
         if pp + tg and none_is_zero and both == bool(found["plus"]):
             return Workload(pp, tg, depth, n_seqs, found["kind"] == "s")
+    meant = _meant(str(name))
     raise UsageError(
-        f"test {str(name)!r} does not exist; name it as llama-bench does: "
+        f"test {str(name)!r} does not exist; {f'did you mean {meant}? ' if meant else ''}"
+        "name it as llama-bench does: "
         "pp512, tg128, tg128@d4096 or pp512+tg128; of 8 sequences pp512+tg128@b8"
     )
+
+
+def _meant(text: str) -> str | None:
+    """The test with the numbers of `text` whose name is most like it."""
+    first, second, third = [*re.findall(r"[1-9]\d*", text, re.ASCII), "", "", ""][:3]
+    both = f"pp{first}+tg{second}"
+    forms = [
+        *(
+            f"{kind}{first}{at}"
+            for at in ("", f"@d{second}", f"@b{second}")
+            for kind in ("pp", "tg")
+        ),
+        *(f"{both}{at}" for at in ("", f"@d{third}", f"@b{third}")),
+    ]
+    return nearest(text, [f for f in forms if _NAME.fullmatch(f)])
 
 
 def parse_tests(tests: str | Workload | Sequence[str | Workload]) -> list[Workload]:

@@ -13,20 +13,26 @@ from pathlib import Path
 from cyclopts import CycloptsError
 
 from workbench.cli import (  # noqa: F401 - commands
+    advise,
     check,
     compare,
+    doctor,
     generate,
     measure,
     models,
     notebooks,
     profile,
+    runs,
     serve,
     serve_bench,
     streams,
+    sweep,
     toggles,
 )  # fmt: skip
 from workbench.cli.common import app, say
 from workbench.cli.interrupts import Stop, heeded
+from workbench.cli.outputs import with_out
+from workbench.cli.screen import asked
 from workbench.common.errors import WorkbenchError
 from workbench.common.extras import refusal_of
 from workbench.common.output import NO_ROOM, refusal
@@ -53,7 +59,8 @@ def _end_of(arguments: list[str]) -> tuple[int, str]:
     try:
         streams.prepare()
         with heeded(stop), shown_on(sys.stderr):
-            app(arguments, exit_on_error=False, print_error=False)
+            words, app.help_formatter = asked(arguments)
+            app(with_out(words), exit_on_error=False, print_error=False)
     except WorkbenchError as error:
         return error.exit_status, str(error)
     except CycloptsError as error:

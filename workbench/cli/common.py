@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 app = App(
     name="workbench",
     version=__version__,
-    help="Where the time between tokens goes: an LLM engine in which scheduling is a switch.",
+    help=(
+        "Where the time between tokens goes.\n\n"
+        "'workbench ab --help' is help on a command. Flags that commands share: 'workbench --help "
+        "engine', 'workbench --help toggles'."
+    ),
     result_action="return_none",
     suppress_keyboard_interrupt=False,  # `main` says in one line what an interruption left
 )

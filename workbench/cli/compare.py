@@ -7,7 +7,9 @@ from cyclopts.validators import Number
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, say
-from workbench.common.errors import BelowLimit, WorkbenchError
+from workbench.cli.outputs import check_extension
+from workbench.cli.traces import are_traces, compare_traces
+from workbench.common.errors import BelowLimit, UsageError, WorkbenchError
 from workbench.common.output import check_writable, write_text
 
 PAGE = Path("reports/compare.html")
@@ -15,8 +17,14 @@ PAGE = Path("reports/compare.html")
 
 @app.command
 def compare(
-    *runs: Annotated[Path, f.flag("run folders of ab or bench; the first is the baseline")],
-    out: Annotated[Path, f.flag("the HTML page to write", "--out -o")] = PAGE,
+    *runs: Annotated[
+        Path,
+        f.flag(
+            "run folders of ab or bench, or files of llama-bench (json, jsonl, csv, sql, SQLite), "
+            "or two traces; the first is the baseline"
+        ),
+    ],
+    out: Annotated[Path, f.flag("the HTML page to write")] = PAGE,
     across: Annotated[
         bool, f.flag("judge runs on another card or driver, or of another day")
     ] = False,
@@ -27,8 +35,14 @@ def compare(
             validator=Number(gt=0),
         ),
     ] = None,
+    step: Annotated[
+        str | None,
+        f.flag("of a foreign trace: name of the ranges or calls that are steps (cudaGraphLaunch)"),
+    ] = None,
 ) -> None:
-    """Compare run folders that exist, across commits and machines: a table and an HTML page.
+    """Compare recorded runs, across commits and machines.
+
+    Two traces (of profile, nsys export, torch.profiler) are compared by op and layer, or kernel.
 
     Rows match by test, model and toggles; what does not match is listed. Runs on another card,
     processor or driver, or of another day, are history: shown without a verdict.
@@ -37,6 +51,12 @@ def compare(
     from workbench.common.tables import show, show_prose
     from workbench.report.pages import compared_page
 
+    check_extension(out, ".html")
+    if are_traces(runs):
+        if across or fail_below is not None:
+            raise UsageError("--across and --fail-below judge run folders; traces have no verdict")
+        compare_traces(runs, out, step)
+        return
     check_writable(out, parents=True)
     found = folders.compare(*runs, across=across)
     write_text(out, compared_page(found), parents=True)

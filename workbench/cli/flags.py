@@ -37,7 +37,15 @@ def flag(help: str, names: str | None = None, **settings: Any) -> Parameter:
 
     Other arguments are settings of cyclopts. No flag has a form `--no-...`.
     """
-    return Parameter(names and names.split(), help=help, **({"negative": ""} | settings))
+    usual: dict[str, Any] = {"negative": "", "show_default": _default_in_words}
+    return Parameter(names and names.split(), help=help, **(usual | settings))
+
+
+def _default_in_words(value: Any) -> str | None:
+    """A default as a person types it; None for a flag that is simply not given."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    return None if value is False or value is None else str(value)
 
 
 def whole(_: Any, tokens: Any) -> int:
@@ -265,7 +273,7 @@ class Repeat:
     """`--until` and `--at-most`, as they were typed."""
 
     until: Annotated[
-        str | None, flag("repeat until the 95 % interval's half-width is that small, as 1%")
+        str | None, flag("repeat until the 95 % interval is that narrow: its half-width, as 1%")
     ] = None
     at_most: Annotated[
         str | None, flag("with --until: end after so much measuring, as 30s or 1h; default 10m")

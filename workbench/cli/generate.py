@@ -11,6 +11,7 @@ from cyclopts.validators import Number
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, as_typed, load, parse_ids, say, say_replays
+from workbench.cli.outputs import check_extension
 from workbench.common.errors import UsageError
 from workbench.common.output import check_writable, writing
 from workbench.common.progress import bar
@@ -48,7 +49,9 @@ def run(
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Continue a prompt, or token ids; text appears as it is made (with --tokens: ids)."""
+    """Continue a prompt, or token ids.
+
+    Text appears as it is made; with --tokens ids are printed."""
     from workbench.engine.batch import check_prompt
     from workbench.engine.generation import CONTEXT_FULL
     from workbench.model.sampler import Sampling
@@ -91,13 +94,14 @@ def logits(
     *,
     model: f.ModelPath,
     tokens: Annotated[str, f.flag("token ids, as 1,2,3")],
-    out: Annotated[Path, f.flag("file to write (.npy)", "--out -o")],
+    out: Annotated[Path, f.flag("file to write, .npy")],
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Write the logits of every token: float32, one row per token, vocabulary wide.
+    """Write the logits of every token to a file.
 
-    Rows that are not finite are written too; a note on stderr names the first, and its cause.
+    float32, a row for each token, as wide as the vocabulary. Rows that are not finite are written
+    too; a note on stderr names the first, and its cause.
     """
     import numpy as np
 
@@ -105,6 +109,7 @@ def logits(
     from workbench.engine.finite import first_bad_row, not_finite
 
     ids = parse_ids(tokens)
+    check_extension(out, ".npy")
     check_writable(out)
 
     def check(opened: Loaded, room: Room) -> None:
@@ -131,7 +136,9 @@ def program(
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Print the program of one step: its pattern, and per token its waits, copies and launches."""
+    """Print the program of one step: its pattern and counts.
+
+    The counts are of waits, copies, launches and their like in the step."""
     from workbench.engine.batch import step_shape
     from workbench.engine.cache.growth import Growth
     from workbench.engine.cache.room import Room

@@ -1,4 +1,6 @@
-"""llama-bench's lists: `512,1024`, `1-8`, `128-512+128`, `1-8*2`, or a flag given several times."""
+"""llama-bench's lists: `512,1024`, `1-8`, `128-512+128`, `1-8*2`, or a flag given several times.
+Toggles take lists of their values in the same way: `--sync per_copy,packed`.
+"""
 
 import dataclasses
 import itertools
@@ -9,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
-from workbench.cli.flags import ENGINE, EngineSettings
+from workbench.cli.flags import ENGINE, TOGGLES, EngineSettings, EveryToggle
 from workbench.common.errors import UsageError
+from workbench.config import BEST, FAMILIES, TogglePreset, Toggles
 
 MOST_NUMBERS = 1000  # that one list may stand for
 _RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?", re.ASCII)
@@ -69,7 +72,7 @@ class SeveralSettings:
             elif f.name == "flash_attn":
                 given[f.name] = [part for text in value for part in text.split(",")]
             else:
-                given[f.name] = numbers(f"--{f.name.replace('_', '-')}", _as_numbers(value))
+                given[f.name] = numbers(f"--{f.name.replace('_', '-')}", as_numbers(value))
         names = list(given)
         every = [
             EngineSettings(**dict(zip(names, chosen, strict=True)))
@@ -78,9 +81,36 @@ class SeveralSettings:
         return list({settings.plain(): settings for settings in every}.values())  # alike: one
 
 
-def _as_numbers(texts: Sequence[str]) -> list[str]:
-    """As in llama.cpp, `all` stands for all layers."""
+def as_numbers(texts: Sequence[str]) -> list[str]:
+    """The texts of a list; as in llama.cpp, `all` stands for all layers."""
     return [{"all": "-1", "auto": "-1"}.get(text, text) for text in texts]
+
+
+TOGGLE_FLAGS = ("preset", *FAMILIES, *Toggles.names())
+
+
+class SeveralToggles:
+    """`EveryToggle` in which a preset and every toggle take lists. Its fields are made by
+    `_several_toggles`."""
+
+    def given(self) -> dict[str, list[str]]:
+        """The values of every flag that was given, by its name."""
+        lists = {name: getattr(self, name) for name in TOGGLE_FLAGS}
+        return {
+            name: [part for text in texts for part in map(str.strip, text.split(","))]
+            for name, texts in lists.items()
+            if texts is not None
+        }
+
+    def each(self, start: str = BEST) -> list[TogglePreset]:
+        """A preset for each combination of values that differs, in order. Raises UsageError as
+        `GivenToggles.wanted` does."""
+        given = self.given()
+        every = [
+            EveryToggle(**dict(zip(given, chosen, strict=True))).wanted(start)
+            for chosen in itertools.product(*given.values())
+        ]
+        return list(dict.fromkeys(every))  # alike: one
 
 
 def _several() -> type[SeveralSettings]:
@@ -101,9 +131,26 @@ def _several() -> type[SeveralSettings]:
     return several
 
 
+def _several_toggles() -> type[SeveralToggles]:
+    hints = get_type_hints(EveryToggle, include_extras=True)
+    several = dataclasses.make_dataclass(
+        "SeveralEveryToggle",
+        [
+            (name, Annotated[Listed | None, *hints[name].__metadata__], field(default=None))
+            for name in TOGGLE_FLAGS
+        ],
+        bases=(SeveralToggles,),
+        frozen=True,
+    )
+    several.__module__ = __name__
+    return several
+
+
 if TYPE_CHECKING:
     SeveralEngines = SeveralSettings
+    SeveralEveryToggle = SeveralToggles
 else:
-    SeveralEngines = _several()
+    SeveralEngines, SeveralEveryToggle = _several(), _several_toggles()
 BenchFlags = Annotated[SeveralEngines, Parameter(name="*", group=ENGINE)]
-DEFAULT_BENCH = SeveralEngines()
+BenchToggles = Annotated[SeveralEveryToggle, Parameter(name="*", group=TOGGLES, show_default=False)]
+DEFAULT_BENCH, DEFAULT_BENCH_TOGGLES = SeveralEngines(), SeveralEveryToggle()

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 from workbench.cli import flags as f
 from workbench.cli.common import MODELS, RUNS, app, load, say, say_ranges, say_replays
-from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
+from workbench.cli.lists import (
+    DEFAULT_BENCH,
+    DEFAULT_BENCH_TOGGLES,
+    BenchFlags,
+    BenchToggles,
+    Listed,
+    numbers,
+)
+from workbench.cli.notebooks import shipped_notebooks
+from workbench.cli.outputs import RowFormat, TableFormat, check_run_name, print_frame
 from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.nearest import choices
 from workbench.common.output import check_folder
 from workbench.config import BASELINE, EngineConfig, Toggles
 
 NOTEBOOKS = Path("notebooks")
 PROMPTS, GENS, DEPTHS = ["512"], ["128"], ["0"]  # llama-bench's
-DEFAULT_NOTEBOOKS = (
-    "00_tour", "02_sync_modes", "03_graph_reuse", "04_plans", "05_streams", "06_masked_kv",
-    "07_batched_serving", "10_fusion",
-)  # fmt: skip
 
 
 @app.command
@@ -56,27 +63,27 @@ def bench(
     ] = 5,
     seed: f.Seed = 0,
     build: Annotated[str | None, f.flag("build_commit, to tell two files apart")] = None,
-    output: Annotated[str, f.flag("md, csv, json, jsonl or sql", "--output -o")] = "md",
+    output: Annotated[RowFormat, f.flag("format on standard output", "--output -o")] = "md",
     out: Annotated[
         Path | None, f.flag("run folder to write, too; OUT-1, OUT-2, ... for several engines")
     ] = None,
     resume: f.Resume = False,
     repeat: f.RepeatFlags = f.DEFAULT_REPEAT,
     config: BenchFlags = DEFAULT_BENCH,
-    toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
+    toggles: BenchToggles = DEFAULT_BENCH_TOGGLES,
 ) -> None:
-    """llama-bench's tests under its names, with its lists: 512,1024, 1-8, 128-512+128, 1-8*2.
+    """Time prompts and tokens, as llama-bench does.
 
-    A row for each test, model, and combination of -ngl, -t, -ub, -b and -fa. With -npl the tests
-    and the table are llama-batched-bench's.
+    Tests, names and lists are llama-bench's. A list is 512,1024, 1-8, 128-512+128 or 1-8*2. A row
+    for each test, model, and combination of -ngl, -t, -ub, -b, -fa and toggles, which take lists,
+    too: --sync per_copy,packed. With -npl the tests and the table are llama-batched-bench's.
     """
     from workbench.benchmarks.llama import batched, llama_bench
     from workbench.benchmarks.runs.draft import open_outs
     from workbench.benchmarks.workload import long_enough, wide_enough
     from workbench.common.tables import known_columns
 
-    if output not in llama_bench.FORMATS:
-        raise UsageError(f"-o {output!r}: choose one of {', '.join(llama_bench.FORMATS)}")
+    check_run_name(out)
     prompts, gens, depths = numbers("-p", n_prompt), numbers("-n", n_gen), numbers("-d", n_depth)
     pairs, together = [_pair(text) for text in pg or ()], numbers("-npl", n_parallel or ())
     if n_parallel and (pairs or depths != [0]):
@@ -91,14 +98,16 @@ def bench(
     else:
         tests = llama_bench.workloads(prompts, gens, depths, pairs)
         line, formatted = llama_bench.BenchRow.line, llama_bench.format_rows
-    engines = [(path, settings) for path in model for settings in config.each()]
+    sets = toggles.each()
+    engines = list(product(model, config.each(), sets))
     until = repeat.arguments(len(engines))
     folders = _folders(out, len(engines))
     earlier = open_outs(folders, resume)
     rows: list[llama_bench.BenchRow] = []
-    for (path, settings), folder, held in zip(engines, folders, earlier, strict=True):
+    for (path, settings, wanted), folder, held in zip(engines, folders, earlier, strict=True):
         fit = partial(long_enough, tests)  # as llama-bench: the context is what the tests need
-        with load(path, wide_enough(tests, settings), toggles, fit=fit) as engine:
+        # `sets`: what the device refuses is refused before the first engine is measured
+        with load(path, wide_enough(tests, settings), wanted, sets, fit=fit) as engine:
             rows += llama_bench.measured(
                 engine, tests, repetitions, seed=seed, build=build, out=folder,
                 resume=held is not None, on_row=lambda row: say(line(row)),
@@ -133,19 +142,24 @@ def ab(
         f.Whole, f.flag("runs of each arm, interleaved; 5 or more; with --until the least")
     ] = 10,
     seed: f.Seed = 0,
-    out: Annotated[Path | None, f.flag("run folder to write", "--out -o")] = None,
+    output: Annotated[TableFormat, f.flag("format on standard output", "--output -o")] = "md",
+    out: Annotated[Path | None, f.flag("run folder to write")] = None,
     resume: f.Resume = False,
     repeat: f.RepeatFlags = f.DEFAULT_REPEAT,
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Compare values of a toggle, or sets of toggles, in turn, with an A/A control."""
+    """Compare values of a toggle, or sets of toggles.
+
+    All are measured in turn, and an A/A control tells the noise."""
     from workbench.benchmarks.compare.ab import ab as interleaved
     from workbench.benchmarks.compare.arms import ComparisonSpec, comparison_spec
     from workbench.benchmarks.runs.draft import open_out
     from workbench.benchmarks.workload import parse_tests, wide_enough
     from workbench.common.tables import show, show_prose
+    from workbench.report.tables import summary
 
+    check_run_name(out)
     until = repeat.arguments()
     wanted, specs = toggles.wanted(BASELINE), list[ComparisonSpec]()
 
@@ -163,9 +177,12 @@ def ab(
         result = interleaved(
             engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume, **until
         )
-    show(result.table())
-    print()
-    show_prose(result.verdict)
+    if output == "md":
+        show(result.table())
+        print()
+        show_prose(result.verdict)
+    else:
+        print_frame(summary(result), output)
     if result.interrupted:
         raise KeyboardInterrupt
 
@@ -185,22 +202,22 @@ def perplexity(
     sizes: Annotated[
         str | None, f.flag("tokens computed at once, as 512,1: a run OUT-ubN for each")
     ] = None,
-    out: Annotated[
-        Path | None, f.flag(f"run folder; default: a new one in {RUNS}", "--out -o")
-    ] = None,
+    out: Annotated[Path | None, f.flag(f"run folder; default: a new one in {RUNS}")] = None,
     resume: Annotated[bool, f.flag("continue the run in --out")] = False,
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Score tokens in windows of n_ctx, alone or against other toggles; keeps every token's NLL.
+    """Score tokens, alone or against other toggles.
 
-    Kernels differ by how many tokens are computed at once (--sizes, default n_ubatch): 1 is decode.
+    Tokens are scored in windows of n_ctx, and every token's NLL is kept. Kernels differ by how many
+    tokens are computed at once (--sizes, default n_ubatch): 1 is decode.
     """
     from workbench.benchmarks.runs import results
     from workbench.benchmarks.runs.draft import open_out
     from workbench.benchmarks.scores import perplexity as ppl
     from workbench.benchmarks.scores.token_source import ask
 
+    check_run_name(out)
     if check and against is None:
         raise UsageError("--check needs a reference; add --against activations=float")
     other = None if against is None else ppl.parse_against(against)
@@ -238,13 +255,13 @@ def bench_kernels(
     shapes: Annotated[str, f.flag("as 8b.o, or 8b for all of a model, or all")] = "all",
     batch: Annotated[str, f.flag("tokens, as 1,2,4,8 or 1-8")] = "1",
     seed: f.Seed = 0,
-    out: Annotated[
-        Path | None, f.flag(f"run folder; default: a new one in {RUNS}", "--out -o")
-    ] = None,
+    out: Annotated[Path | None, f.flag(f"run folder; default: a new one in {RUNS}")] = None,
     quick: Annotated[bool, f.flag("see that it works; no figures")] = False,
     nvtx: f.Nvtx = "auto",
 ) -> None:
-    """Time the products of real shapes, cold, against the read bandwidth; writes a run folder."""
+    """Time products of real shapes against the bandwidth.
+
+    The weights are cold. Writes a run folder."""
     from workbench.backend.base import choose_device, open_backend
     from workbench.benchmarks.kernels import kernel_bench, kernel_cases
     from workbench.benchmarks.runs import results
@@ -252,6 +269,7 @@ def bench_kernels(
     from workbench.engine.look.nvtx_ranges import ranges_of
     from workbench.report import roofline
 
+    check_run_name(out)
     f.check_computes(device)
     ranges = ranges_of(EngineConfig(nvtx=nvtx).nvtx)
     matrix = kernel_bench.KernelMatrix(
@@ -283,7 +301,8 @@ def bench_kernels(
 @app.command
 def report(
     *notebooks: Annotated[
-        str, f.flag(f"names in {NOTEBOOKS}/; none: {', '.join(DEFAULT_NOTEBOOKS)}")
+        str,
+        f.flag(f"names in {NOTEBOOKS}/, or paths of .ipynb files; none: all that come with it"),
     ],
     out: Annotated[Path, f.flag("folder of the pages")] = Path("reports"),
     device: f.DeviceName = "auto",
@@ -292,7 +311,7 @@ def report(
         f.flag("a notebook parameter, as: -p repeats 5", "--parameter -p", negative=None),
     ] = None,
 ) -> None:
-    """Run notebooks into offline HTML reports, and print the speedup table."""
+    """Run notebooks into HTML reports; print the speedups."""
     from workbench.backend.base import choose_device
     from workbench.benchmarks.compare.comparison import AB
     from workbench.benchmarks.runs import results
@@ -301,7 +320,7 @@ def report(
     from workbench.report.tables import show, speedup_table
 
     f.check_computes(device)
-    paths = [NOTEBOOKS / f"{Path(name).stem}.ipynb" for name in notebooks or DEFAULT_NOTEBOOKS]
+    paths = [_notebook(name) for name in notebooks or shipped_notebooks()]
     check_pages(paths, out)
     chosen, reason = choose_device(device)
     say(f"device: {chosen} ({reason})")
@@ -320,6 +339,21 @@ def report(
     if comparisons:
         show(speedup_table(*comparisons))
     print(f"{len(pages)} reports in {out.resolve()}")
+
+
+def _notebook(name: str) -> Path:
+    """The notebook of that name. Raises UsageError for a name without a notebook."""
+    own = Path(name)
+    path = own if own.suffix == ".ipynb" and own.is_file() else NOTEBOOKS / f"{own.stem}.ipynb"
+    if path.is_file():
+        return path
+    known = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+    if not known:
+        raise UsageError(
+            f"there are no notebooks in {NOTEBOOKS}/; `workbench notebooks copy {NOTEBOOKS}` "
+            "writes them"
+        )
+    raise UsageError(f"notebook {path} does not exist; {choices(own.stem, known)}")
 
 
 def _literal(text: str) -> str | int | float:

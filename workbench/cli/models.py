@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from workbench.cli import flags as f
 from workbench.cli.common import MODELS, model_app, say
+from workbench.cli.outputs import check_extension
 from workbench.model.synth.shapes import PRESETS, QUANTS
 
 
@@ -13,21 +14,22 @@ from workbench.model.synth.shapes import PRESETS, QUANTS
 def synth(
     preset: Annotated[str, f.flag(f"shape: {', '.join(PRESETS)}")],
     quant: Annotated[str, f.flag(f"type of the weights: {', '.join(QUANTS)}")],
-    out: Annotated[Path, f.flag("GGUF file to write")],
     /,
+    out: Annotated[Path, f.flag("GGUF file to write", "--out")],
     *,
     head: Annotated[str | None, f.flag("type of the head alone")] = None,
     seed: f.Seed = 0,
     force: Annotated[bool, f.flag("write over a file that exists")] = False,
 ) -> None:
-    """Write a model of a real shape with random weights (--head TYPE sets the head's type)."""
+    """Write a model of a real shape with random weights."""
     from workbench.model.synth.models import write_model
 
+    check_extension(out, ".gguf")
     say(f"wrote {write_model(preset, quant, out, head=head, seed=seed, force=force)}")
 
 
 @model_app.command
-def tiny(out: Annotated[Path, f.flag("folder to write them in")] = MODELS, /) -> None:
+def tiny(out: Annotated[Path, f.flag("folder to write them in", "--out")] = MODELS) -> None:
     """Write the tiny models that tests and notebooks use."""
     from workbench.model.synth.models import write_tiny_models
 
@@ -50,8 +52,9 @@ def inspect(
         f.CachedAs, f.flag("type of V in the cache", "--cache-type-v -ctv")
     ] = "f16",
 ) -> None:
-    """Print shapes, types, sizes, what is expanded when it is loaded, and the bytes of weights and
-    of KV cache per token."""
+    """Print shapes, types and sizes of a model file.
+
+    Also what is expanded at load, and the bytes of weights and KV cache that a token reads."""
     from workbench.model.gguf.inspect import summary
 
     found = summary(file, expand, (cache_type_k, cache_type_v))

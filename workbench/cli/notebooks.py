@@ -18,10 +18,15 @@ app.command(notebooks_app)
 LINKED, COPIED = "../data/results/README.md", "recorded_results.md"
 
 
+def shipped_notebooks() -> list[str]:
+    """The names of the notebooks that come with the package, in their order."""
+    folder = shipped("notebooks", "00_tour.ipynb")
+    return sorted(path.stem for path in folder.glob("*.ipynb"))
+
+
 @notebooks_app.command
 def copy(
-    out: Annotated[Path, f.flag("folder to copy them to")],
-    /,
+    out: Annotated[Path, f.flag("folder to copy them to", "--out")],
     *,
     force: Annotated[bool, f.flag("replace notebooks that differ from these")] = False,
 ) -> None:

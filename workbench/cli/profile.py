@@ -7,8 +7,12 @@ from typing import Annotated
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, load, say
+from workbench.cli.outputs import check_extension
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.common.output import check_writable
+
+TRACES = (".pftrace.gz", ".pftrace", ".json.gz", ".json")
 
 
 @app.command
@@ -18,7 +22,7 @@ def profile(
     test: Annotated[str, f.flag("as tg8, pp512, tg8@d512 or pp64+tg8")] = "tg8",
     out: Annotated[
         Path | None,
-        f.flag("trace to write: t.pftrace.gz for Perfetto, t.json for Chrome's JSON", "--out -o"),
+        f.flag("trace to write: t.pftrace.gz for Perfetto, t.json for Chrome's JSON"),
     ] = None,
     window: Annotated[
         str | None,
@@ -37,7 +41,9 @@ def profile(
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Say where a token's time goes: by kernel, by phase of the host, by gap; write the trace.
+    """Say where a token's time goes; write the trace.
+
+    By kernel, by phase of the host, and by gap.
 
     The times of a token and of its gap come from untraced steps, by the device's own stamps.
     Figures of traced steps are labelled so: they attribute time, and do not measure it.
@@ -52,9 +58,10 @@ def profile(
     workload, asked = parse(test), parse_window(window)
     for flag, value, known in (("--by", by, BY), ("--collector", collector, COLLECTORS)):
         if value not in known:
-            raise UsageError(f"{flag} {value!r} does not exist; choose one of {', '.join(known)}")
+            raise UsageError(f"{flag} {value!r} does not exist; {choices(value, known)}")
     steps = profiling.window_of(workload, config.n_ubatch, asked)
     if out is not None:
+        check_extension(out, *TRACES)
         check_writable(out)
     fit = partial(long_enough, [workload])  # as bench: the context is what the test needs
     with load(model, config, toggles, fit=fit) as engine:

@@ -84,7 +84,7 @@ def serve(
     config: f.ServedFlags = f.DEFAULT_SERVED,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Serve a model by HTTP: OpenAI's completions and chats, and llama.cpp's own endpoints.
+    """Serve a model by HTTP, as OpenAI and llama.cpp do.
 
     Preset best also has what a server needs: a region of the cache for each slot, tokens drawn on
     the device, results that arrive while the next step runs.

@@ -7,12 +7,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, say
+from workbench.cli.outputs import check_run_name
 from workbench.common.errors import UsageError
 from workbench.common.output import check_folder
 
@@ -26,12 +27,10 @@ LOAD, CLIENT = Group("Load", sort_key=-2), Group("Client", sort_key=-1)
 class LoadSettings:
     """The requests, and when they are sent."""
 
-    rate: Annotated[
-        str | None, f.flag("requests a second, as 1,2.5,inf: a row each; inf: all at once")
-    ] = None
+    rate: Annotated[str | None, f.flag("requests a second, as 1,2.5,inf (all at once)")] = None
     concurrency: Annotated[
         str | None,
-        f.flag("requests in flight, as 1,8,32: a row each; one that ends starts the next"),
+        f.flag("requests always in flight, as 1,8,32"),
     ] = None
     arrivals: Annotated[str, f.flag("how --rate is kept: poisson or constant")] = "poisson"
     n_prompt: Annotated[
@@ -94,24 +93,28 @@ def serve_bench(
     slots: Annotated[
         f.Whole | None, f.flag("of the server; with -m it has 8", validator=f.AT_LEAST_1)
     ] = None,
-    output: Annotated[str, f.flag("table (vLLM's), md, json or jsonl", "--output -o")] = "table",
+    output: Annotated[
+        Literal["table", "md", "json", "jsonl"],
+        f.flag("format on standard output; table is vLLM's", "--output -o"),
+    ] = "table",
     out: Annotated[Path | None, f.flag("run folder to write, too")] = None,
     load: LoadFlags = DEFAULT_LOAD,
     client: ClientFlags = DEFAULT_CLIENT,
     config: f.ServedFlags = f.DEFAULT_SERVED,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Send requests to a server at given rates or concurrencies, and time every token.
+    """Put a load on a server, and time every token.
 
-    With --url: any server with OpenAI's /v1/completions that takes token ids. With -m: a server of
-    that file, with the flags of an engine and toggles. The client is a process of its own.
+    Requests come at given rates or concurrencies, a row for each. With --url: any server with
+    OpenAI's /v1/completions that takes token ids. With -m: a server of that file, with the
+    flags of an engine and toggles. The client is a process of its own.
     """
     from workbench.common.tables import known_columns
     from workbench.traffic import bench, bench_text
     from workbench.traffic.load import arrivals, id_range, normal_ids
     from workbench.traffic.served import ServeCommand, Served, reached
 
-    bench_text.check_format(output)
+    check_run_name(out)
     settings = arrivals(load.arrivals, load.rate, load.concurrency)
     if (url is None) == (model is None):
         raise UsageError("name a server: --url http://127.0.0.1:8000, or -m and a GGUF file")

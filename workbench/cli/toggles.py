@@ -1,45 +1,142 @@
-"""The command that prints every toggle and preset, from the table of toggles."""
+"""The command that prints toggles and presets, from the table of toggles."""
 
 import json
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 from workbench.cli import flags as f
 from workbench.cli.common import app
 from workbench.common import devices
-from workbench.config import FAMILIES
+from workbench.config import FAMILIES, Toggles
 from workbench.config.presets import preset_words, served_words
-from workbench.config.table import ROWS, Clash, F, Need, Row, Want, facts_of
+from workbench.config.table import (
+    CLASHES,
+    EXACT,
+    ROUNDING,
+    ROWS,
+    Clash,
+    F,
+    Need,
+    Row,
+    Want,
+    facts_of,
+)
+
+ANSWERS = {EXACT: "logits are bit-equal to the baseline's", ROUNDING: "the last bits may differ"}
 
 
 @app.command
 def toggles(
-    *, as_json: Annotated[bool, f.flag("print it as JSON, with all words", "--json")] = False
+    *names: Annotated[str, f.flag(f"toggles, or families: {', '.join(FAMILIES)}; none: all")],
+    as_json: Annotated[bool, f.flag("print it as JSON, with all words", "--json")] = False,
 ) -> None:
-    """Print every toggle: its values, the thread it comes from, its room, and its answer.
+    """Print every toggle, or those that are named.
+
+    Of all toggles: values, thread, room and answer; then the presets. Of a named toggle also a word
+    on each value, what the value needs, and what it clashes with.
 
     exact: the logits are bit-equal to the baseline's. rounding: the last bits may differ.
     """
+    asked = [name.replace("-", "_") for name in names]
+    wanted = [member for name in asked for member in Toggles.members(name)]
+    found = [one for one in described() if not names or one["toggle"] in wanted]
     if as_json:
-        print(json.dumps(described(), indent=1))
-        return
+        print(json.dumps(found, indent=1))
+    elif not names:
+        _print_all(found)
+    else:
+        of = {one["toggle"]: one for one in found}
+        parts = [
+            _family(name, [of[member] for member in Toggles.members(name)])
+            if name in FAMILIES
+            else _one(of[name])
+            for name in asked
+        ]
+        print("\n\n".join(map("\n".join, parts)))
+
+
+def _one(found: Mapping[str, Any]) -> Iterator[str]:
+    """What there is to say about a toggle, as lines that fit the terminal."""
+    name, answer = found["toggle"], found["answer"]
+    yield from _wrapped(f"{name}: {found['about']}", 2)
+    own = {
+        "flag": f"--{name.replace('_', '-')}",
+        "thread": found["thread"] or "none of its own",
+        "room": f"workbench/{found['room']}",
+        "answer": f"{answer}: {ANSWERS[answer]}",
+    }
+    for what, text in own.items():
+        yield from _wrapped(f"  {what:<8}{text}", 10)
+    yield "  values"
+    baseline = next(iter(found["values"]))
+    for value, word in found["values"].items():
+        said = [f"{value}{' (baseline)' if value == baseline else ''}: {word}"]
+        if value != baseline and found["answers"][value] != answer:
+            said.append(f"answer {found['answers'][value]}")
+        yield from _wrapped(f"    {'; '.join([*said, *_facts(found, value)])}", 6)
+    for one, value, clash in CLASHES:
+        if name in (one, clash.toggle):
+            pair = f"{one}={value} clashes with {clash.toggle}={clash.value}"
+            yield from _wrapped(f"  {pair}: {clash.why}", 4)
+
+
+def _facts(found: Mapping[str, Any], value: str) -> Iterator[str]:
+    """What a value needs of a device and of other toggles."""
+    needs = [
+        f"{capability.replace('_', ' ')}{f' (at least {least})' if least > 1 else ''}"
+        for capability, least in found["needs"].get(value, {}).items()
+    ]
+    if needs:
+        yield f"needs of a device: {', '.join(needs)}"
+    for toggle, others in found["wants"].get(value, {}).items():
+        yield f"needs {toggle}={' or '.join(others)}"
+
+
+def _family(name: str, members: list[Mapping[str, Any]]) -> Iterator[str]:
+    from workbench.common.tables import Table, markdown, terminal_columns
+
+    yield from _wrapped(f"--{name} sets every --{name}-... that is not given itself", 2)
+    rows = [
+        {
+            "toggle": one["toggle"],
+            "about": one["about"],
+            "values": ", ".join(one["values"]),
+            "thread": one["thread"].removeprefix("llama.cpp "),
+            "room": one["room"],
+            "answer": one["answer"],
+        }
+        for one in members
+    ]
+    yield ""
+    yield markdown(Table(rows).shown(keys=["toggle"]), terminal_columns())
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    from workbench.common.tables import terminal_columns
+
+    return textwrap.wrap(
+        text, terminal_columns(), subsequent_indent=" " * indent, break_on_hyphens=False
+    )
+
+
+def _print_all(found: list[dict[str, Any]]) -> None:
     import pandas as pd
 
     from workbench.common.tables import show, terminal_columns
 
     rows = [
         {
-            "toggle": found["toggle"],
-            "values": ", ".join(found["values"]),
-            "thread": found["thread"].removeprefix("llama.cpp "),
-            "room": found["room"],
-            "answer": found["answer"],
+            "toggle": one["toggle"],
+            "values": ", ".join(one["values"]),
+            "thread": one["thread"].removeprefix("llama.cpp "),
+            "room": one["room"],
+            "answer": one["answer"],
         }
-        for found in described()
+        for one in found
     ]
     show(pd.DataFrame(rows))
-    print("\nThe first value is the baseline's. `workbench run --help` has a word on each.")
+    print("\nThe first value is the baseline's. `workbench toggles NAME` has a word on each.")
     print("A thread is a pull request of llama.cpp. Rooms are files in workbench/.")
     print(
         "\n".join(f"--{name} sets every --{name}-... that is not given itself" for name in FAMILIES)

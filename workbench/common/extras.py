@@ -8,6 +8,7 @@ EXTRAS = {
     "serve": ("prometheus_client", "starlette", "uvicorn"),
     "gpu": ("cupy", "pynvml"),
     "cupti": ("cupti",),
+    "distributed": ("distributed",),
 }  # fmt: skip
 EXTRA_OF = {module: extra for extra, modules in EXTRAS.items() for module in modules}
 

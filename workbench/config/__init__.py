@@ -50,6 +50,8 @@ from workbench.config.table import SyncMode as SyncMode
 from workbench.config.table import Validate as Validate
 from workbench.config.toggles import TogglePreset as TogglePreset
 from workbench.config.toggles import Toggles as Toggles
+from workbench.config.toggles import asked_toggles as asked_toggles
 from workbench.config.toggles import differing as differing
 from workbench.config.toggles import folded as folded
+from workbench.config.toggles import parse_changes as parse_changes
 from workbench.config.toggles import said_toggles as said_toggles

@@ -11,6 +11,8 @@ from typing import Any
 
 from workbench.common import devices
 from workbench.common.errors import UsageError
+from workbench.common.keywords import refusing_unknown
+from workbench.common.nearest import choices
 
 ON_HOST = {devices.HOST: True, "device": False, "CPU": True, "CUDA0": False}  # also llama.cpp's
 
@@ -38,10 +40,18 @@ CACHE_TYPES = ("f16", "bf16", "f32", "q8_0")
 NVTX = ("auto", "on", "off")
 
 
+def _unknown(name: str) -> str:
+    """The line on a setting that does not exist."""
+    return f"setting {name!r} does not exist; {choices(name, EngineConfig.__dataclass_fields__)}"
+
+
+@refusing_unknown(_unknown)
 @dataclass(frozen=True)
 class EngineConfig:
     """What an engine is built with, apart from its toggles.
 
+    device: the kind of device: `auto` (a GPU where there is one), `cuda`, `embedded`, `host`, or
+        `null`, which computes nothing.
     n_ctx: cells in the KV cache; 0: as many tokens as the model was trained on.
     n_seqs: sequences that share the cache, numbered from 0 (llama.cpp's n_seq_max). With
         kv_cache=per_sequence each has its part of the cells.
@@ -65,6 +75,8 @@ class EngineConfig:
         (llama.cpp's -ctk and -ctv).
     nvtx: ranges for tools that listen to NVTX, as Nsight Systems does: `auto` (where a tool has
         announced itself to NVTX), `on` or `off`.
+
+    Raises UsageError for a setting that does not exist, and for a value outside what is said here.
     """
 
     device: str = "auto"
@@ -85,7 +97,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise UsageError(
-                f"device {self.device!r} does not exist; choose one of {', '.join(DEVICES)}"
+                f"device {self.device!r} does not exist; {choices(self.device, DEVICES)}"
             )
         for name, least in {
             "n_ctx": 0,
@@ -105,7 +117,7 @@ class EngineConfig:
         types = {"cache_type_k": CACHE_TYPES, "cache_type_v": CACHE_TYPES}
         for name, known in {"expand": EXPAND, **types, "nvtx": NVTX}.items():
             if (value := getattr(self, name)) not in known:
-                raise UsageError(f"{name}={value!r} must be one of {', '.join(known)}")
+                raise UsageError(f"{name}={value!r} does not exist; {choices(value, known)}")
         for override in self.override_tensor:
             parse_override(override)
 

@@ -11,9 +11,9 @@ what it does, and facts:
     Auto       what another toggle's `auto` stands for beside this value
     OfServer   a server has this value, where nobody says otherwise
 
-`Toggles`, presets, the flags of commands, `workbench toggles` and the README's table of rooms are
-made of these rows. `engine/choose.py` holds an engine to the facts. A new toggle is a row here, a
-field in `toggles.py`, and a room.
+`Toggles`, presets, the flags of commands, `workbench toggles` and the table of rooms are made of
+these rows. `engine/choose.py` holds an engine to the facts. A new toggle is a row here, a field in
+`toggles.py`, and a room; `workbench/README.md` adds one.
 """
 
 from __future__ import annotations
@@ -109,6 +109,28 @@ WAITS, REUSED, PLANS = "llama.cpp #17795", "llama.cpp #8366", "llama.cpp #16548"
 STREAMS, SERVING = "llama.cpp #16991", "llama.cpp #14924"
 
 
+class Acts(StrEnum):
+    """Where a toggle acts, and in words what must be there for it to act.
+
+    A comparison asks, before it measures, whether a toggle acts in any step of its tests. Most
+    toggles act on the program of a step, which can be looked at. The others act outside of it.
+    """
+
+    words: str
+
+    def __new__(cls, value: str, words: str = "") -> Self:
+        made = str.__new__(cls, value)
+        made._value_, made.words = value, words
+        return made
+
+    PROGRAM = "program"
+    STEPS = "steps"  # how programs, plans and results of any step are kept and issued
+    LARGER_STEPS = "larger steps", "in steps of more than one token"
+    NEXT_STEPS = "next steps", "in a step that goes on from the step before, by one token"
+    FORKED_STEPS = "forked steps", "in steps with branches side by side"
+    REQUESTS = "requests", "where requests are served, and no test has any; use wb.serve_bench"
+
+
 class Row(NamedTuple):
     """What is true of a toggle.
 
@@ -121,8 +143,10 @@ class Row(NamedTuple):
     thread: where the toggle comes from; empty for a toggle of this house.
     off: the baseline's value; the first value unless given.
     family: a name that stands for all toggles `<family>_...`.
-    refines: the toggle that this one refines. Without that one it means nothing.
+    refines: the toggle that this one refines. Where that one is off, this one means nothing.
     use: what to use where a device lacks what a value needs; `<name>=<off>` unless given.
+    acts: where the toggle acts.
+    needs: what a step must have for the toggle to act on its program, in words; often empty.
     """
 
     name: str
@@ -135,6 +159,8 @@ class Row(NamedTuple):
     family: str
     refines: str
     use: str
+    acts: Acts
+    needs: str
 
     def answer_of(self, value: str) -> str:
         """`exact` or `rounding`: the class of one value."""
@@ -166,6 +192,8 @@ def toggle(
     family: str = "",
     refines: str = "",
     use: str = "",
+    acts: Acts = Acts.PROGRAM,
+    needs: str = "",
 ) -> Callable[[C], C]:
     """Enters a class of values as the row of a toggle. off: the first value unless given."""
 
@@ -173,7 +201,18 @@ def toggle(
         baseline = next(value for value in values if value == off or not off)
         instead = use or f"{name}={baseline}"
         ROWS[name] = Row(
-            name, values, about, room, answer, thread, baseline, family, refines, instead
+            name,
+            values,
+            about,
+            room,
+            answer,
+            thread,
+            baseline,
+            family,
+            refines,
+            instead,
+            acts,
+            needs,
         )
         return values
 
@@ -181,14 +220,21 @@ def toggle(
 
 
 def family(
-    name: str, members: Mapping[str, tuple[str, str]], room: str, answer: str
+    name: str,
+    members: Mapping[str, tuple[str, ...]],
+    room: str,
+    answer: str,
+    acts: Acts = Acts.PROGRAM,
 ) -> Callable[[C], C]:
     """Enters a class of values as the rows of several toggles that are alike. members: what each
-    toggle decides, and its thread."""
+    toggle decides, its thread, and maybe what a step must have for it to act."""
 
     def enter(values: C) -> C:
-        for member, (about, thread) in members.items():
-            toggle(member, about, room, answer, thread, family=name)(values)
+        for member, (about, thread, *needs) in members.items():
+            row = toggle(
+                member, about, room, answer, thread, family=name, acts=acts, needs="".join(needs)
+            )
+            row(values)
         return values
 
     return enter
@@ -272,7 +318,10 @@ class CopyStream(Choice):
     COMPUTE = "compute", "the graph's stream: its order keeps copies before the graph", OFF_HOST
 
 
-@toggle("host_source", "memory that inputs are copied from", LAYOUT, EXACT, WAITS)
+@toggle(
+    "host_source", "memory that inputs are copied from", LAYOUT, EXACT, WAITS,
+    needs="copies from the host to a device"
+)
 class HostSource(Choice):
     """What memory input values are copied from. A driver may stage PAGEABLE memory and make the
     call wait. Any memory may be read late. A ring has a buffer for each of the last steps. Before
@@ -299,7 +348,10 @@ class NCopies(Choice):
     FOUR = "4", "four in turn: the host waits only for the last graph that read the buffer", EVENTS
 
 
-@toggle("input_order", "which input goes first", LOWER, EXACT, "llama.cpp #28874")
+@toggle(
+    "input_order", "which input goes first", LOWER, EXACT, "llama.cpp #28874",
+    needs="a split with inputs of both kinds, of which the host's do not come first"
+)
 class InputOrder(Choice):
     """Which of a split's input copies come first. There are two kinds of inputs: the host writes
     some, and another backend computes the others. GRAPH: first the kind that the split uses first.
@@ -309,7 +361,10 @@ class InputOrder(Choice):
     USER_FIRST = "user_first", "what the host writes first, then what other splits computed"
 
 
-@toggle("step_wait", "which steps the host waits for", LOWER, EXACT, WAITS)
+@toggle(
+    "step_wait", "which steps the host waits for", LOWER, EXACT, WAITS,
+    needs="a step that returns no logits, as all ubatches of a prompt but the last"
+)
 class StepWait(Choice):
     """Which steps end with a wait of the host. With OUTPUTS a prompt of several ubatches is a train
     with one wait, at its end."""
@@ -356,7 +411,7 @@ IN_A_ROW = (
 
 @toggle(
     "graph_reuse", "how graph and program of a step are kept, and the cache is stored to",
-    REUSE, EXACT, REUSED
+    REUSE, EXACT, REUSED, acts=Acts.STEPS
 )
 class GraphReuse(Choice):
     """What happens to the graph and program of a step (llama.cpp #8366), and so how the cache is
@@ -392,7 +447,7 @@ class GraphReuse(Choice):
         "redo_lower": ("commands of a step", REUSED),
         "redo_bind": ("commands bound to addresses", REUSED),
     },
-    REUSE, EXACT
+    REUSE, EXACT, Acts.STEPS
 )
 class Redo(Choice):
     """Whether a phase is done again although its result is kept. The new result is dropped. So a
@@ -402,7 +457,10 @@ class Redo(Choice):
     ON = "on", "done again for every step that reuses a program, and dropped"
 
 
-@toggle("kv_growth", "cells that attention looks at", "engine/cache/growth.py", ROUNDING, REUSED)
+@toggle(
+    "kv_growth", "cells that attention looks at", "engine/cache/growth.py", ROUNDING, REUSED,
+    needs="a step whose cells are rounded up differently"
+)
 class KVGrowth(Choice):
     """How many cells attention looks at. With FULL the shape of a step never changes. Cells that no
     token owns are masked."""
@@ -414,7 +472,10 @@ class KVGrowth(Choice):
     FULL = "full", "the whole cache, masked: one shape for all depths"
 
 
-@toggle("kv_cache", "whose cells the cache has", "engine/cache/kv_cache.py", ROUNDING, SERVING)
+@toggle(
+    "kv_cache", "whose cells the cache has", "engine/cache/kv_cache.py", ROUNDING, SERVING,
+    needs="several sequences, as pp64+tg16@b8 has"
+)
 class KVCacheKind(Choice):
     """Whose cells the cache has."""
 
@@ -424,7 +485,10 @@ class KVCacheKind(Choice):
     )
 
 
-@toggle("skip_masked_kv", "masked cells that attention leaves unread", EXTENT, EXACT, SERVING)
+@toggle(
+    "skip_masked_kv", "masked cells that attention leaves unread", EXTENT, EXACT, SERVING,
+    needs="a step that skip_gate lets skip; skip_gate=always lets every step"
+)
 class SkipMaskedKV(Choice):
     """Which masked cells attention leaves unread (llama.cpp #14924). With every value attention has
     the same mask, and adds the same terms in the same order."""
@@ -439,7 +503,10 @@ class SkipMaskedKV(Choice):
     )
 
 
-@toggle("skip_gate", "steps in which masked cells are left unread", EXTENT, EXACT, SERVING)
+@toggle(
+    "skip_gate", "steps in which masked cells are left unread", EXTENT, EXACT, SERVING,
+    refines="skip_masked_kv", needs="a step that one gate lets skip and the other does not"
+)
 class SkipGate(Choice):
     """In which steps masked cells are left unread."""
 
@@ -448,7 +515,10 @@ class SkipGate(Choice):
     NEVER = "never", "in no step"
 
 
-@toggle("slot_choice", "a request's slot", "engine/slots/slots.py", ROUNDING, SERVING)
+@toggle(
+    "slot_choice", "a request's slot", "engine/slots/slots.py", ROUNDING, SERVING,
+    acts=Acts.REQUESTS
+)
 class SlotChoice(Choice):
     """Which free slot a request gets. A slot keeps the cells of its last request. The prefix that a
     new request has in common with it is not computed again."""
@@ -457,7 +527,10 @@ class SlotChoice(Choice):
     LOWEST_FREE = "lowest_free", "the slot with the lowest number"
 
 
-@toggle("defrag", "holes among a server's cells", "engine/cache/defrag.py", ROUNDING, SERVING)
+@toggle(
+    "defrag", "holes among a server's cells", "engine/cache/defrag.py", ROUNDING, SERVING,
+    acts=Acts.REQUESTS
+)
 class Defrag(Choice):
     """Whether cells are moved together, in a cache that all sequences share. A cache with a region
     for each sequence has no holes."""
@@ -467,7 +540,8 @@ class Defrag(Choice):
 
 
 @toggle(
-    "batch_sizes", "tokens and sequences of a step", "engine/slots/padding.py", ROUNDING, SERVING
+    "batch_sizes", "tokens and sequences of a step", "engine/slots/padding.py", ROUNDING, SERVING,
+    needs="a step whose size is rounded up"
 )
 class BatchSizes(Choice):
     """How many tokens, sequences and outputs a step has. With PADDED, steps of similar sizes share
@@ -477,7 +551,10 @@ class BatchSizes(Choice):
     PADDED = "padded", "rounded up, so that there are few shapes", SERVED
 
 
-@toggle("sampling", "where a server's tokens are drawn", "engine/slots/draws.py", EXACT, SERVING)
+@toggle(
+    "sampling", "where a server's tokens are drawn", "engine/slots/draws.py", EXACT, SERVING,
+    acts=Acts.REQUESTS
+)
 class SampleOn(Choice):
     """Where tokens are drawn from logits. A device that draws tokens goes on with them itself. No
     logits come to the host then, and the next step may be issued before the host knows its tokens.
@@ -521,7 +598,10 @@ class Activations(Choice):
     FLOAT = "float", "float32 activations and decoded weights: slow, the yardstick"
 
 
-@toggle("defer_norm", "norms in two halves, up to 8 tokens", "graph/defer.py", ROUNDING)
+@toggle(
+    "defer_norm", "norms in two halves, up to 8 tokens", "graph/defer.py", ROUNDING,
+    needs="a step of few tokens, and of one token with defer_norm=one"
+)
 class Half(Choice):
     """Whether norms are computed in two halves (graph/defer.py). From two tokens on, halving costs
     a GPU more than it saves. So ONE halves norms only in steps of one token."""
@@ -537,12 +617,16 @@ class Half(Choice):
         "fuse_norm_mul": ("RMS norm and its weight", "llama.cpp #14800"),
         "fuse_norm_quantize": ("a norm and the quantisation of its result", ""),
         "fuse_add_norm": ("the residual add and the norm after it", ""),
-        "fuse_bias": ("a product and its bias", "llama.cpp #16715"),
+        "fuse_bias": (
+            "a product and its bias", "llama.cpp #16715", "a product with a bias in the model"
+        ),
         "fuse_qkv": ("the products Q, K and V", ""),
         "fuse_rope_store": ("RoPE and the cache store", "llama.cpp #16884"),
         "fuse_glu": ("gate, up and SwiGLU", "llama.cpp #16715"),
         "fuse_epilogue_quantize": ("attention or SwiGLU and the quantisation of its result", ""),
-        "fuse_product_norm": ("a product, the residual add and half a norm", ""),
+        "fuse_product_norm": (
+            "a product, the residual add and half a norm", "", "norms in halves (defer_norm=on)"
+        ),
     },
     "graph/fuse.py", ROUNDING
 )
@@ -565,7 +649,10 @@ class Pdl(Choice):
     )
 
 
-@toggle("plans", "when a device's commands are captured and replayed", PLAN, EXACT, PLANS)
+@toggle(
+    "plans", "when a device's commands are captured and replayed", PLAN, EXACT, PLANS,
+    acts=Acts.STEPS
+)
 class PlanRule(Choice):
     """When commands of a device are captured as a plan and replayed (llama.cpp #16548)."""
 
@@ -584,7 +671,9 @@ class PlanRule(Choice):
     )
 
 
-@toggle("plan_scope", "what is in a plan", "program/plans.py", EXACT, PLANS)
+@toggle(
+    "plan_scope", "what is in a plan", "program/plans.py", EXACT, PLANS, refines="plans"
+)
 class PlanScope(Choice):
     """What is in a plan. STEP needs an ordering without a wait of the host between the first copy
     and the last launch. Of several devices each has a plan of its own. Before it begins, it waits
@@ -604,7 +693,10 @@ class PlanScope(Choice):
     )
 
 
-@toggle("plan_warmup", "equal calls before a capture", PLAN, EXACT, "llama.cpp #19754")
+@toggle(
+    "plan_warmup", "equal calls before a capture", PLAN, EXACT, "llama.cpp #19754",
+    refines="plans", acts=Acts.STEPS
+)
 class PlanWarmup(Choice):
     """How many equal calls a capture wants."""
 
@@ -613,7 +705,9 @@ class PlanWarmup(Choice):
     TWO = "2", "the second of two equal calls is captured; a change begins again"
 
 
-@toggle("plan_evict", "which plans are evicted", PLAN, EXACT, PLANS)
+@toggle(
+    "plan_evict", "which plans are evicted", PLAN, EXACT, PLANS, refines="plans", acts=Acts.STEPS
+)
 class PlanEvict(Choice):
     """Which plans are evicted."""
 
@@ -623,7 +717,10 @@ class PlanEvict(Choice):
     LRU = "lru", "the least recently replayed plan, where there are more than 256"
 
 
-@toggle("plan_batch", "which steps have plans", PLAN, EXACT, PLANS)
+@toggle(
+    "plan_batch", "which steps have plans", PLAN, EXACT, PLANS, refines="plans",
+    acts=Acts.LARGER_STEPS
+)
 class PlanBatch(Choice):
     """Which steps have plans."""
 
@@ -652,7 +749,10 @@ AHEAD = [
 ]
 
 
-@toggle("launch_ahead", "when the plan of a step like the one before is launched", PLAN, EXACT)
+@toggle(
+    "launch_ahead", "when the plan of a step like the one before is launched", PLAN, EXACT,
+    acts=Acts.NEXT_STEPS
+)
 class LaunchAhead(Choice):
     """When the plan of a step is launched that is like the step before it: one more token of each
     sequence, in the same shape. Traced steps are launched when they are submitted."""
@@ -664,7 +764,10 @@ class LaunchAhead(Choice):
     )
 
 
-@toggle("plan_end", "how the host learns that a plan is over", PLAN, EXACT, refines="launch_ahead")
+@toggle(
+    "plan_end", "how the host learns that a plan is over", PLAN, EXACT, refines="launch_ahead",
+    acts=Acts.NEXT_STEPS
+)
 class PlanEnd(Choice):
     """How the host learns that the plan of a step is over, where it waits for that plan alone. A
     GPU raises an event some microseconds after the end of the plan. A word comes sooner."""
@@ -682,7 +785,10 @@ def side_by_side(n: int) -> list[Need]:
     return [Need("compute_streams", least=n, line=offers), Need("in_stream", ORDERED.why)]
 
 
-@toggle("streams", "streams that compute side by side", FORKS, EXACT, STREAMS)
+@toggle(
+    "streams", "streams that compute side by side", FORKS, EXACT, STREAMS,
+    needs="a step that forks; fork=qkv and three_way fork steps of one token"
+)
 class Streams(Choice):
     """On how many streams of a device a step may compute side by side."""
 
@@ -696,7 +802,10 @@ class Streams(Choice):
     EIGHT = "8", "up to eight, llama.cpp's most", *side_by_side(8)
 
 
-@toggle("fork", "where a step leaves its stream", FORKS, EXACT, STREAMS)
+@toggle(
+    "fork", "where a step leaves its stream", FORKS, EXACT, STREAMS, refines="streams",
+    needs="a step that forks elsewhere by one rule than by the other"
+)
 class Fork(Choice):
     """Where a step may leave its stream (llama.cpp #16991)."""
 
@@ -705,7 +814,10 @@ class Fork(Choice):
     ANY = "any", "wherever branches gain by the costs of their ops; nested joins, any tokens"
 
 
-@toggle("branch_fusion", "fusion where forks are", "graph/branch_fusion.py", ROUNDING, STREAMS)
+@toggle(
+    "branch_fusion", "fusion where forks are", "graph/branch_fusion.py", ROUNDING, STREAMS,
+    needs="a fused node with parts of several branches (fuse=on)"
+)
 class BranchFusion(Choice):
     """Whether fused nodes may have parts of several branches. Such a node takes the place of the
     fork."""
@@ -717,7 +829,7 @@ class BranchFusion(Choice):
 
 @toggle(
     "lifetimes", "when memory is used again", "graph/arena.py", EXACT, STREAMS,
-    off="visibility"
+    off="visibility", refines="streams", needs="memory that branches would use again at once"
 )
 class Lifetimes(Choice):
     """When bytes of the arena may be used again. One stream makes all three equal."""
@@ -727,7 +839,10 @@ class Lifetimes(Choice):
     VISIBILITY = "visibility", "when the next user's stream knows that all accesses are over"
 
 
-@toggle("validate", "what branches are checked for", "program/branches.py", EXACT, STREAMS)
+@toggle(
+    "validate", "what branches are checked for", "program/branches.py", EXACT, STREAMS,
+    refines="streams", acts=Acts.FORKED_STEPS
+)
 class Validate(Choice):
     """What a step with branches is checked for before it is issued. A step that fails the check
     runs on one stream."""
@@ -740,6 +855,25 @@ class Validate(Choice):
 
 # names that stand for all toggles `<name>_...`
 FAMILIES = tuple(sorted({row.family for row in ROWS.values() if row.family}))
+
+
+def idle(was: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Why nothing that differs between two sets of toggles acts in any test, by what the rows say
+    of toggles; empty where something may act, and where nothing differs. was, now: the value of
+    each toggle."""
+    why = [_idle(ROWS[name], was, now) for name in was if was[name] != now[name]]
+    return "; ".join(dict.fromkeys(why)) if all(why) else ""
+
+
+def _idle(row: Row, was: Mapping[str, str], now: Mapping[str, str]) -> str:
+    of = row.refines
+    if row.acts == Acts.REQUESTS:
+        return f"{row.name} acts {row.acts.words}"
+    if of and was[of] == now[of] == ROWS[of].off:
+        return f"{row.name} changes nothing while {of}={was[of]}; give {of} another value"
+    return ""
+
+
 # toggle and value -> the facts that go with it
 FACTS = {(row.name, str(v)): v.facts for row in ROWS.values() for v in row.values if v.facts}
 CLASHES = [(*of, fact) for of, facts in FACTS.items() for fact in facts if isinstance(fact, Clash)]

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from workbench.common.errors import UsageError
+from workbench.common.keywords import refusing_unknown
+from workbench.common.nearest import choices, nearest
 from workbench.config.presets import BEST, fixed_presets, preset_names
 from workbench.config.table import CLASHES, FAMILIES, ROWS, Row
 
@@ -29,16 +32,28 @@ def _toggle(name: str) -> Any:
     return field(default=_Held(row.off) if row.family else row.off.value)
 
 
+def unknown_toggle(name: str) -> str:
+    """The line on a toggle that does not exist."""
+    if name in preset_names():
+        return (
+            f"toggle {name!r} does not exist, but a preset of this name does: "
+            f"Toggles.preset({name!r})"
+        )
+    return f"toggle {name!r} does not exist; {choices(name, (*FAMILIES, *Toggles.names()))}"
+
+
+@refusing_unknown(unknown_toggle)
 @dataclass(frozen=True, repr=False)
 class Toggles:
     """One field per mechanism; `Toggles()` is everything off, the baseline.
 
-    Values are plain strings, and equal to the members of the table's enums. `fuse` stands for every
-    `fuse_...` that is not given itself, and `redo` for every `redo_...`. Variants are made with
-    `dataclasses.replace`. `ROWS` says which room reads a toggle, which thread it comes from, and
-    what it may do to the logits.
+    Values are plain strings, and equal to the members of the table's enums. A whole number is
+    accepted for its digits (`streams=3`), True and False for `on` and `off` (`pdl=True`). `fuse`
+    stands for every `fuse_...` that is not given itself, and `redo` for every `redo_...`. Variants
+    are made with `dataclasses.replace`. `ROWS` says which room reads a toggle, which thread it
+    comes from, and what it may do to the logits.
 
-    Raises UsageError for a value that does not exist and for two toggles that clash.
+    Raises UsageError for a toggle or a value that does not exist, and for two toggles that clash.
     """
 
     sync: str = _toggle("sync")
@@ -96,7 +111,10 @@ class Toggles:
             if value is not None and not isinstance(value, _Held):
                 self._spread(family, value)
         for f in dataclasses.fields(self):
-            _check_value(f.name, getattr(self, f.name), [v.value for v in ROWS[f.name].values])
+            own = getattr(self, f.name)
+            value = as_value(f.name, own, [v.value for v in ROWS[f.name].values])
+            if not isinstance(own, str):
+                object.__setattr__(self, f.name, value)
         for family in FAMILIES:
             for name in self.members(family):
                 object.__setattr__(self, name, _Held(getattr(self, name)))
@@ -105,13 +123,13 @@ class Toggles:
 
     def _spread(self, family: str, value: str) -> None:
         """Gives `value` to the members of a family that are not given themselves."""
-        _check_value(family, value, self.values(family))
+        value = as_value(family, value, self.values(family))
         for name in self.members(family):
             if isinstance(getattr(self, name), _Held):
                 object.__setattr__(self, name, value)
 
     @classmethod
-    def preset(cls, name: str, **changes: str) -> Toggles | TogglePreset:
+    def preset(cls, name: str, **changes: Any) -> Toggles | TogglePreset:
         """The toggles of a preset, with `changes`; for `best`, which a device resolves, a
         TogglePreset that `Engine.load` takes. Raises UsageError for an unknown name, and for a
         change that clashes with the preset."""
@@ -130,8 +148,7 @@ class Toggles:
             return [name]
         family = [n for n in cls.names() if n.startswith(f"{name}_")] if name in FAMILIES else []
         if not family:
-            known = ", ".join((*FAMILIES, *cls.names()))
-            raise UsageError(f"toggle {name!r} does not exist; choose one of {known}")
+            raise UsageError(unknown_toggle(name))
         return family
 
     @classmethod
@@ -157,8 +174,14 @@ class Toggles:
         return found.pop() if len(found) == 1 else "mixed"
 
     def switched(self, name: str, value: str) -> Toggles:
-        """These toggles with `name`, or every member of a family, at `value`."""
-        return dataclasses.replace(self, **dict.fromkeys(self.members(name), value))
+        """These toggles with `name`, or every member of a family, at `value`. Raises UsageError as
+        `changed_by`."""
+        return self.changed_by({name: value})
+
+    def changed_by(self, changes: Mapping[str, Any]) -> Toggles:
+        """These toggles with `changes`, values by the names of toggles or families. Raises
+        UsageError for a name or a value that does not exist, and for a clash."""
+        return dataclasses.replace(self, **_spread(changes))
 
     def to_dict(self) -> dict[str, str]:
         return {name: str(getattr(self, name)) for name in self.names()}
@@ -198,15 +221,62 @@ def _common_value(family: str) -> property:
     return property(lambda toggles: _Held(toggles.value_of(family)))
 
 
+Toggles.__doc__ = f"{Toggles.__doc__}\n" + "\n".join(  # what each field decides, of the table
+    f"    {row.name}: {row.about}: {' or '.join(row.values)}." for row in ROWS.values()
+)
 for _family in FAMILIES:
     setattr(Toggles, _family, _common_value(_family))
 
 
-def _check_value(name: str, value: str, known: list[str]) -> None:
-    if value not in known:
+def as_value(name: str, value: Any, known: list[str]) -> str:
+    """The value as its toggle has it: `3` for 3, `on` and `off` for True and False. Raises
+    UsageError for a value that the toggle `name`, which knows `known`, does not have."""
+    word: Any = value
+    if isinstance(value, bool):
+        word = "on" if value else "off"
+    elif isinstance(value, int):
+        word = str(value)
+    if word not in known:
+        raise UsageError(f"toggle {name}={value!r} does not exist; {choices(value, known)}")
+    return word
+
+
+def parse_changes(changes: str | Iterable[str]) -> dict[str, str]:
+    """`NAME=VALUE NAME=VALUE...`, or its words, as value by name. Raises UsageError for an unknown
+    name, and for a name without a value."""
+    given: dict[str, str] = {}
+    for change in changes.split() if isinstance(changes, str) else changes:
+        name, equals, value = change.partition("=")
+        known = Toggles.values(name)
+        if not equals:
+            raise UsageError(f"toggle {name} has no value; write {name}={known[-1]}")
+        given[name] = value
+    return given
+
+
+def asked_toggles(given: Any, start: Toggles | TogglePreset) -> Toggles | TogglePreset:
+    """The toggles that `given` means.
+
+    given: Toggles or a preset, as they are. A mapping, or a text `NAME=VALUE NAME=VALUE...`:
+        changes of `start`. A preset's name, also before such changes. None: `start`.
+
+    Raises UsageError for a name or a value that does not exist, and for a clash with fixed toggles.
+    """
+    if given is None or given == "":
+        return start
+    if isinstance(given, Toggles | TogglePreset):
+        return given
+    if isinstance(given, Mapping):
+        return start.changed_by(given)
+    if not isinstance(given, str):
         raise UsageError(
-            f"toggle {name}={value!r} does not exist; choose one of {', '.join(known)}"
+            f"toggles {given!r} are none; give Toggles(sync='packed'), {{'sync': 'packed'}}, "
+            "'sync=packed', or the name of a preset"
         )
+    words = re.split(r"[,\s]+", given.strip(", \t\n"))
+    if "=" not in words[0] and words[0] not in (*FAMILIES, *Toggles.names()):
+        start, words = TogglePreset(words[0]), words[1:]
+    return start.changed_by(parse_changes(words)) if words else start
 
 
 def clash_of(values: Mapping[str, str], preset: str = "", own: Collection[str] = ()) -> str:
@@ -234,16 +304,23 @@ def folded(toggles: Mapping[str, str]) -> dict[str, str]:
     return {agreed.get(name, name): value for name, value in toggles.items()}
 
 
-def differing(before: Toggles, after: Toggles) -> tuple[str, str]:
-    """What each of the two has where they differ: `sync=per_copy` and `sync=packed`. A family is
-    named once where all of its members differ and agree on each side. Two equal ones give twice
-    `the same toggles`."""
-    names = [n for n in before.names() if before.value_of(n) != after.value_of(n)]
+def names_that_differ(*sides: Toggles) -> list[str]:
+    """The toggles whose values are not the same on all sides. A family is named once where all of
+    its members differ and agree on each side."""
+    first, *others = sides
+    names = [n for n in first.names() if any(o.value_of(n) != first.value_of(n) for o in others)]
     for family in FAMILIES:
-        members = before.members(family)
-        whole = all(len({side.value_of(n) for n in members}) == 1 for side in (before, after))
+        members = first.members(family)
+        whole = all(len({side.value_of(n) for n in members}) == 1 for side in sides)
         if whole and set(members) <= set(names):
             names = [family if n == members[0] else n for n in names if n not in members[1:]]
+    return names
+
+
+def differing(before: Toggles, after: Toggles) -> tuple[str, str]:
+    """What each of the two has where they differ (`names_that_differ`): `sync=per_copy` and
+    `sync=packed`. Two equal ones give twice `the same toggles`."""
+    names = names_that_differ(before, after)
     sides = (", ".join(f"{n}={side.value_of(n)}" for n in names) for side in (before, after))
     first, second = (side or "the same toggles" for side in sides)
     return first, second
@@ -267,11 +344,9 @@ class TogglePreset:
     name, toggle or value.
     """
 
-    def __init__(self, name: str, changes: Mapping[str, str] | None = None, n_seqs: int = 0):
+    def __init__(self, name: str, changes: Mapping[str, Any] | None = None, n_seqs: int = 0):
         if name not in preset_names():
-            raise UsageError(
-                f"preset {name!r} does not exist; choose one of {', '.join(preset_names())}"
-            )
+            raise UsageError(_unknown_preset(name))
         self.name, self.n_seqs = name, n_seqs
         own = _spread(changes or {})
         self.changes = {key: own[key] for key in Toggles.names() if key in own}
@@ -294,8 +369,12 @@ class TogglePreset:
 
     def switched(self, name: str, value: str) -> TogglePreset:
         """The preset with one more change."""
-        changes = self.changes | dict.fromkeys(Toggles.members(name), value)
-        return TogglePreset(self.name, changes, self.n_seqs)
+        return self.changed_by({name: value})
+
+    def changed_by(self, changes: Mapping[str, Any]) -> TogglePreset:
+        """The preset with more changes, values by the names of toggles or families. Raises
+        UsageError for a name or a value that does not exist."""
+        return TogglePreset(self.name, self.changes | _spread(changes), self.n_seqs)
 
     def for_sequences(self, n_seqs: int) -> TogglePreset:
         """The preset for this number of sequences, whatever an engine is opened for."""
@@ -320,11 +399,21 @@ class TogglePreset:
         return f"Toggles.preset({self.name!r}{changes})"
 
 
-def _spread(values: Mapping[str, str]) -> dict[str, str]:
+def _unknown_preset(name: str) -> str:
+    """The line on a preset that does not exist; of a name that is nearly a toggle's, what to
+    write."""
+    line = f"preset {name!r} does not exist; {choices(name, preset_names())}"
+    toggle = nearest(name, (*FAMILIES, *Toggles.names()))
+    if toggle and not nearest(name, preset_names()):
+        line += f"; a toggle is written {toggle}={Toggles.values(toggle)[-1]}"
+    return line
+
+
+def _spread(values: Mapping[str, Any]) -> dict[str, str]:
     """The values by toggle. A family's value is for each of its members that is not named itself.
     Raises UsageError for a name or a value that does not exist."""
     own: dict[str, str] = {}
     for key, value in sorted(values.items(), key=lambda c: c[0] not in FAMILIES):
-        _check_value(key, value, Toggles.values(key))
-        own |= dict.fromkeys(Toggles.members(key), value)
+        word = as_value(key, value, Toggles.values(key))
+        own |= dict.fromkeys(Toggles.members(key), word)
     return own

@@ -16,7 +16,7 @@ backend's `attn_kernel`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workbench.common.errors import DeviceError, UsageError, WorkbenchError
 from workbench.config import (
@@ -31,6 +31,7 @@ from workbench.config import (
     SyncMode,
     TogglePreset,
     Toggles,
+    asked_toggles,
 )
 from workbench.config.presets import FOR, best_set, set_for
 from workbench.config.table import ROWS, Auto, Need, Want, facts_of
@@ -44,7 +45,9 @@ from workbench.program.split import assign
 from workbench.program.sync_modes import RULES, Ordering, race_of
 
 AUTO = "auto"
-Wanted = Toggles | TogglePreset | str | None  # a preset's name; None: `best`
+# what a person may ask for: a preset by its name; changes of `best`, as `sync=packed` or as a
+# mapping; None: `best`
+Wanted = Toggles | TogglePreset | Mapping[str, Any] | str | None
 # toggles that variants of an engine will have, or what makes them of the engine's own
 Variants = Sequence[Wanted] | Callable[[Toggles], Sequence[Wanted]]
 
@@ -112,16 +115,16 @@ def choose(wanted: Wanted, loaded: Loaded) -> Chosen:
 
 def as_preset(wanted: Wanted) -> TogglePreset | None:
     """The preset that `wanted` means; None where it is Toggles."""
-    if isinstance(wanted, Toggles | TogglePreset):
-        return wanted if isinstance(wanted, TogglePreset) else None
-    return TogglePreset(wanted or BEST)
+    found = asked_toggles(wanted, TogglePreset(BEST))
+    return found if isinstance(found, TogglePreset) else None
 
 
 def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
     """The toggles that `wanted` means on a device. Of `best` they are the values that won on such a
     device, for one sequence or for several, and that the device can honour. Values that won
     together are taken together, with the changes, or not at all. A value that refines another is
-    left out where the other is left out. Raises UsageError for a change that clashes with a preset.
+    left out where the other is changed to off. Raises UsageError for a change that clashes with a
+    preset.
     """
     if isinstance(wanted, Toggles):
         return wanted
@@ -135,7 +138,7 @@ def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
         if _honours(TogglePreset(BEST), more, loaded):
             values = more
     together = best.together
-    gone = {name for name, value in together.items() if preset.changes.get(name, value) != value}
+    gone = {name for name, value in preset.changes.items() if value == ROWS[name].off}
     whole = values | {k: v for k, v in together.items() if ROWS[k].refines not in gone}
     return preset.toggles(whole if _honours(preset, whole, loaded) else values)
 

@@ -16,7 +16,7 @@ from workbench.backend import compiled
 from workbench.backend.base import Backend
 from workbench.common.errors import UsageError
 from workbench.common.progress import HIDDEN, Bar, bar
-from workbench.config import EngineConfig, Toggles
+from workbench.config import EngineConfig, Toggles, asked_toggles
 from workbench.engine import exclusive
 from workbench.engine.batch import Batches, Outputs, Work, check_prompt, step_shape
 from workbench.engine.bound import BoundPrograms
@@ -60,7 +60,11 @@ class Engine:
     `submit` takes the next tokens of several sequences. `step`, `prefill` and `generate` are for
     one sequence, number 0 unless told otherwise. `cache` copies, removes, shifts and keeps
     sequences. `variant` makes another engine on the same weights. An engine is not for use from
-    several threads at once.
+    several threads at once. `load` opens one, and `with` or `close` closes it.
+
+    loaded: the model on its backends, which several engines share.
+    config: everything but the toggles.
+    wanted: the toggles, as `load` takes them.
     """
 
     period = 1  # after how many steps without a wait the rings begin again
@@ -70,6 +74,7 @@ class Engine:
         exclusive.check(loaded)
         have = choose(wanted, loaded)
         self.config, self.toggles, self._ordering = config, have.toggles, have.ordering
+        self.settled = have.settled  # the toggles with a value for each `auto` that is no step's
         self.wanted, self.preset, self.chosen = as_preset(wanted), have.preset, have.words
         self.ranges = ranges_of(config.nvtx)
         self._spent = self.ranges.clock(self._count, lambda: self.n_steps)
@@ -123,10 +128,14 @@ class Engine:
         fit: Fit | None = None,
         **fields: Any,
     ) -> Engine:
-        """Opens a GGUF file on a device.
+        """Opens a GGUF file on a device. Returns the engine, which the caller closes (`with`).
 
+        path: the file (of a file in parts, the first), or `auto`: a model of a real shape on a GPU, a tiny model on any other
+            device. Its weights are random, and it is written where it is not there yet
+            (`engine/load.py`).
         toggles: Toggles, or a preset, also by name. None is `best`: what won on devices of this
-            kind.
+            kind. A mapping, as `{"sync": "packed"}`, or a text, as `sync=packed pdl=on`, changes
+            `best`; a preset's name before the changes changes that preset.
         config, fields: an EngineConfig, or its fields (device, n_ctx, ...). n_seqs is 1 unless it
             is given.
         variants: toggles that variants will have, or a function from the engine's own to these.
@@ -161,13 +170,23 @@ class Engine:
             loaded.release()
 
     def variant(self, toggles: Wanted) -> Engine:
-        """An engine with other toggles on the same backends and weights; its cache is its own."""
-        return Engine(self._open, self.config, toggles)
+        """An engine with other toggles on the same backends and weights; its cache is its own.
+
+        toggles: as `load` takes them. Changes (`sync=packed`, or a mapping) are of this engine's
+            own toggles. None: `best`.
+
+        Raises UsageError and DeviceError as `load` does.
+        """
+        return Engine(self._open, self.config, self._asked(toggles))
 
     def resolve(self, wanted: Wanted) -> Toggles:
-        """The toggles that `variant(wanted)` would have. Raises what `variant` would raise, and
-        makes nothing."""
-        return choose(wanted, self._open).toggles
+        """The toggles that `variant(wanted)` would have. Raises UsageError and DeviceError as
+        `variant` does, and makes nothing."""
+        return choose(self._asked(wanted), self._open).toggles
+
+    def _asked(self, wanted: Wanted) -> Wanted:
+        """`wanted`, with changes made to this engine's preset, or to its toggles."""
+        return None if wanted is None else asked_toggles(wanted, self.wanted or self.toggles)
 
     # the step -----------------------------------------------------------------------------------
 
@@ -178,6 +197,7 @@ class Engine:
             (`last`, `all` or `none`).
         draws: the results are tokens that the device draws (`engine/slots/draws.py`).
 
+        Returns a Pending, whose `wait` returns the logits, float32 (n_outputs, n_vocab).
         A step that is still under way is waited for first, because the next step writes the inputs
         and the result memory that it uses. Raises UsageError for ids outside the vocabulary, a
         sequence that does not exist, a full context, and while another thread measures; then
@@ -195,9 +215,9 @@ class Engine:
     def step(
         self, tokens: Sequence[int], outputs: Outputs = "last", sequence: int = 0
     ) -> np.ndarray:
-        """Computes up to n_ubatch tokens of one sequence. Returns their logits, float32
-        (n_outputs, n_vocab), on the host. With step_wait=outputs a step without outputs may still
-        be under way. Raises UsageError as `submit` does.
+        """Computes up to n_ubatch tokens of one sequence. outputs and sequence are as in `prefill`.
+        Returns their logits, float32 (n_outputs, n_vocab), on the host. With step_wait=outputs a
+        step without outputs may still be under way. Raises UsageError as `submit` does.
         """
         thread = get_ident()
         if thread in USERS:
@@ -265,6 +285,9 @@ class Engine:
     ) -> np.ndarray:
         """Computes a prompt in ubatches. Returns the logits asked for, as `step` does.
 
+        tokens: token ids, as many as the context has room for.
+        outputs: the tokens whose logits are wanted: `last`, `all` or `none`.
+        sequence: the number of the sequence that they belong to.
         left: told of every ubatch. Before it writes to a terminal, the host waits for the device.
 
         Raises UsageError, before anything is computed, for a prompt that does not fit the context.
@@ -301,14 +324,18 @@ class Engine:
         stop_at_eos: bool = True,
     ) -> Generation:
         """Continues `prompt` (tokenised by the model's own tokenizer) or `tokens` from here.
+        Returns a Generation: token ids, text, times in us, and why it ended.
 
+        sampling: how a token is drawn from logits; None: the most likely token.
+        seed: of the draws.
         on_text: given each piece of text as soon as it is known.
         max_tokens: how many tokens at most; None: any number.
         stop_at_eos: an end-of-generation token ends the generation.
 
         Generation also ends when the context is full, and at Ctrl-C, which keeps the tokens made so
         far. Logits that are not finite raise ModelFileError or WorkbenchError, which names the
-        weight to blame.
+        weight to blame. Raises UsageError for both or neither of prompt and tokens, and for a
+        prompt that does not fit the context.
         """
         from workbench.model.tokenizer.tokenizer import StreamDecoder
 
@@ -384,7 +411,8 @@ class Engine:
         self, n_tokens: int = 1, n_outputs: int = 1, n_past: int = 0, n_seqs: int = 1
     ) -> Program:
         """The program that a step of this shape would issue: n_tokens of n_seqs sequences, each
-        with n_past tokens before. Raises UsageError where no step has this shape."""
+        with n_past tokens before, and n_outputs rows of logits. Raises UsageError where no step has
+        this shape."""
         shape = step_shape(
             n_tokens, n_outputs, n_past, self.config.n_ubatch, self.cache.growth, self.cache.room,
             n_seqs,
@@ -395,6 +423,15 @@ class Engine:
         """The programs of a prompt and n_decoded single tokens after it, on an empty cache; all of
         it `laps` times. Buffers of one name are one Buffer."""
         return self._made.several(n_prompt, n_decoded, laps)
+
+    def programs_of(self, shapes: Iterable[StepShape]) -> Iterator[Program]:
+        """The programs of steps of these shapes, one after the other. Where steps of a shape may
+        follow each other without a wait, a program for each turn of the rings."""
+        for shape in shapes:
+            program = self._made.of(shape)
+            yield program
+            for turn in range(1, 1 if program.waited else self.period):
+                yield self._made.of(shape, turn)
 
     def cycle(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
         """The programs of a prompt and n_decoded tokens after it, as a checker repeats them: the

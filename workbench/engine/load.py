@@ -17,12 +17,14 @@ from workbench.backend.base import Backend, Memory, choose_device, open_backend
 from workbench.backend.cpu.device.base import n_workers
 from workbench.common import devices
 from workbench.common.errors import DeviceError, UsageError
+from workbench.common.nearest import choices
 from workbench.common.progress import BYTES, bar
-from workbench.config import Activations, EngineConfig, Toggles
+from workbench.config import FAMILIES, Activations, EngineConfig, Toggles
 from workbench.engine.placement import Placement
 from workbench.graph.ir import Kind, Node, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
 from workbench.model.gguf.expand import described
+from workbench.model.synth import models
 from workbench.program.commands import HOST, Buffer, Range, Space
 from workbench.program.split import assign
 
@@ -62,11 +64,13 @@ class Loaded:
         self.backends: list[Backend] = []
         self.memory: dict[Buffer, Memory] = {}
         types = config.cache_type_k, config.cache_type_v
+        self.device, self.device_reason = choose_device(config.device)
+        if path == devices.AUTO:  # the word; Path("auto") is a file
+            path = model_for(self.device)
         self.model = Model(path, config.expand, types)
         if config.n_ctx == 0:
             self.config = config = dataclasses.replace(config, n_ctx=self.model.n_ctx_train)
         try:
-            self.device, self.device_reason = choose_device(config.device)
             self.backends.append(open_backend(devices.HOST, config.threads))
             self._open_devices(config)
             self.residents: list[dict[Tensor, Range]] = [{} for _ in self.backends]
@@ -202,12 +206,31 @@ def _read_ahead(model: Model, tensors: list[Tensor]) -> Generator[Tensor, None, 
         begun += model.stored(tensor).nbytes
 
 
+def model_for(device: str) -> Path:
+    """The file of the model `auto`: llama-3.2-1b Q4_K with random weights for a GPU, tiny-llama
+    Q8_0 for any other device. It is written to `synth.models_folder()` where it is not there yet.
+
+    Raises DeviceError for a GPU that is not there, before a file is written, and UsageError where
+    the folder cannot be written.
+    """
+    if not devices.is_gpu(device):
+        return models.write_named(models.models_folder(), *models.ON_CPU)
+    open_backend(device).close()
+    return models.write_named(models.models_folder(), *models.ON_GPU)
+
+
 def config_of(fields: dict[str, Any]) -> EngineConfig:
-    """The configuration with these fields. Raises UsageError for a field that does not exist."""
+    """The configuration with these fields. Raises UsageError for a field that does not exist; of a
+    toggle the line says where toggles are given."""
     known = EngineConfig.__dataclass_fields__
-    for name in fields:
+    for name, value in fields.items():
+        if name in (*FAMILIES, *Toggles.names()):
+            raise UsageError(
+                f"{name} is a toggle and no setting; give toggles={{{name!r}: {value!r}}}"
+            )
         if name not in known:
-            raise UsageError(f"setting {name!r} does not exist; choose one of {', '.join(known)}")
+            said = choices(name, ("toggles", "config", *known))
+            raise UsageError(f"setting {name!r} does not exist; {said}")
     return EngineConfig(**fields)
 
 

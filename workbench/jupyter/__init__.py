@@ -40,6 +40,8 @@ def panel(
     baseline: toggles or a preset's name, by default everything off. Another can be chosen at any
         time.
 
+    Returns the panel, a widget that shows itself as the last line of a cell.
+
     Raises UsageError for a workload that does not exist or does not fit the context, for fewer
     rounds than 1, for a negative seed, for a preset that does not exist, for a closed engine, and
     where ipywidgets is not installed.

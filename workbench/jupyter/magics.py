@@ -16,7 +16,7 @@ import ast
 import html
 import keyword
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
@@ -32,6 +32,7 @@ from IPython.display import display
 from matplotlib.figure import Figure
 
 from workbench.common.errors import UsageError
+from workbench.common.framed import Framed
 from workbench.common.output import check_writable
 from workbench.common.sizes import size
 from workbench.engine.engine import OPENED, Engine
@@ -53,7 +54,7 @@ MOST_DRAWN = 3  # steps of one engine: the spans of more are too narrow to read
 Traced = list[tuple[Engine, Profile]]
 
 
-class CellTrace:
+class CellTrace(Framed):
     """The trace of a cell, of all engines together. It has the methods of a Profile.
 
     engines: from the name of each engine that made a step to the numbers of its steps. The steps of
@@ -82,6 +83,32 @@ class CellTrace:
     def summary(self) -> pd.DataFrame:
         """One row per step; see `trace.profile.Timeline.summary`."""
         return self.timeline.summary()
+
+    def kernels(self, by: str = "op", read_gbps: float | None = None) -> pd.DataFrame:
+        """A row per op, node or kernel; see `analysis.kernels`. Of several engines the rows of
+        each, with its name in a first column, engine."""
+        return self._of_each(lambda part: part.kernels(by, read_gbps))
+
+    def phases(self) -> pd.DataFrame:
+        """The host's time in a step; see `analysis.phases`. Of several engines as `kernels`."""
+        return self._of_each(lambda part: part.phases())
+
+    def gaps(self) -> pd.DataFrame:
+        """A row for each time in which no kernel ran; see `analysis.gaps`. Of several engines as
+        `kernels`."""
+        return self._of_each(lambda part: part.gaps())
+
+    def _of_each(self, table: Callable[[Profile], pd.DataFrame]) -> pd.DataFrame:
+        """A table of each engine's own trace; with a column for the engine where there are
+        several. Raises UsageError where no engine made a step."""
+        if not self.profiles:
+            raise UsageError(f"{self}; let the cell make one")
+        found = {name: table(part) for name, part in self.profiles.items()}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        for name, part in found.items():
+            part.insert(0, "engine", name)
+        return pd.concat(found.values(), ignore_index=True)
 
     def save(self, path: str | PathLike[str]) -> int:
         """Writes a trace as `Profile.save` does: for Perfetto, or Chrome's JSON."""

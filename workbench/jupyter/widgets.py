@@ -15,6 +15,7 @@ from ipywidgets import HTML, Accordion, Box, Button, Dropdown, HBox, Image, Layo
 
 from workbench.benchmarks.workload import parse
 from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.nearest import choices
 from workbench.common.tables import prose_html
 from workbench.config import FAMILIES, Toggles
 from workbench.config.presets import BASELINE, preset_names
@@ -121,7 +122,7 @@ class BaselineForm(HBox):
         if isinstance(given, Toggles):
             first, known = GIVEN, {GIVEN: given} | known
         if first not in known:
-            raise UsageError(f"preset {first!r} does not exist; choose one of {', '.join(known)}")
+            raise UsageError(f"preset {first!r} does not exist; {choices(first, known)}")
         self._known, self._chosen, self._on_change = known, chosen, on_change
         self.choice = Dropdown(
             options=list(known),

@@ -379,9 +379,14 @@ class CommandAt(NamedTuple):
 class Program:
     """The commands of one step, with the names needed to read them.
 
+    commands: in the order in which the host issues them.
+    buffers: all memory that they touch.
     layout[b][tensor]: where backend b finds a tensor.
     splits: the backend of each split, by index.
+    backends: their names, by index; the host's is the first.
+    shape: of the step.
     sync: the mode that the program was lowered with, never `auto`.
+    copy_stream: the stream that input copies ride, never `auto`.
     inputs: what the host writes.
     """
 

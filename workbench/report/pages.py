@@ -6,6 +6,7 @@ of an earlier `make report` included.
 
 import base64
 import logging
+import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from os import PathLike
@@ -14,15 +15,21 @@ from typing import Any, NamedTuple
 
 from workbench.benchmarks.compare.compare import Compared
 from workbench.benchmarks.compare.comparison import AB
+from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
 from workbench.common.output import write_text
 from workbench.common.tables import to_html
 from workbench.report import plots
-from workbench.report.tables import speedup_table
+from workbench.report.tables import in_short, speedup_table
 
 TEMPLATES = Path(__file__).with_name("template")
 INDEX = "index.html"
 PREFIX = "workbench:"
+PICTURE = "picture"  # the tag of the cell whose picture goes with the answer
+TITLE = re.compile(r"^# +(.+?) *$", re.MULTILINE)
+ENGINE = re.compile(  # what `repr(engine)` says, two lines
+    r"<Engine: (?P<model>[^,]+), .*?; (?P<device>.*?) \((?:as asked|auto)\b.*\n.* on (?P<name>\w+):"
+)
 # scripts that nbconvert would load from a network, by the exporter's setting
 NETWORK_SETTINGS = (
     "require_js_url",
@@ -72,28 +79,71 @@ class About(NamedTuple):
 
 def question(notebook: Any, otherwise: str) -> str:
     """The notebook's question: its first heading."""
-    lines = (
-        line
-        for cell in notebook.cells
-        if cell.cell_type == "markdown"
-        for line in cell.source.splitlines()
-    )
-    return next((line.lstrip("# ") for line in lines if line.startswith("# ")), otherwise)
+    texts = (cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    return next((title[1] for title in map(TITLE.search, texts) if title), otherwise)
 
 
 def answer(notebook: Any) -> str:
     """The notebook's answer: the first line of its last cell's output, or an empty text."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for output in code[-1].outputs if code else ():
-        text = output.get("text") or output.get("data", {}).get("text/plain") or ""
-        if text:
-            return str(text).splitlines()[0]
+        if text := _text(output):
+            return text.splitlines()[0]
     return ""
 
 
-def export_html(executed: str | PathLike[str], about: About, head: str = "", tail: str = "") -> str:
-    """An executed notebook as one offline page, titled by its question. head, tail: HTML before and
-    after its cells."""
+def _text(output: Any) -> str:
+    return str(output.get("text") or output.get("data", {}).get("text/plain") or "")
+
+
+class Shown(NamedTuple):
+    """A picture of a notebook: a PNG in base64, and a text for readers who cannot see it."""
+
+    png: str
+    alt: str
+
+
+def picture(notebook: Any) -> Shown | None:
+    """The picture of the cell tagged `picture`, else the notebook's first; None without any."""
+    cells = sorted(notebook.cells, key=lambda cell: PICTURE not in cell.metadata.get("tags", ()))
+    for output in (output for cell in cells for output in cell.get("outputs", ())):
+        if png := output.get("data", {}).get("image/png"):
+            alt = output.get("metadata", {}).get("image/png", {}).get("alt")
+            return Shown(str(png).replace("\n", ""), alt or "a picture")
+    return None
+
+
+class Recorded(NamedTuple):
+    """What a notebook found where it ran before: the answer, the model, the GPU."""
+
+    answer: str
+    model: str
+    device: str
+
+
+def recorded(notebook: Any) -> Recorded | None:
+    """What the outputs that a notebook was saved with say. None where they have no answer, or show
+    no engine on a GPU."""
+    shown = (_text(output) for cell in notebook.cells for output in cell.get("outputs", ()))
+    engine = next(filter(None, map(ENGINE.search, shown)), None)
+    if engine is None or not is_gpu(engine["name"]) or not (found := answer(notebook)):
+        return None
+    return Recorded(found, engine["model"], engine["device"])
+
+
+def export_html(
+    executed: str | PathLike[str],
+    about: About,
+    head: str = "",
+    tail: str = "",
+    before: Recorded | None = None,
+) -> str:
+    """An executed notebook as one offline page: its question, its answer, its picture, its cells.
+
+    head: HTML below the answer.
+    tail: HTML after the cells.
+    before: what the notebook found elsewhere.
+    """
     import nbformat
     from nbconvert import HTMLExporter
 
@@ -106,7 +156,12 @@ def export_html(executed: str | PathLike[str], about: About, head: str = "", tai
     )
     notebook = nbformat.read(executed, as_version=4)
     notebook.metadata["title"] = about.question
-    said = {"about": about.metadata(), "head": head, "tail": tail}
+    said = {"about": about.metadata(), "head": head, "tail": tail, "before": before,
+            "picture": picture(notebook)}  # fmt: skip
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and TITLE.search(cell.source):
+            cell.source = TITLE.sub("", cell.source, count=1)  # the page begins with it
+            break
     page, _ = exporter.from_notebook_node(
         notebook, resources={"metadata": {"name": about.file}, "wb": said}
     )
@@ -126,17 +181,19 @@ def listed(folder: Path) -> list[About]:
 
 
 def write_index(folder: str | PathLike[str], runs_dir: str | PathLike[str]) -> Path:
-    """Writes the page that lists a folder's pages and compares their runs; returns its path. A run
-    folder that no longer exists is left out."""
+    """Writes the page that lists a folder's pages, and compares their runs in short and in full;
+    returns its path. A run folder that no longer exists is left out."""
     from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
 
     pages = listed(Path(folder))
-    comparisons = _comparisons([Path(runs_dir) / name for page in pages for name in page.runs])
+    found = [(p, _comparisons([Path(runs_dir) / name for name in p.runs])) for p in pages]
+    every = [comparison for _, own in found for comparison in own]
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
     text = environment.get_template("reports.html.j2").render(
         pages=pages,
-        comparisons=Markup(to_html(speedup_table(*comparisons))) if comparisons else "",
+        groups=[(page, in_short(*own)) for page, own in found if own],
+        complete=Markup(to_html(speedup_table(*every))) if every else "",
     )
     target = Path(folder) / INDEX
     write_text(target, text, parents=True)
@@ -172,7 +229,7 @@ def compared_page(found: Compared) -> str:
     All text of a run folder is escaped."""
     from jinja2 import Environment, StrictUndefined
 
-    first, *others = (str(run.run["run_id"]) for run in found.runs)
+    first, *others = (side.name for side in found.sides)
     title = f"Is it faster than {first}? {', '.join(others)}"
     summary = found.summary()
     picture, alt = "", ""

@@ -27,7 +27,15 @@ from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.output import check_writable, write_text
 from workbench.common.progress import HIDDEN, SHARE, Bar, bar
 from workbench.common.sizes import size
-from workbench.report.pages import INDEX, About, answer, export_html, question, write_index
+from workbench.report.pages import (
+    INDEX,
+    About,
+    answer,
+    export_html,
+    question,
+    recorded,
+    write_index,
+)
 
 MOST_REPORT_BYTES = 5_000_000
 MOST_TRACE_BYTES = 8_000_000  # of gzipped trace inside a page
@@ -48,6 +56,9 @@ def render_notebook(
 ) -> Path:
     """Runs a notebook with `parameters` and writes it as a page; returns the page's path.
 
+    The page begins with the notebook's answer. A page of a CPU also says what the outputs that the
+    notebook was saved with say of a GPU.
+
     The notebook runs in its own directory, as in JupyterLab: relative paths in parameters start
     there. The executed notebook is kept under runs_dir.
 
@@ -59,6 +70,8 @@ def render_notebook(
     Raises UsageError for a notebook that does not exist, and WorkbenchError with the cell and its
     error where a cell fails; the page then shows everything up to that cell.
     """
+    import nbformat
+
     source, target = Path(path), Path(out_html)
     if not source.is_file():
         raise UsageError(
@@ -68,14 +81,16 @@ def render_notebook(
     executed = Path(runs_dir) / f"{target.stem}.ipynb"
     for path in (executed, target):
         check_writable(path, parents=True)
-    before = set(results.runs(Path(runs_dir))["folder"])
+    known = set(results.runs(Path(runs_dir))["folder"])
     failure = execute_notebook(source, executed, parameters, timeout_s, left)
-    made = [f for f in results.runs(Path(runs_dir))["folder"] if f not in before]
+    made = [f for f in results.runs(Path(runs_dir))["folder"] if f not in known]
     device = device if device is not None else parameters.get("device")
+    on_gpu = device is not None and is_gpu(device)
+    before = None if on_gpu else recorded(nbformat.read(source, as_version=4))
     head = banner_html(device)
     tail = "" if trace is None else trace_download_html(trace)
     about = _about(target, executed, device, [Path(f) for f in made], Path(runs_dir), failure)
-    page = export_html(executed, about, head, tail)
+    page = export_html(executed, about, head, tail, before)
     write_text(target, page, parents=True)
     n_bytes = len(page.encode())
     if n_bytes > MOST_REPORT_BYTES:
@@ -138,7 +153,8 @@ def _about(
 
     notebook = nbformat.read(executed, as_version=4)
     runs = [results.load_run(folder).run for folder in folders]
-    devices = dict.fromkeys(str(run["engine"].get("device_description")) for run in runs)
+    named = (run["engine"].get("device_description") for run in runs)  # a server's run has none
+    devices = dict.fromkeys(filter(None, named))
     return About(
         file=page.name,
         question=question(notebook, page.stem),

@@ -5,25 +5,25 @@ numbers are the comparison's own (`AB.summary`). Only the geometric mean is comp
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from workbench.benchmarks.compare.comparison import AB, background
+from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import interval
 from workbench.common.tables import Table, markdown, show
 
 __all__ = [
-    "GEOMETRIC_MEAN", "markdown", "provenance",
+    "GEOMETRIC_MEAN", "in_short", "markdown", "provenance",
     "show", "speedup_table", "summary",
 ]  # fmt: skip
 GEOMETRIC_MEAN = "geometric mean"
 # the origin of a comparison: column of the speedup table -> column of `summary`
 ORIGIN = {
     "Model": "model", "Device": "device", "Toggle": "toggle", "Baseline": "baseline",
-    "Background": "background", "Commit": "commit", "Date": "date",
+    "Background": "background", "Settings": "settings", "Commit": "commit", "Date": "date",
 }  # fmt: skip
 # left out of the speedup table where the value is the same in every row
 IF_VARYING = (*ORIGIN, "answer")
@@ -32,27 +32,15 @@ IF_VARYING = (*ORIGIN, "answer")
 def summary(*comparisons: AB) -> pd.DataFrame:
     """The summaries of several comparisons as one frame of numbers, with the origin of each row.
 
-    Columns: model, device, toggle, baseline, background, commit, run_id, date, comparison (its
-    number); then the columns of `AB.summary()`. Rows of one device stand together, devices in the
-    order in which they come.
+    Columns: those of `AB.to_frame()`, settings (of the engine, as far as the comparisons differ in
+    them: `n_ubatch=128`), and comparison (its number). Rows of one device stand together, devices
+    in the order in which they come.
     """
-    parts = []
-    for number, comparison in enumerate(comparisons):
-        run = comparison.run
-        baseline, toggle = run["arms"][0], run["result"]["toggle"]
-        origin = {
-            "model": comparison.model,
-            "device": _device(run),
-            "toggle": toggle,
-            "baseline": baseline["name"],
-            "background": background(run),
-            "commit": str(run["commit"]["hash"])[:8],
-            "run_id": run["run_id"],
-            "date": str(run["started"])[:10],
-            "comparison": number,
-        }
-        part = comparison.summary()
-        parts.append(pd.DataFrame(origin, index=part.index).join(part))
+    settings = _settings([comparison.run for comparison in comparisons])
+    parts = [
+        one.to_frame().assign(settings=settings[n], comparison=n)
+        for n, one in enumerate(comparisons)
+    ]
     if not parts:
         return pd.DataFrame()
     table = pd.concat(parts, ignore_index=True)
@@ -91,6 +79,56 @@ def speedup_table(*comparisons: AB) -> pd.DataFrame:
         "keys": [name for name in (*ORIGIN, "Test", "Toggled") if name in table],
     }
     return table
+
+
+class Beside(NamedTuple):
+    """Comparisons of one model beside one background, in short.
+
+    model, background: of all of them.
+    shared: what else all rows have.
+    rows: columns `test`, `settings` and `baseline` where they vary, `toggled`, `speedup` with its
+        interval, `verdict`. The A/A controls have no rows.
+    """
+
+    model: str
+    background: str
+    shared: str
+    rows: pd.DataFrame
+
+
+def in_short(*comparisons: AB) -> list[Beside]:
+    """The comparisons in short, an entry for each model and background, in their order."""
+    numbers, found = summary(*comparisons), []
+    if not len(numbers):
+        return []
+    named = [c.assigned for c in comparisons]
+    shown = numbers[~numbers["is_control"]]
+    for (model, beside), part in shown.groupby(["model", "background"], sort=False):
+        rows = pd.DataFrame([
+            {
+                "test": row["test"], "settings": row["settings"],
+                "baseline": named[row["comparison"]](row["baseline"]),
+                "toggled": named[row["comparison"]](row["label"]),
+                "speedup": f"{row['speedup']:.3f} ({interval(row['low'], row['high'])})",
+                "verdict": row["verdict"],
+            }
+            for row in part.to_dict("records")
+        ])  # fmt: skip
+        same = [c for c in ("test", "settings", "baseline") if rows[c].nunique() == 1]
+        shared = {c: rows[c].iloc[0] for c in same}
+        if "baseline" in shared:
+            shared["baseline"] = f"against {shared['baseline']}"
+        words = "; ".join(filter(None, shared.values()))
+        found.append(Beside(str(model), str(beside), words, rows.drop(columns=same)))
+    return found
+
+
+def _settings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings of each run's engine that the runs differ in."""
+    configs = [(run.get("engine") or {}).get("config") or {} for run in runs]
+    names = dict.fromkeys(name for config in configs for name in config if name != "device")
+    differ = [n for n in names if len({str(config.get(n)) for config in configs}) > 1]
+    return [", ".join(f"{n}={config[n]}" for n in differ if n in config) for config in configs]
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:

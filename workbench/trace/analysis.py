@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.graph.ops import touched_bytes
 from workbench.program.commands import Program, Replay
 from workbench.trace.spans import HOST_LANE, LOGITS_WAIT, Span
@@ -44,10 +45,10 @@ def with_bytes(spans: Iterable[Span], program_of: Callable[[int], Program | None
     """
     spans = list(spans)
     known: dict[tuple[int, int, int], int] = {}  # program, position and part -> bytes
-    n_kernels: dict[tuple[int, int, int], int] = {}
+    n_kernels: dict[tuple[Any, Any, int], int] = {}
     for span in spans:
         if span.category == "device" and span.args.get("kind") == "launch":
-            launch_key = span.args["step"], span.args["index"], span.args.get("part", -1)
+            launch_key = span.args.get("step"), span.args.get("index"), span.args.get("part", -1)
             n_kernels[launch_key] = n_kernels.get(launch_key, 0) + 1
     found = []
     for span in spans:
@@ -100,11 +101,11 @@ def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None)
     Raises UsageError for another `by`, and for `kernel` where no span names its function.
     """
     if by not in BY:
-        raise UsageError(f"by={by!r} does not exist; choose one of {', '.join(BY)}")
+        raise UsageError(f"by={by!r} does not exist; {choices(by, BY)}")
     if by == "kernel" and not frame["kernel"].notna().any():
         raise UsageError("no span names its kernel: only CUPTI does; use by=op or by=node")
     rows = _launches(frame, by_kernel=by == "kernel")
-    sizes, n_steps = _sizes(frame)
+    sizes, n_steps = step_sizes(frame)
     rows["step_tokens"] = rows["step"].map(sizes)
     rows["node"] = rows["name"].str.replace(_LAYER, "", n=1, regex=True)
     keys = {"op": ["op"], "node": ["op", "node"], "kernel": ["kernel", "op"]}[by]
@@ -186,9 +187,10 @@ def _launches(frame: pd.DataFrame, by_kernel: bool = False) -> pd.DataFrame:
     return rows
 
 
-def _sizes(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """The tokens of each step, by the step's number; and the number of steps, by tokens."""
-    steps = frame[frame["category"] == "step"].set_index("step")["n_tokens"]
+def step_sizes(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """The tokens of each step, by the step's number; and the number of steps, by tokens. 0 where a
+    trace does not say how many tokens a step had."""
+    steps = frame[frame["category"] == "step"].set_index("step")["n_tokens"].fillna(0)
     steps = steps[~steps.index.duplicated()]
     return steps, steps.groupby(steps).size()
 
@@ -231,7 +233,7 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
 
     traced_share: of the time from the start of a step to the start of the next step.
     """
-    sizes, n_steps = _sizes(frame)
+    sizes, n_steps = step_sizes(frame)
     host = frame[(frame["lane"] == HOST_LANE) & frame["step"].isin(sizes.index)]
     steps = host[host["category"] == "step"]
     leaves = host[(host["category"] == "build") | (host["index"].notna())].copy()
@@ -300,7 +302,10 @@ def gaps(frame: pd.DataFrame) -> pd.DataFrame:
     made = pd.DataFrame(
         {
             "step": gap["step"],
-            "between": np.where(before["step"].to_numpy() != gap["step"], TOKENS, LAUNCHES),
+            # A trace may have no steps.
+            "between": np.where(
+                before["step"].fillna(-1).to_numpy() != gap["step"].fillna(-1), TOKENS, LAUNCHES
+            ),
             "before": before["op"].to_numpy(),
             "after": gap["op"],
             "traced_us": gap["start_us"] - begun,

@@ -10,7 +10,7 @@ record of its event in host order, as in CUDA. Spans before the first recorded s
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from workbench.trace.spans import HOST_LANE, Span
@@ -33,10 +33,23 @@ class Flow(NamedTuple):
     to_end: bool
 
 
-def flows_of(spans: Sequence[Span]) -> list[Flow]:
-    """All arrows between `spans`, which are sorted by start."""
-    ran = _device_spans(spans)
-    made: list[Flow] = []
+class Link(NamedTuple):
+    """Two spans of which the second depends on the first, given by their numbers, whatever their
+    times are.
+
+    kind: ISSUE, EVENT or WAIT. EVENT leads from a record; work is the last work before the record,
+    or None.
+    """
+
+    kind: str
+    source: int
+    sink: int
+    work: int | None = None
+
+
+def links_of(spans: Sequence[Span]) -> Iterator[Link]:
+    """All links between `spans`, which are sorted by start, in the order of the host's calls."""
+    ran = device_spans(spans)
     last_on: dict[str, int] = {}  # lane -> the last device span queued there so far
     recorded: dict[str, tuple[int, int | None]] = {}  # event -> its record, the work before
     for n, span in enumerate(spans):
@@ -44,19 +57,32 @@ def flows_of(spans: Sequence[Span]) -> list[Flow]:
             continue
         event, lane = span.args.get("event"), span.args.get("on")
         if mine := ran.get(n):
-            made += _arrow(ISSUE, spans, n, mine[0], from_end=False)
+            yield from (Link(ISSUE, n, m) for m in mine)
             last_on |= {spans[m].lane: m for m in mine}
             if span.category == "replay":  # the stream continues after the whole plan
                 last_on[str(lane)] = max(mine, key=lambda m: spans[m].end_ns)
         if span.category == "record":
             recorded[str(event)] = n, last_on.get(str(lane))
         elif span.category == "wait" and event in recorded:
-            made += _arrow(EVENT, spans, recorded[str(event)][0], n, from_end=False)
+            record, work = recorded[str(event)]
+            yield Link(EVENT, record, n, work)
         elif span.category == "sync":
             of_event = recorded.get(str(event), (n, None))[1]
             source = last_on.get(str(lane)) if event is None else of_event
             if source is not None:
-                made += _arrow(WAIT, spans, source, n, from_end=True)
+                yield Link(WAIT, source, n)
+
+
+def flows_of(spans: Sequence[Span]) -> list[Flow]:
+    """All arrows between `spans`, which are sorted by start. The arrow ISSUE leads to the first
+    work of a call."""
+    made: list[Flow] = []
+    begun = set[int]()
+    for link in links_of(spans):
+        if link.kind == ISSUE and link.source in begun:
+            continue
+        begun.add(link.source)
+        made += _arrow(link.kind, spans, link.source, link.sink, from_end=link.kind == WAIT)
     return made
 
 
@@ -75,7 +101,7 @@ def _arrow(kind: str, spans: Sequence[Span], source: int, sink: int, from_end: b
     return [] if backwards and not from_end else [Flow(kind, source, sink, from_end, to_end)]
 
 
-def _device_spans(spans: Sequence[Span]) -> dict[int, list[int]]:
+def device_spans(spans: Sequence[Span]) -> dict[int, list[int]]:
     """Number of a host span -> the device spans that it issued, by start.
 
     Where several runs of one step number were recorded, the device spans are shared out evenly: the

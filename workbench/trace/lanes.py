@@ -12,13 +12,15 @@ HOST_PROCESS = "host"
 THREAD_ID = 100  # track n is thread 100 + n, so that no thread id equals a process id (main thread)
 ENCLOSING = {"step": 0, "split": 1}  # categories that enclose other spans, outermost first
 ABOUT = "about this trace"  # the mark that carries model, toggles and commit
+WHOLE = "as JSON"  # of that mark, in Perfetto's format: all of the data, with their types
 
 
-def nesting_order(span: Span) -> tuple[int, int, bool, int]:
+def nesting_order(span: Span) -> tuple[int, int, bool, int, bool, str]:
     """A sort key: by start. Of spans with the same start, an enclosing span comes before the spans
-    in it; after that empty spans come first."""
+    in it; after that empty spans come first, and the host's lane before the device's."""
     rank = ENCLOSING.get(span.category, len(ENCLOSING))
-    return span.start_ns, rank, span.end_ns > span.start_ns, -span.end_ns
+    device = span.lane != HOST_LANE
+    return span.start_ns, rank, span.end_ns > span.start_ns, -span.end_ns, device, span.lane
 
 
 def process_and_track(lane: str) -> tuple[str, str]:
@@ -27,6 +29,11 @@ def process_and_track(lane: str) -> tuple[str, str]:
         return HOST_PROCESS, lane
     process, _, stream = lane.partition(" ")
     return process, stream or lane
+
+
+def lane_of(process: str, track: str) -> str:
+    """The lane whose process and track these are: (embedded, stream 0) -> `embedded stream 0`."""
+    return process if process == track else f"{process} {track}"
 
 
 def lanes_of(spans: Iterable[Span]) -> list[str]:

@@ -2,7 +2,8 @@
 
 A file has a process per device and one for the host, a track per lane, a slice per span and the
 arrows of `flows.py`. The args of a span are debug annotations. The data about the trace (model,
-toggles, commit) are annotations of an instant on a separate track. Timestamps are the recorder's
+toggles, commit) are annotations of an instant on a separate track; one of them is all the data as
+JSON, for `Profile.load`. Timestamps are the recorder's
 nanoseconds.
 
 Names, categories and annotation names are interned: a name is written once, and later given by
@@ -13,6 +14,7 @@ tools read.
 """
 
 import gzip
+import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -124,7 +126,8 @@ class _Writer:
         event.type = TrackEvent.TYPE_INSTANT
         event.name_iid = self._intern(packet, "event_names", tracks.ABOUT)
         event.category_iids.append(self._intern(packet, "event_categories", "about"))
-        self._annotate(packet, event, tracks.flat(about))
+        whole = {tracks.WHOLE: json.dumps(about, default=str)}
+        self._annotate(packet, event, tracks.flat(about) | whole)
 
     def add_begin(self, n: int, track: int) -> None:
         span = self._spans[n]

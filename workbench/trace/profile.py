@@ -9,6 +9,7 @@
     prof.gaps()               # one row per time in which no kernel ran
     prof.note                 # the source of the spans, and the cost of tracing
     prof.save("t.pftrace.gz")  # opens in Perfetto; t.json.gz: Chrome's JSON
+    wb.Profile.load("t.pftrace.gz")  # and files of torch.profiler and nsys
 
 A traced run shows where time goes. It does not measure throughput, because recording a span costs
 the host about as much as issuing a command. Every table made here carries that note.
@@ -31,13 +32,24 @@ from workbench import __version__
 from workbench.common.checkout import commit
 from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
+from workbench.common.framed import Framed
+from workbench.common.nearest import choices
 from workbench.engine import exclusive
-from workbench.trace import analysis, perfetto
+from workbench.trace import analysis, critical, perfetto
 from workbench.trace.cupti import collector as cupti
 from workbench.trace.cupti.collector import CuptiRecorder, Unavailable
 from workbench.trace.cupti.correlate import CALL
+from workbench.trace.imports import files, saved
 from workbench.trace.lanes import nesting_order
-from workbench.trace.spans import CATEGORIES, HOST_LANE, Recorder, Slowdown, Span, Window
+from workbench.trace.spans import (
+    CATEGORIES,
+    HOST_LANE,
+    Recorded,
+    Recorder,
+    Slowdown,
+    Span,
+    Window,
+)
 
 if TYPE_CHECKING:
     from workbench.config import Toggles
@@ -181,19 +193,41 @@ SUMMARY_COLUMNS = [
 ]  # fmt: skip
 
 
-class Profile:
+class Profile(Framed):
     """The result of `profile`. All spans are there once the body has ended or has raised.
 
+    recorder: what collects the spans; `wb.profile` makes it.
     collector: the source of the device spans, `events` or `cupti`.
     fallback: why CUPTI was not used where it was asked for; else empty.
     windows: with CUPTI, the groups of steps that were recorded together.
     about: data about the engine, for the file; the caller may add more.
     """
 
-    def __init__(self, recorder: Recorder, fallback: str = "", about: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        recorder: Recorder | Recorded,
+        fallback: str = "",
+        about: dict[str, Any] | None = None,
+    ):
         self.recorder = recorder
         self._fallback = fallback
         self.about: dict[str, Any] = about or {}
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], step: str | None = None) -> Profile:
+        """Reads a trace file: what `save` wrote, without loss; Chrome's JSON of torch.profiler; or
+        the SQLite file of `nsys export --type sqlite`. All become the same table (`COLUMNS`).
+
+        step: for a foreign file, a regular expression that matches the whole name of a range, or
+            of a call as `cudaGraphLaunch`. Each such range is a step; with a call a step lasts to
+            the next call. None: the ranges that torch.profiler, vLLM or this package make for
+            each step. Without them the trace has no steps. A file of `save` has its own steps.
+
+        Raises UsageError, in one line, for a file that is missing, cut, of an unknown version or
+        of another format, and where nothing matches `step`.
+        """
+        recorded, about = files.read(path, step)
+        return cls(recorded, about=about)
 
     @property
     def timeline(self) -> Timeline:
@@ -201,7 +235,7 @@ class Profile:
 
     @property
     def collector(self) -> str:
-        return "events" if self.recorder.marks else "cupti"
+        return self.recorder.collector
 
     @property
     def fallback(self) -> str:
@@ -232,7 +266,9 @@ class Profile:
     @property
     def note(self) -> str:
         """One line: the source of the spans, what they lack, the largest error of the clocks, and
-        the cost of tracing."""
+        the cost of tracing. For a file: its own line."""
+        if self.recorder.source:
+            return self.recorder.source
         parts = [f"device spans from {self.collector}"]
         if self.fallback:
             parts[0] += f" ({self.fallback})"
@@ -247,15 +283,19 @@ class Profile:
         return "; ".join(parts)
 
     def to_frame(self) -> pd.DataFrame:
+        """One row per span; see `Timeline.to_frame`."""
         frame = self.timeline.to_frame()
         frame.attrs["collector"] = self.note
         return frame
 
     def summary(self) -> pd.DataFrame:
+        """One row per step; see `Timeline.summary`."""
         return self.timeline.summary()
 
     def kernels(self, by: str = "op", read_gbps: float | None = None) -> pd.DataFrame:
-        """A row per op, node or kernel; see `analysis.kernels`."""
+        """A row per op, node or kernel (`by`), the longest time first: calls, time in us, share,
+        bytes, GB/s, and the share of `read_gbps`, the read bandwidth of the device in GB/s.
+        `analysis.kernels` lists the columns. Raises UsageError for another `by`."""
         return analysis.kernels(self.to_frame(), by, read_gbps)
 
     def phases(self) -> pd.DataFrame:
@@ -266,11 +306,24 @@ class Profile:
         """A row for each time in which no kernel ran; see `analysis.gaps`."""
         return analysis.gaps(self.to_frame())
 
+    def critical_path(self, step: int | None = None) -> pd.DataFrame:
+        """What bounds each part of a step, from its begin to its end; see
+        `critical.critical_path`."""
+        return critical.critical_path(self.timeline.spans, step)
+
     def save(self, path: str | PathLike[str]) -> int:
-        """Writes a trace with model, toggles and commit, and returns its size in bytes. The format
+        """Writes a trace with model, toggles and commit, and returns its size in bytes. Raises
+        UsageError where the file cannot be written. The format
         is Perfetto's, or Chrome's JSON where `path` ends in .json; .gz after either means gzipped.
+        `load` reads both.
         """
-        return perfetto.write(self.timeline.spans, path, self.about | origin(self.note))
+        spans = self.timeline.spans
+        kept = saved.recording(
+            len(spans), self.note, self.collector, self.fallback, self.windows, self.slowdown
+        )
+        # A trace that was loaded says already which commit took it.
+        about = origin(self.note) | self.about | {saved.RECORDING: kept}
+        return perfetto.write(spans, path, about)
 
     def __repr__(self) -> str:
         spans = self.recorder.spans
@@ -288,8 +341,8 @@ def profile(
     nvtx: bool = True,
     collector: str = "auto",
 ) -> Iterator[Profile]:
-    """Traces steps that `engine` makes in the body. Afterwards the engine has its earlier recorder.
-    Where the body raises, the spans up to then are kept.
+    """Traces steps that `engine` makes in the body (`with`), which is given a Profile. Afterwards
+    the engine has its earlier recorder. Where the body raises, the spans up to then are kept.
 
     window: (first, n) traces n steps, from number `first` of the steps in the body on, counted from
         0. So a trace stays small and leaves out the warm-up, and the other steps show the cost of
@@ -309,7 +362,7 @@ def profile(
     exclusive.check(engine._loaded)
     if collector not in COLLECTORS:
         raise UsageError(
-            f"collector={collector!r} does not exist; choose one of {', '.join(COLLECTORS)}"
+            f"collector={collector!r} does not exist; {choices(collector, COLLECTORS)}"
         )
     if window is not None and (len(window) != 2 or window[0] < 0 or window[1] < 1):
         raise UsageError(

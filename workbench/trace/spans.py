@@ -98,9 +98,11 @@ class Recorder:
     nvtx: whether a tool that listens to NVTX also gets traced steps.
     windows: with CUPTI, the steps that were recorded together.
     fallback: why device spans come from marks where CUPTI was asked for; else empty.
+    source: for spans that were read from a file, a line about the file; else empty.
     """
 
     marks = True
+    source = ""
 
     def __init__(self, window: tuple[int, int] | None = None, nvtx: bool = True):
         self.spans: list[Span] = []
@@ -183,6 +185,11 @@ class Recorder:
     # results ----------------------------------------------------------------------------------
 
     @property
+    def collector(self) -> str:
+        """The source of the device spans: `events` or `cupti`."""
+        return "events" if self.marks else "cupti"
+
+    @property
     def slowdown(self) -> Slowdown | None:
         """The slowdown for the most frequent number of tokens among traced steps. None where no
         step with as many tokens ran untraced: then give a window that leaves some steps out."""
@@ -205,3 +212,24 @@ class Recorder:
         """A program with the launches of traced step number `step`; None if not known."""
         key = self._key_of.get(step)
         return None if key is None else self._program_of[key]
+
+
+class Recorded(NamedTuple):
+    """What a trace file holds of a recorder: the same fields, complete, and nothing to record.
+
+    collector: `events` or `cupti`, or the tool that wrote a foreign file.
+    """
+
+    spans: list[Span]
+    collector: str
+    fallback: str = ""
+    windows: tuple[Window, ...] = ()
+    slowdown: Slowdown | None = None
+    source: str = ""
+
+    @property
+    def marks(self) -> bool:
+        return self.collector == "events"
+
+    def program_of(self, step: int) -> None:
+        """None: a file has no program, and its launches have their bytes already."""

@@ -154,6 +154,11 @@ class ServeBench(NamedTuple):
         """A row for each setting."""
         return table_of(self.rows)
 
+    def points(self, curve: str = "load", latency: str = "mean_tpot_ms") -> Table:
+        """A row for each setting, for `plots.throughput_against_latency`: columns curve, label (the
+        setting's number), latency_ms (the figure named `latency`), tokens_per_s."""
+        return points(self.rows, curve, latency)
+
     def __repr__(self) -> str:
         return markdown(self.table(), terminal_columns())
 
@@ -171,6 +176,29 @@ def table_of(rows: Sequence[ServedRow]) -> Table:
     table = Table(table.dropna(axis=1, how="all"))
     table.attrs = {"keys": ["setting"], "digits": {head: n for head, _, n in _COLUMNS}}
     return table
+
+
+def points(rows: Sequence[ServedRow], curve: str, latency: str = "mean_tpot_ms") -> Table:
+    """The rows for `report.plots.throughput_against_latency`: columns curve, label (the setting's
+    number), latency_ms (the figure named `latency`), tokens_per_s."""
+    made = [
+        {
+            "curve": curve,
+            "label": f"{row.setting.value:g}",
+            "latency_ms": row.figures[latency],
+            "tokens_per_s": row.figures["output_throughput"],
+        }
+        for row in rows
+    ]
+    table = Table(made, columns=["curve", "label", "latency_ms", "tokens_per_s"])
+    word, name, _ = latency.split("_")
+    table.attrs["latency"] = latency_label(word, name).rstrip(":")
+    return table
+
+
+def latency_label(word: str, name: str) -> str:
+    """vLLM's words for a latency: `Mean TTFT (ms):` for mean and ttft."""
+    return f"{word.capitalize()} {name.upper()} (ms):"
 
 
 def serve_bench(

@@ -15,8 +15,10 @@ from typing import Any
 
 from workbench.benchmarks.runs.results import finite
 from workbench.common.errors import UsageError
-from workbench.common.tables import Table, markdown
-from workbench.traffic.bench import ServedRow, table_of
+from workbench.common.nearest import choices
+from workbench.common.tables import markdown
+from workbench.traffic.bench import ServedRow, latency_label, table_of
+from workbench.traffic.bench import points as points
 from workbench.traffic.latency import METRICS, Figures
 from workbench.traffic.load import CLOSED
 
@@ -77,7 +79,7 @@ def report(row: ServedRow) -> str:
     found["max_concurrent_requests"] = float(found["max_concurrent_requests"])  # vLLM writes 2.00
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_lines(_COUNTS, found)]
     for name in METRICS:
-        keys = {_label(word, name): f"{word}_{name}_ms" for word in _WORDS}
+        keys = {latency_label(word, name): f"{word}_{name}_ms" for word in _WORDS}
         lines += _part(_HEADERS[name], keys, found)
     lines += _part("Steady State", _STEADY, row.figures["steady"])
     lines += _part("Engine", _ENGINE, step_figures(row))
@@ -100,10 +102,6 @@ def step_figures(row: ServedRow) -> Figures:
     }
 
 
-def _label(word: str, name: str) -> str:
-    return f"{word.capitalize()} {name.upper()} (ms):"
-
-
 def _part(header: str, keys: dict[str, str], found: Figures) -> list[str]:
     lines = list(_lines(keys, found))
     return [f"{header:-^{WIDTH}}", *lines] if lines else []
@@ -116,24 +114,6 @@ def _lines(keys: dict[str, str], found: Figures) -> Iterator[str]:
             yield f"{label:<{LABEL}} {value:<10}"
         elif value is not None and not math.isnan(value):
             yield f"{label:<{LABEL}} {value:<10.2f}"
-
-
-def points(rows: Sequence[ServedRow], curve: str, latency: str = "mean_tpot_ms") -> Table:
-    """The rows for `report.plots.throughput_against_latency`: columns curve, label (the setting's
-    number), latency_ms (the figure named `latency`), tokens_per_s."""
-    made = [
-        {
-            "curve": curve,
-            "label": f"{row.setting.value:g}",
-            "latency_ms": row.figures[latency],
-            "tokens_per_s": row.figures["output_throughput"],
-        }
-        for row in rows
-    ]
-    table = Table(made, columns=["curve", "label", "latency_ms", "tokens_per_s"])
-    word, name, _ = latency.split("_")
-    table.attrs["latency"] = _label(word, name).rstrip(":")
-    return table
 
 
 def as_object(row: ServedRow) -> dict[str, Any]:
@@ -162,4 +142,4 @@ def format_rows(rows: Sequence[ServedRow], wanted: str = "table", width: int | N
 
 def check_format(wanted: str) -> None:
     if wanted not in FORMATS:
-        raise UsageError(f"-o {wanted!r}: choose one of {', '.join(FORMATS)}")
+        raise UsageError(f"-o {wanted!r}: {choices(wanted, FORMATS)}")

@@ -214,14 +214,23 @@ def serve_bench(
 ) -> ServeBench:
     """Offers the load of each setting, one after another, and times every token.
 
-    served, slots: as in `reached`: an engine, an engine process, or a server.
+    served: an engine, an engine process, or a server, as in `reached`.
+    slots: requests that an engine serves together.
     concurrency: `"1,8,32"` requests in flight.
     rate: requests a second, as `"2,inf"`.
     arrivals: how requests at a rate come, `"poisson"` or `"constant"`.
     n_prompt, n_gen: tokens of a request, as `"1024"`, `"uniform:16-512"` or `"rng-0-512"`.
+    n_requests: of each setting.
+    seed: of lengths, token ids and arrivals.
     slo: the objective that goodput counts, as `"ttft:200ms,tpot:30ms"`.
-    out: a run folder.
-    asked: more of `BenchSpec`. See `bench.serve_bench` for Ctrl-C, and what is raised.
+    out: a run folder to write.
+    on_row(row): called as soon as a setting is finished.
+    asked: more of `BenchSpec`.
+
+    Returns a ServeBench: a row for each setting, with throughput (tokens/s) and latencies (ms).
+    Ctrl-C ends the measuring, and what has ended is returned, marked interrupted. Raises UsageError
+    for a setting or a length that is none and for a folder that exists, and WorkbenchError where
+    nothing answers.
     """
     settings = load.arrivals(arrivals, rate, concurrency)
     with reached(served, slots) as target:

@@ -79,7 +79,7 @@ ASKED = [  # the command, its exit status, what it says
     (("run", "--tokens", "1,2", "-n", 20, *ALONE), 0, ""),
     (("run", "--tokens", "1,2", "-n", 20, *CUT), 0, "stopped at 16 tokens: the context is full, "),
     (("run", *LONG, *CUT), 2, f"0 + 20 {OF_16}"),
-    (("logits", *LONG, "-o", "/dev/null", *CUT), 2, f"0 + 20 {OF_16}"),
+    (("logits", *LONG, "--out", "/dev/null", *CUT), 2, f"0 + 20 {OF_16}"),
     (("check", "--n-tokens", 20, *NULL), 2, OF_16),
     (("program", "--n-past", 20, *NULL), 2, OF_16),
     ((*AB, "--device", "embedded"), 2, "pp40 needs 40 KV cells of a sequence, but each of 3 "

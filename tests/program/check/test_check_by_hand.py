@@ -37,7 +37,6 @@ from tests.oracles.adversary import Adversary
 from tests.oracles.happens_before import racing_pairs
 from tests.planned import SCOPES, only_adds_order
 from tests.removable import superfluous
-from workbench.cli.check import lines
 from workbench.common.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
@@ -45,6 +44,7 @@ from workbench.graph.ir import F16, F32, I32, I64, Q8_0, Kind, Node, Tensor
 from workbench.graph.ops import make
 from workbench.program.check.findings import MOST_RACES
 from workbench.program.check.hazards import apart, check_cycle, races, refused
+from workbench.program.check.report import lines
 from workbench.program.commands import HOST, Command, Launch, Range, Replay, Stream, Write
 
 W = memory("weights")

@@ -11,15 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import pandas as pd
 
 from workbench.benchmarks.compare import answers
-from workbench.benchmarks.compare.arms import ComparisonSpec, comparison_spec
-from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.arms import ComparisonSpec, IdleToggles, comparison_spec
+from workbench.benchmarks.compare.comparison import AB, Comparisons
+from workbench.benchmarks.compare.forms import (
+    Asked,
+    One,
+    ToggleSet,
+    comparison_of,
+    names_in,
+    one_comparison,
+)
+from workbench.benchmarks.compare.idle import check_engines
 from workbench.benchmarks.compare.rounds import Repetition, Trials, order_of
 from workbench.benchmarks.compare.until import AT_MOST_S, Until, make_until
+from workbench.benchmarks.given import EngineOrPath, given_engine
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.runs.draft import (
     Draft,
@@ -31,24 +41,137 @@ from workbench.benchmarks.runs.draft import (
     session_of,
     take_over,
 )
-from workbench.benchmarks.workload import Sample, Workload, check_untraced
+from workbench.benchmarks.workload import Sample, Workload, check_untraced, parse_tests
 from workbench.common.errors import UsageError
-from workbench.config import Toggles
+from workbench.config import BASELINE
 from workbench.engine import exclusive
+from workbench.engine.choose import Wanted
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
 
+Tests = str | Workload | Sequence[str | Workload]
+
+
+@overload
+def ab(
+    engine: EngineOrPath, toggle: list[str] | tuple[str, ...], values: None = None,
+    tests: Tests = "tg32", rounds: int = 10, seed: int = 0, background: Wanted = None,
+    out: str | Path | None = None, **more: Any,
+) -> Comparisons: ...  # fmt: skip
+
+
+@overload
+def ab(
+    engine: EngineOrPath, toggle: One, values: Sequence[Any] | ToggleSet | None = None,
+    tests: Tests = "tg32", rounds: int = 10, seed: int = 0, background: Wanted = None,
+    out: str | Path | None = None, **more: Any,
+) -> AB: ...  # fmt: skip
+
+
 @exclusive.door
 def ab(
-    engine: Engine,
-    toggle: str,
-    values: Sequence[str] | None = None,
-    tests: str | Workload | Sequence[str | Workload] = "tg32",
+    engine: EngineOrPath,
+    toggle: One | Sequence[str],
+    values: Sequence[Any] | ToggleSet | None = None,
+    tests: Tests = "tg32",
     rounds: int = 10,
     seed: int = 0,
-    background: Toggles | None = None,
+    background: Wanted = None,
+    out: str | Path | None = None,
+    *,
+    name: str | None = None,
+    smoke: bool = False,
+    resume: bool = False,
+    until: float | None = None,
+    at_most_s: float = AT_MOST_S,
+    progress: Callable[[int, int, str], None] | None = None,
+    **settings: Any,
+) -> AB | Comparisons:
+    """Compares values of one toggle, or sets of toggles, on the weights of `engine`.
+
+    engine: an Engine; or the path of a GGUF file, which is opened for the comparison and closed
+        again.
+    toggle, values: what is compared; the first is the baseline.
+
+        * `"sync=per_copy,copy_boundary"`; or the name alone, with `values`.
+        * Sets: `"plans=off | plans=ours plan_scope=step"`.
+        * Two sets as `toggle` and `values`: `Toggles(), Toggles(fuse="on")`; or a list of them.
+          A mapping changes the background.
+        * A list of names: `["sync", "fuse"]`. Each toggle is a comparison of its own: the
+          background's value beside every other value that the device can honour.
+    tests: llama-bench test names.
+    rounds: repetitions of every arm, at least 5. smoke=True allows fewer; it also warms up only
+        once, and ends in the verdict "too few repetitions".
+    seed: of the random tokens, and of the intervals.
+    background: all other toggles, as `Engine.variant` takes them (default: the engine's; for a
+        file: everything off).
+    out: a run folder, written whole at the end and every 10 s on the way; of several comparisons
+        OUT-sync, OUT-fuse, ...
+    name: of the run, for lists of runs.
+    smoke: see `rounds`.
+    resume: continue the run in `out`, without the repetitions that it holds.
+    until: repeat until the half-width of the interval of every speedup, the A/A control's too, is
+        at most this share (0.01 for 1 %). The measuring stops on the width, never on the values
+        that the interval excludes. At least max(`rounds`, 10) rounds are run.
+    at_most_s: seconds of measuring, over all tests, after which `until` gives up. A resumed run has
+        all of this time again.
+    progress(done, total, what): called between repetitions; with `until`, total is an estimate.
+    settings: fields of EngineConfig (device, n_ctx, ...) for an engine of a file. Its context and
+        its sequences are made enough for the tests.
+
+    Returns an `AB`; of a list of names `Comparisons`, an `AB` by each name. Ctrl-C ends the
+    measuring: finished repetitions are saved and returned, marked interrupted. They are saved, too,
+    when the device fails, before the error is raised. Raises UsageError for a request that cannot
+    be measured, and where every arm does what the baseline does (`idle.py`); DeviceError where the
+    device cannot honour a value; and what `Engine.load` raises.
+    """
+    workloads = parse_tests(tests)
+    start = BASELINE if background is None else background
+    with given_engine(engine, ab, settings, start, workloads) as opened:
+        exclusive.check(opened._loaded)
+
+        def measured(asked: Asked, folder: Path | None, name: str | None) -> AB:
+            made = comparison_spec(asked.spec, None, workloads, rounds, asked.background, smoke)
+            return compare_arms(
+                opened, made, rounds, seed, folder, name=name, smoke=smoke, resume=resume,
+                until=until, at_most_s=at_most_s, progress=progress,
+            )  # fmt: skip
+
+        folder = None if out is None else Path(out)
+        if not names_in(toggle):
+            return measured(one_comparison(opened, toggle, values, background), folder, name)
+        if values is not None:
+            raise UsageError(f"{values!r} cannot be the values of several toggles; write each as "
+                             "'sync=per_copy,packed'")  # fmt: skip
+        found = Comparisons()
+        each = [(one, *comparison_of(opened, one, background)) for one in names_in(toggle)]
+        for one, asked, left in each:
+            found.left_out += left
+            if asked is None:
+                found.left_out.append(f"{one} is left out: no other value can be measured here")
+                continue
+            key = one.partition("=")[0].strip()
+            own = None if folder is None else folder.with_name(f"{folder.name}-{key}")
+            try:
+                found[key] = measured(asked, own, name and f"{name}: {key}")
+            except IdleToggles as why:
+                found.left_out.append(f"{key} is left out: {why}")
+                continue
+            if found[key].interrupted:
+                break
+        if not found:
+            raise UsageError("nothing can be compared: " + "; ".join(found.left_out))
+        return found
+
+
+@exclusive.door
+def compare_arms(
+    engine: Engine,
+    made: ComparisonSpec,
+    rounds: int,
+    seed: int = 0,
     out: str | Path | None = None,
     *,
     name: str | None = None,
@@ -58,29 +181,8 @@ def ab(
     at_most_s: float = AT_MOST_S,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> AB:
-    """Compares values of one toggle, or sets of toggles, on the weights of `engine`.
-
-    toggle: `"sync=per_copy,copy_boundary"` or the name alone, with `values`; the first value is the
-        baseline. Or sets: `"plans=off | plans=ours plan_scope=step"`; the first is the baseline.
-    background: all other toggles (default: the engine's).
-    tests: llama-bench test names.
-    rounds: repetitions of every arm, at least 5. smoke=True allows fewer; it also warms up only
-        once, and ends in the verdict "too few repetitions".
-    out: a run folder, written whole at the end and every 10 s on the way.
-    resume: continue the run in `out`, without the repetitions that it holds.
-    until: repeat until the half-width of the interval of every speedup, the A/A control's too, is
-        at most this share (0.01 for 1 %). The measuring stops on the width, never on the values
-        that the interval excludes. At least max(`rounds`, 10) rounds are run.
-    at_most_s: seconds of measuring, over all tests, after which `until` gives up. A resumed run has
-        all of this time again.
-    progress(done, total, what): called between repetitions; with `until`, total is an estimate.
-
-    Ctrl-C ends the measuring: finished repetitions are saved and returned, marked interrupted. They
-    are saved, too, when the device fails, before the error is raised. Raises UsageError for a
-    request that cannot be measured, DeviceError where the device cannot honour a value.
-    """
+    """As `ab`, with the arms and the tests of `made`. The last arm is the A/A control."""
     exclusive.check(engine._loaded)
-    made = comparison_spec(toggle, values, tests, rounds, background or engine.toggles, smoke)
     check_untraced(engine)
     made.check_arms(engine.config)
     asked = make_until(until, at_most_s)
@@ -140,6 +242,7 @@ class _Comparison:
             "smoke": self.smoke,
             "warm_up": {},
             "until": None,
+            "idle": {},
             "answers": {},
             "sessions": [session_of(made)],
         }
@@ -181,6 +284,8 @@ class _Comparison:
             trials.engines = [
                 stack.enter_context(closing(self.engine.variant(arm.toggles))) for arm in self.arms
             ]
+            idle = check_engines(trials.engines, self.toggle, self.arms, trials.workloads)
+            draft.run["result"]["idle"] = idle
             with kept(draft):
                 kinds = [arm.answer for arm in self.arms[1:]]
                 found = answers.compare_engines(trials.engines, kinds, trials.seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -18,7 +17,10 @@ from workbench.config import (
     GraphReuse,
     Switch,
     Toggles,
+    parse_changes,
 )
+from workbench.config.table import idle
+from workbench.config.toggles import as_value
 
 
 class Arm(NamedTuple):
@@ -38,11 +40,7 @@ def parse_toggle_spec(spec: str) -> tuple[str, list[str]]:
     known = Toggles.values(name)
     if not equals or not values:
         raise UsageError(f"toggle {spec!r} has no values; write {name}={known[0]},{known[-1]}")
-    for value in values:
-        if value not in known:
-            raise UsageError(
-                f"toggle {name}={value!r} does not exist; choose one of {', '.join(known)}"
-            )
+    values = [as_value(name, value, known) for value in values]
     if len(set(values)) < len(values):
         raise UsageError(f"toggle {spec!r} names a value twice; the A/A control is added anyway")
     return name, values
@@ -93,23 +91,7 @@ def arms_of(spec: str, background: Toggles) -> tuple[str, list[Arm]]:
 def switched(background: Toggles, changes: str) -> Toggles:
     """The background with the changes `NAME=VALUE NAME=VALUE...`. Raises UsageError for an unknown
     toggle or value."""
-    given: dict[str, str] = {}
-    for name, value in parse_changes(changes).items():
-        given |= dict.fromkeys(Toggles.members(name), value)
-    return dataclasses.replace(background, **given)
-
-
-def parse_changes(changes: str) -> dict[str, str]:
-    """`NAME=VALUE NAME=VALUE...` as value by name. Raises UsageError for an unknown name, and for a
-    name without a value."""
-    given: dict[str, str] = {}
-    for change in changes.split():
-        name, equals, value = change.partition("=")
-        known = Toggles.values(name)
-        if not equals:
-            raise UsageError(f"toggle {name} has no value; write {name}={known[-1]}")
-        given[name] = value
-    return given
+    return background.changed_by(parse_changes(changes))
 
 
 def answer_between(before: Toggles, after: Toggles) -> str:
@@ -135,6 +117,31 @@ def _splits(was: Mapping[str, str], now: Mapping[str, str]) -> bool:
     fused = any(was[name] == Switch.ON for name in Toggles.members("fuse"))
     auto = was["branch_fusion"] == BranchFusion.AUTO
     return fused and auto and any(was[name] != now[name] for name in ("streams", "fork"))
+
+
+class IdleToggles(UsageError):
+    """A comparison whose arms do the same work (`idle.py`)."""
+
+
+def idle_refusal(toggle: str, arms: Sequence[Arm], why: Sequence[str]) -> str:
+    """The line on arms that do the baseline's work, each for a reason. arms: the baseline first.
+    toggle: empty where sets are compared."""
+    baseline, *others = (f"{toggle}={arm.name}" if toggle else arm.name for arm in arms)
+    does = "does" if len(others) == 1 else "do"
+    return (
+        f"{' and '.join(others)} {does} what {baseline} does, so there is nothing to measure: "
+        f"{'; '.join(dict.fromkeys(why))}"
+    )
+
+
+def check_acting(toggle: str, arms: Sequence[Arm]) -> None:
+    """Raises IdleToggles where the table of toggles says that no arm differs from the baseline in
+    any test. No engine is needed for that."""
+    own = [arm for arm in arms if not arm.is_control]
+    was = own[0].toggles.to_dict()
+    why = [idle(was, arm.toggles.to_dict()) for arm in own[1:]]
+    if all(why):
+        raise IdleToggles(idle_refusal(toggle, own, why))
 
 
 class ComparisonSpec(NamedTuple):
@@ -165,4 +172,6 @@ def comparison_spec(
         raise UsageError(
             f"rounds={rounds} is too few to compare anything; take {MIN_REPETITIONS} or more"
         )
-    return ComparisonSpec(spec, *arms_of(spec, background), parse_tests(tests))
+    name, arms = arms_of(spec, background)
+    check_acting(name, arms)
+    return ComparisonSpec(spec, name, arms, parse_tests(tests))

@@ -1,4 +1,5 @@
-"""Compares runs that were measured apart: run folders, across commits and machines.
+"""Compares runs that were measured apart, across commits, machines and engines: run folders, and
+files of llama-bench (`sides.py`).
 
 The first run is the baseline. A ratio is (median t/s of the run) / (median t/s of the baseline).
 Its interval is a percentile bootstrap of the log ratio. Each side's repetitions are resampled on
@@ -17,22 +18,24 @@ import html
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
 from workbench.benchmarks.compare import stats
-from workbench.benchmarks.compare.comparison import AB
-from workbench.benchmarks.compare.matching import Matched, Repeated, match, repeated
+from workbench.benchmarks.compare.matching import Matched, Repeated, match
+from workbench.benchmarks.compare.sides import (
+    ARM,
+    KINDS,
+    Side,
+    differences,
+    sides_of,
+    why_history,
+)
 from workbench.benchmarks.compare.stats import Band, Ratio
-from workbench.benchmarks.llama.llama_bench import ARM
-from workbench.benchmarks.runs import results
-from workbench.benchmarks.runs.nameless import card_number
-from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
 from workbench.common.tables import Table, to_html
 
-KINDS = ("ab", "bench")
 HISTORY = "history"
 LIFTED = ("Run", "Model", "Arm", "Toggles")  # above the table where the same in every row
 METHOD = (
@@ -65,6 +68,7 @@ class ComparedRow(NamedTuple):
 class Compared:
     """Two or more compared runs. Never draws.
 
+    sides: the runs, the baseline first.
     rows: the pairs.
     left: repetitions without a counterpart: the run that has them, the run that lacks them, and
         the repetitions.
@@ -73,12 +77,12 @@ class Compared:
 
     def __init__(
         self,
-        runs: list[results.Run],
+        sides: list[Side],
         rows: list[ComparedRow],
         left: list[tuple[str, str, Repeated]],
         lines: list[str],
     ):
-        self.runs, self.rows, self.left, self.lines = runs, rows, left, lines
+        self.sides, self.rows, self.left, self.lines = sides, rows, left, lines
 
     def below(self, limit: float) -> list[ComparedRow]:
         """The rows that have a verdict and whose whole interval lies below `limit`."""
@@ -130,7 +134,7 @@ class Compared:
         made = table.drop(columns=same)
         constant = {c: table[c].iloc[0] for c in same}
         made.attrs = {
-            "constant": {"Baseline": self.runs[0].run["run_id"]} | constant,
+            "constant": {"Baseline": self.sides[0].name} | constant,
             "groups": [c for c in ("Run", "Model", "Toggles") if c in made],
             "keys": [c for c in (*LIFTED, "Test") if c in made],
         }
@@ -138,7 +142,7 @@ class Compared:
 
     def _label(self, row: ComparedRow) -> str:
         arm = "" if row.sides.after.arm == ARM else row.sides.after.arm
-        return f"{row.run_id} {arm}".strip() if len(self.runs) > 2 or not arm else arm
+        return f"{row.run_id} {arm}".strip() if len(self.sides) > 2 or not arm else arm
 
     def unmatched(self) -> Table:
         """Repetitions without a counterpart: columns Only in, Not in, Model, Toggles, Tests."""
@@ -168,52 +172,48 @@ _COLUMNS = [
 ]  # fmt: skip
 
 
-def compare(*folders: str | Path, across: bool = False) -> Compared:
-    """Compares run folders of kinds `ab` and `bench` with the first folder.
+def compare(*runs: str | Path, across: bool = False) -> Compared:
+    """Compares runs with the first run. Returns a Compared, which prints as a table; `summary` has
+    its numbers.
 
+    runs: run folders of kinds `ab` and `bench`, and files of llama-bench (json, jsonl, csv, sql,
+        SQLite). A file has a side for each build_commit, as for compare-llama-bench.py.
     across: rows of another device, driver or day have a verdict, too.
-    Raises UsageError for fewer than two folders and for a folder that is no run folder. Also for a
-    baseline of another kind, and where all further runs are of other kinds.
+
+    Raises UsageError for fewer than two sides, and for anything that is no run folder and no file
+    of llama-bench. Also for a baseline of another kind, and where all further runs are of other
+    kinds.
     """
-    if len(folders) < 2:
-        raise UsageError("compare needs two run folders or more; the first is the baseline")
-    runs = [results.load_run(folder) for folder in folders]
-    baseline, lines, others = runs[0], [], []
-    if baseline.run["kind"] not in KINDS:
-        raise UsageError(
-            f"{baseline.folder} is of kind {baseline.run['kind']}; compare takes "
-            f"{' and '.join(KINDS)} runs"
-        )
-    for other in runs[1:]:
-        if other.run["kind"] in KINDS:
-            others.append(other)
-        else:
-            lines.append(
-                f"{other.run['run_id']} is not compared: it is of kind {other.run['kind']}, and "
-                f"{' and '.join(KINDS)} runs are"
-            )
+    sides = [side for path in runs for side in sides_of(path)]
+    if len(sides) < 2:
+        raise UsageError("compare needs two runs or more; the first is the baseline")
+    baseline, others = sides[0], [side for side in sides[1:] if side.kind in KINDS]
+    kinds = " and ".join(KINDS)
+    if baseline.kind not in KINDS:
+        raise UsageError(f"{runs[0]} is of kind {baseline.kind}; compare takes {kinds} runs")
+    lines = [
+        f"{side.name} is not compared: it is of kind {side.kind}, and {kinds} runs are"
+        for side in sides[1:]
+        if side.kind not in KINDS
+    ]
     if not others:
-        raise UsageError(f"nothing to compare with {baseline.folder}: {'; '.join(lines)}")
+        raise UsageError(f"nothing to compare with {runs[0]}: {'; '.join(lines)}")
     rows: list[ComparedRow] = []
     left: list[tuple[str, str, Repeated]] = []
     for other in others:
-        found = match(list(repeated(baseline)), list(repeated(other)))
-        unlike = [] if across else why_history(baseline.run, other.run)
-        bands = (_bands(baseline), _bands(other))
-        rows += [_row(other, sides, bands, bool(unlike)) for sides in found.matched]
-        name = other.run["run_id"]
+        found = match(baseline.repetitions, other.repetitions)
+        unlike = [] if across else why_history(baseline, other)
+        rows += [_row(other, pair, baseline, bool(unlike)) for pair in found.matched]
         if unlike:
             lines.append(
-                f"{name} is history, and has no verdict: {'; '.join(unlike)}. "
+                f"{other.name} is history, and has no verdict: {'; '.join(unlike)}. "
                 "--across (in Python across=True) judges it"
             )
-        lines += [f"{name}: {said}" for said in differences(baseline.run, other.run)]
-        lines += [f"{name}: {said}" for said in _other_files(found.matched)]
-        first = baseline.run["run_id"]
-        left += [(first, name, side) for side in found.only_before]
-        left += [(name, first, side) for side in found.only_after]
-    lines += [f"{run.run['run_id']} was interrupted" for run in (baseline, *others)
-              if run.run["status"] == results.INTERRUPTED]  # fmt: skip
+        lines += [f"{other.name}: {said}" for said in differences(baseline, other)]
+        lines += [f"{other.name}: {said}" for said in _other_files(found.matched)]
+        left += [(baseline.name, other.name, side) for side in found.only_before]
+        left += [(other.name, baseline.name, side) for side in found.only_after]
+    lines += [note for side in (baseline, *others) for note in side.notes]
     if not rows:
         lines.append(
             "nothing matches: no test, model and arm is in the baseline and in another run"
@@ -221,83 +221,31 @@ def compare(*folders: str | Path, across: bool = False) -> Compared:
     return Compared([baseline, *others], rows, left, [*dict.fromkeys(lines), *METHOD])
 
 
-def _row(
-    other: results.Run, sides: Matched, bands: tuple[dict[str, Band], ...], is_history: bool
-) -> ComparedRow:
+def _row(other: Side, sides: Matched, baseline: Side, is_history: bool) -> ComparedRow:
     ratio = stats.independent_ratio(sides.before.tps, sides.after.tps)
-    known = [found[sides.after.test] for found in bands if sides.after.test in found]
+    test = sides.after.test
+    known = [side.bands[test] for side in (baseline, other) if test in side.bands]
     band = max(known, key=lambda b: b.high, default=Band(math.nan, math.nan))
     used = Band(1.0, 1.0) if math.isnan(band.low) else band
     verdict = HISTORY if is_history else stats.verdict(ratio, used)
-    return ComparedRow(
-        str(other.run["run_id"]), sides, ratio, band, stats.resolution(ratio, used), verdict
-    )
-
-
-def _bands(run: results.Run) -> dict[str, Band]:
-    """The A/A band by test; empty for a run without a control."""
-    if run.run["kind"] != "ab":
-        return {}
-    found = AB(run.run, run.samples).summary()
-    bands = {row.test: Band(row.band_low, row.band_high) for row in found.itertuples()}
-    return {test: band for test, band in bands.items() if not math.isnan(band.low)}
+    return ComparedRow(other.name, sides, ratio, band, stats.resolution(ratio, used), verdict)
 
 
 def _toggles(sides: Matched) -> str:
+    before, after = sides.before, sides.after
+    if (before.foreign or after.foreign) and before.label != after.label:
+        return f"{before.label} -> {after.label}"
     if not sides.differ:
-        return sides.after.label
+        return after.label
     return ", ".join(f"{name}: {a} -> {b}" for name, a, b in sides.differ)
 
 
-def why_history(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Why a run is history: its device, card, processor, driver or day differs. Empty where all are
-    alike. before, after: `run.json` as dicts."""
-    return [
-        f"another {what} ({a[what]}, and {b[what]})"
-        for a, b in [(_circumstances(before), _circumstances(after))]
-        for what in a
-        if a[what] != b[what]
-    ]
-
-
-def _circumstances(run: dict[str, Any]) -> dict[str, str]:
-    """The circumstances that must be alike for a verdict. The day is the UTC day of the start."""
-    engine, machine = run["engine"], run["machine"]
-    device, _, software = str(engine.get("device_description")).partition(", driver ")
-    gpus = machine.get("gpus") or [] if is_gpu(str(engine.get("device"))) else []
-    drivers = {str(gpu.get("driver")) for gpu in gpus}
-    return {
-        "device": device,
-        "card": ", ".join(str(gpu.get("card") or card_number(gpu.get("uuid"))) for gpu in gpus),
-        "processor": str((machine.get("cpu") or {}).get("name")),
-        "driver": software or ", ".join(sorted(drivers)),
-        "day": str(run["started"])[:10],
-    }
-
-
-def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """The further differences between two runs: commits, versions, the engine's settings."""
-    a, b = (_commit(run["commit"]) for run in (before, after))
-    yield f"commit {a} -> {b}" if a != b else f"the same commit {a}"
-    for what, old, new in (
-        ("versions", before["versions"], after["versions"]),
-        ("settings", before["engine"].get("config") or {}, after["engine"].get("config") or {}),
-    ):
-        names = [k for k in dict.fromkeys([*old, *new]) if old.get(k) != new.get(k)]
-        if names:
-            changed = (f"{k} {_said(old.get(k))} -> {_said(new.get(k))}" for k in names)
-            yield f"other {what}: {', '.join(changed)}"
-
-
-def _said(value: Any) -> str:
-    return "none" if value is None else str(value)
-
-
-def _commit(commit: dict[str, Any]) -> str:
-    return str(commit.get("hash"))[:8] + (" with changes" if commit.get("dirty") else "")
-
-
 def _other_files(matched: Sequence[Matched]) -> Iterator[str]:
-    names = {" ".join(s.after.model[1:]) for s in matched if s.before.model[0] != s.after.model[0]}
+    names = {
+        " ".join(s.after.model[1:])
+        for s in matched
+        if None not in (s.before.model[0], s.after.model[0])
+        and s.before.model[0] != s.after.model[0]
+    }
     for name in sorted(names):
         yield f"{name} is another file: the same name and type, and another hash"

@@ -7,9 +7,10 @@ machine.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from workbench.benchmarks.compare.until import RepeatEnd
 from workbench.benchmarks.runs import results
 from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
+from workbench.common.framed import Framed
 from workbench.common.tables import Table, markdown, terminal_columns, to_html
 from workbench.config import said_toggles
 
@@ -42,12 +44,16 @@ def background(run: dict[str, Any]) -> str:
     return said_toggles(shared)
 
 
-class AB:
-    """A finished or interrupted comparison.
+class AB(Framed):
+    """A finished or interrupted comparison: what `wb.ab` returns.
 
     run: `run.json` as a dict.
-    samples: every timed token (see `results`).
-    Never draws; the plots take these tables.
+    samples: every timed token, with the columns of samples.parquet (`benchmarks/README.md`).
+
+    Printed, it is a speedup table with intervals, verdicts and answers. `to_frame` has the numbers,
+    `table` the speedup table, `verdict` the sentences, `percentiles` the times of single tokens,
+    `evidence` the commands of a step, `samples` every time. `plot`, `to_csv`, `to_parquet` and
+    `save` draw and write.
     """
 
     def __init__(self, run: dict[str, Any], samples: pd.DataFrame):
@@ -55,14 +61,15 @@ class AB:
 
     @classmethod
     def load(cls, folder: str | Path) -> AB:
-        """Reads a run folder. Raises UsageError where it is no run folder, or of another kind."""
+        """Returns the comparison in a run folder. Raises UsageError where it is no run folder, or
+        of another kind."""
         found = results.load_run(folder)
         if found.run["kind"] != "ab":
             raise UsageError(f"{folder} holds a run of kind {found.run['kind']!r}, no comparison")
         return cls(found.run, found.samples)
 
     def save(self, folder: str | Path) -> Path:
-        """Writes the run folder; returns its path."""
+        """Writes the run folder; returns its path. Raises UsageError where it cannot be written."""
         return results.write_run(folder, self.run, self.samples)
 
     @property
@@ -99,6 +106,28 @@ class AB:
         """`sync=per_copy`, or the set where sets of toggles are compared."""
         toggle = self.run["result"]["toggle"]
         return f"{toggle}={label}" if toggle else label
+
+    def to_frame(self) -> pd.DataFrame:
+        """All numbers, with the origin of each row, so that frames of several comparisons can be
+        concatenated. A row per test and arm except the baseline; the control has rows, too.
+
+        Columns: model, device, toggle (empty where sets of toggles are compared), baseline (its
+        value, or its set), background, commit, run_id, date, test, and the further columns of
+        `summary`.
+        """
+        run = self.run
+        origin = {
+            "model": self.model,
+            "device": run["engine"].get("device_description") or run["engine"].get("device"),
+            "toggle": run["result"]["toggle"],
+            "baseline": run["arms"][0]["name"],
+            "background": background(run),
+            "commit": str(run["commit"]["hash"])[:8],
+            "run_id": run["run_id"],
+            "date": str(run["started"])[:10],
+        }
+        numbers = self.summary()
+        return pd.DataFrame(origin, index=numbers.index).join(numbers)
 
     def summary(self) -> pd.DataFrame:
         """One row per test and arm except the baseline, with all numbers; the control has rows,
@@ -202,6 +231,9 @@ class AB:
                 f"{row.speedup:.3f}x (95% CI {stats.interval(row.low, row.high)}, n={row.n}, "
                 f"A/A band {stats.interval(row.band_low, row.band_high)}); {row.answer}"
             )
+        for test, arms in self.run["result"].get("idle", {}).items():  # older runs do not say
+            same = "does what the baseline does"
+            lines += [f"{test}: {arm} {same}: {why}" for arm, why in arms.items()]
         lines += resolution.lines(self.summary())
         # for a run that was repeated until its intervals were narrow
         asked = self.run["result"].get("until")
@@ -249,6 +281,61 @@ class AB:
             to_html(self.table())
             + f"<p><small>{html.escape(self.caption)}</small></p><p>{lines}</p>"
         )
+
+
+class Comparisons(dict[str, AB], Framed):
+    """Several comparisons on one engine, each an `AB` by the name of its toggle: what `wb.ab`
+    returns for a list of names.
+
+    left_out: a line for each toggle or value that was not compared, with the reason.
+
+    `to_frame` has the rows of all of them, one after the other.
+    """
+
+    def __init__(self, found: Mapping[str, AB] = MappingProxyType({})):
+        super().__init__(found)
+        self.left_out: list[str] = []
+
+    @property
+    def interrupted(self) -> bool:
+        return any(one.interrupted for one in self.values())
+
+    def to_frame(self) -> pd.DataFrame:
+        """The rows of all comparisons; see `AB.to_frame`."""
+        return pd.concat([one.to_frame() for one in self.values()], ignore_index=True)
+
+    @property
+    def verdict(self) -> str:
+        """The sentences of all comparisons, then what was left out."""
+        return "\n".join([*(one.verdict for one in self.values()), *self.left_out])
+
+    def table(self) -> Table:
+        """A row per toggle, test and toggled value, in the columns of `AB.table`, without the A/A
+        controls."""
+        numbers = self.to_frame()
+        numbers = numbers[~numbers["is_control"]].reset_index(drop=True)
+        bounds = zip(numbers["low"], numbers["high"], strict=True)
+        return Table(
+            {
+                "Model": numbers["model"],
+                "Toggle": numbers["toggle"],
+                "Baseline": numbers["baseline"],
+                "Toggled": numbers["label"],
+                "Test": numbers["test"],
+                "Speedup": numbers["speedup"],
+                "95% CI": [stats.interval(*pair) for pair in bounds],
+                "n": numbers["n"],
+                "verdict": numbers["verdict"],
+                "answer": numbers["answer"],
+            }
+        ).shown(groups=["Toggle"], keys=["Toggle", "Toggled", "Test"], digits={"Speedup": 3})
+
+    def __repr__(self) -> str:
+        return "\n".join([markdown(self.table(), terminal_columns()), "", *self.left_out]).rstrip()
+
+    def _repr_html_(self) -> str:
+        left = "<br>".join(map(html.escape, self.left_out))
+        return to_html(self.table()) + (f"<p>{left}</p>" if left else "")
 
 
 _COLUMNS = [

@@ -19,6 +19,8 @@ class Repeated(NamedTuple):
     model: hash, name and type.
     toggles: all toggles of today, and the run's further toggles that no longer exist.
     tps: t/s, float (n,), in the order taken.
+    shape: parameters of the model and its type, which files of llama-bench tell, too.
+    foreign: what is known of an engine that has no toggles of ours; else empty.
     """
 
     test: str
@@ -26,11 +28,13 @@ class Repeated(NamedTuple):
     model: tuple[str | None, str, str]
     toggles: dict[str, str]
     tps: np.ndarray
+    shape: tuple[int | None, str] = (None, "")
+    foreign: str = ""
 
     @property
     def label(self) -> str:
         """The toggles that are not off: `sync=packed, fuse=on, all else off`."""
-        return said_toggles(self.toggles)
+        return self.foreign or said_toggles(self.toggles)
 
 
 class Matched(NamedTuple):
@@ -53,16 +57,18 @@ def repeated(run: results.Run) -> Iterator[Repeated]:
     """Every test and arm of a run folder, except the A/A control."""
     model = run.run["model"]
     identity = (model.get("hash"), str(model.get("name")), str(model.get("quant")))
+    shape = (model.get("n_params"), identity[2])
     toggles = {arm["name"]: arm["toggles"] for arm in run.run["arms"]}
     rates = results.rates(run.samples)
     rates = rates[~rates["is_control"]]
     for (test, arm), rows in rates.groupby(["test", "arm"], sort=False):
         own = Toggles().to_dict() | {k: str(v) for k, v in toggles.get(str(arm), {}).items()}
-        yield Repeated(str(test), str(arm), identity, own, rows["tps"].to_numpy(float))
+        yield Repeated(str(test), str(arm), identity, own, rows["tps"].to_numpy(float), shape)
 
 
 def match(before: Sequence[Repeated], after: Sequence[Repeated]) -> Matching:
-    """Pairs of the same test, model (by its hash, else by name and type) and toggles.
+    """Pairs of the same test, model and toggles. A model is the same by its hash, else by name and
+    type, else by its number of parameters and type.
 
     Then arms of one test and model are a pair if they have the same name, or if each side has one
     arm left. Such a pair differs in toggles only, and names them.
@@ -71,7 +77,8 @@ def match(before: Sequence[Repeated], after: Sequence[Repeated]) -> Matching:
     for rule in _RULES:
         for key, (ours, theirs) in _left(before, after, found, rule).items():
             if None not in key and (rule in _EXACT or len(ours) == len(theirs) == 1):
-                found |= dict(zip(ours, theirs, strict=False))
+                pairs = zip(ours, theirs, strict=False)
+                found |= {i: j for i, j in pairs if _may_be_one(before[i], after[j], rule)}
     taken = set(found.values())
     return Matching(
         [Matched(before[i], after[j], _differ(before[i], after[j]))
@@ -81,23 +88,30 @@ def match(before: Sequence[Repeated], after: Sequence[Repeated]) -> Matching:
     )  # fmt: skip
 
 
-def _frozen(repeated: Repeated) -> frozenset[tuple[str, str]]:
-    return frozenset(repeated.toggles.items())
+def _frozen(repeated: Repeated) -> frozenset[tuple[str, str]] | None:
+    return None if repeated.foreign else frozenset(repeated.toggles.items())
 
 
 # the strictest rule first; a key with None (an unknown hash) matches nothing
 _Rule = Callable[[Repeated], tuple[Hashable, ...]]
-_EXACT: list[_Rule] = [
-    lambda r: (r.test, r.model[0], _frozen(r)),
-    lambda r: (r.test, r.model[1:], _frozen(r)),
-]
-_RULES: list[_Rule] = [
-    *_EXACT,
-    lambda r: (r.test, r.model[0], r.arm),
-    lambda r: (r.test, r.model[1:], r.arm),
-    lambda r: (r.test, r.model[0]),
-    lambda r: (r.test, r.model[1:]),
-]
+_MODELS: list[_Rule] = [lambda r: (r.model[0],), lambda r: r.model[1:], lambda r: r.shape]
+
+
+def _with(model: _Rule, more: _Rule) -> _Rule:
+    return lambda r: (r.test, *model(r), *more(r))
+
+
+_EXACT = [_with(model, lambda r: (_frozen(r),)) for model in _MODELS]
+_BY_ARM = [_with(model, lambda r: (r.arm,)) for model in _MODELS]
+_ALONE = [_with(model, lambda r: ()) for model in _MODELS]
+_RULES = [*_EXACT, *_BY_ARM, *_ALONE]
+_BY_SHAPE = [_EXACT[-1], _BY_ARM[-1], _ALONE[-1]]
+
+
+def _may_be_one(before: Repeated, after: Repeated, rule: _Rule) -> bool:
+    """Models are told by their shape only where a file does not tell their hash: other models may
+    have as many parameters."""
+    return rule not in _BY_SHAPE or None in (before.model[0], after.model[0])
 
 
 def _left(
@@ -118,7 +132,9 @@ def _left(
 
 def _differ(before: Repeated, after: Repeated) -> list[tuple[str, str, str]]:
     """The differing toggles, by name. A family is named once where each side has one value for
-    all its members."""
+    all its members. Engines without our toggles differ in none."""
+    if before.foreign or after.foreign:
+        return []
     old, new = folded(before.toggles), folded(after.toggles)
     if old.keys() != new.keys():
         old, new = before.toggles, after.toggles

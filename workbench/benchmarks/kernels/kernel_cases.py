@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.graph import ir, ops
 from workbench.graph.fuse import fuse
 from workbench.model.synth.shapes import PRESETS
@@ -130,7 +131,8 @@ def _chosen(
         elif name in known:
             found += known[name]
         else:
-            raise UsageError(f"{what} {name!r} does not exist; choose from all, {', '.join(known)}")
+            said = choices(name, ("all", *known))
+            raise UsageError(f"{what} {name!r} does not exist; {said}")
     return list(dict.fromkeys(found))
 
 

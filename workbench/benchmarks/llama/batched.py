@@ -143,7 +143,8 @@ def _md(rows: Sequence[BenchRow], width: int | None) -> str:
         toggles = f"toggles: {fmt.shared_toggles(alike)}"
         wide = width or max(len(said), len(toggles))
         above = ["\n".join(textwrap.wrap(s, wide, break_on_hyphens=False)) for s in (said, toggles)]
-        texts += ["\n".join(above), fmt.table_of(_COLUMNS, alike, width)]
+        columns = [*fmt.varying_toggles(alike), *_COLUMNS]
+        texts += ["\n".join(above), fmt.table_of(columns, alike, width)]
     if not texts:
         return ""
     first = rows[0].fields

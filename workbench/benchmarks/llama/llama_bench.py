@@ -35,7 +35,7 @@ from workbench.benchmarks.runs.draft import (
     session_of,
     take_over,
 )
-from workbench.benchmarks.runs.results import Run
+from workbench.benchmarks.runs.results import Run, new_run_folder
 from workbench.benchmarks.workload import Sample, Workload, check_fits, check_untraced
 from workbench.common.devices import DEVICES, is_gpu
 from workbench.common.errors import UsageError
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine
     from workbench.model.decoder import Model
 
-__all__ = ["FIELDS", "FORMATS", "BenchRow", "bench", "format_rows", "workloads"]
+__all__ = ["FIELDS", "FORMATS", "BenchRow", "format_rows", "measured", "workloads"]
 
 # llama-bench's values for options that are off, or that this engine does not have
 _OFF: dict[str, Any] = {
@@ -84,43 +84,6 @@ def workloads(
     return list(dict.fromkeys(tests))
 
 
-def bench(
-    engine: Engine,
-    n_prompt: Sequence[int] = (512,),
-    n_gen: Sequence[int] = (128,),
-    depth: Sequence[int] = (0,),
-    repetitions: int = 5,
-    pg: Sequence[tuple[int, int]] = (),
-    *,
-    seed: int = 0,
-    build: str | None = None,
-    out: str | Path | None = None,
-    resume: bool = False,
-    until: float | None = None,
-    at_most_s: float = AT_MOST_S,
-    on_row: Callable[[BenchRow], None] | None = None,
-) -> list[BenchRow]:
-    """Measures every test of the matrix on `engine`, as llama-bench does; one row per test.
-
-    The engine's context must hold the longest test.
-
-    build: the value of build_commit, in place of the commit.
-    out: a run folder to write, too (times of every token).
-    resume: continue the run in `out`; its repetitions are kept, and not measured again.
-    until: repeat each test until the half-width of the interval of its median t/s is at most this
-        share (0.01 for 1 %). At least max(`repetitions`, 10) repetitions are run.
-    at_most_s: seconds of measuring, over all tests, after which `until` gives up.
-    on_row(row): called as soon as a test is finished.
-
-    On Ctrl-C the run folder is written with the finished repetitions, and the interrupt is raised.
-    Raises UsageError for tests that do not fit and for fewer than 1 repetition.
-    """
-    return measured(
-        engine, workloads(n_prompt, n_gen, depth, pg), repetitions, seed=seed, build=build, out=out,
-        resume=resume, until=until, at_most_s=at_most_s, on_row=on_row,
-    )  # fmt: skip
-
-
 def measured(
     engine: Engine,
     tests: Sequence[Workload],
@@ -136,12 +99,39 @@ def measured(
     on_side: Callable[[Engine], None] = lambda side: None,
     on_end: Callable[[dict[str, int]], None] = lambda counters: None,
 ) -> list[BenchRow]:
-    """`bench` of the given tests. Where the engine has preset `best`, a test with another number of
-    sequences runs on a variant with the set for this number (`Sides`).
+    """Measures every test on `engine`, as llama-bench does; returns a row per test. `wb.bench` says
+    what the other arguments are.
 
-    on_side(variant): called with each new variant.
+    build: the value of build_commit, in place of the commit.
+    on_row(row): called as soon as a test is finished.
+    on_side(variant): called with each new variant (`Sides`).
     on_end(counters): called at the end, with the counters of the engine and its variants.
+
+    On Ctrl-C the run folder is written with the finished repetitions, and the interrupt is raised.
+    Raises UsageError for tests that do not fit and for fewer than 1 repetition.
     """
+    return recorded(
+        engine, tests, repetitions, seed=seed, build=build, out=out, resume=resume, until=until,
+        at_most_s=at_most_s, on_row=on_row, on_side=on_side, on_end=on_end,
+    )[0]  # fmt: skip
+
+
+def recorded(
+    engine: Engine,
+    tests: Sequence[Workload],
+    repetitions: int,
+    *,
+    seed: int = 0,
+    build: str | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    until: float | None = None,
+    at_most_s: float = AT_MOST_S,
+    on_row: Callable[[BenchRow], None] | None = None,
+    on_side: Callable[[Engine], None] = lambda side: None,
+    on_end: Callable[[dict[str, int]], None] = lambda counters: None,
+) -> tuple[list[BenchRow], Draft]:
+    """As `measured`, with the run beside the rows, whether it is saved or not."""
     if repetitions < 1:
         raise UsageError(f"repetitions={repetitions}: give 1 or more")
     check_untraced(engine)
@@ -152,7 +142,8 @@ def measured(
     earlier = open_out(None if out is None else Path(out), resume)
     trials = Trials([engine], tests, repetitions, seed, asked, once=repetitions == 1)
     commit, rows = provenance.commit(), list[BenchRow]()
-    run = _new_run(engine, tests, repetitions, seed, Path(out).name) if out is not None else {}
+    name = new_run_folder(name=f"bench-{tests[0]}").name if out is None else Path(out).name
+    run = _new_run(engine, tests, repetitions, seed, name)
     before = NOTHING
     if earlier is not None:
         before = _take_over(earlier, run, trials, Path(out or ""))
@@ -167,20 +158,17 @@ def measured(
             run["repetitions"] = max([before.most, *(len(row.samples) for row in rows)])
         return {}
 
-    drafts = []
-    if out is not None:
-        held = None if earlier is None else earlier.samples
-        drafts = [Draft(run, Path(out), complete, held, new=earlier is None)]
+    held = None if earlier is None else earlier.samples
+    draft = Draft(run, None if out is None else Path(out), complete, held, new=earlier is None)
 
     def taken(one: Repetition, sample: Sample) -> None:
         rows[-1].samples.append(sample._replace(last_logits=NO_LOGITS))
-        for draft in drafts:
-            draft.samples.add(
-                ARM, False, one.workload.name, one.round_, sample.token_ns, sample.token_n
-            )
-            draft.checkpoint()
+        draft.samples.add(
+            ARM, False, one.workload.name, one.round_, sample.token_ns, sample.token_n
+        )
+        draft.checkpoint()
 
-    with closing(sides), kept(*drafts, raises=True):
+    with closing(sides), kept(draft, raises=True):
         for test in tests:
             side = sides.engine_of(test)
             trials.engines = [side]
@@ -191,13 +179,12 @@ def measured(
             rows.append(BenchRow(test, [*samples], fields, side.toggles.to_dict(), {}))
             trials.measure(test, taken)
             rows[-1].ended.update(trials.ended.get(test.name, {}))
-            if drafts:
-                run["arms"][0]["program"][test.name] = describe(side, test)
-                run["result"]["sides"][test.name] = side.chosen
+            run["arms"][0]["program"][test.name] = describe(side, test)
+            run["result"]["sides"][test.name] = side.chosen
             if on_row is not None:
                 on_row(rows[-1])
         on_end(sides.counters)
-    return rows
+    return rows, draft
 
 
 class Sides:

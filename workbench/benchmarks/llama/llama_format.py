@@ -25,6 +25,7 @@ from workbench.benchmarks.compare.until import RepeatEnd
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.workload import Sample, Workload
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.common.tables import markdown
 from workbench.config import Toggles, said_toggles
 
@@ -132,7 +133,7 @@ def data_of(
         return json_of(objects)
     if fmt == "jsonl":
         return "".join(json.dumps(one) + "\n" for one in objects)
-    raise UsageError(f"format {fmt!r} does not exist; choose one of {', '.join(FORMATS)}")
+    raise UsageError(f"format {fmt!r} does not exist; {choices(fmt, FORMATS)}")
 
 
 def _plain(value: Any) -> str:
@@ -200,6 +201,13 @@ def _toggle(name: str) -> Column:
     return Column(name, -width, lambda row: row.toggles[name])
 
 
+def varying_toggles(rows: Sequence[BenchRow]) -> list[Column]:
+    """A column for each toggle that is not the same in every row."""
+    return [
+        _toggle(name) for name in Toggles.names() if len({row.toggles[name] for row in rows}) > 1
+    ]
+
+
 def _md(rows: Sequence[BenchRow], width: int | None) -> str:
     """llama-bench's table: threads on a CPU, ngl on a GPU, and options that vary or are not
     default.
@@ -223,9 +231,7 @@ def _md(rows: Sequence[BenchRow], width: int | None) -> str:
             columns.append(_field(name, heading, wide))
     if any(row.fields["n_ubatch"] != 512 for row in rows):
         columns.append(_field("n_ubatch", "n_ubatch", 8))
-    columns += [
-        _toggle(name) for name in Toggles.names() if len({row.toggles[name] for row in rows}) > 1
-    ]
+    columns += varying_toggles(rows)
     columns.append(Column("test", 15, _test))
     columns.append(Column("t/s", 20, _rate))
     names = [c for c in columns[:-2] if len({c.text(row) for row in rows}) > 1]

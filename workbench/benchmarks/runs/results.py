@@ -64,8 +64,10 @@ from workbench.config import EngineConfig, Toggles
 
 SCHEMA = 1
 RUN_JSON, SAMPLES = "run.json", "samples.parquet"
+SWEEP_JSON = "sweep.json"  # in a folder of run folders (`sweep/store.py`)
 TABLES = TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"  # of `perplexity`, and of `serve`
 COMPLETE, INTERRUPTED = "complete", "interrupted"
+NEWER, UNREADABLE = "newer schema", "unreadable"  # how the status of a listed folder begins
 CHECKPOINT_SECONDS = 10.0  # between two saves while an experiment runs
 DEFAULT_ROOT = Path("data/runs")
 
@@ -108,10 +110,11 @@ _DTYPES = {field.name: field.type.to_pandas_dtype() for field in SAMPLE_SCHEMA}
 
 
 class Run(NamedTuple):
-    """A run folder as read.
+    """A run folder of any kind, as read.
 
-    run: run.json as a dict.
-    samples: the table of every timed token.
+    folder: where it was read from.
+    run: run.json as a dict (`benchmarks/README.md` has its keys).
+    samples: the table of every timed token, with the columns of samples.parquet.
     """
 
     folder: Path
@@ -223,10 +226,20 @@ def percentiles(samples: pd.DataFrame) -> Table:
     return Table(rows, columns=columns)
 
 
+class NewerSchema(UsageError):
+    """A run folder that a later Workbench wrote."""
+
+
 def check_run(run: Mapping[str, Any], where: str | Path) -> None:
     """Raises UsageError, with `where` and the key, where `run` is not of schema 1."""
-    if run.get("schema") != SCHEMA:
-        raise UsageError(f"{where}: schema {run.get('schema')!r} of run.json is not {SCHEMA}")
+    schema = run.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise NewerSchema(
+            f"{where}: schema {schema} of run.json is newer than {SCHEMA}, the newest that this "
+            "version reads; install the Workbench that wrote it, or a later one"
+        )
+    if schema != SCHEMA:
+        raise UsageError(f"{where}: schema {schema!r} of run.json is not {SCHEMA}")
     for key, kind in RUN_KEYS.items():
         if not isinstance(run.get(key), kind):
             raise UsageError(f"{where}: run.json has no valid {key!r}")
@@ -385,7 +398,8 @@ def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
     """The runs under `root`, oldest first: one row per folder with a run.json, readable or not.
 
     Columns: run_id, started, kind, name, status, model, device, tests, arms, repetitions, commit,
-    duration_s, folder. A folder that cannot be read has the reason as its status.
+    duration_s, folder. A folder that cannot be read has the reason as its status, after
+    `newer schema: ` or `unreadable: `.
     """
     rows = []
     for path in sorted(Path(root).glob(f"**/{RUN_JSON}")):
@@ -395,7 +409,9 @@ def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
         try:
             rows.append(_row(path.parent))
         except (OSError, ValueError, KeyError) as error:  # UsageError is a ValueError
-            rows.append({"run_id": path.parent.name, "status": f"unreadable: {error}"})
+            why = NEWER if isinstance(error, NewerSchema) else UNREADABLE
+            where = "" if str(path.parent) in str(error) else f"{path.parent}: "
+            rows.append({"run_id": path.parent.name, "status": f"{why}: {where}{error}"})
             rows[-1]["folder"] = str(path.parent)
     columns = [
         "run_id", "started", "kind", "name", "status", "model", "device", "tests", "arms",

@@ -213,12 +213,22 @@ class Gaps(NamedTuple):
             "quiet machine"
         )
 
+    def shown(self) -> Table:
+        """The table as a lesson shows it: arm, pattern, the three counts, and the gap with its
+        quartiles."""
+        table = self.table()
+        few = table[["arm", "pattern", *COUNTED]].copy()
+        few["gap_us"] = [
+            f"{us:.1f} ({low:.1f}..{high:.1f})" for us, low, high in table[[*GAPS]].to_numpy()
+        ]
+        return Table(few).shown(keys=["arm"], code=["pattern"], right=["gap_us"])
+
     def __repr__(self) -> str:
-        return f"{markdown(self.table(), terminal_columns())}\n\n{self.verdict}"
+        return f"{markdown(self.shown(), terminal_columns())}\n\n{self.verdict}"
 
     def _repr_html_(self) -> str:
         lines = "<br>".join(html.escape(line) for line in self.verdict.splitlines())
-        return f"{to_html(self.table())}<p>{lines}</p>"
+        return f"{to_html(self.shown())}<p>{lines}</p>"
 
 
 def _less(rounds: pd.DataFrame, arms: pd.DataFrame, before: str, after: str) -> np.ndarray:

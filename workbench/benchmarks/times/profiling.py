@@ -28,7 +28,7 @@ from workbench.common.progress import Bar, bar
 from workbench.engine.look.phases import PHASES as OF_ENGINE
 from workbench.program.commands import HOST, Launch
 from workbench.trace.profile import Profile, profile
-from workbench.trace.spans import now_ns
+from workbench.trace.spans import Recorder, now_ns
 
 if TYPE_CHECKING:
     from workbench.engine.batch import Outputs
@@ -150,6 +150,7 @@ def trace_steps(
     engine.reset()
     _fill(engine, tokens)
     with profile(engine, window=window, collector=collector) as trace:
+        assert isinstance(trace.recorder, Recorder)
         for n_tokens, us in untraced:
             trace.recorder.untraced(int(n_tokens), round(1e3 * us))
         for ids, outputs in _steps(engine, tokens):

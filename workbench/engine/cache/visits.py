@@ -137,8 +137,11 @@ _KNOWN: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = 
 
 @contextmanager
 def kv_visits(engine: Engine) -> Iterator[VisitTable]:
-    """Counts the blocks of every step of the body, from its mask. Other steps pay nothing for it. A
-    recorder is set aside meanwhile, because counting would be in the trace."""
+    """Counts the blocks of every step of `engine` in the body, from its mask (`with`). Other steps
+    pay nothing for it. A recorder is set aside meanwhile, because counting would be in the trace.
+
+    The body is given a VisitTable, a list with a row for each attention of each step: step, layer,
+    way, n_tokens, n_kv, n_regions, visited and skipped (blocks of 16 cells)."""
     found, before, untraced = VisitTable(), engine.recorder, engine.untraced
     engine.look(None, _Counting(engine, found))
     try:

@@ -31,13 +31,16 @@ _CHUNK_BYTES = 16 << 20
 _RECORD_KEY = "workbench.synth"
 
 
-def tiny_name(preset: str, quant: str) -> str:
-    """The file name of a tiny model under `data/models`."""
+def file_name(preset: str, quant: str) -> str:
+    """The name of a model's file in the folder of models."""
     return f"{preset}-{quant}.gguf"
 
 
+# What the model `auto` is. A tiny model leaves a GPU idle, and its answer is that of no model in
+# use.
+ON_GPU, ON_CPU = ("llama-3.2-1b", "Q4_K"), ("tiny-llama", "Q8_0")
 TINY: list[tuple[str, str, str]] = [
-    (tiny_name(preset, quant), preset, quant)
+    (file_name(preset, quant), preset, quant)
     for preset, quants in (
         ("tiny-llama", presets.QUANTS),
         ("tiny-qwen3", presets.QUANTS),
@@ -100,14 +103,24 @@ def write_tiny_models(directory: Path | str) -> list[Path]:
     made = []
     with bar("tiny models", len(TINY), "models") as left:
         for _, preset, quant in TINY:
-            made.append(write_tiny(directory, preset, quant))
+            made.append(write_named(directory, preset, quant))
             left.update()
     return made
 
 
-def write_tiny(directory: Path | str, preset: str, quant: str) -> Path:
-    """Write one tiny model under its usual name, as `write_tiny_models` does; returns its path."""
-    path = Path(directory) / tiny_name(preset, quant)
+def models_folder() -> Path:
+    """`data/models`. A notebook runs in `notebooks/`, and its models are beside that folder."""
+    inside = Path.cwd().name == "notebooks"
+    return Path("..", "data", "models") if inside else Path("data", "models")
+
+
+def write_named(directory: Path | str, preset: str, quant: str) -> Path:
+    """Write one model under its usual name, as `write_tiny_models` does; returns its path. A file
+    that is there and current is kept.
+
+    quant: the canonical name. Raises what `write_model` raises.
+    """
+    path = Path(directory) / file_name(preset, quant)
     found = read_record(path)
     outdated = found is not None and found != _record(preset, quant, None, 0)
     return write_model(preset, quant, path, force=outdated)

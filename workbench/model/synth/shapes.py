@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.graph.ir import BF16, F16, F32, MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, DType
 from workbench.model.architectures import ARCHITECTURES
 
@@ -93,7 +94,7 @@ ALIASES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
 def find_preset(name: str) -> Preset:
     """The preset called `name`; raises UsageError listing all of them."""
     if name not in PRESETS:
-        raise UsageError(f"preset {name!r} does not exist; choose one of {', '.join(PRESETS)}")
+        raise UsageError(f"preset {name!r} does not exist; {choices(name, PRESETS)}")
     return PRESETS[name]
 
 
@@ -101,8 +102,7 @@ def quant_name(name: str) -> str:
     """The canonical name of a quant, any case, aliases resolved; raises UsageError listing all."""
     key = ALIASES.get(name.upper(), name.upper())
     if key not in QUANTS:
-        choices = ", ".join([*QUANTS, *ALIASES])
-        raise UsageError(f"quant {name!r} does not exist; choose one of {choices}")
+        raise UsageError(f"quant {name!r} does not exist; {choices(name, [*QUANTS, *ALIASES])}")
     return key
 
 

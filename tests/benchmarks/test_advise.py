@@ -1,0 +1,263 @@
+"""An advice: between what each switch is read, what the readings say, and what is recommended."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import workbench as wb
+from tests.profiles import examples
+from workbench.benchmarks import workload
+from workbench.benchmarks.advise.candidates import alone, candidates, with_the_rest
+from workbench.benchmarks.advise.chunks import ALONE, MOST_ARMS, THE_REST, chunked
+from workbench.benchmarks.compare import stats
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.runs import results
+from workbench.common.errors import UsageError
+from workbench.config import Toggles
+from workbench.config.presets import best_sets
+from workbench.config.table import ROWS, Want, facts_of
+
+OFF = Toggles()
+BESTS = {f"{kind} {of}": Toggles(**found.values) for kind, of, found in best_sets()}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model("tiny-llama", "Q8_0")
+
+
+# between what is read -----------------------------------------------------------------------------
+
+
+def unmet(toggles: Toggles) -> list[str]:
+    """Which toggles need another that they do not have; said once more than the package does."""
+    have = toggles.to_dict()
+    found = []
+    for name, value in have.items():
+        row = ROWS[name]
+        if value != row.off and row.refines and have[row.refines] == ROWS[row.refines].off:
+            found.append(name)
+        for want in facts_of(name, value, Want):
+            counts = not want.beside or have[want.beside] != ROWS[want.beside].off
+            if counts and have[want.toggle] not in (*want.values, "auto"):
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("best", BESTS.values(), ids=BESTS)
+def test_both_sides_of_a_reading_have_what_they_need(best):
+    """And they differ by the candidate, by what it needs, and by what cannot stay; by no more."""
+    refused = set()
+    for one in candidates(OFF):
+        own = set(Toggles.members(one.name))
+        for read in (alone, with_the_rest):
+            try:
+                reading = read(one, OFF, best)
+            except UsageError as error:
+                refused.add(one.name)
+                assert "changes nothing while" in str(error) or "clash" in str(error)
+                continue
+            assert not unmet(reading.before) and not unmet(reading.after), (one, reading.words)
+            a, b = reading.before.to_dict(), reading.after.to_dict()
+            differ = {name for name in a if a[name] != b[name]}
+            assert differ - own == {*reading.added, *reading.gone} - own
+            assert reading.before != reading.after
+            if read is alone:
+                assert reading.after.value_of(one.name) == one.value and not reading.gone
+                assert reading.before == OFF.changed_by(reading.beside)
+            elif best.value_of(one.name) == one.value:
+                assert reading.after == best and not reading.added
+            else:
+                assert reading.before == best and reading.after.value_of(one.name) == one.value
+    assert refused <= {"fork", "sync", "graph_reuse", "kv_cache", "batch_sizes", "copy_stream"}
+
+
+def test_groups_that_need_each_other_are_said():
+    best = BESTS["cuda one"]
+    read = {str(one): one for one in candidates(OFF)}
+    ahead = alone(read["launch_ahead=on"], OFF, best)
+    assert ahead.beside.keys() >= {"plans", "plan_scope", "sync", "graph_reuse"}
+    assert "plans=ours plan_scope=step" in ahead.words and ahead.words.endswith("on both sides")
+    without = with_the_rest(read["plans=ours"], OFF, best)
+    assert without.gone == ("plan_scope", "launch_ahead", "plan_end")
+    assert without.words == "plan_scope, launch_ahead, plan_end are off where it changes"
+    embedded = with_the_rest(read["plan_scope=step"], OFF, BESTS["embedded one"])
+    assert embedded.added == {"plans": "ours", "sync": "packed_implicit"}
+    assert embedded.words == "together with plans=ours sync=packed_implicit"
+
+
+def test_what_is_asked_about():
+    names = {one.name for one in candidates(OFF)}
+    assert {"sync", "plans", "fuse", "streams"} <= names
+    assert not names & {"redo", "validate", "lifetimes", "activations", "fuse_qkv"}
+    assert {str(one) for one in candidates(OFF, ["redo", "fuse_qkv"])} == {"redo=on", "fuse_qkv=on"}
+    with pytest.raises(UsageError, match="toggle 'synk' does not exist; did you mean sync"):
+        candidates(OFF, ["synk"])
+
+
+@given(data=st.data(), most=st.integers(3, 9))
+@settings(max_examples=examples(100))
+def test_every_reading_is_in_one_comparison(data, most):
+    best = data.draw(st.sampled_from([*BESTS.values()]))
+    readings = {}
+    for one in data.draw(st.lists(st.sampled_from(candidates(OFF)), unique=True)):
+        for kind, read in ((THE_REST, with_the_rest), (ALONE, alone)):
+            try:
+                readings[one, kind] = read(one, OFF, best)
+            except UsageError:
+                continue
+    chunks = chunked(readings, {ALONE: OFF, THE_REST: best}, most)
+    assert sorted(map(str, [a for chunk in chunks for a in chunk.readings])) == sorted(
+        map(str, readings)
+    )
+    for chunk in chunks:
+        spec = chunk.spec(workload.parse("tg4"))
+        arms = spec.arms
+        assert len({arm.name for arm in arms}) == len(arms) and arms[-1].is_control
+        assert arms[0].toggles == arms[-1].toggles == chunk.base
+        own = {arm.toggles for arm in arms}
+        assert all({r.before, r.after} <= own for r in chunk.readings.values())
+        assert len(arms) <= most or len(chunk.readings) == 1
+
+
+# what is measured ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Repetitions of the real engine take as long as told: {toggle=value: times as fast}."""
+    factors, rng, take = {}, np.random.default_rng(0), workload.take_sample
+
+    def told(engine, test, *given, **named):
+        sample = take(engine, test, *given, **named)
+        have = engine.toggles.to_dict()
+        speed = np.prod([by for name, by in factors.items() if f"{name[0]}={have[name[0]]}" ==
+                         "=".join(name)])  # fmt: skip
+        ns = np.int64(1e9 / speed * (1 + 0.001 * rng.random()))
+        token_ns = np.full(len(sample.token_ns), ns // len(sample.token_ns), np.int64)
+        return sample._replace(ns_total=int(token_ns.sum()), token_ns=token_ns)
+
+    monkeypatch.setattr(workload, "take_sample", told)
+    return lambda **by: factors.update({tuple(k.rsplit("__", 1)): v for k, v in by.items()})
+
+
+@pytest.mark.long
+def test_what_helps_is_ranked_and_recommended(model, timed, tmp_path):
+    """On a clock that is told: packed is faster than what best has; set_rows, of best, is slower
+    than nothing; plans are not worth a word."""
+    timed(sync__packed=1.5, sync__copy_boundary=1.2, graph_reuse__set_rows=0.8,
+          graph_reuse__patch_pointers=0.7, graph_reuse__pointer_table=0.7)  # fmt: skip
+    made = wb.advise(
+        model, "tg1", toggles="sync,graph_reuse,pdl,plan_evict,slot_choice,plans", at_most_s=600,
+        until=0.05, out=tmp_path / "a", device="embedded", n_ctx=256, n_ubatch=16,
+    )  # fmt: skip
+    frame = made.to_frame().set_index(["toggle", "value", "reading"]).sort_index()
+    packed = frame.loc["sync", "packed"]
+    assert packed["speedup"].tolist() == pytest.approx([1.5, 1.5], rel=0.01)
+    assert packed["verdict"].tolist() == ["faster", "faster"] and not packed["in_best"].any()
+    assert (packed["n"] >= 10).all() and (packed["low"] <= packed["speedup"]).all()
+    assert frame.loc[("graph_reuse", "set_rows", "the rest"), "verdict"] == "slower"
+    assert frame.loc[("graph_reuse", "set_rows", "the rest"), "in_best"]
+    assert frame.loc[("plans", "ours", "alone"), "verdict"] == "no difference"
+    # refused, idle and equal values are named, and not measured
+    assert "cannot honour pdl=on" in frame.loc[("pdl", "on", "alone"), "reason"]
+    assert "where requests are served" in frame.loc[
+        ("slot_choice", "lowest_free", "the rest"), "reason"]  # fmt: skip
+    same = frame.loc[("sync", "implicit"), "reason"].tolist()
+    assert same == ["stands for sync=auto here", "sync=auto and sync=implicit stand for the same "
+                    "here"]  # fmt: skip
+    assert frame.loc[("plan_evict", "never", "alone"), "beside"] == "plans=ours on both sides"
+    # ranked: what helps first, what could not be told, what harms
+    order = [str(one) for one in made.ranked()]
+    assert order[:2] == ["sync=packed", "sync=copy_boundary"]
+    assert order.index("plans=ours") < order.index("graph_reuse=set_rows") < order.index("pdl=on")
+    assert made.changes == {"sync": "packed", "graph_reuse": "rebuild"}
+    assert made.flags == "--preset best --sync packed --graph-reuse rebuild"
+    assert "sync='packed', graph_reuse='rebuild')" in made.python
+    engine = eval(made.python, {"wb": wb})
+    with engine:
+        assert engine.toggles.sync == "packed" and engine.toggles.graph_reuse == "rebuild"
+    lines = made.summary.splitlines()
+    assert any(line.startswith("preset best beside everything off: slower, 0.80") for line in lines)
+    assert any(line.startswith("with the changes beside best: faster, 1.87") for line in lines)
+    assert any("could not be told alone (within the noise)" in line and "plans=ours" in line
+               for line in lines)  # fmt: skip
+    assert lines[-2:] == [f"flags: {made.flags}", f"python: {made.python}"]
+    # each comparison is a run folder with its A/A control
+    runs = results.runs(tmp_path / "a")
+    assert len(runs) >= 3 and set(runs["kind"]) == {"ab"}
+    every = [AB.load(folder) for folder in runs["folder"]]
+    assert all(ab.interleaved and len(ab.run["arms"]) <= MOST_ARMS for ab in every)
+    rows = (
+        row
+        for ab in every
+        for row in ab.summary().itertuples()
+        if row.arm == "sync=packed" and ab.run["arms"][0]["toggles"]["sync"] == "per_copy"
+    )
+    row = next(rows)  # the first comparison that has it; the last one is of all together
+    assert row.speedup == packed["speedup"].iloc[0]
+
+
+@pytest.mark.long
+def test_a_budget_that_ends_says_what_it_did_not_reach(model, timed, tmp_path):
+    timed(sync__packed=1.5)
+    made = wb.advise(
+        model, "tg2", toggles=["sync", "results"], at_most_s=1e-3, out=tmp_path / "a",
+        device="embedded",
+    )  # fmt: skip
+    assert not made.effects and set(made.to_frame()["reason"]) == {"not reached in the time"}
+    assert made.flags == "--preset best" and "not reached in the time" in made.summary
+    assert "no comparison was measured" in made.summary
+
+
+@pytest.mark.long
+def test_ctrl_c_keeps_what_is_finished(model, timed, tmp_path, monkeypatch):
+    timed(sync__packed=1.5)
+    left = [60]  # repetitions
+    told = workload.take_sample
+
+    def interrupted(*given, **named):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return told(*given, **named)
+
+    monkeypatch.setattr(workload, "take_sample", interrupted)
+    made = wb.advise(model, "tg2", toggles="sync", at_most_s=600, until=0.05, out=tmp_path / "a",
+                     device="embedded")  # fmt: skip
+    assert made.interrupted and "interrupted: what was finished is above" in made.summary
+    assert 0 < len(made.effects) < len(made.readings)
+    assert (made.to_frame()["reason"] == "not reached in the time").any()
+    assert results.runs(tmp_path / "a")["status"].tolist().count("interrupted") == 1
+
+
+@pytest.mark.parametrize(("asked", "said"), [
+    ({"test": "tg2,pp4"}, "an advice is for one test, not 2"),
+    ({"at_most_s": 0}, "at_most_s=0 must be above 0 seconds"),
+    ({"until": 2}, "until=2 is no share"), ({"toggles": "synk"}, "toggle 'synk' does not exist"),
+    ({"test": "tg0"}, "test 'tg0' does not exist"), ({"n_ctxx": 3}, "did you mean n_ctx"),
+])  # fmt: skip
+def test_a_wrong_request_is_one_line(model, tmp_path, asked, said):
+    with pytest.raises(UsageError, match=said) as error:
+        wb.advise(model, **({"out": tmp_path / "a"} | asked))
+    assert "\n" not in str(error.value) and not (tmp_path / "a").exists()
+
+
+@pytest.mark.long
+def test_the_command(call, model, tmp_path):
+    ask = ("advise", "-m", model, "--device", "embedded", "--test", "tg1", "--at-most", "4s")
+    status, out, err = call(*ask, "--toggle", "graph_reuse,fork", "--out", tmp_path / "a")
+    assert status == 0 and "flags: --preset best" in out and "device: embedded" in err
+    assert "fork changes nothing while streams=1" in " ".join(out.split())
+    assert out.strip().splitlines()[-1].startswith("python: wb.Engine.load(")
+    status, out, _ = call(*ask, "--toggle", "graph_reuse", "--out", tmp_path / "b", "-o", "csv")
+    assert status == 0 and out.startswith("model,device,test,toggle,value,in_best,reading,speedup")
+    for wrong in (("--at-most", "soon"), ("--until", "2"), ("-o", "xml"), ("--toggle", "x"),
+                  ("--test", "tg0")):  # fmt: skip
+        status, out, err = call(*ask[:5], *wrong, "--out", tmp_path / "c")
+        assert status == 2 and out == "" and err.splitlines()[-1].startswith("error: ")
+        assert not (tmp_path / "c").exists()
+    assert stats.MIN_REPETITIONS == 5, "LEAST_ROUNDS of an advice is for this"

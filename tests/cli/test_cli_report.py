@@ -1,0 +1,77 @@
+"""`workbench report` and make: which notebooks, and what is refused before anything is written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from workbench.model.synth import models as synth
+from workbench.report import render
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture
+def rendered(tmp_path, monkeypatch):
+    """The paths that `report` would run, in a folder with copies of all notebooks."""
+    found: list[Path] = []
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(synth, "write_tiny_models", lambda folder: [])
+    monkeypatch.setattr(render, "render_all", lambda paths, *_, **__: found.extend(paths) or [])
+    return found
+
+
+def test_without_names_all_that_come_with_it_are_run(call, rendered):
+    shutil.copy("notebooks/00_tour.ipynb", "notebooks/mine.ipynb")
+    assert call("report", "--device", "host")[0] == 0
+    assert [path.stem for path in rendered] == SHIPPED and "mine" not in SHIPPED
+
+
+def test_names_and_own_files_are_run(call, rendered):
+    Path("elsewhere").mkdir()
+    shutil.copy("notebooks/00_tour.ipynb", "elsewhere/mine.ipynb")
+    asked = ("04_plans", "00_tour.ipynb", "elsewhere/mine.ipynb")
+    assert call("report", *asked, "--device", "host")[0] == 0
+    assert [str(path) for path in rendered] == [
+        "notebooks/04_plans.ipynb", "notebooks/00_tour.ipynb", "elsewhere/mine.ipynb"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("00_tuor", "notebook notebooks/00_tuor.ipynb does not exist; did you mean 00_tour?"),
+    ("nothing", "notebook notebooks/nothing.ipynb does not exist; choose one of 00_tour"),
+])  # fmt: skip
+def test_an_unknown_notebook_is_refused_before_models_are_written(
+    call, tmp_path, monkeypatch, name, says
+):
+    (tmp_path / "notebooks").mkdir()
+    shutil.copy(ROOT / "notebooks/00_tour.ipynb", tmp_path / "notebooks")
+    monkeypatch.chdir(tmp_path)
+    status, out, err = call("report", "00_tour", name)
+    assert (status, out, err.count("\n")) == (2, "", 1) and says in err
+    assert os.listdir() == ["notebooks"], "no models, no pages, no runs"
+    shutil.rmtree("notebooks")
+    status, _, err = call("report")
+    assert status == 2 and "`workbench notebooks copy notebooks` writes them" in err
+
+
+def made(*words: str) -> str:
+    """What make would run."""
+    done = subprocess.run(
+        ["make", "--no-print-directory", "-n", "-o", ".venv/.lab", *words], cwd=ROOT,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_make_names_no_notebook_and_hands_on_what_is_given():
+    assert made("report").strip() == ".venv/bin/workbench report"
+    assert made("report", "NOTEBOOKS=00_tour 04_plans").strip().endswith("report 00_tour 04_plans")
+    line = made("lab", "LAB_ARGS=--no-browser --port 8899").splitlines()[-1]
+    assert "jupyter lab --notebook-dir=notebooks" in line and line.endswith("-browser --port 8899")

@@ -1,0 +1,379 @@
+"""Traces come in: what was saved is read back without loss, files of other tools become the same
+table, and a file that is cut, foreign or of another version is refused in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sqlite3
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import workbench as wb
+from tests.profiles import examples
+from tests.trace.test_trace_files import STREAMS, step
+from workbench.common.errors import UsageError
+from workbench.trace import chrome
+from workbench.trace.imports import kineto
+from workbench.trace.imports.files import is_trace
+from workbench.trace.imports.foreign import short_name
+from workbench.trace.lanes import nesting_order
+from workbench.trace.profile import COLUMNS, profile
+from workbench.trace.spans import HOST_LANE, Recorded, Slowdown, Span, Window
+
+FILES = Path(__file__).with_name("files")
+FORMATS = ("t.pftrace", "t.pftrace.gz", "t.json", "t.json.gz")
+
+
+def told(span: Span) -> Span:
+    """A span as a file has it: an arg that is None is no arg."""
+    return span._replace(args={k: v for k, v in span.args.items() if v is not None})
+
+
+def same(loaded: wb.Profile, made: wb.Profile) -> None:
+    """Asserts that nothing was lost."""
+    pd.testing.assert_frame_equal(loaded.to_frame(), made.to_frame())
+    assert loaded.to_frame().attrs == made.to_frame().attrs
+    spans = sorted(made.timeline.spans, key=nesting_order)
+    assert loaded.timeline.spans == [told(s) for s in spans]
+    for name in ("note", "collector", "fallback", "windows", "complete", "missing", "slowdown"):
+        assert getattr(loaded, name) == getattr(made, name), name
+    assert made.about.items() <= loaded.about.items()
+
+
+# what was saved -----------------------------------------------------------------------------------
+
+LANES = st.sampled_from([HOST_LANE, *STREAMS, "cuda 1 stream 2", "embedded stream 12"])
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**62), 2**62), st.text(max_size=8),
+    st.floats(allow_nan=False, allow_infinity=False),
+)  # fmt: skip
+ARGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "index": st.integers(0, 5), "step": st.integers(0, 2), "split": st.integers(-1, 2),
+        "part": st.integers(0, 3), "bytes": st.integers(0, 2**40), "op": st.text(max_size=5),
+        "kind": st.sampled_from(["copy", "launch", "memset", "replay"]), "kernel": st.text(),
+        "on": st.sampled_from([None, *STREAMS, "host stream 0"]), "event": st.sampled_from("ef"),
+        "stream": st.integers(0, 9), "correlation": st.integers(1, 9), "device": st.integers(0, 3),
+        "External id": st.integers(0, 9), "n_tokens": st.integers(1, 9), "more": VALUES,
+    },
+)  # fmt: skip
+KINDS = st.sampled_from([
+    "step", "build", "split", "write", "copy", "launch", "replay", "record", "wait", "sync",
+    "read", "call", "device", "op", "range", "python",
+])  # fmt: skip
+DAY_NS = 86_400 * 10**9
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> Span:
+    start = draw(st.integers(0, 30)) + draw(st.sampled_from([0, DAY_NS]))
+    lane = draw(LANES)
+    kind = draw(KINDS)
+    args = draw(ARGS)
+    took = draw(st.integers(0, 10))
+    return Span(draw(st.text(max_size=6)), kind, lane, start, start + took, args)
+
+
+WINDOWS = st.lists(
+    st.builds(Window, st.tuples(st.integers(0, 3)), st.text(max_size=4), st.integers(0, 99),
+              st.integers(0, 99), st.integers(0, 3)),
+    max_size=2,
+)  # fmt: skip
+
+
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(spans(), max_size=12), st.sampled_from(["events", "cupti"]), WINDOWS,
+    st.none() | st.just(Slowdown(1, 2.5, 3, 1.25, 4)), st.sampled_from(FORMATS),
+)  # fmt: skip
+def test_what_was_saved_comes_back_without_loss(
+    tmp_path: Path, made: list[Span], collector: str, windows: list[Window], slowdown: Any, name
+) -> None:
+    about = {"model": {"name": "m", "n_layer": 2, "file": None}, "toggles": {"sync": "packed"}}
+    recorded = Recorded(made, collector, "why", tuple(windows), slowdown, "the note")
+    prof = wb.Profile(recorded, about=about)
+    prof.save(tmp_path / name)
+    loaded = wb.Profile.load(tmp_path / name)
+    same(loaded, prof)
+    loaded.save(tmp_path / f"again-{name}")
+    same(wb.Profile.load(tmp_path / f"again-{name}"), prof)
+
+
+@pytest.mark.parametrize("name", FORMATS[1:3])
+def test_a_run_comes_back_with_its_tables(engine: Any, tmp_path: Path, name: str) -> None:
+    with profile(engine, window=(1, 3), nvtx=False) as prof:
+        for token in range(5):
+            engine.step([token])
+    prof.save(tmp_path / name)
+    loaded = wb.Profile.load(str(tmp_path / name))
+    same(loaded, prof)
+    assert loaded.about["commit"] and loaded.slowdown is not None
+    for table in ("summary", "kernels", "phases", "gaps", "critical_path"):
+        pd.testing.assert_frame_equal(getattr(loaded, table)(), getattr(prof, table)())
+
+
+def saved(path: Path) -> wb.Profile:
+    prof = wb.Profile(Recorded([*step(0, 0), *step(1, 120)], "events", source="a note"))
+    prof.save(path)
+    return prof
+
+
+# what is cut, foreign, or of another version ------------------------------------------------------
+
+
+def refused(path: Path, words: str, **how: Any) -> None:
+    with pytest.raises(UsageError, match=words) as error:
+        wb.Profile.load(path, **how)
+    assert "\n" not in str(error.value) and path.name in str(error.value)
+
+
+CUT = [*FORMATS, "kineto-graph.json.gz", "nsys-torch.sqlite", "nsys-torch.sqlite.gz"]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_cut_file_is_refused_wherever_it_was_cut(tmp_path: Path, name: str) -> None:
+    """Cut at many places; Perfetto's format, whose every packet could be the last, at all."""
+    path = tmp_path / name
+    if name in FORMATS:
+        saved(path)
+    elif name.endswith("sqlite"):
+        path.write_bytes(gzip.decompress((FILES / f"{name}.gz").read_bytes()))
+    else:
+        path.write_bytes((FILES / name).read_bytes())
+    data = path.read_bytes()
+    wb.Profile.load(path)
+    every = range(len(data)) if name == "t.pftrace" else range(0, len(data), len(data) // 40)
+    for n in every:
+        path.write_bytes(data[:n])
+        refused(path, "is cut|is empty|no whole JSON|no trace that this program can read")
+
+
+def test_what_no_reader_knows_is_refused_in_a_line(tmp_path: Path) -> None:
+    def file(name: str, content: str | bytes) -> Path:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    refused(tmp_path / "no.json", "cannot be read: No such file")
+    refused(tmp_path, "cannot be read: Is a directory")
+    refused(file("a.txt", "not a trace"), "no trace that this program can read")
+    refused(file("a.json", '{"runs": []}'), "JSON without a list `traceEvents`")
+    refused(file("b.json", "[1, 2]"), "JSON without a list `traceEvents`")
+    foreign = '{"traceEvents": [{"ph": "X", "name": "a", "cat": "blink", "ts": 0, "dur": 1}]}'
+    refused(file("c.json", foreign), "no event has a category of Kineto")
+    later = '{"schemaVersion": 2, "traceEvents": []}'
+    refused(file("d.json", later), "schemaVersion 2, and this program reads 1")
+    odd = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": "x", "dur": 1}
+    refused(file("e.json", json.dumps({"traceEvents": [odd]})), "event 0 .'k'. is not as Kineto")
+    refused(file("t.nsys-rep", "QDREP"), "nsys export --type sqlite")
+    other = {"otherData": {"workbench": "1", "origin_ns": 0}, "traceEvents": [{"ph": "X"}]}
+    refused(file("f.json", json.dumps(other)), "not as this program writes")
+
+
+def changed(tmp_path: Path, *commands: str, name: str = "nsys-torch") -> Path:
+    """A real export with some commands of SQL applied."""
+    path = tmp_path / "changed.sqlite"
+    path.write_bytes(gzip.decompress((FILES / f"{name}.sqlite.gz").read_bytes()))
+    with closing(sqlite3.connect(path)) as database:
+        for command in commands:
+            database.execute(command)
+        database.commit()
+    return path
+
+
+def test_an_export_of_another_schema_says_its_version(tmp_path: Path) -> None:
+    kernels = "CUPTI_ACTIVITY_KIND_KERNEL"
+    renamed = f"ALTER TABLE {kernels} RENAME COLUMN shortName TO newName"
+    refused(changed(tmp_path, renamed), f"{kernels} has no column shortName .nsys 2025.3.2.0, sche")
+    refused(changed(tmp_path, f"DROP TABLE {kernels}", "DROP TABLE CUPTI_ACTIVITY_KIND_MEMCPY"),
+            "no work of a GPU .nsys 2025")  # fmt: skip
+    refused(changed(tmp_path, "DROP TABLE StringIds"), "that nsys did not write")
+    # an older schema has no such tables and columns; all else is read
+    older = changed(
+        tmp_path, "DROP TABLE META_DATA_EXPORT", "DROP TABLE NVTX_EVENTS",
+        "DROP TABLE CUPTI_ACTIVITY_KIND_SYNCHRONIZATION",
+        f"ALTER TABLE {kernels} DROP COLUMN globalPid",
+    )  # fmt: skip
+    whole, read = (wb.Profile.load(p).to_frame() for p in (FILES / "nsys-torch.sqlite.gz", older))
+    assert "of an unknown version" in wb.Profile.load(older).note
+    for kind in ("launch", "sync"):
+        count = (whole["category"] == kind).sum()
+        assert count > 0 and (read["category"] == kind).sum() == count
+    device = [f[f["category"] == "device"].reset_index(drop=True) for f in (whole, read)]
+    pd.testing.assert_series_equal(device[0]["dur_us"], device[1]["dur_us"])
+    assert device[1]["index"].notna().all(), "calls are still found by their correlation"
+
+
+# real files of other tools ------------------------------------------------------------------------
+
+
+def kernels_of(name: str) -> Counter[tuple[str, int]]:
+    """Name and ns of each kernel, read without the package."""
+    data = gzip.decompress((FILES / name).read_bytes())
+    if ".json" in name:
+        events = json.loads(data)["traceEvents"]
+        return Counter(
+            (e["name"], round(1000 * e["dur"])) for e in events if e.get("cat") == "kernel"
+        )
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.deserialize(data)
+        return Counter(
+            database.execute(
+                "SELECT s.value, k.end - k.start FROM CUPTI_ACTIVITY_KIND_KERNEL k "
+                "JOIN StringIds s ON s.id = k.demangledName"
+            ).fetchall()
+        )
+
+
+REAL = {  # file -> steps, and the name that makes a step where the file does not say
+    "nsys-llama-node.sqlite.gz": (5, "cudaGraphLaunch"),
+    "nsys-llama-graph.sqlite.gz": (5, "cudaGraphLaunch"),
+    "nsys-ours-node.sqlite.gz": (12, None),
+    "nsys-torch.sqlite.gz": (3, None),
+    "kineto-eager.json.gz": (2, None),
+    "kineto-graph.json.gz": (4, None),
+    "kineto-cpu.json.gz": (3, None),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_file_becomes_the_same_table(name: str) -> None:
+    n_steps, pattern = REAL[name]
+    prof = wb.Profile.load(FILES / name, step=pattern)
+    table = prof.to_frame()
+    assert {c: str(t) for c, t in table.dtypes.items()} == COLUMNS
+    device = table[table["category"] == "device"]
+    launches = device[device["kind"] == "launch"]
+    ns = (1000 * launches["dur_us"]).round().astype(int)
+    assert Counter(zip(launches["kernel"], ns, strict=True)) == kernels_of(name)
+    assert (table["dur_us"] >= 0).all() and table["start_us"].min() == 0
+    assert (table["category"] == "step").sum() == n_steps
+    assert f"{n_steps} steps" in prof.note and name in prof.note
+    assert prof.collector == name.split("-")[0]
+    host = table[table["lane"] == HOST_LANE]
+    calls = host[host["index"].notna()].set_index("index")
+    assert calls.index.is_unique
+    started = device[device["index"].notna()]
+    assert len(started) == len(device), "each work has its call"
+    begun = started["index"].map(calls["start_us"])
+    assert (started["start_us"] >= begun).all(), "work begins after its call"
+    kinds = dict(zip(started["kind"], started["index"].map(calls["category"]), strict=True))
+    assert set(kinds) <= {"launch", "copy", "memset", "replay"}
+    assert started["step"].notna().sum() >= 2 * n_steps or name == "kineto-cpu.json.gz"
+
+
+def test_a_graph_is_its_kernels_or_one_span_as_it_was_traced() -> None:
+    whole = wb.Profile.load(FILES / "nsys-llama-graph.sqlite.gz", step="cudaGraphLaunch")
+    nodes = wb.Profile.load(FILES / "nsys-llama-node.sqlite.gz", step="cudaGraphLaunch")
+    device = whole.to_frame().query("category == 'device' and kind == 'replay'")
+    assert len(device) == 5 and set(device["name"]) == {"graph 1"}
+    parts = nodes.to_frame().query("category == 'device' and part.notna()")
+    assert parts.groupby("step").size().tolist() == [310] * 5
+    assert parts["part"].max() == 309, "as many as the tokens before the graph launched one by one"
+    by_op = whole.kernels().set_index("op")
+    assert by_op.loc["replay", "calls"] == 5
+    assert nodes.kernels(by="kernel")["calls"].sum() > 5 * 310
+
+
+def test_ranges_of_nvtx_are_steps_phases_and_waits() -> None:
+    table = wb.Profile.load(FILES / "nsys-ours-node.sqlite.gz").to_frame()
+    waits = table[(table["name"] == "wait logits") & (table["category"] == "sync")]
+    assert len(waits) == 12 and waits["index"].notna().all()
+    assert {"batch", "graph", "lower"} <= set(table[table["category"] == "build"]["name"])
+    assert (table["category"] == "split").sum() == 24
+    records = table[table["category"] == "record"]
+    assert records["on"].notna().all(), "events say on which stream they were recorded"
+
+
+def test_an_operator_is_the_op_of_its_kernels() -> None:
+    table = wb.Profile.load(FILES / "kineto-eager.json.gz").kernels()
+    by_op = table.set_index("op")
+    assert by_op.loc["aten::mm", "calls"] > 0 and by_op.loc["aten::bmm", "calls"] > 0
+    assert not [op for op in by_op.index if not op.startswith("aten::")]
+
+
+def test_steps_are_what_the_caller_names(tmp_path: Path) -> None:
+    path = FILES / "nsys-llama-node.sqlite.gz"
+    assert (wb.Profile.load(path).to_frame()["category"] != "step").all()
+    table = wb.Profile.load(path, step="cuda(Graph)Launch").to_frame()
+    steps = table[table["category"] == "step"]
+    begins = table[table["category"] == "replay"]["start_us"]
+    assert steps["start_us"].tolist() == begins.tolist()
+    ends = (steps["start_us"] + steps["dur_us"]).iloc[:-1]
+    assert ends.tolist() == pytest.approx(begins.iloc[1:].tolist()), "each lasts to the next"
+    refused(path, "no range or call whose whole name matches step='decode'; the most frequent are "
+                  "cudaLaunchKernelExC .556.", step="decode")  # fmt: skip
+    refused(path, "is no regular expression", step="(")
+    own = tmp_path / "t.json"
+    saved(own)
+    assert len(wb.Profile.load(own, step="decode").summary()) == 2, "it says its steps itself"
+
+
+def test_short_names() -> None:
+    assert short_name("void at::native::gemv<float, 4>(int, char*)") == "at::native::gemv"
+    assert short_name("void (anonymous namespace)::softmax<a<b>>(x)") == "softmax"
+    assert short_name("mul_mat_vec_q") == "mul_mat_vec_q"
+
+
+# our own Chrome JSON, by Kineto's conventions -----------------------------------------------------
+
+
+def kineto_view(path: Path, made: list[Span]) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The spans' JSON, read as torch.profiler's."""
+    content = json.loads(chrome.encode(made))
+    del content["otherData"]
+    recorded, _ = kineto.read(path, content, content["traceEvents"], None)
+    return wb.Profile(recorded).to_frame(), content
+
+
+@pytest.mark.parametrize("toggles", [{}, {"plans": "ours"}, {"streams": "3"}])
+def test_our_json_reads_as_kineto_s(loaded: Any, tmp_path: Path, toggles: dict[str, str]) -> None:
+    with loaded.variant(wb.Toggles(**toggles)) as engine:
+        engine.prefill([1, 2, 3])
+        with profile(engine, nvtx=False) as prof:
+            for token in range(3):
+                engine.step([token])
+    made = prof.to_frame()
+    table, content = kineto_view(tmp_path / "t.json", prof.timeline.spans)
+    own, read = (f[f["category"] == "device"].reset_index(drop=True) for f in (made, table))
+    for column in ("start_us", "dur_us", "step"):
+        pd.testing.assert_series_equal(own[column], read[column])
+    host = read["index"].map(table[table["index"].notna() & (table["category"] != "device")]
+                             .set_index("index")["start_us"])  # fmt: skip
+    called = made[(made["lane"] == HOST_LANE) & made["category"].isin(["launch", "copy", "replay"])]
+    begins = own.merge(called, on=["step", "index"])["start_us_y"]
+    assert host.tolist() == pytest.approx(begins.tolist()), "correlation leads to the same call"
+    assert content["schemaVersion"] == 1 and content["deviceProperties"][0]["name"] == "embedded"
+    assert content["baseTimeNanoseconds"] == made.attrs["origin_ns"]
+    kinds = {e["cat"] for e in content["traceEvents"] if e["ph"] == "X"}
+    assert {"user_annotation", "cpu_op", "cuda_runtime", "kernel", "gpu_memcpy"} == kinds
+    work = [e for e in content["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy")]
+    calls = {e["args"]["correlation"]: e for e in content["traceEvents"]
+             if e.get("cat") == "cuda_runtime" and "correlation" in e["args"]}  # fmt: skip
+    assert all(e["args"]["correlation"] in calls for e in work)
+    assert all(e["args"]["stream"] > 0 and e["args"]["device"] == 0 for e in work)
+    on_host = [e for e in content["traceEvents"] if e.get("cat") in ("cpu_op", "cuda_runtime")]
+    assert on_host and not any("stream" in e["args"] for e in on_host)
+    arrows = {e["name"] for e in content["traceEvents"] if e["ph"] in "sf"}
+    assert "ac2g" in arrows and "issue" not in arrows
+
+
+def test_what_looks_like_a_trace(tmp_path: Path) -> None:
+    assert all(is_trace(FILES / name) for name in REAL)
+    saved(tmp_path / "t.pftrace.gz")
+    saved(tmp_path / "t.json")
+    (tmp_path / "runs.json").write_text('[{"build_commit": "0c1e570", "n_prompt": 512}]')
+    with closing(sqlite3.connect(tmp_path / "bench.sqlite")) as database:
+        database.execute("CREATE TABLE test (build_commit TEXT)")
+    assert is_trace(tmp_path / "t.pftrace.gz") and is_trace(tmp_path / "t.json")
+    for name in ("runs.json", "bench.sqlite", "missing", "."):
+        assert not is_trace(tmp_path / name), name

@@ -1,0 +1,270 @@
+"""The result of an advice: every reading, ranked; what could not be told; and the flags to copy."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from workbench.benchmarks.advise.candidates import Candidate, Reading
+from workbench.benchmarks.advise.chunks import ALONE, THE_REST, TOGETHER, Asked, Chunk
+from workbench.benchmarks.compare import stats
+from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.stats import FASTER, SAME, SLOWER, TOO_FEW, Band, Ratio
+from workbench.benchmarks.runs import results
+from workbench.common.framed import Framed
+from workbench.common.progress import duration
+from workbench.common.tables import Table, markdown, terminal_columns, to_html
+from workbench.config import BEST, Toggles
+
+WORDS = {ALONE: "alone", THE_REST: "with the rest"}
+SHORT = {SAME: "not told", TOO_FEW: "few rounds"}  # verdicts in a table
+ORDER = {FASTER: 0, SAME: 1, TOO_FEW: 2, SLOWER: 3}  # of the ranking; within: the larger first
+
+
+class Effect(NamedTuple):
+    """What a candidate does between two arms of a comparison.
+
+    ratio: t/s with it / t/s without it.
+    band: the A/A control's.
+    answer: what became of the logits, in words. holds: they are as the toggles declare.
+    """
+
+    ratio: Ratio
+    band: Band
+    verdict: str
+    answer: str
+    holds: bool
+
+
+def effects_of(made: AB, chunk: Chunk) -> dict[Asked, Effect]:
+    """The effects that a comparison has measured, by what was asked."""
+    rates = results.rates(made.samples)
+    tps = rates.pivot(index="repetition", columns="arm", values="tps")
+    seed, names = made.run["seed"], [arm["name"] for arm in made.run["arms"]]
+    first, control = names[0], names[-1]
+
+    def ratio(before: str, after: str) -> Ratio:
+        if not {before, after} <= {*tps}:
+            return Ratio(float("nan"), float("nan"), float("nan"), 0)
+        pairs = tps[[before, after]].dropna()
+        if pairs.empty:
+            return Ratio(float("nan"), float("nan"), float("nan"), 0)
+        return stats.speedup(pairs[before].to_numpy(), pairs[after].to_numpy(), seed)
+
+    band, found = stats.aa_band(ratio(first, control)), dict[Asked, Effect]()
+    for asked, reading in chunk.readings.items():
+        before, after = chunk.name_of(reading.before), chunk.name_of(reading.after)
+        one = ratio(before, after)
+        if one.n == 0:
+            continue
+        answers = [made.answer(name) for name in {before, after} if name != first]
+        holds = all(answer is not None and answer.holds for answer in answers)
+        said = "; ".join(dict.fromkeys(str(a).partition(" (")[0] for a in answers if a))
+        found[asked] = Effect(one, band, stats.verdict(one, band), said, holds)
+    return found
+
+
+@dataclass(frozen=True, repr=False)
+class Advice(Framed):
+    """Which switches help on a model and a device.
+
+    model, device, test: what it is about.
+    best: the toggles of preset `best` there.
+    changes: what it recommends to change of `best`.
+    folder: a run folder for each comparison.
+    interrupted: it ended with Ctrl-C.
+
+    `to_frame` has every reading, `table` is ranked, `flags` and `python` are to copy.
+    """
+
+    model: str
+    device: str
+    test: str
+    best: Toggles
+    asked: list[Candidate]
+    effects: dict[Asked, Effect]
+    readings: dict[Asked, Reading]
+    reasons: dict[Asked, str]
+    changes: dict[str, str]
+    left_alone: Mapping[str, str]
+    folder: Path
+    interrupted: bool
+    seconds: float
+    at_most_s: float
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row for each candidate and reading, ranked.
+
+        Columns: model, device, test, toggle, value, in_best (preset best has the value), reading
+        (alone, or the rest), speedup (t/s with the value / without), low, high (95 % interval), n
+        (rounds), band_low, band_high (A/A), verdict, answer, beside (what it needed, or what went
+        with it), reason (why it is not measured).
+        """
+        rows = []
+        for one in self.ranked():
+            for kind in (ALONE, THE_REST):
+                effect, reading = self.effects.get((one, kind)), self.readings.get((one, kind))
+                row: dict[str, Any] = {
+                    "model": Path(self.model).stem, "device": self.device, "test": self.test,
+                    "toggle": one.name, "value": one.value,
+                    "in_best": self.best.value_of(one.name) == one.value, "reading": kind,
+                    "beside": reading.words if reading else "",
+                    "reason": self.reasons.get((one, kind), ""),
+                }  # fmt: skip
+                if effect is not None:
+                    row |= _numbers(effect)
+                rows.append(row)
+        return pd.DataFrame(rows, columns=_COLUMNS)
+
+    def ranked(self) -> list[Candidate]:
+        """The candidates: those that help first, by their effect with the rest (or alone, where
+        that is all there is); those that were not measured last."""
+
+        def rank(one: Candidate) -> tuple[int, float]:
+            effect = self.effects.get((one, THE_REST)) or self.effects.get((one, ALONE))
+            if effect is None:
+                return len(ORDER), 0.0
+            return ORDER[effect.verdict], -effect.ratio.value
+
+        return sorted(self.asked, key=rank)
+
+    def table(self) -> Table:
+        """The candidates that were measured, ranked: each alone and with the rest."""
+        rows = []
+        for one in self.ranked():
+            own = {kind: self.effects.get((one, kind)) for kind in (ALONE, THE_REST)}
+            if not any(own.values()):
+                continue
+            row = {"switch": str(one), "best": "yes" if self._in_best(one) else ""}
+            for kind, effect in own.items():
+                row[WORDS[kind]] = "" if effect is None else _in_a_cell(effect)
+            words = {kind: self.readings[one, kind].words for kind in own
+                     if (one, kind) in self.readings}  # fmt: skip
+            row["notes"] = "; ".join(f"{WORDS[k]}: {w}" for k, w in words.items() if w)
+            rows.append(row)
+        columns = ["switch", "best", *WORDS.values(), "notes"]
+        return Table(rows, columns=columns).shown(keys=["switch"])
+
+    def _in_best(self, one: Candidate) -> bool:
+        return self.best.value_of(one.name) == one.value
+
+    @property
+    def flags(self) -> str:
+        """The flags of any command: `--preset best --sync packed`."""
+        return " ".join([f"--preset {BEST}", *(
+            f"--{name.replace('_', '-')} {value}" for name, value in self.changes.items()
+        )])  # fmt: skip
+
+    @property
+    def python(self) -> str:
+        """The same in Python."""
+        changes = "".join(f", {name}={value!r}" for name, value in self.changes.items())
+        toggles = f'wb.Toggles.preset("{BEST}"{changes})'
+        return f'wb.Engine.load("{self.model}", toggles={toggles})'
+
+    @property
+    def summary(self) -> str:
+        """Sentences: what all is worth together, what could not be told, what was not measured and
+        why, and the flags to copy."""
+        lines = [
+            f"preset {BEST} here: {self.best}",
+            *self._together(),
+            *self._not_told(),
+            *self._not_measured(),
+            f"{duration(self.seconds)} of {duration(self.at_most_s)}; {self.folder}",
+        ]
+        if self.interrupted:
+            lines.append("interrupted: what was finished is above")
+        return "\n".join([*lines, f"flags: {self.flags}", f"python: {self.python}"])
+
+    def _together(self) -> list[str]:
+        if not self.effects:
+            return ["no comparison was measured: the time did not suffice, or nothing acts here"]
+        lines = []
+        for key, words in (
+            ((None, TOGETHER), f"preset {BEST} beside everything off"),
+            ((None, BEST), f"with the changes beside {BEST}"),
+        ):
+            effect = self.effects.get(key)
+            if effect is not None:
+                band = stats.interval(*effect.band)
+                lines.append(
+                    f"{words}: {effect.verdict}, {_shown(effect)} (A/A band {band}); "
+                    f"{effect.answer}"
+                )
+        if self.changes and (None, BEST) not in self.effects:
+            lines.append("the changes were measured one by one, and not together")
+        if not self.changes:
+            lines.append(f"no change of {BEST} was faster, so there is none to make")
+        return lines
+
+    def _not_told(self) -> list[str]:
+        lines = []
+        for kind in (THE_REST, ALONE):
+            for verdict, words in ((SAME, "within the noise"), (TOO_FEW, "too few rounds")):
+                own = [str(c) for c in self.ranked() if (e := self.effects.get((c, kind)))
+                       and e.verdict == verdict]  # fmt: skip
+                if own:
+                    lines.append(f"could not be told {WORDS[kind]} ({words}): {', '.join(own)}")
+        wrong = [f"{one} {WORDS[kind]} ({effect.answer})"
+                 for (one, kind), effect in self.effects.items()
+                 if one is not None and not effect.holds]  # fmt: skip
+        if wrong:
+            lines.append(f"never recommended, since answers differ: {', '.join(wrong)}")
+        return lines
+
+    def _not_measured(self) -> list[str]:
+        lines = []
+        by_reason: dict[str, dict[str, list[str]]] = {}
+        for (one, kind), why in self.reasons.items():
+            by_reason.setdefault(why, {}).setdefault(str(one), []).append(WORDS[kind])
+        for why, names in by_reason.items():
+            said = [
+                name if len(kinds) > 1 else f"{name} {kinds[0]}" for name, kinds in names.items()
+            ]
+            lines.append(f"not measured: {', '.join(said)}: {why}")
+        if self.left_alone:
+            others = "; ".join(f"{name} ({why})" for name, why in self.left_alone.items())
+            lines.append(f"not asked about: {others}")
+        return lines
+
+    def __repr__(self) -> str:
+        head = f"{Path(self.model).stem}, {self.test}; {self.device}"
+        return f"{head}\n\n{markdown(self.table(), terminal_columns())}\n\n{self.summary}"
+
+    def _repr_html_(self) -> str:
+        lines = "<br>".join(map(html.escape, self.summary.splitlines()))
+        return to_html(self.table()) + f"<p>{lines}</p>"
+
+
+_COLUMNS = [
+    "model", "device", "test", "toggle", "value", "in_best", "reading", "speedup", "low", "high",
+    "n", "band_low", "band_high", "verdict", "answer", "beside", "reason",
+]  # fmt: skip
+
+
+def _numbers(effect: Effect) -> dict[str, Any]:
+    ratio, band = effect.ratio, effect.band
+    return {
+        "speedup": ratio.value, "low": ratio.low, "high": ratio.high, "n": ratio.n,
+        "band_low": band.low, "band_high": band.high, "verdict": effect.verdict,
+        "answer": effect.answer,
+    }  # fmt: skip
+
+
+def _shown(effect: Effect) -> str:
+    """`1.08 (1.07..1.09)`"""
+    ratio = effect.ratio
+    span = "" if ratio.low != ratio.low else f" ({ratio.low:.2f}..{ratio.high:.2f})"
+    return f"{ratio.value:.2f}{span}"
+
+
+def _in_a_cell(effect: Effect) -> str:
+    """`1.08 (1.07..1.09) faster`"""
+    verdict = SHORT.get(effect.verdict, effect.verdict)
+    return f"{_shown(effect)} {verdict}" + ("" if effect.holds else ", WRONG ANSWER")

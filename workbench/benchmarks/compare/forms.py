@@ -1,0 +1,124 @@
+"""The forms in which `ab` may be asked: a toggle and its values, sets of toggles, several toggles.
+
+Each form becomes one or more `Asked`: a spec as the command takes it (`sync=per_copy,packed`, or
+sets with `|`), and the background that its arms share. So there is one way to measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from workbench.benchmarks.compare.arms import SETS
+from workbench.common.errors import UsageError, WorkbenchError
+from workbench.config import TogglePreset, Toggles, asked_toggles
+from workbench.config.toggles import as_value, names_that_differ
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+
+ToggleSet = Toggles | TogglePreset | Mapping[str, Any]  # a mapping changes the background
+# one comparison: a toggle, or a spec; a set, with the other set as `values`; or a list of sets
+One = str | ToggleSet | Sequence[ToggleSet]
+FORMS = (
+    "'sync=per_copy,packed', 'plans=off | plans=ours pdl=on', ('sync', ['per_copy', 'packed']), "
+    "two Toggles, a list of Toggles, or a list of names as ['sync', 'fuse']"
+)
+
+
+class Asked(NamedTuple):
+    """One comparison. spec: as the command takes it."""
+
+    spec: str
+    background: Toggles
+
+
+def background_of(engine: Engine, background: Any) -> Toggles:
+    """The background that `ab` was given: Toggles, or as `Engine.variant` takes them; by default
+    the engine's own."""
+    if background is None:
+        return engine.toggles
+    return background if isinstance(background, Toggles) else engine.resolve(background)
+
+
+def names_in(toggle: object) -> list[str]:
+    """The toggles that are to be compared each by itself; empty for any other form."""
+    names = (
+        [one for one in toggle if isinstance(one, str)] if isinstance(toggle, list | tuple) else []
+    )
+    return names if isinstance(toggle, list | tuple) and len(names) == len(toggle) else []
+
+
+def one_comparison(engine: Engine, toggle: Any, values: Any, background: Any) -> Asked:
+    """The comparison that is asked for by `toggle` and `values` of `ab`. Raises UsageError for
+    anything that is no form of a comparison."""
+    if isinstance(toggle, str):
+        if _is_set(values):
+            raise UsageError(f"{toggle!r} beside {values!r} is no comparison; give {FORMS}")
+        beneath = background_of(engine, background)
+        return Asked(toggle if values is None else _of_values(toggle, values), beneath)
+    sets = [toggle, values] if _is_set(toggle) and _is_set(values) else toggle
+    if not isinstance(sets, list | tuple) or not sets or not all(map(_is_set, sets)):
+        raise UsageError(f"{toggle!r} is no comparison; give {FORMS}")
+    if values is not None and sets is toggle:
+        raise UsageError("sets of toggles have no values; leave the second argument out")
+    if background is not None and not all(isinstance(one, Mapping) for one in sets):
+        raise UsageError(
+            "Toggles and presets say what every toggle is, so there is no background; leave it out "
+            "or give changes of it, as {'sync': 'packed'}"
+        )
+    return _of_sets([_resolved(engine, one, background) for one in sets])
+
+
+def comparison_of(engine: Engine, name: str, background: Any) -> tuple[Asked | None, list[str]]:
+    """The comparison of one toggle of a list of names: the background's value first, then every
+    other value that the device can honour beside the background. A spec with values stays as it is.
+    Also a line for each value that was left out. None: no value is left."""
+    beneath = background_of(engine, background)
+    if "=" in name:
+        return Asked(name, beneath), []
+    values, own = Toggles.values(name), beneath.value_of(name)
+    taken, left = [own] if own in values else [], list[str]()
+    for value in values:
+        try:
+            engine.resolve(beneath.switched(name, value))
+        except WorkbenchError as refusal:
+            left.append(f"{name}={value} is left out: {refusal}")
+        else:
+            taken += [value] if value not in taken else []
+    return (Asked(_of_values(name, taken), beneath) if len(taken) > 1 else None), left
+
+
+def _is_set(one: object) -> bool:
+    return isinstance(one, Toggles | TogglePreset | Mapping)
+
+
+def _resolved(engine: Engine, one: Any, background: Any) -> Toggles:
+    if isinstance(one, Mapping):
+        changed = asked_toggles(one, background_of(engine, background))
+        assert isinstance(changed, Toggles)
+        return changed
+    return one if isinstance(one, Toggles) else engine.resolve(one)
+
+
+def _of_values(toggle: str, values: Any) -> str:
+    """`sync=per_copy,packed`. Numbers and booleans become the toggle's words."""
+    every = [values] if isinstance(values, str | int) else list(values)
+    known = Toggles.values(toggle)
+    return f"{toggle}={','.join(as_value(toggle, value, known) for value in every)}"
+
+
+def _of_sets(sets: Sequence[Toggles]) -> Asked:
+    """The spec of sets that say everything: their differences, on the first of them. Where one
+    toggle alone differs, the comparison is that toggle's."""
+    names = names_that_differ(*sets)
+    if len(sets) < 2 or len({*sets}) < len(sets):
+        raise UsageError(
+            f"{len(sets)} sets of toggles, of which {len({*sets})} differ, are no comparison; give "
+            "two or more that differ (the A/A control is added anyway)"
+        )
+    if len(names) == 1:
+        (name,) = names
+        return Asked(_of_values(name, [one.value_of(name) for one in sets]), sets[0])
+    parts = (" ".join(f"{name}={one.value_of(name)}" for name in names) for one in sets)
+    return Asked(f" {SETS} ".join(parts), sets[0])

@@ -1,0 +1,39 @@
+"""`wb.load`: what a run folder or a trace file holds, whichever room recorded it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from workbench.benchmarks.runs.results import RUN_JSON, SWEEP_JSON, load_run
+from workbench.common.errors import UsageError
+from workbench.common.upper import OF_KIND, OF_TRACE, SWEEP, upper
+
+
+def load(path: str | Path) -> Any:
+    """Reads a result from where it was recorded.
+
+    path: a run folder, its run.json, the folder of a sweep, or the file of a trace (`.pftrace`,
+        `.json`, each also `.gz`).
+
+    Returns, by the kind of the run: `ab` an AB, `bench` a Bench, `gaps` a Gaps, `kernels` a
+    KernelRun, `serve` a ServeBench, and any other kind a Run, which has run.json and the samples as
+    a frame. Of a trace it returns a Profile, of a sweep a Sweep. Raises UsageError, in one line,
+    where nothing is there, where the folder is damaged or of a newer schema, and for a file of
+    another kind.
+    """
+    path = Path(path)
+    folder = path.parent if path.name in (RUN_JSON, SWEEP_JSON) else path
+    if (folder / SWEEP_JSON).is_file():
+        return upper(SWEEP)(folder)
+    if folder.is_dir():
+        found = load_run(folder)
+        reader = OF_KIND.get(found.run["kind"])
+        return found if reader is None else upper(reader)(folder)
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; give a run folder, or the file of a trace")
+    for ending, reader in OF_TRACE.items():
+        if path.name.endswith(ending):
+            return upper(reader)(path)
+    endings = ", ".join(OF_TRACE)
+    raise UsageError(f"{path} is no run folder, and no trace, whose name ends in {endings}")

@@ -1,0 +1,65 @@
+"""`workbench advise`: which switches help here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from workbench.cli import flags as f
+from workbench.cli.common import app, load
+from workbench.cli.lists import Listed
+from workbench.common.errors import UsageError
+from workbench.config import BEST, TogglePreset
+
+
+@app.command
+def advise(
+    *,
+    model: f.ModelPath,
+    test: Annotated[str, f.flag("one of llama-bench's tests, as tg32 or pp512")] = "tg32",
+    toggle: Annotated[
+        Listed | None, f.flag("ask about these only, as sync,plans; default: nearly all")
+    ] = None,
+    at_most: Annotated[str, f.flag("end after so much time, as 60s or 5m")] = "5m",
+    until: Annotated[
+        str, f.flag("a comparison ends once its intervals' half-width is that small")
+    ] = "1%",
+    seed: f.Seed = 0,
+    out: Annotated[
+        Path | None, f.flag("folder of the run folders; default: a new one in data/runs", "--out")
+    ] = None,
+    output: Annotated[str, f.flag("md, csv or json", "--output -o")] = "md",
+    config: f.EngineFlags = f.DEFAULT_CONFIG,
+) -> None:
+    """Rank the switches that help on this machine and this model, and print the flags to copy.
+
+    Each value is measured alone, and with the rest of preset best on, with intervals and an A/A
+    control. The time that is left goes where intervals are widest.
+    """
+    from functools import partial
+
+    from workbench.benchmarks.advise.advise import advise as advised
+    from workbench.benchmarks.compare.until import parse_duration, parse_share
+    from workbench.benchmarks.workload import long_enough, parse_tests, wide_enough
+    from workbench.common.tables import show, show_prose
+
+    if output not in ("md", "csv", "json"):
+        raise UsageError(f"-o {output!r}: choose one of md, csv, json")
+    at_most_s, share = parse_duration("--at-most", at_most), parse_share("--until", until)
+    tests = parse_tests(test)
+    fit = partial(long_enough, tests)
+    with load(model, wide_enough(tests, config), TogglePreset(BEST), fit=fit) as engine:
+        made = advised(
+            engine, test, toggles=toggle or (), at_most_s=at_most_s, until=share, seed=seed, out=out
+        )
+    if output == "md":
+        show(made.table())
+        print()
+        show_prose(made.summary)
+    else:
+        frame = made.to_frame()
+        text = frame.to_csv(index=False) if output == "csv" else frame.to_json(
+            orient="records", indent=1)  # fmt: skip
+        print(text.rstrip("\n"))
+    if made.interrupted:
+        raise KeyboardInterrupt

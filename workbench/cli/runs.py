@@ -1,0 +1,145 @@
+"""Commands about run folders: list, show, remove, export."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App
+
+from workbench.cli import flags as f
+from workbench.cli.common import RUNS, app, say
+from workbench.common.errors import UsageError
+
+runs_app = App(name="runs", help="List, show, remove and export run folders.")
+app.command(runs_app)
+
+RunPath = Annotated[Path, f.flag("run folder")]
+
+
+@runs_app.command(name="ls")
+def list_runs(
+    root: Annotated[Path, f.flag("folder that holds run folders, at any depth")] = RUNS,
+    /,
+    *,
+    as_json: f.AsJson = False,
+) -> None:
+    """List run folders, oldest first.
+
+    A folder that cannot be read, or has a newer schema, says so as its status.
+    """
+    from workbench.benchmarks.runs import results
+    from workbench.common.tables import Table, markdown, show_prose, terminal_columns
+
+    if root != RUNS and not root.is_dir():
+        raise UsageError(f"{root} is no folder; name a folder that holds run folders")
+    found = results.runs(root)
+    if as_json:
+        print(found.to_json(orient="records", indent=1))
+        return
+    if found.empty:
+        say(f"no runs in {root}; bench, ab, sweep and others write them with --out")
+        return
+    reasons = found["status"].str.partition(": ")
+    table = Table(
+        {
+            "folder": [str(Path(folder).relative_to(root)) for folder in found["folder"]],
+            "status": reasons[0],
+            "started": found["started"].str[:16].str.replace("T", " "),
+            "kind": found["kind"],
+            "device": found["device"],
+            "model": found["model"].str.replace(" with random weights", ""),
+            "tests": found["tests"],
+            "took s": found["duration_s"],
+        }
+    ).shown(digits={"took s": 1})
+    width = terminal_columns()
+    left_out: list[str] = []
+    while max(map(len, markdown(table).splitlines())) > width and len(table.columns) > 2:
+        left_out.insert(0, table.columns[-1])
+        table = table.drop(columns=left_out[:1]).shown(**table.attrs)
+    print(markdown(table))
+    show_prose("\n".join(reason for reason in reasons[2] if reason))
+    if left_out:
+        say(f"no room for {', '.join(left_out)}: a wider terminal or --json shows them")
+
+
+@runs_app.command
+def show(folder: RunPath, /, *, as_json: f.AsJson = False) -> None:
+    """Print what a run was and what it found (--json: its run.json)."""
+    import textwrap
+
+    from workbench.benchmarks.compare.comparison import AB
+    from workbench.benchmarks.runs import folders, results
+    from workbench.common.tables import show, show_prose, terminal_columns
+
+    found = results.load_run(folder)
+    if as_json:
+        print(json.dumps(results.finite(found.run), indent=1))
+        return
+    width = terminal_columns()
+    for name, text in folders.facts(found.run).items():
+        print(textwrap.fill(f"{name:<9} {text}", width, subsequent_indent=" " * 10))
+    if len(found.samples):
+        print()
+        show(folders.measured(found.samples))
+    if found.run["kind"] == "ab" and len(found.samples):
+        comparison = AB(found.run, found.samples)
+        print()
+        show(comparison.table())
+        print()
+        show_prose(comparison.verdict)
+
+
+@runs_app.command
+def rm(
+    *runs: RunPath,
+    yes: Annotated[bool, f.flag("do not ask", "--yes -y")] = False,
+) -> None:
+    """Remove run folders, after a question.
+
+    Nothing but run folders is removed, and no half of a folder stays.
+    """
+    from workbench.benchmarks.runs.folders import remove_runs, run_folder
+    from workbench.common.sizes import sizes
+
+    if not runs:
+        raise UsageError("no run folder is named; `workbench runs ls` lists them")
+    found = [run_folder(path) for path in dict.fromkeys(runs)]
+    (size,) = sizes(sum(one.n_bytes for one in found))
+    what = f"{len(found)} run folder{'s' * (len(found) > 1)} ({size})"
+    if not yes and not _agreed(f"remove {what}? [y/N] "):
+        say("nothing is removed")
+        return
+    remove_runs(found)
+    say(f"removed {what}")
+
+
+def _agreed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise UsageError("nobody is there to ask; give --yes to remove without a question")
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+@runs_app.command
+def export(
+    folder: RunPath,
+    /,
+    *,
+    out: Annotated[
+        Path,
+        f.flag("x.csv, x.parquet, x.json or x.jsonl: a table; x.zip, or a new folder: all of it"),
+    ],
+    table: Annotated[
+        Literal["samples", "tokens", "requests"],
+        f.flag("which table; tokens of perplexity, requests of serve-bench"),
+    ] = "samples",
+) -> None:
+    """Copy a run for another place: a tidy table, or all.
+
+    A row is a timed token or prompt, with its run, model, device and toggles.
+    """
+    from workbench.benchmarks.runs import folders
+
+    say(f"wrote {folders.export(folder, out, table)}")

@@ -1,0 +1,60 @@
+"""`compare` on trace files: what takes longer, and what bounds a step."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from workbench.cli.common import say
+from workbench.common.errors import UsageError
+from workbench.common.output import check_writable, write_text
+
+
+def are_traces(paths: Sequence[Path]) -> bool:
+    """Whether `compare` compares traces: all paths are trace files.
+
+    Raises UsageError where some are traces and others are not.
+    """
+    from workbench.trace.imports.files import is_trace
+
+    traces = [path for path in paths if path.is_file() and is_trace(path)]
+    if traces and len(traces) < len(paths):
+        other = next(path for path in paths if path not in traces)
+        raise UsageError(
+            f"{traces[0]} is a trace and {other} is none; compare traces with traces, and run "
+            "folders with run folders"
+        )
+    return bool(traces)
+
+
+def compare_traces(paths: Sequence[Path], out: Path, step: str | None = None) -> None:
+    """Prints what takes longer in the second trace than in the first, the largest change first, and
+    the critical path of each; writes all rows to the page `out`.
+
+    step: as in `Profile.load`, for files of other tools.
+
+    Raises UsageError unless there are two traces that can be compared.
+    """
+    from workbench.common.tables import show, show_prose
+    from workbench.report import differences
+    from workbench.trace.diff import diff
+    from workbench.trace.profile import Profile
+
+    if len(paths) != 2:
+        raise UsageError(f"{len(paths)} traces were given; give two, the first is the baseline")
+    check_writable(out, parents=True)
+    profiles = [Profile.load(path, step) for path in paths]
+    found = diff(profiles[0], profiles[1])
+    found.attrs["names"] = [path.name for path in paths]
+    lines = []
+    for side, path, trace in zip(("before", "after"), paths, profiles, strict=True):
+        lines.append(f"{side}: {path.name}: {trace.note}")
+        if len(trace.to_frame()):
+            lines.append(f"{side}: critical path of {trace.critical_path().attrs['line']}")
+    write_text(out, differences.page_of(found, lines), parents=True)
+    show_prose(found.attrs["line"])
+    print()
+    show(differences.table_of(found, short=True))
+    if len(found) > differences.SHOWN:
+        say(f"{len(found) - differences.SHOWN} more rows are on the page")
+    print()
+    show_prose("\n".join(lines))
+    say(f"page: {out}")

@@ -1,0 +1,60 @@
+"""The difference of two traces for reading: a table for the terminal, and an offline page."""
+
+import html
+
+import pandas as pd
+
+from workbench.common.tables import Table, prose_html, to_html
+
+SHOWN = 20  # rows of a table on the terminal; the page has all
+WIDEST = 26  # letters of a name on the terminal
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>
+body{{font:15px/1.45 sans-serif;color:#222;max-width:1100px;margin:24px auto;padding:0 16px}}
+table{{border-collapse:collapse;margin:12px 0}}
+th,td{{padding:4px 10px;border-bottom:1px solid #ddd;overflow-wrap:anywhere;
+font-variant-numeric:tabular-nums}}
+</style></head>
+<body><h1>{title}</h1>
+<p>{answer}</p>
+<ul>{notes}</ul>
+{table}
+</body></html>
+"""
+
+
+def table_of(difference: pd.DataFrame, short: bool = False) -> Table:
+    """`wb.diff` for reading, with units. Times are traced and of a step. short: at most SHOWN rows,
+    and names cut to WIDEST letters."""
+    rows = difference.head(SHOWN) if short else difference
+    what = rows["what"].astype(str).str.removeprefix("void ")
+    layer = rows["layer"].map(lambda n: f", layer {n}" if pd.notna(n) else "")
+    if short:
+        what = what.where(what.str.len() <= WIDEST, what.str.slice(0, WIDEST - 3) + "...")
+    made = Table(
+        {
+            "where": rows["where"],
+            "what": what + layer,
+            "calls": [
+                f"{before:.1f} -> {after:.1f}"
+                for before, after in zip(rows["calls_before"], rows["calls_after"], strict=True)
+            ],
+            "us before": rows["us_before"],
+            "us after": rows["us_after"],
+            "delta us": rows["delta_us"],
+            "% of step": 100 * rows["share"],
+        }
+    ).reset_index(drop=True)
+    digits = dict.fromkeys(("us before", "us after", "delta us", "% of step"), 1)
+    return made.shown(keys=["where", "what"], digits=digits, right=["calls"])
+
+
+def page_of(difference: pd.DataFrame, lines: list[str]) -> str:
+    """The difference as one offline page: the answer, the sources, and all rows. All text of a file
+    is escaped."""
+    before, after = difference.attrs["names"]
+    title = html.escape(f"What takes longer in {after} than in {before}?")
+    notes = "".join(f"<li>{prose_html(line)}</li>" for line in lines)
+    answer = prose_html(difference.attrs["line"])
+    return PAGE.format(title=title, answer=answer, notes=notes, table=to_html(table_of(difference)))
