@@ -32,7 +32,7 @@ MIXED = "mixed"  # the value of a family with toggles that differ, as `Toggles.v
 RUN, RUNNING = "Run", "running"
 OF_OLDER = "of an older choice"
 TITLE_COLUMNS = 100  # letters that the width of a picture's title holds
-FORM_HEIGHT = "20em"  # of the box that the drop-downs scroll in
+FORM_HEIGHT = "26em"  # of the box that the drop-downs scroll in
 DIFFERS = "wb-differs"  # the class of a drop-down that differs from the baseline
 STYLE = (
     f".{DIFFERS} .widget-label {{font-weight:bold}}"
@@ -74,6 +74,8 @@ class ToggleForm(VBox):
                     choice.observe(self._set_family, "value")
         for choice in self.choices.values():
             choice.observe(self._chosen, "value")
+        for row in rows:
+            row.layout.flex = "0 0 auto"  # a box that scrolls would make its rows narrower first
         self.mark(toggles)
         super().__init__(rows, layout=Layout(max_height=FORM_HEIGHT, overflow="auto"))
         self.add_class("wb-form")
