@@ -75,7 +75,9 @@ class ToggleForm(VBox):
         for choice in self.choices.values():
             choice.observe(self._chosen, "value")
         for row in rows:
-            row.layout.flex = "0 0 auto"  # a box that scrolls would make its rows narrower first
+            row.layout.flex = (
+                "0 0 auto"  # else a box that is too low squeezes its rows, and does not scroll
+            )
         self.mark(toggles)
         super().__init__(rows, layout=Layout(max_height=FORM_HEIGHT, overflow="auto"))
         self.add_class("wb-form")
