@@ -93,7 +93,7 @@ def stripped(notebook: Any) -> Any:
     tagged = [(c, c.metadata.get("tags", [])) for c in notebook.cells]
     notebook.cells = [cell for cell, tags in tagged if "injected-parameters" not in tags]
     for cell, tags in tagged:
-        cell.metadata = {"tags": ["parameters"]} if "parameters" in tags else {}
+        cell.metadata = {"tags": tags} if tags else {}
         counted = [o for o in cell.get("outputs", ()) if "execution_count" in o]
         for one in (*counted, *([cell] if cell.cell_type == "code" else [])):
             one.execution_count = None
