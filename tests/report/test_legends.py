@@ -14,6 +14,8 @@ from workbench.report import plots, timelines
 from workbench.trace.profile import Timeline
 
 IDLE = "no span: a stream idle, the host in Python"
+POINT = "the host begins to wait (triangle), goes on (line)"
+POINT = "the host begins to wait (triangle), goes on (line)"
 
 
 def legend(fig) -> list[str]:
@@ -33,10 +35,8 @@ def frame() -> pd.DataFrame:
 def test_a_timeline_names_the_kinds_in_its_window(frame):
     whole = legend(plots.timeline(frame))
     words = {look.word for look in timelines.LOOKS.values()}
-    assert {"launch", "copy", "sync (the host waits)"} <= set(whole) and set(whole) <= {
-        *words,
-        IDLE,
-    }
+    assert {"launch", "copy", "sync (the host waits)", POINT} <= set(whole)
+    assert set(whole) <= {*words, IDLE, POINT}
     first = float(frame["start_us"].min())
     last = frame[frame["kind"] == "launch"].iloc[-1]
     begin = float(last["start_us"]) - first + float(last["dur_us"]) / 4
