@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from workbench.benchmarks.advise.advice import Advice as Advice
     from workbench.benchmarks.advise.advise import advise as advise
     from workbench.benchmarks.compare.ab import ab as ab
     from workbench.benchmarks.compare.compare import compare as compare
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from workbench.benchmarks.runs.results import Run as Run
     from workbench.benchmarks.runs.results import new_run_folder as new_run_folder
     from workbench.benchmarks.runs.results import runs as runs
-    from workbench.benchmarks.sweep.result import Sweep as Sweep
     from workbench.benchmarks.sweep.sweep import sweep as sweep
     from workbench.config import EngineConfig as EngineConfig
     from workbench.config import Toggles as Toggles
@@ -35,14 +33,12 @@ if TYPE_CHECKING:
 # public name -> its module, a line each
 _LAZY = {
     "AB": "workbench.benchmarks.compare.comparison",
-    "Advice": "workbench.benchmarks.advise.advice",
     "Engine": "workbench.engine.engine",
     "EngineConfig": "workbench.config",
     "Profile": "workbench.trace.profile",
     "Program": "workbench.program.commands",
     "Run": "workbench.benchmarks.runs.results",
     "Sampling": "workbench.model.sampler",
-    "Sweep": "workbench.benchmarks.sweep.result",
     "Toggles": "workbench.config",
     "ab": "workbench.benchmarks.compare.ab",
     "advise": "workbench.benchmarks.advise.advise",

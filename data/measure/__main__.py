@@ -12,8 +12,8 @@ and 45 GB of disk for all models.
 their names: llama-3-8b-q8_0. --like takes rows with such folders alone: 'plans-*,fresh-*'. A row
 that would not end within --at-most-s seconds is left for the next call. The seconds that a step
 takes on one H100 are printed beside its name, and after each row the seconds that it took.
-`pipeline` needs two GPUs and is left out where there is one. Step `cpu` is for `--device embedded`
-and `--device host`.
+Rows of `pipeline` over two GPUs are left out where there is one. Step `cpu` is for `--device
+embedded` and `--device host`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ STEPS = {
     "plans": 275, "best": 74, "reuse": 160, "grown": 75, "decode": 150, "kernels": 110,
     "depth": 35, "load": 15, "perplexity": 150, "batches": 40, "kernels-batches": 110, "fusion": 85,
     "ablation": 60, "counters": 80, "gaps": 60, "sync": 480, "pipeline": 420, "together": 150,
-    "several": 300, "skip": 180,
+    "several": 300, "skip": 180, "energy": 460,
 }  # fmt: skip
 SEVERAL, SKIP_STEP = "several", "skip"  # for `best` with several sequences; for long prompts
 CPU_STEP = "cpu"  # on the devices of a CPU; made only where it is named
@@ -209,7 +209,7 @@ def _pipeline() -> Iterator[Row]:
     ):  # fmt: skip
         yield Row(
             "pipeline", f"pipeline-{name}-{LLAMA_8B}", "ab", LLAMA_8B, PIPELINED, toggles,
-            compared, label, n_ctx=n_ctx, n_devices=n_devices, gpus=2,
+            compared, label, n_ctx=n_ctx, n_devices=n_devices, gpus=n_devices,
         )  # fmt: skip
     yield Row("pipeline", f"pipeline-races-{RACED}", "races", RACED, n_devices=2, gpus=2)
 
@@ -353,6 +353,29 @@ def _skipped() -> Iterator[Row]:
                   "best", PARTS, "deep caches", n_ctx=8448)  # fmt: skip
 
 
+# What costs or saves energy: name, the arm without, the arm with; each arm is changes to `best`.
+# A plan of a step needs all inputs in one copy, so other waits are compared without plans.
+NO_PLANS = f"{OFF} launch_ahead=off plan_end=event"
+ENERGY = (
+    ("a wait that spins on a word", "plan_end=event", WORD),
+    ("plans, launched ahead", NO_PLANS, WORD),
+    ("fusion", "fuse=off defer_norm=off", WORD),
+    ("no wait around copies", f"{NO_PLANS} sync=per_copy copy_stream=own", NO_PLANS),
+    ("dependent launch", "pdl=off", WORD),
+)
+ENERGY_MODELS = {TOGETHER: 215, LLAMA_8B: 245}  # seconds
+
+
+def _energy() -> Iterator[Row]:
+    """Joules a token of the arms of ENERGY, in windows of 5 s by the GPU's counter."""
+    arms = dict.fromkeys((WORD, *(arm for _, *both in ENERGY for arm in both)))
+    # what `best` is on a GPU, on any device
+    background = f"best fuse=on defer_norm=on {ANY} {WORD}"
+    for model, seconds in ENERGY_MODELS.items():
+        yield Row("energy", f"energy-{model}", "energy", model, "tg128", background, sets(*arms),
+                  seconds=seconds)  # fmt: skip
+
+
 def _cpu() -> Iterator[Row]:
     """What preset `best` takes and leaves out on the devices of a CPU."""
     modes = [mode for mode in MODES if mode != SyncMode.IMPLICIT]
@@ -407,6 +430,7 @@ MATRIX: tuple[Row, ...] = (
     *_pipeline(),
     *_several(),
     *_skipped(),
+    *_energy(),
     *_cpu(),
 )  # fmt: skip
 

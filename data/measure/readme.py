@@ -19,7 +19,7 @@ from workbench.common.errors import WorkbenchError
 from workbench.common.output import write_text
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles
 from workbench.config.presets import best_rows, fixed_presets
-from workbench.config.table import ROWS, Row
+from workbench.config.table import ROWS, THREADS, Row, thread_of
 from workbench.model.gguf.metadata import KEYS, Use
 
 RESULTS = Path("data/results")
@@ -28,9 +28,9 @@ PAGES = (  # the first screen; everything; a new mechanism; model files
     Path("workbench/model/README.md"),
 )  # fmt: skip
 TABLES = (
-    "arena_peaks", "attention", "batched", "blocks", "first_requests", "mechanisms", "over_http",
-    "peer", "plan_tables", "proofs", "random_lengths", "scheduling", "skipping", "streams",
-    "targets",
+    "arena_peaks", "attention", "batched", "blocks", "energy_table", "first_requests", "mechanisms",
+    "over_http", "peer", "plan_tables", "proofs", "random_lengths", "scheduling", "skipping",
+    "streams", "targets",
 )  # fmt: skip
 ANSWERS = {EXACT: "bit-equal", ROUNDING: "within a tolerance"}
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
@@ -46,19 +46,15 @@ def picture(recorded: Recorded) -> str:
     return told(found, what, found["engine"]["device_description"])
 
 
-THREADS = ("#17795", "#8366", "#16548", "#16991", "#14924")
-
-
 def rooms(_: Recorded) -> Iterator[Line]:
     """A line for each thread of llama.cpp: its rooms, with the toggles that only they read, from
     the table of toggles. The last line has all other rooms."""
     found: dict[str, list[Row]] = {}
     for row in ROWS.values():
         found.setdefault(row.room, []).append(row)
-    of: dict[str, list[str]] = {thread: [] for thread in (*THREADS, "others")}
+    of: dict[str, list[str]] = {thread: [] for thread in (*THREADS, "")}
     for room, rows in found.items():
-        threads = (row.thread.removeprefix("llama.cpp ") for row in rows)
-        of[next((t for t in threads if t in THREADS), "others")].append(room)
+        of[thread_of(rows[0].name)].append(room)
 
     def family(name: str) -> str:
         return next((f"{f}_..." for f in FAMILIES if name.startswith(f"{f}_")), name)
@@ -70,8 +66,9 @@ def rooms(_: Recorded) -> Iterator[Line]:
         ]
         answers = dict.fromkeys(ANSWERS[row.answer] for room in own for row in found[room])
         yield Line({
-            "llama.cpp": thread, "rooms in `workbench/`, and the toggles that they read":
-            "; ".join(texts), "answers stay": ", or ".join(answers),
+            "llama.cpp": thread.removeprefix("llama.cpp ") or "others",
+            "rooms in `workbench/`, and the toggles that they read": "; ".join(texts),
+            "answers stay": ", or ".join(answers),
         })  # fmt: skip
 
 

@@ -87,9 +87,7 @@ class Session:
         if self.only and model not in self.only.split(","):
             return False
         preset, quant = parsed(model)
-        shape = find_preset(preset)
-        typed = ((s.shape, tensor_type(s, shape, quant_name(quant))) for s in tensors(shape))
-        gb = sum(math.prod(s[:-1]) * dtype.row_bytes(s[-1]) for s, dtype in typed) / 1e9
+        gb = gigabytes(model)
         if self.quick or gb <= self.most_gb:
             return True
         print(f"{preset} {quant}: left out, {gb:.1f} GB is above the limit", flush=True)
@@ -185,10 +183,22 @@ def parsed(model: str) -> tuple[str, str]:
     return preset, model.removeprefix(f"{preset}-").upper()
 
 
+def gigabytes(model: str) -> float:
+    """The size of a model's weights."""
+    preset, quant = parsed(model)
+    shape = find_preset(preset)
+    typed = ((s.shape, tensor_type(s, shape, quant_name(quant))) for s in tensors(shape))
+    return sum(math.prod(s[:-1]) * dtype.row_bytes(s[-1]) for s, dtype in typed) / 1e9
+
+
+def path_of(preset: str, quant: str, folder: Path) -> Path:
+    """The path of a model in a folder, whether its file is there or not."""
+    return folder / f"{preset}-{quant_name(quant)}.gguf"
+
+
 def model_file(preset: str, quant: str, folder: Path) -> Path:
     """The file of a model in a folder. A missing file is written."""
-    quant = quant_name(quant)
-    return write_model(preset, quant, folder / f"{preset}-{quant}.gguf")
+    return write_model(preset, quant_name(quant), path_of(preset, quant, folder))
 
 
 def is_complete(path: Path, needs: str = "") -> bool:

@@ -121,6 +121,12 @@ def compare(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
             compared(session, engine, row)
 
 
+def energies(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
+    """A/B comparisons with joules a token. Quick ones have no joules: a CPU does not count them."""
+    for row in rows:
+        compared(session, engine, row, energy=not session.quick)
+
+
 def gaps(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     """The time between a token's last kernel and the next one's first, by mode and copy stream, and
     what one wait adds to it."""
@@ -210,14 +216,14 @@ Samples = Mapping[str, Sample]  # of one repetition, by test
 QUICK_SWEPT, QUICK_AFTER = (0, 256), 4
 
 
-def compared(session: Session, engine: wb.Engine, row: Row) -> AB:
+def compared(session: Session, engine: wb.Engine, row: Row, energy: bool = False) -> AB:
     """Makes the comparison of a row in its folder."""
     folder = session.emptied(row)
     found = wb.ab(
         engine, row.compared, tests="tg8" if session.quick else row.test,
         rounds=1 if session.quick else row.rounds,
         background=toggles_of(row.toggles, engine), out=folder, name=folder.name,
-        smoke=session.quick,
+        smoke=session.quick, energy=energy,
     )  # fmt: skip
     print(found.table().to_string(index=False), found.verdict, sep="\n", flush=True)
     if found.interrupted:
@@ -377,6 +383,7 @@ KINDS: dict[str, Kind] = {
     "plans": Kind(plans, needs="parts"),
     "fresh": Kind(fresh),
     "sweep": Kind(sweep),
+    "energy": Kind(energies, needs="energy"),
     "gaps": Kind(gaps),
     "trace": Kind(trace),
     "perplexity": Kind(perplexities, needs="n_ubatch", at_once=True),

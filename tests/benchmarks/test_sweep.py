@@ -20,7 +20,7 @@ from tests.profiles import long
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.sweep import sweep as sweeping
-from workbench.benchmarks.sweep.result import COLUMNS
+from workbench.benchmarks.sweep.result import COLUMNS, Sweep
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.report import sweeps
 
@@ -42,7 +42,7 @@ def whole(model, tmp_path_factory):
     return wb.sweep(model, out=tmp_path_factory.mktemp("whole") / "sweep", **CELLS)
 
 
-def alike(one: wb.Sweep, other: wb.Sweep) -> bool:
+def alike(one: Sweep, other: Sweep) -> bool:
     """Whether two sweeps have the same cells, measured equally often."""
     names = [*one.axes, "status", "n", "key", "reason", "toggles", "baseline"]
     a, b = (side.to_frame()[names] for side in (one, other))
@@ -75,7 +75,7 @@ def test_a_row_for_each_cell(whole, model):
 
 
 def test_a_sweep_is_read_again_and_shown(whole):
-    again = wb.Sweep.load(whole.folder)
+    again = Sweep.load(whole.folder)
     pd.testing.assert_frame_equal(again.to_frame(), whole.to_frame())
     assert alike(again, whole) and repr(again) == repr(whole)
     assert alike(wb.load(whole.folder), whole) and alike(
@@ -249,7 +249,7 @@ def test_sigkill_at_any_time_loses_nothing(model, tmp_path, where):
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "it was killed, and had not ended"
     held = {p.name: results.load_run(p) for p in (out / "groups").iterdir() if p.name[0] != "."}
-    part = wb.Sweep.load(out).to_frame()
+    part = Sweep.load(out).to_frame()
     assert part["status"].isin(["missing", "interrupted"]).any() and (part["n"] > 0).any()
     finished = wb.sweep(model, out=out, resume=True, **cells)
     frame = finished.to_frame()
@@ -261,7 +261,7 @@ def test_sigkill_at_any_time_loses_nothing(model, tmp_path, where):
         counted = now.samples.groupby(["arm", "repetition", "token"]).size()
         assert (counted == 1).all(), "nothing counts twice"
     assert sorted(p.name for p in (out / "groups").iterdir() if p.name[0] != ".") == sorted(
-        wb.Sweep.load(out).to_frame()["group"].dropna().unique()
+        Sweep.load(out).to_frame()["group"].dropna().unique()
     )
 
 
@@ -298,8 +298,8 @@ def test_the_command_takes_lists_and_a_file(call, model, tmp_path):
     assert status == 0 and not out.exists()
     assert "8 cells: 6 missing, 2 left out; " in text
     assert "6 cells to measure, in 9 repetitions; how long that takes is unknown" in text
-    status, text, err = call(*ask, "-o", "jsonl")
-    rows = [json.loads(line) for line in text.splitlines()]
+    status, text, err = call(*ask, "-o", "json")
+    rows = json.loads(text)
     assert status == 0 and len(rows) == 8 and [row["status"] for row in rows].count("done") == 6
     assert {"test", "n_ubatch", "sync", "tps", "verdict", "reason"} <= set(rows[0])
     assert "sweep: 6 of 6 cells" in err and "tg2 n_ubatch=32 sync=packed: " in err
@@ -323,7 +323,7 @@ def test_the_command_takes_lists_and_a_file(call, model, tmp_path):
     ("--test tg2", "the matrix has no model; give a GGUF file"),
     ("-m MODEL -ub 0", "n_ubatch=0 must be at least 1"), ("-m MODEL -b 8", "n_batch changes no"),
     ("-m MODEL --calibrate", "--calibrate times a dry run; add --dry-run"),
-    ("-m MODEL -o xml", "-o 'xml': choose one of md, csv, json, jsonl"),
+    ("-m MODEL --out rows.csv", "--out rows.csv would be a run folder"),
     ("-m MODEL --exclude sync=packed", "no cell has an axis 'sync' to exclude; choose"),
     ("-m none.gguf", "none.gguf"), ("-m MODEL --sync ,", "toggle sync='' does not exist"),
     ("-m MODEL --resume --out none", "none is no sweep: sweep.json is missing"),
@@ -347,7 +347,7 @@ def test_a_damaged_sweep_is_one_line(whole, tmp_path):
     ):  # fmt: skip
         (tmp_path / "sweep.json").write_text(text)
         with pytest.raises(UsageError, match=re.escape(said)) as error:
-            wb.Sweep.load(tmp_path)
+            Sweep.load(tmp_path)
         assert "\n" not in str(error.value)
 
 

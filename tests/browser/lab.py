@@ -161,6 +161,36 @@ class Notebook:
         found = self._cells()[cell].find_elements(By.CSS_SELECTOR, ".jp-OutputArea-output")
         return "\n".join(o.text for o in found)
 
+    def shows(self, cell: int, pattern: str) -> None:
+        """Waits until a cell that runs shows a line in which a regular expression is found."""
+
+        def found() -> bool:
+            every = self._cells()[cell].find_elements(By.CSS_SELECTOR, ".jp-OutputArea-output")
+            return any(re.search(pattern, output.text) for output in every)
+
+        until(found, f"a line of cell {cell} with {pattern!r}")
+
+    def heights(self, cell: int) -> list[int]:
+        """The heights of a cell's outputs that take room on the page, in pixels."""
+        every = self._cells()[cell].find_elements(By.CSS_SELECTOR, ".jp-OutputArea-child")
+        return [height for output in every if (height := output.size["height"]) > 0]
+
+    def in_view(self, element: WebElement) -> bool:
+        """Whether an element is on the screen now, without any scrolling."""
+        script = (
+            "const r = arguments[0].getBoundingClientRect();"
+            "return r.top >= 0 && r.bottom <= window.innerHeight"
+        )
+        return bool(self.driver.execute_script(script, element))
+
+    def type(self, name: str, text: str) -> None:
+        """Writes into a field of the panel, and leaves it."""
+        every = self.driver.find_elements(By.CSS_SELECTOR, ".widget-text")
+        (field,) = (f for f in every if f.text.splitlines()[:1] == [name])
+        box = self._seen(field.find_element(By.TAG_NAME, "input"))
+        box.send_keys(Keys.CONTROL, "a")
+        box.send_keys(text, Keys.ENTER)
+
     def _number(self, cell: int) -> str:
         return self._cells()[cell].find_element(By.CSS_SELECTOR, ".jp-InputPrompt").text
 
@@ -199,7 +229,7 @@ class Notebook:
         Select(box.find_element(By.TAG_NAME, "select")).select_by_visible_text(value)
 
     def _seen(self, element: WebElement) -> WebElement:
-        self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+        self.driver.execute_script("arguments[0].scrollIntoView({block: 'nearest'})", element)
         return element
 
     def says(self, pattern: str) -> str:

@@ -100,7 +100,7 @@ def test_a_whole_run_draws_both_sides_and_is_marked_once_a_toggle_moves(panel):
     (picture,) = notebook.pictures()
     assert picture.size["width"] > 600
     notebook.choose("graph_reuse", "set_rows")
-    assert notebook.says("^of older toggles: tg8: fuse=off -> fuse=on")
+    assert notebook.says("^of an older choice: tg8: fuse=off -> fuse=on")
     notebook.choose("graph_reuse", "rebuild")
     assert notebook.says(r"^tg8: fuse=off -> fuse=on") == line
 
@@ -129,3 +129,27 @@ def test_a_clash_is_shown_when_it_is_chosen_and_names_both(panel):
     assert notebook.button("Run").is_enabled()
     notebook.choose("sync", "implicit")
     notebook.says("^toggles sync=implicit and copy_stream=own race ")
+
+
+def test_run_and_stop_stay_in_view_and_the_test_is_a_field(panel):
+    """The drop-downs scroll in a box of their own, under the controls; what differs is named."""
+    notebook = panel(test="tg8", rounds=5)
+    notebook.choose("validate", "all")  # the last of its thread, far below
+    notebook.says(r"^#16991: concurrent streams: validate=all$")
+    for name in ("Run", "Stop"):
+        assert notebook.in_view(notebook.button(name)), name
+    notebook.type("test", "pp16")
+    notebook.press("Run")
+    assert notebook.says("^pp16: validate=off -> validate=all: ")
+
+
+def test_progress_leaves_no_strip_in_a_cell(panel):
+    notebook = panel(
+        "import time\nfrom workbench.common import progress\nprogress.SHOWN_AFTER_S = 0.0\n"
+        "with progress.bar('work', 40, 'steps') as left:\n    for _ in range(40):\n"
+        "        left.update()\n        time.sleep(0.1)"
+    )
+    notebook.start(2)
+    notebook.shows(2, r"^work: \d+ of 40 steps")
+    assert notebook.output(2) == ""
+    assert notebook.heights(2) == [], "nothing of it is left"

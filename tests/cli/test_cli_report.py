@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from workbench.cli.doctor.findings import LEAST_DRIVER
 from workbench.model.synth import models as synth
 from workbench.report import render
 
@@ -75,3 +78,21 @@ def test_make_names_no_notebook_and_hands_on_what_is_given():
     assert made("report", "NOTEBOOKS=00_tour 04_plans").strip().endswith("report 00_tour 04_plans")
     line = made("lab", "LAB_ARGS=--no-browser --port 8899").splitlines()[-1]
     assert "jupyter lab --notebook-dir=notebooks" in line and line.endswith("-browser --port 8899")
+
+
+def test_the_page_on_remote_gpus_is_linked_and_its_commands_are_there(call):
+    page = (ROOT / "notebooks" / "README.md").read_text()
+    for name in ("README.md", "CONTRIBUTING.md"):
+        assert "](notebooks/README.md)" in (ROOT / name).read_text()
+    assert "ssh -N -L 8888:localhost:8888" in page and '--port 8888"' in page
+    for command in re.findall(r"`?workbench (\w+(?: export)?)", page):
+        assert call(*command.split(), "--help")[0] == 0
+
+
+def test_limits_name_what_was_tested_where():
+    limits = " ".join((ROOT / "README.md").read_text().partition("## Limits\n")[2].split())
+    for record in ("gpu-tests.json", "gpu-tests-two.json"):
+        made = json.loads((ROOT / "data" / "results" / record).read_text())
+        card = made["device"].split()[1]
+        assert card in limits and f"driver {made['driver'].partition('.')[0]}" in limits
+    assert f"driver {LEAST_DRIVER}" in limits and "Python 3.11" in limits and "Linux" in limits

@@ -182,3 +182,42 @@ def test_how_well_is_asked_in_words(on, tmp_path):
     status, out, err = on(*ask, "--until", "95 %", "--at-most", "1m")
     assert status == 0 and err.count("the median's half-width is ") == 2
     assert all(len(json.loads(line)["samples_ns"]) >= 10 for line in out.splitlines())
+
+
+UNITS = re.compile(
+    r"\b(us|ms|s|t/s|req/s|GB/s|MB|kB|bytes|%|F/B|count)\b|%|t/s|GB/s", re.ASCII
+)  # in a heading
+
+
+@pytest.mark.long
+def test_columns_of_times_and_rates_have_units(on, call, model, tmp_path, monkeypatch):
+    """Every column whose cells have a decimal point says of what, but ratios and NLL."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    ask = ("--n-requests", 2, "--warmup", 0, "-p", 4, "-n", 2, "--concurrency", "1,2", "-o", "md")
+    out = [
+        on("ab", "--toggle", "fuse=off,on", "--test", "tg2", "--rounds", 5)[1],
+        on("bench", "-p", 8, "-n", 2, "-r", 2, "--out", "run")[1],
+        on("bench", "-p", 8, "-n", 2, "-r", 2, "-npl", "1,2")[1],
+        on("profile", "--test", "tg2", "-r", 1)[1],
+        on("serve-bench", *ask)[1],
+        call("bench-kernels", "--quick", "--types", "Q8_0", "--shapes", "qwen3-30b-a3b.gate")[1],
+        call("compare", "run", "run")[1],
+        call("runs", "show", "run")[1],
+        call("runs", "ls", ".")[1],
+    ]
+    ratios = {"Speedup", "Ratio", "95% CI"}
+    seen = 0
+    for text in out:
+        lines = text.splitlines()
+        for at, line in enumerate(lines):
+            if not re.fullmatch(r"\|[-:| ]+\|", line):
+                continue
+            heads = [cell.strip() for cell in lines[at - 1].strip("|").split("|")]
+            row = [cell.strip() for cell in lines[at + 1].strip("|").split("|")]
+            for head, cell in zip(heads, row, strict=True):
+                if re.fullmatch(r"[\d,.± ()-]*\d\.\d[\d,.± ()-]*", cell) and head not in ratios:
+                    units = UNITS.search(head) or UNITS.search(lines[at - 1].split("|")[1])
+                    assert units, f"{head}: {cell}"
+                    seen += 1
+    assert seen > 40

@@ -35,7 +35,8 @@ def test_what_takes_longer_is_printed_and_on_a_page(call, two, tmp_path):
     assert [c.strip() for c in rows[0].strip("|").split("|")] == [
         "device", "mul_mat, layer 0", "1.0 -> 1.0", "10.0", "30.0", "20.0", "20.0",
     ]  # fmt: skip
-    assert "a step, traced: 100.0 us before, 100.0 us after (+0.0%)" in out
+    assert "a step, traced: 100.0 us before, 100.0 us after (+0.0%); the largest" in out
+    assert "change: device, mul_mat, layer 0, +20.0 us" in out
     assert "before: a.json: a note of 0" in out and "after: b.pftrace.gz: a note of 20" in out
     assert "after: critical path of step 1: 100.0 us = host" in out
     assert f"page: {page}" in err

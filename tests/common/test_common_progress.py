@@ -97,14 +97,23 @@ def test_who_is_told_without_a_terminal(at_once, monkeypatch, told):
     if "cell" in told:
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     monkeypatch.setattr(sys, "stderr", err := io.StringIO())
-    asked = io.StringIO()
+    asked, shown = io.StringIO(), list[dict[str, str]]()
+
+    def display(data: dict[str, str], raw: bool, display_id: bool = False) -> SimpleNamespace:
+        shown.append(data)
+        return SimpleNamespace(update=display)
+
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
     with shown_on(asked if told == "asked" else None), bar("x", 2, "steps") as left:
         assert (left.due_ns != NEVER) == (told in ("asked", "cell by hand"))
         left.update()
         note("a line")
     lines = r"x: 1 of 2 steps, about \d+ s left\na line\n"
     assert bool(re.fullmatch(lines, asked.getvalue())) == (told == "asked")
-    assert ("\rx: 1 of 2 steps" in err.getvalue()) == (told == "cell by hand") == bool(err.tell())
+    assert err.tell() == 0, "a cell's stderr leaves a red strip"
+    said = [re.sub(r", about.*", "", one.get("text/plain", "")) for one in shown]
+    assert said == (["x: 1 of 2 steps", "a line", ""] if told == "cell by hand" else [])
+    assert shown[-1:] in ([], [{}]), "the line is emptied at the end"
 
 
 class Slow(io.StringIO):

@@ -34,7 +34,8 @@ def follow(root: Path) -> str:
             path, line = root / edit["file"], edit["line"] + "\n"
             found = path.read_text()
             assert found.count("\n" + line) == 1, f"{edit['file']}: one line {line}"
-            new = code + line if edit["how"] == "before" else code
+            apart = "\n\n" if line.startswith("@") else ""  # as a formatter would have it
+            new = code + apart + line if edit["how"] == "before" else code
             path.write_text(found.replace("\n" + line, "\n" + new))
         elif new_file := NEW.fullmatch(block["said"]):
             path = root / new_file["file"]
@@ -70,8 +71,9 @@ def test_a_mechanism_is_added_as_the_page_says(tmp_path):
     checked = run("-m", "workbench", "check", "-m", "data/models/tiny-llama-Q8_0.gguf",
                   "--copy-order", "largest_first")  # fmt: skip
     assert checked.returncode == 0, checked.stderr
-    style = ("-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml"), "workbench", "tests")
-    assert (said := run(*style)).returncode == 0, said.stdout
+    for how in (("check",), ("format", "--check")):
+        style = run("-m", "ruff", *how, "--config", str(ROOT / "pyproject.toml"), ".")
+        assert style.returncode == 0, style.stdout
     room = tmp_path / "workbench" / "program" / "copy_order.py"
     room.write_text(room.read_text().replace("-copy[1].nbytes", "0"))
     assert "1 failed, 1 passed" in run(*tests).stdout

@@ -85,7 +85,7 @@ def test_what_is_bound_has_the_tables_and_pictures_of_a_profile(profiled, shell,
     assert set(two.kernels()["engine"]) == {"eng", "packed"} and len(two.plot().axes) == 2
     nothing = profiled("--as t", "pass").trace
     for ask in (nothing.kernels, nothing.gaps, nothing.phases, nothing.plot):
-        with pytest.raises(UsageError, match="no engine that was traced made a step|no span"):
+        with pytest.raises(UsageError, match=r"no engine that was traced made a step|no span"):
             ask()
 
 

@@ -10,6 +10,7 @@ import types
 
 import numpy as np
 import pytest
+from ipywidgets import Box
 
 import workbench as wb
 from workbench.benchmarks import workload
@@ -18,6 +19,7 @@ from workbench.benchmarks.workload import take_sample
 from workbench.common.errors import UsageError
 from workbench.config import EXACT, FAMILIES, Toggles
 from workbench.config.presets import preset_names
+from workbench.config.table import PLANS, REUSED, THREADS, WAITS, thread_of
 from workbench.engine import exclusive
 from workbench.engine.engine import OPENED, Engine
 from workbench.engine.slots import slots
@@ -91,6 +93,51 @@ def test_what_cannot_be_is_said_when_it_is_chosen(panel, variants, refused, said
     assert one.result is None and said in one.code.value and all(map(is_closed, variants))
     chosen(one, **mended)
     assert "wb.Toggles(" in one.code.value and not one.button.disabled
+
+
+def test_toggles_stand_by_thread_and_what_differs_is_marked(panel):
+    """Under the thread of their room; the controls stand above the box that scrolls."""
+    one = panel(baseline=Toggles(sync="packed"))
+    form, headings = one.form, one.form.headings
+    assert [*headings] == [*THREADS, ""] and "#17795" in headings[WAITS].value
+    assert {thread_of(n) for n in ("sync", "results", "plans", "fuse_glu", "pdl", "redo_bind")} == {
+        WAITS, PLANS, "", REUSED,
+    }  # fmt: skip
+    order = form.children
+    place = {c: i for i, row in enumerate(order) if isinstance(row, Box) for c in row.children}
+    for name in ("sync", "plans", "streams", "skip_masked_kv", "graph_reuse"):
+        before = [h for h in headings.values() if order.index(h) < place[form.choices[name]]]
+        assert before[-1] is headings[thread_of(name)]
+    assert "sync=per_copy" in headings[WAITS].value and marked(form) == {"sync"}
+    chosen(one, sync="packed", fuse="on")
+    assert marked(form) == {"fuse", *Toggles.members("fuse")} and "=" not in headings[WAITS].value
+    assert "fuse_glu=on" in headings[""].value
+    chosen(one, fuse="off")
+    one.baseline.choice.value = "baseline"
+    assert marked(form) == {"sync"}, "another baseline"
+    rows = [*one.children]
+    assert rows.index(form) > max(rows.index(row) for row in (one.test, one.baseline))
+    (buttons,) = (r for r in rows if isinstance(r, Box) and one.stop_button in r.children)
+    assert rows.index(form) > rows.index(buttons)
+    assert form.layout.overflow == "auto" and form.layout.max_height
+
+
+def marked(form: widgets.ToggleForm) -> set[str]:
+    """The drop-downs that are shown as different from the baseline."""
+    every = form.choices | form.families
+    return {name for name, choice in every.items() if widgets.DIFFERS in choice._dom_classes}
+
+
+def test_the_test_is_a_field(panel):
+    one = panel("tg4")
+    for bad, says in (("fast", "does not exist"), ("tg9999", "n_ctx")):
+        one.test.value = bad
+        assert says in one.code.value and one.button.disabled
+    one.test.value = "pp4"
+    assert not one.button.disabled
+    assert clicked(one).result.test == "pp4" and widgets.OF_OLDER not in one.speedup.value
+    one.test.value = "tg4"
+    assert widgets.OF_OLDER in one.speedup.value
 
 
 def test_a_panel_that_could_never_run_is_refused(engine, panel, monkeypatch):

@@ -110,10 +110,10 @@ def test_every_row_of_the_matrix_can_be_measured(tiny_model):
         for name, _, value in (change.partition("=") for change in changes):
             Toggles().switched(name, value)
         assert not row.model or parsed(row.model)
-        if row.kind in ("ab", "plans", "fresh", "sweep"):
+        if row.kind in ("ab", "plans", "fresh", "sweep", "energy"):
             toggle, arms = arms_of(row.compared, Toggles(graph_reuse="set_rows"))
             assert not toggle or arms[0].name == Toggles().value_of(toggle)
-        assert row.kind not in ("ab", "bench", "plans", "fresh") or parse_tests(row.test)
+        assert row.kind not in ("ab", "bench", "plans", "fresh", "energy") or parse_tests(row.test)
     with wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded") as engine:
         made = toggles_of("best plans=off sync=packed fuse=on fuse_glu=off", engine)
     assert (made.plans, made.sync, made.graph_reuse) == ("off", "packed", "set_rows")

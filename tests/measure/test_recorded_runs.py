@@ -19,7 +19,7 @@ from data.measure.skipping import SkipRun
 from data.measure.sources import unmarked
 from tests.exhaustive import collected
 from tests.gpu import sanitize
-from tests.measure.made import in_turn, is_ours
+from tests.measure.made import in_turn, is_ours, lines
 from tests.notebooks.record import MADE
 from workbench.benchmarks.compare.arms import answer_between
 from workbench.benchmarks.compare.comparison import AB
@@ -62,6 +62,25 @@ def test_every_table_stands_on_one_page():
     assert len(texts[0].splitlines()) <= 150, "README is a first screen"
     prose = readme.BLOCK.sub("", texts[0]).splitlines()  # captions of tables are long
     assert max(len(line) for line in prose if not line.startswith("<img")) <= 125
+
+
+def test_the_first_table_fits_a_screen_and_each_line_has_one_answer():
+    short, full = (lines(RESULTS, f"mechanisms{of}") for of in ("", "-in-full"))
+    assert list(short[0]) == ["mechanism", "speedup", "verdict", "where"]
+    text = readme.made("mechanisms", RECORDED)
+    assert max(len(line) for line in text.splitlines() if line.startswith("|")) <= 100
+    named = [(line["mechanism"], line["where"]) for line in short]
+    assert len({*named}) == len(named) >= 15 and all(map(all, named))
+    same = ("mechanism", "speedup", "verdict")
+    assert [[line[name] for name in same] for line in short] == [
+        [line[name] for name in same] for line in full
+    ]
+    for line in full:
+        off, on = (line[side].strip("`").split()[0] for side in ("off", "on"))
+        toggle, is_not = off.split("=")
+        value = on.removeprefix(f"{toggle}=")
+        assert {is_not, value} <= {*Toggles.values(toggle)} and is_not != value, "both are named"
+        assert line["card"] and line["python -m"] and line["beside"]
 
 
 def test_the_committed_best_is_what_the_runs_say():

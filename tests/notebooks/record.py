@@ -25,7 +25,7 @@ from typing import Any
 import nbformat
 
 import workbench as wb
-from workbench.answers import loaded
+from workbench.answers import loaded, skipped
 from workbench.backend.base import choose_device
 from workbench.benchmarks.compare.stats import MIN_REPETITIONS
 from workbench.benchmarks.runs import provenance
@@ -52,7 +52,7 @@ MADE = {
     "04_plans": ["plans-half", "plans-on"],
     "05_streams": ["streams-off", "streams-on", "streams-fused"],
     "06_masked_kv": [
-        *(f"prompts-in-{part}" for part in (16, 4, 1)), "side-by-side",
+        *(f"prompts-in-{part}" for part in skipped.PARTS), "side-by-side",
         *(f"ragged-{way.replace('_', '-')}" for way in WAYS), "ragged-off-again", "attn-kernel",
     ],
     "07_batched_serving": [
@@ -93,7 +93,7 @@ def stripped(notebook: Any) -> Any:
     tagged = [(c, c.metadata.get("tags", [])) for c in notebook.cells]
     notebook.cells = [cell for cell, tags in tagged if "injected-parameters" not in tags]
     for cell, tags in tagged:
-        cell.metadata = {"tags": ["parameters"]} if "parameters" in tags else {}
+        cell.metadata = {"tags": tags} if tags else {}
         counted = [o for o in cell.get("outputs", ()) if "execution_count" in o]
         for one in (*counted, *([cell] if cell.cell_type == "code" else [])):
             one.execution_count = None

@@ -51,9 +51,13 @@ def test_it_asks_a_question_and_reads_as_prose(path):
                 assert isinstance(node.value, ast.Constant), "how many us it takes is the machine's"
     loads = [line for c in code for line in c.source.splitlines() if "Engine.load(" in line]
     assert loads and all("toggles=" in line for line in loads), "its default is another preset"
+    assert any("Engine.load(" in c.source and c.source.endswith("\nengine") for c in code), (
+        "its page names the model and the device of the outputs that are saved in it"
+    )
     (cell,) = (c for c in code if "parameters" in c.metadata.get("tags", []))
     given = ast.parse(cell.source).body
     assert all(isinstance(one.value, ast.Constant) for one in given)
+    assert ast.unparse(given[0]) == "model = 'auto'", "a real shape on a GPU"
     assert {"model", "device", "workload", "repeats", "seed"} <= {g.targets[0].id for g in given}
     # committed outputs are of one run, and small
     assert path.stat().st_size <= MOST_BYTES

@@ -251,7 +251,7 @@ def test_steps_without_gaps_count_for_the_one_in_the_middle():
     gap = {"step": 3, "between": LAUNCHES, "before": "a", "after": "b", "traced_us": 5.0}
     for n_steps, n_gaps in ((1, "1"), (3, "0")):
         table = profiles.gaps_table(pd.DataFrame([gap]), n_steps).set_index("traced us")
-        assert table.loc["gaps", f"between {LAUNCHES}"] == n_gaps
+        assert table.loc["gaps (count)", f"between {LAUNCHES}"] == n_gaps
 
 
 EVIL = "<script>alert('&\"')</script><img src=x onerror=alert(1)>"

@@ -279,3 +279,15 @@ def test_a_page_of_a_difference_escapes_what_files_say() -> None:
     short = differences.table_of(found.assign(what="x" * 99), short=True)
     assert short["what"].str.len().max() <= differences.WIDEST + len(", layer 1")
     assert len(short) <= differences.SHOWN
+    for function, name in (
+        ("void f<(int)1>(const char *, g(*)(int))", "f<(int)1>"), ("mul_mat", "mul_mat"),
+        ("(anonymous)", "(anonymous)"), ("void f<int>", "f<int>"),
+    ):  # fmt: skip
+        assert (
+            differences.table_of(found.assign(what=function))["what"]
+            .str.contains(name, regex=False)
+            .all()
+        )
+        assert (
+            not differences.table_of(found.assign(what=function))["what"].str.contains("char").any()
+        )

@@ -20,10 +20,10 @@ import workbench as wb
 from tests.profiles import examples
 from tests.trace.test_trace_files import STREAMS, step
 from workbench.common.errors import UsageError
-from workbench.trace import chrome
-from workbench.trace.imports import kineto
+from workbench.trace import chrome, perfetto
+from workbench.trace.imports import foreign, kineto
 from workbench.trace.imports.files import is_trace
-from workbench.trace.imports.foreign import short_name
+from workbench.trace.imports.foreign import Call, Range, Work, short_name
 from workbench.trace.lanes import nesting_order
 from workbench.trace.profile import COLUMNS, profile
 from workbench.trace.spans import HOST_LANE, Recorded, Slowdown, Span, Window
@@ -90,7 +90,7 @@ WINDOWS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(spans(), max_size=12), st.sampled_from(["events", "cupti"]), WINDOWS,
     st.none() | st.just(Slowdown(1, 2.5, 3, 1.25, 4)), st.sampled_from(FORMATS),
@@ -119,6 +119,17 @@ def test_a_run_comes_back_with_its_tables(engine: Any, tmp_path: Path, name: str
     assert loaded.about["commit"] and loaded.slowdown is not None
     for table in ("summary", "kernels", "phases", "gaps", "critical_path"):
         pd.testing.assert_frame_equal(getattr(loaded, table)(), getattr(prof, table)())
+
+
+def test_a_file_without_a_recording_says_what_it_can(tmp_path: Path) -> None:
+    """As a cell's trace of several engines is saved."""
+    for name in FORMATS[1:3]:
+        about = {"workbench": "0.1.0", "traced": "two engines", "arm": {"device": "embedded"}}
+        perfetto.write(step(0, 0), tmp_path / name, about)
+        loaded = wb.Profile.load(tmp_path / name)
+        assert (loaded.collector, loaded.note) == ("unknown", "two engines")
+        assert loaded.about["arm"] == {"device": "embedded"} and loaded.complete is None
+        assert loaded.timeline.spans == sorted(step(0, 0), key=nesting_order)
 
 
 def saved(path: Path) -> wb.Profile:
@@ -271,6 +282,102 @@ def test_a_real_file_becomes_the_same_table(name: str) -> None:
     assert started["step"].notna().sum() >= 2 * n_steps or name == "kineto-cpu.json.gz"
 
 
+@pytest.mark.parametrize("name", REAL)
+def test_tables_of_a_real_file_fit_its_steps_and_it_can_be_saved(tmp_path: Path, name: str) -> None:
+    prof = wb.Profile.load(FILES / name, step=REAL[name][1])
+    steps = prof.summary()
+    assert (steps["host_us"] + steps["wait_us"] + steps["build_us"] <= steps["step_us"]).all()
+    table = prof.to_frame()
+    launches = table[(table["category"] == "device") & (table["kind"] != "copy")]
+    if len(launches):
+        inside = launches[launches["kind"].isin(["launch", "replay"])]
+        assert prof.kernels()["calls"].sum() == len(inside)
+        assert (prof.gaps()["traced_us"] > 0).all()
+        shares = prof.phases()["traced_share"].sum()
+        assert shares == pytest.approx(1, abs=0.01)
+    for format in FORMATS[1:3]:
+        prof.save(tmp_path / format)
+        same(wb.Profile.load(tmp_path / format), prof)
+    events = json.loads((tmp_path / "t.json").read_bytes())["traceEvents"]
+    host = [e for e in events if e.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset")]
+    told = [e["args"]["correlation"] for e in host if "correlation" in e.get("args", ())]
+    calls = Counter(told)
+    assert set(calls.values()) <= {1}, "a call is one event, or its work would count twice"
+    assert len(calls) == table[table["category"] == "device"]["index"].nunique()
+
+
+def test_threads_processes_and_devices_have_lanes_of_their_own() -> None:
+    """And a call inside another call is the other's own."""
+    main, other, child = (1, 10), (1, 11), (2, 20)
+    trace = foreign.Trace(
+        works=[
+            Work("launch", "k<1>()", 20, 30, 1, 0, 7, 1),
+            Work("launch", "k<2>()", 30, 40, 1, 1, 7, 2),
+            Work("copy", "Memcpy HtoD", 25, 35, 2, 0, 7, 1, nbytes=8),
+        ],
+        calls=[
+            Call("cudaLaunchKernel", 10, 15, main, 1), Call("cuLaunchKernel", 11, 14, main, 1),
+            Call("cudaLaunchKernel", 16, 18, main, 2), Call("cudaEventRecord", 19, 20, main, 3),
+            Call("cudaStreamWaitEvent", 21, 22, main, 4), Call("cudaMemcpyAsync", 10, 12, child, 1),
+            Call("cudaMalloc", 5, 9, other, 5),
+        ],
+        ranges=[Range("op", "outer", 0, 18, main), Range("op", "inner", 15, 18, main)],
+        event_of={(1, 3): "9", (1, 4): "9"}, stream_of={(1, 3): (0, 7), (1, 4): (1, 7)},
+    )  # fmt: skip
+    made = wb.Profile(foreign.recorded(Path("t"), "nsys", [], trace, None)).to_frame()
+    device = made[made["category"] == "device"].set_index("lane")
+    assert set(device.index) == {
+        "cuda 0.1 stream 7", "cuda 1.1 stream 7", "cuda 0.2 stream 7",
+    }  # fmt: skip
+    assert device.loc["cuda 1.1 stream 7", "op"] == "inner"
+    assert device.loc["cuda 0.1 stream 7", "op"] == "outer"
+    assert device.loc["cuda 0.1 stream 7", "kernel"] == "k<1>()"
+    assert device.loc["cuda 0.2 stream 7", "bytes"] == 8
+    assert device["index"].is_unique, "a correlation is of its process"
+    host = made[made["category"] != "device"].set_index("name")
+    assert host.loc["cuLaunchKernel", "category"] == "call"
+    assert pd.isna(host.loc["cuLaunchKernel", "index"])
+    assert host.loc["cudaMalloc", "lane"] == "host thread 1.11"
+    assert host.loc["cudaMemcpyAsync", "lane"] == "host thread 2.20"
+    waits = host.loc[["cudaEventRecord", "cudaStreamWaitEvent"], ["category", "on"]]
+    assert waits.to_numpy().tolist() == [
+        ["record", "cuda 0.1 stream 7"], ["wait", "cuda 1.1 stream 7"],
+    ]  # fmt: skip
+
+
+def test_kineto_s_synchronizations_say_for_which_event(tmp_path: Path) -> None:
+    """As torch.profiler writes with `enable_cuda_sync_events`; and vLLM's steps say their size."""
+
+    def event(category: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
+        here = {"pid": 0, "tid": 7} if category in ("kernel", "cuda_sync") else {"pid": 5, "tid": 5}
+        return here | {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": dur, "args": args}
+
+    events = [
+        event("user_annotation", "execute_context_1(5)_generation_2(2)", 0, 50),
+        event("cuda_runtime", "cudaLaunchKernel", 1, 1, correlation=1),
+        event("cuda_runtime", "cudaEventRecord", 2, 1, correlation=2),
+        event("cuda_runtime", "cudaStreamWaitEvent", 3, 1, correlation=3),
+        event("cuda_runtime", "cudaLaunchKernel", 4, 1, correlation=4),
+        event("cuda_runtime", "cudaDeviceSynchronize", 5, 40, correlation=5),
+        event("kernel", "a", 3, 20, device=0, stream=7, correlation=1),
+        event("kernel", "b", 24, 16, device=0, stream=8, correlation=4),
+        event("cuda_sync", "Stream Wait Event", 3, 1, device=0, stream=8, correlation=3,
+              wait_on_stream=7, wait_on_cuda_event_record_corr_id=2, wait_on_cuda_event_id=4),
+    ]  # fmt: skip
+    for e in events[6:8]:
+        e["tid"] = e["args"]["stream"]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    prof = wb.Profile.load(path)
+    assert prof.summary()["n_tokens"].tolist() == [7]
+    assert {s.args.get("event") for s in prof.timeline.spans if s.category == "wait"} == {"4"}
+    found = prof.critical_path()
+    assert found[["what", "bound", "dur_us"]].to_numpy().tolist()[-5:] == [
+        ["a", "kernel", 20], ["b", "launch", 1], ["b", "kernel", 16],
+        ["cudaDeviceSynchronize", "wait", 5], ["python", "host", 5],
+    ]  # fmt: skip
+
+
 def test_a_graph_is_its_kernels_or_one_span_as_it_was_traced() -> None:
     whole = wb.Profile.load(FILES / "nsys-llama-graph.sqlite.gz", step="cudaGraphLaunch")
     nodes = wb.Profile.load(FILES / "nsys-llama-node.sqlite.gz", step="cudaGraphLaunch")
@@ -312,7 +419,8 @@ def test_steps_are_what_the_caller_names(tmp_path: Path) -> None:
     assert ends.tolist() == pytest.approx(begins.iloc[1:].tolist()), "each lasts to the next"
     refused(path, "no range or call whose whole name matches step='decode'; the most frequent are "
                   "cudaLaunchKernelExC .556.", step="decode")  # fmt: skip
-    refused(path, "is no regular expression", step="(")
+    with pytest.raises(UsageError, match="is no regular expression: missing"):
+        wb.Profile.load(path, step="(")
     own = tmp_path / "t.json"
     saved(own)
     assert len(wb.Profile.load(own, step="decode").summary()) == 2, "it says its steps itself"
@@ -365,6 +473,26 @@ def test_our_json_reads_as_kineto_s(loaded: Any, tmp_path: Path, toggles: dict[s
     assert on_host and not any("stream" in e["args"] for e in on_host)
     arrows = {e["name"] for e in content["traceEvents"] if e["ph"] in "sf"}
     assert "ac2g" in arrows and "issue" not in arrows
+
+
+def test_calls_of_the_driver_are_kineto_s_too() -> None:
+    """As CUPTI records them inside a command: only the command's own event has the correlation."""
+    launch = {"index": 3, "step": 0, "on": STREAMS[0], "op": "mul_mat"}
+    call = {"step": 0, "command": 3}
+    made = [
+        Span("q", "launch", HOST_LANE, 0, 9, launch),
+        Span("cuLaunchKernelEx", "call", HOST_LANE, 1, 5, call | {"api": "driver"}),
+        Span("cudaGetDevice", "call", HOST_LANE, 5, 6, call | {"api": "runtime"}),
+        Span("stream synchronize", "call", HOST_LANE, 6, 8, call | {"api": "sync"}),
+        Span("q", "device", STREAMS[0], 10, 20, launch | {"kind": "launch", "kernel": "mmvq"}),
+        Span("x", "launch", HOST_LANE, 20, 30, {"index": 4, "step": 0, "on": "host stream 0"}),
+    ]
+    events = [e for e in json.loads(chrome.encode(made))["traceEvents"] if e["ph"] == "X"]
+    assert [(e["cat"], e["name"], e["args"].get("correlation")) for e in events] == [
+        ("cpu_op", "q", None), ("cuda_runtime", "cudaLaunchKernel", 1),
+        ("cuda_driver", "cuLaunchKernelEx", None), ("cuda_runtime", "cudaGetDevice", None),
+        ("cuda_sync", "stream synchronize", None), ("cpu_op", "x", None), ("kernel", "mmvq", 1),
+    ]  # fmt: skip
 
 
 def test_what_looks_like_a_trace(tmp_path: Path) -> None:

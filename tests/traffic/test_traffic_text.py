@@ -55,7 +55,7 @@ def test_several_settings_have_a_row_each():
     other = ROW._replace(setting=Arrivals(POISSON, float("inf")))
     table = table_of([ROW, other])
     assert table["failed"].tolist() == [1, 1] and "good/s" in table
-    assert table["median"].tolist() == [ROW.figures["median_ttft_ms"]] * 2
+    assert table["median TTFT ms"].tolist() == [ROW.figures["median_ttft_ms"]] * 2
     text = format_rows([ROW, other])
     frame = points([ROW, other], "ours", "p99_ttft_ms")
     assert len(frame) == 2 and frame.attrs["latency"] == "P99 TTFT (ms)"

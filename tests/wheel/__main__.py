@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.11", "3.12", "3.13")
 MODEL = "data/models/tiny-llama-Q8_0.gguf"
+N_NOTEBOOKS = len([*(ROOT / "notebooks").glob("*.ipynb")])
 SHORT = ["-p", "repeats", "3", "-p", "workload", "tg4"]
 # a command, the status that it ends with, and a text that it must print
 WITHOUT_EXTRAS = [
@@ -27,7 +28,7 @@ WITHOUT_EXTRAS = [
     (["workbench", "model", "tiny"], 0, "tiny models in data/models"),
     (["workbench", "run", "-m", MODEL, "-p", "The engine waits", "-n", "8"], 0, "8 tokens"),
     (["workbench", "bench", "-m", MODEL, "-p", "16", "-n", "8", "-r", "2"], 0, "tg8"),
-    (["workbench", "notebooks", "copy", "notebooks"], 0, "8 notebooks in notebooks"),
+    (["workbench", "notebooks", "copy", "notebooks"], 0, f"{N_NOTEBOOKS} notebooks in notebooks"),
     (["workbench", "report", "00_tour"], 1, "pip install 'token-workbench[lab]'"),
     (["workbench", "serve", "-m", MODEL], 1, "pip install 'token-workbench[serve]'"),
 ]

@@ -29,6 +29,7 @@ PLAIN = {"skip_masked_kv": "off", "kv_cache": "unified", "kv_growth": "step"}
 PAD, LEAST = 256, stats.MIN_REPETITIONS
 VEC = AttnKernel.VEC.value
 AGAIN = "off (A/A)"
+PARTS = (4, 1)  # a prompt is computed in so many
 MARKS = {"faster": "faster", "slower": "slower", "no difference": "="}  # of verdicts
 
 
@@ -59,10 +60,10 @@ def by_ubatch(
     seed: int,
     runs: str,
 ) -> dict[int, AB]:
-    """Compares each arm with the first, on a prompt of n_prompt tokens in ubatches of all, a fourth
-    and a sixteenth of it."""
+    """Compares each arm with the first, on a prompt of n_prompt tokens in ubatches of a fourth of
+    it, and at once."""
     found, sets = dict[int, AB](), [*arms.values()]
-    for part in (16, 4, 1):
+    for part in PARTS:
         n = max(1, n_prompt // part)
         with sized(engine, background, 1, n_prompt, n) as side:
             found[n] = wb.ab(
@@ -254,7 +255,7 @@ def ragged(
         with sized(engine, toggles, slots, most + n_gen, min(512, engine.config.n_ubatch)) as side:
             found[name] = wb.serve_bench(
                 side, slots=slots, concurrency=str(slots), n_prompt=f"uniform:1-{most}",
-                n_gen=str(n_gen), n_requests=n_requests, n_warm_up=slots, seed=seed,
+                n_gen=str(n_gen), n_requests=n_requests, n_warm_up=2, seed=seed,
                 out=wb.new_run_folder(runs, folder),
             )  # fmt: skip
     return found

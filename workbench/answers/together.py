@@ -8,7 +8,7 @@ need each other; below 1 they save the same time.
 
 The start is the baseline with its graph kept. Building the graph anew takes Python many times a
 token, and no other gain could be told beside it: so `reuse` has two arms of its own. All arms take
-turns in one run, so that an interaction is computed round by round.
+turns in one run, and the interval of an interaction is a bootstrap over its rounds.
 """
 
 from __future__ import annotations
@@ -117,8 +117,7 @@ def gains(found: AB, mechanisms: Mapping[str, str]) -> pd.DataFrame:
     """
     summary = found.summary().set_index("arm")
     rates = results.rates(found.samples).pivot(index="repetition", columns="arm", values="tps")
-    logs = np.log(rates)
-    baseline = logs[found.run["arms"][0]["name"]]
+    start = found.run["arms"][0]["name"]
     band = stats.Band(*summary.iloc[-1][["band_low", "band_high"]])
     rows = []
     for names, kind in sets_of([*mechanisms]).items():
@@ -131,9 +130,13 @@ def gains(found: AB, mechanisms: Mapping[str, str]) -> pd.DataFrame:
         if len(names) > 1:
             singles = [changes_of([name], mechanisms) for name in names]
             row["product"] = float(np.prod([summary.loc[one, "speedup"] for one in singles]))
-            alone = sum((logs[one] - baseline for one in singles), np.zeros(len(logs)))
-            apart = (logs[changes_of(names, mechanisms)] - baseline - alone).dropna()
-            row |= _interaction(np.exp(apart.to_numpy()), band, found.run["seed"])
+            on = changes_of(names, mechanisms)
+            whole = rates[[start, on, *singles]].dropna()
+            sides = [whole[one].to_numpy() for one in singles]
+            ratio = stats.interaction(
+                whole[start].to_numpy(), whole[on].to_numpy(), sides, found.run["seed"]
+            )
+            row |= _interaction(ratio, band)
         rows.append(row)
     for kind, changes in anew(mechanisms).items():
         if changes in summary.index:
@@ -149,14 +152,12 @@ def _of(arm: pd.Series) -> dict[str, Any]:
     return dict(arm[columns]) | {"token_us": 1e6 / arm["tps_toggled"]}
 
 
-def _interaction(ratios: np.ndarray, band: stats.Band, seed: int) -> dict[str, Any]:
-    """The interaction of a set, from that of each round. An interaction is a ratio of two ratios:
-    it must lie outside of the A/A band's square."""
-    value, low, high = stats.median_interval(ratios, seed)
-    wide = stats.Band(band.low**2, band.high**2)
-    said = stats.verdict(stats.Ratio(value, low, high, len(ratios)), wide)
+def _interaction(ratio: stats.Ratio, band: stats.Band) -> dict[str, Any]:
+    """The interaction of a set. It is a ratio of two ratios: it must lie outside of the A/A band's
+    square."""
+    said = stats.verdict(ratio, stats.Band(band.low**2, band.high**2))
     words = {stats.FASTER: MORE, stats.SLOWER: LESS, stats.SAME: AS}
-    return {"interaction": value, "inter_low": low, "inter_high": high,
+    return {"interaction": ratio.value, "inter_low": ratio.low, "inter_high": ratio.high,
             "together": words.get(said, said)}  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from workbench.cli import flags as f
 from workbench.cli.common import app, load
 from workbench.cli.lists import Listed
-from workbench.common.errors import UsageError
+from workbench.cli.outputs import TableFormat, check_run_name, print_frame
 from workbench.config import BEST, TogglePreset
 
 
@@ -28,13 +28,13 @@ def advise(
     out: Annotated[
         Path | None, f.flag("folder of the run folders; default: a new one in data/runs", "--out")
     ] = None,
-    output: Annotated[str, f.flag("md, csv or json", "--output -o")] = "md",
+    output: Annotated[TableFormat, f.flag("format on standard output", "--output -o")] = "md",
     config: f.EngineFlags = f.DEFAULT_CONFIG,
 ) -> None:
-    """Rank the switches that help on this machine and this model, and print the flags to copy.
+    """Rank the switches that help here, on this model.
 
     Each value is measured alone, and with the rest of preset best on, with intervals and an A/A
-    control. The time that is left goes where intervals are widest.
+    control. The time that is left goes where intervals are widest. The flags to copy come last.
     """
     from functools import partial
 
@@ -43,8 +43,7 @@ def advise(
     from workbench.benchmarks.workload import long_enough, parse_tests, wide_enough
     from workbench.common.tables import show, show_prose
 
-    if output not in ("md", "csv", "json"):
-        raise UsageError(f"-o {output!r}: choose one of md, csv, json")
+    check_run_name(out)
     at_most_s, share = parse_duration("--at-most", at_most), parse_share("--until", until)
     tests = parse_tests(test)
     fit = partial(long_enough, tests)
@@ -57,9 +56,6 @@ def advise(
         print()
         show_prose(made.summary)
     else:
-        frame = made.to_frame()
-        text = frame.to_csv(index=False) if output == "csv" else frame.to_json(
-            orient="records", indent=1)  # fmt: skip
-        print(text.rstrip("\n"))
+        print_frame(made.to_frame(), output)
     if made.interrupted:
         raise KeyboardInterrupt

@@ -295,5 +295,8 @@ class Repeat:
 
 
 Resume = Annotated[bool, flag("continue the run in --out; with --until for --at-most again")]
+EnergyFlag = Annotated[
+    bool, flag("joules a token, too, by the GPU's counter: 5 windows of 5 s of each arm and test")
+]
 RepeatFlags = Annotated[Repeat, Parameter(name="*")]
 DEFAULT_REPEAT = Repeat()

@@ -68,6 +68,7 @@ def bench(
         Path | None, f.flag("run folder to write, too; OUT-1, OUT-2, ... for several engines")
     ] = None,
     resume: f.Resume = False,
+    energy: f.EnergyFlag = False,
     repeat: f.RepeatFlags = f.DEFAULT_REPEAT,
     config: BenchFlags = DEFAULT_BENCH,
     toggles: BenchToggles = DEFAULT_BENCH_TOGGLES,
@@ -110,7 +111,7 @@ def bench(
         with load(path, wide_enough(tests, settings), wanted, sets, fit=fit) as engine:
             rows += llama_bench.measured(
                 engine, tests, repetitions, seed=seed, build=build, out=folder,
-                resume=held is not None, on_row=lambda row: say(line(row)),
+                resume=held is not None, energy=energy, on_row=lambda row: say(line(row)),
                 on_side=lambda side: say(f"toggles: {side.chosen}"), on_end=say_replays, **until,
             )  # fmt: skip
     print(formatted(rows, output, known_columns()), end="")
@@ -145,6 +146,7 @@ def ab(
     output: Annotated[TableFormat, f.flag("format on standard output", "--output -o")] = "md",
     out: Annotated[Path | None, f.flag("run folder to write")] = None,
     resume: f.Resume = False,
+    energy: f.EnergyFlag = False,
     repeat: f.RepeatFlags = f.DEFAULT_REPEAT,
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
@@ -175,7 +177,15 @@ def ab(
         lambda opened, _: specs[-1].check_arms(opened.config),
     ) as engine:  # fmt: skip
         result = interleaved(
-            engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume, **until
+            engine,
+            toggle,
+            tests=test,
+            rounds=rounds,
+            seed=seed,
+            out=out,
+            resume=resume,
+            energy=energy,
+            **until,
         )
     if output == "md":
         show(result.table())

@@ -19,10 +19,9 @@ from workbench.cli.lists import (
     as_numbers,
     numbers,
 )
+from workbench.cli.outputs import TableFormat, check_run_name, print_frame
 from workbench.common.errors import UsageError
 from workbench.config import EngineConfig
-
-FORMATS = ("md", "csv", "json", "jsonl")
 
 
 @app.command
@@ -65,11 +64,12 @@ def sweep(
         str | None,
         f.flag("address of a dask.distributed scheduler whose workers have a device each"),
     ] = None,
-    output: Annotated[str, f.flag(", ".join(FORMATS), "--output -o")] = "md",
+    energy: f.EnergyFlag = False,
+    output: Annotated[TableFormat, f.flag("format on standard output", "--output -o")] = "md",
     config: BenchFlags = DEFAULT_BENCH,
     toggles: BenchToggles = DEFAULT_BENCH_TOGGLES,
 ) -> None:
-    """Measure models x tests x depths x sequences x engine settings x toggles, cell by cell.
+    """Measure a matrix of models, tests, settings and toggles.
 
     Toggles and -ub, -t, -ngl take lists. Cells that differ in toggles are interleaved, with an A/A
     control. A sweep that was killed goes on with --resume.
@@ -77,8 +77,7 @@ def sweep(
     from workbench.benchmarks.sweep.sweep import sweep as measured
     from workbench.common.tables import show, show_prose
 
-    if output not in FORMATS:
-        raise UsageError(f"-o {output!r}: choose one of {', '.join(FORMATS)}")
+    check_run_name(out)
     if calibrate and not dry_run:
         raise UsageError("--calibrate times a dry run; add --dry-run")
     given = toggles.given()
@@ -88,21 +87,16 @@ def sweep(
         n_depth=None if n_depth is None else numbers("-d", n_depth),
         n_parallel=None if n_parallel is None else numbers("-npl", n_parallel),
         exclude=exclude, repetitions=repetitions, seed=seed, matrix=matrix, out=out, resume=resume,
-        dry_run=dry_run, calibrate=calibrate, scheduler=scheduler, **_settings(config),
+        dry_run=dry_run, calibrate=calibrate, scheduler=scheduler, energy=energy,
+        **_settings(config),
     )  # fmt: skip
-    frame = made.to_frame()
-    if output == "csv":
-        print(frame.to_csv(index=False), end="")
-    elif output in ("json", "jsonl"):
-        lines = output == "jsonl"
-        text = frame.to_json(orient="records", lines=lines, indent=None if lines else 1)
-        print(text.rstrip("\n"))
-    elif not dry_run:
-        show(made.table())
-        print()
     if output == "md":
+        if not dry_run:
+            show(made.table())
+            print()
         show_prose(made.summary)
     else:
+        print_frame(made.to_frame(), output)
         say(made.summary)
     if made.interrupted:
         raise KeyboardInterrupt

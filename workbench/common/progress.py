@@ -5,8 +5,10 @@
             left.update(1)
 
 Work that ends within SHOWN_AFTER_S shows nothing. On a terminal there is one bar, drawn again at
-most every BAR_EVERY_S and wiped out at the end. Elsewhere a line is written at most every
-LINE_EVERY_S, without control codes: `tg128: 384 of 1,280 tokens, about 34 s left`.
+most every BAR_EVERY_S and wiped out at the end. In a notebook's cell that somebody runs by hand it
+is a line of the cell's output, which is emptied at the end. (What is written to stderr leaves a red
+strip there.) Elsewhere a line is written at most every LINE_EVERY_S, without control codes:
+`tg128: 384 of 1,280 tokens, about 34 s left`.
 
 Only `update` writes, in the thread that calls it. So nothing is written while a clock runs, unless
 `update` is called then. `workload.take_sample` asks `due_ns` whether the next `update` writes, and
@@ -21,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, Union
 
 SHOWN_AFTER_S, LINE_EVERY_S, BAR_EVERY_S = 2.0, 10.0, 0.5
 BYTES, SHARE = "bytes", "%"  # units that are written in their own way
@@ -29,6 +31,7 @@ NEVER = 1 << 63
 TRUSTED_SHARE = 0.1  # of the work: from here on its own pace counts, not what was expected
 
 Out = TypeVar("Out", bound=TextIO)
+Shown = Union[TextIO, "Cell"]
 _chosen: ContextVar[TextIO | None] = ContextVar("progress", default=None)
 
 
@@ -49,6 +52,40 @@ def note(line: str) -> None:
         _write(out, line + "\n")
 
 
+class Cell:
+    """A line in the output of a notebook's cell. total, n: as a bar has them; its text has both."""
+
+    total: float | None = None
+    n: float = 0
+
+    def __init__(self) -> None:
+        self._shown: Any = None
+
+    def write(self, text: str) -> None:
+        """Shows a line that stays."""
+        from IPython.display import display
+
+        display({"text/plain": text.rstrip("\n")}, raw=True)
+
+    def flush(self) -> None:
+        """Each line is shown at once."""
+
+    def set_description_str(self, text: str) -> None:
+        """Shows the text in place of the text before it."""
+        from IPython.display import display
+
+        if self._shown is None:
+            self._shown = display({"text/plain": text}, raw=True, display_id=True)
+        else:
+            self._shown.update({"text/plain": text}, raw=True)
+
+    def close(self) -> None:
+        """Empties the line. An output without any content has no height in JupyterLab."""
+        if self._shown is not None:
+            self._shown.update({}, raw=True)
+            self._shown = None
+
+
 class Bar:
     """Work under way: `done` of `total` units.
 
@@ -62,7 +99,7 @@ class Bar:
         what: str,
         total: float | None,
         unit: str,
-        out: TextIO | None,
+        out: Shown | None,
         expected_s: float | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
     ):
@@ -161,14 +198,18 @@ def _amount(done: float, total: float, unit: str, of: str = "") -> str:
     return f"{done / scale:.1f}" + (f" of {total / scale:.1f} {name}" if of else f" {name}")
 
 
-def _watched() -> TextIO | None:
-    """stderr, where somebody watches it: on a terminal, or in a notebook's cell that is run by
-    hand. (A program that runs notebooks allows no input, and keeps what is written.) Else None."""
+def _watched() -> Shown | None:
+    """stderr, where it is a terminal; the cell of a notebook that is run by hand. (A program that
+    runs notebooks allows no input, and keeps what is written.) Else None."""
+    if _in_cell():
+        return Cell()
     out = sys.stderr
-    return out if out is not None and (_is_terminal(out) or _in_cell()) else None
+    return out if out is not None and _is_terminal(out) else None
 
 
-def _is_terminal(out: TextIO) -> bool:
+def _is_terminal(out: Shown) -> bool:
+    if isinstance(out, Cell):
+        return False
     with suppress(AttributeError, ValueError):  # no stream of a file, or a closed one
         return out.isatty()
     return False
@@ -180,18 +221,21 @@ def _in_cell() -> bool:
     return bool((parent or {}).get("content", {}).get("allow_stdin"))
 
 
-def _redraws(out: TextIO) -> bool:
+def _redraws(out: Shown) -> bool:
     """Whether a line on `out` can be written over."""
-    return _is_terminal(out) or (out is sys.stderr and _in_cell())
+    return isinstance(out, Cell) or _is_terminal(out)
 
 
-def _write(out: TextIO, text: str) -> None:
+def _write(out: Shown, text: str) -> None:
     with suppress(OSError, ValueError):  # nobody reads it any more; the work goes on
         out.write(text)
         out.flush()
 
 
-def _new_bar(total: float | None, out: TextIO, words: str) -> Any:
+def _new_bar(total: float | None, out: Shown, words: str) -> Any:
+    if isinstance(out, Cell):
+        return out
+
     from tqdm import tqdm
 
     class Quiet(tqdm):

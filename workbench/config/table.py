@@ -107,6 +107,11 @@ EXACT, ROUNDING = "exact", "rounding"
 # llama.cpp's pull requests
 WAITS, REUSED, PLANS = "llama.cpp #17795", "llama.cpp #8366", "llama.cpp #16548"
 STREAMS, SERVING = "llama.cpp #16991", "llama.cpp #14924"
+# the threads that mechanisms come from, and what each is about
+THREADS = {
+    WAITS: "waits around copies", REUSED: "graph reuse", PLANS: "graph plans",
+    STREAMS: "concurrent streams", SERVING: "masked cells, and many sequences",
+}  # fmt: skip
 
 
 class Acts(StrEnum):
@@ -179,6 +184,14 @@ class Row(NamedTuple):
 
 
 ROWS: dict[str, Row] = {}  # by name, in the order of `Toggles`
+
+
+def thread_of(name: str) -> str:
+    """The thread of THREADS that a toggle belongs to: its own, or that of others in its room; empty
+    where there is none."""
+    row = ROWS[name]
+    beside = [other.thread for other in ROWS.values() if other.room == row.room]
+    return next((thread for thread in (row.thread, *beside) if thread in THREADS), "")
 
 
 def toggle(

@@ -130,9 +130,9 @@ class Engine:
     ) -> Engine:
         """Opens a GGUF file on a device. Returns the engine, which the caller closes (`with`).
 
-        path: the file (of a file in parts, the first), or `auto`: a model of a real shape on a GPU, a tiny model on any other
-            device. Its weights are random, and it is written where it is not there yet
-            (`engine/load.py`).
+        path: the file (of a file in parts, the first), or `auto`: a model of a real shape on a
+            GPU, a tiny model on any other device. Its weights are random, and it is written where
+            it is not there yet (`engine/load.py`).
         toggles: Toggles, or a preset, also by name. None is `best`: what won on devices of this
             kind. A mapping, as `{"sync": "packed"}`, or a text, as `sync=packed pdl=on`, changes
             `best`; a preset's name before the changes changes that preset.

@@ -1,7 +1,8 @@
 """The toggle panel: flip switches with the mouse, press Run, see the token before and after.
 
-Its drop-downs are made from the fields of `Toggles` and their metadata, so a new toggle needs no
-line here. The panel only calls `jupyter.pair.compare`, which anyone can call.
+Its drop-downs are made from the table of toggles, by thread, so a new toggle needs no line here.
+They scroll in a box of their own: the test, the baseline, Run and Stop stay above them. The panel
+only calls `jupyter.pair.compare`, which anyone can call.
 """
 
 import contextvars
@@ -11,14 +12,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ipywidgets import HTML, Accordion, Box, Button, Dropdown, HBox, Image, Layout, VBox
+from ipywidgets import HTML, Accordion, Box, Button, Dropdown, HBox, Image, Layout, Text, VBox
 
-from workbench.benchmarks.workload import parse
+from workbench.benchmarks.workload import Workload, parse
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.nearest import choices
 from workbench.common.tables import prose_html
 from workbench.config import FAMILIES, Toggles
 from workbench.config.presets import BASELINE, preset_names
+from workbench.config.table import THREADS, thread_of
 from workbench.engine import exclusive
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Measurement, Stopped, measuring
@@ -29,15 +31,24 @@ from workbench.report import plots
 GIVEN, PINNED = "as given", "pinned"  # baselines that are no presets
 MIXED = "mixed"  # the value of a family with toggles that differ, as `Toggles.value_of` says
 RUN, RUNNING = "Run", "running"
-OF_OLDER = "of older toggles"
+OF_OLDER = "of an older choice"
 TITLE_COLUMNS = 100  # letters that the width of a picture's title holds
+FORM_HEIGHT = "26em"  # of the box that the drop-downs scroll in
+DIFFERS = "wb-differs"  # the class of a drop-down that differs from the baseline
+STYLE = (
+    f".{DIFFERS} .widget-label {{font-weight:bold}}"
+    f".{DIFFERS} select {{border-color:#0072b2;box-shadow:inset 4px 0 #0072b2}}"
+    ".wb-form {border:1px solid #ddd}"
+)
 
 
 class ToggleForm(VBox):
-    """A drop-down for each toggle. Those of a family are folded under one that sets them all.
+    """A drop-down for each toggle, under the thread that it belongs to. Those of a family are
+    folded under a drop-down that sets them all.
 
     choices: from a toggle to its drop-down.
     families: from a family to the drop-down that stands for it.
+    headings: from a thread to its heading, which names the toggles that differ from the baseline.
     """
 
     def __init__(self, toggles: Toggles, on_change: Callable[[], None]):
@@ -51,15 +62,43 @@ class ToggleForm(VBox):
             for family in FAMILIES
         }
         of = {name: family for family in FAMILIES for name in toggles.members(family)}
-        rows: list[Any] = [_wrapped([c for name, c in self.choices.items() if name not in of])]
-        for family, choice in self.families.items():
-            members = [self.choices[name] for name in toggles.members(family)]
-            one_by_one = Accordion([_wrapped(members)], titles=(f"{family}_... one by one",))
-            rows += [choice, one_by_one]
-            choice.observe(self._set_family, "value")
+        self.headings = {thread: HTML() for thread in (*THREADS, "")}
+        rows: list[Any] = [HTML(f"<style>{STYLE}</style>")]
+        for thread, heading in self.headings.items():
+            alone = [c for n, c in self.choices.items() if thread_of(n) == thread and n not in of]
+            rows += [heading, _wrapped(alone)]
+            for family, choice in self.families.items():
+                members = toggles.members(family)
+                if thread_of(members[0]) == thread:
+                    own = _wrapped([self.choices[name] for name in members])
+                    rows += [choice, Accordion([own], titles=(f"{family}_... one by one",))]
+                    choice.observe(self._set_family, "value")
         for choice in self.choices.values():
             choice.observe(self._chosen, "value")
-        super().__init__(rows)
+        for row in rows:
+            row.layout.flex = (
+                "0 0 auto"  # else a box that is too low squeezes its rows, and does not scroll
+            )
+        self.mark(toggles)
+        super().__init__(rows, layout=Layout(max_height=FORM_HEIGHT, overflow="auto"))
+        self.add_class("wb-form")
+
+    def mark(self, baseline: Toggles) -> None:
+        """Marks the drop-downs that differ from `baseline`, and names their toggles in the headings
+        of their threads."""
+        differ: dict[str, list[str]] = {thread: [] for thread in self.headings}
+        for name, choice in (self.choices | self.families).items():
+            (choice.add_class if choice.value != baseline.value_of(name) else choice.remove_class)(
+                DIFFERS
+            )
+            if name in self.choices and choice.value != baseline.value_of(name):
+                differ[thread_of(name)].append(f"{name}={choice.value}")
+        for thread, heading in self.headings.items():
+            title = (
+                f"{thread.removeprefix('llama.cpp ')}: {THREADS[thread]}" if thread else "others"
+            )
+            found = f": <i>{html.escape(', '.join(differ[thread]))}</i>" if differ[thread] else ""
+            heading.value = f"<b>{title}</b>{found}"
 
     def toggles(self) -> Toggles:
         """The chosen toggles. Raises UsageError where they clash."""
@@ -128,12 +167,12 @@ class BaselineForm(HBox):
             options=list(known),
             value=first,
             description="baseline",
-            tooltip="what the toggles above are compared with",
+            tooltip="what the toggles below are compared with",
             style={"description_width": "11em"},
             layout=Layout(width="24em"),
         )
         self.pin = Button(
-            description="This one", tooltip="make the toggles above the baseline", icon="thumb-tack"
+            description="This one", tooltip="make the toggles below the baseline", icon="thumb-tack"
         )
         self.about = HTML()
         self.choice.observe(self._changed, "value")
@@ -167,9 +206,11 @@ class BaselineForm(HBox):
 
 
 class Panel(VBox):
-    """Toggles, a baseline, Run and Stop, the speedup line and both timelines; see `lab.panel`.
+    """A test, a baseline, Run and Stop, toggles, the speedup line and both timelines; see
+    `lab.panel`.
 
     form: the drop-downs.
+    test: the field with the test's name.
     baseline: the toggles that they are compared with.
     code: the toggles as Python, or why they clash.
     button, stop_button: Run, Stop.
@@ -187,15 +228,20 @@ class Panel(VBox):
     ):
         """As `lab.panel`."""
         self._engine = engine
-        self._workload = parse(workload)
         self._rounds, self._seed = rounds, seed
-        pair.check_pair(engine, self._workload, rounds, seed)
+        self._workload = self._checked(workload)
         self.result: pair.Pair | None = None
         self._ended = threading.Event()  # of the last run; an interrupted join would lose it
         self._ended.set()
         self._measurement: Measurement | None = None
         self._stopping = False
         self._error: BaseException | None = None
+        self.test = Text(
+            value=self._workload.name, description="test", continuous_update=False,
+            tooltip="a llama-bench test name: tg16, pp512, tg16@d1024",
+            style={"description_width": "11em"}, layout=Layout(width="24em"),
+        )  # fmt: skip
+        self.test.observe(lambda _: self._changed(), "value")
         self.form = ToggleForm(engine.toggles, self._changed)
         self.baseline = BaselineForm(presets(engine), baseline, self.form.toggles, self._changed)
         self.button = Button(description=RUN, button_style="primary")
@@ -205,14 +251,12 @@ class Panel(VBox):
         self.message, self.code, self.speedup = HTML(), HTML(), HTML()
         self.picture = Image(format="png", layout=Layout(display="none", max_width="100%"))
         model = f"{engine.model.name} {engine.model.quant}"
-        head = HTML(
-            f"<b>{html.escape(model)}</b>, {html.escape(engine.backend.description)}; "
-            f"test {self._workload.name}"
-        )
+        head = HTML(f"<b>{html.escape(model)}</b>, {html.escape(engine.backend.description)}")
         buttons = HBox([self.button, self.stop_button, self.message])
         super().__init__(
-            [head, self.form, self.code, self.baseline, buttons, self.speedup, self.picture]
-        )
+            [head, self.test, self.baseline, buttons, self.code, self.form, self.speedup,
+             self.picture]
+        )  # fmt: skip
         self._changed()
 
     # from any thread ----------------------------------------------------------------------------
@@ -247,10 +291,19 @@ class Panel(VBox):
 
     # the form -----------------------------------------------------------------------------------
 
+    def _checked(self, name: str) -> Workload:
+        """The test of that name. Raises UsageError where there is none, or it does not fit."""
+        found = parse(name)
+        pair.check_pair(self._engine, found, self._rounds, self._seed)
+        return found
+
     def _changed(self) -> None:
-        """Shows the chosen toggles, or why they clash. Marks a result that is of other toggles."""
+        """Shows the chosen toggles, or why they clash, and what differs from the baseline. Marks a
+        result that is of another test or of other toggles."""
         fits = True
+        self.form.mark(self.baseline.toggles())
         try:
+            self._workload = self._checked(self.test.value)
             toggles = self.form.toggles()
             self._engine.resolve(toggles)
             self._engine.resolve(self.baseline.toggles())
@@ -262,11 +315,12 @@ class Panel(VBox):
         self._mark()
 
     def _mark(self) -> None:
-        """Shows whether the last result is of the toggles that are chosen now."""
+        """Shows whether the last result is of the test and the toggles that are chosen now."""
         if (found := self.result) is None:
             return
         try:
-            old = (found.baseline, found.toggled) != (self.baseline.toggles(), self.form.toggles())
+            chosen = parse(self.test.value).name, self.baseline.toggles(), self.form.toggles()
+            old = (found.test, found.baseline, found.toggled) != chosen
         except WorkbenchError:
             old = True
         line = html.escape(found.line)
@@ -281,17 +335,17 @@ class Panel(VBox):
         """Handles a click. Its thread is Jupyter's, and must be free for the next click."""
         if self.running or not self._fits:
             return
-        sides = self.baseline.toggles(), self.form.toggles()
+        asked = self._workload, self.baseline.toggles(), self.form.toggles()
         self.button.disabled, self.button.description = True, RUNNING
         self._ended.clear()
         self._stopping, self._error = False, None
         self.stop_button.disabled = False
         self._say("")
         # with the click's context, output and messages of the thread belong to its cell
-        target, args = contextvars.copy_context().run, (self._measure, *sides)
+        target, args = contextvars.copy_context().run, (self._measure, *asked)
         threading.Thread(target=target, args=args, name="panel", daemon=True).start()
 
-    def _measure(self, baseline: Toggles, toggled: Toggles) -> None:
+    def _measure(self, test: Workload, baseline: Toggles, toggled: Toggles) -> None:
         """Runs in the run's thread. A request that a user can mend is shown in the message, and the
         last result stays."""
         try:
@@ -299,7 +353,7 @@ class Panel(VBox):
                 if self._stopping:
                     raise Stopped
                 found = pair.compare(
-                    self._engine, baseline, toggled, self._workload,
+                    self._engine, baseline, toggled, test,
                     rounds=self._rounds, seed=self._seed, progress=self._say,
                 )  # fmt: skip
             self.stop_button.disabled = True

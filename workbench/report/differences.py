@@ -13,8 +13,9 @@ PAGE = """<!DOCTYPE html>
 <style>
 body{{font:15px/1.45 sans-serif;color:#222;max-width:1100px;margin:24px auto;padding:0 16px}}
 table{{border-collapse:collapse;margin:12px 0}}
-th,td{{padding:4px 10px;border-bottom:1px solid #ddd;overflow-wrap:anywhere;
+th,td{{padding:4px 8px;border-bottom:1px solid #ddd;white-space:nowrap;
 font-variant-numeric:tabular-nums}}
+td:nth-child(2){{white-space:normal;overflow-wrap:anywhere}}
 </style></head>
 <body><h1>{title}</h1>
 <p>{answer}</p>
@@ -28,7 +29,7 @@ def table_of(difference: pd.DataFrame, short: bool = False) -> Table:
     """`wb.diff` for reading, with units. Times are traced and of a step. short: at most SHOWN rows,
     and names cut to WIDEST letters."""
     rows = difference.head(SHOWN) if short else difference
-    what = rows["what"].astype(str).str.removeprefix("void ")
+    what = rows["what"].astype(str).map(_without_arguments)
     layer = rows["layer"].map(lambda n: f", layer {n}" if pd.notna(n) else "")
     if short:
         what = what.where(what.str.len() <= WIDEST, what.str.slice(0, WIDEST - 3) + "...")
@@ -48,6 +49,17 @@ def table_of(difference: pd.DataFrame, short: bool = False) -> Table:
     ).reset_index(drop=True)
     digits = dict.fromkeys(("us before", "us after", "delta us", "% of step"), 1)
     return made.shown(keys=["where", "what"], digits=digits, right=["calls"])
+
+
+def _without_arguments(function: str) -> str:
+    """A kernel's name with its template's arguments, and without the others:
+    `void f<(int)1>(const char *)` -> `f<(int)1>`."""
+    depth = 0
+    for at in range(len(function) - 1, -1, -1) if function.endswith(")") else ():
+        depth += (function[at] == ")") - (function[at] == "(")
+        if not depth:
+            return function[:at].removeprefix("void ") or function
+    return function.removeprefix("void ")
 
 
 def page_of(difference: pd.DataFrame, lines: list[str]) -> str:

@@ -25,12 +25,8 @@ def rates(samples: pd.DataFrame) -> style.Picture:
     if found.empty:
         raise ValueError("there is no repetition to draw")
     parts = dict(iter(found.groupby(["test", "arm"], sort=False)))
-    order = {
-        name: {one: n for n, one in enumerate(found[name].unique())} for name in ("test", "arm")
-    }
-    rows = sorted(parts.items(), key=lambda row: tuple(
-        order[name][one] for name, one in zip(order, row[0], strict=True)
-    ))  # fmt: skip
+    names = [(test, arm) for test in samples["test"].unique() for arm in samples["arm"].unique()]
+    rows = [(name, parts[name]) for name in names if name in parts]
     several = found["arm"].nunique() > 1
     fig = style.picture(9, 1.0 + 0.4 * len(rows))
     ax = fig.add_subplot()
@@ -48,8 +44,8 @@ def rates(samples: pd.DataFrame) -> style.Picture:
         style.plain_ticks(ax.xaxis, found["tps"].to_numpy(float))
     else:
         ax.ticklabel_format(axis="x", style="plain", useOffset=False)
-    names = [f"{test}  {arm}" if several else str(test) for (test, arm), _ in rows]
-    ax.set_yticks(range(len(rows))[::-1], names, fontsize=style.FONT)
+    labels = [f"{test}  {arm}" if several else str(test) for (test, arm), _ in rows]
+    ax.set_yticks(range(len(rows))[::-1], labels, fontsize=style.FONT)
     ax.set_ylim(-0.6, len(rows) - 0.4)
     ax.set_xlabel("tokens/s (dot: a repetition; bar: the median)", fontsize=style.FONT)
     style.plain_axes(ax)

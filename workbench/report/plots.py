@@ -81,8 +81,14 @@ def speedup(summary: Any) -> style.Picture:
     ax.ticklabel_format(axis="x", style="plain", useOffset=False)
     ax.set_xlabel("speedup: t/s toggled / t/s baseline (bar: 95 % interval)", fontsize=style.FONT)
     style.plain_axes(ax)
-    style.legend(fig, [Patch(color=style.BAND, label=f"{BAND_WORDS} on this machine")], 1)
+    if _has_band(rows):
+        style.legend(fig, [Patch(color=style.BAND, label=f"{BAND_WORDS} on this machine")], 1)
     return fig
+
+
+def _has_band(rows: pd.DataFrame) -> bool:
+    """Whether an A/A band is wide enough to be seen; runs without a control have none."""
+    return bool((rows["band_high"] > rows["band_low"]).any())
 
 
 def per_token(samples: pd.DataFrame, test: str | None = None) -> Figure:
@@ -158,7 +164,9 @@ def speedup_by(frames: Mapping[str, pd.DataFrame]) -> Figure:
         _draw_speedups(ax, frame, labels)
         ax.set_title(title, loc="left", fontsize=style.FONT + 1, fontweight="bold")
     axes[0].set_ylabel("speedup: t/s toggled / t/s baseline", fontsize=style.FONT)
-    handles = [*style.handles_of(axes), Patch(color=style.BAND, label=BAND_WORDS)]
+    handles = style.handles_of(axes)
+    if any(map(_has_band, frames.values())):
+        handles.append(Patch(color=style.BAND, label=BAND_WORDS))
     style.legend(fig, handles, 4, handlelength=4)
     return fig
 
@@ -385,9 +393,9 @@ def lifetimes(frames: dict[str, pd.DataFrame]) -> Figure:
     axes[0].set_ylabel("bytes of the arena", fontsize=style.FONT)
     used = sorted({s for f in frames.values() for s in f["stream"]})
     handles = [Patch(color=STREAMS[s % len(STREAMS)], label=f"made on stream {s}") for s in used]
-    handles.append(
-        Patch(fc="none", ec=style.VERMILION, hatch="////", label="written while it may be in use")
-    )
+    if any(lost for f in frames.values() for lost in f["lost"]):
+        words = "written while it may be in use"
+        handles.append(Patch(fc="none", ec=style.VERMILION, hatch="////", label=words))
     style.legend(fig, handles, len(handles))
     fig.draw_without_rendering()  # lays the axes out; the width of a name depends on them
     for ax, made, name_of in names:

@@ -55,7 +55,7 @@ def steps_table(steps: pd.DataFrame) -> Table:
 def kernels_table(kernels: pd.DataFrame, n_steps: Mapping[int, int]) -> Table:
     """`Profile.kernels` for reading, by step. n_steps: traced steps, by their tokens.
 
-    traced % read: of the read bandwidth. traced launch: us from the host's call to the start.
+    traced % read: of the read bandwidth. traced launch us: from the host's call to the start.
     """
     several = kernels["step_tokens"].nunique() > 1
     rows = []
@@ -71,7 +71,7 @@ def kernels_table(kernels: pd.DataFrame, n_steps: Mapping[int, int]) -> Table:
                 "traced %": _percent(row["traced_share"]),
                 "traced GB/s": _us(row["traced_gbps"]),
                 "traced % read": _percent(row["traced_share_of_read"]),
-                "traced launch": _us(row["traced_launch_to_start_us"]),
+                "traced launch us": _us(row["traced_launch_to_start_us"]),
             }
         )
     names = ("step", "kernel", "op", "node")
@@ -130,7 +130,7 @@ def gaps_table(gaps: pd.DataFrame, n_steps: int) -> Table:
         middle = (len(steps) + n_without - 1) // 2 - n_without
         own = part[part["step"] == steps.index[middle]] if middle >= 0 and len(steps) else part[:0]
         columns[f"between {between}"] = [_count(len(own)), *(_us(us) for us in own[kinds].sum())]
-    names = ["gaps", *(words.get(kind, f"meanwhile the host: {kind}") for kind in kinds)]
+    names = ["gaps (count)", *(words.get(kind, f"meanwhile the host: {kind}") for kind in kinds)]
     return Table({"traced us": names} | columns)
 
 

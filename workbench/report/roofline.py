@@ -45,13 +45,14 @@ def table(run: Mapping[str, Any]) -> pd.DataFrame:
         name = row["launch"]
         line |= {
             f"us {name}": f"{row['us']:.2f}",
-            f"min {name}": f"{row['us_min']:.2f}",
-            f"spread {name}": f"{100 * row['spread']:.1f}",
+            f"least us {name}": f"{row['us_min']:.2f}",
+            f"spread % {name}": f"{100 * row['spread']:.1f}",
             f"GB/s {name}": f"{row['gbps']:.1f}",
-            f"% {name}": f"{100 * row['share']:.1f}",
+            f"% of read {name}": f"{100 * row['share']:.1f}",
         }
     columns = ["type", "shape", "rows", "cols", "batch", "MB", "F/B"]
-    columns += [f"{what} {kind}" for kind in kinds for what in ("us", "min", "spread", "GB/s", "%")]
+    figures = ("us", "least us", "spread %", "GB/s", "% of read")
+    columns += [f"{what} {kind}" for kind in kinds for what in figures]
     return pd.DataFrame(list(made.values()), columns=columns).fillna("")
 
 

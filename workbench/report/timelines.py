@@ -10,8 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
@@ -50,6 +52,7 @@ EDGES = {"sync": style.VERMILION, "copy": "#8A5A00", "build": "#8F8600"}
 LABELS = {"launch": ("op", "white"), "replay": ("name", "white"), "build": ("name", style.INK)}
 LANE, BRACKET, SPACE = 0.8, 0.26, 0.3  # heights, in rows
 IN_A_LINE = 6  # of the legend, at most
+POINT = "v"  # marks where the host begins to wait
 MOST_SYNC_LINES = 40  # more lines would hide the spans
 TITLE_LETTERS = 105  # in a line; more would run out of the picture
 
@@ -79,12 +82,13 @@ def timeline(
     lanes = _lanes(part)
     fig = style.picture(11, 1.35 + 0.52 * (len(lanes) + 1))
     ax = fig.add_subplot()
-    _draw(ax, part, lanes, _window(window_us, [part]))
+    window = _window(window_us, [part])
+    _draw(ax, part, lanes, window)
     if title is None:
         names = part.loc[part["category"] == "step", "name"]
         title = f"{len(names)} steps" if len(names) > 1 else next(iter(names), "timeline")
     _title(ax, title)
-    _finish(fig, [ax], part)
+    _finish(fig, [ax], _clip(part, *window))
     return fig
 
 
@@ -135,7 +139,7 @@ def _stacked(
     for ax in axes[:-1]:
         ax.tick_params(labelbottom=False)
         ax.set_xlabel("")
-    _finish(fig, axes, pd.concat(parts))
+    _finish(fig, axes, _clip(pd.concat(parts, ignore_index=True), *window))
     return fig
 
 
@@ -329,7 +333,7 @@ def _sync_points(
     starts, ends = syncs["start_us"], syncs["start_us"] + syncs["dur_us"]
     starts, ends = starts[starts.between(*window)], ends[ends.between(*window)]
     ax.plot(
-        starts, np.full(len(starts), top + 0.04), "v", color=style.VERMILION, ms=4, mew=0,
+        starts, np.full(len(starts), top + 0.04), POINT, color=style.VERMILION, ms=4, mew=0,
         zorder=5,
     )  # fmt: skip
     if len(ends) <= MOST_SYNC_LINES:
@@ -343,10 +347,10 @@ def _time(us: float) -> str:
 
 
 def _finish(fig: Figure, axes: list[Axes], part: pd.DataFrame) -> None:
-    """Draws one legend for all axes, with the kinds that occur, and the note that the run was
-    traced."""
+    """Draws one legend for all axes, with the kinds that are drawn, and the note that the run was
+    traced. part: the spans in the window."""
     kinds = set(part["category"]) | set(part.loc[part["category"] == "device", "kind"])
-    handles = [
+    handles: list[Artist] = [
         Patch(
             facecolor=look.colour, hatch=look.hatch, label=look.word, lw=0.7,
             edgecolor=EDGES.get(kind, look.colour),
@@ -354,6 +358,12 @@ def _finish(fig: Figure, axes: list[Axes], part: pd.DataFrame) -> None:
         for kind, look in LOOKS.items() if kind in kinds
     ]  # fmt: skip
     handles.append(Patch(facecolor=style.PALE, label="no span: a stream idle, the host in Python"))
+    marks = [line for ax in axes for line in ax.get_lines() if line.get_marker() == POINT]
+    if any(np.size(line.get_xdata()) for line in marks):
+        handles.append(
+            Line2D([], [], color=style.VERMILION, marker=POINT, ms=4, mew=0, lw=0.6,
+                   ls=(0, (3, 3)), label="the host begins to wait (triangle), goes on (line)")
+        )  # fmt: skip
     lines = math.ceil(len(handles) / IN_A_LINE)
     columns = math.ceil(len(handles) / lines)
     style.legend(fig, handles, columns, title=NOTE, title_fontsize=style.FONT - 1)

@@ -54,7 +54,10 @@ CALLS = {
 }  # fmt: skip
 API = {"runtime": "cuda_runtime", "sync": "cuda_sync"}  # of a call, where CUPTI says it
 ARROW = "ac2g"  # Kineto's name of an arrow from a call to its work
-STREAM = "stream"  # arg of device work; an event of the host that had it would count as such
+STREAM = "stream"
+# Args that mean something to Kineto's readers. An event of the host with `stream` would count as
+# work, and a second event with a correlation would count its work twice.
+RESERVED = (STREAM, "device", "correlation", "External id")
 FIRST_STREAM = 1  # HTA takes stream 0 for none
 
 
@@ -182,8 +185,7 @@ def _args(span: Span, name: str, kineto: dict[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {"category": span.category}
     if name != span.name:
         kept["name"] = span.name
-    gone = [*kineto, STREAM]
-    if replaced := {arg: own.pop(arg) for arg in gone if arg in own}:
+    if replaced := {arg: own.pop(arg) for arg in (*kineto, *RESERVED) if arg in own}:
         kept["replaced"] = replaced
     if added := [arg for arg in kineto if arg not in replaced]:
         kept["added"] = added

@@ -36,7 +36,6 @@ from workbench.trace.spans import HOST_LANE, Span
 BOUNDS = HOST, LAUNCH, COPY, KERNEL, WAITING = "host", "launch", "copy", "kernel", "wait"
 COLUMNS = ["start_us", "dur_us", "lane", "what", "bound"]
 PYTHON = "python"  # the host between its commands
-_PARENTS = ("step", "split", "call", "op", "range", "python")  # never commands of their own
 
 
 class Part(NamedTuple):
@@ -116,11 +115,10 @@ class _Walk:
 
     def __init__(self, spans: Sequence[Span], begin_ns: int) -> None:
         self._spans, self._begin = spans, begin_ns
-        # the host's commands and phases, in order: those that enclose others are none
+        # the host's commands and phases, in order; spans that enclose others have no index
         self._host = [
             n for n, s in enumerate(spans)
-            if s.lane == HOST_LANE and s.category not in _PARENTS
-            and (s.category == "build" or "index" in s.args)
+            if s.lane == HOST_LANE and (s.category == "build" or "index" in s.args)
         ]  # fmt: skip
         self._starts = np.array([spans[n].start_ns for n in self._host], dtype=np.int64)
         self._place = {n: i for i, n in enumerate(self._host)}

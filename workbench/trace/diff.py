@@ -79,12 +79,21 @@ def diff(
     unit = "step" if sizes[0] is not None else "whole trace"
     table.attrs |= {
         "line": f"a {unit}, traced: {step_before:,.1f} us before, {step_after:,.1f} us after "
-        f"({(step_after / step_before - 1) if step_before else 0:+.1%})",
+        f"({(step_after / step_before - 1) if step_before else 0:+.1%}){_largest(table)}",
         "notes": [p.note for p in profiles],
         "by": by,
         "names": names,
     }
     return table
+
+
+def _largest(table: pd.DataFrame) -> str:
+    if table.empty or not table["delta_us"].iloc[0]:
+        return "; nothing changed"
+    row = table.iloc[0]
+    layer = "" if pd.isna(row["layer"]) else f", layer {row['layer']}"
+    what = short_name(row["what"]) if "(" in row["what"] else row["what"]
+    return f"; the largest change: {row['where']}, {what}{layer}, {row['delta_us']:+,.1f} us"
 
 
 def _common_size(frames: list[pd.DataFrame], names: list[str]) -> list[int | None]:

@@ -38,7 +38,6 @@ from workbench.engine import exclusive
 from workbench.trace import analysis, critical, perfetto
 from workbench.trace.cupti import collector as cupti
 from workbench.trace.cupti.collector import CuptiRecorder, Unavailable
-from workbench.trace.cupti.correlate import CALL
 from workbench.trace.imports import files, saved
 from workbench.trace.lanes import nesting_order
 from workbench.trace.spans import (
@@ -61,17 +60,19 @@ COLLECTORS = ("auto", "events", "cupti")
 # column of a frame -> its pandas type
 COLUMNS = {
     "name": "str",  # tensor, node or value of the command
-    "category": "str",  # one of trace.spans.CATEGORIES, or "call" (a driver call, from CUPTI)
-    "lane": "str",  # "host", or "<backend> stream <id>"
+    # one of trace.spans.CATEGORIES; of a foreign trace also "op", "range" or "python"
+    "category": "str",
+    "lane": "str",  # "host", or "<backend> stream <id>"; foreign: also "host thread <id>"
     "start_us": "float64",  # from the start of the first span
     "dur_us": "float64",
     "step": "Int64",  # number of the engine's step, <NA> outside every step
     "split": "Int64",  # number of the split, -1 for commands outside every split
-    "index": "Int64",  # position in program.commands, <NA> for a span of no command
+    # position in program.commands, <NA> for a span of no command; foreign: the call's number
+    "index": "Int64",
     "part": "Int64",  # position in the parts of a plan, <NA> for a span of no part
     "bytes": "Int64",  # bytes that a copy, write or read moved, or that a launch must move
     "op": "str",  # of launches
-    "kind": "str",  # device spans: "copy" or "launch"; elsewhere the category
+    "kind": "str",  # device spans: "copy", "launch", "memset", "replay"; elsewhere the category
     "kernel": "str",  # device spans from CUPTI: the function that ran
     "on": "str",  # host spans of commands: the lane that their work is queued on
     "n_tokens": "Int64",  # of steps
@@ -146,7 +147,7 @@ class Timeline:
             busy = analysis.busy_us(device)
             shape = shapes.get(int(step), {})
             copies, replays = host["category"] == "copy", host["category"] == "replay"
-            commands = host[~host["category"].isin(["step", "split", "build", CALL])]
+            commands = host[host["index"].notna()]
             syncs = commands["category"] == "sync"
             rows.append(
                 {

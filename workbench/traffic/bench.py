@@ -45,10 +45,12 @@ NOT_TOLD: Mapping[str, float] = MappingProxyType({})
 _COLUMNS = (
     ("ok", "completed", 0), ("failed", "failed", 0), ("req/s", "request_throughput", 2),
     ("good/s", "request_goodput", 2), ("out t/s", "output_throughput", 1),
-    ("total t/s", "total_token_throughput", 1), ("peak", "max_concurrent_requests", 0),
-    ("TTFT ms", "mean_ttft_ms", 2), ("median", "median_ttft_ms", 2), ("P99", "p99_ttft_ms", 2),
-    ("TPOT ms", "mean_tpot_ms", 2), ("P99 TPOT", "p99_tpot_ms", 2), ("P99 ITL", "p99_itl_ms", 2),
-    ("E2EL ms", "mean_e2el_ms", 1), ("P99 E2EL", "p99_e2el_ms", 1), ("lag ms", "mean_lag_ms", 2),
+    ("total t/s", "total_token_throughput", 1), ("peak in flight", "max_concurrent_requests", 0),
+    ("TTFT ms", "mean_ttft_ms", 2), ("median TTFT ms", "median_ttft_ms", 2),
+    ("P99 TTFT ms", "p99_ttft_ms", 2), ("TPOT ms", "mean_tpot_ms", 2),
+    ("P99 TPOT ms", "p99_tpot_ms", 2), ("P99 ITL ms", "p99_itl_ms", 2),
+    ("E2EL ms", "mean_e2el_ms", 1), ("P99 E2EL ms", "p99_e2el_ms", 1),
+    ("lag ms", "mean_lag_ms", 2),
 )  # fmt: skip
 COUNTED = ("n_steps", "n_prompt_tokens", "n_made_tokens", "step_s", "sampling_s")  # of Totals
 

@@ -78,6 +78,7 @@ def advise(
     toggles: ask about these (or families) only; default: all but a few (`LEFT_ALONE`).
     at_most_s: seconds, all in all but for loading the model.
     until: a comparison ends once the half-width of its intervals is at most this share.
+    seed: of the random tokens, and of the intervals.
     out: a folder for the run folders, each a comparison; default: a new one in data/runs.
     settings: fields of EngineConfig, for a file.
 
@@ -85,7 +86,10 @@ def advise(
     minus it, or, where best has another value, best with it. At the end the recommended set is
     measured beside `best` and beside everything off. Values that cannot act in this test, or that
     the device refuses, are not measured; the result says why. So it does of what the time did not
-    suffice for. Ctrl-C keeps what is finished. Raises UsageError for a wrong request, and what
+    suffice for.
+
+    Returns an `Advice`: `table` is ranked, `to_frame` has every reading, `flags` and `python` are
+    to copy. Ctrl-C keeps what is finished. Raises UsageError for a wrong request, and what
     `Engine.load` raises.
     """
     workloads = parse_tests(test)

@@ -29,6 +29,12 @@ from workbench.benchmarks.compare.forms import (
 from workbench.benchmarks.compare.idle import check_engines
 from workbench.benchmarks.compare.rounds import Repetition, Trials, order_of
 from workbench.benchmarks.compare.until import AT_MOST_S, Until, make_until
+from workbench.benchmarks.energy.windows import (
+    Energy,
+    EnergyAsked,
+    energy_of,
+    take_over_windows,
+)
 from workbench.benchmarks.given import EngineOrPath, given_engine
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.runs.draft import (
@@ -86,6 +92,7 @@ def ab(
     resume: bool = False,
     until: float | None = None,
     at_most_s: float = AT_MOST_S,
+    energy: EnergyAsked = False,
     progress: Callable[[int, int, str], None] | None = None,
     **settings: Any,
 ) -> AB | Comparisons:
@@ -117,6 +124,9 @@ def ab(
         that the interval excludes. At least max(`rounds`, 10) rounds are run.
     at_most_s: seconds of measuring, over all tests, after which `until` gives up. A resumed run has
         all of this time again.
+    energy: count joules a token, too, after all times: 5 windows of 5 s of each arm and test, from
+        the energy counter of the engine's GPU (`energy/windows.py`); or from a counter that is
+        given.
     progress(done, total, what): called between repetitions; with `until`, total is an estimate.
     settings: fields of EngineConfig (device, n_ctx, ...) for an engine of a file. Its context and
         its sequences are made enough for the tests.
@@ -125,7 +135,7 @@ def ab(
     measuring: finished repetitions are saved and returned, marked interrupted. They are saved, too,
     when the device fails, before the error is raised. Raises UsageError for a request that cannot
     be measured, and where every arm does what the baseline does (`idle.py`); DeviceError where the
-    device cannot honour a value; and what `Engine.load` raises.
+    device cannot honour a value, or has no energy counter; and what `Engine.load` raises.
     """
     workloads = parse_tests(tests)
     start = BASELINE if background is None else background
@@ -136,7 +146,7 @@ def ab(
             made = comparison_spec(asked.spec, None, workloads, rounds, asked.background, smoke)
             return compare_arms(
                 opened, made, rounds, seed, folder, name=name, smoke=smoke, resume=resume,
-                until=until, at_most_s=at_most_s, progress=progress,
+                until=until, at_most_s=at_most_s, energy=energy, progress=progress,
             )  # fmt: skip
 
         folder = None if out is None else Path(out)
@@ -179,6 +189,7 @@ def compare_arms(
     resume: bool = False,
     until: float | None = None,
     at_most_s: float = AT_MOST_S,
+    energy: EnergyAsked = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> AB:
     """As `ab`, with the arms and the tests of `made`. The last arm is the A/A control."""
@@ -188,7 +199,8 @@ def compare_arms(
     asked = make_until(until, at_most_s)
     if asked is not None and smoke:
         raise UsageError("smoke=True measures next to nothing; leave out until, or smoke")
-    comparison = _Comparison(engine, made, rounds, seed, smoke, asked)
+    counted = energy_of(energy, engine, made.workloads, smoke)
+    comparison = _Comparison(engine, made, rounds, seed, smoke, asked, counted)
     comparison.open(Path(out) if out is not None else None, name or made.spec, resume)
     return comparison.measure(progress)
 
@@ -204,8 +216,10 @@ class _Comparison:
         seed: int,
         smoke: bool,
         asked: Until | None,
+        energy: Energy | None = None,
     ):
         """Arguments as for `ab`. asked: `until` and `at_most_s` as one value."""
+        self.energy = energy
         self.engine, self.toggle, self.arms = engine, made.toggle, made.arms
         self.smoke, self.until = smoke, asked
         self.trials = Trials([], made.workloads, rounds, seed, asked, once=smoke)
@@ -243,6 +257,7 @@ class _Comparison:
             "warm_up": {},
             "until": None,
             "idle": {},
+            "energy": self.energy and self.energy.record,
             "answers": {},
             "sessions": [session_of(made)],
         }
@@ -258,6 +273,7 @@ class _Comparison:
         for known, one in zip(self.answers, self.arms, strict=True):
             if one.name in found["answers"]:
                 known.append(answers.Answer.from_dict(found["answers"][one.name]))
+        take_over_windows(self.energy, old, record)
 
     def _complete(self) -> dict[str, pd.DataFrame]:
         """Completes run.json before a save; returns no further tables."""
@@ -293,6 +309,12 @@ class _Comparison:
                     known.append(answer)
                 for workload in trials.workloads:
                     self._measure_test(workload, progress)
+                if self.energy is not None:
+                    arms = [(arm.name, arm.is_control) for arm in self.arms]
+                    for workload in trials.workloads:
+                        self.energy.measure(
+                            trials.engines, arms, workload, trials.seed, draft.checkpoint
+                        )
         return AB(draft.run, draft.samples.frame())
 
     def _measure_test(

@@ -20,6 +20,7 @@ from workbench.benchmarks.compare import resolution, stats
 from workbench.benchmarks.compare.answers import Answer
 from workbench.benchmarks.compare.rounds import order_of
 from workbench.benchmarks.compare.until import RepeatEnd
+from workbench.benchmarks.energy import joules
 from workbench.benchmarks.runs import results
 from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
@@ -135,12 +136,14 @@ class AB(Framed):
 
         Columns: test, arm, label, is_control, tps_baseline and tps_toggled (medians, tokens/s),
         speedup, low, high (95 % interval), n (pairs), band_low, band_high (A/A), verdict, answer.
+        Where energy was measured, also j_per_token_baseline and the columns of `joules.joules` from
+        j_per_token on.
         """
         return self._summary
 
     @cached_property
     def _summary(self) -> pd.DataFrame:
-        return pd.DataFrame(self._rows(), columns=_COLUMNS)
+        return joules.beside(pd.DataFrame(self._rows(), columns=_COLUMNS), self.run)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         rates = results.rates(self.samples)
@@ -202,6 +205,7 @@ class AB(Framed):
                 "n": s["n"],
                 "verdict": s["verdict"],
                 "answer": s["answer"],
+                **joules.columns(s),
             }
         ).shown(groups=["Test"], keys=["Test", "Toggled"], digits={"Speedup": 3})
 
@@ -234,6 +238,7 @@ class AB(Framed):
         for test, arms in self.run["result"].get("idle", {}).items():  # older runs do not say
             same = "does what the baseline does"
             lines += [f"{test}: {arm} {same}: {why}" for arm, why in arms.items()]
+        lines += joules.lines(self.run)
         lines += resolution.lines(self.summary())
         # for a run that was repeated until its intervals were narrow
         asked = self.run["result"].get("until")

@@ -13,7 +13,7 @@ log, that contains the control's whole interval.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -104,6 +104,33 @@ def _ratio(baseline: np.ndarray, toggled: np.ndarray, seed: int, paired: bool) -
         return Ratio(math.exp(value), math.exp(value), math.exp(value), n)
     low, high = _bounds(logs, _log_ratio, seed, paired)
     return Ratio(math.exp(value), math.exp(low), math.exp(high), n)
+
+
+def interaction(
+    start: np.ndarray, together: np.ndarray, alone: Sequence[np.ndarray], seed: int = 0
+) -> Ratio:
+    """The speedup of several switches together over the product of their speedups alone, with its
+    paired bootstrap interval. 1: they gain independently of each other.
+
+    start, together, alone: t/s without any switch, with all of them, and with each of them; one per
+        round, float (n,), entry i of all from round i. One round gives NaN bounds.
+    """
+    logs = tuple(np.log(np.asarray(side, float)) for side in (start, together, *alone))
+    value, n = float(_log_interaction(*logs)), len(logs[0])
+    if n < 2:
+        return Ratio(math.exp(value), math.nan, math.nan, n)
+    if all(np.ptp(side) == 0 for side in logs):
+        return Ratio(math.exp(value), math.exp(value), math.exp(value), n)
+    low, high = _bounds(logs, _log_interaction, seed, paired=True)
+    return Ratio(math.exp(value), math.exp(low), math.exp(high), n)
+
+
+def _log_interaction(
+    start: np.ndarray, together: np.ndarray, *alone: np.ndarray, axis: int = -1
+) -> np.ndarray:
+    first = np.median(start, axis=axis)
+    gains = sum(np.median(one, axis=axis) - first for one in alone)
+    return np.asarray(np.median(together, axis=axis) - first - gains)
 
 
 def median_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float, float]:

@@ -129,6 +129,7 @@ def _object(row: BenchRow) -> dict[str, Any]:
         "samples_t_tg": [int(s.token_ns[1:].sum()) / 1e9 for s in row.samples],
         "step_ns": [s.token_ns[1:].tolist() for s in row.samples],
         "toggles": row.toggles,
+        **fmt.energy_object(row),
     }
 
 
@@ -143,7 +144,7 @@ def _md(rows: Sequence[BenchRow], width: int | None) -> str:
         toggles = f"toggles: {fmt.shared_toggles(alike)}"
         wide = width or max(len(said), len(toggles))
         above = ["\n".join(textwrap.wrap(s, wide, break_on_hyphens=False)) for s in (said, toggles)]
-        columns = [*fmt.varying_toggles(alike), *_COLUMNS]
+        columns = [*fmt.varying_toggles(alike), *_COLUMNS, *fmt.energy_columns(alike)]
         texts += ["\n".join(above), fmt.table_of(columns, alike, width)]
     if not texts:
         return ""

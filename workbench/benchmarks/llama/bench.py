@@ -11,6 +11,8 @@ import pandas as pd
 
 from workbench.benchmarks.compare.stats import half_width, median_interval
 from workbench.benchmarks.compare.until import AT_MOST_S
+from workbench.benchmarks.energy import joules
+from workbench.benchmarks.energy.windows import EnergyAsked
 from workbench.benchmarks.given import EngineOrPath, given_engine
 from workbench.benchmarks.llama.llama_bench import recorded
 from workbench.benchmarks.llama.llama_format import BenchRow
@@ -57,7 +59,8 @@ class Bench(Framed):
         Columns: model, device, toggles (all that are not off), commit, run_id, date, test, n
         (repetitions), tps (the median of their tokens/s), low, high (95 % interval of that median;
         NaN with one repetition), avg_ts, stddev_ts (llama-bench's mean and deviation, tokens/s),
-        and n_tokens, p50_us, p90_us, p99_us, ttft_us as `results.percentiles` has them.
+        and n_tokens, p50_us, p90_us, p99_us, ttft_us as `results.percentiles` has them. Where
+        energy was measured, also `joules.PER_TOKEN`.
         """
         run = self.run
         origin = {
@@ -80,7 +83,8 @@ class Bench(Framed):
         names = [*origin, "test", "n", "tps", "low", "high", "avg_ts", "stddev_ts"]
         frame = pd.DataFrame(rows, columns=names)
         tokens = pd.DataFrame(results.percentiles(self.samples))
-        return frame.merge(tokens.drop(columns=["arm", "is_control"]), on="test", how="left")
+        frame = frame.merge(tokens.drop(columns=["arm", "is_control"]), on="test", how="left")
+        return joules.beside_tests(frame, run)
 
     def table(self) -> Table:
         """A row per test for reading: the rate with its interval, and the times of tokens in us."""
@@ -97,6 +101,7 @@ class Bench(Framed):
                 "p90 us": frame["p90_us"],
                 "p99 us": frame["p99_us"],
                 "first token us": frame["ttft_us"],
+                **joules.columns(frame),
             }
         ).shown(
             keys=["Test"],
@@ -136,6 +141,7 @@ def bench(
     resume: bool = False,
     until: float | None = None,
     at_most_s: float = AT_MOST_S,
+    energy: EnergyAsked = False,
     on_row: Callable[[BenchRow], None] | None = None,
     **settings: Any,
 ) -> Bench:
@@ -151,6 +157,7 @@ def bench(
     until: repeat each test until the half-width of the interval of its median t/s is at most this
         share (0.01 for 1 %). At least max(`repetitions`, 10) repetitions are run.
     at_most_s: seconds of measuring, over all tests, after which `until` gives up.
+    energy: count joules a token, too: as for `wb.ab`.
     on_row(row): called as soon as a test is finished.
     settings: fields of EngineConfig (device, n_ctx, ...) for an engine of a file. Its context and
         its sequences are made enough for the tests.
@@ -169,7 +176,7 @@ def bench(
         exclusive.check(opened._loaded)
         _, draft = recorded(
             opened, workloads, repetitions, seed=seed, out=out, resume=resume, until=until,
-            at_most_s=at_most_s, on_row=on_row,
+            at_most_s=at_most_s, energy=energy, on_row=on_row,
         )  # fmt: skip
         return Bench(draft.run, draft.samples.frame())
 

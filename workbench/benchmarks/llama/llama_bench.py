@@ -23,6 +23,8 @@ import pandas as pd
 from workbench.benchmarks.compare.ab import describe
 from workbench.benchmarks.compare.rounds import Repetition, Trials
 from workbench.benchmarks.compare.until import AT_MOST_S, make_until
+from workbench.benchmarks.energy import joules
+from workbench.benchmarks.energy.windows import EnergyAsked, energy_of, take_over_windows
 from workbench.benchmarks.llama.llama_format import FIELDS, FORMATS, BenchRow, format_rows
 from workbench.benchmarks.runs import provenance
 from workbench.benchmarks.runs.draft import (
@@ -95,6 +97,7 @@ def measured(
     resume: bool = False,
     until: float | None = None,
     at_most_s: float = AT_MOST_S,
+    energy: EnergyAsked = False,
     on_row: Callable[[BenchRow], None] | None = None,
     on_side: Callable[[Engine], None] = lambda side: None,
     on_end: Callable[[dict[str, int]], None] = lambda counters: None,
@@ -112,7 +115,7 @@ def measured(
     """
     return recorded(
         engine, tests, repetitions, seed=seed, build=build, out=out, resume=resume, until=until,
-        at_most_s=at_most_s, on_row=on_row, on_side=on_side, on_end=on_end,
+        at_most_s=at_most_s, energy=energy, on_row=on_row, on_side=on_side, on_end=on_end,
     )[0]  # fmt: skip
 
 
@@ -127,6 +130,7 @@ def recorded(
     resume: bool = False,
     until: float | None = None,
     at_most_s: float = AT_MOST_S,
+    energy: EnergyAsked = False,
     on_row: Callable[[BenchRow], None] | None = None,
     on_side: Callable[[Engine], None] = lambda side: None,
     on_end: Callable[[dict[str, int]], None] = lambda counters: None,
@@ -139,14 +143,17 @@ def recorded(
     for test in tests:
         check_fits(sides.toggles_of(test), engine.config, test)
     asked = make_until(until, at_most_s)
+    counted = energy_of(energy, engine, tests)
     earlier = open_out(None if out is None else Path(out), resume)
     trials = Trials([engine], tests, repetitions, seed, asked, once=repetitions == 1)
     commit, rows = provenance.commit(), list[BenchRow]()
     name = new_run_folder(name=f"bench-{tests[0]}").name if out is None else Path(out).name
     run = _new_run(engine, tests, repetitions, seed, name)
+    run["result"]["energy"] = counted and counted.record
     before = NOTHING
     if earlier is not None:
         before = _take_over(earlier, run, trials, Path(out or ""))
+        take_over_windows(counted, earlier.run, run)
 
     def complete() -> dict[str, pd.DataFrame]:
         run["result"]["warm_up"] = trials.warm_ups
@@ -176,11 +183,15 @@ def recorded(
             samples = before.samples.get(test.name, [])
             if samples:
                 fields["test_time"] = run["started"]
-            rows.append(BenchRow(test, [*samples], fields, side.toggles.to_dict(), {}))
+            rows.append(BenchRow(test, [*samples], fields, side.toggles.to_dict(), {}, {}))
             trials.measure(test, taken)
             rows[-1].ended.update(trials.ended.get(test.name, {}))
             run["arms"][0]["program"][test.name] = describe(side, test)
             run["result"]["sides"][test.name] = side.chosen
+            if counted is not None:
+                arms = [(ARM, False), (f"{ARM} (A/A)", True)]
+                counted.measure([side, side], arms, test, seed, draft.checkpoint)
+            rows[-1].energy.update(joules.of_test(run, test.name, ARM))
             if on_row is not None:
                 on_row(rows[-1])
         on_end(sides.counters)

@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.benchmarks.compare.until import RepeatEnd
+from workbench.benchmarks.energy import joules
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.workload import Sample, Workload
 from workbench.common.errors import UsageError
@@ -55,6 +56,7 @@ class BenchRow(NamedTuple):
     toggles: all toggles of the engine.
     ended: how repeating ended (`until.RepeatEnd` as a dict); empty for a fixed number of
         repetitions.
+    energy: joules a token (`energy/joules.py`: a row); empty where energy was not measured.
     """
 
     workload: Workload
@@ -62,6 +64,7 @@ class BenchRow(NamedTuple):
     fields: dict[str, Any]
     toggles: dict[str, str]
     ended: dict[str, Any]
+    energy: dict[str, Any]
 
     @property
     def samples_ns(self) -> list[int]:
@@ -162,7 +165,13 @@ def _object(row: BenchRow) -> dict[str, Any]:
             "token_ns": [s.token_ns.tolist() for s in row.samples],
             "toggles": row.toggles,
         }
+        | energy_object(row)
     )
+
+
+def energy_object(row: BenchRow) -> dict[str, Any]:
+    """The energy of a row as a key of its JSON object; empty where it was not measured."""
+    return {"energy": results.finite(row.energy)} if row.energy else {}
 
 
 def json_of(objects: Iterable[Mapping[str, Any]]) -> str:
@@ -234,11 +243,14 @@ def _md(rows: Sequence[BenchRow], width: int | None) -> str:
     columns += varying_toggles(rows)
     columns.append(Column("test", 15, _test))
     columns.append(Column("t/s", 20, _rate))
+    energy = energy_columns(rows)
     names = [c for c in columns[:-2] if len({c.text(row) for row in rows}) > 1]
     first = rows[0].fields
     shared = f"toggles: {shared_toggles(rows)}"
     above = "\n".join(textwrap.wrap(shared, width or len(shared), break_on_hyphens=False))
-    tables = (table_of(each, rows, width) for each in (columns, [*names, *_TOKEN_COLUMNS]))
+    tables = (
+        table_of(each, rows, width) for each in ([*columns, *energy], [*names, *_TOKEN_COLUMNS])
+    )
     build = f"build: {first['build_commit']} ({first['build_number']})\n"
     return "\n\n".join([above, *tables, build])
 
@@ -259,6 +271,12 @@ def table_of(columns: Sequence[Column], rows: Sequence[BenchRow], width: int | N
         frame.attrs["right"] = [c.heading for c in columns if c.width > 0]
         return markdown(frame, width)
     return "\n".join(lines)
+
+
+def energy_columns(rows: Sequence[BenchRow]) -> list[Column]:
+    """The column of joules a token; none where no row has them."""
+    energy = Column("J/token", 16, lambda row: joules.cell(row.energy))
+    return [energy] if any(row.energy for row in rows) else []
 
 
 def shared_toggles(rows: Sequence[BenchRow]) -> str:

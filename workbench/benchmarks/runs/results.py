@@ -22,7 +22,8 @@
     tests        [str]   llama-bench test names
     repetitions  int     asked for per arm and test; with `until` in `result`, the most made
     arms         [{name, is_control, toggles, sync_mode, program, counters}]   first: the baseline
-    result       {...}   the experiment's own results; its keys belong to `kind`
+    result       {...}   the experiment's own results; its keys belong to `kind`. Of `ab` and
+                         `bench`: `energy` has the windows of joules (`energy/windows.py`), or null
 
 `samples.parquet`: one row per timed token, in the order taken; a prompt is one row. (A run of kind
 `perplexity` has a row per ubatch, and another file, `tokens.parquet`: see `scores/perplexity.py`.)

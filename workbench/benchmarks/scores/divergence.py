@@ -120,7 +120,7 @@ class Estimate(NamedTuple):
 
     def __str__(self) -> str:
         low = self.perplexity * self.error  # d exp(x) = exp(x) dx
-        return f"mean NLL {self.nll:.5f} +- {self.error:.5f}, " + (
+        return f"mean NLL {self.nll:.5f} +- {self.error:.5f} nats, " + (
             f"perplexity {self.perplexity:.4f} +- {low:.4f}"
         )
 

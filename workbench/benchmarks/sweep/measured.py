@@ -15,6 +15,7 @@ from pathlib import Path
 
 from workbench.benchmarks.compare.ab import compare_arms
 from workbench.benchmarks.compare.stats import MIN_REPETITIONS
+from workbench.benchmarks.energy.windows import EnergyAsked, counter_of
 from workbench.benchmarks.llama.llama_bench import measured
 from workbench.benchmarks.sweep.cells import Cell, CellGroup
 from workbench.benchmarks.workload import bos_token, check_fits, draw_tokens, take_sample
@@ -29,7 +30,7 @@ class Enough(Exception):
     """Ends an opening before weights are read: everything is known by then."""
 
 
-def refusals(cells: Mapping[str, Cell]) -> dict[str, str]:
+def refusals(cells: Mapping[str, Cell], energy: EnergyAsked = False) -> dict[str, str]:
     """Why cells cannot be measured on this machine, by key; the others have no entry. Models are
     opened, and no weight is read."""
     found: dict[str, str] = {}
@@ -38,7 +39,9 @@ def refusals(cells: Mapping[str, Cell]) -> dict[str, str]:
         alike.setdefault((cell.path, cell.config), {})[key] = cell
     for (path, config), own in alike.items():
         try:
-            Engine.load(path, config=config, toggles=Toggles(), check=partial(_ask, own, found))
+            Engine.load(
+                path, config=config, toggles=Toggles(), check=partial(_ask, own, found, energy)
+            )
         except Enough:
             continue
         except WorkbenchError as error:
@@ -46,12 +49,16 @@ def refusals(cells: Mapping[str, Cell]) -> dict[str, str]:
     return found
 
 
-def _ask(cells: Mapping[str, Cell], found: dict[str, str], loaded: Loaded) -> None:
+def _ask(
+    cells: Mapping[str, Cell], found: dict[str, str], energy: EnergyAsked, loaded: Loaded
+) -> None:
     """Enters what an opened model and its device refuse. Raises Enough."""
     for key, cell in cells.items():
         try:
             toggles = choose(cell.wanted, loaded).toggles
             check_fits(toggles, loaded.config, cell.workload)
+            if energy is not False:
+                counter_of(energy, loaded.backends[-1], loaded.config, [cell.workload])
         except WorkbenchError as error:
             found[key] = str(error)
     raise Enough
@@ -88,6 +95,7 @@ def measure_group(
     seed: int,
     varying: Collection[str] = (),
     resume: bool = False,
+    energy: EnergyAsked = False,
 ) -> None:
     """Measures a group into a run folder, which is saved every 10 s and at the end.
 
@@ -98,11 +106,14 @@ def measure_group(
     if len(group.cells) > 1:
         compare_arms(
             engine, group.spec(engine.resolve, varying), repetitions, seed, folder,
-            smoke=repetitions < MIN_REPETITIONS, resume=resume,
+            smoke=repetitions < MIN_REPETITIONS, resume=resume, energy=energy,
         )  # fmt: skip
         return
     with closing(engine.variant(first.wanted)) as side:
-        measured(side, [first.workload], repetitions, seed=seed, out=folder, resume=resume)
+        measured(
+            side, [first.workload], repetitions, seed=seed, out=folder, resume=resume,
+            energy=energy,
+        )  # fmt: skip
 
 
 def seconds_of(engine: Engine, cell: Cell, seed: int) -> float:

@@ -13,6 +13,7 @@ import pandas as pd
 
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.energy import joules
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.sweep.expected import Expected
 from workbench.benchmarks.sweep.matrix import TEST
@@ -142,6 +143,8 @@ class Sweep(Framed):
         table["t/s"] = frame["tps"].astype(float)
         span = zip(frame["tps_low"].astype(float), frame["tps_high"].astype(float), strict=True)
         table["95% CI"] = ["" if math.isnan(a) else f"{a:.2f}..{b:.2f}" for a, b in span]
+        if "j_per_token" in frame:
+            table["J/token"] = [joules.cell(row) for row in frame.to_dict("records")]
         if frame["speedup"].notna().any():
             table["Speedup"] = frame["speedup"].astype(float)
             table["verdict"] = frame["verdict"].fillna("")
@@ -194,7 +197,7 @@ def _rows(group: FoundGroup) -> Iterator[tuple[str, dict[str, Any]]]:
             "status": DONE if group.complete else PART,
             "tps": middle, "tps_low": low, "tps_high": high, "n": len(tps),
             **times.loc[name, ["p50_us", "p90_us", "p99_us", "ttft_us"]].to_dict(),
-            **compared.get(name, {}),
+            **joules.of_test(run, run["tests"][0], name), **compared.get(name, {}),
             "toggles": said_toggles(arm["toggles"]),
             "device_description": run["engine"]["device_description"],
             "commit": str(run["commit"]["hash"])[:8],

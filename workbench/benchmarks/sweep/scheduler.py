@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from workbench.benchmarks.energy.windows import EnergyAsked
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.sweep.cells import Cell, CellGroup
 from workbench.benchmarks.sweep.measured import OneEngine, measure_group, refusals
@@ -45,14 +46,20 @@ def _unmeasured(error: WorkbenchError) -> Measured:
 
 
 def measured_apart(
-    group: CellGroup, repetitions: int, seed: int, varying: Collection[str]
+    group: CellGroup,
+    repetitions: int,
+    seed: int,
+    varying: Collection[str],
+    energy: EnergyAsked = False,
 ) -> Measured:
     """Measures a group on this machine; nothing is left on its disk."""
     engines = OneEngine()
     with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
         out = Path(folder) / group.name
         try:
-            measure_group(engines.of(group.cells[0]), group, out, repetitions, seed, varying)
+            measure_group(
+                engines.of(group.cells[0]), group, out, repetitions, seed, varying, energy=energy
+            )
         except WorkbenchError as error:
             return _unmeasured(error)
         finally:
@@ -67,14 +74,19 @@ class Workers:
     def __init__(self, client: Any):
         self._client = client
 
-    def refusals(self, cells: Mapping[str, Cell]) -> dict[str, str]:
+    def refusals(self, cells: Mapping[str, Cell], energy: EnergyAsked = False) -> dict[str, str]:
         """As `measured.refusals`, on a worker."""
-        future = self._client.submit(refusals, dict(cells), resources=DEVICE, pure=False)
+        future = self._client.submit(refusals, dict(cells), energy, resources=DEVICE, pure=False)
         found: dict[str, str] = future.result()
         return found
 
     def measured(
-        self, groups: Sequence[CellGroup], repetitions: int, seed: int, varying: Collection[str]
+        self,
+        groups: Sequence[CellGroup],
+        repetitions: int,
+        seed: int,
+        varying: Collection[str],
+        energy: EnergyAsked = False,
     ) -> Iterator[tuple[CellGroup, Measured]]:
         """The groups, each as soon as it is measured. A group whose workers died again and again
         comes as failed (the scheduler's setting `allowed-failures`)."""
@@ -82,8 +94,8 @@ class Workers:
 
         futures = {
             self._client.submit(
-                measured_apart, group, repetitions, seed, tuple(varying), resources=DEVICE,
-                pure=False,
+                measured_apart, group, repetitions, seed, tuple(varying), energy,
+                resources=DEVICE, pure=False,
             ): group
             for group in groups
         }  # fmt: skip

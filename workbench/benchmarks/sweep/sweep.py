@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.benchmarks.compare.arms import IdleToggles
+from workbench.benchmarks.energy.windows import EnergyAsked
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.sweep.cells import Cell, CellGroup, LeftOut, grouped
 from workbench.benchmarks.sweep.expected import (
@@ -46,6 +47,7 @@ def sweep(
     dry_run: bool = False,
     calibrate: bool = False,
     scheduler: str | None = None,
+    energy: EnergyAsked = False,
     **engine: Any,
 ) -> Sweep:
     """Measures every cell of a matrix: models x tests x depths x sequences x settings x toggles.
@@ -62,6 +64,7 @@ def sweep(
         n_ctx is as long as each test needs, unless it is given.
     exclude: cells to leave out, as `"sync=packed n_ubatch=128"` or `{"sync": ["packed"], ...}`.
     repetitions: of every cell; default 5. Below 5 no cell has a verdict.
+    seed: of the random tokens, and of the intervals; default 0.
     matrix: a TOML file with any of these (`read_matrix`); arguments win over the file.
     out: the folder of the sweep; default: a new one in data/runs.
     resume: go on with the sweep in `out`. Finished cells are found by their keys, whatever else the
@@ -69,6 +72,7 @@ def sweep(
     dry_run: nothing is measured; `Sweep.expected` says how many cells there are and how long they
         take. calibrate: a repetition of each test is timed for that.
     scheduler: the address of a dask.distributed scheduler (`scheduler.py`).
+    energy: count joules a token of every cell, too, as `wb.ab` does.
 
     Interleaved are cells that differ in toggles alone: up to 6 at once on one loaded model, in
     rounds, with the first as the baseline and an A/A control. They have a speedup, a verdict and
@@ -77,9 +81,12 @@ def sweep(
     between those may be a drift of the machine.
 
     Cells that cannot be measured (clashing toggles, a value that the device cannot honour, a test
-    that does not fit) are left out; the result lists them with the reason. Ctrl-C keeps what is
-    finished, and the result says so. Raises UsageError for a matrix that is wrong altogether, and
-    ModelFileError for a file that cannot be believed, before anything is measured.
+    that does not fit) are left out; the result lists them with the reason.
+
+    Returns a `Sweep`: `to_frame` has a row for each cell, `pivot` a table of two axes, `plot` a
+    picture. `wb.load(out)` reads it again. Ctrl-C keeps what is finished, and the result says so.
+    Raises UsageError for a matrix that is wrong altogether, and ModelFileError for a file that
+    cannot be believed, before anything is measured.
     """
     given = {
         "models": models, "tests": tests, "toggles": toggles, "sets": sets, "presets": presets,
@@ -88,7 +95,7 @@ def sweep(
     }  # fmt: skip
     made = _asked(matrix, {name: value for name, value in given.items() if value is not None})
     folder = SweepFolder(out or results.new_run_folder(name="sweep"))
-    under_way = _UnderWay(made, folder, resume)
+    under_way = _UnderWay(made, folder, resume, energy)
     with _workers(scheduler) as workers:
         under_way.look(workers)
         if dry_run:
@@ -123,8 +130,10 @@ def _workers(scheduler: str | None) -> Iterator[Workers | None]:
 class _UnderWay:
     """A sweep while it is measured."""
 
-    def __init__(self, matrix: Matrix, folder: SweepFolder, resume: bool):
-        self.matrix, self.folder = matrix, folder
+    def __init__(
+        self, matrix: Matrix, folder: SweepFolder, resume: bool, energy: EnergyAsked = False
+    ):
+        self.matrix, self.folder, self.energy = matrix, folder, energy
         hashes = {path: model_hash(path) for path in matrix.axes[MODEL]}
         cells, left_out = matrix.cells()
         self.cells: dict[str, Cell] = {}
@@ -146,7 +155,8 @@ class _UnderWay:
         UsageError where the device refuses all."""
         complete = {key for group in self.found if group.complete for key in group.keys}
         ask = {key: cell for key, cell in self.cells.items() if key not in complete}
-        refused = refusals(ask) if workers is None else workers.refusals(ask)
+        asked = workers.refusals if workers is not None else refusals
+        refused = asked(ask, self.energy)
         for key, reason in refused.items():
             self.record.left_out.append(LeftOut(self.cells.pop(key).axes, reason))
             del self.record.cells[key]
@@ -185,7 +195,7 @@ class _UnderWay:
         try:
             measure_group(
                 engines.of(group.cells[0]), group, out, self.matrix.repetitions, self.matrix.seed,
-                self.matrix.varying, resume=out.exists(),
+                self.matrix.varying, resume=out.exists(), energy=self.energy,
             )  # fmt: skip
         except KeyboardInterrupt:
             return False
@@ -201,7 +211,7 @@ class _UnderWay:
             while self.groups:
                 self.record = self.folder.add(self.record, self.groups)
                 for group, one in workers.measured(
-                    list(self.groups), matrix.repetitions, matrix.seed, matrix.varying
+                    list(self.groups), matrix.repetitions, matrix.seed, matrix.varying, self.energy
                 ):
                     if one.error is not None:
                         self._failed(group, one.error)

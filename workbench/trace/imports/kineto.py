@@ -105,5 +105,8 @@ def _sync(trace: Trace, args: Mapping[str, Any]) -> None:
         record = args.get("wait_on_cuda_event_record_corr_id")
         if record is not None:
             trace.event_of[0, int(record)] = str(event)
+            if int(args.get("wait_on_stream", -1)) >= 0:
+                recorded_on = int(args.get("device", 0)), int(args["wait_on_stream"])
+                trace.stream_of[0, int(record)] = recorded_on
     if int(args.get("stream", -1)) >= 0:
         trace.stream_of[key] = int(args.get("device", 0)), int(args["stream"])

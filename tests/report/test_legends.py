@@ -1,0 +1,83 @@
+"""The legend of a picture names what is drawn in it, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgba
+
+from tests.benchmarks.made_runs import comparison, write
+from tests.trace.test_trace_files import token
+from workbench.benchmarks.compare.compare import compare
+from workbench.report import plots, timelines
+from workbench.trace.profile import Timeline
+
+IDLE = "no span: a stream idle, the host in Python"
+POINT = "the host begins to wait (triangle), goes on (line)"
+POINT = "the host begins to wait (triangle), goes on (line)"
+
+
+def legend(fig) -> list[str]:
+    return [text.get_text() for one in fig.legends for text in one.get_texts()]
+
+
+def faces(fig) -> set[tuple[float, ...]]:
+    """The colours of the boxes in a picture."""
+    return {tuple(c) for ax in fig.axes for made in ax.collections for c in made.get_facecolor()}
+
+
+@pytest.fixture(scope="module")
+def frame() -> pd.DataFrame:
+    return Timeline(token(0, 10**9, 60)).to_frame()
+
+
+def test_a_timeline_names_the_kinds_in_its_window(frame):
+    whole = legend(plots.timeline(frame))
+    words = {look.word for look in timelines.LOOKS.values()}
+    assert {"launch", "copy", "sync (the host waits)", POINT} <= set(whole)
+    assert set(whole) <= {*words, IDLE, POINT}
+    first = float(frame["start_us"].min())
+    last = frame[frame["kind"] == "launch"].iloc[-1]
+    begin = float(last["start_us"]) - first + float(last["dur_us"]) / 4
+    part = (begin, begin + float(last["dur_us"]) / 2)
+    inside = frame[(frame["start_us"] - first < part[1])
+                   & (frame["start_us"] + frame["dur_us"] - first > part[0])]  # fmt: skip
+    kinds = set(inside["category"]) | set(inside.loc[inside["category"] == "device", "kind"])
+    wanted = [look.word for kind, look in timelines.LOOKS.items() if kind in kinds]
+    assert legend(plots.timeline(frame, window_us=part)) == [*wanted, IDLE] != whole
+    assert legend(plots.timeline_pair(frame, frame, window_us=part)) == [*wanted, IDLE]
+
+
+def test_every_kind_in_a_legend_has_a_box(frame):
+    for window in (None, "inputs", (0.0, 20.0)):
+        fig = plots.timeline(frame, window_us=window)
+        named = [look for look in timelines.LOOKS.values() if look.word in legend(fig)]
+        drawn = {tuple(np.round(c, 3)) for c in faces(fig)}
+
+        assert named and all(tuple(np.round(to_rgba(look.colour), 3)) in drawn for look in named)
+
+
+def test_a_band_is_named_where_one_is_drawn(tmp_path):
+    summary = comparison().summary()
+    assert legend(plots.speedup(summary)) == ["A/A band: what no change looks like on this machine"]
+    a, b = write(tmp_path, "a", n=6), write(tmp_path, "b", {"tg8": 90.0}, n=6)
+    apart = compare(a, b).summary()  # runs of bench have no control
+    assert len(apart) == 1 and legend(plots.speedup(apart)) == []
+    frame = summary[~summary["is_control"]].assign(x=[1.0, 2.0, 4.0] * 2)
+    assert plots.BAND_WORDS in legend(plots.speedup_by({"with": frame}))
+    without = frame.assign(band_low=float("nan"), band_high=float("nan"))
+    assert plots.BAND_WORDS not in legend(plots.speedup_by({"without": without}))
+    assert plots.BAND_WORDS in legend(plots.speedup_by({"without": without, "with": frame}))
+
+
+def test_lost_bytes_are_named_where_some_are_lost():
+    row = {"name": "k", "offset": 0, "nbytes": 64, "first": 0, "last": 3, "stream": 1}
+    safe = pd.DataFrame([row | {"lost": []}])
+    assert legend(plots.lifetimes({"safe": safe})) == ["made on stream 1"]
+
+
+def test_arms_of_a_picture_are_those_of_its_test():
+    samples = comparison(tests=("tg32",)).samples
+    some = samples[samples["arm"].isin(["per_copy", "copy_boundary"])]
+    assert legend(plots.per_token(some)) == ["per_copy", "copy_boundary"]
