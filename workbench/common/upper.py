@@ -23,7 +23,8 @@ OF_KIND = {
 }
 # ending of a trace's file -> what reads it
 OF_TRACE = dict.fromkeys(
-    (".pftrace", ".pftrace.gz", ".json", ".json.gz"), "workbench.trace.profile:Profile.load"
+    (".pftrace", ".pftrace.gz", ".json", ".json.gz", ".sqlite"),
+    "workbench.trace.profile:Profile.load",
 )
 
 
