@@ -65,6 +65,7 @@ def test_bench_is_what_the_command_measures(engine, call, tmp_path):
     assert own["result"].keys() == theirs["result"].keys()
 
 
+@pytest.mark.long
 def test_a_path_is_opened_for_the_function_and_closed_again(tiny_model):
     from workbench.engine.engine import OPENED
 
@@ -147,6 +148,7 @@ def test_what_is_no_comparison_says_what_is(engine, how, says):
     assert engine.n_steps == steps
 
 
+@pytest.mark.long
 def test_several_toggles_are_comparisons_beside_the_baseline(engine, tmp_path):
     how = {"tests": "tg2", "rounds": 1, "smoke": True, "out": tmp_path / "run"}
     found = wb.ab(engine, ["graph_reuse", "pdl", "fuse_bias", "fuse=off,on"], **how)
@@ -166,6 +168,7 @@ def test_several_toggles_are_comparisons_beside_the_baseline(engine, tmp_path):
     assert len(figure.axes[0].get_yticklabels()) == 6 and "<table" in found._repr_html_()
 
 
+@pytest.mark.long
 def test_the_frames_of_two_comparisons_concatenate():
     one, other = comparison(), comparison(device="cuda", model="other")
     both = pd.concat([one.to_frame(), other.to_frame()], ignore_index=True)
@@ -242,6 +245,7 @@ def test_a_race_is_a_row(tiny_model):
 # load ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_folder_of_each_kind_is_read_as_its_result(tmp_path):
     """Recorded folders, one of each kind."""
     kinds: dict[str, Path] = {}

@@ -42,6 +42,7 @@ def test_tab_completes_the_public_names():
     assert {one.rpartition(".")[2] for one in found} == set(dir(wb))
 
 
+@pytest.mark.long
 def test_a_wrong_name_is_answered_with_the_nearest():
     """Python itself looks through `dir`."""
     code = "import workbench as wb; wb.Togles"

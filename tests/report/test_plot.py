@@ -41,6 +41,7 @@ def recorded(kind: str) -> Any:
     raise AssertionError(f"no run of kind {kind} is recorded")
 
 
+@pytest.mark.long
 def test_comparisons_are_drawn_alone_together_and_by_their_frames():
     one, other = comparison(), comparison(device="cuda", model="other")
     alone = rows_of(wb.plot(one))
@@ -127,6 +128,7 @@ def test_the_tables_name_classes_that_exist_once():
     assert all(map(callable, [*OF_RESULT.values(), *OF_FRAME.values(), *OF_SEVERAL.values()]))
 
 
+@pytest.mark.long
 def test_a_result_loads_no_picture_until_it_is_drawn():
     code = (
         "import sys, workbench as wb; wb.AB, wb.Profile, wb.bench, wb.check, wb.load;"

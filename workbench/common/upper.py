@@ -24,7 +24,8 @@ OF_KIND = {
 SWEEP = "workbench.benchmarks.sweep.result:Sweep.load"  # of a folder with a sweep.json
 # ending of a trace's file -> what reads it
 OF_TRACE = dict.fromkeys(
-    (".pftrace", ".pftrace.gz", ".json", ".json.gz"), "workbench.trace.profile:Profile.load"
+    (".pftrace", ".pftrace.gz", ".json", ".json.gz", ".sqlite"),
+    "workbench.trace.profile:Profile.load",
 )
 
 
