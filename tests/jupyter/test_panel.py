@@ -97,7 +97,7 @@ def test_a_panel_that_could_never_run_is_refused(engine, panel, monkeypatch):
     for given, says in (
         ({"test": "tg9999"}, "n_ctx"), ({"test": "fast"}, "does not exist"),
         ({"rounds": 0}, "rounds=0"), ({"seed": -1}, "seed=-1"),
-        ({"baseline": "beast"}, "preset 'beast' does not exist; choose one of baseline"),
+        ({"baseline": "beast"}, "preset 'beast' does not exist; did you mean best"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=says):
             panel(**given)
