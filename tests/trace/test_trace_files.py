@@ -331,7 +331,7 @@ def test_one_disturbed_step_does_not_stand_for_all() -> None:
     host = analysis.phases(made).set_index("part")["traced_us_per_step"]
     assert host["outside"] == 20 and host["sync"] == 50
     gaps = profiles.gaps_table(analysis.gaps(made), 5).set_index("traced us")
-    assert gaps.loc["gaps"].tolist() == ["1", "1"]
+    assert gaps.loc["gaps (count)"].tolist() == ["1", "1"]
     assert gaps.loc["all"].tolist() == ["59.0", "1.0"]
-    parts = gaps.drop(index=["gaps", "all"])["between steps"].astype(float)
+    parts = gaps.drop(index=["gaps (count)", "all"])["between steps"].astype(float)
     assert parts[parts.index.str.startswith("meanwhile")].sum() == pytest.approx(59)
