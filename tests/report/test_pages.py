@@ -223,14 +223,17 @@ def test_the_index_shows_in_what_comparisons_differ(tmp_path):
     own = tuple(f"notebook-prompts-in-{n}" for n in (16, 4, 1))
     (tmp_path / "a.html").write_text(pages.export_html(FUSION, ABOUT._replace(runs=own)))
     text = pages.write_index(tmp_path, runs).read_text()
-    short, _, complete = text.partition("<details>")
+    short, _, complete = text.partition("The complete table")
     assert "<table>" in complete and "A/A control" in complete, "behind a click"
     found = [AB.load(runs / name) for name in own]
     (beside,) = tables.in_short(*found)
     assert short.count(f"beside {beside.background}</p>") == 1 and "A/A control" not in short
-    assert list(beside.rows.columns) == ["settings", "toggled", "speedup", "verdict"]
-    sizes = {f"n_ubatch={n}" for n in (128, 512, 2048)}
-    assert set(beside.rows["settings"]) == sizes and all(size in short for size in sizes)
+    sizes = [f"n_ubatch={n}" for n in (128, 512, 2048)]
+    for size, part in zip(sizes, beside.parts, strict=True):
+        assert part.shared == f"pp2048; against skip_masked_kv=off; {size}"
+        assert short.count(f"{part.shared}</p>") == 1
+        assert list(part.rows.columns) == ["toggled", "speedup", "verdict"]
+    assert "rows</summary>" in short, "many rows are behind a click, too"
     table = tables.speedup_table(*found)
     names = [n for n in table if n in (*tables.ORIGIN, "Test", "Toggled")]
     assert not table.duplicated(names).any(), "no two rows of one name"

@@ -5,7 +5,7 @@ numbers are the comparison's own (`AB.summary`). Only the geometric mean is comp
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,19 +81,23 @@ def speedup_table(*comparisons: AB) -> pd.DataFrame:
     return table
 
 
-class Beside(NamedTuple):
-    """Comparisons of one model beside one background, in short.
+class Short(NamedTuple):
+    """Rows of comparisons with one baseline and the same settings.
 
-    model, background: of all of them.
-    shared: what else all rows have.
-    rows: columns `test`, `settings` and `baseline` where they vary, `toggled`, `speedup` with its
-        interval, `verdict`. The A/A controls have no rows.
+    shared: what all rows have: test, baseline, settings.
+    rows: columns `test` where it varies, `toggled`, `speedup` with its interval, `verdict`.
     """
+
+    shared: str
+    rows: pd.DataFrame
+
+
+class Beside(NamedTuple):
+    """Comparisons of one model beside one background, in short. The A/A controls have no rows."""
 
     model: str
     background: str
-    shared: str
-    rows: pd.DataFrame
+    parts: list[Short]
 
 
 def in_short(*comparisons: AB) -> list[Beside]:
@@ -104,23 +108,29 @@ def in_short(*comparisons: AB) -> list[Beside]:
     named = [c.assigned for c in comparisons]
     shown = numbers[~numbers["is_control"]]
     for (model, beside), part in shown.groupby(["model", "background"], sort=False):
-        rows = pd.DataFrame([
-            {
-                "test": row["test"], "settings": row["settings"],
-                "baseline": named[row["comparison"]](row["baseline"]),
-                "toggled": named[row["comparison"]](row["label"]),
-                "speedup": f"{row['speedup']:.3f} ({interval(row['low'], row['high'])})",
-                "verdict": row["verdict"],
-            }
-            for row in part.to_dict("records")
-        ])  # fmt: skip
-        same = [c for c in ("test", "settings", "baseline") if rows[c].nunique() == 1]
-        shared = {c: rows[c].iloc[0] for c in same}
-        if "baseline" in shared:
-            shared["baseline"] = f"against {shared['baseline']}"
-        words = "; ".join(filter(None, shared.values()))
-        found.append(Beside(str(model), str(beside), words, rows.drop(columns=same)))
+        own = part.groupby(["settings", "toggle", "baseline"], sort=False)
+        parts = [_short(rows, named) for _, rows in own]
+        found.append(Beside(str(model), str(beside), parts))
     return found
+
+
+def _short(part: pd.DataFrame, named: Sequence[Callable[[str], str]]) -> Short:
+    """named: of each comparison, a label to the toggles that it stands for."""
+    first = part.iloc[0]
+    rows = pd.DataFrame([
+        {
+            "test": row["test"], "toggled": named[row["comparison"]](row["label"]),
+            "speedup": f"{row['speedup']:.3f} ({interval(row['low'], row['high'])})",
+            "verdict": row["verdict"],
+        }
+        for row in part.to_dict("records")
+    ])  # fmt: skip
+    against = f"against {named[first['comparison']](first['baseline'])}"
+    tests = rows["test"].unique()
+    if len(tests) == 1:
+        rows = rows.drop(columns="test")
+    shared = (tests[0] if len(tests) == 1 else "", against, first["settings"])
+    return Short("; ".join(filter(None, shared)), rows)
 
 
 def _settings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
