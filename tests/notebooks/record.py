@@ -5,9 +5,9 @@
 
 NAMES are notebooks, 04_plans; without any, all are run. How long each took is printed.
 
-The parameters of a recorded run are not the notebook's own: it keeps its defaults, and loses the
-cell that papermill put in. README's pair of timelines is drawn by the way; `timelines.json` says
-of which model, device and commit it is.
+A recorded run has the parameters that the notebook shows, except the folder of its runs; the cell
+that papermill put in for it is dropped. README's pair of timelines is drawn by the way;
+`timelines.json` says of which model, device and commit it is.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ import nbformat
 import workbench as wb
 from workbench.answers import loaded, skipped
 from workbench.backend.base import choose_device
-from workbench.benchmarks.compare.stats import MIN_REPETITIONS
 from workbench.benchmarks.runs import provenance
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.config import SyncMode
 from workbench.engine.cache.extent import WAYS
-from workbench.model.synth.models import write_model
 from workbench.report import plots
 from workbench.report.render import execute_notebook
 from workbench.trace.profile import profile_each
@@ -62,24 +60,6 @@ MADE = {
     "09_together": ["together"],
     "10_fusion": ["fusion", "defer"],
 }  # fmt: skip
-# a layer of the tiny model is its first or its last: 10_fusion asks a model with one in the middle
-MODELS = {
-    "00_tour": ("tiny-llama", "Q8_0"), "01_baseline_gaps": ("llama-3.2-1b", "Q4_K_M"),
-    "02_sync_modes": ("tiny-llama", "Q8_0"),
-    "03_graph_reuse": ("llama-3.2-1b", "Q8_0"), "04_plans": ("llama-3.2-1b", "Q8_0"),
-    "05_streams": ("llama-3.2-1b", "BF16"), "06_masked_kv": ("llama-3.2-1b", "Q4_K_M"),
-    "07_batched_serving": ("llama-3.2-1b", "Q4_K_M"), "09_together": ("llama-3.2-1b", "Q4_K_M"),
-    "10_fusion": ("llama-3.2-1b", "Q8_0"),
-}  # fmt: skip
-PARAMETERS: dict[str, dict[str, Any]] = {
-    # a graph that is built for every token takes so long that the least repetitions tell enough
-    "03_graph_reuse": {"repeats": MIN_REPETITIONS},
-    # with one region for all, a step's mask spans the cells of every slot
-    "06_masked_kv": {"n_prompt": 2048, "slots": "4,8,16", "workload": "tg32"},
-    # one request at a time takes every setting through 20 * 32 steps
-    "07_batched_serving": {"workload": "pp128+tg32", "concurrency": "1,4,16"},
-    "10_fusion": {"quick": False},
-}
 PICTURE, ABOUT = "timelines.png", "timelines.json"
 PAIR = (SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value)  # before and after #17795
 KERNEL = {
@@ -112,11 +92,9 @@ def run(out: Path, names: Sequence[str] = (), device: str = "cuda") -> None:
         for name in names or MADE:
             runs, begin = Path(folder, name), time.monotonic()
             runs.mkdir()
-            preset, quant = MODELS[name]
-            model = write_model(preset, quant, Path(folder, f"{preset}-{quant}.gguf"))
-            chosen = {"device": device, "model": str(model), "runs": str(runs)}
+            chosen = {"device": device, "runs": str(runs)}
             source, executed = ROOT / "notebooks" / f"{name}.ipynb", Path(folder, f"{name}.ipynb")
-            if failure := execute_notebook(source, executed, chosen | PARAMETERS.get(name, {})):
+            if failure := execute_notebook(source, executed, chosen):
                 raise WorkbenchError(f"{source.name}: {failure}")
             nbformat.write(stripped(nbformat.read(executed, 4)), out / f"{name}.ipynb")
             for end in MADE[name]:
@@ -130,11 +108,9 @@ def draw(out: Path, device: str) -> None:
     """The start of one token under both modes of PAIR, copies on their own stream."""
     own = wb.Toggles(graph_reuse="set_rows", copy_stream="own")
     arms = {mode: own.switched("sync", mode) for mode in PAIR}
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_model("tiny-llama", "Q8_0", Path(folder, "tiny-llama-Q8_0.gguf"))
-        with wb.Engine.load(model, device=device, toggles=own) as engine:
-            traces = profile_each(engine, arms)
-            about = {"date": provenance.utc_now()} | provenance.collect(engine)
+    with wb.Engine.load("auto", device=device, toggles=own) as engine:
+        traces = profile_each(engine, arms)
+        about = {"date": provenance.utc_now()} | provenance.collect(engine)
     about["arms"] = {name: toggles.to_dict() for name, toggles in arms.items()}
     about["notes"] = {name: trace.note for name, trace in traces.items()}
     plots.timelines(traces, window_us="inputs").savefig(out / PICTURE)
