@@ -39,8 +39,10 @@ _LAYER = re.compile(r"-(\d+)")  # `Qcur-8`, `attn_norm-8 (w)`
 def diff(
     before: Profile | str | PathLike[str], after: Profile | str | PathLike[str], by: str = "auto"
 ) -> pd.DataFrame:
-    """What takes longer after than before: a row for each op of a layer, and for each phase of the
-    host. The largest change comes first. `COLUMNS` lists the columns; `delta_us` above 0 is longer.
+    """Compares two traces. Returns a frame of what takes longer after than before.
+
+    It has a row for each op of a layer, and for each phase of the host, the largest change first.
+    `COLUMNS` lists the columns; `delta_us` above 0 is longer.
 
     before, after: profiles, or paths that `Profile.load` reads.
     by: `op`: a row for an op of a layer. `node`: for a node. `kernel`: for a function of the
