@@ -71,7 +71,7 @@ def test_for_whom_and_how_long(engine):
     arms = waiting.arms(engine)
     assert arms["baseline"] == engine.toggles and arms["best"].graph_reuse == "set_rows"
     assert waiting.sets(arms) == (
-        "sync=per_copy graph_reuse=rebuild | sync=auto graph_reuse=set_rows"
+        "baseline: sync=per_copy graph_reuse=rebuild | best: sync=auto graph_reuse=set_rows"
     )
     waits = waiting.whom(profile_each(engine, arms, n_tokens=12))
     assert list(waits.index) == ["baseline", "best"] and (waits[WORKS] > 0).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import workbench as wb
 from tests.benchmarks.fake_engine import timed
 from tests.benchmarks.made_runs import a_run, comparison, write
+from workbench.benchmarks.compare.arms import arms_of
 from workbench.benchmarks.compare.forms import one_comparison
 from workbench.benchmarks.runs import results
 from workbench.common.errors import UsageError
@@ -126,6 +128,20 @@ def test_every_form_of_a_comparison_becomes_one_spec(
 ):
     made = one_comparison(engine, toggle, values, background)
     assert (made.spec, made.background) == (spec, beneath)
+
+
+def test_long_sets_are_named_by_their_presets_and_a_set_can_have_a_name(engine):
+    best = TogglePreset("llama.cpp@2025-12", {"fuse": "on"})
+    made = one_comparison(engine, Toggles(), best, None)
+    _, arms = arms_of(made.spec, made.background)
+    names = ["baseline", str(best), "baseline (A/A)"]
+    assert [arm.name for arm in arms] == names
+    assert [arm.toggles for arm in arms] == [Toggles(), best.toggles(), Toggles()]
+    _, (first, second, _) = arms_of("as it is: | wide: streams=3 fork=any", FUSED)
+    assert (first.name, first.toggles, second.name) == ("as it is", FUSED, "wide")
+    assert second.toggles == dataclasses.replace(FUSED, streams="3", fork="any")
+    with pytest.raises(UsageError, match="has a set of toggles twice"):
+        arms_of("a: fuse=on | a: streams=3", Toggles())
 
 
 @pytest.mark.parametrize(("how", "says"), [

@@ -81,6 +81,15 @@ def stripped(notebook: Any) -> Any:
     return notebook
 
 
+def slowest(notebook: Any) -> str:
+    """The code cells that took longest, by their number among all cells, with seconds."""
+    took = [
+        (cell.metadata.get("papermill", {}).get("duration") or 0.0, number)
+        for number, cell in enumerate(notebook.cells, 1)
+    ]
+    return ", ".join(f"cell {number} {s:.0f} s" for s, number in sorted(took, reverse=True)[:5])
+
+
 def run(out: Path, names: Sequence[str] = (), device: str = "cuda") -> None:
     """Runs each notebook that is named; writes them, and one archive of their run folders, to
     `out`. Raises UsageError for a name that is none, WorkbenchError for a cell that fails."""
@@ -96,11 +105,12 @@ def run(out: Path, names: Sequence[str] = (), device: str = "cuda") -> None:
             source, executed = ROOT / "notebooks" / f"{name}.ipynb", Path(folder, f"{name}.ipynb")
             if failure := execute_notebook(source, executed, chosen):
                 raise WorkbenchError(f"{source.name}: {failure}")
-            nbformat.write(stripped(nbformat.read(executed, 4)), out / f"{name}.ipynb")
+            found, slow = nbformat.read(executed, 4), slowest(nbformat.read(executed, 4))
+            nbformat.write(stripped(found), out / f"{name}.ipynb")
             for end in MADE[name]:
-                (found,) = runs.glob(f"*-{end}")
-                archive.add(found, arcname=f"notebook-{end}")
-            print(f"== {name}: {time.monotonic() - begin:.1f} s", flush=True)
+                (folder_of_run,) = runs.glob(f"*-{end}")
+                archive.add(folder_of_run, arcname=f"notebook-{end}")
+            print(f"== {name}: {time.monotonic() - begin:.1f} s; {slow}", flush=True)
     draw(out, device)
 
 

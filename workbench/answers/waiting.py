@@ -24,6 +24,7 @@ from workbench.benchmarks.times.overlap import measure_overlap
 from workbench.benchmarks.times.token_parts import STAMPED, medians_us, token_parts
 from workbench.common.tables import Table
 from workbench.config import BEST, TogglePreset, Toggles
+from workbench.config.toggles import names_that_differ
 from workbench.trace.profile import Profile
 from workbench.trace.spans import HOST_LANE
 
@@ -48,10 +49,13 @@ def arms(engine: wb.Engine, changes: str = "") -> dict[str, Toggles]:
 
 
 def sets(arms: Mapping[str, Toggles]) -> str:
-    """The arms as sets of toggles, for `wb.ab`: each names the toggles in which arms differ."""
-    every = [arm.to_dict() for arm in arms.values()]
-    names = [name for name in every[0] if len({arm[name] for arm in every}) > 1]
-    return " | ".join(" ".join(f"{name}={arm[name]}" for name in names) for arm in every)
+    """The arms as sets of toggles, for `wb.ab`, by their names: each has the toggles in which arms
+    differ."""
+    names = names_that_differ(*arms.values())
+    return " | ".join(
+        f"{arm}: {' '.join(f'{name}={toggles.value_of(name)}' for name in names)}"
+        for arm, toggles in arms.items()
+    )
 
 
 # traced: for whom ---------------------------------------------------------------------------------

@@ -103,7 +103,8 @@ def ab(
     toggle, values: what is compared; the first is the baseline.
 
         * `"sync=per_copy,copy_boundary"`; or the name alone, with `values`.
-        * Sets: `"plans=off | plans=ours plan_scope=step"`.
+        * Sets: `"plans=off | plans=ours plan_scope=step"`. A set can have a name before it:
+          `"plain: | planned: plans=ours"`.
         * Two sets as `toggle` and `values`: `Toggles(), Toggles(fuse="on")`; or a list of them.
           A mapping changes the background.
         * A list of names: `["sync", "fuse"]`. Each toggle is a comparison of its own: the

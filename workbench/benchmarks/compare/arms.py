@@ -65,27 +65,31 @@ def make_arms(toggle: str, values: Sequence[str], background: Toggles) -> list[A
 
 
 SETS = "|"  # separates sets of toggles: `plans=off | plans=ours plan_scope=step`
+NAMED = ":"  # ends the name that a set may have: `baseline: plans=off | best: plans=ours pdl=on`
 
 
 def arms_of(spec: str, background: Toggles) -> tuple[str, list[Arm]]:
     """The toggle that a spec compares, and the arms in order, the A/A control last.
 
-    A spec of sets compares no single toggle: its name is empty. The first set is the baseline, and
-    an arm is named by its set. Raises UsageError as `parse_toggle_spec` and `make_arms` do.
+    A spec of sets compares no single toggle: its name is empty. The first set is the baseline. An
+    arm has the name before its set, or is named by the set itself. Raises UsageError as
+    `parse_toggle_spec` and `make_arms` do.
     """
     if SETS not in spec:
         toggle, values = parse_toggle_spec(spec)
         return toggle, make_arms(toggle, values, background)
-    sets = [" ".join(part.split()) for part in spec.split(SETS)]
-    if len(set(sets)) < len(sets):
+    parts = [" ".join(part.split()) for part in spec.split(SETS)]
+    sets = [part.partition(NAMED)[2] if NAMED in part else part for part in parts]
+    names = [part.partition(NAMED)[0] for part in parts]
+    if len(set(sets)) < len(sets) or len(set(names)) < len(names):
         raise UsageError(f"{spec!r} has a set of toggles twice; the A/A control is added anyway")
     every = [switched(background, part) for part in sets]
     first = every[0]
-    if same := [part for part, made in zip(sets[1:], every[1:], strict=True) if made == first]:
-        raise UsageError(f"{same[0]!r} and {sets[0]!r} are the same toggles on this background")
-    arms = [Arm(part, made, False, answer_between(first, made))
-            for part, made in zip(sets, every, strict=True)]  # fmt: skip
-    return "", [*arms, Arm(f"{sets[0]} (A/A)", first, True, EXACT)]
+    if same := [name for name, made in zip(names[1:], every[1:], strict=True) if made == first]:
+        raise UsageError(f"{same[0]!r} and {names[0]!r} are the same toggles on this background")
+    arms = [Arm(name, made, False, answer_between(first, made))
+            for name, made in zip(names, every, strict=True)]  # fmt: skip
+    return "", [*arms, Arm(f"{names[0]} (A/A)", first, True, EXACT)]
 
 
 def switched(background: Toggles, changes: str) -> Toggles:

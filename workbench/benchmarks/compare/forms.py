@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from workbench.benchmarks.compare.arms import SETS
+from workbench.benchmarks.compare.arms import NAMED, SETS
 from workbench.common.errors import UsageError, WorkbenchError
-from workbench.config import TogglePreset, Toggles, asked_toggles
+from workbench.config import BASELINE, TogglePreset, Toggles, asked_toggles
 from workbench.config.toggles import as_value, names_that_differ
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ToggleSet = Toggles | TogglePreset | Mapping[str, Any]  # a mapping changes the background
 # one comparison: a toggle, or a spec; a set, with the other set as `values`; or a list of sets
 One = str | ToggleSet | Sequence[ToggleSet]
+LONG = 60  # letters of a set; a longer one is named by its preset
 FORMS = (
     "'sync=per_copy,packed', 'plans=off | plans=ours pdl=on', ('sync', ['per_copy', 'packed']), "
     "two Toggles, a list of Toggles, or a list of names as ['sync', 'fuse']"
@@ -67,7 +68,7 @@ def one_comparison(engine: Engine, toggle: Any, values: Any, background: Any) ->
             "Toggles and presets say what every toggle is, so there is no background; leave it out "
             "or give changes of it, as {'sync': 'packed'}"
         )
-    return _of_sets([_resolved(engine, one, background) for one in sets])
+    return _of_sets([_resolved(engine, one, background) for one in sets], [*map(_name_of, sets)])
 
 
 def comparison_of(engine: Engine, name: str, background: Any) -> tuple[Asked | None, list[str]]:
@@ -108,9 +109,17 @@ def _of_values(toggle: str, values: Any) -> str:
     return f"{toggle}={','.join(as_value(toggle, value, known) for value in every)}"
 
 
-def _of_sets(sets: Sequence[Toggles]) -> Asked:
+def _name_of(one: ToggleSet) -> str:
+    """The short name of a set: that of its preset, or empty."""
+    if isinstance(one, TogglePreset):
+        return str(one)
+    return BASELINE if one == Toggles() else ""
+
+
+def _of_sets(sets: Sequence[Toggles], known: Sequence[str]) -> Asked:
     """The spec of sets that say everything: their differences, on the first of them. Where one
-    toggle alone differs, the comparison is that toggle's."""
+    toggle alone differs, the comparison is that toggle's. known: the sets' short names, which stand
+    for sets that are long."""
     names = names_that_differ(*sets)
     if len(sets) < 2 or len({*sets}) < len(sets):
         raise UsageError(
@@ -120,5 +129,8 @@ def _of_sets(sets: Sequence[Toggles]) -> Asked:
     if len(names) == 1:
         (name,) = names
         return Asked(_of_values(name, [one.value_of(name) for one in sets]), sets[0])
-    parts = (" ".join(f"{name}={one.value_of(name)}" for name in names) for one in sets)
+    parts = [" ".join(f"{name}={one.value_of(name)}" for name in names) for one in sets]
+    if max(map(len, parts)) > LONG:
+        parts = [f"{own}{NAMED} {part}" if own else part
+                 for own, part in zip(known, parts, strict=True)]  # fmt: skip
     return Asked(f" {SETS} ".join(parts), sets[0])
