@@ -306,7 +306,7 @@ def arriving(
         for name, rate in ((ONE_BY_ONE, f"{CAPACITY * capacity:.4g}"), (AT_ONCE, "inf")):
             found[name] = wb.serve_bench(
                 side, slots=slots, rate=rate, n_prompt=str(n_prompt), n_gen=str(n_gen),
-                n_requests=per_slot * slots, n_warm_up=slots, seed=seed,
+                n_requests=per_slot * slots, n_warm_up=per_slot * slots, seed=seed,
                 out=wb.new_run_folder(runs, f"arriving-{slug(name)}"),
             )  # fmt: skip
     return found

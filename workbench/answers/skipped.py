@@ -255,7 +255,7 @@ def ragged(
         with sized(engine, toggles, slots, most + n_gen, min(512, engine.config.n_ubatch)) as side:
             found[name] = wb.serve_bench(
                 side, slots=slots, concurrency=str(slots), n_prompt=f"uniform:1-{most}",
-                n_gen=str(n_gen), n_requests=n_requests, n_warm_up=2, seed=seed,
+                n_gen=str(n_gen), n_requests=n_requests, n_warm_up=n_requests, seed=seed,
                 out=wb.new_run_folder(runs, folder),
             )  # fmt: skip
     return found
