@@ -49,9 +49,13 @@ def test_it_asks_a_question_and_reads_as_prose(path):
             assert not isinstance(node, ast.FunctionDef | ast.Lambda | ast.For | ast.While)
             if isinstance(node, ast.keyword) and node.arg == "window_us":
                 assert isinstance(node.value, ast.Constant), "how many us it takes is the machine's"
-    calls = (node for c in code for node in ast.walk(ast.parse(c.source))
-             if isinstance(node, ast.Call) and ast.unparse(node.func) == "wb.Engine.load")  # fmt: skip
-    loads = [{keyword.arg for keyword in call.keywords} for call in calls]
+    nodes = [node for c in code for node in ast.walk(ast.parse(c.source))]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    loads = [
+        {keyword.arg for keyword in call.keywords}
+        for call in calls
+        if ast.unparse(call.func) == "wb.Engine.load"
+    ]
     assert loads and all("toggles" in given for given in loads), "its default is another preset"
     assert any("Engine.load(" in c.source and c.source.endswith("\nengine") for c in code), (
         "its page names the model and the device of the outputs that are saved in it"
