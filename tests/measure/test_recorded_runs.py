@@ -214,9 +214,9 @@ def figures(table: pd.DataFrame, found: results.Run) -> list[str]:
         return [f"{us:.1f}" for us in table["gap_us"]] + [f"{fit.wait_us:.2f} us"]
     rows = table.to_dict("records")
     toggled = [row for row in rows if not row["is_control"]]
-    if found.run["result"]["toggle"].startswith("redo_"):  # several runs in one table
-        rows = toggled
     spreads = [f"{row['low']:.3f}..{row['high']:.3f}" for row in toggled]
+    if found.run["result"]["toggle"].startswith("redo_"):  # several runs in one table, as speedups
+        return [f"{row['speedup']:.3f}" for row in toggled] + spreads
     return [f"{row['tps_toggled']:.2f}" for row in rows] + spreads
 
 
