@@ -244,6 +244,17 @@ def test_a_rebuilt_graph_hides_nothing_alone(model, timed, tmp_path):
 
 
 @pytest.mark.long
+def test_a_value_is_no_change_for_what_comes_with_it(model, timed, tmp_path):
+    """plan_evict=never with the rest brings plans=ours along, and gains nothing beside it."""
+    timed(plans__ours=1.4)
+    made = wb.advise(model, "tg1", toggles="plans,plan_evict", at_most_s=600, until=0.05,
+                     out=tmp_path / "a", device="embedded", n_ctx=256, n_ubatch=16)  # fmt: skip
+    frame = made.to_frame().set_index(["toggle", "value", "reading"])
+    assert frame.loc[("plan_evict", "never", "the rest"), "verdict"] == "faster"
+    assert made.changes == {"plans": "ours"}
+
+
+@pytest.mark.long
 def test_the_budget_ends_the_measuring(model, tmp_path, monkeypatch):
     """No comparison is begun that its least rounds would not fit into the time."""
     now, take = [0.0], workload.take_sample

@@ -72,7 +72,7 @@ HALF_WIDTH = 0.01
 AT_MOST_S = 300.0
 LEAST_ROUNDS = 6  # of a comparison that is begun: a verdict needs 5, and rounds come in pairs
 WARM_ROUNDS = 4  # that a warm-up is expected to have: at least 2, at most 8
-SLACK = 1.25  # an arm may be slower than the arm that was timed
+SLACK = 1.5  # an arm may be slower than the arm that was timed
 HEADLINE_SHARE = 0.05  # of the time, beyond its least: best beside everything off
 LOOK_SHARE = 0.25  # of the time that is left: finding the switches that act
 HIDES = 3.0  # a graph built anew takes so many times a token: no other switch can be told beside it
@@ -169,7 +169,12 @@ class _Adviser:
                 self._measure([Chunk(self.best, {(None, TOGETHER): headline})], HEADLINE_SHARE)
             self._look()
             last_s = self._cost_s(Chunk(self.best, {}))  # of the recommended set beside best
-            self._measure(self._in_order(), reserved_s=last_s)
+            chunks = self._in_order()
+            for kind in (THE_REST, ALONE):
+                own = [chunk for chunk in chunks if any(k == kind for _, k in chunk.readings)]
+                later_s = sum(self._cost_s(chunk) for chunk in chunks if chunk not in own)
+                self._measure(own, reserved_s=last_s, later_s=later_s * (kind == THE_REST))
+                self._narrow(reserved_s=last_s, only_few=True)
             self._narrow(reserved_s=last_s)
             recommended = self.engine.resolve(self.preset.changed_by(self.changes()))
             if recommended != self.best:
@@ -297,26 +302,38 @@ class _Adviser:
 
     def _cost_s(self, chunk: Chunk) -> float:
         """The least time of a comparison that ends in verdicts."""
-        rounds_s = (WARM_ROUNDS + SLACK * LEAST_ROUNDS) * self._round_s(chunk)
-        return rounds_s + self.opening_s * (len(chunk.toggles) + 1)
+        return self._beside_s(chunk) + self._least_s(chunk)
+
+    def _beside_s(self, chunk: Chunk) -> float:
+        """The expected time to open the arms of a comparison and to warm them up."""
+        return WARM_ROUNDS * self._round_s(chunk) + self.opening_s * (len(chunk.toggles) + 1)
+
+    def _least_s(self, chunk: Chunk) -> float:
+        """The least time of the rounds of a comparison."""
+        slack = 1.0 if any(map(self._is_slow, chunk.toggles)) else SLACK
+        return slack * LEAST_ROUNDS * self._round_s(chunk)
 
     def _measure(
-        self, chunks: Sequence[Chunk], share: float = 1.0, reserved_s: float = 0.0
-    ) -> None:
+        self, chunks: Sequence[Chunk], share: float = 1.0, reserved_s: float = 0.0,
+        later_s: float = 0.0,
+    ) -> None:  # fmt: skip
         """Measures chunks in turn. Each has its least time, and as much as the others of the time
         that is left over. A chunk that the time does not suffice for is left out.
 
-        share: of the time that may be left over. reserved_s: the time that others need later.
+        share: of the time that may be left over.
+        reserved_s: the time that others need later.
+        later_s: the time that others get if it is there.
         """
         for n, chunk in enumerate(chunks):
             left = self.left_s - reserved_s
             cost = self._cost_s(chunk)
             if cost > left:
                 continue
-            spare = max(0.0, left - sum(map(self._cost_s, chunks[n:])))
-            least = SLACK * LEAST_ROUNDS * self._round_s(chunk)
+            spare = max(0.0, left - later_s - sum(map(self._cost_s, chunks[n:])))
             self.chunks.append(chunk)
-            self._compare(len(self.chunks) - 1, least + share * spare / (len(chunks) - n))
+            self._compare(
+                len(self.chunks) - 1, self._least_s(chunk) + share * spare / (len(chunks) - n)
+            )
 
     def _compare(self, number: int, at_most_s: float, resume: bool = False) -> None:
         """Measures a chunk, or goes on with it."""
@@ -330,7 +347,7 @@ class _Adviser:
         self.runs[number] = made
         rounds_s = self._spent(number) - spent + WARM_ROUNDS * self._round_s(chunk)
         beside = (time.monotonic() - begun - rounds_s) / (len(chunk.toggles) + 1)
-        self.opening_s = max(self.opening_s, beside)
+        self.opening_s = max(0.0, (self.opening_s + beside) / 2 if self.opening_s else beside)
         self.effects |= effects_of(made, chunk)
         if made.interrupted:
             raise KeyboardInterrupt
@@ -345,9 +362,12 @@ class _Adviser:
     def _spent(self, number: int) -> float:
         return float(self._ended(number).get("seconds", 0.0))
 
-    def _narrow(self, reserved_s: float = 0.0) -> None:
+    def _narrow(self, reserved_s: float = 0.0, only_few: bool = False) -> None:
         """Spends the time that is left on comparisons with too few rounds, then on the widest
-        intervals. reserved_s: the time that others need."""
+        intervals.
+
+        reserved_s: the time that others need. only_few: it ends once each has rounds enough.
+        """
         tried = set[int]()
         while True:
             left = self.left_s - reserved_s
@@ -360,19 +380,20 @@ class _Adviser:
             if not wide:
                 return
             few = {n: wide[n] for n in wide if self._ended(n)["rounds"] < LEAST_ROUNDS}
+            if only_few and not few:
+                return
             widest = max(few or wide, key=lambda n: wide[n])
             tried.add(widest)
             chunk = self.chunks[widest]
-            beside = self._cost_s(chunk) - SLACK * LEAST_ROUNDS * self._round_s(chunk)
-            parts = max(len(few), min(2, len(wide)))
-            self._compare(widest, (left - beside) / parts, resume=True)
+            share = (left - self._beside_s(chunk)) / min(2, len(wide))
+            self._compare(widest, self._least_s(chunk) if few else share, resume=True)
 
     # what is recommended ------------------------------------------------------------------------
 
     def changes(self) -> dict[str, str]:
         """Changes of `best` that were faster with the rest, and gave the right answer: the fastest
-        value of each toggle, the largest gain first. A change that contradicts a larger one, or
-        that the device refuses beside it, is left out."""
+        value of each toggle, the largest gain first. A change is left out that contradicts a larger
+        one, that the device refuses beside it, or that gains no more than what comes with it."""
         found: dict[str, tuple[float, dict[str, str]]] = {}
         for (one, kind), effect in self.effects.items():
             if one is None or kind != THE_REST or not effect.holds:
@@ -380,6 +401,8 @@ class _Adviser:
             ours = self._of_best(one)
             if effect.verdict == (SLOWER if ours else FASTER):
                 gain = 1 / effect.ratio.value if ours else effect.ratio.value
+                if effect.ratio.low <= self._gain_of(self.readings[one, kind].added):
+                    continue
                 more = self._changes_of(one)
                 if one.name not in found or gain > found[one.name][0]:
                     found[one.name] = gain, more
@@ -393,6 +416,12 @@ class _Adviser:
                 continue
             changes |= more
         return changes
+
+    def _gain_of(self, added: dict[str, str]) -> float:
+        """The largest speedup of values that come with a candidate, each by itself with the rest;
+        0 where none was measured. A candidate is worth a change only beyond it."""
+        found = (self.effects.get((Candidate(*one), THE_REST)) for one in added.items())
+        return max((effect.ratio.value for effect in found if effect), default=0.0)
 
     def _changes_of(self, one: Candidate) -> dict[str, str]:
         """What a reading with the rest changes of `best`: the candidate, what comes with it, and
