@@ -282,6 +282,7 @@ def test_a_budget_that_ends_says_what_it_did_not_reach(model, timed, tmp_path):
     assert not made.effects and set(made.to_frame()["reason"]) == {"not reached in the time"}
     assert made.flags == "--preset best" and "not reached in the time" in made.summary
     assert "no comparison was measured" in made.summary
+    assert made.table().empty and "| switch" not in repr(made)
 
 
 @pytest.mark.long

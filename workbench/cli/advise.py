@@ -56,8 +56,9 @@ def advise(
             engine, test, toggles=toggle or (), at_most_s=at_most_s, until=share, seed=seed, out=out
         )
     if output == "md":
-        show(made.table())
-        print()
+        if not (table := made.table()).empty:
+            show(table)
+            print()
         show_prose(made.details if every else made.summary)
     else:
         print_frame(made.to_frame(), output)

@@ -301,11 +301,14 @@ class Advice(Framed):
 
     def __repr__(self) -> str:
         head = f"{Path(self.model).stem}, {self.test}; {self.device}"
-        return f"{head}\n\n{markdown(self.table(), terminal_columns())}\n\n{self.summary}"
+        table = self.table()
+        shown = "" if table.empty else f"{markdown(table, terminal_columns())}\n\n"
+        return f"{head}\n\n{shown}{self.summary}"
 
     def _repr_html_(self) -> str:
         lines = "<br>".join(map(html.escape, self.summary.splitlines()))
-        return to_html(self.table()) + f"<p>{lines}</p>"
+        table = self.table()
+        return ("" if table.empty else to_html(table)) + f"<p>{lines}</p>"
 
 
 _COLUMNS = [

@@ -168,14 +168,13 @@ class _Adviser:
                 headline = Reading(self.off, self.best, {}, {}, ())
                 self._measure([Chunk(self.best, {(None, TOGETHER): headline})], HEADLINE_SHARE)
             self._look()
-            last_s = self._cost_s(Chunk(self.best, {}))  # of the recommended set beside best
             chunks = self._in_order()
             for kind in (THE_REST, ALONE):
                 own = [chunk for chunk in chunks if any(k == kind for _, k in chunk.readings)]
                 later_s = sum(self._cost_s(chunk) for chunk in chunks if chunk not in own)
-                self._measure(own, reserved_s=last_s, later_s=later_s * (kind == THE_REST))
-                self._narrow(reserved_s=last_s, only_few=True)
-            self._narrow(reserved_s=last_s)
+                self._measure(own, reserved_s=self._last_s, later_s=later_s * (kind == THE_REST))
+                self._narrow(reserved_s=self._last_s, only_few=True)
+            self._narrow(reserved_s=self._last_s)
             recommended = self.engine.resolve(self.preset.changed_by(self.changes()))
             if recommended != self.best:
                 together = Reading(self.best, recommended, {}, {}, ())
@@ -303,6 +302,12 @@ class _Adviser:
     def _cost_s(self, chunk: Chunk) -> float:
         """The least time of a comparison that ends in verdicts."""
         return self._beside_s(chunk) + self._least_s(chunk)
+
+    @property
+    def _last_s(self) -> float:
+        """The time to keep for the last comparison, of the recommended set beside best. It has
+        three arms; a chunk without readings has two."""
+        return 2 * self._cost_s(Chunk(self.best, {}))
 
     def _beside_s(self, chunk: Chunk) -> float:
         """The expected time to open the arms of a comparison and to warm them up."""
