@@ -18,6 +18,7 @@ from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.runs import results
 from workbench.common.errors import UsageError
+from workbench.common.tables import markdown
 from workbench.config import Toggles
 from workbench.config.presets import best_sets
 from workbench.config.table import ROWS, Want, facts_of
@@ -166,6 +167,8 @@ def test_what_helps_is_ranked_and_recommended(model, timed, tmp_path):
     assert frame.loc[("plans", "ours", "alone"), "verdict"] == "no difference"
     cells = made.table().set_index("switch").loc["graph_reuse=set_rows*"]
     assert cells["with the rest"].startswith("0.80 0.") and cells["alone"].endswith(" slower")
+    shown = markdown(made.table(), 80).splitlines()
+    assert "with the rest" in shown[0] and "alone" in shown[0] and max(map(len, shown)) <= 80
     # refused, idle and equal values are named, and not measured
     assert "cannot honour pdl=on" in frame.loc[("pdl", "on", "alone"), "reason"]
     assert "where requests are served" in frame.loc[
