@@ -209,7 +209,7 @@ def test_what_helps_is_ranked_and_recommended(model, timed, tmp_path):
         if row.arm == "sync=packed" and ab.run["arms"][0]["toggles"]["sync"] == "per_copy"
     )
     row = next(rows)
-    assert row.speedup == packed.set_index("reading")["speedup"]["alone"]
+    assert row.speedup == packed.loc["alone", "speedup"]
 
 
 @pytest.mark.long

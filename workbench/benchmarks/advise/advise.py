@@ -20,6 +20,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from workbench.benchmarks import workload as w
 from workbench.benchmarks.advise.advice import (
     EQUAL,
     IDLE,
@@ -59,7 +60,6 @@ from workbench.benchmarks.workload import (
     check_fits,
     draw_tokens,
     parse_tests,
-    take_sample,
 )
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.output import check_folder
@@ -212,7 +212,7 @@ class _Adviser:
         bos, n_vocab = bos_token(side), side.model.n_vocab
         for repetition in range(2):
             tokens = draw_tokens(self.workload, n_vocab, self.seed, repetition, bos)
-            taken = take_sample(side, self.workload, tokens)
+            taken = w.take_sample(side, self.workload, tokens)
             if taken.ns_total / 1e9 > self.at_most_s / 100:
                 break
         return taken.ns_total / 1e9
