@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.runs import results
 from workbench.common.errors import UsageError
+from workbench.common.tables import markdown
 from workbench.config import Toggles
 from workbench.config.presets import best_sets
 from workbench.config.table import ROWS, Want, facts_of
@@ -162,6 +165,10 @@ def test_what_helps_is_ranked_and_recommended(model, timed, tmp_path):
     assert frame.loc[("graph_reuse", "set_rows", "the rest"), "verdict"] == "slower"
     assert frame.loc[("graph_reuse", "set_rows", "the rest"), "in_best"]
     assert frame.loc[("plans", "ours", "alone"), "verdict"] == "no difference"
+    cells = made.table().set_index("switch").loc["graph_reuse=set_rows*"]
+    assert cells["with the rest"].startswith("0.80 0.") and cells["alone"].endswith(" slower")
+    shown = markdown(made.table(), 80).splitlines()
+    assert "with the rest" in shown[0] and "alone" in shown[0] and max(map(len, shown)) <= 80
     # refused, idle and equal values are named, and not measured
     assert "cannot honour pdl=on" in frame.loc[("pdl", "on", "alone"), "reason"]
     assert "where requests are served" in frame.loc[
@@ -183,8 +190,12 @@ def test_what_helps_is_ranked_and_recommended(model, timed, tmp_path):
     lines = made.summary.splitlines()
     assert any(line.startswith("preset best beside everything off: slower, 0.80") for line in lines)
     assert any(line.startswith("with the changes beside best: faster, 1.87") for line in lines)
-    assert any("could not be told alone (within the noise)" in line and "plans=ours" in line
-               for line in lines)  # fmt: skip
+    assert any(line.startswith("could not be told, within the noise: ") for line in lines)
+    # a line for each kind of reason, whole with `details`
+    short = [line for line in lines if line.startswith("not measured, ")]
+    assert len(short) == 3 and any("refused here" in line and "pdl=on" in line for line in short)
+    assert "cannot honour pdl=on" not in made.summary and "cannot honour pdl=on" in made.details
+    assert made.start == OFF and "building the graph" not in made.summary
     assert lines[-2:] == [f"flags: {made.flags}", f"python: {made.python}"]
     # each comparison is a run folder with its A/A control
     runs = results.runs(tmp_path / "a")
@@ -197,8 +208,71 @@ def test_what_helps_is_ranked_and_recommended(model, timed, tmp_path):
         for row in ab.summary().itertuples()
         if row.arm == "sync=packed" and ab.run["arms"][0]["toggles"]["sync"] == "per_copy"
     )
-    row = next(rows)  # the first comparison that has it; the last one is of all together
-    assert row.speedup == packed["speedup"].iloc[0]
+    row = next(rows)
+    assert row.speedup == packed.loc["alone", "speedup"]
+
+
+@pytest.mark.long
+def test_a_rebuilt_graph_hides_nothing_alone(model, timed, tmp_path):
+    """Where a rebuilt graph takes many times a token, values are read alone with the graph kept,
+    graph_reuse from everything off. Best beside everything off is the first comparison."""
+    timed(sync__packed=1.5, graph_reuse__set_rows=12, graph_reuse__patch_pointers=12,
+          graph_reuse__pointer_table=12)  # fmt: skip
+    made = wb.advise(model, "tg1", toggles="sync,graph_reuse", at_most_s=600, until=0.05,
+                     out=tmp_path / "a", device="embedded", n_ctx=256, n_ubatch=16)  # fmt: skip
+    kept = OFF.changed_by({"graph_reuse": "set_rows"})
+    assert made.start == kept and made.rebuilding == pytest.approx(12, rel=0.01)
+    for (one, kind), reading in made.readings.items():
+        if kind == ALONE:
+            assert reading.before == (OFF if one.name == "graph_reuse" else kept)
+    assert (
+        "alone: beside graph_reuse=set_rows, because building the graph takes 12 times a token; "
+        "graph_reuse itself: from everything off"
+    ) in made.summary
+    frame = made.to_frame().set_index(["toggle", "value", "reading"]).sort_index()
+    packed = frame.loc[("sync", "packed", "alone")]
+    assert packed["speedup"] == pytest.approx(1.5, rel=0.01)
+    assert packed["beside"] == "graph_reuse=set_rows on both sides"
+    rows = frame.loc[("graph_reuse", "set_rows", "alone")]
+    assert rows["speedup"] == pytest.approx(12, rel=0.01) and rows["beside"] == ""
+    # what tells most comes first; each comparison has a single kind of slow arm
+    runs = [AB.load(folder).run for folder in sorted((tmp_path / "a").iterdir())]
+    arms = [[arm["toggles"] for arm in run["arms"]] for run in runs]
+    best = made.best.to_dict()
+    assert arms[0] == [best, OFF.to_dict(), best]
+    slow = [sum(one["graph_reuse"] == "rebuild" for one in own) for own in arms]
+    assert slow[0] == 1 and max(slow) == 1
+    bases = [own[0] for own in arms]
+    assert bases.index(kept.to_dict()) > 1 and slow[bases.index(kept.to_dict())] == 0
+
+
+@pytest.mark.long
+def test_a_value_is_no_change_for_what_comes_with_it(model, timed, tmp_path):
+    """plan_evict=never with the rest brings plans=ours along, and gains nothing beside it."""
+    timed(plans__ours=1.4)
+    made = wb.advise(model, "tg1", toggles="plans,plan_evict", at_most_s=600, until=0.05,
+                     out=tmp_path / "a", device="embedded", n_ctx=256, n_ubatch=16)  # fmt: skip
+    frame = made.to_frame().set_index(["toggle", "value", "reading"])
+    assert frame.loc[("plan_evict", "never", "the rest"), "verdict"] == "faster"
+    assert made.changes == {"plans": "ours"}
+
+
+@pytest.mark.long
+def test_the_budget_ends_the_measuring(model, tmp_path, monkeypatch):
+    """No comparison is begun that its least rounds would not fit into the time."""
+    now, take = [0.0], workload.take_sample
+
+    def told(engine, test, *given, **named):
+        sample = take(engine, test, *given, **named)
+        now[0] += 0.1
+        token_ns = np.full(len(sample.token_ns), int(1e8) // len(sample.token_ns), np.int64)
+        return sample._replace(ns_total=int(1e8), token_ns=token_ns)
+
+    monkeypatch.setattr(workload, "take_sample", told)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    made = wb.advise(model, "tg2", at_most_s=60, out=tmp_path / "a", device="embedded",
+                     toggles="sync,graph_reuse,host_source,n_copies,fuse,results")  # fmt: skip
+    assert made.effects and 40 < made.seconds <= 62
 
 
 @pytest.mark.long
@@ -211,6 +285,7 @@ def test_a_budget_that_ends_says_what_it_did_not_reach(model, timed, tmp_path):
     assert not made.effects and set(made.to_frame()["reason"]) == {"not reached in the time"}
     assert made.flags == "--preset best" and "not reached in the time" in made.summary
     assert "no comparison was measured" in made.summary
+    assert made.table().empty and "| switch" not in repr(made)
 
 
 @pytest.mark.long
@@ -251,8 +326,11 @@ def test_the_command(call, model, tmp_path):
     ask = ("advise", "-m", model, "--device", "embedded", "--test", "tg1", "--at-most", "4s")
     status, out, err = call(*ask, "--toggle", "graph_reuse,fork", "--out", tmp_path / "a")
     assert status == 0 and "flags: --preset best" in out and "device: embedded" in err
-    assert "fork changes nothing while streams=1" in " ".join(out.split())
+    assert "refused here: 2 with the rest and 2 alone (fork=three_way, fork=any)" in out
+    assert "fork changes nothing while" not in out
     assert out.strip().splitlines()[-1].startswith("python: wb.Engine.load(")
+    status, out, _ = call(*ask, "--toggle", "fork", "--all", "--out", tmp_path / "d")
+    assert "fork=three_way, fork=any: fork changes nothing while streams=1" in out
     status, out, _ = call(*ask, "--toggle", "graph_reuse", "--out", tmp_path / "b", "-o", "csv")
     assert status == 0 and out.startswith("model,device,test,toggle,value,in_best,reading,speedup")
     for wrong in (

@@ -28,13 +28,17 @@ def advise(
     out: Annotated[
         Path | None, f.flag("folder of the run folders; default: a new one in data/runs", "--out")
     ] = None,
+    every: Annotated[
+        bool, f.flag("print the reason of each value that was not measured", "--all")
+    ] = False,
     output: Annotated[TableFormat, f.flag("format on standard output", "--output -o")] = "md",
     config: f.EngineFlags = f.DEFAULT_CONFIG,
 ) -> None:
     """Rank the switches that help here, on this model.
 
-    Each value is measured alone, and with the rest of preset best on, with intervals and an A/A
-    control. The time that is left goes where intervals are widest. The flags to copy come last.
+    First preset best beside everything off. Then each value with the rest of best on, and alone,
+    with intervals and an A/A control. The time that is left goes where intervals are widest. The
+    flags to copy come last.
     """
     from functools import partial
 
@@ -52,9 +56,10 @@ def advise(
             engine, test, toggles=toggle or (), at_most_s=at_most_s, until=share, seed=seed, out=out
         )
     if output == "md":
-        show(made.table())
-        print()
-        show_prose(made.summary)
+        if not (table := made.table()).empty:
+            show(table)
+            print()
+        show_prose(made.details if every else made.summary)
     else:
         print_frame(made.to_frame(), output)
     if made.interrupted:

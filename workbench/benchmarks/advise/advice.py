@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +19,25 @@ from workbench.benchmarks.runs import results
 from workbench.common.framed import Framed
 from workbench.common.progress import duration
 from workbench.common.tables import Table, markdown, terminal_columns, to_html
-from workbench.config import BEST, Toggles
+from workbench.config import BEST, Toggles, differing
 
-WORDS = {ALONE: "alone", THE_REST: "with the rest"}
-SHORT = {SAME: "not told", TOO_FEW: "few rounds"}  # verdicts in a table
+WORDS = {THE_REST: "with the rest", ALONE: "alone"}
+SHORT = {SAME: "?", TOO_FEW: "few"}  # verdicts in a table
+IN_BEST = "*"  # after a value that preset best has
+MOST_NAMES = 3  # in a line that counts readings
 ORDER = {FASTER: 0, SAME: 1, TOO_FEW: 2, SLOWER: 3}  # of the ranking; within: the larger first
+
+
+class Reason(NamedTuple):
+    """Why a reading is not measured. kind: the few words that such reasons share. why: in full."""
+
+    kind: str
+    why: str
+
+
+REFUSED, EQUAL = "refused here", "the same as another value here"
+IDLE, LATE = "changes nothing in {test}", "not reached in the time"
+NOT_REACHED = Reason(LATE, LATE)
 
 
 class Effect(NamedTuple):
@@ -78,6 +92,8 @@ class Advice(Framed):
     changes: what it recommends to change of `best`.
     folder: a run folder for each comparison.
     interrupted: it ended with Ctrl-C.
+    start: the toggles from which values are read alone; `graph_reuse` from everything off.
+    rebuilding: how many times as long a token takes where its graph is built anew.
 
     `to_frame` has every reading, `table` is ranked, `flags` and `python` are to copy.
     """
@@ -89,13 +105,15 @@ class Advice(Framed):
     asked: list[Candidate]
     effects: dict[Asked, Effect]
     readings: dict[Asked, Reading]
-    reasons: dict[Asked, str]
+    reasons: dict[Asked, Reason]
     changes: dict[str, str]
     left_alone: Mapping[str, str]
     folder: Path
     interrupted: bool
     seconds: float
     at_most_s: float
+    start: Toggles
+    rebuilding: float
 
     def to_frame(self) -> pd.DataFrame:
         """A row for each candidate and reading, ranked.
@@ -107,14 +125,15 @@ class Advice(Framed):
         """
         rows = []
         for one in self.ranked():
-            for kind in (ALONE, THE_REST):
+            for kind in WORDS:
                 effect, reading = self.effects.get((one, kind)), self.readings.get((one, kind))
+                reason = self.reasons.get((one, kind))
                 row: dict[str, Any] = {
                     "model": Path(self.model).stem, "device": self.device, "test": self.test,
                     "toggle": one.name, "value": one.value,
                     "in_best": self.best.value_of(one.name) == one.value, "reading": kind,
-                    "beside": reading.words if reading else "",
-                    "reason": self.reasons.get((one, kind), ""),
+                    "beside": self._beside(one, kind, reading) if reading else "",
+                    "reason": reason.why if reason else "",
                 }  # fmt: skip
                 if effect is not None:
                     row |= _numbers(effect)
@@ -133,21 +152,32 @@ class Advice(Framed):
 
         return sorted(self.asked, key=rank)
 
+    def _beside(self, one: Candidate, kind: str, reading: Reading) -> str:
+        words = [reading.words] if reading.words else []
+        if kind == ALONE and reading.before != Toggles() and self._kept:
+            words.insert(0, f"{self._kept} on both sides")
+        return "; ".join(words)
+
+    @property
+    def _kept(self) -> str:
+        """What readings alone have beside everything off: `graph_reuse=set_rows`, or nothing."""
+        return differing(Toggles(), self.start)[1] if self.start != Toggles() else ""
+
     def table(self) -> Table:
-        """The candidates that were measured, ranked: each alone and with the rest."""
+        """The candidates that were measured, ranked: each with the rest and alone. A cell has the
+        speedup, its interval and the verdict."""
         rows = []
         for one in self.ranked():
-            own = {kind: self.effects.get((one, kind)) for kind in (ALONE, THE_REST)}
+            own = {kind: self.effects.get((one, kind)) for kind in WORDS}
             if not any(own.values()):
                 continue
-            row = {"switch": str(one), "best": "yes" if self._in_best(one) else ""}
+            row = {"switch": f"{one}{IN_BEST if self._in_best(one) else ''}"}
             for kind, effect in own.items():
                 row[WORDS[kind]] = "" if effect is None else _in_a_cell(effect)
-            words = {kind: self.readings[one, kind].words for kind in own
-                     if (one, kind) in self.readings}  # fmt: skip
+            words = {kind: self.readings[one, kind].words for kind, e in own.items() if e}
             row["notes"] = "; ".join(f"{WORDS[k]}: {w}" for k, w in words.items() if w)
             rows.append(row)
-        columns = ["switch", "best", *WORDS.values(), "notes"]
+        columns = ["switch", *WORDS.values(), "notes"]
         return Table(rows, columns=columns).shown(keys=["switch"])
 
     def _in_best(self, one: Candidate) -> bool:
@@ -169,18 +199,41 @@ class Advice(Framed):
 
     @property
     def summary(self) -> str:
-        """Sentences: what all is worth together, what could not be told, what was not measured and
-        why, and the flags to copy."""
+        """Sentences: what all is worth together, what could not be told, how much was not measured
+        for which kind of reason, and the flags to copy."""
+        return self._said(self._not_measured())
+
+    @property
+    def details(self) -> str:
+        """As `summary`, with the reason of each value that was not measured."""
+        return self._said(self._each_not_measured())
+
+    def _said(self, not_measured: list[str]) -> str:
         lines = [
+            *self._legend(),
             f"preset {BEST} here: {self.best}",
             *self._together(),
             *self._not_told(),
-            *self._not_measured(),
+            *not_measured,
             f"{duration(self.seconds)} of {duration(self.at_most_s)}; {self.folder}",
         ]
         if self.interrupted:
             lines.append("interrupted: what was finished is above")
         return "\n".join([*lines, f"flags: {self.flags}", f"python: {self.python}"])
+
+    def _legend(self) -> list[str]:
+        lines = []
+        if any(one is not None for one, _ in self.effects):
+            lines.append(
+                f"a cell: times as fast, its 95 % interval, the verdict ({SHORT[SAME]}: within the "
+                f"noise, {SHORT[TOO_FEW]}: too few rounds); {IN_BEST}: preset {BEST} has it"
+            )
+        if self._kept and any(kind == ALONE for _, kind in self.effects):
+            lines.append(
+                f"alone: beside {self._kept}, because building the graph takes "
+                f"{self.rebuilding:.0f} times a token; graph_reuse itself: from everything off"
+            )
+        return lines
 
     def _together(self) -> list[str]:
         if not self.effects:
@@ -205,12 +258,11 @@ class Advice(Framed):
 
     def _not_told(self) -> list[str]:
         lines = []
-        for kind in (THE_REST, ALONE):
-            for verdict, words in ((SAME, "within the noise"), (TOO_FEW, "too few rounds")):
-                own = [str(c) for c in self.ranked() if (e := self.effects.get((c, kind)))
-                       and e.verdict == verdict]  # fmt: skip
-                if own:
-                    lines.append(f"could not be told {WORDS[kind]} ({words}): {', '.join(own)}")
+        for verdict, words in ((SAME, "within the noise"), (TOO_FEW, "too few rounds")):
+            own = [(one, kind) for one in self.ranked() for kind in WORDS
+                   if (e := self.effects.get((one, kind))) and e.verdict == verdict]  # fmt: skip
+            if own:
+                lines.append(f"could not be told, {words}: {_counted(own)}")
         wrong = [f"{one} {WORDS[kind]} ({effect.answer})"
                  for (one, kind), effect in self.effects.items()
                  if one is not None and not effect.holds]  # fmt: skip
@@ -219,10 +271,24 @@ class Advice(Framed):
         return lines
 
     def _not_measured(self) -> list[str]:
+        """A short line for each kind of reason."""
+        lines = []
+        for kind in (LATE, IDLE, EQUAL, REFUSED):
+            own = [asked for asked, reason in self.reasons.items() if reason.kind == kind]
+            if not own:
+                continue
+            lines.append(f"not measured, {kind.format(test=self.test)}: {_counted(own)}")
+        if self.left_alone:
+            lines.append(f"not asked about: {', '.join(self.left_alone)}")
+        if lines:
+            lines.append("the reason of each: --all, or -o json (in Python: details, to_frame)")
+        return lines
+
+    def _each_not_measured(self) -> list[str]:
         lines = []
         by_reason: dict[str, dict[str, list[str]]] = {}
-        for (one, kind), why in self.reasons.items():
-            by_reason.setdefault(why, {}).setdefault(str(one), []).append(WORDS[kind])
+        for (one, kind), reason in self.reasons.items():
+            by_reason.setdefault(reason.why, {}).setdefault(str(one), []).append(WORDS[kind])
         for why, names in by_reason.items():
             said = [
                 name if len(kinds) > 1 else f"{name} {kinds[0]}" for name, kinds in names.items()
@@ -235,17 +301,30 @@ class Advice(Framed):
 
     def __repr__(self) -> str:
         head = f"{Path(self.model).stem}, {self.test}; {self.device}"
-        return f"{head}\n\n{markdown(self.table(), terminal_columns())}\n\n{self.summary}"
+        table = self.table()
+        shown = "" if table.empty else f"{markdown(table, terminal_columns())}\n\n"
+        return f"{head}\n\n{shown}{self.summary}"
 
     def _repr_html_(self) -> str:
         lines = "<br>".join(map(html.escape, self.summary.splitlines()))
-        return to_html(self.table()) + f"<p>{lines}</p>"
+        table = self.table()
+        return ("" if table.empty else to_html(table)) + f"<p>{lines}</p>"
 
 
 _COLUMNS = [
     "model", "device", "test", "toggle", "value", "in_best", "reading", "speedup", "low", "high",
     "n", "band_low", "band_high", "verdict", "answer", "beside", "reason",
 ]  # fmt: skip
+
+
+def _counted(asked: Sequence[Asked]) -> str:
+    """`14 with the rest and 17 alone (sync=implicit, kv_growth=full, pdl=on, 12 more)`"""
+    counts = " and ".join(
+        f"{n} {words}" for kind, words in WORDS.items() if (n := sum(kind == k for _, k in asked))
+    )
+    names = list(dict.fromkeys(str(one) for one, _ in asked))
+    more = len(names) - MOST_NAMES
+    return f"{counts} ({', '.join(names[:MOST_NAMES])}{f', {more} more' if more > 0 else ''})"
 
 
 def _numbers(effect: Effect) -> dict[str, Any]:
@@ -260,11 +339,16 @@ def _numbers(effect: Effect) -> dict[str, Any]:
 def _shown(effect: Effect) -> str:
     """`1.08 (1.07..1.09)`"""
     ratio = effect.ratio
-    span = "" if ratio.low != ratio.low else f" ({ratio.low:.2f}..{ratio.high:.2f})"
-    return f"{ratio.value:.2f}{span}"
+    span = "" if ratio.low != ratio.low else f" ({_short(ratio.low)}..{_short(ratio.high)})"
+    return f"{_short(ratio.value)}{span}"
 
 
 def _in_a_cell(effect: Effect) -> str:
-    """`1.08 (1.07..1.09) faster`"""
-    verdict = SHORT.get(effect.verdict, effect.verdict)
-    return f"{_shown(effect)} {verdict}" + ("" if effect.holds else ", WRONG ANSWER")
+    """`1.08 1.07..1.09 faster`: short, so that a table of two fits 80 columns."""
+    verdict = SHORT.get(effect.verdict, effect.verdict) if effect.holds else "WRONG"
+    return f"{_shown(effect)} {verdict}".replace("(", "").replace(")", "")
+
+
+def _short(times: float) -> str:
+    """`1.08`, `25.1` or `123`."""
+    return f"{times:.{2 if times < 9.995 else 1 if times < 99.95 else 0}f}"

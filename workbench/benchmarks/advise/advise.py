@@ -1,10 +1,14 @@
 """`wb.advise`: which switches help on this card and this model, within a budget of time.
 
-Every candidate is read twice (`candidates.py`): alone, and with the rest of what is best. Readings
-are arms of comparisons (`chunks.py`), each measured by the engine room of `ab`: interleaved rounds,
-an A/A control, answers. A comparison is repeated until its intervals are as narrow as asked, or
-until its share of the time is over. Time that is left over goes to the comparison with the widest
-interval, again and again.
+Best beside everything off comes first. Then every candidate is read twice (`candidates.py`): with
+the rest of what is best, and alone. Readings are arms of comparisons (`chunks.py`). The engine room
+of `ab` measures each: interleaved rounds, an A/A control, answers. A comparison is repeated until
+its intervals are as narrow as asked, or until its share of the time is over. Time that is left over
+goes to the comparison with the widest interval, again and again.
+
+A graph that is built anew for each token can take many times a token, and hide all else. Then the
+readings alone start from everything off with the graph kept, and comparisons that need a rebuilt
+graph come last. `graph_reuse` itself is read from everything off.
 """
 
 from __future__ import annotations
@@ -16,7 +20,17 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from workbench.benchmarks.advise.advice import Advice, Effect, effects_of
+from workbench.benchmarks import workload as w
+from workbench.benchmarks.advise.advice import (
+    EQUAL,
+    IDLE,
+    NOT_REACHED,
+    REFUSED,
+    Advice,
+    Effect,
+    Reason,
+    effects_of,
+)
 from workbench.benchmarks.advise.candidates import (
     LEFT_ALONE,
     Candidate,
@@ -46,18 +60,22 @@ from workbench.benchmarks.workload import (
     check_fits,
     draw_tokens,
     parse_tests,
-    take_sample,
 )
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.output import check_folder
 from workbench.common.progress import bar, duration, note
-from workbench.config import BEST, TogglePreset, Toggles
+from workbench.config import BEST, GraphReuse, TogglePreset, Toggles
 from workbench.config.table import idle
 from workbench.engine.engine import Engine
 
 HALF_WIDTH = 0.01
 AT_MOST_S = 300.0
 LEAST_ROUNDS = 6  # of a comparison that is begun: a verdict needs 5, and rounds come in pairs
+WARM_ROUNDS = 4  # that a warm-up is expected to have: at least 2, at most 8
+SLACK = 1.5  # an arm may be slower than the arm that was timed
+HEADLINE_SHARE = 0.05  # of the time, beyond its least: best beside everything off
+LOOK_SHARE = 0.25  # of the time that is left: finding the switches that act
+HIDES = 3.0  # a graph built anew takes so many times a token: no other switch can be told beside it
 
 
 def advise(
@@ -82,11 +100,12 @@ def advise(
     out: a folder for the run folders, each a comparison; default: a new one in data/runs.
     settings: fields of EngineConfig, for a file.
 
-    Each value is measured alone, from everything off, and with the rest of preset `best` on: best
-    minus it, or, where best has another value, best with it. At the end the recommended set is
-    measured beside `best` and beside everything off. Values that cannot act in this test, or that
-    the device refuses, are not measured; the result says why. So it does of what the time did not
-    suffice for.
+    First `best` is measured beside everything off. Then each value is measured with the rest of
+    `best` on: best minus it, or, where best has another value, best with it; and alone, from
+    everything off. (Where building the graph for each token hides all else, alone starts with the
+    graph kept; the result says so.) At the end the recommended set is measured beside `best`.
+    Values that cannot act in this test, or that the device refuses, are not measured; the result
+    says why. So it does of what the time did not suffice for.
 
     Returns an `Advice`: `table` is ranked, `to_frame` has every reading, `flags` and `python` are
     to copy. Ctrl-C keeps what is finished. Raises UsageError for a wrong request, and what
@@ -122,16 +141,18 @@ class _Adviser:
         self.until, self.seed, self.folder = until, seed, folder
         self.preset = TogglePreset(BEST).for_sequences(workload.width)
         self.off, self.best = Toggles(), engine.resolve(self.preset)
+        self.start, self.rebuilding = self.off, 1.0  # of readings alone; what a rebuilt graph costs
         # what is best first: it decides which flags to copy
         self.asked = sorted(asked, key=lambda one: not self._of_best(one))
         self.begun = time.monotonic()
         self.deadline, self.at_most_s = self.begun + at_most_s, at_most_s
         self.readings: dict[Asked, Reading] = {}
-        self.reasons: dict[Asked, str] = {}  # why something is not measured
+        self.reasons: dict[Asked, Reason] = {}  # why something is not measured
         self.effects: dict[Asked, Effect] = {}
+        self.chunks: list[Chunk] = []
         self.runs: dict[int, AB] = {}  # by the number of the chunk
-        self.overhead_s = 0.0  # of a comparison, beside its rounds
-        self.each_s: dict[str, float] = {}  # of a repetition, by ALONE and THE_REST
+        self.opening_s = 0.0  # of an arm of a comparison, beside its warm-up and its rounds
+        self.each_s: dict[Toggles, float] = {}  # of a repetition: off, start and best
         self.interrupted = False
 
     @property
@@ -139,57 +160,90 @@ class _Adviser:
         return self.deadline - time.monotonic()
 
     def run(self) -> None:
-        """Measures as much as the time suffices for. Ctrl-C ends it."""
+        """Measures as much as the time suffices for, and first what tells most. Ctrl-C ends it."""
         try:
+            self._time_repetitions()
+            if self.best != self.off:
+                # the base is best, so that only a single arm is as slow as everything off
+                headline = Reading(self.off, self.best, {}, {}, ())
+                self._measure([Chunk(self.best, {(None, TOGETHER): headline})], HEADLINE_SHARE)
             self._look()
-            chunks = chunked(self.readings, {ALONE: self.off, THE_REST: self.best})
-            self._measure(chunks, reserved=1)
-            self._narrow(chunks, reserved=1)
-            last = self._together()
-            self._measure([last], first=len(chunks))
-            self._narrow([*chunks, last])
+            chunks = self._in_order()
+            for kind in (THE_REST, ALONE):
+                own = [chunk for chunk in chunks if any(k == kind for _, k in chunk.readings)]
+                later_s = sum(self._cost_s(chunk) for chunk in chunks if chunk not in own)
+                self._measure(own, reserved_s=self._last_s, later_s=later_s * (kind == THE_REST))
+                self._narrow(reserved_s=self._last_s, only_few=True)
+            self._narrow(reserved_s=self._last_s)
+            recommended = self.engine.resolve(self.preset.changed_by(self.changes()))
+            if recommended != self.best:
+                together = Reading(self.best, recommended, {}, {}, ())
+                self._measure([Chunk(self.best, {(None, BEST): together})])
+            self._narrow()
         except KeyboardInterrupt:
             self.interrupted = True
-        for asked in self.readings:
+        looked = {*self.readings, *self.reasons}
+        missing = [a for a in kinds_in_turn(self.asked) if a not in looked]
+        for asked in [*missing, *self.readings]:
             if asked not in self.effects:
-                self.reasons[asked] = "not reached in the time"
+                self.reasons[asked] = NOT_REACHED
 
     def _of_best(self, one: Candidate) -> bool:
         return self.best.value_of(one.name) == one.value
 
     # what can be read ---------------------------------------------------------------------------
 
+    def _time_repetitions(self) -> None:
+        """How long a repetition takes with everything off, with the graph kept, and with best. It
+        decides where readings alone start."""
+        reuse = self.best.value_of("graph_reuse")
+        keeps = GraphReuse.SET_ROWS if reuse == GraphReuse.REBUILD else reuse
+        kept = self.off.changed_by({"graph_reuse": str(keeps)})
+        for made in (self.best, kept, self.off):
+            if made not in self.each_s:
+                with closing(self.engine.variant(made)) as side:
+                    self.each_s[made] = self._repetition_s(side)
+        self.rebuilding = self.each_s[self.off] / self.each_s[kept]
+        if self.rebuilding > HIDES:
+            self.start = kept
+
+    def _repetition_s(self, side: Engine) -> float:
+        """How long a repetition of the test takes: the second of two, or a single long one."""
+        bos, n_vocab = bos_token(side), side.model.n_vocab
+        for repetition in range(2):
+            tokens = draw_tokens(self.workload, n_vocab, self.seed, repetition, bos)
+            taken = w.take_sample(side, self.workload, tokens)
+            if taken.ns_total / 1e9 > self.at_most_s / 100:
+                break
+        return taken.ns_total / 1e9
+
     def _look(self) -> None:
         """Finds the readings, and why others cannot be taken: refusals, and values that are idle.
-        A value that stands for the same as another value is read once."""
+        A value that stands for the same as another value is read once. Ends after a share of the
+        time."""
         known: dict[tuple[str, str], Candidate] = {}
+        ends = time.monotonic() + LOOK_SHARE * self.left_s
         with ExitStack() as stack, bar(
             "looking for switches that act", 2 * len(self.asked), "readings"
         ) as left:  # fmt: skip
             sides = {made: stack.enter_context(closing(self.engine.variant(made)))
-                     for made in dict.fromkeys([self.off, self.best])}  # fmt: skip
-            for kind, made in ((ALONE, self.off), (THE_REST, self.best)):
-                self.each_s[kind] = self._repetition_s(sides[made])
+                     for made in dict.fromkeys([self.off, self.start, self.best])}  # fmt: skip
             for asked in kinds_in_turn(self.asked):
-                why = "not reached in the time"
-                if self.left_s > 0:
-                    why = self._why_not(asked, known, sides)
-                if why:
+                if time.monotonic() > ends:
+                    return
+                if why := self._why_not(asked, known, sides):
                     self.reasons[asked] = why
                 left.update()
 
-    def _repetition_s(self, side: Engine) -> float:
-        """How long a repetition of the test takes: the second of two."""
-        bos, n_vocab = bos_token(side), side.model.n_vocab
-        for repetition in range(2):
-            tokens = draw_tokens(self.workload, n_vocab, self.seed, repetition, bos)
-            taken = take_sample(side, self.workload, tokens)
-        return taken.ns_total / 1e9
+    def _reading(self, one: Candidate, kind: str) -> Reading:
+        if kind == THE_REST:
+            return with_the_rest(one, self.off, self.best)
+        return alone(one, self.off if one.name == "graph_reuse" else self.start, self.best)
 
     def _why_not(
         self, asked: Asked, known: dict[tuple[str, str], Candidate], sides: dict[Toggles, Engine]
-    ) -> str:
-        """Why a reading cannot be taken; else it is among the readings, and this is empty.
+    ) -> Reason | None:
+        """Why a reading cannot be taken; else it is among the readings, and this is None.
 
         known: the candidates so far, by what their readings stand for on this device.
         sides: engines that are open already.
@@ -197,9 +251,9 @@ class _Adviser:
         one, kind = asked
         assert one is not None
         try:
-            reading = (alone if kind == ALONE else with_the_rest)(one, self.off, self.best)
+            reading = self._reading(one, kind)
             if why := idle(reading.before.to_dict(), reading.after.to_dict()):
-                return why
+                return Reason(IDLE, why)
             with ExitStack() as stack:
                 before, after = (
                     sides.get(side) or stack.enter_context(closing(self.engine.variant(side)))
@@ -210,31 +264,85 @@ class _Adviser:
                 stands_for = f"{before.settled.to_dict()} {after.settled.to_dict()}"
                 why = why_same(before, after, self.workload)
         except WorkbenchError as error:
-            return str(error)
+            return Reason(REFUSED, str(error))
+        if why:
+            return Reason(IDLE, why)
         same = known.setdefault((kind, stands_for), one)
-        if not why and same != one:
-            why = f"stands for {same} here"
-        if not why:
-            self.readings[asked] = reading
-        return why
+        if same != one:
+            return Reason(EQUAL, f"stands for {same} here")
+        self.readings[asked] = reading
+        return None
 
     # measuring ----------------------------------------------------------------------------------
 
-    def _measure(self, chunks: Sequence[Chunk], first: int = 0, reserved: int = 0) -> None:
-        """Measures chunks, each with its share of the time. first: the number of the first.
-        reserved: comparisons that come later, with as large a share."""
-        for n, chunk in enumerate(chunks):
-            left = self.left_s - self.overhead_s
-            share = self.left_s / (len(chunks) - n + reserved) - self.overhead_s
-            kinds = [self.each_s[THE_REST if kind == THE_REST else ALONE]
-                     for _, kind in chunk.readings]  # fmt: skip
-            enough = max(kinds, default=0.0) * (len(chunk.toggles) + 1) * LEAST_ROUNDS
-            if left < enough:  # a verdict needs so many rounds
-                return
-            self._compare(first + n, chunk, max(share, enough))
+    def _in_order(self) -> list[Chunk]:
+        """The comparisons of all readings, and first what tells most a second: with the rest
+        (values of best, then other values), then alone; those with a slow arm after the others.
+        A reading that the headline has measured is taken from there."""
+        groups: dict[tuple[bool, bool], dict[Asked, Reading]] = {}
+        base_of = {ALONE: self.start, THE_REST: self.best}
+        for asked, reading in self.readings.items():
+            if self.runs and (reading.before, reading.after) == (self.off, self.best):
+                self.chunks[0].readings[asked] = reading
+                self.effects |= effects_of(self.runs[0], self.chunks[0])
+                continue
+            slow = any(self._is_slow(side) for side in (reading.before, reading.after))
+            groups.setdefault((asked[1] == ALONE, slow), {})[asked] = reading
+        return [chunk for key in sorted(groups) for chunk in chunked(groups[key], base_of)]
 
-    def _compare(self, number: int, chunk: Chunk, at_most_s: float, resume: bool = False) -> None:
+    def _is_slow(self, side: Toggles) -> bool:
+        """Whether building the graph anew hides everything else there."""
+        return self.start != self.off and side.value_of("graph_reuse") == GraphReuse.REBUILD
+
+    def _round_s(self, chunk: Chunk) -> float:
+        """The expected time of a round: every arm, and the A/A control."""
+        arms = [*chunk.toggles, chunk.base]
+        return sum(self.each_s[self.off if self._is_slow(a) else chunk.base] for a in arms)
+
+    def _cost_s(self, chunk: Chunk) -> float:
+        """The least time of a comparison that ends in verdicts."""
+        return self._beside_s(chunk) + self._least_s(chunk)
+
+    @property
+    def _last_s(self) -> float:
+        """The time to keep for the last comparison, of the recommended set beside best. It has
+        three arms; a chunk without readings has two."""
+        return 2 * self._cost_s(Chunk(self.best, {}))
+
+    def _beside_s(self, chunk: Chunk) -> float:
+        """The expected time to open the arms of a comparison and to warm them up."""
+        return WARM_ROUNDS * self._round_s(chunk) + self.opening_s * (len(chunk.toggles) + 1)
+
+    def _least_s(self, chunk: Chunk) -> float:
+        """The least time of the rounds of a comparison."""
+        slack = 1.0 if any(map(self._is_slow, chunk.toggles)) else SLACK
+        return slack * LEAST_ROUNDS * self._round_s(chunk)
+
+    def _measure(
+        self, chunks: Sequence[Chunk], share: float = 1.0, reserved_s: float = 0.0,
+        later_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Measures chunks in turn. Each has its least time, and as much as the others of the time
+        that is left over. A chunk that the time does not suffice for is left out.
+
+        share: of the time that may be left over.
+        reserved_s: the time that others need later.
+        later_s: the time that others get if it is there.
+        """
+        for n, chunk in enumerate(chunks):
+            left = self.left_s - reserved_s
+            cost = self._cost_s(chunk)
+            if cost > left:
+                continue
+            spare = max(0.0, left - later_s - sum(map(self._cost_s, chunks[n:])))
+            self.chunks.append(chunk)
+            self._compare(
+                len(self.chunks) - 1, self._least_s(chunk) + share * spare / (len(chunks) - n)
+            )
+
+    def _compare(self, number: int, at_most_s: float, resume: bool = False) -> None:
         """Measures a chunk, or goes on with it."""
+        chunk = self.chunks[number]
         begun, out = time.monotonic(), self.folder / f"{number:03}"
         spent = self._spent(number)
         made = compare_arms(
@@ -242,8 +350,9 @@ class _Adviser:
             resume=resume, until=self.until, at_most_s=at_most_s,
         )  # fmt: skip
         self.runs[number] = made
-        measured = self._spent(number) - spent
-        self.overhead_s = max(self.overhead_s, time.monotonic() - begun - measured)
+        rounds_s = self._spent(number) - spent + WARM_ROUNDS * self._round_s(chunk)
+        beside = (time.monotonic() - begun - rounds_s) / (len(chunk.toggles) + 1)
+        self.opening_s = max(0.0, (self.opening_s + beside) / 2 if self.opening_s else beside)
         self.effects |= effects_of(made, chunk)
         if made.interrupted:
             raise KeyboardInterrupt
@@ -258,39 +367,38 @@ class _Adviser:
     def _spent(self, number: int) -> float:
         return float(self._ended(number).get("seconds", 0.0))
 
-    def _narrow(self, chunks: Sequence[Chunk], reserved: int = 0) -> None:
-        """Spends the time that is left on the widest intervals. reserved: comparisons that come
-        later, and get as much of it."""
+    def _narrow(self, reserved_s: float = 0.0, only_few: bool = False) -> None:
+        """Spends the time that is left on comparisons with too few rounds, then on the widest
+        intervals.
+
+        reserved_s: the time that others need. only_few: it ends once each has rounds enough.
+        """
         tried = set[int]()
         while True:
+            left = self.left_s - reserved_s
             wide = {
                 n: self._ended(n)["half_width"] or math.inf
-                for n in range(len(chunks))
+                for n, chunk in enumerate(self.chunks)
                 if n not in tried and self._ended(n).get("stopped") == "time"
-            }
-            share = (self.left_s - self.overhead_s) / (1 + reserved) - self.overhead_s * reserved
-            if not wide or share < max(self.overhead_s, 0.1):
+                and self._cost_s(chunk) < left
+            }  # fmt: skip
+            if not wide:
                 return
-            widest = max(wide, key=lambda n: wide[n])
+            few = {n: wide[n] for n in wide if self._ended(n)["rounds"] < LEAST_ROUNDS}
+            if only_few and not few:
+                return
+            widest = max(few or wide, key=lambda n: wide[n])
             tried.add(widest)
-            self._compare(widest, chunks[widest], share / min(2, len(wide)), resume=True)
-
-    def _together(self) -> Chunk:
-        """Everything off, best, and the recommended set: what all of it is worth together."""
-        recommended = self.engine.resolve(self.preset.changed_by(self.changes()))
-        readings: dict[Asked, Reading] = {}
-        if self.best != self.off:
-            readings[None, TOGETHER] = Reading(self.off, self.best, {}, {}, ())
-        if recommended != self.best:
-            readings[None, BEST] = Reading(self.best, recommended, {}, {}, ())
-        return Chunk(self.off, readings)
+            chunk = self.chunks[widest]
+            share = (left - self._beside_s(chunk)) / min(2, len(wide))
+            self._compare(widest, self._least_s(chunk) if few else share, resume=True)
 
     # what is recommended ------------------------------------------------------------------------
 
     def changes(self) -> dict[str, str]:
         """Changes of `best` that were faster with the rest, and gave the right answer: the fastest
-        value of each toggle, the largest gain first. A change that contradicts a larger one, or
-        that the device refuses beside it, is left out."""
+        value of each toggle, the largest gain first. A change is left out that contradicts a larger
+        one, that the device refuses beside it, or that gains no more than what comes with it."""
         found: dict[str, tuple[float, dict[str, str]]] = {}
         for (one, kind), effect in self.effects.items():
             if one is None or kind != THE_REST or not effect.holds:
@@ -298,6 +406,8 @@ class _Adviser:
             ours = self._of_best(one)
             if effect.verdict == (SLOWER if ours else FASTER):
                 gain = 1 / effect.ratio.value if ours else effect.ratio.value
+                if effect.ratio.low <= self._gain_of(self.readings[one, kind].added):
+                    continue
                 more = self._changes_of(one)
                 if one.name not in found or gain > found[one.name][0]:
                     found[one.name] = gain, more
@@ -311,6 +421,12 @@ class _Adviser:
                 continue
             changes |= more
         return changes
+
+    def _gain_of(self, added: dict[str, str]) -> float:
+        """The largest speedup of values that come with a candidate, each by itself with the rest;
+        0 where none was measured. A candidate is worth a change only beyond it."""
+        found = (self.effects.get((Candidate(*one), THE_REST)) for one in added.items())
+        return max((effect.ratio.value for effect in found if effect), default=0.0)
 
     def _changes_of(self, one: Candidate) -> dict[str, str]:
         """What a reading with the rest changes of `best`: the candidate, what comes with it, and
@@ -328,4 +444,5 @@ class _Adviser:
             readings=self.readings, reasons=self.reasons, changes=self.changes(),
             left_alone=left_alone, folder=self.folder, interrupted=self.interrupted,
             seconds=time.monotonic() - self.begun, at_most_s=self.at_most_s,
+            start=self.start, rebuilding=self.rebuilding,
         )  # fmt: skip

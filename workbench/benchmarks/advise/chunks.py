@@ -60,5 +60,6 @@ def chunked(
 
 
 def kinds_in_turn(asked: Iterable[Candidate]) -> list[Asked]:
-    """Each candidate with the rest, and alone."""
-    return [(one, kind) for one in asked for kind in (THE_REST, ALONE)]
+    """Each candidate with the rest, then each alone."""
+    every = list(asked)
+    return [(one, kind) for kind in (THE_REST, ALONE) for one in every]
