@@ -209,6 +209,10 @@ def test_a_gpu_without_a_driver_is_seen_on_the_bus(tmp_path, monkeypatch):
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025\n"
     )
     assert look._of_gpu()["driver"] == "580.95.05"
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (x)\n"
+    )
+    assert look._of_gpu()["driver"] == "580.159.04"
 
 
 def test_refusals_of_cupti_have_words():

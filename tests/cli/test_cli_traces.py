@@ -33,7 +33,7 @@ def test_what_takes_longer_is_printed_and_on_a_page(call, two, tmp_path):
         "where", "what", "calls", "us before", "us after", "delta us", "% of step",
     ]  # fmt: skip
     assert [c.strip() for c in rows[0].strip("|").split("|")] == [
-        "device", "mul_mat, layer 0", "1.0 -> 1.0", "10.0", "30.0", "20.0", "20.0",
+        "device", "mul_mat, layer 0", "1 -> 1", "10.0", "30.0", "20.0", "20.0",
     ]  # fmt: skip
     assert "a step, traced: 100.0 us before, 100.0 us after (+0.0%); the largest" in out
     assert "change: device, mul_mat, layer 0, +20.0 us" in out

@@ -112,6 +112,25 @@ def test_a_host_that_is_late_bounds_the_path_and_a_wait_that_waits_for_nothing_d
     ]  # fmt: skip
 
 
+def test_a_long_build_before_a_copy_that_the_host_waits_for_is_the_hosts() -> None:
+    """us: A is idle from 0, the end of the step before, through the build to the copy at 901."""
+    found = made(
+        ("step", "step", HOST_LANE, 0, 1000, {}),
+        ("program", "build", HOST_LANE, 1, 900, {}),
+        ("embd", "copy", HOST_LANE, 900, 904, {"index": 0, "on": A}),
+        ("k", "launch", HOST_LANE, 904, 906, {"index": 1, "on": A}),
+        ("out", "copy", HOST_LANE, 906, 999, {"index": 2, "on": A}),
+        ("before", "device", A, -5, 0, {"kind": "launch"}),
+        ("embd", "device", A, 901, 903, {"index": 0, "kind": "copy"}),
+        ("k", "device", A, 907, 990, {"index": 1, "kind": "launch"}),
+        ("out", "device", A, 991, 998, {"index": 2, "kind": "copy"}),
+    ).critical_path()
+    whole(found, 1000)
+    bounds = {"host": 904, "launch": 3, "copy": 9, "kernel": 83, "wait": 2}
+    assert found.attrs["bounds"]["host"] >= 900
+    assert found.attrs["bounds"] == pytest.approx(bounds, abs=3)
+
+
 def test_in_a_plan_the_part_that_ended_last_counts() -> None:
     """us: parts on two streams, 10..20 and 10..40; the third begins at 41 on the first stream."""
     part = {"index": 0, "kind": "launch"}

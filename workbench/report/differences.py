@@ -30,7 +30,7 @@ def table_of(difference: pd.DataFrame, short: bool = False) -> Table:
     and names cut to WIDEST letters."""
     rows = difference.head(SHOWN) if short else difference
     what = rows["what"].astype(str).map(_without_arguments)
-    layer = rows["layer"].map(lambda n: f", layer {n}" if pd.notna(n) else "")
+    layer = rows["layer"].map(lambda n: f", layer {int(n)}" if pd.notna(n) else "")
     if short:
         what = what.where(what.str.len() <= WIDEST, what.str.slice(0, WIDEST - 3) + "...")
     made = Table(
@@ -38,7 +38,7 @@ def table_of(difference: pd.DataFrame, short: bool = False) -> Table:
             "where": rows["where"],
             "what": what + layer,
             "calls": [
-                f"{before:.1f} -> {after:.1f}"
+                f"{_count(before)} -> {_count(after)}"
                 for before, after in zip(rows["calls_before"], rows["calls_after"], strict=True)
             ],
             "us before": rows["us_before"],
@@ -49,6 +49,11 @@ def table_of(difference: pd.DataFrame, short: bool = False) -> Table:
     ).reset_index(drop=True)
     digits = dict.fromkeys(("us before", "us after", "delta us", "% of step"), 1)
     return made.shown(keys=["where", "what"], digits=digits, right=["calls"])
+
+
+def _count(calls: float) -> str:
+    """Calls in a step: a whole number as such, else with one digit after the point."""
+    return f"{calls:.0f}" if float(calls).is_integer() else f"{calls:.1f}"
 
 
 def _without_arguments(function: str) -> str:

@@ -243,10 +243,12 @@ class _Walk:
             over = self._spans[cause].end_ns if cause is not None else None
             call = self._call.get(work)
             ready = None
-            if call is not None and self._place.get(call, place) < place:
+            if call is not None and self._place.get(call, len(self._host)) <= place:
                 launch = self._spans[call]
                 # Work may begin before its call returns; then only the begin of the call is known.
-                ready = launch.end_ns if launch.end_ns <= span.start_ns else launch.start_ns
+                # A copy that the host waits for is its own call, and returns after its work.
+                returned = self._place[call] < place and launch.end_ns <= span.start_ns
+                ready = launch.end_ns if returned else launch.start_ns
             if over is None or (ready is not None and ready >= over):
                 if ready is None:
                     return at, place

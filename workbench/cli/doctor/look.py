@@ -85,7 +85,7 @@ def _unmet(wanted: list[str], extra: str) -> list[str]:
 
 def _of_gpu() -> dict[str, Any]:
     """The facts about NVIDIA GPUs."""
-    version = re.search(r"Kernel Module\D*([\d.]+)", _text(PROC))
+    version = re.search(r"Kernel Module\b.*?\s(\d+(?:\.\d+)+)\s", _text(PROC))
     shown = {"driver": version[1] if version else None}
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -175,10 +175,12 @@ def _nvml() -> dict[str, Any]:
     try:
         pynvml.nvmlInit()
         version = pynvml.nvmlSystemGetNVMLVersion()
+        driver = pynvml.nvmlSystemGetDriverVersion()
         pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         return {"nvml_error": _first_line(error)}
-    return {"nvml": version.decode() if isinstance(version, bytes) else str(version)}
+    texts = [t.decode() if isinstance(t, bytes) else str(t) for t in (version, driver)]
+    return dict(zip(("nvml", "driver"), texts, strict=True))
 
 
 def _cupti() -> dict[str, Any]:
