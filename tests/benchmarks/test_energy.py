@@ -75,6 +75,9 @@ def test_windows_of_a_comparison(engine, tmp_path):
         assert one["seconds"] >= WINDOW_S and 0 < one["idle_s"] < 0.11
         assert one["joules"] == pytest.approx(one["seconds"] * counter.watts(), rel=0.02)
         assert one["n_tokens"] == 2 * one["repetitions"] >= 6
+        reads_j = one["mean_w"] * 2 * counter.read_ns / 1e9
+        idle_j = record["idle_w"]["tg2"] * one["idle_s"]
+        assert one["uncertainty_j"] == pytest.approx(reads_j + idle_j)
         assert one["uncertainty_j"] < 0.1 * one["joules"]
     read = AB.load(tmp_path / "run")
     row, control = read.summary().to_dict("records")
