@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ToggleSet = Toggles | TogglePreset | Mapping[str, Any]  # a mapping changes the background
 # one comparison: a toggle, or a spec; a set, with the other set as `values`; or a list of sets
 One = str | ToggleSet | Sequence[ToggleSet]
-LONG = 60  # letters of a set; a longer one is named by its preset
+FEW = 2  # toggles of a set; one of more is named by its preset
 FORMS = (
     "'sync=per_copy,packed', 'plans=off | plans=ours pdl=on', ('sync', ['per_copy', 'packed']), "
     "two Toggles, a list of Toggles, or a list of names as ['sync', 'fuse']"
@@ -119,7 +119,7 @@ def _name_of(one: ToggleSet) -> str:
 def _of_sets(sets: Sequence[Toggles], known: Sequence[str]) -> Asked:
     """The spec of sets that say everything: their differences, on the first of them. Where one
     toggle alone differs, the comparison is that toggle's. known: the sets' short names, which stand
-    for sets that are long."""
+    for sets of many toggles."""
     names = names_that_differ(*sets)
     if len(sets) < 2 or len({*sets}) < len(sets):
         raise UsageError(
@@ -130,7 +130,7 @@ def _of_sets(sets: Sequence[Toggles], known: Sequence[str]) -> Asked:
         (name,) = names
         return Asked(_of_values(name, [one.value_of(name) for one in sets]), sets[0])
     parts = [" ".join(f"{name}={one.value_of(name)}" for name in names) for one in sets]
-    if max(map(len, parts)) > LONG:
+    if len(names) > FEW:
         parts = [f"{own}{NAMED} {part}" if own else part
                  for own, part in zip(known, parts, strict=True)]  # fmt: skip
     return Asked(f" {SETS} ".join(parts), sets[0])
