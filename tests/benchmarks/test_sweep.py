@@ -296,7 +296,7 @@ def test_the_command_takes_lists_and_a_file(call, model, tmp_path):
     ask += ("--exclude", "test=tg2 n_ubatch=16")
     status, text, _ = call(*ask, "--dry-run")
     assert status == 0 and not out.exists()
-    assert "8 cells: 6 missing, 2 left out; " in text
+    assert "8 cells: 6 missing, 2 left out; " in " ".join(text.split())
     assert "6 cells to measure, in 9 repetitions; how long that takes is unknown" in text
     status, text, err = call(*ask, "-o", "json")
     rows = json.loads(text)
