@@ -326,7 +326,9 @@ def test_the_command(call, model, tmp_path):
     ask = ("advise", "-m", model, "--device", "embedded", "--test", "tg1", "--at-most", "8s")
     status, out, err = call(*ask, "--toggle", "graph_reuse,fork", "--out", tmp_path / "a")
     assert status == 0 and "flags: --preset best" in out and "device: embedded" in err
-    assert "refused here: 2 with the rest and 2 alone (fork=three_way, fork=any)" in " ".join(out.split())
+    assert "refused here: 2 with the rest and 2 alone (fork=three_way, fork=any)" in " ".join(
+        out.split()
+    )
     assert "fork changes nothing while" not in out
     assert "python: wb.Engine.load(" in " ".join(out.strip().splitlines()[-2:])
     status, out, _ = call(*ask, "--toggle", "fork", "--all", "--out", tmp_path / "d")
