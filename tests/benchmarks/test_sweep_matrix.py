@@ -143,7 +143,7 @@ def test_impossible_cells_have_a_reason():
     ({"toggles": {"synk": ["packed"]}}, "toggle 'synk' does not exist"),
     ({"toggles": {"sync": ["pack"]}}, "toggle sync='pack' does not exist"),
     ({"toggles": {"sync": []}}, "sync has no value, so the matrix has no cell"),
-    ({"sets": ["sync"]}, "toggle 'sync' does not exist; write sync="),
+    ({"sets": ["sync"]}, "toggle sync has no value; write sync="),
     ({"presets": "worst"}, "preset 'worst' does not exist"),
     ({"tests": []}, "no test was named"),
     ({"tests": "tg0"}, "test 'tg0' does not exist"),

@@ -16,6 +16,7 @@ from workbench.benchmarks.runs import folders
 from workbench.benchmarks.runs.results import load_run, new_run_folder, write_run
 from workbench.common import output_swap
 from workbench.common.errors import UsageError
+from workbench.config import Toggles
 
 
 @pytest.fixture
@@ -168,6 +169,17 @@ def test_export_writes_a_tidy_table(call, root, kind):
     assert rows["test"].tolist() == samples["test"].tolist()
     assert set(rows["run_id"]) == {"one"} and set(rows["model"]) == {"tiny Q8_0"}
     assert {"device", "toggles", "commit", "kind", "started"} <= set(rows.columns)
+
+
+def test_each_row_of_an_export_has_the_toggles_of_its_own_arm(root):
+    made = comparison()
+    for arm in made.run["arms"]:
+        arm["toggles"] = Toggles(sync="auto" if "A/A" in arm["name"] else "packed").to_dict()
+    rows = folders.tidy(write_run(root / "ab", made.run, made.samples))
+    said = rows.groupby("arm")["toggles"].unique()
+    for arm, words in said.items():
+        assert list(words) == [f"sync={'auto' if 'A/A' in arm else 'packed'}, all else off"]
+    assert len(said) == len(made.run["arms"]) > 2
 
 
 def test_an_exported_run_loads_elsewhere(call, root, tmp_path):

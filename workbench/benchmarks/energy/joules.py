@@ -104,13 +104,6 @@ def _ratio_of(each: pd.DataFrame, before: str, after: str, seed: int) -> stats.R
 PER_TOKEN = COLUMNS[3:10]  # of an arm by itself
 
 
-def _beside(each: pd.DataFrame, first: str, name: str, seed: int) -> stats.Ratio:
-    """The ratio of an arm's joules to the first arm's; each: J/token by window and arm."""
-    if name == first or first not in each or (pairs := each[[first, name]].dropna()).empty:
-        return stats.Ratio(math.nan, math.nan, math.nan, 0)
-    return stats.speedup(pairs.iloc[:, 0].to_numpy(), pairs.iloc[:, 1].to_numpy(), seed)
-
-
 def of_test(run: Mapping[str, Any], test: str, arm: str) -> dict[str, Any]:
     """The figures of an arm in a test, by itself; empty where energy was not measured."""
     found = joules(run)

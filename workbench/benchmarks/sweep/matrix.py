@@ -23,8 +23,9 @@ from workbench.benchmarks.workload import parse_tests
 from workbench.common import devices
 from workbench.common.errors import UsageError
 from workbench.common.nearest import choices
-from workbench.config import BASELINE, BEST, EngineConfig, TogglePreset, Toggles
+from workbench.config import BASELINE, BEST, EngineConfig, TogglePreset, Toggles, parse_changes
 from workbench.config.table import FAMILIES
+from workbench.config.toggles import as_value
 
 MODEL, TEST, DEPTH, PARALLEL, PRESET, SET = (
     "model", "test", "n_depth", "n_parallel", "preset", "set",
@@ -104,7 +105,7 @@ def _cell(given: Mapping[str, Any], shown: dict[str, Any]) -> Cell:
     if "n_ctx" not in settings:  # then as long as the test needs, with cells of any kind
         config = replace(config, n_ctx=max(config.n_ctx, workload.n_ctx(config.n_seqs)))
     changes = {name: given[name] for name in (*FAMILIES, *Toggles.names()) if name in given}
-    for name, value in parse_set(given.get(SET, "")).items():
+    for name, value in parse_changes(given.get(SET, "")).items():
         if changes.get(name, value) != value:
             raise UsageError(f"set {given[SET]!r} has another {name} than {name}={changes[name]}")
         changes[name] = value
@@ -119,18 +120,6 @@ def _wanted(preset: str, changes: tuple[tuple[str, str], ...], n_seqs: int) -> T
     # `best` has its values once a device is known; a clash of two changes is known now
     (TogglePreset(BASELINE, dict(changes)) if made.of_device else made).toggles()
     return made.for_sequences(n_seqs) if made.of_device else made
-
-
-def parse_set(text: str) -> dict[str, str]:
-    """`NAME=VALUE NAME=VALUE...` -> value by name. Raises UsageError for anything else."""
-    found: dict[str, str] = {}
-    for change in text.split():
-        name, equals, value = change.partition("=")
-        known = Toggles.values(name)
-        if not equals or value not in known:
-            raise UsageError(f"toggle {change!r} does not exist; write {name}={known[-1]}, say")
-        found[name] = value
-    return found
 
 
 # from what a person gives -------------------------------------------------------------------------
@@ -193,13 +182,10 @@ def matrix_of(
     if _several(sets):
         add(SET, sets)
         for text in axes[SET]:
-            parse_set(text)
+            TogglePreset(BASELINE, parse_changes(text))
     for name, values in (toggles or {}).items():
         known = Toggles.values(name)
-        add(name, [str(value) for value in _several(values)])
-        for value in axes[name]:
-            if value not in known:
-                raise UsageError(f"toggle {name}={value!r} does not exist; {choices(value, known)}")
+        add(name, [as_value(name, value, known) for value in _several(values)])
     _check(axes)
     if repetitions < 1:
         raise UsageError(f"repetitions={repetitions}: give 1 or more")
