@@ -40,6 +40,9 @@ def whole(found: pd.DataFrame, wanted_us: float) -> None:
     sums = found.groupby("bound")["dur_us"].sum()
     assert found.attrs["bounds"] == pytest.approx(dict.fromkeys(BOUNDS, 0.0) | sums.to_dict())
     assert sum(found.attrs["bounds"].values()) == pytest.approx(wanted_us, abs=1e-3)
+    assert sum(found.attrs["host"].values()) == pytest.approx(found.attrs["bounds"]["host"])
+    on_path = found.attrs["bounds"]["kernel"] + found.attrs["bounds"]["copy"]
+    assert found.attrs["device_us"] >= on_path - 1e-3
 
 
 # the critical path --------------------------------------------------------------------------------
@@ -57,7 +60,8 @@ def test_the_path_of_a_step_names_what_bounds_each_part() -> None:
     ]  # fmt: skip
     assert found.attrs["line"] == (
         "step 0: 100.0 us = host 32.0 us (32%) + launch 4.0 us (4%) + copy 0.0 us (0%) + "
-        "kernel 60.0 us (60%) + wait 4.0 us (4%)"
+        "kernel 60.0 us (60%) + wait 4.0 us (4%); of host: python 13.0 us, issue 9.0 us, "
+        "build 5.0 us, results 5.0 us; the device worked 60.0 us, 60.0 us of it on the path"
     )
     late = prof(step(0, 0), step(1, 120, late=4)).critical_path(step=1)
     assert late.set_index(["what", "bound"])["dur_us"]["q-1", "launch"] == 5
@@ -110,6 +114,66 @@ def test_a_host_that_is_late_bounds_the_path_and_a_wait_that_waits_for_nothing_d
         ["k0", "host", 2], ["python", "host", 18], ["early", "host", 2], ["python", "host", 8],
         ["k1", "host", 2], ["k1", "launch", 1], ["k1", "kernel", 12], ["sync", "wait", 5],
     ]  # fmt: skip
+    assert (found.attrs["device_us"], found.attrs["late_us"]) == (19, 0)
+
+
+def test_a_device_that_was_through_is_beside_the_path_and_the_line_says_by_how_much() -> None:
+    """us: the kernel is over at 10, the host comes to wait for it at 40."""
+    found = made(
+        ("step", "step", HOST_LANE, 0, 50, {}),
+        ("k0", "launch", HOST_LANE, 0, 2, {"index": 0, "on": A}),
+        ("sync", "sync", HOST_LANE, 40, 42, {"index": 1, "on": A}),
+        ("k0", "device", A, 3, 10, {"index": 0, "kind": "launch"}),
+    ).critical_path()
+    whole(found, 50)
+    assert set(found["bound"]) == {"host"}
+    assert (found.attrs["device_us"], found.attrs["late_us"]) == (7, 30)
+    assert found.attrs["line"].endswith(
+        "of host: python 46.0 us, issue 4.0 us; the device worked 7.0 us, 0.0 us of "
+        "it on the path; it was through 30.0 us before the host came to wait for it"
+    )
+
+
+def test_a_call_that_only_queued_its_copy_is_the_hosts_though_the_copy_is_over() -> None:
+    """us: the call lasts 50, the copy 1 of them; a call of 50 that copies for 40 waited."""
+    for copied, wanted in ((1, {"host": 60}), (40, {"host": 10, "launch": 8, "copy": 40})):
+        found = made(
+            ("step", "step", HOST_LANE, 0, 60, {}),
+            ("c", "copy", HOST_LANE, 5, 55, {"index": 0, "on": A}),
+            ("c", "device", A, 13, 13 + copied, {"index": 0, "kind": "copy"}),
+        ).critical_path()
+        whole(found, 60)
+        bounds = {bound: us for bound, us in found.attrs["bounds"].items() if us}
+        assert bounds == pytest.approx(wanted if copied == 1 else wanted | {"wait": 2})
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=9),
+    st.booleans(),
+)
+def test_kernels_that_begin_early_are_a_chain_of_ends(drawn, plan: bool) -> None:
+    """us: kernels of one stream, each begun up to 30 before the kernel before it ended, and over
+    after it: the path has each from the end before it, and no time between them. `plan`: all are
+    parts of a plan, else each has a call."""
+    rows: list[Any] = []
+    begin, ended = 119, 120
+    for n, (early, took) in enumerate(drawn):
+        begin, end = max(begin + 1, ended - (early if n else 0)), ended + took
+        args = {"index": 0, "part": n} if plan else {"index": n}
+        rows.append((f"k{n}", "device", A, begin, end, args | {"kind": "launch"}))
+        ended = end
+    calls = [("plan", "replay")] if plan else [(f"k{n}", "launch") for n in range(len(drawn))]
+    for n, (name, category) in enumerate(calls):
+        rows.append((name, category, HOST_LANE, 5 * n, 5 * n + 4, {"index": n, "on": A}))
+    rows.append(("sync", "sync", HOST_LANE, 50, ended + 3, {"index": len(calls), "on": A}))
+    found = made(("step", "step", HOST_LANE, 0, ended + 3, {}), *rows).critical_path()
+    whole(found, ended + 3)
+    kernels = found[found["bound"] == "kernel"]
+    assert kernels["what"].tolist() == [f"k{n}" for n in range(len(drawn))]
+    assert kernels["dur_us"].tolist() == pytest.approx([took for _, took in drawn])
+    assert (found["bound"] == "launch").sum() == 1, "to the first kernel"
+    assert found.attrs["device_us"] == pytest.approx(found.attrs["bounds"]["kernel"])
 
 
 def test_a_long_build_before_a_copy_that_the_host_waits_for_is_the_hosts() -> None:
@@ -176,6 +240,44 @@ def test_the_path_of_every_step_of_a_real_file(name: str) -> None:
     assert found.attrs["step"] in steps.index
     if name.startswith("nsys-llama"):
         assert found.attrs["bounds"]["kernel"] > 0.5 * found.attrs["step_us"]
+
+
+def test_an_eager_step_of_a_gpu_is_the_hosts_and_says_why() -> None:
+    """An H100 was through with a step's 375 kernels before the host had made the next batch."""
+    trace = wb.Profile.load(FILES / "ours-eager.pftrace.gz")
+    table = trace.to_frame()
+    device = table[table["category"] == "device"]
+    (wait,) = table[table["name"] == LOGITS_WAIT]["start_us"]
+    late = wait - (device["start_us"] + device["dur_us"]).max()
+    found = trace.critical_path()
+    (step_us,) = table[table["category"] == "step"]["dur_us"]
+    whole(found, step_us)
+    assert set(found["bound"]) == {"host"} and set(found["lane"]) == {HOST_LANE}
+    assert late > 100 and found.attrs["late_us"] == pytest.approx(late, abs=1e-3)
+    assert found.attrs["device_us"] == pytest.approx(device["dur_us"].sum(), abs=1e-3)
+    build = table[table["category"] == "build"]["dur_us"].sum()
+    assert next(iter(found.attrs["host"].items())) == ("build", pytest.approx(build))
+    (call,) = table.query("category == 'copy' and name == 'inp_embd'")["dur_us"]
+    rows = found[found["what"] == "inp_embd"].query("dur_us > 50")
+    assert rows["dur_us"].tolist() == pytest.approx([call]), "a call that queues is one part"
+
+
+def test_a_plan_of_kernels_that_begin_early_is_kernels_from_begin_to_end() -> None:
+    """On an H100, one stream with programmatic launches never idles between its kernels."""
+    trace = wb.Profile.load(FILES / "ours-plan.pftrace.gz")
+    table = trace.to_frame()
+    device = table[table["category"] == "device"]
+    found = trace.critical_path()
+    (step_us,) = table[table["category"] == "step"]["dur_us"]
+    whole(found, step_us)
+    worked = (device["start_us"] + device["dur_us"]).max() - device["start_us"].min()
+    bounds, late = found.attrs["bounds"], found.attrs["late_us"]
+    assert bounds["kernel"] + bounds["copy"] == pytest.approx(worked, abs=1e-3)
+    assert (late, found.attrs["device_us"]) == (0, pytest.approx(worked, abs=1e-3))
+    assert found["what"][found["bound"] == "launch"].tolist() == ["inputs"]
+    on_path = found[found["bound"].isin(["kernel", "copy"])]["what"].tolist()
+    assert on_path == device["name"].tolist() and on_path[-1] == "result_output"
+    assert found["what"].iloc[found.index[found["bound"] == "wait"][0]] == LOGITS_WAIT
 
 
 @pytest.mark.parametrize("toggles", [{}, {"plans": "ours", "streams": "3"}, {"sync": "packed"}])

@@ -254,6 +254,7 @@ REAL = {  # file -> steps, and the name that makes a step where the file does no
     "kineto-graph.json.gz": (4, None),
     "kineto-cpu.json.gz": (3, None),
 }
+OWN = ("ours-eager.pftrace.gz", "ours-plan.pftrace.gz")  # steps cut from files that profile wrote
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -496,7 +497,7 @@ def test_calls_of_the_driver_are_kineto_s_too() -> None:
 
 
 def test_what_looks_like_a_trace(tmp_path: Path) -> None:
-    assert all(is_trace(FILES / name) for name in REAL)
+    assert all(is_trace(FILES / name) for name in (*REAL, *OWN))
     saved(tmp_path / "t.pftrace.gz")
     saved(tmp_path / "t.json")
     (tmp_path / "runs.json").write_text('[{"build_commit": "0c1e570", "n_prompt": 512}]')

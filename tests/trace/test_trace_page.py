@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import workbench
-from tests.trace.test_trace_imports import FILES, REAL
+from tests.trace.test_trace_imports import FILES, OWN, REAL
 from workbench.cli.compare import compare
 from workbench.trace import analysis, critical, diff
 from workbench.trace.chrome import CALLS, CATEGORIES, WORK
@@ -49,7 +49,7 @@ def test_bounds_and_categories_are_those_of_the_code() -> None:
 
 def test_each_real_file_is_told_with_what_wrote_it() -> None:
     there = {path.name for path in FILES.glob("*.gz")}
-    assert there == set(REAL) == set(re.findall(r"^\| `([\w.-]+)`", OF_FILES, re.MULTILINE))
+    assert there == {*REAL, *OWN} == set(re.findall(r"^\| `([\w.-]+)`", OF_FILES, re.MULTILINE))
     assert "2025.3.2, export schema 3.20.3" in PAGE and "schema 3.20.3" in OF_FILES
 
 

@@ -13,6 +13,16 @@ of the device it goes to whichever of these was over last: the work before it on
 work that its stream waited for through an event, the call that launched it. The parts of a plan
 have no events in a trace: there the part that ended last before it counts.
 
+Where kernels of one stream overlap, the later kernel was launched programmatically: it began early
+and waited for the end of the kernel before it. Its part of the path begins at that end.
+
+    device  |----- a -----|
+                   |~~~~~ b -------|
+    path    |----- a -----|-- b ---|
+
+A host that comes late does not wait: the device was through before the host's wait began. Then the
+path stays on the host, and no kernel is on it. `device_us` and `late_us` tell of that device.
+
 This is the method of critical path analysis on traces (HTA has it for PyTorch), with the waits of
 the program instead of guesses.
 """
@@ -27,23 +37,26 @@ import numpy as np
 import pandas as pd
 
 from workbench.common.errors import UsageError
+from workbench.trace.analysis import BUILD, ISSUING, PYTHON, RESULTS
 from workbench.trace.flows import EVENT, ISSUE, WAIT, links_of
 from workbench.trace.lanes import nesting_order
-from workbench.trace.spans import HOST_LANE, Span
+from workbench.trace.spans import HOST_LANE, LOGITS_WAIT, Span
 
 # What bounds a part of the path. `launch` is the time from a call, or from the work before, to the
 # begin of the work; `wait` the time from the end of the work to the return of the host's wait.
 BOUNDS = HOST, LAUNCH, COPY, KERNEL, WAITING = "host", "launch", "copy", "kernel", "wait"
 COLUMNS = ["start_us", "dur_us", "lane", "what", "bound"]
-PYTHON = "python"  # the host between its commands
 
 
 class Part(NamedTuple):
+    """An interval of the path. phase: of the bound `host`, as in `critical_path`; else empty."""
+
     start_ns: int
     end_ns: int
     lane: str
     what: str
     bound: str
+    phase: str = ""
 
 
 def critical_path(spans: Sequence[Span], step: int | None = None) -> pd.DataFrame:
@@ -61,13 +74,23 @@ def critical_path(spans: Sequence[Span], step: int | None = None) -> pd.DataFram
       trace the innermost range around it.
     * bound: one of BOUNDS.
 
-    `attrs`: `step`, `step_us`, `bounds` (bound -> us) and `line`, which says all of it.
+    `attrs`:
+
+    * `step`, `step_us`.
+    * `bounds`: bound -> us.
+    * `host`: of the bound `host`: phase -> us, the largest first. The phases are `build`, `issue`,
+      `results` and `python`, as in the table of phases.
+    * `device_us`: how long the device worked in the step, on the path and beside the path.
+    * `late_us`: how long the device was through before the host's last wait for work of the step
+      began; 0 where the host waited.
+    * `line`: a sentence that says all of it.
 
     Raises UsageError for a step that the trace does not have, and for a trace without spans.
     """
     spans = sorted(spans, key=nesting_order)
     number, begin, end = _step(spans, step)
-    parts = _Walk(spans, begin).back_from(end)
+    walk = _Walk(spans, begin)
+    parts = walk.back_from(end)
     origin = spans[0].start_ns
     frame = pd.DataFrame(
         {
@@ -81,12 +104,38 @@ def critical_path(spans: Sequence[Span], step: int | None = None) -> pd.DataFram
     )
     sums = frame.groupby("bound")["dur_us"].sum()
     bounds = {bound: float(sums.get(bound, 0.0)) for bound in BOUNDS}
+    phases: dict[str, float] = defaultdict(float)
+    for part in parts:
+        if part.bound == HOST:
+            phases[part.phase] += (part.end_ns - part.start_ns) / 1e3
+    host = dict(sorted(phases.items(), key=lambda phase: -phase[1]))
+    device_us, late_us = _worked_ns(spans, begin, end) / 1e3, (walk.late_ns or 0) / 1e3
     us = (end - begin) / 1e3
     shares = (f"{bound} {t:,.1f} us ({t / us if us else 0:.0%})" for bound, t in bounds.items())
     which = "the trace" if number is None else f"step {number}"
-    line = f"{which}: {us:,.1f} us = {' + '.join(shares)}"
-    frame.attrs |= {"step": number, "step_us": us, "bounds": bounds, "line": line}
+    said = [f"{which}: {us:,.1f} us = {' + '.join(shares)}"]
+    if host:
+        said.append("of host: " + ", ".join(f"{phase} {t:,.1f} us" for phase, t in host.items()))
+    on_path = bounds[COPY] + bounds[KERNEL]
+    said.append(f"the device worked {device_us:,.1f} us, {on_path:,.1f} us of it on the path")
+    if late_us:
+        said.append(f"it was through {late_us:,.1f} us before the host came to wait for it")
+    frame.attrs |= {
+        "step": number, "step_us": us, "bounds": bounds, "host": host, "device_us": device_us,
+        "late_us": late_us, "line": "; ".join(said),
+    }  # fmt: skip
     return frame
+
+
+def _worked_ns(spans: Sequence[Span], begin: int, end: int) -> int:
+    """How long at least one span of the device ran between two times. spans: by start."""
+    worked, reached = 0, begin
+    for span in spans:
+        if span.category == "device":
+            until = min(span.end_ns, end)
+            worked += max(0, until - max(span.start_ns, reached))
+            reached = max(reached, until)
+    return worked
 
 
 def _step(spans: Sequence[Span], step: int | None) -> tuple[int | None, int, int]:
@@ -131,6 +180,7 @@ class _Walk:
         self._before: dict[int, list[int]] = defaultdict(list)  # work -> what must be over
         self._relate(device)
         self._parts: list[Part] = []
+        self.late_ns: int | None = None  # of the host's last wait; None before the wait is met
         self._ranges = _innermost([
             s for s in spans if s.lane == HOST_LANE and s.category in ("op", "range")
         ])  # fmt: skip
@@ -179,11 +229,11 @@ class _Walk:
             at, place = self._through_host(at, place)
         return self._parts[::-1]
 
-    def _add(self, start: int, end: int, lane: str, what: str, bound: str) -> int:
+    def _add(self, start: int, end: int, lane: str, what: str, bound: str, phase: str = "") -> int:
         """Adds a part, cut at the step's begin; returns the time at which the path goes on."""
         start = max(start, self._begin)
         if end > start:
-            self._parts.append(Part(start, end, lane, what, bound))
+            self._parts.append(Part(start, end, lane, what, bound, phase))
         return min(start, end)
 
     def _add_between(self, start: int, end: int) -> int:
@@ -191,7 +241,7 @@ class _Walk:
         starts, names = self._ranges
         at = int(np.searchsorted(starts, (start + end) // 2, side="right")) - 1
         what = names[at] if at >= 0 and names[at] else PYTHON
-        return self._add(start, end, HOST_LANE, what, HOST)
+        return self._add(start, end, HOST_LANE, what, HOST, PYTHON)
 
     def _through_host(self, at: int, limit: int) -> tuple[int, int]:
         """From a time on the host to the begin of the command there, or through the device to the
@@ -206,7 +256,8 @@ class _Walk:
             return at, place
         work = self._ending(number, span, at)
         if work is None:
-            return self._add(span.start_ns, at, HOST_LANE, span.name, HOST), place
+            begin, phase = span.start_ns, _phase(span)
+            return self._add(begin, at, HOST_LANE, span.name, HOST, phase), place
         ended = max(min(self._spans[work].end_ns, at), span.start_ns)
         at = self._add(ended, at, HOST_LANE, span.name, WAITING)
         return self._through_device(at, work, place)
@@ -219,14 +270,42 @@ class _Walk:
         if work is None and span.category == "sync":
             last = int(np.searchsorted(self._ends, at, side="right")) - 1
             work = self._ended[last] if last >= 0 else None
-        if work is None and span.category == "copy":  # a copy that the host waits for
-            ends = [m for m in self._works.get(number, ()) if self._spans[m].end_ns <= at]
-            work = max(ends, key=lambda m: self._spans[m].end_ns) if ends else None
-        if work is None or self._spans[work].end_ns <= span.start_ns:
+        if work is None and span.category == "copy":
+            work = self._copied(number, span, at)
+        if work is None:
             return None
         call = self._call.get(work)
-        later = call is not None and self._place.get(call, -1) > self._place[number]
-        return None if later else work
+        if call is not None and self._place.get(call, -1) > self._place[number]:
+            return None
+        late = span.start_ns - self._spans[work].end_ns
+        if self.late_ns is None and self._spans[work].end_ns > self._begin:
+            self.late_ns = max(0, late)
+        return work if late < 0 else None
+
+    def _copied(self, number: int, span: Span, at: int) -> int | None:
+        """The copy that a call waited for; None for a call that only queued its copy.
+
+        No trace says whether a call waited, and a small copy can be over before its call returns.
+        A call waited where the copy, and the work that the copy was behind, took most of its time.
+        """
+        ends = [m for m in self._works.get(number, ()) if self._spans[m].end_ns <= at]
+        if not ends:
+            return None
+        work = max(ends, key=lambda m: self._spans[m].end_ns)
+        copy = self._spans[work]
+        over = [self._spans[m].end_ns for m in self._before.get(work, ())]
+        behind = max([span.start_ns, *(end for end in over if end <= copy.start_ns)])
+        held = copy.end_ns - copy.start_ns + behind - span.start_ns
+        return work if 2 * held >= span.end_ns - span.start_ns else None
+
+    def _ended_before(self, number: int, span: Span, at: int) -> bool:
+        """Whether work was over before `span` began; or, on the stream of `span`, before `at`, the
+        time of the path within `span`: kernels of one stream overlap only by programmatic
+        launches."""
+        earlier = self._spans[number]
+        if earlier.end_ns <= span.start_ns:
+            return True
+        return earlier.lane == span.lane and earlier.end_ns <= min(at, span.end_ns)
 
     def _through_device(self, at: int, work: int, place: int) -> tuple[int, int]:
         """From work of the device, over at `at`, back to the call that the path goes on with."""
@@ -234,13 +313,16 @@ class _Walk:
         while at > self._begin:
             span = self._spans[work]
             bound = COPY if span.args.get("kind") == "copy" else KERNEL
-            at = self._add(min(span.start_ns, at), at, span.lane, span.name, bound)
             earlier = [
-                m for m in self._before.get(work, ())
-                if m not in seen and self._spans[m].end_ns <= span.start_ns
-            ]  # fmt: skip
+                m
+                for m in self._before.get(work, ())
+                if m not in seen and self._ended_before(m, span, at)
+            ]
             cause = max(earlier, key=lambda m: self._spans[m].end_ns) if earlier else None
             over = self._spans[cause].end_ns if cause is not None else None
+            # work that began early waited for the end of the work before it
+            began = span.start_ns if over is None else max(span.start_ns, over)
+            at = self._add(min(began, at), at, span.lane, span.name, bound)
             call = self._call.get(work)
             ready = None
             if call is not None and self._place.get(call, len(self._host)) <= place:
@@ -259,6 +341,13 @@ class _Walk:
             work = cause
             seen.add(work)
         return at, place
+
+
+def _phase(span: Span) -> str:
+    """The phase of a command of the host."""
+    if span.category == "build":
+        return BUILD
+    return RESULTS if span.name == LOGITS_WAIT or span.category == "read" else ISSUING
 
 
 def _innermost(ranges: Sequence[Span]) -> tuple[np.ndarray, list[str]]:
