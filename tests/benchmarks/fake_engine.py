@@ -100,6 +100,9 @@ class FakeEngine:
     def make_ready(self, shapes):
         """Nothing is compiled."""
 
+    def unready(self, shapes):
+        return []
+
     def step(self, tokens, outputs="last"):
         shared = self.shared
         shared.steps += 1

@@ -20,6 +20,7 @@ from workbench.benchmarks import workload
 from workbench.benchmarks.workload import Workload, draw_tokens, parse, take_sample
 from workbench.common.errors import UsageError
 from workbench.config import EngineConfig, Toggles
+from workbench.trace.profile import profile_each
 
 
 @given(st.integers(0, 9999), st.integers(0, 9999), st.integers(0, 9999))
@@ -160,6 +161,28 @@ def test_a_rehearsal_has_the_shapes_of_the_steps(load, monkeypatch, toggles, tes
         monkeypatch.setattr(nvrtc, "cubin", noted)
         workload.warm_up([engine], parse(test), 0, None, once=True)
     assert len(ready) > 3 and not late
+
+
+@pytest.mark.parametrize("measured", ["ab", "profile_each"])
+def test_all_arms_wait_for_the_compiler_together(load, monkeypatch, measured):
+    """Of a comparison also all tests, and the steps whose logits are compared."""
+    fake_backend(monkeypatch)
+    ready, late, cubin = list[set[Any]](), set[Any](), nvrtc.cubin
+
+    def noted(file: str, arch: str, defines: Any = (), sources: Any = None) -> bytes:
+        late.update({(file, defines)} - set().union(*ready))
+        return cubin(file, arch, defines, sources=sources)
+
+    monkeypatch.setattr(nvrtc, "compile_many", lambda wanted, arch, left: ready.append({*wanted}))
+    with load("cuda", "plain", "tg1", "Q4_K") as engine:
+        monkeypatch.setattr(nvrtc, "cubin", noted)
+        if measured == "ab":
+            wb.ab(engine, "fuse=off,on", tests=["tg2", "pp40+tg2@b2"], rounds=1, smoke=True)
+        else:
+            arms = {way: engine.toggles.switched("fuse", way) for way in ("off", "on")}
+            profile_each(engine, arms, collector="events")
+    assert len(ready[0]) > 5 and late <= {("stamp", ())}  # of the device's clock
+    assert all(more <= ready[0] for more in ready)
 
 
 @pytest.mark.parametrize(

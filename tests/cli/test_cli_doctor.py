@@ -107,6 +107,12 @@ def on(call, monkeypatch):
     return run
 
 
+def test_the_longest_name_of_a_part_is_told_from_its_text(on):
+    printed = on(LAPTOP)[1]
+    assert all(f" {one.part} " in printed for one in diagnose(LAPTOP))
+    assert " extra distributed " in printed
+
+
 def test_the_command_prints_findings_and_tells_by_its_status(on):
     status, out = on(SERVER)
     assert status == 0 and "mend:" not in out and len(out.splitlines()) < 30

@@ -28,6 +28,7 @@ from workbench.common.errors import UsageError
 from workbench.common.nearest import nearest
 from workbench.common.progress import HIDDEN, Bar, bar
 from workbench.config import EngineConfig, Toggles
+from workbench.engine import ready
 from workbench.engine.batch import Entry, Work, n_tokens
 from workbench.engine.cache.kv_cache import KVCache, n_regions
 from workbench.engine.rehearsal import Act
@@ -293,6 +294,18 @@ def acts(workload: Workload, n_ubatch: int) -> list[Act]:
     return found + [[(0, (0,), "last")]] * workload.n_gen
 
 
+def make_ready(engines: Sequence[Engine], workloads: Sequence[Workload]) -> None:
+    """Compiles the kernels of all workloads on all engines, several at a time."""
+    ready.make_ready(
+        launched
+        for engine in engines
+        for workload in workloads
+        for launched in engine.unready(
+            engine.rehearsal.from_empty(acts(workload, engine.config.n_ubatch))
+        )
+    )
+
+
 # one repetition -----------------------------------------------------------------------------------
 
 
@@ -475,8 +488,7 @@ def warm_up(
     so far by more than 5 %. (Noise makes rounds slower, warming up makes them faster.) The warm-up
     gives up after 8 rounds or 30 s. once: exactly one round.
     """
-    for engine in engines:
-        engine.make_ready(engine.rehearsal.from_empty(acts(workload, engine.config.n_ubatch)))
+    make_ready(engines, [workload])
     start, best = now_ns(), [0] * len(engines)
     cells = workload.n_cells * len(engines)  # of a round
     with bar(f"{workload} warm-up", cells * (1 if once else WARM_MIN), "tokens") as left:

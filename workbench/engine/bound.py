@@ -6,16 +6,13 @@ there is, everything that holds old addresses is dropped before they change.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from workbench.backend.base import Backend
 from workbench.backend.issue.bind import Launching
 from workbench.backend.issue.prepared import Prepared
-from workbench.common import progress
-from workbench.common.progress import HIDDEN
 from workbench.engine.cache.kv_cache import KVCache
 from workbench.engine.load import Loaded, kind
 from workbench.engine.look.phases import Phases
@@ -47,7 +44,7 @@ class BoundPrograms:
         self.workspace = Workspace(loaded.backends, on_grow)
         self.events: dict[str, Any] = {}
         self._stamped = WeakKeyDictionary[Prepared, Prepared]()
-        self._ready = set[StepShape]()  # shapes whose kernels are compiled
+        self._ready = set[StepShape]()  # shapes that `unready` was given
 
     def build(self, key: Key, phases: Phases, cell: int = 0) -> Prepared:
         """A step's program, ready to be issued. Where it needs new memory, the host may wait for
@@ -75,19 +72,16 @@ class BoundPrograms:
             made.store_at(prepared.binding.cell)
         return made
 
-    def make_ready(self, shapes: Iterable[StepShape]) -> None:
-        """Lets every backend compile the kernels of steps of these shapes, where no cache has them,
-        so that this time is in no measurement. A shape is looked at once."""
+    def unready(self, shapes: Iterable[StepShape]) -> list[tuple[Backend, Node]]:
+        """What steps of these shapes launch, each node after its backend: of nodes that need the
+        same kernels only the first. Shapes that an earlier call was given have none."""
         new = [shape for shape in dict.fromkeys(shapes) if shape not in self._ready]
-        wanted: dict[int, dict[tuple, Node]] = defaultdict(dict)  # by backend, then by kind
-        for shape in new:
-            for node, backend in self._made().nodes_of(shape):
-                wanted[backend].setdefault(kind(node), node)
-        n = sum(map(len, wanted.values()))
-        with progress.bar("compiling kernels", n, "launches") if n else nullcontext(HIDDEN) as left:
-            for number, nodes in wanted.items():
-                self._loaded.backends[number].make_ready(list(nodes.values()), left)
         self._ready |= {*new}
+        found = dict[tuple, tuple[Backend, Node]]()
+        for shape in new:
+            for node, number in self._made().nodes_of(shape):
+                found.setdefault((number, kind(node)), (self._loaded.backends[number], node))
+        return [*found.values()]
 
     def reserve(self, cache: KVCache, n_ubatch: int, period: int) -> None:
         """Allocates the cache, and memory for the largest step in each of its turns. So memory

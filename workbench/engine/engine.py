@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.backend import compiled
 from workbench.backend.base import Backend
 from workbench.common.errors import UsageError
 from workbench.common.progress import HIDDEN, Bar, bar
 from workbench.config import EngineConfig, Toggles, asked_toggles
-from workbench.engine import exclusive
+from workbench.engine import exclusive, ready
 from workbench.engine.batch import Batches, Outputs, Work, check_prompt, step_shape
 from workbench.engine.bound import BoundPrograms
 from workbench.engine.cache.growth import growth_of
@@ -40,7 +39,7 @@ from workbench.engine.slots import draws
 from workbench.engine.slots.padding import sizes_of
 from workbench.engine.step import Pending, Steps, issuer_of
 from workbench.engine.step_programs import StepPrograms
-from workbench.graph.ir import StepShape
+from workbench.graph.ir import Node, StepShape
 from workbench.model.decoder import Model
 from workbench.model.sampler import Sampler, Sampling
 from workbench.program.commands import Program
@@ -269,11 +268,14 @@ class Engine:
     # prompts and tokens -------------------------------------------------------------------------
 
     def make_ready(self, shapes: Iterable[StepShape]) -> None:
-        """Compiles what steps of these shapes launch, and says so where it took long. Where steps
-        are traced nothing is compiled in advance, because a trace shows what a first step does."""
-        if self.recorder is None:
-            self.bound.make_ready(shapes)
-        compiled.say()
+        """Compiles what steps of these shapes launch, and says so where it took long."""
+        ready.make_ready(self.unready(shapes))
+
+    def unready(self, shapes: Iterable[StepShape]) -> list[tuple[Backend, Node]]:
+        """What steps of these shapes launch and no earlier call was asked for, for
+        `ready.make_ready`. Nothing where steps are traced, because a trace shows what a first step
+        does."""
+        return self.bound.unready(shapes) if self.recorder is None else []
 
     @exclusive.door
     def prefill(

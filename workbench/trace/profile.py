@@ -20,7 +20,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
 from workbench.common.framed import Framed
 from workbench.common.nearest import choices
-from workbench.engine import exclusive
+from workbench.engine import exclusive, ready
 from workbench.trace import analysis, critical, perfetto
 from workbench.trace.cupti import collector as cupti
 from workbench.trace.cupti.collector import CuptiRecorder, Unavailable
@@ -402,14 +402,23 @@ def profile_each(
     arms: name -> toggles of the variant.
     asked: arguments of `profile`.
 
-    Returns name -> profile.
+    Where no trace shows a first token, all kernels are compiled before. Returns name -> profile.
     """
-    found = {}
-    for name, toggles in arms.items():
-        with engine.variant(toggles) as variant:
-            window = (max(0, n_tokens - 8), 8)
+    tokens, found = [1, 2, 3], dict[str, Profile]()
+    window = (max(0, n_tokens - 8), 8)
+    steps = [(len(tokens), 1), *[(1, 1)] * (n_tokens - 1)] if window[0] else []
+    with ExitStack() as stack:
+        variants = {
+            name: stack.enter_context(engine.variant(toggles)) for name, toggles in arms.items()
+        }
+        ready.make_ready(
+            launched
+            for one in variants.values()
+            for launched in one.unready(one.rehearsal.alone(0, steps))
+        )
+        for name, variant in variants.items():
             with profile(variant, window=window, **asked) as found[name]:
-                variant.generate(tokens=[1, 2, 3], max_tokens=n_tokens)
+                variant.generate(tokens=tokens, max_tokens=n_tokens)
     return found
 
 

@@ -47,7 +47,13 @@ from workbench.benchmarks.runs.draft import (
     session_of,
     take_over,
 )
-from workbench.benchmarks.workload import Sample, Workload, check_untraced, parse_tests
+from workbench.benchmarks.workload import (
+    Sample,
+    Workload,
+    check_untraced,
+    make_ready,
+    parse_tests,
+)
 from workbench.common.errors import UsageError
 from workbench.config import BASELINE
 from workbench.engine import exclusive
@@ -304,6 +310,7 @@ class _Comparison:
             idle = check_engines(trials.engines, self.toggle, self.arms, trials.workloads)
             draft.run["result"]["idle"] = idle
             with kept(draft):
+                make_ready(trials.engines, [answers.workload_of(trials.engines), *trials.workloads])
                 kinds = [arm.answer for arm in self.arms[1:]]
                 found = answers.compare_engines(trials.engines, kinds, trials.seed)
                 for known, answer in zip(self.answers[1:], found, strict=True):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from workbench.benchmarks.runs import results
-from workbench.benchmarks.workload import Tokens, Workload, bos_token, draw_tokens
+from workbench.benchmarks.workload import Tokens, Workload, bos_token, draw_tokens, make_ready
 from workbench.common.progress import HIDDEN, Bar, bar
 from workbench.config import EXACT
 
@@ -82,12 +82,18 @@ def force(engine: Engine, tokens: Tokens, left: Bar = HIDDEN) -> np.ndarray:
     return np.concatenate(rows)
 
 
+def workload_of(engines: Sequence[Engine]) -> Workload:
+    """The prompt and the tokens that `compare_engines` feeds, as many as fit every context."""
+    room = min(engine.cache.n_ctx_seq for engine in engines)
+    n_steps = min(N_STEPS, room - 1)
+    return Workload(min(N_PREFILL, room - n_steps), n_steps)
+
+
 def compare_engines(engines: Sequence[Engine], kinds: Sequence[str], seed: int) -> list[Answer]:
     """Feeds the same tokens to every engine, a prompt and then token by token, and compares the
     logits with the first engine's. kinds: the class for each further engine."""
-    room = min(engine.cache.n_ctx_seq for engine in engines)
-    n_steps = min(N_STEPS, room - 1)
-    fixed = Workload(min(N_PREFILL, room - n_steps), n_steps)
+    fixed = workload_of(engines)
+    make_ready(engines, [fixed])
     tokens = draw_tokens(fixed, engines[0].model.n_vocab, seed, bos=bos_token(engines[0]))
     with bar("comparing logits", fixed.n_tokens * len(engines), "tokens") as left:
         baseline = force(engines[0], tokens, left)

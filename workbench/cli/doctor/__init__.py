@@ -40,8 +40,9 @@ def doctor(
 def _print(found: list[Finding]) -> None:
     from workbench.common.tables import terminal_columns
 
+    width = max(len(one.part) for one in found) + 1
     for one in found:
-        begin = f"{one.state:<8}{one.part:<15}"
+        begin = f"{one.state:<8}{one.part:<{width}}"
         space = " " * len(begin)
         print(textwrap.fill(begin + one.says, terminal_columns(), subsequent_indent=space,
                             break_on_hyphens=False))  # fmt: skip

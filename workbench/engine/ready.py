@@ -1,0 +1,35 @@
+"""The kernels of steps, compiled before any of the steps is taken.
+
+A step compiles what it launches and no cache has, one kernel after the other. Here the kernels of
+many steps are found first, of several engines together, and a backend compiles several at a time.
+Eight variants of an engine on an H100 with 16 cores wait for the slowest kernels once, not eight
+times.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+from workbench.backend import compiled
+from workbench.backend.base import Backend
+from workbench.common.progress import HIDDEN, bar
+from workbench.graph.ir import Node
+
+
+def make_ready(launched: Iterable[tuple[Backend, Node]]) -> None:
+    """Compiles the kernels of these nodes, and says so where it took long.
+
+    launched: of `Engine.unready`, of one engine or of several.
+
+    Raises DeviceError for a kernel that does not compile.
+    """
+    wanted = defaultdict[Backend, list[Node]](list)
+    for backend, node in launched:
+        wanted[backend].append(node)
+    n = sum(map(len, wanted.values()))
+    with bar("compiling kernels", n, "launches") if n else nullcontext(HIDDEN) as left:
+        for backend, nodes in wanted.items():
+            backend.make_ready(nodes, left)
+    compiled.say()
