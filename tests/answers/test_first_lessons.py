@@ -166,13 +166,14 @@ def load_gaps() -> Gaps:
 
 @pytest.mark.long
 def test_what_races_gives_wrong_tokens_and_what_is_proved_does_not():
-    """How many prompts go wrong is the machine's; that a ring and a wait give none is not."""
+    """How many prompts go wrong is the machine's; that some do, and none with a ring or a wait, is
+    not."""
     table = raced.wrong_table(n_prompts=6).set_index("ordering")
     assert list(table.index) == list(raced.ORDERINGS) and (table["of"] == 6).all()
     racing = table["pairs that race"] > 0
     assert set(table.index[~racing]) == {"copy_boundary", "implicit, a ring of 2"}
     assert (table.loc[~racing, "wrong"] == 0).all()
-    assert table["wrong"].between(0, 6).all()
+    assert table.loc[racing, "wrong"].sum() > 0
 
 
 WRONG = pd.DataFrame({

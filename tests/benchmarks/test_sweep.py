@@ -342,7 +342,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
 def test_a_damaged_sweep_is_one_line(whole, tmp_path):
     for text, said in (
         ("{", "cannot be read"), ("[]", "schema None of sweep.json is not 1"),
-        ('{"schema": 2}', "schema 2 of sweep.json is not 1"),
+        ('{"schema": 2}', "schema 2 of sweep.json is newer than 1, the newest that this version"),
         ('{"schema": 1}', "sweep.json has no valid 'axes'"),
     ):  # fmt: skip
         (tmp_path / "sweep.json").write_text(text)

@@ -90,6 +90,7 @@ def test_ab_prints_rows_alone(call, model):
     (("compare", "a", "b", "--out", "p.pdf"), "p.pdf has an unknown extension"),
     (("model", "synth", "tiny-llama", "Q8_0", "x.bin"), "can be .gguf"),
     (("bench", "--out", "r.json"), "r.json would be a run folder"),
+    (("bench", "--out", "r.docx"), "r.docx would be a run folder"),
     (("ab", "--toggle", "fuse=on", "--out", "r.csv"), "r.csv would be a run folder"),
     (("perplexity", "--tokens-from", "sample:9", "--out", "r.txt"), "would be a run folder"),
     (("bench-kernels", "--out", "r.parquet"), "would be a run folder"),

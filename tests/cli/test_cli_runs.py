@@ -93,13 +93,20 @@ def odd(root):
     (root / "file").write_text("mine")
     (root / "notes").mkdir()
     shutil.copy(root / "one/run.json", root / "notes")  # a run without samples
+    (root / "swept").mkdir()
+    (root / "swept/sweep.json").write_text("{}")
     write(root, "mixed")
     (root / "mixed/photos").mkdir()
     return {
         root: "run.json is missing", root / "file": "it is a file", root / "no": "does not exist",
         root / "notes": "samples.parquet is missing", root / "link": "is a link to",
-        root / "mixed": "photos is no run folder",
+        root / "mixed": "photos is no run folder", root / "swept": "run.json is missing",
     }  # fmt: skip
+
+
+def test_show_says_what_reads_a_sweep(call, odd, root):
+    status, _, err = call("runs", "show", root / "swept")
+    assert status == 2 and "it is a sweep, which wb.load reads" in err and err.count("\n") == 1
 
 
 def test_rm_refuses_what_is_no_run_folder_before_it_removes_any(call, root, odd):

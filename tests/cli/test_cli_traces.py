@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import re
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -59,12 +62,18 @@ def test_what_is_no_pair_of_traces_is_refused_and_nothing_written(call, two, tmp
     page = tmp_path / "page.html"
     cut = tmp_path / "cut.json.gz"
     cut.write_bytes((FILES / "kineto-graph.json.gz").read_bytes()[:-9])
+    export, foreign = tmp_path / "cut.sqlite", tmp_path / "foreign.sqlite"
+    export.write_bytes(gzip.decompress((FILES / "nsys-llama-node.sqlite.gz").read_bytes())[:3000])
+    with closing(sqlite3.connect(foreign)) as made:
+        made.execute("create table other (x)")
     refused = [
         ([*two, two[0]], "3 traces were given; give two"),
         ([two[0], tmp_path], "is a trace and .* is none"),
         ([*two, "--across"], "traces have no verdict"),
         ([two[0], FILES / "nsys-llama-node.sqlite.gz"], "has no steps"),
         ([two[0], cut], "cut.json.gz is cut or damaged"),
+        ([two[0], export], "cut.sqlite is cut"),
+        ([foreign, two[0]], "foreign.sqlite .* nsys"),
     ]
     for given, words in refused:
         status, out, err = call("compare", *given, "--out", page)

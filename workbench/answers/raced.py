@@ -22,7 +22,9 @@ from workbench.engine.engine import Engine
 from workbench.model.synth.models import write_model
 from workbench.program.check import hazards
 
-N_TOKENS, N_UBATCH = 48, 8  # of a prompt, and of each of its parts
+# of a prompt, and of each of its parts. The one worker computes a part for longer than the host
+# prepares the next part, however many cores the machine has.
+N_TOKENS, N_UBATCH, THREADS = 128, 32, 1
 N_NEXT = 4  # tokens generated behind a prompt
 # where waits are, where the host writes inputs
 ORDERINGS: dict[str, dict[str, str]] = {
@@ -42,7 +44,7 @@ def wrong_table(n_prompts: int = 20, seed: int = 0) -> Table:
     with tempfile.TemporaryDirectory() as folder:
         path = write_model("tiny-llama", "Q8_0", Path(folder, "tiny-llama-Q8_0.gguf"))
         with Engine.load(
-            path, device="embedded", n_ctx=256, n_ubatch=N_UBATCH, unsafe=True,
+            path, device="embedded", n_ctx=256, n_ubatch=N_UBATCH, threads=THREADS, unsafe=True,
             toggles=Toggles(graph_reuse="set_rows"),
         ) as engine:  # fmt: skip
             rng = np.random.default_rng(seed)

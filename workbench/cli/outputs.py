@@ -7,6 +7,7 @@ stderr that says so.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 TableFormat = Literal["md", "csv", "json"]
 RowFormat = Literal["md", "csv", "json", "jsonl", "sql"]  # llama-bench's
-# ends of names that promise a file; a run folder has none of them
-FILES = (".csv", ".json", ".jsonl", ".md", ".npy", ".parquet", ".sql", ".sqlite", ".txt", ".zip")
+# of a name that promises a file: .json, .mp4, .CSV; not the ends of llama-3.2, tiny.Q4
+EXTENSION = re.compile(r"\.([a-z]{2,8}\d?|[A-Z]{3,8})")
 
 
 def with_out(arguments: Sequence[str]) -> list[str]:
@@ -70,8 +71,8 @@ def check_extension(path: Path, *known: str) -> None:
 
 
 def check_run_name(folder: Path | None) -> None:
-    """Raises UsageError for the name of a run folder that promises a file, as `rows.json`."""
-    if folder is None or folder.is_dir() or folder.suffix.lower() not in FILES:
+    """Raises UsageError for the name of a new run folder that promises a file, as `rows.json`."""
+    if folder is None or folder.is_dir() or not EXTENSION.fullmatch(folder.suffix):
         return
     raise UsageError(
         f"--out {named(folder)} would be a run folder; name it without {folder.suffix} (-o prints "

@@ -11,13 +11,15 @@ from workbench.common.output import check_writable, write_text
 def are_traces(paths: Sequence[Path]) -> bool:
     """Whether `compare` compares traces: all paths are trace files.
 
-    Raises UsageError where some are traces and others are not.
+    Raises UsageError where some are traces and others are not; for a file the message says why.
     """
-    from workbench.trace.imports.files import is_trace
+    from workbench.trace.imports.files import is_trace, read
 
     traces = [path for path in paths if path.is_file() and is_trace(path)]
     if traces and len(traces) < len(paths):
         other = next(path for path in paths if path not in traces)
+        if other.is_file():
+            read(other)
         raise UsageError(
             f"{traces[0]} is a trace and {other} is none; compare traces with traces, and run "
             "folders with run folders"

@@ -231,16 +231,21 @@ class NewerSchema(UsageError):
     """A run folder that a later Workbench wrote."""
 
 
-def check_run(run: Mapping[str, Any], where: str | Path) -> None:
-    """Raises UsageError, with `where` and the key, where `run` is not of schema 1."""
-    schema = run.get("schema")
-    if isinstance(schema, int) and schema > SCHEMA:
+def check_schema(schema: Any, known: int, file: str, where: str | Path) -> None:
+    """Raises UsageError, with `where` and the file's name, where its schema is not `known`; for a
+    newer schema NewerSchema."""
+    if isinstance(schema, int) and schema > known:
         raise NewerSchema(
-            f"{where}: schema {schema} of run.json is newer than {SCHEMA}, the newest that this "
+            f"{where}: schema {schema} of {file} is newer than {known}, the newest that this "
             "version reads; install the Workbench that wrote it, or a later one"
         )
-    if schema != SCHEMA:
-        raise UsageError(f"{where}: schema {schema!r} of run.json is not {SCHEMA}")
+    if schema != known:
+        raise UsageError(f"{where}: schema {schema!r} of {file} is not {known}")
+
+
+def check_run(run: Mapping[str, Any], where: str | Path) -> None:
+    """Raises UsageError, with `where` and the key, where `run` is not of schema 1."""
+    check_schema(run.get("schema"), SCHEMA, RUN_JSON, where)
     for key, kind in RUN_KEYS.items():
         if not isinstance(run.get(key), kind):
             raise UsageError(f"{where}: run.json has no valid {key!r}")
@@ -380,8 +385,10 @@ def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame
         in_todays_words(run)
         samples, *tables = (pq.read_table(pa.BufferReader(content)) for content in contents)
     except FileNotFoundError as error:
+        sweep = (folder / SWEEP_JSON).is_file()
         raise UsageError(
             f"{folder} is no run folder: {Path(str(error.filename)).name} is missing"
+            + ("; it is a sweep, which wb.load reads; below it are run folders" if sweep else "")
         ) from error
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, UsageError):

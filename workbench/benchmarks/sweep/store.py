@@ -108,9 +108,8 @@ class SweepFolder:
         except (OSError, ValueError) as error:
             said = str(error).splitlines()[0]
             raise UsageError(f"{self.path / SWEEP_JSON} cannot be read: {said}") from error
-        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-            schema = found.get("schema") if isinstance(found, dict) else None
-            raise UsageError(f"{self.path}: schema {schema!r} of {SWEEP_JSON} is not {SCHEMA}")
+        schema = found.get("schema") if isinstance(found, dict) else None
+        results.check_schema(schema, SCHEMA, SWEEP_JSON, self.path)
         try:
             made = SweepRecord(**{name: found[name] for name in SweepRecord._fields})
             left_out = [LeftOut(one["axes"], one["reason"]) for one in found["left_out"]]
