@@ -169,6 +169,7 @@ class Trials:
         test, n_arms = workload.name, len(self.engines)
 
         def warm() -> None:
+            w.make_ready(self.engines, self.workloads)  # of all tests together, at the first
             begun = time.monotonic()
             bos = w.bos_token(self.engines[0])
             warm = w.warm_up(self.engines, workload, self.seed, bos, once=self.once)
