@@ -129,6 +129,13 @@ def test_every_reading_is_in_one_comparison(data, most):
 # what is measured ---------------------------------------------------------------------------------
 
 
+def lasting(sample: workload.Sample, ns: float) -> workload.Sample:
+    """The sample, as if it had taken so long, ns."""
+    each = int(ns) // len(sample.token_ns)
+    token_ns = np.full(len(sample.token_ns), each, np.int64)
+    return sample._replace(ns_total=int(token_ns.sum()), token_ns=token_ns)
+
+
 @pytest.fixture
 def timed(monkeypatch):
     """Repetitions of the real engine take as long as told: {toggle=value: times as fast}."""
@@ -139,9 +146,7 @@ def timed(monkeypatch):
         have = engine.toggles.to_dict()
         speed = np.prod([by for name, by in factors.items() if f"{name[0]}={have[name[0]]}" ==
                          "=".join(name)])  # fmt: skip
-        ns = np.int64(1e9 / speed * (1 + 0.001 * rng.random()))
-        token_ns = np.full(len(sample.token_ns), ns // len(sample.token_ns), np.int64)
-        return sample._replace(ns_total=int(token_ns.sum()), token_ns=token_ns)
+        return lasting(sample, 1e9 / speed * (1 + 0.001 * rng.random()))
 
     monkeypatch.setattr(workload, "take_sample", told)
     return lambda **by: factors.update({tuple(k.rsplit("__", 1)): v for k, v in by.items()})
@@ -255,6 +260,24 @@ def test_a_value_is_no_change_for_what_comes_with_it(model, timed, tmp_path):
     frame = made.to_frame().set_index(["toggle", "value", "reading"])
     assert frame.loc[("plan_evict", "never", "the rest"), "verdict"] == "faster"
     assert made.changes == {"plans": "ours"}
+
+
+@pytest.mark.long
+def test_changes_that_gain_nothing_together_are_not_recommended(model, tmp_path, monkeypatch):
+    """Each of two changes of best is 1.5 times as fast; together they are as fast as best."""
+    take, rng = workload.take_sample, np.random.default_rng(0)
+
+    def told(engine, test, *given, **named):
+        changed = (engine.toggles.sync == "packed") != (engine.toggles.graph_reuse == "rebuild")
+        ns = 1e9 / (1.5 if changed else 1) * (1 + 0.001 * rng.random())
+        return lasting(take(engine, test, *given, **named), ns)
+
+    monkeypatch.setattr(workload, "take_sample", told)
+    made = wb.advise(model, "tg1", toggles="sync,graph_reuse", at_most_s=600, until=0.05,
+                     out=tmp_path / "a", device="embedded", n_ctx=256, n_ubatch=16)  # fmt: skip
+    assert made.changes == {} and made.flags == "--preset best"
+    assert "with the changes beside best: no difference" in made.summary
+    assert "each change was faster by itself, together they are not: keep best" in made.summary
 
 
 @pytest.mark.long

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from workbench.backend.cpu.device.base import n_workers
 from workbench.benchmarks.compare.stats import median_interval
 from workbench.benchmarks.times.token_parts import issued, medians_us
 from workbench.common.tables import Table
 from workbench.config import Toggles
+from workbench.engine.engine import Engine
 
 # ways of graph reuse and rules that capture anew, or update, when n_kv grows
 FORCING = (
@@ -22,6 +24,20 @@ FORCING = (
 )  # fmt: skip
 MADE, COSTS = ("captured", "reinstantiated", "twinned"), ("capture", "instantiate", "update")
 NEVER, UNKNOWN = "never", "not known"
+
+
+def half_on_host(engine: Engine, toggles: Toggles) -> Engine:
+    """The same model with the first half of its layers on the host, and the others and the output
+    on the engine's device.
+
+    Three of four cores compute the host's layers. The others are left to the thread that issues and
+    to other processes: a worker that is put aside holds up all workers.
+    """
+    threads = max(1, n_workers(0) * 3 // 4)
+    return Engine.load(
+        engine.model.path, device=engine.device, n_gpu_layers=engine.model.n_layer // 2 + 1,
+        threads=threads, toggles=toggles,
+    )  # fmt: skip
 
 
 def calls_table(engine: Any, arms: Mapping[str, Toggles]) -> pd.DataFrame:

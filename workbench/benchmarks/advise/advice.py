@@ -250,9 +250,12 @@ class Advice(Framed):
                     f"{words}: {effect.verdict}, {_shown(effect)} (A/A band {band}); "
                     f"{effect.answer}"
                 )
-        if self.changes and (None, BEST) not in self.effects:
+        measured = (None, BEST) in self.effects
+        if self.changes and not measured:
             lines.append("the changes were measured one by one, and not together")
-        if not self.changes:
+        if not self.changes and measured:
+            lines.append(f"each change was faster by itself, together they are not: keep {BEST}")
+        if not self.changes and not measured:
             lines.append(f"no change of {BEST} was faster, so there is none to make")
         return lines
 

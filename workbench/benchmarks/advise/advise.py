@@ -422,6 +422,13 @@ class _Adviser:
             changes |= more
         return changes
 
+    def recommended(self) -> dict[str, str]:
+        """`changes`; none where they were measured together, and are no faster than `best` or give
+        another answer."""
+        together = self.effects.get((None, BEST))
+        fails = together is not None and (together.verdict != FASTER or not together.holds)
+        return {} if fails else self.changes()
+
     def _gain_of(self, added: dict[str, str]) -> float:
         """The largest speedup of values that come with a candidate, each by itself with the rest;
         0 where none was measured. A candidate is worth a change only beyond it."""
@@ -441,7 +448,7 @@ class _Adviser:
         return Advice(
             model=str(engine.model.path), device=engine.backend.description,
             test=self.workload.name, best=self.best, asked=self.asked, effects=self.effects,
-            readings=self.readings, reasons=self.reasons, changes=self.changes(),
+            readings=self.readings, reasons=self.reasons, changes=self.recommended(),
             left_alone=left_alone, folder=self.folder, interrupted=self.interrupted,
             seconds=time.monotonic() - self.begun, at_most_s=self.at_most_s,
             start=self.start, rebuilding=self.rebuilding,
