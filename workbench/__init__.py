@@ -39,6 +39,7 @@ _LAZY = {
     "Program": "workbench.program.commands",
     "Run": "workbench.benchmarks.runs.results",
     "Sampling": "workbench.model.sampler",
+    "Sweep": "workbench.benchmarks.sweep.result",
     "Toggles": "workbench.config",
     "ab": "workbench.benchmarks.compare.ab",
     "advise": "workbench.benchmarks.advise.advise",

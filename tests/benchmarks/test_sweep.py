@@ -82,6 +82,7 @@ def test_a_sweep_is_read_again_and_shown(whole):
         wb.load(whole.folder / "sweep.json"), whole
     )
     assert len(pd.read_csv(whole.to_csv(whole.folder / "all.csv"))) == 12
+    assert "A/A band" not in whole.summary, "too few repetitions for one"
     assert "9 done, 3 left out" in whole.summary and "3 left out: toggles " in whole.summary
     assert "<table>" in whole._repr_html_() and "clash" in whole._repr_html_()
     table = whole.pivot(["test", "redo_build"], "graph_reuse")
@@ -298,6 +299,7 @@ def test_the_command_takes_lists_and_a_file(call, model, tmp_path):
     assert status == 0 and not out.exists()
     assert "8 cells: 6 missing, 2 left out; " in " ".join(text.split())
     assert "6 cells to measure, in 9 repetitions; how long that takes is unknown" in text
+    assert "--calibrate, or calibrate=True, times one" in " ".join(text.split())
     status, text, err = call(*ask, "-o", "json")
     rows = json.loads(text)
     assert status == 0 and len(rows) == 8 and [row["status"] for row in rows].count("done") == 6
@@ -349,6 +351,15 @@ def test_a_damaged_sweep_is_one_line(whole, tmp_path):
         with pytest.raises(UsageError, match=re.escape(said)) as error:
             Sweep.load(tmp_path)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.long
+def test_a_summary_says_how_far_a_baseline_differs_from_itself(model, tmp_path):
+    made = wb.sweep(model, "tg1", presets="baseline", toggles={"sync": ["per_copy", "packed"]},
+                    device="embedded", repetitions=5, out=tmp_path / "s")  # fmt: skip
+    (row,) = made.to_frame().dropna(subset="band_low").itertuples()
+    band = f"{row.band_low:.3f}..{row.band_high:.3f}"
+    assert f"the widest A/A band of a speedup: {band}" in made.summary.splitlines()
 
 
 # workers ------------------------------------------------------------------------------------------

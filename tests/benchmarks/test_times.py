@@ -219,7 +219,11 @@ def test_a_profile_is_untraced_times_tables_and_a_trace(call, tmp_path):
     wanted = {"untraced us", "untraced gap us", "untraced kernels us"}
     assert wanted <= columns(text, "tg6: untraced")
     titles = [line for line in text.splitlines() if "(traced" in line]
-    assert [t.split(" (")[0] for t in titles] == ["Kernels", "The host", "No kernel runs"]
+    assert [t.split(" (")[0] for t in titles] == [
+        "Kernels",
+        "The host",
+        "Time in which no kernel runs",
+    ]
     assert re.search(r"traced, \d+\.\d\d times as slow as untraced; steps 2 to 4", titles[0])
     assert {"op", "calls", "traced us", "traced GB/s", "traced % read"} <= columns(text, "Kernels")
     made = decoded.chrome(out.read_bytes())

@@ -75,6 +75,9 @@ def test_what_is_left_in_words(clock):
     left = Bar("tg128", 100, "tokens", None, clock=clock, expected_s=60.0)
     clock.now = 3 * S
     assert str(left) == "tg128: 0 of 100 tokens, about 57 s left"
+    left.total = 1000  # as where more rounds turn out to be needed
+    assert left.left_s() == pytest.approx(597)
+    left.total = 100
     left.update(75)
     clock.now = 9 * S
     assert str(left) == "tg128: 75 of 100 tokens, about 3 s left"

@@ -15,9 +15,9 @@ from IPython.core.interactiveshell import InteractiveShell
 import workbench as wb
 
 NAMES = {
-    "AB", "Engine", "EngineConfig", "Profile", "Program", "Run", "Sampling", "Toggles", "ab",
-    "bench", "check", "compare", "kv_visits", "lab", "load", "new_run_folder", "plot", "profile",
-    "runs", "serve_bench",
+    "AB", "Engine", "EngineConfig", "Profile", "Program", "Run", "Sampling", "Sweep",
+    "Toggles", "ab", "bench", "check", "compare", "kv_visits", "lab", "load", "new_run_folder",
+    "plot", "profile", "runs", "serve_bench",
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ RETURNS = re.compile(r"\breturns?\b|\bis given\b", re.IGNORECASE)
 NAMES_IT = re.compile(r"(A|An|One|The|These|All|How) ")  # its first words are what it returns
 # what refuses nothing: tables of what is there, and classes that a function fills
 REFUSES_NOTHING = {
-    "AB", "Profile", "Program", "Run", "kv_visits", "new_run_folder", "runs",
+    "AB", "Profile", "Program", "Run", "Sweep", "kv_visits", "new_run_folder", "runs",
     *(f"AB.{name}" for name in ("summary", "table", "to_frame", "percentiles", "evidence")),
     *(f"Profile.{name}" for name in ("phases", "gaps", "summary", "to_frame")),
 }  # fmt: skip

@@ -108,6 +108,12 @@ def test_what_was_saved_comes_back_without_loss(
     same(wb.Profile.load(tmp_path / f"again-{name}"), prof)
 
 
+def test_an_extension_of_no_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"t\.foo has an unknown extension; the file can be \.pf"):
+        wb.Profile(Recorded([], "events")).save(tmp_path / "t.foo")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", FORMATS[1:3])
 def test_a_run_comes_back_with_its_tables(engine: Any, tmp_path: Path, name: str) -> None:
     with profile(engine, window=(1, 3), nvtx=False) as prof:

@@ -7,10 +7,9 @@ from cyclopts.validators import Number
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, say
-from workbench.cli.outputs import check_extension
 from workbench.cli.traces import are_traces, compare_traces
 from workbench.common.errors import BelowLimit, UsageError, WorkbenchError
-from workbench.common.output import check_writable, write_text
+from workbench.common.output import check_extension, check_writable, write_text
 
 PAGE = Path("reports/compare.html")
 

@@ -11,9 +11,8 @@ from cyclopts.validators import Number
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, as_typed, load, parse_ids, say, say_replays
-from workbench.cli.outputs import check_extension
 from workbench.common.errors import UsageError
-from workbench.common.output import check_writable, writing
+from workbench.common.output import check_extension, check_writable, writing
 from workbench.common.progress import bar
 from workbench.config import BASELINE
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from workbench.cli import flags as f
 from workbench.cli.common import MODELS, model_app, say
-from workbench.cli.outputs import check_extension
+from workbench.common.output import check_extension
 from workbench.model.synth.shapes import PRESETS, QUANTS
 
 

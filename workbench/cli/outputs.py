@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from workbench.cli.common import app, say
 from workbench.common.errors import UsageError
 from workbench.common.nearest import nearest
-from workbench.common.output import look, named
+from workbench.common.output import named
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,17 +57,6 @@ def _formats_in_words(value: str, formats: Sequence[str]) -> str:
     meant = nearest(value, formats)
     asked = "" if meant is None else f" (did you mean -o {meant}?)"
     return f"; formats that -o prints are {', '.join(formats)}{asked}"
-
-
-def check_extension(path: Path, *known: str) -> None:
-    """Raises UsageError for a file name whose extension is not `known`. A name without an extension
-    is fine, and so is a device, a FIFO or a descriptor."""
-    name = path.name.lower()
-    if "." not in name.lstrip(".") or name.endswith(known) or look(path).is_direct:
-        return
-    raise UsageError(
-        f"{named(path)} has an unknown extension; the file can be {' or '.join(known)}"
-    )
 
 
 def check_run_name(folder: Path | None) -> None:

@@ -7,12 +7,9 @@ from typing import Annotated
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, load, say
-from workbench.cli.outputs import check_extension
 from workbench.common.errors import UsageError
 from workbench.common.nearest import choices
-from workbench.common.output import check_writable
-
-TRACES = (".pftrace.gz", ".pftrace", ".json.gz", ".json")
+from workbench.common.output import check_extension, check_writable
 
 
 @app.command
@@ -53,7 +50,7 @@ def profile(
     from workbench.common.tables import show, terminal_columns
     from workbench.report import profiles
     from workbench.trace.analysis import BY
-    from workbench.trace.profile import COLLECTORS, parse_window
+    from workbench.trace.profile import COLLECTORS, TRACES, parse_window
 
     workload, asked = parse(test), parse_window(window)
     for flag, value, known in (("--by", by, BY), ("--collector", collector, COLLECTORS)):

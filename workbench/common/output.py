@@ -283,6 +283,17 @@ def refusing(shown: Path) -> Iterator[None]:
         raise UsageError(f"{named(shown)} cannot be written: it is no file name") from error
 
 
+def check_extension(path: Path, *known: str) -> None:
+    """Raises UsageError for a file name whose extension is not `known`. A name without an extension
+    is fine, and so is a device, a FIFO or a descriptor."""
+    name = path.name.lower()
+    if "." not in name.lstrip(".") or name.endswith(known) or look(path).is_direct:
+        return
+    raise UsageError(
+        f"{named(path)} has an unknown extension; the file can be {' or '.join(known)}"
+    )
+
+
 def named(path: Path) -> str:
     """A path for a message: in one line, whatever letters it has."""
     return str(path) if str(path).isprintable() else repr(str(path))

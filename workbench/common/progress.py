@@ -90,7 +90,8 @@ class Bar:
     """Work under way: `done` of `total` units.
 
     total: None where it is not known.
-    expected_s: what the whole work may take, where that is known in advance.
+    expected_s: what the whole work may take, where that is known in advance. Where `total` is set
+        anew later, the work may take as much more or less.
     detail: words that are shown at the end of the line; the caller may set them.
     """
 
@@ -105,7 +106,8 @@ class Bar:
     ):
         self.what, self.total, self.unit, self.detail = what, total, unit, ""
         self.done = 0.0
-        self._out, self._clock, self._expected_s = out, clock, expected_s
+        self._out, self._clock = out, clock
+        self._each_s = expected_s / total if expected_s is not None and total else None
         self._begun = clock()
         self._drawn: Any = None  # of tqdm, once there is something to draw
         self._redrawn = out is not None and _redraws(out)
@@ -127,8 +129,8 @@ class Bar:
         if not self.total or self.done >= self.total:
             return None
         share = self.done / self.total
-        if self._expected_s is not None and share < TRUSTED_SHARE:
-            return max(self._expected_s - elapsed, 0.0)
+        if self._each_s is not None and share < TRUSTED_SHARE:
+            return max(self._each_s * self.total - elapsed, 0.0)
         return elapsed * (1 - share) / share if share else None
 
     def __str__(self) -> str:

@@ -53,7 +53,9 @@ class Toggles:
     are made with `dataclasses.replace`. `ROWS` says which room reads a toggle, which thread it
     comes from, and what it may do to the logits.
 
-    Raises UsageError for a toggle or a value that does not exist, and for two toggles that clash.
+    Raises UsageError for a toggle or a value that does not exist, and for given toggles that clash
+    on any device. What a value needs beside it (`launch_ahead=on` needs plans) is checked where an
+    engine is opened with the set.
     """
 
     sync: str = _toggle("sync")

@@ -161,7 +161,7 @@ def lines(found: Any, by: str = "op") -> list[tuple[str, Table]]:
         (f"Kernels ({each}; {read.note}{cached})", kernels_table(kernels, sizes)),
         (f"The host ({each})", phases_table(trace.phases(), found.phases)),
         (
-            f"No kernel runs ({traced}; the step in the middle){none}",
+            f"Time in which no kernel runs ({traced}; the step in the middle){none}",
             gaps_table(gaps, sum(sizes.values())),
         ),
     ]

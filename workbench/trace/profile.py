@@ -34,6 +34,7 @@ from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
 from workbench.common.framed import Framed
 from workbench.common.nearest import choices
+from workbench.common.output import check_extension
 from workbench.engine import exclusive, ready
 from workbench.trace import analysis, critical, perfetto
 from workbench.trace.cupti import collector as cupti
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
 TRACED = "traced, not for throughput"
+TRACES = (".pftrace.gz", ".pftrace", ".json.gz", ".json")  # ends of names that `save` knows
 COLLECTORS = ("auto", "events", "cupti")
 
 # column of a frame -> its pandas type
@@ -294,9 +296,13 @@ class Profile(Framed):
         return self.timeline.summary()
 
     def kernels(self, by: str = "op", read_gbps: float | None = None) -> pd.DataFrame:
-        """A row per op, node or kernel (`by`), the longest time first: calls, time in us, share,
-        bytes, GB/s, and the share of `read_gbps`, the read bandwidth of the device in GB/s.
-        `analysis.kernels` lists the columns. Raises UsageError for another `by`."""
+        """A row per op, node or kernel (`by`): calls, time in us, share, bytes, GB/s, and the share
+        of `read_gbps`, the read bandwidth of the device in GB/s.
+
+        Small steps come before large ones. Within a size the longest time comes first, by the
+        median over the steps (`traced_us_per_step`). `analysis.kernels` lists the columns. Raises
+        UsageError for another `by`.
+        """
         return analysis.kernels(self.to_frame(), by, read_gbps)
 
     def phases(self) -> pd.DataFrame:
@@ -313,11 +319,13 @@ class Profile(Framed):
         return critical.critical_path(self.timeline.spans, step)
 
     def save(self, path: str | PathLike[str]) -> int:
-        """Writes a trace with model, toggles and commit, and returns its size in bytes. Raises
-        UsageError where the file cannot be written. The format
-        is Perfetto's, or Chrome's JSON where `path` ends in .json; .gz after either means gzipped.
-        `load` reads both.
+        """Writes a trace with model, toggles and commit, and returns its size in bytes.
+
+        The format is Perfetto's, or Chrome's JSON where `path` ends in .json; .gz after either
+        means gzipped. `load` reads both. Raises UsageError where the file cannot be written, and
+        for an extension that is none of TRACES.
         """
+        check_extension(Path(path), *TRACES)
         spans = self.timeline.spans
         kept = saved.recording(
             len(spans), self.note, self.collector, self.fallback, self.windows, self.slowdown

@@ -11,7 +11,6 @@ fixed number of rounds, or rounds until the interval is narrow enough (`until`).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -155,9 +154,7 @@ class Trials:
         """Labelled `tg128`, or `tg128 (test 2 of 3)` where there are several tests."""
         number, n = self.workloads.index(workload) + 1, len(self.workloads)
         label = f"{workload} (test {number} of {n})" if n > 1 else workload.name
-        limit_s = self.until.at_most_s if self.until else math.inf
-        expected_s = min(n_left * self._each_s, limit_s)
-        return bar(label, n_left * workload.n_cells, "tokens", expected_s)
+        return bar(label, n_left * workload.n_cells, "tokens", n_left * self._each_s)
 
     def _rounds(self, workload: w.Workload) -> Iterator[tuple[int, int]]:
         """The rounds to run, each with the expected number of rounds. The engines are warmed up

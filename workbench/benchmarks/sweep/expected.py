@@ -44,7 +44,10 @@ class Expected(NamedTuple):
             return "every cell is measured"
         said = f"{self.cells} cells to measure, in {self.repetitions} repetitions"
         if self.unknown == self.cells:
-            return f"{said}; how long that takes is unknown, since no cell like them was measured"
+            return (
+                f"{said}; how long that takes is unknown, since no cell like them was measured "
+                "(--calibrate, or calibrate=True, times one)"
+            )
         known = f"about {duration(self.seconds)} {self.by}, loading not included"
         rest = f"; {self.unknown} cells have no known time" if self.unknown else ""
         return f"{said}; {known}{rest}"

@@ -36,9 +36,11 @@ _NOT_PASSED = ("label", "arm", "test", "is_control", "tps_baseline", "tps_toggle
 
 
 class Sweep(Framed):
-    """A sweep, finished or not.
+    """A sweep, finished or not. `wb.sweep` and `wb.load` make it.
 
     folder: where its run folders are.
+    record: the content of its `sweep.json`.
+    found: its groups of cells that have a run folder.
     expected: what is left to measure, and how long it takes; None where the sweep was read.
     interrupted: it ended with Ctrl-C.
 
@@ -156,12 +158,15 @@ class Sweep(Framed):
 
     @property
     def summary(self) -> str:
-        """Sentences: how many cells there are of each status, where they are, why cells are left
-        out or failed, and what is left."""
+        """Sentences: how many cells there are of each status, where they are, how far baselines
+        differ from themselves, why cells are left out or failed, and what is left."""
         frame = self.to_frame()
         counts = frame["status"].value_counts(sort=False)
         said = ", ".join(f"{n} {status}" for status, n in counts.items())
         lines = [f"{len(frame)} cells: {said}; {self.folder}"]
+        if frame["band_low"].notna().any():
+            band = stats.interval(frame["band_low"].min(), frame["band_high"].max())
+            lines.append(f"the widest A/A band of a speedup: {band}")
         reasons = frame[frame["reason"].fillna("") != ""]
         for (status, why), rows in reasons.groupby(["status", "reason"], sort=False):
             lines.append(f"{len(rows)} {status}: {why}")
