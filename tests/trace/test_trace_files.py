@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,21 @@ def test_slowdown_compares_steps_of_as_many_tokens() -> None:
         recorder.untraced(1, ns)
     recorder.untraced(64, 1)
     slowdown = recorder.slowdown
-    assert slowdown == (1, 310.0, 3, 155.0, 3) and slowdown.ratio == 2.0
+    assert slowdown == (1, 310.0, 3, 155.0, 3, 0.0) and slowdown.ratio == 2.0
+    assert "between" not in str(slowdown)
+    for ns in (90_000, 80_000, 70_000):
+        recorder.read(ns)
+    assert recorder.slowdown == slowdown._replace(reading_us=80.0)
+    assert "; 80 us between two traced steps are the trace's own" in str(recorder.slowdown)
+
+
+def test_a_trace_by_marks_tells_what_reading_them_took(engine: Any) -> None:
+    """That time lies between the steps, where it would look like the device's waiting."""
+    with profile(engine, window=(2, 3), nvtx=False, collector="events") as prof:
+        engine.generate(tokens=[1, 2, 3], max_tokens=8)
+    steps = [s for s in prof.recorder.spans if s.category == "step"]
+    between = [b.start_ns - a.end_ns for a, b in itertools.pairwise(steps)]
+    assert 0 < prof.slowdown.reading_us * 1e3 <= max(between)
 
 
 def test_the_recorder_before_is_put_back(engine: Any) -> None:

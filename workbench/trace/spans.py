@@ -40,10 +40,15 @@ class Span(NamedTuple):
     args: dict[str, Any]
 
 
+WORTH_SAYING = 0.01  # of an untraced step
+
+
 class Slowdown(NamedTuple):
     """The median time of a step of n_tokens tokens, traced and untraced, in us.
 
     n_traced, n_untraced: how many steps were compared.
+    reading_us: what the trace took after a step, to read its marks on the device; the median. It is
+        no part of a step, and lies between this step and the next.
     """
 
     n_tokens: int
@@ -51,6 +56,7 @@ class Slowdown(NamedTuple):
     n_traced: int
     untraced_us: float
     n_untraced: int
+    reading_us: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -58,10 +64,16 @@ class Slowdown(NamedTuple):
         return self.traced_us / self.untraced_us
 
     def __str__(self) -> str:
-        return (
+        said = (
             f"a traced step took {self.ratio:.2f} times an untraced one ({self.traced_us:.0f} us, "
             f"median of {self.n_traced}, for {self.untraced_us:.0f} us, median of "
             f"{self.n_untraced})"
+        )
+        if self.reading_us < WORTH_SAYING * self.untraced_us:
+            return said
+        return (
+            f"{said}; {self.reading_us:.0f} us between two traced steps are the trace's own, "
+            "which reads its marks there"
         )
 
 
@@ -114,6 +126,7 @@ class Recorder:
         self._origin: int | None = None
         self._step = 0
         self._untraced: list[tuple[int, int]] = []  # tokens and ns of steps outside the window
+        self._reading_ns: list[int] = []  # the time to read the marks of a step, of each traced one
         # The program of each traced step, by its shape and its number of commands. Programs of one
         # shape have equal launches, so one program is kept for all of them.
         self._key_of: dict[int, tuple[Any, int]] = {}
@@ -131,6 +144,10 @@ class Recorder:
     def untraced(self, n_tokens: int, ns: int) -> None:
         """Notes that a step of n_tokens tokens took `ns` on the untraced path."""
         self._untraced.append((n_tokens, ns))
+
+    def read(self, ns: int) -> None:
+        """Notes that reading the marks of a traced step took `ns` after it."""
+        self._reading_ns.append(ns)
 
     def runs(self, program: Any, step: int) -> None:
         """Notes that the commands of `program` will now be issued, traced, as step `step`."""
@@ -205,8 +222,9 @@ class Recorder:
             return None
         n = max(both, key=lambda n: len(traced[n]))
         return Slowdown(
-            n, median(traced[n]) / 1e3, len(traced[n]), median(untraced[n]) / 1e3, len(untraced[n])
-        )
+            n, median(traced[n]) / 1e3, len(traced[n]), median(untraced[n]) / 1e3, len(untraced[n]),
+            median(self._reading_ns or [0]) / 1e3,
+        )  # fmt: skip
 
     def program_of(self, step: int) -> Any:
         """A program with the launches of traced step number `step`; None if not known."""

@@ -97,11 +97,13 @@ class Trace(Watch):
 
     def end(self, waited: bool) -> None:
         self.fail()
-        for time in self._times.read(self._step, waited):  # now: reading is no part of a step
+        begun = now_ns()  # reading is no part of a step
+        for time in self._times.read(self._step, waited):
             span = span_of(time)
             self._recorder.add(
                 span.name, span.category, span.lane, span.start_ns, span.end_ns, **span.args
             )
+        self._recorder.read(now_ns() - begun)
 
     def fail(self) -> None:
         self._span.__exit__(None, None, None)
