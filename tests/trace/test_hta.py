@@ -102,6 +102,27 @@ def test_two_of_our_traces_have_a_difference(analysed: dict[str, Analysed]) -> N
     assert {"mul_mat", "attention", "Qcur-0", "cudaLaunchKernel"} <= set(changed["unchanged"])
 
 
+def test_a_trace_of_plans_has_fewer_calls_than_events(loaded: Any, tmp_path: Path) -> None:
+    from hta.trace_analysis import TraceAnalysis
+
+    plans = wb.Toggles(
+        graph_reuse="set_rows", sync="packed_implicit", plans="ours", plan_scope="step"
+    )
+    with loaded.variant(plans) as engine:
+        engine.prefill([1, 2, 3])
+        with profile(engine, nvtx=False) as prof:
+            for token in range(6):
+                engine.step([token])
+    prof.save(tmp_path / "t.json.gz")
+    frame = prof.to_frame()
+    assert len(frame) > 127, "what does not fit the smallest integers"
+    read = TraceAnalysis(trace_dir=str(tmp_path), include_last_profiler_step=True)
+    (row,) = read.get_temporal_breakdown(visualize=False).to_dict("records")
+    device = frame[frame["category"] == "device"]
+    ends = device["start_us"] + device["dur_us"]
+    assert row["kernel_time(us)"] == pytest.approx(ends.max() - device["start_us"].min(), abs=1)
+
+
 def test_the_page_says_which_hta_ran() -> None:
     version = importlib.metadata.version("HolisticTraceAnalysis")
     assert f"HolisticTraceAnalysis {version}" in PAGE.read_text()

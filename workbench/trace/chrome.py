@@ -59,6 +59,9 @@ STREAM = "stream"
 # work, and a second event with a correlation would count its work twice.
 RESERVED = (STREAM, "device", "correlation", "External id")
 FIRST_STREAM = 1  # HTA takes stream 0 for none
+# HTA 0.5.0 takes the smallest integers that hold all correlations, and then puts numbers of events
+# into them. A plan is one call for hundreds of events, so small correlations would have no room.
+FIRST_CORRELATION = 1 << 20
 
 
 def encode(spans: Iterable[Span], about: Mapping[str, Any] | None = None) -> bytes:
@@ -136,9 +139,10 @@ class _Kineto:
     def __init__(self, spans: list[Span], devices: list[str]) -> None:
         self._spans = spans
         self._device_of = {name: n for n, name in enumerate(devices)}
-        # number of a span -> the correlation of a call and its work, from 1 on
+        # number of a span -> the correlation of a call and its work
         self._correlation: dict[int, int] = {}
-        for number, (host, work) in enumerate(sorted(device_spans(spans).items()), start=1):
+        first = FIRST_CORRELATION
+        for number, (host, work) in enumerate(sorted(device_spans(spans).items()), start=first):
             self._correlation |= dict.fromkeys([host, *work], number)
 
     def events(self, n: int) -> list[tuple[str, str, dict[str, Any]]]:
