@@ -496,9 +496,10 @@ def test_calls_of_the_driver_are_kineto_s_too() -> None:
     ]
     events = [e for e in json.loads(chrome.encode(made))["traceEvents"] if e["ph"] == "X"]
     assert [(e["cat"], e["name"], e["args"].get("correlation")) for e in events] == [
-        ("cpu_op", "q", None), ("cuda_runtime", "cudaLaunchKernel", 1),
+        ("cpu_op", "q", None), ("cuda_runtime", "cudaLaunchKernel", chrome.FIRST_CORRELATION),
         ("cuda_driver", "cuLaunchKernelEx", None), ("cuda_runtime", "cudaGetDevice", None),
-        ("cuda_sync", "stream synchronize", None), ("cpu_op", "x", None), ("kernel", "mmvq", 1),
+        ("cuda_sync", "stream synchronize", None), ("cpu_op", "x", None),
+        ("kernel", "mmvq", chrome.FIRST_CORRELATION),
     ]  # fmt: skip
 
 
