@@ -26,6 +26,17 @@ class Analysed(NamedTuple):
     folder: Path
 
 
+def traced(loaded: Any, toggles: wb.Toggles, folder: Path, n_tokens: int) -> pd.DataFrame:
+    """The frame of a trace of n_tokens tokens behind a prompt, which is written to the folder."""
+    with loaded.variant(toggles) as engine:
+        engine.prefill([1, 2, 3])
+        with profile(engine, nvtx=False) as prof:
+            for token in range(n_tokens):
+                engine.step([token])
+    prof.save(folder / "t.json.gz")
+    return prof.to_frame()
+
+
 @pytest.fixture(scope="module")
 def analysed(loaded: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Analysed]:
     from hta.trace_analysis import TraceAnalysis
@@ -35,13 +46,7 @@ def analysed(loaded: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         patched.setenv("HTA_DISABLE_NS_ROUNDING", "1")  # else a kernel of 0.4 us has -1 us
         for name, toggles in ARMS.items():
             folder = tmp_path_factory.mktemp(name)
-            with loaded.variant(toggles) as engine:
-                engine.prefill([1, 2, 3])
-                with profile(engine, nvtx=False) as prof:
-                    for token in range(4):
-                        engine.step([token])
-            prof.save(folder / "t.json.gz")
-            frame = prof.to_frame()
+            frame = traced(loaded, toggles, folder, 4)
             read = TraceAnalysis(trace_dir=str(folder), include_last_profiler_step=True)
             found[name] = Analysed(frame[frame["category"] == "device"], read, folder)
         yield found
@@ -108,13 +113,7 @@ def test_a_trace_of_plans_has_fewer_calls_than_events(loaded: Any, tmp_path: Pat
     plans = wb.Toggles(
         graph_reuse="set_rows", sync="packed_implicit", plans="ours", plan_scope="step"
     )
-    with loaded.variant(plans) as engine:
-        engine.prefill([1, 2, 3])
-        with profile(engine, nvtx=False) as prof:
-            for token in range(6):
-                engine.step([token])
-    prof.save(tmp_path / "t.json.gz")
-    frame = prof.to_frame()
+    frame = traced(loaded, plans, tmp_path, 6)
     assert len(frame) > 127, "what does not fit the smallest integers"
     read = TraceAnalysis(trace_dir=str(tmp_path), include_last_profiler_step=True)
     (row,) = read.get_temporal_breakdown(visualize=False).to_dict("records")

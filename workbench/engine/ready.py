@@ -2,8 +2,7 @@
 
 A step compiles what it launches and no cache has, one kernel after the other. Here the kernels of
 many steps are found first, of several engines together, and a backend compiles several at a time.
-Eight variants of an engine on an H100 with 16 cores wait for the slowest kernels once, not eight
-times.
+So variants of an engine wait for the slowest kernel once, and not each for its own.
 """
 
 from __future__ import annotations

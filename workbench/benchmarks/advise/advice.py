@@ -254,7 +254,7 @@ class Advice(Framed):
         if self.changes and not measured:
             lines.append("the changes were measured one by one, and not together")
         if not self.changes and measured:
-            lines.append(f"each change was faster by itself, together they are not: keep {BEST}")
+            lines.append(f"each change was faster by itself, together they fail: keep {BEST}")
         if not self.changes and not measured:
             lines.append(f"no change of {BEST} was faster, so there is none to make")
         return lines

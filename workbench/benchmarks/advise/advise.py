@@ -51,7 +51,7 @@ from workbench.benchmarks.advise.chunks import (
 from workbench.benchmarks.compare.ab import compare_arms
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.idle import why_same
-from workbench.benchmarks.compare.stats import FASTER, SLOWER
+from workbench.benchmarks.compare.stats import FASTER, SAME, SLOWER
 from workbench.benchmarks.given import EngineOrPath, given_engine
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.workload import (
@@ -423,10 +423,10 @@ class _Adviser:
         return changes
 
     def recommended(self) -> dict[str, str]:
-        """`changes`; none where they were measured together, and are no faster than `best` or give
-        another answer."""
+        """`changes`; none where they were measured together, and are not faster than `best` or give
+        another answer. Too few rounds tell nothing against them."""
         together = self.effects.get((None, BEST))
-        fails = together is not None and (together.verdict != FASTER or not together.holds)
+        fails = together is not None and (together.verdict in (SAME, SLOWER) or not together.holds)
         return {} if fails else self.changes()
 
     def _gain_of(self, added: dict[str, str]) -> float:
