@@ -31,6 +31,7 @@ MODEL, TEST, DEPTH, PARALLEL, PRESET, SET = (
     "model", "test", "n_depth", "n_parallel", "preset", "set",
 )  # fmt: skip
 SETTINGS = {f.name: f.default for f in fields(EngineConfig)}
+AXES = (MODEL, TEST, DEPTH, PARALLEL, *SETTINGS, PRESET, SET, *FAMILIES, *Toggles.names())
 MOST_CELLS = 100_000  # of a product: more take days at a second each
 Rule = Mapping[str, Any]  # of an exclusion: axis -> a value, or several
 # keys of a TOML file outside of the tables `toggles` and `engine`: the argument of `matrix_of`
@@ -139,7 +140,8 @@ def matrix_of(
     repetitions: int = 5,
     seed: int = 0,
 ) -> Matrix:
-    """The matrix of these axes. A single value stands for a list of one.
+    """The matrix of these axes. A single value stands for a list of one. A text with commas stands
+    for a list of tests, of presets, or of values of a toggle.
 
     Raises UsageError, with one line, for an axis or a value that does not exist, for an axis
     without a value, and for two models of one name.
@@ -156,7 +158,7 @@ def matrix_of(
         axes[name] = found
 
     add(MODEL, [str(path) for path in _several(models)])
-    add(TEST, [workload.name for workload in parse_tests(_tests(tests))])
+    add(TEST, [workload.name for workload in parse_tests(list(filter(None, _split(tests))))])
     for name, numbers in ((DEPTH, n_depth), (PARALLEL, n_parallel)):
         if _several(numbers):
             add(name, numbers, int)
@@ -176,7 +178,7 @@ def matrix_of(
     for device in axes.get("device", ()):
         if not devices.computes(device):
             raise UsageError(f"device {device!r} computes nothing: it has no times; name another")
-    add(PRESET, presets)
+    add(PRESET, _split(presets))
     for preset in axes[PRESET]:
         TogglePreset(preset)
     if _several(sets):
@@ -185,7 +187,7 @@ def matrix_of(
             TogglePreset(BASELINE, parse_changes(text))
     for name, values in (toggles or {}).items():
         known = Toggles.values(name)
-        add(name, [as_value(name, value, known) for value in _several(values)])
+        add(name, [as_value(name, value, known) for value in _split(values)])
     _check(axes)
     if repetitions < 1:
         raise UsageError(f"repetitions={repetitions}: give 1 or more")
@@ -203,9 +205,12 @@ def _several(values: Any) -> list[Any]:
     return list(values)
 
 
-def _tests(tests: Any) -> Any:
-    """Names of tests; a text may have several, as `pp64,tg32`."""
-    return [name for text in _several(tests) for name in str(text).split(",") if name.strip()]
+def _split(values: Any) -> list[Any]:
+    """Tests, presets, or values of a toggle; a text may have several, as `pp64,tg32`."""
+    found = list[Any]()
+    for value in _several(values):
+        found += map(str.strip, value.split(",")) if isinstance(value, str) else [value]
+    return found
 
 
 def _check(axes: Mapping[str, Sequence[Any]]) -> None:

@@ -54,7 +54,8 @@ def sweep(
 
     models: GGUF files.
     tests: llama-bench's names, as `["pp512", "tg128"]`; default tg32.
-    toggles: values of toggles or families, as `{"sync": ["per_copy", "packed"]}`.
+    toggles: values of toggles or families, as `{"sync": ["per_copy", "packed"]}`, or as the command
+        takes them, `{"sync": "per_copy,packed"}`.
     sets: toggles that go together, as `["", "plans=ours plan_scope=step sync=packed_implicit"]`;
         an axis of its own.
     presets: where toggles begin; default `best`.
