@@ -138,7 +138,7 @@ class _Cells(NamedTuple):
     @classmethod
     def from_frame(cls, table: pd.DataFrame) -> _Cells:
         attrs = {name: table.attrs.get(name) for name in _KEPT}
-        if table.index.name is not None:
+        if any(name is not None for name in table.index.names):
             table = table.reset_index()
         columns = [str(c) for c in table.columns]
         digits: Mapping[str, int] = attrs["digits"] or {}
