@@ -170,6 +170,9 @@ def test_a_dry_run_is_honest(model, whole, tmp_path):
     dry = wb.sweep(**ask)
     assert dry.expected.cells == dry.expected.unknown == 9 and dry.expected.repetitions == 3 * 4
     assert "how long that takes is unknown" in dry.summary and not (tmp_path / "s").exists()
+    one = wb.sweep(model, "tg2", dry_run=True, repetitions=1, device="embedded", out=tmp_path / "s")
+    assert one.summary.startswith("1 cell: 1 missing; ")
+    assert "1 cell to measure, in 1 repetition; how long" in one.summary
     dry = wb.sweep(calibrate=True, **ask)
     assert dry.expected.unknown == 0 and dry.expected.seconds > 0
     assert "by one repetition of each test" in dry.summary and not (tmp_path / "s").exists()

@@ -23,6 +23,7 @@ from workbench.cli.outputs import RowFormat, TableFormat, check_run_name, print_
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.nearest import choices
 from workbench.common.output import check_folder
+from workbench.common.sizes import counted
 from workbench.config import BASELINE, EngineConfig, Toggles
 
 NOTEBOOKS = Path("notebooks")
@@ -348,7 +349,7 @@ def report(
     comparisons = [AB.load(folder) for folder in fresh]
     if comparisons:
         show(speedup_table(*comparisons))
-    print(f"{len(pages)} reports in {out.resolve()}")
+    print(f"{counted(len(pages), 'report')} in {out.resolve()}")
 
 
 def _notebook(name: str) -> Path:

@@ -21,6 +21,7 @@ from workbench.benchmarks.sweep.store import FoundGroup, SweepFolder, SweepRecor
 from workbench.common.errors import UsageError
 from workbench.common.framed import Framed
 from workbench.common.nearest import choices
+from workbench.common.sizes import counted
 from workbench.common.tables import Table, markdown, terminal_columns, to_html
 from workbench.config import said_toggles
 
@@ -178,7 +179,7 @@ class Sweep(Framed):
         frame = self.to_frame()
         counts = frame["status"].value_counts(sort=False)
         said = ", ".join(f"{n} {status}" for status, n in counts.items())
-        lines = [f"{len(frame)} cells: {said}; {self.folder}"]
+        lines = [f"{counted(len(frame), 'cell')}: {said}; {self.folder}"]
         if frame["band_low"].notna().any():
             band = stats.interval(frame["band_low"].min(), frame["band_high"].max())
             lines.append(f"the widest A/A band of a speedup: {band}")
