@@ -132,7 +132,7 @@ def serve(
     gc.collect()
     gc.freeze()
 
-    serve_http(
+    stopped = serve_http(
         lambda n_fronts: start(settings, n_fronts),
         texts,
         template,
@@ -147,6 +147,8 @@ def serve(
         Listening(server.host, server.port, server.drain),
         say,
     )
+    if stopped is not None:
+        raise SystemExit(128 + stopped)
 
 
 def _text(path: Path | None) -> str | None:
