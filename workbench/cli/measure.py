@@ -36,7 +36,7 @@ PROMPTS, GENS, DEPTHS = ["512"], ["128"], ["0"]  # llama-bench's
 @app.command
 def bench(
     *,
-    model: Annotated[list[Path], f.flag("GGUF file; can be given again", "--model -m")],
+    model: f.ModelPaths,
     n_prompt: Annotated[
         Listed, f.flag("tokens of a prompt, as 512,1024; 0: none", "--n-prompt -p")
     ] = PROMPTS,

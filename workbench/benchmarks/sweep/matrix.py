@@ -149,7 +149,7 @@ def matrix_of(
     axes: dict[str, tuple[Any, ...]] = {}
 
     def add(name: str, values: Any, kind: type = str) -> None:
-        found = tuple(dict.fromkeys(_several(values)))
+        found = tuple(dict.fromkeys(several(values)))
         if not found:
             raise UsageError(f"{name} has no value, so the matrix has no cell; give one or more")
         for value in found:
@@ -157,10 +157,10 @@ def matrix_of(
                 raise UsageError(f"{name}={value!r} is no {_KINDS[kind]}")
         axes[name] = found
 
-    add(MODEL, [str(path) for path in _several(models)])
+    add(MODEL, [str(path) for path in several(models)])
     add(TEST, [workload.name for workload in parse_tests(list(filter(None, _split(tests))))])
     for name, numbers in ((DEPTH, n_depth), (PARALLEL, n_parallel)):
-        if _several(numbers):
+        if several(numbers):
             add(name, numbers, int)
             least = 0 if name == DEPTH else 1
             if low := [n for n in axes[name] if n < least]:
@@ -170,7 +170,7 @@ def matrix_of(
             raise UsageError(f"axis {name!r} does not exist; {choices(name, SETTINGS)}")
     for name in (n for n in SETTINGS if n in engine):
         if name == "override_tensor":  # a list is its one value
-            axes[name] = (tuple(_several(engine[name])),)
+            axes[name] = (tuple(several(engine[name])),)
         else:
             add(name, engine[name], type(SETTINGS[name]))
         for value in axes[name]:
@@ -181,7 +181,7 @@ def matrix_of(
     add(PRESET, _split(presets))
     for preset in axes[PRESET]:
         TogglePreset(preset)
-    if _several(sets):
+    if several(sets):
         add(SET, sets)
         for text in axes[SET]:
             TogglePreset(BASELINE, parse_changes(text))
@@ -199,7 +199,8 @@ def matrix_of(
 _KINDS = {int: "whole number", str: "text", bool: "true or false"}
 
 
-def _several(values: Any) -> list[Any]:
+def several(values: Any) -> list[Any]:
+    """A list of values; a single value is a list of one."""
     if isinstance(values, str | Path) or not isinstance(values, Iterable):
         return [values]
     return list(values)
@@ -208,7 +209,7 @@ def _several(values: Any) -> list[Any]:
 def _split(values: Any) -> list[Any]:
     """Tests, presets, or values of a toggle; a text may have several, as `pp64,tg32`."""
     found = list[Any]()
-    for value in _several(values):
+    for value in several(values):
         found += map(str.strip, value.split(",")) if isinstance(value, str) else [value]
     return found
 
@@ -235,7 +236,7 @@ def _check(axes: Mapping[str, Sequence[Any]]) -> None:
 def _rules(exclude: Any, axes: Mapping[str, Sequence[Any]]) -> Iterable[dict[str, tuple[str, ...]]]:
     """The exclusions, each as the values of its axes. Raises UsageError for an axis that the matrix
     does not have, and for a value that no cell has."""
-    for one in [exclude] if isinstance(exclude, Mapping) else _several(exclude):
+    for one in [exclude] if isinstance(exclude, Mapping) else several(exclude):
         rule = dict(_pair(part) for part in one.split()) if isinstance(one, str) else dict(one)
         if not rule:
             raise UsageError("an exclusion names no axis; write it as 'sync=packed n_ubatch=128'")
@@ -244,7 +245,7 @@ def _rules(exclude: Any, axes: Mapping[str, Sequence[Any]]) -> Iterable[dict[str
             if axis not in axes:
                 raise UsageError(f"no cell has an axis {axis!r} to exclude; {choices(axis, axes)}")
             own = [Path(v).stem if axis == MODEL else str(v) for v in axes[axis]]
-            made[axis] = tuple(_said(v, axis) for v in _several(values))
+            made[axis] = tuple(_said(v, axis) for v in several(values))
             for value in made[axis]:
                 if value not in own:
                     raise UsageError(
