@@ -68,14 +68,13 @@ def listen(host: str, port: int) -> socket.socket:
 class FrontServer(uvicorn.Server):
     """uvicorn's server, which still answers while running requests are finished.
 
-    front: takes its requests.
     stopped_by: the signal that told it to end.
     n_given_up: answers that were not finished in time.
     """
 
     def __init__(self, config: uvicorn.Config, front: Front, engine: EngineHandle, drain_s: float):
         super().__init__(config)
-        self.front, self._engine, self._drain_s = front, engine, drain_s
+        self._front, self._engine, self._drain_s = front, engine, drain_s
         self._until: float | None = None
         self.stopped_by: signal.Signals | None = None
         self.n_given_up = 0
@@ -90,20 +89,20 @@ class FrontServer(uvicorn.Server):
     def finish(self) -> None:
         """Ends the server gracefully."""
         self._until = time.monotonic() + self._drain_s
-        self.front.refuse_new()
+        self._front.refuse_new()
 
     async def on_tick(self, counter: int) -> bool:
         if self._until is None:
             return await super().on_tick(counter)
         late = time.monotonic() > self._until
+        self.n_given_up = self._front.n_pending if late else 0
         if late:
-            self.n_given_up = self.front.n_pending
-            self.front.give_up()
-        return late or self.front.n_pending == 0
+            self._front.give_up()
+        return late or self._front.n_pending == 0
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        await self.front.finish()
+        await self._front.finish()
 
 
 def serve(
@@ -164,7 +163,7 @@ def serve(
             _end(engine, graceful=front.state == FINISHING)
             connection.close()
         if server.stopped_by is not None:
-            say(f"ended by {server.stopped_by.name}; {_left(server, listening.drain_s)}")
+            say(f"ended by {server.stopped_by.name}; {_left(front, server, listening.drain_s)}")
             return server.stopped_by
         if front.state == DEAD and not loaded:
             raise DeviceError("the engine process ended before it had loaded the model; see above")
@@ -173,9 +172,9 @@ def serve(
         return None
 
 
-def _left(server: FrontServer, drain_s: float) -> str:
+def _left(front: Front, server: FrontServer, drain_s: float) -> str:
     """What became of the answers under way when a signal came, in words."""
-    if server.front.state == DEAD:  # a supervisor sends the signal to the whole group
+    if front.state == DEAD:  # a supervisor sends the signal to the whole group
         return "the engine process ended before it was told to, and its answers with it"
     if server.n_given_up:
         return f"{counted(server.n_given_up, 'answer')} not finished within {drain_s:g} s"
