@@ -37,6 +37,11 @@ import pandas as pd
 NO_TERMINAL = 100  # columns, where standard output is no terminal and COLUMNS is not set
 NARROWEST = 40
 PROSE = 24  # a text longer than this may leave its column
+# of a page: a table that is wider or longer than the window scrolls in a box, which is in view as a
+# whole, with both scroll bars; the names of the columns stay in view
+BOX_CSS = """.wide{overflow:auto;max-height:85vh}
+.wide thead th{position:sticky;top:0;background:#fff}
+@media print{.wide{overflow:visible;max-height:none}}"""
 _KEPT = ("constant", "groups", "keys", "digits", "code", "right")
 _CODE = re.compile(r"`([^`]+)`")
 
@@ -118,6 +123,11 @@ def to_html(table: pd.DataFrame) -> str:
         + f"<table><thead>{row('th', cells.columns)}</thead>"
         + f"<tbody>{''.join(row('td', values) for values in cells.rows)}</tbody></table>"
     )
+
+
+def boxed_html(table: pd.DataFrame) -> str:
+    """The frame as HTML in a box that scrolls; the page has BOX_CSS."""
+    return f'<div class="wide" tabindex="0">{to_html(table)}</div>'
 
 
 def prose_html(text: str) -> str:
