@@ -447,7 +447,9 @@ def skipping(
     recorded: the recorded fit in words; may be empty.
     """
     ways = ragged[~ragged["is_control"]]
-    by_phase = {"to the first token": _of(ways, "prompts"), "between tokens": _of(ways, "generated")}
+    by_phase = {
+        "to the first token": _of(ways, "prompts"), "between tokens": _of(ways, "generated"),
+    }  # fmt: skip
     most = prompts[prompts["x"] == prompts["x"].max()]
     lines = [
         against(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,17 +175,19 @@ def measured(
 ) -> dict[str, Steady]:
     """The same load for each setting, served by this process: per_slot requests for each that is in
     flight. A run folder for each."""
-    (n_prompt, n_gen), found = lengths(workload), dict[str, Steady]()
-    slots = most(concurrency)
-    for name, toggles in arms.items():
-        folder = wb.new_run_folder(runs, f"served-{slug(name)}")
-        with engine.variant(toggles) as side:
-            served = wb.serve_bench(
-                side, slots=slots, concurrency=concurrency, n_prompt=str(n_prompt),
-                n_gen=str(n_gen), n_requests=1, per_slot=per_slot, n_warm_up=slots, seed=seed,
-                out=folder,
-            )  # fmt: skip
-        found[name] = Steady(served, rates(folder, served.rows[-1].setting.name))
+    n_prompt, n_gen = lengths(workload)
+    asked: dict[str, Any] = {
+        "slots": most(concurrency), "concurrency": concurrency, "n_prompt": str(n_prompt),
+        "n_gen": str(n_gen), "n_requests": 1, "per_slot": per_slot, "n_warm_up": most(concurrency),
+        "seed": seed,
+    }  # fmt: skip
+    found = dict[str, Steady]()
+    with ExitStack() as stack:
+        sides = {name: stack.enter_context(engine.variant(of)) for name, of in arms.items()}
+        for name, side in sides.items():
+            folder = wb.new_run_folder(runs, f"served-{slug(name)}")
+            served = wb.serve_bench(side, beside=[*sides.values()], out=folder, **asked)
+            found[name] = Steady(served, rates(folder, served.rows[-1].setting.name))
     return found
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -253,18 +253,23 @@ def ragged(
     Each engine serves the same requests twice, and the second time counts: all its programs exist
     by then.
     """
-    found = {}
-    for name in (*WAYS, AGAIN):
-        way = name.partition(" ")[0]
-        toggles = switched(background, f"kv_cache=per_sequence skip_masked_kv={way}")
-        folder = f"ragged-{way.replace('_', '-')}{'-again' if name == AGAIN else ''}"
-        found[name] = wb.new_run_folder(runs, folder)
-        with sized(engine, toggles, slots, most + n_gen, min(512, engine.config.n_ubatch)) as side:
-            for out in (None, found[name]):
-                wb.serve_bench(
-                    side, slots=slots, concurrency=str(slots), n_prompt=f"uniform:1-{most}",
-                    n_gen=str(n_gen), n_requests=n_requests, n_warm_up=0, seed=seed, out=out,
-                )  # fmt: skip
+    asked: dict[str, Any] = {
+        "slots": slots, "concurrency": str(slots), "n_prompt": f"uniform:1-{most}",
+        "n_gen": str(n_gen), "n_requests": n_requests, "n_warm_up": 0, "seed": seed,
+    }  # fmt: skip
+    found, sides = dict[str, Path](), dict[str, wb.Engine]()
+    with ExitStack() as stack:
+        for name in (*WAYS, AGAIN):
+            way = name.partition(" ")[0]
+            toggles = switched(background, f"kv_cache=per_sequence skip_masked_kv={way}")
+            n_ubatch = min(512, engine.config.n_ubatch)
+            side = sized(engine, toggles, slots, most + n_gen, n_ubatch)
+            sides[name] = stack.enter_context(side)
+            folder = f"ragged-{way.replace('_', '-')}{'-again' if name == AGAIN else ''}"
+            found[name] = wb.new_run_folder(runs, folder)
+        for name, side in sides.items():
+            wb.serve_bench(side, beside=[*sides.values()], **asked)
+            wb.serve_bench(side, out=found[name], **asked)
     return found
 
 
