@@ -14,7 +14,10 @@ from types import TracebackType
 from typing import Any, Self
 
 NAME = "python3"
-IMPORTS = "import workbench.answers.conclusions, workbench.report.plots; del workbench"
+IMPORTS = (
+    "import workbench.answers.conclusions, workbench.report.plots, scipy.stats; "
+    "del workbench, scipy"
+)
 ARGUMENTS = (
     "--IPKernelApp.log_level=CRITICAL",  # a kernel that is stopped in a cell is no error
     f"--IPKernelApp.exec_lines={IMPORTS}",  # every notebook waits for these
