@@ -59,7 +59,7 @@ def compiled(monkeypatch) -> tuple[list[set[Any]], set[Any]]:
     return together, late
 
 
-@pytest.mark.parametrize("what", ["one engine", "ways of skipping", "settings of a server"])
+@pytest.mark.parametrize("what", ["one engine", "ways of skipping", "settings", "batches"])
 def test_what_a_load_launches_is_compiled_before_it(compiled, tiny_model, tmp_path, what):
     """Of all engines that the load comes to."""
     together, late = compiled
@@ -75,6 +75,9 @@ def test_what_a_load_launches_is_compiled_before_it(compiled, tiny_model, tmp_pa
         elif what == "ways of skipping":
             found = skipped.ragged(engine, SERVED, 90, 3, 8, 2, 0, str(tmp_path))
             assert len(found) == 5
+        elif what == "batches":
+            arms = {"serving": SERVED, "baseline": wb.Toggles()}
+            loaded.together_table(engine, arms, "pp20+tg3", "1,2", 1, 0, str(tmp_path))
         else:
             arms = {"serving": SERVED, "A/A": SERVED, "host": SERVED.switched("sampling", "host")}
             loaded.measured(engine, arms, "pp20+tg3", f"1,{SLOTS}", 2, 0, str(tmp_path))
