@@ -10,14 +10,15 @@ a step needs beyond these shapes is compiled when the step comes, as ever.
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 
-from workbench.common import devices
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import ready
 from workbench.engine.engine import Engine
 from workbench.graph.ir import StepShape
+from workbench.model.synth.models import ON_CPU, write_named
 from workbench.server.wire.worker import OwnEngine
 from workbench.traffic import load
 from workbench.traffic.bench import BenchSpec
@@ -70,7 +71,10 @@ def _rehearsed(
     seed: int,
 ) -> tuple[StepShape, ...]:
     toggles = Toggles(graph_reuse="set_rows", **dict(shaping))
-    with Engine.load(devices.AUTO, config=config, toggles=toggles) as engine:
+    with (
+        tempfile.TemporaryDirectory(prefix="workbench-") as folder,
+        Engine.load(write_named(folder, *ON_CPU), config=config, toggles=toggles) as engine,
+    ):
         ids = load.id_range(None, engine.model.n_vocab)
         target = over_pipe(OwnEngine(engine, n_slots))
         for row, n in enumerate(together):
