@@ -26,7 +26,8 @@ from workbench.answers import (
 from workbench.answers.conclusions import effects
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import speedup
-from workbench.benchmarks.runs import results
+from workbench.benchmarks.runs import provenance, results
+from workbench.benchmarks.runs.draft import new_arm, new_run
 from workbench.report import plots
 from workbench.traffic.bench import ServedRow, load_served
 from workbench.traffic.load import Arrivals
@@ -149,26 +150,56 @@ def test_prompts_and_generated_tokens_are_told_apart(by_size):
 @pytest.mark.long
 def test_requests_of_random_lengths_are_the_same_for_all(engine, tmp_path):
     found = skipped.ragged(engine, skipped.served(engine), 40, 3, 6, 2, 0, str(tmp_path))
-    assert [*found] == [*masked.WAYS, skipped.AGAIN]
-    table = skipped.ragged_table(found)
-    assert table.attrs["constant"]["requests"] == "6"
-    assert len({made.rows[0].figures["total_input_tokens"] for made in found.values()}) == 1
-    for made in found.values():
+    assert [*found] == [*masked.WAYS, skipped.AGAIN] and {*found.values()} == {*tmp_path.iterdir()}
+    served = [load_served(folder) for folder in found.values()]
+    assert len({made.rows[0].figures["total_input_tokens"] for made in served}) == 1
+    for made in served:
         assert made.run["engine"]["toggles"]["kv_cache"] == "per_sequence"
-    assert {results.load_run(f).run["kind"] for f in tmp_path.iterdir()} == {"serve"}
-    assert table.iloc[0]["speedup"] == "1.000 =" and table.iloc[-1]["speedup"].endswith(" =")
+        assert made.rows[0].figures["completed"] == 6
+    frame = skipped.ragged_frame(found)
+    assert len(frame) == 2 * 4 and frame.attrs["requests"] == 6
+    times = {
+        name: run.samples[run.samples["token"] == 0].set_index("repetition")["ns"]
+        for name in ("off", "tail")
+        for run in [results.load_run(found[name])]
+    }
+    row = frame[(frame["phase"] == "prompts") & (frame["label"] == "tail")].iloc[0]
+    assert row["speedup"] == pytest.approx((times["off"] / times["tail"]).median())
+    table = skipped.ragged_table(frame)
+    assert list(table["skip_masked_kv"]) == [*masked.WAYS[1:], skipped.AGAIN]
+    assert table.attrs["constant"]["requests"] == "6"
 
 
-def test_a_single_run_is_held_against_its_control():
-    def of(seconds: float) -> object:
-        figures = dict.fromkeys(("output_throughput", "mean_ttft_ms", "mean_tpot_ms"), 1.0)
-        figures |= {"duration": seconds, "total_input_tokens": 90}
-        return type("Made", (), {"rows": [ServedRow(Arrivals("concurrency", 2), 9, figures, {})]})
-
-    served = {"off": of(10), "in_loop": of(9.8), "tail": of(5), skipped.AGAIN: of(10.5)}
-    assert list(skipped.ragged_table(served)["speedup"]) == [
-        "1.000 =", "1.020 =", "2.000", "0.952 =",
-    ]  # fmt: skip
+def test_a_way_is_held_against_its_control_request_by_request(tmp_path):
+    folders = {}
+    ways = {"off": 1.0, "in_loop": 1.01, "tail": 0.5, "classes": 1.5, skipped.AGAIN: 1.02}
+    shape = {"due_ns": 0, "sent_ns": 0, "end_ns": 1, "n_wanted": 3, "n_made": 3, "status": "ok"}
+    facts = {"model": {}, "engine": {}} | provenance.collect()
+    for number, (name, times) in enumerate(ways.items()):
+        folder = folders[name] = tmp_path / str(number)
+        run = new_run("serve", name, name, facts, [new_arm("c", {})], ["x"], 8, 0)
+        samples = results.SampleTable(name)
+        noise = np.random.default_rng(number)
+        rows = []
+        for request in range(8):
+            # requests differ much more than ways do; a stall in one gap of each counts nothing
+            ns = 1e6 * (1 + request) * times * noise.uniform(0.99, 1.01, 4)
+            ns[0], ns[2] = ns[0] * 10, ns[2] * 50
+            samples.add("c", False, "x", request, ns.astype(np.int64), np.array([9, 1, 1, 1]))
+            rows.append(shape | {"run_id": name, "arm": "c", "request": request, "n_prompt": 9})
+        requests = pd.DataFrame(rows).assign(finish="length", why="")
+        results.write_run(folder, run, samples.frame(), {results.REQUESTS: requests})
+    frame = skipped.ragged_frame(folders)
+    verdicts = frame.pivot(index="label", columns="phase", values="verdict")
+    for phase in skipped.PHASES:
+        assert dict(verdicts[phase]) == {
+            "in_loop": "no difference", "tail": "faster", "classes": "slower",
+            skipped.AGAIN: "no difference",
+        }  # fmt: skip
+    table = skipped.ragged_table(frame).set_index("skip_masked_kv")
+    assert table.loc["tail", "generated"].endswith(" faster")
+    assert table.loc["in_loop", "prompts"].endswith(" =") and "tail" not in table.columns
+    assert " " not in table.loc[skipped.AGAIN, "generated"], "a control has no verdict"
 
 
 @pytest.mark.long
@@ -185,14 +216,23 @@ def test_what_skipping_saves_is_said(engine, by_size, visits):
     phases.attrs["baseline"] = kernels.attrs["baseline"] = "off"
     here = (frame["x"] == 32) & (frame["label"] == "tail")
     frame.loc[here, ["verdict", "speedup"]] = "faster", 2
-    ragged = pd.DataFrame({"skip_masked_kv": ["off", "tail"], "speedup": ["1.000 =", "1.500"]})
+    ragged = pd.DataFrame(
+        [
+            {"phase": phase, "label": "tail", "speedup": speedup, "verdict": verdict,
+             "is_control": False}
+            for phase, speedup, verdict in (
+                ("prompts", 1.5, "faster"), ("generated", 1.0, "no difference"),
+            )
+        ]
+    )  # fmt: skip
     compared = {**prompts, "together": together, "kernels": by_kernel}
     text = str(conclusions.skipping(visits, frame, phases, ragged, kernels, compared, "Recorded."))
     first, *rest = text.splitlines()
     assert first == (
         "The thread of #14924 has 0 to 15 % (6x RTX 4090 at 1350 MHz, 32 slots); here with tail: "
-        "32 tokens of a prompt at once, 100.0% faster; prompts of random lengths, 1.50 times as "
-        "fast, in one run; tokens of several sequences, no difference."
+        "32 tokens of a prompt at once, 100.0% faster; tokens of several sequences, no difference; "
+        "requests of random lengths, 50.0% faster to the first token and no difference between "
+        "tokens."
     )
     for said in ("faster 2.00 (tail)", "open to 3 prompts (per_sequence)", "bit-equal in "):
         assert said in text
@@ -452,7 +492,7 @@ def test_skipping_is_answered_by_the_runs_beside_it():
     said, text = answer("06_masked_kv"), " ".join(" ".join(outputs("06_masked_kv")).split())
     folders = {name: f"notebook-ragged-{name.replace('_', '-')}" for name in masked.WAYS}
     folders[skipped.AGAIN] = "notebook-ragged-off-again"
-    ragged = skipped.ragged_table({name: load_served(RUNS / of) for name, of in folders.items()})
+    ragged = skipped.ragged_frame({name: RUNS / of for name, of in folders.items()})
     every = [AB.load(path) for path in sorted(RUNS.glob("notebook-prompts-in-*"))]
     prompts = {one.run["engine"]["config"]["n_ubatch"]: one for one in every}
     (frame,) = skipped.ubatch_frames(prompts, masked.PROMPTS).values()
@@ -468,7 +508,7 @@ def test_skipping_is_answered_by_the_runs_beside_it():
     assert [line for line in said if not line.startswith("The gate ")] == made
     tables = (
         skipped.ubatch_table(prompts, masked.PROMPTS), skipped.scaling_table(phases),
-        skipped.scaling_table(kernels), ragged,
+        skipped.scaling_table(kernels), skipped.ragged_table(ragged),
     )  # fmt: skip
     for table in tables:
         cells = [str(cell) for cell in table.to_numpy().ravel() if isinstance(cell, str)]

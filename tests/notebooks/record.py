@@ -28,10 +28,12 @@ import workbench as wb
 from workbench.answers import loaded, skipped
 from workbench.backend.base import choose_device
 from workbench.benchmarks.runs import provenance
+from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.config import SyncMode
 from workbench.engine.cache.extent import WAYS
 from workbench.report import plots
+from workbench.report.kernels import Kernels
 from workbench.report.render import execute_notebook
 from workbench.trace.profile import profile_each
 
@@ -97,14 +99,21 @@ def run(out: Path, names: Sequence[str] = (), device: str = "cuda") -> None:
         raise UsageError(f"notebook {unknown[0]!r} is not one of {', '.join(MADE)}")
     device, _ = choose_device(device)
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, tarfile.open(out / RUNS, "w:gz") as archive:
-        for name in names or MADE:
+    wanted, sources = [*(names or MADE)], ROOT / "notebooks"
+    with (
+        tempfile.TemporaryDirectory() as folder, tarfile.open(out / RUNS, "w:gz") as archive,
+        Kernels() as kernels,
+    ):  # fmt: skip
+        for name in wanted:
             runs, begin = Path(folder, name), time.monotonic()
             runs.mkdir()
             chosen = {"device": device, "runs": str(runs)}
-            source, executed = ROOT / "notebooks" / f"{name}.ipynb", Path(folder, f"{name}.ipynb")
-            if failure := execute_notebook(source, executed, chosen):
-                raise WorkbenchError(f"{source.name}: {failure}")
+            source, executed = sources / f"{name}.ipynb", Path(folder, f"{name}.ipynb")
+            with kernels.taken(sources) as kernel:
+                if name != wanted[-1] and is_gpu(device):  # as `workbench report` does
+                    kernels.start(sources)
+                if failure := execute_notebook(source, executed, chosen, kernel=kernel):
+                    raise WorkbenchError(f"{source.name}: {failure}")
             found, slow = nbformat.read(executed, 4), slowest(nbformat.read(executed, 4))
             nbformat.write(stripped(found), out / f"{name}.ipynb")
             for end in MADE[name]:

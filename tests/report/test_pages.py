@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -18,7 +19,7 @@ from workbench.benchmarks.compare.comparison import AB
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.progress import SHARE, Bar
 from workbench.engine.engine import Engine
-from workbench.report import pages, render, tables
+from workbench.report import kernels, pages, render, tables
 from workbench.report.pages import About
 from workbench.trace import perfetto
 from workbench.trace.spans import HOST_LANE, Span
@@ -93,10 +94,16 @@ def test_a_failing_notebook_leaves_its_page(tmp_path, capsys):
     assert 'class="wb-banner"' not in page, "a GPU's timings need none"
 
 
-def test_all_reports_are_named(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def no_kernel(monkeypatch):
+    """For tests that run no cell: a kernel would take seconds."""
+    monkeypatch.setattr(kernels, "started", lambda folder: SimpleNamespace(has_kernel=False))
+
+
+def test_all_reports_are_named(tmp_path, monkeypatch, capsys, no_kernel):
     given = {}
 
-    def execute(source, executed, parameters, timeout_s, left):
+    def execute(source, executed, parameters, timeout_s, left, kernel):
         given[source.name] = parameters
         executed.parent.mkdir(exist_ok=True)
         executed.write_text(source.read_text())
@@ -116,7 +123,7 @@ def test_all_reports_are_named(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("same", ["out", "runs"])
-def test_two_reports_at_once_do_not_mix(tmp_path, monkeypatch, same):
+def test_two_reports_at_once_do_not_mix(tmp_path, monkeypatch, no_kernel, same):
     """Pages of one folder, and runs of one folder, are of one report at a time."""
     book, begun = notebook(tmp_path / "a.ipynb", "1"), []
     first = {"out_dir": tmp_path / "out", "runs_dir": tmp_path / "runs"}
@@ -134,7 +141,7 @@ def test_two_reports_at_once_do_not_mix(tmp_path, monkeypatch, same):
     assert len(begun) == 2 and not (tmp_path / "b").exists()
 
 
-def test_an_interrupted_notebook_leaves_the_pages_before_it(tmp_path, monkeypatch):
+def test_an_interrupted_notebook_leaves_the_pages_before_it(tmp_path, monkeypatch, no_kernel):
     book = notebook(tmp_path / "a.ipynb", "1")
     old = [tmp_path / "out" / "a.html", tmp_path / "runs" / "a.ipynb"]
     for path in old:
@@ -193,7 +200,7 @@ def test_the_picture_of_a_page_is_tagged_or_its_first():
     assert base64.b64decode(first.png)[:4] == base64.b64decode(last.png)[:4] == b"\x89PNG"
 
 
-def test_a_page_of_a_cpu_says_what_a_gpu_found(tmp_path, monkeypatch, tiny_model):
+def test_a_page_of_a_cpu_says_what_a_gpu_found(tmp_path, monkeypatch, no_kernel, tiny_model):
     """From the outputs of the notebook that is run: the answer, the model and the device."""
     found = pages.recorded(nbformat.read(FUSION, 4))
     assert found is not None and found.answer == pages.answer(nbformat.read(FUSION, 4))
@@ -261,7 +268,7 @@ def test_the_index_shows_in_what_comparisons_differ(tmp_path):
     assert not table.duplicated(names).any(), "no two rows of one name"
 
 
-def test_a_run_without_a_device_names_none(tmp_path, monkeypatch):
+def test_a_run_without_a_device_names_none(tmp_path, monkeypatch, no_kernel):
     """A load of a server over HTTP is no run of an engine here."""
     runs = tmp_path / "runs"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.llama import batched
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.runs.results import REQUESTS
-from workbench.benchmarks.workload import parse
+from workbench.benchmarks.workload import make_ready, parse
 from workbench.common.sizes import round_up
 from workbench.common.tables import Table
 from workbench.config import BEST, TogglePreset, Toggles, parse_changes
@@ -84,12 +85,18 @@ def together_table(
     of sequences B, with the t/s of prompts (S_PP) and of generated tokens (S_TG) in each setting,
     and the tokens a second of each sequence in the last (S_TG / B)."""
     (n_prompt, n_gen), rows = lengths(workload), dict[int, dict[str, Any]]()
-    for name, toggles in arms.items():
-        with engine.variant(toggles) as side:
-            made = batched.batched(
-                side, [n_prompt], [n_gen], [int(n) for n in widths.split(",")], repeats, seed=seed,
+    sizes = [n_prompt], [n_gen], [int(n) for n in widths.split(",")]
+    with ExitStack() as stack:
+        sides = {name: stack.enter_context(engine.variant(of)) for name, of in arms.items()}
+        make_ready([*sides.values()], batched.workloads(*sizes))
+        by_setting = {
+            name: batched.batched(
+                side, *sizes, repeats, seed=seed,
                 out=wb.new_run_folder(runs, f"together-{slug(name)}"),
-            )  # fmt: skip
+            )
+            for name, side in sides.items()
+        }  # fmt: skip
+    for name, made in by_setting.items():
         for found in map(batched.values, made):
             row = rows.setdefault(found["pl"], {"B": found["pl"]})
             row[f"S_PP {name}"], row[f"S_TG {name}"] = found["speed_pp"], found["speed_tg"]
@@ -174,17 +181,19 @@ def measured(
 ) -> dict[str, Steady]:
     """The same load for each setting, served by this process: per_slot requests for each that is in
     flight. A run folder for each."""
-    (n_prompt, n_gen), found = lengths(workload), dict[str, Steady]()
-    slots = most(concurrency)
-    for name, toggles in arms.items():
-        folder = wb.new_run_folder(runs, f"served-{slug(name)}")
-        with engine.variant(toggles) as side:
-            served = wb.serve_bench(
-                side, slots=slots, concurrency=concurrency, n_prompt=str(n_prompt),
-                n_gen=str(n_gen), n_requests=1, per_slot=per_slot, n_warm_up=slots, seed=seed,
-                out=folder,
-            )  # fmt: skip
-        found[name] = Steady(served, rates(folder, served.rows[-1].setting.name))
+    n_prompt, n_gen = lengths(workload)
+    asked: dict[str, Any] = {
+        "slots": most(concurrency), "concurrency": concurrency, "n_prompt": str(n_prompt),
+        "n_gen": str(n_gen), "n_requests": 1, "per_slot": per_slot, "n_warm_up": most(concurrency),
+        "seed": seed,
+    }  # fmt: skip
+    found = dict[str, Steady]()
+    with ExitStack() as stack:
+        sides = {name: stack.enter_context(engine.variant(of)) for name, of in arms.items()}
+        for name, side in sides.items():
+            folder = wb.new_run_folder(runs, f"served-{slug(name)}")
+            served = wb.serve_bench(side, beside=[*sides.values()], out=folder, **asked)
+            found[name] = Steady(served, rates(folder, served.rows[-1].setting.name))
     return found
 
 

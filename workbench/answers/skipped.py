@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -15,6 +16,8 @@ import workbench as wb
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.runs import results
+from workbench.benchmarks.runs.results import REQUESTS
 from workbench.benchmarks.workload import parse
 from workbench.common.errors import DeviceError, UsageError
 from workbench.common.sizes import round_up
@@ -22,7 +25,6 @@ from workbench.common.tables import Table
 from workbench.config import BEST, AttnKernel, TogglePreset, Toggles
 from workbench.engine.cache.extent import WAYS
 from workbench.server.serving import serving
-from workbench.traffic.bench import ServeBench
 
 PROMPTS, GENERATED = PHASES = ("prompts", "generated")
 PLAIN = {"skip_masked_kv": "off", "kv_cache": "unified", "kv_growth": "step"}
@@ -243,45 +245,100 @@ def ragged(
     slots: int,
     seed: int,
     runs: str,
-) -> dict[str, ServeBench]:
+) -> dict[str, Path]:
     """Serves requests with prompts of 1 to `most` tokens, as many in flight as there are slots:
     without skipping, with each way, and without skipping once more as the A/A control. Each slot
-    has a region."""
-    found = {}
-    for name in (*WAYS, AGAIN):
-        way = name.partition(" ")[0]
-        toggles = switched(background, f"kv_cache=per_sequence skip_masked_kv={way}")
-        folder = f"ragged-{way.replace('_', '-')}{'-again' if name == AGAIN else ''}"
-        with sized(engine, toggles, slots, most + n_gen, min(512, engine.config.n_ubatch)) as side:
-            found[name] = wb.serve_bench(
-                side, slots=slots, concurrency=str(slots), n_prompt=f"uniform:1-{most}",
-                n_gen=str(n_gen), n_requests=n_requests, n_warm_up=n_requests, seed=seed,
-                out=wb.new_run_folder(runs, folder),
-            )  # fmt: skip
+    has a region. Returns the run folder of each.
+
+    Each engine serves the same requests twice, and the second time counts: all its programs exist
+    by then.
+    """
+    asked: dict[str, Any] = {
+        "slots": slots, "concurrency": str(slots), "n_prompt": f"uniform:1-{most}",
+        "n_gen": str(n_gen), "n_requests": n_requests, "n_warm_up": 0, "seed": seed,
+    }  # fmt: skip
+    found, sides = dict[str, Path](), dict[str, wb.Engine]()
+    with ExitStack() as stack:
+        for name in (*WAYS, AGAIN):
+            way = name.partition(" ")[0]
+            toggles = switched(background, f"kv_cache=per_sequence skip_masked_kv={way}")
+            n_ubatch = min(512, engine.config.n_ubatch)
+            side = sized(engine, toggles, slots, most + n_gen, n_ubatch)
+            sides[name] = stack.enter_context(side)
+            folder = f"ragged-{way.replace('_', '-')}{'-again' if name == AGAIN else ''}"
+            found[name] = wb.new_run_folder(runs, folder)
+        for name, side in sides.items():
+            wb.serve_bench(side, beside=[*sides.values()], **asked)
+            wb.serve_bench(side, out=found[name], **asked)
     return found
 
 
-def ragged_table(served: Mapping[str, ServeBench]) -> pd.DataFrame:
-    """Runtimes of the same requests, by way. A speedup is marked `=` where it is no farther from 1
-    than that of the A/A control."""
-    rows = []
-    seconds = {name: made.rows[0].figures["duration"] for name, made in served.items()}
-    first = next(iter(seconds.values()))
-    band = abs(math.log(first / seconds[AGAIN]))
-    for name, made in served.items():
-        (row,) = made.rows
-        speedup = first / seconds[name]
-        same = abs(math.log(speedup)) <= band
-        rows.append(
+def ragged_frame(folders: Mapping[str, Path]) -> pd.DataFrame:
+    """By phase and way: the median over requests of the speedup of each, beside the first way. Of
+    prompts it is that of the time to the first token, of generated tokens that of the request's
+    median time between two tokens. folders: of `ragged`.
+
+    Columns: phase, label, speedup, low, high (95 % interval), band_low, band_high, verdict,
+    is_control; `attrs`: baseline, the first way; ms, its medians by phase; requests; tokens, of a
+    mean prompt.
+    """
+    times = {name: _of_requests(results.load_run(path).samples) for name, path in folders.items()}
+    first, rows = next(iter(times)), []
+    for phase in PHASES:
+        ratios = {
+            name: _ratio_of(times[first][phase], times[name][phase])
+            for name in times
+            if name != first
+        }
+        band = stats.aa_band(ratios[AGAIN])
+        rows += [
             {
-                "skip_masked_kv": name, "s": seconds[name],
-                "speedup": f"{speedup:.3f}{' =' if same else ''}",
-                "out t/s": row.figures["output_throughput"],
-                "TTFT ms": row.figures["mean_ttft_ms"], "TPOT ms": row.figures["mean_tpot_ms"],
+                "phase": phase, "label": name, "speedup": ratio.value, "low": ratio.low,
+                "high": ratio.high, "band_low": band.low, "band_high": band.high,
+                "verdict": stats.verdict(ratio, band), "is_control": name == AGAIN,
             }
-        )  # fmt: skip
-    total = row.figures["total_input_tokens"] / row.n_requests
-    about = {"requests": str(row.n_requests), "tokens a prompt": f"{total:.0f}"}
-    return Table(rows).shown(
-        keys=["skip_masked_kv"], digits={"s": 3, "out t/s": 1}, constant=about, right=["speedup"]
-    )
+            for name, ratio in ratios.items()
+        ]  # fmt: skip
+    _, (requests,) = results.load_tables(folders[first], REQUESTS)
+    found = pd.DataFrame(rows)
+    found.attrs |= {
+        "baseline": first, "ms": (times[first].median() / 1e6).to_dict(),
+        "requests": len(requests), "tokens": float(requests["n_prompt"].mean()),
+    }  # fmt: skip
+    return found
+
+
+def _of_requests(samples: pd.DataFrame) -> pd.DataFrame:
+    """By request, a column for each phase: the time to the first token, and the median time between
+    two tokens, ns."""
+    first = samples[samples["token"] == 0].set_index("repetition")["ns"]
+    later = samples[samples["token"] > 0].groupby("repetition")["ns"].median()
+    return pd.DataFrame({PROMPTS: first, GENERATED: later})
+
+
+def _ratio_of(before: pd.Series, after: pd.Series) -> stats.Ratio:
+    """The median of before / after over the requests that have both."""
+    pairs = (before / after).dropna().to_numpy()
+    if not len(pairs):
+        return stats.Ratio(math.nan, math.nan, math.nan, 0)
+    return stats.Ratio(*stats.median_interval(pairs), len(pairs))
+
+
+def ragged_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """The speedups of `ragged_frame` with their intervals; `=`: no difference."""
+    by, about = frame.set_index(["phase", "label"]), frame.attrs
+    rows = []
+    for name in dict.fromkeys(frame["label"]):
+        row = {"skip_masked_kv": name}
+        for phase in PHASES:
+            one = by.loc[(phase, name)]
+            said = "" if one["is_control"] else mark(one["verdict"])
+            row[phase] = f"{one['speedup']:.3f} {said}".strip()
+            row[f"95% CI of {phase}"] = stats.interval(one["low"], one["high"])
+        rows.append(row)
+    constant = {"requests": str(about["requests"]), "tokens a prompt": f"{about['tokens']:.0f}"}
+    for phase, what in ((PROMPTS, "first token"), (GENERATED, "next token")):
+        band = stats.interval(*by.loc[(phase, AGAIN), ["band_low", "band_high"]])
+        constant[f"{what} with {about['baseline']}"] = f"{about['ms'][phase]:.2f} ms"
+        constant[f"A/A band of {phase}"] = band
+    return Table(rows).shown(keys=["skip_masked_kv"], constant=constant, right=list(PHASES))

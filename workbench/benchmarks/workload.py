@@ -469,7 +469,8 @@ def _take_together(
     return _sample(workload, tokens, stamps, logits, engine.model.n_vocab)
 
 
-WARM_MIN, WARM_MAX, WARM_SECONDS, WARM_GAIN = 2, 8, 30.0, 0.05
+WARM_MIN, WARM_MAX, WARM_SECONDS = 2, 8, 30.0
+WARM_GAIN, WARM_GAIN_OF_ONE = 0.05, 0.2  # of all engines together, and of any one
 
 
 class WarmUp(NamedTuple):
@@ -485,8 +486,10 @@ def warm_up(
     """Runs the whole test on one engine after the other, without samples, until the times settle.
 
     The rule has at least 2 rounds. The times have settled when no engine beats its own best round
-    so far by more than 5 %. (Noise makes rounds slower, warming up makes them faster.) The warm-up
-    gives up after 8 rounds or 30 s. once: exactly one round.
+    so far by more than 20 %, and the best rounds of all engines together gain no more than 5 %.
+    (Noise makes rounds slower, warming up makes them faster. Of many engines one is often quicker
+    than before by noise alone.) The warm-up gives up after 8 rounds or 30 s. once: exactly one
+    round.
     """
     make_ready(engines, [workload])
     start, best = now_ns(), [0] * len(engines)
@@ -497,9 +500,11 @@ def warm_up(
             left.total = max(left.total or 0, n * cells)
             samples = (take_sample(engine, workload, tokens, left, True) for engine in engines)
             times = [sample.ns_total for sample in samples]
-            gain = max(1 - t / b if b else 1.0 for t, b in zip(times, best, strict=True))
-            best = [min(t, b or t) for t, b in zip(times, best, strict=True)]
-            stable = n >= WARM_MIN and gain <= WARM_GAIN
+            before, best = best, [min(t, b or t) for t, b in zip(times, best, strict=True)]
+            gains = [1 - now / b if b else 1.0 for now, b in zip(best, before, strict=True)]
+            gain = 1 - sum(best) / sum(before) if n > 1 else 1.0
+            settled = gain <= WARM_GAIN and max(gains) <= WARM_GAIN_OF_ONE
+            stable = n >= WARM_MIN and settled
             tired = n >= WARM_MIN and now_ns() - start > WARM_SECONDS * 1e9
             if stable or tired or once:
                 break

@@ -88,6 +88,11 @@ class Rebuild:
         return None
 
     @property
+    def shapes(self) -> tuple[StepShape, ...]:
+        """The step shapes that have a kept program, each once."""
+        return ()
+
+    @property
     def refusals(self) -> str:
         """`; inp_pos kept 5 from being reused`; empty where every input agreed."""
         return "".join(f"; {name} kept {n} from being reused" for name, n in self.refused.items())
@@ -123,6 +128,10 @@ class KeepByShape(Rebuild):
         for again in kept.redone:
             again()
         return kept.prepared
+
+    @property
+    def shapes(self) -> tuple[StepShape, ...]:
+        return tuple(dict.fromkeys(key.shape for key in self._kept))
 
     def _keep(self, key: Key, cell: int) -> Prepared:
         self.built += 1

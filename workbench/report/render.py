@@ -17,6 +17,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.output import check_writable, held, write_text
 from workbench.common.progress import HIDDEN, SHARE, Bar, bar
 from workbench.common.sizes import size
+from workbench.report.kernels import NAME, Kernels
 from workbench.report.pages import (
     INDEX,
     About,
@@ -40,7 +42,6 @@ from workbench.report.pages import (
 MOST_REPORT_BYTES = 5_000_000
 MOST_TRACE_BYTES = 8_000_000  # of gzipped trace inside a page
 CPU_BANNER = "CPU timings say nothing of GPU speed"
-KERNEL = "python3"
 
 
 def render_notebook(
@@ -53,6 +54,8 @@ def render_notebook(
     trace: str | PathLike[str] | None = None,
     timeout_s: int = 600,
     left: Bar = HIDDEN,
+    kernels: Kernels | None = None,
+    following: Path | None = None,
 ) -> Path:
     """Runs a notebook with `parameters` and writes it as a page; returns the page's path.
 
@@ -66,6 +69,9 @@ def render_notebook(
         of that name.
     trace: a Perfetto file, which the page offers as a download.
     left: called for every cell; `cell_seconds` in all.
+    kernels: that its kernel is taken from; None: one of its own.
+    following: the next notebook. Its kernel starts while this page is written; on a GPU, which
+        leaves the host cores to spare, while this notebook runs.
 
     Raises UsageError for a notebook that does not exist, and WorkbenchError with the cell and its
     error where a cell fails; the page then shows everything up to that cell.
@@ -82,10 +88,17 @@ def render_notebook(
     for path in (executed, target):
         check_writable(path, parents=True)
     known = set(results.runs(Path(runs_dir))["folder"])
-    failure = execute_notebook(source, executed, parameters, timeout_s, left)
-    made = [f for f in results.runs(Path(runs_dir))["folder"] if f not in known]
     device = device if device is not None else parameters.get("device")
     on_gpu = device is not None and is_gpu(device)
+
+    with _or_own(kernels) as handing_out:
+        with handing_out.taken(source.resolve().parent) as kernel:
+            if following is not None and on_gpu:
+                handing_out.start(following.resolve().parent)
+            failure = execute_notebook(source, executed, parameters, timeout_s, left, kernel)
+        if following is not None:
+            handing_out.start(following.resolve().parent)
+    made = [f for f in results.runs(Path(runs_dir))["folder"] if f not in known]
     before = None if on_gpu else recorded(nbformat.read(source, as_version=4))
     head = banner_html(device)
     tail = "" if trace is None else trace_download_html(trace)
@@ -102,6 +115,10 @@ def render_notebook(
     if failure is not None:
         raise WorkbenchError(f"{source.name}: {failure}; see {target}")
     return target
+
+
+def _or_own(kernels: Kernels | None) -> AbstractContextManager[Kernels]:
+    return Kernels() if kernels is None else nullcontext(kernels)
 
 
 def render_all(
@@ -136,15 +153,15 @@ def _rendered(
     known = [_parameters_of(path) for path in notebooks]
     seconds = sum(sum(cell_seconds(Path(path), runs_dir).values()) for path in notebooks)
     try:
-        with bar("report", seconds, SHARE) as left:
-            for path, names in zip(notebooks, known, strict=True):
+        with bar("report", seconds, SHARE) as left, Kernels() as kernels:
+            for number, (path, names) in enumerate(zip(notebooks, known, strict=True), 1):
                 chosen = {k: v for k, v in (parameters or {}).items() if k in names}
-                page = page_of(path, out_dir)
-                pages.append(
-                    render_notebook(
-                        path, page, chosen, device=device, runs_dir=runs_dir, left=left,
-                    )
+                following = Path(notebooks[number]) if number < len(notebooks) else None
+                page = render_notebook(
+                    path, page_of(path, out_dir), chosen, device=device, runs_dir=runs_dir,
+                    left=left, kernels=kernels, following=following,
                 )  # fmt: skip
+                pages.append(page)
     finally:
         for page in pages:
             print(page.resolve())
@@ -264,12 +281,17 @@ def execute_notebook(
     parameters: dict[str, Any],
     timeout_s: int = 600,
     left: Bar = HIDDEN,
+    kernel: Any = None,
 ) -> str | None:
     """Runs the notebook and writes it as `executed`, with every cell that ended; returns the
-    failure as one line. Writes no page, and does not use nbconvert."""
-    with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
+    failure as one line. Writes no page, and does not use nbconvert. kernel: of `Kernels.taken`;
+    None: one of its own."""
+    with tempfile.TemporaryDirectory(prefix="workbench-") as folder, ExitStack() as stack:
         made = Path(folder) / executed.name  # papermill rewrites it after every cell
-        failure = _run_cells(source, made, parameters, timeout_s, left, executed.parent)
+        if kernel is None:
+            own = stack.enter_context(Kernels())
+            kernel = stack.enter_context(own.taken(source.resolve().parent))
+        failure = _run_cells(source, made, parameters, timeout_s, left, executed.parent, kernel)
         if not made.exists():
             raise WorkbenchError(f"{source.name} cannot be run: {failure}")
         notebook = json.loads(made.read_text(encoding="utf-8"))
@@ -285,6 +307,7 @@ def _run_cells(
     timeout_s: int,
     left: Bar,
     runs_dir: Path,
+    kernel: Any,
 ) -> str | None:
     import papermill
 
@@ -298,12 +321,11 @@ def _run_cells(
             cwd=str(source.resolve().parent),
             parameters=parameters,
             engine_name=_ENGINE,
-            kernel_name=KERNEL,
+            kernel_name=NAME,
             language="python",
             progress_bar=False,
             execution_timeout=timeout_s,
-            # a kernel that is stopped in a cell is no error
-            extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
+            km=kernel,
         )
     except KeyboardInterrupt:  # the kernel ends papermill's task
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from workbench.benchmarks.runs import provenance
+from workbench.common.devices import is_gpu
 from workbench.common.errors import WorkbenchError
 from workbench.engine.engine import Engine
 from workbench.model.gguf.inspect import summary
 from workbench.server.serving import serving
 from workbench.server.wire.messages import Finish
 from workbench.server.wire.worker import OwnEngine, WorkerSettings, start
-from workbench.traffic import bench, load
+from workbench.traffic import bench, load, rehearsed
 from workbench.traffic.bench import BenchSpec, ServeBench, ServedRow
 from workbench.traffic.latency import Slo
 from workbench.traffic.targets import LoadTarget, over_http, over_pipe, without_proxy
@@ -208,6 +209,7 @@ def serve_bench(
     n_requests: int = 100,
     seed: int = 0,
     slo: str | None = None,
+    beside: Sequence[Engine] = (),
     out: str | Path | None = None,
     on_row: Callable[[ServedRow], None] | None = None,
     **asked: Any,
@@ -223,6 +225,8 @@ def serve_bench(
     n_requests: of each setting.
     seed: of lengths, token ids and arrivals.
     slo: the objective that goodput counts, as `"ttft:200ms,tpot:30ms"`.
+    beside: engines of this process that the same load comes to later. On a GPU the kernels of all
+        of them are compiled together, before this load.
     out: a run folder to write.
     on_row(row): called as soon as a setting is finished.
     asked: more of `BenchSpec`.
@@ -238,6 +242,8 @@ def serve_bench(
             n_prompt, n_gen, load.id_range(None, target.n_vocab), n_requests=n_requests, seed=seed,
             slo=None if slo is None else Slo.of(slo), parallel=target.n_slots, **asked,
         )  # fmt: skip
+        if isinstance(served, Engine) and is_gpu(served.device):
+            rehearsed.make_ready([served, *beside], slots, settings, spec)
         return bench.serve_bench(
             target, settings, spec, about=target.about, out=out, on_row=on_row
         )  # fmt: skip

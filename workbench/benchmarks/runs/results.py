@@ -149,8 +149,9 @@ class SampleTable:
 
     def __init__(self, run_id: str, earlier: pd.DataFrame | None = None):
         self.run_id = run_id
-        self._parts: list[pd.DataFrame] = [] if earlier is None or earlier.empty else [earlier]
-        self.n_cells = 0 if not self._parts else int(self._parts[0]["order"].max()) + 1
+        self._done: list[pd.DataFrame] = [] if earlier is None or earlier.empty else [earlier]
+        self._added: list[_Repetition] = []
+        self.n_cells = 0 if not self._done else int(self._done[0]["order"].max()) + 1
 
     def add(
         self,
@@ -162,29 +163,44 @@ class SampleTable:
         token_n: np.ndarray,
     ) -> None:
         """One repetition: its times in ns and token counts, both int64 (n_timed,)."""
-        part = pd.DataFrame(
-            {
-                "run_id": self.run_id,
-                "arm": arm,
-                "is_control": is_control,
-                "test": test,
-                "repetition": repetition,
-                "order": self.n_cells,
-                "token": np.arange(len(token_ns)),
-                "n_tokens": token_n,
-                "ns": token_ns,
-            }
+        self._added.append(
+            _Repetition(arm, is_control, test, repetition, self.n_cells, token_ns, token_n)
         )
-        self._parts.append(part)
         self.n_cells += 1
 
     def frame(self) -> pd.DataFrame:
         """Every sample so far, in the order taken, with the columns of `samples.parquet`."""
-        if not self._parts:
+        if self._added:
+            self._done = [pd.concat([*self._done, self._frame()], ignore_index=True)]
+            self._added = []
+        if not self._done:
             return pd.DataFrame({k: pd.Series(dtype=t) for k, t in _DTYPES.items()})
-        if len(self._parts) > 1:
-            self._parts = [pd.concat(self._parts, ignore_index=True)]
-        return self._parts[0].astype(_DTYPES)[list(_DTYPES)]
+        return self._done[0].astype(_DTYPES)[list(_DTYPES)]
+
+    def _frame(self) -> pd.DataFrame:
+        """The added repetitions. They become a table together: a table for each would take longer
+        than the token that it is of."""
+        counts = [len(one.ns) for one in self._added]
+        keys = pd.DataFrame([one[:5] for one in self._added], columns=_Repetition._fields[:5])
+        made = keys.loc[np.repeat(keys.index, counts)].reset_index(drop=True)
+        return made.assign(
+            run_id=self.run_id,
+            token=np.concatenate([np.arange(n) for n in counts]),
+            n_tokens=np.concatenate([one.n_tokens for one in self._added]),
+            ns=np.concatenate([one.ns for one in self._added]),
+        )
+
+
+class _Repetition(NamedTuple):
+    """A repetition as `SampleTable.add` has it."""
+
+    arm: str
+    is_control: bool
+    test: str
+    repetition: int
+    order: int
+    ns: np.ndarray
+    n_tokens: np.ndarray
 
 
 def rates(samples: pd.DataFrame) -> pd.DataFrame:
