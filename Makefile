@@ -28,7 +28,7 @@ help:
 	@echo "make lint     ruff and mypy;  make bench  benchmarks, recorded;  make peer  compare with llama.cpp"
 	@echo "make peer-cuda  compare with llama.cpp on this GPU, recorded;  PEER=llama-bench MODELS=... ROUNDS=5"
 	@echo "make test-gpu the GPU tests, recorded;  make sanitize  parts of them under compute-sanitizer, recorded"
-	@echo "make test-browser the panel in JupyterLab and Chromium, recorded"
+	@echo "make test-browser the panel in JupyterLab, and pages, in Chromium, recorded"
 	@echo "make wheel    the wheel, built and tried outside of the checkout"
 	@echo "make readme   fill README.md from data/results;  make recorded  test that all of it agrees, noted"
 

@@ -198,6 +198,11 @@ def test_each_row_has_the_best_set_for_its_sequences(call, engine, tmp_path, mon
     assert [(t["kv_cache"], t["plans"], t["skip_masked_kv"]) for t in found] == [
         ("unified", "ours", "off"), ("per_sequence", "off", "off"), ("per_sequence", "off", "off"),
     ]  # fmt: skip
+    assert said.count("toggles: ") == 1, "the engine's; a row says what its own engine has besides"
+    own = {
+        row.partition(":")[0]: row.partition(" (")[2] for row in said.splitlines() if "@b" in row
+    }
+    assert own["pp8+tg4@b1"] == "kv_cache=unified, plans=ours)" and own["pp8+tg4@b4"] == ""
     run = results.load_run(tmp_path / "run").run
     assert run["arms"][0]["counters"]["plans_captured"] > 0, "of the variant, too"
 

@@ -92,6 +92,10 @@ def test_a_sweep_is_read_again_and_shown(whole):
     ]  # fmt: skip
     assert list(table) == ["rebuild", "set_rows"]
     assert table.isna().sum().sum() == 3, "what is left out has no value"
+    assert repr(table).startswith("values: tokens/s (median); columns: graph_reuse\n\n| test ")
+    assert table._repr_html_().count("<th ") == 4
+    waited = whole.pivot(["test", "redo_build"], "graph_reuse", values="p50_us")
+    assert repr(waited).startswith("values: time of a token, us (median); columns: graph_reuse")
     with pytest.raises(UsageError, match="several cells have the same test, graph_reuse; give"):
         whole.pivot("test", "graph_reuse")
     with pytest.raises(UsageError, match="column 'tpss' does not exist; did you mean tps"):
@@ -111,9 +115,22 @@ def test_a_picture_of_a_sweep(whole):
         test = ax.get_title(loc="left").partition("=")[2]
         assert sorted(drawn) == sorted(frame[frame["test"] == test]["tps"].dropna())
     fig = sweeps.sweep(frame, "graph_reuse", "speedup", by="redo_build", panels="test")
+    (tested,) = frame["model"].unique()
+    (device,) = frame["device_description"].dropna().unique()
+    said = fig.get_suptitle().splitlines()
+    assert said[0].startswith("speedup over the first cell of its group (ratio of medians), with")
+    assert said[1] == f"{tested}, on {device}", "what all cells have"
+    assert fig._repr_png_()[1]["alt"].startswith(said[0])
+    assert {ax.get_ylabel() for ax in fig.axes} == {"speedup"}
+    deep = frame.assign(n_depth=range(len(frame)), test="tg2")
+    labelled = sweeps.sweep(deep).axes[-1]
+    assert labelled.get_xlabel() == "n_depth (tokens cached before the test)"
+    assert labelled.get_ylabel() == "tokens/s (median)"
     assert fig.axes[-1].get_xlabel() == "graph_reuse" and fig._repr_png_()[0][:4] == b"\x89PNG"
     assert len(wb.plot(whole).axes) == len(whole.plot(x="redo_build").axes) == 3
     assert len(wb.plot(frame, panels="graph_reuse").axes) == 2
+    with pytest.raises(UsageError, match=r"keyword .valeus. does not exist .* did you mean values"):
+        whole.plot(valeus="speedup")
     with pytest.raises(UsageError, match="column 'x' does not exist"):
         sweeps.sweep(frame, "x")
     with pytest.raises(UsageError, match="no cell has tps"):
@@ -153,6 +170,9 @@ def test_a_dry_run_is_honest(model, whole, tmp_path):
     dry = wb.sweep(**ask)
     assert dry.expected.cells == dry.expected.unknown == 9 and dry.expected.repetitions == 3 * 4
     assert "how long that takes is unknown" in dry.summary and not (tmp_path / "s").exists()
+    one = wb.sweep(model, "tg2", dry_run=True, repetitions=1, device="embedded", out=tmp_path / "s")
+    assert one.summary.startswith("1 cell: 1 missing; ")
+    assert "1 cell to measure, in 1 repetition; how long" in one.summary
     dry = wb.sweep(calibrate=True, **ask)
     assert dry.expected.unknown == 0 and dry.expected.seconds > 0
     assert "by one repetition of each test" in dry.summary and not (tmp_path / "s").exists()

@@ -134,6 +134,15 @@ def test_impossible_cells_have_a_reason():
     assert [cell.wanted.changes.get("sync") for cell in cells] == [None, None, "packed"]
 
 
+def test_values_with_commas_are_a_list():
+    """As the command takes them, in Python and in a TOML file."""
+    lists = {"tests": ["tg4", "pp8"], "presets": ["baseline", "best"],
+             "toggles": {"sync": ["per_copy", "packed"], "streams": [1, 2]}}  # fmt: skip
+    texts = {"tests": "tg4,pp8", "presets": "baseline,best",
+             "toggles": {"sync": "per_copy, packed", "streams": "1,2"}}  # fmt: skip
+    assert matrix_of("a.gguf", **texts) == matrix_of("a.gguf", **lists)
+
+
 @pytest.mark.parametrize(("asked", "said"), [
     ({"engine": {"n_ubach": [1]}}, "axis 'n_ubach' does not exist; did you mean n_ubatch"),
     ({"engine": {"n_ubatch": [0]}}, "n_ubatch=0 must be at least 1"),
@@ -142,6 +151,7 @@ def test_impossible_cells_have_a_reason():
     ({"engine": {"device": "null"}}, "device 'null' computes nothing"),
     ({"toggles": {"synk": ["packed"]}}, "toggle 'synk' does not exist"),
     ({"toggles": {"sync": ["pack"]}}, "toggle sync='pack' does not exist"),
+    ({"toggles": {"sync": "packed,pack"}}, "toggle sync='pack' does not exist"),
     ({"toggles": {"sync": []}}, "sync has no value, so the matrix has no cell"),
     ({"sets": ["sync"]}, "toggle sync has no value; write sync="),
     ({"presets": "worst"}, "preset 'worst' does not exist"),

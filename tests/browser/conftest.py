@@ -1,4 +1,5 @@
-"""One JupyterLab and one Chromium for all tests; each has a notebook and a kernel of its own."""
+"""One JupyterLab and one Chromium for all tests of the panel; each has a notebook and a kernel of
+its own."""
 
 from __future__ import annotations
 

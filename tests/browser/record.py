@@ -23,7 +23,10 @@ from tests.browser import lab
 
 RESULTS = lab.ROOT / "data" / "results" / "browser-test.json"
 PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "selenium")
-SOURCES = ("workbench/jupyter/*.py", "workbench/engine/exclusive.py", "tests/browser/*.py")
+SOURCES = (
+    "workbench/jupyter/*.py", "workbench/engine/exclusive.py", "workbench/report/pages.py",
+    "workbench/report/template/**/*.j2", "tests/browser/*.py",
+)  # fmt: skip
 
 
 def source_hash() -> str:

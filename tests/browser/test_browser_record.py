@@ -12,8 +12,10 @@ from tests.browser import lab, record
 
 def test_the_last_pass_names_tests_versions_and_sources():
     found = json.loads(record.RESULTS.read_text())
-    source = (lab.ROOT / "tests" / "browser" / "test_panel_in_lab.py").read_text()
-    assert set(found["passed"]) <= set(re.findall(r"^def (test_\w+)", source, re.MULTILINE))
+    files = (lab.ROOT / "tests" / "browser").glob("test_*_in_*.py")
+    source = "\n".join(path.read_text() for path in files)
+    names = {name.partition("[")[0] for name in found["passed"]}
+    assert names <= set(re.findall(r"^def (test_\w+)", source, re.MULTILINE))
     assert len(found["passed"]) > 5
     assert {*lab.NAMES, *record.PACKAGES} <= set(found["versions"])
     assert re.fullmatch(r"[0-9a-f]{64}", found["source_hash"]) and found["duration_s"] > 0

@@ -95,6 +95,25 @@ def test_arguments_are_judged_before_a_model_is_opened(refused, monkeypatch, arg
     assert (status, opened) == (2, []) and says in line
 
 
+NO_MODEL = "requires an argument. Give -m auto, or -m and a GGUF file (`workbench model tiny` "
+
+
+@pytest.mark.parametrize(("command", "says"), [
+    *(([name], NO_MODEL) for name in ("run", "bench", "profile", "check", "program", "perplexity",
+                                      "advise", "serve")),
+    (AB, NO_MODEL), (["logits", *ONE, "--out", "x.npy"], NO_MODEL), (["run", "-m"], NO_MODEL),
+    (["sweep"], "the matrix has no model; give a GGUF file, or auto (-m auto in the command)"),
+    (["serve-bench"], "name a server: --url http://127.0.0.1:8000, -m auto, or -m and a GGUF"),
+    (["ab", "-m", "auto"], "--toggle requires an argument"),
+    (["serve", "-m", "./auto"], "auto: no such file"),
+], ids=lambda v: str(v)[:40])  # fmt: skip
+def test_who_names_no_model_is_told_what_to_give(call, tmp_path, monkeypatch, command, says):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = call(*command)
+    assert status and not out and err.startswith("error: ") and says in err, err
+    assert err.count("\n") == 1 and os.listdir() == []
+
+
 OF_THE_MODEL = [
     *((words, 1, "the host device cannot honour pdl=on") for words in (
         ["run", *ONE, "--pdl", "on"], ["bench", "--pdl", "on"], ["ab", "--toggle", "pdl=off,on"],

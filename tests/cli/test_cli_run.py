@@ -8,7 +8,9 @@ import re
 import numpy as np
 import pytest
 
+import workbench as wb
 from workbench.benchmarks.runs.results import load_run
+from workbench.common.errors import UsageError
 from workbench.graph.ir import I32, Input
 from workbench.model import inputs
 
@@ -40,6 +42,28 @@ def test_run_prints_text_or_ids_and_the_rest_on_stderr(on):
     assert "best for one sequence with graph_reuse=rebuild on embedded: " in err
     _, out, err = on("run", *IDS, "--preset", "baseline", "-n", 0)
     assert "toggles: baseline on embedded: everything off\n" in err and out.strip() == ""
+
+
+@pytest.mark.long
+def test_auto_is_a_model_wherever_a_model_is_named(call, tmp_path, monkeypatch):
+    """As in Python: a tiny one where there is no GPU."""
+    monkeypatch.chdir(tmp_path)
+    on = ("-m", "auto", "--device", "embedded")
+    status, out, _ = call("run", *on, *IDS, "-n", 3)
+    (written,) = tmp_path.rglob("*.gguf")
+    assert status == 0 and written.name == "tiny-llama-Q8_0.gguf"
+    assert out == call("run", "-m", written, *on[2:], *IDS, "-n", 3)[1]
+    rows = json.loads(call("bench", *on, "-p", 4, "-n", 0, "-r", 1, "-o", "json")[1])
+    assert [row["model_filename"].endswith(written.name) for row in rows] == [True]
+    swept = call("sweep", *on, "--test", "tg2", "--dry-run", "-o", "csv")[1]
+    assert "tiny-llama-Q8_0,tg2" in swept
+    load = ("-p", 4, "-n", 2, "--concurrency", 1, "--n-requests", 1, "--warmup", 0)
+    status, out, err = call("serve-bench", *on, *load, "-o", "json")
+    assert status == 0 and json.loads(out)[0]["completed"] == 1 and written.name in err
+    status, _, err = call("sweep", *on, "--device", "host")
+    assert status == 2 and "--device" in err
+    with pytest.raises(UsageError, match="and there are embedded, host; name a GGUF file"):
+        wb.sweep("auto", device=["embedded", "host"])
 
 
 def test_run_names_an_input_that_refuses_and_plans(on, monkeypatch):

@@ -72,7 +72,7 @@ def test_show_says_what_was_measured_with_units(call, root):
 
 @pytest.mark.parametrize("command", ["show", "export", "compare"])
 def test_what_cannot_be_read_is_one_line(call, root, command):
-    for name, says in (("newer", NEWER), ("bad", "Expecting"), ("no", "is no run folder")):
+    for name, says in (("newer", NEWER), ("bad", "Expecting"), ("no", "it does not exist")):
         words = ["compare", root / name, root / "one"] if command == "compare" else [
             "runs", command, root / name, *(["--out", "x.zip"] if command == "export" else [])
         ]  # fmt: skip

@@ -68,6 +68,7 @@ def test_what_is_no_pair_of_traces_is_refused_and_nothing_written(call, two, tmp
         made.execute("create table other (x)")
     refused = [
         ([*two, two[0]], "3 traces were given; give two"),
+        ([two[0], tmp_path / "no"], "no does not exist; name two traces"),
         ([two[0], tmp_path], "is a trace and .* is none"),
         ([*two, "--across"], "traces have no verdict"),
         ([two[0], FILES / "nsys-llama-node.sqlite.gz"], "has no steps"),

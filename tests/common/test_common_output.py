@@ -22,7 +22,7 @@ from tests.common.killed_saves import no_exchange, save
 from workbench.benchmarks.runs.results import SampleTable, load_run, write_run
 from workbench.common import output_swap
 from workbench.common.errors import UsageError
-from workbench.common.output import check_folder, check_writable, writing, writing_folder
+from workbench.common.output import check_folder, check_writable, held, writing, writing_folder
 from workbench.common.output_swap import read_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,6 +198,28 @@ def test_of_two_writers_one_has_the_folder_and_new_ones_are(tmp_path, swap):
     with pytest.raises(UsageError, match="exists already"), writing_folder(x, new=True):
         save(x, "meanwhile")
     assert (x / "a").read_text() == "meanwhile" and names(tmp_path) == ["run", "x"]
+
+
+HOLD = """import sys; from workbench.common.output import held
+with held(*sys.argv[1:]): print("held", flush=True); sys.stdin.read()"""
+
+
+def test_of_two_that_fill_a_folder_the_second_is_refused(tmp_path):
+    """Until the first ends, or is killed. Nothing is left of a refusal, nor of the lock."""
+    mine, other = tmp_path / "new" / "mine", tmp_path / "other"
+    command = [sys.executable, "-c", HOLD, mine, other, mine]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as one:
+        assert one.stdout is not None and one.stdout.readline() == b"held\n"
+        for given in ((mine,), (tmp_path / "third", other)):
+            refused("is being filled by another process; wait", held(*given).__enter__)
+        assert names(tmp_path) == ["new", "other"] and not names(mine)
+        one.kill()
+    with held(mine, other):
+        refused("mine is being filled by another", held(mine).__enter__)
+    assert not names(mine) and not names(other)
+    with pytest.raises(KeyError), held(tmp_path / "never" / "filled"):
+        raise KeyError
+    assert names(tmp_path) == ["new", "other"]
 
 
 def test_a_run_replaces_its_own_saves_alone(tmp_path):

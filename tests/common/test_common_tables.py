@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
-from workbench.common.sizes import size, sizes
+from workbench.common.sizes import counted, size, sizes
 from workbench.common.tables import Table, known_columns, markdown, terminal_columns, to_html
 
 WIDE = Table(
@@ -87,6 +87,11 @@ def test_html_has_texts_on_the_left_and_patterns_as_code() -> None:
     named = pd.DataFrame({"us": [1.0, 2.0]}, index=pd.Index([32, 33], name="step"))
     assert ">step</th>" in to_html(named) and ">33</td>" in to_html(named)
     assert ">33</td>" not in to_html(named.rename_axis(None))
+
+
+def test_one_of_a_kind_has_no_s() -> None:
+    said = [counted(n, "reading") for n in (0, 1, 2, 1234)]
+    assert said == ["0 readings", "1 reading", "2 readings", "1,234 readings"]
 
 
 def test_sizes_have_two_digits_or_all_that_tell_them_apart() -> None:

@@ -122,6 +122,25 @@ def test_all_reports_are_named(tmp_path, monkeypatch, capsys, no_kernel):
     assert not list(tmp_path.glob("no*"))
 
 
+@pytest.mark.parametrize("same", ["out", "runs"])
+def test_two_reports_at_once_do_not_mix(tmp_path, monkeypatch, no_kernel, same):
+    """Pages of one folder, and runs of one folder, are of one report at a time."""
+    book, begun = notebook(tmp_path / "a.ipynb", "1"), []
+    first = {"out_dir": tmp_path / "out", "runs_dir": tmp_path / "runs"}
+    second = {name: path if same in name else tmp_path / "b" for name, path in first.items()}
+
+    def execute(source, executed, *_):
+        begun.append(source)
+        with pytest.raises(UsageError, match=rf"{same} is being filled by another process; wait"):
+            render.render_all([book], **second)
+        executed.write_text(source.read_text())
+
+    monkeypatch.setattr(render, "execute_notebook", execute)
+    render.render_all([book], **first)
+    render.render_all([book], **first)
+    assert len(begun) == 2 and not (tmp_path / "b").exists()
+
+
 def test_an_interrupted_notebook_leaves_the_pages_before_it(tmp_path, monkeypatch, no_kernel):
     book = notebook(tmp_path / "a.ipynb", "1")
     old = [tmp_path / "out" / "a.html", tmp_path / "runs" / "a.ipynb"]

@@ -101,13 +101,19 @@ def test_a_pair_and_a_load_are_drawn(engine):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a number": (lambda: wb.plot(3), "a int has no picture; drawn are AB, Comparisons"),
-    "toggles": (lambda: wb.plot(wb.Toggles()), "a Toggles has no picture"),
+    "a number": (lambda: wb.plot(3), "int has no picture; give what wb.ab, wb.bench, wb.profile, "),
+    "toggles": (lambda: wb.plot(wb.Toggles()), "Toggles has no picture; give what wb.ab"),
     "a frame": (lambda: wb.plot(pd.DataFrame({"x": [1]})), "with the columns x has no picture"),
     "nothing": (lambda: wb.plot([]), "several results (none) have no common picture"),
     "two kinds": (lambda: wb.plot(comparison(), timeline()), "(AB, Timeline) have no common"),
     "no span": (lambda: wb.plot(Timeline([])), "no span, so there is nothing to draw"),
     "no step": (lambda: wb.plot(timeline(), steps=99), "steps [99] are not in this timeline"),
+    "a misspelt keyword": (lambda: wb.plot(timeline(), window=9),
+                           "'window' does not exist for this picture; did you mean window_us?"),
+    "a keyword of none": (lambda: comparison().plot(z=1),
+                          "keyword 'z' does not exist for this picture; it takes none"),
+    "a keyword of several": (lambda: wb.plot({"a": timeline(), "b": timeline()}, steps=[0]),
+                             "keyword 'steps' does not exist for this picture; did you mean step?"),
     "no gap": (lambda: wb.plot(pd.DataFrame(columns=["between", "traced_us", "host_us", "device_us",
                                                      "step"])), "there is no gap to draw"),
 }  # fmt: skip

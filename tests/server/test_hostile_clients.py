@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -171,6 +172,18 @@ def test_an_engine_that_cannot_load_ends_the_server(texts):
         serve(worker.start, texts, None, settings, listening, lambda line: None)
 
 
+def test_a_signal_to_the_whole_group_is_no_error(texts):
+    """A supervisor may send SIGTERM to the engine process, too."""
+    with live(texts, step_s=0.01) as server, ThreadPoolExecutor(1) as pool:
+        body = {"prompt": [1], "max_tokens": 400}
+        running = pool.submit(server.answer, COMPLETIONS, body)
+        wait_for(lambda: len(server.worker.asked) == 1)
+        server.server.handle_exit(signal.SIGTERM, None)
+        server.worker.kill()
+        assert running.result().status_code == 503
+    assert server.said[-1].startswith("ended by SIGTERM; the engine process ended before it was")
+
+
 def test_while_the_model_loads_requests_are_503(texts):
     slow = {"load_s": 20, "prepare_s": 20}
     with live(texts, until="listening", **slow) as server, server.http() as http:
@@ -198,7 +211,7 @@ def test_what_runs_is_finished_and_what_is_new_is_503(texts, drain_s, status):
         body, worker = {"prompt": [1], "max_tokens": 30 if status == 200 else 400}, server.worker
         running = pool.submit(server.answer, COMPLETIONS, body)
         wait_for(lambda: len(worker.asked) == 1)
-        server.server.finish()
+        server.server.handle_exit(signal.SIGTERM, None)
         if status == 200:
             refused = http.post(COMPLETIONS, json={"prompt": "a"})
             assert refused.status_code == 503 and "shutting down" in refused.text
@@ -206,3 +219,5 @@ def test_what_runs_is_finished_and_what_is_new_is_503(texts, drain_s, status):
         assert running.result().status_code == status
     assert worker.finished.is_set() and not worker.killed
     assert worker.cancelled == [worker.asked[0].number] * (status == 503)
+    how = "every answer was" if status == 200 else "1 answer not"
+    assert server.said[-1].startswith(f"ended by SIGTERM; {how} finished")

@@ -10,7 +10,7 @@ status 141, as a program that SIGPIPE ended.
 import sys
 from pathlib import Path
 
-from cyclopts import CycloptsError
+from cyclopts import CycloptsError, MissingArgumentError
 
 from workbench.cli import (  # noqa: F401 - commands
     advise,
@@ -30,6 +30,7 @@ from workbench.cli import (  # noqa: F401 - commands
     toggles,
 )  # fmt: skip
 from workbench.cli.common import app, say
+from workbench.cli.flags import GIVE_MODEL
 from workbench.cli.interrupts import Stop, heeded
 from workbench.cli.outputs import with_out
 from workbench.cli.screen import asked
@@ -63,6 +64,9 @@ def _end_of(arguments: list[str]) -> tuple[int, str]:
             app(with_out(words), exit_on_error=False, print_error=False)
     except WorkbenchError as error:
         return error.exit_status, str(error)
+    except MissingArgumentError as error:
+        named = () if error.argument is None else error.argument.names
+        return 2, f"{error} {GIVE_MODEL}" if "--model" in named else str(error)
     except CycloptsError as error:
         cause = error.__cause__
         return 2, str(cause if isinstance(cause, WorkbenchError) else error)

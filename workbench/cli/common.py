@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import App
 
 from workbench import __version__
-from workbench.cli.flags import EngineSettings, GivenToggles, check_computes
+from workbench.cli.flags import AUTO_MODEL, EngineSettings, GivenToggles, check_computes
+from workbench.common.devices import AUTO
 from workbench.common.errors import UsageError
 from workbench.config import BEST, EngineConfig
 
@@ -60,6 +61,15 @@ def say_ranges(ranges: NoRanges) -> None:
         say(f"NVTX ranges: {ranges.words}; they take time (--nvtx off leaves them out)")
 
 
+def file_of(model: Path, device: str) -> Path:
+    """The file that `-m` means: of `auto` the model for the device, written where it is not there
+    yet. Raises DeviceError for a device that is not there."""
+    from workbench.backend.base import choose_device
+    from workbench.engine.load import model_for
+
+    return model_for(choose_device(device)[0]) if model == AUTO_MODEL else model
+
+
 def load(
     model: Path,
     config: EngineConfig,
@@ -96,7 +106,12 @@ def load(
             check(loaded, Room(loaded.config.n_ctx, regions))
 
     engine = Engine.load(
-        model, config=config, toggles=wanted, variants=variants, check=refuse, fit=fit
+        AUTO if model == AUTO_MODEL else model,
+        config=config,
+        toggles=wanted,
+        variants=variants,
+        check=refuse,
+        fit=fit,
     )
     say(f"device: {engine.backend.description} ({engine.device_reason})")
     say(f"toggles: {engine.chosen}")
@@ -104,8 +119,8 @@ def load(
     n_ctx, trained = engine.config.n_ctx, engine.model.n_ctx_train
     if n_ctx > trained:
         say(
-            f"note: n_ctx={n_ctx} is more than the {trained} tokens {model} was trained on; expect "
-            "worse answers beyond"
+            f"note: n_ctx={n_ctx} is more than the {trained} tokens that {engine.model.path} was "
+            "trained on; expect worse answers beyond"
         )
     return engine
 

@@ -64,11 +64,26 @@ def layers(_: Any, tokens: Any) -> int:
     return -1 if tokens[0].value in ("all", "auto") else _whole(tokens[0].value)
 
 
+AUTO_MODEL = Path(devices.AUTO)  # the word; a file of that name has another path (`model_file`)
+
+
+def model_file(_: Any, tokens: Any) -> Path:
+    """The path of a model, or AUTO_MODEL for the word `auto`; `./auto` is a file."""
+    text = str(tokens[0].value)
+    path = Path(text)
+    return path.absolute() if path == AUTO_MODEL and text != devices.AUTO else path
+
+
 # `int` in every command: digits, and nothing that would have to be rounded
 Whole = Annotated[int, Parameter(converter=whole)]
 AT_LEAST_0, AT_LEAST_1 = Number(gte=0), Number(gte=1)
 DeviceName = Annotated[str, flag(devices.in_words())]
-ModelPath = Annotated[Path, flag("GGUF file", "--model -m")]
+GIVE_MODEL = "Give -m auto, or -m and a GGUF file (`workbench model tiny` writes some)"
+OneModel = Annotated[Path, Parameter(converter=model_file)]
+ModelPath = Annotated[
+    OneModel, flag("GGUF file; auto: tiny on a CPU, a real shape on a GPU", "--model -m")
+]
+ModelPaths = Annotated[list[OneModel], flag("GGUF file or auto; repeatable", "--model -m")]
 Ids = Annotated[str | None, flag("token ids, as 1,2,3")]
 AsJson = Annotated[bool, flag("print it as JSON", "--json")]
 Nvtx = Annotated[str, flag(f"NVTX ranges: {', '.join(NVTX)}; auto: where a tool, as nsys, listens")]

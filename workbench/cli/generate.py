@@ -14,6 +14,7 @@ from workbench.cli.common import app, as_typed, load, parse_ids, say, say_replay
 from workbench.common.errors import UsageError
 from workbench.common.output import check_extension, check_writable, writing
 from workbench.common.progress import bar
+from workbench.common.sizes import counted
 from workbench.config import BASELINE
 
 if TYPE_CHECKING:
@@ -77,8 +78,9 @@ def run(
         print("" if prompt is not None else ",".join(map(str, made.tokens)), flush=True)
         say(
             f"prompt {made.prefill_us / 1e3:.1f} ms; {len(made.tokens)} tokens, "
-            f"{made.tokens_per_second:.1f} t/s; {engine.counters['programs_built']} programs "
-            f"built, {engine.counters['programs_reused']} reused{engine.steps.programs.refusals}"
+            f"{made.tokens_per_second:.1f} t/s; "
+            f"{counted(engine.counters['programs_built'], 'program')} built, "
+            f"{engine.counters['programs_reused']} reused{engine.steps.programs.refusals}"
         )
         say(f"the host's us a step: {engine.phases().words}")
         say_replays(engine.counters)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from workbench.cli import flags as f
 from workbench.cli.common import MODELS, RUNS, app, load, say, say_ranges, say_replays
@@ -23,7 +23,11 @@ from workbench.cli.outputs import RowFormat, TableFormat, check_run_name, print_
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.nearest import choices
 from workbench.common.output import check_folder
+from workbench.common.sizes import counted
 from workbench.config import BASELINE, EngineConfig, Toggles
+
+if TYPE_CHECKING:
+    from workbench.benchmarks.llama.llama_bench import BenchRow
 
 NOTEBOOKS = Path("notebooks")
 PROMPTS, GENS, DEPTHS = ["512"], ["128"], ["0"]  # llama-bench's
@@ -32,7 +36,7 @@ PROMPTS, GENS, DEPTHS = ["512"], ["128"], ["0"]  # llama-bench's
 @app.command
 def bench(
     *,
-    model: Annotated[list[Path], f.flag("GGUF file; can be given again", "--model -m")],
+    model: f.ModelPaths,
     n_prompt: Annotated[
         Listed, f.flag("tokens of a prompt, as 512,1024; 0: none", "--n-prompt -p")
     ] = PROMPTS,
@@ -91,7 +95,7 @@ def bench(
         raise UsageError("-npl goes with -p and -n alone; leave -d and -pg out")
     if shared and not n_parallel:
         raise UsageError("-pps shares a prompt among sequences; give their numbers with -npl")
-    line: Callable[..., str]
+    line: Callable[[BenchRow], str]
     formatted: Callable[..., str]
     if n_parallel:
         tests = batched.workloads(prompts, gens, together, shared)
@@ -104,17 +108,25 @@ def bench(
     until = repeat.arguments(len(engines))
     folders = _folders(out, len(engines))
     earlier = open_outs(folders, resume)
-    rows: list[llama_bench.BenchRow] = []
+    rows: list[BenchRow] = []
     for (path, settings, wanted), folder, held in zip(engines, folders, earlier, strict=True):
         fit = partial(long_enough, tests)  # as llama-bench: the context is what the tests need
         # `sets`: what the device refuses is refused before the first engine is measured
         with load(path, wide_enough(tests, settings), wanted, sets, fit=fit) as engine:
+            told = partial(_say_row, line, engine.toggles)
             rows += llama_bench.measured(
                 engine, tests, repetitions, seed=seed, build=build, out=folder,
-                resume=held is not None, energy=energy, on_row=lambda row: say(line(row)),
-                on_side=lambda side: say(f"toggles: {side.chosen}"), on_end=say_replays, **until,
+                resume=held is not None, energy=energy, on_row=told, on_end=say_replays, **until,
             )  # fmt: skip
     print(formatted(rows, output, known_columns()), end="")
+
+
+def _say_row(line: Callable[[BenchRow], str], of_engine: Toggles, row: BenchRow) -> None:
+    """Prints the line of a row, with the toggles that the engine of its test has of its own: best
+    for one sequence is another set than best for several."""
+    was = of_engine.to_dict()
+    own = [f"{name}={value}" for name, value in row.toggles.items() if value != was[name]]
+    say(f"{line(row)} ({', '.join(own)})" if own else line(row))
 
 
 def _folders(out: Path | None, n: int) -> list[Path | None]:
@@ -348,7 +360,7 @@ def report(
     comparisons = [AB.load(folder) for folder in fresh]
     if comparisons:
         show(speedup_table(*comparisons))
-    print(f"{len(pages)} reports in {out.resolve()}")
+    print(f"{counted(len(pages), 'report')} in {out.resolve()}")
 
 
 def _notebook(name: str) -> Path:

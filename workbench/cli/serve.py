@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from workbench.cli import flags as f
-from workbench.cli.common import app, say
+from workbench.cli.common import app, file_of, say
 from workbench.common.errors import UsageError
 
 SERVER = Group("Server", sort_key=0)
@@ -117,7 +117,8 @@ def serve(
     defaults = Defaults(sampling, server.timeout)
     keys, origins = _keys(server.api_key_file), tuple(map(_origin, server.cors_origin))
     template = _template(server.chat_template_file)
-    with open_gguf(model) as file:
+    path = file_of(model, config.device)
+    with open_gguf(path) as file:
         texts = TokenTexts(load_tokenizer(file))
         trained = read_hparams(file).n_ctx_train
         if template is None:
@@ -127,17 +128,17 @@ def serve(
     n_ctx = config.n_ctx or slots * min(trained, f.SERVED_TOKENS)
     check_cells(n_ctx, slots)
     engine = dataclasses.replace(config.plain(), n_seqs=slots, n_ctx=n_ctx)
-    settings = WorkerSettings(str(model), engine, slots, wanted, server.max_waiting)
+    settings = WorkerSettings(str(path), engine, slots, wanted, server.max_waiting)
     # a vocabulary is many objects: to look through them would hold up tokens
     gc.collect()
     gc.freeze()
 
-    serve_http(
+    stopped = serve_http(
         lambda n_fronts: start(settings, n_fronts),
         texts,
         template,
         FrontSettings(
-            server.model_id or model.stem,
+            server.model_id or path.stem,
             defaults,
             keys,
             server.max_body,
@@ -147,6 +148,8 @@ def serve(
         Listening(server.host, server.port, server.drain),
         say,
     )
+    if stopped is not None:
+        raise SystemExit(128 + stopped)
 
 
 def _text(path: Path | None) -> str | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from workbench.cli import flags as f
-from workbench.cli.common import app, say
+from workbench.cli.common import app, file_of, say
 from workbench.cli.outputs import check_run_name
 from workbench.common.errors import UsageError
 from workbench.common.output import check_folder
@@ -88,7 +88,8 @@ def serve_bench(
     *,
     url: Annotated[str | None, f.flag("a running server, as http://127.0.0.1:8000")] = None,
     model: Annotated[
-        Path | None, f.flag("GGUF file: begins `workbench serve` and stops it", "--model -m")
+        f.OneModel | None,
+        f.flag("GGUF file, or auto: begins `workbench serve` and stops it", "--model -m"),
     ] = None,
     slots: Annotated[
         f.Whole | None, f.flag("of the server; with -m it has 8", validator=f.AT_LEAST_1)
@@ -117,15 +118,18 @@ def serve_bench(
     check_run_name(out)
     settings = arrivals(load.arrivals, load.rate, load.concurrency)
     if (url is None) == (model is None):
-        raise UsageError("name a server: --url http://127.0.0.1:8000, or -m and a GGUF file")
+        raise UsageError(
+            "name a server: --url http://127.0.0.1:8000, -m auto, or -m and a GGUF file"
+        )
     given = tuple(_server_flags(config, toggles))
     if url is not None and given:
         raise UsageError(f"{given[0]} is the server's; give it where the server of --url begins")
     spec = _spec(load, client, slots)
     if out is not None:
         check_folder(out, new=True)
-    if model is not None:
-        served: Served = ServeCommand(model, slots or 8, config.device, given)
+    path = None if model is None else file_of(model, config.device)
+    if path is not None:
+        served: Served = ServeCommand(path, slots or 8, config.device, given)
     else:
         assert url is not None
         served = _address(url)
@@ -133,8 +137,8 @@ def serve_bench(
     with reached(
         served, model_id=client.model_id, key=key, processes=client.client_processes, say=say
     ) as target:
-        if model is not None and load.ids is None:
-            ids = normal_ids(model)
+        if path is not None and load.ids is None:
+            ids = normal_ids(path)
         else:
             ids = id_range(load.ids, target.n_vocab)
         spec = spec._replace(ids=ids, parallel=slots or target.n_slots)

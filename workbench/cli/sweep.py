@@ -20,6 +20,7 @@ from workbench.cli.lists import (
     numbers,
 )
 from workbench.cli.outputs import TableFormat, check_run_name, print_frame
+from workbench.common.devices import AUTO
 from workbench.common.errors import UsageError
 from workbench.config import EngineConfig
 
@@ -27,9 +28,7 @@ from workbench.config import EngineConfig
 @app.command
 def sweep(
     *,
-    model: Annotated[
-        list[Path] | None, f.flag("GGUF file; can be given again", "--model -m")
-    ] = None,
+    model: f.ModelPaths | None = None,
     matrix: Annotated[Path | None, f.flag("TOML file of axes; flags win over it")] = None,
     test: Annotated[Listed | None, f.flag("as tg32 or pp512,tg128; default tg32")] = None,
     n_depth: Annotated[
@@ -82,8 +81,9 @@ def sweep(
         raise UsageError("--calibrate times a dry run; add --dry-run")
     given = toggles.given()
     presets = given.pop("preset", None)
+    models = [AUTO if one == f.AUTO_MODEL else str(one) for one in model or ()] or None
     made = measured(
-        model, test, toggles=given or None, sets=set, presets=presets,
+        models, test, toggles=given or None, sets=set, presets=presets,
         n_depth=None if n_depth is None else numbers("-d", n_depth),
         n_parallel=None if n_parallel is None else numbers("-npl", n_parallel),
         exclude=exclude, repetitions=repetitions, seed=seed, matrix=matrix, out=out, resume=resume,

@@ -18,6 +18,8 @@ def are_traces(paths: Sequence[Path]) -> bool:
     traces = [path for path in paths if path.is_file() and is_trace(path)]
     if traces and len(traces) < len(paths):
         other = next(path for path in paths if path not in traces)
+        if not other.exists():
+            raise UsageError(f"{other} does not exist; name two traces, or two run folders")
         if other.is_file():
             read(other)
         raise UsageError(

@@ -23,7 +23,7 @@ import stat
 import sys
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,6 +180,31 @@ def check_folder(path: str | PathLike[str], *, new: bool = False) -> None:
     nothing."""
     with _found_folder(path, new, keep=False) as found, _beside(found):
         pass
+
+
+@contextmanager
+def held(*paths: str | PathLike[str]) -> Iterator[None]:
+    """Folders that this body alone fills. Missing folders are made; those that are empty are
+    removed where the body fails.
+
+    Each folder is locked (`flock`) without a file in it. The kernel releases the locks of a killed
+    process. Raises UsageError where another body holds a folder, in this process or another. On a
+    file system without locks nobody is refused.
+    """
+    with ExitStack() as all_of_them:
+        for target, path in {os.path.realpath(path): Path(path) for path in paths}.items():
+            all_of_them.enter_context(_made_parents(look(Path(target, "x")), True))
+            with suppress(OSError):
+                descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                all_of_them.callback(_close, descriptor)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise UsageError(
+                        f"{named(path)} is being filled by another process; wait until that has "
+                        "ended, or choose another folder"
+                    ) from None
+        yield
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Sizes: in words, the same in every message and table; and rounded up to whole blocks.
+"""Sizes and counts: in words, the same in every message and table; and rounded up to whole blocks.
 
 In words, `0.00 GB` means exactly zero.
 """
@@ -9,6 +9,11 @@ UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))  # of 1,00
 def round_up(n: int, size: int) -> int:
     """The least multiple of `size` that is n or more."""
     return -(-n // size) * size
+
+
+def counted(n: int, what: str) -> str:
+    """A count in words: `1 reading`, `2 readings`."""
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def size(n_bytes: float) -> str:

@@ -37,6 +37,11 @@ import pandas as pd
 NO_TERMINAL = 100  # columns, where standard output is no terminal and COLUMNS is not set
 NARROWEST = 40
 PROSE = 24  # a text longer than this may leave its column
+# of a page: a table that is wider or longer than the window scrolls in a box, which is in view as a
+# whole, with both scroll bars; the names of the columns stay in view
+BOX_CSS = """.wide{overflow:auto;max-height:85vh}
+.wide thead th{position:sticky;top:0;background:#fff}
+@media print{.wide{overflow:visible;max-height:none}}"""
 _KEPT = ("constant", "groups", "keys", "digits", "code", "right")
 _CODE = re.compile(r"`([^`]+)`")
 
@@ -120,6 +125,11 @@ def to_html(table: pd.DataFrame) -> str:
     )
 
 
+def boxed_html(table: pd.DataFrame) -> str:
+    """The frame as HTML in a box that scrolls; the page has BOX_CSS."""
+    return f'<div class="wide" tabindex="0">{to_html(table)}</div>'
+
+
 def prose_html(text: str) -> str:
     """Text as HTML: escaped, with text between backticks as code."""
     return _CODE.sub(r"<code>\1</code>", html.escape(text))
@@ -138,7 +148,7 @@ class _Cells(NamedTuple):
     @classmethod
     def from_frame(cls, table: pd.DataFrame) -> _Cells:
         attrs = {name: table.attrs.get(name) for name in _KEPT}
-        if table.index.name is not None:
+        if any(name is not None for name in table.index.names):
             table = table.reset_index()
         columns = [str(c) for c in table.columns]
         digits: Mapping[str, int] = attrs["digits"] or {}

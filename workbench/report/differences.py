@@ -4,7 +4,7 @@ import html
 
 import pandas as pd
 
-from workbench.common.tables import Table, prose_html, to_html
+from workbench.common.tables import BOX_CSS, Table, boxed_html, prose_html
 
 SHOWN = 20  # rows of a table on the terminal; the page has all
 WIDEST = 26  # letters of a name on the terminal
@@ -16,6 +16,7 @@ table{{border-collapse:collapse;margin:12px 0}}
 th,td{{padding:4px 8px;border-bottom:1px solid #ddd;white-space:nowrap;
 font-variant-numeric:tabular-nums}}
 td:nth-child(2){{white-space:normal;overflow-wrap:anywhere}}
+{box_css}
 </style></head>
 <body><h1>{title}</h1>
 <p>{answer}</p>
@@ -74,4 +75,5 @@ def page_of(difference: pd.DataFrame, lines: list[str]) -> str:
     title = html.escape(f"What takes longer in {after} than in {before}?")
     notes = "".join(f"<li>{prose_html(line)}</li>" for line in lines)
     answer = prose_html(difference.attrs["line"])
-    return PAGE.format(title=title, answer=answer, notes=notes, table=to_html(table_of(difference)))
+    table = boxed_html(table_of(difference))
+    return PAGE.format(title=title, answer=answer, notes=notes, table=table, box_css=BOX_CSS)

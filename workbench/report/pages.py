@@ -18,7 +18,7 @@ from workbench.benchmarks.compare.comparison import AB
 from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
 from workbench.common.output import write_text
-from workbench.common.tables import to_html
+from workbench.common.tables import BOX_CSS, boxed_html
 from workbench.report import plots
 from workbench.report.tables import in_short, speedup_table
 
@@ -41,12 +41,15 @@ NETWORK_SETTINGS = (
     "widget_renderer_url",
 )
 
-COMPARED_CSS = """
+COMPARED_CSS = (
+    """
 body{font:15px/1.45 sans-serif;color:#222;max-width:1100px;margin:24px auto;padding:0 16px}
 table{border-collapse:collapse;margin:12px 0}
 th,td{padding:4px 10px;border-bottom:1px solid #ddd;font-variant-numeric:tabular-nums}
 img{max-width:100%}
 """
+    + BOX_CSS
+)
 COMPARED = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
 <style>{{ css }}</style></head>
@@ -193,7 +196,8 @@ def write_index(folder: str | PathLike[str], runs_dir: str | PathLike[str]) -> P
     text = environment.get_template("reports.html.j2").render(
         pages=pages,
         groups=[(page, in_short(*own)) for page, own in found if own],
-        complete=Markup(to_html(speedup_table(*every))) if every else "",
+        complete=Markup(boxed_html(speedup_table(*every))) if every else "",
+        box_css=Markup(BOX_CSS),
     )
     target = Path(folder) / INDEX
     write_text(target, text, parents=True)
@@ -240,6 +244,6 @@ def compared_page(found: Compared) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     return environment.from_string(COMPARED).render(
         title=title, css=COMPARED_CSS, picture=picture, alt=alt, lines=found.lines,
-        table=to_html(table) if len(table) else "",
-        unmatched=to_html(left) if len(left) else "",
+        table=boxed_html(table) if len(table) else "",
+        unmatched=boxed_html(left) if len(left) else "",
     )  # fmt: skip

@@ -7,6 +7,7 @@ above this one; class names are unique in the package.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from workbench.common.errors import UsageError
+from workbench.common.nearest import choices
 from workbench.report import pictures, plots, roofline, sweeps, tables
 
 MOST_STEPS = 3  # of a trace that are drawn together: the spans of more are too narrow to read
@@ -38,14 +40,14 @@ def plot(result: Any, *more: Any, **how: Any) -> Figure:
     how: as the picture's own function has it in `report/`: `steps` and `window_us` of a
         timeline, `labels` of a pair, `x`, `by` and `panels` of a sweep.
 
-    Raises UsageError for what has no picture, with what has one, and where there is nothing to
-    draw.
+    Raises UsageError for what has no picture, with what has one, for a keyword that the picture
+    does not have, and where there is nothing to draw.
     """
     results = _several(result, more)
     try:
         if len(results) == 1:
             ((_, one),) = results.items()
-            return _picture_of(one)(one, **how)
+            return _drawn(_picture_of(one), one, **how)
         return _together(results)(results, **how)
     except ValueError as error:  # a picture's own refusal
         raise error if isinstance(error, UsageError) else UsageError(str(error)) from None
@@ -61,6 +63,19 @@ def _several(result: Any, more: tuple[Any, ...]) -> dict[str, Any]:
     return {str(number): one for number, one in enumerate(every, 1)}
 
 
+def _drawn(picture: Callable[..., Figure], *given: Any, **how: Any) -> Figure:
+    """The picture. Raises UsageError for a keyword that it does not have. A function that passes
+    its keywords on (`**how`) leaves that to the next."""
+    known = inspect.signature(picture).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        own = list(known)[len(given) :]
+        for name in how:
+            if name not in own:
+                takes = choices(name, own) if own else "it takes none"
+                raise UsageError(f"keyword {name!r} does not exist for this picture; {takes}")
+    return picture(*given, **how)
+
+
 # the pictures of one result -----------------------------------------------------------------------
 
 
@@ -72,40 +87,42 @@ def _trace(source: Any, steps: int | Iterable[int] | None = None, **how: Any) ->
         raise UsageError("this trace has no span, so there is nothing to draw")
     if steps is None and len(times) > MOST_STEPS:
         steps = int((times - times.median()).abs().idxmin())
-    return plots.timeline(frame, steps, **how)
+    return _drawn(plots.timeline, frame, steps=steps, **how)
 
 
 def _cell(trace: Any, **how: Any) -> Figure:
     """The trace of a cell: of one engine as any trace; of several one below the other."""
     if len(trace.profiles) < 2:
         return _trace(trace, **how)
-    return plots.timelines(trace.profiles, **how)
+    return _drawn(plots.timelines, trace.profiles, **how)
 
 
 def _pair(pair: Any, **how: Any) -> Figure:
     if pair.traces is None:
         raise UsageError(f"{pair.test} was {pair.stopped}, so there are no traces to draw")
-    return plots.timeline_pair(*pair.traces, **{"labels": pair.labels} | how)
+    return _drawn(plots.timeline_pair, *pair.traces, **{"labels": pair.labels} | how)
 
 
 def _speedups(*comparisons: Any, **how: Any) -> Figure:
-    return plots.speedup(tables.summary(*comparisons), **how)
+    return _drawn(plots.speedup, tables.summary(*comparisons), **how)
 
 
 OF_RESULT: dict[str, Callable[..., Figure]] = {
     "AB": _speedups,
     "Comparisons": lambda found, **how: _speedups(*found.values(), **how),
     "Compared": plots.speedup,
-    "Bench": lambda found, **how: pictures.rates(found.samples, **how),
+    "Bench": lambda found, **how: _drawn(pictures.rates, found.samples, **how),
     "Profile": _trace,
     "Timeline": _trace,
     "CellTrace": _cell,
     "Pair": _pair,
-    "Gaps": lambda found, **how: pictures.gaps(found.table(), **how),
-    "KernelRun": lambda found, **how: roofline.roofline(found.run, **how),
-    "ServeBench": lambda found, **how: plots.throughput_against_latency(found.points(), **how),
-    "Sweep": lambda found, **how: sweeps.sweep(found.to_frame(), **how),
-    "Run": lambda found, **how: pictures.rates(found.samples, **how),
+    "Gaps": lambda found, **how: _drawn(pictures.gaps, found.table(), **how),
+    "KernelRun": lambda found, **how: _drawn(roofline.roofline, found.run, **how),
+    "ServeBench": lambda found, **how: _drawn(
+        plots.throughput_against_latency, found.points(), **how
+    ),
+    "Sweep": lambda found, **how: _drawn(sweeps.sweep, found.to_frame(), **how),
+    "Run": lambda found, **how: _drawn(pictures.rates, found.samples, **how),
 }
 # columns that a frame has -> its picture; the first entry whose columns are all there
 OF_FRAME: dict[tuple[str, ...], Callable[..., Figure]] = {
@@ -140,8 +157,8 @@ def _picture_of(result: Any) -> Callable[..., Figure]:
     if name := _name_of(result):
         return OF_RESULT[name]
     raise UsageError(
-        f"a {type(result).__name__} has no picture; drawn are {', '.join(OF_RESULT)}, and their "
-        "frames"
+        f"{type(result).__name__} has no picture; give what wb.ab, wb.bench, wb.profile, wb.sweep "
+        f"or wb.load returned, or its frame (drawn are {', '.join(OF_RESULT)})"
     )
 
 
@@ -152,21 +169,21 @@ def _loads(results: Mapping[str, Any], **how: Any) -> Figure:
     parts = [load.points(name) for name, load in results.items()]
     frame = pd.concat(parts, ignore_index=True)
     frame.attrs = parts[0].attrs
-    return plots.throughput_against_latency(frame, **how)
+    return _drawn(plots.throughput_against_latency, frame, **how)
 
 
 def _benches(results: Mapping[str, Any], **how: Any) -> Figure:
     """The repetitions of several runs, a row for each test and run."""
     parts = [one.samples.assign(arm=f"run {name}") for name, one in results.items()]
-    return pictures.rates(pd.concat(parts, ignore_index=True), **how)
+    return _drawn(pictures.rates, pd.concat(parts, ignore_index=True), **how)
 
 
 OF_SEVERAL: dict[str, Callable[..., Figure]] = {
     "AB": lambda results, **how: _speedups(*results.values(), **how),
     "Bench": _benches,
-    "Profile": lambda results, **how: plots.timelines(results, **how),
-    "Timeline": lambda results, **how: plots.timelines(results, **how),
-    "CellTrace": lambda results, **how: plots.timelines(results, **how),
+    "Profile": lambda results, **how: _drawn(plots.timelines, results, **how),
+    "Timeline": lambda results, **how: _drawn(plots.timelines, results, **how),
+    "CellTrace": lambda results, **how: _drawn(plots.timelines, results, **how),
     "ServeBench": _loads,
 }
 

@@ -25,7 +25,7 @@ from typing import Any
 from workbench.benchmarks.runs import provenance, results
 from workbench.common.devices import DEVICES, is_gpu
 from workbench.common.errors import UsageError, WorkbenchError
-from workbench.common.output import check_writable, write_text
+from workbench.common.output import check_writable, held, write_text
 from workbench.common.progress import HIDDEN, SHARE, Bar, bar
 from workbench.common.sizes import size
 from workbench.report.kernels import NAME, Kernels
@@ -132,10 +132,23 @@ def render_all(
     """Renders each notebook to `<out_dir>/<name>.html` and prints where the reports are.
 
     A notebook gets only the parameters that it has. Raises UsageError for a notebook that does not
-    exist, before any notebook runs. Raises WorkbenchError as `render_notebook` does, after the
-    pages of earlier notebooks have been written and printed.
+    exist, and where another process renders into out_dir or runs_dir, before any notebook runs.
+    Raises WorkbenchError as `render_notebook` does, after the pages of earlier notebooks have been
+    written and printed.
     """
     check_pages(notebooks, out_dir)
+    with held(out_dir, runs_dir):  # which runs a notebook made is told by what is new there
+        return _rendered(notebooks, out_dir, parameters, device, runs_dir)
+
+
+def _rendered(
+    notebooks: Sequence[str | PathLike[str]],
+    out_dir: str | PathLike[str],
+    parameters: Mapping[str, Any] | None,
+    device: str | None,
+    runs_dir: str | PathLike[str],
+) -> list[Path]:
+    """As `render_all`, in folders that this process holds."""
     pages: list[Path] = []
     known = [_parameters_of(path) for path in notebooks]
     seconds = sum(sum(cell_seconds(Path(path), runs_dir).values()) for path in notebooks)

@@ -31,7 +31,8 @@ class Picture(Figure):
         """The image. Its metadata has a text for readers who cannot see it: titles and axes."""
         out = io.BytesIO()
         self.savefig(out, format="png")
-        words = [w for ax in self.axes for w in (ax.get_title(loc="left"), ax.get_xlabel()) if w]
+        words = self.get_suptitle().splitlines()
+        words += [w for ax in self.axes for w in (ax.get_title(loc="left"), ax.get_xlabel()) if w]
         return few_colours(out.getvalue()), {"alt": "; ".join(dict.fromkeys(words))}
 
 

@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from workbench.benchmarks.sweep.matrix import AXES
+from workbench.benchmarks.sweep.result import WORDS
 from workbench.common.errors import UsageError
 from workbench.common.nearest import choices
 from workbench.report import style
 
-WORDS = {"tps": "tokens/s", "speedup": "speedup", "p50_us": "time of a token, us (median)"}
 BOUNDS = {"tps": ("tps_low", "tps_high"), "speedup": ("low", "high")}  # the 95 % interval
-NO_AXIS = {  # columns of a sweep's frame that are no axis
-    "status", "tps", "tps_low", "tps_high", "n", "p50_us", "p90_us", "p99_us", "ttft_us",
-    "baseline", "speedup", "low", "high", "band_low", "band_high", "verdict", "answer", "toggles",
-    "device_description", "commit", "started", "key", "group", "reason",
+AXIS_WORDS = {
+    "n_depth": "tokens cached before the test", "n_parallel": "sequences computed together",
+    "n_ctx": "tokens that the KV cache holds", "n_ubatch": "most tokens computed together",
+    "threads": "compute threads", "n_gpu_layers": "layers on the device",
 }  # fmt: skip
 MOST_CURVES, MOST_PANELS = len(style.SERIES), 6
 
@@ -38,8 +39,9 @@ def sweep(
     by: the axis of curves; default: all other axes that vary, together.
     panels: the axis of panels; default: `test`, where tests vary.
 
-    Every curve has a colour, a line and a marker of its own. Raises UsageError for a name that is
-    no column, and where no cell was measured.
+    Every curve has a colour, a line and a marker of its own. The title says what is drawn, and
+    the line below it of which model, test and device. Raises UsageError for a name that is no
+    column, and where no cell was measured.
     """
     for name in filter(None, (x, values, by, panels)):
         if name not in frame:
@@ -47,12 +49,16 @@ def sweep(
     shown = frame[frame["tps"].notna() & frame[values].notna()]
     if shown.empty:
         raise UsageError(f"no cell has {values}, so there is nothing to draw; measure some")
-    axes = [c for c in frame.columns if c not in NO_AXIS and shown[c].astype(str).nunique() > 1]
+    axes = [c for c in frame.columns if c in AXES and shown[c].astype(str).nunique() > 1]
     x = x or next((a for a in axes if _is_number(shown[a])), axes[-1] if axes else "test")
     panels = panels or ("test" if "test" in axes and x != "test" else "")
     curves = [by] if by else [a for a in axes if a not in (x, panels)]
     parts = list(_parts(shown, [panels] if panels else []))[:MOST_PANELS]
-    fig = style.picture(9, 0.6 + 2.6 * len(parts))
+    fig = style.picture(9, 1.1 + 2.6 * len(parts))
+    drawn = WORDS.get(values, values)
+    bars = ", with its 95 % interval" if values in BOUNDS else ""
+    bars += "; dashed: that cell itself" if values == "speedup" else ""
+    fig.suptitle(f"{drawn}{bars}\n{_shared(shown)}", x=0.01, ha="left", fontsize=style.FONT + 1)
     for ax, (title, part) in zip(fig.subplots(len(parts), squeeze=False)[:, 0], parts, strict=True):
         places = list(dict.fromkeys(shown[x]))
         places = sorted(places) if _is_number(shown[x]) else places
@@ -71,7 +77,7 @@ def sweep(
         ax.set_xlim(-0.3, len(places) - 0.7)
         ax.set_ylim(bottom=0)
         ax.set_title(title, fontsize=style.FONT + 1, loc="left")
-        ax.set_ylabel(WORDS.get(values, values), fontsize=style.FONT)
+        ax.set_ylabel(drawn.partition(" over ")[0], fontsize=style.FONT)
         ax.tick_params(labelsize=style.FONT)
         ax.grid(axis="y", color=style.PALE)
         if values == "speedup":
@@ -80,8 +86,17 @@ def sweep(
             ax.legend(
                 fontsize=style.FONT, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5)
             )
-    ax.set_xlabel(x, fontsize=style.FONT)
+    said = f"{x} ({AXIS_WORDS[x]})" if x in AXIS_WORDS else x
+    ax.set_xlabel(said, fontsize=style.FONT)
     return fig
+
+
+def _shared(rows: pd.DataFrame) -> str:
+    """What all cells have: `tiny-llama-Q8_0, tg8, on Embedded device (...)`."""
+    same = {n: rows[n].dropna().unique() for n in ("model", "test", "device_description")}
+    same = {name: str(values[0]) for name, values in same.items() if len(values) == 1}
+    device = same.pop("device_description", "")
+    return ", ".join([*same.values(), *([f"on {device}"] if device else [])])
 
 
 def _parts(rows: pd.DataFrame, names: Sequence[str]) -> list[tuple[str, pd.DataFrame]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import NamedTuple, Protocol
 import uvicorn
 
 from workbench.common.errors import DeviceError, UsageError
+from workbench.common.sizes import counted
 from workbench.server.app import build
 from workbench.server.chat import NO_TEMPLATE, ChatTemplate
 from workbench.server.text import TokenTexts
@@ -64,18 +66,24 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class FrontServer(uvicorn.Server):
-    """uvicorn's server, which still answers while running requests are finished."""
+    """uvicorn's server, which still answers while running requests are finished.
+
+    stopped_by: the signal that told it to end.
+    n_given_up: answers that were not finished in time.
+    """
 
     def __init__(self, config: uvicorn.Config, front: Front, engine: EngineHandle, drain_s: float):
         super().__init__(config)
         self._front, self._engine, self._drain_s = front, engine, drain_s
         self._until: float | None = None
+        self.stopped_by: signal.Signals | None = None
+        self.n_given_up = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._until is not None:
             self._engine.kill()
             os._exit(128 + sig)
-        self._captured_signals.append(sig)
+        self.stopped_by = signal.Signals(sig)  # uvicorn would raise it again, as an interrupt
         self.finish()
 
     def finish(self) -> None:
@@ -87,6 +95,7 @@ class FrontServer(uvicorn.Server):
         if self._until is None:
             return await super().on_tick(counter)
         late = time.monotonic() > self._until
+        self.n_given_up = self._front.n_pending if late else 0
         if late:
             self._front.give_up()
         return late or self._front.n_pending == 0
@@ -104,8 +113,8 @@ def serve(
     listening: Listening,
     say: Callable[[str], None] = print,
     on_server: Callable[[FrontServer], None] | None = None,
-) -> None:
-    """Serves until a signal comes.
+) -> signal.Signals | None:
+    """Serves until a signal comes, and returns it; None where `FrontServer.finish` ended it.
 
     start: starts the engine process.
     template: the chat template; None: ChatML.
@@ -153,10 +162,23 @@ def serve(
         finally:
             _end(engine, graceful=front.state == FINISHING)
             connection.close()
+        if server.stopped_by is not None:
+            say(f"ended by {server.stopped_by.name}; {_left(front, server, listening.drain_s)}")
+            return server.stopped_by
         if front.state == DEAD and not loaded:
             raise DeviceError("the engine process ended before it had loaded the model; see above")
         if front.state == DEAD:
             raise DeviceError("the engine process has died; start the server again")
+        return None
+
+
+def _left(front: Front, server: FrontServer, drain_s: float) -> str:
+    """What became of the answers under way when a signal came, in words."""
+    if front.state == DEAD:  # a supervisor sends the signal to the whole group
+        return "the engine process ended before it was told to, and its answers with it"
+    if server.n_given_up:
+        return f"{counted(server.n_given_up, 'answer')} not finished within {drain_s:g} s"
+    return "every answer was finished"
 
 
 def is_loopback(sock: socket.socket) -> bool:

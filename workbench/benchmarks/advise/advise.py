@@ -64,6 +64,7 @@ from workbench.benchmarks.workload import (
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.output import check_folder
 from workbench.common.progress import bar, duration, note
+from workbench.common.sizes import counted
 from workbench.config import BEST, GraphReuse, TogglePreset, Toggles
 from workbench.config.table import idle
 from workbench.engine.engine import Engine
@@ -356,7 +357,7 @@ class _Adviser:
         self.effects |= effects_of(made, chunk)
         if made.interrupted:
             raise KeyboardInterrupt
-        note(f"{len(self.effects)} readings, {duration(max(self.left_s, 0))} left")
+        note(f"{counted(len(self.effects), 'reading')}, {duration(max(self.left_s, 0))} left")
 
     def _ended(self, number: int) -> dict[str, Any]:
         """How repeating a chunk ended; empty where it was not measured."""

@@ -99,7 +99,6 @@ def measured(
     at_most_s: float = AT_MOST_S,
     energy: EnergyAsked = False,
     on_row: Callable[[BenchRow], None] | None = None,
-    on_side: Callable[[Engine], None] = lambda side: None,
     on_end: Callable[[dict[str, int]], None] = lambda counters: None,
 ) -> list[BenchRow]:
     """Measures every test on `engine`, as llama-bench does; returns a row per test. `wb.bench` says
@@ -107,7 +106,6 @@ def measured(
 
     build: the value of build_commit, in place of the commit.
     on_row(row): called as soon as a test is finished.
-    on_side(variant): called with each new variant (`Sides`).
     on_end(counters): called at the end, with the counters of the engine and its variants.
 
     On Ctrl-C the run folder is written with the finished repetitions, and the interrupt is raised.
@@ -115,7 +113,7 @@ def measured(
     """
     return recorded(
         engine, tests, repetitions, seed=seed, build=build, out=out, resume=resume, until=until,
-        at_most_s=at_most_s, energy=energy, on_row=on_row, on_side=on_side, on_end=on_end,
+        at_most_s=at_most_s, energy=energy, on_row=on_row, on_end=on_end,
     )[0]  # fmt: skip
 
 
@@ -132,14 +130,13 @@ def recorded(
     at_most_s: float = AT_MOST_S,
     energy: EnergyAsked = False,
     on_row: Callable[[BenchRow], None] | None = None,
-    on_side: Callable[[Engine], None] = lambda side: None,
     on_end: Callable[[dict[str, int]], None] = lambda counters: None,
 ) -> tuple[list[BenchRow], Draft]:
     """As `measured`, with the run beside the rows, whether it is saved or not."""
     if repetitions < 1:
         raise UsageError(f"repetitions={repetitions}: give 1 or more")
     check_untraced(engine)
-    sides = Sides(engine, on_side)
+    sides = Sides(engine)
     for test in tests:
         check_fits(sides.toggles_of(test), engine.config, test)
     asked = make_until(until, at_most_s)
@@ -199,11 +196,10 @@ def recorded(
 
 
 class Sides:
-    """The engine and, while a test needs it, one variant. on_side(variant): called with each new
-    variant."""
+    """The engine and, while a test needs it, one variant."""
 
-    def __init__(self, engine: Engine, on_side: Callable[[Engine], None] = lambda side: None):
-        self._engine, self._on_side = engine, on_side
+    def __init__(self, engine: Engine):
+        self._engine = engine
         self._variant: Engine | None = None
         self._closed: Counter[str] = Counter()  # counters of variants that are closed
 
@@ -226,7 +222,6 @@ class Sides:
         if self._variant is None or self._variant.toggles != toggles:
             self.close()
             self._variant = self._engine.variant(self._wanted(test))
-            self._on_side(self._variant)
         return self._variant
 
     @property

@@ -401,6 +401,11 @@ def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame
         in_todays_words(run)
         samples, *tables = (pq.read_table(pa.BufferReader(content)) for content in contents)
     except FileNotFoundError as error:
+        if not folder.exists():
+            raise UsageError(
+                f"{folder} is no run folder: it does not exist; `workbench runs ls` lists run "
+                "folders"
+            ) from error
         sweep = (folder / SWEEP_JSON).is_file()
         raise UsageError(
             f"{folder} is no run folder: {Path(str(error.filename)).name} is missing"

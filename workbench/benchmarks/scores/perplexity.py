@@ -60,6 +60,7 @@ from workbench.benchmarks.scores.token_source import Source, TokenWindow
 from workbench.benchmarks.workload import check_untraced
 from workbench.common.errors import UsageError
 from workbench.common.progress import Bar, bar
+from workbench.common.sizes import counted
 from workbench.config import BASELINE, FAMILIES, TogglePreset, Toggles
 from workbench.config.presets import fixed_presets
 from workbench.engine.finite import first_bad_row, not_finite
@@ -105,7 +106,7 @@ class Perplexity(NamedTuple):
         """The result as text."""
         n_windows = int(self.tokens["window"].iloc[-1]) + 1
         n_ctx, size = self.run["result"]["n_ctx"], self.n_ubatch
-        windows = "1 window" if n_windows == 1 else f"{n_windows} windows"
+        windows = counted(n_windows, "window")
         said = [f"tokens      {self.engine.n} in {windows} of up to {n_ctx}, {size} at a time"]
         said.append(f"engine      {self.engine}")
         if self.reference is not None:

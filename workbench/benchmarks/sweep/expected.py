@@ -13,6 +13,7 @@ from workbench.benchmarks.sweep.store import FoundGroup
 from workbench.benchmarks.workload import WARM_MIN
 from workbench.common.errors import WorkbenchError
 from workbench.common.progress import duration
+from workbench.common.sizes import counted
 
 EARLIER, CALIBRATED = "by finished cells of this sweep", "by one repetition of each test"
 Alike = tuple[str, str]  # a cell's model and test: the name of the file, and the test's
@@ -42,14 +43,18 @@ class Expected(NamedTuple):
     def __str__(self) -> str:
         if not self.cells:
             return "every cell is measured"
-        said = f"{self.cells} cells to measure, in {self.repetitions} repetitions"
+        said = (
+            f"{counted(self.cells, 'cell')} to measure, in "
+            f"{counted(self.repetitions, 'repetition')}"
+        )
         if self.unknown == self.cells:
             return (
                 f"{said}; how long that takes is unknown, since no cell like them was measured "
                 "(--calibrate, or calibrate=True, times one)"
             )
         known = f"about {duration(self.seconds)} {self.by}, loading not included"
-        rest = f"; {self.unknown} cells have no known time" if self.unknown else ""
+        have = "has" if self.unknown == 1 else "have"
+        rest = f"; {counted(self.unknown, 'cell')} {have} no known time" if self.unknown else ""
         return f"{said}; {known}{rest}"
 
 

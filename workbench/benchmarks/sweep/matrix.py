@@ -31,6 +31,7 @@ MODEL, TEST, DEPTH, PARALLEL, PRESET, SET = (
     "model", "test", "n_depth", "n_parallel", "preset", "set",
 )  # fmt: skip
 SETTINGS = {f.name: f.default for f in fields(EngineConfig)}
+AXES = (MODEL, TEST, DEPTH, PARALLEL, *SETTINGS, PRESET, SET, *FAMILIES, *Toggles.names())
 MOST_CELLS = 100_000  # of a product: more take days at a second each
 Rule = Mapping[str, Any]  # of an exclusion: axis -> a value, or several
 # keys of a TOML file outside of the tables `toggles` and `engine`: the argument of `matrix_of`
@@ -139,7 +140,8 @@ def matrix_of(
     repetitions: int = 5,
     seed: int = 0,
 ) -> Matrix:
-    """The matrix of these axes. A single value stands for a list of one.
+    """The matrix of these axes. A single value stands for a list of one. A text with commas stands
+    for a list of tests, of presets, or of values of a toggle.
 
     Raises UsageError, with one line, for an axis or a value that does not exist, for an axis
     without a value, and for two models of one name.
@@ -147,7 +149,7 @@ def matrix_of(
     axes: dict[str, tuple[Any, ...]] = {}
 
     def add(name: str, values: Any, kind: type = str) -> None:
-        found = tuple(dict.fromkeys(_several(values)))
+        found = tuple(dict.fromkeys(several(values)))
         if not found:
             raise UsageError(f"{name} has no value, so the matrix has no cell; give one or more")
         for value in found:
@@ -155,10 +157,10 @@ def matrix_of(
                 raise UsageError(f"{name}={value!r} is no {_KINDS[kind]}")
         axes[name] = found
 
-    add(MODEL, [str(path) for path in _several(models)])
-    add(TEST, [workload.name for workload in parse_tests(_tests(tests))])
+    add(MODEL, [str(path) for path in several(models)])
+    add(TEST, [workload.name for workload in parse_tests(list(filter(None, _split(tests))))])
     for name, numbers in ((DEPTH, n_depth), (PARALLEL, n_parallel)):
-        if _several(numbers):
+        if several(numbers):
             add(name, numbers, int)
             least = 0 if name == DEPTH else 1
             if low := [n for n in axes[name] if n < least]:
@@ -168,7 +170,7 @@ def matrix_of(
             raise UsageError(f"axis {name!r} does not exist; {choices(name, SETTINGS)}")
     for name in (n for n in SETTINGS if n in engine):
         if name == "override_tensor":  # a list is its one value
-            axes[name] = (tuple(_several(engine[name])),)
+            axes[name] = (tuple(several(engine[name])),)
         else:
             add(name, engine[name], type(SETTINGS[name]))
         for value in axes[name]:
@@ -176,16 +178,16 @@ def matrix_of(
     for device in axes.get("device", ()):
         if not devices.computes(device):
             raise UsageError(f"device {device!r} computes nothing: it has no times; name another")
-    add(PRESET, presets)
+    add(PRESET, _split(presets))
     for preset in axes[PRESET]:
         TogglePreset(preset)
-    if _several(sets):
+    if several(sets):
         add(SET, sets)
         for text in axes[SET]:
             TogglePreset(BASELINE, parse_changes(text))
     for name, values in (toggles or {}).items():
         known = Toggles.values(name)
-        add(name, [as_value(name, value, known) for value in _several(values)])
+        add(name, [as_value(name, value, known) for value in _split(values)])
     _check(axes)
     if repetitions < 1:
         raise UsageError(f"repetitions={repetitions}: give 1 or more")
@@ -197,15 +199,19 @@ def matrix_of(
 _KINDS = {int: "whole number", str: "text", bool: "true or false"}
 
 
-def _several(values: Any) -> list[Any]:
+def several(values: Any) -> list[Any]:
+    """A list of values; a single value is a list of one."""
     if isinstance(values, str | Path) or not isinstance(values, Iterable):
         return [values]
     return list(values)
 
 
-def _tests(tests: Any) -> Any:
-    """Names of tests; a text may have several, as `pp64,tg32`."""
-    return [name for text in _several(tests) for name in str(text).split(",") if name.strip()]
+def _split(values: Any) -> list[Any]:
+    """Tests, presets, or values of a toggle; a text may have several, as `pp64,tg32`."""
+    found = list[Any]()
+    for value in several(values):
+        found += map(str.strip, value.split(",")) if isinstance(value, str) else [value]
+    return found
 
 
 def _check(axes: Mapping[str, Sequence[Any]]) -> None:
@@ -230,7 +236,7 @@ def _check(axes: Mapping[str, Sequence[Any]]) -> None:
 def _rules(exclude: Any, axes: Mapping[str, Sequence[Any]]) -> Iterable[dict[str, tuple[str, ...]]]:
     """The exclusions, each as the values of its axes. Raises UsageError for an axis that the matrix
     does not have, and for a value that no cell has."""
-    for one in [exclude] if isinstance(exclude, Mapping) else _several(exclude):
+    for one in [exclude] if isinstance(exclude, Mapping) else several(exclude):
         rule = dict(_pair(part) for part in one.split()) if isinstance(one, str) else dict(one)
         if not rule:
             raise UsageError("an exclusion names no axis; write it as 'sync=packed n_ubatch=128'")
@@ -239,7 +245,7 @@ def _rules(exclude: Any, axes: Mapping[str, Sequence[Any]]) -> Iterable[dict[str
             if axis not in axes:
                 raise UsageError(f"no cell has an axis {axis!r} to exclude; {choices(axis, axes)}")
             own = [Path(v).stem if axis == MODEL else str(v) for v in axes[axis]]
-            made[axis] = tuple(_said(v, axis) for v in _several(values))
+            made[axis] = tuple(_said(v, axis) for v in several(values))
             for value in made[axis]:
                 if value not in own:
                     raise UsageError(

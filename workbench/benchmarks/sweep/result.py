@@ -21,6 +21,7 @@ from workbench.benchmarks.sweep.store import FoundGroup, SweepFolder, SweepRecor
 from workbench.common.errors import UsageError
 from workbench.common.framed import Framed
 from workbench.common.nearest import choices
+from workbench.common.sizes import counted
 from workbench.common.tables import Table, markdown, terminal_columns, to_html
 from workbench.config import said_toggles
 
@@ -31,6 +32,16 @@ COLUMNS = (
     "baseline", "speedup", "low", "high", "band_low", "band_high", "verdict", "answer", "toggles",
     "device_description", "commit", "started", "key", "group", "reason",
 )  # fmt: skip
+# what a column of numbers holds, with its unit
+WORDS = {
+    "tps": "tokens/s (median)", "tps_low": "tokens/s (low end of the 95 % interval)",
+    "tps_high": "tokens/s (high end of the 95 % interval)", "n": "repetitions",
+    "p50_us": "time of a token, us (median)", "p90_us": "time of a token, us (90th percentile)",
+    "p99_us": "time of a token, us (99th percentile)",
+    "ttft_us": "time to the first token, us (median)",
+    "speedup": "speedup over the first cell of its group (ratio of medians)",
+    "j_per_token": "joules a token (median)",
+}  # fmt: skip
 # columns of `AB.summary` that a cell has under other names
 _NOT_PASSED = ("label", "arm", "test", "is_control", "tps_baseline", "tps_toggled", "n")
 
@@ -114,10 +125,10 @@ class Sweep(Framed):
 
     def pivot(
         self, index: str | Sequence[str] = (), columns: str = "", values: str = "tps"
-    ) -> pd.DataFrame:
-        """A table of two axes: `values` of each cell. By default columns are the last axis that
-        varies, and rows are all others. Raises UsageError where several cells share a place, and
-        for a name that is no column."""
+    ) -> Table:
+        """A table of two axes: `values` of each cell; a line above says what they are, with their
+        unit. By default columns are the last axis that varies, and rows are all others. Raises
+        UsageError where several cells share a place, and for a name that is no column."""
         frame = self.to_frame()
         frame = frame[frame["status"] != LEFT_OUT]
         columns = columns or (self.varying or [TEST])[-1]
@@ -134,7 +145,12 @@ class Sweep(Framed):
             )
         made = frame.pivot(index=rows, columns=columns, values=values)
         in_order = frame[rows[0]] if len(rows) == 1 else pd.MultiIndex.from_frame(frame[rows])
-        return made.loc[in_order.drop_duplicates(), frame[columns].drop_duplicates()]
+        made = made.loc[in_order.drop_duplicates(), frame[columns].drop_duplicates()]
+        names = list(map(str, made))
+        return Table(made).shown(
+            constant={"values": WORDS.get(values, values), "columns": columns},
+            keys=rows, right=names, digits=dict.fromkeys(names, 3 if values == "speedup" else 2),
+        )  # fmt: skip
 
     def table(self) -> Table:
         """The cells that are not left out: axes that vary, t/s, interval, speedup, verdict and
@@ -163,7 +179,7 @@ class Sweep(Framed):
         frame = self.to_frame()
         counts = frame["status"].value_counts(sort=False)
         said = ", ".join(f"{n} {status}" for status, n in counts.items())
-        lines = [f"{len(frame)} cells: {said}; {self.folder}"]
+        lines = [f"{counted(len(frame), 'cell')}: {said}; {self.folder}"]
         if frame["band_low"].notna().any():
             band = stats.interval(frame["band_low"].min(), frame["band_high"].max())
             lines.append(f"the widest A/A band of a speedup: {band}")

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from workbench.backend.base import choose_device
 from workbench.benchmarks.compare.arms import IdleToggles
 from workbench.benchmarks.energy.windows import EnergyAsked
 from workbench.benchmarks.runs import results
@@ -19,13 +20,15 @@ from workbench.benchmarks.sweep.expected import (
     expected,
     from_earlier,
 )
-from workbench.benchmarks.sweep.matrix import MODEL, Matrix, matrix_of, read_matrix
+from workbench.benchmarks.sweep.matrix import MODEL, Matrix, matrix_of, read_matrix, several
 from workbench.benchmarks.sweep.measured import OneEngine, measure_group, refusals
 from workbench.benchmarks.sweep.result import Sweep
 from workbench.benchmarks.sweep.scheduler import Workers, workers_of
 from workbench.benchmarks.sweep.store import FoundGroup, SweepFolder, SweepRecord, write_group
+from workbench.common.devices import AUTO
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.progress import duration, note
+from workbench.engine.load import model_for
 from workbench.model.gguf.file import model_hash
 
 
@@ -52,9 +55,10 @@ def sweep(
 ) -> Sweep:
     """Measures every cell of a matrix: models x tests x depths x sequences x settings x toggles.
 
-    models: GGUF files.
+    models: GGUF files; `auto` is tiny on a CPU and a real shape on a GPU, as in `Engine.load`.
     tests: llama-bench's names, as `["pp512", "tg128"]`; default tg32.
-    toggles: values of toggles or families, as `{"sync": ["per_copy", "packed"]}`.
+    toggles: values of toggles or families, as `{"sync": ["per_copy", "packed"]}`, or as the command
+        takes them, `{"sync": "per_copy,packed"}`.
     sets: toggles that go together, as `["", "plans=ours plan_scope=step sync=packed_implicit"]`;
         an axis of its own.
     presets: where toggles begin; default `best`.
@@ -114,8 +118,23 @@ def _asked(path: str | Path | None, given: dict[str, Any]) -> Matrix:
         table = name in ("toggles", "engine") and name in found
         found[name] = found[name] | dict(value) if table else value
     if "models" not in found:
-        raise UsageError("the matrix has no model; give a GGUF file")
+        raise UsageError(
+            "the matrix has no model; give a GGUF file, or auto (-m auto in the command)"
+        )
+    if AUTO in several(found["models"]):
+        auto = _auto(several((found.get("engine") or {}).get("device", AUTO)))
+        found["models"] = [auto if one == AUTO else one for one in several(found["models"])]
     return matrix_of(**found)
+
+
+def _auto(devices: Sequence[str]) -> Path:
+    """The file of the model `auto`, as `Engine.load` has it."""
+    if len(devices) > 1:
+        raise UsageError(
+            f"model auto follows from the device, and there are {', '.join(devices)}; name a GGUF "
+            "file"
+        )
+    return model_for(choose_device(devices[0])[0])
 
 
 @contextmanager
