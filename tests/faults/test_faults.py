@@ -109,6 +109,12 @@ def test_tests_that_touch_little_come_first():
     assert known.tests(fault("least", "", "", ("t/b",)), 9.0)[0] == "t/b.py::other"
 
 
+def test_tests_near_the_room_come_first():
+    tests = ["tests/a/b/test_b.py::test", "tests/a/test_a.py::test", "tests/c/test_c.py::test"]
+    known = Touched({"workbench/a/b/m.py::f": tests[::-1]}, dict.fromkeys(tests, 1.0))
+    assert known.tests(fault("f", "", "")._replace(path="workbench/a/b/m.py"), 9.0) == tests
+
+
 def test_what_fails_with_any_fault_is_no_judge():
     known = Touched({"numbers_of.py::least": [f"{OWN}test_faults.py::test", "t/a.py::test"]},
                     {f"{OWN}test_faults.py::test": 1.0, "t/a.py::test": 1.0})  # fmt: skip

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -48,7 +49,7 @@ class Touched(NamedTuple):
     left_out: Sequence[str] = ()
 
     def tests(self, fault: Fault, at_most_s: float) -> list[str]:
-        """The tests to run for a fault: those of its room first, and of these, as of the others,
+        """The tests to run for a fault: those near its room first, and of these, as of the others,
         those that touch little, because they say most. After them come tests of the same files,
         which share what a file sets up once. All together take at most so many seconds. The tests
         of the faults themselves are no judges."""
@@ -62,10 +63,10 @@ class Touched(NamedTuple):
                     {test for name, tests in self.functions.items()
                      if name.startswith(near) for test in tests}
                 )  # fmt: skip
-        n_touched, room = self._n_touched(), f"tests/{folder.removeprefix('workbench/')}/"
+        n_touched = self._n_touched()
         first = sorted(
             wanted,
-            key=lambda test: (not test.startswith(room), n_touched[test], self.seconds[test]),
+            key=lambda test: (-_n_shared(folder, test), n_touched[test], self.seconds[test]),
         )
         named = [test for test in self.seconds if test.startswith(fault.tests or ("?",))]
         files = {_file(test) for test in wanted}
@@ -164,6 +165,12 @@ def measured() -> Touched:
             for line in range(first, last + 1):
                 found[f"{at}::{function}"] |= by_line.get(line, set())
     return Touched({name: sorted(found[name]) for name in sorted(found)}, seconds, left_out)
+
+
+def _n_shared(folder: str, test: str) -> int:
+    """How many folders of `workbench/a/b` lead to a test, too: 1 of `tests/a/test_c.py`."""
+    pairs = zip(folder.split("/")[1:], _file(test).split("/")[1:-1], strict=False)
+    return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
 def _file(test: str) -> str:
