@@ -3,7 +3,7 @@
     python -m tests.faults [--only PREFIX ...] [--jobs N] [--out FILE]
     python -m tests.faults --check      can every fault be planted?
     python -m tests.faults --touched    which tests touch which function? (before the first run)
-    python -m tests.faults --touched PATH ...           the same of files with new tests alone
+    python -m tests.faults --touched PATH ...           the same of new tests alone
 
 Each fault is planted in a copy of the checkout, alone. There run the tests that touch its function,
 those of its room first, and of these those that touch little, until a test fails, or the process

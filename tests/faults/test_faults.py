@@ -128,11 +128,11 @@ def test_tests_that_were_not_measured_are_told():
     assert known.of(there) == Touched({"n.py::f": ["t/b.py::b"]}, {"t/b.py::b": 2}, there[:1])
     with pytest.raises(FaultError, match=r"2 files .* --touched t/a\.py t/c\.py$"):
         known.of([*there, "t/c.py::c", "t/a.py::new", "t/a.py::newer"])
-    newer = Touched({"n.py::f": ["t/a.py::new"], "n.py::g": ["t/c.py::c"]},
-                    {"t/a.py::new": 3.0, "t/c.py::c": 1.0})  # fmt: skip
+    newer = Touched({"n.py::f": ["t/a.py::new"], "n.py::g": ["t/a.py::old"]},
+                    {"t/a.py::new": 3.0, "t/a.py::old": 4.0})  # fmt: skip
     assert known.joined(newer) == Touched(
-        {"n.py::f": ["t/a.py::new", "t/b.py::b"], "n.py::g": ["t/c.py::c"]},
-        {"t/b.py::b": 2, "t/a.py::new": 3.0, "t/c.py::c": 1.0}, [],
+        {"n.py::f": ["t/a.py::new", "t/b.py::b"], "n.py::g": ["t/a.py::old"]},
+        {"t/b.py::b": 2, "t/a.py::new": 3.0, "t/a.py::old": 4.0}, known.left_out,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 Coverage writes down the lines that each test executes, in processes that the test starts, too. From
 that follow the tests that touch a function, and how many functions a test touches. The run takes
 two to three times as long as `make test`. Tests that fail in it touch nothing: they would fail
-without a fault. Tests that are new are measured by their files alone, and join the others.
+without a fault. Tests that are new can be measured alone, and join the others.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Touched(NamedTuple):
         return Touched(functions, seconds, [test for test in self.left_out if test in there])
 
     def joined(self, newer: Touched) -> Touched:
-        """With another measurement in place of all that is known of its files."""
-        files = {_file(test) for test in (*newer.seconds, *newer.left_out)}
+        """With what was measured of some tests in place of what is known of them."""
+        again = {*newer.seconds, *newer.left_out}
 
         def kept(tests: Iterable[str]) -> list[str]:
-            return [test for test in tests if _file(test) not in files]
+            return [test for test in tests if test not in again]
 
         functions = {
             name: sorted({*kept(self.functions.get(name, ())), *newer.functions.get(name, ())})
@@ -121,8 +121,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def measure(jobs: int, *paths: str) -> None:
-    """Runs the quick and the long tests under coverage, and writes MAP. paths: files or folders,
-    whose tests alone run; they join what MAP has of others."""
+    """Runs the quick and the long tests under coverage, and writes MAP. paths: of files or
+    tests that alone run; they join what MAP has of others."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     for old in FOLDER.glob("coverage*"):
         old.unlink()
