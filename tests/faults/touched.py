@@ -121,8 +121,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def measure(jobs: int, *paths: str) -> None:
-    """Runs the quick and the long tests under coverage, and writes MAP. paths: of files or
-    tests that alone run; they join what MAP has of others."""
+    """Runs the quick and the long tests under coverage, and writes MAP. paths: files or tests,
+    to run them alone; what is measured of them joins what MAP has of others."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     for old in FOLDER.glob("coverage*"):
         old.unlink()
