@@ -62,6 +62,8 @@ def test_independent_gains_multiply(measured):
     assert table.loc["plans", "alone"] == "1.50 faster"
     assert table.loc["plans", "as the last"] == pytest.approx(1.5, abs=0.01)
     assert table.loc["reuse", "alone"] == "20.00 faster"
+    low, high = map(float, table.loc["reuse", "95% CI"].split(".."))
+    assert 19.9 < low < 20 < high < 20.1
     assert table.loc["reuse", "us saved alone"] == pytest.approx(1e6 / 50 - 1000, rel=0.01)
     assert table.loc["reuse", "as the last"] == pytest.approx(1980 / 52, rel=0.01)
     first = str(conclusions.together(gains)).splitlines()[0]

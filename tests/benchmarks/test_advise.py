@@ -281,6 +281,24 @@ def test_changes_that_gain_nothing_together_are_not_recommended(model, tmp_path,
 
 
 @pytest.mark.long
+def test_a_faster_value_with_a_wrong_answer_is_not_recommended(model, timed, tmp_path, monkeypatch):
+    """And does not spoil the change beside it, which is right."""
+    timed(sync__packed=1.5, graph_reuse__set_rows=0.8, graph_reuse__patch_pointers=0.7,
+          graph_reuse__pointer_table=0.7)  # fmt: skip
+    told = workload.take_sample
+
+    def wrong(engine, *given, **named):
+        sample = told(engine, *given, **named)
+        return sample._replace(last_logits=sample.last_logits + (engine.toggles.sync == "packed"))
+
+    monkeypatch.setattr(workload, "take_sample", wrong)
+    made = wb.advise(model, "tg1", toggles="sync,graph_reuse", at_most_s=600, until=0.05,
+                     out=tmp_path / "a", device="embedded", n_ctx=256, n_ubatch=16)  # fmt: skip
+    assert made.changes == {"graph_reuse": "rebuild"}
+    assert "never recommended, since answers differ: sync=packed " in made.summary
+
+
+@pytest.mark.long
 def test_the_budget_ends_the_measuring(model, tmp_path, monkeypatch):
     """No comparison is begun that its least rounds would not fit into the time."""
     now, take = [0.0], workload.take_sample

@@ -87,6 +87,14 @@ def test_what_is_refused_as_idle_is_the_same_and_what_is_not_differs(base, name,
         assert name in str(refusal)
 
 
+def test_what_acts_in_larger_steps_is_idle_in_a_test_of_single_tokens(able):
+    plans = Toggles(graph_reuse="set_rows", sync="packed_implicit", plans="ours")
+    with able.variant(plans) as before, able.variant(plans.switched("plan_batch", "one")) as after:
+        why = why_same(before, after, parse("tg3"))
+        assert why.endswith("equal programs; plan_batch acts in steps of more than one token")
+        assert not why_same(before, after, parse("pp24"))
+
+
 # what does nothing in these tests, though all that it needs is there, and the reason
 IDLE_HERE = {
     **dict.fromkeys(("copy_stream=own", "plan_warmup=0", "plan_evict=lru"),

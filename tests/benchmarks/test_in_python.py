@@ -14,7 +14,7 @@ import workbench as wb
 from tests.benchmarks.fake_engine import timed
 from tests.benchmarks.made_runs import a_run, comparison, write
 from workbench.benchmarks.compare.arms import arms_of
-from workbench.benchmarks.compare.forms import one_comparison
+from workbench.benchmarks.compare.forms import comparison_of, one_comparison
 from workbench.benchmarks.runs import results
 from workbench.common.errors import UsageError
 from workbench.common.upper import OF_KIND, OF_TRACE
@@ -128,6 +128,13 @@ def test_every_form_of_a_comparison_becomes_one_spec(
 ):
     made = one_comparison(engine, toggle, values, background)
     assert (made.spec, made.background) == (spec, beneath)
+
+
+def test_a_toggle_of_a_list_is_compared_with_the_value_beneath(engine):
+    made, left = comparison_of(engine, "sync", "sync=packed fuse=on")
+    first, *others = made.spec.removeprefix("sync=").split(",")
+    assert first == "packed" and sorted([first, *others]) == sorted(Toggles.values("sync"))
+    assert made.background == Toggles(sync="packed", fuse="on") and not left
 
 
 def test_long_sets_are_named_by_their_presets_and_a_set_can_have_a_name(engine):

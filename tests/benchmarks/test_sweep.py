@@ -6,11 +6,13 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -135,6 +137,37 @@ def test_a_picture_of_a_sweep(whole):
         sweeps.sweep(frame, "x")
     with pytest.raises(UsageError, match="no cell has tps"):
         sweeps.sweep(frame[frame["status"] == "left out"])
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    """The folder of a sweep, to change."""
+    return Path(shutil.copytree(whole.folder, tmp_path / "copied"))
+
+
+def changed(path: Path, **keys: Any) -> None:
+    """Changes keys of a file of JSON."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def test_what_other_sources_measured_is_not_resumed(model, copied):
+    changed(copied / "sweep.json", commit={"hash": "0" * 40, "dirty": False})
+    with pytest.raises(UsageError, match=f"its commit is {'0' * 40}, and now it would be "):
+        wb.sweep(model, out=copied, resume=True, **CELLS)
+
+
+def test_of_a_baseline_measured_twice_the_finished_row_counts(whole, copied):
+    """The first group was cut off, and a later group has measured its baseline again."""
+    record = json.loads((copied / "sweep.json").read_text())
+    first = next(iter(record["groups"]))
+    shutil.copytree(copied / "groups" / first, copied / "groups" / "later")
+    later = {"later": record["groups"][first]}
+    changed(copied / "groups" / first / "run.json", status="interrupted")
+    changed(copied / "sweep.json", groups=record["groups"] | later)
+    own = Sweep.load(copied).to_frame().set_index("key").loc[record["groups"][first]]
+    assert set(own["group"]) == {"later"} and set(own["status"]) == {"done"}
+    changed(copied / "sweep.json", groups=later | record["groups"])
+    assert alike(Sweep.load(copied), whole), "whichever began first"
 
 
 @pytest.mark.long

@@ -7,12 +7,13 @@ import io
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from workbench.benchmarks.llama.llama_format import FORMATS
 from workbench.benchmarks.runs.results import load_run
 from workbench.cli.common import app
-from workbench.cli.outputs import with_out
+from workbench.cli.outputs import print_frame, with_out
 from workbench.traffic import bench_text
 
 HOST = ("--device", "host")
@@ -81,6 +82,17 @@ def test_ab_prints_rows_alone(call, model):
     status, text, _ = call(*ask, "-o", "csv")
     rows = list(csv.DictReader(io.StringIO(text)))
     assert status == 0 and list(rows[0]) == list(on) and len(rows) == 2
+
+
+def test_a_missing_number_is_null_in_json_and_empty_in_csv(capsys):
+    """JSON has no NaN."""
+    frame = pd.DataFrame({"test": ["tg2", "pp4"], "tps": [1.5, np.nan], "n": np.int64([5, 0])})
+    print_frame(frame, "json")
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == [
+        {"test": "tg2", "tps": 1.5, "n": 5}, {"test": "pp4", "tps": None, "n": 0},
+    ]  # fmt: skip
+    print_frame(frame, "csv")
+    assert capsys.readouterr().out.splitlines() == ["test,tps,n", "tg2,1.5,5", "pp4,,0"]
 
 
 @pytest.mark.parametrize(("words", "says"), [

@@ -22,6 +22,7 @@ from workbench.config import (
     folded,
     parse_changes,
 )
+from workbench.config.toggles import names_that_differ
 from workbench.engine.load import config_of
 
 FUSIONS = Toggles.members("fuse")
@@ -142,3 +143,12 @@ def test_any_mix_of_a_family_and_its_members(family, own, before):
     kept = pickle.loads(pickle.dumps(made)), Toggles(**json.loads(json.dumps(wanted)))
     for again in (*kept, eval(repr(made))):
         assert again == made and hash(again) == hash(made)
+
+
+def test_a_family_is_named_once_only_where_its_members_agree_on_each_side():
+    off, on = Toggles(fuse="off"), Toggles(fuse="on")
+    first, *others = members = Toggles.members("fuse")
+    assert names_that_differ(off, on) == ["fuse"]
+    mixed, turned = off.changed_by({first: "on"}), on.changed_by({first: "off"})
+    assert sorted(names_that_differ(mixed, turned)) == sorted(members)
+    assert sorted(names_that_differ(mixed, on)) == sorted(others)

@@ -3,9 +3,11 @@
     python -m tests.faults [--only PREFIX ...] [--jobs N] [--out FILE]
     python -m tests.faults --check      can every fault be planted?
     python -m tests.faults --touched    which tests touch which function? (before the first run)
+    python -m tests.faults --touched PATH ...           the same of new tests alone
 
 Each fault is planted in a copy of the checkout, alone. There run the tests that touch its function,
-those of its room first, and of these those that touch little, until one fails: the fault is *seen*.
+those of its room first, and of these those that touch little, until a test fails, or the process
+dies: the fault is *seen*.
 It is *missed* where all pass, and *late* where they take more than a minute. --only: faults of a
 room, or whose names begin so: `engine`, `engine/reuse-`. data/results/faults.json (or FILE) is
 written after each fault. Those that it has of this commit are not planted again, so a run that was
@@ -41,7 +43,7 @@ CHOSEN_S = 200.0  # of tests, as long as they took under coverage: about four ti
 SEEN, MISSED, LATE = "seen", "missed", "late"
 LEFT_OUT = ("data/runs", "reports", ".venv", ".git", ".hypothesis", ".mypy_cache", ".ruff_cache",
             ".pytest_cache", ".whl", ".peer", ".scratch")  # fmt: skip
-FIRST = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FIRST = re.compile(r"^(?:FAILED|ERROR) (.+)$", re.MULTILINE)
 
 
 class Copy:
@@ -73,25 +75,23 @@ class Copy:
             path.write_text(source)
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
-    def check(self, tests: Sequence[str]) -> None:
-        """Raises FaultError where the copy cannot load the tests without a fault."""
-        process = self._pytest(tests, "--collect-only")
+    def collected(self) -> list[str]:
+        """The names of its tests. Raises FaultError where it cannot load them without a fault."""
+        process = self._pytest("--collect-only", "-o", "addopts=")
         said, _ = process.communicate()
         if process.returncode:
             raise FaultError(f"no test runs in a copy of the checkout: {said.strip()[-300:]}")
+        return [line for line in said.splitlines() if line.partition("::")[0].endswith(".py")]
 
-    def _pytest(self, tests: Sequence[str], *more: str) -> subprocess.Popen[str]:
-        listed = self.root.parent / "tests"
-        listed.write_text(json.dumps(list(tests)))
+    def _pytest(self, *more: str, **variables: str) -> subprocess.Popen[str]:
         paths = filter(None, (str(self.root), os.environ.get("PYTHONPATH")))
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1",
-            "GIT_OPTIONAL_LOCKS": "0", "CI": "1", ALWAYS: "1", chosen.LISTED: str(listed),
+            "GIT_OPTIONAL_LOCKS": "0", "CI": "1", ALWAYS: "1", **variables,
         }  # fmt: skip
         command = [
-            sys.executable, "-m", "pytest", *more, "-q", "-p", "no:cacheprovider", "--tb=no",
-            "-m", touched.QUICK_AND_LONG, "-p", chosen.__name__,
-            *dict.fromkeys(test.partition("::")[0] for test in tests),
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no",
+            "-m", touched.QUICK_AND_LONG, *more,
         ]  # fmt: skip
         return subprocess.Popen(
             command, cwd=self.root, env=env, text=True, start_new_session=True,
@@ -101,7 +101,10 @@ class Copy:
     def _run(self, tests: Sequence[str]) -> tuple[str, str]:
         if not tests:
             return MISSED, ""
-        process = self._pytest(tests, "-x")
+        listed = self.root.parent / "tests"
+        listed.write_text(json.dumps(list(tests)))
+        files = dict.fromkeys(test.partition("::")[0] for test in tests)
+        process = self._pytest("-x", "-p", chosen.__name__, *files, **{chosen.LISTED: str(listed)})
         try:
             said, _ = process.communicate(timeout=MOST_S)
         except subprocess.TimeoutExpired:
@@ -110,18 +113,20 @@ class Copy:
             return LATE, ""
         if process.returncode == 0:
             return MISSED, ""
+        if process.returncode < 0:
+            return SEEN, signal.Signals(-process.returncode).name
         found = FIRST.search(said)
         if found is None:
             return SEEN, said.strip().splitlines()[-1][:200] if said.strip() else ""
-        return SEEN, found[1]
+        # behind the name of a test can be " - " and its error, and in a name both, too
+        return SEEN, max(filter(found[1].startswith, tests), key=len, default=found[1])
 
 
 def plant(wanted: Sequence[Fault], record: Rows, jobs: int) -> None:
     """Judges faults, some at a time, each in a copy of its own."""
-    known = touched.load()
     with tempfile.TemporaryDirectory(prefix="workbench-faults-") as folder:
         copies = [Copy(Path(folder) / str(n)) for n in range(jobs)]
-        copies[0].check([*known.seconds])
+        known = touched.load().of(copies[0].collected())
         free = threading.Semaphore(jobs)
 
         def one(fault: Fault) -> None:
@@ -147,11 +152,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--touched", action="store_true")
+    parser.add_argument("--touched", nargs="*", metavar="PATH")
     args = parser.parse_args()
     os.chdir(ROOT)
-    if args.touched:
-        touched.measure(args.jobs)
+    if args.touched is not None:
+        touched.measure(args.jobs, *args.touched)
         return 0
     chosen, wrong = list(every(args.only)), problems(args.only)
     if args.check or wrong:

@@ -11,8 +11,9 @@ A room of the package has a file in `rooms/`, a list of tables:
 
 `old` is text of the function, class or module (`file.py` alone) at `at`, and is there exactly once.
 Where code moves, a fault is anchored again: its `at`, `old` and `new` change, its name and what it
-means do not. `tests`, where it is given, are paths of tests that see the fault though coverage
-does not show that they touch the function: a kernel that was compiled before, say.
+means do not. `tests`, where it is given, are paths of tests to run first. They see the fault, and
+coverage does not show that they touch the function (a kernel that was compiled before, say), or so
+many tests touch it that a minute is over before.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from tests.faults import planted
 from tests.faults.__main__ import LATE, MISSED, OUT, SEEN, Copy
 from tests.faults.planted import Fault, FaultError
-from tests.faults.touched import Touched
+from tests.faults.touched import OWN, Touched
 from tests.rows import Rows
 
 SOURCE = '''\
@@ -33,12 +33,17 @@ class Counter:
 '''
 TEST = """\
 import numbers_of
+import pytest
 
 def test_least():
     assert numbers_of.least([3, 1]) == 1
 
 def test_nothing():
     assert numbers_of.MOST
+
+@pytest.mark.parametrize("most", [3], ids=["three at - most"])
+def test_most(most):
+    assert numbers_of.MOST == most
 """
 
 
@@ -104,6 +109,33 @@ def test_tests_that_touch_little_come_first():
     assert known.tests(fault("least", "", "", ("t/b",)), 9.0)[0] == "t/b.py::other"
 
 
+def test_tests_near_the_room_come_first():
+    tests = ["tests/a/b/test_b.py::test", "tests/a/test_a.py::test", "tests/c/test_c.py::test"]
+    known = Touched({"workbench/a/b/m.py::f": tests[::-1]}, dict.fromkeys(tests, 1.0))
+    assert known.tests(fault("f", "", "")._replace(path="workbench/a/b/m.py"), 9.0) == tests
+
+
+def test_what_fails_with_any_fault_is_no_judge():
+    known = Touched({"numbers_of.py::least": [f"{OWN}test_faults.py::test", "t/a.py::test"]},
+                    {f"{OWN}test_faults.py::test": 1.0, "t/a.py::test": 1.0})  # fmt: skip
+    assert known.tests(fault("least", "", ""), 9.0) == ["t/a.py::test"]
+
+
+def test_tests_that_were_not_measured_are_told():
+    known = Touched({"n.py::f": ["t/a.py::old", "t/b.py::b"]}, {"t/a.py::old": 1.0, "t/b.py::b": 2},
+                    ["t/a.py::skipped"])  # fmt: skip
+    there = ["t/a.py::skipped", "t/b.py::b", f"{OWN}test_faults.py::test"]
+    assert known.of(there) == Touched({"n.py::f": ["t/b.py::b"]}, {"t/b.py::b": 2}, there[:1])
+    with pytest.raises(FaultError, match=r"2 files .* --touched t/a\.py t/c\.py$"):
+        known.of([*there, "t/c.py::c", "t/a.py::new", "t/a.py::newer"])
+    newer = Touched({"n.py::f": ["t/a.py::new"], "n.py::g": ["t/a.py::old"]},
+                    {"t/a.py::new": 3.0, "t/a.py::old": 4.0})  # fmt: skip
+    assert known.joined(newer) == Touched(
+        {"n.py::f": ["t/a.py::new", "t/b.py::b"], "n.py::g": ["t/a.py::old"]},
+        {"t/b.py::b": 2, "t/a.py::new": 3.0, "t/a.py::old": 4.0}, known.left_out,
+    )  # fmt: skip
+
+
 @pytest.mark.long
 def test_a_fault_is_planted_alone_judged_and_taken_back(tmp_path):
     source = tmp_path / "source"
@@ -115,6 +147,13 @@ def test_a_fault_is_planted_alone_judged_and_taken_back(tmp_path):
     tests = ["test_numbers.py::test_least", "test_numbers.py::test_nothing"]
     seen = copy.judge(fault("least", "min(values)", "max(values)"), tests)
     assert seen["outcome"] == SEEN and seen["by"] == tests[0]
+    named = "test_numbers.py::test_most[three at - most]"
+    assert copy.collected() == [*tests, named]
+    assert copy.judge(fault("", "MOST = 3", "MOST = 4"), [*tests, named])["by"] == named
+    dies = fault("", "MOST = 3", "import os; os.abort()")
+    assert copy.judge(dies, tests) | {"seconds": 0} == {
+        "outcome": SEEN, "by": "SIGABRT", "tests": 2, "seconds": 0,
+    }  # fmt: skip
     missed = copy.judge(fault("Counter.add", "n + 1", "n"), tests)
     assert missed["outcome"] == MISSED and not missed["by"]
     assert (copy.root / "numbers_of.py").read_text() == SOURCE

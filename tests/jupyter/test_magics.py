@@ -238,6 +238,8 @@ def test_what_a_user_can_mend_is_shown_in_one_line(shell):
     for cell, line in (
         ("eng.step([10**6])", ""),
         ("token = 10**6\neng.step([token])", "  in line 2: eng.step([token])"),
+        ("def step(token):\n    return eng.step([token])\n\nstep(10**6)",
+         "  in line 2: return eng.step([token])"),
         # raises below a frame of contextlib's
         ("import workbench as wb\nwith wb.profile(eng, window=(0, 0)):\n    pass",
          "  in line 2: with wb.profile(eng, window=(0, 0)):"),

@@ -351,6 +351,24 @@ def test_what_only_one_trace_has_is_a_row_too() -> None:
     assert found.loc[("mul_mat", 1), "us_after"] == 0
 
 
+def test_a_step_in_which_an_op_did_not_run_counts_as_nothing() -> None:
+    other = [s._replace(args=s.args | {"op": "fused"} if s.name == "q-1" else s.args)
+             for s in step(0, 0)]  # fmt: skip
+    plain = prof(step(0, 0))
+    found = wb.diff(plain, prof(other, step(1, 120), step(2, 240))).set_index(["what", "layer"])
+    assert found.loc[("fused", 1), "calls_after"] == pytest.approx(1 / 3)
+    assert found.loc[("fused", 1), "us_after"] == 0, "the median of 50, 0 and 0"
+    assert found.loc[("mul_mat", 1), "us_after"] == 50
+
+
+def test_a_share_is_of_the_step_before() -> None:
+    slower = [s._replace(end_ns=s.end_ns + 300_000) if s.category == "step" else s
+              for s in step(0, 0)]  # fmt: skip
+    for before, after, share in ((step(0, 0), slower, 3.0), (slower, step(0, 0), -0.75)):
+        first = wb.diff(prof(before), prof(after)).iloc[0]
+        assert (first["where"], first["what"], first["share"]) == ("host", "rest python", share)
+
+
 def test_foreign_traces_are_aligned_by_kernel() -> None:
     nodes, graph, torch, ours = (
         wb.Profile.load(FILES / f"{name}.gz", step=step)

@@ -350,3 +350,11 @@ def test_one_disturbed_step_does_not_stand_for_all() -> None:
     assert gaps.loc["all"].tolist() == ["59.0", "1.0"]
     parts = gaps.drop(index=["gaps (count)", "all"])["between steps"].astype(float)
     assert parts[parts.index.str.startswith("meanwhile")].sum() == pytest.approx(59)
+
+
+def test_a_kernel_of_a_single_step_of_three_takes_nothing_in_a_step() -> None:
+    once = [s._replace(args=s.args | {"op": "fused"} if s.name == "q-1" else s.args)
+            for s in step(0, 0)]  # fmt: skip
+    kernels = analysis.kernels(frame(once, step(1, 120), step(2, 240))).set_index("op")
+    assert kernels.loc["fused", "traced_us"] == 50
+    assert kernels.loc["fused", "traced_us_per_step"] == 0, "the median of 50, 0 and 0"

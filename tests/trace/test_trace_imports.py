@@ -398,6 +398,22 @@ def test_a_graph_is_its_kernels_or_one_span_as_it_was_traced() -> None:
     assert nodes.kernels(by="kernel")["calls"].sum() > 5 * 310
 
 
+def test_a_range_inside_a_step_is_no_step_and_late_work_is_of_its_calls_step() -> None:
+    main = (1, 10)
+    trace = foreign.Trace(
+        works=[Work("launch", "k", 25, 30, 1, 0, 7, 1), Work("launch", "k", 35, 38, 1, 0, 7, 2)],
+        calls=[Call("cudaLaunchKernel", 15, 16, main, 1),
+               Call("cudaLaunchKernel", 31, 32, main, 2)],
+        ranges=[Range("range", "step", begin, end, main)
+                for begin, end in ((0, 20), (5, 10), (20, 40))],
+        event_of={}, stream_of={},
+    )  # fmt: skip
+    made = wb.Profile(foreign.recorded(Path("t"), "nsys", [], trace, "step")).to_frame()
+    steps = made[made["category"] == "step"]
+    assert steps[["start_us", "dur_us"]].to_numpy().tolist() == [[0, 0.02], [0.02, 0.02]]
+    assert made[made["category"] == "device"]["step"].tolist() == steps["step"].tolist()
+
+
 def test_ranges_of_nvtx_are_steps_phases_and_waits() -> None:
     table = wb.Profile.load(FILES / "nsys-ours-node.sqlite.gz").to_frame()
     waits = table[(table["name"] == "wait logits") & (table["category"] == "sync")]

@@ -26,6 +26,7 @@ from tests.gates import hold
 from workbench.backend.cpu.device import host, loops
 from workbench.backend.cpu.device.embedded import SHARE
 from workbench.backend.cpu.device.loops import MAX_ARGS, RING_SIZE
+from workbench.backend.plan.gate import COUNTS, Gate
 from workbench.common.errors import DeviceError
 from workbench.graph.ir import F32, Kind, Tensor
 from workbench.program.commands import COPY_STREAM, Space
@@ -37,13 +38,17 @@ def n_threads() -> int:
     return sum(t.name.startswith("embedded stream") for t in threading.enumerate())
 
 
-def test_a_ring_that_empties_while_the_host_looks_has_room(two, monkeypatch):
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_ring_that_empties_while_the_host_looks_has_room(two, monkeypatch, before):
     """The host may be put aside between any two looks. It waits for no kernel that nobody queued:
-    `completed` here opens the gate and comes back when the ring is empty."""
+    `completed` here opens the gate and comes back when the ring is empty, after some looks."""
     ring, log = two.streams[0], Log(two, RING_SIZE + 100)
-    completed, waited = type(ring).completed.fget, []
+    completed, waited, looks = type(ring).completed.fget, [], []
 
     def drained(ring):
+        looks.append(completed(ring))
+        if len(looks) <= before:
+            return looks[-1]
         gate.open()
         while completed(ring) < ring.issued:
             time.sleep(0.001)
@@ -58,6 +63,36 @@ def test_a_ring_that_empties_while_the_host_looks_has_room(two, monkeypatch):
             patch.setattr(type(ring), "wait", lambda ring, number: waited.append(number))
             ring.await_room()
     assert max(waited, default=0) <= ring.issued == ring.completed
+
+
+def test_a_full_ring_takes_no_entry_more(two):
+    """It would overwrite the oldest entry, which is not over."""
+    ring, log = two.streams[0], Log(two, RING_SIZE + 100)
+    one, _ = log.part(0)
+    with hold(two, 0):
+        while ring.words[loops.FILLED // 8] - ring.words[loops.OVER // 8] < RING_SIZE:
+            assert loops.push(ring.address, one.block.address) == loops.PUSHED
+        issued = ring.issued
+        assert loops.push(ring.address, one.block.address) == loops.FULL
+        assert ring.issued == issued
+    two.synchronize()
+    assert len(log.values) == ring.issued - 1 == issued - 1, "all but the gate"
+
+
+def test_a_cancelled_gate_copies_nothing_though_a_later_one_is_open(two):
+    """The device may come to the first gate after the host has opened the second."""
+    gate = Gate(two, dict.fromkeys(COUNTS, 0), limit_ns=10**10)
+    source, first, second = (two.allocate(8, Space.PINNED) for _ in range(3))
+    for memory, filled in ((source, 7), (first, 0), (second, 0)):
+        memory.array.view(np.uint8)[:] = filled
+    with hold(two, 0):
+        gate.arm(object(), gate.copy((first.address, source.address), 8, 0))
+        gate.cancel()
+        assert gate.launch(gate.copy((second.address, source.address), 8, 0)) == 2
+    two.synchronize()
+    assert not first.array.any() and second.array.all()
+    assert not gate.has_read(1) and gate.has_read(2)
+    gate.free()
 
 
 def test_what_the_device_cannot_do_is_refused(two):
