@@ -171,6 +171,21 @@ def test_a_killed_engine_process_ends_the_server(model, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_group_lets_answers_end(model, tmp_path, sent):
+    """As a supervisor ends a service, and a terminal its command."""
+    with served(tmp_path, "-m", model, *FLAGS, module=MODULE) as (process, url, log):
+        body = {"prompt": [1], "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}{URL}", json=body, timeout=60) as streamed:
+            lines = streamed.iter_lines()
+            next(lines)
+            os.killpg(process.pid, sent)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and process.wait(20) == 128 + sent
+    assert log.read_text().splitlines()[-1] == f"ended by {sent.name}; every answer was finished"
+
+
+@pytest.mark.long
 def test_every_way_to_ask_has_the_same_answer(real):
     client = openai.OpenAI(base_url=f"{real.base_url}/v1", api_key="none", max_retries=0)
 

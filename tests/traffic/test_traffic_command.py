@@ -51,7 +51,7 @@ def test_each_rate_and_concurrency_has_a_row(call, tmp_path):
 X = ["--url", "http://x"]
 AT_X = [*X, "--model-id", "m"]
 REFUSED = [
-    ([], "name a server: --url http://127.0.0.1:8000, or -m and a GGUF file"),
+    ([], "name a server: --url http://127.0.0.1:8000, -m auto, or -m and a GGUF file"),
     (["--url", "localhost:8000"], "is no address; write it as http://127.0.0.1:8000"),
     ([*X, "-m", "y.gguf"], "name a server"),
     ([*X, "--n-ctx", "512"], "--n-ctx is the server's"),

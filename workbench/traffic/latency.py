@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.common.errors import UsageError
+from workbench.common.sizes import counted
 from workbench.traffic.records import OK, UNFINISHED, RequestRecord
 
 Figures = dict[str, Any]
@@ -276,12 +277,12 @@ def warnings(found: Figures, n_requests: int, busy: float | None = None) -> list
     said = []
     if found["failed"]:
         kinds = ", ".join(f"{n} {kind}" for kind, n in found["failures"].items())
-        said.append(f"{_counted(found['failed'], 'request')} did not end well: {kinds}")
+        said.append(f"{counted(found['failed'], 'request')} did not end well: {kinds}")
     ended = found["completed"] + found["failed"]
     if ended < n_requests:
         said.append(f"{n_requests - ended} of {n_requests} requests were not measured to their end")
     if found["short"]:
-        said.append(f"{_counted(found['short'], 'answer')} shorter than asked for")
+        said.append(f"{counted(found['short'], 'answer')} shorter than asked for")
     if found["mean_lag_ms"] > LAG_SHARE * found["mean_ttft_ms"]:
         share = found["mean_lag_ms"] / found["mean_ttft_ms"]
         said.append(
@@ -294,7 +295,3 @@ def warnings(found: Figures, n_requests: int, busy: float | None = None) -> list
             "give more --client-processes"
         )
     return said
-
-
-def _counted(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"

@@ -115,7 +115,7 @@ def _engine_process(settings: WorkerSettings) -> Iterator[LoadTarget]:
         pipe.close()
         process.join(END_S)
         if process.is_alive():
-            process.terminate()
+            process.kill()
             process.join()
 
 

@@ -71,7 +71,8 @@ def start(settings: WorkerSettings, n_fronts: int = 1) -> tuple[list[Connection]
 
 def main(fronts: list[Connection], settings: WorkerSettings) -> None:
     """Runs the process. An error that stops it is a line on stderr."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a front sends Finish
+    for sent_to_the_group in (signal.SIGINT, signal.SIGTERM):  # by a terminal, by a supervisor
+        signal.signal(sent_to_the_group, signal.SIG_IGN)  # a front sends Finish
     try:
         with open_engine(settings) as engine:
             slots = Slots(engine, settings.n_slots, settings.n_waiting)
