@@ -8,6 +8,7 @@ import pytest
 
 import workbench as wb
 from tests.backend.cuda.fake_cuda import fake_backend
+from tests.profiles import long
 from workbench.answers import loaded, skipped
 from workbench.backend.cuda.kernels import nvrtc
 from workbench.traffic import load
@@ -59,7 +60,9 @@ def compiled(monkeypatch) -> tuple[list[set[Any]], set[Any]]:
     return together, late
 
 
-@pytest.mark.parametrize("what", ["one engine", "ways of skipping", "settings", "batches"])
+@pytest.mark.parametrize(
+    "what", ["one engine", *map(long, ("ways of skipping", "settings", "batches"))]
+)
 def test_what_a_load_launches_is_compiled_before_it(compiled, tiny_model, tmp_path, what):
     """Of all engines that the load comes to."""
     together, late = compiled
