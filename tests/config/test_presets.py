@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
@@ -91,10 +91,11 @@ def test_best_leaves_out_what_a_device_cannot():
 @given(changes=st.fixed_dictionaries(
     {}, optional={n: st.sampled_from(Toggles.values(n)) for n in (*FAMILIES, *Toggles.names())}
 ))  # fmt: skip
+@example(changes={"plans": "off", "launch_ahead": "off"})
 @settings(max_examples=examples(100))
 def test_what_is_given_beside_best_stays(changes):
     """Even where it is the baseline's. What won together goes as a whole where a change rules it
-    out. Without a launch ahead there is no word of its end."""
+    out. Without a launch ahead there is no word of its end; without plans they have no scope."""
     alone = best_set("cuda", "one").alone
     clash = clashing(alone, changes)
     try:
@@ -105,6 +106,8 @@ def test_what_is_given_beside_best_stays(changes):
     whole, rest = resolve("best", on("cuda")), Toggles(**alone)
     if changes.get("launch_ahead") == "off":
         whole = dataclasses.replace(whole, launch_ahead="off", plan_end="event")
+    if changes.get("plans") == "off":
+        whole = dataclasses.replace(whole, plan_scope="split")
     assert found.to_dict() in [made.to_dict() | spread(changes) for made in (whole, rest)]
     assert not clash
 
