@@ -267,8 +267,9 @@ def ragged(
             sides[name] = stack.enter_context(side)
             folder = f"ragged-{way.replace('_', '-')}{'-again' if name == AGAIN else ''}"
             found[name] = wb.new_run_folder(runs, folder)
-        for name, side in sides.items():
+        for side in sides.values():
             wb.serve_bench(side, beside=[*sides.values()], **asked)
+        for name, side in sides.items():  # soon after each other, so that all have one machine
             wb.serve_bench(side, out=found[name], **asked)
     return found
 
