@@ -141,6 +141,8 @@ def test_values_with_commas_are_a_list():
     texts = {"tests": "tg4,pp8", "presets": "baseline,best",
              "toggles": {"sync": "per_copy, packed", "streams": "1,2"}}  # fmt: skip
     assert matrix_of("a.gguf", **texts) == matrix_of("a.gguf", **lists)
+    texts["toggles"] = "sync=per_copy,packed streams=1,2"
+    assert matrix_of("a.gguf", **texts) == matrix_of("a.gguf", **lists)
 
 
 @pytest.mark.parametrize(("asked", "said"), [

@@ -49,6 +49,17 @@ def test_ls_has_a_row_for_each_folder_and_its_status(call, root):
     assert found["two"]["tests"] == "tg8, pp4" and found["newer"]["status"].startswith("newer sch")
 
 
+def test_a_name_that_ls_prints_is_taken(call, root, tmp_path):
+    shutil.copytree(root, tmp_path / "data" / "runs")
+    shutil.rmtree(root)
+    for words in (["show", "one"], ["export", "one", "--out", "one.csv"], ["rm", "one", "--yes"]):
+        status, _, err = call("runs", *words)
+        assert status == 0, err
+    assert not (tmp_path / "data" / "runs" / "one").exists()
+    status, _, err = call("runs", "show", "one")
+    assert status != 0 and "one is no run folder" in err
+
+
 def test_ls_without_runs(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, err = call("runs", "ls")

@@ -80,7 +80,11 @@ def test_flags_reach_the_engine_and_a_signal_ends_it(tmp_path, plain):
         text = log.read_text()
     assert f"started {plain.name} embedded 3 3 5 {{'streams': '2'}}" in text
     assert "warning" not in text and "ChatML" not in text
-    assert text.splitlines()[-1] == "ended by SIGTERM; every answer was finished"
+    under_way, last = text.splitlines()[-2:]
+    assert last == "ended by SIGTERM; every answer was finished"
+    assert under_way == (
+        "SIGTERM: 1 answer under way, at most 60 s more; a second signal ends all at once"
+    )
     assert "error" not in text
 
 

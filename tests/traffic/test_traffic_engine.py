@@ -178,3 +178,30 @@ def test_what_had_ended_is_saved_where_an_engine_dies(engine, tmp_path):
         serve_bench(target, [Arrivals(CLOSED, 2)], spec(n_requests=500), out=tmp_path / "run")
     found = load_served(tmp_path / "run")
     assert found.interrupted and 0 < found.rows[0].figures["completed"] < 40
+
+
+@pytest.mark.parametrize("wanted", [2, [2], "2", (2, 3), [2.0]])
+def test_numbers_are_taken_as_they_are(engine, wanted):
+    rows = wb.serve_bench(
+        engine, slots=4, concurrency=wanted if wanted != [2.0] else None, n_prompt=3, n_gen=2,
+        n_requests=2, rate=[1e9] if wanted == [2.0] else None,
+    ).rows  # fmt: skip
+    n = len(wanted) if isinstance(wanted, tuple) else 1
+    assert len(rows) == n and all(row.figures["completed"] == 2 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"concurency": "2"}, "keyword 'concurency' does not exist; did you mean concurrency?"),
+        ({"n_warmup": 1}, "did you mean n_warm_up?"),
+        ({"beside": 3}, "beside=3 are no engines; give a list of engines"),
+        ({"beside": ["x"]}, "are no engines"),
+        ({"concurrency": ["two"]}, "is no number of requests"),
+        ({"n_prompt": "a"}, "is no length"),
+    ],
+)
+def test_a_load_that_makes_no_sense_is_one_line(engine, given, said):
+    with pytest.raises(UsageError) as error:
+        wb.serve_bench(engine, slots=4, **given)
+    assert said in str(error.value) and "\n" not in str(error.value)

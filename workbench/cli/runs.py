@@ -3,9 +3,9 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from workbench.cli import flags as f
 from workbench.cli.common import RUNS, app, say
@@ -14,7 +14,16 @@ from workbench.common.errors import UsageError
 runs_app = App(name="runs", help="List, show, remove and export run folders.")
 app.command(runs_app)
 
-RunPath = Annotated[Path, f.flag("run folder")]
+
+def listed_run(_: object, tokens: Any) -> Path:
+    """The path of a run folder; a name that `runs ls` prints stands for the folder in RUNS."""
+    path = Path(str(tokens[0].value))
+    inside = RUNS / path
+    return inside if not path.exists() and inside.is_dir() else path
+
+
+OneRun = Annotated[Path, Parameter(converter=listed_run)]
+RunPath = Annotated[OneRun, f.flag("run folder, or its name in `runs ls`")]
 
 
 @runs_app.command(name="ls")

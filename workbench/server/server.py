@@ -72,10 +72,18 @@ class FrontServer(uvicorn.Server):
     n_given_up: answers that were not finished in time.
     """
 
-    def __init__(self, config: uvicorn.Config, front: Front, engine: EngineHandle, drain_s: float):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        front: Front,
+        engine: EngineHandle,
+        drain_s: float,
+        say: Callable[[str], None] = print,
+    ):
         super().__init__(config)
-        self._front, self._engine, self._drain_s = front, engine, drain_s
+        self._front, self._engine, self._drain_s, self._say = front, engine, drain_s, say
         self._until: float | None = None
+        self._told = False
         self.stopped_by: signal.Signals | None = None
         self.n_given_up = 0
 
@@ -94,6 +102,12 @@ class FrontServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self._until is None:
             return await super().on_tick(counter)
+        if self.stopped_by is not None and not self._told and (n := self._front.n_pending):
+            self._say(
+                f"{self.stopped_by.name}: {counted(n, 'answer')} under way, at most "
+                f"{self._drain_s:g} s more; a second signal ends all at once"
+            )
+        self._told = True
         late = time.monotonic() > self._until
         self.n_given_up = self._front.n_pending if late else 0
         if late:
@@ -134,7 +148,7 @@ def serve(
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_S,
         )  # fmt: skip
-        server = FrontServer(config, front, engine, listening.drain_s)
+        server = FrontServer(config, front, engine, listening.drain_s, say)
         loaded = False
 
         def on_state() -> None:

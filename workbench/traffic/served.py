@@ -12,14 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from workbench.benchmarks.runs import provenance
 from workbench.common.devices import is_gpu
-from workbench.common.errors import WorkbenchError
+from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.nearest import choices
 from workbench.engine.engine import Engine
 from workbench.model.gguf.inspect import summary
 from workbench.server.serving import serving
@@ -197,15 +198,37 @@ def model_facts(path: str | Path) -> dict[str, Any]:
     }
 
 
+Listed = str | float | Sequence[float] | None
+
+
+def _text(values: Listed) -> str | None:
+    """Values as the command takes them: `1,8`."""
+    if values is None or isinstance(values, str):
+        return values
+    several = values if isinstance(values, Sequence) else [values]
+    return ",".join(map(str, several))
+
+
+def _check(beside: Sequence[Engine], asked: Mapping[str, Any]) -> None:
+    """Raises UsageError for engines beside that are none, and for a keyword that does not exist."""
+    known = [name for name in BenchSpec._fields if name not in ("ids", "parallel", "slo")]
+    for name in asked:
+        if name not in known:
+            own = ("slots", "concurrency", "rate", "arrivals", "beside", "out", "on_row")
+            raise UsageError(f"keyword {name!r} does not exist; {choices(name, (*own, *known))}")
+    if not isinstance(beside, Sequence) or not all(isinstance(one, Engine) for one in beside):
+        raise UsageError(f"beside={beside!r} are no engines; give a list of engines")
+
+
 def serve_bench(
     served: Served,
     *,
     slots: int = 8,
-    concurrency: str | None = None,
-    rate: str | None = None,
+    concurrency: Listed = None,
+    rate: Listed = None,
     arrivals: str = load.POISSON,
-    n_prompt: str = "1024",
-    n_gen: str = "128",
+    n_prompt: str | int = "1024",
+    n_gen: str | int = "128",
     n_requests: int = 100,
     seed: int = 0,
     slo: str | None = None,
@@ -218,10 +241,10 @@ def serve_bench(
 
     served: an engine, an engine process, or a server, as in `reached`.
     slots: requests that an engine serves together.
-    concurrency: `"1,8,32"` requests in flight.
-    rate: requests a second, as `"2,inf"`.
+    concurrency: `"1,8,32"` requests in flight; also a number, or a list of numbers.
+    rate: requests a second, as `"2,inf"`, a number, or a list.
     arrivals: how requests at a rate come, `"poisson"` or `"constant"`.
-    n_prompt, n_gen: tokens of a request, as `"1024"`, `"uniform:16-512"` or `"rng-0-512"`.
+    n_prompt, n_gen: tokens of a request, as 1024, `"uniform:16-512"` or `"rng-0-512"`.
     n_requests: of each setting.
     seed: of lengths, token ids and arrivals.
     slo: the objective that goodput counts, as `"ttft:200ms,tpot:30ms"`.
@@ -236,11 +259,13 @@ def serve_bench(
     for a setting or a length that is none and for a folder that exists, and WorkbenchError where
     nothing answers.
     """
-    settings = load.arrivals(arrivals, rate, concurrency)
+    settings = load.arrivals(arrivals, _text(rate), _text(concurrency))
+    _check(beside, asked)
     with reached(served, slots) as target:
         spec = BenchSpec.of(
-            n_prompt, n_gen, load.id_range(None, target.n_vocab), n_requests=n_requests, seed=seed,
-            slo=None if slo is None else Slo.of(slo), parallel=target.n_slots, **asked,
+            str(n_prompt), str(n_gen), load.id_range(None, target.n_vocab),
+            n_requests=n_requests, seed=seed, slo=None if slo is None else Slo.of(slo),
+            parallel=target.n_slots, **asked,
         )  # fmt: skip
         if isinstance(served, Engine) and is_gpu(served.device):
             rehearsed.make_ready([served, *beside], slots, settings, spec)

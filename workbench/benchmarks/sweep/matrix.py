@@ -130,7 +130,7 @@ def matrix_of(
     models: Any,
     tests: Any = "tg32",
     *,
-    toggles: Mapping[str, Any] | None = None,
+    toggles: Mapping[str, Any] | str | None = None,
     sets: Any = (),
     presets: Any = BEST,
     n_depth: Any = (),
@@ -185,6 +185,8 @@ def matrix_of(
         add(SET, sets)
         for text in axes[SET]:
             TogglePreset(BASELINE, parse_changes(text))
+    if isinstance(toggles, str):
+        toggles = parse_changes(toggles)
     for name, values in (toggles or {}).items():
         known = Toggles.values(name)
         add(name, [as_value(name, value, known) for value in _split(values)])

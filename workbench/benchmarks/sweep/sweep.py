@@ -36,7 +36,7 @@ def sweep(
     models: str | Path | Sequence[str | Path] | None = None,
     tests: str | Sequence[str] | None = None,
     *,
-    toggles: Mapping[str, str | Sequence[str]] | None = None,
+    toggles: Mapping[str, str | Sequence[str]] | str | None = None,
     sets: str | Sequence[str] | None = None,
     presets: str | Sequence[str] | None = None,
     n_depth: int | Sequence[int] | None = None,
