@@ -94,10 +94,14 @@ def test_a_failing_notebook_leaves_its_page(tmp_path, capsys):
     assert 'class="wb-banner"' not in page, "a GPU's timings need none"
 
 
+CONNECTION = "/somewhere/kernel-1.json"
+
+
 @pytest.fixture
 def no_kernel(monkeypatch):
     """For tests that run no cell: a kernel would take seconds."""
-    monkeypatch.setattr(kernels, "started", lambda folder: SimpleNamespace(has_kernel=False))
+    kernel = SimpleNamespace(has_kernel=False, connection_file=CONNECTION)
+    monkeypatch.setattr(kernels, "started", lambda folder: kernel)
 
 
 def test_all_reports_are_named(tmp_path, monkeypatch, capsys, no_kernel):
@@ -275,10 +279,11 @@ def test_a_run_without_a_device_names_none(tmp_path, monkeypatch, no_kernel):
     def execute(source, executed, *_):
         for name in ("notebook-served-serving", "notebook-served-serving-a-a"):
             shutil.copytree(NOTEBOOKS.parent / "data" / "results" / name, runs / name)
-        there = runs / "notebook-served-serving-a-a" / "run.json"
-        run = json.loads(there.read_text())
-        run["engine"] |= {"device": None, "device_description": None}
-        there.write_text(json.dumps(run))
+            there = runs / name / "run.json"
+            run = json.loads(there.read_text()) | {"command": ["ipykernel", "-f", "kernel-1.json"]}
+            if name.endswith("a-a"):
+                run["engine"] |= {"device": None, "device_description": None}
+            there.write_text(json.dumps(run))
         executed.write_text(source.read_text())
 
     monkeypatch.setattr(render, "execute_notebook", execute)
@@ -286,3 +291,21 @@ def test_a_run_without_a_device_names_none(tmp_path, monkeypatch, no_kernel):
     render.render_notebook(FUSION, tmp_path / "a.html", device="embedded", runs_dir=runs)
     (about,) = pages.listed(tmp_path)
     assert about.device.startswith("NVIDIA H100") and "None" not in about.device
+
+
+def test_a_run_that_another_process_made_is_not_the_notebooks(tmp_path, monkeypatch, no_kernel):
+    runs, own, other = tmp_path / "runs", "notebook-tour", "notebook-together"
+
+    def execute(source, executed, *_):
+        for name in (own, other):
+            shutil.copytree(NOTEBOOKS.parent / "data" / "results" / name, runs / name)
+        there = runs / own / "run.json"
+        run = json.loads(there.read_text()) | {"command": ["ipykernel", "-f", "kernel-1.json"]}
+        there.write_text(json.dumps(run))
+        executed.write_text(source.read_text())
+
+    monkeypatch.setattr(render, "execute_notebook", execute)
+    runs.mkdir()
+    render.render_all([FUSION], tmp_path, device="embedded", runs_dir=runs)
+    (page,) = pages.listed(tmp_path)
+    assert page.runs == (own,)

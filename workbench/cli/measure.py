@@ -336,8 +336,8 @@ def report(
     """Run notebooks into HTML reports; print the speedups."""
     from workbench.backend.base import choose_device
     from workbench.benchmarks.compare.comparison import AB
-    from workbench.benchmarks.runs import results
     from workbench.model.synth.models import write_tiny_models
+    from workbench.report.pages import listed
     from workbench.report.render import check_pages, render_all
     from workbench.report.tables import show, speedup_table
 
@@ -347,7 +347,6 @@ def report(
     chosen, reason = choose_device(device)
     say(f"device: {chosen} ({reason})")
     write_tiny_models(MODELS)
-    before = set(results.runs(RUNS)["folder"])
     pages = render_all(
         paths,
         out,
@@ -355,9 +354,9 @@ def report(
         device=chosen,
         runs_dir=RUNS,
     )
-    made = results.runs(RUNS)
-    fresh = made[(made["kind"] == "ab") & ~made["folder"].isin(before)]["folder"]
-    comparisons = [AB.load(folder) for folder in fresh]
+    made = {page.name for page in pages}
+    own = [about for about in listed(out) if about.file in made] if pages else []
+    comparisons = [AB.load(RUNS / folder) for about in own for folder in about.runs]
     if comparisons:
         show(speedup_table(*comparisons))
     print(f"{counted(len(pages), 'report')} in {out.resolve()}")

@@ -93,16 +93,18 @@ def render_notebook(
 
     with _or_own(kernels) as handing_out:
         with handing_out.taken(source.resolve().parent) as kernel:
+            connection = Path(kernel.connection_file).name
             if following is not None and on_gpu:
                 handing_out.start(following.resolve().parent)
             failure = execute_notebook(source, executed, parameters, timeout_s, left, kernel)
         if following is not None:
             handing_out.start(following.resolve().parent)
-    made = [f for f in results.runs(Path(runs_dir))["folder"] if f not in known]
+    new = (f for f in results.runs(Path(runs_dir))["folder"] if f not in known)
+    made = [found.folder for found in map(_readable, new) if found and _of(found, connection)]
     before = None if on_gpu else recorded(nbformat.read(source, as_version=4))
     head = banner_html(device)
     tail = "" if trace is None else trace_download_html(trace)
-    about = _about(target, executed, device, [Path(f) for f in made], Path(runs_dir), failure)
+    about = _about(target, executed, device, made, Path(runs_dir), failure)
     page = export_html(executed, about, head, tail, before)
     write_text(target, page, parents=True)
     n_bytes = len(page.encode())
@@ -115,6 +117,20 @@ def render_notebook(
     if failure is not None:
         raise WorkbenchError(f"{source.name}: {failure}; see {target}")
     return target
+
+
+def _readable(folder: str) -> results.Run | None:
+    """A run; None for a folder that is being written, or was removed."""
+    try:
+        return results.load_run(folder)
+    except UsageError:
+        return None
+
+
+def _of(found: results.Run, connection: str) -> bool:
+    """Whether a run was made in the kernel with this connection file. Others may be measuring into
+    the same folder."""
+    return connection in (Path(word).name for word in found.run["command"])
 
 
 def _or_own(kernels: Kernels | None) -> AbstractContextManager[Kernels]:
