@@ -254,7 +254,9 @@ class Advice(Framed):
         if self.changes and not measured:
             lines.append("the changes were measured one by one, and not together")
         if not self.changes and measured:
-            lines.append(f"each change was faster by itself, together they fail: keep {BEST}")
+            lines.append(
+                f"what was faster by itself did not hold, measured again and all together: keep {BEST}"
+            )
         if not self.changes and not measured:
             lines.append(f"no change of {BEST} was faster, so there is none to make")
         return lines
