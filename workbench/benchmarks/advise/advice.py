@@ -255,7 +255,8 @@ class Advice(Framed):
             lines.append("the changes were measured one by one, and not together")
         if not self.changes and measured:
             lines.append(
-                f"what was faster by itself did not hold, measured again and all together: keep {BEST}"
+                "what was faster by itself did not hold, measured again and all together: keep "
+                f"{BEST}"
             )
         if not self.changes and not measured:
             lines.append(f"no change of {BEST} was faster, so there is none to make")
