@@ -197,6 +197,7 @@ def test_nobody_probes_backends_engines_or_models():
 IMPORTED_AS = {
     "cupti-python": "cupti", "cupy-cuda13x": "cupy", "nvidia-ml-py": "pynvml",
     "cuda-bindings": "cuda.bindings", "prometheus-client": "prometheus_client",
+    "jupyter-client": "jupyter_client",
     "HolisticTraceAnalysis": "hta",
 }  # fmt: skip
 # nobody imports them: front ends, pytest's plugins, uvicorn's parts, lint, headers and NVRTC's

@@ -11,9 +11,10 @@ from tests.backend.cuda.fake_cuda import fake_backend
 from tests.profiles import long
 from workbench.answers import loaded, skipped
 from workbench.backend.cuda.kernels import nvrtc
+from workbench.engine.engine import OPENED
 from workbench.traffic import load
 from workbench.traffic.bench import BenchSpec
-from workbench.traffic.rehearsed import EACH, SHAPING, shapes_of
+from workbench.traffic.rehearsed import EACH, SHAPING, make_ready, shapes_of
 
 SLOTS = 4
 SIZES: dict[str, Any] = {
@@ -41,6 +42,19 @@ def test_a_rehearsed_load_has_the_shapes_of_the_load(tiny_model, change, lengths
             n_warm_up=0, **asked,
         )  # fmt: skip
         assert {*engine.steps.programs.shapes} == {*rehearsed} and len(rehearsed) > 3
+
+
+def test_nothing_is_rehearsed_beside_a_trace(tiny_model):
+    """A trace of a cell also has the engines that are made in it."""
+    with wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded", **SIZES) as engine:
+        spec = BenchSpec.of("9", "2", load.id_range(None, engine.model.n_vocab), n_requests=2)
+        made = list[str]()
+        with OPENED.told(lambda one: made.append(one.device)):
+            with wb.profile(engine):
+                make_ready([engine], SLOTS, load.arrivals("poisson", None, "2"), spec)
+            assert made == []
+            make_ready([engine], SLOTS, load.arrivals("poisson", None, "2"), spec)
+        assert made == ["null"]
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 A kernel takes seconds to start and to import the package, and a second to end. A kernel that was
 asked to start early has done so while another notebook's page was written, or while that notebook
-ran on a GPU, where the host has cores to spare. A kernel that is given back ends meanwhile, too.
+ran on a GPU, where the host has cores to spare. A kernel that is no longer needed ends meanwhile,
+too.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ EACH = 4  # requests for each in flight; later requests have shapes of earlier o
 def make_ready(
     engines: Sequence[Engine], n_slots: int, settings: Sequence[Arrivals], spec: BenchSpec
 ) -> None:
-    """Compiles the kernels of a load on each of these engines, all of them together.
+    """Compiles the kernels of a load on each of these engines, all of them together. An engine
+    whose steps are traced is left out: nothing is rehearsed beside a trace.
 
     n_slots: requests that an engine serves together. settings, spec: as `bench.serve_bench` takes
         them. Requests that come at a rate are rehearsed with every slot in use.
@@ -42,6 +43,7 @@ def make_ready(
     ready.make_ready(
         launched
         for engine in engines
+        if engine.recorder is None
         for launched in engine.unready(shapes_of(engine, n_slots, settings, spec))
     )
 
