@@ -202,7 +202,7 @@ class RandomRun:
         tends = "the points show no limit"
         if not math.isnan(ratio):
             known = "" if math.isnan(error) else f" (standard error {error:.2f})"
-            tends = f"for prompts without end {ratio:.2f}{known}"
+            tends = f"for prompts without end {ratio:.2f} times as fast{known}"
         name = model_of(self.run)
         return f"{name}: seconds by the mean length x: {'; '.join(texts)}; {tends}."
 

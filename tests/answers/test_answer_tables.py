@@ -239,12 +239,12 @@ def test_what_skipping_saves_is_said(engine, by_size, visits):
     assert rest[-1] == "Recorded."
 
 
-NAMES = ("baseline", "serving", "serving sampling=host")
+NAMES = ("start", "serving", "serving sampling=host")
 
 
 def test_settings_take_one_thing_away(engine):
     arms = loaded.settings(engine, *NAMES)
-    assert arms["baseline"] == engine.toggles
+    assert arms["start"] == engine.toggles
     assert arms["serving"].kv_cache == "per_sequence" and arms["serving"].results == "behind"
     assert arms["serving"].switched("sampling", "host") == arms[NAMES[2]]
     config = loaded.config("embedded", "pp1024+tg128", "1,4")

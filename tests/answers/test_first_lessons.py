@@ -245,8 +245,8 @@ def test_without_the_results_a_lesson_goes_on(monkeypatch, tmp_path):
 def test_what_building_costs(null):
     on, steps = ab("reuse-on"), kept.reuse_table(null)
     assert steps["reused"].tolist() == [0, 15, 0, 15, 0, 0, 1] and len(steps) <= 7
-    names, worth = wb.Toggles.members("redo"), kept.worth_table(on)
-    layers = kept.layers_table({name: ab(name.replace("_", "-")) for name in names})
+    layers, worth = kept.layers_table(ab("redo")), kept.worth_table(on)
+    assert [*layers["toggle"]] == [*wb.Toggles.members("redo"), kept.TOTAL]
     assert len(layers.columns) <= 6 and len(worth) <= 7
     tables = {"phases": kept.phases_table(on), "steps": steps, "layers": layers, "worth": worth}
     quoted = (
@@ -299,7 +299,7 @@ The device is given 54 kernels and copies a token; calls of the host for them: 5
 patch_pointers updates its plan for 23 of 24 tokens; its plans take 1.50 ms in all.
 Plans where n_kv grows: 2 made and 0 updated (ours).
 Between the kernels of two tokens are 40.3 us (off), 35.0 us (a split) and 29.0 us (a step).
-A token is no shorter for sure with a split: by 1.0 (-1.0..2.0) us.
+A token is no shorter for sure with a split, which saves 1.0 (-1.0..2.0) us.
 A token is 10.0 (9.0..11.0) us shorter with a step; its captures took 200 us, repaid after 20 \
 tokens.
 These race: a step."""

@@ -46,9 +46,7 @@ MADE = {
     "00_tour": ["tour"],
     "01_baseline_gaps": ["waiting"],
     "02_sync_modes": ["gaps", "sync-on"],
-    "03_graph_reuse": [
-        "reuse-on", *(name.replace("_", "-") for name in wb.Toggles.members("redo")),
-    ],
+    "03_graph_reuse": ["reuse-on", "redo"],
     "04_plans": ["plans-half", "plans-on"],
     "05_streams": ["streams-off", "streams-on", "streams-fused"],
     "06_masked_kv": [
@@ -56,7 +54,7 @@ MADE = {
         *(f"ragged-{way.replace('_', '-')}" for way in WAYS), "ragged-off-again", "attn-kernel",
     ],
     "07_batched_serving": [
-        "together-baseline", "together-serving", *(f"served-{name}" for name in SERVED),
+        "together-start", "together-serving", *(f"served-{name}" for name in SERVED),
         *(f"arriving-{name}" for name in ARRIVING),
     ],
     "09_together": ["together"],

@@ -249,7 +249,8 @@ def _shorter(gaps: Gaps) -> str:
     """How much shorter the gap is with AFTER than with BEFORE; not for sure where its interval
     holds 0."""
     us, low, high = median_interval(gaps.less(BEFORE, AFTER, next(iter(gaps.fits))))
-    said = f"{abs(us):.1f} us {'shorter' if us >= 0 else 'longer'} (95% CI {low:.1f}..{high:.1f})"
+    words, size = ("shorter", (us, low, high)) if us >= 0 else ("longer", (-us, -high, -low))
+    said = f"{size[0]:.1f} us {words} (95% CI {size[1]:.1f}..{size[2]:.1f})"
     return said if low > 0 or high < 0 else f"not shorter for sure: {said}"
 
 
@@ -365,7 +366,7 @@ def _left(gap: pd.DataFrame) -> Iterable[str]:
             )
         else:
             said = "longer" if after == "never" else "no shorter for sure"
-            yield f"A token is {said} with {arm}: by {saved} us."
+            yield f"A token is {said} with {arm}, which saves {saved} us."
 
 
 def _updates(forced: pd.DataFrame) -> Iterable[str]:

@@ -123,14 +123,20 @@ def _taken(engine: Any, what: str, work: list, n: int) -> dict[str, Any]:
     return {"step": what, "steps": n, "n_kv": -(-engine.n_past // pad) * pad} | made
 
 
-def layers_table(layers: Mapping[str, AB]) -> pd.DataFrame:
+def each_again() -> str:
+    """Sets of toggles for `wb.ab`: every layer of reuse kept, and then each of them done again."""
+    return " | ".join([" ".join(f"{name}=off" for name in REDO), *(f"{name}=on" for name in REDO)])
+
+
+def layers_table(again: AB) -> pd.DataFrame:
     """A row for each layer of reuse that a toggle disables: us in its phases, how much longer a
     token takes without the layer, and the speedup of disabling it with its 95 % interval; the last
-    row has the sums."""
+    row has the sums. again: of the sets of `each_again`."""
     rows: list[dict[str, Any]] = []
-    for name, comparison in layers.items():
-        row, arm = comparison.summary().iloc[0], comparison.run["arms"][1]
-        phases = phases_us(arm["counters"])
+    summary = again.summary().set_index("arm")
+    arms = {arm["name"]: arm for arm in again.run["arms"]}
+    for name in REDO:
+        row, phases = summary.loc[f"{name}=on"], phases_us(arms[f"{name}=on"]["counters"])
         rows.append(
             {
                 "toggle": name,

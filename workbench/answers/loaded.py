@@ -46,7 +46,8 @@ ONE_BY_ONE, AT_ONCE = "one by one (Poisson)", "all at once"
 
 
 def settings(engine: wb.Engine, *names: str) -> dict[str, Toggles]:
-    """Toggles by name: `baseline`, `serving`, `serving sampling=host`, and CONTROL."""
+    """Toggles by name: `start` (the engine's own), `serving`, `serving sampling=host`, and
+    CONTROL."""
     found = {}
     for name in names:
         background, _, changes = name.removesuffix(" (A/A)").partition(" ")
