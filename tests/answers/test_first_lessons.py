@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pandas as pd
@@ -117,6 +118,19 @@ def test_phases_of_a_token():
         annotated.token(frame.iloc[:0])
 
 
+def test_the_token_that_is_drawn_is_no_disturbed_one():
+    def step(number: int, start: int, us: int) -> list[Span]:
+        args = {"step": number, "split": 0}
+        return [
+            Span(name, name, HOST_LANE, start * 1000, (start + us) * 1000, args)
+            for name in ("step", "launch")
+        ]
+
+    spans = [*step(8, 0, 90), *step(9, 100, 103), *step(10, 300, 9000)]
+    fig = annotated.token(Timeline(spans).to_frame(), title="one")
+    assert "1  the host launches: 103 us" in {t.get_text() for t in fig.axes[0].texts}
+
+
 def test_a_token():
     found, nan = ab("tour"), float("nan")
     steps = pd.DataFrame({
@@ -202,6 +216,11 @@ def test_which_waits(proved):
     assert made[-len(said_of(on)) :] == said_of(on)
     quiet = conclusions.waits(proved, WRONG.assign(wrong=0), gaps, worth, on)
     assert "no prompt went wrong with implicit: that proves nothing" in quiet
+    other = dict(zip(turned := ("per_copy", "copy_boundary"), turned[::-1], strict=True))
+    longer = Gaps(gaps.run, gaps.samples.assign(arm=gaps.samples["arm"].replace(other)))
+    said = conclusions.waits(proved, WRONG, longer, worth, on).splitlines()[0]
+    low, high = re.search(r"us longer \(95% CI (\S+)\.\.(\S+)\)", said).groups()
+    assert 0 < float(low) < float(high)
     committed = answer("02_sync_modes")
     assert committed[1:9] == made[1:9] and committed[-len(said_of(on)) :] == said_of(on)
 

@@ -6,15 +6,15 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_rgba
+from matplotlib.patches import Patch
 
 from tests.benchmarks.made_runs import comparison, write
 from tests.trace.test_trace_files import token
 from workbench.benchmarks.compare.compare import compare
-from workbench.report import plots, timelines
+from workbench.report import plots, style, timelines
 from workbench.trace.profile import Timeline
 
 IDLE = "no span: a stream idle, the host in Python"
-POINT = "the host begins to wait (triangle), goes on (line)"
 POINT = "the host begins to wait (triangle), goes on (line)"
 
 
@@ -47,6 +47,21 @@ def test_a_timeline_names_the_kinds_in_its_window(frame):
     wanted = [look.word for kind, look in timelines.LOOKS.items() if kind in kinds]
     assert legend(plots.timeline(frame, window_us=part)) == [*wanted, IDLE] != whole
     assert legend(plots.timeline_pair(frame, frame, window_us=part)) == [*wanted, IDLE]
+
+
+@pytest.mark.parametrize(("width", "most", "fewest"), [(11, 6, 3), (5, 6, 1), (2, 3, 1)])
+def test_a_legend_is_no_wider_than_its_picture(width, most, fewest):
+    """With every kind, as a step of a GPU that has several streams and a plan."""
+    fig, words = style.picture(width, 5), [look.word for look in timelines.LOOKS.values()]
+    style.legend(fig, [Patch(label=word) for word in (*words, IDLE, POINT)], most, title="traced")
+    fig.draw_without_rendering()
+    (made,) = fig.legends
+    assert len(made.get_texts()) == len(words) + 2
+    columns = {round(text.get_window_extent().x0) for text in made.get_texts()}
+    assert fewest <= len(columns) <= most
+    if len(columns) > 1:
+        assert made.get_window_extent().x0 >= 0
+        assert made.get_window_extent().x1 <= fig.bbox.width
 
 
 def test_every_kind_in_a_legend_has_a_box(frame):

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from workbench.common.tables import Table
 from workbench.report.style import FONT, INK
-from workbench.report.timelines import timeline
+from workbench.report.timelines import timeline, typical
 from workbench.trace.spans import HOST_LANE
 
 ROW = 0.42  # height of a bracket's row, in lanes
@@ -69,14 +69,11 @@ def token(traced: Any, step: int | None = None, title: str | None = None) -> Fig
     """The timeline of one step and its phases, each with its time.
 
     traced: a profile, a timeline or its frame.
-    step: its number; default: the last step.
+    step: its number; default: a typical one, whose time is nearest to the median.
     Raises ValueError for a step that is not in the trace.
     """
     frame = traced if isinstance(traced, pd.DataFrame) else traced.to_frame()
-    steps = frame.loc[frame["category"] == "step", "step"]
-    if not len(steps):
-        raise ValueError("a timeline holds no step")
-    number = int(steps.iloc[-1]) if step is None else step
+    (number,) = typical([frame], None) if step is None else [step]
     fig = timeline(frame, steps=number, title=title)
     part = frame[frame["step"] == number]
     part = part.assign(start_us=part["start_us"] - part["start_us"].min())

@@ -199,7 +199,6 @@ def _draw_speedups(ax: Axes, frame: pd.DataFrame, labels: list[str]) -> None:
 # throughput against latency -----------------------------------------------------------------------
 
 HALO = [withStroke(linewidth=2, foreground="white")]  # makes a number on a line legible
-LETTERS, HANDLE_LETTERS = 110, 10  # in a line of the legend, and the width of a curve's sample
 
 
 def throughput_against_latency(
@@ -231,10 +230,7 @@ def throughput_against_latency(
     ax.set_ylabel("output tokens/s", fontsize=style.FONT)
     ax.set_title(title, loc="left", fontsize=style.FONT + 2, fontweight="bold")
     style.grid(ax)
-    names = known["curve"].astype(str).unique()
-    in_a_line = LETTERS // (max(map(len, names)) + HANDLE_LETTERS)
-    n_columns = min(len(names), max(1, in_a_line), 4)
-    style.legend(fig, style.handles_of([ax]), n_columns, handlelength=4)
+    style.legend(fig, style.handles_of([ax]), 4, handlelength=4)
     return fig
 
 

@@ -98,11 +98,16 @@ def grid(ax: Axes, axis: Literal["both", "x", "y"] = "both") -> None:
 
 
 def legend(fig: Figure, handles: Sequence[Artist], ncols: int, **how: Any) -> None:
-    """The legend, in `ncols` columns below the picture. how: arguments of matplotlib's legend."""
-    fig.legend(
-        handles=handles, loc="outside lower center", ncols=ncols, fontsize=FONT, frameon=False,
-        **how,
-    )  # fmt: skip
+    """The legend below the picture, in at most `ncols` columns: as many as its width has room for.
+    how: arguments of matplotlib's legend."""
+    for columns in range(max(1, ncols), 0, -1):
+        made = fig.legend(
+            handles=handles, loc="outside lower center", ncols=columns, fontsize=FONT,
+            frameon=False, **how,
+        )  # fmt: skip
+        if columns == 1 or made.get_window_extent().width <= fig.bbox.width:
+            return
+        made.remove()
 
 
 def handles_of(axes: Sequence[Axes]) -> list[Artist]:

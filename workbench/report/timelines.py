@@ -126,7 +126,7 @@ def _stacked(
     step: int | None,
     window_us: Shown,
 ) -> style.Picture:
-    numbers = [step] * len(frames) if step is not None else _typical(frames, window_us)
+    numbers = [step] * len(frames) if step is not None else typical(frames, window_us)
     parts = [_steps(frame, number) for frame, number in zip(frames, numbers, strict=True)]
     lanes = _lanes(pd.concat(parts))
     ends = [_extent_us(p) for p in parts]
@@ -158,7 +158,7 @@ def _steps(frame: pd.DataFrame, steps: int | Iterable[int] | None) -> pd.DataFra
     return frame.assign(start_us=frame["start_us"] - start)
 
 
-def _typical(frames: list[pd.DataFrame], shown: Shown) -> list[int]:
+def typical(frames: list[pd.DataFrame], shown: Shown) -> list[int]:
     """The number of a typical step for each frame, the same number where the frames share steps.
     The shown part must be typical: the whole step, or the copies of its inputs."""
     if not all((f["category"] == "step").any() for f in frames):
