@@ -101,6 +101,18 @@ def test_history_is_shown_without_a_verdict(tmp_path, call, other, why):
         assert call(a, b)[0] == 0 and call(a, b, "--fail-below", 0.97, "--across")[0] == 3
 
 
+def test_runs_of_one_night_are_judged(tmp_path):
+    """Midnight, UTC, may lie between them."""
+    late, early = (
+        gpu() | {"started": "2026-11-21T23:58:00Z"},
+        gpu() | {"started": "2026-11-22T00:03:00Z"},
+    )
+    a, b = write(tmp_path, "a", **late), write(tmp_path, "b", {"tg8": 50.0}, **early)
+    assert [row.verdict for row in compare(a, b).rows] == ["slower"]
+    unknown = write(tmp_path, "c", {"tg8": 50.0}, **gpu() | {"started": "2026-11-22"})
+    assert [row.verdict for row in compare(a, unknown).rows] == [HISTORY]
+
+
 SIDES = st.lists(
     st.builds(
         Repeated,

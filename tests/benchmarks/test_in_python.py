@@ -286,6 +286,24 @@ def test_a_folder_of_each_kind_is_read_as_its_result(tmp_path):
     assert isinstance(wb.load(own), wb.Run) and "mine" in wb.load(own)._repr_html_()
 
 
+def test_loads_are_frames_that_concatenate_and_pictures(tmp_path):
+    one, other = (wb.load(RESULTS / f"notebook-served-serving{end}") for end in ("", "-a-a"))
+    frame, run = one.to_frame(), one.run
+    assert list(frame.columns[:6]) == ["model", "device", "commit", "run_id", "date", "setting"]
+    assert set(frame["model"]) == {f"{run['model']['name']} {run['model']['quant']}"}
+    assert set(frame["run_id"]) == {run["run_id"]} and frame["device"].str.contains("H100").all()
+    assert frame["output_throughput"].tolist() == [
+        row.figures["output_throughput"] for row in one.rows
+    ]
+    assert frame["request_goodput"].isna().all(), "no objective was asked for"
+    both = pd.concat([frame, other.to_frame()], ignore_index=True)
+    assert len(both) == 2 * len(frame) and both["run_id"].nunique() == 2
+    again = pd.read_csv(one.to_csv(tmp_path / "load.csv"))
+    pd.testing.assert_frame_equal(again, frame, check_dtype=False)
+    assert pq.read_table(one.to_parquet(tmp_path / "load.parquet")).num_rows == len(frame)
+    assert len(one.plot().axes[0].lines) == len(wb.plot(one).axes[0].lines) > 0
+
+
 def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path):
     newer = write(tmp_path, "newer")
     (newer / "run.json").write_text(json.dumps(a_run(schema=2)))

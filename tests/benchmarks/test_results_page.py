@@ -40,13 +40,14 @@ def made(loaded, tmp_path_factory) -> dict[str, list[str]]:
     how = {"out": folder / "ab", "rounds": 1, "smoke": True, "tests": "tg2"}
     ab, bench = wb.ab(loaded, "sync=per_copy,packed", **how), wb.bench(loaded, "tg2", 1)
     perplexity(loaded, sample(loaded, 4, 0), against=Toggles(fuse_glu="on"), out=folder / "ppl")
-    wb.serve_bench(loaded, slots=1, concurrency="1", n_prompt="2", n_gen="2", n_requests=1,
-                   n_warm_up=1, out=folder / "serve")  # fmt: skip
+    load = wb.serve_bench(loaded, slots=1, concurrency="1", n_prompt="2", n_gen="2", n_requests=1,
+                          n_warm_up=1, out=folder / "serve")  # fmt: skip
     run = ab.run
     return {
         "`AB.to_frame()`, `Comparisons.to_frame()`": list(ab.to_frame()),
         "`AB.table()`": list(comparison().table()),
         "`Bench.to_frame()`": list(bench.to_frame()),
+        "`ServeBench.to_frame()`": list(load.to_frame()),
         "`wb.check(...).to_frame()`": list(proof.COLUMNS),
         "`percentiles()` of an AB": list(ab.percentiles()),
         "`wb.runs(folder)`": list(wb.runs(folder)),

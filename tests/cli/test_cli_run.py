@@ -49,9 +49,10 @@ def test_auto_is_a_model_wherever_a_model_is_named(call, tmp_path, monkeypatch):
     """As in Python: a tiny one where there is no GPU."""
     monkeypatch.chdir(tmp_path)
     on = ("-m", "auto", "--device", "embedded")
-    status, out, _ = call("run", *on, *IDS, "-n", 3)
+    status, out, err = call("run", *on, *IDS, "-n", 3)
     (written,) = tmp_path.rglob("*.gguf")
     assert status == 0 and written.name == "tiny-llama-Q8_0.gguf"
+    assert f"model: {written.relative_to(tmp_path)} (auto)" in err
     assert out == call("run", "-m", written, *on[2:], *IDS, "-n", 3)[1]
     rows = json.loads(call("bench", *on, "-p", 4, "-n", 0, "-r", 1, "-o", "json")[1])
     assert [row["model_filename"].endswith(written.name) for row in rows] == [True]

@@ -113,6 +113,8 @@ def load(
         check=refuse,
         fit=fit,
     )
+    if model == AUTO_MODEL:
+        say(f"model: {engine.model.path} (auto)")
     say(f"device: {engine.backend.description} ({engine.device_reason})")
     say(f"toggles: {engine.chosen}")
     say_ranges(engine.ranges)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from workbench.benchmarks.runs.draft import Draft, kept, new_arm, new_run
 from workbench.benchmarks.runs.results import REQUESTS, finite
 from workbench.common.checkout import UNKNOWN
 from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.framed import Framed
 from workbench.common.output import check_folder
 from workbench.common.progress import bar
 from workbench.common.tables import Table, markdown, terminal_columns, to_html
@@ -142,7 +144,8 @@ class ServedRow(NamedTuple):
         return warnings(self.figures, self.n_requests, self.client.get("busy"))
 
 
-class ServeBench(NamedTuple):
+@dataclass(frozen=True, repr=False)
+class ServeBench(Framed):
     """The rows of all settings. run: the content of run.json."""
 
     rows: list[ServedRow]
@@ -155,6 +158,24 @@ class ServeBench(NamedTuple):
     def table(self) -> Table:
         """A row for each setting."""
         return table_of(self.rows)
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row for each setting, with the origin of each row, so that frames of several loads can
+        be concatenated.
+
+        Columns: model, device, commit, run_id, date, setting, and the figures by vLLM's names:
+        requests that completed, failed, are unfinished or short; tokens; tokens and requests a
+        second; latencies in ms. NaN where a setting has no such figure.
+        """
+        origin = results.origin(self.run)
+        return pd.DataFrame([
+            origin | {"setting": row.setting.name}
+            | {
+                name: math.nan if value is None else value
+                for name, value in row.figures.items() if not isinstance(value, dict)
+            }
+            for row in self.rows
+        ])  # fmt: skip
 
     def points(self, curve: str = "load", latency: str = "mean_tpot_ms") -> Table:
         """A row for each setting, for `plots.throughput_against_latency`: columns curve, label (the

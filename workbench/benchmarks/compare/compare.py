@@ -11,7 +11,7 @@ The column `can tell` of a row is the smallest effect that would have had a verd
 band, and with an interval that excludes 1 (`stats.resolution`).
 
 Runs of another device, processor, driver or day are history. Their rows have no verdict, except
-with `across`.
+with `across`. Days that end between two runs of one night are no other days (`sides.APART`).
 """
 
 import html

@@ -117,16 +117,10 @@ class AB(Framed):
         `summary`.
         """
         run = self.run
-        origin = {
-            "model": self.model,
-            "device": run["engine"].get("device_description") or run["engine"].get("device"),
-            "toggle": run["result"]["toggle"],
-            "baseline": run["arms"][0]["name"],
-            "background": background(run),
-            "commit": str(run["commit"]["hash"])[:8],
-            "run_id": run["run_id"],
-            "date": str(run["started"])[:10],
-        }
+        origin = results.origin(
+            run, toggle=run["result"]["toggle"], baseline=run["arms"][0]["name"],
+            background=background(run),
+        )  # fmt: skip
         numbers = self.summary()
         return pd.DataFrame(origin, index=numbers.index).join(numbers)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from workbench.config import Toggles
 
 KINDS = ("ab", "bench")
 ARM = "engine"  # the arm of rows that differ in no setting
+APART = timedelta(hours=12)  # runs of two dates that are nearer were made in one night
 
 
 class Side(NamedTuple):
@@ -32,6 +34,7 @@ class Side(NamedTuple):
     repetitions: every test and arm.
     bands: the A/A band by test; empty without a control.
     circumstances: what must be alike for a verdict, of what is known.
+    started: when it began, or each of its rows, as its file has it.
     commit, versions, settings: further facts; settings of rows are fields of llama-bench.
     is_run: whether this is a run folder.
     notes: what to know before believing it.
@@ -42,6 +45,7 @@ class Side(NamedTuple):
     repetitions: list[Repeated]
     bands: dict[str, Band]
     circumstances: dict[str, str]
+    started: tuple[str, ...]
     commit: str
     versions: dict[str, Any]
     settings: dict[str, Any]
@@ -74,7 +78,7 @@ def _of_run(found: results.Run) -> Side:
     return Side(
         name, run["kind"],
         list(repeated(found)) if run["kind"] in KINDS else [],
-        _bands(found), _circumstances(run), _commit(run["commit"]),
+        _bands(found), _circumstances(run), (str(run["started"]),), _commit(run["commit"]),
         run["versions"], run["engine"].get("config") or {}, True,
         (f"{name} was interrupted",) if interrupted else (),
     )  # fmt: skip
@@ -131,7 +135,7 @@ def _of_rows(name: str, build: str, rows: list[LlamaRow]) -> Side:
             "gpu": _all(rows, "gpu_info"), "processor": _all(rows, "cpu_info"),
             "day": ", ".join(sorted({str(row.fields.get("test_time"))[:10] for row in rows})),
         },
-        build, {}, same, False, notes,
+        tuple(str(row.fields.get("test_time")) for row in rows), build, {}, same, False, notes,
     )  # fmt: skip
 
 
@@ -165,10 +169,22 @@ def _repeated(rows: list[LlamaRow], varying: list[str]) -> Iterator[Repeated]:
 
 def why_history(before: Side, after: Side) -> list[str]:
     """Why a side is history: its device, card, processor, driver or day differs. Empty where all
-    that both sides tell are alike."""
+    that both sides tell are alike. A day may end between two runs: they must also be APART."""
     a, b = before.circumstances, after.circumstances
     told = [what for what in a if what in b and not (what == "gpu" and "device" in a.keys() & b)]
-    return [f"another {what} ({a[what]}, and {b[what]})" for what in told if a[what] != b[what]]
+    unlike = [what for what in told if a[what] != b[what]]
+    if "day" in unlike and _near(before.started, after.started):
+        unlike.remove("day")
+    return [f"another {what} ({a[what]}, and {b[what]})" for what in unlike]
+
+
+def _near(before: tuple[str, ...], after: tuple[str, ...]) -> bool:
+    """Whether all these times lie within APART of each other; False where one is unknown."""
+    try:
+        times = [datetime.fromisoformat(text) for text in (*before, *after)]
+        return max(times) - min(times) < APART
+    except (TypeError, ValueError):  # no time; with a zone, and without
+        return False
 
 
 def differences(before: Side, after: Side) -> Iterator[str]:

@@ -63,14 +63,7 @@ class Bench(Framed):
         energy was measured, also `joules.PER_TOKEN`.
         """
         run = self.run
-        origin = {
-            "model": f"{run['model']['name']} {run['model']['quant']}",
-            "device": run["engine"].get("device_description") or run["engine"].get("device"),
-            "toggles": said_toggles(run["arms"][0]["toggles"]),
-            "commit": str(run["commit"]["hash"])[:8],
-            "run_id": run["run_id"],
-            "date": str(run["started"])[:10],
-        }
+        origin = results.origin(run, toggles=said_toggles(run["arms"][0]["toggles"]))
         rates, rows = results.rates(self.samples), []
         for test in dict.fromkeys(rates["test"]):
             tps = rates.loc[rates["test"] == test, "tps"].to_numpy()

@@ -328,6 +328,20 @@ def _holds(folder: Path, run: Mapping[str, Any]) -> bool:
         return False
 
 
+def origin(run: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Where the rows of a run's frame come from: model, device, then `more`, and commit, run_id and
+    date (UTC). So frames of several runs can be concatenated."""
+    model, engine = run["model"], run["engine"]
+    return {
+        "model": " ".join(filter(None, (model.get("name"), model.get("quant")))),
+        "device": engine.get("device_description") or engine.get("device"),
+        **more,
+        "commit": str(run["commit"]["hash"])[:8],
+        "run_id": run["run_id"],
+        "date": str(run["started"])[:10],
+    }
+
+
 def finite(value: Any) -> Any:
     """`value`, with None for NaN and infinity, which JSON does not have. Goes into dicts."""
     if isinstance(value, dict):
