@@ -13,9 +13,10 @@ import pytest
 
 from workbench.cli.doctor.findings import LEAST_DRIVER
 from workbench.model.synth import models as synth
-from workbench.report import render
+from workbench.report import pages, render
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN = "notebook-fusion"
 SHIPPED = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -44,6 +45,35 @@ def test_names_and_own_files_are_run(call, rendered):
     assert [str(path) for path in rendered] == [
         "notebooks/04_plans.ipynb", "notebooks/00_tour.ipynb", "elsewhere/mine.ipynb"
     ]  # fmt: skip
+
+
+def test_the_answers_are_printed_and_the_speedups_of_a_single_notebook(call, tmp_path, monkeypatch):
+    """Of pages with recorded runs."""
+
+    def write(paths, out, *_, **__):
+        made = []
+        for path in paths:
+            about = pages.About(
+                f"{path.stem}.html", "?", f"Answer of {path.stem}.", "a", "b", (RUN,)
+            )
+            made.append(Path(out, about.file))
+            made[-1].parent.mkdir(exist_ok=True)
+            made[-1].write_text(pages.export_html(path, about))
+        return made
+
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    shutil.copytree(ROOT / "data/results" / RUN, tmp_path / "data/runs" / RUN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(synth, "write_tiny_models", lambda folder: [])
+    monkeypatch.setattr(render, "render_all", write)
+    out = call("report", "00_tour", "10_fusion", "--device", "host")[1]
+    assert out.splitlines() == [
+        "00_tour: Answer of 00_tour.", "10_fusion: Answer of 10_fusion.",
+        f"2 reports in {tmp_path / 'reports'}",
+    ]  # fmt: skip
+    one = call("report", "10_fusion", "--device", "host")[1]
+    assert one.startswith("10_fusion: Answer of 10_fusion.\n") and "A/A control" in one
+    assert "00_tour" not in one and one.endswith(f"1 report in {tmp_path / 'reports'}\n")
 
 
 @pytest.mark.parametrize(("name", "says"), [

@@ -333,9 +333,13 @@ def report(
         f.flag("a notebook parameter, as: -p repeats 5", "--parameter -p", negative=None),
     ] = None,
 ) -> None:
-    """Run notebooks into HTML reports; print the speedups."""
+    """Run notebooks into HTML reports; print their answers.
+
+    Of a single notebook the speedups are printed, too; the index of the pages has all of them.
+    """
     from workbench.backend.base import choose_device
     from workbench.benchmarks.compare.comparison import AB
+    from workbench.common.tables import show_prose
     from workbench.model.synth.models import write_tiny_models
     from workbench.report.pages import listed
     from workbench.report.render import check_pages, render_all
@@ -356,9 +360,10 @@ def report(
     )
     made = {page.name for page in pages}
     own = [about for about in listed(out) if about.file in made] if pages else []
-    comparisons = [AB.load(RUNS / folder) for about in own for folder in about.runs]
-    if comparisons:
-        show(speedup_table(*comparisons))
+    for about in own:
+        show_prose(f"{Path(about.file).stem}: {about.answer or 'no answer'}")
+    if len(own) == 1 and (runs := own[0].runs):
+        show(speedup_table(*(AB.load(RUNS / folder) for folder in runs)))
     print(f"{counted(len(pages), 'report')} in {out.resolve()}")
 
 
