@@ -178,9 +178,9 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def make_ready(self, nodes: Sequence[Node], left: Bar) -> None:
+    def make_ready(self, nodes: Sequence[Node], left: Bar, noted: bool = False) -> None:
         """Compiles the kernels that launches of `nodes` need and no cache has. left: told of each
-        kernel."""
+        kernel. noted: those of `launch_noted`, where `note_bytes` is not 0."""
 
     def attach(self) -> None:  # noqa: B027, most serve any thread
         """Makes this device the calling thread's current device.

@@ -171,7 +171,7 @@ class NullBackend(Backend):
     def begins_early(self, node: Node) -> bool:
         return self.capabilities.programmatic
 
-    def make_ready(self, nodes: Sequence[Node], left: Bar) -> None:
+    def make_ready(self, nodes: Sequence[Node], left: Bar, noted: bool = False) -> None:
         """There is nothing to compile."""
 
     def launch(

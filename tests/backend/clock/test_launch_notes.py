@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from workbench.backend.cuda.device.backend import CudaBackend
 from workbench.backend.cuda.kernels import noting, nvrtc
 from workbench.backend.null import open_backend
 from workbench.common.errors import DeviceError, UsageError
+from workbench.common.progress import Bar
 from workbench.config import Toggles
 from workbench.engine.look.kernel_spans import kernel_spans
 from workbench.program.commands import Launch
@@ -103,6 +104,30 @@ def test_a_noting_step_launches_the_same_with_notes(engine, monkeypatch, way):
         assert done == ["reset", *["read", "reset"] * len(wanted)]
         again = [[plain(call) for call in step] for step in decode(used)]
         assert again == wanted, "plain again, and nothing is captured anew"
+
+
+def test_kernels_that_note_are_compiled_together(engine, monkeypatch):
+    """Every kernel that a noting step loads was asked for in one call, before."""
+    together, loaded, cubin = [], [], nvrtc.cubin
+
+    def load(file: str, arch: str, defines: tuple[str, ...] = (), sources: Path | None = None):
+        loaded.extend([(file, defines)] * (noting.NOTING in defines))
+        return cubin(file, arch, defines, sources=sources)
+
+    def compile_many(wanted: Iterable[Any], arch: str, left: Bar) -> None:
+        assert not loaded
+        together.append({*wanted})
+
+    monkeypatch.setattr(LaunchNotes, "read", lambda notes: [])
+    path = engine.model.path
+    with wb.Engine.load(path, device="cuda", n_ctx=512, toggles=Toggles(**KEPT)) as used:
+        decode(used)
+        monkeypatch.setattr(nvrtc, "cubin", load)
+        monkeypatch.setattr(nvrtc, "compile_many", compile_many)
+        with kernel_spans(used):
+            decode(used)
+    (asked,) = together
+    assert {*loaded} == asked and len(loaded) == len(asked) > 5
 
 
 def fill(notes: LaunchNotes, times: dict[int, tuple[int, int]]) -> None:

@@ -26,6 +26,8 @@ from workbench.backend.issue.args import AddressOf
 from workbench.backend.issue.bind import Launching
 from workbench.backend.issue.issued import Issued
 from workbench.common.errors import DeviceError
+from workbench.common.progress import HIDDEN
+from workbench.graph.ir import Node
 from workbench.program.commands import COMPUTE_STREAM, Launch, Program, Space
 
 CELLS, CELL_WORDS = 64, 2  # as in kernels/launch_span.cuh
@@ -69,11 +71,16 @@ class LaunchNotes(Launching):
         self.n_silent = 0
         self._first: dict[Launch, int] = {}  # a launch's first note
         self._n = [0] * len(backends)
+        noted: list[list[Node]] = [[] for _ in backends]
         for _, number, command, part in program.located():
             if not isinstance(command, Launch) or command.by_host:
                 continue
             if backends[command.stream.backend].note_bytes:
                 self._seat(number, part, command)
+                noted[command.stream.backend].append(command.node)
+        for backend, nodes in zip(backends, noted, strict=True):
+            if nodes:
+                backend.make_ready(nodes, HIDDEN, noted=True)
         self._device: dict[int, Memory] = {}
         self._host: dict[int, Memory] = {}
         self._unwritten: dict[int, Memory] = {}

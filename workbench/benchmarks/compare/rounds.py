@@ -20,6 +20,7 @@ from workbench.benchmarks import workload as w
 from workbench.benchmarks.compare import until as stopping
 from workbench.benchmarks.compare.until import Until
 from workbench.benchmarks.runs import results
+from workbench.common.collector import only_new_collected
 from workbench.common.progress import HIDDEN, Bar, bar
 
 if TYPE_CHECKING:
@@ -41,18 +42,20 @@ def interleave(
     measure: Callable[[int, int], Found | None],
     whole: Callable[[int, dict[int, Found]], None] = lambda round_, found: None,
 ) -> None:
-    """Measures every arm once in every round, in the order of `order_of`.
+    """Measures every arm once in every round, in the order of `order_of`. What the process made
+    before is left to no garbage collection meanwhile.
 
     measure(round, arm): one repetition; returns None where it was skipped.
     whole(round, found): called after each round, with the results by arm.
     """
-    for round_ in rounds:
-        found: dict[int, Found] = {}
-        for arm in order_of(round_, n_arms):
-            one = measure(round_, arm)
-            if one is not None:
-                found[arm] = one
-        whole(round_, found)
+    with only_new_collected():
+        for round_ in rounds:
+            found: dict[int, Found] = {}
+            for arm in order_of(round_, n_arms):
+                one = measure(round_, arm)
+                if one is not None:
+                    found[arm] = one
+            whole(round_, found)
 
 
 class Repetition(NamedTuple):

@@ -39,6 +39,7 @@ from workbench.benchmarks.runs.draft import (
 )
 from workbench.benchmarks.runs.results import Run, new_run_folder
 from workbench.benchmarks.workload import Sample, Workload, check_fits, check_untraced
+from workbench.common.cores import usable_cores
 from workbench.common.devices import DEVICES, is_gpu
 from workbench.common.errors import UsageError
 from workbench.config import EngineConfig, TogglePreset, Toggles
@@ -301,7 +302,7 @@ def describe_engine(
         "n_kv_max": engine.config.n_ctx,
         "n_batch": engine.config.n_ubatch,  # prompts are submitted by ubatch
         "n_ubatch": engine.config.n_ubatch,
-        "n_threads": engine.config.threads or provenance.usable_cores(),
+        "n_threads": engine.config.threads or usable_cores(),
         "type_k": engine.config.cache_type_k,
         "type_v": engine.config.cache_type_v,
         "n_gpu_layers": _gpu_layers(engine.config, gpu),

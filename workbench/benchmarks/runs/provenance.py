@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.benchmarks.runs.nameless import card_number, portable
 from workbench.common.checkout import UNKNOWN, commit
+from workbench.common.cores import usable_cores
 from workbench.common.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -64,13 +65,6 @@ def cpu_name() -> str:
     info = _read("/proc/cpuinfo") or ""
     found = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine() or UNKNOWN
-
-
-def usable_cores() -> int:
-    """How many cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def cpu() -> dict[str, Any]:

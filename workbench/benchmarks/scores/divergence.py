@@ -17,8 +17,8 @@ import numpy as np
 import pandas as pd
 
 from workbench.benchmarks.compare import answers
-from workbench.benchmarks.runs.provenance import usable_cores
 from workbench.benchmarks.scores.bounds import bound_of
+from workbench.common.cores import usable_cores
 from workbench.config import ROUNDING
 
 _MOST_THREADS = 16

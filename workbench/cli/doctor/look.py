@@ -30,7 +30,8 @@ def facts() -> Facts:
     """What is true of this machine now. Imports CuPy and CUPTI only where there is a GPU."""
     from workbench.backend import compiled
     from workbench.backend.cpu.compile import host_isas
-    from workbench.benchmarks.runs.provenance import cpu_name, usable_cores
+    from workbench.benchmarks.runs.provenance import cpu_name
+    from workbench.common.cores import usable_cores
 
     cache = compiled.cache_dir()
     models = sorted(MODELS.glob("*.gguf")) if MODELS.is_dir() else []

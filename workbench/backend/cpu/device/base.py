@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from workbench.backend.cpu.device.loops import MAX_PARTS
 from workbench.backend.cpu.kernels import op_table
 from workbench.backend.issue.args import AddressOf, Args, parts_addresses, parts_scratch_bytes
 from workbench.backend.issue.issued import Address, Issued, pointers_of, together
+from workbench.common.cores import usable_cores
 from workbench.common.errors import DeviceError
 from workbench.common.progress import Bar
 from workbench.config import AttnKernel
@@ -34,11 +34,7 @@ def n_workers(threads: int) -> int:
     """`threads`, or every core this process may use where it is 0."""
     if not 0 <= threads <= MAX_WORKERS:
         raise DeviceError(f"threads={threads}; choose 0 (every core) to {MAX_WORKERS}")
-    if threads:
-        return threads
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return threads or usable_cores()
 
 
 @cache
@@ -138,8 +134,8 @@ class CpuBackend(Backend):
         """The layout of a weight in this backend's memory: the model file's."""
         return "file"
 
-    def make_ready(self, nodes: Sequence[Node], left: Bar) -> None:
-        """Compiles one kernel after the other."""
+    def make_ready(self, nodes: Sequence[Node], left: Bar, noted: bool = False) -> None:
+        """Compiles one kernel after the other; none notes."""
         for node in nodes:
             self._compile(node)
             left.update()

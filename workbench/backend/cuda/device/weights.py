@@ -20,7 +20,6 @@ page of the file first, and not every system allows it for a read-only map.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +31,7 @@ import numpy as np
 from workbench.backend.cuda.kernels.kernel import Kernel, blocks
 from workbench.backend.issue.args import variant
 from workbench.backend.issue.issued import Issued
+from workbench.common.cores import usable_cores
 from workbench.common.errors import DeviceError
 from workbench.common.sizes import round_up
 from workbench.graph.ir import CACHE_DTYPES, DTYPES, QUANTISED, WEIGHT_DTYPES, Node, Tensor
@@ -150,7 +150,7 @@ class Uploader:
     ):
         self._driver, self._allocate, self._prepare = driver, allocate, prepare
         self._copies, self._repacks = copies, repacks
-        n = min(N_WORKERS, os.cpu_count() or 1)
+        n = min(N_WORKERS, usable_cores())
         self._workers = ThreadPoolExecutor(n, thread_name_prefix="loading")
         self._entries: list[Entry] = []
         self._filling: Entry | None = None

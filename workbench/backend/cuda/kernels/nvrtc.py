@@ -9,7 +9,6 @@ model needs are compiled.
 """
 
 import hashlib
-import os
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 from workbench.backend import compiled
 from workbench.backend.compiled import cache_dir
 from workbench.backend.cuda.kernels.noting import NOTING, noting
+from workbench.common.cores import usable_cores
 from workbench.common.errors import DeviceError
 from workbench.common.extras import install
 from workbench.common.progress import HIDDEN, Bar
@@ -143,6 +143,6 @@ def compile_many(
 ) -> None:
     """Compiles each (file, defines) that is not in the cache, several at a time. left: advances
     with each build."""
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         for _ in pool.map(lambda w: cubin(w[0], arch, w[1]), dict.fromkeys(wanted)):
             left.update()

@@ -4,6 +4,7 @@ Pure. The choices were measured on an H100 (`tuning.json`), by type, shape, toke
 `matvec.py` makes the launch; kernels/multiply.cuh has the macros.
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,6 +112,7 @@ def together(n_tokens: int) -> int:
     return 1 << (n_tokens - 1).bit_length()
 
 
+@functools.cache
 def tuning(dtype: str, rows: int, cols: int, n_tokens: int, epilogue: str) -> Tuning:
     """The tuning of a launch.
 
