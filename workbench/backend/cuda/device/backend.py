@@ -94,6 +94,7 @@ class CudaBackend(Backend):
         self._memory: weakref.WeakSet[CudaMemory] = weakref.WeakSet()
         self._modules: dict[tuple[str, tuple[str, ...], Path | None], Any] = {}
         self._functions: dict[tuple, Any] = {}
+        self._configs: dict[tuple[int, ...], Any] = {}  # of launches that begin early
         self._counters: dict[int, CudaMemory] = {}
         self._blas: Blas | None = None
         self._uploader: Uploader | None = None
@@ -201,7 +202,11 @@ class CudaBackend(Backend):
                     f"{what}: kernel {kernel.function} declares no wait for the launch before "
                     "it and cannot be launched programmatically; use pdl=off"
                 )
-            config = self._driver.programmatic(x, y, threads, shared, stream)
+            shape = x, y, threads, shared, int(stream)
+            config = self._configs.get(shape)
+            if config is None:  # making one takes longer than all else here
+                config = self._driver.programmatic(x, y, threads, shared, stream)
+                self._configs[shape] = config
             launch_ex = self._driver.api.cuLaunchKernelEx
 
             def issue_early(_block: Any = block) -> None:

@@ -7,6 +7,7 @@ Fused and unfused products may differ in their last bits, because the tables may
 `row_warps`.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -135,8 +136,14 @@ def whole_groups(rows: int) -> bool:
 # launches -----------------------------------------------------------------------------------------
 
 
+@functools.cache
 def defines(
-    dtypes: Sequence[str], cols: int, n_tokens: int, epilogue: str, t: Tuning, scaled: bool = False
+    dtypes: tuple[str, ...],
+    cols: int,
+    n_tokens: int,
+    epilogue: str,
+    t: Tuning,
+    scaled: bool = False,
 ) -> tuple[str, ...]:
     """The macros of a compilation. dtypes: of the segments."""
     wanted = [f"TYPE_{i}={name}" for i, name in enumerate(dtypes)]
@@ -277,7 +284,7 @@ def _kernel(
     rest: Sequence[int | float] = (),
 ) -> Kernel:
     """args: the arguments before x. rest: the arguments after the scale."""
-    cols, n_tokens, dtypes = x.cols, x.n_tokens, [s.dtype for s in segments]
+    cols, n_tokens, dtypes = x.cols, x.n_tokens, tuple([s.dtype for s in segments])
     if len({name in _FLOATS for name in dtypes}) != 1 or not 1 <= n_tokens <= MOST_TOKENS:
         raise DeviceError(
             f"weights {', '.join(dtypes)} and {n_tokens} tokens are no product of one launch on "
