@@ -3,68 +3,34 @@
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Iterator
 
 import pytest
 
 from workbench.benchmarks.compare.rounds import interleave
-from workbench.common.collector import only_new_collected
 
 
-class Knot:
-    """An object that only the collector can end: it holds itself."""
+@pytest.mark.parametrize("on", [True, False])
+def test_the_collector_is_off_while_an_arm_is_measured(on):
+    """Between two arms, and after a failure, it is as the caller had it."""
+    during, between = list[bool](), list[bool]()
 
-    def __init__(self) -> None:
-        self.own = self
-
-
-@pytest.fixture(autouse=True)
-def nothing_frozen() -> Iterator[None]:
-    gc.unfreeze()
-    yield
-    assert gc.get_freeze_count() == 0
-    assert gc.isenabled()
-
-
-def test_what_was_made_before_is_not_looked_at():
-    """Old garbage stays until the end, new garbage goes; afterwards the collector has both."""
-    before = Knot()
-    old = weakref.ref(before)
-    with only_new_collected():
-        del before
-        new = weakref.ref(Knot())
-        gc.collect()
-        assert old() is not None and new() is None
-    gc.collect()
-    assert old() is None
-
-
-def test_garbage_of_before_is_collected_first():
-    gone = weakref.ref(Knot())
-    with only_new_collected():
-        assert gone() is None
-
-
-def test_what_the_caller_froze_stays_frozen():
-    """A server freezes what it loaded, once."""
-    gc.freeze()
-    frozen = gc.get_freeze_count()
-    with only_new_collected():
-        assert gc.get_freeze_count() <= frozen
-    assert gc.get_freeze_count() > 0
-    gc.unfreeze()
-
-
-def test_rounds_are_measured_so_also_where_one_fails():
-    seen = list[bool]()
+    def rounds():
+        for round_ in range(3):
+            between.append(gc.isenabled())
+            yield round_
 
     def measure(round_: int, arm: int) -> int:
-        seen.append(gc.get_freeze_count() > 0)
-        if round_ == 1:
+        during.append(gc.isenabled())
+        if (round_, arm) == (2, 1):
             raise KeyboardInterrupt
         return arm
 
-    with pytest.raises(KeyboardInterrupt):
-        interleave(range(3), 2, measure)
-    assert seen == [True] * 3
+    before = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interleave(rounds(), 2, measure)
+        assert gc.isenabled() == on
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert between == [on] * 3 and not any(during) and len(during) == 5

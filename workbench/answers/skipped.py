@@ -247,7 +247,7 @@ def ragged(
     runs: str,
 ) -> dict[str, Path]:
     """Serves requests with prompts of 1 to `most` tokens, as many in flight as there are slots:
-    without skipping, with each way, and without skipping once more as the A/A control. Each slot
+    without skipping, with each way, and by the first engine once more as the A/A control. Each slot
     has a region. Returns the run folder of each.
 
     Each engine serves the same requests twice, and the second time counts: all its programs exist
@@ -259,16 +259,15 @@ def ragged(
     }  # fmt: skip
     found, sides = dict[str, Path](), dict[str, wb.Engine]()
     with ExitStack() as stack:
-        for name in (*WAYS, AGAIN):
-            way = name.partition(" ")[0]
+        for way in WAYS:
             toggles = switched(background, f"kv_cache=per_sequence skip_masked_kv={way}")
             n_ubatch = min(512, engine.config.n_ubatch)
             side = sized(engine, toggles, slots, most + n_gen, n_ubatch)
-            sides[name] = stack.enter_context(side)
-            folder = f"ragged-{way.replace('_', '-')}{'-again' if name == AGAIN else ''}"
-            found[name] = wb.new_run_folder(runs, folder)
+            sides[way] = stack.enter_context(side)
+            found[way] = wb.new_run_folder(runs, f"ragged-{way.replace('_', '-')}")
         for side in sides.values():
             wb.serve_bench(side, beside=[*sides.values()], **asked)
+        sides[AGAIN], found[AGAIN] = sides[WAYS[0]], wb.new_run_folder(runs, "ragged-off-again")
         for name, side in sides.items():  # soon after each other, so that all have one machine
             wb.serve_bench(side, out=found[name], **asked)
     return found

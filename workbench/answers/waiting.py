@@ -144,7 +144,7 @@ def whom_table(waits: pd.DataFrame) -> Table:
 
 
 def parts(
-    engine: wb.Engine, arms: Mapping[str, Toggles], rounds: int, n_tokens: int = 6
+    engine: wb.Engine, arms: Mapping[str, Toggles], rounds: int, n_tokens: int = 4
 ) -> dict[str, dict[str, Any]]:
     """`token_parts` of each arm, and of the first once more as the A/A control. `run_us`: the time
     of a token in which some kernel runs, as the kernels themselves note it."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from workbench.common.collector import nothing_collected
 from workbench.common.errors import UsageError
 from workbench.common.nearest import nearest
 from workbench.common.progress import HIDDEN, Bar, bar
@@ -361,15 +362,17 @@ def take_sample(
 
     Filling to n_depth is not timed. Neither is the wait at the end for a token that was launched
     ahead and is not needed; without the wait this token would delay the next repetition. Young
-    garbage is collected before the clock starts, and the collector stays on. So a step pays for
-    its own garbage only. Raises UsageError where the test does not fit the context or the engine is
-    traced.
+    garbage is collected before the clock starts, and the collector is off while it runs, as in
+    Python's timeit: programs have no cycles to collect, and a full collection would look at all
+    that the process has imported. Raises UsageError where the test does not fit the context or the
+    engine is traced.
     """
     check_fits(engine.toggles, engine.config, workload)
     check_untraced(engine)
     take = _take_together if workload.n_seqs else _take_alone
-    sample = take(engine, workload, tokens, left, warming)
-    engine.synchronize()
+    with nothing_collected():
+        sample = take(engine, workload, tokens, left, warming)
+        engine.synchronize()
     return sample
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +20,7 @@ import pytest
 from workbench.backend.cuda.device import backend as cuda
 from workbench.backend.cuda.device.driver import ALIGN, Driver
 from workbench.backend.cuda.kernels import cublas, nvrtc
+from workbench.common.progress import HIDDEN, Bar
 from workbench.program.commands import Space
 
 bindings: Any = pytest.importorskip("cuda.bindings.driver")
@@ -349,6 +350,15 @@ class FakeCublas:
         return self._api._queue(there, "cublasGemmEx", *read, nodes=2)[0]
 
 
+def compile_many(
+    wanted: Iterable[tuple[str, tuple[str, ...]]], arch: str, left: Bar = HIDDEN
+) -> None:
+    """As `nvrtc.compile_many`: one after the other, by whatever `nvrtc.cubin` now is."""
+    for file, defines in dict.fromkeys(wanted):
+        nvrtc.cubin(file, arch, defines)
+        left.update()
+
+
 def fake_backend(monkeypatch: pytest.MonkeyPatch) -> tuple[cuda.CudaBackend, list[Call]]:
     """A CudaBackend on such a driver, and the log of both libraries. Other backends are made on
     drivers of their own; cuBLAS is the newest one's when it is first used."""
@@ -360,6 +370,7 @@ def fake_backend(monkeypatch: pytest.MonkeyPatch) -> tuple[cuda.CudaBackend, lis
     monkeypatch.setattr(cuda, "Driver", FakeDriver)
     no_cubin = lambda file, arch, defines=(), sources=None: repr((file, defines)).encode()  # noqa: E731
     monkeypatch.setattr(nvrtc, "cubin", no_cubin)
+    monkeypatch.setattr(nvrtc, "compile_many", compile_many)
     made = cuda.CudaBackend()
     monkeypatch.setattr(cublas, "_load", lambda: (FakeCublas(FakeDriver.newest.api), "no library"))
     return made, made._driver.api.log

@@ -79,12 +79,25 @@ def compile_kernel(name: str, body: Body, keep: bool = True) -> CompiledKernel:
         if not keep:
             return _load(_machine_code(text_of(body)))
         folder = compiled.cache_dir()
-        by_name = folder / f"{name}-{source_digest()}.key"
+        by_name = _by_name(name, folder)
         with suppress(OSError):
             code = _read(folder / by_name.read_text())
             if code is not None:
                 return _load(code)
         return _load(_of_text(text_of(body), folder, by_name))
+
+
+def is_kept(name: str) -> bool:
+    """Whether the cache has the machine code of the kernel of this name, of today's sources."""
+    folder = compiled.cache_dir()
+    try:
+        return (folder / _by_name(name, folder).read_text()).is_file()
+    except OSError:
+        return False
+
+
+def _by_name(name: str, folder: Path) -> Path:
+    return folder / f"{name}-{source_digest()}.key"
 
 
 def text_of(body: Body) -> str:

@@ -20,7 +20,7 @@ from workbench.benchmarks import workload as w
 from workbench.benchmarks.compare import until as stopping
 from workbench.benchmarks.compare.until import Until
 from workbench.benchmarks.runs import results
-from workbench.common.collector import only_new_collected
+from workbench.common.collector import nothing_collected
 from workbench.common.progress import HIDDEN, Bar, bar
 
 if TYPE_CHECKING:
@@ -42,20 +42,20 @@ def interleave(
     measure: Callable[[int, int], Found | None],
     whole: Callable[[int, dict[int, Found]], None] = lambda round_, found: None,
 ) -> None:
-    """Measures every arm once in every round, in the order of `order_of`. What the process made
-    before is left to no garbage collection meanwhile.
+    """Measures every arm once in every round, in the order of `order_of`. Python's collector is off
+    while an arm is measured.
 
     measure(round, arm): one repetition; returns None where it was skipped.
     whole(round, found): called after each round, with the results by arm.
     """
-    with only_new_collected():
-        for round_ in rounds:
-            found: dict[int, Found] = {}
-            for arm in order_of(round_, n_arms):
+    for round_ in rounds:
+        found: dict[int, Found] = {}
+        for arm in order_of(round_, n_arms):
+            with nothing_collected():
                 one = measure(round_, arm)
-                if one is not None:
-                    found[arm] = one
-            whole(round_, found)
+            if one is not None:
+                found[arm] = one
+        whole(round_, found)
 
 
 class Repetition(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import platform
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,19 +135,22 @@ class CpuBackend(Backend):
         return "file"
 
     def make_ready(self, nodes: Sequence[Node], left: Bar, noted: bool = False) -> None:
-        """Compiles one kernel after the other; none notes."""
+        """Compiles what many kernels the cache lacks in other processes, and then loads one after
+        the other; none notes."""
+        op_table.compile_many(one for node in nodes for one in self._kernels(node))
         for node in nodes:
-            self._compile(node)
+            for variant, layout in self._kernels(node):
+                op_table.kernel_address(variant, layout)
             left.update()
 
-    def _compile(self, node: Node) -> None:
+    def _kernels(self, node: Node) -> Iterator[tuple[tuple[str, ...], str]]:
+        """The kernels of a node and of its parts."""
         for part in node.parts:
-            self._compile(part)
+            yield from self._kernels(part)
         if not node.parts:
             first = node.inputs[0]
             layout = self.layout_of(first) if first.kind == Kind.WEIGHT else "file"
-            for kernel in op_table.kernels_of(node):
-                op_table.kernel_address(kernel, layout)
+            yield from ((variant, layout) for variant in op_table.kernels_of(node))
 
     @abstractmethod
     def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issued:

@@ -12,10 +12,13 @@ types only). Both give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING
 
+from workbench.backend import compiled
+from workbench.backend.apart import compile_given, compiled_apart
 from workbench.backend.cpu.kernels.kv_shares import SKIPS, TOKENS, Shares, shares_of
 from workbench.backend.issue.args import AddressOf, Args, pack, variant
 from workbench.common.sizes import round_up
@@ -23,6 +26,7 @@ from workbench.config import AttnKernel, KVParts, SkipMaskedKV
 from workbench.graph.ir import DTYPES, Q8_ACT, QUANTISED, DType, Node
 
 if TYPE_CHECKING:
+    from workbench.backend.cpu.isa import Isa
     from workbench.backend.cpu.kernels.vector import Body
 
 GROUP = 16
@@ -51,10 +55,10 @@ def _bodies() -> dict[str, Callable[..., Body]]:
         blocked,
         elementwise,
         extents,
+        feeding,
         get_rows,
         interleave,
         matvec,
-        sampling,
         stores,
     )
 
@@ -62,7 +66,7 @@ def _bodies() -> dict[str, Callable[..., Body]]:
         elementwise.rms_norm, elementwise.quantize, elementwise.rope, elementwise.swiglu,
         elementwise.square_sums, elementwise.rms_scale,
         attention.attention_combine, extents.kv_extents, extents.kv_classes,
-        sampling.feed, sampling.keep_tokens, stores.copy_cells,
+        feeding.feed, feeding.keep_tokens, stores.copy_cells,
     )  # fmt: skip
     one_body: dict[str, Body] = {
         **{body.__name__: body for body in named},
@@ -102,8 +106,29 @@ def kernel(variant: tuple[str, ...], layout: str = "file", isa: str | None = Non
     if layout not in (LAYOUTS if quantised else LAYOUTS[:1]):
         raise KeyError((variant, layout))
     chosen = ISAS[isa] if isa else compiler.host_isas()[0]
-    name = "_".join((*variant, layout, chosen.name))
-    return compiler.compile_kernel(name, _bodies()[variant[0]](layout, chosen, *variant[1:]))
+    body = _bodies()[variant[0]](layout, chosen, *variant[1:])
+    return compiler.compile_kernel(_named(variant, layout, chosen), body)
+
+
+def is_kept(variant: tuple[str, ...], layout: str = "file") -> bool:
+    """Whether the cache has a kernel's machine code; True for `draw`, which numba keeps."""
+    from workbench.backend.cpu import compile as compiler
+
+    named = _named(variant, layout, compiler.host_isas()[0])
+    return variant[0] == "draw" or compiler.is_kept(named)
+
+
+def compile_many(wanted: Iterable[tuple[tuple[str, ...], str]]) -> None:
+    """Compiles the kernels that the cache lacks, several at a time where there are cores. wanted:
+    variants, each with its layout."""
+    missing = [one for one in dict.fromkeys(wanted) if not is_kept(*one)]
+    begun_ns = time.perf_counter_ns()
+    for _ in compiled_apart(__name__, missing):
+        compiled.took(begun_ns, compiled.cache_dir())
+
+
+def _named(variant: tuple[str, ...], layout: str, isa: Isa) -> str:
+    return "_".join((*variant, layout, isa.name))
 
 
 def kernel_address(variant: tuple[str, ...], layout: str = "file") -> int:
@@ -186,3 +211,7 @@ def repacked_bytes(dtype: DType, rows: int, cols: int, layout: str) -> int:
     if layout == "rows16":
         rows = round_up(rows, GROUP)
     return rows * dtype.row_bytes(cols)
+
+
+if __name__ == "__main__":
+    compile_given(lambda one: kernel(tuple(one[0]), one[1]))

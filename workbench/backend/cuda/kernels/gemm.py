@@ -37,6 +37,7 @@ x is converted first, to the start of scratch:
 A conversion of the same x to the same place is not repeated.
 """
 
+import functools
 from collections.abc import Sequence
 
 from workbench.backend.cuda.kernels.kernel import Gemm, Kernel, Work, blocks
@@ -70,6 +71,7 @@ def by_tile(dtype: str, n_tokens: int, hopper: bool) -> bool:
     return n_tokens <= (WARPGROUP_TILES_UP_TO[dtype] if hopper else TILES_UP_TO)
 
 
+@functools.cache
 def _x_bytes(cols: int, n_tokens: int, hopper: bool) -> int:
     """Bytes of each of the two areas for converted activations: enough for weights of any type."""
     n = tile_tokens(n_tokens, hopper) if n_tokens <= MOST_TILED else 1
@@ -88,8 +90,9 @@ def can_glu(dtype: str, rows: int, n_tokens: int, quantised: bool, hopper: bool)
     return by_tile(dtype, n_tokens, hopper) and not (quantised and rows % 32)
 
 
+@functools.cache
 def scratch_bytes(
-    dtype: str, rows: Sequence[int], cols: int, n_tokens: int, end: Epilogue = Epilogue.PLAIN
+    dtype: str, rows: tuple[int, ...], cols: int, n_tokens: int, end: Epilogue = Epilogue.PLAIN
 ) -> int:
     """Bytes of scratch that `product` or `glu` needs on any device: two areas for activations, then
     expanded weights or sums.
@@ -100,10 +103,10 @@ def scratch_bytes(
 
 
 def _scratch_bytes(
-    dtype: str, rows: Sequence[int], cols: int, n_tokens: int, end: Epilogue, hopper: bool
+    dtype: str, rows: tuple[int, ...], cols: int, n_tokens: int, end: Epilogue, hopper: bool
 ) -> int:
     if by_tile(dtype, n_tokens, hopper):
-        shape, k_parts, _ = build_for(dtype, tuple(rows), cols, n_tokens, end, hopper)
+        shape, k_parts, _ = build_for(dtype, rows, cols, n_tokens, end, hopper)
         tiles = shape.tiles(rows, n_tokens, end)
         rest = tiles * k_parts * shape.n * shape.rows * 4 if k_parts > 1 else 0
     elif dtype in _QUANTISED:
@@ -209,13 +212,22 @@ def tile(
     x: activations in tiles.
     partial: F32, a tile of results for each block, where several blocks share a tile.
     """
-    shape, dtype = build.shape, segments[0].dtype
     args: Args = [*segment_args(segments), x.at, partial, counters, x.cols, x.n_tokens]
-    grid = (shape.tiles([s.rows for s in segments], x.n_tokens, end) * build.k_parts, 1)
+    rows = tuple([segment.rows for segment in segments])
+    grid, threads, macros, shared = _cut(build, segments[0].dtype, rows, x.n_tokens, end)
     return Kernel(
-        "tensor_product", "tensor_product", grid, 32 * (shape.wm + shape.loading), args,
-        build.defines(dtype, end), shape.shared_bytes(dtype), waits=True,
-    )  # fmt: skip
+        "tensor_product", "tensor_product", grid, threads, args, macros, shared, waits=True
+    )
+
+
+@functools.cache
+def _cut(
+    build: Build, dtype: str, rows: tuple[int, ...], n_tokens: int, end: Epilogue
+) -> tuple[tuple[int, int], int, tuple[str, ...], int]:
+    """Grid, threads, macros and shared memory of `tile`. rows: of each weight."""
+    shape = build.shape
+    n, threads = shape.tiles(rows, n_tokens, end) * build.k_parts, 32 * (shape.wm + shape.loading)
+    return (n, 1), threads, build.defines(dtype, end), shape.shared_bytes(dtype)
 
 
 def _blas(segment: Segment, x: int, cols: int, n_tokens: int, expanded: int) -> list[Work]:

@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from workbench.backend import compiled
+from workbench.backend.apart import compile_given, compiled_apart
 from workbench.backend.compiled import cache_dir
 from workbench.backend.cuda.kernels.noting import NOTING, noting
 from workbench.common.cores import usable_cores
@@ -117,8 +118,36 @@ def cubin(
 
     Raises DeviceError.
     """
+    asked = _asked(file, arch, defines, folder, sources)
+    if asked.kept.is_file():
+        found = asked.kept.read_bytes()
+        if found.startswith(b"\x7fELF"):
+            return found
+    begun_ns = time.perf_counter_ns()
+    made = compile_source(f"{file}.cu", asked.source, asked.headers, asked.arch, defines)
+    compiled.took(begun_ns, asked.kept.parent)
+    compiled.keep(asked.kept, made)
+    return made
+
+
+class _Asked(NamedTuple):
+    """A compilation. kept: where the cache has its cubin."""
+
+    source: bytes
+    headers: dict[str, bytes]
+    arch: str
+    kept: Path
+
+
+def _asked(
+    file: str,
+    arch: str,
+    defines: Sequence[str],
+    folder: Path | None = None,
+    sources: Path | None = None,
+) -> _Asked:
+    """What `cubin` compiles."""
     arch = SPECIFIC.get((file, arch), arch)
-    folder = folder or cache_dir()
     source, headers = ((sources or source_dir()) / f"{file}.cu").read_bytes(), _headers()
     if NOTING in defines:
         source, headers = noting(source, headers)
@@ -126,23 +155,28 @@ def cubin(
     version = _nvrtc().nvrtcVersion()[1:]
     decides = (headers, OPTIONS, arch, version, tuple(defines), source)
     key = hashlib.sha256(repr(decides).encode()).hexdigest()
-    kept = folder / f"{file}-{arch}-{key[:24]}.cubin"
-    if kept.is_file():
-        found = kept.read_bytes()
-        if found.startswith(b"\x7fELF"):
-            return found
-    begun_ns = time.perf_counter_ns()
-    made = compile_source(f"{file}.cu", source, headers, arch, defines)
-    compiled.took(begun_ns, folder)
-    compiled.keep(kept, made)
-    return made
+    kept = (folder or cache_dir()) / f"{file}-{arch}-{key[:24]}.cubin"
+    return _Asked(source, headers, arch, kept)
 
 
 def compile_many(
     wanted: Iterable[tuple[str, tuple[str, ...]]], arch: str, left: Bar = HIDDEN
 ) -> None:
     """Compiles each (file, defines) that is not in the cache, several at a time. left: advances
-    with each build."""
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        for _ in pool.map(lambda w: cubin(w[0], arch, w[1]), dict.fromkeys(wanted)):
-            left.update()
+    with each of `wanted`."""
+    every = [*dict.fromkeys(wanted)]
+    missing = [(file, d) for file, d in every if not _asked(file, arch, d).kept.is_file()]
+    left.update(len(every) - len(missing))
+    begun_ns, n = time.perf_counter_ns(), 0
+    for _ in compiled_apart(__name__, [(file, arch, d) for file, d in missing]):
+        compiled.took(begun_ns, cache_dir())
+        left.update()
+        n += 1
+    with ThreadPoolExecutor(usable_cores()) as pool:  # what no process has compiled
+        for _ in pool.map(lambda one: cubin(one[0], arch, one[1]), missing):
+            pass
+    left.update(len(missing) - n)
+
+
+if __name__ == "__main__":
+    compile_given(lambda one: cubin(*one))

@@ -253,4 +253,6 @@ def scratch_bytes(node: Node) -> int:
         return 0
     tiled = node.op == "glu" and any(glu_in_tiles(node, on) for on in (False, True))
     end = Epilogue.GLU if tiled else Epilogue.PLAIN
-    return max(gemm.scratch_bytes(dtype, each, x.cols, x.rows, end) for dtype, each in rows.items())
+    return max(
+        gemm.scratch_bytes(dtype, tuple(each), x.cols, x.rows, end) for dtype, each in rows.items()
+    )
