@@ -94,6 +94,16 @@ def test_for_whom_and_how_long(engine):
     assert len(said) == 6, "an arm each, and the comparison"
 
 
+def test_the_hosts_part_is_what_a_token_without_stamps_leaves():
+    """A stamped token has the making of the stamps in the host's part: here 25 us of it, not 12."""
+    one = {"token": [43.0], "device": [10.0], "gap": [33.0], "host": [25.0], "plain": [30.0]}
+    us = waiting.parts_us({**one, "run_us": 7.0})
+    parts = (waiting.RUN, waiting.BETWEEN, waiting.LOGITS, waiting.HOST, waiting.TOKEN)
+    assert [us[part] for part in parts] == [7, 3, 8, 12, 30]
+    short = waiting.parts_us({**one, "plain": [15.0], "run_us": 11.0})
+    assert [short[part] for part in parts] == [10, 0, 8, 0, 15]
+
+
 def test_one_switch_against_the_baseline(engine):
     arms = waiting.arms(engine, "graph_reuse=set_rows")
     assert [*arms] == ["baseline", "graph_reuse=set_rows"]

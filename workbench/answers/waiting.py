@@ -21,7 +21,7 @@ import workbench as wb
 from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.compare.stats import median_interval
 from workbench.benchmarks.times.overlap import measure_overlap
-from workbench.benchmarks.times.token_parts import STAMPED, medians_us, token_parts
+from workbench.benchmarks.times.token_parts import PARTS, medians_us, token_parts
 from workbench.common.tables import Table
 from workbench.config import BEST, TogglePreset, Toggles
 from workbench.config.toggles import names_that_differ
@@ -160,14 +160,15 @@ def parts(
 
 
 def parts_us(own: Mapping[str, Any]) -> dict[str, float]:
-    """The parts of a token of an arm of `parts`, us, medians over the rounds; their sum is the
-    token. Where kernels that note their times run longer than the token's plain kernels, nothing is
-    left between kernels."""
+    """The parts of a token of an arm of `parts`, us, medians over the rounds. The token is one
+    without stamps, and HOST is what its other parts leave: the host makes the stamps, too, and
+    makes them anew where it builds each token's program anew. Where kernels that note their times
+    run longer than the token's plain kernels, nothing is left between kernels."""
     us = medians_us(own)
-    run = min(own["run_us"], us["device"])
+    run, logits = min(own["run_us"], us["device"]), us["gap"] - us["host"]
     return {
-        RUN: run, BETWEEN: us["device"] - run, LOGITS: us["gap"] - us["host"], HOST: us["host"],
-        TOKEN: us["device"] + us["gap"],
+        RUN: run, BETWEEN: us["device"] - run, LOGITS: logits,
+        HOST: max(0.0, us["plain"] - us["device"] - logits), TOKEN: us["plain"],
     }  # fmt: skip
 
 
@@ -194,8 +195,10 @@ def parts_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _rounds(own: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Parts of a token in each round, us, (rounds,)."""
-    of = {part: np.array(own[part], float) for part in STAMPED}
-    return {LOGITS: of["gap"] - of["host"], HOST: of["host"], TOKEN: of["device"] + of["gap"]}
+    of = {part: np.array(own[part], float) for part in PARTS}
+    logits, token = of["gap"] - of["host"], of["plain"]
+    host = np.maximum(0.0, token - of["device"] - logits)
+    return {LOGITS: logits, HOST: host, TOKEN: token}
 
 
 def _interval(found: tuple[float, float, float]) -> str:
