@@ -63,7 +63,13 @@ def test_what_the_cache_of_a_gpu_lacks_is_compiled_by_others(monkeypatch, cache)
     """Not here: this process only looks. The bar counts each kernel once, also what is there."""
     pytest.importorskip("cuda.bindings.nvrtc")
     monkeypatch.setattr(nvrtc, "compile_source", lambda *_: pytest.fail("compiled here"))
+    started, apart_ = list[int](), nvrtc.compiled_apart
+    monkeypatch.setattr(
+        nvrtc, "compiled_apart",
+        lambda module, wanted: started.append(len(wanted)) or apart_(module, wanted),
+    )  # fmt: skip
     for _ in range(2):
         left = Bar("", len(ON_GPU), "launches", None)
         nvrtc.compile_many([*ON_GPU, *ON_GPU], "sm_90", left)
         assert left.done == len(ON_GPU) == len([*cache.glob("*.cubin")])
+    assert started == [len(ON_GPU), 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 from unittest.mock import Mock
 
@@ -57,6 +58,15 @@ def test_tokens_follow_from_seed_test_and_repetition():
     assert workload.bos_token(engine) == BOS
     engine.model.file.metadata["tokenizer.ggml.add_bos_token"] = False
     assert workload.bos_token(engine) is None
+
+
+@pytest.mark.parametrize("test", ["pp20+tg3", "pp20"])
+def test_nothing_is_collected_while_the_clock_runs(monkeypatch, test):
+    """A full collection looks at all that the process has imported."""
+    on, clock = list[bool](), Clock().install(monkeypatch)
+    engine = FakeEngine(clock, ns_of=lambda *_: on.append(gc.isenabled()) or 1000)
+    take_sample(engine, parse(test), draw_tokens(parse(test), N_VOCAB, 0))
+    assert on and not any(on) and gc.isenabled()
 
 
 def test_scope_of_a_repetition(monkeypatch):
