@@ -4,6 +4,7 @@ which of their arguments are addresses."""
 from __future__ import annotations
 
 import gc
+import itertools
 from functools import partial
 from typing import Any
 
@@ -68,6 +69,22 @@ def passed(log: list[Call], issued: Issued) -> list[Call]:
     log.clear()
     issued()
     return list(log)
+
+
+def test_an_early_launch_is_the_same_launch(fake):
+    """Function, grid, block, shared memory, stream and arguments; another call of the driver."""
+    backend, log = fake
+    grids = set()
+    for stream, case in itertools.product((0, 3), every(1)):
+        if backend.begins_early(case.node):
+            plain, early = (
+                passed(log, backend.launch(case.node, Map(FAR), SCRATCH, stream, programmatic))
+                for programmatic in (False, True)
+            )
+            assert [call.args for call in early] == [call.args for call in plain], case.node
+            assert {call.function for call in early} == {"cuLaunchKernelEx"}
+            grids |= {call.args[1] for call in early}
+    assert len(grids) > 5
 
 
 def assert_patchable(log: list[Call], issued: Issued) -> None:
