@@ -165,16 +165,19 @@ def parts_us(own: Mapping[str, Any]) -> dict[str, float]:
     makes them anew where it builds each token's program anew. Where kernels that note their times
     run longer than the token's plain kernels, nothing is left between kernels."""
     us = medians_us(own)
-    run, logits = min(own["run_us"], us["device"]), us["gap"] - us["host"]
-    return {
-        RUN: run, BETWEEN: us["device"] - run, LOGITS: logits,
-        HOST: max(0.0, us["plain"] - us["device"] - logits), TOKEN: us["plain"],
-    }  # fmt: skip
+    run = min(own["run_us"], us["device"])
+    return {RUN: run, BETWEEN: us["device"] - run, **_after_kernels(us)}
+
+
+def _after_kernels(us: Mapping[str, Any]) -> dict[str, Any]:
+    """What comes after a token's kernels, and the token. us: PARTS, each a number or an array."""
+    logits, token = us["gap"] - us["host"], us["plain"]
+    return {LOGITS: logits, HOST: np.maximum(0.0, token - us["device"] - logits), TOKEN: token}
 
 
 def parts_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The parts of an untraced token by the device's clock, us, in each arm; the time that the last
-    arm saves of the first arm's token, and the interval of the A/A control's difference."""
+    """The parts of an untraced token, us, in each arm; the time that the last arm saves of the first
+    arm's token, and the interval of the A/A control's difference."""
     first, *others, control = found
     last, rounds = others[-1], {arm: _rounds(own) for arm, own in found.items()}
     us = {arm: parts_us(found[arm]) for arm in (first, *others)}
@@ -195,10 +198,7 @@ def parts_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _rounds(own: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Parts of a token in each round, us, (rounds,)."""
-    of = {part: np.array(own[part], float) for part in PARTS}
-    logits, token = of["gap"] - of["host"], of["plain"]
-    host = np.maximum(0.0, token - of["device"] - logits)
-    return {LOGITS: logits, HOST: host, TOKEN: token}
+    return _after_kernels({part: np.array(own[part], float) for part in PARTS})
 
 
 def _interval(found: tuple[float, float, float]) -> str:
