@@ -176,8 +176,8 @@ def _after_kernels(us: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parts_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The parts of an untraced token, us, in each arm; the time that the last arm saves of the first
-    arm's token, and the interval of the A/A control's difference."""
+    """The parts of an untraced token, us, in each arm; the time that the last arm saves of the
+    first arm's token, and the interval of the A/A control's difference."""
     first, *others, control = found
     last, rounds = others[-1], {arm: _rounds(own) for arm, own in found.items()}
     us = {arm: parts_us(found[arm]) for arm in (first, *others)}
