@@ -45,6 +45,7 @@ from data.measure.matrix import Row
 from data.measure.session import Session, gigabytes, is_complete, parsed, path_of
 from tests.peer import cuda
 from workbench.benchmarks.compare.stats import MIN_REPETITIONS
+from workbench.benchmarks.compare.until import Until
 from workbench.benchmarks.runs import provenance, results
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.common.progress import duration
@@ -89,6 +90,7 @@ class CampaignRun(NamedTuple):
     folder: below the folder of results.
     needs: a key that `result` of a complete run has.
     measure: makes the run.
+    until: how long it is repeated, where a busy host takes longer.
     """
 
     part: str
@@ -96,6 +98,7 @@ class CampaignRun(NamedTuple):
     model: str
     measure: Callable[[Call], Any]
     needs: str = ""
+    until: Until | None = None
 
     def at(self, call: Call) -> Path:
         return call.out / self.folder
@@ -108,7 +111,8 @@ class CampaignRun(NamedTuple):
         except (OSError, ValueError, KeyError):
             row = next((row for row in matrix.MATRIX if f"cuda-{row.folder}" == self.folder), None)
             measuring = float(row.seconds if row is not None and row.seconds else UNKNOWN_S)
-        return LOADED_S + measuring
+        # the host can be busier than that of the recorded run
+        return LOADED_S + max(measuring, self.until.at_most_s if self.until else 0.0)
 
     def writing_s(self, call: Call) -> float:
         """About how long it takes to write the model; 0 where its file is there."""
@@ -132,7 +136,8 @@ def _of_the_matrix(part: str, rows: Sequence[Row]) -> Iterator[CampaignRun]:
             if failed := steps.run(call.session, [row]):
                 raise WorkbenchError(f"{failed[0]} failed")
 
-        yield CampaignRun(part, row.folder, row.model, measure, steps.KINDS[row.kind].needs)
+        needs = steps.KINDS[row.kind].needs
+        yield CampaignRun(part, row.folder, row.model, measure, needs, row.until)
 
 
 def _mechanisms(part: str, gpus: int) -> Iterator[CampaignRun]:
@@ -169,7 +174,8 @@ def _attention(part: str) -> Iterator[CampaignRun]:
         def measure(call: Call, name: str = name) -> None:
             skipping.main(model, only=name, options=call.options(skipping.FOLDER))
 
-        yield CampaignRun(part, f"{skipping.FOLDER}/{model}/{name}", model, measure, "visits")
+        folder = f"{skipping.FOLDER}/{model}/{name}"
+        yield CampaignRun(part, folder, model, measure, "visits", matrix.PRECISE)
 
 
 PARTS: Mapping[str, Callable[[str], Iterator[CampaignRun]]] = {

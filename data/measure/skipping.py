@@ -12,6 +12,9 @@ Run folders of `wb.ab` in `data/results/skipping/MODEL/`, each with an A/A contr
     parts          the same with each kv_parts, with skipping and without
     depth          one sequence, pp8192, and tokens after it: kv_parts alone
 
+Each is repeated N times or more, until its intervals are narrow (`matrix.PRECISE`); below 64 tokens
+at once, N times.
+
 The background is that of `workbench serve`, except for `kv_growth=step`. `result` of a run has
 `n_ubatch`, and `visits`: the blocks that attention visits and skips, by arm and test, for prompts
 and for generated tokens (`workbench.engine.cache.visits`). They are counted on the null device,
@@ -32,12 +35,14 @@ from cyclopts import App
 
 import workbench as wb
 from data.measure.command import PAD, USUAL, Call, Options, numbers, start
+from data.measure.matrix import PRECISE
 from data.measure.recorded import PHASES, Arms, Recorded, Share, complete_runs, spread
 from data.measure.session import add_to_result, toggles_of
 from data.measure.tables import Line, Part, Table, as_text
 from workbench.benchmarks import workload as w
 from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.compare.stats import MIN_REPETITIONS
+from workbench.benchmarks.compare.until import AT_MOST_S, Until
 from workbench.benchmarks.workload import gen_steps, prompt_steps
 from workbench.common.errors import UsageError
 from workbench.common.sizes import round_up
@@ -49,6 +54,7 @@ FOLDER = "skipping"
 UBATCHES = ",".join(str(1 << i) for i in range(14))
 # with llama.cpp's extents of the cache: a server's own extents would make reading all longer
 BACKGROUND, LEAST_GATED = "serving kv_growth=step", 1024
+SMALL = 64  # tokens at once; with fewer a long prompt takes seconds
 OFF, IN_LOOP, TAIL, CLASSES = (f"skip_masked_kv={way}" for way in WAYS)
 ALWAYS = "skip_gate=always"
 
@@ -60,6 +66,7 @@ class Compared(NamedTuple):
 
     arms: sets of toggles, the baseline first.
     n_seqs: regions of its cache.
+    rounds: repetitions of each arm; where the arms are quick the least number of them.
     """
 
     folder: str
@@ -68,6 +75,12 @@ class Compared(NamedTuple):
     n_ubatch: int
     n_seqs: int = 1
     rounds: int = MIN_REPETITIONS
+
+    @property
+    def until(self) -> Until | None:
+        """How narrow the intervals become; None where one round takes too long."""
+        enough = self.rounds >= MIN_REPETITIONS and self.n_ubatch >= SMALL
+        return PRECISE if enough else None
 
     @property
     def n_ctx(self) -> int:
@@ -86,7 +99,7 @@ def comparisons(n_prompt: int, ubatches: Sequence[int], n_gen: int, rounds: int)
     usual, found = min(512, most), []
     for n in sorted(ubatches, reverse=True):
         ways = [OFF, IN_LOOP, TAIL, *([CLASSES] if n >= 16 else [])]
-        if 64 <= n < LEAST_GATED:  # from there on the gate of the reference is open
+        if SMALL <= n < LEAST_GATED:  # from there on the gate of the reference is open
             ways += [f"{TAIL} {ALWAYS}", f"{CLASSES} {ALWAYS}"]
         found.append(Compared(f"ub{n}", ways, [alone], n, rounds=rounds))
     for n in sorted({usual, min(2048, most)}):
@@ -105,11 +118,13 @@ def measured(engine: wb.Engine, null: wb.Engine, one: Compared, out: Path) -> No
         engine.config, n_ubatch=one.n_ubatch, n_seqs=one.n_seqs, n_ctx=one.n_ctx
     )
     toggles = toggles_of(BACKGROUND, engine)
+    half_width, at_most_s = one.until or (None, AT_MOST_S)
     shutil.rmtree(out, ignore_errors=True)
     with wb.Engine(engine._open, config, switched(toggles, one.arms[0])) as own:
         found = wb.ab(
             own, " | ".join(one.arms), tests=[*one.tests], rounds=one.rounds, background=toggles,
             out=out, name=one.folder, smoke=one.rounds < MIN_REPETITIONS,
+            until=half_width, at_most_s=at_most_s,
         )  # fmt: skip
     if found.interrupted:
         raise KeyboardInterrupt
@@ -163,7 +178,7 @@ def main(
     ubatches: tokens computed at once.
     n_prompt: tokens of the prompt.
     n_gen: tokens that are generated after prompts.
-    rounds: how often each arm is measured.
+    rounds: how often each arm is measured, at least.
     only: measure only folders whose names begin so.
     """
     sizes = sorted(set(numbers("--ubatches", ubatches)))
@@ -179,7 +194,7 @@ def main(
         wb.Engine.load(path, config=on_null, toggles=kept) as null,
     ):
         # prompts in small ubatches take long, so they come last
-        for one in sorted(every, key=lambda one: one.n_ubatch < 64):
+        for one in sorted(every, key=lambda one: one.n_ubatch < SMALL):
             folder = call.out / model / one.folder
             if one.folder.startswith(only):
                 call.make(one.folder, folder, partial(measured, engine, null, one, folder))

@@ -222,6 +222,9 @@ def test_planted_speedups_are_found(monkeypatch, faster, verdict):
     noisy = ab(timed(monkeypatch, 1.05, noise=1.0), SPEC, tests="tg1", rounds=8)
     line = "tg1: this machine cannot resolve less than "
     assert line in noisy.verdict and line in noisy._repr_html_() and line not in found.verdict
+    result = noisy.run["result"] | {"idle": {"tg1": {"copy_boundary": "it copies nothing"}}}
+    idle = AB(noisy.run | {"result": result}, noisy.samples).verdict
+    assert "copy_boundary: same work, " in idle and line not in idle, "no effect is looked for"
 
 
 def test_the_order_is_a_rotating_palindrome(monkeypatch):

@@ -9,6 +9,8 @@ import pytest
 import workbench as wb
 from tests.contract.toggle_cases import cases
 from tests.profiles import share
+from workbench.answers.conclusions import effects
+from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.arms import IdleToggles, check_acting, make_arms
 from workbench.benchmarks.compare.idle import why_same
 from workbench.benchmarks.workload import Workload, acts, parse
@@ -175,5 +177,9 @@ def test_a_test_in_which_an_arm_is_idle_is_measured_and_said(engine):
     said = [line for line in found.verdict.splitlines() if line.startswith("pp4: 3 does what")]
     assert len(said) == 1 and "streams needs a step that forks" in said[0]
     assert "tg2: 3 does what" not in found.verdict and len(found.to_frame()) == 4
+    verdicts = found.to_frame().set_index(["test", "label"])["verdict"]
+    assert verdicts["pp4", "3"] == stats.SAME_WORK != verdicts["tg2", "3"]
+    assert "pp4: streams 1 -> 3: same work" in found.verdict
+    assert any("no difference from streams=1: 3" in sentence for sentence in effects(found))
     plain = wb.ab(engine, "sync=per_copy,packed", tests="tg2", **how)
     assert "does what the baseline does" not in plain.verdict

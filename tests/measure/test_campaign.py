@@ -57,6 +57,15 @@ def test_a_dry_run_says_what_is_made_when_and_how_long(tmp_path, capsys):
     assert f"in all, {by_call[-1]} calls" in said and not list(tmp_path.iterdir())
 
 
+def test_a_busy_host_takes_the_whole_time_of_what_is_repeated(tmp_path):
+    call = campaign.Call(tmp_path, tmp_path, "cuda", None)
+    for run in runs_of(["mechanisms", "attention", "energy"], "cuda"):
+        recorded = json.loads((RESULTS / run.folder / results.RUN_JSON).read_text())["duration_s"]
+        least = run.until.at_most_s if run.until else 0.0
+        assert run.seconds(call) > max(recorded, least)
+        assert (least > 0) is (run.part != "energy" and "-gaps-" not in run.folder)
+
+
 def test_calls_hold_what_fits():
     assert calls([100, 200, 50, 400, 10], 300) == [1, 1, 2, 3, 4]
     assert calls([], 300) == []

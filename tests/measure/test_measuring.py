@@ -14,20 +14,24 @@ from data.measure import (
     best_table,
     first_requests,
     matrix,
+    mechanisms,
     over_http,
     plan_costs,
     random_lengths,
     readme,
+    skipping,
+    steps,
 )
 from data.measure.__main__ import measure
 from data.measure.batched import BatchedRun
 from data.measure.command import Options
 from data.measure.recorded import PHASES, Recorded
-from data.measure.session import BACKGROUNDS, RESOLVED, parsed, toggles_of
+from data.measure.session import BACKGROUNDS, RESOLVED, Session, parsed, toggles_of
 from data.measure.steps import KINDS
 from tests.backend.cuda.fake_cuda import fake_backend
 from tests.peer import fake_llama_bench
 from workbench.benchmarks.compare.arms import arms_of
+from workbench.benchmarks.compare.until import Until
 from workbench.benchmarks.runs.results import load_run
 from workbench.benchmarks.workload import parse_tests
 from workbench.common.errors import UsageError
@@ -118,6 +122,22 @@ def test_every_row_of_the_matrix_can_be_measured(tiny_model):
         made = toggles_of("best plans=off sync=packed fuse=on fuse_glu=off", engine)
     assert (made.plans, made.sync, made.graph_reuse) == ("off", "packed", "set_rows")
     assert (made.fuse_glu, made.fuse_qkv) == ("off", "on")
+
+
+def test_what_the_first_table_shows_is_repeated_until_its_interval_is_narrow(tmp_path, tiny_models):
+    """One slow round of five on a busy host, and an interval holds every answer. The rows of the
+    table that are comparisons have a width, and the run says how far it came."""
+    rows = [matrix.the(one.folder, one.kind) for one in mechanisms.MECHANISMS if one.kind != "gaps"]
+    assert len(rows) > 5 and all(row.until and row.until.half_width == 0.01 for row in rows)
+    compared = skipping.comparisons(8192, [32, 512, 8192], 32, 5)
+    assert {one.folder for one in compared if not one.until} == {"ub32"}
+    until = Until(0.9, at_most_s=60.0)
+    row = matrix.Row("sync", "wide", "ab", MODEL, "tg2", "kept", "sync=per_copy,packed",
+                     until=until)  # fmt: skip
+    session = Session(tmp_path, tiny_models, "embedded", most_gb=1.0, quick=False)
+    assert not steps.run(session, [row])
+    ended = load_run(session.at(row)).run["result"]["until"]["tests"]["tg2"]
+    assert ended["rounds"] >= 10 and ended["stopped"] == "width" and ended["wanted"] == 0.9
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from workbench.answers import waiting as whom
 from workbench.answers.kept import MEASURED
 from workbench.answers.kept import theirs as at_theirs
 from workbench.answers.waits import AFTER, BEFORE, HERE
+from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.comparison import AB, background
 from workbench.benchmarks.compare.stats import interval, median_interval
 from workbench.benchmarks.runs import results
@@ -62,8 +63,13 @@ def effects(comparison: AB) -> Iterable[str]:
                 f"(95% CI {row.low:.3f}..{row.high:.3f})."
             )
         undecided = rows[~rows["verdict"].isin(DECIDED)]
-        for verdict, part in undecided.groupby("verdict", sort=False):
+        for verdict, part in undecided.groupby(_told(undecided), sort=False):
             yield f"In {test}{beside}, {verdict} from {what}: {listed(part['label'])}."
+
+
+def _told(rows: pd.DataFrame) -> pd.Series:
+    """The verdicts, as sentences have them: the same work makes no difference."""
+    return rows["verdict"].replace(stats.SAME_WORK, stats.SAME)
 
 
 def time(us: float) -> str:
@@ -424,7 +430,7 @@ def best_arm(comparison: AB, test: str) -> str:
     rows = summary[(summary["test"] == test) & ~summary["is_control"]]
     decided = rows[rows["verdict"].isin(DECIDED)]
     if decided.empty:
-        return listed(dict.fromkeys(rows["verdict"]))
+        return listed(dict.fromkeys(_told(rows)))
     best = decided.loc[decided["speedup"].idxmax()]
     return f"{abs(best['speedup'] - 1):.1%} {best['verdict']} ({best['label']})"
 
@@ -488,7 +494,7 @@ def _found(rows: pd.DataFrame, label: str) -> str:
     own = rows[rows["label"] == label]
     decided = own[own["verdict"].isin(DECIDED)]
     if decided.empty:
-        return listed(dict.fromkeys(own["verdict"])) or "not measured"
+        return listed(dict.fromkeys(_told(own))) or "not measured"
     best = decided.loc[decided["speedup"].idxmax()]
     return f"{abs(best['speedup'] - 1):.1%} {best['verdict']}"
 
@@ -515,7 +521,7 @@ def _answers(compared: Mapping[str, AB]) -> Iterable[str]:
 def _by_verdict(rows: pd.DataFrame) -> str:
     """`faster 1.60 (in_loop) and 1.50 (tail); no difference: classes`."""
     said = []
-    for verdict, of in rows.groupby("verdict", sort=False):
+    for verdict, of in rows.groupby(_told(rows), sort=False):
         if verdict in DECIDED:
             ordered = of.sort_values("speedup", ascending=False)
             pairs = zip(ordered["label"], ordered["speedup"], strict=True)

@@ -143,7 +143,9 @@ class AB(Framed):
         rates = results.rates(self.samples)
         baseline, *others = self.run["arms"]
         control = next(arm for arm in others if arm["is_control"])
+        known = {arm["name"]: CONTROL for arm in others if arm["is_control"]}
         for test in self.run["tests"]:
+            known_here = dict.fromkeys(self._idle(test), stats.SAME_WORK) | known
             tps = rates[rates["test"] == test].pivot(
                 index="repetition", columns="arm", values="tps"
             )
@@ -168,9 +170,15 @@ class AB(Framed):
                     "n": ratio.n,
                     "band_low": band.low,
                     "band_high": band.high,
-                    "verdict": CONTROL if arm["is_control"] else stats.verdict(ratio, band),
+                    "verdict": known_here.get(b) or stats.verdict(ratio, band),
                     "answer": "not compared" if answer is None else str(answer),
                 }
+
+    def _idle(self, test: str) -> dict[str, str]:
+        """The arms that do the baseline's work in a test, each with the reason. Older runs do not
+        say."""
+        found: dict[str, str] = self.run["result"].get("idle", {}).get(test, {})
+        return found
 
     def _ratio(self, tps: pd.DataFrame, baseline: dict, arm: dict) -> stats.Ratio:
         a, b = baseline["name"], arm["name"]
@@ -229,9 +237,9 @@ class AB(Framed):
                 f"{row.speedup:.3f}x (95% CI {stats.interval(row.low, row.high)}, n={row.n}, "
                 f"A/A band {stats.interval(row.band_low, row.band_high)}); {row.answer}"
             )
-        for test, arms in self.run["result"].get("idle", {}).items():  # older runs do not say
+        for test in self.run["tests"]:
             same = "does what the baseline does"
-            lines += [f"{test}: {arm} {same}: {why}" for arm, why in arms.items()]
+            lines += [f"{test}: {arm} {same}: {why}" for arm, why in self._idle(test).items()]
         lines += joules.lines(self.run)
         lines += resolution.lines(self.summary())
         # for a run that was repeated until its intervals were narrow

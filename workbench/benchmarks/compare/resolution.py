@@ -24,7 +24,8 @@ def lines(summary: pd.DataFrame) -> Iterator[str]:
     for test, rows in summary.groupby("test", sort=False):
         control = next((_ratio(row) for row in rows[rows["is_control"]].itertuples()), None)
         band = Band(*rows[["band_low", "band_high"]].iloc[0])
-        arms = {row.label: _ratio(row) for row in rows[~rows["is_control"]].itertuples()}
+        acting = rows[~rows["is_control"] & (rows["verdict"] != stats.SAME_WORK)]
+        arms = {row.label: _ratio(row) for row in acting.itertuples()}
         said = sentence(arms, band, control)
         if said:
             yield f"{test}: {said}"

@@ -25,6 +25,7 @@ MIN_REPETITIONS = 5
 
 FASTER, SLOWER, SAME = "faster", "slower", "no difference"
 TOO_FEW = "too few repetitions"
+SAME_WORK = "same work"  # of an arm that does what the baseline does: one more control
 
 
 class Ratio(NamedTuple):
