@@ -195,7 +195,10 @@ def test_what_helps_is_ranked_and_recommended(model, timed, tmp_path):
     lines = made.summary.splitlines()
     assert any(line.startswith("preset best beside everything off: slower, 0.80") for line in lines)
     assert any(line.startswith("with the changes beside best: faster, 1.87") for line in lines)
-    assert any(line.startswith("could not be told, within the noise: ") for line in lines)
+    (told,) = (line for line in lines if line.startswith("could not be told, within the noise"))
+    bands = frame[frame["verdict"] == "no difference"].sort_values("band_high")
+    ends = [stats.interval(row.band_low, row.band_high) for row in bands.iloc[[0, -1]].itertuples()]
+    assert f"within the noise, A/A bands {' to '.join(ends)}: " in told
     # a line for each kind of reason, whole with `details`
     short = [line for line in lines if line.startswith("not measured, ")]
     assert len(short) == 3 and any("refused here" in line and "pdl=on" in line for line in short)

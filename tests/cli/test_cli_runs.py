@@ -44,7 +44,8 @@ def test_ls_has_a_row_for_each_folder_and_its_status(call, root):
     assert "| complete " in rows["one"] and "| newer schema |" in rows["newer"]
     assert "| unreadable " in rows["bad"] and NEWER in " ".join(out.split())
     assert "bad: Expecting" in " ".join(out.split())
-    assert "--json shows them" in err
+    assert "no room for took s, device" in err and "--json shows them" in err
+    assert "| tg8, pp4 |" in rows["two"], "what was measured, rather than when and where"
     found = {row["run_id"]: row for row in json.loads(call("runs", "ls", root, "--json")[1])}
     assert found["two"]["tests"] == "tg8, pp4" and found["newer"]["status"].startswith("newer sch")
 

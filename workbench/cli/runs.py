@@ -11,6 +11,9 @@ from workbench.cli import flags as f
 from workbench.cli.common import RUNS, app, say
 from workbench.common.errors import UsageError
 
+# columns of `runs ls`: a narrow terminal does without the first ones
+NEEDED_LEAST = ("took s", "device", "started", "model", "tests", "kind")
+
 runs_app = App(name="runs", help="List, show, remove and export run folders.")
 app.command(runs_app)
 
@@ -64,9 +67,11 @@ def list_runs(
     ).shown(digits={"took s": 1})
     width = terminal_columns()
     left_out: list[str] = []
-    while max(map(len, markdown(table).splitlines())) > width and len(table.columns) > 2:
-        left_out.insert(0, table.columns[-1])
-        table = table.drop(columns=left_out[:1]).shown(**table.attrs)
+    for column in NEEDED_LEAST:
+        if max(map(len, markdown(table).splitlines())) <= width:
+            break
+        left_out.append(column)
+        table = table.drop(columns=column).shown(**table.attrs)
     print(markdown(table))
     show_prose("\n".join(reason for reason in reasons[2] if reason))
     if left_out:

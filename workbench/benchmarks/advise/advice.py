@@ -268,13 +268,20 @@ class Advice(Framed):
             own = [(one, kind) for one in self.ranked() for kind in WORDS
                    if (e := self.effects.get((one, kind))) and e.verdict == verdict]  # fmt: skip
             if own:
-                lines.append(f"could not be told, {words}: {_counted(own)}")
+                lines.append(f"could not be told, {words}{self._noise(own)}: {_counted(own)}")
         wrong = [f"{one} {WORDS[kind]} ({effect.answer})"
                  for (one, kind), effect in self.effects.items()
                  if one is not None and not effect.holds]  # fmt: skip
         if wrong:
             lines.append(f"never recommended, since answers differ: {', '.join(wrong)}")
         return lines
+
+    def _noise(self, of: Sequence[Asked]) -> str:
+        """`, A/A bands 0.97..1.03 to 0.93..1.08`: the narrowest and the widest of the effects'."""
+        bands = [self.effects[asked].band for asked in of]
+        known = sorted({band for band in bands if band.high == band.high}, key=lambda b: b.high)
+        ends = dict.fromkeys(stats.interval(*band) for band in (*known[:1], *known[-1:]))
+        return f", A/A band{'s' * (len(ends) > 1)} {' to '.join(ends)}" if ends else ""
 
     def _not_measured(self) -> list[str]:
         """A short line for each kind of reason."""
