@@ -122,7 +122,9 @@ def as_text(lines: Iterable[Line], cells: Mapping[str, str] | None) -> str:
         else {column: filled(template, line.values) for column, template in cells.items()}
         for line in lines
     ]  # fmt: skip
-    return markdown(pd.DataFrame(rows).fillna(""))
+    made = pd.DataFrame(rows)
+    empty = made.columns[made.isna().any()]  # an empty text is no number
+    return markdown(made.astype(dict.fromkeys(empty, object)).fillna(""))
 
 
 def filled(template: str, values: Mapping[str, Any]) -> str:
@@ -160,12 +162,18 @@ def facts(runs: Iterable[Any]) -> dict[str, str]:
     return {
         "read": span(of["read_gbps"] for of in made if "read_gbps" in of),
         "peak": span(of["product_tflops"] for of in made if "product_tflops" in of),
-        "n": " and ".join(map(str, sorted({run["repetitions"] for run in every}))),
+        "n": n_rounds(run["repetitions"] for run in every),
         "tests": ", ".join(dict.fromkeys(test for run in every for test in run["tests"])),
         "shapes": ", ".join(shapes),
         "scored": " or ".join(scored),
         "tick": tick and f", by a clock in steps of {tick} ns",
     }
+
+
+def n_rounds(numbers: Iterable[int]) -> str:
+    """`5`, `5 and 10`, or `5 to 44` where there are more."""
+    few = sorted(set(numbers))
+    return " and ".join(map(str, few)) if len(few) < 3 else f"{few[0]} to {few[-1]}"
 
 
 def span(values: Iterable[float]) -> str:

@@ -12,7 +12,7 @@ import pytest
 from data.measure import readme, sources
 from data.measure.recorded import NOT_MEASURED, Recorded, Share
 from data.measure.sources import age, mark, source_hash, unmarked
-from data.measure.tables import Line, Table, block, filled, span
+from data.measure.tables import Line, Table, block, filled, n_rounds, span
 from workbench.common.errors import WorkbenchError
 
 OLDER = " (older sources: no evidence of today's times)"
@@ -99,6 +99,7 @@ def test_a_table_is_its_lines_and_a_caption_of_its_runs():
     assert told[-3:] == ["Behind it.", "", "And this."], "one was measured"
     assert filled("{a:.1f} of {b}", {"a": None, "b": 2}) == "" == span([])
     assert span([2.6, 1.2]) == "1 to 3" and span([1.0, 1.2]) == "1"
+    assert [*map(n_rounds, ([5, 5], [10, 5], [44, 5, 10]))] == ["5", "5 and 10", "5 to 44"]
 
 
 @pytest.mark.parametrize("name", readme.BLOCKS)
