@@ -17,6 +17,7 @@ from workbench.benchmarks.compare.compare import HISTORY, METHOD, compare
 from workbench.benchmarks.compare.matching import Repeated, match
 from workbench.benchmarks.compare.resolution import sentence
 from workbench.benchmarks.compare.stats import FASTER, SAME, SLOWER, TOO_FEW, Ratio, verdict
+from workbench.common.errors import UsageError
 from workbench.config import Toggles
 
 
@@ -77,6 +78,24 @@ def test_what_is_not_compared_is_told(tmp_path, call):
     assert status == 1 and "nothing to judge" in err
     near = write(tmp_path, "near", {"tg8": 97.0}), write(tmp_path, "base")
     assert call(*near[::-1], "--fail-below", 0.97)[0] == 0, "its interval is around 0.97"
+
+
+def test_arms_that_are_left_over_are_no_pair(tmp_path):
+    """Two comparisons of different toggles share their baseline alone. A control: two runs of one
+    arm each are compared, whatever their toggles."""
+    off, on, packed = {}, {"fuse": "on"}, {"sync": "packed"}
+    one = write(tmp_path, "one", {"tg8": [100.0, 90.0]}, kind="ab", control=True,
+                arms=("per_copy", "packed"), toggles=[off, packed])  # fmt: skip
+    two = write(tmp_path, "two", {"tg8": [99.0, 120.0]}, kind="ab", control=True,
+                arms=("off", "on"), toggles=[off, on])  # fmt: skip
+    found = compare(one, two)
+    assert [row.sides.differ for row in found.rows] == [[]], "the baselines"
+    assert len(found.unmatched()) == 2
+    alone = [write(tmp_path, name, toggles=[of]) for name, of in (("a", packed), ("b", on))]
+    (row,) = compare(*alone).rows
+    assert {name for name, *_ in row.sides.differ} >= {"sync"}
+    with pytest.raises(UsageError, match="is no path; give each run by itself"):
+        compare([one, two])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,15 @@ from workbench.benchmarks.compare.ab import ab
 from workbench.benchmarks.compare.arms import answer_between, arms_of, make_arms
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.rounds import order_of
-from workbench.benchmarks.compare.until import BLOCK, LEAST_ROUNDS, TIME, WIDTH, Stopping, Until
+from workbench.benchmarks.compare.until import (
+    BLOCK,
+    LEAST_ROUNDS,
+    TIME,
+    WIDTH,
+    Stopping,
+    Until,
+    make_until,
+)
 from workbench.benchmarks.llama.llama_bench import measured, workloads
 from workbench.benchmarks.runs.results import load_run
 from workbench.common.errors import UsageError
@@ -204,6 +212,14 @@ def test_time_ends_what_is_not_known(monkeypatch):
     noisy = timed(monkeypatch, noise=0.5)
     (row,) = measured(noisy, workloads([], [2]), 5, until=0.0001, at_most_s=0.05)
     assert row.ended["stopped"] == TIME and "0.01 % was not reached: " in row.line()
+
+
+def test_a_width_and_a_time_are_written_as_for_the_command():
+    assert make_until("1%", "30s") == make_until(0.01, 30.0) == Until(0.01, 30.0)
+    assert make_until(None, "30s") is None
+    for width, most, said in (("often", 9, "until 'often' is no share"), ("1%", "9", "at_most_s")):
+        with pytest.raises(UsageError, match=said):
+            make_until(width, most)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def test_a_path_is_opened_for_the_function_and_closed_again(tiny_model):
     two = wb.ab(str(path), "sync=per_copy,packed", **how)
     assert [arm["name"] for arm in two.run["arms"]] == ["per_copy", "packed", "per_copy (A/A)"]
     assert two.run["arms"][0]["toggles"] == Toggles().to_dict(), "as the command begins"
+    changed = wb.ab(path, "sync=per_copy,packed", background="n_copies=4", **how)
+    assert changed.run["arms"][0]["toggles"] == Toggles(n_copies="4").to_dict(), "and nothing else"
     assert wb.check(path, device="null").safe
     assert len([*OPENED]) == before
 
@@ -161,6 +163,9 @@ def test_long_sets_are_named_by_their_presets_and_a_set_can_have_a_name(engine):
     ((["sync"], ["packed"]), "cannot be the values of several toggles"),
     ((["sync=packed,auto", "sinc"],), "toggle 'sinc' does not exist; did you mean sync?"),
     ((["slot_choice"],), "nothing can be compared: slot_choice is left out: slot_choice=lowest_fr"),
+    (("sync=per_copy,packed plans=off,ours",), "write ' | ' between sets of toggles, or make a"),
+    (("n_ubatch=128,512",), "n_ubatch is a setting and no toggle"),
+    (("sync=auto", None, "tg2", 5, 0, "preset=best"), "preset is no toggle; give its name alone"),
     (("sync", ["per_copy", "pakced"]), "sync='pakced' does not exist; did you mean packed?"),
 ])  # fmt: skip
 def test_what_is_no_comparison_says_what_is(engine, how, says):

@@ -147,6 +147,8 @@ def test_values_with_commas_are_a_list():
 
 @pytest.mark.parametrize(("asked", "said"), [
     ({"engine": {"n_ubach": [1]}}, "axis 'n_ubach' does not exist; did you mean n_ubatch"),
+    ({"engine": {"sync": ["packed"]}}, "sync is a toggle and no setting; give toggles={'sync'"),
+    ({"toggles": {"n_ubatch": [8]}}, "n_ubatch is a setting and no toggle"),
     ({"engine": {"n_ubatch": [0]}}, "n_ubatch=0 must be at least 1"),
     ({"engine": {"n_ubatch": ["many"]}}, "n_ubatch='many' is no whole number"),
     ({"engine": {"n_ubatch": []}}, "n_ubatch has no value, so the matrix has no cell"),

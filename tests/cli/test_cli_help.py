@@ -111,6 +111,7 @@ def test_families_and_dashes_and_json(lines, call):
     assert all(name in said and Toggles.row(name).about in said for name in Toggles.members("fuse"))
     assert "sync" not in said and "--fuse sets every --fuse-..." in said
     assert lines("toggles", "copy-stream") == lines("toggles", "copy_stream")
+    assert lines("toggles", "copy-stream=own") == lines("toggles", "copy_stream")
     both = lines("toggles", "pdl", "sync")
     assert both == [*lines("toggles", "pdl"), "", *lines("toggles", "sync")]
     (found,) = json.loads(call("toggles", "sync", "--json")[1])

@@ -11,12 +11,14 @@ import zipfile
 import pandas as pd
 import pytest
 
+from data.measure.command import RESULTS
 from tests.benchmarks.made_runs import a_run, comparison, write
 from workbench.benchmarks.runs import folders
 from workbench.benchmarks.runs.results import load_run, new_run_folder, write_run
 from workbench.common import output_swap
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
+from workbench.traffic.bench import load_served
 
 
 @pytest.fixture
@@ -67,6 +69,20 @@ def test_ls_without_runs(call, tmp_path, monkeypatch):
     assert (status, out) == (0, "") and "no runs in data/runs" in err
     status, _, err = call("runs", "ls", "nowhere")
     assert status == 2 and "nowhere is no folder" in err
+
+
+def test_show_has_the_figures_of_a_load(call):
+    """Its samples are of requests that were served side by side: their times say no throughput.
+    What a load does not know of its server has no line."""
+    folder = RESULTS / "notebook-served-serving"
+    status, out, _ = call("runs", "show", folder)
+    assert status == 0 and "out t/s" in out and "median t/s" not in out
+    for row in load_served(folder).rows:
+        assert f"{row.figures['output_throughput']:.1f}" in out
+    run = load_run(folder).run
+    assert "settings" in folders.facts(run) and not any(one["toggles"] for one in run["arms"])
+    unknown = folders.facts(run | {"engine": run["engine"] | {"config": {}}})
+    assert "settings" not in unknown and "everything off" not in unknown.values()
 
 
 def test_show_says_what_was_measured_with_units(call, root):

@@ -61,6 +61,9 @@ def test_the_baseline_and_what_may_change_the_last_bits():
     (Toggles, {"pdl": 3}, "pdl=3 does not exist; choose one of off, on"),
     (Toggles, {"streams": True}, "streams=True does not exist; choose one of 1, 2"),
     (Toggles, {"snc": "auto"}, "toggle 'snc' does not exist; did you mean sync?"),
+    (Toggles, {"n_ubatch": 8}, "n_ubatch is a setting and no toggle; give it beside the toggles"),
+    (Toggles, {"preset": "best"}, "preset is no toggle; give its name alone, as background='best'"),
+    (Toggles, {"sync": "packed pdl=on"}, "toggle sync has 'pdl=on' among its values; one toggle"),
     (Toggles, {"sync": "copyboundary"}, "does not exist; did you mean copy_boundary? choose one"),
     (Toggles, {"best": "on"}, "but a preset of this name does: Toggles.preset('best')"),
     (EngineConfig, {"devise": "host"}, "setting 'devise' does not exist; did you mean device?"),
@@ -80,6 +83,14 @@ def test_what_is_impossible_is_refused_in_one_line(made, fields, says):
     with pytest.raises(UsageError) as refused:
         made(**fields)
     assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_an_unknown_toggle_is_a_short_line_without_every_name():
+    for name, guess in {"snc": "did you mean sync? ", "ub": ""}.items():
+        with pytest.raises(UsageError) as refused:
+            Toggles(**{name: 1})
+        line = f"toggle {name!r} does not exist; {guess}`workbench toggles` lists all"
+        assert str(refused.value) == line
 
 
 def test_numbers_and_booleans_are_the_toggles_words():

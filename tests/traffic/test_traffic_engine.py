@@ -205,3 +205,11 @@ def test_a_load_that_makes_no_sense_is_one_line(engine, given, said):
     with pytest.raises(UsageError) as error:
         wb.serve_bench(engine, slots=4, **given)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_path_is_answered_with_what_to_give(tiny_model):
+    says = r"is no engine and no URL of a server; give wb.Engine.load\(...\), or a URL as http://"
+    for served in (str(tiny_model), tiny_model, "127.0.0.1:8000", None):
+        with pytest.raises(UsageError, match=says) as error:
+            wb.serve_bench(served, concurrency=1)
+        assert "\n" not in str(error.value)

@@ -86,6 +86,7 @@ def show(folder: RunPath, /, *, as_json: f.AsJson = False) -> None:
     from workbench.benchmarks.compare.comparison import AB
     from workbench.benchmarks.runs import folders, results
     from workbench.common.tables import show, show_prose, terminal_columns
+    from workbench.traffic.bench import SERVED, load_served
 
     found = results.load_run(folder)
     if as_json:
@@ -94,7 +95,10 @@ def show(folder: RunPath, /, *, as_json: f.AsJson = False) -> None:
     width = terminal_columns()
     for name, text in folders.facts(found.run).items():
         print(textwrap.fill(f"{name:<9} {text}", width, subsequent_indent=" " * 10))
-    if len(found.samples):
+    if found.run["kind"] == SERVED:  # samples are requests, several at a time
+        print()
+        show(load_served(folder).table())
+    elif len(found.samples):
         print()
         show(folders.measured(found.samples))
     if found.run["kind"] == "ab" and len(found.samples):

@@ -38,7 +38,8 @@ def toggles(
 
     exact: the logits are bit-equal to the baseline's. rounding: the last bits may differ.
     """
-    asked = [name.replace("-", "_") for name in names]
+    # NAME=VALUE, as everywhere else: the page of the toggle has every value
+    asked = [name.partition("=")[0].replace("-", "_") for name in names]
     wanted = [member for name in asked for member in Toggles.members(name)]
     found = [one for one in described() if not names or one["toggle"] in wanted]
     if as_json:

@@ -14,6 +14,7 @@ from typing import Any
 from workbench.common.errors import UsageError
 from workbench.common.keywords import refusing_unknown
 from workbench.common.nearest import choices, nearest
+from workbench.config.engine import EngineConfig
 from workbench.config.presets import BEST, fixed_presets, preset_names
 from workbench.config.table import CLASHES, FAMILIES, ROWS, Row
 
@@ -33,13 +34,31 @@ def _toggle(name: str) -> Any:
 
 
 def unknown_toggle(name: str) -> str:
-    """The line on a toggle that does not exist."""
+    """The line on a toggle that does not exist. What is known by another name than a toggle's (a
+    preset, a setting) has a line on where it is given. There are too many toggles to list."""
     if name in preset_names():
         return (
             f"toggle {name!r} does not exist, but a preset of this name does: "
             f"Toggles.preset({name!r})"
         )
-    return f"toggle {name!r} does not exist; {choices(name, (*FAMILIES, *Toggles.names()))}"
+    if name in ("preset", "presets"):
+        return (
+            f"{name} is no toggle; give its name alone, as background='best'; sets of toggles are "
+            "compared as 'plans=off | plans=ours'"
+        )
+    if (setting := str(name).replace("-", "_")) in EngineConfig.__dataclass_fields__:
+        return (
+            f"{setting} is a setting and no toggle; give it beside the toggles, or compare "
+            "settings with sweep"
+        )
+    meant = nearest(name, (*FAMILIES, *Toggles.names()))
+    guess = f"did you mean {meant}? " if meant else ""
+    return f"toggle {name!r} does not exist; {guess}`workbench toggles` lists all"
+
+
+def no_setting(name: str, value: Any) -> str:
+    """The line on a toggle that is given as a setting of an engine."""
+    return f"{name} is a toggle and no setting; give toggles={{{name!r}: {value!r}}}"
 
 
 @refusing_unknown(unknown_toggle)
@@ -230,6 +249,9 @@ for _family in FAMILIES:
     setattr(Toggles, _family, _common_value(_family))
 
 
+_CHANGE = re.compile(r"[\w-]+\s*=\s*\S*")  # NAME=VALUE; no value of a toggle has a `=`
+
+
 def as_value(name: str, value: Any, known: list[str]) -> str:
     """The value as its toggle has it: `3` for 3, `on` and `off` for True and False. Raises
     UsageError for a value that the toggle `name`, which knows `known`, does not have."""
@@ -239,6 +261,12 @@ def as_value(name: str, value: Any, known: list[str]) -> str:
     elif isinstance(value, int):
         word = str(value)
     if word not in known:
+        second = _CHANGE.search(value) if isinstance(value, str) else None
+        if second:  # of `sync=per_copy,packed plans=off,ours`
+            raise UsageError(
+                f"toggle {name} has {second[0]!r} among its values; one toggle is compared at a "
+                "time: write ' | ' between sets of toggles, or make a matrix with sweep"
+            )
         raise UsageError(f"toggle {name}={value!r} does not exist; {choices(value, known)}")
     return word
 

@@ -20,6 +20,7 @@ from workbench.common.errors import DeviceError, UsageError
 from workbench.common.nearest import choices
 from workbench.common.progress import BYTES, bar
 from workbench.config import FAMILIES, Activations, EngineConfig, Toggles
+from workbench.config.toggles import no_setting
 from workbench.engine.placement import Placement
 from workbench.graph.ir import Kind, Node, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
@@ -225,9 +226,7 @@ def config_of(fields: dict[str, Any]) -> EngineConfig:
     known = EngineConfig.__dataclass_fields__
     for name, value in fields.items():
         if name in (*FAMILIES, *Toggles.names()):
-            raise UsageError(
-                f"{name} is a toggle and no setting; give toggles={{{name!r}: {value!r}}}"
-            )
+            raise UsageError(no_setting(name, value))
         if name not in known:
             said = choices(name, ("toggles", "config", *known))
             raise UsageError(f"setting {name!r} does not exist; {said}")

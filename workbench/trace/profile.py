@@ -272,6 +272,8 @@ class Profile(Framed):
         the cost of tracing. For a file: its own line."""
         if self.recorder.source:
             return self.recorder.source
+        if isinstance(self.recorder, Recorder) and (why := self.recorder.why_empty):
+            return why
         parts = [f"device spans from {self.collector}"]
         if self.fallback:
             parts[0] += f" ({self.fallback})"
@@ -373,7 +375,9 @@ def profile(
         raise UsageError(
             f"collector={collector!r} does not exist; {choices(collector, COLLECTORS)}"
         )
-    if window is not None and (len(window) != 2 or window[0] < 0 or window[1] < 1):
+    if window is not None and not (
+        isinstance(window, tuple | list) and len(window) == 2 and window[0] >= 0 and window[1] >= 1
+    ):
         raise UsageError(
             f"window={window!r} holds no step; give (first, n) with first >= 0 and n >= 1"
         )

@@ -202,6 +202,15 @@ class Recorder:
     # results ----------------------------------------------------------------------------------
 
     @property
+    def why_empty(self) -> str:
+        """Why nothing was traced; empty where something was."""
+        if self.spans:
+            return ""
+        n = len(self._untraced)
+        window = f", and the window begins with step {self._first} from 0" if self._first else ""
+        return f"no step was traced: {n} {'was' if n == 1 else 'were'} made{window}"
+
+    @property
     def collector(self) -> str:
         """The source of the device spans: `events` or `cupti`."""
         return "events" if self.marks else "cupti"

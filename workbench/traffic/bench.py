@@ -41,6 +41,8 @@ from workbench.traffic.load import CLOSED, Arrivals, Lengths, Load, draw, length
 from workbench.traffic.records import OK, RequestRecord, Spent
 from workbench.traffic.targets import Asking, LoadTarget
 
+SERVED = "serve"  # kind of a run
+
 ASKING = Asking()
 NOT_TOLD: Mapping[str, float] = MappingProxyType({})
 # heading, key, digits
@@ -290,7 +292,7 @@ def _new_run(
     unknown = {"model": {"name": None, "quant": None}, "engine": {"device": UNKNOWN}}
     found = provenance.collect() | unknown | dict(about)
     arms = [new_arm(setting.name, {}) for setting in settings]
-    made = new_run("serve", name, name, found, arms, [spec.name], spec.n_requests, spec.seed)
+    made = new_run(SERVED, name, name, found, arms, [spec.name], spec.n_requests, spec.seed)
     made["result"] |= {
         "spec": finite(spec.to_dict()),
         "settings": [finite(setting._asdict()) for setting in settings],
@@ -378,7 +380,7 @@ def load_served(folder: str | Path, slo: Slo | None = None) -> ServeBench:
     slo: another objective than the run's own. Raises UsageError where the folder is no serve run.
     """
     found = results.load_run(folder)
-    if found.run["kind"] != "serve":
+    if found.run["kind"] != SERVED:
         raise UsageError(f"{folder} is a run of kind {found.run['kind']!r}, not of serve-bench")
     try:
         found, (requests,) = results.load_tables(folder, REQUESTS)

@@ -102,7 +102,19 @@ def reached(
             target.about, target.n_slots = {"model": facts, "engine": engine}, served.n_slots
             yield target
     else:
+        _check_url(served)
         yield over_http(served, model_id, key, processes)
+
+
+def _check_url(served: object) -> None:
+    """Raises UsageError for anything but the address of a server. A path is what other functions
+    take in place of an engine, so the line says what to give here."""
+    if not str(served).lower().startswith(("http://", "https://")):
+        what = repr(str(served)) if isinstance(served, str | Path) else type(served).__name__
+        raise UsageError(
+            f"{what} is no engine and no URL of a server; give wb.Engine.load(...), or a URL as "
+            "http://127.0.0.1:8000"
+        )
 
 
 @contextmanager

@@ -96,8 +96,8 @@ def ab(
     name: str | None = None,
     smoke: bool = False,
     resume: bool = False,
-    until: float | None = None,
-    at_most_s: float = AT_MOST_S,
+    until: float | str | None = None,
+    at_most_s: float | str = AT_MOST_S,
     energy: EnergyAsked = False,
     progress: Callable[[int, int, str], None] | None = None,
     **settings: Any,
@@ -127,9 +127,10 @@ def ab(
     smoke: see `rounds`.
     resume: continue the run in `out`, without the repetitions that it holds.
     until: repeat until the half-width of the interval of every speedup, the A/A control's too, is
-        at most this share (0.01 for 1 %). The measuring stops on the width, never on the values
+        at most this share (0.01, or `"1%"`). The measuring stops on the width, never on the values
         that the interval excludes. At least max(`rounds`, 10) rounds are run.
-    at_most_s: seconds of measuring, over all tests, after which `until` gives up. A resumed run has
+    at_most_s: seconds (or `"30s"`) of measuring, over all tests, after which `until` gives up. A
+        resumed run has
         all of this time again.
     energy: count joules a token, too, after all times: 5 windows of 5 s of each arm and test, from
         the energy counter of the engine's GPU (`energy/windows.py`); or from a counter that is
@@ -145,8 +146,7 @@ def ab(
     device cannot honour a value, or has no energy counter; and what `Engine.load` raises.
     """
     workloads = parse_tests(tests)
-    start = BASELINE if background is None else background
-    with given_engine(engine, ab, settings, start, workloads) as opened:
+    with given_engine(engine, ab, settings, BASELINE, workloads) as opened:
         exclusive.check(opened._loaded)
 
         def measured(asked: Asked, folder: Path | None, name: str | None) -> AB:
@@ -194,8 +194,8 @@ def compare_arms(
     name: str | None = None,
     smoke: bool = False,
     resume: bool = False,
-    until: float | None = None,
-    at_most_s: float = AT_MOST_S,
+    until: float | str | None = None,
+    at_most_s: float | str = AT_MOST_S,
     energy: EnergyAsked = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> AB:

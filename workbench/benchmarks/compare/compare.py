@@ -184,6 +184,8 @@ def compare(*runs: str | Path, across: bool = False) -> Compared:
     of llama-bench. Also for a baseline of another kind, and where all further runs are of other
     kinds.
     """
+    if listed := [one for one in runs if not isinstance(one, str | Path)]:
+        raise UsageError(f"{listed[0]!r} is no path; give each run by itself: compare(a, b)")
     sides = [side for path in runs for side in sides_of(path)]
     if len(sides) < 2:
         raise UsageError("compare needs two runs or more; the first is the baseline")

@@ -294,6 +294,7 @@ class Comparisons(dict[str, AB], Framed):
     """Several comparisons on one engine, each an `AB` by the name of its toggle: what `wb.ab`
     returns for a list of names.
 
+    found: the comparisons, each by the name of its toggle.
     left_out: a line for each toggle or value that was not compared, with the reason.
 
     `to_frame` has the rows of all of them, one after the other.

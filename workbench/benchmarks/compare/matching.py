@@ -70,13 +70,16 @@ def match(before: Sequence[Repeated], after: Sequence[Repeated]) -> Matching:
     """Pairs of the same test, model and toggles. A model is the same by its hash, else by name and
     type, else by its number of parameters and type.
 
-    Then arms of one test and model are a pair if they have the same name, or if each side has one
-    arm left. Such a pair differs in toggles only, and names them.
+    Then arms of one test and model are a pair if they have the same name, or if they are the only
+    arm of their side: two runs of other toggles. Such a pair differs in toggles only, and names
+    them. An arm that is left over among several is no counterpart of another.
     """
     found: dict[int, int] = {}
     for rule in _RULES:
+        every = _left(before, after, {}, rule)
         for key, (ours, theirs) in _left(before, after, found, rule).items():
-            if None not in key and (rule in _EXACT or len(ours) == len(theirs) == 1):
+            several = max(map(len, every[key] if rule in _ALONE else (ours, theirs))) > 1
+            if None not in key and (rule in _EXACT or (ours and theirs and not several)):
                 pairs = zip(ours, theirs, strict=False)
                 found |= {i: j for i, j in pairs if _may_be_one(before[i], after[j], rule)}
     taken = set(found.values())

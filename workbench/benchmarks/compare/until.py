@@ -46,11 +46,16 @@ class Until(NamedTuple):
     at_most_s: float = AT_MOST_S
 
 
-def make_until(half_width: float | None, at_most_s: float = AT_MOST_S) -> Until | None:
-    """The arguments as an `Until`; None where half_width is None. Raises UsageError for a width
-    that is not between 0 and 1, and for a time that is not above 0."""
+def make_until(half_width: float | str | None, at_most_s: float | str = AT_MOST_S) -> Until | None:
+    """The arguments as an `Until`; None where half_width is None. A width can be written as `1%`,
+    and a time as `30s`, as the command takes them. Raises UsageError for a width that is not
+    between 0 and 1, and for a time that is not above 0."""
     if half_width is None:
         return None
+    if isinstance(half_width, str):
+        half_width = parse_share("until", half_width)
+    if isinstance(at_most_s, str):
+        at_most_s = parse_duration("at_most_s", at_most_s)
     if not 0 < half_width < 1:
         raise UsageError(f"until={half_width} is no share; give one between 0 and 1, such as 0.01")
     if not 0 < at_most_s < math.inf:

@@ -221,12 +221,13 @@ def export(folder: str | Path, out: str | Path, table: str = "samples") -> Path:
 
 
 def facts(run: dict[str, Any]) -> dict[str, str]:
-    """What a run was: name to text, for reading."""
+    """What a run was: name to text, for reading. What the run does not know has no line: a load
+    knows neither settings nor toggles of its server."""
     engine, commit, model = run["engine"], run["commit"], run["model"]
     changes = " with changes" if commit.get("dirty") else ""
     gpus = [str(gpu.get("name")) for gpu in run["machine"].get("gpus") or []]
     config = engine.get("config") or {}
-    return {
+    known = {
         "run": f"{run['run_id']}: {run['kind']}, {run['status']}",
         "name": run["name"],
         "started": f"{run['started']}, took {run['duration_s']:.1f} s",
@@ -239,8 +240,9 @@ def facts(run: dict[str, Any]) -> dict[str, str]:
         "tests": f"{', '.join(run['tests'])}; {run['repetitions']} repetitions asked for",
     } | {
         f"arm {arm['name']}": said_toggles(arm["toggles"]) for arm in run["arms"]
-        if not arm["is_control"]
+        if not arm["is_control"] and arm["toggles"]
     }  # fmt: skip
+    return {name: text for name, text in known.items() if text}
 
 
 def measured(samples: pd.DataFrame) -> Table:

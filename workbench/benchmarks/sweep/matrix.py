@@ -25,7 +25,7 @@ from workbench.common.errors import UsageError
 from workbench.common.nearest import choices
 from workbench.config import BASELINE, BEST, EngineConfig, TogglePreset, Toggles, parse_changes
 from workbench.config.table import FAMILIES
-from workbench.config.toggles import as_value
+from workbench.config.toggles import as_value, no_setting
 
 MODEL, TEST, DEPTH, PARALLEL, PRESET, SET = (
     "model", "test", "n_depth", "n_parallel", "preset", "set",
@@ -166,6 +166,8 @@ def matrix_of(
             if low := [n for n in axes[name] if n < least]:
                 raise UsageError(f"{name}={low[0]} must be {least} or more")
     for name in (engine := dict(engine or {})):
+        if name in (*FAMILIES, *Toggles.names()):
+            raise UsageError(no_setting(name, engine[name]))
         if name not in SETTINGS:
             raise UsageError(f"axis {name!r} does not exist; {choices(name, SETTINGS)}")
     for name in (n for n in SETTINGS if n in engine):
