@@ -207,8 +207,9 @@ class Recorder:
         if self.spans:
             return ""
         n = len(self._untraced)
-        window = f", and the window begins with step {self._first} from 0" if self._first else ""
-        return f"no step was traced: {n} {'was' if n == 1 else 'were'} made{window}"
+        made = f"no step was traced: {n} {'was' if n == 1 else 'were'} made"
+        later = f", and the window begins with step {self._first}, counted from 0"
+        return made + later if self._first else made
 
     @property
     def collector(self) -> str:
