@@ -12,7 +12,8 @@ value that acts in some tests alone (ACTS_IN_SOME) wins where it is faster in so
 none. Where tokens per second show no difference, the shortest gap between tokens wins (runs of kind
 `gaps`), and then the fewest waits; with equally few waits `auto` wins, which is safe beside any
 other toggle. A value is out whose answer did not hold, or that not every step can have (NARROW). A
-toggle that no run of a kind of device compares stays as in the baseline, except for SAFE.
+test in which it does the baseline's work does not count. A toggle that no run of a kind of device
+compares stays as in the baseline, except for SAFE.
 
 Toggles of TOGETHER can need each other: a plan of a step needs one copy of all inputs. Comparisons
 of sets decide them as a whole, against the values that won one by one. A set wins that is faster in
@@ -35,7 +36,7 @@ from typing import Any, NamedTuple
 from data.measure.session import ROOT
 from workbench.benchmarks.compare.arms import NEVER_JOINED
 from workbench.benchmarks.compare.comparison import AB
-from workbench.benchmarks.compare.stats import FASTER, SLOWER
+from workbench.benchmarks.compare.stats import FASTER, SAME_WORK, SLOWER
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.times import gaps
 from workbench.benchmarks.workload import parse
@@ -211,7 +212,7 @@ def _trials(folder: str, ab: AB) -> Iterator[Trial]:
     baseline, *others = ab.run["arms"]
     arms = {arm["name"]: arm for arm in others}
     for row in ab.summary().itertuples():
-        if row.is_control:
+        if row.is_control or row.verdict == SAME_WORK:
             continue
         answer, arm = ab.answer(row.arm), arms[row.arm]
         before, after = (a["program"][row.test]["counts"] for a in (baseline, arm))

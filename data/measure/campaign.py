@@ -14,7 +14,8 @@ PARTS are these, in the order in which they are made; without any, all but `two`
 
 A run that is complete, of this commit, stays. So the whole is made by several calls: each begins no
 run that would probably end after its --at-most-s, and the next call goes on. The seconds of a run
-are those of the recorded one in data/results, of its models' files, and of loading.
+are those of the recorded one in data/results, of its models' files, and of loading; of what is
+repeated until its interval is narrow, the most that it may take.
 
 All runs are of the same cards. A call on a machine with other cards than those of the runs that are
 there already is refused, unless --again makes those again. `two` has cards of its own.

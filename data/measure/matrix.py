@@ -20,7 +20,8 @@ from workbench.benchmarks.compare.until import Until
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.config.toggles import clash_of
 
-# step -> seconds it takes on one H100, models written included; the most important first
+# step -> seconds it took on one H100 with a fixed number of rounds, models written included; the
+# most important first. What is repeated until it is narrow takes longer on a busy host.
 STEPS = {
     "plans": 275, "best": 74, "reuse": 160, "grown": 75, "decode": 150, "kernels": 110,
     "depth": 35, "load": 15, "perplexity": 150, "batches": 40, "kernels-batches": 110, "fusion": 85,
@@ -134,7 +135,8 @@ class Row(NamedTuple):
     gpus: GPUs that the machine must have.
     device: `cuda`, or a device of the CPU.
     until: a comparison is repeated at least `rounds` times, and then until its interval is narrow.
-    seconds: about how long it takes on one H200, the model loaded; 0 where unknown.
+    seconds: about how long it takes on one H200, the model loaded, with `rounds` rounds; 0 where
+        unknown.
     """
 
     step: str
@@ -156,6 +158,11 @@ class Row(NamedTuple):
     device: str = "cuda"
     until: Until | None = None
     seconds: int = 0
+
+    @property
+    def most_s(self) -> float:
+        """`seconds`; or the time for which it may be repeated, where that is longer."""
+        return max(self.seconds, self.until.at_most_s if self.until else 0.0)
 
 
 def modes_on(stream: str) -> list[str]:

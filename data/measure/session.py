@@ -95,8 +95,8 @@ class Session:
 
     def late(self, row: Row) -> bool:
         """Whether a row would probably end after the deadline. Then a line says so."""
-        if late := time.monotonic() + row.seconds > self.deadline:
-            said = f"left, {row.seconds} s are too many; call again"
+        if late := time.monotonic() + row.most_s > self.deadline:
+            said = f"left, {row.most_s:.0f} s are too many; call again"
             print(f"{self.at(row).name}: {said}", flush=True)
         return late
 

@@ -160,7 +160,7 @@ def test_what_helps_is_ranked_and_recommended(model, timed, tmp_path):
           graph_reuse__patch_pointers=0.7, graph_reuse__pointer_table=0.7)  # fmt: skip
     made = wb.advise(
         model, "tg1", toggles="sync,graph_reuse,pdl,plan_evict,slot_choice,plans", at_most_s=600,
-        until=0.05, out=tmp_path / "a", device="embedded", n_ctx=256, n_ubatch=16,
+        until="5%", out=tmp_path / "a", device="embedded", n_ctx=256, n_ubatch=16,
     )  # fmt: skip
     frame = made.to_frame().set_index(["toggle", "value", "reading"]).sort_index()
     packed = frame.loc["sync", "packed"]

@@ -69,6 +69,13 @@ def test_what_is_faster_wins_and_a_member_that_loses_is_off(compared):
     assert values(ways=ways)["graph_reuse"] == "set_rows", "not every step can have a table"
 
 
+def test_a_test_in_which_a_value_does_nothing_says_nothing(compared):
+    gains, noise = compared("pdl", {"on": 1.2}), compared("pdl", {"on": 0.9})
+    assert "pdl" not in values(gains=gains, noise=noise)
+    noise.run["result"]["idle"] = {"tg8": {"on": "the steps of tg8 have equal programs"}}
+    assert values(gains=gains, noise=noise)["pdl"] == "on"
+
+
 def test_a_set_of_toggles_wins_as_a_whole(compared):
     """It stands beside what won one by one; over warm engines and fresh ones."""
     sync = compared("sync", {"auto": 1.2}, {"packed": 3, "per_copy": 9})

@@ -129,6 +129,7 @@ def test_what_the_first_table_shows_is_repeated_until_its_interval_is_narrow(tmp
     table that are comparisons have a width, and the run says how far it came."""
     rows = [matrix.the(one.folder, one.kind) for one in mechanisms.MECHANISMS if one.kind != "gaps"]
     assert len(rows) > 5 and all(row.until and row.until.half_width == 0.01 for row in rows)
+    assert all(row.most_s >= row.until.at_most_s for row in rows), "no call begins it too late"
     compared = skipping.comparisons(8192, [32, 512, 8192], 32, 5)
     assert {one.folder for one in compared if not one.until} == {"ub32"}
     until = Until(0.9, at_most_s=60.0)

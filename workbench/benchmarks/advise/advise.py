@@ -52,6 +52,7 @@ from workbench.benchmarks.compare.ab import compare_arms
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.idle import why_same
 from workbench.benchmarks.compare.stats import FASTER, SAME, SLOWER
+from workbench.benchmarks.compare.until import Until, make_until
 from workbench.benchmarks.given import EngineOrPath, given_engine
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.workload import (
@@ -84,8 +85,8 @@ def advise(
     test: str | Workload = "tg32",
     *,
     toggles: str | Sequence[str] = (),
-    at_most_s: float = AT_MOST_S,
-    until: float = HALF_WIDTH,
+    at_most_s: float | str = AT_MOST_S,
+    until: float | str = HALF_WIDTH,
     seed: int = 0,
     out: str | Path | None = None,
     **settings: Any,
@@ -95,8 +96,9 @@ def advise(
     engine: an Engine, or the path of a GGUF file.
     test: one llama-bench test name.
     toggles: ask about these (or families) only; default: all but a few (`LEFT_ALONE`).
-    at_most_s: seconds, all in all but for loading the model.
-    until: a comparison ends once the half-width of its intervals is at most this share.
+    at_most_s: seconds (or `"60s"`), all in all but for loading the model.
+    until: a comparison ends once the half-width of its intervals is at most this share (0.01, or
+        `"1%"`).
     seed: of the random tokens, and of the intervals.
     out: a folder for the run folders, each a comparison; default: a new one in data/runs.
     settings: fields of EngineConfig, for a file.
@@ -115,10 +117,9 @@ def advise(
     workloads = parse_tests(test)
     if len(workloads) > 1:
         raise UsageError(f"an advice is for one test, not {len(workloads)}; ask for each")
-    if not 0 < at_most_s < math.inf:
-        raise UsageError(f"at_most_s={at_most_s} must be above 0 seconds")
-    if not 0 < until < 1:
-        raise UsageError(f"until={until} is no share; give one between 0 and 1, such as 0.01")
+    limit = make_until(until, at_most_s)
+    if limit is None:
+        raise UsageError("an advice ends by its width; give until=0.01")
     names = [toggles] if isinstance(toggles, str) else list(toggles)
     names = [part.strip() for name in names for part in name.split(",") if part.strip()]
     asked = candidates(Toggles(), names)
@@ -126,7 +127,7 @@ def advise(
     check_folder(folder, new=True)
     with given_engine(engine, advise, settings, BEST, workloads) as opened:
         check_fits(opened.toggles, opened.config, workloads[0])
-        adviser = _Adviser(opened, workloads[0], asked, at_most_s, until, seed, folder)
+        adviser = _Adviser(opened, workloads[0], asked, limit, seed, folder)
         adviser.run()
         return adviser.advice(opened, named=bool(names))
 
@@ -135,18 +136,18 @@ class _Adviser:
     """An advice while it is measured."""
 
     def __init__(
-        self, engine: Engine, workload: Workload, asked: list[Candidate], at_most_s: float,
-        until: float, seed: int, folder: Path,
+        self, engine: Engine, workload: Workload, asked: list[Candidate],
+        limit: Until, seed: int, folder: Path,
     ):  # fmt: skip
         self.engine, self.workload = engine, workload
-        self.until, self.seed, self.folder = until, seed, folder
+        self.until, self.seed, self.folder = limit.half_width, seed, folder
         self.preset = TogglePreset(BEST).for_sequences(workload.width)
         self.off, self.best = Toggles(), engine.resolve(self.preset)
         self.start, self.rebuilding = self.off, 1.0  # of readings alone; what a rebuilt graph costs
         # what is best first: it decides which flags to copy
         self.asked = sorted(asked, key=lambda one: not self._of_best(one))
         self.begun = time.monotonic()
-        self.deadline, self.at_most_s = self.begun + at_most_s, at_most_s
+        self.deadline, self.at_most_s = self.begun + limit.at_most_s, limit.at_most_s
         self.readings: dict[Asked, Reading] = {}
         self.reasons: dict[Asked, Reason] = {}  # why something is not measured
         self.effects: dict[Asked, Effect] = {}

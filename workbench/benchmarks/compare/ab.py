@@ -130,8 +130,7 @@ def ab(
         at most this share (0.01, or `"1%"`). The measuring stops on the width, never on the values
         that the interval excludes. At least max(`rounds`, 10) rounds are run.
     at_most_s: seconds (or `"30s"`) of measuring, over all tests, after which `until` gives up. A
-        resumed run has
-        all of this time again.
+        resumed run has all of this time again.
     energy: count joules a token, too, after all times: 5 windows of 5 s of each arm and test, from
         the energy counter of the engine's GPU (`energy/windows.py`); or from a counter that is
         given.

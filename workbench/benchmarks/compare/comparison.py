@@ -143,9 +143,8 @@ class AB(Framed):
         rates = results.rates(self.samples)
         baseline, *others = self.run["arms"]
         control = next(arm for arm in others if arm["is_control"])
-        known = {arm["name"]: CONTROL for arm in others if arm["is_control"]}
         for test in self.run["tests"]:
-            known_here = dict.fromkeys(self._idle(test), stats.SAME_WORK) | known
+            idle = self._idle(test)
             tps = rates[rates["test"] == test].pivot(
                 index="repetition", columns="arm", values="tps"
             )
@@ -170,7 +169,11 @@ class AB(Framed):
                     "n": ratio.n,
                     "band_low": band.low,
                     "band_high": band.high,
-                    "verdict": known_here.get(b) or stats.verdict(ratio, band),
+                    "verdict": CONTROL
+                    if arm["is_control"]
+                    else stats.SAME_WORK
+                    if b in idle
+                    else stats.verdict(ratio, band),
                     "answer": "not compared" if answer is None else str(answer),
                 }
 

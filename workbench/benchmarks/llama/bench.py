@@ -148,8 +148,8 @@ def bench(
     out: a run folder to write, too, at the end and every 10 s on the way.
     resume: continue the run in `out`; its repetitions are kept, and not measured again.
     until: repeat each test until the half-width of the interval of its median t/s is at most this
-        share (0.01 for 1 %). At least max(`repetitions`, 10) repetitions are run.
-    at_most_s: seconds of measuring, over all tests, after which `until` gives up.
+        share (0.01, or `"1%"`). At least max(`repetitions`, 10) repetitions are run.
+    at_most_s: seconds (or `"30s"`) of measuring, over all tests, after which `until` gives up.
     energy: count joules a token, too: as for `wb.ab`.
     on_row(row): called as soon as a test is finished.
     settings: fields of EngineConfig (device, n_ctx, ...) for an engine of a file. Its context and
