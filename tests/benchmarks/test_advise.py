@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.profiles import examples
 from workbench.benchmarks import workload
-from workbench.benchmarks.advise.candidates import alone, candidates, with_the_rest
+from workbench.benchmarks.advise import record
+from workbench.benchmarks.advise.advice import Advice, Effect, Reason
+from workbench.benchmarks.advise.candidates import Candidate, alone, candidates, with_the_rest
 from workbench.benchmarks.advise.chunks import ALONE, MOST_ARMS, THE_REST, chunked
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.compare.stats import Band, Ratio
 from workbench.benchmarks.runs import results
 from workbench.common.errors import UsageError
 from workbench.common.tables import markdown
@@ -153,7 +157,7 @@ def timed(monkeypatch):
 
 
 @pytest.mark.long
-def test_what_helps_is_ranked_and_recommended(model, timed, tmp_path):
+def test_what_helps_is_ranked_and_recommended(call, model, timed, tmp_path):
     """On a clock that is told: packed is faster than what best has; set_rows, of best, is slower
     than nothing; plans are not worth a word."""
     timed(sync__packed=1.5, sync__copy_boundary=1.2, graph_reuse__set_rows=0.8,
@@ -218,6 +222,16 @@ def test_what_helps_is_ranked_and_recommended(model, timed, tmp_path):
     )
     row = next(rows)
     assert row.speedup == packed.loc["alone", "speedup"]
+    # the folder gives it again, as it was
+    again = wb.load(tmp_path / "a")
+    pd.testing.assert_frame_equal(again.to_frame(), made.to_frame())
+    assert repr(again).replace(str(model.name), str(model)) == repr(made)
+    assert again.details.splitlines()[:-1] == made.details.splitlines()[:-1]
+    status, out, _ = call("runs", "show", tmp_path / "a")
+    assert status == 0 and f"flags: {made.flags}" in out and "| sync=packed" in out
+    status, out, _ = call("runs", "ls", tmp_path)
+    assert status == 0 and f"advise ({len(runs)} runs)" in out and out.count("\n") == 3
+    assert call("runs", "ls", tmp_path / "a")[1].count("\n") == 2 + len(runs)
 
 
 @pytest.mark.long
@@ -244,7 +258,7 @@ def test_a_rebuilt_graph_hides_nothing_alone(model, timed, tmp_path):
     rows = frame.loc[("graph_reuse", "set_rows", "alone")]
     assert rows["speedup"] == pytest.approx(12, rel=0.01) and rows["beside"] == ""
     # what tells most comes first; each comparison has a single kind of slow arm
-    runs = [AB.load(folder).run for folder in sorted((tmp_path / "a").iterdir())]
+    runs = [AB.load(folder).run for folder in sorted((tmp_path / "a").glob("0*"))]
     arms = [[arm["toggles"] for arm in run["arms"]] for run in runs]
     best = made.best.to_dict()
     assert arms[0] == [best, OFF.to_dict(), best]
@@ -351,6 +365,69 @@ def test_ctrl_c_keeps_what_is_finished(model, timed, tmp_path, monkeypatch):
     assert 0 < len(made.effects) < len(made.readings)
     assert (made.to_frame()["reason"] == "not reached in the time").any()
     assert results.runs(tmp_path / "a")["status"].tolist().count("interrupted") == 1
+    assert repr(wb.load(tmp_path / "a")).splitlines()[:-1] == repr(made).splitlines()[:-1]
+
+
+@pytest.mark.long
+def test_an_advice_that_is_killed_is_read_as_interrupted(model, timed, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    timed(sync__packed=1.5)
+    measured, told = [0], record.write
+
+    def written(advice):
+        told(advice)
+        measured[0] += 1
+        if measured[0] == 2:
+            raise Killed
+
+    monkeypatch.setattr(record, "write", written)
+    with pytest.raises(Killed):
+        wb.advise(model, "tg2", toggles="sync", at_most_s=600, until=0.05, out=tmp_path / "a",
+                  device="embedded")  # fmt: skip
+    found = wb.load(tmp_path / "a" / "advice.json")
+    assert found.interrupted and found.effects
+    assert set(found.to_frame()["reason"]) > {"", "not reached in the time"}
+    assert len(results.runs(tmp_path / "a")) == 2
+
+
+@pytest.mark.parametrize(("content", "says"), [
+    ("{", "cannot be read: "), ("[]", "schema None of advice.json is not 1"),
+    ('{"schema": 2}', "schema 2 of advice.json is newer than 1, the newest that this version"),
+    ('{"schema": 1}', "advice.json has no valid 'model'"),
+])  # fmt: skip
+def test_an_advice_that_cannot_be_read_is_one_line(tmp_path, content, says):
+    (tmp_path / "advice.json").write_text(content)
+    with pytest.raises(UsageError, match=says) as error:
+        wb.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_numbers_that_are_missing_and_odd_toggles_come_back(tmp_path):
+    """Intervals without bounds are NaN again. A toggle that does not exist is one line."""
+    nan = float("nan")
+    one, best = Candidate("sync", "packed"), Toggles(sync="packed", fuse="on")
+    advice = Advice(
+        model="m.gguf", device="embedded", test="tg2", best=best, asked=[one], changes={},
+        effects={
+            (one, ALONE): Effect(Ratio(1.5, nan, nan, 1), Band(nan, nan), stats.TOO_FEW, "", True),
+        },
+        readings={(one, ALONE): alone(one, OFF, best)}, left_alone={"redo": "why"},
+        reasons={(one, THE_REST): Reason("kind", "why")}, folder=tmp_path, interrupted=False,
+        seconds=1.0, at_most_s=2.0, start=OFF, rebuilding=1.0,
+    )  # fmt: skip
+    record.write(advice)
+    again = wb.load(tmp_path)
+    pd.testing.assert_frame_equal(again.to_frame(), advice.to_frame())
+    assert again.best == best and again.details == advice.details
+    text = (tmp_path / "advice.json").read_text()
+    (tmp_path / "advice.json").write_text(text.replace('"sync": "packed"', '"synk": "packed"'))
+    with pytest.raises(UsageError, match=r"advice\.json: toggle 'synk' does not exist"):
+        wb.load(tmp_path)
+    (tmp_path / "advice.json").write_text(text.replace("too few repetitions", "sideways"))
+    with pytest.raises(UsageError, match=r"advice\.json has no valid 'sideways'"):
+        wb.load(tmp_path)
 
 
 @pytest.mark.parametrize(("asked", "said"), [

@@ -114,6 +114,8 @@ FUSED = Toggles(fuse="on")
     ("sync", ["per_copy", "packed"], FUSED, "sync=per_copy,packed", FUSED),
     ("streams", [1, 3], "fuse=on", "streams=1,3", FUSED), ("pdl", (False, True), None, "pdl=off,on",
                                                          Toggles()),
+    ("fuse_qkv=off,on", None, "fuse=on", "fuse_qkv=off,on", FUSED),
+    ("sync=auto", None, "sync=packed", "sync=auto", Toggles(sync="packed")),
     ("plans=off | plans=ours pdl=on", None, None, "plans=off | plans=ours pdl=on", Toggles()),
     (Toggles(), FUSED, None, "fuse=off,on", Toggles()),
     ([Toggles(), FUSED], None, None, "fuse=off,on", Toggles()),
@@ -166,6 +168,8 @@ def test_long_sets_are_named_by_their_presets_and_a_set_can_have_a_name(engine):
     (("sync=per_copy,packed plans=off,ours",), "write ' | ' between sets of toggles, or make a"),
     (("n_ubatch=128,512",), "n_ubatch is a setting and no toggle"),
     (("sync=auto", None, "tg2", 5, 0, "preset=best"), "preset is no toggle; give its name alone"),
+    (("sync", ["per_copy", "auto"], "tg2", 5, 0, "sync=packed"), "sync is what is compared; leave"),
+    (("fuse=off,on", None, "tg2", 5, 0, {"fuse": True}), "leave it out of background, and put the"),
     (("sync", ["per_copy", "pakced"]), "sync='pakced' does not exist; did you mean packed?"),
 ])  # fmt: skip
 def test_what_is_no_comparison_says_what_is(engine, how, says):

@@ -77,6 +77,7 @@ ARGUMENTS = [
     (["ab", "--toggle", "sync=per_copy"], "what the background has"),
     (["ab", "--toggle", "sync=event_guarded", "--copy-stream", "compute"], "compute clash"),
     (["ab", "--toggle", "sync=per_copy,packed", "--sync", "packed"], "--sync is what is compared"),
+    (["ab", "--toggle", "fuse=off,on", "--fuse", "on"], "put the baseline first in --toggle fuse"),
     ([*AB, "--rounds", "1"], "rounds=1 is too few"), ([*AB, "--test", "xx9"], "test 'xx9' does"),
     ([*AB, "--resume"], "give it as out"), ([*AB, "--resume", "--out", "/no"], "is no run folder"),
     (["perplexity", *SAMPLE, "-f", "x"], "either a text file (-f)"),

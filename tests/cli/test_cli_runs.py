@@ -13,7 +13,7 @@ import pytest
 
 from data.measure.command import RESULTS
 from tests.benchmarks.made_runs import a_run, comparison, write
-from workbench.benchmarks.runs import folders
+from workbench.benchmarks.runs import folders, results
 from workbench.benchmarks.runs.results import load_run, new_run_folder, write_run
 from workbench.common import output_swap
 from workbench.common.errors import UsageError
@@ -121,20 +121,43 @@ def odd(root):
     (root / "file").write_text("mine")
     (root / "notes").mkdir()
     shutil.copy(root / "one/run.json", root / "notes")  # a run without samples
-    (root / "swept").mkdir()
-    (root / "swept/sweep.json").write_text("{}")
     write(root, "mixed")
     (root / "mixed/photos").mkdir()
     return {
         root: "run.json is missing", root / "file": "it is a file", root / "no": "does not exist",
         root / "notes": "samples.parquet is missing", root / "link": "is a link to",
-        root / "mixed": "photos is no run folder", root / "swept": "run.json is missing",
+        root / "mixed": "photos is no run folder",
     }  # fmt: skip
 
 
-def test_show_says_what_reads_a_sweep(call, odd, root):
-    status, _, err = call("runs", "show", root / "swept")
-    assert status == 2 and "it is a sweep, which wb.load reads" in err and err.count("\n") == 1
+@pytest.fixture
+def swept(root):
+    """A sweep whose record says next to nothing, with two runs."""
+    (root / "swept").mkdir()
+    (root / "swept/sweep.json").write_text("{}")
+    for name in ("a", "b"):
+        write(root / "swept/groups", name)
+    return root / "swept"
+
+
+def test_a_sweep_is_listed_as_one_and_removed_as_one(call, swept, root):
+    lines = call("runs", "ls", root)[1].splitlines()
+    (line,) = [line for line in lines if "swept" in line]
+    assert line.split("|")[1].strip() == "swept" and "sweep (2 runs)" in line
+    assert sum("groups/" in line for line in call("runs", "ls", swept)[1].splitlines()) == 2
+    of = results.runs(root)["part_of"].tolist()
+    assert sorted(of) == [""] * 4 + [str(swept)] * 2
+    status, _, err = call("runs", "show", swept)  # its record cannot be read
+    assert status == 2 and "schema None of sweep.json is not 1" in err and err.count("\n") == 1
+    status, _, err = call("runs", "show", swept, "--json")
+    assert status == 2 and "--json takes a run below it" in err
+    status, _, err = call("runs", "export", swept, "--out", root / "x.csv")
+    assert status == 2 and "it is a result of sweep, and below it are run folders" in err
+    (swept / "groups/photos").mkdir()
+    status, _, err = call("runs", "rm", swept, "--yes")
+    assert status == 2 and "photos is no run folder" in err and load_run(swept / "groups/a")
+    (swept / "groups/photos").rmdir()
+    assert call("runs", "rm", swept, "--yes")[0] == 0 and not swept.exists()
 
 
 def test_rm_refuses_what_is_no_run_folder_before_it_removes_any(call, root, odd):

@@ -135,12 +135,21 @@ def draw(out: Path, device: str) -> None:
 
 
 def take(out: Path, root: Path = ROOT) -> None:
-    """Puts what `run` wrote among the sources."""
+    """Puts what `run` wrote among the sources. Raises UsageError, before anything is replaced,
+    where the archive does not hold the runs of every notebook in `out`: each call of `run` makes
+    the archive anew."""
     results = root / "data" / "results"
     taken = [name for name in MADE if (out / f"{name}.ipynb").is_file()]
-    for end in (end for name in taken for end in MADE[name]):
-        shutil.rmtree(results / f"notebook-{end}", ignore_errors=True)
     with tarfile.open(out / RUNS) as archive:
+        held = {Path(member).parts[0] for member in archive.getnames()}
+        made = {f"notebook-{end}": name for name in taken for end in MADE[name]}
+        for folder, name in made.items():
+            if folder not in held:
+                raise UsageError(
+                    f"{out / RUNS} has no {folder} of {name}; name all notebooks in one run"
+                )
+        for folder in made:
+            shutil.rmtree(results / folder, ignore_errors=True)
         archive.extractall(results, filter="data")
     for name in taken:
         shutil.copyfile(out / f"{name}.ipynb", root / "notebooks" / f"{name}.ipynb")

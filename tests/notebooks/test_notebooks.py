@@ -131,6 +131,12 @@ def test_what_was_recorded_of_one_leaves_the_others(tmp_path):
         (out / name).write_text(name)
     with tarfile.open(out / record.RUNS, "w:gz") as archive:
         archive.add(out / "04_plans.ipynb", arcname=f"{folder}/run.json")
+    with pytest.raises(UsageError, match="has no notebook-plans-half of 04_plans"):
+        record.take(out, root)
+    assert (results / folder / "of-before").is_file() and not (results / record.PICTURE).exists()
+    with tarfile.open(out / record.RUNS, "w:gz") as archive:
+        for name in (folder, "notebook-plans-half"):
+            archive.add(out / "04_plans.ipynb", arcname=f"{name}/run.json")
     record.take(out, root)
     assert [path.name for path in (root / "notebooks").iterdir()] == ["04_plans.ipynb"]
     assert [path.name for path in (results / folder).iterdir()] == ["run.json"]

@@ -167,7 +167,8 @@ def ab(
 
     All are measured in turn, and an A/A control tells the noise."""
     from workbench.benchmarks.compare.ab import ab as interleaved
-    from workbench.benchmarks.compare.arms import SETS, ComparisonSpec, comparison_spec
+    from workbench.benchmarks.compare.arms import ComparisonSpec, comparison_spec
+    from workbench.benchmarks.compare.forms import named_twice
     from workbench.benchmarks.runs.draft import open_out
     from workbench.benchmarks.workload import parse_tests, wide_enough
     from workbench.common.tables import show, show_prose
@@ -176,10 +177,7 @@ def ab(
     check_run_name(out)
     until = repeat.arguments()
     wanted, specs = toggles.wanted(BASELINE), list[ComparisonSpec]()
-    compared = toggle.partition("=")[0].strip()
-    # a member may differ from its family: --fuse on --toggle fuse_qkv=off,on
-    given = compared in wanted.changes and not Toggles.row(compared).family
-    if given and SETS not in toggle:
+    if compared := named_twice(toggle, wanted.changes):
         raise UsageError(
             f"--{compared.replace('_', '-')} is what is compared; leave it out, and put the "
             f"baseline first in --toggle {compared}=..."

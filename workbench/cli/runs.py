@@ -38,9 +38,10 @@ def list_runs(
 ) -> None:
     """List run folders, oldest first.
 
-    A folder that cannot be read, or has a newer schema, says so as its status.
+    A folder that cannot be read, or has a newer schema, says so as its status. A sweep and an
+    advice have a line each; `ls FOLDER` lists their runs.
     """
-    from workbench.benchmarks.runs import results
+    from workbench.benchmarks.runs import folders, results
     from workbench.common.tables import Table, markdown, show_prose, terminal_columns
 
     if root != RUNS and not root.is_dir():
@@ -52,6 +53,7 @@ def list_runs(
     if found.empty:
         say(f"no runs in {root}; bench, ab, sweep and others write them with --out")
         return
+    found = folders.runs_together(found, root)
     reasons = found["status"].str.partition(": ")
     table = Table(
         {
@@ -80,14 +82,21 @@ def list_runs(
 
 @runs_app.command
 def show(folder: RunPath, /, *, as_json: f.AsJson = False) -> None:
-    """Print what a run was and what it found (--json: its run.json)."""
+    """Print what a run was and what it found (--json: its run.json).
+
+    A sweep and an advice are shown as they were when they ended."""
     import textwrap
 
     from workbench.benchmarks.compare.comparison import AB
-    from workbench.benchmarks.runs import folders, results
+    from workbench.benchmarks.runs import folders, loading, results
     from workbench.common.tables import show, show_prose, terminal_columns
     from workbench.traffic.bench import SERVED, load_served
 
+    if kind := results.together(folder):
+        if as_json:
+            raise UsageError(f"{folder} is a result of {kind}; --json takes a run below it")
+        print(loading.load(folder))
+        return
     found = results.load_run(folder)
     if as_json:
         print(json.dumps(results.finite(found.run), indent=1))
@@ -116,7 +125,7 @@ def rm(
 ) -> None:
     """Remove run folders, after a question.
 
-    Nothing but run folders is removed, and no half of a folder stays.
+    Nothing but run folders (and sweeps and advices) is removed, and no half of a folder stays.
     """
     from workbench.benchmarks.runs.folders import remove_runs, run_folder
     from workbench.common.sizes import sizes

@@ -21,7 +21,11 @@ OF_KIND = {
     "kernels": "workbench.benchmarks.kernels.kernel_bench:KernelRun.load",
     "serve": "workbench.traffic.bench:load_served",
 }
-SWEEP = "workbench.benchmarks.sweep.result:Sweep.load"  # of a folder with a sweep.json
+# kind of a folder of run folders (`results.TOGETHER`) -> what reads it
+OF_TOGETHER = {
+    "sweep": "workbench.benchmarks.sweep.result:Sweep.load",
+    "advise": "workbench.benchmarks.advise.record:load",
+}
 # ending of a trace's file -> what reads it
 OF_TRACE = dict.fromkeys(
     (".pftrace", ".pftrace.gz", ".json", ".json.gz", ".sqlite"),

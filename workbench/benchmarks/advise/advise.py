@@ -13,14 +13,16 @@ graph come last. `graph_reuse` itself is read from everything off.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from workbench.benchmarks import workload as w
+from workbench.benchmarks.advise import record
 from workbench.benchmarks.advise.advice import (
     EQUAL,
     IDLE,
@@ -111,8 +113,8 @@ def advise(
     says why. So it does of what the time did not suffice for.
 
     Returns an `Advice`: `table` is ranked, `to_frame` has every reading, `flags` and `python` are
-    to copy. Ctrl-C keeps what is finished. Raises UsageError for a wrong request, and what
-    `Engine.load` raises.
+    to copy. `wb.load(folder)` reads it again. Ctrl-C keeps what is finished. Raises UsageError for
+    a wrong request, and what `Engine.load` raises.
     """
     workloads = parse_tests(test)
     if len(workloads) > 1:
@@ -127,9 +129,12 @@ def advise(
     check_folder(folder, new=True)
     with given_engine(engine, advise, settings, BEST, workloads) as opened:
         check_fits(opened.toggles, opened.config, workloads[0])
-        adviser = _Adviser(opened, workloads[0], asked, limit, seed, folder)
+        left_alone = {} if names else LEFT_ALONE
+        adviser = _Adviser(opened, workloads[0], asked, limit, seed, folder, left_alone)
         adviser.run()
-        return adviser.advice(opened, named=bool(names))
+        made = adviser.advice()
+        record.write(made)
+        return made
 
 
 class _Adviser:
@@ -137,9 +142,9 @@ class _Adviser:
 
     def __init__(
         self, engine: Engine, workload: Workload, asked: list[Candidate],
-        limit: Until, seed: int, folder: Path,
+        limit: Until, seed: int, folder: Path, left_alone: Mapping[str, str],
     ):  # fmt: skip
-        self.engine, self.workload = engine, workload
+        self.engine, self.workload, self.left_alone = engine, workload, left_alone
         self.until, self.seed, self.folder = limit.half_width, seed, folder
         self.preset = TogglePreset(BEST).for_sequences(workload.width)
         self.off, self.best = Toggles(), engine.resolve(self.preset)
@@ -184,11 +189,13 @@ class _Adviser:
             self._narrow()
         except KeyboardInterrupt:
             self.interrupted = True
+
+    def _all_reasons(self) -> dict[Asked, Reason]:
+        """Why anything is not measured; now, for what may still be reached."""
         looked = {*self.readings, *self.reasons}
         missing = [a for a in kinds_in_turn(self.asked) if a not in looked]
-        for asked in [*missing, *self.readings]:
-            if asked not in self.effects:
-                self.reasons[asked] = NOT_REACHED
+        late = [asked for asked in (*missing, *self.readings) if asked not in self.effects]
+        return self.reasons | dict.fromkeys(late, NOT_REACHED)
 
     def _of_best(self, one: Candidate) -> bool:
         return self.best.value_of(one.name) == one.value
@@ -358,6 +365,7 @@ class _Adviser:
         self.effects |= effects_of(made, chunk)
         if made.interrupted:
             raise KeyboardInterrupt
+        record.write(dataclasses.replace(self.advice(), interrupted=True))  # until it has ended
         note(f"{counted(len(self.effects), 'reading')}, {duration(max(self.left_s, 0))} left")
 
     def _ended(self, number: int) -> dict[str, Any]:
@@ -445,13 +453,13 @@ class _Adviser:
         off = {name: self.off.value_of(name) for name in reading.gone}
         return reading.added | off | {one.name: value}
 
-    def advice(self, engine: Engine, named: bool) -> Advice:
-        left_alone = {} if named else LEFT_ALONE
+    def advice(self) -> Advice:
+        """What is known so far."""
         return Advice(
-            model=str(engine.model.path), device=engine.backend.description,
+            model=str(self.engine.model.path), device=self.engine.backend.description,
             test=self.workload.name, best=self.best, asked=self.asked, effects=self.effects,
-            readings=self.readings, reasons=self.reasons, changes=self.recommended(),
-            left_alone=left_alone, folder=self.folder, interrupted=self.interrupted,
+            readings=self.readings, reasons=self._all_reasons(), changes=self.recommended(),
+            left_alone=self.left_alone, folder=self.folder, interrupted=self.interrupted,
             seconds=time.monotonic() - self.begun, at_most_s=self.at_most_s,
             start=self.start, rebuilding=self.rebuilding,
         )  # fmt: skip

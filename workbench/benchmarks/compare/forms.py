@@ -6,7 +6,7 @@ sets with `|`), and the background that its arms share. So there is one way to m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.benchmarks.compare.arms import NAMED, SETS
@@ -42,6 +42,15 @@ def background_of(engine: Engine, background: Any) -> Toggles:
     return background if isinstance(background, Toggles) else engine.resolve(background)
 
 
+def named_twice(toggle: str, changes: Collection[str]) -> str:
+    """The toggle that a spec compares, where `changes` of the background give it, too; otherwise
+    empty. Members may have values of their own beside a family: `fuse=on` and `fuse_qkv=off,on`."""
+    name = toggle.partition("=")[0].strip()
+    if SETS in toggle or not {*changes}.issuperset(members := Toggles.members(name)):
+        return ""
+    return "" if members == [name] and Toggles.row(name).family else name
+
+
 def names_in(toggle: object) -> list[str]:
     """The toggles that are to be compared each by itself; empty for any other form."""
     names = (
@@ -57,7 +66,9 @@ def one_comparison(engine: Engine, toggle: Any, values: Any, background: Any) ->
         if _is_set(values):
             raise UsageError(f"{toggle!r} beside {values!r} is no comparison; give {FORMS}")
         beneath = background_of(engine, background)
-        return Asked(toggle if values is None else _of_values(toggle, values), beneath)
+        spec = toggle if values is None else _of_values(toggle, values)
+        _check_background(spec, background)
+        return Asked(spec, beneath)
     sets = [toggle, values] if _is_set(toggle) and _is_set(values) else toggle
     if not isinstance(sets, list | tuple) or not sets or not all(map(_is_set, sets)):
         raise UsageError(f"{toggle!r} is no comparison; give {FORMS}")
@@ -88,6 +99,18 @@ def comparison_of(engine: Engine, name: str, background: Any) -> tuple[Asked | N
         else:
             taken += [value] if value not in taken else []
     return (Asked(_of_values(name, taken), beneath) if len(taken) > 1 else None), left
+
+
+def _check_background(spec: str, background: Any) -> None:
+    """Raises UsageError where the background gives what several values are compared of. A single
+    value is compared with the background's, which may give it then."""
+    asked = asked_toggles(background, TogglePreset(BASELINE))
+    changes = asked.changes if isinstance(asked, TogglePreset) else {}
+    if "," in spec and (name := named_twice(spec, changes)):
+        raise UsageError(
+            f"{name} is what is compared; leave it out of background, and put the baseline first "
+            f"in {name}=..."
+        )
 
 
 def _is_set(one: object) -> bool:

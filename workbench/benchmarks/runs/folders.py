@@ -20,12 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from workbench.benchmarks.runs.results import (
+    COMPLETE,
+    GROUPS,
     RUN_JSON,
     SAMPLES,
     finite,
     load_tables,
     percentiles,
     rates,
+    together,
 )
 from workbench.common.errors import UsageError
 from workbench.common.output import (
@@ -37,6 +40,7 @@ from workbench.common.output import (
     writing_folder,
 )
 from workbench.common.output_swap import TEMPORARY, remove, surely
+from workbench.common.sizes import counted
 from workbench.common.tables import Table
 from workbench.config import said_toggles
 
@@ -52,7 +56,8 @@ class RunFolder(NamedTuple):
 
 
 def run_folder(path: Path) -> RunFolder:
-    """What is at `path`. A run whose files are damaged is a run folder, too.
+    """What is at `path`: a run folder, or the folder of a sweep or an advice with its runs. A run
+    whose files are damaged is a run folder, too.
 
     Raises UsageError for anything else: a file, a link, a folder without run.json and
     samples.parquet, and a folder in which there is a folder that is no run folder.
@@ -63,12 +68,16 @@ def run_folder(path: Path) -> RunFolder:
     if not path.is_dir():
         what = "it is a file" if path.exists() else "it does not exist"
         raise UsageError(f"{refused}: {what}; `workbench runs ls` lists run folders")
-    for name in (RUN_JSON, SAMPLES):
+    of_runs = together(path)
+    for name in () if of_runs else (RUN_JSON, SAMPLES):
         if not (path / name).is_file():
             raise UsageError(f"{refused}: {name} is missing; `workbench runs ls` lists run folders")
     inside = sorted(path.iterdir())
-    parts = [run_folder(one) for one in inside if one.is_dir()]
     files = [one for one in inside if not one.is_dir()]
+    below = [one for one in inside if one.is_dir()]
+    if of_runs and (groups := path / GROUPS) in below:
+        below = [one for one in below if one != groups] + sorted(groups.iterdir())
+    parts = [run_folder(one) for one in below]
     return RunFolder(
         path,
         len(files) + sum(part.n_files for part in parts),
@@ -93,6 +102,31 @@ def remove_runs(folders: Sequence[RunFolder]) -> None:
                 f"{named(folder.path)} is no run any more, and {beside.name} beside it cannot be "
                 f"removed: {error.strerror}; remove it by hand"
             ) from error
+
+
+def runs_together(found: pd.DataFrame, root: str | Path) -> pd.DataFrame:
+    """The rows of `results.runs(root)`, with one row in place of the runs of a sweep or an advice,
+    unless `root` is its folder. Its kind says how many runs there are, its status is the first that
+    is not `complete`."""
+
+    def said(values: pd.Series, what: str) -> str:
+        known = list(dict.fromkeys(values))
+        return str(known[0]) if len(known) == 1 else counted(len(known), what)
+
+    rows: list[dict[str, Any]] = []
+    for folder, runs in found.groupby("part_of", sort=False):
+        if folder in ("", str(root)):
+            rows += runs.to_dict("records")
+            continue
+        of = together(Path(str(folder)))
+        others = [status for status in runs["status"] if status != COMPLETE]
+        rows.append(runs.iloc[0].to_dict() | {
+            "folder": folder, "kind": f"{of} ({counted(len(runs), 'run')})", "part_of": "",
+            "status": others[0] if others else COMPLETE, "model": said(runs["model"], "model"),
+            "tests": said(runs["tests"], "test"), "duration_s": runs["duration_s"].sum(),
+        })  # fmt: skip
+    made = pd.DataFrame(rows, columns=found.columns)
+    return made.sort_values(["started", "folder"], ignore_index=True, na_position="first")
 
 
 # copies for elsewhere -----------------------------------------------------------------------------

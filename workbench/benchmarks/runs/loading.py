@@ -5,27 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from workbench.benchmarks.runs.results import RUN_JSON, SWEEP_JSON, load_run
+from workbench.benchmarks.runs.results import RUN_JSON, TOGETHER, load_run, together
 from workbench.common.errors import UsageError
-from workbench.common.upper import OF_KIND, OF_TRACE, SWEEP, upper
+from workbench.common.upper import OF_KIND, OF_TOGETHER, OF_TRACE, upper
 
 
 def load(path: str | Path) -> Any:
     """Reads a result from where it was recorded.
 
-    path: a run folder, its run.json, the folder of a sweep, or the file of a trace (`.pftrace`,
-        `.json`, each also `.gz`; `.sqlite` of nsys).
+    path: a run folder, its run.json, the folder of a sweep or of an advice, or the file of a trace
+        (`.pftrace`, `.json`, each also `.gz`; `.sqlite` of nsys).
 
     Returns, by the kind of the run: `ab` an AB, `bench` a Bench, `gaps` a Gaps, `kernels` a
     KernelRun, `serve` a ServeBench, and any other kind a Run, which has run.json and the samples as
-    a frame. Of a trace it returns a Profile, of a sweep a Sweep. Raises UsageError, in one line,
-    where nothing is there, where the folder is damaged or of a newer schema, and for a file of
-    another kind.
+    a frame. Of a trace it returns a Profile, of a sweep a Sweep, of an advice an Advice. Raises
+    UsageError, in one line, where nothing is there, where the folder is damaged or of a newer
+    schema, and for a file of another kind.
     """
     path = Path(path)
-    folder = path.parent if path.name in (RUN_JSON, SWEEP_JSON) else path
-    if (folder / SWEEP_JSON).is_file():
-        return upper(SWEEP)(folder)
+    folder = path.parent if path.name in (RUN_JSON, *TOGETHER) else path
+    if kind := together(folder):
+        return upper(OF_TOGETHER[kind])(folder)
     if folder.is_dir():
         found = load_run(folder)
         reader = OF_KIND.get(found.run["kind"])

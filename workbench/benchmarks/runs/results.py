@@ -65,7 +65,11 @@ from workbench.config import EngineConfig, Toggles
 
 SCHEMA = 1
 RUN_JSON, SAMPLES = "run.json", "samples.parquet"
-SWEEP_JSON = "sweep.json"  # in a folder of run folders (`sweep/store.py`)
+# a file that makes a folder of run folders one result, and the kind of that result
+SWEEP_JSON = "sweep.json"  # `sweep/store.py`
+ADVICE_JSON = "advice.json"  # `advise/record.py`
+TOGETHER = {SWEEP_JSON: "sweep", ADVICE_JSON: "advise"}
+GROUPS = "groups"  # a sweep's folder of run folders
 TABLES = TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"  # of `perplexity`, and of `serve`
 COMPLETE, INTERRUPTED = "complete", "interrupted"
 NEWER, UNREADABLE = "newer schema", "unreadable"  # how the status of a listed folder begins
@@ -343,9 +347,12 @@ def origin(run: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """`value`, with None for NaN and infinity, which JSON does not have. Goes into dicts."""
+    """`value`, with None for NaN and infinity, which JSON does not have. Goes into dicts and
+    lists."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -420,10 +427,10 @@ def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame
                 f"{folder} is no run folder: it does not exist; `workbench runs ls` lists run "
                 "folders"
             ) from error
-        sweep = (folder / SWEEP_JSON).is_file()
+        kind = together(folder)
         raise UsageError(
             f"{folder} is no run folder: {Path(str(error.filename)).name} is missing"
-            + ("; it is a sweep, which wb.load reads; below it are run folders" if sweep else "")
+            + (f"; it is a result of {kind}, and below it are run folders" if kind else "")
         ) from error
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, UsageError):
@@ -437,14 +444,20 @@ def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame
     )
 
 
+def together(folder: Path) -> str:
+    """What the run folders below a folder are together: `sweep`, `advise`, or nothing."""
+    return next((kind for file, kind in TOGETHER.items() if (folder / file).is_file()), "")
+
+
 def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
     """The runs under `root`, oldest first: one row per folder with a run.json, readable or not.
 
     Columns: run_id, started, kind, name, status, model, device, tests, arms, repetitions, commit,
-    duration_s, folder. A folder that cannot be read has the reason as its status, after
-    `newer schema: ` or `unreadable: `.
+    duration_s, folder, part_of (the folder of the sweep or the advice to which the run belongs). A
+    folder that cannot be read has the reason as its status, after `newer schema: ` or `unreadable:
+    `.
     """
-    rows = []
+    rows, holders = list[dict[str, Any]](), dict[Path, str]()
     for path in sorted(Path(root).glob(f"**/{RUN_JSON}")):
         inside = path.relative_to(root).parts
         if any(part.startswith(TEMPORARY) for part in inside):  # a save, or its leftovers
@@ -456,12 +469,24 @@ def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
             where = "" if str(path.parent) in str(error) else f"{path.parent}: "
             rows.append({"run_id": path.parent.name, "status": f"{why}: {where}{error}"})
             rows[-1]["folder"] = str(path.parent)
+        rows[-1]["part_of"] = _part_of(path.parent, len(inside) - 1, holders)
     columns = [
         "run_id", "started", "kind", "name", "status", "model", "device", "tests", "arms",
-        "repetitions", "commit", "duration_s", "folder",
+        "repetitions", "commit", "duration_s", "folder", "part_of",
     ]  # fmt: skip
     table = pd.DataFrame(rows, columns=columns)
     return table.sort_values(["started", "run_id"], ignore_index=True, na_position="first")
+
+
+def _part_of(folder: Path, most: int, holders: dict[Path, str]) -> str:
+    """The nearest of at most `most` folders above that is one result; empty where none is.
+    holders: what is known of folders, which grows."""
+    for above in folder.parents[:most]:
+        if above not in holders:
+            holders[above] = together(above)
+        if holders[above]:
+            return str(above)
+    return ""
 
 
 def _row(folder: Path) -> dict[str, Any]:

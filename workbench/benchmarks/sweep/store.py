@@ -20,14 +20,13 @@ import pandas as pd
 
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.runs.nameless import portable
-from workbench.benchmarks.runs.results import SWEEP_JSON
+from workbench.benchmarks.runs.results import GROUPS, SWEEP_JSON
 from workbench.benchmarks.sweep.cells import Cell, CellGroup, LeftOut
 from workbench.benchmarks.sweep.matrix import MODEL, Matrix
 from workbench.common.errors import UsageError
 from workbench.common.output import check_folder, write_text
 
 SCHEMA = 1
-GROUPS = "groups"
 
 
 class SweepRecord(NamedTuple):
