@@ -88,6 +88,14 @@ def test_what_is_left_in_words(clock):
         left = Bar("tg128", total, unit, None, clock=clock)
         left.update(done)
         assert str(left).partition(", about")[0] == f"tg128: {said}"
+    left = Bar("report", 100, "%", None, clock=clock)
+    clock.now += int(60e9)
+    left.update(0.4)
+    assert str(left) == "report: 0 %", "its pace so far tells nothing"
+    left.update(0.6)
+    assert str(left) == "report: 1 %, about 99 min left"
+    left = Bar("tg128", None, "rounds", None, clock=clock)
+    left.update(7)
     left.detail = "half-width 1.8 %"
     assert str(left) == "tg128: 7 rounds so far, half-width 1.8 %"
     assert [duration(s) for s in (0.2, 99, 300, 9000)] == ["1 s", "99 s", "5 min", "2.5 h"]

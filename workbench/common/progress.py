@@ -28,6 +28,7 @@ from typing import Any, TextIO, TypeVar, Union
 SHOWN_AFTER_S, LINE_EVERY_S, BAR_EVERY_S = 2.0, 10.0, 0.5
 BYTES, SHARE = "bytes", "%"  # units that are written in their own way
 NEVER = 1 << 63
+FIRST_SHARE = 0.01  # of the work: before this its own pace tells nothing
 TRUSTED_SHARE = 0.1  # of the work: from here on its own pace counts, not what was expected
 
 Out = TypeVar("Out", bound=TextIO)
@@ -131,7 +132,7 @@ class Bar:
         share = self.done / self.total
         if self._each_s is not None and share < TRUSTED_SHARE:
             return max(self._each_s * self.total - elapsed, 0.0)
-        return elapsed * (1 - share) / share if share else None
+        return elapsed * (1 - share) / share if share >= FIRST_SHARE else None
 
     def __str__(self) -> str:
         """`tg128: 384 of 1,280 tokens, about 34 s left`"""
