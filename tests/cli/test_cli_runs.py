@@ -143,8 +143,11 @@ def swept(root):
 def test_a_sweep_is_listed_as_one_and_removed_as_one(call, swept, root):
     lines = call("runs", "ls", root)[1].splitlines()
     (line,) = [line for line in lines if "swept" in line]
-    assert line.split("|")[1].strip() == "swept" and "sweep (2 runs)" in line
-    assert sum("groups/" in line for line in call("runs", "ls", swept)[1].splitlines()) == 2
+    assert line.split("|")[1].strip() == "swept" and "sweep (2 runs)" in line and "complete" in line
+    (swept / "groups/b/run.json").write_text("{")
+    (line,) = [line for line in call("runs", "ls", root)[1].splitlines() if "| swept" in line]
+    assert "unreadable" in line and "sweep (2 runs)" in line
+    assert sum("| groups/" in line for line in call("runs", "ls", swept)[1].splitlines()) == 2
     of = results.runs(root)["part_of"].tolist()
     assert sorted(of) == [""] * 4 + [str(swept)] * 2
     status, _, err = call("runs", "show", swept)  # its record cannot be read
