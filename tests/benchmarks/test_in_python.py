@@ -151,6 +151,11 @@ def test_long_sets_are_named_by_their_presets_and_a_set_can_have_a_name(engine):
     _, (first, second, _) = arms_of("as it is: | wide: streams=3 fork=any", FUSED)
     assert (first.name, first.toggles, second.name) == ("as it is", FUSED, "wide")
     assert second.toggles == dataclasses.replace(FUSED, streams="3", fork="any")
+    _, (plain, _, _) = arms_of("plain: | wide: streams=3", FUSED)
+    assert (plain.name, plain.toggles) == ("plain", FUSED)
+    for empty in ("sync=packed |", "| fuse=on", "sync=packed | | fuse=on"):
+        with pytest.raises(UsageError, match="has an empty set of toggles"):
+            arms_of(empty, Toggles())
     with pytest.raises(UsageError, match="has a set of toggles twice"):
         arms_of("a: fuse=on | a: streams=3", Toggles())
 

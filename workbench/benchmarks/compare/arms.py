@@ -79,6 +79,10 @@ def arms_of(spec: str, background: Toggles) -> tuple[str, list[Arm]]:
         toggle, values = parse_toggle_spec(spec)
         return toggle, make_arms(toggle, values, background)
     parts = [" ".join(part.split()) for part in spec.split(SETS)]
+    if "" in parts:
+        raise UsageError(
+            f"{spec!r} has an empty set of toggles; name the background itself, as 'plain: | ...'"
+        )
     sets = [part.partition(NAMED)[2] if NAMED in part else part for part in parts]
     names = [part.partition(NAMED)[0] for part in parts]
     if len(set(sets)) < len(sets) or len(set(names)) < len(names):
