@@ -65,6 +65,11 @@ def one_comparison(engine: Engine, toggle: Any, values: Any, background: Any) ->
     if isinstance(toggle, str):
         if _is_set(values):
             raise UsageError(f"{toggle!r} beside {values!r} is no comparison; give {FORMS}")
+        if values is not None and "=" in toggle:
+            raise UsageError(
+                f"{toggle!r} has its values already, so {values!r} cannot be them; a test is given "
+                "as tests='tg32'"
+            )
         beneath = background_of(engine, background)
         spec = toggle if values is None else _of_values(toggle, values)
         _check_background(spec, background)

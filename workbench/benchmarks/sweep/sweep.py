@@ -119,7 +119,8 @@ def _asked(path: str | Path | None, given: dict[str, Any]) -> Matrix:
         found[name] = found[name] | dict(value) if table else value
     if "models" not in found:
         raise UsageError(
-            "the matrix has no model; give a GGUF file, or auto (-m auto in the command)"
+            "the matrix has no model; give a GGUF file, or auto (-m auto in the command); a sweep "
+            "is resumed with the matrix that it was begun with"
         )
     if AUTO in several(found["models"]):
         auto = _auto(several((found.get("engine") or {}).get("device", AUTO)))
