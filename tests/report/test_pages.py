@@ -194,6 +194,19 @@ def test_a_page_has_its_question_and_its_answer(page):
     assert html.escape(ABOUT.answer, quote=False) in head.replace("&#34;", '"')
 
 
+def test_the_answers_of_exercises_are_folded(page, tmp_path):
+    folded = re.findall(r"<details>\s*<summary>Answer</summary>(.*?)</details>", page, re.DOTALL)
+    source = nbformat.read(FUSION, 4).cells[-1].source
+    assert len(folded) == source.count("<details>") >= 2
+    assert all("<p>" in answer for answer in folded)
+    # a picture that a text names is on the page
+    book = nbformat.read(FUSION, 4)
+    (tmp_path / "dot.png").write_bytes(b"\x89PNG")
+    book.cells[0].source += "\n\n![a dot](dot.png)"
+    nbformat.write(book, tmp_path / "with.ipynb")
+    assert "data:image/png;base64,iVBORw" in pages.export_html(tmp_path / "with.ipynb", ABOUT)
+
+
 def test_the_picture_of_a_page_is_tagged_or_its_first():
     book = nbformat.read(FUSION, 4)
     drawn = [cell for cell in book.cells if "image/png" in str(cell.get("outputs"))]

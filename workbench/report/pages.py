@@ -27,6 +27,7 @@ INDEX = "index.html"
 PREFIX = "workbench:"
 PICTURE = "picture"  # the tag of the cell whose picture goes with the answer
 TITLE = re.compile(r"^# +(.+?) *$", re.MULTILINE)
+IMAGE = re.compile(r"!\[|<img", re.IGNORECASE)  # in the text of a cell
 ENGINE = re.compile(  # what `repr(engine)` says, two lines
     r"<Engine: (?P<model>[^,]+), .*?; (?P<device>.*?) \((?:as asked|auto)\b.*\n.* on (?P<name>\w+):"
 )
@@ -150,14 +151,16 @@ def export_html(
     import nbformat
     from nbconvert import HTMLExporter
 
+    notebook = nbformat.read(executed, as_version=4)
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     exporter = HTMLExporter(
         template_name="workbench",
         extra_template_basedirs=[str(TEMPLATES)],
-        embed_images=True,
+        # nbconvert then closes every HTML block by itself: <details> would hold nothing
+        embed_images=any(map(IMAGE.search, texts)),
         log=logging.Logger("nbconvert", logging.ERROR),
         **dict.fromkeys(NETWORK_SETTINGS, ""),
     )
-    notebook = nbformat.read(executed, as_version=4)
     notebook.metadata["title"] = about.question
     said = {"about": about.metadata(), "head": head, "tail": tail, "before": before,
             "picture": picture(notebook)}  # fmt: skip
