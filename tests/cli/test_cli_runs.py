@@ -85,6 +85,15 @@ def test_show_has_the_figures_of_a_load(call):
     assert "settings" not in unknown and "everything off" not in unknown.values()
 
 
+@pytest.mark.parametrize(("name", "has"), [
+    ("cuda-gaps-on-llama-3.2-1b-f16", "one wait adds"), ("cuda-kernels", "| GB/s")
+])  # fmt: skip
+def test_show_has_the_figures_of_gaps_and_of_kernels(call, name, has):
+    """Their samples are no times of tokens."""
+    status, out, err = call("runs", "show", RESULTS / name)
+    assert status == 0 and has in out and "token p50 us" not in out, err
+
+
 def test_show_says_what_was_measured_with_units(call, root):
     status, out, _ = call("runs", "show", root / "one")
     lines = out.splitlines()

@@ -90,6 +90,7 @@ def show(folder: RunPath, /, *, as_json: f.AsJson = False) -> None:
     from workbench.benchmarks.compare.comparison import AB
     from workbench.benchmarks.runs import folders, loading, results
     from workbench.common.tables import show, show_prose, terminal_columns
+    from workbench.report import roofline
     from workbench.traffic.bench import SERVED, load_served
 
     if kind := results.together(folder):
@@ -107,6 +108,11 @@ def show(folder: RunPath, /, *, as_json: f.AsJson = False) -> None:
     if found.run["kind"] == SERVED:  # samples are requests, several at a time
         print()
         show(load_served(folder).table())
+    elif found.run["kind"] == "gaps":  # samples of gaps and of kernels are no times of tokens
+        print(f"\n{loading.load(folder)}")
+    elif found.run["kind"] == "kernels":
+        print()
+        show(roofline.table(found.run))
     elif len(found.samples):
         print()
         show(folders.measured(found.samples))
