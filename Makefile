@@ -46,7 +46,7 @@ setup: .venv/.lab
 	  { $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt uv >/dev/null 2>&1 || true; }; \
 	else echo "missing: Python 3.11 or later, or uv; install either, or name one: make PYTHON=..."; exit 1; fi
 
-# uv takes a sixth of pip's time. Where it fails (no uv for this machine, or an index that only pip
+# uv is several times as fast as pip. Where it fails (no uv for this machine, or an index that only pip
 # knows), pip tries; what pip writes on stderr is shown only where it fails, too. uv leaves it to the
 # first import to compile a module, unless Python is told not to keep what it compiles.
 UV = $(or $(shell command -v uv),$(BIN)/uv)

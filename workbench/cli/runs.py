@@ -82,15 +82,12 @@ def list_runs(
 
 @runs_app.command
 def show(folder: RunPath, /, *, as_json: f.AsJson = False) -> None:
-    """Print what a run was and what it found (--json: its run.json).
-
-    A sweep and an advice are shown as they were when they ended."""
+    """Print what a run, a sweep or an advice was and found (--json: run.json of a run)."""
     import textwrap
 
     from workbench.benchmarks.compare.comparison import AB
     from workbench.benchmarks.runs import folders, loading, results
     from workbench.common.tables import show, show_prose, terminal_columns
-    from workbench.report import roofline
     from workbench.traffic.bench import SERVED, load_served
 
     if kind := results.together(folder):
@@ -111,6 +108,8 @@ def show(folder: RunPath, /, *, as_json: f.AsJson = False) -> None:
     elif found.run["kind"] == "gaps":  # samples of gaps and of kernels are no times of tokens
         print(f"\n{loading.load(folder)}")
     elif found.run["kind"] == "kernels":
+        from workbench.report import roofline
+
         print()
         show(roofline.table(found.run))
     elif len(found.samples):

@@ -93,6 +93,7 @@ def comparison_of(engine: Engine, name: str, background: Any) -> tuple[Asked | N
     Also a line for each value that was left out. None: no value is left."""
     beneath = background_of(engine, background)
     if "=" in name:
+        _check_background(name, background)
         return Asked(name, beneath), []
     values, own = Toggles.values(name), beneath.value_of(name)
     taken, left = [own] if own in values else [], list[str]()

@@ -453,9 +453,9 @@ def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
     """The runs under `root`, oldest first: one row per folder with a run.json, readable or not.
 
     Columns: run_id, started, kind, name, status, model, device, tests, arms, repetitions, commit,
-    duration_s, folder, part_of (the folder of the sweep or the advice to which the run belongs). A
-    folder that cannot be read has the reason as its status, after `newer schema: ` or `unreadable:
-    `.
+    duration_s, folder, part_of (the folder of the sweep or the advice to which the run belongs).
+    A folder that cannot be read has the reason as its status, after `newer schema: ` or
+    `unreadable: `.
     """
     rows, holders = list[dict[str, Any]](), dict[Path, str]()
     for path in sorted(Path(root).glob(f"**/{RUN_JSON}")):
