@@ -59,16 +59,7 @@ def load(folder: str | Path) -> Advice:
     """Reads the folder of an advice, of any machine. Raises UsageError, in one line, where it holds
     none, or one that is damaged or of a newer schema."""
     folder = Path(folder)
-    try:
-        found = json.loads((folder / ADVICE_JSON).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UsageError(f"{folder} is no advice: {ADVICE_JSON} is missing") from error
-    except (OSError, ValueError) as error:
-        said = str(error).splitlines()[0]
-        raise UsageError(f"{folder / ADVICE_JSON} cannot be read: {said}") from error
-    results.check_schema(
-        found.get("schema") if isinstance(found, dict) else None, SCHEMA, ADVICE_JSON, folder
-    )
+    found = results.read_together(folder, ADVICE_JSON, SCHEMA, "advice")
     try:
         return Advice(
             **{name: found[name] for name in PLAIN},

@@ -449,6 +449,21 @@ def together(folder: Path) -> str:
     return next((kind for file, kind in TOGETHER.items() if (folder / file).is_file()), "")
 
 
+def read_together(folder: Path, file: str, schema: int, what: str) -> dict[str, Any]:
+    """The content of a `file` of TOGETHER. Raises UsageError, in one line, where it is missing,
+    cannot be read, or is of another schema. what: `sweep`, or `advice`."""
+    try:
+        found = json.loads((folder / file).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"{folder} is no {what}: {file} is missing") from error
+    except (OSError, ValueError) as error:
+        said = str(error).splitlines()[0]
+        raise UsageError(f"{folder / file} cannot be read: {said}") from error
+    made: dict[str, Any] = found if isinstance(found, dict) else {}
+    check_schema(made.get("schema"), schema, file, folder)
+    return made
+
+
 def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
     """The runs under `root`, oldest first: one row per folder with a run.json, readable or not.
 

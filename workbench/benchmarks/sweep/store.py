@@ -99,16 +99,7 @@ class SweepFolder:
 
     def read(self) -> SweepRecord:
         """Raises UsageError, in one line, where the folder holds no sweep that can be read."""
-        try:
-            text = (self.path / SWEEP_JSON).read_text(encoding="utf-8")
-            found = json.loads(text)
-        except FileNotFoundError as error:
-            raise UsageError(f"{self.path} is no sweep: {SWEEP_JSON} is missing") from error
-        except (OSError, ValueError) as error:
-            said = str(error).splitlines()[0]
-            raise UsageError(f"{self.path / SWEEP_JSON} cannot be read: {said}") from error
-        schema = found.get("schema") if isinstance(found, dict) else None
-        results.check_schema(schema, SCHEMA, SWEEP_JSON, self.path)
+        found = results.read_together(self.path, SWEEP_JSON, SCHEMA, "sweep")
         try:
             made = SweepRecord(**{name: found[name] for name in SweepRecord._fields})
             left_out = [LeftOut(one["axes"], one["reason"]) for one in found["left_out"]]
