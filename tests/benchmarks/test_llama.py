@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import sqlite3
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,6 +84,17 @@ def test_values_and_units(monkeypatch, rows):
         assert {name: entry[name] for name in TOKEN_FIELDS} == row.tokens()
     (row,) = measured(engine_of(monkeypatch), workloads([], [2]), 1)
     assert row.values()["stddev_ns"] == 0 and row.values()["stddev_ts"] == 0.0
+
+
+@pytest.mark.parametrize(("device", "given", "said"), [
+    ("embedded", -1, 3), ("embedded", 0, 0), ("embedded", 99, 99), ("host", -1, 0),
+])  # fmt: skip
+def test_all_layers_are_no_0(monkeypatch, device, given, said):
+    """Two layers and the output."""
+    engine = engine_of(monkeypatch)
+    engine.device, engine.config = device, replace(engine.config, n_gpu_layers=given)
+    (row,) = measured(engine, workloads([], [2]), 1)
+    assert row.values()["n_gpu_layers"] == said and row.values()["n_batch"] == 16
 
 
 def test_percentiles_are_of_single_tokens(rows):

@@ -168,7 +168,7 @@ class EngineSettings(EngineConfig):
         Whole,
         flag(
             "tokens submitted at once. A prompt has as many ubatches as it needs here, so "
-            "this does one thing: --n-ubatch is never above it",
+            "this does one thing: --n-ubatch is never above it, and bench records that as n_batch",
             "--n-batch --batch-size -b",
         ),
     ] = 2048

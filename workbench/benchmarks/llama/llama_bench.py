@@ -4,6 +4,10 @@ An option without a counterpart in this engine has the value that llama-bench pr
 is off. For compare-llama-bench.py, two of our files need different values of `build` (default: the
 commit), since the script tells its two sides apart by build_commit alone.
 
+n_gpu_layers is the number that was given, as in llama-bench; else the number of layers on the
+device. n_batch is n_ubatch: a prompt of any length is submitted by ubatch, and the engine has no
+larger batch.
+
 Preset `best` has a set of toggles for one sequence and a set for several. An engine takes the set
 for the largest number of sequences in its tests. A test with another number runs on a variant of
 the engine, with the set for this number (`Sides`).
@@ -40,9 +44,9 @@ from workbench.benchmarks.runs.draft import (
 from workbench.benchmarks.runs.results import Run, new_run_folder
 from workbench.benchmarks.workload import Sample, Workload, check_fits, check_untraced
 from workbench.common.cores import usable_cores
-from workbench.common.devices import DEVICES, is_gpu
+from workbench.common.devices import DEVICES, HOST, is_gpu
 from workbench.common.errors import UsageError
-from workbench.config import EngineConfig, TogglePreset, Toggles
+from workbench.config import TogglePreset, Toggles
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
@@ -300,12 +304,12 @@ def describe_engine(
         "model_size": sum(t.nbytes for t in model.weights),
         "model_n_params": model.n_params,
         "n_kv_max": engine.config.n_ctx,
-        "n_batch": engine.config.n_ubatch,  # prompts are submitted by ubatch
+        "n_batch": engine.config.n_ubatch,
         "n_ubatch": engine.config.n_ubatch,
         "n_threads": engine.config.threads or usable_cores(),
         "type_k": engine.config.cache_type_k,
         "type_v": engine.config.cache_type_v,
-        "n_gpu_layers": _gpu_layers(engine.config, gpu),
+        "n_gpu_layers": _gpu_layers(engine),
         "devices": engine.device,
         "n_prompt": test.n_prompt,
         "n_gen": test.n_gen,
@@ -314,10 +318,12 @@ def describe_engine(
     }
 
 
-def _gpu_layers(config: EngineConfig, gpu: bool) -> int:
-    """As llama-bench has it: 99 for everything on a GPU, 0 without a GPU; else the given number."""
-    everything = 99 if gpu else 0
-    return everything if config.n_gpu_layers < 0 else config.n_gpu_layers
+def _gpu_layers(engine: Engine) -> int:
+    """The number that was given; else every layer and the output. The host device has none."""
+    if engine.device == HOST:
+        return 0
+    given = engine.config.n_gpu_layers
+    return engine.model.n_layer + 1 if given < 0 else given
 
 
 def model_type(model: Model) -> str:
