@@ -214,6 +214,17 @@ def test_an_export_of_another_schema_says_its_version(tmp_path: Path) -> None:
     refused(changed(tmp_path, f"DROP TABLE {kernels}", "DROP TABLE CUPTI_ACTIVITY_KIND_MEMCPY"),
             "no work of a GPU .nsys 2025")  # fmt: skip
     refused(changed(tmp_path, "DROP TABLE StringIds"), "that nsys did not write")
+    # another major version is read where the columns are there, and the note says so
+    for major in (2, 4):
+        values = [
+            f"UPDATE META_DATA_EXPORT SET value = '{value}' WHERE name = 'EXPORT_SCHEMA_{name}'"
+            for name, value in (("VERSION", f"{major}.1.0"), ("VERSION_MAJOR", major))
+        ]
+        other = changed(tmp_path, *values)
+        note = wb.Profile.load(other).note
+        assert f"schema {major}.1.0, read as schema 3;" in note
+        refused(changed(tmp_path, *values, renamed), f"schema {major}.*reads exports of schema 3")
+    assert "read as" not in wb.Profile.load(FILES / "nsys-torch.sqlite.gz").note
     # an older schema has no such tables and columns; all else is read
     older = changed(
         tmp_path, "DROP TABLE META_DATA_EXPORT", "DROP TABLE NVTX_EVENTS",
@@ -221,7 +232,7 @@ def test_an_export_of_another_schema_says_its_version(tmp_path: Path) -> None:
         f"ALTER TABLE {kernels} DROP COLUMN globalPid",
     )  # fmt: skip
     whole, read = (wb.Profile.load(p).to_frame() for p in (FILES / "nsys-torch.sqlite.gz", older))
-    assert "of an unknown version" in wb.Profile.load(older).note
+    assert "of an unknown version, read as schema 3" in wb.Profile.load(older).note
     for kind in ("launch", "sync"):
         count = (whole["category"] == kind).sum()
         assert count > 0 and (read["category"] == kind).sum() == count

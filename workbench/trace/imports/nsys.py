@@ -28,6 +28,7 @@ KERNELS, COPIES, MEMSETS, GRAPHS = (
 CALLS, SYNCS, EVENTS = (CUPTI + name for name in ("RUNTIME", "SYNCHRONIZATION", "CUDA_EVENT"))
 RANGES = "NVTX_EVENTS"
 VERSIONS = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # the second until 2022
+SCHEMA = "3"  # major version of the exports that were really read; others are read as this one
 # table -> the columns that it must have, and those that some versions lack
 COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     KERNELS: (("start", "end", "deviceId", "streamId", "correlationId", "shortName",
@@ -145,11 +146,11 @@ def _read(
     _take_ranges(trace, list(tables.rows(RANGES)), strings)
     if not trace.works:
         raise UsageError(
-            f"{path} holds no work of a GPU ({tables.version}); profile with "
+            f"{path} holds no work of a GPU ({tables.version}{tables.read_as}); profile with "
             "nsys profile --trace=cuda,nvtx"
         )
     _one_process(trace)
-    said = [f"nsys export: {tables.version}"]
+    said = [f"nsys export: {tables.version}{tables.read_as}"]
     return foreign.recorded(path, "nsys", said, trace, step), {"exported_by": tables.version}
 
 
@@ -171,11 +172,16 @@ def _take_ranges(trace: Trace, rows: list[tuple[Any, ...]], strings: dict[int, s
 
 
 class _Tables:
-    """Rows of the tables that a file has. Columns that its version lacks are None."""
+    """Rows of the tables that a file has. Columns that its version lacks are None.
+
+    version: what the file says of nsys and its schema.
+    read_as: how a schema of another major version is read; empty for the known schema.
+    """
 
     def __init__(self, path: Path, database: sqlite3.Connection, names: set[str]) -> None:
         self._path, self._database, self._names = path, database, names
-        self.version = self._version()
+        self.version, major = self._version()
+        self.read_as = "" if major == SCHEMA else f", read as schema {SCHEMA}"
 
     def rows(self, table: str) -> Iterator[tuple[Any, ...]]:
         """The rows of a table: its needed columns and then the others, as COLUMNS lists them. None
@@ -187,21 +193,24 @@ class _Tables:
         if missing := [column for column in needed if column not in there]:
             raise UsageError(
                 f"{self._path}: table {table} has no column {', '.join(missing)} "
-                f"({self.version}); this program reads exports of schema 3, as nsys 2025.3 "
-                "writes them"
+                f"({self.version}); this program reads exports of schema {SCHEMA}, as nsys "
+                "2025.3 writes them"
             )
         columns = ", ".join(
             f'"{column}"' if column in there else "NULL" for column in (*needed, *others)
         )
         yield from self._database.execute(f'SELECT {columns} FROM "{table}"')
 
-    def _version(self) -> str:
+    def _version(self) -> tuple[str, str]:
+        """nsys and its schema in words, and the schema's major version."""
         for table in VERSIONS:
             if table in self._names:
                 said = dict(self._database.execute(f'SELECT name, value FROM "{table}"'))
                 product = said.get("EXPORT_PRODUCT_VERSION", "of an unknown version")
-                return f"nsys {product}, schema {said.get('EXPORT_SCHEMA_VERSION', 'unknown')}"
-        return "nsys of an unknown version"
+                schema = str(said.get("EXPORT_SCHEMA_VERSION", "unknown"))
+                major = str(said.get("EXPORT_SCHEMA_VERSION_MAJOR", schema.partition(".")[0]))
+                return f"nsys {product}, schema {schema}", major
+        return "nsys of an unknown version", "unknown"
 
 
 def _process(global_id: int | None) -> int:
