@@ -189,6 +189,16 @@ def test_bench_has_a_row_for_each_model_and_combination(on, tiny_model, tmp_path
     assert (config["n_ubatch"], config["threads"]) == (600, 1)
 
 
+@pytest.mark.parametrize(("asked", "noted"), [
+    (("-p", 32, "-n", 2, "-npl", "1,65"), ""),  # 2210 cells of 65 sequences
+    (("-p", 2048, "-n", 2, "-npl", 1), "note: n_ctx=2050 is more than the 2048 tokens "),
+    (("-p", 2048, "-n", 1, "-npl", "2", "-pps"), "note: a sequence of 2049 tokens is more than "),
+])  # fmt: skip
+def test_a_long_context_is_noted_of_a_sequence(on, asked, noted):
+    _, _, err = on("bench", *asked, "-r", 1)
+    assert noted in err if noted else "note: " not in err
+
+
 def test_how_well_is_asked_in_words(on, tmp_path):
     ask = (
         "ab",

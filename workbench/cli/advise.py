@@ -50,8 +50,10 @@ def advise(
     check_run_name(out)
     at_most_s, share = parse_duration("--at-most", at_most), parse_share("--until", until)
     tests = parse_tests(test)
-    fit = partial(long_enough, tests)
-    with load(model, wide_enough(tests, config), TogglePreset(BEST), fit=fit) as engine:
+    fit, longest = partial(long_enough, tests), max(one.n_cells_seq for one in tests)
+    with load(
+        model, wide_enough(tests, config), TogglePreset(BEST), fit=fit, longest=longest
+    ) as engine:
         made = advised(
             engine, test, toggles=toggle or (), at_most_s=at_most_s, until=share, seed=seed, out=out
         )

@@ -78,11 +78,13 @@ def load(
     check: Check | None = None,
     *,
     fit: Fit | None = None,
+    longest: int | None = None,
     start: str = BEST,
     computes: bool = True,
 ) -> Engine:
     """As `Engine.load`; also prints the device and the toggles.
 
+    longest: tokens of the longest sequence, where they are known.
     start: the preset, unless the command names another.
     check: given the opened model and the room of a sequence, before weights are read; it may
     refuse. computes: the device must be one that computes.
@@ -119,9 +121,11 @@ def load(
     say(f"toggles: {engine.chosen}")
     say_ranges(engine.ranges)
     n_ctx, trained = engine.config.n_ctx, engine.model.n_ctx_train
-    if n_ctx > trained:
+    longest = longest or Room(n_ctx, n_regions(engine.toggles, engine.config)).each
+    if longest > trained:
+        what = f"n_ctx={n_ctx}" if longest == n_ctx else f"a sequence of {longest} tokens"
         say(
-            f"note: n_ctx={n_ctx} is more than the {trained} tokens that {engine.model.path} was "
+            f"note: {what} is more than the {trained} tokens that {engine.model.path} was "
             "trained on; expect worse answers beyond"
         )
     return engine

@@ -105,6 +105,7 @@ def bench(
         line, formatted = llama_bench.BenchRow.line, llama_bench.format_rows
     sets = toggles.each()
     engines = list(product(model, config.each(), sets))
+    longest = max(test.n_cells_seq for test in tests)
     until = repeat.arguments(len(engines))
     folders = _folders(out, len(engines))
     earlier = open_outs(folders, resume)
@@ -112,7 +113,9 @@ def bench(
     for (path, settings, wanted), folder, held in zip(engines, folders, earlier, strict=True):
         fit = partial(long_enough, tests)  # as llama-bench: the context is what the tests need
         # `sets`: what the device refuses is refused before the first engine is measured
-        with load(path, wide_enough(tests, settings), wanted, sets, fit=fit) as engine:
+        with load(
+            path, wide_enough(tests, settings), wanted, sets, fit=fit, longest=longest
+        ) as engine:
             told = partial(_say_row, line, engine.toggles)
             rows += llama_bench.measured(
                 engine, tests, repetitions, seed=seed, build=build, out=folder,

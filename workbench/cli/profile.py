@@ -61,7 +61,7 @@ def profile(
         check_extension(out, *TRACES)
         check_writable(out)
     fit = partial(long_enough, [workload])  # as bench: the context is what the test needs
-    with load(model, config, toggles, fit=fit) as engine:
+    with load(model, config, toggles, fit=fit, longest=workload.n_cells_seq) as engine:
         found = profiling.profile_test(
             engine, workload, steps, repetitions=repetitions, seed=seed, collector=collector
         )
