@@ -220,6 +220,7 @@ class Module:
         self.refuse: dict[str, Exception] = {}  # function -> what it raises
         self.spoil: Callable[[Recording], None] = lambda recording: None
         self.dropped = self.subscribers = 0
+        self.in_calls = False  # whether it is in every call of the driver
         self.enabled: set[int] = set()
         self.most_enabled: set[int] = set()
         self.stack: list[int] = []
@@ -239,11 +240,16 @@ class Module:
         self._asked("subscribe_v2")
         self.subscribers += 1
         assert self.subscribers == 1, "it was let go before"
+        self.in_calls = True
         self._commands.clear()
         return 77
 
     def unsubscribe(self, subscriber: int) -> None:
         self.subscribers -= 1
+
+    def finalize(self) -> None:
+        assert not self.enabled and not self.subscribers
+        self.in_calls = False
 
     def activity_register_callbacks(self, requested: Any, completed: Any) -> None:
         assert requested()[0] >= 1 << 20
@@ -537,7 +543,7 @@ def traced(engine: wb.Engine, n: int = 3, window: Any = (1, 1), **options: Any) 
 
 
 def let_go(cupti: Module) -> bool:
-    return not cupti.enabled and not cupti.subscribers
+    return not (cupti.enabled or cupti.subscribers or cupti.in_calls)
 
 
 @pytest.mark.parametrize("way", ["no plans", "plans of splits", "a plan of the step"])

@@ -57,7 +57,7 @@ NEEDED = (
     "activity_disable", "activity_enable", "activity_flush_all",
     "activity_get_num_dropped_records", "activity_pop_external_correlation_id",
     "activity_push_external_correlation_id", "activity_register_callbacks", "cuptiError",
-    "get_callback_name", "get_timestamp", "subscribe_v2", "unsubscribe",
+    "finalize", "get_callback_name", "get_timestamp", "subscribe_v2", "unsubscribe",
 )  # fmt: skip
 INSTALL = install("cupti")
 
@@ -191,13 +191,17 @@ class Session:
                     faults.append(f"{dropped.value} records dropped for want of buffers")
         except Unavailable as error:
             faults.append(str(error))
+        rows = [self._named(row) for row in self._rows]  # before CUPTI is gone
         self.close()
         faults += self._failures
-        rows = [self._named(row) for row in self._rows]
         return Recording(rows, self._external, Clock(self._first, last), faults)
 
     def close(self) -> None:
-        """Detaches CUPTI. A failure to detach is ignored: the part is then not attached."""
+        """Detaches CUPTI. A failure to detach is ignored: the part is then not attached.
+
+        Without `finalize` CUPTI stays in every later call of the driver: on an H100 each launch
+        took 0.9 us more for the rest of the process.
+        """
         cupti = self._cupti
         gone = (cupti.cuptiError, RuntimeError)
         while self._depth:  # an interrupt left commands without `pop`
@@ -210,6 +214,8 @@ class Session:
             subscriber, self._subscriber = self._subscriber, None
             with contextlib.suppress(*gone):
                 cupti.unsubscribe(subscriber)
+            with contextlib.suppress(*gone):
+                cupti.finalize()
 
     def _completed(self, activities: list) -> None:
         """Takes the records of a complete buffer; CUPTI calls it. The records are views of the
