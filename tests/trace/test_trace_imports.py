@@ -174,6 +174,26 @@ def test_a_cut_file_is_refused_wherever_it_was_cut(tmp_path: Path, name: str) ->
         refused(path, "is cut|is empty|no whole JSON|no trace that this program can read")
 
 
+def test_a_cut_perfetto_trace_is_called_cut(tmp_path: Path) -> None:
+    """Not unknown, wherever a packet was cut; and another text with that name is foreign."""
+    path = tmp_path / "t.pftrace"
+    saved(path)
+    data = path.read_bytes()
+    said = Counter[bool]()
+    for n in range(1, len(data)):
+        path.write_bytes(data[:n])
+        with pytest.raises(UsageError) as error:
+            wb.Profile.load(path)
+        said["is cut or damaged: " in str(error.value)] += 1
+    assert said[False] <= 5, "only where the trace ends with a packet before what it is about"
+    path.write_bytes(data[: len(data) - 1])
+    refused(path, f"no whole packet after byte .* of {len(data) - 1}; copy it again, whole")
+    path.write_bytes(gzip.compress(data[: len(data) // 2]))
+    refused(path, "is cut or damaged: it has no whole packet after")
+    path.rename(tmp_path / "t.bin")
+    refused(tmp_path / "t.bin", "is cut or damaged: it has no whole packet after")
+
+
 def test_what_no_reader_knows_is_refused_in_a_line(tmp_path: Path) -> None:
     def file(name: str, content: str | bytes) -> Path:
         path = tmp_path / name

@@ -19,7 +19,6 @@ from workbench.trace.spans import Recorded
 
 SQLITE, GZIP = b"SQLite format 3\0", b"\x1f\x8b"
 REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")  # the ends of names of files that only nsys reads
-PERFETTO = (".pftrace", ".perfetto-trace")
 KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"ph"')  # of which a trace in JSON has one
 HEAD_BYTES = 1 << 16  # a trace in JSON says within these that it is one
 
@@ -67,7 +66,7 @@ def is_trace(path: str | PathLike[str]) -> bool:
     too. False for what cannot be read."""
     path = Path(path)
     name = path.name.removesuffix(".gz")
-    if name.endswith((*REPORTS, *PERFETTO)):
+    if name.endswith((*REPORTS, *saved.PERFETTO)):
         return True
     try:
         with path.open("rb") as file:

@@ -22,6 +22,8 @@ from workbench.trace.lanes import ABOUT, WHOLE, lane_of, nesting_order
 from workbench.trace.spans import Recorded, Slowdown, Span, Window
 
 RECORDING = "recording"  # key in the data about a trace
+PERFETTO = (".pftrace", ".perfetto-trace")  # the ends of names of Perfetto's traces
+_PACKET = 0x0A  # the byte before the length of each packet
 _TABLES = ("event_names", "event_categories", "debug_annotation_names")
 
 
@@ -63,15 +65,23 @@ def perfetto(path: Path, data: bytes) -> tuple[Recorded, dict[str, Any]]:
         f"{path} is no trace that this program can read; it reads traces of wb.profile, "
         "torch.profiler's Chrome JSON, and the SQLite file of nsys export"
     )
+    end = len(data)
     try:
         packets = Trace.FromString(data).packet
     except DecodeError:
-        raise foreign from None
+        end = _end_of_packets(data)
+        try:
+            packets = Trace.FromString(data[:end]).packet
+        except DecodeError:
+            raise foreign from None
     reader = _Packets()
     with _believing(path):
         for packet in packets:
             reader.take(packet)
-    if reader.about is None or "workbench" not in reader.about:
+    own = reader.about is not None and "workbench" in reader.about
+    if end < len(data) and (own or path.name.removesuffix(".gz").endswith(PERFETTO)):
+        raise _cut(path, f"it has no whole packet after byte {end} of {len(data)}")
+    if reader.about is None or not own:
         raise foreign
     if any(reader.open.values()):
         raise _cut(path, "a span has no end")
@@ -79,6 +89,24 @@ def perfetto(path: Path, data: bytes) -> tuple[Recorded, dict[str, Any]]:
     spans = sorted((span for _, span in sorted(reader.spans, key=lambda s: s[0])),
                    key=nesting_order)  # fmt: skip
     return _recorded(path, spans, reader.about), reader.about
+
+
+def _end_of_packets(data: bytes) -> int:
+    """Where the last whole packet ends. Each is its tag, its length (7 bits a byte), its bytes."""
+    end = 0
+    while data[end : end + 1] == bytes([_PACKET]):
+        at, size = end + 1, 0
+        for n, byte in enumerate(data[at : at + 5]):
+            size |= (byte & 0x7F) << 7 * n
+            at += 1
+            if byte < 0x80:
+                break
+        else:
+            break  # the length itself is cut
+        if at + size > len(data):
+            break
+        end = at + size
+    return end
 
 
 class _Packets:
