@@ -254,6 +254,18 @@ def test_cells_that_do_what_their_baseline_does_are_told(model, tmp_path):
     assert "streams=1" in reasons["per_copy", "any"] and reasons["packed", "any"] == ""
 
 
+@pytest.mark.parametrize(("warmups", "first"), [
+    ("auto", "plan_scope=step: "), ("auto,0", "plan_scope=split plan_warmup=0 and 2 more: "),
+])  # fmt: skip
+def test_left_out_are_the_cells_that_are_not_measured(call, model, tmp_path, warmups, first):
+    err = call(
+        "sweep", "-m", model, "--device", "embedded", "--test", "tg2", "-r", 1, "--preset",
+        "baseline", "--plan-scope", "split,step", "--plan-warmup", warmups, "--out", tmp_path / "s",
+    )[2]  # fmt: skip
+    (line,) = [line for line in err.splitlines() if line.startswith("left out: ")]
+    assert line.startswith(f"left out: {model.stem} tg2 {first}")
+
+
 @pytest.mark.parametrize("after", [long(0), 1, long(2)])
 def test_ctrl_c_after_any_group_loses_nothing(model, whole, tmp_path, monkeypatch, after):
     measure, out, begun = sweeping.measure_group, tmp_path / "s", []

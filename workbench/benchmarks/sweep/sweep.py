@@ -265,7 +265,7 @@ class _UnderWay:
         what its baseline does, the baseline is left to measure."""
         self.groups.remove(group)
         first, *others = group.keys
-        words = group.cells[0].words(self.matrix.varying)
+        words = [cell.words(self.matrix.varying) for cell in group.cells]
         if isinstance(error, IdleToggles):
             for key in others:
                 self.record.left_out.append(LeftOut(self.cells.pop(key).axes, str(error)))
@@ -273,10 +273,11 @@ class _UnderWay:
             self.missing -= set(others)
             if first in self.missing and not any(first in group.keys for group in self.groups):
                 self.groups.append(CellGroup((first,), group.cells[:1]))
-            note(f"left out: {words} and {len(others)} more: {error}")
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            note(f"left out: {words[1]}{more}: {error}")
             return
         self.record.failed.update((key, str(error)) for key in group.keys if key in self.missing)
-        note(f"failed: {words}: {error}")
+        note(f"failed: {words[0]}: {error}")
 
     def result(self) -> Sweep:
         self.folder.write(self.record)
