@@ -28,7 +28,8 @@ SERVER = dataclasses.replace(
 def test_a_laptop_and_a_server_that_work():
     assert {one.state for one in diagnose(LAPTOP)} == {OK, MISSING}
     (gpu,) = [one for one in diagnose(LAPTOP) if one.state == MISSING]
-    assert gpu.part == "GPU" and "embedded device" in gpu.says and not gpu.mend
+    assert gpu.part == "GPU" and "embedded device" in gpu.says
+    assert f"install NVIDIA driver {f.LEAST_DRIVER} or later" in gpu.mend
     found = diagnose(SERVER)
     assert {one.state for one in found} == {OK} and not any(one.mend for one in found)
     parts = [one.part for one in found]

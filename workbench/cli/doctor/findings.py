@@ -13,6 +13,7 @@ OK, MISSING, BROKEN = "ok", "missing", "broken"
 LEAST_PYTHON = (3, 11)
 # CUDA 13 needs a driver of this branch or a later one (NVIDIA: CUDA minor version compatibility)
 LEAST_DRIVER, LEAST_CUDA = 580, (13, 0)
+INSTALL_DRIVER = f"install NVIDIA driver {LEAST_DRIVER} or later, then reboot"
 SHARED_CUPTI = 610  # the first driver branch with room for several CUPTI subscribers
 OLDEST_GPU = (8, 0)  # compute capability that the kernels need
 LEAST_FREE = 2 * 10**9  # bytes: compiled kernels, the tiny models and some run folders
@@ -180,7 +181,8 @@ def _models(facts: Facts) -> Finding:
 def _gpu(facts: Facts) -> Iterator[Finding]:
     if not facts.has_nvidia:
         said = "no NVIDIA GPU: --device auto is the embedded device, on this CPU"
-        yield Finding("GPU", MISSING, said)
+        mend = f"if there is one, {INSTALL_DRIVER}; a container needs --gpus all"
+        yield Finding("GPU", MISSING, said, mend)
         return
     driver = _driver(facts)
     yield driver
@@ -217,18 +219,16 @@ def _branch(driver: str) -> int:
 
 def _driver(facts: Facts) -> Finding:
     least = f"{LEAST_DRIVER} is the least, for CUDA {LEAST_CUDA[0]}"
-    mend = f"install NVIDIA driver {LEAST_DRIVER} or later, then reboot"
     if facts.driver is None and facts.driver_cuda is None:
-        return Finding(
-            "driver", BROKEN, f"an NVIDIA GPU, and no driver that answers; {least}", mend
-        )
+        said = f"an NVIDIA GPU, and no driver that answers; {least}"
+        return Finding("driver", BROKEN, said, INSTALL_DRIVER)
     cuda = "" if facts.driver_cuda is None else f", CUDA {'.'.join(map(str, facts.driver_cuda))}"
     said = f"{facts.driver or 'of unknown version'}{cuda}; {least}"
     old_cuda = facts.driver_cuda is not None and facts.driver_cuda < LEAST_CUDA
     old_branch = facts.driver is not None and 0 < _branch(facts.driver) < LEAST_DRIVER
     # a forward compatibility package gives an older driver a newer CUDA: then CUDA decides
     too_old = old_cuda if facts.driver_cuda is not None else old_branch
-    return Finding("driver", BROKEN if too_old else OK, said, mend if too_old else "")
+    return Finding("driver", BROKEN if too_old else OK, said, INSTALL_DRIVER if too_old else "")
 
 
 def _one_gpu(gpu: Gpu) -> Finding:
