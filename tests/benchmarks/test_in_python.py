@@ -22,7 +22,18 @@ from workbench.config import TogglePreset, Toggles
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
-ORIGIN = ["model", "device", "toggle", "baseline", "background", "commit", "run_id", "date", "test"]
+ORIGIN = [
+    "model",
+    "device",
+    "settings",
+    "toggle",
+    "baseline",
+    "background",
+    "commit",
+    "run_id",
+    "date",
+    "test",
+]
 
 
 # bench --------------------------------------------------------------------------------------------
@@ -218,6 +229,16 @@ def test_the_frames_of_two_comparisons_concatenate():
     pd.testing.assert_frame_equal(one.to_frame()[one.summary().columns], one.summary())
 
 
+@pytest.mark.long
+def test_comparisons_that_differ_in_a_setting_are_told_apart(tiny_model):
+    path = tiny_model("tiny-llama", "Q8_0")
+    given = {"tests": "tg2", "rounds": 1, "smoke": True, "device": "embedded"}
+    small, usual = (wb.ab(path, "sync=per_copy,packed", n_ubatch=n, **given) for n in (64, 512))
+    both = pd.concat([small.to_frame(), usual.to_frame()], ignore_index=True)
+    assert both["settings"].tolist() == ["n_ubatch=64"] * 2 + ["default"] * 2
+    assert "; n_ubatch=64; " in small.caption and "n_ubatch" not in usual.caption
+
+
 def test_a_frame_is_written_as_one_file(tmp_path):
     found = comparison()
     csv, parquet = found.to_csv(tmp_path / "a.csv"), found.to_parquet(tmp_path / "a.parquet")
@@ -305,7 +326,8 @@ def test_a_folder_of_each_kind_is_read_as_its_result(tmp_path):
 def test_loads_are_frames_that_concatenate_and_pictures(tmp_path):
     one, other = (wb.load(RESULTS / f"notebook-served-serving{end}") for end in ("", "-a-a"))
     frame, run = one.to_frame(), one.run
-    assert list(frame.columns[:6]) == ["model", "device", "commit", "run_id", "date", "setting"]
+    origin = ["model", "device", "settings", "commit", "run_id", "date", "setting"]
+    assert list(frame.columns[:7]) == origin
     assert set(frame["model"]) == {f"{run['model']['name']} {run['model']['quant']}"}
     assert set(frame["run_id"]) == {run["run_id"]} and frame["device"].str.contains("H100").all()
     assert frame["output_throughput"].tolist() == [

@@ -11,6 +11,7 @@ import pytest
 import workbench as wb
 from tests.benchmarks.made_runs import comparison
 from workbench.benchmarks import proof
+from workbench.benchmarks.energy import joules
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.scores.perplexity import perplexity
 from workbench.benchmarks.scores.token_source import sample
@@ -45,6 +46,7 @@ def made(loaded, tmp_path_factory) -> dict[str, list[str]]:
     run = ab.run
     return {
         "`AB.to_frame()`, `Comparisons.to_frame()`": list(ab.to_frame()),
+        "Energy, where it was counted": ["j_per_token_baseline", *joules.COLUMNS[3:]],
         "`AB.table()`": list(comparison().table()),
         "`Bench.to_frame()`": list(bench.to_frame()),
         "`ServeBench.to_frame()`": list(load.to_frame()),

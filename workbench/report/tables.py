@@ -32,8 +32,8 @@ IF_VARYING = (*ORIGIN, "answer")
 def summary(*comparisons: AB) -> pd.DataFrame:
     """The summaries of several comparisons as one frame of numbers, with the origin of each row.
 
-    Columns: those of `AB.to_frame()`, settings (of the engine, as far as the comparisons differ in
-    them: `n_ubatch=128`), and comparison (its number). Rows of one device stand together, devices
+    Columns: those of `AB.to_frame()`, but settings only as far as the comparisons differ in them,
+    and comparison (its number). Rows of one device stand together, devices
     in the order in which they come.
     """
     settings = _settings([comparison.run for comparison in comparisons])

@@ -165,9 +165,10 @@ class ServeBench(Framed):
         """A row for each setting, with the origin of each row, so that frames of several loads can
         be concatenated.
 
-        Columns: model, device, commit, run_id, date, setting, and the figures by vLLM's names:
-        requests that completed, failed, are unfinished or short; tokens; tokens and requests a
-        second; latencies in ms. NaN where a setting has no such figure.
+        Columns: model, device, settings (of the engine, if no defaults), commit, run_id, date,
+        setting, and the figures by vLLM's names: requests that completed, failed, are unfinished or
+        short; tokens; tokens and requests a second; latencies in ms. NaN where a setting has no
+        such figure.
         """
         origin = results.origin(self.run)
         return pd.DataFrame([

@@ -112,9 +112,9 @@ class AB(Framed):
         """All numbers, with the origin of each row, so that frames of several comparisons can be
         concatenated. A row per test and arm except the baseline; the control has rows, too.
 
-        Columns: model, device, toggle (empty where sets of toggles are compared), baseline (its
-        value, or its set), background, commit, run_id, date, test, and the further columns of
-        `summary`.
+        Columns: model, device, settings (of the engine, where they are no defaults), toggle
+        (empty where sets of toggles are compared), baseline (its value, or its set), background,
+        commit, run_id, date, test, and the further columns of `summary`.
         """
         run = self.run
         origin = results.origin(
@@ -216,13 +216,16 @@ class AB(Framed):
 
     @property
     def caption(self) -> str:
-        """One line under a table: baseline, background, device, commit and time of the run."""
+        """One line under a table: baseline, background, settings of the engine that are no defaults, device,
+        commit and time of the run."""
         run, baseline = self.run, self.run["arms"][0]
         device = run["engine"]["device_description"]
+        said = results.settings_said(run)
+        settings = f"{said}; " if said else ""
         own = "" if is_gpu(run["engine"]["device"]) else "timings of this device, not of a GPU; "
         return (
             f"baseline {self.assigned(self.label(baseline))}, "
-            f"background {background(run)}; {device}; {own}"
+            f"background {background(run)}; {settings}{device}; {own}"
             f"commit {str(run['commit']['hash'])[:8]}, {run['started']}"
         )
 

@@ -56,11 +56,12 @@ class Bench(Framed):
         """A row per test, with the origin of each row, so that frames of several runs can be
         concatenated.
 
-        Columns: model, device, toggles (all that are not off), commit, run_id, date, test, n
-        (repetitions), tps (the median of their tokens/s), low, high (95 % interval of that median;
-        NaN with one repetition), avg_ts, stddev_ts (llama-bench's mean and deviation, tokens/s),
-        and n_tokens, p50_us, p90_us, p99_us, ttft_us as `results.percentiles` has them. Where
-        energy was measured, also `joules.PER_TOKEN`.
+        Columns: model, device, settings (of the engine, if no defaults), toggles (all that are
+        not off), commit, run_id, date, test, n (repetitions), tps (the median of their tokens/s),
+        low, high (95 % interval of that median; NaN with one repetition), avg_ts, stddev_ts
+        (llama-bench's mean and deviation, tokens/s), and n_tokens, p50_us, p90_us, p99_us,
+        ttft_us as `results.percentiles` has them. Where energy was measured, also
+        `joules.PER_TOKEN`.
         """
         run = self.run
         origin = results.origin(run, toggles=said_toggles(run["arms"][0]["toggles"]))

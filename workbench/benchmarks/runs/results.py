@@ -333,17 +333,33 @@ def _holds(folder: Path, run: Mapping[str, Any]) -> bool:
 
 
 def origin(run: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Where the rows of a run's frame come from: model, device, then `more`, and commit, run_id and
-    date (UTC). So frames of several runs can be concatenated."""
+    """Where the rows of a run's frame come from: model, device, settings, then `more`, and commit,
+    run_id and date (UTC). So frames of several runs can be concatenated."""
     model, engine = run["model"], run["engine"]
     return {
         "model": " ".join(filter(None, (model.get("name"), model.get("quant")))),
         "device": engine.get("device_description") or engine.get("device"),
+        "settings": settings_said(run) or "default",
         **more,
         "commit": str(run["commit"]["hash"])[:8],
         "run_id": run["run_id"],
         "date": str(run["started"])[:10],
     }
+
+
+LISTED = ("override_tensor",)  # settings that run.json has as lists
+
+
+def settings_said(run: Mapping[str, Any]) -> str:
+    """The settings of a run's engine that are not EngineConfig's defaults, without its device:
+    `n_seqs=4, n_ubatch=128`."""
+    usual = dataclasses.asdict(EngineConfig())
+    own = {
+        name: value
+        for name, value in (run["engine"].get("config") or {}).items()
+        if name != "device" and usual.get(name) != (tuple(value) if name in LISTED else value)
+    }
+    return ", ".join(f"{name}={value}" for name, value in own.items())
 
 
 def finite(value: Any) -> Any:
