@@ -14,7 +14,7 @@ import workbench as wb
 from tests.profiles import examples
 from workbench.benchmarks import workload
 from workbench.benchmarks.advise import record
-from workbench.benchmarks.advise.advice import Advice, Effect, Reason
+from workbench.benchmarks.advise.advice import NOT_REACHED, Advice, Effect, Reason
 from workbench.benchmarks.advise.candidates import Candidate, alone, candidates, with_the_rest
 from workbench.benchmarks.advise.chunks import ALONE, MOST_ARMS, THE_REST, chunked
 from workbench.benchmarks.compare import stats
@@ -402,6 +402,37 @@ def test_an_advice_that_cannot_be_read_is_one_line(tmp_path, content, says):
     with pytest.raises(UsageError, match=says) as error:
         wb.load(tmp_path)
     assert "\n" not in str(error.value)
+
+
+TOLD = Effect(Ratio(1.0, 0.99, 1.01, 6), Band(0.99, 1.01), stats.SAME, "", True)
+FEW = TOLD._replace(verdict=stats.TOO_FEW)
+
+
+@pytest.mark.parametrize(("effects", "late", "interrupted", "says"), [
+    ([TOLD], 0, False, "no change of best was faster, so there is none to make"),
+    ([TOLD], 1, False, "of the 1 value measured to an end no change of best was faster; 1 was not"),
+    ([TOLD, FEW], 1, True, "was faster; 2 were not measured to an end"),
+    ([FEW], 1, False, "no change of best was measured to an end, so none is recommended"),
+    ([], 1, True, "no comparison was measured: interrupted"),
+    ([], 1, False, "no comparison was measured: the time did not suffice"),
+])  # fmt: skip
+def test_what_was_not_measured_is_not_said_to_be_no_faster(
+    tmp_path, effects, late, interrupted, says
+):
+    every = [Candidate("sync", value) for value in ("packed", "implicit", "copy_boundary")]
+    asked = every[: len(effects) + late]
+    made = Advice(
+        model="m.gguf", device="embedded", test="tg2", best=OFF, asked=asked, changes={},
+        effects={(one, THE_REST): each for one, each in zip(asked, effects, strict=False)},
+        readings={}, left_alone={}, folder=tmp_path, interrupted=interrupted, seconds=1.0,
+        reasons={(one, THE_REST): NOT_REACHED for one in asked[len(effects) :]}, at_most_s=2.0,
+        start=OFF, rebuilding=1.0,
+    )  # fmt: skip
+    assert says in made.summary
+    assert ("interrupted: what was finished is above" in made.summary) == (
+        interrupted and bool(effects)
+    )
+    assert ("not reached before the interruption" in made.details) == interrupted
 
 
 def test_numbers_that_are_missing_and_odd_toggles_come_back(tmp_path):

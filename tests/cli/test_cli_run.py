@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from workbench.benchmarks import workload
 from workbench.benchmarks.runs.results import load_run
 from workbench.common.errors import UsageError
 from workbench.graph.ir import I32, Input
@@ -197,6 +198,30 @@ def test_bench_has_a_row_for_each_model_and_combination(on, tiny_model, tmp_path
 def test_a_long_context_is_noted_of_a_sequence(on, asked, noted):
     _, _, err = on("bench", *asked, "-r", 1)
     assert noted in err if noted else "note: " not in err
+
+
+@pytest.mark.parametrize(("finished", "more", "said"), [
+    (0, ("--out", "run"), "error: interrupted"), (2, (), "error: interrupted"),
+    (2, ("--out", "run"), "error: interrupted; what was finished is kept"),
+])  # fmt: skip
+def test_an_interrupt_says_what_is_kept_where_something_is(
+    on, tmp_path, monkeypatch, finished, more, said
+):
+    left, take = [finished + 1], workload.take_sample  # a warm-up is one, too
+
+    def interrupted(*given, **named):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return take(*given, **named)
+
+    monkeypatch.setattr(workload, "take_sample", interrupted)
+    monkeypatch.setattr(workload, "WARM_MIN", 1)
+    monkeypatch.setattr(workload, "WARM_MAX", 1)
+    monkeypatch.chdir(tmp_path)
+    status, _, err = on("bench", "-p", 4, "-n", 0, "-r", 5, *more)
+    assert status == 130 and err.splitlines()[-1] == said
+    assert (tmp_path / "run").exists() == (finished > 0 and bool(more))
 
 
 def test_how_well_is_asked_in_words(on, tmp_path):

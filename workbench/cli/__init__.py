@@ -74,8 +74,8 @@ def _end_of(arguments: list[str]) -> tuple[int, str]:
         if not (refused_for := refusal_of(error)):
             raise
         return 1, refused_for
-    except KeyboardInterrupt:
-        return stop.status, str(stop)
+    except KeyboardInterrupt as interrupt:
+        return stop.status, stop.words(interrupt)
     except SystemExit as error:
         return int(error.code or 0), ""
     except streams.Lost as lost:

@@ -9,6 +9,7 @@ from workbench.cli import flags as f
 from workbench.cli.common import app, load
 from workbench.cli.lists import Listed
 from workbench.cli.outputs import TableFormat, check_run_name, print_frame
+from workbench.common.errors import Kept
 from workbench.config import BEST, TogglePreset
 
 
@@ -65,4 +66,4 @@ def advise(
     else:
         print_frame(made.to_frame(), output)
     if made.interrupted:
-        raise KeyboardInterrupt
+        raise Kept if made.effects else KeyboardInterrupt

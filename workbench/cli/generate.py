@@ -11,7 +11,7 @@ from cyclopts.validators import Number
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, as_typed, load, parse_ids, say, say_replays
-from workbench.common.errors import UsageError
+from workbench.common.errors import Kept, UsageError
 from workbench.common.output import check_extension, check_writable, writing
 from workbench.common.progress import bar
 from workbench.common.sizes import counted
@@ -87,7 +87,7 @@ def run(
     if made.stopped == CONTEXT_FULL:
         say(engine.cache.room.is_full)
     if made.interrupted:
-        raise KeyboardInterrupt
+        raise Kept if made.tokens else KeyboardInterrupt
 
 
 @app.command

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from workbench.common.errors import Kept
+
 AGAIN_S = 0.01  # by then the finalizer has ended, or the next interrupt is dropped too
 WORDS = {
     signal.SIGINT: "interrupted",
@@ -35,8 +37,10 @@ class Stop:
         """The exit status, as shells define it."""
         return 128 + self.signal
 
-    def __str__(self) -> str:
-        return f"{WORDS[self.signal]}; what was finished is kept"
+    def words(self, interrupt: KeyboardInterrupt) -> str:
+        """The message, which tells whether anything was kept."""
+        kept = "; what was finished is kept" if isinstance(interrupt, Kept) else ""
+        return WORDS[self.signal] + kept
 
     def strike(self, number: int, frame: Any) -> None:
         self.signal = signal.Signals(number)

@@ -20,7 +20,7 @@ from workbench.cli.lists import (
 )
 from workbench.cli.notebooks import shipped_notebooks
 from workbench.cli.outputs import RowFormat, TableFormat, check_run_name, print_frame
-from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.errors import Kept, UsageError, WorkbenchError
 from workbench.common.nearest import choices
 from workbench.common.output import check_folder
 from workbench.common.sizes import counted
@@ -175,7 +175,6 @@ def ab(
     from workbench.benchmarks.runs.draft import open_out
     from workbench.benchmarks.workload import parse_tests, wide_enough
     from workbench.common.tables import show, show_prose
-    from workbench.report.tables import summary
 
     check_run_name(out)
     until = repeat.arguments()
@@ -213,9 +212,9 @@ def ab(
         print()
         show_prose(result.verdict)
     else:
-        print_frame(summary(result), output)
+        print_frame(result.to_frame(), output)
     if result.interrupted:
-        raise KeyboardInterrupt
+        raise Kept
 
 
 @app.command
@@ -271,7 +270,7 @@ def perplexity(
         print("\n".join(made.lines()))
         say(f"run folder: {made.folder}")
     if any(made.interrupted for made in runs):
-        raise KeyboardInterrupt
+        raise Kept
     found = [made.agreement.outside(dtype, made.n_ubatch) for made in runs if made.agreement]
     if check and any(found):
         raise WorkbenchError("; ".join(filter(None, found)))
@@ -326,7 +325,7 @@ def bench_kernels(
     print()
     show_prose(roofline.caption(made.run))
     if made.interrupted:
-        raise KeyboardInterrupt
+        raise Kept
 
 
 @app.command

@@ -14,7 +14,7 @@ from cyclopts import Group, Parameter
 from workbench.cli import flags as f
 from workbench.cli.common import app, file_of, say
 from workbench.cli.outputs import check_run_name
-from workbench.common.errors import UsageError
+from workbench.common.errors import Kept, UsageError
 from workbench.common.output import check_folder
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def serve_bench(
         )  # fmt: skip
     print(bench_text.format_rows(made.rows, output, known_columns()), end="")
     if made.interrupted:
-        raise KeyboardInterrupt
+        raise Kept
 
 
 def _say_row(row: Any) -> None:

@@ -21,7 +21,7 @@ from workbench.cli.lists import (
 )
 from workbench.cli.outputs import TableFormat, check_run_name, print_frame
 from workbench.common.devices import AUTO
-from workbench.common.errors import UsageError
+from workbench.common.errors import Kept, UsageError
 from workbench.config import EngineConfig
 
 
@@ -99,7 +99,7 @@ def sweep(
         print_frame(made.to_frame(), output)
         say(made.summary)
     if made.interrupted:
-        raise KeyboardInterrupt
+        raise Kept if made.to_frame()["n"].notna().any() else KeyboardInterrupt
 
 
 def _settings(config: SeveralSettings) -> dict[str, Any]:

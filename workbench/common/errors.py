@@ -25,6 +25,10 @@ class WorkbenchError(Exception):
         return lines
 
 
+class Kept(KeyboardInterrupt):
+    """An interrupt after which the command keeps what was finished: it is saved or printed."""
+
+
 class UsageError(WorkbenchError, ValueError):
     """A wrong request: an unknown toggle value, a token id out of range, two toggles that clash."""
 

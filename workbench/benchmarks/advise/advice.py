@@ -18,6 +18,7 @@ from workbench.benchmarks.compare.stats import FASTER, SAME, SLOWER, TOO_FEW, Ba
 from workbench.benchmarks.runs import results
 from workbench.common.framed import Framed
 from workbench.common.progress import duration
+from workbench.common.sizes import counted
 from workbench.common.tables import Table, markdown, terminal_columns, to_html
 from workbench.config import BEST, Toggles, differing
 
@@ -37,6 +38,7 @@ class Reason(NamedTuple):
 
 REFUSED, EQUAL = "refused here", "the same as another value here"
 IDLE, LATE = "changes nothing in {test}", "not reached in the time"
+CUT = "not reached before the interruption"  # LATE, of an advice that was interrupted
 NOT_REACHED = Reason(LATE, LATE)
 
 
@@ -218,7 +220,11 @@ class Advice(Framed):
             f"{duration(self.seconds)} of {duration(self.at_most_s)}; {self.folder}",
         ]
         if self.interrupted:
-            lines.append("interrupted: what was finished is above")
+            lines.append(
+                "interrupted: what was finished is above"
+                if self.effects
+                else "interrupted: no comparison was finished"
+            )
         return "\n".join([*lines, f"flags: {self.flags}", f"python: {self.python}"])
 
     def _legend(self) -> list[str]:
@@ -237,7 +243,8 @@ class Advice(Framed):
 
     def _together(self) -> list[str]:
         if not self.effects:
-            return ["no comparison was measured: the time did not suffice, or nothing acts here"]
+            why = "the time did not suffice, or nothing acts here"
+            return [f"no comparison was measured: {'interrupted' if self.interrupted else why}"]
         lines = []
         for key, words in (
             ((None, TOGETHER), f"preset {BEST} beside everything off"),
@@ -259,8 +266,27 @@ class Advice(Framed):
                 f"{BEST}"
             )
         if not self.changes and not measured:
-            lines.append(f"no change of {BEST} was faster, so there is none to make")
+            lines.append(self._none_faster())
         return lines
+
+    def _none_faster(self) -> str:
+        """Why no change is recommended. Values that were not measured to an end tell nothing."""
+        told, pending = list[Candidate](), list[Candidate]()
+        for one in self.asked:
+            effect, reason = self.effects.get((one, THE_REST)), self.reasons.get((one, THE_REST))
+            if effect is not None:
+                (pending if effect.verdict == TOO_FEW else told).append(one)
+            elif reason is not None and reason.kind == LATE:
+                pending.append(one)
+        if not pending:
+            return f"no change of {BEST} was faster, so there is none to make"
+        if not told:
+            return f"no change of {BEST} was measured to an end, so none is recommended"
+        were = "was" if len(pending) == 1 else "were"
+        return (
+            f"of the {counted(len(told), 'value')} measured to an end no change of {BEST} was "
+            f"faster; {len(pending)} {were} not measured to an end"
+        )
 
     def _not_told(self) -> list[str]:
         lines = []
@@ -290,12 +316,16 @@ class Advice(Framed):
             own = [asked for asked, reason in self.reasons.items() if reason.kind == kind]
             if not own:
                 continue
-            lines.append(f"not measured, {kind.format(test=self.test)}: {_counted(own)}")
+            words = self._in_words(kind).format(test=self.test)
+            lines.append(f"not measured, {words}: {_counted(own)}")
         if self.left_alone:
             lines.append(f"not asked about: {', '.join(self.left_alone)}")
         if lines:
             lines.append("the reason of each: --all, or -o json (in Python: details, to_frame)")
         return lines
+
+    def _in_words(self, why: str) -> str:
+        return CUT if self.interrupted and why == LATE else why
 
     def _each_not_measured(self) -> list[str]:
         lines = []
@@ -306,7 +336,7 @@ class Advice(Framed):
             said = [
                 name if len(kinds) > 1 else f"{name} {kinds[0]}" for name, kinds in names.items()
             ]
-            lines.append(f"not measured: {', '.join(said)}: {why}")
+            lines.append(f"not measured: {', '.join(said)}: {self._in_words(why)}")
         if self.left_alone:
             others = "; ".join(f"{name} ({why})" for name, why in self.left_alone.items())
             lines.append(f"not asked about: {others}")

@@ -21,7 +21,7 @@ import pandas as pd
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.runs.nameless import portable
 from workbench.benchmarks.runs.results import COMPLETE, INTERRUPTED, SampleTable
-from workbench.common.errors import UsageError
+from workbench.common.errors import Kept, UsageError
 from workbench.common.output import check_folder
 
 
@@ -132,7 +132,11 @@ def kept(*drafts: Draft, raises: bool = False) -> Iterator[None]:
         finished = [draft for draft in drafts if draft.samples.n_cells]
         for draft in finished:
             draft.save(INTERRUPTED)
-        if raises or not finished or not isinstance(error, KeyboardInterrupt):
+        if not isinstance(error, KeyboardInterrupt):
+            raise
+        if raises and any(draft.out for draft in finished):
+            raise Kept from error
+        if raises or not finished:
             raise
     else:
         for draft in drafts:
