@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from workbench.benchmarks.llama.bench import bench as bench
     from workbench.benchmarks.proof import check as check
     from workbench.benchmarks.runs.loading import load as load
+    from workbench.benchmarks.runs.loading import runs as runs
     from workbench.benchmarks.runs.results import Run as Run
     from workbench.benchmarks.runs.results import new_run_folder as new_run_folder
-    from workbench.benchmarks.runs.results import runs as runs
     from workbench.benchmarks.sweep.sweep import sweep as sweep
     from workbench.config import EngineConfig as EngineConfig
     from workbench.config import Toggles as Toggles
@@ -53,7 +53,7 @@ _LAZY = {
     "new_run_folder": "workbench.benchmarks.runs.results",
     "plot": "workbench.report.plot",
     "profile": "workbench.trace.profile",
-    "runs": "workbench.benchmarks.runs.results",
+    "runs": "workbench.benchmarks.runs.loading",
     "serve_bench": "workbench.traffic.served",
     "sweep": "workbench.benchmarks.sweep.sweep",
 }

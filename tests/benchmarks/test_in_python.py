@@ -107,6 +107,19 @@ def test_a_path_is_opened_for_the_function_and_closed_again(tiny_model):
     (lambda e: wb.bench(e, "128tg"), "test '128tg' does not exist; did you mean tg128?"),
     (lambda e: wb.bench(e, "tg2", 0), "repetitions=0"),
     (lambda e: wb.check(e, 0), "a prompt of 0 tokens has no steps"),
+    (lambda e: wb.check(e, "4"), "n_tokens='4' is no whole number; give one, as n_tokens=4"),
+    (lambda e: wb.check(e, 4, 0.5), "n_decoded=0.5 is no whole number"),
+    (lambda e: wb.ab(e, "fuse=off,on", "tg4"), "a test is given as tests=['tg4']"),
+    (lambda e: wb.ab(e, ["fuse", "sync"], "tg4"), "a test is given as tests=['tg4']"),
+    (lambda e: wb.ab(e, "fuse=off,on", 3), "3 cannot be them; a test is given as tests=['tg32']"),
+    (lambda e: wb.ab(e, "fuse=off,on", tests="tg2", at_most_s=3), "at_most_s=3 needs until: it is"),
+    (lambda e: wb.bench(e, "tg2", 2, at_most_s="30s"), "at_most_s='30s' needs until: it is the"),
+    (lambda e: wb.runs("no-such-folder"), "no-such-folder is no folder; name a folder that holds"),
+    (lambda e: wb.runs(None), "None is no path; give a folder that holds run folders"),
+    (lambda e: wb.load(3), "3 is no path; give a run folder, or the file of a trace"),
+    (lambda e: wb.diff(None, None), "None is no path; give the path of a trace file"),
+    (lambda e: comparison().to_csv("a.xlsx"), "a.xlsx has an unknown extension; the file"),
+    (lambda e: comparison().to_parquet("a.csv"), "extension; the file can be .parquet"),
 ])  # fmt: skip
 def test_a_wrong_call_is_refused_in_one_line(engine, ask, says):
     with pytest.raises(UsageError) as refused:

@@ -102,6 +102,10 @@ def test_a_sweep_is_read_again_and_shown(whole):
         whole.pivot("test", "graph_reuse")
     with pytest.raises(UsageError, match="column 'tpss' does not exist; did you mean tps"):
         whole.pivot("test", "graph_reuse", values="tpss")
+    with pytest.raises(UsageError, match="argument 'rows' does not exist; choose one of"):
+        whole.pivot(rows="test")
+    with pytest.raises(UsageError, match="column 3 does not exist; choose one of"):
+        whole.pivot(3)
 
 
 def test_a_picture_of_a_sweep(whole):

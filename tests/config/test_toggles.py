@@ -85,6 +85,18 @@ def test_what_is_impossible_is_refused_in_one_line(made, fields, says):
     assert says in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(("given", "written"), [
+    ("sync=packed", "Toggles(sync='packed')"),
+    ("sync=packed, pdl=on", "Toggles(sync='packed', pdl='on')"),
+    ({"sync": "packed"}, "Toggles(**{'sync': 'packed'})"),
+    ("best", "Toggles.preset('best')"),
+])  # fmt: skip
+def test_toggles_without_keywords_say_what_to_write(given, written):
+    with pytest.raises(UsageError) as refused:
+        Toggles(given)
+    assert str(refused.value) == f"Toggles takes keywords; write {written}"
+
+
 def test_an_unknown_toggle_is_a_short_line_without_every_name():
     for name, guess in {"snc": "did you mean sync? ", "ub": ""}.items():
         with pytest.raises(UsageError) as refused:

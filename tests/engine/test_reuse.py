@@ -97,6 +97,11 @@ REFUSED = [
     (lambda e: e.prefill([1] * 129), "do not fit the context of 128"),
     (lambda e: e.prefill([]), "empty"),
     (lambda e: e.generate("x", tokens=[1]), "either a prompt or token ids"),
+    (lambda e: e.generate(3), "int is no text; give token ids as tokens="),
+    (lambda e: e.generate([1, 2]), "list is no text; give token ids as tokens="),
+    (lambda e: e.generate(tokens="Hello"), "tokens='Hello' is no list of ids; give a text as"),
+    (lambda e: e.generate(tokens=3), "tokens=3 is no list of ids"),
+    (lambda e: wb.Engine.load(None), "None is no path; give the path of a GGUF file, or 'auto'"),
     (lambda e: wb.Engine.load(e.model.path, n_contexts=4, toggles=KEPT), "'n_contexts' does not"),
     (lambda e: e.cycle(0), "a prompt of 0 tokens has no steps"),
     *((lambda e, asked=asked: e.program(*asked), r"a step has 1 to \d+ tokens|do not fit the con")

@@ -311,11 +311,17 @@ def test_what_cannot_be_measured_is_refused(engine, tiny_model):
         measure_overlap(host, 2)
 
 
+def test_what_is_no_open_engine_is_not_traced():
+    for given, said in (("auto", "'auto'"), (None, "NoneType")):
+        with pytest.raises(UsageError, match=f"^{said} is no open engine; give"), profile(given):
+            pass
+
+
 def test_a_window_that_no_step_reaches_is_said(loaded):
     with profile(loaded, window=(100, 1), nvtx=False) as prof:
         loaded.prefill(PROMPT)
     said = "no step was traced: 1 was made, and the window begins with step 100, counted from 0"
     assert prof.note == said and said in repr(prof) and prof.gaps().empty
-    for window in (3, (1,), (0, 0)):
+    for window in (3, (1,), (0, 0), ("0", "1")):
         with pytest.raises(UsageError, match="holds no step"), profile(loaded, window=window):
             pass

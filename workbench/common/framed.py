@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
-from workbench.common.output import writing
+from workbench.common.output import check_extension, writing
 from workbench.common.upper import PLOT, upper
 
 if TYPE_CHECKING:
@@ -35,14 +35,16 @@ class Framed:
 
     def to_csv(self, path: str | PathLike[str]) -> Path:
         """Writes `to_frame()` as CSV, a line of column names first; returns the path. Raises
-        UsageError where the file cannot be written."""
+        UsageError where the file cannot be written, and for an extension other than .csv."""
+        check_extension(Path(path), ".csv")
         with writing(path) as file:
             pacsv.write_csv(self._table(), file)
         return Path(path)
 
     def to_parquet(self, path: str | PathLike[str]) -> Path:
         """Writes `to_frame()` as Parquet, with the types of its columns; returns the path. Raises
-        UsageError where the file cannot be written."""
+        UsageError where the file cannot be written, and for an extension other than .parquet."""
+        check_extension(Path(path), ".parquet")
         with writing(path) as file:
             pq.write_table(self._table(), file, compression="zstd")
         return Path(path)

@@ -131,6 +131,8 @@ class Toggles:
         for family, value in zip(FAMILIES, (fuse, redo), strict=True):
             if value is not None and not isinstance(value, _Held):
                 self._spread(family, value)
+        if keywords := _keywords_for(self.sync):
+            raise UsageError(f"Toggles takes keywords; write {keywords}")
         for f in dataclasses.fields(self):
             own = getattr(self, f.name)
             value = as_value(f.name, own, [v.value for v in ROWS[f.name].values])
@@ -269,6 +271,21 @@ def as_value(name: str, value: Any, known: list[str]) -> str:
             )
         raise UsageError(f"toggle {name}={value!r} does not exist; {choices(value, known)}")
     return word
+
+
+def _keywords_for(value: Any) -> str:
+    """What to write where Toggles was given a text, a mapping or a preset's name in place of
+    keywords; empty for any other value."""
+    if isinstance(value, Mapping):
+        return f"Toggles(**{value!r})"
+    if not isinstance(value, str):
+        return ""
+    if value in preset_names():
+        return f"Toggles.preset({value!r})"
+    words = [word.partition("=") for word in re.split(r"[,\s]+", value.strip(", \t\n"))]
+    if not words or not all(equals for _, equals, _ in words):
+        return ""
+    return f"Toggles({', '.join(f'{name}={given!r}' for name, _, given in words)})"
 
 
 def parse_changes(changes: str | Iterable[str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from workbench.backend.base import Backend
 from workbench.common.errors import UsageError
+from workbench.common.paths import path_of
 from workbench.common.progress import HIDDEN, Bar, bar
 from workbench.config import EngineConfig, Toggles, asked_toggles
 from workbench.engine import exclusive, ready
@@ -146,6 +147,7 @@ class Engine:
         DeviceError for a device that is not there or cannot do what a toggle asks.
         """
         exclusive.check()
+        path_of(path, "the path of a GGUF file, or 'auto'")
         if config is None:
             config = config_of(fields)
         elif fields:
@@ -343,6 +345,11 @@ class Engine:
 
         if (prompt is None) == (tokens is None):
             raise UsageError("give either a prompt or token ids")
+        if prompt is not None and not isinstance(prompt, str):
+            kind = type(prompt).__name__
+            raise UsageError(f"{kind} is no text; give token ids as tokens=[1, 2, 3]")
+        if isinstance(tokens, str) or (tokens is not None and not isinstance(tokens, Iterable)):
+            raise UsageError(f"tokens={tokens!r} is no list of ids; give a text as prompt")
         if max_tokens is not None and max_tokens < 0:
             raise UsageError(f"max_tokens={max_tokens} must be 0 or more")
         ids = self.tokenizer.encode(prompt) if prompt is not None else list(tokens or ())

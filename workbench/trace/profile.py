@@ -21,6 +21,7 @@ import html
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -367,16 +368,25 @@ def profile(
           cannot be used the spans come from events, and `Profile.fallback` says why.
         * `auto`: `cupti` on a CUDA device, else `events`.
 
-    Raises UsageError for a window without a step, for an unknown collector, and while another
-    thread measures.
+    Raises UsageError for what is no open engine, for a window without a step, for an unknown
+    collector, and while another thread measures.
     """
+    from workbench.engine.engine import Engine
+
+    if not isinstance(engine, Engine):
+        what = repr(engine) if isinstance(engine, str) else type(engine).__name__
+        raise UsageError(f"{what} is no open engine; give the result of wb.Engine.load")
     exclusive.check(engine._loaded)
     if collector not in COLLECTORS:
         raise UsageError(
             f"collector={collector!r} does not exist; {choices(collector, COLLECTORS)}"
         )
     if window is not None and not (
-        isinstance(window, tuple | list) and len(window) == 2 and window[0] >= 0 and window[1] >= 1
+        isinstance(window, tuple | list)
+        and len(window) == 2
+        and all(isinstance(n, Integral) for n in window)
+        and window[0] >= 0
+        and window[1] >= 1
     ):
         raise UsageError(
             f"window={window!r} holds no step; give (first, n) with first >= 0 and n >= 1"

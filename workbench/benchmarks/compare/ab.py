@@ -22,13 +22,14 @@ from workbench.benchmarks.compare.forms import (
     Asked,
     One,
     ToggleSet,
+    as_tests,
     comparison_of,
     names_in,
     one_comparison,
 )
 from workbench.benchmarks.compare.idle import check_engines
 from workbench.benchmarks.compare.rounds import Repetition, Trials, order_of
-from workbench.benchmarks.compare.until import AT_MOST_S, Until, make_until
+from workbench.benchmarks.compare.until import AT_MOST_S, Until, optional_until
 from workbench.benchmarks.energy.windows import (
     Energy,
     EnergyAsked,
@@ -159,8 +160,10 @@ def ab(
         if not names_in(toggle):
             return measured(one_comparison(opened, toggle, values, background), folder, name)
         if values is not None:
-            raise UsageError(f"{values!r} cannot be the values of several toggles; write each as "
-                             "'sync=per_copy,packed'")  # fmt: skip
+            raise UsageError(
+                f"{values!r} cannot be the values of several toggles; write each as "
+                f"'sync=per_copy,packed'; a test is given as tests={as_tests(values)}"
+            )
         found = Comparisons()
         each = [(one, *comparison_of(opened, one, background)) for one in names_in(toggle)]
         for one, asked, left in each:
@@ -202,7 +205,7 @@ def compare_arms(
     exclusive.check(engine._loaded)
     check_untraced(engine)
     made.check_arms(engine.config)
-    asked = make_until(until, at_most_s)
+    asked = optional_until(until, at_most_s)
     if asked is not None and smoke:
         raise UsageError("smoke=True measures next to nothing; leave out until, or smoke")
     counted = energy_of(energy, engine, made.workloads, smoke)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.benchmarks.compare.arms import NAMED, SETS
+from workbench.benchmarks.workload import parse_tests
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.config import BASELINE, TogglePreset, Toggles, asked_toggles
 from workbench.config.toggles import as_value, names_that_differ
@@ -68,7 +69,7 @@ def one_comparison(engine: Engine, toggle: Any, values: Any, background: Any) ->
         if values is not None and "=" in toggle:
             raise UsageError(
                 f"{toggle!r} has its values already, so {values!r} cannot be them; a test is given "
-                "as tests='tg32'"
+                f"as tests={as_tests(values)}"
             )
         beneath = background_of(engine, background)
         spec = toggle if values is None else _of_values(toggle, values)
@@ -85,6 +86,14 @@ def one_comparison(engine: Engine, toggle: Any, values: Any, background: Any) ->
             "or give changes of it, as {'sync': 'packed'}"
         )
     return _of_sets([_resolved(engine, one, background) for one in sets], [*map(_name_of, sets)])
+
+
+def as_tests(values: Any) -> list[str]:
+    """The tests that were given in place of values; where they are none, an example."""
+    try:
+        return [test.name for test in parse_tests(values)]
+    except (UsageError, TypeError):  # a number is not iterable
+        return ["tg32"]
 
 
 def comparison_of(engine: Engine, name: str, background: Any) -> tuple[Asked | None, list[str]]:

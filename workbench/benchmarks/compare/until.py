@@ -63,6 +63,18 @@ def make_until(half_width: float | str | None, at_most_s: float | str = AT_MOST_
     return Until(float(half_width), float(at_most_s))
 
 
+def optional_until(
+    half_width: float | str | None, at_most_s: float | str = AT_MOST_S
+) -> Until | None:
+    """As `make_until`. Raises UsageError, too, for a time without a width."""
+    if half_width is None and at_most_s != AT_MOST_S:
+        raise UsageError(
+            f"at_most_s={at_most_s!r} needs until: it is the time after which until gives up; "
+            "give until='1%', or leave at_most_s out"
+        )
+    return make_until(half_width, at_most_s)
+
+
 def parse_share(flag: str, text: str) -> float:
     """`1%` or `0.01` -> 0.01. Raises UsageError for any text but a share between 0 and 1."""
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%?)\s*", text, re.ASCII)

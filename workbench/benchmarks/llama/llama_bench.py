@@ -26,7 +26,7 @@ import pandas as pd
 
 from workbench.benchmarks.compare.ab import describe
 from workbench.benchmarks.compare.rounds import Repetition, Trials
-from workbench.benchmarks.compare.until import AT_MOST_S, make_until
+from workbench.benchmarks.compare.until import AT_MOST_S, optional_until
 from workbench.benchmarks.energy import joules
 from workbench.benchmarks.energy.windows import EnergyAsked, energy_of, take_over_windows
 from workbench.benchmarks.llama.llama_format import FIELDS, FORMATS, BenchRow, format_rows
@@ -144,7 +144,7 @@ def recorded(
     sides = Sides(engine)
     for test in tests:
         check_fits(sides.toggles_of(test), engine.config, test)
-    asked = make_until(until, at_most_s)
+    asked = optional_until(until, at_most_s)
     counted = energy_of(energy, engine, tests)
     earlier = open_out(None if out is None else Path(out), resume)
     trials = Trials([engine], tests, repetitions, seed, asked, once=repetitions == 1)

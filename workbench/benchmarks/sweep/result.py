@@ -124,18 +124,26 @@ class Sweep(Framed):
         return known
 
     def pivot(
-        self, index: str | Sequence[str] = (), columns: str = "", values: str = "tps"
+        self,
+        index: str | Sequence[str] = (),
+        columns: str = "",
+        values: str = "tps",
+        **unknown: Any,
     ) -> Table:
         """A table of two axes: `values` of each cell; a line above says what they are, with their
-        unit. By default columns are the last axis that varies, and rows are all others. Raises
-        UsageError where several cells share a place, and for a name that is no column."""
+        unit. By default columns are the last axis that varies, and rows (`index`) are all others.
+        Raises UsageError where several cells share a place, for a name that is no column, and for
+        an unknown keyword."""
+        for name in unknown:
+            said = choices(name, ("index", "columns", "values"))
+            raise UsageError(f"argument {name!r} does not exist; {said}; index names the rows")
         frame = self.to_frame()
         frame = frame[frame["status"] != LEFT_OUT]
         columns = columns or (self.varying or [TEST])[-1]
-        rows = [index] if isinstance(index, str) else list(index)
+        rows = list(index) if isinstance(index, list | tuple) else [index]
         rows = rows or [name for name in self.varying if name != columns] or ["model"]
         for name in (*rows, columns, values):
-            if name not in frame:
+            if not isinstance(name, str) or name not in frame:
                 raise UsageError(f"column {name!r} does not exist; {choices(name, frame)}")
         if frame.duplicated([*rows, columns]).any():
             more = [name for name in self.varying if name not in (*rows, columns)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.common.errors import UsageError
+from workbench.common.paths import path_of
 from workbench.trace.imports import kineto, nsys, saved
 from workbench.trace.spans import Recorded
 
@@ -32,7 +33,7 @@ def read(path: str | PathLike[str], step: str | None = None) -> tuple[Recorded, 
     Raises UsageError for a file that cannot be read, is cut, has another format or version, or
     has no range that matches `step`.
     """
-    path = Path(path)
+    path = path_of(path, "the path of a trace file")
     try:
         with path.open("rb") as file:
             head = file.read(len(SQLITE))
