@@ -23,6 +23,9 @@ from workbench.benchmarks.runs.nameless import portable
 from workbench.benchmarks.runs.results import COMPLETE, INTERRUPTED, SampleTable
 from workbench.common.errors import Kept, UsageError
 from workbench.common.output import check_folder
+from workbench.config import folded
+
+MOST_NAMED = 4  # in a line on what differs
 
 
 def new_arm(
@@ -178,16 +181,32 @@ def check_same(
     `new`. of_result: keys of `result` that must be equal, too."""
     was, now = _identity(old, of_result), _identity(new, of_result)
     for key, value in was.items():
-        if now[key] != value:
+        if now.get(key) != value:
+            old_words, new_words = _differing(value, now.get(key))
             raise UsageError(
-                f"{out} cannot be resumed: its {key} is {value}, and now it would be {now[key]}"
+                f"{out} cannot be resumed: its {key} is {old_words}, and now it would be "
+                f"{new_words}"
             )
+
+
+def _differing(was: Any, now: Any) -> tuple[str, str]:
+    """Two values in words. Of two dicts only what differs, at most MOST_NAMED names of it."""
+    if not isinstance(was, Mapping) or not isinstance(now, Mapping):
+        return str(was), str(now)
+    names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    more = f", {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    old_words, new_words = (
+        ", ".join(f"{name}={side.get(name, 'unknown')}" for name in names[:MOST_NAMED]) + more
+        for side in (was, now)
+    )
+    return old_words, new_words
 
 
 def _identity(run: Mapping[str, Any], of_result: Sequence[str]) -> dict[str, Any]:
     return {
         "kind": run["kind"],
-        "arms": [(arm["name"], arm["toggles"]) for arm in run["arms"]],
+        "arms": " | ".join(arm["name"] for arm in run["arms"] if not arm["is_control"]),
+        **{f"arm {arm['name']}": folded(arm["toggles"]) for arm in run["arms"]},
         "tests": run["tests"],
         "seed": run["seed"],
         "model": run["model"].get("hash"),
