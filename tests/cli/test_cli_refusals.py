@@ -109,6 +109,7 @@ NO_MODEL = "requires an argument. Give -m auto, or -m and a GGUF file (`workbenc
     (["serve-bench"], "name a server: --url http://127.0.0.1:8000, -m auto, or -m and a GGUF"),
     (["ab", "-m", "auto"], "--toggle requires an argument"),
     (["serve", "-m", "./auto"], "auto: no such file"),
+    (["bench", "-m", "tiny"], "tiny: no such file; check the path; `-m auto` makes a model with"),
 ], ids=lambda v: str(v)[:40])  # fmt: skip
 def test_who_names_no_model_is_told_what_to_give(call, tmp_path, monkeypatch, command, says):
     monkeypatch.chdir(tmp_path)

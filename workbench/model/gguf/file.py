@@ -160,8 +160,8 @@ def _open(path: str | os.PathLike[str]) -> BinaryIO:
         file = open(path, "rb")  # noqa: SIM115 (the caller closes it)
     except FileNotFoundError:
         raise ModelFileError(
-            f"{shown(path)}: no such file; check the path, or write a model with "
-            f"`workbench model synth`"
+            f"{shown(path)}: no such file; check the path; `-m auto` makes a model with random "
+            "weights, and `workbench model synth` writes any other"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         why = getattr(error, "strerror", None) or error
