@@ -55,8 +55,11 @@ def test_ls_has_a_row_for_each_folder_and_its_status(call, root):
 def test_a_name_that_ls_prints_is_taken(call, root, tmp_path):
     shutil.copytree(root, tmp_path / "data" / "runs")
     shutil.rmtree(root)
-    for words in (["show", "one"], ["export", "one", "--out", "one.csv"], ["rm", "one", "--yes"]):
-        status, _, err = call("runs", *words)
+    for words in (
+        ["runs", "show", "one"], ["runs", "export", "one", "--out", "one.csv"],
+        ["compare", "one", "two", "--out", "c.html"], ["runs", "rm", "one", "--yes"],
+    ):  # fmt: skip
+        status, _, err = call(*words)
         assert status == 0, err
     assert not (tmp_path / "data" / "runs" / "one").exists()
     status, _, err = call("runs", "show", "one")

@@ -7,6 +7,7 @@ from cyclopts.validators import Number
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, say
+from workbench.cli.runs import OneRun
 from workbench.cli.traces import are_traces, compare_traces
 from workbench.common.errors import BelowLimit, UsageError, WorkbenchError
 from workbench.common.output import check_extension, check_writable, write_text
@@ -17,10 +18,10 @@ PAGE = Path("reports/compare.html")
 @app.command
 def compare(
     *runs: Annotated[
-        Path,
+        OneRun,
         f.flag(
-            "run folders of ab or bench, or files of llama-bench (json, jsonl, csv, sql, SQLite), "
-            "or two traces; the first is the baseline"
+            "run folders of ab or bench (or their names in `runs ls`), or files of llama-bench "
+            "(json, jsonl, csv, sql, SQLite), or two traces; the first is the baseline"
         ),
     ],
     out: Annotated[Path, f.flag("the HTML page to write")] = PAGE,
