@@ -183,6 +183,8 @@ def test_a_wrong_matrix_is_one_line(asked, said):
 @pytest.mark.parametrize(("text", "said"), [
     ("models = [", "is no TOML file"),
     ("model = 'a'", "key 'model' does not exist; did you mean models"),
+    ("n_ubatch = 64", r"n_ubatch belongs in a table; write it below a line \[engine\]"),
+    ("sync = 'packed'", r"sync belongs in a table; write it below a line \[toggles\]"),
     ("toggles = 'sync'", r"toggles must be a table, as \[toggles\]"),
     ("repetitions = 'many'", "repetitions='many' is no whole number"),
 ])  # fmt: skip

@@ -31,7 +31,8 @@ MODEL, TEST, DEPTH, PARALLEL, PRESET, SET = (
     "model", "test", "n_depth", "n_parallel", "preset", "set",
 )  # fmt: skip
 SETTINGS = {f.name: f.default for f in fields(EngineConfig)}
-AXES = (MODEL, TEST, DEPTH, PARALLEL, *SETTINGS, PRESET, SET, *FAMILIES, *Toggles.names())
+_SWITCHES = (*FAMILIES, *Toggles.names())
+AXES = (MODEL, TEST, DEPTH, PARALLEL, *SETTINGS, PRESET, SET, *_SWITCHES)
 MOST_CELLS = 100_000  # of a product: more take days at a second each
 Rule = Mapping[str, Any]  # of an exclusion: axis -> a value, or several
 # keys of a TOML file outside of the tables `toggles` and `engine`: the argument of `matrix_of`
@@ -290,6 +291,9 @@ def read_matrix(path: str | Path) -> dict[str, Any]:
         raise UsageError(f"{path} is no TOML file: {str(error).splitlines()[0]}") from error
     known = (*KEYS, *NUMBERS, "toggles", "engine")
     for name, value in found.items():
+        table = "engine" if name in SETTINGS else "toggles" if name in _SWITCHES else ""
+        if table and name not in known:
+            raise UsageError(f"{path}: {name} belongs in a table; write it below a line [{table}]")
         if name not in known:
             raise UsageError(f"{path}: key {name!r} does not exist; {choices(name, known)}")
         if name in ("toggles", "engine") and not isinstance(value, dict):
