@@ -52,6 +52,17 @@ def test_ls_has_a_row_for_each_folder_and_its_status(call, root):
     assert found["two"]["tests"] == "tg8, pp4" and found["newer"]["status"].startswith("newer sch")
 
 
+@pytest.mark.parametrize(("length", "columns"), [(20, 60), (50, 80), (70, 80), (50, 100)])
+def test_long_names_leave_room_for_what_was_measured(call, root, monkeypatch, length, columns):
+    name = "n" * length
+    write(root, name, {"tg8": 100.0, "pp4": 50.0}, n=5)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, out, _ = call("runs", "ls", root.name)  # from the folder above: paths are short
+    assert max(map(len, out.splitlines())) <= columns and name in out
+    lines = " ".join(out.partition(name)[2].splitlines()[:3])
+    assert "complete" in lines and "tg8, pp4" in lines and "tiny Q8_0" in lines
+
+
 def test_a_name_that_ls_prints_is_taken(call, root, tmp_path):
     shutil.copytree(root, tmp_path / "data" / "runs")
     shutil.rmtree(root)

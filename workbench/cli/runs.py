@@ -2,8 +2,9 @@
 
 import json
 import sys
+import textwrap
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -11,8 +12,12 @@ from workbench.cli import flags as f
 from workbench.cli.common import RUNS, app, say
 from workbench.common.errors import UsageError
 
+if TYPE_CHECKING:
+    from workbench.common.tables import Table
+
 # columns of `runs ls`: a narrow terminal does without the first ones
-NEEDED_LEAST = ("took s", "device", "started", "model", "tests", "kind")
+NEEDED_LEAST = ("took s", "device", "started")
+SHORTENED, SHORT = ("model", "tests"), 20  # before a column is left out; letters of a cell
 
 runs_app = App(name="runs", help="List, show, remove and export run folders.")
 app.command(runs_app)
@@ -42,7 +47,7 @@ def list_runs(
     advice have a line each; `ls FOLDER` lists their runs.
     """
     from workbench.benchmarks.runs import folders, results
-    from workbench.common.tables import Table, markdown, show_prose, terminal_columns
+    from workbench.common.tables import Table, show_prose, terminal_columns
 
     if root != RUNS and not root.is_dir():
         raise UsageError(f"{root} is no folder; name a folder that holds run folders")
@@ -67,24 +72,54 @@ def list_runs(
             "took s": found["duration_s"],
         }
     ).shown(digits={"took s": 1})
-    width = terminal_columns()
-    left_out: list[str] = []
-    for column in NEEDED_LEAST:
-        if max(map(len, markdown(table).splitlines())) <= width:
-            break
-        left_out.append(column)
-        table = table.drop(columns=column).shown(**table.attrs)
-    print(markdown(table))
+    text, left_out = _fitted(table, terminal_columns())
+    print(text)
     show_prose("\n".join(reason for reason in reasons[2] if reason))
     if left_out:
         say(f"no room for {', '.join(left_out)}: a wider terminal or --json shows them")
 
 
+def _fitted(table: "Table", width: int) -> tuple[str, list[str]]:
+    """The runs as text that is no wider than `width`, and the columns without room. The name of a
+    folder stays whole, so that it can be copied: where names are long, a run has lines of its own.
+    """
+    from workbench.common.tables import markdown
+
+    def is_wide() -> bool:
+        return max(map(len, markdown(table).splitlines())) > width
+
+    every = table.to_dict("records")
+    for column in SHORTENED:
+        if is_wide():
+            table[column] = [_shortened(text) for text in table[column].fillna("")]
+    left_out: list[str] = []
+    for column in NEEDED_LEAST:
+        if is_wide():
+            left_out.append(column)
+            table = table.drop(columns=column).shown(**table.attrs)
+    if is_wide():
+        return "\n".join(line for row in every for line in _lines(row, width)), []
+    return markdown(table), left_out
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHORT else f"{text[: SHORT - 3]}..."
+
+
+def _lines(row: dict[str, Any], width: int) -> list[str]:
+    """The name of a run, and below it everything else."""
+    known = {name: value for name, value in row.items() if value and value == value}
+    if "took s" in known:
+        known["took s"] = f"{known['took s']:.1f}\xa0s"  # stays together
+    name, *rest = map(str, known.values())
+    said = textwrap.fill("; ".join(rest), width, initial_indent="  ", subsequent_indent="  ",
+                         break_on_hyphens=False)  # fmt: skip
+    return [name, said.replace("\xa0", " ")]
+
+
 @runs_app.command
 def show(folder: RunPath, /, *, as_json: f.AsJson = False) -> None:
     """Print what a run, a sweep or an advice was and found (--json: run.json of a run)."""
-    import textwrap
-
     from workbench.benchmarks.compare.comparison import AB
     from workbench.benchmarks.runs import folders, loading, results
     from workbench.common.tables import show, show_prose, terminal_columns
