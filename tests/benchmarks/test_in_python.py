@@ -358,13 +358,18 @@ def test_loads_are_frames_that_concatenate_and_pictures(tmp_path):
 def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path):
     newer = write(tmp_path, "newer")
     (newer / "run.json").write_text(json.dumps(a_run(schema=2)))
-    (tmp_path / "t.txt").write_text("x")
+    for name in ("t.txt", "run.zip"):
+        (tmp_path / name).write_text("x")
     for path, says in (
         (tmp_path / "missing", "does not exist; give a run"), (newer, "schema 2 of run.json"),
         (tmp_path / "t.txt", "is no run folder, and no trace, whose name ends in .pftrace"),
         (tmp_path, "is no run folder: run.json is missing"),
+        (tmp_path / "run.zip", "is no run folder: it is a file; unpack it first (unzip "),
     ):  # fmt: skip
         with pytest.raises(UsageError) as refused:
             wb.load(path)
         assert says in str(refused.value) and "\n" not in str(refused.value)
+    for name, what in (("run.zip", "unpack it first"), ("t.txt", "`workbench runs ls` lists run")):
+        with pytest.raises(UsageError, match=f"{name} is no run folder: it is a file; {what}"):
+            wb.AB.load(tmp_path / name)
     assert {".json.gz", ".pftrace.gz"} <= set(OF_TRACE)

@@ -94,6 +94,13 @@ def test_an_unknown_notebook_is_refused_before_models_are_written(
     assert status == 2 and "`workbench notebooks copy notebooks` writes them" in err
 
 
+def test_who_copies_notebooks_is_told_what_runs_them(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, run in (("notebooks", "workbench report"), ("nb", "workbench report nb/*.ipynb")):
+        status, _, err = call("notebooks", "copy", "--out", folder)
+        assert status == 0 and f"notebooks in {folder}; `{run}` runs them" in err
+
+
 def made(*words: str) -> str:
     """What make would run."""
     done = subprocess.run(

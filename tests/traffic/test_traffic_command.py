@@ -53,7 +53,7 @@ AT_X = [*X, "--model-id", "m"]
 REFUSED = [
     ([], "name a server: --url http://127.0.0.1:8000, -m auto, or -m and a GGUF file"),
     (["--url", "localhost:8000"], "is no address; write it as http://127.0.0.1:8000"),
-    ([*X, "-m", "y.gguf"], "name a server"),
+    ([*X, "-m", "y.gguf"], "--url and -m each name a server; leave one of them out"),
     ([*X, "--n-ctx", "512"], "--n-ctx is the server's"),
     ([*X, "--fuse", "on"], "--fuse is the server's"),
     ([*AT_X, "--slo", "ttft:200"], "--slo 'ttft:200' is no objective; write them as ttft:200ms"),

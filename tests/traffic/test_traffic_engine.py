@@ -130,7 +130,12 @@ def test_what_the_engine_refuses_is_counted(engine):
 
 
 def test_the_end_of_the_time_cancels_what_is_in_flight(engine):
-    """The next setting finds nothing of it."""
+    """The next setting finds nothing of it. A warm-up that does not end in it is told why."""
+    with pytest.raises(WorkbenchError, match=r"no warm-up request ended within 0\.02 s .--max-sec"):
+        serve_bench(
+            over_pipe(Noted(engine)), [Arrivals(CLOSED, 1)],
+            spec(n_gen="200", n_prompt="9", most_s=0.02),
+        )  # fmt: skip
     asked = spec(n_gen="200", n_prompt="9", n_warm_up=0, most_s=0.02)
     target = over_pipe(pipe := Noted(engine))
     made = serve_bench(target, [Arrivals(CLOSED, 2), Arrivals(CLOSED, 3)], asked)
@@ -138,7 +143,7 @@ def test_the_end_of_the_time_cancels_what_is_in_flight(engine):
     after = serve_bench(target, [Arrivals(CLOSED, 2)], spec())
     for row, n in zip(made.rows, (2, 3), strict=True):
         assert row.figures["unfinished"] == n and row.figures["failures"] == {}
-        assert "of 12 requests were not measured to their end" in row.warnings[0]
+        assert "not measured to their end: the row ended by its time" in row.warnings[0]
     assert len(pipe.cancelled) == 5 and after.rows[0].figures["completed"] == 12
     load = asked.load(Arrivals(CLOSED, 2), 0)
     assert [*target.offer(load, Asking(), most_s=0.0)] in ([], [[]])

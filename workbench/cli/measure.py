@@ -18,7 +18,7 @@ from workbench.cli.lists import (
     Listed,
     numbers,
 )
-from workbench.cli.notebooks import shipped_notebooks
+from workbench.cli.notebooks import NOTEBOOKS, shipped_notebooks
 from workbench.cli.outputs import RowFormat, TableFormat, check_run_name, print_frame
 from workbench.common.errors import Kept, UsageError, WorkbenchError
 from workbench.common.nearest import choices
@@ -29,7 +29,6 @@ from workbench.config import BASELINE, EngineConfig, Toggles
 if TYPE_CHECKING:
     from workbench.benchmarks.llama.llama_bench import BenchRow
 
-NOTEBOOKS = Path("notebooks")
 PROMPTS, GENS, DEPTHS = ["512"], ["128"], ["0"]  # llama-bench's
 
 

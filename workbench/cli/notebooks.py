@@ -14,6 +14,7 @@ from workbench.common.shipped import shipped
 notebooks_app = App(name="notebooks", help="Copy the notebooks that come with the package.")
 app.command(notebooks_app)
 
+NOTEBOOKS = Path("notebooks")  # where `workbench report` looks for names
 # a page that the notebooks link to in a checkout, and where its copy lies beside copied notebooks
 LINKED, COPIED = "../data/results/README.md", "recorded_results.md"
 
@@ -46,4 +47,6 @@ def copy(
             )
     for name, text in texts.items():
         write_text(out / name, text, parents=True)
-    say(f"{len(texts) - 1} notebooks in {out}; `workbench report` runs those in notebooks/")
+    usual = out.resolve() == NOTEBOOKS.resolve()
+    run = "workbench report" if usual else f"workbench report {out}/*.ipynb"
+    say(f"{len(texts) - 1} notebooks in {out}; `{run}` runs them")

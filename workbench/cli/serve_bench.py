@@ -117,7 +117,9 @@ def serve_bench(
 
     check_run_name(out)
     settings = arrivals(load.arrivals, load.rate, load.concurrency)
-    if (url is None) == (model is None):
+    if url is not None and model is not None:
+        raise UsageError("--url and -m each name a server; leave one of them out")
+    if url is None and model is None:
         raise UsageError(
             "name a server: --url http://127.0.0.1:8000, -m auto, or -m and a GGUF file"
         )

@@ -38,7 +38,7 @@ from workbench.common.tables import Table, markdown, terminal_columns, to_html
 from workbench.engine.slots.asks import Totals
 from workbench.traffic.latency import COLUMNS, Figures, Served, Slo, figures, warnings
 from workbench.traffic.load import CLOSED, Arrivals, Lengths, Load, draw, lengths
-from workbench.traffic.records import OK, RequestRecord, Spent
+from workbench.traffic.records import OK, UNFINISHED, RequestRecord, Spent
 from workbench.traffic.targets import Asking, LoadTarget
 
 SERVED = "serve"  # kind of a run
@@ -282,6 +282,11 @@ def _warm_up(target: LoadTarget, spec: BenchSpec, setting: Arrivals, row: int) -
     together = min(spec.n_warm_up, setting.in_flight or spec.n_warm_up)
     load = spec.load(Arrivals(CLOSED, together), row, spec.n_warm_up)
     records = [r for part in target.offer(load, spec.asking, spec.most_s) for r in part]
+    if all(r.status == UNFINISHED for r in records) and spec.most_s < math.inf:
+        raise WorkbenchError(
+            f"no warm-up request ended within {spec.most_s:g} s (--max-seconds, most_s); give more "
+            "seconds, or shorter prompts and answers"
+        )
     if not any(r.status == OK for r in records):
         why = f"{records[0].status}: {records[0].why}" if records else "none started"
         raise WorkbenchError(f"no warm-up request ended well ({why}); mend that first")

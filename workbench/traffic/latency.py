@@ -280,7 +280,10 @@ def warnings(found: Figures, n_requests: int, busy: float | None = None) -> list
         said.append(f"{counted(found['failed'], 'request')} did not end well: {kinds}")
     ended = found["completed"] + found["failed"]
     if ended < n_requests:
-        said.append(f"{n_requests - ended} of {n_requests} requests were not measured to their end")
+        said.append(
+            f"{n_requests - ended} of {n_requests} requests were not measured to their end: "
+            "the row ended by its time (--max-seconds, most_s), or by Ctrl-C"
+        )
     if found["short"]:
         said.append(f"{counted(found['short'], 'answer')} shorter than asked for")
     if found["mean_lag_ms"] > LAG_SHARE * found["mean_ttft_ms"]:

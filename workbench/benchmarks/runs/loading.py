@@ -39,6 +39,8 @@ def load(path: str | Path) -> Any:
     for ending, reader in OF_TRACE.items():
         if path.name.endswith(ending):
             return upper(reader)(path)
+    if path.suffix == ".zip":
+        raise results.no_folder(path)
     endings = ", ".join(OF_TRACE)
     raise UsageError(f"{path} is no run folder, and no trace, whose name ends in {endings}")
 

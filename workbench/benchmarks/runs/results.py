@@ -448,6 +448,8 @@ def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame
             f"{folder} is no run folder: {Path(str(error.filename)).name} is missing"
             + (f"; it is a result of {kind}, and below it are run folders" if kind else "")
         ) from error
+    except NotADirectoryError as error:
+        raise no_folder(folder) from error
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, UsageError):
             raise
@@ -458,6 +460,14 @@ def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame
         Run(folder, run, samples.to_pandas().astype(_DTYPES)),
         [table.to_pandas() for table in tables],
     )
+
+
+def no_folder(file: Path) -> UsageError:
+    """The error of a file that was given in place of a run folder."""
+    what = "`workbench runs ls` lists run folders"
+    if file.suffix == ".zip":  # of `workbench runs export`
+        what = f"unpack it first (unzip {file}), and name the folder that was in it"
+    return UsageError(f"{file} is no run folder: it is a file; {what}")
 
 
 def together(folder: Path) -> str:
