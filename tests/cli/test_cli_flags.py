@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.clashes import clashing
 from tests.profiles import examples
 from workbench.cli import generate, main, measure
-from workbench.cli.common import app
+from workbench.cli.entry import app
 from workbench.cli.flags import EngineSettings
 from workbench.cli.lists import numbers
 from workbench.common.errors import UsageError

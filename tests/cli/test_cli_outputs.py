@@ -12,7 +12,7 @@ import pytest
 
 from workbench.benchmarks.llama.llama_format import FORMATS
 from workbench.benchmarks.runs.results import load_run
-from workbench.cli.common import app
+from workbench.cli.entry import app
 from workbench.cli.outputs import print_frame, with_out
 from workbench.traffic import bench_text
 

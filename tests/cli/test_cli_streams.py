@@ -93,6 +93,27 @@ def test_ctrl_c_keeps_the_tokens_made_so_far(model):
     assert err.splitlines()[-1] == b"error: interrupted; what was finished is kept"
 
 
+PRESSED = """
+import signal, sys
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == sys.argv[1]:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from workbench.cli import main
+main(["toggles"])
+"""
+
+
+@pytest.mark.parametrize("module", ["cyclopts", "workbench.cli.toggles", "pandas"])
+def test_ctrl_c_while_modules_come_is_one_line(module):
+    """Before the command begins, and in the command."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRESSED, module], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_each_signal_unwinds_as_ctrl_c_and_has_its_status(stop):
     before, seen = signal.getsignal(signal.SIGTERM), Stop()

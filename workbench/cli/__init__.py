@@ -8,88 +8,15 @@ status 141, as a program that SIGPIPE ended.
 """
 
 import sys
-from pathlib import Path
 
-from cyclopts import CycloptsError, MissingArgumentError
-
-from workbench.cli import (  # noqa: F401 - commands
-    advise,
-    check,
-    compare,
-    doctor,
-    generate,
-    measure,
-    models,
-    notebooks,
-    profile,
-    runs,
-    serve,
-    serve_bench,
-    streams,
-    sweep,
-    toggles,
-)  # fmt: skip
-from workbench.cli.common import app, say
-from workbench.cli.flags import GIVE_MODEL
-from workbench.cli.interrupts import Stop, heeded
-from workbench.cli.outputs import with_out
-from workbench.cli.screen import asked
-from workbench.common.errors import WorkbenchError
-from workbench.common.extras import refusal_of
-from workbench.common.output import NO_ROOM, refusal
-from workbench.common.progress import shown_on
+INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The console script."""
-    status, message = _end_of(sys.argv[1:] if arguments is None else arguments)
-    try:
-        streams.hand_over()
-    except streams.Lost as lost:
-        if not message:
-            status, message = lost.end
-    if message:
-        fail(message, status)
-    if status:
-        sys.exit(status)
-
-
-def _end_of(arguments: list[str]) -> tuple[int, str]:
-    """Runs a command. Returns its exit status, and the error to print, if there is one."""
-    stop = Stop()
-    try:
-        streams.prepare()
-        with heeded(stop), shown_on(sys.stderr):
-            words, app.help_formatter = asked(arguments)
-            app(with_out(words), exit_on_error=False, print_error=False)
-    except WorkbenchError as error:
-        return error.exit_status, str(error)
-    except MissingArgumentError as error:
-        named = () if error.argument is None else error.argument.names
-        return 2, f"{error} {GIVE_MODEL}" if "--model" in named else str(error)
-    except CycloptsError as error:
-        cause = error.__cause__
-        return 2, str(cause if isinstance(cause, WorkbenchError) else error)
-    except ModuleNotFoundError as error:
-        if not (refused_for := refusal_of(error)):
-            raise
-        return 1, refused_for
-    except KeyboardInterrupt as interrupt:
-        return stop.status, stop.words(interrupt)
-    except SystemExit as error:
-        return int(error.code or 0), ""
-    except streams.Lost as lost:
-        return lost.end
-    except BrokenPipeError as error:  # of an output that is a descriptor of this process
-        return streams.Lost(error.errno, "").end
-    except OSError as error:  # of a file that a library writes, as numba its cache
-        if error.errno not in NO_ROOM:
-            raise
-        refused = refusal(Path(str(error.filename or "a file")), error)
-        return refused.exit_status, str(refused)
-    return 0, ""
-
-
-def fail(message: str, status: int) -> None:
-    say("error: " + " ".join(message.split()))
-    sys.exit(status)
+    try:  # the modules of all commands take a good part of a second
+        from workbench.cli.entry import run
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    run(sys.argv[1:] if arguments is None else arguments)
