@@ -7,6 +7,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from types import FunctionType
 
 import pytest
 from IPython.core.completer import IPCompleter
@@ -14,6 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import workbench as wb
 
+OURS = Path(__file__).parents[1] / "trace" / "files" / "ours-eager.pftrace.gz"
 NAMES = {
     "AB", "Engine", "EngineConfig", "Profile", "Program", "Run", "Sampling", "Sweep",
     "Toggles", "ab", "bench", "check", "compare", "kv_visits", "lab", "load", "new_run_folder",
@@ -61,7 +65,7 @@ METHODS = {
     "Toggles": ["preset", "switched", "values", "members"],
 }  # fmt: skip
 CALLABLES: dict[str, Callable[..., object]] = {
-    **{name: getattr(wb, name) for name in dir(wb) if name != "lab"},
+    **{name: getattr(wb, name) for name in dir(wb) if name != "lab"}, "lab": type(wb.lab),
     **{f"{of}.{name}": getattr(getattr(wb, of), name) for of, names in METHODS.items()
        for name in names},
     "lab.panel": wb.lab.panel,
@@ -70,7 +74,7 @@ RETURNS = re.compile(r"\breturns?\b|\bis given\b", re.IGNORECASE)
 NAMES_IT = re.compile(r"(A|An|One|The|These|All|How) ")  # its first words are what it returns
 # what refuses nothing: tables of what is there, and classes that a function fills
 REFUSES_NOTHING = {
-    "AB", "Profile", "Program", "Run", "Sweep", "kv_visits", "new_run_folder", "runs",
+    "kv_visits", "new_run_folder",
     *(f"AB.{name}" for name in ("summary", "table", "to_frame", "percentiles", "evidence")),
     *(f"Profile.{name}" for name in ("phases", "gaps", "summary", "to_frame")),
 }  # fmt: skip
@@ -100,3 +104,24 @@ def test_a_docstring_names_every_parameter_what_is_returned_and_what_is_raised(n
         assert RETURNS.search(doc) or NAMES_IT.match(doc), f"{name} does not say what it returns"
     if name not in REFUSES_NOTHING:
         assert re.search(r"\w+Error\b", doc), f"{name} does not say what it raises"
+
+
+def test_every_public_attribute_of_a_public_class_says_what_it_is():
+    kinds = (property, cached_property, classmethod, staticmethod, FunctionType)
+    classes = {name: of for name in dir(wb) if isinstance(of := getattr(wb, name), type)}
+    silent = [
+        f"{name}.{attribute}"
+        for name, of in classes.items()
+        for attribute, what in inspect.getmembers_static(of)
+        if isinstance(what, kinds) and not attribute.startswith("_") and not inspect.getdoc(what)
+    ]
+    assert not silent
+
+
+def test_the_tables_of_a_trace_name_their_columns_and_units():
+    prof = wb.Profile.load(OURS)
+    for table in (prof.phases, prof.gaps):
+        doc = inspect.getdoc(table) or ""
+        own = [column for column in table() if "_" in column or column in ("step", "between")]
+        assert own and not [column for column in own if column not in doc]
+        assert re.search(r"\bus\b", doc), "and the unit of their times"

@@ -161,6 +161,7 @@ class Toggles:
 
     @classmethod
     def names(cls) -> list[str]:
+        """The names of all toggles, in the table's order; families are none of them."""
         return [f.name for f in dataclasses.fields(cls)]
 
     @classmethod
@@ -207,6 +208,7 @@ class Toggles:
         return dataclasses.replace(self, **_spread(changes))
 
     def to_dict(self) -> dict[str, str]:
+        """The values of all toggles by name; a family is its members."""
         return {name: str(getattr(self, name)) for name in self.names()}
 
     def changed(self) -> dict[str, str]:
@@ -241,7 +243,8 @@ class Toggles:
 def _common_value(family: str) -> property:
     """A family reads like a toggle. `dataclasses.replace` passes its value on, which then changes
     nothing."""
-    return property(lambda toggles: _Held(toggles.value_of(family)))
+    said = f"The value that every {family}_... has, or `mixed`."
+    return property(lambda toggles: _Held(toggles.value_of(family)), doc=said)
 
 
 Toggles.__doc__ = f"{Toggles.__doc__}\n" + "\n".join(  # what each field decides, of the table

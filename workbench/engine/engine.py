@@ -472,18 +472,22 @@ class Engine:
 
     @property
     def model(self) -> Model:
+        """The model: what its file says of it, and its weights."""
         return self._open.model
 
     @property
     def device(self) -> str:
+        """The device that the engine was opened on, as `cuda` or `embedded`: never `auto`."""
         return self._open.device
 
     @property
     def device_reason(self) -> str:
+        """Why it is this device: as asked for, or what `auto` found."""
         return self._open.device_reason
 
     @property
     def backend(self) -> Backend:
+        """The backend that computes the last layers."""
         return self._open.backend
 
     @property
@@ -513,6 +517,7 @@ class Engine:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        """The file's own tokenizer. Raises ModelFileError where the file describes none."""
         return self._open.tokenizer
 
     @property

@@ -56,7 +56,11 @@ def panel(
 
 
 class Lab:
-    """`wb.lab`: functions for notebooks."""
+    """`wb.lab`: functions for notebooks.
+
+    `panel` is a widget that compares toggles on an engine; it raises UsageError for what cannot be
+    measured, and without ipywidgets. `differing` says what two sets of toggles differ in.
+    """
 
     panel = staticmethod(panel)
     differing = staticmethod(differing)

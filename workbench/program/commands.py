@@ -388,6 +388,8 @@ class Program:
     sync: the mode that the program was lowered with, never `auto`.
     copy_stream: the stream that input copies ride, never `auto`.
     inputs: what the host writes.
+
+    `Engine.program` makes it, and raises UsageError where no step has the shape.
     """
 
     commands: list[Command]

@@ -284,8 +284,7 @@ def gaps(frame: pd.DataFrame) -> pd.DataFrame:
     * host_us: the part of the gap before the host's call of the next kernel began. The device had
       nothing to do.
     * device_us: the rest of the gap. The host had called the next kernel.
-    * a column for each kind of host span (`build`, `write`, `copy`, `sync`, ...), `python` (within
-    a
+    * a column for each kind of host span (`build`, `write`, `copy`, `sync`, ...), `python` (in a
       step, between its commands) and `outside` (between steps): time of the host in the gap, us.
       These columns add up to traced_us.
 

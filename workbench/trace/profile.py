@@ -205,6 +205,9 @@ class Profile(Framed):
     fallback: why CUPTI was not used where it was asked for; else empty.
     windows: with CUPTI, the groups of steps that were recorded together.
     about: data about the engine, for the file; the caller may add more.
+
+    `load` and `save` raise UsageError for a file that cannot be read or written, `kernels` for an
+    unknown `by`.
     """
 
     def __init__(
@@ -235,18 +238,22 @@ class Profile(Framed):
 
     @property
     def timeline(self) -> Timeline:
+        """All spans. The spans of launches have the bytes that they must move."""
         return Timeline(analysis.with_bytes(self.recorder.spans, self.recorder.program_of))
 
     @property
     def collector(self) -> str:
+        """The source of the device spans: `events` or `cupti`; of a foreign file the tool."""
         return self.recorder.collector
 
     @property
     def fallback(self) -> str:
+        """Why CUPTI was not used where it was asked for; else empty."""
         return self._fallback or self.recorder.fallback
 
     @property
     def windows(self) -> list[Window]:
+        """With CUPTI the groups of steps that were recorded together; else none."""
         return list(self.recorder.windows)
 
     @property
@@ -309,11 +316,31 @@ class Profile(Framed):
         return analysis.kernels(self.to_frame(), by, read_gbps)
 
     def phases(self) -> pd.DataFrame:
-        """The host's time in a step; see `analysis.phases`."""
+        """The host's time in a step: a row for each phase and part, by step size.
+
+        * step_tokens: tokens of the steps.
+        * phase, part: `build` with its phases; `issue` and `results` with kinds of command; `rest`,
+          Python between the commands or the time outside of steps.
+        * traced_calls_per_step: missing for `rest`.
+        * traced_us_per_step: us, the median of the steps.
+        * traced_share: of the time from the start of a step to the start of the next.
+
+        `analysis.phases` says more of each.
+        """
         return analysis.phases(self.to_frame())
 
     def gaps(self) -> pd.DataFrame:
-        """A row for each time in which no kernel ran; see `analysis.gaps`."""
+        """A row for each time in which no kernel ran. All times are in us.
+
+        * step: of the kernel after the gap.
+        * between: `steps`, or `launches` of one step.
+        * before, after: ops of the two kernels.
+        * traced_us: length of the gap.
+        * host_us, device_us: its parts before and after the host's call of the next kernel began.
+        * further columns: the host's time in the gap by kind of command, `python` and `outside`.
+
+        `analysis.gaps` says more of each.
+        """
         return analysis.gaps(self.to_frame())
 
     def critical_path(self, step: int | None = None) -> pd.DataFrame:

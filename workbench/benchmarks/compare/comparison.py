@@ -54,7 +54,8 @@ class AB(Framed):
     Printed, it is a speedup table with intervals, verdicts and answers. `to_frame` has the numbers,
     `table` the speedup table, `verdict` the sentences, `percentiles` the times of single tokens,
     `evidence` the commands of a step, `samples` every time. `plot`, `to_csv`, `to_parquet` and
-    `save` draw and write.
+    `save` draw and write. `load` raises UsageError for a folder that holds no comparison; what
+    writes raises it for a path that cannot be written.
     """
 
     def __init__(self, run: dict[str, Any], samples: pd.DataFrame):
@@ -75,6 +76,7 @@ class AB(Framed):
 
     @property
     def interrupted(self) -> bool:
+        """Whether the measuring ended early, by Ctrl-C or by a failure."""
         return self.run["status"] == results.INTERRUPTED
 
     @property
@@ -91,6 +93,7 @@ class AB(Framed):
 
     @property
     def model(self) -> str:
+        """The model's name and the type of its weights, as `llama-3.2-1b Q4_K`."""
         return f"{self.run['model']['name']} {self.run['model']['quant']}"
 
     def answer(self, arm: str) -> Answer | None:
@@ -312,6 +315,7 @@ class Comparisons(dict[str, AB], Framed):
 
     @property
     def interrupted(self) -> bool:
+        """Whether the measuring of any of them ended early."""
         return any(one.interrupted for one in self.values())
 
     def to_frame(self) -> pd.DataFrame:

@@ -120,6 +120,8 @@ class Run(NamedTuple):
     folder: where it was read from.
     run: run.json as a dict (`benchmarks/README.md` has its keys).
     samples: the table of every timed token, with the columns of samples.parquet.
+
+    `wb.load` reads it, and raises UsageError for a folder that is damaged or no run folder.
     """
 
     folder: Path

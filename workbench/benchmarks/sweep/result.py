@@ -56,7 +56,8 @@ class Sweep(Framed):
     interrupted: it ended with Ctrl-C.
 
     `to_frame` has a row for each cell, `pivot` a table of two axes, `plot` a picture
-    (`report/sweeps.py`).
+    (`report/sweeps.py`). `load` raises UsageError for a folder that is no sweep, `pivot` and `plot`
+    for a name that is no column.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Sweep(Framed):
         frame = self.to_frame()
         frame = frame[frame["status"] != LEFT_OUT]
         columns = columns or (self.varying or [TEST])[-1]
-        rows = list(index) if isinstance(index, list | tuple) else [index]
+        rows: list[Any] = list(index) if isinstance(index, list | tuple) else [index]
         rows = rows or [name for name in self.varying if name != columns] or ["model"]
         for name in (*rows, columns, values):
             if not isinstance(name, str) or name not in frame:
