@@ -94,6 +94,27 @@ def test_an_unknown_notebook_is_refused_before_models_are_written(
     assert status == 2 and "`workbench notebooks copy notebooks` writes them" in err
 
 
+@pytest.mark.parametrize(("name", "text", "says"), [
+    ("repeat", "5", "-p repeat: no notebook has that parameter; did you mean repeats?"),
+    ("slots", "2", "-p slots: no notebook has that parameter; choose one of model, device"),
+    ("repeats", "x", "-p repeats 'x' is not a whole number; give one, as 10"),
+    ("repeats", "1.5", "-p repeats '1.5' is not a whole number"),
+])  # fmt: skip
+def test_a_parameter_that_no_notebook_takes_is_refused(call, rendered, name, text, says):
+    status, out, err = call("report", "10_fusion", "--device", "host", "-p", name, text)
+    assert (status, out, err.count("\n")) == (2, "", 1) and says in err and not rendered
+
+
+def test_parameters_have_the_types_that_the_notebooks_give_them(call, rendered, monkeypatch):
+    given = {}
+    monkeypatch.setattr(
+        render, "render_all", lambda _paths, _out, own, **_: given.update(own) or []
+    )
+    words = ["-p", "slots", "4", "-p", "repeats", "6", "-p", "quick", "False"]
+    assert call("report", "--device", "host", *words)[0] == 0
+    assert given == {"device": "host", "slots": "4", "repeats": 6, "quick": False}
+
+
 def test_who_copies_notebooks_is_told_what_runs_them(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder, run in (("notebooks", "workbench report"), ("nb", "workbench report nb/*.ipynb")):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from workbench.cli import flags as f
 from workbench.cli.common import MODELS, RUNS, app, load, say, say_ranges, say_replays
@@ -349,19 +350,21 @@ def report(
     from workbench.common.tables import show_prose
     from workbench.model.synth.models import write_tiny_models
     from workbench.report.pages import listed
-    from workbench.report.render import check_pages, render_all
+    from workbench.report.render import check_pages, parameters_of, render_all
     from workbench.report.tables import show, speedup_table
 
     f.check_computes(device)
     paths = [_notebook(name) for name in notebooks or shipped_notebooks()]
     check_pages(paths, out)
+    known = [parameters_of(path) for path in paths]
+    given = {name: _parameter(name, text, known) for name, text in parameter or ()}
     chosen, reason = choose_device(device)
     say(f"device: {chosen} ({reason})")
     write_tiny_models(MODELS)
     pages = render_all(
         paths,
         out,
-        {"device": chosen} | {name: _literal(text) for name, text in parameter or []},
+        {"device": chosen} | given,
         device=chosen,
         runs_dir=RUNS,
     )
@@ -389,11 +392,30 @@ def _notebook(name: str) -> Path:
     raise UsageError(f"notebook {path} does not exist; {choices(own.stem, known)}")
 
 
-def _literal(text: str) -> str | int | float:
-    """A notebook parameter as a number where it is one."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+def _parameter(name: str, text: str, known: list[dict[str, Any]]) -> Any:
+    """A notebook parameter, of the type that it has in the notebooks. Raises UsageError for a name
+    that no notebook has, and for text that is no number where it must be one.
+
+    known: the parameters of each notebook, with the values that they have there.
+    """
+    usual = [own[name] for own in known if name in own]
+    if not usual:
+        every = dict.fromkeys(name for own in known for name in own)
+        raise UsageError(f"-p {name}: no notebook has that parameter; {choices(name, every)}")
+    for kind, words in ((int, "a whole number"), (float, "a number")):
+        if all(type(value) is kind for value in usual):
+            try:
+                return kind(text)
+            except ValueError:
+                raise UsageError(
+                    f"-p {name} {text!r} is not {words}; give one, as {usual[0]}"
+                ) from None
+    return text if all(isinstance(value, str) for value in usual) else _literal(text)
+
+
+def _literal(text: str) -> Any:
+    """The value of a Python literal, as 3, 0.5 or False; any other text as it is."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

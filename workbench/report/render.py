@@ -166,7 +166,7 @@ def _rendered(
 ) -> list[Path]:
     """As `render_all`, in folders that this process holds."""
     pages: list[Path] = []
-    known = [_parameters_of(path) for path in notebooks]
+    known = [parameters_of(path) for path in notebooks]
     seconds = sum(sum(cell_seconds(Path(path), runs_dir).values()) for path in notebooks)
     try:
         with bar("report", seconds, SHARE) as left, Kernels() as kernels:
@@ -383,8 +383,9 @@ def _plain_engine(name: str, left: Bar, seconds: Mapping[str, float]) -> type:
     return PlainEngine
 
 
-def _parameters_of(path: str | PathLike[str]) -> set[str]:
-    """The names that the notebook's cell tagged `parameters` assigns; empty without such a cell."""
+def parameters_of(path: str | PathLike[str]) -> dict[str, Any]:
+    """What the notebook's cell tagged `parameters` assigns, by name: a literal, or None for other
+    values. Empty without such a cell."""
     import nbformat
 
     if not Path(path).is_file():
@@ -394,6 +395,10 @@ def _parameters_of(path: str | PathLike[str]) -> set[str]:
     cells = nbformat.read(path, as_version=4).cells
     tagged = [c.source for c in cells if "parameters" in c.metadata.get("tags", ())]
     tree = ast.parse(tagged[0]) if tagged else ast.Module([], [])
-    targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
-    targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
-    return {t.id for t in targets if isinstance(t, ast.Name)}
+    found = dict[str, Any]()
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            value = node.value.value if isinstance(node.value, ast.Constant) else None
+            found |= {t.id: value for t in targets if isinstance(t, ast.Name)}
+    return found
