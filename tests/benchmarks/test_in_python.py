@@ -200,7 +200,7 @@ def test_long_sets_are_named_by_their_presets_and_a_set_can_have_a_name(engine):
     (("sync", ["per_copy", "auto"], "tg2", 5, 0, "sync=packed"), "sync is what is compared; leave"),
     (("fuse=off,on", None, "tg2", 5, 0, {"fuse": True}), "leave it out of background, and put the"),
     ((["sync=per_copy,auto"], None, "tg2", 5, 0, "sync=packed"), "sync is what is compared; leave"),
-    (("sync=per_copy,auto", "tg4"), "so 'tg4' cannot be them; a test is given as tests='tg32'"),
+    (("sync=per_copy,auto", "tg4"), "so 'tg4' cannot be them; a test is given as tests=['tg4']"),
     (("sync", ["per_copy", "pakced"]), "sync='pakced' does not exist; did you mean packed?"),
 ])  # fmt: skip
 def test_what_is_no_comparison_says_what_is(engine, how, says):
