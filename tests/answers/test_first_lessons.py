@@ -139,11 +139,16 @@ def test_a_token():
     }, index=pd.Index([8], name="step"))  # fmt: skip
     assert list(annotated.counts_table(steps).loc[0]) == [8, 53, 7, 13, 3100, 746]
     made = conclusions.token(steps, found).splitlines()
-    assert made[0].startswith('The thread of #7456: "The remaining 10-15% of the time')
-    assert made[0].endswith("works 746 us of a token of 3.10 ms, every switch off and traced.")
-    assert "takes 1.78 ms to build the program, 444 us to issue it" in made[2]
-    assert "stands still unknown" in made[2] and made[3:] == said_of(found)
-    assert made[3:] == answer("00_tour")[3:]
+    assert made[0].startswith("One token is 53 launches, 7 copies and 13 waits of the host, and ")
+    assert made[0].endswith("works 746 us of its 3.10 ms (every switch off, traced).")
+    assert made[1].startswith('The thread of #7456: "The remaining 10-15% of the time')
+    row = found.summary().iloc[0]
+    each = (conclusions.time(1e6 / row[f"tps_{side}"]) for side in ("baseline", "toggled"))
+    assert made[2] == "Untraced, a token takes {} with graph_reuse=rebuild and {} with " \
+        "graph_reuse=set_rows (tg8).".format(*each)  # fmt: skip
+    assert "takes 1.78 ms to build the program, 444 us to issue it" in made[3]
+    assert "stands still unknown" in made[3] and made[4:] == said_of(found)
+    assert made[4:] == answer("00_tour")[4:]
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +188,7 @@ def test_what_races_gives_wrong_tokens_and_what_is_proved_does_not():
     """How many prompts go wrong is the machine's; that some do, and none with a ring or a wait, is
     not."""
     table = raced.wrong_table(n_prompts=6).set_index("ordering")
-    assert list(table.index) == list(raced.ORDERINGS) and (table["of"] == 6).all()
+    assert list(table.index) == list(raced.ORDERINGS) and (table["prompts"] == 6).all()
     racing = table["pairs that race"] > 0
     assert set(table.index[~racing]) == {"copy_boundary", "implicit, a ring of 2"}
     assert (table.loc[~racing, "wrong"] == 0).all()
@@ -192,7 +197,7 @@ def test_what_races_gives_wrong_tokens_and_what_is_proved_does_not():
 
 WRONG = pd.DataFrame({
     "ordering": ["copy_boundary", "implicit", "implicit, a ring of 2"],
-    "pairs that race": [0, 75, 0], "wrong": [0, 3, 0], "of": [20, 20, 20],
+    "pairs that race": [0, 75, 0], "wrong": [0, 3, 0], "prompts": [20, 20, 20],
 })  # fmt: skip
 
 
@@ -231,7 +236,7 @@ def test_a_wait_is_worth_less_beside_a_longer_token():
     assert n == 10 and table["model"].tolist() == ["tiny-llama Q8_0", "llama-3-8b Q4_0"]
     saved = 10 * gaps.fits["own"].wait_us
     assert table["10 fewer"].tolist() == [f"{100 * (500 / (500 - saved) - 1):.1f} %", "1.5 %"]
-    assert table["10 fewer, 14 us each"][1] == "7.8 %", "the thread's, on Windows"
+    assert table["10 fewer, 14.4 us each"][1] == "7.8 %", "the thread's, on Windows"
     assert waits.worth_table(gaps, {"a": 20.0}, None)["10 fewer"][0] == "-", "not as long as ten"
 
 
@@ -306,13 +311,12 @@ def test_when_plans_repay_themselves():
     row = whole.summary().set_index("arm").loc["pr"]
     assert f"{100 * abs(row['speedup'] - 1):.1f} % " in gained
     assert lines[0] == (
-        f"The thread of #16548 has up to 30 %; here plans=pr has {gained} with half of the layers "
-        f"on the host; with none there: {gained}."
+        "The thread of #16548 has up to 30 %; here captures are repaid after 20 tokens (a step), "
+        f"and plans=pr has {gained} with half of the layers on the host; with none there: {gained}."
     )
     assert (
         "\n".join(lines[1 : -2 * len(said_of(whole))])
         == """\
-By the device's clock captures are repaid after so many tokens: 20 (a step).
 The device is given 54 kernels and copies a token; calls of the host for them: 54 (off) and 1 \
 (a step).
 patch_pointers updates its plan for 23 of 24 tokens; its plans take 1.50 ms in all.

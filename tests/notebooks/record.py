@@ -90,12 +90,12 @@ def slowest(notebook: Any) -> str:
     return ", ".join(f"cell {number} {s:.0f} s" for s, number in sorted(took, reverse=True)[:5])
 
 
-def run(out: Path, names: Sequence[str] = (), device: str = "cuda") -> None:
+def run(out: Path, names: Sequence[str] = (), device: str = "auto") -> None:
     """Runs each notebook that is named; writes them, and one archive of their run folders, to
     `out`. Raises UsageError for a name that is none, WorkbenchError for a cell that fails."""
     if unknown := [name for name in names if name not in MADE]:
         raise UsageError(f"notebook {unknown[0]!r} is not one of {', '.join(MADE)}")
-    device, _ = choose_device(device)
+    there, _ = choose_device(device)
     out.mkdir(parents=True, exist_ok=True)
     wanted, sources = [*(names or MADE)], ROOT / "notebooks"
     with (
@@ -108,7 +108,7 @@ def run(out: Path, names: Sequence[str] = (), device: str = "cuda") -> None:
             chosen = {"device": device, "runs": str(runs)}
             source, executed = sources / f"{name}.ipynb", Path(folder, f"{name}.ipynb")
             with kernels.taken(sources) as kernel:
-                if name != wanted[-1] and is_gpu(device):  # as `workbench report` does
+                if name != wanted[-1] and is_gpu(there):  # as `workbench report` does
                     kernels.start(sources)
                 if failure := execute_notebook(source, executed, chosen, kernel=kernel):
                     raise WorkbenchError(f"{source.name}: {failure}")

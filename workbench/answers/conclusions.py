@@ -22,7 +22,6 @@ from workbench.answers.waits import AFTER, BEFORE, HERE
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.comparison import AB, background
 from workbench.benchmarks.compare.stats import interval, median_interval
-from workbench.benchmarks.runs import results
 from workbench.common.tables import prose_html
 from workbench.config import PlanRule
 
@@ -64,7 +63,9 @@ def effects(comparison: AB) -> Iterable[str]:
             )
         undecided = rows[~rows["verdict"].isin(DECIDED)]
         for verdict, part in undecided.groupby(_told(undecided), sort=False):
-            yield f"In {test}{beside}, {verdict} from {what}: {listed(part['label'])}."
+            band = interval(*rows.iloc[0][["band_low", "band_high"]])
+            beyond = f" (A/A band {band})" if verdict == stats.SAME else ""
+            yield f"In {test}{beside}, {verdict} from {what}{beyond}: {listed(part['label'])}."
 
 
 def _told(rows: pd.DataFrame) -> pd.Series:
@@ -117,16 +118,19 @@ def token(traced: Any, comparison: AB) -> Conclusion:
     """
     steps = traced if isinstance(traced, pd.DataFrame) else traced.summary()
     s, run = steps.median(numeric_only=True), comparison.run
-    times = results.percentiles(comparison.samples).set_index(["test", "arm"])["p50_us"]
-    arms = [arm["name"] for arm in run["arms"] if not arm["is_control"]]
-    toggle, test = run["result"]["toggle"], run["tests"][0]
-    untraced = listed(f"{time(times[test, arm])} with {toggle}={arm}" for arm in arms)
+    one = comparison.summary().iloc[0]
+    toggle, first, test = run["result"]["toggle"], run["arms"][0]["name"], run["tests"][0]
+    untraced = listed(
+        f"{time(1e6 / tps)} with {toggle}={arm}"
+        for arm, tps in ((first, one["tps_baseline"]), (one["arm"], one["tps_toggled"]))
+    )
     (claim,) = claims.of("00_tour")
     lines = [
-        f'The thread of {claim.thread}: "{claim.words}"; here the device works '
-        f"{time(s['device_us'])} of a token of {time(s['step_us'])}, every switch off and traced.",
         f"One token is {s['launches']:.0f} launches, {s['copies']:.0f} copies and "
-        f"{s['waits']:.0f} waits of the host; untraced it takes {untraced} ({test}).",
+        f"{s['waits']:.0f} waits of the host, and the device works {time(s['device_us'])} of its "
+        f"{time(s['step_us'])} (every switch off, traced).",
+        f'The thread of {claim.thread}: "{claim.words}".',
+        f"Untraced, a token takes {untraced} ({test}).",
         f"Traced, the host takes {time(s['build_us'])} to build the program, "
         f"{time(s['host_us'])} to issue it, {time(s['wait_us'])} in waits. The device stands still "
         f"{time(s['idle_us'])} between its first and its last work.",
@@ -186,13 +190,14 @@ def together(gains: pd.DataFrame) -> Conclusion:
     verdicts = {
         adding.MORE: "Together the switches gain more than the product of their gains",
         adding.LESS: "Together the switches gain less than the product of their gains",
-        adding.AS: "Together the switches gain the product of their gains, as far as can be told",
+        adding.AS: "Whether the switches gain more or less together than the product of their "
+        "gains cannot be told",
     }
     first = verdicts.get(every["together"], "Whether the gains multiply is not known")
     lines = [
         f"{first}: {every['label']} are {_speedup(every)}, the product is {every['product']:.2f}, "
         f"an interaction of {every['interaction']:.2f} (95% CI "
-        f"{interval(every['inter_low'], every['inter_high'])}; {every['together']})."
+        f"{interval(every['inter_low'], every['inter_high'])})."
     ]
     for verdict, words in ((adding.MORE, "need each other"), (adding.LESS, "share a gain")):
         pairs = gains[(gains["kind"] == adding.PAIR) & (gains["together"] == verdict)]
@@ -263,7 +268,9 @@ def _shorter(gaps: Gaps) -> str:
 def _seen(wrong: pd.DataFrame) -> str:
     """What went wrong where orderings that race were run, of `raced.wrong_table`."""
     racing = wrong[wrong["pairs that race"] > 0]
-    seen = [f"{row.wrong} of {row.of} prompts with {row.ordering}" for row in racing.itertuples()]
+    seen = [
+        f"{row.wrong} of {row.prompts} prompts with {row.ordering}" for row in racing.itertuples()
+    ]
     safe = wrong.loc[wrong["pairs that race"] == 0, "ordering"]
     if not racing["wrong"].any():
         return (
@@ -338,10 +345,9 @@ def plans(planned: Mapping[str, pd.DataFrame], half: AB, whole: AB) -> Conclusio
     lines = [
         against(
             "04_plans",
-            f"plans={PR} has {gained(half, PR)} with half of the layers on the host; with none "
-            f"there: {gained(whole, PR)}",
+            f"{_repaid(gap['repaid after tokens'])}, and plans={PR} has {gained(half, PR)} with "
+            f"half of the layers on the host; with none there: {gained(whole, PR)}",
         ),
-        _by_the_clock(gap["repaid after tokens"]),
         f"The device is given {calls['nodes'].iloc[0]} kernels and copies a token; calls of the "
         f"host for them: {listed(f'{n} ({arm})' for arm, n in calls['calls'].items())}.",
         *_updates(planned["forced"]),
@@ -351,12 +357,12 @@ def plans(planned: Mapping[str, pd.DataFrame], half: AB, whole: AB) -> Conclusio
     return concluded(lines, half, whole)
 
 
-def _by_the_clock(after: pd.Series) -> str:
+def _repaid(after: pd.Series) -> str:
     """When plans have repaid their capture: `repaid after tokens` of the gaps' table."""
-    repaid = [f"{tokens} ({arm})" for arm, tokens in after.items() if tokens.isdigit()]
+    repaid = [f"{tokens} tokens ({arm})" for arm, tokens in after.items() if tokens.isdigit()]
     if repaid:
-        return f"By the device's clock captures are repaid after so many tokens: {listed(repaid)}."
-    return "By the device's clock no plan is known to repay its captures: no token is shorter."
+        return f"captures are repaid after {listed(repaid)}"
+    return "no plan is known to repay its captures, since no token is shorter"
 
 
 def _left(gap: pd.DataFrame) -> Iterable[str]:
@@ -401,18 +407,20 @@ def streams(
     """
     side, tests = forks.set_index("arm"), planned.run["tests"]
     most = side["streams"].idxmax()
-    shown = {test: best_arm(planned, test) for test in tests}
+    shown = {test: each_arm(planned, test) for test in tests}
+    rows = lifetimes.set_index("lifetimes")
+    wrong = [str(name) for name, races in rows["races"].items() if str(races) != "none"]
+    right = [str(name) for name in rows.index if str(name) not in wrong]
     lines = [
         against(
             "05_streams",
-            f"side by side, with plans, {'; '.join(f'{t}: {said}' for t, said in shown.items())}",
+            f"side by side, with plans, {'; '.join(f'{t}: {said}' for t, said in shown.items())}; "
+            f"memory may be shared with lifetimes={listed(right or ['none'])} and no other",
         ),
         f"With {most} a token has {side.loc[most, 'launches beside']} of its launches beside the "
         f"first stream, on {side.loc[most, 'streams']} streams, and "
         f"{side.loc[most, 'waits of streams']} waits between them.",
     ]
-    rows = lifetimes.set_index("lifetimes")
-    wrong = [str(name) for name, races in rows["races"].items() if str(races) != "none"]
     missed = [name for name in wrong if rows.loc[name, "writes finds it"] == "no"]
     if wrong:
         lines.append(f"Side by side, memory races with lifetimes {listed(wrong)}.")
@@ -433,6 +441,18 @@ def best_arm(comparison: AB, test: str) -> str:
         return listed(dict.fromkeys(_told(rows)))
     best = decided.loc[decided["speedup"].idxmax()]
     return f"{abs(best['speedup'] - 1):.1%} {best['verdict']} ({best['label']})"
+
+
+def each_arm(comparison: AB, test: str) -> str:
+    """The verdicts on a test: `9.7% faster (streams=3) and no difference (streams=4)`."""
+    summary = comparison.summary()
+    rows = summary[(summary["test"] == test) & ~summary["is_control"]]
+    return listed(
+        f"{abs(row.speedup - 1):.1%} {row.verdict} ({row.label})"
+        if row.verdict in DECIDED
+        else f"{told} ({row.label})"
+        for row, told in zip(rows.itertuples(), _told(rows), strict=True)
+    )
 
 
 def skipping(

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import pandas as pd
 
 import workbench as wb
 from workbench.answers import claims, recorded
+from workbench.answers.effort import until_built
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.llama import batched
@@ -41,7 +43,10 @@ SUSPECTS = (
 )  # fmt: skip
 PER_SLOT = 20  # requests for each in flight
 WINDOWS = 20  # of the steady part of a load, each with a rate of tokens
-CAPACITY = 0.8  # of the throughput under a constant load: the rate of a Poisson process
+# of the throughput under a constant load: the rate of a Poisson process. By Erlang's formula (C) of
+# 100 requests 6 find all of 8 slots in use then; at 0.8 it would be 42.
+CAPACITY = 0.5
+ARRIVING_S = 2.0  # at least so long requests come one by one
 ONE_BY_ONE, AT_ONCE = "one by one (Poisson)", "all at once"
 
 
@@ -309,16 +314,23 @@ def arriving(
     runs: str,
 ) -> dict[str, ServeBench]:
     """The same requests, all at once and one by one, as a Poisson process of CAPACITY times the
-    requests a second that the engine can serve. capacity: those requests a second."""
+    requests a second that the engine can serve. capacity: those requests a second.
+
+    Each load is served until all programs of its steps exist (`effort.until_built`), and then once
+    more, which counts."""
     (n_prompt, n_gen), slots = lengths(workload), most(concurrency)
+    a_second = CAPACITY * capacity
+    asked: dict[str, Any] = {
+        "slots": slots, "n_prompt": str(n_prompt), "n_gen": str(n_gen),
+        "n_requests": max(per_slot * slots, math.ceil(ARRIVING_S * a_second)),
+        "n_warm_up": slots, "seed": seed,
+    }  # fmt: skip
     found = {}
     with engine.variant(toggles) as side:
-        for name, rate in ((ONE_BY_ONE, f"{CAPACITY * capacity:.4g}"), (AT_ONCE, "inf")):
-            found[name] = wb.serve_bench(
-                side, slots=slots, rate=rate, n_prompt=str(n_prompt), n_gen=str(n_gen),
-                n_requests=per_slot * slots, n_warm_up=per_slot * slots, seed=seed,
-                out=wb.new_run_folder(runs, f"arriving-{slug(name)}"),
-            )  # fmt: skip
+        for name, rate in ((ONE_BY_ONE, f"{a_second:.4g}"), (AT_ONCE, "inf")):
+            until_built(side, partial(wb.serve_bench, side, rate=rate, **asked))
+            folder = wb.new_run_folder(runs, f"arriving-{slug(name)}")
+            found[name] = wb.serve_bench(side, rate=rate, out=folder, **asked)
     return found
 
 
@@ -340,7 +352,7 @@ def arrivals_table(steady: Steady, arrived: Mapping[str, ServeBench]) -> Table:
     return Table(rows).shown(keys=["requests come"], digits={"out t/s": 0, "P99 TTFT ms": 1})
 
 
-SHOWN = (1, 2, 4, 8, 16, 32, 128)  # in flight, of the thread's table
+SHOWN = (1, 4, 8, 16, 32, 64, 128)  # in flight, of the thread's table
 LLAMA, VLLM, OURS, HERE = (
     "llama.cpp (#14924)", "vLLM (#14924)", "this engine, recorded", "this engine, here",
 )  # fmt: skip
@@ -373,7 +385,7 @@ def scaling(found: Mapping[str, Steady], page: str | Path | None = None) -> pd.D
 
 def thread_table(frame: pd.DataFrame) -> Table:
     """The thread's table beside ours: seconds of 989 requests of 1024 and 128 tokens, and how many
-    times the tokens a second of one in flight. The picture also has 3 and 64 in flight. frame: of
+    times the tokens a second of one in flight. The picture also has 2 and 3 in flight. frame: of
     `scaling`."""
     by = frame.set_index(["curve", "x"])["y"]
     rows = []

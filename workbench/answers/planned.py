@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from workbench.answers.waiting import SAVED
 from workbench.backend.cpu.device.base import n_workers
 from workbench.benchmarks.compare.stats import median_interval
 from workbench.benchmarks.times.token_parts import issued, medians_us
@@ -102,15 +103,15 @@ def _after(once: float, saved: float, known: int) -> str:
 
 
 def gap_table(parts: Mapping[str, Mapping[str, Any]], arms: Mapping[str, Toggles]) -> pd.DataFrame:
-    """A token in each arm by the device's clock (`benchmarks/times/token_parts.py`): its time, the
-    gap between its last kernel and the next token's first, us. Then the time that an arm saves of
-    the first arm's plain token, median over the rounds with its 95 % interval, the time of its
-    captures, and the number of tokens after which these are repaid."""
+    """A token in each arm (`benchmarks/times/token_parts.py`): its time without stamps, and the gap
+    between its last kernel and the next token's first by the device's clock, us. Then the time that
+    an arm saves of the first arm's token, median over the rounds with its 95 % interval, the time
+    of its captures, and the number of tokens after which these are repaid."""
     rows: list[dict[str, Any]] = []
     first = np.array(parts[next(iter(arms))]["plain"], float)
     for name in arms:
         own, n = medians_us(parts[name]), parts[name]["counters"]
-        rows.append({"arm": name, "token us": own["token"], "gap us": own["gap"], "saved us": "",
+        rows.append({"arm": name, "token us": own["plain"], "gap us": own["gap"], "saved us": "",
                      "captures us": math.nan, "repaid after tokens": ""})  # fmt: skip
         if "plans_captured" in n:
             saved, low, high = median_interval(first - np.array(parts[name]["plain"], float))
@@ -122,5 +123,5 @@ def gap_table(parts: Mapping[str, Mapping[str, Any]], arms: Mapping[str, Toggles
             }  # fmt: skip
     return Table(rows).shown(
         digits={"token us": 1, "gap us": 1, "captures us": 1}, keys=["arm"],
-        right=["saved us", "repaid after tokens"],
+        right=["saved us", "repaid after tokens"], constant={"saved": SAVED},
     )  # fmt: skip

@@ -24,7 +24,11 @@ COLUMNS = (
     "ordering", "run", "pattern", "waits", "stream_waits", "superfluous", "sufficient", "races",
     "because",
 )  # fmt: skip
-OF_RECORD = ("thread", "what", "first", "and", "before", "after")
+# column of the record -> heading
+OF_RECORD = {
+    "thread": "thread", "what": "what", "first": "first", "and": "and",
+    "before": "races before the fix", "after": "races after it",
+}  # fmt: skip
 # the modes of a lesson: the two that race and are left out have a twin among these
 SHOWN = (
     SyncMode.PER_COPY, SyncMode.BLOCKING_COPIES, SyncMode.COPY_BOUNDARY, SyncMode.PACKED,
@@ -159,6 +163,6 @@ def of_record_table() -> Table:
     try:
         page = shipped("data/results", "proofs.json") / "proofs.json"
     except WorkbenchError:
-        return Table([], columns=list(OF_RECORD))
+        return Table([], columns=[*OF_RECORD.values()])
     found = pd.DataFrame(json.loads(page.read_text())["of_record"])
-    return Table(found[list(OF_RECORD)])
+    return Table(found[[*OF_RECORD]].rename(columns=OF_RECORD))

@@ -58,7 +58,7 @@ def wrong_table(n_prompts: int = 20, seed: int = 0) -> Table:
                         a != b
                         for a, b in zip(_generated(engine, toggles, prompts), right, strict=True)
                     ),
-                    "of": n_prompts,
+                    "prompts": n_prompts,
                 }
                 for name, toggles in _arms(engine.toggles).items()
             )

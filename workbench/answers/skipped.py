@@ -7,12 +7,14 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 import workbench as wb
+from workbench.answers.effort import effort, until_built
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.compare.comparison import AB
@@ -28,7 +30,7 @@ from workbench.server.serving import serving
 
 PROMPTS, GENERATED = PHASES = ("prompts", "generated")
 PLAIN = {"skip_masked_kv": "off", "kv_cache": "unified", "kv_growth": "step"}
-PAD, LEAST = 256, stats.MIN_REPETITIONS
+PAD = 256
 VEC = AttnKernel.VEC.value
 AGAIN = "off (A/A)"
 PARTS = (4, 1)  # a prompt is computed in so many
@@ -58,7 +60,7 @@ def by_ubatch(
     background: Toggles,
     arms: Mapping[str, str],
     n_prompt: int,
-    rounds: int,
+    repeats: int,
     seed: int,
     runs: str,
 ) -> dict[int, AB]:
@@ -69,8 +71,8 @@ def by_ubatch(
         n = max(1, n_prompt // part)
         with sized(engine, background, 1, n_prompt, n) as side:
             found[n] = wb.ab(
-                side, " | ".join(sets), tests=[f"pp{n_prompt}"], rounds=rounds, seed=seed,
-                smoke=rounds < LEAST, out=wb.new_run_folder(runs, f"prompts-in-{part}"),
+                side, " | ".join(sets), tests=[f"pp{n_prompt}"], seed=seed,
+                **effort(side, repeats, "1%"), out=wb.new_run_folder(runs, f"prompts-in-{part}"),
             )  # fmt: skip
     return found
 
@@ -203,7 +205,7 @@ def side_by_side(
     background: Toggles,
     arms: Mapping[str, str],
     tests: Sequence[str],
-    rounds: int,
+    repeats: int,
     seed: int,
     runs: str,
     name: str = "side-by-side",
@@ -213,8 +215,8 @@ def side_by_side(
     n_seqs = max(test.width for test in map(parse, tests))
     with sized(engine, background, n_seqs, each, min(512, engine.config.n_ubatch)) as side:
         return wb.ab(
-            side, " | ".join(arms.values()), tests=tests, rounds=rounds, seed=seed,
-            smoke=rounds < LEAST, out=wb.new_run_folder(runs, name),
+            side, " | ".join(arms.values()), tests=tests, seed=seed,
+            **effort(side, repeats, "2%"), out=wb.new_run_folder(runs, name),
         )  # fmt: skip
 
 
@@ -227,13 +229,13 @@ def kernels(engine: wb.Engine) -> dict[str, str]:
 
 
 def by_kernel(
-    engine: wb.Engine, background: Toggles, tests: Sequence[str], rounds: int, seed: int, runs: str
+    engine: wb.Engine, background: Toggles, tests: Sequence[str], repeats: int, seed: int, runs: str
 ) -> AB:
     """Compares the kernels of attention, where each sequence has a region and no cell is
     skipped."""
     regions = switched(background, "kv_cache=per_sequence")
     arms = kernels(engine)
-    return side_by_side(engine, regions, arms, tests, rounds, seed, runs, "attn-kernel")
+    return side_by_side(engine, regions, arms, tests, repeats, seed, runs, "attn-kernel")
 
 
 def ragged(
@@ -250,8 +252,8 @@ def ragged(
     without skipping, with each way, and by the first engine once more as the A/A control. Each slot
     has a region. Returns the run folder of each.
 
-    Each engine serves the same requests twice, and the second time counts: all its programs exist
-    by then.
+    Each engine serves the same requests until all its programs exist (`effort.until_built`), and
+    then once more, which counts.
     """
     asked: dict[str, Any] = {
         "slots": slots, "concurrency": str(slots), "n_prompt": f"uniform:1-{most}",
@@ -266,7 +268,7 @@ def ragged(
             sides[way] = stack.enter_context(side)
             found[way] = wb.new_run_folder(runs, f"ragged-{way.replace('_', '-')}")
         for side in sides.values():
-            wb.serve_bench(side, beside=[*sides.values()], **asked)
+            until_built(side, partial(wb.serve_bench, side, beside=[*sides.values()], **asked))
         sides[AGAIN], found[AGAIN] = sides[WAYS[0]], wb.new_run_folder(runs, "ragged-off-again")
         for name, side in sides.items():  # soon after each other, so that all have one machine
             wb.serve_bench(side, out=found[name], **asked)

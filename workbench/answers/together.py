@@ -22,7 +22,8 @@ import numpy as np
 import pandas as pd
 
 import workbench as wb
-from workbench.answers.skipped import LEAST, mark
+from workbench.answers.effort import effort
+from workbench.answers.skipped import mark
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.arms import parse_changes, switched
 from workbench.benchmarks.compare.comparison import AB
@@ -42,7 +43,7 @@ MECHANISMS = {
 REUSE, REBUILT = "reuse", "graph_reuse=rebuild"
 ALONE, PAIR, BUT_ONE, ALL = "alone", "pair", "all but one", "all"
 ANEW, ALL_ANEW = "graph built anew", "all, graph built anew"  # kinds of arms without reuse
-MORE, LESS, AS = "more", "less", "as the product"  # than the product of the gains alone
+MORE, LESS, AS = "more", "less", "no difference"  # from the product of the gains alone
 MOST_ROWS = 7
 Names = tuple[str, ...]  # of mechanisms that are on together
 
@@ -76,7 +77,7 @@ def sets_of(mechanisms: Sequence[str]) -> dict[Names, str]:
 
 
 def measured(
-    engine: wb.Engine, mechanisms: Mapping[str, str], test: str, rounds: int, seed: int, out: str
+    engine: wb.Engine, mechanisms: Mapping[str, str], test: str, repeats: int, seed: int, out: str
 ) -> AB:
     """Compares every set of mechanisms with none of them, on the engine's toggles.
 
@@ -93,8 +94,7 @@ def measured(
     if engine.toggles.graph_reuse != GraphReuse.REBUILD:
         sets += anew(mechanisms).values()
     return wb.ab(
-        engine, " | ".join(sets), tests=[test], rounds=rounds, seed=seed, smoke=rounds < LEAST,
-        out=out,
+        engine, " | ".join(sets), tests=[test], seed=seed, **effort(engine, repeats, "3%"), out=out,
     )  # fmt: skip
 
 
@@ -169,11 +169,12 @@ def alone_table(frame: pd.DataFrame) -> Table:
     for row in frame[frame["kind"] == ALONE].to_dict("records"):
         (name,) = row["names"]
         rest = without(frame, name)
-        ratio = stats.Ratio(row["speedup"], row["low"], row["high"], LEAST)
+        ratio = stats.Ratio(row["speedup"], row["low"], row["high"], stats.MIN_REPETITIONS)
         rows.append(_row(name, ratio, row["verdict"], start_us - row["token_us"], rest, every))
     if (frame["kind"] == ANEW).any():
         none, rest = _one(frame, ANEW), _one(frame, ALL_ANEW)
-        ratio = stats.Ratio(1 / none["speedup"], 1 / none["high"], 1 / none["low"], LEAST)
+        value, low, high = (1 / none[name] for name in ("speedup", "high", "low"))
+        ratio = stats.Ratio(value, low, high, stats.MIN_REPETITIONS)
         turned = {stats.FASTER: stats.SLOWER, stats.SLOWER: stats.FASTER}
         said = turned.get(none["verdict"], none["verdict"])
         rows.append(_row(REUSE, ratio, said, none["token_us"] - start_us, rest, every))
@@ -224,7 +225,7 @@ def together_table(frame: pd.DataFrame) -> Table:
             "product": row["product"],
             "interaction": row["interaction"],
             "95% CI": stats.interval(row["inter_low"], row["inter_high"]),
-            "gains": row["together"],
+            "than the product": row["together"],
         }
         for row in order[::-1].head(MOST_ROWS).to_dict("records")
     ]

@@ -175,6 +175,9 @@ def _after_kernels(us: Mapping[str, Any]) -> dict[str, Any]:
     return {LOGITS: logits, HOST: np.maximum(0.0, token - us["device"] - logits), TOKEN: token}
 
 
+SAVED = "the median of the differences within a round, not the difference of two medians"
+
+
 def parts_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
     """The parts of an untraced token, us, in each arm; the time that the last arm saves of the
     first arm's token, and the interval of the A/A control's difference."""
@@ -192,7 +195,7 @@ def parts_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
         rows.append(row)
     digits = dict.fromkeys(("saved, us", *(f"{arm}, us" for arm in us)), 1)
     return Table(rows).fillna({"95% CI": "", "A/A": ""}).shown(
-        keys=["part of a token"], digits=digits
+        keys=["part of a token"], digits=digits, constant={"saved": SAVED}
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def worth_table(gaps: Gaps, here_us: Mapping[str, float], other: RecordedWait | 
             "a token, us": token_us,
             "a wait, us": wait_us,
             f"{n} fewer": _gain(n * wait_us, token_us),
-            f"{n} fewer, {theirs:.0f} us each": _gain(n * theirs, token_us),
+            f"{n} fewer, {theirs:.1f} us each": _gain(n * theirs, token_us),
             "where": where,
         }
         for where, wait_us, tokens in places

@@ -219,8 +219,8 @@ class AB(Framed):
 
     @property
     def caption(self) -> str:
-        """One line under a table: baseline, background, settings of the engine that are no defaults, device,
-        commit and time of the run."""
+        """One line under a table: baseline, background, settings of the engine that are no
+        defaults, device, commit and time of the run."""
         run, baseline = self.run, self.run["arms"][0]
         device = run["engine"]["device_description"]
         said = results.settings_said(run)
