@@ -464,7 +464,9 @@ def test_numbers_that_are_missing_and_odd_toggles_come_back(tmp_path):
 @pytest.mark.parametrize(("asked", "said"), [
     ({"test": "tg2,pp4"}, "an advice is for one test, not 2"),
     ({"at_most_s": 0}, "at_most_s=0 must be above 0 seconds"),
-    ({"until": 2}, "until=2 is no share"), ({"toggles": "synk"}, "toggle 'synk' does not exist"),
+    ({"until": 2}, "until=2 is no share"), ({"toggles": ""}, "no toggle is named; name toggles"),
+    ({"toggles": ["", " , "]}, "no toggle is named; name toggles"),
+    ({"toggles": "synk"}, "toggle 'synk' does not exist"),
     ({"test": "tg0"}, "test 'tg0' does not exist"), ({"n_ctxx": 3}, "did you mean n_ctx"),
 ])  # fmt: skip
 def test_a_wrong_request_is_one_line(model, tmp_path, asked, said):

@@ -178,6 +178,9 @@ def test_what_does_not_fit_is_refused_in_one_line(call, engine):
     for given, said in (
         ("-npl 2,-3", "-3 sequences cannot be measured with several sequences; give 1 or more"),
         ("-npl 2 -d 16", "-npl goes with -p and -n alone; leave -d and -pg out"),
+        ("-ub 16,16", "--n-ubatch has 16 twice; give each value once"),
+        ("--sync packed,packed", "--sync has packed twice; give each value once"),
+        ("-pg 4,4 -pg 4,4", "-pg has 4,4 twice; give each value once"),
         ("-npl many", "-npl 'many' is no list of whole numbers"),
         ("-pps", "-pps shares a prompt among sequences; give their numbers with -npl"),
     ):

@@ -31,6 +31,10 @@ def test_lists_are_llama_bench_s():
         "1-9*2,3": [1, 2, 4, 8, 3], "128-512+128": [128, 256, 384, 512],
     }.items():  # fmt: skip
         assert numbers("-p", text) == meant and numbers("-p", [text, "7"]) == [*meant, 7]
+    assert numbers("-pg", "8,8", twice=True) == [8, 8]
+    for repeated in ("8,8", ["1-4", "3"], "1-8*2,4"):
+        with pytest.raises(UsageError, match=r"-p has \d twice; give each value once"):
+            numbers("-p", repeated)
     for endless in ("8-1", "1-8*1", "0-8*2", "1-8+0", "1-100000"):
         with pytest.raises(UsageError, match="-p "):
             numbers("-p", endless)

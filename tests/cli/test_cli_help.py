@@ -119,7 +119,9 @@ def test_families_and_dashes_and_json(lines, call):
 
 
 @pytest.mark.parametrize(("words", "meant"), [
-    (["toggles", "snyc"], "did you mean sync?"), (["toggles", "fues"], "did you mean fuse?"),
+    (["toggles", "snyc"], "did you mean sync?"),
+    (["toggles", "sync=foo"], "toggle sync='foo' does not exist; choose one of per_copy"),
+    (["toggles", "fues"], "did you mean fuse?"),
     (["bnch"], 'Did you mean "bench"?'), (["model", "tinny"], 'Did you mean "tiny"?'),
     (["run", "--moodel", "x"], "Did you mean --model"),
     (["program", "-m", "x", "--snyc", "packed"], "Did you mean --sync?"),

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field, fields
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from cyclopts import Parameter
 
@@ -20,11 +20,23 @@ _RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?", re.ASCII)
 Listed = Annotated[list[str], Parameter(negative="", consume_multiple=False)]
 
 
-def numbers(flag: str, texts: str | Iterable[str]) -> list[int]:
+def numbers(flag: str, texts: str | Iterable[str], twice: bool = False) -> list[int]:
     """The whole numbers of a list, in its order. Raises UsageError, naming `flag`, for anything
-    else, and for a range that does not end."""
+    else, for a range that does not end, and for a number that is there twice, unless it may be."""
     given = [texts] if isinstance(texts, str) else list(texts)
-    return [n for text in given for part in text.split(",") for n in _numbers(flag, part.strip())]
+    found = [n for text in given for part in text.split(",") for n in _numbers(flag, part.strip())]
+    return found if twice else once(flag, found)
+
+
+V = TypeVar("V")
+
+
+def once(flag: str, values: list[V]) -> list[V]:
+    """The values of a list. Raises UsageError, naming `flag`, for a value that is there twice."""
+    for n, value in enumerate(values):
+        if value in values[:n] and value != "":  # an empty one has an error of its own
+            raise UsageError(f"{flag} has {value} twice; give each value once")
+    return values
 
 
 def _numbers(flag: str, part: str) -> list[int]:
@@ -70,7 +82,7 @@ class SeveralSettings:
             elif value is None:
                 given[f.name] = [f.default]
             elif f.name == "flash_attn":
-                given[f.name] = [part for text in value for part in text.split(",")]
+                given[f.name] = once("-fa", [part for text in value for part in text.split(",")])
             else:
                 given[f.name] = numbers(f"--{f.name.replace('_', '-')}", as_numbers(value))
         names = list(given)
@@ -97,7 +109,10 @@ class SeveralToggles:
         """The values of every flag that was given, by its name."""
         lists = {name: getattr(self, name) for name in TOGGLE_FLAGS}
         return {
-            name: [part for text in texts for part in map(str.strip, text.split(","))]
+            name: once(
+                f"--{name.replace('_', '-')}",
+                [part for text in texts for part in map(str.strip, text.split(","))],
+            )
             for name, texts in lists.items()
             if texts is not None
         }

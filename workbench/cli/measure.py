@@ -18,6 +18,7 @@ from workbench.cli.lists import (
     BenchToggles,
     Listed,
     numbers,
+    once,
 )
 from workbench.cli.notebooks import NOTEBOOKS, shipped_notebooks
 from workbench.cli.outputs import RowFormat, TableFormat, check_run_name, print_frame
@@ -91,6 +92,7 @@ def bench(
     check_run_name(out)
     prompts, gens, depths = numbers("-p", n_prompt), numbers("-n", n_gen), numbers("-d", n_depth)
     pairs, together = [_pair(text) for text in pg or ()], numbers("-npl", n_parallel or ())
+    once("-pg", list(pg or ()))
     if n_parallel and (pairs or depths != [0]):
         raise UsageError("-npl goes with -p and -n alone; leave -d and -pg out")
     if shared and not n_parallel:
@@ -140,7 +142,7 @@ def _folders(out: Path | None, n: int) -> list[Path | None]:
 
 
 def _pair(text: str) -> tuple[int, int]:
-    sizes = numbers("-pg", text)
+    sizes = numbers("-pg", text, twice=True)
     if len(sizes) != 2:
         raise UsageError(f"-pg {text!r} is no pair of sizes; write it as 512,128")
     return sizes[0], sizes[1]

@@ -22,6 +22,7 @@ from workbench.config.table import (
     Want,
     facts_of,
 )
+from workbench.config.toggles import as_value
 
 ANSWERS = {EXACT: "logits are bit-equal to the baseline's", ROUNDING: "the last bits may differ"}
 
@@ -38,8 +39,7 @@ def toggles(
 
     exact: the logits are bit-equal to the baseline's. rounding: the last bits may differ.
     """
-    # NAME=VALUE, as everywhere else: the page of the toggle has every value
-    asked = [name.partition("=")[0].replace("-", "_") for name in names]
+    asked = [_asked(name) for name in names]
     wanted = [member for name in asked for member in Toggles.members(name)]
     found = [one for one in described() if not names or one["toggle"] in wanted]
     if as_json:
@@ -55,6 +55,16 @@ def toggles(
             for name in asked
         ]
         print("\n\n".join(map("\n".join, parts)))
+
+
+def _asked(text: str) -> str:
+    """The name in NAME or NAME=VALUE, which is written everywhere else: the page of the toggle has
+    every value. Raises UsageError for a value that does not exist."""
+    name, equals, value = text.partition("=")
+    name = name.replace("-", "_")
+    if equals:
+        as_value(name, value, Toggles.values(name))
+    return name
 
 
 def _one(found: Mapping[str, Any]) -> Iterator[str]:

@@ -122,8 +122,13 @@ def advise(
     limit = make_until(until, at_most_s)
     if limit is None:
         raise UsageError("an advice ends by its width; give until=0.01")
-    names = [toggles] if isinstance(toggles, str) else list(toggles)
-    names = [part.strip() for name in names for part in name.split(",") if part.strip()]
+    given = [toggles] if isinstance(toggles, str) else list(toggles)
+    names = [part.strip() for name in given for part in name.split(",") if part.strip()]
+    if given and not names:
+        raise UsageError(
+            "no toggle is named; name toggles or families, as sync,plans, or leave them out to ask "
+            "about nearly all"
+        )
     asked = candidates(Toggles(), names)
     folder = Path(out) if out is not None else results.new_run_folder(name="advise")
     check_folder(folder, new=True)

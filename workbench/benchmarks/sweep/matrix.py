@@ -145,21 +145,24 @@ def matrix_of(
     for a list of tests, of presets, or of values of a toggle.
 
     Raises UsageError, with one line, for an axis or a value that does not exist, for an axis
-    without a value, and for two models of one name.
+    without a value or with a value twice, and for two models of one name.
     """
     axes: dict[str, tuple[Any, ...]] = {}
 
     def add(name: str, values: Any, kind: type = str) -> None:
-        found = tuple(dict.fromkeys(several(values)))
+        found = tuple(several(values))
         if not found:
             raise UsageError(f"{name} has no value, so the matrix has no cell; give one or more")
         for value in found:
             if type(value) is not kind:
                 raise UsageError(f"{name}={value!r} is no {_KINDS[kind]}")
+        _check_once(name, found)
         axes[name] = found
 
     add(MODEL, [str(path) for path in several(models)])
-    add(TEST, [workload.name for workload in parse_tests(list(filter(None, _split(tests))))])
+    named = list(filter(None, _split(tests)))
+    _check_once(TEST, named)
+    add(TEST, [workload.name for workload in parse_tests(named)])
     for name, numbers in ((DEPTH, n_depth), (PARALLEL, n_parallel)):
         if several(numbers):
             add(name, numbers, int)
@@ -217,6 +220,11 @@ def _split(values: Any) -> list[Any]:
     for value in several(values):
         found += map(str.strip, value.split(",")) if isinstance(value, str) else [value]
     return found
+
+
+def _check_once(name: str, values: Sequence[Any]) -> None:
+    if twice := [value for n, value in enumerate(values) if value in values[:n]]:
+        raise UsageError(f"{name} has {twice[0]} twice; give each value once")
 
 
 def _check(axes: Mapping[str, Sequence[Any]]) -> None:
