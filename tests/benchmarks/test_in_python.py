@@ -99,6 +99,8 @@ def test_a_path_is_opened_for_the_function_and_closed_again(tiny_model):
 
 @pytest.mark.parametrize(("ask", "says"), [
     (lambda e: wb.bench(e, "tg2", repetitons=3), "'repetitons' does not exist; did you mean repet"),
+    (lambda e: wb.bench(e, "tg2", reps=3), "'reps' does not exist; did you mean repetitions?"),
+    (lambda e: wb.ab(e, "sync", reps=5), "'reps' does not exist; did you mean rounds?"),
     (lambda e: wb.ab(e, "sync=per_copy,packed", round=5), "'round' does not exist; did you mean"),
     (lambda e: wb.ab("m.gguf", "sync=per_copy,packed", devise="host"), "did you mean device?"),
     (lambda e: wb.check(e, n_ctx=64), "n_ctx cannot be set of an engine that is open"),

@@ -250,6 +250,14 @@ UNITS = re.compile(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("collector", ["auto", "events"])
+def test_kernels_without_names_are_refused_before_measuring(on, monkeypatch, collector):
+    monkeypatch.setattr(workload, "take_sample", None)  # nothing is measured
+    status, out, err = on("profile", "--by", "kernel", "--collector", collector)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: --by kernel takes CUPTI's names of kernels, and ")
+
+
 def test_columns_of_times_and_rates_have_units(on, call, model, tmp_path, monkeypatch):
     """Every column whose cells have a decimal point says of what, but ratios and NLL."""
     monkeypatch.chdir(tmp_path)

@@ -17,6 +17,8 @@ from workbench.engine.choose import Wanted
 from workbench.engine.engine import Engine
 from workbench.engine.load import config_of
 
+# words for how often something is measured: a function has one of them as an argument
+HOW_OFTEN = ("repetitions", "rounds", "repeats", "reps", "iterations")
 EngineOrPath = Engine | str | PathLike[str]
 
 
@@ -42,7 +44,10 @@ def given_engine(
     known = EngineConfig.__dataclass_fields__
     for name in settings:
         if name not in known:
+            how_often = [one for one in own if one in HOW_OFTEN and name in HOW_OFTEN]
             said = choices(name, (*own, *known))
+            if how_often:
+                said = f"did you mean {how_often[0]}?"
             raise UsageError(f"argument {name!r} does not exist; {said}")
     if isinstance(given, Engine):
         if settings:

@@ -1,15 +1,24 @@
 """The command that reports where the time of a token goes, and writes the trace that shows it."""
 
+from __future__ import annotations
+
 import textwrap
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from workbench.cli import flags as f
 from workbench.cli.common import app, load, say
+from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
 from workbench.common.nearest import choices
 from workbench.common.output import check_extension, check_writable
+
+if TYPE_CHECKING:
+    from workbench.engine.cache.room import Room
+    from workbench.engine.load import Loaded
+
+KERNEL, EVENTS = "kernel", "events"
 
 
 @app.command
@@ -50,6 +59,7 @@ def profile(
     from workbench.common.tables import show, terminal_columns
     from workbench.report import profiles
     from workbench.trace.analysis import BY
+    from workbench.trace.cupti import collector as cupti
     from workbench.trace.profile import COLLECTORS, TRACES, parse_window
 
     workload, asked = parse(test), parse_window(window)
@@ -61,7 +71,20 @@ def profile(
         check_extension(out, *TRACES)
         check_writable(out)
     fit = partial(long_enough, [workload])  # as bench: the context is what the test needs
-    with load(model, config, toggles, fit=fit, longest=workload.n_cells_seq) as engine:
+
+    def check(opened: Loaded, _: Room) -> None:
+        if by == KERNEL and (collector == EVENTS or not is_gpu(opened.device)):
+            whose = "collector events" if collector == EVENTS else f"the {opened.device} device"
+            raise UsageError(
+                f"--by kernel takes CUPTI's names of kernels, and {whose} has none; use --by op or "
+                "--by node"
+            )
+
+    with load(
+        model, config, toggles, check=check, fit=fit, longest=workload.n_cells_seq
+    ) as engine:
+        if by == KERNEL:
+            cupti.probe(cupti.load())  # before anything is measured
         found = profiling.profile_test(
             engine, workload, steps, repetitions=repetitions, seed=seed, collector=collector
         )
