@@ -121,7 +121,7 @@ def check(call, model):
 def test_check_prints_what_is_proved_and_counts_races(check, on):
     status, out, _ = check()
     lines = out.splitlines()
-    assert status == 0 and lines[0] == "pattern      h scscg" and lines[2] == "races        none"
+    assert status == 0 and lines[0] == "folded       h scscg" and lines[2] == "races        none"
     assert "superfluous  11 of 13 waits: each can go alone" in lines
     assert "sufficient   2 of 13 waits: with these the others can go together" in lines
     status, out, _ = check("--sync", "implicit", "--copy-stream", "own")

@@ -80,9 +80,7 @@ def profile(
                 "--by node"
             )
 
-    with load(
-        model, config, toggles, check=check, fit=fit, longest=workload.n_cells_seq
-    ) as engine:
+    with load(model, config, toggles, check=check, fit=fit, longest=workload.n_cells_seq) as engine:
         if by == KERNEL:
             cupti.probe(cupti.load())  # before anything is measured
         found = profiling.profile_test(

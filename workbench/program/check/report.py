@@ -20,7 +20,7 @@ def lines(cycle: Sequence[Program], found: Findings) -> list[str]:
     if n_programs < len(cycle):
         what = f"{_n(len(cycle), 'step')} of {what}"
     out = [
-        f"pattern      {' | '.join(once(patterns))}",
+        f"folded       {' | '.join(once(patterns))}",
         f"checked      {what}, {laps} times: {_n(n_commands, 'command')}",
         f"races        {found.n_races or 'none'}",
     ]
