@@ -39,6 +39,17 @@ def clone(tiny_models, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+def test_every_page_of_a_room_is_linked_from_another():
+    pages = [ROOT / "README.md", *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("workbench/*/**/README.md")]
+    linked = {
+        (page.parent / target).resolve()
+        for page in pages
+        for target in re.findall(r"\]\(([^)#]+\.md)", page.read_text())
+    }
+    rooms = set(pages[1:])
+    assert len(rooms) > 8 and rooms <= linked
+
+
 def test_there_is_one_of_each_kind():
     commands = [words(line)[1] for line in LINES]
     assert {"run", "bench", "ab", "profile", "check", "program", "serve", "model"} <= {*commands}
