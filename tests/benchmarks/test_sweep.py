@@ -368,7 +368,7 @@ def test_the_command_takes_lists_and_a_file(call, model, tmp_path):
     assert status == 0 and not out.exists()
     assert "8 cells: 6 missing, 2 left out; " in " ".join(text.split())
     assert "6 cells to measure, in 9 repetitions; how long that takes is unknown" in text
-    assert "--calibrate, or calibrate=True, times one" in " ".join(text.split())
+    assert "--calibrate (in Python calibrate=True) times one of each test" in " ".join(text.split())
     status, text, err = call(*ask, "-o", "json")
     rows = json.loads(text)
     assert status == 0 and len(rows) == 8 and [row["status"] for row in rows].count("done") == 6

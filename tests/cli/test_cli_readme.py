@@ -40,7 +40,11 @@ def clone(tiny_models, tmp_path, monkeypatch) -> Path:
 
 
 def test_every_page_of_a_room_is_linked_from_another():
-    pages = [ROOT / "README.md", *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("workbench/*/**/README.md")]
+    pages = [
+        ROOT / "README.md",
+        *ROOT.glob("[a-z]*/README.md"),
+        *ROOT.glob("workbench/*/**/README.md"),
+    ]
     linked = {
         (page.parent / target).resolve()
         for page in pages

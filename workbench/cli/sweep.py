@@ -52,13 +52,14 @@ def sweep(
     out: Annotated[
         Path | None, f.flag("folder of the sweep; default: a new one in data/runs")
     ] = None,
-    resume: Annotated[bool, f.flag("go on with the sweep in --out")] = False,
+    resume: Annotated[bool, f.flag("go on with the sweep in --out; give its matrix again")] = False,
     dry_run: Annotated[
-        bool, f.flag("say how many cells there are and how long they take; measure none")
+        bool,
+        f.flag(
+            "say how many cells there are and, with --calibrate, how long they take; measure none"
+        ),
     ] = False,
-    calibrate: Annotated[
-        bool, f.flag("with --dry-run: time a repetition of each test for that")
-    ] = False,
+    calibrate: Annotated[bool, f.flag("with --dry-run: time a repetition of each test")] = False,
     scheduler: Annotated[
         str | None,
         f.flag("address of a dask.distributed scheduler whose workers have a device each"),

@@ -49,8 +49,8 @@ class Expected(NamedTuple):
         )
         if self.unknown == self.cells:
             return (
-                f"{said}; how long that takes is unknown, since no cell like them was measured "
-                "(--calibrate, or calibrate=True, times one)"
+                f"{said}; how long that takes is unknown, since no cell like them was measured: "
+                "--calibrate (in Python calibrate=True) times one of each test, and says how long"
             )
         known = f"about {duration(self.seconds)} {self.by}, loading not included"
         have = "has" if self.unknown == 1 else "have"
