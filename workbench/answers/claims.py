@@ -67,7 +67,7 @@ class Claim:
         low, high = (round(100 * (speedup - 1)) for speedup in (self.low, self.high))
         if low == high:
             return f"{low} %"
-        return f"up to {high} %" if low == 0 and "up to" in self.words else f"{low} to {high} %"
+        return f"up to {high} %" if low == 0 and "up to" in self.said() else f"{low} to {high} %"
 
     def said(self) -> str:
         """The words in quotation marks, then the figures."""

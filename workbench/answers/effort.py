@@ -9,8 +9,8 @@ from workbench.benchmarks.compare.stats import MIN_REPETITIONS
 from workbench.common.devices import is_gpu
 from workbench.engine.engine import Engine
 
-GPU_S, CPU_S = 10.0, 3.0  # of a comparison; a CPU's times only show how it is done
-MOST_PASSES = 4
+GPU_S, CPU_S = 8.0, 3.0  # of a comparison; a CPU's times only show how it is done
+MOST_PASSES = 3
 
 
 def effort(engine: Engine, repeats: int, until: float | str) -> dict[str, Any]:

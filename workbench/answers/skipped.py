@@ -72,7 +72,7 @@ def by_ubatch(
         with sized(engine, background, 1, n_prompt, n) as side:
             found[n] = wb.ab(
                 side, " | ".join(sets), tests=[f"pp{n_prompt}"], seed=seed,
-                **effort(side, repeats, "1%"), out=wb.new_run_folder(runs, f"prompts-in-{part}"),
+                **effort(side, repeats, "1.5%"), out=wb.new_run_folder(runs, f"prompts-in-{part}"),
             )  # fmt: skip
     return found
 

@@ -362,6 +362,7 @@ def lifetimes(frames: dict[str, pd.DataFrame]) -> Figure:
             small = style.FONT - 2.5
             name_of = ax.text(*name_at, row["name"], fontsize=small, va="center")
             names.append((ax, made, name_of))
+        n_told = 0
         for row in frame.to_dict("records"):
             for offset, nbytes, by, writer in row["lost"]:
                 width = max(row["last"] - by, 0) + 1
@@ -373,10 +374,13 @@ def lifetimes(frames: dict[str, pd.DataFrame]) -> Figure:
                 )  # fmt: skip
                 ax.annotate(
                     f"{writer} writes over\n{row['name']}", (by + width, offset + nbytes / 2),
-                    xytext=(10, -34), textcoords="offset points", fontsize=style.FONT - 0.5,
+                    # the largest tensors come last, so the upper left is free
+                    xytext=(0.04, 0.88 - 0.14 * n_told), textcoords="axes fraction",
+                    fontsize=style.FONT - 0.5,
                     color=style.VERMILION, fontweight="bold", path_effects=HALO, zorder=6,
                     arrowprops={"arrowstyle": "->", "color": style.VERMILION, "lw": 1.2},
                 )  # fmt: skip
+                n_told += 1
         lost = sum(n for row in frame["lost"] for _, n, *_ in row)
         ax.set_title(f"{name}: {lost:,} bytes lost", loc="left", fontsize=style.FONT + 1)
         ax.set_xlim(frame["first"].min(), frame["last"].max() + 1)

@@ -328,11 +328,12 @@ class Comparisons(dict[str, AB], Framed):
         return "\n".join([*(one.verdict for one in self.values()), *self.left_out])
 
     def table(self) -> Table:
-        """A row per toggle, test and toggled value, in the columns of `AB.table`, without the A/A
-        controls."""
+        """A row per toggle, test and toggled value: the columns of `AB.table`, with the A/A band in
+        place of the control's row."""
         numbers = self.to_frame()
         numbers = numbers[~numbers["is_control"]].reset_index(drop=True)
         bounds = zip(numbers["low"], numbers["high"], strict=True)
+        bands = zip(numbers["band_low"], numbers["band_high"], strict=True)
         return Table(
             {
                 "Model": numbers["model"],
@@ -342,6 +343,7 @@ class Comparisons(dict[str, AB], Framed):
                 "Test": numbers["test"],
                 "Speedup": numbers["speedup"],
                 "95% CI": [stats.interval(*pair) for pair in bounds],
+                "A/A band": [stats.interval(*pair) for pair in bands],
                 "n": numbers["n"],
                 "verdict": numbers["verdict"],
                 "answer": numbers["answer"],
