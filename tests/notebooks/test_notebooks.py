@@ -13,6 +13,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+import workbench as wb
 from tests.network import network_loads
 from tests.notebooks import record
 from tests.profiles import rest
@@ -103,6 +104,25 @@ def test_the_python_of_readme_runs(tiny_models, tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "copy_boundary" in out and "A/A control" in out
     assert (tmp_path / "token.pftrace.gz").read_bytes()[:2] == b"\x1f\x8b"
+
+
+@pytest.mark.long
+def test_the_first_hour_s_notebook_runs(tiny_models, tmp_path, monkeypatch, capsys):
+    """Its lines as they stand, on shorter tests: a comparison, a sweep, a trace and pictures."""
+    page = (ROOT / "notebooks" / "FIRST_HOUR.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(code.splitlines()) < 30
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "models").symlink_to(tiny_models)
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("tg16", "tg2").replace("pp64", "pp8"), {})
+    out = capsys.readouterr().out
+    assert "Toggle: graph_reuse" in out and "A/A band" in out, "compared"
+    assert "values: tokens/s (median); columns: graph_reuse" in out, "swept"
+    assert "launches" in out and "steps" in out, "traced"
+    for name in ("compared", "swept", "trace"):
+        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    assert len(wb.load(tmp_path / "first-sweep").to_frame()) == 16
 
 
 def test_a_recorded_notebook_keeps_its_own_parameters(tmp_path):

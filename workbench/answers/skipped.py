@@ -216,7 +216,8 @@ def side_by_side(
     with sized(engine, background, n_seqs, each, min(512, engine.config.n_ubatch)) as side:
         return wb.ab(
             side, " | ".join(arms.values()), tests=tests, seed=seed,
-            **effort(side, repeats, "2%"), out=wb.new_run_folder(runs, name),
+            rounds=repeats, smoke=repeats < stats.MIN_REPETITIONS,
+            out=wb.new_run_folder(runs, name),
         )  # fmt: skip
 
 
