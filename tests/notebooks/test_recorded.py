@@ -23,6 +23,8 @@ RUNS = ROOT / "data" / "results"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DECIDED = ("faster", "slower", "same work", "A/A control")
 UNTOLD = 0.03  # the largest effect that a recorded table may leave undecided
+# of 23 sets in turn, and of loads one after the other: a host's noise is longer than a round there
+UNTOLD_OF = {"notebook-together": 0.06, "served": 0.06}
 
 
 def shown(path: Path) -> str:
@@ -74,7 +76,8 @@ def test_no_table_has_an_effect_that_its_noise_swallows():
     every = rows()
     assert len(every) > 80
     undecided = every[~every["verdict"].isin(DECIDED)]
-    large = undecided[(undecided["speedup"] - 1).abs() > UNTOLD]
+    most = undecided["of"].map(UNTOLD_OF).fillna(UNTOLD)
+    large = undecided[(undecided["speedup"] - 1).abs() > most]
     assert large[["of", "test", "label", "speedup", "verdict"]].to_numpy().tolist() == []
 
 
