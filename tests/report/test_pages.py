@@ -276,10 +276,9 @@ def test_the_index_shows_in_what_comparisons_differ(tmp_path):
         assert part.shared == f"pp1024; against skip_masked_kv=off; {size}"
         assert short.count(f"{part.shared}</p>") == 1
         assert list(part.rows.columns) == ["toggled", "speedup", "verdict"]
-    assert "rows</summary>" not in short
-    together = ABOUT._replace(file="b.html", runs=("notebook-together",))
-    (tmp_path / "b.html").write_text(pages.export_html(FUSION, together))
-    assert "rows</summary>" in pages.write_index(tmp_path, runs).read_text(), "many rows are folded"
+    verdicts = [verdict for part in beside.parts for verdict in part.rows["verdict"]]
+    said = ", ".join(f"{verdicts.count(one)} {one}" for one in dict.fromkeys(verdicts))
+    assert f'<span class="beside">{said}</span></summary>' in short, "folded, with its verdicts"
     table = tables.speedup_table(*found)
     names = [n for n in table if n in (*tables.ORIGIN, "Test", "Toggled")]
     assert not table.duplicated(names).any(), "no two rows of one name"

@@ -20,7 +20,7 @@ from workbench.common.errors import UsageError
 from workbench.common.output import write_text
 from workbench.common.tables import BOX_CSS, boxed_html
 from workbench.report import plots
-from workbench.report.tables import in_short, speedup_table
+from workbench.report.tables import Beside, in_short, speedup_table
 
 TEMPLATES = Path(__file__).with_name("template")
 INDEX = "index.html"
@@ -200,11 +200,17 @@ def write_index(folder: str | PathLike[str], runs_dir: str | PathLike[str]) -> P
         pages=pages,
         groups=[(page, in_short(*own)) for page, own in found if own],
         complete=Markup(boxed_html(speedup_table(*every))) if every else "",
-        box_css=Markup(BOX_CSS),
-    )
+        told=_told, box_css=Markup(BOX_CSS),
+    )  # fmt: skip
     target = Path(folder) / INDEX
     write_text(target, text, parents=True)
     return target
+
+
+def _told(found: Sequence[Beside]) -> str:
+    """The verdicts of a page's comparisons: `3 faster, 1 slower, 2 no difference`."""
+    every = [verdict for one in found for part in one.parts for verdict in part.rows["verdict"]]
+    return ", ".join(f"{every.count(verdict)} {verdict}" for verdict in dict.fromkeys(every))
 
 
 def _comparisons(folders: Sequence[Path]) -> list[AB]:

@@ -120,6 +120,7 @@ def gaps_table(gaps: pd.DataFrame, n_steps: int) -> Table:
     words = {
         "traced_us": "all", "host_us": "until the host had issued the next",
         "device_us": "the next on its way",
+        "outside": "meanwhile outside of steps: the caller, and the trace",
     }  # fmt: skip
     columns: dict[str, list[str]] = {}
     for between in (TOKENS, LAUNCHES):

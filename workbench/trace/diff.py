@@ -19,7 +19,8 @@ from workbench.trace.profile import Profile
 
 BY = ("auto", "op", "node", "kernel")
 COLUMNS = {
-    # "device" or "host". The host's rows add up to its time from step to step. Kernels that run
+    # "device" or "host". The host's rows add up to its time in a step. Time between two steps is
+    # no row: it is the caller's, or the trace's own, which reads marks there. Kernels that run
     # beside each other count in full, so the device's rows can be more than its time.
     "where": "str",
     "what": "str",  # op, node or kernel; a phase of the host; "no kernel runs"
@@ -146,11 +147,14 @@ def _side(frame: pd.DataFrame, size: int | None, by: str, full: bool) -> tuple[p
     device["layer"] = device["layer"].astype("Int64")
     rows = [_in_a_step(device, ["what", "layer"], n, size is None).assign(where="device")]
     gaps = analysis.gaps(frame).rename(columns={"traced_us": "dur_us"})
+    if size is not None:
+        gaps["dur_us"] -= gaps[analysis.OUTSIDE]
     if len(gaps):
         gaps = gaps.assign(what=IDLE, layer=pd.array([pd.NA] * len(gaps), dtype="Int64"))
         rows.append(_in_a_step(gaps, ["what", "layer"], n, size is None).assign(where="device"))
     if size is not None:
         host = analysis.phases(frame)
+        host = host[host["part"] != analysis.OUTSIDE]
         rows.append(
             pd.DataFrame(
                 {
