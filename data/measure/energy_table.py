@@ -9,6 +9,7 @@ from data.measure.recorded import Arms, Recorded, spread
 from data.measure.tables import Line, Part, Table
 from workbench.benchmarks.compare.stats import percent
 from workbench.benchmarks.energy import joules
+from workbench.config import Toggles, parse_changes
 
 STEP = "energy"
 DIGITS = 3  # of a ratio: effects are a few percent
@@ -23,7 +24,9 @@ def lines(recorded: Recorded) -> Iterator[Line]:
             if not {off, on} <= set(each.index):
                 continue
             ratio, verdict = joules.compared(run.run, test, off, on)
-            values = {"model": arms.model, "switch": name, "off": off, "on": on}
+            values = {"model": arms.model, "switch": name, "off": off}
+            there = Toggles(**arms.toggles(on))  # an older run lacks newer toggles: they are off
+            values["on"] = " ".join(f"{t}={there.value_of(t)}" for t in parse_changes(off))
             for side, arm in (("off", off), ("on", on)):
                 values[f"j_{side}"] = each.loc[arm, "j_per_token"]
                 values[f"w_{side}"] = each.loc[arm, "mean_w"]

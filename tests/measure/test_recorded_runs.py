@@ -11,7 +11,7 @@ import nbformat
 import pandas as pd
 import pytest
 
-from data.measure import best_table, matrix, peer, readme
+from data.measure import best_table, energy_table, matrix, peer, readme
 from data.measure.peer import PeerRun
 from data.measure.proofs import EXHAUSTIVE
 from data.measure.recorded import Recorded
@@ -28,7 +28,7 @@ from workbench.benchmarks.runs import results
 from workbench.benchmarks.runs.results import load_run
 from workbench.benchmarks.scores.perplexity import TOKENS, Agreement
 from workbench.benchmarks.times.gaps import Gaps
-from workbench.config import EXACT, EngineConfig, Toggles
+from workbench.config import EXACT, EngineConfig, Toggles, parse_changes
 from workbench.config.presets import best_set
 from workbench.traffic.bench import load_served
 
@@ -268,3 +268,11 @@ def test_recorded_benchmarks_meet_their_requirements():
     quarter, whole = (f"{HAZARDS}commands_all_different[{share}]" for share in ("0.25", "1.0"))
     us = {name: found["benchmarks"][name]["median_us"] for name in (quarter, whole)}
     assert us[whole] < 8 * us[quarter], "checking grows with commands, and not with their square"
+
+
+def test_a_row_of_energy_has_both_values_of_its_switch():
+    rows = [line.values for line in energy_table.lines(RECORDED)]
+    assert len(rows) == len(matrix.ENERGY) * len(matrix.ENERGY_MODELS)
+    for row in rows:
+        off, on = (parse_changes(row[side]) for side in ("off", "on"))
+        assert off.keys() == on.keys() and off != on, row["switch"]
