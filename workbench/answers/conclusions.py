@@ -63,8 +63,9 @@ def effects(comparison: AB) -> Iterable[str]:
             )
         undecided = rows[~rows["verdict"].isin(DECIDED)]
         for verdict, part in undecided.groupby(_told(undecided), sort=False):
-            band = interval(*rows.iloc[0][["band_low", "band_high"]])
-            beyond = f" (A/A band {band})" if verdict == stats.SAME else ""
+            low, high = rows.iloc[0][["band_low", "band_high"]]
+            told = verdict == stats.SAME and np.isfinite(low)
+            beyond = f" (A/A band {interval(low, high)})" if told else ""
             yield f"In {test}{beside}, {verdict} from {what}{beyond}: {listed(part['label'])}."
 
 
