@@ -28,11 +28,13 @@ def effort(engine: Engine, repeats: int, until: float | str) -> dict[str, Any]:
     return {"rounds": repeats, "until": until, "at_most_s": AT_MOST_S}
 
 
-def until_built(engine: Engine, serve: Callable[[], object]) -> None:
+def until_built(engine: Engine, serve: Callable[[], object], most: int | None = None) -> None:
     """Serves a load until the engine builds no program for it, a few times at most. Requests come
     together in other ways each time, so one pass does not see every shape; and a shape that comes
-    first in the measured pass holds up all its requests while its program is built."""
-    for _ in range(GPU_PASSES if is_gpu(engine.device) else CPU_PASSES):
+    first in the measured pass holds up all its requests while its program is built.
+
+    most: None for GPU_PASSES or CPU_PASSES, by the engine's device."""
+    for _ in range(most or (GPU_PASSES if is_gpu(engine.device) else CPU_PASSES)):
         before = engine.counters["programs_built"]
         serve()
         if engine.counters["programs_built"] == before:
