@@ -186,18 +186,18 @@ def _fixed_depth(rows: pd.DataFrame) -> int:
 
 
 def scaling_table(phases: pd.DataFrame) -> pd.DataFrame:
-    """The speedup of every arm with its verdict (`=`: no difference) for generated tokens, by
-    test."""
+    """The speedup of every arm with its verdict (`=`: no difference) for the tokens generated in
+    each test, without its prompts."""
     rows, made = [], phases[(phases["phase"] == GENERATED) & ~phases["is_control"]]
     for test, part in made.groupby("test", sort=False):
         baseline = f"t/s {phases.attrs['baseline']}"
-        row: dict[str, Any] = {"test": test, baseline: round(part["tps_baseline"].iloc[0])}
+        row: dict[str, Any] = {"generated in": test, baseline: round(part["tps_baseline"].iloc[0])}
         for one in part.itertuples():
             row[one.label] = f"{one.speedup:.2f} {mark(one.verdict)}".strip()
         rows.append(row)
     control = phases[(phases["phase"] == GENERATED) & phases["is_control"]]
     bands = f"{control['band_low'].min():.3f}..{control['band_high'].max():.3f}"
-    return Table(rows).shown(keys=["test"], constant={"the widest A/A band": bands})
+    return Table(rows).shown(keys=["generated in"], constant={"the widest A/A band": bands})
 
 
 def side_by_side(
