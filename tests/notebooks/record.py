@@ -3,7 +3,8 @@
     python -m tests.notebooks.record run OUT [NAMES]   # there: OUT/<name>.ipynb, OUT/runs.tar.gz
     python -m tests.notebooks.record take OUT          # here: into notebooks/ and data/results/
 
-NAMES are notebooks, 04_plans; without any, all are run. How long each took is printed.
+NAMES are notebooks, 04_plans; without any, all are run. How long each took is printed, and kept of
+a run of all (`notebooks.json`): with kernels to compile where the machine's cache has none.
 
 A recorded run has the parameters that the notebook shows, except the folder of its runs; the cell
 that papermill put in for it is dropped. README's pair of timelines is drawn by the way;
@@ -60,7 +61,7 @@ MADE = {
     "09_together": ["together"],
     "10_fusion": ["fusion", "defer"],
 }  # fmt: skip
-PICTURE, ABOUT = "timelines.png", "timelines.json"
+PICTURE, ABOUT, TOOK = "timelines.png", "timelines.json", "notebooks.json"
 PAIR = (SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value)  # before and after #17795
 KERNEL = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -98,6 +99,7 @@ def run(out: Path, names: Sequence[str] = (), device: str = "auto") -> None:
     there, _ = choose_device(device)
     out.mkdir(parents=True, exist_ok=True)
     wanted, sources = [*(names or MADE)], ROOT / "notebooks"
+    seconds: dict[str, float] = {}
     with (
         tempfile.TemporaryDirectory() as folder, tarfile.open(out / RUNS, "w:gz") as archive,
         Kernels() as kernels,
@@ -117,8 +119,12 @@ def run(out: Path, names: Sequence[str] = (), device: str = "auto") -> None:
             for end in MADE[name]:
                 (folder_of_run,) = runs.glob(f"*-{end}")
                 archive.add(folder_of_run, arcname=f"notebook-{end}")
-            print(f"== {name}: {time.monotonic() - begin:.1f} s; {slow}", flush=True)
+            seconds[name] = round(time.monotonic() - begin, 1)
+            print(f"== {name}: {seconds[name]} s; {slow}", flush=True)
     draw(out, device)
+    about = json.loads((out / ABOUT).read_text())
+    took = {"seconds": seconds} | {key: about[key] for key in ("date", "commit", "machine")}
+    (out / TOOK).write_text(json.dumps(took, indent=1) + "\n")
 
 
 def draw(out: Path, device: str) -> None:
@@ -153,7 +159,7 @@ def take(out: Path, root: Path = ROOT) -> None:
         archive.extractall(results, filter="data")
     for name in taken:
         shutil.copyfile(out / f"{name}.ipynb", root / "notebooks" / f"{name}.ipynb")
-    for name in (PICTURE, ABOUT):
+    for name in (PICTURE, ABOUT, *([TOOK] if taken == [*MADE] else [])):
         shutil.copyfile(out / name, results / name)
 
 

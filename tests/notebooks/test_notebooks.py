@@ -147,7 +147,7 @@ def test_what_was_recorded_of_one_leaves_the_others(tmp_path):
     for path in (out, root / "notebooks", results / folder, results / "notebook-tour"):
         path.mkdir(parents=True)
     (results / folder / "of-before").touch()
-    for name in ("04_plans.ipynb", record.PICTURE, record.ABOUT):
+    for name in ("04_plans.ipynb", record.PICTURE, record.ABOUT, record.TOOK):
         (out / name).write_text(name)
     with tarfile.open(out / record.RUNS, "w:gz") as archive:
         archive.add(out / "04_plans.ipynb", arcname=f"{folder}/run.json")
@@ -161,3 +161,4 @@ def test_what_was_recorded_of_one_leaves_the_others(tmp_path):
     assert [path.name for path in (root / "notebooks").iterdir()] == ["04_plans.ipynb"]
     assert [path.name for path in (results / folder).iterdir()] == ["run.json"]
     assert (results / "notebook-tour").is_dir() and (results / record.PICTURE).is_file()
+    assert not (results / record.TOOK).exists(), "the seconds of one say nothing of all"
