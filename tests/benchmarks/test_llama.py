@@ -222,6 +222,7 @@ def test_each_row_has_the_best_set_for_its_sequences(call, engine, tmp_path, mon
     assert run["arms"][0]["counters"]["plans_captured"] > 0, "of the variant, too"
 
 
+@pytest.mark.long
 def test_toggles_take_lists_as_ubatches_do(call, engine):
     """A row for each combination; what a device refuses is refused before anything is measured."""
     ask = ("bench", "-m", engine.model.path, "--device", "embedded", "-r", 1, "-ub", "16,32")

@@ -61,6 +61,7 @@ def test_groups_of_flags_are_named_and_shown_when_asked_for(lines):
     assert all("\n".join(part) in every for part in (engine, toggles, short[:-2]))
 
 
+@pytest.mark.long
 def test_topics_work_without_a_command_too(lines):
     assert lines("--help", "toggles") == lines("run", "--help", "toggles")
     assert lines("-h", "engine") == lines("run", "--help", "engine")

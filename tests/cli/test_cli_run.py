@@ -258,6 +258,7 @@ def test_kernels_without_names_are_refused_before_measuring(on, monkeypatch, col
     assert err.startswith("error: --by kernel takes CUPTI's names of kernels, and ")
 
 
+@pytest.mark.long
 def test_columns_of_times_and_rates_have_units(on, call, model, tmp_path, monkeypatch):
     """Every column whose cells have a decimal point says of what, but ratios and NLL."""
     monkeypatch.chdir(tmp_path)

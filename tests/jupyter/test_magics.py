@@ -67,6 +67,7 @@ def test_a_cell_is_traced_drawn_bound_and_written(profiled, shell, engine, tmp_p
     assert shell.user_ns["x"].shape == (1, engine.model.n_vocab)
 
 
+@pytest.mark.long
 def test_what_is_bound_has_the_tables_and_pictures_of_a_profile(profiled, shell, tmp_path):
     """Of one engine those of its profile; of several with a column that names the engine."""
     one = profiled("eng --as t", "for token in (1, 2):\n    x = eng.step([token])").trace

@@ -72,6 +72,7 @@ def rows() -> pd.DataFrame:
     return pd.concat(found, ignore_index=True)
 
 
+@pytest.mark.long
 def test_no_table_has_an_effect_that_its_noise_swallows():
     every = rows()
     assert len(every) > 80

@@ -174,6 +174,7 @@ def test_a_cut_file_is_refused_wherever_it_was_cut(tmp_path: Path, name: str) ->
         refused(path, "is cut|is empty|no whole JSON|no trace that this program can read")
 
 
+@pytest.mark.long
 def test_a_cut_perfetto_trace_is_called_cut(tmp_path: Path) -> None:
     """Not unknown, wherever a packet was cut; and another text with that name is foreign."""
     path = tmp_path / "t.pftrace"
