@@ -44,7 +44,7 @@ SUSPECTS = (
 PER_SLOT = 20  # requests for each in flight
 WINDOWS = 20  # of the steady part of a load, each with a rate of tokens
 # of the throughput under a constant load: the rate of a Poisson process. By Erlang's formula (C) of
-# 100 requests 6 find all of 8 slots in use then; at 0.8 it would be 42.
+# 100 requests 6 find all of 8 slots in use then; at 0.8 it would be 46.
 CAPACITY = 0.5
 ARRIVING_S = 2.0  # at least so long requests come one by one
 ONE_BY_ONE, AT_ONCE = "one by one (Poisson)", "all at once"
