@@ -220,13 +220,13 @@ QUICK_SWEPT, QUICK_AFTER = (0, 256), 4
 def compared(session: Session, engine: wb.Engine, row: Row, energy: bool = False) -> AB:
     """Makes the comparison of a row in its folder."""
     folder = session.emptied(row)
-    half_width, at_most_s = row.until or (None, AT_MOST_S)
+    half_width, at_most_s = (None if session.quick else row.until) or (None, AT_MOST_S)
     found = wb.ab(
         engine, row.compared, tests="tg8" if session.quick else row.test,
         rounds=1 if session.quick else row.rounds,
         background=toggles_of(row.toggles, engine), out=folder, name=folder.name,
         smoke=session.quick, energy=energy,
-        until=None if session.quick else half_width, at_most_s=at_most_s,
+        until=half_width, at_most_s=at_most_s,
     )  # fmt: skip
     print(found.table().to_string(index=False), found.verdict, sep="\n", flush=True)
     if found.interrupted:

@@ -67,7 +67,7 @@ def test_independent_gains_multiply(measured):
     assert table.loc["reuse", "us saved alone"] == pytest.approx(1e6 / 50 - 1000, rel=0.01)
     assert table.loc["reuse", "as the last"] == pytest.approx(1980 / 52, rel=0.01)
     first = str(conclusions.together(gains)).splitlines()[0]
-    assert first.startswith("Together the switches gain the product of their gains")
+    assert first.startswith("Whether the switches gain more or less together than the product ")
     assert "the product is 1.98" in first
 
 
