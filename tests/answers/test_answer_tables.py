@@ -437,7 +437,7 @@ def test_launches_of_a_layer(tiny_model):
 def test_launches_are_answered_by_the_runs_beside_them():
     runs, said = (ab("fusion"), ab("defer")), answer("10_fusion")
     assert said[1:] == said_of(*runs)
-    gains = [conclusions.best_arm(run, run.run["tests"][0]) for run in runs]
+    gains = [conclusions.each_arm(run, run.run["tests"][0]) for run in runs]
     end = f"{gains[0]} with fuse and {gains[1]} with defer_norm after it."
     assert said[0].startswith("A layer takes ") and said[0].endswith(end)
 

@@ -148,7 +148,7 @@ def launches(layers: Mapping[str, pd.DataFrame], fused: AB, deferred: AB) -> Con
     counts = [f"{len(nodes)} {name}" for name, nodes in layers.items()]
     counts[0] = counts[0].replace(" ", " launches ", 1)
     gains = (
-        f"{best_arm(one, one.run['tests'][0])} with {name}"
+        f"{each_arm(one, one.run['tests'][0])} with {name}"
         for name, one in (("fuse", fused), ("defer_norm after it", deferred))
     )
     return concluded([f"A layer takes {listed(counts)}: {listed(gains)}."], fused, deferred)
@@ -430,18 +430,6 @@ def streams(
     more = rows.loc["visibility", "arena bytes"] - rows.loc["serial", "arena bytes"]
     lines.append(f"An arena that is right takes {more:,} bytes more than the serial one.")
     return concluded(lines, planned, *comparisons)
-
-
-def best_arm(comparison: AB, test: str) -> str:
-    """The verdict on a test, as a share: `9.4 % faster (streams=3)` for the arm that gains most of
-    those that differ, `no difference` where none does."""
-    summary = comparison.summary()
-    rows = summary[(summary["test"] == test) & ~summary["is_control"]]
-    decided = rows[rows["verdict"].isin(DECIDED)]
-    if decided.empty:
-        return listed(dict.fromkeys(_told(rows)))
-    best = decided.loc[decided["speedup"].idxmax()]
-    return f"{abs(best['speedup'] - 1):.1%} {best['verdict']} ({best['label']})"
 
 
 def each_arm(comparison: AB, test: str) -> str:

@@ -215,6 +215,7 @@ def side_by_side(
     n_seqs = max(test.width for test in map(parse, tests))
     with sized(engine, background, n_seqs, each, min(512, engine.config.n_ubatch)) as side:
         return wb.ab(
+            # so many arms and tests take long, and are told apart in few rounds: no `effort`
             side, " | ".join(arms.values()), tests=tests, seed=seed,
             rounds=repeats, smoke=repeats < stats.MIN_REPETITIONS,
             out=wb.new_run_folder(runs, name),

@@ -349,9 +349,6 @@ def origin(run: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
-LISTED = ("override_tensor",)  # settings that run.json has as lists
-
-
 def settings_said(run: Mapping[str, Any]) -> str:
     """The settings of a run's engine that are not EngineConfig's defaults, without its device:
     `n_seqs=4, n_ubatch=128`."""
@@ -359,7 +356,8 @@ def settings_said(run: Mapping[str, Any]) -> str:
     own = {
         name: value
         for name, value in (run["engine"].get("config") or {}).items()
-        if name != "device" and usual.get(name) != (tuple(value) if name in LISTED else value)
+        if name != "device"
+        and usual.get(name) != (tuple(value) if isinstance(value, list) else value)
     }
     return ", ".join(f"{name}={value}" for name, value in own.items())
 

@@ -199,8 +199,8 @@ class Session:
     def close(self) -> None:
         """Detaches CUPTI. A failure to detach is ignored: the part is then not attached.
 
-        Without `finalize` CUPTI stays in every later call of the driver: on an H100 each launch
-        took 0.9 us more for the rest of the process.
+        Without `finalize` CUPTI stays in every later call of the driver, and each launch takes
+        longer for the rest of the process.
         """
         cupti = self._cupti
         gone = (cupti.cuptiError, RuntimeError)
