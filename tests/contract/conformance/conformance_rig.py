@@ -31,7 +31,7 @@ LAUNCH_S = 40e-6  # a launch of the long work takes this or more, many times wha
 LEAST_ROWS, MOST_ROWS = 256, 4096  # of such a launch: 4 to 64 MiB
 MOST_PAIRS = 500
 SETTLE_S = 0.01
-TRIES = 5  # each with twice the work of the one before
+TRIES = 5
 
 Open = Callable[[], Backend]
 
@@ -206,6 +206,14 @@ class Rig:
         self.backend.synchronize()
         return time.perf_counter() - start
 
+    def tries(self) -> Iterator[None]:
+        """TRIES times, each begun when nothing is under way: a busy machine may keep the host from
+        acting in time, so each has twice the long work of the one before."""
+        for _ in range(TRIES):
+            self.settle()
+            yield
+            self._pairs *= 2
+
     def goes_on(self, act: Issue, what: str, before: Issue = lambda: None) -> None:
         """Raises Broken(what) where `act`, called with long work on stream 0, waits for its end.
 
@@ -214,8 +222,7 @@ class Rig:
         """
         landing = self.host()
         glance = in_order([self.down(landing, self.counter, 1), self.backend.sync_stream(1)])
-        for _ in range(TRIES):
-            self.settle()
+        for _ in self.tries():
             numbers(landing)[:] = -1.0
             before()
             count = self.long(0)
@@ -224,7 +231,6 @@ class Rig:
             seen = numbers(landing).copy()
             if ((seen >= 0) & (seen < count)).any():
                 return
-            self._pairs *= 2  # a busy machine may have kept the host from looking in time
         raise Broken(what)
 
 
