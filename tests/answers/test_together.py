@@ -28,44 +28,58 @@ def test_each_set_of_switches_is_measured_once():
 
 
 @pytest.fixture(scope="module")
-def measured(tiny_model, tmp_path_factory):
-    """A measured comparison of THREE."""
-    path, folder = tiny_model("tiny-llama", "Q8_0"), tmp_path_factory.mktemp("runs") / "run"
+def both(tiny_model, tmp_path_factory):
+    """Measured comparisons: of THREE, and of a kept graph."""
+    path, folder = tiny_model("tiny-llama", "Q8_0"), tmp_path_factory.mktemp("runs")
     with wb.Engine.load(path, device="embedded", toggles=together.start(KEPT)) as engine:
-        found = together.measured(engine, THREE, "tg2", 5, 0, str(folder))
-    assert AB.load(folder).run["run_id"] == "run"
-    return found
+        found = together.measured(engine, THREE, "tg2", 5, 0, str(folder / "run"))
+        reuse = together.reused(engine, THREE, "tg8", 5, 0, str(folder / "reuse"))
+    assert AB.load(folder / "run").run["run_id"] == "run"
+    assert AB.load(folder / "reuse").run["tests"] == ["tg2"], "a fourth of the tokens"
+    return found, reuse
+
+
+@pytest.fixture(scope="module")
+def measured(both):
+    return both[0]
+
+
+def timed(found: AB, tps: list[float]) -> AB:
+    """The comparison with the times that follow from `tps` of its arms, in order."""
+    rates = dict(zip((arm["name"] for arm in found.run["arms"]), tps, strict=True))
+    wobble = 1 + 0.001 * np.sin(np.arange(len(found.samples)))  # so that there are intervals
+    ns = (1e9 / found.samples["arm"].map(rates) * wobble).astype(int)
+    return AB(found.run, found.samples.assign(ns=ns))
 
 
 def made(measured: AB, tps) -> AB:
     """The comparison, with the times that follow from `tps(names)`."""
-    names = [arm["name"] for arm in measured.run["arms"]]
-    rates = {names[0]: 1000.0, names[-1]: 1000.0}
-    rates |= {together.changes_of(on, THREE): tps(on) for on in together.sets_of([*THREE])}
-    rates |= dict(zip(together.anew(THREE).values(), (50.0, 52.0), strict=True))
-    assert sorted(rates) == sorted(names)
-    wobble = 1 + 0.001 * np.sin(np.arange(len(measured.samples)))  # so that there are intervals
-    ns = (1e9 / measured.samples["arm"].map(rates) * wobble).astype(int)
-    return AB(measured.run, measured.samples.assign(ns=ns))
+    return timed(measured, [1000.0, *(tps(on) for on in together.sets_of([*THREE])), 1000.0])
 
 
 @pytest.mark.long
-def test_independent_gains_multiply(measured):
+def test_independent_gains_multiply(both):
+    measured, reuse = both
     product = lambda names: 1000 * np.prod([FACTORS[name] for name in names])  # noqa: E731
     gains = together.gains(made(measured, product), THREE)
     several = gains[gains["product"].notna()]
     assert set(several["together"]) == {together.AS}
     assert np.allclose(several["interaction"], 1, atol=0.01)
     assert np.allclose(several["interaction"], several["speedup"] / several["product"])
-    table = together.alone_table(gains).set_index("mechanism")
+    anew = timed(reuse, [50, 1000, 52, 1980, 50])
+    table = together.alone_table(gains, anew).set_index("mechanism")
     assert list(table.index) == ["waits", "plans", "fusion", "reuse"]
+    assert list(together.alone_table(gains)["mechanism"]) == ["waits", "plans", "fusion"]
     assert table.loc["plans", "alone"] == "1.50 faster"
     assert table.loc["plans", "as the last"] == pytest.approx(1.5, abs=0.01)
-    assert table.loc["reuse", "alone"] == "20.00 faster"
+    speedup, verdict = table.loc["reuse", "alone"].split()
+    assert float(speedup) == pytest.approx(20, abs=0.03) and verdict == "faster"
     low, high = map(float, table.loc["reuse", "95% CI"].split(".."))
     assert 19.9 < low < 20 < high < 20.1
     assert table.loc["reuse", "us saved alone"] == pytest.approx(1e6 / 50 - 1000, rel=0.01)
     assert table.loc["reuse", "as the last"] == pytest.approx(1980 / 52, rel=0.01)
+    saved = pytest.approx(1e6 / 52 - 1e6 / 1980, rel=0.01)
+    assert table.loc["reuse", "us saved last"] == saved
     first = str(conclusions.together(gains)).splitlines()[0]
     assert first.startswith("Whether the switches gain more or less together than the product ")
     assert "the product is 1.98" in first
@@ -97,6 +111,8 @@ def test_a_device_has_the_mechanisms_that_it_can_honour(tiny_model):
     path = tiny_model("tiny-llama", "Q8_0")
     with wb.Engine.load(path, device="embedded", toggles=together.start(KEPT)) as engine:
         assert [*together.possible(engine)] == ["waits", "plans", "fusion", "streams"]
+    with wb.Engine.load(path, device="embedded", toggles="baseline") as engine:
+        assert together.reused(engine, THREE, "tg8", 5, 0, "no-run") is None, "it keeps no graph"
     with wb.Engine.load(path, device="host", toggles=together.start(KEPT)) as engine:
         assert [*together.possible(engine)] == ["fusion"]
 

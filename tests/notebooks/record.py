@@ -58,7 +58,7 @@ MADE = {
         "together-start", "together-serving", *(f"served-{name}" for name in SERVED),
         *(f"arriving-{name}" for name in ARRIVING),
     ],
-    "09_together": ["together"],
+    "09_together": ["together", "reuse"],
     "10_fusion": ["fusion", "defer"],
 }  # fmt: skip
 PICTURE, ABOUT, TOOK = "timelines.png", "timelines.json", "notebooks.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,14 @@ import pandas as pd
 
 import workbench as wb
 from workbench.answers import claims, recorded
-from workbench.answers.effort import until_built
+from workbench.answers.effort import fastest, until_built
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.llama import batched
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.runs.results import REQUESTS
 from workbench.benchmarks.workload import make_ready, parse
+from workbench.common.devices import is_gpu
 from workbench.common.sizes import round_up
 from workbench.common.tables import Table
 from workbench.config import BEST, TogglePreset, Toggles, parse_changes
@@ -42,6 +43,7 @@ SUSPECTS = (
     "serving kv_cache=unified defrag=cells",
 )  # fmt: skip
 PER_SLOT = 20  # requests for each in flight
+BUILDING_PER_SLOT = 4  # of a load before it counts
 WINDOWS = 20  # of the steady part of a load, each with a rate of tokens
 # of the throughput under a constant load: the rate of a Poisson process. By Erlang's formula (C) of
 # 100 requests 6 find all of 8 slots in use then; at 0.8 it would be 46.
@@ -186,21 +188,28 @@ def measured(
     runs: str,
 ) -> dict[str, Steady]:
     """The same load for each setting, served by this process: per_slot requests for each that is in
-    flight. A run folder for each."""
+    flight. A run folder for each.
+
+    On a GPU a smaller load is served before, until all programs exist (`effort.until_built`); and
+    of several turns the fastest counts (`effort.fastest`)."""
     n_prompt, n_gen = lengths(workload)
     asked: dict[str, Any] = {
         "slots": most(concurrency), "concurrency": concurrency, "n_prompt": str(n_prompt),
         "n_gen": str(n_gen), "n_requests": 1, "per_slot": per_slot, "n_warm_up": most(concurrency),
         "seed": seed,
     }  # fmt: skip
-    found = dict[str, Steady]()
+    folders = {name: wb.new_run_folder(runs, f"served-{slug(name)}") for name in arms}
     with ExitStack() as stack:
         sides = {name: stack.enter_context(engine.variant(of)) for name, of in arms.items()}
-        for name, side in sides.items():
-            folder = wb.new_run_folder(runs, f"served-{slug(name)}")
-            served = wb.serve_bench(side, beside=[*sides.values()], out=folder, **asked)
-            found[name] = Steady(served, rates(folder, served.rows[-1].setting.name))
-    return found
+        serve = partial(wb.serve_bench, beside=[*sides.values()], **asked)
+        for side in sides.values() if is_gpu(engine.device) else ():
+            until_built(side, partial(serve, side, per_slot=min(per_slot, BUILDING_PER_SLOT)))
+        fastest(engine, {folders[name]: _into(serve, side) for name, side in sides.items()})
+    return {name: load_steady(folder) for name, folder in folders.items()}
+
+
+def _into(serve: Callable[..., ServeBench], side: wb.Engine) -> Callable[[Path], ServeBench]:
+    return lambda folder: serve(side, out=folder)
 
 
 def load_steady(folder: str | Path) -> Steady:
@@ -316,21 +325,23 @@ def arriving(
     """The same requests, all at once and one by one, as a Poisson process of CAPACITY times the
     requests a second that the engine can serve. capacity: those requests a second.
 
-    Each load is served until all programs of its steps exist (`effort.until_built`), and then once
-    more, which counts."""
+    per_slot requests for each slot are served until all programs of their steps exist
+    (`effort.until_built`). Then as many as come in ARRIVING_S one by one are served, and count."""
     (n_prompt, n_gen), slots = lengths(workload), most(concurrency)
     a_second = CAPACITY * capacity
     asked: dict[str, Any] = {
-        "slots": slots, "n_prompt": str(n_prompt), "n_gen": str(n_gen),
-        "n_requests": max(per_slot * slots, math.ceil(ARRIVING_S * a_second)),
-        "n_warm_up": slots, "seed": seed,
+        "slots": slots, "n_prompt": str(n_prompt), "n_gen": str(n_gen), "n_warm_up": slots,
+        "seed": seed,
     }  # fmt: skip
+    few = per_slot * slots
+    many = max(few, math.ceil(ARRIVING_S * a_second))
     found = {}
     with engine.variant(toggles) as side:
         for name, rate in ((ONE_BY_ONE, f"{a_second:.4g}"), (AT_ONCE, "inf")):
-            until_built(side, partial(wb.serve_bench, side, rate=rate, **asked))
+            serve = partial(wb.serve_bench, side, rate=rate, **asked)
+            until_built(side, partial(serve, n_requests=few))
             folder = wb.new_run_folder(runs, f"arriving-{slug(name)}")
-            found[name] = wb.serve_bench(side, rate=rate, out=folder, **asked)
+            found[name] = serve(n_requests=many, out=folder)
     return found
 
 

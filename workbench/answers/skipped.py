@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 import workbench as wb
-from workbench.answers.effort import effort, until_built
+from workbench.answers.effort import effort, fastest, until_built
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.compare.comparison import AB
@@ -27,6 +27,7 @@ from workbench.common.tables import Table
 from workbench.config import BEST, AttnKernel, TogglePreset, Toggles
 from workbench.engine.cache.extent import WAYS
 from workbench.server.serving import serving
+from workbench.traffic.bench import ServeBench
 
 PROMPTS, GENERATED = PHASES = ("prompts", "generated")
 PLAIN = {"skip_masked_kv": "off", "kv_cache": "unified", "kv_growth": "step"}
@@ -254,8 +255,8 @@ def ragged(
     without skipping, with each way, and by the first engine once more as the A/A control. Each slot
     has a region. Returns the run folder of each.
 
-    Each engine serves the same requests until all its programs exist (`effort.until_built`), and
-    then once more, which counts.
+    Each engine serves the same requests until all its programs exist (`effort.until_built`). Then
+    all serve them in turn, and of each the fastest turn counts (`effort.fastest`).
     """
     asked: dict[str, Any] = {
         "slots": slots, "concurrency": str(slots), "n_prompt": f"uniform:1-{most}",
@@ -272,9 +273,12 @@ def ragged(
         for side in sides.values():
             until_built(side, partial(wb.serve_bench, side, beside=[*sides.values()], **asked))
         sides[AGAIN], found[AGAIN] = sides[WAYS[0]], wb.new_run_folder(runs, "ragged-off-again")
-        for name, side in sides.items():  # soon after each other, so that all have one machine
-            wb.serve_bench(side, out=found[name], **asked)
+        fastest(engine, {found[name]: _into(side, asked) for name, side in sides.items()})
     return found
+
+
+def _into(side: wb.Engine, asked: Mapping[str, Any]) -> Callable[[Path], ServeBench]:
+    return lambda folder: wb.serve_bench(side, out=folder, **asked)
 
 
 def ragged_frame(folders: Mapping[str, Path]) -> pd.DataFrame:

@@ -6,9 +6,9 @@ need each other; below 1 they save the same time.
 
     interaction(a, b) = (t/s ab / t/s start) / ((t/s a / t/s start) (t/s b / t/s start))
 
+All sets take turns in one run, and the interval of an interaction is a bootstrap over its rounds.
 The start is the baseline with its graph kept. Building the graph anew takes Python many times a
-token, and no other gain could be told beside it: so `reuse` has two arms of its own. All arms take
-turns in one run, and the interval of an interaction is a bootstrap over its rounds.
+token, and would take most of that run's time: so what `reuse` gains is measured by itself.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.arms import parse_changes, switched
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.runs import results
+from workbench.benchmarks.workload import parse
 from workbench.common.errors import DeviceError, UsageError
 from workbench.common.tables import Table
 from workbench.config import GraphReuse, Toggles
@@ -41,8 +42,8 @@ MECHANISMS = {
     "dependent launch": "pdl=on",
 }
 REUSE, REBUILT = "reuse", "graph_reuse=rebuild"
+REUSE_PART = 4  # of the tokens of a test: this share is enough for `reuse`
 ALONE, PAIR, BUT_ONE, ALL = "alone", "pair", "all but one", "all"
-ANEW, ALL_ANEW = "graph built anew", "all, graph built anew"  # kinds of arms without reuse
 MORE, LESS, AS = "more", "less", "no difference"  # from the product of the gains alone
 MOST_ROWS = 7
 Names = tuple[str, ...]  # of mechanisms that are on together
@@ -81,26 +82,43 @@ def measured(
 ) -> AB:
     """Compares every set of mechanisms with none of them, on the engine's toggles.
 
-    An arm names the switches that are on; the first arm names all of them, off. Where the engine
-    keeps its graph, two arms build it anew: with no mechanism, and with all. out: a run folder.
+    An arm names the switches that are on; the first arm names all of them, off. out: a run folder.
     """
-    off = {
-        toggle: engine.toggles.value_of(toggle)
-        for changes in mechanisms.values()
-        for toggle in parse_changes(changes)
-    }
-    start = " ".join(f"{toggle}={value}" for toggle, value in off.items())
-    sets = [start, *(changes_of(names, mechanisms) for names in sets_of([*mechanisms]))]
-    if engine.toggles.graph_reuse != GraphReuse.REBUILD:
-        sets += anew(mechanisms).values()
+    sets = [changes_of(names, mechanisms) for names in sets_of([*mechanisms])]
     return wb.ab(
-        engine, " | ".join(sets), tests=[test], seed=seed, **effort(engine, repeats, "3%"), out=out,
+        engine, " | ".join([_all_off(engine, mechanisms), *sets]), tests=[test], seed=seed,
+        **effort(engine, repeats, "3%"), out=out,
     )  # fmt: skip
 
 
-def anew(mechanisms: Mapping[str, str]) -> dict[str, str]:
-    """The arms that build the graph anew, by kind."""
-    return {ANEW: REBUILT, ALL_ANEW: f"{changes_of(mechanisms, mechanisms)} {REBUILT}"}
+def reused(
+    engine: wb.Engine, mechanisms: Mapping[str, str], test: str, repeats: int, seed: int, out: str
+) -> AB | None:
+    """Compares the engine's kept graph with one that is built anew for each token: with every
+    mechanism off, and with all on (`reuse_sets`). The tests have 1 / REUSE_PART of the tokens of
+    `test`. None where the engine keeps no graph. out: a run folder."""
+    if engine.toggles.graph_reuse == GraphReuse.REBUILD:
+        return None
+    off = _all_off(engine, mechanisms)
+    first, *others = reuse_sets(mechanisms, engine.toggles.value_of("graph_reuse"))
+    return wb.ab(
+        engine, " | ".join([f"{off} {first}", *others]), seed=seed,
+        tests=[f"tg{max(1, parse(test).n_gen // REUSE_PART)}"],
+        rounds=repeats, smoke=repeats < stats.MIN_REPETITIONS, out=out,
+    )  # fmt: skip
+
+
+def reuse_sets(mechanisms: Mapping[str, str], kept: str) -> list[str]:
+    """The arms of `reused`, after the mechanisms that are off: built anew, kept; and the same with
+    all mechanisms on."""
+    every = changes_of(mechanisms, mechanisms)
+    return [REBUILT, f"graph_reuse={kept}", f"{every} {REBUILT}", f"{every} graph_reuse={kept}"]
+
+
+def _all_off(engine: wb.Engine, mechanisms: Mapping[str, str]) -> str:
+    """What the engine's toggles have in place of the mechanisms' values."""
+    names = dict.fromkeys(toggle for of in mechanisms.values() for toggle in parse_changes(of))
+    return " ".join(f"{toggle}={engine.toggles.value_of(toggle)}" for toggle in names)
 
 
 def changes_of(names: Iterable[str], mechanisms: Mapping[str, str]) -> str:
@@ -113,7 +131,7 @@ def gains(found: AB, mechanisms: Mapping[str, str]) -> pd.DataFrame:
     Columns: names, label (`waits + plans`), kind, speedup, low, high, band_low, band_high, verdict
     (as `AB.summary`), token_us (from medians), answer; and of sets of two and more: product (of the
     members' speedups alone), interaction, inter_low, inter_high (95 % interval), together (MORE,
-    LESS, AS, or too few repetitions). The last rows are of the arms that build the graph anew.
+    LESS, AS, or too few repetitions).
     """
     summary = found.summary().set_index("arm")
     rates = results.rates(found.samples).pivot(index="repetition", columns="arm", values="tps")
@@ -138,10 +156,6 @@ def gains(found: AB, mechanisms: Mapping[str, str]) -> pd.DataFrame:
             )
             row |= _interaction(ratio, band)
         rows.append(row)
-    for kind, changes in anew(mechanisms).items():
-        if changes in summary.index:
-            names = () if kind == ANEW else tuple(mechanisms)
-            rows.append({"names": names, "label": kind, "kind": kind} | _of(summary.loc[changes]))
     made = pd.DataFrame(rows)
     made.attrs["start_us"] = float(1e6 / summary["tps_baseline"].iloc[0])
     return made
@@ -161,23 +175,21 @@ def _interaction(ratio: stats.Ratio, band: stats.Band) -> dict[str, Any]:
             "together": words.get(said, said)}  # fmt: skip
 
 
-def alone_table(frame: pd.DataFrame) -> Table:
+def alone_table(frame: pd.DataFrame, reuse: AB | None = None) -> Table:
     """Each mechanism: its speedup alone, and its speedup when it comes last, to all others; and the
-    time that it saves a token in both places."""
+    time that it saves a token in both places. frame: of `gains`. reuse: of `reused`, for the last
+    row."""
     start_us, every = frame.attrs["start_us"], _one(frame, ALL)
     rows = []
     for row in frame[frame["kind"] == ALONE].to_dict("records"):
         (name,) = row["names"]
         rest = without(frame, name)
-        ratio = stats.Ratio(row["speedup"], row["low"], row["high"], stats.MIN_REPETITIONS)
-        rows.append(_row(name, ratio, row["verdict"], start_us - row["token_us"], rest, every))
-    if (frame["kind"] == ANEW).any():
-        none, rest = _one(frame, ANEW), _one(frame, ALL_ANEW)
-        value, low, high = (1 / none[name] for name in ("speedup", "high", "low"))
-        ratio = stats.Ratio(value, low, high, stats.MIN_REPETITIONS)
-        turned = {stats.FASTER: stats.SLOWER, stats.SLOWER: stats.FASTER}
-        said = turned.get(none["verdict"], none["verdict"])
-        rows.append(_row(REUSE, ratio, said, none["token_us"] - start_us, rest, every))
+        rows.append(_row(name, row, start_us - row["token_us"], rest, every))
+    if reuse is not None:
+        found = reuse.summary()
+        kept, all_anew, all_kept = (_of(found.loc[i]) for i in range(3))
+        saved_us = float(1e6 / found["tps_baseline"].iloc[0]) - kept["token_us"]
+        rows.append(_row(REUSE, kept, saved_us, all_anew, all_kept))
     band = stats.interval(every["band_low"], every["band_high"])
     return Table(rows).shown(
         keys=["mechanism"], digits={"us saved alone": 1, "us saved last": 1},
@@ -200,13 +212,13 @@ def without(frame: pd.DataFrame, name: str) -> dict[str, Any]:
 
 
 def _row(
-    name: str, alone: stats.Ratio, verdict: str, saved_us: float,
+    name: str, alone: Mapping[str, Any], saved_us: float,
     rest: Mapping[str, Any], every: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "mechanism": name,
-        "alone": f"{alone.value:.2f} {mark(verdict)}".strip(),
-        "95% CI": stats.interval(alone.low, alone.high),
+        "alone": f"{alone['speedup']:.2f} {mark(alone['verdict'])}".strip(),
+        "95% CI": stats.interval(alone["low"], alone["high"]),
         "us saved alone": saved_us,
         "as the last": every["speedup"] / rest["speedup"],
         "us saved last": rest["token_us"] - every["token_us"],
