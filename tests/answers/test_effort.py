@@ -38,7 +38,7 @@ def test_a_load_is_served_until_nothing_is_built(tiny_model):
 
 def test_of_several_turns_the_fastest_is_kept(tmp_path):
     """Only the device's name is asked for."""
-    rates, turns = {"a": [1.0, 3.0, 2.0], "b": [5.0, 4.0, 6.0]}, []
+    rates, turns = {"a": [1.0, 3.0], "b": [5.0, 4.0]}, []
 
     def load(name: str, folder: Path) -> ServeBench:
         turns.append(name)
@@ -50,7 +50,7 @@ def test_of_several_turns_the_fastest_is_kept(tmp_path):
 
     loads = {tmp_path / "runs" / name: partial(load, name) for name in rates}
     for device, kept, order in (
-        ("cuda", ("3.0", "6.0"), "ababab"),
+        ("cuda", ("3.0", "5.0"), "abab"),
         ("embedded", ("1.0", "5.0"), "ab"),
     ):
         turns.clear()

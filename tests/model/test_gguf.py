@@ -11,6 +11,8 @@ import tracemalloc
 import gguf
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from tests.model.gguf_files import GOOD, Value, build, items, pair, tensor, text, u32, write
 from workbench.common.errors import ModelFileError
@@ -59,6 +61,38 @@ def test_reads_what_gguf_wrote(tmp_path):
             data = file.data(theirs.name)
             np.testing.assert_array_equal(data, theirs.data.view(np.uint8).reshape(-1))
             assert data.dtype == np.uint8 and not data.flags.writeable and not data.flags.owndata
+
+
+PIECES = [b"", b"a", b"x" * 70_000, b"y" * 300, b"\xe4", b"\xb8\xad", *map(str.encode, "é中😀\0")]
+
+
+@pytest.fixture(scope="module")
+def file_of_strings(tmp_path_factory):
+    return tmp_path_factory.mktemp("strings") / "m.gguf"
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.text().map(str.encode) | st.binary(max_size=3)))
+@example([b"\xe4", b"\xb8\xad"])
+@example([*[b"a"] * 6000, b"\xe4\xb8", b"\xad"])
+def test_each_string_of_an_array_is_read_or_named(file_of_strings, strings):
+    """Strings are checked many at once: a character whose bytes lie in two of them is none."""
+    array = items(8, len(strings), b"".join(map(text, strings)))
+    file_of_strings.write_bytes(build([pair("s", 9, array)]))
+    bad = [i for i, one in enumerate(strings) if not is_utf8(one)]
+    if bad:
+        with pytest.raises(ModelFileError, match=f"string {bad[0]} of metadata key s is not UTF-8"):
+            open_gguf(file_of_strings)
+    else:
+        with open_gguf(file_of_strings) as file:
+            assert [one.encode() for one in file.metadata["s"]] == strings
+
+
+def is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def test_get_is_typed(tmp_path):

@@ -1,10 +1,12 @@
 """Runs the notebooks on a GPU, and keeps what they showed and measured with the sources.
 
-    python -m tests.notebooks.record run OUT [NAMES]   # there: OUT/<name>.ipynb, OUT/runs.tar.gz
-    python -m tests.notebooks.record take OUT          # here: into notebooks/ and data/results/
+    python -m tests.notebooks.record run OUT [NAMES] [--again-s S]   # there
+    python -m tests.notebooks.record take OUT   # here: into notebooks/ and data/results/
 
-NAMES are notebooks, 04_plans; without any, all are run. How long each took is printed, and kept of
-a run of all (`notebooks.json`): with kernels to compile where the machine's cache has none.
+OUT gets the notebooks, `runs.tar.gz` with their run folders, and `notebooks.json`, the seconds that
+each took: with kernels to compile where the machine's cache has none. NAMES are notebooks,
+04_plans; without any, all are run. With S, those are run again, for so many seconds, in whose
+tables noise swallows an effect: a busy machine has quieter minutes.
 
 A recorded run has the parameters that the notebook shows, except the folder of its runs; the cell
 that papermill put in for it is dropped. README's pair of timelines is drawn by the way;
@@ -13,9 +15,9 @@ that papermill put in for it is dropped. README's pair of timelines is drawn by 
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-import sys
 import tarfile
 import tempfile
 import time
@@ -26,11 +28,13 @@ from typing import Any
 import nbformat
 
 import workbench as wb
+from tests.notebooks.told import rows, untold
 from workbench.answers import loaded, skipped
 from workbench.backend.base import choose_device
 from workbench.benchmarks.runs import provenance
 from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError, WorkbenchError
+from workbench.common.output import write_text
 from workbench.config import SyncMode
 from workbench.engine.cache.extent import WAYS
 from workbench.report import plots
@@ -61,6 +65,8 @@ MADE = {
     "09_together": ["together", "reuse"],
     "10_fusion": ["fusion", "defer"],
 }  # fmt: skip
+FOLDERS = "runs"
+SAID = ["of", "test", "label", "speedup", "low", "high", "band_low", "band_high"]
 PICTURE, ABOUT, TOOK = "timelines.png", "timelines.json", "notebooks.json"
 PAIR = (SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value)  # before and after #17795
 KERNEL = {
@@ -91,40 +97,62 @@ def slowest(notebook: Any) -> str:
     return ", ".join(f"cell {number} {s:.0f} s" for s, number in sorted(took, reverse=True)[:5])
 
 
-def run(out: Path, names: Sequence[str] = (), device: str = "auto") -> None:
-    """Runs each notebook that is named; writes them, and one archive of their run folders, to
-    `out`. Raises UsageError for a name that is none, WorkbenchError for a cell that fails."""
+def run(out: Path, names: Sequence[str] = (), device: str = "auto", again_s: float = 0.0) -> None:
+    """Runs each notebook that is named; writes them, their run folders, and one archive of all run
+    folders there, to `out`. What `out` holds of other notebooks stays.
+
+    again_s: for so many seconds, notebooks whose tables leave effects untold are run again.
+    Raises UsageError for a name that is none, WorkbenchError for a cell that fails."""
     if unknown := [name for name in names if name not in MADE]:
         raise UsageError(f"notebook {unknown[0]!r} is not one of {', '.join(MADE)}")
     there, _ = choose_device(device)
-    out.mkdir(parents=True, exist_ok=True)
-    wanted, sources = [*(names or MADE)], ROOT / "notebooks"
-    seconds: dict[str, float] = {}
-    with (
-        tempfile.TemporaryDirectory() as folder, tarfile.open(out / RUNS, "w:gz") as archive,
-        Kernels() as kernels,
-    ):  # fmt: skip
-        for name in wanted:
-            runs, begin = Path(folder, name), time.monotonic()
-            runs.mkdir()
-            chosen = {"device": device, "runs": str(runs)}
-            source, executed = sources / f"{name}.ipynb", Path(folder, f"{name}.ipynb")
-            with kernels.taken(sources) as kernel:
-                if name != wanted[-1] and is_gpu(there):  # as `workbench report` does
-                    kernels.start(sources)
-                if failure := execute_notebook(source, executed, chosen, kernel=kernel):
-                    raise WorkbenchError(f"{source.name}: {failure}")
-            found, slow = nbformat.read(executed, 4), slowest(nbformat.read(executed, 4))
-            nbformat.write(stripped(found), out / f"{name}.ipynb")
-            for end in MADE[name]:
-                (folder_of_run,) = runs.glob(f"*-{end}")
-                archive.add(folder_of_run, arcname=f"notebook-{end}")
-            seconds[name] = round(time.monotonic() - begin, 1)
-            print(f"== {name}: {seconds[name]} s; {slow}", flush=True)
+    (out / FOLDERS).mkdir(parents=True, exist_ok=True)
+    with Kernels() as kernels:
+        wanted, until = [*(names or MADE)], None
+        while wanted:
+            for name in wanted:
+                ahead = name != wanted[-1] and is_gpu(there)  # as `workbench report` does
+                executed(name, out, device, kernels, ahead)
+            until = until or time.monotonic() + again_s
+            wanted = weak(out) if time.monotonic() < until else []
+            print(f"again: {', '.join(wanted) or 'none'}", flush=True)
     draw(out, device)
-    about = json.loads((out / ABOUT).read_text())
-    took = {"seconds": seconds} | {key: about[key] for key in ("date", "commit", "machine")}
-    (out / TOOK).write_text(json.dumps(took, indent=1) + "\n")
+    with tarfile.open(out / RUNS, "w:gz") as archive:
+        for folder in sorted((out / FOLDERS).iterdir()):
+            archive.add(folder, arcname=folder.name)
+
+
+def weak(out: Path) -> list[str]:
+    """The notebooks in `out` whose tables leave effects untold (`told.py`)."""
+    found = untold(rows(out / FOLDERS))
+    print(found[SAID].round(3).to_string(), flush=True)
+    folders = set(found["folder"])
+    return [n for n, ends in MADE.items() if folders & {f"notebook-{end}" for end in ends}]
+
+
+def executed(name: str, out: Path, device: str, kernels: Kernels, ahead: bool) -> None:
+    """Runs one notebook, and replaces what `out` has of it. ahead: another follows."""
+    begin, sources = time.monotonic(), ROOT / "notebooks"
+    with tempfile.TemporaryDirectory() as temporary:
+        runs, copy = Path(temporary, "runs"), Path(temporary, f"{name}.ipynb")
+        runs.mkdir()
+        chosen = {"device": device, "runs": str(runs)}
+        with kernels.taken(sources) as kernel:
+            if ahead:
+                kernels.start(sources)
+            source = sources / f"{name}.ipynb"
+            if failure := execute_notebook(source, copy, chosen, kernel=kernel):
+                raise WorkbenchError(f"{source.name}: {failure}")
+        seconds, slow = time.monotonic() - begin, slowest(nbformat.read(copy, 4))
+        nbformat.write(stripped(nbformat.read(copy, 4)), out / f"{name}.ipynb")
+        for end in MADE[name]:
+            (made,) = runs.glob(f"*-{end}")
+            shutil.rmtree(out / FOLDERS / f"notebook-{end}", ignore_errors=True)
+            shutil.copytree(made, out / FOLDERS / f"notebook-{end}")
+    took = json.loads((out / TOOK).read_text()) if (out / TOOK).is_file() else {}
+    took.setdefault(name, round(seconds, 1))  # the first time, with kernels to compile
+    write_text(out / TOOK, json.dumps(took, indent=1) + "\n")
+    print(f"== {name}: {seconds:.1f} s; {slow}", flush=True)
 
 
 def draw(out: Path, device: str) -> None:
@@ -142,8 +170,7 @@ def draw(out: Path, device: str) -> None:
 
 def take(out: Path, root: Path = ROOT) -> None:
     """Puts what `run` wrote among the sources. Raises UsageError, before anything is replaced,
-    where the archive does not hold the runs of every notebook in `out`: each call of `run` makes
-    the archive anew."""
+    where the archive does not hold the runs of every notebook in `out`."""
     results = root / "data" / "results"
     taken = [name for name in MADE if (out / f"{name}.ipynb").is_file()]
     with tarfile.open(out / RUNS) as archive:
@@ -151,9 +178,7 @@ def take(out: Path, root: Path = ROOT) -> None:
         made = {f"notebook-{end}": name for name in taken for end in MADE[name]}
         for folder, name in made.items():
             if folder not in held:
-                raise UsageError(
-                    f"{out / RUNS} has no {folder} of {name}; name all notebooks in one run"
-                )
+                raise UsageError(f"{out / RUNS} has no {folder} of {name}; run it into {out} again")
         for folder in made:
             shutil.rmtree(results / folder, ignore_errors=True)
         archive.extractall(results, filter="data")
@@ -164,5 +189,13 @@ def take(out: Path, root: Path = ROOT) -> None:
 
 
 if __name__ == "__main__":
-    what, folder, *chosen = sys.argv[1:]
-    run(Path(folder), chosen) if what == "run" else take(Path(folder))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("run", "take"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--again-s", type=float, default=0.0)
+    given = parser.parse_args()
+    if given.what == "run":
+        run(given.out, given.names, again_s=given.again_s)
+    else:
+        take(given.out)

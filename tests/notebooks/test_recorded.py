@@ -9,22 +9,16 @@ from operator import attrgetter
 from pathlib import Path
 
 import nbformat
-import pandas as pd
 import pytest
 
 from tests.notebooks.record import MADE
-from workbench.answers import kept, skipped
-from workbench.answers.loaded import CONTROL, SERVING, SUSPECTS, load_steady, slug, speedups
-from workbench.benchmarks.compare.comparison import AB
-from workbench.engine.cache.extent import WAYS
+from tests.notebooks.told import rows, untold
+from workbench.answers import kept
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "data" / "results"
+SINCE = {"notebook-reuse"}  # 09 makes it since the last record
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-DECIDED = ("faster", "slower", "same work", "A/A control")
-UNTOLD = 0.03  # the largest effect that a recorded table may leave undecided
-# of 23 sets in turn, and of loads one after the other: a host's noise is longer than a round there
-UNTOLD_OF = {"notebook-together": 0.06, "served": 0.06}
 
 
 def shown(path: Path) -> str:
@@ -35,7 +29,10 @@ def shown(path: Path) -> str:
 
 
 def folders() -> list[Path]:
-    return [RUNS / f"notebook-{end}" for ends in MADE.values() for end in ends]
+    made = {f"notebook-{end}" for ends in MADE.values() for end in ends}
+    there = {path.name for path in RUNS.glob("notebook-*")}
+    assert there <= made and made - there <= SINCE
+    return [RUNS / name for name in sorted(there)]
 
 
 def test_every_run_is_of_one_card_one_model_and_one_commit():
@@ -56,29 +53,11 @@ def test_what_is_shown_has_the_parameters_in_view(path):
     assert commits <= {device["commit"]["hash"][:8]}
 
 
-def rows() -> pd.DataFrame:
-    """The rows of all comparisons: of t/s, of requests of random lengths, of a steady load."""
-    found = []
-    for path in folders():
-        if json.loads((path / "run.json").read_text())["kind"] == "ab":
-            found.append(AB.load(path).summary().assign(of=path.name))
-    ragged = {way: RUNS / f"notebook-ragged-{way.replace('_', '-')}" for way in WAYS}
-    ragged[skipped.AGAIN] = RUNS / "notebook-ragged-off-again"
-    frame = skipped.ragged_frame(ragged)
-    found.append(frame[~frame["is_control"]].assign(of="ragged", test=frame["phase"]))
-    served = {name: load_steady(RUNS / f"notebook-served-{slug(name)}")
-              for name in (SERVING, *SUSPECTS, CONTROL)}  # fmt: skip
-    found.append(speedups(served).assign(of="served", test="", label=lambda f: f["setting"]))
-    return pd.concat(found, ignore_index=True)
-
-
 @pytest.mark.long
 def test_no_table_has_an_effect_that_its_noise_swallows():
-    every = rows()
+    every = rows(RUNS)
     assert len(every) > 80
-    undecided = every[~every["verdict"].isin(DECIDED)]
-    most = undecided["of"].map(UNTOLD_OF).fillna(UNTOLD)
-    large = undecided[(undecided["speedup"] - 1).abs() > most]
+    large = untold(every)
     assert large[["of", "test", "label", "speedup", "verdict"]].to_numpy().tolist() == []
 
 

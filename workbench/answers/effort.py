@@ -19,7 +19,7 @@ from workbench.traffic.bench import ServeBench
 
 AT_MOST_S = 5.0  # of a comparison on a GPU
 GPU_PASSES, CPU_PASSES = 3, 1  # of a load, at most, before it counts
-GPU_TURNS, CPU_TURNS = 3, 1  # of loads that are compared
+GPU_TURNS, CPU_TURNS = 2, 1  # of loads that are compared
 
 
 def effort(engine: Engine, repeats: int, until: float | str) -> dict[str, Any]:

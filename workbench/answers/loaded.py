@@ -43,7 +43,7 @@ SUSPECTS = (
     "serving kv_cache=unified defrag=cells",
 )  # fmt: skip
 PER_SLOT = 20  # requests for each in flight
-BUILDING_PER_SLOT = 4  # of a load before it counts
+BUILDING_PER_SLOT = 2  # of a load before it counts
 WINDOWS = 20  # of the steady part of a load, each with a rate of tokens
 # of the throughput under a constant load: the rate of a Poisson process. By Erlang's formula (C) of
 # 100 requests 6 find all of 8 slots in use then; at 0.8 it would be 46.
@@ -192,17 +192,17 @@ def measured(
 
     On a GPU a smaller load is served before, until all programs exist (`effort.until_built`); and
     of several turns the fastest counts (`effort.fastest`)."""
-    n_prompt, n_gen = lengths(workload)
+    (n_prompt, n_gen), on_gpu = lengths(workload), is_gpu(engine.device)
     asked: dict[str, Any] = {
         "slots": most(concurrency), "concurrency": concurrency, "n_prompt": str(n_prompt),
-        "n_gen": str(n_gen), "n_requests": 1, "per_slot": per_slot, "n_warm_up": most(concurrency),
-        "seed": seed,
+        "n_gen": str(n_gen), "n_requests": 1, "per_slot": per_slot,
+        "n_warm_up": 1 if on_gpu else most(concurrency), "seed": seed,
     }  # fmt: skip
     folders = {name: wb.new_run_folder(runs, f"served-{slug(name)}") for name in arms}
     with ExitStack() as stack:
         sides = {name: stack.enter_context(engine.variant(of)) for name, of in arms.items()}
         serve = partial(wb.serve_bench, beside=[*sides.values()], **asked)
-        for side in sides.values() if is_gpu(engine.device) else ():
+        for side in sides.values() if on_gpu else ():
             until_built(side, partial(serve, side, per_slot=min(per_slot, BUILDING_PER_SLOT)))
         fastest(engine, {folders[name]: _into(serve, side) for name, side in sides.items()})
     return {name: load_steady(folder) for name, folder in folders.items()}

@@ -10,7 +10,7 @@ made with both arms and compared, up to the first difference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ from workbench.program.sameness import n_streams, same_work
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
+    from workbench.graph.ir import StepShape
+    from workbench.program.commands import Program
 
 
 def check_engines(
@@ -36,7 +38,8 @@ def check_engines(
     own = [(arm, side) for arm, side in zip(arms, engines, strict=True) if not arm.is_control]
     found: dict[str, dict[str, str]] = {}
     for test in workloads:
-        why = {arm.name: why_same(engines[0], side, test) for arm, side in own[1:]}
+        made = Made(engines[0])
+        why = {arm.name: why_same(engines[0], side, test, made) for arm, side in own[1:]}
         found[test.name] = {name: reason for name, reason in why.items() if reason}
     reasons = [reason for by_arm in found.values() for reason in by_arm.values()]
     if len(reasons) == len(found) * (len(own) - 1):
@@ -44,8 +47,27 @@ def check_engines(
     return {test: by_arm for test, by_arm in found.items() if by_arm}
 
 
-def why_same(before: Engine, after: Engine, workload: Workload) -> str:
-    """Why the steps of a test are the same work with both engines; empty where they differ."""
+class Made:
+    """The programs of an engine's steps. Each is made when a comparison comes to it, and kept for
+    those that follow: an engine is compared with many others."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._kept: dict[StepShape, list[Program]] = {}
+
+    def of(self, shapes: Iterable[StepShape]) -> Iterator[Program]:
+        """As `Engine.programs_of`."""
+        for shape in shapes:
+            if shape not in self._kept:
+                self._kept[shape] = [*self._engine.programs_of([shape])]
+            yield from self._kept[shape]
+
+
+def why_same(before: Engine, after: Engine, workload: Workload, made: Made | None = None) -> str:
+    """Why the steps of a test are the same work with both engines; empty where they differ.
+
+    made: the programs of `before`, as far as earlier comparisons have made them.
+    """
     was, now = before.settled.to_dict(), after.settled.to_dict()
     names = [name for name in was if was[name] != now[name]]
     if not names:
@@ -62,9 +84,8 @@ def why_same(before: Engine, after: Engine, workload: Workload) -> str:
         return ""
     if Acts.LARGER_STEPS in outside and any(shape.n_tokens > 1 for shape in shapes[0]):
         return ""
-    for one, other in zip_longest(*(
-        side.programs_of(shapes[0]) for side in (before, after)
-    )):  # fmt: skip
+    own = (made or Made(before)).of(shapes[0])
+    for one, other in zip_longest(own, after.programs_of(shapes[0])):
         if one is None or other is None or not same_work(one, other):
             return ""
         if Acts.FORKED_STEPS in outside and n_streams(one) > 1:

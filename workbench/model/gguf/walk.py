@@ -66,6 +66,8 @@ _REFUSED_TYPES = {
     37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 41: "Q1_0",
 }  # known to ggml, now or once, and not to us  # fmt: skip
 
+AT_ONCE_BYTES = 1 << 16  # of strings that are checked together
+
 DAMAGED = "the file is damaged or was cut short: download or write it again"
 REWRITE = "write the file again with a current converter"
 
@@ -248,6 +250,50 @@ class HeaderWalk:
         return items
 
     def _string_array(self, what: str, n: int) -> StringArray:
+        starts = self._starts_at_once(n) or self._starts(what, n)
+        self.pos = starts[n]
+        return StringArray(self.map, starts)
+
+    def _starts_at_once(self, n: int) -> array[int] | None:
+        """What `_starts` returns, where all n strings are well: several times as fast, and a
+        vocabulary has 128,000 tokens and twice as many merges. None where one is not."""
+        starts, pos = array("q", (0,)) * (n + 1), self.pos
+        source, length_at = self.map, _U64.unpack_from
+        try:
+            for i in range(n):
+                starts[i] = pos
+                (length,) = length_at(source, pos)
+                pos += length + 8
+            starts[n] = pos
+        except (struct.error, OverflowError):
+            return None
+        return starts if pos <= self.size and self._are_utf8(starts) else None
+
+    def _are_utf8(self, starts: array[int]) -> bool:
+        """Whether every string is UTF-8. That holds where some of them, joined, are, and none
+        begins in the middle of a character."""
+        at, first = np.frombuffer(starts, np.int64), 0
+        while first < len(at) - 1:
+            end = int(np.searchsorted(at, at[first] + AT_ONCE_BYTES, "right")) - 1
+            end = max(end, first + 1)  # a string that is longer is looked at by itself
+            inside = at[first : end + 1] - at[first]
+            raw = np.frombuffer(self.map, np.uint8, int(inside[-1]), starts[first])
+            text = np.ones(len(raw), bool)
+            for i in range(8):
+                text[inside[:-1] + i] = False
+            begins = inside[:-1][np.diff(inside) > 8] + 8
+            if (raw[begins] & 0xC0 == 0x80).any():
+                return False
+            try:
+                str(raw[text].data, "utf-8")
+            except UnicodeDecodeError:
+                return False
+            first = end
+        return True
+
+    def _starts(self, what: str, n: int) -> array[int]:
+        """Where each of n strings begins, and where the last ends; fails at the first string that
+        is not well."""
         starts = array("q", (0,)) * (n + 1)
         source, size, pos, length_at = self.map, self.size, self.pos, _U64.unpack_from
         try:
@@ -263,8 +309,8 @@ class HeaderWalk:
             self.fail(f"the file ends (size {size}) inside string {i} of {what}", pos)
         except UnicodeDecodeError as error:
             self.fail(f"string {i} of {what} is not UTF-8", pos + 8 + error.start)
-        starts[n] = self.pos = pos
-        return StringArray(source, starts)
+        starts[n] = pos
+        return starts
 
     def _tensor(self) -> tuple[int, TensorInfo]:
         """One entry of the tensor list, and where it stands; its offset still relative."""

@@ -122,8 +122,9 @@ def write_named(directory: Path | str, preset: str, quant: str) -> Path:
     """
     path = Path(directory) / file_name(preset, quant)
     found = read_record(path)
-    outdated = found is not None and found != _record(preset, quant, None, 0)
-    return write_model(preset, quant, path, force=outdated)
+    if found == _record(preset, quant, None, 0):
+        return path
+    return write_model(preset, quant, path, force=found is not None)
 
 
 def read_record(path: Path) -> str | None:

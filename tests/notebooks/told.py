@@ -1,0 +1,49 @@
+"""Which effects in the tables of the notebooks' runs cannot be told from noise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+
+from workbench.answers import skipped
+from workbench.answers.loaded import CONTROL, SERVING, SUSPECTS, load_steady, slug, speedups
+from workbench.benchmarks.compare.comparison import AB
+from workbench.engine.cache.extent import WAYS
+
+DECIDED = ("faster", "slower", "same work", "A/A control")
+UNTOLD = 0.03  # the largest effect that a recorded table may leave undecided
+# of 22 sets in turn, and of loads one after the other: a host's noise is longer than a round there
+UNTOLD_OF = {"notebook-together": 0.06, "served": 0.06}
+# rows of several run folders, and one of these folders
+OF_LOADS = {"ragged": "notebook-ragged-off", "served": f"notebook-served-{SERVING}"}
+
+
+def rows(runs: Path) -> pd.DataFrame:
+    """The rows of all comparisons among the run folders `notebook-*` in `runs`: of t/s, of requests
+    of random lengths, of a steady load. Columns: of, folder, test, label, speedup, low, high,
+    band_low, band_high, verdict."""
+    found = []
+    for path in sorted(runs.glob("notebook-*")):
+        if json.loads((path / "run.json").read_text())["kind"] == "ab":
+            found.append(AB.load(path).summary().assign(of=path.name, folder=path.name))
+    if (runs / OF_LOADS["ragged"]).is_dir():
+        ragged = {way: runs / f"notebook-ragged-{way.replace('_', '-')}" for way in WAYS}
+        ragged[skipped.AGAIN] = runs / "notebook-ragged-off-again"
+        frame = skipped.ragged_frame(ragged)
+        found.append(frame[~frame["is_control"]].assign(of="ragged", test=frame["phase"]))
+    if (runs / OF_LOADS["served"]).is_dir():
+        served = {name: load_steady(runs / f"notebook-served-{slug(name)}")
+                  for name in (SERVING, *SUSPECTS, CONTROL)}  # fmt: skip
+        loads = speedups(served)
+        found.append(loads.assign(of="served", test="", label=loads["setting"]))
+    every = pd.concat(found, ignore_index=True)
+    return every.assign(folder=every["folder"].fillna(every["of"].map(OF_LOADS)))
+
+
+def untold(every: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `rows` whose effect is large, and undecided."""
+    undecided = every[~every["verdict"].isin(DECIDED)]
+    most = undecided["of"].map(UNTOLD_OF).fillna(UNTOLD)
+    return undecided[(undecided["speedup"] - 1).abs() > most]
