@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import workbench as wb
 from workbench.answers.effort import AT_MOST_S, effort, fastest, until_built
-from workbench.traffic.bench import ServeBench, ServedRow
-from workbench.traffic.load import CLOSED, Arrivals
+from workbench.traffic.bench import ServeBench, load_served
 
 
 def test_a_gpu_repeats_until_the_interval_is_narrow():
@@ -36,29 +35,28 @@ def test_a_load_is_served_until_nothing_is_built(tiny_model):
         assert sizes == [], "at most so often"
 
 
-def test_of_several_turns_the_fastest_is_kept(tmp_path):
-    """Only the device's name is asked for."""
+def test_of_several_turns_the_fastest_is_kept(tiny_model, tmp_path):
+    """Only the device's name is asked for. What takes turns is what one engine really served."""
+    asked = {"slots": 2, "concurrency": "2", "n_prompt": "4", "n_gen": "3", "n_requests": 4}
     rates, turns = {"a": [1.0, 3.0], "b": [5.0, 4.0]}, []
+    path = tiny_model("tiny-llama", "Q8_0")
+    with wb.Engine.load(path, device="embedded", n_seqs=2) as engine:
 
-    def load(name: str, folder: Path) -> ServeBench:
-        turns.append(name)
-        folder.mkdir()
-        tps = rates[name][turns.count(name) - 1]
-        (folder / "rate").write_text(str(tps))
-        row = ServedRow(Arrivals(CLOSED, 1), 1, {"output_throughput": tps}, {})
-        return ServeBench([row], {})
+        def load(name: str, folder: Path) -> ServeBench:
+            turns.append(name)
+            made = wb.serve_bench(engine, out=folder, seed=turns.count(name), **asked)
+            made.rows[-1].figures["output_throughput"] = rates[name][turns.count(name) - 1]
+            return made
 
-    loads = {tmp_path / "runs" / name: partial(load, name) for name in rates}
-    for device, kept, order in (
-        ("cuda", ("3.0", "5.0"), "abab"),
-        ("embedded", ("1.0", "5.0"), "ab"),
-    ):
-        turns.clear()
-        found = fastest(SimpleNamespace(device=device), loads)
-        assert "".join(turns) == order, "in turn"
-        assert [(folder / "rate").read_text() for folder in found] == [*kept]
-        assert [made.rows[0].figures["output_throughput"] for made in found.values()] == [
-            *map(float, kept)
-        ]
-        assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["a", "b"]
-        shutil.rmtree(tmp_path / "runs")
+        loads = {tmp_path / name: partial(load, name) for name in rates}
+        for device, kept, order in (("cuda", (2, 1), "abab"), ("embedded", (1, 1), "ab")):
+            turns.clear()
+            found = fastest(SimpleNamespace(device=device), loads)
+            assert "".join(turns) == order, "in turn"
+            runs = [load_served(folder) for folder in loads]
+            assert [made.run["seed"] for made in runs] == [*kept]
+            assert [made.run["run_id"] for made in found.values()] == ["a", "b"]
+            assert all(made.rows[0].figures["completed"] == 4 for made in runs)
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+            for folder in loads:
+                shutil.rmtree(folder)

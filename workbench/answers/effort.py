@@ -6,13 +6,14 @@ done, and a page on a CPU is to come soon.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from workbench.benchmarks.compare.stats import MIN_REPETITIONS
+from workbench.benchmarks.runs import results
+from workbench.benchmarks.runs.results import REQUESTS
 from workbench.common.devices import is_gpu
 from workbench.engine.engine import Engine
 from workbench.traffic.bench import ServeBench
@@ -55,18 +56,15 @@ def fastest(
 
     loads: how to serve a load into a run folder, by the folder where it is kept in the end.
     """
-    found = dict[Path, ServeBench]()
-    for _ in range(GPU_TURNS if is_gpu(engine.device) else CPU_TURNS):
+    found = {folder: serve(folder) for folder, serve in loads.items()}
+    for _ in range((GPU_TURNS if is_gpu(engine.device) else CPU_TURNS) - 1):
         for folder, serve in loads.items():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as turn:
+            with tempfile.TemporaryDirectory() as turn:
                 made = serve(Path(turn, folder.name))
-                if folder in found and _rate(made) <= _rate(found[folder]):
-                    continue
-                if folder in found:
-                    shutil.rmtree(folder)
-                shutil.move(Path(turn, folder.name), folder)
-                found[folder] = made
+                if _rate(made) > _rate(found[folder]):
+                    kept, tables = results.load_tables(Path(turn, folder.name), REQUESTS)
+                    results.write_run(folder, kept.run, kept.samples, {REQUESTS: tables[0]})
+                    found[folder] = made
     return found
 
 
