@@ -442,6 +442,7 @@ def test_launches_are_answered_by_the_runs_beside_them():
     assert said[0].startswith("A layer takes ") and said[0].endswith(end)
 
 
+@pytest.mark.long
 def test_whether_streams_help(tiny_model):
     every = branches.arms(branches.kept())
     assert [*every] == ["streams=1", "streams=3", "streams=4 fork=any"]

@@ -51,6 +51,7 @@ def alike(one: Sweep, other: Sweep) -> bool:
     return bool(a.equals(b))
 
 
+@pytest.mark.long
 def test_a_row_for_each_cell(whole, model):
     frame = whole.to_frame()
     assert len(frame) == 3 * 2 * 2 and frame["key"].nunique() == 9
@@ -108,6 +109,7 @@ def test_a_sweep_is_read_again_and_shown(whole):
         whole.pivot(3)
 
 
+@pytest.mark.long
 def test_a_picture_of_a_sweep(whole):
     frame = whole.to_frame()
     fig = sweeps.sweep(frame)
@@ -270,7 +272,7 @@ def test_left_out_are_the_cells_that_are_not_measured(call, model, tmp_path, war
     assert line.startswith(f"left out: {model.stem} tg2 {first}")
 
 
-@pytest.mark.parametrize("after", [long(0), 1, long(2)])
+@pytest.mark.parametrize("after", [long(0), long(1), long(2)])
 def test_ctrl_c_after_any_group_loses_nothing(model, whole, tmp_path, monkeypatch, after):
     measure, out, begun = sweeping.measure_group, tmp_path / "s", []
 

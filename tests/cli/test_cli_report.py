@@ -47,6 +47,7 @@ def test_names_and_own_files_are_run(call, rendered):
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_answers_are_printed_and_the_speedups_of_a_single_notebook(call, tmp_path, monkeypatch):
     """Of pages with recorded runs."""
 

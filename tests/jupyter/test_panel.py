@@ -158,6 +158,7 @@ def test_a_panel_that_could_never_run_is_refused(engine, panel, monkeypatch):
         wb.lab.panel(engine)
 
 
+@pytest.mark.long
 def test_run_times_both_sides_and_draws_them(engine, panel, variants):
     engine.prefill([1, 17, 300])
     before = engine.n_steps, engine.n_past

@@ -21,6 +21,7 @@ from tests.exhaustive import collected
 from tests.gpu import sanitize
 from tests.measure.made import in_turn, is_ours, lines
 from tests.notebooks.record import MADE
+from tests.profiles import long
 from workbench.benchmarks.compare.arms import answer_between
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.kernels.kernel_bench import KernelRun
@@ -48,7 +49,9 @@ def runs() -> dict[str, list[results.Run]]:
     return found
 
 
-@pytest.mark.parametrize("page", readme.PAGES, ids=str)
+@pytest.mark.parametrize(
+    "page", [long(page) if page.parts[0] == "data" else page for page in readme.PAGES], ids=str
+)
 def test_a_page_is_what_the_runs_say(page):
     text = (ROOT / page).read_text()
     said = unmarked(readme.fill(text, RESULTS))
@@ -64,6 +67,7 @@ def test_every_table_stands_on_one_page():
     assert max(len(line) for line in prose if not line.startswith("<img")) <= 125
 
 
+@pytest.mark.long
 def test_the_first_table_fits_a_screen_and_each_line_has_one_answer():
     short, full = (lines(RESULTS, f"mechanisms{of}") for of in ("", "-in-full"))
     assert list(short[0]) == ["mechanism", "speedup", "verdict", "where"]
@@ -83,6 +87,7 @@ def test_the_first_table_fits_a_screen_and_each_line_has_one_answer():
         assert line["card"] and line["python -m"] and line["beside"]
 
 
+@pytest.mark.long
 def test_the_committed_best_is_what_the_runs_say():
     made = best_table.made(best_table.folders_in(RESULTS))
     assert best_table.TABLE.read_text() == best_table.text(made), (
@@ -114,7 +119,7 @@ READERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("kind", [long(kind) if kind == "ab" else kind for kind in READERS])
 def test_every_run_is_whole_and_can_be_read(kind):
     for found in runs()[kind]:
         run, folder = found.run, found.folder
@@ -142,6 +147,7 @@ def test_all_kinds_and_rows_are_known():
                if run.folder.parents[1].name == "skipping")  # fmt: skip
 
 
+@pytest.mark.long
 def test_comparisons_are_interleaved_repeated_and_right():
     for found in runs()["ab"]:
         if found.folder.parent != RESULTS:
@@ -157,6 +163,7 @@ def test_comparisons_are_interleaved_repeated_and_right():
             assert wanted == EXACT or not arm["is_control"]
 
 
+@pytest.mark.long
 def test_llama_cpp_beside_us_is_what_the_samples_say():
     """Every arm of every model, from the parquet file alone; a row of each on README."""
     shown, every = (readme.made(f"peer-cuda{of}", RECORDED) for of in ("", "-arms"))

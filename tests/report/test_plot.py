@@ -66,6 +66,7 @@ def test_a_bench_shows_each_repetition_and_the_medians(bench):
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_trace_shows_a_typical_step_and_two_stand_below_each_other(engine):
     with wb.profile(engine) as trace:
         engine.generate(tokens=[1, 2, 3], max_tokens=6)

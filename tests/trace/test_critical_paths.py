@@ -373,6 +373,7 @@ def test_a_share_is_of_the_step_before() -> None:
         assert (first["where"], first["what"], first["share"]) == ("host", "rest python", share)
 
 
+@pytest.mark.long
 def test_foreign_traces_are_aligned_by_kernel() -> None:
     nodes, graph, torch, ours = (
         wb.Profile.load(FILES / f"{name}.gz", step=step)

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.profiles import examples
+from tests.profiles import examples, long
 from tests.trace.test_trace_files import STREAMS, step
 from workbench.common.errors import UsageError
 from workbench.trace import chrome, perfetto
@@ -156,7 +156,7 @@ def refused(path: Path, words: str, **how: Any) -> None:
 CUT = [*FORMATS, "kineto-graph.json.gz", "nsys-torch.sqlite", "nsys-torch.sqlite.gz"]
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", [long(name) if name == "t.pftrace" else name for name in CUT])
 def test_a_cut_file_is_refused_wherever_it_was_cut(tmp_path: Path, name: str) -> None:
     """Cut at many places; Perfetto's format, whose every packet could be the last, at all."""
     path = tmp_path / name
@@ -321,7 +321,7 @@ def test_a_real_file_becomes_the_same_table(name: str) -> None:
     assert started["step"].notna().sum() >= 2 * n_steps or name == "kineto-cpu.json.gz"
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", [long(name) if "-node" in name else name for name in REAL])
 def test_tables_of_a_real_file_fit_its_steps_and_it_can_be_saved(tmp_path: Path, name: str) -> None:
     prof = wb.Profile.load(FILES / name, step=REAL[name][1])
     steps = prof.summary()

@@ -281,6 +281,7 @@ def drawn_alike(asked: list[Draw]) -> list[int]:
     return found
 
 
+@pytest.mark.long
 @settings(max_examples=examples(200))
 @given(draws.several(st.integers(1, 60)))
 def test_a_draw_is_the_hosts(asked):
