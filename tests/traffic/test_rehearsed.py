@@ -9,7 +9,7 @@ import pytest
 import workbench as wb
 from tests.backend.cuda.fake_cuda import fake_backend
 from tests.profiles import long
-from workbench.answers import loaded, skipped
+from workbench.answers import effort, loaded, skipped
 from workbench.backend.cuda.kernels import nvrtc
 from workbench.engine.engine import OPENED
 from workbench.traffic import load
@@ -61,6 +61,8 @@ def test_nothing_is_rehearsed_beside_a_trace(tiny_model):
 def compiled(monkeypatch) -> tuple[list[set[Any]], set[Any]]:
     """What the compiler is asked for, many kernels at a time; and kernels that are then missing."""
     fake_backend(monkeypatch)
+    for of in ("PASSES", "TURNS"):  # a load comes once, then counts once
+        monkeypatch.setattr(effort, f"GPU_{of}", 1)
     together, late, cubin = list[set[Any]](), set[Any](), nvrtc.cubin
 
     def noted(file: str, arch: str, defines: Any = (), sources: Any = None) -> bytes:
