@@ -52,11 +52,13 @@ def complete_runs(folder: Path) -> list[results.Run]:
 
 
 class Recorded:
-    """The runs of one device in a folder of results. Each run is read once."""
+    """The runs of one device in a folder of results. Each run is read once, and each comparison is
+    judged once: many tables show it."""
 
     def __init__(self, folder: Path, device: str = "cuda"):
         self.folder, self.device = folder, device
         self._runs: dict[str, results.Run | None] = {}
+        self._compared: dict[str, AB] = {}
 
     def run(self, name: str) -> results.Run | None:
         """The run in `DEVICE-NAME`. None where there is none, or where the run does not count
@@ -77,7 +79,7 @@ class Recorded:
     def toggled(self, step: str, kind: str = "", toggle: str = "") -> Iterator[Toggled]:
         """The arms of a step's comparisons except baseline and control, each in every test."""
         for row, run in self.of(step, kind, toggle):
-            ab = AB(run.run, run.samples)
+            ab = self._compared.setdefault(row.folder, AB(run.run, run.samples))
             arms = {arm["name"]: arm for arm in ab.run["arms"]}
             for found in ab.summary().to_dict("records"):
                 if not found["is_control"]:
@@ -160,6 +162,7 @@ class Arms:
     def __init__(self, found: results.Run):
         self.run, self.samples = found.run, found.samples
         self.names = [arm["name"] for arm in self.run["arms"] if not arm["is_control"]]
+        self._rates: dict[tuple[str, str], pd.DataFrame] = {}
 
     @property
     def model(self) -> str:
@@ -181,6 +184,11 @@ class Arms:
     def rates(self, test: str, phase: str = "") -> pd.DataFrame:
         """t/s of a test, or of one of its phases: a row for each round, a column for each arm, the
         control included. The speed of a round is that of all its tokens together."""
+        if (test, phase) not in self._rates:
+            self._rates[test, phase] = self._rates_of(test, phase)
+        return self._rates[test, phase]
+
+    def _rates_of(self, test: str, phase: str) -> pd.DataFrame:
         rows = self.samples[self.samples["test"] == test]
         if phase and len(self.phases(test)) > 1:
             rows = rows[(rows["token"] == 0) == (phase == PHASES[0])]
