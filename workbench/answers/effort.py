@@ -23,7 +23,9 @@ GPU_PASSES, CPU_PASSES = 3, 1  # of a load, at most, before it counts
 GPU_TURNS, CPU_TURNS = 2, 1  # of loads that are compared
 
 
-def effort(engine: Engine, repeats: int, until: float | str) -> dict[str, Any]:
+def effort(
+    engine: Engine, repeats: int, until: float | str, at_most_s: float = AT_MOST_S
+) -> dict[str, Any]:
     """Arguments of `wb.ab`: `repeats` rounds; on a GPU more of them, until the half-width of every
     interval is at most the share `until`, or the time is over. With fewer than 5 rounds nothing is
     told: they are run, and no more."""
@@ -31,7 +33,7 @@ def effort(engine: Engine, repeats: int, until: float | str) -> dict[str, Any]:
         return {"rounds": repeats, "smoke": True}
     if not is_gpu(engine.device):
         return {"rounds": repeats}
-    return {"rounds": repeats, "until": until, "at_most_s": AT_MOST_S}
+    return {"rounds": repeats, "until": until, "at_most_s": at_most_s}
 
 
 def until_built(engine: Engine, serve: Callable[[], object], most: int | None = None) -> None:

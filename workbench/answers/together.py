@@ -42,6 +42,7 @@ MECHANISMS = {
     "dependent launch": "pdl=on",
 }
 REUSE, REBUILT = "reuse", "graph_reuse=rebuild"
+SETS_AT_MOST_S = 8.0  # more than other comparisons have: a round of so many sets is long
 REUSE_PART = 4  # of the tokens of a test: this share is enough for `reuse`
 ALONE, PAIR, BUT_ONE, ALL = "alone", "pair", "all but one", "all"
 MORE, LESS, AS = "more", "less", "no difference"  # from the product of the gains alone
@@ -87,7 +88,7 @@ def measured(
     sets = [changes_of(names, mechanisms) for names in sets_of([*mechanisms])]
     return wb.ab(
         engine, " | ".join([_all_off(engine, mechanisms), *sets]), tests=[test], seed=seed,
-        **effort(engine, repeats, "3%"), out=out,
+        **effort(engine, repeats, "3%", SETS_AT_MOST_S), out=out,
     )  # fmt: skip
 
 
