@@ -119,7 +119,9 @@ READERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [long(kind) if kind == "ab" else kind for kind in READERS])
+@pytest.mark.parametrize(
+    "kind", [long(kind) if kind in ("ab", "gaps") else kind for kind in READERS]
+)
 def test_every_run_is_whole_and_can_be_read(kind):
     for found in runs()[kind]:
         run, folder = found.run, found.folder
@@ -240,6 +242,7 @@ def test_recorded_tests_passed_and_races_are_where_they_may_be():
     assert is_ours(pictured["commit"]) and all("complete" in n for n in pictured["notes"].values())
 
 
+@pytest.mark.long
 def test_every_exhaustive_test_has_passed():
     """The full products whole. Of the rest, properties and shares, whatever is recorded."""
     found = RECORDED.alone("exhaustive")

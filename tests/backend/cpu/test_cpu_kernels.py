@@ -288,6 +288,7 @@ def test_a_draw_is_the_hosts(asked):
     assert len(drawn_alike(asked)) == len(asked)
 
 
+@pytest.mark.long
 def test_whole_vocabularies_and_ties_are_drawn_alike():
     """Ten equal logits: the nearest float32 of 0.3 is above it, so a fourth is kept."""
     rng = np.random.default_rng(0)
