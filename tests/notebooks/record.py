@@ -115,7 +115,8 @@ def run(out: Path, names: Sequence[str] = (), device: str = "auto", again_s: flo
                 executed(name, out, device, kernels, ahead)
             until = until or time.monotonic() + again_s
             wanted = weak(out) if time.monotonic() < until else []
-            print(f"again: {', '.join(wanted) or 'none'}", flush=True)
+            if wanted:
+                print(f"again: {', '.join(wanted)}", flush=True)
     draw(out, device)
     with tarfile.open(out / RUNS, "w:gz") as archive:
         for folder in sorted((out / FOLDERS).iterdir()):

@@ -49,25 +49,22 @@ def until_built(engine: Engine, serve: Callable[[], object], most: int | None = 
             return
 
 
-def fastest(
-    engine: Engine, loads: Mapping[Path, Callable[[Path], ServeBench]]
-) -> dict[Path, ServeBench]:
+def fastest(engine: Engine, loads: Mapping[Path, Callable[..., ServeBench]]) -> None:
     """Serves loads in turn, GPU_TURNS or CPU_TURNS times by the engine's device, and keeps of each
     the turn with the most tokens a second at its last setting. A load is one long measurement, and
     other work on the host makes it slower for seconds, never faster.
 
-    loads: how to serve a load into a run folder, by the folder where it is kept in the end.
+    loads: what serves a load into the run folder `out=`, by the folder where it is kept in the end.
     """
-    found = {folder: serve(folder) for folder, serve in loads.items()}
+    found = {folder: serve(out=folder) for folder, serve in loads.items()}
     for _ in range((GPU_TURNS if is_gpu(engine.device) else CPU_TURNS) - 1):
         for folder, serve in loads.items():
             with tempfile.TemporaryDirectory() as turn:
-                made = serve(Path(turn, folder.name))
+                made = serve(out=Path(turn, folder.name))
                 if _rate(made) > _rate(found[folder]):
                     kept, tables = results.load_tables(Path(turn, folder.name), REQUESTS)
                     results.write_run(folder, kept.run, kept.samples, {REQUESTS: tables[0]})
                     found[folder] = made
-    return found
 
 
 def _rate(made: ServeBench) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from workbench.benchmarks.llama import batched
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.runs.results import REQUESTS
 from workbench.benchmarks.workload import make_ready, parse
-from workbench.common.devices import is_gpu
 from workbench.common.sizes import round_up
 from workbench.common.tables import Table
 from workbench.config import BEST, TogglePreset, Toggles, parse_changes
@@ -190,26 +189,25 @@ def measured(
     """The same load for each setting, served by this process: per_slot requests for each that is in
     flight. A run folder for each.
 
-    On a GPU a smaller load is served before, until all programs exist (`effort.until_built`); and
-    of several turns the fastest counts (`effort.fastest`)."""
-    (n_prompt, n_gen), on_gpu = lengths(workload), is_gpu(engine.device)
+    A smaller load is served before, until all programs exist (`effort.until_built`). All settings
+    take turns, and of each the fastest turn counts (`effort.fastest`)."""
+    n_prompt, n_gen = lengths(workload)
     asked: dict[str, Any] = {
         "slots": most(concurrency), "concurrency": concurrency, "n_prompt": str(n_prompt),
-        "n_gen": str(n_gen), "n_requests": 1, "per_slot": per_slot,
-        "n_warm_up": 1 if on_gpu else most(concurrency), "seed": seed,
+        "n_gen": str(n_gen), "n_requests": 1, "per_slot": per_slot, "n_warm_up": 1, "seed": seed,
     }  # fmt: skip
     folders = {name: wb.new_run_folder(runs, f"served-{slug(name)}") for name in arms}
     with ExitStack() as stack:
         sides = {name: stack.enter_context(engine.variant(of)) for name, of in arms.items()}
-        serve = partial(wb.serve_bench, beside=[*sides.values()], **asked)
-        for side in sides.values() if on_gpu else ():
-            until_built(side, partial(serve, side, per_slot=min(per_slot, BUILDING_PER_SLOT)))
-        fastest(engine, {folders[name]: _into(serve, side) for name, side in sides.items()})
+        beside = [*sides.values()]
+        loads = {
+            folders[name]: partial(wb.serve_bench, side, beside=beside, **asked)
+            for name, side in sides.items()
+        }
+        for side, serve in zip(beside, loads.values(), strict=True):
+            until_built(side, partial(serve, per_slot=min(per_slot, BUILDING_PER_SLOT)))
+        fastest(engine, loads)
     return {name: load_steady(folder) for name, folder in folders.items()}
-
-
-def _into(serve: Callable[..., ServeBench], side: wb.Engine) -> Callable[[Path], ServeBench]:
-    return lambda folder: serve(side, out=folder)
 
 
 def load_steady(folder: str | Path) -> Steady:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from workbench.common.tables import Table
 from workbench.config import BEST, AttnKernel, TogglePreset, Toggles
 from workbench.engine.cache.extent import WAYS
 from workbench.server.serving import serving
-from workbench.traffic.bench import ServeBench
 
 PROMPTS, GENERATED = PHASES = ("prompts", "generated")
 PLAIN = {"skip_masked_kv": "off", "kv_cache": "unified", "kv_growth": "step"}
@@ -273,12 +272,11 @@ def ragged(
         for side in sides.values():
             until_built(side, partial(wb.serve_bench, side, beside=[*sides.values()], **asked))
         sides[AGAIN], found[AGAIN] = sides[WAYS[0]], wb.new_run_folder(runs, "ragged-off-again")
-        fastest(engine, {found[name]: _into(side, asked) for name, side in sides.items()})
+        loads = {
+            found[name]: partial(wb.serve_bench, side, **asked) for name, side in sides.items()
+        }
+        fastest(engine, loads)
     return found
-
-
-def _into(side: wb.Engine, asked: Mapping[str, Any]) -> Callable[[Path], ServeBench]:
-    return lambda folder: wb.serve_bench(side, out=folder, **asked)
 
 
 def ragged_frame(folders: Mapping[str, Path]) -> pd.DataFrame:

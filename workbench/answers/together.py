@@ -95,25 +95,20 @@ def measured(
 def reused(
     engine: wb.Engine, mechanisms: Mapping[str, str], test: str, repeats: int, seed: int, out: str
 ) -> AB | None:
-    """Compares the engine's kept graph with one that is built anew for each token: with every
-    mechanism off, and with all on (`reuse_sets`). The tests have 1 / REUSE_PART of the tokens of
-    `test`. None where the engine keeps no graph. out: a run folder."""
+    """Compares the engine's kept graph with one that is built anew for each token. The arms are
+    built anew and kept, with every mechanism off; then the same with all of them on. The test has
+    1 / REUSE_PART of the tokens of `test`. None where the engine keeps no graph. out: a run folder.
+    """
     if engine.toggles.graph_reuse == GraphReuse.REBUILD:
         return None
-    off = _all_off(engine, mechanisms)
-    first, *others = reuse_sets(mechanisms, engine.toggles.value_of("graph_reuse"))
+    kept = f"graph_reuse={engine.toggles.value_of('graph_reuse')}"
+    off, every = _all_off(engine, mechanisms), changes_of(mechanisms, mechanisms)
+    sets = [f"{off} {REBUILT}", kept, f"{every} {REBUILT}", f"{every} {kept}"]
     return wb.ab(
-        engine, " | ".join([f"{off} {first}", *others]), seed=seed,
+        engine, " | ".join(sets), seed=seed,
         tests=[f"tg{max(1, parse(test).n_gen // REUSE_PART)}"],
         rounds=repeats, smoke=repeats < stats.MIN_REPETITIONS, out=out,
     )  # fmt: skip
-
-
-def reuse_sets(mechanisms: Mapping[str, str], kept: str) -> list[str]:
-    """The arms of `reused`, after the mechanisms that are off: built anew, kept; and the same with
-    all mechanisms on."""
-    every = changes_of(mechanisms, mechanisms)
-    return [REBUILT, f"graph_reuse={kept}", f"{every} {REBUILT}", f"{every} graph_reuse={kept}"]
 
 
 def _all_off(engine: wb.Engine, mechanisms: Mapping[str, str]) -> str:

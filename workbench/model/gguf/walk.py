@@ -255,8 +255,8 @@ class HeaderWalk:
         return StringArray(self.map, starts)
 
     def _starts_at_once(self, n: int) -> array[int] | None:
-        """What `_starts` returns, where all n strings are well: several times as fast, and a
-        vocabulary has 128,000 tokens and twice as many merges. None where one is not."""
+        """What `_starts` returns, and sooner, where all n strings are well: llama 3's vocabulary
+        has 128,256 tokens and 280,147 merges. None where one is not."""
         starts, pos = array("q", (0,)) * (n + 1), self.pos
         source, length_at = self.map, _U64.unpack_from
         try:
