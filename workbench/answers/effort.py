@@ -18,8 +18,8 @@ from workbench.common.devices import is_gpu
 from workbench.engine.engine import Engine
 from workbench.traffic.bench import ServeBench
 
-AT_MOST_S = 5.0  # of a comparison on a GPU
-GPU_PASSES, CPU_PASSES = 3, 1  # of a load, at most, before it counts
+AT_MOST_S = 4.0  # of a comparison on a GPU
+GPU_PASSES, CPU_PASSES = 2, 1  # of a load, at most, before it counts
 GPU_TURNS, CPU_TURNS = 2, 1  # of loads that are compared
 
 
