@@ -111,8 +111,7 @@ def run(out: Path, names: Sequence[str] = (), device: str = "auto", again_s: flo
         wanted, until = [*(names or MADE)], None
         while wanted:
             for name in wanted:
-                ahead = name != wanted[-1] and is_gpu(there)  # as `workbench report` does
-                executed(name, out, device, kernels, ahead)
+                executed(name, out, device, kernels, is_gpu(there), name != wanted[-1])
             until = until or time.monotonic() + again_s
             wanted = weak(out) if time.monotonic() < until else []
             if wanted:
@@ -131,15 +130,18 @@ def weak(out: Path) -> list[str]:
     return [n for n, ends in MADE.items() if folders & {f"notebook-{end}" for end in ends}]
 
 
-def executed(name: str, out: Path, device: str, kernels: Kernels, ahead: bool) -> None:
-    """Runs one notebook, and replaces what `out` has of it. ahead: another follows."""
+def executed(
+    name: str, out: Path, device: str, kernels: Kernels, on_gpu: bool, follows: bool
+) -> None:
+    """Runs one notebook, and replaces what `out` has of it. follows: another does; its kernel
+    starts as `workbench report` starts it."""
     begin, sources = time.monotonic(), ROOT / "notebooks"
     with tempfile.TemporaryDirectory() as temporary:
         runs, copy = Path(temporary, "runs"), Path(temporary, f"{name}.ipynb")
         runs.mkdir()
         chosen = {"device": device, "runs": str(runs)}
-        with kernels.taken(sources) as kernel:
-            if ahead:
+        with kernels.taken(sources, spare=on_gpu) as kernel:
+            if follows and on_gpu:
                 kernels.start(sources)
             source = sources / f"{name}.ipynb"
             if failure := execute_notebook(source, copy, chosen, kernel=kernel):

@@ -56,10 +56,14 @@ class Kernels:
             self._early[folder] = started(folder)
 
     @contextmanager
-    def taken(self, folder: Path) -> Iterator[Any]:
+    def taken(self, folder: Path, spare: bool = False) -> Iterator[Any]:
         """The `AsyncKernelManager` of a kernel that runs in `folder`; its start may be under way.
-        After the body the kernel is asked to end, which nobody waits for."""
-        self._end()  # a kernel that still ends would take time from the next
+        After the body the kernel is asked to end, which nobody waits for.
+
+        spare: the host has cores to spare. Where it has none, a kernel that still ends would take
+        time from this one, so its end is waited for first."""
+        if not spare:
+            self._end()
         manager = self._early.pop(folder, None) or started(folder)
         try:
             yield manager

@@ -92,7 +92,7 @@ def render_notebook(
     on_gpu = device is not None and is_gpu(device)
 
     with _or_own(kernels) as handing_out:
-        with handing_out.taken(source.resolve().parent) as kernel:
+        with handing_out.taken(source.resolve().parent, spare=on_gpu) as kernel:
             connection = Path(kernel.connection_file).name
             if following is not None and on_gpu:
                 handing_out.start(following.resolve().parent)
