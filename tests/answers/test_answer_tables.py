@@ -360,7 +360,7 @@ def test_the_recorded_fit_is_drawn(tmp_path):
     assert none is None and fitted.table(none).empty and fitted.words(none) == ""
     assert plots.fits(fitted.curves(none)).axes[0].texts[0].get_text() == "nothing is recorded"
     here = fitted.recorded()
-    assert here is not None and "H100" in here.about and "for prompts without end" in here.said
+    assert here is not None and "NVIDIA" in here.about and "for prompts without end" in here.said
 
 
 def ab(name: str) -> AB:
