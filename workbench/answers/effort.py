@@ -28,7 +28,9 @@ def effort(
 ) -> dict[str, Any]:
     """Arguments of `wb.ab`: `repeats` rounds; on a GPU more of them, until the half-width of every
     interval is at most the share `until`, or the time is over. With fewer than 5 rounds nothing is
-    told: they are run, and no more."""
+    told: they are run, and no more.
+
+    at_most_s: that time, of the whole comparison."""
     if repeats < MIN_REPETITIONS:
         return {"rounds": repeats, "smoke": True}
     if not is_gpu(engine.device):
@@ -37,7 +39,7 @@ def effort(
 
 
 def until_built(engine: Engine, serve: Callable[[], object], most: int | None = None) -> None:
-    """Serves a load until the engine builds no program for it, a few times at most. Requests come
+    """Serves a load until the engine builds no program for it, once or twice at most. Requests come
     together in other ways each time, so one pass does not see every shape; and a shape that comes
     first in the measured pass holds up all its requests while its program is built.
 

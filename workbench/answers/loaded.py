@@ -189,8 +189,8 @@ def measured(
     """The same load for each setting, served by this process: per_slot requests for each that is in
     flight. A run folder for each.
 
-    A smaller load is served before, until all programs exist (`effort.until_built`). All settings
-    take turns, and of each the fastest turn counts (`effort.fastest`)."""
+    A smaller load is served before, so that most programs exist (`effort.until_built`). All
+    settings take turns, and of each the fastest turn counts (`effort.fastest`)."""
     n_prompt, n_gen = lengths(workload)
     asked: dict[str, Any] = {
         "slots": most(concurrency), "concurrency": concurrency, "n_prompt": str(n_prompt),
@@ -323,7 +323,7 @@ def arriving(
     """The same requests, all at once and one by one, as a Poisson process of CAPACITY times the
     requests a second that the engine can serve. capacity: those requests a second.
 
-    per_slot requests for each slot are served until all programs of their steps exist
+    per_slot requests for each slot are served before, so that most programs of their steps exist
     (`effort.until_built`). Then as many as come in ARRIVING_S one by one are served, and count."""
     (n_prompt, n_gen), slots = lengths(workload), most(concurrency)
     a_second = CAPACITY * capacity

@@ -254,8 +254,9 @@ def ragged(
     without skipping, with each way, and by the first engine once more as the A/A control. Each slot
     has a region. Returns the run folder of each.
 
-    Each engine serves the same requests until all its programs exist (`effort.until_built`). Then
-    all serve them in turn, and of each the fastest turn counts (`effort.fastest`).
+    Each engine serves the same requests before, so that most of its programs exist
+    (`effort.until_built`). Then all serve them in turn, and of each the fastest turn
+    counts (`effort.fastest`).
     """
     asked: dict[str, Any] = {
         "slots": slots, "concurrency": str(slots), "n_prompt": f"uniform:1-{most}",
