@@ -12,7 +12,7 @@ import nbformat
 import pytest
 
 from tests.notebooks.record import MADE, TOOK
-from tests.notebooks.told import rows, untold
+from tests.notebooks.told import held_up, rows, untold
 from workbench.answers import kept
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +64,10 @@ def test_no_table_has_an_effect_that_its_noise_swallows():
     assert len(every) > 80
     large = untold(every)
     assert large[["of", "test", "label", "speedup", "verdict"]].to_numpy().tolist() == []
+
+
+def test_requests_that_come_one_by_one_find_a_free_slot():
+    assert not held_up(RUNS)
 
 
 def test_a_quote_of_the_results_is_the_page_s():

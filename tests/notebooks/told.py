@@ -1,4 +1,5 @@
-"""Which effects in the tables of the notebooks' runs cannot be told from noise."""
+"""Which effects in the tables of the notebooks' runs cannot be told from noise, and whether a load
+was held up."""
 
 from __future__ import annotations
 
@@ -7,17 +8,21 @@ from pathlib import Path
 
 import pandas as pd
 
-from workbench.answers import skipped
+from workbench.answers import loaded, skipped
 from workbench.answers.loaded import CONTROL, SERVING, SUSPECTS, load_steady, slug, speedups
 from workbench.benchmarks.compare.comparison import AB
 from workbench.engine.cache.extent import WAYS
+from workbench.traffic.bench import load_served
 
+HELD_UP = 2.0  # times the wait for a first token with all slots in use
 DECIDED = ("faster", "slower", "same work", "A/A control")
 UNTOLD = 0.03  # the largest effect that a recorded table may leave undecided
 # of 22 sets in turn, and of loads one after the other: a host's noise is longer than a round there
 UNTOLD_OF = {"notebook-together": 0.06, "served": 0.06}
 # rows of several run folders, and one of these folders
 OF_LOADS = {"ragged": "notebook-ragged-off", "served": f"notebook-served-{SERVING}"}
+
+POISSON = f"notebook-arriving-{slug(loaded.ONE_BY_ONE)}"
 
 
 def rows(runs: Path) -> pd.DataFrame:
@@ -47,3 +52,14 @@ def untold(every: pd.DataFrame) -> pd.DataFrame:
     undecided = every[~every["verdict"].isin(DECIDED)]
     most = undecided["of"].map(UNTOLD_OF).fillna(UNTOLD)
     return undecided[(undecided["speedup"] - 1).abs() > most]
+
+
+def held_up(runs: Path) -> bool:
+    """Whether requests that come one by one, at half the rate that the engine serves, waited longer
+    than a free slot lets them: while a program was built, or the host did other work. False where
+    the run folders `notebook-*` in `runs` are not of this."""
+    if not (runs / POISSON).is_dir():
+        return False
+    own, steady = load_served(runs / POISSON), load_served(runs / OF_LOADS["served"])
+    alone, full = (made.rows[-1].figures["mean_ttft_ms"] for made in (own, steady))
+    return bool(alone > HELD_UP * full)

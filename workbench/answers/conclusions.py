@@ -528,13 +528,13 @@ def _answers(compared: Mapping[str, AB]) -> Iterable[str]:
 
 
 def _by_verdict(rows: pd.DataFrame) -> str:
-    """`faster 1.60 (in_loop) and 1.50 (tail); no difference: classes`."""
+    """`faster 1.604 (in_loop) and 1.502 (tail); no difference: classes`."""
     said = []
     for verdict, of in rows.groupby(_told(rows), sort=False):
         if verdict in DECIDED:
             ordered = of.sort_values("speedup", ascending=False)
             pairs = zip(ordered["label"], ordered["speedup"], strict=True)
-            said.append(f"{verdict} {listed(f'{ratio:.2f} ({arm})' for arm, ratio in pairs)}")
+            said.append(f"{verdict} {listed(f'{ratio:.3f} ({arm})' for arm, ratio in pairs)}")
         else:
             names = "" if len(of) == len(rows) else f": {listed(of['label'])}"
             said.append(f"{verdict}{names}")

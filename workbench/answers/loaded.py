@@ -27,6 +27,7 @@ from workbench.common.sizes import round_up
 from workbench.common.tables import Table
 from workbench.config import BEST, TogglePreset, Toggles, parse_changes
 from workbench.engine.slots.asks import Ask
+from workbench.engine.slots.first_steps import first_steps
 from workbench.engine.slots.slots import Slots
 from workbench.server.serving import serving
 from workbench.trace.profile import Profile, profile
@@ -323,8 +324,10 @@ def arriving(
     """The same requests, all at once and one by one, as a Poisson process of CAPACITY times the
     requests a second that the engine can serve. capacity: those requests a second.
 
-    per_slot requests for each slot are served before, so that most programs of their steps exist
-    (`effort.until_built`). Then as many as come in ARRIVING_S one by one are served, and count."""
+    Before them every step is taken that such requests can have (`slots/first_steps.py`): a request
+    that is held up by a build holds up those behind it. Steps of prompts in parts are seen by
+    serving per_slot requests for each slot. Then as many as come in ARRIVING_S one by one are
+    served, and count."""
     (n_prompt, n_gen), slots = lengths(workload), most(concurrency)
     a_second = CAPACITY * capacity
     asked: dict[str, Any] = {
@@ -335,6 +338,7 @@ def arriving(
     many = max(few, math.ceil(ARRIVING_S * a_second))
     found = {}
     with engine.variant(toggles) as side:
+        first_steps(side, slots, (n_prompt, n_gen))
         for name, rate in ((ONE_BY_ONE, f"{a_second:.4g}"), (AT_ONCE, "inf")):
             serve = partial(wb.serve_bench, side, rate=rate, **asked)
             until_built(side, partial(serve, n_requests=few))

@@ -193,7 +193,7 @@ def scaling_table(phases: pd.DataFrame) -> pd.DataFrame:
         baseline = f"t/s {phases.attrs['baseline']}"
         row: dict[str, Any] = {"generated in": test, baseline: round(part["tps_baseline"].iloc[0])}
         for one in part.itertuples():
-            row[one.label] = f"{one.speedup:.2f} {mark(one.verdict)}".strip()
+            row[one.label] = f"{one.speedup:.3f} {mark(one.verdict)}".strip()
         rows.append(row)
     control = phases[(phases["phase"] == GENERATED) & phases["is_control"]]
     bands = f"{control['band_low'].min():.3f}..{control['band_high'].max():.3f}"

@@ -274,6 +274,27 @@ def test_first_requests_build_little_and_compile_nothing(served, monkeypatch, mo
         assert found == serve(plain, asks).tokens
 
 
+@pytest.mark.parametrize("kv_cache", ["per_sequence", "unified"])
+@pytest.mark.parametrize("each", [(5, 3), (14, 30)], ids=str)
+def test_requests_of_one_length_build_nothing(tiny_model, kv_cache, each):
+    """However they come: one by one, and several at once."""
+    toggles = serving("embedded", TogglePreset(BEST, {"kv_cache": kv_cache}))
+    some, asked = np.random.default_rng(2), 0
+    with opened(
+        tiny_model, N_SLOTS * ROOM, quant="Q8_0", n_kv_pad=32, n_ubatch=64, toggles=toggles
+    ) as engine:
+        slots = Slots(engine, N_SLOTS)
+        assert first_steps(engine, N_SLOTS, each) > 6
+        before = engine.counters["programs_built"]
+        while asked < 60 or not slots.idle:
+            n_come = int(some.choice((0, 0, 0, 0, 1, 2, 6))) if asked < 60 else 0
+            for _ in range(max(n_come, slots.idle)):
+                slots.ask(Ask(asked, ids(each[0], 99 + asked), each[1]))
+                asked += 1
+            slots.step()
+        assert engine.counters["programs_built"] == before
+
+
 def test_copies_of_cells_and_logits_find_all_made(served, monkeypatch):
     """Neither a copy of cells nor an answer with log-probabilities drops the programs kept."""
     with served() as engine:

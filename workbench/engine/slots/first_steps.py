@@ -12,6 +12,9 @@ All kernels of these shapes are compiled first, many at once. Memory grows to th
 Then steps are taken, with tokens and cells that belong to nobody: as many as programs are kept, and
 as the time limit allows. Where no plan is captured, a program is only built. Nothing is left in the
 cache.
+
+Where all requests have one length, the shapes are fewer: some of them begin, with their whole
+prompts, while others have a token each.
 """
 
 from __future__ import annotations
@@ -44,11 +47,13 @@ class First(NamedTuple):
     n_past: int
 
 
-def first_steps(engine: Engine, n_seqs: int) -> int:
+def first_steps(engine: Engine, n_seqs: int, each: tuple[int, int] | None = None) -> int:
     """Makes an engine with an empty cache ready to serve n_seqs requests at once. Returns how many
-    shapes have a kept program: the likeliest ones, as many as the time limit allows."""
+    shapes have a kept program: the likeliest ones, as many as the time limit allows.
+
+    each: tokens of the prompt and of the answer, where all requests have as many; else None."""
     draws, every = engine.can_draw, dict[StepShape, First]()
-    for first in _in_order(engine, n_seqs):
+    for first in _alike(engine, n_seqs, *each) if each else _in_order(engine, n_seqs):
         cache = empty_like(engine.cache)
         if first.n_past:
             take([(0, range(first.n_past), "none")], cache)
@@ -143,6 +148,21 @@ def _in_order(engine: Engine, n_seqs: int) -> Iterator[First]:
     for n in sizes:
         for extent in later:
             yield from prompts(extent, n)
+
+
+def _alike(engine: Engine, n_seqs: int, n_prompt: int, n_gen: int) -> Iterator[First]:
+    """Steps that requests of one length may have. Prompts that do not fit into a step together are
+    left out: they come in parts."""
+    cache, shared = engine.cache, 1 if engine.cache.n_regions > 1 else n_seqs
+    most = min(shared * (n_prompt + n_gen), cache.n_ctx_seq)
+    for extent in sorted({cache.growth.extent(n) for n in range(n_prompt, most + 1)}):
+        for n in range(n_seqs, 0, -1):
+            yield from _fitted(engine, [(i, (0,), "last") for i in range(n)], extent)
+        for n_begun in range(1, n_seqs + 1):
+            for n in range(n_begun, n_seqs + 1):
+                work: Work = [(i, range(n_prompt if i < n_begun else 1), "last") for i in range(n)]
+                if n_tokens(work) <= engine.config.n_ubatch:
+                    yield from _fitted(engine, work, extent)
 
 
 def _sizes(least: int, most: int) -> Iterator[int]:
