@@ -234,7 +234,7 @@ def test_what_skipping_saves_is_said(engine, by_size, visits):
         "requests of random lengths, 50.0% faster to the first token and no difference between "
         "tokens."
     )
-    for said in ("faster 2.00 (tail)", "open to 3 prompts (per_sequence)", "bit-equal in "):
+    for said in ("faster 2.000 (tail)", "open to 3 prompts (per_sequence)", "bit-equal in "):
         assert said in text
     assert rest[-1] == "Recorded."
 

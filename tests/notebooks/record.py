@@ -6,7 +6,8 @@
 OUT gets the notebooks, `runs.tar.gz` with their run folders, and `notebooks.json`, the seconds that
 each took: with kernels to compile where the machine's cache has none. NAMES are notebooks,
 04_plans; without any, all are run. With S, those are run again, for so many seconds, in whose
-tables noise swallows an effect: a busy machine has quieter minutes.
+tables noise swallows an effect: a busy machine has quieter minutes, and noisier ones. So the run
+that leaves less untold is kept.
 
 A recorded run has the parameters that the notebook shows, except the folder of its runs; the cell
 that papermill put in for it is dropped. README's pair of timelines is drawn by the way;
@@ -21,6 +22,7 @@ import shutil
 import tarfile
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,27 +110,43 @@ def run(out: Path, names: Sequence[str] = (), device: str = "auto", again_s: flo
     there, _ = choose_device(device)
     (out / FOLDERS).mkdir(parents=True, exist_ok=True)
     with Kernels() as kernels:
-        wanted, until = [*(names or MADE)], None
-        while wanted:
-            for name in wanted:
-                executed(name, out, device, kernels, is_gpu(there), name != wanted[-1])
-            until = until or time.monotonic() + again_s
-            wanted = weak(out) if time.monotonic() < until else []
-            if wanted:
-                print(f"again: {', '.join(wanted)}", flush=True)
+        first = [*(names or MADE)]
+        for name in first:
+            executed(name, out, device, kernels, is_gpu(there), name != first[-1])
+        until = time.monotonic() + again_s
+        while time.monotonic() < until and (found := weak(out)):
+            print(f"again: {', '.join(found)}", flush=True)
+            with tempfile.TemporaryDirectory() as temporary:
+                again = Path(temporary)
+                for name in found:
+                    executed(name, again, device, kernels, is_gpu(there), False)
+                left = weak(again)
+                for name in found:
+                    if left[name] < found[name]:
+                        replace(name, again, out)
     draw(out, device)
     with tarfile.open(out / RUNS, "w:gz") as archive:
         for folder in sorted((out / FOLDERS).iterdir()):
             archive.add(folder, arcname=folder.name)
 
 
-def weak(out: Path) -> list[str]:
+def weak(out: Path) -> Counter[str]:
     """The notebooks in `out` whose tables leave effects untold, or whose load was held up
-    (`told.py`)."""
+    (`told.py`), and how many of these each has."""
     found = untold(rows(out / FOLDERS))
     print(found[SAID].round(3).to_string(), flush=True)
-    folders = {*found["folder"], *([POISSON] if held_up(out / FOLDERS) else [])}
-    return [n for n, ends in MADE.items() if folders & {f"notebook-{end}" for end in ends}]
+    folders = [*found["folder"], *([POISSON] if held_up(out / FOLDERS) else [])]
+    return Counter(n for one in folders for n, ends in MADE.items()
+                   if one in {f"notebook-{end}" for end in ends})  # fmt: skip
+
+
+def replace(name: str, source: Path, out: Path) -> None:
+    """Puts a notebook and its run folders from `source` in the place of those in `out`."""
+    shutil.copyfile(source / f"{name}.ipynb", out / f"{name}.ipynb")
+    for end in MADE[name]:
+        folder = Path(FOLDERS, f"notebook-{end}")
+        shutil.rmtree(out / folder, ignore_errors=True)
+        shutil.copytree(source / folder, out / folder)
 
 
 def executed(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 import tarfile
+from collections import Counter
 from operator import attrgetter
 from pathlib import Path
 
@@ -137,6 +138,29 @@ def test_a_recorded_notebook_keeps_its_own_parameters(tmp_path):
     tags = [dict(c.metadata) for c in kept.cells if c.metadata]
     assert tags == [{"tags": ["parameters"]}, {"tags": ["picture"]}]
     assert set(record.MADE) == {p.stem for p in NOTEBOOKS}
+
+
+@pytest.mark.parametrize(("untold", "kept"), [((2, 3), "first"), ((2, 1), "again")])
+def test_of_two_runs_the_one_that_leaves_less_untold_is_kept(tmp_path, monkeypatch, untold, kept):
+    out, name = tmp_path / "out", "10_fusion"
+    counts = iter([*untold, 0])
+
+    def executed(name: str, into: Path, *_: object) -> None:
+        said = "first" if into == out else "again"
+        for end in record.MADE[name]:
+            (into / record.FOLDERS / f"notebook-{end}").mkdir(parents=True)
+            (into / record.FOLDERS / f"notebook-{end}" / "run.json").write_text(said)
+        (into / f"{name}.ipynb").write_text(said)
+
+    monkeypatch.setattr(record, "executed", executed)
+    monkeypatch.setattr(record, "weak", lambda _: +Counter({name: next(counts)}))
+    monkeypatch.setattr(record, "draw", lambda out, device: None)
+    record.run(out, [name], "embedded", again_s=60.0)
+    assert (out / f"{name}.ipynb").read_text() == kept
+    with tarfile.open(out / record.RUNS) as archive:
+        runs = [m.name for m in archive.getmembers() if m.isfile()]
+        assert runs == [f"notebook-{end}/run.json" for end in sorted(record.MADE[name])]
+        assert {archive.extractfile(run).read().decode() for run in runs} == {kept}
 
 
 def test_what_was_recorded_of_one_leaves_the_others(tmp_path):

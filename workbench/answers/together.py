@@ -107,7 +107,7 @@ def reused(
     return wb.ab(
         engine, " | ".join(sets), seed=seed,
         tests=[f"tg{max(1, parse(test).n_gen // REUSE_PART)}"],
-        rounds=repeats, smoke=repeats < stats.MIN_REPETITIONS, out=out,
+        **effort(engine, repeats, "3%"), out=out,
     )  # fmt: skip
 
 
