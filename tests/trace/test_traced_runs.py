@@ -3,6 +3,7 @@ are tables, patterns and files; and when kernels ran, by the device's marks, unt
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 from collections import Counter, defaultdict
@@ -309,6 +310,14 @@ def test_what_cannot_be_measured_is_refused(engine, tiny_model):
         pytest.raises(UsageError, match="the host device has no kernels of its own"),
     ):
         measure_overlap(host, 2)
+
+
+def test_no_traced_step_holds_a_collection_of_garbage(engine):
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), profile(engine):
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+    assert gc.isenabled()
 
 
 def test_what_is_no_open_engine_is_not_traced():

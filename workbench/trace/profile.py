@@ -31,6 +31,7 @@ import pandas as pd
 
 from workbench import __version__
 from workbench.common.checkout import commit
+from workbench.common.collector import nothing_collected
 from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
 from workbench.common.framed import Framed
@@ -383,6 +384,9 @@ def profile(
     """Traces steps that `engine` makes in the body (`with`), which is given a Profile. Afterwards
     the engine has its earlier recorder. Where the body raises, the spans up to then are kept.
 
+    In the body no cyclic garbage is collected: a full collection looks through a model's whole
+    vocabulary, and would stand in the trace as the host's work on one token.
+
     window: (first, n) traces n steps, from number `first` of the steps in the body on, counted from
         0. So a trace stays small and leaves out the warm-up, and the other steps show the cost of
         tracing. None: all steps.
@@ -423,7 +427,8 @@ def profile(
     before = engine.recorder
     engine.recorder = recorder
     try:
-        yield Profile(recorder, fallback, about(engine))
+        with nothing_collected():
+            yield Profile(recorder, fallback, about(engine))
     finally:
         engine.recorder = before
         if isinstance(recorder, CuptiRecorder):
