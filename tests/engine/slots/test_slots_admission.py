@@ -233,11 +233,15 @@ def test_a_server_has_few_shapes():
 
 
 @pytest.fixture
-def served(tiny_model, monkeypatch):
-    """`served(device, **toggles)`: an engine with a server's toggles. There is no limit of time for
-    first steps, which a busy machine would reach."""
+def unhurried(monkeypatch):
+    """There is no limit of time for first steps, which a busy machine would reach."""
     monkeypatch.setattr(first_steps_room, "AT_MOST_S", 600.0)
     monkeypatch.setattr(first_steps_room, "BUILDING_S", 600.0)
+
+
+@pytest.fixture
+def served(tiny_model, unhurried):
+    """`served(device, **toggles)`: an engine with a server's toggles."""
     return lambda device="embedded", **more: opened(
         tiny_model, N_SLOTS * ROOM, device, "Q8_0", n_kv_pad=32,
         toggles=serving(device, TogglePreset(BEST, more)),
@@ -276,7 +280,7 @@ def test_first_requests_build_little_and_compile_nothing(served, monkeypatch, mo
 
 @pytest.mark.parametrize("kv_cache", ["per_sequence", "unified"])
 @pytest.mark.parametrize("each", [(5, 3), (14, 30)], ids=str)
-def test_requests_of_one_length_build_nothing(tiny_model, kv_cache, each):
+def test_requests_of_one_length_build_nothing(tiny_model, unhurried, kv_cache, each):
     """However they come: one by one, and several at once."""
     toggles = serving("embedded", TogglePreset(BEST, {"kv_cache": kv_cache}))
     some, asked = np.random.default_rng(2), 0
