@@ -144,7 +144,7 @@ def _of_the_matrix(recorded: Recorded) -> Iterator[Line]:
             if not later:
                 yield Line(dict.fromkeys(UNKNOWN) | {"mechanism": name, "verdict": NOT_MEASURED})
             continue
-        gpus = f"{row.n_devices} GPUs" if row.n_devices > 1 else ""
+        gpus = f"{row.n_devices} {_card(run).split()[1]}" if row.n_devices > 1 else ""
         compared = Compared(
             name, _where(model_of(run.run), test, gpus), off, named, beside, model_of(run.run),
             test, f"data.measure {row.step} --like {row.folder}",
@@ -180,8 +180,15 @@ def _rates(compared: Compared, of: Any, found: Between) -> Line:
     """The line with tokens a second under both values."""
     return _line(compared, of, {
         "before": f"{found.before:.1f} t/s", "after": f"{found.after:.1f} t/s",
-        "speedup": spread(found.ratio), "verdict": found.verdict,
+        "speedup": _spread(found), "verdict": found.verdict,
     })  # fmt: skip
+
+
+def _spread(found: Between) -> str:
+    """The speedup with its interval; with a digit more where two would say of a gain that its
+    interval begins or ends at 1."""
+    near = "1.00" in (f"{found.ratio.low:.2f}", f"{found.ratio.high:.2f}")
+    return spread(found.ratio, 3 if near and found.verdict in (FASTER, SLOWER) else 2)
 
 
 def _gap(compared: Compared, found: Gaps) -> Line:
@@ -201,9 +208,14 @@ def _gap(compared: Compared, found: Gaps) -> Line:
     })  # fmt: skip
 
 
+def _card(of: Any) -> str:
+    """`NVIDIA H200`"""
+    return str(of.run["engine"].get("device_description")).partition(" (")[0]
+
+
 def _line(compared: Compared, of: Any, numbers: dict[str, str]) -> Line:
     engine = of.run["engine"]
-    card = str(engine.get("device_description")).partition(" (")[0]
+    card = _card(of)
     if (n := engine.get("config", {}).get("n_devices", 1)) > 1:
         card = f"{n} x {card}"
     return Line(compared._asdict() | numbers | {"card": card}, [of])

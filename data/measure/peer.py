@@ -127,7 +127,10 @@ def fastest(recorded: Recorded) -> str:
         " or ".join(f"`{arm}`" for arm in dict.fromkeys(arms))
         for arms in ([best.arm_theirs for best in found], [best.arm_ours for best in found])
     ]
-    typed = "`make peer-cuda` measures both; `workbench bench -m 1b.gguf -n 128` prints ours. "
+    typed = (
+        "`make peer-cuda` measures both; `workbench bench -m 1b.gguf -n 128` prints ours, of the "
+        "file that [Commands](#commands) writes. "
+    )
     return f"{typed}The fastest: {' and '.join(said)}. {where(recorded)}"
 
 

@@ -201,8 +201,10 @@ class RandomRun:
         ratio, error = asymptotic_ratio(fits[OFF], fits[ON])
         tends = "the points show no limit"
         if not math.isnan(ratio):
-            known = "" if math.isnan(error) else f" (standard error {error:.2f})"
-            tends = f"for prompts without end {ratio:.2f} times as fast{known}"
+            tends = f"for prompts without end {ratio:.2f} times as fast"
+            if not math.isnan(error):
+                tends += f" (standard error {error:.2f}"
+                tends += ", so no gain is told)" if abs(ratio - 1) < 2 * error else ")"
         name = model_of(self.run)
         return f"{name}: seconds by the mean length x: {'; '.join(texts)}; {tends}."
 

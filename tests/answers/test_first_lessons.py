@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 import workbench as wb
+from tests.answers import test_answer_tables as tables_of
 from tests.answers.test_answer_tables import ARMS, KEPT, RUNS, ab, answer, said_of, tiny
 from workbench.answers import annotated, conclusions, kept, planned, proofs, raced, waits
 from workbench.benchmarks.runs.results import load_run
@@ -212,7 +213,7 @@ def test_which_waits(proved):
     worth, wait_us = worth_of(gaps), gaps.fits["own"].wait_us
     made = conclusions.waits(proved, WRONG, gaps, worth, on).splitlines()
     assert made[0].startswith("The thread of #17795 has 1 to 2 % (RTX Pro 6000 Blackwell); here wi")
-    assert "beside a token of 500 us of tiny-llama Q8_0; end to end: " in made[0]
+    assert "beside a token of 500 us of tiny-llama Q8_0; end to end, beside a token of " in made[0]
     assert made[0].endswith(f"{conclusions.gained(on, 'copy_boundary')}.")
     assert made[1].startswith("Of llama.cpp's 13 waits between tokens, 11 are superfluous")
     seen = "On the embedded device wrong tokens came from 3 of 20 prompts with implicit; from none "
@@ -266,6 +267,7 @@ def test_without_the_results_a_lesson_goes_on(monkeypatch, tmp_path):
     assert proofs.of_record_table().empty
 
 
+@tables_of.WORDED_ANEW
 def test_what_building_costs(null):
     on, steps = ab("reuse-on"), kept.reuse_table(null)
     assert steps["reused"].tolist() == [0, 15, 0, 15, 0, 0, 1] and len(steps) <= 7

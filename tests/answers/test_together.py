@@ -96,7 +96,7 @@ def test_gains_that_need_or_rob_each_other_are_told(measured):
     assert told["waits + plans"] == together.LESS and told["plans + fusion"] == together.MORE
     assert told["waits + fusion"] == together.AS and told["all 3"] == together.MORE
     said = str(conclusions.together(gains)).splitlines()
-    assert "These pairs need each other: plans + fusion (1.25)." in said
+    assert "These pairs gain more together: plans + fusion (1.25)." in said
     assert "These pairs share a gain: waits + plans (0.83)." in said
     table = together.together_table(gains)
     assert len(table) == 4 and table["together"].iloc[0] == "all 3", "all of them come first"

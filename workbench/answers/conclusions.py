@@ -7,7 +7,7 @@ elsewhere answers for that machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,16 +62,12 @@ def effects(comparison: AB) -> Iterable[str]:
                 f"(95% CI {row.low:.3f}..{row.high:.3f})."
             )
         undecided = rows[~rows["verdict"].isin(DECIDED)]
-        for verdict, part in undecided.groupby(_told(undecided), sort=False):
+        for verdict, part in undecided.groupby("verdict", sort=False):
             low, high = rows.iloc[0][["band_low", "band_high"]]
             told = verdict == stats.SAME and np.isfinite(low)
             beyond = f" (A/A band {interval(low, high)})" if told else ""
-            yield f"In {test}{beside}, {verdict} from {what}{beyond}: {listed(part['label'])}."
-
-
-def _told(rows: pd.DataFrame) -> pd.Series:
-    """The verdicts, as sentences have them: the same work makes no difference."""
-    return rows["verdict"].replace(stats.SAME_WORK, stats.SAME)
+            than = "as" if verdict == stats.SAME_WORK else "from"
+            yield f"In {test}{beside}, {verdict} {than} {what}{beyond}: {listed(part['label'])}."
 
 
 def time(us: float) -> str:
@@ -166,11 +162,11 @@ def waiting(
     for arm, us in waits.iterrows():
         parts, causes = whom.parts_us(found[str(arm)]), us[list(whom.CAUSES)]
         share = 1 - parts[whom.RUN] / parts[whom.TOKEN]
-        most = causes.sort_values(ascending=False)
-        said.append(
-            f"in {share:.0%} of a token of {arm} ({time(parts[whom.TOKEN])}), most of it while "
-            f"{most.index[0]} ({most.iloc[0] / causes.sum():.0%} of the waiting in a trace)"
-        )
+        own = causes.max() / causes.sum()
+        why = "for no single cause"
+        if own > 0.5:
+            why = f"most of it while {causes.idxmax()} ({own:.0%} of the waiting in a trace)"
+        said.append(f"in {share:.0%} of a token of {arm} ({time(parts[whom.TOKEN])}), {why}")
     lines = [f"The device waits {'; '.join(said)}."]
     for arm in waits.index:
         parts = whom.parts_us(found[str(arm)])
@@ -200,7 +196,7 @@ def together(gains: pd.DataFrame) -> Conclusion:
         f"an interaction of {every['interaction']:.2f} (95% CI "
         f"{interval(every['inter_low'], every['inter_high'])})."
     ]
-    for verdict, words in ((adding.MORE, "need each other"), (adding.LESS, "share a gain")):
+    for verdict, words in ((adding.MORE, "gain more together"), (adding.LESS, "share a gain")):
         pairs = gains[(gains["kind"] == adding.PAIR) & (gains["together"] == verdict)]
         if len(pairs):
             found = (f"{row.label} ({row.interaction:.2f})" for row in pairs.itertuples())
@@ -239,8 +235,8 @@ def waits(
         against(
             "02_sync_modes",
             f"with {AFTER} the gap between tokens is {_shorter(gaps)}, beside a token of "
-            f"{time(here['a token, us'])} of {here['model']}; end to end: "
-            f"{gained(comparison, AFTER)}",
+            f"{time(here['a token, us'])} of {here['model']}; end to end, beside a token of "
+            f"{time(_token_us(comparison))}: {gained(comparison, AFTER)}",
         ),
         f"Of llama.cpp's {own['waits']} waits between tokens, {own['superfluous']} are superfluous "
         f"with copies on a stream of their own, and {one['superfluous']} with one stream.",
@@ -255,6 +251,11 @@ def waits(
     for when, run in (("Between tokens", "decode"), ("Between ubatches of a prompt", "train")):
         lines += _proved(proved[run], when)
     return concluded([*lines, _seen(wrong)], comparison)
+
+
+def _token_us(comparison: AB) -> float:
+    """A token of the baseline in a comparison's first test."""
+    return 1e6 / float(comparison.summary()["tps_baseline"].iloc[0])
 
 
 def _shorter(gaps: Gaps) -> str:
@@ -304,14 +305,14 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, comparison: AB) -> Conc
     issued = {way: by_phase.loc["issue", way] for way in ("rebuild", "set_rows")}
     lines = [
         against("03_graph_reuse", _of_python(worth, theirs)),
-        f"Building the graph anew costs a token {time(built.sum())} here: "
+        f"Building the graph anew costs a token {time(built.sum())} beside best's other switches: "
         f"{listed(f'{phase} {time(us)}' for phase, us in built.items())}.",
         f"Finding a kept program takes {finding}. Issuing it takes {time(issued['set_rows'])}, "
         f"and {time(issued['rebuild'])} where it is new.",
         f"Of {tokens} tokens one after the other {reused} reuse a program: all but the first and "
         f"the {tokens - 1 - reused} with which n_kv grows.",
-        f"Of the layers of reuse, {costliest['toggle']} costs most when it is done again: "
-        f"{time(costliest['us more a token'])} a token.",
+        f"Of the layers of reuse, {costliest['toggle']} costs most when it is done again, all "
+        f"else off: {time(costliest['us more a token'])} a token.",
         f"The {listed(f'{s - 1:.0%}' for s in claimed['speedup of a kept graph'])} of #8366 would "
         f"be a build of {listed(map(time, claimed['a build costs, us']))} beside this device's "
         "token.",
@@ -433,14 +434,15 @@ def streams(
 
 
 def each_arm(comparison: AB, test: str) -> str:
-    """The verdicts on a test: `9.7% faster (streams=3) and no difference (streams=4)`."""
+    """The verdicts on a test: `9.7% faster (streams=3) and no difference (streams=4)`; of an arm
+    alone without its name."""
     summary = comparison.summary()
     rows = summary[(summary["test"] == test) & ~summary["is_control"]]
     return listed(
-        f"{abs(row.speedup - 1):.1%} {row.verdict} ({row.label})"
-        if row.verdict in DECIDED
-        else f"{told} ({row.label})"
-        for row, told in zip(rows.itertuples(), _told(rows), strict=True)
+        (f"{abs(row.speedup - 1):.1%} " if row.verdict in DECIDED else "")
+        + row.verdict
+        + (f" ({row.label})" if len(rows) > 1 else "")
+        for row in rows.itertuples()
     )
 
 
@@ -472,7 +474,7 @@ def skipping(
             "06_masked_kv",
             f"with tail: {most['x'].iloc[0]:,} tokens of a prompt at once, "
             f"{_found(most, 'tail')}; tokens of several sequences, "
-            f"{_found(_of(phases, 'generated'), 'tail')}; requests of random lengths, "
+            f"{_found(_of(phases, 'generated'), 'tail', _sequences)}; requests of random lengths, "
             + listed(f"{_found(rows, 'tail')} {what}" for what, rows in by_phase.items()),
         ),
         *(
@@ -498,20 +500,26 @@ def _of(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
     return rows[rows["phase"] == phase]
 
 
-def _found(rows: pd.DataFrame, label: str) -> str:
-    """The gain of the arm with this label that is largest among verdicts: `21.8% faster`."""
+def _sequences(row: pd.Series) -> str:
+    return f"{row['n_seqs']} sequences of {row['depth']} cells"
+
+
+def _found(rows: pd.DataFrame, label: str, named: Callable[[pd.Series], str] | None = None) -> str:
+    """The gain of the arm with this label that is largest among verdicts: `21.8% faster`; with the
+    name of its row, `1.3% slower at best (4 sequences of 32 cells)`."""
     own = rows[rows["label"] == label]
     decided = own[own["verdict"].isin(DECIDED)]
     if decided.empty:
-        return listed(dict.fromkeys(_told(own))) or "not measured"
+        return listed(dict.fromkeys(own["verdict"])) or "not measured"
     best = decided.loc[decided["speedup"].idxmax()]
-    return f"{abs(best['speedup'] - 1):.1%} {best['verdict']}"
+    said = f"{abs(best['speedup'] - 1):.1%} {best['verdict']}"
+    return f"{said} at best ({named(best)})" if named else said
 
 
 def _by_test(phases: pd.DataFrame, beside: str) -> Iterable[str]:
     own = _of(phases[~phases["is_control"]], "generated")
-    for (n, depth), of in own.groupby(["n_seqs", "depth"]):
-        yield f"Generated by {n} sequences of {depth} cells, {beside}: {_by_verdict(of)}."
+    for _, of in own.groupby(["n_seqs", "depth"]):
+        yield f"Generated by {_sequences(of.iloc[0])}, {beside}: {_by_verdict(of)}."
 
 
 def _answers(compared: Mapping[str, AB]) -> Iterable[str]:
@@ -530,7 +538,7 @@ def _answers(compared: Mapping[str, AB]) -> Iterable[str]:
 def _by_verdict(rows: pd.DataFrame) -> str:
     """`faster 1.604 (in_loop) and 1.502 (tail); no difference: classes`."""
     said = []
-    for verdict, of in rows.groupby(_told(rows), sort=False):
+    for verdict, of in rows.groupby("verdict", sort=False):
         if verdict in DECIDED:
             ordered = of.sort_values("speedup", ascending=False)
             pairs = zip(ordered["label"], ordered["speedup"], strict=True)
@@ -566,7 +574,7 @@ def serving(figures: pd.DataFrame, speedups: pd.DataFrame, arrivals: pd.DataFram
     for row in speedups.to_dict("records"):
         if row["verdict"] in DECIDED:
             lines.append(
-                f"{row['setting']} has {row['speedup']:.2f} times the steady tokens a second of "
+                f"{row['setting']} has {row['speedup']:.3f} times the steady tokens a second of "
                 f"{first} (95% CI {interval(row['low'], row['high'])}): {row['verdict']}."
             )
     others = speedups[~speedups["verdict"].isin((*DECIDED, "A/A control"))]

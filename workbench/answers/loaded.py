@@ -291,7 +291,7 @@ def settings_table(found: Mapping[str, Steady]) -> Table:
     made["verdict"] = frame["verdict"]
     setting = next(iter(found.values())).served.rows[-1].setting
     about = {frame.attrs["first"]: f"{frame.attrs['tps']:.0f} t/s", "load": setting.name}
-    return Table(made).shown(keys=["setting"], digits={"out t/s": 0}, constant=about)
+    return Table(made).shown(keys=["setting"], digits={"out t/s": 0, "speedup": 3}, constant=about)
 
 
 def latency_table(found: Mapping[str, Steady]) -> Table:

@@ -34,7 +34,9 @@ PAD = 256
 VEC = AttnKernel.VEC.value
 AGAIN = "off (A/A)"
 PARTS = (4, 1)  # a prompt is computed in so many
-MARKS = {"faster": "faster", "slower": "slower", "no difference": "="}  # of verdicts
+MARKS = {
+    "faster": "faster", "slower": "slower", "no difference": "=", "same work": "same work",
+}  # of verdicts  # fmt: skip
 
 
 def served(engine: wb.Engine) -> Toggles:
