@@ -114,6 +114,15 @@ def test_a_speedup_has_a_row_for_each_arm_and_verdict():
     assert not boxes(bare.axes[0]) and len(bare.axes[0].texts) == len(rows)
 
 
+def test_points_that_lie_together_are_named_once():
+    """At 1 the curves are 1 % apart, at 8 far apart."""
+    rows = [("a", "1", 1.0, 100.0), ("a", "8", 4.0, 300.0), ("b", "1", 1.01, 101.0),
+            ("b", "8", 8.0, 200.0)]  # fmt: skip
+    frame = pd.DataFrame(rows, columns=["curve", "label", "latency_ms", "tokens_per_s"])
+    (ax,) = plots.throughput_against_latency(frame).axes
+    assert [text.get_text() for text in ax.texts] == ["1", "8", "8"]
+
+
 def test_per_token_draws_each_arm_of_a_generating_test():
     before, samples = plt.get_fignums(), comparison().samples
     left, right = plots.per_token(samples).axes

@@ -6,6 +6,7 @@ pictures can be read in grey, on paper and by the colour-blind. `timelines` draw
 token.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -220,10 +221,13 @@ def throughput_against_latency(
     for i, (curve, part) in enumerate(known.groupby("curve", sort=False)):
         look = style.curve(i)
         ax.plot(part["latency_ms"], part["tokens_per_s"], label=str(curve), lw=1.4, ms=5, **look)
-        _name_points(ax, part, look["color"], above=i % 2 == 0)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.margins(0.08, 0.12)
+    ax.autoscale_view()  # places are asked for
+    named: list[tuple[str, np.ndarray]] = []
+    for i, (_, part) in enumerate(known.groupby("curve", sort=False)):
+        _name_points(ax, part, style.curve(i)["color"], i % 2 == 0, named)
     for axis, values in ((ax.xaxis, known["latency_ms"]), (ax.yaxis, known["tokens_per_s"])):
         style.plain_ticks(axis, values.to_numpy(float))
     ax.set_xlabel(str(frame.attrs.get("latency", "latency (ms)")), fontsize=style.FONT)
@@ -234,11 +238,23 @@ def throughput_against_latency(
     return fig
 
 
-def _name_points(ax: Axes, part: pd.DataFrame, colour: str, above: bool) -> None:
+NEAR = 30.0  # points of the page
+
+
+def _name_points(
+    ax: Axes, part: pd.DataFrame, colour: str, above: bool, named: list[tuple[str, np.ndarray]]
+) -> None:
     """Writes labels above and to the left of a curve's points, or below and to the right, so that
-    labels of two close curves do not overlap."""
+    labels of two close curves do not overlap. A point near one of the same label needs none.
+
+    named: labels and places of the points that have one, which grows."""
     offset, ha, va = ((-5, 4), "right", "bottom") if above else ((5, -4), "left", "top")
+    near = NEAR * ax.figure.dpi / 72
     for x, y, label in zip(part["latency_ms"], part["tokens_per_s"], part["label"], strict=True):
+        at = ax.transData.transform((x, y))
+        if any(str(label) == text and math.dist(at, other) < near for text, other in named):
+            continue
+        named.append((str(label), at))
         ax.annotate(
             str(label), (x, y), xytext=offset, textcoords="offset points", ha=ha, va=va,
             color=colour, fontsize=style.FONT, path_effects=HALO,
@@ -526,7 +542,7 @@ def scaling(frame: pd.DataFrame) -> Figure:
         look = style.curve(i)
         ax.plot(part["x"], part["y"], label=str(curve), lw=1.4, ms=5, **look)
         points = part.rename(columns={"x": "latency_ms", "y": "tokens_per_s"})
-        _name_points(ax, points, look["color"], above=i % 2 == 1)
+        _name_points(ax, points, look["color"], i % 2 == 1, [])
     for axis in (ax.xaxis, ax.yaxis):
         (ax.set_xscale if axis is ax.xaxis else ax.set_yscale)("log", base=2)
         axis.set_major_formatter(FuncFormatter(style.plain_number))
