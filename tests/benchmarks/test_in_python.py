@@ -255,6 +255,12 @@ def test_comparisons_that_differ_in_a_setting_are_told_apart(tiny_model):
     assert "; n_ubatch=64; " in small.caption and "n_ubatch" not in usual.caption
 
 
+@pytest.mark.parametrize("tests", [None, 3])
+def test_what_names_no_test_is_refused_in_a_line(monkeypatch, tests):
+    with pytest.raises(UsageError, match=f"^{tests} names no test; give 'tg128'.* of names$"):
+        wb.bench(timed(monkeypatch), tests)
+
+
 def test_each_row_of_sets_says_the_toggles_of_its_arm(tmp_path):
     arms = ["plain", "packed", "more"]
     fused = dict.fromkeys(Toggles.members("fuse"), "on")
