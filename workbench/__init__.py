@@ -63,8 +63,14 @@ __all__ = list(_LAZY)
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        # Python itself adds the nearest name of `dir(workbench)` to the traceback
-        raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+        from workbench.common.nearest import nearest
+
+        # Python itself adds the nearest name to a traceback, but IPython does not. Without the
+        # module as `obj`, Python does not say it twice.
+        meant = None if name.startswith("_") else nearest(name, __all__)
+        hint = f". Did you mean: {meant!r}?" if meant else ""
+        said = f"module 'workbench' has no attribute {name!r}{hint}"
+        raise AttributeError(said, name=name, obj=None)
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 

@@ -19,6 +19,7 @@ from workbench.benchmarks.runs import results
 from workbench.common.errors import UsageError
 from workbench.common.upper import OF_KIND, OF_TRACE
 from workbench.config import TogglePreset, Toggles
+from workbench.report.tables import in_short
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
@@ -252,6 +253,34 @@ def test_comparisons_that_differ_in_a_setting_are_told_apart(tiny_model):
     both = pd.concat([small.to_frame(), usual.to_frame()], ignore_index=True)
     assert both["settings"].tolist() == ["n_ubatch=64"] * 2 + ["default"] * 2
     assert "; n_ubatch=64; " in small.caption and "n_ubatch" not in usual.caption
+
+
+@pytest.mark.parametrize("tests", [None, 3])
+def test_what_names_no_test_is_refused_in_a_line(monkeypatch, tests):
+    with pytest.raises(UsageError, match=f"^{tests} names no test; give 'tg128'.* of names$"):
+        wb.bench(timed(monkeypatch), tests)
+
+
+def test_each_row_of_sets_says_the_toggles_of_its_arm(tmp_path):
+    arms = ["plain", "packed", "more"]
+    fused = dict.fromkeys(Toggles.members("fuse"), "on")
+    toggles = [Toggles(**{"pdl": "on"} | own).to_dict() for own in (
+        {}, {"sync": "packed"}, {"sync": "packed", "pdl": "off"} | fused)]  # fmt: skip
+    result = {"toggle": "", "smoke": False, "warm_up": {}, "answers": {}}
+    sets = wb.AB.load(write(tmp_path, "sets", {"tg8": [100.0, 110.0, 120.0]}, arms=arms, kind="ab",
+                            control=True, toggles=toggles, result=result))  # fmt: skip
+    frame = sets.to_frame().set_index("arm")["toggle"]
+    assert frame["packed"] == "sync=packed" and frame["plain (A/A)"] == "the same toggles"
+    assert set(frame["more"].split(", ")) == {"sync=packed", "pdl=off", "fuse=on"}
+    both = pd.concat([sets.to_frame(), comparison().to_frame()], ignore_index=True)
+    both.to_csv(tmp_path / "both.csv", index=False)
+    assert not pd.read_csv(tmp_path / "both.csv")["toggle"].isna().any()
+    assert set(comparison().to_frame()["toggle"]) == {"sync"}
+    # pictures and tables of a comparison name its arms, and stay one
+    labels = [label.get_text() for label in sets.plot().axes[0].get_yticklabels()]
+    assert sorted(labels) == ["tg8  more", "tg8  packed", "tg8  plain (A/A)"]
+    (beside,) = in_short(sets)
+    assert len(beside.parts) == 1
 
 
 def test_a_frame_is_written_as_one_file(tmp_path):

@@ -285,7 +285,7 @@ def test_an_exported_run_loads_elsewhere(call, root, tmp_path):
 @pytest.mark.parametrize(("words", "says"), [
     (["--out", "x.xlsx"], "unknown extension; the file can be .csv, .parquet, .json, .jsonl, .zip"),
     (["--out", "runs"], "exists already"),
-    (["--out", "x.csv", "--table", "tokens"], "tokens.parquet is missing"),
+    (["--out", "x.csv", "--table", "tokens"], "runs/one has no table tokens; it has samples\n"),
     (["--out", "x.zip", "--table", "tokens"], "takes the whole run"),
     (["--out", "runs/one/run.json/x.csv"], "is no folder"),
 ])  # fmt: skip
@@ -304,5 +304,5 @@ def test_tables_of_other_kinds_are_exported_too(root):
     assert found["nll"][0] == 1.5 and set(found["run_id"]) == {"ppl"} and "toggles" not in found
     folders.export(folder, root / "x.json", "tokens")
     assert json.loads((root / "x.json").read_text())[1]["nll"] is None
-    with pytest.raises(UsageError, match="is missing"):
-        folders.tidy(root / "one", "requests")
+    with pytest.raises(UsageError, match="ppl has no table requests; it has samples, tokens"):
+        folders.tidy(folder, "requests")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
+from tests.benchmarks.test_compare_files import ROWS, save
 from tests.trace.test_critical_paths import longer
 from tests.trace.test_trace_files import step
 from tests.trace.test_trace_imports import FILES
@@ -82,3 +83,13 @@ def test_what_is_no_pair_of_traces_is_refused_and_nothing_written(call, two, tmp
         (line,) = err.splitlines()
         assert re.search(words, line), line
         assert not page.exists()
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl", "csv", "sql", "sqlite"])
+def test_a_trace_beside_a_file_of_llama_bench_is_refused_by_what_each_is(call, two, tmp_path, form):
+    of_llama = save(tmp_path / f"runs.{form}", ROWS)
+    for given in ([two[1], of_llama], [of_llama, two[1]]):
+        status, out, err = call("compare", *given, "--out", tmp_path / "page.html")
+        assert (status, out, err.count("\n")) == (2, "", 1), given
+        assert f"b.pftrace.gz is a trace and {of_llama} is a file of llama-bench; compare" in err
+        assert "traces with traces" in err and not (tmp_path / "page.html").exists()

@@ -48,10 +48,13 @@ def test_tab_completes_the_public_names():
 
 @pytest.mark.long
 def test_a_wrong_name_is_answered_with_the_nearest():
-    """Python itself looks through `dir`."""
+    """In the message, which IPython shows, too; and once."""
+    with pytest.raises(AttributeError, match=r"'bnch'\. Did you mean: 'bench'"):
+        _ = wb.bnch
     code = "import workbench as wb; wb.Togles"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "has no attribute 'Togles'. Did you mean: 'Toggles'?" in said.stderr
+    assert said.stderr.count("Did you mean") == 1
 
 
 # docstrings ---------------------------------------------------------------------------------------

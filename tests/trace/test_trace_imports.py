@@ -217,6 +217,15 @@ def test_what_no_reader_knows_is_refused_in_a_line(tmp_path: Path) -> None:
     refused(file("f.json", json.dumps(other)), "not as this program writes")
 
 
+@pytest.mark.parametrize("version", [0, 2, 999, "1", None])
+def test_an_own_trace_of_another_version_is_refused(tmp_path: Path, version: Any) -> None:
+    path = tmp_path / "t.json"
+    saved(path)
+    assert len(wb.Profile.load(path).to_frame())
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schemaVersion": version}))
+    refused(path, f"schemaVersion {version!r}, and this program reads 1")
+
+
 def changed(tmp_path: Path, *commands: str, name: str = "nsys-torch") -> Path:
     """A real export with some commands of SQL applied."""
     path = tmp_path / "changed.sqlite"
@@ -245,6 +254,10 @@ def test_an_export_of_another_schema_says_its_version(tmp_path: Path) -> None:
         note = wb.Profile.load(other).note
         assert f"schema {major}.1.0, read as schema 3;" in note
         refused(changed(tmp_path, *values, renamed), f"schema {major}.*reads exports of schema 3")
+    for name, value in (("VERSION", "abc"), ("VERSION_MAJOR", "abc"), ("VERSION", "")):
+        name = f"EXPORT_SCHEMA_{name}"
+        odd = f"UPDATE META_DATA_EXPORT SET value = '{value}' WHERE name = '{name}'"
+        refused(changed(tmp_path, odd), f"{name} in table .* is '{value}', which is no version")
     assert "read as" not in wb.Profile.load(FILES / "nsys-torch.sqlite.gz").note
     # an older schema has no such tables and columns; all else is read
     older = changed(

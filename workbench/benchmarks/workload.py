@@ -18,7 +18,7 @@ import gc
 import itertools
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -153,14 +153,17 @@ def _meant(text: str) -> str | None:
 
 
 def parse_tests(tests: str | Workload | Sequence[str | Workload]) -> list[Workload]:
-    """`"pp512,tg32"` or a sequence of names -> workloads; raises UsageError without any name."""
+    """`"pp512,tg32"` or a sequence of names -> workloads; raises UsageError without any name, and
+    for what is neither."""
     names: Sequence[Any]
     if isinstance(tests, Workload):
         names = [tests]
     elif isinstance(tests, str):
         names = [part for part in tests.split(",") if part.strip()]
+    elif isinstance(tests, Iterable):
+        names = list(tests)
     else:
-        names = tests
+        raise UsageError(f"{tests!r} names no test; give 'tg128', 'pp512,tg128' or a list of names")
     workloads = list(dict.fromkeys(parse(name) for name in names))
     if not workloads:
         raise UsageError("no test was named; name at least one, such as tg32")

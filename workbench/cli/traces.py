@@ -20,13 +20,27 @@ def are_traces(paths: Sequence[Path]) -> bool:
         other = next(path for path in paths if path not in traces)
         if not other.exists():
             raise UsageError(f"{other} does not exist; name two traces, or two run folders")
-        if other.is_file():
+        what = "none"
+        if _is_of_llama_bench(other):
+            what = "a file of llama-bench"
+        elif other.is_file():
             read(other)
         raise UsageError(
-            f"{traces[0]} is a trace and {other} is none; compare traces with traces, and run "
-            "folders with run folders"
+            f"{traces[0]} is a trace and {other} is {what}; compare traces with traces, and run "
+            "folders or files of llama-bench with each other"
         )
     return bool(traces)
+
+
+def _is_of_llama_bench(path: Path) -> bool:
+    """Whether a path is a whole file of llama-bench. A cut one is none: the reader of traces says
+    that it is cut."""
+    from workbench.benchmarks.llama.llama_files import llama_rows
+
+    try:
+        return path.is_file() and bool(llama_rows(path))
+    except UsageError:
+        return False
 
 
 def compare_traces(paths: Sequence[Path], out: Path, step: str | None = None) -> None:

@@ -145,6 +145,9 @@ def per_token(samples: pd.DataFrame, test: str | None = None) -> Figure:
 
 def _row_labels(rows: pd.DataFrame) -> list[str]:
     """A label for each row: test and arm, and model and the like where they vary."""
+    if "toggle" in rows:  # of a set the arm says enough: its toggles in words can be many
+        toggle = rows["toggle"].astype(str)
+        rows = rows.assign(toggle=toggle.mask(toggle.str.contains("[= ]"), ""))
     varying = [c for c in ("model", "device", "toggle") if c in rows and rows[c].nunique() > 1]
     return ["  ".join(map(str, row)) for row in rows[[*varying, "test", "label"]].to_numpy()]
 

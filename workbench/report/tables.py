@@ -33,12 +33,15 @@ def summary(*comparisons: AB) -> pd.DataFrame:
     """The summaries of several comparisons as one frame of numbers, with the origin of each row.
 
     Columns: those of `AB.to_frame()`, but settings only as far as the comparisons differ in them,
-    and comparison (its number). Rows of one device stand together, devices
+    toggle empty where sets are compared, so that a comparison's rows agree in it, and comparison
+    (its number). Rows of one device stand together, devices
     in the order in which they come.
     """
     settings = _settings([comparison.run for comparison in comparisons])
     parts = [
-        one.to_frame().assign(settings=settings[n], comparison=n)
+        one.to_frame().assign(
+            toggle=one.run["result"]["toggle"], settings=settings[n], comparison=n
+        )
         for n, one in enumerate(comparisons)
     ]
     if not parts:

@@ -231,8 +231,12 @@ class Profile(Framed):
             the next call. None: the ranges that torch.profiler, vLLM or this package make for
             each step. Without them the trace has no steps. A file of `save` has its own steps.
 
-        Raises UsageError, in one line, for a file that is missing, cut, of an unknown version or
-        of another format, and where nothing matches `step`.
+        Chrome's JSON of another `schemaVersion` is refused. An export of nsys of another schema is
+        read where it has the tables and columns that are needed, and `note` says so: its schema
+        changes often, mostly in what is not read here. One whose version is no number is refused.
+
+        Raises UsageError, in one line, for a file that is missing, cut, of such a version or of
+        another format, and where nothing matches `step`.
         """
         recorded, about = files.read(path, step)
         return cls(recorded, about=about)

@@ -26,7 +26,7 @@ from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
 from workbench.common.framed import Framed
 from workbench.common.tables import Table, markdown, terminal_columns, to_html
-from workbench.config import said_toggles
+from workbench.config import folded, said_toggles
 
 CONTROL = "A/A control"
 
@@ -43,6 +43,13 @@ def background(run: dict[str, Any]) -> str:
         and not (toggle and (name == toggle or name.startswith(f"{toggle}_")))
     }
     return said_toggles(shared)
+
+
+def _changes(baseline: dict[str, Any], arm: dict[str, Any]) -> str:
+    """The toggles of an arm that are not the baseline's, as `sync=packed, fuse=on`."""
+    was, now = baseline["toggles"], arm["toggles"]
+    changed = folded({name: value for name, value in now.items() if was.get(name) != value})
+    return ", ".join(f"{name}={value}" for name, value in changed.items()) or "the same toggles"
 
 
 class AB(Framed):
@@ -115,16 +122,18 @@ class AB(Framed):
         """All numbers, with the origin of each row, so that frames of several comparisons can be
         concatenated. A row per test and arm except the baseline; the control has rows, too.
 
-        Columns: model, device, settings (of the engine, where they are no defaults), toggle
-        (empty where sets of toggles are compared), baseline (its value, or its set), background,
-        commit, run_id, date, test, and the further columns of `summary`.
+        Columns: model, device, settings (of the engine, where they are no defaults), toggle (where
+        sets of toggles are compared: what the arm has in place of the baseline's, as `sync=packed,
+        fuse=on`, and `the same toggles` for the control), baseline (its value, or its set),
+        background, commit, run_id, date, test, and the further columns of `summary`.
         """
-        run = self.run
+        run, numbers = self.run, self.summary()
+        toggle = run["result"]["toggle"]
+        changes = {arm["name"]: _changes(run["arms"][0], arm) for arm in run["arms"]}
         origin = results.origin(
-            run, toggle=run["result"]["toggle"], baseline=run["arms"][0]["name"],
+            run, toggle=toggle or numbers["arm"].map(changes), baseline=run["arms"][0]["name"],
             background=background(run),
         )  # fmt: skip
-        numbers = self.summary()
         return pd.DataFrame(origin, index=numbers.index).join(numbers)
 
     def summary(self) -> pd.DataFrame:

@@ -443,9 +443,16 @@ def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame
                 f"{folder} is no run folder: it does not exist; `workbench runs ls` lists run "
                 "folders"
             ) from error
+        missing = Path(str(error.filename)).name
+        if missing in names:  # the files of every run were there: they are read first
+            has = [name for name in (SAMPLES, *TABLES) if (folder / name).is_file()]
+            raise UsageError(
+                f"{folder} has no table {missing.removesuffix('.parquet')}; it has "
+                + ", ".join(name.removesuffix(".parquet") for name in has)
+            ) from error
         kind = together(folder)
         raise UsageError(
-            f"{folder} is no run folder: {Path(str(error.filename)).name} is missing"
+            f"{folder} is no run folder: {missing} is missing"
             + (f"; it is a result of {kind}, and below it are run folders" if kind else "")
         ) from error
     except NotADirectoryError as error:

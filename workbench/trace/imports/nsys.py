@@ -28,6 +28,8 @@ KERNELS, COPIES, MEMSETS, GRAPHS = (
 CALLS, SYNCS, EVENTS = (CUPTI + name for name in ("RUNTIME", "SYNCHRONIZATION", "CUDA_EVENT"))
 RANGES = "NVTX_EVENTS"
 VERSIONS = ("META_DATA_EXPORT", "EXPORT_META_DATA")  # the second until 2022
+VERSION, MAJOR = "EXPORT_SCHEMA_VERSION", "EXPORT_SCHEMA_VERSION_MAJOR"  # rows of these tables
+NUMBERS = r"\d+(\.\d+)*"
 SCHEMA = "3"  # major version of the exports that were really read; others are read as this one
 # table -> the columns that it must have, and those that some versions lack
 COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -202,13 +204,20 @@ class _Tables:
         yield from self._database.execute(f'SELECT {columns} FROM "{table}"')
 
     def _version(self) -> tuple[str, str]:
-        """nsys and its schema in words, and the schema's major version."""
+        """nsys and its schema in words, and the schema's major version. Raises UsageError where the
+        file has a version that is no number; one that does not say its version is read."""
         for table in VERSIONS:
             if table in self._names:
                 said = dict(self._database.execute(f'SELECT name, value FROM "{table}"'))
                 product = said.get("EXPORT_PRODUCT_VERSION", "of an unknown version")
-                schema = str(said.get("EXPORT_SCHEMA_VERSION", "unknown"))
-                major = str(said.get("EXPORT_SCHEMA_VERSION_MAJOR", schema.partition(".")[0]))
+                for name, value in said.items():
+                    if name in (VERSION, MAJOR) and not re.fullmatch(NUMBERS, str(value)):
+                        raise UsageError(
+                            f"{self._path}: {name} in table {table} is {value!r}, which is no "
+                            "version number; export it again with nsys export --type sqlite"
+                        )
+                schema = str(said.get(VERSION, "unknown"))
+                major = str(said.get(MAJOR, schema.partition(".")[0]))
                 return f"nsys {product}, schema {schema}", major
         return "nsys of an unknown version", "unknown"
 

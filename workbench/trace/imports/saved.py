@@ -51,7 +51,13 @@ def is_own(about: Mapping[str, Any]) -> bool:
 
 
 def chrome(path: Path, made: Mapping[str, Any]) -> tuple[Recorded, dict[str, Any]]:
-    """The spans of Chrome's JSON that this package wrote."""
+    """The spans of Chrome's JSON that this package wrote. Raises UsageError for another version."""
+    version = made.get("schemaVersion", chrome_format.SCHEMA)
+    if version != chrome_format.SCHEMA:
+        raise UsageError(
+            f"{path} has this package's schemaVersion {version!r}, and this program reads "
+            f"{chrome_format.SCHEMA}; load it with the version of workbench that wrote it"
+        )
     about = dict(made["otherData"])
     origin = about.pop("origin_ns")
     with _believing(path):
