@@ -180,6 +180,6 @@ def test_a_test_in_which_an_arm_is_idle_is_measured_and_said(engine):
     verdicts = found.to_frame().set_index(["test", "label"])["verdict"]
     assert verdicts["pp4", "3"] == stats.SAME_WORK != verdicts["tg2", "3"]
     assert "pp4: streams 1 -> 3: same work" in found.verdict
-    assert any("no difference from streams=1: 3" in sentence for sentence in effects(found))
+    assert any("same work as streams=1: 3" in sentence for sentence in effects(found))
     plain = wb.ab(engine, "sync=per_copy,packed", tests="tg2", **how)
     assert "does what the baseline does" not in plain.verdict
