@@ -23,6 +23,7 @@ from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.sweep import sweep as sweeping
 from workbench.benchmarks.sweep.result import COLUMNS, Sweep
+from workbench.benchmarks.sweep.scheduler import workers_of
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.report import sweeps
 
@@ -422,6 +423,20 @@ def test_a_damaged_sweep_is_one_line(whole, tmp_path):
         with pytest.raises(UsageError, match=re.escape(said)) as error:
             Sweep.load(tmp_path)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("address", "said"), [
+    ("foo", "missing port number in address 'foo'"), ("zzz://foo:1", "unknown address scheme"),
+    ("foo:99999999", "no port has the number 99999999"),
+])  # fmt: skip
+def test_an_address_without_a_port_makes_no_client(monkeypatch, address, said):
+    """A client whose making fails waits for 20 s as Python ends, and prints a traceback."""
+    asked: list[str] = []
+    monkeypatch.setattr("distributed.Client", lambda at, **_: asked.append(at))
+    with pytest.raises(UsageError, match=said) as error, workers_of(address):
+        pass
+    assert "\n" not in str(error.value) and "`dask scheduler`" in str(error.value)
+    assert not asked
 
 
 @pytest.mark.long
