@@ -402,6 +402,8 @@ def test_the_command_takes_lists_and_a_file(call, model, tmp_path):
     ("-m none.gguf", "none.gguf"), ("-m MODEL --sync ,", "toggle sync='' does not exist"),
     ("-m MODEL --resume --out none", "none is no sweep: sweep.json is missing"),
     ("-m MODEL --scheduler tcp://127.0.0.1:1", "no scheduler answers at 'tcp://127.0.0.1:1'"),
+    ("m.toml", "sweep takes m.toml by its flag; write --matrix m.toml"),
+    ("x/a.gguf -r 2", "write --model x/a.gguf"), ("tg8", "Unused Tokens: ['tg8']"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_nothing_is_written(
     call, model, tmp_path, monkeypatch, words, said
