@@ -23,6 +23,7 @@ from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.sweep import sweep as sweeping
 from workbench.benchmarks.sweep.result import COLUMNS, Sweep
+from workbench.benchmarks.sweep.scheduler import workers_of
 from workbench.common.errors import UsageError, WorkbenchError
 from workbench.report import sweeps
 
@@ -401,6 +402,8 @@ def test_the_command_takes_lists_and_a_file(call, model, tmp_path):
     ("-m none.gguf", "none.gguf"), ("-m MODEL --sync ,", "toggle sync='' does not exist"),
     ("-m MODEL --resume --out none", "none is no sweep: sweep.json is missing"),
     ("-m MODEL --scheduler tcp://127.0.0.1:1", "no scheduler answers at 'tcp://127.0.0.1:1'"),
+    ("m.toml", "sweep takes m.toml by its flag; write --matrix m.toml"),
+    ("x/a.gguf -r 2", "write --model x/a.gguf"), ("tg8", "Unused Tokens: ['tg8']"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_nothing_is_written(
     call, model, tmp_path, monkeypatch, words, said
@@ -422,6 +425,20 @@ def test_a_damaged_sweep_is_one_line(whole, tmp_path):
         with pytest.raises(UsageError, match=re.escape(said)) as error:
             Sweep.load(tmp_path)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("address", "said"), [
+    ("foo", "missing port number in address 'foo'"), ("zzz://foo:1", "unknown address scheme"),
+    ("foo:99999999", "no port has the number 99999999"),
+])  # fmt: skip
+def test_an_address_without_a_port_makes_no_client(monkeypatch, address, said):
+    """A client whose making fails waits for 20 s as Python ends, and prints a traceback."""
+    asked: list[str] = []
+    monkeypatch.setattr("distributed.Client", lambda at, **_: asked.append(at))
+    with pytest.raises(UsageError, match=said) as error, workers_of(address):
+        pass
+    assert "\n" not in str(error.value) and "`dask scheduler`" in str(error.value)
+    assert not asked
 
 
 @pytest.mark.long

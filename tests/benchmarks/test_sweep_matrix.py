@@ -120,10 +120,10 @@ def test_impossible_cells_have_a_reason():
         presets="baseline",
     ).cells()  # fmt: skip
     why = [one.reason for one in left_out]
-    assert len(cells) == 2 * 3 and len(why) == 10
-    assert sum("clash" in reason for reason in why) == 2
-    assert sum("a depth or several sequences, not n_depth=8" in reason for reason in why) == 8
-    assert {cell.workload.name for cell in cells} == {"pp4+tg4@b1", "pp4+tg4@b2"}
+    assert len(cells) == 3 * 3 and len(why) == 7
+    assert sum("clash" in reason for reason in why) == 3
+    assert sum("for one sequence alone; n_depth=8 with n_parallel=2" in one for one in why) == 4
+    assert {cell.workload.name for cell in cells} == {"pp4+tg4@b1", "pp4+tg4@b2", "pp4+tg4@d8"}
     assert {cell.config.n_seqs for cell in cells} == {1, 2}
     cells, left_out = matrix_of(
         "a.gguf", sets=["", "sync=packed pdl=on"], toggles={"pdl": ["off", "on"]}
@@ -171,6 +171,10 @@ def test_values_with_commas_are_a_list():
     ({"exclude": "test"}, "exclusion 'test' has no value; write it as test=VALUE"),
     ({"exclude": "test=tg5"}, "exclusion test=tg5: no cell has it; test is tg32"),
     ({"exclude": [{}]}, "an exclusion names no axis"),
+    ({"exclude": 3}, "exclude=3 is no exclusion; write it as 'sync=packed n_ubatch=128'"),
+    ({"exclude": [3]}, "exclude=3 is no exclusion"),
+    ({"exclude": [["a"]]}, r"exclude=\['a'\] is no exclusion"),
+    ({"exclude": None}, "exclude=None is no exclusion"),
     ({"models": []}, "model has no value"),
     ({"models": ["a/x.gguf", "b/x.gguf"]}, "two models have the name x"),
     ({"repetitions": 0}, "repetitions=0: give 1 or more"),

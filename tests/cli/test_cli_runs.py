@@ -157,7 +157,7 @@ def odd(root):
 def swept(root):
     """A sweep whose record says next to nothing, with two runs."""
     (root / "swept").mkdir()
-    (root / "swept/sweep.json").write_text("{}")
+    (root / "swept/sweep.json").write_text('{"schema": 1}')
     for name in ("a", "b"):
         write(root / "swept/groups", name)
     return root / "swept"
@@ -173,6 +173,7 @@ def test_a_sweep_is_listed_as_one_and_removed_as_one(call, swept, root):
     assert sum("| groups/" in line for line in call("runs", "ls", swept)[1].splitlines()) == 2
     of = results.runs(root)["part_of"].tolist()
     assert sorted(of) == [""] * 4 + [str(swept)] * 2
+    (swept / "sweep.json").write_text("{}")
     status, _, err = call("runs", "show", swept)  # its record cannot be read
     assert status == 2 and "schema None of sweep.json is not 1" in err and err.count("\n") == 1
     status, _, err = call("runs", "show", swept, "--json")
@@ -184,6 +185,38 @@ def test_a_sweep_is_listed_as_one_and_removed_as_one(call, swept, root):
     assert status == 2 and "photos is no run folder" in err and load_run(swept / "groups/a")
     (swept / "groups/photos").rmdir()
     assert call("runs", "rm", swept, "--yes")[0] == 0 and not swept.exists()
+
+
+@pytest.mark.parametrize("file", ["sweep.json", "advice.json"])
+@pytest.mark.parametrize(("text", "status", "said"), [
+    ('{"schema": 999}', "newer schema", "schema 999 of FILE is newer than 1"),
+    ("{", "unreadable", "FILE cannot be read: Expecting"),
+    ("{}", "unreadable", "schema None of FILE is not 1"),
+])  # fmt: skip
+def test_ls_says_that_a_record_cannot_be_read(call, swept, root, file, text, status, said):
+    """Of a sweep, and of an advice."""
+
+    def listed() -> tuple[str, str]:
+        out = call("runs", "ls", root)[1]
+        return next(line for line in out.splitlines() if "| swept" in line), " ".join(out.split())
+
+    (swept / "sweep.json").rename(swept / file)
+    assert "| complete " in listed()[0]
+    (swept / file).write_text(text)
+    line, out = listed()
+    assert f"| {status} " in line and said.replace("FILE", file) in out
+
+
+def test_ls_says_that_samples_are_cut_or_missing(call, root):
+    samples = root / "one/samples.parquet"
+    samples.write_bytes(samples.read_bytes()[:-20])
+    (root / "two/samples.parquet").unlink()
+    lines = call("runs", "ls", root)[1].splitlines()
+    rows = {line.split()[1]: line for line in lines if line.startswith("| ")}
+    assert "| unreadable " in rows["one"] and "| unreadable " in rows["two"]
+    found = json.loads(call("runs", "ls", root, "--json")[1])
+    why = {row["run_id"]: row["status"] for row in found}
+    assert str(root / "one") in why["one"] and "samples.parquet" in why["two"], why
 
 
 def test_rm_refuses_what_is_no_run_folder_before_it_removes_any(call, root, odd):

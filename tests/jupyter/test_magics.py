@@ -90,6 +90,25 @@ def test_what_is_bound_has_the_tables_and_pictures_of_a_profile(profiled, shell,
             ask()
 
 
+def test_what_is_bound_is_compared_and_has_a_critical_path(profiled):
+    one = profiled("eng --as t", "for token in (1, 2):\n    x = eng.step([token])").trace
+    (own,) = one.profiles.values()
+    pd.testing.assert_frame_equal(one.critical_path(), own.critical_path())
+    pd.testing.assert_frame_equal(wb.diff(one, own), wb.diff(own, own))
+    cell = "with eng.variant('sync=packed') as packed:\n    x = eng.step([3]), packed.step([3])"
+    two = profiled("--as t", cell).trace
+    for ask in (two.critical_path, lambda: wb.diff(one, two)):
+        with pytest.raises(UsageError, match=r"is of eng, packed; .*trace\.profiles\['eng'\]") as e:
+            ask()
+        assert "\n" not in str(e.value)
+    assert len(wb.diff(one, two.profiles["packed"]))
+    nothing = profiled("--as t", "pass").trace
+    with pytest.raises(UsageError, match="no engine that was traced made a step"):
+        wb.diff(one, nothing)
+    with pytest.raises(UsageError, match="diff takes profiles or trace files, and no int"):
+        wb.diff(one, 3)
+
+
 def test_a_cell_does_what_it_does_without_the_magic(profiled, shell):
     assert profiled("", "6 * 7").value == profiled("", "6 * 7", magic="#").value == 42
     assert profiled("", "6 * 7;").value is None

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from cyclopts import CycloptsError, MissingArgumentError
+from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from workbench.cli import (  # noqa: F401 - commands
     advise,
@@ -60,6 +60,8 @@ def _end_of(arguments: list[str]) -> tuple[int, str]:
     except MissingArgumentError as error:
         named = () if error.argument is None else error.argument.names
         return 2, f"{error} {GIVE_MODEL}" if "--model" in named else str(error)
+    except UnusedCliTokensError as error:
+        return 2, _meant(arguments, error.unused_tokens or []) or str(error)
     except CycloptsError as error:
         cause = error.__cause__
         return 2, str(cause if isinstance(cause, WorkbenchError) else error)
@@ -81,6 +83,18 @@ def _end_of(arguments: list[str]) -> tuple[int, str]:
         refused = refusal(Path(str(error.filename or "a file")), error)
         return refused.exit_status, str(refused)
     return 0, ""
+
+
+# the flags of `sweep` for a file that was given without one
+FLAGS_OF_FILES = {".toml": "--matrix", ".gguf": "--model"}
+
+
+def _meant(arguments: list[str], unused: list[str]) -> str:
+    """What to write in place of a file that no parameter took; empty where that is unknown."""
+    flag = FLAGS_OF_FILES.get(Path(unused[0]).suffix) if unused else None
+    if flag is None or arguments[:1] != ["sweep"]:
+        return ""
+    return f"sweep takes {unused[0]} by its flag; write {flag} {unused[0]}"
 
 
 def fail(message: str, status: int) -> None:

@@ -59,6 +59,8 @@ def list_runs(
         say(f"no runs in {root}; bench, ab, sweep and others write them with --out")
         return
     found = folders.runs_together(found, root)
+    for name in ("started", "model"):  # where no run can be read, these are no columns of text
+        found[name] = found[name].astype(object).fillna("")
     reasons = found["status"].str.partition(": ")
     table = Table(
         {

@@ -55,7 +55,8 @@ Traced = list[tuple[Engine, Profile]]
 
 
 class CellTrace(Framed):
-    """The trace of a cell, of all engines together. It has the methods of a Profile.
+    """The trace of a cell, of all engines together. It has the methods of a Profile, and `wb.diff`
+    takes it where it is of one engine.
 
     engines: from the name of each engine that made a step to the numbers of its steps. The steps of
         a single engine keep their numbers. Steps of several engines are numbered in the order in
@@ -97,6 +98,23 @@ class CellTrace(Framed):
         """A row for each time in which no kernel ran; see `analysis.gaps`. Of several engines as
         `kernels`."""
         return self._of_each(lambda part: part.gaps())
+
+    def critical_path(self, step: int | None = None) -> pd.DataFrame:
+        """What bounds each part of a step; see `critical.critical_path`. Of one engine: where
+        there are several, ask one of `profiles`."""
+        return self.single("critical_path").critical_path(step)
+
+    def single(self, what: str) -> Profile:
+        """The only profile. Raises UsageError where there is none, or several. what: asks for it,
+        for the error."""
+        if not self.profiles:
+            raise UsageError(f"{self}; let the cell make one")
+        if len(self.profiles) > 1:
+            raise UsageError(
+                f"{what} takes one engine's trace, and this one is of {', '.join(self.profiles)}; "
+                f"give one, as trace.profiles[{next(iter(self.profiles))!r}]"
+            )
+        return next(iter(self.profiles.values()))
 
     def _of_each(self, table: Callable[[Profile], pd.DataFrame]) -> pd.DataFrame:
         """A table of each engine's own trace; with a column for the engine where there are

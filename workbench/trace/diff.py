@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from os import PathLike, fspath
+from typing import Protocol
 
 import numpy as np
 import pandas as pd
@@ -37,15 +38,23 @@ IDLE = "no kernel runs"
 _LAYER = re.compile(r"-(\d+)")  # `Qcur-8`, `attn_norm-8 (w)`
 
 
-def diff(
-    before: Profile | str | PathLike[str], after: Profile | str | PathLike[str], by: str = "auto"
-) -> pd.DataFrame:
+class OfEngines(Protocol):
+    """A trace of several engines, or of one; what `%%wb_profile` binds is one."""
+
+    def single(self, what: str) -> Profile:
+        """The only profile. Raises UsageError where there is none, or several."""
+
+
+Trace = Profile | OfEngines | str | PathLike[str]
+
+
+def diff(before: Trace, after: Trace, by: str = "auto") -> pd.DataFrame:
     """Compares two traces. Returns a frame of what takes longer after than before.
 
     It has a row for each op of a layer, and for each phase of the host, the largest change first.
     `COLUMNS` lists the columns; `delta_us` above 0 is longer.
 
-    before, after: profiles, or paths that `Profile.load` reads.
+    before, after: profiles, what `%%wb_profile --as` binds, or paths that `Profile.load` reads.
     by: `op`: a row for an op of a layer. `node`: for a node. `kernel`: for a function of the
         device, with its template's arguments where both files are of one tool. `auto`: `op`, and
         `kernel` where a trace is foreign.
@@ -56,12 +65,13 @@ def diff(
     `attrs`: `line` compares the steps in one line; `notes` has the source of each trace.
 
     Raises UsageError for another `by`, where one trace has steps and the other has none, where no
-    steps are of one size, and for a file that `Profile.load` refuses.
+    steps are of one size, for a trace of several engines, and for a file that `Profile.load`
+    refuses.
     """
     if by not in BY:
         raise UsageError(f"by={by!r} does not exist; choose one of {', '.join(BY)}")
-    profiles = [p if isinstance(p, Profile) else Profile.load(p) for p in (before, after)]
-    names = ["before" if isinstance(p, Profile) else fspath(p) for p in (before, after)]
+    profiles = [_profile(p) for p in (before, after)]
+    names = [fspath(p) if isinstance(p, str | PathLike) else "before" for p in (before, after)]
     names = ["after" if n and name == "before" else name for n, name in enumerate(names)]
     tools = [p.collector for p in profiles]
     if by == "auto":
@@ -186,3 +196,13 @@ def _in_a_step(rows: pd.DataFrame, keys: list[str], n_steps: int, whole: bool) -
         for _, us in sums.groupby(level=list(range(len(keys))), dropna=False, sort=False)
     ]
     return made.assign(us=medians)
+
+
+def _profile(trace: Trace) -> Profile:
+    if isinstance(trace, Profile):
+        return trace
+    if isinstance(trace, str | PathLike):
+        return Profile.load(trace)
+    if not hasattr(trace, "single"):
+        raise UsageError(f"diff takes profiles or trace files, and no {type(trace).__name__}")
+    return trace.single("diff")

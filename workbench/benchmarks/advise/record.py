@@ -25,7 +25,6 @@ from workbench.common.errors import UsageError
 from workbench.common.output import write_text
 from workbench.config import Toggles
 
-SCHEMA = 1
 # fields of `Advice` that JSON takes as they are
 PLAIN = (
     "model", "device", "test", "changes", "left_alone", "interrupted", "seconds", "at_most_s",
@@ -37,7 +36,7 @@ def write(advice: Advice) -> None:
     """Writes `advice.json` into the advice's folder. Raises UsageError where it cannot be
     written."""
     content: dict[str, Any] = {
-        "schema": SCHEMA,
+        "schema": results.TOGETHER_SCHEMAS[ADVICE_JSON],
         **{name: getattr(advice, name) for name in PLAIN},
         "best": _changes(advice.best),
         "start": _changes(advice.start),
@@ -59,7 +58,7 @@ def load(folder: str | Path) -> Advice:
     """Reads the folder of an advice, of any machine. Raises UsageError, in one line, where it holds
     none, or one that is damaged or of a newer schema."""
     folder = Path(folder)
-    found = results.read_together(folder, ADVICE_JSON, SCHEMA, "advice")
+    found = results.read_together(folder, ADVICE_JSON, "advice")
     try:
         return Advice(
             **{name: found[name] for name in PLAIN},

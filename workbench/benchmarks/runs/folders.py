@@ -29,6 +29,7 @@ from workbench.benchmarks.runs.results import (
     percentiles,
     rates,
     together,
+    together_status,
 )
 from workbench.common.errors import UsageError
 from workbench.common.output import (
@@ -106,8 +107,8 @@ def remove_runs(folders: Sequence[RunFolder]) -> None:
 
 def runs_together(found: pd.DataFrame, root: str | Path) -> pd.DataFrame:
     """The rows of `results.runs(root)`, with one row in place of the runs of a sweep or an advice,
-    unless `root` is its folder. Its kind says how many runs there are, its status is the first that
-    is not `complete`."""
+    unless `root` is its folder. Its kind says how many runs there are; its status is the first that
+    is not `complete`, of its own file and of its runs."""
 
     def said(values: pd.Series, what: str) -> str:
         known = list(dict.fromkeys(values))
@@ -119,7 +120,8 @@ def runs_together(found: pd.DataFrame, root: str | Path) -> pd.DataFrame:
             rows += runs.to_dict("records")
             continue
         of = together(Path(str(folder)))
-        others = [status for status in runs["status"] if status != COMPLETE]
+        every = [together_status(Path(str(folder))), *runs["status"]]
+        others = [status for status in every if status != COMPLETE]
         rows.append(runs.iloc[0].to_dict() | {
             "folder": folder, "kind": f"{of} ({counted(len(runs), 'run')})", "part_of": "",
             "status": others[0] if others else COMPLETE, "model": said(runs["model"], "model"),

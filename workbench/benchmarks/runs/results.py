@@ -69,6 +69,7 @@ RUN_JSON, SAMPLES = "run.json", "samples.parquet"
 SWEEP_JSON = "sweep.json"  # `sweep/store.py`
 ADVICE_JSON = "advice.json"  # `advise/record.py`
 TOGETHER = {SWEEP_JSON: "sweep", ADVICE_JSON: "advise"}
+TOGETHER_SCHEMAS = {SWEEP_JSON: 1, ADVICE_JSON: 1}
 GROUPS = "groups"  # a sweep's folder of run folders
 TABLES = TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"  # of `perplexity`, and of `serve`
 COMPLETE, INTERRUPTED = "complete", "interrupted"
@@ -461,12 +462,16 @@ def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"{folder} cannot be read: {str(error).splitlines()[0]}") from error
-    if samples.schema.names != SAMPLE_SCHEMA.names:
-        raise UsageError(f"{folder}: samples.parquet has columns {samples.schema.names}")
+    _check_columns(samples.schema, folder)
     return (
         Run(folder, run, samples.to_pandas().astype(_DTYPES)),
         [table.to_pandas() for table in tables],
     )
+
+
+def _check_columns(schema: pa.Schema, folder: Path) -> None:
+    if schema.names != SAMPLE_SCHEMA.names:
+        raise UsageError(f"{folder}: samples.parquet has columns {schema.names}")
 
 
 def no_folder(file: Path) -> UsageError:
@@ -482,7 +487,25 @@ def together(folder: Path) -> str:
     return next((kind for file, kind in TOGETHER.items() if (folder / file).is_file()), "")
 
 
-def read_together(folder: Path, file: str, schema: int, what: str) -> dict[str, Any]:
+def together_status(folder: Path) -> str:
+    """COMPLETE, or why the file that makes this folder one result cannot be read, as `runs` says
+    it."""
+    try:
+        for file, kind in TOGETHER.items():
+            if (folder / file).is_file():
+                read_together(folder, file, kind)
+    except UsageError as error:
+        return _refused(error, folder)
+    return COMPLETE
+
+
+def _refused(error: Exception, folder: Path) -> str:
+    """The status of a folder that cannot be read."""
+    why = NEWER if isinstance(error, NewerSchema) else UNREADABLE
+    return f"{why}: {'' if str(folder) in str(error) else f'{folder}: '}{error}"
+
+
+def read_together(folder: Path, file: str, what: str) -> dict[str, Any]:
     """The content of a `file` of TOGETHER. Raises UsageError, in one line, where it is missing,
     cannot be read, or is of another schema. what: `sweep`, or `advice`."""
     try:
@@ -493,7 +516,7 @@ def read_together(folder: Path, file: str, schema: int, what: str) -> dict[str, 
         said = str(error).splitlines()[0]
         raise UsageError(f"{folder / file} cannot be read: {said}") from error
     made: dict[str, Any] = found if isinstance(found, dict) else {}
-    check_schema(made.get("schema"), schema, file, folder)
+    check_schema(made.get("schema"), TOGETHER_SCHEMAS[file], file, folder)
     return made
 
 
@@ -512,11 +535,9 @@ def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
             continue
         try:
             rows.append(_row(path.parent))
-        except (OSError, ValueError, KeyError) as error:  # UsageError is a ValueError
-            why = NEWER if isinstance(error, NewerSchema) else UNREADABLE
-            where = "" if str(path.parent) in str(error) else f"{path.parent}: "
-            rows.append({"run_id": path.parent.name, "status": f"{why}: {where}{error}"})
-            rows[-1]["folder"] = str(path.parent)
+        except (OSError, ValueError, KeyError, pa.ArrowException) as error:  # or UsageError
+            status = _refused(error, path.parent)
+            rows.append({"run_id": path.parent.name, "status": status, "folder": str(path.parent)})
         rows[-1]["part_of"] = _part_of(path.parent, len(inside) - 1, holders)
     columns = [
         "run_id", "started", "kind", "name", "status", "model", "device", "tests", "arms",
@@ -540,6 +561,7 @@ def _part_of(folder: Path, most: int, holders: dict[Path, str]) -> str:
 def _row(folder: Path) -> dict[str, Any]:
     run = json.loads((folder / RUN_JSON).read_text(encoding="utf-8"))
     check_run(run, folder)
+    _check_columns(pq.read_schema(folder / SAMPLES), folder)  # of a file that is cut it fails
     same = ("run_id", "started", "kind", "name", "status", "repetitions", "duration_s")
     return {key: run[key] for key in same} | {
         "model": f"{run['model'].get('name')} {run['model'].get('quant')}",

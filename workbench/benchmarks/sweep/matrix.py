@@ -94,13 +94,15 @@ def _cell(given: Mapping[str, Any], shown: dict[str, Any]) -> Cell:
     """The cell with these values. Raises UsageError where it can never be measured."""
     workload = parse_tests(given[TEST])[0]
     depth, parallel = given.get(DEPTH, 0), given.get(PARALLEL, 0)
-    if depth and parallel:
+    if depth and parallel > 1:
         raise UsageError(
-            f"a test has a depth or several sequences, not n_depth={depth} and "
-            f"n_parallel={parallel}"
+            f"a depth is filled for one sequence alone; n_depth={depth} with "
+            f"n_parallel={parallel} is no test"
         )
-    if depth or parallel:
-        workload = workload._replace(n_depth=depth, n_seqs=parallel)
+    if depth:  # one sequence is a test as without n_parallel
+        workload = workload._replace(n_depth=depth)
+    elif parallel:
+        workload = workload._replace(n_seqs=parallel)
     settings = {name: given[name] for name in SETTINGS if name in given}
     config = EngineConfig(**settings)
     config = replace(config, n_seqs=max(config.n_seqs, workload.width))
@@ -246,13 +248,18 @@ def _check(axes: Mapping[str, Sequence[Any]]) -> None:
         raise UsageError(f"the matrix has {n:,} cells, and {MOST_CELLS:,} are the most; give fewer")
 
 
+_WRITE_RULE = "write it as 'sync=packed n_ubatch=128'"
+
+
 def _rules(exclude: Any, axes: Mapping[str, Sequence[Any]]) -> Iterable[dict[str, tuple[str, ...]]]:
     """The exclusions, each as the values of its axes. Raises UsageError for an axis that the matrix
-    does not have, and for a value that no cell has."""
+    does not have, for a value that no cell has, and for what is neither a text nor a mapping."""
     for one in [exclude] if isinstance(exclude, Mapping) else several(exclude):
+        if not isinstance(one, str | Mapping):
+            raise UsageError(f"exclude={one!r} is no exclusion; {_WRITE_RULE}")
         rule = dict(_pair(part) for part in one.split()) if isinstance(one, str) else dict(one)
         if not rule:
-            raise UsageError("an exclusion names no axis; write it as 'sync=packed n_ubatch=128'")
+            raise UsageError(f"an exclusion names no axis; {_WRITE_RULE}")
         made = {}
         for axis, values in rule.items():
             if axis not in axes:

@@ -28,6 +28,7 @@ from workbench.common.errors import UsageError, WorkbenchError
 
 DEVICE = {"device": 1}  # what a group needs of a worker
 REACHED_S = 10.0
+HOST_AND_PORT = ("tcp", "tls", "ws", "wss")  # schemes of an address that ends in host:port
 
 
 class Measured(NamedTuple):
@@ -117,6 +118,7 @@ def workers_of(address: str) -> Iterator[Workers]:
     from distributed import Client
 
     try:
+        _check_address(address)
         client = Client(address, timeout=REACHED_S, set_as_default=False)
     except (OSError, ValueError) as error:
         said = " ".join(str(error).split())
@@ -131,3 +133,17 @@ def workers_of(address: str) -> Iterator[Workers]:
                 f"dask worker {address} --nthreads 1 --resources device=1"
             )
         yield Workers(client)
+
+
+def _check_address(address: str) -> None:
+    """Raises ValueError for an address that no scheduler can have. A Client that is asked for such
+    a one stays half made: it waits for 20 s as Python ends, and prints a traceback."""
+    from distributed.comm.addressing import parse_address, parse_host_port
+    from distributed.comm.registry import get_backend
+
+    scheme, place = parse_address(address)
+    get_backend(scheme)
+    if scheme in HOST_AND_PORT:
+        _, port = parse_host_port(place)
+        if not 0 < port < 1 << 16:
+            raise ValueError(f"no port has the number {port}")

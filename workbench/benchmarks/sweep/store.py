@@ -26,8 +26,6 @@ from workbench.benchmarks.sweep.matrix import MODEL, Matrix
 from workbench.common.errors import UsageError
 from workbench.common.output import check_folder, write_text
 
-SCHEMA = 1
-
 
 class SweepRecord(NamedTuple):
     """`sweep.json`.
@@ -92,14 +90,16 @@ class SweepFolder:
         return self.path / GROUPS / name
 
     def write(self, record: SweepRecord) -> None:
-        content: dict[str, Any] = {"schema": SCHEMA} | record._asdict()
+        content: dict[str, Any] = {
+            "schema": results.TOGETHER_SCHEMAS[SWEEP_JSON]
+        } | record._asdict()
         content["left_out"] = [one._asdict() for one in record.left_out]
         text = json.dumps(portable(content), indent=1, ensure_ascii=False) + "\n"
         write_text(self.path / SWEEP_JSON, text, parents=True)
 
     def read(self) -> SweepRecord:
         """Raises UsageError, in one line, where the folder holds no sweep that can be read."""
-        found = results.read_together(self.path, SWEEP_JSON, SCHEMA, "sweep")
+        found = results.read_together(self.path, SWEEP_JSON, "sweep")
         try:
             made = SweepRecord(**{name: found[name] for name in SweepRecord._fields})
             left_out = [LeftOut(one["axes"], one["reason"]) for one in found["left_out"]]
