@@ -120,7 +120,7 @@ def test_a_path_is_opened_for_the_function_and_closed_again(tiny_model):
     (lambda e: wb.runs("no-such-folder"), "no-such-folder is no folder; name a folder that holds"),
     (lambda e: wb.runs(None), "None is no path; give a folder that holds run folders"),
     (lambda e: wb.load(3), "3 is no path; give a run folder, or the file of a trace"),
-    (lambda e: wb.diff(None, None), "None is no path; give the path of a trace file"),
+    (lambda e: wb.diff(None, None), "diff takes profiles or trace files, and no NoneType"),
     (lambda e: comparison().to_csv("a.xlsx"), "a.xlsx has an unknown extension; the file"),
     (lambda e: comparison().to_parquet("a.csv"), "extension; the file can be .parquet"),
 ])  # fmt: skip
