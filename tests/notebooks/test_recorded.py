@@ -49,6 +49,12 @@ def test_runs_are_of_one_kind_of_card_one_model_and_one_day_each_notebook_of_one
         assert len({run["commit"]["hash"] for run in made}) == 1, name
 
 
+@pytest.mark.xfail(reason="09 is of another commit than the rest", strict=True)
+def test_every_run_is_of_one_commit():
+    """`strict`: the next record turns this into a failure, and then the mark goes."""
+    assert len({run["commit"]["hash"] for made in recorded().values() for run in made}) == 1
+
+
 def test_all_of_them_take_five_minutes_at_most():
     seconds = json.loads((RUNS / TOOK).read_text())
     assert [*seconds] == [path.stem for path in NOTEBOOKS]
