@@ -382,8 +382,8 @@ def outputs(notebook: str) -> list[str]:
     return ["".join(o.get("data", {}).get("text/plain", "")) for o in shown]
 
 
-# The committed outputs say it in other words. `strict`: the next record of the notebooks turns these
-# into failures, and then the mark goes.
+# The committed outputs say it in other words. `strict`: the next record of the notebooks turns
+# these into failures, and then the mark goes.
 WORDED_ANEW = pytest.mark.xfail(reason="sentences were worded anew since the record", strict=True)
 
 
