@@ -382,11 +382,6 @@ def outputs(notebook: str) -> list[str]:
     return ["".join(o.get("data", {}).get("text/plain", "")) for o in shown]
 
 
-# The committed outputs say it in other words. `strict`: the next record of the notebooks turns
-# these into failures, and then the mark goes.
-WORDED_ANEW = pytest.mark.xfail(reason="sentences were worded anew since the record", strict=True)
-
-
 def answer(notebook: str) -> list[str]:
     return outputs(notebook)[-1].splitlines()
 
@@ -439,7 +434,6 @@ def test_launches_of_a_layer(tiny_model):
     assert made[1:] == said_of(*runs)
 
 
-@WORDED_ANEW
 def test_launches_are_answered_by_the_runs_beside_them():
     runs, said = (ab("fusion"), ab("defer")), answer("10_fusion")
     assert said[1:] == said_of(*runs)
@@ -487,7 +481,6 @@ def test_whether_streams_help(tiny_model):
     assert made[2] == "Side by side, memory races with lifetimes serial and interleaved."
 
 
-@WORDED_ANEW
 def test_streams_are_answered_by_the_runs_beside_it():
     runs = ab("streams-on"), ab("streams-off"), ab("streams-fused")
     assert runs[0].run["tests"][1] == "pp512", "the thread's control"
@@ -496,7 +489,6 @@ def test_streams_are_answered_by_the_runs_beside_it():
     assert f"pp512: {conclusions.each_arm(runs[0], 'pp512')}; memory may be shared" in said[0]
 
 
-@WORDED_ANEW
 def test_skipping_is_answered_by_the_runs_beside_it():
     said, text = answer("06_masked_kv"), " ".join(" ".join(outputs("06_masked_kv")).split())
     folders = {name: f"notebook-ragged-{name.replace('_', '-')}" for name in masked.WAYS}
@@ -524,7 +516,6 @@ def test_skipping_is_answered_by_the_runs_beside_it():
         assert len(cells) >= 4 and not [cell for cell in cells if cell not in text]
 
 
-@WORDED_ANEW
 def test_serving_is_answered_by_the_runs_beside_it():
     names = (loaded.SERVING, *loaded.SUSPECTS, loaded.CONTROL)
     found = {
@@ -542,7 +533,6 @@ def test_serving_is_answered_by_the_runs_beside_it():
     assert answer("07_batched_serving") == made.splitlines()
 
 
-@WORDED_ANEW
 def test_waiting_and_gains_are_answered_by_the_runs_beside_them():
     sentences = said_of(ab("waiting"))
     assert answer("01_baseline_gaps")[-len(sentences) :] == sentences

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 
 import workbench as wb
-from tests.answers import test_answer_tables as tables_of
 from tests.answers.test_answer_tables import ARMS, KEPT, RUNS, ab, answer, said_of, tiny
 from workbench.answers import annotated, conclusions, kept, planned, proofs, raced, waits
 from workbench.benchmarks.runs.results import load_run
@@ -267,7 +266,6 @@ def test_without_the_results_a_lesson_goes_on(monkeypatch, tmp_path):
     assert proofs.of_record_table().empty
 
 
-@tables_of.WORDED_ANEW
 def test_what_building_costs(null):
     on, steps = ab("reuse-on"), kept.reuse_table(null)
     assert steps["reused"].tolist() == [0, 15, 0, 15, 0, 0, 1] and len(steps) <= 7

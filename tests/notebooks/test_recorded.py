@@ -49,9 +49,7 @@ def test_runs_are_of_one_kind_of_card_one_model_and_one_day_each_notebook_of_one
         assert len({run["commit"]["hash"] for run in made}) == 1, name
 
 
-@pytest.mark.xfail(reason="09 is of another commit than the rest", strict=True)
 def test_every_run_is_of_one_commit():
-    """`strict`: the next record turns this into a failure, and then the mark goes."""
     assert len({run["commit"]["hash"] for made in recorded().values() for run in made}) == 1
 
 
