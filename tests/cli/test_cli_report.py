@@ -116,6 +116,25 @@ def test_parameters_have_the_types_that_the_notebooks_give_them(call, rendered, 
     assert given == {"device": "host", "slots": "4", "repeats": 6, "quick": False}
 
 
+def test_a_model_is_a_file_from_here_or_from_the_notebook_and_is_read_before_a_cell(
+    call, rendered, tiny_model, monkeypatch, tmp_path
+):
+    given = {}
+    monkeypatch.setattr(
+        render, "render_all", lambda _paths, _out, own, **_: given.update(own) or []
+    )
+    ask = ("report", "00_tour", "--device", "host", "-p", "model")
+    own = tiny_model("tiny-llama", "Q8_0")
+    assert call(*ask, own)[0] == 0 and given["model"] == str(own)
+    shutil.copy(own, "notebooks/beside.gguf")
+    assert call(*ask, "beside.gguf")[0] == 0 and given["model"] == "beside.gguf"
+    given.clear()
+    (tmp_path / "cut.gguf").write_bytes(own.read_bytes()[:100])
+    for file, says in (("none.gguf", "none.gguf: no such file"), (tmp_path / "cut.gguf", "byte")):
+        status, out, err = call(*ask, file)
+        assert (status, out, given) == (1, "", {}) and says in err.splitlines()[-1]
+
+
 def test_who_copies_notebooks_is_told_what_runs_them(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder, run in (("notebooks", "workbench report"), ("nb", "workbench report nb/*.ipynb")):

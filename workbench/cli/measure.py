@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,6 +22,7 @@ from workbench.cli.lists import (
 )
 from workbench.cli.notebooks import NOTEBOOKS, shipped_notebooks
 from workbench.cli.outputs import RowFormat, TableFormat, check_run_name, print_frame
+from workbench.common.devices import AUTO
 from workbench.common.errors import Kept, UsageError, WorkbenchError
 from workbench.common.nearest import choices
 from workbench.common.output import check_folder
@@ -363,6 +364,8 @@ def report(
     chosen, reason = choose_device(device)
     say(f"device: {chosen} ({reason})")
     write_tiny_models(MODELS)
+    if given.get("model", AUTO) != AUTO:
+        given["model"] = _model(given["model"], paths)
     pages = render_all(
         paths,
         out,
@@ -413,6 +416,21 @@ def _parameter(name: str, text: str, known: list[dict[str, Any]]) -> Any:
                     f"-p {name} {text!r} is not {words}; give one, as {usual[0]}"
                 ) from None
     return text if all(isinstance(value, str) for value in usual) else _literal(text)
+
+
+def _model(given: str, notebooks: Sequence[Path]) -> str:
+    """The parameter for a model: a file from here by its absolute path, since a notebook's paths
+    begin at its folder. Raises ModelFileError for a file that is neither there nor here, or no
+    model."""
+    from workbench.model.gguf.file import open_gguf
+
+    here = Path(given)
+    if here.is_file():
+        given = str(here.resolve())
+    for notebook in notebooks:
+        with open_gguf(notebook.parent / given):
+            pass
+    return given
 
 
 def _literal(text: str) -> Any:
