@@ -85,6 +85,12 @@ DAMAGED = {
     "newer": ("run.json", json.dumps(a_run(schema=2)).encode()),
     "arms": ("run.json", json.dumps(a_run(arms=[{}])).encode()),
     "no parquet": ("samples.parquet", b"PAR1"),
+} | {
+    f"{part}={value}": ("run.json", json.dumps(a_run(**{part: value})).encode())
+    for part, value in [
+        ("commit", {}), ("model", {}), ("engine", {"a": 1}), ("result", {}), ("arms", []),
+        ("seed", -1), ("tests", [1]),
+    ]
 }  # fmt: skip
 
 
@@ -95,8 +101,13 @@ def test_a_damaged_folder_is_refused_in_one_line(tmp_path, how):
     with pytest.raises(UsageError) as error:
         load_run(folder)
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
+    listed = results.runs(tmp_path)["status"].tolist()
+    assert all(s.startswith(("unreadable: ", "newer schema: ")) for s in listed)
+    assert len(listed) == (folder / "run.json").exists()
     with pytest.raises(TypeError, match="does not belong"):
-        write_run(tmp_path / "other", a_run(result={"x": object()}), some_samples())
+        made = a_run()
+        write_run(tmp_path / "other", made | {"result": made["result"] | {"x": object()}},
+                  some_samples())  # fmt: skip
     assert [*tmp_path.iterdir()] == [folder], "what cannot be written leaves nothing"
 
 

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -193,8 +194,12 @@ def test_cells_without_a_toggle_are_measured_alone(model, tmp_path):
         wb.sweep(tests="tg2", **ask)
     with pytest.raises(UsageError, match="its repetitions is 2, and now it would be 3"):
         wb.sweep(tests="tg2", resume=True, **(ask | {"repetitions": 3}))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
     with pytest.raises(UsageError, match=r"is no sweep: sweep\.json is missing"):
-        wb.sweep(tests="tg2", resume=True, **(ask | {"out": tmp_path / "none"}))
+        wb.sweep(tests="tg2", resume=True, **(ask | {"out": tmp_path / "other"}))
+    with pytest.raises(UsageError, match="a sweep is resumed in its folder; name that"):
+        wb.sweep(tests="tg2", resume=True, **{k: v for k, v in ask.items() if k != "out"})
     more = wb.sweep(tests=["tg3", "tg2"], n_ubatch=[16, 8], n_depth=[8, 0], resume=True, **ask)
     now = results.runs(made.folder)
     assert (more.to_frame()["status"] == "done").all() and len(now) == len(more.to_frame()) == 8
@@ -400,7 +405,7 @@ def test_the_command_takes_lists_and_a_file(call, model, tmp_path):
     ("-m MODEL --out rows.csv", "--out rows.csv would be a run folder"),
     ("-m MODEL --exclude sync=packed", "no cell has an axis 'sync' to exclude; choose"),
     ("-m none.gguf", "none.gguf"), ("-m MODEL --sync ,", "toggle sync='' does not exist"),
-    ("-m MODEL --resume --out none", "none is no sweep: sweep.json is missing"),
+    ("-m MODEL --resume", "a sweep is resumed in its folder; name that, as out= (--out)"),
     ("-m MODEL --scheduler tcp://127.0.0.1:1", "no scheduler answers at 'tcp://127.0.0.1:1'"),
     ("m.toml", "sweep takes m.toml by its flag; write --matrix m.toml"),
     ("x/a.gguf -r 2", "write --model x/a.gguf"), ("tg8", "Unused Tokens: ['tg8']"),
@@ -425,6 +430,29 @@ def test_a_damaged_sweep_is_one_line(whole, tmp_path):
         with pytest.raises(UsageError, match=re.escape(said)) as error:
             Sweep.load(tmp_path)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("part", "value"), [
+    ("axes", None), ("axes", []), ("axes", {"a": 1}), ("cells", {"a": 1}), ("failed", [1]),
+    ("groups", 3), ("commit", {}), ("repetitions", "2"), ("seed", -1), ("left_out", [1]),
+])  # fmt: skip
+def test_a_part_of_another_type_is_one_line(whole, tmp_path, part, value):
+    made = json.loads((whole.folder / "sweep.json").read_text())
+    (tmp_path / "sweep.json").write_text(json.dumps(made | {part: value}))
+    with pytest.raises(UsageError, match=r"sweep\.json has no valid") as error:
+        wb.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_sweep_that_was_killed_before_its_first_group_begins_with_resume(
+    model, tmp_path, is_there
+):
+    if is_there:
+        (tmp_path / "s").mkdir()
+    made = wb.sweep(model, "tg2", repetitions=1, device="embedded", out=tmp_path / "s", resume=True)
+    assert made.to_frame()["status"].tolist() == ["done"]
 
 
 @pytest.mark.parametrize(("address", "said"), [
@@ -501,6 +529,48 @@ def test_a_scheduler_whose_workers_have_no_device_is_refused(model, tmp_path):
     ):
         wb.sweep(model, "tg2", out=tmp_path / "s", scheduler=cluster.scheduler_address)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_is_lost_is_one_line_and_resume_goes_on(model, tmp_path):
+    pytest.importorskip("distributed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    run, said = [sys.executable, "-m"], {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    port = address.rpartition(":")[2]
+    scheduler = subprocess.Popen(
+        [*run, "distributed.cli.dask_scheduler", "--port", port, "--no-dashboard"], **said
+    )
+    worker = subprocess.Popen(
+        [*run, "distributed.cli.dask_worker", address, "--nthreads", "1", "--resources",
+         "device=1", "--no-dashboard", "--death-timeout", "60"], cwd=tmp_path, **said,
+    )  # fmt: skip
+    words = ["workbench", "sweep", "-m", str(model), "--device", "embedded", "--test",
+             ",".join(f"tg{n}" for n in range(200, 260)), "-r", "20", "--out", "s"]  # fmt: skip
+    try:
+        for _ in range(3):  # until the worker is there
+            sweep = subprocess.Popen([*run, *words, "--scheduler", address], cwd=tmp_path,
+                                     stderr=subprocess.PIPE, text=True)  # fmt: skip
+            begun = time.monotonic()
+            while sweep.poll() is None and not [*tmp_path.glob("s/groups/*")]:
+                assert time.monotonic() - begun < 60
+                time.sleep(0.05)
+            if sweep.poll() is None:
+                break
+        scheduler.kill()
+        _, err = sweep.communicate(timeout=120)
+    finally:
+        for process in (scheduler, worker):
+            process.kill()
+            process.wait()
+    assert sweep.returncode == 1 and "Traceback" not in err, err
+    assert err.splitlines()[-1].startswith("error: the scheduler is lost; what was measured is")
+    done = len([*tmp_path.glob("s/groups/*")])
+    assert 0 < done < 60
+    asked = [*run, *words, "--resume", "--dry-run"]
+    again = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert f"{60 - done} missing" in again.stdout
 
 
 # the page -----------------------------------------------------------------------------------------

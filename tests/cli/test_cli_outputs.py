@@ -99,6 +99,7 @@ def test_a_missing_number_is_null_in_json_and_empty_in_csv(capsys):
     ((*LOGITS, "--out", "x.pt"), "x.pt has an unknown extension; the file can be .npy"),
     (("profile", "--out", "t.perf"), "can be .pftrace.gz or .pftrace or .json.gz or .json"),
     (("profile", "--out", "t.gz"), "t.gz has an unknown extension"),
+    (("profile", "--out", "t"), "t has no extension; the file can be .pftrace.gz"),
     (("compare", "a", "b", "--out", "p.pdf"), "p.pdf has an unknown extension"),
     (("model", "synth", "tiny-llama", "Q8_0", "x.bin"), "can be .gguf"),
     (("bench", "--out", "r.json"), "r.json would be a run folder"),

@@ -111,6 +111,8 @@ def test_what_was_saved_comes_back_without_loss(
 def test_an_extension_of_no_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"t\.foo has an unknown extension; the file can be \.pf"):
         wb.Profile(Recorded([], "events")).save(tmp_path / "t.foo")
+    with pytest.raises(UsageError, match=r"t has no extension; the file can be \.pftrace\.gz"):
+        wb.Profile(Recorded([], "events")).save(tmp_path / "t")
     assert not list(tmp_path.iterdir())
 
 
@@ -212,6 +214,9 @@ def test_what_no_reader_knows_is_refused_in_a_line(tmp_path: Path) -> None:
     refused(file("d.json", later), "schemaVersion 2, and this program reads 1")
     odd = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": "x", "dur": 1}
     refused(file("e.json", json.dumps({"traceEvents": [odd]})), "event 0 .'k'. is not as Kineto")
+    of_a_list = odd | {"cat": "cpu_op", "ts": 1, "tid": [7]}
+    text = json.dumps({"traceEvents": [of_a_list]})
+    refused(file("g.json", text), "event 0 .'k'. is not as Kineto")
     refused(file("t.nsys-rep", "QDREP"), "nsys export --type sqlite")
     other = {"otherData": {"workbench": "1", "origin_ns": 0}, "traceEvents": [{"ph": "X"}]}
     refused(file("f.json", json.dumps(other)), "not as this program writes")
@@ -235,6 +240,21 @@ def changed(tmp_path: Path, *commands: str, name: str = "nsys-torch") -> Path:
             database.execute(command)
         database.commit()
     return path
+
+
+@pytest.mark.parametrize("odd", [
+    "CUPTI_ACTIVITY_KIND_RUNTIME SET nameId = -1", "CUPTI_ACTIVITY_KIND_RUNTIME SET start = 'x'",
+    "CUPTI_ACTIVITY_KIND_RUNTIME SET globalTid = 'x'", "CUPTI_ACTIVITY_KIND_KERNEL SET end = 'x'",
+])  # fmt: skip
+def test_an_export_with_values_that_nsys_does_not_write_is_one_line(
+    tmp_path: Path, odd: str
+) -> None:
+    refused(changed(tmp_path, f"UPDATE {odd}"), "is cut or damaged .a value is not nsys's: ")
+
+
+def test_any_file_that_a_profile_is_read_from_is_loaded() -> None:
+    for name in ("nsys-torch.sqlite.gz", "kineto-cpu.json.gz", "ours-plan.pftrace.gz"):
+        assert isinstance(wb.load(FILES / name), wb.Profile)
 
 
 def test_an_export_of_another_schema_says_its_version(tmp_path: Path) -> None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any
 
 import pandas as pd
 
 from workbench.backend.base import Backend
 from workbench.benchmarks.given import EngineOrPath, given_engine
-from workbench.common.errors import UsageError
 from workbench.common.framed import Framed
+from workbench.common.whole import check_whole
 from workbench.config import BASELINE
 from workbench.engine import exclusive
 from workbench.engine.choose import Wanted
@@ -127,9 +126,7 @@ def check(
     more than the context holds, for toggles that an open engine refuses, and for an unknown
     keyword; and what `Engine.load` raises.
     """
-    for name, value in (("n_tokens", n_tokens), ("n_decoded", n_decoded)):
-        if not isinstance(value, Integral):
-            raise UsageError(f"{name}={value!r} is no whole number; give one, as {name}=4")
+    check_whole(n_tokens=n_tokens, n_decoded=n_decoded)
     unsafe = {"unsafe": True} if not isinstance(engine, Engine) else {}
     with given_engine(engine, check, unsafe | settings, BASELINE) as opened:
         exclusive.check(opened._loaded)

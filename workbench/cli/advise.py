@@ -44,13 +44,14 @@ def advise(
     from functools import partial
 
     from workbench.benchmarks.advise.advise import advise as advised
+    from workbench.benchmarks.advise.advise import wanted
     from workbench.benchmarks.compare.until import parse_duration, parse_share
-    from workbench.benchmarks.workload import long_enough, parse_tests, wide_enough
+    from workbench.benchmarks.workload import long_enough, wide_enough
     from workbench.common.tables import show, show_prose
 
     check_run_name(out)
     at_most_s, share = parse_duration("--at-most", at_most), parse_share("--until", until)
-    tests = parse_tests(test)
+    tests, _, _ = wanted(test, toggle or (), out)
     fit, longest = partial(long_enough, tests), max(one.n_cells_seq for one in tests)
     with load(
         model, wide_enough(tests, config), TogglePreset(BEST), fit=fit, longest=longest

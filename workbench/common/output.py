@@ -308,15 +308,15 @@ def refusing(shown: Path) -> Iterator[None]:
         raise UsageError(f"{named(shown)} cannot be written: it is no file name") from error
 
 
-def check_extension(path: Path, *known: str) -> None:
-    """Raises UsageError for a file name whose extension is not `known`. A name without an extension
-    is fine, and so is a device, a FIFO or a descriptor."""
+def check_extension(path: Path, *known: str, bare: bool = True) -> None:
+    """Raises UsageError for a file name whose extension is not `known`. A device, a FIFO or a
+    descriptor is fine. bare: so is a name without an extension."""
     name = path.name.lower()
-    if "." not in name.lstrip(".") or name.endswith(known) or look(path).is_direct:
+    has_none = "." not in name.lstrip(".")
+    if (has_none and bare) or name.endswith(known) or look(path).is_direct:
         return
-    raise UsageError(
-        f"{named(path)} has an unknown extension; the file can be {' or '.join(known)}"
-    )
+    has = "no extension" if has_none else "an unknown extension"
+    raise UsageError(f"{named(path)} has {has}; the file can be {' or '.join(known)}")
 
 
 def named(path: Path) -> str:

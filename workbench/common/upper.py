@@ -28,7 +28,7 @@ OF_TOGETHER = {
 }
 # ending of a trace's file -> what reads it
 OF_TRACE = dict.fromkeys(
-    (".pftrace", ".pftrace.gz", ".json", ".json.gz", ".sqlite"),
+    (".pftrace", ".pftrace.gz", ".json", ".json.gz", ".sqlite", ".sqlite.gz"),
     "workbench.trace.profile:Profile.load",
 )
 

@@ -13,6 +13,7 @@ from workbench.common import devices
 from workbench.common.errors import UsageError
 from workbench.common.keywords import refusing_unknown
 from workbench.common.nearest import choices
+from workbench.common.whole import check_whole
 
 ON_HOST = {devices.HOST: True, "device": False, "CPU": True, "CUDA0": False}  # also llama.cpp's
 
@@ -99,6 +100,8 @@ class EngineConfig:
             raise UsageError(
                 f"device {self.device!r} does not exist; {choices(self.device, DEVICES)}"
             )
+        whole = [field.name for field in dataclasses.fields(self) if field.type is int]
+        check_whole(**{name: getattr(self, name) for name in whole})
         for name, least in {
             "n_ctx": 0,
             "n_seqs": 1,

@@ -360,7 +360,7 @@ class Profile(Framed):
         means gzipped. `load` reads both. Raises UsageError where the file cannot be written, and
         for an extension that is none of TRACES.
         """
-        check_extension(Path(path), *TRACES)
+        check_extension(Path(path), *TRACES, bare=False)
         spans = self.timeline.spans
         kept = saved.recording(
             len(spans), self.note, self.collector, self.fallback, self.windows, self.slowdown

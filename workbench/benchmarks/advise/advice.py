@@ -225,7 +225,9 @@ class Advice(Framed):
                 if self.effects
                 else "interrupted: no comparison was finished"
             )
-        return "\n".join([*lines, f"flags: {self.flags}", f"python: {self.python}"])
+        if self.effects:  # else nothing is advised
+            lines += [f"flags: {self.flags}", f"python: {self.python}"]
+        return "\n".join(lines)
 
     def _legend(self) -> list[str]:
         lines = []

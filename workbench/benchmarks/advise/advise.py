@@ -79,6 +79,8 @@ WARM_ROUNDS = 4  # that a warm-up is expected to have: at least 2, at most 8
 SLACK = 1.5  # an arm may be slower than the arm that was timed
 HEADLINE_SHARE = 0.05  # of the time, beyond its least: best beside everything off
 LOOK_SHARE = 0.25  # of the time that is left: finding the switches that act
+# a test so many times longer is estimated by one of so many tokens, before it is run at all
+SHORT_GEN, SHORT_PROMPT, MUCH_LONGER = 16, 512, 8.0
 HIDES = 3.0  # a graph built anew takes so many times a token: no other switch can be told beside it
 
 
@@ -116,12 +118,29 @@ def advise(
     to copy. `wb.load(folder)` reads it again. Ctrl-C keeps what is finished. Raises UsageError for
     a wrong request, and what `Engine.load` raises.
     """
-    workloads = parse_tests(test)
-    if len(workloads) > 1:
-        raise UsageError(f"an advice is for one test, not {len(workloads)}; ask for each")
+    workloads, asked, named = wanted(test, toggles, out)
     limit = make_until(until, at_most_s)
     if limit is None:
         raise UsageError("an advice ends by its width; give until=0.01")
+    folder = Path(out) if out is not None else results.new_run_folder(name="advise")
+    with given_engine(engine, advise, settings, BEST, workloads) as opened:
+        check_fits(opened.toggles, opened.config, workloads[0])
+        left_alone = {} if named else LEFT_ALONE
+        adviser = _Adviser(opened, workloads[0], asked, limit, seed, folder, left_alone)
+        adviser.run()
+        made = adviser.advice()
+        record.write(made)
+        return made
+
+
+def wanted(
+    test: str | Workload, toggles: str | Sequence[str], out: str | Path | None
+) -> tuple[list[Workload], list[Candidate], bool]:
+    """What an advice is asked, checked before a model is loaded: the test as a list, what is read,
+    and whether toggles are named. Raises UsageError for a wrong request."""
+    workloads = parse_tests(test)
+    if len(workloads) > 1:
+        raise UsageError(f"an advice is for one test, not {len(workloads)}; ask for each")
     given = [toggles] if isinstance(toggles, str) else list(toggles)
     names = [part.strip() for name in given for part in name.split(",") if part.strip()]
     if given and not names:
@@ -130,16 +149,9 @@ def advise(
             "about nearly all"
         )
     asked = candidates(Toggles(), names)
-    folder = Path(out) if out is not None else results.new_run_folder(name="advise")
-    check_folder(folder, new=True)
-    with given_engine(engine, advise, settings, BEST, workloads) as opened:
-        check_fits(opened.toggles, opened.config, workloads[0])
-        left_alone = {} if names else LEFT_ALONE
-        adviser = _Adviser(opened, workloads[0], asked, limit, seed, folder, left_alone)
-        adviser.run()
-        made = adviser.advice()
-        record.write(made)
-        return made
+    if out is not None:
+        check_folder(out, new=True)
+    return workloads, asked, bool(names)
 
 
 class _Adviser:
@@ -222,8 +234,25 @@ class _Adviser:
             self.start = kept
 
     def _repetition_s(self, side: Engine) -> float:
-        """How long a repetition of the test takes: the second of two, or a single long one."""
+        """How long a repetition of the test takes: the second of two, or a single long one. Raises
+        UsageError where it would be longer than all the time that is left."""
         bos, n_vocab = bos_token(side), side.model.n_vocab
+        short = self.workload._replace(
+            n_gen=min(self.workload.n_gen, SHORT_GEN),
+            n_prompt=min(self.workload.n_prompt, SHORT_PROMPT),
+        )
+        longer = self.workload.n_tokens / short.n_tokens
+        if longer > MUCH_LONGER:
+            for repetition in range(2):
+                tokens = draw_tokens(short, n_vocab, self.seed, repetition, bos)
+                taken = w.take_sample(side, short, tokens)
+            about_s = taken.ns_total / 1e9 * longer
+            if about_s > self.left_s:
+                raise UsageError(
+                    f"a repetition of {self.workload.name} takes about {duration(about_s)}, and an "
+                    f"advice of {duration(self.at_most_s)} needs many; give it more time, or a "
+                    "shorter test"
+                )
         for repetition in range(2):
             tokens = draw_tokens(self.workload, n_vocab, self.seed, repetition, bos)
             taken = w.take_sample(side, self.workload, tokens)

@@ -77,6 +77,9 @@ def candidates(background: Toggles, names: Collection[str] = ()) -> list[Candida
     family is one toggle unless its members are named. Raises UsageError for an unknown name."""
     known = [n for n in (*FAMILIES, *Toggles.names()) if n in FAMILIES or not ROWS[n].family]
     for name in names:
+        if "=" in name:
+            toggle = name.partition("=")[0]
+            raise UsageError(f"an advice asks about every value of a toggle; write {toggle}")
         if name not in (*FAMILIES, *Toggles.names()):
             raise UsageError(f"toggle {name!r} does not exist; {choices(name, known)}")
     order = [n for n in Toggles.names() if not ROWS[n].family]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from workbench.benchmarks.compare.stats import MIN_REPETITIONS
 from workbench.benchmarks.workload import Workload, check_fits, parse_tests
 from workbench.common.errors import UsageError
+from workbench.common.whole import check_whole
 from workbench.config import (
     EXACT,
     ROUNDING,
@@ -176,6 +177,7 @@ def comparison_spec(
 ) -> ComparisonSpec:
     """The comparison for these arguments of `ab`. Raises UsageError as `ab` does."""
     spec = toggle if values is None else f"{toggle}={','.join(values)}"
+    check_whole(rounds=rounds)
     if rounds < MIN_REPETITIONS and not (smoke and rounds > 0):
         raise UsageError(
             f"rounds={rounds} is too few to compare anything; take {MIN_REPETITIONS} or more"

@@ -22,6 +22,7 @@ from workbench.common.devices import is_gpu
 from workbench.common.errors import UsageError
 from workbench.common.framed import Framed
 from workbench.common.tables import Table, markdown, terminal_columns, to_html
+from workbench.common.whole import check_whole
 from workbench.config import said_toggles
 from workbench.engine import exclusive
 from workbench.engine.choose import Wanted
@@ -164,6 +165,7 @@ def bench(
     raises.
     """
     workloads = parse_tests(tests)
+    check_whole(repetitions=repetitions)
     if toggles is not None:
         _check_toggles(engine)
     with given_engine(engine, bench, settings, toggles, workloads) as opened:

@@ -18,7 +18,7 @@ def load(path: str | Path) -> Any:
     """Reads a result from where it was recorded.
 
     path: a run folder, its run.json, the folder of a sweep or of an advice, or the file of a trace
-        (`.pftrace`, `.json`, each also `.gz`; `.sqlite` of nsys).
+        (`.pftrace`, `.json`, `.sqlite` of nsys, each also `.gz`).
 
     Returns, by the kind of the run: `ab` an AB, `bench` a Bench, `gaps` a Gaps, `kernels` a
     KernelRun, `serve` a ServeBench, and any other kind a Run, which has run.json and the samples as

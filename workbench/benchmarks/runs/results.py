@@ -98,6 +98,14 @@ RUN_KEYS: dict[str, type | tuple[type, ...]] = {
     "result": dict,
 }
 ARM_KEYS = ("name", "is_control", "toggles", "sync_mode", "program", "counters")
+# what readers of a kind of run take from these
+NEEDED = {
+    "ab": {
+        "commit": ("hash",), "model": ("name", "quant"), "engine": ("device_description",),
+        "result": ("toggle", "answers"),
+    },
+    "bench": {"commit": ("hash",), "model": ("name",), "engine": ("device_description",)},
+}  # fmt: skip
 
 SAMPLE_SCHEMA = pa.schema(
     [
@@ -266,14 +274,25 @@ def check_schema(schema: Any, known: int, file: str, where: str | Path) -> None:
         raise UsageError(f"{where}: schema {schema!r} of {file} is not {known}")
 
 
-def check_run(run: Mapping[str, Any], where: str | Path) -> None:
+def check_run(run: Any, where: str | Path) -> None:
     """Raises UsageError, with `where` and the key, where `run` is not of schema 1."""
+    if not isinstance(run, Mapping):
+        raise UsageError(f"{where}: run.json is no object")
     check_schema(run.get("schema"), SCHEMA, RUN_JSON, where)
     for key, kind in RUN_KEYS.items():
         if not isinstance(run.get(key), kind):
             raise UsageError(f"{where}: run.json has no valid {key!r}")
     if run["status"] not in (COMPLETE, INTERRUPTED):
         raise UsageError(f"{where}: status {run['status']!r} of run.json does not exist")
+    for part, keys in NEEDED.get(run["kind"], {}).items():
+        if absent := [key for key in keys if key not in run[part]]:
+            raise UsageError(f"{where}: {part!r} in run.json has no {absent[0]!r}")
+    if not all(isinstance(test, str) for test in run["tests"]):
+        raise UsageError(f"{where}: a test in run.json is no text")
+    if run["seed"] < 0:
+        raise UsageError(f"{where}: seed {run['seed']} of run.json is below 0")
+    if run["kind"] in NEEDED and not run["arms"]:
+        raise UsageError(f"{where}: run.json has no arm")
     for arm in run["arms"]:
         missing = [key for key in ARM_KEYS if not isinstance(arm, dict) or key not in arm]
         if missing:
@@ -433,8 +452,6 @@ def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame
     try:
         text, *contents = read_files(folder, RUN_JSON, SAMPLES, *names)
         run = json.loads(text.decode("utf-8"))
-        if not isinstance(run, dict):
-            raise UsageError(f"{folder}: run.json is no object")
         check_run(run, folder)
         in_todays_words(run)
         samples, *tables = (pq.read_table(pa.BufferReader(content)) for content in contents)

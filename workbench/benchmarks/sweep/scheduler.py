@@ -12,6 +12,7 @@ once. Model files must lie at the same path on every worker.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,10 +76,29 @@ class Workers:
     def __init__(self, client: Any):
         self._client = client
 
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Within, a scheduler that is lost becomes one line: its futures are cancelled, or the
+        client says that it is closed."""
+        from concurrent.futures import CancelledError
+
+        from distributed.comm import CommClosedError
+
+        try:
+            yield
+        except (CancelledError, CommClosedError, OSError) as error:
+            raise WorkbenchError(
+                "the scheduler is lost; what was measured is kept: start a scheduler again, and go "
+                "on with the same command and --resume (in Python resume=True)"
+            ) from error
+
     def refusals(self, cells: Mapping[str, Cell], energy: EnergyAsked = False) -> dict[str, str]:
         """As `measured.refusals`, on a worker."""
-        future = self._client.submit(refusals, dict(cells), energy, resources=DEVICE, pure=False)
-        found: dict[str, str] = future.result()
+        with self._reached():
+            future = self._client.submit(
+                refusals, dict(cells), energy, resources=DEVICE, pure=False
+            )
+            found: dict[str, str] = future.result()
         return found
 
     def measured(
@@ -90,7 +110,9 @@ class Workers:
         energy: EnergyAsked = False,
     ) -> Iterator[tuple[CellGroup, Measured]]:
         """The groups, each as soon as it is measured. A group whose workers died again and again
-        comes as failed (the scheduler's setting `allowed-failures`)."""
+        comes as failed (the scheduler's setting `allowed-failures`).
+
+        Raises WorkbenchError where the scheduler is lost."""
         from distributed import as_completed
 
         futures = {
@@ -100,15 +122,16 @@ class Workers:
             ): group
             for group in groups
         }  # fmt: skip
-        for future in as_completed(list(futures), loop=self._client.loop):
-            group = futures.pop(future)
-            error = future.exception()
-            if error is not None:
-                said = " ".join(str(error).split()) or type(error).__name__
-                yield group, _unmeasured(WorkbenchError(f"its worker failed: {said}"))
-            else:
-                yield group, future.result()
-            future.release()
+        with self._reached():
+            for future in as_completed(list(futures), loop=self._client.loop):
+                group = futures.pop(future)
+                error = future.exception()
+                if error is not None:
+                    said = " ".join(str(error).split()) or type(error).__name__
+                    yield group, _unmeasured(WorkbenchError(f"its worker failed: {said}"))
+                else:
+                    yield group, future.result()
+                future.release()
 
 
 @contextmanager
@@ -125,6 +148,8 @@ def workers_of(address: str) -> Iterator[Workers]:
         raise UsageError(
             f"no scheduler answers at {address!r} ({said}); start one with `dask scheduler`"
         ) from error
+    # what it logs of a lost scheduler is a traceback, beside the line that says so
+    logging.getLogger("distributed.client").setLevel(logging.CRITICAL)
     with client:
         known = client.scheduler_info(n_workers=-1)["workers"].values()
         if not any(worker["resources"].get("device") for worker in known):

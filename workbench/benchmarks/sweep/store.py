@@ -12,7 +12,7 @@ save, which is at most 10 s old.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from workbench.benchmarks.sweep.cells import Cell, CellGroup, LeftOut
 from workbench.benchmarks.sweep.matrix import MODEL, Matrix
 from workbench.common.errors import UsageError
 from workbench.common.output import check_folder, write_text
+from workbench.common.progress import note
 
 
 class SweepRecord(NamedTuple):
@@ -59,6 +60,19 @@ class SweepRecord(NamedTuple):
             axes, {key: cell.axes for key, cell in cells.items()}, list(left_out), {}, {},
             matrix.repetitions, matrix.seed, provenance.commit(),
         )  # fmt: skip
+
+
+def _maps(kind: type) -> Callable[[Any], bool]:
+    return lambda made: isinstance(made, dict) and all(isinstance(v, kind) for v in made.values())
+
+
+# whether a part of sweep.json is what `SweepRecord` says
+HOLDS: dict[str, Callable[[Any], bool]] = {
+    "axes": _maps(list), "cells": _maps(dict), "failed": _maps(str), "groups": _maps(list),
+    "commit": lambda made: isinstance(made, dict) and "hash" in made,
+    "repetitions": lambda made: type(made) is int and made >= 1,
+    "seed": lambda made: type(made) is int and made >= 0,
+}  # fmt: skip
 
 
 class FoundGroup(NamedTuple):
@@ -105,6 +119,9 @@ class SweepFolder:
             left_out = [LeftOut(one["axes"], one["reason"]) for one in found["left_out"]]
         except (KeyError, TypeError) as error:
             raise UsageError(f"{self.path}: {SWEEP_JSON} has no valid {error}") from error
+        for name, holds in HOLDS.items():
+            if not holds(getattr(made, name)):
+                raise UsageError(f"{self.path}: {SWEEP_JSON} has no valid {name!r}")
         return made._replace(left_out=left_out)
 
     def found(self, record: SweepRecord) -> Iterator[FoundGroup]:
@@ -116,9 +133,14 @@ class SweepFolder:
     def begin(self, record: SweepRecord, resume: bool) -> tuple[SweepRecord, list[FoundGroup]]:
         """The record to go on with, and the groups that have a run folder.
 
-        Raises UsageError for a folder that exists without `resume`, for a missing folder with it,
-        and for a folder measured with other sources, another seed or other repetitions.
+        With `resume` a folder may be missing or empty, as a kill before the first group leaves it.
+        Raises UsageError for a folder that exists without `resume`, and for a folder of anything
+        else, or measured with other sources, another seed or other repetitions.
         """
+        if resume and not (self.path.exists() and any(self.path.iterdir())):
+            check_folder(self.path)
+            note(f"nothing of the sweep is in {self.path} yet: it begins")
+            return record, []
         if not resume:
             check_folder(self.path)
             if self.path.exists():

@@ -71,8 +71,9 @@ def sweep(
     seed: of the random tokens, and of the intervals; default 0.
     matrix: a TOML file with any of these (`read_matrix`); arguments win over the file.
     out: the folder of the sweep; default: a new one in data/runs.
-    resume: go on with the sweep in `out`. Finished cells are found by their keys, whatever else the
-        matrix has now. A sweep may be killed at any time.
+    resume: go on with the sweep in `out`, or begin it where nothing of it is there yet. Finished
+        cells are found by their keys, whatever else the matrix has now. A sweep may be killed at
+        any time.
     dry_run: nothing is measured; `Sweep.expected` says how many cells there are and how long they
         take. calibrate: a repetition of each test is timed for that.
     scheduler: the address of a dask.distributed scheduler (`scheduler.py`).
@@ -97,6 +98,8 @@ def sweep(
         "n_depth": n_depth, "n_parallel": n_parallel, "exclude": exclude,
         "repetitions": repetitions, "seed": seed, "engine": engine or None,
     }  # fmt: skip
+    if resume and out is None:
+        raise UsageError("a sweep is resumed in its folder; name that, as out= (--out)")
     made = _asked(matrix, {name: value for name, value in given.items() if value is not None})
     folder = SweepFolder(out or results.new_run_folder(name="sweep"))
     under_way = _UnderWay(made, folder, resume, energy)

@@ -87,6 +87,7 @@ def _take(trace: Trace, event: dict[str, Any], category: str, base: int) -> None
         )  # fmt: skip
         return
     thread = 0, event["tid"]
+    hash(thread)  # a list or an object is no thread
     if category in CALLS:
         correlation = int(args.get("correlation", 0))
         trace.calls.append(Call(name, start, end, thread, correlation))

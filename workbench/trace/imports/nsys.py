@@ -66,9 +66,15 @@ def read(path: Path, step: str | None) -> tuple[Recorded, dict[str, Any]]:
         with closing(_opened(path)) as database:
             return _read(path, database, step)
     except sqlite3.Error as error:
-        raise UsageError(
-            f"{path} is cut or damaged ({error}); export it again with nsys export --type sqlite"
-        ) from None
+        raise _damaged(path, str(error)) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # a column of other values
+        raise _damaged(path, f"a value is not nsys's: {type(error).__name__}: {error}") from None
+
+
+def _damaged(path: Path, why: str) -> UsageError:
+    return UsageError(
+        f"{path} is cut or damaged ({why}); export it again with nsys export --type sqlite"
+    )
 
 
 def is_export(path: Path) -> bool:
