@@ -66,7 +66,8 @@ def record(
         "commit": {"hash": "0" * 40, "number": 1, "dirty": False}, "machine": {}, "seed": 0,
         "engine": {"device_description": "a GPU", "timer": {"tick_ns": 32, "error_ns": 900}},
         "tests": list(us), "repetitions": rounds, "model": model("llama-3.2-1b", "BF16"),
-        "arms": arms or [arm("engine")], "result": {"answers": answers, "warm_up": {}, "smoke": False} | result,
+        "arms": arms or [arm("engine")],
+        "result": {"answers": answers, "warm_up": {}, "smoke": False} | result,
     } | (fields or {})  # fmt: skip
     results.write_run(folder / f"cuda-{name}", run, table.frame())
 

@@ -32,7 +32,8 @@ def compared(tmp_path):
         folder = write(
             tmp_path, f"r{len(list(tmp_path.iterdir()))}", {"tg8": [100.0, *(100.0 * v for v in
             speedups.values())]}, n=10, noise=0.001, arms=names, toggles=toggles, control=True,
-            engine={"device": "embedded", "device_description": "a CPU"}, result=result, kind=how.get("kind", "ab"),
+            engine={"device": "embedded", "device_description": "a CPU"}, result=result,
+            kind=how.get("kind", "ab"),
         )  # fmt: skip
         found = load_run(folder)
         for arm in found.run["arms"]:

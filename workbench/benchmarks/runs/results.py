@@ -99,7 +99,7 @@ RUN_KEYS: dict[str, type | tuple[type, ...]] = {
 }
 ARM_KEYS = ("name", "is_control", "toggles", "sync_mode", "program", "counters")
 # what readers of a kind of run take from these
-NEEDED = {
+NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
     "ab": {
         "commit": ("hash",), "model": ("name", "quant"), "engine": ("device_description",),
         "result": ("toggle", "answers"),
