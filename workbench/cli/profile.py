@@ -68,8 +68,8 @@ def profile(
             raise UsageError(f"{flag} {value!r} does not exist; {choices(value, known)}")
     steps = profiling.window_of(workload, config.n_ubatch, asked)
     if out is not None:
-        check_extension(out, *TRACES, bare=False)
         check_writable(out)
+        check_extension(out, *TRACES, bare=False)
     fit = partial(long_enough, [workload])  # as bench: the context is what the test needs
 
     def check(opened: Loaded, _: Room) -> None:
