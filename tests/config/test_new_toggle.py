@@ -9,7 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+
+from tests.notebooks.test_lessons import MOST_CODE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "workbench" / "README.md"
@@ -46,6 +49,14 @@ def follow(root: Path) -> str:
             others.append(code)
     (cell,) = others
     return cell
+
+
+def test_the_notebook_that_gets_the_cell_has_room_for_it_and_an_engine():
+    (name,) = re.findall(r"`notebooks/(\w+)\.ipynb`", PAGE.read_text())
+    cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells
+    code = [cell.source for cell in cells if cell.cell_type == "code"]
+    assert len(code) < MOST_CODE
+    assert any("\nengine = wb.Engine.load(" in source for source in code)
 
 
 @pytest.mark.long
