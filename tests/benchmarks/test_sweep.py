@@ -198,6 +198,8 @@ def test_cells_without_a_toggle_are_measured_alone(model, tmp_path):
     (tmp_path / "other" / "file").touch()
     with pytest.raises(UsageError, match=r"is no sweep: sweep\.json is missing"):
         wb.sweep(tests="tg2", resume=True, **(ask | {"out": tmp_path / "other"}))
+    with pytest.raises(UsageError, match=r"other/file/sweep\.json cannot be read: "):
+        wb.sweep(tests="tg2", resume=True, **(ask | {"out": tmp_path / "other" / "file"}))
     with pytest.raises(UsageError, match="a sweep is resumed in its folder; name that"):
         wb.sweep(tests="tg2", resume=True, **{k: v for k, v in ask.items() if k != "out"})
     more = wb.sweep(tests=["tg3", "tg2"], n_ubatch=[16, 8], n_depth=[8, 0], resume=True, **ask)

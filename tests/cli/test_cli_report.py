@@ -116,6 +116,14 @@ def test_parameters_have_the_types_that_the_notebooks_give_them(call, rendered, 
     assert given == {"device": "host", "slots": "4", "repeats": 6, "quick": False}
 
 
+@pytest.mark.parametrize("text", ["junk\n", "", '{"cells": []}', "[]", '{"nbformat": 4}'])
+def test_a_file_that_is_no_notebook_is_one_line(call, rendered, text):
+    Path("j.ipynb").write_text(text)
+    status, out, err = call("report", "j.ipynb", "--device", "host")
+    assert (status, out, err.count("\n")) == (2, "", 1) and not rendered, err
+    assert err.startswith("error: j.ipynb is no notebook: ")
+
+
 def test_a_model_is_a_file_from_here_or_from_the_notebook_and_is_read_before_a_cell(
     call, rendered, tiny_model, monkeypatch, tmp_path
 ):

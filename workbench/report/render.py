@@ -392,7 +392,14 @@ def parameters_of(path: str | PathLike[str]) -> dict[str, Any]:
         raise UsageError(
             f"notebook {path} does not exist; `workbench notebooks copy notebooks` writes them"
         )
-    cells = nbformat.read(path, as_version=4).cells
+    try:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+    except (ValueError, AttributeError, nbformat.ValidationError) as error:
+        said = str(error).splitlines()[0]
+        raise UsageError(f"{path} is no notebook: {said}; give a file of Jupyter") from None
+    if not (cells := notebook.cells):
+        raise UsageError(f"{path} is no notebook: it has no cells; give a file of Jupyter")
     tagged = [c.source for c in cells if "parameters" in c.metadata.get("tags", ())]
     tree = ast.parse(tagged[0]) if tagged else ast.Module([], [])
     found = dict[str, Any]()

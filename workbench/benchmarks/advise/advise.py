@@ -236,26 +236,27 @@ class _Adviser:
     def _repetition_s(self, side: Engine) -> float:
         """How long a repetition of the test takes: the second of two, or a single long one. Raises
         UsageError where it would be longer than all the time that is left."""
-        bos, n_vocab = bos_token(side), side.model.n_vocab
         short = self.workload._replace(
             n_gen=min(self.workload.n_gen, SHORT_GEN),
             n_prompt=min(self.workload.n_prompt, SHORT_PROMPT),
         )
         longer = self.workload.n_tokens / short.n_tokens
         if longer > MUCH_LONGER:
-            for repetition in range(2):
-                tokens = draw_tokens(short, n_vocab, self.seed, repetition, bos)
-                taken = w.take_sample(side, short, tokens)
-            about_s = taken.ns_total / 1e9 * longer
+            about_s = self._second_s(side, short) * longer
             if about_s > self.left_s:
                 raise UsageError(
                     f"a repetition of {self.workload.name} takes about {duration(about_s)}, and an "
                     f"advice of {duration(self.at_most_s)} needs many; give it more time, or a "
                     "shorter test"
                 )
+        return self._second_s(side, self.workload)
+
+    def _second_s(self, side: Engine, workload: Workload) -> float:
+        """How long the second of two repetitions takes, or a single long one."""
+        bos, n_vocab = bos_token(side), side.model.n_vocab
         for repetition in range(2):
-            tokens = draw_tokens(self.workload, n_vocab, self.seed, repetition, bos)
-            taken = w.take_sample(side, self.workload, tokens)
+            tokens = draw_tokens(workload, n_vocab, self.seed, repetition, bos)
+            taken = w.take_sample(side, workload, tokens)
             if taken.ns_total / 1e9 > self.at_most_s / 100:
                 break
         return taken.ns_total / 1e9

@@ -137,13 +137,12 @@ class SweepFolder:
         Raises UsageError for a folder that exists without `resume`, and for a folder of anything
         else, or measured with other sources, another seed or other repetitions.
         """
-        if resume and not (self.path.exists() and any(self.path.iterdir())):
+        there = self.path.exists()
+        if not resume or not there or (self.path.is_dir() and not any(self.path.iterdir())):
             check_folder(self.path)
-            note(f"nothing of the sweep is in {self.path} yet: it begins")
-            return record, []
-        if not resume:
-            check_folder(self.path)
-            if self.path.exists():
+            if resume:
+                note(f"nothing of the sweep is in {self.path} yet: it begins")
+            elif there:
                 raise UsageError(f"{self.path} exists already; resume it, or choose another folder")
             return record, []
         old = self.read()
