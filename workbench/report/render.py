@@ -385,7 +385,8 @@ def _plain_engine(name: str, left: Bar, seconds: Mapping[str, float]) -> type:
 
 def parameters_of(path: str | PathLike[str]) -> dict[str, Any]:
     """What the notebook's cell tagged `parameters` assigns, by name: a literal, or None for other
-    values. Empty without such a cell."""
+    values. Empty without such a cell. Raises UsageError where the file is missing or no
+    notebook."""
     import nbformat
 
     if not Path(path).is_file():
