@@ -131,7 +131,7 @@ def fastest(recorded: Recorded) -> str:
         "`make peer-cuda` measures both; `workbench bench -m 1b.gguf -n 128` prints ours, of the "
         "file that [Commands](#commands) writes. "
     )
-    return f"{typed}The fastest: {' and '.join(said)}. {where(recorded)}"
+    return f"{typed}Each side is its fastest arm: {' and '.join(said)}. {where(recorded)}"
 
 
 def arms(recorded: Recorded) -> Iterator[Line]:

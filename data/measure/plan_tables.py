@@ -437,6 +437,7 @@ class Worth(NamedTuple):
     own: the measured speedup, with its interval.
     theirs: the saving of llama.cpp's reuse for the same model on a GPU; None where it was not
         measured.
+    card: of llama.cpp's measurement; empty without one.
     """
 
     model: str
@@ -444,14 +445,18 @@ class Worth(NamedTuple):
     own_us: float
     own: str
     theirs: peer.Saving | None
+    card: str
     ab: AB
 
     def ratio(self, build_us: float) -> float:
         """The speedup for an engine whose build takes build_us, while the device is idle."""
         return kept.speedup(self.us, max(build_us, 0))
 
-    def said(self, theirs: peer.Saving) -> str:
-        """The speedup at llama.cpp's saving, with its interval."""
+    def beside(self, theirs: peer.Saving) -> str:
+        """The speedup at llama.cpp's saving, with its interval; empty where that is another
+        card's."""
+        if self.card != _card(self.ab):
+            return ""
         value, low, high = (self.ratio(us) for us in (theirs.us, theirs.low, theirs.high))
         return f"{value:.2f} ({low:.2f}..{high:.2f})"
 
@@ -459,7 +464,7 @@ class Worth(NamedTuple):
 def worths(recorded: Recorded) -> list[Worth]:
     """A row for each model whose ways were compared."""
     theirs = {
-        other.model: saving
+        other.model: (saving, _card(other))
         for other in peer.recorded_peers(recorded)
         for test in other.run["tests"]
         for saving in (other.savings(test) if test.startswith("tg") else ())
@@ -469,9 +474,13 @@ def worths(recorded: Recorded) -> list[Worth]:
     for one in recorded.toggled("reuse", "ab", WAYS):
         if one.arm["name"] == KEPT:
             us, own_us = 1e6 / one.found["tps_toggled"], kept.own_build_us(one.ab.run["arms"][0])
-            of = theirs.get(one.model)
-            found.append(Worth(one.model, us, own_us, one.speedup(2), of, one.ab))
+            saving, card = theirs.get(one.model, (None, ""))
+            found.append(Worth(one.model, us, own_us, one.speedup(2), saving, card, one.ab))
     return found
+
+
+def _card(measured: Arms | AB) -> str:
+    return str(measured.run["engine"]["device_description"]).partition(" (")[0]
 
 
 def verdicts(recorded: Recorded) -> Iterator[Line]:
@@ -485,7 +494,8 @@ def verdicts(recorded: Recorded) -> Iterator[Line]:
             | {f"{us} us": f"{one.ratio(us):.3f}" for us in kept.BUILD_US}
             | {
                 "llama.cpp's build, us": f"{of.us:.0f} ({of.low:.0f}..{of.high:.0f})" if of else "",
-                "at llama.cpp's": one.said(of) if of else "",
+                "its own speedup": f"{of.speedup.value:.2f}" if of else "",
+                "at llama.cpp's": one.beside(of) if of else "",
                 f"{CLAIMED.gain} is a build of": f"{low:.0f} to {high:.0f} us",
                 "this engine's build, us": f"{one.own_us:.0f}",
                 "at this engine's": f"{one.ratio(one.own_us):.2f}",
@@ -499,16 +509,22 @@ def verdict(recorded: Recorded) -> str:
     """#8366 at llama.cpp's own build time: measured in a peer run, else as its thread says."""
     found = worths(recorded)
     said = [
-        f"{one.model} {of.us:.0f} us beside a token of {one.us:.0f}, {one.said(of)} (of its own "
-        f"token {of.speedup.value:.2f})"
-        for one in found
-        if (of := one.theirs)
+        kept.own_token(one.model, of.us, of.speedup.value) for one in found if (of := one.theirs)
     ]
     if said:
+        beside = [
+            f"{one.model} {times} beside a token of {one.us:.0f} us"
+            for one in found
+            if one.theirs and (times := one.beside(one.theirs))
+        ]
+        here = (
+            f" On the same card, beside this engine's token: {'; '.join(beside)}." if beside else ""
+        )
+        cards = " and ".join(dict.fromkeys(one.card for one in found if one.theirs))
         return (
-            "Verdict on #8366, at llama.cpp's build time (what its reuse switch saves on the same "
-            f"files and card, with all that a new graph entails): {'; '.join(said)}. Its thread "
-            f"had {CLAIMED.gain}. This engine's ratio is the price of its Python."
+            "Verdict on #8366, at llama.cpp's build time: its reuse switch saves the build and all "
+            f"else that a new graph entails, on {cards}: {'; '.join(said)}.{here} Its thread had "
+            f"{CLAIMED.gain}. This engine's ratio is the price of its Python."
         )
     lows, highs = (
         [kept.build_us(one.us, gain) for one in found] for gain in (CLAIMED.low, CLAIMED.high)

@@ -204,7 +204,7 @@ class RandomRun:
             tends = f"for prompts without end {ratio:.2f} times as fast"
             if not math.isnan(error):
                 tends += f" (standard error {error:.2f}"
-                tends += ", so no gain is told)" if abs(ratio - 1) < 2 * error else ")"
+                tends += ": the limit is not known)" if abs(ratio - 1) < 2 * error else ")"
         name = model_of(self.run)
         return f"{name}: seconds by the mean length x: {'; '.join(texts)}; {tends}."
 

@@ -117,7 +117,7 @@ def issued(recorded: Recorded) -> Iterator[Line]:
                  "waits of the host": row["waits"], "of the device": row["stream_waits"],
                  "copies": row["copies"]},
             )  # fmt: skip
-            cells[f"bytes, {found.where['Model']}"] = int(row["bytes"])
+            cells[f"bytes, {found.where['Model']}"] = f"{int(row['bytes'])}"
     yield from map(Line, modes.values())
 
 

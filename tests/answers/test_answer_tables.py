@@ -226,17 +226,30 @@ def test_what_skipping_saves_is_said(engine, by_size, visits):
         ]
     )  # fmt: skip
     compared = {**prompts, "together": together, "kernels": by_kernel}
-    text = str(conclusions.skipping(visits, frame, phases, ragged, kernels, compared, "Recorded."))
+    points = pd.DataFrame({"mean prompt": [9000.0, 1000.0], "s off": [3, 1], "s tail": [2, 1]})
+    fit = fitted.Fitted(points, "32", "a model; a card (of many)", "fits.")
+    text = str(conclusions.skipping(visits, frame, phases, ragged, kernels, compared, fit))
     first, *rest = text.splitlines()
     assert first == (
-        "The thread of #14924 has up to 15 % (6x RTX 4090 at 1350 MHz, 32 slots); here with tail: "
-        "32 tokens of a prompt at once, 100.0% faster; tokens of several sequences, no difference; "
-        "requests of random lengths, 50.0% faster to the first token and no difference between "
-        "tokens."
+        "The thread of #14924 has up to 15 % (6x RTX 4090 at 1350 MHz, 32 slots); here with tail, "
+        "recorded, a server with 32 slots and prompts of random lengths is 1.00 times as fast at "
+        "1,000 tokens a prompt in the mean and 1.50 at 9,000 tokens a prompt (a card); in this "
+        "run, with tail: 32 tokens of a prompt at once, 100.0% faster; tokens of several "
+        "sequences, no difference; requests of random lengths, 50.0% faster to the first token and "
+        "no difference between tokens."
     )
     for said in ("faster 2.000 (tail)", "open to 3 prompts (per_sequence)", "bit-equal in "):
         assert said in text
-    assert rest[-1] == "Recorded."
+    assert rest[-1] == "Recorded: fits."
+    rows = (phases["label"] == "tail") & (phases["phase"] == "generated")
+    first_row, last_row = phases[rows].index[[0, -1]]
+    phases.loc[first_row, ["verdict", "speedup"]] = "slower", 0.5
+    phases.loc[last_row, "speedup"] = 7.0
+    text = str(conclusions.skipping(visits, frame, phases, ragged, kernels, compared, None))
+    wanted = (
+        r"here in this run, .* sequences, from 50.0% slower \(.+ cells\) to no difference \(.+ cel"
+    )
+    assert re.search(wanted, text.splitlines()[0]), "the most is not decided"
 
 
 NAMES = ("start", "serving", "serving sampling=host")
@@ -297,10 +310,17 @@ def test_each_setting_serves_the_same_steady_load(engine, tmp_path):
     assert plots.scaling(scaling).axes[0].get_legend_handles_labels()[1][1:] == list(
         scaling["curve"].unique()
     )
-    said = conclusions.serving(loaded.figures_of(found), loaded.speedups(found), arrivals)
-    first, *rest = str(said).splitlines()
-    assert first.startswith("From 1 to 2 in flight the tokens a second grow ")
-    assert "in the thread llama.cpp's 1.6 times and vLLM's 1.6 times" in first
+    figures, speedups = loaded.figures_of(found), loaded.speedups(found)
+    first, second, *rest = str(
+        conclusions.serving(figures, speedups, arrivals, scaling)
+    ).splitlines()
+    assert first.startswith(
+        "From 1 to 2 in flight, with 8 and 8 tokens a request, the tokens a secon"
+    )
+    assert second.startswith(
+        "With 1024 and 128 tokens a request, 1 to 2 in flight, they grow 1.6 ti"
+    )
+    assert "1.6 times (llama.cpp (#14924)), 1.6 times (vLLM (#14924))" in second
     assert rest[-1].startswith("Until the first token of a request pass in the mean: ")
 
 
@@ -323,7 +343,9 @@ def test_the_thread_s_table_stands_beside_ours(tmp_path):
         "| llama-3.2-1b Q4_K | 1 | 100 |\n| llama-3.2-1b Q4_K | 32 | 800 |\n\n"
         "a card; commit 1234\n\nmore\n<!-- end over-http -->\n"
     )
-    row = ServedRow(Arrivals("concurrency", 1), 9, dict.fromkeys(loaded.FIGURES, 5.0), {})
+    total = ("total_input_tokens", "total_output_tokens", "completed")
+    figures = dict.fromkeys((*loaded.FIGURES, *total), 5.0)
+    row = ServedRow(Arrivals("concurrency", 1), 9, figures, {})
     served = {"serving": loaded.Steady(type("Made", (), {"rows": [row]}), np.empty(0))}
     frame = loaded.scaling(served, page)
     table = loaded.thread_table(frame).set_index("in flight")
@@ -404,6 +426,7 @@ def test_launches_of_a_layer(tiny_model):
     layers, fuse = {}, wb.Toggles().switched("fuse", "on")
     with tiny(tiny_model, "null") as engine:
         table = launches.launches_table(engine).set_index("toggle")
+        assert [one.name for one in launches.weight_types(engine.program())] == ["Q8_0"]
         assert list(table.index) == [*wb.Toggles.members("fuse"), "fuse"]
         none = engine.program().counts()["launches"]
         assert (table["alone"] + table["removes"] == none).all() and (table["removes"] >= 0).all()
@@ -504,7 +527,7 @@ def test_skipping_is_answered_by_the_runs_beside_it():
     assert next(iter(arms)) == "vec" and "mma" in arms
     none = pd.DataFrame(columns=["step", "cache", "gate"])
     compared = {**prompts, "together": ab("side-by-side"), "kernels": by_kernel}
-    fit = fitted.words(fitted.recorded())
+    fit = fitted.recorded()
     made = conclusions.skipping(none, frame, phases, ragged, kernels, compared, fit).splitlines()
     assert [line for line in said if not line.startswith("The gate ")] == made
     tables = (
@@ -529,7 +552,10 @@ def test_serving_is_answered_by_the_runs_beside_it():
         for name in (loaded.ONE_BY_ONE, loaded.AT_ONCE)
     }
     arrivals = loaded.arrivals_table(found["serving"], arrived)
-    made = conclusions.serving(loaded.figures_of(found), loaded.speedups(found), arrivals)
+    figures, speedups, scaling = (
+        of(found) for of in (loaded.figures_of, loaded.speedups, loaded.scaling)
+    )
+    made = conclusions.serving(figures, speedups, arrivals, scaling)
     assert answer("07_batched_serving") == made.splitlines()
 
 

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from tests.oracles.reading import read
 from tests.trace import decoded
+from workbench.benchmarks.compare import pace
+from workbench.benchmarks.compare.pace import Pace
 from workbench.benchmarks.times import profiling, token_parts
 from workbench.benchmarks.times.gaps import fit_line, host_gaps, load
 from workbench.benchmarks.times.overlap import in_flight, in_stream_order
@@ -99,6 +101,36 @@ def test_a_launch_counts_as_its_kernels(engine, monkeypatch):
     several = {launches[0].node.name: ["a", "b", "c"]}
     monkeypatch.setattr(engine.backend, "kernels_of", lambda node: several.get(node.name))
     assert token_parts.issued(engine) == {part: n + 2 for part, n in whole.items()}
+
+
+def test_the_pace_of_a_host_is_told_beside_its_fastest_moment():
+    host = Pace()
+    found = [host.slowdown() for _ in range(20)]
+    assert found[0] == 1 and min(found) == 1 and max(found) < 100
+
+
+@pytest.mark.parametrize(
+    ("paces", "kept", "said"),
+    [((2.0, 1.0, 1.1), [1.0, 1.1], None), ((2.0, 1.5, 1.3, 1.4), [1.3, 1.4], "1.35")],
+)
+def test_rounds_on_a_slow_host_are_replaced(loaded, monkeypatch, paces, kept, said):
+    """No host is slow on demand, so its pace is made up, by round."""
+    now = 0
+
+    def slowdown() -> float:
+        return paces[now]
+
+    def begun(*asked: Any) -> Any:
+        nonlocal now
+        now = asked[-1]
+        return draw_tokens(*asked)
+
+    monkeypatch.setattr(pace.HOST, "slowdown", slowdown)
+    monkeypatch.setattr(token_parts, "draw_tokens", begun)
+    parts = token_parts.token_parts(loaded, {"off": ARMS["packed"]}, 2, n_tokens=2)["off"]
+    assert sorted(parts["slowdown"]) == kept and len(parts["plain"]) == 2
+    words = {"the host": f"{said} {token_parts.SLOWER}"} if said else {}
+    assert token_parts.slow_host(parts) == words
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12))

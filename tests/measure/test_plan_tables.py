@@ -14,6 +14,7 @@ from data.measure.matrix import OFF, SETS, STEP, WHOLE
 from data.measure.recorded import Recorded
 from tests.measure.made import COUNTERS, MODEL, arm, lines, record, sets, target
 from tests.profiles import long
+from workbench.answers import kept
 from workbench.config import Toggles
 
 WARM = {"plans_captured": 2, "plans_updated": 3, "plans_reinstantiated": 1, "plans_replayed": 40,
@@ -137,10 +138,10 @@ def test_reuse_has_us_by_phase_and_a_verdict(tmp_path):
             arm("rebuild (A/A)", Toggles())]  # fmt: skip
     us = {"rebuild": 32 * 6500.0, "set_rows": 32 * 1000.0, "rebuild (A/A)": 32 * 6500.0}
     record(tmp_path, f"reuse-ways-{MODEL}", "ab", {"tg32": us}, arms, toggle="graph_reuse")
-    rebuilt, kept = lines(tmp_path, "reuse-cuda")
+    rebuilt, reused = lines(tmp_path, "reuse-cuda")
     assert (rebuilt["graph_reuse"], rebuilt["prepare"]) == ("rebuild", "2000.0")
-    assert (kept["prepare"], kept["batch"], kept["verdict"]) == ("0.0", "20.0", "faster")
-    assert kept["Speedup"].startswith("6.50 (")
+    assert (reused["prepare"], reused["batch"], reused["verdict"]) == ("0.0", "20.0", "faster")
+    assert reused["Speedup"].startswith("6.50 (")
     (line,) = lines(tmp_path, "reuse-verdict")
     us_token = 1002.5  # with the noise of `record`
     assert line["us a token"] == "1002" and line["0 us"] == "1.000"
@@ -155,4 +156,14 @@ def test_reuse_has_us_by_phase_and_a_verdict(tmp_path):
     (tmp_path / "cuda-peer").rename(tmp_path / "peer-cuda" / MODEL)
     (line,) = lines(tmp_path, "reuse-verdict")
     assert line["llama.cpp's build, us"] == "40 (40..40)"
-    assert line["at llama.cpp's"] == "1.04 (1.04..1.04)"
+    assert line["its own speedup"] == "1.04" and line["at llama.cpp's"] == "1.04 (1.04..1.04)"
+    said = plan_tables.verdict(Recorded(tmp_path))
+    assert kept.theirs(said) == (1.04, 1.04, "a GPU") and "On the same card, beside this " in said
+    run = tmp_path / "peer-cuda" / MODEL / "run.json"
+    found = json.loads(run.read_text())
+    found["engine"]["device_description"] = "another GPU (of many)"
+    run.write_text(json.dumps(found))
+    (line,) = lines(tmp_path, "reuse-verdict")
+    assert line["its own speedup"] == "1.04" and line["at llama.cpp's"] == "", "of another card"
+    said = plan_tables.verdict(Recorded(tmp_path))
+    assert kept.theirs(said) == (1.04, 1.04, "another GPU") and "On the same card" not in said

@@ -30,7 +30,7 @@ from typing import Any
 import nbformat
 
 import workbench as wb
-from tests.notebooks.told import POISSON, held_up, rows, untold
+from tests.notebooks.told import POISSON, held_up, rows, slow_host, untold
 from workbench.answers import loaded, skipped
 from workbench.backend.base import choose_device
 from workbench.benchmarks.runs import provenance
@@ -131,13 +131,15 @@ def run(out: Path, names: Sequence[str] = (), device: str = "auto", again_s: flo
 
 
 def weak(out: Path) -> Counter[str]:
-    """The notebooks in `out` whose tables leave effects untold, or whose load was held up
-    (`told.py`), and how many of these each has."""
+    """The notebooks in `out` whose tables leave effects untold or are of a slow host, or whose load
+    was held up (`told.py`), and how many of these each has."""
     found = untold(rows(out / FOLDERS))
     print(found[SAID].round(3).to_string(), flush=True)
     folders = [*found["folder"], *([POISSON] if held_up(out / FOLDERS) else [])]
-    return Counter(n for one in folders for n, ends in MADE.items()
-                   if one in {f"notebook-{end}" for end in ends})  # fmt: skip
+    of = {f"notebook-{end}": name for name, ends in MADE.items() for end in ends}
+    slow = [path.stem for path in sorted(out.glob("*.ipynb")) if slow_host(path)]
+    print(f"slow host: {', '.join(slow) or 'none'}", flush=True)
+    return Counter([*(of[folder] for folder in folders), *slow])
 
 
 def replace(name: str, source: Path, out: Path) -> None:

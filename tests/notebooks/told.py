@@ -1,16 +1,18 @@
-"""Which effects in the tables of the notebooks' runs cannot be told from noise, and whether a load
-was held up."""
+"""Which effects in the tables of the notebooks' runs cannot be told from noise, whether a load was
+held up, and whether a table of tokens was made by a slow host."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import nbformat
 import pandas as pd
 
 from workbench.answers import loaded, skipped
 from workbench.answers.loaded import CONTROL, SERVING, SUSPECTS, load_steady, slug, speedups
 from workbench.benchmarks.compare.comparison import AB
+from workbench.benchmarks.times.token_parts import SLOWER
 from workbench.engine.cache.extent import WAYS
 from workbench.traffic.bench import load_served
 
@@ -63,3 +65,41 @@ def held_up(runs: Path) -> bool:
     own, steady = load_served(runs / POISSON), load_served(runs / OF_LOADS["served"])
     alone, full = (made.rows[-1].figures["mean_ttft_ms"] for made in (own, steady))
     return bool(alone > HELD_UP * full)
+
+
+def shown(notebook: Path) -> str:
+    """All that a notebook's cells show as text."""
+    cells = nbformat.read(notebook, 4).cells
+    outputs = [out for cell in cells if cell.cell_type == "code" for out in cell.outputs]
+    return "\n".join(
+        out.get("text", "") or out.get("data", {}).get("text/plain", "") for out in outputs
+    )
+
+
+def slow_host(notebook: Path) -> bool:
+    """Whether a table of tokens says that the host was slow in most of its rounds."""
+    return SLOWER in shown(notebook)
+
+
+def tokens(runs: Path) -> pd.DataFrame:
+    """The median us of a token of every arm, of all comparisons of one sequence's tokens among the
+    run folders `notebook-*` in `runs`. Columns: folder, arm, us, issues: what arms share that issue
+    the same on the same layers."""
+    found = []
+    for path in sorted(runs.glob("notebook-*")):
+        run = json.loads((path / "run.json").read_text())
+        if run["kind"] != "ab":
+            continue
+        samples = AB.load(path).samples
+        samples = samples[samples["test"].str.fullmatch(r"tg\d+")]
+        us = samples.groupby(["arm", "repetition"])["ns"].median().groupby("arm").median() / 1e3
+        for arm in run["arms"]:
+            issues = json.dumps([arm["toggles"], run["engine"]["config"]["n_gpu_layers"]])
+            row = {
+                "folder": path.name,
+                "arm": arm["name"],
+                "us": us.get(arm["name"]),
+                "issues": issues,
+            }
+            found.append(row)
+    return pd.DataFrame(found).dropna(subset="us")

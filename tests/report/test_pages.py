@@ -223,6 +223,11 @@ def test_a_page_of_a_cpu_says_what_a_gpu_found(tmp_path, monkeypatch, no_kernel,
     assert found is not None and found.answer == pages.answer(nbformat.read(FUSION, 4))
     assert found.device.startswith("NVIDIA ") and "(sm_90" in found.device, "as the engine says it"
     assert re.fullmatch(r"llama-3\.2-1b with random weights \w+", found.model)
+    commit = AB.load(NOTEBOOKS.parent / "data" / "results" / "notebook-fusion").run["commit"][
+        "hash"
+    ]
+    assert re.fullmatch(rf"commit {commit[:8]}, 20\d\d-\d\d-\d\d", found.taken)
+    assert found.where == f"Recorded on {found.device}, with {found.model}; {found.taken}"
 
     def execute(source, executed, *_):
         executed.parent.mkdir(exist_ok=True)
@@ -233,7 +238,11 @@ def test_a_page_of_a_cpu_says_what_a_gpu_found(tmp_path, monkeypatch, no_kernel,
         out = tmp_path / f"{device}.html"
         text = render.render_notebook(FUSION, out, device=device, runs_dir=tmp_path).read_text()
         head = text[text.index('<header class="wb-head') : text.index("</header>")]
-        assert (f"Recorded on {found.device}" in head) == shown
+        assert (found.where in head) == shown
+        index = html.unescape(pages.write_index(tmp_path, tmp_path).read_text())
+        assert f"{found.where}: {found.answer}" in index
+        assert f"Ran on the embedded device: {render.CPU_BANNER}." in index
+        assert index.count("Ran on ") == 1, "of the CPU's page alone"
     with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded") as engine:
         said = pages.ENGINE.search(repr(engine))
         assert said and said["model"] == f"{engine.model.name} {engine.model.quant}"

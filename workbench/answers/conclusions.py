@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from workbench.answers import claims
+from workbench.answers import claims, fitted
 from workbench.answers import together as adding
 from workbench.answers import waiting as whom
-from workbench.answers.kept import MEASURED
-from workbench.answers.kept import theirs as at_theirs
-from workbench.answers.waits import AFTER, BEFORE, HERE
+from workbench.answers.fitted import Fitted
+from workbench.answers.kept import MEASURED, theirs
+from workbench.answers.loaded import HERE
+from workbench.answers.planned import NEVER, UNKNOWN
+from workbench.answers.waits import AFTER, BEFORE, NO_GAIN, TOKENS
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.comparison import AB, background
 from workbench.benchmarks.compare.stats import interval, median_interval
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 DECIDED = ("faster", "slower")
 PR = PlanRule.PR.value
+# captures that are not known to be repaid
+REPAID = {NEVER: "never", UNKNOWN: "after an unknown number of tokens"}
 
 
 class Conclusion(str):
@@ -230,14 +234,14 @@ def waits(
     """
     rows, table = proved["decode"].set_index("ordering"), gaps.table().set_index("arm")
     own, one = (rows.loc[f"per_copy, {stream}"] for stream in ("own", "compute"))
-    here = worth[worth["where"] == HERE].iloc[-1]
     lines = [
         against(
             "02_sync_modes",
-            f"with {AFTER} the gap between tokens is {_shorter(gaps)}, beside a token of "
-            f"{time(here['a token, us'])} of {here['model']}; end to end, beside a token of "
-            f"{time(_token_us(comparison))}: {gained(comparison, AFTER)}",
+            f"{AFTER} has {gained(comparison, AFTER)} beside {background(comparison.run)}, where a "
+            f"token takes {time(_token_us(comparison))}; beside {background(gaps.run)} the gap "
+            f"between tokens is {_shorter(gaps)}",
         ),
+        _worth(worth),
         f"Of llama.cpp's {own['waits']} waits between tokens, {own['superfluous']} are superfluous "
         f"with copies on a stream of their own, and {one['superfluous']} with one stream.",
     ]
@@ -251,6 +255,17 @@ def waits(
     for when, run in (("Between tokens", "decode"), ("Between ubatches of a prompt", "train")):
         lines += _proved(proved[run], when)
     return concluded([*lines, _seen(wrong)], comparison)
+
+
+def _worth(worth: pd.DataFrame) -> str:
+    """What fewer waits are worth beside each model's token, of `waits.worth_table`."""
+    fewer = worth.columns[worth.columns.get_loc("a wait, us") + 1]
+    gains = (
+        f"{row[fewer]} of {time(row['a token, us'])} ({row['model']})"
+        for row in worth.to_dict("records")
+        if row[fewer] != NO_GAIN
+    )
+    return f"{fewer} waits are worth, in a token {TOKENS}: {listed(gains)}."
 
 
 def _token_us(comparison: AB) -> float:
@@ -270,27 +285,29 @@ def _shorter(gaps: Gaps) -> str:
 def _seen(wrong: pd.DataFrame) -> str:
     """What went wrong where orderings that race were run, of `raced.wrong_table`."""
     racing = wrong[wrong["pairs that race"] > 0]
-    seen = [
-        f"{row.wrong} of {row.prompts} prompts with {row.ordering}" for row in racing.itertuples()
-    ]
     safe = wrong.loc[wrong["pairs that race"] == 0, "ordering"]
-    if not racing["wrong"].any():
+    seen, unseen = racing[racing["wrong"] > 0], racing.loc[racing["wrong"] == 0, "ordering"]
+    if seen.empty:
         return (
             f"On the embedded device no prompt went wrong with {listed(racing['ordering'])}: that "
             "proves nothing, for the checker names what races. Run it again."
         )
+    went = (
+        f"{row.wrong} of {row.prompts} prompts with {row.ordering}" for row in seen.itertuples()
+    )
+    lucky = f", nor here with {listed(unseen)}, which races all the same" if len(unseen) else ""
     n = int(wrong.loc[wrong["pairs that race"] == 0, "wrong"].sum())
     return (
-        f"On the embedded device wrong tokens came from {listed(seen)}; from {n or 'none'} with "
-        f"{listed(safe)}."
+        f"On the embedded device wrong tokens came from {listed(went)}; from {n or 'none'} with "
+        f"{listed(safe)}{lucky}."
     )
 
 
-def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, comparison: AB) -> Conclusion:
+def reuse(kept: Mapping[str, pd.DataFrame], recorded: str, comparison: AB) -> Conclusion:
     """The cost of building the graph anew, and the gain of keeping it.
 
     kept: the tables of `kept.py`: `phases`, `steps`, `layers` and `worth`.
-    theirs: the recorded sentence about llama.cpp's own build; may be empty.
+    recorded: the sentence about llama.cpp's own build; may be empty.
     comparison: of `graph_reuse`, from `rebuild` on.
     """
     phases, steps, layers, worth = (kept[n] for n in ("phases", "steps", "layers", "worth"))
@@ -304,7 +321,7 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, comparison: AB) -> Conc
     claimed = worth[worth["whose"].str.contains("#8366")]
     issued = {way: by_phase.loc["issue", way] for way in ("rebuild", "set_rows")}
     lines = [
-        against("03_graph_reuse", _of_python(worth, theirs)),
+        against("03_graph_reuse", _of_python(worth, recorded)),
         f"Building the graph anew costs a token {time(built.sum())} beside best's other switches: "
         f"{listed(f'{phase} {time(us)}' for phase, us in built.items())}.",
         f"Finding a kept program takes {finding}. Issuing it takes {time(issued['set_rows'])}, "
@@ -316,19 +333,21 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, comparison: AB) -> Conc
         f"The {listed(f'{s - 1:.0%}' for s in claimed['speedup of a kept graph'])} of #8366 would "
         f"be a build of {listed(map(time, claimed['a build costs, us']))} beside this device's "
         "token.",
-        *filter(None, [theirs]),
+        *filter(None, [recorded]),
     ]
     return concluded(lines, comparison)
 
 
-def _of_python(worth: pd.DataFrame, theirs: str) -> str:
-    """The speedup that was measured, and that at llama.cpp's build time, recorded; without a record
-    that at the table's middle build time."""
+def _of_python(worth: pd.DataFrame, sentence: str) -> str:
+    """The speedup that was measured, and llama.cpp's own, recorded; without a record that at the
+    table's middle build time."""
     shown = worth.set_index("whose")["speedup of a kept graph"]
-    found, between = f"{shown[MEASURED]:.1f} times as fast is Python's price", at_theirs(theirs)
-    if between is not None:
-        low, high = between
-        return f"{found}: at llama.cpp's build time, recorded, it is {low:.2f} to {high:.2f}"
+    found, own = f"{shown[MEASURED]:.1f} times as fast is Python's price", theirs(sentence)
+    if own is not None:
+        return (
+            f"{found}: llama.cpp's own reuse, recorded with other models on {own.card}, makes its "
+            f"token {own.low:.2f} to {own.high:.2f} times as fast"
+        )
     middle = worth.iloc[1]
     return (
         f"{found}: with a build of {middle['a build costs, us']:.0f} us it would be "
@@ -360,11 +379,12 @@ def plans(planned: Mapping[str, pd.DataFrame], half: AB, whole: AB) -> Conclusio
 
 
 def _repaid(after: pd.Series) -> str:
-    """When plans have repaid their capture: `repaid after tokens` of the gaps' table."""
-    repaid = [f"{tokens} tokens ({arm})" for arm, tokens in after.items() if tokens.isdigit()]
-    if repaid:
-        return f"captures are repaid after {listed(repaid)}"
-    return "no plan is known to repay its captures, since no token is shorter"
+    """When each plan has repaid its capture: `repaid after tokens` of the gaps' table."""
+    by = dict[str, list[str]]()
+    for arm, tokens in after[after != ""].items():
+        known = f"after {tokens} tokens" if tokens.isdigit() else REPAID[tokens]
+        by.setdefault(known, []).append(str(arm))
+    return f"captures are repaid {listed(f'{when} ({listed(arms)})' for when, arms in by.items())}"
 
 
 def _left(gap: pd.DataFrame) -> Iterable[str]:
@@ -379,7 +399,7 @@ def _left(gap: pd.DataFrame) -> Iterable[str]:
                 f"{time(row['captures us'])}, repaid after {after} tokens."
             )
         else:
-            said = "longer" if after == "never" else "no shorter for sure"
+            said = "longer" if after == NEVER else "no shorter for sure"
             yield f"A token is {said} with {arm}, which saves {saved} us."
 
 
@@ -439,10 +459,7 @@ def each_arm(comparison: AB, test: str) -> str:
     summary = comparison.summary()
     rows = summary[(summary["test"] == test) & ~summary["is_control"]]
     return listed(
-        (f"{abs(row.speedup - 1):.1%} " if row.verdict in DECIDED else "")
-        + row.verdict
-        + (f" ({row.label})" if len(rows) > 1 else "")
-        for row in rows.itertuples()
+        _judged(row) + (f" ({row['label']})" if len(rows) > 1 else "") for _, row in rows.iterrows()
     )
 
 
@@ -453,7 +470,7 @@ def skipping(
     ragged: pd.DataFrame,
     kernels: pd.DataFrame,
     compared: Mapping[str, AB],
-    recorded: str,
+    fit: Fitted | None,
 ) -> Conclusion:
     """The gain of not reading masked cells, by tokens at once, sequences and depth.
 
@@ -462,7 +479,7 @@ def skipping(
     phases, kernels: `skipped.phase_summary` of ways, and of kernels of attention.
     ragged: `skipped.ragged_frame`.
     compared: by name, the comparisons whose answers are counted.
-    recorded: the recorded fit in words; may be empty.
+    fit: the recorded requests of random lengths; None where they did not come along.
     """
     ways = ragged[~ragged["is_control"]]
     by_phase = {
@@ -472,8 +489,8 @@ def skipping(
     lines = [
         against(
             "06_masked_kv",
-            f"with tail: {most['x'].iloc[0]:,} tokens of a prompt at once, "
-            f"{_found(most, 'tail')}; tokens of several sequences, "
+            f"{fitted.gains(fit)}in this run, with tail: {most['x'].iloc[0]:,} tokens of a prompt "
+            f"at once, {_found(most, 'tail')}; tokens of several sequences, "
             f"{_found(_of(phases, 'generated'), 'tail', _sequences)}; requests of random lengths, "
             + listed(f"{_found(rows, 'tail')} {what}" for what, rows in by_phase.items()),
         ),
@@ -493,7 +510,7 @@ def skipping(
         steps = (f"{row.step} ({row.cache})" for row in of.itertuples())
         lines.append(f"The gate of #14924 is {gate} to {listed(steps)}.")
     lines.append(f"Answers: {listed(_answers(compared))}.")
-    return concluded([*lines, *filter(None, [recorded])])
+    return concluded([*lines, *filter(None, [fitted.words(fit)])])
 
 
 def _of(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
@@ -505,15 +522,24 @@ def _sequences(row: pd.Series) -> str:
 
 
 def _found(rows: pd.DataFrame, label: str, named: Callable[[pd.Series], str] | None = None) -> str:
-    """The gain of the arm with this label that is largest among verdicts: `21.8% faster`; with the
-    name of its row, `1.3% slower at best (4 sequences of 32 cells)`."""
-    own = rows[rows["label"] == label]
-    decided = own[own["verdict"].isin(DECIDED)]
-    if decided.empty:
-        return listed(dict.fromkeys(own["verdict"])) or "not measured"
-    best = decided.loc[decided["speedup"].idxmax()]
-    said = f"{abs(best['speedup'] - 1):.1%} {best['verdict']}"
-    return f"{said} at best ({named(best)})" if named else said
+    """The gain of the arm with this label: `21.8% faster`. Of several rows, which `named` tells
+    apart, the least and the most: `from 1.3% slower (4 sequences of 32 cells) to no difference (4
+    sequences of 256 cells)`; the same verdict once where no row decides."""
+    own = rows[rows["label"] == label].sort_values("speedup")
+    if own.empty:
+        return "not measured"
+    if not own["verdict"].isin(DECIDED).any():
+        return listed(dict.fromkeys(own["verdict"]))
+    least, most = own.iloc[0], own.iloc[-1]
+    if named is None or len(own) == 1:
+        return _judged(most)
+    return f"from {_judged(least)} ({named(least)}) to {_judged(most)} ({named(most)})"
+
+
+def _judged(row: pd.Series) -> str:
+    """`21.8% faster`, or a verdict that does not decide."""
+    share = f"{abs(row['speedup'] - 1):.1%} " if row["verdict"] in DECIDED else ""
+    return f"{share}{row['verdict']}"
 
 
 def _by_test(phases: pd.DataFrame, beside: str) -> Iterable[str]:
@@ -549,28 +575,27 @@ def _by_verdict(rows: pd.DataFrame) -> str:
     return "; ".join(said)
 
 
-def serving(figures: pd.DataFrame, speedups: pd.DataFrame, arrivals: pd.DataFrame) -> Conclusion:
+def serving(
+    figures: pd.DataFrame, speedups: pd.DataFrame, arrivals: pd.DataFrame, scaling: pd.DataFrame
+) -> Conclusion:
     """How throughput trades against latency, what of the suspects of #14924 costs it, and how
     requests that come at once differ from requests that come one by one.
 
     figures: `loaded.figures_of`.
     speedups: `loaded.speedups`, of the steady load.
     arrivals: `loaded.arrivals_table`.
+    scaling: `loaded.scaling`.
     """
     first = speedups.attrs["first"]
     of = figures[figures["setting"] == first].set_index("in_flight").sort_index()
     few, many = of.iloc[0], of.iloc[-1]
-    thread = claims.SERVED_S
-    said = ""
-    if of.index[0] in thread and of.index[-1] in thread:
-        llama, vllm = (thread[of.index[0]][i] / thread[of.index[-1]][i] for i in (0, 1))
-        said = f", in the thread llama.cpp's {llama:.1f} times and vLLM's {vllm:.1f} times"
     lines = [
-        f"From {of.index[0]} to {of.index[-1]} in flight the tokens a second grow "
-        f"{_times(many, few, RATE)}{said}, for {_times(many, few, TPOT)} the time of a token "
-        f"({few[TPOT]:.2f} to {many[TPOT]:.2f} ms) and {_times(many, few, TTFT)} the time to the "
-        f"first ({few[TTFT]:.1f} to {many[TTFT]:.1f} ms)."
+        f"From {of.index[0]} to {of.index[-1]} in flight, with {scaling.attrs['load']}, the tokens "
+        f"a second grow {_times(many, few, RATE)}, for {_times(many, few, TPOT)} the time of a "
+        f"token ({few[TPOT]:.2f} to {many[TPOT]:.2f} ms) and {_times(many, few, TTFT)} the time to "
+        f"the first ({few[TTFT]:.1f} to {many[TTFT]:.1f} ms)."
     ]
+    lines += _at_the_threads_load(scaling, of.index[0], of.index[-1])
     for row in speedups.to_dict("records"):
         if row["verdict"] in DECIDED:
             lines.append(
@@ -584,6 +609,17 @@ def serving(figures: pd.DataFrame, speedups: pd.DataFrame, arrivals: pd.DataFram
              for row in arrivals.to_dict("records"))  # fmt: skip
     lines.append(f"Until the first token of a request pass in the mean: {listed(waits)}.")
     return concluded(lines)
+
+
+def _at_the_threads_load(scaling: pd.DataFrame, few: int, many: int) -> Iterable[str]:
+    """How the tokens a second grow with the requests of the thread, there and recorded here."""
+    by = scaling[scaling["curve"] != HERE].set_index(["x", "curve"])["y"]
+    if few in by.index and many in by.index:
+        grown = (f"{y / by[few][curve]:.1f} times ({curve})" for curve, y in by[many].items())
+        yield (
+            f"With 1024 and 128 tokens a request, {few} to {many} in flight, they grow "
+            f"{listed(grown)}."
+        )
 
 
 RATE, TPOT, TTFT = "output_throughput", "mean_tpot_ms", "mean_ttft_ms"

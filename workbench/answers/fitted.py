@@ -18,14 +18,16 @@ from workbench.answers.recorded import block
 from workbench.common.tables import Table
 
 OFF, TAIL = "s off", "s tail"  # columns of the block, seconds
-MEAN, MODEL = "mean prompt", "Model"
+MEAN, MODEL, SLOTS = "mean prompt", "Model", "slots"
 
 
 class Fitted(NamedTuple):
-    """points: a row for each mean length, with the columns MEAN, OFF and TAIL. about: the recorded
-    run in words: model, device, commit. said: the recorded fits, in words."""
+    """points: a row for each mean length, with the columns MEAN, OFF and TAIL. slots: of the
+    server. about: the recorded run in words: model, device, commit. said: the recorded fits, in
+    words."""
 
     points: pd.DataFrame
+    slots: str
     about: str
     said: str
 
@@ -37,7 +39,8 @@ def recorded(page: str | Path | None = None) -> Fitted | None:
     if found is None or len(found.rows) < 3:
         return None
     about = f"{found.rows[MODEL].iloc[0]}; {found.words[0]}"
-    return Fitted(found.rows[[MEAN, OFF, TAIL]].astype(float), about, " ".join(found.words[1:]))
+    points = found.rows[[MEAN, OFF, TAIL]].astype(float)
+    return Fitted(points, found.rows[SLOTS].iloc[0], about, " ".join(found.words[1:]))
 
 
 def quadratic(points: pd.DataFrame, column: str) -> np.ndarray:
@@ -77,3 +80,20 @@ def curves(found: Fitted | None) -> pd.DataFrame:
 def words(found: Fitted | None) -> str:
     """The recorded fits in a sentence; empty where nothing is recorded."""
     return f"Recorded: {found.said}" if found and found.said else ""
+
+
+def gains(found: Fitted | None) -> str:
+    """The recorded gain at the least and the greatest mean length, in front of what was found here;
+    empty where nothing is recorded."""
+    if found is None:
+        return ""
+    points = found.points.sort_values(MEAN).iloc[[0, -1]]
+    first, last = (
+        f"{row[OFF] / row[TAIL]:.2f} {what} {row[MEAN]:,.0f} tokens a prompt"
+        for what, (_, row) in zip(("times as fast at", "at"), points.iterrows(), strict=True)
+    )
+    card = found.about.partition("; ")[2].partition(" (")[0]
+    return (
+        f"with tail, recorded, a server with {found.slots} slots and prompts of random lengths is "
+        f"{first} in the mean and {last} ({card}); "
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -33,7 +33,8 @@ BUILD_US = (0, 25, 50, 100, 200, 400)  # columns of the results' table
 FEW_BUILD_US = (50, 100, 400)  # rows of a lesson's
 BUILD = ("graph", "fuse", "split", "layout", "lower", "prepare")  # phases that a kept program saves
 NOTEBOOK = "03_graph_reuse"
-AT_THEIRS = re.compile(r"beside a token of \d+, ([\d.]+) \(")
+OWN_TOKEN = re.compile(r"its own token is ([\d.]+) times as fast")
+CARD = re.compile(r"entails, on (.+?): ")
 VERDICT = re.compile(r"<!-- begin reuse-verdict -->.*?^(Verdict on #8366.*?)$", re.S | re.M)
 
 
@@ -213,8 +214,20 @@ def recorded_verdict(page: str | Path | None = None) -> str:
     return found[1] if found else ""
 
 
-def theirs(sentence: str) -> tuple[float, float] | None:
-    """The least and the most speedup at llama.cpp's own build time, of `recorded_verdict`; None
-    where it has none."""
-    found = [float(ratio) for ratio in AT_THEIRS.findall(sentence)]
-    return (min(found), max(found)) if found else None
+class Theirs(NamedTuple):
+    """The least and the most speedup of llama.cpp's own token by its reuse, and on which card."""
+
+    low: float
+    high: float
+    card: str
+
+
+def own_token(model: str, saved_us: float, speedup: float) -> str:
+    """The part of that sentence that is of one model."""
+    return f"{model} {saved_us:.0f} us, its own token is {speedup:.2f} times as fast"
+
+
+def theirs(sentence: str) -> Theirs | None:
+    """What `recorded_verdict` says of llama.cpp; None where it was not measured."""
+    found, card = [float(ratio) for ratio in OWN_TOKEN.findall(sentence)], CARD.search(sentence)
+    return Theirs(min(found), max(found), card[1]) if found and card else None

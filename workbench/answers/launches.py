@@ -3,6 +3,7 @@ launches of a layer."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import pandas as pd
 
 from workbench.common.tables import Table
 from workbench.config import Toggles
+from workbench.graph.ir import DType, Kind
 from workbench.program.commands import Launch, Program
 
 
@@ -77,10 +79,32 @@ def nodes_table(program: Program) -> pd.DataFrame:
     return Table(rows, columns=["op", "node", "parts"])
 
 
+def weight_types(program: Program) -> list[DType]:
+    """The types of the weights that a program's products read, that of the most bytes first."""
+    weights = {
+        tensor
+        for command in program.singly()
+        if isinstance(command, Launch)
+        for part in _parts(command.node)
+        if part.op == "mul_mat"
+        for tensor in part.inputs
+        if tensor.kind == Kind.WEIGHT
+    }
+    nbytes = Counter[DType]()
+    for weight in weights:
+        nbytes[weight.dtype] += weight.nbytes
+    return [dtype for dtype, _ in nbytes.most_common()]
+
+
 def _layer(node: Any) -> int:
     products = (part.layer for part in node.parts if part.op == "mul_mat")
     return int(next(products, node.layer))
 
 
+def _parts(node: Any) -> list[Any]:
+    """The operations that a node stands for."""
+    return [one for part in node.parts for one in _parts(part)] if node.parts else [node]
+
+
 def _ops(node: Any) -> list[str]:
-    return [op for part in node.parts for op in _ops(part)] if node.parts else [node.op]
+    return [part.op for part in _parts(node)]

@@ -17,6 +17,7 @@ import pandas as pd
 import workbench as wb
 from workbench.answers import claims, recorded
 from workbench.answers.effort import fastest, until_built
+from workbench.answers.skipped import MEASURED
 from workbench.benchmarks.compare import stats
 from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.llama import batched
@@ -42,7 +43,7 @@ SUSPECTS = (
     "serving sampling=host", "serving slot_choice=lowest_free", "serving kv_cache=unified",
     "serving kv_cache=unified defrag=cells",
 )  # fmt: skip
-PER_SLOT = 20  # requests for each in flight
+PER_SLOT = 40  # requests for each in flight
 BUILDING_PER_SLOT = 2  # of a load before it counts
 WINDOWS = 20  # of the steady part of a load, each with a rate of tokens
 # of the throughput under a constant load: the rate of a Poisson process. By Erlang's formula (C) of
@@ -291,6 +292,7 @@ def settings_table(found: Mapping[str, Steady]) -> Table:
     made["verdict"] = frame["verdict"]
     setting = next(iter(found.values())).served.rows[-1].setting
     about = {frame.attrs["first"]: f"{frame.attrs['tps']:.0f} t/s", "load": setting.name}
+    about[MEASURED] = results.taken(next(iter(found.values())).served.run)
     return Table(made).shown(keys=["setting"], digits={"out t/s": 0, "speedup": 3}, constant=about)
 
 
@@ -362,7 +364,11 @@ def arrivals_table(steady: Steady, arrived: Mapping[str, ServeBench]) -> Table:
             **{name: made.rows[0] for name, made in arrived.items()},
         }.items()
     ]  # fmt: skip
-    return Table(rows).shown(keys=["requests come"], digits={"out t/s": 0, "P99 TTFT ms": 1})
+    (*_, last) = arrived.values()
+    return Table(rows).shown(
+        keys=["requests come"], digits={"out t/s": 0, "P99 TTFT ms": 1},
+        constant={MEASURED: results.taken(last.run)},
+    )  # fmt: skip
 
 
 SHOWN = (1, 4, 8, 16, 32, 64, 128)  # in flight, of the thread's table
@@ -374,7 +380,8 @@ LLAMA, VLLM, OURS, HERE = (
 def scaling(found: Mapping[str, Steady], page: str | Path | None = None) -> pd.DataFrame:
     """For `plots.scaling`: by requests in flight, how many times the tokens a second of one: in the
     thread of #14924, of this engine as the results page has it, and here. Labels of the thread's
-    points are its seconds. page: as for `recorded.block`."""
+    points are its seconds; `attrs["load"]` has the tokens of a request here. page: as for
+    `recorded.block`."""
     rows = [
         {"curve": curve, "x": n, "y": claims.SERVED_S[1][i] / seconds[i], "label": seconds[i]}
         for i, curve in enumerate((LLAMA, VLLM))
@@ -391,7 +398,10 @@ def scaling(found: Mapping[str, Steady], page: str | Path | None = None) -> pd.D
         {"curve": HERE, "x": n, "y": t / one, "label": ""}
         for n, t in here[["in_flight", FIGURES[0]]].to_numpy()
     ]
+    made = next(iter(found.values())).served.rows[-1].figures
+    tokens = (made[f"total_{what}_tokens"] / made["completed"] for what in ("input", "output"))
     frame = pd.DataFrame(rows)
+    frame.attrs["load"] = f"{' and '.join(f'{n:.0f}' for n in tokens)} tokens a request"
     frame.attrs |= {"recorded": "" if own is None else f"{own.rows['Model'][0]}; {own.words[0]}"}
     return frame
 

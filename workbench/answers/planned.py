@@ -13,7 +13,7 @@ import pandas as pd
 from workbench.answers.waiting import SAVED
 from workbench.backend.cpu.device.base import n_workers
 from workbench.benchmarks.compare.stats import median_interval
-from workbench.benchmarks.times.token_parts import issued, medians_us
+from workbench.benchmarks.times.token_parts import issued, medians_us, slow_host
 from workbench.common.tables import Table
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
@@ -106,7 +106,7 @@ def gap_table(parts: Mapping[str, Mapping[str, Any]], arms: Mapping[str, Toggles
     """A token in each arm (`benchmarks/times/token_parts.py`): its time without stamps, and the gap
     between its last kernel and the next token's first by the device's clock, us. Then the time that
     an arm saves of the first arm's token, median over the rounds with its 95 % interval, the time
-    of its captures, and the number of tokens after which these are repaid."""
+    of its captures, and the number of tokens after which these are repaid. A slow host is said."""
     rows: list[dict[str, Any]] = []
     first = np.array(parts[next(iter(arms))]["plain"], float)
     for name in arms:
@@ -123,5 +123,6 @@ def gap_table(parts: Mapping[str, Mapping[str, Any]], arms: Mapping[str, Toggles
             }  # fmt: skip
     return Table(rows).shown(
         digits={"token us": 1, "gap us": 1, "captures us": 1}, keys=["arm"],
-        right=["saved us", "repaid after tokens"], constant={"saved": SAVED},
+        right=["saved us", "repaid after tokens"],
+        constant={"saved": SAVED} | slow_host(parts[next(iter(arms))]),
     )  # fmt: skip

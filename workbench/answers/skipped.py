@@ -33,6 +33,7 @@ PLAIN = {"skip_masked_kv": "off", "kv_cache": "unified", "kv_growth": "step"}
 PAD = 256
 VEC = AttnKernel.VEC.value
 AGAIN = "off (A/A)"
+MEASURED = "measured"  # commit and time, above a table
 PARTS = (4, 1)  # a prompt is computed in so many
 MARKS = {
     "faster": "faster", "slower": "slower", "no difference": "=", "same work": "same work",
@@ -82,7 +83,7 @@ def by_ubatch(
 def ubatch_table(prompts: Mapping[int, AB], arms: Mapping[str, str]) -> pd.DataFrame:
     """A row for each ubatch size: t/s of the first arm, and speedups and verdicts of the other
     arms; `=`: no difference."""
-    rows = []
+    rows, last = [], [*prompts.values()][-1]
     for n, comparison in prompts.items():
         summary = comparison.summary().set_index("arm")
         row: dict[str, Any] = {
@@ -93,7 +94,7 @@ def ubatch_table(prompts: Mapping[int, AB], arms: Mapping[str, str]) -> pd.DataF
             one = summary.loc[arm]
             row[name] = f"{one['speedup']:.3f} {mark(one['verdict'])}".strip()
         rows.append(row)
-    return Table(rows).shown(keys=["tokens at once"])
+    return Table(rows).shown(keys=["tokens at once"], constant={MEASURED: results.taken(last.run)})
 
 
 def mark(verdict: str) -> str:
@@ -166,7 +167,7 @@ def phase_summary(comparison: AB, arms: Mapping[str, str]) -> pd.DataFrame:
                 for name, ratio in own.items()
             ]  # fmt: skip
     found = pd.DataFrame(rows)
-    found.attrs["baseline"] = next(iter(arms))
+    found.attrs |= {"baseline": next(iter(arms)), MEASURED: results.taken(comparison.run)}
     return found
 
 
@@ -199,7 +200,8 @@ def scaling_table(phases: pd.DataFrame) -> pd.DataFrame:
         rows.append(row)
     control = phases[(phases["phase"] == GENERATED) & phases["is_control"]]
     bands = f"{control['band_low'].min():.3f}..{control['band_high'].max():.3f}"
-    return Table(rows).shown(keys=["generated in"], constant={"the widest A/A band": bands})
+    about = {"the widest A/A band": bands, MEASURED: phases.attrs[MEASURED]}
+    return Table(rows).shown(keys=["generated in"], constant=about)
 
 
 def side_by_side(
@@ -308,11 +310,12 @@ def ragged_frame(folders: Mapping[str, Path]) -> pd.DataFrame:
             }
             for name, ratio in ratios.items()
         ]  # fmt: skip
-    _, (requests,) = results.load_tables(folders[first], REQUESTS)
+    run, (requests,) = results.load_tables(folders[first], REQUESTS)
     found = pd.DataFrame(rows)
     found.attrs |= {
         "baseline": first, "ms": (times[first].median() / 1e6).to_dict(),
         "requests": len(requests), "tokens": float(requests["n_prompt"].mean()),
+        MEASURED: results.taken(run.run),
     }  # fmt: skip
     return found
 
@@ -350,4 +353,5 @@ def ragged_table(frame: pd.DataFrame) -> pd.DataFrame:
         band = stats.interval(*by.loc[(phase, AGAIN), ["band_low", "band_high"]])
         constant[f"{what} with {about['baseline']}"] = f"{about['ms'][phase]:.2f} ms"
         constant[f"A/A band of {phase}"] = band
+    constant[MEASURED] = about[MEASURED]
     return Table(rows).shown(keys=["skip_masked_kv"], constant=constant, right=list(PHASES))

@@ -21,7 +21,7 @@ import workbench as wb
 from workbench.benchmarks.compare.arms import switched
 from workbench.benchmarks.compare.stats import median_interval
 from workbench.benchmarks.times.overlap import measure_overlap
-from workbench.benchmarks.times.token_parts import PARTS, medians_us, token_parts
+from workbench.benchmarks.times.token_parts import PARTS, medians_us, slow_host, token_parts
 from workbench.common.tables import Table
 from workbench.config import BEST, TogglePreset, Toggles
 from workbench.config.toggles import names_that_differ
@@ -195,7 +195,7 @@ def parts_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
         rows.append(row)
     digits = dict.fromkeys(("saved, us", *(f"{arm}, us" for arm in us)), 1)
     return Table(rows).fillna({"95% CI": "", "A/A": ""}).shown(
-        keys=["part of a token"], digits=digits, constant={"saved": SAVED}
+        keys=["part of a token"], digits=digits, constant={"saved": SAVED} | slow_host(found[first])
     )  # fmt: skip
 
 

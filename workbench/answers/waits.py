@@ -21,7 +21,7 @@ from workbench.benchmarks.workload import Workload, draw_tokens
 from workbench.common.errors import WorkbenchError
 from workbench.common.shipped import shipped
 from workbench.common.tables import Table
-from workbench.config import SyncMode, Toggles
+from workbench.config import BEST, SyncMode, TogglePreset
 from workbench.engine.engine import Engine
 from workbench.model.synth.models import write_model
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from workbench.benchmarks.times.gaps import Gaps
 
 BEFORE, AFTER = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value  # around #17795
-HERE = "here"
+HERE, NO_GAIN = "here", "-"
+TOKENS = "with launches fused, without plans"
 _SENTENCE = re.compile(r"^One wait, ([\d.]+) us, beside tokens of (.+?)\. (.+)$", re.M)
 _TOKEN = re.compile(r"(\S+ \S+) (\d+) us")
 
@@ -62,17 +63,18 @@ def said(found: RecordedWait) -> str:
     return f"One wait, {found.wait_us:.2f} us, beside tokens of {tokens}. {found.where}"
 
 
-def tokens_us(engine: Engine, toggles: Toggles, n: int = 24, seed: int = 0) -> dict[str, float]:
-    """us of a token with these toggles, untraced: of the engine's model, and of a tiny one on the
-    same device, which is written for it. The median of n tokens."""
-    found = {}
-    with engine.variant(toggles) as side:
+def tokens_us(engine: Engine, n: int = 24, seed: int = 0) -> dict[str, float]:
+    """us of a token with the toggles of `best` without plans, as the recorded tokens have,
+    untraced: of the engine's model, and of a tiny one on the same device, which is written for it.
+    The median of n tokens."""
+    found, best = {}, TogglePreset(BEST, {"plans": "off"})
+    with engine.variant(best) as side:
         found[_named(engine)] = _median_us(side, n, seed)
     if engine.model.name.startswith("tiny"):
         return found
     with tempfile.TemporaryDirectory() as folder:
         path = write_model("tiny-llama", "Q8_0", Path(folder, "tiny-llama-Q8_0.gguf"))
-        with Engine.load(path, device=engine.device, toggles=toggles) as tiny:
+        with Engine.load(path, device=engine.device, toggles=best) as tiny:
             return {_named(tiny): _median_us(tiny, n, seed)} | found
 
 
@@ -99,7 +101,10 @@ def worth_table(gaps: Gaps, here_us: Mapping[str, float], other: RecordedWait | 
         }
         for where, wait_us, tokens in places
         for model, token_us in tokens.items()
-    ).shown(digits={"a token, us": 0, "a wait, us": 2}, constant={"copy_stream": stream})
+    ).shown(
+        digits={"a token, us": 0, "a wait, us": 2},
+        constant={"a wait": f"with copy_stream={stream}", "a token": TOKENS},
+    )
 
 
 def n_fewer(gaps: Gaps) -> int:
@@ -112,7 +117,7 @@ def _gain(saved_us: float, token_us: float) -> str:
     """A token is shorter by saved_us; with as much or more saved than it takes, there is no gain
     to tell."""
     if saved_us >= token_us:
-        return "-"
+        return NO_GAIN
     return f"{100 * (token_us / (token_us - saved_us) - 1):.1f} %"
 
 

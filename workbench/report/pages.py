@@ -31,6 +31,7 @@ IMAGE = re.compile(r"!\[|<img", re.IGNORECASE)  # in the text of a cell
 ENGINE = re.compile(  # what `repr(engine)` says, two lines
     r"<Engine: (?P<model>[^,]+), .*?; (?P<device>.*?) \((?:as asked|auto)\b.*\n.* on (?P<name>\w+):"
 )
+TAKEN = re.compile(r"commit [0-9a-f]{8}, \d{4}-\d\d-\d\d")  # in `results.taken`
 # scripts that nbconvert would load from a network, by the exporter's setting
 NETWORK_SETTINGS = (
     "require_js_url",
@@ -66,7 +67,7 @@ COMPARED = """<!DOCTYPE html>
 
 class About(NamedTuple):
     """The entry of a page in the index. file: its name. runs: folders of its comparisons, by
-    name."""
+    name. banner: what to know of a CPU's timings. recorded: what a GPU found; may be empty."""
 
     file: str
     question: str
@@ -74,6 +75,8 @@ class About(NamedTuple):
     device: str
     date: str
     runs: tuple[str, ...] = ()
+    banner: str = ""
+    recorded: str = ""
 
     def metadata(self) -> dict[str, str]:
         return {k: v for k, v in self._asdict().items() if k != "file"} | {
@@ -118,21 +121,29 @@ def picture(notebook: Any) -> Shown | None:
 
 
 class Recorded(NamedTuple):
-    """What a notebook found where it ran before: the answer, the model, the GPU."""
+    """What a notebook found where it ran before: the answer, the model, the GPU, and `commit
+    1a2b3c4d, 2026-11-29` where its tables name one."""
 
     answer: str
     model: str
     device: str
+    taken: str
+
+    @property
+    def where(self) -> str:
+        taken = f"; {self.taken}" if self.taken else ""
+        return f"Recorded on {self.device}, with {self.model}{taken}"
 
 
 def recorded(notebook: Any) -> Recorded | None:
     """What the outputs that a notebook was saved with say. None where they have no answer, or show
     no engine on a GPU."""
-    shown = (_text(output) for cell in notebook.cells for output in cell.get("outputs", ()))
+    shown = [_text(output) for cell in notebook.cells for output in cell.get("outputs", ())]
     engine = next(filter(None, map(ENGINE.search, shown)), None)
     if engine is None or not is_gpu(engine["name"]) or not (found := answer(notebook)):
         return None
-    return Recorded(found, engine["model"], engine["device"])
+    taken = next(filter(None, map(TAKEN.search, shown)), None)
+    return Recorded(found, engine["model"], engine["device"], taken[0] if taken else "")
 
 
 def export_html(

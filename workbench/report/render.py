@@ -32,6 +32,7 @@ from workbench.report.kernels import NAME, Kernels
 from workbench.report.pages import (
     INDEX,
     About,
+    Recorded,
     answer,
     export_html,
     question,
@@ -102,10 +103,9 @@ def render_notebook(
     new = (f for f in results.runs(Path(runs_dir))["folder"] if f not in known)
     made = [found.folder for found in map(_readable, new) if found and _of(found, connection)]
     before = None if on_gpu else recorded(nbformat.read(source, as_version=4))
-    head = banner_html(device)
     tail = "" if trace is None else trace_download_html(trace)
-    about = _about(target, executed, device, made, Path(runs_dir), failure)
-    page = export_html(executed, about, head, tail, before)
+    about = _about(target, executed, device, made, Path(runs_dir), failure, before)
+    page = export_html(executed, about, banner_html(device), tail, before)
     write_text(target, page, parents=True)
     n_bytes = len(page.encode())
     if n_bytes > MOST_REPORT_BYTES:
@@ -193,8 +193,10 @@ def _about(
     folders: Sequence[Path],
     runs_dir: Path,
     failure: str | None,
+    before: Recorded | None,
 ) -> About:
-    """The entry of a page in the index. folders: the runs that the notebook made."""
+    """The entry of a page in the index. folders: the runs that the notebook made. before: what it
+    found elsewhere."""
     import nbformat
 
     notebook = nbformat.read(executed, as_version=4)
@@ -212,6 +214,8 @@ def _about(
             for folder, run in zip(folders, runs, strict=True)
             if run["kind"] == "ab"
         ),
+        banner=banner(device),
+        recorded="" if before is None else f"{before.where}: {before.answer}",
     )
 
 
@@ -226,12 +230,18 @@ def check_pages(notebooks: Sequence[str | PathLike[str]], out_dir: str | PathLik
         check_writable(path, parents=True)
 
 
-def banner_html(device: str | None) -> str:
-    """The red line on a page with a CPU's timings; empty for a GPU."""
+def banner(device: str | None) -> str:
+    """What to know of a CPU's timings; empty for a GPU."""
     if device is not None and is_gpu(device):
         return ""
     what = f"the {device} device" if device in DEVICES else f"device {device or 'not named'}"
-    return f'<div class="wb-banner">Ran on {html.escape(what)}: {CPU_BANNER}.</div>'
+    return f"Ran on {what}: {CPU_BANNER}."
+
+
+def banner_html(device: str | None) -> str:
+    """That as the red line on a page."""
+    said = banner(device)
+    return f'<div class="wb-banner">{html.escape(said)}</div>' if said else ""
 
 
 def trace_download_html(path: str | PathLike[str]) -> str:

@@ -32,9 +32,9 @@ CONTROL = "A/A control"
 
 
 def background(run: dict[str, Any]) -> str:
-    """The toggles that all arms of a run of kind `ab` share and that are not off, as
-    `copy_stream=own, fuse=on, all else off`."""
-    toggle = run["result"]["toggle"]
+    """The toggles that all arms of a run share and that are not off, as `copy_stream=own, fuse=on,
+    all else off`; of kind `ab` without the toggle that is compared."""
+    toggle = run["result"].get("toggle")
     first, *others = (arm["toggles"] for arm in run["arms"])
     shared = {
         name: value
@@ -238,7 +238,7 @@ class AB(Framed):
         return (
             f"baseline {self.assigned(self.label(baseline))}, "
             f"background {background(run)}; {settings}{device}; {own}"
-            f"commit {str(run['commit']['hash'])[:8]}, {run['started']}"
+            f"{results.taken(run)}"
         )
 
     @property

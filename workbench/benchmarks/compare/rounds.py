@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from workbench.benchmarks import workload as w
+from workbench.benchmarks.compare import pace
 from workbench.benchmarks.compare import until as stopping
 from workbench.benchmarks.compare.until import Until
 from workbench.benchmarks.runs import results
@@ -43,13 +44,14 @@ def interleave(
     whole: Callable[[int, dict[int, Found]], None] = lambda round_, found: None,
 ) -> None:
     """Measures every arm once in every round, in the order of `order_of`. Python's collector is off
-    while an arm is measured.
+    while an arm is measured. Every round looks at the host's pace, so that its fastest is known.
 
     measure(round, arm): one repetition; returns None where it was skipped.
     whole(round, found): called after each round, with the results by arm.
     """
     for round_ in rounds:
         found: dict[int, Found] = {}
+        pace.HOST.slowdown()
         for arm in order_of(round_, n_arms):
             with nothing_collected():
                 one = measure(round_, arm)

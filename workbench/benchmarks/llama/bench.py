@@ -113,8 +113,7 @@ class Bench(Framed):
             own = "timings of this device, not of a GPU; "
         cut = "interrupted; " if run["status"] == results.INTERRUPTED else ""
         return (
-            f"{said_toggles(run['arms'][0]['toggles'])}; {device}; {own}{cut}"
-            f"commit {str(run['commit']['hash'])[:8]}, {run['started']}"
+            f"{said_toggles(run['arms'][0]['toggles'])}; {device}; {own}{cut}{results.taken(run)}"
         )
 
     def __repr__(self) -> str:

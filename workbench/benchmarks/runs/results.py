@@ -369,6 +369,11 @@ def origin(run: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
+def taken(run: Mapping[str, Any]) -> str:
+    """The commit and the time (UTC) of a run: `commit 1a2b3c4d, 2026-11-29T05:35:29Z`."""
+    return f"commit {str(run['commit']['hash'])[:8]}, {run['started']}"
+
+
 def settings_said(run: Mapping[str, Any]) -> str:
     """The settings of a run's engine that are not EngineConfig's defaults, without its device:
     `n_seqs=4, n_ubatch=128`."""

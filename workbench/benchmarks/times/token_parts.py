@@ -14,12 +14,13 @@ the stream reaches its first launch, before the launch is issued (`engine/look/w
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.benchmarks.compare import pace
 from workbench.benchmarks.compare.rounds import interleave
 from workbench.benchmarks.workload import Workload, draw_tokens
 from workbench.config import Toggles
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 PARTS = ("token", "device", "gap", "host", "plain")
 STAMPED = PARTS[:-1]
+SLOWER = "times slower than at its best"  # a host, in a table
 WARM_UP = 2  # first tokens of each turn, not counted: caches are still another arm's
 
 
@@ -67,23 +69,37 @@ def token_parts(
     """The parts of a token by arm, each a dict with these keys:
 
     PARTS: a list with an entry for each round, us.
+    slowdown: of the host in each round (`benchmarks/compare/pace.py`); the same for all arms.
     counters: of the arm's engine, in a first turn without stamps.
     nodes: kernels and copies of a token on the device.
     calls: how many calls the host makes for the nodes; a plan is one call.
 
     Arms take turns (`benchmarks/compare/rounds.py`), so that all arms of a round have the same
-    host. A turn is half of n_tokens plain tokens, and then n_tokens stamped tokens.
+    host. A turn is half of n_tokens plain tokens, and then n_tokens stamped tokens. Rounds on a
+    slow host are replaced: up to `rounds` more are run, and those with the fastest host are kept.
     """
     n_plain = WARM_UP + max(1, n_tokens // 2)
     test = Workload(0, n_plain + n_tokens)
     found: dict[str, dict[str, Any]] = {}
+    slow: list[float] = []  # of the host, by round
     with ExitStack() as stack:
         sides = [stack.enter_context(engine.variant(toggles)) for toggles in arms.values()]
 
         def measure(round_: int, i: int) -> dict[str, float]:
             tokens = draw_tokens(test, engine.model.n_vocab, 0, round_).gen
             own = {"plain": plain_us(sides[i], tokens[:n_plain])}
-            return parts_us(*stamped_steps(sides[i], tokens[n_plain:])) | own
+            own |= parts_us(*stamped_steps(sides[i], tokens[n_plain:]))
+            return own | {"slowdown": pace.HOST.slowdown()}
+
+        def whole(_: int, of: dict[int, dict[str, float]]) -> None:
+            slow.append(max(one.pop("slowdown") for one in of.values()))
+            taken.append(of)
+
+        def wanted() -> Iterator[int]:
+            for round_ in range(2 * rounds):
+                if sum(by < pace.SLOW for by in slow) >= rounds:
+                    return
+                yield round_
 
         counters = []
         for i, side in enumerate(sides):  # so that no first step is timed
@@ -91,9 +107,11 @@ def token_parts(
             counters.append(side.counters)
             measure(0, i)
         taken: list[dict[int, dict[str, float]]] = []
-        interleave(range(rounds), len(sides), measure, lambda _, of: taken.append(of))
+        interleave(wanted(), len(sides), measure, whole)
+        kept = sorted(np.argsort(slow, kind="stable")[:rounds])
         for i, (arm, side) in enumerate(zip(arms, sides, strict=True)):
-            found[arm] = {part: [of[i][part] for of in taken] for part in PARTS}
+            found[arm] = {part: [taken[round_][i][part] for round_ in kept] for part in PARTS}
+            found[arm] |= {"slowdown": [round(slow[round_], 2) for round_ in kept]}
             found[arm] |= {"counters": counters[i], **issued(side)}
     return found
 
@@ -130,3 +148,10 @@ def issued(engine: Engine) -> dict[str, int]:
 def medians_us(parts: Mapping[str, Any]) -> dict[str, float]:
     """The medians of PARTS over the rounds, us. parts: an arm's entry of `token_parts`."""
     return {part: float(np.median(parts[part])) for part in PARTS}
+
+
+def slow_host(parts: Mapping[str, Any]) -> dict[str, str]:
+    """What a table of tokens says of a slow host, by the word for it; empty where it was not slow.
+    parts: an arm's entry of `token_parts`."""
+    by = float(np.median(parts.get("slowdown", [1.0])))
+    return {"the host": f"{by:.2f} {SLOWER}"} if by >= pace.SLOW else {}
