@@ -11,6 +11,7 @@ from workbench.cli.screen import TOPICS, asked
 from workbench.common.errors import UsageError
 from workbench.config import FAMILIES, Toggles
 from workbench.config.table import CLASHES
+from workbench.program.letters import LETTERS
 
 SCREEN = 40  # lines, at 80 columns
 
@@ -105,6 +106,14 @@ def test_one_toggle_is_shown_alone(lines, name):
     for toggle, value, clash in CLASHES:
         clashing = f"{toggle}={value} clashes with {clash.toggle}={clash.value}: {clash.why}"
         assert (clashing in said) == (name in (toggle, clash.toggle))
+
+
+def test_the_letters_of_patterns_are_explained_where_patterns_are(lines):
+    of_sync = {letter: words for letter, words in LETTERS.items() if letter not in "hp"}
+    for printed in (lines("toggles", "sync"), lines("run", "--help", "toggles")):
+        said = " ".join(" ".join(line.strip(" │") for line in printed).split())
+        assert all(f"{letter}: {words};" in said for letter, words in of_sync.items())
+    assert not any("letters" in line for line in lines("toggles", "copy_stream", "fork"))
 
 
 def test_families_and_dashes_and_json(lines, call):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 from workbench.cli import flags as f
-from workbench.cli.common import app
+from workbench.cli.common import app, wrapped
 from workbench.common import devices
 from workbench.config import FAMILIES, Toggles
 from workbench.config.presets import preset_words, served_words
@@ -23,6 +23,7 @@ from workbench.config.table import (
     facts_of,
 )
 from workbench.config.toggles import as_value
+from workbench.program.letters import legend, patterns_in
 
 ANSWERS = {EXACT: "logits are bit-equal to the baseline's", ROUNDING: "the last bits may differ"}
 
@@ -70,7 +71,7 @@ def _asked(text: str) -> str:
 def _one(found: Mapping[str, Any]) -> Iterator[str]:
     """What there is to say about a toggle, as lines that fit the terminal."""
     name, answer = found["toggle"], found["answer"]
-    yield from _wrapped(f"{name}: {found['about']}", 2)
+    yield from wrapped(f"{name}: {found['about']}", 2)
     own = {
         "flag": f"--{name.replace('_', '-')}",
         "thread": found["thread"] or "none of its own",
@@ -78,18 +79,20 @@ def _one(found: Mapping[str, Any]) -> Iterator[str]:
         "answer": f"{answer}: {ANSWERS[answer]}",
     }
     for what, text in own.items():
-        yield from _wrapped(f"  {what:<8}{text}", 10)
+        yield from wrapped(f"  {what:<8}{text}", 10)
     yield "  values"
     baseline = next(iter(found["values"]))
     for value, word in found["values"].items():
         said = [f"{value}{' (baseline)' if value == baseline else ''}: {word}"]
         if value != baseline and found["answers"][value] != answer:
             said.append(f"answer {found['answers'][value]}")
-        yield from _wrapped(f"    {'; '.join([*said, *_facts(found, value)])}", 6)
+        yield from wrapped(f"    {'; '.join([*said, *_facts(found, value)])}", 6)
+    if letters := legend(patterns_in(found["values"].values())):
+        yield from wrapped(f"  {'letters':<8}{letters}", 10)
     for one, value, clash in CLASHES:
         if name in (one, clash.toggle):
             pair = f"{one}={value} clashes with {clash.toggle}={clash.value}"
-            yield from _wrapped(f"  {pair}: {clash.why}", 4)
+            yield from wrapped(f"  {pair}: {clash.why}", 4)
 
 
 def _facts(found: Mapping[str, Any], value: str) -> Iterator[str]:
@@ -107,7 +110,7 @@ def _facts(found: Mapping[str, Any], value: str) -> Iterator[str]:
 def _family(name: str, members: list[Mapping[str, Any]]) -> Iterator[str]:
     from workbench.common.tables import Table, markdown, terminal_columns
 
-    yield from _wrapped(f"--{name} sets every --{name}-... that is not given itself", 2)
+    yield from wrapped(f"--{name} sets every --{name}-... that is not given itself", 2)
     rows = [
         {
             "toggle": one["toggle"],
@@ -121,14 +124,6 @@ def _family(name: str, members: list[Mapping[str, Any]]) -> Iterator[str]:
     ]
     yield ""
     yield markdown(Table(rows).shown(keys=["toggle"]), terminal_columns())
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    from workbench.common.tables import terminal_columns
-
-    return textwrap.wrap(
-        text, terminal_columns(), subsequent_indent=" " * indent, break_on_hyphens=False
-    )
 
 
 def _print_all(found: list[dict[str, Any]]) -> None:
