@@ -10,7 +10,9 @@ from tests.cli.test_cli_flags import EVERY
 from workbench.cli.screen import TOPICS, asked
 from workbench.common.errors import UsageError
 from workbench.config import FAMILIES, Toggles
+from workbench.config.presets import preset_names
 from workbench.config.table import CLASHES
+from workbench.program.letters import LETTERS
 
 SCREEN = 40  # lines, at 80 columns
 
@@ -72,7 +74,14 @@ def test_topics_work_without_a_command_too(lines):
 @pytest.mark.parametrize(("words", "says"), [
     (["ab", "--help", "togles"], "did you mean toggles? ab has help on engine, toggles, all"),
     (["compare", "--help", "engine"], "compare has help on all"),
-    (["model", "--help", "toggles"], "model has help on all"),
+    (["model", "--help", "toggles"], "model has help on synth, tiny, inspect, all"),
+    (["model", "--help", "tinny"], "did you mean tiny?"),
+    (["--help", "engin"], "did you mean engine? workbench has help on engine, toggles, all, and"),
+    (["--help", "bnch"], "did you mean bench?"),
+    (["--help", "sync"], "--help sync: `workbench toggles sync` describes sync"),
+    (["--help", "snyc"], "did you mean sync? `workbench toggles sync` describes it"),
+    (["bench", "--help", "fuse"], "`workbench toggles fuse` describes fuse"),
+    (["--help", "bset"], "did you mean best? `workbench toggles best` describes it"),
 ])  # fmt: skip
 def test_an_unknown_topic_names_those_there_are(words, says):
     with pytest.raises(UsageError) as refused:
@@ -107,6 +116,24 @@ def test_one_toggle_is_shown_alone(lines, name):
         assert (clashing in said) == (name in (toggle, clash.toggle))
 
 
+def test_the_letters_of_patterns_are_explained_where_patterns_are(lines):
+    of_sync = {letter: words for letter, words in LETTERS.items() if letter not in "hp"}
+    for printed in (lines("toggles", "sync"), lines("run", "--help", "toggles")):
+        said = " ".join(" ".join(line.strip(" │") for line in printed).split())
+        assert all(f"{letter}: {words};" in said for letter, words in of_sync.items())
+    assert not any("letters" in line for line in lines("toggles", "copy_stream", "fork"))
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_is_shown_with_its_toggles(lines, call, name):
+    said = " ".join(" ".join(lines("toggles", name)).split())
+    found = json.loads(call("toggles", name, "--json")[1])
+    assert said.startswith(f"{name}: ") and found[0]["preset"] == name
+    for one in found:
+        assert all(f" {toggle}={value}" in said for toggle, value in one["toggles"].items())
+    assert any(one["toggles"] for one in found) == (name != "baseline")
+
+
 def test_families_and_dashes_and_json(lines, call):
     said = "\n".join(lines("toggles", "fuse"))
     assert all(name in said and Toggles.row(name).about in said for name in Toggles.members("fuse"))
@@ -122,7 +149,7 @@ def test_families_and_dashes_and_json(lines, call):
 @pytest.mark.parametrize(("words", "meant"), [
     (["toggles", "snyc"], "did you mean sync?"),
     (["toggles", "sync=foo"], "toggle sync='foo' does not exist; choose one of per_copy"),
-    (["toggles", "fues"], "did you mean fuse?"),
+    (["toggles", "fues"], "did you mean fuse?"), (["toggles", "bset"], "did you mean best?"),
     (["bnch"], 'Did you mean "bench"?'), (["model", "tinny"], 'Did you mean "tiny"?'),
     (["run", "--moodel", "x"], "Did you mean --model"),
     (["program", "-m", "x", "--snyc", "packed"], "Did you mean --sync?"),

@@ -68,6 +68,7 @@ def test_a_command_of_readme_can_be_typed(line, clone, call):
     assert status == 0, err
     files = [path for path in clone.iterdir() if path.name != "data"]
     assert out.strip() or files, "it prints its result, or writes it"
+    assert "is unknown" not in out, "the matrix is told how long it takes"
 
 
 @pytest.mark.long

@@ -100,7 +100,10 @@ def test_program_prints_pattern_counts_and_plans(on):
     status, out, err = on("program", "--sync", "copy_boundary")
     assert status == 0 and "folded    h saaaasg" in out
     assert "toggles: baseline with sync=copy_boundary on embedded: " in err
-    assert {("waits", "3"), ("copies", "7")} <= {tuple(line.split()) for line in out.splitlines()}
+    words = " ".join(out.split())
+    assert " s: the host waits; a: an asynchronous copy; g: a split that the device comp" in words
+    assert " waits 3 (1 without a letter) copies 7 (1 without a letter) launches " in words
+    assert " waits 13 (1 without a letter) copies 7 " in " ".join(on("program")[1].split())
     ask = ("program", "--sync", "event_guarded", "--plans", "ours", "--plan-scope", "step")
     out = on(*ask)[1]
     (line,) = [line for line in out.splitlines() if line.startswith("plan #")]
@@ -121,7 +124,10 @@ def check(call, model):
 def test_check_prints_what_is_proved_and_counts_races(check, on):
     status, out, _ = check()
     lines = out.splitlines()
-    assert status == 0 and lines[0] == "folded       h scscg" and lines[2] == "races        none"
+    assert status == 0 and lines[0] == "folded       h scscg" and lines[3] == "races        none"
+    assert lines[1].startswith(
+        "letters      h: a split that the host computes; s: the host waits; c:"
+    )
     assert "superfluous  11 of 13 waits: each can go alone" in lines
     assert "sufficient   2 of 13 waits: with these the others can go together" in lines
     status, out, _ = check("--sync", "implicit", "--copy-stream", "own")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import workbench as wb
+import workbench.program
 from workbench.backend.null import NullBackend
 from workbench.config import SyncMode
 from workbench.engine.engine import Engine
@@ -17,6 +20,7 @@ from workbench.graph import ops
 from workbench.program import commands as cmd
 from workbench.program.as_json import program_as_json
 from workbench.program.first_cell import at_cell, first_cell
+from workbench.program.letters import LETTERS, legend
 from workbench.program.plans import with_plans
 from workbench.program.sync_modes import RULES
 
@@ -83,6 +87,8 @@ def test_patterns_are_those_of_the_thread(engine, sync, copy_stream):
     assert program.pattern() == f"h {whole}"
     assert program.pattern(fold=True) == f"h {folded}"
     assert program.counts()["waits"] == waits
+    written = {"waits": len(re.findall("[sc]", whole)), "copies": len(re.findall("[ac]", whole))}
+    assert program.counts(lettered=True).items() >= written.items()
     rides = {c.stream.id for c in inputs(program)}
     assert rides == {int(copy_stream == "own")}
     kinds = [type(c) for c in program.commands]
@@ -90,6 +96,14 @@ def test_patterns_are_those_of_the_thread(engine, sync, copy_stream):
     for command in program.commands:
         for r in (*command.reads, *command.writes):
             assert r.offset >= 0 and r.offset + r.nbytes <= r.buffer.nbytes, command
+
+
+def test_every_letter_has_a_meaning_and_the_page_has_the_same():
+    page = Path(workbench.program.__file__).with_name("README.md").read_text()
+    table = re.search(r"\| letter \| meaning \|\n\|---\|---\|\n((?:\|.*\n)+)", page)
+    assert table and dict(re.findall(r"\| `(\w)` \| (.*) \|", table[1])) == LETTERS
+    assert set("".join(whole for whole, *_ in PATTERNS.values())) <= {*LETTERS}
+    assert legend("h sp3").endswith(f"p: {LETTERS['p']}; a number: so many streams side by side")
 
 
 @pytest.mark.parametrize("order", ["graph", "user_first"])

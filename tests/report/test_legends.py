@@ -22,6 +22,11 @@ def legend(fig) -> list[str]:
     return [text.get_text() for one in fig.legends for text in one.get_texts()]
 
 
+def rows_of(fig) -> list:
+    """The marks of a picture's rows."""
+    return [line for line in fig.axes[0].lines if line.get_marker() in {"<", ">", "o"}]
+
+
 def faces(fig) -> set[tuple[float, ...]]:
     """The colours of the boxes in a picture."""
     return {tuple(c) for ax in fig.axes for made in ax.collections for c in made.get_facecolor()}
@@ -35,7 +40,8 @@ def frame() -> pd.DataFrame:
 def test_a_timeline_names_the_kinds_in_its_window(frame):
     whole = legend(plots.timeline(frame))
     words = {look.word for look in timelines.LOOKS.values()}
-    assert {"launch", "copy", "sync (the host waits)", POINT} <= set(whole)
+    named = {"launch (host), kernel (stream)", "copy", "sync (the host waits)", POINT}
+    assert named <= set(whole)
     assert set(whole) <= {*words, IDLE, POINT}
     first = float(frame["start_us"].min())
     last = frame[frame["kind"] == "launch"].iloc[-1]
@@ -73,12 +79,19 @@ def test_every_kind_in_a_legend_has_a_box(frame):
         assert named and all(tuple(np.round(to_rgba(look.colour), 3)) in drawn for look in named)
 
 
-def test_a_band_is_named_where_one_is_drawn(tmp_path):
+def test_marks_and_a_band_are_named_where_they_are_drawn(tmp_path):
     summary = comparison().summary()
-    assert legend(plots.speedup(summary)) == ["A/A band: what no change looks like on this machine"]
+    verdicts = ["faster", "slower", "no difference", "A/A control"]
+    band = "A/A band: what no change looks like on this machine"
+    assert legend(plots.speedup(summary)) == [*verdicts, band, plots.EVEN_WORDS]
+    fig = plots.speedup(summary)
+    of_verdict = {line.get_label(): line for line in fig.legends[0].get_lines()}
+    for line, verdict in zip(rows_of(fig), summary["verdict"], strict=True):
+        named = of_verdict[verdict]
+        assert (line.get_marker(), line.get_color()) == (named.get_marker(), named.get_color())
     a, b = write(tmp_path, "a", n=6), write(tmp_path, "b", {"tg8": 90.0}, n=6)
     apart = compare(a, b).summary()  # runs of bench have no control
-    assert len(apart) == 1 and legend(plots.speedup(apart)) == []
+    assert len(apart) == 1 and legend(plots.speedup(apart)) == ["slower", plots.EVEN_WORDS]
     frame = summary[~summary["is_control"]].assign(x=[1.0, 2.0, 4.0] * 2)
     assert plots.BAND_WORDS in legend(plots.speedup_by({"with": frame}))
     without = frame.assign(band_low=float("nan"), band_high=float("nan"))

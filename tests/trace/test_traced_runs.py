@@ -26,6 +26,7 @@ from workbench.engine.look.kernel_spans import kernel_spans, number_of
 from workbench.graph.ops import touched_bytes
 from workbench.program.commands import Copy, Launch, Program, Replay, Sync, Wait
 from workbench.program.side_by_side import regions
+from workbench.trace import analysis
 from workbench.trace.lanes import ABOUT
 from workbench.trace.profile import Profile, profile, profile_each
 from workbench.trace.spans import HOST_LANE, Span, now_ns
@@ -134,7 +135,13 @@ def test_tables_and_patterns_are_those_of_the_program(traced):
     }
     has_plans = traced.toggles.plans != "off"
     assert ("replay" in set(traced.prof.phases()["part"])) == has_plans
-    assert set(traced.prof.gaps()["after"]) <= set(table.index) | {"replay"}
+    gaps = traced.prof.gaps()
+    assert set(gaps["after"]) <= set(table.index) | {"replay"}
+    told, kinds = len(analysis.GAPS), {*traced.prof.to_frame()["category"]}
+    assert list(gaps)[:told] == analysis.GAPS and {*list(gaps)[told:-2]} <= kinds
+    assert list(gaps)[-2:] == [analysis.PYTHON, analysis.OUTSIDE]
+    parts = gaps[list(gaps)[told:]].sum(axis=1)
+    assert parts.to_numpy() == pytest.approx(gaps["traced_us"].to_numpy(), abs=0.01)
 
 
 @pytest.fixture

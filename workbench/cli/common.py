@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,15 @@ MODELS, RUNS = Path("data/models"), Path("data/runs")
 
 def say(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+def wrapped(text: str, indent: int) -> list[str]:
+    """The text as lines that fit the terminal; all but the first are indented."""
+    from workbench.common.tables import terminal_columns
+
+    return textwrap.wrap(
+        text, terminal_columns(), subsequent_indent=" " * indent, break_on_hyphens=False
+    )
 
 
 def say_replays(counters: Mapping[str, int]) -> None:

@@ -27,6 +27,7 @@ from workbench.config import (
     Toggles,
 )
 from workbench.config.presets import preset_words
+from workbench.program.letters import legend, patterns_in
 
 
 def flag(help: str, names: str | None = None, **settings: Any) -> Parameter:
@@ -245,7 +246,8 @@ def _help(name: str) -> str:
     if row.family:
         return f"{row.about}: {values}"
     words = [f"* {v.value}{' (baseline)' if v == row.off else ''}: {v.word}" for v in row.values]
-    return f"{row.about}.\n\n" + "\n".join(words)
+    letters = legend(patterns_in(v.word for v in row.values))
+    return "\n\n".join(filter(None, (f"{row.about}.", "\n".join(words), letters)))
 
 
 def _flags() -> type[GivenToggles]:

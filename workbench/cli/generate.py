@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts.validators import Number
 
 from workbench.cli import flags as f
-from workbench.cli.common import app, as_typed, load, parse_ids, say, say_replays
+from workbench.cli.common import app, as_typed, load, parse_ids, say, say_replays, wrapped
 from workbench.common.errors import Kept, UsageError
 from workbench.common.output import check_extension, check_writable, writing
 from workbench.common.progress import bar
@@ -139,12 +139,14 @@ def program(
 ) -> None:
     """Print the program of one step: its pattern and counts.
 
-    The counts are of waits, copies, launches and their like in the step."""
+    The counts are of waits, copies, launches and their like in the step. Those outside of its
+    splits have no letter: results come to the host after the last split."""
     from workbench.engine.batch import step_shape
     from workbench.engine.cache.growth import Growth
     from workbench.engine.cache.room import Room
     from workbench.program.as_json import program_as_json
     from workbench.program.commands import Replay
+    from workbench.program.letters import legend
 
     if config.n_ctx:  # else the model says how much there is
         growth = Growth(config.n_kv_pad, config.n_ctx)
@@ -156,9 +158,12 @@ def program(
         print(json.dumps(program_as_json(made), indent=1))
         return
     print(f"pattern   {made.pattern()}")
-    print(f"folded    {made.pattern(fold=True)}")
+    print(f"folded    {(folded := made.pattern(fold=True))}")
+    print("\n".join(wrapped(f"letters   {legend(folded)}", 10)))
+    lettered = made.counts(lettered=True)
     for name, n in made.counts().items():
-        print(f"{name:<15}{n:>10}")
+        fewer = f"  ({n - lettered[name]} without a letter)" if n > lettered[name] else ""
+        print(f"{name:<15}{n:>10}{fewer}")
     for at, command in enumerate(made.commands):
         if isinstance(command, Replay):
             print(f"{f'plan #{at}':<15}{_in_words(command, made)}")

@@ -12,6 +12,8 @@ from cyclopts.help import DefaultFormatter
 from workbench.cli.common import app
 from workbench.common.errors import UsageError
 from workbench.common.nearest import nearest
+from workbench.config import FAMILIES, Toggles
+from workbench.config.presets import preset_names
 
 FLAGS = ("--help", "-h")
 ALL = "all"
@@ -64,8 +66,8 @@ class Asked(NamedTuple):
 
 
 def asked(arguments: Sequence[str]) -> Asked:
-    """The arguments, with a topic of `--help TOPIC` taken out. Raises UsageError where a command
-    has no such topic, naming those it has."""
+    """The arguments, with a topic of `--help TOPIC` taken out. Raises UsageError where there is no
+    such topic, naming the nearest and those there are."""
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
     at = next((i for i in range(end) if words[i] in FLAGS), None)
@@ -73,24 +75,38 @@ def asked(arguments: Sequence[str]) -> Asked:
         return Asked(words, Screen(None))
     before, topic = words[:at], words[at + 1]
     command = app.parse_commands(before)[1][-1]
-    if command.default_command is None and topic not in (*TOPICS, ALL):
+    if topic not in TOPICS and topic in _commands(command):
         return Asked(words, Screen(None))  # as `workbench --help run`, which is help on run
-    if command is app and topic in TOPICS:
-        before, command = [ANY], app[ANY]
-    topics = _topics(command)
-    if topic not in topics:
-        meant = nearest(topic, topics)
-        said = "" if meant is None else f"did you mean {meant}? "
-        name = " ".join(command.name)
-        raise UsageError(
-            f"--help {topic}: {said}{name} has help on {', '.join(topics)}; `workbench toggles "
-            "NAME` prints a toggle"
-        )
+    if topic not in _topics(command):
+        raise UsageError(f"--help {topic}: {_instead(topic, command)}")
+    if command is app and topic != ALL:
+        before = [ANY]
     return Asked([*before, words[at], *words[at + 2 :]], Screen(topic))
 
 
+def _instead(topic: str, command: Any) -> str:
+    """What to type in place of a topic that a command does not have."""
+    commands, topics = _commands(command), _topics(command)
+    toggles = {*FAMILIES, *Toggles.names(), *preset_names()}
+    meant = nearest(topic, [*toggles, *commands, *topics])
+    guess = "" if meant in (None, topic) else f"did you mean {meant}? "
+    if meant in toggles:
+        return f"{guess}`workbench toggles {meant}` describes {'it' if guess else meant}"
+    name = " ".join(command.name)
+    have = ", ".join(topics if command is app else [*commands, *topics])
+    each = ", and on each command that `workbench --help` lists" if command is app else ""
+    return f"{guess}{name} has help on {have}{each}; `workbench toggles NAME` prints a toggle"
+
+
+def _commands(command: Any) -> list[str]:
+    """The names of a command's own commands."""
+    return [name for name in command if not name.startswith("-")]
+
+
 def _topics(command: Any) -> list[str]:
-    if command.default_command is None:
+    """The groups of flags that a command, or any command where it is the app, has help on."""
+    shown = app[ANY] if command is app else command
+    if shown.default_command is None:
         return [ALL]
-    groups = command.assemble_argument_collection().groups
+    groups = shown.assemble_argument_collection().groups
     return [*(name for name in TOPICS if name in {g.name.lower() for g in groups}), ALL]

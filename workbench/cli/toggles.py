@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 from workbench.cli import flags as f
-from workbench.cli.common import app
+from workbench.cli.common import app, wrapped
 from workbench.common import devices
 from workbench.config import FAMILIES, Toggles
-from workbench.config.presets import preset_words, served_words
+from workbench.config.presets import described as preset_entries
+from workbench.config.presets import preset_names, preset_words, served_words
 from workbench.config.table import (
     CLASHES,
     EXACT,
@@ -23,43 +24,53 @@ from workbench.config.table import (
     facts_of,
 )
 from workbench.config.toggles import as_value
+from workbench.program.letters import legend, patterns_in
 
 ANSWERS = {EXACT: "logits are bit-equal to the baseline's", ROUNDING: "the last bits may differ"}
 
 
 @app.command
 def toggles(
-    *names: Annotated[str, f.flag(f"toggles, or families: {', '.join(FAMILIES)}; none: all")],
+    *names: Annotated[
+        str, f.flag(f"toggles, families ({', '.join(FAMILIES)}) or presets; none: all")
+    ],
     as_json: Annotated[bool, f.flag("print it as JSON, with all words", "--json")] = False,
 ) -> None:
     """Print every toggle, or those that are named.
 
     Of all toggles: values, thread, room and answer; then the presets. Of a named toggle also a word
-    on each value, what the value needs, and what it clashes with.
+    on each value, what the value needs, and what it clashes with. Of a preset: its toggles.
 
     exact: the logits are bit-equal to the baseline's. rounding: the last bits may differ.
     """
     asked = [_asked(name) for name in names]
-    wanted = [member for name in asked for member in Toggles.members(name)]
+    presets = [name for name in asked if name in preset_names()]
+    wanted = [m for name in asked if name not in presets for m in Toggles.members(name)]
     found = [one for one in described() if not names or one["toggle"] in wanted]
     if as_json:
-        print(json.dumps(found, indent=1))
+        of_presets = [one._asdict() for name in presets for one in preset_entries(name)]
+        print(json.dumps(found + of_presets, indent=1))
     elif not names:
         _print_all(found)
     else:
         of = {one["toggle"]: one for one in found}
-        parts = [
-            _family(name, [of[member] for member in Toggles.members(name)])
-            if name in FAMILIES
-            else _one(of[name])
-            for name in asked
-        ]
-        print("\n\n".join(map("\n".join, parts)))
+        print("\n\n".join("\n".join(_described(name, of)) for name in asked))
+
+
+def _described(name: str, found: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    """What there is to say about a toggle, a family or a preset. found: facts by toggle."""
+    if name in preset_names():
+        return (line for one in preset_entries(name) for line in wrapped(str(one), 2))
+    if name in FAMILIES:
+        return _family(name, [found[member] for member in Toggles.members(name)])
+    return _one(found[name])
 
 
 def _asked(text: str) -> str:
     """The name in NAME or NAME=VALUE, which is written everywhere else: the page of the toggle has
     every value. Raises UsageError for a value that does not exist."""
+    if text in preset_names():
+        return text
     name, equals, value = text.partition("=")
     name = name.replace("-", "_")
     if equals:
@@ -70,7 +81,7 @@ def _asked(text: str) -> str:
 def _one(found: Mapping[str, Any]) -> Iterator[str]:
     """What there is to say about a toggle, as lines that fit the terminal."""
     name, answer = found["toggle"], found["answer"]
-    yield from _wrapped(f"{name}: {found['about']}", 2)
+    yield from wrapped(f"{name}: {found['about']}", 2)
     own = {
         "flag": f"--{name.replace('_', '-')}",
         "thread": found["thread"] or "none of its own",
@@ -78,18 +89,20 @@ def _one(found: Mapping[str, Any]) -> Iterator[str]:
         "answer": f"{answer}: {ANSWERS[answer]}",
     }
     for what, text in own.items():
-        yield from _wrapped(f"  {what:<8}{text}", 10)
+        yield from wrapped(f"  {what:<8}{text}", 10)
     yield "  values"
     baseline = next(iter(found["values"]))
     for value, word in found["values"].items():
         said = [f"{value}{' (baseline)' if value == baseline else ''}: {word}"]
         if value != baseline and found["answers"][value] != answer:
             said.append(f"answer {found['answers'][value]}")
-        yield from _wrapped(f"    {'; '.join([*said, *_facts(found, value)])}", 6)
+        yield from wrapped(f"    {'; '.join([*said, *_facts(found, value)])}", 6)
+    if letters := legend(patterns_in(found["values"].values())):
+        yield from wrapped(f"  {'letters':<8}{letters}", 10)
     for one, value, clash in CLASHES:
         if name in (one, clash.toggle):
             pair = f"{one}={value} clashes with {clash.toggle}={clash.value}"
-            yield from _wrapped(f"  {pair}: {clash.why}", 4)
+            yield from wrapped(f"  {pair}: {clash.why}", 4)
 
 
 def _facts(found: Mapping[str, Any], value: str) -> Iterator[str]:
@@ -107,7 +120,7 @@ def _facts(found: Mapping[str, Any], value: str) -> Iterator[str]:
 def _family(name: str, members: list[Mapping[str, Any]]) -> Iterator[str]:
     from workbench.common.tables import Table, markdown, terminal_columns
 
-    yield from _wrapped(f"--{name} sets every --{name}-... that is not given itself", 2)
+    yield from wrapped(f"--{name} sets every --{name}-... that is not given itself", 2)
     rows = [
         {
             "toggle": one["toggle"],
@@ -121,14 +134,6 @@ def _family(name: str, members: list[Mapping[str, Any]]) -> Iterator[str]:
     ]
     yield ""
     yield markdown(Table(rows).shown(keys=["toggle"]), terminal_columns())
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    from workbench.common.tables import terminal_columns
-
-    return textwrap.wrap(
-        text, terminal_columns(), subsequent_indent=" " * indent, break_on_hyphens=False
-    )
 
 
 def _print_all(found: list[dict[str, Any]]) -> None:

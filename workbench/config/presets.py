@@ -106,20 +106,35 @@ def served_words() -> list[str]:
     )]  # fmt: skip
 
 
+class Described(NamedTuple):
+    """A preset, or a set of `best`: its name, what it is in words, and its values."""
+
+    preset: str
+    about: str
+    toggles: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.preset}: {'; '.join(filter(None, (self.about, _assigned(self.toggles))))}"
+
+
+def described(name: str) -> list[Described]:
+    """What there is to say about a preset: about `best` an entry for each of its sets, too."""
+    if name != BEST:
+        return [Described(name, fixed_presets()[name].about, fixed_presets()[name])]
+    about = (
+        "what won in recorded runs on a device of the kind, for the number of sequences that an "
+        "engine is opened for (--n-seqs, -npl, --slots)"
+    )
+    sets = [
+        Described(f"{BEST} {FOR[wanted]} on {kind}", "", found.values)
+        for kind, wanted, found in best_sets()
+    ]
+    return [Described(BEST, about, {}), *sets]
+
+
 def preset_words() -> list[str]:
     """A line for each preset, and for each set of `best`: what it is, and its values."""
-    return [
-        f"{BEST}: what won in recorded runs on a device of the kind, for the number of sequences "
-        "that an engine is opened for (--n-seqs, -npl, --slots)",
-        *(
-            f"{BEST} {FOR[wanted]} on {kind}: {_assigned(found.values)}"
-            for kind, wanted, found in best_sets()
-        ),
-        *(
-            f"{name}: {values.about}" + (f"; {_assigned(values)}" if values else "")
-            for name, values in fixed_presets().items()
-        ),
-    ]
+    return [str(one) for name in (BEST, *fixed_presets()) for one in described(name)]
 
 
 def _assigned(values: Mapping[str, str]) -> str:

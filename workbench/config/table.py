@@ -280,11 +280,10 @@ OFF_HOST = OfServer(on_host=False)
 class SyncMode(Choice):
     """Where `program.lower` puts the host's waits before a split (llama.cpp #17795).
 
-    Letters: `s` the host waits, `c` blocking copy, `a` asynchronous copy, `g` the split's work,
-    `r` an event is recorded, `w` the device waits for it. llama.cpp before the change is PER_COPY
-    with copies on their own stream. What was merged is COPY_BOUNDARY on the compute stream. The
-    other modes and streams are what the thread argued about; EVENT_GUARDED and the packed
-    ones go beyond it.
+    A word begins with the mode's pattern, in the letters of `program/letters.py`. llama.cpp before
+    the change is PER_COPY with copies on their own stream. What was merged is COPY_BOUNDARY on the
+    compute stream. The other modes and streams are what the thread argued about; EVENT_GUARDED and
+    the packed ones go beyond it.
     """
 
     PER_COPY = "per_copy", "scscg: a wait before every copy, each copy blocks; before #17795"

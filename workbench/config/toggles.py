@@ -39,7 +39,7 @@ def unknown_toggle(name: str) -> str:
     if name in preset_names():
         return (
             f"toggle {name!r} does not exist, but a preset of this name does: "
-            f"Toggles.preset({name!r})"
+            f"Toggles.preset({name!r}), or --preset {name}"
         )
     if name in ("preset", "presets"):
         return (
@@ -51,7 +51,7 @@ def unknown_toggle(name: str) -> str:
             f"{setting} is a setting and no toggle; give it beside the toggles, or compare "
             "settings with sweep"
         )
-    meant = nearest(name, (*FAMILIES, *Toggles.names()))
+    meant = nearest(name, (*FAMILIES, *Toggles.names(), *preset_names()))
     guess = f"did you mean {meant}? " if meant else ""
     return f"toggle {name!r} does not exist; {guess}`workbench toggles` lists all"
 

@@ -449,17 +449,23 @@ class Program:
             groups[-1] += "".join(letter for letter in "as" if letter in last)
         return " ".join(groups)
 
-    def counts(self) -> dict[str, int]:
+    def counts(self, lettered: bool = False) -> dict[str, int]:
         """Of one step: waits of the host, copies, launches, records, stream waits, bytes copied.
 
         waits: every Sync, the logits wait included. copies: likewise with that of the results.
         replays: only where there are plans. The host issues each plan, not the commands in it.
+
+        lettered: count only commands that the letters of the pattern stand for.
         """
         names = {
             "sync": "waits", "copy": "copies", "launch": "launches",
             "record": "records", "wait": "stream_waits",
         }  # fmt: skip
-        n = Counter(command.kind for command in self.commands)
+        n = Counter(
+            c.kind
+            for c in self.commands
+            if not lettered or (c.split != RESULT and (c.letter or c.blocks))
+        )
         counts = {name: n[kind] for kind, name in names.items()}
         copied = sum(c.src.nbytes for c in self.singly() if isinstance(c, Copy))
         replays = {"replays": n["replay"]} if n["replay"] else {}

@@ -1,16 +1,37 @@
-"""The letters in which the threads write a program's order (llama.cpp #17795).
-
-c  a blocking copy: a Copy and a Sync on it      r  an event is recorded
-a  a copy that does not block                    w  the device waits for an event
-s  any other Sync: the host waits                g  the device work of a split
-p  a plan is replayed, with all that is in it    h  a host split
-
-`g3` and `p3`: the work is on three streams side by side.
-"""
+"""The letters in which the threads write a program's order (llama.cpp #17795)."""
 
 import re
 from collections.abc import Iterable
 from itertools import groupby
+
+LETTERS = {
+    "h": "a split that the host computes",
+    "s": "the host waits",
+    "c": "a copy, and the host waits for it",
+    "a": "an asynchronous copy",
+    "r": "an event is recorded",
+    "w": "the device waits for an event",
+    "g": "a split that the device computes",
+    "p": "a plan is replayed",
+}
+# what else a pattern may hold
+_SIGNS = {
+    r"[gp]\d": "a number: so many streams side by side",
+    r"aaaa|cccc|scsc": "four copies: two or more",
+}
+
+
+def legend(patterns: str) -> str:
+    """What each letter of the patterns means: `s: the host waits; a: an asynchronous copy`."""
+    said = [f"{letter}: {words}" for letter, words in LETTERS.items() if letter in patterns]
+    signs = [words for sign, words in _SIGNS.items() if re.search(sign, patterns)]
+    return "; ".join(said + signs)
+
+
+def patterns_in(words: Iterable[str]) -> str:
+    """The folded patterns that texts begin with: `sasg` of `sasg: all inputs are one copy`."""
+    begun = [text.partition(":")[0] for text in words]
+    return " ".join(text for text in begun if re.fullmatch("[sacrw]*g", text))
 
 
 def once(texts: Iterable[str]) -> list[str]:

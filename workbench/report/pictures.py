@@ -10,6 +10,7 @@ import pandas as pd
 
 from workbench.benchmarks.runs import results
 from workbench.report import style
+from workbench.trace.analysis import GAPS
 
 HATCHES = ("", "//", "..", "xx")  # parts are told apart without their colours, too
 
@@ -87,8 +88,7 @@ def gap_parts(table: pd.DataFrame) -> style.Picture:
     """
     if table.empty:
         raise ValueError("there is no gap to draw")
-    fixed = ["step", "between", "before", "after", "traced_us", "host_us", "device_us"]
-    kinds = [name for name in table.columns if name not in fixed and table[name].sum() > 0]
+    kinds = [name for name in table.columns if name not in GAPS and table[name].sum() > 0]
     sums = table.groupby(["step", "between"], sort=True)[kinds].sum()
     fig = style.picture(9, 1.3 + 0.3 * len(sums))
     ax = fig.add_subplot()

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Text
@@ -35,6 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 BAND_WORDS = "A/A band: what no change looks like"
+EVEN_WORDS = "as fast as the baseline"
 # verdict -> colour, marker, filled
 VERDICT_LOOKS = {
     "faster": (style.BLUE, ">", True),
@@ -51,11 +54,11 @@ def speedup(summary: Any) -> style.Picture:
 
     summary: a comparison, or the frame of `AB.summary()` or `tables.summary`. The verdict stands at
     the right. A filled triangle points in the direction of a difference; a hollow dot is no
-    difference.
+    difference. The legend has each mark that is drawn.
     """
     rows = summary if isinstance(summary, pd.DataFrame) else summary.summary()
     rows = rows.reset_index(drop=True)
-    fig = style.picture(9, 1.25 + 0.34 * max(len(rows), 1))
+    fig = style.picture(9, 1.4 + 0.34 * max(len(rows), 1))
     ax = fig.add_subplot()
     ys = np.arange(len(rows))[::-1]
     for y, row in zip(ys, rows.to_dict("records"), strict=True):
@@ -63,18 +66,16 @@ def speedup(summary: Any) -> style.Picture:
             ax.fill_betweenx(
                 [y - 0.5, y + 0.5], row["band_low"], row["band_high"], color=style.BAND, lw=0
             )
-        colour, marker, filled = VERDICT_LOOKS.get(row["verdict"], (style.GREY, "o", False))
+        look = _verdict_look(row["verdict"])
         if pd.notna(row["low"]):
-            ax.plot([row["low"], row["high"]], [y, y], color=colour, lw=2, solid_capstyle="butt")
-        ax.plot(
-            row["speedup"], y, marker, color=colour, ms=7, mew=1.5,
-            mfc=colour if filled else "white",
-        )  # fmt: skip
+            bar = look["color"]
+            ax.plot([row["low"], row["high"]], [y, y], color=bar, lw=2, solid_capstyle="butt")
+        ax.plot(row["speedup"], y, **look)
         ax.annotate(
             f"{row['speedup']:.3f}  {row['verdict']}", (1.01, y), fontsize=style.FONT, va="center",
             xycoords=("axes fraction", "data"), annotation_clip=False,
         )  # fmt: skip
-    ax.axvline(1, color=style.INK, lw=0.8, ls="--", zorder=1)
+    even = ax.axvline(1, color=style.INK, lw=0.8, ls="--", zorder=1, label=EVEN_WORDS)
     low, high = ax.get_xlim()
     ax.set_xlim(min(low, 0.98), max(high, 1.02))  # a per mille must not look like a difference
     ax.set_yticks(ys, _row_labels(rows), fontsize=style.FONT)
@@ -82,9 +83,20 @@ def speedup(summary: Any) -> style.Picture:
     ax.ticklabel_format(axis="x", style="plain", useOffset=False)
     ax.set_xlabel("speedup: t/s toggled / t/s baseline (bar: 95 % interval)", fontsize=style.FONT)
     style.plain_axes(ax)
+    known = [*VERDICT_LOOKS, *rows["verdict"].unique()]
+    drawn = [v for v in dict.fromkeys(known) if (rows["verdict"] == v).any()]
+    handles: list[Artist] = [Line2D([], [], label=v, **_verdict_look(v)) for v in drawn]
     if _has_band(rows):
-        style.legend(fig, [Patch(color=style.BAND, label=f"{BAND_WORDS} on this machine")], 1)
+        handles.append(Patch(color=style.BAND, label=f"{BAND_WORDS} on this machine"))
+    style.legend(fig, [*handles, even], 6)
     return fig
+
+
+def _verdict_look(verdict: str) -> dict[str, Any]:
+    """The mark of a verdict; grey where the verdict is none of a difference."""
+    colour, marker, filled = VERDICT_LOOKS.get(verdict, (style.GREY, "o", False))
+    mfc = colour if filled else "white"
+    return {"color": colour, "marker": marker, "ls": "", "ms": 7, "mew": 1.5, "mfc": mfc}
 
 
 def _has_band(rows: pd.DataFrame) -> bool:

@@ -37,7 +37,7 @@ class Look(NamedTuple):
 
 # a span's category (a device span: its kind) -> its look
 LOOKS = {
-    "launch": Look("launch", style.BLUE, "#4796CC", "", 1.0),
+    "launch": Look("launch (host), kernel (stream)", style.BLUE, "#4796CC", "", 1.0),
     "replay": Look("replay (of a plan)", style.INK, "#4D4D4D", "", 0.85),
     "copy": Look("copy", style.ORANGE, style.ORANGE, "////", 1.0),
     "sync": Look("sync (the host waits)", "white", "white", "xxxx", 0.7),

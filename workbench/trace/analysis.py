@@ -30,7 +30,7 @@ KERNELS = [
     "calls", "traced_us", "traced_us_per_step", "traced_us_per_call", "traced_share", "bytes",
     "traced_gbps", "traced_share_of_read", "traced_launch_to_start_us",
 ]  # fmt: skip
-GAPS = ["step", "between", "before", "after", "traced_us"]
+GAPS = ["step", "between", "before", "after", "traced_us", "host_us", "device_us"]
 TOKENS, LAUNCHES = "steps", "launches"  # a gap lies between two of these
 PYTHON, OUTSIDE = "python", "outside"  # within a step, between its commands; between steps
 _LAYER = re.compile(r"-\d+")  # `Qcur-8`, `attn_norm-8 (w)`
@@ -284,9 +284,12 @@ def gaps(frame: pd.DataFrame) -> pd.DataFrame:
     * host_us: the part of the gap before the host's call of the next kernel began. The device had
       nothing to do.
     * device_us: the rest of the gap. The host had called the next kernel.
-    * a column for each kind of host span (`build`, `write`, `copy`, `sync`, ...), `python` (in a
-      step, between its commands) and `outside` (between steps): time of the host in the gap, us.
-      These columns add up to traced_us.
+    * a column for each kind of host span (`build`, `write`, `copy`, `sync`, ...): the host's time
+      in the gap.
+    * python: the host's time in the gap between the commands of a step.
+    * outside: the host's time in the gap between two steps.
+
+    All times are in us. From the first kind to `outside` they add up to traced_us.
 
     Kernels of the host backend do not count. Empty where there are no device spans.
     """

@@ -342,9 +342,11 @@ class Profile(Framed):
         * before, after: ops of the two kernels.
         * traced_us: length of the gap.
         * host_us, device_us: its parts before and after the host's call of the next kernel began.
-        * further columns: the host's time in the gap by kind of command, `python` and `outside`.
+        * a column for each kind of command: the host's time in the gap.
+        * python: the host's time in the gap between the commands of a step.
+        * outside: the host's time in the gap between two steps.
 
-        `analysis.gaps` says more of each.
+        From the first kind to `outside` the columns add up to traced_us. `analysis.gaps` says more.
         """
         return analysis.gaps(self.to_frame())
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from workbench.program.check.findings import Findings
 from workbench.program.commands import CommandAt, Program
-from workbench.program.letters import once
+from workbench.program.letters import legend, once
 
 
 def lines(cycle: Sequence[Program], found: Findings) -> list[str]:
     """The lines that report findings. cycle: the programs that were checked, once each."""
     laps = len(found.steps) // len(cycle)
-    patterns = [p.pattern(fold=True, result=len(cycle) > 1) for p in cycle]
+    patterns = once(p.pattern(fold=True, result=len(cycle) > 1) for p in cycle)
     lengths = {id(program): len([*program.singly()]) for program in cycle}
     n_commands = laps * sum(lengths[id(program)] for program in cycle)
     n_programs = len(lengths)
@@ -20,7 +20,8 @@ def lines(cycle: Sequence[Program], found: Findings) -> list[str]:
     if n_programs < len(cycle):
         what = f"{_n(len(cycle), 'step')} of {what}"
     out = [
-        f"folded       {' | '.join(once(patterns))}",
+        f"folded       {' | '.join(patterns)}",
+        f"letters      {legend(' '.join(patterns))}",
         f"checked      {what}, {laps} times: {_n(n_commands, 'command')}",
         f"races        {found.n_races or 'none'}",
     ]
