@@ -89,9 +89,15 @@ def test_for_whom_and_how_long(engine):
     assert shown.loc[waiting.TOKEN, "baseline, us"] > shown.loc[waiting.TOKEN, "best, us"]
     assert ".." in shown.loc[waiting.TOKEN, "A/A"] and shown.loc[waiting.RUN, "A/A"] == ""
     assert len(plots.shares(waits).axes[0].patches) == 2 * (1 + len(CAUSES))
-    said = str(conclusions.waiting(waits, parts, comparison(tests=("tg32",)))).splitlines()
-    assert said[0].startswith("The device waits in ") and "the host builds" in said[0]
+    compared = comparison(tests=("tg32",))
+    said = str(conclusions.waiting(waits, parts, compared)).splitlines()
+    assert said[0].startswith("The device waits in ") and "of a token of baseline (" in said[0]
     assert len(said) == 6, "an arm each, and the comparison"
+    every = waits[list(CAUSES)].sum(axis=1)
+    for share, why in ((9, "most of it while the host builds ("), (0.2, "for no single cause; in")):
+        made = waits.assign(**{cause: every for cause in CAUSES}) if share < 1 else waits.copy()
+        made[BUILDS] = share * every
+        assert why in str(conclusions.waiting(made, parts, compared))
 
 
 def test_the_hosts_part_is_what_a_token_without_stamps_leaves():

@@ -268,7 +268,7 @@ class _Adviser:
         known: dict[tuple[str, str], Candidate] = {}
         ends = time.monotonic() + LOOK_SHARE * self.left_s
         with ExitStack() as stack, bar(
-            "looking for switches that act", 2 * len(self.asked), "readings"
+            "looking for switches that act", 2 * len(self.asked), "speedups"
         ) as left:  # fmt: skip
             sides = {made: stack.enter_context(closing(self.engine.variant(made)))
                      for made in dict.fromkeys([self.off, self.start, self.best])}  # fmt: skip
@@ -401,7 +401,8 @@ class _Adviser:
         if made.interrupted:
             raise KeyboardInterrupt
         record.write(dataclasses.replace(self.advice(), interrupted=True))  # until it has ended
-        note(f"{counted(len(self.effects), 'reading')}, {duration(max(self.left_s, 0))} left")
+        left = duration(max(self.left_s, 0))
+        note(f"{counted(len(self.effects), 'speedup')} measured, {left} left")
 
     def _ended(self, number: int) -> dict[str, Any]:
         """How repeating a chunk ended; empty where it was not measured."""
