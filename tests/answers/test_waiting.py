@@ -94,8 +94,8 @@ def test_for_whom_and_how_long(engine):
     assert said[0].startswith("The device waits in ") and "of a token of baseline (" in said[0]
     assert len(said) == 6, "an arm each, and the comparison"
     every = waits[list(CAUSES)].sum(axis=1)
-    for share, why in ((9, "most of it while the host builds ("), (0.2, "for no single cause; in")):
-        made = waits.assign(**{cause: every for cause in CAUSES}) if share < 1 else waits.copy()
+    for share, why in ((9, "most of it while the host builds ("), (0.2, "for no single cause; ")):
+        made = waits.assign(**dict.fromkeys(CAUSES, every)) if share < 1 else waits.copy()
         made[BUILDS] = share * every
         assert why in str(conclusions.waiting(made, parts, compared))
 

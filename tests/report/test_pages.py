@@ -240,7 +240,7 @@ def test_a_page_of_a_cpu_says_what_a_gpu_found(tmp_path, monkeypatch, no_kernel,
         head = text[text.index('<header class="wb-head') : text.index("</header>")]
         assert (found.where in head) == shown
         index = html.unescape(pages.write_index(tmp_path, tmp_path).read_text())
-        assert f"{found.where}: {found.answer}" in index
+        assert f"Recorded on NVIDIA H200; {found.taken}: {found.answer}" in index
         assert f"Ran on the embedded device: {render.CPU_BANNER}." in index
         assert index.count("Ran on ") == 1, "of the CPU's page alone"
     with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded") as engine:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DECIDED = ("faster", "slower")
 PR = PlanRule.PR.value
 # captures that are not known to be repaid
-REPAID = {NEVER: "never", UNKNOWN: "after an unknown number of tokens"}
+REPAID = {NEVER: "never repaid", UNKNOWN: "repaid after an unknown number of tokens"}
 
 
 class Conclusion(str):
@@ -382,9 +382,9 @@ def _repaid(after: pd.Series) -> str:
     """When each plan has repaid its capture: `repaid after tokens` of the gaps' table."""
     by = dict[str, list[str]]()
     for arm, tokens in after[after != ""].items():
-        known = f"after {tokens} tokens" if tokens.isdigit() else REPAID[tokens]
+        known = f"repaid after {tokens} tokens" if tokens.isdigit() else REPAID[tokens]
         by.setdefault(known, []).append(str(arm))
-    return f"captures are repaid {listed(f'{when} ({listed(arms)})' for when, arms in by.items())}"
+    return f"captures are {listed(f'{when} ({listed(arms)})' for when, arms in by.items())}"
 
 
 def _left(gap: pd.DataFrame) -> Iterable[str]:

@@ -131,8 +131,15 @@ class Recorded(NamedTuple):
 
     @property
     def where(self) -> str:
-        taken = f"; {self.taken}" if self.taken else ""
-        return f"Recorded on {self.device}, with {self.model}{taken}"
+        return "; ".join(
+            filter(None, [f"Recorded on {self.device}, with {self.model}", self.taken])
+        )
+
+    @property
+    def said(self) -> str:
+        """The answer in a line of the index."""
+        card = self.device.partition(" (")[0]
+        return f"{'; '.join(filter(None, [f'Recorded on {card}', self.taken]))}: {self.answer}"
 
 
 def recorded(notebook: Any) -> Recorded | None:

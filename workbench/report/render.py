@@ -215,7 +215,7 @@ def _about(
             if run["kind"] == "ab"
         ),
         banner=banner(device),
-        recorded="" if before is None else f"{before.where}: {before.answer}",
+        recorded="" if before is None else before.said,
     )
 
 
