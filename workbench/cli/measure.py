@@ -176,7 +176,7 @@ def ab(
     from workbench.benchmarks.compare.arms import ComparisonSpec, comparison_spec
     from workbench.benchmarks.compare.forms import named_twice
     from workbench.benchmarks.runs.draft import open_out
-    from workbench.benchmarks.workload import parse_tests, wide_enough
+    from workbench.benchmarks.workload import long_enough, parse_tests, wide_enough
     from workbench.common.tables import show, show_prose
 
     check_run_name(out)
@@ -195,9 +195,10 @@ def ab(
     if not wanted.of_device:  # then all of it is known before a model is opened
         switched(wanted.toggles())
     open_out(out, resume)
+    tests = parse_tests(test)
     with load(
-        model, wide_enough(parse_tests(test), config), wanted, switched,
-        lambda opened, _: specs[-1].check_arms(opened.config),
+        model, wide_enough(tests, config), wanted, switched,
+        lambda opened, _: specs[-1].check_arms(opened.config), fit=partial(long_enough, tests),
     ) as engine:  # fmt: skip
         result = interleaved(
             engine,
