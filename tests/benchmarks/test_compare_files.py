@@ -237,3 +237,5 @@ def test_the_command_takes_both_and_writes_a_page(call, tmp_path, ours):
     status, out, err = call("compare", save(tmp_path / "a.json", ROWS), ours, "--out", page)
     assert status == 0 and "tg8" in out and "slower" in out and f"page: {page}" in err
     assert "Is it faster than a.json? ours" in page.read_text()
+    status, out, err = call("compare", tmp_path / "a.json", ours, "--step", "x", "--out", page)
+    assert (status, out, err.count("\n")) == (2, "", 1) and "--step is of traces" in err
