@@ -345,6 +345,13 @@ def test_an_export_that_cannot_be_is_refused_and_writes_nothing(call, root, word
     assert os.listdir(".") == ["runs"]
 
 
+def test_an_export_to_a_path_without_its_flag_is_told_the_flag(call, root):
+    for words in (["one", "x.csv"], ["--table", "tokens", "one", "x.csv"]):
+        status, _, err = call("runs", "export", *words)
+        assert status == 2 and err.endswith(" Write --out x.csv\n") and err.count("\n") == 1
+    assert "Write" not in call("runs", "export", "one")[2]
+
+
 def test_tables_of_other_kinds_are_exported_too(root):
     tokens = pd.DataFrame({"window": [0, 0], "nll": [1.5, float("nan")]})
     folder = new_run_folder(root, "ppl")

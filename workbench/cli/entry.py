@@ -91,6 +91,9 @@ def _given_right(error: MissingArgumentError) -> str:
         return GIVE_MODEL
     if "--parameter" in named and error.tokens_so_far:
         return f"Give {two_words(error.tokens_so_far[-1])}"
+    unused = error.unused_tokens or []
+    if len(unused) == 1 and not unused[0].startswith("-"):
+        return f"Write {named[0]} {unused[0]}"
     return ""
 
 
