@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.benchmarks.made_runs import write
-from workbench.benchmarks.compare.compare import HISTORY, compare
-from workbench.benchmarks.compare.stats import SAME, SLOWER, TOO_FEW
+from workbench.benchmarks.compare.compare import AVERAGES, HISTORY, METHOD, compare
+from workbench.benchmarks.compare.stats import SAME, SLOWER
 from workbench.benchmarks.llama.llama_files import llama_rows
 from workbench.benchmarks.llama.llama_format import FIELDS, TABLE, csv_of, sql_of
 from workbench.common.errors import UsageError
@@ -74,10 +74,16 @@ def test_forms_with_repetitions_are_judged_beside_a_run_folder(tmp_path, ours, f
         "pp16": SAME,
     }
     assert {(len(row.sides.before.tps), len(row.sides.after.tps)) for row in found.rows} == {(6, 6)}
-    assert found.summary()["toggles"][0] == "build fade123, CPU -> everything off"
+    constant = found.table().attrs["constant"]
+    assert constant["Engine"] == "build fade123, CPU -> workbench"
+    assert constant["Toggles"] == "everything off"
     assert not found.unmatched().size and "fade123 -> aaaaaaaa" in " ".join(found.lines)
     back = compare(ours, save(tmp_path / f"b.{form}", ROWS))
-    assert back.summary()["toggles"][0] == "everything off -> build fade123, CPU"
+    assert back.summary()["engine"][0] == "workbench -> build fade123, CPU"
+    alone = compare(tmp_path / f"a.{form}", tmp_path / f"a.{form}").table()
+    assert "Toggles" not in alone.attrs["constant"] and "Toggles" not in alone
+    one = save(tmp_path / f"one.{form}", [a_row((100.0,))])
+    assert not any("averages only" in line for line in compare(one, ours).lines)
 
 
 @pytest.mark.parametrize("form", ["csv", "sql", "db", "sqlite"])
@@ -85,9 +91,24 @@ def test_forms_with_averages_have_ratios_and_no_verdict(tmp_path, ours, form):
     path = save(tmp_path / f"a.{form}", ROWS)
     assert [row.test for row in llama_rows(path)] == ["tg8", "pp16"]
     found = compare(path, ours)
-    assert {row.verdict for row in found.rows} == {TOO_FEW}
+    assert {row.verdict for row in found.rows} == {AVERAGES}
     assert found.summary()["speedup"][0] == pytest.approx(0.5, rel=0.02)
     assert any(f"a.{form} has averages only" in line for line in found.lines)
+    assert "resampled" not in "".join(found.lines) and not set(METHOD) & set(found.lines)
+    table = found.table()
+    assert table["t/s baseline"].tolist() == ["100.00 ± 1.00", "1000.00 ± 1.00"]
+    assert table["n"].tolist() == ["-/6"] * 2 and not {"95% CI", "can tell"} & set(table)
+
+
+@pytest.mark.parametrize("form", ["csv", "sql", "db"])
+def test_a_setting_has_one_type_in_every_form(tmp_path, form):
+    """csv has text, and SQLite has 0 for false. What differs is still told."""
+    rows = [row | {"n_batch": 512, "no_kv_offload": True, "tensor_split": "0.00"} for row in ROWS]
+    json_file, other = save(tmp_path / "a.json", rows), save(tmp_path / f"b.{form}", rows)
+    assert llama_rows(other)[0].fields.items() <= llama_rows(json_file)[0].fields.items()
+    assert not any("other settings" in line for line in compare(json_file, other).lines)
+    more = save(tmp_path / f"c.{form}", [row | {"n_batch": 1024} for row in rows])
+    assert f"c.{form}: other settings: n_batch 512 -> 1024" in compare(json_file, more).lines
 
 
 def test_the_form_follows_from_the_content_and_not_from_the_name(tmp_path, ours):
@@ -216,3 +237,5 @@ def test_the_command_takes_both_and_writes_a_page(call, tmp_path, ours):
     status, out, err = call("compare", save(tmp_path / "a.json", ROWS), ours, "--out", page)
     assert status == 0 and "tg8" in out and "slower" in out and f"page: {page}" in err
     assert "Is it faster than a.json? ours" in page.read_text()
+    status, out, err = call("compare", tmp_path / "a.json", ours, "--step", "x", "--out", page)
+    assert (status, out, err.count("\n")) == (2, "", 1) and "--step is of traces" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from workbench.benchmarks.compare.compare import HISTORY, METHOD, compare
 from workbench.benchmarks.compare.matching import Repeated, match
 from workbench.benchmarks.compare.resolution import sentence
 from workbench.benchmarks.compare.stats import FASTER, SAME, SLOWER, TOO_FEW, Ratio, verdict
+from workbench.benchmarks.compare.until import INTERRUPTED, TIME, WIDTH, RepeatEnd
 from workbench.common.errors import UsageError
 from workbench.config import Toggles
 
@@ -253,6 +255,19 @@ def test_whatever_is_not_resolved_is_said(value, below, above, middle, half, n):
     quiet = ratio_of(1.0, 0.3, 0.3)
     said = sentence({"packed": ratio_of(1.1, 0.02, 0.02)}, stats.aa_band(quiet), quiet)
     assert said.endswith("or --until 5% (in Python until=0.05)"), "half of the effect"
+
+
+@given(SHARES, st.floats(1e-4, 0.5), st.sampled_from([WIDTH, TIME, INTERRUPTED]))
+def test_a_test_repeated_until_a_width_is_told_more_than_that_width(value, wanted, stopped):
+    """Another width only where that one was reached; then a lesser one."""
+    quiet, ended = ratio_of(1.0, 3.0, 3.0), RepeatEnd(40, wanted, wanted, stopped, 1.0)
+    said = sentence({"on": ratio_of(1 + value, 2.0, 2.0)}, stats.aa_band(quiet), quiet, ended)
+    advised = re.search(r"--until ([\d.e-]+)%", said)
+    assert bool(advised) == (stopped == WIDTH) and "What helps: " in said
+    if advised:
+        assert 0 < float(advised[1]) / 100 < wanted
+    else:
+        assert "rounds" not in said.split("What helps: ")[1]
 
 
 def test_exact_answers_are_bit_equal():

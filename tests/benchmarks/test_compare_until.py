@@ -204,6 +204,9 @@ def test_time_ends_what_is_not_known(monkeypatch):
     for ended in found.run["result"]["until"]["tests"].values():
         assert ended["stopped"] == TIME and ended["rounds"] % BLOCK == 0
         assert ended["half_width"] > 0.001
+    said = found.verdict
+    more = "What helps: more time (--at-most; in Python at_most_s), a longer test"
+    assert "--until" not in said and said.count("What helps") == said.count(more)
     assert "tg4: 0.1 % was not reached: the interval's half-width is " in found.verdict
     for row in measured(timed(monkeypatch, noise=0.02), workloads([4], [2]), 1, until=0.004):
         median = stats.median_interval(np.array(row.samples_ts))

@@ -61,6 +61,19 @@ def test_a_bench_has_rates_times_and_its_origin(monkeypatch, tmp_path):
         wb.AB.load(tmp_path / "run")
 
 
+def test_a_context_that_is_given_stays_as_it_is(tiny_model):
+    path, on = tiny_model("tiny-llama", "Q8_0"), {"device": "host"}
+    assert wb.bench(path, "pp2050", 1, **on).run["engine"]["config"]["n_ctx"] == 2050
+    for ask in (
+        lambda: wb.bench(path, "tg8", 1, n_ctx=4, **on),
+        lambda: wb.ab(path, "fuse=off,on", tests="tg8", rounds=5, n_ctx=4, **on),
+    ):
+        with pytest.raises(
+            UsageError, match="test tg8 needs 8 KV cells, but the engine has n_ctx=4"
+        ):
+            ask()
+
+
 def test_bench_is_what_the_command_measures(engine, call, tmp_path):
     """The same tests, the same arms, the same record: one way to measure."""
     own = wb.bench(engine, "tg2", 2, seed=3, out=tmp_path / "own").run

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -238,6 +239,19 @@ def test_a_new_run_has_its_keys_and_no_places(engine, tmp_path, monkeypatch, kin
     places += [platform.node()] * (len(platform.node()) > 5)  # a shorter one may be a word
     said = json.dumps(new)
     assert not any(place in said for place in ['"/', '"~', *places])
+
+
+@pytest.mark.parametrize(("first", "package", "typed"), [
+    ("/a/workbench/__main__.py", "workbench", "workbench ab -m x.gguf"),
+    ("/a/workbench/__main__.py", None, "workbench ab -m x.gguf"),  # a process that another started
+    ("/a/data/measure/__main__.py", "data.measure", "python -m data.measure ab -m x.gguf"),
+    ("/a/bin/workbench", None, "workbench ab -m x.gguf"), ("own.py", None, "own.py ab -m x.gguf"),
+])  # fmt: skip
+def test_the_command_is_what_a_person_types(monkeypatch, first, package, typed):
+    spec = None if package is None else ModuleSpec(f"{package}.__main__", None)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+    monkeypatch.setattr("sys.argv", [first, "ab", "-m", "/a/x.gguf"])
+    assert " ".join(provenance.collect()["command"]) == typed
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -87,6 +88,8 @@ def test_a_sweep_is_read_again_and_shown(whole):
         wb.load(whole.folder / "sweep.json"), whole
     )
     assert len(pd.read_csv(whole.to_csv(whole.folder / "all.csv"))) == 12
+    rows = csv.DictReader(whole.to_frame().to_csv().splitlines())
+    assert {row["n"] for row in rows} == {"1", ""}, "whole, also beside cells without any"
     assert "A/A band" not in whole.summary, "too few repetitions for one"
     assert "9 done, 3 left out" in whole.summary and "3 left out: toggles " in whole.summary
     assert "<table>" in whole._repr_html_() and "clash" in whole._repr_html_()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from workbench.benchmarks.sweep.cells import grouped
 from workbench.benchmarks.sweep.matrix import matrix_of, read_matrix
+from workbench.benchmarks.sweep.sweep import sweep
 from workbench.common.errors import UsageError
 from workbench.config import FAMILIES, Toggles
 
@@ -203,6 +204,26 @@ def test_a_wrong_file_is_one_line(tmp_path, text, said):
     with pytest.raises(UsageError, match=said) as error:
         read_matrix(path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("[toggles]\nfuse = 1.5", "toggle fuse=1.5 does not exist; choose one of off, on"),
+    ("[engine]\nn_ubatch = 'x'", "n_ubatch='x' is no whole number"),
+    ("tests = 'zz8'", "test 'zz8' does not exist"), ("models = 5", "5 is no path; give the path"),
+    ("repetitions = 0", "repetitions=0: give 1 or more"),
+    ("exclude = ['fuse=x']", "exclusion fuse=x: no cell has it; fuse is off, on"),
+])  # fmt: skip
+def test_a_wrong_value_of_a_file_names_the_file(tmp_path, text, said):
+    """An argument that is wrong in itself does not."""
+    path, given = tmp_path / "sweep.toml", {} if "models" in text else {"models": "a.gguf"}
+    path.write_text(text)
+    asked = given | ({"toggles": {"fuse": ["off", "on"]}} if "exclude" in text else {})
+    with pytest.raises(UsageError) as error:
+        sweep(**asked, matrix=path, dry_run=True, out=tmp_path / "s")
+    assert str(error.value).startswith(f"{path}: {said}") and "\n" not in str(error.value)
+    path.write_text("repetitions = 2")
+    with pytest.raises(UsageError, match=r"^seed=-1 must be 0 or more"):
+        sweep("a.gguf", seed=-1, matrix=path, dry_run=True, out=tmp_path / "s")
 
 
 def test_every_toggle_and_family_can_be_an_axis():

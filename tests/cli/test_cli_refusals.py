@@ -126,7 +126,12 @@ OF_THE_MODEL = [
     (["run", *ONE, "--copy-stream", "own"], 1, "needs two streams"),
     (["run", "--tokens", "1,2,3,4", "--n-ctx", "3"], 2, "do not fit the context"),
     (["logits", *ONE, "--out", "x.npy", "--sync", "copy_boundary"], 1, "honour sync=copy_boundary"),
-    (["ab", "--toggle", "fuse=on", "--test", "tg9999"], 2, "needs 9999 KV cells"),
+    *((words, 2, "needs 64 KV cells, but the engine has n_ctx=32") for words in (
+        ["ab", "-c", "32", "--toggle", "fuse=on", "--test", "pp64"],
+        ["bench", "-c", "32", "-p", "16,64", "-n", "0"],
+        ["profile", "--n-ctx", "32", "--test", "pp64"], ["advise", "-c", "32", "--test", "pp64"],
+    )),
+    (["bench", "-c", "32", "-npl", "4", "-p", "8", "-n", "4"], 2, "n_ctx=48 or more"),
     (["run", *ONE, "--n-copies", "4", "--sync", "auto"], 1, "n_copies=4"),
     (["run", *ONE, "-ot", "ffn=device"], 2, "has no GPU to put weights on"),
     (["run", "--tokens", "1,99999"], 2, "token id 99999 at index 1"),

@@ -138,9 +138,33 @@ def test_a_model_is_a_file_from_here_or_from_the_notebook_and_is_read_before_a_c
     assert call(*ask, "beside.gguf")[0] == 0 and given["model"] == "beside.gguf"
     given.clear()
     (tmp_path / "cut.gguf").write_bytes(own.read_bytes()[:100])
-    for file, says in (("none.gguf", "none.gguf: no such file"), (tmp_path / "cut.gguf", "byte")):
+    neither = "error: -p model none.gguf: no such file, neither here nor in notebooks/;"
+    for file, says in (("none.gguf", neither), (tmp_path / "cut.gguf", "byte")):
         status, out, err = call(*ask, file)
-        assert (status, out, given) == (1, "", {}) and says in err.splitlines()[-1]
+        assert (status, out, given, err.count("\n")) == (1, "", {}, 1) and says in err
+
+
+def test_a_tiny_model_may_be_named_before_it_is_written(call, rendered, monkeypatch, tmp_path):
+    given, written = {}, []
+    monkeypatch.setattr(synth, "write_tiny_models", written.append)
+    monkeypatch.setattr(
+        render, "render_all", lambda _paths, _out, own, **_: given.update(own) or []
+    )
+    ask, name = ("report", "00_tour", "--device", "host", "-p", "model"), synth.TINY[0][0]
+    assert call(*ask, f"data/models/{name}")[0] == 0
+    assert given["model"] == str(tmp_path / "data/models" / name)
+    assert call(*ask, f"../data/models/{name}")[0] == 0
+    assert given["model"] == f"../data/models/{name}" and len(written) == 2
+    assert call(*ask, f"models/{name}")[0] == 1 and len(written) == 2
+
+
+@pytest.mark.parametrize(("words", "right"), [
+    (["model=X"], "-p model X"), (["model"], "-p model VALUE"),
+    (["repeats", "5", "-p", "model=a=b"], "-p model a=b"), (["model=X", "00_tour"], "-p model X"),
+])  # fmt: skip
+def test_a_parameter_in_one_word_is_told_the_two(call, rendered, words, right):
+    status, out, err = call("report", "00_tour", "-p", *words)
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.endswith(f"two words: {right}\n")
 
 
 def test_who_copies_notebooks_is_told_what_runs_them(call, tmp_path, monkeypatch):

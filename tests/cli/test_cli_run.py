@@ -204,6 +204,7 @@ def test_bench_has_a_row_for_each_model_and_combination(on, tiny_model, tmp_path
 def test_a_long_context_is_noted_of_a_sequence(on, asked, noted):
     _, _, err = on("bench", *asked, "-r", 1)
     assert noted in err if noted else "note: " not in err
+    assert err.count(", since the tests need more than 2048\n") == 1, "a context made longer"
 
 
 @pytest.mark.parametrize(("finished", "more", "said"), [

@@ -179,12 +179,29 @@ def test_a_sweep_is_listed_as_one_and_removed_as_one(call, swept, root):
     status, _, err = call("runs", "show", swept, "--json")
     assert status == 2 and "--json takes a run below it" in err
     status, _, err = call("runs", "export", swept, "--out", root / "x.csv")
-    assert status == 2 and "it is a result of sweep, and below it are run folders" in err
+    assert status == 2 and err.count("\n") == 1 and f"give {swept}/groups/NAME" in err
+    assert f"wb.load('{swept}').to_csv('x.csv')" in err and not (root / "x.csv").exists()
     (swept / "groups/photos").mkdir()
     status, _, err = call("runs", "rm", swept, "--yes")
     assert status == 2 and "photos is no run folder" in err and load_run(swept / "groups/a")
     (swept / "groups/photos").rmdir()
     assert call("runs", "rm", swept, "--yes")[0] == 0 and not swept.exists()
+
+
+@pytest.mark.parametrize(("file", "says"), [
+    ("sweep.json", "until the sweep is run again with --resume"),
+    ("advice.json", "loses the samples behind them"),
+])  # fmt: skip
+def test_rm_says_what_a_whole_lacks_without_a_part(call, swept, root, file, says, monkeypatch):
+    (swept / "sweep.json").rename(swept / file)
+    a, b = (swept / "groups" / name for name in "ab")
+    status, _, err = call("runs", "rm", a, root / "one", "--yes")
+    first, second = err.splitlines()
+    assert status == 0 and not a.exists() and second.startswith("removed 2 run folders")
+    assert first.startswith(f"{a} is part of swept: ") and first.endswith(says)
+    monkeypatch.chdir(swept / "groups")
+    assert "b is part of swept: " in call("runs", "rm", "b", "--yes")[2] and not b.exists()
+    assert "part of" not in call("runs", "rm", swept, "--yes")[2] and not swept.exists()
 
 
 @pytest.mark.parametrize("file", ["sweep.json", "advice.json"])
@@ -326,6 +343,13 @@ def test_an_export_that_cannot_be_is_refused_and_writes_nothing(call, root, word
     status, out, err = call("runs", "export", root / "one", *words)
     assert (status, out, err.count("\n")) == (2, "", 1) and says in err
     assert os.listdir(".") == ["runs"]
+
+
+def test_an_export_to_a_path_without_its_flag_is_told_the_flag(call, root):
+    for words in (["one", "x.csv"], ["--table", "tokens", "one", "x.csv"]):
+        status, _, err = call("runs", "export", *words)
+        assert status == 2 and err.endswith(" Write --out x.csv\n") and err.count("\n") == 1
+    assert "Write" not in call("runs", "export", "one")[2]
 
 
 def test_tables_of_other_kinds_are_exported_too(root):

@@ -72,6 +72,7 @@ def test_what_is_no_pair_of_traces_is_refused_and_nothing_written(call, two, tmp
         ([two[0], tmp_path / "no"], "no does not exist; name two traces"),
         ([two[0], tmp_path], "is a trace and .* is none"),
         ([*two, "--across"], "traces have no verdict"),
+        ([*two, "--step", "5"], "--step '5' is of traces of other tools, and these two have steps"),
         ([two[0], FILES / "nsys-llama-node.sqlite.gz"], "has no steps"),
         ([two[0], cut], "cut.json.gz is cut or damaged"),
         ([two[0], export], "cut.sqlite is cut"),

@@ -94,6 +94,10 @@ def test_what_is_left_in_words(clock):
     assert str(left) == "report: 0 %", "its pace so far tells nothing"
     left.update(0.6)
     assert str(left) == "report: 1 %, about 99 min left"
+    left = Bar("compiling kernels", 100, "launches", None, clock=clock, alike=False)
+    clock.now += 3 * S
+    left.update(50)
+    assert str(left) == "compiling kernels: 50 of 100 launches", "the first took all of the time"
     left = Bar("tg128", None, "rounds", None, clock=clock)
     left.update(7)
     left.detail = "half-width 1.8 %"

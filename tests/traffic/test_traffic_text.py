@@ -1,4 +1,5 @@
-"""What serve-bench prints: vLLM's table to the letter, the summary, JSON; points of a picture."""
+"""What serve-bench prints: vLLM's table to the letter (the peak is ours), the summary, JSON; points
+of a picture."""
 
 from __future__ import annotations
 

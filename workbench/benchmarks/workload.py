@@ -181,7 +181,12 @@ def wide_enough(workloads: Sequence[Workload], config: Config) -> Config:
 def long_enough(
     workloads: Sequence[Workload], toggles: Toggles, config: EngineConfig
 ) -> EngineConfig:
-    """The configuration with at least the context of the longest test."""
+    """The configuration with at least the context of the longest test. A context that is not the
+    default was asked for: then raises UsageError, as `check_fits` does, in place of a longer one.
+    """
+    if config.n_ctx != EngineConfig.n_ctx:
+        for workload in workloads:
+            check_fits(toggles, config, workload)
     regions = n_regions(toggles, config)
     return replace(config, n_ctx=max(config.n_ctx, *(w.n_ctx(regions) for w in workloads)))
 

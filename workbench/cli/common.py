@@ -131,6 +131,8 @@ def load(
     say(f"toggles: {engine.chosen}")
     say_ranges(engine.ranges)
     n_ctx, trained = engine.config.n_ctx, engine.model.n_ctx_train
+    if n_ctx > config.n_ctx > 0:
+        say(f"n_ctx={n_ctx}, since the tests need more than {config.n_ctx}")
     longest = longest or Room(n_ctx, n_regions(engine.toggles, engine.config)).each
     if longest > trained:
         what = f"n_ctx={n_ctx}" if longest == n_ctx else f"a sequence of {longest} tokens"

@@ -57,6 +57,10 @@ def compare(
             raise UsageError("--across and --fail-below judge run folders; traces have no verdict")
         compare_traces(runs, out, step)
         return
+    if step is not None:
+        raise UsageError(
+            "--step is of traces of other tools; run folders have none, so leave it out"
+        )
     check_writable(out, parents=True)
     found = folders.compare(*runs, across=across)
     write_text(out, compared_page(found), parents=True)

@@ -23,7 +23,7 @@ from workbench.cli import (  # noqa: F401 - commands
     toggles,
 )  # fmt: skip
 from workbench.cli.common import app, say
-from workbench.cli.flags import GIVE_MODEL
+from workbench.cli.flags import GIVE_MODEL, two_words
 from workbench.cli.interrupts import Stop, heeded
 from workbench.cli.outputs import with_out
 from workbench.cli.screen import asked
@@ -58,8 +58,7 @@ def _end_of(arguments: list[str]) -> tuple[int, str]:
     except WorkbenchError as error:
         return error.exit_status, str(error)
     except MissingArgumentError as error:
-        named = () if error.argument is None else error.argument.names
-        return 2, f"{error} {GIVE_MODEL}" if "--model" in named else str(error)
+        return 2, f"{error} {_given_right(error)}".rstrip()
     except UnusedCliTokensError as error:
         return 2, _meant(arguments, error.unused_tokens or []) or str(error)
     except CycloptsError as error:
@@ -83,6 +82,19 @@ def _end_of(arguments: list[str]) -> tuple[int, str]:
         refused = refusal(Path(str(error.filename or "a file")), error)
         return refused.exit_status, str(refused)
     return 0, ""
+
+
+def _given_right(error: MissingArgumentError) -> str:
+    """How to write the argument that is missing; empty where the error says all."""
+    named = () if error.argument is None else error.argument.names
+    if "--model" in named:
+        return GIVE_MODEL
+    if "--parameter" in named and error.tokens_so_far:
+        return f"Give {two_words(error.tokens_so_far[-1])}"
+    unused = error.unused_tokens or []
+    if len(unused) == 1 and not unused[0].startswith("-"):
+        return f"Write {named[0]} {unused[0]}"
+    return ""
 
 
 # the flags of `sweep` for a file that was given without one

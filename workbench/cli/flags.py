@@ -68,6 +68,12 @@ def layers(_: Any, tokens: Any) -> int:
 AUTO_MODEL = Path(devices.AUTO)  # the word; a file of that name has another path (`model_file`)
 
 
+def two_words(parameter: str) -> str:
+    """How to write a notebook's parameter that was given as `model=x`, or without a value."""
+    name, _, value = parameter.partition("=")
+    return f"the name and the value as two words: -p {name} {value or 'VALUE'}"
+
+
 def model_file(_: Any, tokens: Any) -> Path:
     """The path of a model, or AUTO_MODEL for the word `auto`; `./auto` is a file."""
     text = str(tokens[0].value)

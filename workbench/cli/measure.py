@@ -23,7 +23,7 @@ from workbench.cli.lists import (
 from workbench.cli.notebooks import NOTEBOOKS, shipped_notebooks
 from workbench.cli.outputs import RowFormat, TableFormat, check_run_name, print_frame
 from workbench.common.devices import AUTO
-from workbench.common.errors import Kept, UsageError, WorkbenchError
+from workbench.common.errors import Kept, ModelFileError, UsageError, WorkbenchError
 from workbench.common.nearest import choices
 from workbench.common.output import check_folder
 from workbench.common.sizes import counted
@@ -176,7 +176,7 @@ def ab(
     from workbench.benchmarks.compare.arms import ComparisonSpec, comparison_spec
     from workbench.benchmarks.compare.forms import named_twice
     from workbench.benchmarks.runs.draft import open_out
-    from workbench.benchmarks.workload import parse_tests, wide_enough
+    from workbench.benchmarks.workload import long_enough, parse_tests, wide_enough
     from workbench.common.tables import show, show_prose
 
     check_run_name(out)
@@ -195,9 +195,10 @@ def ab(
     if not wanted.of_device:  # then all of it is known before a model is opened
         switched(wanted.toggles())
     open_out(out, resume)
+    tests = parse_tests(test)
     with load(
-        model, wide_enough(parse_tests(test), config), wanted, switched,
-        lambda opened, _: specs[-1].check_arms(opened.config),
+        model, wide_enough(tests, config), wanted, switched,
+        lambda opened, _: specs[-1].check_arms(opened.config), fit=partial(long_enough, tests),
     ) as engine:  # fmt: skip
         result = interleaved(
             engine,
@@ -361,11 +362,11 @@ def report(
     check_pages(paths, out)
     known = [parameters_of(path) for path in paths]
     given = {name: _parameter(name, text, known) for name, text in parameter or ()}
+    if given.get("model", AUTO) != AUTO:
+        given["model"] = _model(given["model"], paths)
     chosen, reason = choose_device(device)
     say(f"device: {chosen} ({reason})")
     write_tiny_models(MODELS)
-    if given.get("model", AUTO) != AUTO:
-        given["model"] = _model(given["model"], paths)
     pages = render_all(
         paths,
         out,
@@ -406,7 +407,8 @@ def _parameter(name: str, text: str, known: list[dict[str, Any]]) -> Any:
     usual = [own[name] for own in known if name in own]
     if not usual:
         every = dict.fromkeys(name for own in known for name in own)
-        raise UsageError(f"-p {name}: no notebook has that parameter; {choices(name, every)}")
+        right = f"give {f.two_words(name)}" if "=" in name else choices(name, every)
+        raise UsageError(f"-p {name}: no notebook has that parameter; {right}")
     for kind, words in ((int, "a whole number"), (float, "a number")):
         if all(type(value) is kind for value in usual):
             try:
@@ -420,16 +422,24 @@ def _parameter(name: str, text: str, known: list[dict[str, Any]]) -> Any:
 
 def _model(given: str, notebooks: Sequence[Path]) -> str:
     """The parameter for a model: a file from here by its absolute path, since a notebook's paths
-    begin at its folder. Raises ModelFileError for a file that is neither there nor here, or no
-    model."""
+    begin at its folder. A tiny model need not be written yet. Raises ModelFileError for a file
+    that is neither there nor here, or no model."""
     from workbench.model.gguf.file import open_gguf
+    from workbench.model.synth.models import TINY
 
+    tiny = {(MODELS / name).resolve() for name, _, _ in TINY}
     here = Path(given)
-    if here.is_file():
+    if here.is_file() or here.resolve() in tiny:
         given = str(here.resolve())
-    for notebook in notebooks:
-        with open_gguf(notebook.parent / given):
-            pass
+    for path in [notebook.parent / given for notebook in notebooks]:
+        if path.is_file():
+            with open_gguf(path):
+                pass
+        elif path.resolve() not in tiny:
+            raise ModelFileError(
+                f"-p model {here}: no such file, neither here nor in {path.parent}/; give -p model "
+                "auto, or a GGUF file"
+            )
     return given
 
 

@@ -169,7 +169,7 @@ def rm(
 
     Nothing but run folders (and sweeps and advices) is removed, and no half of a folder stays.
     """
-    from workbench.benchmarks.runs.folders import remove_runs, run_folder
+    from workbench.benchmarks.runs.folders import parted, remove_runs, run_folder
     from workbench.common.sizes import sizes
 
     if not runs:
@@ -177,6 +177,8 @@ def rm(
     found = [run_folder(path) for path in dict.fromkeys(runs)]
     (size,) = sizes(sum(one.n_bytes for one in found))
     what = f"{len(found)} run folder{'s' * (len(found) > 1)} ({size})"
+    for line in parted(found):
+        say(line)
     if not yes and not _agreed(f"remove {what}? [y/N] "):
         say("nothing is removed")
         return

@@ -53,13 +53,18 @@ def compare_traces(paths: Sequence[Path], out: Path, step: str | None = None) ->
     """
     from workbench.common.tables import show, show_prose
     from workbench.report import differences
-    from workbench.trace.diff import diff
+    from workbench.trace.diff import FOREIGN, diff
     from workbench.trace.profile import Profile
 
     if len(paths) != 2:
         raise UsageError(f"{len(paths)} traces were given; give two, the first is the baseline")
     check_writable(out, parents=True)
     profiles = [Profile.load(path, step) for path in paths]
+    if step is not None and not any(one.collector in FOREIGN for one in profiles):
+        raise UsageError(
+            f"--step {step!r} is of traces of other tools, and these two have steps of their own; "
+            "leave it out"
+        )
     found = diff(profiles[0], profiles[1])
     found.attrs["names"] = [path.name for path in paths]
     lines = []

@@ -93,6 +93,7 @@ class Bar:
     total: None where it is not known.
     expected_s: what the whole work may take, where that is known in advance. Where `total` is set
         anew later, the work may take as much more or less.
+    alike: whether units take alike long, so that its own pace tells what is left.
     detail: words that are shown at the end of the line; the caller may set them.
     """
 
@@ -104,8 +105,10 @@ class Bar:
         out: Shown | None,
         expected_s: float | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
+        alike: bool = True,
     ):
         self.what, self.total, self.unit, self.detail = what, total, unit, ""
+        self.alike = alike
         self.done = 0.0
         self._out, self._clock = out, clock
         self._each_s = expected_s / total if expected_s is not None and total else None
@@ -132,7 +135,8 @@ class Bar:
         share = self.done / self.total
         if self._each_s is not None and share < TRUSTED_SHARE:
             return max(self._each_s * self.total - elapsed, 0.0)
-        return elapsed * (1 - share) / share if share >= FIRST_SHARE else None
+        told = self.alike and share >= FIRST_SHARE
+        return elapsed * (1 - share) / share if told else None
 
     def __str__(self) -> str:
         """`tg128: 384 of 1,280 tokens, about 34 s left`"""
@@ -171,10 +175,15 @@ HIDDEN = Bar("", 0, "", None)  # counts and shows nothing
 
 @contextmanager
 def bar(
-    what: str, total: float | None, unit: str, expected_s: float | None = None
+    what: str,
+    total: float | None,
+    unit: str,
+    expected_s: float | None = None,
+    *,
+    alike: bool = True,
 ) -> Iterator[Bar]:
     """A Bar for the body. It ends with the body."""
-    made = Bar(what, total, unit, _chosen.get() or _watched(), expected_s)
+    made = Bar(what, total, unit, _chosen.get() or _watched(), expected_s, alike=alike)
     try:
         yield made
     finally:

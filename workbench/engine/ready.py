@@ -28,7 +28,8 @@ def make_ready(launched: Iterable[tuple[Backend, Node]]) -> None:
     for backend, node in launched:
         wanted[backend].append(node)
     n = sum(map(len, wanted.values()))
-    with bar("compiling kernels", n, "launches") if n else nullcontext(HIDDEN) as left:
+    # the first launch of a kernel takes long; the cache has it for all others
+    with bar("compiling kernels", n, "launches", alike=False) if n else nullcontext(HIDDEN) as left:
         for backend, nodes in wanted.items():
             backend.make_ready(nodes, left)
     compiled.say()

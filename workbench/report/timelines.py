@@ -6,6 +6,7 @@ Every kind of span has a height or a hatch besides its colour, so the picture ca
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
+from workbench.common.errors import UsageError
 from workbench.report import style
 from workbench.trace.analysis import busy_us
 from workbench.trace.spans import HOST_LANE
@@ -181,9 +183,18 @@ def _extent_us(part: pd.DataFrame) -> float:
 
 
 def _window(shown: Shown, parts: Sequence[pd.DataFrame]) -> tuple[float, float]:
-    """From and to, us, of an axis that all of `parts` share."""
-    if isinstance(shown, tuple):
-        return shown
+    """From and to, us, of an axis that all of `parts` share. Raises UsageError for another window
+    than `Shown` has, and for one that ends before it begins."""
+    if isinstance(shown, Sequence) and not isinstance(shown, str):
+        numbers = [float(n) for n in shown if isinstance(n, Real) and math.isfinite(n)]
+        if len(shown) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
+            raise UsageError(
+                f"window_us={shown!r} is no part of the time; give (from, to) in us, with from "
+                "below to, as (0, 50)"
+            )
+        return numbers[0], numbers[1]
+    if shown not in ("inputs", None):
+        raise UsageError(f"window_us={shown!r} does not exist; give (from, to) in us, or 'inputs'")
     end = max(_extent_us(part) for part in parts)
     if shown == "inputs" and (host := max(_inputs_us(part, HOST_LANE) for part in parts)):
         device = max(_inputs_us(part, "device") for part in parts)

@@ -37,7 +37,9 @@ from workbench.common.errors import UsageError
 from workbench.common.tables import Table, to_html
 
 HISTORY = "history"
-LIFTED = ("Run", "Model", "Arm", "Toggles")  # above the table where the same in every row
+AVERAGES = "averages only"
+LIFTED = ("Run", "Model", "Arm", "Engine", "Toggles")  # above the table where the same in every row
+NO_INTERVAL = "The runs were not interleaved. So a change between the runs counts as a difference."
 METHOD = (
     "The runs were not interleaved: each side's repetitions were resampled on their own. So a "
     "change between the runs counts as a difference.",
@@ -62,7 +64,11 @@ class ComparedRow(NamedTuple):
 
     @property
     def is_judged(self) -> bool:
-        return self.verdict not in (HISTORY, stats.TOO_FEW)
+        return self.verdict not in (HISTORY, AVERAGES, stats.TOO_FEW)
+
+    @property
+    def has_interval(self) -> bool:
+        return not math.isnan(self.ratio.low)
 
 
 class Compared:
@@ -90,9 +96,9 @@ class Compared:
 
     def summary(self) -> pd.DataFrame:
         """One row per pair, all numbers, with the columns that `plots.speedup` takes: run, model,
-        test, arm, label (for a picture), toggles, is_control (never), tps_baseline, tps_toggled
-        (medians), speedup, low, high, n_baseline, n_toggled, band_low, band_high (1 without a
-        control), least, verdict."""
+        test, arm, label (for a picture), engine, toggles, is_control (never), tps_baseline,
+        tps_toggled (medians, or the averages that a file has), speedup, low, high, n_baseline,
+        n_toggled (0 for an average), band_low, band_high (1 without a control), least, verdict."""
         rows = []
         for row in self.rows:
             before, after, _ = row.sides
@@ -101,41 +107,57 @@ class Compared:
             rows.append(
                 {
                     "run": row.run_id, "model": " ".join(after.model[1:]), "test": after.test,
-                    "arm": after.arm, "label": self._label(row), "toggles": _toggles(row.sides),
-                    "is_control": False,
+                    "arm": after.arm, "label": self._label(row),
+                    "engine": _changed(before.engine, after.engine),
+                    "toggles": _toggles(row.sides), "is_control": False,
                     "tps_baseline": a, "tps_toggled": b, "speedup": row.ratio.value,
-                    "low": row.ratio.low, "high": row.ratio.high, "n_baseline": len(before.tps),
-                    "n_toggled": len(after.tps), "band_low": bounds[0], "band_high": bounds[1],
+                    "low": row.ratio.low, "high": row.ratio.high, "n_baseline": before.n,
+                    "n_toggled": after.n, "band_low": bounds[0], "band_high": bounds[1],
                     "least": row.least, "verdict": row.verdict,
                 }
             )  # fmt: skip
         return pd.DataFrame(rows, columns=_COLUMNS)
 
     def table(self) -> Table:
-        """The rows as text. Columns that are the same in every row are in `attrs["constant"]`."""
+        """The rows as text, without columns that no row has. Columns that are the same in every
+        row are in `attrs["constant"]`."""
         s = self.summary()
+        sides = [row.sides for row in self.rows]
         table = Table(
             {
                 "Run": s["run"],
                 "Model": s["model"],
                 "Arm": s["arm"],
+                "Engine": s["engine"],
                 "Toggles": s["toggles"],
                 "Test": s["test"],
-                "t/s baseline": [f"{tps:.2f}" for tps in s["tps_baseline"]],
-                "t/s": [f"{tps:.2f}" for tps in s["tps_toggled"]],
+                "t/s baseline": [
+                    _rate(tps, one.before)
+                    for tps, one in zip(s["tps_baseline"], sides, strict=True)
+                ],
+                "t/s": [
+                    _rate(tps, one.after) for tps, one in zip(s["tps_toggled"], sides, strict=True)
+                ],
                 "Ratio": [f"{value:.3f}" for value in s["speedup"]],
                 "95% CI": [stats.interval(a, b) for a, b in zip(s["low"], s["high"], strict=True)],
-                "n": [f"{a}/{b}" for a, b in zip(s["n_baseline"], s["n_toggled"], strict=True)],
+                "n": [f"{one.before.n or '-'}/{one.after.n or '-'}" for one in sides],
                 "can tell": [stats.percent(share) for share in s["least"]],
                 "verdict": s["verdict"],
             }
         )
-        same = [c for c in LIFTED if len(table) and table[c].nunique() == 1]
+        absent = [
+            *(() if any(row.has_interval for row in self.rows) else ("95% CI", "can tell")),
+            *(() if any(one.before.n or one.after.n for one in sides) else ("n",)),
+            *(() if any(one.before.foreign or one.after.foreign for one in sides) else ("Engine",)),
+            *(() if s["toggles"].any() else ("Toggles",)),
+        ]
+        table = table.drop(columns=absent)
+        same = [c for c in LIFTED if len(table) and c in table and table[c].nunique() == 1]
         made = table.drop(columns=same)
         constant = {c: table[c].iloc[0] for c in same}
         made.attrs = {
             "constant": {"Baseline": self.sides[0].name} | constant,
-            "groups": [c for c in ("Run", "Model", "Toggles") if c in made],
+            "groups": [c for c in ("Run", "Model", "Engine", "Toggles") if c in made],
             "keys": [c for c in (*LIFTED, "Test") if c in made],
         }
         return made
@@ -145,10 +167,11 @@ class Compared:
         return f"{row.run_id} {arm}".strip() if len(self.sides) > 2 or not arm else arm
 
     def unmatched(self) -> Table:
-        """Repetitions without a counterpart: columns Only in, Not in, Model, Toggles, Tests."""
+        """Repetitions without a counterpart: columns Only in, Not in, Model, Toggles, Tests. An
+        engine without toggles is named in their place."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for run, other, side in self.left:
-            key = (run, other, " ".join(side.model[1:]), side.label)
+            key = (run, other, " ".join(side.model[1:]), side.label or side.engine)
             groups.setdefault(key, []).append(side.test)
         rows = [(*key, ", ".join(tests)) for key, tests in groups.items()]
         return Table(rows, columns=["Only in", "Not in", "Model", "Toggles", "Tests"])
@@ -166,9 +189,9 @@ class Compared:
 
 
 _COLUMNS = [
-    "run", "model", "test", "arm", "label", "toggles", "is_control", "tps_baseline", "tps_toggled",
-    "speedup", "low", "high", "n_baseline", "n_toggled", "band_low", "band_high", "least",
-    "verdict",
+    "run", "model", "test", "arm", "label", "engine", "toggles", "is_control", "tps_baseline",
+    "tps_toggled", "speedup", "low", "high", "n_baseline", "n_toggled", "band_low", "band_high",
+    "least", "verdict",
 ]  # fmt: skip
 
 
@@ -220,7 +243,8 @@ def compare(*runs: str | Path, across: bool = False) -> Compared:
         lines.append(
             "nothing matches: no test, model and arm is in the baseline and in another run"
         )
-    return Compared([baseline, *others], rows, left, [*dict.fromkeys(lines), *METHOD])
+    method = METHOD if any(row.has_interval for row in rows) else (NO_INTERVAL,) if rows else ()
+    return Compared([baseline, *others], rows, left, [*dict.fromkeys(lines), *method])
 
 
 def _row(other: Side, sides: Matched, baseline: Side, is_history: bool) -> ComparedRow:
@@ -229,17 +253,26 @@ def _row(other: Side, sides: Matched, baseline: Side, is_history: bool) -> Compa
     known = [side.bands[test] for side in (baseline, other) if test in side.bands]
     band = max(known, key=lambda b: b.high, default=Band(math.nan, math.nan))
     used = Band(1.0, 1.0) if math.isnan(band.low) else band
-    verdict = HISTORY if is_history else stats.verdict(ratio, used)
+    averages = not (sides.before.n and sides.after.n)
+    verdict = HISTORY if is_history else AVERAGES if averages else stats.verdict(ratio, used)
     return ComparedRow(other.name, sides, ratio, band, stats.resolution(ratio, used), verdict)
 
 
 def _toggles(sides: Matched) -> str:
     before, after = sides.before, sides.after
-    if (before.foreign or after.foreign) and before.label != after.label:
-        return f"{before.label} -> {after.label}"
-    if not sides.differ:
-        return after.label
+    if not sides.differ:  # nor do those of an engine that has none
+        return after.label or before.label
     return ", ".join(f"{name}: {a} -> {b}" for name, a, b in sides.differ)
+
+
+def _changed(before: str, after: str) -> str:
+    return after if before == after else f"{before} -> {after}"
+
+
+def _rate(tps: float, side: Repeated) -> str:
+    """A rate as text; an average with the standard deviation that its file gives."""
+    known = side.stddev is not None and not math.isnan(side.stddev)
+    return f"{tps:.2f} ± {side.stddev:.2f}" if known else f"{tps:.2f}"
 
 
 def _other_files(matched: Sequence[Matched]) -> Iterator[str]:

@@ -259,12 +259,13 @@ class AB(Framed):
             same = "does what the baseline does"
             lines += [f"{test}: {arm} {same}: {why}" for arm, why in self._idle(test).items()]
         lines += joules.lines(self.run)
-        lines += resolution.lines(self.summary())
-        # for a run that was repeated until its intervals were narrow
+        # of a run that was repeated until its intervals were narrow
         asked = self.run["result"].get("until")
-        if asked:
-            ends = asked["tests"].items()
-            lines += [f"{test}: {RepeatEnd(**ended).line()}" for test, ended in ends]
+        ends = {
+            test: RepeatEnd(**ended) for test, ended in (asked or {"tests": {}})["tests"].items()
+        }
+        lines += resolution.lines(self.summary(), ends)
+        lines += [f"{test}: {ended.line()}" for test, ended in ends.items()]
         control = self.answer(self.run["arms"][-1]["name"])
         if control is not None and not control.holds:
             lines.append(f"the A/A control's own answer is {control}: the engine is not repeatable")

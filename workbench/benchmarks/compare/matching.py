@@ -21,6 +21,7 @@ class Repeated(NamedTuple):
     tps: t/s, float (n,), in the order taken.
     shape: parameters of the model and its type, which files of llama-bench tell, too.
     foreign: what is known of an engine that has no toggles of ours; else empty.
+    stddev: where tps is an average alone: its standard deviation, NaN where unknown; else None.
     """
 
     test: str
@@ -30,11 +31,23 @@ class Repeated(NamedTuple):
     tps: np.ndarray
     shape: tuple[int | None, str] = (None, "")
     foreign: str = ""
+    stddev: float | None = None
 
     @property
     def label(self) -> str:
-        """The toggles that are not off: `sync=packed, fuse=on, all else off`."""
-        return self.foreign or said_toggles(self.toggles)
+        """The toggles that are not off: `sync=packed, fuse=on, all else off`. Empty for an engine
+        without toggles."""
+        return "" if self.foreign else said_toggles(self.toggles)
+
+    @property
+    def engine(self) -> str:
+        """Whose engine was measured."""
+        return self.foreign or "workbench"
+
+    @property
+    def n(self) -> int:
+        """The number of repetitions; 0 for an average, whose file does not tell it."""
+        return len(self.tps) if self.stddev is None else 0
 
 
 class Matched(NamedTuple):

@@ -128,9 +128,10 @@ SETTINGS = [name for name in FIELDS if name not in _NO_SETTING]
 def _of_rows(name: str, build: str, rows: list[LlamaRow]) -> Side:
     varying = [s for s in SETTINGS if len({str(row.fields.get(s)) for row in rows}) > 1]
     same = {s: rows[0].fields.get(s) for s in SETTINGS if s not in varying}
-    notes = (f"{name} {RATES_ONLY}",) if any(len(row.tps) < 2 for row in rows) else ()
+    found = list(_repeated(rows, varying))
+    notes = (f"{name} {RATES_ONLY}",) if any(one.stddev is not None for one in found) else ()
     return Side(
-        name, "bench", list(_repeated(rows, varying)), {},
+        name, "bench", found, {},
         {
             "gpu": _all(rows, "gpu_info"), "processor": _all(rows, "cpu_info"),
             "day": ", ".join(sorted({str(row.fields.get("test_time"))[:10] for row in rows})),
@@ -145,7 +146,7 @@ def _all(rows: list[LlamaRow], name: str) -> str:
 
 def _repeated(rows: list[LlamaRow], varying: list[str]) -> Iterator[Repeated]:
     """Rows as repetitions. An arm is named by the settings that vary in the file. Rows that are
-    alike in all of this are repetitions of each other."""
+    alike in all of this are repetitions of each other; so are their averages."""
     import numpy as np
 
     found: dict[tuple[Any, ...], Repeated] = {}
@@ -155,11 +156,11 @@ def _repeated(rows: list[LlamaRow], varying: list[str]) -> Iterator[Repeated]:
         toggles = Toggles().to_dict() | (row.toggles or {})
         one = Repeated(
             row.test, arm, (None, row.model, row.quant), toggles, row.tps,
-            (row.n_params, row.quant), "" if ours else row.engine,
+            (row.n_params, row.quant), "" if ours else row.engine, row.stddev,
         )  # fmt: skip
         key = (row.test, arm, row.model, row.n_params, tuple(toggles.items()))
         if key in found:
-            one = one._replace(tps=np.concatenate([found[key].tps, one.tps]))
+            one = one._replace(tps=np.concatenate([found[key].tps, one.tps]), stddev=None)
         found[key] = one
     yield from found.values()
 

@@ -247,7 +247,7 @@ class _Bench:
             for batch in self.matrix.batches
             for node in case.nodes(case.weights(), batch)
         ]
-        with bar("compiling kernels", len(nodes), "launches") as left:
+        with bar("compiling kernels", len(nodes), "launches", alike=False) as left:
             self.backend.make_ready(nodes, left)
         if (new := compiled.so_far().since(before)).ns > compiled.WORTH_SAYING_NS:
             self.note(str(new))

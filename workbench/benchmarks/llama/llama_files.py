@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from workbench.benchmarks.llama.llama_format import FIELDS
 from workbench.benchmarks.workload import Workload
 from workbench.common.errors import UsageError
 from workbench.common.output import named
@@ -29,8 +30,8 @@ SQLITE = b"SQLite format 3\0"
 MOST_BYTES = 1 << 30
 FORMS = "llama-bench's json, jsonl, csv, sql or SQLite"
 RATES_ONLY = (
-    "has averages only, so its rows have no interval and no verdict; llama-bench -o json and -o "
-    "jsonl write each repetition"
+    "has averages only (t/s ± their standard deviation), without the number of repetitions. So its "
+    "rows have no interval and no verdict; llama-bench -o json and -o jsonl write each repetition"
 )
 # making a table updates the table of tables
 _ROWS = (sqlite3.SQLITE_CREATE_TABLE, sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE,
@@ -40,9 +41,11 @@ _ROWS = (sqlite3.SQLITE_CREATE_TABLE, sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDA
 class LlamaRow(NamedTuple):
     """A row.
 
-    fields: as in the file; of csv all are text.
+    fields: as in the file, each in the type of FIELDS, whatever form the file has.
     test: its name, as `tg128@d4096`.
     tps: t/s of each repetition, float (n,); of a form without repetitions the average, (1,).
+    stddev: of the average's repetitions, t/s, NaN where the file does not say; None beside
+        repetitions.
     model: architecture and size, as `llama 8B`. quant: as `Q4_K`, without `- Medium`.
     n_params: parameters of the model; None where the file does not say.
     toggles: those of `workbench bench`; None in rows of llama.cpp, and in csv and sql.
@@ -51,6 +54,7 @@ class LlamaRow(NamedTuple):
     fields: dict[str, Any]
     test: str
     tps: np.ndarray
+    stddev: float | None
     model: str
     quant: str
     n_params: int | None
@@ -146,9 +150,11 @@ def _row(path: Path, number: int, fields: Any) -> LlamaRow:
     missing = [name for name in NEEDED if fields.get(name) in (None, "")]
     if missing:
         raise refused(f"has no {missing[0]}")
+    fields = {name: _typed(value, FIELDS.get(name, str)) for name, value in fields.items()}
     try:
-        samples = fields.get("samples_ts") or [fields["avg_ts"]]
-        tps = np.array([float(one) for one in samples])
+        samples = fields.get("samples_ts")
+        tps = np.array([float(one) for one in samples or [fields["avg_ts"]]])
+        stddev = None if samples else float(fields.get("stddev_ts") or "nan")
         n_prompt, n_gen, n_depth = (
             int(fields.get(name) or 0) for name in ("n_prompt", "n_gen", "n_depth")
         )
@@ -164,7 +170,19 @@ def _row(path: Path, number: int, fields: Any) -> LlamaRow:
     toggles = fields.get("toggles")
     test = Workload(n_prompt, n_gen, n_depth).name
     return LlamaRow(
-        dict(fields), test, tps, f"{architecture} {size}".strip(),
+        fields, test, tps, stddev, f"{architecture} {size}".strip(),
         quant.partition(" - ")[0], n_params,
         {str(k): str(v) for k, v in toggles.items()} if isinstance(toggles, Mapping) else None,
     )  # fmt: skip
+
+
+def _typed(value: Any, kind: type) -> Any:
+    """A value as json has it: csv has text, and SQLite has 0 for false. A value that is no number
+    stays as it is."""
+    if kind is str or value in (None, ""):
+        return value
+    text = str(value).lower()
+    try:
+        return kind(float({"true": "1", "false": "0"}.get(text, text)))
+    except (ValueError, OverflowError):
+        return value

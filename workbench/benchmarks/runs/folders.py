@@ -86,6 +86,24 @@ def run_folder(path: Path) -> RunFolder:
     )
 
 
+# kind of a result of several run folders -> what it lacks without one of them
+WITHOUT = {
+    "sweep": "its cells are missing there, until the sweep is run again with --resume",
+    "advise": "the advice keeps its figures, and loses the samples behind them",
+}
+
+
+def parted(folders: Sequence[RunFolder]) -> list[str]:
+    """A line for each of these folders that is a part of a sweep or an advice which stays: what the
+    whole lacks once the part is removed."""
+    lines, every = [], {folder.path.absolute() for folder in folders}
+    for folder in folders:
+        for whole in folder.path.absolute().parents[:2]:
+            if (kind := together(whole)) and whole not in every:
+                lines.append(f"{named(folder.path)} is part of {whole.name}: {WITHOUT[kind]}")
+    return lines
+
+
 def remove_runs(folders: Sequence[RunFolder]) -> None:
     """Removes run folders. Each is gone as a whole, or is as it was. Raises UsageError for the
     first that cannot be removed; those before it are gone."""
@@ -233,10 +251,17 @@ def export(folder: str | Path, out: str | Path, table: str = "samples") -> Path:
         whole folder; unpacked it is a run folder again. A name without an extension is a new
         folder.
 
-    Raises UsageError, and writes nothing, for another extension and for a folder that cannot be
-    loaded here (`results.load_run`).
+    Raises UsageError, and writes nothing, for another extension, for a folder that cannot be
+    loaded here (`results.load_run`), and for the folder of a sweep or an advice.
     """
     folder, out = Path(folder), Path(out)
+    if of := together(folder):
+        runs = folder / GROUPS if (folder / GROUPS).is_dir() else folder
+        raise UsageError(
+            f"{named(folder)} is a result of {of}, and export takes one run; give {runs}/NAME "
+            f"(`workbench runs ls {folder}` has the names), or write the table of all runs in "
+            f"Python: wb.load({str(folder)!r}).to_csv('x.csv')"
+        )
     extension = out.suffix.lower()
     if extension not in (*EXPORTS, ""):
         raise UsageError(

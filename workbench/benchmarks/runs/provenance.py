@@ -212,11 +212,22 @@ def _idle_sync_us(backend: Backend) -> float:
     return statistics.median(taken) / 1e3
 
 
+def command() -> list[str]:
+    """The command line of this process as a person would type it again: `workbench ab ...`, also
+    where it was `python -m workbench ab ...`, which Python hands on as `__main__.py ab ...`."""
+    first, rest = Path(sys.argv[0] if sys.argv else ""), sys.argv[1:]
+    if first.name != "__main__.py":
+        return list(sys.argv)
+    spec = sys.modules["__main__"].__spec__
+    package = (spec and spec.parent) or first.parent.name
+    return [package, *rest] if package == "workbench" else ["python", "-m", package, *rest]
+
+
 def collect(engine_: Engine | None = None) -> dict[str, Any]:
     """The part of `run.json` that every kind of run has alike: command, commit, versions, machine,
     and with an engine also `model` and `engine`."""
     found = {
-        "command": list(sys.argv),
+        "command": command(),
         "commit": commit(),
         "versions": dict(versions()),
         "machine": machine(),

@@ -23,6 +23,7 @@ from workbench.benchmarks.workload import parse_tests
 from workbench.common import devices
 from workbench.common.errors import UsageError
 from workbench.common.nearest import choices
+from workbench.common.paths import path_of
 from workbench.config import BASELINE, BEST, EngineConfig, TogglePreset, Toggles, parse_changes
 from workbench.config.table import FAMILIES
 from workbench.config.toggles import as_value, no_setting
@@ -161,7 +162,7 @@ def matrix_of(
         _check_once(name, found)
         axes[name] = found
 
-    add(MODEL, [str(path) for path in several(models)])
+    add(MODEL, [str(path_of(path, "the path of a GGUF file")) for path in several(models)])
     named = list(filter(None, _split(tests)))
     _check_once(TEST, named)
     add(TEST, [workload.name for workload in parse_tests(named)])

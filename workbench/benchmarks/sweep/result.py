@@ -113,7 +113,8 @@ class Sweep(Framed):
             rows.append(axes | {"status": LEFT_OUT, "reason": reason})
         further = [name for row in rows for name in row if name not in (*self.axes, *COLUMNS)]
         columns = [*self.axes, *COLUMNS[:-1], *dict.fromkeys(further), COLUMNS[-1]]
-        return pd.DataFrame(rows, columns=columns)
+        made = pd.DataFrame(rows, columns=columns)
+        return made.astype({"n": "Int64"})  # whole, also where a cell has none
 
     def _measured(self) -> dict[str, dict[str, Any]]:
         """What is known of each measured cell, by key. A baseline that was measured with several

@@ -115,7 +115,8 @@ def sweep(
 
 
 def _asked(path: str | Path | None, given: dict[str, Any]) -> Matrix:
-    """The matrix of a file and of arguments, which win. An axis of the tables is replaced alone."""
+    """The matrix of a file and of arguments, which win. An axis of the tables is replaced alone. A
+    refusal that is not of the arguments alone names the file."""
     found = {} if path is None else read_matrix(path)
     for name, value in given.items():
         table = name in ("toggles", "engine") and name in found
@@ -128,7 +129,22 @@ def _asked(path: str | Path | None, given: dict[str, Any]) -> Matrix:
     if AUTO in several(found["models"]):
         auto = _auto(several((found.get("engine") or {}).get("device", AUTO)))
         found["models"] = [auto if one == AUTO else one for one in several(found["models"])]
-    return matrix_of(**found)
+    try:
+        return matrix_of(**found)
+    except UsageError as error:
+        if path is None or str(error) == _refusal(given):
+            raise
+        raise UsageError(f"{path}: {error}") from None
+
+
+def _refusal(given: Mapping[str, Any]) -> str:
+    """Why these arguments, with any model where they name none, are no matrix; empty where they are
+    one."""
+    try:
+        matrix_of(**{"models": "any.gguf", **given})
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def _auto(devices: Sequence[str]) -> Path:
