@@ -325,8 +325,8 @@ def test_when_plans_repay_themselves():
     assert f"{100 * abs(row['speedup'] - 1):.1f} % " in gained
     assert lines[0] == (
         "The thread of #16548 has up to 30 %; here captures are repaid after an unknown number of "
-        f"tokens (a split) and repaid after 20 tokens (a step), and plans=pr has {gained} with half of "
-        f"the layers on the host; with none there: {gained}."
+        f"tokens (a split) and repaid after 20 tokens (a step), and plans=pr has {gained} "
+        f"with half of the layers on the host; with none there: {gained}."
     )
     assert (
         "\n".join(lines[1 : -2 * len(said_of(whole))])
