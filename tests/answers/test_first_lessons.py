@@ -211,7 +211,7 @@ def test_which_waits(proved):
     gaps, on = load_gaps(), ab("sync-on")
     worth, wait_us = worth_of(gaps), gaps.fits["own"].wait_us
     made = conclusions.waits(proved, WRONG, gaps, worth, on).splitlines()
-    assert made[0].startswith("The thread of #17795 has 1 to 2 % (RTX Pro 6000 Blackwell); here wi")
+    assert made[0].startswith("The thread of #17795 has 1 to 2 % (RTX Pro 6000 Blackwell); here co")
     gained, beside = (
         conclusions.gained(on, "copy_boundary"),
         "beside copy_stream=compute, graph_reu",

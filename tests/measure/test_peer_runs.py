@@ -47,7 +47,7 @@ def test_tables_are_what_the_samples_say(tmp_path):
     assert [row[4] for row in rows[2:5]] == ["998", "1992", "2.00 (1.99..2.00)"]
     assert all(model in " ".join(rows[0]).replace(" ", "-").lower() for model in MODELS[:3])
     assert re.findall(r"(one|two); in turn", text.splitlines()[-1]) == ["one", "two"]
-    assert "The fastest: `llama.cpp graph_opt=1` and `workbench best" in text
+    assert "Each side is its fastest arm: `llama.cpp graph_opt=1` and `workbench best" in text
     assert re.search(r"50.0 \(50.0..50.0\) \| 1.04 \(1.04..1.04\)", every), "what reuse saves"
     found = target(tmp_path, "tg128 beside llama.cpp")
     assert found.measured.startswith("llama-3-8b-q4_0 2.00 (1.72), llama-3.2-1b-q4_k_m 2.00 (2.2)")
