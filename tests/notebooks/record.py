@@ -6,8 +6,9 @@
 OUT gets the notebooks, `runs.tar.gz` with their run folders, and `notebooks.json`, the seconds that
 each took: with kernels to compile where the machine's cache has none. NAMES are notebooks,
 04_plans; without any, all are run. With S, those are run again, for so many seconds, in whose
-tables noise swallows an effect: a busy machine has quieter minutes, and noisier ones. So the run
-that leaves less untold is kept.
+tables noise swallows an effect, or that a slow host made: a busy machine has quieter minutes, and
+noisier ones. They are run one after the other, and of each the run that leaves less untold is kept.
+Ctrl-C keeps what has been run.
 
 A recorded run has the parameters that the notebook shows, except the folder of its runs; the cell
 that papermill put in for it is dropped. README's pair of timelines is drawn by the way;
@@ -113,18 +114,24 @@ def run(out: Path, names: Sequence[str] = (), device: str = "auto", again_s: flo
         first = [*(names or MADE)]
         for name in first:
             executed(name, out, device, kernels, is_gpu(there), name != first[-1])
-        until = time.monotonic() + again_s
-        while time.monotonic() < until and (found := weak(out)):
-            print(f"again: {', '.join(found)}", flush=True)
-            with tempfile.TemporaryDirectory() as temporary:
-                again = Path(temporary)
-                for name in found:
+        draw(out, device)
+        archived(out)
+        until, took = time.monotonic() + again_s, json.loads((out / TOOK).read_text())
+        while found := weak(out):
+            for name, n in found.most_common():
+                if time.monotonic() + took[name] > until:
+                    return
+                print(f"again: {name}", flush=True)
+                with tempfile.TemporaryDirectory() as temporary:
+                    again = Path(temporary)
                     executed(name, again, device, kernels, is_gpu(there), False)
-                left = weak(again)
-                for name in found:
-                    if left[name] < found[name]:
+                    if weak(again)[name] < n:
                         replace(name, again, out)
-    draw(out, device)
+                        archived(out)
+
+
+def archived(out: Path) -> None:
+    """Writes all run folders of `out` as one archive."""
     with tarfile.open(out / RUNS, "w:gz") as archive:
         for folder in sorted((out / FOLDERS).iterdir()):
             archive.add(folder, arcname=folder.name)
