@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from data.measure.matrix import CPU_STEP, SIZES, Row, rows
-from workbench.benchmarks.compare import stats
+from workbench.benchmarks.compare import pace, stats
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import Band, Ratio
 from workbench.benchmarks.runs import results
@@ -160,7 +160,7 @@ class Arms:
     """
 
     def __init__(self, found: results.Run):
-        self.run, self.samples = found.run, found.samples
+        self.run, self.samples = found.run, pace.counted(found.run, found.samples)
         self.names = [arm["name"] for arm in self.run["arms"] if not arm["is_control"]]
         self._rates: dict[tuple[str, str], pd.DataFrame] = {}
 

@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 
 from tests.benchmarks.fake_engine import SPEC, timed
 from tests.profiles import exhaustive, long
-from workbench.benchmarks.compare import stats, until
+from workbench.benchmarks.compare import pace, stats, until
 from workbench.benchmarks.compare.ab import ab
 from workbench.benchmarks.compare.arms import answer_between, arms_of, make_arms
 from workbench.benchmarks.compare.comparison import AB
@@ -196,6 +196,38 @@ def test_ab_repeats_until_it_is_known(monkeypatch, tmp_path):
     further = ab(timed(monkeypatch, 1.1, 0.02), SPEC, **how | {"until": 0.003}, resume=True)
     assert further.run["repetitions"] > found.run["repetitions"]
     assert AB.load(tmp_path / "r").verdict == further.verdict
+
+
+def test_rounds_on_a_slow_host_do_not_count(monkeypatch, tmp_path):
+    """On a GPU. No host is slow on demand, so the loop is made up: each round looks at it four
+    times, once before and after each of three arms."""
+    looks = iter(range(1000))
+    monkeypatch.setattr("workbench.benchmarks.compare.rounds.is_gpu", lambda device: True)
+    monkeypatch.setattr(pace.HOST, "loop_us", lambda: 180 if next(looks) // 4 in (2, 5) else 100)
+    made = ab(timed(monkeypatch, 1.1), SPEC, tests="tg4", rounds=8, out=tmp_path / "r")
+    for found in (made, AB.load(tmp_path / "r")):
+        assert found.run["result"]["pace"] == {"tg4": [100, 100, 180, 100, 100, 180, 100, 100]}
+        assert set(found.samples["repetition"]) == {0, 1, 3, 4, 6, 7} and found.interleaved
+        assert set(found.every["repetition"]) == set(range(8)), "nothing is lost"
+        assert set(found.summary()["n"]) == {6}
+        assert "tg4: 2 of 8 rounds do not count: the host was slow" in found.verdict
+    made.save(tmp_path / "again")
+    assert AB.load(tmp_path / "again").every.equals(made.every)
+    few = made.every[made.every["repetition"] < 6]
+    result = made.run["result"] | {"pace": {"tg4": [100, 100, 180, 100, 100, 180]}}
+    found = AB(made.run | {"result": result}, few)
+    assert set(found.summary()["n"]) == {6} and "do not count" not in found.verdict, (
+        "too few others"
+    )
+
+
+def test_the_width_is_that_of_rounds_that_count():
+    rng = np.random.default_rng(3)
+    tps = 100 + rng.random((20, 2))
+    tps[::2, 1] *= 2
+    slow = Stopping(Until(0.05, 1e9))
+    assert slow.reason(tps, 1.0) is None and slow.width > 0.05
+    assert Stopping(Until(0.05, 1e9)).reason(tps, 1.0, counted=lambda: tps[1::2]) == WIDTH
 
 
 def test_time_ends_what_is_not_known(monkeypatch):

@@ -17,7 +17,7 @@ LETTERS = {
 # what else a pattern may hold
 _SIGNS = {
     r"[gp]\d": "a number: so many streams side by side",
-    r"aaaa|cccc|scsc": "four copies: two or more",
+    r"aaaa|cccc|scsc": "aaaa, cccc or scsc: two or more copies",
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench.benchmarks.compare import resolution, stats
+from workbench.benchmarks.compare import pace, resolution, stats
 from workbench.benchmarks.compare.answers import Answer
 from workbench.benchmarks.compare.rounds import order_of
 from workbench.benchmarks.compare.until import RepeatEnd
@@ -56,7 +56,8 @@ class AB(Framed):
     """A finished or interrupted comparison: what `wb.ab` returns.
 
     run: `run.json` as a dict.
-    samples: every timed token, with the columns of samples.parquet (`benchmarks/README.md`).
+    samples: every timed token of the rounds that count (`pace.counted`), with the columns of
+        samples.parquet (`benchmarks/README.md`). every: of all rounds.
 
     Printed, it is a speedup table with intervals, verdicts and answers. `to_frame` has the numbers,
     `table` the speedup table, `verdict` the sentences, `percentiles` the times of single tokens,
@@ -66,7 +67,7 @@ class AB(Framed):
     """
 
     def __init__(self, run: dict[str, Any], samples: pd.DataFrame):
-        self.run, self.samples = run, samples
+        self.run, self.samples, self.every = run, pace.counted(run, samples), samples
 
     @classmethod
     def load(cls, folder: str | Path) -> AB:
@@ -79,7 +80,7 @@ class AB(Framed):
 
     def save(self, folder: str | Path) -> Path:
         """Writes the run folder; returns its path. Raises UsageError where it cannot be written."""
-        return results.write_run(folder, self.run, self.samples)
+        return results.write_run(folder, self.run, self.every)
 
     @property
     def interrupted(self) -> bool:
@@ -90,7 +91,7 @@ class AB(Framed):
     def interleaved(self) -> bool:
         """Whether the samples were taken in the order of `order_of`, round by round."""
         names = [arm["name"] for arm in self.run["arms"]]
-        cells = results.rates(self.samples)
+        cells = results.rates(self.every)
         return bool(len(cells)) and all(
             rows["arm"].tolist()
             == [names[i] for i in order_of(int(round_), len(names))][: len(rows)]
@@ -259,6 +260,12 @@ class AB(Framed):
             same = "does what the baseline does"
             lines += [f"{test}: {arm} {same}: {why}" for arm, why in self._idle(test).items()]
         lines += joules.lines(self.run)
+        host_us = pace.read(self.run)
+        lines += [
+            f"{test}: {len(slow)} of {len(host_us[test])} rounds do not count: the host was slow"
+            for test, slow in pace.slow_rounds(host_us).items()
+            if slow
+        ]
         # of a run that was repeated until its intervals were narrow
         asked = self.run["result"].get("until")
         ends = {

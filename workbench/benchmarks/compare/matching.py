@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from workbench.benchmarks.compare import pace
 from workbench.benchmarks.runs import results
 from workbench.config import Toggles, folded, said_toggles
 
@@ -72,7 +73,7 @@ def repeated(run: results.Run) -> Iterator[Repeated]:
     identity = (model.get("hash"), str(model.get("name")), str(model.get("quant")))
     shape = (model.get("n_params"), identity[2])
     toggles = {arm["name"]: arm["toggles"] for arm in run.run["arms"]}
-    rates = results.rates(run.samples)
+    rates = results.rates(pace.counted(run.run, run.samples))
     rates = rates[~rates["is_control"]]
     for (test, arm), rows in rates.groupby(["test", "arm"], sort=False):
         own = Toggles().to_dict() | {k: str(v) for k, v in toggles.get(str(arm), {}).items()}

@@ -22,6 +22,7 @@ from workbench.benchmarks.compare import until as stopping
 from workbench.benchmarks.compare.until import Until
 from workbench.benchmarks.runs import results
 from workbench.common.collector import nothing_collected
+from workbench.common.devices import is_gpu
 from workbench.common.progress import HIDDEN, Bar, bar
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Trials:
     rates: t/s by test, round and arm. Repetitions with a rate (of a resumed run) are not measured
         again.
     warm_ups, ended: by test, as in run.json (`workload.WarmUp`, `until.RepeatEnd`).
+    host_us: of the host's pace in each round, by test; on a GPU (`pace.py`).
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Trials:
         self.rates: dict[tuple[str, int, int], float] = {}
         self.warm_ups: dict[str, dict[str, Any]] = {}
         self.ended: dict[str, dict[str, Any]] = {}
+        self.host_us: dict[str, dict[int, float]] = {}
         self._rows: dict[str, list[list[float]]] = {}  # `rates` of whole rounds, by test
         self._spent_s = 0.0  # of `until.at_most_s`
         self._each_s = 0.0  # the time of a repetition in the warm-up
@@ -105,6 +108,7 @@ class Trials:
             for arm, test, round_, tps in cells.itertuples(index=False)
         }
         self.warm_ups = dict(found["warm_up"])
+        self.host_us = pace.read(earlier.run)
         self.ended = dict((found.get("until") or {}).get("tests", {}))
 
     def measure(
@@ -121,6 +125,7 @@ class Trials:
         All arms of a round are fed the same tokens.
         """
         test, n_arms = workload.name, len(self.engines)
+        on_gpu = is_gpu(self.engines[0].device)
         n_vocab, bos = self.engines[0].model.n_vocab, w.bos_token(self.engines[0])
         with ExitStack() as stack:
             left, n_rounds, tokens = HIDDEN, 0, w.Tokens([], [], [])
@@ -143,6 +148,9 @@ class Trials:
                 begins(one)
                 sample = w.take_sample(self.engines[arm], workload, tokens, left)
                 self.rates[test, round_, arm] = sample.tokens_per_second
+                if on_gpu:
+                    rounds_us = self.host_us.setdefault(test, {})
+                    rounds_us[round_] = max(rounds_us.get(round_, 0.0), pace.HOST.loop_us())
                 taken(one, sample)
                 return sample
 
@@ -154,6 +162,11 @@ class Trials:
         while all((test, len(rows), arm) in self.rates for arm in range(n)):
             rows.append([self.rates[test, len(rows), arm] for arm in range(n)])
         return rows
+
+    def counted(self, test: str) -> list[list[float]]:
+        """Those of them that count: the host was not slow."""
+        slow = pace.slow_rounds(self.host_us).get(test, set())
+        return [row for n, row in enumerate(self.finished(test)) if n not in slow]
 
     def _bar(self, workload: w.Workload, n_left: int) -> AbstractContextManager[Bar]:
         """Labelled `tg128`, or `tg128 (test 2 of 3)` where there are several tests."""
@@ -193,6 +206,7 @@ class Trials:
             stopping.share_of(self.until, self._spent_s, tests_left),
             lambda: self.finished(test),
             lambda ended: self.ended.update({test: ended._asdict()}),
+            counted=lambda: self.counted(test),
             prepare=warm,
             seed=self.seed,
             least=self.rounds,

@@ -122,10 +122,17 @@ class Stopping:
         self._n, self._looked = 0, 0
         self._next = max(least, LEAST_ROUNDS)
 
-    def reason(self, tps: Rates, spent_s: float, round_s: float = 0.0) -> str | None:
+    def reason(
+        self,
+        tps: Rates,
+        spent_s: float,
+        round_s: float = 0.0,
+        counted: Callable[[], Rates] | None = None,
+    ) -> str | None:
         """`width` or `time` where the test ends now, None where it goes on.
 
-        tps: t/s of all whole rounds so far, float (rounds, arms).
+        tps: t/s of all whole rounds so far, float (rounds, arms). counted(): of those that count;
+            None: all of them.
         spent_s: seconds of measuring this test.
         round_s: seconds of one round. A block that would end too late is not begun.
         """
@@ -134,7 +141,8 @@ class Stopping:
             return None
         late = spent_s + BLOCK * round_s > self.until.at_most_s
         if self._n >= self._next or (late and self._n > self._looked):
-            self.width, self._looked = half_width(tps, self.seed), self._n
+            looked_at = tps if counted is None else counted()
+            self.width, self._looked = half_width(looked_at, self.seed), self._n
         if self._n >= self._next:
             if self.width <= self.until.half_width:
                 return WIDTH
@@ -197,6 +205,7 @@ def rounds_of(
     whole: Callable[[], Rates],
     note: Callable[[RepeatEnd], None],
     *,
+    counted: Callable[[], Rates] | None = None,
     prepare: Callable[[], None] = lambda: None,
     seed: int = 0,
     least: int = LEAST_ROUNDS,
@@ -206,6 +215,7 @@ def rounds_of(
 
     whole(): t/s of the rounds that were run, float (rounds, arms); called before each round.
     note(ended): called before each round and at the end, with the `RepeatEnd` of this moment.
+    counted(): t/s of the rounds that count, for the width; None: all of them.
     prepare(): called once before the first round, if any round is run; its time does not count.
     seconds_before: seconds of earlier sessions; they do not count for `until.at_most_s`.
     """
@@ -213,7 +223,7 @@ def rounds_of(
     prepared = False
     while True:
         tps, spent = whole(), time.monotonic() - begun
-        stopped = stopping.reason(tps, spent, round_s)
+        stopped = stopping.reason(tps, spent, round_s, counted)
         width = None if math.isnan(stopping.width) else stopping.width
         seconds = round(seconds_before + spent, 3)
         note(RepeatEnd(len(tps), width, until.half_width, stopped or INTERRUPTED, seconds))

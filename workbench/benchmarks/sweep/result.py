@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.benchmarks.compare import stats
+from workbench.benchmarks.compare import pace, stats
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.energy import joules
 from workbench.benchmarks.runs import results
@@ -212,7 +212,8 @@ class Sweep(Framed):
 
 def _rows(group: FoundGroup) -> Iterator[tuple[str, dict[str, Any]]]:
     """What is known of each cell of a group, after its key."""
-    run, samples = group.run.run, group.run.samples
+    run = group.run.run
+    samples = pace.counted(run, group.run.samples)
     arms = [arm for arm in run["arms"] if not arm["is_control"]]
     rates = results.rates(samples)
     times = results.percentiles(samples).set_index("arm")
