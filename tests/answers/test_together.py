@@ -52,9 +52,9 @@ def timed(found: AB, tps: list[float]) -> AB:
     return AB(found.run, found.samples.assign(ns=ns))
 
 
-def made(measured: AB, tps) -> AB:
+def made(measured: AB, tps, control: float = 1000.0) -> AB:
     """The comparison, with the times that follow from `tps(names)`."""
-    return timed(measured, [1000.0, *(tps(on) for on in together.sets_of([*THREE])), 1000.0])
+    return timed(measured, [1000.0, *(tps(on) for on in together.sets_of([*THREE])), control])
 
 
 @pytest.mark.long
@@ -83,6 +83,15 @@ def test_independent_gains_multiply(both):
     first = str(conclusions.together(gains)).splitlines()[0]
     assert first.startswith("Whether the switches gain more or less together than the product ")
     assert "the product is 1.98" in first
+
+
+@pytest.mark.long
+def test_an_interaction_inside_the_square_of_the_band_is_none(measured):
+    """The control differs by 2 %: a ratio of two ratios may differ by 4."""
+    for more, told in ((1.03, together.AS), (1.06, together.MORE)):
+        tps = lambda names: 1000 * (more if len(names) == 2 else 1)  # noqa: B023, E731
+        gains = together.gains(made(measured, tps, 1020.0), THREE)
+        assert set(gains.loc[gains["kind"] == together.PAIR, "together"]) == {told}
 
 
 @pytest.mark.long

@@ -491,7 +491,7 @@ def test_the_command(call, model, tmp_path):
     ask = ("advise", "-m", model, "--device", "embedded", "--test", "tg1", "--at-most", "8s")
     status, out, err = call(*ask, "--toggle", "graph_reuse,fork", "--out", tmp_path / "a")
     assert status == 0 and "flags: --preset best" in out and "device: embedded" in err
-    assert "1 reading, " in err and "1 readings" not in err, "best beside everything off"
+    assert "1 speedup measured, " in err and "1 speedups" not in err, "best beside everything off"
     assert "refused here: 2 with the rest and 2 alone (fork=three_way, fork=any)" in " ".join(
         out.split()
     )

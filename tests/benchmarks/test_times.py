@@ -105,8 +105,8 @@ def test_a_launch_counts_as_its_kernels(engine, monkeypatch):
 
 def test_the_pace_of_a_host_is_told_beside_its_fastest_moment():
     host = Pace()
-    found = [host.slowdown() for _ in range(20)]
-    assert found[0] == 1 and min(found) == 1 and max(found) < 100
+    found = [host.slowdown() for _ in range(200)]
+    assert found[0] == min(found) == 1 and 1 < max(found) < 1000
 
 
 @pytest.mark.parametrize(

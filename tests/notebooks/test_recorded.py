@@ -96,7 +96,6 @@ def test_no_table_of_tokens_is_of_a_slow_host():
 
 
 @pytest.mark.long
-@AWAITED
 def test_a_token_without_plans_is_as_long_as_in_other_notebooks():
     """What 04 says of the repay of a capture follows from this token."""
     (off,) = re.findall(
