@@ -91,6 +91,8 @@ DAMAGED = {
     for part, value in [
         ("commit", {}), ("model", {}), ("engine", {"a": 1}), ("result", {}), ("arms", []),
         ("seed", -1), ("tests", [1]),
+        *(("result", {"toggle": "", "answers": {}, "pace": pace})
+          for pace in ([], {"tg4": 3}, {"tg4": ["a"]})),
     ]
 }  # fmt: skip
 

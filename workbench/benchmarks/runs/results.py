@@ -287,6 +287,8 @@ def check_run(run: Any, where: str | Path) -> None:
     for part, keys in NEEDED.get(run["kind"], {}).items():
         if absent := [key for key in keys if key not in run[part]]:
             raise UsageError(f"{where}: {part!r} in run.json has no {absent[0]!r}")
+    if not _is_pace(run["result"].get("pace", {})):
+        raise UsageError(f"{where}: 'pace' in the result of run.json has no numbers by test")
     if not all(isinstance(test, str) for test in run["tests"]):
         raise UsageError(f"{where}: a test in run.json is no text")
     if run["seed"] < 0:
@@ -297,6 +299,14 @@ def check_run(run: Any, where: str | Path) -> None:
         missing = [key for key in ARM_KEYS if not isinstance(arm, dict) or key not in arm]
         if missing:
             raise UsageError(f"{where}: an arm in run.json has no {missing[0]!r}")
+
+
+def _is_pace(found: object) -> bool:
+    """Whether a value is what a comparison notes of its host (`compare/pace.py`)."""
+    return isinstance(found, dict) and all(
+        isinstance(us, list) and all(one is None or isinstance(one, int | float) for one in us)
+        for us in found.values()
+    )
 
 
 def new_run_folder(root: str | Path = DEFAULT_ROOT, name: str = "run") -> Path:
