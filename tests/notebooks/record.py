@@ -31,7 +31,7 @@ from typing import Any
 import nbformat
 
 import workbench as wb
-from tests.notebooks.told import POISSON, held_up, rows, slow_host, untold
+from tests.notebooks.told import POISSON, held_up, paces, rows, slow, slow_host, untold
 from workbench.answers import loaded, skipped
 from workbench.backend.base import choose_device
 from workbench.benchmarks.runs import provenance
@@ -117,7 +117,8 @@ def run(out: Path, names: Sequence[str] = (), device: str = "auto", again_s: flo
         draw(out, device)
         archived(out)
         until, took = time.monotonic() + again_s, json.loads((out / TOOK).read_text())
-        while found := weak(out):
+        least_us = paces(out / FOLDERS).min()
+        while found := weak(out, least_us):
             for name, n in found.most_common():
                 if time.monotonic() + took[name] > until:
                     return
@@ -125,7 +126,7 @@ def run(out: Path, names: Sequence[str] = (), device: str = "auto", again_s: flo
                 with tempfile.TemporaryDirectory() as temporary:
                     again = Path(temporary)
                     executed(name, again, device, kernels, is_gpu(there), False)
-                    if weak(again)[name] < n:
+                    if weak(again, least_us)[name] < n:
                         replace(name, again, out)
                         archived(out)
 
@@ -137,16 +138,18 @@ def archived(out: Path) -> None:
             archive.add(folder, arcname=folder.name)
 
 
-def weak(out: Path) -> Counter[str]:
+def weak(out: Path, least_us: float) -> Counter[str]:
     """The notebooks in `out` whose tables leave effects untold or are of a slow host, or whose load
     was held up (`told.py`), and how many of these each has."""
     found = untold(rows(out / FOLDERS))
     print(found[SAID].round(3).to_string(), flush=True)
     folders = [*found["folder"], *([POISSON] if held_up(out / FOLDERS) else [])]
+    folders += slow(out / FOLDERS, least_us)
     of = {f"notebook-{end}": name for name, ends in MADE.items() for end in ends}
-    slow = [path.stem for path in sorted(out.glob("*.ipynb")) if slow_host(path)]
-    print(f"slow host: {', '.join(slow) or 'none'}", flush=True)
-    return Counter([*(of[folder] for folder in folders), *slow])
+    by_slow = [path.stem for path in sorted(out.glob("*.ipynb")) if slow_host(path)]
+    every = Counter([*(of[folder] for folder in folders), *by_slow])
+    print(f"paces: {paces(out / FOLDERS).round(1).to_dict()}\nweak: {dict(every)}", flush=True)
+    return every
 
 
 def replace(name: str, source: Path, out: Path) -> None:

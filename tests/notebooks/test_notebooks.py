@@ -150,19 +150,20 @@ def test_of_two_runs_the_one_that_leaves_less_untold_is_kept(tmp_path, monkeypat
         said = "first" if into == out else "again"
         for end in record.MADE[name]:
             (into / record.FOLDERS / f"notebook-{end}").mkdir(parents=True)
-            (into / record.FOLDERS / f"notebook-{end}" / "run.json").write_text(said)
+            run = json.dumps({"said": said, "result": {}})
+            (into / record.FOLDERS / f"notebook-{end}" / "run.json").write_text(run)
         (into / f"{name}.ipynb").write_text(said)
         (into / record.TOOK).write_text(json.dumps({name: 50.0}))
 
     monkeypatch.setattr(record, "executed", executed)
-    monkeypatch.setattr(record, "weak", lambda _: +Counter({name: next(counts)}))
+    monkeypatch.setattr(record, "weak", lambda *_: +Counter({name: next(counts)}))
     monkeypatch.setattr(record, "draw", lambda out, device: None)
     record.run(out, [name], "embedded", again_s=70.0)
     assert (out / f"{name}.ipynb").read_text() == kept
     with tarfile.open(out / record.RUNS) as archive:
         runs = [m.name for m in archive.getmembers() if m.isfile()]
         assert runs == [f"notebook-{end}/run.json" for end in sorted(record.MADE[name])]
-        assert {archive.extractfile(run).read().decode() for run in runs} == {kept}
+        assert {json.load(archive.extractfile(run))["said"] for run in runs} == {kept}
 
 
 def test_a_run_that_would_end_too_late_is_not_begun(tmp_path, monkeypatch):
@@ -173,7 +174,7 @@ def test_a_run_that_would_end_too_late_is_not_begun(tmp_path, monkeypatch):
         (into / record.TOOK).write_text(json.dumps({name: 50.0}))
 
     monkeypatch.setattr(record, "executed", executed)
-    monkeypatch.setattr(record, "weak", lambda _: Counter({"10_fusion": 1}))
+    monkeypatch.setattr(record, "weak", lambda *_: Counter({"10_fusion": 1}))
     monkeypatch.setattr(record, "draw", lambda out, device: None)
     record.run(tmp_path, ["10_fusion"], "embedded", again_s=40.0)
     assert ran == [tmp_path] and (tmp_path / record.RUNS).is_file()

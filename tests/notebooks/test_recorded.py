@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.notebooks.record import MADE, TOOK
-from tests.notebooks.told import held_up, rows, shown, slow_host, tokens, untold
+from tests.notebooks.told import held_up, paces, rows, shown, slow, slow_host, tokens, untold
 from workbench.answers import kept
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +88,12 @@ def test_tokens_of_equal_arms_are_equal_in_all_notebooks():
     every = tokens(RUNS).groupby("issues")["us"].agg(["min", "max", "size"])
     assert (every["size"] > 2).sum() >= 4, "arms of several comparisons"
     assert (every["max"] < SAME * every["min"]).all()
+
+
+@AWAITED
+def test_no_comparison_is_of_a_slow_host():
+    found = paces(RUNS)
+    assert len(found) > 15 and slow(RUNS, found.min()) == []
 
 
 @AWAITED

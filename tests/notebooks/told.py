@@ -4,6 +4,7 @@ held up, and whether a table of tokens was made by a slow host."""
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import nbformat
@@ -11,6 +12,7 @@ import pandas as pd
 
 from workbench.answers import loaded, skipped
 from workbench.answers.loaded import CONTROL, SERVING, SUSPECTS, load_steady, slug, speedups
+from workbench.benchmarks.compare import pace
 from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.times.token_parts import SLOWER
 from workbench.engine.cache.extent import WAYS
@@ -79,6 +81,23 @@ def shown(notebook: Path) -> str:
 def slow_host(notebook: Path) -> bool:
     """Whether a table of tokens says that the host was slow in most of its rounds."""
     return SLOWER in shown(notebook)
+
+
+def paces(runs: Path) -> pd.Series:
+    """The median us of the host's loop in each comparison among the run folders `notebook-*` in
+    `runs`, by folder (`benchmarks/compare/pace.py`)."""
+    found = {}
+    for path in sorted(runs.glob("notebook-*")):
+        rounds = pace.read(json.loads((path / "run.json").read_text())).values()
+        if every := [us for one in rounds for us in one.values()]:
+            found[path.name] = statistics.median(every)
+    return pd.Series(found, dtype=float)
+
+
+def slow(runs: Path, least_us: float) -> list[str]:
+    """The comparisons that were made by a slow host. least_us: of `paces`, the fastest known."""
+    found = paces(runs)
+    return [*found.index[found >= pace.SLOW * least_us]]
 
 
 def tokens(runs: Path) -> pd.DataFrame:
