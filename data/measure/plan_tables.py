@@ -211,7 +211,8 @@ def sweep(recorded: Recorded) -> Iterator[Line]:
     """A line for each model, plans and depth, in the columns of llama.cpp's sweep-bench, with the
     speedup of TG."""
     for _, run in recorded.of("grown", "sweep"):
-        ab, seconds = AB(run.run, run.samples), _seconds(run.samples)
+        ab = AB(run.run, run.samples)
+        seconds = _seconds(ab.samples)
         tests = [parse(test) for test in ab.run["tests"]]
         speedups = {(r["arm"], r["test"]): r for r in ab.summary().to_dict("records")}
         for arm in ab.run["arms"][:-1]:

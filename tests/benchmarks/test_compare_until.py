@@ -199,26 +199,43 @@ def test_ab_repeats_until_it_is_known(monkeypatch, tmp_path):
 
 
 def test_rounds_on_a_slow_host_do_not_count(monkeypatch, tmp_path):
-    """On a GPU. No host is slow on demand, so the loop is made up: each round looks at it four
-    times, once before and after each of three arms."""
+    """Where a GPU computes everything. No host is slow on demand, so the loop is made up: it is
+    looked at after each of three arms."""
     looks = iter(range(1000))
-    monkeypatch.setattr("workbench.benchmarks.compare.rounds.is_gpu", lambda device: True)
-    monkeypatch.setattr(pace.HOST, "loop_us", lambda: 180 if next(looks) // 4 in (2, 5) else 100)
+    monkeypatch.setattr(pace, "tells", lambda engine: True)
+    monkeypatch.setattr(pace.HOST, "least_us", 100.0)
+    monkeypatch.setattr(
+        pace.HOST, "loop_us", lambda: 180.0 if next(looks) // 3 in (2, 5) else 100.0
+    )
     made = ab(timed(monkeypatch, 1.1), SPEC, tests="tg4", rounds=8, out=tmp_path / "r")
     for found in (made, AB.load(tmp_path / "r")):
-        assert found.run["result"]["pace"] == {"tg4": [100, 100, 180, 100, 100, 180, 100, 100]}
+        noted = {"least_us": 100.0, "tests": {"tg4": [100, 100, 180, 100, 100, 180, 100, 100]}}
+        assert found.run["result"]["pace"] == noted
         assert set(found.samples["repetition"]) == {0, 1, 3, 4, 6, 7} and found.interleaved
         assert set(found.every["repetition"]) == set(range(8)), "nothing is lost"
         assert set(found.summary()["n"]) == {6}
-        assert "tg4: 2 of 8 rounds do not count: the host was slow" in found.verdict
+        assert "tg4: the host was slow in 2 of 8 rounds, which do not count" in found.verdict
     made.save(tmp_path / "again")
     assert AB.load(tmp_path / "again").every.equals(made.every)
-    few = made.every[made.every["repetition"] < 6]
-    result = made.run["result"] | {"pace": {"tg4": [100, 100, 180, 100, 100, 180]}}
-    found = AB(made.run | {"result": result}, few)
-    assert set(found.summary()["n"]) == {6} and "do not count" not in found.verdict, (
-        "too few others"
-    )
+
+
+@pytest.mark.parametrize(
+    ("tests", "n", "says"),
+    [
+        ([180, 100, 100, 100, 100, 100], 5, "slow in 1 of 6 rounds, which do not count"),
+        ([180, 180, 100, 100, 100, 100], 6, "count all the same, since fewer than 5 others"),
+        ([180, 100, 100, 100, 100, None], 6, "slow in 1 of 5 rounds, which count all the same"),
+        ([183, 183, 183, 183, 183, 183], 6, "a fixed loop took 1.83 times as long as at its best"),
+        ([100, 100, 100, 100, 100, 100], 6, ""),
+    ],
+)
+def test_slow_rounds_count_where_too_few_others_are_left(monkeypatch, tests, n, says):
+    made = ab(timed(monkeypatch, 1.1), SPEC, tests="tg4", rounds=6)
+    assert made.run["result"]["pace"] == {}, "the host computes here"
+    result = made.run["result"] | {"pace": {"least_us": 100.0, "tests": {"tg4": tests}}}
+    found = AB(made.run | {"result": result}, made.every)
+    assert set(found.summary()["n"]) == {n} and says in found.verdict
+    assert ("the host was slow" in found.verdict) == bool(says)
 
 
 def test_the_width_is_that_of_rounds_that_count():

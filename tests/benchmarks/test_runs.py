@@ -92,7 +92,9 @@ DAMAGED = {
         ("commit", {}), ("model", {}), ("engine", {"a": 1}), ("result", {}), ("arms", []),
         ("seed", -1), ("tests", [1]),
         *(("result", {"toggle": "", "answers": {}, "pace": pace})
-          for pace in ([], {"tg4": 3}, {"tg4": ["a"]})),
+          for pace in ([], {"tests": {}}, {"least_us": 1, "tests": {"tg4": 3}},
+                       {"least_us": 1, "tests": {"tg4": ["a"]}},
+                       {"least_us": 1, "tests": {"tg4": [0.0]}})),
     ]
 }  # fmt: skip
 

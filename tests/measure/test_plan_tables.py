@@ -158,7 +158,8 @@ def test_reuse_has_us_by_phase_and_a_verdict(tmp_path):
     assert line["llama.cpp's build, us"] == "40 (40..40)"
     assert line["its own speedup"] == "1.04" and line["at llama.cpp's"] == "1.04 (1.04..1.04)"
     said = plan_tables.verdict(Recorded(tmp_path))
-    assert kept.theirs(said) == (1.04, 1.04, "a GPU") and "On the same card, beside this " in said
+    assert kept.theirs(said) == (1.04, 1.04, 1, "a GPU")
+    assert "On the same card, beside this " in said
     run = tmp_path / "peer-cuda" / MODEL / "run.json"
     found = json.loads(run.read_text())
     found["engine"]["device_description"] = "another GPU (of many)"
@@ -166,4 +167,4 @@ def test_reuse_has_us_by_phase_and_a_verdict(tmp_path):
     (line,) = lines(tmp_path, "reuse-verdict")
     assert line["its own speedup"] == "1.04" and line["at llama.cpp's"] == "", "of another card"
     said = plan_tables.verdict(Recorded(tmp_path))
-    assert kept.theirs(said) == (1.04, 1.04, "another GPU") and "On the same card" not in said
+    assert kept.theirs(said) == (1.04, 1.04, 1, "another GPU") and "On the same card" not in said

@@ -96,7 +96,6 @@ def test_no_comparison_is_of_a_slow_host():
     assert len(found) > 15 and slow(RUNS, found.min()) == []
 
 
-@AWAITED
 def test_no_table_of_tokens_is_of_a_slow_host():
     assert [path.stem for path in NOTEBOOKS if slow_host(path)] == []
 

@@ -14,7 +14,6 @@ from workbench.answers import loaded, skipped
 from workbench.answers.loaded import CONTROL, SERVING, SUSPECTS, load_steady, slug, speedups
 from workbench.benchmarks.compare import pace
 from workbench.benchmarks.compare.comparison import AB
-from workbench.benchmarks.times.token_parts import SLOWER
 from workbench.engine.cache.extent import WAYS
 from workbench.traffic.bench import load_served
 
@@ -80,7 +79,7 @@ def shown(notebook: Path) -> str:
 
 def slow_host(notebook: Path) -> bool:
     """Whether a table of tokens says that the host was slow in most of its rounds."""
-    return SLOWER in shown(notebook)
+    return pace.AS_LONG in shown(notebook)
 
 
 def paces(runs: Path) -> pd.Series:
@@ -88,8 +87,8 @@ def paces(runs: Path) -> pd.Series:
     `runs`, by folder (`benchmarks/compare/pace.py`)."""
     found = {}
     for path in sorted(runs.glob("notebook-*")):
-        rounds = pace.read(json.loads((path / "run.json").read_text())).values()
-        if every := [us for one in rounds for us in one.values()]:
+        noted = pace.Noted.of(json.loads((path / "run.json").read_text()))
+        if every := [us for one in noted.rounds.values() for us in one.values()]:
             found[path.name] = statistics.median(every)
     return pd.Series(found, dtype=float)
 

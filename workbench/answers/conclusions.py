@@ -22,8 +22,9 @@ from workbench.answers.loaded import HERE
 from workbench.answers.planned import NEVER, UNKNOWN
 from workbench.answers.waits import AFTER, BEFORE, NO_GAIN, TOKENS
 from workbench.benchmarks.compare import stats
-from workbench.benchmarks.compare.comparison import AB, background
+from workbench.benchmarks.compare.comparison import AB, CONTROL, background
 from workbench.benchmarks.compare.stats import interval, median_interval
+from workbench.benchmarks.times.token_parts import HOST
 from workbench.common.tables import prose_html
 from workbench.config import PlanRule
 
@@ -260,12 +261,13 @@ def waits(
 def _worth(worth: pd.DataFrame) -> str:
     """What fewer waits are worth beside each model's token, of `waits.worth_table`."""
     fewer = worth.columns[worth.columns.get_loc("a wait, us") + 1]
-    gains = (
+    gains = [
         f"{row[fewer]} of {time(row['a token, us'])} ({row['model']})"
         for row in worth.to_dict("records")
         if row[fewer] != NO_GAIN
-    )
-    return f"{fewer} waits are worth, in a token {TOKENS}: {listed(gains)}."
+    ]
+    said = listed(gains) if gains else "nothing that can be told"
+    return f"{fewer} waits are worth, in a token {TOKENS}: {said}."
 
 
 def _token_us(comparison: AB) -> float:
@@ -287,6 +289,8 @@ def _seen(wrong: pd.DataFrame) -> str:
     racing = wrong[wrong["pairs that race"] > 0]
     safe = wrong.loc[wrong["pairs that race"] == 0, "ordering"]
     seen, unseen = racing[racing["wrong"] > 0], racing.loc[racing["wrong"] == 0, "ordering"]
+    if racing.empty:
+        return "No ordering that was run on the embedded device races."
     if seen.empty:
         return (
             f"On the embedded device no prompt went wrong with {listed(racing['ordering'])}: that "
@@ -295,7 +299,9 @@ def _seen(wrong: pd.DataFrame) -> str:
     went = (
         f"{row.wrong} of {row.prompts} prompts with {row.ordering}" for row in seen.itertuples()
     )
-    lucky = f", nor here with {listed(unseen)}, which races all the same" if len(unseen) else ""
+    lucky = (
+        f", nor here with {listed(unseen)}, though the checker finds races" if len(unseen) else ""
+    )
     n = int(wrong.loc[wrong["pairs that race"] == 0, "wrong"].sum())
     return (
         f"On the embedded device wrong tokens came from {listed(went)}; from {n or 'none'} with "
@@ -345,8 +351,8 @@ def _of_python(worth: pd.DataFrame, sentence: str) -> str:
     found, own = f"{shown[MEASURED]:.1f} times as fast is Python's price", theirs(sentence)
     if own is not None:
         return (
-            f"{found}: llama.cpp's own reuse, recorded with other models on {own.card}, makes its "
-            f"token {own.low:.2f} to {own.high:.2f} times as fast"
+            f"{found}: llama.cpp's own reuse, recorded with {own.n_models} models on {own.card}, "
+            f"makes its token {own.low:.2f} to {own.high:.2f} times as fast"
         )
     middle = worth.iloc[1]
     return (
@@ -363,11 +369,13 @@ def plans(planned: Mapping[str, pd.DataFrame], half: AB, whole: AB) -> Conclusio
     half, whole: of `plans`, from `off` on, with half the layers on the host and with none.
     """
     calls, gap = (planned[name].set_index("arm") for name in ("calls", "gap"))
+    slow = planned["gap"].attrs.get("constant", {}).get(HOST, "")
     lines = [
         against(
             "04_plans",
-            f"{_repaid(gap['repaid after tokens'])}, and plans={PR} has {gained(half, PR)} with "
-            f"half of the layers on the host; with none there: {gained(whole, PR)}",
+            f"{_repaid(gap['repaid after tokens'])}{slow and f', where the host {slow}'}, and "
+            f"plans={PR} has {gained(half, PR)} with half of the layers on the host; with none "
+            f"there: {gained(whole, PR)}",
         ),
         f"The device is given {calls['nodes'].iloc[0]} kernels and copies a token; calls of the "
         f"host for them: {listed(f'{n} ({arm})' for arm, n in calls['calls'].items())}.",
@@ -384,6 +392,8 @@ def _repaid(after: pd.Series) -> str:
     for arm, tokens in after[after != ""].items():
         known = f"repaid after {tokens} tokens" if tokens.isdigit() else REPAID[tokens]
         by.setdefault(known, []).append(str(arm))
+    if not by:
+        return "no plan was captured"
     return f"captures are {listed(f'{when} ({listed(arms)})' for when, arms in by.items())}"
 
 
@@ -522,18 +532,19 @@ def _sequences(row: pd.Series) -> str:
 
 
 def _found(rows: pd.DataFrame, label: str, named: Callable[[pd.Series], str] | None = None) -> str:
-    """The gain of the arm with this label: `21.8% faster`. Of several rows, which `named` tells
-    apart, the least and the most: `from 1.3% slower (4 sequences of 32 cells) to no difference (4
-    sequences of 256 cells)`; the same verdict once where no row decides."""
-    own = rows[rows["label"] == label].sort_values("speedup")
-    if own.empty:
-        return "not measured"
-    if not own["verdict"].isin(DECIDED).any():
-        return listed(dict.fromkeys(own["verdict"]))
-    least, most = own.iloc[0], own.iloc[-1]
-    if named is None or len(own) == 1:
-        return _judged(most)
-    return f"from {_judged(least)} ({named(least)}) to {_judged(most)} ({named(most)})"
+    """What the arm with this label gains, by verdict: `21.8% faster`; of several rows with several
+    verdicts, which `named` tells apart, `1.3% to 2.8% slower (4 sequences of 32 cells and 2
+    sequences of 128 cells) and no difference (4 sequences of 256 cells)`."""
+    own = rows[rows["label"] == label]
+    said, several = list[str](), own["verdict"].nunique() > 1
+    for verdict in sorted(own["verdict"].unique(), key=lambda verdict: verdict not in DECIDED):
+        of = own[own["verdict"] == verdict]
+        sizes = sorted((of["speedup"] - 1).abs())
+        shares = dict.fromkeys(f"{share:.1%}" for share in (sizes[0], sizes[-1]))
+        size = f"{' to '.join(shares)} " if verdict in DECIDED else ""
+        names = f" ({listed(named(row) for _, row in of.iterrows())})" if named and several else ""
+        said.append(f"{size}{verdict}{names}")
+    return listed(said) if said else "not measured"
 
 
 def _judged(row: pd.Series) -> str:
@@ -596,13 +607,20 @@ def serving(
         f"the first ({few[TTFT]:.1f} to {many[TTFT]:.1f} ms)."
     ]
     lines += _at_the_threads_load(scaling, of.index[0], of.index[-1])
+    lines += [
+        f"Measured twice, {first} has {control.speedup:.3f} times the steady tokens a second of "
+        f"itself (95% CI {interval(control.low, control.high)}): other effects of that size may be "
+        "noise."
+        for control in speedups[speedups["verdict"] == CONTROL].itertuples()
+        if control.low > 1 or control.high < 1
+    ]
     for row in speedups.to_dict("records"):
         if row["verdict"] in DECIDED:
             lines.append(
                 f"{row['setting']} has {row['speedup']:.3f} times the steady tokens a second of "
                 f"{first} (95% CI {interval(row['low'], row['high'])}): {row['verdict']}."
             )
-    others = speedups[~speedups["verdict"].isin((*DECIDED, "A/A control"))]
+    others = speedups[~speedups["verdict"].isin((*DECIDED, CONTROL))]
     for verdict, rows in others.groupby("verdict", sort=False):
         lines.append(f"Beside {first}, {verdict}: {listed(rows['setting'])}.")
     waits = (f"{row['TTFT ms']:.1f} ms ({row['requests come']})"
@@ -614,8 +632,12 @@ def serving(
 def _at_the_threads_load(scaling: pd.DataFrame, few: int, many: int) -> Iterable[str]:
     """How the tokens a second grow with the requests of the thread, there and recorded here."""
     by = scaling[scaling["curve"] != HERE].set_index(["x", "curve"])["y"]
-    if few in by.index and many in by.index:
-        grown = (f"{y / by[few][curve]:.1f} times ({curve})" for curve, y in by[many].items())
+    grown = [
+        f"{by[many, curve] / by[few, curve]:.1f} times ({curve})"
+        for curve in scaling["curve"].unique()
+        if {(few, curve), (many, curve)} <= {*by.index}
+    ]
+    if grown and few < many:
         yield (
             f"With 1024 and 128 tokens a request, {few} to {many} in flight, they grow "
             f"{listed(grown)}."

@@ -215,10 +215,12 @@ def recorded_verdict(page: str | Path | None = None) -> str:
 
 
 class Theirs(NamedTuple):
-    """The least and the most speedup of llama.cpp's own token by its reuse, and on which card."""
+    """The least and the most speedup of llama.cpp's own token by its reuse, and of how many models
+    on which card."""
 
     low: float
     high: float
+    n_models: int
     card: str
 
 
@@ -230,4 +232,4 @@ def own_token(model: str, saved_us: float, speedup: float) -> str:
 def theirs(sentence: str) -> Theirs | None:
     """What `recorded_verdict` says of llama.cpp; None where it was not measured."""
     found, card = [float(ratio) for ratio in OWN_TOKEN.findall(sentence)], CARD.search(sentence)
-    return Theirs(min(found), max(found), card[1]) if found and card else None
+    return Theirs(min(found), max(found), len(found), card[1]) if found and card else None

@@ -114,9 +114,9 @@ def n_fewer(gaps: Gaps) -> int:
 
 
 def _gain(saved_us: float, token_us: float) -> str:
-    """A token is shorter by saved_us; with as much or more saved than it takes, there is no gain
-    to tell."""
-    if saved_us >= token_us:
+    """A token is shorter by saved_us; with nothing saved, or as much as it takes or more, there is
+    no gain to tell."""
+    if not 0 < saved_us < token_us:
         return NO_GAIN
     return f"{100 * (token_us / (token_us - saved_us) - 1):.1f} %"
 

@@ -122,6 +122,7 @@ def _lines(row: dict[str, Any], width: int) -> list[str]:
 @runs_app.command
 def show(folder: RunPath, /, *, as_json: f.AsJson = False) -> None:
     """Print what a run, a sweep or an advice was and found (--json: run.json of a run)."""
+    from workbench.benchmarks.compare import pace
     from workbench.benchmarks.compare.comparison import AB
     from workbench.benchmarks.runs import folders, loading, results
     from workbench.common.tables import show, show_prose, terminal_columns
@@ -151,7 +152,7 @@ def show(folder: RunPath, /, *, as_json: f.AsJson = False) -> None:
         show(roofline.table(found.run))
     elif len(found.samples):
         print()
-        show(folders.measured(found.samples))
+        show(folders.measured(pace.counted(found.run, found.samples)))
     if found.run["kind"] == "ab" and len(found.samples):
         comparison = AB(found.run, found.samples)
         print()

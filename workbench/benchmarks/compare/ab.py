@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import pandas as pd
 
-from workbench.benchmarks.compare import answers, pace
+from workbench.benchmarks.compare import answers
 from workbench.benchmarks.compare.arms import ComparisonSpec, IdleToggles, comparison_spec
 from workbench.benchmarks.compare.comparison import AB, Comparisons
 from workbench.benchmarks.compare.forms import (
@@ -289,7 +289,7 @@ class _Comparison:
         """Completes run.json before a save; returns no further tables."""
         record, trials = self.draft.run, self.trials
         record["result"]["warm_up"] = trials.warm_ups
-        record["result"]["pace"] = pace.noted(trials.host_us)
+        record["result"]["pace"] = trials.pace.to_dict()
         if self.until is not None:
             record["result"]["until"] = self.until._asdict() | {"tests": trials.ended}
             rounds = (ended["rounds"] for ended in trials.ended.values())

@@ -260,12 +260,7 @@ class AB(Framed):
             same = "does what the baseline does"
             lines += [f"{test}: {arm} {same}: {why}" for arm, why in self._idle(test).items()]
         lines += joules.lines(self.run)
-        host_us = pace.read(self.run)
-        lines += [
-            f"{test}: {len(slow)} of {len(host_us[test])} rounds do not count: the host was slow"
-            for test, slow in pace.slow_rounds(host_us).items()
-            if slow
-        ]
+        lines += pace.Noted.of(self.run).lines()
         # of a run that was repeated until its intervals were narrow
         asked = self.run["result"].get("until")
         ends = {

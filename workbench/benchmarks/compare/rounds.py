@@ -11,6 +11,7 @@ fixed number of rounds, or rounds until the interval is narrow enough (`until`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -22,7 +23,6 @@ from workbench.benchmarks.compare import until as stopping
 from workbench.benchmarks.compare.until import Until
 from workbench.benchmarks.runs import results
 from workbench.common.collector import nothing_collected
-from workbench.common.devices import is_gpu
 from workbench.common.progress import HIDDEN, Bar, bar
 
 if TYPE_CHECKING:
@@ -45,14 +45,13 @@ def interleave(
     whole: Callable[[int, dict[int, Found]], None] = lambda round_, found: None,
 ) -> None:
     """Measures every arm once in every round, in the order of `order_of`. Python's collector is off
-    while an arm is measured. Every round looks at the host's pace, so that its fastest is known.
+    while an arm is measured.
 
     measure(round, arm): one repetition; returns None where it was skipped.
     whole(round, found): called after each round, with the results by arm.
     """
     for round_ in rounds:
         found: dict[int, Found] = {}
-        pace.HOST.slowdown()
         for arm in order_of(round_, n_arms):
             with nothing_collected():
                 one = measure(round_, arm)
@@ -76,7 +75,7 @@ class Trials:
     rates: t/s by test, round and arm. Repetitions with a rate (of a resumed run) are not measured
         again.
     warm_ups, ended: by test, as in run.json (`workload.WarmUp`, `until.RepeatEnd`).
-    host_us: of the host's pace in each round, by test; on a GPU (`pace.py`).
+    host_us: of the host's loop in each whole round, by test, where it tells (`pace.py`).
     """
 
     def __init__(
@@ -95,6 +94,7 @@ class Trials:
         self.warm_ups: dict[str, dict[str, Any]] = {}
         self.ended: dict[str, dict[str, Any]] = {}
         self.host_us: dict[str, dict[int, float]] = {}
+        self._pace_before = math.inf  # the fastest loop of a resumed run
         self._rows: dict[str, list[list[float]]] = {}  # `rates` of whole rounds, by test
         self._spent_s = 0.0  # of `until.at_most_s`
         self._each_s = 0.0  # the time of a repetition in the warm-up
@@ -108,7 +108,8 @@ class Trials:
             for arm, test, round_, tps in cells.itertuples(index=False)
         }
         self.warm_ups = dict(found["warm_up"])
-        self.host_us = pace.read(earlier.run)
+        self._pace_before, rounds = pace.Noted.of(earlier.run)
+        self.host_us = {test: dict(us) for test, us in rounds.items()}
         self.ended = dict((found.get("until") or {}).get("tests", {}))
 
     def measure(
@@ -125,7 +126,7 @@ class Trials:
         All arms of a round are fed the same tokens.
         """
         test, n_arms = workload.name, len(self.engines)
-        on_gpu = is_gpu(self.engines[0].device)
+        told, us = pace.tells(self.engines[0]), dict[int, float]()  # of a round, by arm
         n_vocab, bos = self.engines[0].model.n_vocab, w.bos_token(self.engines[0])
         with ExitStack() as stack:
             left, n_rounds, tokens = HIDDEN, 0, w.Tokens([], [], [])
@@ -148,13 +149,18 @@ class Trials:
                 begins(one)
                 sample = w.take_sample(self.engines[arm], workload, tokens, left)
                 self.rates[test, round_, arm] = sample.tokens_per_second
-                if on_gpu:
-                    rounds_us = self.host_us.setdefault(test, {})
-                    rounds_us[round_] = max(rounds_us.get(round_, 0.0), pace.HOST.loop_us())
+                if told:
+                    us[arm] = pace.HOST.loop_us()
                 taken(one, sample)
                 return sample
 
-            interleave(rounds(), n_arms, measure, whole)
+            def ended(round_: int, found: dict[int, w.Sample]) -> None:
+                if us:
+                    self.host_us.setdefault(test, {})[round_] = max(us.values())
+                    us.clear()
+                whole(round_, found)
+
+            interleave(rounds(), n_arms, measure, ended)
 
     def finished(self, test: str) -> list[list[float]]:
         """t/s of the rounds that every arm has run, (rounds, arms)."""
@@ -163,9 +169,14 @@ class Trials:
             rows.append([self.rates[test, len(rows), arm] for arm in range(n)])
         return rows
 
+    @property
+    def pace(self) -> pace.Noted:
+        """What is noted of the host so far."""
+        return pace.Noted(min(self._pace_before, pace.HOST.least_us), self.host_us)
+
     def counted(self, test: str) -> list[list[float]]:
         """Those of them that count: the host was not slow."""
-        slow = pace.slow_rounds(self.host_us).get(test, set())
+        slow = self.pace.uncounted(test)
         return [row for n, row in enumerate(self.finished(test)) if n not in slow]
 
     def _bar(self, workload: w.Workload, n_left: int) -> AbstractContextManager[Bar]:

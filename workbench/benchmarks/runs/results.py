@@ -288,7 +288,7 @@ def check_run(run: Any, where: str | Path) -> None:
         if absent := [key for key in keys if key not in run[part]]:
             raise UsageError(f"{where}: {part!r} in run.json has no {absent[0]!r}")
     if not _is_pace(run["result"].get("pace", {})):
-        raise UsageError(f"{where}: 'pace' in the result of run.json has no numbers by test")
+        raise UsageError(f"{where}: 'pace' in the result of run.json has no us by test and round")
     if not all(isinstance(test, str) for test in run["tests"]):
         raise UsageError(f"{where}: a test in run.json is no text")
     if run["seed"] < 0:
@@ -303,9 +303,14 @@ def check_run(run: Any, where: str | Path) -> None:
 
 def _is_pace(found: object) -> bool:
     """Whether a value is what a comparison notes of its host (`compare/pace.py`)."""
-    return isinstance(found, dict) and all(
-        isinstance(us, list) and all(one is None or isinstance(one, int | float) for one in us)
-        for us in found.values()
+    if not isinstance(found, dict) or not found:
+        return found == {}
+    tests = found.get("tests")
+    if not isinstance(tests, dict) or not all(isinstance(us, list) for us in tests.values()):
+        return False
+    every = [us for rounds in tests.values() for us in rounds if us is not None]
+    return all(
+        isinstance(us, int | float) and 0 < us < math.inf for us in (found.get("least_us"), *every)
     )
 
 

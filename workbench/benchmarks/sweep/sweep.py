@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.backend.base import choose_device
+from workbench.benchmarks.compare import pace
 from workbench.benchmarks.compare.arms import IdleToggles
 from workbench.benchmarks.energy.windows import EnergyAsked
 from workbench.benchmarks.runs import results
@@ -273,7 +274,11 @@ class _UnderWay:
         self.missing -= set(group.keys)
         n, left = len(self.cells), self._expected(from_earlier(self.found))
         about = f", about {duration(left.seconds)} left" if left.seconds else ""
-        rates = results.rates(one.run.samples).groupby("arm", sort=False)["tps"].median()
+        rates = (
+            results.rates(pace.counted(one.run.run, one.run.samples))
+            .groupby("arm", sort=False)["tps"]
+            .median()
+        )
         for cell, tps in zip(group.cells, rates, strict=False):
             note(f"{cell.words(self.matrix.varying)}: {tps:.2f} t/s")
         note(f"sweep: {n - len(self.missing)} of {n} cells{about}")

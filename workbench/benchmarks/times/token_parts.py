@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PARTS = ("token", "device", "gap", "host", "plain")
 STAMPED = PARTS[:-1]
-SLOWER = "times slower than at its best"  # a host, in a table
+HOST = "the host"  # in a table's constants
 WARM_UP = 2  # first tokens of each turn, not counted: caches are still another arm's
 
 
@@ -69,7 +69,8 @@ def token_parts(
     """The parts of a token by arm, each a dict with these keys:
 
     PARTS: a list with an entry for each round, us.
-    slowdown: of the host in each round (`benchmarks/compare/pace.py`); the same for all arms.
+    slowdown: how many times as long as at its best the host took in each round; the same for all
+        arms, and empty where the host computes, too (`benchmarks/compare/pace.py`).
     counters: of the arm's engine, in a first turn without stamps.
     nodes: kernels and copies of a token on the device.
     calls: how many calls the host makes for the nodes; a plan is one call.
@@ -81,7 +82,7 @@ def token_parts(
     n_plain = WARM_UP + max(1, n_tokens // 2)
     test = Workload(0, n_plain + n_tokens)
     found: dict[str, dict[str, Any]] = {}
-    slow: list[float] = []  # of the host, by round
+    told, host_us = pace.tells(engine), list[float]()  # of the host's loop, by round
     with ExitStack() as stack:
         sides = [stack.enter_context(engine.variant(toggles)) for toggles in arms.values()]
 
@@ -89,15 +90,17 @@ def token_parts(
             tokens = draw_tokens(test, engine.model.n_vocab, 0, round_).gen
             own = {"plain": plain_us(sides[i], tokens[:n_plain])}
             own |= parts_us(*stamped_steps(sides[i], tokens[n_plain:]))
-            return own | {"slowdown": pace.HOST.slowdown()}
+            return own | ({"loop": pace.HOST.loop_us()} if told else {})
 
         def whole(_: int, of: dict[int, dict[str, float]]) -> None:
-            slow.append(max(one.pop("slowdown") for one in of.values()))
+            if told:
+                host_us.append(max(one["loop"] for one in of.values()))
             taken.append(of)
 
         def wanted() -> Iterator[int]:
-            for round_ in range(2 * rounds):
-                if sum(by < pace.SLOW for by in slow) >= rounds:
+            yield from range(rounds)
+            for round_ in range(rounds, 2 * rounds if told else rounds):
+                if sum(us < pace.SLOW * pace.HOST.least_us for us in host_us) >= rounds:
                     return
                 yield round_
 
@@ -108,10 +111,11 @@ def token_parts(
             measure(0, i)
         taken: list[dict[int, dict[str, float]]] = []
         interleave(wanted(), len(sides), measure, whole)
-        kept = sorted(np.argsort(slow, kind="stable")[:rounds])
+        fastest = np.argsort(host_us, kind="stable")[:rounds] if told else np.arange(rounds)
+        kept, least_us = sorted(fastest.tolist()), pace.HOST.least_us
         for i, (arm, side) in enumerate(zip(arms, sides, strict=True)):
             found[arm] = {part: [taken[round_][i][part] for round_ in kept] for part in PARTS}
-            found[arm] |= {"slowdown": [round(slow[round_], 2) for round_ in kept]}
+            found[arm]["slowdown"] = [round(host_us[n] / least_us, 2) for n in kept if told]
             found[arm] |= {"counters": counters[i], **issued(side)}
     return found
 
@@ -153,5 +157,5 @@ def medians_us(parts: Mapping[str, Any]) -> dict[str, float]:
 def slow_host(parts: Mapping[str, Any]) -> dict[str, str]:
     """What a table of tokens says of a slow host, by the word for it; empty where it was not slow.
     parts: an arm's entry of `token_parts`."""
-    by = float(np.median(parts.get("slowdown", [1.0])))
-    return {"the host": f"{by:.2f} {SLOWER}"} if by >= pace.SLOW else {}
+    by = float(np.median(parts.get("slowdown") or [1.0]))
+    return {HOST: f"takes {by:.2f} {pace.AS_LONG}"} if by >= pace.SLOW else {}
