@@ -326,6 +326,11 @@ def test_each_setting_serves_the_same_steady_load(engine, tmp_path):
     )
     assert "1.6 times (llama.cpp (#14924)), 1.6 times (vLLM (#14924))" in second
     assert rest[-1].startswith("Until the first token of a request pass in the mean: ")
+    control = speedups["setting"] == loaded.CONTROL
+    speedups.loc[control, ["speedup", "low", "high"]] = 0.93, 0.93, 0.98
+    text = str(conclusions.serving(figures, speedups, arrivals, scaling[scaling["x"] == 1]))
+    assert "Measured twice, serving has 0.930 times the steady tokens a second of itself" in text
+    assert "With 1024 and 128 tokens a request" not in text, "no two loads to hold side by side"
 
 
 def test_a_steady_load_is_judged_by_its_control(engine):

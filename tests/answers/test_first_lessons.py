@@ -234,6 +234,10 @@ def test_which_waits(proved):
         "from none with copy_boundary, nor here with event_guarded, though the checker finds races."
     )
     assert nor in conclusions.waits(proved, lucky, gaps, worth, on)
+    small = waits.worth_table(gaps, {"a": 20.0}, None)
+    said = conclusions.waits(proved, WRONG[WRONG["pairs that race"] == 0], gaps, small, on)
+    assert "without plans: nothing that can be told." in said
+    assert "No ordering that was run on the embedded device races." in said
     quiet = conclusions.waits(proved, WRONG.assign(wrong=0), gaps, worth, on)
     assert "no prompt went wrong with implicit: that proves nothing" in quiet
     other = dict(zip(turned := ("per_copy", "copy_boundary"), turned[::-1], strict=True))
@@ -345,6 +349,11 @@ tokens.
 These race: a step."""
     )
     assert answer("04_plans")[-len(said_of(whole)) :] == said_of(whole)
+    tables["gap"].attrs["constant"] = {"the host": "takes 1.80 times as long as at its best"}
+    first = conclusions.plans(tables, whole, whole).splitlines()[0]
+    assert "(a step), where the host takes 1.80 times as long as at its best, and plans=" in first
+    none = tables | {"gap": tables["gap"].assign(**{"repaid after tokens": ""})}
+    assert "here no plan was captured, " in conclusions.plans(none, whole, whole)
 
 
 def test_a_gain_says_where_it_cannot_be_told():
