@@ -142,6 +142,10 @@ def test_rows_that_are_alike_are_repetitions(tmp_path):
     path = save(tmp_path / "a.jsonl", [one, two])
     (row,) = compare(path, path).rows
     assert row.sides.after.tps.tolist() == [100.0, 101.0, 102.0, 103.0]
+    averages = save(tmp_path / "a.csv", [one, two])
+    (row,), lines = (found := compare(averages, averages)).rows, found.lines
+    assert row.has_interval and row.sides.after.n == 2
+    assert any("a.csv has averages only" in line for line in lines)
 
 
 @pytest.mark.parametrize(("changes", "why"), [
@@ -186,6 +190,16 @@ def test_files_of_older_versions_lack_fields(tmp_path, ours):
     }  # fmt: skip
 
 
+def test_our_engine_has_one_name_in_every_form(tmp_path, ours):
+    """llama.cpp calls no device as we do."""
+    rows = [row | {"devices": "host", "toggles": {"fuse_qkv": "on"}} for row in ROWS]
+    a, b = save(tmp_path / "a.json", rows), save(tmp_path / "b.csv", rows)
+    for before, after in ((a, b), (b, a), (ours, b), (b, b)):
+        assert compare(before, after).table().attrs["constant"]["Engine"] == "workbench"
+    cuda = save(tmp_path / "c.csv", [row | {"devices": "CUDA0"} for row in ROWS])
+    assert compare(a, cuda).summary()["engine"][0] == "workbench -> build fade123, CPU"
+
+
 def test_our_own_rows_keep_their_toggles(call, tiny_model, tmp_path):
     ask = ("bench", "-m", tiny_model("tiny-llama", "Q8_0"), "-p", 0, "-n", 2, "-r", 5, "--device",
            "host", "-o", "jsonl", "--fuse", "on")  # fmt: skip
@@ -212,6 +226,11 @@ WRONG = {
     "no rate": ("a.json", lambda c: json.dumps([a_row((0.0,))]).encode(), "not above 0"),
     "not a rate": ("a.json", lambda c: json.dumps([a_row() | {"samples_ts": ["x"]}]).encode(),
                    "holds no numbers"),
+    "a spread below 0": ("a.json", lambda c: json.dumps([a_row(stddev_ts=-1.0)]).encode(),
+                         "row 1 has a standard deviation that is no number of 0 or more: -1.0"),
+    "endless spread": ("a.csv", lambda c: csv_of(FIELDS, bare([a_row(stddev_ts="inf")])).encode(),
+                       "deviation that is no number of 0 or more: inf"),
+    "no spread": ("a.json", lambda c: json.dumps([a_row(stddev_ts=np.nan)]).encode(), ": nan"),
     "no tokens": ("a.json", lambda c: json.dumps([a_row() | {"n_gen": 0}]).encode(), "no tokens"),
     "sql that does more": ("a.sql", lambda c: b"CREATE TABLE t (a);\nATTACH 'evil.db' AS e;",
                            "not authorized"),

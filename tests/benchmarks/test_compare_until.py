@@ -23,6 +23,7 @@ from workbench.benchmarks.compare.until import (
     LEAST_ROUNDS,
     TIME,
     WIDTH,
+    RepeatEnd,
     Stopping,
     Until,
     make_until,
@@ -264,6 +265,15 @@ def test_time_ends_what_is_not_known(monkeypatch):
     noisy = timed(monkeypatch, noise=0.5)
     (row,) = measured(noisy, workloads([], [2]), 5, until=0.0001, at_most_s=0.05)
     assert row.ended["stopped"] == TIME and "0.01 % was not reached: " in row.line()
+
+
+@pytest.mark.parametrize(("wanted", "advice"), [
+    (0.001, "About 1,000 rounds would do, in 17 min"),
+    (1e-6, "No number of rounds that fits in a week would do"),
+    (0.0, "No number of rounds that fits in a week would do"),
+])  # fmt: skip
+def test_what_would_reach_a_width_is_told_where_it_can_be_waited_for(wanted, advice):
+    assert RepeatEnd(10, 0.01, wanted, TIME, 10.0).line().endswith(f"10 s. {advice}")
 
 
 def test_a_width_and_a_time_are_written_as_for_the_command():

@@ -62,8 +62,12 @@ def test_a_bench_has_rates_times_and_its_origin(monkeypatch, tmp_path):
 
 
 def test_a_context_that_is_given_stays_as_it_is(tiny_model):
+    """The default's value counts as not given, as the docstrings say."""
     path, on = tiny_model("tiny-llama", "Q8_0"), {"device": "host"}
-    assert wb.bench(path, "pp2050", 1, **on).run["engine"]["config"]["n_ctx"] == 2050
+    for given in ({}, {"n_ctx": wb.EngineConfig.n_ctx}):
+        run = wb.bench(path, "pp2050", 1, **on, **given).run
+        assert run["engine"]["config"]["n_ctx"] == 2050
+    assert all("n_ctx=2048: the default's value" in one.__doc__ for one in (wb.bench, wb.ab))
     for ask in (
         lambda: wb.bench(path, "tg8", 1, n_ctx=4, **on),
         lambda: wb.ab(path, "fuse=off,on", tests="tg8", rounds=5, n_ctx=4, **on),

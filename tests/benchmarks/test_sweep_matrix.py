@@ -210,6 +210,7 @@ def test_a_wrong_file_is_one_line(tmp_path, text, said):
     ("[toggles]\nfuse = 1.5", "toggle fuse=1.5 does not exist; choose one of off, on"),
     ("[engine]\nn_ubatch = 'x'", "n_ubatch='x' is no whole number"),
     ("tests = 'zz8'", "test 'zz8' does not exist"), ("models = 5", "5 is no path; give the path"),
+    ('models = ""', "'' is no path; give the path of a GGUF file"),
     ("repetitions = 0", "repetitions=0: give 1 or more"),
     ("exclude = ['fuse=x']", "exclusion fuse=x: no cell has it; fuse is off, on"),
 ])  # fmt: skip

@@ -142,6 +142,12 @@ def test_a_model_is_a_file_from_here_or_from_the_notebook_and_is_read_before_a_c
     for file, says in (("none.gguf", neither), (tmp_path / "cut.gguf", "byte")):
         status, out, err = call(*ask, file)
         assert (status, out, given, err.count("\n")) == (1, "", {}, 1) and says in err
+    for name, code, says in (
+        ("a" * 5000, 1, "aaa...: no such file, neither here nor in notebooks/;"),
+        ("", 2, 'error: -p model "" names no file; give -p model auto, or a GGUF file'),
+    ):
+        status, out, err = call(*ask, name)
+        assert (status, out, given, err.count("\n")) == (code, "", {}, 1) and says in err
 
 
 def test_a_tiny_model_may_be_named_before_it_is_written(call, rendered, monkeypatch, tmp_path):

@@ -104,6 +104,10 @@ def test_program_prints_pattern_counts_and_plans(on):
     assert " s: the host waits; a: an asynchronous copy; g: a split that the device comp" in words
     assert " waits 3 (1 without a letter) copies 7 (1 without a letter) launches " in words
     assert " waits 13 (1 without a letter) copies 7 " in " ".join(on("program")[1].split())
+    words = " ".join(on("program", "--streams", 3)[1].split())
+    assert " records 7 (7 without a letter) stream_waits 8 (8 without a letter)" in words
+    about = " ".join(on("program", "--help")[1].split())
+    assert "and the records and stream waits that order the streams of a split." in about
     ask = ("program", "--sync", "event_guarded", "--plans", "ours", "--plan-scope", "step")
     out = on(*ask)[1]
     (line,) = [line for line in out.splitlines() if line.startswith("plan #")]

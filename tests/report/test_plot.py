@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -114,6 +115,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a window that ends first": (lambda: wb.plot(timeline(), window_us=(5, 1)),
                                  "window_us=(5, 1) is no part of the time; give (from, to) in us"),
     "half a window": (lambda: wb.plot(timeline(), window_us=[5]), "window_us=[5] is no part"),
+    "an array that is no window": (lambda: wb.plot(timeline(), window_us=np.array([[0, 5]])),
+                                   "window_us=[[0, 5]] is no part of the time"),
     "another window": (lambda: wb.plot(timeline(), window_us="input"),
                        "window_us='input' does not exist; give (from, to) in us, or 'inputs'"),
     "a keyword of none": (lambda: comparison().plot(z=1),

@@ -195,6 +195,11 @@ def test_where_inputs_are_shown_their_way_is_typical():
     for window_us, drawn, low, high in ((None, "step 1", 900, 1000), ("inputs", "step 2", 31, 60)):
         fig = plots.timelines(sides, window_us=window_us)
         assert first_step(fig)[0] == drawn and low <= fig.axes[0].get_xlim()[1] < high
+    for window in ((0, 50), [0, 50], np.array([0, 50]), pd.Series([0.0, 50.0])):
+        for fig in (
+            plots.timelines(sides, window_us=window), plots.timeline(sides["a"], window_us=window)
+        ):  # fmt: skip
+            assert fig.axes[0].get_xlim() == pytest.approx((0, 50), abs=5), "an array is a window"
 
 
 def test_a_block_is_drawn_by_what_is_seen_and_visited():

@@ -125,7 +125,8 @@ class EngineSettings(EngineConfig):
     n_ctx: Annotated[
         Whole,
         flag(
-            "tokens the KV cache holds; 0: as many as the model was trained on",
+            "tokens the KV cache holds; 0: as many as the model was trained on. bench, ab, profile "
+            "and advise make the default as long as their tests need, and keep any other number",
             "--n-ctx --ctx-size -c",
         ),
     ] = 2048

@@ -139,8 +139,9 @@ def program(
 ) -> None:
     """Print the program of one step: its pattern and counts.
 
-    The counts are of waits, copies, launches and their like in the step. Those outside of its
-    splits have no letter: results come to the host after the last split."""
+    The counts are of waits, copies, launches and their like in the step. What has no letter: all
+    outside of its splits, as results that come to the host after the last one, and the records and
+    stream waits that order the streams of a split."""
     from workbench.engine.batch import step_shape
     from workbench.engine.cache.growth import Growth
     from workbench.engine.cache.room import Room

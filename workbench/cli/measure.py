@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -422,23 +423,26 @@ def _parameter(name: str, text: str, known: list[dict[str, Any]]) -> Any:
 
 def _model(given: str, notebooks: Sequence[Path]) -> str:
     """The parameter for a model: a file from here by its absolute path, since a notebook's paths
-    begin at its folder. A tiny model need not be written yet. Raises ModelFileError for a file
-    that is neither there nor here, or no model."""
+    begin at its folder. A tiny model need not be written yet. Raises UsageError for an empty name,
+    and ModelFileError for a file that is neither there nor here, or no model."""
     from workbench.model.gguf.file import open_gguf
+    from workbench.model.gguf.walk import shown
     from workbench.model.synth.models import TINY
 
+    if not given:
+        raise UsageError('-p model "" names no file; give -p model auto, or a GGUF file')
     tiny = {(MODELS / name).resolve() for name, _, _ in TINY}
     here = Path(given)
-    if here.is_file() or here.resolve() in tiny:
+    if isfile(here) or here.resolve() in tiny:
         given = str(here.resolve())
     for path in [notebook.parent / given for notebook in notebooks]:
-        if path.is_file():
+        if isfile(path):  # False for a name that is too long, where `is_file` raises OSError
             with open_gguf(path):
                 pass
         elif path.resolve() not in tiny:
             raise ModelFileError(
-                f"-p model {here}: no such file, neither here nor in {path.parent}/; give -p model "
-                "auto, or a GGUF file"
+                f"-p model {shown(here)}: no such file, neither here nor in {path.parent}/; give "
+                "-p model auto, or a GGUF file"
             )
     return given
 

@@ -59,7 +59,7 @@ MOST_SYNC_LINES = 40  # more lines would hide the spans
 TITLE_LETTERS = 105  # in a line; more would run out of the picture
 
 # the part of the time axis that is drawn: from and to, in us, `inputs`, or all of it
-Shown = tuple[float, float] | Literal["inputs"] | None
+Shown = tuple[float, float] | np.ndarray | Literal["inputs"] | None
 AND_MORE = 1.15  # of the time until the inputs are copied, so that the first launches are seen
 MOST_LATE = 3.0  # of the time of the host's copies: later copies of a device widen no picture
 
@@ -168,7 +168,7 @@ def typical(frames: list[pd.DataFrame], shown: Shown) -> list[int]:
     off = []  # how far each step's time is from the median's, by step number
     for frame in frames:
         times = frame[frame["category"] == "step"].set_index("step")["dur_us"]
-        if shown == "inputs":
+        if isinstance(shown, str):  # "inputs"; an array is not compared with it
             ways = {n: _inputs_us(_steps(frame, n), HOST_LANE) for n in times.index}
             times = pd.Series(ways) if all(ways.values()) else times
         off.append((times / times.median() - 1).abs())
@@ -185,6 +185,8 @@ def _extent_us(part: pd.DataFrame) -> float:
 def _window(shown: Shown, parts: Sequence[pd.DataFrame]) -> tuple[float, float]:
     """From and to, us, of an axis that all of `parts` share. Raises UsageError for another window
     than `Shown` has, and for one that ends before it begins."""
+    if isinstance(shown, np.ndarray | pd.Series):
+        shown = shown.tolist()
     if isinstance(shown, Sequence) and not isinstance(shown, str):
         numbers = [float(n) for n in shown if isinstance(n, Real) and math.isfinite(n)]
         if len(shown) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:

@@ -6,7 +6,7 @@
     |------------------------ E2EL ---------------------------|
 
 Latencies count from when a request was due, not from when the client sent it. Names and definitions
-are vLLM's (`vllm/benchmarks/serve.py`), but for the last second of the peak (`_busiest_second`).
+are vLLM's (`vllm/benchmarks/serve.py`), but the peak is never below the mean (`_busiest_second`).
 Percentiles are linear, as NumPy's. An answer that is not streamed has only an end, so TTFT, TPOT
 and ITL are NaN. A figure of no requests is NaN.
 """
@@ -182,26 +182,20 @@ def _spreads(found: pd.DataFrame, itl: np.ndarray) -> Figures:
 
 
 def _busiest_second(done: Served) -> float:
-    """The highest rate of a second, tokens/s; seconds are counted from the first request's start.
-
-    What remains after the last whole second belongs to that second, and the rate is over both. A
-    run shorter than a second has its own length. So the rate is never below the mean of the run.
-    vLLM takes what remains as a whole second of its own.
+    """The most tokens of a second, as vLLM counts them: in whole seconds from the first request's
+    start, where what remains after the last is a second, too. Never below the mean of the run,
+    which for a short run is above all of them. Tokens/s.
     """
     if not served_any(done):
         return math.nan
     begin, end = int(done.requests["sent_ns"].min()), int(done.requests["end_ns"].max())
     if end <= begin:
         return math.nan
-    weights = [
-        np.full(len(t), n / len(t))
-        for t, n in zip(done.times, done.requests["n_made"], strict=True)
-    ]
-    last = max(0, (end - begin) // 10**9 - 1)
-    second = np.minimum((np.concatenate(done.times) - begin) // 10**9, last)
-    seconds = np.ones(last + 1)
-    seconds[last] = (end - begin) / 1e9 - last
-    return float((np.bincount(second, np.concatenate(weights), last + 1) / seconds).max())
+    n_made = done.requests["n_made"]
+    weights = [np.full(len(t), n / len(t)) for t, n in zip(done.times, n_made, strict=True)]
+    second = (np.concatenate(done.times) - begin) // 10**9
+    busiest = np.bincount(second, np.concatenate(weights)).max()
+    return max(float(busiest), float(n_made.sum()) / (end - begin) * 1e9)
 
 
 def served_any(done: Served) -> bool:

@@ -137,7 +137,8 @@ def ab(
         given.
     progress(done, total, what): called between repetitions; with `until`, total is an estimate.
     settings: fields of EngineConfig (device, n_ctx, ...) for an engine of a file. Its context and
-        its sequences are made enough for the tests; a context that is given stays as it is.
+        its sequences are made enough for the tests; a context that is given stays as it is,
+        except n_ctx=2048: the default's value counts as not given.
 
     Returns an `AB`; of a list of names `Comparisons`, an `AB` by each name. Ctrl-C ends the
     measuring: finished repetitions are saved and returned, marked interrupted. They are saved, too,

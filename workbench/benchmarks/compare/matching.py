@@ -13,6 +13,8 @@ from workbench.benchmarks.compare import pace
 from workbench.benchmarks.runs import results
 from workbench.config import Toggles, folded, said_toggles
 
+OURS = "workbench"  # the name of our engine
+
 
 class Repeated(NamedTuple):
     """One arm's repetitions of one test.
@@ -21,7 +23,7 @@ class Repeated(NamedTuple):
     toggles: all toggles of today, and the run's further toggles that no longer exist.
     tps: t/s, float (n,), in the order taken.
     shape: parameters of the model and its type, which files of llama-bench tell, too.
-    foreign: what is known of an engine that has no toggles of ours; else empty.
+    foreign: what is known of an engine whose toggles are not; else empty.
     stddev: where tps is an average alone: its standard deviation, NaN where unknown; else None.
     """
 
@@ -43,7 +45,7 @@ class Repeated(NamedTuple):
     @property
     def engine(self) -> str:
         """Whose engine was measured."""
-        return self.foreign or "workbench"
+        return self.foreign or OURS
 
     @property
     def n(self) -> int:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workbench.benchmarks.compare.comparison import AB
-from workbench.benchmarks.compare.matching import Repeated, repeated
+from workbench.benchmarks.compare.matching import OURS, Repeated, repeated
 from workbench.benchmarks.compare.stats import Band
 from workbench.benchmarks.llama.llama_files import RATES_ONLY, LlamaRow, llama_rows
 from workbench.benchmarks.llama.llama_format import FIELDS
 from workbench.benchmarks.runs import results
 from workbench.benchmarks.runs.nameless import card_number
-from workbench.common.devices import is_gpu
+from workbench.common.devices import DEVICES, is_gpu
 from workbench.config import Toggles
 
 KINDS = ("ab", "bench")
@@ -129,7 +129,7 @@ def _of_rows(name: str, build: str, rows: list[LlamaRow]) -> Side:
     varying = [s for s in SETTINGS if len({str(row.fields.get(s)) for row in rows}) > 1]
     same = {s: rows[0].fields.get(s) for s in SETTINGS if s not in varying}
     found = list(_repeated(rows, varying))
-    notes = (f"{name} {RATES_ONLY}",) if any(one.stddev is not None for one in found) else ()
+    notes = (f"{name} {RATES_ONLY}",) if any(row.stddev is not None for row in rows) else ()
     return Side(
         name, "bench", found, {},
         {
@@ -152,11 +152,14 @@ def _repeated(rows: list[LlamaRow], varying: list[str]) -> Iterator[Repeated]:
     found: dict[tuple[Any, ...], Repeated] = {}
     for row in rows:
         arm = " ".join(f"{name}={row.fields.get(name)}" for name in varying) or ARM
-        ours = row.toggles is not None
+        if row.toggles is not None:
+            foreign = ""
+        else:  # csv and sql have no toggles, but llama.cpp's devices have other names
+            foreign = OURS if row.fields.get("devices") in DEVICES else row.engine
         toggles = Toggles().to_dict() | (row.toggles or {})
         one = Repeated(
             row.test, arm, (None, row.model, row.quant), toggles, row.tps,
-            (row.n_params, row.quant), "" if ours else row.engine, row.stddev,
+            (row.n_params, row.quant), foreign, row.stddev,
         )  # fmt: skip
         key = (row.test, arm, row.model, row.n_params, tuple(toggles.items()))
         if key in found:

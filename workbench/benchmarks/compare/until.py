@@ -194,10 +194,11 @@ class RepeatEnd(NamedTuple):
             return f"{said}; {wanted} was asked for"
         needed = stats.rounds_for(self.rounds, known, self.wanted)
         seconds = self.seconds / self.rounds * needed
-        return (
-            f"{wanted} was not reached: {said} and {duration(self.seconds)}. "
-            f"About {stats.two_digits(needed)} {rounds} would do, in {duration(seconds)}"
-        )
+        if seconds > 7 * 24 * 3600:
+            advice = f"No number of {rounds} that fits in a week would do"
+        else:
+            advice = f"About {stats.two_digits(needed)} {rounds} would do, in {duration(seconds)}"
+        return f"{wanted} was not reached: {said} and {duration(self.seconds)}. {advice}"
 
 
 def rounds_of(

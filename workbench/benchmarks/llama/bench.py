@@ -154,7 +154,8 @@ def bench(
     energy: count joules a token, too: as for `wb.ab`.
     on_row(row): called as soon as a test is finished.
     settings: fields of EngineConfig (device, n_ctx, ...) for an engine of a file. Its context and
-        its sequences are made enough for the tests; a context that is given stays as it is.
+        its sequences are made enough for the tests; a context that is given stays as it is,
+        except n_ctx=2048: the default's value counts as not given.
 
     An engine with preset `best` runs a test with another number of sequences than its own on a
     variant with the set for that number. Returns a `Bench`; its frame has a row per test, with t/s

@@ -30,8 +30,9 @@ SQLITE = b"SQLite format 3\0"
 MOST_BYTES = 1 << 30
 FORMS = "llama-bench's json, jsonl, csv, sql or SQLite"
 RATES_ONLY = (
-    "has averages only (t/s ± their standard deviation), without the number of repetitions. So its "
-    "rows have no interval and no verdict; llama-bench -o json and -o jsonl write each repetition"
+    "has averages only (t/s ± their standard deviation), without the number of repetitions. So a "
+    "test with one row in it has no interval and no verdict; llama-bench -o json and -o jsonl "
+    "write each repetition"
 )
 # making a table updates the table of tables
 _ROWS = (sqlite3.SQLITE_CREATE_TABLE, sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE,
@@ -66,7 +67,7 @@ class LlamaRow(NamedTuple):
 
     @property
     def engine(self) -> str:
-        """What is known of an engine without toggles: `build 4a1b2c3, CUDA`."""
+        """What is known of an engine of llama.cpp: `build 4a1b2c3, CUDA`."""
         return f"build {self.build}, {self.fields.get('backends') or 'backend unknown'}"
 
 
@@ -154,7 +155,8 @@ def _row(path: Path, number: int, fields: Any) -> LlamaRow:
     try:
         samples = fields.get("samples_ts")
         tps = np.array([float(one) for one in samples or [fields["avg_ts"]]])
-        stddev = None if samples else float(fields.get("stddev_ts") or "nan")
+        spread = float(fields.get("stddev_ts") or 0)
+        stddev = None if samples else spread or math.nan
         n_prompt, n_gen, n_depth = (
             int(fields.get(name) or 0) for name in ("n_prompt", "n_gen", "n_depth")
         )
@@ -163,6 +165,8 @@ def _row(path: Path, number: int, fields: Any) -> LlamaRow:
         raise refused(f"holds no numbers: {error}") from error
     if not all(math.isfinite(one) and one > 0 for one in tps):
         raise refused(f"has rates that are not above 0: {tps.tolist()}")
+    if not 0 <= spread < math.inf:
+        raise refused(f"has a standard deviation that is no number of 0 or more: {spread}")
     if min(n_prompt, n_gen, n_depth) < 0 or not n_prompt + n_gen:
         raise refused("measures no tokens")
     architecture, _, rest = str(fields["model_type"]).partition(" ")
