@@ -10,7 +10,16 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from data.measure import matrix, peer, skipping, streams
-from data.measure.recorded import NOT_MEASURED, PHASES, Arms, Between, Recorded, model_of, spread
+from data.measure.recorded import (
+    NOT_MEASURED,
+    PHASES,
+    Arms,
+    Between,
+    Recorded,
+    card_of,
+    model_of,
+    spread,
+)
 from data.measure.tables import Line, Part, Table
 from workbench.benchmarks.compare.arms import SETS
 from workbench.benchmarks.compare.stats import FASTER, SLOWER, verdict
@@ -144,7 +153,7 @@ def _of_the_matrix(recorded: Recorded) -> Iterator[Line]:
             if not later:
                 yield Line(dict.fromkeys(UNKNOWN) | {"mechanism": name, "verdict": NOT_MEASURED})
             continue
-        gpus = f"{row.n_devices} {_card(run).split()[1]}" if row.n_devices > 1 else ""
+        gpus = f"{row.n_devices} {card_of(run.run).split()[1]}" if row.n_devices > 1 else ""
         compared = Compared(
             name, _where(model_of(run.run), test, gpus), off, named, beside, model_of(run.run),
             test, f"data.measure {row.step} --like {row.folder}",
@@ -208,14 +217,9 @@ def _gap(compared: Compared, found: Gaps) -> Line:
     })  # fmt: skip
 
 
-def _card(of: Any) -> str:
-    """`NVIDIA H200`"""
-    return str(of.run["engine"].get("device_description")).partition(" (")[0]
-
-
 def _line(compared: Compared, of: Any, numbers: dict[str, str]) -> Line:
     engine = of.run["engine"]
-    card = _card(of)
+    card = card_of(of.run)
     if (n := engine.get("config", {}).get("n_devices", 1)) > 1:
         card = f"{n} x {card}"
     return Line(compared._asdict() | numbers | {"card": card}, [of])

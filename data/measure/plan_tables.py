@@ -15,7 +15,7 @@ import pandas as pd
 
 from data.measure import peer
 from data.measure.matrix import LAYERS, SETS
-from data.measure.recorded import Arms, Recorded, Toggled, model_of, spread, title_of
+from data.measure.recorded import Arms, Recorded, Toggled, card_of, model_of, spread, title_of
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
 from workbench import config
@@ -456,7 +456,7 @@ class Worth(NamedTuple):
     def beside(self, theirs: peer.Saving) -> str:
         """The speedup at llama.cpp's saving, with its interval; empty where that is another
         card's."""
-        if self.card != _card(self.ab):
+        if self.card != card_of(self.ab.run):
             return ""
         value, low, high = (self.ratio(us) for us in (theirs.us, theirs.low, theirs.high))
         return f"{value:.2f} ({low:.2f}..{high:.2f})"
@@ -465,7 +465,7 @@ class Worth(NamedTuple):
 def worths(recorded: Recorded) -> list[Worth]:
     """A row for each model whose ways were compared."""
     theirs = {
-        other.model: (saving, _card(other))
+        other.model: (saving, card_of(other.run))
         for other in peer.recorded_peers(recorded)
         for test in other.run["tests"]
         for saving in (other.savings(test) if test.startswith("tg") else ())
@@ -478,10 +478,6 @@ def worths(recorded: Recorded) -> list[Worth]:
             saving, card = theirs.get(one.model, (None, ""))
             found.append(Worth(one.model, us, own_us, one.speedup(2), saving, card, one.ab))
     return found
-
-
-def _card(measured: Arms | AB) -> str:
-    return str(measured.run["engine"]["device_description"]).partition(" (")[0]
 
 
 def verdicts(recorded: Recorded) -> Iterator[Line]:

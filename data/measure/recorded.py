@@ -249,6 +249,11 @@ def decode(recorded: Recorded, name: str) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
+def card_of(run: dict[str, Any]) -> str:
+    """The card of a run: `NVIDIA H200`."""
+    return str(run["engine"].get("device_description")).partition(" (")[0]
+
+
 def model_of(run: dict[str, Any]) -> str:
     name = run["model"]["name"].replace(" with random weights", "")
     return f"{name} {run['model']['quant']}"

@@ -216,6 +216,8 @@ def test_rounds_on_a_slow_host_do_not_count(monkeypatch, tmp_path):
         assert set(found.every["repetition"]) == set(range(8)), "nothing is lost"
         assert set(found.summary()["n"]) == {6}
         assert "tg4: the host was slow in 2 of 8 rounds, which do not count" in found.verdict
+    alone = measured(timed(monkeypatch), workloads([4], []), 8)
+    assert len(alone[0].samples) == 8 and next(looks) == 8 * 3, "one arm alone is not compared"
     made.save(tmp_path / "again")
     assert AB.load(tmp_path / "again").every.equals(made.every)
 

@@ -140,7 +140,7 @@ def compare(
         except (KeyboardInterrupt, Stopped):
             if not trials.finished(workload.name):
                 raise
-        found = np.array(trials.finished(workload.name)).T
+        found = np.array(trials.counted(workload.name)).T
         medians = np.median(found, axis=1)
         control = stats.speedup(found[0], found[2], seed)
         return Pair(

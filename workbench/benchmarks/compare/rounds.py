@@ -126,7 +126,8 @@ class Trials:
         All arms of a round are fed the same tokens.
         """
         test, n_arms = workload.name, len(self.engines)
-        told, us = pace.tells(self.engines[0]), dict[int, float]()  # of a round, by arm
+        told = n_arms > 1 and pace.tells(self.engines[0])  # one arm alone has all its rounds
+        us: dict[int, float] = {}  # of a round, by arm
         n_vocab, bos = self.engines[0].model.n_vocab, w.bos_token(self.engines[0])
         with ExitStack() as stack:
             left, n_rounds, tokens = HIDDEN, 0, w.Tokens([], [], [])
