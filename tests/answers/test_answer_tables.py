@@ -43,8 +43,6 @@ ARMS = {
 
 
 ROOT = Path(__file__).resolve().parents[2]
-# the sentences of 06 and 07 have other words since 2026-11-29
-AWAITED = pytest.mark.xfail(strict=True, reason="recorded in other words; a record is awaited")
 RUNS = ROOT / "data" / "results"
 
 
@@ -521,7 +519,6 @@ def test_streams_are_answered_by_the_runs_beside_it():
     assert f"pp512: {conclusions.each_arm(runs[0], 'pp512')}; memory may be shared" in said[0]
 
 
-@AWAITED
 def test_skipping_is_answered_by_the_runs_beside_it():
     said, text = answer("06_masked_kv"), " ".join(" ".join(outputs("06_masked_kv")).split())
     folders = {name: f"notebook-ragged-{name.replace('_', '-')}" for name in masked.WAYS}
@@ -549,7 +546,6 @@ def test_skipping_is_answered_by_the_runs_beside_it():
         assert len(cells) >= 4 and not [cell for cell in cells if cell not in text]
 
 
-@AWAITED
 def test_serving_is_answered_by_the_runs_beside_it():
     names = (loaded.SERVING, *loaded.SUSPECTS, loaded.CONTROL)
     found = {

@@ -18,8 +18,6 @@ from workbench.answers import kept
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "data" / "results"
 MOST_S = 300.0  # all notebooks on one GPU, with kernels to compile
-# of 2026-11-29: the host became slow at the third notebook
-AWAITED = pytest.mark.xfail(strict=True, reason="recorded on a slow host; a quiet one is awaited")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -63,7 +61,6 @@ def test_what_is_shown_has_the_parameters_in_view(path):
 
 
 @pytest.mark.long
-@AWAITED
 def test_no_table_has_an_effect_that_its_noise_swallows():
     every = rows(RUNS)
     assert len(every) > 80
@@ -83,14 +80,12 @@ SAME = 1.2  # at most so many times apart are tokens of equal arms
 
 
 @pytest.mark.long
-@AWAITED
 def test_tokens_of_equal_arms_are_equal_in_all_notebooks():
     every = tokens(RUNS).groupby("issues")["us"].agg(["min", "max", "size"])
     assert (every["size"] > 2).sum() >= 4, "arms of several comparisons"
     assert (every["max"] < SAME * every["min"]).all()
 
 
-@AWAITED
 def test_no_comparison_is_of_a_slow_host():
     found = paces(RUNS)
     assert len(found) > 15 and slow(RUNS, found.min()) == []
