@@ -28,6 +28,7 @@ from workbench.benchmarks.compare.comparison import AB
 from workbench.benchmarks.compare.stats import speedup
 from workbench.benchmarks.runs import provenance, results
 from workbench.benchmarks.runs.draft import new_arm, new_run
+from workbench.common.tables import NO_TERMINAL, markdown
 from workbench.report import plots
 from workbench.traffic.bench import ServedRow, load_served
 from workbench.traffic.load import Arrivals
@@ -517,6 +518,23 @@ def test_streams_are_answered_by_the_runs_beside_it():
     sentences, said = said_of(*runs), answer("05_streams")
     assert said[-len(sentences) :] == sentences
     assert f"pp512: {conclusions.each_arm(runs[0], 'pp512')}; memory may be shared" in said[0]
+
+
+def test_a_table_of_two_tests_has_six_columns():
+    """The rounds on a slow host do not count, so one test may have more than another."""
+    compared = ab("streams-on")
+    counted = compared.summary().groupby("test", sort=False)["n"].first()
+    assert counted.nunique() == 2, "recorded with different numbers of rounds"
+    table = branches.by_test(compared)
+    said = ", ".join(f"{n} ({test})" for test, n in counted.items())
+    text = markdown(table, NO_TERMINAL)
+    lines = text.splitlines()
+    assert f"n: {said}" in " ".join(lines[:2])
+    header = next(line for line in lines if line.startswith("| Test"))
+    assert [name.strip() for name in header.split("|")[1:-1]] == [
+        "Test", "Toggled", "t/s toggled", "Speedup", "95% CI", "verdict",
+    ]  # fmt: skip
+    assert text in outputs("05_streams"), "the recorded table is that of its run folder"
 
 
 def test_skipping_is_answered_by_the_runs_beside_it():

@@ -100,9 +100,15 @@ def overlap_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int = 16) 
 
 def by_test(comparison: AB) -> Table:
     """The table of a comparison with several tests, without the baseline's tokens a second, which
-    stand in the row of the A/A control."""
+    stand in the row of the A/A control. Where tests have different numbers of rounds, the line
+    above the table has them, and n is no column."""
     table = comparison.table()
-    return Table(table.drop(columns="t/s baseline")).shown(**table.attrs)
+    shown = Table(table.drop(columns="t/s baseline")).shown(**table.attrs)
+    if shown["n"].nunique() == 1:
+        return shown
+    rounds = shown.groupby("Test", sort=False)["n"].first()
+    said = ", ".join(f"{n} ({test})" for test, n in rounds.items())
+    return Table(shown.drop(columns="n")).shown(**table.attrs, constant={"n": said})
 
 
 class _ForkedStep:
